@@ -1,0 +1,33 @@
+"""Test set-up: where kernels run, how long Hypothesis looks, and bf16 in Triton's interpreter.
+
+With a GPU the kernels are compiled and run there; without one they run in Triton's interpreter, which has to be asked
+for before Triton is imported (this file is imported first).
+"""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.interpreter_bf16 import repair_interpreter_bf16
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    repair_interpreter_bf16()
+    torch.set_num_threads(1)  # two pytest workers on two cores; spinning threads would only get in each other's way
+
+_COMMON = dict(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+settings.register_profile("ci", derandomize=True, max_examples=25, print_blob=True, **_COMMON)
+settings.register_profile("fuzz", max_examples=int(os.environ.get("FUZZ_EXAMPLES", "500")), **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where the Triton kernels under test run: the GPU, or the CPU through the interpreter."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,45 @@
+"""bf16 in Triton's interpreter, repaired.
+
+The interpreter (seen on 3.6 to 3.9) keeps bf16 as raw ``uint16`` bits: ``tl.dot`` multiplies the bits, casts to and
+from other types than fp32 reinterpret them, and fp32 -> bf16 truncates instead of rounding to nearest even as GPUs do.
+The kernels here cast to fp32 before any arithmetic, so only casts and ``tl.dot`` need repair.
+"""
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def bf16_bits_to_fp32(bits: np.ndarray) -> np.ndarray:
+    """Decode bf16 bits (uint16) into fp32, exactly."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def fp32_to_bf16_bits(values: np.ndarray) -> np.ndarray:
+    """Encode fp32 as bf16 bits (uint16), rounding to nearest even; NaN stays NaN."""
+    values = np.ascontiguousarray(values, dtype=np.float32)
+    bits = values.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+
+
+def repair_interpreter_bf16() -> None:
+    """Make casts and ``tl.dot`` decode bf16 to fp32 and encode it with round-to-nearest-even."""
+    builder = interpreter.InterpreterBuilder
+    handle = interpreter.TensorHandle
+    cast_impl, create_dot = builder.cast_impl, builder.create_dot
+
+    def repaired_cast(self, src, dst_type):
+        source, target = src.dtype.scalar, dst_type.scalar
+        if tl.bfloat16 not in (source, target) or source == target:
+            return cast_impl(self, src, dst_type)
+        values = bf16_bits_to_fp32(src.data) if source == tl.bfloat16 else src.data
+        if target == tl.bfloat16:
+            return handle(fp32_to_bf16_bits(values), target)
+        return handle(values.astype(interpreter._get_np_dtype(target)), target)
+
+    def repaired_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        a, b = (handle(bf16_bits_to_fp32(x.data), tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return create_dot(self, a, b, d, input_precision, max_num_imprecise_acc)
+
+    builder.cast_impl, builder.create_dot = repaired_cast, repaired_dot

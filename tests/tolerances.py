@@ -1,0 +1,26 @@
+"""Every tolerance of the equivalence tests, in one table.
+
+``TOLERANCE[operator][dtype of the inputs]`` is (relative, absolute) against the fp64 reference on the same inputs. The
+kernels compute in fp32, so the dtype matters only where operands or results are rounded to it.
+"""
+
+import torch
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+TOLERANCE = {
+    # probabilities: one exp and one sum in fp32
+    "topk_candidates": {FP32: (1e-5, 1e-7), BF16: (1e-5, 1e-7), FP16: (1e-5, 1e-7)},
+    # outputs O(1); probabilities and results are rounded to the inputs' dtype
+    "value_tree_attention": {FP32: (1e-4, 1e-5), BF16: (2e-2, 2e-2), FP16: (2e-3, 2e-3)},
+    # logits O(1) accumulated in fp32 over up to H products
+    "value_head": {FP32: (1e-4, 1e-4), BF16: (1e-4, 1e-4), FP16: (1e-4, 1e-4)},
+    # guided probabilities; fp32 values and a root found to 1e-6 of the value range
+    "reweight_scatter": {FP32: (0.0, 2e-5)},
+}
+
+
+def assert_matches(actual: torch.Tensor, expected: torch.Tensor, operator: str, dtype: torch.dtype) -> None:
+    """Assert equality within the table's tolerance; NaN equals NaN."""
+    rtol, atol = TOLERANCE[operator][dtype]
+    torch.testing.assert_close(actual.double().cpu(), expected.double().cpu(), rtol=rtol, atol=atol, equal_nan=True)
