@@ -1,0 +1,109 @@
+"""Compile, for a GPU that is not there, what calls of the operators would launch on it.
+
+``python -m tests.compile_kernels`` (without TRITON_INTERPRET: the two do not mix in one process) calls every operator
+on CPU tensors under a driver that reports an sm_90 device and compiles instead of launching: the same specialisation
+of arguments, the same constants, the same code as a launch on an H200. Prints one JSON line a kernel.
+"""
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction
+
+import lenvm_kernels.ops._common as ops_common
+from lenvm_kernels.ops.topk_candidates import topk_candidates
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class CompileOnlyDriver:
+    """The part of a Triton driver that compilation asks for."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(CompileOnlyDriver())
+    ops_common.INTERPRETED = True  # lets CPU tensors through to the kernels
+    launch = JITFunction.run
+    compiled = {}
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled[kernel.hash] = self.fn.__name__, kernel
+        return kernel
+
+    JITFunction.run = compile_only
+    for case, call in calls():
+        before = set(compiled)
+        call()
+        for key in compiled.keys() - before:
+            name, kernel = compiled[key]
+            print(json.dumps({"call": case, "kernel": name, **describe(kernel)}), flush=True)
+
+
+def describe(kernel) -> dict:
+    """Registers, spills, shared memory and instructions of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        usage, sass = (
+            subprocess.run([TOOLS / "cuobjdump", flag, cubin.name], capture_output=True, text=True, check=True).stdout
+            for flag in ("--dump-resource-usage", "-sass")
+        )
+    return {
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "stack": int(re.search(r"STACK:(\d+)", usage)[1]),
+        "shared": kernel.metadata.shared,
+        "warps": kernel.metadata.num_warps,
+        "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        "wgmma": sass.count("HGMMA"),
+        "async_copies": len(re.findall(r"LDGSTS\.E\.BYPASS\.128", sass)),
+    }
+
+
+def calls():
+    """Representative calls: (name, function of no arguments)."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for rows, slots, is_logits in ((1, 8, True), (64, 8, True), (64, 64, True), (64, 8, False)):
+            scores = torch.zeros(rows, 151_936, dtype=dtype)
+            row = dict(top_k=torch.zeros(rows).int(), top_p=torch.ones(rows), min_p=torch.zeros(rows))
+            yield (
+                f"topk_candidates {dtype} B{rows} K{slots} logits={is_logits}",
+                lambda scores=scores, row=row, slots=slots, is_logits=is_logits: topk_candidates(
+                    scores, **row, max_candidates=slots, is_logits=is_logits, backend="triton"
+                ),
+            )
+    yield (
+        "topk_candidates all options",
+        lambda: topk_candidates(
+            scores,
+            **row,
+            temperature=torch.ones(rows),
+            is_logits=True,
+            entropy_threshold=torch.ones(rows),
+            guided=torch.ones(rows, dtype=torch.bool),
+            vocab_mask=torch.zeros(rows, 4748, dtype=torch.int32),
+            backend="triton",
+        ),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""``topk_candidates``: the fork's pairs, the kernels against the fp64 reference, and what must not change a result."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import triton
+from hypothesis import example, given
+
+from lenvm_kernels.ops.topk_candidates import FEW_ROWS, TILE, Status, topk_candidates
+from tests.tolerances import TOLERANCE, assert_matches
+
+GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "candidates.jsonl").open()]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Where fp32 and fp64 may disagree on which side of a filter's bound a token falls.
+BOUND_WIDTH = 1e-5
+
+
+def row_parameters(rows, top_k=0, top_p=1.0, min_p=0.0):
+    return dict(
+        top_k=torch.full((rows,), top_k, dtype=torch.int32),
+        top_p=torch.full((rows,), top_p),
+        min_p=torch.full((rows,), min_p),
+    )
+
+
+def on(device, arguments):
+    return {name: a.to(device) if isinstance(a, torch.Tensor) else a for name, a in arguments.items()}
+
+
+def assert_same_bits(actual, expected):
+    for field in fields(expected):
+        a, e = getattr(actual, field.name), getattr(expected, field.name)
+        assert a.dtype == e.dtype
+        torch.testing.assert_close(a, e, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=field.name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("backend, dtype", [("reference", "float64"), ("reference", "float32"), ("triton", "float32")])
+def test_golden_pairs_of_the_fork(backend, dtype, device):
+    for pair in GOLDEN:
+        expected = pair["expected"]
+        found = topk_candidates(
+            torch.tensor([pair["probs"]], dtype=getattr(torch, dtype), device=device),
+            **on(device, row_parameters(1, pair["top_k"], pair["top_p"], pair["min_p"])),
+            max_candidates=triton.next_power_of_2(pair["top_k"]),
+            entropy_threshold=torch.tensor([pair["entropy_threshold"] or torch.nan], device=device),
+            backend=backend,
+        )
+        count = found.counts.item()
+        assert Status(found.status.item()).name.lower() == expected["kind"]
+        if expected["kind"] != "skip":
+            assert found.token_ids[0, :count].tolist() == expected["ids"]
+        if expected["kind"] == "guide":
+            ratio = found.probs[0, :count].double().cpu() / torch.tensor(expected["probs"], dtype=torch.float64)
+            torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=1e-5, atol=0)
+
+
+@st.composite
+def batches(draw):
+    """(scores, keyword arguments): ragged sizes, ties, extremes, broken rows, every option on or off."""
+    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    rows = draw(st.integers(1, 5))
+    vocab = draw(st.sampled_from([1, 2, 7, 33, 257, TILE, TILE + 1, 3 * TILE - 5]))
+    dtype = draw(st.sampled_from(DTYPES))
+    is_logits = draw(st.booleans())
+    kind = draw(st.sampled_from(["normal", "peaked", "ties", "constant", "huge", "tiny", "mostly nothing"]))
+    x = torch.randn(rows, vocab, generator=rng)
+    if kind == "peaked":
+        x *= 30
+    elif kind == "ties":
+        x = x.round()
+    elif kind == "constant":
+        x[:] = x[:, :1]
+    elif kind == "huge":
+        x *= torch.finfo(dtype).max / 8
+    elif kind == "tiny":
+        x -= 80
+    elif kind == "mostly nothing":
+        x[torch.rand(rows, vocab, generator=rng) < 0.98] = -torch.inf
+    if not is_logits:
+        x = torch.softmax(x, dim=1)
+    x = x.to(dtype)
+    for poison in (torch.nan, torch.inf, -torch.inf):
+        if draw(st.integers(0, 5)) == 0:
+            x[draw(st.integers(0, rows - 1)), draw(st.integers(0, vocab - 1))] = poison
+    if draw(st.booleans()):  # rows apart by more than V
+        x = torch.nn.functional.pad(x, (0, draw(st.integers(1, 40))))[:, :vocab]
+
+    def pick(values):
+        return torch.tensor([draw(st.sampled_from(values)) for _ in range(rows)])
+
+    arguments = dict(
+        top_k=pick([0, -1, 1, 2, 5, 50, vocab, 1 << 30]).int(),
+        top_p=pick([1.0, 0.95, 0.5, 0.1, 1e-9]).float(),
+        min_p=pick([0.0, 0.0, 0.01, 0.3, 1.0]).float(),
+        max_candidates=draw(st.sampled_from([1, 2, 8, 16])),
+        is_logits=is_logits,
+    )
+    if is_logits and draw(st.booleans()):
+        arguments["temperature"] = pick([1.0, 0.7, 2.0, 0.0, 1e-7, 0.01, 100.0, torch.nan, torch.inf]).float()
+    if draw(st.booleans()):
+        arguments["entropy_threshold"] = pick([torch.nan, 0.0, 0.5, 2.0]).float()
+    if draw(st.booleans()):
+        arguments["guided"] = pick([True, True, False])
+    if draw(st.booleans()):
+        arguments["vocab_mask"] = torch.randint(-(2**31), 2**31, (rows, -(-vocab // 32)), generator=rng).int()
+    return x, arguments
+
+
+def reference_with_moved_bounds(x, arguments, width):
+    """The fp64 reference with each filter's bound moved by ``width``: outwards where positive."""
+    moved = dict(arguments, top_p=arguments["top_p"] * (1 + width), min_p=arguments["min_p"] * (1 - width))
+    return topk_candidates(x.double(), **moved, backend="reference")
+
+
+def assert_equivalent(actual, x, arguments):
+    """Equal to the fp64 reference; a token within BOUND_WIDTH of a filter's bound may fall on either side."""
+    dtype = x.dtype
+    expected = topk_candidates(x.double(), **arguments, backend="reference")
+    fewest = reference_with_moved_bounds(x, arguments, -BOUND_WIDTH)
+    most = reference_with_moved_bounds(x, arguments, BOUND_WIDTH)
+    assert (fewest.counts <= actual.counts).all() and (actual.counts <= most.counts).all()
+    listed = torch.arange(actual.token_ids.shape[1]) < actual.counts[:, None]
+    assert torch.equal(actual.token_ids, torch.where(listed, most.token_ids, -1))
+    assert_matches(actual.probs, torch.where(listed, most.probs, 0), "topk_candidates", dtype)
+    assert torch.equal(actual.broken, expected.broken)
+    clear = fewest.counts == most.counts
+    assert_matches(actual.lost_mass[clear], expected.lost_mass[clear], "topk_candidates", dtype)
+    if "entropy_threshold" in arguments:
+        q = expected.probs / expected.probs.sum(1, keepdim=True)
+        distance = torch.special.entr(q).sum(1) - arguments["entropy_threshold"]
+        clear &= ~(distance.abs() < BOUND_WIDTH)
+    assert torch.equal(actual.status[clear], expected.status[clear])
+
+
+@given(batches())
+@example((torch.zeros(2, 1), row_parameters(2)))
+@example((torch.zeros(0, 7), row_parameters(0)))
+@example((torch.full((1, 5), -torch.inf), dict(row_parameters(1), is_logits=True)))
+def test_triton_matches_fp64_reference(device, batch):
+    x, arguments = batch
+    actual = topk_candidates(x.to(device), **on(device, arguments), backend="triton")
+    for field in fields(actual):
+        setattr(actual, field.name, getattr(actual, field.name).cpu())
+    assert_equivalent(actual, x, arguments)
+
+
+@given(batches())
+def test_fp32_reference_matches_fp64_reference(batch):
+    x, arguments = batch
+    assert_equivalent(topk_candidates(x, **arguments, backend="reference"), x, arguments)
+
+
+@pytest.mark.parametrize("vocab, slots", [(262_144, 4), (2 * TILE + 9, 64)])
+def test_largest_vocabulary_and_most_candidates(device, vocab, slots):
+    x = torch.randn(1, vocab, generator=torch.Generator().manual_seed(0)).bfloat16()  # many ties
+    x[0, vocab - 7] = 9.0
+    arguments = dict(row_parameters(1), max_candidates=slots, is_logits=True)
+    actual = topk_candidates(x.to(device), **on(device, arguments), backend="triton")
+    expected = topk_candidates(x.double(), **arguments, backend="reference")
+    assert torch.equal(actual.token_ids.cpu(), expected.token_ids) and expected.token_ids[0, 0] == vocab - 7
+    assert_matches(actual.probs, expected.probs, "topk_candidates", x.dtype)
+    assert_matches(actual.lost_mass, expected.lost_mass, "topk_candidates", x.dtype)
+    assert expected.lost_mass > 0.2
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_rows_do_not_see_each_other(device, backend):
+    """Permuted rows, and more rows (past the number where a row is cut into fewer ranges): the same bits."""
+    rng = torch.Generator().manual_seed(1)
+    rows = FEW_ROWS + 3
+    x = torch.randn(rows, 20 * TILE // 8, generator=rng)
+    x[4, 3] = torch.nan
+    arguments = dict(row_parameters(rows, 6, 0.9, 0.01), entropy_threshold=torch.full((rows,), 1.0))
+    whole = topk_candidates(x.to(device), **on(device, arguments), is_logits=True, backend=backend)
+
+    def taken(indices):
+        picked = {name: a[indices] for name, a in arguments.items()}
+        part = topk_candidates(x[indices].to(device), **on(device, picked), is_logits=True, backend=backend)
+        for field in fields(whole):
+            setattr(part, field.name, getattr(part, field.name))
+        expected = type(whole)(*(getattr(whole, f.name)[indices.to(device)] for f in fields(whole)))
+        assert_same_bits(part, expected)
+
+    taken(torch.randperm(rows, generator=rng))
+    taken(torch.tensor([4, 7, 2]))
+    assert whole.broken.sum() == 1 and whole.status[4] == Status.UNGUIDED
+
+
+def test_rows_not_guided_are_not_read(device):
+    x = torch.full((2, 9), torch.nan)
+    x[1] = torch.arange(9.0)
+    found = topk_candidates(
+        x.to(device),
+        **on(device, row_parameters(2)),
+        is_logits=True,
+        guided=torch.tensor([False, True], device=device),
+        backend="triton",
+    )
+    assert found.counts.tolist() == [0, 8] and found.token_ids[0].tolist() == [-1] * 8
+    assert not found.broken.any()
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_lost_mass_only_where_the_slots_end_the_list(device, backend):
+    x = torch.full((3, 10), 0.1, device=device)
+    parameters = row_parameters(3)
+    parameters["top_k"] = torch.tensor([0, 4, 0]).int()
+    parameters["top_p"] = torch.tensor([1.0, 1.0, 0.35])
+    found = topk_candidates(x, **on(device, parameters), max_candidates=4, backend=backend)
+    assert found.counts.tolist() == [4, 4, 4]
+    torch.testing.assert_close(found.lost_mass.cpu(), torch.tensor([0.6, 0.0, 0.0]))
+
+
+GOOD = dict(row_parameters(2), scores=torch.zeros(2, 40), is_logits=True)
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        (
+            "scores",
+            torch.zeros(2, 40).int(),
+            r"scores must be float32\|bfloat16\|float16 \[\*, \*\], got int32 \[2, 40\]",
+        ),
+        ("scores", torch.zeros(2, 40, dtype=torch.float64), "scores must be float32"),
+        ("scores", torch.zeros(40), r"scores must be .* \[\*, \*\], got float32 \[40\]"),
+        ("scores", torch.zeros(40, 2).T, "scores must be contiguous in its last dimension"),
+        ("scores", torch.zeros(2, 0), "scores must have between 1 and 262144 columns, got 0"),
+        ("scores", torch.zeros(2, 300_000), "scores must have between 1 and 262144 columns, got 300000"),
+        ("top_k", torch.zeros(2).long(), r"top_k must be int32 \[2\] on cpu, got int64 \[2\] on cpu"),
+        ("top_k", torch.zeros(3).int(), r"top_k must be int32 \[2\] on cpu, got int32 \[3\]"),
+        ("top_k", torch.zeros(2, device="meta").int(), r"top_k must be int32 \[2\] on cpu, got .* on meta"),
+        ("top_k", torch.zeros(4).int()[::2], "top_k must be contiguous"),
+        ("top_p", torch.ones(2).double(), r"top_p must be float32 \[2\]"),
+        ("min_p", torch.ones(1), r"min_p must be float32 \[2\]"),
+        ("max_candidates", 12, "max_candidates must be a power of two up to 64, got 12"),
+        ("max_candidates", 128, "max_candidates must be a power of two up to 64, got 128"),
+        ("temperature", torch.ones(2, 1), r"temperature must be float32 \[2\]"),
+        ("entropy_threshold", torch.ones(3), r"entropy_threshold must be float32 \[2\]"),
+        ("guided", torch.ones(2).int(), r"guided must be bool \[2\]"),
+        ("vocab_mask", torch.zeros(2, 1).int(), r"vocab_mask must be int32 \[2, 2\] on cpu, got int32 \[2, 1\]"),
+        ("backend", "cuda", "backend must be one of auto, triton, reference, got 'cuda'"),
+    ],
+)
+def test_bad_arguments_are_named(name, value, message):
+    with pytest.raises(ValueError, match=message):
+        topk_candidates(**{**GOOD, name: value})
+
+
+def test_bad_argument_types_and_combinations():
+    with pytest.raises(TypeError, match=r"top_k must be a tensor int32 .*, got int"):
+        topk_candidates(**{**GOOD, "top_k": 5})
+    with pytest.raises(ValueError, match="temperature must be None when scores are probabilities"):
+        topk_candidates(**{**GOOD, "is_logits": False, "temperature": torch.ones(2)})
+
+
+def test_tolerances_cover_every_dtype():
+    assert set(TOLERANCE["topk_candidates"]) == set(DTYPES)
