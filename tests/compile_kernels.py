@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,8 +18,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 
 import lenvm_kernels.ops._common as ops_common
-from lenvm_kernels.ops.topk_candidates import topk_candidates
+from lenvm_kernels.guidance import GuidanceTable, parse_guidance
+from lenvm_kernels.ops.reweight_scatter import reweight_scatter
+from lenvm_kernels.ops.topk_candidates import Candidates, topk_candidates
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+VOCAB = 151_936  # Qwen2.5
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -80,29 +85,54 @@ def describe(kernel) -> dict:
 
 def calls():
     """Representative calls: (name, function of no arguments)."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    yield from topk_candidates_calls()
+    yield from reweight_scatter_calls()
+
+
+def topk_candidates_calls():
+    for dtype in DTYPES:
         for rows, slots, is_logits in ((1, 8, True), (64, 8, True), (64, 64, True), (64, 8, False)):
-            scores = torch.zeros(rows, 151_936, dtype=dtype)
-            row = dict(top_k=torch.zeros(rows).int(), top_p=torch.ones(rows), min_p=torch.zeros(rows))
-            yield (
-                f"topk_candidates {dtype} B{rows} K{slots} logits={is_logits}",
-                lambda scores=scores, row=row, slots=slots, is_logits=is_logits: topk_candidates(
-                    scores, **row, max_candidates=slots, is_logits=is_logits, backend="triton"
-                ),
+            arguments = dict(
+                top_k=torch.zeros(rows, dtype=torch.int32),
+                top_p=torch.ones(rows),
+                min_p=torch.zeros(rows),
+                max_candidates=slots,
+                is_logits=is_logits,
+                backend="triton",
             )
-    yield (
-        "topk_candidates all options",
-        lambda: topk_candidates(
-            scores,
-            **row,
-            temperature=torch.ones(rows),
-            is_logits=True,
-            entropy_threshold=torch.ones(rows),
-            guided=torch.ones(rows, dtype=torch.bool),
-            vocab_mask=torch.zeros(rows, 4748, dtype=torch.int32),
-            backend="triton",
-        ),
+            scores = torch.zeros(rows, VOCAB, dtype=dtype)
+            name = f"topk_candidates {dtype} B{rows} K{slots} {'logits' if is_logits else 'probabilities'}"
+            yield name, partial(topk_candidates, scores, **arguments)
+    every_option = dict(
+        temperature=torch.ones(rows),
+        is_logits=True,
+        entropy_threshold=torch.ones(rows),
+        guided=torch.ones(rows, dtype=torch.bool),
+        vocab_mask=torch.zeros(rows, VOCAB // 32, dtype=torch.int32),
     )
+    yield "topk_candidates with every option", partial(topk_candidates, scores, **{**arguments, **every_option})
+
+
+def reweight_scatter_calls():
+    rows = 64
+    table = GuidanceTable.from_params([parse_guidance({"mode": "mul", "scale": 0.5})] * rows, [{1}] * rows, "cpu")
+    for slots in (8, 64):
+        candidates = Candidates(
+            token_ids=torch.zeros(rows, slots, dtype=torch.int32),
+            probs=torch.zeros(rows, slots),
+            counts=torch.zeros(rows, dtype=torch.int32),
+            status=torch.zeros(rows, dtype=torch.int8),
+            lost_mass=torch.zeros(rows),
+        )
+        call = partial(reweight_scatter, candidates, torch.zeros(rows, slots), table, backend="triton")
+        yield f"reweight_scatter K{slots}", call
+        for dtype in DTYPES:
+            every_option = dict(
+                table_rows=torch.zeros(rows, dtype=torch.int64),
+                generated=torch.zeros(rows, dtype=torch.int32),
+                probs=torch.zeros(rows, VOCAB, dtype=dtype),
+            )
+            yield f"reweight_scatter {dtype} K{slots} with every option", partial(call, **every_option)
 
 
 if __name__ == "__main__":

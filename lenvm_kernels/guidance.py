@@ -1,0 +1,276 @@
+"""A request's guidance parameters: parse and validate them once, pack them into a table on the device.
+
+Names and defaults are those of ``custom_params`` in the LenVM fork of SGLang (section Parameters of the specification).
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lenvm_kernels.ops.reweight_scatter import Mode
+
+MODES = {
+    "mul": Mode.MUL,
+    "linear": Mode.LINEAR,
+    "exp": Mode.EXP,
+    "length_mul": Mode.LENGTH_MUL,
+    "centered_exp": Mode.CENTERED_EXP,
+    "value_bias": Mode.VALUE_BIAS,
+}
+CONSTRAINTS = {
+    Mode.EQ: ("eq", "=", "==", "equal", "equals"),
+    Mode.GE: ("ge", ">=", ">", "gte", "greater_equal"),
+    Mode.LE: ("le", "<=", "<", "lte", "less_equal"),
+    Mode.EQ_SOFT: ("eq_soft", "soft", "equal_soft"),
+}
+LENGTH_MODES = {"total": True, "budget": True, "remaining": False}
+
+# Every field and its other names.
+FIELDS = {
+    "value_mode": ("mode",),
+    "value_scale": ("scale",),
+    "gamma": ("length_gamma",),
+    "value_min": (),
+    "target_value": (),
+    "target_length": (),
+    "target_length_mode": ("length_mode",),
+    "value_constraint": ("constraint", "cmp", "op"),
+    "value_entropy_threshold": ("entropy_threshold",),
+    "token_temperature_scale": (),
+    "boosted_token_ids": (),
+    "token_temp_divisor": (),
+}
+_NAMES = {name: main for main, others in FIELDS.items() for name in (main, *others)}
+_FP32_MAX = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class GuidanceParams:
+    """A request's validated parameters. Make it with :func:`parse_guidance`.
+
+    Attributes:
+        mode: how candidates are reweighted; neutral parameters give ``Mode.UNGUIDED``, a target a constraint mode.
+        scale: ``value_scale``.
+        gamma: discount of the value model, in (0, 1): a value ``v`` is a length of ``ln(1 - v) / ln(gamma)`` tokens.
+        value_min: rows whose expected value is below it are left as they are; None: no bound.
+        target_length: tokens; None without a target. A ``target_value`` is kept as the length it stands for.
+        counts_down: ``target_length`` is a total, from which the tokens generated so far are taken.
+        entropy_threshold: in nats; rows whose candidates' entropy is at or below it are skipped; None: never.
+        token_temperature_scale: divisor of the temperature of single tokens (their logits are multiplied by it).
+    """
+
+    mode: Mode = Mode.UNGUIDED
+    scale: float = 1.0
+    gamma: float = 0.997
+    value_min: float | None = None
+    target_length: float | None = None
+    counts_down: bool = False
+    entropy_threshold: float | None = None
+    token_temperature_scale: Mapping[int, float] = field(default_factory=dict)
+
+
+def parse_guidance(custom_params: Mapping[str, Any]) -> GuidanceParams:
+    """Validate a request's ``custom_params``.
+
+    Keys of other consumers are ignored, but one that looks like a misspelt field of ours is refused. A field that is
+    None counts as absent.
+
+    Raises:
+        TypeError: not a mapping.
+        ValueError: naming the field, what came and what is accepted.
+
+    Example:
+        >>> parse_guidance({"target_length": 60, "op": ">="}).mode.name
+        'GE'
+    """
+    if not isinstance(custom_params, Mapping):
+        raise TypeError(f"custom_params must be a mapping of field names to values, got {type(custom_params).__name__}")
+    given: dict[str, Any] = {}
+    for name, value in custom_params.items():
+        if value is None:
+            continue
+        if name not in _NAMES:
+            close = difflib.get_close_matches(str(name), _NAMES, n=1, cutoff=0.85)
+            if close:
+                raise ValueError(f"{name} is not a guidance parameter; did you mean {close[0]}?")
+            continue
+        main = _NAMES[name]
+        if main in given:
+            raise ValueError(f"{main} is given twice: accepted is one of {', '.join((main, *FIELDS[main]))}")
+        given[main] = value
+
+    mode = MODES[_word(given, "value_mode", MODES, "mul")]
+    scale = _number(given, "value_scale", 1.0)
+    gamma = _number(given, "gamma", 0.997, above=0.0, below=1.0)
+    target_length = _number(given, "target_length", None, least=0.0)
+    target_value = _number(given, "target_value", None, least=0.0, below=1.0)
+    counts_down = LENGTH_MODES[_word(given, "target_length_mode", LENGTH_MODES, "total")]
+    spellings = {spelling: constraint for constraint, all_of_it in CONSTRAINTS.items() for spelling in all_of_it}
+    constraint = spellings[_word(given, "value_constraint", spellings, "eq")]
+    if target_value is not None:  # takes precedence, as in the fork
+        target_length, counts_down = math.log1p(-target_value) / math.log(gamma), False
+    if target_length is not None:
+        mode = constraint
+    elif "value_constraint" in given:
+        raise ValueError("value_constraint needs a target: give target_length or target_value as well")
+    elif _is_neutral(mode, scale):
+        mode = Mode.UNGUIDED
+    return GuidanceParams(
+        mode=mode,
+        scale=scale,
+        gamma=gamma,
+        value_min=_number(given, "value_min", None),
+        target_length=target_length,
+        counts_down=counts_down and target_length is not None,
+        entropy_threshold=_number(given, "value_entropy_threshold", None, least=0.0),
+        token_temperature_scale=_token_divisors(given),
+    )
+
+
+def _is_neutral(mode: Mode, scale: float) -> bool:
+    if mode in (Mode.CENTERED_EXP, Mode.VALUE_BIAS):
+        return scale == 0
+    return scale == 1 or (mode == Mode.MUL and scale <= 0)
+
+
+def _word(given: dict[str, Any], name: str, accepted: Mapping[str, Any], default: str) -> str:
+    word = given.get(name, default)
+    if not isinstance(word, str) or word.strip().lower() not in accepted:
+        raise ValueError(f"{name} must be one of {', '.join(accepted)}, got {word!r}")
+    return word.strip().lower()
+
+
+def _number(
+    given: dict[str, Any],
+    name: str,
+    default: float | None,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+) -> float | None:
+    if name not in given:
+        return default
+    bounds = [f"{sign} {bound:g}" for sign, bound in ((">", above), (">=", least), ("<", below)) if bound is not None]
+    accepted = "a finite number" + (" " + " and ".join(bounds) if bounds else "")
+    try:
+        number = math.nan if isinstance(given[name], bool) else float(given[name])
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if (
+        not abs(number) <= _FP32_MAX  # NaN compares false
+        or (above is not None and number <= above)
+        or (least is not None and number < least)
+        or (below is not None and number >= below)
+    ):
+        raise ValueError(f"{name} must be {accepted}, got {given[name]!r}")
+    return number
+
+
+def _token_divisors(given: dict[str, Any]) -> dict[int, float]:
+    """``token_temperature_scale``, or the short form ``boosted_token_ids`` with ``token_temp_divisor``."""
+    ids, divisor = given.get("boosted_token_ids"), given.get("token_temp_divisor")
+    if (ids is None) != (divisor is None):
+        raise ValueError("boosted_token_ids and token_temp_divisor must be given together")
+    name, divisors = "token_temperature_scale", given.get("token_temperature_scale")
+    if ids is not None:
+        if divisors is not None:
+            raise ValueError("give token_temperature_scale or boosted_token_ids with token_temp_divisor, not both")
+        if not isinstance(ids, Sequence) or isinstance(ids, str):
+            raise ValueError(f"boosted_token_ids must be a list of token ids, got {ids!r}")
+        name, divisors = "boosted_token_ids", dict.fromkeys(ids, divisor)
+    if divisors is None:
+        return {}
+    if not isinstance(divisors, Mapping):
+        raise ValueError(f"{name} must be a mapping of token id to divisor, got {divisors!r}")
+    parsed = {}
+    for token, value in divisors.items():
+        # JSON makes strings of the keys of an object.
+        if isinstance(token, bool) or not str(token).isdecimal():
+            raise ValueError(f"{name} must hold token ids >= 0, got {token!r}")
+        divisor_name = f"{name}[{token}]" if ids is None else "token_temp_divisor"
+        parsed[int(token)] = _number({divisor_name: value}, divisor_name, None, above=0.0)
+    return parsed
+
+
+@dataclass
+class GuidanceTable:
+    """Guidance parameters of ``R`` requests as tensors on one device, indexed by row; read by a decode step's kernels.
+
+    Attributes:
+        mode: int32 ``[R]``; a :class:`Mode`.
+        scale: fp32 ``[R]``.
+        nats_per_token: fp32 ``[R]``; ``-ln(gamma)``.
+        value_min: fp32 ``[R]``; -inf for none.
+        target_length: fp32 ``[R]``; tokens, 0 without a target.
+        counts_down: bool ``[R]``; ``target_length`` is a total.
+        entropy_threshold: fp32 ``[R]``; nats, NaN for none.
+        eos_token_ids: int32 ``[R, E]``; -2 pads (-1 is the padding of candidates).
+        faults: int32 ``[R]``; steps in which the row was broken (see :func:`reweight_scatter`). Reset it at will.
+    """
+
+    mode: torch.Tensor
+    scale: torch.Tensor
+    nats_per_token: torch.Tensor
+    value_min: torch.Tensor
+    target_length: torch.Tensor
+    counts_down: torch.Tensor
+    entropy_threshold: torch.Tensor
+    eos_token_ids: torch.Tensor
+    faults: torch.Tensor
+
+    @property
+    def guided(self) -> torch.Tensor:
+        """bool ``[R]``: rows with guidance."""
+        return self.mode != Mode.UNGUIDED
+
+    @classmethod
+    def from_params(
+        cls,
+        params: Sequence[GuidanceParams | None],
+        eos_token_ids: Sequence[set[int]],
+        device: torch.device | str,
+    ) -> GuidanceTable:
+        """Pack requests into a table; None is an unguided request.
+
+        Args:
+            params: one per row.
+            eos_token_ids: the ids that end each row's output; a row may have none.
+            device: where the table lies.
+
+        Raises:
+            ValueError: the two lists differ in length.
+        """
+        if len(eos_token_ids) != len(params):
+            raise ValueError(
+                f"eos_token_ids must have one set per request ({len(params)}), got {len(eos_token_ids)} sets"
+            )
+        rows = [p or GuidanceParams() for p in params]
+        width = max([1, *map(len, eos_token_ids)])
+
+        def column(values, dtype):
+            return torch.tensor(list(values), dtype=dtype).to(device)
+
+        return cls(
+            mode=column((p.mode for p in rows), torch.int32),
+            scale=column((p.scale for p in rows), torch.float32),
+            nats_per_token=column((-math.log(p.gamma) for p in rows), torch.float32),
+            value_min=column((-math.inf if p.value_min is None else p.value_min for p in rows), torch.float32),
+            target_length=column((p.target_length or 0.0 for p in rows), torch.float32),
+            counts_down=column((p.counts_down for p in rows), torch.bool),
+            entropy_threshold=column(
+                (math.nan if p.entropy_threshold is None else p.entropy_threshold for p in rows), torch.float32
+            ),
+            eos_token_ids=torch.tensor(
+                [sorted(ids) + [-2] * (width - len(ids)) for ids in eos_token_ids], dtype=torch.int32
+            )
+            .reshape(len(rows), width)
+            .to(device),
+            faults=torch.zeros(len(rows), dtype=torch.int32, device=device),
+        )

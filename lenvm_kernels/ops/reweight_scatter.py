@@ -1,0 +1,494 @@
+"""Guided probabilities of each row's candidates, and their scatter into the rows of ``[B, V]``.
+
+From ``q = p / sum(p)`` and value logits ``z`` (``v = sigmoid(z)``, 0 at the end of sequence): ``p' ~ q exp(lambda v)``
+with ``lambda`` given (``centered_exp``) or such that ``E[v]`` meets a target, ``p' ~ q exp(s z)`` (``value_bias``), or
+one-hot on the candidate a constraint chooses. Source: section 4 of the specification; ``lvm_combined_guidance`` in the
+LenVM fork of SGLang.
+
+fp32 holds because values are never subtracted: a row works in shares of its range, ``w = (v - min v) / range`` and
+``1 - w``, each from ``sigmoid(a) - sigmoid(b) = sigmoid(a) sigmoid(-b) (1 - exp(b - a))``. The root is found
+on ``logit E[w]``, which is linear in ``lambda`` for two candidates and nearly so in the tails of more, by Newton steps
+that a bracket guards. Every mode is computed for every row and the row's own is selected: no divergence, any mix.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from lenvm_kernels.ops._common import FLOAT_DTYPES, check_tensor, resolve_backend
+from lenvm_kernels.ops.topk_candidates import Candidates, Status
+from lenvm_kernels.reference.reweight_scatter import SMALLEST_SHIFT, TARGET_MARGIN, TARGET_MARGIN_SHARE, Mode
+from lenvm_kernels.reference.reweight_scatter import reweight_scatter as _reference
+
+if TYPE_CHECKING:
+    from lenvm_kernels.guidance import GuidanceTable
+
+__all__ = ["Mode", "reweight_scatter"]
+
+# Candidates a program without scatter, two a lane of its one warp: few, because a program iterates until the last of
+# its rows has converged, and because 256 of them spill registers.
+TILE = 64
+# Elements of [B, V] a program of the scatter zeroes: 64 KB of fp32. Not measured yet.
+SLICE = 16_384
+
+# The slowest of the million rows of hard_rows(10_000, 8, seed 0 to 99) in tests/test_reweight_scatter.py took 23.
+MAX_STEPS = tl.constexpr(64)
+# Accepted error of logit E[w]: at most 1e-6 of the row's range, and what fp32 logarithms resolve.
+_ROOT_TOLERANCE = tl.constexpr(4e-6)
+_BIG = tl.constexpr(2.0**127)  # a power of two: the same number in fp32 and in the interpreter's fp64
+_EOS_Z = tl.constexpr(-(2.0**127))
+_SMALLEST_SHIFT = tl.constexpr(SMALLEST_SHIFT)
+_TARGET_MARGIN, _TARGET_MARGIN_SHARE = tl.constexpr(TARGET_MARGIN), tl.constexpr(TARGET_MARGIN_SHARE)
+_GUIDE, _SINGLE = tl.constexpr(int(Status.GUIDE)), tl.constexpr(int(Status.SINGLE))
+_UNGUIDED, _MUL, _LINEAR = tl.constexpr(int(Mode.UNGUIDED)), tl.constexpr(int(Mode.MUL)), tl.constexpr(int(Mode.LINEAR))
+_EXP, _LENGTH_MUL = tl.constexpr(int(Mode.EXP)), tl.constexpr(int(Mode.LENGTH_MUL))
+_CENTERED_EXP, _VALUE_BIAS = tl.constexpr(int(Mode.CENTERED_EXP)), tl.constexpr(int(Mode.VALUE_BIAS))
+_EQ, _GE, _LE = tl.constexpr(int(Mode.EQ)), tl.constexpr(int(Mode.GE)), tl.constexpr(int(Mode.LE))
+_EQ_SOFT = tl.constexpr(int(Mode.EQ_SOFT))
+
+
+@triton.jit
+def _one_minus_exp(x):
+    """``1 - exp(-x)`` for ``x >= 0`` to fp32 precision relative to the result."""
+    # Taylor series to x^8 below 1/2, where the subtraction would cancel.
+    series = 1 - x / 6 * (1 - x / 7 * (1 - x / 8))
+    series = 1 - x / 2 * (1 - x / 3 * (1 - x / 4 * (1 - x / 5 * series)))
+    return tl.where(x < 0.5, x * series, 1 - tl.exp(-x))
+
+
+@triton.jit
+def _softplus(z):
+    """``ln(1 + exp(z))`` to fp32 precision relative to the result."""
+    y = tl.exp(-tl.abs(z))
+    s = y / (2 + y)  # ln(1 + y) = 2 atanh(s), s <= 1/3
+    t = s * s
+    series = 1 + t * (1.0 / 3 + t * (1.0 / 5 + t * (1.0 / 7 + t * (1.0 / 9 + t * (1.0 / 11 + t / 13)))))
+    return tl.maximum(z, 0.0) + 2 * s * series
+
+
+@triton.jit
+def _value_difference(upper, lower):
+    """``sigmoid(upper) - sigmoid(lower)`` without cancellation, for ``upper >= lower``."""
+    return tl.sigmoid(upper) * tl.sigmoid(-lower) * _one_minus_exp(upper - lower)
+
+
+@triton.jit
+def _row_sum(x):
+    return tl.sum(x, axis=1)[:, None]
+
+
+@triton.jit
+def _row_max(x):
+    return tl.max(x, axis=1)[:, None]
+
+
+@triton.jit
+def _row_min(x):
+    return tl.min(x, axis=1)[:, None]
+
+
+@triton.jit
+def _tilt(log_q, w, top_w, active, tilt):
+    """Weights ``q exp(tilt w)`` up to a constant of the row, the largest 1."""
+    # Measured from the favoured end, whose differences keep their digits.
+    exponent = tl.where(tilt > 0, -tilt * top_w, tilt * w)
+    logit = tl.where(active, log_q + exponent, -_BIG)
+    return tl.where(active, tl.exp(logit - _row_max(logit)), 0.0)
+
+
+@triton.jit
+def _solve_tilt(log_q, w, top_w, active, target_w, target_top_w, unsolved):
+    """The tilt at which ``p' ~ q exp(tilt w)`` has mean ``w`` equal to ``target_w``; ``[ROWS, 1]``.
+
+    A row stops when it has converged, whatever the others do: its result does not depend on them.
+    """
+    target_logit = tl.log(target_w) - tl.log(target_top_w)
+    tilt = target_w * 0.0
+    low, high, previous = tilt - _BIG, tilt + _BIG, tilt + _BIG
+    step = 0
+    while (step < MAX_STEPS) & (tl.max(tl.max(unsolved.to(tl.int32), axis=1), axis=0) > 0):
+        weight = _tilt(log_q, w, top_w, active, tilt)
+        total, bottom_part, top_part = _row_sum(weight), _row_sum(weight * top_w), _row_sum(weight * w)
+        mean = top_part / total
+        variance = _row_sum(weight * (w - mean) * (w - mean)) / total
+        error = tl.log(top_part) - tl.log(bottom_part) - target_logit  # +-inf once a part underflows
+        low, high = tl.where(error < 0, tilt, low), tl.where(error < 0, high, tilt)
+
+        # d(logit mean) / d(tilt) = variance / (mean (1 - mean)). Towards a side that has no bound yet a step has
+        # limited reach; between bounds the last one must have halved the error, or steps may bounce for ever.
+        newton = tilt - error * (mean * (bottom_part / total)) / variance
+        reach = 8 * tl.abs(tilt) + 8
+        closed = (low > -_BIG) & (high < _BIG)
+        trusted = tl.where(closed, tl.abs(error) < 0.5 * previous, tl.abs(newton - tilt) < reach)
+        inside = (newton > low) & (newton < high) & trusted
+        previous = tl.abs(error)
+        outwards = tl.where(error < 0, tilt + reach, tilt - reach)
+        # Between bounds that are orders of magnitude apart, halve the order of magnitude.
+        near, far = tl.minimum(tl.abs(low), tl.abs(high)), tl.maximum(tl.abs(low), tl.abs(high))
+        geometric = tl.sqrt(tl.maximum(near, 0.125)) * tl.sqrt(far)
+        middle = tl.where(far > 4 * near + 0.5, tl.where(low + high < 0, -geometric, geometric), (low + high) * 0.5)
+        following = tl.where(inside, newton, tl.where(closed, middle, outwards))
+        unsolved = unsolved & (tl.abs(error) > _ROOT_TOLERANCE) & (following > low) & (following < high)
+        tilt = tl.where(unsolved, following, tilt)
+        step += 1
+    return tilt
+
+
+@triton.jit
+def _reweight(
+    row,  # [ROWS, 1] int64
+    valid,  # [ROWS, 1]: rows beyond B compute nothing that is stored
+    token_ids_ptr,  # [B, K]
+    probs_ptr,  # [B, K]
+    status_ptr,  # [B]
+    lost_mass_ptr,  # [B]
+    value_logits_ptr,  # [B, K]
+    stride_value_logits_row,
+    table_rows_ptr,  # [B] or None
+    generated_ptr,  # [B] or None
+    mode_ptr,  # [R], as the following
+    scale_ptr,
+    nats_per_token_ptr,
+    value_min_ptr,
+    target_length_ptr,
+    counts_down_ptr,
+    eos_token_ids_ptr,  # [R, EOS]
+    EOS,
+    K: tl.constexpr,
+):
+    """(table row, token ids, candidates that count, guided probabilities, is the row to be counted) of a tile."""
+    table_row = row
+    if table_rows_ptr is not None:
+        table_row = tl.load(table_rows_ptr + row, mask=valid, other=0).to(tl.int64)
+    mode = tl.load(mode_ptr + table_row, mask=valid, other=_UNGUIDED)
+    scale = tl.load(scale_ptr + table_row, mask=valid, other=1.0)
+    nats_per_token = tl.load(nats_per_token_ptr + table_row, mask=valid, other=1.0)
+    value_min = tl.load(value_min_ptr + table_row, mask=valid, other=0.0)
+    remaining = tl.load(target_length_ptr + table_row, mask=valid, other=0.0)
+    if generated_ptr is not None:
+        counts_down = tl.load(counts_down_ptr + table_row, mask=valid, other=0) != 0
+        generated = tl.load(generated_ptr + row, mask=valid, other=0).to(tl.float32)
+        remaining = tl.where(counts_down, tl.maximum(remaining - generated, 0.0), remaining)
+    status = tl.load(status_ptr + row, mask=valid, other=0)
+    guided = (status == _GUIDE) & (mode != _UNGUIDED)
+
+    slot = tl.arange(0, K)[None, :]
+    token = tl.load(token_ids_ptr + row * K + slot, mask=valid, other=-1)
+    p = tl.load(probs_ptr + row * K + slot, mask=valid, other=0.0)
+    active = p > 0
+    total = tl.maximum(_row_sum(p), 1e-38)  # a row without candidates has 0
+    q = p / total
+    log_q = tl.where(active, tl.log(tl.where(active, p, 1.0)) - tl.log(total), 0.0)
+
+    eos = token < -1
+    for i in range(EOS):
+        eos = eos | (token == tl.load(eos_token_ids_ptr + table_row * EOS + i, mask=valid, other=-2))
+    z = tl.load(value_logits_ptr + row * stride_value_logits_row + slot, mask=valid & active, other=0.0)
+    finite = tl.abs(z) <= 3.4028234e38  # NaN compares false
+    unusable = active & (finite == 0) & ((eos == 0) | (mode == _VALUE_BIAS))
+    faulty = guided & (_row_max(unusable.to(tl.int32)) > 0)
+    broken = tl.load(lost_mass_ptr + row, mask=valid, other=0.0)
+    counted = faulty | (broken != broken)
+    raw_z = tl.where(finite, tl.minimum(tl.maximum(z, 0.5 * _EOS_Z), 0.5 * _BIG), 0.0)
+    z = tl.where(eos, _EOS_Z, raw_z)
+    z_min, z_max = _row_min(tl.where(active, z, _BIG)), _row_max(tl.where(active, z, -_BIG))
+
+    # Values as shares of the row's range: w in [0, 1], from the bottom and from the top.
+    span = _value_difference(z_max, z_min)
+    spread = active & (span > 0)
+    safe_span = tl.where(span > 0, span, 1.0)
+    w = tl.where(spread, _value_difference(tl.maximum(z, z_min), z_min) / safe_span, 0.0)
+    top_w = tl.where(spread, _value_difference(z_max, tl.minimum(z, z_max)) / safe_span, 0.0)
+    expected_w, expected_top_w = _row_sum(q * w), _row_sum(q * top_w)
+    expected_value = tl.sigmoid(z_min) + expected_w * span
+
+    # The target of the tilting modes, as a share of the range from either end.
+    nats = remaining * nats_per_token  # -ln(1 - target value)
+    current_nats = -tl.log(tl.sigmoid(-z_max) + expected_top_w * span)
+    target_nats = tl.where(mode == _LENGTH_MUL, scale * current_nats, nats)
+    target_z = target_nats + tl.log(_one_minus_exp(tl.maximum(target_nats, 0.0)))
+    target_z = tl.where(target_nats > 0, tl.maximum(tl.minimum(target_z, _BIG), _EOS_Z), _EOS_Z)
+    inside = tl.minimum(tl.maximum(target_z, z_min), z_max)
+    target_w = _value_difference(inside, z_min) / safe_span
+    target_top_w = _value_difference(z_max, inside) / safe_span
+    mul_shift = (scale - 1) * (expected_value / safe_span)
+    linear_shift = (scale - 1) * tl.where(scale >= 1, expected_top_w, expected_w)
+    shift = tl.where(mode == _MUL, mul_shift, linear_shift)
+    shifts = (mode == _MUL) | (mode == _LINEAR)
+    target_w = tl.where(shifts, expected_w + shift, target_w)
+    target_top_w = tl.where(shifts, expected_top_w - shift, target_top_w)
+    exp_nats = tl.maximum(scale, 0.0) * -tl.log(tl.maximum(expected_top_w, 1e-38))
+    target_w = tl.where(mode == _EXP, _one_minus_exp(exp_nats), target_w)
+    target_top_w = tl.where(mode == _EXP, tl.exp(-exp_nats), target_top_w)
+    target_w = tl.minimum(tl.maximum(target_w, 0.0), 1.0)
+    target_top_w = tl.minimum(tl.maximum(target_top_w, 0.0), 1.0)
+    unmoved = (span < _SMALLEST_SHIFT) | (tl.abs(target_w - expected_w) * span <= _SMALLEST_SHIFT)
+    margin = tl.maximum(1 / tl.maximum(span, _SMALLEST_SHIFT) * _TARGET_MARGIN, _TARGET_MARGIN_SHARE)
+    at_bottom, at_top = target_w < margin, target_top_w < margin
+    target_w = tl.where(at_bottom, margin, tl.where(at_top, 1 - margin, target_w))
+    target_top_w = tl.where(at_bottom, 1 - margin, tl.where(at_top, margin, target_top_w))
+
+    tilts_to_target = (mode <= _LENGTH_MUL) | (mode == _EQ_SOFT)
+    edge = (mode == _EQ_SOFT) & ((target_z <= z_min) | (target_z >= z_max))
+    unguided = (mode == _MUL) & (scale <= 0)
+    guided = guided & (faulty == 0) & (unguided == 0) & (expected_value >= value_min)
+    unsolved = guided & tilts_to_target & (unmoved == 0) & (edge == 0)
+    tilt = _solve_tilt(log_q, w, top_w, active, target_w, target_top_w, unsolved)
+    tilt = tl.where(mode == _CENTERED_EXP, scale * span, tilt)
+
+    weight = _tilt(log_q, w, top_w, active, tilt)
+    bias = tl.where(active, log_q + tl.minimum(tl.maximum(scale * raw_z, -1e38), 1e38), -_BIG)
+    bias_weight = tl.where(active, tl.exp(bias - _row_max(bias)), 0.0)
+    weight = tl.where(mode == _VALUE_BIAS, bias_weight, weight)
+    result = weight / tl.maximum(_row_sum(weight), 1e-38)
+    result = tl.where(tilts_to_target & unmoved, q, result)
+
+    # Constraints choose one candidate: of least cost; of equal costs the most probable, then the first.
+    cost = tl.where(mode == _EQ, tl.abs(_softplus(z) - nats), z)
+    largest = ((mode == _GE) & (remaining > 0)) | ((mode == _EQ_SOFT) & (target_z >= z_max))
+    cost = tl.where(active, tl.where(largest, -z, cost), _BIG)
+    tied = active & (cost == _row_min(cost))
+    likely = tl.where(tied, q, -1.0)
+    first = _row_min(tl.where(likely == _row_max(likely), slot, K))
+    chosen = tl.where(slot == first, 1.0, 0.0)
+    result = tl.where((mode == _EQ) | (mode == _GE) | (mode == _LE) | edge, chosen, result)
+    return table_row, token, active, tl.where(guided, result, q), counted
+
+
+@triton.jit(do_not_specialize=["B", "EOS"])  # a new batch size compiles nothing
+def _reweight_kernel(
+    token_ids_ptr,  # [B, K]
+    probs_ptr,  # [B, K]
+    status_ptr,  # [B]
+    lost_mass_ptr,  # [B]
+    value_logits_ptr,  # [B, K]
+    stride_value_logits_row,
+    table_rows_ptr,  # [B] or None
+    generated_ptr,  # [B] or None
+    mode_ptr,  # [R], as the following
+    scale_ptr,
+    nats_per_token_ptr,
+    value_min_ptr,
+    target_length_ptr,
+    counts_down_ptr,
+    faults_ptr,
+    eos_token_ids_ptr,  # [R, EOS]
+    EOS,
+    out_ptr,  # [B, K]
+    B,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    valid = row < B
+    table_row, _, _, result, counted = _reweight(
+        row,
+        valid,
+        token_ids_ptr,
+        probs_ptr,
+        status_ptr,
+        lost_mass_ptr,
+        value_logits_ptr,
+        stride_value_logits_row,
+        table_rows_ptr,
+        generated_ptr,
+        mode_ptr,
+        scale_ptr,
+        nats_per_token_ptr,
+        value_min_ptr,
+        target_length_ptr,
+        counts_down_ptr,
+        eos_token_ids_ptr,
+        EOS,
+        K,
+    )
+    tl.store(out_ptr + row * K + tl.arange(0, K)[None, :], result, mask=valid)
+    tl.atomic_add(faults_ptr + table_row, 1, mask=valid & counted)
+
+
+@triton.jit(do_not_specialize=["EOS"])
+def _reweight_scatter_kernel(
+    token_ids_ptr,  # [B, K]
+    probs_ptr,  # [B, K]
+    status_ptr,  # [B]
+    lost_mass_ptr,  # [B]
+    value_logits_ptr,  # [B, K]
+    stride_value_logits_row,
+    table_rows_ptr,  # [B] or None
+    generated_ptr,  # [B] or None
+    mode_ptr,  # [R], as the following
+    scale_ptr,
+    nats_per_token_ptr,
+    value_min_ptr,
+    target_length_ptr,
+    counts_down_ptr,
+    faults_ptr,
+    eos_token_ids_ptr,  # [R, EOS]
+    EOS,
+    out_ptr,  # [B, K]
+    dense_ptr,  # [B, V]
+    stride_dense_row,
+    V,
+    K: tl.constexpr,
+    SLICE: tl.constexpr,
+):
+    row, slice_id = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    table_row = row
+    if table_rows_ptr is not None:
+        table_row = tl.load(table_rows_ptr + row).to(tl.int64)
+    status = tl.load(status_ptr + row)
+    guided = (status == _GUIDE) & (tl.load(mode_ptr + table_row) != _UNGUIDED)
+    written = guided | (status == _SINGLE)
+    start = slice_id * SLICE
+    if written:
+        column = start + tl.arange(0, SLICE)
+        zero = tl.zeros([SLICE], dense_ptr.dtype.element_ty)
+        tl.store(dense_ptr + row * stride_dense_row + column, zero, mask=column < V)
+        tl.debug_barrier()  # the program's zeros are written before its candidates
+
+    # Only the slices that hold candidates, and the first, need the probabilities.
+    token = tl.load(token_ids_ptr + row * K + tl.arange(0, K))
+    here = (token >= start) & (token < start + SLICE)
+    if (slice_id == 0) | (written & (tl.max(here.to(tl.int32), axis=0) > 0)):
+        rows = row + tl.zeros([1, 1], tl.int64)
+        table_rows, tokens, active, result, counted = _reweight(
+            rows,
+            rows >= 0,
+            token_ids_ptr,
+            probs_ptr,
+            status_ptr,
+            lost_mass_ptr,
+            value_logits_ptr,
+            stride_value_logits_row,
+            table_rows_ptr,
+            generated_ptr,
+            mode_ptr,
+            scale_ptr,
+            nats_per_token_ptr,
+            value_min_ptr,
+            target_length_ptr,
+            counts_down_ptr,
+            eos_token_ids_ptr,
+            EOS,
+            K,
+        )
+        if slice_id == 0:
+            tl.store(out_ptr + rows * K + tl.arange(0, K)[None, :], result)
+            tl.atomic_add(faults_ptr + table_rows, 1, mask=counted)
+        if written:
+            inside = active & (tokens >= start) & (tokens < start + SLICE)
+            tl.store(dense_ptr + rows * stride_dense_row + tokens, result, mask=inside)
+
+
+def reweight_scatter(
+    candidates: Candidates,
+    value_logits: torch.Tensor,
+    table: GuidanceTable,
+    *,
+    table_rows: torch.Tensor | None = None,
+    generated: torch.Tensor | None = None,
+    probs: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Guided probabilities of the candidates; with ``probs``, also written into the rows of ``[B, V]``.
+
+    Every row has its own mode, scale, target and end-of-sequence tokens. A row of status ``SINGLE`` gives its one
+    candidate. Rows that are unguided or skipped, by status or by their table row, give ``q`` and leave ``probs`` alone.
+    A guided row with a value logit that is not finite gives ``q`` and, like a broken row of the candidates, counts one
+    up in ``table.faults``. So does, uncounted, a row whose expected value is below its ``value_min``.
+
+    Args:
+        candidates: of :func:`topk_candidates`; ``B`` rows, ``K`` slots.
+        value_logits: fp32 ``[B, K]``; raw value logits, ``v = sigmoid(z)``. Those of padding are ignored, as are those
+            of end-of-sequence candidates (their value is 0) in every mode but ``value_bias``.
+        table: the requests' parameters, ``R`` rows.
+        table_rows: int32 or int64 ``[B]``; each row's row of the table (None: row i has row i).
+        generated: int32 ``[B]``; tokens generated so far, for targets that are totals (None: 0).
+        probs: fp32, bf16 or fp16 ``[B, V]``, last dimension contiguous; guided rows are rewritten in place: the
+            candidates' guided probabilities, 0 elsewhere.
+        backend: ``auto``, ``triton`` or ``reference``.
+
+    Returns:
+        fp32 ``[B, K]``, 0 in padding.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what is accepted.
+
+    Example:
+        >>> from lenvm_kernels.guidance import GuidanceTable, parse_guidance
+        >>> row = dict(top_k=torch.tensor([2], dtype=torch.int32), top_p=torch.ones(1), min_p=torch.zeros(1))
+        >>> candidates = topk_candidates(torch.tensor([[0.5, 0.2, 0.3]]), **row, max_candidates=2)
+        >>> table = GuidanceTable.from_params([parse_guidance({"target_length": 9, "op": "le"})], [{2}], "cpu")
+        >>> reweight_scatter(candidates, torch.zeros(1, 2), table)  # token 2 ends the output: the shortest
+        tensor([[0., 1.]])
+    """
+    exact = (torch.float64,) if backend == "reference" else ()
+    check_tensor("value_logits", value_logits, dtypes=(torch.float32, *exact), shape=[None, None])
+    (rows, slots), device = value_logits.shape, value_logits.device
+    if not isinstance(candidates, Candidates):
+        raise TypeError(f"candidates must be the Candidates of topk_candidates, got {type(candidates).__name__}")
+    if slots not in (1, 2, 4, 8, 16, 32, 64):
+        raise ValueError(f"value_logits must have a power of two up to 64 columns, got {slots}")
+    for name, dtypes, shape in (
+        ("token_ids", torch.int32, [rows, slots]),
+        ("probs", (torch.float32, *exact), [rows, slots]),
+        ("status", torch.int8, [rows]),
+        ("lost_mass", (torch.float32, *exact), [rows]),
+    ):
+        tensor = check_tensor(
+            f"candidates.{name}", getattr(candidates, name), dtypes=dtypes, shape=shape, device=device
+        )
+        if not tensor.is_contiguous():
+            raise ValueError(f"candidates.{name} must be contiguous, got strides {tuple(tensor.stride())}")
+    if not hasattr(table, "nats_per_token"):
+        raise TypeError(f"table must be a GuidanceTable, got {type(table).__name__}")
+    check_tensor("table.mode", table.mode, dtypes=torch.int32, shape=[None], device=device)
+    if table_rows is not None:
+        check_tensor("table_rows", table_rows, dtypes=(torch.int32, torch.int64), shape=[rows], device=device)
+    elif len(table.mode) < rows:
+        raise ValueError(
+            f"table must have a row for each of the {rows} rows, got {len(table.mode)} (or give table_rows)"
+        )
+    if generated is not None:
+        check_tensor("generated", generated, dtypes=torch.int32, shape=[rows], device=device)
+    if probs is not None:
+        check_tensor("probs", probs, dtypes=(*FLOAT_DTYPES, *exact), shape=[rows, None], device=device)
+
+    if resolve_backend(backend, device) == "reference":
+        return _reference(candidates, value_logits, table, table_rows=table_rows, generated=generated, probs=probs)
+
+    out = torch.empty(rows, slots, dtype=torch.float32, device=device)
+    if rows == 0:
+        return out
+    arguments = (
+        candidates.token_ids,
+        candidates.probs,
+        candidates.status,
+        candidates.lost_mass,
+        value_logits,
+        value_logits.stride(0),
+        table_rows,
+        generated,
+        table.mode,
+        table.scale,
+        table.nats_per_token,
+        table.value_min,
+        table.target_length,
+        table.counts_down,
+        table.faults,
+        table.eos_token_ids,
+        table.eos_token_ids.shape[1],
+        out,
+    )
+    if probs is None:
+        tile_rows = max(1, TILE // slots)
+        _reweight_kernel[(triton.cdiv(rows, tile_rows),)](*arguments, rows, K=slots, ROWS=tile_rows, num_warps=1)
+    else:
+        vocab = probs.shape[1]
+        grid = (rows, triton.cdiv(vocab, SLICE))
+        _reweight_scatter_kernel[grid](*arguments, probs, probs.stride(0), vocab, K=slots, SLICE=SLICE, num_warps=4)
+    return out

@@ -1,0 +1,164 @@
+"""Guided probabilities of each row's candidates, and their scatter into the rows of ``[B, V]``.
+
+Source: section 4 of the specification; LenVM paper (arXiv 2604.27039), section on length-controlled decoding;
+``lvm_combined_guidance`` in the authors' fork of SGLang. Everything is computed in fp64 whatever the inputs are.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import torch
+
+from lenvm_kernels.reference._common import compute_dtype
+from lenvm_kernels.reference.topk_candidates import Candidates, Status
+
+if TYPE_CHECKING:
+    from lenvm_kernels.guidance import GuidanceTable
+
+
+class Mode(IntEnum):
+    """How a row's candidates are reweighted. A request's target makes it one of the last four."""
+
+    UNGUIDED = 0
+    MUL = 1
+    LINEAR = 2
+    EXP = 3
+    LENGTH_MUL = 4
+    CENTERED_EXP = 5
+    VALUE_BIAS = 6
+    EQ = 7
+    GE = 8
+    LE = 9
+    EQ_SOFT = 10
+
+
+# A row whose values differ by less, or whose target is this close to its expected value, is left as it is.
+SMALLEST_SHIFT = 1e-8
+# Targets stay this far inside [min v, max v]: absolute, and as a share of the range.
+TARGET_MARGIN, TARGET_MARGIN_SHARE = 1e-12, 1e-6
+
+
+def reweight_scatter(
+    candidates: Candidates,
+    value_logits: torch.Tensor,  # [B, K]
+    table: GuidanceTable,
+    *,
+    table_rows: torch.Tensor | None,  # [B]
+    generated: torch.Tensor | None,  # [B]
+    probs: torch.Tensor | None,  # [B, V]
+) -> torch.Tensor:
+    """See :func:`lenvm_kernels.ops.reweight_scatter.reweight_scatter`."""
+    if table_rows is None:
+        table_rows = torch.arange(len(value_logits), device=value_logits.device)
+    table_rows = table_rows.long()
+
+    def column(name):
+        return getattr(table, name)[table_rows].double()[:, None]  # [B, 1]
+
+    mode = table.mode[table_rows][:, None]
+    guided = (candidates.status == Status.GUIDE)[:, None] & (mode != Mode.UNGUIDED)
+    p = candidates.probs.double()
+    active = p > 0
+    q = torch.where(active, p / p.sum(dim=1, keepdim=True), 0.0)
+
+    eos = (candidates.token_ids[:, :, None] == table.eos_token_ids[table_rows][:, None, :]).any(dim=2)
+    z = value_logits.double()
+    needs_value = active & (~eos | (mode == Mode.VALUE_BIAS))
+    faulty = guided & (needs_value & ~z.isfinite()).any(dim=1, keepdim=True)
+    table.faults.index_add_(0, table_rows, (faulty[:, 0] | candidates.broken).int())
+    z = torch.where(z.isfinite(), z, 0.0)
+    raw_z, z = z, torch.where(eos, -torch.inf, z)
+    z_min = torch.where(active, z, torch.inf).amin(dim=1, keepdim=True)
+    z_max = torch.where(active, z, -torch.inf).amax(dim=1, keepdim=True)
+
+    # Values as shares of the row's range: w in [0, 1], from the bottom and from the top.
+    span = value_difference(z_max, z_min)
+    w = torch.where(active & (span > 0), value_difference(z, z_min) / span, 0.0)
+    top_w = torch.where(active & (span > 0), value_difference(z_max, z) / span, 0.0)
+    expected_w, expected_top_w = ((q * x).sum(dim=1, keepdim=True) for x in (w, top_w))
+    expected_value = torch.sigmoid(z_min) + expected_w * span
+
+    # The target of the tilting modes, as a share of the range.
+    scale = column("scale")
+    remaining = column("target_length")
+    if generated is not None:
+        counts_down = table.counts_down[table_rows][:, None]
+        remaining = torch.where(counts_down, (remaining - generated.double()[:, None]).clamp(min=0), remaining)
+    nats = remaining * column("nats_per_token")  # -ln(1 - target value)
+    current_nats = -torch.log(torch.sigmoid(-z_max) + expected_top_w * span)
+    target_z = value_logit(torch.where(mode == Mode.LENGTH_MUL, scale * current_nats, nats))
+    inside = target_z.clamp(z_min, z_max)
+    target_w = torch.where(span > 0, value_difference(inside, z_min) / span, 0.0)
+    target_w = torch.where(mode == Mode.MUL, expected_w + (scale - 1) * expected_value / span, target_w)
+    towards = torch.where(scale >= 1, expected_top_w, expected_w)
+    target_w = torch.where(mode == Mode.LINEAR, expected_w + (scale - 1) * towards, target_w)
+    target_w = torch.where(mode == Mode.EXP, 1 - expected_top_w ** scale.clamp(min=0), target_w)
+    target_w = target_w.nan_to_num(0.0).clamp(0, 1)
+    unmoved = (span < SMALLEST_SHIFT) | ((target_w - expected_w).abs() * span <= SMALLEST_SHIFT)
+    margin = (TARGET_MARGIN / span.clamp(min=SMALLEST_SHIFT)).clamp(min=TARGET_MARGIN_SHARE)
+    tilt = solve_tilt(q, w, top_w, target_w.clamp(margin, 1 - margin))
+    tilt = torch.where(mode == Mode.CENTERED_EXP, scale * span, tilt)
+
+    exponent = torch.where(mode == Mode.VALUE_BIAS, scale * raw_z, tilted(w, top_w, tilt))
+    result = torch.softmax(torch.where(active, q.log() + exponent, -torch.inf), dim=1).nan_to_num(0.0)
+    tilts_to_target = (mode <= Mode.LENGTH_MUL) | (mode == Mode.EQ_SOFT)
+    result = torch.where(tilts_to_target & unmoved, q, result)
+
+    # Constraints choose one candidate: the one of least cost.
+    cost = torch.where(mode == Mode.EQ, (torch.nn.functional.softplus(z) - nats).abs(), z)
+    largest = ((mode == Mode.GE) & (remaining > 0)) | ((mode == Mode.EQ_SOFT) & (target_z >= z_max))
+    cost = torch.where(largest, -z, cost)
+    edge = (mode == Mode.EQ_SOFT) & ((target_z <= z_min) | (target_z >= z_max))
+    one = choose(torch.where(active, cost, torch.inf), q, active)
+    result = torch.where((mode == Mode.EQ) | (mode == Mode.GE) | (mode == Mode.LE) | edge, one, result)
+
+    result = torch.where((mode == Mode.MUL) & (scale <= 0), q, result)
+    result = torch.where(guided & ~faulty & (expected_value >= column("value_min")), result, q)
+    result = result.to(compute_dtype(value_logits, candidates.probs))
+    if probs is not None:
+        written = (guided[:, 0] | (candidates.status == Status.SINGLE)).nonzero()[:, 0]
+        dense = torch.zeros(len(written), probs.shape[1], dtype=probs.dtype, device=probs.device)
+        ids = torch.where(active, candidates.token_ids, 0).long()[written]
+        probs[written] = dense.scatter_add_(1, ids, result[written].to(probs.dtype))  # padding adds 0
+    return result
+
+
+def value_difference(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+    """``sigmoid(upper) - sigmoid(lower)`` without cancellation, for ``upper >= lower``, -inf included."""
+    gap = torch.where(upper == lower, 0.0, upper - lower)  # -inf - -inf
+    return torch.sigmoid(upper) * torch.sigmoid(-lower) * -torch.expm1(-gap)
+
+
+def value_logit(nats: torch.Tensor) -> torch.Tensor:
+    """The logit of the value ``1 - exp(-nats)``; -inf for ``nats <= 0``."""
+    return torch.where(nats > 0, nats + torch.log(-torch.expm1(-nats)), -torch.inf)
+
+
+def tilted(w: torch.Tensor, top_w: torch.Tensor, tilt: torch.Tensor) -> torch.Tensor:
+    """``tilt * w`` up to a constant of the row, at most 0: differences at the favoured end keep their digits."""
+    return torch.where(tilt > 0, -tilt * top_w, tilt * w)
+
+
+def solve_tilt(q: torch.Tensor, w: torch.Tensor, top_w: torch.Tensor, target_w: torch.Tensor) -> torch.Tensor:
+    """The ``tilt`` for which ``p' ~ q exp(tilt w)`` has mean ``w`` equal to ``target_w``; ``[B, 1]``.
+
+    The mean grows with the tilt, so bisection cannot fail. It halves asinh(tilt), which takes tilts up to 1e12 (q of
+    1e-30 beside values that differ by 1e-10 of the range) to full precision in as many steps as tilts of 1.
+    """
+    low = torch.full_like(target_w, -28.0)
+    high = -low
+    for _ in range(60):
+        middle = (low + high) / 2
+        logits = q.log() + tilted(w, top_w, torch.sinh(middle))
+        mean = (torch.softmax(logits, dim=1) * w).sum(dim=1, keepdim=True)
+        low, high = torch.where(mean < target_w, middle, low), torch.where(mean < target_w, high, middle)
+    return torch.sinh((low + high) / 2)
+
+
+def choose(cost: torch.Tensor, q: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+    """One-hot rows on the candidate of least cost; of equal costs the most probable, then the first."""
+    tied = active & (cost == cost.amin(dim=1, keepdim=True))
+    index = torch.where(tied, q, -1.0).argmax(dim=1)  # the first of equals
+    return torch.nn.functional.one_hot(index, cost.shape[1]).double()

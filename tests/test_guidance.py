@@ -1,0 +1,168 @@
+"""A request's parameters: every spelling is understood, everything else refused by name."""
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from lenvm_kernels.guidance import FIELDS, GuidanceParams, GuidanceTable, parse_guidance
+from lenvm_kernels.ops.reweight_scatter import Mode
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({}, GuidanceParams()),
+        ({"value_scale": 0.5}, GuidanceParams(Mode.MUL, 0.5)),
+        ({"scale": "0.5", "mode": " MUL "}, GuidanceParams(Mode.MUL, 0.5)),
+        ({"value_mode": "centered_exp", "value_scale": -20}, GuidanceParams(Mode.CENTERED_EXP, -20.0)),
+        ({"mode": "linear", "scale": 2, "length_gamma": 0.99}, GuidanceParams(Mode.LINEAR, 2.0, gamma=0.99)),
+        ({"target_length": 60}, GuidanceParams(Mode.EQ, target_length=60.0, counts_down=True)),
+        (
+            {"mode": "exp", "scale": 2, "target_length": 60, "length_mode": "remaining", "cmp": "gte"},
+            GuidanceParams(Mode.GE, 2.0, target_length=60.0),
+        ),
+        (
+            {"target_length": 9, "target_length_mode": "budget", "op": "<"},
+            GuidanceParams(Mode.LE, 1.0, 0.997, None, 9, True),
+        ),
+        ({"target_value": 0.0, "target_length": 60, "op": "soft"}, GuidanceParams(Mode.EQ_SOFT, target_length=0.0)),
+        (
+            {"scale": 2, "value_min": 0.1, "entropy_threshold": 0.3},
+            GuidanceParams(Mode.MUL, 2.0, 0.997, 0.1, entropy_threshold=0.3),
+        ),
+        (
+            {"boosted_token_ids": [2, 5], "token_temp_divisor": 1.5},
+            GuidanceParams(token_temperature_scale={2: 1.5, 5: 1.5}),
+        ),
+        ({"token_temperature_scale": {"7": 0.5}}, GuidanceParams(token_temperature_scale={7: 0.5})),
+        ({"value_scale": None, "thinking_budget": 5}, GuidanceParams()),  # absent; another consumer's
+    ],
+)
+def test_accepted(given, expected):
+    assert parse_guidance(given) == expected
+
+
+def test_every_spelling_of_the_constraints():
+    spellings = {
+        Mode.EQ: "= == eq equal equals",
+        Mode.GE: "> >= ge gte greater_equal",
+        Mode.LE: "< <= le lte less_equal",
+        Mode.EQ_SOFT: "eq_soft soft equal_soft",
+    }
+    for mode, words in spellings.items():
+        for word in words.split():
+            for name in ("value_constraint", "constraint", "cmp", "op"):
+                assert parse_guidance({name: word, "target_length": 5}).mode == mode
+
+
+def test_target_value_is_the_length_it_stands_for():
+    params = parse_guidance({"target_value": 0.5, "gamma": 0.99})
+    assert params.target_length == pytest.approx(math.log(0.5) / math.log(0.99))
+    assert not params.counts_down
+
+
+@pytest.mark.parametrize(
+    "mode, scale, neutral",
+    [
+        ("centered_exp", 0, True),
+        ("centered_exp", 1, False),
+        ("value_bias", 0, True),
+        ("value_bias", 1, False),
+        ("mul", 1, True),
+        ("mul", 0, True),
+        ("mul", -2, True),
+        ("mul", 0.9, False),
+        ("linear", 1, True),
+        ("linear", 0, False),
+        ("exp", 1, True),
+        ("length_mul", 1, True),
+        ("length_mul", -1, False),
+    ],
+)
+def test_neutral_parameters_are_unguided(mode, scale, neutral):
+    params = parse_guidance({"value_mode": mode, "value_scale": scale})
+    assert (params.mode == Mode.UNGUIDED) == neutral
+    assert parse_guidance({"value_mode": mode, "value_scale": scale, "target_length": 4}).mode == Mode.EQ
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"value_mode": "tilt"}, "value_mode must be one of mul, linear, exp, .*, got 'tilt'"),
+        ({"mode": 3}, "value_mode must be one of .*, got 3"),
+        ({"value_scale": "fast"}, "value_scale must be a finite number, got 'fast'"),
+        ({"scale": math.nan}, "value_scale must be a finite number, got nan"),
+        ({"scale": math.inf}, "value_scale must be a finite number, got inf"),
+        ({"scale": 1e39}, r"value_scale must be a finite number, got 1e\+39"),
+        ({"scale": True}, "value_scale must be a finite number, got True"),
+        ({"gamma": 1.0}, "gamma must be a finite number > 0 and < 1, got 1.0"),
+        ({"length_gamma": 0}, "gamma must be a finite number > 0 and < 1, got 0"),
+        ({"target_value": 1.0}, "target_value must be a finite number >= 0 and < 1, got 1.0"),
+        ({"target_length": -1}, "target_length must be a finite number >= 0, got -1"),
+        ({"target_length": [5]}, "target_length must be a finite number"),
+        (
+            {"target_length": 5, "length_mode": "left"},
+            "target_length_mode must be one of total, budget, remaining, got 'left'",
+        ),
+        ({"target_length": 5, "op": "!="}, "value_constraint must be one of eq, =, ==, .*, got '!='"),
+        ({"constraint": "ge"}, "value_constraint needs a target"),
+        ({"value_min": "low"}, "value_min must be a finite number"),
+        ({"entropy_threshold": -0.1}, "value_entropy_threshold must be a finite number >= 0, got -0.1"),
+        ({"scale": 2, "value_scale": 3}, "value_scale is given twice: accepted is one of value_scale, scale"),
+        ({"value_scal": 2}, "value_scal is not a guidance parameter; did you mean value_scale"),
+        ({"token_temperature_scale": [1]}, "token_temperature_scale must be a mapping of token id to divisor"),
+        ({"token_temperature_scale": {"x": 1}}, "token_temperature_scale must hold token ids >= 0, got 'x'"),
+        ({"token_temperature_scale": {-1: 1}}, "token_temperature_scale must hold token ids >= 0, got -1"),
+        ({"token_temperature_scale": {1: 0}}, r"token_temperature_scale\[1\] must be a finite number > 0, got 0"),
+        ({"boosted_token_ids": [1]}, "boosted_token_ids and token_temp_divisor must be given together"),
+        ({"token_temp_divisor": 2}, "boosted_token_ids and token_temp_divisor must be given together"),
+        ({"boosted_token_ids": 1, "token_temp_divisor": 2}, "boosted_token_ids must be a list of token ids, got 1"),
+        ({"boosted_token_ids": [1], "token_temp_divisor": 0}, "token_temp_divisor must be a finite number > 0, got 0"),
+        (
+            {"boosted_token_ids": [1], "token_temp_divisor": 2, "token_temperature_scale": {1: 2}},
+            "give token_temperature_scale or boosted_token_ids",
+        ),
+    ],
+)
+def test_refused_by_name(given, message):
+    with pytest.raises(ValueError, match=message):
+        parse_guidance(given)
+
+
+def test_custom_params_must_be_a_mapping():
+    with pytest.raises(TypeError, match="custom_params must be a mapping of field names to values, got list"):
+        parse_guidance([("scale", 2)])
+
+
+NAMES = [name for main, others in FIELDS.items() for name in (main, *others)]
+ANYTHING = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.lists(st.integers(), max_size=2)
+)
+
+
+@given(st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=12), ANYTHING, max_size=5))
+def test_anything_is_parsed_or_refused(params):
+    """Whatever a client sends gives usable parameters or a ValueError, and what is accepted fits the device table."""
+    try:
+        parsed = parse_guidance(params)
+    except ValueError:
+        return
+    table = GuidanceTable.from_params([parsed], [set()], "cpu")
+    assert table.scale.isfinite().all() and (table.nats_per_token > 0).all() and table.target_length.isfinite().all()
+
+
+def test_table():
+    params = [parse_guidance({"target_length": 7}), None, parse_guidance({"scale": 0.5, "value_min": 0.25})]
+    table = GuidanceTable.from_params(params, [{5, 2}, set(), {9}], "cpu")
+    assert table.guided.tolist() == [True, False, True]
+    assert table.mode.tolist() == [Mode.EQ, Mode.UNGUIDED, Mode.MUL]
+    assert table.eos_token_ids.tolist() == [[2, 5], [-2, -2], [9, -2]]
+    assert table.value_min.tolist() == [-math.inf, -math.inf, 0.25]
+    assert table.target_length.tolist() == [7, 0, 0] and table.counts_down.tolist() == [True, False, False]
+    torch.testing.assert_close(table.nats_per_token, torch.full((3,), -math.log(0.997)))
+    assert GuidanceTable.from_params([], [], "cpu").mode.shape == (0,)
+    with pytest.raises(ValueError, match=r"eos_token_ids must have one set per request \(1\), got 2 sets"):
+        GuidanceTable.from_params([None], [set(), set()], "cpu")
