@@ -1,0 +1,39 @@
+"""Value head in plain PyTorch: one logit a token, optionally behind a row gather and the model's final RMSNorm.
+
+``z = w2 . silu(W1 h + b1) + b2`` (LenVM, arXiv 2604.27039; weights ``v_head.fc`` and ``v_head.summary``).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._common import compute_dtype
+
+
+def value_head(
+    hidden: Tensor,  # [T, H]
+    fc_weight: Tensor,  # [H, H], as nn.Linear: [out, in]
+    fc_bias: Tensor,  # [H]
+    summary_weight: Tensor,  # [1, H]
+    summary_bias: Tensor,  # [1]
+    *,
+    token_rows: Tensor | None = None,  # [M]
+    norm_weight: Tensor | None = None,  # [H]
+    norm_eps: float = 1e-6,
+) -> Tensor:  # [M], or [T] without token_rows
+    """See :func:`lenvm_kernels.ops.value_head.value_head`."""
+    weights = (fc_weight, fc_bias, summary_weight, summary_bias)
+    norm_weights = () if norm_weight is None else (norm_weight,)
+    dtype = compute_dtype(hidden, *weights, *norm_weights)
+    fc_weight, fc_bias, summary_weight, summary_bias = (w.to(dtype) for w in weights)
+
+    if token_rows is None:
+        h = hidden.to(dtype)
+    else:
+        is_token = (token_rows >= 0) & (token_rows < hidden.shape[0])
+        # Padding reads a row of zeros appended to hidden, which also serves a hidden of no rows.
+        h = F.pad(hidden, (0, 0, 0, 1))[torch.where(is_token, token_rows, hidden.shape[0])].to(dtype)
+    if norm_weight is not None:
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + norm_eps) * norm_weight.to(dtype)
+    logits = F.linear(F.silu(F.linear(h, fc_weight, fc_bias)), summary_weight, summary_bias).squeeze(-1)
+    return logits if token_rows is None else torch.where(is_token, logits, 0.0)

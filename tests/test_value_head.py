@@ -1,0 +1,284 @@
+"""Value head: kernels against the reference in fp64, the reference against torch.nn, and what no batch may change."""
+
+import doctest
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from lenvm_kernels.ops import value_head as ops
+from lenvm_kernels.ops.value_head import value_head
+from tests.tolerances import assert_matches
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WEIGHTS = ("fc_weight", "fc_bias", "summary_weight", "summary_bias")
+EPS = 1e-6
+
+
+def make_inputs(tokens, size, dtype, *, device="cpu", norm=False, fp32_vectors=False, row_padding=0, seed=0):
+    """Keyword arguments of value_head whose logits are O(1)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape, scale=1.0, dtype=dtype):
+        return (torch.randn(*shape, generator=generator) * scale).to(dtype).to(device)
+
+    vector_dtype = torch.float32 if fp32_vectors else dtype
+    inputs = {
+        "hidden": randn(tokens, size + row_padding)[:, :size],
+        "fc_weight": randn(size, size + row_padding, scale=size**-0.5)[:, :size],
+        "fc_bias": randn(size, scale=0.1, dtype=vector_dtype),
+        "summary_weight": randn(1, size, scale=2 * size**-0.5, dtype=vector_dtype),
+        "summary_bias": randn(1, dtype=vector_dtype),
+    }
+    if norm:
+        inputs |= {"norm_weight": 1 + randn(size, scale=0.5, dtype=vector_dtype), "norm_eps": EPS}
+    return inputs
+
+
+def normalised_as_rounded(hidden, norm_weight, eps):
+    """The final RMSNorm in fp64, but with h * w rounded to the dtype of h as the kernel rounds it (fp16: h * w / 64).
+
+    The rounding of a matmul's operand is the dtype's, not an error of the kernel: with it in the expected values the
+    tolerance needs to cover no more than fp32 sums.
+    """
+    scale = 1 / 64 if hidden.dtype == torch.float16 else 1.0
+    product = (hidden.float() * (norm_weight.float() * scale)).to(hidden.dtype).double() / scale
+    return product * torch.rsqrt(hidden.double().square().mean(-1, keepdim=True) + eps)
+
+
+def exact(hidden, *, norm_weight=None, norm_eps=EPS, token_rows=None, **weights):
+    """The reference in fp64 on the same inputs."""
+    hidden = hidden.double() if norm_weight is None else normalised_as_rounded(hidden, norm_weight, norm_eps)
+    weights = {name: w.double() for name, w in weights.items()}
+    return value_head(hidden, token_rows=token_rows, backend="reference", **weights)
+
+
+@given(
+    tokens=st.integers(1, 300),
+    size=st.sampled_from([64, 80, 96, 100, 576]),
+    dtype=st.sampled_from(DTYPES),
+    norm=st.booleans(),
+    fp32_vectors=st.booleans(),
+    row_padding=st.sampled_from([0, 16, 3]),
+    row_dtype=st.sampled_from([None, torch.int32, torch.int64]),
+    seed=st.integers(0, 2**31),
+)
+def test_matches_fp64_reference(device, tokens, size, dtype, norm, fp32_vectors, row_padding, row_dtype, seed):
+    inputs = make_inputs(
+        tokens,
+        size,
+        dtype,
+        device=device,
+        norm=norm,
+        fp32_vectors=fp32_vectors,
+        row_padding=row_padding,
+        seed=seed,
+    )
+    if row_dtype is not None:
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randint(-1, tokens, (int(tokens * 0.7) + 1,), generator=generator)
+        inputs["token_rows"] = rows.to(row_dtype).to(device)
+    logits = value_head(**inputs, backend="triton")
+    assert logits.dtype == torch.float32
+    assert_matches(logits, exact(**inputs), "value_head", dtype)
+
+
+@pytest.mark.parametrize(("size", "tokens"), [(896, 20), (1536, 4), (3584, 2)])
+def test_real_sizes_match_fp64_reference(device, size, tokens):
+    inputs = make_inputs(tokens, size, torch.bfloat16, device=device, norm=True)
+    assert_matches(value_head(**inputs, backend="triton"), exact(**inputs), "value_head", torch.bfloat16)
+
+
+@pytest.fixture
+def wide_tiles(monkeypatch):
+    """The tiles of a large H at any H: a real one takes the interpreter seconds."""
+    monkeypatch.setattr(ops, "WIDE_FROM", 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 200, 320])
+def test_wide_tiles_match_fp64_reference(device, wide_tiles, size, dtype):
+    inputs = make_inputs(150, size, dtype, device=device, norm=True)
+    assert_matches(value_head(**inputs, backend="triton"), exact(**inputs), "value_head", dtype)
+
+
+def test_reference_matches_torch_modules():
+    size = 96
+    inputs = make_inputs(17, size, torch.float64, norm=True)
+    norm, fc, summary = LlamaRMSNorm(size, EPS), nn.Linear(size, size), nn.Linear(size, 1)
+    for parameter, name in zip(
+        (norm.weight, fc.weight, fc.bias, summary.weight, summary.bias), ("norm_weight", *WEIGHTS), strict=True
+    ):
+        parameter.data = inputs[name]
+    head = nn.Sequential(fc, nn.SiLU(), summary)
+    rows = torch.tensor([3, 3, 16, 0])
+    with torch.no_grad():
+        plain = {k: v for k, v in inputs.items() if not k.startswith("norm")}
+        torch.testing.assert_close(value_head(**plain), head(inputs["hidden"])[:, 0])
+        torch.testing.assert_close(value_head(**plain, token_rows=rows), head(inputs["hidden"][rows])[:, 0])
+        # LlamaRMSNorm computes in fp32 whatever it is given
+        normalised = head(norm(inputs["hidden"]))[:, 0]
+        torch.testing.assert_close(value_head(**inputs), normalised, rtol=1e-5, atol=1e-5)
+
+
+def test_reference_follows_fp64_and_else_returns_fp32():
+    assert value_head(**make_inputs(2, 64, torch.float64)).dtype == torch.float64
+    assert value_head(**make_inputs(2, 64, torch.bfloat16)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fused_norm_is_as_exact_as_the_module(device, dtype):
+    inputs = make_inputs(128, 96, dtype, device=device, norm=True)
+    truth = value_head(
+        **{k: v.double() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}, backend="reference"
+    )
+    fused = value_head(**inputs, backend="triton")
+    norm = LlamaRMSNorm(96, EPS).to(device)
+    norm.weight.data = inputs["norm_weight"]
+    with torch.no_grad():
+        weights = {name: inputs[name] for name in WEIGHTS}
+        module = value_head(norm(inputs["hidden"]), **weights, backend="reference")
+    assert (fused - truth).norm() <= (module - truth).norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_row_has_the_same_bits_in_every_batch(device, dtype, norm):
+    check_bits_of_rows(make_inputs(ops.BLOCK_M * 2 + 44, 192, dtype, device=device, norm=norm))
+
+
+def test_a_row_has_the_same_bits_in_every_batch_of_wide_tiles(device, wide_tiles):
+    check_bits_of_rows(make_inputs(ops.BLOCK_M * 2 + 44, 200, torch.bfloat16, device=device, norm=True))
+
+
+def check_bits_of_rows(inputs):
+    hidden = inputs.pop("hidden")
+    tokens = hidden.shape[0]
+    logits = value_head(hidden, **inputs, backend="triton")
+
+    for alone in (0, 1, 63, 130, tokens - 1):
+        assert torch.equal(value_head(hidden[alone : alone + 1], **inputs, backend="triton"), logits[alone : alone + 1])
+    for fewer in (8, 64, ops.BLOCK_M + 1):
+        assert torch.equal(value_head(hidden[:fewer], **inputs, backend="triton"), logits[:fewer])
+
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(1)).to(hidden.device)
+    assert torch.equal(value_head(hidden[order], **inputs, backend="triton"), logits[order])
+    repeated = torch.cat([order, order[:7], order[:7]])
+    assert torch.equal(value_head(hidden, **inputs, token_rows=repeated, backend="triton"), logits[repeated])
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_padding_is_zero_and_reads_nothing(device, backend):
+    inputs = make_inputs(5, 64, torch.float32, device=device, norm=True)
+    logits = value_head(**inputs, backend=backend)
+    inputs["hidden"][0] = float("nan")  # what a clamped padding row would read
+    inputs["hidden"][4] = float("nan")  # what -1 would read as an index from the end
+    # a first block of nothing but padding, then rows that do not exist, then a real one
+    rows = torch.full((ops.BLOCK_M + 6,), -1, device=device)
+    rows[ops.BLOCK_M :] = torch.tensor([5, -2, 2**40, -(2**40), 2, -1])
+    padded = value_head(**inputs, token_rows=rows, backend=backend)
+    torch.testing.assert_close(padded[ops.BLOCK_M + 4], logits[2])
+    padded[ops.BLOCK_M + 4] = 0
+    assert torch.equal(padded, torch.zeros_like(padded))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, of the broken row
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+def test_a_broken_row_harms_no_other(device, dtype, norm, broken):
+    inputs = make_inputs(70, 96, dtype, device=device, norm=norm)
+    healthy = value_head(**inputs, backend="triton")
+    inputs["hidden"][3, 40] = broken
+    logits = value_head(**inputs, backend="triton")
+    assert logits[3].isnan()
+    logits[3] = healthy[3]
+    assert torch.equal(logits, healthy)
+
+
+@pytest.mark.parametrize("magnitude", [6e4, 300.0, 1e-2, 1e-4])
+def test_fp16_norm_of_extreme_rows(device, magnitude):
+    inputs = make_inputs(9, 96, torch.float16, device=device, norm=True)
+    hidden = inputs["hidden"].float()
+    inputs["hidden"] = (hidden / hidden.abs().amax(-1, keepdim=True) * magnitude).half()
+    inputs["norm_weight"] *= 16  # h * w up to 2e6, far beyond fp16
+    logits = value_head(**inputs, backend="triton")
+    assert_matches(logits, exact(**inputs), "value_head", torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_saturated_activations(device, dtype):
+    inputs = make_inputs(9, 96, dtype, device=device)
+    inputs["fc_bias"][::2] = -6e4  # exp(6e4) overflows: silu is 0
+    inputs["fc_bias"][1::8] = 6e4  # silu is the identity
+    assert_matches(value_head(**inputs, backend="triton"), exact(**inputs), "value_head", dtype)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_no_rows(device, backend):
+    inputs = make_inputs(0, 64, torch.float32, device=device)
+    assert value_head(**inputs, backend=backend).shape == (0,)
+    only_padding = torch.tensor([-1, 0, 3], device=device)
+    assert value_head(**inputs, token_rows=only_padding, backend=backend).tolist() == [0, 0, 0]
+    inputs = make_inputs(3, 64, torch.float32, device=device)
+    assert value_head(**inputs, token_rows=only_padding[:0], backend=backend).shape == (0,)
+
+
+ERRORS = [
+    ("hidden", [[1.0]], TypeError, r"hidden must be a tensor .* \[\*, \*\], got list"),
+    ("hidden", torch.zeros(3, 64, dtype=torch.int32), ValueError, "hidden must be float32.*, got int32"),
+    ("hidden", torch.zeros(3, 2, 64), ValueError, r"hidden must be .* \[\*, \*\], got float32 \[3, 2, 64\]"),
+    ("hidden", torch.zeros(64, 3).t(), ValueError, "hidden must be contiguous in its last dimension"),
+    ("hidden", torch.zeros(3, 0), ValueError, "hidden must have at least one column"),
+    ("hidden", torch.zeros(3, 80), ValueError, r"fc_weight must be float32 \[80, 80\] on cpu, got .* \[64, 64\]"),
+    ("fc_weight", None, TypeError, r"fc_weight must be a tensor float32 \[64, 64\] on cpu, got NoneType"),
+    ("fc_weight", torch.zeros(64, 64).bfloat16(), ValueError, "fc_weight must be float32 .*, got bfloat16"),
+    ("fc_weight", torch.zeros(64, 64, device="meta"), ValueError, "fc_weight must be .* on cpu, got .* on meta"),
+    ("fc_weight", torch.zeros(64, 128)[:, ::2], ValueError, "fc_weight must be contiguous in its last dimension"),
+    ("fc_bias", torch.zeros(1, 64), ValueError, r"fc_bias must be float32 \[64\] on cpu, got float32 \[1, 64\]"),
+    ("fc_bias", torch.zeros(64).half(), ValueError, "fc_bias must be float32 .*, got float16"),
+    ("summary_weight", torch.zeros(64), ValueError, r"summary_weight must be float32 \[1, 64\] on cpu, got .* \[64\]"),
+    ("summary_bias", torch.zeros(()), ValueError, r"summary_bias must be float32 \[1\] on cpu, got float32 \[\]"),
+    ("token_rows", torch.zeros(2), ValueError, r"token_rows must be int32\|int64 \[\*\] on cpu, got float32 \[2\]"),
+    ("token_rows", torch.zeros(2, 1).int(), ValueError, r"token_rows must be .* \[\*\] on cpu, got int32 \[2, 1\]"),
+    ("token_rows", [0, 1], TypeError, r"token_rows must be a tensor int32\|int64 \[\*\] on cpu, got list"),
+    ("norm_weight", torch.zeros(32), ValueError, r"norm_weight must be float32 \[64\] on cpu, got float32 \[32\]"),
+    ("norm_eps", 0.0, ValueError, "norm_eps must be a positive number, got 0.0"),
+    ("norm_eps", float("nan"), ValueError, "norm_eps must be a positive number, got nan"),
+    ("norm_eps", "1e-6", ValueError, "norm_eps must be a positive number, got '1e-6'"),
+    ("backend", "cuda", ValueError, "backend must be one of auto, triton, reference, got 'cuda'"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "error", "message"), ERRORS)
+def test_errors_name_the_argument(name, value, error, message):
+    arguments = {**make_inputs(3, 64, torch.float32), "backend": "reference"} | {name: value}
+    with pytest.raises(error, match=message):
+        value_head(**arguments)
+
+
+def test_triton_refuses_fp64(device):
+    with pytest.raises(ValueError, match=r"hidden must be float32\|bfloat16\|float16 \[\*, \*\], got float64"):
+        value_head(**make_inputs(3, 64, torch.float64, device=device), backend="triton")
+
+
+def test_docstring_example():
+    outcome = doctest.testmod(ops)
+    assert outcome.attempted
+    assert not outcome.failed
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_replays_in_a_cuda_graph(device):
+    inputs = make_inputs(40, 576, torch.bfloat16, device=device, norm=True)
+    inputs["token_rows"] = torch.arange(-1, 39, device=device)
+    value_head(**inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = value_head(**inputs)
+    inputs["hidden"].normal_()
+    graph.replay()
+    assert torch.equal(logits, value_head(**inputs))
