@@ -21,8 +21,10 @@ import lenvm_kernels.ops._common as ops_common
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.topk_candidates import Candidates, topk_candidates
+from lenvm_kernels.ops.value_head import value_head
+from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VOCAB = 151_936  # Qwen2.5
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -86,12 +88,14 @@ def describe(kernel) -> dict:
 def calls():
     """Representative calls: (name, function of no arguments)."""
     yield from topk_candidates_calls()
+    yield from value_tree_attention_calls()
+    yield from value_head_calls()
     yield from reweight_scatter_calls()
 
 
 def topk_candidates_calls():
-    for dtype in DTYPES:
-        for rows, slots, is_logits in ((1, 8, True), (64, 8, True), (64, 64, True), (64, 8, False)):
+    for dtype_name, dtype in DTYPES.items():
+        for rows, slots, is_logits in ((1, 8, True), (64, 64, True), (64, 8, False)):
             arguments = dict(
                 top_k=torch.zeros(rows, dtype=torch.int32),
                 top_p=torch.ones(rows),
@@ -101,7 +105,7 @@ def topk_candidates_calls():
                 backend="triton",
             )
             scores = torch.zeros(rows, VOCAB, dtype=dtype)
-            name = f"topk_candidates {dtype} B{rows} K{slots} {'logits' if is_logits else 'probabilities'}"
+            name = f"topk_candidates {dtype_name} B{rows} K{slots} {'logits' if is_logits else 'probabilities'}"
             yield name, partial(topk_candidates, scores, **arguments)
     every_option = dict(
         temperature=torch.ones(rows),
@@ -111,6 +115,51 @@ def topk_candidates_calls():
         vocab_mask=torch.zeros(rows, VOCAB // 32, dtype=torch.int32),
     )
     yield "topk_candidates with every option", partial(topk_candidates, scores, **{**arguments, **every_option})
+
+
+def value_tree_attention_calls():
+    requests, tokens, slots = 8, 48, 4096
+    for dtype_name, head_dim, heads, kv_heads, page_size in (
+        ("bf16", 64, 12, 2, 1),
+        ("bf16", 96, 12, 2, 1),
+        ("bf16", 128, 12, 2, 1),
+        ("bf16", 128, 28, 4, 16),
+        ("bf16", 256, 12, 2, 1),
+        ("fp16", 128, 12, 2, 1),
+        ("fp32", 64, 9, 3, 1),
+        ("fp32", 128, 12, 2, 1),
+    ):
+        zeros = partial(torch.zeros, dtype=DTYPES[dtype_name])
+        new = (zeros(tokens, kv_heads, head_dim) for _ in range(2))
+        cache = (zeros(slots, kv_heads, head_dim) for _ in range(2))
+        lengths = torch.zeros(requests, dtype=torch.int32)
+        yield (
+            f"value_tree_attention {dtype_name} D{head_dim} {heads}/{kv_heads} page {page_size}",
+            partial(
+                value_tree_attention,
+                zeros(tokens, heads, head_dim),
+                *new,
+                *cache,
+                slot_table=torch.zeros(requests, slots // page_size, dtype=torch.int32),
+                table_rows=torch.zeros(requests, dtype=torch.int64),
+                cached_lens=lengths,
+                q_offsets=torch.zeros(requests + 1, dtype=torch.int32),
+                candidate_lens=lengths,
+                page_size=page_size,
+                backend="triton",
+            ),
+        )
+
+
+def value_head_calls():
+    for dtype_name, dtype in DTYPES.items():
+        for size in (1536, 3584):
+            zeros = partial(torch.zeros, dtype=dtype)
+            arguments = (zeros(64, size), zeros(size, size), zeros(size), zeros(1, size), zeros(1))
+            call = partial(value_head, *arguments, backend="triton")
+            yield f"value_head {dtype_name} H{size}", call
+            fused = dict(token_rows=torch.zeros(40, dtype=torch.int64), norm_weight=zeros(size))
+            yield f"value_head {dtype_name} H{size} with gather and norm", partial(call, **fused)
 
 
 def reweight_scatter_calls():
@@ -126,13 +175,13 @@ def reweight_scatter_calls():
         )
         call = partial(reweight_scatter, candidates, torch.zeros(rows, slots), table, backend="triton")
         yield f"reweight_scatter K{slots}", call
-        for dtype in DTYPES:
+        for dtype_name, dtype in DTYPES.items():
             every_option = dict(
                 table_rows=torch.zeros(rows, dtype=torch.int64),
                 generated=torch.zeros(rows, dtype=torch.int32),
                 probs=torch.zeros(rows, VOCAB, dtype=dtype),
             )
-            yield f"reweight_scatter {dtype} K{slots} with every option", partial(call, **every_option)
+            yield f"reweight_scatter {dtype_name} K{slots} with every option", partial(call, **every_option)
 
 
 if __name__ == "__main__":

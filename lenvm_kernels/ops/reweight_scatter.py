@@ -419,7 +419,7 @@ def reweight_scatter(
         TypeError, ValueError: naming the argument, what came and what is accepted.
 
     Example:
-        >>> from lenvm_kernels.guidance import GuidanceTable, parse_guidance
+        >>> from lenvm_kernels import GuidanceTable, parse_guidance, topk_candidates
         >>> row = dict(top_k=torch.tensor([2], dtype=torch.int32), top_p=torch.ones(1), min_p=torch.zeros(1))
         >>> candidates = topk_candidates(torch.tensor([[0.5, 0.2, 0.3]]), **row, max_candidates=2)
         >>> table = GuidanceTable.from_params([parse_guidance({"target_length": 9, "op": "le"})], [{2}], "cpu")

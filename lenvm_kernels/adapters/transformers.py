@@ -1,0 +1,291 @@
+"""Length-guided ``model.generate`` of ``transformers``: a logits processor that holds a value model and its cache.
+
+A step is ``topk_candidates``, one ragged forward of the value model (the tokens it has not seen, then the candidates)
+and ``reweight_scatter``. A row whose candidates need no value (one is left, or their entropy is low) skips the
+forward; its tokens are caught up with when it needs one again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
+from lenvm_kernels.ops.reweight_scatter import reweight_scatter
+from lenvm_kernels.ops.topk_candidates import Candidates, Status, topk_candidates
+from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel
+
+Guidance = Mapping[str, Any] | GuidanceParams | None
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step computed, by row: kept when the processor is made with ``record=True``."""
+
+    token_ids: torch.Tensor  # int32 [B, K], -1 pads
+    value_logits: torch.Tensor  # fp32 [B, K]
+    guided_probs: torch.Tensor  # fp32 [B, K]
+
+
+class LenVMLogitsProcessor(LogitsProcessor):
+    """Guides one call of ``model.generate`` by a value model.
+
+    Make one for each call, and pass its :attr:`generation_kwargs` on: sampling parameters belong to the processor,
+    which applies them itself, so those of ``generate`` have to be neutral.
+
+    Args:
+        model: the base model, of any architecture; its ``generation_config`` gives the end-of-sequence tokens.
+        value_model: the value model; it has to share the base model's vocabulary.
+        guidance: one request's parameters for all rows (``custom_params`` as in :func:`parse_guidance`, or parsed), or
+            a sequence with one for each row; None leaves a row unguided.
+        attention_mask: ``[B, S]`` of the prompts as the tokenizer made it, padded on the left.
+        max_new_tokens: the most tokens to generate; sizes the value model's cache.
+        temperature, top_k, top_p, min_p: sampling parameters of all rows. ``top_k`` 0 is no limit.
+        max_candidates: slots for candidates, a power of two up to 64; guided rows never sample outside them.
+        tokenizers: base model's and value model's. Needed when the two models' ``vocab_size`` differ because the
+            embedding is padded, to show that the tokens are the same.
+        record: keep a :class:`StepRecord` of each step in :attr:`records`; every row with candidates is then valued.
+        backend: of the operators.
+
+    Raises:
+        ValueError: vocabularies that differ, right padding, a wrong number of ``guidance`` rows, or bad parameters.
+
+    Example:
+        >>> inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+        >>> processor = LenVMLogitsProcessor(
+        ...     model, value_model, {"target_length": 60}, inputs["attention_mask"], max_new_tokens=200
+        ... )
+        >>> output = model.generate(**inputs, **processor.generation_kwargs)
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        value_model: ValueModel,
+        guidance: Guidance | Sequence[Guidance],
+        attention_mask: torch.Tensor,
+        *,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        max_candidates: int = 8,
+        tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
+        record: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        check_vocabulary(model, value_model, tokenizers)
+        _check_sampling(temperature, top_k, top_p, min_p)
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        if attention_mask.dim() != 2 or not attention_mask[:, -1].all() or (attention_mask.diff(dim=1) < 0).any():
+            raise ValueError(
+                f"attention_mask must be [B, S] of prompts padded on the left, got {list(attention_mask.shape)}"
+                " with padding elsewhere; tokenize with padding_side='left'"
+            )
+        rows, prompt_width = attention_mask.shape
+        if guidance is None or isinstance(guidance, (Mapping, GuidanceParams)):
+            guidance = [guidance] * rows
+        if len(guidance) != rows:
+            raise ValueError(f"guidance must be one for all or one for each of the {rows} prompts, got {len(guidance)}")
+        params = [parse_guidance(g) if isinstance(g, Mapping) else g for g in guidance]
+
+        device = value_model.device
+        self._value_model, self._backend, self._record = value_model, backend, record
+        self._max_new_tokens, self._max_candidates = max_new_tokens, max_candidates
+        self._eos = _eos_token_ids(model)
+        self._table = GuidanceTable.from_params(params, [self._eos] * rows, device)
+        self._guided_rows = self._table.guided
+        self._token_divisors = [
+            (row, token, divisor)
+            for row, p in enumerate(params)
+            for token, divisor in (p.token_temperature_scale if p else {}).items()
+            if token < model.get_input_embeddings().num_embeddings
+        ]
+        self._filters = dict(
+            top_k=torch.full((rows,), top_k, dtype=torch.int32, device=device),
+            top_p=torch.full((rows,), top_p, dtype=torch.float32, device=device),
+            min_p=torch.full((rows,), min_p, dtype=torch.float32, device=device),
+            temperature=torch.full((rows,), temperature, dtype=torch.float32, device=device),
+            entropy_threshold=self._table.entropy_threshold,
+        )
+        self._unguided = _warpers(temperature, top_k, top_p, min_p)
+        self._cache, self._slots = KVCache.allocate(value_model, rows, prompt_width + max_new_tokens)
+        self._pads = (attention_mask == 0).sum(dim=1).tolist()
+        self._seen = [0] * rows  # tokens of each row that are in the cache
+        self._finished = [False] * rows
+        self._prompt_width, self._previous = prompt_width, None
+        self.records: list[StepRecord] = []
+
+    @property
+    def generation_kwargs(self) -> dict[str, Any]:
+        """Arguments for ``model.generate``: this processor, and sampling parameters that leave its result alone."""
+        return dict(
+            logits_processor=LogitsProcessorList([self]),
+            max_new_tokens=self._max_new_tokens,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            min_p=0.0,
+        )
+
+    @property
+    def faults(self) -> list[int]:
+        """Steps of each row that lost their guidance to scores or values that are not finite."""
+        return self._table.faults.tolist()
+
+    @torch.no_grad()
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Logarithms of the probabilities to sample from, fp32 ``[B, V]``; called by ``generate``."""
+        generated = self._check_progress(input_ids)
+        scores = scores.float()
+        if self._token_divisors:
+            row, token, divisor = (
+                torch.tensor(x, device=scores.device) for x in zip(*self._token_divisors, strict=True)
+            )
+            scores = scores.index_put((row, token), scores[row, token] * divisor)
+        candidates = topk_candidates(
+            scores.to(self._value_model.device),
+            **self._filters,
+            max_candidates=self._max_candidates,
+            is_logits=True,
+            guided=self._guided_rows & ~torch.tensor(self._finished, device=self._value_model.device),
+            backend=self._backend,
+        )
+        status, counts = candidates.status.tolist(), candidates.counts.tolist()
+        wanted = [s == Status.GUIDE or (self._record and n > 0) for s, n in zip(status, counts, strict=True)]
+        value_logits = self._value_logits(input_ids, candidates, counts, [row for row, w in enumerate(wanted) if w])
+
+        if all(s in (Status.GUIDE, Status.SINGLE) for s in status):
+            probs = torch.empty_like(scores)  # every row is rewritten
+        else:
+            probs = torch.softmax(self._unguided(input_ids, scores), dim=-1)
+        probs = probs.to(self._value_model.device)
+        guided_probs = reweight_scatter(
+            candidates,
+            value_logits,
+            self._table,
+            generated=torch.full((len(status),), generated, dtype=torch.int32, device=value_logits.device),
+            probs=probs,
+            backend=self._backend,
+        )
+        if self._record:
+            self.records.append(StepRecord(candidates.token_ids, value_logits, guided_probs))
+        return probs.log().to(scores.device)
+
+    def _check_progress(self, input_ids: torch.Tensor) -> int:
+        """Tokens generated so far; notes the rows that have ended."""
+        rows, width = input_ids.shape
+        if rows != len(self._seen):
+            raise ValueError(
+                f"generate runs {rows} rows for {len(self._seen)} prompts: beam search and num_return_sequences are "
+                "not supported (repeat the prompts instead)"
+            )
+        generated = width - self._prompt_width
+        expected = 0 if self._previous is None else self._previous.shape[1] + 1 - self._prompt_width
+        if generated != expected or (generated and not torch.equal(input_ids[:, :-1], self._previous)):
+            raise ValueError(
+                f"expected the prompts and {expected} new tokens, got {generated} and another history: make a new "
+                "LenVMLogitsProcessor for each call of generate (beams and assisted decoding are not supported)"
+            )
+        self._previous = input_ids
+        if generated:
+            last = input_ids[:, -1].tolist()
+            self._finished = [done or token in self._eos for done, token in zip(self._finished, last, strict=True)]
+        return generated
+
+    def _value_logits(
+        self, input_ids: torch.Tensor, candidates: Candidates, counts: list[int], rows: list[int]
+    ) -> torch.Tensor:
+        """Value logits of the candidates of ``rows`` in one forward, which first catches up with their tokens."""
+        model = self._value_model
+        value_logits = torch.zeros_like(candidates.probs)
+        if not rows:
+            return value_logits
+        index = torch.tensor(rows, device=model.device)
+        starts = [self._pads[row] + self._seen[row] for row in rows]
+        delta_lens = [input_ids.shape[1] - start for start in starts]
+
+        def int32(values):
+            return torch.tensor(values, dtype=torch.int32, device=model.device)
+
+        batch = RaggedBatch.build(
+            torch.cat([input_ids[row, start:] for row, start in zip(rows, starts, strict=True)]).to(model.device),
+            int32(delta_lens),
+            candidates.token_ids[index],
+            candidates.counts[index],
+            int32([self._seen[row] for row in rows]),
+            self._slots,
+            index,
+        ).without_padding(sum(delta_lens) + sum(counts[row] for row in rows))
+        value_logits[index] = model.forward(batch, self._cache, backend=self._backend)
+        for row, delta_len in zip(rows, delta_lens, strict=True):
+            self._seen[row] += delta_len
+        return value_logits
+
+
+def check_vocabulary(
+    model: PreTrainedModel,
+    value_model: ValueModel,
+    tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
+) -> None:
+    """Raise ValueError unless base model and value model share their vocabulary (see :class:`LenVMLogitsProcessor`)."""
+    sizes = model.get_input_embeddings().num_embeddings, value_model.config.vocab_size
+    if tokenizers is not None:
+        base, value = (tokenizer.get_vocab() for tokenizer in tokenizers)
+        different = [token for token in {**base, **value} if base.get(token) != value.get(token)]
+        if different:
+            raise ValueError(
+                f"value_model must share the base model's vocabulary: {len(different)} tokens differ, "
+                f"{min(different)!r} among them (ids {base.get(min(different))} and {value.get(min(different))})"
+            )
+    elif sizes[0] != sizes[1]:
+        raise ValueError(
+            f"value_model must share the base model's vocabulary of {sizes[0]} tokens, got {sizes[1]} (if only the "
+            "padding differs, give both tokenizers)"
+        )
+
+
+def _check_sampling(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    for name, value, fits, accepted in (
+        ("temperature", temperature, 0 < temperature < float("inf"), "a finite number > 0"),
+        ("top_k", top_k, isinstance(top_k, int) and 0 <= top_k < 2**31, "an integer >= 0 (0: no limit)"),
+        ("top_p", top_p, 0 < top_p <= 1, "a number in (0, 1]"),
+        ("min_p", min_p, 0 <= min_p <= 1, "a number in [0, 1]"),
+    ):
+        if not fits:
+            raise ValueError(f"{name} must be {accepted}, got {value!r}")
+
+
+def _eos_token_ids(model: PreTrainedModel) -> set[int]:
+    ids = model.generation_config.eos_token_id
+    return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+
+
+def _warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> LogitsProcessorList:
+    """The filters of a row that is not guided, as ``generate`` would apply them."""
+    warpers = LogitsProcessorList()
+    if temperature != 1:
+        warpers.append(TemperatureLogitsWarper(temperature))
+    if top_k > 0:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    if min_p > 0:
+        warpers.append(MinPLogitsWarper(min_p))
+    return warpers

@@ -1,0 +1,39 @@
+"""The examples in the README and in docstrings run, and the version is one."""
+
+import doctest
+import importlib
+import importlib.metadata
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import lenvm_kernels
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_operators_example_runs():
+    torch.manual_seed(0)
+    code = re.search(r"```python\n(import torch\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    names = {}
+    exec(code, names)
+    candidates, guided, probs = names["candidates"], names["guided"], names["probs"]
+    assert torch.isclose(guided.sum(), torch.tensor(1.0, device=guided.device), atol=1e-5)
+    listed = candidates.token_ids[0, :5].long()
+    torch.testing.assert_close(probs[0, listed], guided[0, :5])
+    assert probs[0, names["next_token"].item()] > 0
+
+
+@pytest.mark.parametrize(
+    "module", ["guidance", "ops.topk_candidates", "ops.value_tree_attention", "ops.value_head", "ops.reweight_scatter"]
+)
+def test_docstring_examples_run(module):
+    failed, tried = doctest.testmod(importlib.import_module(f"lenvm_kernels.{module}"))
+    assert tried and not failed
+
+
+def test_every_exported_name_is_there():
+    assert all(getattr(lenvm_kernels, name) for name in lenvm_kernels.__all__)
+    assert importlib.metadata.version("lenvm-kernels") == lenvm_kernels.__version__

@@ -1,0 +1,274 @@
+"""The ``transformers`` adapter: ``generate`` on tiny models, against the same step written down plainly."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
+from lenvm_kernels.guidance import GuidanceTable, parse_guidance
+from lenvm_kernels.ops.reweight_scatter import reweight_scatter
+from lenvm_kernels.ops.topk_candidates import topk_candidates
+from lenvm_kernels.value_model import ValueModel
+from tests.test_value_model import random_model
+
+VOCAB, HIDDEN, EOS, PAD = 61, 32, 2, 0
+TINY = dict(
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    eos_token_id=EOS,
+    pad_token_id=PAD,
+)
+SHORTER = {"value_mode": "centered_exp", "value_scale": -20}
+
+
+@pytest.fixture(scope="module")
+def base():
+    return random_model(LlamaForCausalLM, LlamaConfig(**TINY), seed=0)
+
+
+@pytest.fixture(scope="module")
+def value_backbone():
+    return random_model(Qwen2ForCausalLM, Qwen2Config(**TINY), seed=1)
+
+
+@pytest.fixture(scope="module")
+def head():
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"fc.weight": (HIDDEN, HIDDEN), "fc.bias": (HIDDEN,), "summary.weight": (1, HIDDEN), "summary.bias": (1,)}
+    return {
+        f"v_head.{name}": torch.randn(shape, generator=generator) * HIDDEN**-0.5 * 2 for name, shape in shapes.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def value_model(value_backbone, head):
+    return ValueModel.from_causal_lm(value_backbone, head)
+
+
+@pytest.fixture
+def prompts():
+    """Three prompts of 6, 3 and 1 tokens, padded on the left."""
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10], [PAD, PAD, PAD, 11, 12, 13], [PAD] * 5 + [14]])
+    return dict(input_ids=ids, attention_mask=(ids != PAD).long())
+
+
+def plain_value(value_backbone, head, prefix, candidate):
+    """The value logit of a candidate, by a full forward of ``transformers`` over prefix and candidate."""
+    with torch.no_grad():
+        ids = torch.tensor([[*prefix, candidate]])
+        hidden = value_backbone.model(ids).last_hidden_state[0, -1]
+        inner = torch.nn.functional.silu(head["v_head.fc.weight"] @ hidden + head["v_head.fc.bias"])
+        return (head["v_head.summary.weight"] @ inner + head["v_head.summary.bias"]).item()
+
+
+def plain_step(base, value_backbone, head, prefix, guidance, generated, sampling):
+    """The distribution the next token is drawn from, for one row alone, without cache or batch."""
+    with torch.no_grad():
+        logits = base(torch.tensor([prefix])).logits[:, -1].double()
+    filters = dict(
+        top_k=torch.tensor([sampling["top_k"]]).int(),
+        top_p=torch.tensor([sampling["top_p"]]),
+        min_p=torch.tensor([sampling["min_p"]]),
+        temperature=torch.tensor([sampling["temperature"]]),
+    )
+    candidates = topk_candidates(logits, **filters, is_logits=True, backend="reference")
+    z = [plain_value(value_backbone, head, prefix, t) if t >= 0 else 0.0 for t in candidates.token_ids[0].tolist()]
+    probs = torch.zeros(1, VOCAB, dtype=torch.float64)
+    reweight_scatter(
+        candidates,
+        torch.tensor([z], dtype=torch.float64),
+        GuidanceTable.from_params([parse_guidance(guidance)], [{EOS}], "cpu"),
+        generated=torch.tensor([generated]).int(),
+        probs=probs,
+        backend="reference",
+    )
+    return probs[0]
+
+
+SAMPLING = dict(temperature=0.7, top_k=6, top_p=0.95, min_p=0.01)
+
+
+@pytest.mark.parametrize(
+    "guidance",
+    [
+        SHORTER,
+        {"value_mode": "mul", "value_scale": 0.8},
+        {"target_length": 9, "constraint": "eq_soft"},
+        {"target_length": 5},
+    ],
+)
+def test_every_step_samples_from_the_guided_distribution(base, value_backbone, head, value_model, prompts, guidance):
+    steps = 8
+    torch.manual_seed(0)
+    processor = LenVMLogitsProcessor(
+        base, value_model, guidance, prompts["attention_mask"], max_new_tokens=steps, **SAMPLING
+    )
+    output = base.generate(
+        **prompts, **processor.generation_kwargs, return_dict_in_generate=True, output_scores=True, pad_token_id=PAD
+    )
+    for row, sequence in enumerate(output.sequences.tolist()):
+        start = int((prompts["attention_mask"][row] == 0).sum())
+        for step, scores in enumerate(output.scores):
+            prefix = sequence[start : 6 + step]
+            if EOS in prefix[6 - start :]:
+                break
+            expected = plain_step(base, value_backbone, head, prefix, guidance, step, SAMPLING)
+            torch.testing.assert_close(scores[row].exp().double(), expected, atol=1e-4, rtol=0)
+            assert expected[sequence[6 + step]] > 0
+    assert processor.faults == [0, 0, 0]
+
+
+def test_unguided_rows_are_generated_as_without_the_processor(base, value_model, prompts):
+    """Rows without guidance keep the base model's distribution and filters, beside a guided row."""
+    processor = LenVMLogitsProcessor(
+        base, value_model, [None, SHORTER, {}], prompts["attention_mask"], max_new_tokens=1, **SAMPLING
+    )
+    keep_scores = dict(return_dict_in_generate=True, output_scores=True, pad_token_id=PAD)
+    guided = base.generate(**prompts, **processor.generation_kwargs, **keep_scores).scores[0]
+    plain = base.generate(**prompts, max_new_tokens=1, do_sample=True, **SAMPLING, **keep_scores).scores[0]
+    for row, same in enumerate((True, False, True)):
+        close = torch.allclose(torch.softmax(guided[row], 0), torch.softmax(plain[row], 0), atol=1e-6)
+        assert close == same
+
+
+def test_rows_that_need_no_value_are_caught_up_with(base, value_backbone, head, value_model, prompts):
+    """An entropy threshold skips forwards; later steps still see every token."""
+    torch.manual_seed(1)
+    forwards = []
+    processor = LenVMLogitsProcessor(
+        base, value_model, SHORTER | {"entropy_threshold": 1.2}, prompts["attention_mask"], max_new_tokens=12
+    )
+    original = value_model.forward
+
+    class Counting:
+        def __getattr__(self, name):
+            return getattr(value_model, name)
+
+        def forward(self, batch, *args, **kwargs):
+            forwards.append((batch.q_offsets.diff() - batch.candidate_lens).tolist())
+            return original(batch, *args, **kwargs)
+
+    processor._value_model = Counting()
+    output = base.generate(
+        **prompts, **processor.generation_kwargs, return_dict_in_generate=True, output_scores=True, pad_token_id=PAD
+    )
+    assert any(delta > 1 for deltas in forwards[1:] for delta in deltas), "no row was ever skipped"
+    sampling = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    for row, sequence in enumerate(output.sequences.tolist()):
+        start = int((prompts["attention_mask"][row] == 0).sum())
+        for step, scores in enumerate(output.scores):
+            prefix = sequence[start : 6 + step]
+            if EOS in prefix[6 - start :]:
+                break
+            if (scores[row] > -torch.inf).sum() <= 8:  # guided: at most the candidates
+                expected = plain_step(base, value_backbone, head, prefix, SHORTER, step, sampling)
+                torch.testing.assert_close(scores[row].exp().double(), expected, atol=1e-4, rtol=0)
+
+
+def test_records_hold_every_step(base, value_model, prompts):
+    processor = LenVMLogitsProcessor(
+        base, value_model, SHORTER, prompts["attention_mask"], max_new_tokens=4, record=True, **SAMPLING
+    )
+    output = base.generate(**prompts, **processor.generation_kwargs, pad_token_id=PAD)
+    assert len(processor.records) == output.shape[1] - 6
+    for step, record in enumerate(processor.records):
+        chosen = output[:, 6 + step, None]
+        assert (record.token_ids[0] == chosen[0]).any()
+        assert record.guided_probs.shape == record.value_logits.shape == (3, 8)
+
+
+def test_token_temperature_scale(base, value_model, prompts):
+    """A divisor multiplies its token's logit before everything else; ids outside the vocabulary are ignored."""
+    params = {"token_temperature_scale": {20: 3.0, 10_000: 2.0}}
+    processor = LenVMLogitsProcessor(base, value_model, params, prompts["attention_mask"], max_new_tokens=1)
+    scores = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
+    before = scores.clone()
+    actual = processor(prompts["input_ids"], scores)
+    before_scaled = before.clone()
+    before_scaled[:, 20] *= 3
+    torch.testing.assert_close(actual, torch.log_softmax(before_scaled, 1))
+    assert torch.equal(scores, before)
+
+
+def test_length_control_on_the_tiny_model(base, value_model):
+    """The constraint ``le`` takes the end of sequence as soon as it is a candidate: no row gets longer."""
+    ids = torch.randint(3, VOCAB, (16, 4), generator=torch.Generator().manual_seed(0))
+    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
+    lengths = {}
+    for name, guidance in (("base", None), ("le", {"target_length": 1, "op": "le"})):
+        torch.manual_seed(0)
+        processor = LenVMLogitsProcessor(
+            base, value_model, guidance, inputs["attention_mask"], max_new_tokens=40, max_candidates=32
+        )
+        new = base.generate(**inputs, **processor.generation_kwargs, pad_token_id=PAD)[:, 4:]
+        lengths[name] = (new != PAD).sum(1).double().mean()
+    assert lengths["le"] < 0.5 * lengths["base"]
+
+
+def make(base, value_model, **changes):
+    arguments = dict(guidance=SHORTER, attention_mask=torch.ones(2, 4), max_new_tokens=3) | changes
+    return LenVMLogitsProcessor(base, value_model, **arguments)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(attention_mask=torch.tensor([[1, 1, 0], [1, 1, 1]])), "attention_mask must be .* padded on the left"),
+        (dict(attention_mask=torch.ones(4)), "attention_mask must be"),
+        (dict(guidance=[SHORTER]), "guidance must be one for all or one for each of the 2 prompts, got 1"),
+        (dict(guidance={"value_mode": "loud"}), "value_mode must be one of"),
+        (dict(max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
+        (dict(temperature=0.0), "temperature must be a finite number > 0, got 0.0"),
+        (dict(top_k=-1), "top_k must be an integer >= 0"),
+        (dict(top_p=0.0), "top_p must be a number in"),
+        (dict(min_p=1.5), "min_p must be a number in"),
+    ],
+)
+def test_bad_arguments_are_named(base, value_model, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make(base, value_model, **changes)
+
+
+def test_vocabulary_is_checked(value_model):
+    other = LlamaForCausalLM(LlamaConfig(**{**TINY, "vocab_size": VOCAB + 3}))
+    with pytest.raises(ValueError, match="value_model must share the base model's vocabulary of 64 tokens, got 61"):
+        make(other, value_model)
+
+    class Tokenizer:
+        def __init__(self, words):
+            self.words = words
+
+        def get_vocab(self):
+            return {word: i for i, word in enumerate(self.words)}
+
+    assert make(other, value_model, tokenizers=(Tokenizer("abc"), Tokenizer("abc")))
+    with pytest.raises(ValueError, match=r"2 tokens differ, 'b' among them \(ids 1 and 2\)"):
+        make(other, value_model, tokenizers=(Tokenizer("abc"), Tokenizer("acb")))
+
+
+def test_beams_and_reuse_are_refused(base, value_model, prompts):
+    def processor():
+        return make(base, value_model, attention_mask=prompts["attention_mask"])
+
+    beams = processor()
+    with pytest.raises(ValueError, match="generate runs 6 rows for 3 prompts: beam search"):
+        base.generate(**prompts, **beams.generation_kwargs, num_beams=2, pad_token_id=PAD)
+    used = processor()
+    base.generate(**prompts, **used.generation_kwargs, pad_token_id=PAD)
+    with pytest.raises(ValueError, match="make a new LenVMLogitsProcessor for each call of generate"):
+        base.generate(**prompts, **used.generation_kwargs, pad_token_id=PAD)
+
+
+def test_scores_that_are_not_finite_lose_only_their_row(base, value_model, prompts):
+    scores = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
+    clean = make(base, value_model, attention_mask=prompts["attention_mask"])(prompts["input_ids"], scores)
+    scores[1, 7] = torch.nan
+    processor = make(base, value_model, attention_mask=prompts["attention_mask"])
+    broken = processor(prompts["input_ids"], scores)
+    torch.testing.assert_close(broken[[0, 2]], clean[[0, 2]])
+    assert processor.faults == [0, 1, 0]

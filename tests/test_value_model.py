@@ -1,0 +1,602 @@
+"""The value model against ``transformers``: tiny random checkpoints, each prefix + candidate a plain full forward."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from lenvm_kernels.value_model import TRASH_SLOT, KVCache, RaggedBatch, ValueModel, ValueModelConfig
+from tests.tolerances import TOLERANCE
+
+ATOL = 1e-5  # on logits of O(1), fp32 against fp32
+VOCAB, HIDDEN = 97, 48
+TINY = dict(
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    intermediate_size=80,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    tie_word_embeddings=False,
+)
+ARCHITECTURES = {
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**TINY)),
+    # heads that are not hidden_size / num_attention_heads wide
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=16)),
+    "llama": (LlamaForCausalLM, LlamaConfig(**TINY)),
+}
+ROPE_SCALING = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+}
+HEAD_SHAPES = {
+    "v_head.fc.weight": (HIDDEN, HIDDEN),
+    "v_head.fc.bias": (HIDDEN,),
+    "v_head.summary.weight": (1, HIDDEN),
+    "v_head.summary.bias": (1,),
+}
+
+
+def random_model(model_class, config, seed=0):
+    """A ``transformers`` model whose every weight matters: biases and norms too, activations and logits of O(1)."""
+    generator = torch.Generator().manual_seed(seed)
+    model = model_class(config).eval()
+    for parameter in model.parameters():
+        scale = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.3
+        shift = 1.0 if parameter.dim() == 1 else 0.0
+        parameter.data = torch.randn(parameter.shape, generator=generator) * scale + shift
+    model.model.embed_tokens.weight.data *= HIDDEN**0.5
+    return model
+
+
+def random_head(seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in HEAD_SHAPES.items()}
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def loaded(request, tmp_path_factory):
+    """A ``transformers`` model, its head, and the value model loaded from their checkpoint."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    model, head = random_model(*ARCHITECTURES[request.param]), random_head()
+    model.save_pretrained(path)
+    save_file(head, path / "value_head.safetensors")
+    return model, head, ValueModel.from_pretrained(path)
+
+
+@torch.no_grad()
+def expected_values(model, head, tokens):
+    """fp32 [len(tokens)]: the value logit at every token, by a full forward of ``transformers`` and a plain head."""
+    h = model.model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
+    h = F.silu(F.linear(h, head["v_head.fc.weight"], head["v_head.fc.bias"]))
+    return F.linear(h, head["v_head.summary.weight"], head["v_head.summary.bias"])[:, 0]
+
+
+def random_tokens(count, seed):
+    return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class Requests:
+    """Requests with scattered pages of a cache, extended by deltas: the host's view of what a batch must mean."""
+
+    def __init__(self, value_model, rows, max_len=64, page_size=1, fill=0.0, backend="auto"):
+        self.value_model, self.page_size, self.backend = value_model, page_size, backend
+        self.cache, table = KVCache.allocate(value_model, rows + 2, max_len, page_size=page_size)
+        self.cache.keys.fill_(fill)
+        self.cache.values.fill_(fill)
+        generator = torch.Generator().manual_seed(5)
+        pages = torch.randperm(table.numel(), generator=generator).to(table.device)
+        self.table = table.flatten()[pages].view(table.shape)
+        self.table_rows = torch.randperm(rows + 2, generator=generator)[:rows].to(table.device)
+        self.prefixes = [[] for _ in range(rows)]
+
+    def batch(self, deltas, candidates, width=None, spare_deltas=0):
+        """The ragged batch of these deltas and candidates, with room for ``spare_deltas`` more delta tokens."""
+        width = max(map(len, candidates)) if width is None else width
+        i32 = lambda x: torch.tensor(x, dtype=torch.int32, device=self.value_model.device)  # noqa: E731
+        return RaggedBatch.build(
+            i32([token for delta in deltas for token in delta] + [VOCAB] * spare_deltas),
+            i32([len(delta) for delta in deltas]),
+            i32([tokens + [-1] * (width - len(tokens)) for tokens in candidates]).view(len(deltas), width),
+            i32([len(tokens) for tokens in candidates]),
+            i32([len(prefix) for prefix in self.prefixes]),
+            self.table,
+            self.table_rows,
+            page_size=self.page_size,
+        )
+
+    def step(self, deltas, candidates, *, delta_values=False, **layout):
+        values = self.value_model.forward(
+            self.batch(deltas, candidates, **layout), self.cache, delta_values=delta_values, backend=self.backend
+        )
+        for prefix, delta in zip(self.prefixes, deltas, strict=True):
+            prefix += delta
+        return values
+
+    def check(self, z, candidates, model, head, atol=ATOL):
+        """Every candidate's value is that of a full forward over its request's prefix and it; padding is 0."""
+        assert z.dtype == torch.float32
+        expected = torch.zeros(z.shape)
+        for i, (prefix, tokens) in enumerate(zip(self.prefixes, candidates, strict=True)):
+            for j, token in enumerate(tokens):
+                expected[i, j] = expected_values(model, head, [*prefix, token])[-1]
+        torch.testing.assert_close(z.cpu(), expected, rtol=0, atol=atol)
+
+
+MIXED_PREFIXES = [0, 3, 17, 33, 1, 20]
+MIXED_DELTAS = [random_tokens(n, seed=20 + n) for n in (9, 1, 0, 5, 1, 18)]
+MIXED_CANDIDATES = [random_tokens(n, seed=50 + n) for n in (3, 8, 4, 0, 1, 7)]
+
+
+def mixed_requests(value_model, **options):
+    """Six requests after a first forward that gave each its prefix."""
+    requests = Requests(value_model, len(MIXED_PREFIXES), **options)
+    requests.step([random_tokens(n, seed=n) for n in MIXED_PREFIXES], [[] for _ in MIXED_PREFIXES])
+    return requests
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_values_equal_transformers(loaded, page_size):
+    model, head, value_model = loaded
+    requests = mixed_requests(value_model, page_size=page_size)
+    z = requests.step(MIXED_DELTAS, MIXED_CANDIDATES, width=8)
+    assert z.shape == (6, 8)
+    requests.check(z, MIXED_CANDIDATES, model, head)
+    assert 0.3 < z[z != 0].std() < 30  # else 1e-5 would say nothing
+
+
+def test_delta_values(loaded):
+    model, head, value_model = loaded
+    requests = mixed_requests(value_model)
+    cached = [len(prefix) for prefix in requests.prefixes]
+    z, rows = requests.step(MIXED_DELTAS, MIXED_CANDIDATES, spare_deltas=3, delta_values=True)
+    requests.check(z, MIXED_CANDIDATES, model, head)
+    start = 0
+    for i, (delta, tokens) in enumerate(zip(MIXED_DELTAS, MIXED_CANDIDATES, strict=True)):
+        end = start + len(delta)
+        if delta:
+            expected = expected_values(model, head, requests.prefixes[i])[cached[i] :]
+            torch.testing.assert_close(rows[start:end], expected, rtol=0, atol=ATOL)
+        start = end + len(tokens)
+        torch.testing.assert_close(rows[end:start], z[i, : len(tokens)], rtol=0, atol=0)
+    assert (rows[start:] == 0).all() and len(rows) == sum(map(len, MIXED_DELTAS)) + 3 + 6 * 8
+
+
+def test_decoding_step_by_step(loaded):
+    """Prompts first, then steps of fixed shape that extend each request by one of its own candidates."""
+    model, head, value_model = loaded
+    requests = Requests(value_model, rows=3, page_size=16)
+    deltas = [random_tokens(n, seed=n) for n in (6, 1, 15)]
+    shapes = set()
+    for step in range(4):
+        candidates = [random_tokens(1 + (i + step) % 4, seed=100 * step + i) for i in range(3)]
+        shapes.add(len(requests.batch(deltas, candidates, width=4).token_ids) if step else None)
+        requests.check(requests.step(deltas, candidates, width=4), candidates, model, head)
+        deltas = [[tokens[step % len(tokens)]] for tokens in candidates]
+    assert shapes == {None, 3 * (1 + 4)}
+
+
+def test_slots_that_hold_nothing_do_not_matter(loaded):
+    """NaN in every slot that was never written, and in the one for what is not kept, changes no bit."""
+    values = [
+        mixed_requests(loaded[2], page_size=4, fill=fill).step(MIXED_DELTAS, MIXED_CANDIDATES, spare_deltas=5)
+        for fill in (0.0, float("nan"))
+    ]
+    assert torch.equal(*values)
+
+
+def test_candidates_and_padding_are_not_kept(loaded):
+    requests = mixed_requests(loaded[2], page_size=4)
+    before = requests.cache.keys.clone()
+    batch = requests.batch(MIXED_DELTAS, MIXED_CANDIDATES, spare_deltas=5)
+    requests.step(MIXED_DELTAS, MIXED_CANDIDATES, spare_deltas=5)
+    changed = (requests.cache.keys != before).any(dim=(0, 2, 3)).nonzero().flatten().tolist()
+    assert changed == sorted({TRASH_SLOT, *batch.delta_slots.tolist()})
+    assert len(changed) == 1 + sum(map(len, MIXED_DELTAS))
+
+
+def test_token_outside_the_vocabulary_harms_only_its_request(loaded):
+    model, head, value_model = loaded
+    deltas, candidates = [[5, 6], [7, VOCAB + 3], [8, 9]], [[1, VOCAB], [1, 2], [1, 2]]
+    requests = Requests(value_model, rows=3)
+    z = requests.step(deltas, candidates)
+    assert z[0, 1].isnan() and z[1].isnan().all()
+    torch.testing.assert_close(z[2, 0], expected_values(model, head, [8, 9, 1])[-1], rtol=0, atol=ATOL)
+    z = requests.step([[3], [3], [3]], candidates)
+    assert z[1].isnan().all()
+    torch.testing.assert_close(z[2, 1], expected_values(model, head, [8, 9, 3, 2])[-1], rtol=0, atol=ATOL)
+
+
+def check_checkpoint(path, model, head, head_argument=None, **options):
+    value_model = ValueModel.from_pretrained(path, head_argument, **options)
+    requests = Requests(value_model, rows=2)
+    candidates = [[1, 2, 3], [4]]
+    requests.check(requests.step([random_tokens(40, seed=1), [5]], candidates), candidates, model, head)
+    return value_model
+
+
+@pytest.mark.parametrize("kind", ROPE_SCALING)
+def test_rope_scaling(tmp_path, kind):
+    config = LlamaConfig(**TINY, rope_scaling=dict(ROPE_SCALING[kind]))
+    model, head = random_model(LlamaForCausalLM, config), random_head()
+    model.save_pretrained(tmp_path)
+    value_model = check_checkpoint(tmp_path, model, head, head)
+    plain = ValueModelConfig.from_hf(LlamaConfig(**TINY))
+    assert value_model.config.rope_inv_freq != plain.rope_inv_freq
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config"),
+    [
+        (LlamaForCausalLM, LlamaConfig(**TINY, attention_bias=True, mlp_bias=True, head_dim=8)),
+        (Qwen3ForCausalLM, Qwen3Config(**TINY, attention_bias=True, head_dim=8)),
+        (Qwen2ForCausalLM, Qwen2Config(**{**TINY, "num_key_value_heads": 4}, rope_theta=1e6)),
+    ],
+    ids=["llama-biases", "qwen3-biases", "qwen2-all-heads"],
+)
+def test_variants_of_the_architectures(tmp_path, model_class, config):
+    model, head = random_model(model_class, config), random_head()
+    model.save_pretrained(tmp_path)
+    check_checkpoint(tmp_path, model, head, head)
+
+
+@pytest.mark.parametrize("kept", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_tied_embeddings_are_saved_under_one_of_two_names(tmp_path, kept):
+    model, head = random_model(LlamaForCausalLM, LlamaConfig(**{**TINY, "tie_word_embeddings": True})), random_head()
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[kept] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    check_checkpoint(tmp_path, model, head, head)
+
+
+def save_sharded(model, head, path):
+    """Several shards and their index, the head in a shard of its own."""
+    model.save_pretrained(path, max_shard_size="60KB")
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    save_file(head, path / "head-shard.safetensors")
+    index["weight_map"] |= dict.fromkeys(head, "head-shard.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_shards_with_the_head_among_them(tmp_path):
+    model, head = random_model(*ARCHITECTURES["qwen2"]), random_head()
+    save_sharded(model, head, tmp_path)
+    check_checkpoint(tmp_path, model, head)
+
+
+def test_which_head_wins(tmp_path):
+    """The argument over the shards, the shards over the file beside them."""
+    model = random_model(*ARCHITECTURES["qwen2"])
+    given_head, shard_head, file_head = (random_head(seed) for seed in (11, 12, 13))
+    model.save_pretrained(tmp_path)
+    save_file(file_head, tmp_path / "value_head.safetensors")
+    save_file(given_head, tmp_path / "given.safetensors")
+    check_checkpoint(tmp_path, model, file_head)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, **shard_head}, tmp_path / "model.safetensors")
+    check_checkpoint(tmp_path, model, shard_head)
+    check_checkpoint(tmp_path, model, given_head, tmp_path / "given.safetensors")
+    check_checkpoint(tmp_path, model, given_head, given_head)
+
+
+def test_backbone_without_the_prefix(tmp_path):
+    """The backbone alone saves ``layers.0...`` for ``model.layers.0...``; old Llama files hold rotary buffers."""
+    model, head = random_model(*ARCHITECTURES["llama"]), random_head()
+    model.model.save_pretrained(tmp_path)
+    model.config.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
+    save_file(tensors, tmp_path / "model.safetensors")
+    check_checkpoint(tmp_path, model, head, head)
+
+
+def test_from_causal_lm_shares_memory():
+    model, head = random_model(*ARCHITECTURES["llama"]), random_head()
+    value_model = ValueModel.from_causal_lm(model, head)
+    requests = Requests(value_model, rows=1)
+    requests.check(requests.step([[1, 2]], [[3, 4]]), [[3, 4]], model, head)
+    layer = model.model.layers[1]
+    for mine, theirs in (
+        (value_model.embedding, model.model.embed_tokens.weight),
+        (value_model.layers[1].o, layer.self_attn.o_proj.weight),
+        (value_model.layers[1].down, layer.mlp.down_proj.weight),
+    ):
+        assert mine.data_ptr() == theirs.data_ptr() and not mine.requires_grad
+
+
+def test_bfloat16(loaded, tmp_path):
+    """Another dtype on request; bf16 rounding through two layers stays far below what a wrong tensor would do."""
+    model, head, value_model = loaded
+    model.save_pretrained(tmp_path)
+    half = ValueModel.from_pretrained(tmp_path, head, dtype=torch.bfloat16)
+    z, z_half = (mixed_requests(m).step(MIXED_DELTAS, MIXED_CANDIDATES) for m in (value_model, half))
+    assert z_half.dtype == torch.float32 and half.embedding.dtype == torch.bfloat16
+    torch.testing.assert_close(z_half, z, rtol=0, atol=0.2)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A good checkpoint to break."""
+    random_model(*ARCHITECTURES["qwen3"]).save_pretrained(tmp_path)
+    save_file(random_head(), tmp_path / "value_head.safetensors")
+    return tmp_path
+
+
+def edit_tensors(path, change):
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+def edit_config(path, **changes):
+    config = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def test_missing_and_unexpected_tensors_are_named(checkpoint):
+    def change(tensors):
+        del tensors["model.layers.1.self_attn.q_norm.weight"], tensors["model.norm.weight"]
+        tensors["model.layers.7.odd"] = torch.zeros(1)
+        tensors["visual.patch.weight"] = torch.zeros(1)
+
+    edit_tensors(checkpoint, change)
+    with pytest.raises(ValueError) as error:
+        ValueModel.from_pretrained(checkpoint)
+    assert "missing model.layers.1.self_attn.q_norm.weight, model.norm.weight;" in str(error.value)
+    assert "unexpected model.layers.7.odd, visual.patch.weight" in str(error.value)
+
+
+def test_many_missing_tensors_are_counted(checkpoint):
+    edit_tensors(checkpoint, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1" in name])
+    with pytest.raises(ValueError, match=r"missing model\.layers\.1\.input_layernorm\.weight, .* \(11 in all\)$"):
+        ValueModel.from_pretrained(checkpoint)
+
+
+def test_wrong_shape_or_dtype_is_named(checkpoint):
+    good = load_file(checkpoint / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    for bad, got in ((good[:-1].clone(), r"float32 \[79, 48\]"), (good.to(torch.int8), r"int8 \[80, 48\]")):
+        edit_tensors(checkpoint, lambda tensors, bad=bad: tensors.update({"model.layers.0.mlp.up_proj.weight": bad}))
+        with pytest.raises(ValueError, match=rf"layers\.0\.mlp\.up_proj\.weight must be .* \[80, 48\], got {got}"):
+            ValueModel.from_pretrained(checkpoint)
+
+
+def test_vocabulary_that_does_not_match_the_embedding(checkpoint):
+    edit_config(checkpoint, vocab_size=VOCAB + 7)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight must be .* \[104, 48\], got float32 \[97, 48\]"):
+        ValueModel.from_pretrained(checkpoint)
+
+
+def test_missing_and_broken_heads(checkpoint):
+    (checkpoint / "value_head.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"missing v_head\.fc\.weight, .*head="):
+        ValueModel.from_pretrained(checkpoint)
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.safetensors must be an existing \.safetensors file"):
+        ValueModel.from_pretrained(checkpoint, checkpoint / "nowhere.safetensors")
+    with pytest.raises(ValueError, match=r"unexpected v_head\.extra"):
+        ValueModel.from_pretrained(checkpoint, {**random_head(), "v_head.extra": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"head must hold only v_head\.\* tensors, got .*\(25 in all\)"):
+        ValueModel.from_pretrained(checkpoint, checkpoint / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "value_head.pt"])
+def test_pickles_are_refused(checkpoint, name):
+    (checkpoint / "model.safetensors").unlink()
+    torch.save({}, checkpoint / name)
+    with pytest.raises(FileNotFoundError, match=rf"must hold model\.safetensors .* found {name}; pickled"):
+        ValueModel.from_pretrained(checkpoint)
+    with pytest.raises(FileNotFoundError, match=rf"{name} must be an existing \.safetensors file"):
+        ValueModel.from_causal_lm(random_model(*ARCHITECTURES["qwen3"]), checkpoint / name)
+
+
+def test_an_index_that_names_a_pickle_is_refused(checkpoint):
+    torch.save({}, checkpoint / "model.bin")
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model.bin"}}))
+    with pytest.raises(FileNotFoundError, match=r"model\.bin must be an existing \.safetensors file"):
+        ValueModel.from_pretrained(checkpoint)
+
+
+def test_directory_without_a_model(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"must be a directory with config\.json"):
+        ValueModel.from_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"must be an existing \.gguf file"):
+        ValueModel.from_pretrained(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mistral"}, "model_type .* one of qwen2, qwen3, llama, got 'mistral'"),
+        ({"model_type": "no_such_model"}, "model_type .* one of qwen2, qwen3, llama, got 'no_such_model'"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None},
+            r"layer_types must all be 'full_attention' .* got \['sliding_attention'\]",
+        ),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type .*got 'dynamic'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type .*got 'dynamic'"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor must be 1 or absent, got 0.5",
+        ),
+    ],
+)
+def test_unsupported_configurations(checkpoint, changes, message):
+    if "rope_scaling" in changes:  # the layout of transformers 4.57
+        config = json.loads((checkpoint / "config.json").read_text())
+        config.pop("rope_parameters", None)
+        (checkpoint / "config.json").write_text(json.dumps(config))
+    edit_config(checkpoint, **changes)
+    with pytest.raises(ValueError, match=message):
+        ValueModel.from_pretrained(checkpoint)
+
+
+def test_unsupported_models_and_dtypes():
+    with pytest.raises(ValueError, match="model_type must be one of"):
+        ValueModel.from_causal_lm(MistralForCausalLM(MistralConfig(**TINY)), random_head())
+    model = random_model(*ARCHITECTURES["llama"])
+    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16, got float64"):
+        ValueModel.from_causal_lm(model.double(), random_head())
+
+
+# --- the layout of a batch ---
+
+
+@st.composite
+def ragged_layouts(draw):
+    rows, width = draw(st.integers(1, 6)), draw(st.integers(0, 5))
+    per_row = st.tuples(st.integers(0, 40), st.integers(0, 6), st.integers(0, width))
+    return (
+        draw(st.lists(per_row, min_size=rows, max_size=rows)),
+        width,
+        draw(st.sampled_from([1, 4])),
+        draw(st.integers(0, 3)),
+    )
+
+
+@given(ragged_layouts())
+def test_layout_against_a_loop(layout):
+    lengths, width, page_size, spare = layout
+    i32 = lambda x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
+    cached, delta, counts = ([row[i] for row in lengths] for i in range(3))
+    rows, pages = len(lengths), -(-46 // page_size)
+    table = torch.randperm(rows * pages, generator=torch.Generator().manual_seed(0)).view(rows, pages).int() + 1
+    table_rows = torch.arange(rows - 1, -1, -1)
+    delta_ids = list(range(100, 100 + sum(delta) + spare))
+    candidate_ids = torch.arange(1000, 1000 + rows * width, dtype=torch.int32).view(rows, width)
+    batch = RaggedBatch.build(
+        i32(delta_ids), i32(delta), candidate_ids, i32(counts), i32(cached), table, table_rows, page_size=page_size
+    )
+
+    expected, offsets, next_delta = [], [0], iter(delta_ids)  # (token, position, slot) of each row
+    candidate_rows = torch.full((rows, width), -1)
+    for i, (c, d, n) in enumerate(lengths):
+        for p in range(c, c + d):
+            slot = table[table_rows[i], p // page_size].item() * page_size + p % page_size
+            expected.append((next(next_delta), p, slot))
+        for j in range(n):
+            candidate_rows[i, j] = len(expected)
+            expected.append((candidate_ids[i, j].item(), c + d, TRASH_SLOT))
+        offsets.append(len(expected))
+    expected += [(0, 0, TRASH_SLOT)] * (len(delta_ids) + rows * width - len(expected))
+    built = zip(batch.token_ids.tolist(), batch.positions.tolist(), batch.delta_slots.tolist(), strict=True)
+    assert list(built) == expected
+    assert batch.q_offsets.tolist() == offsets and batch.q_offsets.dtype == torch.int32
+    assert torch.equal(batch.candidate_rows, candidate_rows)
+
+
+def test_layout_reads_nothing_back_to_the_host():
+    """On the meta device there are no values to read: any read-back or shape that depends on data raises."""
+    meta = lambda *shape: torch.empty(shape, dtype=torch.int32, device="meta")  # noqa: E731
+    batch = RaggedBatch.build(meta(4), meta(4), meta(4, 8), meta(4), meta(4), meta(9, 5), meta(4), page_size=16)
+    assert batch.token_ids.shape == (4 * (1 + 8),) and batch.candidate_rows.shape == (4, 8)
+
+
+def test_layout_refuses_bad_arguments():
+    i32 = lambda *shape: torch.zeros(shape, dtype=torch.int32)  # noqa: E731
+    good = dict(
+        delta_ids=i32(2),
+        delta_lens=i32(2),
+        candidate_ids=i32(2, 3),
+        candidate_lens=i32(2),
+        cached_lens=i32(2),
+        slot_table=i32(4, 5),
+        table_rows=i32(2),
+    )
+    for name, bad in (
+        ("delta_ids", i32(2, 1)),
+        ("delta_lens", i32(3)),
+        ("candidate_ids", i32(2, 3).float()),
+        ("candidate_ids", i32(0, 3)),
+        ("candidate_lens", i32(2).long()),
+        ("cached_lens", i32(1)),
+        ("slot_table", i32(4, 5).long()),
+        ("table_rows", i32(3)),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must"):
+            RaggedBatch.build(**{**good, name: bad})
+
+
+# --- other ways in ---
+
+
+def write_gguf(path: Path, model) -> None:
+    """The weights of a tiny Qwen2 in a GGUF file, unquantised."""
+    import gguf
+
+    config = model.config
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(config.vocab_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf(tmp_path):
+    pytest.importorskip("gguf")
+    model, head = random_model(*ARCHITECTURES["qwen2"]), random_head()
+    write_gguf(tmp_path / "tiny.gguf", model)
+    check_checkpoint(tmp_path / "tiny.gguf", model, head, head)
+    save_file(head, tmp_path / "value_head.safetensors")
+    check_checkpoint(tmp_path / "tiny.gguf", model, head)
+
+
+def test_gguf_without_its_packages(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise ImportError("no gguf")
+
+    (tmp_path / "tiny.gguf").touch()
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(ImportError, match=r"pip install \"lenvm-kernels\[demo\]\""):
+        ValueModel.from_pretrained(tmp_path / "tiny.gguf", random_head())
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_triton_backend(architecture, device):
+    """The same forward with every operator's Triton kernel, heads of a width the kernels take."""
+    model_class, config = ARCHITECTURES[architecture]
+    config = type(config)(**{**TINY, "num_hidden_layers": 1}, head_dim=64)
+    model, head = random_model(model_class, config), random_head()
+    value_model = ValueModel(ValueModelConfig.from_hf(config), {**model.state_dict(), **head}, device=device)
+    requests = Requests(value_model, rows=3, page_size=16, fill=float("nan"), backend="triton")
+    requests.step([random_tokens(n, seed=n) for n in (18, 0, 3)], [[], [], []])
+    candidates = [[1, 2, 3], [4], [5, 6]]
+    z = requests.step([[7], [8, 9], []], candidates, width=4, spare_deltas=1)
+    requests.check(z, candidates, model, head, atol=TOLERANCE["value_head"][torch.float32][1])
