@@ -1,0 +1,51 @@
+"""Reference of value-tree attention: dense scores and an explicit mask, one request after the other."""
+
+import torch
+
+from lenvm_kernels.reference._common import compute_dtype
+
+
+def value_tree_attention(
+    q: torch.Tensor,  # [T, Hq, D]
+    k_new: torch.Tensor,  # [T, Hkv, D]
+    v_new: torch.Tensor,  # [T, Hkv, D]
+    k_cache: torch.Tensor,  # [S, Hkv, D]
+    v_cache: torch.Tensor,  # [S, Hkv, D]
+    slot_table: torch.Tensor,  # int32 [R, max pages]
+    table_rows: torch.Tensor,  # int32|int64 [B]
+    cached_lens: torch.Tensor,  # int32 [B]
+    q_offsets: torch.Tensor,  # int32 [B + 1]
+    candidate_lens: torch.Tensor,  # int32 [B]
+    *,
+    page_size: int = 1,
+    sm_scale: float | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # [T, Hq, D], as q
+    """See :func:`lenvm_kernels.ops.value_tree_attention.value_tree_attention`."""
+    dtype = compute_dtype(q, k_new, v_new, k_cache, v_cache)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    kv_heads = k_new.shape[1]
+    offsets = q_offsets.tolist()
+    requests = zip(table_rows.tolist(), cached_lens.tolist(), candidate_lens.tolist(), strict=True)
+
+    for (table_row, cached, candidates), start, end in zip(requests, offsets, offsets[1:], strict=False):
+        position = torch.arange(cached, device=q.device)
+        slots = slot_table[table_row, position // page_size].long() * page_size + position % page_size
+        keys = torch.cat([k_cache[slots], k_new[start:end]]).to(dtype)  # [cached + tokens, Hkv, D]
+        values = torch.cat([v_cache[slots], v_new[start:end]]).to(dtype)
+        queries = q[start:end].to(dtype).unflatten(1, (kv_heads, -1))  # [tokens, Hkv, Hq / Hkv, D]
+
+        allowed = tree_mask(cached, end - start - candidates, candidates, q.device)  # [tokens, cached + tokens]
+        scores = torch.einsum("jhgd,thd->hgjt", queries, keys) * scale
+        weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+        out[start:end] = torch.einsum("hgjt,thd->jhgd", weights, values).flatten(1, 2).to(q.dtype)
+    return out
+
+
+def tree_mask(cached: int, delta: int, candidates: int, device: torch.device) -> torch.Tensor:
+    """Which of the cached and the new tokens each new token attends to: bool [new, cached + new]."""
+    row = torch.arange(delta + candidates, device=device)[:, None]
+    column = row.T
+    new = ((column < delta) & (column <= row)) | (column == row)
+    return torch.cat([new.new_ones(delta + candidates, cached), new], dim=1)

@@ -1,0 +1,448 @@
+"""Value-tree attention: the reference against dense masks, the kernels against the reference in fp64."""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lenvm_kernels.ops.value_tree_attention import (
+    BLOCK_M,
+    MAX_SPLITS,
+    MAX_STRIDE,
+    SEARCH_BLOCK,
+    SPLIT_LEN,
+    SPLIT_TILES,
+    value_tree_attention,
+)
+from tests.tolerances import assert_matches
+
+SPLIT_LEN, MAX_SPLITS = SPLIT_LEN.value, MAX_SPLITS.value
+SPLIT_ROWS = SPLIT_TILES.value * BLOCK_M.value  # (token, head) pairs of a request that can be split
+GOLDEN = Path(__file__).parent / "golden" / "tree_mask.jsonl"
+UNUSED_PAGE = 2**31 - 1  # reading the cache through it is an out-of-bounds access
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of one call. Whatever must not be read is poisoned: NaN, or a page number far outside the cache."""
+
+    q: torch.Tensor
+    k_new: torch.Tensor
+    v_new: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    slot_table: torch.Tensor
+    table_rows: torch.Tensor
+    cached_lens: torch.Tensor
+    q_offsets: torch.Tensor
+    candidate_lens: torch.Tensor
+    page_size: int = 1
+
+    def run(self, backend: str = "triton", **keywords) -> torch.Tensor:
+        return value_tree_attention(**vars(self), **keywords, backend=backend)
+
+    def expected(self, **keywords) -> torch.Tensor:
+        """The reference in fp64 on the same values."""
+        doubles = {name: x.double() for name, x in vars(self).items() if hasattr(x, "dtype") and x.is_floating_point()}
+        return replace(self, **doubles).run("reference", **keywords)
+
+    def rows(self, result: torch.Tensor) -> list[torch.Tensor]:
+        """A result cut into its requests, without the padding."""
+        return [result[start:end] for start, end in pairwise(self.q_offsets.tolist())]
+
+    def select(self, order: list[int]) -> "Inputs":
+        """The same requests in another order, or fewer of them."""
+        offsets = self.q_offsets.tolist()
+        rows = [row for i in order for row in range(offsets[i], offsets[i + 1])]
+        lens = [offsets[i + 1] - offsets[i] for i in order]
+        return replace(
+            self,
+            q=self.q[rows],
+            k_new=self.k_new[rows],
+            v_new=self.v_new[rows],
+            table_rows=self.table_rows[order],
+            cached_lens=self.cached_lens[order],
+            candidate_lens=self.candidate_lens[order],
+            q_offsets=int32([0, *torch.tensor(lens).cumsum(0).tolist()], self.q.device),
+        )
+
+
+def int32(values: list[int], device: torch.device | str = "cpu") -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def make_inputs(
+    cached: list[int],
+    delta: list[int],
+    candidates: list[int],
+    *,
+    device: torch.device | str = "cpu",
+    q_heads: int = 2,
+    kv_heads: int = 1,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    page_size: int = 1,
+    padding: int = 0,
+    seed: int = 0,
+) -> Inputs:
+    """Random inputs as an engine lays them out: q, k, v slices of one projection, keys and values interleaved in the
+    cache, pages scattered, requests on shuffled rows of a wider table."""
+    random = torch.Generator().manual_seed(seed)
+    num_requests, total = len(cached), sum(delta) + sum(candidates)
+    qkv = torch.full((total + padding, q_heads + 2 * kv_heads, head_dim), float("nan"), dtype=dtype)
+    qkv[:total] = torch.randn(total, *qkv.shape[1:], generator=random).to(dtype)
+
+    pages = [-(-n // page_size) for n in cached]
+    page_ids = torch.randperm(sum(pages) + 3, generator=random, dtype=torch.int32)
+    kv_cache = torch.full((len(page_ids) * page_size, 2, kv_heads, head_dim), float("nan"), dtype=dtype)
+    table_rows = torch.randperm(num_requests + 2, generator=random)[:num_requests]
+    slot_table = torch.full((num_requests + 2, max(pages, default=0) + 2), UNUSED_PAGE, dtype=torch.int32)
+    for row, page_count, length in zip(table_rows.tolist(), pages, cached, strict=True):
+        slot_table[row, :page_count], page_ids = page_ids[:page_count], page_ids[page_count:]
+        position = torch.arange(length)
+        slots = slot_table[row, position // page_size].long() * page_size + position % page_size
+        kv_cache[slots] = torch.randn(length, *kv_cache.shape[1:], generator=random).to(dtype)
+
+    q, k_new, v_new = qkv.to(device).split([q_heads, kv_heads, kv_heads], dim=1)
+    k_cache, v_cache = kv_cache.to(device).unbind(1)
+    offsets = [0, *torch.tensor([d + n for d, n in zip(delta, candidates, strict=True)]).cumsum(0).tolist()]
+    return Inputs(
+        q,
+        k_new,
+        v_new,
+        k_cache,
+        v_cache,
+        slot_table.to(device),
+        table_rows.to(device),
+        int32(cached, device),
+        int32(offsets, device),
+        int32(candidates, device),
+        page_size,
+    )
+
+
+def check_against_reference(inputs: Inputs, **keywords) -> None:
+    expected = inputs.expected(**keywords)
+    for actual, wanted in zip(inputs.rows(inputs.run(**keywords)), inputs.rows(expected), strict=True):
+        assert not actual.isnan().any()
+        assert_matches(actual, wanted, "value_tree_attention", inputs.q.dtype)
+
+
+# --- the reference --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line", GOLDEN.read_text().splitlines())
+def test_reference_agrees_with_the_masks_of_the_fork(line):
+    """Dense attention under the fork's own masks, written without anything of the reference."""
+    golden = json.loads(line)
+    prefix, cached, candidates = (golden[k] for k in ("prefix_lens", "cached_prefix_lens", "candidate_lens"))
+    delta = [total - c for total, c in zip(prefix, cached, strict=True)]
+    inputs = make_inputs(cached, delta, candidates, q_heads=6, kv_heads=2, head_dim=8, dtype=torch.float64, page_size=2)
+    mask = torch.tensor([bit == "1" for bit in golden["mask"]])
+    for i, result in enumerate(inputs.rows(inputs.run("reference"))):
+        shape = (delta[i] + candidates[i], prefix[i] + candidates[i])
+        allowed, mask = mask[: shape[0] * shape[1]].view(shape), mask[shape[0] * shape[1] :]
+        pages = inputs.slot_table[inputs.table_rows[i]].tolist()
+        slots = [pages[t // 2] * 2 + t % 2 for t in range(cached[i])]
+        first = int(inputs.q_offsets[i])
+        for token in range(shape[0]):
+            for head in range(6):
+                keys = torch.cat([inputs.k_cache[slots, head // 3], inputs.k_new[first : first + shape[0], head // 3]])
+                values = torch.cat(
+                    [inputs.v_cache[slots, head // 3], inputs.v_new[first : first + shape[0], head // 3]]
+                )
+                scores = (keys[allowed[token]] @ inputs.q[first + token, head]) / 8**0.5
+                weights = scores.exp() / scores.exp().sum()
+                torch.testing.assert_close(result[token, head], weights @ values[allowed[token]])
+    assert mask.numel() == 0
+
+
+def test_auto_takes_the_reference_on_a_cpu_and_keeps_fp64():
+    inputs = make_inputs([5], [1], [2], head_dim=24, dtype=torch.float64)
+    assert torch.equal(inputs.run("auto"), inputs.run("reference"))
+    assert inputs.run("auto").dtype == torch.float64
+
+
+# --- the kernels against the reference ------------------------------------------------------------------------------
+
+
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(0, 150), st.sampled_from([0, 1, 1, 2, 11, 40]), st.integers(0, 9)), min_size=1, max_size=4
+    ),
+    group=st.sampled_from([1, 3, 4, 6, 7, 8]),
+    kv_heads=st.integers(1, 2),
+    head_dim=st.sampled_from([16, 64, 96, 128, 256]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    page_size=st.sampled_from([1, 16, 64]),
+    sm_scale=st.sampled_from([None, 0.2, -0.1]),
+    seed=st.integers(0, 9),
+)
+def test_kernel_agrees_with_reference(device, requests, group, kv_heads, head_dim, dtype, page_size, sm_scale, seed):
+    inputs = make_inputs(
+        *map(list, zip(*requests, strict=True)),
+        device=device,
+        q_heads=group * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        page_size=page_size,
+        seed=seed,
+    )
+    check_against_reference(inputs, sm_scale=sm_scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_splits(device, dtype):
+    """One split, several, and rows past the split tiles, side by side; a table row of each."""
+    inputs = make_inputs(
+        [0, SPLIT_LEN, SPLIT_LEN + 1, 3 * SPLIT_LEN + 70, 520, 600],
+        [2, 1, 0, 1, SPLIT_ROWS // 4 + 3, 1],
+        [2, 3, 3, 2, 2, 0],
+        device=device,
+        q_heads=4,
+        dtype=dtype,
+        page_size=16,
+        padding=2,
+    )
+    check_against_reference(inputs)
+
+
+def test_most_splits_with_an_empty_last_one(device):
+    """Just past MAX_SPLITS * SPLIT_LEN the splits grow by a whole key block each: none is left for the last."""
+    inputs = make_inputs([MAX_SPLITS * SPLIT_LEN + 1], [1], [2], device=device, head_dim=16, dtype=torch.float16)
+    check_against_reference(inputs)
+
+
+def test_long_delta_over_many_tiles_and_key_blocks(device):
+    inputs = make_inputs([30, 0], [150, 70], [3, 5], device=device, q_heads=2, dtype=torch.float16)
+    check_against_reference(inputs)
+
+
+def test_more_requests_than_are_searched_at_once(device):
+    cached = [i % 3 for i in range(SEARCH_BLOCK.value + 5)]
+    inputs = make_inputs(cached, [i % 2 for i in cached], [1] * len(cached), device=device, q_heads=1, head_dim=16)
+    check_against_reference(inputs)
+
+
+def test_the_number_of_programs_changes_nothing(device, monkeypatch):
+    """Programs that take several items each, and programs without any."""
+    inputs = make_inputs([600, 20, 0], [1, 70, 3], [4, 2, 0], device=device, q_heads=4, kv_heads=2, dtype=torch.float16)
+    expected = inputs.run()
+    monkeypatch.setattr(sys.modules[value_tree_attention.__module__], "MAX_PROGRAMS", 6)
+    assert torch.equal(inputs.run(), expected)
+
+
+def test_table_rows_of_both_dtypes_and_any_strides(device):
+    inputs = make_inputs([40, 3], [2, 1], [3, 4], device=device, q_heads=6, kv_heads=2)
+    expected = inputs.run()
+    spread = torch.zeros(*inputs.q.shape[:2], 2 * inputs.q.shape[2], device=device)
+    heads_first = replace(
+        inputs,
+        q=inputs.q.transpose(0, 1).contiguous().transpose(0, 1),
+        k_cache=inputs.k_cache.transpose(0, 1).contiguous().transpose(0, 1),
+        v_new=inputs.v_new.contiguous(),
+        slot_table=inputs.slot_table[:, :42],
+        table_rows=inputs.table_rows.int(),
+    )
+    out = spread[..., : inputs.q.shape[2]]
+    assert heads_first.run(out=out) is out
+    assert torch.equal(out, expected)
+    assert not spread[..., inputs.q.shape[2] :].any()
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize(
+    ("cached", "delta", "candidates"),
+    [([], [], []), ([5], [0], [0]), ([0, 3, 0, 0], [0, 0, 1, 0], [0, 0, 0, 2])],
+)
+def test_empty_requests_and_batches(device, backend, cached, delta, candidates):
+    inputs = make_inputs(cached, delta, candidates, device=device, padding=2)
+    out = torch.full_like(inputs.q, 7.0)
+    inputs.run(backend, out=out)
+    expected = inputs.expected()
+    for actual, wanted in zip(inputs.rows(out), inputs.rows(expected), strict=True):
+        assert_matches(actual, wanted, "value_tree_attention", torch.float32)
+    assert (out[int(inputs.q_offsets[-1]) :] == 7.0).all()
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_no_tokens_at_all(device, backend):
+    assert make_inputs([5], [0], [0], device=device).run(backend).shape == (0, 2, 64)
+
+
+@pytest.mark.parametrize("cached", [9, SPLIT_LEN + 9])
+def test_rows_past_the_last_request_stay_as_they_are(device, cached):
+    inputs = make_inputs([cached, 3], [1, 0], [3, 2], device=device, padding=30)
+    out = torch.full_like(inputs.q, 7.0)
+    inputs.run(out=out)
+    assert (out[6:] == 7.0).all() and (out[:6] != 7.0).all()
+
+
+# --- relations between runs -----------------------------------------------------------------------------------------
+
+
+def test_a_request_gives_the_same_bits_in_any_batch(device):
+    """Alone, in another order, beside others, split or not: a row's bits are its own."""
+    inputs = make_inputs(
+        [20, 0, 2 * SPLIT_LEN + 40, SPLIT_LEN + 1],
+        [1, 37, 1, 0],
+        [5, 2, 3, 4],
+        device=device,
+        q_heads=4,
+        dtype=torch.float16,
+    )
+    together = inputs.rows(inputs.run())
+    for order in ([3, 1, 0, 2], [2], [1, 3], [0]):
+        chosen = inputs.select(order)
+        for i, rows in zip(order, chosen.rows(chosen.run()), strict=True):
+            assert torch.equal(rows, together[i])
+
+
+@pytest.mark.parametrize("cached", [45, SPLIT_LEN + 45])
+def test_a_candidate_does_not_depend_on_the_others(device, cached):
+    inputs = make_inputs([cached], [2], [6], device=device, q_heads=3, dtype=torch.float16)
+    result = inputs.run()
+
+    fewer = inputs.select([0])
+    fewer = replace(
+        fewer,
+        q=fewer.q[:5],
+        k_new=fewer.k_new[:5],
+        v_new=fewer.v_new[:5],
+        q_offsets=int32([0, 5], device),
+        candidate_lens=int32([3], device),
+    )
+    assert torch.equal(fewer.run(), result[:5])
+
+    others = inputs.select([0])
+    for x in (others.q, others.k_new, others.v_new):
+        x[[2, 3, 4, 6, 7]] = 3.0 - x[[2, 3, 4, 6, 7]]
+    changed = others.run()
+    assert torch.equal(changed[[0, 1, 5]], result[[0, 1, 5]])
+    assert not torch.equal(changed[6], result[6])
+
+
+def test_candidates_in_another_order_give_the_same_bits(device):
+    inputs = make_inputs([30], [1], [5], device=device, q_heads=3, dtype=torch.float16)
+    order = [0, 4, 2, 5, 1, 3]
+    moved = replace(inputs, q=inputs.q[order], k_new=inputs.k_new[order], v_new=inputs.v_new[order])
+    assert torch.equal(moved.run(), inputs.run()[order])
+
+
+def test_delta_at_once_equals_token_by_token(device):
+    cached, delta, candidates = 13, 6, 3
+    at_once = make_inputs([cached], [delta], [candidates], device=device, q_heads=4, kv_heads=2)
+    expected = at_once.run()
+
+    k_cache, v_cache = (torch.cat([x, x.new_zeros(delta, *x.shape[1:])]) for x in (at_once.k_cache, at_once.v_cache))
+    new_slots = torch.arange(delta, dtype=torch.int32, device=device) + at_once.k_cache.shape[0]
+    table = at_once.slot_table[at_once.table_rows]
+    table = torch.cat([table[:, :cached], new_slots[None]], dim=1)
+    for t in range(delta + 1):
+        step = slice(t, t + 1) if t < delta else slice(delta, delta + candidates)
+        result = value_tree_attention(
+            at_once.q[step],
+            at_once.k_new[step],
+            at_once.v_new[step],
+            k_cache,
+            v_cache,
+            table,
+            int32([0], device),
+            int32([cached + t], device),
+            int32([0, step.stop - step.start], device),
+            int32([0 if t < delta else candidates], device),
+            backend="triton",
+        )
+        assert_matches(result, expected[step], "value_tree_attention", torch.float32)
+        if t < delta:
+            k_cache[new_slots[t]], v_cache[new_slots[t]] = at_once.k_new[t], at_once.v_new[t]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_a_captured_graph_follows_new_lengths(device):
+    """Shapes are those of the capture, lengths those of the replay; nothing synchronises with the host."""
+    before, after = (
+        make_inputs(cached, [1, 3], [5, 5], device=device, q_heads=12, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
+        for cached in ([40, 1500], [1500, 40])
+    )
+    out = torch.empty_like(before.q)
+    before.run(out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        before.run(out=out)
+    for name, x in vars(before).items():
+        if isinstance(x, torch.Tensor):
+            x.copy_(getattr(after, name))
+    graph.replay()
+    assert torch.equal(out, after.run())
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": [1.0]}, r"q must be a tensor .*float32\|bfloat16\|float16.* \[\*, \*, \*\], got list"),
+        ({"q": torch.zeros(3, 4, 8, dtype=torch.int32)}, r"q must be float32\|bfloat16.*got int32 \[3, 4, 8\] on cpu"),
+        ({"q": torch.zeros(3, 32)}, r"q must be .*\[\*, \*, \*\], got float32 \[3, 32\]"),
+        ({"q": torch.zeros(3, 4, 16)[..., ::2]}, "q must be contiguous in its last dimension"),
+        (
+            {"q": torch.zeros(3, 3, 8)},
+            "q must have a multiple of the heads of k_new, got 3 query and 2 key/value heads",
+        ),
+        ({"q": torch.zeros(3, 0, 8)}, "q must have a multiple of the heads of k_new, got 0 query"),
+        ({"k_new": torch.zeros(2, 2, 8)}, r"k_new must be float32 \[3, \*, 8\] on cpu, got float32 \[2, 2, 8\] on cpu"),
+        ({"k_new": torch.zeros(3, 0, 8)}, "got 4 query and 0 key/value heads"),
+        ({"v_new": torch.zeros(3, 2, 8).half()}, r"v_new must be float32 \[3, 2, 8\] on cpu, got float16"),
+        ({"k_cache": torch.zeros(9, 1, 8)}, r"k_cache must be float32 \[\*, 2, 8\] on cpu, got float32 \[9, 1, 8\]"),
+        ({"v_cache": torch.zeros(8, 2, 8)}, r"v_cache must be float32 \[9, 2, 8\] on cpu, got float32 \[8, 2, 8\]"),
+        ({"v_cache": torch.zeros(9, 2, 8, device="meta")}, r"v_cache must be .* on cpu, got .* on meta"),
+        ({"slot_table": torch.zeros(2, 9).long()}, r"slot_table must be int32 \[\*, \*\] on cpu, got int64 \[2, 9\]"),
+        ({"table_rows": torch.zeros(1)}, r"table_rows must be int32\|int64 \[\*\] on cpu, got float32 \[1\]"),
+        ({"cached_lens": int32([1, 2])}, r"cached_lens must be int32 \[1\] on cpu, got int32 \[2\]"),
+        ({"q_offsets": int32([3])}, r"q_offsets must be int32 \[2\] on cpu, got int32 \[1\]"),
+        ({"candidate_lens": torch.tensor([2])}, r"candidate_lens must be int32 \[1\] on cpu, got int64 \[1\]"),
+        ({"out": torch.zeros(3, 4, 9)}, r"out must be float32 \[3, 4, 8\] on cpu, got float32 \[3, 4, 9\]"),
+        ({"out": 1}, r"out must be a tensor float32 \[3, 4, 8\] on cpu, got int"),
+        ({"page_size": 0}, "page_size must be an int of at least 1, got 0"),
+        ({"page_size": 1.0}, "page_size must be an int of at least 1, got float"),
+        ({"page_size": True}, "page_size must be an int of at least 1, got bool"),
+        ({"sm_scale": float("inf")}, "sm_scale must be a finite number or None, got inf"),
+        ({"sm_scale": "1"}, "sm_scale must be a finite number or None, got str"),
+        ({"backend": "cuda"}, "backend must be one of auto, triton, reference, got 'cuda'"),
+    ],
+)
+def test_errors_name_the_argument(changes, message):
+    arguments = vars(make_inputs([5], [1], [2], q_heads=4, kv_heads=2, head_dim=8))
+    arguments |= {"k_cache": torch.zeros(9, 2, 8), "v_cache": torch.zeros(9, 2, 8)}
+    with pytest.raises((ValueError, TypeError), match=message):
+        value_tree_attention(**arguments | {"backend": "reference"} | changes)
+
+
+def test_the_kernels_refuse_strides_past_32_bits(device):
+    inputs = make_inputs([5], [0], [1], device=device, head_dim=8)
+    far = inputs.q.as_strided(inputs.q.shape, (MAX_STRIDE + 1, 8, 1))  # one token: no memory lies that far
+    with pytest.raises(ValueError, match="q must have strides up to"):
+        replace(inputs, q=far).run()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ({"head_dim": 8}, torch.float64, r"q must be float32\|bfloat16\|float16 .*, got float64"),
+        ({"head_dim": 257}, torch.float32, "q must have a last dimension of 1 to 256 for backend 'triton', got 257"),
+        ({"q_heads": 65, "head_dim": 8}, torch.float32, "at most 64 heads per head of k_new for backend 'triton'"),
+        ({"head_dim": 0}, torch.float32, "q must have a last dimension of at least 1, got 0"),
+    ],
+)
+def test_the_kernels_refuse_what_only_the_reference_takes(device, shape, dtype, message):
+    with pytest.raises(ValueError, match=message):
+        make_inputs([5], [1], [2], device=device, dtype=dtype, **shape).run()
