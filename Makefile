@@ -31,10 +31,10 @@ demo: $(INSTALLED)
 	$(BIN)/lenvm demo --quick $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 fuzz: $(INSTALLED)
-	HYPOTHESIS_PROFILE=fuzz $(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

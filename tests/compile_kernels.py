@@ -91,6 +91,7 @@ def calls():
     yield from value_tree_attention_calls()
     yield from value_head_calls()
     yield from reweight_scatter_calls()
+    yield from smallest_calls()
 
 
 def topk_candidates_calls():
@@ -182,6 +183,23 @@ def reweight_scatter_calls():
                 probs=torch.zeros(rows, VOCAB, dtype=dtype),
             )
             yield f"reweight_scatter {dtype_name} K{slots} with every option", partial(call, **every_option)
+
+
+def smallest_calls():
+    """Every size 1: Triton makes an argument of 1 a constant, which not every expression takes."""
+    i32, one, zero = partial(torch.tensor, dtype=torch.int32), torch.ones(1), torch.zeros(1)
+    row = dict(top_k=i32([0]), top_p=one, min_p=zero, max_candidates=1, backend="triton")
+    yield "topk_candidates of one token", partial(topk_candidates, torch.zeros(1, 1), **row)
+    x = torch.zeros(1, 1, 1)
+    lengths = (i32([[0]]), i32([0]), i32([1]), i32([0, 1]), i32([0]))
+    yield "value_tree_attention of one token", partial(value_tree_attention, *[x] * 5, *lengths, backend="triton")
+    head = (torch.zeros(1, 1), zero, torch.zeros(1, 1), zero)
+    yield "value_head of one token", partial(value_head, torch.zeros(1, 1), *head, backend="triton")
+    table = GuidanceTable.from_params([None], [set()], "cpu")
+    candidates = Candidates(i32([[0]]), torch.ones(1, 1), i32([1]), torch.ones(1, dtype=torch.int8), zero)
+    call = partial(reweight_scatter, candidates, torch.zeros(1, 1), table, backend="triton")
+    yield "reweight_scatter of one candidate", call
+    yield "reweight_scatter of one token", partial(call, probs=torch.zeros(1, 1))
 
 
 if __name__ == "__main__":

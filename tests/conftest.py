@@ -22,7 +22,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     torch.set_num_threads(1)  # two pytest workers on two cores; spinning threads would only get in each other's way
 
 _COMMON = dict(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-settings.register_profile("ci", derandomize=True, max_examples=25, print_blob=True, **_COMMON)
+settings.register_profile("ci", derandomize=True, max_examples=50, print_blob=True, **_COMMON)
 settings.register_profile("fuzz", max_examples=int(os.environ.get("FUZZ_EXAMPLES", "500")), **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

