@@ -90,6 +90,17 @@ def plain_step(base, value_backbone, head, prefix, guidance, generated, sampling
     return probs[0]
 
 
+def steps_of(output, prompts):
+    """(step, tokens before it, its scores, token drawn) of every row of ``generate``'s output, until the row ended."""
+    width = prompts["input_ids"].shape[1]
+    for row, sequence in enumerate(output.sequences.tolist()):
+        start = int((prompts["attention_mask"][row] == 0).sum())
+        for step, scores in enumerate(output.scores):
+            if EOS in sequence[width : width + step]:
+                break
+            yield step, sequence[start : width + step], scores[row], sequence[width + step]
+
+
 SAMPLING = dict(temperature=0.7, top_k=6, top_p=0.95, min_p=0.01)
 
 
@@ -111,15 +122,10 @@ def test_every_step_samples_from_the_guided_distribution(base, value_backbone, h
     output = base.generate(
         **prompts, **processor.generation_kwargs, return_dict_in_generate=True, output_scores=True, pad_token_id=PAD
     )
-    for row, sequence in enumerate(output.sequences.tolist()):
-        start = int((prompts["attention_mask"][row] == 0).sum())
-        for step, scores in enumerate(output.scores):
-            prefix = sequence[start : 6 + step]
-            if EOS in prefix[6 - start :]:
-                break
-            expected = plain_step(base, value_backbone, head, prefix, guidance, step, SAMPLING)
-            torch.testing.assert_close(scores[row].exp().double(), expected, atol=1e-4, rtol=0)
-            assert expected[sequence[6 + step]] > 0
+    for step, prefix, scores, token in steps_of(output, prompts):
+        expected = plain_step(base, value_backbone, head, prefix, guidance, step, SAMPLING)
+        torch.testing.assert_close(scores.exp().double(), expected, atol=1e-4, rtol=0)
+        assert expected[token] > 0
     assert processor.faults == [0, 0, 0]
 
 
@@ -159,15 +165,10 @@ def test_rows_that_need_no_value_are_caught_up_with(base, value_backbone, head, 
     )
     assert any(delta > 1 for deltas in forwards[1:] for delta in deltas), "no row was ever skipped"
     sampling = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    for row, sequence in enumerate(output.sequences.tolist()):
-        start = int((prompts["attention_mask"][row] == 0).sum())
-        for step, scores in enumerate(output.scores):
-            prefix = sequence[start : 6 + step]
-            if EOS in prefix[6 - start :]:
-                break
-            if (scores[row] > -torch.inf).sum() <= 8:  # guided: at most the candidates
-                expected = plain_step(base, value_backbone, head, prefix, SHORTER, step, sampling)
-                torch.testing.assert_close(scores[row].exp().double(), expected, atol=1e-4, rtol=0)
+    for step, prefix, scores, _ in steps_of(output, prompts):
+        if (scores > -torch.inf).sum() <= 8:  # guided: at most the candidates
+            expected = plain_step(base, value_backbone, head, prefix, SHORTER, step, sampling)
+            torch.testing.assert_close(scores.exp().double(), expected, atol=1e-4, rtol=0)
 
 
 def test_records_hold_every_step(base, value_model, prompts):
