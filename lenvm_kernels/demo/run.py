@@ -23,8 +23,8 @@ from lenvm_kernels.demo.models import Models
 SAMPLING = dict(temperature=0.8, top_k=8, min_p=0.02)
 # Chosen on the 10 prompts of QUICK by the mean |length - 80| in tokens, for seeds 1 and 2: base model 43.5 and 42.0,
 # eq 19.6 and 15.1, eq_soft 28.7 and 28.6. gamma is not the 0.997 that the head was trained with: its predictions are
-# several times too long on these prompts, and a smaller gamma shortens them (at 0.997 an earlier head did no better than
-# the base model). The threshold leaves alone the steps where the model is sure.
+# several times too long on these prompts, and a smaller gamma shortens them (at 0.997 an earlier head did no better
+# than the base model). The threshold leaves alone the steps where the model is sure.
 TARGET = {"target_length": 80, "constraint": "eq", "gamma": 0.985, "entropy_threshold": 0.5}
 # Rows of a batch: more are no faster on a CPU, where a step is bound by arithmetic, and each costs memory for logits.
 ROWS = 16
