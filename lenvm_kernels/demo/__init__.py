@@ -26,5 +26,5 @@ def model_path() -> Path:
 
 
 def held_out_prompts() -> list[str]:
-    """The prompts that neither trained the value head nor chose its settings."""
+    """The prompts that neither trained the value head nor chose its training settings."""
     return json.loads(PROMPTS.read_text(encoding="utf-8"))["test"]

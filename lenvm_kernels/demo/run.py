@@ -45,7 +45,7 @@ class Plan:
 
     prompts: int
     max_new_tokens: int
-    shorter: float = -40.0
+    shorter: float = -60.0
     longer: float = 20.0
     target: dict[str, Any] = field(default_factory=lambda: dict(TARGET))
     more_scales: tuple[float, ...] = ()
@@ -61,7 +61,7 @@ class Plan:
         }
 
 
-QUICK = Plan(prompts=10, max_new_tokens=128, more_scales=(-10.0, 5.0), scale_prompts=5)
+QUICK = Plan(prompts=10, max_new_tokens=128, more_scales=(-10.0,), scale_prompts=5)
 FULL = Plan(prompts=40, max_new_tokens=128, more_scales=(-20.0, -10.0, -5.0, 5.0, 10.0, 40.0), scale_prompts=16)
 
 
