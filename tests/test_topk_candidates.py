@@ -11,7 +11,7 @@ import triton
 from hypothesis import example, given
 
 from lenvm_kernels.ops.topk_candidates import FEW_ROWS, TILE, Status, topk_candidates
-from tests.tolerances import TOLERANCE, assert_matches
+from tests.tolerances import assert_matches
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "candidates.jsonl").open()]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -180,8 +180,6 @@ def test_rows_do_not_see_each_other(device, backend):
     def taken(indices):
         picked = {name: a[indices] for name, a in arguments.items()}
         part = topk_candidates(x[indices].to(device), **on(device, picked), is_logits=True, backend=backend)
-        for field in fields(whole):
-            setattr(part, field.name, getattr(part, field.name))
         expected = type(whole)(*(getattr(whole, f.name)[indices.to(device)] for f in fields(whole)))
         assert_same_bits(part, expected)
 
@@ -270,7 +268,3 @@ def test_bad_argument_types_and_combinations():
         topk_candidates(**{**GOOD, "top_k": 5})
     with pytest.raises(ValueError, match="temperature must be None when scores are probabilities"):
         topk_candidates(**{**GOOD, "is_logits": False, "temperature": torch.ones(2)})
-
-
-def test_tolerances_cover_every_dtype():
-    assert set(TOLERANCE["topk_candidates"]) == set(DTYPES)
