@@ -1,8 +1,8 @@
 """Everything to run where a GPU is at hand, in one command: ``python -m bench.gpu_suite --out bench/results/h200``.
 
-First the tests, so that the compiled kernels are known to be right, then every operator's benchmark. Each step's output
-goes to a file in the folder, benchmarks also as JSON with command, versions and the ceilings measured in the same run.
-A step that fails or runs out of time does not keep the next from running; the exit status tells.
+First the tests, so that the compiled kernels are known to be right, then the benchmarks of the guided step and of its
+operators. Output goes to a file each in the folder, benchmarks also as JSON with command, versions and the ceilings
+measured in the same run. What fails or runs out of time does not keep the next from running; the exit status tells.
 """
 
 import argparse
@@ -11,7 +11,17 @@ import sys
 import time
 from pathlib import Path
 
-OPERATORS = ("topk_candidates", "value_tree_attention", "value_head", "reweight_scatter")
+OPERATORS = (
+    "topk_candidates",
+    "commit_winner",
+    "ragged_layout",
+    "ragged_linear",
+    "rope_cache",
+    "value_tree_attention",
+    "value_head",
+    "reweight_scatter",
+    "sample_candidates",
+)
 
 
 def main() -> int:
@@ -20,9 +30,12 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=150, help="seconds for each step (default: 150)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    steps = {"tests": ["pytest", "-q", "-x", *(f"tests/test_{operator}.py" for operator in OPERATORS)]}
-    for operator in OPERATORS:
-        steps[operator] = [f"bench.bench_{operator}", "--json", str(args.out / f"{operator}.json")]
+    steps = {
+        f"test_{tests}": ["pytest", "-q", "-x", f"tests/test_{tests}.py"]
+        for tests in (*OPERATORS, "value_model", "step")
+    }
+    for name in ("step", *OPERATORS):
+        steps[name] = [f"bench.bench_{name}", "--json", str(args.out / f"{name}.json")]
     return max(run_step(name, command, args.out / f"{name}.txt", args.limit) for name, command in steps.items())
 
 

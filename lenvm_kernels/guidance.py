@@ -199,9 +199,16 @@ def _token_divisors(given: dict[str, Any]) -> dict[int, float]:
     return parsed
 
 
+# Padding of end-of-sequence ids; -1 is that of candidates.
+_NO_EOS = -2
+
+
 @dataclass
 class GuidanceTable:
     """Guidance parameters of ``R`` requests as tensors on one device, indexed by row; read by a decode step's kernels.
+
+    Make it from a list of requests (:meth:`from_params`), or empty (:meth:`empty`) where requests come and go
+    (:meth:`set`, :meth:`clear`).
 
     Attributes:
         mode: int32 ``[R]``; a :class:`Mode`.
@@ -211,7 +218,11 @@ class GuidanceTable:
         target_length: fp32 ``[R]``; tokens, 0 without a target.
         counts_down: bool ``[R]``; ``target_length`` is a total.
         entropy_threshold: fp32 ``[R]``; nats, NaN for none.
-        eos_token_ids: int32 ``[R, E]``; -2 pads (-1 is the padding of candidates).
+        eos_token_ids: int32 ``[R, E]``; -2 pads.
+        scaled_token_ids: int64 ``[R, W]``; tokens with a temperature of their own, 0 pads.
+        token_scales: fp32 ``[R, W]``; what their logits are multiplied by, 1 pads.
+        prompt_len: int32 ``[R]``; tokens of the request that do not count as generated.
+        seed: int64 ``[R]``; of the request's draws.
         faults: int32 ``[R]``; steps in which the row was broken (see :func:`reweight_scatter`). Reset it at will.
     """
 
@@ -223,12 +234,49 @@ class GuidanceTable:
     counts_down: torch.Tensor
     entropy_threshold: torch.Tensor
     eos_token_ids: torch.Tensor
+    scaled_token_ids: torch.Tensor
+    token_scales: torch.Tensor
+    prompt_len: torch.Tensor
+    seed: torch.Tensor
     faults: torch.Tensor
 
     @property
     def guided(self) -> torch.Tensor:
         """bool ``[R]``: rows with guidance."""
         return self.mode != Mode.UNGUIDED
+
+    @classmethod
+    def empty(
+        cls, rows: int, device: torch.device | str, *, max_eos: int = 8, max_scaled_tokens: int = 32
+    ) -> GuidanceTable:
+        """A table of unguided rows.
+
+        Args:
+            rows: R.
+            device: where the table lies.
+            max_eos: end-of-sequence ids a row can have.
+            max_scaled_tokens: tokens with a temperature of their own that a row can have.
+        """
+
+        def column(value, dtype, *width):
+            return torch.full((rows, *width), value, dtype=dtype, device=device)
+
+        neutral = GuidanceParams()
+        return cls(
+            mode=column(neutral.mode, torch.int32),
+            scale=column(neutral.scale, torch.float32),
+            nats_per_token=column(-math.log(neutral.gamma), torch.float32),
+            value_min=column(-math.inf, torch.float32),
+            target_length=column(0.0, torch.float32),
+            counts_down=column(False, torch.bool),
+            entropy_threshold=column(math.nan, torch.float32),
+            eos_token_ids=column(_NO_EOS, torch.int32, max_eos),
+            scaled_token_ids=column(0, torch.int64, max_scaled_tokens),
+            token_scales=column(1.0, torch.float32, max_scaled_tokens),
+            prompt_len=column(0, torch.int32),
+            seed=column(0, torch.int64),
+            faults=column(0, torch.int32),
+        )
 
     @classmethod
     def from_params(
@@ -251,26 +299,74 @@ class GuidanceTable:
             raise ValueError(
                 f"eos_token_ids must have one set per request ({len(params)}), got {len(eos_token_ids)} sets"
             )
-        rows = [p or GuidanceParams() for p in params]
-        width = max([1, *map(len, eos_token_ids)])
-
-        def column(values, dtype):
-            return torch.tensor(list(values), dtype=dtype).to(device)
-
-        return cls(
-            mode=column((p.mode for p in rows), torch.int32),
-            scale=column((p.scale for p in rows), torch.float32),
-            nats_per_token=column((-math.log(p.gamma) for p in rows), torch.float32),
-            value_min=column((-math.inf if p.value_min is None else p.value_min for p in rows), torch.float32),
-            target_length=column((p.target_length or 0.0 for p in rows), torch.float32),
-            counts_down=column((p.counts_down for p in rows), torch.bool),
-            entropy_threshold=column(
-                (math.nan if p.entropy_threshold is None else p.entropy_threshold for p in rows), torch.float32
-            ),
-            eos_token_ids=torch.tensor(
-                [sorted(ids) + [-2] * (width - len(ids)) for ids in eos_token_ids], dtype=torch.int32
-            )
-            .reshape(len(rows), width)
-            .to(device),
-            faults=torch.zeros(len(rows), dtype=torch.int32, device=device),
+        scaled = [len(p.token_temperature_scale) for p in params if p]
+        table = cls.empty(
+            len(params), "cpu", max_eos=max([1, *map(len, eos_token_ids)]), max_scaled_tokens=max([1, *scaled])
         )
+        for row, (p, eos) in enumerate(zip(params, eos_token_ids, strict=True)):
+            table.set(row, p, eos)
+        return cls(**{name: column.to(device) for name, column in vars(table).items()})
+
+    def set(
+        self,
+        row: int,
+        params: GuidanceParams | None,
+        eos_token_ids: set[int],
+        *,
+        prompt_len: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """Write a request into its row when it arrives, in the order of the device's stream and without waiting for it.
+
+        Args:
+            row: the row.
+            params: the request's parameters; None: unguided.
+            eos_token_ids: the ids that end its output.
+            prompt_len: tokens of its sequence that do not count as generated (targets that are totals count the rest).
+            seed: of its draws (:func:`sample_candidates`), any int64.
+
+        Raises:
+            IndexError: no such row.
+            ValueError: more end-of-sequence ids or token temperatures than the table has room for, or a seed that is no
+                int64. The row is as it was.
+        """
+        rows, max_eos, max_scaled = len(self.mode), self.eos_token_ids.shape[1], self.scaled_token_ids.shape[1]
+        p = params or GuidanceParams()
+        scales = sorted(p.token_temperature_scale.items())
+        if not 0 <= row < rows:
+            raise IndexError(f"row must be in [0, {rows}), got {row}")
+        if len(eos_token_ids) > max_eos:
+            raise ValueError(f"eos_token_ids must be at most {max_eos} ids, got {len(eos_token_ids)}")
+        if len(scales) > max_scaled:
+            raise ValueError(f"token_temperature_scale must be of at most {max_scaled} tokens, got {len(scales)}")
+        if not -(2**63) <= seed < 2**63:
+            raise ValueError(f"seed must be an int64, got {seed}")
+        for column, value in (
+            (self.mode, p.mode),
+            (self.scale, p.scale),
+            (self.nats_per_token, -math.log(p.gamma)),
+            (self.value_min, -math.inf if p.value_min is None else p.value_min),
+            (self.target_length, p.target_length or 0.0),
+            (self.counts_down, p.counts_down),
+            (self.entropy_threshold, math.nan if p.entropy_threshold is None else p.entropy_threshold),
+            (self.prompt_len, prompt_len),
+            (self.seed, seed),
+            (self.faults, 0),
+        ):
+            column[row] = value
+        for column, values, padding in (
+            (self.eos_token_ids, sorted(eos_token_ids), _NO_EOS),
+            (self.scaled_token_ids, [token for token, _ in scales], 0),
+            (self.token_scales, [scale for _, scale in scales], 1.0),
+        ):
+            padded = torch.tensor(values + [padding] * (column.shape[1] - len(values)), dtype=column.dtype)
+            # Only a copy from pinned memory leaves the host free to go on.
+            column[row].copy_(padded.pin_memory() if column.is_cuda else padded, non_blocking=True)
+
+    def clear(self, row: int) -> None:
+        """Make a row unguided when its request leaves."""
+        self.set(row, None, set())
+
+    def generated(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """int32 ``[B]``: tokens generated so far by the requests in ``rows`` whose sequences are ``lengths`` long."""
+        return lengths - self.prompt_len[rows]

@@ -1,9 +1,10 @@
 """The value model: a Hugging Face checkpoint -> one ragged forward over the delta and the candidates of every request.
 
 A Qwen2, Qwen3 or Llama backbone with the value head of the LenVM paper (arXiv 2604.27039). Layer by layer it computes
-what ``transformers`` does. Attention and the head are this package's operators, so the delta of a request can be 0,
-1 or a whole prompt and its candidates never enter the cache. A forward reads nothing back to the host and its shapes
-follow from those of its arguments alone, so that a decode step can be captured in a CUDA graph.
+what ``transformers`` does. The delta of a request can be 0, 1 or a whole prompt, and its candidates never enter the
+cache. A forward reads nothing back to the host and its shapes follow from those of its arguments alone, so that a
+decode step can be captured in a CUDA graph; its cost follows the tokens there are, because the operators of its layers
+read their number on the device.
 """
 
 import json
@@ -20,6 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lenvm_kernels.ops._common import FLOAT_DTYPES, check_tensor
+from lenvm_kernels.ops.ragged_layout import RaggedLayout, ragged_layout
+from lenvm_kernels.ops.ragged_linear import ragged_linear
+from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 
@@ -27,8 +31,6 @@ ARCHITECTURES = ("qwen2", "qwen3", "llama")
 # The frequencies of the others (dynamic, longrope) change with a sequence's length, which would make cached keys stale.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 HEAD_FILE = "value_head.safetensors"
-# Slot 0 receives what must not be kept, the keys and values of candidates and padding; it is never handed out.
-TRASH_SLOT = 0
 
 _INT_DTYPES = (torch.int32, torch.int64)
 
@@ -131,25 +133,25 @@ class RaggedBatch:
     """One value-model forward: for each of ``B`` requests its delta tokens, then its candidates (spec, section 2).
 
     Request ``i`` owns the rows ``q_offsets[i] .. q_offsets[i+1] - 1`` of the ``T``: its delta at positions
-    ``cached_lens[i]`` and up, then ``candidate_lens[i]`` candidates which all sit at the position after the delta. Rows
-    from ``q_offsets[B]`` on are padding (token 0, position 0): they let ``T`` stay fixed while the lengths vary.
+    ``cached_lens[i]`` and up, then ``candidate_lens[i]`` candidates which sit at the position after the delta (in a
+    tree of several levels, one further a level). Rows from ``q_offsets[B]`` on are padding: they let ``T`` stay fixed
+    while the lengths vary, and cost next to nothing.
     """
 
-    token_ids: torch.Tensor  # int64 [T]
-    positions: torch.Tensor  # int64 [T]
-    table_rows: torch.Tensor  # int32 | int64 [B], row of each request in slot_table
+    layout: RaggedLayout  # token ids, positions, slots and q_offsets of the T rows, and where the candidates are
     slot_table: torch.Tensor  # int32 [R, pages], page of the cache that holds each page of a row's tokens
+    table_rows: torch.Tensor  # int32 | int64 [B], row of each request in slot_table
     cached_lens: torch.Tensor  # int32 [B], tokens of the request already in the cache
-    q_offsets: torch.Tensor  # int32 [B+1]
     candidate_lens: torch.Tensor  # int32 [B]
-    delta_slots: torch.Tensor  # int64 [T], slot to keep a delta token's key and value in; TRASH_SLOT for other rows
-    candidate_rows: torch.Tensor  # int64 [B, K], row of each candidate, -1 for padding
+    parents: torch.Tensor | None = None  # int32 [T], row of a candidate's parent candidate, -1: it follows the delta
     page_size: int = 1  # slots in a page
 
     @classmethod
     def build(
         cls,
         delta_ids: torch.Tensor,
+        delta_slots: torch.Tensor,
+        delta_starts: torch.Tensor,
         delta_lens: torch.Tensor,
         candidate_ids: torch.Tensor,
         candidate_lens: torch.Tensor,
@@ -157,23 +159,29 @@ class RaggedBatch:
         slot_table: torch.Tensor,
         table_rows: torch.Tensor,
         *,
+        candidate_parents: torch.Tensor | None = None,
         page_size: int = 1,
+        backend: str = "auto",
     ) -> "RaggedBatch":
         """Lay a batch out in ``T = D + B * K`` rows without reading anything back to the host.
 
         Args:
-            delta_ids: int32 or int64 [D], the delta tokens of all requests one after the other. More than
-                ``sum(delta_lens)`` is allowed, the rest is ignored.
-            delta_lens: int32 [B], delta tokens of each request, 0 or more.
+            delta_ids: int32 or int64 [D], delta tokens of all requests. Those no request refers to are ignored.
+            delta_slots: int32 or int64 [D], the slot that each delta token's key and value will live in; where the slot
+                table places the token.
+            delta_starts: int32 [B], the first delta token of each request in ``delta_ids``.
+            delta_lens: int32 [B], delta tokens of each request, 0 or more, ``D`` at most in all.
             candidate_ids: int32 or int64 [B, K], the candidates of each request from column 0 on. ``K`` may be 0: the
                 forward then only extends the cache.
             candidate_lens: int32 [B], candidates of each request, 0 to ``K``.
             cached_lens: int32 [B], tokens of each request already in the cache.
             slot_table: int32 [R, pages]. Token ``p`` of table row ``r`` lives in slot
-                ``slot_table[r, p // page_size] * page_size + p % page_size``, and must do so for all delta tokens. Page
-                0 is reserved for what is not kept.
+                ``slot_table[r, p // page_size] * page_size + p % page_size``.
             table_rows: int32 or int64 [B], the row of ``slot_table`` of each request.
+            candidate_parents: int32 [B, K], the column of each candidate's parent among the request's candidates, which
+                has to be an earlier one; anything else (-1): the candidate follows the delta. None: all do.
             page_size: slots in a page.
+            backend: of the layout, see :func:`lenvm_kernels.ops._common.resolve_backend`.
 
         Returns:
             The batch, on the device of ``delta_ids``. Lengths and tables are held, not copied.
@@ -182,67 +190,52 @@ class RaggedBatch:
             TypeError, ValueError: an argument of the wrong type, dtype, shape or device. Values are not checked, that
                 would need the host.
         """
-        device = check_tensor("delta_ids", delta_ids, dtypes=_INT_DTYPES, shape=[None]).device
-        check_tensor("candidate_ids", candidate_ids, dtypes=_INT_DTYPES, shape=[None, None], device=device)
-        b, k = candidate_ids.shape
-        if b == 0:
-            raise ValueError("candidate_ids must have a row for each request, at least one, got none")
-        lens = {"delta_lens": delta_lens, "candidate_lens": candidate_lens, "cached_lens": cached_lens}
-        for name, tensor in lens.items():
-            check_tensor(name, tensor, dtypes=torch.int32, shape=[b], device=device)
+        layout = ragged_layout(
+            delta_ids,
+            delta_slots,
+            delta_starts,
+            delta_lens,
+            candidate_ids,
+            candidate_lens,
+            cached_lens,
+            backend=backend,
+        )
+        device, (b, k) = delta_ids.device, candidate_ids.shape
         check_tensor("slot_table", slot_table, dtypes=torch.int32, shape=[None, None], device=device)
         check_tensor("table_rows", table_rows, dtypes=_INT_DTYPES, shape=[b], device=device)
+        parents = None
+        if candidate_parents is not None:
+            check_tensor("candidate_parents", candidate_parents, dtypes=torch.int32, shape=[b, k], device=device)
+            layout, parents = _grow_trees(layout, candidate_parents)
+        return cls(layout, slot_table, table_rows, cached_lens, candidate_lens, parents, page_size)
 
-        d = delta_ids.shape[0]
-        row_ends = torch.cumsum(delta_lens + candidate_lens, 0, dtype=torch.int32)  # [B]
-        q_offsets = F.pad(row_ends, (1, 0))  # [B+1]
-        delta_offsets = F.pad(torch.cumsum(delta_lens, 0), (1, 0))  # [B+1]
 
-        # Everything below is [T]: which request a row belongs to, and which of its tokens it is.
-        row = torch.arange(d + b * k, dtype=torch.int32, device=device)
-        request = torch.searchsorted(row_ends, row, right=True)
-        padding = request == b
-        request = request.clamp(max=b - 1)
-        token = row - q_offsets[request]
-        delta_len = delta_lens[request]
-        is_delta = (token < delta_len) & ~padding
-        source = torch.where(is_delta, delta_offsets[request] + token, d + request * k + token - delta_len)
-        token_ids = torch.cat((delta_ids.long(), candidate_ids.long().flatten()))[source.masked_fill(padding, 0)]
-        positions = (cached_lens[request] + torch.minimum(token, delta_len)).long()
-        # The position of a candidate may lie past the end of the table; it has no slot.
-        page = slot_table[table_rows[request], (positions // page_size).masked_fill(~is_delta, 0)].long()
-        slots = page * page_size + positions % page_size
+def _grow_trees(layout: RaggedLayout, candidate_parents: torch.Tensor) -> tuple[RaggedLayout, torch.Tensor]:
+    """The layout with each candidate as many positions further as it has ancestors, and the row of its parent [T]."""
+    rows, k = layout.token_ids.shape[0], candidate_parents.shape[1]
+    column = torch.arange(k, device=candidate_parents.device)
+    parent = candidate_parents.long().masked_fill((candidate_parents < 0) | (candidate_parents >= column), -1)
+    depth, ancestor = (parent >= 0).long(), parent
+    for _ in range(max(k - 1, 0).bit_length()):  # each round doubles how far up the ancestor is
+        has_one, above = ancestor >= 0, ancestor.clamp(min=0)
+        depth = depth + depth.gather(1, above).masked_fill(~has_one, 0)
+        ancestor = ancestor.gather(1, above).masked_fill(~has_one, -1)
+    parent_rows = layout.candidate_rows.gather(1, parent.clamp(min=0)).masked_fill(parent < 0, -1)
+    target = layout.candidate_rows.masked_fill(layout.candidate_rows < 0, rows).flatten()  # padding: a row past the end
 
-        column = torch.arange(k, dtype=torch.int32, device=device)
-        candidate_rows = (q_offsets[:-1] + delta_lens)[:, None] + column  # [B, K]
-        return cls(
-            token_ids=token_ids.masked_fill(padding, 0),
-            positions=positions.masked_fill(padding, 0),
-            table_rows=table_rows,
-            slot_table=slot_table,
-            cached_lens=cached_lens,
-            q_offsets=q_offsets,
-            candidate_lens=candidate_lens,
-            delta_slots=slots.masked_fill(~is_delta, TRASH_SLOT),
-            candidate_rows=candidate_rows.masked_fill(column >= candidate_lens[:, None], -1).long(),
-            page_size=page_size,
-        )
+    def spread(values: torch.Tensor, otherwise: int) -> torch.Tensor:
+        return values.new_full((rows + 1,), otherwise).index_copy(0, target, values.flatten())[:rows]
 
-    def without_padding(self, rows: int) -> "RaggedBatch":
-        """The batch cut to its first ``rows`` rows, for callers that know on the host how many are not padding."""
-        return replace(
-            self,
-            token_ids=self.token_ids[:rows],
-            positions=self.positions[:rows],
-            delta_slots=self.delta_slots[:rows],
-        )
+    deeper = replace(layout, positions=layout.positions + spread(depth, 0))
+    return deeper, spread(parent_rows, -1).int()
 
 
 @dataclass(frozen=True)
 class KVCache:
     """Keys and values of the value model, each ``[num_layers, S, Hkv, D]`` in the model's dtype and on its device.
 
-    Which slots belong to a request is the business of a slot table: the engine's, or the one :meth:`allocate` makes.
+    Which slots belong to a request is the business of a slot table: the engine's, or that of
+    :class:`lenvm_kernels.paged_slots.PagedSlots`.
     """
 
     keys: torch.Tensor
@@ -250,36 +243,21 @@ class KVCache:
 
     @classmethod
     def of_slots(cls, model: "ValueModel", num_slots: int) -> "KVCache":
-        """A cache of ``num_slots`` slots, the reserved page 0 included, for an engine that has its own slot table."""
+        """A cache of ``num_slots`` slots."""
         config = model.config
         shape = (config.num_layers, num_slots, config.num_kv_heads, config.head_dim)
         keys, values = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2))
         return cls(keys, values)
 
-    @classmethod
-    def allocate(
-        cls, model: "ValueModel", rows: int, max_len: int, *, page_size: int = 1
-    ) -> tuple["KVCache", torch.Tensor]:
-        """A cache for ``rows`` requests of up to ``max_len`` tokens, and the slot table that gives each its own pages.
-
-        Returns:
-            The cache and the table, int32 ``[rows, ceil(max_len / page_size)]``; page 0 stays reserved.
-        """
-        pages = -(-max_len // page_size)
-        table = torch.arange(1, rows * pages + 1, dtype=torch.int32, device=model.device).view(rows, pages)
-        return cls.of_slots(model, (rows * pages + 1) * page_size), table
-
 
 class _Layer(NamedTuple):
-    """Weights of one decoder layer. q, k, v and gate, up are each one matrix: two matmuls instead of five."""
+    """Weights of one decoder layer. q, k, v and gate, up are one matrix each, times the weight of the norm before."""
 
-    input_norm: torch.Tensor  # [H]
     qkv: torch.Tensor  # [(Hq + 2 Hkv) * D, H]
     qkv_bias: torch.Tensor | None
     qk_norm: torch.Tensor | None  # [Hq + Hkv, D], the same row for all query heads and for all key heads
     o: torch.Tensor  # [H, Hq * D]
     o_bias: torch.Tensor | None
-    post_norm: torch.Tensor  # [H]
     gate_up: torch.Tensor  # [2 I, H]
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor  # [H, I]
@@ -294,7 +272,8 @@ class ValueModel:
         tensors: weights by their names in a checkpoint (``model.layers.0.self_attn.q_proj.weight``, ...,
             ``v_head.fc.weight``; the prefix ``model.`` may be absent). ``lm_head.*`` and ``*.rotary_emb.inv_freq`` are
             ignored. Tensors that already have the dtype and device are shared, not copied, except the projections
-            that are fused (q, k, v and gate, up).
+            that are fused (q, k, v and gate, up). The weight of the norm before a fused projection is multiplied into
+            it, in fp32 and rounded once.
         dtype: float32, bfloat16 or float16; default that of the embedding.
         device: default that of the embedding.
 
@@ -303,10 +282,12 @@ class ValueModel:
 
     Example:
         >>> model = ValueModel.from_pretrained("path/to/value-model", device="cuda")
-        >>> cache, table = KVCache.allocate(model, rows=1, max_len=128)
+        >>> cache = KVCache.of_slots(model, 128)
         >>> i32 = lambda x: torch.tensor(x, dtype=torch.int32, device="cuda")
-        >>> batch = RaggedBatch.build(  # a prompt of three tokens and two candidates for the next
-        ...     i32([11, 12, 13]), i32([3]), i32([[21, 22]]), i32([2]), i32([0]), table, i32([0])
+        >>> delta, candidates = i32([11, 12, 13]), i32([[21, 22]])  # a prompt, and two candidates for the next token
+        >>> slots = i32([[7, 8, 9]])  # of the prompt's tokens
+        >>> batch = RaggedBatch.build(
+        ...     delta, slots[0], i32([0]), i32([3]), candidates, i32([2]), i32([0]), slots, i32([0])
         ... )
         >>> z = model.forward(batch, cache)  # fp32 [1, 2]
     """
@@ -337,6 +318,15 @@ class ValueModel:
                 return None
             return get(names[0]) if len(names) == 1 else torch.cat([get(name) for name in names])
 
+        def normed(names: list[str], norm: str) -> torch.Tensor:
+            """The named matrices one below the other, to be applied to what the norm has divided by its RMS."""
+            norm_weight = weights[f"{norm}.weight"].detach().to(self.device, torch.float32)
+            rows = sum(weights[name].shape[0] for name in names)
+            out = torch.empty(rows, config.hidden_size, dtype=self.dtype, device=self.device)
+            for part, name in zip(out.split([weights[name].shape[0] for name in names]), names, strict=True):
+                part.copy_(weights[name].detach().to(self.device, torch.float32) * norm_weight)
+            return out
+
         def load_layer(layer: str) -> _Layer:
             qk_norm = None
             if config.qk_norm:
@@ -345,14 +335,12 @@ class ValueModel:
             qkv = [f"{layer}.self_attn.{x}_proj" for x in "qkv"]
             gate_up = [f"{layer}.mlp.{x}_proj" for x in ("gate", "up")]
             return _Layer(
-                input_norm=get(f"{layer}.input_layernorm.weight"),
-                qkv=stacked([f"{x}.weight" for x in qkv]),
+                qkv=normed([f"{x}.weight" for x in qkv], f"{layer}.input_layernorm"),
                 qkv_bias=stacked([f"{x}.bias" for x in qkv]),
                 qk_norm=qk_norm,
                 o=get(f"{layer}.self_attn.o_proj.weight"),
                 o_bias=stacked([f"{layer}.self_attn.o_proj.bias"]),
-                post_norm=get(f"{layer}.post_attention_layernorm.weight"),
-                gate_up=stacked([f"{x}.weight" for x in gate_up]),
+                gate_up=normed([f"{x}.weight" for x in gate_up], f"{layer}.post_attention_layernorm"),
                 gate_up_bias=stacked([f"{x}.bias" for x in gate_up]),
                 down=get(f"{layer}.mlp.down_proj.weight"),
                 down_bias=stacked([f"{layer}.mlp.down_proj.bias"]),
@@ -420,21 +408,29 @@ class ValueModel:
 
     @torch.no_grad()
     def forward(
-        self, batch: RaggedBatch, cache: KVCache, *, delta_values: bool = False, backend: str = "auto"
+        self,
+        batch: RaggedBatch,
+        cache: KVCache,
+        *,
+        keep: KVCache | None = None,
+        delta_values: bool = False,
+        backend: str = "auto",
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Value logits of all candidates; extends the cache by the delta tokens.
 
         Args:
             batch: the ``T`` rows, on the model's device. Its cached prefixes are read from ``cache`` through its slot
-                table; the keys and values of its delta tokens are written there, those of candidates are not kept.
+                table; the keys and values of its delta tokens are written to their slots, those of candidates are not.
             cache: keys and values of earlier forwards of this model.
+            keep: keys and values of all rows of this forward are left here, each ``[num_layers, T, Hkv, D]``, the
+                candidates' included (:func:`commit_winner` takes them).
             delta_values: also return the logits of the rows.
-            backend: of attention and head, see :func:`lenvm_kernels.ops._common.resolve_backend`.
+            backend: of the operators, see :func:`lenvm_kernels.ops._common.resolve_backend`.
 
         Returns:
-            ``z``, fp32 [B, K]: the value logit of each candidate, 0 where ``candidate_rows`` is -1. With
-            ``delta_values`` the pair of it and fp32 [T], the logit of every row: delta token ``j`` of request ``i`` at
-            ``q_offsets[i] + j``, the candidates after them, 0 in the padding rows.
+            ``z``, fp32 [B, K]: the value logit of each candidate, 0 in padding. With ``delta_values`` the pair of it
+            and fp32 [T], the logit of every row: delta token ``j`` of request ``i`` at ``q_offsets[i] + j``, the
+            candidates after them, 0 in the padding rows.
 
             Where a token id is outside the model's vocabulary (base models pad theirs further), the value is NaN, and
             any other value of the same request may be; other requests are not touched.
@@ -442,55 +438,87 @@ class ValueModel:
         Raises:
             ValueError: tensors of a wrong dtype, shape or device, from the operators.
         """
-        config = self.config
-        heads, kv_heads, t = config.num_heads, config.num_kv_heads, batch.token_ids.shape[0]
-        ragged = (batch.slot_table, batch.table_rows, batch.cached_lens, batch.q_offsets, batch.candidate_lens)
-        known = (batch.token_ids >= 0) & (batch.token_ids < config.vocab_size)
-        hidden = F.embedding(batch.token_ids.clamp(0, config.vocab_size - 1), self.embedding)
-        hidden = hidden.masked_fill(~known[:, None], float("nan"))  # [T, H]
-        angles = batch.positions[:, None, None].float() * self._inv_freq  # [T, 1, D/2]
+        config, layout = self.config, batch.layout
+        num_rows = layout.q_offsets[-1:]
+        norm = dict(norm_eps=config.rms_norm_eps)
+        live = dict(num_rows=num_rows, backend=backend)
+        known_ids = layout.token_ids.clamp(0, config.vocab_size - 1)
+        hidden = F.embedding(known_ids, self.embedding)
+        hidden = hidden.masked_fill_((known_ids != layout.token_ids)[:, None], float("nan"))  # [T, H]
+        angles = layout.positions[:, None].float() * self._inv_freq  # [T, D/2]
         cos, sin = angles.cos() * config.rope_scale, angles.sin() * config.rope_scale
 
-        for layer, k_cache, v_cache in zip(self.layers, cache.keys, cache.values, strict=True):
-            normed = _rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
-            qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(t, heads + 2 * kv_heads, config.head_dim)
-            qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
-            if layer.qk_norm is not None:
-                qk = _rms_norm(qk, layer.qk_norm, config.rms_norm_eps)
-            q, k = _rotate(qk, cos, sin).split((heads, kv_heads), dim=1)
-            attended = value_tree_attention(
-                q, k, v, k_cache, v_cache, *ragged, page_size=batch.page_size, backend=backend
+        for i, layer in enumerate(self.layers):
+            # Nested, so that what one operator leaves to the next is freed as soon as that has read it.
+            hidden = ragged_linear(
+                self._attend(hidden, i, batch, cos, sin, cache, keep, backend),
+                layer.o,
+                layer.o_bias,
+                residual=hidden,
+                **live,
             )
-            # Many rows may land in TRASH_SLOT in any order: nothing reads it.
-            k_cache.index_copy_(0, batch.delta_slots, k)
-            v_cache.index_copy_(0, batch.delta_slots, v)
-            hidden = hidden + F.linear(attended.reshape(t, -1), layer.o, layer.o_bias)
+            hidden = ragged_linear(
+                ragged_linear(hidden, layer.gate_up, layer.gate_up_bias, swiglu=True, **norm, **live),
+                layer.down,
+                layer.down_bias,
+                residual=hidden,
+                **live,
+            )
 
-            normed = _rms_norm(hidden, layer.post_norm, config.rms_norm_eps)
-            gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            hidden = hidden + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
-
-        norm = dict(norm_weight=self.norm, norm_eps=config.rms_norm_eps)
+        head = dict(norm_weight=self.norm, **norm, backend=backend)
         if not delta_values:
-            z = value_head(hidden, *self.head, token_rows=batch.candidate_rows.flatten(), **norm, backend=backend)
-            return z.view_as(batch.candidate_rows)
-        row = torch.arange(t, device=self.device)
-        row = torch.where(row < batch.q_offsets[-1], row, -1)
-        z = value_head(hidden, *self.head, token_rows=row, **norm, backend=backend)
-        return z[batch.candidate_rows.clamp(min=0)].masked_fill(batch.candidate_rows < 0, 0.0), z
+            return value_head(hidden, *self.head, token_rows=layout.head_rows, **head)[layout.head_slots]
+        row = torch.arange(len(hidden), device=self.device)
+        z = value_head(hidden, *self.head, token_rows=torch.where(row < num_rows, row, -1), **head)
+        padding = layout.candidate_rows < 0
+        return z[layout.candidate_rows.masked_fill(padding, 0)].masked_fill(padding, 0.0), z
 
-
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dimension as ``transformers`` rounds it: fp32 until the product with the weight."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of ``x [T, heads, D]``, first half against second, in fp32 (``cos``, ``sin`` [T, 1, D/2])."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    def _attend(
+        self,
+        hidden: torch.Tensor,
+        i: int,
+        batch: RaggedBatch,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: KVCache,
+        keep: KVCache | None,
+        backend: str,
+    ) -> torch.Tensor:
+        """Layer ``i`` up to its attention, [T, Hq * D]; keys and values go to ``cache`` and ``keep``."""
+        config, layer, layout = self.config, self.layers[i], batch.layout
+        norm = dict(norm_eps=config.rms_norm_eps)
+        live = dict(num_rows=layout.q_offsets[-1:], backend=backend)
+        k_cache, v_cache = cache.keys[i], cache.values[i]
+        q, k, v = rope_cache(
+            ragged_linear(hidden, layer.qkv, layer.qkv_bias, **norm, **live),
+            cos,
+            sin,
+            layout.slots,
+            k_cache,
+            v_cache,
+            num_heads=config.num_heads,
+            qk_norm_weight=layer.qk_norm,
+            k_out=None if keep is None else keep.keys[i],
+            v_out=None if keep is None else keep.values[i],
+            **norm,
+            **live,
+        )
+        attended = value_tree_attention(
+            q,
+            k,
+            v,
+            k_cache,
+            v_cache,
+            batch.slot_table,
+            batch.table_rows,
+            batch.cached_lens,
+            layout.q_offsets,
+            batch.candidate_lens,
+            parents=batch.parents,
+            page_size=batch.page_size,
+            backend=backend,
+        )
+        return attended.flatten(1)
 
 
 def _rope_frequencies(config: Any, head_dim: int) -> tuple[tuple[float, ...], float]:

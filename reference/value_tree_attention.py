@@ -17,6 +17,7 @@ def value_tree_attention(
     q_offsets: torch.Tensor,  # int32 [B + 1]
     candidate_lens: torch.Tensor,  # int32 [B]
     *,
+    parents: torch.Tensor | None = None,  # int32 [T]
     page_size: int = 1,
     sm_scale: float | None = None,
     out: torch.Tensor | None = None,
@@ -30,22 +31,31 @@ def value_tree_attention(
     requests = zip(table_rows.tolist(), cached_lens.tolist(), candidate_lens.tolist(), strict=True)
 
     for (table_row, cached, candidates), start, end in zip(requests, offsets, offsets[1:], strict=False):
+        if start == end:
+            continue  # its table row may be one that does not exist: it fills a batch up
         position = torch.arange(cached, device=q.device)
         slots = slot_table[table_row, position // page_size].long() * page_size + position % page_size
         keys = torch.cat([k_cache[slots], k_new[start:end]]).to(dtype)  # [cached + tokens, Hkv, D]
         values = torch.cat([v_cache[slots], v_new[start:end]]).to(dtype)
         queries = q[start:end].to(dtype).unflatten(1, (kv_heads, -1))  # [tokens, Hkv, Hq / Hkv, D]
 
-        allowed = tree_mask(cached, end - start - candidates, candidates, q.device)  # [tokens, cached + tokens]
+        new_parents = [] if parents is None else [parent - start for parent in parents[start:end].tolist()]
+        delta = end - start - candidates
+        allowed = tree_mask(cached, delta, candidates, new_parents, q.device)  # [tokens, cached + tokens]
         scores = torch.einsum("jhgd,thd->hgjt", queries, keys) * scale
         weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
         out[start:end] = torch.einsum("hgjt,thd->jhgd", weights, values).flatten(1, 2).to(q.dtype)
     return out
 
 
-def tree_mask(cached: int, delta: int, candidates: int, device: torch.device) -> torch.Tensor:
-    """Which of the cached and the new tokens each new token attends to: bool [new, cached + new]."""
+def tree_mask(cached: int, delta: int, candidates: int, parents: list[int], device: torch.device) -> torch.Tensor:
+    """Which of the cached and the new tokens each new token attends to: bool [new, cached + new].
+
+    ``parents`` has the parent of each new token, counted from the first; empty if no candidate has one."""
     row = torch.arange(delta + candidates, device=device)[:, None]
     column = row.T
     new = ((column < delta) & (column <= row)) | (column == row)
+    for child, parent in enumerate(parents):
+        if delta <= parent < child:  # an earlier candidate; so the child is one
+            new[child] |= new[parent]
     return torch.cat([new.new_ones(delta + candidates, cached), new], dim=1)

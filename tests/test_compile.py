@@ -31,6 +31,13 @@ def test_every_operator_is_compiled(kernels):
         "_sum_partials_kernel",
         "_reweight_kernel",
         "_reweight_scatter_kernel",
+        "_rope_cache_kernel",
+        "_ragged_layout_kernel",
+        "_sample_candidates_kernel",
+        "_commit_winner_kernel",
+        "_inv_rms_kernel",
+        "_ragged_linear_kernel",
+        "_sum_splits_kernel",
     }
 
 
@@ -44,10 +51,7 @@ def test_kernels_fit_a_multiprocessor(kernels):
 
 
 def test_bf16_matmuls_use_the_tensor_cores_and_asynchronous_copies(kernels):
-    matmuls = [
-        k
-        for k in kernels
-        if k["kernel"] in ("_value_tree_attention_kernel", "_partial_logits_kernel") and "bf16" in k["call"]
-    ]
+    names = ("_value_tree_attention_kernel", "_partial_logits_kernel", "_ragged_linear_kernel")
+    matmuls = [k for k in kernels if k["kernel"] in names and "bf16" in k["call"]]
     assert matmuls
     assert [k for k in matmuls if not k["wgmma"] or not k["async_copies"]] == []

@@ -26,9 +26,10 @@ def test_the_operators_example_runs():
     assert probs[0, names["next_token"].item()] > 0
 
 
-@pytest.mark.parametrize(
-    "module", ["guidance", "ops.topk_candidates", "ops.value_tree_attention", "ops.value_head", "ops.reweight_scatter"]
-)
+OPERATORS = sorted(f"ops.{file.stem}" for file in (ROOT / "lenvm_kernels" / "ops").glob("[a-z]*.py"))
+
+
+@pytest.mark.parametrize("module", ["guidance", "paged_slots", *OPERATORS])
 def test_docstring_examples_run(module):
     failed, tried = doctest.testmod(importlib.import_module(f"lenvm_kernels.{module}"))
     assert tried and not failed

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lenvm_kernels.value_model import TRASH_SLOT, KVCache, RaggedBatch, ValueModel, ValueModelConfig
+from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel, ValueModelConfig
 from tests.tolerances import TOLERANCE
 
 ATOL = 1e-5  # on logits of O(1), fp32 against fp32
@@ -105,28 +105,41 @@ class Requests:
 
     def __init__(self, value_model, rows, max_len=64, page_size=1, fill=0.0, backend="auto"):
         self.value_model, self.page_size, self.backend = value_model, page_size, backend
-        self.cache, table = KVCache.allocate(value_model, rows + 2, max_len, page_size=page_size)
+        generator = torch.Generator().manual_seed(5)
+        pages = -(-max_len // page_size)
+        table = torch.randperm((rows + 2) * pages, generator=generator).view(rows + 2, pages).int()
+        self.table = table.to(value_model.device)
+        self.cache = KVCache.of_slots(value_model, table.numel() * page_size)
         self.cache.keys.fill_(fill)
         self.cache.values.fill_(fill)
-        generator = torch.Generator().manual_seed(5)
-        pages = torch.randperm(table.numel(), generator=generator).to(table.device)
-        self.table = table.flatten()[pages].view(table.shape)
-        self.table_rows = torch.randperm(rows + 2, generator=generator)[:rows].to(table.device)
+        self.table_rows = torch.randperm(rows + 2, generator=generator)[:rows].to(value_model.device)
         self.prefixes = [[] for _ in range(rows)]
 
-    def batch(self, deltas, candidates, width=None, spare_deltas=0):
+    def slot(self, request, position):
+        page = self.table[self.table_rows[request], position // self.page_size].item()
+        return page * self.page_size + position % self.page_size
+
+    def batch(self, deltas, candidates, width=None, spare_deltas=0, parents=None):
         """The ragged batch of these deltas and candidates, with room for ``spare_deltas`` more delta tokens."""
         width = max(map(len, candidates)) if width is None else width
         i32 = lambda x: torch.tensor(x, dtype=torch.int32, device=self.value_model.device)  # noqa: E731
+        padded = lambda lists: i32([x + [-1] * (width - len(x)) for x in lists]).view(len(lists), width)  # noqa: E731
+        lens = [len(delta) for delta in deltas]
+        cached = [len(prefix) for prefix in self.prefixes]
+        slots = [self.slot(i, cached[i] + j) for i, n in enumerate(lens) for j in range(n)]
         return RaggedBatch.build(
             i32([token for delta in deltas for token in delta] + [VOCAB] * spare_deltas),
-            i32([len(delta) for delta in deltas]),
-            i32([tokens + [-1] * (width - len(tokens)) for tokens in candidates]).view(len(deltas), width),
+            i32(slots + [0] * spare_deltas),
+            i32([sum(lens[:i]) for i in range(len(lens))]),
+            i32(lens),
+            padded(candidates),
             i32([len(tokens) for tokens in candidates]),
-            i32([len(prefix) for prefix in self.prefixes]),
+            i32(cached),
             self.table,
             self.table_rows,
+            candidate_parents=None if parents is None else padded(parents),
             page_size=self.page_size,
+            backend=self.backend,
         )
 
     def step(self, deltas, candidates, *, delta_values=False, **layout):
@@ -194,14 +207,14 @@ def test_decoding_step_by_step(loaded):
     shapes = set()
     for step in range(4):
         candidates = [random_tokens(1 + (i + step) % 4, seed=100 * step + i) for i in range(3)]
-        shapes.add(len(requests.batch(deltas, candidates, width=4).token_ids) if step else None)
+        shapes.add(len(requests.batch(deltas, candidates, width=4).layout.token_ids) if step else None)
         requests.check(requests.step(deltas, candidates, width=4), candidates, model, head)
         deltas = [[tokens[step % len(tokens)]] for tokens in candidates]
     assert shapes == {None, 3 * (1 + 4)}
 
 
 def test_slots_that_hold_nothing_do_not_matter(loaded):
-    """NaN in every slot that was never written, and in the one for what is not kept, changes no bit."""
+    """NaN in every slot that was never written changes no bit."""
     values = [
         mixed_requests(loaded[2], page_size=4, fill=fill).step(MIXED_DELTAS, MIXED_CANDIDATES, spare_deltas=5)
         for fill in (0.0, float("nan"))
@@ -215,8 +228,8 @@ def test_candidates_and_padding_are_not_kept(loaded):
     batch = requests.batch(MIXED_DELTAS, MIXED_CANDIDATES, spare_deltas=5)
     requests.step(MIXED_DELTAS, MIXED_CANDIDATES, spare_deltas=5)
     changed = (requests.cache.keys != before).any(dim=(0, 2, 3)).nonzero().flatten().tolist()
-    assert changed == sorted({TRASH_SLOT, *batch.delta_slots.tolist()})
-    assert len(changed) == 1 + sum(map(len, MIXED_DELTAS))
+    assert changed == sorted(slot for slot in batch.layout.slots.tolist() if slot >= 0)
+    assert len(changed) == sum(map(len, MIXED_DELTAS))
 
 
 def test_token_outside_the_vocabulary_harms_only_its_request(loaded):
@@ -464,79 +477,69 @@ def test_unsupported_models_and_dtypes():
         ValueModel.from_causal_lm(model.double(), random_head())
 
 
-# --- the layout of a batch ---
+# --- candidate trees, and what a batch refuses ---
 
 
-@st.composite
-def ragged_layouts(draw):
-    rows, width = draw(st.integers(1, 6)), draw(st.integers(0, 5))
-    per_row = st.tuples(st.integers(0, 40), st.integers(0, 6), st.integers(0, width))
-    return (
-        draw(st.lists(per_row, min_size=rows, max_size=rows)),
-        width,
-        draw(st.sampled_from([1, 4])),
-        draw(st.integers(0, 3)),
-    )
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4), st.integers(0, 12)), min_size=1, max_size=3),
+    seed=st.integers(0, 999),
+)
+def test_candidate_trees_equal_transformers(trees_loaded, rows, seed):
+    """A candidate's value is that of the sequence prefix, delta, its ancestors from the root down, itself."""
+    model, head, value_model = trees_loaded
+    generator = torch.Generator().manual_seed(seed)
+    randint = lambda low, high: torch.randint(low, high, (), generator=generator).item()  # noqa: E731
+    requests = Requests(value_model, len(rows))
+    requests.step([random_tokens(c, seed=c) for c, _, _ in rows], [[] for _ in rows])
+    deltas = [random_tokens(d, seed=40 + d) for _, d, _ in rows]
+    candidates = [random_tokens(n, seed=80 + n) for _, _, n in rows]
+    parents = [[randint(-1, j) for j in range(n)] for _, _, n in rows]
+    z = value_model.forward(requests.batch(deltas, candidates, parents=parents), requests.cache)
+    for i, tokens in enumerate(candidates):
+        for j in range(len(tokens)):
+            path, node = [], j
+            while node >= 0:
+                path, node = [tokens[node], *path], parents[i][node]
+            expected = expected_values(model, head, [*requests.prefixes[i], *deltas[i], *path])[-1]
+            torch.testing.assert_close(z[i, j], expected, rtol=0, atol=ATOL)
 
 
-@given(ragged_layouts())
-def test_layout_against_a_loop(layout):
-    lengths, width, page_size, spare = layout
-    i32 = lambda x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
-    cached, delta, counts = ([row[i] for row in lengths] for i in range(3))
-    rows, pages = len(lengths), -(-46 // page_size)
-    table = torch.randperm(rows * pages, generator=torch.Generator().manual_seed(0)).view(rows, pages).int() + 1
-    table_rows = torch.arange(rows - 1, -1, -1)
-    delta_ids = list(range(100, 100 + sum(delta) + spare))
-    candidate_ids = torch.arange(1000, 1000 + rows * width, dtype=torch.int32).view(rows, width)
-    batch = RaggedBatch.build(
-        i32(delta_ids), i32(delta), candidate_ids, i32(counts), i32(cached), table, table_rows, page_size=page_size
-    )
-
-    expected, offsets, next_delta = [], [0], iter(delta_ids)  # (token, position, slot) of each row
-    candidate_rows = torch.full((rows, width), -1)
-    for i, (c, d, n) in enumerate(lengths):
-        for p in range(c, c + d):
-            slot = table[table_rows[i], p // page_size].item() * page_size + p % page_size
-            expected.append((next(next_delta), p, slot))
-        for j in range(n):
-            candidate_rows[i, j] = len(expected)
-            expected.append((candidate_ids[i, j].item(), c + d, TRASH_SLOT))
-        offsets.append(len(expected))
-    expected += [(0, 0, TRASH_SLOT)] * (len(delta_ids) + rows * width - len(expected))
-    built = zip(batch.token_ids.tolist(), batch.positions.tolist(), batch.delta_slots.tolist(), strict=True)
-    assert list(built) == expected
-    assert batch.q_offsets.tolist() == offsets and batch.q_offsets.dtype == torch.int32
-    assert torch.equal(batch.candidate_rows, candidate_rows)
+@pytest.fixture(scope="module")
+def trees_loaded():
+    model, head = random_model(*ARCHITECTURES["qwen2"]), random_head()
+    return model, head, ValueModel(ValueModelConfig.from_hf(model.config), {**model.state_dict(), **head})
 
 
-def test_layout_reads_nothing_back_to_the_host():
-    """On the meta device there are no values to read: any read-back or shape that depends on data raises."""
-    meta = lambda *shape: torch.empty(shape, dtype=torch.int32, device="meta")  # noqa: E731
-    batch = RaggedBatch.build(meta(4), meta(4), meta(4, 8), meta(4), meta(4), meta(9, 5), meta(4), page_size=16)
-    assert batch.token_ids.shape == (4 * (1 + 8),) and batch.candidate_rows.shape == (4, 8)
+def test_a_parent_that_is_no_earlier_candidate_is_none(trees_loaded):
+    requests = Requests(trees_loaded[2], rows=1)
+    requests.step([[1, 2, 3]], [[]])
+    z = [
+        trees_loaded[2].forward(requests.batch([[4]], [[5, 6, 7]], parents=[parents]), requests.cache)
+        for parents in ([-1, -1, 0], [0, 2, 0], [9, 5, 0])
+    ]
+    assert torch.equal(z[0], z[1]) and torch.equal(z[0], z[2])
 
 
-def test_layout_refuses_bad_arguments():
+def test_batch_refuses_bad_arguments():
     i32 = lambda *shape: torch.zeros(shape, dtype=torch.int32)  # noqa: E731
     good = dict(
         delta_ids=i32(2),
+        delta_slots=i32(2),
+        delta_starts=i32(2),
         delta_lens=i32(2),
         candidate_ids=i32(2, 3),
         candidate_lens=i32(2),
         cached_lens=i32(2),
         slot_table=i32(4, 5),
         table_rows=i32(2),
+        candidate_parents=i32(2, 3),
     )
+    assert RaggedBatch.build(**good)
     for name, bad in (
         ("delta_ids", i32(2, 1)),
-        ("delta_lens", i32(3)),
-        ("candidate_ids", i32(2, 3).float()),
-        ("candidate_ids", i32(0, 3)),
-        ("candidate_lens", i32(2).long()),
-        ("cached_lens", i32(1)),
         ("slot_table", i32(4, 5).long()),
         ("table_rows", i32(3)),
+        ("candidate_parents", i32(2, 2)),
     ):
         with pytest.raises(ValueError, match=f"{name} must"):
             RaggedBatch.build(**{**good, name: bad})

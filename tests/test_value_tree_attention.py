@@ -1,6 +1,7 @@
 """Value-tree attention: the reference against dense masks, the kernels against the reference in fp64."""
 
 import json
+import random
 import sys
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -43,6 +44,7 @@ class Inputs:
     q_offsets: torch.Tensor
     candidate_lens: torch.Tensor
     page_size: int = 1
+    parents: torch.Tensor | None = None
 
     def run(self, backend: str = "triton", **keywords) -> torch.Tensor:
         return value_tree_attention(**vars(self), **keywords, backend=backend)
@@ -61,6 +63,11 @@ class Inputs:
         offsets = self.q_offsets.tolist()
         rows = [row for i in order for row in range(offsets[i], offsets[i + 1])]
         lens = [offsets[i + 1] - offsets[i] for i in order]
+        new_offsets = [0, *torch.tensor(lens).cumsum(0).tolist()]
+        parents = self.parents
+        if parents is not None:
+            shifts = [new - offsets[i] for i, new, n in zip(order, new_offsets, lens, strict=False) for _ in range(n)]
+            parents = parents[rows] + int32(shifts, self.q.device)
         return replace(
             self,
             q=self.q[rows],
@@ -69,8 +76,17 @@ class Inputs:
             table_rows=self.table_rows[order],
             cached_lens=self.cached_lens[order],
             candidate_lens=self.candidate_lens[order],
-            q_offsets=int32([0, *torch.tensor(lens).cumsum(0).tolist()], self.q.device),
+            q_offsets=int32(new_offsets, self.q.device),
+            parents=parents,
         )
+
+    def with_trees(self, trees: list[list[int]]) -> "Inputs":
+        """The same requests with a tree each: the parent of each candidate, counted from its first one, or -1."""
+        parents = torch.full((len(self.q),), -1, dtype=torch.int32)
+        for end, tree in zip(self.q_offsets[1:].tolist(), trees, strict=True):
+            first = end - len(tree)
+            parents[first:end] = int32([-1 if parent < 0 else first + parent for parent in tree])
+        return replace(self, parents=parents.to(self.q.device))
 
 
 def int32(values: list[int], device: torch.device | str = "cpu") -> torch.Tensor:
@@ -125,6 +141,17 @@ def make_inputs(
         int32(candidates, device),
         page_size,
     )
+
+
+def random_tree(candidates: int, reach: int, seed: int) -> list[int]:
+    """A tree for :meth:`Inputs.with_trees`, 16 levels at most. ``reach`` 1 gives chains, a large one many roots."""
+    randrange, tree, levels = random.Random(seed).randrange, [], []
+    for child in range(candidates):
+        parent = max(-1, child - 1 - randrange(reach))
+        parent = -1 if parent >= 0 and levels[parent] == 16 else parent
+        tree.append(parent)
+        levels.append(1 if parent < 0 else levels[parent] + 1)
+    return tree
 
 
 def check_against_reference(inputs: Inputs, **keywords) -> None:
@@ -285,6 +312,157 @@ def test_rows_past_the_last_request_stay_as_they_are(device, cached):
     assert (out[6:] == 7.0).all() and (out[:6] != 7.0).all()
 
 
+# --- trees deeper than one level --------------------------------------------------------------------------------------
+
+
+def dense_attention(inputs: Inputs, trees: list[list[int]]) -> list[torch.Tensor]:
+    """Dense attention in fp64 under masks from the transitive closure of the trees, of each request."""
+    results = []
+    for i, tree in enumerate(trees):
+        cached, candidates = int(inputs.cached_lens[i]), len(tree)
+        start, end = inputs.q_offsets[i : i + 2].tolist()
+        delta = end - start - candidates
+        reaches = torch.eye(candidates, dtype=torch.float64)
+        for child, parent in enumerate(tree):
+            if parent >= 0:
+                reaches[child, parent] = 1
+        reaches = torch.linalg.matrix_power(reaches, candidates + 1) > 0
+        new = torch.ones(end - start, end - start).tril().bool()
+        new[delta:, delta:] = reaches
+        mask = torch.cat([torch.ones(end - start, cached).bool(), new], dim=1)
+
+        pages = inputs.slot_table[inputs.table_rows[i]].tolist()
+        slots = [pages[t // inputs.page_size] * inputs.page_size + t % inputs.page_size for t in range(cached)]
+        group = inputs.q.shape[1] // inputs.k_new.shape[1]
+        q = inputs.q[start:end].double().cpu().transpose(0, 1)
+        k, v = (
+            torch.cat([cache[slots], x[start:end]]).double().cpu().transpose(0, 1).repeat_interleave(group, 0)
+            for cache, x in ((inputs.k_cache, inputs.k_new), (inputs.v_cache, inputs.v_new))
+        )
+        scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~mask, float("-inf"))
+        results.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return results
+
+
+@given(
+    requests=st.lists(
+        st.tuples(
+            st.sampled_from([0, 0, 9, 70]),
+            st.sampled_from([0, 0, 1, 2, 11]),
+            st.sampled_from([0, 1, 5, 16, 64]),
+            st.sampled_from([1, 2, 4, 64]),
+        ),
+        min_size=1,
+        max_size=2,
+    ),
+    group=st.sampled_from([1, 3]),
+    kv_heads=st.integers(1, 2),
+    head_dim=st.sampled_from([16, 48]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 9),
+)
+def test_trees_agree_with_dense_attention(device, requests, group, kv_heads, head_dim, dtype, seed):
+    cached, delta, candidates, reach = map(list, zip(*requests, strict=True))
+    trees = [random_tree(n, r, seed + i) for i, (n, r) in enumerate(zip(candidates, reach, strict=True))]
+    inputs = make_inputs(
+        cached,
+        delta,
+        candidates,
+        device=device,
+        q_heads=group * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        page_size=16,
+        padding=seed % 2,
+        seed=seed,
+    ).with_trees(trees)
+    actual, reference = inputs.rows(inputs.run()), inputs.rows(inputs.expected())
+    for i, expected in enumerate(dense_attention(inputs, trees)):
+        torch.testing.assert_close(reference[i].cpu(), expected)
+        assert_matches(actual[i], expected, "value_tree_attention", dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_chain_of_candidates_is_a_delta(device, dtype):
+    tree = [-1, *range(15)]
+    inputs = make_inputs([20], [3], [16], device=device, q_heads=4, kv_heads=2, dtype=dtype).with_trees([tree])
+    as_delta = replace(inputs, candidate_lens=int32([0], device))
+    assert_matches(inputs.run(), as_delta.run(), "value_tree_attention", dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_candidates_without_parents_give_the_bits_of_no_parents(device, dtype):
+    inputs = make_inputs([0, SPLIT_LEN + 9, 30], [0, 2, 17], [4, 9, 3], device=device, q_heads=3, dtype=dtype)
+    roots = inputs.with_trees([[-1] * n for n in inputs.candidate_lens.tolist()])
+    assert torch.equal(roots.run(), inputs.run())
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("seed", range(6))
+def test_malformed_parents_are_none(device, backend, seed):
+    """Whatever stands where a parent cannot be changes nothing: at roots, at delta tokens, at padding."""
+    trees = [random_tree(n, 4, seed + n) for n in (5, 0, 7, 3)]
+    inputs = make_inputs([0, 5, 0, 3], [2, 1, 0, 3], [5, 0, 7, 3], device=device, head_dim=16, padding=3)
+    inputs = inputs.with_trees(trees)
+    offsets, parents = inputs.q_offsets.tolist(), inputs.parents.tolist()
+    choice = random.Random(seed).choice
+    for (start, end), candidates in zip(pairwise(offsets), inputs.candidate_lens.tolist(), strict=True):
+        for row in range(start, end):
+            if row < end - candidates:
+                parents[row] = choice([start, row - 1, end - 1, -1, 2**31 - 1])
+            elif parents[row] < 0:
+                elsewhere = [*range(end - candidates), *range(row, len(parents))]
+                parents[row] = choice([choice(elsewhere), -1, -2, -(2**31), len(parents), 2**31 - 1])
+    parents[offsets[-1] :] = [offsets[-1] - 1, -(2**31), 2**31 - 1]
+    malformed = replace(inputs, parents=int32(parents, device))
+    for actual, expected in zip(inputs.rows(malformed.run(backend)), inputs.rows(inputs.run(backend)), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("cached", [0, 45, SPLIT_LEN + 45])
+def test_a_candidate_depends_on_its_ancestors_only(device, cached):
+    """Alone with its ancestors, beside other candidates, or after another request: the same bits."""
+    delta, tree = 2, [-1, 0, 1, -1, 0, 4, 1, 2, 5, -1, 7, 10]
+    inputs = make_inputs([30, cached], [1, delta], [3, 12], device=device, q_heads=3, dtype=torch.float16)
+    inputs = inputs.with_trees([[-1, 0, 1], tree])
+    check_against_reference(inputs)
+    result, first = inputs.run(), int(inputs.q_offsets[1])
+    swapped = inputs.select([1, 0])
+    assert torch.equal(torch.cat(swapped.rows(swapped.run())[::-1]), result)
+
+    for candidate in (3, 6, 8, 11):
+        path = [candidate]
+        while tree[path[0]] >= 0:
+            path.insert(0, tree[path[0]])
+        rows = [*range(first, first + delta), *(first + delta + c for c in path)]
+        alone = replace(
+            inputs.select([1]),
+            q=inputs.q[rows],
+            k_new=inputs.k_new[rows],
+            v_new=inputs.v_new[rows],
+            q_offsets=int32([0, len(rows)], device),
+            candidate_lens=int32([len(path)], device),
+        ).with_trees([[-1, *range(len(path) - 1)]])
+        assert torch.equal(alone.run(), result[rows])
+
+        others = [row for row in range(first + len(tree) + delta) if row not in rows]
+        changed = inputs.select([0, 1])
+        for x in (changed.q, changed.k_new, changed.v_new):
+            x[others] = 3.0 - x[others]
+        changed.parents[others] = first + delta
+        changed_result = changed.run()
+        assert torch.equal(changed_result[rows], result[rows])
+        assert not torch.isclose(changed_result[others], result[others]).all(-1).any()
+
+
+def test_waiting_for_a_deeper_branch_keeps_the_sign_of_zero(device):
+    inputs = make_inputs([0], [0], [3], device=device, head_dim=16)
+    inputs.v_new[0] = -0.0
+    alone, beside_a_branch = (inputs.with_trees([tree]).run()[0] for tree in ([-1, -1, -1], [-1, -1, 1]))
+    assert torch.equal(alone.signbit(), beside_a_branch.signbit()) and alone.signbit().all()
+
+
 # --- relations between runs -----------------------------------------------------------------------------------------
 
 
@@ -366,11 +544,13 @@ def test_delta_at_once_equals_token_by_token(device):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-def test_a_captured_graph_follows_new_lengths(device):
-    """Shapes are those of the capture, lengths those of the replay; nothing synchronises with the host."""
+def test_a_captured_graph_follows_new_lengths_and_trees(device):
+    """Shapes are those of the capture, lengths and trees those of the replay; nothing synchronises with the host."""
     before, after = (
-        make_inputs(cached, [1, 3], [5, 5], device=device, q_heads=12, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
-        for cached in ([40, 1500], [1500, 40])
+        make_inputs(
+            cached, [1, 3], [5, 5], device=device, q_heads=12, kv_heads=2, head_dim=128, dtype=torch.bfloat16
+        ).with_trees([tree, tree[::-1]])
+        for cached, tree in (([40, 1500], [-1] * 5), ([1500, 40], [-1, 0, 1, 2, -1]))
     )
     out = torch.empty_like(before.q)
     before.run(out=out)
@@ -410,6 +590,11 @@ def test_a_captured_graph_follows_new_lengths(device):
         ({"cached_lens": int32([1, 2])}, r"cached_lens must be int32 \[1\] on cpu, got int32 \[2\]"),
         ({"q_offsets": int32([3])}, r"q_offsets must be int32 \[2\] on cpu, got int32 \[1\]"),
         ({"candidate_lens": torch.tensor([2])}, r"candidate_lens must be int32 \[1\] on cpu, got int64 \[1\]"),
+        ({"parents": torch.zeros(3).long()}, r"parents must be int32 \[3\] on cpu, got int64 \[3\] on cpu"),
+        ({"parents": int32([-1, -1])}, r"parents must be int32 \[3\] on cpu, got int32 \[2\] on cpu"),
+        ({"parents": int32([-1] * 3, "meta")}, r"parents must be int32 \[3\] on cpu, got int32 \[3\] on meta"),
+        ({"parents": int32([-1] * 6)[::2]}, "parents must be contiguous in its last dimension"),
+        ({"parents": [-1, -1, -1]}, r"parents must be a tensor int32 \[3\] on cpu, got list"),
         ({"out": torch.zeros(3, 4, 9)}, r"out must be float32 \[3, 4, 8\] on cpu, got float32 \[3, 4, 9\]"),
         ({"out": 1}, r"out must be a tensor float32 \[3, 4, 8\] on cpu, got int"),
         ({"page_size": 0}, "page_size must be an int of at least 1, got 0"),

@@ -17,6 +17,11 @@ TOLERANCE = {
     "value_head": {FP32: (1e-4, 1e-4), BF16: (1e-4, 1e-4), FP16: (1e-4, 1e-4)},
     # guided probabilities; fp32 values and a root found to 1e-6 of the value range
     "reweight_scatter": {FP32: (0.0, 2e-5)},
+    # rotated pairs, relative to their length; bf16 and fp16 against the reference in the same dtype, where each of the
+    # three roundings (two of the norm, one of the rotation) may go the other way: one ulp, of two numbers a pair
+    "rope_cache": {FP32: (0.0, 1e-5), BF16: (0.0, 4 * 2**-7), FP16: (0.0, 4 * 2**-10)},
+    # results O(1), fp32 sums of up to K products, rounded once to the inputs' dtype (half an ulp)
+    "ragged_linear": {FP32: (1e-4, 1e-4), BF16: (2**-8, 1e-4), FP16: (2**-11, 1e-4)},
 }
 
 

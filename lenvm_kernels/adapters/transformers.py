@@ -1,9 +1,4 @@
-"""Length-guided ``model.generate`` of ``transformers``: a logits processor that holds a value model and its cache.
-
-A step is ``topk_candidates``, one ragged forward of the value model (the tokens it has not seen, then the candidates)
-and ``reweight_scatter``. A row whose candidates need no value (one is left, or their entropy is low) skips the
-forward; its tokens are caught up with when it needs one again.
-"""
+"""Length-guided ``model.generate`` of ``transformers``: a logits processor that holds a guided step."""
 
 from __future__ import annotations
 
@@ -23,10 +18,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
-from lenvm_kernels.ops.reweight_scatter import reweight_scatter
-from lenvm_kernels.ops.topk_candidates import Candidates, Status, topk_candidates
-from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel
+from lenvm_kernels.guidance import GuidanceParams, Mode, parse_guidance
+from lenvm_kernels.paged_slots import PagedSlots
+from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.value_model import ValueModel
 
 Guidance = Mapping[str, Any] | GuidanceParams | None
 
@@ -105,30 +100,34 @@ class LenVMLogitsProcessor(LogitsProcessor):
         params = [parse_guidance(g) if isinstance(g, Mapping) else g for g in guidance]
 
         device = value_model.device
-        self._value_model, self._backend, self._record = value_model, backend, record
-        self._max_new_tokens, self._max_candidates = max_new_tokens, max_candidates
-        self._eos = _eos_token_ids(model)
-        self._table = GuidanceTable.from_params(params, [self._eos] * rows, device)
-        self._guided_rows = self._table.guided
-        self._token_divisors = [
-            (row, token, divisor)
-            for row, p in enumerate(params)
-            for token, divisor in (p.token_temperature_scale if p else {}).items()
-            if token < model.get_input_embeddings().num_embeddings
-        ]
+        eos = _eos_token_ids(model)
+        self._eos_on_device = torch.tensor(sorted(eos), dtype=torch.int64, device=device)
+        self._max_new_tokens, self._prompt_width = max_new_tokens, prompt_width
+        self._slots = PagedSlots(rows, prompt_width + max_new_tokens, device=device)
+        self._step = GuidedStep(
+            value_model,
+            self._slots.table,
+            self._slots.num_slots,
+            vocab_size=model.get_input_embeddings().num_embeddings,
+            max_candidates=max_candidates,
+            score_all=record,
+            backend=backend,
+        )
+        self._prompt_lens = attention_mask.sum(dim=1).to(device, torch.int32)
+        for row, (p, prompt_len) in enumerate(zip(params, self._prompt_lens.tolist(), strict=True)):
+            self._slots.extend(row, prompt_len + max_new_tokens)
+            self._step.set(row, p, eos, prompt_len=prompt_len)
+        self._needs_steps = any(p is not None and p.mode != Mode.UNGUIDED for p in params)
+        self._rows = torch.arange(rows, device=device)
         self._filters = dict(
             top_k=torch.full((rows,), top_k, dtype=torch.int32, device=device),
             top_p=torch.full((rows,), top_p, dtype=torch.float32, device=device),
             min_p=torch.full((rows,), min_p, dtype=torch.float32, device=device),
             temperature=torch.full((rows,), temperature, dtype=torch.float32, device=device),
-            entropy_threshold=self._table.entropy_threshold,
         )
         self._unguided = _warpers(temperature, top_k, top_p, min_p)
-        self._cache, self._slots = KVCache.allocate(value_model, rows, prompt_width + max_new_tokens)
-        self._pads = (attention_mask == 0).sum(dim=1).tolist()
-        self._seen = [0] * rows  # tokens of each row that are in the cache
-        self._finished = [False] * rows
-        self._prompt_width, self._previous = prompt_width, None
+        self._active = torch.ones(rows, dtype=torch.bool, device=device)
+        self._previous, self._record = None, record
         self.records: list[StepRecord] = []
 
     @property
@@ -147,53 +146,43 @@ class LenVMLogitsProcessor(LogitsProcessor):
     @property
     def faults(self) -> list[int]:
         """Steps of each row that lost their guidance to scores or values that are not finite."""
-        return self._table.faults.tolist()
+        return self._step.table.faults[: len(self._rows)].tolist()
 
     @torch.no_grad()
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Logarithms of the probabilities to sample from, fp32 ``[B, V]``; called by ``generate``."""
         generated = self._check_progress(input_ids)
-        scores = scores.float()
-        if self._token_divisors:
-            row, token, divisor = (
-                torch.tensor(x, device=scores.device) for x in zip(*self._token_divisors, strict=True)
+        step, device = self._step, self._rows.device
+        tokens, logits = input_ids.to(device), scores.to(device, torch.float32, copy=True)
+        step.scale_tokens(logits, self._rows)
+        probs = torch.softmax(self._unguided(tokens, logits), dim=-1)  # guided rows are rewritten
+        if self._needs_steps:
+            if generated == 0:
+                self._extend_prompts(tokens)
+            else:
+                self._active &= ~torch.isin(tokens[:, -1], self._eos_on_device)
+            lengths = self._prompt_lens + generated
+            output = step.step(
+                logits,
+                tokens[:, -1].contiguous(),
+                self._rows,
+                lengths,
+                self._slots.slots(self._rows, lengths - 1),
+                **self._filters,
+                is_logits=True,
+                active=self._active,
+                probs=probs,
             )
-            scores = scores.index_put((row, token), scores[row, token] * divisor)
-        candidates = topk_candidates(
-            scores.to(self._value_model.device),
-            **self._filters,
-            max_candidates=self._max_candidates,
-            is_logits=True,
-            guided=self._guided_rows & ~torch.tensor(self._finished, device=self._value_model.device),
-            backend=self._backend,
-        )
-        status, counts = candidates.status.tolist(), candidates.counts.tolist()
-        wanted = [s == Status.GUIDE or (self._record and n > 0) for s, n in zip(status, counts, strict=True)]
-        value_logits = self._value_logits(input_ids, candidates, counts, [row for row, w in enumerate(wanted) if w])
-
-        if all(s in (Status.GUIDE, Status.SINGLE) for s in status):
-            probs = torch.empty_like(scores)  # every row is rewritten
-        else:
-            probs = torch.softmax(self._unguided(input_ids, scores), dim=-1)
-        probs = probs.to(self._value_model.device)
-        guided_probs = reweight_scatter(
-            candidates,
-            value_logits,
-            self._table,
-            generated=torch.full((len(status),), generated, dtype=torch.int32, device=value_logits.device),
-            probs=probs,
-            backend=self._backend,
-        )
-        if self._record:
-            self.records.append(StepRecord(candidates.token_ids, value_logits, guided_probs))
+            if self._record:
+                self.records.append(StepRecord(output.candidates.token_ids, output.value_logits, output.probs))
         return probs.log().to(scores.device)
 
     def _check_progress(self, input_ids: torch.Tensor) -> int:
-        """Tokens generated so far; notes the rows that have ended."""
+        """Tokens generated so far."""
         rows, width = input_ids.shape
-        if rows != len(self._seen):
+        if rows != len(self._rows):
             raise ValueError(
-                f"generate runs {rows} rows for {len(self._seen)} prompts: beam search and num_return_sequences are "
+                f"generate runs {rows} rows for {len(self._rows)} prompts: beam search and num_return_sequences are "
                 "not supported (repeat the prompts instead)"
             )
         generated = width - self._prompt_width
@@ -204,39 +193,21 @@ class LenVMLogitsProcessor(LogitsProcessor):
                 "LenVMLogitsProcessor for each call of generate (beams and assisted decoding are not supported)"
             )
         self._previous = input_ids
-        if generated:
-            last = input_ids[:, -1].tolist()
-            self._finished = [done or token in self._eos for done, token in zip(self._finished, last, strict=True)]
         return generated
 
-    def _value_logits(
-        self, input_ids: torch.Tensor, candidates: Candidates, counts: list[int], rows: list[int]
-    ) -> torch.Tensor:
-        """Value logits of the candidates of ``rows`` in one forward, which first catches up with their tokens."""
-        model = self._value_model
-        value_logits = torch.zeros_like(candidates.probs)
-        if not rows:
-            return value_logits
-        index = torch.tensor(rows, device=model.device)
-        starts = [self._pads[row] + self._seen[row] for row in rows]
-        delta_lens = [input_ids.shape[1] - start for start in starts]
-
-        def int32(values):
-            return torch.tensor(values, dtype=torch.int32, device=model.device)
-
-        batch = RaggedBatch.build(
-            torch.cat([input_ids[row, start:] for row, start in zip(rows, starts, strict=True)]).to(model.device),
-            int32(delta_lens),
-            candidates.token_ids[index],
-            candidates.counts[index],
-            int32([self._seen[row] for row in rows]),
-            self._slots,
-            index,
-        ).without_padding(sum(delta_lens) + sum(counts[row] for row in rows))
-        value_logits[index] = model.forward(batch, self._cache, backend=self._backend)
-        for row, delta_len in zip(rows, delta_lens, strict=True):
-            self._seen[row] += delta_len
-        return value_logits
+    def _extend_prompts(self, tokens: torch.Tensor) -> None:
+        """Give the value model all tokens of the prompts but the last."""
+        width = tokens.shape[1]
+        first = width - self._prompt_lens  # after the padding
+        positions = (torch.arange(width, device=tokens.device) - first[:, None]).clamp(min=0)
+        self._step.extend(
+            tokens.flatten(),
+            self._slots.slots(self._rows[:, None], positions).flatten(),
+            self._rows,
+            starts=(self._rows * width + first).int(),
+            lens=self._prompt_lens - 1,
+            cached_lens=torch.zeros_like(self._prompt_lens),
+        )
 
 
 def check_vocabulary(

@@ -5,7 +5,8 @@ all cached tokens, to the new tokens ``t <= j`` with ``t < d``, and to itself:
 
     out[j] = sum_t softmax_t(sm_scale * q[j] . k[t]) v[t]
 
-The mask follows from ``C``, ``d`` and ``n`` and is never built (tree attention of LenVM, arXiv 2604.27039).
+The mask follows from ``C``, ``d`` and ``n`` and is never built (tree attention of LenVM, arXiv 2604.27039). Where each
+candidate names its parent, the sum has the candidate's ancestors too: a tree of drafts, as speculative decoding scores.
 
 A query tile packs neighbouring tokens of one request with all query heads that share a key/value head, so that cached
 keys and values are read once per key/value head and tile. The cached prefix is split over programs and merged in a
@@ -112,6 +113,14 @@ def _attend(q, k, v, visible, scale_log2, running_max, running_sum, acc):
     return new_max, running_sum, acc
 
 
+@triton.jit
+def _parent_row(row, parents_ptr, first_candidate_row):
+    """Rows of the parents of candidates, -1 for none; row -1 has none either. Whatever the pointer says, a parent is an
+    earlier candidate of the same request: every walk ends, and none leaves its request."""
+    parent = tl.load(parents_ptr + row, mask=row >= 0, other=-1)
+    return tl.where((parent >= first_candidate_row) & (parent < row), parent, -1)
+
+
 @triton.jit(do_not_specialize=["num_requests", "workspace_rows"])
 def _value_tree_attention_kernel(
     q_ptr,  # [T, Hq, D]
@@ -124,6 +133,7 @@ def _value_tree_attention_kernel(
     cached_lens_ptr,  # int32 [B]
     q_offsets_ptr,  # int32 [B + 1]
     candidate_lens_ptr,  # int32 [B]
+    parents_ptr,  # int32 [T], or None
     out_ptr,  # [T, Hq, D]
     partial_out_ptr,  # fp32 [max_splits, Hkv, W, Hq / Hkv, D]
     partial_lse_ptr,  # fp32 [max_splits, Hkv, W, Hq / Hkv], base 2
@@ -211,6 +221,37 @@ def _value_tree_attention_kernel(
         running_max = tl.where(is_self, self_score, float("-inf"))  # [BLOCK_M]
         running_sum = tl.where(is_self, 1.0, 0.0)  # [BLOCK_M]
         acc = v_self.to(tl.float32)  # [BLOCK_M, BLOCK_D]
+
+        # Ancestors follow one by one, outside of the matmuls for the same reason. The rows of the tile climb together;
+        # those without a further ancestor wait, to the bit as they are. Delta tokens wait with a finite maximum (0):
+        # no difference of infinities can arise.
+        if parents_ptr is not None:
+            first_candidate_row = first_row + delta
+            ancestor = _parent_row(tl.where(is_self & is_row, row, -1), parents_ptr, first_candidate_row)  # [BLOCK_M]
+            running_max = self_score
+            while tl.max(ancestor, axis=0) >= 0:
+                is_ancestor = ancestor >= 0
+                ancestor_mask = is_ancestor[:, None] & is_dim[None, :]
+                k = tl.load(
+                    k_new_ptr + (ancestor.to(tl.int64) * stride_k_new_token)[:, None] + d[None, :],
+                    mask=ancestor_mask,
+                    other=0.0,
+                )
+                v = tl.load(
+                    v_new_ptr + (ancestor.to(tl.int64) * stride_v_new_token)[:, None] + d[None, :],
+                    mask=ancestor_mask,
+                    other=0.0,
+                )
+                score = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale_log2
+                score = tl.where(is_ancestor, score, float("-inf"))
+                new_max = tl.maximum(running_max, score)
+                weight = tl.exp2(score - new_max)
+                decay = tl.exp2(running_max - new_max)
+                running_max = new_max
+                running_sum = running_sum * decay + weight
+                acc = tl.where(is_ancestor[:, None], acc * decay[:, None] + weight[:, None] * v.to(tl.float32), acc)
+                ancestor = _parent_row(ancestor, parents_ptr, first_candidate_row)
+            running_max = tl.where(is_self, running_max, float("-inf"))
 
         # Cached tokens of this split. Whole blocks, so that every split but the last reads no partial one.
         split_len = tl.cdiv(tl.cdiv(cached, splits), BLOCK_N) * BLOCK_N
@@ -306,14 +347,23 @@ def _merge_splits_kernel(
 
 def _launch_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Blocks, warps and pipeline depth. On sm_90 bf16 and fp16 do not spill (at D 128 a thread uses all its 255
-    registers), fp32 spills at most a few, and shared memory holds two programs a processor up to D 128, one at
-    D 256."""
+    registers), fp32 and D 256 with parents spill at most a few, and shared memory holds two programs a processor up
+    to D 128, one at D 256."""
     block_d = max(16, triton.next_power_of_2(head_dim))
     if dtype == torch.float32:  # no tensor cores in full fp32: operands live in registers, more so the wider the head
         return dict(BLOCK_D=block_d, BLOCK_N=16, num_warps=max(8, block_d // 8), num_stages=2)
     if block_d == 256:
         return dict(BLOCK_D=block_d, BLOCK_N=32, num_warps=8, num_stages=3)
     return dict(BLOCK_D=block_d, BLOCK_N=64, num_warps=4, num_stages=3)
+
+
+def workspace_shape(total_tokens: int, num_requests: int, group: int, max_len: int) -> tuple[int, int]:
+    """(splits, tokens W) of the partial results, fp32 ``[splits, Hkv, W, group, D + 1]``; W is 0 where one split does.
+
+    ``group`` is ``Hq / Hkv``, ``max_len`` the tokens that the slot table has room for in a row."""
+    splits = min(MAX_SPLITS.value, max(1, triton.cdiv(max_len, SPLIT_LEN.value)))
+    split_tokens = SPLIT_TILES.value * (BLOCK_M.value // group)
+    return splits, min(total_tokens, num_requests * split_tokens) if splits > 1 else 0
 
 
 def _launch(
@@ -327,6 +377,7 @@ def _launch(
     cached_lens: torch.Tensor,
     q_offsets: torch.Tensor,
     candidate_lens: torch.Tensor,
+    parents: torch.Tensor | None,
     page_size: int,
     sm_scale: float,
     out: torch.Tensor,
@@ -339,9 +390,8 @@ def _launch(
     group = q_heads // kv_heads
     tile_tokens = BLOCK_M.value // group
     split_tokens = SPLIT_TILES.value * tile_tokens
-    max_splits = min(MAX_SPLITS.value, max(1, triton.cdiv(slot_table.shape[1] * page_size, SPLIT_LEN.value)))
+    max_splits, workspace_rows = workspace_shape(total_tokens, num_requests, group, slot_table.shape[1] * page_size)
     max_items = (total_tokens // tile_tokens + num_requests) * max_splits
-    workspace_rows = min(total_tokens, num_requests * split_tokens) if max_splits > 1 else 0
     partial_out = q.new_empty(max_splits, kv_heads, workspace_rows, group, head_dim, dtype=torch.float32)
     partial_lse = q.new_empty(max_splits, kv_heads, workspace_rows, group, dtype=torch.float32)
     config = _launch_config(head_dim, q.dtype)
@@ -358,6 +408,7 @@ def _launch(
             cached_lens,
             q_offsets,
             candidate_lens,
+            parents,
             out,
             partial_out,
             partial_lse,
@@ -406,6 +457,7 @@ def value_tree_attention(
     q_offsets: torch.Tensor,  # int32 [B + 1]
     candidate_lens: torch.Tensor,  # int32 [B]
     *,
+    parents: torch.Tensor | None = None,  # int32 [T]
     page_size: int = 1,
     sm_scale: float | None = None,
     out: torch.Tensor | None = None,
@@ -418,12 +470,15 @@ def value_tree_attention(
     at the position after the last delta token. A delta token attends to the cached tokens and causally to the delta
     tokens; a candidate attends to the cached tokens, all delta tokens and itself.
 
+    With ``parents`` the candidates are a tree of any shape, as in speculative decoding: a candidate attends to its
+    ancestors too, and is at the position after its parent. The time grows with the depth of the tree.
+
     Cached token ``t`` of request ``i`` is in slot ``slot_table[table_rows[i], t // page_size] * page_size + t %
     page_size``. Slots and table entries past ``cached_lens[i]`` are never read. Nothing is written to the cache.
 
     Nothing synchronises with the host, and launch and workspace sizes depend on tensor shapes only (CUDA graphs can
     capture it). A request's result does not depend, to the bit, on the other requests of the batch, nor a candidate's
-    on the candidates after it.
+    on the candidates that are not its ancestors.
 
     Args:
         q: queries, fp32, bf16 or fp16 (fp64 too with the reference).
@@ -435,6 +490,9 @@ def value_tree_attention(
         q_offsets: first new row of each request, starting at 0, and their end. Rows of ``out`` from ``q_offsets[B]``
             on (padding of a captured graph) are left untouched.
         candidate_lens: candidates among the new tokens of each request.
+        parents: row of ``q`` of each candidate's parent; ``None``: no candidate has one. A value that is not the row of
+            an earlier candidate of the same request (-1, say) makes a candidate that follows the delta directly. Values
+            of delta tokens and of padding are ignored.
         page_size: slots in a page.
         sm_scale: factor on the scores; ``None`` is ``1 / sqrt(D)``.
         out: result tensor to reuse; ``None`` allocates one (whose rows from ``q_offsets[B]`` on are arbitrary).
@@ -454,6 +512,13 @@ def value_tree_attention(
         >>> table = torch.tensor([[5, 2, 7, 0]], dtype=torch.int32)    # 3 cached tokens, in slots 5, 2 and 7
         >>> row, cached, offsets, candidates = (torch.tensor(x, dtype=torch.int32) for x in ([0], [3], [0, 3], [2]))
         >>> value_tree_attention(q, new, new, cache, cache, table, row, cached, offsets, candidates).shape
+        torch.Size([3, 2, 16])
+
+        The second candidate as a child of the first, which is row 1:
+
+        >>> parents = torch.tensor([-1, -1, 1], dtype=torch.int32)
+        >>> lens = (table, row, cached, offsets, candidates)
+        >>> value_tree_attention(q, new, new, cache, cache, *lens, parents=parents).shape
         torch.Size([3, 2, 16])
     """
     backend = resolve_backend(backend, q.device if isinstance(q, torch.Tensor) else torch.device("cpu"))
@@ -477,6 +542,8 @@ def value_tree_attention(
     check_tensor("cached_lens", cached_lens, dtypes=torch.int32, shape=(num_requests,), device=device)
     check_tensor("q_offsets", q_offsets, dtypes=torch.int32, shape=(num_requests + 1,), device=device)
     check_tensor("candidate_lens", candidate_lens, dtypes=torch.int32, shape=(num_requests,), device=device)
+    if parents is not None:
+        check_tensor("parents", parents, dtypes=torch.int32, shape=(total_tokens,), device=device)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=device)
     check_tensor("out", out, dtypes=q.dtype, shape=q.shape, device=device)
@@ -506,5 +573,5 @@ def value_tree_attention(
 
     operands = (q, k_new, v_new, k_cache, v_cache, slot_table, table_rows, cached_lens, q_offsets, candidate_lens)
     attend = _launch if backend == "triton" else reference.value_tree_attention
-    attend(*operands, page_size=page_size, sm_scale=sm_scale, out=out)
+    attend(*operands, parents=parents, page_size=page_size, sm_scale=sm_scale, out=out)
     return out

@@ -1,0 +1,71 @@
+"""Value models of real dimensions with random weights for benchmarks: not what they compute matters but how long."""
+
+import torch
+
+from lenvm_kernels.value_model import ValueModel, ValueModelConfig
+
+# hidden, intermediate, layers, query heads, key/value heads, head dimension, norm of queries and keys
+DIMENSIONS = {
+    "SmolLM2-135M": (576, 1536, 30, 9, 3, 64, False),
+    "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 64, False),
+    "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 128, False),
+    "Qwen2.5-3B": (2048, 11008, 36, 16, 2, 128, False),
+    "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 128, False),
+    "Qwen3-1.7B": (2048, 6144, 28, 16, 8, 128, True),
+}
+
+
+def make_config(name: str, *, vocab_size: int, num_layers: int | None = None) -> ValueModelConfig:
+    """The architecture ``name``, with another vocabulary and, if given, another number of layers."""
+    hidden, intermediate, layers, heads, kv_heads, head_dim, qk_norm = DIMENSIONS[name]
+    return ValueModelConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=layers if num_layers is None else num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        rms_norm_eps=1e-6,
+        rope_inv_freq=tuple(1e6 ** (-2 * i / head_dim) for i in range(head_dim // 2)),
+        qkv_bias=name.startswith("Qwen2"),
+        qk_norm=qk_norm,
+    )
+
+
+def make_model(config: ValueModelConfig, dtype: torch.dtype, device: str) -> ValueModel:
+    """A value model with random weights."""
+    tensors = {
+        name: torch.randn(shape, dtype=dtype, device=device) * shape[-1] ** -0.5
+        for name, shape in config.tensor_shapes().items()
+    }
+    return ValueModel(config, tensors)
+
+
+def layer_parameters(config: ValueModelConfig) -> int:
+    """Weights of the matrices of one layer."""
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    attention = config.hidden_size * (heads + config.num_heads * config.head_dim)
+    return attention + 3 * config.hidden_size * config.intermediate_size
+
+
+def forward_floor(
+    config: ValueModelConfig, dtype: torch.dtype, tokens: int, candidates: int, requests: int, cached: int
+) -> tuple[int, int]:
+    """(bytes, operations) of the least a forward can move and do.
+
+    Args:
+        config: the architecture.
+        dtype: of weights and cache.
+        tokens: rows of the forward, delta tokens and candidates.
+        candidates: of them, those whose values are wanted.
+        requests: with ``cached`` tokens in the cache each.
+        cached: tokens.
+    """
+    size, kv = dtype.itemsize, 2 * config.num_kv_heads * config.head_dim
+    head = config.hidden_size * (config.hidden_size + 1)
+    weights = config.num_layers * layer_parameters(config) + head
+    moved = (weights + config.num_layers * kv * requests * cached + tokens * config.hidden_size) * size
+    matmuls = config.num_layers * layer_parameters(config) * tokens + head * candidates
+    attention = config.num_layers * 2 * config.num_heads * config.head_dim * tokens * cached
+    return moved, 2 * (matmuls + attention)

@@ -1,0 +1,277 @@
+"""Keys and values of the token just drawn, copied from the candidate that was computed in its place into the cache.
+
+The last forward computed every candidate of a row against the row's exact prefix. The token drawn is one of them, so
+its keys and values are known, in all layers, and need no forward: they only have to be moved to the token's slot. A row
+whose token was no candidate at this position is left to the next forward, and told so.
+
+One launch. A program has one row and a tile of layers; each finds the row's candidate for itself, because a launch
+that did so once would cost more than all of them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lenvm_kernels.ops._common import FLOAT_DTYPES, check_tensor, resolve_backend
+from lenvm_kernels.reference.commit_winner import commit_winner as _reference
+
+MAX_CANDIDATES = 64
+
+# Elements of keys, and as many of values, in a program's registers at a time: as much of a token's row as fits, then
+# as many layers. It bounds the registers whatever the model's sizes are. Estimated for an H200, not measured yet: to
+# keep 4.8 TB/s busy over some 700 ns takes 3 MB in flight. 64 rows of a model of 28 layers and 512 bytes a row are
+# 1.8 MB; as 448 programs of 4 KB each they are all in flight at once, 4 programs a multiprocessor. Half the tile
+# would have no more in flight and load the candidates twice as often; with twice the tile, 1 to 8 rows, whose time is
+# latency alone, would have half the programs.
+TILE = 1024
+# One warp: finding the candidate needs no shared memory and no barrier, and each lane has eight 16-byte loads
+# of bf16 in flight.
+NUM_WARPS = 1
+
+
+@triton.jit
+def _find_candidate(
+    candidate_ids_ptr,  # [C, K]
+    stride_candidate_ids_row,
+    candidate_rows_ptr,  # [C, K]
+    stride_candidate_rows_row,
+    candidate_positions_ptr,  # [C]
+    last,
+    token,
+    position,
+    C,
+    T,
+    K: tl.constexpr,
+):
+    """Row of the last forward in which ``token`` was computed at ``position``, -1 if it was in none."""
+    slot = tl.arange(0, K)
+    last += tl.zeros([K], tl.int64)  # by slot: triton 3.9's interpreter takes no scalar for a mask
+    in_last_step = (last >= 0) & (last < C)
+    ids = tl.load(candidate_ids_ptr + last * stride_candidate_ids_row + slot, mask=in_last_step, other=-1)
+    rows = tl.load(candidate_rows_ptr + last * stride_candidate_rows_row + slot, mask=in_last_step, other=-1)
+    candidate_positions = tl.load(candidate_positions_ptr + last, mask=in_last_step, other=0)
+    matches = (ids == token) & (ids >= 0) & (rows < T) & (candidate_positions == position)
+    return tl.max(tl.where(matches, rows, -1), axis=0).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["S", "T", "C"])  # a new number of rows compiles nothing
+def _commit_winner_kernel(
+    committed_ptr,  # [B]
+    k_cache_ptr,  # [LAYERS, S, WIDTH]
+    stride_k_cache_layer,
+    stride_k_cache_slot,
+    v_cache_ptr,  # [LAYERS, S, WIDTH]
+    stride_v_cache_layer,
+    stride_v_cache_slot,
+    k_last_ptr,  # [LAYERS, T, WIDTH]
+    stride_k_last_layer,
+    stride_k_last_row,
+    v_last_ptr,  # [LAYERS, T, WIDTH]
+    stride_v_last_layer,
+    stride_v_last_row,
+    candidate_ids_ptr,  # [C, K]
+    stride_candidate_ids_row,
+    candidate_rows_ptr,  # [C, K]
+    stride_candidate_rows_row,
+    candidate_positions_ptr,  # [C]
+    last_rows_ptr,  # [B]
+    tokens_ptr,  # [B]
+    positions_ptr,  # [B]
+    slots_ptr,  # [B]
+    S,
+    T,
+    C,
+    LAYERS: tl.constexpr,
+    WIDTH: tl.constexpr,  # Hkv * D
+    K: tl.constexpr,
+    BLOCK_LAYERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i, layer_block = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots_ptr + i).to(tl.int64)
+    row = _find_candidate(
+        candidate_ids_ptr,
+        stride_candidate_ids_row,
+        candidate_rows_ptr,
+        stride_candidate_rows_row,
+        candidate_positions_ptr,
+        tl.load(last_rows_ptr + i).to(tl.int64),
+        tl.load(tokens_ptr + i),
+        tl.load(positions_ptr + i),
+        C,
+        T,
+        K,
+    )
+    commits = (row >= 0) & (slot >= 0) & (slot < S)
+    if layer_block == 0:
+        tl.store(committed_ptr + i, commits)
+    if commits:
+        layer = (layer_block * BLOCK_LAYERS + tl.arange(0, BLOCK_LAYERS)).to(tl.int64)[:, None]
+        k_source = k_last_ptr + layer * stride_k_last_layer + row * stride_k_last_row
+        v_source = v_last_ptr + layer * stride_v_last_layer + row * stride_v_last_row
+        k_target = k_cache_ptr + layer * stride_k_cache_layer + slot * stride_k_cache_slot
+        v_target = v_cache_ptr + layer * stride_v_cache_layer + slot * stride_v_cache_slot
+        for start in range(0, WIDTH, BLOCK):
+            column = start + tl.arange(0, BLOCK)[None, :]
+            inside = (layer < LAYERS) & (column < WIDTH)
+            # Both loads before the first store, which would wait for its own.
+            k = tl.load(k_source + column, mask=inside)
+            v = tl.load(v_source + column, mask=inside)
+            tl.store(k_target + column, k, mask=inside)
+            tl.store(v_target + column, v, mask=inside)
+
+
+def _commit_winner_triton(
+    k_cache,
+    v_cache,
+    k_last,
+    v_last,
+    candidate_ids,
+    candidate_rows,
+    candidate_positions,
+    last_rows,
+    tokens,
+    positions,
+    slots,
+) -> Tensor:
+    layers, cache_slots, heads, head_dim = k_cache.shape
+    rows, width = tokens.shape[0], heads * head_dim
+    committed = torch.empty(rows, dtype=torch.bool, device=k_cache.device)
+    if rows == 0:
+        return committed
+    block = min(triton.next_power_of_2(width), TILE)
+    block_layers = min(triton.next_power_of_2(layers), TILE // block)
+    with torch.cuda.device_of(k_cache):
+        _commit_winner_kernel[(rows, triton.cdiv(layers, block_layers))](
+            committed,
+            k_cache,
+            *k_cache.stride()[:2],
+            v_cache,
+            *v_cache.stride()[:2],
+            k_last,
+            *k_last.stride()[:2],
+            v_last,
+            *v_last.stride()[:2],
+            candidate_ids,
+            candidate_ids.stride(0),
+            candidate_rows,
+            candidate_rows.stride(0),
+            candidate_positions,
+            last_rows,
+            tokens,
+            positions,
+            slots,
+            cache_slots,
+            k_last.shape[1],
+            candidate_ids.shape[0],
+            LAYERS=layers,
+            WIDTH=width,
+            K=candidate_ids.shape[1],
+            BLOCK_LAYERS=block_layers,
+            BLOCK=block,
+            num_warps=NUM_WARPS,
+        )
+    return committed
+
+
+def commit_winner(
+    k_cache: Tensor,  # [layers, S, Hkv, D]
+    v_cache: Tensor,  # [layers, S, Hkv, D]
+    k_last: Tensor,  # [layers, T, Hkv, D]
+    v_last: Tensor,  # [layers, T, Hkv, D]
+    candidate_ids: Tensor,  # int32 [C, K]
+    candidate_rows: Tensor,  # int32|int64 [C, K]
+    candidate_positions: Tensor,  # int32 [C]
+    last_rows: Tensor,  # int32|int64 [B]
+    tokens: Tensor,  # int32|int64 [B]
+    positions: Tensor,  # int32 [B]
+    slots: Tensor,  # int32|int64 [B]
+    *,
+    backend: str = "auto",
+) -> Tensor:  # bool [B]
+    """Move the drawn tokens' keys and values from the last forward, where they were candidates, into the cache.
+
+    Row ``i`` commits if its token was a candidate of its row of the last step (``last_rows[i]``), was computed there,
+    and at the position it now has. Then ``k_cache[:, slots[i]] = k_last[:, r]``, where ``r`` is the candidate's row,
+    likewise the values, bit by bit. Any other row writes nothing. Nothing is read back to the host.
+
+    Args:
+        k_cache: keys by slot ``[layers, S, Hkv, D]``, fp32, bf16 or fp16 (fp64 too on the reference), written in place.
+            Like the three below it may be strided over layers and slots.
+        v_cache: values by slot; dtype and shape of ``k_cache``.
+        k_last: keys of the last forward's rows ``[layers, T, Hkv, D]``; the dtype of ``k_cache``.
+        v_last: values of the last forward's rows; dtype and shape of ``k_last``.
+        candidate_ids: int32 ``[C, K]``; the candidates of the last step's C rows; K a power of two up to 64. Negative
+            ids pad.
+        candidate_rows: int32 or int64 ``[C, K]``; each candidate's row of ``k_last``. One outside ``[0, T)`` was not
+            computed and never matches. Should a token be listed twice, the higher row counts.
+        candidate_positions: int32 ``[C]``; the position of each row's candidates in their sequence.
+        last_rows: int32 or int64 ``[B]``; each row's row in the last step. Outside ``[0, C)``, as is -1, it had none,
+            or one that must not be used.
+        tokens: int32 or int64 ``[B]``; the token drawn.
+        positions: int32 ``[B]``; its position in its sequence.
+        slots: int32 or int64 ``[B]``; the slot its keys and values belong in, another for each row that commits. A row
+            whose slot is outside ``[0, S)`` does not commit.
+        backend: ``auto``, ``triton`` or ``reference``.
+
+    Returns:
+        bool ``[B]``; the rows that committed.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what is accepted.
+
+    Example:
+        >>> def i32(*values):
+        ...     return torch.tensor(values, dtype=torch.int32)
+        >>> k_cache, v_cache = torch.zeros(2, 1, 4, 1, 1)
+        >>> k_last, v_last = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).view(2, 1, 2, 1, 1)
+        >>> candidates = dict(candidate_ids=i32([17, 23]), candidate_rows=i32([0, 1]), candidate_positions=i32(9))
+        >>> drawn = dict(last_rows=i32(0), tokens=i32(23), positions=i32(9), slots=i32(2))
+        >>> commit_winner(k_cache, v_cache, k_last, v_last, **candidates, **drawn)
+        tensor([True])
+        >>> k_cache.flatten(), v_cache.flatten()
+        (tensor([0., 0., 2., 0.]), tensor([0., 0., 4., 0.]))
+    """
+    check_tensor("k_cache", k_cache, dtypes=(*FLOAT_DTYPES, torch.float64), shape=[None] * 4)
+    backend = resolve_backend(backend, k_cache.device)
+    if backend == "triton":
+        check_tensor("k_cache", k_cache, dtypes=FLOAT_DTYPES, shape=[None] * 4)
+    (layers, _, heads, head_dim), device = k_cache.shape, k_cache.device
+    if not layers * heads * head_dim:
+        raise ValueError(f"k_cache must have at least one layer, head and column, got shape {list(k_cache.shape)}")
+    check_tensor("v_cache", v_cache, dtypes=k_cache.dtype, shape=k_cache.shape, device=device)
+    check_tensor("k_last", k_last, dtypes=k_cache.dtype, shape=[layers, None, heads, head_dim], device=device)
+    check_tensor("v_last", v_last, dtypes=k_cache.dtype, shape=k_last.shape, device=device)
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("k_last", k_last), ("v_last", v_last)):
+        if heads > 1 and tensor.stride(2) != head_dim:
+            raise ValueError(f"{name} must be contiguous in its last two dimensions, got strides {tensor.stride()}")
+    integers = (torch.int32, torch.int64)
+    check_tensor("candidate_ids", candidate_ids, dtypes=torch.int32, shape=[None, None], device=device)
+    if candidate_ids.shape[1] not in (1, 2, 4, 8, 16, 32, MAX_CANDIDATES):
+        raise ValueError(
+            f"candidate_ids must have a power of two up to {MAX_CANDIDATES} columns, got {candidate_ids.shape[1]}"
+        )
+    check_tensor("candidate_rows", candidate_rows, dtypes=integers, shape=candidate_ids.shape, device=device)
+    check_tensor(
+        "candidate_positions", candidate_positions, dtypes=torch.int32, shape=candidate_ids.shape[:1], device=device
+    )
+    check_tensor("tokens", tokens, dtypes=integers, shape=[None], device=device)
+    check_tensor("last_rows", last_rows, dtypes=integers, shape=tokens.shape, device=device)
+    check_tensor("positions", positions, dtypes=torch.int32, shape=tokens.shape, device=device)
+    check_tensor("slots", slots, dtypes=integers, shape=tokens.shape, device=device)
+
+    run = _commit_winner_triton if backend == "triton" else _reference
+    return run(
+        k_cache,
+        v_cache,
+        k_last,
+        v_last,
+        candidate_ids,
+        candidate_rows,
+        candidate_positions,
+        last_rows,
+        tokens,
+        positions,
+        slots,
+    )

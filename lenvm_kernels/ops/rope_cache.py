@@ -1,0 +1,301 @@
+"""Rotary embedding and cache write: from the fused QKV projection to rotated queries and kept keys, one launch a layer.
+
+For head ``x`` of a token, its first half ``a`` and second half ``b`` (queries and keys; values are copied):
+
+    x = w * (x * rsqrt(mean(x^2) + eps))        with a norm weight only (Qwen3)
+    a, b = a cos - b sin, b cos + a sin
+
+Source: ``Qwen3RMSNorm`` and ``apply_rotary_pos_emb`` of transformers (RoFormer, arXiv 2104.09864). The norm rounds
+where transformers rounds, to the dtype before and after the product with ``w``; the rotation is in fp32 and rounded
+once. Keys and values of the tokens to keep also go to their slots of the cache.
+
+A program takes one token with all its heads. Nothing in it depends on the number of tokens, so a token's bits do not
+depend on the others. All its loads come before its stores: it waits for memory once.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lenvm_kernels.ops._common import FLOAT_DTYPES, check_tensor, resolve_backend
+from lenvm_kernels.reference.rope_cache import rope_cache as _reference
+
+# Elements of each half of the queries a thread holds: 16 bytes of bf16, the widest load. With Qwen3-1.7B's 16 heads of
+# 128 a program is 4 warps and has 8 KB under way, so 8 programs keep 64 KB under way on each multiprocessor, more than
+# the 30 to 40 KB that memory's latency asks for at an H200's full rate (estimated, not measured yet).
+ELEMENTS_PER_THREAD = 8
+# More heads than this covers (64 of 128) give each thread more elements. Above 16 warps a multiprocessor could no
+# longer hold several programs side by side.
+MAX_WARPS = 16
+
+
+@triton.jit
+def _load_halves(ptr, mask, HALF: tl.constexpr):
+    return tl.load(ptr, mask=mask, other=0.0), tl.load(ptr + HALF, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_halves(ptr, halves, mask, HALF: tl.constexpr):
+    tl.store(ptr, halves[0].to(ptr.dtype.element_ty), mask=mask)
+    tl.store(ptr + HALF, halves[1].to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _scale(x, inv_rms, weight):
+    """``weight * (x * inv_rms)`` with the roundings of the dtype of x. Of two bf16 or fp16 numbers fp32 holds the exact
+    product, so that rounding it is what multiplying them in their dtype gives."""
+    normed = (x.to(tl.float32) * inv_rms[:, None]).to(x.dtype).to(tl.float32)
+    return (normed * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _rms_norm(halves, weights, norm_eps, HALF: tl.constexpr):
+    first, second = halves[0].to(tl.float32), halves[1].to(tl.float32)
+    mean_square = tl.sum(first * first + second * second, axis=1) / (2 * HALF)  # [heads]
+    inv_rms = tl.rsqrt(mean_square + norm_eps)
+    return _scale(halves[0], inv_rms, weights[0]), _scale(halves[1], inv_rms, weights[1])
+
+
+@triton.jit
+def _rotate(halves, cos, sin):
+    first, second = halves[0].to(tl.float32), halves[1].to(tl.float32)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _rope_cache_kernel(
+    q_ptr,  # [T, Hq, D]
+    k_ptr,  # [T, Hkv, D]
+    v_ptr,  # [T, Hkv, D]
+    k_cache_ptr,  # [S, Hkv, D]
+    v_cache_ptr,  # [S, Hkv, D]
+    qkv_ptr,  # [T, (Hq + 2 Hkv) * D]
+    cos_ptr,  # fp32 [T, D / 2]
+    sin_ptr,  # fp32 [T, D / 2]
+    slots_ptr,  # int32|int64 [T]
+    norm_weight_ptr,  # [Hq + Hkv, D] or None
+    num_rows_ptr,  # int32 [1] or None
+    norm_eps,
+    num_slots,  # S
+    stride_k_token,
+    stride_k_head,
+    stride_v_token,
+    stride_v_head,
+    stride_k_cache_slot,
+    stride_k_cache_head,
+    stride_v_cache_slot,
+    stride_v_cache_head,
+    stride_qkv_token,
+    stride_cos_token,
+    stride_sin_token,
+    stride_norm_weight_head,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,  # D / 2
+    BLOCK_Q_HEADS: tl.constexpr,
+    BLOCK_KV_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    HEAD_DIM: tl.constexpr = 2 * HALF
+    token = tl.program_id(0).to(tl.int64)
+    num_rows = tl.num_programs(0)
+    if num_rows_ptr is not None:
+        num_rows = tl.load(num_rows_ptr)
+    if token >= num_rows:
+        return
+
+    d = tl.arange(0, BLOCK_HALF)[None, :]
+    q_head = tl.arange(0, BLOCK_Q_HEADS)[:, None]
+    kv_head = tl.arange(0, BLOCK_KV_HEADS)[:, None]
+    q_mask = (q_head < Q_HEADS) & (d < HALF)
+    kv_mask = (kv_head < KV_HEADS) & (d < HALF)
+
+    qkv_ptr += token * stride_qkv_token + d
+    q = _load_halves(qkv_ptr + q_head * HEAD_DIM, q_mask, HALF)
+    k = _load_halves(qkv_ptr + (Q_HEADS + kv_head) * HEAD_DIM, kv_mask, HALF)
+    v = _load_halves(qkv_ptr + (Q_HEADS + KV_HEADS + kv_head) * HEAD_DIM, kv_mask, HALF)
+    cos = tl.load(cos_ptr + token * stride_cos_token + d, mask=d < HALF, other=0.0)  # [1, BLOCK_HALF]
+    sin = tl.load(sin_ptr + token * stride_sin_token + d, mask=d < HALF, other=0.0)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+
+    if norm_weight_ptr is not None:
+        norm_weight_ptr += d
+        q_weight = _load_halves(norm_weight_ptr + q_head * stride_norm_weight_head, q_mask, HALF)
+        k_weight = _load_halves(norm_weight_ptr + (Q_HEADS + kv_head) * stride_norm_weight_head, kv_mask, HALF)
+        q = _rms_norm(q, q_weight, norm_eps, HALF)
+        k = _rms_norm(k, k_weight, norm_eps, HALF)
+    q = _rotate(q, cos, sin)
+    k = _rotate(k, cos, sin)
+
+    _store_halves(q_ptr + (token * Q_HEADS + q_head) * HEAD_DIM + d, q, q_mask, HALF)
+    # The strides of buffers and caches are the caller's: a cache may well keep each head's slots together.
+    kv_head = kv_head.to(tl.int64)
+    _store_halves(k_ptr + token * stride_k_token + kv_head * stride_k_head + d, k, kv_mask, HALF)
+    _store_halves(v_ptr + token * stride_v_token + kv_head * stride_v_head + d, v, kv_mask, HALF)
+    if (slot >= 0) & (slot < num_slots):
+        k_slot_ptr = k_cache_ptr + slot * stride_k_cache_slot + kv_head * stride_k_cache_head + d
+        v_slot_ptr = v_cache_ptr + slot * stride_v_cache_slot + kv_head * stride_v_cache_head + d
+        _store_halves(k_slot_ptr, k, kv_mask, HALF)
+        _store_halves(v_slot_ptr, v, kv_mask, HALF)
+
+
+def _rope_cache_triton(
+    qkv, cos, sin, slots, k_cache, v_cache, *, num_heads, qk_norm_weight, norm_eps, num_rows, k_out, v_out
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens = qkv.shape[0]
+    num_slots, kv_heads, head_dim = k_cache.shape
+    q = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    k = torch.empty(tokens, kv_heads, head_dim, dtype=qkv.dtype, device=qkv.device) if k_out is None else k_out
+    v = torch.empty(tokens, kv_heads, head_dim, dtype=qkv.dtype, device=qkv.device) if v_out is None else v_out
+    if tokens == 0:
+        return q, k, v
+    block_q_heads, block_half = triton.next_power_of_2(num_heads), triton.next_power_of_2(head_dim // 2)
+    warps = block_q_heads * block_half // (32 * ELEMENTS_PER_THREAD)
+    with torch.cuda.device_of(qkv):
+        _rope_cache_kernel[(tokens,)](
+            q,
+            k,
+            v,
+            k_cache,
+            v_cache,
+            qkv,
+            cos,
+            sin,
+            slots,
+            qk_norm_weight,
+            num_rows,
+            norm_eps,
+            num_slots,
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            k_cache.stride(0),
+            k_cache.stride(1),
+            v_cache.stride(0),
+            v_cache.stride(1),
+            qkv.stride(0),
+            cos.stride(0),
+            sin.stride(0),
+            0 if qk_norm_weight is None else qk_norm_weight.stride(0),
+            Q_HEADS=num_heads,
+            KV_HEADS=kv_heads,
+            HALF=head_dim // 2,
+            BLOCK_Q_HEADS=block_q_heads,
+            BLOCK_KV_HEADS=triton.next_power_of_2(kv_heads),
+            BLOCK_HALF=block_half,
+            num_warps=min(max(warps, 1), MAX_WARPS),
+        )
+    return q, k, v
+
+
+def rope_cache(
+    qkv: Tensor,  # [T, (Hq + 2 Hkv) * D]
+    cos: Tensor,  # fp32 [T, D / 2]
+    sin: Tensor,  # fp32 [T, D / 2]
+    slots: Tensor,  # int32|int64 [T]
+    k_cache: Tensor,  # [S, Hkv, D]
+    v_cache: Tensor,  # [S, Hkv, D]
+    *,
+    num_heads: int,  # Hq
+    qk_norm_weight: Tensor | None = None,  # [Hq + Hkv, D]
+    norm_eps: float = 1e-6,
+    num_rows: Tensor | None = None,  # int32 [1]
+    k_out: Tensor | None = None,  # [T, Hkv, D]
+    v_out: Tensor | None = None,  # [T, Hkv, D]
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:  # [T, Hq, D], [T, Hkv, D], [T, Hkv, D]
+    """Queries, keys and values of a layer's attention from its fused projection; keeps keys and values in the cache.
+
+    Queries and keys get the RMSNorm of each head (Qwen3) if there is a weight for it, then the rotary embedding, first
+    half of a head against second. The same token gives the same bits whatever else is in the batch and wherever it
+    stands. Nothing is read back to the host by the kernel, and no new number of tokens compiles anything.
+
+    Args:
+        qkv: each token's query heads, then key heads, then value heads; fp32, bf16 or fp16 (fp64 too on the
+            reference). Rows may be strided.
+        cos, sin: fp32, of the angle ``position * inv_freq`` of each token in radians, with any scaling applied.
+        slots: slot of the cache to keep each token's key and value in. Outside ``[0, S)``: not kept (candidates,
+            padding). No two tokens may have the same slot.
+        k_cache, v_cache: the layer's cache, dtype of ``qkv``, written in place; contiguous in D only. Their shape gives
+            ``Hkv`` and ``D`` (even).
+        num_heads: query heads.
+        qk_norm_weight: dtype of ``qkv``, the weight of the RMSNorm over D of each query head, then of each key head
+            (``None``: no norm). One row for all heads may be passed expanded.
+        norm_eps: epsilon of that RMSNorm, added to the mean of squares.
+        num_rows: how many rows are tokens (``None`` or more than T: all). The rest is neither read nor written. The
+            reference reads it on the host.
+        k_out, v_out: buffers for the new keys and values of all tokens, kept or not, contiguous in D (``None``
+            allocates).
+        backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
+
+    Returns:
+        Queries, keys (``k_out``) and values (``v_out``), in the dtype of ``qkv``. Rows from ``num_rows`` on are
+        arbitrary (untouched in given buffers).
+
+    Raises:
+        TypeError, ValueError: an argument is not as above. Checked before any launch, except the contents of ``slots``
+            and ``num_rows``: that would need the host.
+
+    Example:
+        >>> import torch
+        >>> qkv = torch.arange(8.0).view(1, 8)                # one token: 2 query, 1 key, 1 value head of 2
+        >>> cos, sin = torch.zeros(1, 1), torch.ones(1, 1)    # a quarter turn
+        >>> k_cache, v_cache = torch.zeros(2, 3, 1, 2)        # 3 slots
+        >>> q, k, v = rope_cache(qkv, cos, sin, torch.tensor([2]), k_cache, v_cache, num_heads=2)
+        >>> q
+        tensor([[[-1.,  0.],
+                 [-3.,  2.]]])
+        >>> k_cache[2], v_cache[2]
+        (tensor([[-5.,  4.]]), tensor([[6., 7.]]))
+    """
+    check_tensor("qkv", qkv, dtypes=(*FLOAT_DTYPES, torch.float64), shape=(None, None))
+    backend = resolve_backend(backend, qkv.device)
+    if backend == "triton":
+        check_tensor("qkv", qkv, dtypes=FLOAT_DTYPES, shape=(None, None))
+    dtype, device, tokens = qkv.dtype, qkv.device, qkv.shape[0]
+    check_tensor("k_cache", k_cache, dtypes=dtype, shape=(None, None, None), device=device)
+    kv_heads, head_dim = k_cache.shape[1:]
+    if kv_heads == 0 or head_dim == 0 or head_dim % 2:
+        raise ValueError(
+            f"k_cache must have at least one head and an even last dimension, got shape {list(k_cache.shape)}"
+        )
+    check_tensor("v_cache", v_cache, dtypes=dtype, shape=k_cache.shape, device=device)
+    if isinstance(num_heads, bool) or not isinstance(num_heads, int):
+        raise TypeError(f"num_heads must be an int of at least 1, got {type(num_heads).__name__}")
+    if num_heads < 1:
+        raise ValueError(f"num_heads must be an int of at least 1, got {num_heads}")
+    check_tensor("qkv", qkv, dtypes=dtype, shape=(None, (num_heads + 2 * kv_heads) * head_dim))
+    check_tensor("cos", cos, dtypes=torch.float32, shape=(tokens, head_dim // 2), device=device)
+    check_tensor("sin", sin, dtypes=torch.float32, shape=(tokens, head_dim // 2), device=device)
+    check_tensor("slots", slots, dtypes=(torch.int32, torch.int64), shape=(tokens,), device=device)
+    if qk_norm_weight is not None:
+        check_tensor(
+            "qk_norm_weight", qk_norm_weight, dtypes=dtype, shape=(num_heads + kv_heads, head_dim), device=device
+        )
+    if not isinstance(norm_eps, (int, float)) or not 0 < norm_eps < math.inf:
+        raise ValueError(f"norm_eps must be a positive number, got {norm_eps!r}")
+    if num_rows is not None:
+        check_tensor("num_rows", num_rows, dtypes=torch.int32, shape=(1,), device=device)
+    for name, out in (("k_out", k_out), ("v_out", v_out)):
+        if out is not None:
+            check_tensor(name, out, dtypes=dtype, shape=(tokens, kv_heads, head_dim), device=device)
+
+    embed = _rope_cache_triton if backend == "triton" else _reference
+    return embed(
+        qkv,
+        cos,
+        sin,
+        slots,
+        k_cache,
+        v_cache,
+        num_heads=num_heads,
+        qk_norm_weight=qk_norm_weight,
+        norm_eps=float(norm_eps),
+        num_rows=num_rows,
+        k_out=k_out,
+        v_out=v_out,
+    )

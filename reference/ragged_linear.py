@@ -1,0 +1,40 @@
+"""Ragged linear in plain PyTorch: a linear layer over the rows there are, with RMSNorm, SwiGLU and a residual.
+
+The projections of a Qwen2 or Llama decoder layer. The work follows the number of rows, which is read on the host.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._common import compute_dtype
+
+
+def ragged_linear(
+    x: Tensor,  # [T, K]
+    weight: Tensor,  # [N, K], or [2 N, K] with swiglu
+    bias: Tensor | None = None,  # [N], or [2 N] with swiglu
+    *,
+    num_rows: Tensor | None = None,  # int32 [1]
+    norm_eps: float | None = None,
+    swiglu: bool = False,
+    residual: Tensor | None = None,  # [T, N]
+) -> Tensor:  # [T, N]
+    """See :func:`lenvm_kernels.ops.ragged_linear.ragged_linear`."""
+    rows = x.shape[0] if num_rows is None else max(0, min(int(num_rows), x.shape[0]))
+    dtype = compute_dtype(x)
+
+    h = x[:rows].to(dtype)
+    if norm_eps is not None:
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + norm_eps)
+    y = F.linear(h, weight.to(dtype), None if bias is None else bias.to(dtype))
+    if swiglu:
+        gate, up = y.chunk(2, -1)
+        y = F.silu(gate) * up
+    if residual is not None:
+        y = y + residual[:rows]
+    if rows == x.shape[0]:
+        return y.to(x.dtype)
+    out = x.new_zeros(x.shape[0], y.shape[1])
+    out[:rows] = y
+    return out

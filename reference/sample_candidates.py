@@ -1,0 +1,74 @@
+"""Draw of the next token among a row's guided candidates: inverse CDF of a counter-based uniform number.
+
+Generator: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), in integers that
+give the same bits anywhere. The sums are in the dtype of the probabilities and in the order of the slots: with fp32
+probabilities the kernel draws the very same token.
+"""
+
+import torch
+
+from lenvm_kernels.reference.topk_candidates import GREEDY_TEMPERATURE, Candidates, Status
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+
+
+def sample_candidates(
+    candidates: Candidates,
+    guided_probs: torch.Tensor,  # [B, K]
+    seeds: torch.Tensor,  # [B]
+    positions: torch.Tensor,  # [B]
+    *,
+    temperature: torch.Tensor | None,  # [B]
+) -> torch.Tensor:  # [B]
+    """See :func:`lenvm_kernels.ops.sample_candidates.sample_candidates`."""
+    p = torch.where(guided_probs > 0, guided_probs, 0.0)
+    cumulative = torch.zeros_like(p)
+    total = torch.zeros_like(p[:, 0])
+    for slot in range(p.shape[1]):  # not cumsum, whose order and precision are its own
+        total = total + p[:, slot]
+        cumulative[:, slot] = total
+
+    beyond = cumulative > (uniform(seeds, positions).to(p.dtype) * total)[:, None]
+    first_beyond = beyond.int().argmax(dim=1)  # the first of equals
+    slots = torch.arange(p.shape[1], device=p.device)
+    last = torch.where(p > 0, slots, -1).amax(dim=1)
+    slot = torch.where(beyond.any(dim=1), first_beyond, last)
+    if temperature is not None:
+        slot = torch.where(temperature < GREEDY_TEMPERATURE, p.argmax(dim=1), slot)
+
+    status = candidates.status
+    drawn = (last >= 0) & ((status == Status.GUIDE) | (status == Status.SINGLE))
+    token = candidates.token_ids.gather(1, slot.clamp(min=0)[:, None])[:, 0]
+    return torch.where(drawn, token, -1)
+
+
+def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """fp32 multiples of 2^-24 in [0, 1): the upper 24 bits of the first word of each seed and position."""
+    zero = torch.zeros_like(seeds)
+    counter = *_words(positions.long()), zero, zero
+    return (philox4x32(counter, _words(seeds))[0] >> 8).float() * 2.0**-24
+
+
+def philox4x32(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Philox4x32-10 of four counter words and two key words; every word is an int64 in [0, 2^32)."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(_ROUNDS):
+        (high0, low0), (high1, low1) = _multiply(_MULTIPLIERS[0], c0), _multiply(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def _words(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The low and the high 32 bits of int64."""
+    return x & _WORD, (x >> 32) & _WORD
+
+
+def _multiply(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The high and the low word of a product of two words, by halves: no part exceeds 2^49."""
+    low_part = a * (b & 0xFFFF)
+    high_part = a * (b >> 16) + (low_part >> 16)
+    return high_part >> 16, ((high_part & 0xFFFF) << 16) | (low_part & 0xFFFF)

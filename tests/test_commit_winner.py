@@ -1,0 +1,307 @@
+"""``commit_winner``: what is moved, bit by bit, why nothing is, and that no other byte of the cache changes."""
+
+from unittest import mock
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from lenvm_kernels.ops import commit_winner as module
+from lenvm_kernels.ops.commit_winner import commit_winner
+
+BACKENDS = ["triton", "reference"]
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float64: torch.int64}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CACHES, LAST = ("k_cache", "v_cache"), ("k_last", "v_last")
+
+
+def random_bits(*shape, dtype, generator):
+    """Any bit pattern, NaNs with any payload among them."""
+    limits = torch.iinfo(BITS[dtype])
+    return torch.randint(limits.min, limits.max, shape, dtype=BITS[dtype], generator=generator).view(dtype)
+
+
+def make_pools(layers, slots, last_tokens, heads, head_dim, dtype, *, interleaved=False, seed=0):
+    """[cache, last]: keys and values ``[2, layers, tokens, heads, head_dim]``; interleaved, a token's lie together."""
+    generator = torch.Generator().manual_seed(seed)
+    pools = []
+    for tokens in (slots, last_tokens):
+        shape = (tokens, layers, 2, heads, head_dim) if interleaved else (2, layers, tokens, heads, head_dim)
+        pool = random_bits(*shape, dtype=dtype, generator=generator)
+        pools.append(pool.permute(2, 1, 0, 3, 4) if interleaved else pool)
+    return pools
+
+
+def commit(pools, rows, *, backend, device="cpu"):
+    """(committed, the pool of the cache afterwards as integers); the pools given stay as they are."""
+    cache, last = (pool.to(device, copy=True) for pool in pools)
+    assert cache.stride() == pools[0].stride()
+    rows = {name: tensor.to(device) for name, tensor in rows.items()}
+    committed = commit_winner(*cache, *last, **rows, backend=backend)
+    assert committed.dtype == torch.bool and torch.equal(as_integers(last), as_integers(pools[1]))
+    return committed.cpu(), as_integers(cache)
+
+
+def as_integers(x):
+    return x.cpu().contiguous().view(BITS[x.dtype])
+
+
+def i32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@st.composite
+def batches(draw):
+    """(pools, row arguments): rows that commit, beside every reason not to."""
+    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    cache_slots, tokens, last_step_rows = draw(st.integers(1, 12)), draw(st.integers(1, 9)), draw(st.integers(1, 4))
+    rows, candidates = min(draw(st.integers(1, 6)), cache_slots), draw(st.sampled_from([1, 2, 4, 8, 16]))
+    pools = make_pools(
+        draw(st.integers(1, 5)),
+        cache_slots,
+        tokens,
+        draw(st.integers(1, 3)),
+        draw(st.sampled_from([1, 3, 8, 16])),
+        draw(st.sampled_from(DTYPES)),
+        interleaved=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+    def randint(low, high, *shape):
+        return torch.randint(low, high + 1, shape, generator=rng)
+
+    def mostly(usual, otherwise):
+        return usual.where(torch.rand(usual.shape, generator=rng) < 0.85, otherwise)
+
+    def either(x):
+        return x.to(draw(st.sampled_from([torch.int32, torch.int64])))
+
+    ids = randint(-1, 9, last_step_rows, candidates)  # some are listed twice
+    positions = randint(4, 6, last_step_rows)
+    last = randint(0, last_step_rows - 1, rows)
+    drawn = ids[last, randint(0, candidates - 1, rows)]
+    slots = torch.randperm(cache_slots, generator=rng)[:rows]
+    return pools, dict(
+        candidate_ids=ids.int(),
+        candidate_rows=either(mostly(randint(0, tokens - 1, *ids.shape), randint(-2, tokens, *ids.shape))),
+        candidate_positions=positions.int(),
+        last_rows=either(mostly(last, torch.tensor(draw(st.sampled_from([-1, last_step_rows, 10**6]))))),
+        tokens=either(mostly(drawn, randint(-1, 9, rows))),
+        positions=mostly(positions[last], randint(4, 6, rows)).int(),
+        slots=either(mostly(slots, torch.tensor(draw(st.sampled_from([-1, cache_slots, 10**6]))))),
+    )
+
+
+@given(batches(), st.sampled_from([4, 32, 1024]))
+def test_triton_does_what_the_reference_does(device, batch, tile):
+    expected = commit(*batch, backend="reference")
+    with mock.patch.object(module, "TILE", tile):
+        actual = commit(*batch, backend="triton", device=device)
+    assert torch.equal(actual[0], expected[0])
+    assert torch.equal(actual[1], expected[1])
+
+
+# One row of this step that commits: token 23, third candidate of row 1 of the last step, in row 6 of its forward.
+ROW = dict(
+    candidate_ids=i32([23, 17, 5, -1], [5, 17, 23, -1]),
+    candidate_rows=i32([0, 1, 2, -1], [4, 5, 6, -1]),
+    candidate_positions=i32(8, 9),
+    last_rows=i32(1),
+    tokens=i32(23),
+    positions=i32(9),
+    slots=i32(3),
+)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_drawn_candidate_is_moved_in_every_layer(device, dtype, interleaved, backend):
+    pools = make_pools(10, 5, 8, 2, 64, dtype, interleaved=interleaved)
+    committed, cache = commit(pools, ROW, backend=backend, device=device)
+    expected, last = map(as_integers, pools)
+    expected[:, :, 3] = last[:, :, 6]
+    assert committed.tolist() == [True]
+    assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "changed",
+    [
+        dict(tokens=i32(24)),
+        dict(tokens=i32(-1)),  # as the padding
+        dict(tokens=torch.tensor([2**32 + 23])),
+        dict(positions=i32(8)),
+        dict(candidate_positions=i32(9, 10)),
+        dict(candidate_rows=i32([0, 1, 2, -1], [4, 5, -1, -1])),
+        dict(candidate_rows=i32([0, 1, 2, -1], [4, 5, 8, -1])),
+        dict(candidate_rows=torch.tensor([[0, 1, 2, -1], [4, 5, 2**32 + 6, -1]])),
+        dict(last_rows=i32(-1)),
+        dict(last_rows=i32(0)),  # lists the token at another position
+        dict(last_rows=i32(2)),
+        dict(last_rows=torch.tensor([2**32 + 1])),
+        dict(slots=i32(-1)),
+        dict(slots=i32(5)),
+        dict(slots=torch.tensor([2**32 + 3])),
+    ],
+    ids=lambda changed: " ".join(f"{name} {tensor.tolist()}" for name, tensor in changed.items()),
+)
+def test_nothing_is_moved_otherwise(device, changed, backend):
+    pools = make_pools(3, 5, 8, 2, 16, torch.float32)
+    committed, cache = commit(pools, ROW | changed, backend=backend, device=device)
+    assert committed.tolist() == [False]
+    assert torch.equal(cache, as_integers(pools[0]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_outside_the_last_step_are_not_read(device, backend):
+    """The candidates lie between others in memory that would match."""
+    pools = make_pools(2, 5, 8, 2, 4, torch.float32)
+    memory = dict(
+        candidate_ids=i32(*[[23, 5]] * 3), candidate_rows=i32(*[[6, 5]] * 3), candidate_positions=i32(9, 9, 9)
+    )
+    step = {name: x.to(device)[1:2] for name, x in memory.items()}
+    drawn = dict(last_rows=i32(-1, 0, 1), tokens=i32(23, 23, 23), positions=i32(9, 9, 9), slots=i32(0, 1, 2))
+    committed, _ = commit(pools, step | drawn, backend=backend, device=device)
+    assert committed.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_of_a_token_listed_twice_the_higher_row_counts(device, backend):
+    pools = make_pools(2, 5, 8, 1, 16, torch.float32)
+    twice = ROW | dict(candidate_ids=i32([5] * 4, [23, 23, 23, 23]), candidate_rows=i32([0] * 4, [2, 7, -1, 8]))
+    _, cache = commit(pools, twice, backend=backend, device=device)
+    assert torch.equal(cache[:, :, 3], as_integers(pools[1])[:, :, 7])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_do_not_see_each_other(device, backend):
+    """All rows at once, or one after the other in any order: the same bytes."""
+    rows, slots = 12, 4
+    rng = torch.Generator().manual_seed(2)
+    pools = make_pools(4, 20, rows * slots, 2, 16, torch.bfloat16)
+    step = dict(
+        candidate_ids=torch.arange(rows * slots, dtype=torch.int32).view(rows, slots),
+        candidate_rows=torch.randperm(rows * slots, generator=rng).view(rows, slots),
+        candidate_positions=torch.arange(rows, dtype=torch.int32),
+    )
+    last = torch.randperm(rows, generator=rng)
+    drawn = dict(
+        last_rows=last,
+        tokens=last * slots + torch.randint(0, slots + 2, (rows,), generator=rng),  # some of the next row
+        positions=last.int(),
+        slots=torch.randperm(20, generator=rng)[:rows],
+    )
+    committed, whole = commit(pools, step | drawn, backend=backend, device=device)
+    assert committed.any() and not committed.all()
+    for i in torch.randperm(rows, generator=rng).tolist():
+        one, cache = commit(pools, step | {k: v[[i]] for k, v in drawn.items()}, backend=backend, device=device)
+        assert one[0] == committed[i]
+        pools[0] = cache.view(pools[0].dtype)
+    assert torch.equal(as_integers(pools[0]), whole)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("empty", ["step", "last step", "last forward"])
+def test_nothing_to_move(device, backend, empty):
+    pools = make_pools(2, 5, 0 if empty == "last forward" else 8, 2, 4, torch.float32)
+    rows = dict(ROW)
+    for name in {"step": list(ROW)[3:], "last step": list(ROW)[:3], "last forward": []}[empty]:
+        rows[name] = rows[name][:0]
+    committed, cache = commit(pools, rows, backend=backend, device=device)
+    assert committed.tolist() == ([] if empty == "step" else [False])
+    assert torch.equal(cache, as_integers(pools[0]))
+
+
+@pytest.mark.parametrize("far_dim", ["layers", "slots and rows"])
+def test_offsets_past_32_bits(device, far_dim):
+    """Strides of 2**30, so that index 2 is 2**31 away. Pages that nothing touches take no memory on a CPU."""
+    far = 2**30
+    memory = torch.empty(2 * far + 512, dtype=torch.float16, device=device)
+    strides = (far, 8, 8, 1) if far_dim == "layers" else (8, far, 8, 1)
+    spread = [memory.as_strided((3, 3, 1, 8), strides, 128 * i) for i in range(4)]
+    k_cache, v_cache, k_last, v_last = spread
+    for value, x in enumerate(spread):
+        x.fill_(value)
+    rows = dict(ROW, candidate_rows=i32([0, 1, 2, -1], [0, 1, 2, -1]), slots=i32(2))
+    assert commit_winner(*spread, **{name: x.to(device) for name, x in rows.items()}, backend="triton").item()
+    assert (k_cache[:, 2] == 2).all() and (v_cache[:, 2] == 3).all()
+    assert (k_cache[:, :2] == 0).all() and (v_cache[:, :2] == 1).all() and (k_last == 2).all() and (v_last == 3).all()
+
+
+def test_reference_takes_fp64():
+    pools = make_pools(2, 5, 8, 2, 4, torch.float64)
+    _, cache = commit(pools, ROW, backend="reference")
+    assert torch.equal(cache[:, :, 3], as_integers(pools[1])[:, :, 6])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_replays_in_a_cuda_graph(device):
+    pools = [pool.to(device) for pool in make_pools(28, 5, 8, 2, 128, torch.bfloat16)]
+    rows = {name: tensor.to(device) for name, tensor in ROW.items()}
+    commit_winner(*pools[0], *pools[1], **rows)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        committed = commit_winner(*pools[0], *pools[1], **rows)
+    rows["slots"].fill_(4)
+    graph.replay()
+    assert committed.item()
+    assert torch.equal(as_integers(pools[0])[:, :, 4], as_integers(pools[1])[:, :, 6])
+
+
+def good_arguments():
+    cache, last = make_pools(2, 5, 8, 2, 4, torch.float32)
+    return dict(zip((*CACHES, *LAST), (*cache, *last), strict=True)) | ROW
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "name, value, error, message",
+    [
+        ("k_cache", None, TypeError, "k_cache must be a tensor float32.*, got NoneType"),
+        ("k_cache", zeros(2, 5, 8), ValueError, r"k_cache must be .* \[\*, \*, \*, \*\], got float32 \[2, 5, 8\]"),
+        ("k_cache", zeros(2, 5, 2, 4).int(), ValueError, "k_cache must be float32.*, got int32"),
+        ("k_cache", zeros(0, 5, 2, 4), ValueError, "k_cache must have at least one layer, head and column"),
+        ("k_cache", zeros(2, 5, 4, 2).transpose(2, 3), ValueError, "k_cache must be contiguous in its last dimension"),
+        ("k_cache", zeros(2, 2, 5, 4).transpose(1, 2), ValueError, "k_cache must be contiguous in its last two dim"),
+        (
+            "v_last",
+            zeros(2, 2, 8, 4).transpose(1, 2),
+            ValueError,
+            "v_last must be contiguous in its last two dimensions",
+        ),
+        ("v_cache", zeros(2, 6, 2, 4), ValueError, r"v_cache must be float32 \[2, 5, 2, 4\] on cpu, got .* \[2, 6"),
+        ("k_last", zeros(3, 8, 2, 4), ValueError, r"k_last must be float32 \[2, \*, 2, 4\] on cpu, got .* \[3, 8"),
+        ("k_last", zeros(2, 8, 2, 4).half(), ValueError, r"k_last must be float32 .*, got float16"),
+        ("v_last", zeros(2, 7, 2, 4), ValueError, r"v_last must be float32 \[2, 8, 2, 4\] on cpu, got .* \[2, 7"),
+        ("candidate_ids", zeros(2, 4).long(), ValueError, r"candidate_ids must be int32 \[\*, \*\] on cpu, got int64"),
+        (
+            "candidate_ids",
+            zeros(2, 3).int(),
+            ValueError,
+            "candidate_ids must have a power of two up to 64 columns, got 3",
+        ),
+        ("candidate_rows", zeros(2, 2).int(), ValueError, r"candidate_rows must be int32\|int64 \[2, 4\] on cpu, got"),
+        ("candidate_rows", zeros(4, 2).int().T, ValueError, "candidate_rows must be contiguous in its last dimension"),
+        ("candidate_positions", i32(1), ValueError, r"candidate_positions must be int32 \[2\] on cpu, got int32 \[1\]"),
+        ("last_rows", i32(1, 2), ValueError, r"last_rows must be int32\|int64 \[1\] on cpu, got int32 \[2\]"),
+        ("tokens", zeros(1), ValueError, r"tokens must be int32\|int64 \[\*\] on cpu, got float32"),
+        ("positions", zeros(1).long(), ValueError, r"positions must be int32 \[1\] on cpu, got int64"),
+        ("slots", [3], TypeError, r"slots must be a tensor int32\|int64 \[1\] on cpu, got list"),
+        ("backend", "gpu", ValueError, "backend must be one of"),
+    ],
+)
+def test_bad_arguments_are_named(name, value, error, message):
+    with pytest.raises(error, match=message):
+        commit_winner(**{**good_arguments(), name: value})
+
+
+def test_triton_refuses_fp64(device):
+    pools = make_pools(2, 5, 8, 2, 4, torch.float64)
+    with pytest.raises(ValueError, match=r"k_cache must be float32\|bfloat16\|float16 .*, got float64"):
+        commit(pools, ROW, backend="triton", device=device)

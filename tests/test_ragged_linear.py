@@ -1,0 +1,348 @@
+"""Ragged linear: kernels against the reference in fp64, the reference against torch.nn, and what no batch changes."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from lenvm_kernels.ops import ragged_linear as ops
+from lenvm_kernels.ops.ragged_linear import ragged_linear
+from tests.tolerances import assert_matches
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EPS = 1e-6
+# What a decoder layer asks for, and everything at once.
+VARIANTS = {
+    "plain": {},
+    "qkv": {"bias": True, "norm": True},
+    "o and down": {"residual": True},
+    "gate_up": {"norm": True, "swiglu": True},
+    "all": {"bias": True, "norm": True, "residual": True, "swiglu": True},
+}
+
+
+def make_inputs(
+    tokens,
+    outputs,
+    size,
+    dtype,
+    *,
+    device="cpu",
+    bias=False,
+    norm=False,
+    swiglu=False,
+    residual=False,
+    row_padding=0,
+    seed=0,
+):
+    """Keyword arguments of ragged_linear whose results are O(1)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape, scale=1.0):
+        return (torch.randn(*shape, generator=generator) * scale).to(dtype).to(device)
+
+    columns = 2 * outputs if swiglu else outputs
+    # with the norm the rows' sizes must not matter
+    sizes = torch.logspace(-2, 2, tokens)[:, None].to(dtype).to(device) if norm else 1
+    inputs = {
+        "x": (randn(tokens, size + row_padding) * sizes)[:, :size],
+        "weight": randn(columns, size + row_padding, scale=size**-0.5)[:, :size],
+        "swiglu": swiglu,
+    }
+    if bias:
+        inputs["bias"] = randn(columns, scale=0.5)
+    if norm:
+        inputs["norm_eps"] = EPS
+    if residual:
+        inputs["residual"] = randn(tokens, outputs + row_padding)[:, :outputs]
+    return inputs
+
+
+def number(rows, device):
+    return torch.tensor([rows], dtype=torch.int32, device=device)
+
+
+def exact(x, weight, **inputs):
+    """The reference in fp64 on the same inputs."""
+    inputs = {k: v.double() if k in ("bias", "residual") else v for k, v in inputs.items()}
+    return ragged_linear(x.double(), weight.double(), **inputs, backend="reference")
+
+
+@pytest.fixture
+def small_limits(monkeypatch):
+    """The wide tile and the splits of large weights at sizes the interpreter can do, and several tiles a program."""
+    set_small_limits(monkeypatch)
+
+
+def set_small_limits(monkeypatch):
+    for name, value in dict(WIDE_FROM=128, SPLIT_K=48, SPLIT_FROM=144, MAX_PROGRAMS=2, MAX_SMALL_PROGRAMS=3).items():
+        monkeypatch.setattr(ops, name, value)
+
+
+@given(
+    tokens=st.integers(1, 300),
+    live=st.floats(0, 1),
+    outputs=st.sampled_from([1, 48, 80, 97, 200]),
+    size=st.sampled_from([1, 48, 97, 160, 400]),
+    dtype=st.sampled_from(DTYPES),
+    bias=st.booleans(),
+    norm=st.booleans(),
+    swiglu=st.booleans(),
+    residual=st.booleans(),
+    row_padding=st.sampled_from([0, 16, 3]),
+    small=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_matches_fp64_reference(
+    device, tokens, live, outputs, size, dtype, bias, norm, swiglu, residual, row_padding, small, seed
+):
+    inputs = make_inputs(
+        tokens,
+        outputs,
+        size,
+        dtype,
+        device=device,
+        bias=bias,
+        norm=norm,
+        swiglu=swiglu,
+        residual=residual,
+        row_padding=row_padding,
+        seed=seed,
+    )
+    rows = round(live * tokens)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if small:
+            set_small_limits(monkeypatch)
+        y = ragged_linear(**inputs, num_rows=number(rows, device), backend="triton")
+    assert y.shape == (tokens, outputs) and y.dtype == dtype
+    assert_matches(y[:rows], exact(**inputs)[:rows], "ragged_linear", dtype)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "size", "variant"),
+    [
+        (1152, 896, "qkv"),
+        (896, 896, "o and down"),
+        (4864, 896, "gate_up"),
+        (896, 4864, "o and down"),
+    ],
+)
+def test_real_sizes_match_fp64_reference(device, outputs, size, variant):
+    inputs = make_inputs(5, outputs, size, torch.bfloat16, device=device, **VARIANTS[variant])
+    y = ragged_linear(**inputs, num_rows=number(3, device), backend="triton")
+    assert_matches(y[:3], exact(**inputs)[:3], "ragged_linear", torch.bfloat16)
+
+
+def test_only_long_sums_over_few_columns_are_split():
+    """Each split of down (0.5B, 1.5B, 3B, 7B) costs a pass over its result; the others are short, or wide enough."""
+    down = [(896, 4864), (1536, 8960), (2048, 11008), (3584, 18944)]
+    assert [ops.num_splits(*shape, False) for shape in down] == [3, 7, 8, 4]
+    assert ops.num_splits(2048, 1536, False) == ops.num_splits(1536, 1536, False) == 1
+    assert ops.num_splits(32_000, 8960, False) == ops.num_splits(1536, 8960, True) == 1
+
+
+@pytest.mark.parametrize("num_rows", [None, 11])
+def test_reference_matches_torch_modules(num_rows):
+    torch.manual_seed(0)
+    tokens, size, outputs = 17, 48, 80
+    rows = tokens if num_rows is None else num_rows
+    x, residual = torch.randn(tokens, size), torch.randn(tokens, size)
+    norm, linear = LlamaRMSNorm(size, EPS), nn.Linear(size, outputs)
+    mlp = LlamaMLP(LlamaConfig(hidden_size=size, intermediate_size=outputs, num_attention_heads=1))
+    nn.init.uniform_(norm.weight)
+    count = None if num_rows is None else number(num_rows, "cpu")
+    with torch.no_grad():
+        folded = linear.weight * norm.weight
+        y = ragged_linear(x, folded, linear.bias, num_rows=count, norm_eps=EPS)
+        torch.testing.assert_close(y[:rows], linear(norm(x))[:rows])
+        gate_up = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)) * norm.weight
+        hidden = ragged_linear(x, gate_up, num_rows=count, norm_eps=EPS, swiglu=True)
+        y = ragged_linear(hidden, mlp.down_proj.weight, num_rows=count, residual=residual)
+        torch.testing.assert_close(y[:rows], (residual + mlp(norm(x)))[:rows])
+    assert not y[rows:].any()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("num_rows", [None, 2])
+def test_reference_keeps_the_dtype_and_rounds_once(dtype, num_rows):
+    inputs = make_inputs(3, 48, 64, dtype, **VARIANTS["all"])
+    count = None if num_rows is None else number(num_rows, "cpu")
+    y = ragged_linear(**inputs, num_rows=count)
+    assert y.dtype == dtype
+    wide = {k: v.float() if dtype.itemsize == 2 and isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    assert torch.equal(y, ragged_linear(**wide, num_rows=count).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", ["qkv", "o and down", "gate_up"])
+def test_a_row_has_the_same_bits_in_every_batch(device, dtype, variant):
+    check_bits_of_rows(make_inputs(ops.BLOCK_M + 44, 97, 160, dtype, device=device, **VARIANTS[variant]))
+
+
+@pytest.mark.parametrize("variant", ["all", "o and down"])
+def test_a_row_has_the_same_bits_in_every_batch_of_a_large_weight(device, small_limits, variant):
+    check_bits_of_rows(make_inputs(ops.BLOCK_M + 44, 144, 320, torch.bfloat16, device=device, **VARIANTS[variant]))
+
+
+def check_bits_of_rows(inputs):
+    x, residual = inputs.pop("x"), inputs.pop("residual", None)
+    tokens, device = x.shape[0], x.device
+
+    def run(rows, num_rows=None):
+        count = None if num_rows is None else number(num_rows, device)
+        part = None if residual is None else residual[rows]
+        return ragged_linear(x[rows], **inputs, residual=part, num_rows=count, backend="triton")
+
+    y = run(slice(None))
+    for fewer in (1, 64, ops.BLOCK_M + 1):
+        assert torch.equal(run(slice(None), num_rows=fewer)[:fewer], y[:fewer])
+        assert torch.equal(run(slice(0, fewer)), y[:fewer])
+    for alone in (63, tokens - 1):
+        assert torch.equal(run(slice(alone, alone + 1)), y[alone : alone + 1])
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(1)).to(device)
+    order = torch.cat([order, order[:7], order[:7]])
+    assert torch.equal(run(order, num_rows=tokens + 10)[: tokens + 10], y[order][: tokens + 10])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, of the broken row
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", ["plain", "all"])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+def test_a_broken_row_harms_no_other(device, dtype, variant, broken):
+    inputs = make_inputs(70, 48, 96, dtype, device=device, **VARIANTS[variant])
+    healthy = ragged_linear(**inputs, backend="triton")
+    inputs["x"][3, 40] = broken
+    y = ragged_linear(**inputs, backend="triton")
+    assert not y[3].isfinite().any()
+    y[3] = healthy[3]
+    assert torch.equal(y, healthy)
+
+
+@pytest.fixture
+def guarded(monkeypatch):
+    """Every tensor the launcher makes becomes the middle of a larger one; returns a list of the larger ones."""
+    buffers = []
+
+    def guarded_empty(*shape, dtype, device):
+        tensor = torch.full((shape[0] + 2, *shape[1:]), 77.0, dtype=dtype, device=device)
+        buffers.append(tensor)
+        return tensor[1:-1]
+
+    monkeypatch.setattr(ops.torch, "empty", guarded_empty)
+    return buffers
+
+
+@pytest.mark.parametrize("variant", ["all", "o and down"])
+@pytest.mark.parametrize("num_rows", [-5, 0, 1, 128, 129, 170, 171, 2**31 - 1])
+def test_rows_that_do_not_exist_are_neither_read_nor_written(device, small_limits, guarded, variant, num_rows):
+    tokens = 170
+    rows = max(0, min(num_rows, tokens))
+    inputs = make_inputs(tokens, 48, 320, torch.float32, device=device, **VARIANTS[variant])
+    healthy = exact(**inputs)
+    inputs["x"][rows:] = float("nan")
+    if "residual" in inputs:
+        inputs["residual"][rows:] = float("nan")
+    y = ragged_linear(**inputs, num_rows=number(num_rows, device), backend="triton")
+    assert_matches(y[:rows], healthy[:rows], "ragged_linear", torch.float32)
+    assert (y[rows:] == 77).all()
+    out, *workspace = guarded
+    assert len(workspace) == 1  # the factors of the rows, or the parts of the sums
+    for buffer in (out, *workspace):
+        assert (buffer[[0, -1]] == 77).all()
+    if "norm_eps" in inputs:
+        assert (workspace[0][1 + rows :] == 77).all()
+    else:
+        assert (workspace[0][1:-1, rows:] == 77).all()
+    reference = ragged_linear(**inputs, num_rows=number(num_rows, device), backend="reference")
+    assert_matches(reference[:rows], healthy[:rows], "ragged_linear", torch.float32)
+    assert not reference[rows:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("magnitude", [3e4, 1e-2, 0.0])
+def test_norm_of_extreme_rows(device, dtype, magnitude):
+    inputs = make_inputs(9, 48, 96, dtype, device=device, **VARIANTS["qkv"])
+    x = inputs["x"].float()
+    inputs["x"] = (x / x.abs().amax(-1, keepdim=True) * magnitude).to(dtype)
+    assert_matches(ragged_linear(**inputs, backend="triton"), exact(**inputs), "ragged_linear", dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_saturated_gates(device, dtype):
+    inputs = make_inputs(9, 48, 96, dtype, device=device, bias=True, swiglu=True)
+    inputs["bias"][:48:2] = -6e4  # exp(6e4) overflows: silu is 0
+    inputs["bias"][1:48:8] = 3e4  # silu is the identity
+    inputs["weight"][48:] *= 0.1  # keeps 3e4 * up within fp16
+    assert_matches(ragged_linear(**inputs, backend="triton"), exact(**inputs), "ragged_linear", dtype)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_no_rows(device, backend):
+    inputs = make_inputs(0, 48, 64, torch.float32, device=device, **VARIANTS["all"])
+    assert ragged_linear(**inputs, num_rows=number(3, device), backend=backend).shape == (0, 48)
+    assert ragged_linear(**inputs, backend=backend).shape == (0, 48)
+
+
+ERRORS = [
+    ("x", [[1.0]], TypeError, r"x must be a tensor .* \[\*, \*\], got list"),
+    ("x", torch.zeros(3, 64, dtype=torch.int32), ValueError, "x must be float32.*, got int32"),
+    ("x", torch.zeros(3, 2, 64), ValueError, r"x must be .* \[\*, \*\], got float32 \[3, 2, 64\]"),
+    ("x", torch.zeros(64, 3).t(), ValueError, "x must be contiguous in its last dimension"),
+    ("x", torch.zeros(3, 0), ValueError, "x must have at least one column"),
+    ("x", torch.zeros(3, 80), ValueError, r"weight must be float32 \[\*, 80\] on cpu, got .* \[96, 64\]"),
+    ("weight", None, TypeError, r"weight must be a tensor float32 \[\*, 64\] on cpu, got NoneType"),
+    ("weight", torch.zeros(96, 64).bfloat16(), ValueError, "weight must be float32 .*, got bfloat16"),
+    ("weight", torch.zeros(96, 64, device="meta"), ValueError, "weight must be .* on cpu, got .* on meta"),
+    ("weight", torch.zeros(96, 128)[:, ::2], ValueError, "weight must be contiguous in its last dimension"),
+    ("weight", torch.zeros(97, 64), ValueError, r"weight must have an even number of rows.* \[97, 64\]"),
+    ("weight", torch.zeros(0, 64), ValueError, r"weight must have an even number of rows.* \[0, 64\]"),
+    ("bias", torch.zeros(48), ValueError, r"bias must be float32 \[96\] on cpu, got float32 \[48\]"),
+    ("bias", torch.zeros(96).half(), ValueError, "bias must be float32 .*, got float16"),
+    ("num_rows", 3, TypeError, r"num_rows must be a tensor int32 \[1\] on cpu, got int"),
+    ("num_rows", torch.tensor([3]), ValueError, r"num_rows must be int32 \[1\] on cpu, got int64 \[1\] on cpu"),
+    ("num_rows", number(3, "cpu")[0], ValueError, r"num_rows must be int32 \[1\] on cpu, got int32 \[\]"),
+    ("num_rows", number(3, "meta"), ValueError, r"num_rows must be int32 \[1\] on cpu, got int32 \[1\] on meta"),
+    ("norm_eps", 0.0, ValueError, "norm_eps must be a positive number or None, got 0.0"),
+    ("norm_eps", float("nan"), ValueError, "norm_eps must be a positive number or None, got nan"),
+    ("norm_eps", "1e-6", ValueError, "norm_eps must be a positive number or None, got '1e-6'"),
+    ("residual", torch.zeros(3, 96), ValueError, r"residual must be float32 \[3, 48\] on cpu, got float32 \[3, 96\]"),
+    ("residual", torch.zeros(48, 3).t(), ValueError, "residual must be contiguous in its last dimension"),
+    ("backend", "cuda", ValueError, "backend must be one of auto, triton, reference, got 'cuda'"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "error", "message"), ERRORS)
+def test_errors_name_the_argument(name, value, error, message):
+    arguments = {**make_inputs(3, 48, 64, torch.float32, **VARIANTS["all"]), "backend": "reference"} | {name: value}
+    with pytest.raises(error, match=message):
+        ragged_linear(**arguments)
+
+
+def test_a_weight_without_rows_is_refused():
+    with pytest.raises(ValueError, match=r"weight must have at least one row, got shape \[0, 64\]"):
+        ragged_linear(torch.zeros(3, 64), torch.zeros(0, 64))
+
+
+def test_triton_refuses_fp64(device):
+    with pytest.raises(ValueError, match=r"x must be float32\|bfloat16\|float16 \[\*, \*\], got float64"):
+        ragged_linear(**make_inputs(3, 48, 64, torch.float64, device=device), backend="triton")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_a_captured_graph_follows_the_number_of_rows(device):
+    inputs = make_inputs(300, 1536, 8960, torch.bfloat16, device=device, residual=True)
+    num_rows = number(300, device)
+    ragged_linear(**inputs, num_rows=num_rows)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ragged_linear(**inputs, num_rows=num_rows)
+    for rows in (300, 7, 129):
+        inputs["x"].normal_()
+        num_rows.fill_(rows)
+        y.fill_(77)
+        graph.replay()
+        assert torch.equal(y[:rows], ragged_linear(**inputs)[:rows])
+        assert (y[rows:] == 77).all()

@@ -1,0 +1,352 @@
+"""Rotary embedding and cache write: kernel against reference, reference against transformers, and what stays untouched.
+
+fp32 is compared with the reference in fp64. For bf16 and fp16 that would compare the roundings of the norm, which are
+part of the definition, so the reference computes in the same dtype. Kernel and reference then differ in the last bits
+of fp32, which now and then end on the other side of a rounding: one ulp of what is rounded, rarely.
+"""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+
+from lenvm_kernels.ops.rope_cache import rope_cache
+from tests.tolerances import assert_matches
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SLOTS = 40
+EPS = 1e-6
+UNTOUCHED = -7.0  # what caches and buffers hold before a call
+
+
+def make_inputs(
+    tokens,
+    heads,
+    kv_heads,
+    head_dim,
+    dtype,
+    *,
+    device="cpu",
+    norm=False,
+    row_padding=0,
+    layouts=("plain", "plain"),
+    seed=0,
+):
+    """Arguments of rope_cache by name; about a third of the tokens are not kept."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    columns = (heads + 2 * kv_heads) * head_dim
+    angle = 100 * randn(tokens, head_dim // 2 + row_padding).to(device)
+    slots = torch.randperm(SLOTS, generator=generator)[:tokens]
+    slots[torch.rand(tokens, generator=generator) < 0.3] = -1
+    inputs = {
+        "qkv": (3 * randn(tokens, columns + row_padding)).to(device, dtype)[:, :columns],
+        "cos": angle.cos()[:, : head_dim // 2],
+        "sin": angle.sin()[:, : head_dim // 2].contiguous(),
+        "slots": slots.to(device),
+        "k_cache": make_cache(layouts[0], kv_heads, head_dim, dtype, device),
+        "v_cache": make_cache(layouts[1], kv_heads, head_dim, dtype, device),
+        "num_heads": heads,
+    }
+    if norm:
+        weight = 1 + 0.3 * randn(heads + kv_heads, head_dim + row_padding)
+        inputs |= {"qk_norm_weight": weight.to(device, dtype)[:, :head_dim], "norm_eps": EPS}
+    return inputs
+
+
+LAYOUTS = ("plain", "layer of many", "keys beside values", "heads first")  # of caches in servers
+
+
+def make_cache(layout, kv_heads, head_dim, dtype, device):
+    """[SLOTS, Hkv, D] in one of LAYOUTS."""
+    shape, select = {
+        "plain": ((SLOTS, kv_heads, head_dim), lambda x: x),
+        "layer of many": ((3, SLOTS, kv_heads, head_dim), lambda x: x[1]),
+        "keys beside values": ((SLOTS, 2, kv_heads, head_dim), lambda x: x[:, 1]),
+        "heads first": ((kv_heads, SLOTS, head_dim), lambda x: x.transpose(0, 1)),
+    }[layout]
+    return select(torch.full(shape, UNTOUCHED, dtype=dtype, device=device))
+
+
+def expected_of(inputs):
+    """q, k, v of the reference: in fp64 from fp32 inputs, else in their dtype."""
+    wide = torch.float64 if inputs["qkv"].dtype == torch.float32 else inputs["qkv"].dtype
+    inputs = dict(inputs)
+    for name in ("qkv", "k_cache", "v_cache", "qk_norm_weight"):
+        if inputs.get(name) is not None:
+            inputs[name] = inputs[name].to(wide, copy=True)
+    return rope_cache(**inputs, backend="reference")
+
+
+def assert_rotated(actual, expected, dtype):
+    """Equality within the table's tolerance relative to the length of each rotated pair: a rotation keeps it, while
+    one of the two numbers may come close to 0."""
+    first, second = expected.double().chunk(2, dim=-1)
+    length = torch.hypot(first, second).clamp(min=1e-3).repeat(1, 1, 2)
+    assert_matches(actual.double() / length, expected.double() / length, "rope_cache", dtype)
+
+
+def assert_kept(inputs, k, v, rows):
+    """Whole caches: the slots of kept rows hold exactly what was returned, all others what they held before."""
+    for cache, new in ((inputs["k_cache"], k), (inputs["v_cache"], v)):
+        expected = torch.full_like(cache, UNTOUCHED)
+        for row, slot in enumerate(inputs["slots"][:rows].tolist()):
+            if slot in range(len(expected)):
+                expected[slot] = new[row]
+        assert torch.equal(cache, expected)
+
+
+@given(
+    tokens=st.integers(1, 12),
+    heads=st.sampled_from([(1, 1), (3, 1), (12, 2), (9, 3), (5, 5)]),
+    head_dim=st.sampled_from([2, 6, 64, 80, 96, 128]),
+    dtype=st.sampled_from(DTYPES),
+    norm=st.booleans(),
+    slot_dtype=st.sampled_from([torch.int32, torch.int64]),
+    num_rows=st.sampled_from([None, -1, 0, 1, 5, 12, 13]),
+    buffers=st.booleans(),
+    row_padding=st.sampled_from([0, 16, 3]),
+    layouts=st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)),
+    seed=st.integers(0, 2**31),
+)
+def test_matches_reference(
+    device, tokens, heads, head_dim, dtype, norm, slot_dtype, num_rows, buffers, row_padding, layouts, seed
+):
+    inputs = make_inputs(
+        tokens, *heads, head_dim, dtype, device=device, norm=norm, row_padding=row_padding, layouts=layouts, seed=seed
+    )
+    inputs["slots"] = inputs["slots"].to(slot_dtype)
+    expected_q, expected_k, expected_v = expected_of(inputs)
+    rows = tokens
+    if num_rows is not None:
+        rows = min(max(num_rows, 0), tokens)
+        inputs["num_rows"] = torch.tensor([num_rows], dtype=torch.int32, device=device)
+        for name in ("qkv", "cos", "sin"):
+            inputs[name][rows:] = float("nan")
+    wider = [
+        torch.full((tokens, heads[1] + more, head_dim + more * row_padding), UNTOUCHED, dtype=dtype, device=device)
+        for more in (1, 2)
+    ]
+    if buffers:
+        inputs["k_out"], inputs["v_out"] = (x[:, -heads[1] :, :head_dim] for x in wider)
+
+    q, k, v = rope_cache(**inputs, backend="triton")
+    assert q.shape == (tokens, heads[0], head_dim) and k.shape == v.shape == (tokens, heads[1], head_dim)
+    assert q.dtype == k.dtype == v.dtype == dtype
+    assert_rotated(q[:rows], expected_q[:rows], dtype)
+    assert_rotated(k[:rows], expected_k[:rows], dtype)
+    assert torch.equal(v[:rows], expected_v[:rows].to(dtype))
+    assert_kept(inputs, k, v, rows)
+    if buffers:
+        assert k is inputs["k_out"] and v is inputs["v_out"]
+        assert (k[rows:] == UNTOUCHED).all() and (v[rows:] == UNTOUCHED).all()
+        for x in wider:
+            assert (x[:, : -heads[1]] == UNTOUCHED).all() and (x[..., head_dim:] == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(12, 2, 128), (16, 8, 128), (8, 4, 256), (9, 3, 64)])
+def test_rounds_where_the_reference_rounds(device, heads, kv_heads, head_dim, dtype, norm):
+    inputs = make_inputs(4, heads, kv_heads, head_dim, dtype, device=device, norm=norm)
+    expected_q, expected_k, _ = expected_of(inputs)
+    q, k, _ = rope_cache(**inputs, backend="triton")
+    different = torch.cat([(q != expected_q).flatten(), (k != expected_k).flatten()]).double().mean()
+    assert different < 0.01  # a rounding more or less would change a tenth and more
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [False, True])
+def test_reference_matches_transformers(dtype, norm):
+    tokens, heads, kv_heads, head_dim = 7, 4, 2, 32
+    inputs = make_inputs(tokens, heads, kv_heads, head_dim, dtype)
+    states = inputs["qkv"].view(tokens, -1, head_dim)
+    q, k, v = states.split([heads, kv_heads, kv_heads], dim=1)
+    if norm:
+        q_norm, k_norm = Qwen3RMSNorm(head_dim, EPS), Qwen3RMSNorm(head_dim, EPS)
+        q_norm.weight.data = torch.linspace(0.5, 1.5, head_dim).to(dtype)
+        k_norm.weight.data = torch.linspace(2.0, -1.0, head_dim).to(dtype)
+        weights = [q_norm.weight.expand(heads, -1), k_norm.weight.expand(kv_heads, -1)]
+        inputs |= {"qk_norm_weight": torch.cat(weights).detach(), "norm_eps": EPS}
+        q, k = q_norm(q), k_norm(k)
+    cos, sin = inputs["cos"].repeat(1, 2), inputs["sin"].repeat(1, 2)
+    q, k = (x.detach().to(dtype) for x in apply_rotary_pos_emb(q, k, cos, sin))
+    actual = rope_cache(**inputs, backend="reference")
+    if dtype == torch.float32:
+        torch.testing.assert_close(actual, (q, k, v))
+    else:  # the same roundings; only the order of a sum may differ
+        for x, expected in zip(actual, (q, k, v), strict=True):
+            assert (x != expected).double().mean() < 0.01
+
+
+def test_reference_computes_in_fp64():
+    inputs = make_inputs(3, 2, 1, 16, torch.float64, norm=True)
+    q, k, v = rope_cache(**inputs)
+    assert q.dtype == k.dtype == v.dtype == torch.float64
+    unit = inputs["qkv"].view(3, 4, 16)[:, :3]
+    unit = unit / (unit.square().mean(-1, keepdim=True) + EPS).sqrt() * inputs["qk_norm_weight"]
+    pair = torch.complex(*unit.chunk(2, dim=-1))
+    turned = pair * torch.complex(inputs["cos"].double(), inputs["sin"].double())[:, None]
+    torch.testing.assert_close(torch.cat([q, k], dim=1), torch.cat([turned.real, turned.imag], dim=-1))
+    assert torch.equal(v, inputs["qkv"].view(3, 4, 16)[:, 3:])
+
+
+@pytest.mark.parametrize("num_rows", [None, -1, 0, 3, 9, 10])
+def test_reference_works_on_the_live_rows_only(num_rows):
+    tokens = 9
+    inputs = make_inputs(tokens, 3, 2, 16, torch.float32, norm=True)
+    expected = expected_of(inputs)
+    rows = tokens if num_rows is None else min(max(num_rows, 0), tokens)
+    if num_rows is not None:
+        inputs["num_rows"] = torch.tensor([num_rows], dtype=torch.int32)
+    for name in ("k_out", "v_out"):
+        inputs[name] = torch.full((tokens, 2, 16), UNTOUCHED)
+    inputs["qkv"][rows:] = float("nan")
+    actual = q, k, v = rope_cache(**inputs, backend="reference")
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x[:rows].double(), y[:rows], rtol=1e-5, atol=1e-5)
+    assert q.shape == (tokens, 3, 16) and k is inputs["k_out"] and v is inputs["v_out"]
+    assert (k[rows:] == UNTOUCHED).all() and (v[rows:] == UNTOUCHED).all()
+    assert_kept(inputs, k, v, rows)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_only_slots_of_the_cache_are_written(device, backend):
+    inputs = make_inputs(6, 2, 1, 16, torch.float32, device=device)
+    inputs["slots"] = torch.tensor([SLOTS, -1, 2**40, SLOTS - 1, -(2**40), 0], device=device)
+    _, k, v = rope_cache(**inputs, backend=backend)
+    assert (inputs["k_cache"][1 : SLOTS - 1] == UNTOUCHED).all()
+    assert_kept(inputs, k, v, 6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(5, 3, 48), (12, 2, 128)])
+def test_a_row_has_the_same_bits_in_every_batch(device, dtype, heads, kv_heads, head_dim):
+    inputs = make_inputs(20, heads, kv_heads, head_dim, dtype, device=device, norm=True)
+
+    def embed(rows):
+        chosen = {name: inputs[name][rows] for name in ("qkv", "cos", "sin", "slots")}
+        return torch.cat(rope_cache(**{**inputs, **chosen}, backend="triton"), dim=1)
+
+    together = embed(slice(None))
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(1)).to(device)
+    assert torch.equal(embed(order), together[order])
+    for alone in (0, 7, 19):
+        assert torch.equal(embed(slice(alone, alone + 1)), together[alone : alone + 1])
+    inputs["qkv"][3] = float("nan")
+    inputs["cos"][4] = float("inf")
+    healthy = [row for row in range(20) if row not in (3, 4)]
+    assert torch.equal(embed(slice(None))[healthy], together[healthy])
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 1e-4, 6e4])
+def test_norm_of_extreme_rows(device, magnitude):
+    inputs = make_inputs(2, 3, 1, 64, torch.float16, device=device, norm=True)
+    qkv = inputs["qkv"].float()
+    inputs["qkv"] = (qkv / qkv.abs().max() * magnitude).half()
+    expected_q, expected_k, _ = expected_of(inputs)
+    q, k, _ = rope_cache(**inputs, backend="triton")
+    assert q.isfinite().all() and k.isfinite().all()
+    assert_rotated(q, expected_q, torch.float16)
+    assert_rotated(k, expected_k, torch.float16)
+
+
+@pytest.mark.parametrize("far_dim", ["tokens and slots", "heads"])
+def test_offsets_past_32_bits(device, far_dim):
+    """Strides of 2**30, so that the third row is 2**31 away. Pages that nothing touches take no memory on a CPU."""
+    rows, heads, kv_heads, head_dim, far = 3, 2, 3, 8, 2**30
+    columns = (heads + 2 * kv_heads) * head_dim
+    plain = make_inputs(rows, heads, kv_heads, head_dim, torch.float16, device=device)
+    plain["slots"] = torch.tensor([1, 2, 0], device=device)
+    expected = rope_cache(**plain, backend="triton")
+
+    memory = torch.empty(2 * far + 512, dtype=torch.float16, device=device)
+    qkv = memory.as_strided((rows, columns), (far, 1), 0)
+    qkv.copy_(plain["qkv"])
+    strides = (far, head_dim, 1) if far_dim == "tokens and slots" else (head_dim, far, 1)
+    spread = {"qkv": qkv}
+    for i, name in enumerate(("k_cache", "v_cache", "k_out", "v_out")):
+        spread[name] = memory.as_strided((rows, kv_heads, head_dim), strides, columns + 32 * i)
+    for actual, x in zip(rope_cache(**{**plain, **spread}, backend="triton"), expected, strict=True):
+        assert torch.equal(actual, x)
+    for cache, x in ((spread["k_cache"], expected[1]), (spread["v_cache"], expected[2])):
+        assert torch.equal(cache[plain["slots"]], x)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_no_tokens(device, backend):
+    inputs = make_inputs(0, 3, 2, 16, torch.float32, device=device, norm=True)
+    q, k, v = rope_cache(**inputs, backend=backend)
+    assert q.shape == (0, 3, 16) and k.shape == v.shape == (0, 2, 16)
+    assert_kept(inputs, k, v, 0)
+
+
+ERRORS = [
+    ("qkv", [[1.0]], TypeError, r"qkv must be a tensor .* \[\*, \*\], got list"),
+    ("qkv", torch.zeros(3, 64, dtype=torch.int32), ValueError, "qkv must be float32.*, got int32"),
+    ("qkv", torch.zeros(3, 4, 16), ValueError, r"qkv must be .* \[\*, \*\], got float32 \[3, 4, 16\]"),
+    ("qkv", torch.zeros(3, 80), ValueError, r"qkv must be float32 \[\*, 64\], got float32 \[3, 80\]"),
+    ("qkv", torch.zeros(64, 3).t(), ValueError, "qkv must be contiguous in its last dimension"),
+    ("k_cache", torch.zeros(8, 16), ValueError, r"k_cache must be float32 \[\*, \*, \*\] on cpu, got .* \[8, 16\]"),
+    ("k_cache", torch.zeros(8, 1, 16).half(), ValueError, "k_cache must be float32 .*, got float16"),
+    ("k_cache", torch.zeros(8, 1, 15), ValueError, r"k_cache must have .* an even last dimension, got .* \[8, 1, 15\]"),
+    ("k_cache", torch.zeros(8, 0, 16), ValueError, r"k_cache must have at least one head .*, got .* \[8, 0, 16\]"),
+    ("k_cache", torch.zeros(8, 1, 0), ValueError, "k_cache must have .* an even last dimension"),
+    ("k_cache", torch.zeros(8, 1, 32)[..., ::2], ValueError, "k_cache must be contiguous in its last dimension"),
+    ("v_cache", torch.zeros(7, 1, 16), ValueError, r"v_cache must be float32 \[8, 1, 16\] on cpu, got .* \[7, 1, 16\]"),
+    ("v_cache", torch.zeros(8, 1, 16, device="meta"), ValueError, "v_cache must be .* on cpu, got .* on meta"),
+    ("num_heads", 2.0, TypeError, "num_heads must be an int of at least 1, got float"),
+    ("num_heads", True, TypeError, "num_heads must be an int of at least 1, got bool"),
+    ("num_heads", 0, ValueError, "num_heads must be an int of at least 1, got 0"),
+    ("cos", torch.zeros(3, 16), ValueError, r"cos must be float32 \[3, 8\] on cpu, got float32 \[3, 16\]"),
+    ("sin", torch.zeros(3, 8).double(), ValueError, "sin must be float32 .*, got float64"),
+    ("slots", torch.zeros(2).long(), ValueError, r"slots must be int32\|int64 \[3\] on cpu, got int64 \[2\]"),
+    ("slots", torch.zeros(3), ValueError, r"slots must be int32\|int64 \[3\] on cpu, got float32"),
+    ("qk_norm_weight", torch.ones(16), ValueError, r"qk_norm_weight must be float32 \[3, 16\] .*, got .* \[16\]"),
+    ("qk_norm_weight", torch.ones(3, 16).half(), ValueError, "qk_norm_weight must be float32 .*, got float16"),
+    ("norm_eps", 0.0, ValueError, "norm_eps must be a positive number, got 0.0"),
+    ("norm_eps", float("nan"), ValueError, "norm_eps must be a positive number, got nan"),
+    ("norm_eps", "1e-6", ValueError, "norm_eps must be a positive number, got '1e-6'"),
+    ("num_rows", 3, TypeError, r"num_rows must be a tensor int32 \[1\] on cpu, got int"),
+    ("num_rows", torch.tensor([3]), ValueError, r"num_rows must be int32 \[1\] on cpu, got int64 \[1\]"),
+    ("num_rows", torch.tensor(3).int(), ValueError, r"num_rows must be int32 \[1\] on cpu, got int32 \[\]"),
+    ("k_out", torch.zeros(2, 1, 16), ValueError, r"k_out must be float32 \[3, 1, 16\] on cpu, got .* \[2, 1, 16\]"),
+    ("v_out", torch.zeros(3, 1, 32)[..., ::2], ValueError, "v_out must be contiguous in its last dimension"),
+    ("backend", "cuda", ValueError, "backend must be one of auto, triton, reference, got 'cuda'"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "error", "message"), ERRORS)
+def test_errors_name_the_argument(name, value, error, message):
+    inputs = make_inputs(3, 2, 1, 16, torch.float32, norm=True)
+    inputs |= {"k_cache": torch.zeros(8, 1, 16), "v_cache": torch.zeros(8, 1, 16), "backend": "reference"}
+    with pytest.raises(error, match=message):
+        rope_cache(**inputs | {name: value})
+
+
+def test_triton_refuses_fp64(device):
+    inputs = make_inputs(3, 2, 1, 16, torch.float64, device=device)
+    with pytest.raises(ValueError, match=r"qkv must be float32\|bfloat16\|float16 \[\*, \*\], got float64"):
+        rope_cache(**inputs, backend="triton")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_replays_in_a_cuda_graph(device):
+    inputs = make_inputs(30, 16, 8, 128, torch.bfloat16, device=device, norm=True)
+    inputs["num_rows"] = torch.tensor([30], dtype=torch.int32, device=device)
+    rope_cache(**inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = rope_cache(**inputs)
+    inputs["qkv"].normal_()
+    inputs["num_rows"].fill_(20)
+    for cache in (inputs["k_cache"], inputs["v_cache"]):
+        cache.fill_(UNTOUCHED)
+    graph.replay()
+    assert_kept(inputs, *captured[1:], 20)
+    for x, expected in zip(captured, rope_cache(**inputs), strict=True):
+        assert torch.equal(x[:20], expected[:20])

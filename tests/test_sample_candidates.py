@@ -1,0 +1,294 @@
+"""``sample_candidates``: the generator's known answers, the kernel's draws and the reference's, their statistics."""
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import example, given
+
+from lenvm_kernels.ops import sample_candidates as module
+from lenvm_kernels.ops.sample_candidates import sample_candidates
+from lenvm_kernels.ops.topk_candidates import Candidates, Status
+from lenvm_kernels.reference.sample_candidates import philox4x32, uniform
+
+BACKENDS = ["triton", "reference"]
+STATUSES = [int(Status.GUIDE), int(Status.SINGLE), int(Status.UNGUIDED), int(Status.SKIP)]
+LARGEST_U = 1 - 2.0**-24
+
+
+@pytest.fixture
+def large_tiles(monkeypatch, device):
+    """Rows of a tile do not see each other, and the interpreter takes as long for a row as for 1,024."""
+    if device.type == "cpu":
+        monkeypatch.setattr(module, "TILE", 65_536)
+
+
+def draw(guided_probs, seeds, positions, device, *, token_ids=None, status=None, temperature=None, backend="triton"):
+    """Tokens drawn; without ``token_ids`` they are the slots' numbers."""
+    rows, slots = guided_probs.shape
+    if token_ids is None:
+        token_ids = torch.arange(slots, dtype=torch.int32).repeat(rows, 1)
+    if status is None:
+        status = torch.full((rows,), int(Status.GUIDE), dtype=torch.int8)
+    counts, lost_mass = torch.full((rows,), slots, dtype=torch.int32), torch.zeros(rows)
+    candidates = Candidates(*(x.to(device) for x in (token_ids, guided_probs, counts, status, lost_mass)))
+    inputs = (x.to(device) for x in (guided_probs, seeds, positions))
+    temperature = None if temperature is None else temperature.to(device)
+    tokens = sample_candidates(candidates, *inputs, temperature=temperature, backend=backend)
+    assert tokens.dtype == torch.int32
+    return tokens.cpu()
+
+
+def filled(rows, value):
+    return torch.full((rows,), value, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "answer"),
+    [  # tests/kat_vectors of Random123
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_generator_gives_the_known_answers(counter, key, answer):
+    counter, key = ([torch.tensor([word]) for word in words] for words in (counter, key))
+    assert [word.item() for word in philox4x32(counter, key)] == answer
+
+
+def test_seed_is_the_key_and_position_the_counter():
+    zero = torch.tensor([0])
+    assert uniform(zero, zero.int()).item() == (0x6627E8D5 >> 8) / 2**24
+    low, high = torch.tensor([0x243F6A88]), torch.tensor([0x05A308D3])
+    key = torch.tensor([0xA4093822]), torch.tensor([0x899F31D0])
+    seed = torch.tensor([(0x899F31D0 << 32) + 0xA4093822 - (1 << 64)])  # negative
+    first = philox4x32((low, high, zero, zero), key)[0].item()
+    assert uniform(seed, (high << 32) + low).item() == (first >> 8) / 2**24
+
+
+@st.composite
+def batches(draw):
+    """Keyword arguments of ``draw``: every status, zeros, ties, sums far from 1, any int64 as seed and position."""
+    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    rows, slots = draw(st.integers(1, 70)), draw(st.sampled_from([1, 2, 4, 8, 16, 32, 64]))
+    p = torch.softmax(torch.randn(rows, slots, generator=rng) * draw(st.sampled_from([0.0, 1.0, 8.0])), 1)
+    p[torch.rand(rows, slots, generator=rng) < draw(st.sampled_from([0.0, 0.5, 0.95]))] = 0
+    p *= draw(st.sampled_from([1.0, 1.0, 0.3, 1e-44, 1e30, math.inf]))  # 0 * inf: NaN
+    if draw(st.booleans()):  # rows apart by more than K
+        p = torch.nn.functional.pad(p, (0, 3), value=1.0)[:, :slots]
+    bits = [torch.randint(-(2**63), 2**63 - 1, (rows,), generator=rng) for _ in range(2)]
+    seeds, positions = (x >> draw(st.sampled_from([0, 31, 32, 50])) for x in bits)
+    if draw(st.booleans()):
+        positions = (positions & 0x7FFFFFFF).int()
+    temperature = None
+    if draw(st.booleans()):
+        temperature = torch.tensor([0.0, 1e-7, 1e-6, 1.0, math.nan])[torch.randint(5, (rows,), generator=rng)]
+    return dict(
+        guided_probs=p,
+        seeds=seeds,
+        positions=positions,
+        token_ids=torch.randint(0, 2**31 - 1, (rows, slots), generator=rng).int(),
+        status=torch.tensor(STATUSES, dtype=torch.int8)[torch.randint(4, (rows,), generator=rng)],
+        temperature=temperature,
+    )
+
+
+NO_ROWS = dict(guided_probs=torch.zeros(0, 8), seeds=filled(0, 0), positions=filled(0, 0))
+
+
+@given(batches())
+@example(NO_ROWS)
+def test_triton_draws_what_the_reference_draws(device, batch):
+    actual = draw(**batch, device=device)
+    assert torch.equal(actual, draw(**batch, device="cpu", backend="reference"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("slots", [1, 2, 8, 64])
+def test_equal_candidates_divide_the_unit_interval(device, large_tiles, backend, slots):
+    """All sums are exact whether they end at 1 or at 3 * 2^20: the slot drawn is the integer part of ``K u``."""
+    rows = 2000
+    seeds, positions = torch.arange(rows) // 50, torch.arange(rows)
+    expected = (uniform(seeds, positions) * slots).int()
+    for total in (1.0, 3 * 2.0**20):
+        p = torch.full((rows, slots), total / slots)
+        assert torch.equal(draw(p, seeds, positions, device, backend=backend), expected)
+
+
+# Positions of seed 0 where u is at its ends.
+AT_ZERO, AT_LARGEST = 14_883_995, 38_471_471
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ends_of_the_unit_interval_draw_candidates_only(device, backend):
+    ends = torch.tensor([AT_ZERO, AT_LARGEST])
+    seeds = filled(2, 0)
+    assert uniform(seeds, ends).tolist() == [0, LARGEST_U]
+    for p, first, last in (
+        ([0.0, 0.25, 0.0, 0.5, 0.25, 0.0, 0.0, 0.0], 1, 4),
+        ([0.1, 0.7, 0.2, 0.0], 0, 2),
+        ([1.0] + [2.0**-24] * 7, 0, 0),  # slot by slot: each sum rounds back to 1
+        ([0.0, 2.0**-149, 0.0, 0.0], 1, 1),  # u * total rounds up to total
+        ([0.0, math.inf, 1.0, 0.0], 1, 2),
+        ([-1.0, math.nan, 1.0, 0.0], 2, 2),
+    ):
+        drawn = draw(torch.tensor([p, p]), seeds, ends, device, backend=backend)
+        assert drawn[1] == last
+        assert drawn[0] == (last if math.inf in p else first)  # 0 * inf is no threshold
+
+
+# A chi-squared variable exceeds these with probability 0.001, by its degrees of freedom.
+CRITICAL = {7: 24.32, 15: 37.70}
+
+
+def chi_squared(observed, expected):
+    return ((observed - expected) ** 2 / expected).sum().item()
+
+
+@pytest.mark.parametrize("varies", ["position", "seed"])
+def test_draws_follow_the_probabilities(device, large_tiles, varies):
+    rows = 40_000
+    p = torch.tensor([0.4, 0.05, 0.2, 0.1, 0.01, 0.14, 0.06, 0.04])
+    order, fixed = torch.arange(rows), filled(rows, 1234)
+    seeds, positions = (fixed, order) if varies == "position" else (order, fixed)
+    observed = draw((p * 0.7).repeat(rows, 1), seeds, positions, device).bincount(minlength=8)
+    assert chi_squared(observed, p * rows) < CRITICAL[7]
+
+
+@pytest.mark.parametrize("varies", ["position", "seed", "high word of the seed"])
+def test_neighbouring_draws_are_independent(device, large_tiles, varies):
+    rows = 40_000
+    p = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    order, fixed = torch.arange(rows), filled(rows, 99)
+    seeds, positions = (fixed, order) if varies == "position" else (order, fixed)
+    if varies == "high word of the seed":
+        seeds = seeds << 32
+    drawn = draw(p.repeat(rows, 1), seeds, positions, device)
+    pairs = (drawn[0::2] * 4 + drawn[1::2]).bincount(minlength=16)
+    assert chi_squared(pairs, torch.outer(p, p).flatten() * rows / 2) < CRITICAL[15]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_do_not_see_each_other(device, backend):
+    rows = 70
+    rng = torch.Generator().manual_seed(5)
+    p = torch.softmax(torch.randn(rows, 8, generator=rng), 1)
+    p[3], p[40] = math.nan, math.inf
+    seeds, positions = torch.randint(0, 2**62, (2, rows), generator=rng)
+    temperature = torch.where(torch.arange(rows) % 3 == 0, 0.0, 1.0)
+    whole = draw(p, seeds, positions, device, temperature=temperature, backend=backend)
+    assert len(whole.unique()) == 9  # -1 and all slots
+    for taken in (torch.randperm(rows, generator=rng), torch.tensor([69, 2, 40]), torch.tensor([33])):
+        part = draw(p[taken], seeds[taken], positions[taken], device, temperature=temperature[taken], backend=backend)
+        assert torch.equal(part, whole[taken])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_greedy_rows_take_the_most_probable_candidate(device, backend):
+    p = torch.tensor([[0.2, 0.3, 0.1, 0.3]]).repeat(64, 1)
+    seeds, positions = filled(64, 3), torch.arange(64)
+    sampled = draw(p, seeds, positions, device, backend=backend)
+    assert len(sampled.unique()) == 4
+    limit = torch.tensor(1e-6)
+    for temperature, greedy in ((0.0, True), (limit.nextafter(limit - 1), True), (limit, False), (0.7, False)):
+        t = torch.full((64,), float(temperature))
+        drawn = draw(p, seeds, positions, device, temperature=t, backend=backend)
+        assert torch.equal(drawn, torch.ones_like(drawn) if greedy else sampled)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("temperature", [None, 0.0])
+def test_rows_without_a_draw_give_minus_one(device, backend, temperature):
+    p = torch.tensor([[0.5, 0.5]] * 4 + [[0.0, 0.0], [-1.0, math.nan], [0.0, 1.0]])
+    status = torch.tensor([*STATUSES, *[int(Status.GUIDE)] * 3], dtype=torch.int8)
+    token_ids = torch.tensor([[7, 7]] * 6 + [[7, 9]], dtype=torch.int32)
+    t = None if temperature is None else torch.full((7,), temperature)
+    drawn = draw(
+        p, filled(7, 1), filled(7, 5), device, token_ids=token_ids, status=status, temperature=t, backend=backend
+    )
+    assert drawn.tolist() == [7, 7, -1, -1, -1, -1, 9]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_replays_in_a_cuda_graph(device):
+    rows = 40
+    candidates = Candidates(
+        torch.arange(8, dtype=torch.int32, device=device).repeat(rows, 1),
+        torch.ones(rows, 8, device=device),
+        torch.full((rows,), 8, dtype=torch.int32, device=device),
+        torch.full((rows,), int(Status.GUIDE), dtype=torch.int8, device=device),
+        torch.zeros(rows, device=device),
+    )
+    inputs = torch.rand(rows, 8, device=device), *torch.zeros(2, rows, dtype=torch.int64, device=device)
+    sample_candidates(candidates, *inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = sample_candidates(candidates, *inputs)
+    inputs[2].copy_(torch.arange(rows))
+    graph.replay()
+    assert len(tokens.unique()) > 1
+    assert torch.equal(tokens, sample_candidates(candidates, *inputs))
+
+
+def good_arguments():
+    candidates = Candidates(
+        torch.zeros(2, 4, dtype=torch.int32),
+        torch.zeros(2, 4),
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(2, dtype=torch.int8),
+        torch.zeros(2),
+    )
+    return dict(candidates=candidates, guided_probs=torch.zeros(2, 4), seeds=filled(2, 0), positions=filled(2, 0))
+
+
+@pytest.mark.parametrize(
+    "name, value, error, message",
+    [
+        ("guided_probs", torch.zeros(2, 4).half(), ValueError, "guided_probs must be float32 .* got float16"),
+        ("guided_probs", torch.zeros(2, 4).double(), ValueError, "guided_probs must be float32 .* got float64"),
+        ("guided_probs", torch.zeros(4), ValueError, r"guided_probs must be float32 \[\*, \*\]"),
+        (
+            "guided_probs",
+            torch.zeros(2, 3),
+            ValueError,
+            "guided_probs must have a power of two up to 64 columns, got 3",
+        ),
+        ("guided_probs", torch.zeros(4, 2).T, ValueError, "guided_probs must be contiguous in its last dimension"),
+        ("guided_probs", torch.zeros(3, 4), ValueError, r"candidates.token_ids must be int32 \[3, 4\]"),
+        ("candidates", None, TypeError, "candidates must be the Candidates of topk_candidates, got NoneType"),
+        ("seeds", torch.zeros(2).int(), ValueError, r"seeds must be int64 \[2\] on cpu, got int32"),
+        ("seeds", [0, 1], TypeError, r"seeds must be a tensor int64 \[2\] on cpu, got list"),
+        ("positions", torch.zeros(2), ValueError, r"positions must be int32\|int64 \[2\] on cpu, got float32"),
+        (
+            "positions",
+            torch.zeros(3).int(),
+            ValueError,
+            r"positions must be int32\|int64 \[2\] on cpu, got int32 \[3\]",
+        ),
+        ("temperature", torch.zeros(2).double(), ValueError, r"temperature must be float32 \[2\] on cpu, got float64"),
+        ("backend", "gpu", ValueError, "backend must be one of"),
+    ],
+)
+def test_bad_arguments_are_named(name, value, error, message):
+    with pytest.raises(error, match=message):
+        sample_candidates(**{**good_arguments(), name: value})
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("token_ids", torch.zeros(2, 4), r"candidates.token_ids must be int32 \[2, 4\] on cpu, got float32"),
+        ("token_ids", torch.zeros(2, 8).int()[:, :4], "candidates.token_ids must be contiguous"),
+        ("status", torch.zeros(2).int(), r"candidates.status must be int8 \[2\] on cpu, got int32"),
+    ],
+)
+def test_bad_candidates_are_named(field, value, message):
+    arguments = good_arguments()
+    setattr(arguments["candidates"], field, value)
+    with pytest.raises(ValueError, match=message):
+        sample_candidates(**arguments)

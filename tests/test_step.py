@@ -1,0 +1,645 @@
+"""The guided step against recomputation from scratch; that it never synchronises; that no batch changes a draw."""
+
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from lenvm_kernels.guidance import GuidanceTable, parse_guidance
+from lenvm_kernels.ops.reweight_scatter import reweight_scatter
+from lenvm_kernels.ops.topk_candidates import Status
+from lenvm_kernels.paged_slots import OutOfSlots, PagedSlots
+from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.value_model import ValueModel, ValueModelConfig
+from tests.test_value_model import random_head, random_model
+
+VOCAB, HIDDEN, EOS = 97, 48, 2
+ATOL = 2e-5  # on value logits of O(1), fp32 against fp32
+TINY = dict(
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    intermediate_size=80,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    tie_word_embeddings=False,
+)
+GUIDANCE = [
+    {"value_mode": "centered_exp", "value_scale": -20},
+    {"value_mode": "mul", "value_scale": 0.8},
+    {"target_length": 30, "constraint": "eq_soft"},
+    {"target_length": 12, "entropy_threshold": 0.8},
+    None,
+]
+
+
+@pytest.fixture(scope="module")
+def models():
+    """A ``transformers`` backbone, its head, and the value model of both."""
+    backbone, head = random_model(Qwen2ForCausalLM, Qwen2Config(**TINY)), random_head()
+    return backbone, head, ValueModel.from_causal_lm(backbone, head)
+
+
+def make_step(value_model, *, rows=8, max_len=96, page_size=4, num_pages=None, **options):
+    slots = PagedSlots(rows, max_len, page_size=page_size, num_pages=num_pages, device=value_model.device)
+    step = GuidedStep(value_model, slots.table, slots.num_slots, vocab_size=VOCAB, page_size=page_size, **options)
+    return step, slots
+
+
+class Engine:
+    """What an engine does around a guided step, one list of tokens a request."""
+
+    def __init__(self, step, slots):
+        self.step, self.slots = step, slots
+        self.device = step.value_model.device
+
+    def tensor(self, values, dtype=torch.int32):
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def admit(self, row, tokens, guidance, *, prompt_len, seed=0):
+        """Give a request its slots and its parameters; raises OutOfSlots."""
+        self.slots.extend(row, len(tokens))
+        params = None if guidance is None else parse_guidance(guidance)
+        self.step.set(row, params, {EOS}, prompt_len=prompt_len, seed=seed)
+
+    def prefill(self, rows, sequences):
+        """All tokens but the last of new requests, after junk that no request refers to."""
+        lens = [len(tokens) - 1 for tokens in sequences]
+        flat = [0] + [token for tokens in sequences for token in tokens[:-1]]
+        starts = [1 + sum(lens[:i]) for i in range(len(lens))]
+        row_of = self.tensor([rows[0]] + [row for row, n in zip(rows, lens, strict=True) for _ in range(n)])
+        position = self.tensor([0] + [p for n in lens for p in range(n)])
+        self.step.extend(
+            self.tensor(flat),
+            self.slots.slots(row_of, position),
+            self.tensor(rows),
+            self.tensor(starts),
+            self.tensor(lens),
+            self.tensor([0] * len(rows)),
+        )
+
+    def decode(self, rows, sequences, scores, *, top_k=6, min_p=0.05, **options):
+        lengths, row_numbers = self.tensor([len(tokens) for tokens in sequences]), self.tensor(rows)
+        b = len(rows)
+        filters = dict(
+            top_k=self.tensor([top_k] * b),
+            top_p=self.tensor([1.0] * b, torch.float32),
+            min_p=self.tensor([min_p] * b, torch.float32),
+            temperature=self.tensor([0.8] * b, torch.float32),
+        )
+        return self.step.step(
+            scores,
+            self.tensor([tokens[-1] for tokens in sequences]),
+            row_numbers,
+            lengths,
+            self.slots.slots(row_numbers, lengths - 1),
+            **{**filters, "is_logits": True, "sample": True, **options},
+        )
+
+
+@torch.no_grad()
+def values_from_scratch(models, sequences):
+    """The value logit at the last token of each sequence, by one forward of ``transformers`` over all of them."""
+    backbone, head, _ = models
+    lens = torch.tensor([len(tokens) for tokens in sequences])
+    padded = torch.zeros(len(sequences), int(lens.max()), dtype=torch.long)
+    for i, tokens in enumerate(sequences):
+        padded[i, : len(tokens)] = torch.tensor(tokens)
+    h = backbone.model(padded, use_cache=False).last_hidden_state[torch.arange(len(lens)), lens - 1]
+    h = torch.nn.functional.silu(h @ head["v_head.fc.weight"].T + head["v_head.fc.bias"])
+    return (h @ head["v_head.summary.weight"].T + head["v_head.summary.bias"])[:, 0]
+
+
+def check_output(models, output, sequences, guidance, prompt_lens):
+    """Every value and every guided probability of a step, against values computed from scratch."""
+    ids, status = output.candidates.token_ids.tolist(), output.candidates.status.tolist()
+    wanted = [(i, j) for i, s in enumerate(status) if s == Status.GUIDE for j, t in enumerate(ids[i]) if t >= 0]
+    expected = torch.zeros_like(output.value_logits)
+    if wanted:
+        values = values_from_scratch(models, [sequences[i] + [ids[i][j]] for i, j in wanted])
+        expected[tuple(zip(*wanted, strict=True))] = values
+    torch.testing.assert_close(output.value_logits, expected, rtol=0, atol=ATOL)
+    params = [None if g is None else parse_guidance(g) for g in guidance]
+    generated = [len(tokens) - n for tokens, n in zip(sequences, prompt_lens, strict=True)]
+    probs = reweight_scatter(
+        output.candidates,
+        expected,
+        GuidanceTable.from_params(params, [{EOS}] * len(params), "cpu"),
+        generated=torch.tensor(generated, dtype=torch.int32),
+    )
+    torch.testing.assert_close(output.probs, probs, rtol=0, atol=1e-3)
+    for i, token in enumerate(output.tokens.tolist()):
+        assert (token >= 0) == (status[i] in (Status.GUIDE, Status.SINGLE))
+        assert token < 0 or output.probs[i, ids[i].index(token)] > 0
+    return len(wanted)
+
+
+@pytest.mark.parametrize("commit_winners", [True, False])
+def test_500_steps_of_requests_that_come_and_go(models, commit_winners):
+    """Arrivals, departures, aborts, retractions under a pool that is too small, slots and rows used again."""
+    generator = torch.Generator().manual_seed(int(commit_winners))
+    randint = lambda low, high: torch.randint(low, high, (), generator=generator).item()  # noqa: E731
+    step, slots = make_step(
+        models[2], rows=6, max_len=60, page_size=4, num_pages=30, chunk_tokens=7, commit_winners=commit_winners
+    )
+    engine = Engine(step, slots)
+    waiting, running, steps, scored, retractions, finished = [], {}, 0, 0, 0, 0
+
+    def new_request():
+        tokens = [randint(3, VOCAB) for _ in range(randint(1, 20))]
+        guidance = GUIDANCE[randint(0, len(GUIDANCE))]
+        return dict(tokens=tokens, guidance=guidance, prompt_len=len(tokens), most=len(tokens) + randint(1, 30))
+
+    def decode(rows):
+        nonlocal steps, scored
+        requests = [running[row] for row in rows]
+        sequences = [r["tokens"] for r in requests]
+        scores = torch.randn(len(rows), VOCAB, generator=generator) * 3
+        output = engine.decode(rows, sequences, scores)
+        scored += check_output(
+            models, output, sequences, [r["guidance"] for r in requests], [r["prompt_len"] for r in requests]
+        )
+        for request, token in zip(requests, output.tokens.tolist(), strict=True):
+            # Now and then what follows is not what was drawn: a stop string, a grammar, another sampler.
+            request["tokens"] = [*request["tokens"], randint(0, VOCAB) if token < 0 or randint(0, 8) == 0 else token]
+        steps += 1
+
+    while steps < 500:
+        if randint(0, 2) == 0:
+            waiting.append(new_request())
+        free = [row for row in range(6) if row not in running]
+        admitted = []
+        while waiting and free and len(admitted) < 3:
+            row = free.pop(randint(0, len(free)))
+            try:
+                request = waiting[0]
+                engine.admit(row, request["tokens"], request["guidance"], prompt_len=request["prompt_len"])
+            except OutOfSlots:
+                break
+            running[row] = waiting.pop(0)
+            admitted.append(row)
+        if admitted:  # a prefill batch is a step of its own; the running requests sit it out
+            engine.prefill(admitted, [running[row]["tokens"] for row in admitted])
+            decode(admitted)
+            continue
+        for row in sorted(running):
+            request = running[row]
+            if len(request["tokens"]) >= request["most"] or EOS in request["tokens"][-1:] or randint(0, 60) == 0:
+                finished += 1
+                slots.free(row)
+                step.clear(row)
+                del running[row]
+        for row in sorted(running):
+            while row in running:
+                try:
+                    slots.extend(row, len(running[row]["tokens"]))
+                    break
+                except OutOfSlots:
+                    victim = sorted(running)[randint(0, len(running))]
+                    retractions += 1
+                    slots.free(victim)
+                    step.clear(victim)
+                    waiting.insert(0, running.pop(victim))
+        if running:
+            rows = sorted(running, key=lambda row: randint(0, 100))
+            decode(rows)
+    assert scored > 2000 and retractions > 5 and finished > 50, (scored, retractions, finished)
+    assert step.table.faults.sum() == 0
+
+
+def deltas_of_steps(value_model, monkeypatch):
+    """A list that every forward adds its number of delta tokens to."""
+    deltas, forward = [], value_model.forward
+
+    def recording(batch, *args, **kwargs):
+        deltas.append(int(batch.layout.q_offsets[-1] - batch.candidate_lens.sum()))
+        return forward(batch, *args, **kwargs)
+
+    monkeypatch.setattr(value_model, "forward", recording)
+    return deltas
+
+
+def run_requests(engine, sequences, guidance, steps, *, seeds=None, rows=None, **options):
+    """Decode some requests from their prompts on; returns the tokens drawn and the outputs of all steps.
+
+    The scores of a request's next token depend on its own last token and length only, as a base model's would."""
+    rows = list(range(len(sequences))) if rows is None else rows
+    seeds = seeds or [100 + i for i in range(len(sequences))]
+    generator = torch.Generator().manual_seed(3)
+    by_token, by_length = (torch.randn(VOCAB, VOCAB, generator=generator) * 2 for _ in range(2))
+    for row, tokens, g, seed in zip(rows, sequences, guidance, seeds, strict=True):
+        engine.admit(row, tokens + [0] * steps, g, prompt_len=len(tokens), seed=seed)
+    engine.prefill(rows, sequences)
+    sequences, outputs = [list(tokens) for tokens in sequences], []
+    for _ in range(steps):
+        scores = torch.stack([by_token[tokens[-1]] + by_length[len(tokens)] for tokens in sequences])
+        outputs.append(engine.decode(rows, sequences, scores.to(engine.device), **options))
+        for tokens, token in zip(sequences, outputs[-1].tokens.tolist(), strict=True):
+            tokens.append(token if token >= 0 else tokens[0])
+    return sequences, outputs
+
+
+PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18], [19, 20]]
+
+
+def test_winners_are_not_computed_again(models, monkeypatch):
+    """With winners committed no decode step has a delta, except of rows that drew without values; and the values are
+    those of recomputation."""
+    guidance = [GUIDANCE[0]] * 4
+    both = []
+    for commit_winners in (True, False):
+        engine = Engine(*make_step(models[2], commit_winners=commit_winners))
+        with monkeypatch.context() as patch:
+            deltas = deltas_of_steps(models[2], patch)
+            sequences, outputs = run_requests(engine, PROMPTS, guidance, 6)
+        decodes = deltas[-5:]
+        single = [int((output.candidates.status == Status.SINGLE).sum()) for output in outputs[:-1]]
+        assert decodes == (single if commit_winners else [4] * 5)
+        both.append((sequences, torch.stack([output.value_logits for output in outputs])))
+    assert both[0][0] == both[1][0]
+    torch.testing.assert_close(both[0][1], both[1][1], rtol=0, atol=ATOL)
+    assert sum(single) < 8
+
+
+def test_a_row_used_again_forgets_its_last_request(models):
+    """The new request's token is a candidate of the old one at the same position: it must be computed all the same."""
+    engine = Engine(*make_step(models[2]))
+    scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    engine.admit(0, [5, 6, 7, 0], GUIDANCE[0], prompt_len=3)
+    engine.prefill([0], [[5, 6, 7]])
+    token = engine.decode([0], [[5, 6, 7]], scores).candidates.token_ids[0, 0].item()
+    engine.step.clear(0)
+    engine.slots.free(0)
+    tokens = [30, 31, 32, token]
+    engine.admit(0, tokens, GUIDANCE[0], prompt_len=4)
+    engine.prefill([0], [tokens])
+    assert check_output(models, engine.decode([0], [tokens], scores), [tokens], [GUIDANCE[0]], [4])
+
+
+def test_rows_without_guidance_ride_along_untouched(models, monkeypatch):
+    engine = Engine(*make_step(models[2]))
+    deltas = deltas_of_steps(models[2], monkeypatch)
+    guidance = [None, GUIDANCE[0], {"value_mode": "mul", "value_scale": 1.0}, None]
+    for row, (tokens, g) in enumerate(zip(PROMPTS, guidance, strict=True)):
+        engine.admit(row, tokens, g, prompt_len=len(tokens))
+    engine.prefill(range(4), PROMPTS)
+    assert deltas == [len(PROMPTS[1]) - 1]
+    scores = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
+    probs = torch.softmax(scores, dim=1)
+    before = probs.clone()
+    output = engine.decode(range(4), PROMPTS, scores, probs=probs)
+    assert deltas[1:] == [1]
+    assert torch.equal(probs[[0, 2, 3]], before[[0, 2, 3]])
+    assert not torch.equal(probs[1], before[1]) and (probs[1] > 0).sum() <= 6
+    assert output.tokens[[0, 2, 3]].tolist() == [-1, -1, -1] and output.tokens[1] >= 0
+    torch.testing.assert_close(probs[1, output.candidates.token_ids[1].long().clamp(min=0)], output.probs[1])
+
+
+def test_probabilities_may_be_guided_in_place(models):
+    engine = Engine(*make_step(models[2]))
+    engine.admit(0, PROMPTS[0], GUIDANCE[0], prompt_len=4)
+    engine.prefill([0], PROMPTS[:1])
+    scores = torch.softmax(torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)), dim=1)
+    output = engine.decode([0], PROMPTS[:1], scores, probs=scores, is_logits=False, temperature=None)
+    expected = torch.zeros(VOCAB).index_add(0, output.candidates.token_ids[0].clamp(min=0).long(), output.probs[0])
+    torch.testing.assert_close(scores[0], expected)
+
+
+def test_rows_left_out_of_a_step(models, monkeypatch):
+    engine = Engine(*make_step(models[2]))
+    for row in (0, 1):
+        engine.admit(row, PROMPTS[row], GUIDANCE[0], prompt_len=len(PROMPTS[row]))
+    engine.prefill([0, 1], PROMPTS[:2])
+    deltas = deltas_of_steps(models[2], monkeypatch)
+    scores = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
+    output = engine.decode([0, 1], PROMPTS[:2], scores, active=torch.tensor([True, False]))
+    assert deltas == [1] and output.candidates.status.tolist() == [Status.GUIDE, Status.UNGUIDED]
+
+
+def test_score_all_also_scores_rows_that_need_no_values(models):
+    engine = Engine(*make_step(models[2], score_all=True))
+    skipped = GUIDANCE[0] | {"entropy_threshold": 100.0}
+    engine.admit(0, PROMPTS[0], skipped, prompt_len=4)
+    engine.prefill([0], PROMPTS[:1])
+    output = engine.decode([0], PROMPTS[:1], torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)))
+    assert output.candidates.status.tolist() == [Status.SKIP]
+    count = int(output.candidates.counts)
+    ids = output.candidates.token_ids[0, :count].tolist()
+    expected = values_from_scratch(models, [[*PROMPTS[0], token] for token in ids])
+    torch.testing.assert_close(output.value_logits[0, :count], expected, rtol=0, atol=ATOL)
+
+
+def test_token_temperatures(models):
+    step, _ = make_step(models[2])
+    step.set(0, parse_guidance({"token_temperature_scale": {0: 2.0, 7: 3.0, VOCAB + 5: 9.0}}), {EOS})
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
+    expected = logits.clone()
+    expected[1, [0, 7]] *= torch.tensor([2.0, 3.0])
+    step.scale_tokens(logits, torch.tensor([1, 0]))
+    assert torch.equal(logits, expected)
+
+
+# --- long prompts and memory ---
+
+
+def test_chunks_give_the_same_cache(models):
+    prompts = [list(range(3, 53)), [60], list(range(60, 90))]
+    caches = []
+    for chunk_tokens in (1000, 7):
+        engine = Engine(*make_step(models[2], chunk_tokens=chunk_tokens))
+        for row, tokens in enumerate(prompts):
+            engine.admit(row, tokens, GUIDANCE[0], prompt_len=len(tokens))
+        engine.prefill([0, 1, 2], prompts)
+        caches.append(torch.stack((engine.step.cache.keys, engine.step.cache.values)))
+    torch.testing.assert_close(*caches, rtol=0, atol=ATOL)
+    assert (caches[0] != 0).any(dim=(0, 1, 3, 4)).sum() == 49 + 29
+
+
+class PeakMemory(TorchDispatchMode):
+    """The most bytes that the tensors made under it hold at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.alive = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for x in tree_leaves(result):
+            if not isinstance(x, torch.Tensor):
+                continue
+            storage = x.untyped_storage()
+            address, size = storage.data_ptr(), storage.nbytes()
+            if size and address not in given | self.alive:
+                self.alive.add(address)
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.freed, address, size)
+        return result
+
+    def freed(self, address, size):
+        self.alive.discard(address)
+        self.now -= size
+
+
+@pytest.mark.parametrize(("rows", "max_len"), [(1, 400), (5, 400), (2, 1200)])
+def test_memory_of_a_step_is_as_stated(device, rows, max_len):
+    """What a step and a prompt of several chunks take, against the formula; twice as much would be a poor bound."""
+    engine = Engine(
+        *make_step(tiny_value_model(device), max_len=max_len, chunk_tokens=64, backend="triton", graphs=False)
+    )
+    peaks = {}
+    for name in ("extend", "step"):
+
+        def measured(*args, name=name, function=getattr(engine.step, name), **kwargs):
+            with PeakMemory() as memory:
+                result = function(*args, **kwargs)
+            peaks[name] = memory.peak
+            return result
+
+        setattr(engine.step, name, measured)
+    prompts = [[3] * 70] * rows
+    for row, tokens in enumerate(prompts):
+        engine.admit(row, tokens, GUIDANCE[0], prompt_len=len(tokens))
+    engine.prefill(range(rows), prompts)
+    engine.decode(range(rows), prompts, torch.randn(rows, VOCAB, device=device))
+    stated = {"extend": engine.step.working_bytes(rows, 64), "step": engine.step.working_bytes(rows)}
+    for name, peak in peaks.items():
+        assert 0.5 * stated[name] < peak <= stated[name], (name, peak, stated[name])
+
+
+# --- nothing is read back to the host ---
+
+# What reads a value back, or sizes a tensor by values: operators, and methods that call no operator on a CPU.
+READ_BACK = (
+    "local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "equal",
+    "is_nonzero",
+    "repeat_interleave",
+    "bincount",
+)
+READ_BACK_METHODS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+
+
+class NoOperatorReadsBack(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.split(".")[0].lstrip("_")
+        masks = name.startswith("index") and any(
+            isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8) for x in tree_leaves(args[1:])
+        )
+        if masks or any(name.startswith(forbidden) for forbidden in READ_BACK):
+            raise AssertionError(f"{function} reads back from the device")
+        return function(*args, **(kwargs or {}))
+
+
+class NoMethodReadsBack(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in READ_BACK_METHODS:
+            raise AssertionError(f"{function} reads back from the device")
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_read_back():
+    """Fails what reads a value back to the host or sizes a tensor by values."""
+    with NoOperatorReadsBack(), NoMethodReadsBack():
+        yield
+
+
+X = torch.tensor([1.0, 0.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    "reads_back",
+    [
+        lambda: X.sum().item(),
+        lambda: X.int().tolist(),
+        lambda: X.numpy(),
+        lambda: bool(X[0] > 0),
+        lambda: X.nonzero(),
+        lambda: X.masked_select(X > 0),
+        lambda: X[X > 0],
+        lambda: X.clone().__setitem__(X > 0, X[:2]),
+        lambda: X.unique(),
+        lambda: torch.equal(X, X + 1),
+        lambda: X.repeat_interleave(X.long()),
+        lambda: torch.where(X > 0),
+    ],
+)
+def test_sync_mode_catches(reads_back):
+    """The test below is worth something only if it sees every way to read back."""
+    with pytest.raises(AssertionError, match="reads back"), no_read_back():
+        reads_back()
+
+
+def tiny_value_model(device, dtype=None):
+    """One layer, of widths that the kernels' tiles do not divide; Qwen3, which has every operation of a layer."""
+    config = Qwen3Config(**{**TINY, "num_hidden_layers": 1}, head_dim=16)
+    tensors = {**random_model(Qwen3ForCausalLM, config).state_dict(), **random_head()}
+    return ValueModel(ValueModelConfig.from_hf(config), tensors, device=device, dtype=dtype)
+
+
+@pytest.mark.parametrize("is_logits", [True, False])
+@pytest.mark.parametrize("commit_winners", [True, False])
+def test_sync_free_step(device, is_logits, commit_winners):
+    """Prompts, and steps of guided and unguided rows with everything a step can do, through the Triton kernels."""
+    step, slots = make_step(tiny_value_model(device), commit_winners=commit_winners, chunk_tokens=8, backend="triton")
+    engine = Engine(step, slots)
+    for row, tokens in enumerate(PROMPTS):
+        engine.admit(
+            row,
+            [*tokens, 0],
+            GUIDANCE[row + 1] and {"token_temperature_scale": {5: 2.0}} | GUIDANCE[row + 1],
+            prompt_len=len(tokens),
+        )
+    rows, lengths = engine.tensor([0, 1, 2, 3]), engine.tensor([len(tokens) for tokens in PROMPTS])
+    last = engine.tensor([tokens[-1] for tokens in PROMPTS])
+    lens, flat = lengths - 1, engine.tensor([token for tokens in PROMPTS for token in tokens])
+    starts = engine.tensor([sum(map(len, PROMPTS[:i])) for i in range(4)])
+    position = engine.tensor([p for tokens in PROMPTS for p in range(len(tokens))])
+    row_of = engine.tensor([row for row, tokens in enumerate(PROMPTS) for _ in tokens])
+    scores = torch.randn(4, VOCAB, device=device)
+    scores = scores if is_logits else torch.softmax(scores, dim=1)
+    probs, filters = torch.softmax(scores, dim=1), dict(top_k=lens * 0 + 5, top_p=lens * 0 + 1.0, min_p=lens * 0.0)
+    options = dict(is_logits=is_logits, sample=True, probs=probs, active=lens >= 0)
+    options |= dict(temperature=lens * 0 + 0.9) if is_logits else {}
+    options |= dict(vocab_mask=torch.full((4, -(-VOCAB // 32)), -1, dtype=torch.int32, device=device))
+
+    def serve():
+        step.scale_tokens(scores, rows)
+        step.extend(flat, slots.slots(row_of, position), rows, starts, lens, lens * 0)
+        at = lengths
+        tokens = last
+        for _ in range(2):
+            output = step.step(scores, tokens, rows, at, slots.slots(rows, at - 1), **filters, **options)
+            tokens, at = output.tokens.clamp(min=0), at + 1
+        return output
+
+    sync_debug = torch.cuda.set_sync_debug_mode if device.type == "cuda" else lambda mode: None
+    if device.type == "cuda":
+        step.warm_up(is_logits=is_logits, progress=False)
+        serve()
+    sync_debug("error")
+    try:
+        with no_read_back():
+            output = serve()
+    finally:
+        sync_debug("default")
+    assert (output.tokens >= 0).tolist() == [True, True, True, False]
+
+
+# --- the same in any batch ---
+
+
+def test_batch_invariant_draws(device):
+    """A request's values and draws, to the bit, alone and in batches of 2, 7 and 64, wherever it stands in them."""
+    value_model = tiny_value_model(device)
+    request, prompt, seed = GUIDANCE[0], [5, 6, 7, 8, 9], 1234
+    results = []
+    for batch, place, steps in ((1, 0, 3), (2, 1, 3), (7, 3, 3), (64, 41, 1)):
+        engine = Engine(*make_step(value_model, rows=64, max_len=16, backend="triton"))
+        prompts = [[11 + i % 50] * (1 + i % 3) for i in range(batch)]
+        guidance, seeds = [GUIDANCE[i % len(GUIDANCE)] for i in range(batch)], list(range(batch))
+        prompts[place], guidance[place], seeds[place] = prompt, request, seed
+        rows = torch.randperm(64, generator=torch.Generator().manual_seed(batch))[:batch].tolist()
+        sequences, outputs = run_requests(engine, prompts, guidance, steps, seeds=seeds, rows=rows, min_p=0.02)
+        results.append((sequences[place], torch.stack([output.value_logits[place] for output in outputs]).cpu()))
+    alone = results[0]
+    for sequence, values in results[1:]:
+        assert sequence == alone[0][: len(sequence)]
+        assert torch.equal(values, alone[1][: len(values)])
+    assert (alone[1] != 0).sum() > 4  # it did have candidates to score
+
+
+# --- CUDA graphs ---
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_graph_gives_what_launches_give(device, batch):
+    value_model = tiny_value_model(device)
+    prompts = [PROMPTS[i % 4] for i in range(batch)]
+    both = []
+    for graphs in (True, False):
+        engine = Engine(*make_step(value_model, graphs=graphs))
+        guidance = [GUIDANCE[i % len(GUIDANCE)] for i in range(batch)]
+        sequences, outputs = run_requests(engine, prompts, guidance, 6)
+        both.append((sequences, torch.stack([output.value_logits for output in outputs])))
+    assert both[0][0] == both[1][0] and torch.equal(both[0][1], both[1][1])
+
+
+@needs_gpu
+def test_graph_of_the_whole_step(device):
+    """A caller can capture all of a step in a graph of its own."""
+    engine = Engine(*make_step(tiny_value_model(device), graphs=False))
+    for row, tokens in enumerate(PROMPTS):
+        engine.admit(row, tokens, GUIDANCE[0], prompt_len=len(tokens))
+    engine.prefill(range(4), PROMPTS)
+    scores = torch.randn(4, VOCAB, device=device)
+    lengths, rows = engine.tensor([len(tokens) for tokens in PROMPTS]), engine.tensor([0, 1, 2, 3])
+    arguments = (scores, engine.tensor([tokens[-1] for tokens in PROMPTS]), rows, lengths)
+    filters = dict(top_k=lengths * 0 + 5, top_p=lengths * 0 + 1.0, min_p=lengths * 0.0)
+
+    def step():
+        slots = engine.slots.slots(rows, lengths - 1)
+        return engine.step.step(*arguments, slots, **filters, is_logits=True, sample=True)
+
+    expected = step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = step()
+    scores.copy_(scores.flip(0))
+    graph.replay()
+    flipped = step()
+    assert torch.equal(output.tokens, flipped.tokens) and torch.equal(output.value_logits, flipped.value_logits)
+    assert not torch.equal(output.value_logits, expected.value_logits)
+
+
+# --- warm_up and bad arguments ---
+
+
+def test_warm_up_changes_nothing(models):
+    engine = Engine(*make_step(models[2], max_rows=3, chunk_tokens=5))
+    engine.admit(0, PROMPTS[0], GUIDANCE[0], prompt_len=4)
+    before = engine.step.cache.keys.clone()
+    engine.step.warm_up(progress=False)
+    engine.step.warm_up(torch.bfloat16, is_logits=False, progress=False)
+    assert torch.equal(engine.step.cache.keys, before)
+    engine.prefill([0], PROMPTS[:1])
+    scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    assert check_output(models, engine.decode([0], PROMPTS[:1], scores), PROMPTS[:1], [GUIDANCE[0]], [4])
+
+
+def test_bad_arguments_are_named(models):
+    with pytest.raises(ValueError, match="max_candidates must be a power of two up to 64, got 5"):
+        make_step(models[2], max_candidates=5)
+    with pytest.raises(ValueError, match="chunk_tokens must be at least 1, got 0"):
+        make_step(models[2], chunk_tokens=0)
+    if models[2].device.type == "cpu":
+        with pytest.raises(ValueError, match="graphs must be None or False unless the value model is on a GPU"):
+            make_step(models[2], graphs=True)
+    engine = Engine(*make_step(models[2], max_rows=2))
+    with pytest.raises(IndexError, match=r"row must be in \[0, 8\), got 8"):
+        engine.step.set(8, None, set())
+    with pytest.raises(ValueError, match="eos_token_ids must be at most 8 ids, got 9"):
+        engine.step.set(0, None, set(range(9)))
+    with pytest.raises(ValueError, match="scores must have 1 to max_rows = 2 rows, got 3"):
+        engine.decode([0, 1, 2], PROMPTS[:3], torch.zeros(3, VOCAB))
+    with pytest.raises(ValueError, match=r"scores must be .* \[\*, 97\], got float32 \[1, 96\]"):
+        engine.decode([0], PROMPTS[:1], torch.zeros(1, VOCAB - 1))
+    with pytest.raises(ValueError, match=r"active must be bool \[1\]"):
+        engine.decode([0], PROMPTS[:1], torch.zeros(1, VOCAB), active=torch.ones(1))
+    with pytest.raises(ValueError, match="slots must be"):
+        engine.step.extend(*[engine.tensor([1])] * 1, engine.tensor([1, 2]), *[engine.tensor([0])] * 4)
