@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --constraint constraints.txt
 INSTALLED := $(VENV)/.installed
 WORKERS ?= 2
+BENCHES := $(basename $(notdir $(wildcard bench/bench_*.py)))
 
 # On a CPU two workers whose threads spin would only get in each other's way.
 export OMP_WAIT_POLICY ?= passive
@@ -41,9 +42,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 
 bench: $(INSTALLED)
-	for op in topk_candidates value_tree_attention value_head reweight_scatter; do \
-		$(BIN)/python -m bench.bench_$$op --quick $(ARGS) || exit 1; \
-	done
+	for name in $(BENCHES); do $(BIN)/python -m bench.$$name --quick $(ARGS) || exit 1; done
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis *.egg-info

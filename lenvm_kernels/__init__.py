@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lenvm_kernels.ops.topk_candidates import topk_candidates
     from lenvm_kernels.ops.value_head import value_head
     from lenvm_kernels.ops.value_tree_attention import value_tree_attention
+    from lenvm_kernels.paged_slots import PagedSlots
     from lenvm_kernels.step import GuidedStep
     from lenvm_kernels.value_model import ValueModel
 
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "GuidanceTable",
     "GuidedStep",
+    "PagedSlots",
     "ValueModel",
     "commit_winner",
     "parse_guidance",
@@ -44,6 +46,7 @@ __all__ = [
 _MODULES = {
     "GuidanceTable": "lenvm_kernels.guidance",
     "GuidedStep": "lenvm_kernels.step",
+    "PagedSlots": "lenvm_kernels.paged_slots",
     "ValueModel": "lenvm_kernels.value_model",
     "commit_winner": "lenvm_kernels.ops.commit_winner",
     "parse_guidance": "lenvm_kernels.guidance",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lenvm_kernels
+from tests.test_step import VOCAB, tiny_value_model
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,6 +25,26 @@ def test_the_operators_example_runs():
     listed = candidates.token_ids[0, :5].long()
     torch.testing.assert_close(probs[0, listed], guided[0, :5])
     assert probs[0, names["next_token"].item()] > 0
+
+
+def test_the_step_example_runs(capsys):
+    code = re.search(
+        r"```python\n(from lenvm_kernels import GuidedStep.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )[1]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    scores = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
+    names = dict(
+        torch=torch,
+        device=device,
+        value_model=tiny_value_model(device),
+        vocab_size=VOCAB,
+        eos=VOCAB,  # never drawn
+        prompt=[5, 6, 7],
+        base_logits=lambda tokens: scores[tokens[-1]][None],
+    )
+    exec(code, names)
+    assert len(names["tokens"]) == 53 and all(0 <= token < VOCAB for token in names["tokens"])
+    assert names["step"].table.faults.sum() == 0
 
 
 OPERATORS = sorted(f"ops.{file.stem}" for file in (ROOT / "lenvm_kernels" / "ops").glob("[a-z]*.py"))

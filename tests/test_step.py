@@ -396,15 +396,18 @@ def test_memory_of_a_step_is_as_stated(device, rows, max_len):
         *make_step(tiny_value_model(device), max_len=max_len, chunk_tokens=64, backend="triton", graphs=False)
     )
     peaks = {}
-    for name in ("extend", "step"):
 
-        def measured(*args, name=name, function=getattr(engine.step, name), **kwargs):
+    def measured(name, function):
+        def call(*args, **kwargs):
             with PeakMemory() as memory:
                 result = function(*args, **kwargs)
             peaks[name] = memory.peak
             return result
 
-        setattr(engine.step, name, measured)
+        return call
+
+    engine.step.extend = measured("extend", engine.step.extend)
+    engine.step.step = measured("step", engine.step.step)
     prompts = [[3] * 70] * rows
     for row, tokens in enumerate(prompts):
         engine.admit(row, tokens, GUIDANCE[0], prompt_len=len(tokens))

@@ -189,7 +189,7 @@ def _sum_splits_kernel(
 
 
 def num_splits(columns: int, size: int, swiglu: bool = False) -> int:
-    """Parts that the sums over ``size`` products of ``columns`` columns are split into: fp32 ``[parts, T, columns]``."""
+    """Parts that the sums of ``columns`` columns over ``size`` products are split into: fp32 [parts, T, columns]."""
     if swiglu or size < SPLIT_FROM:
         return 1
     return max(1, min(size // SPLIT_K, MAX_SPLIT_PROGRAMS // triton.cdiv(columns, BLOCK_N_WIDE)))
