@@ -80,44 +80,46 @@ class Decode:
 
 
 class Dense:
-    """One forward of exactly so many tokens, each the delta of a request with ``CACHED`` tokens."""
+    """One forward of exactly so many tokens and no candidates, spread over requests with ``CACHED`` tokens each."""
 
-    def __init__(self, model: ValueModel, tokens: int, *, vocab_size: int | None = None) -> None:
-        device = model.device
+    def __init__(self, model: ValueModel, requests: int, tokens: int, *, lm_head_rows: int = 0) -> None:
+        device, dtype, config = model.device, model.dtype, model.config
         i32 = dict(dtype=torch.int32, device=device)
-        slots = PagedSlots(tokens, CACHED + 1, device=device)
-        for row in range(tokens):
-            slots.extend(row, CACHED + 1)
-        rows = torch.arange(tokens, device=device)
-        ones = torch.ones(tokens, **i32)
+        lens = torch.full((requests,), tokens // requests, **i32)
+        lens[: tokens % requests] += 1
+        longest = -(-tokens // requests)
+        slots = PagedSlots(requests, CACHED + longest, device=device)
+        for row in range(requests):
+            slots.extend(row, CACHED + longest)
+        rows = torch.arange(requests, device=device)
+        starts = lens.cumsum(0, dtype=torch.int32) - lens
+        row_of = rows.repeat_interleave(lens)
+        position = CACHED + torch.arange(tokens, device=device) - starts[row_of]
         self.model, self.cache = model, KVCache.of_slots(model, slots.num_slots)
         self.batch = RaggedBatch.build(
-            rows,
-            slots.slots(rows, ones.long() * CACHED),
-            rows.int(),
-            ones,
-            torch.empty(tokens, 0, **i32),
-            ones * 0,
-            ones * CACHED,
+            torch.arange(tokens, device=device),
+            slots.slots(row_of, position),
+            starts,
+            lens,
+            torch.empty(requests, 0, **i32),
+            torch.zeros(requests, **i32),
+            torch.full((requests,), CACHED, **i32),
             slots.table,
             rows,
         )
-        self.lm_head = None
-        if vocab_size is not None:
-            self.lm_head = torch.randn(vocab_size, model.config.hidden_size, dtype=model.dtype, device=device)
-            self.hidden = torch.randn(tokens, model.config.hidden_size, dtype=model.dtype, device=device)
+        self.lm_head = torch.randn(lm_head_rows, config.hidden_size, dtype=dtype, device=device)
+        self.hidden = torch.randn(tokens, config.hidden_size, dtype=dtype, device=device)
 
     def __call__(self) -> None:
         self.model.forward(self.batch, self.cache)
-        if self.lm_head is not None:
+        if len(self.lm_head):
             F.linear(self.hidden, self.lm_head)
 
     def floor(self) -> tuple[int, int]:
-        tokens, config = len(self.batch.table_rows), self.model.config
-        moved, operations = forward_floor(config, self.model.dtype, tokens, 0, tokens, CACHED)
-        if self.lm_head is not None:
-            moved, operations = moved + self.lm_head.nbytes, operations + 2 * tokens * self.lm_head.numel()
-        return moved, operations
+        """(bytes, operations) of the forward, and of the projection to the vocabulary if there is one."""
+        tokens, requests = len(self.hidden), len(self.batch.table_rows)
+        moved, operations = forward_floor(self.model.config, self.model.dtype, tokens, 0, requests, CACHED)
+        return moved + self.lm_head.nbytes, operations + 2 * tokens * self.lm_head.numel()
 
 
 def make_cases(device: str, dtype: torch.dtype, quick: bool) -> list[Case]:
@@ -129,16 +131,17 @@ def make_cases(device: str, dtype: torch.dtype, quick: bool) -> list[Case]:
     def add(case: str, run: Decode | Dense) -> None:
         cases.append(Case(f"{name}, {case}", run, *run.floor()))
 
-    for rows, distribution in ((4, "full"), (4, "SmolLM2")) if quick else ((64, "full"), (256, "SmolLM2")):
+    sizes = (4, 4) if quick else (64, 256) if device == "cuda" else (16, 64)
+    for rows, distribution in zip(sizes, ("full", "SmolLM2"), strict=True):
         counts = candidate_counts(rows, distribution)
         for commit_winners in (True, False):
             case = f"step B {rows} {distribution} counts, winners {'committed' if commit_winners else 'computed'}"
             add(case, Decode(model, counts, commit_winners=commit_winners))
         tokens = rows + int(counts[counts > 1].sum())
-        add(f"dense forward of {tokens} tokens", Dense(model, tokens))
+        add(f"dense forward of {tokens} tokens", Dense(model, rows, tokens))
     if device == "cuda" and not quick:
         base_config = make_config("Qwen2.5-7B", vocab_size=2**16)
-        base = Dense(make_model(base_config, dtype, device), 64, vocab_size=VOCAB)
+        base = Dense(make_model(base_config, dtype, device), 64, 64, lm_head_rows=VOCAB)
         guided = Decode(model, candidate_counts(64, "full"), commit_winners=True)
         moved, operations = (sum(pair) for pair in zip(base.floor(), guided.floor(), strict=True))
         cases.append(Case("7B base decode B 64", base, *base.floor()))

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, Mode
-from lenvm_kernels.ops._common import check_tensor
+from lenvm_kernels.ops._common import FLOAT_DTYPES, check_tensor
 from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.ops.ragged_linear import num_splits
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
@@ -313,8 +313,9 @@ class GuidedStep:
         Raises:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
-        check_tensor("scores", scores, dtypes=scores.dtype, shape=[None, self.vocab_size])
-        b, device = len(scores), self.value_model.device
+        device = self.value_model.device
+        check_tensor("scores", scores, dtypes=FLOAT_DTYPES, shape=[None, self.vocab_size], device=device)
+        b = len(scores)
         if not 1 <= b <= self.max_rows:
             raise ValueError(f"scores must have 1 to max_rows = {self.max_rows} rows, got {b}")
         for name, tensor in (("tokens", tokens), ("rows", rows), ("slots", slots)):

@@ -166,3 +166,55 @@ def test_table():
     assert GuidanceTable.from_params([], [], "cpu").mode.shape == (0,)
     with pytest.raises(ValueError, match=r"eos_token_ids must have one set per request \(1\), got 2 sets"):
         GuidanceTable.from_params([None], [set(), set()], "cpu")
+
+
+# --- requests that come and go ---
+
+
+def columns(table, row):
+    """A row of every column of a table, padding of lists included."""
+    return {name: column[row].tolist() for name, column in vars(table).items()}
+
+
+def test_set_and_clear_write_one_row():
+    params = parse_guidance(
+        {"target_length": 50, "op": "le", "gamma": 0.99, "token_temperature_scale": {"4": 2.0}, "value_min": 0.1}
+    )
+    table = GuidanceTable.empty(3, "cpu", max_eos=2, max_scaled_tokens=2)
+    empty = [columns(table, row) for row in range(3)]
+    assert not table.guided.any()
+    table.set(1, params, {7}, prompt_len=9, seed=-5)
+    packed = GuidanceTable.from_params([params], [{7}], "cpu")
+    row = columns(table, 1)
+    assert (row["prompt_len"], row["seed"]) == (9, -5)
+    assert row["eos_token_ids"] == [7, -2] and row["scaled_token_ids"] == [4, 0] and row["token_scales"] == [2.0, 1.0]
+    scalars = ("mode", "scale", "nats_per_token", "value_min", "target_length", "counts_down")
+    assert {name: row[name] for name in scalars} == {name: columns(packed, 0)[name] for name in scalars}
+    assert table.guided.tolist() == [False, True, False]
+    assert table.generated(torch.tensor([1]), torch.tensor([12], dtype=torch.int32)).tolist() == [3]
+    table.faults[1] = 4
+    table.clear(1)
+    assert str([columns(table, row) for row in range(3)]) == str(empty)  # as text: NaN is not itself
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((3, None, set()), IndexError, r"row must be in \[0, 3\), got 3"),
+        ((0, None, {1, 2, 3}), ValueError, "eos_token_ids must be at most 2 ids, got 3"),
+        (
+            (0, parse_guidance({"boosted_token_ids": [1, 2, 3], "token_temp_divisor": 2}), set()),
+            ValueError,
+            "token_temperature_scale must be of at most 2 tokens, got 3",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(arguments, error, message):
+    table = GuidanceTable.empty(3, "cpu", max_eos=2, max_scaled_tokens=2)
+    table.set(0, parse_guidance({"target_length": 5}), {1})
+    before = str(columns(table, 0))
+    with pytest.raises(error, match=message):
+        table.set(*arguments)
+    assert str(columns(table, 0)) == before
+    with pytest.raises(ValueError, match="seed must be an int64"):
+        table.set(0, None, set(), seed=2**63)
