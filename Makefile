@@ -32,10 +32,10 @@ demo: $(INSTALLED)
 	$(BIN)/lenvm demo --quick $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 fuzz: $(INSTALLED)
-	HYPOTHESIS_PROFILE=fuzz $(BIN)/pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

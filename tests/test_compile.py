@@ -7,8 +7,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("compile")  # one worker: the kernels are compiled once
-
 
 @pytest.fixture(scope="module")
 def kernels():

@@ -640,7 +640,7 @@ def test_bad_arguments_are_named(models):
         engine.step.set(0, None, set(range(9)))
     with pytest.raises(ValueError, match="scores must have 1 to max_rows = 2 rows, got 3"):
         engine.decode([0, 1, 2], PROMPTS[:3], torch.zeros(3, VOCAB))
-    with pytest.raises(ValueError, match=r"scores must be .* \[\*, 97\], got float32 \[1, 96\]"):
+    with pytest.raises(ValueError, match=r"scores must be .* \[\*, 97\] on cpu, got float32 \[1, 96\]"):
         engine.decode([0], PROMPTS[:1], torch.zeros(1, VOCAB - 1))
     with pytest.raises(ValueError, match=r"active must be bool \[1\]"):
         engine.decode([0], PROMPTS[:1], torch.zeros(1, VOCAB), active=torch.ones(1))

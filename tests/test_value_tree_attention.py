@@ -393,7 +393,8 @@ def test_a_chain_of_candidates_is_a_delta(device, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_candidates_without_parents_give_the_bits_of_no_parents(device, dtype):
-    inputs = make_inputs([0, SPLIT_LEN + 9, 30], [0, 2, 17], [4, 9, 3], device=device, q_heads=3, dtype=dtype)
+    inputs = make_inputs([0, SPLIT_LEN + 9, 30], [2, 2, 17], [4, 9, 3], device=device, q_heads=3, dtype=dtype)
+    inputs.q[0] = -100 * inputs.k_new[0]  # a delta token that sees itself only: exp2 of its score is 0 in fp32
     roots = inputs.with_trees([[-1] * n for n in inputs.candidate_lens.tolist()])
     assert torch.equal(roots.run(), inputs.run())
 
