@@ -29,6 +29,8 @@ BANDWIDTH, TENSOR_RATE = 4.8e12, 989e12
 COPY_SHARE, MATMUL_SHARE, TRITON_SHARE = 0.85, 0.70, 0.50
 LAUNCH_GAP = 1.3e-6  # seconds from the end of a kernel to the start of the next in a CUDA graph
 NAME = "Qwen2.5-1.5B"
+# Operators that are no views and launch nothing: the last makes a number a tensor on the host.
+NO_LAUNCH = ("detach", "_unsafe_view", "lift_fresh", "scalar_tensor")
 
 
 class Launches(TorchDispatchMode):
@@ -40,7 +42,7 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.__name__.split(".")[0]
-        if not function.is_view and "empty" not in name and name not in ("detach", "_unsafe_view", "lift_fresh"):
+        if not function.is_view and "empty" not in name and name not in NO_LAUNCH:
             self.count[f"torch {name}"] += 1
         if name == "index":  # a kernel that did not run has not written the indices
             args = (args[0], [None if x is None else torch.zeros_like(x) for x in args[1]])

@@ -78,6 +78,7 @@ class GuidedStep:
         vocab_size: of the base model, whose scores are guided.
         max_rows: the largest batch of :meth:`step` (None: ``R``).
         max_candidates: K, candidates a row: a power of two up to 64.
+        max_eos, max_scaled_tokens: end-of-sequence ids, and tokens with a temperature of their own, of a request.
         page_size: slots in a page.
         chunk_tokens: tokens of :meth:`extend` that are computed at a time; bounds its memory.
         commit_winners: keep the candidates' keys and values until the next step, and move those of the token drawn to
@@ -105,6 +106,8 @@ class GuidedStep:
         vocab_size: int,
         max_rows: int | None = None,
         max_candidates: int = 8,
+        max_eos: int = 8,
+        max_scaled_tokens: int = 32,
         page_size: int = 1,
         chunk_tokens: int = 4096,
         commit_winners: bool = True,
@@ -129,7 +132,7 @@ class GuidedStep:
         self.graphs = device.type == "cuda" if graphs is None else graphs
         self.cache = KVCache.of_slots(value_model, num_slots)
         self._padding_row = table_rows  # one more than the engine has: of the rows that fill a batch up to its graph's
-        self.table = GuidanceTable.empty(table_rows + 1, device)
+        self.table = GuidanceTable.empty(table_rows + 1, device, max_eos=max_eos, max_scaled_tokens=max_scaled_tokens)
         self._scaled_rows: set[int] = set()
         self._row_numbers = torch.arange(max_rows, dtype=torch.int32, device=device)
 

@@ -178,7 +178,7 @@ def test_records_hold_every_step(base, value_model, prompts):
 
 def test_token_temperature_scale(base, value_model, prompts):
     """A divisor multiplies its token's logit before everything else; ids outside the vocabulary are ignored."""
-    params = {"token_temperature_scale": {20: 3.0, 10_000: 2.0}}
+    params = {"token_temperature_scale": {20: 3.0} | {10_000 + i: 2.0 for i in range(40)}}
     processor = LenVMLogitsProcessor(base, value_model, params, prompts["attention_mask"], max_new_tokens=1)
     scores = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
     before = scores.clone()

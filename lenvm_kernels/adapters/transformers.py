@@ -110,6 +110,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
             self._slots.num_slots,
             vocab_size=model.get_input_embeddings().num_embeddings,
             max_candidates=max_candidates,
+            max_eos=max(1, len(eos)),
+            max_scaled_tokens=max([1, *(len(p.token_temperature_scale) for p in params if p)]),
             score_all=record,
             backend=backend,
         )

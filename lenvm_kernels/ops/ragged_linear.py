@@ -7,7 +7,8 @@ The matmul of the value model's layers (the projections of a Qwen2 or Llama deco
 
 Why not cuBLAS: it takes the number of rows from the host, so a CUDA graph captured for the most rows always computes
 them all; and it picks tiles and splits by the number of rows, so a row's bits change with the batch. Here the launches
-depend on shapes only, programs without live rows end at once, and a row's sums run in the same order in any batch.
+depend on shapes only, programs without live rows end at once, and a row's sums run in the same order in any batch. For
+the first reason norm, SwiGLU and residual are in it, too: torch's would compute the padding.
 
 RMSNorm commutes with the matmul: its weight is folded into W, and its factor scales a finished row. So x itself is the
 matmul's operand, not rounded again. Launches: the factors (with a norm), the matmul, the sum of its parts (if split).
