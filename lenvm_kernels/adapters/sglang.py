@@ -1,0 +1,473 @@
+"""LenVM in unforked SGLang, as a plugin of the engine (entry point ``sglang.srt.plugins``).
+
+It is on when ``LENVM_VALUE_MODEL`` is set (:class:`Settings`), and hooks ten functions of the engine (:data:`HOOKS`):
+
+- a request's ``custom_params`` are validated before it is scheduled, and it is given a part of the radix cache of its
+  own: a prefix that the value model has not seen is never taken for one it has;
+- the value model is loaded after the base model and gets its share of the memory; its keys and values live in the
+  slots of the engine, so that the radix cache, chunked prefill, retraction and aborts need nothing from here;
+- at every step the rows with guidance are drawn from their candidates; all others are the engine's own draws.
+
+Nothing here computes: that is :class:`lenvm_kernels.step.GuidedStep`. Nothing is read back to the host, so that the
+overlapping scheduler stays ahead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from transformers import AutoTokenizer
+
+from lenvm_kernels.guidance import GuidanceParams, Mode, parse_guidance
+from lenvm_kernels.step import GuidedStep, StepOutput
+from lenvm_kernels.value_model import ValueModel
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Room of a request in the device table.
+MAX_END_TOKENS, MAX_STOP_TOKENS, MAX_SCALED_TOKENS = 64, 48, 32
+RADIX_NAMESPACE = "lenvm|"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The plugin's settings, read from environment variables, so that every process of the engine has the same.
+
+    Attributes:
+        value_model: ``LENVM_VALUE_MODEL``; a directory or ``.gguf`` file (:meth:`ValueModel.from_pretrained`).
+        value_head: ``LENVM_VALUE_HEAD``; a ``.safetensors`` file with the head, if it is not with the model.
+        dtype: ``LENVM_DTYPE``; float32, bfloat16 or float16 (default: the base model's).
+        max_candidates: ``LENVM_MAX_CANDIDATES``; a power of two up to 64 (default 8).
+        chunk_tokens: ``LENVM_CHUNK_TOKENS``; tokens of a prompt computed at a time (default 4096).
+        graphs: ``LENVM_GRAPHS``; 1 or 0: CUDA graphs of the value model (default: on a GPU, if the engine has its own).
+        commit_winners: ``LENVM_COMMIT_WINNERS``; 1 or 0 (default 1), see :class:`GuidedStep`.
+        trace: ``LENVM_TRACE``; a file that gets a JSON line a guided step, to look for faults with: the engine waits
+            for the device to write it.
+    """
+
+    value_model: Path
+    value_head: Path | None = None
+    dtype: torch.dtype | None = None
+    max_candidates: int = 8
+    chunk_tokens: int = 4096
+    graphs: bool | None = None
+    commit_winners: bool = True
+    trace: Path | None = None
+
+    @classmethod
+    def from_environment(cls) -> Settings | None:
+        """The settings; None when ``LENVM_VALUE_MODEL`` is not set.
+
+        Raises:
+            ValueError: naming the variable, what came and what is accepted.
+        """
+
+        def read(name: str, parse: Callable[[str], Any], accepted: str, default: Any) -> Any:
+            text = os.environ.get(name, "").strip()
+            if not text:
+                return default
+            try:
+                return parse(text)
+            except (ValueError, KeyError) as error:
+                raise ValueError(f"{name} must be {accepted}, got {text!r}") from error
+
+        def candidates(text: str) -> int:
+            number = int(text)
+            if number not in (1, 2, 4, 8, 16, 32, 64):
+                raise ValueError
+            return number
+
+        def positive(text: str) -> int:
+            number = int(text)
+            if number < 1:
+                raise ValueError
+            return number
+
+        def path(text: str) -> Path:
+            if not Path(text).exists():
+                raise ValueError
+            return Path(text)
+
+        switch = {"0": False, "1": True}.__getitem__
+        value_model = read("LENVM_VALUE_MODEL", path, "an existing directory or .gguf file", None)
+        if value_model is None:
+            return None
+        return cls(
+            value_model,
+            read("LENVM_VALUE_HEAD", path, "an existing .safetensors file", None),
+            read("LENVM_DTYPE", DTYPES.__getitem__, f"one of {', '.join(DTYPES)}", None),
+            read("LENVM_MAX_CANDIDATES", candidates, "a power of two up to 64", 8),
+            read("LENVM_CHUNK_TOKENS", positive, "an integer of at least 1", 4096),
+            read("LENVM_GRAPHS", switch, "0 or 1", None),
+            read("LENVM_COMMIT_WINNERS", switch, "0 or 1", True),
+            read("LENVM_TRACE", Path, "a file", None),
+        )
+
+
+@dataclass
+class Counters:
+    """What the plugin did in one scheduler process, counted on the host."""
+
+    guided_steps: int = 0  # steps with at least one request that has guidance
+    fallbacks: int = 0  # of them, those in which guidance failed
+
+
+class Guide:
+    """The guidance of one scheduler process.
+
+    Attributes:
+        settings: of the plugin.
+        value_model: loaded beside the base model.
+        step: the guided step; None until the engine has its slots.
+        counters: of this process.
+    """
+
+    def __init__(self, settings: Settings, value_model: ValueModel) -> None:
+        self.settings, self.value_model = settings, value_model
+        self.step: GuidedStep | None = None
+        self.counters = Counters()
+        self._guided_rows: set[int] = set()  # of the engine's row table
+        self._sampling: ForwardBatch | None = None  # the batch that the engine is drawing tokens for
+
+    def take_slots(self, runner: ModelRunner) -> None:
+        """Put the value model's cache on the slots and the row table that the engine has just allocated."""
+        pool, settings = runner.token_to_kv_pool, self.settings
+        graphs = settings.graphs
+        if graphs is None and runner.server_args.disable_cuda_graph:
+            graphs = False
+        self.step = GuidedStep(
+            self.value_model,
+            runner.req_to_token_pool.req_to_token,
+            pool.size + pool.page_size,  # slot 0 of the engine is for padding, the last page is full
+            vocab_size=runner.model_config.vocab_size,
+            max_rows=runner.max_running_requests,
+            max_candidates=settings.max_candidates,
+            max_eos=MAX_END_TOKENS,
+            chunk_tokens=settings.chunk_tokens,
+            commit_winners=settings.commit_winners,
+            graphs=graphs,
+        )
+        if self.value_model.device.type == "cuda":
+            self.step.warm_up(is_logits=False)
+
+    def admit(self, reqs: list[Req]) -> None:
+        """Write the requests of a prefill batch into the table; a request comes again after it was retracted."""
+        for req in reqs:
+            row, params = int(req.kv.req_pool_idx), req.lenvm_guidance
+            if params is not None:
+                seed = req.sampling_params.sampling_seed
+                self.step.set(
+                    row,
+                    params,
+                    end_tokens(req),
+                    prompt_len=len(req.origin_input_ids),
+                    seed=seed_of_request(req.rid) if seed is None else seed,
+                )
+                self._guided_rows.add(row)
+            elif row in self._guided_rows:
+                self.step.clear(row)
+                self._guided_rows.discard(row)
+
+    def extend(self, batch: ForwardBatch) -> None:
+        """Give the value model the tokens of a prefill batch, or of a chunk of it."""
+        with self._failing_softly(batch):
+            self.step.extend(
+                batch.input_ids,
+                batch.out_cache_loc,
+                batch.req_pool_indices,
+                batch.extend_start_loc.int(),
+                batch.extend_seq_lens.int(),
+                batch.extend_prefix_lens.int(),
+            )
+
+    @contextmanager
+    def sampling(self, batch: ForwardBatch) -> Iterator[None]:
+        """While the engine draws the tokens of a batch."""
+        self._sampling = batch if batch.lenvm_guided_reqs else None
+        try:
+            yield
+        finally:
+            self._sampling = None
+
+    def scale_tokens(self, logits: torch.Tensor) -> None:
+        """Apply the requests' token temperatures to the logits that the engine is about to sample from."""
+        if self._sampling is not None:
+            self.step.scale_tokens(logits, self._sampling.req_pool_indices[: len(logits)])
+
+    def draw(self, probs: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor | None:
+        """Tokens of the rows that are guided, -1 in the others; None when there is no guidance in this batch."""
+        batch, b = self._sampling, len(probs)
+        if batch is None or not batch.lenvm_guided_reqs:
+            return None
+        if batch.forward_mode.is_decode():
+            last = slice(0, b)
+        else:
+            last = (batch.extend_start_loc + batch.extend_seq_lens - 1).long()
+        self.counters.guided_steps += 1
+        with self._failing_softly(batch):
+            output = self.step.step(
+                probs,
+                batch.input_ids[last],
+                batch.req_pool_indices[:b],
+                batch.seq_lens[:b].int(),
+                batch.out_cache_loc[last],
+                top_k=info.top_ks,
+                top_p=info.top_ps,
+                min_p=info.min_ps,
+                sample=True,
+            )
+            if self.settings.trace is not None:
+                self._trace(batch, output)
+            return output.tokens
+        return None
+
+    def _trace(self, batch: ForwardBatch, output: StepOutput) -> None:
+        columns = dict(
+            rid=batch.rids,
+            length=batch.seq_lens.tolist(),
+            status=output.candidates.status.tolist(),
+            token_ids=output.candidates.token_ids.tolist(),
+            value_logits=output.value_logits.tolist(),
+            probs=output.probs.tolist(),
+            token=output.tokens.tolist(),
+        )
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        with self.settings.trace.open("a") as file:
+            file.write(json.dumps({"mode": batch.forward_mode.name, "rows": rows}) + "\n")
+
+    @contextmanager
+    def _failing_softly(self, batch: ForwardBatch) -> Iterator[None]:
+        """An error in here ends the guidance of the batch's requests, not the engine.
+
+        Their next tokens would follow tokens that the value model has not seen, so guidance is off until they end, and
+        what they leave in the radix cache is not offered to other guided requests.
+        """
+        try:
+            yield
+        except Exception:
+            if not self.counters.fallbacks:
+                logger.exception("LenVM: a step failed; its requests go on without guidance. Further ones are counted.")
+            self.counters.fallbacks += 1
+            for req in batch.lenvm_guided_reqs:
+                row = int(req.kv.req_pool_idx)
+                req.lenvm_guidance, req.skip_radix_cache_insert = None, True
+                self.step.clear(row)
+                self._guided_rows.discard(row)
+            batch.lenvm_guided_reqs = []
+
+
+# One a process: a scheduler process has one model runner that samples.
+_guide: Guide | None = None
+
+
+def requested_guidance(sampling_params: SamplingParams) -> GuidanceParams | None:
+    """The guidance that a request asks for, None without. A greedy request has one candidate, which no guidance moves.
+
+    Raises:
+        ValueError: naming the field of ``custom_params``, what came and what is accepted.
+    """
+    if not isinstance(sampling_params.custom_params, dict):
+        return None
+    params = parse_guidance(sampling_params.custom_params)
+    if params.mode == Mode.UNGUIDED and not params.token_temperature_scale:
+        return None
+    if len(sampling_params.stop_token_ids or ()) > MAX_STOP_TOKENS:
+        raise ValueError(
+            f"stop_token_ids must be at most {MAX_STOP_TOKENS} together with guidance, "
+            f"got {len(sampling_params.stop_token_ids)}"
+        )
+    if len(params.token_temperature_scale) > MAX_SCALED_TOKENS:
+        raise ValueError(
+            f"token_temperature_scale must be of at most {MAX_SCALED_TOKENS} tokens, "
+            f"got {len(params.token_temperature_scale)}"
+        )
+    return params
+
+
+def end_tokens(req: Req) -> set[int]:
+    """The tokens that end a request's output, whose value is 0."""
+    params = req.sampling_params
+    ids = set(params.stop_token_ids or ())
+    if not params.ignore_eos:
+        ids |= set(req.eos_token_ids or ())
+        if getattr(req.tokenizer, "eos_token_id", None) is not None:
+            ids.add(req.tokenizer.eos_token_id)
+    return set(sorted(ids)[:MAX_END_TOKENS])
+
+
+def seed_of_request(rid: str) -> int:
+    """A seed for a request that gave none: the same on every tensor-parallel rank."""
+    return int.from_bytes(hashlib.blake2b(rid.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+# --- hooks: arguments are those of the hooked function, after its result (AFTER) or itself (AROUND) ---
+
+
+def check_request(result: Any, *args: Any, **kwargs: Any) -> None:
+    """After a request was tokenized: refuse bad parameters, which the servers answer with status 400."""
+    if hasattr(result, "sampling_params"):
+        requested_guidance(result.sampling_params)
+
+
+def note_guidance(_: None, req: Req, *args: Any, **kwargs: Any) -> None:
+    """After a request was made in the scheduler: parse its guidance, give it a radix cache of its own."""
+    try:
+        req.lenvm_guidance = requested_guidance(req.sampling_params)
+    except ValueError:  # came past the tokenizer manager's check; the engine must not die of it
+        logger.warning("LenVM: request %s has bad custom_params and is not guided", req.rid, exc_info=True)
+        req.lenvm_guidance = None
+    if req.lenvm_guidance is not None:
+        req.extra_key = RADIX_NAMESPACE + (req.extra_key or "")
+
+
+def load_value_model(_: None, runner: ModelRunner) -> None:
+    """After the base model was loaded: check the engine's options, load the value model onto its device."""
+    global _guide
+    if runner.is_draft_worker:
+        return
+    missing = [target for target in HOOKS if target not in HookRegistry._patched]
+    if missing:
+        raise RuntimeError(f"LenVM does not fit this SGLang: it could not hook {', '.join(missing)}")
+    args = runner.server_args
+    if args.speculative_algorithm is not None:
+        raise ValueError(
+            "speculative_algorithm must not be set together with LENVM_VALUE_MODEL: speculative decoding never reaches "
+            f"the sampler that guidance is in, got {args.speculative_algorithm}"
+        )
+    if args.pp_size > 1:
+        raise ValueError(f"pp_size must be 1 together with LENVM_VALUE_MODEL, got {args.pp_size}")
+    settings = Settings.from_environment()
+    device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device(runner.device)
+    value_model = ValueModel.from_pretrained(
+        settings.value_model, settings.value_head, dtype=settings.dtype or runner.dtype, device=device
+    )
+    check_vocabulary(runner, settings, value_model)
+    _guide = Guide(settings, value_model)
+    logger.info("LenVM: value model %s in %s on %s", settings.value_model, value_model.dtype, device)
+
+
+def check_vocabulary(runner: ModelRunner, settings: Settings, value_model: ValueModel) -> None:
+    """Raise ValueError unless both models have the same tokens; embeddings may be padded differently."""
+    sizes = runner.model_config.vocab_size, value_model.config.vocab_size
+    if sizes[0] == sizes[1]:
+        return
+    base, value = (
+        AutoTokenizer.from_pretrained(path).get_vocab()
+        for path in (runner.server_args.tokenizer_path, settings.value_model)
+    )
+    if base != value:
+        raise ValueError(
+            f"LENVM_VALUE_MODEL must share the base model's vocabulary: sizes are {sizes[0]} and {sizes[1]}, and the "
+            "tokenizers differ"
+        )
+
+
+def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_tokens: int | None = None) -> Any:
+    """Around the sizing of the engine's pool: leave the value model's keys and values their share of the memory."""
+    if _guide is None:
+        return original(configurator, budget_bytes, cap_tokens=cap_tokens)
+    config = _guide.value_model.config
+    slot_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * _guide.value_model.dtype.itemsize
+
+    def sized(budget: int) -> tuple[Any, bool]:
+        pool = original(configurator, budget, cap_tokens=cap_tokens)
+        return pool, budget + pool.max_total_num_tokens * slot_bytes <= budget_bytes
+
+    # The slots grow with the budget, so the largest budget that leaves room for theirs is found by bisection.
+    fits, too_much = 0, budget_bytes
+    pool, whole_fits = sized(budget_bytes)
+    if whole_fits:
+        return pool
+    for _ in range(20):
+        middle = (fits + too_much) // 2
+        fits, too_much = (middle, too_much) if sized(middle)[1] else (fits, middle)
+    return sized(fits)[0]
+
+
+def take_slots(_: None, runner: ModelRunner, *args: Any, **kwargs: Any) -> None:
+    """After the engine allocated its pools."""
+    if _guide is not None and not runner.is_draft_worker:
+        _guide.take_slots(runner)
+
+
+def admit_requests(batch: ForwardBatch, _: type, scheduled: ScheduleBatch, *args: Any, **kwargs: Any) -> None:
+    """After a batch was made ready for the model."""
+    batch.lenvm_guided_reqs = []
+    if _guide is None or _guide.step is None:
+        return
+    if batch.forward_mode.is_extend():
+        _guide.admit(scheduled.reqs)
+    batch.lenvm_guided_reqs = [req for req in scheduled.reqs if req.lenvm_guidance is not None]
+
+
+def extend_prompts(_: Any, runner: ModelRunner, batch: ForwardBatch, *args: Any, **kwargs: Any) -> None:
+    """After the base model's forward."""
+    if batch.forward_mode.is_extend() and getattr(batch, "lenvm_guided_reqs", None):
+        _guide.extend(batch)
+
+
+def sample(original: Callable, runner: ModelRunner, logits_output: Any, batch: ForwardBatch) -> torch.Tensor:
+    """Around the drawing of a batch's tokens."""
+    if not getattr(batch, "lenvm_guided_reqs", None):
+        return original(runner, logits_output, batch)
+    with _guide.sampling(batch):
+        return original(runner, logits_output, batch)
+
+
+def scale_tokens(logits: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    """After the engine's own logit processors."""
+    if _guide is not None:
+        _guide.scale_tokens(logits)
+
+
+def sample_from_probs(
+    original: Callable, sampler: Any, probs: torch.Tensor, info: SamplingBatchInfo, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, Any]:
+    """Around the draw itself: guided rows get a token of their candidates, the others the one the engine draws."""
+    guided = None if _guide is None else _guide.draw(probs, info)
+    tokens, capture = original(sampler, probs, info, *args, **kwargs)
+    if guided is not None:
+        tokens = torch.where(guided >= 0, guided.to(tokens.dtype), tokens)
+    return tokens, capture
+
+
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_SAMPLER = "sglang.srt.layers.sampler.Sampler"
+HOOKS = {
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object": ("AFTER", check_request),
+    "sglang.srt.managers.schedule_batch.Req.__init__": ("AFTER", note_guidance),
+    f"{_RUNNER}.load_model": ("AFTER", load_value_model),
+    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.config_from_budget": ("AROUND", leave_room),
+    f"{_RUNNER}.alloc_memory_pool": ("AFTER", take_slots),
+    "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": ("AFTER", admit_requests),
+    f"{_RUNNER}.forward": ("AFTER", extend_prompts),
+    f"{_RUNNER}.sample": ("AROUND", sample),
+    f"{_SAMPLER}._preprocess_logits": ("AFTER", scale_tokens),
+    f"{_SAMPLER}._sample_from_probs": ("AROUND", sample_from_probs),
+}
+
+
+def plugin() -> None:
+    """The entry point: hooks the engine when ``LENVM_VALUE_MODEL`` is set. Called in each of its processes."""
+    if not os.environ.get("LENVM_VALUE_MODEL"):
+        return
+    for target, (kind, hook) in HOOKS.items():
+        HookRegistry.register(target, hook, HookType[kind])
