@@ -57,6 +57,43 @@ class _LastStep:
     place: torch.Tensor
 
 
+def working_bytes(
+    value_model: ValueModel,
+    *,
+    rows: int,
+    max_len: int,
+    vocab_size: int,
+    max_candidates: int = 0,
+    tokens: int | None = None,
+) -> int:
+    """Bytes that a step takes while it runs, or a :meth:`GuidedStep.extend`, at most. It is the sum of
+
+    - ``T (e (2 H + I + 2 (Hq + 2 Hkv) D) + 4 P H + 6 D + 64)``, with ``P <= 8`` parts of the sums over ``I``
+      (:func:`ragged_linear`; 0 if there is one part);
+    - ``4 X W Hq (D + 1)``, with ``X <= 16`` splits of the cached tokens of the ``W <= T`` tokens that have several
+      (:func:`value_tree_attention`);
+    - ``rows (V (K + 2) / 128 + 320 K + 64)`` for the candidates.
+
+    Args:
+        value_model: whose dimensions are ``H``, ``I``, ``Hq``, ``Hkv``, ``D`` with ``e`` bytes an element.
+        rows: of the step, or requests of the extend.
+        max_len: tokens that a row of the slot table has room for.
+        vocab_size: V.
+        max_candidates: K; 0 for an extend.
+        tokens: T; of an extend its ``chunk_tokens``. None: ``rows (1 + K)``, as in a step.
+    """
+    config, k = value_model.config, max_candidates
+    t = rows * (1 + k) if tokens is None else tokens
+    heads = config.num_heads + 2 * config.num_kv_heads
+    parts = num_splits(config.hidden_size, config.intermediate_size)
+    workspace = workspace_shape(t, rows, config.num_heads // config.num_kv_heads, max_len)
+    elements = 2 * config.hidden_size + config.intermediate_size + 2 * heads * config.head_dim
+    token_bytes = elements * value_model.dtype.itemsize + 6 * config.head_dim + 64
+    token_bytes += 4 * parts * config.hidden_size if parts > 1 else 0
+    row_bytes = vocab_size * (k + 2) // 128 + 320 * k + 64
+    return t * token_bytes + 4 * math.prod(workspace) * config.num_heads * (config.head_dim + 1) + rows * row_bytes
+
+
 class GuidedStep:
     """Length-guided decoding of the requests of an engine.
 
@@ -68,7 +105,7 @@ class GuidedStep:
     bytes an element, ``S`` slots, and ``T = rows (1 + K)`` tokens a step (``chunk_tokens`` in :meth:`extend`):
 
     - always: the cache, ``2 N S Hkv D e``, and with ``commit_winners`` ``2 N T Hkv D e`` for ``T`` of ``max_rows``;
-    - while it runs: at most :meth:`working_bytes`. With graphs, that of the largest batch stays allocated.
+    - while it runs: at most :func:`working_bytes`. With graphs, that of the largest batch stays allocated.
 
     Args:
         value_model: the value model.
@@ -245,33 +282,6 @@ class GuidedStep:
                 backend=self.backend,
             )
             self.value_model.forward(batch, self.cache, backend=self.backend)
-
-    def working_bytes(self, rows: int, tokens: int | None = None) -> int:
-        """Bytes that a step takes while it runs, or an :meth:`extend`, at most. It is the sum of
-
-        - ``T (e (2 H + I + 2 (Hq + 2 Hkv) D) + 4 P H + 6 D + 64)``, with ``P <= 8`` parts of the sums over ``I``
-          (:func:`ragged_linear`; 0 if there is one part);
-        - ``4 X W Hq (D + 1)``, with ``X <= 16`` splits of the cached tokens of the ``W <= T`` tokens that have several
-          (:func:`value_tree_attention`);
-        - ``rows (V (K + 2) / 128 + 320 K + 64)`` for the candidates.
-
-        Args:
-            rows: of the step, or requests of the :meth:`extend`.
-            tokens: of the :meth:`extend`, at most ``chunk_tokens``; None: of a step.
-        """
-        config = self.value_model.config
-        k = self.max_candidates if tokens is None else 0
-        t = rows * (1 + k) if tokens is None else tokens
-        heads = config.num_heads + 2 * config.num_kv_heads
-        parts = num_splits(config.hidden_size, config.intermediate_size)
-        workspace = workspace_shape(
-            t, rows, config.num_heads // config.num_kv_heads, self.slot_table.shape[1] * self.page_size
-        )
-        elements = 2 * config.hidden_size + config.intermediate_size + 2 * heads * config.head_dim
-        token_bytes = elements * self.value_model.dtype.itemsize + 6 * config.head_dim + 64
-        token_bytes += 4 * parts * config.hidden_size if parts > 1 else 0
-        row_bytes = self.vocab_size * (k + 2) // 128 + 320 * k + 64
-        return t * token_bytes + 4 * math.prod(workspace) * config.num_heads * (config.head_dim + 1) + rows * row_bytes
 
     @torch.no_grad()
     def step(

@@ -243,11 +243,17 @@ class KVCache:
 
     @classmethod
     def of_slots(cls, model: "ValueModel", num_slots: int) -> "KVCache":
-        """A cache of ``num_slots`` slots."""
+        """A cache of ``num_slots`` slots; it takes :meth:`num_bytes`."""
         config = model.config
         shape = (config.num_layers, num_slots, config.num_kv_heads, config.head_dim)
         keys, values = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2))
         return cls(keys, values)
+
+    @staticmethod
+    def num_bytes(model: "ValueModel", num_slots: int) -> int:
+        """Bytes of a cache of ``num_slots`` slots: ``2 N S Hkv D e``."""
+        config = model.config
+        return 2 * config.num_layers * num_slots * config.num_kv_heads * config.head_dim * model.dtype.itemsize
 
 
 class _Layer(NamedTuple):

@@ -1,20 +1,33 @@
-"""The SGLang plugin, in the real engine on a CPU: ``make test-sglang`` builds its environment. Elsewhere skipped.
+"""The SGLang plugin, in the real server on a CPU: ``make test-sglang`` builds its environment. Elsewhere skipped.
 
-Every test looks at the trace of guided steps: an engine that never guided would generate plausible tokens, too.
+Every test looks at the trace of guided steps: a server that never guided would generate plausible tokens, too.
 """
 
 import json
-from contextlib import contextmanager
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.ops.topk_candidates import Status
+from lenvm_kernels.step import working_bytes
+from lenvm_kernels.value_model import KVCache, ValueModel
 from tests.test_value_model import random_model
 
-sglang = pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
+pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
+requests = pytest.importorskip("requests")
+sglang_adapter = pytest.importorskip("lenvm_kernels.adapters.sglang")
+ForwardMode = pytest.importorskip("sglang.srt.model_executor.forward_batch_info").ForwardMode
 
 VOCAB, HIDDEN, EOS = 512, 64, 1
 TINY = dict(
@@ -65,57 +78,66 @@ def folder(tmp_path_factory):
     return folder
 
 
-class TracedEngine:
-    """An engine and the file that its guided steps are traced to."""
+class Server:
+    """A running server, and the file that its guided steps are traced to."""
 
-    def __init__(self, engine, trace):
-        self.engine, self.trace = engine, trace
+    def __init__(self, url, trace):
+        self.url, self.trace = url, trace
+
+    def post(self, **body):
+        return requests.post(f"{self.url}/generate", json=body, timeout=120)
 
     def generate(self, prompts, guidance, **sampling):
         """Generate for each prompt; returns the results and the steps in which at least one request was guided."""
         before = len(self._lines())
         params = [{**SAMPLING, **sampling, "custom_params": custom_params} for custom_params in guidance]
-        results = self.engine.generate(input_ids=prompts, sampling_params=params)
-        return results, [json.loads(line) for line in self._lines()[before:]]
+        response = self.post(input_ids=prompts, sampling_params=params)
+        assert response.ok, response.text
+        return response.json(), [json.loads(line) for line in self._lines()[before:]]
 
     def _lines(self):
         return self.trace.read_text().splitlines() if self.trace.exists() else []
 
 
 @contextmanager
-def running_engine(folder, name, *, plugin=True, **options):
-    """The engine with its overlapping scheduler, with or without the plugin."""
-    trace = folder / f"{name}.jsonl"
-    environment = {"SGLANG_USE_CPU_ENGINE": "1"}
+def running_server(folder, name, *options, plugin=True, **variables):
+    """The real server with its overlapping scheduler, with or without the plugin, in a session of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    trace, log = folder / f"{name}.jsonl", folder / f"{name}.log"
+    unset = ("LENVM_VALUE_MODEL", "LENVM_TRACE", "TRITON_INTERPRET")
+    environment = {key: value for key, value in os.environ.items() if key not in unset}
+    environment |= {"SGLANG_USE_CPU_ENGINE": "1", **variables}
     if plugin:
         environment |= {"LENVM_VALUE_MODEL": str(folder / "value"), "LENVM_TRACE": str(trace)}
-    with pytest.MonkeyPatch.context() as patch:
-        for variable in ("LENVM_VALUE_MODEL", "LENVM_TRACE", "TRITON_INTERPRET"):
-            patch.delenv(variable, raising=False)
-        for variable, value in environment.items():
-            patch.setenv(variable, value)
-        engine = sglang.Engine(
-            model_path=str(folder / "base"),
-            device="cpu",
-            dtype="float32",
-            attention_backend="torch_native",
-            sampling_backend="pytorch",
-            disable_cuda_graph=True,
-            skip_tokenizer_init=True,
-            random_seed=7,
-            log_level="warning",
-            **{"mem_fraction_static": 0.1, "max_total_tokens": 4096, "max_running_requests": 32, **options},
-        )
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", folder / "base", "--port", str(port)]
+    command += ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]
+    command += ["--sampling-backend", "pytorch", "--disable-cuda-graph", "--skip-tokenizer-init", "--random-seed", "7"]
+    command += ["--mem-fraction-static", "0.1", "--max-total-tokens", "4096", "--max-running-requests", "32", *options]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
     try:
-        yield TracedEngine(engine, trace)
+        for _ in range(240):
+            if process.poll() is not None:
+                break
+            with suppress(requests.ConnectionError):
+                if requests.get(f"{url}/health", timeout=10).ok:
+                    break
+            time.sleep(0.5)
+        assert process.poll() is None, log.read_text()[-3000:]
+        yield Server(url, trace)
     finally:
-        engine.shutdown()
+        with suppress(ProcessLookupError):  # it has ended by itself
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    with running_engine(folder, "engine", chunked_prefill_size=32) as engine:
-        yield engine
+    with running_server(folder, "engine", "--chunked-prefill-size", "32") as server:
+        yield server
 
 
 @torch.no_grad()
@@ -184,11 +206,11 @@ def test_bad_parameters_are_refused_and_harm_nobody(folder, engine):
     prompts = prompts_of(5, seed=2)
     for custom_params, message in (
         ({"mode": "loud"}, "value_mode must be one of"),
-        ({"gamma": 1.5}, r"gamma must be a finite number > 0 and < 1, got 1.5"),
+        ({"gamma": 1.5}, "gamma must be a finite number > 0 and < 1, got 1.5"),
         ({"target_lenght": 5}, "target_lenght is not a guidance parameter; did you mean target_length"),
     ):
-        with pytest.raises(ValueError, match=message):
-            engine.generate(prompts, [custom_params])
+        response = engine.post(input_ids=prompts[0], sampling_params={**SAMPLING, "custom_params": custom_params})
+        assert response.status_code == 400 and message in response.json()["error"]["message"]
     results, steps = engine.generate(prompts, [MODES[0]])
     assert check_steps(folder, prompts, results, steps)
 
@@ -200,7 +222,7 @@ def test_greedy_requests_are_greedy(engine):
     guided, steps = engine.generate(prompts[:1], [MODES[0]], temperature=0.0)
     assert steps == []
     params = [{**SAMPLING, "temperature": t, "custom_params": MODES[0]} for t in (0.0, 1.0)]
-    mixed = engine.engine.generate(input_ids=prompts, sampling_params=params)
+    mixed = engine.post(input_ids=prompts, sampling_params=params).json()
     assert plain[0]["output_ids"] == guided[0]["output_ids"] == mixed[0]["output_ids"]
 
 
@@ -217,7 +239,7 @@ def test_logprobs_and_several_samples(engine):
     """Log-probabilities are the base model's, of the token that was drawn; ``n`` samples differ."""
     prompts = prompts_of(9, seed=5)
     params = {**SAMPLING, "n": 3, "custom_params": GENTLE}
-    results = engine.engine.generate(input_ids=prompts[0], sampling_params=params, return_logprob=True)
+    results = engine.post(input_ids=prompts[0], sampling_params=params, return_logprob=True).json()
     assert len({tuple(result["output_ids"]) for result in results}) == 3
     for result in results:
         drawn = [(token, value) for value, token, _ in result["meta_info"]["output_token_logprobs"]]
@@ -225,32 +247,122 @@ def test_logprobs_and_several_samples(engine):
         assert all(-20 < value < 0 for _, value in drawn)
 
 
-def test_retraction_under_a_tiny_pool(folder, engine):
-    """Requests that are thrown out of the pool and come again keep right values."""
+def test_retracted_requests_keep_right_values(folder):
+    """The engine throws running requests out of its pool every few steps; they come again and go on."""
     prompts = prompts_of(*[20] * 8, seed=6)
-    with running_engine(
-        folder, "tiny", max_total_tokens=320, chunked_prefill_size=32, schedule_conservativeness=0.05
-    ) as tiny:
-        results, steps = tiny.generate(prompts, [MODES[i] for i in range(8)], max_new_tokens=48)
-    assert all(len(result["output_ids"]) == 48 for result in results)
+    with running_server(folder, "retracting", SGLANG_TEST_RETRACT="1") as server:
+        results, steps = server.generate(prompts, MODES[:8], max_new_tokens=32)
+    assert all(len(result["output_ids"]) == 32 for result in results)
     check_steps(folder, prompts, results, steps)
-    lengths = {}
-    for step in steps:
-        for row in step["rows"]:
-            lengths.setdefault(row["rid"], []).append((row["length"], step["mode"]))
-    retracted = [rid for rid, steps in lengths.items() if any(m == "EXTEND" and n > 20 for n, m in steps)]
-    assert retracted, "no request was retracted: the test shows nothing"
+    again = [row for step in steps if step["mode"] == "EXTEND" for row in step["rows"] if row["length"] > 20]
+    assert len(again) > 4, "no request was retracted: the test shows nothing"
 
 
-def test_unguided_requests_are_drawn_as_without_the_plugin(folder, engine):
-    """Engines with the same seed, with and without the plugin: the rows without guidance get the same tokens."""
+def test_unguided_requests_are_drawn_as_without_the_plugin(folder):
+    """Servers with the same seed, with and without the plugin: the rows without guidance get the same tokens."""
     prompts = prompts_of(5, 9, 7, 4, seed=7)
-    guidance = [MODES[0], None, MODES[9], None]
+    guidance = [GENTLE, None, MODES[0], None]
     outputs = []
     for plugin in (True, False):
-        with running_engine(folder, f"seeded-{plugin}", plugin=plugin) as seeded:
-            results, steps = seeded.generate(prompts, guidance)
+        with running_server(folder, f"seeded-{plugin}", plugin=plugin) as server:
+            results, steps = server.generate(prompts, guidance)
         outputs.append([result["output_ids"] for result in results])
         assert bool(steps) == plugin
     assert outputs[0][1] == outputs[1][1] and outputs[0][3] == outputs[1][3]
     assert outputs[0][0] != outputs[1][0] and outputs[0][2] != outputs[1][2]
+
+
+def test_speculative_decoding_is_refused_at_start(folder):
+    options = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
+    with (
+        pytest.raises(AssertionError, match="speculative_algorithm must not be set"),
+        running_server(folder, "s", *options),
+    ):
+        pass
+
+
+# --- the adapter without an engine ---
+
+
+@pytest.fixture
+def guide(folder, monkeypatch):
+    """The guidance of this process, as if an engine had loaded the value model."""
+    settings = sglang_adapter.Settings(folder / "value", chunk_tokens=64)
+    guide = sglang_adapter.Guide(settings, ValueModel.from_pretrained(folder / "value"))
+    monkeypatch.setattr(sglang_adapter, "_guide", guide)
+    return guide
+
+
+@pytest.mark.parametrize("cap", [None, 2000])
+def test_the_pool_leaves_room_for_the_step(guide, cap):
+    """All memory but at most a few slots is used, and none that the step needs; a smaller pool stays as it was told."""
+    cell, budget = 1000, 40_000_000
+
+    class Configurator:
+        page_size = 1
+        model_config = SimpleNamespace(context_len=512, vocab_size=VOCAB)
+
+        def resolve_max_num_reqs(self, tokens):
+            return min(tokens // 512 + 1, 64)
+
+    def original(configurator, pool_bytes, *, cap_tokens):
+        tokens = pool_bytes // cell
+        return SimpleNamespace(max_total_num_tokens=tokens if cap is None else min(tokens, cap))
+
+    pool = sglang_adapter.leave_room(original, Configurator(), budget)
+    tokens, rows = pool.max_total_num_tokens, Configurator().resolve_max_num_reqs(pool.max_total_num_tokens)
+    sizes = dict(rows=rows, max_len=512, vocab_size=VOCAB)
+    working = max(
+        working_bytes(guide.value_model, **sizes, max_candidates=8),
+        working_bytes(guide.value_model, **sizes, tokens=64),
+    )
+    used = tokens * cell + KVCache.num_bytes(guide.value_model, tokens + 1 + rows * 9) + working
+    assert used <= budget
+    assert tokens == cap if cap else used > 0.9 * budget
+    with pytest.raises(ValueError, match="LENVM_VALUE_MODEL leaves no memory for the engine's pool"):
+        sglang_adapter.leave_room(original, Configurator(), 100_000)
+
+
+def test_a_failing_step_ends_guidance_and_not_the_engine(guide, caplog):
+    def request(row):
+        return SimpleNamespace(
+            kv=SimpleNamespace(req_pool_idx=row), lenvm_guidance=parse_guidance(GENTLE), skip_radix_cache_insert=False
+        )
+
+    cleared = []
+    guide.step = SimpleNamespace(clear=cleared.append)  # it has nothing else: every step fails
+    info = SimpleNamespace(top_ks=None, top_ps=None, min_ps=None)
+    for failures in (1, 2):
+        batch = SimpleNamespace(lenvm_guided_reqs=[request(3), request(5)], forward_mode=ForwardMode.DECODE)
+        reqs = batch.lenvm_guided_reqs
+        with guide.sampling(batch):
+            assert guide.draw(torch.ones(2, VOCAB), info) is None
+            assert guide.draw(torch.ones(2, VOCAB), info) is None  # nothing left to guide
+        assert guide.counters.fallbacks == guide.counters.guided_steps == failures
+        assert all(req.lenvm_guidance is None and req.skip_radix_cache_insert for req in reqs)
+    assert cleared == [3, 5, 3, 5]
+    assert caplog.text.count("a step failed") == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        (
+            "LENVM_VALUE_MODEL",
+            "nowhere",
+            "LENVM_VALUE_MODEL must be an existing directory or .gguf file, got 'nowhere'",
+        ),
+        ("LENVM_DTYPE", "int8", "LENVM_DTYPE must be one of float32, bfloat16, float16, got 'int8'"),
+        ("LENVM_MAX_CANDIDATES", "5", "LENVM_MAX_CANDIDATES must be a power of two up to 64, got '5'"),
+        ("LENVM_CHUNK_TOKENS", "0", "LENVM_CHUNK_TOKENS must be an integer of at least 1, got '0'"),
+        ("LENVM_GRAPHS", "yes", "LENVM_GRAPHS must be 0 or 1, got 'yes'"),
+    ],
+)
+def test_bad_settings_are_named(folder, monkeypatch, variable, value, message):
+    monkeypatch.delenv("LENVM_VALUE_MODEL", raising=False)
+    assert sglang_adapter.Settings.from_environment() is None
+    monkeypatch.setenv("LENVM_VALUE_MODEL", str(folder / "value"))
+    assert sglang_adapter.Settings.from_environment().max_candidates == 8
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=message):
+        sglang_adapter.Settings.from_environment()

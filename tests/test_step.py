@@ -14,7 +14,7 @@ from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.topk_candidates import Status
 from lenvm_kernels.paged_slots import OutOfSlots, PagedSlots
-from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.step import GuidedStep, working_bytes
 from lenvm_kernels.value_model import ValueModel, ValueModelConfig
 from tests.test_value_model import random_head, random_model
 
@@ -413,7 +413,11 @@ def test_memory_of_a_step_is_as_stated(device, rows, max_len):
         engine.admit(row, tokens, GUIDANCE[0], prompt_len=len(tokens))
     engine.prefill(range(rows), prompts)
     engine.decode(range(rows), prompts, torch.randn(rows, VOCAB, device=device))
-    stated = {"extend": engine.step.working_bytes(rows, 64), "step": engine.step.working_bytes(rows)}
+    sizes = dict(rows=rows, max_len=max_len, vocab_size=VOCAB)
+    stated = {
+        "extend": working_bytes(engine.step.value_model, **sizes, tokens=64),
+        "step": working_bytes(engine.step.value_model, **sizes, max_candidates=8),
+    }
     for name, peak in peaks.items():
         assert 0.5 * stated[name] < peak <= stated[name], (name, peak, stated[name])
 

@@ -29,8 +29,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from transformers import AutoTokenizer
 
 from lenvm_kernels.guidance import GuidanceParams, Mode, parse_guidance
-from lenvm_kernels.step import GuidedStep, StepOutput
-from lenvm_kernels.value_model import ValueModel
+from lenvm_kernels.step import GuidedStep, StepOutput, working_bytes
+from lenvm_kernels.value_model import KVCache, ValueModel
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -381,24 +381,39 @@ def check_vocabulary(runner: ModelRunner, settings: Settings, value_model: Value
 
 
 def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_tokens: int | None = None) -> Any:
-    """Around the sizing of the engine's pool: leave the value model's keys and values their share of the memory."""
+    """Around the sizing of the engine's pool: what the guided step will take is not the pool's."""
     if _guide is None:
         return original(configurator, budget_bytes, cap_tokens=cap_tokens)
-    config = _guide.value_model.config
-    slot_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * _guide.value_model.dtype.itemsize
+    model, settings = _guide.value_model, _guide.settings
 
-    def sized(budget: int) -> tuple[Any, bool]:
-        pool = original(configurator, budget, cap_tokens=cap_tokens)
-        return pool, budget + pool.max_total_num_tokens * slot_bytes <= budget_bytes
+    def sized(pool_bytes: int) -> tuple[Any, bool]:
+        """The pool, and whether the step has room beside it."""
+        pool = original(configurator, pool_bytes, cap_tokens=cap_tokens)
+        rows = configurator.resolve_max_num_reqs(pool.max_total_num_tokens)
+        last_step = rows * (1 + settings.max_candidates) if settings.commit_winners else 0
+        slots = pool.max_total_num_tokens + configurator.page_size + last_step
+        engine = configurator.model_config
+        sizes = dict(rows=rows, max_len=engine.context_len, vocab_size=engine.vocab_size)
+        working = max(
+            working_bytes(model, **sizes, max_candidates=settings.max_candidates),
+            working_bytes(model, **sizes, tokens=settings.chunk_tokens),
+        )
+        return pool, pool_bytes + KVCache.num_bytes(model, slots) + working <= budget_bytes
 
-    # The slots grow with the budget, so the largest budget that leaves room for theirs is found by bisection.
-    fits, too_much = 0, budget_bytes
-    pool, whole_fits = sized(budget_bytes)
-    if whole_fits:
+    pool, has_room = sized(budget_bytes)
+    if has_room:  # the engine was told to use less
         return pool
-    for _ in range(20):
-        middle = (fits + too_much) // 2
-        fits, too_much = (middle, too_much) if sized(middle)[1] else (fits, middle)
+    # Slots grow with the pool's bytes, and with them what the step takes: the largest that fits is found by bisection.
+    fits, too_large = 0, budget_bytes
+    for _ in range(24):
+        middle = (fits + too_large) // 2
+        pool, has_room = sized(middle)
+        fits, too_large = (middle, too_large) if has_room else (fits, middle)
+    if fits == 0:
+        raise ValueError(
+            f"LENVM_VALUE_MODEL leaves no memory for the engine's pool: {budget_bytes / 2**30:.2f} GiB are left for it "
+            "and the guided step; raise mem_fraction_static, or lower max_running_requests or LENVM_CHUNK_TOKENS"
+        )
     return sized(fits)[0]
 
 
