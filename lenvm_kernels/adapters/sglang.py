@@ -187,7 +187,10 @@ class Guide:
                 self._guided_rows.discard(row)
 
     def extend(self, batch: ForwardBatch) -> None:
-        """Give the value model the tokens of a prefill batch, or of a chunk of it."""
+        """Give the value model the tokens of a prefill batch, or of a chunk of it.
+
+        All of them: whether tokens are drawn after a chunk is the engine's affair. A draw computes the last one anew.
+        """
         with self._failing_softly(batch):
             self.step.extend(
                 batch.input_ids,
