@@ -16,20 +16,10 @@ from lenvm_kernels.ops.topk_candidates import Status
 from lenvm_kernels.paged_slots import OutOfSlots, PagedSlots
 from lenvm_kernels.step import GuidedStep, working_bytes
 from lenvm_kernels.value_model import ValueModel, ValueModelConfig
-from tests.test_value_model import random_head, random_model
+from tests.test_value_model import TINY, VOCAB, random_head, random_model
 
-VOCAB, HIDDEN, EOS = 97, 48, 2
+EOS = 2
 ATOL = 2e-5  # on value logits of O(1), fp32 against fp32
-TINY = dict(
-    vocab_size=VOCAB,
-    hidden_size=HIDDEN,
-    intermediate_size=80,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    tie_word_embeddings=False,
-)
 GUIDANCE = [
     {"value_mode": "centered_exp", "value_scale": -20},
     {"value_mode": "mul", "value_scale": 0.8},

@@ -270,10 +270,10 @@ class Guide:
                 logger.exception("LenVM: a step failed; its requests go on without guidance. Further ones are counted.")
             self.counters.fallbacks += 1
             for req in batch.lenvm_guided_reqs:
-                row = int(req.kv.req_pool_idx)
                 req.lenvm_guidance, req.skip_radix_cache_insert = None, True
-                self.step.clear(row)
-                self._guided_rows.discard(row)
+                if req.kv.req_pool_idx is not None:  # else it has left already
+                    self.step.clear(int(req.kv.req_pool_idx))
+                    self._guided_rows.discard(int(req.kv.req_pool_idx))
             batch.lenvm_guided_reqs = []
 
 
