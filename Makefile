@@ -46,7 +46,7 @@ $(SGLANG_INSTALLED): pyproject.toml tests/sglang_cpu/requirements.txt $(wildcard
 	touch $@
 
 test-sglang: $(SGLANG_INSTALLED)
-	$(SGLANG_VENV)/bin/python -m pytest tests/test_sglang.py -p no:warnings --durations=5 $(ARGS)
+	$(SGLANG_VENV)/bin/python -m pytest tests/test_sglang*.py -p no:warnings --durations=5 $(ARGS)
 
 fuzz: $(INSTALLED)
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)

@@ -3,52 +3,22 @@
 Every test looks at the trace of guided steps: a server that never guided would generate plausible tokens, too.
 """
 
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
+pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
+
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from lenvm_kernels.adapters import sglang as sglang_adapter
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.ops.topk_candidates import Status
 from lenvm_kernels.step import working_bytes
 from lenvm_kernels.value_model import KVCache, ValueModel
-from tests.test_value_model import random_model
+from tests.sglang_server import SAMPLING, VOCAB, check_steps, prompts_of, running_server, write_checkpoints
 
-pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
-requests = pytest.importorskip("requests")
-sglang_adapter = pytest.importorskip("lenvm_kernels.adapters.sglang")
-ForwardMode = pytest.importorskip("sglang.srt.model_executor.forward_batch_info").ForwardMode
-
-VOCAB, HIDDEN, EOS = 512, 64, 1
-TINY = dict(
-    vocab_size=VOCAB,
-    hidden_size=HIDDEN,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    bos_token_id=0,
-    eos_token_id=EOS,
-)
-HEAD_SHAPES = {
-    "v_head.fc.weight": (HIDDEN, HIDDEN),
-    "v_head.fc.bias": (HIDDEN,),
-    "v_head.summary.weight": (1, HIDDEN),
-    "v_head.summary.bias": (1,),
-}
-ATOL = 1e-4  # on value logits of O(1), fp32
-SAMPLING = {"temperature": 1.0, "top_k": 6, "min_p": 0.01, "max_new_tokens": 16, "ignore_eos": True}
 MODES = [
     {"mode": "centered_exp", "value_scale": -20.0},
     {"mode": "value_bias", "value_scale": 2.0},
@@ -61,123 +31,20 @@ MODES = [
     {"target_length": 12, "op": "le"},
     {"target_length": 12, "op": "eq_soft"},
 ]
-
-
 GENTLE = {"mode": "centered_exp", "value_scale": -2.0}  # leaves draws a choice
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Checkpoints of a base model and of a value model, both random."""
     folder = tmp_path_factory.mktemp("models")
-    random_model(Qwen2ForCausalLM, Qwen2Config(**TINY), seed=0).save_pretrained(folder / "base")
-    random_model(Qwen2ForCausalLM, Qwen2Config(**TINY), seed=1).save_pretrained(folder / "value")
-    generator = torch.Generator().manual_seed(2)
-    head = {name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in HEAD_SHAPES.items()}
-    save_file(head, folder / "value" / "value_head.safetensors")
+    write_checkpoints(folder)
     return folder
-
-
-class Server:
-    """A running server, and the file that its guided steps are traced to."""
-
-    def __init__(self, url, trace):
-        self.url, self.trace = url, trace
-
-    def post(self, **body):
-        return requests.post(f"{self.url}/generate", json=body, timeout=120)
-
-    def generate(self, prompts, guidance, **sampling):
-        """Generate for each prompt; returns the results and the steps in which at least one request was guided."""
-        before = len(self._lines())
-        params = [{**SAMPLING, **sampling, "custom_params": custom_params} for custom_params in guidance]
-        response = self.post(input_ids=prompts, sampling_params=params)
-        assert response.ok, response.text
-        return response.json(), [json.loads(line) for line in self._lines()[before:]]
-
-    def _lines(self):
-        return self.trace.read_text().splitlines() if self.trace.exists() else []
-
-
-@contextmanager
-def running_server(folder, name, *options, plugin=True, **variables):
-    """The real server with its overlapping scheduler, with or without the plugin, in a session of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    trace, log = folder / f"{name}.jsonl", folder / f"{name}.log"
-    unset = ("LENVM_VALUE_MODEL", "LENVM_TRACE", "TRITON_INTERPRET")
-    environment = {key: value for key, value in os.environ.items() if key not in unset}
-    environment |= {"SGLANG_USE_CPU_ENGINE": "1", **variables}
-    if plugin:
-        environment |= {"LENVM_VALUE_MODEL": str(folder / "value"), "LENVM_TRACE": str(trace)}
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", folder / "base", "--port", str(port)]
-    command += ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]
-    command += ["--sampling-backend", "pytorch", "--disable-cuda-graph", "--skip-tokenizer-init", "--random-seed", "7"]
-    command += ["--mem-fraction-static", "0.1", "--max-total-tokens", "4096", "--max-running-requests", "32", *options]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(240):
-            if process.poll() is not None:
-                break
-            with suppress(requests.ConnectionError):
-                if requests.get(f"{url}/health", timeout=10).ok:
-                    break
-            time.sleep(0.5)
-        assert process.poll() is None, log.read_text()[-3000:]
-        yield Server(url, trace)
-    finally:
-        with suppress(ProcessLookupError):  # it has ended by itself
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 @pytest.fixture(scope="module")
 def engine(folder):
     with running_server(folder, "engine", "--chunked-prefill-size", "32") as server:
         yield server
-
-
-@torch.no_grad()
-def values_from_scratch(folder, sequences):
-    """The value logit at the last token of each sequence, by ``transformers``."""
-    model = Qwen2ForCausalLM.from_pretrained(folder / "value", dtype=torch.float32).eval()
-    head = load_file(folder / "value" / "value_head.safetensors")
-    lens = torch.tensor([len(tokens) for tokens in sequences])
-    padded = torch.zeros(len(sequences), int(lens.max()), dtype=torch.long)
-    for i, tokens in enumerate(sequences):
-        padded[i, : len(tokens)] = torch.tensor(tokens)
-    h = model.model(padded, use_cache=False).last_hidden_state[torch.arange(len(lens)), lens - 1]
-    h = torch.nn.functional.silu(h @ head["v_head.fc.weight"].T + head["v_head.fc.bias"])
-    return (h @ head["v_head.summary.weight"].T + head["v_head.summary.bias"])[:, 0]
-
-
-def check_steps(folder, prompts, results, steps):
-    """Every value of every traced step is that of the sequence as it came to be; returns how many there were."""
-    sequences = {r["meta_info"]["id"]: (p, [*p, *r["output_ids"]]) for p, r in zip(prompts, results, strict=True)}
-    candidates, values = [], []
-    for step in steps:
-        for row in step["rows"]:
-            prompt, sequence = sequences[row["rid"]]
-            # The engine throws away the draws of a prompt's chunks but the last, and the overlapping scheduler computes
-            # a step more than a request returns.
-            if row["status"] != Status.GUIDE or not len(prompt) <= row["length"] < len(sequence):
-                continue
-            for token, value in zip(row["token_ids"], row["value_logits"], strict=True):
-                if token >= 0:
-                    candidates.append([*sequence[: row["length"]], token])
-                    values.append(value)
-            assert sequence[row["length"]] in row["token_ids"]
-    assert candidates, "not one step was guided"
-    torch.testing.assert_close(torch.tensor(values), values_from_scratch(folder, candidates), rtol=0, atol=ATOL)
-    return len(values)
-
-
-def prompts_of(*lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
 def test_every_mode_beside_unguided_requests(folder, engine):
