@@ -45,6 +45,7 @@ FIELDS = {
     "token_temperature_scale": (),
     "boosted_token_ids": (),
     "token_temp_divisor": (),
+    "return_values": (),
 }
 _NAMES = {name: main for main, others in FIELDS.items() for name in (main, *others)}
 _FP32_MAX = torch.finfo(torch.float32).max
@@ -63,6 +64,7 @@ class GuidanceParams:
         counts_down: ``target_length`` is a total, from which the tokens generated so far are taken.
         entropy_threshold: in nats; rows whose candidates' entropy is at or below it are skipped; None: never.
         token_temperature_scale: divisor of the temperature of single tokens (their logits are multiplied by it).
+        return_values: the request wants to know the lengths that its tokens are predicted to lead to.
     """
 
     mode: Mode = Mode.UNGUIDED
@@ -73,6 +75,12 @@ class GuidanceParams:
     counts_down: bool = False
     entropy_threshold: float | None = None
     token_temperature_scale: Mapping[int, float] = field(default_factory=dict)
+    return_values: bool = False
+
+    @property
+    def needs_value_model(self) -> bool:
+        """Whether the value model has to see the request's tokens."""
+        return self.mode != Mode.UNGUIDED or self.return_values
 
 
 def parse_guidance(custom_params: Mapping[str, Any]) -> GuidanceParams:
@@ -130,6 +138,7 @@ def parse_guidance(custom_params: Mapping[str, Any]) -> GuidanceParams:
         counts_down=counts_down and target_length is not None,
         entropy_threshold=_number(given, "value_entropy_threshold", None, least=0.0),
         token_temperature_scale=_token_divisors(given),
+        return_values=_switch(given, "return_values"),
     )
 
 
@@ -144,6 +153,13 @@ def _word(given: dict[str, Any], name: str, accepted: Mapping[str, Any], default
     if not isinstance(word, str) or word.strip().lower() not in accepted:
         raise ValueError(f"{name} must be one of {', '.join(accepted)}, got {word!r}")
     return word.strip().lower()
+
+
+def _switch(given: dict[str, Any], name: str) -> bool:
+    switch = given.get(name, False)
+    if not isinstance(switch, bool):
+        raise ValueError(f"{name} must be true or false, got {switch!r}")
+    return switch
 
 
 def _number(
@@ -223,6 +239,7 @@ class GuidanceTable:
         token_scales: fp32 ``[R, W]``; what their logits are multiplied by, 1 pads.
         prompt_len: int32 ``[R]``; tokens of the request that do not count as generated.
         seed: int64 ``[R]``; of the request's draws.
+        return_values: bool ``[R]``; predicted lengths are wanted.
         faults: int32 ``[R]``; steps in which the row was broken (see :func:`reweight_scatter`). Reset it at will.
     """
 
@@ -238,6 +255,7 @@ class GuidanceTable:
     token_scales: torch.Tensor
     prompt_len: torch.Tensor
     seed: torch.Tensor
+    return_values: torch.Tensor
     faults: torch.Tensor
 
     @property
@@ -275,6 +293,7 @@ class GuidanceTable:
             token_scales=column(1.0, torch.float32, max_scaled_tokens),
             prompt_len=column(0, torch.int32),
             seed=column(0, torch.int64),
+            return_values=column(False, torch.bool),
             faults=column(0, torch.int32),
         )
 
@@ -351,6 +370,7 @@ class GuidanceTable:
             (self.entropy_threshold, math.nan if p.entropy_threshold is None else p.entropy_threshold),
             (self.prompt_len, prompt_len),
             (self.seed, seed),
+            (self.return_values, p.return_values),
             (self.faults, 0),
         ):
             column[row] = value
@@ -366,6 +386,11 @@ class GuidanceTable:
     def clear(self, row: int) -> None:
         """Make a row unguided when its request leaves."""
         self.set(row, None, set())
+
+    def remaining_lengths(self, rows: torch.Tensor, value_logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """fp32 ``[B]``: tokens that are to follow ``tokens [B]``, by their value logits; 0 after an end of sequence."""
+        lengths = torch.nn.functional.softplus(value_logits) / self.nats_per_token[rows]
+        return lengths.masked_fill((self.eos_token_ids[rows] == tokens[:, None]).any(1), 0.0)
 
     def generated(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """int32 ``[B]``: tokens generated so far by the requests in ``rows`` whose sequences are ``lengths`` long."""

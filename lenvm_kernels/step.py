@@ -34,13 +34,17 @@ class StepOutput:
         candidates: of each row; ``status`` says what became of it, ``lost_mass`` what was cut off.
         value_logits: fp32 ``[B, K]``; 0 where a candidate was not scored.
         probs: fp32 ``[B, K]``; guided probabilities of the candidates.
-        tokens: int32 ``[B]``; the tokens drawn, -1 in rows to be drawn by their own filters; None without ``sample``.
+        tokens: int32 ``[B]``; the next tokens: with ``sample`` drawn from the candidates, else those of ``drawn``. -1
+            in rows to be drawn by their own filters if that is not given; None without both.
+        remaining_lengths: fp32 ``[B]``; tokens that are predicted to follow ``tokens``, NaN in rows that do not ask for
+            it (``return_values``); None when no request does, or without ``tokens``.
     """
 
     candidates: Candidates
     value_logits: torch.Tensor
     probs: torch.Tensor
     tokens: torch.Tensor | None
+    remaining_lengths: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,9 @@ class GuidedStep:
         self.cache = KVCache.of_slots(value_model, num_slots)
         self._padding_row = table_rows  # one more than the engine has: of the rows that fill a batch up to its graph's
         self.table = GuidanceTable.empty(table_rows + 1, device, max_eos=max_eos, max_scaled_tokens=max_scaled_tokens)
+        # What the host knows of the rows, to leave out launches that no request needs.
         self._scaled_rows: set[int] = set()
+        self._value_rows: set[int] = set()
         self._row_numbers = torch.arange(max_rows, dtype=torch.int32, device=device)
 
         def full(value, dtype, *shape):
@@ -217,6 +223,7 @@ class GuidedStep:
             params = replace(params, token_temperature_scale=known)
         self.table.set(row, params, eos_token_ids, prompt_len=prompt_len, seed=seed)
         (self._scaled_rows.add if params and params.token_temperature_scale else self._scaled_rows.discard)(row)
+        (self._value_rows.add if params and params.return_values else self._value_rows.discard)(row)
         if self._last is not None:
             self._last.place[row] = -1  # the candidates of the row's last request are not this one's
 
@@ -243,7 +250,7 @@ class GuidedStep:
     ) -> None:
         """Compute and keep keys and values of tokens whose candidates nobody asks for: those of prompts.
 
-        The last token of a prompt belongs to :meth:`step`. Rows without guidance are left out.
+        The last token of a prompt belongs to :meth:`step`. Rows that are not guided nor ask for values are left out.
 
         Args:
             tokens: int32 or int64 ``[D]``; tokens of all requests.
@@ -263,7 +270,7 @@ class GuidedStep:
         for name, tensor in (("starts", starts), ("lens", lens), ("cached_lens", cached_lens)):
             check_tensor(name, tensor, dtypes=torch.int32, shape=rows.shape, device=device)
         rows = rows.long()
-        ends = starts + torch.where(self.table.mode[rows] != Mode.UNGUIDED, lens, 0)
+        ends = starts + torch.where(self._needs_value_model(rows), lens, 0)
         nothing = torch.empty(len(rows), 0, dtype=torch.int32, device=device)
         for first in range(0, len(tokens), self.chunk_tokens):
             chunk = slice(first, min(first + self.chunk_tokens, len(tokens)))
@@ -301,11 +308,12 @@ class GuidedStep:
         active: torch.Tensor | None = None,
         probs: torch.Tensor | None = None,
         sample: bool = False,
+        drawn: torch.Tensor | None = None,
     ) -> StepOutput:
         """Guide the next token of each row.
 
-        Every guided row must be in a step whenever its sequence has grown by a token, and its other tokens must have
-        been through :meth:`extend` or earlier steps. Nothing is read back to the host.
+        Every row that is guided or asks for values must be in a step whenever its sequence has grown by a token, and
+        its other tokens must have been through :meth:`extend` or earlier steps. Nothing is read back to the host.
 
         Args:
             scores: fp32, bf16 or fp16 ``[B, V]``; scores of the next token: probabilities or logits.
@@ -319,6 +327,8 @@ class GuidedStep:
             probs: fp32, bf16 or fp16 ``[B, V]``; rows that are guided or have a single candidate are rewritten in place
                 (:func:`reweight_scatter`). May be ``scores``.
             sample: draw tokens from the candidates. The draws of a request depend on its seed and its length only.
+            drawn: int32 or int64 ``[B]``; what the rows' own filters drew: the next tokens of rows that are not drawn
+                from their candidates. Such rows have no remaining length without it.
 
         Returns:
             :class:`StepOutput`.
@@ -334,10 +344,13 @@ class GuidedStep:
         for name, tensor in (("tokens", tokens), ("rows", rows), ("slots", slots)):
             check_tensor(name, tensor, dtypes=_INT_DTYPES, shape=[b], device=device)
         check_tensor("lengths", lengths, dtypes=torch.int32, shape=[b], device=device)
+        if drawn is not None:
+            check_tensor("drawn", drawn, dtypes=_INT_DTYPES, shape=[b], device=device)
         rows = rows.long()
-        guided = self.table.mode[rows] != Mode.UNGUIDED
+        guided, needs_model = self.table.mode[rows] != Mode.UNGUIDED, self._needs_value_model(rows)
         if active is not None:
-            guided = guided & check_tensor("active", active, dtypes=torch.bool, shape=[b], device=device)
+            check_tensor("active", active, dtypes=torch.bool, shape=[b], device=device)
+            guided, needs_model = guided & active, needs_model & active
 
         candidates = topk_candidates(
             scores,
@@ -353,9 +366,21 @@ class GuidedStep:
             backend=self.backend,
         )
         needs_values = candidates.counts > 0 if self.score_all else candidates.status == Status.GUIDE
-        candidate_lens = torch.where(needs_values, candidates.counts, 0)
+        scored_ids, scored_lens = candidates.token_ids, torch.where(needs_values, candidates.counts, 0)
+        own_tokens = -1 if drawn is None else drawn.int()
+        wants_length = alone = None
+        if self._value_rows and (sample or drawn is not None):
+            wants_length = self.table.return_values[rows] & needs_model
+            # A row whose next token is known already has that scored, and not candidates that nobody needs.
+            known = (
+                torch.where(candidates.status == Status.SINGLE, scored_ids[:, 0], own_tokens) if sample else own_tokens
+            )
+            alone = wants_length & (candidates.status != Status.GUIDE) & (known >= 0)
+            scored_ids = torch.cat([torch.where(alone, known, scored_ids[:, 0])[:, None], scored_ids[:, 1:]], 1)
+            scored_lens = torch.where(alone, 1, scored_lens)
         score = self._replay if self.graphs else self._score
-        value_logits = score(tokens, rows, lengths, slots, guided.int(), candidates.token_ids, candidate_lens)
+        scored = score(tokens, rows, lengths, slots, needs_model.int(), scored_ids, scored_lens)
+        value_logits = scored if alone is None else scored.masked_fill(alone[:, None], 0.0)
         guided_probs = reweight_scatter(
             candidates,
             value_logits,
@@ -365,9 +390,9 @@ class GuidedStep:
             probs=probs,
             backend=self.backend,
         )
-        drawn = None
+        next_tokens = None if drawn is None else own_tokens
         if sample:
-            drawn = sample_candidates(
+            guided_tokens = sample_candidates(
                 candidates,
                 guided_probs,
                 self.table.seed[rows],
@@ -375,7 +400,59 @@ class GuidedStep:
                 temperature=temperature,
                 backend=self.backend,
             )
-        return StepOutput(candidates, value_logits, guided_probs, drawn)
+            next_tokens = torch.where(guided_tokens >= 0, guided_tokens, own_tokens)
+        remaining_lengths = None
+        if wants_length is not None:
+            remaining_lengths = self._remaining_lengths(
+                rows, next_tokens, scored_ids, scored_lens, scored, wants_length
+            )
+        return StepOutput(candidates, value_logits, guided_probs, next_tokens, remaining_lengths)
+
+    @torch.no_grad()
+    def predict(self, tokens: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Predict output lengths before anything is drawn: of prompts, by their last token.
+
+        Args:
+            tokens: int32 or int64 ``[B]``; the last token of each prompt.
+            rows: int32 or int64 ``[B]``; the requests' rows of the slot table, all different.
+            lengths: int32 ``[B]``; tokens of each prompt before that one, all of which went through :meth:`extend`.
+
+        Returns:
+            fp32 ``[B]``; tokens predicted to follow, NaN in rows that do not ask for it (``return_values``). A
+            :meth:`step` from the same tokens does not compute them again.
+        """
+        device = self.value_model.device
+        check_tensor("tokens", tokens, dtypes=_INT_DTYPES, shape=[None], device=device)
+        check_tensor("rows", rows, dtypes=_INT_DTYPES, shape=tokens.shape, device=device)
+        check_tensor("lengths", lengths, dtypes=torch.int32, shape=tokens.shape, device=device)
+        rows, wanted = rows.long(), self.table.return_values[rows]
+        nothing = torch.zeros_like(lengths)
+        ids = torch.full((len(tokens), self.max_candidates), -1, dtype=torch.int32, device=device)
+        ids[:, 0] = tokens
+        score = self._replay if self.graphs else self._score
+        z = score(tokens, rows, lengths, nothing - 1, nothing, ids, wanted.int())
+        return self._remaining_lengths(rows, tokens, ids, wanted.int(), z, wanted)
+
+    def _remaining_lengths(
+        self,
+        rows: torch.Tensor,
+        next_tokens: torch.Tensor,
+        token_ids: torch.Tensor,
+        lens: torch.Tensor,
+        value_logits: torch.Tensor,
+        wanted: torch.Tensor,
+    ) -> torch.Tensor:
+        """fp32 ``[B]``: of ``next_tokens``, found among the scored ``token_ids [B, K]``; NaN where not ``wanted``."""
+        scored = torch.arange(token_ids.shape[1], device=lens.device) < lens[:, None]
+        is_next = scored & (token_ids == next_tokens[:, None])
+        z = torch.where(is_next, value_logits, 0.0).sum(1)
+        lengths = self.table.remaining_lengths(rows, z, next_tokens)
+        return torch.where(wanted & is_next.any(1), lengths, math.nan)
+
+    def _needs_value_model(self, rows: torch.Tensor) -> torch.Tensor:
+        """bool ``[B]``: rows whose tokens the value model has to see (:attr:`GuidanceParams.needs_value_model`)."""
+        guided = self.table.mode[rows] != Mode.UNGUIDED
+        return guided | self.table.return_values[rows] if self._value_rows else guided
 
     def _score(
         self,

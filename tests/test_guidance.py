@@ -58,6 +58,13 @@ def test_every_spelling_of_the_constraints():
                 assert parse_guidance({name: word, "target_length": 5}).mode == mode
 
 
+def test_values_may_be_asked_for_without_guidance():
+    params = parse_guidance({"return_values": True})
+    assert params.mode == Mode.UNGUIDED and params.return_values and params.needs_value_model
+    assert not parse_guidance({"return_values": False, "token_temperature_scale": {1: 2.0}}).needs_value_model
+    assert parse_guidance({"target_length": 5}).needs_value_model
+
+
 def test_target_value_is_the_length_it_stands_for():
     params = parse_guidance({"target_value": 0.5, "gamma": 0.99})
     assert params.target_length == pytest.approx(math.log(0.5) / math.log(0.99))
@@ -119,6 +126,7 @@ def test_neutral_parameters_are_unguided(mode, scale, neutral):
         ({"token_temperature_scale": {1: 0}}, r"token_temperature_scale\[1\] must be a finite number > 0, got 0"),
         ({"boosted_token_ids": [1]}, "boosted_token_ids and token_temp_divisor must be given together"),
         ({"token_temp_divisor": 2}, "boosted_token_ids and token_temp_divisor must be given together"),
+        ({"return_values": 1}, "return_values must be true or false, got 1"),
         ({"boosted_token_ids": 1, "token_temp_divisor": 2}, "boosted_token_ids must be a list of token ids, got 1"),
         ({"boosted_token_ids": [1], "token_temp_divisor": 0}, "token_temp_divisor must be a finite number > 0, got 0"),
         (

@@ -1,5 +1,6 @@
 """The guided step against recomputation from scratch; that it never synchronises; that no batch changes a draw."""
 
+import math
 import weakref
 from contextlib import contextmanager
 
@@ -325,6 +326,60 @@ def test_score_all_also_scores_rows_that_need_no_values(models):
     torch.testing.assert_close(output.value_logits[0, :count], expected, rtol=0, atol=ATOL)
 
 
+@pytest.mark.parametrize("commit_winners", [True, False])
+def test_remaining_lengths(models, monkeypatch, commit_winners):
+    """What tokens are predicted to lead to: drawn from candidates, the only candidate, or drawn by the row's filters."""
+    wants = {"return_values": True, "gamma": 0.9}
+    guidance = [
+        wants | GUIDANCE[0],
+        wants,  # not guided
+        wants | GUIDANCE[0] | {"entropy_threshold": 100.0},  # always skipped
+        GUIDANCE[0],
+    ]
+    engine = Engine(*make_step(models[2], commit_winners=commit_winners))
+    sequences, seen, recomputed = [list(tokens) for tokens in PROMPTS], set(), []
+    for row, tokens in enumerate(PROMPTS):
+        engine.admit(row, tokens + [0] * 8, guidance[row], prompt_len=len(tokens))
+    engine.prefill(range(4), PROMPTS)
+    deltas = deltas_of_steps(models[2], monkeypatch)
+
+    def expected(tokens):
+        length = torch.nn.functional.softplus(values_from_scratch(models, tokens)) / -math.log(0.9)
+        return length.masked_fill(torch.tensor([t[-1] == EOS for t in tokens]), 0.0)
+
+    last, lengths = (engine.tensor(x) for x in zip(*[(tokens[-1], len(tokens) - 1) for tokens in PROMPTS], strict=True))
+    predicted = engine.step.predict(last, engine.tensor([0, 1, 2, 3]), lengths)
+    assert torch.isnan(predicted).tolist() == [False] * 3 + [True]
+    torch.testing.assert_close(predicted[:3], expected(PROMPTS[:3]), rtol=0, atol=1e-3)
+    generator = torch.Generator().manual_seed(1)
+    for i in range(8):
+        scores = torch.randn(4, VOCAB, generator=generator) * 3
+        drawn = torch.randint(3, VOCAB, (4,), generator=generator)
+        drawn[1] = EOS if i == 6 else drawn[1]
+        output = engine.decode(range(4), sequences, scores, drawn=drawn, top_k=1 if i == 2 else 6)
+        status = output.candidates.status.tolist()
+        seen |= set(status)
+        recomputed.append(int(status[3] != Status.GUIDE))
+        for row, token in enumerate(output.tokens.tolist()):
+            own = status[row] in (Status.UNGUIDED, Status.SKIP)
+            assert token == drawn[row] if own else token in output.candidates.token_ids[row]
+            assert status[row] == Status.GUIDE or (output.value_logits[row] == 0).all()
+            sequences[row].append(token)
+        assert torch.isnan(output.remaining_lengths[3])
+        torch.testing.assert_close(output.remaining_lengths[:3], expected(sequences[:3]), rtol=0, atol=1e-3)
+    assert seen == {Status.UNGUIDED, Status.GUIDE, Status.SINGLE, Status.SKIP} and sequences[1][-2] == EOS
+    # Tokens that were scored are not computed again: all but those of the last row that were drawn without values.
+    assert deltas == [0, *([1, *recomputed[:-1]] if commit_winners else [4] * 8)] and sum(recomputed) == 1
+    greedy = engine.decode(range(4), sequences, scores, drawn=drawn, sample=False)
+    assert greedy.tokens.tolist() == drawn.tolist()
+    ends = [[*tokens, token] for tokens, token in zip(sequences, drawn.tolist(), strict=True)]
+    assert not torch.isnan(greedy.remaining_lengths[1:3]).any()
+    torch.testing.assert_close(greedy.remaining_lengths[1:3], expected(ends)[1:3], rtol=0, atol=1e-3)
+    for row in range(3):
+        engine.step.clear(row)
+    assert engine.decode([3], sequences[3:], scores[3:], drawn=drawn[3:]).remaining_lengths is None
+
+
 def test_token_temperatures(models):
     step, _ = make_step(models[2])
     step.set(0, parse_guidance({"token_temperature_scale": {0: 2.0, 7: 3.0, VOCAB + 5: 9.0}}), {EOS})
@@ -496,7 +551,7 @@ def test_sync_free_step(device, is_logits, commit_winners):
         engine.admit(
             row,
             [*tokens, 0],
-            GUIDANCE[row + 1] and {"token_temperature_scale": {5: 2.0}} | GUIDANCE[row + 1],
+            GUIDANCE[row + 1] and {"token_temperature_scale": {5: 2.0}, "return_values": row == 1} | GUIDANCE[row + 1],
             prompt_len=len(tokens),
         )
     rows, lengths = engine.tensor([0, 1, 2, 3]), engine.tensor([len(tokens) for tokens in PROMPTS])
@@ -510,6 +565,7 @@ def test_sync_free_step(device, is_logits, commit_winners):
     probs, filters = torch.softmax(scores, dim=1), dict(top_k=lens * 0 + 5, top_p=lens * 0 + 1.0, min_p=lens * 0.0)
     options = dict(is_logits=is_logits, sample=True, probs=probs, active=lens >= 0)
     options |= dict(temperature=lens * 0 + 0.9) if is_logits else {}
+    options |= dict(drawn=lens * 0 + 7)
     options |= dict(vocab_mask=torch.full((4, -(-VOCAB // 32)), -1, dtype=torch.int32, device=device))
 
     def serve():
@@ -517,6 +573,7 @@ def test_sync_free_step(device, is_logits, commit_winners):
         step.extend(flat, slots.slots(row_of, position), rows, starts, lens, lens * 0)
         at = lengths
         tokens = last
+        step.predict(tokens, rows, at - 1)
         for _ in range(2):
             output = step.step(scores, tokens, rows, at, slots.slots(rows, at - 1), **filters, **options)
             tokens, at = output.tokens.clamp(min=0), at + 1
@@ -532,7 +589,8 @@ def test_sync_free_step(device, is_logits, commit_winners):
             output = serve()
     finally:
         sync_debug("default")
-    assert (output.tokens >= 0).tolist() == [True, True, True, False]
+    assert (output.tokens == 7).tolist() == [False, False, False, True]
+    assert output.remaining_lengths.isnan().tolist() == [True, False, True, True]
 
 
 # --- the same in any batch ---
