@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,7 +13,7 @@ from contextlib import contextmanager, suppress
 import requests
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from lenvm_kernels.ops.topk_candidates import Status
 from tests.test_value_model import random_model
@@ -55,7 +56,7 @@ class Server:
         self.url, self.trace = url, trace
 
     def post(self, **body):
-        return requests.post(f"{self.url}/generate", json=body, timeout=120)
+        return requests.post(f"{self.url}/generate", json=body, timeout=300)
 
     def generate(self, prompts, guidance, **sampling):
         """Generate for each prompt; returns the results and the steps in which at least one request was guided."""
@@ -64,6 +65,12 @@ class Server:
         response = self.post(input_ids=prompts, sampling_params=params)
         assert response.ok, response.text
         return response.json(), [json.loads(line) for line in self._lines()[before:]]
+
+    def metrics(self):
+        """The plugin's metrics by name and, where there is one, status."""
+        text = requests.get(f"{self.url}/metrics", timeout=60).text
+        found = re.findall(r'^lenvm:(\w+)\{(?:.*status="(\w+)")?.*\} (\S+)$', text, re.MULTILINE)
+        return {f"{name} {status}".strip(): float(value) for name, status, value in found}
 
     def _lines(self):
         return self.trace.read_text().splitlines() if self.trace.exists() else []
@@ -99,14 +106,14 @@ def running_server(folder, name, *options, plugin=True, **variables):
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(240):
-            if process.poll() is not None:
-                break
-            with suppress(requests.ConnectionError):
+        for _ in range(600):
+            assert process.poll() is None, log.read_text()[-3000:]
+            with suppress(requests.ConnectionError, requests.Timeout):
                 if requests.get(f"{url}/health", timeout=10).ok:
                     break
             time.sleep(0.5)
-        assert process.poll() is None, log.read_text()[-3000:]
+        else:
+            raise TimeoutError(f"the server is not up after 5 minutes: {log.read_text()[-3000:]}")
         yield Server(url, trace)
     finally:
         with suppress(ProcessLookupError):  # it has ended by itself
@@ -117,7 +124,7 @@ def running_server(folder, name, *options, plugin=True, **variables):
 @torch.no_grad()
 def values_from_scratch(folder, sequences):
     """The value logit at the last token of each sequence, by ``transformers``."""
-    model = Qwen2ForCausalLM.from_pretrained(folder / "value", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder / "value", dtype=torch.float32).eval()
     head = load_file(folder / "value" / "value_head.safetensors")
     lens = torch.tensor([len(tokens) for tokens in sequences])
     padded = torch.zeros(len(sequences), int(lens.max()), dtype=torch.long)

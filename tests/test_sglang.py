@@ -3,6 +3,9 @@
 Every test looks at the trace of guided steps: a server that never guided would generate plausible tokens, too.
 """
 
+import math
+from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +20,15 @@ from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.ops.topk_candidates import Status
 from lenvm_kernels.step import working_bytes
 from lenvm_kernels.value_model import KVCache, ValueModel
-from tests.sglang_server import SAMPLING, VOCAB, check_steps, prompts_of, running_server, write_checkpoints
+from tests.sglang_server import (
+    SAMPLING,
+    VOCAB,
+    check_steps,
+    prompts_of,
+    running_server,
+    values_from_scratch,
+    write_checkpoints,
+)
 
 MODES = [
     {"mode": "centered_exp", "value_scale": -20.0},
@@ -43,7 +54,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    with running_server(folder, "engine", "--chunked-prefill-size", "32") as server:
+    with running_server(folder, "engine", "--chunked-prefill-size", "32", "--enable-metrics") as server:
         yield server
 
 
@@ -91,6 +102,49 @@ def test_greedy_requests_are_greedy(engine):
     params = [{**SAMPLING, "temperature": t, "custom_params": MODES[0]} for t in (0.0, 1.0)]
     mixed = engine.post(input_ids=prompts, sampling_params=params).json()
     assert plain[0]["output_ids"] == guided[0]["output_ids"] == mixed[0]["output_ids"]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_predicted_lengths_are_returned(folder, engine, temperature):
+    """Of those that ask for them, guided, unguided, skipped or greedy, with prompts of several chunks; of no other."""
+    wants = {"return_values": True, "gamma": 0.9}
+    guidance = [wants | GENTLE, wants, wants | MODES[2] | {"entropy_threshold": 100.0}, GENTLE, None]
+    prompts = prompts_of(9, 70, 12, 5, 7, seed=8)
+    results, steps = engine.generate(prompts, guidance, temperature=temperature)
+    assert len(steps) >= 16
+    for prompt, params, result in zip(prompts, guidance, results, strict=True):
+        keys = result["meta_info"].keys() & {"predicted_output_length", "predicted_remaining_lengths"}
+        assert len(keys) == (2 if params and "return_values" in params else 0)
+        if keys:
+            tokens = [*prompt, *result["output_ids"]]
+            values = values_from_scratch(folder, [tokens[:end] for end in range(len(prompt), len(tokens) + 1)])
+            lengths = torch.nn.functional.softplus(values) / -math.log(0.9)
+            of_prompt, of_tokens = (result["meta_info"][key] for key in sorted(keys))
+            torch.testing.assert_close(torch.tensor(of_prompt + of_tokens), lengths, rtol=0, atol=2e-3)
+
+
+def test_greedy_requests_leave_no_prefix_that_the_value_model_has_not_seen(folder, engine):
+    """A greedy request is not guided, whatever it asks for: its tokens are no guided request's prefix."""
+    prompt = prompts_of(20, seed=9)
+    first, _ = engine.generate(prompt, [GENTLE], temperature=0.0)
+    longer = [[*prompt[0], *first[0]["output_ids"], 5, 6]]
+    results, steps = engine.generate(longer, [GENTLE])
+    assert check_steps(folder, longer, results, steps)
+
+
+def test_metrics(engine):
+    """Steps and rows are counted as the trace has them."""
+    prompts = prompts_of(9, 12, 6, seed=10)
+    before = engine.metrics()
+    _, steps = engine.generate(prompts, [MODES[0], MODES[4] | {"entropy_threshold": 100.0}, None])
+    more = {name: value - before.get(name, 0.0) for name, value in engine.metrics().items()}
+    assert more["guided_steps_total"] == len(steps)
+    rows = Counter(Status(row["status"]).name.lower() for step in steps for row in step["rows"])
+    for status, count in rows.items():  # the overlapping scheduler computes a step more than a request returns
+        assert count - 3 <= more[f"rows_total {status}"] <= count
+    assert rows["guide"] and rows["skip"] and rows["unguided"] and more["rows_total broken"] == 0
+    assert more["value_model_milliseconds_total"] > 0 and more["fallbacks_total"] == 0
+    assert before["cache_bytes"] > 0
 
 
 def test_seeds(engine):
@@ -188,6 +242,9 @@ def test_the_pool_leaves_room_for_the_step(guide, cap):
     assert tokens == cap if cap else used > 0.9 * budget
     with pytest.raises(ValueError, match="LENVM_VALUE_MODEL leaves no memory for the engine's pool"):
         sglang_adapter.leave_room(original, Configurator(), 100_000)
+    guide.settings = replace(guide.settings, memory_share=0.01)
+    with pytest.raises(ValueError, match=r"LENVM_MEMORY_SHARE is 0.01, but the guided step takes 0\.\d+ of"):
+        sglang_adapter.leave_room(original, Configurator(), budget)
 
 
 def test_a_failing_step_ends_guidance_and_not_the_engine(guide, caplog):
@@ -198,14 +255,15 @@ def test_a_failing_step_ends_guidance_and_not_the_engine(guide, caplog):
 
     cleared = []
     guide.step = SimpleNamespace(clear=cleared.append)  # it has nothing else: every step fails
-    info = SimpleNamespace(top_ks=None, top_ps=None, min_ps=None)
+    info, drawn = SimpleNamespace(top_ks=None, top_ps=None, min_ps=None), torch.tensor([7, 8])
     for failures in (1, 2):
-        batch = SimpleNamespace(lenvm_guided_reqs=[request(3), request(5)], forward_mode=ForwardMode.DECODE)
-        reqs = batch.lenvm_guided_reqs
+        batch = SimpleNamespace(lenvm_reqs=[request(3), request(5)], forward_mode=ForwardMode.DECODE)
+        reqs = batch.lenvm_reqs
         with guide.sampling(batch):
-            assert guide.draw(torch.ones(2, VOCAB), info) is None
-            assert guide.draw(torch.ones(2, VOCAB), info) is None  # nothing left to guide
-        assert guide.counters.fallbacks == guide.counters.guided_steps == failures
+            for _ in range(2):  # the second time there is nothing left to guide
+                assert guide.draw(torch.ones(2, VOCAB), info, drawn) is drawn
+            assert guide.report(torch.ones(2, VOCAB), info, drawn) is None
+        assert guide.fallbacks == failures
         assert all(req.lenvm_guidance is None and req.skip_radix_cache_insert for req in reqs)
     assert cleared == [3, 5, 3, 5]
     assert caplog.text.count("a step failed") == 1
@@ -222,6 +280,7 @@ def test_a_failing_step_ends_guidance_and_not_the_engine(guide, caplog):
         ("LENVM_DTYPE", "int8", "LENVM_DTYPE must be one of float32, bfloat16, float16, got 'int8'"),
         ("LENVM_MAX_CANDIDATES", "5", "LENVM_MAX_CANDIDATES must be a power of two up to 64, got '5'"),
         ("LENVM_CHUNK_TOKENS", "0", "LENVM_CHUNK_TOKENS must be an integer of at least 1, got '0'"),
+        ("LENVM_MEMORY_SHARE", "1.5", "LENVM_MEMORY_SHARE must be a number > 0 and <= 1, got '1.5'"),
         ("LENVM_GRAPHS", "yes", "LENVM_GRAPHS must be 0 or 1, got 'yes'"),
     ],
 )

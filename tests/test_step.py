@@ -328,7 +328,7 @@ def test_score_all_also_scores_rows_that_need_no_values(models):
 
 @pytest.mark.parametrize("commit_winners", [True, False])
 def test_remaining_lengths(models, monkeypatch, commit_winners):
-    """What tokens are predicted to lead to: drawn from candidates, the only candidate, or drawn by the row's filters."""
+    """What tokens are predicted to lead to: drawn from candidates, the only one, or drawn by the row's filters."""
     wants = {"return_values": True, "gamma": 0.9}
     guidance = [
         wants | GUIDANCE[0],

@@ -1,12 +1,14 @@
 """LenVM in unforked SGLang, as a plugin of the engine (entry point ``sglang.srt.plugins``).
 
-It is on when ``LENVM_VALUE_MODEL`` is set (:class:`Settings`), and hooks ten functions of the engine (:data:`HOOKS`):
+It is on when ``LENVM_VALUE_MODEL`` is set (:class:`Settings`), and hooks some functions of the engine (:data:`HOOKS`):
 
 - a request's ``custom_params`` are validated before it is scheduled, and it is given a part of the radix cache of its
   own: a prefix that the value model has not seen is never taken for one it has;
 - the value model is loaded after the base model and gets its share of the memory; its keys and values live in the
   slots of the engine, so that the radix cache, chunked prefill, retraction and aborts need nothing from here;
-- at every step the rows with guidance are drawn from their candidates; all others are the engine's own draws.
+- at every step the rows with guidance are drawn from their candidates; all others are the engine's own draws;
+- what the steps did is counted (``--enable-metrics``), and requests get the lengths that they asked for
+  (:mod:`lenvm_kernels.adapters.sglang_report`).
 
 Nothing here computes: that is :class:`lenvm_kernels.step.GuidedStep`. Nothing is read back to the host, so that the
 overlapping scheduler stays ahead.
@@ -17,17 +19,19 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_parallel
 from transformers import AutoTokenizer
 
+from lenvm_kernels.adapters.sglang_report import Metrics, StepReport, Stopwatch, without_empty_keys
+from lenvm_kernels.adapters.sglang_settings import Settings
 from lenvm_kernels.guidance import GuidanceParams, Mode, parse_guidance
 from lenvm_kernels.step import GuidedStep, StepOutput, working_bytes
 from lenvm_kernels.value_model import KVCache, ValueModel
@@ -41,93 +45,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Room of a request in the device table.
 MAX_END_TOKENS, MAX_STOP_TOKENS, MAX_SCALED_TOKENS = 64, 48, 32
 RADIX_NAMESPACE = "lenvm|"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The plugin's settings, read from environment variables, so that every process of the engine has the same.
-
-    Attributes:
-        value_model: ``LENVM_VALUE_MODEL``; a directory or ``.gguf`` file (:meth:`ValueModel.from_pretrained`).
-        value_head: ``LENVM_VALUE_HEAD``; a ``.safetensors`` file with the head, if it is not with the model.
-        dtype: ``LENVM_DTYPE``; float32, bfloat16 or float16 (default: the base model's).
-        max_candidates: ``LENVM_MAX_CANDIDATES``; a power of two up to 64 (default 8).
-        chunk_tokens: ``LENVM_CHUNK_TOKENS``; tokens of a prompt computed at a time (default 4096).
-        graphs: ``LENVM_GRAPHS``; 1 or 0: CUDA graphs of the value model (default: on a GPU, if the engine has its own).
-        commit_winners: ``LENVM_COMMIT_WINNERS``; 1 or 0 (default 1), see :class:`GuidedStep`.
-        trace: ``LENVM_TRACE``; a file that gets a JSON line a guided step, to look for faults with: the engine waits
-            for the device to write it.
-    """
-
-    value_model: Path
-    value_head: Path | None = None
-    dtype: torch.dtype | None = None
-    max_candidates: int = 8
-    chunk_tokens: int = 4096
-    graphs: bool | None = None
-    commit_winners: bool = True
-    trace: Path | None = None
-
-    @classmethod
-    def from_environment(cls) -> Settings | None:
-        """The settings; None when ``LENVM_VALUE_MODEL`` is not set.
-
-        Raises:
-            ValueError: naming the variable, what came and what is accepted.
-        """
-
-        def read(name: str, parse: Callable[[str], Any], accepted: str, default: Any) -> Any:
-            text = os.environ.get(name, "").strip()
-            if not text:
-                return default
-            try:
-                return parse(text)
-            except (ValueError, KeyError) as error:
-                raise ValueError(f"{name} must be {accepted}, got {text!r}") from error
-
-        def candidates(text: str) -> int:
-            number = int(text)
-            if number not in (1, 2, 4, 8, 16, 32, 64):
-                raise ValueError
-            return number
-
-        def positive(text: str) -> int:
-            number = int(text)
-            if number < 1:
-                raise ValueError
-            return number
-
-        def path(text: str) -> Path:
-            if not Path(text).exists():
-                raise ValueError
-            return Path(text)
-
-        switch = {"0": False, "1": True}.__getitem__
-        value_model = read("LENVM_VALUE_MODEL", path, "an existing directory or .gguf file", None)
-        if value_model is None:
-            return None
-        return cls(
-            value_model,
-            read("LENVM_VALUE_HEAD", path, "an existing .safetensors file", None),
-            read("LENVM_DTYPE", DTYPES.__getitem__, f"one of {', '.join(DTYPES)}", None),
-            read("LENVM_MAX_CANDIDATES", candidates, "a power of two up to 64", 8),
-            read("LENVM_CHUNK_TOKENS", positive, "an integer of at least 1", 4096),
-            read("LENVM_GRAPHS", switch, "0 or 1", None),
-            read("LENVM_COMMIT_WINNERS", switch, "0 or 1", True),
-            read("LENVM_TRACE", Path, "a file", None),
-        )
-
-
-@dataclass
-class Counters:
-    """What the plugin did in one scheduler process, counted on the host."""
-
-    guided_steps: int = 0  # steps with at least one request that has guidance
-    fallbacks: int = 0  # of them, those in which guidance failed
 
 
 class Guide:
@@ -137,26 +57,33 @@ class Guide:
         settings: of the plugin.
         value_model: loaded beside the base model.
         step: the guided step; None until the engine has its slots.
-        counters: of this process.
+        metrics: of this process; None without ``--enable-metrics``.
+        fallbacks: failures that ended the guidance of a batch.
     """
 
     def __init__(self, settings: Settings, value_model: ValueModel) -> None:
         self.settings, self.value_model = settings, value_model
         self.step: GuidedStep | None = None
-        self.counters = Counters()
-        self._guided_rows: set[int] = set()  # of the engine's row table
-        self._sampling: ForwardBatch | None = None  # the batch that the engine is drawing tokens for
+        self.metrics: Metrics | None = None
+        self.fallbacks = 0
+        self._stopwatch = Stopwatch(value_model.device)
+        self._rows: set[int] = set()  # of the engine's row table, which are set in ours
+        # The batch that the engine is drawing tokens for, whether it has been through the step, and what that did.
+        self._sampling: ForwardBatch | None = None
+        self._stepped = False
+        self._report: StepReport | None = None
 
     def take_slots(self, runner: ModelRunner) -> None:
         """Put the value model's cache on the slots and the row table that the engine has just allocated."""
         pool, settings = runner.token_to_kv_pool, self.settings
+        slots = pool.size + pool.page_size  # slot 0 of the engine is for padding, the last page is full
         graphs = settings.graphs
         if graphs is None and runner.server_args.disable_cuda_graph:
             graphs = False
         self.step = GuidedStep(
             self.value_model,
             runner.req_to_token_pool.req_to_token,
-            pool.size + pool.page_size,  # slot 0 of the engine is for padding, the last page is full
+            slots,
             vocab_size=runner.model_config.vocab_size,
             max_rows=runner.max_running_requests,
             max_candidates=settings.max_candidates,
@@ -166,7 +93,14 @@ class Guide:
             graphs=graphs,
         )
         if self.value_model.device.type == "cuda":
-            self.step.warm_up(is_logits=False)
+            for is_logits in (False, True):  # of sampled and of greedy batches
+                self.step.warm_up(is_logits=is_logits)
+        parallel = get_parallel()
+        if runner.server_args.enable_metrics and parallel.attn_tp_rank == 0:
+            self.metrics = Metrics(
+                model_name=runner.server_args.served_model_name, dp_rank=parallel.dp_rank or 0, tp_rank=parallel.tp_rank
+            )
+            self.metrics.cache_bytes.set(KVCache.num_bytes(self.value_model, slots))
 
     def admit(self, reqs: list[Req]) -> None:
         """Write the requests of a prefill batch into the table; a request comes again after it was retracted."""
@@ -181,17 +115,18 @@ class Guide:
                     prompt_len=len(req.origin_input_ids),
                     seed=seed_of_request(req.rid) if seed is None else seed,
                 )
-                self._guided_rows.add(row)
-            elif row in self._guided_rows:
-                self.step.clear(row)
-                self._guided_rows.discard(row)
+                self._rows.add(row)
+            elif row in self._rows:
+                self._clear(row)
 
     def extend(self, batch: ForwardBatch) -> None:
         """Give the value model the tokens of a prefill batch, or of a chunk of it.
 
         All of them: whether tokens are drawn after a chunk is the engine's affair. A draw computes the last one anew.
         """
-        with self._failing_softly(batch):
+        if not needs_value_model(batch):
+            return
+        with self._failing_softly(batch), self._timed():
             self.step.extend(
                 batch.input_ids,
                 batch.out_cache_loc,
@@ -204,7 +139,7 @@ class Guide:
     @contextmanager
     def sampling(self, batch: ForwardBatch) -> Iterator[None]:
         """While the engine draws the tokens of a batch."""
-        self._sampling = batch if batch.lenvm_guided_reqs else None
+        self._sampling, self._stepped, self._report = batch, False, None
         try:
             yield
         finally:
@@ -215,32 +150,71 @@ class Guide:
         if self._sampling is not None:
             self.step.scale_tokens(logits, self._sampling.req_pool_indices[: len(logits)])
 
-    def draw(self, probs: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor | None:
-        """Tokens of the rows that are guided, -1 in the others; None when there is no guidance in this batch."""
-        batch, b = self._sampling, len(probs)
-        if batch is None or not batch.lenvm_guided_reqs:
+    def draw(self, probs: torch.Tensor, info: SamplingBatchInfo, drawn: torch.Tensor) -> torch.Tensor:
+        """The next tokens: of guided rows from their candidates, of the others those that the engine has ``drawn``."""
+        output = self._step(probs, info, drawn, sample=True)
+        return drawn if output is None else output.tokens.to(drawn.dtype)
+
+    def report(self, logits: torch.Tensor, info: SamplingBatchInfo, drawn: torch.Tensor) -> StepReport | None:
+        """What to tell the host of a batch whose next tokens have been ``drawn``.
+
+        Greedy batches have not been through :meth:`draw`. Nothing guides them, but they may ask for values.
+        """
+        if not self._stepped and info.is_all_greedy:
+            self._step(logits, info, drawn, is_logits=True)
+        elif not self._stepped and needs_value_model(self._sampling):
+            with self._failing_softly(self._sampling):
+                raise RuntimeError("the engine drew tokens past the sampler that guidance is in")
+        return self._report
+
+    def _step(
+        self, scores: torch.Tensor, info: SamplingBatchInfo, drawn: torch.Tensor, **options: bool
+    ) -> StepOutput | None:
+        """The guided step of the batch being sampled; None if there is nothing in it to guide, or if it failed."""
+        batch, b = self._sampling, len(scores)
+        if batch is None or not needs_value_model(batch):
             return None
-        if batch.forward_mode.is_decode():
-            last = slice(0, b)
-        else:
-            last = (batch.extend_start_loc + batch.extend_seq_lens - 1).long()
-        self.counters.guided_steps += 1
+        self._stepped = True
+        if self.metrics is not None:
+            self.metrics.guided_steps.inc()
         with self._failing_softly(batch):
-            output = self.step.step(
-                probs,
-                batch.input_ids[last],
-                batch.req_pool_indices[:b],
-                batch.seq_lens[:b].int(),
-                batch.out_cache_loc[last],
-                top_k=info.top_ks,
-                top_p=info.top_ps,
-                min_p=info.min_ps,
-                sample=True,
-            )
+            wants_values = any(req.lenvm_guidance.return_values for req in batch.lenvm_reqs)
+            last, is_prompt = slice(0, b), not batch.forward_mode.is_decode()
+            if is_prompt:
+                last = (batch.extend_start_loc + batch.extend_seq_lens - 1).long()
+            tokens, rows, lengths = batch.input_ids[last], batch.req_pool_indices[:b], batch.seq_lens[:b].int()
+            faults = self.step.table.faults[rows] if self.metrics else None
+            with self._timed():
+                prompt_lengths = self.step.predict(tokens, rows, lengths - 1) if wants_values and is_prompt else None
+                output = self.step.step(
+                    scores,
+                    tokens,
+                    rows,
+                    lengths,
+                    batch.out_cache_loc[last],
+                    top_k=info.top_ks,
+                    top_p=info.top_ps,
+                    min_p=info.min_ps,
+                    drawn=drawn,
+                    **options,
+                )
             if self.settings.trace is not None:
                 self._trace(batch, output)
-            return output.tokens
+            if self.metrics is not None or wants_values:
+                self._report = StepReport(
+                    output.candidates.status,
+                    output.candidates.lost_mass,
+                    None if faults is None else self.step.table.faults[rows] > faults,
+                    output.remaining_lengths,
+                    prompt_lengths,
+                    self.metrics,
+                    self._stopwatch.take(),
+                )
+            return output
         return None
+
+    def _timed(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.metrics is None else self._stopwatch.running()
 
     def _trace(self, batch: ForwardBatch, output: StepOutput) -> None:
         columns = dict(
@@ -266,15 +240,20 @@ class Guide:
         try:
             yield
         except Exception:
-            if not self.counters.fallbacks:
+            if not self.fallbacks:
                 logger.exception("LenVM: a step failed; its requests go on without guidance. Further ones are counted.")
-            self.counters.fallbacks += 1
-            for req in batch.lenvm_guided_reqs:
+            self.fallbacks += 1
+            if self.metrics is not None:
+                self.metrics.fallbacks.inc()
+            for req in batch.lenvm_reqs:
                 req.lenvm_guidance, req.skip_radix_cache_insert = None, True
                 if req.kv.req_pool_idx is not None:  # else it has left already
-                    self.step.clear(int(req.kv.req_pool_idx))
-                    self._guided_rows.discard(int(req.kv.req_pool_idx))
-            batch.lenvm_guided_reqs = []
+                    self._clear(int(req.kv.req_pool_idx))
+            batch.lenvm_reqs = []
+
+    def _clear(self, row: int) -> None:
+        self.step.clear(row)
+        self._rows.discard(row)
 
 
 # One a process: a scheduler process has one model runner that samples.
@@ -282,7 +261,7 @@ _guide: Guide | None = None
 
 
 def requested_guidance(sampling_params: SamplingParams) -> GuidanceParams | None:
-    """The guidance that a request asks for, None without. A greedy request has one candidate, which no guidance moves.
+    """What a request asks for, None without. A greedy request has one candidate, which no guidance moves.
 
     Raises:
         ValueError: naming the field of ``custom_params``, what came and what is accepted.
@@ -290,7 +269,9 @@ def requested_guidance(sampling_params: SamplingParams) -> GuidanceParams | None
     if not isinstance(sampling_params.custom_params, dict):
         return None
     params = parse_guidance(sampling_params.custom_params)
-    if params.mode == Mode.UNGUIDED and not params.token_temperature_scale:
+    if sampling_params.top_k == 1:
+        params = replace(params, mode=Mode.UNGUIDED)
+    if not params.needs_value_model and not params.token_temperature_scale:
         return None
     if len(sampling_params.stop_token_ids or ()) > MAX_STOP_TOKENS:
         raise ValueError(
@@ -303,6 +284,11 @@ def requested_guidance(sampling_params: SamplingParams) -> GuidanceParams | None
             f"got {len(params.token_temperature_scale)}"
         )
     return params
+
+
+def needs_value_model(batch: ForwardBatch) -> bool:
+    """Whether the value model has to see a batch."""
+    return any(req.lenvm_guidance.needs_value_model for req in batch.lenvm_reqs)
 
 
 def end_tokens(req: Req) -> set[int]:
@@ -331,13 +317,13 @@ def check_request(result: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def note_guidance(_: None, req: Req, *args: Any, **kwargs: Any) -> None:
-    """After a request was made in the scheduler: parse its guidance, give it a radix cache of its own."""
+    """After a request was made in the scheduler: parse its guidance, give it its part of the radix cache."""
     try:
         req.lenvm_guidance = requested_guidance(req.sampling_params)
     except ValueError:  # came past the tokenizer manager's check; the engine must not die of it
         logger.warning("LenVM: request %s has bad custom_params and is not guided", req.rid, exc_info=True)
         req.lenvm_guidance = None
-    if req.lenvm_guidance is not None:
+    if req.lenvm_guidance is not None and req.lenvm_guidance.needs_value_model:
         req.extra_key = RADIX_NAMESPACE + (req.extra_key or "")
 
 
@@ -389,8 +375,8 @@ def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_
         return original(configurator, budget_bytes, cap_tokens=cap_tokens)
     model, settings = _guide.value_model, _guide.settings
 
-    def sized(pool_bytes: int) -> tuple[Any, bool]:
-        """The pool, and whether the step has room beside it."""
+    def sized(pool_bytes: int) -> tuple[Any, int]:
+        """The pool, and the bytes that the value model takes beside it."""
         pool = original(configurator, pool_bytes, cap_tokens=cap_tokens)
         rows = configurator.resolve_max_num_reqs(pool.max_total_num_tokens)
         last_step = rows * (1 + settings.max_candidates) if settings.commit_winners else 0
@@ -401,23 +387,30 @@ def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_
             working_bytes(model, **sizes, max_candidates=settings.max_candidates),
             working_bytes(model, **sizes, tokens=settings.chunk_tokens),
         )
-        return pool, pool_bytes + KVCache.num_bytes(model, slots) + working <= budget_bytes
+        return pool, KVCache.num_bytes(model, slots) + working
 
-    pool, has_room = sized(budget_bytes)
-    if has_room:  # the engine was told to use less
-        return pool
-    # Slots grow with the pool's bytes, and with them what the step takes: the largest that fits is found by bisection.
+    # Slots grow with the pool's bytes, and with them what the value model takes: the largest pool that leaves room is
+    # found by bisection.
     fits, too_large = 0, budget_bytes
     for _ in range(24):
         middle = (fits + too_large) // 2
-        pool, has_room = sized(middle)
+        has_room = middle + sized(middle)[1] <= budget_bytes
         fits, too_large = (middle, too_large) if has_room else (fits, middle)
+    remedies = "raise mem_fraction_static, or lower max_running_requests, LENVM_MAX_CANDIDATES or LENVM_CHUNK_TOKENS"
     if fits == 0:
         raise ValueError(
             f"LENVM_VALUE_MODEL leaves no memory for the engine's pool: {budget_bytes / 2**30:.2f} GiB are left for it "
-            "and the guided step; raise mem_fraction_static, or lower max_running_requests or LENVM_CHUNK_TOKENS"
+            f"and the guided step; {remedies}"
         )
-    return sized(fits)[0]
+    pool, beside = sized(fits)
+    share = beside / budget_bytes
+    if share > settings.memory_share:
+        raise ValueError(
+            f"LENVM_MEMORY_SHARE is {settings.memory_share:g}, but the guided step takes {share:.3f} of the "
+            f"{budget_bytes / 2**30:.2f} GiB beside the weights; {remedies}"
+        )
+    logger.info("LenVM: cache and steps of the value model take %.2f GiB, %.1f %%", beside / 2**30, 100 * share)
+    return pool
 
 
 def take_slots(_: None, runner: ModelRunner, *args: Any, **kwargs: Any) -> None:
@@ -428,26 +421,29 @@ def take_slots(_: None, runner: ModelRunner, *args: Any, **kwargs: Any) -> None:
 
 def admit_requests(batch: ForwardBatch, _: type, scheduled: ScheduleBatch, *args: Any, **kwargs: Any) -> None:
     """After a batch was made ready for the model."""
-    batch.lenvm_guided_reqs = []
+    batch.lenvm_reqs = []
     if _guide is None or _guide.step is None:
         return
     if batch.forward_mode.is_extend():
         _guide.admit(scheduled.reqs)
-    batch.lenvm_guided_reqs = [req for req in scheduled.reqs if req.lenvm_guidance is not None]
+    batch.lenvm_reqs = [req for req in scheduled.reqs if req.lenvm_guidance is not None]
 
 
 def extend_prompts(_: Any, runner: ModelRunner, batch: ForwardBatch, *args: Any, **kwargs: Any) -> None:
     """After the base model's forward."""
-    if batch.forward_mode.is_extend() and getattr(batch, "lenvm_guided_reqs", None):
+    if batch.forward_mode.is_extend() and getattr(batch, "lenvm_reqs", None):
         _guide.extend(batch)
 
 
 def sample(original: Callable, runner: ModelRunner, logits_output: Any, batch: ForwardBatch) -> torch.Tensor:
     """Around the drawing of a batch's tokens."""
-    if not getattr(batch, "lenvm_guided_reqs", None):
+    if not getattr(batch, "lenvm_reqs", None):
         return original(runner, logits_output, batch)
     with _guide.sampling(batch):
-        return original(runner, logits_output, batch)
+        tokens = original(runner, logits_output, batch)
+        report = _guide.report(logits_output.next_token_logits, batch.sampling_info, tokens)
+    logits_output.auxiliary_device_output = append_auxiliary_output(logits_output.auxiliary_device_output, report)
+    return tokens
 
 
 def scale_tokens(logits: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -460,17 +456,15 @@ def sample_from_probs(
     original: Callable, sampler: Any, probs: torch.Tensor, info: SamplingBatchInfo, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, Any]:
     """Around the draw itself: guided rows get a token of their candidates, the others the one the engine draws."""
-    guided = None if _guide is None else _guide.draw(probs, info)
     tokens, capture = original(sampler, probs, info, *args, **kwargs)
-    if guided is not None:
-        tokens = torch.where(guided >= 0, guided.to(tokens.dtype), tokens)
-    return tokens, capture
+    return tokens if _guide is None else _guide.draw(probs, info, tokens), capture
 
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler"
 HOOKS = {
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object": ("AFTER", check_request),
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info": ("AROUND", without_empty_keys),
     "sglang.srt.managers.schedule_batch.Req.__init__": ("AFTER", note_guidance),
     f"{_RUNNER}.load_model": ("AFTER", load_value_model),
     "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.config_from_budget": ("AROUND", leave_room),
@@ -484,8 +478,8 @@ HOOKS = {
 
 
 def plugin() -> None:
-    """The entry point: hooks the engine when ``LENVM_VALUE_MODEL`` is set. Called in each of its processes."""
-    if not os.environ.get("LENVM_VALUE_MODEL"):
+    """The entry point: hooks the engine when a value model is set. Called in each of its processes."""
+    if Settings.from_environment() is None:
         return
     for target, (kind, hook) in HOOKS.items():
         HookRegistry.register(target, hook, HookType[kind])

@@ -1,0 +1,168 @@
+"""What guided steps tell SGLang's host processes: metrics beside its own, and predicted lengths for its responses.
+
+Both travel as the engine's auxiliary output: tensors that the scheduler copies to the host together with the sampled
+tokens, and looks at when those have arrived. So nothing here makes anybody wait for the device.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lenvm_kernels.ops.topk_candidates import Status
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.auxiliary_output import CommittedTokens
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+# Keys of a response's meta_info.
+REMAINING_LENGTHS, OUTPUT_LENGTH = "predicted_remaining_lengths", "predicted_output_length"
+BROKEN = "broken"
+
+
+class Metrics:
+    """Prometheus metrics of one scheduler process, on the server's ``/metrics``.
+
+    Make it after the engine has set ``PROMETHEUS_MULTIPROC_DIR``, which prometheus_client reads when it is imported.
+
+    Args:
+        **labels: of every metric.
+    """
+
+    def __init__(self, **labels: Any) -> None:
+        from prometheus_client import Counter, Gauge
+
+        def labelled(metric: type, name: str, text: str, **options: Any) -> Any:
+            return metric(f"lenvm:{name}", text, list(labels), **options).labels(**labels)
+
+        self.guided_steps = labelled(Counter, "guided_steps", "Steps in which at least one request has guidance.")
+        self.fallbacks = labelled(Counter, "fallbacks", "Steps whose guidance failed; their requests lost it.")
+        self.lost_mass = labelled(
+            Counter, "lost_mass", "Probability that the limit on candidates cut off, summed over guided rows."
+        )
+        self.value_model_milliseconds = labelled(
+            Counter,
+            "value_model_milliseconds",
+            "Time of guided steps and of prompts in the value model.",
+        )
+        rows = Counter("lenvm:rows", "Rows of guided steps, by what became of them.", [*labels, "status"])
+        self.rows = {name: rows.labels(**labels, status=name) for name in (*_STATUS_NAMES.values(), BROKEN)}
+        self.cache_bytes = labelled(
+            Gauge, "cache_bytes", "Memory of the value model's keys and values.", multiprocess_mode="mostrecent"
+        )
+
+
+_STATUS_NAMES = {status: status.name.lower() for status in Status}
+
+
+class Stopwatch:
+    """Times work on a device without waiting for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._spans: list[tuple[Any, Any]] = []
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Times what is launched inside."""
+        start = self._now()
+        yield
+        self._spans.append((start, self._now()))
+
+    def take(self) -> Callable[[], float]:
+        """Forget the work so far; what is returned gives its milliseconds, once it is done."""
+        spans, self._spans = self._spans, []
+        if self._on_gpu:
+            return lambda: sum(start.elapsed_time(end) for start, end in spans)
+        return lambda: 1e3 * sum(end - start for start, end in spans)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step tells the host (an auxiliary output of the engine, on the device or already copied).
+
+    Attributes:
+        status: int8 ``[B]``; a :class:`Status` a row; None without metrics.
+        lost_mass: fp32 ``[B]``; None without metrics.
+        broken: bool ``[B]``; rows that lost guidance in this step (``GuidanceTable.faults``); None without metrics.
+        remaining_lengths: fp32 ``[B]``; predicted after each token, NaN where not asked for; None when nobody asks.
+        prompt_lengths: fp32 ``[B]``; predicted for each prompt, likewise.
+        metrics: of the process, or None.
+        milliseconds: of the value model's work.
+    """
+
+    status: torch.Tensor | None
+    lost_mass: torch.Tensor | None
+    broken: torch.Tensor | None
+    remaining_lengths: torch.Tensor | None
+    prompt_lengths: torch.Tensor | None
+    metrics: Metrics | None
+    milliseconds: Callable[[], float]
+
+    def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> StepReport:
+        """As SGLang's ``DeviceAuxiliaryOutput``."""
+        return replace(self, **{name: copy_tensor(x) for name, x in vars(self).items() if isinstance(x, torch.Tensor)})
+
+    def consume(self, batch: ScheduleBatch, commits: Sequence[CommittedTokens | None]) -> None:
+        """As SGLang's ``HostAuxiliaryOutput``: the tensors have arrived. Rows without a commit were drawn in vain."""
+        committed = [i for i, commit in enumerate(commits) if commit is not None]
+        if self.metrics is not None:
+            self._count(committed)
+        for lengths, key in ((self.prompt_lengths, OUTPUT_LENGTH), (self.remaining_lengths, REMAINING_LENGTHS)):
+            if lengths is None:
+                continue
+            lengths = lengths.tolist()
+            for i in committed:
+                first = commits[i].output_index
+                if math.isfinite(lengths[i]) and (key == REMAINING_LENGTHS or first == 0):
+                    _append(batch.reqs[i], key, first, lengths[i])
+
+    def _count(self, committed: list[int]) -> None:
+        metrics, status, broken = self.metrics, self.status.tolist(), self.broken.tolist()
+        lost_mass = self.lost_mass.tolist()
+        metrics.value_model_milliseconds.inc(self.milliseconds())
+        for i in committed:
+            metrics.rows[BROKEN if broken[i] else _STATUS_NAMES[status[i]]].inc()
+        metrics.lost_mass.inc(sum(lost_mass[i] for i in committed if status[i] != Status.UNGUIDED))
+
+
+def _append(req: Req, key: str, index: int, length: float) -> None:
+    """Give a request's response a number for the output token of this index; None for tokens without."""
+    if req.customized_info is None:
+        req.customized_info = {}
+    numbers = req.customized_info.setdefault(key, [])
+    numbers.extend([None] * (index - len(numbers)))
+    numbers.append(round(length, 3))
+
+
+def without_empty_keys(
+    original: Callable,
+    manager: Any,
+    meta_info: dict[str, Any],
+    state: Any,
+    customized_info: dict[str, list],
+    index: int,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Around ``TokenizerManager.update_request_meta_info``: else every request of a batch has the keys of all."""
+
+    def says_nothing(key: str) -> bool:
+        ours = key in (REMAINING_LENGTHS, OUTPUT_LENGTH) and key not in state.customized_info_accumulated
+        return ours and all(number is None for number in customized_info[key][index])
+
+    customized_info = {key: values for key, values in customized_info.items() if not says_nothing(key)}
+    original(manager, meta_info, state, customized_info, index, *args, **kwargs)

@@ -1,0 +1,122 @@
+"""The settings of the SGLang plugin: environment variables, or a JSON file. Importable without SGLang."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CONFIG_VARIABLE = "LENVM_CONFIG"
+
+
+def _accepting(parse: Callable[[str], Any], accepts: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """A parser that raises ValueError for what it does not accept."""
+
+    def checked(text: str) -> Any:
+        value = parse(text)
+        if not accepts(value):
+            raise ValueError
+        return value
+
+    return checked
+
+
+_switch = {"0": False, "1": True}.__getitem__
+_existing = _accepting(Path, Path.exists)
+# How each setting is read from text, and what it accepts.
+PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "value_model": (_existing, "an existing directory or .gguf file"),
+    "value_head": (_existing, "an existing .safetensors file"),
+    "dtype": (DTYPES.__getitem__, f"one of {', '.join(DTYPES)}"),
+    "max_candidates": (_accepting(int, (1, 2, 4, 8, 16, 32, 64).__contains__), "a power of two up to 64"),
+    "chunk_tokens": (_accepting(int, lambda n: n >= 1), "an integer of at least 1"),
+    "memory_share": (_accepting(float, lambda x: 0 < x <= 1), "a number > 0 and <= 1"),
+    "graphs": (_switch, "0 or 1"),
+    "commit_winners": (_switch, "0 or 1"),
+    "trace": (Path, "a file"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The plugin's settings. Every process of the engine reads the same ones.
+
+    Each is the environment variable of its name in capitals after ``LENVM_``, or stands under its name in the JSON file
+    that ``LENVM_CONFIG`` names. Variables take precedence.
+
+    Attributes:
+        value_model: a directory or ``.gguf`` file (:meth:`ValueModel.from_pretrained`). Turns the plugin on.
+        value_head: a ``.safetensors`` file with the head, if it is not with the model.
+        dtype: float32, bfloat16 or float16 (None: the base model's).
+        max_candidates: candidates a row, a power of two up to 64.
+        chunk_tokens: tokens of a prompt computed at a time.
+        memory_share: the largest share, of the memory the engine has for its pool, that the value model's cache and its
+            steps may take. The engine does not start with more.
+        graphs: 1 or 0: CUDA graphs of the value model (None: on a GPU, if the engine has its own).
+        commit_winners: 1 or 0, see :class:`lenvm_kernels.step.GuidedStep`.
+        trace: a file that gets a JSON line a guided step, to look for faults with: the engine waits for the device to
+            write it.
+    """
+
+    value_model: Path
+    value_head: Path | None = None
+    dtype: torch.dtype | None = None
+    max_candidates: int = 8
+    chunk_tokens: int = 4096
+    memory_share: float = 1.0
+    graphs: bool | None = None
+    commit_winners: bool = True
+    trace: Path | None = None
+
+    @classmethod
+    def from_environment(cls) -> Settings | None:
+        """The settings; None when there is neither ``LENVM_VALUE_MODEL`` nor ``LENVM_CONFIG``: the plugin is off.
+
+        Raises:
+            ValueError: naming the variable or the file's key, what came and what is accepted.
+        """
+        config = os.environ.get(CONFIG_VARIABLE, "").strip()
+        given = _read_file(Path(config)) if config else {}
+        for name in PARSERS:
+            text = os.environ.get(f"LENVM_{name.upper()}", "").strip()
+            if text:
+                given[name] = f"LENVM_{name.upper()}", text
+        if "value_model" not in given:
+            if config:
+                raise ValueError(f"value_model must be in {config} or in LENVM_VALUE_MODEL")
+            return None
+        return cls(**{name: _parse(name, *source) for name, source in given.items()})
+
+
+def _parse(name: str, where: str, text: str) -> Any:
+    parse, accepted = PARSERS[name]
+    try:
+        return parse(text)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{where} must be {accepted}, got {text!r}") from error
+
+
+def _read_file(path: Path) -> dict[str, tuple[str, str]]:
+    """Where each setting of a JSON file stands, and its text."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{CONFIG_VARIABLE} must be a JSON file, got {str(path)!r}: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{CONFIG_VARIABLE} must be a JSON object of settings, got {type(content).__name__} in {path}")
+    given = {}
+    for name, value in content.items():
+        if name not in PARSERS:
+            close = difflib.get_close_matches(name, PARSERS, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"accepted are {', '.join(PARSERS)}"
+            raise ValueError(f"{name} in {path} is not a setting; {hint}")
+        if value is not None:
+            given[name] = f"{name} in {path}", str(int(value) if isinstance(value, bool) else value)
+    return given
