@@ -267,28 +267,3 @@ def test_a_failing_step_ends_guidance_and_not_the_engine(guide, caplog):
         assert all(req.lenvm_guidance is None and req.skip_radix_cache_insert for req in reqs)
     assert cleared == [3, 5, 3, 5]
     assert caplog.text.count("a step failed") == 1
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "message"),
-    [
-        (
-            "LENVM_VALUE_MODEL",
-            "nowhere",
-            "LENVM_VALUE_MODEL must be an existing directory or .gguf file, got 'nowhere'",
-        ),
-        ("LENVM_DTYPE", "int8", "LENVM_DTYPE must be one of float32, bfloat16, float16, got 'int8'"),
-        ("LENVM_MAX_CANDIDATES", "5", "LENVM_MAX_CANDIDATES must be a power of two up to 64, got '5'"),
-        ("LENVM_CHUNK_TOKENS", "0", "LENVM_CHUNK_TOKENS must be an integer of at least 1, got '0'"),
-        ("LENVM_MEMORY_SHARE", "1.5", "LENVM_MEMORY_SHARE must be a number > 0 and <= 1, got '1.5'"),
-        ("LENVM_GRAPHS", "yes", "LENVM_GRAPHS must be 0 or 1, got 'yes'"),
-    ],
-)
-def test_bad_settings_are_named(folder, monkeypatch, variable, value, message):
-    monkeypatch.delenv("LENVM_VALUE_MODEL", raising=False)
-    assert sglang_adapter.Settings.from_environment() is None
-    monkeypatch.setenv("LENVM_VALUE_MODEL", str(folder / "value"))
-    assert sglang_adapter.Settings.from_environment().max_candidates == 8
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(ValueError, match=message):
-        sglang_adapter.Settings.from_environment()

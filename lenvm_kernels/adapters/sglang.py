@@ -478,8 +478,11 @@ HOOKS = {
 
 
 def plugin() -> None:
-    """The entry point: hooks the engine when a value model is set. Called in each of its processes."""
-    if Settings.from_environment() is None:
+    """The entry point: hooks the engine when a value model is set. Called in each of its processes.
+
+    The engine only logs what a plugin raises: bad settings end its start later, when the model is loaded.
+    """
+    if not Settings.are_given():
         return
     for target, (kind, hook) in HOOKS.items():
         HookRegistry.register(target, hook, HookType[kind])

@@ -28,7 +28,8 @@ def _accepting(parse: Callable[[str], Any], accepts: Callable[[Any], bool]) -> C
     return checked
 
 
-_switch = {"0": False, "1": True}.__getitem__
+# 0 or 1 as a variable, true or false in a file.
+_switch = {"0": False, "1": True, "False": False, "True": True}.__getitem__
 _existing = _accepting(Path, Path.exists)
 # How each setting is read from text, and what it accepts.
 PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
@@ -75,6 +76,11 @@ class Settings:
     commit_winners: bool = True
     trace: Path | None = None
 
+    @staticmethod
+    def are_given() -> bool:
+        """Whether the plugin is to be on; the settings may be wrong."""
+        return any(os.environ.get(name, "").strip() for name in ("LENVM_VALUE_MODEL", CONFIG_VARIABLE))
+
     @classmethod
     def from_environment(cls) -> Settings | None:
         """The settings; None when there is neither ``LENVM_VALUE_MODEL`` nor ``LENVM_CONFIG``: the plugin is off.
@@ -82,6 +88,8 @@ class Settings:
         Raises:
             ValueError: naming the variable or the file's key, what came and what is accepted.
         """
+        if not cls.are_given():
+            return None
         config = os.environ.get(CONFIG_VARIABLE, "").strip()
         given = _read_file(Path(config)) if config else {}
         for name in PARSERS:
@@ -89,9 +97,7 @@ class Settings:
             if text:
                 given[name] = f"LENVM_{name.upper()}", text
         if "value_model" not in given:
-            if config:
-                raise ValueError(f"value_model must be in {config} or in LENVM_VALUE_MODEL")
-            return None
+            raise ValueError(f"value_model must be in {config} or in LENVM_VALUE_MODEL")
         return cls(**{name: _parse(name, *source) for name, source in given.items()})
 
 
@@ -118,5 +124,5 @@ def _read_file(path: Path) -> dict[str, tuple[str, str]]:
             hint = f"did you mean {close[0]}?" if close else f"accepted are {', '.join(PARSERS)}"
             raise ValueError(f"{name} in {path} is not a setting; {hint}")
         if value is not None:
-            given[name] = f"{name} in {path}", str(int(value) if isinstance(value, bool) else value)
+            given[name] = f"{name} in {path}", str(value)
     return given

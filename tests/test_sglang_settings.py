@@ -1,0 +1,98 @@
+"""The settings of the SGLang plugin, which need no SGLang."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from lenvm_kernels.adapters.sglang_settings import Settings
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    """A path that exists, in an environment without settings."""
+    for name in [name for name in os.environ if name.startswith("LENVM_")]:
+        monkeypatch.delenv(name)
+    path = tmp_path / "value-model"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def config(model, monkeypatch):
+    """Writes a settings file."""
+
+    def write(content):
+        file = model.parent / "lenvm.json"
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+        monkeypatch.setenv("LENVM_CONFIG", str(file))
+        return file
+
+    return write
+
+
+def test_off_unless_there_is_a_value_model(model, monkeypatch):
+    assert Settings.from_environment() is None
+    monkeypatch.setenv("LENVM_MAX_CANDIDATES", "4")
+    assert Settings.from_environment() is None
+    monkeypatch.setenv("LENVM_VALUE_MODEL", str(model))
+    assert Settings.from_environment() == Settings(model, max_candidates=4)
+
+
+def test_a_file_gives_the_same_as_variables_which_take_precedence(model, config, monkeypatch):
+    config(
+        {"value_model": str(model), "dtype": "bfloat16", "max_candidates": 16, "memory_share": 0.25, "graphs": False}
+    )
+    expected = dict(dtype=torch.bfloat16, max_candidates=16, memory_share=0.25, graphs=False)
+    assert Settings.from_environment() == Settings(model, **expected)
+    monkeypatch.setenv("LENVM_MAX_CANDIDATES", "4")
+    monkeypatch.setenv("LENVM_COMMIT_WINNERS", "0")
+    assert Settings.from_environment() == Settings(model, **expected | dict(max_candidates=4, commit_winners=False))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("VALUE_MODEL", "nowhere", "LENVM_VALUE_MODEL must be an existing directory or .gguf file, got 'nowhere'"),
+        ("DTYPE", "int8", "LENVM_DTYPE must be one of float32, bfloat16, float16, got 'int8'"),
+        ("MAX_CANDIDATES", "5", "LENVM_MAX_CANDIDATES must be a power of two up to 64, got '5'"),
+        ("CHUNK_TOKENS", "0", "LENVM_CHUNK_TOKENS must be an integer of at least 1, got '0'"),
+        ("MEMORY_SHARE", "1.5", "LENVM_MEMORY_SHARE must be a number > 0 and <= 1, got '1.5'"),
+        ("MEMORY_SHARE", "nan", "LENVM_MEMORY_SHARE must be a number > 0 and <= 1, got 'nan'"),
+        ("GRAPHS", "yes", "LENVM_GRAPHS must be 0 or 1, got 'yes'"),
+    ],
+)
+def test_bad_variables_are_named(model, monkeypatch, variable, value, message):
+    monkeypatch.setenv("LENVM_VALUE_MODEL", str(model))
+    monkeypatch.setenv(f"LENVM_{variable}", value)
+    with pytest.raises(ValueError, match=message):
+        Settings.from_environment()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "LENVM_CONFIG must be a JSON file, got .*lenvm.json"),
+        ([1], "LENVM_CONFIG must be a JSON object of settings, got list"),
+        ({"dtype": "float32"}, "value_model must be in .*lenvm.json or in LENVM_VALUE_MODEL"),
+        ({"value_model": "nowhere"}, "value_model in .*lenvm.json must be an existing directory or .gguf file"),
+        ({"value_modell": "x"}, "value_modell in .*lenvm.json is not a setting; did you mean value_model"),
+        ({"seed": 1}, "seed in .*lenvm.json is not a setting; accepted are value_model, value_head"),
+        ({"value_model": ".", "graphs": 2}, "graphs in .*lenvm.json must be 0 or 1, got '2'"),
+        (
+            {"value_model": ".", "max_candidates": True},
+            "max_candidates in .* must be a power of two up to 64, got 'True'",
+        ),
+    ],
+)
+def test_bad_files_are_named(config, content, message):
+    config(content)
+    with pytest.raises(ValueError, match=message):
+        Settings.from_environment()
+
+
+def test_a_file_that_is_not_there(model, monkeypatch):
+    monkeypatch.setenv("LENVM_CONFIG", str(model / "lenvm.json"))
+    with pytest.raises(ValueError, match="LENVM_CONFIG must be a JSON file, got .*No such file"):
+        Settings.from_environment()
