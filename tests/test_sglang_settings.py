@@ -35,7 +35,7 @@ def config(model, monkeypatch):
 def test_off_unless_there_is_a_value_model(model, monkeypatch):
     assert Settings.from_environment() is None
     monkeypatch.setenv("LENVM_MAX_CANDIDATES", "4")
-    assert Settings.from_environment() is None
+    assert Settings.from_environment() is None and not Settings.are_given()
     monkeypatch.setenv("LENVM_VALUE_MODEL", str(model))
     assert Settings.from_environment() == Settings(model, max_candidates=4)
 
@@ -94,5 +94,5 @@ def test_bad_files_are_named(config, content, message):
 
 def test_a_file_that_is_not_there(model, monkeypatch):
     monkeypatch.setenv("LENVM_CONFIG", str(model / "lenvm.json"))
-    with pytest.raises(ValueError, match="LENVM_CONFIG must be a JSON file, got .*No such file"):
+    with pytest.raises(ValueError, match=r"LENVM_CONFIG must be a JSON file, got .*No such file"):
         Settings.from_environment()
