@@ -1,4 +1,4 @@
-"""The ``lenvm`` command: generate text of a controlled length, and show on a real model that the control works.
+"""The ``lenvm`` command: generate text of a controlled length, show that the control works, look at the installation.
 
 Nothing here imports torch before a command runs, so that ``--help`` and ``--version`` answer at once. What the user can
 mend (a flag, a path, a missing package) ends in one line on stderr and exit code 2.
@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
     from lenvm_kernels.demo.models import Models
     from lenvm_kernels.demo.run import Result
+    from lenvm_kernels.doctor import Check
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Fields of parse_guidance that are flags of their own name.
@@ -64,19 +65,21 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, 2 for what the user can mend, 130 when interrupted."""
+    """Run the command and return its exit code: 0, 2 for what the user can mend, 130 when interrupted.
+
+    ``lenvm doctor`` returns 1 when something is wrong.
+    """
     # Before torch is imported: idle threads should leave the cores to others, and nothing may wait for a network.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ["HF_HUB_OFFLINE"] = "1"
     args = _parser().parse_args(argv)
     try:
-        args.run(args)
+        return args.run(args) or 0
     except UsageError as error:
         print(f"lenvm {args.command}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,6 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_demo(commands)
+    _add_export(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -268,6 +273,29 @@ def _add_demo(commands: Any) -> None:
     _add_seed(parser)
 
 
+def _add_export(commands: Any) -> None:
+    parser = commands.add_parser(
+        "export",
+        help="write the demo's models as directories, for engines",
+        description="Write SmolLM2 and its value model in Hugging Face format, as the directories DIR/base and "
+        "DIR/value (540 MB), to try an engine with.",
+    )
+    parser.set_defaults(run=_export)
+    parser.add_argument("folder", metavar="DIR", type=Path, help="where the two directories are made")
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="look at the installation: versions, GPU, kernels, the SGLang plugin",
+        description="Look at what is installed and whether versions fit, at the GPU and the kernels on it, at the "
+        "LENVM_* variables of the SGLang plugin, and at which of its hooks took. Exit code 1 if something is wrong; "
+        "what is only missing (a GPU, SGLang) is not.",
+    )
+    parser.set_defaults(run=_doctor)
+    parser.add_argument("--json", action="store_true", help="print one JSON object (default: a line a check)")
+
+
 def _add_device(parser: Any) -> None:
     parser.add_argument("--device", help="torch device, such as cpu or cuda:1 (default: cuda where there is one)")
 
@@ -424,6 +452,42 @@ def _print_table(result: Result) -> None:
         f"{result.plan.max_new_tokens}.\n|length - target|: mean distance. Perplexity: of the output under the base "
         "model alone, fp32, temperature 1."
     )
+
+
+def _export(args: argparse.Namespace) -> None:
+    with _usage_errors():
+        from lenvm_kernels.demo.models import export
+
+        base, value = export(args.folder)
+    print(f"base model: {base}\nvalue model: {value}")
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from lenvm_kernels import doctor
+
+    sections = {}
+    for section in doctor.SECTIONS:
+        if not args.json:  # at once: importing SGLang takes a while
+            print(section, flush=True)
+        sections[section] = doctor.examine(section)
+        if not args.json:
+            _print_checks(sections[section])
+    wrong = sum(check.mark == doctor.WRONG for checks in sections.values() for check in checks)
+    if args.json:
+        found = {section: [asdict(check) for check in checks] for section, checks in sections.items()}
+        print(json.dumps({"ok": not wrong, **found}, indent=1))
+    else:
+        print(f"{wrong} wrong" if wrong else "nothing is wrong")
+    return int(wrong > 0)
+
+
+def _print_checks(checks: list[Check]) -> None:
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        accepted = f"  (accepted: {check.accepted})" if check.accepted else ""
+        print(f"  {check.mark:7}  {check.name:{width}}  {check.found}{accepted}")
+        if check.hint:
+            print(f"{'':11}-> {check.hint}")
 
 
 def _device(name: str | None) -> str:

@@ -260,10 +260,12 @@ def test_an_interrupt_is_quiet(monkeypatch, generate):
     assert generate() == (130, "", "")
 
 
-@pytest.mark.parametrize("argv", [["--version"], ["--help"], ["generate", "--help"], ["demo", "--help"]])
+@pytest.mark.parametrize(
+    "argv", ["--version", "--help", *(f"{c} --help" for c in ("generate", "demo", "export", "doctor"))]
+)
 def test_help_does_not_wait_for_torch(argv):
     code = (
-        f"import sys; from lenvm_kernels.cli import main\ntry: main({argv})\n"
+        f"import sys; from lenvm_kernels.cli import main\ntry: main({argv.split()})\n"
         "finally: assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0

@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from lenvm_kernels import cli
-from lenvm_kernels.demo import HEAD, MODEL_PACKAGE, held_out_prompts, run
+from lenvm_kernels.demo import MODEL_PACKAGE, held_out_prompts, run
 from lenvm_kernels.demo.models import Models
 from tests.test_cli import EOS, save_checkpoint
 
@@ -106,8 +106,12 @@ def test_the_plans_fit_the_held_out_prompts(plan):
     assert len(set(scales)) == len(scales)
 
 
-@pytest.mark.skipif(importlib.util.find_spec(MODEL_PACKAGE) is None, reason=f"{MODEL_PACKAGE} is not installed")
-@pytest.mark.skipif(not HEAD.is_file(), reason="the value head is not there")
+needs_demo_model = pytest.mark.skipif(
+    importlib.util.find_spec(MODEL_PACKAGE) is None, reason=f"{MODEL_PACKAGE} is not installed"
+)
+
+
+@needs_demo_model
 def test_the_real_model():
     """SmolLM2 loads from its package, its chat template applies, and it answers in words under the shipped head."""
     models = Models.load("demo", "demo", device="cpu", dtype=torch.float32)
@@ -117,3 +121,19 @@ def test_the_real_model():
     assert all(1 <= length <= 6 for length in answers.lengths)
     assert all(text.strip() for text in answers.texts)
     assert 1 < answers.perplexity < 50
+
+
+@needs_demo_model
+@torch.no_grad()
+def test_exported_models_are_those_of_the_demo(tmp_path, capsys):
+    assert cli.main(["export", str(tmp_path)]) == 0
+    base, value = (line.split(": ")[1] for line in capsys.readouterr().out.splitlines())
+    packaged = Models.load("demo", "demo", device="cpu", dtype=torch.float32)
+    exported = Models.load(base, value, device="cpu", dtype=torch.float32)
+    inputs = packaged.encode(["What is the capital of France?"])
+    assert torch.equal(exported.encode(["What is the capital of France?"])["input_ids"], inputs["input_ids"])
+    assert torch.equal(exported.model(**inputs).logits, packaged.model(**inputs).logits)
+    assert all(map(torch.equal, exported.value_model.head, packaged.value_model.head))
+    assert exported.eos_token_ids == packaged.eos_token_ids
+    assert cli.main(["export", str(tmp_path)]) == 2  # overwrites nothing
+    assert "File exists" in capsys.readouterr().err

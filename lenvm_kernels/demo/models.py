@@ -1,11 +1,13 @@
 """Loading what ``lenvm generate`` and the demo run: base model, tokenizer and value model, from local files only."""
 
 import importlib.util
+import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from lenvm_kernels.demo import HEAD, model_path
@@ -94,6 +96,38 @@ class Models:
         """What fills the rows of a batch; any token will do, none is ever read."""
         pad = self.tokenizer.pad_token_id
         return pad if pad is not None else next(iter(self.eos_token_ids), 0)
+
+
+def export(folder: str | os.PathLike) -> tuple[Path, Path]:
+    """Write the demo's models in Hugging Face format, for engines that do not read the GGUF file.
+
+    Args:
+        folder: gets the directories ``base``, and ``value`` with the shipped head. They share the file of the weights.
+
+    Returns:
+        The two directories.
+
+    Raises:
+        FileExistsError: one of them is there already.
+        ImportError: a package is missing.
+    """
+    base, value = Path(folder) / "base", Path(folder) / "value"
+    for directory in (base, value):
+        directory.mkdir(parents=True)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    source = _source(_locate("--model", DEMO))
+    dequantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # transformers takes a model for quantized that it read from a GGUF file, and would not save it.
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**source), dtype=torch.float32)
+    model.load_state_dict(dequantized.state_dict())
+    model.generation_config = dequantized.generation_config
+    model.save_pretrained(base)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(base)
+    for file in base.iterdir():
+        (value / file.name).symlink_to(Path("..") / "base" / file.name)
+    shutil.copyfile(HEAD, value / HEAD.name)
+    return base, value
 
 
 def _locate(flag: str, name: str) -> Path:

@@ -1,0 +1,394 @@
+"""``lenvm doctor``: each fault it is there to find, made on purpose. With SGLang: ``test_sglang_doctor.py``."""
+
+import json
+import os
+import sys
+from importlib import metadata
+
+import pytest
+import torch
+import triton
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import lenvm_kernels
+from lenvm_kernels import cli, doctor
+from tests.sglang_server import TINY, write_checkpoints
+from tests.test_value_model import random_model
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in os.environ:
+        if name.startswith(("LENVM_", "SGLANG_", "CUDA_VISIBLE_DEVICES")):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def no_sglang(monkeypatch):
+    """As if there were no SGLang, wherever these tests run."""
+    hide(monkeypatch, "sglang")
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A directory of packages that come before the installed ones; fills it: path below it -> text."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+        monkeypatch.delitem(sys.modules, name)
+
+    def fill(files):
+        for path, text in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text)
+
+    return fill
+
+
+@pytest.fixture
+def lenvm_doctor(capsys):
+    """Run the command in this process; returns its exit code, stdout and stderr."""
+
+    def run(*argv):
+        capsys.readouterr()
+        code = cli.main(["doctor", *argv])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def hide(monkeypatch, package):
+    version = metadata.version
+
+    def without(name):
+        if name == package:
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", without)
+
+
+def distribution(name, version, **files):
+    folder = f"{name.replace('-', '_')}-{version}.dist-info"
+    return {f"{folder}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"} | {
+        f"{folder}/{file}.txt": text for file, text in files.items()
+    }
+
+
+def look(section, name):
+    (check,) = [check for check in doctor.examine(section) if check.name == name]
+    return check
+
+
+# --- the command ---
+
+
+def test_a_sound_installation_has_nothing_wrong(no_sglang):
+    for section in ("installed", "kernels", "settings", "hooks"):
+        assert [check for check in doctor.examine(section) if check.mark == doctor.WRONG] == []
+    names = [check.name for check in doctor.examine("installed")]
+    required = ["torch", "triton", "numpy", "transformers", "safetensors"]
+    assert {"lenvm-kernels", "python", *required, "sglang", "SGLang plugin"} <= set(names)
+
+
+def test_json_says_what_the_lines_say(no_sglang, monkeypatch, lenvm_doctor):
+    monkeypatch.setenv("LENVM_DTPYE", "float16")
+    monkeypatch.setattr(doctor, "OPERATORS", {})  # their milliseconds differ
+    monkeypatch.setitem(doctor.SECTIONS, "kernels", lambda: [doctor.Check("kernel", doctor.OK, "fine")])
+    code, text, error = lenvm_doctor()
+    json_code, printed, json_error = lenvm_doctor("--json")
+    assert (code, error) == (json_code, json_error) == (1, "")
+    found = json.loads(printed)
+    assert found.pop("ok") is False
+    lines = iter(text.splitlines())
+    for section, checks in found.items():
+        assert next(lines) == section
+        for check in checks:
+            line = next(lines)
+            assert line.split()[0] == check["mark"] and check["name"] in line and check["found"] in line
+            assert check["accepted"] in line
+            assert not check["hint"] or next(lines).strip() == f"-> {check['hint']}"
+    assert list(found) == ["installed", "device", "kernels", "settings", "hooks"]
+    assert next(lines).endswith(" wrong") and not list(lines)
+
+
+@pytest.mark.parametrize(("marks", "code"), [(["ok", "missing"], 0), (["ok", "wrong", "missing"], 1)])
+def test_only_what_is_wrong_fails(marks, code, monkeypatch, lenvm_doctor):
+    checks = [doctor.Check(mark, mark, "") for mark in marks]
+    monkeypatch.setattr(doctor, "SECTIONS", {"one": lambda: checks})
+    assert lenvm_doctor()[0] == code
+    assert lenvm_doctor("--json")[0] == code
+    assert json.loads(lenvm_doctor("--json")[1])["ok"] is (code == 0)
+
+
+def test_a_section_that_breaks_is_a_check(monkeypatch):
+    def broken():
+        raise RuntimeError("no torch today\nand more")
+
+    monkeypatch.setattr(doctor, "SECTIONS", {"device": broken})
+    (check,) = doctor.examine("device")
+    assert (check.mark, check.found) == ("wrong", "no torch today")
+
+
+def test_every_wrong_check_says_what_to_do_in_one_line(monkeypatch, site):
+    site(distribution("torch", "1.0") | distribution("triton", "9.0") | distribution("sglang", "0.1"))
+    site({"sglang/__init__.py": "raise OSError('no libcudart\\nat all')"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "GPU_FILES", __file__)
+    monkeypatch.setenv("LENVM_X", "1")
+    monkeypatch.setenv("LENVM_VALUE_MODEL", "nowhere")
+    wrong = [check for section in doctor.SECTIONS for check in doctor.examine(section) if check.mark == doctor.WRONG]
+    assert [check.name for check in wrong] == ["torch", "triton", "sglang", "GPU", "LENVM_X", "settings", "sglang"]
+    assert all(check.hint and "\n" not in check.hint + check.found for check in wrong)
+
+
+# --- installed ---
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "mark"),
+    [
+        ("torch", "2.7.1+cu126", "wrong"),
+        ("torch", "2.11.0+cu130", "ok"),
+        ("torch", "3.0.0.dev20270101", "ok"),
+        ("triton", "3.5.1", "wrong"),
+        ("triton", "3.10.0", "wrong"),
+        ("transformers", "4.56.2", "wrong"),
+        ("sglang", "0.5.8", "wrong"),
+        ("sglang", "0.5.24", "ok"),
+        ("sglang", "0.6.0", "wrong"),
+    ],
+)
+def test_versions_are_held_against_the_metadata(site, name, version, mark):
+    site(distribution(name, version))
+    check = look("installed", name)
+    assert (check.mark, check.found) == (mark, version)
+    assert check.hint == (f'pip install "{name}{check.accepted}"' if mark == "wrong" else "")
+
+
+@pytest.mark.parametrize(("name", "mark"), [("numpy", "wrong"), ("sglang", "missing")])
+def test_what_is_required_is_wrong_when_absent_and_sglang_is_not(monkeypatch, name, mark):
+    hide(monkeypatch, name)
+    check = look("installed", name)
+    assert (check.mark, check.found) == (mark, "not installed") and check.hint.startswith("pip install")
+
+
+def test_the_python_version(monkeypatch):
+    assert look("installed", "python").accepted == ">=3.10"
+    monkeypatch.setattr(sys, "version_info", (3, 9, 18, "final", 0))
+    check = look("installed", "python")
+    assert (check.mark, check.found) == ("wrong", "3.9.18")
+
+
+def test_metadata_older_than_the_code(monkeypatch):
+    monkeypatch.setattr(lenvm_kernels, "__version__", "9.9")
+    check = look("installed", "lenvm-kernels")
+    assert check.mark == "wrong" and "9.9" in check.found and check.accepted.startswith("0.")
+
+
+def test_not_installed_at_all(monkeypatch):
+    def none(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", none)
+    (check,) = doctor.examine("installed")
+    assert (check.name, check.mark) == ("lenvm-kernels", "wrong")
+
+
+def test_without_packaging(monkeypatch):
+    monkeypatch.setitem(sys.modules, "packaging.requirements", None)
+    check = doctor.examine("installed")[-1]
+    assert (check.name, check.mark, check.hint) == ("packaging", "wrong", "pip install packaging")
+
+
+def test_two_tritons(site):
+    assert "module triton" not in [check.name for check in doctor.examine("installed")]
+    site(distribution("pytorch-triton", "3.6.0", top_level="triton\n"))
+    check = look("installed", "module triton")
+    assert check.mark == "wrong" and "pytorch-triton 3.6.0 and triton 3." in check.found
+    assert check.hint.startswith("pip uninstall pytorch-triton triton")
+
+
+def test_the_entry_point_is_there_once(site, monkeypatch):
+    assert look("installed", "SGLang plugin").mark == "ok"
+    others = "[sglang.srt.plugins]\nother = something.else:plugin\n"
+    site(distribution("other", "1", entry_points=others))
+    assert look("installed", "SGLang plugin").mark == "ok"
+    ours = "[sglang.srt.plugins]\nlenvm2 = lenvm_kernels.adapters.sglang:plugin\n"
+    site(distribution("lenvm-copy", "1", entry_points=ours))
+    check = look("installed", "SGLang plugin")
+    assert check.mark == "wrong" and "lenvm2 of lenvm-copy" in check.found and "lenvm of lenvm-kernels" in check.found
+    monkeypatch.setattr(metadata, "entry_points", lambda group: ())
+    assert look("installed", "SGLang plugin").found == "no entry point"
+
+
+def test_the_fork_is_told_from_a_release_that_is_too_old(site):
+    site(distribution("sglang", "0.5.8"))
+    site({"sglang/__init__.py": "raise RuntimeError('not to be imported')", "sglang/srt/lvm/tree.py": ""})
+    check = look("installed", "sglang")
+    assert (check.mark, check.found) == ("ok", "0.5.8, the LenVM fork")
+    assert "lenvm_kernels.adapters.sglang_fork.install()" in check.hint
+    (check,) = doctor.examine("hooks")
+    assert check.mark == "missing" and "sglang_fork" in check.hint
+
+
+# --- device and kernels ---
+
+
+@pytest.mark.parametrize(("capability", "mark"), [((9, 0), "ok"), ((8, 0), "ok"), ((7, 5), "wrong")])
+def test_a_gpu(monkeypatch, tmp_path, capability, mark):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Test {index}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\nGCC 12.3.0\n")
+    monkeypatch.setattr(doctor, "DRIVER_FILE", driver)
+    check = look("device", "GPU 1")
+    assert (check.mark, check.accepted) == (mark, "sm_80 or later")
+    assert check.found == f"Test 1, sm_{capability[0]}{capability[1]}"
+    assert look("device", "CUDA").found == f"torch {torch.__version__} for 13.0, driver 580.65.06"
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    assert look("device", "TRITON_INTERPRET").mark == "wrong"
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    assert "TRITON_INTERPRET" not in [check.name for check in doctor.examine("device")]
+
+
+def test_no_gpu(monkeypatch, tmp_path):
+    """A fault only where there is one that torch does not reach and that nobody hid."""
+
+    def no_driver():
+        raise RuntimeError("Found no NVIDIA driver\non your system")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", no_driver)
+    monkeypatch.setattr(doctor, "GPU_FILES", str(tmp_path / "nvidia[0-9]*"))
+    check = look("device", "GPU")
+    assert check.mark == "missing"
+    assert check.hint == "operators run the PyTorch reference (Found no NVIDIA driver)"
+    (tmp_path / "nvidia0").touch()
+    check = look("device", "GPU")
+    assert check.mark == "wrong" and "Found no NVIDIA driver" in check.hint
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "install a torch built for CUDA" in look("device", "GPU").hint
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check = look("device", "GPU")
+    assert check.mark == "missing" and "CUDA_VISIBLE_DEVICES=''" in check.found
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    assert look("device", "TRITON_INTERPRET").mark == "ok"
+
+
+def test_operators_are_those_of_the_device(device):
+    checks = doctor.examine("kernels")
+    assert [check.name for check in checks] == list(doctor.OPERATORS)
+    for check in checks:
+        assert check.mark == "ok"
+        assert ("no GPU: reference" if device.type == "cpu" else "kernel, first call") in check.found
+
+
+@pytest.mark.parametrize("name", doctor.OPERATORS)
+def test_an_operator_that_is_off(monkeypatch, name):
+    operator = doctor.OPERATORS[name]
+    for wrong in (lambda x: x + 1e-3, lambda x: torch.where(x == x.max(), torch.nan, x)):
+
+        def off(where, dtype, backend, wrong=wrong):
+            results = operator(where, dtype, backend)
+            return results if backend == "reference" else wrong(results)
+
+        monkeypatch.setitem(doctor.OPERATORS, name, off)
+        assert [check.name for check in doctor.examine("kernels") if check.mark == "wrong"] == [name]
+
+
+def test_an_operator_that_does_not_run(monkeypatch):
+    def no_compiler(*args, **kwargs):
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+
+    monkeypatch.setattr(lenvm_kernels, "value_head", no_compiler)
+    check = look("kernels", "value_head")
+    assert check.mark == "wrong" and check.found.startswith("Failed to find C compiler") and "gcc" in check.hint
+    assert look("kernels", "topk_candidates").mark == "ok"
+
+
+# --- the SGLang plugin ---
+
+
+@pytest.fixture(scope="module")
+def value_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    write_checkpoints(folder)
+    return folder / "value"
+
+
+def test_settings_are_printed_and_the_value_model_looked_at(monkeypatch, value_model):
+    (check,) = doctor.examine("settings")
+    assert (check.mark, check.found) == ("missing", "the plugin is off")
+    monkeypatch.setenv("LENVM_VALUE_MODEL", str(value_model))
+    monkeypatch.setenv("LENVM_DTYPE", "bfloat16")
+    monkeypatch.setenv("LENVM_MAX_CANDIDATES", "16")
+    settings, model = doctor.examine("settings")
+    assert settings.mark == model.mark == "ok"
+    for part in (f"value_model={value_model}", "dtype=torch.bfloat16", "max_candidates=16", "commit_winners=True"):
+        assert part in settings.found
+    assert model.found == "2 layers of 64, vocabulary 512, bfloat16, with its head"
+
+
+def test_settings_of_a_file(monkeypatch, tmp_path, value_model):
+    (tmp_path / "lenvm.json").write_text(json.dumps({"value_model": str(value_model), "chunk_tokens": 77}))
+    monkeypatch.setenv("LENVM_CONFIG", str(tmp_path / "lenvm.json"))
+    settings, model = doctor.examine("settings")
+    assert settings.mark == model.mark == "ok" and "chunk_tokens=77" in settings.found
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("LENVM_DTPYE", "did you mean LENVM_DTYPE?"),
+        ("LENVM_VALUEMODEL", "did you mean LENVM_VALUE_MODEL?"),
+        ("LENVM_MAX_CANDIDATE", "did you mean LENVM_MAX_CANDIDATES?"),
+        ("LENVM_42", "unset it; there are LENVM_CHUNK_TOKENS, LENVM_COMMIT_WINNERS, "),
+    ],
+)
+def test_unknown_variables(monkeypatch, name, hint):
+    monkeypatch.setenv(name, "1")
+    check = look("settings", name)
+    assert check.mark == "wrong" and check.hint.startswith(hint)
+
+
+def test_refused_settings(monkeypatch, value_model):
+    monkeypatch.setenv("LENVM_VALUE_MODEL", str(value_model))
+    monkeypatch.setenv("LENVM_DTYPE", "int4")
+    (check,) = doctor.examine("settings")
+    assert check.mark == "wrong" and check.hint.startswith("LENVM_DTYPE must be one of float32, ")
+
+
+def test_value_models_that_do_not_load(monkeypatch, tmp_path, value_model):
+    def wrong(path, head=None):
+        monkeypatch.setenv("LENVM_VALUE_MODEL", str(path))
+        monkeypatch.setenv("LENVM_VALUE_HEAD", str(head or ""))
+        check = look("settings", "value model")
+        assert check.mark == "wrong" and str(path) in check.found
+        return check.hint
+
+    headless = tmp_path / "headless"
+    random_model(Qwen2ForCausalLM, Qwen2Config(**TINY), seed=0).save_pretrained(headless)
+    assert "missing v_head.fc.weight" in wrong(headless)
+    assert wrong(headless, value_model / "config.json").endswith("must be an existing .safetensors file")
+    (tmp_path / "empty").mkdir()
+    assert "must be a directory with config.json" in wrong(tmp_path / "empty")
+    (headless / "model.safetensors").write_bytes(b"cut off")
+    assert wrong(headless)
+
+
+def test_an_sglang_that_does_not_import(site, capsys):
+    site(distribution("sglang", "0.5.23"))
+    site({"sglang/__init__.py": "print('loud'); raise OSError('libcudart.so.12: cannot open\\nTraceback')"})
+    (check,) = doctor.examine("hooks")
+    assert (check.mark, check.found) == ("wrong", "importing SGLang failed: libcudart.so.12: cannot open")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_no_sglang(no_sglang):
+    (check,) = doctor.examine("hooks")
+    assert check.mark == "missing" and 'pip install "lenvm-kernels[sglang]"' in check.hint
