@@ -48,6 +48,7 @@ FIELDS = {
     "return_values": (),
 }
 _NAMES = {name: main for main, others in FIELDS.items() for name in (main, *others)}
+MAX_DIVISOR = 1e6  # so that no logit becomes infinite
 _FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -211,7 +212,7 @@ def _token_divisors(given: dict[str, Any]) -> dict[int, float]:
         if isinstance(token, bool) or not str(token).isdecimal():
             raise ValueError(f"{name} must hold token ids >= 0, got {token!r}")
         divisor_name = f"{name}[{token}]" if ids is None else "token_temp_divisor"
-        parsed[int(token)] = _number({divisor_name: value}, divisor_name, None, above=0.0)
+        parsed[int(token)] = _number({divisor_name: value}, divisor_name, None, above=0.0, below=MAX_DIVISOR)
     return parsed
 
 

@@ -1,0 +1,334 @@
+"""Drop-in for the LenVM fork of SGLang (eric-ai-lab/Length-Value-Model, ``sglang-LenVM``): :func:`install`.
+
+It replaces the fork's candidate building, guidance, tree mask and value head by the operators of this package, in every
+process that calls it. SGLang spawns its schedulers, which run the top level of the main file again. So serve with a
+file of your own, whose arguments are the fork's::
+
+    import runpy
+
+    from lenvm_kernels.adapters.sglang_fork import install
+
+    install()
+    if __name__ == "__main__":
+        runpy.run_module("sglang.launch_server", run_name="__main__")
+
+Where the fork and the specification differ, the specification holds from then on:
+
+- A tilt meets its target on every row (the fork's search stops more than 0.01 short on 4 to 16 % of random rows).
+- Every row has its own mode, ``gamma`` and ``value_min``. In the fork a batch of several modes is all ``mul``, the last
+  two count only on its slow path, and one request with a target sends its whole batch there, where ``centered_exp`` and
+  ``value_bias`` raise.
+- Lengths come from value logits, not from values clamped to 1 - 1e-9: lengths past 6,897 tokens stay apart.
+- Bad parameters leave a request without guidance, which is logged once. In the fork they raise in the scheduler, and
+  the server ends. Neutral parameters and rows with NaN are without guidance, too.
+- Rows without guidance, or below their entropy threshold, keep their top-k, top-p and min-p beside guided rows. (Tokens
+  that these drop have probability 0 there, which top log-probabilities show.)
+- A row has at most 64 candidates, its most probable ones; of equal ones the lower token ids. The fork takes any number.
+- Value logits are fp32, whatever the value model is.
+- Each of the fork's three guidance functions stands for all guidance that a request can ask for.
+- The value server (``--lvm-guided-url``) serves all modes. In the fork, requests without a target raise with it.
+
+Not replaced: the two forwards of the value model a step, the bookkeeping of its keys and values, the candidate lists
+read back to the host, an attention that reads a mask. So the fork gets these semantics, not the speed of the plugin for
+unforked SGLang. With a guidance function that is not one of the fork's three, its own path stays.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import pkgutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, Mode, parse_guidance
+from lenvm_kernels.ops.reweight_scatter import reweight_scatter
+from lenvm_kernels.ops.topk_candidates import MAX_CANDIDATES, Candidates, Status, topk_candidates
+from lenvm_kernels.ops.value_head import value_head
+
+if TYPE_CHECKING:
+    from sglang.srt.lvm.lvm_guided_sampling import LvmGuidedSampler, PendingLvmResult
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.models.qwen2_lvm import MLP2SiLUValueHead
+
+logger = logging.getLogger(__name__)
+
+# What install() found: the fork's module, and its functions that were replaced, by name.
+_fork: ModuleType | None = None
+_originals: dict[str, Callable] = {}
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What the guidance of a step needs of its candidates, all of it of the whole batch."""
+
+    candidates: Candidates
+    table: GuidanceTable
+    generated: torch.Tensor  # int32 [B]
+    filters: dict[str, torch.Tensor]  # top_k, top_p and min_p, [B]
+    left_alone: list[int]  # rows that keep their probabilities
+
+
+def _warn_once(message: str, *args: Any) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        logger.warning(message, *args)
+
+
+def _guidance_of(req: Req) -> tuple[GuidanceParams, set[int]]:
+    """A request's parameters and end-of-sequence tokens, read at its first step."""
+    if not hasattr(req, "lenvm_guidance"):
+        custom_params, params = req.sampling_params.custom_params, GuidanceParams()
+        try:
+            params = parse_guidance(custom_params) if isinstance(custom_params, dict) else params
+        except ValueError as error:  # this is the scheduler: it must not die of it
+            logger.warning("LenVM: request %s has bad custom_params and is not guided: %s", req.rid, error)
+        req.lenvm_guidance = params, _fork.get_eos_token_ids(req)
+    return req.lenvm_guidance
+
+
+# --- what takes the place of the fork's functions, with their parameters ---
+
+
+def extract_token_temperature_scale(req: Req) -> dict[int, float] | None:
+    """Divisors of the temperatures of single tokens."""
+    scales = _guidance_of(req)[0].token_temperature_scale
+    # The fork leaves out ids outside the vocabulary, but not before they are an int64 tensor.
+    return {token: scale for token, scale in scales.items() if token < 2**31} or None
+
+
+def build_pending(
+    self: LvmGuidedSampler,
+    probs: torch.Tensor,  # [B, V]
+    reqs: Iterable[Req],
+    temperatures: torch.Tensor,
+    top_ps: torch.Tensor,  # [B]
+    top_ks: torch.Tensor,  # [B]
+    min_ps: torch.Tensor,  # [B]
+) -> PendingLvmResult | None:
+    """Candidates of the guided rows, None when there is nothing to guide. ``probs`` is rewritten, not copied."""
+    functions = (
+        _fork.lvm_combined_guidance,
+        _fork.lvm_expectation_guidance,
+        _fork.lvm_hard_value_constraint_guidance,
+    )
+    if self._fn not in functions:
+        _warn_once("LenVM: lvm_guided_fn is %r, not one of the fork's three: the fork's own path stays", self._fn)
+        return _originals[f"{_SAMPLER}._build_pending"](self, probs, reqs, temperatures, top_ps, top_ks, min_ps)
+    reqs, device = list(reqs), probs.device
+    rows = [_guidance_of(req) for req in reqs]
+    if all(params.mode == Mode.UNGUIDED for params, _ in rows):
+        return None
+    if getattr(self, "lenvm_rows", None) != rows:  # else this is the next step of the same batch
+        params = [replace(params, token_temperature_scale={}) for params, _ in rows]  # the logits have them already
+        self.lenvm_table = GuidanceTable.from_params(params, [eos for _, eos in rows], device)
+        self.lenvm_rows = rows
+    table = self.lenvm_table
+
+    filters = dict(top_k=top_ks.int(), top_p=top_ps.float(), min_p=min_ps.float())
+    candidates = topk_candidates(
+        probs,
+        **filters,
+        max_candidates=MAX_CANDIDATES,
+        entropy_threshold=table.entropy_threshold,
+        guided=table.guided,
+    )
+    lost_mass = candidates.lost_mass.nan_to_num(0.0).max().item()
+    if lost_mass > 0:
+        _warn_once(
+            "LenVM: a row has more than %d candidates; the others, of probability %.3g, are left out: "
+            "lower its top_k or top_p, or raise its min_p",
+            MAX_CANDIDATES,
+            lost_mass,
+        )
+    status, counts, token_ids = (x.tolist() for x in (candidates.status, candidates.counts, candidates.token_ids))
+    left_alone = [row for row, s in enumerate(status) if s in (Status.UNGUIDED, Status.SKIP)]
+    if len(left_alone) == len(reqs):
+        return None
+    sent_rows = [row for row, s in enumerate(status) if s == Status.GUIDE]
+    sent = torch.tensor(sent_rows, dtype=torch.long, device=device)
+    sent_ids = candidates.token_ids[sent].long()
+    pending = _fork.PendingLvmResult(
+        req_list=reqs,
+        device=device,
+        guided=probs,
+        send_batch_indices=sent_rows,
+        prefix_ids_send=[self._get_prefix_ids_incremental(reqs[row]) for row in sent_rows],
+        candidate_ids_send=[token_ids[row][: counts[row]] for row in sent_rows],
+        candidate_probs_send=[],  # only for the fork's functions on lists
+        gpu_candidates=(candidates.probs[sent], sent_ids, sent_ids >= 0),
+    )
+    generated = torch.tensor([len(req.output_ids) for req in reqs], dtype=torch.int32, device=device)
+    pending.lenvm = _Step(candidates, table, generated, filters, left_alone)
+    if not sent_rows:  # the fork asks for no values, and goes on with these probabilities
+        _write(pending, torch.zeros_like(candidates.probs))
+    return pending
+
+
+def apply_guidance_gpu(self: LvmGuidedSampler, pending: PendingLvmResult, gpu_embeddings: Iterable) -> None:
+    """Guide the rows whose candidates have value logits: one tensor a row sent, in the order of its candidates."""
+    if not hasattr(pending, "lenvm"):
+        return _originals[f"{_SAMPLER}._apply_guidance_gpu"](self, pending, gpu_embeddings)
+    candidates = pending.lenvm.candidates
+    of_row = zip(gpu_embeddings, pending.candidate_ids_send, strict=True)
+    scored = (candidates.status == Status.GUIDE)[:, None] & (candidates.token_ids >= 0)
+    value_logits = torch.zeros_like(candidates.probs)
+    value_logits.masked_scatter_(scored, torch.cat([values[: len(ids)] for values, ids in of_row]).float())
+    _write(pending, value_logits)
+
+
+def apply_guidance(self: LvmGuidedSampler, pending: PendingLvmResult, lvm_values: list[list[float]]) -> None:
+    """:func:`apply_guidance_gpu` with the answer of a value server."""
+    if not hasattr(pending, "lenvm"):
+        return _originals[f"{_SAMPLER}._apply_guidance"](self, pending, lvm_values)
+    apply_guidance_gpu(self, pending, [torch.tensor(values, device=pending.device) for values in lvm_values])
+
+
+def _write(pending: PendingLvmResult, value_logits: torch.Tensor) -> None:
+    """Rewrite the batch's probabilities: the engine draws from them as they are, without any row's own filters."""
+    step, probs = pending.lenvm, pending.guided
+    reweight_scatter(step.candidates, value_logits, step.table, generated=step.generated, probs=probs)
+    if not step.left_alone:
+        return
+    rows = torch.tensor(step.left_alone, device=probs.device)
+    top_k, top_p, min_p = (x[rows, None] for x in step.filters.values())
+    p, order = probs[rows].float().sort(dim=1, descending=True)
+    drop = torch.arange(p.shape[1], device=p.device) >= top_k
+    drop |= p.cumsum(dim=1) - p > top_p.masked_fill(top_p >= 1, math.inf)  # what rounds above 1 is no filter
+    drop |= p < min_p * p[:, :1]
+    probs[rows] = torch.zeros_like(p).scatter_(1, order, p.masked_fill(drop, 0.0)).to(probs.dtype)
+
+
+def build_tree_value_custom_mask_and_positions(
+    *,
+    prefix_lens: list[int],
+    candidate_lens: list[int],
+    cached_prefix_lens: list[int],
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Who attends to whom, request by request: bool ``[sum (L - P + N) (L + N)]``; and int64 positions of the tokens.
+
+    A token at position ``p`` attends to the first ``p`` tokens and to itself, which a candidate finds further on among
+    the others. So a row of the mask is two runs of True; they are summed up from their ends, at two bytes an element.
+
+    Args:
+        prefix_lens: L, tokens of each request before its candidates.
+        candidate_lens: N.
+        cached_prefix_lens: P, those of the L tokens that are in the cache already.
+        device: of the results.
+
+    Raises:
+        ValueError: lengths that are not ``L > 0``, ``N > 0``, ``0 <= P <= L``.
+    """
+    for length, number, cached_len in zip(prefix_lens, candidate_lens, cached_prefix_lens, strict=True):
+        if not (length > 0 and number > 0 and 0 <= cached_len <= length):
+            raise ValueError(
+                "lengths must be prefix > 0, candidates > 0 and 0 <= cached <= prefix, "
+                f"got prefix {length}, candidates {number}, cached {cached_len}"
+            )
+    lens = torch.tensor([prefix_lens, candidate_lens, cached_prefix_lens], dtype=torch.int64)
+    tokens, keys = lens[0] - lens[2] + lens[1], lens[0] + lens[1]
+    num_tokens, num_elements = int(tokens.sum()), int((tokens * keys).sum())
+
+    prefix, _, cached, tokens, keys = torch.cat([lens, tokens[None], keys[None]]).to(device)
+    of_token = torch.repeat_interleave(torch.arange(len(prefix), device=device), tokens, output_size=num_tokens)
+    first = tokens.cumsum(0) - tokens
+    own = torch.arange(num_tokens, device=device) - first[of_token] + cached[of_token]
+    positions = torch.minimum(own, prefix[of_token])
+    keys = keys[of_token]
+    row = keys.cumsum(0) - keys
+    edges = torch.zeros(num_elements + 1, dtype=torch.int8, device=device)
+    ones = torch.ones(2 * num_tokens, dtype=torch.int8, device=device)
+    edges.index_add_(0, torch.cat([row, row + own]), ones)
+    edges.index_add_(0, torch.cat([row + positions, row + own + 1]), ones, alpha=-1)
+    return edges.cumsum(0, dtype=torch.int8)[:-1].view(torch.bool), positions
+
+
+def value_head_forward(self: MLP2SiLUValueHead, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Value logits, fp32 ``[..., 1]`` of hidden states ``[..., H]``."""
+    fc, summary = self.fc, self.summary
+    hidden = hidden_states.to(fc.weight.dtype).flatten(0, -2)
+    logits = value_head(hidden, fc.weight, fc.bias, summary.weight, summary.bias)
+    return logits.view(*hidden_states.shape[:-1], 1)
+
+
+_GUIDED_SAMPLING = "sglang.srt.lvm.lvm_guided_sampling"
+_SAMPLER = f"{_GUIDED_SAMPLING}:LvmGuidedSampler"
+_MASK = "build_tree_value_custom_mask_and_positions"
+# Every place where the fork looks a function up. The head of the Qwen2.5-VL value model is that of the Qwen2 one.
+REPLACED = {
+    f"{_SAMPLER}._build_pending": build_pending,
+    f"{_SAMPLER}._apply_guidance_gpu": apply_guidance_gpu,
+    f"{_SAMPLER}._apply_guidance": apply_guidance,
+    f"{_GUIDED_SAMPLING}:_extract_token_temperature_scale": extract_token_temperature_scale,
+    f"sglang.srt.lvm.tree_value_spec:{_MASK}": build_tree_value_custom_mask_and_positions,
+    f"sglang.srt.lvm.lvm_inproc_runner:{_MASK}": build_tree_value_custom_mask_and_positions,
+    "sglang.srt.models.qwen2_lvm:MLP2SiLUValueHead.forward": value_head_forward,
+    "sglang.srt.models.qwen3_lvm:MLP2SiLUValueHead.forward": value_head_forward,
+}
+_GUIDANCE_PARAMETERS = "(token_probs, token_values, token_ids, **kwargs)"
+# What the replacements call, and its parameters.
+USED = {
+    f"{_SAMPLER}._get_prefix_ids_incremental": "(req)",
+    f"{_GUIDED_SAMPLING}:get_eos_token_ids": "(req)",
+    f"{_GUIDED_SAMPLING}:PendingLvmResult": "(req_list, device, guided, send_batch_indices, prefix_ids_send, "
+    "candidate_ids_send, candidate_probs_send, gpu_candidates=None)",
+    f"{_GUIDED_SAMPLING}:lvm_combined_guidance": _GUIDANCE_PARAMETERS,
+    f"{_GUIDED_SAMPLING}:lvm_expectation_guidance": _GUIDANCE_PARAMETERS,
+    f"{_GUIDED_SAMPLING}:lvm_hard_value_constraint_guidance": _GUIDANCE_PARAMETERS,
+}
+
+
+def _parameters(function: Callable) -> str:
+    parameters = inspect.signature(function).parameters.values()
+    return str(inspect.Signature([p.replace(annotation=inspect.Parameter.empty) for p in parameters]))
+
+
+def install() -> dict[str, Callable]:
+    """Replace the fork's functions by this package's, in this process. A second call changes nothing.
+
+    Returns:
+        The fork's functions that were replaced, by ``module:name``.
+
+    Raises:
+        ImportError: the fork is not installed, or is another version: the message says what is missing or different.
+            Nothing was replaced.
+    """
+    global _fork
+    if _originals:
+        return dict(_originals)
+    expected = {name: _parameters(function) for name, function in REPLACED.items()} | USED
+    for module in dict.fromkeys(name.partition(":")[0] for name in expected):
+        try:
+            import_module(module)
+        except ImportError as error:
+            raise ImportError(
+                "install() needs the LenVM fork of SGLang (eric-ai-lab/Length-Value-Model, sglang-LenVM), but cannot "
+                f"import {module}: {error}"
+            ) from error
+    found, differences = {}, []
+    for name, wanted in expected.items():
+        try:
+            found[name] = pkgutil.resolve_name(name)
+            if (parameters := _parameters(found[name])) != wanted:
+                differences.append(f"{name} has parameters {parameters}, expected {wanted}")
+        except (AttributeError, TypeError, ValueError) as error:  # the last two: it has no signature
+            differences.append(f"{name}: {error}")
+    if differences:
+        raise ImportError(f"install() does not fit this version of the LenVM fork: {'; '.join(differences)}")
+
+    _fork = import_module(_GUIDED_SAMPLING)
+    for name, function in REPLACED.items():
+        module, _, path = name.partition(":")
+        owner, _, attribute = path.rpartition(".")
+        setattr(pkgutil.resolve_name(f"{module}:{owner}"), attribute, function)
+        _originals[name] = found[name]
+    logger.info("LenVM: replaced %s", ", ".join(REPLACED))
+    return dict(_originals)
