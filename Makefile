@@ -12,12 +12,13 @@ BENCHES := $(basename $(notdir $(wildcard bench/bench_*.py)))
 # On a CPU two workers whose threads spin would only get in each other's way.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help demo test test-sglang fuzz lint bench clean
+.PHONY: help demo serve test test-sglang fuzz lint bench clean
 
 help:
 	@echo "make demo    a real language model's output length, controlled (ARGS='--seed 1' adds options; lenvm demo --help)"
+	@echo "make serve   the same model in the real SGLang server on a CPU, port 30000: makes .venv-sglang (3 GB) and demo-models"
 	@echo "make test    every test, under 10 minutes on 2 cores"
-	@echo "make test-sglang    the plugin in the real SGLang server on a CPU: makes .venv-sglang (3 GB), about 6 minutes"
+	@echo "make test-sglang    the plugin in the real SGLang server on a CPU, under 15 minutes"
 	@echo "make fuzz    every test, the property tests with many more examples (FUZZ_EXAMPLES=500)"
 	@echo "make lint    ruff check and format"
 	@echo "make bench   the kernel benchmarks: on a GPU the Triton kernels, without one the reference on small cases"
@@ -33,6 +34,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: $(INSTALLED)
 	$(BIN)/lenvm demo --quick $(ARGS)
+
+serve: $(INSTALLED) $(SGLANG_INSTALLED)
+	test -d demo-models || $(BIN)/lenvm export demo-models
+	LENVM_VALUE_MODEL=demo-models/value SGLANG_USE_CPU_ENGINE=1 $(SGLANG_VENV)/bin/python -m sglang.launch_server \
+		--model-path demo-models/base --device cpu --dtype float32 --max-running-requests 32 $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
@@ -59,4 +65,4 @@ bench: $(INSTALLED)
 	for name in $(BENCHES); do $(BIN)/python -m bench.$$name --quick $(ARGS) || exit 1; done
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) build .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) demo-models build .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -267,3 +267,22 @@ def test_a_failing_step_ends_guidance_and_not_the_engine(guide, caplog):
         assert all(req.lenvm_guidance is None and req.skip_radix_cache_insert for req in reqs)
     assert cleared == [3, 5, 3, 5]
     assert caplog.text.count("a step failed") == 1
+
+
+@pytest.mark.parametrize(
+    ("sampling", "custom_params", "message"),
+    [
+        ({"sampling_seed": 2**70}, {}, "sampling_seed must be an int64, got 1180591620717411303424"),
+        ({"stop_token_ids": range(49)}, {}, "stop_token_ids must be at most 48 together with guidance, got 49"),
+        (
+            {},
+            {"token_temperature_scale": {i: 2.0 for i in range(33)}},
+            "token_temperature_scale must be of at most 32 tokens, got 33",
+        ),
+    ],
+)
+def test_requests_that_do_not_fit_the_table_are_refused(sampling, custom_params, message):
+    params = dict(top_k=5, sampling_seed=None, stop_token_ids=None, custom_params=GENTLE | custom_params)
+    assert sglang_adapter.requested_guidance(SimpleNamespace(**params | {"custom_params": GENTLE})) is not None
+    with pytest.raises(ValueError, match=message):
+        sglang_adapter.requested_guidance(SimpleNamespace(**params | sampling))

@@ -102,22 +102,23 @@ class Guide:
             )
             self.metrics.cache_bytes.set(KVCache.num_bytes(self.value_model, slots))
 
-    def admit(self, reqs: list[Req]) -> None:
+    def admit(self, batch: ForwardBatch, reqs: list[Req]) -> None:
         """Write the requests of a prefill batch into the table; a request comes again after it was retracted."""
-        for req in reqs:
-            row, params = int(req.kv.req_pool_idx), req.lenvm_guidance
-            if params is not None:
-                seed = req.sampling_params.sampling_seed
-                self.step.set(
-                    row,
-                    params,
-                    end_tokens(req),
-                    prompt_len=len(req.origin_input_ids),
-                    seed=seed_of_request(req.rid) if seed is None else seed,
-                )
-                self._rows.add(row)
-            elif row in self._rows:
-                self._clear(row)
+        with self._failing_softly(batch):
+            for req in reqs:
+                row, params = int(req.kv.req_pool_idx), req.lenvm_guidance
+                if params is not None:
+                    seed = req.sampling_params.sampling_seed
+                    self.step.set(
+                        row,
+                        params,
+                        end_tokens(req),
+                        prompt_len=len(req.origin_input_ids),
+                        seed=seed_of_request(req.rid) if seed is None else seed,
+                    )
+                    self._rows.add(row)
+                elif row in self._rows:
+                    self._clear(row)
 
     def extend(self, batch: ForwardBatch) -> None:
         """Give the value model the tokens of a prefill batch, or of a chunk of it.
@@ -273,6 +274,8 @@ def requested_guidance(sampling_params: SamplingParams) -> GuidanceParams | None
         params = replace(params, mode=Mode.UNGUIDED)
     if not params.needs_value_model and not params.token_temperature_scale:
         return None
+    if not -(2**63) <= (sampling_params.sampling_seed or 0) < 2**63:
+        raise ValueError(f"sampling_seed must be an int64, got {sampling_params.sampling_seed}")
     if len(sampling_params.stop_token_ids or ()) > MAX_STOP_TOKENS:
         raise ValueError(
             f"stop_token_ids must be at most {MAX_STOP_TOKENS} together with guidance, "
@@ -424,9 +427,9 @@ def admit_requests(batch: ForwardBatch, _: type, scheduled: ScheduleBatch, *args
     batch.lenvm_reqs = []
     if _guide is None or _guide.step is None:
         return
-    if batch.forward_mode.is_extend():
-        _guide.admit(scheduled.reqs)
     batch.lenvm_reqs = [req for req in scheduled.reqs if req.lenvm_guidance is not None]
+    if batch.forward_mode.is_extend():
+        _guide.admit(batch, scheduled.reqs)
 
 
 def extend_prompts(_: Any, runner: ModelRunner, batch: ForwardBatch, *args: Any, **kwargs: Any) -> None:
