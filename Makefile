@@ -38,7 +38,7 @@ demo: $(INSTALLED)
 serve: $(INSTALLED) $(SGLANG_INSTALLED)
 	test -d demo-models || $(BIN)/lenvm export demo-models
 	LENVM_VALUE_MODEL=demo-models/value SGLANG_USE_CPU_ENGINE=1 $(SGLANG_VENV)/bin/python -m sglang.launch_server \
-		--model-path demo-models/base --device cpu --dtype float32 --max-running-requests 32 $(ARGS)
+		--model-path demo-models/base --device cpu --dtype float32 --max-running-requests 32 --sleep-on-idle $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)

@@ -56,7 +56,7 @@ class Server:
         self.url, self.trace = url, trace
 
     def post(self, **body):
-        return requests.post(f"{self.url}/generate", json=body, timeout=300)
+        return requests.post(f"{self.url}/generate", json=body, timeout=600)
 
     def generate(self, prompts, guidance, **sampling):
         """Generate for each prompt; returns the results and the steps in which at least one request was guided."""
@@ -99,6 +99,7 @@ def running_server(folder, name, *options, plugin=True, **variables):
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", folder / "base", "--port", str(port)]
     command += ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]
     command += ["--sampling-backend", "pytorch", "--disable-cuda-graph", "--random-seed", "7"]
+    command += ["--sleep-on-idle"]  # else an idle server keeps a core busy
     if not (folder / "base" / "tokenizer.json").exists():
         command += ["--skip-tokenizer-init"]
     command += ["--mem-fraction-static", "0.1", "--max-total-tokens", "4096", "--max-running-requests", "32", *options]
