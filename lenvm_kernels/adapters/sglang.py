@@ -37,7 +37,9 @@ from lenvm_kernels.step import GuidedStep, StepOutput, working_bytes
 from lenvm_kernels.value_model import KVCache, ValueModel
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -48,6 +50,28 @@ logger = logging.getLogger(__name__)
 # Room of a request in the device table.
 MAX_END_TOKENS, MAX_STOP_TOKENS, MAX_SCALED_TOKENS = 64, 48, 32
 RADIX_NAMESPACE = "lenvm|"
+
+_NO_SAMPLER = "it never reaches the sampler that guidance is in"
+_FOREIGN_KEYS = "the value model has no keys and values for prompts that come from elsewhere"
+_OTHER_SLOTS = "the value model lives in the slots of the engine's own pool"
+# Options of the engine: what is accepted, and why.
+OPTIONS = {
+    "speculative_algorithm": (None, _NO_SAMPLER),
+    "dllm_algorithm": (None, _NO_SAMPLER),
+    "pp_size": (1, "not built"),
+    "attn_cp_size": (1, "not tried"),
+    "enable_pdmux": (False, "prompts and draws would be computed at the same time"),
+    "disaggregation_mode": ("null", _FOREIGN_KEYS),
+    "enable_hierarchical_cache": (False, _FOREIGN_KEYS),
+    "enable_lmcache": (False, _FOREIGN_KEYS),
+    "enable_flexkv": (False, _FOREIGN_KEYS),
+    "enable_unified_cache_external_linker": (False, _FOREIGN_KEYS),
+    "radix_cache_backend": (None, _FOREIGN_KEYS),
+    "enable_unified_memory": (False, _OTHER_SLOTS),
+    "enable_hisparse": (False, _OTHER_SLOTS),
+    "enable_kv_cache_sharding": (False, _OTHER_SLOTS),
+    "dcp_size": (1, _OTHER_SLOTS),
+}
 
 
 class Guide:
@@ -104,6 +128,8 @@ class Guide:
 
     def admit(self, batch: ForwardBatch, reqs: list[Req]) -> None:
         """Write the requests of a prefill batch into the table; a request comes again after it was retracted."""
+        if not batch.lenvm_reqs and not self._rows:
+            return
         with self._failing_softly(batch):
             for req in reqs:
                 row, params = int(req.kv.req_pool_idx), req.lenvm_guidance
@@ -175,7 +201,7 @@ class Guide:
         batch, b = self._sampling, len(scores)
         if batch is None or not needs_value_model(batch):
             return None
-        self._stepped = True
+        self._stepped, output = True, None
         if self.metrics is not None:
             self.metrics.guided_steps.inc()
         with self._failing_softly(batch):
@@ -199,8 +225,6 @@ class Guide:
                     drawn=drawn,
                     **options,
                 )
-            if self.settings.trace is not None:
-                self._trace(batch, output)
             if self.metrics is not None or wants_values:
                 self._report = StepReport(
                     output.candidates.status,
@@ -211,8 +235,11 @@ class Guide:
                     self.metrics,
                     self._stopwatch.take(),
                 )
-            return output
-        return None
+        if not batch.lenvm_reqs:  # it failed, perhaps on another rank
+            return None
+        if self.settings.trace is not None:
+            self._trace(batch, output)
+        return output
 
     def _timed(self) -> AbstractContextManager[None]:
         return nullcontext() if self.metrics is None else self._stopwatch.running()
@@ -228,29 +255,35 @@ class Guide:
             token=output.tokens.tolist(),
         )
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        with self.settings.trace.open("a") as file:
-            file.write(json.dumps({"mode": batch.forward_mode.name, "rows": rows}) + "\n")
+        line = json.dumps({"mode": batch.forward_mode.name, "rows": rows}) + "\n"
+        with self.settings.trace.open("ab", buffering=0) as file:  # one write a line: ranks write to the same file
+            file.write(line.encode())
 
     @contextmanager
     def _failing_softly(self, batch: ForwardBatch) -> Iterator[None]:
-        """An error in here ends the guidance of the batch's requests, not the engine.
+        """An error in here ends the guidance of the batch's requests on all of their ranks, not the engine.
 
         Their next tokens would follow tokens that the value model has not seen, so guidance is off until they end, and
         what they leave in the radix cache is not offered to other guided requests.
         """
+        failed = False
         try:
             yield
         except Exception:
+            failed = True
             if not self.fallbacks:
                 logger.exception("LenVM: a step failed; its requests go on without guidance. Further ones are counted.")
-            self.fallbacks += 1
-            if self.metrics is not None:
-                self.metrics.fallbacks.inc()
-            for req in batch.lenvm_reqs:
-                req.lenvm_guidance, req.skip_radix_cache_insert = None, True
-                if req.kv.req_pool_idx is not None:  # else it has left already
-                    self._clear(int(req.kv.req_pool_idx))
-            batch.lenvm_reqs = []
+        if not on_any_rank(failed):
+            return
+        self.fallbacks += 1
+        self._report = None
+        if self.metrics is not None:
+            self.metrics.fallbacks.inc()
+        for req in batch.lenvm_reqs:
+            req.lenvm_guidance, req.skip_radix_cache_insert = None, True
+            if req.kv.req_pool_idx is not None:  # else it has left already
+                self._clear(int(req.kv.req_pool_idx))
+        batch.lenvm_reqs = []
 
     def _clear(self, row: int) -> None:
         self.step.clear(row)
@@ -259,6 +292,20 @@ class Guide:
 
 # One a process: a scheduler process has one model runner that samples.
 _guide: Guide | None = None
+
+
+def on_any_rank(failed: bool) -> bool:
+    """Whether one of the tensor-parallel ranks of this batch has failed.
+
+    A rank that alone went on without guidance would draw other tokens than the rest, and the engine would hang. Asked
+    from host to host, as the engine hands out requests: no device is waited for.
+    """
+    group = get_parallel().attn_tp_group
+    if group.world_size == 1:
+        return failed
+    flag = torch.tensor([failed], dtype=torch.uint8)
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group.cpu_group)
+    return bool(flag)
 
 
 def requested_guidance(sampling_params: SamplingParams) -> GuidanceParams | None:
@@ -313,10 +360,23 @@ def seed_of_request(rid: str) -> int:
 # --- hooks: arguments are those of the hooked function, after its result (AFTER) or itself (AROUND) ---
 
 
-def check_request(result: Any, *args: Any, **kwargs: Any) -> None:
-    """After a request was tokenized: refuse bad parameters, which the servers answer with status 400."""
-    if hasattr(result, "sampling_params"):
-        requested_guidance(result.sampling_params)
+def check_request(result: Any, manager: TokenizerManager, obj: GenerateReqInput, *args: Any, **kwargs: Any) -> None:
+    """After a request was tokenized: refuse what cannot be guided, which the servers answer with status 400."""
+    if requested_guidance(result.sampling_params) is None:
+        return
+    given = {
+        "beam_width": (result.sampling_params.beam_width or 1) > 1,  # beams are not drawn
+        # The value model reads tokens of its vocabulary.
+        "input_embeds": obj.input_embeds is not None,
+        "positional_embed_overrides": result.positional_embed_overrides is not None,
+        "images, videos and audio": obj.contains_mm_input(),
+        # Their turns share slots past the radix cache, and the value model has not seen turns without guidance.
+        "session_params of a server with enable_streaming_session": getattr(result, "session_params", None) is not None
+        and manager.server_args.enable_streaming_session,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(f"{name} cannot be combined with guidance in custom_params")
 
 
 def note_guidance(_: None, req: Req, *args: Any, **kwargs: Any) -> None:
@@ -338,14 +398,9 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
     missing = [target for target in HOOKS if target not in HookRegistry._patched]
     if missing:
         raise RuntimeError(f"LenVM does not fit this SGLang: it could not hook {', '.join(missing)}")
-    args = runner.server_args
-    if args.speculative_algorithm is not None:
-        raise ValueError(
-            "speculative_algorithm must not be set together with LENVM_VALUE_MODEL: speculative decoding never reaches "
-            f"the sampler that guidance is in, got {args.speculative_algorithm}"
-        )
-    if args.pp_size > 1:
-        raise ValueError(f"pp_size must be 1 together with LENVM_VALUE_MODEL, got {args.pp_size}")
+    for option, (accepted, reason) in OPTIONS.items():
+        if (given := getattr(runner.server_args, option, accepted)) != accepted:
+            raise ValueError(f"{option} must be {accepted} together with LENVM_VALUE_MODEL, got {given}: {reason}")
     settings = Settings.from_environment()
     device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device(runner.device)
     value_model = ValueModel.from_pretrained(

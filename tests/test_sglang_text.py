@@ -1,0 +1,355 @@
+"""The SGLang plugin with a real tokenizer and a real model: SmolLM2 with the shipped value head, in the real server.
+
+Tests look at the trace of guided steps, and compare it with what the base model, run here, says of the same output.
+"""
+
+import json
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from statistics import mean
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
+
+import jsonschema
+import openai
+import xgrammar
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from lenvm_kernels import GuidanceTable, parse_guidance, reweight_scatter, topk_candidates
+from lenvm_kernels.demo import HEAD, held_out_prompts, model_path
+from lenvm_kernels.ops.topk_candidates import Status
+from tests.sglang_server import check_steps, running_server
+
+SAMPLING = {"temperature": 1.0, "top_k": 5, "min_p": 0.01, "max_new_tokens": 24}
+SHORTER = {"value_mode": "centered_exp", "value_scale": -60.0}
+LONGER = {"value_mode": "centered_exp", "value_scale": 20.0}
+GENTLE = {"value_mode": "centered_exp", "value_scale": -5.0}  # leaves draws a choice
+TARGET = {"target_length": 40, "value_constraint": "eq", "gamma": 0.985, "value_entropy_threshold": 0.5}  # the demo's
+ATOL = 1e-4  # on guided probabilities, fp32
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    """SmolLM2 and its tokenizer, and a folder with both for the server."""
+    folder, file = tmp_path_factory.mktemp("smollm2"), model_path()
+    source = dict(pretrained_model_name_or_path=file.parent, gguf_file=file.name)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    # AutoModelForCausalLM.from_pretrained would ask for accelerate, which SGLang does without.
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**source), dtype=torch.float32).eval()
+    tensors = load_gguf_checkpoint(file, return_tensors=True, model_to_load=model)["tensors"]
+    model.load_state_dict(tensors, strict=False)  # the output layer is the embedding
+    model.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    (folder / "value").mkdir()
+    for saved in (folder / "base").iterdir():
+        (folder / "value" / saved.name).symlink_to(saved)
+    (folder / "value" / "value_head.safetensors").symlink_to(HEAD)
+    yield SimpleNamespace(folder=folder, model=model, tokenizer=tokenizer)
+    (folder / "base" / "model.safetensors").unlink()  # pytest keeps the folder, this is half a gigabyte of it
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2):
+    with running_server(smollm2.folder, "text", "--max-running-requests", "48", "--max-total-tokens", "8192") as server:
+        yield server
+
+
+def chat(smollm2, text):
+    """The tokens of a user's message."""
+    message = [{"role": "user", "content": text}]
+    return smollm2.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+
+
+def answers(engine, prompts, sampling):
+    """The results of requests that are sent at once; ``sampling`` has the parameters of each."""
+    response = engine.post(input_ids=prompts, sampling_params=[{**SAMPLING, **params} for params in sampling])
+    assert response.ok, response.text
+    return response.json()
+
+
+def traced(engine, rid):
+    """A request's rows of the trace, in the order of its tokens. Some of them are guided."""
+    steps = (json.loads(line) for line in engine.trace.read_text().splitlines() if rid in line)
+    rows = [row for step in steps for row in step["rows"] if row["rid"] == rid]
+    assert any(row["status"] == Status.GUIDE for row in rows), "not one step was guided"
+    return sorted(rows, key=lambda row: row["length"])
+
+
+@torch.no_grad()
+def check_draws(smollm2, prompt, output, rows, guidance, *, adjust=None, mask=None, ends=()):
+    """Candidates and guided probabilities of each traced row are those of the base model's scores, computed anew.
+
+    The values are the trace's.
+
+    Args:
+        prompt, output: tokens of the request.
+        rows: its trace.
+        guidance: its ``custom_params``.
+        adjust: function of the logits ``[n, V]`` of the ``n`` output tokens; changes them as the engine should.
+        mask: int32 ``[n, ceil(V / 32)]``; allowed tokens.
+        ends: tokens that end the output beside the end of sequence.
+    """
+    n, params = len(output), parse_guidance(guidance)
+    logits = smollm2.model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
+    if adjust is not None:
+        adjust(logits)
+    threshold = float("nan") if params.entropy_threshold is None else params.entropy_threshold
+    candidates = topk_candidates(
+        logits,
+        top_k=torch.full([n], SAMPLING["top_k"], dtype=torch.int32),
+        top_p=torch.ones(n),
+        min_p=torch.full([n], SAMPLING["min_p"]),
+        is_logits=True,
+        entropy_threshold=torch.full([n], threshold),
+        vocab_mask=mask,
+    )
+    table = GuidanceTable.from_params([params], [{smollm2.tokenizer.eos_token_id, *ends}], "cpu")
+    assert [row["length"] for row in rows[:n]] == list(range(len(prompt), len(prompt) + n))
+    column = {name: [row[name] for row in rows[:n]] for name in ("status", "token_ids", "value_logits", "probs")}
+    assert column["status"] == candidates.status.tolist()
+    assert column["token_ids"] == candidates.token_ids.tolist()
+    expected = reweight_scatter(
+        candidates,
+        torch.tensor(column["value_logits"]),
+        table,
+        table_rows=torch.zeros(n, dtype=torch.long),
+        generated=torch.arange(n, dtype=torch.int32),
+    )
+    torch.testing.assert_close(torch.tensor(column["probs"]), expected, rtol=0, atol=ATOL)
+    assert all(row["token"] in (-1, token) for row, token in zip(rows, output, strict=False))
+
+
+def test_guidance_controls_lengths(smollm2, engine):
+    """Three unguided answers to each prompt, and one in each of three settings, in one batch.
+
+    The first test: the draws of unguided rows depend on all that the engine has drawn before.
+    """
+    prompts = [chat(smollm2, text) for text in sorted(held_out_prompts(), key=len)[:8]]
+    settings = [None, None, None, SHORTER, LONGER, TARGET]
+    sampling = [
+        {"max_new_tokens": 96, "sampling_seed": i, "custom_params": params}
+        for params in settings
+        for i in range(len(prompts))
+    ]
+    results = answers(engine, prompts * len(settings), sampling)
+    lengths = [result["meta_info"]["completion_tokens"] for result in results]
+    print("lengths:", *(lengths[i : i + 8] for i in range(0, len(lengths), 8)), sep="\n")
+    unguided, (shorter, longer, target) = lengths[:24], (lengths[i : i + 8] for i in (24, 32, 40))
+    for i, result in enumerate(results[24:]):
+        rows = traced(engine, result["meta_info"]["id"])
+        assert len(rows) >= len(result["output_ids"])
+        if i % 8 < 2:
+            check_draws(smollm2, prompts[i % 8], result["output_ids"], rows, settings[3 + i // 8])
+    assert mean(shorter) < 0.75 * mean(unguided)
+    assert mean(longer) > 1.2 * mean(unguided)
+    assert mean(abs(n - 40) for n in target) < 0.85 * mean(abs(n - 40) for n in unguided)
+
+
+def test_openai_endpoints(smollm2, engine):
+    """Values and draws of the chat endpoint are right, streamed or not; completions and bad parameters."""
+    client = openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0)
+    extra = {"top_k": SAMPLING["top_k"], "min_p": SAMPLING["min_p"], "custom_params": GENTLE}
+    request = dict(model="base", temperature=1.0, max_tokens=12, seed=3)
+    question = "Why is the sky blue?"
+    messages = [{"role": "user", "content": question}]
+
+    def check(rid, prompt, text):
+        rows = traced(engine, rid)
+        output = [row["token"] for row in rows][: request["max_tokens"]]
+        assert smollm2.tokenizer.decode(output, skip_special_tokens=True) == text
+        check_draws(smollm2, prompt, output, rows, GENTLE)
+        return output, rows
+
+    answer = client.chat.completions.create(messages=messages, **request, extra_body=extra)
+    text, prompt = answer.choices[0].message.content, chat(smollm2, question)
+    output, rows = check(answer.id, prompt, text)
+    result = {"meta_info": {"id": answer.id}, "output_ids": output}
+    assert check_steps(smollm2.folder, [prompt], [result], [{"rows": rows}])
+
+    chunks = list(client.chat.completions.create(messages=messages, **request, extra_body=extra, stream=True))
+    assert len(chunks) > 2
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    check(chunks[0].id, prompt, text)
+
+    answer = client.completions.create(prompt="A comet is", **request, extra_body=extra)
+    check(answer.id, smollm2.tokenizer("A comet is")["input_ids"], answer.choices[0].text)
+
+    for streamed in (False, True):
+        bad = dict(**request, stream=streamed, extra_body={"custom_params": {"value_mode": "loud"}})
+        with pytest.raises(openai.BadRequestError, match="value_mode must be one of"):
+            client.chat.completions.create(messages=messages, **bad)
+        with pytest.raises(openai.BadRequestError, match="value_mode must be one of"):
+            client.completions.create(prompt="A comet is", **bad)
+
+
+def test_the_readme_calls_run(engine):
+    readme = (Path(__file__).parent.parent / "README.md").read_text().replace("http://127.0.0.1:30000", engine.url)
+    call = re.search(r"^    curl \S+/generate .*?(?=\n\n)", readme, re.DOTALL | re.MULTILINE)[0]
+    answer = json.loads(subprocess.run(["bash", "-c", call], check=True, capture_output=True).stdout)
+    assert traced(engine, answer["meta_info"]["id"])
+    names = {}
+    exec(re.search(r"```python\n(import openai\n.*?)```", readme, re.DOTALL)[1], names)
+    assert traced(engine, names["answer"].id)
+
+
+FRUIT = r"(apple|pear|plum)(, (apple|pear|plum)){2,11}\."
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "likes": {"type": "array", "items": {"enum": ["tea", "milk", "rain"]}, "minItems": 1, "maxItems": 4},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def compiler(smollm2):
+    vocab_size = smollm2.model.config.vocab_size
+    return xgrammar.GrammarCompiler(
+        xgrammar.TokenizerInfo.from_huggingface(
+            smollm2.tokenizer, vocab_size=vocab_size, stop_token_ids=[smollm2.tokenizer.eos_token_id]
+        )
+    )
+
+
+def allowed_tokens(smollm2, grammar, output):
+    """The mask of the grammar before each token of an output that fulfils it, end of sequence included."""
+    matcher = xgrammar.GrammarMatcher(grammar)
+    mask = xgrammar.allocate_token_bitmask(len(output), smollm2.model.config.vocab_size)
+    for i, token in enumerate(output):
+        matcher.fill_next_token_bitmask(mask, i)
+        assert matcher.accept_token(token)
+    assert matcher.is_terminated()
+    return mask
+
+
+def test_grammar_and_guidance_in_a_mixed_batch(smollm2, engine, compiler):
+    """Rows with a regular expression, guided three ways and not at all, beside rows without a grammar."""
+    prompt = chat(smollm2, "Which fruit do you like?")
+    guidance = [SHORTER, LONGER, GENTLE, None, GENTLE, None]
+    sampling = [{"custom_params": params, "sampling_seed": i} for i, params in enumerate(guidance)]
+    for params in sampling[:4]:
+        params |= {"regex": FRUIT, "max_new_tokens": 64}
+    results = answers(engine, [prompt] * len(guidance), sampling)
+    for result in results[:4]:
+        assert re.fullmatch(FRUIT, result["text"]) and result["meta_info"]["finish_reason"]["type"] == "stop"
+    assert not any(re.match(FRUIT, result["text"]) for result in results[4:])
+    grammar = compiler.compile_regex(FRUIT)
+    for i in (0, 1, 2, 4):
+        output = results[i]["output_ids"]
+        mask = None if i == 4 else allowed_tokens(smollm2, grammar, output)
+        check_draws(smollm2, prompt, output, traced(engine, results[i]["meta_info"]["id"]), guidance[i], mask=mask)
+    words = [result["text"].count(",") for result in results[:2]]
+    assert words[0] < words[1]
+
+
+def test_json_schema_and_guidance(smollm2, engine, compiler):
+    client = openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0)
+    question = "Describe a person as JSON with name, age and likes."
+    answer = client.chat.completions.create(
+        model="base",
+        messages=[{"role": "user", "content": question}],
+        temperature=1.0,
+        max_tokens=120,
+        seed=1,
+        response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}},
+        extra_body={"top_k": SAMPLING["top_k"], "min_p": SAMPLING["min_p"], "custom_params": GENTLE},
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    jsonschema.validate(json.loads(answer.choices[0].message.content), PERSON)
+    rows = traced(engine, answer.id)
+    output = [row["token"] for row in rows][: answer.usage.completion_tokens]
+    mask = allowed_tokens(smollm2, compiler.compile_json_schema(json.dumps(PERSON)), output)
+    check_draws(smollm2, chat(smollm2, question), output, rows, GENTLE, mask=mask)
+
+
+def test_stop_strings_and_stop_tokens(smollm2, engine):
+    """Both end an output where it would go on; a stop token is an end of the output for the guidance, too."""
+    prompt = chat(smollm2, "What is a comet?")
+    comma = smollm2.tokenizer.encode(",")[0]
+    common = {"custom_params": GENTLE, "sampling_seed": 4, "max_new_tokens": 48}
+    whole, string, token = answers(
+        engine, [prompt] * 3, [common, common | {"stop": [" the"]}, common | {"stop_token_ids": [comma]}]
+    )
+    assert string["meta_info"]["finish_reason"] == {"type": "stop", "matched": " the"}
+    assert whole["text"].startswith(string["text"] + " the") and string["text"]
+    assert token["meta_info"]["finish_reason"] == {"type": "stop", "matched": comma}
+    assert token["output_ids"][-1] == comma and comma not in token["output_ids"][:-1]
+    for result, ends in ((string, []), (token, [comma])):
+        rows = traced(engine, result["meta_info"]["id"])
+        check_draws(smollm2, prompt, result["output_ids"], rows, GENTLE, ends=ends)
+
+
+def test_penalties_and_biases_act_before_guidance(smollm2, engine):
+    """What the engine does to the logits of a row, guided or not, it has done when candidates are taken.
+
+    Its overlapping scheduler counts tokens for penalties a step late, and the last of the prompt first.
+    """
+    cities = chat(smollm2, "Name a big city, a bigger city, and the biggest city.")
+    hello = chat(smollm2, "Say hello.")
+    banned, wanted = (smollm2.tokenizer.encode(word)[0] for word in (" city", " York"))
+
+    def counted(logits, output):
+        for i in range(1, len(output)):
+            for token, count in Counter([cities[-1], *output[: i - 1]]).items():
+                yield logits[i], token, count
+
+    def frequency(logits, output):
+        for row, token, count in counted(logits, output):
+            row[token] -= 2.0 * count
+
+    def presence(logits, output):
+        for row, token, _ in counted(logits, output):
+            row[token] -= 2.0
+
+    def repetition(logits, output):
+        for row, token, _ in counted(logits, output):
+            row[token] *= 0.5 if row[token] > 0 else 2.0
+
+    def bias(logits, output):
+        logits[:, banned] -= 100.0
+        logits[:, wanted] += 5.0
+
+    def minimum(logits, output):
+        logits[:20, smollm2.tokenizer.eos_token_id] = float("-inf")
+
+    cases = [
+        (cities, {"frequency_penalty": 2.0}, GENTLE, frequency),
+        (cities, {"presence_penalty": 2.0}, GENTLE, presence),
+        (cities, {"repetition_penalty": 2.0}, GENTLE, repetition),
+        (cities, {"logit_bias": {str(banned): -100.0, str(wanted): 5.0}}, GENTLE, bias),
+        (hello, {"min_new_tokens": 20}, SHORTER, minimum),
+        (hello, {}, SHORTER, None),
+    ]
+    unguided = {"frequency_penalty": 2.0}
+    sampling = [{**params, "custom_params": guidance, "sampling_seed": 5} for _, params, guidance, _ in cases]
+    results = answers(engine, [*(case[0] for case in cases), cities], [*sampling, unguided])
+    for result, (prompt, _, guidance, change) in zip(results, cases, strict=False):
+        output, rows = result["output_ids"], traced(engine, result["meta_info"]["id"])
+        if change is not None:
+            with pytest.raises(AssertionError):  # it does make a difference
+                check_draws(smollm2, prompt, output, rows, guidance)
+        adjust = change and (lambda logits, change=change, output=output: change(logits, output))
+        check_draws(smollm2, prompt, output, rows, guidance, adjust=adjust)
+    at_least_20, as_it_comes = (len(result["output_ids"]) for result in results[4:6])
+    assert as_it_comes < 20 <= at_least_20
+
+
+def test_seeds_with_text(smollm2, engine):
+    prompt = chat(smollm2, "Tell me a story.")
+    one, same, other = answers(
+        engine, [prompt] * 3, [{"custom_params": GENTLE, "sampling_seed": seed} for seed in (1, 1, 2)]
+    )
+    for result in (one, same, other):
+        assert traced(engine, result["meta_info"]["id"])
+    assert one["text"] == same["text"] != other["text"]
