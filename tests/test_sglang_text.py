@@ -57,7 +57,8 @@ def smollm2(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(smollm2):
-    with running_server(smollm2.folder, "text", "--max-running-requests", "48", "--max-total-tokens", "8192") as server:
+    options = ("--max-running-requests", "48", "--max-total-tokens", "8192", "--mem-fraction-static", "0.4")
+    with running_server(smollm2.folder, "text", *options) as server:
         yield server
 
 

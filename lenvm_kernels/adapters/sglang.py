@@ -37,9 +37,8 @@ from lenvm_kernels.step import GuidedStep, StepOutput, working_bytes
 from lenvm_kernels.value_model import KVCache, ValueModel
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.managers.io_struct import TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -92,6 +91,7 @@ class Guide:
         self.fallbacks = 0
         self._stopwatch = Stopwatch(value_model.device)
         self._rows: set[int] = set()  # of the engine's row table, which are set in ours
+        self._ranks: torch.distributed.ProcessGroup | None = None  # of tensor parallelism; None: this one only
         # The batch that the engine is drawing tokens for, whether it has been through the step, and what that did.
         self._sampling: ForwardBatch | None = None
         self._stepped = False
@@ -120,6 +120,8 @@ class Guide:
             for is_logits in (False, True):  # of sampled and of greedy batches
                 self.step.warm_up(is_logits=is_logits)
         parallel = get_parallel()
+        if parallel.attn_tp_size > 1:
+            self._ranks = parallel.attn_tp_group.cpu_group
         if runner.server_args.enable_metrics and parallel.attn_tp_rank == 0:
             self.metrics = Metrics(
                 model_name=runner.server_args.served_model_name, dp_rank=parallel.dp_rank or 0, tp_rank=parallel.tp_rank
@@ -128,7 +130,7 @@ class Guide:
 
     def admit(self, batch: ForwardBatch, reqs: list[Req]) -> None:
         """Write the requests of a prefill batch into the table; a request comes again after it was retracted."""
-        if not batch.lenvm_reqs and not self._rows:
+        if not batch.lenvm_reqs and self._rows.isdisjoint(int(req.kv.req_pool_idx) for req in reqs):
             return
         with self._failing_softly(batch):
             for req in reqs:
@@ -273,7 +275,7 @@ class Guide:
             failed = True
             if not self.fallbacks:
                 logger.exception("LenVM: a step failed; its requests go on without guidance. Further ones are counted.")
-        if not on_any_rank(failed):
+        if not self._on_any_rank(failed):
             return
         self.fallbacks += 1
         self._report = None
@@ -285,6 +287,17 @@ class Guide:
                 self._clear(int(req.kv.req_pool_idx))
         batch.lenvm_reqs = []
 
+    def _on_any_rank(self, failed: bool) -> bool:
+        """Whether one of the ranks that draw the same tokens has failed: alone it would draw others.
+
+        Asked from host to host, as the engine hands out requests: no device is waited for.
+        """
+        if self._ranks is None:
+            return failed
+        flag = torch.tensor([failed], dtype=torch.uint8, device="cpu")
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self._ranks)
+        return bool(flag)
+
     def _clear(self, row: int) -> None:
         self.step.clear(row)
         self._rows.discard(row)
@@ -292,20 +305,6 @@ class Guide:
 
 # One a process: a scheduler process has one model runner that samples.
 _guide: Guide | None = None
-
-
-def on_any_rank(failed: bool) -> bool:
-    """Whether one of the tensor-parallel ranks of this batch has failed.
-
-    A rank that alone went on without guidance would draw other tokens than the rest, and the engine would hang. Asked
-    from host to host, as the engine hands out requests: no device is waited for.
-    """
-    group = get_parallel().attn_tp_group
-    if group.world_size == 1:
-        return failed
-    flag = torch.tensor([failed], dtype=torch.uint8)
-    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group.cpu_group)
-    return bool(flag)
 
 
 def requested_guidance(sampling_params: SamplingParams) -> GuidanceParams | None:
@@ -336,6 +335,31 @@ def requested_guidance(sampling_params: SamplingParams) -> GuidanceParams | None
     return params
 
 
+def guidance_of(request: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput | Req) -> GuidanceParams | None:
+    """:func:`requested_guidance` of a whole request.
+
+    Raises:
+        ValueError: also of what guidance does not go with.
+    """
+    params = requested_guidance(request.sampling_params)
+    if params is None:
+        return None
+    session = getattr(request, "session", None)
+    given = {
+        "beam_width": (request.sampling_params.beam_width or 1) > 1,  # beams are not drawn
+        # The value model reads tokens.
+        "input_embeds": getattr(request, "input_embeds", None) is not None,
+        "positional_embed_overrides": request.positional_embed_overrides is not None,
+        "images, videos and audio": getattr(request, "mm_inputs", None) is not None,
+        # Its requests share slots past the radix cache, and the value model has not seen those without guidance.
+        "a streaming session": session is not None and session.streaming,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(f"{name} cannot be combined with guidance in custom_params")
+    return params
+
+
 def needs_value_model(batch: ForwardBatch) -> bool:
     """Whether the value model has to see a batch."""
     return any(req.lenvm_guidance.needs_value_model for req in batch.lenvm_reqs)
@@ -360,32 +384,18 @@ def seed_of_request(rid: str) -> int:
 # --- hooks: arguments are those of the hooked function, after its result (AFTER) or itself (AROUND) ---
 
 
-def check_request(result: Any, manager: TokenizerManager, obj: GenerateReqInput, *args: Any, **kwargs: Any) -> None:
+def check_request(result: Any, *args: Any, **kwargs: Any) -> None:
     """After a request was tokenized: refuse what cannot be guided, which the servers answer with status 400."""
-    if requested_guidance(result.sampling_params) is None:
-        return
-    given = {
-        "beam_width": (result.sampling_params.beam_width or 1) > 1,  # beams are not drawn
-        # The value model reads tokens of its vocabulary.
-        "input_embeds": obj.input_embeds is not None,
-        "positional_embed_overrides": result.positional_embed_overrides is not None,
-        "images, videos and audio": obj.contains_mm_input(),
-        # Their turns share slots past the radix cache, and the value model has not seen turns without guidance.
-        "session_params of a server with enable_streaming_session": getattr(result, "session_params", None) is not None
-        and manager.server_args.enable_streaming_session,
-    }
-    for name, is_given in given.items():
-        if is_given:
-            raise ValueError(f"{name} cannot be combined with guidance in custom_params")
+    guidance_of(result)
 
 
 def note_guidance(_: None, req: Req, *args: Any, **kwargs: Any) -> None:
     """After a request was made in the scheduler: parse its guidance, give it its part of the radix cache."""
     try:
-        req.lenvm_guidance = requested_guidance(req.sampling_params)
-    except ValueError:  # came past the tokenizer manager's check; the engine must not die of it
-        logger.warning("LenVM: request %s has bad custom_params and is not guided", req.rid, exc_info=True)
-        req.lenvm_guidance = None
+        req.lenvm_guidance = guidance_of(req)
+    except ValueError as error:  # came past check_request: the engine loads no plugins in its further HTTP workers
+        req.lenvm_guidance = req.input_embeds = None  # it is left with one token, and runs once to be answered
+        req.set_finish_with_abort(str(error))  # status 400
     if req.lenvm_guidance is not None and req.lenvm_guidance.needs_value_model:
         req.extra_key = RADIX_NAMESPACE + (req.extra_key or "")
 
@@ -484,7 +494,8 @@ def admit_requests(batch: ForwardBatch, _: type, scheduled: ScheduleBatch, *args
         return
     batch.lenvm_reqs = [req for req in scheduled.reqs if req.lenvm_guidance is not None]
     if batch.forward_mode.is_extend():
-        _guide.admit(batch, scheduled.reqs)
+        running = {id(req) for req in scheduled.decoding_reqs or ()}  # in a mixed batch
+        _guide.admit(batch, [req for req in scheduled.reqs if id(req) not in running])
 
 
 def extend_prompts(_: Any, runner: ModelRunner, batch: ForwardBatch, *args: Any, **kwargs: Any) -> None:
