@@ -164,7 +164,7 @@ def test_requests_that_cannot_be_guided_are_refused(folder):
     """By the scheduler: the engine loads no plugins in the processes of several HTTP workers. Without radix cache and
     overlapping scheduler; guided requests go on."""
     options = ("--disable-overlap-schedule", "--disable-radix-cache", "--enable-streaming-session")
-    options += ("--tokenizer-worker-num", "2", "--skip-server-warmup")  # each worker would warm up, whenever it is ready
+    options += ("--tokenizer-worker-num", "2", "--skip-server-warmup")  # else one of them warms up while they serve
     prompts = prompts_of(*PROMPT_LENGTHS, seed=2)
     guided, unguided = ({**SAMPLING, "custom_params": custom_params} for custom_params in (GENTLE, None))
     beams = {"beam_width": 2, "n": 2}
