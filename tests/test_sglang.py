@@ -86,6 +86,7 @@ def test_bad_parameters_are_refused_and_harm_nobody(folder, engine):
         ({"mode": "loud"}, "value_mode must be one of"),
         ({"gamma": 1.5}, "gamma must be a finite number > 0 and < 1, got 1.5"),
         ({"target_lenght": 5}, "target_lenght is not a guidance parameter; did you mean target_length"),
+        ("loud", "custom_params"),
     ):
         response = engine.post(input_ids=prompts[0], sampling_params={**SAMPLING, "custom_params": custom_params})
         assert response.status_code == 400 and message in response.json()["error"]["message"]
@@ -286,3 +287,14 @@ def test_requests_that_do_not_fit_the_table_are_refused(sampling, custom_params,
     assert sglang_adapter.requested_guidance(SimpleNamespace(**params | {"custom_params": GENTLE})) is not None
     with pytest.raises(ValueError, match=message):
         sglang_adapter.requested_guidance(SimpleNamespace(**params | sampling))
+
+
+def test_end_tokens_are_those_that_the_engine_ends_at():
+    def end_tokens(ignore_eos=False, tokenizer=None):
+        params = SimpleNamespace(ignore_eos=ignore_eos, stop_token_ids=[5])
+        return sglang_adapter.end_tokens(
+            SimpleNamespace(sampling_params=params, eos_token_ids={1, 2}, tokenizer=tokenizer)
+        )
+
+    assert end_tokens() == {1, 2, 5} and end_tokens(ignore_eos=True) == set()
+    assert end_tokens(tokenizer=SimpleNamespace(eos_token_id=3, additional_stop_token_ids={4})) == {1, 2, 3, 4, 5}

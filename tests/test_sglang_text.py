@@ -150,7 +150,7 @@ def test_guidance_controls_lengths(smollm2, engine):
             check_draws(smollm2, prompts[i % 8], result["output_ids"], rows, settings[3 + i // 8])
     assert mean(shorter) < 0.75 * mean(unguided)
     assert mean(longer) > 1.2 * mean(unguided)
-    assert mean(abs(n - 40) for n in target) < 0.85 * mean(abs(n - 40) for n in unguided)
+    assert mean(abs(n - 40) for n in target) < 0.9 * mean(abs(n - 40) for n in unguided)
 
 
 def test_openai_endpoints(smollm2, engine):

@@ -313,8 +313,10 @@ def requested_guidance(sampling_params: SamplingParams) -> GuidanceParams | None
     Raises:
         ValueError: naming the field of ``custom_params``, what came and what is accepted.
     """
-    if not isinstance(sampling_params.custom_params, dict):
+    if sampling_params.custom_params is None:
         return None
+    if not isinstance(sampling_params.custom_params, dict):
+        raise ValueError(f"custom_params must be an object of named values, got {sampling_params.custom_params!r}")
     params = parse_guidance(sampling_params.custom_params)
     if sampling_params.top_k == 1:
         params = replace(params, mode=Mode.UNGUIDED)
@@ -366,14 +368,13 @@ def needs_value_model(batch: ForwardBatch) -> bool:
 
 
 def end_tokens(req: Req) -> set[int]:
-    """The tokens that end a request's output, whose value is 0."""
-    params = req.sampling_params
-    ids = set(params.stop_token_ids or ())
-    if not params.ignore_eos:
-        ids |= set(req.eos_token_ids or ())
-        if getattr(req.tokenizer, "eos_token_id", None) is not None:
-            ids.add(req.tokenizer.eos_token_id)
-    return set(sorted(ids)[:MAX_END_TOKENS])
+    """The tokens at which the engine ends a request's output; their value is 0. Stop strings have no token."""
+    params, tokenizer = req.sampling_params, req.tokenizer
+    if params.ignore_eos:  # the engine then ignores stop tokens, too
+        return set()
+    ids = {*(params.stop_token_ids or ()), *(req.eos_token_ids or ())}
+    ids |= {getattr(tokenizer, "eos_token_id", None), *(getattr(tokenizer, "additional_stop_token_ids", None) or ())}
+    return set(sorted(ids - {None})[:MAX_END_TOKENS])
 
 
 def seed_of_request(rid: str) -> int:
