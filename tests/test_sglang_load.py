@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import pytest
-import requests
 
 pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
+
+import requests
 
 from lenvm_kernels.ops.topk_candidates import Status
 from tests.sglang_server import SAMPLING, check_steps, prompts_of, running_server, write_checkpoints

@@ -9,13 +9,13 @@ import time
 from collections import Counter
 from types import SimpleNamespace
 
-import msgspec
 import pytest
-import requests
 import torch
 
 pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
+import msgspec
+import requests
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
