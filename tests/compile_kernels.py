@@ -1,23 +1,15 @@
 """Compile, for a GPU that is not there, what calls of the operators would launch on it.
 
 ``python -m tests.compile_kernels`` (without TRITON_INTERPRET: the two do not mix in one process) calls every operator
-on CPU tensors under a driver that reports an sm_90 device and compiles instead of launching: the same specialisation
-of arguments, the same constants, the same code as a launch on an H200. Prints one JSON line a kernel.
+on CPU tensors as :mod:`bench.codegen` does, for an H200. Prints one JSON line a kernel.
 """
 
 import json
-import re
-import subprocess
-import tempfile
 from functools import partial
-from pathlib import Path
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import JITFunction
 
-import lenvm_kernels.ops._common as ops_common
+from bench.codegen import PARTS, compiling_for, describe
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.ops.ragged_layout import ragged_layout
@@ -31,63 +23,18 @@ from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VOCAB = 151_936  # Qwen2.5
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-
-
-class CompileOnlyDriver:
-    """The part of a Triton driver that compilation asks for."""
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
 
 
 def main() -> None:
-    triton.runtime.driver.set_active(CompileOnlyDriver())
-    ops_common.INTERPRETED = True  # lets CPU tensors through to the kernels
-    launch = JITFunction.run
-    compiled = {}
-
-    def compile_only(self, *args, grid, warmup, **kwargs):
-        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        compiled[kernel.hash] = self.fn.__name__, kernel
-        return kernel
-
-    JITFunction.run = compile_only
-    for case, call in calls():
-        before = set(compiled)
-        call()
-        for key in compiled.keys() - before:
-            name, kernel = compiled[key]
-            print(json.dumps({"call": case, "kernel": name, **describe(kernel)}), flush=True)
-
-
-def describe(kernel) -> dict:
-    """Registers, spills, shared memory and instructions of a compiled kernel."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(kernel.asm["cubin"])
-        cubin.flush()
-        usage, sass = (
-            subprocess.run([TOOLS / "cuobjdump", flag, cubin.name], capture_output=True, text=True, check=True).stdout
-            for flag in ("--dump-resource-usage", "-sass")
-        )
-    return {
-        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
-        "stack": int(re.search(r"STACK:(\d+)", usage)[1]),
-        "shared": kernel.metadata.shared,
-        "warps": kernel.metadata.num_warps,
-        "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
-        "wgmma": sass.count("HGMMA"),
-        "async_copies": len(re.findall(r"LDGSTS\.E\.BYPASS\.128", sass)),
-    }
+    part, seen = PARTS["sm_90"], set()
+    with compiling_for(part.target) as compiled:
+        for case, call in calls():
+            call()
+            for name, kernel in compiled:
+                if kernel.hash not in seen:
+                    seen.add(kernel.hash)
+                    print(json.dumps({"call": case, "kernel": name, **describe(kernel, part)}), flush=True)
+            compiled.clear()
 
 
 def calls():

@@ -1,0 +1,356 @@
+"""What the compiler makes of every kernel, for GPUs that are not there: ``python -m bench.codegen [--check]``.
+
+Runs a prompt and a guided step of each value model through the real launchers, on CPU tensors under a driver that
+compiles for another GPU and launches nothing: the same specialisation of arguments, the same constants, the same code
+as a launch there. Each GPU is compiled for in a process of its own. The table has, for each kernel:
+
+- registers a thread, bytes spilled a thread, shared memory a block, warps a block, and the share of the part's warps
+  that these leave resident (occupancy);
+- tensor-core instructions by kind, global loads and stores by width in bits, and asynchronous copies.
+
+``--check`` fails on a spill, on a matmul without tensor cores (on sm_90 without wgmma where its tile has 64 rows), on
+16-bit global loads in a loop, on more shared memory than the part has, and on a figure more than 10 % worse than the
+committed one of the same Triton version (``bench/results/codegen.json``, written by ``--update``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction
+
+import lenvm_kernels.ops._common as ops_common
+from bench._models import make_config
+from lenvm_kernels.guidance import parse_guidance
+from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.value_model import ValueModel
+
+RESULTS = Path(__file__).parent / "results" / "codegen.json"
+VALUE_MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-1.7B")
+VOCAB, MAX_LEN, PAGE_SIZE, MAX_CANDIDATES = 151_936, 4096, 1, 8  # k 5 and 8 take the same kernels
+MATMULS = ("_ragged_linear_kernel", "_value_tree_attention_kernel", "_partial_logits_kernel")
+TOLERANCE = 0.10  # of a figure, against the committed one
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a GPU has, of its data sheet.
+
+    Attributes:
+        target: as Triton names it.
+        shared: bytes of shared memory that one block may have.
+        shared_of_sm: bytes of a multiprocessor; a block takes 1 KiB of it beside its own.
+        registers: 32-bit ones of a multiprocessor (a SIMD's lane on gfx942).
+        warps: resident on a multiprocessor (on a SIMD on gfx942).
+        blocks: resident on a multiprocessor.
+    """
+
+    target: GPUTarget
+    shared: int
+    shared_of_sm: int
+    registers: int
+    warps: int
+    blocks: int
+
+    def occupancy(self, registers: int, shared: int, warps: int) -> float:
+        """Share of the resident warps that a kernel with such blocks can fill."""
+        if self.target.backend == "hip":
+            # A wave's registers are allotted in eights; each of four SIMDs has 512 a lane. LDS limits whole blocks.
+            waves = min(self.warps, self.registers // max(8, -(-registers // 8) * 8))
+            by_shared = self.shared_of_sm // shared if shared else self.blocks
+            return min(waves, by_shared * warps / 4) / self.warps
+        of_warp = -(-registers * 32 // 256) * 256  # allotted in units of 256 a warp
+        blocks = min(self.blocks, self.warps // warps, self.registers // (of_warp * warps))
+        blocks = min(blocks, self.shared_of_sm // (shared + 1024))
+        return blocks * warps / self.warps
+
+
+KIB = 1024
+PARTS = {
+    "sm_80": Part(GPUTarget("cuda", 80, 32), 163 * KIB, 164 * KIB, 65_536, 64, 32),
+    "sm_90": Part(GPUTarget("cuda", 90, 32), 227 * KIB, 228 * KIB, 65_536, 64, 32),
+    "sm_100": Part(GPUTarget("cuda", 100, 32), 227 * KIB, 228 * KIB, 65_536, 64, 32),
+    "gfx942": Part(GPUTarget("hip", "gfx942", 64), 64 * KIB, 64 * KIB, 512, 8, 16),
+}
+
+
+# --- compiling ---
+
+
+class CompileOnlyDriver:
+    """The part of a Triton driver that compilation asks for."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@contextmanager
+def compiling_for(target: GPUTarget) -> Iterator[list[tuple[str, object]]]:
+    """In here operators on CPU tensors compile for ``target`` and launch nothing; gives (kernel, compiled) of each.
+
+    Not in a process that interprets.
+    """
+    triton.runtime.driver.set_active(CompileOnlyDriver(target))
+    compiled, launch = [], JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.append((self.fn.__name__, kernel))
+        return kernel
+
+    interpreted, ops_common.INTERPRETED = ops_common.INTERPRETED, True  # lets CPU tensors through to the kernels
+    JITFunction.run = compile_only
+    # What no kernel wrote is still read, by torch: as an index it has to be one.
+    empty, empty_like = torch.empty, torch.empty_like
+    torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
+    try:
+        yield compiled
+    finally:
+        JITFunction.run, ops_common.INTERPRETED = launch, interpreted
+        torch.empty, torch.empty_like = empty, empty_like
+
+
+def run_value_model(name: str) -> None:
+    """A prompt and a step of one layer of a value model in bf16. The layers of a model are the same kernels."""
+    config = make_config(name, vocab_size=VOCAB, num_layers=1)
+    tensors = {key: torch.empty(shape, dtype=torch.bfloat16) for key, shape in config.tensor_shapes().items()}
+    rows = 64
+    slot_table = torch.zeros(rows, MAX_LEN // PAGE_SIZE, dtype=torch.int32)
+    step = GuidedStep(
+        ValueModel(config, tensors),
+        slot_table,
+        4 * MAX_LEN,
+        vocab_size=VOCAB,
+        max_candidates=MAX_CANDIDATES,
+        page_size=PAGE_SIZE,
+        backend="triton",
+    )
+    for row in range(rows):
+        step.set(row, parse_guidance({"target_length": 100}), {0})
+    numbers, ones = torch.zeros(rows, dtype=torch.int32), torch.ones(rows)
+    prompt = torch.zeros(1024, dtype=torch.int64)
+    step.extend(prompt, prompt, numbers, numbers, numbers, numbers)
+    filters = dict(top_k=numbers, top_p=ones, min_p=ones, sample=True)
+    arguments = (prompt[:rows], prompt[:rows], numbers, prompt[:rows])
+    probs = torch.empty(rows, VOCAB)
+    step.step(probs, *arguments, probs=probs, **filters)
+    step.step(torch.empty(rows, VOCAB, dtype=torch.bfloat16), *arguments, temperature=ones, is_logits=True, **filters)
+
+
+def compile_all(part: Part) -> list[dict]:
+    """The figures of every kernel of every value model."""
+    figures = []
+    for model in VALUE_MODELS:
+        seen: Counter[str] = Counter()
+        hashes = set()
+        with compiling_for(part.target) as compiled:
+            run_value_model(model)
+        for name, kernel in compiled:
+            if kernel.hash in hashes:
+                continue
+            hashes.add(kernel.hash)
+            seen[name] += 1
+            figures.append({"model": model, "kernel": f"{name} {seen[name]}", **describe(kernel, part)})
+    return figures
+
+
+# --- reading what was compiled ---
+
+TENSOR_CORES = r"\b(?:(HMMA|HGMMA|UTC\w*MMA)\b|v_(mfma)_)"
+LOADS_16 = r"\bLDG\.[\w.]*\b[US]16\b|\b(?:global|buffer)_load_(?:u|s)?short"
+
+
+def describe(kernel: object, part: Part) -> dict:
+    """Figures of a compiled kernel, see the module."""
+    warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
+    if part.target.backend == "hip":
+        code = kernel.asm["amdgcn"]
+        counts = (re.search(rf"\.{key}:\s+(\d+)", code)[1] for key in ("vgpr_count", "vgpr_spill_count"))
+        registers, spilled = map(int, counts)
+        spilled *= 4
+        instructions = [(i, line) for i, line in enumerate(code.splitlines())]
+        loops = _amd_loops(instructions)
+    else:
+        usage, code = _nvidia(kernel, part.target.arch)
+        registers = int(re.search(r"Used (\d+) registers", usage)[1])
+        spilled = sum(map(int, re.findall(r"(\d+) bytes spill", usage)))
+        instructions = [(int(at, 16), line) for at, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
+        loops = _nvidia_loops(instructions)
+    text = "\n".join(line for _, line in instructions)
+    in_loops = "\n".join(line for at, line in instructions if any(first <= at <= last for first, last in loops))
+    return {
+        "registers": registers,
+        "spilled": spilled,
+        "shared": shared,
+        "warps": warps,
+        "occupancy": round(part.occupancy(registers, shared, warps), 3),
+        "tensor_cores": dict(Counter("".join(kind) for kind in re.findall(TENSOR_CORES, text))),
+        "loads": _widths(text, "load"),
+        "stores": _widths(text, "store"),
+        "async_copies": len(re.findall(r"\b(?:LDGSTS|UTMALDG)\b", text)) + len(re.findall(r"load_lds", text)),
+        "loads_16_in_loops": len(re.findall(LOADS_16, in_loops)),
+    }
+
+
+def _nvidia(kernel: object, arch: int) -> tuple[str, str]:
+    """What ptxas says of a kernel's resources, and its SASS."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    ptx = kernel.asm["ptx"]
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        cubin.write_bytes(kernel.asm["cubin"])
+        name = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)[1]
+        ptxas = [get_ptxas(arch).path, "-v", f"--gpu-name={name}", source, "-o", os.devnull]
+        usage = subprocess.run(ptxas, capture_output=True, text=True, check=True).stderr
+        tool = Path(get_ptxas(arch).path).with_name("cuobjdump")
+        sass = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+    return usage, sass
+
+
+def _nvidia_loops(instructions: list[tuple[int, str]]) -> list[tuple[int, int]]:
+    """Addresses from the target of each backward branch to the branch."""
+    branches = ((at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", line)) for at, line in instructions)
+    spans = ((int(branch[1], 16), at) for at, branch in branches if branch)
+    return [(target, at) for target, at in spans if target < at]
+
+
+def _amd_loops(instructions: list[tuple[int, str]]) -> list[tuple[int, int]]:
+    labels = {label[1]: at for at, line in instructions if (label := re.match(r"(\.LBB\w+):", line))}
+    branches = ((at, re.search(r"\bs_c?branch\w*\s+(\.LBB\w+)", line)) for at, line in instructions)
+    spans = ((labels[branch[1]], at) for at, branch in branches if branch)
+    return [(target, at) for target, at in spans if target < at]
+
+
+def _widths(text: str, access: str) -> dict[str, int]:
+    """How many global loads or stores there are of each width in bits."""
+    found: Counter[str] = Counter()
+    nvidia = rf"\b{'LDG' if access == 'load' else 'STG'}\.([\w.]+)"
+    for suffix in re.findall(nvidia, text):
+        width = re.search(r"\b[US]?(8|16|64|128|256)\b", suffix)
+        found[width[1] if width else "32"] += 1
+    amd = {"byte": 8, "ubyte": 8, "sbyte": 8, "short": 16, "ushort": 16, "sshort": 16}
+    amd |= {"dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128}
+    for kind in re.findall(rf"\b(?:global|buffer)_{access}_([a-z0-9]+)", text):
+        if kind in amd:
+            found[str(amd[kind])] += 1
+    return dict(sorted(found.items(), key=lambda item: int(item[0])))
+
+
+# --- the gate ---
+
+
+def faults(name: str, part: Part, figures: list[dict]) -> list[str]:
+    """What is wrong with kernels on a part, whatever they were before."""
+    found = []
+    for figure in figures:
+        where = f"{name} {figure['model']} {figure['kernel']}"
+        base, tensor_cores = figure["kernel"].split()[0], figure["tensor_cores"]
+        if figure["spilled"]:
+            found.append(f"{where}: {figure['spilled']} bytes spilled")
+        if figure["shared"] > part.shared:
+            found.append(f"{where}: {figure['shared']} bytes of shared memory, the part has {part.shared}")
+        if base in MATMULS and not tensor_cores:
+            found.append(f"{where}: no tensor cores")
+        if figure["loads_16_in_loops"]:
+            found.append(f"{where}: {figure['loads_16_in_loops']} 16-bit loads in loops")
+    return found
+
+
+# Figures that a change may make worse, and the sign of worse.
+COMPARED = {"registers": 1, "spilled": 1, "shared": 1, "occupancy": -1}
+
+
+def regressions(name: str, figures: list[dict], committed: list[dict]) -> list[str]:
+    """Figures more than 10 % worse than the committed ones. A kernel that is new has nothing to compare with."""
+    before = {(figure["model"], figure["kernel"]): figure for figure in committed}
+    found = []
+    for figure in figures:
+        old = before.get((figure["model"], figure["kernel"]))
+        for key, sign in COMPARED.items() if old else ():
+            if sign * (figure[key] - old[key]) > TOLERANCE * old[key]:
+                found.append(f"{name} {figure['model']} {figure['kernel']}: {key} {old[key]} -> {figure[key]}")
+    return found
+
+
+def table(name: str, figures: list[dict]) -> str:
+    """The figures of a part, a line a kernel."""
+
+    def counts(numbers: dict[str, int]) -> str:
+        return " ".join(f"{kind}:{number}" for kind, number in numbers.items()) or "-"
+
+    header = f"{name:<14}{'kernel':<33}{'regs':>5}{'spill':>6}{'shared':>8}{'warps':>6}{'occ':>6}  "
+    lines = [header + "tensor cores | loads | stores | async copies"]
+    for f in figures:
+        lines.append(
+            f"{f['model']:<14}{f['kernel']:<33}{f['registers']:>5}{f['spilled']:>6}{f['shared']:>8}{f['warps']:>6}"
+            f"{f['occupancy']:>6.0%}  {counts(f['tensor_cores'])} | {counts(f['loads'])} | {counts(f['stores'])} | "
+            f"{f['async_copies']}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="fail on the faults above")
+    parser.add_argument("--update", action="store_true", help=f"write {RESULTS.name} for this version of Triton")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="GPUs (default: all)")
+    parser.add_argument("--compile", choices=PARTS, help=argparse.SUPPRESS)  # this process compiles, prints JSON
+    args = parser.parse_args()
+    if args.compile:
+        print(json.dumps(compile_all(PARTS[args.compile])))
+        return 0
+
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+    def compiled(name: str) -> list[dict]:
+        command = [sys.executable, "-m", "bench.codegen", "--compile", name]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"compiling for {name} failed:\n{done.stderr[-5000:]}")
+        return json.loads(done.stdout)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        figures = dict(zip(args.parts, pool.map(compiled, args.parts), strict=True))
+    committed = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    known = committed.get(triton.__version__, {})
+    found = []
+    for name in args.parts:
+        print(table(name, figures[name]), end="\n\n")
+        found += faults(name, PARTS[name], figures[name]) + regressions(name, figures[name], known.get(name, []))
+    if args.update:
+        RESULTS.write_text(json.dumps(committed | {triton.__version__: known | figures}, indent=1) + "\n")
+    print("\n".join(found) or "no faults")
+    return int(args.check and bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
