@@ -8,9 +8,9 @@ as a launch there. Each GPU is compiled for in a process of its own. The table h
   that these leave resident (occupancy);
 - tensor-core instructions by kind, global loads and stores by width in bits, and asynchronous copies.
 
-``--check`` fails on a spill, on a matmul without tensor cores (on sm_90 without wgmma where its tile has 64 rows), on
-16-bit global loads in a loop, on more shared memory than the part has, and on a figure more than 10 % worse than the
-committed one of the same Triton version (``bench/results/codegen.json``, written by ``--update``).
+``--check`` fails on a spill, on a matmul without tensor cores, on 16-bit global loads in a loop, on more shared memory
+than the part has, and on a figure more than 10 % worse than the committed one of the same Triton version
+(``bench/results/codegen.json``, written by ``--update``).
 """
 
 from __future__ import annotations
