@@ -12,13 +12,14 @@ BENCHES := $(basename $(notdir $(wildcard bench/bench_*.py)))
 # On a CPU two workers whose threads spin would only get in each other's way.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help demo serve test test-sglang fuzz lint bench clean
+.PHONY: help demo serve test test-sglang codegen fuzz lint bench clean
 
 help:
 	@echo "make demo    a real language model's output length, controlled (ARGS='--seed 1' adds options; lenvm demo --help)"
 	@echo "make serve   the same model in the real SGLang server on a CPU, port 30000: makes .venv-sglang (3 GB) and demo-models"
 	@echo "make test    every test, under 10 minutes on 2 cores"
 	@echo "make test-sglang    the plugin in the real SGLang server on a CPU, under 15 minutes"
+	@echo "make codegen compiles every kernel for four GPUs that are not there, and fails on spills and slow code; 2 minutes"
 	@echo "make fuzz    every test, the property tests with many more examples (FUZZ_EXAMPLES=500)"
 	@echo "make lint    ruff check and format"
 	@echo "make bench   the kernel benchmarks: on a GPU the Triton kernels, without one the reference on small cases"
@@ -53,6 +54,9 @@ $(SGLANG_INSTALLED): pyproject.toml tests/sglang_cpu/requirements.txt $(wildcard
 
 test-sglang: $(SGLANG_INSTALLED)
 	$(SGLANG_VENV)/bin/python -m pytest tests/test_sglang*.py -p no:warnings --durations=5 $(ARGS)
+
+codegen: $(INSTALLED)
+	$(BIN)/python -m bench.codegen --check $(ARGS)
 
 fuzz: $(INSTALLED)
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)

@@ -8,9 +8,10 @@ as a launch there. Each GPU is compiled for in a process of its own. The table h
   that these leave resident (occupancy);
 - tensor-core instructions by kind, global loads and stores by width in bits, and asynchronous copies.
 
-``--check`` fails on a spill, on a matmul without tensor cores, on 16-bit global loads in a loop, on more shared memory
-than the part has, and on a figure more than 10 % worse than the committed one of the same Triton version
-(``bench/results/codegen.json``, written by ``--update``).
+``--check`` fails on a spill, on a matmul without tensor cores (on sm_90 without warp-group instructions, HGMMA, where
+its tile has 64 rows or more), on 16-bit global loads in a loop, on more shared memory than the part has, and on a
+figure more than 10 % worse than the committed one of the same Triton version (``bench/results/codegen.json``, written
+by ``--update``). Two cores take a minute or two for all four GPUs.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,13 +40,20 @@ from triton.runtime import JITFunction
 import lenvm_kernels.ops._common as ops_common
 from bench._models import make_config
 from lenvm_kernels.guidance import parse_guidance
+from lenvm_kernels.ops import ragged_linear, value_head, value_tree_attention
 from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.value_model import ValueModel
 
 RESULTS = Path(__file__).parent / "results" / "codegen.json"
 VALUE_MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-1.7B")
 VOCAB, MAX_LEN, PAGE_SIZE, MAX_CANDIDATES = 151_936, 4096, 1, 8  # k 5 and 8 take the same kernels
-MATMULS = ("_ragged_linear_kernel", "_value_tree_attention_kernel", "_partial_logits_kernel")
+# Kernels that are matmuls, and the rows of their tiles.
+MATMULS = {
+    "_ragged_linear_kernel": ragged_linear.BLOCK_M,
+    "_value_tree_attention_kernel": value_tree_attention.BLOCK_M.value,
+    "_partial_logits_kernel": value_head.BLOCK_M,
+}
+WARP_GROUP_ROWS = 64  # of the smallest tile that sm_90's HGMMA multiplies
 TOLERANCE = 0.10  # of a figure, against the committed one
 
 
@@ -126,6 +136,7 @@ def compiling_for(target: GPUTarget) -> Iterator[list[tuple[str, object]]]:
         return kernel
 
     interpreted, ops_common.INTERPRETED = ops_common.INTERPRETED, True  # lets CPU tensors through to the kernels
+    hip, torch.version.hip = torch.version.hip, "" if target.backend == "cuda" else "launchers ask for it"
     JITFunction.run = compile_only
     # What no kernel wrote is still read, by torch: as an index it has to be one.
     empty, empty_like = torch.empty, torch.empty_like
@@ -134,6 +145,7 @@ def compiling_for(target: GPUTarget) -> Iterator[list[tuple[str, object]]]:
         yield compiled
     finally:
         JITFunction.run, ops_common.INTERPRETED = launch, interpreted
+        torch.version.hip = hip
         torch.empty, torch.empty_like = empty, empty_like
 
 
@@ -166,18 +178,16 @@ def run_value_model(name: str) -> None:
 
 def compile_all(part: Part) -> list[dict]:
     """The figures of every kernel of every value model."""
-    figures = []
+    figures, described = [], {}
     for model in VALUE_MODELS:
-        seen: Counter[str] = Counter()
-        hashes = set()
         with compiling_for(part.target) as compiled:
             run_value_model(model)
-        for name, kernel in compiled:
-            if kernel.hash in hashes:
-                continue
-            hashes.add(kernel.hash)
+        seen: Counter[str] = Counter()
+        for name, kernel in {kernel.hash: (name, kernel) for name, kernel in compiled}.values():
             seen[name] += 1
-            figures.append({"model": model, "kernel": f"{name} {seen[name]}", **describe(kernel, part)})
+            if kernel.hash not in described:
+                described[kernel.hash] = describe(kernel, part)
+            figures.append({"model": model, "kernel": f"{name} {seen[name]}", **described[kernel.hash]})
     return figures
 
 
@@ -203,14 +213,21 @@ def describe(kernel: object, part: Part) -> dict:
         spilled = sum(map(int, re.findall(r"(\d+) bytes spill", usage)))
         instructions = [(int(at, 16), line) for at, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
         loops = _nvidia_loops(instructions)
-    text = "\n".join(line for _, line in instructions)
-    in_loops = "\n".join(line for at, line in instructions if any(first <= at <= last for first, last in loops))
     return {
         "registers": registers,
         "spilled": spilled,
         "shared": shared,
         "warps": warps,
         "occupancy": round(part.occupancy(registers, shared, warps), 3),
+        **count_instructions(instructions, loops),
+    }
+
+
+def count_instructions(instructions: list[tuple[int, str]], loops: list[tuple[int, int]]) -> dict:
+    """What (address, instruction) pairs load, store and multiply; ``loops`` are the first and last address of each."""
+    text = "\n".join(line for _, line in instructions)
+    in_loops = "\n".join(line for at, line in instructions if any(first <= at <= last for first, last in loops))
+    return {
         "tensor_cores": dict(Counter("".join(kind) for kind in re.findall(TENSOR_CORES, text))),
         "loads": _widths(text, "load"),
         "stores": _widths(text, "store"),
@@ -280,6 +297,8 @@ def faults(name: str, part: Part, figures: list[dict]) -> list[str]:
             found.append(f"{where}: {figure['shared']} bytes of shared memory, the part has {part.shared}")
         if base in MATMULS and not tensor_cores:
             found.append(f"{where}: no tensor cores")
+        elif name == "sm_90" and MATMULS.get(base, 0) >= WARP_GROUP_ROWS and "HGMMA" not in tensor_cores:
+            found.append(f"{where}: {', '.join(tensor_cores)} but no HGMMA for a tile of {MATMULS[base]} rows")
         if figure["loads_16_in_loops"]:
             found.append(f"{where}: {figure['loads_16_in_loops']} 16-bit loads in loops")
     return found
@@ -290,14 +309,18 @@ COMPARED = {"registers": 1, "spilled": 1, "shared": 1, "occupancy": -1}
 
 
 def regressions(name: str, figures: list[dict], committed: list[dict]) -> list[str]:
-    """Figures more than 10 % worse than the committed ones. A kernel that is new has nothing to compare with."""
-    before = {(figure["model"], figure["kernel"]): figure for figure in committed}
-    found = []
-    for figure in figures:
-        old = before.get((figure["model"], figure["kernel"]))
-        for key, sign in COMPARED.items() if old else ():
-            if sign * (figure[key] - old[key]) > TOLERANCE * old[key]:
-                found.append(f"{name} {figure['model']} {figure['kernel']}: {key} {old[key]} -> {figure[key]}")
+    """Figures more than 10 % worse than the committed ones, and kernels that only one side has."""
+    before, now = ({(f["model"], f["kernel"]): f for f in side} for side in (committed, figures))
+    changed = {key: "is not among" for key in now.keys() - before.keys()}
+    changed |= {key: "is no longer compiled but among" for key in before.keys() - now.keys()}
+    found = [
+        f"{name} {' '.join(key)} {what} the committed figures: --update writes them" for key, what in changed.items()
+    ]
+    for key in sorted(before.keys() & now.keys()):
+        for figure, sign in COMPARED.items():
+            old, new = before[key][figure], now[key][figure]
+            if sign * (new - old) > TOLERANCE * old:
+                found.append(f"{name} {' '.join(key)}: {figure} {old} -> {new}")
     return found
 
 
@@ -340,16 +363,36 @@ def main() -> int:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         figures = dict(zip(args.parts, pool.map(compiled, args.parts), strict=True))
-    committed = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    known = committed.get(triton.__version__, {})
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    known = results.get(triton.__version__, {}).get("parts", {})
     found = []
     for name in args.parts:
         print(table(name, figures[name]), end="\n\n")
-        found += faults(name, PARTS[name], figures[name]) + regressions(name, figures[name], known.get(name, []))
+        found += faults(name, PARTS[name], figures[name])
+        if not args.update:
+            found += regressions(name, figures[name], known.get(name, []))
     if args.update:
-        RESULTS.write_text(json.dumps(committed | {triton.__version__: known | figures}, indent=1) + "\n")
+        results[triton.__version__] = {
+            "command": "python -m bench.codegen --update",
+            "device": "none: compiled only",
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "date": time.strftime("%Y-%m-%d"),
+            "parts": known | figures,
+        }
+        RESULTS.write_text(dump(results))
     print("\n".join(found) or "no faults")
     return int(args.check and bool(found))
+
+
+def dump(results: dict) -> str:
+    """JSON with a line a kernel, so that a diff shows which ones changed."""
+    kernels_as_text = {
+        version: entry | {"parts": {part: [json.dumps(f) for f in figures] for part, figures in entry["parts"].items()}}
+        for version, entry in sorted(results.items())
+    }
+    text = json.dumps(kernels_as_text, indent=1)
+    return re.sub(r'^( +)("\{.*\}")(,?)$', lambda m: m[1] + json.loads(m[2]) + m[3], text, flags=re.MULTILINE) + "\n"
 
 
 if __name__ == "__main__":

@@ -32,6 +32,12 @@ def resolve_backend(backend: str, device: torch.device) -> str:
     return backend
 
 
+def fitting_stages(stages: int) -> int:
+    """Pipeline stages of a matmul whose tiles take 24 or 32 KB: on AMD's GPUs, with 64 KB a block, no more than three
+    (one of which is in registers)."""
+    return min(stages, 3) if torch.version.hip else stages
+
+
 def check_tensor(
     name: str,
     tensor: object,

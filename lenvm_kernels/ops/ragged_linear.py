@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import FLOAT_DTYPES, check_tensor, resolve_backend
+from lenvm_kernels.ops._common import FLOAT_DTYPES, check_tensor, fitting_stages, resolve_backend
 from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference
 
 # Tile and splits depend on the weight's shape, never on the rows: the same row must give the same bits in any batch.
@@ -249,7 +249,7 @@ def _ragged_linear_triton(x, weight, bias, num_rows, norm_eps, swiglu, residual)
             BLOCK_N=block_n,
             BLOCK_K=block_k,
             num_warps=NUM_WARPS,
-            num_stages=stages,
+            num_stages=fitting_stages(stages),
         )
         if splits > 1:
             column_blocks = triton.cdiv(outputs, SUM_BLOCK_N)

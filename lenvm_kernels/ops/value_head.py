@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import FLOAT_DTYPES, check_tensor, resolve_backend
+from lenvm_kernels.ops._common import FLOAT_DTYPES, check_tensor, fitting_stages, resolve_backend
 from lenvm_kernels.reference.value_head import value_head as _reference
 
 # The tile may depend on H but not on M: the same row must give the same bits in any batch, and one compiled kernel has
@@ -160,7 +160,7 @@ def _value_head_triton(
             BLOCK_N=block_n,
             BLOCK_K=BLOCK_K_BYTES // hidden.element_size(),
             num_warps=NUM_WARPS,
-            num_stages=stages,
+            num_stages=fitting_stages(stages),
         )
         _sum_partials_kernel[(triton.cdiv(outputs, REDUCE_ROWS),)](
             logits,

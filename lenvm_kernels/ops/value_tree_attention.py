@@ -346,15 +346,16 @@ def _merge_splits_kernel(
 
 
 def _launch_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Blocks, warps and pipeline depth. On sm_90 bf16 and fp16 do not spill (at D 128 a thread uses all its 255
-    registers), fp32 and D 256 with parents spill at most a few, and shared memory holds two programs a processor up
-    to D 128, one at D 256."""
+    """Blocks, warps and pipeline depth. In bf16 and fp16 nothing spills on the GPUs of :mod:`bench.codegen`: at D 128 a
+    block of 64 keys would, on sm_80 and sm_100, and would ask a gfx942 for more than its 64 KB. On sm_90 shared memory
+    and registers hold two programs a processor up to D 128, each with 32 KB of keys and values on their way: about
+    what 4.8 TB/s need. fp32 and D 256 with parents spill at most a few bytes."""
     block_d = max(16, triton.next_power_of_2(head_dim))
     if dtype == torch.float32:  # no tensor cores in full fp32: operands live in registers, more so the wider the head
         return dict(BLOCK_D=block_d, BLOCK_N=16, num_warps=max(8, block_d // 8), num_stages=2)
-    if block_d == 256:
-        return dict(BLOCK_D=block_d, BLOCK_N=32, num_warps=8, num_stages=3)
-    return dict(BLOCK_D=block_d, BLOCK_N=64, num_warps=4, num_stages=3)
+    return dict(
+        BLOCK_D=block_d, BLOCK_N=64 if block_d <= 64 else 32, num_warps=4 if block_d <= 128 else 8, num_stages=3
+    )
 
 
 def workspace_shape(total_tokens: int, num_requests: int, group: int, max_len: int) -> tuple[int, int]:
