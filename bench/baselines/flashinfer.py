@@ -1,0 +1,261 @@
+"""FlashInfer: its deterministic top-k, its sampler, and its paged attention with two ways of saying our mask.
+
+FlashInfer compiles its kernels with nvcc when they are first called, which takes a minute or more. So that no benchmark
+waits for it, ``python -m bench.baselines.flashinfer [KERNELS ...]`` compiles ahead, beside work that is not timed. For
+what is not compiled by then, a process waits ``COMPILE_SECONDS`` in all. What is compiled, and why what fails does,
+stays in ``build/peers`` for the next process.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+from bench.baselines import REPOSITORY, UNPACKED, Absent, Run, Tree, describe, load, require_cuda, require_dtype
+
+# Compilation that a process waits for, all kernels together: less than a benchmark gives a peer before it ends it.
+COMPILE_SECONDS = 45.0
+KERNELS = ("top_k", "sampling", "attention-fa2-bfloat16-128", "attention-fa2-bfloat16-64")
+# FlashInfer's own recommendation is 128 MiB; a large batch whose prefixes are split over programs needs more.
+WORKSPACE_BYTES = 256 * 2**20
+
+# A file for each of the kernels that were compiled: empty, or why that failed.
+OUTCOMES = UNPACKED / "flashinfer-kernels"
+os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", str(UNPACKED))  # so that both are kept, or deleted, together
+
+_seconds_left = COMPILE_SECONDS
+
+
+def topk_candidates(scores: torch.Tensor, top_k: int) -> Run:
+    """``top_k``, deterministic, ties to the lower token id, sorted: the same tokens in the same order as ours.
+
+    ``run`` returns (scores ``[B, top_k]``, token ids int64 ``[B, top_k]``). Only the selection: no softmax, no top-p or
+    min-p.
+
+    Args:
+        scores: ``[B, V]``, fp32, bf16 or fp16.
+        top_k: candidates of every row.
+
+    Raises:
+        Absent: FlashInfer is not there or not compiled, or no GPU.
+    """
+    require_cuda(scores)
+    _compile("top_k")
+    return _topk_candidates(scores, top_k)
+
+
+def _topk_candidates(scores: torch.Tensor, top_k: int) -> Run:
+    select = load("flashinfer").top_k
+    return lambda: select(scores, top_k, sorted=True, deterministic=True, tie_break=1)  # 1: the lower index
+
+
+def top_k_top_p_sample(logits: torch.Tensor, top_k: torch.Tensor | int, top_p: torch.Tensor) -> Run:
+    """``top_k_top_p_sampling_from_logits``; ``run`` returns token ids int32 ``[B]``.
+
+    An int for ``top_k`` takes FlashInfer's fast path, which draws among the row's top k; a tensor its general one,
+    which masks the logits and writes their softmax. Its draws are not ours: another generator, and one seed a call.
+
+    Args:
+        logits: fp32 ``[B, V]``.
+        top_k: int32 ``[B]``, or one for every row.
+        top_p: fp32 ``[B]``.
+
+    Raises:
+        Absent: FlashInfer is not there or not compiled, no GPU, or logits in another dtype.
+    """
+    require_cuda(logits)
+    require_dtype(logits, torch.float32)
+    _compile("sampling")
+    return _top_k_top_p_sample(logits, top_k, top_p)
+
+
+def _top_k_top_p_sample(logits: torch.Tensor, top_k: torch.Tensor | int, top_p: torch.Tensor) -> Run:
+    sample = load("flashinfer").sampling.top_k_top_p_sampling_from_logits
+    # Tensors, as a CUDA graph cannot hold the host's generator. Every call draws with the same numbers.
+    seed, offset = torch.zeros(2, 1, dtype=torch.int64, device=logits.device)
+    return lambda: sample(logits, top_k, top_p, seed=seed, offset=offset)
+
+
+def masked_attention(*args: torch.Tensor, **kwargs: torch.Tensor) -> Run:
+    """Paged prefill with the tree as a custom mask; ``run`` returns ``[T, Hq, D]``, as ours.
+
+    Not timed, though an engine does it in every step: building and packing the mask, planning, and writing new keys and
+    values into the cache, where FlashInfer wants them.
+
+    Args:
+        args, kwargs: the tensors of :class:`~bench.baselines.Tree`, fp16 or bf16.
+
+    Raises:
+        Absent: FlashInfer is not there or not compiled, no GPU, another dtype, or a mask beyond 32-bit offsets.
+    """
+    tree = Tree(*args, **kwargs)
+    _prepare_attention(tree, "fa2")
+    return _masked_attention(tree)
+
+
+def _masked_attention(tree: Tree) -> Run:
+    mask = tree.masks()
+    if len(mask) >= 2**31:
+        raise Absent(f"the masks have {len(mask)} entries, more than 32-bit offsets address")
+    return _attention(tree, "fa2", custom_mask=mask)
+
+
+def multi_item_attention(*args: torch.Tensor, backend: str = "fa2", **kwargs: torch.Tensor) -> Run:
+    """Paged prefill with multi-item scoring, which says our mask without building it; ``run`` returns ``[T, Hq, D]``.
+
+    Items are what is scored side by side behind a shared prefix. Here the prefix is the cached and the delta tokens,
+    and every candidate is an item of one token: exactly our mask. Not timed, though an engine does it in every step:
+    planning, and writing new keys and values into the cache, where FlashInfer wants them.
+
+    Args:
+        args, kwargs: the tensors of :class:`~bench.baselines.Tree`, fp16 or bf16.
+        backend: "fa2" packs the query heads of a group into a tile and splits long prefixes over programs; "fa3" does
+            neither, but is written for sm_90 and what FlashInfer chooses there by itself.
+
+    Raises:
+        Absent: FlashInfer is not there or not compiled, no GPU, or another dtype.
+    """
+    tree = Tree(*args, **kwargs)
+    _prepare_attention(tree, backend)
+    return _multi_item_attention(tree, backend)
+
+
+def _multi_item_attention(tree: Tree, backend: str) -> Run:
+    requests, most = len(tree.candidate_lens), max(1, int(tree.candidate_lens.max()))
+    ones = torch.ones(requests * most, dtype=torch.int16, device=tree.q.device).view(torch.uint16)
+    return _attention(
+        tree,
+        backend,
+        # A token after the prefix sees the prefix and the last `position` tokens up to itself. Position 0 is for the
+        # delimiters between items, which do not even see themselves; items need none between them.
+        prefix_len_ptr=(tree.cached_lens + tree.q_offsets.diff() - tree.candidate_lens).view(torch.uint32),
+        token_pos_in_items_ptr=ones,
+        token_pos_in_items_len=most,
+        max_item_len_ptr=ones[:requests],
+    )
+
+
+def _prepare_attention(tree: Tree, backend: str) -> None:
+    require_cuda(tree.q)
+    require_dtype(tree.q, torch.bfloat16, torch.float16)
+    _compile(f"attention-{backend}-{str(tree.q.dtype).removeprefix('torch.')}-{tree.q.shape[-1]}")
+
+
+def _attention(tree: Tree, backend: str, **mask: object) -> Run:
+    """Plan paged prefill over a copy of the cache that holds the new keys and values too."""
+    q, slots_before_new = tree.q, len(tree.k_cache)
+    pages = [
+        torch.cat([slots, torch.arange(slots_before_new + start, slots_before_new + end, device=q.device)])
+        for slots, start, end, _ in tree.requests()
+    ]
+    page_offsets = F.pad((tree.cached_lens + tree.q_offsets.diff()).cumsum(0), (1, 0))
+    cache = tuple(
+        torch.cat(pair).unsqueeze(1) for pair in ((tree.k_cache, tree.k_new), (tree.v_cache, tree.v_new))
+    )  # [S + T, 1 token a page, Hkv, D]
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
+    wrapper = load("flashinfer").BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
+    wrapper.plan(
+        tree.q_offsets,
+        page_offsets.int(),
+        torch.cat(pages).int(),
+        torch.ones_like(tree.cached_lens),  # tokens in each request's last page
+        num_qo_heads=q.shape[1],
+        num_kv_heads=tree.k_new.shape[1],
+        head_dim_qk=q.shape[2],
+        page_size=1,
+        causal=True,  # both masks are parts of the causal one
+        q_data_type=q.dtype,
+        kv_data_type=tree.k_cache.dtype,
+        **mask,
+    )
+    out = torch.empty_like(q)
+    return lambda: wrapper.run(q, cache, out=out)
+
+
+def _compile(kernels: str) -> None:
+    """See that some of FlashInfer's kernels are compiled.
+
+    Raises:
+        Absent: FlashInfer is not there, or these kernels are not.
+    """
+    global _seconds_left
+    load("flashinfer")
+    outcome, reason = OUTCOMES / kernels, f"other kernels took the {COMPILE_SECONDS:.0f} s"
+    if not outcome.exists() and _seconds_left > 0:
+        start = time.monotonic()
+        reason = _run_to_end([sys.executable, "-m", "bench.baselines.flashinfer", kernels], _seconds_left)
+        _seconds_left -= time.monotonic() - start
+    if outcome.exists():
+        reason = outcome.read_text()
+    if reason:
+        raise Absent(f"{kernels} is not compiled: {reason}; compile ahead with python -m bench.baselines.flashinfer")
+
+
+def _run_to_end(command: list[str], limit: float) -> str:
+    """Run a command, with all processes it starts, for at most ``limit`` seconds. Its last line if it fails."""
+    with subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # so that nvcc and ninja end with it
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return f"not within {limit:.0f} s"
+    return "" if process.returncode == 0 else [f"exit status {process.returncode}", *output.strip().splitlines()][-1]
+
+
+def _call_once(kernels: str) -> None:
+    """Call some of FlashInfer's kernels on next to nothing, so that it compiles them."""
+    kind, *options = kernels.split("-")
+    device = torch.device("cuda")
+    # The vocabulary is above the 65,536 from which sampling has a fast path.
+    scores, top_p = torch.randn(1, 100_000, device=device), torch.ones(1, device=device)
+    if kind == "top_k":
+        _topk_candidates(scores, 8)()
+    elif kind == "sampling":
+        for top_k in (8, torch.full((1,), 8, dtype=torch.int32, device=device)):
+            _top_k_top_p_sample(scores, top_k, top_p)()
+    elif kind == "attention":
+        backend, dtype, head_dim = options[0], getattr(torch, options[1]), int(options[2])
+        shapes = ((3, 2, head_dim), (3, 1, head_dim), (4, 1, head_dim))
+        q, k, cache = (torch.randn(shape, dtype=dtype, device=device) for shape in shapes)
+        integers = ([[0, 1, 2, 3]], [0], [4], [0, 3], [2])  # one request: 4 cached tokens, 1 delta token, 2 candidates
+        i32 = (torch.tensor(values, dtype=torch.int32, device=device) for values in integers)
+        tree = Tree(q, k, k, cache, cache, *i32)
+        _multi_item_attention(tree, backend)()
+        if backend == "fa2":
+            _masked_attention(tree)()
+    else:
+        raise ValueError(f"kernels must be like one of {', '.join(KERNELS)}, got {kernels}")
+    torch.cuda.synchronize()
+
+
+def main() -> int:
+    OUTCOMES.mkdir(parents=True, exist_ok=True)
+    failed = False
+    for kernels in sys.argv[1:] or KERNELS:
+        start, reason = time.monotonic(), ""
+        try:
+            _call_once(kernels)
+        except Exception as error:
+            failed = True
+            print(error, flush=True)
+            # A compiler's first error says more than the end, or the beginning, of what ninja prints.
+            reason = next((line for line in str(error).splitlines() if "error:" in line), describe(error))
+        (OUTCOMES / kernels).write_text(reason)
+        print(f"{kernels}: {reason or f'{time.monotonic() - start:.0f} s'}", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
