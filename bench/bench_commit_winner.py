@@ -1,54 +1,52 @@
 """Time ``commit_winner``. Floor: keys and values of every row that commits are read and written once.
 
-Run it as ``python -m bench.bench_commit_winner``; ``--device cpu`` times the reference. Every row commits, the most
-work there can be. On a GPU it stands beside PyTorch's gather and scatter, to which the rows to move are told.
+    python -m bench.bench_commit_winner [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
+
+Every row commits, the most work there can be. Beside it stands PyTorch's gather and scatter, to which the rows to move
+are told.
 """
 
-import itertools
+from functools import partial
 
 import torch
 
-from bench._common import Case, parse_args, run_cases
+from bench._common import Case, Shape, grid, parse_args, reference_peers, run_cases
+from bench._models import DIMENSIONS
 from lenvm_kernels.ops.commit_winner import commit_winner
+from lenvm_kernels.reference import commit_winner as reference
 
-MODELS = {"0.5B": (24, 2, 64), "1.5B": (28, 2, 128), "7B": (28, 4, 128)}  # Qwen2.5: layers, Hkv, D
-CANDIDATES = 8
+PRODUCTION = {"model": "Qwen2.5-1.5B", "B": 64, "K": 8}
+SHAPES = grid(
+    PRODUCTION,
+    {"B": [1, 8, 256, 512], "model": ["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"], "K": [2, 64]},
+    [{"model": "Qwen3-1.7B", "B": 512}],
+)
+QUICK = grid(PRODUCTION | {"model": "Qwen2.5-0.5B", "B": 1}, {"B": [8]})
 
 
-def make_cases(model: str, rows: int, dtype: torch.dtype, device: str) -> list[Case]:
-    layers, heads, head_dim = MODELS[model]
-    tokens = rows * CANDIDATES
-    cache = torch.zeros(2, layers, 4 * tokens, heads, head_dim, dtype=dtype, device=device)
-    last = torch.randn(2, layers, tokens, heads, head_dim, device=device).to(dtype)
+def make_case(device: str, shape: Shape) -> Case:
+    model, B, K, dtype = shape.values()
+    _, _, layers, _, heads, head_dim, _ = DIMENSIONS[model]
+    tokens, dtype = B * K, getattr(torch, dtype)
+    random = partial(torch.randn, dtype=dtype, device=device)
+    # As many slots as there are candidates: rows of the cache far from each other, as in a server.
+    cache, last = (random(2, layers, tokens, heads, head_dim) for _ in range(2))
     i32 = dict(dtype=torch.int32, device=device)
-    ids = torch.arange(tokens, **i32).view(rows, CANDIDATES)
-    order, zeros = torch.arange(rows, **i32), torch.zeros(rows, **i32)
-    winner = torch.randint(CANDIDATES, (rows,), device=device)
-    drawn = ids[order, winner]
-    slots = torch.randperm(4 * tokens, device=device)[:rows]
-
-    def commit():
-        return commit_winner(*cache, *last, ids, ids, zeros, order, drawn, zeros, slots)
-
-    # Beside keys and values a row's candidates, the winner's row and position; row, token, position, slot and result.
-    moved = rows * (2 * 2 * layers * heads * head_dim * dtype.itemsize + CANDIDATES * 4 + 4 + 4 + 3 * 4 + 8 + 1)
-    cases = [Case(f"{model} B={rows}", commit, moved)]
-    if device == "cuda":
-
-        def gather_and_scatter():
-            return cache.index_copy_(2, slots, last.index_select(2, drawn))
-
-        cases.append(Case(f"{model} B={rows}, gather and scatter", gather_and_scatter, moved))
-    return cases
-
-
-def main() -> None:
-    args = parse_args(__doc__)
-    models = ["0.5B"] if args.quick else list(MODELS)
-    rows = [1, 8] if args.quick else [1, 8, 64, 256]
-    cases = [case for m, b in itertools.product(models, rows) for case in make_cases(m, b, args.dtype, args.device)]
-    run_cases("commit_winner", cases, args)
+    ids = torch.arange(tokens, **i32).view(B, K)
+    order, zeros = torch.arange(B, **i32), torch.zeros(B, **i32)
+    drawn = ids[order, torch.randint(K, (B,), device=device)]
+    slots = torch.randperm(tokens, device=device)[:B]
+    arguments = (*cache, *last, ids, ids, zeros, order, drawn, zeros, slots)
+    return Case(
+        partial(commit_winner, *arguments),
+        # Beside keys and values a row's candidates, the winner's row and position; row, token, position, slot, result.
+        B * (2 * 2 * layers * heads * head_dim * dtype.itemsize + K * 4 + 4 + 4 + 3 * 4 + 8 + 1),
+        peers={
+            "gather and scatter": lambda: lambda: cache.index_copy_(2, slots, last.index_select(2, drawn)),
+            **reference_peers(reference.commit_winner, *arguments, compiles=False),
+        },
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run_cases("commit_winner", SHAPES, QUICK, make_case, parse_args(__doc__))

@@ -1,72 +1,89 @@
-"""Ragged linear: time against the floor, and beside cuBLAS on exactly the live rows on a GPU.
+"""Ragged linear: time against the floor, and beside cuBLAS on exactly the live rows.
 
     python -m bench.bench_ragged_linear [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
 
-The projections of Qwen2.5-1.5B, with T four times the live rows: a captured graph has room for more rows than a step
-has. cuBLAS is told the number of rows, and computes the bare matmul: no norm, no SwiGLU, no residual. Every call takes
-the next of several copies of the weight, together larger than any L2: between two steps all layers pass through the
-cache. The rows stay warm, as the layer before has just written them.
+The projections of a layer. There is room for more rows than are live, as in a graph captured for every candidate a step
+can have: 1.5 times as many where five of eight slots are filled, 4 times in a batch of few candidates. The peers are
+told the number of rows: "(cuBLAS, bare)" computes the matmul alone, "cuBLAS and operators" norm, SwiGLU, residual too.
 """
-
-import itertools
 
 import torch
 import torch.nn.functional as F
 
-from bench._common import Case, parse_args, run_cases
+from bench._common import Case, Shape, grid, parse_args, run_cases
+from bench._models import DIMENSIONS
 from lenvm_kernels.ops.ragged_linear import ragged_linear
+from lenvm_kernels.reference import ragged_linear as reference
 
-# Columns of the result, columns of x, and which options.
-LAYERS = {
-    "qkv": (2048, 1536, ("bias", "norm_eps")),
-    "o": (1536, 1536, ("residual",)),
-    "gate_up": (8960, 1536, ("norm_eps", "swiglu")),
-    "down": (1536, 8960, ("residual",)),
-}
-LIVE_ROWS = (8, 64, 384, 1024)
-STATIC_ROWS = 4  # times the live rows
-QUICK_CASES = 4
-COLD_BYTES = 256 * 2**20
+PRODUCTION = {"model": "Qwen2.5-1.5B", "layer": "gate_up", "rows": 384, "room": 1.5}  # B 64: a last token and k 5
+SHAPES = grid(
+    PRODUCTION,
+    {
+        "layer": ["down", "qkv", "o"],
+        "rows": [6, 48, 1536, 3072],
+        "model": ["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"],
+        "room": [1, 4],
+    },
+    [
+        {"layer": "down", "rows": 6},
+        {"layer": "down", "rows": 48},
+        {"layer": "down", "rows": 3072},
+        {"layer": "qkv", "rows": 6},
+        {"layer": "o", "rows": 6},
+        {"model": "Qwen2.5-0.5B", "layer": "down"},
+        {"model": "Qwen2.5-3B", "layer": "down"},
+    ],
+)
+QUICK = grid(PRODUCTION | {"model": "Qwen2.5-0.5B", "layer": "o", "rows": 6}, {"layer": ["qkv"]})
+EPS = 1e-6
 
 
-def make_cases(device: str, dtype: torch.dtype) -> list[Case]:
-    """One case a layer, number of live rows and implementation."""
-    cases = []
-    for layer, (outputs, size, wanted) in LAYERS.items():
-        columns = 2 * outputs if "swiglu" in wanted else outputs
-        weight_bytes = columns * size * dtype.itemsize
-        copies = 1 + COLD_BYTES // weight_bytes if device == "cuda" else 1
-        weights = [torch.randn(columns, size, dtype=dtype, device=device) * size**-0.5 for _ in range(copies)]
-        for rows in LIVE_ROWS:
-            tokens = STATIC_ROWS * rows
-            x = torch.randn(tokens, size, dtype=dtype, device=device)
-            options = {
-                "bias": torch.zeros(columns, dtype=dtype, device=device),
-                "norm_eps": 1e-6,
-                "residual": torch.randn(tokens, outputs, dtype=dtype, device=device),
-                "swiglu": True,
-            }
-            options = {name: options[name] for name in wanted}
-            num_rows = torch.tensor([rows], dtype=torch.int32, device=device)
-            elements = rows * (size + outputs * (2 if "residual" in wanted else 1)) + columns * ("bias" in wanted)
-            moved = weight_bytes + elements * dtype.itemsize
-            operations = 2 * rows * columns * size
-            turn = itertools.cycle(weights)
+def make_case(device: str, shape: Shape) -> Case:
+    model, layer, rows, room, dtype = shape.values()
+    hidden, intermediate, _, heads, kv_heads, head_dim, _ = DIMENSIONS[model]
+    # Columns of the result, columns of x, and what goes with the matmul.
+    outputs, size, norm, swiglu, has_residual = {
+        "qkv": ((heads + 2 * kv_heads) * head_dim, hidden, True, False, False),
+        "o": (hidden, heads * head_dim, False, False, True),
+        "gate_up": (intermediate, hidden, True, True, False),
+        "down": (hidden, intermediate, False, False, True),
+    }[layer]
+    columns, tokens = outputs * (1 + swiglu), int(rows * room)
+    random = {"dtype": getattr(torch, dtype), "device": device}
+    weight = torch.randn(columns, size, **random) * size**-0.5
+    x = torch.randn(tokens, size, **random)
+    bias = torch.randn(columns, **random) if layer == "qkv" and model.startswith("Qwen2") else None
+    residual = torch.randn(tokens, outputs, **random) if has_residual else None
+    num_rows = torch.tensor([rows], dtype=torch.int32, device=device)
+    options = {"norm_eps": EPS if norm else None, "swiglu": swiglu}
+    live = {"residual": None if residual is None else residual[:rows], "bias": bias}
 
-            def ragged(x=x, turn=turn, num_rows=num_rows, options=options):
-                return ragged_linear(x, next(turn), num_rows=num_rows, **options)
+    def run() -> torch.Tensor:
+        return ragged_linear(x, weight, bias, num_rows=num_rows, residual=residual, **options)[:rows]
 
-            def cublas(x=x[:rows], turn=turn):
-                return F.linear(x, next(turn))
+    def expected() -> torch.Tensor:
+        doubled = {name: tensor if tensor is None else tensor.double() for name, tensor in live.items()}
+        return reference.ragged_linear(x[:rows].double(), weight.double(), **doubled, **options)
 
-            name = f"{layer} [{columns}, {size}] rows {rows} of {tokens}"
-            cases.append(Case(name, ragged, moved, operations))
-            if device == "cuda":
-                cases.append(Case(f"{name}, cuBLAS", cublas, moved, operations))
-    return cases
+    def bare() -> tuple[torch.Tensor]:  # no tensor, as it is not the result to compare
+        return (F.linear(x[:rows], weight, bias),)
+
+    def unfused() -> torch.Tensor:
+        y = F.linear(F.rms_norm(x[:rows], (size,), eps=EPS) if norm else x[:rows], weight, bias)
+        if swiglu:
+            gate, up = y.chunk(2, 1)
+            y = F.silu(gate) * up
+        return y if residual is None else y + residual[:rows]
+
+    moved = sum(tensor.nbytes for tensor in (x[:rows], weight, *live.values()) if tensor is not None)
+    return Case(
+        run,
+        moved + rows * outputs * x.itemsize,
+        2 * rows * columns * size,
+        peers={"(cuBLAS, bare)": lambda: bare, "cuBLAS and operators": lambda: unfused},
+        expected=expected,
+    )
 
 
 if __name__ == "__main__":
-    args = parse_args(__doc__)
-    cases = make_cases(args.device, args.dtype)
-    run_cases("ragged_linear", cases[:QUICK_CASES] if args.quick else cases, args)
+    run_cases("ragged_linear", SHAPES, QUICK, make_case, parse_args(__doc__))

@@ -1,30 +1,69 @@
-"""The whole guided step: time against the floor, and beside the decode step of a 7B base model.
+"""The whole guided step: time against the floor, beside the two-forward baseline, and beside a 7B base model's step.
 
     python -m bench.bench_step [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
 
-The value model has the dimensions of Qwen2.5-1.5B (on a CPU of SmolLM2-135M) and random weights; every request has 512
-tokens in its cache, and one more with each step up to 543, when it starts over. The floor counts the tokens that exist:
-weights and cached prefixes read once, and the operations of the last tokens and the candidates. Times are of the GPU's
-work in a CUDA graph of the whole step; on a CPU of the PyTorch references.
+Value models have real dimensions and random weights; every request has L tokens in its cache, and one more with each
+step up to L + 31, when it starts over. The floor counts the tokens that exist: weights and cached prefixes read once,
+and the operations of the candidates and of the last tokens that are computed. Cases:
+
+- ``launch graph``: the GPU's work, the whole step in one CUDA graph. ``launch python``: as an engine calls it, with the
+  value model in graphs and the rest launched from Python; the comparison with the two-forward baseline, which waits
+  for the host and can be in no graph.
+- ``counts``: candidates of a row, five each or as SmolLM2 has them. ``winners``: of the drawn candidates, whether their
+  keys and values are committed or computed again.
+- ``base Qwen2.5-7B``: a base model's decode step and then the guided one; both alone are its peers.
+- the peer "(dense forward)" is the value model's forward of as many tokens and nothing else.
 """
 
 import json
+from functools import cache
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from bench._common import Case, parse_args, run_cases
+from bench._common import Case, Shape, grid, parse_args, run_cases
+from bench._measure import Uncaptured
 from bench._models import forward_floor, make_config, make_model
+from bench.baselines.two_forward import TwoForwardStep
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.paged_slots import PagedSlots
-from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.step import GuidedStep, StepOutput
 from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel
 
 VOCAB = 151_936
 CACHED, MORE_CACHED = 512, 32
 TOP_K = 5
 COUNTS = Path(__file__).parent / "results" / "candidate_counts.json"
+PRODUCTION = {
+    "model": "Qwen2.5-1.5B",
+    "B": 64,
+    "L": CACHED,
+    "counts": "full",
+    "winners": "committed",
+    "launch": "graph",
+    "base": "none",
+}
+SHAPES = grid(
+    PRODUCTION,
+    {
+        "launch": ["python"],
+        "base": ["Qwen2.5-7B"],
+        "counts": ["SmolLM2"],
+        "winners": ["computed"],
+        "B": [256, 1, 8, 512],
+        "L": [2048, 128, 8192],
+        "model": ["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"],
+    },
+    [
+        {"B": 256, "counts": "SmolLM2"},
+        {"B": 256, "launch": "python"},
+        {"B": 1, "launch": "python"},
+        {"base": "Qwen2.5-7B", "B": 256},
+        {"base": "Qwen2.5-7B", "B": 8},
+    ],
+)
+QUICK = grid(PRODUCTION | {"model": "SmolLM2-135M", "B": 4, "L": 64}, {"counts": ["SmolLM2"]})
 
 
 def candidate_counts(rows: int, distribution: str) -> torch.Tensor:
@@ -38,64 +77,105 @@ def candidate_counts(rows: int, distribution: str) -> torch.Tensor:
 
 
 class Decode:
-    """A batch of requests in the middle of their outputs; calling it is one guided step."""
+    """A batch of requests in the middle of their outputs; calling it is one guided step.
 
-    def __init__(self, model: ValueModel, counts: torch.Tensor, *, commit_winners: bool) -> None:
+    Args:
+        model: the value model.
+        counts: candidates of each row, int64 ``[rows]``.
+        commit_winners: of :class:`GuidedStep`.
+        cached: tokens that each request has in its cache at first.
+        graphs: of :class:`GuidedStep`.
+        two_forwards: take the step with :class:`TwoForwardStep`, which knows neither of the two.
+    """
+
+    def __init__(
+        self,
+        model: ValueModel,
+        counts: torch.Tensor,
+        *,
+        commit_winners: bool = True,
+        cached: int = CACHED,
+        graphs: bool = False,
+        two_forwards: bool = False,
+    ) -> None:
         rows, device = len(counts), model.device
-        slots = PagedSlots(rows, CACHED + MORE_CACHED, device=device)
-        self.step = GuidedStep(
-            model, slots.table, slots.num_slots, vocab_size=VOCAB, commit_winners=commit_winners, graphs=False
-        )
+        slots = PagedSlots(rows, cached + MORE_CACHED, device=device)
+        options = {} if two_forwards else {"commit_winners": commit_winners, "graphs": graphs}
+        make_step = TwoForwardStep if two_forwards else GuidedStep
+        self.step = make_step(model, slots.table, slots.num_slots, vocab_size=VOCAB, **options)
         for row in range(rows):
-            slots.extend(row, CACHED + MORE_CACHED)
+            slots.extend(row, cached + MORE_CACHED)
             self.step.set(row, parse_guidance({"value_mode": "mul", "value_scale": 0.8}), {0})
-        self.slots, self.counts = slots, counts
+        self.slots, self.counts, self.cached, self.commit_winners = slots, counts, cached, commit_winners
         self.rows = torch.arange(rows, device=device)
-        self.lengths = torch.full((rows,), CACHED + 1, dtype=torch.int32, device=device)
+        self.lengths = torch.full((rows,), cached + 1, dtype=torch.int32, device=device)
         # A row's candidates are its first tokens, equally likely; the next token is always the first one.
-        self.scores = torch.full((rows, VOCAB), -1e4, device=device)
-        first = 1000 * torch.arange(rows)
+        self.scores = torch.randn(rows, VOCAB, device=device)
+        first = 1000 * torch.arange(rows) % VOCAB
         for row, count in enumerate(counts.tolist()):
-            self.scores[row, first[row] : first[row] + count] = 0.0
+            self.scores[row, first[row] : first[row] + count] = 30.0
         self.tokens = first.to(device)
         self.filters = dict(
             top_k=torch.full((rows,), TOP_K, dtype=torch.int32, device=device),
             top_p=torch.ones(rows, device=device),
             min_p=torch.full((rows,), 0.01, device=device),
         )
+        if two_forwards:
+            prompts = torch.randint(VOCAB, (rows * cached,), device=device)
+            zeros = torch.zeros_like(self.lengths)
+            self.step.extend(prompts, None, self.rows, cached * self.rows, zeros + cached, zeros)
+        else:
+            fill(self.step.cache)
 
-    def __call__(self) -> None:
+    def __call__(self) -> StepOutput:
         slots = self.slots.slots(self.rows, self.lengths - 1)
-        self.step.step(
+        output = self.step.step(
             self.scores, self.tokens, self.rows, self.lengths, slots, **self.filters, is_logits=True, sample=True
         )
-        self.lengths.copy_(torch.where(self.lengths < CACHED + MORE_CACHED, self.lengths + 1, CACHED + 1))
+        self.lengths.copy_(torch.where(self.lengths < self.cached + MORE_CACHED, self.lengths + 1, self.cached + 1))
+        return output
+
+    def check(self) -> None:
+        """Take a step, and see that it is the one to be timed."""
+        counts = self().candidates.counts.cpu()
+        if not torch.equal(counts.long(), self.counts) or self.step.table.faults.any():
+            raise ValueError(f"the step has other candidates than it should, or faults: {counts.tolist()}")
+
+    def num_tokens(self) -> int:
+        """Tokens that a step computes: candidates where there are several, and last tokens that none of them was."""
+        several = self.counts > 1
+        deltas = int((~several).sum()) if self.commit_winners else len(self.counts)
+        return deltas + int(self.counts[several].sum())
 
     def floor(self) -> tuple[int, int]:
-        """(bytes, operations) of a step that computes each row's last token and its candidates, if it has several."""
-        scored = int(self.counts[self.counts > 1].sum())
-        rows, model = len(self.counts), self.step.value_model
-        moved, operations = forward_floor(model.config, model.dtype, rows + scored, scored, rows, CACHED)
+        """(bytes, operations) of a step."""
+        model, scored = self.step.value_model, int(self.counts[self.counts > 1].sum())
+        moved, operations = forward_floor(
+            model.config, model.dtype, self.num_tokens(), scored, len(self.counts), self.cached
+        )
         return moved + self.scores.nbytes, operations
 
 
 class Dense:
-    """One forward of exactly so many tokens and no candidates, spread over requests with ``CACHED`` tokens each."""
+    """One forward of exactly so many tokens and no candidates, spread over requests with ``cached`` tokens each."""
 
-    def __init__(self, model: ValueModel, requests: int, tokens: int, *, lm_head_rows: int = 0) -> None:
+    def __init__(
+        self, model: ValueModel, requests: int, tokens: int, *, cached: int = CACHED, lm_head_rows: int = 0
+    ) -> None:
         device, dtype, config = model.device, model.dtype, model.config
         i32 = dict(dtype=torch.int32, device=device)
         lens = torch.full((requests,), tokens // requests, **i32)
         lens[: tokens % requests] += 1
         longest = -(-tokens // requests)
-        slots = PagedSlots(requests, CACHED + longest, device=device)
+        slots = PagedSlots(requests, cached + longest, device=device)
         for row in range(requests):
-            slots.extend(row, CACHED + longest)
+            slots.extend(row, cached + longest)
         rows = torch.arange(requests, device=device)
         starts = lens.cumsum(0, dtype=torch.int32) - lens
         row_of = rows.repeat_interleave(lens)
-        position = CACHED + torch.arange(tokens, device=device) - starts[row_of]
-        self.model, self.cache = model, KVCache.of_slots(model, slots.num_slots)
+        position = cached + torch.arange(tokens, device=device) - starts[row_of]
+        self.model, self.cache, self.cached = model, KVCache.of_slots(model, slots.num_slots), cached
+        fill(self.cache)
         self.batch = RaggedBatch.build(
             torch.arange(tokens, device=device),
             slots.slots(row_of, position),
@@ -103,7 +183,7 @@ class Dense:
             lens,
             torch.empty(requests, 0, **i32),
             torch.zeros(requests, **i32),
-            torch.full((requests,), CACHED, **i32),
+            torch.full((requests,), cached, **i32),
             slots.table,
             rows,
         )
@@ -118,37 +198,41 @@ class Dense:
     def floor(self) -> tuple[int, int]:
         """(bytes, operations) of the forward, and of the projection to the vocabulary if there is one."""
         tokens, requests = len(self.hidden), len(self.batch.table_rows)
-        moved, operations = forward_floor(self.model.config, self.model.dtype, tokens, 0, requests, CACHED)
+        moved, operations = forward_floor(self.model.config, self.model.dtype, tokens, 0, requests, self.cached)
         return moved + self.lm_head.nbytes, operations + 2 * tokens * self.lm_head.numel()
 
 
-def make_cases(device: str, dtype: torch.dtype, quick: bool) -> list[Case]:
-    """The step at B 64 and 256, what it costs beside a dense forward of as many tokens, and beside a base model."""
-    name = "Qwen2.5-1.5B" if device == "cuda" else "SmolLM2-135M"
-    model = make_model(make_config(name, vocab_size=VOCAB if device == "cuda" else 2**16), dtype, device)
-    cases = []
+def fill(cache: KVCache) -> None:
+    """Random keys and values: zeros would be faster than real ones."""
+    for tensor in (cache.keys, cache.values):
+        tensor.normal_()
 
-    def add(case: str, run: Decode | Dense) -> None:
-        cases.append(Case(f"{name}, {case}", run, *run.floor()))
 
-    sizes = (4, 4) if quick else (64, 256) if device == "cuda" else (16, 64)
-    for rows, distribution in zip(sizes, ("full", "SmolLM2"), strict=True):
-        counts = candidate_counts(rows, distribution)
-        for commit_winners in (True, False):
-            case = f"step B {rows} {distribution} counts, winners {'committed' if commit_winners else 'computed'}"
-            add(case, Decode(model, counts, commit_winners=commit_winners))
-        tokens = rows + int(counts[counts > 1].sum())
-        add(f"dense forward of {tokens} tokens", Dense(model, rows, tokens))
-    if device == "cuda" and not quick:
-        base_config = make_config("Qwen2.5-7B", vocab_size=2**16)
-        base = Dense(make_model(base_config, dtype, device), 64, 64, lm_head_rows=VOCAB)
-        guided = Decode(model, candidate_counts(64, "full"), commit_winners=True)
-        moved, operations = (sum(pair) for pair in zip(base.floor(), guided.floor(), strict=True))
-        cases.append(Case("7B base decode B 64", base, *base.floor()))
-        cases.append(Case("7B base decode B 64 and step", lambda: (base(), guided()), moved, operations))
-    return cases
+@cache
+def value_model(name: str, dtype: torch.dtype, device: str, vocab_size: int) -> ValueModel:
+    """The model, made once for all cases."""
+    return make_model(make_config(name, vocab_size=vocab_size), dtype, device)
+
+
+def make_case(device: str, shape: Shape) -> Case:
+    name, B, L, distribution, winners, launch, base_name, dtype = shape.values()
+    dtype, vocab = getattr(torch, dtype), VOCAB if device == "cuda" else 2**16
+    model, counts = value_model(name, dtype, device, vocab), candidate_counts(B, distribution)
+    graphs = launch == "python" and device == "cuda"
+    guided = Decode(model, counts, commit_winners=winners == "committed", cached=L, graphs=graphs)
+    guided.check()
+    moved, operations = guided.floor()
+    if base_name != "none":
+        base = Dense(value_model(base_name, dtype, device, 2**16), B, B, cached=L, lm_head_rows=VOCAB)
+        moved, operations = (sum(pair) for pair in zip(base.floor(), (moved, operations), strict=True))
+        peers = {"(base alone)": lambda: base, "(step alone)": lambda: guided}
+        return Case(lambda: (base(), guided()), moved, operations, peers)
+    peers = {
+        "two forwards": lambda: Uncaptured(Decode(model, counts, cached=L, two_forwards=True)),
+        "(dense forward)": lambda: Dense(model, B, guided.num_tokens(), cached=L),
+    }
+    return Case(Uncaptured(guided) if launch == "python" else guided, moved, operations, peers)
 
 
 if __name__ == "__main__":
-    args = parse_args(__doc__)
-    run_cases("step", make_cases(args.device, args.dtype, args.quick), args)
+    run_cases("step", SHAPES, QUICK, make_case, parse_args(__doc__))

@@ -1,49 +1,71 @@
 """Time ``topk_candidates``. Floor: the scores are read once (``B * V * itemsize`` bytes), at copy bandwidth.
 
-Run it as ``python -m bench.bench_topk_candidates``; ``--device cpu`` times the reference. On a GPU the 39 MB of
-B = 64 in fp32 stay in the L2 cache between replays, so every case also runs over copies that together exceed it (cold).
+    python -m bench.bench_topk_candidates [--device cpu] [--quick] [--json FILE]
+
+Scores are random logits, fp32 or bf16 as a case says, whatever ``--dtype`` is. The 39 MB of B = 64 in fp32 stay in the
+L2 cache of an H200 from call to call: the cold time is the one beside the floor. FlashInfer's sampling and vLLM's
+filter do another part of an engine's work on the same scores: they choose from the vocabulary, but list no candidates.
 """
 
-import itertools
+from functools import partial
 
 import torch
+import triton
 
-from bench._common import Case, parse_args, run_cases
+from bench._common import Case, Shape, grid, parse_args, peer, reference_peers, run_cases
 from lenvm_kernels.ops.topk_candidates import topk_candidates
+from lenvm_kernels.reference import topk_candidates as reference
 
-VOCAB = 151_936  # Qwen2.5
-COLD_BYTES = 256 * 2**20  # well above 60 MB of L2 (H200)
+PRODUCTION = {"B": 64, "k": 5, "V": 151_936, "dtype": "float32"}  # Qwen2.5's vocabulary
+SHAPES = grid(
+    PRODUCTION,
+    {
+        "dtype": ["bfloat16"],
+        "B": [1, 8, 256, 512],
+        "k": [2, 16, 64, 8, 32],
+        "V": [32_000, 128_256, 262_144],
+    },
+    [
+        {"B": 512, "dtype": "bfloat16"},
+        {"B": 1, "k": 64},
+        {"B": 512, "k": 64, "V": 262_144},
+        {"k": 64, "V": 262_144, "dtype": "bfloat16"},
+    ],
+)
+QUICK = grid(PRODUCTION | {"B": 4, "V": 32_000}, {"dtype": ["bfloat16"]})
 
 
-def make_case(rows: int, slots: int, cold: bool, dtype: torch.dtype, device: str) -> Case:
-    size = rows * VOCAB * dtype.itemsize
-    copies = -(-COLD_BYTES // size) if cold else 1
-    scores = [torch.randn(rows, VOCAB, device=device).to(dtype) for _ in range(copies)]
+def make_case(device: str, shape: Shape) -> Case:
+    B, k, V, dtype = shape.values()
+    scores = torch.randn(B, V, device=device).to(getattr(torch, dtype))
+    top_k = torch.full((B,), k, dtype=torch.int32, device=device)
+    top_p = torch.full((B,), 0.95, device=device)
     arguments = dict(
-        top_k=torch.full((rows,), slots, dtype=torch.int32, device=device),
-        top_p=torch.full((rows,), 0.95, device=device),
-        min_p=torch.full((rows,), 0.01, device=device),
-        temperature=torch.ones(rows, device=device),
+        top_k=top_k,
+        top_p=top_p,
+        min_p=torch.full((B,), 0.01, device=device),
+        temperature=torch.ones(B, device=device),
+        max_candidates=triton.next_power_of_2(k),
+        is_logits=True,
     )
-
-    def run():
-        for one in scores:
-            topk_candidates(one, **arguments, max_candidates=slots, is_logits=True)
-
-    return Case(f"B={rows} V={VOCAB} K={slots}{f' cold, {copies} calls' if cold else ''}", run, copies * size)
-
-
-def main() -> None:
-    args = parse_args(__doc__)
-    rows = [1, 4] if args.quick else [1, 8, 64, 256, 512]
-    slots = [8] if args.quick else [8, 64]
-    cold = [False, True] if args.device == "cuda" else [False]
-    run_cases(
-        "topk_candidates",
-        [make_case(b, k, c, args.dtype, args.device) for b, k, c in itertools.product(rows, slots, cold)],
-        args,
-    )
+    peers = {
+        "FlashInfer top_k": peer("flashinfer", "topk_candidates", scores, k),
+        "FlagGems topk": peer("flag_gems", "topk_candidates", scores, k),
+        "torch.topk": peer("pytorch", "topk_candidates", scores, k),
+        "FlashInfer sampling": peer("flashinfer", "top_k_top_p_sample", scores, top_k, top_p),
+        "vLLM Qrita + copy": peer("vllm", "top_k_top_p_filter", scores, top_k, top_p),
+        **reference_peers(
+            reference.topk_candidates,
+            scores,
+            **arguments,
+            entropy_threshold=None,
+            guided=None,
+            vocab_mask=None,
+            compiles=device == "cuda" and shape == PRODUCTION,
+        ),
+    }
+    return Case(partial(topk_candidates, scores, **arguments), scores.nbytes, peers=peers)
 
 
 if __name__ == "__main__":
-    main()
+    run_cases("topk_candidates", SHAPES, QUICK, make_case, parse_args(__doc__))

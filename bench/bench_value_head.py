@@ -1,70 +1,56 @@
-"""Value head: time against the floor, and beside cuBLAS + SiLU + GEMV on a GPU.
+"""Value head: time against the floor, and beside cuBLAS + SiLU + a matrix-vector product.
 
     python -m bench.bench_value_head [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
 
-Every call takes the next of several copies of the weights, together larger than any L2: between two steps of a server
-the layers of two models pass through the cache. The hidden states stay warm, as the model has just written them.
+M candidates of a value model. The peers have no gather and no norm: both are left out, but for one case. In a step the
+weights are cold and the hidden states, which the model has just written, are warm.
 """
 
-import itertools
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 
-from bench._common import Case, parse_args, run_cases
+from bench._common import Case, Shape, grid, parse_args, peer, reference_peers, run_cases
+from bench._models import DIMENSIONS
 from lenvm_kernels.ops.value_head import value_head
+from lenvm_kernels.reference import value_head as reference
 
-SIZES = (576, 896, 1536, 2048, 3584)  # SmolLM2-135M; Qwen2.5 0.5B, 1.5B, 3B, 7B
-ROWS = (1, 8, 64, 384, 4096)
-QUICK_CASES = 6
-COLD_BYTES = 256 * 2**20
+PRODUCTION = {"model": "Qwen2.5-1.5B", "M": 320, "norm_and_gather": False}  # B 64, k 5
+SHAPES = grid(
+    PRODUCTION,
+    {
+        "norm_and_gather": [True],
+        "M": [5, 40, 1280, 2560],
+        "model": ["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen2.5-7B"],  # Qwen3-1.7B is as wide as the 3B
+    },
+    [{"M": 1}, {"M": 128}, {"M": 4096}, {"model": "Qwen2.5-3B", "M": 5}, {"model": "Qwen2.5-3B", "M": 2560}],
+)
+QUICK = grid(PRODUCTION | {"model": "Qwen2.5-0.5B", "M": 5}, {"norm_and_gather": [True]})
 
 
-def cublas_head(hidden, fc_weight, fc_bias, summary_weight, summary_bias):
-    """The unfused head: three launches, activations and logits in the weights' dtype."""
-    return F.linear(F.silu(F.linear(hidden, fc_weight, fc_bias)), summary_weight, summary_bias).squeeze(-1)
-
-
-def make_cases(device: str, dtype: torch.dtype) -> list[Case]:
-    """One case a size, number of rows and implementation."""
-    cases = []
-    for size in SIZES:
-        matrix_bytes = size * size * dtype.itemsize
-        copies = 1 + COLD_BYTES // matrix_bytes if device == "cuda" else 1
-        weights = [
-            tuple(
-                torch.randn(shape, dtype=dtype, device=device) * size**-0.5
-                for shape in ((size, size), (size,), (1, size), (1,))
-            )
-            for _ in range(copies)
-        ]
-        norm_weight = torch.ones(size, dtype=dtype, device=device)
-        for rows in ROWS:
-            hidden = torch.randn(rows, size, dtype=dtype, device=device)
-            token_rows = torch.randperm(rows, device=device)
-            moved = matrix_bytes + (2 * size + 1 + rows * size) * dtype.itemsize + rows * 4
-            norm_and_gather_moved = moved + size * dtype.itemsize + rows * token_rows.itemsize
-            operations = 2 * rows * size * size + 2 * rows * size
-            turn = itertools.cycle(weights)
-
-            def plain(hidden=hidden, turn=turn):
-                return value_head(hidden, *next(turn))
-
-            def norm_and_gather(hidden=hidden, turn=turn, token_rows=token_rows, norm_weight=norm_weight):
-                return value_head(hidden, *next(turn), token_rows=token_rows, norm_weight=norm_weight)
-
-            def cublas(hidden=hidden, turn=turn):
-                return cublas_head(hidden, *next(turn))
-
-            name = f"H {size} M {rows}"
-            cases.append(Case(name, plain, moved, operations))
-            cases.append(Case(f"{name}, norm and gather", norm_and_gather, norm_and_gather_moved, operations))
-            if device == "cuda":
-                cases.append(Case(f"{name}, cuBLAS + SiLU + GEMV", cublas, moved, operations))
-    return cases
+def make_case(device: str, shape: Shape) -> Case:
+    model, M, norm_and_gather, dtype = shape.values()
+    size = DIMENSIONS[model][0]
+    random = partial(torch.randn, dtype=getattr(torch, dtype), device=device)
+    weights = [random(*dimensions) * size**-0.5 for dimensions in ((size, size), (size,), (1, size), (1,))]
+    hidden, options, peers = random(M, size), {}, {}
+    if norm_and_gather:
+        options = dict(token_rows=torch.randperm(M, device=device), norm_weight=random(size))
+    else:
+        compiles = device == "cuda" and shape.items() >= PRODUCTION.items()
+        peers = {
+            "cuBLAS + SiLU + GEMV": peer("pytorch", "value_head", hidden, *weights),
+            **reference_peers(reference.value_head, hidden, *weights, compiles=compiles),
+        }
+    tensors = (hidden, *weights, *options.values())
+    return Case(
+        partial(value_head, hidden, *weights, **options),
+        sum(tensor.nbytes for tensor in tensors) + M * 4,
+        2 * M * size * (size + 1),
+        peers=peers,
+        expected=lambda: reference.value_head(hidden.double(), *weights, **options),
+    )
 
 
 if __name__ == "__main__":
-    args = parse_args(__doc__)
-    cases = make_cases(args.device, args.dtype)
-    run_cases("value_head", cases[:QUICK_CASES] if args.quick else cases, args)
+    run_cases("value_head", SHAPES, QUICK, make_case, parse_args(__doc__))

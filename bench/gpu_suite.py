@@ -1,56 +1,293 @@
-"""Everything to run where a GPU is at hand, in one command: ``python -m bench.gpu_suite --out bench/results/h200``.
+"""Everything to run where a GPU is at hand, in one command and under nine minutes: ``python -m bench.gpu_suite``.
 
-First the tests, so that the compiled kernels are known to be right, then the benchmarks of the guided step and of its
-operators. Output goes to a file each in the folder, benchmarks also as JSON with command, versions and the ceilings
-measured in the same run. What fails or runs out of time does not keep the next from running; the exit status tells.
+    python -m bench.gpu_suite [--out bench/results/nvidia-h200] [--minutes 9] [--only STEP ...] [--dry-run]
+
+The ceilings; the tests with compiled kernels, beside which the benchmarks warm the compilers' caches; each benchmark,
+the most important first; every kernel under compute-sanitizer. Each step is a process of its own with a time limit and
+a log in the folder. A benchmark whose process ends goes on in another one, without what ended it. The folder has, after
+each step: ``summary.md``, a plot and a JSON file an operator, ``suite.json``, and ``tests.jsonl`` with each test's
+outcome. SIGTERM ends it early, with a report of what there is. The exit status is 1 if a test, a benchmark or a check
+failed.
+
+It needs the package installed (``pip install --no-deps --no-build-isolation --editable .``), and no network. Peers that
+are not installed are reported as absent. ``--dry-run`` tries the suite without a GPU, on tiny shapes.
 """
 
 import argparse
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-OPERATORS = (
-    "topk_candidates",
-    "commit_winner",
-    "ragged_layout",
-    "ragged_linear",
-    "rope_cache",
-    "value_tree_attention",
-    "value_head",
-    "reweight_scatter",
-    "sample_candidates",
-)
+import torch
+
+from bench._common import TRIAL_SECONDS, environment, write_json
+from bench._outcomes import summarize
+from bench._report import load, plot, short_table, summary
+from bench.baselines import describe
+
+# Seconds of nine minutes, in the order to run.
+BENCHES = {
+    "step": 65,
+    "value_tree_attention": 55,
+    "topk_candidates": 45,
+    "ragged_linear": 30,
+    "value_head": 25,
+    "reweight_scatter": 25,
+    "rope_cache": 15,
+    "commit_winner": 15,
+    "sample_candidates": 15,
+    "ragged_layout": 10,
+}
+SECONDS = {"ceilings": 15, "tests": 150, **BENCHES, "sanitizer": 60}
+TESTED = (*(name for name in BENCHES if name != "step"), "value_model", "step")
+DRY_TESTS = ("tests/test_topk_candidates.py", "tests/test_value_head.py", "-k", "bad_arguments or errors_name")
+RESERVE = 10  # seconds for the report
+GRACE = 12  # seconds before a benchmark is ended, in which it starts nothing more
+SHORTEST = 5  # seconds that a step is begun for
+MOST_RESTARTS = 8
+SANITIZER_PATH = os.environ.get("PATH", "") + os.pathsep + "/usr/local/cuda/bin"
+SANITIZER_ERRORS = 9
+
+
+class Cut(BaseException):
+    """SIGTERM came."""
+
+
+@dataclass
+class Job:
+    """A command with its output in a file of the folder, and what is set in its environment."""
+
+    name: str
+    command: Sequence[str]
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+def python(*arguments: str) -> list[str]:
+    """``python -m`` and arguments."""
+    return [sys.executable, "-m", *arguments]
+
+
+class Suite:
+    """The steps, their time, and what they gave.
+
+    Args:
+        out: folder for the results; made if it is not there.
+        seconds: for everything.
+        dry_run: tiny shapes on a CPU.
+    """
+
+    def __init__(self, out: Path, seconds: float, *, dry_run: bool) -> None:
+        self.out, self.dry_run = out, dry_run
+        self.scale = seconds / sum([*SECONDS.values(), RESERVE])
+        self.deadline = time.monotonic() + seconds - RESERVE * self.scale
+        device = "cpu" if dry_run else "cuda"
+        self.state = {"environment": environment(device) | {"dry_run": dry_run}, "steps": {}, "tests": None}
+        self.failed, self.logs = False, set()
+        self.variables = {"PYTHONUNBUFFERED": "1"}
+        if dry_run:  # beside other work, threads that spin while they wait take many times as long
+            self.variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive"}
+        out.mkdir(parents=True, exist_ok=True)
+
+    def run(self, names: Sequence[str]) -> None:
+        """Take the steps; a report is written after each."""
+        for i, name in enumerate(names):
+            # What earlier steps have left of their time is the next one's.
+            later = sum(SECONDS[other] for other in names[i + 1 :]) * self.scale
+            limit = self.deadline - later - time.monotonic()
+            start = time.monotonic()
+            self.state["steps"][name] = step = {"outcome": "cut", "seconds": 0.0, "log": f"{name}.txt"}
+            try:
+                if limit < SHORTEST:
+                    step["outcome"] = "left out, out of time"
+                elif name in BENCHES:
+                    step["outcome"] = self.bench(name, limit)
+                else:
+                    step["outcome"] = getattr(self, name)(limit)
+            finally:
+                step["seconds"] = round(time.monotonic() - start, 1)
+                self.report(name)
+            print(f"{name}: {step['outcome']}, {step['seconds']:.0f} s", flush=True)
+
+    # --- steps: each returns its outcome in words ---
+
+    def ceilings(self, limit: float) -> str:
+        trial = ["--seconds", str(TRIAL_SECONDS)] if self.dry_run else []
+        jobs = [Job("ceilings", python("bench._measure", "--json", str(self.out / "ceilings.json"), *trial))]
+        if tool := shutil.which("nvidia-smi"):
+            jobs.append(Job("nvidia-smi", [tool]))
+        return self._outcome(self.execute(jobs, limit)["ceilings"])
+
+    def tests(self, limit: float) -> str:
+        """The tests, and beside them, where they only wait for compilers, a first call of everything to be timed."""
+        outcomes = self.out / "tests.jsonl"
+        command = python("pytest", "-q", "-p", "no:cacheprovider", "-p", "bench._outcomes", "--outcomes", str(outcomes))
+        if self.dry_run:
+            jobs = [Job("tests", [*command, *DRY_TESTS])]
+        else:
+            if importlib.util.find_spec("xdist"):
+                command += ["-n", str(max(2, (os.cpu_count() or 2) - 4)), "--dist", "worksteal"]
+            command += [f"tests/test_{name}.py" for name in TESTED]
+            jobs = [Job("tests", command, {"HYPOTHESIS_PROFILE": "gpu"})]
+            for name in BENCHES:
+                warm_up = python(f"bench.bench_{name}", "--warm-up", "--seconds", f"{limit:.0f}")
+                jobs.append(Job(f"warm-up-{name}", ["nice", "-n", "10", *warm_up]))
+        status = self.execute(jobs, limit)["tests"]
+        self.state["tests"] = summarize(outcomes)
+        modules = self.state["tests"]["modules"].values()
+        passed, failed, not_run = (sum(m[key] for m in modules) for key in ("passed", "failed", "not run"))
+        self.failed |= bool(failed) or status not in (0, None) or not passed
+        ended = "" if status is not None else f", ended after {limit:.0f} s"
+        return f"{passed} passed, {failed} failed, {not_run} not run{ended}"
+
+    def bench(self, name: str, limit: float) -> str:
+        file, end = self.out / f"{name}.json", time.monotonic() + limit
+        command = python(f"bench.bench_{name}", "--json", str(file), *(["--dry-run"] if self.dry_run else []))
+        file.unlink(missing_ok=True)
+        restarts = 0
+        while True:
+            left = end - time.monotonic()
+            options = ["--seconds", f"{max(1.0, left - GRACE):.0f}", *(["--resume"] if restarts else [])]
+            status = self.execute([Job(name, [*command, *options])], left)[name]
+            data = json.loads(file.read_text()) if file.exists() else None
+            if data is None or data["finished"] or status is None or restarts == MOST_RESTARTS:
+                break
+            restarts += 1
+        if data is None:
+            self.failed = True
+            return f"failed before its first result: {self._outcome(status)}"
+        measured = sum("warm" in entry.get("ours", {}) for entry in data["results"])
+        failed = sum("failed" in entry.get("ours", {}) for entry in data["results"])
+        self.failed |= bool(failed) or (not data["finished"] and status is not None)
+        parts = [f"{measured} of {len(data['planned'])} cases"]
+        parts += [f"{failed} failed"] if failed else []
+        parts += [f"begun again {restarts} times"] if restarts else []
+        parts += [f"ended after {limit:.0f} s"] if status is None else []
+        return ", ".join(parts)
+
+    def sanitizer(self, limit: float) -> str:
+        """Every kernel once, plainly (is each launched?), then where there is a tool under its two checks at once."""
+        start, command = time.monotonic(), python("bench._every_kernel")
+        variables = {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"} if self.dry_run else {}
+        plain = self.execute([Job("sanitizer", command, variables)], limit)["sanitizer"]
+        outcome = f"every kernel {'ran' if plain == 0 else self._outcome(plain)}"
+        self.failed |= plain not in (0, None)
+        tool = shutil.which("compute-sanitizer", path=SANITIZER_PATH)
+        if tool is None or self.dry_run:
+            return f"{outcome}; compute-sanitizer absent" if tool is None else f"{outcome}; no checks in a dry run"
+        jobs = [
+            Job(
+                f"sanitizer-{check}",
+                [tool, "--tool", check, "--error-exitcode", str(SANITIZER_ERRORS), *command],
+                {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # each tensor an allocation of its own, with ends to run past
+            )
+            for check in ("memcheck", "racecheck")
+        ]
+        statuses = self.execute(jobs, limit - (time.monotonic() - start))
+        for name, status in statuses.items():
+            check = name.removeprefix("sanitizer-")
+            found = {0: "clean", SANITIZER_ERRORS: f"ERRORS, see {name}.txt"}.get(status) or self._outcome(status)
+            outcome += f"; {check} {found}"
+            self.failed |= status not in (0, None)
+        return outcome
+
+    @staticmethod
+    def _outcome(status: int | None) -> str:
+        return {0: "done", None: "ended at its time limit"}.get(status, f"failed with exit status {status}")
+
+    # --- processes ---
+
+    def execute(self, jobs: Sequence[Job], limit: float) -> dict[str, int | None]:
+        """Run jobs side by side for at most ``limit`` seconds; their exit statuses, None for what had to be ended."""
+        end, processes = time.monotonic() + limit, {}
+        try:
+            for job in jobs:
+                with (self.out / f"{job.name}.txt").open("a" if job.name in self.logs else "w") as log:
+                    self.logs.add(job.name)
+                    print(f"$ {' '.join(job.command)}", file=log, flush=True)
+                    processes[job.name] = subprocess.Popen(
+                        job.command,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env=os.environ | self.variables | job.variables,
+                        start_new_session=True,
+                    )
+            while any(process.poll() is None for process in processes.values()) and time.monotonic() < end:
+                time.sleep(0.05)
+            return {name: process.poll() for name, process in processes.items()}
+        finally:
+            running = [process for process in processes.values() if process.poll() is None]
+            for sign in (signal.SIGTERM, signal.SIGKILL):
+                for process in running:
+                    if process.poll() is None:
+                        os.killpg(process.pid, sign)
+                wait_until = time.monotonic() + 3
+                while any(process.poll() is None for process in running) and time.monotonic() < wait_until:
+                    time.sleep(0.05)
+
+    # --- the report ---
+
+    def report(self, name: str) -> None:
+        """Write what there is; the plot only of the benchmark that has just ended."""
+        write_json(self.out / "suite.json", self.state)
+        try:
+            results = load(self.out)
+            (self.out / "summary.md").write_text(summary(self.state, results))
+            if name in results:
+                plot(results[name], self.out / f"{name}.png")
+        except Exception as error:  # no fault of a table or a plot may end the measurements
+            self.state["steps"][name]["outcome"] += f"; report incomplete: {describe(error)}"
+
+    def short_table(self) -> list[str]:
+        """Of the steps of this run; the folder may have results of an earlier one."""
+        found = load(self.out)
+        return short_table(self.state, {name: found[name] for name in self.state["steps"] if name in found})
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the results; made if it is not there")
-    parser.add_argument("--limit", type=int, default=150, help="seconds for each step (default: 150)")
+    parser.add_argument(
+        "--out", type=Path, help="folder for the results (default: bench/results/ and the device's name)"
+    )
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything (default: 9)")
+    parser.add_argument("--only", nargs="+", choices=list(SECONDS), metavar="STEP", help=f"of {', '.join(SECONDS)}")
+    parser.add_argument("--dry-run", action="store_true", help="try it on a CPU, with tiny shapes")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    steps = {
-        f"test_{tests}": ["pytest", "-q", "-x", f"tests/test_{tests}.py"]
-        for tests in (*OPERATORS, "value_model", "step")
-    }
-    for name in ("step", *OPERATORS):
-        steps[name] = [f"bench.bench_{name}", "--json", str(args.out / f"{name}.json")]
-    return max(run_step(name, command, args.out / f"{name}.txt", args.limit) for name, command in steps.items())
+    if importlib.util.find_spec("lenvm_kernels.reference") is None:
+        parser.error("the package is not installed: pip install --no-deps --no-build-isolation --editable .")
+    if args.dry_run and args.out is None:
+        parser.error("--dry-run needs --out: its results do not belong among the others")
+    if not args.dry_run and not torch.cuda.is_available():
+        parser.error("this machine has no GPU; --dry-run --out DIR tries the suite without one")
+    out = args.out
+    if out is None:
+        folder = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower())
+        out = Path(os.path.relpath(Path(__file__).parent / "results" / folder))
 
+    def end(signum, frame):
+        raise Cut
 
-def run_step(name: str, command: list[str], log: Path, limit: int) -> int:
-    """Run ``python -m command`` with its output in ``log``; 0 if it succeeded."""
-    start = time.perf_counter()
-    with log.open("w") as output:
-        try:
-            status = subprocess.run(
-                [sys.executable, "-m", *command], stdout=output, stderr=subprocess.STDOUT, timeout=limit
-            ).returncode
-        except subprocess.TimeoutExpired:
-            status = 124
-    print(f"{name}: exit status {status} after {time.perf_counter() - start:.0f} s, {log}", flush=True)
-    return int(status != 0)
+    signal.signal(signal.SIGTERM, end)
+    suite = Suite(out, args.minutes * 60, dry_run=args.dry_run)
+    names = [name for name in SECONDS if args.only is None or name in args.only]
+    try:
+        suite.run(names)
+    except (Cut, KeyboardInterrupt) as cut:
+        suite.state["cut"] = "SIGTERM" if isinstance(cut, Cut) else "an interrupt"
+        suite.failed = True
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if suite.state["steps"]:
+        suite.report(list(suite.state["steps"])[-1])
+        print("\n".join(suite.short_table()), flush=True)
+    return int(suite.failed)
 
 
 if __name__ == "__main__":

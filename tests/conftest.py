@@ -24,6 +24,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 _COMMON = dict(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 settings.register_profile("ci", derandomize=True, max_examples=50, print_blob=True, **_COMMON)
 settings.register_profile("fuzz", max_examples=int(os.environ.get("FUZZ_EXAMPLES", "500")), **_COMMON)
+# Compiling takes most of a test's time on a GPU, and bench.gpu_suite has little of it.
+settings.register_profile("gpu", derandomize=True, max_examples=10, print_blob=True, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
