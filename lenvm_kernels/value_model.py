@@ -9,7 +9,7 @@ read their number on the device.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -420,6 +420,7 @@ class ValueModel:
         *,
         keep: KVCache | None = None,
         delta_values: bool = False,
+        before_head: Callable[[], None] | None = None,
         backend: str = "auto",
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Value logits of all candidates; extends the cache by the delta tokens.
@@ -431,6 +432,7 @@ class ValueModel:
             keep: keys and values of all rows of this forward are left here, each ``[num_layers, T, Hkv, D]``, the
                 candidates' included (:func:`commit_winner` takes them).
             delta_values: also return the logits of the rows.
+            before_head: called between the layers and the head, which is the final norm and what follows it.
             backend: of the operators, see :func:`lenvm_kernels.ops._common.resolve_backend`.
 
         Returns:
@@ -471,6 +473,8 @@ class ValueModel:
                 **live,
             )
 
+        if before_head is not None:
+            before_head()
         head = dict(norm_weight=self.norm, **norm, backend=backend)
         if not delta_values:
             return value_head(hidden, *self.head, token_rows=layout.head_rows, **head)[layout.head_slots]

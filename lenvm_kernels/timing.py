@@ -1,0 +1,149 @@
+"""Time of each stage of every guided step, one JSON line a step, for whoever asks where a step's time goes.
+
+On when the environment variable ``LENVM_TIMING`` names a file as a :class:`~lenvm_kernels.step.GuidedStep` is made; any
+adapter's will do, since the step itself keeps the time. Each process writes a file of its own, so that the lines of
+several ranks never mix: process 4711 writes ``steps.4711.jsonl`` for ``LENVM_TIMING=steps.jsonl``, and adds to it if it
+is there. A line is
+
+    {"step": 0, "rows": 64, "candidates_ms": 0.21, "forward_ms": 3.1, "head_ms": 0.1, "reweight_ms": 0.05,
+     "sample_ms": 0.03, "total_ms": 3.49}
+
+with the steps of the process counted from 0, and stages that follow each other without a gap, so that they add up to
+``total_ms``:
+
+- ``candidates``: arguments, top-k, top-p and min-p, and who is to be scored;
+- ``forward``: the winner of the last step, the layout of the tokens, and the layers of the value model;
+- ``head``: final norm and value head;
+- ``reweight``: guided probabilities, and their way into ``probs``;
+- ``sample``: the draw, and remaining lengths if a request asks for them.
+
+On a GPU these are times between events in its stream: what the device spent, gaps in which it waited for the host
+included. Nothing waits for the device; a line is written by a later step that finds its last event reached, or at exit
+(a killed process loses the lines that wait). A CUDA graph of the value model is split at the head, because an event
+inside a graph is overwritten by the next replay: a step launches two graphs instead of one. A step that the caller
+captures in a graph of its own is not timed, nor are those of ``warm_up``. On a CPU they are times of the host's clock.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import time
+from collections import deque
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+VARIABLE = "LENVM_TIMING"
+STAGES = ("candidates", "forward", "head", "reweight", "sample")
+
+
+class StepRecord:
+    """One step: where it began, and where each stage ended."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._rows, self._stream = rows, None
+        if device.type == "cuda":
+            self._stream = torch.cuda.current_stream(device)
+        self._start, self._ends = self._now(), {}
+
+    def mark(self, stage: str) -> None:
+        """Say that ``stage``, which began where the one before ended, ends here."""
+        self._ends[stage] = self._now()
+
+    def is_done(self) -> bool:
+        """Whether the device has reached the last mark; asks without waiting."""
+        return self._stream is None or self._last().query()
+
+    def wait(self) -> None:
+        """Wait until it has."""
+        if self._stream is not None:
+            self._last().synchronize()
+
+    def line(self, step: int) -> str:
+        """The line of a record that is done."""
+        times, last = {}, self._start
+        for stage, end in self._ends.items():
+            times[f"{stage}_ms"], last = self._milliseconds(last, end), end
+        times["total_ms"] = self._milliseconds(self._start, last)
+        return json.dumps({"step": step, "rows": self._rows} | {name: round(ms, 6) for name, ms in times.items()})
+
+    def _last(self) -> torch.cuda.Event:
+        return next(reversed(self._ends.values()), self._start)
+
+    def _now(self) -> float | torch.cuda.Event:
+        if self._stream is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def _milliseconds(self, start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+        return (end - start) * 1e3 if self._stream is None else start.elapsed_time(end)
+
+
+class StepTimer:
+    """Writes the records of a process to its file, in the order of the steps.
+
+    Args:
+        file: opened to be added to.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file: TextIO = file.open("a", buffering=1)  # a line a write, so that a killed process leaves whole lines
+        self._pending: deque[StepRecord] = deque()
+        self._written = 0
+        atexit.register(self.flush)
+
+    @staticmethod
+    def from_environment() -> StepTimer | None:
+        """The timer of this process; None when ``LENVM_TIMING`` is not set.
+
+        Raises:
+            ValueError: the variable does not name a file that can be written.
+        """
+        name = os.environ.get(VARIABLE, "").strip()
+        return _timer_of(name, os.getpid()) if name else None
+
+    def begin(self, rows: int, device: torch.device) -> StepRecord | None:
+        """Begin to time a step of so many rows; None where a graph is being captured, which no event may disturb."""
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None
+        return StepRecord(rows, device)
+
+    def end(self, record: StepRecord) -> None:
+        """Take a step's record, and write those of the steps that the device has finished."""
+        self._pending.append(record)
+        while self._pending and self._pending[0].is_done():
+            self._write()
+
+    def flush(self) -> None:
+        """Wait for the steps begun so far and write their lines."""
+        while self._pending:
+            self._pending[0].wait()
+            self._write()
+
+    def _write(self) -> None:
+        self._file.write(self._pending.popleft().line(self._written) + "\n")
+        self._written += 1
+
+
+def file_of_process(file: Path, process: int) -> Path:
+    """Where a process writes when ``LENVM_TIMING`` is ``file``: its id goes before the suffix."""
+    return file.with_name(f"{file.stem}.{process}{file.suffix}")
+
+
+@functools.cache  # the steps of a process share a file
+def _timer_of(name: str, process: int) -> StepTimer:
+    try:
+        return StepTimer(file_of_process(Path(name), process))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{VARIABLE} must be a file in a folder that can be written to, got {name!r}: {error}"
+        ) from error

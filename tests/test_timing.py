@@ -1,0 +1,254 @@
+"""Timing of a step's stages: whole and complete lines when it is on, no trace of it when it is off."""
+
+import contextlib
+import json
+import os
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lenvm_kernels import step, timing
+from lenvm_kernels.timing import STAGES, StepRecord, StepTimer, file_of_process
+from tests.test_step import GUIDANCE, PROMPTS, VOCAB, Engine, make_step, needs_gpu, run_requests, tiny_value_model
+
+NAMES = ["step", "rows", *(f"{stage}_ms" for stage in STAGES), "total_ms"]
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """Turns timing on; this process' lines go to the path it gives."""
+    monkeypatch.setenv(timing.VARIABLE, str(tmp_path / "steps.jsonl"))
+    return tmp_path / f"steps.{os.getpid()}.jsonl"
+
+
+def lines_of(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def check_lines(lines, rows):
+    assert [line["step"] for line in lines] == list(range(len(rows)))
+    assert [line["rows"] for line in lines] == rows
+    for line in lines:
+        assert list(line) == NAMES
+        stages = [line[f"{stage}_ms"] for stage in STAGES]
+        assert all(ms >= 0 for ms in stages) and line["forward_ms"] > 0
+        assert sum(stages) == pytest.approx(line["total_ms"], abs=1e-3)
+
+
+class Operators(TorchDispatchMode):
+    """Names of all operators called under it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def decode(device="cpu", steps=3, **options):
+    """Tokens and value logits of a few requests, guided and not."""
+    engine = Engine(*make_step(tiny_value_model(torch.device(device)), **options))
+    guidance = [GUIDANCE[0], GUIDANCE[1], None, GUIDANCE[3] | {"return_values": True}]
+    sequences, outputs = run_requests(engine, PROMPTS, guidance, steps)
+    return engine, sequences, torch.stack([output.value_logits for output in outputs])
+
+
+def test_a_line_a_step(file):
+    decode()
+    check_lines(lines_of(file), [4] * 3)
+
+
+def test_steps_of_a_process_share_its_file(file, monkeypatch):
+    for _ in range(2):
+        engine, *_ = decode(steps=2)
+    check_lines(lines_of(file), [4] * 4)
+    with monkeypatch.context() as patch:  # a record of a step may still wait to be read: nothing else may touch it
+        patch.setattr(StepRecord, "mark", None)
+        engine.step.predict(*(engine.tensor([x]) for x in (5, 0, 3)))
+        engine.step.warm_up(progress=False)  # whose steps serve nobody
+    assert len(lines_of(file)) == 4
+    engine.decode([0], [[5, 6, 7, 8]], torch.zeros(1, VOCAB))  # goes on after it
+    check_lines(lines_of(file), [4] * 4 + [1])
+
+
+def test_a_step_that_fails_has_no_line(file, monkeypatch):
+    engine, *_ = decode(steps=1)
+    with monkeypatch.context() as patch, pytest.raises(TypeError):  # in its last stage
+        patch.setattr(step, "sample_candidates", None)
+        engine.decode([0], [[5, 6, 7, 8]], torch.zeros(1, VOCAB))
+    engine.decode([0], [[5, 6, 7, 8]], torch.zeros(1, VOCAB), sample=False)
+    check_lines(lines_of(file), [4, 1])
+
+
+def test_off_it_leaves_no_trace(tmp_path, monkeypatch):
+    """Without the variable nothing is recorded; with it the operators called are the same, and so are the results."""
+    monkeypatch.setattr(timing, "StepRecord", None)  # making one would fail
+    monkeypatch.delenv(timing.VARIABLE, raising=False)
+    with Operators() as off:
+        _, *without = decode()
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    monkeypatch.setenv(timing.VARIABLE, str(tmp_path / "steps.jsonl"))
+    with Operators() as on:
+        _, *with_timing = decode()
+    assert off.names == on.names and len(off.names) > 500
+    assert without[0] == with_timing[0] and torch.equal(without[1], with_timing[1])
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_every_process_has_a_file(tmp_path, monkeypatch):
+    assert file_of_process(tmp_path / "a.jsonl", 4711) == tmp_path / "a.4711.jsonl"
+    assert file_of_process(tmp_path / "a", 4711) == tmp_path / "a.4711"
+    monkeypatch.setenv(timing.VARIABLE, str(tmp_path / "a.jsonl"))
+    first = StepTimer.from_environment()
+    assert StepTimer.from_environment() is first
+    monkeypatch.setattr(os, "getpid", lambda: 4711)  # as in a child that was forked
+    assert StepTimer.from_environment() is not first
+    assert (tmp_path / "a.4711.jsonl").exists()
+
+
+@pytest.mark.parametrize("path", ["{}/missing/steps.jsonl", "{}/file/steps.jsonl", "{}/"])
+def test_a_bad_path_is_refused_at_the_start(tmp_path, monkeypatch, path):
+    (tmp_path / "file").touch()
+    path = path.format(tmp_path)
+    if path.endswith("/"):
+        file_of_process(tmp_path, os.getpid()).mkdir()
+    monkeypatch.setenv(timing.VARIABLE, path)
+    with pytest.raises(ValueError, match=r"LENVM_TIMING must be a file in a folder that can be written to, got '"):
+        make_step(tiny_value_model(torch.device("cpu")))
+
+
+# --- device events, with a device that is a counter ---
+
+
+class FakeDevice:
+    """Reaches one event after the other when told to; an event's time is its number in ms."""
+
+    def __init__(self):
+        self.recorded = self.reached = self.waits = 0
+
+    def event(self, enable_timing):
+        assert enable_timing
+        return FakeEvent(self)
+
+
+class FakeEvent:
+    def __init__(self, device):
+        self.device = device
+
+    def record(self, stream):
+        assert stream == "stream"
+        self.device.recorded += 1
+        self.number = self.device.recorded
+
+    def query(self):
+        return self.number <= self.device.reached
+
+    def synchronize(self):
+        self.device.waits += 1
+        self.device.reached = max(self.device.reached, self.number)
+
+    def elapsed_time(self, end):
+        assert self.query() and end.query(), "read before the device was there"
+        return float(end.number - self.number)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    device = FakeDevice()
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return device
+
+
+def test_events_are_read_when_they_are_reached(tmp_path, gpu):
+    timer = StepTimer(tmp_path / "steps.jsonl")
+
+    def one_step(rows):
+        record = timer.begin(rows, torch.device("cuda"))
+        for stage in STAGES:
+            record.mark(stage)
+        timer.end(record)
+
+    for rows in (1, 2, 3):
+        one_step(rows)
+    assert lines_of(tmp_path / "steps.jsonl") == []
+    gpu.reached = 11  # all of the first step, and of the second all but its last stage
+    one_step(4)
+    assert [line["rows"] for line in lines_of(tmp_path / "steps.jsonl")] == [1]
+    assert gpu.waits == 0
+    timer.flush()
+    assert gpu.waits == 3
+    lines = lines_of(tmp_path / "steps.jsonl")
+    check_lines(lines, [1, 2, 3, 4])
+    assert all(line["head_ms"] == 1 and line["total_ms"] == 5 for line in lines)
+
+
+def test_a_step_inside_a_capture_is_not_timed(tmp_path, gpu, monkeypatch):
+    timer = StepTimer(tmp_path / "steps.jsonl")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert timer.begin(1, torch.device("cuda")) is None and gpu.recorded == 0
+    assert isinstance(timer.begin(1, torch.device("cpu")), StepRecord)
+
+
+class FakeGraph:
+    """A CUDA graph that only says what happens to it."""
+
+    def __init__(self, events):
+        self.events = events
+
+    def replay(self):
+        self.events.append(("replay", self))
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_graphs_are_split_at_the_head(tmp_path, monkeypatch, on):
+    """With timing the layers and the head are graphs of their own, with a mark between them; without it one graph."""
+    if on:
+        monkeypatch.setenv(timing.VARIABLE, str(tmp_path / "steps.jsonl"))
+    else:
+        monkeypatch.delenv(timing.VARIABLE, raising=False)
+    engine, *_ = decode(steps=1)
+    guided, events = engine.step, []
+
+    @contextlib.contextmanager
+    def capture(graph, pool):
+        assert pool == "pool"
+        events.append(("begin", graph))
+        yield
+        events.append(("end", graph))
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph(events))
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    guided._pool, guided._captured = "pool", {}
+    guided._inputs = [torch.zeros(4, *more) for more in ([],) * 5 + ([8], [])]
+    monkeypatch.setattr(guided, "_score", lambda *inputs, before_head=None: (before_head or (lambda: None))())
+    guided._capture(4)
+    graphs, _ = guided._captured[4]
+    assert len(graphs) == 1 + on
+    assert events == [(what, graph) for graph in graphs for what in ("begin", "end")]
+
+    events.clear()
+    guided._captured[4] = graphs, torch.zeros(4, 8)
+    guided._record = StepRecord(4, torch.device("cpu")) if on else None
+    monkeypatch.setattr(StepRecord, "mark", lambda record, stage: events.append(("mark", stage)))
+    guided._replay(*guided._inputs)
+    replays = [("replay", graph) for graph in graphs]
+    assert events == ([replays[0], ("mark", "forward"), replays[1]] if on else replays)
+
+
+@needs_gpu
+def test_timing_on_a_gpu_changes_nothing(tmp_path, monkeypatch):
+    """Graphs split or whole give the same values to the bit, and every step has its line."""
+    monkeypatch.delenv(timing.VARIABLE, raising=False)
+    _, *without = decode("cuda", steps=6)
+    monkeypatch.setenv(timing.VARIABLE, str(tmp_path / "steps.jsonl"))
+    _, *with_timing = decode("cuda", steps=6)
+    StepTimer.from_environment().flush()
+    check_lines(lines_of(tmp_path / f"steps.{os.getpid()}.jsonl"), [4] * 6)
+    assert without[0] == with_timing[0] and torch.equal(without[1], with_timing[1])
