@@ -32,6 +32,17 @@ def resolve_backend(backend: str, device: torch.device) -> str:
     return backend
 
 
+# Those of Triton are for kernels to call too, and take the host twenty times as long.
+def ceil_div(x: int, y: int) -> int:
+    """``x / y``, rounded up."""
+    return -(-x // y)
+
+
+def next_power_of_2(x: int) -> int:
+    """The least power of two that is at least ``x``, and at least 1."""
+    return 1 << (max(x, 1) - 1).bit_length()
+
+
 def fitting_stages(stages: int) -> int:
     """Pipeline stages of a matmul whose tiles take 24 or 32 KB: on AMD's GPUs, with 64 KB a block, no more than three
     (one of which is in registers)."""
@@ -61,20 +72,26 @@ def check_tensor(
         TypeError: not a tensor.
         ValueError: wrong dtype, shape, device or strides. The message says what is accepted and what came.
     """
-    dtypes = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
-    wanted = f"{'|'.join(map(_dtype_name, dtypes))} {_shape_name(shape)}" + ("" if device is None else f" on {device}")
+    # A step checks a thousand tensors: no generators, and the message is put together only where one is wrong.
+    dtypes = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor {wanted}, got {type(tensor).__name__}")
-    fits = len(tensor.shape) == len(shape) and all(
-        w is None or w == n for w, n in zip(shape, tensor.shape, strict=True)
-    )
-    if tensor.dtype not in dtypes or not fits or (device is not None and tensor.device != device):
+        raise TypeError(f"{name} must be a tensor {_wanted(dtypes, shape, device)}, got {type(tensor).__name__}")
+    sizes = tensor.shape
+    fits = tensor.dtype in dtypes and (device is None or tensor.device == device) and len(sizes) == len(shape)
+    for wanted, size in zip(shape, sizes, strict=False):
+        fits = fits and (wanted is None or wanted == size)
+    if not fits:
         raise ValueError(
-            f"{name} must be {wanted}, got {_dtype_name(tensor.dtype)} {_shape_name(tensor.shape)} on {tensor.device}"
+            f"{name} must be {_wanted(dtypes, shape, device)}, got {_dtype_name(tensor.dtype)} "
+            f"{_shape_name(sizes)} on {tensor.device}"
         )
-    if unit_stride and tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if unit_stride and sizes and sizes[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tuple(tensor.stride())}")
     return tensor
+
+
+def _wanted(dtypes: Sequence[torch.dtype], shape: Sequence[int | None], device: torch.device | None) -> str:
+    return f"{'|'.join(map(_dtype_name, dtypes))} {_shape_name(shape)}" + ("" if device is None else f" on {device}")
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

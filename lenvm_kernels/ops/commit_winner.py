@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import FLOAT_DTYPES, check_tensor, resolve_backend
+from lenvm_kernels.ops._common import FLOAT_DTYPES, ceil_div, check_tensor, next_power_of_2, resolve_backend
 from lenvm_kernels.reference.commit_winner import commit_winner as _reference
 
 MAX_CANDIDATES = 64
@@ -140,10 +140,10 @@ def _commit_winner_triton(
     committed = torch.empty(rows, dtype=torch.bool, device=k_cache.device)
     if rows == 0:
         return committed
-    block = min(triton.next_power_of_2(width), TILE)
-    block_layers = min(triton.next_power_of_2(layers), TILE // block)
+    block = min(next_power_of_2(width), TILE)
+    block_layers = min(next_power_of_2(layers), TILE // block)
     with torch.cuda.device_of(k_cache):
-        _commit_winner_kernel[(rows, triton.cdiv(layers, block_layers))](
+        _commit_winner_kernel[(rows, ceil_div(layers, block_layers))](
             committed,
             k_cache,
             *k_cache.stride()[:2],

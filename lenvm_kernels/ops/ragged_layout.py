@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import check_tensor, resolve_backend
+from lenvm_kernels.ops._common import check_tensor, next_power_of_2, resolve_backend
 from lenvm_kernels.reference.ragged_layout import RaggedLayout
 from lenvm_kernels.reference.ragged_layout import ragged_layout as _reference
 
@@ -172,7 +172,7 @@ def _ragged_layout_triton(
             requests,
             deltas,
             K=columns,
-            COLUMNS=triton.next_power_of_2(max(columns, 1)),
+            COLUMNS=next_power_of_2(max(columns, 1)),
             TILE=TILE,
             num_warps=NUM_WARPS,
         )

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import FLOAT_DTYPES, check_tensor, fitting_stages, resolve_backend
+from lenvm_kernels.ops._common import FLOAT_DTYPES, ceil_div, check_tensor, fitting_stages, resolve_backend
 from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference
 
 # Tile and splits depend on the weight's shape, never on the rows: the same row must give the same bits in any batch.
@@ -193,7 +193,7 @@ def num_splits(columns: int, size: int, swiglu: bool = False) -> int:
     """Parts that the sums of ``columns`` columns over ``size`` products are split into: fp32 [parts, T, columns]."""
     if swiglu or size < SPLIT_FROM:
         return 1
-    return max(1, min(size // SPLIT_K, MAX_SPLIT_PROGRAMS // triton.cdiv(columns, BLOCK_N_WIDE)))
+    return max(1, min(size // SPLIT_K, MAX_SPLIT_PROGRAMS // ceil_div(columns, BLOCK_N_WIDE)))
 
 
 def _ragged_linear_triton(x, weight, bias, num_rows, norm_eps, swiglu, residual) -> Tensor:
@@ -206,7 +206,7 @@ def _ragged_linear_triton(x, weight, bias, num_rows, norm_eps, swiglu, residual)
     is_wide = splits > 1 or columns >= WIDE_FROM
     block_n, stages = (BLOCK_N_WIDE, STAGES_WIDE) if is_wide else (BLOCK_N, STAGES)
     block_k = BLOCK_K_BYTES // x.element_size()
-    tiles = triton.cdiv(tokens, BLOCK_M) * triton.cdiv(columns, block_n) * splits
+    tiles = ceil_div(tokens, BLOCK_M) * ceil_div(columns, block_n) * splits
     residual_stride = 0 if residual is None else residual.stride(0)
 
     inv_rms = None
@@ -219,7 +219,7 @@ def _ragged_linear_triton(x, weight, bias, num_rows, norm_eps, swiglu, residual)
 
     with torch.cuda.device_of(x):
         if norm_eps is not None:
-            _inv_rms_kernel[(min(triton.cdiv(tokens, NORM_ROWS), MAX_SMALL_PROGRAMS),)](
+            _inv_rms_kernel[(min(ceil_div(tokens, NORM_ROWS), MAX_SMALL_PROGRAMS),)](
                 inv_rms,
                 x,
                 x.stride(0),
@@ -244,7 +244,7 @@ def _ragged_linear_triton(x, weight, bias, num_rows, norm_eps, swiglu, residual)
             N=outputs,
             SWIGLU=swiglu,
             SPLITS=splits,
-            SPLIT_LEN=triton.cdiv(triton.cdiv(size, block_k), splits) * block_k,
+            SPLIT_LEN=ceil_div(ceil_div(size, block_k), splits) * block_k,
             BLOCK_M=BLOCK_M,
             BLOCK_N=block_n,
             BLOCK_K=block_k,
@@ -252,8 +252,8 @@ def _ragged_linear_triton(x, weight, bias, num_rows, norm_eps, swiglu, residual)
             num_stages=fitting_stages(stages),
         )
         if splits > 1:
-            column_blocks = triton.cdiv(outputs, SUM_BLOCK_N)
-            row_blocks = min(triton.cdiv(tokens, SUM_ROWS), triton.cdiv(MAX_SMALL_PROGRAMS, column_blocks))
+            column_blocks = ceil_div(outputs, SUM_BLOCK_N)
+            row_blocks = min(ceil_div(tokens, SUM_ROWS), ceil_div(MAX_SMALL_PROGRAMS, column_blocks))
             _sum_splits_kernel[(column_blocks, row_blocks)](
                 out,
                 matmul_out,

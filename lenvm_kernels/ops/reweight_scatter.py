@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lenvm_kernels.ops._common import FLOAT_DTYPES, check_tensor, resolve_backend
+from lenvm_kernels.ops._common import FLOAT_DTYPES, ceil_div, check_tensor, resolve_backend
 from lenvm_kernels.ops.topk_candidates import Candidates, Status
 from lenvm_kernels.reference.reweight_scatter import SMALLEST_SHIFT, TARGET_MARGIN, TARGET_MARGIN_SHARE, Mode
 from lenvm_kernels.reference.reweight_scatter import reweight_scatter as _reference
@@ -487,9 +487,9 @@ def reweight_scatter(
     with torch.cuda.device_of(value_logits):
         if probs is None:
             tile_rows = max(1, TILE // slots)
-            _reweight_kernel[(triton.cdiv(rows, tile_rows),)](*arguments, rows, K=slots, ROWS=tile_rows, num_warps=1)
+            _reweight_kernel[(ceil_div(rows, tile_rows),)](*arguments, rows, K=slots, ROWS=tile_rows, num_warps=1)
         else:
             vocab = probs.shape[1]
-            grid = (rows, triton.cdiv(vocab, SLICE))
+            grid = (rows, ceil_div(vocab, SLICE))
             _reweight_scatter_kernel[grid](*arguments, probs, probs.stride(0), vocab, K=slots, SLICE=SLICE, num_warps=4)
     return out

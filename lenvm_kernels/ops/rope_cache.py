@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import FLOAT_DTYPES, check_tensor, resolve_backend
+from lenvm_kernels.ops._common import FLOAT_DTYPES, check_tensor, next_power_of_2, resolve_backend
 from lenvm_kernels.reference.rope_cache import rope_cache as _reference
 
 # Elements of each half of the queries a thread holds: 16 bytes of bf16, the widest load. With Qwen3-1.7B's 16 heads of
@@ -152,7 +152,7 @@ def _rope_cache_triton(
     v = torch.empty(tokens, kv_heads, head_dim, dtype=qkv.dtype, device=qkv.device) if v_out is None else v_out
     if tokens == 0:
         return q, k, v
-    block_q_heads, block_half = triton.next_power_of_2(num_heads), triton.next_power_of_2(head_dim // 2)
+    block_q_heads, block_half = next_power_of_2(num_heads), next_power_of_2(head_dim // 2)
     warps = block_q_heads * block_half // (32 * ELEMENTS_PER_THREAD)
     with torch.cuda.device_of(qkv):
         _rope_cache_kernel[(tokens,)](
@@ -185,7 +185,7 @@ def _rope_cache_triton(
             KV_HEADS=kv_heads,
             HALF=head_dim // 2,
             BLOCK_Q_HEADS=block_q_heads,
-            BLOCK_KV_HEADS=triton.next_power_of_2(kv_heads),
+            BLOCK_KV_HEADS=next_power_of_2(kv_heads),
             BLOCK_HALF=block_half,
             num_warps=min(max(warps, 1), MAX_WARPS),
         )

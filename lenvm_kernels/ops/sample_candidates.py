@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import check_tensor, resolve_backend
+from lenvm_kernels.ops._common import ceil_div, check_tensor, resolve_backend
 from lenvm_kernels.ops.topk_candidates import Candidates, Status
 from lenvm_kernels.reference.sample_candidates import sample_candidates as _reference
 from lenvm_kernels.reference.topk_candidates import GREEDY_TEMPERATURE
@@ -89,7 +89,7 @@ def _sample_candidates_triton(candidates, guided_probs, seeds, positions, temper
     if rows == 0:
         return tokens
     with torch.cuda.device_of(guided_probs):
-        _sample_candidates_kernel[(triton.cdiv(rows, TILE),)](
+        _sample_candidates_kernel[(ceil_div(rows, TILE),)](
             tokens,
             candidates.token_ids,
             candidates.status,

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lenvm_kernels.ops._common import FLOAT_DTYPES, check_tensor, resolve_backend
+from lenvm_kernels.ops._common import FLOAT_DTYPES, ceil_div, check_tensor, next_power_of_2, resolve_backend
 from lenvm_kernels.reference.topk_candidates import GREEDY_TEMPERATURE, Candidates, Status
 from lenvm_kernels.reference.topk_candidates import topk_candidates as _reference
 
@@ -329,8 +329,8 @@ def _launch(
     )
     if rows == 0:
         return found
-    tiles = triton.cdiv(vocab, TILE)
-    tiles_pow2 = triton.next_power_of_2(tiles)
+    tiles = ceil_div(vocab, TILE)
+    tiles_pow2 = next_power_of_2(tiles)
     ranges = tiles_pow2 if rows <= FEW_ROWS else min(tiles_pow2, RANGES_OF_MANY_ROWS)
     tile_max, tile_sum = torch.empty(2, rows, tiles, dtype=torch.float32, device=device)
     range_keys = torch.empty(rows, ranges, max_candidates, dtype=torch.int64, device=device)

@@ -17,7 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import FLOAT_DTYPES, check_tensor, fitting_stages, resolve_backend
+from lenvm_kernels.ops._common import (
+    FLOAT_DTYPES,
+    ceil_div,
+    check_tensor,
+    fitting_stages,
+    next_power_of_2,
+    resolve_backend,
+)
 from lenvm_kernels.reference.value_head import value_head as _reference
 
 # The tile may depend on H but not on M: the same row must give the same bits in any batch, and one compiled kernel has
@@ -139,10 +146,10 @@ def _value_head_triton(
     if outputs == 0:
         return logits
     block_n, stages = (BLOCK_N_WIDE, STAGES_WIDE) if size >= WIDE_FROM else (BLOCK_N, STAGES)
-    column_blocks = triton.cdiv(size, block_n)
+    column_blocks = ceil_div(size, block_n)
     partial = torch.empty(column_blocks, outputs, dtype=torch.float32, device=hidden.device)
     with torch.cuda.device_of(hidden):
-        _partial_logits_kernel[(column_blocks, triton.cdiv(outputs, BLOCK_M))](
+        _partial_logits_kernel[(column_blocks, ceil_div(outputs, BLOCK_M))](
             partial,
             hidden,
             hidden.stride(0),
@@ -162,7 +169,7 @@ def _value_head_triton(
             num_warps=NUM_WARPS,
             num_stages=fitting_stages(stages),
         )
-        _sum_partials_kernel[(triton.cdiv(outputs, REDUCE_ROWS),)](
+        _sum_partials_kernel[(ceil_div(outputs, REDUCE_ROWS),)](
             logits,
             partial,
             token_rows,
@@ -170,7 +177,7 @@ def _value_head_triton(
             outputs,
             tokens,
             COLUMN_BLOCKS=column_blocks,
-            BLOCKS=triton.next_power_of_2(column_blocks),
+            BLOCKS=next_power_of_2(column_blocks),
             ROWS=REDUCE_ROWS,
         )
     return logits

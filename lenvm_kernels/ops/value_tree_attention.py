@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lenvm_kernels.ops._common import FLOAT_DTYPES, check_tensor, resolve_backend
+from lenvm_kernels.ops._common import FLOAT_DTYPES, ceil_div, check_tensor, next_power_of_2, resolve_backend
 from lenvm_kernels.reference import value_tree_attention as reference
 
 # Rows of a query tile: (token, head of the group) pairs. The least for which sm_90 uses its warp-group matmul (HGMMA).
@@ -350,7 +350,7 @@ def _launch_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     block of 64 keys would, on sm_80 and sm_100, and would ask a gfx942 for more than its 64 KB. On sm_90 shared memory
     and registers hold two programs a processor up to D 128, each with 32 KB of keys and values on their way: about
     what 4.8 TB/s need. fp32 and D 256 with parents spill at most a few bytes."""
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d = max(16, next_power_of_2(head_dim))
     if dtype == torch.float32:  # no tensor cores in full fp32: operands live in registers, more so the wider the head
         return dict(BLOCK_D=block_d, BLOCK_N=16, num_warps=max(8, block_d // 8), num_stages=2)
     return dict(
@@ -362,7 +362,7 @@ def workspace_shape(total_tokens: int, num_requests: int, group: int, max_len: i
     """(splits, tokens W) of the partial results, fp32 ``[splits, Hkv, W, group, D + 1]``; W is 0 where one split does.
 
     ``group`` is ``Hq / Hkv``, ``max_len`` the tokens that the slot table has room for in a row."""
-    splits = min(MAX_SPLITS.value, max(1, triton.cdiv(max_len, SPLIT_LEN.value)))
+    splits = min(MAX_SPLITS.value, max(1, ceil_div(max_len, SPLIT_LEN.value)))
     split_tokens = SPLIT_TILES.value * (BLOCK_M.value // group)
     return splits, min(total_tokens, num_requests * split_tokens) if splits > 1 else 0
 
