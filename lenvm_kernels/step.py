@@ -278,7 +278,7 @@ class GuidedStep:
         for name, tensor in (("starts", starts), ("lens", lens), ("cached_lens", cached_lens)):
             check_tensor(name, tensor, dtypes=torch.int32, shape=rows.shape, device=device)
         rows = rows.long()
-        ends = starts + torch.where(self._needs_value_model(rows), lens, 0)
+        ends = starts + torch.where(self._guided(rows)[1], lens, 0)
         nothing = torch.empty(len(rows), 0, dtype=torch.int32, device=device)
         for first in range(0, len(tokens), self.chunk_tokens):
             chunk = slice(first, min(first + self.chunk_tokens, len(tokens)))
@@ -356,7 +356,7 @@ class GuidedStep:
         if drawn is not None:
             check_tensor("drawn", drawn, dtypes=_INT_DTYPES, shape=[b], device=device)
         rows = rows.long()
-        guided, needs_model = self.table.mode[rows] != Mode.UNGUIDED, self._needs_value_model(rows)
+        guided, needs_model = self._guided(rows)
         if active is not None:
             check_tensor("active", active, dtypes=torch.bool, shape=[b], device=device)
             guided, needs_model = guided & active, needs_model & active
@@ -407,7 +407,7 @@ class GuidedStep:
             record.mark("reweight")
         next_tokens = None if drawn is None else own_tokens
         if sample:
-            guided_tokens = sample_candidates(
+            next_tokens = sample_candidates(
                 candidates,
                 guided_probs,
                 self.table.seed[rows],
@@ -415,7 +415,8 @@ class GuidedStep:
                 temperature=temperature,
                 backend=self.backend,
             )
-            next_tokens = torch.where(guided_tokens >= 0, guided_tokens, own_tokens)
+            if drawn is not None:
+                next_tokens = torch.where(next_tokens >= 0, next_tokens, own_tokens)
         remaining_lengths = None
         if wants_length is not None:
             remaining_lengths = self._remaining_lengths(
@@ -468,10 +469,11 @@ class GuidedStep:
         lengths = self.table.remaining_lengths(rows, z, next_tokens)
         return torch.where(wanted & is_next.any(1), lengths, math.nan)
 
-    def _needs_value_model(self, rows: torch.Tensor) -> torch.Tensor:
-        """bool ``[B]``: rows whose tokens the value model has to see (:attr:`GuidanceParams.needs_value_model`)."""
+    def _guided(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """bool ``[B]`` each: rows that are guided; and those whose tokens the value model has to see
+        (:attr:`GuidanceParams.needs_value_model`)."""
         guided = self.table.mode[rows] != Mode.UNGUIDED
-        return guided | self.table.return_values[rows] if self._value_rows else guided
+        return guided, guided | self.table.return_values[rows] if self._value_rows else guided
 
     def _score(
         self,
@@ -538,7 +540,8 @@ class GuidedStep:
             self._capture(bucket)
         for buffer, argument, nothing in zip(self._inputs, arguments, self._no_row, strict=True):
             buffer[:b].copy_(argument)
-            buffer[b:bucket].fill_(nothing)
+            if b < bucket:
+                buffer[b:bucket].fill_(nothing)
         (layers, *head), value_logits = self._captured[bucket]
         layers.replay()
         if self._record is not None:
