@@ -4,8 +4,8 @@ Runs a prompt and a guided step of each value model through the real launchers, 
 compiles for another GPU and launches nothing: the same specialisation of arguments, the same constants, the same code
 as a launch there. Each GPU is compiled for in a process of its own. The table has, for each kernel:
 
-- registers a thread, bytes spilled a thread, shared memory a block, warps a block, and the share of the part's warps
-  that these leave resident (occupancy);
+- registers a thread, bytes spilled a thread (on NVIDIA's GPUs the stack, which nothing else here needs), shared memory
+  a block, warps a block, and the share of the part's warps that these leave resident (occupancy);
 - tensor-core instructions by kind, global loads and stores by width in bits, and asynchronous copies.
 
 ``--check`` fails on a spill, on a matmul without tensor cores (on sm_90 without warp-group instructions, HGMMA, where
@@ -136,7 +136,7 @@ def compiling_for(target: GPUTarget) -> Iterator[list[tuple[str, object]]]:
         return kernel
 
     interpreted, ops_common.INTERPRETED = ops_common.INTERPRETED, True  # lets CPU tensors through to the kernels
-    hip, torch.version.hip = torch.version.hip, "" if target.backend == "cuda" else "launchers ask for it"
+    ops_common.ARCHITECTURE = "hip" if target.backend == "hip" else f"sm_{target.arch}"
     JITFunction.run = compile_only
     # What no kernel wrote is still read, by torch: as an index it has to be one.
     empty, empty_like = torch.empty, torch.empty_like
@@ -145,7 +145,7 @@ def compiling_for(target: GPUTarget) -> Iterator[list[tuple[str, object]]]:
         yield compiled
     finally:
         JITFunction.run, ops_common.INTERPRETED = launch, interpreted
-        torch.version.hip = hip
+        ops_common.ARCHITECTURE = ""
         torch.empty, torch.empty_like = empty, empty_like
 
 
@@ -209,8 +209,7 @@ def describe(kernel: object, part: Part) -> dict:
         loops = _amd_loops(instructions)
     else:
         usage, code = _nvidia(kernel, part.target.arch)
-        registers = int(re.search(r"Used (\d+) registers", usage)[1])
-        spilled = sum(map(int, re.findall(r"(\d+) bytes spill", usage)))
+        registers, spilled = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
         instructions = [(int(at, 16), line) for at, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
         loops = _nvidia_loops(instructions)
     return {
@@ -237,19 +236,17 @@ def count_instructions(instructions: list[tuple[int, str]], loops: list[tuple[in
 
 
 def _nvidia(kernel: object, arch: int) -> tuple[str, str]:
-    """What ptxas says of a kernel's resources, and its SASS."""
+    """What cuobjdump says of a kernel's resources, and its SASS."""
     from triton.backends.nvidia.compiler import get_ptxas
 
-    ptx = kernel.asm["ptx"]
+    tool = Path(get_ptxas(arch).path).with_name("cuobjdump")
     with tempfile.TemporaryDirectory() as folder:
-        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        source.write_text(ptx)
+        cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(kernel.asm["cubin"])
-        name = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)[1]
-        ptxas = [get_ptxas(arch).path, "-v", f"--gpu-name={name}", source, "-o", os.devnull]
-        usage = subprocess.run(ptxas, capture_output=True, text=True, check=True).stderr
-        tool = Path(get_ptxas(arch).path).with_name("cuobjdump")
-        sass = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+        usage, sass = (
+            subprocess.run([tool, what, cubin], capture_output=True, text=True, check=True).stdout
+            for what in ("-res-usage", "-sass")
+        )
     return usage, sass
 
 

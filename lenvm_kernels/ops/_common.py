@@ -1,5 +1,6 @@
 """What every operator shares: choice of the backend, and checks of arguments before any launch."""
 
+import functools
 import os
 from collections.abc import Sequence
 
@@ -43,10 +44,26 @@ def next_power_of_2(x: int) -> int:
     return 1 << (max(x, 1) - 1).bit_length()
 
 
+# Set by what compiles for a GPU that is not there (bench.codegen).
+ARCHITECTURE = ""
+
+
+def architecture() -> str:
+    """What launch configurations go by: ``hip`` on AMD's GPUs, ``sm_90`` and so on on NVIDIA's, empty without a GPU."""
+    return ARCHITECTURE or _architecture_at_hand()
+
+
+@functools.cache
+def _architecture_at_hand() -> str:
+    if torch.version.hip:
+        return "hip"
+    return "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else ""
+
+
 def fitting_stages(stages: int) -> int:
     """Pipeline stages of a matmul whose tiles take 24 or 32 KB: on AMD's GPUs, with 64 KB a block, no more than three
     (one of which is in registers)."""
-    return min(stages, 3) if torch.version.hip else stages
+    return min(stages, 3) if architecture() == "hip" else stages
 
 
 def check_tensor(

@@ -21,7 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import FLOAT_DTYPES, ceil_div, check_tensor, fitting_stages, resolve_backend
+from lenvm_kernels.ops._common import (
+    FLOAT_DTYPES,
+    architecture,
+    ceil_div,
+    check_tensor,
+    fitting_stages,
+    resolve_backend,
+)
 from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference
 
 # Tile and splits depend on the weight's shape, never on the rows: the same row must give the same bits in any batch.
@@ -40,7 +47,9 @@ WIDE_FROM = 4096
 # multiprocessor's 227 KB, one computing while the other starts, stores or waits; the registers allow two as well.
 BLOCK_K_BYTES = 128
 STAGES, STAGES_WIDE = 4, 3
+# Eight warps; four for the narrow tiles on sm_100, where eight get 80 registers each and spill.
 NUM_WARPS = 8
+NUM_WARPS_SM_100 = 4
 # A long sum over few columns (down: N = 1536, K = 8960, 28 MB, 6 us of HBM) would take 24 programs 21 us. It is split
 # over more programs, at most one a multiprocessor and block of rows: 7 * 12 programs need about 7 us, and the launch
 # that adds the 7 parts 2 us. More splits would gain little there and cost most where rows are many: each writes and
@@ -248,7 +257,7 @@ def _ragged_linear_triton(x, weight, bias, num_rows, norm_eps, swiglu, residual)
             BLOCK_M=BLOCK_M,
             BLOCK_N=block_n,
             BLOCK_K=block_k,
-            num_warps=NUM_WARPS,
+            num_warps=NUM_WARPS_SM_100 if architecture() == "sm_100" and not is_wide else NUM_WARPS,
             num_stages=fitting_stages(stages),
         )
         if splits > 1:

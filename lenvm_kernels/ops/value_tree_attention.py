@@ -20,7 +20,14 @@ import torch
 import triton
 import triton.language as tl
 
-from lenvm_kernels.ops._common import FLOAT_DTYPES, ceil_div, check_tensor, next_power_of_2, resolve_backend
+from lenvm_kernels.ops._common import (
+    FLOAT_DTYPES,
+    architecture,
+    ceil_div,
+    check_tensor,
+    next_power_of_2,
+    resolve_backend,
+)
 from lenvm_kernels.reference import value_tree_attention as reference
 
 # Rows of a query tile: (token, head of the group) pairs. The least for which sm_90 uses its warp-group matmul (HGMMA).
@@ -347,14 +354,17 @@ def _merge_splits_kernel(
 
 def _launch_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Blocks, warps and pipeline depth. In bf16 and fp16 nothing spills on the GPUs of :mod:`bench.codegen`: at D 128 a
-    block of 64 keys would, on sm_80 and sm_100, and would ask a gfx942 for more than its 64 KB. On sm_90 shared memory
-    and registers hold two programs a processor up to D 128, each with 32 KB of keys and values on their way: about
-    what 4.8 TB/s need. fp32 and D 256 with parents spill at most a few bytes."""
+    block of 64 keys would, on sm_80 and sm_100, and would ask a gfx942 for more than its 64 KB; sm_100 spills with a
+    third stage, too. On sm_90 shared memory and registers hold two programs a processor up to D 128, each with 32 KB
+    of keys and values on their way: about what 4.8 TB/s need. fp32 and D 256 with parents spill at most a few bytes."""
     block_d = max(16, next_power_of_2(head_dim))
     if dtype == torch.float32:  # no tensor cores in full fp32: operands live in registers, more so the wider the head
         return dict(BLOCK_D=block_d, BLOCK_N=16, num_warps=max(8, block_d // 8), num_stages=2)
     return dict(
-        BLOCK_D=block_d, BLOCK_N=64 if block_d <= 64 else 32, num_warps=4 if block_d <= 128 else 8, num_stages=3
+        BLOCK_D=block_d,
+        BLOCK_N=64 if block_d <= 64 else 32,
+        num_warps=4 if block_d <= 128 else 8,
+        num_stages=2 if architecture() == "sm_100" else 3,
     )
 
 
