@@ -128,7 +128,7 @@ def _measure_gpu(run: Run, seconds: float) -> Times:
     warm, cold = [], []
     for _ in range(ROUNDS):
         warm += [sample / calls for sample in _warm_samples(many, repeats)]
-        cold += _cold_samples(once, cold_repeats)
+        cold += _cold_samples(once, cold_repeats, is_eager=mode == "eager")
     return Times(*median_and_spread(warm), *median_and_spread(cold), mode)
 
 
@@ -179,11 +179,13 @@ def _warm_samples(run: Run, repeats: int) -> list[float]:
     return [start.elapsed_time(end) * 1e-3 for start, end in pairwise(events)][LEAD:]
 
 
-def _cold_samples(run: Run, repeats: int) -> list[float]:
-    """Seconds of a call after a flush, during which the host launches the call."""
+def _cold_samples(run: Run, repeats: int, *, is_eager: bool = False) -> list[float]:
+    """Seconds of a call after a flush, during which the host launches the call, unless its launches are to count."""
     flush, pairs = _flush(), [(_event(), _event()) for _ in range(LEAD + repeats)]
     for start, end in pairs:
         flush()
+        if is_eager:  # else some launches would hide behind the flush
+            torch.cuda.synchronize()
         start.record()
         run()
         end.record()

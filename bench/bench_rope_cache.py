@@ -3,7 +3,7 @@
     python -m bench.bench_rope_cache [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
 
 One layer of a value model (Qwen3-1.7B has a norm of queries and keys) for T tokens. A decode step keeps one row in six,
-one delta token and five candidates a request; a prompt keeps all.
+one delta token and five candidates a request; a prompt keeps all. Which rows are kept is told to the peer.
 """
 
 from functools import partial
@@ -40,18 +40,18 @@ def make_case(device: str, shape: Shape) -> Case:
     angle = torch.rand(T, head_dim // 2, device=device)
     cos, sin = angle.cos(), angle.sin()
     is_kept = torch.arange(T, device=device) % int(kept.removeprefix("1 in ")) == 0
-    # Slot 0 is the peer's for what is not kept: index_copy_ takes no less.
-    slots = torch.where(is_kept, 1 + torch.randperm(SLOTS - 1, device=device)[:T], -1)
-    kept_bytes = int(is_kept.sum()) * 2 * kv_heads * head_dim * qkv.itemsize
+    slots = torch.where(is_kept, torch.randperm(SLOTS, device=device)[:T], -1)
+    kept_rows = is_kept.nonzero()[:, 0]
+    kept_slots = slots[kept_rows]
+    kept_bytes = len(kept_rows) * 2 * kv_heads * head_dim * qkv.itemsize
 
     def separate():
         qk, v = qkv.view(T, -1, head_dim).split((heads + kv_heads, kv_heads), dim=1)
         if weight is not None:
             qk = rms_norm(qk, weight, 1e-6)
         q, k = rotate(qk, cos[:, None], sin[:, None]).split((heads, kv_heads), dim=1)
-        kept_slots = slots.clamp(min=0)
-        k_cache.index_copy_(0, kept_slots, k)
-        v_cache.index_copy_(0, kept_slots, v)
+        k_cache.index_copy_(0, kept_slots, k[kept_rows])
+        v_cache.index_copy_(0, kept_slots, v[kept_rows])
         return q, k, v
 
     return Case(

@@ -110,7 +110,8 @@ def main() -> int:
             fetch(requirement, files, stubs, ARCHIVES, args.python_version)
         except (subprocess.CalledProcessError, KeyError) as error:
             failed = True
-            reason = error.stdout.strip().splitlines()[-1] if hasattr(error, "stdout") else error
+            # pip may fail without a word.
+            reason = (error.stdout.strip().splitlines() or [str(error)])[-1] if hasattr(error, "stdout") else error
             print(f"{requirement}: {reason}", file=sys.stderr)
     total = 0
     for archive in sorted(ARCHIVES.iterdir()):

@@ -6,8 +6,9 @@ The ceilings; the tests with compiled kernels, beside which the benchmarks warm 
 the most important first; every kernel under compute-sanitizer. Each step is a process of its own with a time limit and
 a log in the folder. A benchmark whose process ends goes on in another one, without what ended it. The folder has, after
 each step: ``summary.md``, a plot and a JSON file an operator, ``suite.json``, and ``tests.jsonl`` with each test's
-outcome. SIGTERM ends it early, with a report of what there is. The exit status is 1 if a test, a benchmark or a check
-failed.
+outcome. SIGTERM ends it early, with a report of what there is; so a time limit from outside should send that, some
+seconds before it kills (``timeout -s TERM 570 python -m bench.gpu_suite``): SIGKILL leaves no final report, only the
+files written so far. The exit status is 1 if a test, a benchmark or a check failed.
 
 It needs the package installed (``pip install --no-deps --no-build-isolation --editable .``), and no network. Peers that
 are not installed are reported as absent. ``--dry-run`` tries the suite without a GPU, on tiny shapes.
@@ -32,7 +33,7 @@ import torch
 from bench._common import TRIAL_SECONDS, environment, write_json
 from bench._outcomes import summarize
 from bench._report import load, plot, short_table, summary
-from bench.baselines import describe
+from bench.baselines import describe, flashinfer
 
 # Seconds of nine minutes, in the order to run.
 BENCHES = {
@@ -45,15 +46,17 @@ BENCHES = {
     "rope_cache": 15,
     "commit_winner": 15,
     "sample_candidates": 15,
-    "ragged_layout": 10,
+    "ragged_layout": 16,
 }
-SECONDS = {"ceilings": 15, "tests": 150, **BENCHES, "sanitizer": 60}
+SECONDS = {"ceilings": 15, "tests": 144, **BENCHES, "sanitizer": 60}
 TESTED = (*(name for name in BENCHES if name != "step"), "value_model", "step")
 DRY_TESTS = ("tests/test_topk_candidates.py", "tests/test_value_head.py", "-k", "bad_arguments or errors_name")
 RESERVE = 10  # seconds for the report
-GRACE = 12  # seconds before a benchmark is ended, in which it starts nothing more
+GRACE = 8  # seconds before a benchmark is ended, in which it starts nothing more
 SHORTEST = 5  # seconds that a step is begun for
 MOST_RESTARTS = 8
+# For what runs beside much else, on fewer cores than processes: threads that spin would take them from compilers.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 SANITIZER_PATH = os.environ.get("PATH", "") + os.pathsep + "/usr/local/cuda/bin"
 SANITIZER_ERRORS = 9
 
@@ -92,7 +95,8 @@ class Suite:
         device = "cpu" if dry_run else "cuda"
         self.state = {"environment": environment(device) | {"dry_run": dry_run}, "steps": {}, "tests": None}
         self.failed, self.logs = False, set()
-        self.variables = {"PYTHONUNBUFFERED": "1"}
+        # FlashInfer is compiled beside the tests by jobs of their own: nothing timed waits for it.
+        self.variables = {"PYTHONUNBUFFERED": "1", "FLASHINFER_COMPILE_SECONDS": "0"}
         if dry_run:  # beside other work, threads that spin while they wait take many times as long
             self.variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive"}
         out.mkdir(parents=True, exist_ok=True)
@@ -136,10 +140,19 @@ class Suite:
             if importlib.util.find_spec("xdist"):
                 command += ["-n", str(max(2, (os.cpu_count() or 2) - 4)), "--dist", "worksteal"]
             command += [f"tests/test_{name}.py" for name in TESTED]
-            jobs = [Job("tests", command, {"HYPOTHESIS_PROFILE": "gpu"})]
-            for name in BENCHES:
-                warm_up = python(f"bench.bench_{name}", "--warm-up", "--seconds", f"{limit:.0f}")
-                jobs.append(Job(f"warm-up-{name}", ["nice", "-n", "10", *warm_up]))
+            jobs = [Job("tests", command, ONE_THREAD | {"HYPOTHESIS_PROFILE": "gpu"})]
+            warm_ups = {
+                name: python(f"bench.bench_{name}", "--warm-up", "--seconds", f"{limit:.0f}") for name in BENCHES
+            }
+            warm_ups["sanitizer"] = python("bench._every_kernel")  # else it would compile in its own step
+            jobs += [
+                Job(f"warm-up-{name}", ["nice", "-n", "10", *warm_up], ONE_THREAD) for name, warm_up in warm_ups.items()
+            ]
+            may_compile = {"FLASHINFER_COMPILE_SECONDS": f"{limit:.0f}"}
+            jobs += [
+                Job(f"flashinfer-{kernel}", python("bench.baselines.flashinfer", kernel), may_compile)
+                for kernel in flashinfer.KERNELS
+            ]
         status = self.execute(jobs, limit)["tests"]
         self.state["tests"] = summarize(outcomes)
         modules = self.state["tests"]["modules"].values()

@@ -1,9 +1,9 @@
 """Time of each stage of every guided step, one JSON line a step, for whoever asks where a step's time goes.
 
-On when the environment variable ``LENVM_TIMING`` names a file as a :class:`~lenvm_kernels.step.GuidedStep` is made; any
-adapter's will do, since the step itself keeps the time. Each process writes a file of its own, so that the lines of
-several ranks never mix: process 4711 writes ``steps.4711.jsonl`` for ``LENVM_TIMING=steps.jsonl``, and adds to it if it
-is there. A line is
+On when the environment variable ``LENVM_TIMING`` names a file as a :class:`~lenvm_kernels.step.GuidedStep` is made: in
+SGLang, with transformers and wherever else one is used, since the step itself keeps the time; not in the adapter for
+the authors' fork, which has none. Each process writes a file of its own, so that the lines of several ranks never mix:
+process 4711 writes ``steps.4711.jsonl`` for ``LENVM_TIMING=steps.jsonl``, and adds to it if it is there. A line is
 
     {"step": 0, "rows": 64, "candidates_ms": 0.21, "forward_ms": 3.1, "head_ms": 0.1, "reweight_ms": 0.05,
      "sample_ms": 0.03, "total_ms": 3.49}
@@ -19,9 +19,11 @@ with the steps of the process counted from 0, and stages that follow each other 
 
 On a GPU these are times between events in its stream: what the device spent, gaps in which it waited for the host
 included. Nothing waits for the device; a line is written by a later step that finds its last event reached, or at exit
-(a killed process loses the lines that wait). A CUDA graph of the value model is split at the head, because an event
-inside a graph is overwritten by the next replay: a step launches two graphs instead of one. A step that the caller
-captures in a graph of its own is not timed, nor are those of ``warm_up``. On a CPU they are times of the host's clock.
+(a killed process, and one that ends by ``os._exit`` as forked children do, loses those that wait). A line that cannot
+be written, as on a full disk, costs a warning, not the step. A CUDA graph of the value model is split at the head,
+because an event inside a graph is overwritten by the next replay: a step launches two graphs instead of one. A step
+that the caller captures in a graph of its own is not timed, nor are those of ``warm_up``. On a CPU they are times of
+the host's clock.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ import atexit
 import functools
 import json
 import os
+import threading
 import time
+import warnings
 from collections import deque
 from pathlib import Path
 from typing import TextIO
@@ -99,6 +103,7 @@ class StepTimer:
         self._file: TextIO = file.open("a", buffering=1)  # a line a write, so that a killed process leaves whole lines
         self._pending: deque[StepRecord] = deque()
         self._written = 0
+        self._lock = threading.Lock()  # the steps of a process share the timer, and may run in several threads
         atexit.register(self.flush)
 
     @staticmethod
@@ -119,19 +124,25 @@ class StepTimer:
 
     def end(self, record: StepRecord) -> None:
         """Take a step's record, and write those of the steps that the device has finished."""
-        self._pending.append(record)
-        while self._pending and self._pending[0].is_done():
-            self._write()
+        with self._lock:
+            self._pending.append(record)
+            while self._pending and self._pending[0].is_done():
+                self._write()
 
     def flush(self) -> None:
         """Wait for the steps begun so far and write their lines."""
-        while self._pending:
-            self._pending[0].wait()
-            self._write()
+        with self._lock:
+            while self._pending:
+                self._pending[0].wait()
+                self._write()
 
     def _write(self) -> None:
-        self._file.write(self._pending.popleft().line(self._written) + "\n")
-        self._written += 1
+        step, self._written = self._written, self._written + 1
+        line = self._pending.popleft().line(step) + "\n"
+        try:
+            self._file.write(line)
+        except OSError as error:  # no reason to fail the step; its number keeps one warning from hiding the next
+            warnings.warn(f"{VARIABLE}: the line of step {step} could not be written: {error}", stacklevel=3)
 
 
 def file_of_process(file: Path, process: int) -> Path:

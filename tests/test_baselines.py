@@ -334,6 +334,7 @@ def test_flashinfer_has_what_is_called():
 def test_flashinfer_is_compiled_once(tmp_path, monkeypatch):
     install(monkeypatch, "flashinfer")
     monkeypatch.setattr(flashinfer, "OUTCOMES", tmp_path / "kernels")
+    monkeypatch.setattr(flashinfer, "COMPILE_SECONDS", 45.0)
     monkeypatch.setattr(flashinfer, "_seconds_left", 30.0)
     commands = []
 
@@ -360,6 +361,51 @@ def test_flashinfer_is_compiled_once(tmp_path, monkeypatch):
     with pytest.raises(Absent, match="slow is not compiled: other kernels took the 45 s"):
         flashinfer._compile("slow")
     assert len(commands) == 3
+
+
+def test_flashinfer_compiles_nothing_where_it_may_not():
+    """Nor does anything else start: to start it is an error here."""
+    source = """if True:
+        import sys, types
+        sys.modules["flashinfer"] = types.ModuleType("flashinfer")
+        from bench.baselines import Absent, flashinfer
+        flashinfer._run_to_end = None
+        try:
+            flashinfer._compile("attention-fa2-bfloat16-7")
+        except Absent as error:
+            print(error)
+    """
+    environment = os.environ | {"FLASHINFER_COMPILE_SECONDS": "0"}
+    command, where = [sys.executable, "-c", source], bench.baselines.REPOSITORY
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=where)
+    assert done.stdout == (
+        "attention-fa2-bfloat16-7 is not compiled: FLASHINFER_COMPILE_SECONDS leaves no time for it; "
+        "compile ahead with python -m bench.baselines.flashinfer\n"
+    ), done.stderr
+
+
+@pytest.mark.parametrize("name", ["topk", "attention-fa2", "attention-fa2-float32-64", "../top_k"])
+def test_flashinfer_refuses_kernels_it_does_not_know(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(flashinfer, "OUTCOMES", tmp_path / "kernels")
+    monkeypatch.setattr(flashinfer, "_call_once", None)
+    monkeypatch.setattr(sys, "argv", ["flashinfer", "top_k", name])
+    with pytest.raises(SystemExit, match="2"):
+        flashinfer.main()
+    assert not (tmp_path / "kernels").exists() and f"got {name}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, called", [([], flashinfer.KERNELS), (["attention-fa3-float16-64"], ("attention-fa3-float16-64",))]
+)
+def test_flashinfer_compiles_what_it_is_asked_to(arguments, called, tmp_path, monkeypatch):
+    """Also where those who need it may not wait for it."""
+    calls = []
+    monkeypatch.setattr(flashinfer, "OUTCOMES", tmp_path / "kernels")
+    monkeypatch.setattr(flashinfer, "COMPILE_SECONDS", 0.0)
+    monkeypatch.setattr(flashinfer, "_seconds_left", 0.0)
+    monkeypatch.setattr(flashinfer, "_call_once", calls.append)
+    monkeypatch.setattr(sys, "argv", ["flashinfer", *arguments])
+    assert flashinfer.main() == 0 and calls == [*called]
 
 
 def test_compiling_ends_in_time(tmp_path):
@@ -496,3 +542,14 @@ def test_fetch_tells_what_is_missing(tmp_path, monkeypatch, capsys):
     assert "flashinfer-python==0.6.14: ERROR: No matching distribution" in printed.err
     assert "1.00 MiB  vllm-tpu==0.21.0" in printed.out
     assert f"{len(os.listdir(tmp_path)):.2f} MiB of at most 64" in printed.out
+
+
+def test_fetch_tells_of_a_pip_that_fails_without_a_word(tmp_path, monkeypatch, capsys):
+    def fetch(*arguments):
+        raise subprocess.CalledProcessError(9, "pip", output="\n")
+
+    monkeypatch.setattr(fetch_peers, "fetch", fetch)
+    monkeypatch.setattr(fetch_peers, "ARCHIVES", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fetch_peers"])
+    assert fetch_peers.main() == 1
+    assert "flag-gems==5.0.2: Command 'pip' returned non-zero exit status 9." in capsys.readouterr().err

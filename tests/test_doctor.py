@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -354,6 +356,15 @@ def test_unknown_variables(monkeypatch, name, hint):
     monkeypatch.setenv(name, "1")
     check = look("settings", name)
     assert check.mark == "wrong" and check.hint.startswith(hint)
+
+
+def test_documented_variables_are_known(monkeypatch):
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    documented = {*re.findall(r"^\| `(LENVM_\w+)` \|", readme, re.MULTILINE), "LENVM_CONFIG"}
+    assert {"LENVM_VALUE_MODEL", "LENVM_TIMING", "LENVM_TRACE"} < documented
+    for name in documented:
+        monkeypatch.setenv(name, "1")
+    assert not documented & {check.name for check in doctor.examine("settings")}
 
 
 def test_refused_settings(monkeypatch, value_model):

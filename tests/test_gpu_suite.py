@@ -20,7 +20,7 @@ from bench import _common, _measure, _report, gpu_suite
 from bench._common import Case, grid, relative_error, run_cases
 from bench._measure import Ceilings, NotCapturableError, Times, Uncaptured, median_and_spread
 from bench._outcomes import summarize
-from bench.baselines import Absent
+from bench.baselines import Absent, flashinfer
 
 ROOT = Path(__file__).parent.parent
 CEILINGS = Ceilings(1e12, {"float32": 5e13, "bfloat16": 1e15}, 2e-6, 4e-6, 50 * 2**20, 8e12, 2e12)
@@ -124,6 +124,17 @@ def test_what_fails_or_is_absent_loses_nothing_else(times, tmp_path):
     assert "- ours: failed: OutOfMemoryError: CUDA out of memory (B 2 dtype bfloat16)" in text
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ceilings_are_of_the_dtypes_of_the_shapes(times, monkeypatch, tmp_path, device):
+    measured = []
+    monkeypatch.setattr(_common, "gc", SimpleNamespace(freeze=lambda: None))
+    monkeypatch.setattr(_common, "environment", lambda device: {"device": device, "date": ""})
+    monkeypatch.setattr(_common, "measure_ceilings", lambda device, dtypes, _: measured.append(dtypes) or CEILINGS)
+    shapes = [{"dtype": dtype} for dtype in ("bfloat16", "float32", "bfloat16")]
+    _common.Results("made_up", shapes, None, arguments(device=device))
+    assert measured == [["bfloat16", "float32"]]
+
+
 @pytest.mark.parametrize("whose", ["ours", "peer"])
 def test_a_wrong_result_is_no_result(whose, tmp_path):
     right = torch.randn(50)
@@ -222,7 +233,7 @@ def test_a_warm_time_is_that_of_one_call_of_many(monkeypatch):
 
     monkeypatch.setattr(_measure, "_replay", replay)
     monkeypatch.setattr(_measure, "_warm_samples", lambda calls, repeats: [calls * 1e-5] * repeats)
-    monkeypatch.setattr(_measure, "_cold_samples", lambda calls, repeats: [calls * 3e-5] * repeats)
+    monkeypatch.setattr(_measure, "_cold_samples", lambda calls, repeats, is_eager: [calls * 3e-5] * repeats)
     measured = _measure.measure(lambda: None, "cuda")
     assert (measured.warm, measured.cold, measured.mode) == (pytest.approx(1e-5), pytest.approx(3e-5), "graph")
     assert measured.warm_spread == pytest.approx(0.0)
@@ -293,6 +304,26 @@ def test_samples_hold_the_call_and_not_the_flush(fake_device):
     assert _measure._warm_samples(run, 4) == pytest.approx([3.0] * 4)
     calls = 0
     assert _measure._cold_samples(run, 4) == pytest.approx([3.0] * 4) and fake_device.now > 6000
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_cold_launches_count_where_they_do_in_use(fake_device, monkeypatch, is_eager):
+    """The device is still at the flush when the host launches what comes next, unless it was waited for."""
+    flush, is_busy, was_busy = _measure._flush(), False, []
+
+    def busy_flush():
+        nonlocal is_busy
+        is_busy = True
+        flush()
+
+    def synchronize():
+        nonlocal is_busy
+        is_busy = False
+
+    monkeypatch.setattr(_measure, "_flush", lambda: busy_flush)
+    monkeypatch.setattr(fake_device, "synchronize", synchronize)
+    _measure._cold_samples(lambda: was_busy.append(is_busy), 3, is_eager=is_eager)
+    assert was_busy == [not is_eager] * (_measure.LEAD + 3)
 
 
 def test_a_graph_replays_so_many_calls(fake_device):
@@ -383,6 +414,28 @@ def test_a_step_is_ended_at_its_limit_and_the_others_keep_theirs(tmp_path):
     assert suite.execute(jobs, 1.0) == {"slow": None, "quick": 3}
     assert not Path("/proc", (tmp_path / "slow.txt").read_text().splitlines()[-1]).exists()
     assert (tmp_path / "quick.txt").read_text().endswith("said\n")
+
+
+def test_what_compiles_runs_beside_the_tests(monkeypatch, tmp_path):
+    suite = gpu_suite.Suite(tmp_path, 540.0, dry_run=True)
+    suite.dry_run, jobs = False, {}
+
+    def execute(given, limit):
+        jobs.update({job.name: job for job in given})
+        return {"tests": 0}
+
+    monkeypatch.setattr(suite, "execute", execute)
+    suite.tests(100.0)
+    assert suite.variables["FLASHINFER_COMPILE_SECONDS"] == "0"
+    warm_ups = [f"warm-up-{name}" for name in (*gpu_suite.BENCHES, "sanitizer")]
+    assert [*jobs] == ["tests", *warm_ups, *(f"flashinfer-{kernel}" for kernel in flashinfer.KERNELS)]
+    for name in ("tests", *warm_ups):
+        assert gpu_suite.ONE_THREAD.items() <= jobs[name].variables.items()
+    assert jobs["warm-up-sanitizer"].command[-2:] == ["-m", "bench._every_kernel"]
+    for kernel in flashinfer.KERNELS:
+        job = jobs[f"flashinfer-{kernel}"]
+        assert job.command[-2:] == ["bench.baselines.flashinfer", kernel]
+        assert job.variables == {"FLASHINFER_COMPILE_SECONDS": "100"}
 
 
 TESTS = """

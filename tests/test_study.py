@@ -156,6 +156,22 @@ def test_bad_configurations_are_named(tmp_path, changes, message):
         Architecture.load(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{'hidden_size': 24}", "config.json must be JSON: Expecting property name"),
+        (b"", "config.json must be JSON: Expecting value"),
+        (b"\xff\xfe", "config.json must be JSON: 'utf-8' codec can't decode"),
+        (b"[24]", "config.json must hold a JSON object, got list"),
+        (b"null", "config.json must hold a JSON object, got NoneType"),
+    ],
+)
+def test_files_that_are_no_configuration_are_named(tmp_path, content, message):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path)) + ".*" + message):
+        Architecture.load(str(tmp_path))
+
+
 def test_missing_keys_and_models_are_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in TINY_CONFIG.items() if k != "hidden_size"}))
     with pytest.raises(ValueError, match=r"hidden_size in the configuration of .* got nothing"):
@@ -249,6 +265,32 @@ def test_report_on_steps_made_up(tmp_path, capsys):
         assert matplotlib.image.imread(tmp_path / f"{name}.png").std() > 0
 
 
+@pytest.mark.parametrize(
+    ("fact", "value"),
+    [
+        ("rows", 3),
+        ("prompt_tokens", 6.0),
+        ("steps", 5),
+        ("prompts_computed", False),
+        ("base_model", vars(TINY) | {"num_layers": 4}),
+        ("dtype", "bfloat16"),
+        ("device", "another"),
+    ],
+)
+def test_no_ratio_to_a_base_run_of_something_else(tmp_path, fact, value):
+    times = {"base": [1.0] * 4, "forward": [4.0] * 4, "total": [5.0] * 4}
+    write_run(tmp_path, "base", {"base": [1.0] * 4, "total": [2.0] * 4})
+    guided = dict(way="ours", top_k=5, value_model=vars(TINY), computed={"candidates": 4.0, "extended": 0.0})
+    write_run(tmp_path, "ours-alike-k5", times, **guided, command="another", date="another")
+    write_run(tmp_path, "ours-tiny-k5", times, **guided | {fact: value})
+    assert report.write(tmp_path) == 0
+    runs = {run["name"]: run["ratios"] for run in json.loads((tmp_path / "summary.json").read_text())["runs"]}
+    assert runs["base"]["seconds"] == runs["ours-alike-k5"]["seconds"] == 1.0 and runs["ours-tiny-k5"] is None
+    text = (tmp_path / "summary.md").read_text()
+    assert "if its run had the same model, rows, prompts, steps, dtype and device" in text
+    assert "| ours-tiny-k5 | 5 | 4 | 0 |  |  |" in text
+
+
 def test_report_refuses_what_is_no_study(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"must hold the .meta.json files"):
         report.write(tmp_path)
@@ -274,15 +316,17 @@ def test_merged_lines_have_every_stage():
     assert run.merge(outer, []) == [{"step": 0, "rows": 3, "base_ms": 2.0, "sampler_ms": 9.0, "total_ms": 11.0}]
 
 
+RANDOM_LOAD = ["--load", "random", "--base", "Qwen2-tiny", "--value-model", "Qwen2-tiny", "--cached", "9"]
+
+
 @pytest.fixture
 def tiny_study(tmp_path, monkeypatch):
     """Runs a study of a tiny model of random weights with these options; gives the exit status and the folder."""
     monkeypatch.setitem(_models.DIMENSIONS, "Qwen2-tiny", (32, 48, 2, 4, 2, 8, False))
     monkeypatch.setitem(flops.VOCABULARY, "Qwen2-tiny", 211)
-    load = ["--load", "random", "--base", "Qwen2-tiny", "--value-model", "Qwen2-tiny", "--cached", "9"]
     size = ["--device", "cpu", "--dtype", "float32", "--rows", "3", "--steps", "4"]
 
-    def study(*options):
+    def study(*options, load=RANDOM_LOAD):
         monkeypatch.setattr("sys.argv", ["study", "run", "--out", str(tmp_path / "study"), *load, *size, *options])
         return cli.main(), tmp_path / "study"
 
@@ -291,6 +335,7 @@ def tiny_study(tmp_path, monkeypatch):
 
 def test_a_whole_study(tiny_study, monkeypatch):
     """Every way and k, and the report of it."""
+    monkeypatch.delenv(timing.VARIABLE, raising=False)
     status, folder = tiny_study("--top-k", "1", "4")
     assert status == 0 and timing.VARIABLE not in os.environ
     metas = {file.name.removesuffix(".meta.json"): json.loads(file.read_text()) for file in folder.glob("*.meta.json")}
@@ -322,6 +367,27 @@ def test_the_fastest_repeat_counts(tiny_study, monkeypatch):
     assert json.loads((folder / "base.meta.json").read_text())["decode_seconds"] == 1.0
 
 
+def test_a_base_that_fails_when_measured_again_stays(tiny_study, monkeypatch):
+    measure, names = run.Study._measure, []
+
+    def failing(study, name, *arguments):
+        names.append(name)
+        if names.count("base") == 2:
+            raise RuntimeError("out of memory")
+        measure(study, name, *arguments)
+
+    monkeypatch.setattr(run.Study, "_measure", failing)
+    status, folder = tiny_study("--ways", "base", "ours")
+    assert status == 1 and names == ["base", "ours-Qwen2-tiny-k5", "base"]
+    assert json.loads((folder / "base.meta.json").read_text())["decode_seconds"] > 0
+
+
+def test_the_users_own_timing_stays(tiny_study, tmp_path, monkeypatch):
+    monkeypatch.setenv(timing.VARIABLE, str(tmp_path / "mine.jsonl"))
+    assert tiny_study("--ways", "ours")[0] == 0
+    assert os.environ[timing.VARIABLE] == str(tmp_path / "mine.jsonl") and not list(tmp_path.glob("mine*"))
+
+
 def test_what_fails_keeps_no_other_way_from_running(tiny_study, monkeypatch):
     monkeypatch.setitem(sys.modules, "bench.baselines.two_forward", None)  # as if it were not there
     status, folder = tiny_study()
@@ -330,17 +396,47 @@ def test_what_fails_keeps_no_other_way_from_running(tiny_study, monkeypatch):
     assert json.loads((folder / "two_forward-Qwen2-tiny.meta.json").read_text())["error"].startswith("ModuleNotFound")
 
 
+def test_a_model_that_can_be_built_later_failed_no_more(tiny_study, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "bench.baselines.two_forward", None)
+        status, folder = tiny_study("--ways", "two_forward")
+    assert status == 1 and [file.name for file in folder.iterdir()] == ["two_forward-Qwen2-tiny.meta.json"]
+    assert tiny_study("--ways", "two_forward")[0] == 0
+    assert [file.name for file in folder.glob("*.meta.json")] == ["two_forward-Qwen2-tiny-k5.meta.json"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--top-k", "9"], "--top-k must be at most 8, got 9"),
         (["--base", "Qwen9"], "--base and --value-model must be of SmolLM2-135M, .* got 'Qwen9'"),
-        (["--load", "smollm2", "--rows", "4000"], "--rows must be from 1 to the .* prompts of the demo, got 4000"),
     ],
 )
 def test_bad_options_are_named(tiny_study, capsys, options, message):
     assert tiny_study(*options)[0] == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("load", [[], ["--load", "smollm2"]])  # the default on a CPU, too
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rows", "4000"], "--rows must be from 1 to the .* prompts of the demo, got 4000"),
+        (["--base", "Qwen2.5-7B"], "--base: only with --load random; smollm2 has models and prompts of its own"),
+        (["--value-model", "Qwen2.5-0.5B", "--cached", "512"], "--value-model, --cached: only with --load random"),
+    ],
+)
+def test_options_of_the_other_load_are_refused(tiny_study, capsys, load, options, message):
+    assert tiny_study(*options, load=load)[0] == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("option", ["--top-k", "--rows", "--steps", "--repeats", "--cached"])
+@pytest.mark.parametrize("number", ["x", "0", "1.5", ""])
+def test_numbers_are_positive_integers(tiny_study, capsys, option, number):
+    with pytest.raises(SystemExit):
+        tiny_study(option, number)
+    assert f"argument {option}: must be an integer of at least 1, got {number!r}" in capsys.readouterr().err
 
 
 def test_both_guided_ways_see_the_same_sequences(tmp_path):

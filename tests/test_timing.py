@@ -1,8 +1,12 @@
 """Timing of a step's stages: whole and complete lines when it is on, no trace of it when it is off."""
 
 import contextlib
+import errno
 import json
 import os
+import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,6 +123,54 @@ def test_a_bad_path_is_refused_at_the_start(tmp_path, monkeypatch, path):
     monkeypatch.setenv(timing.VARIABLE, path)
     with pytest.raises(ValueError, match=r"LENVM_TIMING must be a file in a folder that can be written to, got '"):
         make_step(tiny_value_model(torch.device("cpu")))
+
+
+def test_a_full_disk_costs_lines_and_no_step(file, monkeypatch):
+    class Full:
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    engine, *_ = decode(steps=1)
+    tokens = [[5, 6, 7, 8]]
+    with monkeypatch.context() as patch:
+        patch.setattr(StepTimer.from_environment(), "_file", Full())
+        with pytest.warns(UserWarning, match="LENVM_TIMING: the line of step") as warned:
+            for _ in range(2):
+                engine.decode([0], tokens, torch.zeros(1, VOCAB))
+    lost = [str(warning.message) for warning in warned if "LENVM_TIMING" in str(warning.message)]
+    assert lost == [
+        f"LENVM_TIMING: the line of step {i} could not be written: [Errno 28] No space left on device" for i in (1, 2)
+    ]
+    engine.decode([0], tokens, torch.zeros(1, VOCAB))  # there is space again
+    assert [line["step"] for line in lines_of(file)] == [0, 3]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+def test_a_device_that_is_full():
+    timer = StepTimer(Path("/dev/full"))
+    with pytest.warns(UserWarning, match="the line of step 0 could not be written: .*No space left"):
+        timer.end(timer.begin(1, torch.device("cpu")))
+    with pytest.raises(OSError, match="No space left"):  # what it still buffers
+        timer._file.close()
+
+
+def test_threads_share_a_timer(tmp_path, monkeypatch):
+    """Every step has a number and a line of its own, though a thread is interrupted as it writes one."""
+    line = StepRecord.line
+    monkeypatch.setattr(StepRecord, "line", lambda record, step: time.sleep(1e-3) or line(record, step))
+    timer = StepTimer(tmp_path / "steps.jsonl")
+
+    def run_steps():
+        for _ in range(10):
+            timer.end(timer.begin(1, torch.device("cpu")))
+            timer.flush()
+
+    threads = [threading.Thread(target=run_steps) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [line["step"] for line in lines_of(tmp_path / "steps.jsonl")] == list(range(40))
 
 
 # --- device events, with a device that is a counter ---

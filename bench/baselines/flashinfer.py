@@ -2,11 +2,14 @@
 
 FlashInfer compiles its kernels with nvcc when they are first called, which takes a minute or more. So that no benchmark
 waits for it, ``python -m bench.baselines.flashinfer [KERNELS ...]`` compiles ahead, beside work that is not timed. For
-what is not compiled by then, a process waits ``COMPILE_SECONDS`` in all. What is compiled, and why what fails does,
-stays in ``build/peers`` for the next process.
+what is not compiled by then, a process waits ``COMPILE_SECONDS`` in all (``FLASHINFER_COMPILE_SECONDS`` in its
+environment; with 0 it compiles nothing). What is compiled, and why what fails does, stays in ``build/peers`` for the
+next process.
 """
 
+import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +21,10 @@ import torch.nn.functional as F
 from bench.baselines import REPOSITORY, UNPACKED, Absent, Run, Tree, describe, load, require_cuda, require_dtype
 
 # Compilation that a process waits for, all kernels together: less than a benchmark gives a peer before it ends it.
-COMPILE_SECONDS = 45.0
+COMPILE_SECONDS = float(os.environ.get("FLASHINFER_COMPILE_SECONDS", "45"))
 KERNELS = ("top_k", "sampling", "attention-fa2-bfloat16-128", "attention-fa2-bfloat16-64")
+# Attention has more than those: other backends, dtypes and head dimensions are compiled when they are asked for.
+KNOWN = re.compile(r"top_k|sampling|attention-(fa2|fa3)-(bfloat16|float16)-[1-9]\d*")
 # FlashInfer's own recommendation is 128 MiB; a large batch whose prefixes are split over programs needs more.
 WORKSPACE_BYTES = 256 * 2**20
 
@@ -185,6 +190,8 @@ def _compile(kernels: str) -> None:
     global _seconds_left
     load("flashinfer")
     outcome, reason = OUTCOMES / kernels, f"other kernels took the {COMPILE_SECONDS:.0f} s"
+    if COMPILE_SECONDS <= 0:
+        reason = "FLASHINFER_COMPILE_SECONDS leaves no time for it"
     if not outcome.exists() and _seconds_left > 0:
         start = time.monotonic()
         reason = _run_to_end([sys.executable, "-m", "bench.baselines.flashinfer", kernels], _seconds_left)
@@ -225,7 +232,7 @@ def _call_once(kernels: str) -> None:
     elif kind == "sampling":
         for top_k in (8, torch.full((1,), 8, dtype=torch.int32, device=device)):
             _top_k_top_p_sample(scores, top_k, top_p)()
-    elif kind == "attention":
+    else:
         backend, dtype, head_dim = options[0], getattr(torch, options[1]), int(options[2])
         shapes = ((3, 2, head_dim), (3, 1, head_dim), (4, 1, head_dim))
         q, k, cache = (torch.randn(shape, dtype=dtype, device=device) for shape in shapes)
@@ -235,15 +242,19 @@ def _call_once(kernels: str) -> None:
         _multi_item_attention(tree, backend)()
         if backend == "fa2":
             _masked_attention(tree)()
-    else:
-        raise ValueError(f"kernels must be like one of {', '.join(KERNELS)}, got {kernels}")
     torch.cuda.synchronize()
 
 
 def main() -> int:
+    """Compile, whatever ``COMPILE_SECONDS`` is: that limits only those who wait for it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kernels", nargs="*", metavar="KERNELS", help=f"default: {' '.join(KERNELS)}")
+    args = parser.parse_args()
+    if unknown := [kernels for kernels in args.kernels if not KNOWN.fullmatch(kernels)]:
+        parser.error(f"kernels must be like one of {', '.join(KERNELS)}, got {', '.join(unknown)}")
     OUTCOMES.mkdir(parents=True, exist_ok=True)
     failed = False
-    for kernels in sys.argv[1:] or KERNELS:
+    for kernels in args.kernels or KERNELS:
         start, reason = time.monotonic(), ""
         try:
             _call_once(kernels)

@@ -2,7 +2,7 @@
 
 python -m bench.study flops --check                 operations and bytes by the models' dimensions, no run needed
 python -m bench.study run --out DIR                 decode in each way; per-step JSON lines, and what each run was
-python -m bench.study run --out DIR --top-k 1 2 3 4 5 --value-model Qwen2.5-0.5B Qwen2.5-1.5B     the sweep
+python -m bench.study run --out DIR --top-k 1 2 3 4 5      the sweep over the limit on candidates
 python -m bench.study report DIR                    tables and plots of what is there: DIR/summary.md
 python -m bench.study COMMAND --help                options
 """
@@ -14,6 +14,9 @@ from pathlib import Path
 import torch
 
 from bench.study import flops, report, run
+
+# Of the random load.
+RANDOM_BASE, RANDOM_VALUE_MODELS, CACHED = "Qwen2.5-7B", ("Qwen2.5-0.5B", "Qwen2.5-1.5B"), 512
 
 
 def parse_args() -> argparse.Namespace:
@@ -58,14 +61,14 @@ def parse_args() -> argparse.Namespace:
     decode.add_argument("--repeats", type=_positive, default=3, help="of each way; the fastest counts (default: 3)")
     decode.add_argument("--ways", nargs="+", choices=run.WAYS, default=run.WAYS, help="(default: all)")
     decode.add_argument("--top-k", nargs="+", type=_positive, default=[5], help="limits on candidates (default: 5)")
-    decode.add_argument("--base", default="Qwen2.5-7B", help="dimensions of the random base (default: %(default)s)")
+    # No defaults, so that the other load can refuse them.
+    decode.add_argument("--base", help=f"dimensions of the random base (default: {RANDOM_BASE})")
     decode.add_argument(
         "--value-model",
         nargs="+",
-        default=["Qwen2.5-0.5B", "Qwen2.5-1.5B"],
-        help="dimensions of the random value models (default: Qwen2.5-0.5B Qwen2.5-1.5B; smollm2 has its own)",
+        help=f"dimensions of the random value models (default: {' '.join(RANDOM_VALUE_MODELS)}; smollm2 has its own)",
     )
-    decode.add_argument("--cached", type=_positive, default=512, help="tokens before the first step, random load (512)")
+    decode.add_argument("--cached", type=_positive, help=f"tokens before the first step, random load ({CACHED})")
 
     tables = commands.add_parser("report", help=report.__doc__.splitlines()[0])
     tables.add_argument("folder", type=Path, help="what `run` wrote; gets summary.md, summary.json and plots")
@@ -82,9 +85,12 @@ def main() -> int:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
     return value
 
 
@@ -108,13 +114,16 @@ def _run(args: argparse.Namespace) -> int:
     dtype = getattr(torch, args.dtype or ("bfloat16" if gpu else "float32"))
     rows, steps = args.rows or (64 if gpu else 4), args.steps or (128 if gpu else 24)
     if (args.load or ("random" if gpu else "smollm2")) == "smollm2":
+        options = {"--base": args.base, "--value-model": args.value_model, "--cached": args.cached}
+        if given := [option for option, value in options.items() if value is not None]:
+            raise ValueError(f"{', '.join(given)}: only with --load random; smollm2 has models and prompts of its own")
         base, value_models = run.SmolBase(rows, dtype, args.device), [run.SmolBase.VALUE_MODEL]
     else:
-        for name in (args.base, *args.value_model):
+        base_name, value_models = args.base or RANDOM_BASE, args.value_model or RANDOM_VALUE_MODELS
+        for name in (base_name, *value_models):
             if name not in flops.DIMENSIONS:
                 raise ValueError(f"--base and --value-model must be of {', '.join(flops.DIMENSIONS)}, got {name!r}")
-        base = run.RandomBase(args.base, rows, args.cached, steps, dtype, args.device)
-        value_models = args.value_model
+        base = run.RandomBase(base_name, rows, args.cached or CACHED, steps, dtype, args.device)
     study = run.Study(base, steps, args.repeats, args.out, run.environment(args.device, dtype))
     return study.run(args.ways, value_models, args.top_k)
 

@@ -51,12 +51,19 @@ class Architecture:
 
         Raises:
             FileNotFoundError: ``source`` is none of them.
-            ValueError: a key is missing or not a number of at least 1, or the model is a mixture of experts.
+            ValueError: the file is no JSON object, a key is missing or not a number of at least 1, or the model is a
+                mixture of experts.
         """
         path = Path(source)
         file = path / "config.json" if path.is_dir() else path
         if file.is_file():
-            return cls.from_config(json.loads(file.read_text()), str(source))
+            try:
+                config = json.loads(file.read_text())
+            except ValueError as error:  # bytes that are no text too
+                raise ValueError(f"{file} must be JSON: {error}") from error
+            if not isinstance(config, dict):
+                raise ValueError(f"{file} must hold a JSON object, got {type(config).__name__}")
+            return cls.from_config(config, str(source))
         if source not in DIMENSIONS:
             raise FileNotFoundError(
                 f"a model must be a config.json, a folder with one, or one of {', '.join(DIMENSIONS)}, got {source!r}"

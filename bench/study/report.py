@@ -29,6 +29,8 @@ from bench.study.flops import (
 
 ELEMENT_SIZE = {"float32": 4, "bfloat16": 2}
 ENVIRONMENT = ("command", "date", "device", "operators", "dtype", "torch", "triton", "python")
+# What a base run must have in common with a run for their ratio to say what guidance costs.
+ALIKE = ("rows", "prompt_tokens", "steps", "prompts_computed", "base_model", "dtype", "device")
 SWEPT_VALUE_MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B")
 TOP_KS = range(1, 6)
 
@@ -85,6 +87,10 @@ class Run:
         """Of all that :attr:`work` says."""
         return self.meta["decode_seconds"] + (self.meta["prompt_seconds"] if self.meta["prompts_computed"] else 0)
 
+    def is_alike(self, base: Run) -> bool:
+        """Whether both decoded the same with the same base model; a folder may hold runs of several commands."""
+        return all(self.meta[key] == base.meta[key] for key in ALIKE)
+
     def operations(self) -> dict[str, float]:
         """Of the run, by component."""
         operations = base_operations(self.base, self.work)
@@ -129,7 +135,7 @@ class Run:
             "bytes_per_second": moved / step,
         }
         ratios = None
-        if base is not None:
+        if base is not None and self.is_alike(base):
             ratios = {
                 "seconds": self.seconds / base.seconds,
                 "step": self.over_base_part() / base.over_base_part(),
@@ -271,7 +277,8 @@ def _sections(
         sections += [
             "## End to end",
             "The fastest of the repeats; load is the machine's mean of the last minute, 1 a busy core. Ratios are to"
-            " the base model alone; prompts count if they were run.",
+            " the base model alone, if its run had the same model, rows, prompts, steps, dtype and device; prompts"
+            " count if they were run.",
         ]
         columns = ("run", "load", "seconds", "output tokens", "tokens/s", "ms a step", "time ratio", "operations ratio")
         sections.append(

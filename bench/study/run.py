@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -24,11 +23,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
-import triton
 
+from bench import _common
 from bench._models import make_config, make_model
 from bench.study.flops import Architecture, Guidance
 from lenvm_kernels import timing
@@ -204,12 +204,9 @@ class Guided:
         arguments, self._timer = (model, self._slots.table, self._slots.num_slots), None
         options = dict(vocab_size=base.vocab_size, max_candidates=MAX_CANDIDATES)
         if way == "ours":
-            os.environ[timing.VARIABLE] = str(stages)
-            try:
+            with mock.patch.dict(os.environ, {timing.VARIABLE: str(stages)}):  # the user may have set it too
                 self._step = GuidedStep(*arguments, **options)
                 self._timer = timing.StepTimer.from_environment()  # the step's own
-            finally:
-                del os.environ[timing.VARIABLE]
             self._stages = timing.file_of_process(stages, os.getpid())
             if device.type == "cuda":
                 self._step.warm_up(base.start().dtype, progress=False)
@@ -369,11 +366,14 @@ class Study:
         except Exception as error:  # an absent package, no memory, a kernel that does not compile: the others go on
             traceback.print_exc()
             self._failed = True
-            self._write(name, facts | {"error": f"{type(error).__name__}: {error}".splitlines()[0]})
+            if name not in self._fastest:  # of what is measured once more, the first result stays
+                self._write(name, facts | {"error": f"{type(error).__name__}: {error}".splitlines()[0]})
 
     def _measure_each(self, way: str, model: str, top_ks: Sequence[int], folder: str) -> None:
         weights, architecture = self._base.value_model(model)
         guided = Guided(self._base, weights, way, self._steps, Path(folder) / f"{way}-{model}.stages")
+        # An earlier command that could not build it left its error.
+        (self._out / f"{way}-{model}.meta.json").unlink(missing_ok=True)
         for top_k in top_ks:
             guided.use_top_k(top_k)
             name = f"{way}-{model}-k{top_k}"
@@ -391,7 +391,7 @@ class Study:
                 timer.flush()
                 stages = sampler.stages(self._steps) if isinstance(sampler, Guided) else []
                 fastest = seconds, prompt_seconds, merge(_read_lines(file)[-self._steps :], stages)
-        seconds, prompt_seconds, lines = self._fastest[name] = fastest
+        seconds, prompt_seconds, lines = fastest
         (self._out / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         tokens = len(self._base.prompts) * self._steps
         facts = facts | {
@@ -408,6 +408,7 @@ class Study:
         if isinstance(sampler, Guided):
             facts["computed"] = asdict(sampler.computed())
         self._write(name, facts)
+        self._fastest[name] = fastest
         print(f"{name}: {seconds / self._steps * 1e3:.2f} ms a step, {tokens / seconds:.1f} tokens/s", flush=True)
 
     def _write(self, name: str, facts: dict[str, Any]) -> None:
@@ -417,15 +418,10 @@ class Study:
 
 def environment(device: str, dtype: torch.dtype) -> dict[str, str]:
     """What every result file says of where it comes from."""
-    return {
+    return _common.environment(device) | {
         "command": " ".join(["python -m bench.study", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
         "operators": "Triton kernels" if device == "cuda" else "PyTorch reference",
         "dtype": str(dtype).removeprefix("torch."),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
     }
 
 
