@@ -76,6 +76,16 @@ class Server:
         return self.trace.read_text().splitlines() if self.trace.exists() else []
 
 
+def free_port():
+    """A free port below those that the system hands out: the server also takes ports at fixed distances from its own
+    (attention data parallelism, port + 235), and one of its own connections may have been given that very port."""
+    for port in range(10_000 + os.getpid() % 10_000, 32_000, 500):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port between 10,000 and 32,000 is free")
+
+
 @contextmanager
 def running_server(folder, name, *options, plugin=True, **variables):
     """The real server with its overlapping scheduler on a CPU, for the models ``base`` and ``value`` of the folder.
@@ -87,9 +97,7 @@ def running_server(folder, name, *options, plugin=True, **variables):
         plugin: with it or without.
         **variables: of the environment.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     trace, log = folder / f"{name}.jsonl", folder / f"{name}.log"
     unset = ("LENVM_VALUE_MODEL", "LENVM_TRACE", "TRITON_INTERPRET")
     environment = {key: value for key, value in os.environ.items() if key not in unset}
