@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bench._common import STATES, header
@@ -70,7 +71,7 @@ def summary(suite: dict, results: dict[str, dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def table(columns: list[str], rows: list[list[object]]) -> list[str]:
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """A Markdown table and an empty line."""
     return [
         f"| {' | '.join(columns)} |",

@@ -37,6 +37,7 @@ from triton.runtime.interpreter import InterpretedFunction
 import lenvm_kernels.ops._common as ops_common
 from bench._common import environment, write_json
 from bench._models import DIMENSIONS, make_model
+from bench._report import table
 from bench.baselines.two_forward import TwoForwardStep
 from bench.codegen import PARTS, compiling_for
 from lenvm_kernels.guidance import parse_guidance
@@ -333,12 +334,6 @@ def operator_seconds() -> float:
 # --- the command ---
 
 
-def markdown(rows: list[tuple]) -> str:
-    """A Markdown table, the first row its head."""
-    lines = [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows]
-    return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
-
-
 def tables(results: list[dict]) -> str:
     """A row for each result, and how a step's cost grows with the batch."""
     costs = [("step", "rows", "Python ms", "operators", "views", "launches", "allocations", "MB", "bytecodes", "calls")]
@@ -354,7 +349,8 @@ def tables(results: list[dict]) -> str:
         small, large = (next(r for r in results if r["step"] == name and r["rows"] == rows) for rows in (few, many))
         keys = ("python_seconds", "operators", "allocations", "bytecodes", "calls")
         growth.append((name, *(f"{large[key] / small[key]:.2f}" for key in keys)))
-    return f"{markdown(costs)}\n\nOf {many} rows, as a multiple of {few}:\n\n{markdown(growth)}"
+    lines = [*table(costs[0], costs[1:]), f"Of {many} rows, as a multiple of {few}:", "", *table(growth[0], growth[1:])]
+    return "\n".join(lines[:-1])
 
 
 def page(about: dict, results: list[dict]) -> str:

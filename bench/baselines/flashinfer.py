@@ -258,6 +258,10 @@ def main() -> int:
         start, reason = time.monotonic(), ""
         try:
             _call_once(kernels)
+        except Absent as absence:  # not recorded: it may be installed before the next asks
+            failed = True
+            print(f"{kernels}: absent: {absence}", flush=True)
+            continue
         except Exception as error:
             failed = True
             print(error, flush=True)
