@@ -6,12 +6,20 @@ as a launch there. Each GPU is compiled for in a process of its own. The table h
 
 - registers a thread, bytes spilled a thread (on NVIDIA's GPUs the stack, which nothing else here needs), shared memory
   a block, warps a block, and the share of the part's warps that these leave resident (occupancy);
-- tensor-core instructions by kind, global loads and stores by width in bits, and asynchronous copies.
+- tensor-core instructions by kind, global loads and stores by width in bits, asynchronous copies, and fp64 arithmetic.
 
-``--check`` fails on a spill, on a matmul without tensor cores (on sm_90 without warp-group instructions, HGMMA, where
-its tile has 64 rows or more), on 16-bit global loads in a loop, on more shared memory than the part has, and on a
-figure more than 10 % worse than the committed one of the same Triton version (``bench/results/codegen.json``, written
-by ``--update``). Two cores take a minute or two for all four GPUs.
+``--check`` fails on
+
+- a spill, or more shared memory than the part has;
+- a matmul without tensor cores (on sm_90 without warp-group instructions, HGMMA, where its tile has 64 rows or more);
+- 16-bit global loads in a loop;
+- fp64 arithmetic: no kernel means to do any;
+- a product fused with an addition across threads (NVIDIA only): it leaves the threads with different sums;
+- a sum whose layout, hence its order and its last bits, depends on the number of requests in the batch;
+- a figure more than 10 % worse than the committed one of the same Triton version (``bench/results/codegen.json``,
+  written by ``--update``).
+
+Two cores take a minute or two for all four GPUs.
 """
 
 from __future__ import annotations
@@ -47,6 +55,8 @@ from lenvm_kernels.value_model import ValueModel
 RESULTS = Path(__file__).parent / "results" / "codegen.json"
 VALUE_MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-1.7B")
 VOCAB, MAX_LEN, PAGE_SIZE, MAX_CANDIDATES = 151_936, 4096, 1, 8  # k 5 and 8 take the same kernels
+# Requests in a batch: the least, those on either side of topk_candidates.FEW_ROWS, a usual number.
+BATCHES = (1, 16, 17, 64)
 # Kernels that are matmuls, and the rows of their tiles.
 MATMULS = {
     "_ragged_linear_kernel": ragged_linear.BLOCK_M,
@@ -149,11 +159,10 @@ def compiling_for(target: GPUTarget) -> Iterator[list[tuple[str, object]]]:
         torch.empty, torch.empty_like = empty, empty_like
 
 
-def run_value_model(name: str) -> None:
+def run_value_model(name: str, rows: int) -> None:
     """A prompt and a step of one layer of a value model in bf16. The layers of a model are the same kernels."""
     config = make_config(name, vocab_size=VOCAB, num_layers=1)
     tensors = {key: torch.empty(shape, dtype=torch.bfloat16) for key, shape in config.tensor_shapes().items()}
-    rows = 64
     slot_table = torch.zeros(rows, MAX_LEN // PAGE_SIZE, dtype=torch.int32)
     step = GuidedStep(
         ValueModel(config, tensors),
@@ -167,7 +176,7 @@ def run_value_model(name: str) -> None:
     for row in range(rows):
         step.set(row, parse_guidance({"target_length": 100}), {0})
     numbers, ones = torch.zeros(rows, dtype=torch.int32), torch.ones(rows)
-    prompt = torch.zeros(1024, dtype=torch.int64)
+    prompt = torch.zeros(16 * rows, dtype=torch.int64)
     step.extend(prompt, prompt, numbers, numbers, numbers, numbers)
     filters = dict(top_k=numbers, top_p=ones, min_p=ones, sample=True)
     arguments = (prompt[:rows], prompt[:rows], numbers, prompt[:rows])
@@ -180,21 +189,52 @@ def compile_all(part: Part) -> list[dict]:
     """The figures of every kernel of every value model."""
     figures, described = [], {}
     for model in VALUE_MODELS:
-        with compiling_for(part.target) as compiled:
-            run_value_model(model)
+        batches = []
+        for rows in BATCHES:
+            with compiling_for(part.target) as compiled:
+                run_value_model(model, rows)
+            batches.append(compiled)
+        batch_dependent = sums_that_differ(batches)
         seen: Counter[str] = Counter()
-        for name, kernel in {kernel.hash: (name, kernel) for name, kernel in compiled}.values():
+        for name, kernel in {kernel.hash: (name, kernel) for name, kernel in sum(batches, [])}.values():
             seen[name] += 1
             if kernel.hash not in described:
                 described[kernel.hash] = describe(kernel, part)
-            figures.append({"model": model, "kernel": f"{name} {seen[name]}", **described[kernel.hash]})
+            figure = {"model": model, "kernel": f"{name} {seen[name]}", **described[kernel.hash]}
+            figures.append(figure | {"batch_dependent_sums": kernel.hash in batch_dependent})
     return figures
+
+
+def sums_that_differ(batches: list[list[tuple[str, object]]]) -> set[str]:
+    """Hashes of the kernels whose floating-point sums are laid out differently in the launches of different batches.
+
+    The launches of a batch follow each other in the same order whatever its size, so the n-th of one batch is the n-th
+    of another.
+    """
+    found = set()
+    for launches in zip(*batches, strict=True):
+        layouts = {kernel.hash: sum_layouts(kernel.asm["ttgir"]) for _, kernel in launches}
+        if len({tuple(of_kernel) for of_kernel in layouts.values()}) > 1:
+            found |= layouts.keys()
+    return found
+
+
+def sum_layouts(ttgir: str) -> list[str]:
+    """Axis and layout of each floating-point sum across a tensor, in the order of the code."""
+    aliases = dict(re.findall(r"^(#\w+) = (#.+)$", ttgir, flags=re.MULTILINE))
+    reduction = r'"tt\.reduce"\(.*?\) <\{(axis = \d+).*?\}> \(\{(.*?)\}\) : \((.*?)\) ->'
+    found = []
+    for axis, combine, operands in re.findall(reduction, ttgir, flags=re.DOTALL):
+        if "arith.addf" in combine:
+            found.append(axis + " of " + re.sub(r"#\w+", lambda alias: aliases[alias[0]], operands))
+    return found
 
 
 # --- reading what was compiled ---
 
 TENSOR_CORES = r"\b(?:(HMMA|HGMMA|UTC\w*MMA)\b|v_(mfma)_)"
 LOADS_16 = r"\bLDG\.[\w.]*\b[US]16\b|\b(?:global|buffer)_load_(?:u|s)?short"
+FP64 = r"\b(?:D(?:ADD|MUL|FMA|SETP|MNMX)|MUFU\.\w*64H|[FI]2[FI][\w.]*\.F64|v_\w+_f64)"
 
 
 def describe(kernel: object, part: Part) -> dict:
@@ -232,7 +272,28 @@ def count_instructions(instructions: list[tuple[int, str]], loops: list[tuple[in
         "stores": _widths(text, "store"),
         "async_copies": len(re.findall(r"\b(?:LDGSTS|UTMALDG)\b", text)) + len(re.findall(r"load_lds", text)),
         "loads_16_in_loops": len(re.findall(LOADS_16, in_loops)),
+        "fp64": len(re.findall(FP64, text)),
+        "fused_into_shuffles": fused_into_shuffles([line for _, line in instructions]),
     }
+
+
+def fused_into_shuffles(lines: list[str]) -> int:
+    """Fused multiply-adds that add what a shuffle brought from another thread (NVIDIA).
+
+    Of two threads that exchange their products ``a b`` and ``c d``, one then has ``a b + round(c d)`` and the other
+    ``c d + round(a b)``.
+    """
+    found = 0
+    for at, line in enumerate(lines):
+        shuffle = re.search(r"\bSHFL\.\w+ P\w+, (R\d+),", line)
+        if shuffle is None:
+            continue
+        register = shuffle[1]
+        for later in lines[at + 1 :]:
+            found += bool(re.search(rf"\bFFMA\b.*, {register}\b[^,]*$", later))  # the addend comes last
+            if re.search(rf"^\s*(?:@\S+ )?[A-Z]\S* {register}\b", later):  # it is written anew
+                break
+    return found
 
 
 def _nvidia(kernel: object, arch: int) -> tuple[str, str]:
@@ -298,6 +359,12 @@ def faults(name: str, part: Part, figures: list[dict]) -> list[str]:
             found.append(f"{where}: {', '.join(tensor_cores)} but no HGMMA for a tile of {MATMULS[base]} rows")
         if figure["loads_16_in_loops"]:
             found.append(f"{where}: {figure['loads_16_in_loops']} 16-bit loads in loops")
+        if figure["fp64"]:
+            found.append(f"{where}: {figure['fp64']} instructions in fp64")
+        if figure["fused_into_shuffles"]:
+            found.append(f"{where}: {figure['fused_into_shuffles']} products fused with an addition across threads")
+        if figure["batch_dependent_sums"]:
+            found.append(f"{where}: the layout of a sum depends on the number of requests")
     return found
 
 

@@ -7,6 +7,7 @@ slots of an engine; what it knows of a request is in a table on the device, writ
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, Mode
-from lenvm_kernels.ops._common import FLOAT_DTYPES, check_tensor
+from lenvm_kernels.ops._common import FLOAT_DTYPES, ceil_div, check_tensor
 from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.ops.ragged_linear import num_splits
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
@@ -277,7 +278,7 @@ class GuidedStep:
         check_tensor("rows", rows, dtypes=_INT_DTYPES, shape=[None], device=device)
         for name, tensor in (("starts", starts), ("lens", lens), ("cached_lens", cached_lens)):
             check_tensor(name, tensor, dtypes=torch.int32, shape=rows.shape, device=device)
-        rows = rows.long()
+        tokens, slots, rows = tokens.long(), slots.long(), rows.long()  # kernels are compiled for one dtype
         ends = starts + torch.where(self._guided(rows)[1], lens, 0)
         nothing = torch.empty(len(rows), 0, dtype=torch.int32, device=device)
         for first in range(0, len(tokens), self.chunk_tokens):
@@ -355,7 +356,7 @@ class GuidedStep:
         check_tensor("lengths", lengths, dtypes=torch.int32, shape=[b], device=device)
         if drawn is not None:
             check_tensor("drawn", drawn, dtypes=_INT_DTYPES, shape=[b], device=device)
-        rows = rows.long()
+        tokens, slots, rows = tokens.long(), slots.long(), rows.long()  # kernels are compiled for one dtype
         guided, needs_model = self._guided(rows)
         if active is not None:
             check_tensor("active", active, dtypes=torch.bool, shape=[b], device=device)
@@ -445,12 +446,12 @@ class GuidedStep:
         check_tensor("tokens", tokens, dtypes=_INT_DTYPES, shape=[None], device=device)
         check_tensor("rows", rows, dtypes=_INT_DTYPES, shape=tokens.shape, device=device)
         check_tensor("lengths", lengths, dtypes=torch.int32, shape=tokens.shape, device=device)
-        rows, wanted = rows.long(), self.table.return_values[rows]
+        tokens, rows, wanted = tokens.long(), rows.long(), self.table.return_values[rows]
         nothing = torch.zeros_like(lengths)
         ids = torch.full((len(tokens), self.max_candidates), -1, dtype=torch.int32, device=device)
         ids[:, 0] = tokens
         score = self._replay if self.graphs else self._score
-        z = score(tokens, rows, lengths, nothing - 1, nothing, ids, wanted.int())
+        z = score(tokens, rows, lengths, torch.full_like(tokens, -1), nothing, ids, wanted.int())
         return self._remaining_lengths(rows, tokens, ids, wanted.int(), z, wanted)
 
     def _remaining_lengths(
@@ -571,16 +572,28 @@ class GuidedStep:
         self._captured[bucket] = graphs, value_logits
 
     def warm_up(
-        self, scores_dtype: torch.dtype = torch.float32, *, is_logits: bool = True, progress: bool = True
+        self,
+        scores_dtype: torch.dtype = torch.float32,
+        *,
+        is_logits: bool = True,
+        probs_dtype: torch.dtype = torch.float32,
+        progress: bool = True,
     ) -> None:
         """Compile every kernel and capture every graph, so that no step of serving does.
 
+        That holds for batches of every size and with any of the optional arguments, whose rows are ``vocab_size``
+        elements apart, or a multiple of 16.
+
         Args:
             scores_dtype, is_logits: of the scores that :meth:`step` will get.
+            probs_dtype: of the ``probs`` that :meth:`step` will get.
             progress: show a bar on stderr.
         """
-        device = self.value_model.device
+        device, vocab = self.value_model.device, self.vocab_size
         sizes = sorted({self._bucket(b) for b in range(1, self.max_rows + 1)})
+        # A kernel is compiled anew for an argument that is absent, and for rows that are not aligned.
+        yes_or_no = (False, True)
+        variants = list(itertools.product({vocab, 16 * ceil_div(vocab, 16)}, {False, is_logits}, yes_or_no, yes_or_no))
 
         def row(value, dtype, size):
             return torch.full((size,), value, dtype=dtype, device=device)
@@ -589,23 +602,29 @@ class GuidedStep:
         try:
             with tqdm(sizes[::-1], desc="warming up", unit="size", disable=not progress) as bar:
                 for size in bar:  # the largest first: the graphs after it find room in its memory
-                    scores = torch.zeros(size, self.vocab_size, dtype=scores_dtype, device=device)
                     ones, zeros = row(1.0, torch.float32, size), row(0.0, torch.float32, size)
                     integers = row(0, torch.int32, size)
-                    self.step(
-                        scores,
-                        row(0, torch.int64, size),
-                        row(self._padding_row, torch.int64, size),
-                        integers,
-                        row(-1, torch.int64, size),
-                        top_k=integers,
-                        top_p=ones,
-                        min_p=zeros,
-                        temperature=ones if is_logits else None,
-                        is_logits=is_logits,
-                        probs=scores.float(),
-                        sample=True,
-                    )
+                    mask = torch.zeros(size, ceil_div(vocab, 32), dtype=torch.int32, device=device)
+                    for stride, has_temperature, has_mask, has_probs in variants:
+                        scores, probs = (
+                            torch.zeros(size, stride, dtype=dtype, device=device)[:, :vocab]
+                            for dtype in (scores_dtype, probs_dtype)
+                        )
+                        self.step(
+                            scores,
+                            row(0, torch.int64, size),
+                            row(self._padding_row, torch.int64, size),
+                            integers,
+                            row(-1, torch.int64, size),
+                            top_k=integers,
+                            top_p=ones,
+                            min_p=zeros,
+                            temperature=ones if has_temperature else None,
+                            is_logits=is_logits,
+                            vocab_mask=mask if has_mask else None,
+                            probs=probs if has_probs else None,
+                            sample=True,
+                        )
         finally:
             self._timer = timer
         prompt = row(0, torch.int64, self.chunk_tokens)

@@ -19,6 +19,9 @@ GOOD = {
     "stores": {"128": 4},
     "async_copies": 24,
     "loads_16_in_loops": 0,
+    "fp64": 0,
+    "fused_into_shuffles": 0,
+    "batch_dependent_sums": False,
 }
 
 
@@ -36,6 +39,9 @@ def test_good_figures_have_no_faults():
         ("sm_100", {"tensor_cores": {}}, "no tensor cores"),
         ("sm_90", {"tensor_cores": {"HMMA": 32}}, "HMMA but no HGMMA for a tile of 128 rows"),
         ("sm_90", {"loads_16_in_loops": 3}, "3 16-bit loads in loops"),
+        ("sm_80", {"fp64": 2}, "2 instructions in fp64"),
+        ("sm_90", {"fused_into_shuffles": 1}, "1 products fused with an addition across threads"),
+        ("gfx942", {"batch_dependent_sums": True}, "the layout of a sum depends on the number of requests"),
     ],
 )
 def test_each_fault_is_found(part, change, message):
@@ -128,6 +134,75 @@ def test_amd_instructions_are_counted():
     assert figures["stores"] == {"64": 1}
     assert figures["tensor_cores"] == {"mfma": 1}
     assert figures["loads_16_in_loops"] == 1
+
+
+def test_fp64_is_counted():
+    lines = [
+        "DADD R2, R2, R4",
+        "DSETP.GT.AND P0, PT, R2, R4, PT",
+        "MUFU.RCP64H R7, R5",
+        "F2F.F64.F32 R2, R0",
+        "F2F.F32.F64 R2, R4",
+        "\tv_fma_f64 v[0:1], v[2:3], v[4:5], v[6:7]",
+        "FADD R2, R2, R4",
+        "FFMA R2, R2, R4, R6",
+        "LDG.E.64 R2, desc[UR4][R6.64]",
+        "MUFU.RCP R7, R5",
+        "IADD3 R2, R2, R4, RZ",
+    ]
+    assert codegen.count_instructions(list(enumerate(lines)), [])["fp64"] == 6
+
+
+def test_products_fused_with_what_a_shuffle_brought_are_counted():
+    lines = [
+        "SHFL.BFLY PT, R5, R4, 0x10, 0x1f",
+        "FADD R6, R4, R5",  # a sum
+        "SHFL.BFLY PT, R7, R6, 0x8, 0x1f",
+        "@!P1 FFMA.FTZ R8, R2, R3.reuse, R7",  # a product and a sum at once
+        "FFMA R9, R2, R7, R3",  # a multiple of what the shuffle brought
+        "FFMA R9, R2, R3, R70",
+        "@P0 FFMA R7, R2, R3, R6",  # writes the register
+        "FFMA R9, R2, R3, R7",  # reads what was written since
+    ]
+    assert codegen.fused_into_shuffles(lines) == 1
+    assert codegen.fused_into_shuffles(lines[:2] + lines[4:]) == 0
+
+
+TTGIR = """#blocked = #ttg.blocked<{sizePerThread = [1], threadsPerWarp = [32]}>
+#blocked1 = #ttg.blocked<{sizePerThread = [2], threadsPerWarp = [32]}>
+module {
+    %15 = "tt.reduce"(%14) <{axis = 0 : i32}> ({
+    ^bb0(%arg1: f32, %arg2: f32):
+      %16 = arith.addf %arg1, %arg2 : f32
+      tt.reduce.return %16 : f32
+    }) : (tensor<256xf32, #blocked1>) -> f32
+    %17 = "tt.reduce"(%14) <{axis = 0 : i32}> ({
+    ^bb0(%arg1: f32, %arg2: f32):
+      %18 = arith.maxnumf %arg1, %arg2 : f32
+      tt.reduce.return %18 : f32
+    }) : (tensor<256xf32, #blocked>) -> f32
+}
+"""
+
+
+class Compiled:
+    def __init__(self, ttgir):
+        self.hash, self.asm = str(hash(ttgir)), {"ttgir": ttgir}
+
+
+def test_layouts_of_sums_are_read():
+    layout = "#ttg.blocked<{sizePerThread = [2], threadsPerWarp = [32]}>"
+    assert codegen.sum_layouts(TTGIR) == [f"axis = 0 of tensor<256xf32, {layout}>"]
+
+
+def test_sums_that_the_batch_decides_are_found():
+    """The second launch has other layouts with other batches; that of a maximum does not count."""
+    other_sum = Compiled(TTGIR.replace("sizePerThread = [2]", "sizePerThread = [4]"))
+    other_maximum = Compiled(TTGIR.replace("sizePerThread = [1]", "sizePerThread = [4]"))
+    same = Compiled(TTGIR)
+    batches = [[("_a_kernel", same), ("_b_kernel", same)], [("_a_kernel", other_maximum), ("_b_kernel", other_sum)]]
+    assert codegen.sums_that_differ(batches) == {same.hash, other_sum.hash}
+    assert codegen.sums_that_differ([batches[0][:1], batches[1][:1]]) == set()
 
 
 def test_committed_figures_are_whole():

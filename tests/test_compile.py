@@ -53,3 +53,11 @@ def test_bf16_matmuls_use_the_tensor_cores_and_asynchronous_copies(kernels):
     matmuls = [k for k in kernels if k["kernel"] in names and "bf16" in k["call"]]
     assert matmuls
     assert [k for k in matmuls if "HGMMA" not in k["tensor_cores"] or not k["async_copies"]] == []
+
+
+def test_no_kernel_computes_in_fp64(kernels):
+    assert [k for k in kernels if k["fp64"]] == []
+
+
+def test_no_product_is_fused_with_an_addition_across_threads(kernels):
+    assert [k for k in kernels if k["fused_into_shuffles"]] == []

@@ -55,7 +55,10 @@ def _find_candidate(
     return tl.max(tl.where(matches, rows, -1), axis=0).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["S", "T", "C"])  # a new number of rows compiles nothing
+@triton.jit(
+    do_not_specialize=["S", "T", "C"],  # a new number of rows compiles nothing
+    do_not_specialize_on_alignment=["last_rows_ptr", "tokens_ptr", "positions_ptr", "slots_ptr"],
+)
 def _commit_winner_kernel(
     committed_ptr,  # [B]
     k_cache_ptr,  # [LAYERS, S, WIDTH]

@@ -6,9 +6,11 @@ one-hot on the candidate a constraint chooses. Source: section 4 of the specific
 LenVM fork of SGLang.
 
 fp32 holds because values are never subtracted: a row works in shares of its range, ``w = (v - min v) / range`` and
-``1 - w``, each from ``sigmoid(a) - sigmoid(b) = sigmoid(a) sigmoid(-b) (1 - exp(b - a))``. The root is found
-on ``logit E[w]``, which is linear in ``lambda`` for two candidates and nearly so in the tails of more, by Newton steps
-that a bracket guards. Every mode is computed for every row and the row's own is selected: no divergence, any mix.
+``1 - w``, each from ``sigmoid(a) - sigmoid(b) = sigmoid(a) sigmoid(-b) (1 - exp(b - a))``. What follows from them is
+taken from the nearer end: exponents from the favoured one, deviations from the one near the mean. The root is found on
+``logit E[w]``, which is linear in ``lambda`` for two candidates and nearly so in the tails of more, by Newton steps that
+a bracket guards. It is the root of the weights as they are rounded, so their errors do not add to that of the mean.
+Every mode is computed for every row and the row's own is selected: no divergence, any mix.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ SLICE = 16_384
 MAX_STEPS = tl.constexpr(64)
 # Accepted error of logit E[w]: at most 1e-6 of the row's range, and what fp32 logarithms resolve.
 _ROOT_TOLERANCE = tl.constexpr(4e-6)
-_BIG = tl.constexpr(2.0**127)  # a power of two: the same number in fp32 and in the interpreter's fp64
+# The smallest normal fp32. Triton makes fp64 of a smaller literal, and of everything that it meets.
+_SMALLEST = tl.constexpr(2.0**-126)
+_BIG = tl.constexpr(2.0**127)
 _EOS_Z = tl.constexpr(-(2.0**127))
 _SMALLEST_SHIFT = tl.constexpr(SMALLEST_SHIFT)
 _TARGET_MARGIN, _TARGET_MARGIN_SHARE = tl.constexpr(TARGET_MARGIN), tl.constexpr(TARGET_MARGIN_SHARE)
@@ -105,6 +109,10 @@ def _solve_tilt(log_q, w, top_w, active, target_w, target_top_w, unsolved):
     """The tilt at which ``p' ~ q exp(tilt w)`` has mean ``w`` equal to ``target_w``; ``[ROWS, 1]``.
 
     A row stops when it has converged, whatever the others do: its result does not depend on them.
+
+    The loop ends by a number that every thread of the program computes from its own copies of the row's sums, and it
+    has barriers: the copies must be equal to the bit. They are not where a product is fused with the first addition
+    of a sum across threads. Launches therefore set ``enable_fp_fusion=False``; `bench.codegen` reads the instructions.
     """
     target_logit = tl.log(target_w) - tl.log(target_top_w)
     tilt = target_w * 0.0
@@ -113,17 +121,20 @@ def _solve_tilt(log_q, w, top_w, active, target_w, target_top_w, unsolved):
     while (step < MAX_STEPS) & (tl.max(tl.max(unsolved.to(tl.int32), axis=1), axis=0) > 0):
         weight = _tilt(log_q, w, top_w, active, tilt)
         total, bottom_part, top_part = _row_sum(weight), _row_sum(weight * top_w), _row_sum(weight * w)
-        mean = top_part / total
-        variance = _row_sum(weight * (w - mean) * (w - mean)) / total
+        mean, top_mean = top_part / total, bottom_part / total
+        # From the end that the mean is near, where the difference keeps its digits: at a mean of 1 - 1e-30 a rounding
+        # error of w - mean would be all of the variance.
+        deviation = tl.where(mean > 0.5, top_mean - top_w, w - mean)
+        variance = _row_sum(weight * deviation * deviation) / total
         error = tl.log(top_part) - tl.log(bottom_part) - target_logit  # +-inf once a part underflows
         low, high = tl.where(error < 0, tilt, low), tl.where(error < 0, high, tilt)
 
         # d(logit mean) / d(tilt) = variance / (mean (1 - mean)). Towards a side that has no bound yet a step has
         # limited reach; between bounds the last one must have halved the error, or steps may bounce for ever.
-        newton = tilt - error * (mean * (bottom_part / total)) / variance
+        newton = tilt - error * (mean * top_mean) / variance
         reach = 8 * tl.abs(tilt) + 8
         closed = (low > -_BIG) & (high < _BIG)
-        trusted = tl.where(closed, tl.abs(error) < 0.5 * previous, tl.abs(newton - tilt) < reach)
+        trusted = (tl.abs(error) < 0.5 * previous) & (closed | (tl.abs(newton - tilt) < reach))
         inside = (newton > low) & (newton < high) & trusted
         previous = tl.abs(error)
         outwards = tl.where(error < 0, tilt + reach, tilt - reach)
@@ -180,8 +191,8 @@ def _reweight(
     token = tl.load(token_ids_ptr + row * K + slot, mask=valid, other=-1)
     p = tl.load(probs_ptr + row * K + slot, mask=valid, other=0.0)
     active = p > 0
-    total = tl.maximum(_row_sum(p), 1e-38)  # a row without candidates has 0
-    q = p / total
+    total = tl.maximum(_row_sum(p), _SMALLEST)  # a row without candidates has 0
+    q = tl.div_rn(p, total)  # rounded correctly: 1, and no number beside it, for a single candidate
     log_q = tl.where(active, tl.log(tl.where(active, p, 1.0)) - tl.log(total), 0.0)
 
     eos = token < -1
@@ -201,8 +212,8 @@ def _reweight(
     span = _value_difference(z_max, z_min)
     spread = active & (span > 0)
     safe_span = tl.where(span > 0, span, 1.0)
-    w = tl.where(spread, _value_difference(tl.maximum(z, z_min), z_min) / safe_span, 0.0)
-    top_w = tl.where(spread, _value_difference(z_max, tl.minimum(z, z_max)) / safe_span, 0.0)
+    w = tl.where(spread, tl.div_rn(_value_difference(tl.maximum(z, z_min), z_min), safe_span), 0.0)
+    top_w = tl.where(spread, tl.div_rn(_value_difference(z_max, tl.minimum(z, z_max)), safe_span), 0.0)
     expected_w, expected_top_w = _row_sum(q * w), _row_sum(q * top_w)
     expected_value = tl.sigmoid(z_min) + expected_w * span
 
@@ -221,7 +232,7 @@ def _reweight(
     shifts = (mode == _MUL) | (mode == _LINEAR)
     target_w = tl.where(shifts, expected_w + shift, target_w)
     target_top_w = tl.where(shifts, expected_top_w - shift, target_top_w)
-    exp_nats = tl.maximum(scale, 0.0) * -tl.log(tl.maximum(expected_top_w, 1e-38))
+    exp_nats = tl.maximum(scale, 0.0) * -tl.log(tl.maximum(expected_top_w, _SMALLEST))
     target_w = tl.where(mode == _EXP, _one_minus_exp(exp_nats), target_w)
     target_top_w = tl.where(mode == _EXP, tl.exp(-exp_nats), target_top_w)
     target_w = tl.minimum(tl.maximum(target_w, 0.0), 1.0)
@@ -241,10 +252,12 @@ def _reweight(
     tilt = tl.where(mode == _CENTERED_EXP, scale * span, tilt)
 
     weight = _tilt(log_q, w, top_w, active, tilt)
-    bias = tl.where(active, log_q + tl.minimum(tl.maximum(scale * raw_z, -1e38), 1e38), -_BIG)
+    # From the favoured logit, as in _tilt: a product of large numbers would be rounded by more than probabilities bear.
+    favoured = tl.where(scale > 0, _row_max(tl.where(active, raw_z, -_BIG)), _row_min(tl.where(active, raw_z, _BIG)))
+    bias = tl.where(active, log_q + scale * (raw_z - favoured), -_BIG)
     bias_weight = tl.where(active, tl.exp(bias - _row_max(bias)), 0.0)
     weight = tl.where(mode == _VALUE_BIAS, bias_weight, weight)
-    result = weight / tl.maximum(_row_sum(weight), 1e-38)
+    result = tl.div_rn(weight, tl.maximum(_row_sum(weight), _SMALLEST))
     result = tl.where(tilts_to_target & unmoved, q, result)
 
     # Constraints choose one candidate: of least cost; of equal costs the most probable, then the first.
@@ -259,7 +272,10 @@ def _reweight(
     return table_row, token, active, tl.where(guided, result, q), counted
 
 
-@triton.jit(do_not_specialize=["B", "EOS"])  # a new batch size compiles nothing
+@triton.jit(
+    do_not_specialize=["B", "EOS"],  # a new batch size compiles nothing
+    do_not_specialize_on_alignment=["table_rows_ptr", "generated_ptr"],
+)
 def _reweight_kernel(
     token_ids_ptr,  # [B, K]
     probs_ptr,  # [B, K]
@@ -310,7 +326,10 @@ def _reweight_kernel(
     tl.atomic_add(faults_ptr + table_row, 1, mask=valid & counted)
 
 
-@triton.jit(do_not_specialize=["EOS"])
+@triton.jit(
+    do_not_specialize=["EOS"],
+    do_not_specialize_on_alignment=["table_rows_ptr", "generated_ptr"],
+)
 def _reweight_scatter_kernel(
     token_ids_ptr,  # [B, K]
     probs_ptr,  # [B, K]
@@ -487,9 +506,12 @@ def reweight_scatter(
     with torch.cuda.device_of(value_logits):
         if probs is None:
             tile_rows = max(1, TILE // slots)
-            _reweight_kernel[(ceil_div(rows, tile_rows),)](*arguments, rows, K=slots, ROWS=tile_rows, num_warps=1)
+            _reweight_kernel[(ceil_div(rows, tile_rows),)](
+                *arguments, rows, K=slots, ROWS=tile_rows, num_warps=1, enable_fp_fusion=False
+            )
         else:
             vocab = probs.shape[1]
-            grid = (rows, ceil_div(vocab, SLICE))
-            _reweight_scatter_kernel[grid](*arguments, probs, probs.stride(0), vocab, K=slots, SLICE=SLICE, num_warps=4)
+            _reweight_scatter_kernel[(rows, ceil_div(vocab, SLICE))](
+                *arguments, probs, probs.stride(0), vocab, K=slots, SLICE=SLICE, num_warps=4, enable_fp_fusion=False
+            )
     return out

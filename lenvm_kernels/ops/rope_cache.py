@@ -65,7 +65,7 @@ def _rotate(halves, cos, sin):
     return first * cos - second * sin, second * cos + first * sin
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["num_rows_ptr"])
 def _rope_cache_kernel(
     q_ptr,  # [T, Hq, D]
     k_ptr,  # [T, Hkv, D]

@@ -32,7 +32,10 @@ def _load_slot(row_probs_ptr, slot, valid):
     return tl.where(p > 0, p, 0.0)  # NaN compares false
 
 
-@triton.jit(do_not_specialize=["B"])  # a new batch size compiles nothing
+@triton.jit(
+    do_not_specialize=["B"],  # a new batch size compiles nothing
+    do_not_specialize_on_alignment=["seeds_ptr", "positions_ptr", "temperature_ptr"],
+)
 def _sample_candidates_kernel(
     out_ptr,  # [B]
     token_ids_ptr,  # [B, K]

@@ -6,8 +6,9 @@ the candidate selection of the LenVM fork of SGLang.
 
 Two launches. The first streams the scores once: a program walks a range of tiles, notes each tile's (max, sum of
 exponentials) and keeps the range's K best tokens; a tile that holds nothing above the K-th best costs one compare.
-The second merges what the ranges found, one program a row. Choosing the K best is exact and the tiles' sums are added
-in the order of the tiles, so how many ranges a row is cut into (it depends on B) cannot change a bit of the result.
+The second merges what the ranges found, one program a row. Choosing the K best is exact, and the tiles' sums are added
+in an order that follows from their number alone, so how many ranges a row is cut into (it depends on B) cannot change a
+bit of the result.
 """
 
 import torch
@@ -30,6 +31,10 @@ TILE = 1024
 # range inserts its first K tokens whatever they are. Two choices only, so that a new batch size compiles nothing.
 FEW_ROWS = 16
 RANGES_OF_MANY_ROWS = 16
+# Lanes among which the second launch deals out a row's tiles. They are the threads of a warp, one lane each: the
+# compiler cannot give a thread two lanes in one variant of the kernel and one in another, which would change the order
+# of a sum and its last bits. `bench.codegen` compares the variants.
+LANES = tl.constexpr(32)
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _GREEDY_TEMPERATURE = tl.constexpr(GREEDY_TEMPERATURE)
@@ -67,7 +72,9 @@ def _exponent_scale(temperature_ptr, row):
     return _LOG2_E / tl.where(greedy, 1.0, temperature), greedy, tl.abs(temperature) < float("inf")
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["temperature_ptr", "guided_ptr"],
+)
 def _scan_kernel(
     scores_ptr,  # [B, V]
     stride_scores_row,
@@ -136,7 +143,16 @@ def _scan_kernel(
     tl.store(range_next_ptr + row * RANGES + segment, next_score)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "temperature_ptr",
+        "guided_ptr",
+        "top_k_ptr",
+        "top_p_ptr",
+        "min_p_ptr",
+        "entropy_threshold_ptr",
+    ],
+)
 def _filter_kernel(
     temperature_ptr,  # [B] or None
     guided_ptr,  # [B] or None
@@ -157,7 +173,7 @@ def _filter_kernel(
     IS_LOGITS: tl.constexpr,
     K: tl.constexpr,
     RANGES: tl.constexpr,
-    TILES: tl.constexpr,  # a power of two >= tiles
+    TILES: tl.constexpr,  # a multiple of LANES >= tiles
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -173,13 +189,21 @@ def _filter_kernel(
     nothing = -float("inf") if IS_LOGITS else 0.0
     scale, greedy, usable = _exponent_scale(temperature_ptr, row)
     tiles = tl.cdiv(V, BLOCK)
-    tile = tl.arange(0, TILES)
-    tile_max = tl.load(tile_max_ptr + row * tiles + tile, mask=tile < tiles, other=nothing)
-    tile_sum = tl.load(tile_sum_ptr + row * tiles + tile, mask=tile < tiles, other=0.0)
-    best = tl.max(tile_max, axis=0)
-    if IS_LOGITS:
-        tile_sum = tl.where(tile_max == nothing, tile_sum, tile_sum * tl.exp2((tile_max - best) * scale))
-    total = tl.sum(tile_sum, axis=0)
+    # Unrolled, so that all loads are on their way at once.
+    lane = tl.arange(0, LANES)
+    lane_max, lane_sum = tl.full([LANES], nothing, tl.float32), tl.zeros([LANES], tl.float32)
+    for first in tl.static_range(0, TILES, LANES):
+        tile = first + lane
+        lane_max = tl.maximum(lane_max, tl.load(tile_max_ptr + row * tiles + tile, mask=tile < tiles, other=nothing))
+    best = tl.max(lane_max, axis=0)
+    for first in tl.static_range(0, TILES, LANES):
+        tile = first + lane
+        tile_sum = tl.load(tile_sum_ptr + row * tiles + tile, mask=tile < tiles, other=0.0)
+        if IS_LOGITS:
+            tile_max = tl.load(tile_max_ptr + row * tiles + tile, mask=tile < tiles, other=nothing)
+            tile_sum = tl.where(tile_max == nothing, tile_sum, tile_sum * tl.exp2((tile_max - best) * scale))
+        lane_sum += tile_sum
+    total = tl.sum(lane_sum, axis=0)
     usable = usable & (total < float("inf")) & (best > nothing)  # NaN compares false
 
     top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
@@ -330,9 +354,14 @@ def _launch(
     if rows == 0:
         return found
     tiles = ceil_div(vocab, TILE)
-    tiles_pow2 = next_power_of_2(tiles)
-    ranges = tiles_pow2 if rows <= FEW_ROWS else min(tiles_pow2, RANGES_OF_MANY_ROWS)
-    tile_max, tile_sum = torch.empty(2, rows, tiles, dtype=torch.float32, device=device)
+    ranges = next_power_of_2(tiles)
+    # What the number of rows must not decide, follows from the larger number of ranges: warps divide sums among them.
+    filter_warps = 4 if ranges * max_candidates <= 2048 else 8
+    ranges = ranges if rows <= FEW_ROWS else min(ranges, RANGES_OF_MANY_ROWS)
+    # An allocation each: where the second half of one would begin depends on the rows, and a kernel is compiled anew
+    # for pointers that are not aligned.
+    tile_max = torch.empty(rows, tiles, dtype=torch.float32, device=device)
+    tile_sum = torch.empty(rows, tiles, dtype=torch.float32, device=device)
     range_keys = torch.empty(rows, ranges, max_candidates, dtype=torch.int64, device=device)
     range_next = torch.empty(rows, ranges, dtype=torch.float32, device=device)
     sizes = dict(IS_LOGITS=is_logits, K=max_candidates, RANGES=ranges, BLOCK=TILE)
@@ -370,7 +399,9 @@ def _launch(
             found.lost_mass,
             vocab,
             **sizes,
-            TILES=tiles_pow2,
-            num_warps=4 if ranges * max_candidates <= 2048 else 8,
+            TILES=ceil_div(tiles, LANES.value) * LANES.value,
+            num_warps=filter_warps,
+            # A product fused with an addition across threads would leave them with different entropies.
+            enable_fp_fusion=False,
         )
     return found

@@ -128,7 +128,16 @@ def _parent_row(row, parents_ptr, first_candidate_row):
     return tl.where((parent >= first_candidate_row) & (parent < row), parent, -1)
 
 
-@triton.jit(do_not_specialize=["num_requests", "workspace_rows"])
+@triton.jit(
+    do_not_specialize=["num_requests", "workspace_rows"],
+    do_not_specialize_on_alignment=[
+        "table_rows_ptr",
+        "cached_lens_ptr",
+        "q_offsets_ptr",
+        "candidate_lens_ptr",
+        "parents_ptr",
+    ],
+)
 def _value_tree_attention_kernel(
     q_ptr,  # [T, Hq, D]
     k_new_ptr,  # [T, Hkv, D]
@@ -304,7 +313,10 @@ def _value_tree_attention_kernel(
             tl.store(partial_lse_ptr + first_partial + m, running_max + tl.log2(running_sum), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["num_requests", "workspace_rows"])
+@triton.jit(
+    do_not_specialize=["num_requests", "workspace_rows"],
+    do_not_specialize_on_alignment=["cached_lens_ptr", "q_offsets_ptr"],
+)
 def _merge_splits_kernel(
     partial_out_ptr,  # fp32 [max_splits, Hkv, W, Hq / Hkv, D]
     partial_lse_ptr,  # fp32 [max_splits, Hkv, W, Hq / Hkv], base 2

@@ -1,0 +1,149 @@
+"""Which compiled variants of the kernels serving asks for that ``GuidedStep.warm_up`` has not made.
+
+``python -m tests.serving_variants V`` (without TRITON_INTERPRET) pretends to serve with a vocabulary of V tokens: every
+batch size, every optional argument, what the adapters call, and tensors that are slices of longer ones. Nothing is
+compiled or launched: a launch only notes the key under which Triton looks for its compiled kernel. Prints, as JSON, the
+keys that warming up noted for each kernel, and for each kind of call the kernels and batch sizes of those it did not.
+"""
+
+import json
+import sys
+from collections import defaultdict
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction
+
+import lenvm_kernels.ops._common as ops_common
+from bench._models import make_config
+from bench.codegen import CompileOnlyDriver
+from lenvm_kernels.guidance import parse_guidance
+from lenvm_kernels.ops.topk_candidates import FEW_ROWS
+from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.value_model import ValueModel
+
+MAX_ROWS = FEW_ROWS + 3
+CHUNK_TOKENS = 64
+keys: dict[str, set[str]] = defaultdict(set)
+
+
+def note_key(self, *args, grid, warmup, **options):
+    """In place of ``JITFunction.run``."""
+    *_, bind = self.device_caches[0]
+    options["debug"] = options.get("debug", self.debug) or triton.knobs.runtime.debug
+    options["instrumentation_mode"] = triton.knobs.compilation.instrumentation_mode
+    _, specialization, options = bind(*args, **options)
+    keys[self.fn.__name__].add(f"{specialization}{options}")
+
+
+class GraphedStep(GuidedStep):
+    """A guided step that pads its batches as replaying a CUDA graph does."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        dtypes = (torch.int64, torch.int64, torch.int32, torch.int64, torch.int32, torch.int32, torch.int32)
+        shapes = [(self.max_rows,)] * 5 + [(self.max_rows, self.max_candidates), (self.max_rows,)]
+        self._inputs = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        self.graphs = True
+
+    def _replay(self, *arguments):
+        rows = len(arguments[0])
+        return self._score(*(buffer[: self._bucket(rows)] for buffer in self._inputs))[:rows].clone()
+
+
+def slice_of_longer(tensor):
+    """The same numbers one element into a longer tensor: not aligned to 16 bytes."""
+    return torch.cat([tensor.new_zeros(1, *tensor.shape[1:]), tensor])[1:]
+
+
+def serve(step, call, rows, vocab):
+    """One call of a kind with a batch of ``rows``."""
+    one = slice_of_longer(torch.ones(rows))
+    i32, i64 = (slice_of_longer(torch.zeros(rows, dtype=dtype)) for dtype in (torch.int32, torch.int64))
+    mask = torch.zeros(rows, -(-vocab // 32), dtype=torch.int32)
+    scores, bf16 = torch.zeros(rows, vocab), torch.zeros(rows, vocab, dtype=torch.bfloat16)
+    row_numbers, filters = slice_of_longer(torch.arange(rows)), dict(top_k=i32, top_p=one, min_p=one)
+    batch = (i64, row_numbers, i32, i64)
+    prompt = slice_of_longer(torch.zeros(7 * rows, dtype=torch.int32))
+    padded_scores = torch.zeros(rows, -(-vocab // 16) * 16)[:, :vocab]
+    if call == "SGLang draws":
+        step.step(scores, *batch, **filters, drawn=i64, sample=True)
+    elif call == "SGLang, greedy":
+        step.step(scores, *batch, **filters, drawn=i64, is_logits=True)
+    elif call == "SGLang, prompts":
+        step.predict(i64, row_numbers, i32)
+    elif call == "SGLang, prefill":
+        step.extend(prompt.long(), prompt.long(), row_numbers, i32, i32, i32)
+    elif call == "prefill in int32":
+        step.extend(prompt, prompt, row_numbers.int(), i32, i32, i32)
+    elif call == "transformers":
+        active = torch.ones(rows, dtype=torch.bool)
+        step.step(scores, *batch, **filters, temperature=one, is_logits=True, active=active, probs=scores)
+    elif call == "probabilities in place":
+        step.step(scores, *batch, **filters, probs=scores)
+    elif call == "logits":
+        step.step(scores, *batch, **filters, is_logits=True, sample=True)
+    elif call == "logits and a mask":
+        step.step(scores, *batch, **filters, is_logits=True, vocab_mask=mask, temperature=one, sample=True)
+    elif call == "probabilities and a mask":
+        step.step(scores, *batch, **filters, vocab_mask=mask, sample=True)
+    elif call == "int32 batch":
+        step.step(scores, i32, row_numbers.int(), i32, i32, **filters, sample=True)
+    elif call == "bf16 logits":
+        step.step(bf16, *batch, **filters, temperature=one, is_logits=True, sample=True)
+    else:
+        assert call == "padded logits"
+        step.step(padded_scores, *batch, **filters, is_logits=True, probs=padded_scores.clone())
+
+
+CALLS = (
+    "SGLang draws",
+    "SGLang, greedy",
+    "SGLang, prompts",
+    "SGLang, prefill",
+    "prefill in int32",
+    "transformers",
+    "probabilities in place",
+    "logits",
+    "logits and a mask",
+    "probabilities and a mask",
+    "int32 batch",
+    "bf16 logits",
+    "padded logits",
+)
+
+
+def main() -> None:
+    vocab = int(sys.argv[1])
+    triton.runtime.driver.set_active(CompileOnlyDriver(GPUTarget("cuda", 90, 32)))
+    ops_common.INTERPRETED, ops_common.ARCHITECTURE = True, "sm_90"
+    JITFunction.run = note_key
+    torch.empty, torch.empty_like = torch.zeros, torch.zeros_like  # what no kernel wrote is still read, as an index
+    config = make_config("Qwen2.5-0.5B", vocab_size=512, num_layers=1)
+    model = ValueModel(config, {k: torch.zeros(s, dtype=torch.bfloat16) for k, s in config.tensor_shapes().items()})
+    report = {}
+    for name, kind in (("with graphs", GraphedStep), ("without graphs", GuidedStep)):
+        keys.clear()
+        table = torch.zeros(MAX_ROWS, 1024, dtype=torch.int32)
+        step = kind(model, table, 1000, vocab_size=vocab, chunk_tokens=CHUNK_TOKENS, graphs=False, backend="triton")
+        for is_logits in (False, True):
+            step.warm_up(is_logits=is_logits, progress=False)
+        step.warm_up(torch.bfloat16, progress=False)
+        warm = {kernel: set(found) for kernel, found in keys.items()}
+        for row in range(MAX_ROWS):
+            step.set(row, parse_guidance({"target_length": 100, "return_values": row % 2 == 0}), {0})
+        new: dict[str, dict[str, list[int]]] = {}
+        for call in CALLS:
+            for rows in range(1, MAX_ROWS + 1):
+                before = {kernel: set(found) for kernel, found in keys.items()}
+                serve(step, call, rows, vocab)
+                for kernel, found in keys.items():
+                    if found - before.get(kernel, set()):
+                        new.setdefault(call, {}).setdefault(kernel, []).append(rows)
+        report[name] = {"warm": {kernel: len(found) for kernel, found in warm.items()}, "new": new}
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""After ``GuidedStep.warm_up`` serving compiles nothing."""
+
+import json
+import os
+import subprocess
+import sys
+
+# Of 18 tiles, so that ranges have several; rows are not aligned, those of padded tensors are.
+VOCAB = 17_411
+
+
+def test_serving_compiles_nothing():
+    # Another process, because this one may interpret.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.serving_variants", str(VOCAB)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+    report = json.loads(done.stdout)
+    assert {name: served["new"] for name, served in report.items()} == {"with graphs": {}, "without graphs": {}}
+    for served in report.values():
+        assert served["warm"].keys() >= {"_scan_kernel", "_reweight_kernel", "_value_tree_attention_kernel"}
+        assert served["warm"]["_commit_winner_kernel"] == served["warm"]["_rope_cache_kernel"] == 1
