@@ -286,6 +286,46 @@ def test_no_rows(device, backend):
     assert ragged_linear(**inputs, backend=backend).shape == (0, 48)
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("paddings", [(0, 7, 3), (16, 3, 0), (5, 0, 9)])
+@pytest.mark.parametrize("split", [False, True])
+def test_rows_are_apart_by_different_amounts(device, small_limits, backend, swiglu, paddings, split):
+    """x, weight and residual have strides of their own, and NaN for padding; against the formula in fp64."""
+    tokens, outputs, size = 9, 20, 200 if split else 40
+    inputs = make_inputs(tokens, outputs, size, torch.float32, device=device, **VARIANTS["all"] | {"swiglu": swiglu})
+    assert (ops.num_splits(20, size, swiglu) > 1) == (split and not swiglu)
+    x, weight, bias, residual = (inputs[name].double() for name in ("x", "weight", "bias", "residual"))
+    y = (x * torch.rsqrt(x.square().mean(1, keepdim=True) + EPS)) @ weight.T + bias
+    expected = (nn.functional.silu(y[:, :outputs]) * y[:, outputs:] if swiglu else y) + residual
+    for name, padding in zip(("x", "weight", "residual"), paddings, strict=True):
+        columns = inputs[name].shape[1]
+        inputs[name] = nn.functional.pad(inputs[name], (0, padding), value=float("nan"))[:, :columns]
+    assert_matches(ragged_linear(**inputs, backend=backend), expected, "ragged_linear", torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("eps", [1e-6, 1e-2, 1])
+def test_eps_is_added_to_the_mean_of_squares(device, backend, eps):
+    inputs = make_inputs(2, 16, 32, torch.float32, device=device)
+    inputs["x"] = torch.where(torch.arange(32) % 3 == 0, -1.0, 1.0).to(device).repeat(2, 1)
+    inputs["x"] *= torch.tensor([[2e-2], [1e-3]], device=device)
+    y = ragged_linear(**inputs, norm_eps=eps, backend=backend)
+    inputs["x"] = inputs["x"] / (torch.tensor([[4e-4], [1e-6]], device=device) + eps).sqrt()
+    assert_matches(y, exact(**inputs), "ragged_linear", torch.float32)
+
+
+@pytest.mark.parametrize("far_rows", ["x", "weight", "residual"])
+def test_offsets_past_32_bits(device, far_rows):
+    """Rows 2**30 numbers apart, so that row 2 is 2**31 away. Pages that nothing touches take no memory on a CPU."""
+    far = 2**30
+    inputs = make_inputs(3, 3, 3, torch.float16, device=device, norm=True, residual=True)
+    expected = exact(**inputs)
+    spread = torch.empty(2 * far + 3, dtype=torch.float16, device=device).as_strided((3, 3), (far, 1))
+    inputs[far_rows] = spread.copy_(inputs[far_rows])
+    assert_matches(ragged_linear(**inputs, backend="triton"), expected, "ragged_linear", torch.float16)
+
+
 ERRORS = [
     ("x", [[1.0]], TypeError, r"x must be a tensor .* \[\*, \*\], got list"),
     ("x", torch.zeros(3, 64, dtype=torch.int32), ValueError, "x must be float32.*, got int32"),

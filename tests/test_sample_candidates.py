@@ -235,6 +235,67 @@ def test_replays_in_a_cuda_graph(device):
     assert torch.equal(tokens, sample_candidates(candidates, *inputs))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("temperature", [None, 0.0])
+def test_negative_weights_count_as_zero(device, backend, temperature):
+    """Before, between and after the others, in rows apart by more than K."""
+    rows = 64
+    p = torch.tensor([-0.5, 0.25, -1.0, 0.5, -math.inf, 0.125, math.nan, -2.0]).repeat(rows, 1)
+    p = torch.nn.functional.pad(p, (0, 5), value=9.0)[:, :8]
+    seeds, positions = torch.arange(rows).flip(0) * 7, torch.arange(rows) * 3
+    t = None if temperature is None else torch.full((rows,), temperature)
+    drawn = draw(p, seeds, positions, device, temperature=t, backend=backend)
+    beyond = torch.tensor([2, 6]) <= (uniform(seeds, positions) * 7)[:, None]
+    expected = torch.tensor([1, 3, 5])[beyond.sum(1)].int() if temperature is None else torch.full((rows,), 3)
+    assert len(expected.unique()) == (3 if temperature is None else 1)
+    assert torch.equal(drawn, expected.int())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_have_their_own_seed_position_and_tokens(device, backend):
+    """Requests of several lengths: each row's draw is that of its own seed and position, alone; token 0 is a token."""
+    rng = torch.Generator().manual_seed(3)
+    seeds = torch.tensor([5, -3, 5, 2**40 + 1, 5, 0]).repeat(6)
+    positions = torch.tensor([1, 70, 7000, 70, 2, 2**31 - 1]).repeat_interleave(6)
+    order = torch.randperm(36, generator=rng)
+    seeds, positions = seeds[order], positions[order]
+    p = torch.rand(36, 4, generator=rng)
+    token_ids = torch.stack([torch.randperm(4, generator=rng) for _ in range(36)]).int() * 50_000
+    cumulative = (p.double() / p.double().sum(1, keepdim=True)).cumsum(1)
+    slot = (cumulative <= uniform(seeds, positions).double()[:, None]).sum(1)
+    expected = token_ids[torch.arange(36), slot]
+    assert 0 in expected
+    for dtype in (torch.int32, torch.int64):
+        drawn = draw(p, seeds, positions.to(dtype), device, token_ids=token_ids, backend=backend)
+        assert torch.equal(drawn, expected)
+
+
+def test_reference_takes_fp64():
+    p = torch.tensor([[2.0**-60, 1.0], [1.0, 2.0**-60]], dtype=torch.float64)
+    drawn = draw(p, filled(2, 0), torch.tensor([AT_ZERO, AT_LARGEST]), "cpu", backend="reference")
+    assert drawn.tolist() == [0, 0]
+
+
+def test_nothing_is_stored_beyond_the_rows(device, monkeypatch):
+    buffers = []
+
+    def guarded_empty(rows, dtype, device):
+        buffers.append(torch.full((rows + 64,), 77, dtype=dtype, device=device))
+        return buffers[-1][:rows]
+
+    monkeypatch.setattr(module.torch, "empty", guarded_empty)
+    drawn = draw(torch.eye(3, 4), filled(3, 0), torch.arange(3), device)
+    assert drawn.tolist() == [0, 1, 2] and (buffers[0][3:] == 77).all()
+
+
+def test_offsets_past_32_bits(device):
+    """Rows 2**29 weights apart, so that row 4 is 2**31 away. Pages that nothing touches take no memory on a CPU."""
+    far = 2**29
+    p = torch.empty(4 * far + 2, device=device).as_strided((5, 2), (far, 1))
+    p[:], p[4] = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+    assert draw(p, filled(5, 0), torch.arange(5), device).tolist() == [0, 0, 0, 0, 1]
+
+
 def good_arguments():
     candidates = Candidates(
         torch.zeros(2, 4, dtype=torch.int32),

@@ -225,6 +225,85 @@ def test_no_rows(device, backend):
     assert value_head(**inputs, token_rows=only_padding[:0], backend=backend).shape == (0,)
 
 
+STRIDES = [(0, 7), (16, 3), (5, 0)]
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("hidden_padding, weight_padding", STRIDES)
+def test_rows_of_hidden_and_weight_are_apart_by_different_amounts(device, backend, hidden_padding, weight_padding):
+    """The weight is not symmetric, the padding not a number, the rows out of order, with repeats and padding."""
+    inputs = make_inputs(9, 40, torch.float32, device=device, norm=True)
+    rows = torch.tensor([7, -1, 0, 8, 8, 2, 9, 5, 3, 1, 1, 4], device=device)
+    for name, padding in (("hidden", hidden_padding), ("fc_weight", weight_padding)):
+        inputs[name] = nn.functional.pad(inputs[name], (0, padding), value=float("nan"))[:, :40]
+    h = inputs["hidden"].double()
+    h = h * torch.rsqrt(h.square().mean(1, keepdim=True) + EPS) * inputs["norm_weight"].double()
+    w = {name: inputs[name].double() for name in WEIGHTS}
+    z = nn.functional.silu(h @ w["fc_weight"].T + w["fc_bias"]) @ w["summary_weight"][0] + w["summary_bias"]
+    assert_matches(value_head(**inputs, backend=backend), z, "value_head", torch.float32)
+    expected = torch.where((rows >= 0) & (rows < 9), z[rows.clamp(0, 8)], 0.0)
+    assert_matches(value_head(**inputs, token_rows=rows, backend=backend), expected, "value_head", torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("eps", [None, 1e-2, 1])
+def test_eps_is_added_to_the_mean_of_squares(device, backend, eps):
+    """Rows whose mean of squares is 4e-4, or 1e-6: as large as the default."""
+    inputs = make_inputs(2, 32, torch.float32, device=device)
+    inputs["hidden"] = torch.where(torch.arange(32) % 3 == 0, -1.0, 1.0).to(device).repeat(2, 1)
+    inputs["hidden"] *= torch.tensor([[2e-2], [1e-3]], device=device)
+    inputs["norm_weight"] = torch.linspace(0.5, 1.5, 32, device=device)
+    logits = value_head(**inputs, **({} if eps is None else {"norm_eps": eps}), backend=backend)
+    mean = torch.tensor([[4e-4], [1e-6]], device=device)
+    inputs["hidden"] = inputs["hidden"] * inputs.pop("norm_weight") / (mean + (eps or 1e-6)).sqrt()
+    assert_matches(logits, exact(**inputs), "value_head", torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("wide", ["fc_bias", "summary_weight", "summary_bias", "norm_weight"])
+def test_each_vector_may_be_fp32(device, backend, wide):
+    inputs = make_inputs(3, 64, torch.bfloat16, device=device, norm=True)
+    inputs[wide] = inputs[wide].float() + 2**-10
+    logits = value_head(**inputs, backend=backend)
+    if backend == "triton":
+        assert_matches(logits, exact(**inputs), "value_head", torch.bfloat16)
+    else:
+        truth = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+        assert_matches(logits, value_head(**truth), "value_head", torch.bfloat16)
+
+
+@pytest.mark.parametrize("outputs", [1, 33, 127])
+def test_fresh_memory_is_filled_and_nothing_beside_it(device, monkeypatch, outputs):
+    """It holds NaN at first: what is read was written before."""
+    inputs = make_inputs(5, 100, torch.float32, device=device)
+    rows = torch.arange(outputs, device=device) % 7 - 1  # -1 and 5 are padding
+    expected = exact(**inputs, token_rows=rows)
+    buffers = []
+
+    def guarded_empty(*shape, dtype, device):
+        buffers.append(torch.full((shape[0] + 128, *shape[1:]), float("nan"), dtype=dtype, device=device))
+        return buffers[-1][: shape[0]]
+
+    monkeypatch.setattr(ops.torch, "empty", guarded_empty)
+    logits = value_head(**inputs, token_rows=rows, backend="triton")
+    assert_matches(logits, expected, "value_head", torch.float32)
+    for buffer in buffers:
+        assert buffer[-128:].isnan().all()
+
+
+@pytest.mark.parametrize("far_rows", ["hidden", "fc_weight"])
+def test_offsets_past_32_bits(device, far_rows):
+    """Rows 2**30 numbers apart, so that row 2 is 2**31 away. Pages that nothing touches take no memory on a CPU."""
+    far = 2**30
+    inputs = make_inputs(3, 3, torch.float16, device=device)
+    expected = exact(**inputs)
+    spread = torch.empty(2 * far + 3, dtype=torch.float16, device=device).as_strided((3, 3), (far, 1))
+    inputs[far_rows] = spread.copy_(inputs[far_rows])
+    for token_rows in (None, torch.arange(3, device=device)):
+        logits = value_head(**inputs, token_rows=token_rows, backend="triton")
+        assert_matches(logits, expected, "value_head", torch.float16)
+
+
 ERRORS = [
     ("hidden", [[1.0]], TypeError, r"hidden must be a tensor .* \[\*, \*\], got list"),
     ("hidden", torch.zeros(3, 64, dtype=torch.int32), ValueError, "hidden must be float32.*, got int32"),
