@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from lenvm_kernels.ops import ragged_linear as ops
 from lenvm_kernels.ops.ragged_linear import ragged_linear
 from tests.tolerances import assert_matches
+from tests.wrong_tensors import assert_refuses
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-6
@@ -346,12 +347,23 @@ ERRORS = [
     ("num_rows", number(3, "cpu")[0], ValueError, r"num_rows must be int32 \[1\] on cpu, got int32 \[\]"),
     ("num_rows", number(3, "meta"), ValueError, r"num_rows must be int32 \[1\] on cpu, got int32 \[1\] on meta"),
     ("norm_eps", 0.0, ValueError, "norm_eps must be a positive number or None, got 0.0"),
+    ("norm_eps", float("inf"), ValueError, "norm_eps must be a positive number or None, got inf"),
     ("norm_eps", float("nan"), ValueError, "norm_eps must be a positive number or None, got nan"),
     ("norm_eps", "1e-6", ValueError, "norm_eps must be a positive number or None, got '1e-6'"),
     ("residual", torch.zeros(3, 96), ValueError, r"residual must be float32 \[3, 48\] on cpu, got float32 \[3, 96\]"),
     ("residual", torch.zeros(48, 3).t(), ValueError, "residual must be contiguous in its last dimension"),
     ("backend", "cuda", ValueError, "backend must be one of auto, triton, reference, got 'cuda'"),
 ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["weight", "bias", "residual", "num_rows"])
+def test_errors_name_bad_tensors(name, dtype):
+    arguments = make_inputs(3, 5, 8, dtype, bias=name == "bias", residual=True) | {"num_rows": number(2, "cpu")}
+    if name == "weight":
+        arguments.pop("residual")  # its columns are the weight's rows
+    accepted = torch.int32 if name == "num_rows" else dtype
+    assert_refuses(ragged_linear, arguments, name, accepted, any_rows=name == "weight")
 
 
 @pytest.mark.parametrize(("name", "value", "error", "message"), ERRORS)

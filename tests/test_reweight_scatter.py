@@ -15,6 +15,7 @@ from lenvm_kernels.ops import reweight_scatter as module
 from lenvm_kernels.ops.reweight_scatter import Mode, reweight_scatter
 from lenvm_kernels.ops.topk_candidates import Candidates, Status
 from tests.tolerances import TOLERANCE
+from tests.wrong_tensors import assert_refuses
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "guidance.jsonl").open()]
 GOLDEN_ATOL = 1e-3  # the fork's stopping rule, says golden/README.md
@@ -668,6 +669,39 @@ def good_arguments():
 def test_bad_arguments_are_named(name, value, error, message):
     with pytest.raises(error, match=message):
         reweight_scatter(**{**good_arguments(), name: value})
+
+
+@pytest.mark.parametrize("columns", [0, 128])
+def test_bad_numbers_of_slots_are_named(columns):
+    with pytest.raises(ValueError, match=f"value_logits must have a power of two up to 64 columns, got {columns}"):
+        reweight_scatter(**good_arguments() | {"value_logits": torch.zeros(2, columns)})
+
+
+@pytest.mark.parametrize(
+    "name, dtypes, allowed",
+    [
+        ("candidates.token_ids", [torch.int32], {"rows_apart": False}),
+        ("candidates.probs", [torch.float32], {"rows_apart": False}),
+        ("candidates.status", [torch.int8], {}),
+        ("candidates.lost_mass", [torch.float32], {}),
+        ("table.mode", [torch.int32], {"any_rows": True}),
+        ("table_rows", [torch.int32, torch.int64], {}),
+        ("generated", [torch.int32], {}),
+        ("probs", DTYPES, {"any_columns": True}),
+    ],
+)
+def test_bad_tensors_are_named(name, dtypes, allowed):
+    arguments = good_arguments()
+    table, fields = arguments.pop("table"), vars(arguments.pop("candidates"))
+
+    def function(**arguments):
+        candidates = Candidates(**{field: arguments.pop(f"candidates.{field}") for field in fields})
+        columns = vars(table) | {"mode": arguments.pop("table.mode")}
+        return reweight_scatter(candidates, table=GuidanceTable(**columns), **arguments)
+
+    arguments |= {f"candidates.{field}": tensor for field, tensor in fields.items()} | {"table.mode": table.mode}
+    arguments |= dict(table_rows=torch.tensor([1, 0]), generated=torch.zeros(2).int(), probs=torch.zeros(2, 9))
+    assert_refuses(function, arguments, name, *dtypes, **allowed)
 
 
 def test_table_has_to_cover_the_rows():

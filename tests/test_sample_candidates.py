@@ -11,6 +11,7 @@ from lenvm_kernels.ops import sample_candidates as module
 from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.ops.topk_candidates import Candidates, Status
 from lenvm_kernels.reference.sample_candidates import philox4x32, uniform
+from tests.wrong_tensors import assert_refuses
 
 BACKENDS = ["triton", "reference"]
 STATUSES = [int(Status.GUIDE), int(Status.SINGLE), int(Status.UNGUIDED), int(Status.SKIP)]
@@ -322,6 +323,7 @@ def good_arguments():
         ("guided_probs", torch.zeros(4, 2).T, ValueError, "guided_probs must be contiguous in its last dimension"),
         ("guided_probs", torch.zeros(3, 4), ValueError, r"candidates.token_ids must be int32 \[3, 4\]"),
         ("candidates", None, TypeError, "candidates must be the Candidates of topk_candidates, got NoneType"),
+        ("candidates", {}, TypeError, "candidates must be the Candidates of topk_candidates, got dict"),
         ("seeds", torch.zeros(2).int(), ValueError, r"seeds must be int64 \[2\] on cpu, got int32"),
         ("seeds", [0, 1], TypeError, r"seeds must be a tensor int64 \[2\] on cpu, got list"),
         ("positions", torch.zeros(2), ValueError, r"positions must be int32\|int64 \[2\] on cpu, got float32"),
@@ -338,6 +340,34 @@ def good_arguments():
 def test_bad_arguments_are_named(name, value, error, message):
     with pytest.raises(error, match=message):
         sample_candidates(**{**good_arguments(), name: value})
+
+
+@pytest.mark.parametrize("columns", [0, 128])
+def test_bad_numbers_of_slots_are_named(columns):
+    with pytest.raises(ValueError, match=f"guided_probs must have a power of two up to 64 columns, got {columns}"):
+        sample_candidates(**good_arguments() | {"guided_probs": torch.zeros(2, columns)})
+
+
+@pytest.mark.parametrize(
+    "name, dtypes",
+    [
+        ("candidates.token_ids", [torch.int32]),
+        ("candidates.status", [torch.int8]),
+        ("seeds", [torch.int64]),
+        ("positions", [torch.int32, torch.int64]),
+        ("temperature", [torch.float32]),
+    ],
+)
+def test_bad_tensors_are_named(name, dtypes):
+    arguments = good_arguments() | {"temperature": torch.ones(2)}
+    fields = vars(arguments.pop("candidates"))
+
+    def function(**arguments):
+        candidates = Candidates(**{field: arguments.pop(f"candidates.{field}") for field in fields})
+        return sample_candidates(candidates, **arguments)
+
+    arguments |= {f"candidates.{field}": tensor for field, tensor in fields.items()}
+    assert_refuses(function, arguments, name, *dtypes, rows_apart=name != "candidates.token_ids")
 
 
 @pytest.mark.parametrize(

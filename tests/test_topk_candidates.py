@@ -13,6 +13,7 @@ from hypothesis import example, given
 from lenvm_kernels.ops import topk_candidates as module
 from lenvm_kernels.ops.topk_candidates import FEW_ROWS, TILE, Status, topk_candidates
 from tests.tolerances import assert_matches
+from tests.wrong_tensors import assert_refuses
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "candidates.jsonl").open()]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -261,12 +262,12 @@ def scores_of_many_tiles(rows, vocab, is_logits):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_logits", [True, False])
 def test_ranges_of_several_tiles(device, small_tiles, backend, is_logits):
-    """Nine tiles in two ranges, the last tile and the last range shorter; against the fp64 reference."""
-    rows, vocab = 12, 8 * 32 + 19
+    """Seven tiles in two ranges, the last tile and the last range shorter; against the fp64 reference."""
+    rows, vocab = 8, 6 * 32 + 19
     x = scores_of_many_tiles(rows, vocab, is_logits)
     parameters = row_parameters(rows)
     parameters["top_k"][4:6] = torch.tensor([3, 7])
-    parameters["top_p"][7], parameters["min_p"][8] = 0.02, 0.7
+    parameters["top_p"][7], parameters["min_p"][6] = 0.02, 0.7
     actual = choose(x, parameters, device, backend, is_logits=is_logits)
     assert_equivalent(actual, x, parameters | dict(max_candidates=SLOTS, is_logits=is_logits))
 
@@ -427,6 +428,8 @@ GOOD = dict(row_parameters(2), scores=torch.zeros(2, 40), is_logits=True)
         ("top_k", torch.zeros(4).int()[::2], "top_k must be contiguous"),
         ("top_p", torch.ones(2).double(), r"top_p must be float32 \[2\]"),
         ("min_p", torch.ones(1), r"min_p must be float32 \[2\]"),
+        ("scores", torch.zeros(2, 262_145), "scores must have between 1 and 262144 columns, got 262145"),
+        ("max_candidates", 0, "max_candidates must be a power of two up to 64, got 0"),
         ("max_candidates", 12, "max_candidates must be a power of two up to 64, got 12"),
         ("max_candidates", 128, "max_candidates must be a power of two up to 64, got 128"),
         ("temperature", torch.ones(2, 1), r"temperature must be float32 \[2\]"),
@@ -439,6 +442,37 @@ GOOD = dict(row_parameters(2), scores=torch.zeros(2, 40), is_logits=True)
 def test_bad_arguments_are_named(name, value, message):
     with pytest.raises(ValueError, match=message):
         topk_candidates(**{**GOOD, name: value})
+
+
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("top_k", torch.int32),
+        ("top_p", torch.float32),
+        ("min_p", torch.float32),
+        ("temperature", torch.float32),
+        ("entropy_threshold", torch.float32),
+        ("guided", torch.bool),
+        ("vocab_mask", torch.int32),
+    ],
+)
+def test_bad_tensors_are_named(name, dtype):
+    options = dict(temperature=torch.ones(2), entropy_threshold=torch.ones(2), guided=torch.ones(2).bool())
+    arguments = GOOD | options | dict(vocab_mask=torch.ones(2, 2).int())
+    assert_refuses(topk_candidates, arguments, name, dtype)
+
+
+@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p"])
+def test_bad_filters_cannot_be_left_out(name):
+    with pytest.raises(TypeError, match=f"{name} must be a tensor .*, got NoneType"):
+        topk_candidates(**{**GOOD, name: None})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_temperatures_that_are_not_finite_break_the_row(device, backend):
+    temperature = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0])
+    found = choose(torch.zeros(4, 3), row_parameters(4), device, backend, temperature=temperature, is_logits=True)
+    assert found.broken.tolist() == [True, True, True, False] and found.counts.tolist() == [0, 0, 0, 3]
 
 
 def test_bad_argument_types_and_combinations():

@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from lenvm_kernels.ops import value_head as ops
 from lenvm_kernels.ops.value_head import value_head
 from tests.tolerances import assert_matches
+from tests.wrong_tensors import assert_refuses
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WEIGHTS = ("fc_weight", "fc_bias", "summary_weight", "summary_bias")
@@ -324,10 +325,20 @@ ERRORS = [
     ("token_rows", [0, 1], TypeError, r"token_rows must be a tensor int32\|int64 \[\*\] on cpu, got list"),
     ("norm_weight", torch.zeros(32), ValueError, r"norm_weight must be float32 \[64\] on cpu, got float32 \[32\]"),
     ("norm_eps", 0.0, ValueError, "norm_eps must be a positive number, got 0.0"),
+    ("norm_eps", float("inf"), ValueError, "norm_eps must be a positive number, got inf"),
     ("norm_eps", float("nan"), ValueError, "norm_eps must be a positive number, got nan"),
     ("norm_eps", "1e-6", ValueError, "norm_eps must be a positive number, got '1e-6'"),
     ("backend", "cuda", ValueError, "backend must be one of auto, triton, reference, got 'cuda'"),
 ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", [*WEIGHTS, "norm_weight", "token_rows"])
+def test_errors_name_bad_tensors(name, dtype):
+    arguments = make_inputs(3, 8, dtype, norm=True) | {"token_rows": torch.tensor([0, 2, 1])}
+    dtypes = {"fc_weight": [dtype], "token_rows": [torch.int32, torch.int64]}
+    vectors = [dtype] if dtype == torch.float64 else [dtype, torch.float32]
+    assert_refuses(value_head, arguments, name, *dtypes.get(name, vectors), any_rows=name == "token_rows")
 
 
 @pytest.mark.parametrize(("name", "value", "error", "message"), ERRORS)
