@@ -274,18 +274,17 @@ def test_ranges_of_several_tiles(device, small_tiles, backend, is_logits):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_logits", [True, False])
-@pytest.mark.parametrize("next_token", [5, 110, 150, 200])
-def test_next_token_after_the_last_slot_is_found_in_any_tile(device, small_tiles, backend, is_logits, next_token):
+def test_next_token_after_the_last_slot_is_found_in_any_tile(device, small_tiles, backend, is_logits):
     """The fifth token was in the list for a while, did not enter it, is in a tile passed over, is in another range."""
-    p = torch.zeros(3, 9 * 32)
-    p[:, [3, 34, 35, 100]] = torch.tensor([0.3, 0.2, 0.25, 0.15])
-    p[:, next_token] = 0.1
-    parameters = row_parameters(3)
-    parameters["min_p"][1], parameters["top_p"][2] = 0.34, 0.89  # of these rows the fifth token is none
+    p = torch.zeros(6, 7 * 32)
+    p[:, [3, 34, 35, 70]] = torch.tensor([0.3, 0.2, 0.25, 0.15])
+    p[torch.arange(6), [5, 80, 120, 200, 120, 120]] = 0.1
+    parameters = row_parameters(6)
+    parameters["min_p"][4], parameters["top_p"][5] = 0.34, 0.89  # of these rows the fifth token is none
     x = p.log() if is_logits else p
     found = choose(x, parameters, device, backend, is_logits=is_logits)
-    assert found.token_ids.tolist() == [[3, 35, 34, 100]] * 3
-    torch.testing.assert_close(found.lost_mass, torch.tensor([0.1, 0.0, 0.0]))
+    assert found.token_ids.tolist() == [[3, 35, 34, 70]] * 6
+    torch.testing.assert_close(found.lost_mass, torch.tensor([0.1, 0.1, 0.1, 0.1, 0.0, 0.0]))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
