@@ -562,21 +562,21 @@ def test_status_decides_faults_and_writes(device, backend, scattered, monkeypatc
         assert torch.equal(options["probs"].cpu(), expected)
 
 
-@pytest.mark.parametrize("ends_at", [0, 1, 2])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_end_of_sequence_id_counts(device, backend, ends_at):
-    """The shortest candidate is one of three ids of its own row; those of other rows, and padding, are none."""
-    params = [parse_guidance({"target_length": 9, "op": "le"})] * 3
-    eos = [{70 + i, 80 + i, 90 + i} for i in range(3)]
-    token_ids = torch.tensor([[70, 80, 90, 71, 82, 90 + i, 91] for i in range(3)]).roll(1, 1)
-    token_ids = torch.nn.functional.pad(token_ids, (0, 1), value=-1).int()
-    token_ids = torch.where(token_ids == torch.tensor([[70], [81], [92]])[ends_at], 5, token_ids)
-    probs = torch.where(token_ids >= 0, 0.1, 0.0)
-    z = torch.arange(8.0).repeat(3, 1)
-    result, _ = reweight(probs, z, params, eos, device, backend, token_ids=token_ids)
+@pytest.mark.parametrize("which", [70, 80, 90])
+def test_every_end_of_sequence_id_counts(device, backend, which):
+    """Each row has three ids of its own, of which one is a candidate, among all ids of the other rows, and padding."""
+    ids = (70, 80, 90)
+    token_ids = torch.full((3, 8), -1, dtype=torch.int32)
     for row in range(3):
-        is_end = [token in eos[row] for token in token_ids[row].tolist()]
-        assert result[row].argmax() == (is_end.index(True) if any(is_end) else 0)
+        tokens = [i + other for other in range(3) for i in ids if other != row]
+        tokens.insert(2 + row, which + row)
+        token_ids[row, :7] = torch.tensor(tokens)
+    params = [parse_guidance({"target_length": 9, "op": "le"})] * 3
+    eos = [{i + row for i in ids} for row in range(3)]
+    probs, z = torch.where(token_ids >= 0, 0.1, 0.0), torch.arange(8.0).repeat(3, 1)
+    result, _ = reweight(probs, z, params, eos, device, backend, token_ids=token_ids)
+    assert result.argmax(1).tolist() == [2, 3, 4]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a compiled kernel keeps the bound it was compiled with")

@@ -375,11 +375,10 @@ def dirty_memory(monkeypatch):
     monkeypatch.setattr(module.torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(77))
 
 
-@pytest.mark.parametrize("few_rows", [0, 2])
-def test_every_output_is_written(device, dirty_memory, small_tiles, monkeypatch, few_rows):
-    """Rows not guided, broken, of one candidate, of fewer than there are slots; with ranges that hold no tile."""
-    monkeypatch.setattr(module, "FEW_ROWS", few_rows)
-    monkeypatch.setattr(module, "RANGES_OF_MANY_ROWS", 4)
+@pytest.mark.parametrize("ranges", [1, 4])
+def test_every_output_is_written(device, dirty_memory, small_tiles, monkeypatch, ranges):
+    """Rows not guided, broken, of fewer candidates than slots, of more; one range, or four of which one has no tile."""
+    monkeypatch.setattr(module, "RANGES_OF_MANY_ROWS", ranges)
     x = torch.full((5, 3 * 32), -torch.inf)
     x[0, 7], x[1, 70], x[2, [1, 95]], x[4, 3:90] = 1.0, torch.nan, torch.tensor([2.0, 3.0]), 1.0
     guided = torch.tensor([False, True, True, True, True])
