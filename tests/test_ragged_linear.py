@@ -292,16 +292,16 @@ def test_no_rows(device, backend):
 @pytest.mark.parametrize("paddings", [(0, 7, 3), (16, 3, 0), (5, 0, 9)])
 @pytest.mark.parametrize("split", [False, True])
 def test_rows_are_apart_by_different_amounts(device, small_limits, backend, swiglu, paddings, split):
-    """x, weight and residual have strides of their own, and NaN for padding; against the formula in fp64."""
+    """x, weight and residual have strides of their own; all rows and the bias are followed by NaN."""
     tokens, outputs, size = 9, 20, 200 if split else 40
     inputs = make_inputs(tokens, outputs, size, torch.float32, device=device, **VARIANTS["all"] | {"swiglu": swiglu})
     assert (ops.num_splits(20, size, swiglu) > 1) == (split and not swiglu)
     x, weight, bias, residual = (inputs[name].double() for name in ("x", "weight", "bias", "residual"))
     y = (x * torch.rsqrt(x.square().mean(1, keepdim=True) + EPS)) @ weight.T + bias
     expected = (nn.functional.silu(y[:, :outputs]) * y[:, outputs:] if swiglu else y) + residual
-    for name, padding in zip(("x", "weight", "residual"), paddings, strict=True):
-        columns = inputs[name].shape[1]
-        inputs[name] = nn.functional.pad(inputs[name], (0, padding), value=float("nan"))[:, :columns]
+    for name, padding in zip(("x", "weight", "residual", "bias"), (*paddings, 2), strict=True):
+        columns = inputs[name].shape[-1]
+        inputs[name] = nn.functional.pad(inputs[name], (0, padding), value=float("nan"))[..., :columns]
     assert_matches(ragged_linear(**inputs, backend=backend), expected, "ragged_linear", torch.float32)
 
 

@@ -232,11 +232,12 @@ STRIDES = [(0, 7), (16, 3), (5, 0)]
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("hidden_padding, weight_padding", STRIDES)
 def test_rows_of_hidden_and_weight_are_apart_by_different_amounts(device, backend, hidden_padding, weight_padding):
-    """The weight is not symmetric, the padding not a number, the rows out of order, with repeats and padding."""
+    """All rows and vectors are followed by NaN; rows are taken out of order, some twice, some are padding."""
     inputs = make_inputs(9, 40, torch.float32, device=device, norm=True)
     rows = torch.tensor([7, -1, 0, 8, 8, 2, 9, 5, 3, 1, 1, 4], device=device)
-    for name, padding in (("hidden", hidden_padding), ("fc_weight", weight_padding)):
-        inputs[name] = nn.functional.pad(inputs[name], (0, padding), value=float("nan"))[:, :40]
+    paddings = dict(hidden=hidden_padding, fc_weight=weight_padding, fc_bias=3, summary_weight=2, norm_weight=1)
+    for name, padding in paddings.items():
+        inputs[name] = nn.functional.pad(inputs[name], (0, padding), value=float("nan"))[..., :40]
     h = inputs["hidden"].double()
     h = h * torch.rsqrt(h.square().mean(1, keepdim=True) + EPS) * inputs["norm_weight"].double()
     w = {name: inputs[name].double() for name in WEIGHTS}
@@ -275,8 +276,8 @@ def test_each_vector_may_be_fp32(device, backend, wide):
 
 @pytest.mark.parametrize("outputs", [1, 33, 127])
 def test_fresh_memory_is_filled_and_nothing_beside_it(device, monkeypatch, outputs):
-    """It holds NaN at first: what is read was written before."""
-    inputs = make_inputs(5, 100, torch.float32, device=device)
+    """It holds NaN at first, around it, too: what is read was written before."""
+    inputs = make_inputs(5, 2 * ops.BLOCK_N + 20, torch.float32, device=device)
     rows = torch.arange(outputs, device=device) % 7 - 1  # -1 and 5 are padding
     expected = exact(**inputs, token_rows=rows)
     buffers = []
