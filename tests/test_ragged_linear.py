@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from lenvm_kernels.ops import ragged_linear as ops
 from lenvm_kernels.ops.ragged_linear import ragged_linear
 from tests.tolerances import assert_matches
+from tests.wrong_tensors import assert_refuses
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-6
@@ -286,6 +287,46 @@ def test_no_rows(device, backend):
     assert ragged_linear(**inputs, backend=backend).shape == (0, 48)
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("paddings", [(0, 7, 3), (16, 3, 0), (5, 0, 9)])
+@pytest.mark.parametrize("split", [False, True])
+def test_rows_are_apart_by_different_amounts(device, small_limits, backend, swiglu, paddings, split):
+    """x, weight and residual have strides of their own; all rows and the bias are followed by NaN."""
+    tokens, outputs, size = 9, 20, 200 if split else 40
+    inputs = make_inputs(tokens, outputs, size, torch.float32, device=device, **VARIANTS["all"] | {"swiglu": swiglu})
+    assert (ops.num_splits(20, size, swiglu) > 1) == (split and not swiglu)
+    x, weight, bias, residual = (inputs[name].double() for name in ("x", "weight", "bias", "residual"))
+    y = (x * torch.rsqrt(x.square().mean(1, keepdim=True) + EPS)) @ weight.T + bias
+    expected = (nn.functional.silu(y[:, :outputs]) * y[:, outputs:] if swiglu else y) + residual
+    for name, padding in zip(("x", "weight", "residual", "bias"), (*paddings, 2), strict=True):
+        columns = inputs[name].shape[-1]
+        inputs[name] = nn.functional.pad(inputs[name], (0, padding), value=float("nan"))[..., :columns]
+    assert_matches(ragged_linear(**inputs, backend=backend), expected, "ragged_linear", torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("eps", [1e-6, 1e-2, 1])
+def test_eps_is_added_to_the_mean_of_squares(device, backend, eps):
+    inputs = make_inputs(2, 16, 32, torch.float32, device=device)
+    inputs["x"] = torch.where(torch.arange(32) % 3 == 0, -1.0, 1.0).to(device).repeat(2, 1)
+    inputs["x"] *= torch.tensor([[2e-2], [1e-3]], device=device)
+    y = ragged_linear(**inputs, norm_eps=eps, backend=backend)
+    inputs["x"] = inputs["x"] / (torch.tensor([[4e-4], [1e-6]], device=device) + eps).sqrt()
+    assert_matches(y, exact(**inputs), "ragged_linear", torch.float32)
+
+
+@pytest.mark.parametrize("far_rows", ["x", "weight", "residual"])
+def test_offsets_past_32_bits(device, far_rows):
+    """Rows 2**30 numbers apart, so that row 2 is 2**31 away. Pages that nothing touches take no memory on a CPU."""
+    far = 2**30
+    inputs = make_inputs(3, 3, 3, torch.float16, device=device, norm=True, residual=True)
+    expected = exact(**inputs)
+    spread = torch.empty(2 * far + 3, dtype=torch.float16, device=device).as_strided((3, 3), (far, 1))
+    inputs[far_rows] = spread.copy_(inputs[far_rows])
+    assert_matches(ragged_linear(**inputs, backend="triton"), expected, "ragged_linear", torch.float16)
+
+
 ERRORS = [
     ("x", [[1.0]], TypeError, r"x must be a tensor .* \[\*, \*\], got list"),
     ("x", torch.zeros(3, 64, dtype=torch.int32), ValueError, "x must be float32.*, got int32"),
@@ -306,12 +347,23 @@ ERRORS = [
     ("num_rows", number(3, "cpu")[0], ValueError, r"num_rows must be int32 \[1\] on cpu, got int32 \[\]"),
     ("num_rows", number(3, "meta"), ValueError, r"num_rows must be int32 \[1\] on cpu, got int32 \[1\] on meta"),
     ("norm_eps", 0.0, ValueError, "norm_eps must be a positive number or None, got 0.0"),
+    ("norm_eps", float("inf"), ValueError, "norm_eps must be a positive number or None, got inf"),
     ("norm_eps", float("nan"), ValueError, "norm_eps must be a positive number or None, got nan"),
     ("norm_eps", "1e-6", ValueError, "norm_eps must be a positive number or None, got '1e-6'"),
     ("residual", torch.zeros(3, 96), ValueError, r"residual must be float32 \[3, 48\] on cpu, got float32 \[3, 96\]"),
     ("residual", torch.zeros(48, 3).t(), ValueError, "residual must be contiguous in its last dimension"),
     ("backend", "cuda", ValueError, "backend must be one of auto, triton, reference, got 'cuda'"),
 ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["weight", "bias", "residual", "num_rows"])
+def test_errors_name_bad_tensors(name, dtype):
+    arguments = make_inputs(3, 5, 8, dtype, bias=name == "bias", residual=True) | {"num_rows": number(2, "cpu")}
+    if name == "weight":
+        arguments.pop("residual")  # its columns are the weight's rows
+    accepted = torch.int32 if name == "num_rows" else dtype
+    assert_refuses(ragged_linear, arguments, name, accepted, any_rows=name == "weight")
 
 
 @pytest.mark.parametrize(("name", "value", "error", "message"), ERRORS)

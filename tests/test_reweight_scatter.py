@@ -7,6 +7,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 import torch
+import triton.language as tl
 from hypothesis import given
 
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
@@ -14,6 +15,7 @@ from lenvm_kernels.ops import reweight_scatter as module
 from lenvm_kernels.ops.reweight_scatter import Mode, reweight_scatter
 from lenvm_kernels.ops.topk_candidates import Candidates, Status
 from tests.tolerances import TOLERANCE
+from tests.wrong_tensors import assert_refuses
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "guidance.jsonl").open()]
 GOLDEN_ATOL = 1e-3  # the fork's stopping rule, says golden/README.md
@@ -360,6 +362,283 @@ def test_replays_in_a_cuda_graph(device):
     assert torch.equal(probs, written)  # rows without guidance are as they were in both
 
 
+BACKENDS = ["triton", "reference"]
+
+
+def reweight(probs, z, params, eos, device, backend, *, token_ids=None, status=None, dense=None, **options):
+    """(guided probabilities, table), both on the CPU; without ``token_ids`` they are the slots' numbers.
+
+    ``dense`` is ``reweight_scatter``'s ``probs``, on the device.
+    """
+    probs, z = torch.as_tensor(probs), torch.as_tensor(z)
+    if token_ids is None:
+        token_ids = torch.where(probs > 0, torch.arange(probs.shape[1]), -1).int()
+    table = params if isinstance(params, GuidanceTable) else GuidanceTable.from_params(params, eos, "cpu")
+    table = move(table, device)
+    options = {name: x.to(device) for name, x in options.items()}
+    candidates = move(make_candidates(token_ids, probs, status), device)
+    result = reweight_scatter(candidates, z.to(device), table, probs=dense, backend=backend, **options)
+    return result.cpu(), move(table, "cpu")
+
+
+def rows_with_parameters_of_their_own():
+    """Keyword arguments of 13 rows for a table of 17: modes, scales, gammas, bounds, targets, ends all differ."""
+    rng = torch.Generator().manual_seed(8)
+    rows, slots = 13, 8
+    table_rows = torch.randperm(17, generator=rng)[:rows]
+    token_ids = torch.rand(rows, 150, generator=rng).argsort(1)[:, :slots].int()
+    token_ids[:3, 4] = 0
+    token_ids[3:6, 2:5] = torch.tensor([63, 64, 149])
+    probs = torch.softmax(torch.randn(rows, slots, generator=rng), 1)
+    z = 2 * torch.randn(rows, slots, generator=rng)
+    mul, eq = Mode.MUL, Mode.EQ_SOFT
+    of_row = [
+        GuidanceParams(mul, 0.6),
+        GuidanceParams(Mode.LINEAR, 1.3),
+        GuidanceParams(Mode.EXP, 2.1),
+        GuidanceParams(Mode.LENGTH_MUL, 0.5, gamma=0.95),
+        GuidanceParams(Mode.CENTERED_EXP, -3.0),
+        GuidanceParams(Mode.VALUE_BIAS, 0.4),
+        GuidanceParams(eq, gamma=0.98, target_length=50.0, counts_down=True),
+        GuidanceParams(eq, gamma=0.99, target_length=40.0),
+        GuidanceParams(Mode.EQ, gamma=0.9, target_length=20.0, counts_down=True),
+        GuidanceParams(Mode.GE, target_length=9.0, counts_down=True),
+        GuidanceParams(Mode.LE, target_length=7.0),
+        GuidanceParams(mul, 0.7, value_min=0.9),
+        GuidanceParams(mul, 1.2, value_min=0.1),
+    ]
+    generated = torch.tensor([3, 4, 5, 6, 7, 8, 14, 10, 8, 9, 12, 13, 14]).int()
+    params, eos = [None] * 17, [{5}] * 17
+    for row, (table_row, p) in enumerate(zip(table_rows.tolist(), of_row, strict=True)):
+        params[table_row] = p
+        eos[table_row] = {*token_ids[row, 4 : 4 + row % 4].tolist(), *token_ids[(row + 1) % rows, :2].tolist()}
+    z[7, 2], z[4, 0] = math.nan, -math.inf
+    return dict(
+        probs=probs,
+        z=z,
+        params=params,
+        eos=eos,
+        token_ids=token_ids,
+        table_rows=table_rows,
+        generated=generated,
+    )
+
+
+def one_by_one(probs, z, params, eos, token_ids, table_rows, generated):
+    """The fp64 reference on batches of one row, each with a table of one row."""
+    rows = []
+    for row, table_row in enumerate(table_rows.tolist()):
+        part = slice(row, row + 1)
+        alone = dict(token_ids=token_ids[part], generated=generated[part])
+        one, p = ([x[table_row]] for x in (eos, params))
+        rows.append(reweight(probs[part].double(), z[part].double(), p, one, "cpu", "reference", **alone)[0])
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scattered", [False, True])
+def test_parameters_are_those_of_the_table_row(device, backend, scattered, monkeypatch):
+    """Table rows out of order; rows of value logits and of the vocabulary apart by different amounts."""
+    monkeypatch.setattr(module, "SLICE", 64)
+    batch = rows_with_parameters_of_their_own()
+    expected = one_by_one(**batch)
+    change = (expected - batch["probs"] / batch["probs"].sum(1, keepdim=True)).abs().amax(1)
+    assert (change < 1e-6).nonzero()[:, 0].tolist() == [4, 7, 11]  # two faults, one expected value too small
+    memory = torch.full((13, 150 + 7), 7.0, device=device)
+    batch["z"] = torch.nn.functional.pad(batch["z"], (0, 3), value=1.0).to(device)[:, :8]
+    dense = memory[:, :150] if scattered else None
+    result, table = reweight(**batch, dense=dense, device=device, backend=backend)
+    torch.testing.assert_close(result.double(), expected, rtol=0, atol=5e-5)
+    counted = torch.zeros(17, dtype=torch.int32)
+    counted[batch["table_rows"][[4, 7]]] = 1
+    assert torch.equal(table.faults, counted)
+    if scattered:
+        written = torch.full((13, 157), 7.0)
+        written[:, :150] = 0
+        assert torch.equal(memory.cpu(), written.scatter(1, batch["token_ids"].long(), result))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_constraints_break_ties_by_probability_then_slot(device, backend):
+    """Candidates in any order, several of the same value, end-of-sequence ones among them."""
+    q = [[0.1, 0.2, 0.4, 0.3], [0.1, 0.4, 0.4, 0.1], [0.2, 0.3, 0.4, 0.1], [0.25, 0.25, 0.25, 0.25]]
+    z = [[1.0, 2.0, 1.0, 2.0], [3.0, 3.0, 3.0, 3.0], [1.0, 1.0, 5.0, -2.0], [0.0, 0.5, 0.5, 0.0]]
+    ends = [set(), set(), {0, 1}, set()]
+    smallest, largest = [2, 1, 1, 0], [3, 1, 2, 1]
+    for op, length, chosen in (
+        ("le", 99, smallest),
+        ("ge", 99, largest),
+        ("ge", 0, smallest),
+        ("eq", 0, smallest),
+        ("eq", 9999, largest),
+        ("soft", 0, smallest),
+        ("soft", 9999, largest),
+    ):
+        params = [parse_guidance({"target_length": length, "op": op, "gamma": 0.9})] * 4
+        result, _ = reweight(q, z, params, ends, device, backend)
+        assert result.argmax(1).tolist() == chosen, (op, length)
+        assert result.sum() == result.amax(1).sum() == 4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_soft_targets_at_the_ends_choose_one_candidate(device, backend):
+    """A target equal to the largest or the smallest value is outside; 1 - exp(-100) has the logit 100."""
+    params = [GuidanceParams(Mode.EQ_SOFT, target_length=100.0)] * 2
+    table = GuidanceTable.from_params([*params, parse_guidance({"target_length": 0, "op": "soft"})], [{0}] * 3, "cpu")
+    table.nats_per_token[:] = 1.0
+    z = [[1.0, 100.0, 3.0, 2.0], [300.0, 101.0, 100.0, 110.0], [5.0, 1.0, 0.0, 0.0]]
+    table.eos_token_ids[1] = -2
+    result, _ = reweight([[0.4, 0.1, 0.2, 0.3]] * 3, z, table, None, device, backend)
+    assert result.tolist() == [[0, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_value_min_met_exactly_guides(device, backend):
+    limit = torch.tensor(0.5)
+    bounds = [limit.nextafter(limit + 1).item(), 0.5, None, 0.5]
+    params = [GuidanceParams(Mode.LE, target_length=9.0, value_min=bound) for bound in bounds]
+    z = torch.zeros(4, 4)
+    z[3] = -1e-5
+    result, table = reweight([[0.25, 0.25, 0.375, 0.125]] * 4, z, params, [set()] * 4, device, backend)
+    one, q = [0, 0, 1, 0], [0.25, 0.25, 0.375, 0.125]
+    assert result.tolist() == [q, one, one, q] and table.faults.sum() == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_targets_are_kept_inside_the_values(device, backend):
+    """By 1e-6 of their range, and by 1e-12: two equally likely candidates show how far."""
+    params = [GuidanceParams(Mode.LINEAR, scale) for scale in (100.0, -99.0, 100.0, -99.0)]
+    z = torch.tensor([[-1.0, 2.0], [-1.0, 2.0], [0.0, 4e-7], [0.0, 4e-7]])
+    result, _ = reweight(torch.full((4, 2), 0.5), z, params, [set()] * 4, device, backend)
+    far_end = torch.stack([result[0, 0], result[1, 1], result[2, 0], result[3, 1]])
+    torch.testing.assert_close(far_end, torch.tensor([1e-6, 1e-6, 1e-5, 1e-5]), rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scales_that_leave_rows_alone(device, backend):
+    modes = [Mode.MUL, Mode.MUL, Mode.MUL, Mode.LINEAR, Mode.EXP, Mode.LENGTH_MUL, Mode.CENTERED_EXP, Mode.VALUE_BIAS]
+    scales = [0.0, -2.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    params = [GuidanceParams(mode, scale) for mode, scale in zip(modes, scales, strict=True)]
+    probs = torch.tensor([[0.2, 0.4, 0.1, 0.1]]).repeat(8, 1)
+    z = torch.tensor([[1.0, -1.0, 0.5, 2.0]]).repeat(8, 1)
+    result, _ = reweight(probs, z, params, [{3}] * 8, device, backend)
+    torch.testing.assert_close(result, probs / 0.8)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_value_bias_takes_the_raw_logits(device, backend):
+    """Those of the end of sequence, too, and the largest fp32 numbers."""
+    huge = torch.finfo(torch.float32).max
+    z = [[1.0, 2.0, 0.0, 9.0], [huge, -huge, 0.0, 9.0], [-huge, -huge, -1.0, 9.0]]
+    params = [GuidanceParams(Mode.VALUE_BIAS, scale) for scale in (2.0, -20.0, 20.0)]
+    result, table = reweight([[0.5, 0.25, 0.25, 0.0]] * 3, z, params, [{1}] * 3, device, backend)
+    weights = torch.tensor([0.5, 0.25, 0.25, 0.0]) * torch.tensor([2.0, 4.0, 0.0, 0.0]).exp()
+    torch.testing.assert_close(result[0], weights / weights.sum())
+    assert result[1:].tolist() == [[0, 1, 0, 0], [0, 0, 1, 0]] and table.faults.sum() == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_largest_logits_in_every_mode(device, backend):
+    """A value of 1, a value of 0 and the end of sequence: finite results that agree with the fp64 reference."""
+    huge = torch.finfo(torch.float32).max
+    params = [GuidanceParams(mode, 1.5, target_length=30.0) for mode in Mode if mode != Mode.UNGUIDED]
+    rows = len(params)
+    z = torch.tensor([[huge, -huge, 0.0, 1.0]]).repeat(rows, 1)
+    probs, eos = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).repeat(rows, 1), [{3}] * rows
+    result, table = reweight(probs, z, params, eos, device, backend)
+    expected, _ = reweight(probs.double(), z.double(), params, eos, "cpu", "reference")
+    torch.testing.assert_close(result.double(), expected, rtol=0, atol=2e-5)
+    assert (result.sum(1) - 1).abs().max() < 1e-5 and table.faults.sum() == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scattered", [False, True])
+def test_status_decides_faults_and_writes(device, backend, scattered, monkeypatch):
+    """Broken logits count in guided rows only, a broken row of candidates always; once, however many slices it has."""
+    monkeypatch.setattr(module, "SLICE", 4)
+    status = torch.tensor([Status.GUIDE, Status.SKIP, Status.SINGLE, Status.UNGUIDED, Status.SINGLE, Status.GUIDE])
+    probs = torch.tensor([[0.25, 0.25]] * 2 + [[0.5, 0.0]] + [[0.25, 0.25]] + [[0.5, 0.0]] + [[0.25, 0.25]])
+    token_ids = torch.tensor([[9, 2], [9, 2], [8, -1], [9, 2], [0, -1], [5, 0]]).int()
+    mul = parse_guidance({"scale": 0.5})
+    table = GuidanceTable.from_params([None, mul, mul, mul], [{0}, set(), {0}, {2}], device)
+    table_rows = torch.tensor([1, 1, 2, 3, 0, 2], device=device)
+    candidates = move(make_candidates(token_ids, probs, status.to(torch.int8)), device)
+    candidates.lost_mass[3] = math.nan
+    options = {"probs": torch.full((6, 10), 0.1, device=device)} if scattered else {}
+    z = torch.full((6, 2), math.nan, device=device)
+    z[5, 0] = 1.0  # its other candidate ends the sequence
+    result = reweight_scatter(candidates, z, table, table_rows=table_rows, backend=backend, **options).cpu()
+    assert table.faults.tolist() == [0, 1, 0, 1]
+    assert result[:5].tolist() == [[0.5, 0.5], [0.5, 0.5], [1, 0], [0.5, 0.5], [1, 0]]
+    torch.testing.assert_close(result[5], torch.tensor([0.25, 0.75]))
+    if scattered:
+        expected = torch.full((6, 10), 0.1)
+        expected[[0, 2, 4, 5]] = 0
+        expected[0, [9, 2]], expected[2, 8], expected[4, 0], expected[5, [5, 0]] = 0.5, 1.0, 1.0, result[5]
+        assert torch.equal(options["probs"].cpu(), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("which", [70, 80, 90])
+def test_every_end_of_sequence_id_counts(device, backend, which):
+    """Each row has three ids of its own, of which one is a candidate, among all ids of the other rows, and padding."""
+    ids = (70, 80, 90)
+    token_ids = torch.full((3, 8), -1, dtype=torch.int32)
+    for row in range(3):
+        tokens = [i + other for other in range(3) for i in ids if other != row]
+        tokens.insert(2 + row, which + row)
+        token_ids[row, :7] = torch.tensor(tokens)
+    params = [parse_guidance({"target_length": 9, "op": "le"})] * 3
+    eos = [{i + row for i in ids} for row in range(3)]
+    probs, z = torch.where(token_ids >= 0, 0.1, 0.0), torch.arange(8.0).repeat(3, 1)
+    result, _ = reweight(probs, z, params, eos, device, backend, token_ids=token_ids)
+    assert result.argmax(1).tolist() == [2, 3, 4]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a compiled kernel keeps the bound it was compiled with")
+def test_root_search_is_bounded(device, monkeypatch):
+    """It ends after MAX_STEPS whatever the rows are, with probabilities that sum to 1; half the steps are enough."""
+    p, z, params = hard_rows(500, 8, seed=1)
+    eos = [set()] * 500
+    full, _ = reweight(p, z, params, eos, device, "triton")
+    monkeypatch.setattr(module, "MAX_STEPS", tl.constexpr(32))
+    assert torch.equal(reweight(p, z, params, eos, device, "triton")[0], full)
+    monkeypatch.setattr(module, "MAX_STEPS", tl.constexpr(2))
+    cut, _ = reweight(p, z, params, eos, device, "triton")
+    assert ((cut - full).abs().amax(1) > 1e-3).sum() > 50
+    assert (cut.sum(1) - 1).abs().max() < 1e-5
+
+
+def test_fresh_memory_is_filled_and_nothing_beside_it(device, monkeypatch):
+    """Rows of a tile that are beyond the batch are not stored; padding and rows without candidates are 0."""
+    buffers = []
+
+    def guarded_empty(*shape, dtype, device):
+        buffers.append(torch.full((shape[0] + 64, *shape[1:]), 77.0, dtype=dtype, device=device))
+        return buffers[-1][: shape[0]]
+
+    params = [parse_guidance({"scale": 0.5})] * 3
+    probs = torch.tensor([[0.5, 0.25, 0.0, 0.0], [0.0] * 4, [0.5, 0.0, 0.0, 0.0]])
+    status = torch.tensor([Status.GUIDE, Status.UNGUIDED, Status.SINGLE]).to(torch.int8)
+    monkeypatch.setattr(module.torch, "empty", guarded_empty)
+    result, _ = reweight(probs, torch.zeros(3, 4), params, [{0}] * 3, device, "triton", status=status)
+    (buffer,) = buffers
+    assert (buffer[3:] == 77).all()
+    assert (result[0, :2] > 0).all() and result[0, 2:].tolist() == [0, 0]
+    assert result[1:].tolist() == [[0] * 4, [1, 0, 0, 0]]
+
+
+def test_offsets_past_32_bits(device):
+    """Rows 2**30 elements apart, so that row 2 is 2**31 away. Pages that nothing touches take no memory on a CPU."""
+    far = 2**30
+    dense = torch.empty(2 * far + 8, dtype=torch.float16, device=device).as_strided((3, 8), (far, 1))
+    dense[:] = 1.0
+    params = [parse_guidance({"target_length": 1, "op": "ge"})] * 3
+    z = torch.arange(24.0).view(3, 8)
+    reweight(torch.full((3, 8), 0.1), z, params, [set()] * 3, device, "triton", dense=dense)
+    assert dense.tolist() == [[0] * 7 + [1]] * 3
+
+
 def good_arguments():
     table = GuidanceTable.from_params([None, None], [set(), set()], "cpu")
     candidates = make_candidates(torch.zeros(2, 4).int(), torch.full((2, 4), 0.25))
@@ -406,6 +685,39 @@ def good_arguments():
 def test_bad_arguments_are_named(name, value, error, message):
     with pytest.raises(error, match=message):
         reweight_scatter(**{**good_arguments(), name: value})
+
+
+@pytest.mark.parametrize("columns", [0, 128])
+def test_bad_numbers_of_slots_are_named(columns):
+    with pytest.raises(ValueError, match=f"value_logits must have a power of two up to 64 columns, got {columns}"):
+        reweight_scatter(**good_arguments() | {"value_logits": torch.zeros(2, columns)})
+
+
+@pytest.mark.parametrize(
+    "name, dtypes, allowed",
+    [
+        ("candidates.token_ids", [torch.int32], {"rows_apart": False}),
+        ("candidates.probs", [torch.float32], {"rows_apart": False}),
+        ("candidates.status", [torch.int8], {}),
+        ("candidates.lost_mass", [torch.float32], {}),
+        ("table.mode", [torch.int32], {"any_rows": True}),
+        ("table_rows", [torch.int32, torch.int64], {}),
+        ("generated", [torch.int32], {}),
+        ("probs", DTYPES, {"any_columns": True}),
+    ],
+)
+def test_bad_tensors_are_named(name, dtypes, allowed):
+    arguments = good_arguments()
+    table, fields = arguments.pop("table"), vars(arguments.pop("candidates"))
+
+    def function(**arguments):
+        candidates = Candidates(**{field: arguments.pop(f"candidates.{field}") for field in fields})
+        columns = vars(table) | {"mode": arguments.pop("table.mode")}
+        return reweight_scatter(candidates, table=GuidanceTable(**columns), **arguments)
+
+    arguments |= {f"candidates.{field}": tensor for field, tensor in fields.items()} | {"table.mode": table.mode}
+    arguments |= dict(table_rows=torch.tensor([1, 0]), generated=torch.zeros(2).int(), probs=torch.zeros(2, 9))
+    assert_refuses(function, arguments, name, *dtypes, **allowed)
 
 
 def test_table_has_to_cover_the_rows():

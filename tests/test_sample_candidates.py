@@ -11,6 +11,7 @@ from lenvm_kernels.ops import sample_candidates as module
 from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.ops.topk_candidates import Candidates, Status
 from lenvm_kernels.reference.sample_candidates import philox4x32, uniform
+from tests.wrong_tensors import assert_refuses
 
 BACKENDS = ["triton", "reference"]
 STATUSES = [int(Status.GUIDE), int(Status.SINGLE), int(Status.UNGUIDED), int(Status.SKIP)]
@@ -235,6 +236,68 @@ def test_replays_in_a_cuda_graph(device):
     assert torch.equal(tokens, sample_candidates(candidates, *inputs))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("temperature", [None, 0.0])
+def test_negative_weights_count_as_zero(device, backend, temperature):
+    """Before, between and after the others, in rows apart by more than K."""
+    rows = 64
+    p = torch.tensor([-0.5, 0.25, -1.0, 0.5, -math.inf, 0.125, math.nan, -2.0]).repeat(rows, 1)
+    p = torch.nn.functional.pad(p, (0, 5), value=9.0)[:, :8]
+    seeds, positions = torch.arange(rows).flip(0) * 7, torch.arange(rows) * 3
+    t = None if temperature is None else torch.full((rows,), temperature)
+    drawn = draw(p, seeds, positions, device, temperature=t, backend=backend)
+    beyond = torch.tensor([2, 6]) <= (uniform(seeds, positions) * 7)[:, None]
+    expected = torch.tensor([1, 3, 5])[beyond.sum(1)].int() if temperature is None else torch.full((rows,), 3)
+    assert len(expected.unique()) == (3 if temperature is None else 1)
+    assert torch.equal(drawn, expected.int())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_have_their_own_seed_position_and_tokens(device, backend):
+    """Requests of several lengths: each row's draw is that of its own seed and position, alone; token 0 is a token."""
+    rng = torch.Generator().manual_seed(3)
+    seeds = torch.tensor([5, -3, 5, 2**40 + 1, 5, 0]).repeat(6)
+    positions = torch.tensor([1, 70, 7000, 70, 2, 2**31 - 1]).repeat_interleave(6)
+    order = torch.randperm(36, generator=rng)
+    seeds, positions = seeds[order], positions[order]
+    p = torch.rand(36, 4, generator=rng)
+    token_ids = torch.stack([torch.randperm(4, generator=rng) for _ in range(36)]).int() * 50_000
+    cumulative = (p.double() / p.double().sum(1, keepdim=True)).cumsum(1)
+    slot = (cumulative <= uniform(seeds, positions).double()[:, None]).sum(1)
+    expected = token_ids[torch.arange(36), slot]
+    assert 0 in expected
+    for dtype in (torch.int32, torch.int64):
+        drawn = draw(p, seeds, positions.to(dtype), device, token_ids=token_ids, backend=backend)
+        assert torch.equal(drawn, expected)
+
+
+def test_reference_takes_fp64():
+    p = torch.tensor([[2.0**-60, 1.0], [1.0, 2.0**-60]], dtype=torch.float64)
+    drawn = draw(p, filled(2, 0), torch.tensor([AT_ZERO, AT_LARGEST]), "cpu", backend="reference")
+    assert drawn.tolist() == [0, 0]
+
+
+def test_nothing_is_stored_beyond_the_rows(device, monkeypatch):
+    buffers = []
+
+    def guarded_empty(rows, dtype, device):
+        buffers.append(torch.full((rows + 64,), 77, dtype=dtype, device=device))
+        return buffers[-1][:rows]
+
+    monkeypatch.setattr(module.torch, "empty", guarded_empty)
+    drawn = draw(torch.eye(3, 4), filled(3, 0), torch.arange(3), device)
+    assert drawn.tolist() == [0, 1, 2] and (buffers[0][3:] == 77).all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="takes 8 GiB of a GPU's memory")
+def test_offsets_past_32_bits(device):
+    """Rows 2**29 weights apart, so that row 4 is 2**31 away. Pages that nothing touches take no memory on a CPU."""
+    far = 2**29
+    p = torch.empty(4 * far + 2, device=device).as_strided((5, 2), (far, 1))
+    p[:], p[4] = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+    assert draw(p, filled(5, 0), torch.arange(5), device).tolist() == [0, 0, 0, 0, 1]
+
+
 def good_arguments():
     candidates = Candidates(
         torch.zeros(2, 4, dtype=torch.int32),
@@ -261,6 +324,7 @@ def good_arguments():
         ("guided_probs", torch.zeros(4, 2).T, ValueError, "guided_probs must be contiguous in its last dimension"),
         ("guided_probs", torch.zeros(3, 4), ValueError, r"candidates.token_ids must be int32 \[3, 4\]"),
         ("candidates", None, TypeError, "candidates must be the Candidates of topk_candidates, got NoneType"),
+        ("candidates", {}, TypeError, "candidates must be the Candidates of topk_candidates, got dict"),
         ("seeds", torch.zeros(2).int(), ValueError, r"seeds must be int64 \[2\] on cpu, got int32"),
         ("seeds", [0, 1], TypeError, r"seeds must be a tensor int64 \[2\] on cpu, got list"),
         ("positions", torch.zeros(2), ValueError, r"positions must be int32\|int64 \[2\] on cpu, got float32"),
@@ -277,6 +341,34 @@ def good_arguments():
 def test_bad_arguments_are_named(name, value, error, message):
     with pytest.raises(error, match=message):
         sample_candidates(**{**good_arguments(), name: value})
+
+
+@pytest.mark.parametrize("columns", [0, 128])
+def test_bad_numbers_of_slots_are_named(columns):
+    with pytest.raises(ValueError, match=f"guided_probs must have a power of two up to 64 columns, got {columns}"):
+        sample_candidates(**good_arguments() | {"guided_probs": torch.zeros(2, columns)})
+
+
+@pytest.mark.parametrize(
+    "name, dtypes",
+    [
+        ("candidates.token_ids", [torch.int32]),
+        ("candidates.status", [torch.int8]),
+        ("seeds", [torch.int64]),
+        ("positions", [torch.int32, torch.int64]),
+        ("temperature", [torch.float32]),
+    ],
+)
+def test_bad_tensors_are_named(name, dtypes):
+    arguments = good_arguments() | {"temperature": torch.ones(2)}
+    fields = vars(arguments.pop("candidates"))
+
+    def function(**arguments):
+        candidates = Candidates(**{field: arguments.pop(f"candidates.{field}") for field in fields})
+        return sample_candidates(candidates, **arguments)
+
+    arguments |= {f"candidates.{field}": tensor for field, tensor in fields.items()}
+    assert_refuses(function, arguments, name, *dtypes, rows_apart=name != "candidates.token_ids")
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ import torch
 import triton
 from hypothesis import example, given
 
+from lenvm_kernels.ops import topk_candidates as module
 from lenvm_kernels.ops.topk_candidates import FEW_ROWS, TILE, Status, topk_candidates
 from tests.tolerances import assert_matches
+from tests.wrong_tensors import assert_refuses
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "candidates.jsonl").open()]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -237,6 +239,181 @@ def test_replays_in_a_cuda_graph(device, rows):
     assert_same_bits(found, topk_candidates(scores, **arguments))
 
 
+BACKENDS = ["triton", "reference"]
+SLOTS = 4
+
+
+def choose(x, parameters, device, backend, **options):
+    """Candidates of one list of scores a row, back on the CPU."""
+    x = x if isinstance(x, torch.Tensor) else torch.tensor(x)
+    arguments = parameters | {"max_candidates": SLOTS} | options
+    found = topk_candidates(x.to(device), **on(device, arguments), backend=backend)
+    return type(found)(*(getattr(found, field.name).cpu() for field in fields(found)))
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles of 32 tokens, and from three rows on two ranges a row."""
+    for name, value in dict(TILE=32, FEW_ROWS=2, RANGES_OF_MANY_ROWS=2).items():
+        monkeypatch.setattr(module, name, value)
+
+
+def scores_of_many_tiles(rows, vocab, is_logits):
+    """Rows whose best tokens stand anywhere: ties, few tokens that can be candidates, ascending, descending."""
+    rng = torch.Generator().manual_seed(11)
+    x = torch.randn(rows, vocab, generator=rng)
+    x[1::4] = (3 * x[1::4]).round()
+    x[2] = torch.linspace(-4, 4, vocab)
+    x[6] = torch.linspace(4, -4, vocab)
+    x[3::4][torch.rand(len(x[3::4]), vocab, generator=rng) < 0.97] = -torch.inf
+    return x if is_logits else torch.softmax(x, dim=1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("is_logits", [True, False])
+def test_ranges_of_several_tiles(device, small_tiles, backend, is_logits):
+    """Seven tiles in two ranges, the last tile and the last range shorter; against the fp64 reference."""
+    rows, vocab = 8, 6 * 32 + 19
+    x = scores_of_many_tiles(rows, vocab, is_logits)
+    parameters = row_parameters(rows)
+    parameters["top_k"][4:6] = torch.tensor([3, 7])
+    parameters["top_p"][7], parameters["min_p"][6] = 0.02, 0.7
+    actual = choose(x, parameters, device, backend, is_logits=is_logits)
+    assert_equivalent(actual, x, parameters | dict(max_candidates=SLOTS, is_logits=is_logits))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("is_logits", [True, False])
+def test_next_token_after_the_last_slot_is_found_in_any_tile(device, small_tiles, backend, is_logits):
+    """The fifth token was in the list for a while, did not enter it, is in a tile passed over, is in another range."""
+    p = torch.zeros(6, 7 * 32)
+    p[:, [3, 34, 35, 70]] = torch.tensor([0.3, 0.2, 0.25, 0.15])
+    p[torch.arange(6), [5, 80, 120, 200, 120, 120]] = 0.1
+    parameters = row_parameters(6)
+    parameters["min_p"][4], parameters["top_p"][5] = 0.34, 0.89  # of these rows the fifth token is none
+    x = p.log() if is_logits else p
+    found = choose(x, parameters, device, backend, is_logits=is_logits)
+    assert found.token_ids.tolist() == [[3, 35, 34, 70]] * 6
+    torch.testing.assert_close(found.lost_mass, torch.tensor([0.1, 0.1, 0.1, 0.1, 0.0, 0.0]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_top_p_and_min_p_met_exactly(device, backend):
+    p = [[0.25, 0.5, 0.25], [0.25, 0.25, 0.5]]
+    top_p = row_parameters(2) | dict(top_p=torch.tensor([0.5, 0.4999]))
+    assert choose(p, top_p, device, backend).token_ids.tolist() == [[1, 0, -1, -1], [2, -1, -1, -1]]
+    min_p = row_parameters(2) | dict(min_p=torch.tensor([0.5, 0.5001]))
+    assert choose(p, min_p, device, backend).token_ids.tolist() == [[1, 0, 2, -1], [2, -1, -1, -1]]
+    equal = row_parameters(2) | dict(top_p=torch.tensor([0.5, 0.75]), min_p=torch.ones(2))
+    found = choose(torch.zeros(2, 4), equal, device, backend, is_logits=True)
+    assert found.token_ids.tolist() == [[0, 1, 2, -1], [0, 1, 2, 3]]
+    assert found.probs[1].tolist() == [0.25] * 4 and found.lost_mass.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_greedy_below_a_temperature_of_1e_6(device, backend):
+    limit = torch.tensor(1e-6)
+    temperature = torch.stack([limit, limit.nextafter(limit - 1), torch.tensor(-1.0), torch.tensor(2.0)])
+    x = torch.tensor([[1.0, 3.0, 3.0, 3.0]]).repeat(4, 1)
+    found = choose(x, row_parameters(4, min_p=0.01), device, backend, temperature=temperature, is_logits=True)
+    assert found.counts.tolist() == [3, 1, 1, 4]
+    assert found.token_ids[:, 0].tolist() == [1] * 4
+    assert found.status.tolist() == [Status.GUIDE, Status.SINGLE, Status.SINGLE, Status.GUIDE]
+    torch.testing.assert_close(found.probs[0, :3], torch.full((3,), 1 / 3))
+    # A greedy row's probability is that of temperature 1.
+    expected = torch.softmax(x[:3], dim=1)[1, 1]
+    torch.testing.assert_close(found.probs[1:3, 0], expected.repeat(2))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_entropy_equal_to_the_threshold_skips(device, backend):
+    p = torch.tensor([[0.25, 0.25], [0.25, 0.25], [0.25, 0.25], [0.0, 0.25], [0.25, 0.0]])
+    limit = torch.tensor(2.0).log()
+    threshold = torch.stack([limit.nextafter(limit - 1), limit, torch.tensor(torch.nan), limit, limit])
+    found = choose(p, row_parameters(5), device, backend, entropy_threshold=threshold)
+    assert found.status.tolist() == [Status.GUIDE, Status.SKIP, Status.GUIDE, Status.SINGLE, Status.SINGLE]
+    assert found.token_ids[:, :2].tolist() == [[0, 1]] * 3 + [[1, -1], [0, -1]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("is_logits", [True, False])
+def test_vocab_masks_and_scores_with_padded_rows(device, backend, is_logits):
+    """Rows of scores and of the mask apart by different amounts; a mask of its own for each row, all 32 bits used."""
+    rng = torch.Generator().manual_seed(2)
+    rows, vocab = 5, 70
+    x = torch.softmax(torch.randn(rows, vocab + 9, generator=rng), dim=1)[:, :vocab]
+    x = x.log() if is_logits else x
+    bits = torch.rand(rows, 96, generator=rng) < 0.3
+    bits[:, [31, 32, 63, 64]] = torch.tensor([True, False, True, True])
+    bits[3], bits[4] = False, torch.arange(96) == 0
+    words = (bits.view(rows, 3, 32).long() << torch.arange(32)).sum(2)
+    mask = torch.nn.functional.pad(words.int(), (0, 4), value=-1)[:, :3].to(device)
+    parameters = row_parameters(rows)
+    found = choose(x, parameters, device, backend, is_logits=is_logits, vocab_mask=mask, max_candidates=64)
+    for row in range(rows):
+        allowed = bits[row, :vocab].nonzero()[:, 0]
+        order = x[row, allowed].argsort(descending=True, stable=True)
+        assert found.token_ids[row, : found.counts[row]].tolist() == allowed[order].tolist()
+    assert found.broken.tolist() == [False, False, False, True, False]
+    if is_logits:  # the softmax is that of the allowed tokens
+        torch.testing.assert_close(found.probs.sum(1), torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0]))
+    assert found.status.tolist() == [Status.GUIDE] * 3 + [Status.UNGUIDED, Status.SINGLE]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scores_that_are_no_probabilities(device, backend):
+    """Negative ones and -inf count as 0, of equal ones the lower token comes first, -0 equals 0, NaN breaks the row."""
+    nan, inf = torch.nan, torch.inf
+    p = [
+        [-1.0, 0.0, 0.5, -inf, 0.5],
+        [0.0, -0.0, -1.0, 0.0, -inf],
+        [0.5, nan, 0.2, 0.1, 0.2],
+        [0.5, 0.1, 0.0, 0.0, inf],
+    ]
+    found = choose(p, row_parameters(4), device, backend)
+    assert found.token_ids.tolist() == [[2, 4, -1, -1]] + [[-1] * 4] * 3
+    assert found.broken.tolist() == [False, True, True, True] and found.counts.tolist() == [2, 0, 0, 0]
+    assert found.status.tolist() == [Status.GUIDE] + [Status.UNGUIDED] * 3 and (found.probs[1:] == 0).all()
+    zeros = choose([[-0.0, -1.0, 0.0, -0.0, -2.0]], row_parameters(1), device, backend, is_logits=True)
+    assert zeros.token_ids.tolist() == [[0, 2, 3, 1]]
+
+
+@pytest.fixture
+def dirty_memory(monkeypatch):
+    """Fresh memory holds something, as it does on a GPU."""
+    empty = torch.empty
+    monkeypatch.setattr(module.torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(77))
+
+
+@pytest.mark.parametrize("ranges", [1, 4])
+def test_every_output_is_written(device, dirty_memory, small_tiles, monkeypatch, ranges):
+    """Rows not guided, broken, of fewer candidates than slots, of more; one range, or four of which one has no tile."""
+    monkeypatch.setattr(module, "RANGES_OF_MANY_ROWS", ranges)
+    x = torch.full((5, 3 * 32), -torch.inf)
+    x[0, 7], x[1, 70], x[2, [1, 95]], x[4, 3:90] = 1.0, torch.nan, torch.tensor([2.0, 3.0]), 1.0
+    guided = torch.tensor([False, True, True, True, True])
+    options = dict(is_logits=True, guided=guided, entropy_threshold=torch.full((5,), 0.1))
+    found = choose(x, row_parameters(5), device, "triton", **options)
+    torch.testing.assert_close(found.probs[2], torch.softmax(torch.tensor([3.0, 2.0, -1e9, -1e9]), dim=0))
+    torch.testing.assert_close(found.probs[4], torch.full((4,), 1 / 87))
+    assert (found.probs[[0, 1, 3]] == 0).all()
+    assert found.token_ids.tolist() == [[-1] * 4, [-1] * 4, [95, 1, -1, -1], [-1] * 4, [3, 4, 5, 6]]
+    assert found.counts.tolist() == [0, 0, 2, 0, 4]
+    assert found.status.tolist() == [Status.UNGUIDED] * 2 + [Status.GUIDE, Status.UNGUIDED, Status.GUIDE]
+    torch.testing.assert_close(found.lost_mass[[0, 2, 4]], torch.tensor([0, 0, 83 / 87]))
+    assert found.broken.tolist() == [False, True, False, True, False]
+
+
+def test_offsets_past_32_bits(device):
+    """Rows 2**30 scores apart, so that row 2 is 2**31 away. Pages that nothing touches take no memory on a CPU."""
+    far = 2**30
+    x = torch.empty(2 * far + 40, dtype=torch.float16, device=device).as_strided((3, 40), (far, 1))
+    x.fill_(0)
+    x[0, 5], x[1, 6], x[2, 7] = 1, 2, 3
+    found = choose(x, row_parameters(3), device, "triton", is_logits=True)
+    assert found.token_ids[:, 0].tolist() == [5, 6, 7]
+
+
 GOOD = dict(row_parameters(2), scores=torch.zeros(2, 40), is_logits=True)
 
 
@@ -259,6 +436,8 @@ GOOD = dict(row_parameters(2), scores=torch.zeros(2, 40), is_logits=True)
         ("top_k", torch.zeros(4).int()[::2], "top_k must be contiguous"),
         ("top_p", torch.ones(2).double(), r"top_p must be float32 \[2\]"),
         ("min_p", torch.ones(1), r"min_p must be float32 \[2\]"),
+        ("scores", torch.zeros(2, 262_145), "scores must have between 1 and 262144 columns, got 262145"),
+        ("max_candidates", 0, "max_candidates must be a power of two up to 64, got 0"),
         ("max_candidates", 12, "max_candidates must be a power of two up to 64, got 12"),
         ("max_candidates", 128, "max_candidates must be a power of two up to 64, got 128"),
         ("temperature", torch.ones(2, 1), r"temperature must be float32 \[2\]"),
@@ -271,6 +450,37 @@ GOOD = dict(row_parameters(2), scores=torch.zeros(2, 40), is_logits=True)
 def test_bad_arguments_are_named(name, value, message):
     with pytest.raises(ValueError, match=message):
         topk_candidates(**{**GOOD, name: value})
+
+
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("top_k", torch.int32),
+        ("top_p", torch.float32),
+        ("min_p", torch.float32),
+        ("temperature", torch.float32),
+        ("entropy_threshold", torch.float32),
+        ("guided", torch.bool),
+        ("vocab_mask", torch.int32),
+    ],
+)
+def test_bad_tensors_are_named(name, dtype):
+    options = dict(temperature=torch.ones(2), entropy_threshold=torch.ones(2), guided=torch.ones(2).bool())
+    arguments = GOOD | options | dict(vocab_mask=torch.ones(2, 2).int())
+    assert_refuses(topk_candidates, arguments, name, dtype)
+
+
+@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p"])
+def test_bad_filters_cannot_be_left_out(name):
+    with pytest.raises(TypeError, match=f"{name} must be a tensor .*, got NoneType"):
+        topk_candidates(**{**GOOD, name: None})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_temperatures_that_are_not_finite_break_the_row(device, backend):
+    temperature = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0])
+    found = choose(torch.zeros(4, 3), row_parameters(4), device, backend, temperature=temperature, is_logits=True)
+    assert found.broken.tolist() == [True, True, True, False] and found.counts.tolist() == [0, 0, 0, 3]
 
 
 def test_bad_argument_types_and_combinations():

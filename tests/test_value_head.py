@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from lenvm_kernels.ops import value_head as ops
 from lenvm_kernels.ops.value_head import value_head
 from tests.tolerances import assert_matches
+from tests.wrong_tensors import assert_refuses
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WEIGHTS = ("fc_weight", "fc_bias", "summary_weight", "summary_bias")
@@ -225,6 +226,86 @@ def test_no_rows(device, backend):
     assert value_head(**inputs, token_rows=only_padding[:0], backend=backend).shape == (0,)
 
 
+STRIDES = [(0, 7), (16, 3), (5, 0)]
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("hidden_padding, weight_padding", STRIDES)
+def test_rows_of_hidden_and_weight_are_apart_by_different_amounts(device, backend, hidden_padding, weight_padding):
+    """All rows and vectors are followed by NaN; rows are taken out of order, some twice, some are padding."""
+    inputs = make_inputs(9, 40, torch.float32, device=device, norm=True)
+    rows = torch.tensor([7, -1, 0, 8, 8, 2, 9, 5, 3, 1, 1, 4], device=device)
+    paddings = dict(hidden=hidden_padding, fc_weight=weight_padding, fc_bias=3, summary_weight=2, norm_weight=1)
+    for name, padding in paddings.items():
+        inputs[name] = nn.functional.pad(inputs[name], (0, padding), value=float("nan"))[..., :40]
+    h = inputs["hidden"].double()
+    h = h * torch.rsqrt(h.square().mean(1, keepdim=True) + EPS) * inputs["norm_weight"].double()
+    w = {name: inputs[name].double() for name in WEIGHTS}
+    z = nn.functional.silu(h @ w["fc_weight"].T + w["fc_bias"]) @ w["summary_weight"][0] + w["summary_bias"]
+    assert_matches(value_head(**inputs, backend=backend), z, "value_head", torch.float32)
+    expected = torch.where((rows >= 0) & (rows < 9), z[rows.clamp(0, 8)], 0.0)
+    assert_matches(value_head(**inputs, token_rows=rows, backend=backend), expected, "value_head", torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("eps", [None, 1e-2, 1])
+def test_eps_is_added_to_the_mean_of_squares(device, backend, eps):
+    """Rows whose mean of squares is 4e-4, or 1e-6: as large as the default."""
+    inputs = make_inputs(2, 32, torch.float32, device=device)
+    inputs["hidden"] = torch.where(torch.arange(32) % 3 == 0, -1.0, 1.0).to(device).repeat(2, 1)
+    inputs["hidden"] *= torch.tensor([[2e-2], [1e-3]], device=device)
+    inputs["norm_weight"] = torch.linspace(0.5, 1.5, 32, device=device)
+    logits = value_head(**inputs, **({} if eps is None else {"norm_eps": eps}), backend=backend)
+    mean = torch.tensor([[4e-4], [1e-6]], device=device)
+    inputs["hidden"] = inputs["hidden"] * inputs.pop("norm_weight") / (mean + (eps or 1e-6)).sqrt()
+    assert_matches(logits, exact(**inputs), "value_head", torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("wide", ["fc_bias", "summary_weight", "summary_bias", "norm_weight"])
+def test_each_vector_may_be_fp32(device, backend, wide):
+    inputs = make_inputs(3, 64, torch.bfloat16, device=device, norm=True)
+    inputs[wide] = inputs[wide].float() + 2**-10
+    logits = value_head(**inputs, backend=backend)
+    if backend == "triton":
+        assert_matches(logits, exact(**inputs), "value_head", torch.bfloat16)
+    else:
+        truth = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+        assert_matches(logits, value_head(**truth), "value_head", torch.bfloat16)
+
+
+@pytest.mark.parametrize("outputs", [1, 33, 127])
+def test_fresh_memory_is_filled_and_nothing_beside_it(device, monkeypatch, outputs):
+    """It holds NaN at first, around it, too: what is read was written before."""
+    inputs = make_inputs(5, 2 * ops.BLOCK_N + 20, torch.float32, device=device)
+    rows = torch.arange(outputs, device=device) % 7 - 1  # -1 and 5 are padding
+    expected = exact(**inputs, token_rows=rows)
+    buffers = []
+
+    def guarded_empty(*shape, dtype, device):
+        buffers.append(torch.full((shape[0] + 128, *shape[1:]), float("nan"), dtype=dtype, device=device))
+        return buffers[-1][: shape[0]]
+
+    monkeypatch.setattr(ops.torch, "empty", guarded_empty)
+    logits = value_head(**inputs, token_rows=rows, backend="triton")
+    assert_matches(logits, expected, "value_head", torch.float32)
+    for buffer in buffers:
+        assert buffer[-128:].isnan().all()
+
+
+@pytest.mark.parametrize("far_rows", ["hidden", "fc_weight"])
+def test_offsets_past_32_bits(device, far_rows):
+    """Rows 2**30 numbers apart, so that row 2 is 2**31 away. Pages that nothing touches take no memory on a CPU."""
+    far = 2**30
+    inputs = make_inputs(3, 3, torch.float16, device=device)
+    expected = exact(**inputs)
+    spread = torch.empty(2 * far + 3, dtype=torch.float16, device=device).as_strided((3, 3), (far, 1))
+    inputs[far_rows] = spread.copy_(inputs[far_rows])
+    for token_rows in (None, torch.arange(3, device=device)):
+        logits = value_head(**inputs, token_rows=token_rows, backend="triton")
+        assert_matches(logits, expected, "value_head", torch.float16)
+
+
 ERRORS = [
     ("hidden", [[1.0]], TypeError, r"hidden must be a tensor .* \[\*, \*\], got list"),
     ("hidden", torch.zeros(3, 64, dtype=torch.int32), ValueError, "hidden must be float32.*, got int32"),
@@ -245,10 +326,20 @@ ERRORS = [
     ("token_rows", [0, 1], TypeError, r"token_rows must be a tensor int32\|int64 \[\*\] on cpu, got list"),
     ("norm_weight", torch.zeros(32), ValueError, r"norm_weight must be float32 \[64\] on cpu, got float32 \[32\]"),
     ("norm_eps", 0.0, ValueError, "norm_eps must be a positive number, got 0.0"),
+    ("norm_eps", float("inf"), ValueError, "norm_eps must be a positive number, got inf"),
     ("norm_eps", float("nan"), ValueError, "norm_eps must be a positive number, got nan"),
     ("norm_eps", "1e-6", ValueError, "norm_eps must be a positive number, got '1e-6'"),
     ("backend", "cuda", ValueError, "backend must be one of auto, triton, reference, got 'cuda'"),
 ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", [*WEIGHTS, "norm_weight", "token_rows"])
+def test_errors_name_bad_tensors(name, dtype):
+    arguments = make_inputs(3, 8, dtype, norm=True) | {"token_rows": torch.tensor([0, 2, 1])}
+    dtypes = {"fc_weight": [dtype], "token_rows": [torch.int32, torch.int64]}
+    vectors = [dtype] if dtype == torch.float64 else [dtype, torch.float32]
+    assert_refuses(value_head, arguments, name, *dtypes.get(name, vectors), any_rows=name == "token_rows")
 
 
 @pytest.mark.parametrize(("name", "value", "error", "message"), ERRORS)
