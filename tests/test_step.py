@@ -419,7 +419,7 @@ def test_every_row_gets_what_its_own_request_asked_for(models, commit_winners):
     table = GuidanceTable.from_params(params, eos, "cpu")
     filters = dict(
         top_k=torch.tensor([6, 0, 7, 5, 8, 8], dtype=torch.int32),
-        top_p=torch.tensor([1.0, 0.97, 0.9, 1.0, 0.8, 0.99]),
+        top_p=torch.tensor([0.8, 0.97, 0.9, 1.0, 0.8, 0.6]),
         min_p=torch.tensor([0.0, 0.02, 0.0, 0.01, 0.0, 0.005]),
         temperature=torch.tensor([1.0, 0.9, 1.5, 2.0, 0.7, 1.2]),
         vocab_mask=torch.tensor([[-1, -1, -1, -1]] * 3 + [[-9, -1, -1, -1]] * 3, dtype=torch.int32),  # all but token 3
@@ -973,6 +973,73 @@ def test_warm_up_changes_nothing(models):
     engine.prefill([0], PROMPTS[:1])
     scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
     assert check_output(models, engine.decode([0], PROMPTS[:1], scores), PROMPTS[:1], [GUIDANCE[0]], [4])
+
+
+def good_step(rows=2):
+    """Arguments of :meth:`GuidedStep.step` for two requests."""
+    i32 = torch.zeros(rows, dtype=torch.int32)
+    return dict(
+        scores=torch.zeros(rows, VOCAB),
+        tokens=i32,
+        rows=torch.arange(rows),
+        lengths=i32 + 1,
+        slots=torch.arange(rows),
+        top_k=i32,
+        top_p=i32 + 1.0,
+        min_p=i32 + 0.0,
+        drawn=i32,
+        active=i32 == 0,
+    )
+
+
+GOOD_EXTEND = dict(
+    tokens=torch.zeros(3, dtype=torch.int32), slots=torch.arange(3), rows=torch.arange(2)
+) | dict.fromkeys(("starts", "lens", "cached_lens"), torch.zeros(2, dtype=torch.int32))
+GOOD_PREDICT = dict(tokens=torch.arange(2), rows=torch.arange(2), lengths=torch.zeros(2, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("method", "good", "name", "message"),
+    [
+        ("step", good_step(), "scores", r"float32\|bfloat16\|float16 \[\*, 97\]"),
+        *[("step", good_step(), name, r"int32\|int64 \[2\]") for name in ("tokens", "rows", "slots", "drawn")],
+        ("step", good_step(), "lengths", r"int32 \[2\]"),
+        ("step", good_step(), "active", r"bool \[2\]"),
+        ("extend", GOOD_EXTEND, "tokens", r"int32\|int64 \[\*\]"),
+        ("extend", GOOD_EXTEND, "slots", r"int32\|int64 \[3\]"),
+        ("extend", GOOD_EXTEND, "rows", r"int32\|int64 \[\*\]"),
+        *[("extend", GOOD_EXTEND, name, r"int32 \[2\]") for name in ("starts", "lens", "cached_lens")],
+        ("predict", GOOD_PREDICT, "tokens", r"int32\|int64 \[\*\]"),
+        ("predict", GOOD_PREDICT, "rows", r"int32\|int64 \[2\]"),
+        ("predict", GOOD_PREDICT, "lengths", r"int32 \[2\]"),
+    ],
+)
+def test_every_tensor_is_checked(models, method, good, name, message):
+    """Its dtype, that it is a vector of as many rows as there are, and its device."""
+    step, _ = make_step(models[2])
+    getattr(step, method)(**good)
+    wrong = [good[name].to(torch.complex64), good[name][None], good[name].to("meta")]
+    for x in wrong if "*" in message else [*wrong, torch.cat([good[name]] * 2)]:
+        with pytest.raises(ValueError, match=f"{name} must be {message} on cpu, got"):
+            getattr(step, method)(**good | {name: x})
+
+
+def test_tables_and_sizes_are_checked(models):
+    table = torch.zeros(3, 4, dtype=torch.int32)
+    for name, value in (("num_slots", 0), ("max_rows", 0), ("chunk_tokens", -1)):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got {value}"):
+            GuidedStep(models[2], table, **{"num_slots": 12, "vocab_size": VOCAB, name: value})
+    for bad in (table.long(), table[0], table.to("meta")):
+        with pytest.raises(ValueError, match=r"slot_table must be int32 \[\*, \*\] on cpu, got"):
+            GuidedStep(models[2], bad, 12, vocab_size=VOCAB)
+    with pytest.raises(ValueError, match="max_candidates must be a power of two up to 64, got 128"):
+        GuidedStep(models[2], table, 12, vocab_size=VOCAB, max_candidates=128)
+    step = GuidedStep(models[2], table, 12, vocab_size=VOCAB, max_candidates=64)
+    for row in (-1, 3):
+        with pytest.raises(IndexError, match=rf"row must be in \[0, 3\), got {row}"):
+            step.set(row, None, set())
+    with pytest.raises(ValueError, match="scores must have 1 to max_rows = 3 rows, got 0"):
+        step.step(**good_step(0))
 
 
 def test_bad_arguments_are_named(models):
