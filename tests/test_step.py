@@ -497,8 +497,8 @@ def test_token_0_is_a_token(models, monkeypatch, commit_winners):
     check_output(models, again, sequences, [None, guidance[1], guidance[2], None], [len(t) for t in PROMPTS])
 
 
-def test_rows_without_a_next_token_have_no_length(models):
-    """No length of padding: a row that is drawn by its own filters, of which nobody said what they drew."""
+def test_rows_without_a_next_token_have_no_length(models, monkeypatch):
+    """No length of padding: a row that is drawn by its own filters, of which nobody said what they drew. And no row."""
     wants = {"return_values": True}
     guidance = [GUIDANCE[0] | {"entropy_threshold": 100.0}, wants | GUIDANCE[0] | {"entropy_threshold": 100.0}]
     guidance += [wants, wants | GUIDANCE[0]]
@@ -507,13 +507,23 @@ def test_rows_without_a_next_token_have_no_length(models):
     for row, tokens, g in zip(rows, PROMPTS, guidance, strict=True):
         engine.admit(row, tokens, g, prompt_len=len(tokens))
     engine.prefill(rows, PROMPTS)
+    scored, forward = [], models[2].forward
+
+    def recording(batch, *args, **kwargs):
+        scored.append(batch.candidate_lens.tolist())
+        return forward(batch, *args, **kwargs)
+
+    monkeypatch.setattr(models[2], "forward", recording)
     scores = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
     output = engine.decode(rows, PROMPTS, scores)
     assert (output.tokens >= 0).tolist() == [False, False, False, True]
     assert output.remaining_lengths.isnan().tolist() == [True, True, True, False]
     assert engine.decode(rows, PROMPTS, scores, sample=False).tokens is None
-    left_out = engine.decode(rows, PROMPTS, scores, active=torch.tensor([True, True, True, False]))
-    assert left_out.remaining_lengths.isnan().all()
+    drawn, active = torch.tensor([20, 21, 22, 23]), torch.tensor([True, True, True, False])
+    left_out = engine.decode(rows, PROMPTS, scores, active=active, drawn=drawn)
+    assert left_out.remaining_lengths.isnan().tolist() == [True, False, False, True]
+    guided = [0, 0, 0, int(output.candidates.counts[3])]
+    assert scored == [guided, guided, [0, 1, 1, 0]]
 
 
 def test_without_a_draw_the_length_is_that_of_the_token_given(models):
@@ -540,6 +550,20 @@ def test_score_all_scores_single_candidates_and_nobody_else_s(models):
     expected = torch.zeros(2, 8)
     expected[1, 0] = values_from_scratch(models, [[*PROMPTS[0], int(scores[1].argmax())]])
     torch.testing.assert_close(output.value_logits, expected, rtol=0, atol=ATOL)
+
+
+def test_with_score_all_the_token_a_row_drew_itself_is_scored_alone(models):
+    """Also where it is among the row's candidates, as whose value it does not count."""
+    engine = Engine(*make_step(models[2], score_all=True))
+    engine.admit(3, PROMPTS[0], GUIDANCE[0] | {"entropy_threshold": 100.0, "return_values": True}, prompt_len=4)
+    engine.prefill([3], PROMPTS[:1])
+    scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    second = scores.topk(2).indices[:, 1]
+    output = engine.decode([3], PROMPTS[:1], scores, drawn=second)
+    assert output.candidates.status.tolist() == [Status.SKIP] and output.candidates.token_ids[0, 1] == second
+    expected = torch.nn.functional.softplus(values_from_scratch(models, [[*PROMPTS[0], second.item()]]))
+    torch.testing.assert_close(output.remaining_lengths, expected / -math.log(0.997), rtol=1e-4, atol=0)
+    assert (output.value_logits == 0).all()
 
 
 def test_predict_writes_to_no_slot(models):
