@@ -586,23 +586,37 @@ def test_predict_writes_to_no_slot(models):
     torch.testing.assert_close(torch.cat([first, second]), expected, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_a_request_that_sat_a_step_out_is_computed_again(models, together):
-    """Its candidates were overwritten by those of another request, at the same position and of the same tokens."""
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_request_that_sat_a_step_out_is_computed_again(models, place):
+    """Its candidates were overwritten by those of another request, at the same position and of the same tokens.
+
+    At place 0 of its batch, which is then the other's, or at place 1, which the smaller batch after it has not."""
     engine = Engine(*make_step(models[2]))
-    sequences = [[5, 6, 7], [8, 9, 10]]
-    for row, tokens in zip((4, 1), sequences, strict=True):
-        engine.admit(row, [*tokens, 0], GUIDANCE[0], prompt_len=3)
+    sequences, unguided = [[5, 6, 7], [8, 9, 10]], [11, 12, 13]
+    for row, tokens, g in zip((4, 1, 6), (*sequences, unguided), (GUIDANCE[0], GUIDANCE[0], None), strict=True):
+        engine.admit(row, [*tokens, 0], g, prompt_len=3)
     engine.prefill([4, 1], sequences)
-    scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)).expand(2, -1).contiguous()
-    if together:  # the row of the request is past those of the next step, which does not write it again
-        token = engine.decode([1, 4], sequences[::-1], scores).tokens[1].item()
-    else:  # it is the row of the other request then
-        token = engine.decode([4], sequences[:1], scores[:1]).tokens.item()
-    other = engine.decode([1], sequences[1:], scores[:1])
+    scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    rows, tokens = ([6, 4], [unguided, sequences[0]]) if place else ([4], sequences[:1])
+    token = engine.decode(rows, tokens, scores.expand(len(rows), -1).contiguous()).tokens[place].item()
+    other = engine.decode([1], sequences[1:], scores)
     assert token in other.candidates.token_ids
     tokens = [[*sequences[0], token]]
-    assert check_output(models, engine.decode([4], tokens, scores[:1]), tokens, [GUIDANCE[0]], [3])
+    assert check_output(models, engine.decode([4], tokens, scores), tokens, [GUIDANCE[0]], [3])
+
+
+def test_a_candidate_at_another_position_is_computed_again(models):
+    """A token was put in between, by a grammar say: what was drawn follows one position later than it was scored."""
+    engine = Engine(*make_step(models[2]))
+    for row in (4, 1):
+        engine.admit(row, [5, 6, 7, 0, 0], GUIDANCE[0], prompt_len=3)
+    engine.prefill([4, 1], [[5, 6, 7]] * 2)
+    scores = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
+    token = engine.decode([4, 1], [[5, 6, 7]] * 2, scores).tokens[1].item()
+    row, i32 = torch.tensor([1]), engine.tensor
+    engine.step.extend(i32([40]), engine.slots.slots(row, i32([3])), row, i32([0]), i32([1]), i32([3]))
+    tokens = [[5, 6, 7, 40, token]]
+    assert check_output(models, engine.decode([1], tokens, scores[:1]), tokens, [GUIDANCE[0]], [3])
 
 
 def test_a_prompt_may_come_in_parts(models):
@@ -1040,11 +1054,11 @@ GOOD_PREDICT = dict(tokens=torch.arange(2), rows=torch.arange(2), lengths=torch.
 )
 def test_every_tensor_is_checked(models, method, good, name, message):
     """Its dtype, that it is a vector of as many rows as there are, and its device."""
-    step, _ = make_step(models[2])
+    step, _ = make_step(models[2], commit_winners=False)
     getattr(step, method)(**good)
     wrong = [good[name].to(torch.complex64), good[name][None], good[name].to("meta")]
     for x in wrong if "*" in message else [*wrong, torch.cat([good[name]] * 2)]:
-        with pytest.raises(ValueError, match=f"{name} must be {message} on cpu, got"):
+        with pytest.raises(ValueError, match=f"^{name} must be {message} on cpu, got"):
             getattr(step, method)(**good | {name: x})
 
 
