@@ -690,7 +690,7 @@ def test_steps_from_graphs_of_more_rows(models, monkeypatch):
         graph = SimpleNamespace(replay=lambda: value_logits.copy_(step._score(*inputs)))
         step._captured[bucket] = [graph], value_logits
 
-    results = []
+    results, deltas = [], deltas_of_steps(models[2], monkeypatch)
     for graphs in (False, True):
         engine = Engine(*make_step(models[2], rows=7))
         step = engine.step
@@ -699,17 +699,22 @@ def test_steps_from_graphs_of_more_rows(models, monkeypatch):
             step._inputs = [torch.full((7, 8) if i == 5 else (7,), 10**6) for i in range(7)]
             step._inputs = [x.int() if i in (2, 4, 5, 6) else x for i, x in enumerate(step._inputs)]
             monkeypatch.setattr(step, "_capture", capture)
-        guidance = [GUIDANCE[0] | {"return_values": True}] * 4
         rows, prompts = [6, 2, 5, 0], [tokens + [40 + i] for i, tokens in enumerate(PROMPTS)]
-        sequences, outputs = run_requests(engine, prompts, guidance, 4, rows=rows)
-        last = engine.decode(rows[1:], sequences[1:], torch.ones(3, VOCAB))
-        first = engine.decode(rows[:1], sequences[:1], torch.ones(1, VOCAB))
-        values = [output.value_logits for output in (*outputs, last, first)]
-        results.append((sequences, torch.cat(values), torch.stack((step.cache.keys, step.cache.values))))
-        if graphs:
-            assert sorted(step._captured) == [1, 4] and [step._bucket(b) for b in (2, 3, 5, 7)] == [2, 4, 7, 7]
-    assert results[0][0] == results[1][0]
-    for without, with_graphs in zip(results[0][1:], results[1][1:], strict=True):
+        sequences, outputs = run_requests(engine, prompts, [GUIDANCE[0]] * 4, 4, rows=rows)
+        scores = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
+        for batch in ([1, 2, 3], [2, 1, 3], [0]):  # indices of rows
+            now = [sequences[i] for i in batch]
+            for i, tokens in zip(batch, now, strict=True):
+                engine.slots.extend(rows[i], len(tokens) + 1)
+            outputs.append(engine.decode([rows[i] for i in batch], now, scores[batch]))
+            for tokens, token in zip(now, outputs[-1].tokens.tolist(), strict=True):
+                tokens.append(token)
+        values = torch.cat([output.value_logits for output in outputs])
+        results.append((sequences, list(deltas), values, torch.stack((step.cache.keys, step.cache.values))))
+        deltas.clear()
+    assert sorted(step._captured) == [1, 4] and [step._bucket(b) for b in (2, 3, 5, 7)] == [2, 4, 7, 7]
+    assert results[0][:2] == results[1][:2]
+    for without, with_graphs in zip(results[0][2:], results[1][2:], strict=True):
         torch.testing.assert_close(with_graphs, without, rtol=0, atol=ATOL)
 
 
@@ -927,6 +932,25 @@ def test_sync_free_step(device, is_logits, commit_winners):
     own = (output.candidates.token_ids == output.tokens[:, None]).any(1).tolist()
     assert own == [True, True, True, False] and output.tokens[3] == 7
     assert output.remaining_lengths.isnan().tolist() == [True, False, True, True]
+
+
+def test_the_backend_reaches_every_operator(device, monkeypatch):
+    """With ``triton`` no reference runs, in prompts, predictions and steps."""
+
+    def fail(*args, **kwargs):
+        raise AssertionError("a reference ran")
+
+    operators = "topk_candidates reweight_scatter sample_candidates commit_winner rope_cache ragged_layout ragged_linear"
+    for name in (*operators.split(), "value_head"):
+        monkeypatch.setattr(f"lenvm_kernels.ops.{name}._reference", fail)
+    monkeypatch.setattr("lenvm_kernels.reference.value_tree_attention.value_tree_attention", fail)
+    engine = Engine(*make_step(tiny_value_model(device), rows=2, max_len=8, backend="triton"))
+    engine.admit(1, [5, 6, 7, 0], GUIDANCE[0] | {"return_values": True}, prompt_len=3)
+    engine.prefill([1], [[5, 6, 7]])
+    predicted = engine.step.predict(engine.tensor([7]), engine.tensor([1]), engine.tensor([2]))
+    scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
+    output = engine.decode([1], [[5, 6, 7]], scores, top_k=2)
+    assert output.tokens >= 0 and predicted > 0 and output.remaining_lengths > 0
 
 
 # --- the same in any batch ---

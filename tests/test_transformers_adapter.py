@@ -304,6 +304,12 @@ def test_bad_arguments_are_named(base, value_model, changes, message):
         make(base, value_model, **changes)
 
 
+def test_the_backend_is_the_step_s(base, value_model, prompts):
+    processor = make(base, value_model, attention_mask=prompts["attention_mask"], backend="nobody's")
+    with pytest.raises(ValueError, match="backend must be one of"):
+        processor(prompts["input_ids"], torch.zeros(3, VOCAB))
+
+
 def test_vocabulary_is_checked(value_model):
     other = LlamaForCausalLM(LlamaConfig(**{**TINY, "vocab_size": VOCAB + 3}))
     with pytest.raises(ValueError, match="value_model must share the base model's vocabulary of 64 tokens, got 61"):
