@@ -251,6 +251,58 @@ def test_replays_in_a_cuda_graph(device):
     assert torch.equal(as_integers(pools[0])[:, :, 4], as_integers(pools[1])[:, :, 6])
 
 
+def in_layout(x, layout):
+    """The values of ``x [layers, tokens, heads, head_dim]`` with other strides, among zeros."""
+    layers, tokens, heads, head_dim = x.shape
+    y = {
+        0: lambda: x.new_zeros(layers, tokens + 2, heads, head_dim)[:, 1:-1],
+        1: lambda: x.new_zeros(tokens, layers, heads, head_dim).transpose(0, 1),
+        2: lambda: x.new_zeros(layers, tokens, heads + 1, head_dim)[:, :, 1:],
+        3: lambda: x.new_zeros(tokens + 1, layers, heads + 2, head_dim).transpose(0, 1)[:, 1:, :heads],
+    }[layout]()
+    return y.copy_(x)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("turn", range(4))
+def test_every_tensor_has_strides_of_its_own(device, turn, backend):
+    """Keys and values, of the cache and of the last forward, ids and rows of candidates: no two laid out alike.
+
+    Rows, slots and rows of the last step are in no order, and token 0 is one of those drawn."""
+    cache, last = make_pools(5, 7, 9, 2, 24, torch.float32, seed=turn)
+    operands = [in_layout(x.to(device), (turn + i) % 4) for i, x in enumerate((*cache, *last))]
+    assert len({x.stride() for x in operands}) == 4
+    ids, rows = i32([5, 0, 6, -1], [0, 7, -1, -1], [9, 4, 0, 8]), i32([1, 2, 3, -1], [4, 0, -1, -1], [5, 6, 7, 8])
+    wider_ids, wider_rows = torch.zeros(3, 6, dtype=torch.int32), torch.zeros(3, 11, dtype=torch.int64)
+    wider_ids[:, 2:], wider_rows[:, 3:7] = ids, rows
+    step = dict(
+        candidate_ids=wider_ids.to(device)[:, 2:],
+        candidate_rows=wider_rows.to(device)[:, 3:7],
+        candidate_positions=i32(11, 13, 12).to(device),
+    )
+    drawn = dict(last_rows=i32(2, 0, 1), tokens=i32(0, 6, 7), positions=i32(12, 11, 13), slots=i32(3, 6, 0))
+    committed = commit_winner(*operands, **step, **{k: x.to(device) for k, x in drawn.items()}, backend=backend)
+    assert committed.tolist() == [True] * 3
+    for x, before, source in zip(operands[:2], cache, last, strict=True):
+        expected = as_integers(before)
+        expected[:, [3, 6, 0]] = as_integers(source)[:, [7, 3, 0]]
+        assert torch.equal(as_integers(x), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_64_candidates(device, backend):
+    pools = make_pools(2, 5, 70, 1, 8, torch.bfloat16)
+    step = dict(
+        candidate_ids=torch.arange(63, -1, -1, dtype=torch.int32)[None],
+        candidate_rows=torch.arange(5, 69)[None],
+        candidate_positions=i32(9),
+    )
+    for token in (0, 63):
+        drawn = dict(last_rows=i32(0), tokens=i32(token), positions=i32(9), slots=i32(1))
+        committed, cache = commit(pools, step | drawn, backend=backend, device=device)
+        assert committed.item() and torch.equal(cache[:, :, 1], as_integers(pools[1])[:, :, 5 + 63 - token])
+
+
 def good_arguments():
     cache, last = make_pools(2, 5, 8, 2, 4, torch.float32)
     return dict(zip((*CACHES, *LAST), (*cache, *last), strict=True)) | ROW
@@ -275,6 +327,10 @@ def zeros(*shape, dtype=torch.float32):
             ValueError,
             "v_last must be contiguous in its last two dimensions",
         ),
+        ("v_cache", zeros(2, 2, 5, 4).transpose(1, 2), ValueError, "v_cache must be contiguous in its last two dim"),
+        ("k_last", zeros(2, 2, 8, 4).transpose(1, 2), ValueError, "k_last must be contiguous in its last two dim"),
+        ("v_cache", zeros(2, 5, 2, 4).half(), ValueError, "v_cache must be float32 .*, got float16"),
+        ("v_last", zeros(2, 8, 2, 4).half(), ValueError, "v_last must be float32 .*, got float16"),
         ("v_cache", zeros(2, 6, 2, 4), ValueError, r"v_cache must be float32 \[2, 5, 2, 4\] on cpu, got .* \[2, 6"),
         ("k_last", zeros(3, 8, 2, 4), ValueError, r"k_last must be float32 \[2, \*, 2, 4\] on cpu, got .* \[3, 8"),
         ("k_last", zeros(2, 8, 2, 4).half(), ValueError, r"k_last must be float32 .*, got float16"),
@@ -286,11 +342,19 @@ def zeros(*shape, dtype=torch.float32):
             ValueError,
             "candidate_ids must have a power of two up to 64 columns, got 3",
         ),
+        ("candidate_ids", zeros(2, 128).int(), ValueError, "candidate_ids must have a power of two .*, got 128"),
+        ("candidate_ids", zeros(2, 0).int(), ValueError, "candidate_ids must have a power of two .*, got 0"),
         ("candidate_rows", zeros(2, 2).int(), ValueError, r"candidate_rows must be int32\|int64 \[2, 4\] on cpu, got"),
         ("candidate_rows", zeros(4, 2).int().T, ValueError, "candidate_rows must be contiguous in its last dimension"),
         ("candidate_positions", i32(1), ValueError, r"candidate_positions must be int32 \[2\] on cpu, got int32 \[1\]"),
         ("last_rows", i32(1, 2), ValueError, r"last_rows must be int32\|int64 \[1\] on cpu, got int32 \[2\]"),
         ("tokens", zeros(1), ValueError, r"tokens must be int32\|int64 \[\*\] on cpu, got float32"),
+        ("last_rows", zeros(1), ValueError, r"last_rows must be int32\|int64 \[1\] on cpu, got float32"),
+        ("candidate_rows", zeros(2, 4), ValueError, r"candidate_rows must be int32\|int64 \[2, 4\] .*, got float32"),
+        ("candidate_positions", zeros(2).long(), ValueError, r"candidate_positions must be int32 \[2\] .*, got int64"),
+        ("positions", i32(9, 9), ValueError, r"positions must be int32 \[1\] on cpu, got int32 \[2\]"),
+        ("slots", zeros(1), ValueError, r"slots must be int32\|int64 \[1\] on cpu, got float32"),
+        ("slots", i32(3, 3), ValueError, r"slots must be int32\|int64 \[1\] on cpu, got int32 \[2\]"),
         ("positions", zeros(1).long(), ValueError, r"positions must be int32 \[1\] on cpu, got int64"),
         ("slots", [3], TypeError, r"slots must be a tensor int32\|int64 \[1\] on cpu, got list"),
         ("backend", "gpu", ValueError, "backend must be one of"),

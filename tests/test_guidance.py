@@ -38,6 +38,13 @@ from lenvm_kernels.ops.reweight_scatter import Mode
             GuidanceParams(token_temperature_scale={2: 1.5, 5: 1.5}),
         ),
         ({"token_temperature_scale": {"7": 0.5}}, GuidanceParams(token_temperature_scale={7: 0.5})),
+        ({"token_temperature_scale": {"0": 999_999}}, GuidanceParams(token_temperature_scale={0: 999_999.0})),
+        ({"target_length": 0}, GuidanceParams(Mode.EQ, target_length=0.0, counts_down=True)),
+        ({"entropy_threshold": 0, "value_min": 0}, GuidanceParams(value_min=0.0, entropy_threshold=0.0)),
+        ({"scale": 3e38, "value_min": -3e38}, GuidanceParams(Mode.MUL, 3e38, value_min=-3e38)),
+        ({"target_value": 0.5, "gamma": 0.5, "length_mode": "total"}, GuidanceParams(Mode.EQ, 1.0, 0.5, None, 1.0)),
+        ({"length_mode": "total", "scale": 2}, GuidanceParams(Mode.MUL, 2.0)),
+        ({"return_values": True}, GuidanceParams(return_values=True)),
         ({"value_scale": None, "thinking_budget": 5}, GuidanceParams()),  # absent; another consumer's
     ],
 )
@@ -103,6 +110,16 @@ def test_neutral_parameters_are_unguided(mode, scale, neutral):
         ({"value_scale": "fast"}, "value_scale must be a finite number, got 'fast'"),
         ({"scale": math.nan}, "value_scale must be a finite number, got nan"),
         ({"scale": math.inf}, "value_scale must be a finite number, got inf"),
+        ({"scale": -1e39}, r"value_scale must be a finite number, got -1e\+39"),
+        ({"gamma": -0.5}, "gamma must be a finite number > 0 and < 1, got -0.5"),
+        ({"target_value": -0.1}, "target_value must be a finite number >= 0 and < 1, got -0.1"),
+        ({"value_scale": False}, "value_scale must be a finite number, got False"),
+        ({"length_mode": "left"}, "target_length_mode must be one of total, budget, remaining, got 'left'"),
+        ({"token_temperature_scale": {True: 2}}, "token_temperature_scale must hold token ids >= 0, got True"),
+        ({"token_temperature_scale": {1.0: 2}}, "token_temperature_scale must hold token ids >= 0, got 1.0"),
+        ({"token_temperature_scale": {1: 1e6}}, r"token_temperature_scale\[1\] must be .* < 1e\+06, got 1000000.0"),
+        ({"boosted_token_ids": "12", "token_temp_divisor": 2}, "boosted_token_ids must be a list of .*, got '12'"),
+        ({"boosted_token_ids": [-1], "token_temp_divisor": 2}, "boosted_token_ids must hold token ids >= 0, got -1"),
         ({"scale": 1e39}, r"value_scale must be a finite number, got 1e\+39"),
         ({"scale": True}, "value_scale must be a finite number, got True"),
         ({"gamma": 1.0}, "gamma must be a finite number > 0 and < 1, got 1.0"),
@@ -180,6 +197,43 @@ def test_table():
         GuidanceTable.from_params([None], [set(), set()], "cpu")
 
 
+def test_every_column_is_of_its_own_row():
+    """Values that are 0 are not "none", and every parameter lands in the row of its request."""
+    params = [
+        parse_guidance({"mode": "exp", "scale": 3, "entropy_threshold": 0.5, "gamma": 0.9}),
+        parse_guidance({"mode": "centered_exp", "scale": -2, "entropy_threshold": 0.0, "value_min": 0.0}),
+        parse_guidance({"target_length": 0, "length_mode": "remaining", "gamma": 0.5, "return_values": True}),
+        parse_guidance({"target_length": 0, "op": "le"}),
+        parse_guidance({"boosted_token_ids": [9, 3], "token_temp_divisor": 0.25}),
+    ]
+    table = GuidanceTable.from_params(params, [{1}, {0, 4, 2}, set(), {7}, {5}], "cpu")
+    assert table.mode.tolist() == [Mode.EXP, Mode.CENTERED_EXP, Mode.EQ, Mode.LE, Mode.UNGUIDED]
+    assert table.scale.tolist() == [3, -2, 1, 1, 1]
+    assert str(table.entropy_threshold.tolist()) == "[0.5, 0.0, nan, nan, nan]"
+    assert table.value_min.tolist() == [-math.inf, 0, -math.inf, -math.inf, -math.inf]
+    assert table.target_length.tolist() == [0] * 5
+    assert table.counts_down.tolist() == [False, False, False, True, False]
+    assert table.return_values.tolist() == [False, False, True, False, False]
+    torch.testing.assert_close(table.nats_per_token, -torch.tensor([0.9, 0.997, 0.5, 0.997, 0.997]).log())
+    assert table.eos_token_ids.tolist() == [[1, -2, -2], [0, 2, 4], [-2, -2, -2], [7, -2, -2], [5, -2, -2]]
+    assert table.scaled_token_ids.tolist() == [[0, 0]] * 4 + [[3, 9]]
+    assert table.token_scales.tolist() == [[1, 1]] * 4 + [[0.25, 0.25]]
+
+
+def test_lengths_of_rows_out_of_order():
+    """Each by its own discount and end-of-sequence ids; -1 and the padding of the ids are nobody's end."""
+    params = [parse_guidance({"gamma": gamma}) for gamma in (0.5, 0.9, 0.99, 0.8)]
+    table = GuidanceTable.from_params(params, [{0, 3}, {1}, set(), {2}], "cpu")
+    z = torch.tensor([0.0, 2.0, -1.0, 1.0, 0.5])
+    rows, tokens = torch.tensor([3, 0, 2, 1, 0]), torch.tensor([1, 0, -1, -2 + 1, 1])
+    expected = torch.nn.functional.softplus(z) / -torch.tensor([0.8, 0.5, 0.99, 0.9, 0.5]).log()
+    expected[1] = 0.0
+    torch.testing.assert_close(table.remaining_lengths(rows, z, tokens), expected)
+    for row, prompt_len in enumerate((4, 0, 7, 9)):
+        table.set(row, params[row], set(), prompt_len=prompt_len)
+    assert table.generated(rows, torch.tensor([9, 10, 7, 3, 4], dtype=torch.int32)).tolist() == [0, 6, 0, 3, 0]
+
+
 # --- requests that come and go ---
 
 
@@ -228,5 +282,24 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(arguments, error, mess
     with pytest.raises(error, match=message):
         table.set(*arguments)
     assert str(columns(table, 0)) == before
-    with pytest.raises(ValueError, match="seed must be an int64"):
-        table.set(0, None, set(), seed=2**63)
+    for seed in (2**63, -(2**63) - 1):
+        with pytest.raises(ValueError, match=f"seed must be an int64, got {seed}"):
+            table.set(0, None, set(), seed=seed)
+    with pytest.raises(IndexError, match=r"row must be in \[0, 3\), got -1"):
+        table.set(-1, None, set())
+    assert str(columns(table, 0)) == before
+
+
+def test_the_largest_seeds_and_a_row_set_again():
+    """A new request in a row leaves nothing of the one before."""
+    table = GuidanceTable.empty(2, "cpu", max_eos=3, max_scaled_tokens=3)
+    full = {"target_length": 5, "entropy_threshold": 0.5, "value_min": 0.1, "return_values": True, "gamma": 0.5}
+    table.set(1, parse_guidance(full | {"token_temperature_scale": {1: 2, 2: 3, 3: 4}}), {4, 5, 6}, seed=2**63 - 1)
+    assert table.seed.tolist() == [0, 2**63 - 1] and table.return_values.tolist() == [False, True]
+    table.faults += 2
+    table.set(1, parse_guidance({"scale": 0.5}), {8}, prompt_len=3, seed=-(2**63))
+    fresh = GuidanceTable.empty(2, "cpu", max_eos=3, max_scaled_tokens=3)
+    fresh.faults += 2
+    fresh.mode[1], fresh.scale[1], fresh.eos_token_ids[1, 0] = Mode.MUL, 0.5, 8
+    fresh.prompt_len[1], fresh.seed[1], fresh.faults[1] = 3, -(2**63), 0
+    assert str([columns(table, row) for row in range(2)]) == str([columns(fresh, row) for row in range(2)])

@@ -39,9 +39,25 @@ def test_no_slot_is_shared_or_lost(page_size, num_pages, events):
         assert slots.free_pages == num_pages - sum(-(-n // page_size) for n in lengths)
 
 
+def test_without_a_number_of_pages_every_row_can_grow_to_its_end():
+    slots = PagedSlots(3, 10, page_size=4)
+    assert slots.table.shape == (3, 3) and slots.table.dtype == torch.int32
+    assert (slots.num_slots, slots.free_pages) == (36, 9)
+    for row in (2, 0, 1):
+        slots.extend(row, 10)
+    assert slots.free_pages == 0 and sorted(slots.table.flatten().tolist()) == list(range(9))
+    slots.free(0)
+    slots.free(0)  # nothing is left to take back
+    assert slots.free_pages == 3
+    rows, positions = torch.tensor([2, 1, 2]), torch.tensor([9, 0, 3])
+    pages = slots.table.tolist()
+    assert slots.slots(rows, positions).tolist() == [pages[2][2] * 4 + 1, pages[1][0] * 4, pages[2][0] * 4 + 3]
+
+
 def test_bad_arguments():
-    with pytest.raises(ValueError, match="page_size must be at least 1, got 0"):
-        PagedSlots(1, 1, page_size=0)
+    for name in ("rows", "max_len", "page_size"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+            PagedSlots(**{"rows": 1, "max_len": 1, name: 0})
     with pytest.raises(ValueError, match="length must be at most max_len = 5, got 6"):
         PagedSlots(1, 5).extend(0, 6)
     with pytest.raises(OutOfSlots, match="5 tokens in row 0 need 5 more pages, 4 are free"):

@@ -168,13 +168,26 @@ def test_logits_of_head_rows_become_a_table_by_one_gather(device, backend):
     assert torch.equal(logits[layout.head_slots], expected)
 
 
-def test_slices_of_longer_tensors(device):
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_slices_of_longer_tensors(device, backend):
     inputs = make_inputs([2, 3], [4, 1], 4, device=device)
     sliced = {}
     for name, tensor in inputs.items():
         sliced[name] = torch.full([n + 3 for n in tensor.shape], -9, dtype=tensor.dtype, device=device)
         sliced[name] = sliced[name][tuple(slice(1, n + 1) for n in tensor.shape)].copy_(tensor)
-    assert_equal(ragged_layout(**sliced, backend="triton"), ragged_layout(**inputs, backend="triton"))
+    assert_equal(ragged_layout(**sliced, backend=backend), ragged_layout(**inputs, backend=backend))
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_numbers_past_32_bits(device, backend):
+    """Ids and slots are int64 as they come, of either dtype beside the other, and the largest positions do not wrap."""
+    inputs = make_inputs([2, 1], [1, 2], 2, dtype=torch.int64, device=device)
+    inputs["delta_slots"] += 2**40
+    inputs["delta_ids"] += 2**41
+    inputs["candidate_ids"] = inputs["candidate_ids"].int()
+    inputs["cached_lens"] += 2**31 - 100_100
+    layout = ragged_layout(**inputs, backend=backend)
+    assert_equal(RaggedLayout(**{k: v.cpu() for k, v in vars(layout).items()}), lists(**inputs))
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])

@@ -285,6 +285,31 @@ def test_no_tokens(device, backend):
     assert_kept(inputs, k, v, 0)
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_epsilon_is_added_to_the_mean_of_squares(device, backend):
+    """Two query heads and a key head of 1, 2 and 4, and weights of 1, 2 and 3, all constant over the head."""
+    head_dim, eps = 6, 0.5
+    inputs = make_inputs(1, 2, 1, head_dim, torch.float32, device=device, norm=True)
+    inputs["qkv"] = torch.tensor([1.0, 2.0, 4.0, 5.0], device=device).repeat_interleave(head_dim)[None]
+    inputs["qk_norm_weight"] = torch.tensor([1.0, 2.0, 3.0], device=device)[:, None].repeat(1, head_dim)
+    inputs["cos"], inputs["sin"] = (torch.full((1, head_dim // 2), x, device=device) for x in (1.0, 0.0))
+    q, k, v = rope_cache(**inputs | {"norm_eps": eps}, backend=backend)
+    expected = [w * x / (x * x + eps) ** 0.5 for w, x in ((1, 1), (2, 2), (3, 4))]
+    torch.testing.assert_close(torch.cat([q, k], dim=1)[0, :, 0].cpu(), torch.tensor(expected))
+    assert (v == 5).all()
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_only_the_first_row_or_none(device, backend):
+    """``num_rows`` at its ends; the slot of a row that is none is not written."""
+    for rows in (0, 1):
+        inputs = make_inputs(3, 3, 2, 16, torch.float32, device=device)
+        inputs["slots"] = torch.tensor([7, 0, 2], device=device)
+        inputs["num_rows"] = torch.tensor([rows], dtype=torch.int32, device=device)
+        _, k, v = rope_cache(**inputs, backend=backend)
+        assert_kept(inputs, k, v, rows)
+
+
 ERRORS = [
     ("qkv", [[1.0]], TypeError, r"qkv must be a tensor .* \[\*, \*\], got list"),
     ("qkv", torch.zeros(3, 64, dtype=torch.int32), ValueError, "qkv must be float32.*, got int32"),
@@ -316,6 +341,12 @@ ERRORS = [
     ("num_rows", torch.tensor(3).int(), ValueError, r"num_rows must be int32 \[1\] on cpu, got int32 \[\]"),
     ("k_out", torch.zeros(2, 1, 16), ValueError, r"k_out must be float32 \[3, 1, 16\] on cpu, got .* \[2, 1, 16\]"),
     ("v_out", torch.zeros(3, 1, 32)[..., ::2], ValueError, "v_out must be contiguous in its last dimension"),
+    ("k_out", torch.zeros(3, 1, 16).half(), ValueError, "k_out must be float32 .*, got float16"),
+    ("v_out", torch.zeros(3, 2, 16), ValueError, r"v_out must be float32 \[3, 1, 16\] on cpu, got .* \[3, 2, 16\]"),
+    ("norm_eps", float("inf"), ValueError, "norm_eps must be a positive number, got inf"),
+    ("v_cache", torch.zeros(8, 1, 32)[..., ::2], ValueError, "v_cache must be contiguous in its last dimension"),
+    ("cos", torch.zeros(3, 16)[:, ::2], ValueError, "cos must be contiguous in its last dimension"),
+    ("sin", torch.zeros(2, 8), ValueError, r"sin must be float32 \[3, 8\] on cpu, got float32 \[2, 8\]"),
     ("backend", "cuda", ValueError, "backend must be one of auto, triton, reference, got 'cuda'"),
 ]
 

@@ -3,6 +3,8 @@
 import math
 import weakref
 from contextlib import contextmanager
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
-from lenvm_kernels.ops.topk_candidates import Status
+from lenvm_kernels.ops.sample_candidates import sample_candidates
+from lenvm_kernels.ops.topk_candidates import Status, topk_candidates
 from lenvm_kernels.paged_slots import OutOfSlots, PagedSlots
 from lenvm_kernels.step import GuidedStep, working_bytes
 from lenvm_kernels.value_model import ValueModel, ValueModelConfig
@@ -53,11 +56,11 @@ class Engine:
     def tensor(self, values, dtype=torch.int32):
         return torch.tensor(values, dtype=dtype, device=self.device)
 
-    def admit(self, row, tokens, guidance, *, prompt_len, seed=0):
+    def admit(self, row, tokens, guidance, *, prompt_len, seed=0, eos=(EOS,)):
         """Give a request its slots and its parameters; raises OutOfSlots."""
         self.slots.extend(row, len(tokens))
         params = None if guidance is None else parse_guidance(guidance)
-        self.step.set(row, params, {EOS}, prompt_len=prompt_len, seed=seed)
+        self.step.set(row, params, set(eos), prompt_len=prompt_len, seed=seed)
 
     def prefill(self, rows, sequences):
         """All tokens but the last of new requests, after junk that no request refers to."""
@@ -390,6 +393,343 @@ def test_token_temperatures(models):
     assert torch.equal(logits, expected)
 
 
+# --- everything is of the request's own row ---
+
+# Six requests that differ in everything: row of the slot table, tokens, those that count as prompt, guidance,
+# end-of-sequence ids, seed. The rows are not in order, and 4 and 7 are nobody's.
+REQUESTS = [
+    (5, [5, 6, 7, 8], 3, {"mode": "centered_exp", "scale": -4, "gamma": 0.9, "return_values": True}, {1}, -7),
+    (0, [9, 3, 10, 11, 12, 13], 1, {"target_length": 9, "op": "eq_soft", "gamma": 0.85}, {2, 4}, 2**40),
+    (3, [30, 31], 2, {"scale": 0.7, "entropy_threshold": 100.0, "return_values": True, "gamma": 0.99}, {3}, 5),
+    (6, [14, 15, 16], 1, {"mode": "linear", "scale": 1.6, "entropy_threshold": 0.0}, set(), 6),
+    (1, [17] * 9, 4, {"return_values": True, "gamma": 0.8}, {0, 5}, 7),
+    (2, [18, 19, 20, 21, 22], 5, {"mode": "length_mul", "scale": 0.6, "gamma": 0.95, "value_min": 0.2}, {0}, 8),
+]
+
+
+@pytest.mark.parametrize("commit_winners", [True, False])
+def test_every_row_gets_what_its_own_request_asked_for(models, commit_winners):
+    """Candidates, values, probabilities, draws and lengths of rows out of order, each from its own parameters."""
+    rows, prompts, prompt_lens, guidance, eos, seeds = map(list, zip(*REQUESTS, strict=True))
+    params, b, steps = [parse_guidance(g) for g in guidance], len(rows), 5
+    engine = Engine(*make_step(models[2], max_rows=b, commit_winners=commit_winners))
+    for row, tokens, prompt_len, g, ids, seed in REQUESTS:
+        engine.admit(row, tokens + [0] * steps, g, prompt_len=prompt_len, eos=ids, seed=seed)
+    engine.prefill(rows, prompts)
+    table = GuidanceTable.from_params(params, eos, "cpu")
+    filters = dict(
+        top_k=torch.tensor([6, 0, 7, 5, 8, 8], dtype=torch.int32),
+        top_p=torch.tensor([0.8, 0.97, 0.9, 1.0, 0.8, 0.6]),
+        min_p=torch.tensor([0.0, 0.02, 0.0, 0.01, 0.0, 0.005]),
+        temperature=torch.tensor([1.0, 0.9, 1.5, 2.0, 0.7, 1.2]),
+        vocab_mask=torch.tensor([[-1, -1, -1, -1]] * 3 + [[-9, -1, -1, -1]] * 3, dtype=torch.int32),  # all but token 3
+    )
+    generator, sequences, seen = torch.Generator().manual_seed(0), [list(tokens) for tokens in prompts], set()
+    for _ in range(steps):
+        scores = torch.randn(b, VOCAB, generator=generator)
+        scores[:, :6] += 5  # what ends some of the requests is among the candidates of all
+        drawn = torch.randint(6, VOCAB, (b,), generator=generator)
+        lengths = torch.tensor([len(tokens) for tokens in sequences], dtype=torch.int32)
+        probs = torch.softmax(scores, dim=1)
+        before = probs.clone()
+        output = engine.step.step(
+            scores,
+            torch.tensor([tokens[-1] for tokens in sequences]),
+            torch.tensor(rows),
+            lengths,
+            engine.slots.slots(torch.tensor(rows), lengths - 1),
+            **filters,
+            is_logits=True,
+            probs=probs,
+            sample=True,
+            drawn=drawn,
+        )
+        candidates = topk_candidates(
+            scores, **filters, is_logits=True, guided=table.guided, entropy_threshold=table.entropy_threshold
+        )
+        for name, expected in vars(candidates).items():
+            assert torch.equal(getattr(output.candidates, name), expected), name
+        values = torch.zeros(b, 8)
+        wanted = [(i, j) for i in range(b) for j in range(8) if candidates.status[i] == 1 and j < candidates.counts[i]]
+        ids = candidates.token_ids.tolist()
+        scratch = values_from_scratch(models, [[*sequences[i], ids[i][j]] for i, j in wanted])
+        values[tuple(zip(*wanted, strict=True))] = scratch
+        torch.testing.assert_close(output.value_logits, values, rtol=0, atol=ATOL)
+        generated = lengths - torch.tensor(prompt_lens, dtype=torch.int32)
+        expected_probs = reweight_scatter(candidates, values, table, generated=generated, probs=before)
+        torch.testing.assert_close(output.probs, expected_probs, rtol=0, atol=1e-3)
+        torch.testing.assert_close(probs, before, rtol=0, atol=1e-3)
+        own = sample_candidates(candidates, output.probs, torch.tensor(seeds), lengths)
+        assert output.tokens.tolist() == torch.where(own >= 0, own, drawn.int()).tolist()
+        for tokens, token in zip(sequences, output.tokens.tolist(), strict=True):
+            tokens.append(token)
+        remaining = torch.nn.functional.softplus(values_from_scratch(models, sequences)) / table.nats_per_token
+        ended = torch.tensor([tokens[-1] in ids for tokens, ids in zip(sequences, eos, strict=True)])
+        remaining = remaining.masked_fill(ended, 0.0).masked_fill(~table.return_values, math.nan)
+        torch.testing.assert_close(output.remaining_lengths, remaining, rtol=1e-4, atol=1e-3, equal_nan=True)
+        seen |= set(zip(rows, candidates.status.tolist(), strict=True))
+    assert seen == {(5, 1), (0, 1), (3, 3), (6, 1), (1, 0), (2, 1)}  # one was skipped, one is not guided
+
+
+@pytest.mark.parametrize("commit_winners", [True, False])
+def test_token_0_is_a_token(models, monkeypatch, commit_winners):
+    """Drawn from the candidates, drawn by a row's own filters, the only candidate: it is kept, moved and valued."""
+    wants = {"return_values": True, "gamma": 0.9}
+    guidance = [wants, wants | {"target_length": 1, "op": "le"}, wants | {"target_length": 1000, "op": "ge"}, wants]
+    rows, drawn = [6, 1, 4, 3], torch.tensor([0, 7, 7, 0])
+    engine = Engine(*make_step(models[2], commit_winners=commit_winners))
+    for row, tokens, g in zip(rows, PROMPTS, guidance, strict=True):
+        engine.admit(row, [*tokens, 0], g, prompt_len=len(tokens), eos={0} if row == 1 else {EOS})
+    engine.prefill(rows, PROMPTS)
+    deltas = deltas_of_steps(models[2], monkeypatch)
+    scores = torch.full((4, VOCAB), -20.0)
+    scores[:2, [8, 0]] = torch.tensor([3.0, 2.0])  # row 1 takes the end of its sequence
+    scores[2, 0] = 3.0
+    output = engine.decode(rows, PROMPTS, scores, drawn=drawn)
+    assert output.candidates.status.tolist() == [Status.UNGUIDED, Status.GUIDE, Status.SINGLE, Status.UNGUIDED]
+    assert output.tokens.tolist() == [0, 0, 0, 0]
+    sequences = [[*tokens, 0] for tokens in PROMPTS]
+    expected = torch.nn.functional.softplus(values_from_scratch(models, sequences)) / -math.log(0.9)
+    expected[1] = 0.0
+    torch.testing.assert_close(output.remaining_lengths, expected, rtol=0, atol=1e-3)
+    again = engine.decode(rows, sequences, torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)))
+    assert deltas == [4, 0 if commit_winners else 4]
+    check_output(models, again, sequences, [None, guidance[1], guidance[2], None], [len(t) for t in PROMPTS])
+
+
+def test_rows_without_a_next_token_have_no_length(models, monkeypatch):
+    """No length of padding: a row that is drawn by its own filters, of which nobody said what they drew. And no row."""
+    wants = {"return_values": True}
+    guidance = [GUIDANCE[0] | {"entropy_threshold": 100.0}, wants | GUIDANCE[0] | {"entropy_threshold": 100.0}]
+    guidance += [wants, wants | GUIDANCE[0]]
+    rows = [3, 7, 0, 5]
+    engine = Engine(*make_step(models[2]))
+    for row, tokens, g in zip(rows, PROMPTS, guidance, strict=True):
+        engine.admit(row, tokens, g, prompt_len=len(tokens))
+    engine.prefill(rows, PROMPTS)
+    scored, forward = [], models[2].forward
+
+    def recording(batch, *args, **kwargs):
+        scored.append(batch.candidate_lens.tolist())
+        return forward(batch, *args, **kwargs)
+
+    monkeypatch.setattr(models[2], "forward", recording)
+    scores = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
+    output = engine.decode(rows, PROMPTS, scores)
+    assert (output.tokens >= 0).tolist() == [False, False, False, True]
+    assert output.remaining_lengths.isnan().tolist() == [True, True, True, False]
+    assert engine.decode(rows, PROMPTS, scores, sample=False).tokens is None
+    drawn, active = torch.tensor([20, 21, 22, 23]), torch.tensor([True, True, True, False])
+    left_out = engine.decode(rows, PROMPTS, scores, active=active, drawn=drawn)
+    assert left_out.remaining_lengths.isnan().tolist() == [True, False, False, True]
+    guided = [0, 0, 0, int(output.candidates.counts[3])]
+    assert scored == [guided, guided, [0, 1, 1, 0]]
+
+
+def test_without_a_draw_the_length_is_that_of_the_token_given(models):
+    """Of a single candidate too, when the filters of the row drew another token."""
+    engine = Engine(*make_step(models[2]))
+    engine.admit(4, PROMPTS[0], {"return_values": True, "gamma": 0.9} | GUIDANCE[0], prompt_len=4)
+    engine.prefill([4], PROMPTS[:1])
+    scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    token = (int(scores.argmax()) + 1) % VOCAB
+    output = engine.decode([4], PROMPTS[:1], scores, top_k=1, sample=False, drawn=torch.tensor([token]))
+    assert output.candidates.status.tolist() == [Status.SINGLE] and output.tokens.tolist() == [token]
+    expected = torch.nn.functional.softplus(values_from_scratch(models, [[*PROMPTS[0], token]])) / -math.log(0.9)
+    torch.testing.assert_close(output.remaining_lengths, expected, rtol=0, atol=1e-3)
+
+
+def test_score_all_scores_single_candidates_and_nobody_else_s(models):
+    engine = Engine(*make_step(models[2], score_all=True))
+    for row, g in ((6, None), (1, GUIDANCE[0])):
+        engine.admit(row, PROMPTS[0], g, prompt_len=4)
+    engine.prefill([6, 1], [PROMPTS[0]] * 2)
+    scores = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
+    output = engine.decode([6, 1], [PROMPTS[0]] * 2, scores, top_k=1)
+    assert output.candidates.status.tolist() == [Status.UNGUIDED, Status.SINGLE]
+    expected = torch.zeros(2, 8)
+    expected[1, 0] = values_from_scratch(models, [[*PROMPTS[0], int(scores[1].argmax())]])
+    torch.testing.assert_close(output.value_logits, expected, rtol=0, atol=ATOL)
+
+
+def test_with_score_all_the_token_a_row_drew_itself_is_scored_alone(models):
+    """Also where it is among the row's candidates, as whose value it does not count."""
+    engine = Engine(*make_step(models[2], score_all=True))
+    engine.admit(3, PROMPTS[0], GUIDANCE[0] | {"entropy_threshold": 100.0, "return_values": True}, prompt_len=4)
+    engine.prefill([3], PROMPTS[:1])
+    scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    second = scores.topk(2).indices[:, 1]
+    output = engine.decode([3], PROMPTS[:1], scores, drawn=second)
+    assert output.candidates.status.tolist() == [Status.SKIP] and output.candidates.token_ids[0, 1] == second
+    expected = torch.nn.functional.softplus(values_from_scratch(models, [[*PROMPTS[0], second.item()]]))
+    torch.testing.assert_close(output.remaining_lengths, expected / -math.log(0.997), rtol=1e-4, atol=0)
+    assert (output.value_logits == 0).all()
+
+
+def test_predict_writes_to_no_slot(models):
+    """A prompt that repeats a token, predicted twice as it grows: the token is a candidate of the first prediction at
+    the position it has in the second, and no slot is meant; slot 0 is another request's."""
+    engine = Engine(*make_step(models[2], page_size=1))
+    engine.admit(5, PROMPTS[2], GUIDANCE[0], prompt_len=9)
+    engine.admit(2, [9, 9], {"return_values": True, "gamma": 0.9}, prompt_len=2)
+    engine.prefill([5], [PROMPTS[2]])
+    assert engine.slots.slots(torch.tensor([5]), torch.tensor([0])).item() == 0
+    tokens, row, i32 = torch.tensor([9]), torch.tensor([2]), engine.tensor
+    before = engine.step.cache.keys.clone(), engine.step.cache.values.clone()
+    first = engine.step.predict(tokens, row, i32([0]))
+    assert torch.equal(engine.step.cache.keys, before[0]) and torch.equal(engine.step.cache.values, before[1])
+    engine.step.extend(tokens, engine.slots.slots(row, i32([0])), row, i32([0]), i32([1]), i32([0]))
+    before = engine.step.cache.keys.clone(), engine.step.cache.values.clone()
+    second = engine.step.predict(tokens, row, i32([1]))
+    assert torch.equal(engine.step.cache.keys, before[0]) and torch.equal(engine.step.cache.values, before[1])
+    expected = torch.nn.functional.softplus(values_from_scratch(models, [[9], [9, 9]])) / -math.log(0.9)
+    torch.testing.assert_close(torch.cat([first, second]), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_request_that_sat_a_step_out_is_computed_again(models, place):
+    """Its candidates were overwritten by those of another request, at the same position and of the same tokens.
+
+    At place 0 of its batch, which is then the other's, or at place 1, which the smaller batch after it has not."""
+    engine = Engine(*make_step(models[2]))
+    sequences, unguided = [[5, 6, 7], [8, 9, 10]], [11, 12, 13]
+    for row, tokens, g in zip((4, 1, 6), (*sequences, unguided), (GUIDANCE[0], GUIDANCE[0], None), strict=True):
+        engine.admit(row, [*tokens, 0], g, prompt_len=3)
+    engine.prefill([4, 1], sequences)
+    scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    rows, tokens = ([6, 4], [unguided, sequences[0]]) if place else ([4], sequences[:1])
+    token = engine.decode(rows, tokens, scores.expand(len(rows), -1).contiguous()).tokens[place].item()
+    other = engine.decode([1], sequences[1:], scores)
+    assert token in other.candidates.token_ids
+    tokens = [[*sequences[0], token]]
+    assert check_output(models, engine.decode([4], tokens, scores), tokens, [GUIDANCE[0]], [3])
+
+
+def test_a_candidate_at_another_position_is_computed_again(models):
+    """A token was put in between, by a grammar say: what was drawn follows one position later than it was scored."""
+    engine = Engine(*make_step(models[2]))
+    for row in (4, 1):
+        engine.admit(row, [5, 6, 7, 0, 0], GUIDANCE[0], prompt_len=3)
+    engine.prefill([4, 1], [[5, 6, 7]] * 2)
+    scores = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
+    token = engine.decode([4, 1], [[5, 6, 7]] * 2, scores).tokens[1].item()
+    row, i32 = torch.tensor([1]), engine.tensor
+    engine.step.extend(i32([40]), engine.slots.slots(row, i32([3])), row, i32([0]), i32([1]), i32([3]))
+    tokens = [[5, 6, 7, 40, token]]
+    assert check_output(models, engine.decode([1], tokens, scores[:1]), tokens, [GUIDANCE[0]], [3])
+
+
+def test_a_prompt_may_come_in_parts(models):
+    """Of several requests, in rows out of order, in calls and chunks that do not end together."""
+    rows, prompts = [6, 1, 4], [list(range(3, 53)), [60, 61], list(range(60, 90))]
+    caches = []
+    for parts in ([0, 100], [0, 1, 20, 23, 100]):
+        engine = Engine(*make_step(models[2], chunk_tokens=8))
+        for row, tokens in zip(rows, prompts, strict=True):
+            engine.admit(row, tokens, GUIDANCE[0], prompt_len=len(tokens))
+        for first, end in pairwise(parts):
+            pieces = [tokens[first:end] for tokens in prompts]
+            lens, cached = [len(piece) for piece in pieces], [min(first, len(tokens)) for tokens in prompts]
+            position = [c + i for c, n in zip(cached, lens, strict=True) for i in range(n)]
+            engine.step.extend(
+                engine.tensor(sum(pieces, [])),
+                engine.slots.slots(engine.tensor(rows).repeat_interleave(engine.tensor(lens)), engine.tensor(position)),
+                engine.tensor(rows),
+                engine.tensor([sum(lens[:i]) for i in range(3)]),
+                engine.tensor(lens),
+                engine.tensor(cached),
+            )
+        caches.append(torch.stack((engine.step.cache.keys, engine.step.cache.values)))
+    torch.testing.assert_close(*caches, rtol=0, atol=ATOL)
+    assert (caches[0] != 0).any(dim=(0, 1, 3, 4)).sum() == 50 + 2 + 30
+
+
+def test_candidates_of_other_numbers_and_tables(models):
+    """Two candidates a row, as many rows as there may be, end-of-sequence ids and scaled tokens up to their limits."""
+    step, slots = make_step(models[2], rows=3, max_candidates=2, max_eos=2, max_scaled_tokens=1)
+    engine, rows, guidance = Engine(step, slots), [2, 0, 1], [GUIDANCE[0] | {"token_temperature_scale": {8: 2.0}}] * 3
+    assert (step.max_rows, step.score_all) == (3, False)
+    for row, tokens, g in zip(rows, PROMPTS, guidance, strict=False):
+        engine.admit(row, tokens, g, prompt_len=len(tokens), eos={1, EOS})
+    engine.prefill(rows, PROMPTS[:3])
+    scores = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
+    output = engine.decode(rows, PROMPTS[:3], scores)
+    assert output.probs.shape == (3, 2)
+    assert check_output(models, output, PROMPTS[:3], guidance, [len(tokens) for tokens in PROMPTS[:3]]) == 6
+    with pytest.raises(ValueError, match="eos_token_ids must be at most 2 ids, got 3"):
+        step.set(0, None, {1, 2, 3})
+    with pytest.raises(ValueError, match="token_temperature_scale must be of at most 1 tokens, got 2"):
+        step.set(0, parse_guidance({"token_temperature_scale": {1: 2.0, 2: 2.0}}), {1})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_token_temperatures_leave_with_their_request(models, dtype):
+    step, _ = make_step(models[2])
+    step.set(5, parse_guidance({"token_temperature_scale": {3: 2.0, VOCAB - 1: 4.0, VOCAB: 9.0}}), {EOS})
+    step.set(2, parse_guidance({"token_temperature_scale": {3: 0.5}}), {EOS})
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = logits.clone()
+    expected[1, [3, VOCAB - 1]] *= torch.tensor([2.0, 4.0], dtype=dtype)
+    expected[2, 3] *= 0.5
+    step.scale_tokens(logits, torch.tensor([0, 5, 2]))
+    assert torch.equal(logits, expected)
+    step.clear(5)
+    expected[0, 3] *= 0.5
+    step.scale_tokens(logits, torch.tensor([2, 5, 0]))
+    assert torch.equal(logits, expected)
+
+
+def test_steps_from_graphs_of_more_rows(models, monkeypatch):
+    """The rows that fill a graph's batch up write nothing, whatever an earlier batch left in the graph's inputs.
+
+    A graph is a function here, that scores what is in the inputs at the time."""
+
+    def capture(bucket):
+        inputs = [buffer[:bucket] for buffer in step._inputs]
+        value_logits = torch.empty(bucket, 8)
+        graph = SimpleNamespace(replay=lambda: value_logits.copy_(step._score(*inputs)))
+        step._captured[bucket] = [graph], value_logits
+
+    results, deltas = [], deltas_of_steps(models[2], monkeypatch)
+    for graphs in (False, True):
+        engine = Engine(*make_step(models[2], rows=7))
+        step = engine.step
+        if graphs:
+            step.graphs, step._captured = True, {}
+            step._inputs = [torch.full((7, 8) if i == 5 else (7,), 10**6) for i in range(7)]
+            step._inputs = [x.int() if i in (2, 4, 5, 6) else x for i, x in enumerate(step._inputs)]
+            monkeypatch.setattr(step, "_capture", capture)
+        rows, prompts = [6, 2, 5, 0], [tokens + [40 + i] for i, tokens in enumerate(PROMPTS)]
+        sequences, outputs = run_requests(engine, prompts, [GUIDANCE[0]] * 4, 4, rows=rows)
+        scores = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
+        for batch in ([1, 2, 3], [2, 1, 3], [0]):  # indices of rows
+            now = [sequences[i] for i in batch]
+            for i, tokens in zip(batch, now, strict=True):
+                engine.slots.extend(rows[i], len(tokens) + 1)
+            outputs.append(engine.decode([rows[i] for i in batch], now, scores[batch]))
+            for tokens, token in zip(now, outputs[-1].tokens.tolist(), strict=True):
+                tokens.append(token)
+        values = torch.cat([output.value_logits for output in outputs])
+        results.append((sequences, list(deltas), values, torch.stack((step.cache.keys, step.cache.values))))
+        deltas.clear()
+    assert sorted(step._captured) == [1, 4] and [step._bucket(b) for b in (2, 3, 5, 7)] == [2, 4, 7, 7]
+    assert results[0][:2] == results[1][:2]
+    for without, with_graphs in zip(results[0][2:], results[1][2:], strict=True):
+        torch.testing.assert_close(with_graphs, without, rtol=0, atol=ATOL)
+
+
+def test_working_bytes_of_a_step_by_hand(models):
+    """H 48, I 80, Hq 4, Hkv 2, D 12, fp32. 512 cached tokens are one split, 1025 are three."""
+    token = 4 * (2 * 48 + 80 + 2 * (4 + 2 * 2) * 12) + 6 * 12 + 64
+    row = VOCAB * 10 // 128 + 320 * 8 + 64
+    sizes = dict(rows=3, vocab_size=VOCAB)
+    assert working_bytes(models[2], max_len=512, max_candidates=8, **sizes) == 27 * token + 3 * row
+    split = 4 * 3 * 27 * 4 * 13
+    assert working_bytes(models[2], max_len=1025, max_candidates=8, **sizes) == 27 * token + 3 * row + split
+    row = VOCAB * 2 // 128 + 64
+    assert working_bytes(models[2], max_len=512, tokens=50, **sizes) == 50 * token + 3 * row
+
+
 # --- long prompts and memory ---
 
 
@@ -594,6 +934,25 @@ def test_sync_free_step(device, is_logits, commit_winners):
     assert output.remaining_lengths.isnan().tolist() == [True, False, True, True]
 
 
+def test_the_backend_reaches_every_operator(device, monkeypatch):
+    """With ``triton`` no reference runs, in prompts, predictions and steps."""
+
+    def fail(*args, **kwargs):
+        raise AssertionError("a reference ran")
+
+    operators = "topk_candidates reweight_scatter sample_candidates commit_winner ragged_layout rope_cache"
+    for name in (*operators.split(), "ragged_linear", "value_head"):
+        monkeypatch.setattr(f"lenvm_kernels.ops.{name}._reference", fail)
+    monkeypatch.setattr("lenvm_kernels.reference.value_tree_attention.value_tree_attention", fail)
+    engine = Engine(*make_step(tiny_value_model(device), rows=2, max_len=8, backend="triton"))
+    engine.admit(1, [5, 6, 7, 0], GUIDANCE[0] | {"return_values": True}, prompt_len=3)
+    engine.prefill([1], [[5, 6, 7]])
+    predicted = engine.step.predict(engine.tensor([7]), engine.tensor([1]), engine.tensor([2]))
+    scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
+    output = engine.decode([1], [[5, 6, 7]], scores, top_k=2)
+    assert output.tokens >= 0 and predicted > 0 and output.remaining_lengths > 0
+
+
 # --- the same in any batch ---
 
 
@@ -676,6 +1035,73 @@ def test_warm_up_changes_nothing(models):
     engine.prefill([0], PROMPTS[:1])
     scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
     assert check_output(models, engine.decode([0], PROMPTS[:1], scores), PROMPTS[:1], [GUIDANCE[0]], [4])
+
+
+def good_step(rows=2):
+    """Arguments of :meth:`GuidedStep.step` for two requests."""
+    i32 = torch.zeros(rows, dtype=torch.int32)
+    return dict(
+        scores=torch.zeros(rows, VOCAB),
+        tokens=i32,
+        rows=torch.arange(rows),
+        lengths=i32 + 1,
+        slots=torch.arange(rows),
+        top_k=i32,
+        top_p=i32 + 1.0,
+        min_p=i32 + 0.0,
+        drawn=i32,
+        active=i32 == 0,
+    )
+
+
+GOOD_EXTEND = dict(
+    tokens=torch.zeros(3, dtype=torch.int32), slots=torch.arange(3), rows=torch.arange(2)
+) | dict.fromkeys(("starts", "lens", "cached_lens"), torch.zeros(2, dtype=torch.int32))
+GOOD_PREDICT = dict(tokens=torch.arange(2), rows=torch.arange(2), lengths=torch.zeros(2, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("method", "good", "name", "message"),
+    [
+        ("step", good_step(), "scores", r"float32\|bfloat16\|float16 \[\*, 97\]"),
+        *[("step", good_step(), name, r"int32\|int64 \[2\]") for name in ("tokens", "rows", "slots", "drawn")],
+        ("step", good_step(), "lengths", r"int32 \[2\]"),
+        ("step", good_step(), "active", r"bool \[2\]"),
+        ("extend", GOOD_EXTEND, "tokens", r"int32\|int64 \[\*\]"),
+        ("extend", GOOD_EXTEND, "slots", r"int32\|int64 \[3\]"),
+        ("extend", GOOD_EXTEND, "rows", r"int32\|int64 \[\*\]"),
+        *[("extend", GOOD_EXTEND, name, r"int32 \[2\]") for name in ("starts", "lens", "cached_lens")],
+        ("predict", GOOD_PREDICT, "tokens", r"int32\|int64 \[\*\]"),
+        ("predict", GOOD_PREDICT, "rows", r"int32\|int64 \[2\]"),
+        ("predict", GOOD_PREDICT, "lengths", r"int32 \[2\]"),
+    ],
+)
+def test_every_tensor_is_checked(models, method, good, name, message):
+    """Its dtype, that it is a vector of as many rows as there are, and its device."""
+    step, _ = make_step(models[2], commit_winners=False)
+    getattr(step, method)(**good)
+    wrong = [good[name].to(torch.complex64), good[name][None], good[name].to("meta")]
+    for x in wrong if "*" in message else [*wrong, torch.cat([good[name]] * 2)]:
+        with pytest.raises(ValueError, match=f"^{name} must be {message} on cpu, got"):
+            getattr(step, method)(**good | {name: x})
+
+
+def test_tables_and_sizes_are_checked(models):
+    table = torch.zeros(3, 4, dtype=torch.int32)
+    for name, value in (("num_slots", 0), ("max_rows", 0), ("chunk_tokens", -1)):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got {value}"):
+            GuidedStep(models[2], table, **{"num_slots": 12, "vocab_size": VOCAB, name: value})
+    for bad in (table.long(), table[0], table.to("meta")):
+        with pytest.raises(ValueError, match=r"slot_table must be int32 \[\*, \*\] on cpu, got"):
+            GuidedStep(models[2], bad, 12, vocab_size=VOCAB)
+    with pytest.raises(ValueError, match="max_candidates must be a power of two up to 64, got 128"):
+        GuidedStep(models[2], table, 12, vocab_size=VOCAB, max_candidates=128)
+    step = GuidedStep(models[2], table, 12, vocab_size=VOCAB, max_candidates=64)
+    for row in (-1, 3):
+        with pytest.raises(IndexError, match=rf"row must be in \[0, 3\), got {row}"):
+            step.set(row, None, set())
+    with pytest.raises(ValueError, match="scores must have 1 to max_rows = 3 rows, got 0"):
+        step.step(**good_step(0))
 
 
 def test_bad_arguments_are_named(models):

@@ -209,6 +209,74 @@ def make(base, value_model, **changes):
     return LenVMLogitsProcessor(base, value_model, **arguments)
 
 
+def test_every_row_is_guided_by_its_own_parameters(base, value_backbone, head, value_model, prompts):
+    """Targets that count down from prompts of different lengths, and everything else different, row by row."""
+    guidance = [{"target_length": 6, "op": "eq_soft", "gamma": 0.9}, SHORTER, {"target_length": 3, "gamma": 0.8}]
+    torch.manual_seed(3)
+    processor = LenVMLogitsProcessor(
+        base, value_model, guidance, prompts["attention_mask"], max_new_tokens=6, record=True, **SAMPLING
+    )
+    output = base.generate(
+        **prompts, **processor.generation_kwargs, return_dict_in_generate=True, output_scores=True, pad_token_id=PAD
+    )
+    steps = 0
+    for step, prefix, scores, _ in steps_of(output, prompts):
+        row = [5, 11, 14].index(prefix[0])
+        expected = plain_step(base, value_backbone, head, prefix, guidance[row], step, SAMPLING)
+        torch.testing.assert_close(scores.exp().double(), expected, atol=1e-4, rtol=0)
+        record = processor.records[step]
+        for token, z, p in zip(*(x[row].tolist() for x in vars(record).values()), strict=True):
+            if token >= 0:
+                assert abs(z - plain_value(value_backbone, head, prefix, token)) < 1e-4
+                assert abs(p - expected[token]) < 1e-4
+        steps += 1
+    assert steps > 8
+
+
+def test_rows_that_ended_are_left_out(base, value_model, prompts, monkeypatch):
+    """From the first end-of-sequence token on, one of several, whatever ``generate`` pads the row with."""
+    monkeypatch.setattr(base.generation_config, "eos_token_id", [EOS, 33])
+    processor = make(base, value_model, attention_mask=prompts["attention_mask"], max_new_tokens=4)
+    active, step = [], processor._step.step
+    record = lambda *args, **kwargs: (active.append(kwargs["active"].tolist()), step(*args, **kwargs))[1]  # noqa: E731
+    monkeypatch.setattr(processor._step, "step", record)
+    tokens, scores = prompts["input_ids"], torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
+    processor(tokens, scores)
+    for new in ([EOS, 7, 8], [9, 33, 10], [PAD, PAD, 11]):
+        tokens = torch.cat([tokens, torch.tensor(new)[:, None]], dim=1)
+        processor(tokens, scores)
+    assert active == [[True] * 3, [False, True, True], [False, False, True], [False, False, True]]
+    assert processor._step.table.eos_token_ids.tolist()[:3] == [[EOS, 33]] * 3
+
+
+def test_a_model_without_an_end_of_sequence(base, value_model, prompts, monkeypatch):
+    monkeypatch.setattr(base.generation_config, "eos_token_id", None)
+    processor = make(base, value_model, attention_mask=prompts["attention_mask"], max_new_tokens=1)
+    assert processor(prompts["input_ids"], torch.zeros(3, VOCAB)).isfinite().any(dim=1).all()
+    assert (processor._step.table.eos_token_ids == -2).all()
+
+
+def test_filters_of_rows_that_are_not_guided(base, value_model, prompts):
+    """Each filter alone, and sampling parameters that are exactly neutral."""
+    scores = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0)) * 2
+    probs = torch.softmax(scores, dim=1)
+    by_rank = probs.sort(dim=1, descending=True).values
+    for options, kept in (
+        ({}, probs > 0),
+        ({"top_k": 1}, probs == by_rank[:, :1]),
+        ({"top_k": 5}, probs >= by_rank[:, 4:5]),
+        ({"min_p": 0.2}, probs >= 0.2 * by_rank[:, :1]),
+        ({"min_p": 1.0}, probs == by_rank[:, :1]),
+        ({"top_p": 1e-6}, probs == by_rank[:, :1]),
+    ):
+        processor = make(base, value_model, guidance=None, attention_mask=prompts["attention_mask"], **options)
+        expected = torch.where(kept, probs, 0.0)
+        actual = processor(prompts["input_ids"], scores.double()).exp()
+        torch.testing.assert_close(actual, expected / expected.sum(1, keepdim=True))
+    hot = make(base, value_model, guidance=None, attention_mask=prompts["attention_mask"], temperature=2.0)
+    torch.testing.assert_close(hot(prompts["input_ids"], scores).exp(), torch.softmax(scores / 2, dim=1))
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -218,6 +286,14 @@ def make(base, value_model, **changes):
         (dict(guidance={"value_mode": "loud"}), "value_mode must be one of"),
         (dict(max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
         (dict(temperature=0.0), "temperature must be a finite number > 0, got 0.0"),
+        (dict(attention_mask=torch.tensor([[1, 0, 1], [1, 1, 1]])), "attention_mask must be .* padding elsewhere"),
+        (dict(guidance=[SHORTER] * 3), "one for each of the 2 prompts, got 3"),
+        (dict(temperature=float("inf")), "temperature must be a finite number > 0, got inf"),
+        (dict(top_k=2**31), "top_k must be an integer >= 0"),
+        (dict(top_k=5.0), "top_k must be an integer >= 0"),
+        (dict(top_p=1.1), "top_p must be a number in"),
+        (dict(min_p=-0.1), "min_p must be a number in"),
+        (dict(max_candidates=7), "max_candidates must be a power of two"),
         (dict(top_k=-1), "top_k must be an integer >= 0"),
         (dict(top_p=0.0), "top_p must be a number in"),
         (dict(min_p=1.5), "min_p must be a number in"),
@@ -226,6 +302,12 @@ def make(base, value_model, **changes):
 def test_bad_arguments_are_named(base, value_model, changes, message):
     with pytest.raises(ValueError, match=message):
         make(base, value_model, **changes)
+
+
+def test_the_backend_is_the_step_s(base, value_model, prompts):
+    processor = make(base, value_model, attention_mask=prompts["attention_mask"], backend="nobody's")
+    with pytest.raises(ValueError, match="backend must be one of"):
+        processor(prompts["input_ids"], torch.zeros(3, VOCAB))
 
 
 def test_vocabulary_is_checked(value_model):

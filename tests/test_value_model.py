@@ -520,6 +520,94 @@ def test_a_parent_that_is_no_earlier_candidate_is_none(trees_loaded):
     assert torch.equal(z[0], z[1]) and torch.equal(z[0], z[2])
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_epsilon_of_the_norms(architecture):
+    """Of a model whose norms have a large one: every norm of the forward takes it, that of queries and keys too."""
+    model_class, config = ARCHITECTURES[architecture]
+    model, head = random_model(model_class, type(config)(**{**config.to_dict(), "rms_norm_eps": 0.3})), random_head()
+    requests = Requests(ValueModel.from_causal_lm(model, head), rows=2)
+    requests.check(requests.step([[1, 2, 3], [4]], [[5, 6], [7]]), [[5, 6], [7]], model, head)
+    z, rows = requests.step([[8], []], [[9], [10, 11]], delta_values=True)
+    requests.check(z, [[9], [10, 11]], model, head)
+    torch.testing.assert_close(rows[0], expected_values(model, head, [1, 2, 3, 8])[-1], rtol=0, atol=ATOL)
+
+
+def test_weights_are_rounded_once():
+    """In bf16 from an fp32 checkpoint: norms are multiplied in before the rounding, the head's vectors stay fp32."""
+    model, head = random_model(*ARCHITECTURES["qwen3"]), random_head()
+    tensors = {**model.state_dict(), **head}
+    value_model = ValueModel(ValueModelConfig.from_hf(model.config), tensors, dtype=torch.bfloat16)
+    attention, mlp, layer = model.model.layers[1].self_attn, model.model.layers[1].mlp, value_model.layers[1]
+    qkv = torch.cat([x.weight for x in (attention.q_proj, attention.k_proj, attention.v_proj)])
+    assert torch.equal(layer.qkv, (qkv * model.model.layers[1].input_layernorm.weight).bfloat16())
+    gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+    assert torch.equal(layer.gate_up, (gate_up * model.model.layers[1].post_attention_layernorm.weight).bfloat16())
+    assert layer.qk_norm.shape == (6, 16)
+    for row, weight in enumerate([attention.q_norm.weight] * 4 + [attention.k_norm.weight] * 2):
+        assert torch.equal(layer.qk_norm[row], weight.bfloat16())
+    assert torch.equal(value_model.head[0], head["v_head.fc.weight"].bfloat16())
+    for mine, name in zip(value_model.head[1:], ("fc.bias", "summary.weight", "summary.bias"), strict=True):
+        assert torch.equal(mine, head[f"v_head.{name}"])
+
+
+def test_negative_tokens_are_outside_the_vocabulary(trees_loaded):
+    """In a delta and among candidates; the other request keeps its values, and the last token of the vocabulary too."""
+    model, head, value_model = trees_loaded
+    requests = Requests(value_model, rows=3)
+    z = requests.step([[1, 2], [3, -4], [VOCAB - 1]], [[-5, 6], [7, 8], [0, VOCAB - 1]])
+    assert z[0, 0].isnan() and z[1].isnan().all()
+    requests.prefixes = requests.prefixes[2:]
+    requests.check(z[2:], [[0, VOCAB - 1]], model, head)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 8, 9, 16, 17])
+def test_positions_in_a_chain_of_candidates(trees_loaded, depth):
+    """The deepest trees there are, beside a flat one and one whose numbers point at nothing."""
+    requests = Requests(trees_loaded[2], rows=3)
+    parents = [list(range(-1, depth - 1)), [-1] * depth, [-7, *range(1, depth)]]
+    candidates = [[1] * depth] * 3
+    batch = requests.batch([[3, 4], [5], [6]], candidates, parents=parents, spare_deltas=2)
+    flat = [0, *[1] * depth]
+    assert batch.layout.positions.tolist() == [*range(2 + depth), *flat, *flat, 0, 0]
+    chain = [-1, *range(2, 1 + depth)]
+    assert batch.parents.tolist() == [-1, -1, *chain, *[-1] * (2 * depth + 4)]
+
+
+def test_keys_and_values_of_all_rows_are_kept(trees_loaded):
+    """Those of candidates too, in the order of the rows; and what runs before the head runs once, after the layers."""
+    value_model = trees_loaded[2]
+    requests = mixed_requests(value_model, page_size=4)
+    batch = requests.batch(MIXED_DELTAS, MIXED_CANDIDATES)
+    keep = KVCache.of_slots(value_model, len(batch.layout.token_ids))
+    calls = []
+
+    def before_head():
+        calls.append(keep.keys[:, :used].clone())
+
+    used = int(batch.layout.q_offsets[-1])
+    value_model.forward(batch, requests.cache, keep=keep, before_head=before_head)
+    assert len(calls) == 1 and torch.equal(calls[0], keep.keys[:, :used])
+    kept = batch.layout.slots >= 0
+    slots = batch.layout.slots[kept]
+    for cache, rows in ((requests.cache.keys, keep.keys), (requests.cache.values, keep.values)):
+        assert torch.equal(cache[:, slots], rows[:, kept])
+        assert (rows[:, :used] != 0).all() and (rows[:, used:] == 0).all()
+
+
+def test_bytes_of_a_cache(trees_loaded):
+    cache = KVCache.of_slots(trees_loaded[2], 7)
+    assert cache.keys.shape == cache.values.shape == (2, 7, 2, 12)
+    assert KVCache.num_bytes(trees_loaded[2], 7) == cache.keys.nbytes + cache.values.nbytes
+
+
+def test_an_embedding_that_is_not_tied_is_not_replaced():
+    model, head = random_model(*ARCHITECTURES["qwen2"]), random_head()
+    tensors = {**model.state_dict(), **head}
+    del tensors["model.embed_tokens.weight"]
+    with pytest.raises(ValueError, match=r"missing model\.embed_tokens\.weight"):
+        ValueModel(ValueModelConfig.from_hf(model.config), tensors)
+
+
 def test_batch_refuses_bad_arguments():
     i32 = lambda *shape: torch.zeros(shape, dtype=torch.int32)  # noqa: E731
     good = dict(
@@ -540,6 +628,10 @@ def test_batch_refuses_bad_arguments():
         ("slot_table", i32(4, 5).long()),
         ("table_rows", i32(3)),
         ("candidate_parents", i32(2, 2)),
+        ("candidate_parents", i32(2, 3).long()),
+        ("slot_table", i32(5)),
+        ("slot_table", i32(4, 5).to("meta")),
+        ("table_rows", i32(2).float()),
     ):
         with pytest.raises(ValueError, match=f"{name} must"):
             RaggedBatch.build(**{**good, name: bad})

@@ -565,6 +565,65 @@ def test_a_captured_graph_follows_new_lengths_and_trees(device):
     assert torch.equal(out, after.run())
 
 
+def spread(x: torch.Tensor, layout: int) -> torch.Tensor:
+    """The values of ``x [tokens, heads, D]`` with other strides, among NaN."""
+    tokens, heads, head_dim = x.shape
+    nan = float("nan")
+    y = {
+        0: lambda: x.new_full((tokens, heads + 1, head_dim), nan)[:, 1:],
+        1: lambda: x.new_full((heads, tokens, head_dim), nan).transpose(0, 1),
+        2: lambda: x.new_full((tokens, heads, head_dim + 5), nan)[..., 2:-3],
+        3: lambda: x.new_full((heads, tokens + 3, head_dim), nan).transpose(0, 1)[3:],
+        4: lambda: x.new_full((tokens, heads + 3, head_dim + 1), nan)[:, :heads, :-1],
+    }[layout]()
+    return y.copy_(x)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize(("turn", "cached"), [(0, 9), (1, 9), (2, SPLIT_LEN + 9), (3, 9), (4, 9)])
+def test_every_tensor_has_strides_of_its_own(device, backend, turn, cached):
+    """Keys and values, cached and new, queries and results laid out differently; with trees, in one split and two."""
+    inputs = make_inputs([cached, 3], [2, 1], [4, 3], device=device, q_heads=6, kv_heads=3, head_dim=24, page_size=4)
+    inputs = inputs.with_trees([[-1, 0, 1, 0], [-1, -1, 1]])
+    if turn == 4:
+        inputs = replace(inputs, parents=None)
+    names = ("q", "k_new", "v_new", "k_cache", "v_cache")
+    operands = {name: spread(getattr(inputs, name), (turn + i) % 5) for i, name in enumerate(names)}
+    out = spread(torch.zeros_like(inputs.q), (turn + 3) % 5)
+    result = replace(inputs, **operands).run(backend, out=out)
+    assert result is out
+    assert_matches(result, inputs.expected(), "value_tree_attention", torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize(("sign", "cached"), [(-1, 0), (1, 0), (-1, 5), (1, 5), (-1, SPLIT_LEN + 5)])
+def test_scores_far_from_0_with_trees(device, backend, sign, cached):
+    """exp2 of every score is 0 or infinite in fp32. In eighths, so that the scores themselves are exact."""
+    trees = [[-1, 0, 1, -1, 3], [-1, 0, 0]]
+    inputs = make_inputs([cached, 2], [3, 2], [5, 3], device=device, head_dim=16).with_trees(trees)
+
+    def near(x: torch.Tensor, centre: float) -> torch.Tensor:
+        return centre + (x * 4).round().clamp(-4, 4) / 8
+
+    inputs = replace(
+        inputs,
+        q=sign * near(inputs.q, 6.0),
+        **{name: near(getattr(inputs, name), 8.0) for name in ("k_new", "k_cache")},
+    )
+    result = inputs.run(backend)
+    for i, expected in enumerate(dense_attention(inputs, trees)):
+        assert_matches(inputs.rows(result)[i], expected, "value_tree_attention", torch.float32)
+    first = inputs.q[:1, 0].double() @ inputs.k_new[:1, 0].double().T / 4
+    assert sign * first.item() > 150
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_64_query_heads_share_a_head(device, backend):
+    """A tile is one token: delta, candidates and ancestors are all in tiles of their own."""
+    inputs = make_inputs([5], [2], [3], device=device, q_heads=64, head_dim=16, page_size=3).with_trees([[-1, 0, 1]])
+    assert_matches(inputs.run(backend), inputs.expected(), "value_tree_attention", torch.float32)
+
+
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
@@ -588,6 +647,15 @@ def test_a_captured_graph_follows_new_lengths_and_trees(device):
         ({"v_cache": torch.zeros(9, 2, 8, device="meta")}, r"v_cache must be .* on cpu, got .* on meta"),
         ({"slot_table": torch.zeros(2, 9).long()}, r"slot_table must be int32 \[\*, \*\] on cpu, got int64 \[2, 9\]"),
         ({"table_rows": torch.zeros(1)}, r"table_rows must be int32\|int64 \[\*\] on cpu, got float32 \[1\]"),
+        ({"v_new": torch.zeros(3, 1, 8)}, r"v_new must be float32 \[3, 2, 8\] on cpu, got float32 \[3, 1, 8\]"),
+        ({"v_new": torch.zeros(3, 2, 16)[..., ::2]}, "v_new must be contiguous in its last dimension"),
+        ({"k_cache": torch.zeros(9, 2, 8).half()}, r"k_cache must be float32 \[\*, 2, 8\] on cpu, got float16"),
+        ({"slot_table": torch.zeros(9).int()}, r"slot_table must be int32 \[\*, \*\] on cpu, got int32 \[9\]"),
+        ({"table_rows": int32([[0]])}, r"table_rows must be int32\|int64 \[\*\] on cpu, got int32 \[1, 1\]"),
+        ({"cached_lens": torch.tensor([5])}, r"cached_lens must be int32 \[1\] on cpu, got int64 \[1\]"),
+        ({"q_offsets": torch.tensor([0, 3])}, r"q_offsets must be int32 \[2\] on cpu, got int64 \[2\]"),
+        ({"candidate_lens": int32([1, 1])}, r"candidate_lens must be int32 \[1\] on cpu, got int32 \[2\]"),
+        ({"out": torch.zeros(3, 4, 8).half()}, r"out must be float32 \[3, 4, 8\] on cpu, got float16"),
         ({"cached_lens": int32([1, 2])}, r"cached_lens must be int32 \[1\] on cpu, got int32 \[2\]"),
         ({"q_offsets": int32([3])}, r"q_offsets must be int32 \[2\] on cpu, got int32 \[1\]"),
         ({"candidate_lens": torch.tensor([2])}, r"candidate_lens must be int32 \[1\] on cpu, got int64 \[1\]"),
@@ -602,6 +670,9 @@ def test_a_captured_graph_follows_new_lengths_and_trees(device):
         ({"page_size": 1.0}, "page_size must be an int of at least 1, got float"),
         ({"page_size": True}, "page_size must be an int of at least 1, got bool"),
         ({"sm_scale": float("inf")}, "sm_scale must be a finite number or None, got inf"),
+        ({"page_size": -1}, "page_size must be an int of at least 1, got -1"),
+        ({"sm_scale": float("nan")}, "sm_scale must be a finite number or None, got nan"),
+        ({"sm_scale": True}, "sm_scale must be a finite number or None, got bool"),
         ({"sm_scale": "1"}, "sm_scale must be a finite number or None, got str"),
         ({"backend": "cuda"}, "backend must be one of auto, triton, reference, got 'cuda'"),
     ],
@@ -618,6 +689,8 @@ def test_the_kernels_refuse_strides_past_32_bits(device):
     far = inputs.q.as_strided(inputs.q.shape, (MAX_STRIDE + 1, 8, 1))  # one token: no memory lies that far
     with pytest.raises(ValueError, match="q must have strides up to"):
         replace(inputs, q=far).run()
+    with pytest.raises(ValueError, match="out must have strides up to"):
+        inputs.run(out=far)
 
 
 @pytest.mark.parametrize(
