@@ -137,7 +137,7 @@ class Suite:
         return self._outcome(self.execute(jobs, limit)["ceilings"])
 
     def tests(self, limit: float) -> str:
-        """The tests, and beside them, where they only wait for compilers, a first call of most of what will be timed."""
+        """The tests, and beside them, where they only wait for compilers, a first call of most to be timed."""
         outcomes = self.out / "tests.jsonl"
         command = python("pytest", "-q", "-p", "no:cacheprovider", "-p", "bench._outcomes", "--outcomes", str(outcomes))
         if self.dry_run:

@@ -74,8 +74,9 @@ def working_bytes(
     max_candidates: int = 0,
     tokens: int | None = None,
 ) -> int:
-    """Bytes that a step takes while it runs, or a :meth:`GuidedStep.extend`, at most. An engine needs room for both, see
-    :class:`GuidedStep`. It is the sum of
+    """Bytes that a step takes while it runs, or a :meth:`GuidedStep.extend`, at most.
+
+    An engine needs room for both (:class:`GuidedStep`). Each is the sum of
 
     - ``T (e (2 H + I + 2 (Hq + 2 Hkv) D) + 4 P H + 6 D + 64)``, with ``P <= 8`` parts of the sums over ``I``
       (:func:`ragged_linear`; 0 if there is one part);
