@@ -25,6 +25,7 @@ import torch
 import triton
 
 import __main__
+from bench import _memory
 from bench._measure import Ceilings, NotCapturableError, Uncaptured, measure, measure_ceilings
 from bench.baselines import Absent, Run, describe, pytorch
 
@@ -107,7 +108,9 @@ def parse_args(description: str | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing after so many seconds")
     parser.add_argument("--resume", action="store_true", help="go on with the results in the file of --json")
     parser.add_argument(
-        "--warm-up", action="store_true", help="call everything once and time nothing, to fill the compilers' caches"
+        "--warm-up",
+        action="store_true",
+        help="call ours once for all but the largest shapes and time nothing, to fill the compilers' caches",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="--device cpu --quick, and too few calls for the times to mean anything"
@@ -397,28 +400,27 @@ def header(data: dict) -> str:
 
 
 def _warm_up(shapes: Sequence[Shape], make_case: MakeCase, args: argparse.Namespace) -> None:
-    """Call ours for all shapes, then the peers, once each, until the time is up."""
+    """Call ours once for each shape that leaves other processes room on the GPU, until the time is up."""
+    _memory.limit()
     deadline = time.monotonic() + args.seconds
     if args.seconds < math.inf:
         faulthandler.dump_traceback_later(args.seconds, exit=True)
-    for wants_peers in (False, True):
-        for shape in shapes:
-            case = None
-            try:
-                case = make_case(args.device, shape)
-                case.run()
-            except Exception as error:
-                print(f"{case_name(shape)}: {describe(error)}", flush=True)
-            for label, prepare in case.peers.items() if case and wants_peers else ():
-                try:
-                    prepare()()
-                except Exception as error:
-                    print(f"{case_name(shape)}, {label}: {describe(error)}", flush=True)
-            if time.monotonic() > deadline or (args.device == "cuda" and _is_device_broken()):
-                return
-            del case
-            _free()
+    for shape in shapes:
+        if _is_large(shape):
+            continue
+        try:
+            make_case(args.device, shape).run()
+        except Exception as error:
+            print(f"{case_name(shape)}: {describe(error)}", flush=True)
+        if time.monotonic() > deadline or (args.device == "cuda" and _is_device_broken()):
+            return
+        _free()
     faulthandler.cancel_dump_traceback_later()
+
+
+def _is_large(shape: Shape) -> bool:
+    """Whether weights or caches take tens of gigabytes. Smaller shapes compile most of the same kernels."""
+    return "Qwen2.5-7B" in shape.values() or shape.get("L", 0) >= 8192
 
 
 def _is_device_broken() -> bool:

@@ -13,6 +13,7 @@ from triton.runtime import JITFunction
 from triton.runtime.interpreter import InterpretedFunction
 
 import lenvm_kernels.ops
+from bench import _memory
 from bench._models import make_model
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
@@ -107,6 +108,7 @@ def run(device: str) -> list[torch.Tensor]:
 
 
 def main() -> int:
+    _memory.limit()
     launched, found = set(), kernels()
     for kind in {type(kernel) for kernel in found.values()}:
         launch = kind.run

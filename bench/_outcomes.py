@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import _memory
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--outcomes", type=Path, required=True, help="file of JSON lines to write")
@@ -22,6 +24,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Worker())
     else:
         config.pluginmanager.register(_Outcomes(config.getoption("--outcomes")))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.items:  # else this process leaves the tests to workers, and needs no GPU
+        _memory.limit()
 
 
 class _Outcomes:

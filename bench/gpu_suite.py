@@ -10,8 +10,9 @@ outcome. SIGTERM ends it early, with a report of what there is; so a time limit 
 seconds before it kills (``timeout -s TERM 570 python -m bench.gpu_suite``): SIGKILL leaves no final report, only the
 files written so far. The exit status is 1 if a test, a benchmark or a check failed.
 
-It needs the package installed (``pip install --no-deps --no-build-isolation --editable .``), and no network. Peers that
-are not installed are reported as absent. ``--dry-run`` tries the suite without a GPU, on tiny shapes.
+It needs the package installed (``pip install --no-deps --no-build-isolation --editable .``; by setuptools 64 or later,
+before 70.1 with wheel), and no network. Peers that are not installed are reported as absent. ``--dry-run`` tries the
+suite without a GPU, on tiny shapes.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from pathlib import Path
 
 import torch
 
+from bench import _memory
 from bench._common import TRIAL_SECONDS, environment, write_json
 from bench._outcomes import summarize
 from bench._report import load, plot, short_table, summary
@@ -57,6 +59,10 @@ SHORTEST = 5  # seconds that a step is begun for
 MOST_RESTARTS = 8
 # For what runs beside much else, on fewer cores than processes: threads that spin would take them from compilers.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+# Most of the GPU's memory that a process of the tests step may take: a worker (each of the four tests of offsets past
+# 32 bits takes 4 GiB, others far less), the warm-up of the whole step, and each other one. CUDA contexts come on top.
+TEST_MEMORY, STEP_MEMORY, OTHER_MEMORY = 0.07, 0.25, 0.025
+MOST_WORKERS = 12
 SANITIZER_PATH = os.environ.get("PATH", "") + os.pathsep + "/usr/local/cuda/bin"
 SANITIZER_ERRORS = 9
 
@@ -131,23 +137,28 @@ class Suite:
         return self._outcome(self.execute(jobs, limit)["ceilings"])
 
     def tests(self, limit: float) -> str:
-        """The tests, and beside them, where they only wait for compilers, a first call of everything to be timed."""
+        """The tests, and beside them, where they only wait for compilers, a first call of most to be timed."""
         outcomes = self.out / "tests.jsonl"
         command = python("pytest", "-q", "-p", "no:cacheprovider", "-p", "bench._outcomes", "--outcomes", str(outcomes))
         if self.dry_run:
             jobs = [Job("tests", [*command, *DRY_TESTS])]
         else:
             if importlib.util.find_spec("xdist"):
-                command += ["-n", str(max(2, (os.cpu_count() or 2) - 4)), "--dist", "worksteal"]
+                workers = min(MOST_WORKERS, max(2, (os.cpu_count() or 2) - 4))
+                command += ["-n", str(workers), "--dist", "worksteal"]
             command += [f"tests/test_{name}.py" for name in TESTED]
-            jobs = [Job("tests", command, ONE_THREAD | {"HYPOTHESIS_PROFILE": "gpu"})]
+
+            def beside(name: str, command: list[str], memory: float, **variables: str) -> Job:
+                return Job(name, command, ONE_THREAD | {_memory.SHARE: f"{memory}"} | variables)
+
+            jobs = [beside("tests", command, TEST_MEMORY, HYPOTHESIS_PROFILE="gpu")]
             warm_ups = {
                 name: python(f"bench.bench_{name}", "--warm-up", "--seconds", f"{limit:.0f}") for name in BENCHES
             }
             warm_ups["sanitizer"] = python("bench._every_kernel")  # else it would compile in its own step
-            jobs += [
-                Job(f"warm-up-{name}", ["nice", "-n", "10", *warm_up], ONE_THREAD) for name, warm_up in warm_ups.items()
-            ]
+            for name, warm_up in warm_ups.items():
+                memory = STEP_MEMORY if name == "step" else OTHER_MEMORY
+                jobs.append(beside(f"warm-up-{name}", ["nice", "-n", "10", *warm_up], memory))
             jobs += [
                 Job(f"flashinfer-{kernel}", python("bench.baselines.flashinfer", kernel))
                 for kernel in flashinfer.KERNELS

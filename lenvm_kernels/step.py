@@ -75,7 +75,9 @@ def working_bytes(
     max_candidates: int = 0,
     tokens: int | None = None,
 ) -> int:
-    """Bytes that a step takes while it runs, or a :meth:`GuidedStep.extend`, at most. It is the sum of
+    """Bytes that a step takes while it runs, or a :meth:`GuidedStep.extend`, at most.
+
+    An engine needs room for both (:class:`GuidedStep`). Each is the sum of
 
     - ``T (e (2 H + I + 2 (Hq + 2 Hkv) D) + 4 P H + 6 D + 64)``, with ``P <= 8`` parts of the sums over ``I``
       (:func:`ragged_linear`; 0 if there is one part);
@@ -114,7 +116,9 @@ class GuidedStep:
     bytes an element, ``S`` slots, and ``T = rows (1 + K)`` tokens a step (``chunk_tokens`` in :meth:`extend`):
 
     - always: the cache, ``2 N S Hkv D e``, and with ``commit_winners`` ``2 N T Hkv D e`` for ``T`` of ``max_rows``;
-    - while it runs: at most :func:`working_bytes`. With graphs, that of the largest batch stays allocated.
+    - while it runs: at most :func:`working_bytes` of a step of ``max_rows`` plus that of an :meth:`extend`. They never
+      run at once, but each keeps its memory from the other: with graphs the step's stays allocated. Without, torch's
+      allocator holds what both have freed, in blocks of their sizes; to give them back it waits for the device.
 
     Args:
         value_model: the value model.

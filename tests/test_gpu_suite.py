@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import _common, _measure, _report, gpu_suite
+from bench import _common, _every_kernel, _measure, _memory, _outcomes, _report, gpu_suite
 from bench._common import Case, grid, relative_error, run_cases
 from bench._measure import Ceilings, NotCapturableError, Times, Uncaptured, median_and_spread
 from bench._outcomes import summarize
@@ -220,6 +220,41 @@ def test_what_cannot_be_captured_is_timed_as_called(times, tmp_path):
     assert data["uncaptured"] == ["B 1 dtype bfloat16"]
 
 
+def test_a_warm_up_calls_ours_once_and_nothing_that_is_large(monkeypatch):
+    called = []
+
+    def make_case(device, shape):
+        def peer():
+            raise AssertionError("a peer was called")
+
+        if shape["model"] == "broken":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Case(lambda: called.append(shape), 10, peers={"peer": peer})
+
+    shapes = [{"model": "Qwen2.5-1.5B", "L": length, "base": "none"} for length in (512, 2048, 8192, 32_768)]
+    shapes[1:1] = [{"model": "broken"}, {"model": "Qwen2.5-7B"}, shapes[0] | {"base": "Qwen2.5-7B"}]
+    limited = []
+    monkeypatch.setattr(_memory, "limit", lambda: limited.append(len(called)))
+    run_cases("made_up", shapes, shapes, make_case, arguments(warm_up=True))
+    assert [shape["L"] for shape in called] == [512, 2048] and limited == [0]
+
+
+@pytest.mark.parametrize("share", [None, "0.025"])
+def test_memory_of_a_process_is_limited_where_its_environment_says_so(monkeypatch, share):
+    shares = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    monkeypatch.setattr(_every_kernel, "kernels", dict)
+    monkeypatch.setattr(_every_kernel, "run", lambda device: [])
+    monkeypatch.delenv("BENCH_MEMORY_SHARE", raising=False)
+    if share:
+        monkeypatch.setenv("BENCH_MEMORY_SHARE", share)
+    assert _every_kernel.main() == 0
+    _outcomes.pytest_collection_finish(SimpleNamespace(items=[]))  # where pytest-xdist hands out the tests
+    assert shares == ([0.025] if share else [])
+    _outcomes.pytest_collection_finish(SimpleNamespace(items=["a test"]))
+    assert shares == ([0.025] * 2 if share else [])
+
+
 # --- measuring ---
 
 
@@ -416,7 +451,10 @@ def test_a_step_is_ended_at_its_limit_and_the_others_keep_theirs(tmp_path):
     assert (tmp_path / "quick.txt").read_text().endswith("said\n")
 
 
-def test_what_compiles_runs_beside_the_tests(monkeypatch, tmp_path):
+@pytest.mark.parametrize("cores", [2, 16, 192])
+def test_what_compiles_runs_beside_the_tests(monkeypatch, tmp_path, cores):
+    """And all of it fits the memory of one GPU."""
+    monkeypatch.setattr(gpu_suite.os, "cpu_count", lambda: cores)
     suite = gpu_suite.Suite(tmp_path, 540.0, dry_run=True)
     suite.dry_run, jobs = False, {}
 
@@ -431,6 +469,12 @@ def test_what_compiles_runs_beside_the_tests(monkeypatch, tmp_path):
     assert [*jobs] == ["tests", *warm_ups, *(f"flashinfer-{kernel}" for kernel in flashinfer.KERNELS)]
     for name in ("tests", *warm_ups):
         assert gpu_suite.ONE_THREAD.items() <= jobs[name].variables.items()
+    workers = int(jobs["tests"].command[jobs["tests"].command.index("-n") + 1])
+    assert workers == min(12, max(2, cores - 4))
+    shares = {name: float(jobs[name].variables["BENCH_MEMORY_SHARE"]) for name in ("tests", *warm_ups)}
+    gib = {name: 78 * share for name, share in shares.items()}  # of an H100
+    left = 78 - sum(gib[name] for name in warm_ups) - 0.5 * (workers + len(jobs))  # with CUDA contexts
+    assert gib["tests"] > 4.5 and left > 4 * 4 + 0.5 * workers
     assert jobs["warm-up-sanitizer"].command[-2:] == ["-m", "bench._every_kernel"]
     for kernel in flashinfer.KERNELS:
         job = jobs[f"flashinfer-{kernel}"]

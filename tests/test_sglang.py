@@ -4,16 +4,24 @@ Every test looks at the trace of guided steps: a server that never guided would 
 """
 
 import math
+import re
+import shutil
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import requests
 import torch
 
 pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.server_args import ServerArgs
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from lenvm_kernels.adapters import sglang as sglang_adapter
 from lenvm_kernels.guidance import parse_guidance
@@ -148,6 +156,14 @@ def test_metrics(engine):
     assert before["cache_bytes"] > 0
 
 
+def test_metrics_bear_the_name_that_the_engine_gives_its_own(folder, engine):
+    """Of a server that was told no name: the model's path."""
+    engine.generate(prompts_of(9), [MODES[0]])
+    text = requests.get(f"{engine.url}/metrics", timeout=60).text
+    names = set(re.findall(r'^(lenvm|sglang):.*model_name="([^"]*)"', text, re.MULTILINE))
+    assert names == {("lenvm", str(folder / "base")), ("sglang", str(folder / "base"))}
+
+
 def test_seeds(engine):
     """A guided request with a seed is the same again, alone or beside others."""
     prompts = prompts_of(9, 12, 4, seed=4)
@@ -234,10 +250,8 @@ def test_the_pool_leaves_room_for_the_step(guide, cap):
     pool = sglang_adapter.leave_room(original, Configurator(), budget)
     tokens, rows = pool.max_total_num_tokens, Configurator().resolve_max_num_reqs(pool.max_total_num_tokens)
     sizes = dict(rows=rows, max_len=512, vocab_size=VOCAB)
-    working = max(
-        working_bytes(guide.value_model, **sizes, max_candidates=8),
-        working_bytes(guide.value_model, **sizes, tokens=64),
-    )
+    working = working_bytes(guide.value_model, **sizes, max_candidates=8)
+    working += working_bytes(guide.value_model, **sizes, tokens=64)
     used = tokens * cell + KVCache.num_bytes(guide.value_model, tokens + 1 + rows * 9) + working
     assert used <= budget
     assert tokens == cap if cap else used > 0.9 * budget
@@ -246,6 +260,92 @@ def test_the_pool_leaves_room_for_the_step(guide, cap):
     guide.settings = replace(guide.settings, memory_share=0.01)
     with pytest.raises(ValueError, match=r"LENVM_MEMORY_SHARE is 0.01, but the guided step takes 0\.\d+ of"):
         sglang_adapter.leave_room(original, Configurator(), budget)
+
+
+class Work(list):
+    """A stream that is given work and does none of it, and how much of another stream's it waits for."""
+
+    waits_for = None
+
+    def wait_event(self, event):
+        self.waits_for = event
+
+    def wait_stream(self, stream):
+        self.waits_for = len(stream)
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
+@pytest.mark.parametrize("is_delayed", [False, True])
+@pytest.mark.parametrize("is_guided", [True, False])
+def test_the_slot_table_is_kept_until_its_last_read(monkeypatch, mode, is_delayed, is_guided):
+    """Against the engine's own barrier, in the order of its overlapping scheduler; grammars delay the drawing."""
+    forward_stream = Work()
+    guide = SimpleNamespace(
+        extend=lambda batch: forward_stream.append("the value model reads the table for a prompt"),
+        sampling=lambda batch: nullcontext(),
+        report=lambda *arguments: forward_stream.append("the value model reads the table for a step"),
+    )
+    monkeypatch.setattr(sglang_adapter, "_guide", guide)
+    reqs = [SimpleNamespace(lenvm_guidance=parse_guidance(GENTLE) if is_guided else None)]
+    scheduled = SimpleNamespace(reqs=reqs)
+    batch = SimpleNamespace(forward_mode=mode, lenvm_reqs=reqs if is_guided else [], sampling_info=None)
+    logits_output = SimpleNamespace(next_token_logits=None, auxiliary_device_output=None)
+    runner = SimpleNamespace(shared_read_done_event=None)
+    scheduler = SimpleNamespace(
+        _war_barrier_enabled=True,
+        _relay_forward_payload=lambda *arguments: None,
+        _copy_result_to_cpu=lambda *arguments: None,
+        forward_stream=forward_stream,
+        forward_stream_ctx=nullcontext(),
+        model_worker=SimpleNamespace(last_shared_read_runner=runner),
+        schedule_stream=Work(),
+    )
+    scheduler._apply_war_barrier = lambda: Scheduler._apply_war_barrier(scheduler)
+
+    def draw():
+        sglang_adapter.sample(lambda *arguments: torch.tensor([3]), runner, logits_output, batch)
+        return result
+
+    result = SimpleNamespace(delay_sample_func=draw if is_delayed else None, future_indices=None, logits_output=None)
+    forward_stream.append("the base model reads the table")
+    runner.shared_read_done_event = len(forward_stream)
+    sglang_adapter.extend_prompts(None, runner, batch)
+    if not is_delayed:
+        draw()
+    scheduler._apply_war_barrier()
+    if is_delayed:
+        assert scheduler.schedule_stream.waits_for == len(forward_stream)  # results are processed meanwhile
+    sglang_adapter.sample_delayed(Scheduler.launch_batch_sample_if_needed, scheduler, result, scheduled)
+    assert len(forward_stream) == 1 + is_guided * (1 + mode.is_extend())
+    assert scheduler.schedule_stream.waits_for == len(forward_stream)
+
+
+def test_an_idle_engine_draws_nothing():
+    scheduler = SimpleNamespace()  # it has nothing to set a barrier up with
+    sglang_adapter.sample_delayed(Scheduler.launch_batch_sample_if_needed, scheduler, None, None)
+
+
+def save_tokenizer(folder, vocabulary):
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="a").save_pretrained(folder)
+
+
+def test_embeddings_padded_differently_are_accepted_and_other_tokens_are_not(folder, tmp_path):
+    """Of an engine that was told no path of its tokenizer: it takes the model's."""
+    base, value = tmp_path / "base", tmp_path / "value"
+    for path in (base, value):
+        shutil.copytree(folder / path.name, path)
+    save_tokenizer(base, {"a": 0, "b": 1})
+    save_tokenizer(value, {"a": 0, "b": 1})
+    server_args = ServerArgs(model_path=str(base), device="cpu")
+    server_args.resolve_once()
+    runner = SimpleNamespace(server_args=server_args, model_config=SimpleNamespace(vocab_size=64))
+    settings = sglang_adapter.Settings(value)
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=32))
+    sglang_adapter.check_vocabulary(runner, settings, model)
+    save_tokenizer(value, {"a": 0, "c": 1})
+    with pytest.raises(ValueError, match="sizes are 64 and 32, and the tokenizers differ"):
+        sglang_adapter.check_vocabulary(runner, settings, model)
 
 
 def test_a_failing_step_ends_guidance_and_not_the_engine(guide, caplog):

@@ -25,7 +25,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.managers.auxiliary_output import append_auxiliary_output
+from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 from transformers import AutoTokenizer
@@ -39,6 +41,7 @@ from lenvm_kernels.value_model import KVCache, ValueModel
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -102,7 +105,7 @@ class Guide:
         pool, settings = runner.token_to_kv_pool, self.settings
         slots = pool.size + pool.page_size  # slot 0 of the engine is for padding, the last page is full
         graphs = settings.graphs
-        if graphs is None and runner.server_args.disable_cuda_graph:
+        if graphs is None and cuda_graph_fully_disabled():
             graphs = False
         self.step = GuidedStep(
             self.value_model,
@@ -119,12 +122,12 @@ class Guide:
         if self.value_model.device.type == "cuda":
             for is_logits in (False, True):  # of sampled and of greedy batches
                 self.step.warm_up(is_logits=is_logits)
-        parallel = get_parallel()
+        parallel, options = get_parallel(), resolved_view(runner.server_args)
         if parallel.attn_tp_size > 1:
             self._ranks = parallel.attn_tp_group.cpu_group
-        if runner.server_args.enable_metrics and parallel.attn_tp_rank == 0:
+        if options.enable_metrics and parallel.attn_tp_rank == 0:
             self.metrics = Metrics(
-                model_name=runner.server_args.served_model_name, dp_rank=parallel.dp_rank or 0, tp_rank=parallel.tp_rank
+                model_name=options.served_model_name, dp_rank=parallel.dp_rank or 0, tp_rank=parallel.tp_rank
             )
             self.metrics.cache_bytes.set(KVCache.num_bytes(self.value_model, slots))
 
@@ -409,8 +412,9 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
     missing = [target for target in HOOKS if target not in HookRegistry._patched]
     if missing:
         raise RuntimeError(f"LenVM does not fit this SGLang: it could not hook {', '.join(missing)}")
+    options = resolved_view(runner.server_args)  # with the engine's choices for what was not given
     for option, (accepted, reason) in OPTIONS.items():
-        if (given := getattr(runner.server_args, option, accepted)) != accepted:
+        if (given := getattr(options, option, accepted)) != accepted:
             raise ValueError(f"{option} must be {accepted} together with LENVM_VALUE_MODEL, got {given}: {reason}")
     settings = Settings.from_environment()
     device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device(runner.device)
@@ -429,7 +433,7 @@ def check_vocabulary(runner: ModelRunner, settings: Settings, value_model: Value
         return
     base, value = (
         AutoTokenizer.from_pretrained(path).get_vocab()
-        for path in (runner.server_args.tokenizer_path, settings.value_model)
+        for path in (resolved_view(runner.server_args).tokenizer_path, settings.value_model)
     )
     if base != value:
         raise ValueError(
@@ -452,11 +456,10 @@ def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_
         slots = pool.max_total_num_tokens + configurator.page_size + last_step
         engine = configurator.model_config
         sizes = dict(rows=rows, max_len=engine.context_len, vocab_size=engine.vocab_size)
-        working = max(
-            working_bytes(model, **sizes, max_candidates=settings.max_candidates),
-            working_bytes(model, **sizes, tokens=settings.chunk_tokens),
-        )
-        return pool, KVCache.num_bytes(model, slots) + working
+        # Both stay allocated, see GuidedStep.
+        step = working_bytes(model, **sizes, max_candidates=settings.max_candidates)
+        extend = working_bytes(model, **sizes, tokens=settings.chunk_tokens)
+        return pool, KVCache.num_bytes(model, slots) + step + extend
 
     # Slots grow with the pool's bytes, and with them what the value model takes: the largest pool that leaves room is
     # found by bisection.
@@ -503,6 +506,7 @@ def extend_prompts(_: Any, runner: ModelRunner, batch: ForwardBatch, *args: Any,
     """After the base model's forward."""
     if batch.forward_mode.is_extend() and getattr(batch, "lenvm_reqs", None):
         _guide.extend(batch)
+        _discard_read_done(runner)
 
 
 def sample(original: Callable, runner: ModelRunner, logits_output: Any, batch: ForwardBatch) -> torch.Tensor:
@@ -512,8 +516,30 @@ def sample(original: Callable, runner: ModelRunner, logits_output: Any, batch: F
     with _guide.sampling(batch):
         tokens = original(runner, logits_output, batch)
         report = _guide.report(logits_output.next_token_logits, batch.sampling_info, tokens)
+    _discard_read_done(runner)
     logits_output.auxiliary_device_output = append_auxiliary_output(logits_output.auxiliary_device_output, report)
     return tokens
+
+
+def sample_delayed(original: Callable, scheduler: Scheduler, result: Any, batch: ScheduleBatch | None) -> None:
+    """Around the drawing of a batch that had to wait for the results of the one before, as grammars do.
+
+    The engine's barrier against overwriting the slot table came before it, so it is set up again.
+    """
+    is_delayed = result is not None and result.delay_sample_func is not None
+    reads_slots = is_delayed and any(req.lenvm_guidance is not None for req in batch.reqs)
+    original(scheduler, result, batch)
+    if reads_slots:
+        scheduler._apply_war_barrier()
+
+
+def _discard_read_done(runner: ModelRunner) -> None:
+    """Make the scheduler wait for the value model, too, before it overwrites the slot table.
+
+    The engine's event marks the base model's last read of the table, and the value model reads it later. Without an
+    event the scheduler waits for all that its forward stream has been given by then.
+    """
+    runner.shared_read_done_event = None
 
 
 def scale_tokens(logits: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -542,6 +568,7 @@ HOOKS = {
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": ("AFTER", admit_requests),
     f"{_RUNNER}.forward": ("AFTER", extend_prompts),
     f"{_RUNNER}.sample": ("AROUND", sample),
+    "sglang.srt.managers.scheduler.Scheduler.launch_batch_sample_if_needed": ("AROUND", sample_delayed),
     f"{_SAMPLER}._preprocess_logits": ("AFTER", scale_tokens),
     f"{_SAMPLER}._sample_from_probs": ("AROUND", sample_from_probs),
 }
