@@ -595,6 +595,18 @@ def test_every_end_of_sequence_id_counts(device, backend, which):
     assert result.argmax(1).tolist() == [2, 3, 4]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("slots", [1, 2, 4, 8, 16, 32, 64])
+def test_every_number_of_slots(device, backend, slots, monkeypatch):
+    """With a table of more rows than the batch has."""
+    monkeypatch.setattr(module, "TILE", 64)  # as on a GPU
+    params = [parse_guidance({"target_length": 9, "op": "ge"}), parse_guidance({"target_length": 9, "op": "le"}), None]
+    z = torch.linspace(-1, 1, slots).repeat(2, 1)
+    status = torch.full((2,), int(Status.GUIDE), dtype=torch.int8)
+    result, _ = reweight(torch.full((2, slots), 0.01), z, params, [set()] * 3, device, backend, status=status)
+    assert result.argmax(1).tolist() == [slots - 1, 0] and result.amax(1).tolist() == [1, 1]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a compiled kernel keeps the bound it was compiled with")
 def test_root_search_is_bounded(device, monkeypatch):
     """It ends after MAX_STEPS whatever the rows are, with probabilities that sum to 1; half the steps are enough."""
