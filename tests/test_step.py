@@ -632,7 +632,7 @@ def test_a_prompt_may_come_in_parts(models):
             lens, cached = [len(piece) for piece in pieces], [min(first, len(tokens)) for tokens in prompts]
             position = [c + i for c, n in zip(cached, lens, strict=True) for i in range(n)]
             engine.step.extend(
-                engine.tensor(sum(pieces, [])),
+                engine.tensor([token for piece in pieces for token in piece]),
                 engine.slots.slots(engine.tensor(rows).repeat_interleave(engine.tensor(lens)), engine.tensor(position)),
                 engine.tensor(rows),
                 engine.tensor([sum(lens[:i]) for i in range(3)]),
@@ -699,7 +699,7 @@ def test_steps_from_graphs_of_more_rows(models, monkeypatch):
             step._inputs = [torch.full((7, 8) if i == 5 else (7,), 10**6) for i in range(7)]
             step._inputs = [x.int() if i in (2, 4, 5, 6) else x for i, x in enumerate(step._inputs)]
             monkeypatch.setattr(step, "_capture", capture)
-        rows, prompts = [6, 2, 5, 0], [tokens + [40 + i] for i, tokens in enumerate(PROMPTS)]
+        rows, prompts = [6, 2, 5, 0], [[*tokens, 40 + i] for i, tokens in enumerate(PROMPTS)]
         sequences, outputs = run_requests(engine, prompts, [GUIDANCE[0]] * 4, 4, rows=rows)
         scores = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
         for batch in ([1, 2, 3], [2, 1, 3], [0]):  # indices of rows
