@@ -450,7 +450,8 @@ def test_every_row_gets_what_its_own_request_asked_for(models, commit_winners):
         for name, expected in vars(candidates).items():
             assert torch.equal(getattr(output.candidates, name), expected), name
         values = torch.zeros(b, 8)
-        wanted = [(i, j) for i in range(b) for j in range(8) if candidates.status[i] == 1 and j < candidates.counts[i]]
+        scored = torch.where(candidates.status == Status.GUIDE, candidates.counts, 0).tolist()
+        wanted = [(i, j) for i, n in enumerate(scored) for j in range(n)]
         ids = candidates.token_ids.tolist()
         scratch = values_from_scratch(models, [[*sequences[i], ids[i][j]] for i, j in wanted])
         values[tuple(zip(*wanted, strict=True))] = scratch
@@ -468,7 +469,7 @@ def test_every_row_gets_what_its_own_request_asked_for(models, commit_winners):
         remaining = remaining.masked_fill(ended, 0.0).masked_fill(~table.return_values, math.nan)
         torch.testing.assert_close(output.remaining_lengths, remaining, rtol=1e-4, atol=1e-3, equal_nan=True)
         seen |= set(zip(rows, candidates.status.tolist(), strict=True))
-    assert seen == {(5, 1), (0, 1), (3, 3), (6, 1), (1, 0), (2, 1)}  # one was skipped, one is not guided
+    assert seen == {(3, Status.SKIP), (1, Status.UNGUIDED)} | {(row, Status.GUIDE) for row in (5, 0, 6, 2)}
 
 
 @pytest.mark.parametrize("commit_winners", [True, False])
@@ -632,7 +633,7 @@ def test_a_prompt_may_come_in_parts(models):
             lens, cached = [len(piece) for piece in pieces], [min(first, len(tokens)) for tokens in prompts]
             position = [c + i for c, n in zip(cached, lens, strict=True) for i in range(n)]
             engine.step.extend(
-                engine.tensor(sum(pieces, [])),
+                engine.tensor([token for piece in pieces for token in piece]),
                 engine.slots.slots(engine.tensor(rows).repeat_interleave(engine.tensor(lens)), engine.tensor(position)),
                 engine.tensor(rows),
                 engine.tensor([sum(lens[:i]) for i in range(3)]),
@@ -699,7 +700,7 @@ def test_steps_from_graphs_of_more_rows(models, monkeypatch):
             step._inputs = [torch.full((7, 8) if i == 5 else (7,), 10**6) for i in range(7)]
             step._inputs = [x.int() if i in (2, 4, 5, 6) else x for i, x in enumerate(step._inputs)]
             monkeypatch.setattr(step, "_capture", capture)
-        rows, prompts = [6, 2, 5, 0], [tokens + [40 + i] for i, tokens in enumerate(PROMPTS)]
+        rows, prompts = [6, 2, 5, 0], [[*tokens, 40 + i] for i, tokens in enumerate(PROMPTS)]
         sequences, outputs = run_requests(engine, prompts, [GUIDANCE[0]] * 4, 4, rows=rows)
         scores = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
         for batch in ([1, 2, 3], [2, 1, 3], [0]):  # indices of rows
