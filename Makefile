@@ -7,18 +7,21 @@ INSTALLED := $(VENV)/.installed
 WORKERS ?= 2
 SGLANG_VENV := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
+# Whose results a GPU's rounding could change.
+ROUNDED := topk_candidates reweight_scatter sample_candidates value_head value_tree_attention rope_cache ragged_linear
 BENCHES := $(basename $(notdir $(wildcard bench/bench_*.py)))
 
 # On a CPU two workers whose threads spin would only get in each other's way.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help demo serve test test-sglang codegen fuzz lint bench clean
+.PHONY: help demo serve test test-sglang races codegen fuzz lint bench clean
 
 help:
 	@echo "make demo    a real language model's output length, controlled (ARGS='--seed 1' adds options; lenvm demo --help)"
 	@echo "make serve   the same model in the real SGLang server on a CPU, port 30000: makes .venv-sglang (3 GB) and demo-models"
 	@echo "make test    every test, under 10 minutes on 2 cores"
 	@echo "make test-sglang    the plugin in the real SGLang server on a CPU, under 15 minutes"
+	@echo "make races   looks for races in every kernel, and repeats the property tests with a GPU's rounding errors; 5 minutes"
 	@echo "make codegen compiles every kernel for four GPUs that are not there, and fails on spills and slow code; 2 minutes"
 	@echo "make fuzz    every test, the property tests with many more examples (FUZZ_EXAMPLES=500)"
 	@echo "make lint    ruff check and format"
@@ -54,6 +57,14 @@ $(SGLANG_INSTALLED): pyproject.toml tests/sglang_cpu/requirements.txt $(wildcard
 
 test-sglang: $(SGLANG_INSTALLED)
 	$(SGLANG_VENV)/bin/python -m pytest tests/test_sglang*.py -p no:warnings --durations=5 $(ARGS)
+
+# Workloads in parallel, not files: nearly all of them are in one. 10 examples a property test (the profile gpu).
+races: $(INSTALLED)
+	$(BIN)/pytest -n $(WORKERS) -m "" tests/test_races.py tests/test_race_workloads.py tests/test_rounding.py $(ARGS)
+	for seed in 1 2 3; do \
+		HYPOTHESIS_PROFILE=gpu $(BIN)/pytest -n $(WORKERS) -m hypothesis --rounding-seed $$seed \
+			$(ROUNDED:%=tests/test_%.py) $(ARGS) || exit 1; \
+	done
 
 codegen: $(INSTALLED)
 	$(BIN)/python -m bench.codegen --check $(ARGS)

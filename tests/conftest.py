@@ -1,10 +1,11 @@
-"""Test set-up: where kernels run, how long Hypothesis looks, and bf16 in Triton's interpreter.
+"""Test set-up: where kernels run, how long Hypothesis looks, and how Triton's interpreter rounds.
 
 With a GPU the kernels are compiled and run there; without one they run in Triton's interpreter, which has to be asked
 for before Triton is imported (this file is imported first).
 """
 
 import os
+from collections.abc import Iterator
 
 import torch
 
@@ -15,10 +16,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.helpers.rounding import gpu_rounding, repair_interpreter_fma
 from tests.interpreter_bf16 import repair_interpreter_bf16
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     repair_interpreter_bf16()
+    repair_interpreter_fma()
     torch.set_num_threads(1)  # two pytest workers on two cores; spinning threads would only get in each other's way
 
 _COMMON = dict(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -27,6 +30,27 @@ settings.register_profile("fuzz", max_examples=int(os.environ.get("FUZZ_EXAMPLES
 # Compiling takes most of a test's time on a GPU, and bench.gpu_suite has little of it.
 settings.register_profile("gpu", derandomize=True, max_examples=10, print_blob=True, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rounding-seed",
+        type=int,
+        metavar="N",
+        help="run the kernels in the interpreter with rounding errors as large as a GPU's, drawn from seed N",
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _rounding(request: pytest.FixtureRequest) -> Iterator[None]:
+    seed = request.config.getoption("rounding_seed")
+    if seed is None:
+        yield
+        return
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise pytest.UsageError("--rounding-seed changes Triton's interpreter; here the kernels are compiled")
+    with gpu_rounding(seed):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,377 @@
+"""Races of Triton kernels, found in Triton's interpreter.
+
+The interpreter runs the programs of a launch one after the other, so nothing shows there that a GPU does side by side.
+:class:`LaunchChecker` records what each program touches instead, and reports
+
+- two programs that touch the same bytes, at least one of them with a store, or one with an atomic update and the other
+  without, unless a release and an acquire on one address order them (:class:`_Program`);
+- one program that does so without a ``tl.debug_barrier()`` between: its threads are not ordered without one;
+- one store that writes different values to the same bytes;
+- an address that is not an element of the tensor whose pointer it was computed from. A view counts by its own shape
+  and strides, not by its storage. The access is left out, so that the process survives;
+- a load of an element made by ``torch.empty`` (or ``empty_like``, ``new_empty``) that nothing has written.
+
+It is stricter than a GPU: touching the same bytes twice is fine where one thread does both, which no kernel can know.
+:func:`check_races` also runs a workload in several orders of its programs and with different garbage in fresh memory,
+and compares the results bit by bit.
+"""
+
+import ctypes
+import inspect
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import combinations, product
+
+import numpy as np
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import interpreter
+
+# What a pointer argument is in a checked launch: its number, and an offset of up to 2^43 bytes either way. An address
+# tells which argument it was computed from, wherever its tensor lies.
+_ARGUMENT_SPACING = 1 << 44
+_FRESH = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided}
+_FRESH |= {torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided}
+_IR = interpreter._ir
+_ACQUIRES = (_IR.MEM_SEMANTIC.ACQUIRE, _IR.MEM_SEMANTIC.ACQUIRE_RELEASE)
+_RELEASES = (_IR.MEM_SEMANTIC.RELEASE, _IR.MEM_SEMANTIC.ACQUIRE_RELEASE)
+
+
+class _FreshMemory(TorchDispatchMode):
+    """Fills memory from ``torch.empty`` with garbage, and knows which of its elements were written since."""
+
+    def __init__(self, garbage: int) -> None:
+        super().__init__()
+        self.garbage = garbage
+        # By address of the storage: the tensor, kept so that its memory is not used again, and an element's "written".
+        self.tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket in _FRESH:
+            if result.device.type == "cpu" and result.numel():
+                storage = result.untyped_storage()
+                ctypes.memset(storage.data_ptr(), self.garbage, storage.nbytes())
+                elements = storage.nbytes() // result.itemsize
+                self.tensors[storage.data_ptr()] = result, torch.zeros(elements, dtype=torch.bool)
+        elif function._schema.is_mutable:
+            for i, argument in enumerate(function._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    target = args[i] if i < len(args) else (kwargs or {}).get(argument.name)
+                    for tensor in target if isinstance(target, (list, tuple)) else [target]:
+                        if isinstance(tensor, torch.Tensor):
+                            self._mark(tensor)
+        return result
+
+    def _mark(self, tensor: torch.Tensor) -> None:
+        fresh, written = self.tensors.get(tensor.untyped_storage().data_ptr(), (None, None))
+        if fresh is None:
+            return
+        if tensor.itemsize == fresh.itemsize:
+            written = written.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        written.fill_(True)
+
+    def written(self, tensor: torch.Tensor) -> np.ndarray | None:
+        """bool by element of the tensor's storage, or None if it was not made by ``torch.empty``."""
+        fresh = self.tensors.get(tensor.untyped_storage().data_ptr())
+        return None if fresh is None or fresh[0].itemsize != tensor.itemsize else fresh[1].numpy()
+
+
+@dataclass(eq=False)
+class _Access:
+    """One load, store or atomic update of one program."""
+
+    kind: str
+    where: str
+    program: "_Program"
+    interval: int  # barriers of the program before it
+    seen: dict["_Program", int]  # of the program, when it happened
+    epoch: int | None = None  # the number of the first release of the program that publishes it
+
+
+@dataclass(eq=False)
+class _Program:
+    """A program of a launch, and which accesses of others are known to have happened before what it does next.
+
+    A release publishes what the program did before its last barrier: the atomic update is made by one thread, and only
+    a barrier orders those of the others before it. An acquire on the same address, later, sees all that was published.
+    """
+
+    index: tuple[int, int, int]
+    interval: int = 0
+    releases: int = 0
+    seen: dict["_Program", int] = field(default_factory=dict)  # releases seen of each other program
+    unpublished: list[_Access] = field(default_factory=list)  # since the last barrier
+
+    def barrier(self) -> None:
+        self.interval += 1
+        for access in self.unpublished:
+            access.epoch = self.releases
+        self.unpublished = []
+
+    def synchronise(self, published: dict["_Program", int], acquires: bool, releases: bool) -> None:
+        """An atomic update of an address, at which ``published`` releases have been made."""
+        if acquires:
+            self.seen = {p: max(self.seen.get(p, 0), published.get(p, 0)) for p in self.seen | published}
+        if releases:
+            self.releases += 1
+            for program, count in {**self.seen, self: self.releases}.items():
+                published[program] = max(published.get(program, 0), count)
+
+
+def _ordered(first: _Access, second: _Access) -> bool:
+    """Does ``first``, which the interpreter ran first, happen before ``second`` on a GPU too?"""
+    if first.program is second.program:
+        return first.interval < second.interval
+    return second.seen.get(first.program, 0) > first.epoch
+
+
+def _is_element(tensor: torch.Tensor, offsets: np.ndarray, size: int) -> np.ndarray:
+    """Are the ``size`` bytes at ``offsets`` (in bytes, from the tensor's first element) within one of its elements?"""
+    rest, inside = offsets, np.full(offsets.shape, tensor.numel() > 0)
+    dimensions = [(stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1]
+    for stride, length in sorted(dimensions, reverse=True):
+        if stride:  # an expanded dimension is the same memory over again
+            index = rest // (stride * tensor.itemsize)
+            inside = inside & (index >= 0) & (index < length)
+            rest = rest - index * (stride * tensor.itemsize)
+    return inside & (rest >= 0) & (rest + size <= tensor.itemsize)
+
+
+class LaunchChecker:
+    """Within this context every interpreted launch is checked.
+
+    Args:
+        order: of the programs of a launch: ``forward``, ``reverse`` or ``random`` (always the same one).
+        garbage: the byte that fills memory from ``torch.empty``.
+
+    Attributes:
+        conflicts: a sentence for each, with the kernel and the lines; none twice.
+        launches: how often each kernel was launched, by its name.
+
+    Raises:
+        ValueError: another order.
+    """
+
+    def __init__(self, order: str = "forward", garbage: int = 0xA5) -> None:
+        if order not in ("forward", "reverse", "random"):
+            raise ValueError(f"order must be forward, reverse or random, got {order!r}")
+        self.order, self._random = order, random.Random(0)
+        self.conflicts: list[str] = []
+        self.launches: Counter[str] = Counter()
+        self._memory = _FreshMemory(garbage)
+        self._tensors: list[tuple[str, torch.Tensor]] = []
+        self._program: _Program | None = None
+
+    def __enter__(self) -> "LaunchChecker":
+        self._context = self._patched_interpreter()
+        self._context.__enter__()
+        self._memory.__enter__()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._memory.__exit__(*exception)
+        self._context.__exit__(*exception)
+
+    @contextmanager
+    def _patched_interpreter(self) -> Iterator[None]:
+        checker, builder = self, interpreter.InterpreterBuilder
+        load, store = builder.create_masked_load, builder.create_masked_store
+        atomic_rmw, atomic_cas = builder.create_atomic_rmw, builder.create_atomic_cas
+
+        def checked_load(self, ptrs, mask, other, *options):
+            return load(self, *checker._access("load", ptrs, mask), other, *options)
+
+        def checked_store(self, ptrs, value, mask, *options):
+            ptrs, mask = checker._access("store", ptrs, mask, value=value.data)
+            return store(self, ptrs, value, mask, *options)
+
+        def checked_rmw(self, operation, ptr, value, mask, semantic, scope):
+            ptr, mask = checker._access("atomic update", ptr, mask, semantic=semantic)
+            return atomic_rmw(self, operation, ptr, value, mask, semantic, scope)
+
+        def checked_cas(self, ptr, compared, value, semantic, scope):
+            mask = interpreter.TensorHandle(np.ones_like(ptr.data, dtype=bool), interpreter.tl.int1)
+            ptr, mask = checker._access("atomic update", ptr, mask, semantic=semantic)
+            if not mask.data.all():  # it takes no mask that could leave the access out
+                raise RuntimeError(checker.conflicts[-1])
+            return atomic_cas(self, ptr, compared, value, semantic, scope)
+
+        replaced = [
+            (builder, "create_masked_load", checked_load),
+            (builder, "create_masked_store", checked_store),
+            (builder, "create_atomic_rmw", checked_rmw),
+            (builder, "create_atomic_cas", checked_cas),
+            (builder, "create_barrier", lambda _: checker._program.barrier()),
+            (interpreter.GridExecutor, "__call__", lambda executor, *args, **kwargs: self._run(executor, args, kwargs)),
+        ]
+        before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+        try:
+            for owner, name, function in replaced:
+                setattr(owner, name, function)
+            yield
+        finally:
+            for owner, name, function in before:
+                setattr(owner, name, function)
+
+    def _run(self, executor: interpreter.GridExecutor, args: tuple, kwargs: dict) -> None:
+        """A launch, in place of the interpreter's own loop over its programs."""
+        self._kernel = executor.fn.__name__
+        self._file = inspect.getfile(executor.fn)
+        self.launches[self._kernel] += 1
+        self._tensors, self._accesses, self._published = [], [], {}
+        parameters = inspect.signature(executor.fn).parameters
+        scope = interpreter._patch_lang(executor.fn)
+        try:
+            bound = inspect.getcallargs(executor.fn, *args, **{k: v for k, v in kwargs.items() if k in parameters})
+            arguments = {k: v if k in executor.constexprs else self._convert(k, v) for k, v in bound.items()}
+            grid = executor.grid(arguments) if callable(executor.grid) else executor.grid
+            grid = tuple(grid) + (1,) * (3 - len(grid))
+            interpreter.interpreter_builder.set_grid_dim(*grid)
+            indices = list(product(*map(range, grid)))
+            if self.order == "reverse":
+                indices.reverse()
+            elif self.order == "random":
+                self._random.shuffle(indices)
+            for index in indices:
+                self._program = _Program(index)
+                interpreter.interpreter_builder.set_grid_idx(*index)
+                executor.fn(**arguments)
+                self._program.barrier()  # the end: what is not published yet never will be
+        finally:
+            scope.restore()
+        self._compare()
+
+    def _convert(self, name: str, argument: object) -> object:
+        """An argument as the interpreter wants it, with a pointer that tells where it came from."""
+        if isinstance(argument, tuple):
+            names = getattr(argument, "_fields", range(len(argument)))
+            fields = [self._convert(f"{name}.{n}", value) for n, value in zip(names, argument, strict=True)]
+            return type(argument)(*fields) if hasattr(argument, "_fields") else tuple(fields)
+        converted = interpreter._implicit_cvt(argument)
+        if isinstance(argument, torch.Tensor):
+            self._tensors.append((name, argument))
+            converted.handle.data[0] = len(self._tensors) * _ARGUMENT_SPACING
+        return converted
+
+    def _report(self, conflict: str) -> None:
+        conflict = f"{self._kernel}: {conflict}"
+        if conflict not in self.conflicts:
+            self.conflicts.append(conflict)
+
+    def _line(self) -> str:
+        """The line that is being run, in the kernel or in what it calls."""
+        frame = sys._getframe(2)
+        package = triton.__path__[0]
+        while frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(package):
+            frame = frame.f_back
+        return f"line {frame.f_lineno}"
+
+    def _access(self, kind, ptrs, mask, value=None, semantic=None):
+        """Record an access; returns its real addresses, and its mask without those that are out of bounds."""
+        virtual = np.asarray(ptrs.data).astype(np.int64)
+        active = np.broadcast_to(np.asarray(mask.data, dtype=bool), virtual.shape)
+        size = interpreter._get_np_dtype(ptrs.get_element_ty()).itemsize
+        where = self._line()
+        real, inside = np.zeros(virtual.shape, np.int64), np.zeros(virtual.shape, bool)
+        numbers = (virtual + _ARGUMENT_SPACING // 2) // _ARGUMENT_SPACING
+        for number in np.unique(numbers[active]):
+            lanes = active & (numbers == number)
+            if not 1 <= number <= len(self._tensors):
+                self._report(f"the {kind} in {where} is far out of bounds")
+                continue
+            name, tensor = self._tensors[number - 1]
+            offsets = virtual[lanes] - number * _ARGUMENT_SPACING
+            valid = _is_element(tensor, offsets, size)
+            if not valid.all():
+                shape = tuple(tensor.shape)
+                self._report(f"the {kind} in {where} is out of bounds of {name}, shape {shape}")
+            inside[lanes] = valid
+            real[lanes] = tensor.data_ptr() + offsets
+            written = self._memory.written(tensor)
+            if written is not None:
+                elements = (real[lanes][valid] - tensor.untyped_storage().data_ptr()) // tensor.itemsize
+                if kind != "store" and not written[elements].all():
+                    self._report(f"the {kind} in {where} reads {name}, which nothing has written")
+                if kind != "load":
+                    written[elements] = True
+        addresses = real[inside]
+        unique = np.unique(addresses)
+        if kind == "store" and unique.size < addresses.size:
+            values = np.broadcast_to(value, virtual.shape)[inside]
+            different = np.unique(np.rec.fromarrays([addresses, values.view(f"u{values.itemsize}")])).size
+            if different > unique.size:
+                self._report(f"the store in {where} writes different values to the same bytes")
+        if semantic in _ACQUIRES + _RELEASES:
+            for address in unique.tolist():
+                published = self._published.setdefault(address, {})
+                self._program.synchronise(published, semantic in _ACQUIRES, semantic in _RELEASES)
+        if unique.size:
+            access = _Access(kind, where, self._program, self._program.interval, self._program.seen)
+            self._program.unpublished.append(access)
+            self._accesses.append((access, unique, size))
+        handle = interpreter.TensorHandle
+        return handle(real.astype(np.uint64), ptrs.dtype), handle(inside, mask.dtype)
+
+    def _compare(self) -> None:
+        """Report accesses of the launch to the same bytes that nothing orders."""
+        changed = [addresses for access, addresses, _ in self._accesses if access.kind != "load"]
+        if not changed:
+            return
+        # In units of the smallest access, of bytes that are not only loaded: those are most of all that is touched.
+        unit = min(size for _, _, size in self._accesses)
+        blocks = np.unique(np.concatenate(changed) // 8)
+        units, accesses = [], []
+        for number, (_, addresses, size) in enumerate(self._accesses):
+            places = np.searchsorted(blocks, addresses // 8).clip(max=len(blocks) - 1)
+            near = addresses[blocks[places] == addresses // 8]
+            units.append((near[:, None] // unit + np.arange(size // unit)).ravel())
+            accesses.append(np.full(units[-1].size, number))
+        units, accesses = np.concatenate(units), np.concatenate(accesses)
+        order = np.argsort(units, kind="stable")  # of each unit, in the order they were run
+        units, accesses = units[order], accesses[order]
+        groups = np.split(accesses, np.nonzero(np.diff(units))[0] + 1)
+        for group in {tuple(group) for group in groups if len(group) > 1}:
+            for first, second in combinations((self._accesses[number][0] for number in group), 2):
+                self._compare_two(first, second)
+
+    def _compare_two(self, first: _Access, second: _Access) -> None:
+        kinds = {first.kind, second.kind}
+        if (len(kinds) == 1 and "store" not in kinds) or _ordered(first, second):
+            return
+        what = f"{first.kind} in {first.where} and {second.kind} in {second.where}"
+        if first.program is second.program:
+            self._report(f"{what} touch the same bytes with no barrier between")
+        else:
+            self._report(f"{what} touch the same bytes from two programs")
+
+
+# The first bits of a garbage float are those of a small number, of a large one, and of a NaN.
+_RUNS = (("forward", 0xA5), ("reverse", 0x5A), ("random", 0xFF))
+
+
+def check_races(workload: Callable[[], Sequence[torch.Tensor]]) -> Counter[str]:
+    """Run a workload in every order of programs, check every launch, and compare the tensors that it returns.
+
+    Returns:
+        How often each kernel was launched, by its name.
+
+    Raises:
+        AssertionError: a conflict, or results that differ.
+    """
+    expected = None
+    for order, garbage in _RUNS:
+        with LaunchChecker(order, garbage) as checker:
+            results = [result.detach().clone() for result in workload()]
+        assert not checker.conflicts, "\n".join(checker.conflicts)
+        expected = results if expected is None else expected
+        assert len(results) == len(expected)
+        for number, (actual, wanted) in enumerate(zip(results, expected, strict=True)):
+            same = torch.equal(actual.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
+            assert same, f"result {number} changes with the order of the programs ({order}), or with garbage in memory"
+    return checker.launches

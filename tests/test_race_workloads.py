@@ -1,0 +1,472 @@
+"""Every kernel of the package under the race checker: each operator, and whole guided steps.
+
+``make races`` runs them; ``make test`` leaves them out (the marker ``races``). Rows, strides, lengths and slots differ
+from each other everywhere: a kernel that mixes them up touches what belongs to another program.
+"""
+
+import importlib
+import os
+import pkgutil
+from unittest import mock
+
+import pytest
+import torch
+
+import lenvm_kernels.ops
+from bench._models import make_model
+from lenvm_kernels.guidance import GuidanceTable, parse_guidance
+from lenvm_kernels.ops import ragged_layout as ragged_layout_module
+from lenvm_kernels.ops.commit_winner import commit_winner
+from lenvm_kernels.ops.ragged_layout import ragged_layout
+from lenvm_kernels.ops.ragged_linear import ragged_linear
+from lenvm_kernels.ops.reweight_scatter import reweight_scatter
+from lenvm_kernels.ops.rope_cache import rope_cache
+from lenvm_kernels.ops.sample_candidates import sample_candidates
+from lenvm_kernels.ops.topk_candidates import Candidates, topk_candidates
+from lenvm_kernels.ops.value_head import value_head
+from lenvm_kernels.ops.value_tree_attention import value_tree_attention
+from lenvm_kernels.paged_slots import PagedSlots
+from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.value_model import ValueModelConfig
+from tests.helpers.padded_step import PaddedStep
+from tests.helpers.races import check_races
+
+pytestmark = [
+    pytest.mark.races,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="here the kernels are compiled"),
+]
+
+WORKLOADS = {}  # by name: the workload, and the kernels it is there for
+
+
+def workload(*kernels, **cases):
+    """Registers a function of a case, once for each of ``cases``, as what covers ``kernels``."""
+
+    def register(function):
+        for name, case in cases.items():
+            WORKLOADS[f"{function.__name__}: {name}"] = lambda case=case: function(*case), set(kernels)
+        return function
+
+    return register
+
+
+def i32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def padded(tensor, columns):
+    """The same values with more memory between the rows of the last dimension."""
+    storage = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] + columns, dtype=tensor.dtype)
+    view = storage[..., : tensor.shape[-1]]
+    view.copy_(tensor)
+    return view
+
+
+@workload(
+    "_scan_kernel",
+    "_filter_kernel",
+    logits=(5, 4, 5000, torch.float32, True),
+    many_rows=(17, 2, 40_000, torch.bfloat16, True),
+    probabilities=(3, 64, 9000, torch.float16, False),
+    one_column=(2, 1, 1, torch.float32, True),
+)
+def topk(rows, k, vocab, dtype, is_logits):
+    generator = torch.Generator().manual_seed(rows)
+    scores = torch.randn(rows, vocab, generator=generator) * 4
+    scores = scores if is_logits else torch.softmax(scores, 1)
+    scores[0, vocab // 2] = torch.nan  # a broken row beside sound ones
+    random = lambda: torch.rand(rows, generator=generator)  # noqa: E731
+    found = topk_candidates(
+        padded(scores.to(dtype), 3),
+        top_k=torch.randint(0, 2 * k, (rows,), generator=generator, dtype=torch.int32),
+        top_p=random() * 0.5 + 0.5,
+        min_p=random() * 0.01,
+        max_candidates=k,
+        temperature=random() + 0.1 if is_logits else None,
+        is_logits=is_logits,
+        entropy_threshold=random(),
+        guided=torch.arange(rows) % 4 != 2,
+        vocab_mask=torch.randint(-(2**31), 2**31 - 1, (rows, -(-vocab // 32)), generator=generator, dtype=torch.int32),
+        backend="triton",
+    )
+    return [found.token_ids, found.probs, found.counts, found.status, found.lost_mass]
+
+
+def candidates_of(rows, k, vocab, generator):
+    """Candidates with 0 to K tokens a row in no order, two of which are end-of-sequence ids, and every status."""
+    counts = torch.randint(0, k + 1, (rows,), generator=generator, dtype=torch.int32)
+    is_candidate = torch.arange(k) < counts[:, None]
+    tokens = torch.stack([torch.randperm(vocab, generator=generator)[:k] for _ in range(rows)]).int()
+    tokens[:, 0] = torch.arange(rows) % 5
+    probs = torch.rand(rows, k, generator=generator).where(is_candidate, torch.tensor(0.0))
+    return Candidates(
+        token_ids=tokens.where(is_candidate, -1),
+        probs=probs / probs.sum(1, keepdim=True).clamp(min=1),
+        counts=counts,
+        status=torch.arange(rows).remainder(4).to(torch.int8),
+        lost_mass=torch.zeros(rows).index_fill(0, torch.tensor([rows - 1]), torch.nan),
+    )
+
+
+GUIDANCE = [
+    {"scale": 0.6},
+    {"target_length": 12},
+    {"target_length": 12, "op": "soft"},
+    None,
+    {"target_length": 9, "op": "ge"},
+    {"mode": "value_bias", "scale": 2.0},
+    {"mode": "exp", "scale": 2.0},
+]
+
+
+@workload(
+    "_reweight_kernel",
+    one_tile=(5, 8, None),
+    many_tiles=(70, 16, None),
+    one_candidate=(3, 1, None),
+)
+@workload(
+    "_reweight_scatter_kernel",
+    one_slice=(7, 8, torch.float32),
+    slices=(5, 64, torch.bfloat16),
+    half=(4, 4, torch.float16),
+)
+def reweight(rows, k, dtype):
+    generator = torch.Generator().manual_seed(rows)
+    vocab = 40_000 if k == 64 else 5000
+    candidates = candidates_of(rows, k, vocab, generator)
+    params = [None if g is None else parse_guidance(g) for g in (GUIDANCE[i % 7] for i in range(rows + 2))]
+    table = GuidanceTable.from_params(params, [{i % 5, 17} for i in range(rows + 2)], "cpu")
+    value_logits = torch.randn(rows, k, generator=generator)
+    value_logits[rows // 2, 0] = torch.nan
+    dense = None if dtype is None else padded(torch.rand(rows, vocab, generator=generator).to(dtype), 9)
+    out = reweight_scatter(
+        candidates,
+        padded(value_logits, 5),
+        table,
+        table_rows=torch.randperm(rows + 2, generator=generator)[:rows],
+        generated=torch.randint(0, 20, (rows,), generator=generator, dtype=torch.int32),
+        probs=dense,
+        backend="triton",
+    )
+    return [out, table.faults] + ([] if dense is None else [dense])
+
+
+@workload("_sample_candidates_kernel", one_program=(7, 8), programs=(70, 2), many_slots=(33, 64))
+def sample(rows, k):
+    generator = torch.Generator().manual_seed(rows)
+    candidates = candidates_of(rows, k, 1000, generator)
+    tokens = sample_candidates(
+        candidates,
+        padded(candidates.probs, 3),
+        torch.randint(0, 2**40, (rows,), generator=generator),
+        torch.randint(0, 999, (rows,), generator=generator, dtype=torch.int32),
+        temperature=torch.rand(rows, generator=generator) - 0.1,
+        backend="triton",
+    )
+    return [tokens]
+
+
+@workload(
+    "_ragged_layout_kernel",
+    mixed=([1, 0, 3, 2], [8, 0, 5, 2], 9, 8),
+    empty=([0, 0], [0, 0], 1, 8),
+    prompt=([3, 210, 1], [0, 0, 0], 214, 0),
+    broken=([-3, 200], [1, 99], 201, 4),
+    several_tiles=([i % 3 * 9 for i in range(40)], [i % 2 for i in range(40)], 360, 1),
+)
+@mock.patch.object(ragged_layout_module, "TILE", 16)
+def layout(lens, counts, deltas, k):
+    requests = len(lens)
+    starts = i32([sum(max(n, 0) for n in lens[:i]) for i in range(requests)])
+    laid_out = ragged_layout(
+        torch.arange(deltas, dtype=torch.int32),
+        torch.arange(deltas).flip(0) + 50,
+        starts,
+        i32(lens),
+        padded(torch.arange(requests * k, dtype=torch.int32).view(requests, k), 3),
+        i32(counts),
+        i32([7 * i for i in range(requests)]),
+        backend="triton",
+    )
+    return list(vars(laid_out).values())
+
+
+@workload(
+    "_inv_rms_kernel",
+    "_ragged_linear_kernel",
+    norm=(150, 131, 400, 200, False, True, torch.float32),
+    swiglu=(70, 7, 100, 90, True, True, torch.bfloat16),
+    nothing=(9, 0, 64, 64, False, True, torch.float32),
+)
+@workload(
+    "_ragged_linear_kernel",
+    "_sum_splits_kernel",
+    splits=(140, 131, 4096, 80, False, False, torch.bfloat16),
+    few_rows=(5, 9, 4864, 66, False, False, torch.float16),
+)
+def linear(tokens, live, size, outputs, swiglu, norm, dtype):
+    generator = torch.Generator().manual_seed(tokens)
+    random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+    columns = outputs * (2 if swiglu else 1)
+    y = ragged_linear(
+        padded(random(tokens, size), 3),
+        padded(random(columns, size) / size**0.5, 16),
+        random(columns),
+        num_rows=i32([live]),
+        norm_eps=1e-6 if norm else None,
+        swiglu=swiglu,
+        residual=padded(random(tokens, outputs), 5),
+        backend="triton",
+    )
+    return [y[: min(live, tokens)]]  # the others are not computed
+
+
+@workload(
+    "_partial_logits_kernel",
+    "_sum_partials_kernel",
+    all_tokens=(90, 96, None, torch.float32, True),
+    some=(40, 130, 150, torch.bfloat16, False),
+    only_padding=(5, 64, 0, torch.float16, True),
+)
+def head(tokens, size, outputs, dtype, norm):
+    generator = torch.Generator().manual_seed(tokens)
+    random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+    rows = None
+    if outputs is not None:  # in no order, with rows beyond either end
+        rows = torch.randint(-2, tokens + 2, (outputs,), generator=generator) if outputs else torch.tensor([-1, tokens])
+    logits = value_head(
+        padded(random(tokens, size), 3),
+        padded(random(size, size) / size**0.5, 8),
+        random(size),
+        random(1, size),
+        random(1),
+        token_rows=rows,
+        norm_weight=random(size) if norm else None,
+        backend="triton",
+    )
+    return [logits]
+
+
+@workload(
+    "_rope_cache_kernel",
+    norm=(12, 9, 3, 64, True, torch.float32),
+    wide=(5, 12, 2, 128, False, torch.bfloat16),
+    odd=(70, 3, 1, 6, True, torch.float16),
+)
+def rope(tokens, heads, kv_heads, head_dim, norm, dtype):
+    generator = torch.Generator().manual_seed(tokens)
+    random = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    slots = torch.randperm(2 * tokens, generator=generator)[:tokens]
+    slots[1::3] = -1  # candidates are kept in no slot
+    k_cache = padded(torch.zeros(2 * tokens, kv_heads, head_dim, dtype=dtype), 4)
+    v_cache = torch.zeros(kv_heads, 2 * tokens, head_dim, dtype=dtype).transpose(0, 1)
+    buffers = [torch.zeros(tokens + 3, kv_heads, head_dim, dtype=dtype)[3:] for _ in range(2)]
+    live = tokens - 2
+    results = rope_cache(
+        padded(random(tokens, (heads + 2 * kv_heads) * head_dim).to(dtype), 5),
+        random(tokens, head_dim // 2),
+        random(tokens, head_dim // 2),
+        slots,
+        k_cache,
+        v_cache,
+        num_heads=heads,
+        qk_norm_weight=random(heads + kv_heads, head_dim).to(dtype) if norm else None,
+        num_rows=i32([live]),
+        k_out=buffers[0] if norm else None,
+        v_out=buffers[1] if norm else None,
+        backend="triton",
+    )
+    return [*(result[:live] for result in results), k_cache, v_cache]
+
+
+@workload(
+    "_value_tree_attention_kernel",
+    "_merge_splits_kernel",
+    pages=(2, 2, 32, 4, False, torch.float32),
+    group_of_seven=(7, 1, 24, 1, False, torch.bfloat16),
+    trees=(3, 2, 64, 16, True, torch.float16),
+)
+def attention(group, kv_heads, head_dim, page_size, has_parents, dtype):
+    generator = torch.Generator().manual_seed(group)
+    random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+    deltas, counts, cached = [1, 0, 0, 37, 0, 2], [5, 0, 1, 3, 9, 0], [1100, 3, 513, 0, 600, 40]
+    lens = torch.tensor(deltas) + torch.tensor(counts)
+    tokens, pages = int(lens.sum()) + 5, -(-1110 // page_size)
+    slot_table = torch.randperm(8 * pages, generator=generator, dtype=torch.int32).view(8, pages)
+    slots = 8 * pages * page_size
+    parents = None
+    if has_parents:
+        parents = torch.arange(tokens, dtype=torch.int32) - torch.randint(1, 4, (tokens,), generator=generator).int()
+    return [
+        value_tree_attention(
+            padded(random(tokens, kv_heads * group, head_dim), 2),
+            random(tokens, kv_heads, head_dim),
+            random(kv_heads, tokens, head_dim).transpose(0, 1),
+            random(slots, kv_heads, head_dim),
+            padded(random(slots, kv_heads, head_dim), 3),
+            padded(slot_table, 1),
+            torch.tensor([6, 1, 7, 0, 3, 2]),
+            i32(cached),
+            i32([0, *lens.cumsum(0).tolist()]),
+            i32(counts),
+            parents=parents,
+            page_size=page_size,
+            out=padded(torch.zeros(tokens, kv_heads * group, head_dim, dtype=dtype), 7),
+            backend="triton",
+        )
+    ]
+
+
+@workload("_commit_winner_kernel", layers=(3, 48, torch.float32), wide=(2, 1100, torch.bfloat16))
+def commit(layers, head_dim, dtype):
+    generator = torch.Generator().manual_seed(layers)
+    random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+    k_cache, k_last = random(layers, 50, 2, head_dim), random(layers, 20, 2, head_dim)
+    v_cache, v_last = (random(n, layers, 2, head_dim).transpose(0, 1) for n in (50, 20))
+    committed = commit_winner(
+        k_cache,
+        v_cache,
+        k_last,
+        v_last,
+        padded(torch.randint(0, 6, (4, 8), generator=generator, dtype=torch.int32), 3),  # tokens twice in a row
+        padded(torch.randint(-1, 22, (4, 8), generator=generator), 1),
+        i32([9, 9, 8, 9]),
+        i32([2, 0, 3, 1, -1, 9]),
+        i32([1, 2, 3, 4, 5, 1]),
+        i32([8, 9, 9, 9, 9, 9]),
+        i32([49, 11, 0, 13, -1, 50]),
+        backend="triton",
+    )
+    return [committed, k_cache, v_cache]
+
+
+STEP_KERNELS = (
+    "_commit_winner_kernel",
+    "_filter_kernel",
+    "_inv_rms_kernel",
+    "_merge_splits_kernel",
+    "_partial_logits_kernel",
+    "_ragged_layout_kernel",
+    "_ragged_linear_kernel",
+    "_reweight_kernel",
+    "_reweight_scatter_kernel",
+    "_rope_cache_kernel",
+    "_sample_candidates_kernel",
+    "_scan_kernel",
+    "_sum_partials_kernel",
+    "_sum_splits_kernel",
+    "_value_tree_attention_kernel",
+)
+# So many intermediate columns that their sum is taken in parts.
+CONFIG = ValueModelConfig(
+    hidden_size=32,
+    intermediate_size=4096,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=512,
+    rms_norm_eps=1e-6,
+    rope_inv_freq=tuple(1e6 ** (-i / 8) for i in range(8)),
+    qkv_bias=True,
+    qk_norm=True,
+)
+VOCAB, EOS = 300, {7, 8}
+# By row of the slot table: what a request asks for, and the length of its prompt.
+REQUESTS = [
+    ({"target_length": 60}, 530),
+    ({"scale": 0.7, "return_values": True}, 3),
+    (None, 40),
+    ({"mode": "exp", "scale": 2.0}, 1),
+    ({"return_values": True}, 17),
+    ({"mode": "value_bias", "scale": 2.0, "return_values": True}, 33),
+    ({"target_length": 9, "op": "ge"}, 5),
+]
+
+
+@workload(*STEP_KERNELS, eager=(GuidedStep, 4), padded=(PaddedStep, 4), padded_wide=(PaddedStep, 16))
+def guided_step(step_class, k):
+    """Prompts in ragged chunks, a prediction, then steps of changing subsets of the rows in changing order."""
+    generator = torch.Generator().manual_seed(k)
+    rows = len(REQUESTS)
+    slots = PagedSlots(rows, 540, page_size=4)
+    step = step_class(
+        make_model(CONFIG, torch.float32, "cpu"),
+        slots.table,
+        slots.num_slots,
+        vocab_size=VOCAB,
+        max_rows=rows,
+        max_candidates=k,
+        page_size=4,
+        chunk_tokens=64,
+        backend="triton",
+    )
+    for cache in (step.cache.keys, step.cache.values):
+        cache.normal_(generator=generator)
+    for row in torch.randperm(rows, generator=generator).tolist():
+        guidance, prompt_len = REQUESTS[row]
+        slots.extend(row, prompt_len + 5)
+        params = None if guidance is None else parse_guidance(guidance)
+        step.set(row, params, EOS, prompt_len=prompt_len, seed=row + 90)
+
+    # The last 40 tokens of each prompt but its very last are computed, those before them are in the cache.
+    lengths = i32([prompt_len for _, prompt_len in REQUESTS])
+    lens = (lengths - 1).clamp(max=40)
+    order = torch.randperm(rows, generator=generator).int()
+    starts = (lens[order].cumsum(0) - lens[order]).int()
+    row_of = order.repeat_interleave(lens[order])
+    cached = (lengths - 1 - lens)[order]
+    position = torch.arange(len(row_of)) + (cached - starts).repeat_interleave(lens[order])
+    prompt = torch.randint(VOCAB, (len(row_of),), generator=generator)
+    step.extend(prompt, slots.slots(row_of, position), order, starts, lens[order], cached)
+    last = torch.randint(VOCAB, (rows,), generator=generator, dtype=torch.int32)
+    results = [step.predict(last[order], order, lengths[order] - 1)]
+
+    for number, chosen in enumerate([[4, 0, 6, 2, 5, 1, 3], [5, 0, 1], [3], [1, 3, 5, 0, 6]]):
+        chosen, b = i32(chosen), len(chosen)
+        logits = torch.randn(b, VOCAB, generator=generator) * 3
+        logits[0, 5] = torch.nan if number == 3 else 0.0
+        probs = torch.softmax(logits, 1) if number % 2 else None
+        output = step.step(
+            logits,
+            last[chosen],
+            chosen,
+            lengths[chosen],
+            slots.slots(chosen, lengths[chosen] - 1),
+            top_k=i32([0, 5, k][number % 3 : number % 3 + 1] * b),
+            top_p=torch.full((b,), 0.98),
+            min_p=torch.full((b,), 1e-3),
+            temperature=torch.full((b,), 0.9),
+            is_logits=True,
+            probs=probs,
+            sample=True,
+            drawn=torch.randint(VOCAB, (b,), generator=generator),
+        )
+        results += [output.candidates.token_ids, output.candidates.probs, output.value_logits, output.probs]
+        results += [output.tokens, output.remaining_lengths] + ([] if probs is None else [probs])
+        last[chosen.long()] = output.tokens.int()
+        lengths[chosen.long()] += 1
+    return [*results, step.cache.keys, step.cache.values, step.table.faults]
+
+
+def kernels():
+    """Names of all kernels of the operators."""
+    names = set()
+    for module in pkgutil.iter_modules(lenvm_kernels.ops.__path__, "lenvm_kernels.ops."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if name.endswith("_kernel") and hasattr(value, "run"):
+                names.add(name)
+    return names
+
+
+def test_every_kernel_has_a_workload():
+    assert len(kernels()) >= 15
+    assert set().union(*(covered for _, covered in WORKLOADS.values())) == kernels()
+    assert set(STEP_KERNELS) == kernels()
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_no_races(name):
+    run, covered = WORKLOADS[name]
+    assert covered <= set(check_races(run))
