@@ -38,6 +38,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -196,7 +197,7 @@ def compile_all(part: Part) -> list[dict]:
             batches.append(compiled)
         batch_dependent = sums_that_differ(batches)
         seen: Counter[str] = Counter()
-        for name, kernel in {kernel.hash: (name, kernel) for name, kernel in sum(batches, [])}.values():
+        for name, kernel in {kernel.hash: (name, kernel) for name, kernel in chain(*batches)}.values():
             seen[name] += 1
             if kernel.hash not in described:
                 described[kernel.hash] = describe(kernel, part)

@@ -318,7 +318,7 @@ def test_faults_are_counted_by_row(device, backend):
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_value_bias_by_large_products(device, backend):
-    """Logits of some hundreds times a scale of 15: the products are rounded by more than 1e-4, their differences not."""
+    """Logits of some hundreds times a scale of 15: the products are rounded by 1e-4, their differences are not."""
     z = torch.tensor([[300.0, 299.93, 299.87, 299.75], [-300.0, -299.93, -299.87, -299.75]])
     q = torch.tensor([[0.1, 0.2, 0.3, 0.4]] * 2)
     table = GuidanceTable.from_params(

@@ -12,7 +12,7 @@ VOCAB = 17_411
 def test_serving_compiles_nothing():
     # Another process, because this one may interpret.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.serving_variants", str(VOCAB)]
+    command = [sys.executable, "-m", "tests.helpers.serving_variants", str(VOCAB)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-5000:]
     report = json.loads(done.stdout)

@@ -8,8 +8,8 @@ LenVM fork of SGLang.
 fp32 holds because values are never subtracted: a row works in shares of its range, ``w = (v - min v) / range`` and
 ``1 - w``, each from ``sigmoid(a) - sigmoid(b) = sigmoid(a) sigmoid(-b) (1 - exp(b - a))``. What follows from them is
 taken from the nearer end: exponents from the favoured one, deviations from the one near the mean. The root is found on
-``logit E[w]``, which is linear in ``lambda`` for two candidates and nearly so in the tails of more, by Newton steps that
-a bracket guards. It is the root of the weights as they are rounded, so their errors do not add to that of the mean.
+``logit E[w]``, which is linear in ``lambda`` for two candidates and nearly so in the tails of more, by Newton steps
+that a bracket guards. It is the root of the weights as they are rounded: their errors do not add to that of the mean.
 Every mode is computed for every row and the row's own is selected: no divergence, any mix.
 """
 

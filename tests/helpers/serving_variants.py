@@ -1,9 +1,10 @@
 """Which compiled variants of the kernels serving asks for that ``GuidedStep.warm_up`` has not made.
 
-``python -m tests.serving_variants V`` (without TRITON_INTERPRET) pretends to serve with a vocabulary of V tokens: every
-batch size, every optional argument, what the adapters call, and tensors that are slices of longer ones. Nothing is
-compiled or launched: a launch only notes the key under which Triton looks for its compiled kernel. Prints, as JSON, the
-keys that warming up noted for each kernel, and for each kind of call the kernels and batch sizes of those it did not.
+``python -m tests.helpers.serving_variants V`` (without TRITON_INTERPRET) pretends to serve with a vocabulary of V
+tokens: every batch size, every optional argument, what the adapters call, and tensors that are slices of longer ones.
+Nothing is compiled or launched: a launch only notes the key under which Triton looks for its compiled kernel. Prints,
+as JSON, how many keys warming up noted for each kernel, and for each kind of call the kernels and batch sizes whose
+keys it did not.
 """
 
 import json
@@ -22,6 +23,7 @@ from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.ops.topk_candidates import FEW_ROWS
 from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.value_model import ValueModel
+from tests.helpers.padded_step import PaddedStep
 
 MAX_ROWS = FEW_ROWS + 3
 CHUNK_TOKENS = 64
@@ -35,21 +37,6 @@ def note_key(self, *args, grid, warmup, **options):
     options["instrumentation_mode"] = triton.knobs.compilation.instrumentation_mode
     _, specialization, options = bind(*args, **options)
     keys[self.fn.__name__].add(f"{specialization}{options}")
-
-
-class GraphedStep(GuidedStep):
-    """A guided step that pads its batches as replaying a CUDA graph does."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        dtypes = (torch.int64, torch.int64, torch.int32, torch.int64, torch.int32, torch.int32, torch.int32)
-        shapes = [(self.max_rows,)] * 5 + [(self.max_rows, self.max_candidates), (self.max_rows,)]
-        self._inputs = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-        self.graphs = True
-
-    def _replay(self, *arguments):
-        rows = len(arguments[0])
-        return self._score(*(buffer[: self._bucket(rows)] for buffer in self._inputs))[:rows].clone()
 
 
 def slice_of_longer(tensor):
@@ -123,10 +110,10 @@ def main() -> None:
     config = make_config("Qwen2.5-0.5B", vocab_size=512, num_layers=1)
     model = ValueModel(config, {k: torch.zeros(s, dtype=torch.bfloat16) for k, s in config.tensor_shapes().items()})
     report = {}
-    for name, kind in (("with graphs", GraphedStep), ("without graphs", GuidedStep)):
+    for name, kind in (("with graphs", PaddedStep), ("without graphs", GuidedStep)):
         keys.clear()
         table = torch.zeros(MAX_ROWS, 1024, dtype=torch.int32)
-        step = kind(model, table, 1000, vocab_size=vocab, chunk_tokens=CHUNK_TOKENS, graphs=False, backend="triton")
+        step = kind(model, table, 1000, vocab_size=vocab, chunk_tokens=CHUNK_TOKENS, backend="triton")
         for is_logits in (False, True):
             step.warm_up(is_logits=is_logits, progress=False)
         step.warm_up(torch.bfloat16, progress=False)
