@@ -10,6 +10,7 @@ keys it did not.
 import json
 import sys
 from collections import defaultdict
+from functools import partial
 
 import torch
 import triton
@@ -44,61 +45,35 @@ def slice_of_longer(tensor):
     return torch.cat([tensor.new_zeros(1, *tensor.shape[1:]), tensor])[1:]
 
 
-def serve(step, call, rows, vocab):
-    """One call of a kind with a batch of ``rows``."""
+def calls(step, rows, vocab):
+    """By name: what an adapter or an engine calls for a batch of ``rows``."""
     one = slice_of_longer(torch.ones(rows))
     i32, i64 = (slice_of_longer(torch.zeros(rows, dtype=dtype)) for dtype in (torch.int32, torch.int64))
-    mask = torch.zeros(rows, -(-vocab // 32), dtype=torch.int32)
-    scores, bf16 = torch.zeros(rows, vocab), torch.zeros(rows, vocab, dtype=torch.bfloat16)
-    row_numbers, filters = slice_of_longer(torch.arange(rows)), dict(top_k=i32, top_p=one, min_p=one)
-    batch = (i64, row_numbers, i32, i64)
+    numbers, active = slice_of_longer(torch.arange(rows)), torch.ones(rows, dtype=torch.bool)
     prompt = slice_of_longer(torch.zeros(7 * rows, dtype=torch.int32))
-    padded_scores = torch.zeros(rows, -(-vocab // 16) * 16)[:, :vocab]
-    if call == "SGLang draws":
-        step.step(scores, *batch, **filters, drawn=i64, sample=True)
-    elif call == "SGLang, greedy":
-        step.step(scores, *batch, **filters, drawn=i64, is_logits=True)
-    elif call == "SGLang, prompts":
-        step.predict(i64, row_numbers, i32)
-    elif call == "SGLang, prefill":
-        step.extend(prompt.long(), prompt.long(), row_numbers, i32, i32, i32)
-    elif call == "prefill in int32":
-        step.extend(prompt, prompt, row_numbers.int(), i32, i32, i32)
-    elif call == "transformers":
-        active = torch.ones(rows, dtype=torch.bool)
-        step.step(scores, *batch, **filters, temperature=one, is_logits=True, active=active, probs=scores)
-    elif call == "probabilities in place":
-        step.step(scores, *batch, **filters, probs=scores)
-    elif call == "logits":
-        step.step(scores, *batch, **filters, is_logits=True, sample=True)
-    elif call == "logits and a mask":
-        step.step(scores, *batch, **filters, is_logits=True, vocab_mask=mask, temperature=one, sample=True)
-    elif call == "probabilities and a mask":
-        step.step(scores, *batch, **filters, vocab_mask=mask, sample=True)
-    elif call == "int32 batch":
-        step.step(scores, i32, row_numbers.int(), i32, i32, **filters, sample=True)
-    elif call == "bf16 logits":
-        step.step(bf16, *batch, **filters, temperature=one, is_logits=True, sample=True)
-    else:
-        assert call == "padded logits"
-        step.step(padded_scores, *batch, **filters, is_logits=True, probs=padded_scores.clone())
+    mask = torch.zeros(rows, -(-vocab // 32), dtype=torch.int32)
+    x, bf16 = torch.zeros(rows, vocab), torch.zeros(rows, vocab, dtype=torch.bfloat16)
+    padded = torch.zeros(rows, -(-vocab // 16) * 16)[:, :vocab]
 
+    def guide(scores, *, rows=numbers, integers=i64, **options):
+        return partial(step.step, scores, integers, rows, i32, integers, top_k=i32, top_p=one, min_p=one, **options)
 
-CALLS = (
-    "SGLang draws",
-    "SGLang, greedy",
-    "SGLang, prompts",
-    "SGLang, prefill",
-    "prefill in int32",
-    "transformers",
-    "probabilities in place",
-    "logits",
-    "logits and a mask",
-    "probabilities and a mask",
-    "int32 batch",
-    "bf16 logits",
-    "padded logits",
-)
+    logits = dict(is_logits=True)
+    return {
+        "SGLang draws": guide(x, drawn=i64, sample=True),
+        "SGLang, greedy": guide(x, drawn=i64, **logits),
+        "SGLang, prompts": partial(step.predict, i64, numbers, i32),
+        "SGLang, prefill": partial(step.extend, prompt.long(), prompt.long(), numbers, i32, i32, i32),
+        "prefill in int32": partial(step.extend, prompt, prompt, numbers.int(), i32, i32, i32),
+        "transformers": guide(x, temperature=one, active=active, probs=x, **logits),
+        "probabilities in place": guide(x, probs=x),
+        "probabilities and a mask": guide(x, vocab_mask=mask, sample=True),
+        "logits": guide(x, sample=True, **logits),
+        "logits and a mask": guide(x, vocab_mask=mask, temperature=one, sample=True, **logits),
+        "logits in bf16": guide(bf16, temperature=one, sample=True, **logits),
+        "padded logits": guide(padded, probs=padded.clone(), **logits),
+        "int32 batch": guide(x, rows=numbers.int(), integers=i32, sample=True),
+    }
 
 
 def main() -> None:
@@ -121,13 +96,13 @@ def main() -> None:
         for row in range(MAX_ROWS):
             step.set(row, parse_guidance({"target_length": 100, "return_values": row % 2 == 0}), {0})
         new: dict[str, dict[str, list[int]]] = {}
-        for call in CALLS:
-            for rows in range(1, MAX_ROWS + 1):
+        for rows in range(1, MAX_ROWS + 1):
+            for name_of_call, call in calls(step, rows, vocab).items():
                 before = {kernel: set(found) for kernel, found in keys.items()}
-                serve(step, call, rows, vocab)
+                call()
                 for kernel, found in keys.items():
                     if found - before.get(kernel, set()):
-                        new.setdefault(call, {}).setdefault(kernel, []).append(rows)
+                        new.setdefault(name_of_call, {}).setdefault(kernel, []).append(rows)
         report[name] = {"warm": {kernel: len(found) for kernel, found in warm.items()}, "new": new}
     print(json.dumps(report))
 
