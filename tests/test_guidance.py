@@ -193,6 +193,8 @@ def test_table():
     assert table.target_length.tolist() == [7, 0, 0] and table.counts_down.tolist() == [True, False, False]
     torch.testing.assert_close(table.nats_per_token, torch.full((3,), -math.log(0.997)))
     assert GuidanceTable.from_params([], [], "cpu").mode.shape == (0,)
+    nobody = GuidanceTable.from_params([None], [set()], "cpu")
+    assert nobody.eos_token_ids.tolist() == [[-2]] and nobody.scaled_token_ids.tolist() == [[0]]
     with pytest.raises(ValueError, match=r"eos_token_ids must have one set per request \(1\), got 2 sets"):
         GuidanceTable.from_params([None], [set(), set()], "cpu")
 

@@ -249,6 +249,20 @@ def test_rows_that_ended_are_left_out(base, value_model, prompts, monkeypatch):
     assert processor._step.table.eos_token_ids.tolist()[:3] == [[EOS, 33]] * 3
 
 
+def test_the_value_model_gets_the_prompts_without_padding_and_last_token(base, value_model, prompts, monkeypatch):
+    """The last token is the first step's; many tokens may have temperatures of their own."""
+    scaled = [SHORTER | {"boosted_token_ids": list(range(40)), "token_temp_divisor": 2.0}, SHORTER, SHORTER]
+    processor = make(base, value_model, guidance=scaled, attention_mask=prompts["attention_mask"])
+    extended = {}
+    monkeypatch.setattr(processor._step, "extend", lambda *args, **kwargs: extended.update(kwargs))
+    processor(prompts["input_ids"], torch.zeros(3, VOCAB))
+    assert {name: x.tolist() for name, x in extended.items()} == {
+        "starts": [0, 9, 17],
+        "lens": [5, 2, 0],
+        "cached_lens": [0, 0, 0],
+    }
+
+
 def test_a_model_without_an_end_of_sequence(base, value_model, prompts, monkeypatch):
     monkeypatch.setattr(base.generation_config, "eos_token_id", None)
     processor = make(base, value_model, attention_mask=prompts["attention_mask"], max_new_tokens=1)
@@ -282,6 +296,7 @@ def test_filters_of_rows_that_are_not_guided(base, value_model, prompts):
     [
         (dict(attention_mask=torch.tensor([[1, 1, 0], [1, 1, 1]])), "attention_mask must be .* padded on the left"),
         (dict(attention_mask=torch.ones(4)), "attention_mask must be"),
+        (dict(attention_mask=torch.tensor([[0, 0, 0], [1, 1, 1]])), "attention_mask must be"),
         (dict(guidance=[SHORTER]), "guidance must be one for all or one for each of the 2 prompts, got 1"),
         (dict(guidance={"value_mode": "loud"}), "value_mode must be one of"),
         (dict(max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
