@@ -7,6 +7,9 @@ INSTALLED := $(VENV)/.installed
 WORKERS ?= 2
 SGLANG_VENV := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
+TTSEM_VENV := .venv-ttsem
+TTSEM_INSTALLED := $(TTSEM_VENV)/.installed
+OPERATORS := $(basename $(filter-out _%,$(notdir $(wildcard lenvm_kernels/ops/*.py))))
 # Whose results a GPU's rounding could change.
 ROUNDED := topk_candidates reweight_scatter sample_candidates value_head value_tree_attention rope_cache ragged_linear
 BENCHES := $(basename $(notdir $(wildcard bench/bench_*.py)))
@@ -21,7 +24,7 @@ help:
 	@echo "make serve   the same model in the real SGLang server on a CPU, port 30000: makes .venv-sglang (3 GB) and demo-models"
 	@echo "make test    every test, under 10 minutes on 2 cores"
 	@echo "make test-sglang    the plugin in the real SGLang server on a CPU, under 15 minutes"
-	@echo "make races   looks for races in every kernel, and repeats the property tests with a GPU's rounding errors; 5 minutes"
+	@echo "make races   races in every kernel, and the property tests with a GPU's rounding errors; under 10 minutes"
 	@echo "make codegen compiles every kernel for four GPUs that are not there, and fails on spills and slow code; 2 minutes"
 	@echo "make fuzz    every test, the property tests with many more examples (FUZZ_EXAMPLES=500)"
 	@echo "make lint    ruff check and format"
@@ -58,13 +61,24 @@ $(SGLANG_INSTALLED): pyproject.toml tests/sglang_cpu/requirements.txt $(wildcard
 test-sglang: $(SGLANG_INSTALLED)
 	$(SGLANG_VENV)/bin/python -m pytest tests/test_sglang*.py -p no:warnings --durations=5 $(ARGS)
 
+# ttsem declares Python 3.12 and a newer torch; it runs with these. All else that the tests import is that of .venv,
+# behind its own Triton.
+$(TTSEM_INSTALLED): $(INSTALLED)
+	test -x $(TTSEM_VENV)/bin/python || $(PYTHON) -m venv $(TTSEM_VENV)
+	$(TTSEM_VENV)/bin/pip --disable-pip-version-check install --no-deps --ignore-requires-python ttsem==0.1.0 triton==3.8.0
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> $$($(TTSEM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lenvm.pth
+	touch $@
+
 # Workloads in parallel, not files: nearly all of them are in one. 10 examples a property test (the profile gpu).
-races: $(INSTALLED)
+races: $(INSTALLED) $(TTSEM_INSTALLED)
 	$(BIN)/pytest -n $(WORKERS) -m "" tests/test_races.py tests/test_race_workloads.py tests/test_rounding.py $(ARGS)
 	for seed in 1 2 3; do \
 		HYPOTHESIS_PROFILE=gpu $(BIN)/pytest -n $(WORKERS) -m hypothesis --rounding-seed $$seed \
 			$(ROUNDED:%=tests/test_%.py) $(ARGS) || exit 1; \
 	done
+	ulimit -v 16000000 && HYPOTHESIS_PROFILE=gpu $(TTSEM_VENV)/bin/python -m ttsem.sanitize pytest \
+		-p tests.helpers.ttsem_plugin -m "hypothesis or races" tests/test_ttsem.py $(OPERATORS:%=tests/test_%.py) $(ARGS)
 
 codegen: $(INSTALLED)
 	$(BIN)/python -m bench.codegen --check $(ARGS)
@@ -80,4 +94,4 @@ bench: $(INSTALLED)
 	for name in $(BENCHES); do $(BIN)/python -m bench.$$name --quick $(ARGS) || exit 1; done
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) demo-models build .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(TTSEM_VENV) demo-models build .pytest_cache .ruff_cache .hypothesis *.egg-info
