@@ -15,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.interpreter_bf16 import repair_interpreter_bf16
+from lenvm_kernels.fuzz.interpreter_bf16 import repair_interpreter_bf16
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     repair_interpreter_bf16()

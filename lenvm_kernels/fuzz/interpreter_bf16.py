@@ -5,6 +5,8 @@ from other types than fp32 reinterpret them, and fp32 -> bf16 truncates instead 
 The kernels here cast to fp32 before any arithmetic, so only casts and ``tl.dot`` need repair.
 """
 
+import functools
+
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
@@ -23,6 +25,7 @@ def fp32_to_bf16_bits(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
+@functools.cache  # once is enough
 def repair_interpreter_bf16() -> None:
     """Make casts and ``tl.dot`` decode bf16 to fp32 and encode it with round-to-nearest-even."""
     builder = interpreter.InterpreterBuilder
