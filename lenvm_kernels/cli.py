@@ -342,6 +342,19 @@ def _add_fuzz(commands: Any) -> None:
         "one of that name, or that of --ops; the working directory is searched for the module",
     )
     parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="OPTION=VALUE",
+        help="draw no other values of these options, of which one may be given several times; a run prints them all "
+        "(default: draw all)",
+    )
+    parser.add_argument(
+        "--reference-only",
+        action="store_true",
+        help="compare with the reference only (default: also with the same rows in other batches, bit by bit, which a "
+        "function made of PyTorch's matmuls cannot pass)",
+    )
+    parser.add_argument(
         "--corpus",
         type=Path,
         default=Path("lenvm-fuzz.jsonl"),
@@ -568,7 +581,7 @@ def _fuzz(args: argparse.Namespace) -> int:
         if device == "cpu":
             os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-        from lenvm_kernels.fuzz import corpus, report
+        from lenvm_kernels.fuzz import check, corpus, report
         from lenvm_kernels.fuzz.interpreter_bf16 import repair_interpreter_bf16
         from lenvm_kernels.fuzz.run import Plan, fuzz
         from lenvm_kernels.ops._common import INTERPRETED
@@ -580,10 +593,11 @@ def _fuzz(args: argparse.Namespace) -> int:
         function, ops = None, tuple(args.ops or OPERATORS)
         if args.against is not None:
             function, ops = _function_of(args.against, args.ops)
+        operators = tuple(check.operators()[name].restricted(_options(args.only, ops)) for name in ops)
         known = corpus.read(args.corpus)
 
     seconds = args.seconds or (60.0 if args.cases is None else None)
-    plan = Plan(ops, args.seed, args.cases, seconds, device, function, args.corpus)
+    plan = Plan(operators, args.seed, args.cases, seconds, device, function, args.corpus, args.reference_only)
     result = fuzz(plan, known, tell=lambda line: print(line, file=sys.stderr, flush=True))
     for line in report.text(result):
         print(line)
@@ -593,6 +607,20 @@ def _fuzz(args: argparse.Namespace) -> int:
         if args.junit is not None:
             args.junit.write_text(report.as_junit(result), encoding="utf-8")
     return 130 if result.interrupted else int(result.failed)
+
+
+def _options(pairs: list[str] | None, ops: tuple[str, ...]) -> dict[str, list[str]]:
+    """``--only`` as values by option."""
+    from lenvm_kernels.fuzz.check import operators
+
+    accepted: dict[str, list[str]] = {}
+    for pair in pairs or []:
+        name, sign, value = pair.partition("=")
+        if not sign or not any(name in operators()[op].options for op in ops):
+            known = dict.fromkeys(option for op in ops for option in operators()[op].options)
+            raise ValueError(f"--only must be OPTION=VALUE with an option of {', '.join(known)}, got {pair!r}")
+        accepted.setdefault(name, []).append(value)
+    return accepted
 
 
 def _function_of(name: str, ops: list[str] | None) -> tuple[Callable, tuple[str, ...]]:

@@ -1,6 +1,7 @@
 """Hypothesis strategies of the fuzzer's cases: what ``lenvm fuzz`` draws, small and simple first."""
 
 import hypothesis.strategies as st
+from hypothesis import assume
 
 from lenvm_kernels.fuzz.case import INTERPRETED_WORK, Case
 from lenvm_kernels.fuzz.check import check, operators
@@ -13,6 +14,7 @@ def cases(draw, name, **accepted):
     """Cases of an operator. ``accepted``: values of options, instead of all."""
     operator = operators()[name]
     options = {option: draw(st.sampled_from(accepted.get(option, v))) for option, v in operator.options.items()}
+    assume(operator.row_work(options) <= INTERPRETED_WORK)
     most = min(MOST_ROWS, max(1, int(INTERPRETED_WORK / operator.row_work(options))))
     rows = draw(st.lists(st.integers(0, 99), min_size=1, max_size=most, unique=True))
     return Case(name, draw(st.integers(0, 2**31)), tuple(rows), options)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -156,9 +156,27 @@ class Operator:
     classes: Callable[[Any], dict[str, Tensor]]
     constants: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
+    def restricted(self, only: Mapping[str, Collection[str]]) -> Operator:
+        """The operator with no other values of its options than ``only`` names, as text."""
+        accepted = {
+            name: [value for value in values if name not in only or str(value) in only[name]]
+            for name, values in self.options.items()
+        }
+        for name, values in accepted.items():
+            if not values:
+                known = ", ".join(map(str, self.options[name]))
+                raise CaseError(f"{name} of {self.name} must be of {known}, got {', '.join(only[name])}")
+        return replace(self, options=accepted)
+
     def draw(self, rng: random.Random, *, interpreted: bool) -> Case:
-        """A case with every option drawn; small batches are as likely as large ones."""
-        options = {name: rng.choice(values) for name, values in self.options.items()}
+        """A case with every option drawn; small batches are as likely as large ones.
+
+        The interpreter gets no options with which one row takes longer than its largest cases.
+        """
+        for _ in range(100):
+            options = {name: rng.choice(values) for name, values in self.options.items()}
+            if not interpreted or self.row_work(options) <= INTERPRETED_WORK:
+                break
         limit = INTERPRETED_WORK / self.row_work(options) if interpreted else BATCH_SIZE / self.row_size(options)
         most = min(self.most_rows, max(1, int(limit)))
         rows = min(most, int(2 ** rng.uniform(0, math.log2(most + 1))))

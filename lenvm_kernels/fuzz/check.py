@@ -100,11 +100,19 @@ def _check(case, operator, function, device, other_batches, observe) -> Failure 
     except WrongResult as error:
         return Failure(case, f"wrong result: {error}", case.rows, "")
     except Exception as error:  # whatever somebody else's function raises
-        if device.type == "cuda" and "CUDA error" in str(error):
-            raise DeviceError(str(error)) from error
+        if device.type == "cuda":
+            _require(device)
         message = " ".join(str(error).split())[:300]
         return Failure(case, f"raised {type(error).__name__}", case.rows, message)
     return None
+
+
+def _require(device: torch.device) -> None:
+    """Raise DeviceError if the device refuses to go on."""
+    try:
+        torch.cuda.synchronize(device)
+    except Exception as error:
+        raise DeviceError(" ".join(str(error).split())[:300]) from error
 
 
 def other_orders(case: Case) -> Iterator[tuple[str, tuple[int, ...]]]:

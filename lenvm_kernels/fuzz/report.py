@@ -12,17 +12,17 @@ import torch
 import triton
 
 from lenvm_kernels import __version__
-from lenvm_kernels.fuzz.check import operators
 from lenvm_kernels.fuzz.run import Found, Result
 
 
 def text(result: Result) -> Iterator[str]:
     """Lines: coverage by class of input, the operators' cases and rows, the failures."""
-    for name, tally in result.tallies.items():
+    for operator in result.plan.ops:
+        name, tally = operator.name, result.tallies[operator.name]
         if not tally.cases:
             continue
         yield f"{name}: cases by option, rows by class"
-        for option, values in operators()[name].options.items():
+        for option, values in operator.options.items():
             counts = (f"{value}: {tally.options[option][str(value)]}" for value in values)
             yield f"  {option:18} {'  '.join(counts)}"
         yield f"  {'rows that are':18} {'  '.join(f'{name}: {rows}' for name, rows in tally.classes.items())}"

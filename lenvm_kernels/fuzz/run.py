@@ -7,14 +7,13 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 
-import torch
-
 from lenvm_kernels.fuzz import corpus
 from lenvm_kernels.fuzz.case import Case, Operator
-from lenvm_kernels.fuzz.check import DeviceError, Failure, check, operators
+from lenvm_kernels.fuzz.check import DeviceError, Failure, check
 from lenvm_kernels.fuzz.shrink import shrink
 
 
@@ -23,22 +22,24 @@ class Plan:
     """What to do.
 
     Attributes:
-        ops: names of the operators, which take turns.
+        ops: the operators, which take turns; only values of their ``options`` are drawn.
         seed: case i is drawn from the seed and i alone.
         cases: to draw; None: as many as ``seconds`` allow.
         seconds: to draw for; None: as long as ``cases`` take.
         device: ``cuda`` or ``cpu``.
         function: in place of the operator's kernels; None: the kernels.
         corpus: file that failing cases are added to; None: none.
+        reference_only: do not compare with the same rows in other batches.
     """
 
-    ops: tuple[str, ...]
+    ops: tuple[Operator, ...]
     seed: int = 0
     cases: int | None = None
     seconds: float | None = None
     device: str = "cpu"
     function: Callable | None = None
     corpus: Path | None = None
+    reference_only: bool = False
 
 
 @dataclass
@@ -87,8 +88,8 @@ def fuzz(plan: Plan, known: Sequence[Case] = (), tell: Callable[[str], None] = l
         known: cases of the corpus, to run first.
         tell: is given a line on each new failure, as it is found.
     """
-    result = Result(plan, {name: Tally() for name in plan.ops})
-    known = [case for case in known if case.op in plan.ops]
+    result = Result(plan, {operator.name: Tally() for operator in plan.ops})
+    known = [case for case in known if case.op in result.tallies]
     start = time.monotonic()
     try:
         for case in tuple(known):
@@ -99,7 +100,7 @@ def fuzz(plan: Plan, known: Sequence[Case] = (), tell: Callable[[str], None] = l
     except KeyboardInterrupt:
         result.interrupted = True
     except DeviceError as error:
-        result.device_lost = str(error).splitlines()[0]
+        result.device_lost = str(error)
     result.seconds = time.monotonic() - start
     return result
 
@@ -108,12 +109,14 @@ def _drawn(plan: Plan, start: float) -> Iterator[Case]:
     for number in count() if plan.cases is None else range(plan.cases):
         if plan.seconds is not None and time.monotonic() - start >= plan.seconds:
             return
-        operator = operators()[plan.ops[number % len(plan.ops)]]
+        operator = plan.ops[number % len(plan.ops)]
         yield operator.draw(random.Random(f"{plan.seed} {number}"), interpreted=plan.device == "cpu")
 
 
 def _run(result: Result, case: Case, tell, known: list[Case], *, replayed: bool) -> None:
     plan, tally = result.plan, result.tallies[case.op]
+    remember = partial(_remember, result, tell=tell, known=known, rows_before=len(case.rows), replayed=replayed)
+    test = partial(check, function=plan.function, device=plan.device, other_batches=not plan.reference_only)
 
     def observe(operator: Operator, inputs: object) -> None:
         for name, rows in operator.classes(inputs).items():
@@ -121,12 +124,9 @@ def _run(result: Result, case: Case, tell, known: list[Case], *, replayed: bool)
 
     start = time.monotonic()
     try:
-        failure = check(case, plan.function, device=plan.device, observe=observe)
-        if torch.device(plan.device).type == "cuda":
-            torch.cuda.synchronize()
-    except DeviceError as error:  # nothing can be tried any more
-        failure = Failure(case, "lost the device", case.rows, str(error).splitlines()[0])
-        _remember(result, failure, tell, known, rows_before=len(case.rows), replayed=replayed)
+        failure = test(case, observe=observe)
+    except DeviceError as error:
+        remember(Failure(case, "lost the device", case.rows, str(error)))
         raise
     tally.cases += 1
     tally.rows += len(case.rows)
@@ -139,11 +139,16 @@ def _run(result: Result, case: Case, tell, known: list[Case], *, replayed: bool)
         tally.found[failure.problem].times += 1
         return
     if not replayed:
-        failure = shrink(failure, plan.function, plan.device)
-    _remember(result, failure, tell, known, rows_before=len(case.rows), replayed=replayed)
+        options = next(operator.options for operator in plan.ops if operator.name == case.op)
+        try:
+            failure = shrink(failure, test, options)
+        except (DeviceError, KeyboardInterrupt):
+            remember(failure)
+            raise
+    remember(failure)
 
 
-def _remember(result: Result, failure: Failure, tell, known: list[Case], *, rows_before: int, replayed: bool) -> None:
+def _remember(result: Result, failure: Failure, *, tell, known: list[Case], rows_before: int, replayed: bool) -> None:
     result.tallies[failure.case.op].found[failure.problem] = Found(failure, rows_before, replayed)
     if result.plan.corpus is not None and failure.case not in known:
         corpus.append(result.plan.corpus, failure)

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from lenvm_kernels.fuzz.check import Failure, check, operators
+from lenvm_kernels.fuzz.case import Case
+from lenvm_kernels.fuzz.check import Failure
 
 # A failure that is still large after so long says enough.
 SECONDS = 60.0
 
 
 def shrink(
-    failure: Failure, function: Callable | None, device: torch.device | str, seconds: float = SECONDS
+    failure: Failure,
+    test: Callable[[Case], Failure | None],
+    options: Mapping[str, Sequence],
+    seconds: float = SECONDS,
 ) -> Failure:
     """The smallest case found that fails in the same way.
 
     Args:
         failure: of a case that fails.
-        function, device: as in :func:`check`.
+        test: what is wrong with a case.
+        options: the values that each option may have, the simplest first.
         seconds: to look for at most.
     """
-    search = _Search(failure, function, device, time.monotonic() + seconds)
+    search = _Search(failure, test, options, time.monotonic() + seconds)
     before = None
     while before != search.found.case:
         before = search.found.case
@@ -35,14 +38,14 @@ def shrink(
 
 
 class _Search:
-    def __init__(self, failure: Failure, function: Callable | None, device: torch.device | str, deadline: float):
-        self.found, self.function, self.device, self.deadline = failure, function, device, deadline
+    def __init__(self, failure, test, options, deadline):
+        self.found, self.test, self.options, self.deadline = failure, test, options, deadline
 
     def fails(self, **changes: Any) -> bool:
         """Take the changed case if it fails in the same way."""
         if time.monotonic() > self.deadline:
             return False
-        failure = check(replace(self.found.case, **changes), self.function, device=self.device)
+        failure = self.test(replace(self.found.case, **changes))
         if failure is None or failure.problem != self.found.problem:
             return False
         self.found = failure
@@ -66,7 +69,7 @@ class _Search:
 
     def simpler_options(self) -> None:
         """For each option the simplest value with which the case still fails."""
-        for name, values in operators()[self.found.case.op].options.items():
+        for name, values in self.options.items():
             present = self.found.case.options[name]
             for value in values[: values.index(present)]:
                 if self.fails(options={**self.found.case.options, name: value}):

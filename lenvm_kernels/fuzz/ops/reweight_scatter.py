@@ -32,7 +32,8 @@ OPTIONS = {
     "broken": [False, True],
     "table_rows": ["int64", "int32", "none"],
     "generated": [False, True],
-    "probs": ["none", "float32", "bfloat16", "float16"],
+    "scatter": [False, True],
+    "probs": ["float32", "bfloat16", "float16"],
     "vocab": [70, 600],
     "padding": [0, 5],
     "constants": ["shipped", "large tiles, small slices"],
@@ -91,7 +92,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         arguments["table_rows"] = table_rows.to(getattr(torch, options["table_rows"]))
     if options["generated"]:
         arguments["generated"] = draws.choose("generated", rows, values=[0, 10, 30, 10_000]).int()
-    if options["probs"] != "none":
+    if options["scatter"]:
         dense = draws.uniform("probs", rows, vocab).to(getattr(torch, options["probs"]))
         arguments["probs"] = padded_rows(dense, options["padding"], value=UNTOUCHED)
     return Inputs(candidates, padded_rows(z, options["padding"]), table, table_rows, arguments)
@@ -294,7 +295,7 @@ def classes(given: Inputs) -> dict[str, Tensor]:
 
 def _row_work(options: dict[str, Any]) -> float:
     large = options["constants"] != "shipped"
-    if options["probs"] != "none":  # a program for each slice of a row
+    if options["scatter"]:  # a program for each slice of a row
         return 4000 * (-(-options["vocab"] // 256) if large else 1)
     return 4000 / max(1, (8192 if large else 64) // options["slots"])
 

@@ -287,7 +287,8 @@ def classes(call: Call) -> dict[str, Tensor]:
 def _row_work(options: dict[str, Any]) -> float:
     tiles = 1 + 1.5 * options["delta"] * options["group"] / 64
     keys = {"short": 1, "any": 6, "long": 14}[options["cached"]]
-    return 150 * options["kv_heads"] * tiles * (1 + keys) * (1 if options["trees"] == "none" else 2)
+    levels = {"none": 1, "roots": 2, "wide": 4, "chains": 6}[options["trees"]]
+    return 200 * options["kv_heads"] * tiles * (1 + keys) * levels
 
 
 OPERATOR = Operator(
