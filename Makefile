@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --constraint constraints.txt
 INSTALLED := $(VENV)/.installed
 WORKERS ?= 2
+FUZZ_SECONDS ?= 600
 SGLANG_VENV := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
 TTSEM_VENV := .venv-ttsem
@@ -26,7 +27,7 @@ help:
 	@echo "make test-sglang    the plugin in the real SGLang server on a CPU, under 15 minutes"
 	@echo "make races   races in every kernel, and the property tests with a GPU's rounding errors; under 10 minutes"
 	@echo "make codegen compiles every kernel for four GPUs that are not there, and fails on spills and slow code; 2 minutes"
-	@echo "make fuzz    every test, the property tests with many more examples (FUZZ_EXAMPLES=500)"
+	@echo "make fuzz    lenvm fuzz for FUZZ_SECONDS=600, then every test, the property tests with FUZZ_EXAMPLES=500 examples"
 	@echo "make lint    ruff check and format"
 	@echo "make bench   the benchmarks, a few cases each: on a GPU the Triton kernels, without one the reference"
 	@echo "make clean   remove .venv and caches"
@@ -84,6 +85,7 @@ codegen: $(INSTALLED)
 	$(BIN)/python -m bench.codegen --check $(ARGS)
 
 fuzz: $(INSTALLED)
+	$(BIN)/lenvm fuzz --seconds $(FUZZ_SECONDS)
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(INSTALLED)

@@ -1,4 +1,4 @@
-"""The ``lenvm`` command: generate text of a controlled length, show that the control works, look at the installation.
+"""The ``lenvm`` command: generate text of a controlled length, show that it works, look at the installation, fuzz it.
 
 Nothing here imports torch before a command runs, so that ``--help`` and ``--version`` answer at once. What the user can
 mend (a flag, a path, a missing package) ends in one line on stderr and exit code 2.
@@ -10,9 +10,10 @@ import argparse
 import json
 import math
 import os
+import pkgutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from safetensors import SafetensorError
 
 from lenvm_kernels import __version__
+from lenvm_kernels.fuzz import OPERATORS
 
 if TYPE_CHECKING:
     from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
@@ -67,7 +69,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0, 2 for what the user can mend, 130 when interrupted.
 
-    ``lenvm doctor`` returns 1 when something is wrong.
+    ``lenvm doctor`` and ``lenvm fuzz`` return 1 when something is wrong.
     """
     # Before torch is imported: idle threads should leave the cores to others, and nothing may wait for a network.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -90,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_export(commands)
     _add_doctor(commands)
+    _add_fuzz(commands)
     return parser
 
 
@@ -296,6 +299,85 @@ def _add_doctor(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object (default: a line a check)")
 
 
+def _add_fuzz(commands: Any) -> None:
+    parser = commands.add_parser(
+        "fuzz",
+        help="compare the operators, or one of your own, with the fp64 reference on random inputs",
+        description="Draw inputs at random, compare the operators' results with the fp64 reference and with the same "
+        "rows in other batches, and make small what fails. On a CPU the kernels run in Triton's interpreter. Exit "
+        "code 1 if something failed.",
+        epilog="example: lenvm fuzz --seconds 300 --against mykernels:reweight_scatter --junit fuzz.xml",
+    )
+    parser.set_defaults(run=_fuzz)
+    parser.add_argument(
+        "--ops",
+        nargs="+",
+        choices=OPERATORS,
+        default=None,
+        metavar="OP",
+        help=f"of {', '.join(OPERATORS)} (default: all)",
+    )
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument(
+        "--seconds",
+        type=_positive(float),
+        metavar="S",
+        help="how long to draw cases; making one small comes on top (default: 60)",
+    )
+    length.add_argument(
+        "--cases", type=_positive(int), metavar="N", help="how many cases to draw (default: as --seconds allow)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=_seed,
+        default=0,
+        metavar="N",
+        help="the same seed and --cases draw the same cases (default: %(default)s)",
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="(default: cuda where there is one)")
+    parser.add_argument(
+        "--against",
+        metavar="MODULE:FUNCTION",
+        help="a function with the signature of one operator, to be tested in place of its kernels. The operator is the "
+        "one of that name, or that of --ops; the working directory is searched for the module",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="OPTION=VALUE",
+        help="draw no other values of these options, of which one may be given several times; a run prints them all "
+        "(default: draw all)",
+    )
+    parser.add_argument(
+        "--reference-only",
+        action="store_true",
+        help="compare with the reference only (default: also with the same rows in other batches, bit by bit, which a "
+        "function made of PyTorch's matmuls cannot pass)",
+    )
+    parser.add_argument(
+        "--corpus",
+        type=Path,
+        default=Path("lenvm-fuzz.jsonl"),
+        metavar="FILE",
+        help="failing cases: run first if the file is there, added to when one is found (default: %(default)s)",
+    )
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="also write JUnit's XML here (default: not written)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers here (default: not written)")
+
+
+def _positive(kind: type) -> Any:
+    def parse(text: str) -> Any:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = 0
+        if not 0 < number < math.inf:
+            raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+        return number
+
+    return parse
+
+
 def _add_device(parser: Any) -> None:
     parser.add_argument("--device", help="torch device, such as cpu or cuda:1 (default: cuda where there is one)")
 
@@ -488,6 +570,75 @@ def _print_checks(checks: list[Check]) -> None:
         print(f"  {check.mark:7}  {check.name:{width}}  {check.found}{accepted}")
         if check.hint:
             print(f"{'':11}-> {check.hint}")
+
+
+def _fuzz(args: argparse.Namespace) -> int:
+    with _usage_errors():
+        for flag, file in (("--corpus", args.corpus), ("--junit", args.junit), ("--json", args.json)):
+            if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+                raise ValueError(f"{flag} must be a file in an existing directory, got {str(file)!r}")
+        device = _device(args.device)
+        if device == "cpu":
+            os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+        from lenvm_kernels.fuzz import check, corpus, report
+        from lenvm_kernels.fuzz.interpreter import repair_interpreter
+        from lenvm_kernels.fuzz.run import Plan, fuzz
+        from lenvm_kernels.ops._common import INTERPRETED
+
+        if (device == "cpu") != INTERPRETED:
+            raise ValueError(f"--device {device} needs TRITON_INTERPRET={int(device == 'cpu')} when Python starts")
+        if INTERPRETED:
+            repair_interpreter()
+        function, ops = None, tuple(args.ops or OPERATORS)
+        if args.against is not None:
+            function, ops = _function_of(args.against, args.ops)
+        operators = tuple(check.operators()[name].restricted(_options(args.only, ops)) for name in ops)
+        known = corpus.read(args.corpus)
+
+    seconds = args.seconds or (60.0 if args.cases is None else None)
+    plan = Plan(operators, args.seed, args.cases, seconds, device, function, args.corpus, args.reference_only)
+    result = fuzz(plan, known, tell=lambda line: print(line, file=sys.stderr, flush=True))
+    for line in report.text(result):
+        print(line)
+    with _usage_errors():
+        if args.json is not None:
+            args.json.write_text(json.dumps(report.as_json(result), indent=1) + "\n", encoding="utf-8")
+        if args.junit is not None:
+            args.junit.write_text(report.as_junit(result), encoding="utf-8")
+    return 130 if result.interrupted else int(result.failed)
+
+
+def _options(pairs: list[str] | None, ops: tuple[str, ...]) -> dict[str, list[str]]:
+    """``--only`` as values by option."""
+    from lenvm_kernels.fuzz.check import operators
+
+    accepted: dict[str, list[str]] = {}
+    for pair in pairs or []:
+        name, sign, value = pair.partition("=")
+        if not sign or not any(name in operators()[op].options for op in ops):
+            known = dict.fromkeys(option for op in ops for option in operators()[op].options)
+            raise ValueError(f"--only must be OPTION=VALUE with an option of {', '.join(known)}, got {pair!r}")
+        accepted.setdefault(name, []).append(value)
+    return accepted
+
+
+def _function_of(name: str, ops: list[str] | None) -> tuple[Callable, tuple[str, ...]]:
+    """What ``--against`` names, and the operator it takes the place of."""
+    module, _, path = name.partition(":")
+    if not module or not path:
+        raise ValueError(f"--against must be MODULE:FUNCTION, got {name!r}")
+    sys.path.insert(0, os.getcwd())
+    try:
+        function = pkgutil.resolve_name(name)
+    except AttributeError as error:
+        raise ValueError(f"--against must be MODULE:FUNCTION, but {error}") from error
+    ops = ops or [path.rpartition(".")[2]]
+    if len(ops) != 1 or ops[0] not in OPERATORS or not callable(function):
+        raise ValueError(
+            f"--against must be a function of an operator's name, or --ops must name one operator, got {name!r}"
+        )
+    return function, tuple(ops)
 
 
 def _device(name: str | None) -> str:

@@ -16,11 +16,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 
+from lenvm_kernels.fuzz.interpreter import repair_interpreter
 from tests.helpers.rounding import gpu_rounding, repair_interpreter_fma
-from tests.interpreter_bf16 import repair_interpreter_bf16
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    repair_interpreter_bf16()
+    repair_interpreter()
     repair_interpreter_fma()
     torch.set_num_threads(1)  # two pytest workers on two cores; spinning threads would only get in each other's way
 

@@ -1,36 +1,16 @@
 """``commit_winner``: what is moved, bit by bit, why nothing is, and that no other byte of the cache changes."""
 
-from unittest import mock
-
-import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
 
-from lenvm_kernels.ops import commit_winner as module
+from lenvm_kernels.fuzz.ops.commit_winner import as_integers, make_pools
 from lenvm_kernels.ops.commit_winner import commit_winner
+from tests.cases import assert_right, cases
 
 BACKENDS = ["triton", "reference"]
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float64: torch.int64}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CACHES, LAST = ("k_cache", "v_cache"), ("k_last", "v_last")
-
-
-def random_bits(*shape, dtype, generator):
-    """Any bit pattern, NaNs with any payload among them."""
-    limits = torch.iinfo(BITS[dtype])
-    return torch.randint(limits.min, limits.max, shape, dtype=BITS[dtype], generator=generator).view(dtype)
-
-
-def make_pools(layers, slots, last_tokens, heads, head_dim, dtype, *, interleaved=False, seed=0):
-    """[cache, last]: keys and values ``[2, layers, tokens, heads, head_dim]``; interleaved, a token's lie together."""
-    generator = torch.Generator().manual_seed(seed)
-    pools = []
-    for tokens in (slots, last_tokens):
-        shape = (tokens, layers, 2, heads, head_dim) if interleaved else (2, layers, tokens, heads, head_dim)
-        pool = random_bits(*shape, dtype=dtype, generator=generator)
-        pools.append(pool.permute(2, 1, 0, 3, 4) if interleaved else pool)
-    return pools
 
 
 def commit(pools, rows, *, backend, device="cpu"):
@@ -39,67 +19,17 @@ def commit(pools, rows, *, backend, device="cpu"):
     assert cache.stride() == pools[0].stride()
     rows = {name: tensor.to(device) for name, tensor in rows.items()}
     committed = commit_winner(*cache, *last, **rows, backend=backend)
-    assert committed.dtype == torch.bool and torch.equal(as_integers(last), as_integers(pools[1]))
-    return committed.cpu(), as_integers(cache)
-
-
-def as_integers(x):
-    return x.cpu().contiguous().view(BITS[x.dtype])
+    assert committed.dtype == torch.bool and torch.equal(as_integers(last.cpu()), as_integers(pools[1]))
+    return committed.cpu(), as_integers(cache.cpu())
 
 
 def i32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-@st.composite
-def batches(draw):
-    """(pools, row arguments): rows that commit, beside every reason not to."""
-    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    cache_slots, tokens, last_step_rows = draw(st.integers(1, 12)), draw(st.integers(1, 9)), draw(st.integers(1, 4))
-    rows, candidates = min(draw(st.integers(1, 6)), cache_slots), draw(st.sampled_from([1, 2, 4, 8, 16]))
-    pools = make_pools(
-        draw(st.integers(1, 5)),
-        cache_slots,
-        tokens,
-        draw(st.integers(1, 3)),
-        draw(st.sampled_from([1, 3, 8, 16])),
-        draw(st.sampled_from(DTYPES)),
-        interleaved=draw(st.booleans()),
-        seed=draw(st.integers(0, 2**31)),
-    )
-
-    def randint(low, high, *shape):
-        return torch.randint(low, high + 1, shape, generator=rng)
-
-    def mostly(usual, otherwise):
-        return usual.where(torch.rand(usual.shape, generator=rng) < 0.85, otherwise)
-
-    def either(x):
-        return x.to(draw(st.sampled_from([torch.int32, torch.int64])))
-
-    ids = randint(-1, 9, last_step_rows, candidates)  # some are listed twice
-    positions = randint(4, 6, last_step_rows)
-    last = randint(0, last_step_rows - 1, rows)
-    drawn = ids[last, randint(0, candidates - 1, rows)]
-    slots = torch.randperm(cache_slots, generator=rng)[:rows]
-    return pools, dict(
-        candidate_ids=ids.int(),
-        candidate_rows=either(mostly(randint(0, tokens - 1, *ids.shape), randint(-2, tokens, *ids.shape))),
-        candidate_positions=positions.int(),
-        last_rows=either(mostly(last, torch.tensor(draw(st.sampled_from([-1, last_step_rows, 10**6]))))),
-        tokens=either(mostly(drawn, randint(-1, 9, rows))),
-        positions=mostly(positions[last], randint(4, 6, rows)).int(),
-        slots=either(mostly(slots, torch.tensor(draw(st.sampled_from([-1, cache_slots, 10**6]))))),
-    )
-
-
-@given(batches(), st.sampled_from([4, 32, 1024]))
-def test_triton_does_what_the_reference_does(device, batch, tile):
-    expected = commit(*batch, backend="reference")
-    with mock.patch.object(module, "TILE", tile):
-        actual = commit(*batch, backend="triton", device=device)
-    assert torch.equal(actual[0], expected[0])
-    assert torch.equal(actual[1], expected[1])
+@given(cases("commit_winner"))
+def test_triton_does_what_the_reference_does(device, case):
+    assert_right(case, device)
 
 
 # One row of this step that commits: token 23, third candidate of row 1 of the last step, in row 6 of its forward.

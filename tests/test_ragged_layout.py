@@ -5,43 +5,11 @@ from dataclasses import fields
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
+from lenvm_kernels.fuzz.ops.ragged_layout import inputs, make_inputs
 from lenvm_kernels.ops import ragged_layout as ops
 from lenvm_kernels.ops.ragged_layout import RaggedLayout, ragged_layout
-
-INT_DTYPES = [torch.int32, torch.int64]
-
-
-def make_inputs(delta_lens, candidate_lens, columns, *, unreferenced=0, dtype=torch.int64, device="cpu", seed=0):
-    """Keyword arguments of ragged_layout, the deltas in any order with unreferenced tokens before, between and after.
-
-    No two tokens or slots are equal, so that any misplaced one shows.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    requests, tokens = len(delta_lens), sum(delta_lens) + unreferenced
-    starts, gaps = (
-        [0] * requests,
-        torch.randint(0, requests + 1, (unreferenced,), generator=generator).bincount(minlength=requests + 1),
-    )
-    end = 0
-    for place, request in enumerate(torch.randperm(requests, generator=generator).tolist()):
-        starts[request] = end + int(gaps[place])
-        end = starts[request] + delta_lens[request]
-
-    def i32(values):
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    ids = 1 + torch.randperm(tokens + requests * columns, generator=generator).to(dtype).to(device)
-    return {
-        "delta_ids": ids[:tokens],
-        "delta_slots": (1 + torch.randperm(tokens, generator=generator)).to(dtype).to(device),
-        "delta_starts": i32(starts),
-        "delta_lens": i32(delta_lens),
-        "candidate_ids": ids[tokens:].view(requests, columns),
-        "candidate_lens": i32(candidate_lens),
-        "cached_lens": torch.randint(0, 100_000, (requests,), generator=generator, dtype=torch.int32).to(device),
-    }
+from tests.cases import assert_right, cases
 
 
 def decode_inputs(guided, columns, device="cpu"):
@@ -95,33 +63,15 @@ def lists(delta_ids, delta_slots, delta_starts, delta_lens, candidate_ids, candi
     )
 
 
-@st.composite
-def layouts(draw, max_requests):
-    """Arguments of make_inputs."""
-    columns = draw(st.sampled_from([0, 1, 2, 7, 8]))
-    requests = st.tuples(st.one_of(st.integers(0, 2), st.integers(0, 70)), st.integers(0, columns))
-    delta_lens, candidate_lens = zip(*draw(st.lists(requests, min_size=1, max_size=max_requests)), strict=True)
-    options = {
-        "unreferenced": draw(st.sampled_from([0, 1, 40])),
-        "dtype": draw(st.sampled_from(INT_DTYPES)),
-        "seed": draw(st.integers(0, 2**31)),
-    }
-    return (list(delta_lens), list(candidate_lens), columns), options
+@given(cases("ragged_layout", candidate_lens=["in range"]))
+def test_reference_matches_lists(case):
+    arguments = inputs(case, torch.device("cpu")).arguments
+    assert_equal(ragged_layout(**arguments, backend="reference"), lists(**arguments))
 
 
-@given(layouts(max_requests=30))
-def test_reference_matches_lists(layout):
-    arguments, options = layout
-    inputs = make_inputs(*arguments, **options)
-    assert_equal(ragged_layout(**inputs, backend="reference"), lists(**inputs))
-
-
-@given(layout=layouts(max_requests=10), tile=st.sampled_from([4, 16, ops.TILE]))
-def test_kernel_matches_reference(device, layout, tile):
-    arguments, options = layout
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "TILE", tile)  # small: several steps of every loop
-        assert_kernel_equals_reference(make_inputs(*arguments, **options, device=device))
+@given(cases("ragged_layout"))
+def test_kernel_matches_reference(device, case):
+    assert_right(case, device)
 
 
 @pytest.mark.parametrize("tile", [128, ops.TILE])

@@ -3,18 +3,18 @@
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from lenvm_kernels.fuzz.ops.ragged_linear import CONSTANTS, EPS, exact, make_inputs
+from lenvm_kernels.fuzz.tolerances import assert_matches
 from lenvm_kernels.ops import ragged_linear as ops
 from lenvm_kernels.ops.ragged_linear import ragged_linear
-from tests.tolerances import assert_matches
+from tests.cases import assert_right, cases
 from tests.wrong_tensors import assert_refuses
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-EPS = 1e-6
 # What a decoder layer asks for, and everything at once.
 VARIANTS = {
     "plain": {},
@@ -25,101 +25,20 @@ VARIANTS = {
 }
 
 
-def make_inputs(
-    tokens,
-    outputs,
-    size,
-    dtype,
-    *,
-    device="cpu",
-    bias=False,
-    norm=False,
-    swiglu=False,
-    residual=False,
-    row_padding=0,
-    seed=0,
-):
-    """Keyword arguments of ragged_linear whose results are O(1)."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def randn(*shape, scale=1.0):
-        return (torch.randn(*shape, generator=generator) * scale).to(dtype).to(device)
-
-    columns = 2 * outputs if swiglu else outputs
-    # with the norm the rows' sizes must not matter
-    sizes = torch.logspace(-2, 2, tokens)[:, None].to(dtype).to(device) if norm else 1
-    inputs = {
-        "x": (randn(tokens, size + row_padding) * sizes)[:, :size],
-        "weight": randn(columns, size + row_padding, scale=size**-0.5)[:, :size],
-        "swiglu": swiglu,
-    }
-    if bias:
-        inputs["bias"] = randn(columns, scale=0.5)
-    if norm:
-        inputs["norm_eps"] = EPS
-    if residual:
-        inputs["residual"] = randn(tokens, outputs + row_padding)[:, :outputs]
-    return inputs
-
-
 def number(rows, device):
     return torch.tensor([rows], dtype=torch.int32, device=device)
-
-
-def exact(x, weight, **inputs):
-    """The reference in fp64 on the same inputs."""
-    inputs = {k: v.double() if k in ("bias", "residual") else v for k, v in inputs.items()}
-    return ragged_linear(x.double(), weight.double(), **inputs, backend="reference")
 
 
 @pytest.fixture
 def small_limits(monkeypatch):
     """The wide tile and the splits of large weights at sizes the interpreter can do, and several tiles a program."""
-    set_small_limits(monkeypatch)
-
-
-def set_small_limits(monkeypatch):
-    for name, value in dict(WIDE_FROM=128, SPLIT_K=48, SPLIT_FROM=144, MAX_PROGRAMS=2, MAX_SMALL_PROGRAMS=3).items():
+    for name, value in CONSTANTS["small"].items():
         monkeypatch.setattr(ops, name, value)
 
 
-@given(
-    tokens=st.integers(1, 300),
-    live=st.floats(0, 1),
-    outputs=st.sampled_from([1, 48, 80, 97, 200]),
-    size=st.sampled_from([1, 48, 97, 160, 400]),
-    dtype=st.sampled_from(DTYPES),
-    bias=st.booleans(),
-    norm=st.booleans(),
-    swiglu=st.booleans(),
-    residual=st.booleans(),
-    row_padding=st.sampled_from([0, 16, 3]),
-    small=st.booleans(),
-    seed=st.integers(0, 2**31),
-)
-def test_matches_fp64_reference(
-    device, tokens, live, outputs, size, dtype, bias, norm, swiglu, residual, row_padding, small, seed
-):
-    inputs = make_inputs(
-        tokens,
-        outputs,
-        size,
-        dtype,
-        device=device,
-        bias=bias,
-        norm=norm,
-        swiglu=swiglu,
-        residual=residual,
-        row_padding=row_padding,
-        seed=seed,
-    )
-    rows = round(live * tokens)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if small:
-            set_small_limits(monkeypatch)
-        y = ragged_linear(**inputs, num_rows=number(rows, device), backend="triton")
-    assert y.shape == (tokens, outputs) and y.dtype == dtype
-    assert_matches(y[:rows], exact(**inputs)[:rows], "ragged_linear", dtype)
+@given(cases("ragged_linear"))
+def test_matches_fp64_reference(device, case):
+    assert_right(case, device)
 
 
 @pytest.mark.parametrize(

@@ -4,23 +4,23 @@ import json
 import math
 from pathlib import Path
 
-import hypothesis.strategies as st
 import pytest
 import torch
 import triton.language as tl
 from hypothesis import given
 
+from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.fuzz.ops import reweight_scatter as generator
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
 from lenvm_kernels.ops import reweight_scatter as module
 from lenvm_kernels.ops.reweight_scatter import Mode, reweight_scatter
 from lenvm_kernels.ops.topk_candidates import Candidates, Status
-from tests.tolerances import TOLERANCE
+from tests.cases import assert_right, cases
 from tests.wrong_tensors import assert_refuses
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "guidance.jsonl").open()]
 GOLDEN_ATOL = 1e-3  # the fork's stopping rule, says golden/README.md
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-TILTING = [Mode.MUL, Mode.LINEAR, Mode.EXP, Mode.LENGTH_MUL, Mode.EQ_SOFT]
 
 
 @pytest.fixture(autouse=True)
@@ -75,34 +75,13 @@ def test_golden_pairs_of_the_fork(backend, dtype, device):
 
 
 def hard_rows(rows, slots, seed):
-    """Rows to tilt: probabilities from 1 to 1e-30, value ranges from 1 to 1e-7, every tilting mode, in any order."""
-    rng = torch.Generator().manual_seed(seed)
-
-    def uniform(low, high, *shape):
-        return low + (high - low) * torch.rand(*shape, generator=rng, dtype=torch.float64)
-
-    smallest = 10 ** uniform(-30, 0, rows, 1)
-    p = smallest ** torch.rand(rows, slots, generator=rng, dtype=torch.float64)
-    p[:, 0] = torch.where(torch.rand(rows, generator=rng) < 0.5, p[:, 0], 1.0)
-    count = torch.randint(2, slots + 1, (rows, 1), generator=rng)
-    p = torch.where(torch.arange(slots) < count, p, 0.0)
-    span = 10 ** uniform(-7, 0, rows, 1)
-    middle = span / 2 + (1 - span) * torch.rand(rows, 1, generator=rng, dtype=torch.float64)
-    shares = torch.rand(rows, slots, generator=rng, dtype=torch.float64)
-    clustered = torch.rand(rows, 1, generator=rng) < 0.3  # all but a few values crowd at one end
-    shares = torch.where(clustered, shares ** uniform(-6, 6, rows, 1).exp(), shares)
-    shares[:, :2] = torch.tensor([0.0, 1.0])
-    shares = torch.where(torch.rand(rows, 1, generator=rng) < 0.5, shares, shares.flip(1))
-    shares[:, :2] = torch.where(count == 2, torch.tensor([0.0, 1.0], dtype=torch.float64), shares[:, :2])
-    v = (middle + (shares - 0.5) * span).clamp(1e-9, 1 - 1e-9)
-    mode = torch.tensor(TILTING)[torch.randint(0, len(TILTING), (rows,), generator=rng)]
-    scale = 10 ** uniform(-2, 0.7, rows)
-    target_value = (middle[:, 0] + uniform(-0.5, 0.5, rows) * span[:, 0]).clamp(1e-6, 1 - 1e-6)
+    """(probabilities, value logits, parameters) of rows to tilt."""
+    p, z, columns = generator.hard_rows(Draws(seed), rows, slots)
     params = [
-        GuidanceParams(Mode(m), s, target_length=math.log1p(-t) / math.log(0.997) if m == Mode.EQ_SOFT else None)
-        for m, s, t in zip(mode.tolist(), scale.tolist(), target_value.tolist(), strict=True)
+        GuidanceParams(Mode(mode), scale, target_length=target if mode == Mode.EQ_SOFT else None)
+        for mode, scale, target in zip(*(columns[n].tolist() for n in ("mode", "scale", "target_length")), strict=True)
     ]
-    return (p / p.sum(1, keepdim=True)).float(), torch.logit(v).float(), params
+    return p, z, params
 
 
 def target_of(table, q, z):
@@ -148,80 +127,9 @@ def test_root_meets_the_target_on_hard_rows(backend, rows, slots, device):
     assert error.max() <= 1e-5, f"row {error.argmax()}: off by {error.max():.2e}; {(error > 1e-5).sum()} rows"
 
 
-@st.composite
-def batches(draw):
-    """(candidates, value logits, parameters, end-of-sequence sets, generated): every mode mixed in one batch."""
-    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    rows, slots = draw(st.integers(1, 12)), draw(st.sampled_from([1, 2, 8, 16]))
-
-    def pick(values):
-        return draw(st.sampled_from(values))
-
-    ids = torch.rand(rows, 40, generator=rng).argsort(1)[:, :slots].int()
-    probs = torch.softmax(torch.randn(rows, slots, generator=rng) * pick([1.0, 5.0, 12.0]), 1).sort(1, descending=True)[
-        0
-    ]
-    probs *= torch.rand(rows, 1, generator=rng) + 0.1
-    counts = torch.tensor([pick([0, 1, 2, slots, slots]) for _ in range(rows)]).clamp(max=slots)
-    listed = torch.arange(slots) < counts[:, None]
-    ids, probs = torch.where(listed, ids, -1), torch.where(listed, probs, 0.0)
-    status = torch.tensor([pick([Status.GUIDE] * 4 + [Status.SKIP, Status.UNGUIDED]) for _ in range(rows)])
-    status = torch.where(counts == 0, int(Status.UNGUIDED), torch.where(counts == 1, int(Status.SINGLE), status))
-    z = torch.randn(rows, slots, generator=rng) * pick([0.3, 2.0, 10.0]) + pick([0.0, 3.0, -3.0, 25.0])
-    if pick([False, True]):
-        z = z.round()  # ties
-    for _ in range(pick([0, 0, 3])):
-        z[draw(st.integers(0, rows - 1)), draw(st.integers(0, slots - 1))] = pick([math.nan, math.inf, -math.inf])
-    params = []
-    for _ in range(rows):
-        given = dict(value_mode=pick(["mul", "linear", "exp", "length_mul", "centered_exp", "value_bias"]))
-        given["value_scale"] = pick([-20.0, -1.0, 0.0, 0.3, 0.9, 1.0, 1.2, 2.0, 15.0])
-        if pick([False, True]):
-            given.pop("value_mode")
-            name = pick(["target_length", "target_value"])
-            given[name] = pick([0.0, 0.1, 0.9]) if name == "target_value" else pick([0, 1, 30, 500, 32_768])
-            given["value_constraint"] = pick(["=", ">=", "<=", "soft"])
-            given["target_length_mode"] = pick(["total", "remaining"])
-        if pick([False, False, True]):
-            given["value_min"] = pick([0.2, 0.7])
-        given["gamma"] = pick([0.9, 0.997, 0.9999])
-        params.append(pick([None] + [parse_guidance(given)] * 5))
-    eos = [set(row[: pick([0, 1, 2])].tolist()) - {-1} for row in ids.flip(1)]
-    generated = torch.tensor([pick([0, 10, 30, 10_000]) for _ in range(rows)]).int()
-    return make_candidates(ids, probs, status.to(torch.int8)), z, params, eos, generated
-
-
-def sensitivity(result, z, eos_mask):
-    """How much a row's probabilities move with ``E[v]``'s share of the value range: ``max p |w - E[w]| / Var[w]``."""
-    v = torch.where(eos_mask, 0.0, torch.sigmoid(z.double().nan_to_num(0.0)))
-    listed = result > 0
-    low, high = torch.where(listed, v, 2.0).amin(1), torch.where(listed, v, -1.0).amax(1)
-    w = torch.where(listed, (v - low[:, None]) / (high - low)[:, None].clamp(min=1e-12), 0.0)
-    deviation = w - (result * w).sum(1, keepdim=True)
-    variance = (result * deviation**2).sum(1, keepdim=True)
-    return ((result * deviation.abs()) / variance.clamp(min=1e-12)).amax(1)
-
-
-@given(batches())
-def test_triton_matches_fp64_reference(device, batch):
-    candidates, z, params, eos, generated = batch
-    table = GuidanceTable.from_params(params, eos, "cpu")
-    on_device = move(table, device)
-    actual = reweight_scatter(
-        move(candidates, device), z.to(device), on_device, generated=generated.to(device), backend="triton"
-    )
-    exact = move(candidates, "cpu")
-    exact.probs = exact.probs.double()
-    expected = reweight_scatter(exact, z.double(), table, generated=generated, backend="reference")
-    actual = actual.double().cpu()
-    assert torch.equal(on_device.faults.cpu(), table.faults)
-    eos_mask = torch.tensor([[t in s for t in row] for row, s in zip(candidates.token_ids.tolist(), eos, strict=True)])
-    # A root is found to 4e-6 of the range; where values crowd, that moves the probabilities by as many times more.
-    tilting = torch.tensor([p is not None and p.mode in TILTING for p in params])
-    moved = torch.where(tilting, 4e-6 * sensitivity(expected, z, eos_mask), 0.0)
-    _, atol = TOLERANCE["reweight_scatter"][torch.float32]
-    error = (actual - expected).abs().amax(1)
-    assert (error <= atol + moved).all(), f"{error} against {atol + moved}"
+@given(cases("reweight_scatter"))
+def test_triton_matches_fp64_reference(device, case):
+    assert_right(case, device)
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])

@@ -2,15 +2,15 @@
 
 import math
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 
 from lenvm_kernels.ops import sample_candidates as module
 from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.ops.topk_candidates import Candidates, Status
 from lenvm_kernels.reference.sample_candidates import philox4x32, uniform
+from tests.cases import assert_right, cases
 from tests.wrong_tensors import assert_refuses
 
 BACKENDS = ["triton", "reference"]
@@ -72,41 +72,16 @@ def test_seed_is_the_key_and_position_the_counter():
     assert uniform(seed, (high << 32) + low).item() == (first >> 8) / 2**24
 
 
-@st.composite
-def batches(draw):
-    """Keyword arguments of ``draw``: every status, zeros, ties, sums far from 1, any int64 as seed and position."""
-    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    rows, slots = draw(st.integers(1, 70)), draw(st.sampled_from([1, 2, 4, 8, 16, 32, 64]))
-    p = torch.softmax(torch.randn(rows, slots, generator=rng) * draw(st.sampled_from([0.0, 1.0, 8.0])), 1)
-    p[torch.rand(rows, slots, generator=rng) < draw(st.sampled_from([0.0, 0.5, 0.95]))] = 0
-    p *= draw(st.sampled_from([1.0, 1.0, 0.3, 1e-44, 1e30, math.inf]))  # 0 * inf: NaN
-    if draw(st.booleans()):  # rows apart by more than K
-        p = torch.nn.functional.pad(p, (0, 3), value=1.0)[:, :slots]
-    bits = [torch.randint(-(2**63), 2**63 - 1, (rows,), generator=rng) for _ in range(2)]
-    seeds, positions = (x >> draw(st.sampled_from([0, 31, 32, 50])) for x in bits)
-    if draw(st.booleans()):
-        positions = (positions & 0x7FFFFFFF).int()
-    temperature = None
-    if draw(st.booleans()):
-        temperature = torch.tensor([0.0, 1e-7, 1e-6, 1.0, math.nan])[torch.randint(5, (rows,), generator=rng)]
-    return dict(
-        guided_probs=p,
-        seeds=seeds,
-        positions=positions,
-        token_ids=torch.randint(0, 2**31 - 1, (rows, slots), generator=rng).int(),
-        status=torch.tensor(STATUSES, dtype=torch.int8)[torch.randint(4, (rows,), generator=rng)],
-        temperature=temperature,
-    )
-
-
 NO_ROWS = dict(guided_probs=torch.zeros(0, 8), seeds=filled(0, 0), positions=filled(0, 0))
 
 
-@given(batches())
-@example(NO_ROWS)
-def test_triton_draws_what_the_reference_draws(device, batch):
-    actual = draw(**batch, device=device)
-    assert torch.equal(actual, draw(**batch, device="cpu", backend="reference"))
+@given(cases("sample_candidates"))
+def test_triton_draws_what_the_reference_draws(device, case):
+    assert_right(case, device)
+
+
+def test_no_rows(device):
+    assert draw(**NO_ROWS, device=device).tolist() == []
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -2,23 +2,22 @@
 
 import json
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
-import hypothesis.strategies as st
 import pytest
 import torch
 import triton
-from hypothesis import example, given
+from hypothesis import given
 
+from lenvm_kernels.fuzz.ops.topk_candidates import Inputs, compare, run
+from lenvm_kernels.fuzz.tolerances import assert_matches
 from lenvm_kernels.ops import topk_candidates as module
 from lenvm_kernels.ops.topk_candidates import FEW_ROWS, TILE, Status, topk_candidates
-from tests.tolerances import assert_matches
+from tests.cases import assert_right, cases
 from tests.wrong_tensors import assert_refuses
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "candidates.jsonl").open()]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Where fp32 and fp64 may disagree on which side of a filter's bound a token falls.
-BOUND_WIDTH = 1e-5
 
 
 def row_parameters(rows, top_k=0, top_p=1.0, min_p=0.0):
@@ -60,100 +59,28 @@ def test_golden_pairs_of_the_fork(backend, dtype, device):
             torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=1e-5, atol=0)
 
 
-@st.composite
-def batches(draw):
-    """(scores, keyword arguments): ragged sizes, ties, extremes, broken rows, every option on or off."""
-    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    rows = draw(st.integers(1, 5))
-    vocab = draw(st.sampled_from([1, 2, 7, 33, 257, TILE, TILE + 1, 3 * TILE - 5]))
-    dtype = draw(st.sampled_from(DTYPES))
-    is_logits = draw(st.booleans())
-    kind = draw(st.sampled_from(["normal", "peaked", "ties", "constant", "huge", "tiny", "mostly nothing"]))
-    x = torch.randn(rows, vocab, generator=rng)
-    if kind == "peaked":
-        x *= 30
-    elif kind == "ties":
-        x = x.round()
-    elif kind == "constant":
-        x[:] = x[:, :1]
-    elif kind == "huge":
-        x *= torch.finfo(dtype).max / 8
-    elif kind == "tiny":
-        x -= 80
-    elif kind == "mostly nothing":
-        x[torch.rand(rows, vocab, generator=rng) < 0.98] = -torch.inf
-    if not is_logits:
-        x = torch.softmax(x, dim=1)
-    x = x.to(dtype)
-    for poison in (torch.nan, torch.inf, -torch.inf):
-        if draw(st.integers(0, 5)) == 0:
-            x[draw(st.integers(0, rows - 1)), draw(st.integers(0, vocab - 1))] = poison
-    if draw(st.booleans()):  # rows apart by more than V
-        x = torch.nn.functional.pad(x, (0, draw(st.integers(1, 40))))[:, :vocab]
-
-    def pick(values):
-        return torch.tensor([draw(st.sampled_from(values)) for _ in range(rows)])
-
-    arguments = dict(
-        top_k=pick([0, -1, 1, 2, 5, 50, vocab, 1 << 30]).int(),
-        top_p=pick([1.0, 0.95, 0.5, 0.1, 1e-9]).float(),
-        min_p=pick([0.0, 0.0, 0.01, 0.3, 1.0]).float(),
-        max_candidates=draw(st.sampled_from([1, 2, 8, 16])),
-        is_logits=is_logits,
-    )
-    if is_logits and draw(st.booleans()):
-        arguments["temperature"] = pick([1.0, 0.7, 2.0, 0.0, 1e-7, 0.01, 100.0, torch.nan, torch.inf]).float()
-    if draw(st.booleans()):
-        arguments["entropy_threshold"] = pick([torch.nan, 0.0, 0.5, 2.0]).float()
-    if draw(st.booleans()):
-        arguments["guided"] = pick([True, True, False])
-    if draw(st.booleans()):
-        arguments["vocab_mask"] = torch.randint(-(2**31), 2**31, (rows, -(-vocab // 32)), generator=rng).int()
-    return x, arguments
+def assert_matches_reference(given, found):
+    assert not [difference.what for difference in compare(given, found) if difference.wrong.any()]
 
 
-def reference_with_moved_bounds(x, arguments, width):
-    """The fp64 reference with each filter's bound moved by ``width``: outwards where positive."""
-    moved = dict(arguments, top_p=arguments["top_p"] * (1 + width), min_p=arguments["min_p"] * (1 - width))
-    return topk_candidates(x.double(), **moved, backend="reference")
+@given(cases("topk_candidates"))
+def test_triton_matches_fp64_reference(device, case):
+    assert_right(case, device)
 
 
-def assert_equivalent(actual, x, arguments):
-    """Equal to the fp64 reference; a token within BOUND_WIDTH of a filter's bound may fall on either side."""
-    dtype = x.dtype
-    expected = topk_candidates(x.double(), **arguments, backend="reference")
-    fewest = reference_with_moved_bounds(x, arguments, -BOUND_WIDTH)
-    most = reference_with_moved_bounds(x, arguments, BOUND_WIDTH)
-    assert (fewest.counts <= actual.counts).all() and (actual.counts <= most.counts).all()
-    listed = torch.arange(actual.token_ids.shape[1]) < actual.counts[:, None]
-    assert torch.equal(actual.token_ids, torch.where(listed, most.token_ids, -1))
-    assert_matches(actual.probs, torch.where(listed, most.probs, 0), "topk_candidates", dtype)
-    assert torch.equal(actual.broken, expected.broken)
-    clear = fewest.counts == most.counts
-    assert_matches(actual.lost_mass[clear], expected.lost_mass[clear], "topk_candidates", dtype)
-    if "entropy_threshold" in arguments:
-        q = expected.probs / expected.probs.sum(1, keepdim=True)
-        distance = torch.special.entr(q).sum(1) - arguments["entropy_threshold"]
-        clear &= ~(distance.abs() < BOUND_WIDTH)
-    assert torch.equal(actual.status[clear], expected.status[clear])
+@given(cases("topk_candidates"))
+def test_fp32_reference_matches_fp64_reference(case):
+    assert_right(case, "cpu", partial(topk_candidates, backend="reference"))
 
 
-@given(batches())
-@example((torch.zeros(2, 1), row_parameters(2)))
-@example((torch.zeros(0, 7), row_parameters(0)))
-@example((torch.full((1, 5), -torch.inf), dict(row_parameters(1), is_logits=True)))
-def test_triton_matches_fp64_reference(device, batch):
-    x, arguments = batch
-    actual = topk_candidates(x.to(device), **on(device, arguments), backend="triton")
-    for field in fields(actual):
-        setattr(actual, field.name, getattr(actual, field.name).cpu())
-    assert_equivalent(actual, x, arguments)
-
-
-@given(batches())
-def test_fp32_reference_matches_fp64_reference(batch):
-    x, arguments = batch
-    assert_equivalent(topk_candidates(x, **arguments, backend="reference"), x, arguments)
+@pytest.mark.parametrize(
+    "x, options",
+    [(torch.zeros(2, 1), {}), (torch.zeros(0, 7), {}), (torch.full((1, 5), -torch.inf), {"is_logits": True})],
+)
+def test_rows_of_nothing_and_no_rows(device, x, options):
+    arguments = {"max_candidates": 8} | on(device, row_parameters(len(x))) | options
+    given = Inputs(x.to(device), arguments)
+    assert_matches_reference(given, run(given, partial(topk_candidates, backend="triton")))
 
 
 @pytest.mark.parametrize("vocab, slots", [(262_144, 4), (2 * TILE + 9, 64)])
@@ -282,7 +209,7 @@ def test_ranges_of_several_tiles(device, small_tiles, backend, is_logits):
     parameters["top_k"][4:6] = torch.tensor([3, 7])
     parameters["top_p"][7], parameters["min_p"][6] = 0.02, 0.7
     actual = choose(x, parameters, device, backend, is_logits=is_logits)
-    assert_equivalent(actual, x, parameters | dict(max_candidates=SLOTS, is_logits=is_logits))
+    assert_matches_reference(Inputs(x, parameters | dict(max_candidates=SLOTS, is_logits=is_logits)), actual)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -3,86 +3,23 @@
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from lenvm_kernels.fuzz.ops.value_head import EPS, exact, make_inputs
+from lenvm_kernels.fuzz.tolerances import assert_matches
 from lenvm_kernels.ops import value_head as ops
 from lenvm_kernels.ops.value_head import value_head
-from tests.tolerances import assert_matches
+from tests.cases import assert_right, cases
 from tests.wrong_tensors import assert_refuses
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WEIGHTS = ("fc_weight", "fc_bias", "summary_weight", "summary_bias")
-EPS = 1e-6
 
 
-def make_inputs(tokens, size, dtype, *, device="cpu", norm=False, fp32_vectors=False, row_padding=0, seed=0):
-    """Keyword arguments of value_head whose logits are O(1)."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def randn(*shape, scale=1.0, dtype=dtype):
-        return (torch.randn(*shape, generator=generator) * scale).to(dtype).to(device)
-
-    vector_dtype = torch.float32 if fp32_vectors else dtype
-    inputs = {
-        "hidden": randn(tokens, size + row_padding)[:, :size],
-        "fc_weight": randn(size, size + row_padding, scale=size**-0.5)[:, :size],
-        "fc_bias": randn(size, scale=0.1, dtype=vector_dtype),
-        "summary_weight": randn(1, size, scale=2 * size**-0.5, dtype=vector_dtype),
-        "summary_bias": randn(1, dtype=vector_dtype),
-    }
-    if norm:
-        inputs |= {"norm_weight": 1 + randn(size, scale=0.5, dtype=vector_dtype), "norm_eps": EPS}
-    return inputs
-
-
-def normalised_as_rounded(hidden, norm_weight, eps):
-    """The final RMSNorm in fp64, but with h * w rounded to the dtype of h as the kernel rounds it (fp16: h * w / 64).
-
-    The rounding of a matmul's operand is the dtype's, not an error of the kernel: with it in the expected values the
-    tolerance needs to cover no more than fp32 sums.
-    """
-    scale = 1 / 64 if hidden.dtype == torch.float16 else 1.0
-    product = (hidden.float() * (norm_weight.float() * scale)).to(hidden.dtype).double() / scale
-    return product * torch.rsqrt(hidden.double().square().mean(-1, keepdim=True) + eps)
-
-
-def exact(hidden, *, norm_weight=None, norm_eps=EPS, token_rows=None, **weights):
-    """The reference in fp64 on the same inputs."""
-    hidden = hidden.double() if norm_weight is None else normalised_as_rounded(hidden, norm_weight, norm_eps)
-    weights = {name: w.double() for name, w in weights.items()}
-    return value_head(hidden, token_rows=token_rows, backend="reference", **weights)
-
-
-@given(
-    tokens=st.integers(1, 300),
-    size=st.sampled_from([64, 80, 96, 100, 576]),
-    dtype=st.sampled_from(DTYPES),
-    norm=st.booleans(),
-    fp32_vectors=st.booleans(),
-    row_padding=st.sampled_from([0, 16, 3]),
-    row_dtype=st.sampled_from([None, torch.int32, torch.int64]),
-    seed=st.integers(0, 2**31),
-)
-def test_matches_fp64_reference(device, tokens, size, dtype, norm, fp32_vectors, row_padding, row_dtype, seed):
-    inputs = make_inputs(
-        tokens,
-        size,
-        dtype,
-        device=device,
-        norm=norm,
-        fp32_vectors=fp32_vectors,
-        row_padding=row_padding,
-        seed=seed,
-    )
-    if row_dtype is not None:
-        generator = torch.Generator().manual_seed(seed)
-        rows = torch.randint(-1, tokens, (int(tokens * 0.7) + 1,), generator=generator)
-        inputs["token_rows"] = rows.to(row_dtype).to(device)
-    logits = value_head(**inputs, backend="triton")
-    assert logits.dtype == torch.float32
-    assert_matches(logits, exact(**inputs), "value_head", dtype)
+@given(cases("value_head"))
+def test_matches_fp64_reference(device, case):
+    assert_right(case, device)
 
 
 @pytest.mark.parametrize(("size", "tokens"), [(896, 20), (1536, 4), (3584, 2)])

@@ -21,8 +21,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel, ValueModelConfig
-from tests.tolerances import TOLERANCE
 
 ATOL = 1e-5  # on logits of O(1), fp32 against fp32
 VOCAB, HIDDEN = 97, 48

@@ -3,7 +3,7 @@
 import json
 import random
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lenvm_kernels.fuzz.ops.value_tree_attention import Inputs, int32, make_inputs, random_tree
+from lenvm_kernels.fuzz.tolerances import assert_matches
 from lenvm_kernels.ops.value_tree_attention import (
     BLOCK_M,
     MAX_SPLITS,
@@ -21,137 +23,11 @@ from lenvm_kernels.ops.value_tree_attention import (
     SPLIT_TILES,
     value_tree_attention,
 )
-from tests.tolerances import assert_matches
+from tests.cases import assert_right, cases
 
 SPLIT_LEN, MAX_SPLITS = SPLIT_LEN.value, MAX_SPLITS.value
 SPLIT_ROWS = SPLIT_TILES.value * BLOCK_M.value  # (token, head) pairs of a request that can be split
 GOLDEN = Path(__file__).parent / "golden" / "tree_mask.jsonl"
-UNUSED_PAGE = 2**31 - 1  # reading the cache through it is an out-of-bounds access
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Arguments of one call. Whatever must not be read is poisoned: NaN, or a page number far outside the cache."""
-
-    q: torch.Tensor
-    k_new: torch.Tensor
-    v_new: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    slot_table: torch.Tensor
-    table_rows: torch.Tensor
-    cached_lens: torch.Tensor
-    q_offsets: torch.Tensor
-    candidate_lens: torch.Tensor
-    page_size: int = 1
-    parents: torch.Tensor | None = None
-
-    def run(self, backend: str = "triton", **keywords) -> torch.Tensor:
-        return value_tree_attention(**vars(self), **keywords, backend=backend)
-
-    def expected(self, **keywords) -> torch.Tensor:
-        """The reference in fp64 on the same values."""
-        doubles = {name: x.double() for name, x in vars(self).items() if hasattr(x, "dtype") and x.is_floating_point()}
-        return replace(self, **doubles).run("reference", **keywords)
-
-    def rows(self, result: torch.Tensor) -> list[torch.Tensor]:
-        """A result cut into its requests, without the padding."""
-        return [result[start:end] for start, end in pairwise(self.q_offsets.tolist())]
-
-    def select(self, order: list[int]) -> "Inputs":
-        """The same requests in another order, or fewer of them."""
-        offsets = self.q_offsets.tolist()
-        rows = [row for i in order for row in range(offsets[i], offsets[i + 1])]
-        lens = [offsets[i + 1] - offsets[i] for i in order]
-        new_offsets = [0, *torch.tensor(lens).cumsum(0).tolist()]
-        parents = self.parents
-        if parents is not None:
-            shifts = [new - offsets[i] for i, new, n in zip(order, new_offsets, lens, strict=False) for _ in range(n)]
-            parents = parents[rows] + int32(shifts, self.q.device)
-        return replace(
-            self,
-            q=self.q[rows],
-            k_new=self.k_new[rows],
-            v_new=self.v_new[rows],
-            table_rows=self.table_rows[order],
-            cached_lens=self.cached_lens[order],
-            candidate_lens=self.candidate_lens[order],
-            q_offsets=int32(new_offsets, self.q.device),
-            parents=parents,
-        )
-
-    def with_trees(self, trees: list[list[int]]) -> "Inputs":
-        """The same requests with a tree each: the parent of each candidate, counted from its first one, or -1."""
-        parents = torch.full((len(self.q),), -1, dtype=torch.int32)
-        for end, tree in zip(self.q_offsets[1:].tolist(), trees, strict=True):
-            first = end - len(tree)
-            parents[first:end] = int32([-1 if parent < 0 else first + parent for parent in tree])
-        return replace(self, parents=parents.to(self.q.device))
-
-
-def int32(values: list[int], device: torch.device | str = "cpu") -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def make_inputs(
-    cached: list[int],
-    delta: list[int],
-    candidates: list[int],
-    *,
-    device: torch.device | str = "cpu",
-    q_heads: int = 2,
-    kv_heads: int = 1,
-    head_dim: int = 64,
-    dtype: torch.dtype = torch.float32,
-    page_size: int = 1,
-    padding: int = 0,
-    seed: int = 0,
-) -> Inputs:
-    """Random inputs as an engine lays them out: q, k, v slices of one projection, keys and values interleaved in the
-    cache, pages scattered, requests on shuffled rows of a wider table."""
-    random = torch.Generator().manual_seed(seed)
-    num_requests, total = len(cached), sum(delta) + sum(candidates)
-    qkv = torch.full((total + padding, q_heads + 2 * kv_heads, head_dim), float("nan"), dtype=dtype)
-    qkv[:total] = torch.randn(total, *qkv.shape[1:], generator=random).to(dtype)
-
-    pages = [-(-n // page_size) for n in cached]
-    page_ids = torch.randperm(sum(pages) + 3, generator=random, dtype=torch.int32)
-    kv_cache = torch.full((len(page_ids) * page_size, 2, kv_heads, head_dim), float("nan"), dtype=dtype)
-    table_rows = torch.randperm(num_requests + 2, generator=random)[:num_requests]
-    slot_table = torch.full((num_requests + 2, max(pages, default=0) + 2), UNUSED_PAGE, dtype=torch.int32)
-    for row, page_count, length in zip(table_rows.tolist(), pages, cached, strict=True):
-        slot_table[row, :page_count], page_ids = page_ids[:page_count], page_ids[page_count:]
-        position = torch.arange(length)
-        slots = slot_table[row, position // page_size].long() * page_size + position % page_size
-        kv_cache[slots] = torch.randn(length, *kv_cache.shape[1:], generator=random).to(dtype)
-
-    q, k_new, v_new = qkv.to(device).split([q_heads, kv_heads, kv_heads], dim=1)
-    k_cache, v_cache = kv_cache.to(device).unbind(1)
-    offsets = [0, *torch.tensor([d + n for d, n in zip(delta, candidates, strict=True)]).cumsum(0).tolist()]
-    return Inputs(
-        q,
-        k_new,
-        v_new,
-        k_cache,
-        v_cache,
-        slot_table.to(device),
-        table_rows.to(device),
-        int32(cached, device),
-        int32(offsets, device),
-        int32(candidates, device),
-        page_size,
-    )
-
-
-def random_tree(candidates: int, reach: int, seed: int) -> list[int]:
-    """A tree for :meth:`Inputs.with_trees`, 16 levels at most. ``reach`` 1 gives chains, a large one many roots."""
-    randrange, tree, levels = random.Random(seed).randrange, [], []
-    for child in range(candidates):
-        parent = max(-1, child - 1 - randrange(reach))
-        parent = -1 if parent >= 0 and levels[parent] == 16 else parent
-        tree.append(parent)
-        levels.append(1 if parent < 0 else levels[parent] + 1)
-    return tree
 
 
 def check_against_reference(inputs: Inputs, **keywords) -> None:
@@ -199,30 +75,9 @@ def test_auto_takes_the_reference_on_a_cpu_and_keeps_fp64():
 # --- the kernels against the reference ------------------------------------------------------------------------------
 
 
-@given(
-    requests=st.lists(
-        st.tuples(st.integers(0, 150), st.sampled_from([0, 1, 1, 2, 11, 40]), st.integers(0, 9)), min_size=1, max_size=4
-    ),
-    group=st.sampled_from([1, 3, 4, 6, 7, 8]),
-    kv_heads=st.integers(1, 2),
-    head_dim=st.sampled_from([16, 64, 96, 128, 256]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    page_size=st.sampled_from([1, 16, 64]),
-    sm_scale=st.sampled_from([None, 0.2, -0.1]),
-    seed=st.integers(0, 9),
-)
-def test_kernel_agrees_with_reference(device, requests, group, kv_heads, head_dim, dtype, page_size, sm_scale, seed):
-    inputs = make_inputs(
-        *map(list, zip(*requests, strict=True)),
-        device=device,
-        q_heads=group * kv_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        page_size=page_size,
-        seed=seed,
-    )
-    check_against_reference(inputs, sm_scale=sm_scale)
+@given(cases("value_tree_attention"))
+def test_kernel_agrees_with_reference(device, case):
+    assert_right(case, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

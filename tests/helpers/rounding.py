@@ -25,7 +25,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-from tests.interpreter_bf16 import bf16_bits_to_fp32
+from lenvm_kernels.fuzz.interpreter import bf16_bits_to_fp32
 
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 _ELEMENTS_PER_THREAD = 8

@@ -1,9 +1,15 @@
-"""bf16 in Triton's interpreter, repaired.
+"""Triton's interpreter, repaired: bf16, and the time that a call of a device function takes.
 
 The interpreter (seen on 3.6 to 3.9) keeps bf16 as raw ``uint16`` bits: ``tl.dot`` multiplies the bits, casts to and
 from other types than fp32 reinterpret them, and fp32 -> bf16 truncates instead of rounding to nearest even as GPUs do.
 The kernels here cast to fp32 before any arithmetic, so only casts and ``tl.dot`` need repair.
+
+A launch replaces the functions that its kernel sees of ``triton.language`` by those of the interpreter. Each call of a
+device function does so again, which takes a millisecond, more than most device functions do. Here it does so once for
+each module: what device functions of Triton's own modules see, stays replaced from then on.
 """
+
+import functools
 
 import numpy as np
 import triton.language as tl
@@ -23,8 +29,10 @@ def fp32_to_bf16_bits(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
-def repair_interpreter_bf16() -> None:
-    """Make casts and ``tl.dot`` decode bf16 to fp32 and encode it with round-to-nearest-even."""
+@functools.cache  # once is enough
+def repair_interpreter() -> None:
+    """Make casts and ``tl.dot`` decode bf16 to fp32 and encode it with round-to-nearest-even, and calls cheap."""
+    interpreter.InterpretedFunction.__call__ = _call_device_function
     builder = interpreter.InterpreterBuilder
     handle = interpreter.TensorHandle
     cast_impl, create_dot = builder.cast_impl, builder.create_dot
@@ -43,3 +51,19 @@ def repair_interpreter_bf16() -> None:
         return create_dot(self, a, b, d, input_precision, max_num_imprecise_acc)
 
     builder.cast_impl, builder.create_dot = repaired_cast, repaired_dot
+
+
+_patched_modules: set[str] = set()
+
+
+def _call_device_function(self, *args, **kwargs):
+    """In place of ``InterpretedFunction.__call__``."""
+    if self.fn.__module__ not in _patched_modules:
+        interpreter._patch_lang(self.fn)
+        _patched_modules.add(self.fn.__module__)
+    try:
+        return self.rewrite()(*args, **kwargs)
+    except interpreter.InterpreterError:
+        raise
+    except Exception as error:
+        raise interpreter.InterpreterError(repr(error)) from error

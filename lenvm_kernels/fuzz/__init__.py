@@ -1,0 +1,19 @@
+"""``lenvm fuzz``: the operators, or somebody else's, against the fp64 reference on inputs drawn at random.
+
+``ops/`` has a file for each operator: what its inputs can be, how they are made, how a result is compared. The property
+tests draw from the same. ``check.py`` runs one case, ``shrink.py`` makes a failing one small, ``run.py`` goes on until
+the time is up, ``report.py`` says what was found.
+"""
+
+# In the order in which a guided step calls them.
+OPERATORS = (
+    "topk_candidates",
+    "commit_winner",
+    "ragged_layout",
+    "ragged_linear",
+    "rope_cache",
+    "value_tree_attention",
+    "value_head",
+    "reweight_scatter",
+    "sample_candidates",
+)

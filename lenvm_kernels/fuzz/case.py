@@ -1,0 +1,268 @@
+"""What all operators share: a case, what an operator under test has to say of itself, and how results are compared."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lenvm_kernels.fuzz.draws import Draws
+
+# Operations of the interpreter in a call of the largest cases on a CPU, which make three calls: about two seconds on an
+# idle core, at 80 us an operation.
+INTERPRETED_WORK = 8_000
+# Numbers in the inputs of the largest cases on a GPU; the reference takes ten times as many fp64 numbers, about 5 GB.
+BATCH_SIZE = 2**26
+
+# Raised whenever a generator draws other inputs for the same case than it did before.
+VERSION = 1
+
+
+class CaseError(ValueError):
+    """What stands in a corpus is no case of this version."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an operator, small enough for a line of a corpus.
+
+    Attributes:
+        op: the operator's name.
+        seed: of its random numbers.
+        rows: ids of its rows. A row's contents depend on its id, not on its place.
+        options: a value of each of the operator's options.
+    """
+
+    op: str
+    seed: int
+    rows: tuple[int, ...]
+    options: Mapping[str, Any]
+
+    def draws(self, device: torch.device | str) -> Draws:
+        return Draws(self.seed, device)
+
+    def to_json(self) -> dict[str, Any]:
+        """A whole batch is written as its number of rows."""
+        whole = self.rows == tuple(range(len(self.rows)))
+        rows = len(self.rows) if whole else list(self.rows)
+        return {"version": VERSION, "op": self.op, "seed": self.seed, "rows": rows, "options": dict(self.options)}
+
+    @classmethod
+    def from_json(cls, fields: Any, operators: Mapping[str, Operator]) -> Case:
+        """The case of :meth:`to_json`.
+
+        Raises:
+            CaseError: it is none, or one of another version.
+        """
+        if not isinstance(fields, dict) or "version" not in fields:
+            raise CaseError("is no case of lenvm fuzz")
+        if fields["version"] != VERSION:
+            raise CaseError(f"is of version {fields['version']!r}, this is version {VERSION}: draw it anew")
+        if fields.get("op") not in operators:
+            raise CaseError(f"op must be one of {', '.join(operators)}, got {fields.get('op')!r}")
+        rows, seed, options = fields.get("rows"), fields.get("seed"), fields.get("options")
+        rows = range(rows) if _is_number(rows) else rows
+        if not isinstance(rows, list | range) or not all(map(_is_number, rows)) or len(set(rows)) < len(rows):
+            raise CaseError("rows must be a number of rows or a list of different row ids")
+        if not _is_number(seed):
+            raise CaseError(f"seed must be an integer, got {seed!r}")
+        accepted = operators[fields["op"]].options
+        if not isinstance(options, dict) or options.keys() != accepted.keys():
+            raise CaseError(f"options must be {', '.join(accepted)}")
+        for name, value in options.items():
+            if value not in accepted[name]:
+                raise CaseError(f"{name} must be one of {accepted[name]}, got {value!r}")
+        return cls(fields["op"], seed, tuple(rows), options)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+@dataclass(frozen=True)
+class Output:
+    """A part of a result that has to be the same bits whatever the other rows of the batch are.
+
+    Attributes:
+        name: what it is.
+        values: ``[items, ...]``.
+        owners: int64 ``[items]``, place in the batch of the row that each item belongs to; -1: of none. None: item i
+            belongs to row i. The items of one row are in an order that does not depend on the batch.
+    """
+
+    name: str
+    values: Tensor
+    owners: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A comparison of a result with what was expected.
+
+    Attributes:
+        what: the output compared.
+        wrong: bool ``[items]``.
+        actual, expected: ``[items, ...]``, to be shown.
+        owners: as in :class:`Output`.
+    """
+
+    what: str
+    wrong: Tensor
+    actual: Tensor
+    expected: Tensor
+    owners: Tensor | None = None
+
+
+class WrongResult(Exception):
+    """The function under test returned something of another type, shape or dtype."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator under test.
+
+    Attributes:
+        name: of the public function and of its modules.
+        function: the public function.
+        options: the values of each option of a case, the simplest first. Sizes are options; the number of rows is not.
+        inputs: of a case on a device.
+        run: call a function on inputs, which stay as they are; the function's whole result.
+        outputs: the parts of a result that belong to rows.
+        compare: the result with the fp64 reference's.
+        most_rows: of a batch, on a GPU.
+        row_size: numbers in a row of the inputs, by which a GPU's batch is bounded too.
+        row_work: operations of Triton's interpreter that a row takes, about, by which a CPU's batch is bounded.
+        classes: bool ``[rows]`` of each class of row worth counting.
+        constants: settings of the operator's tuning constants, by the value of the option ``constants``.
+    """
+
+    name: str
+    function: Callable
+    options: Mapping[str, Sequence]
+    inputs: Callable[[Case, torch.device], Any]
+    run: Callable[[Any, Callable], Any]
+    outputs: Callable[[Any, Any], list[Output]]
+    compare: Callable[[Any, Any], list[Difference]]
+    most_rows: int
+    row_size: Callable[[Mapping[str, Any]], int]
+    row_work: Callable[[Mapping[str, Any]], float]
+    classes: Callable[[Any], dict[str, Tensor]]
+    constants: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+    def restricted(self, only: Mapping[str, Collection[str]]) -> Operator:
+        """The operator with no other values of its options than ``only`` names, as text."""
+        accepted = {
+            name: [value for value in values if name not in only or str(value) in only[name]]
+            for name, values in self.options.items()
+        }
+        for name, values in accepted.items():
+            if not values:
+                known = ", ".join(map(str, self.options[name]))
+                raise CaseError(f"{name} of {self.name} must be of {known}, got {', '.join(only[name])}")
+        return replace(self, options=accepted)
+
+    def draw(self, rng: random.Random, *, interpreted: bool) -> Case:
+        """A case with every option drawn; small batches are as likely as large ones.
+
+        The interpreter gets no options with which one row takes longer than its largest cases.
+        """
+        for _ in range(100):
+            options = {name: rng.choice(values) for name, values in self.options.items()}
+            if not interpreted or self.row_work(options) <= INTERPRETED_WORK:
+                break
+        limit = INTERPRETED_WORK / self.row_work(options) if interpreted else BATCH_SIZE / self.row_size(options)
+        most = min(self.most_rows, max(1, int(limit)))
+        rows = min(most, int(2 ** rng.uniform(0, math.log2(most + 1))))
+        return Case(self.name, rng.getrandbits(32), tuple(range(rows)), options)
+
+    @contextmanager
+    def setting(self, case: Case) -> Iterator[None]:
+        """The tuning constants that the case asks for."""
+        module = _module_of(self.function)
+        changed = self.constants.get(case.options.get("constants"), {})
+        before = {name: getattr(module, name) for name in changed}
+        try:
+            for name, value in changed.items():
+                setattr(module, name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(module, name, value)
+
+
+def _module_of(function: Callable) -> ModuleType:
+    import sys
+
+    return sys.modules[function.__module__]
+
+
+# --- comparisons -----------------------------------------------------------------------------------------------------
+
+
+def expect(name: str, tensor: Any, *, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """Check a result's type, dtype and shape; return it.
+
+    Raises:
+        WrongResult: naming what was expected and what came.
+    """
+    if not isinstance(tensor, Tensor):
+        raise WrongResult(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype != dtype or tensor.shape != torch.Size(shape):
+        wanted, got = (
+            f"{str(d).removeprefix('torch.')} {list(s)}" for d, s in ((dtype, shape), (tensor.dtype, tensor.shape))
+        )
+        raise WrongResult(f"{name} must be {wanted}, got {got}")
+    return tensor
+
+
+def _any_of_item(wrong: Tensor) -> Tensor:
+    return wrong.flatten(1).any(dim=1) if wrong.dim() > 1 else wrong
+
+
+def differs(what: str, actual: Tensor, expected: Tensor, owners: Tensor | None = None) -> Difference:
+    """Items that are not equal; NaN equals NaN."""
+    wrong = actual != expected
+    if actual.is_floating_point():
+        wrong &= ~(actual.isnan() & expected.isnan())
+    return Difference(what, _any_of_item(wrong), actual, expected, owners)
+
+
+def beyond(
+    what: str,
+    actual: Tensor,
+    expected: Tensor,
+    tolerance: tuple[float, float | Tensor],
+    owners: Tensor | None = None,
+) -> Difference:
+    """Items farther from fp64 ``expected`` than (relative, absolute); NaN equals NaN, an infinity only itself."""
+    relative, absolute = tolerance
+    actual, expected = actual.double(), expected.double()
+    near = (actual - expected).abs() <= absolute + relative * expected.abs()
+    near = torch.where(expected.isfinite(), near, (actual == expected) | (actual.isnan() & expected.isnan()))
+    return Difference(what, _any_of_item(~near), actual, expected, owners)
+
+
+def dtype_of(options: Mapping[str, Any], name: str = "dtype") -> torch.dtype:
+    return getattr(torch, options[name])
+
+
+def padded_rows(x: Tensor, padding: int, value: float = float("nan")) -> Tensor:
+    """The same ``[rows, columns]`` in rows that lie ``padding`` numbers farther apart, with ``value`` between them."""
+    return torch.nn.functional.pad(x, (0, padding), value=value)[:, : x.shape[1]] if padding else x
+
+
+def whole_memory(x: Tensor) -> Tensor:
+    """All the memory that a view is a part of, flat."""
+    return x.new_empty(0).set_(x.untyped_storage())
+
+
+def copy_in_place(x: Tensor) -> Tensor:
+    """A copy with the same strides and surroundings."""
+    return torch.as_strided(whole_memory(x).clone(), x.shape, x.stride(), x.storage_offset())

@@ -1,0 +1,79 @@
+"""Random numbers that belong to a row: what a row of a batch holds depends on the seed and the row's own id only.
+
+So a row is the same in a batch of thousands, alone and in any order, on a CPU and on a GPU. That is what lets a failing
+batch shrink to one row, and rows be compared between batches.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), as signed int64.
+_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+_MULTIPLIERS = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+_SHIFTS = 30, 27, 31
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64: int64 to int64, one to one."""
+    for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, 1), strict=True):
+        x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * multiplier  # int64 shifts keep the sign, and wrap
+    return x
+
+
+class Draws:
+    """Random numbers of one seed, by name and row.
+
+    Args:
+        seed: any int.
+        device: where the numbers are made. They are the same everywhere.
+    """
+
+    def __init__(self, seed: int, device: torch.device | str = "cpu"):
+        self.seed, self.device = seed, torch.device(device)
+
+    def rows(self, rows: int | Sequence[int] | Tensor) -> Tensor:
+        """int64 ids of rows on the device; a number of rows stands for 0, 1, 2 and so on."""
+        rows = range(rows) if isinstance(rows, int) else rows
+        return torch.as_tensor(rows, dtype=torch.int64, device=self.device)
+
+    def bits(self, name: str, rows: int | Sequence[int] | Tensor, *shape: int) -> Tensor:
+        """int64 ``[rows, *shape]``: 64 random bits each."""
+        key = int.from_bytes(hashlib.blake2b(f"{self.seed} {name}".encode(), digest_size=8).digest(), "big") - 2**63
+        start = _mix(self.rows(rows) * _GAMMA + key)
+        column = torch.arange(1, math.prod(shape) + 1, device=self.device) * _GAMMA
+        return _mix(start[:, None] + column).view(len(start), *shape)
+
+    def uniform(self, name: str, rows: int | Sequence[int] | Tensor, *shape: int, low=0.0, high=1.0) -> Tensor:
+        """fp64 in [low, high)."""
+        share = ((self.bits(name, rows, *shape) >> 11) & (2**53 - 1)).double() * 2.0**-53
+        return low + (high - low) * share
+
+    def normal(self, name: str, rows: int | Sequence[int] | Tensor, *shape: int) -> Tensor:
+        """fp64 of mean 0 and variance 1, between -3 and 3: the sum of three uniform numbers, which no device rounds."""
+        bits = self.bits(name, rows, *shape)
+        part = 2**21 - 1
+        return ((bits & part) + ((bits >> 21) & part) + ((bits >> 42) & part)).double() * 2.0**-20 - 3
+
+    def integers(self, name: str, rows: int | Sequence[int] | Tensor, *shape: int, low: int, high: int) -> Tensor:
+        """int64 between low and high, both included."""
+        return low + ((self.bits(name, rows, *shape) >> 16) & (2**47 - 1)) % (high - low + 1)
+
+    def choose(self, name: str, rows: int | Sequence[int] | Tensor, *shape: int, values: Sequence) -> Tensor:
+        """One of ``values`` each: fp64, int64 or bool as they are."""
+        dtype = torch.float64 if any(isinstance(value, float) for value in values) else None
+        table = torch.tensor(values, dtype=dtype, device=self.device)
+        return table[self.integers(name, rows, *shape, low=0, high=len(values) - 1)]
+
+    def chance(self, name: str, rows: int | Sequence[int] | Tensor, *shape: int, of: float) -> Tensor:
+        """bool, True with probability ``of``."""
+        return self.uniform(name, rows, *shape) < of
+
+    def places(self, name: str, rows: int | Sequence[int] | Tensor, spare: int = 0) -> Tensor:
+        """int64 ``[rows]``: different places in shuffled order, of as many as there are rows and ``spare`` more."""
+        rows = self.rows(rows)
+        keys = self.bits(name, torch.cat([rows, -1 - torch.arange(spare, device=self.device)]))
+        return keys.argsort().argsort()[: len(rows)]

@@ -1,0 +1,176 @@
+"""``commit_winner``: rows that commit beside every reason not to, in caches of different layouts, with any bits."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, copy_in_place, differs, dtype_of, expect
+from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.ops.commit_winner import commit_winner
+
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float64: torch.int64}
+SPARE_SLOTS, SPARE_TOKENS, SPARE_ROWS = 3, 2, 2
+
+OPTIONS = {
+    "layers": [1, 2, 5],
+    "heads": [1, 2, 3],
+    "head_dim": [1, 3, 8, 16],
+    "candidates": [1, 2, 4, 8, 16],
+    "dtype": ["float32", "bfloat16", "float16"],
+    "cache": ["layers first", "tokens first", "values apart"],
+    "last": ["layers first", "tokens first", "values apart"],
+    "candidate_rows": ["int32", "int64"],
+    "last_rows": ["int64", "int32"],
+    "tokens": ["int32", "int64"],
+    "slots": ["int64", "int32"],
+    "constants": ["shipped", "small", "smallest"],
+}
+CONSTANTS = {"small": {"TILE": 32}, "smallest": {"TILE": 4}}
+
+
+def random_bits(draws: Draws, name: str, rows, *shape: int, dtype: torch.dtype) -> Tensor:
+    """``[rows, *shape]`` of any bit pattern, NaNs with any payload among them."""
+    return draws.bits(name, rows, *shape).to(BITS[dtype]).view(dtype)
+
+
+def make_pool(
+    draws: Draws, name: str, rows, layers: int, heads: int, head_dim: int, dtype, *, interleaved: bool
+) -> Tensor:
+    """Keys and values ``[2, layers, tokens, heads, head_dim]`` of tokens by id; interleaved, a token's lie together."""
+    pool = random_bits(draws, name, rows, layers, 2, heads, head_dim, dtype=dtype)
+    return pool.permute(2, 1, 0, 3, 4) if interleaved else pool.permute(2, 1, 0, 3, 4).contiguous()
+
+
+def make_pools(layers, slots, last_tokens, heads, head_dim, dtype, *, interleaved=False, seed=0) -> list[Tensor]:
+    """[cache, last]: keys and values ``[2, layers, tokens, heads, head_dim]``; interleaved, a token's lie together."""
+    sizes = {"cache": slots, "last": last_tokens}
+    draws = Draws(seed)
+    return [
+        make_pool(draws, name, tokens, layers, heads, head_dim, dtype, interleaved=interleaved)
+        for name, tokens in sizes.items()
+    ]
+
+
+def as_integers(x: Tensor) -> Tensor:
+    return x.contiguous().view(BITS[x.dtype])
+
+
+@dataclass(frozen=True)
+class Inputs:
+    pools: list[Tensor]  # k_cache, v_cache, k_last, v_last
+    rows: dict[str, Tensor]
+    slot_owners: Tensor  # the row of the batch that each slot of the cache is for
+
+
+def inputs(case: Case, device: torch.device) -> Inputs:
+    options, draws, rows = case.options, case.draws(device), case.rows
+    count, columns = len(rows), options["candidates"]
+    sizes = options["layers"], options["heads"], options["head_dim"], dtype_of(options)
+
+    def either(name, x):
+        return x.to(getattr(torch, options[name]))
+
+    def mostly(name, usual, otherwise):
+        return torch.where(draws.chance(name, rows, *usual.shape[1:], of=0.85), usual, otherwise)
+
+    # Ids of what a row owns: its slot, its row of the last step, and of the last forward as many rows as candidates.
+    ids = draws.rows(rows)
+    slot, last = draws.places("slots", rows, SPARE_SLOTS), draws.places("last_rows", rows, SPARE_ROWS)
+    computed_ids = (ids[:, None] * columns + torch.arange(columns, device=device)).flatten()
+    computed = draws.places("candidate_rows", computed_ids, SPARE_TOKENS)
+    tokens = len(computed) + SPARE_TOKENS
+    pools = []
+    for name, owner_ids, places, spare in (
+        ("cache", ids, slot, SPARE_SLOTS),
+        ("last", computed_ids, computed, SPARE_TOKENS),
+    ):
+        at = _owner_ids(owner_ids, places, spare)
+        k, v = make_pool(draws, name, at, *sizes, interleaved=options[name] != "layers first")
+        pools += [k, v.contiguous() if options[name] == "values apart" else v]
+
+    def placed(values, padding):
+        """Rows of the last step where they are in it."""
+        table = values.new_full((count + SPARE_ROWS, *values.shape[1:]), padding)
+        table[last] = values
+        return table
+
+    listed = draws.integers("candidate_ids", rows, columns, low=-1, high=9)  # some are listed twice
+    position = draws.integers("candidate_positions", rows, low=4, high=6)
+    nowhere = draws.choose("nowhere", rows, columns, values=[-1, -2, tokens, 10**6])
+    drawn = listed.gather(1, draws.integers("drawn", rows, 1, low=0, high=columns - 1))[:, 0]
+    outside = draws.choose("outside", rows, values=[-1, count + SPARE_ROWS, 10**6])
+    no_slot = draws.choose("no slot", rows, values=[-1, count + SPARE_SLOTS, 10**6])
+    row_arguments = dict(
+        candidate_ids=placed(listed, 5).int(),
+        candidate_rows=either("candidate_rows", placed(mostly("computed", computed.view(-1, columns), nowhere), 0)),
+        candidate_positions=placed(position, 5).int(),
+        last_rows=either("last_rows", mostly("in the last step", last, outside)),
+        tokens=either("tokens", mostly("a candidate", drawn, draws.integers("other", rows, low=-1, high=9))),
+        positions=mostly("in place", position, draws.integers("other position", rows, low=4, high=6)).int(),
+        slots=either("slots", mostly("has a slot", slot, no_slot)),
+    )
+    owners = torch.full((count + SPARE_SLOTS,), -1, device=device)
+    owners[slot] = torch.arange(count, device=device)
+    return Inputs(pools, row_arguments, owners)
+
+
+def _owner_ids(ids: Tensor, places: Tensor, spare: int) -> Tensor:
+    """The id of what lies at each place; spare places have negative ones."""
+    at = -1 - torch.arange(len(ids) + spare, device=ids.device)
+    at[places] = ids
+    return at
+
+
+@dataclass(frozen=True)
+class Result:
+    committed: Tensor
+    cache: Tensor  # [slots, 2, layers, ...], as integers
+    last: Tensor
+
+
+def run(given: Inputs, function) -> Result:
+    pools = [copy_in_place(x) for x in given.pools]
+    committed = function(*pools, **given.rows)
+    expect("committed", committed, dtype=torch.bool, shape=given.rows["tokens"].shape)
+    by_token = [as_integers(x.movedim(1, 0)) for x in pools]
+    return Result(committed, torch.stack(by_token[:2], 1), torch.stack(by_token[2:], 1))
+
+
+def outputs(given: Inputs, result: Result) -> list[Output]:
+    return [Output("committed", result.committed), Output("the cache", result.cache, given.slot_owners)]
+
+
+def compare(given: Inputs, result: Result) -> list[Difference]:
+    expected = run(given, _reference)
+    nobody = torch.full((len(result.last),), -1, device=result.last.device)
+    return [
+        differs("committed", result.committed, expected.committed),
+        differs("the cache", result.cache, expected.cache, given.slot_owners),
+        differs("the last forward", result.last, expected.last, nobody),
+    ]
+
+
+def _reference(*arguments, **keywords) -> Tensor:
+    return commit_winner(*arguments, **keywords, backend="reference")
+
+
+def classes(given: Inputs) -> dict[str, Tensor]:
+    committed = run(given, _reference).committed
+    return {"commits": committed, "does not": ~committed}
+
+
+OPERATOR = Operator(
+    name="commit_winner",
+    function=commit_winner,
+    options=OPTIONS,
+    inputs=inputs,
+    run=run,
+    outputs=outputs,
+    compare=compare,
+    most_rows=8192,
+    row_size=lambda o: 2 * o["layers"] * o["heads"] * o["head_dim"] * (1 + o["candidates"]),
+    row_work=lambda o: 40 * o["layers"] * (8 if o["constants"] == "smallest" else 1),
+    classes=classes,
+    constants=CONSTANTS,
+)

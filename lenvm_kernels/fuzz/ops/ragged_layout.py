@@ -1,0 +1,163 @@
+"""``ragged_layout``: requests of any lengths, their tokens in any order with tokens of nobody between."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, differs, expect
+from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.ops.ragged_layout import RaggedLayout, ragged_layout
+
+OPTIONS = {
+    "columns": [0, 1, 2, 7, 8],
+    "longest": [1, 2, 70],
+    "unreferenced": [0, 1, 40],
+    "dtype": ["int64", "int32"],
+    "candidate_lens": ["in range", "any"],
+    "constants": ["shipped", "small", "smallest"],
+}
+CONSTANTS = {"small": {"TILE": 16}, "smallest": {"TILE": 4}}  # several steps of every loop
+
+
+def make_inputs(
+    delta_lens: Sequence[int] | Tensor,
+    candidate_lens: Sequence[int] | Tensor,
+    columns: int,
+    *,
+    unreferenced: int = 0,
+    dtype: torch.dtype = torch.int64,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    rows: Sequence[int] | None = None,
+) -> dict[str, Tensor]:
+    """Keyword arguments of ragged_layout, the deltas in any order with unreferenced tokens before, between and after.
+
+    No two tokens or slots are equal, so that any misplaced one shows. ``rows``: the requests' ids.
+    """
+    draws = Draws(seed, device)
+    requests = draws.rows(len(delta_lens) if rows is None else rows)
+    lens = draws.rows(delta_lens)
+    count, tokens = len(lens), int(lens.sum()) + unreferenced
+
+    # Requests, and unreferenced tokens as requests of one token, in shuffled order.
+    owners = torch.cat([requests, -1 - torch.arange(unreferenced, device=requests.device)])
+    lengths = torch.cat([lens, torch.ones_like(owners[count:])])
+    order = draws.bits("order", owners).argsort()
+    starts = torch.empty_like(lengths)
+    starts[order] = lengths[order].cumsum(0) - lengths[order]
+
+    owner = torch.repeat_interleave(owners[order], lengths[order])
+    token = torch.arange(tokens, device=requests.device) - torch.repeat_interleave(starts[order], lengths[order])
+    token_keys = owner * 2**20 + token
+    return {
+        "delta_ids": _number(draws, "delta_ids", token_keys).to(dtype),
+        "delta_slots": _number(draws, "delta_slots", token_keys).to(dtype),
+        "delta_starts": starts[:count].int(),
+        "delta_lens": lens.int(),
+        "candidate_ids": _number(draws, "candidate_ids", requests, columns).to(dtype),
+        "candidate_lens": draws.rows(candidate_lens).int(),
+        "cached_lens": draws.integers("cached_lens", requests, low=0, high=100_000).int(),
+    }
+
+
+def _number(draws: Draws, name: str, rows: Tensor, *shape: int) -> Tensor:
+    """Different numbers from 1 on, as far as 31 random bits are."""
+    return draws.integers(name, rows, *shape, low=1, high=2**31 - 1)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    arguments: dict[str, Tensor]
+
+
+def inputs(case: Case, device: torch.device) -> Inputs:
+    options, draws, rows = case.options, case.draws(device), case.rows
+    columns = options["columns"]
+    short = draws.chance("short", rows, of=0.5)
+    longest = torch.where(short, min(2, options["longest"]), options["longest"])
+    delta_lens = draws.integers("delta_lens", rows, low=0, high=2**30) % (longest + 1)
+    beyond = 0 if options["candidate_lens"] == "in range" else 2
+    candidate_lens = draws.integers("candidate_lens", rows, low=-beyond, high=columns + beyond)
+    return Inputs(
+        make_inputs(
+            delta_lens,
+            candidate_lens,
+            columns,
+            unreferenced=options["unreferenced"],
+            dtype=getattr(torch, options["dtype"]),
+            device=device,
+            seed=case.seed,
+            rows=rows,
+        )
+    )
+
+
+def run(given: Inputs, function) -> RaggedLayout:
+    layout = function(**given.arguments)
+    expected = _reference(given)
+    for f in fields(RaggedLayout):
+        wanted = getattr(expected, f.name)
+        expect(f.name, getattr(layout, f.name, None), dtype=wanted.dtype, shape=wanted.shape)
+    return layout
+
+
+def _reference(given: Inputs) -> RaggedLayout:
+    return ragged_layout(**given.arguments, backend="reference")
+
+
+def owners_of(layout: RaggedLayout) -> Tensor:
+    """The request of each row of the forward, -1 for padding."""
+    row = torch.arange(len(layout.token_ids), device=layout.token_ids.device)
+    owner = torch.searchsorted(layout.q_offsets[1:].long(), row, right=True)
+    return owner.masked_fill(owner >= len(layout.q_offsets) - 1, -1)
+
+
+def outputs(given: Inputs, layout: RaggedLayout) -> list[Output]:
+    owners = owners_of(layout)
+    relative = torch.where(layout.candidate_rows < 0, -1, layout.candidate_rows - layout.q_offsets[:-1, None])
+    return [
+        Output("token_ids", layout.token_ids, owners),
+        Output("positions", layout.positions, owners),
+        Output("slots", layout.slots, owners),
+        Output("candidate_rows from the request's first on", relative),
+    ]
+
+
+def compare(given: Inputs, layout: RaggedLayout) -> list[Difference]:
+    expected = _reference(given)
+    owners = owners_of(expected)
+    nobody = torch.full_like(expected.head_rows, -1)
+    by_name = {"token_ids": owners, "positions": owners, "slots": owners, "head_rows": nobody}
+    by_name["q_offsets"] = torch.arange(-1, len(expected.q_offsets) - 1, device=owners.device)
+    return [
+        differs(f.name, getattr(layout, f.name), getattr(expected, f.name), by_name.get(f.name))
+        for f in fields(RaggedLayout)
+    ]
+
+
+def classes(given: Inputs) -> dict[str, Tensor]:
+    delta, candidates = given.arguments["delta_lens"], given.arguments["candidate_lens"].clamp(min=0)
+    return {
+        "empty": (delta == 0) & (candidates == 0),
+        "delta only": (delta > 0) & (candidates == 0),
+        "candidates only": (delta == 0) & (candidates > 0),
+        "both": (delta > 0) & (candidates > 0),
+    }
+
+
+OPERATOR = Operator(
+    name="ragged_layout",
+    function=ragged_layout,
+    options=OPTIONS,
+    inputs=inputs,
+    run=run,
+    outputs=outputs,
+    compare=compare,
+    most_rows=4096,
+    row_size=lambda options: options["longest"] + options["columns"],
+    row_work=lambda options: 250,
+    classes=classes,
+    constants=CONSTANTS,
+)

@@ -1,0 +1,150 @@
+"""``ragged_linear``: bias, norm, SwiGLU and residual in every combination, and rows that are not there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, dtype_of, expect
+from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.fuzz.tolerances import TOLERANCE
+from lenvm_kernels.ops.ragged_linear import ragged_linear
+
+EPS = 1e-6
+
+OPTIONS = {
+    "outputs": [1, 48, 80, 97, 200],
+    "size": [1, 48, 97, 160, 400],
+    "dtype": ["float32", "bfloat16", "float16"],
+    "bias": [False, True],
+    "norm": [False, True],
+    "swiglu": [False, True],
+    "residual": [False, True],
+    "row_padding": [0, 16, 3],
+    "rows_not_there": ["none", "0", "3", "140"],
+    "broken": [False, True],
+    "constants": ["shipped", "small"],
+}
+# The wide tile and the splits of large weights at sizes the interpreter can do, and several tiles a program.
+CONSTANTS = {"small": dict(WIDE_FROM=128, SPLIT_K=48, SPLIT_FROM=144, MAX_PROGRAMS=2, MAX_SMALL_PROGRAMS=3)}
+
+
+def make_inputs(
+    tokens: int | Sequence[int],
+    outputs: int,
+    size: int,
+    dtype: torch.dtype,
+    *,
+    device: torch.device | str = "cpu",
+    bias: bool = False,
+    norm: bool = False,
+    swiglu: bool = False,
+    residual: bool = False,
+    row_padding: int = 0,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Keyword arguments of ragged_linear whose results are O(1). ``tokens``: how many, or their ids."""
+    draws = Draws(seed, device)
+
+    def normal(name, rows, columns, scale=1.0):
+        return (draws.normal(name, rows, columns) * scale).to(dtype)
+
+    columns = 2 * outputs if swiglu else outputs
+    # with the norm the rows' sizes must not matter
+    sizes = 10 ** draws.uniform("sizes", tokens, 1, low=-2, high=2) if norm else 1.0
+    inputs = {
+        "x": normal("x", tokens, size + row_padding, sizes)[:, :size],
+        "weight": normal("weight", columns, size + row_padding, size**-0.5)[:, :size],
+        "swiglu": swiglu,
+    }
+    if bias:
+        inputs["bias"] = normal("bias", 1, columns, 0.5)[0]
+    if norm:
+        inputs["norm_eps"] = EPS
+    if residual:
+        inputs["residual"] = normal("residual", tokens, outputs + 2 * row_padding)[:, :outputs]
+    return inputs
+
+
+@dataclass(frozen=True)
+class Inputs:
+    arguments: dict[str, Any]
+    rows: int  # that are there
+
+
+def inputs(case: Case, device: torch.device) -> Inputs:
+    options, draws = case.options, case.draws(device)
+    absent = options["rows_not_there"]
+    rows = [*case.rows, *(-1 - i for i in range(0 if absent == "none" else int(absent)))]
+    names = ("bias", "norm", "swiglu", "residual", "row_padding")
+    chosen = {name: options[name] for name in names}
+    dtype = dtype_of(options)
+    arguments = make_inputs(rows, options["outputs"], options["size"], dtype, device=device, seed=case.seed, **chosen)
+    there = len(case.rows)
+    x = arguments["x"]
+    if options["broken"]:
+        poison = draws.choose("poison", rows, values=[float("nan"), float("inf"), -float("inf")])[:, None]
+        column = draws.integers("poisoned column", rows, low=0, high=options["size"] - 1)[:, None]
+        poisoned = draws.chance("poisoned", rows, of=0.2)[:, None]
+        here = poisoned & (torch.arange(options["size"], device=device) == column)
+        x.copy_(torch.where(here, poison.to(dtype), x))
+    if absent != "none":
+        arguments["num_rows"] = torch.tensor([there], dtype=torch.int32, device=device)
+        x[there:] = float("nan")
+        if "residual" in arguments:
+            arguments["residual"][there:] = float("nan")
+    return Inputs(arguments, there)
+
+
+def run(given: Inputs, function) -> Tensor:
+    x, weight = given.arguments["x"], given.arguments["weight"]
+    columns = weight.shape[0] // 2 if given.arguments["swiglu"] else weight.shape[0]
+    return expect("the result", function(**given.arguments), dtype=x.dtype, shape=[len(x), columns])
+
+
+def outputs(given: Inputs, result: Tensor) -> list[Output]:
+    return [Output("the result", result[: given.rows])]
+
+
+def compare(given: Inputs, result: Tensor) -> list[Difference]:
+    tolerance = TOLERANCE["ragged_linear"][result.dtype]
+    expected = exact(**given.arguments)[: given.rows]
+    actual = result[: given.rows]
+    # A row with an infinity or NaN has no finite result; which of them it is depends on the order of the sums.
+    broken = ~given.arguments["x"][: given.rows].isfinite().all(1)[:, None]
+    expected = torch.where(broken & ~actual.isfinite(), actual.double(), expected)
+    return [beyond("the result", actual, expected, tolerance)]
+
+
+def exact(x: Tensor, weight: Tensor, **inputs) -> Tensor:
+    """The reference in fp64 on the same inputs."""
+    inputs = {k: v.double() if k in ("bias", "residual") else v for k, v in inputs.items()}
+    return ragged_linear(x.double(), weight.double(), **inputs, backend="reference")
+
+
+def classes(given: Inputs) -> dict[str, Tensor]:
+    broken = ~given.arguments["x"][: given.rows].isfinite().all(1)
+    return {"token": ~broken, "broken": broken}
+
+
+def _row_work(options: dict[str, Any]) -> float:
+    columns = options["outputs"] * (2 if options["swiglu"] else 1)
+    return 40 * -(-options["size"] // 32) * -(-columns // 64) / 128 + 1
+
+
+OPERATOR = Operator(
+    name="ragged_linear",
+    function=ragged_linear,
+    options=OPTIONS,
+    inputs=inputs,
+    run=run,
+    outputs=outputs,
+    compare=compare,
+    most_rows=16_384,
+    row_size=lambda options: 2 * (options["size"] + options["outputs"]),
+    row_work=_row_work,
+    classes=classes,
+    constants=CONSTANTS,
+)

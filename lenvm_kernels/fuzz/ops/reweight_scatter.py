@@ -1,0 +1,316 @@
+"""``reweight_scatter``: every mode in one batch, ties, broken values, rows that are hard to tilt."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, differs, expect, padded_rows
+from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.fuzz.tolerances import TOLERANCE
+from lenvm_kernels.guidance import GuidanceTable
+from lenvm_kernels.ops.reweight_scatter import Mode, reweight_scatter
+from lenvm_kernels.ops.topk_candidates import Candidates, Status
+
+TILTING = (Mode.MUL, Mode.LINEAR, Mode.EXP, Mode.LENGTH_MUL, Mode.EQ_SOFT)
+# A root is found to so much of the range of values; where values crowd, that moves the probabilities by as many times
+# more as they are sensitive to it. Targets and exponents are computed in fp32, with an error of so much of their size.
+ROOT_SHARE = 4e-6
+TARGET_WIDTH = 2.0**-21
+EXPONENT_ERROR = 1e-6
+# What is promised of every row that is tilted to a target: its expected value, however hard the row.
+EXPECTED_VALUE_ERROR = 1e-5
+SPARE_ROWS = 3  # of the table, which no row of the batch uses
+UNTOUCHED = 0.125
+
+OPTIONS = {
+    "slots": [1, 2, 4, 8, 16, 64],
+    "rows": ["usual", "hard to tilt"],
+    "order": ["descending", "any"],
+    "broken": [False, True],
+    "table_rows": ["int64", "int32", "none"],
+    "generated": [False, True],
+    "scatter": [False, True],
+    "probs": ["float32", "bfloat16", "float16"],
+    "vocab": [70, 600],
+    "padding": [0, 5],
+    "constants": ["shipped", "large tiles, small slices"],
+}
+# The interpreter takes as long for a tile of this size as for one of 64.
+CONSTANTS = {"large tiles, small slices": {"TILE": 8192, "SLICE": 256}}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    candidates: Candidates
+    value_logits: Tensor
+    table: GuidanceTable
+    table_rows: Tensor  # also where the function is given none
+    arguments: dict[str, Any]
+
+
+def inputs(case: Case, device: torch.device) -> Inputs:
+    options, draws, rows = case.options, case.draws(device), case.rows
+    slots, vocab = options["slots"], options["vocab"]
+    usual = options["rows"] == "usual"
+    p, z, columns = usual_rows(draws, rows, slots) if usual else hard_rows(draws, rows, slots)
+    if options["order"] == "descending":
+        p, order = p.sort(dim=1, descending=True, stable=True)
+        z = z.gather(1, order)
+    listed = p > 0
+    ids = draws.uniform("token_ids", rows, vocab).argsort(dim=1)[:, :slots]
+    counts = listed.sum(1).int()
+    status = draws.choose("status", rows, values=[int(s) for s in [Status.GUIDE] * 4 + [Status.SKIP, Status.UNGUIDED]])
+    status = torch.where(counts == 0, int(Status.UNGUIDED), torch.where(counts == 1, int(Status.SINGLE), status))
+    lost_mass = torch.zeros_like(p[:, 0])
+    if options["broken"]:
+        poison = draws.choose("poison", rows, slots, values=[math.nan, math.inf, -math.inf])
+        z = torch.where(draws.chance("poisoned", rows, slots, of=0.1), poison.float(), z)
+        broken = draws.chance("broken scores", rows, of=0.1)
+        lost_mass, status = lost_mass.masked_fill(broken, math.nan), status.masked_fill(broken, int(Status.UNGUIDED))
+
+    # The end of sequence is among the candidates, or is not; token 0 ends some.
+    eos_slot = draws.integers("eos slot", rows, 2, low=-2 * slots, high=slots - 1)
+    eos = torch.where(eos_slot >= 0, ids.gather(1, eos_slot.clamp(min=0)), -2)
+    eos = torch.where((eos_slot < -slots) & (eos_slot % 2 == 0), 0, eos)
+    columns["eos_token_ids"] = eos.int()
+    table_rows = (
+        draws.rows(len(rows)) if options["table_rows"] == "none" else draws.places("table_rows", rows, SPARE_ROWS)
+    )
+    table = GuidanceTable.empty(len(rows) + SPARE_ROWS, device, max_eos=2)
+    table.mode[:] = int(Mode.VALUE_BIAS)  # the spare rows': what reads them shows
+    table.scale[:] = 3.0
+    for name, values in columns.items():
+        column = getattr(table, name)
+        column[table_rows] = values.to(column.dtype)
+
+    candidates = Candidates(torch.where(listed, ids, -1).int(), p, counts, status.to(torch.int8), lost_mass)
+    arguments = {}
+    if options["table_rows"] != "none":
+        arguments["table_rows"] = table_rows.to(getattr(torch, options["table_rows"]))
+    if options["generated"]:
+        arguments["generated"] = draws.choose("generated", rows, values=[0, 10, 30, 10_000]).int()
+    if options["scatter"]:
+        dense = draws.uniform("probs", rows, vocab).to(getattr(torch, options["probs"]))
+        arguments["probs"] = padded_rows(dense, options["padding"], value=UNTOUCHED)
+    return Inputs(candidates, padded_rows(z, options["padding"]), table, table_rows, arguments)
+
+
+def usual_rows(draws: Draws, rows, slots: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """(fp32 probabilities, fp32 value logits, columns of the table): all modes and constraints."""
+
+    def pick(name, *values):
+        return draws.choose(name, rows, values=values)
+
+    p = torch.softmax(draws.normal("p", rows, slots) * pick("spread of p", 0.0, 1.0, 5.0, 12.0)[:, None], dim=1)
+    p = p * draws.uniform("sum of p", rows, low=0.1)[:, None]
+    count = torch.tensor([0, 1, 2, slots, slots], device=draws.device).clamp(max=slots)
+    count = count[draws.integers("count", rows, low=0, high=4)]
+    p = torch.where(torch.arange(slots, device=draws.device) < count[:, None], p, 0.0)
+    z = draws.normal("z", rows, slots) * pick("spread of z", 0.3, 2.0, 10.0)[:, None]
+    z = z + pick("shift of z", 0.0, 3.0, -3.0, 25.0)[:, None]
+    z = torch.where(pick("ties of z", False, True)[:, None], z.round(), z)
+
+    mode = draws.integers("mode", rows, low=0, high=len(Mode) - 1)
+    has_target = mode >= Mode.EQ
+    target = pick("target_length", 0.0, 1.0, 30.0, 500.0, 32_768.0)
+    columns = {
+        "mode": mode,
+        "scale": pick("scale", -20.0, -1.0, 0.0, 0.3, 0.9, 1.0, 1.2, 2.0, 15.0),
+        "nats_per_token": -pick("gamma", 0.9, 0.997, 0.9999).log(),
+        "value_min": pick("value_min", -math.inf, -math.inf, 0.2, 0.7),
+        "target_length": torch.where(has_target, target, 0.0),
+        "counts_down": has_target & pick("counts_down", False, True),
+    }
+    return p.float(), z.float(), columns
+
+
+def hard_rows(draws: Draws, rows, slots: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Rows to tilt: probabilities from 1 to 1e-30, value ranges from 1 to 1e-7, every tilting mode, in any order.
+
+    Returns:
+        (fp32 probabilities, fp32 value logits, columns of the table)
+    """
+
+    def uniform(name, low=0.0, high=1.0, *shape):
+        return draws.uniform(name, rows, *shape, low=low, high=high)
+
+    slot = torch.arange(slots, device=draws.device)
+    smallest = 10 ** uniform("smallest", -30, 0, 1)
+    p = smallest ** uniform("p", 0, 1, slots)
+    p[:, 0] = torch.where(draws.chance("one is likely", rows, of=0.5), p[:, 0], 1.0)
+    count = draws.integers("count", rows, 1, low=min(2, slots), high=slots)
+    p = torch.where(slot < count, p, 0.0)
+    span = 10 ** uniform("span", -7, 0, 1)
+    middle = span / 2 + (1 - span) * uniform("middle", 0, 1, 1)
+    shares = uniform("shares", 0, 1, slots)
+    clustered = draws.chance("clustered", rows, 1, of=0.3)  # all but a few values crowd at one end
+    shares = torch.where(clustered, shares ** uniform("crowding", -6, 6, 1).exp(), shares)
+    ends = torch.tensor([0.0, 1.0], dtype=torch.float64, device=draws.device)[:slots]
+    shares[:, :2] = ends
+    shares = torch.where(draws.chance("mirrored", rows, 1, of=0.5), shares, shares.flip(1))
+    shares[:, :2] = torch.where(count == 2, ends, shares[:, :2])
+    v = (middle + (shares - 0.5) * span).clamp(1e-9, 1 - 1e-9)
+    mode = draws.choose("mode", rows, values=[int(m) for m in TILTING])
+    target_value = (middle[:, 0] + uniform("target", -0.5, 0.5) * span[:, 0]).clamp(1e-6, 1 - 1e-6)
+    gamma = 0.997
+    columns = {
+        "mode": mode,
+        "scale": 10 ** uniform("scale", -2, 0.7),
+        "nats_per_token": torch.full_like(target_value, -math.log(gamma)),
+        "target_length": torch.where(mode == Mode.EQ_SOFT, torch.log1p(-target_value) / math.log(gamma), 0.0),
+    }
+    return (p / p.sum(1, keepdim=True)).float(), torch.logit(v).float(), columns
+
+
+@dataclass(frozen=True)
+class Result:
+    guided: Tensor  # [B, K]
+    faults: Tensor  # [B], of the table's rows that are in use
+    spare_faults: Tensor
+    probs: Tensor | None  # [B, V], rewritten
+    between: Tensor | None  # what lies between the rows of probs
+
+
+def run(given: Inputs, function) -> Result:
+    arguments, between = dict(given.arguments), None
+    table = replace(given.table, faults=given.table.faults.clone())
+    if "probs" in arguments:
+        rows, vocab = arguments["probs"].shape
+        stride = arguments["probs"].stride(0)
+        memory = arguments["probs"].new_full((rows, stride), UNTOUCHED)
+        arguments["probs"] = memory[:, :vocab].copy_(arguments["probs"])
+        between = memory[:, vocab:]
+    guided = function(given.candidates, given.value_logits, table, **arguments)
+    guided = expect("the result", guided, dtype=torch.float32, shape=given.value_logits.shape)
+    used = torch.zeros_like(table.faults, dtype=torch.bool)
+    used[given.table_rows] = True
+    return Result(guided, table.faults[given.table_rows], table.faults[~used], arguments.get("probs"), between)
+
+
+def outputs(given: Inputs, result: Result) -> list[Output]:
+    parts = {"guided probabilities": result.guided, "faults": result.faults, "probs": result.probs}
+    return [Output(name, values) for name, values in parts.items() if values is not None]
+
+
+def compare(given: Inputs, result: Result) -> list[Difference]:
+    expected, faults = _reference(given, 0.0)
+    lower, upper = (_reference(given, width)[0] for width in (-TARGET_WIDTH, TARGET_WIDTH))
+    mode = given.table.mode[given.table_rows]
+    v = values_of(given)
+    tilted = is_tilting(mode)
+    relative, absolute = TOLERANCE["reweight_scatter"][torch.float32]
+    moved = (upper - expected).abs() + (lower - expected).abs() + conditioning(given, v, expected)
+    moved = moved.masked_fill(~tilted[:, None], 0.0)
+    means = [torch.where(tilted, (p.double() * v).sum(1), 0.0) for p in (result.guided, expected)]
+    spare = result.spare_faults
+    found = [
+        differs("faults", result.faults, faults),
+        differs("faults of the table's other rows", spare, torch.zeros_like(spare), _nobody(spare)),
+        beyond("guided probabilities", result.guided, expected, (relative, absolute + moved)),
+        beyond("expected value", *means, (0.0, EXPECTED_VALUE_ERROR)),
+    ]
+    if result.probs is not None:
+        status = given.candidates.status
+        written = ((status == Status.GUIDE) & (mode != Mode.UNGUIDED)) | (status == Status.SINGLE)
+        listed = given.candidates.token_ids >= 0
+        before = given.arguments["probs"]
+        dense = torch.zeros_like(before)
+        ids = given.candidates.token_ids.long().clamp(min=0)
+        dense.scatter_add_(1, ids, torch.where(listed, result.guided, 0.0).to(before.dtype))
+        # What is scattered may have been computed by a program of other shape than what is returned.
+        expected = torch.where(written[:, None], dense, before)
+        close = beyond("probs", result.probs, expected, (2.0**-7, 2e-6))
+        unchanged = torch.where(written[:, None], result.probs, before)
+        kept = differs("probs of rows that are not guided", result.probs, unchanged)
+        gaps = torch.full_like(result.between, UNTOUCHED)
+        between = differs("memory between the rows of probs", result.between, gaps)
+        found += [close, kept, between]
+    return found
+
+
+def _reference(given: Inputs, width: float) -> tuple[Tensor, Tensor]:
+    """In fp64: guided probabilities and faults, where scales and target lengths are larger by a share of ``width``."""
+    candidates = replace(given.candidates, probs=given.candidates.probs.double())
+    table = replace(
+        given.table,
+        scale=given.table.scale.double() * (1 + width),
+        target_length=given.table.target_length.double() * (1 + width),
+        faults=given.table.faults.clone(),
+    )
+    arguments = {name: x for name, x in given.arguments.items() if name != "probs"}
+    guided = reweight_scatter(candidates, given.value_logits.double(), table, **arguments, backend="reference")
+    return guided, table.faults[given.table_rows]
+
+
+def _nobody(x: Tensor) -> Tensor:
+    return torch.full((len(x),), -1, device=x.device)
+
+
+def is_tilting(mode: Tensor) -> Tensor:
+    return torch.isin(mode, torch.tensor([int(m) for m in TILTING], dtype=mode.dtype, device=mode.device))
+
+
+def is_eos(given: Inputs) -> Tensor:
+    """bool ``[B, K]``: candidates that end the sequence."""
+    eos = given.table.eos_token_ids[given.table_rows]
+    return (given.candidates.token_ids[:, :, None] == eos[:, None]).any(2)
+
+
+def values_of(given: Inputs) -> Tensor:
+    """fp64 ``[B, K]``."""
+    return torch.where(is_eos(given), 0.0, torch.sigmoid(given.value_logits.double().nan_to_num(0.0)))
+
+
+def conditioning(given: Inputs, v: Tensor, expected: Tensor) -> Tensor:
+    """``[B, K]``: how far a root found to ROOT_SHARE of the range and fp32 exponents may move tilted probabilities.
+
+    A shift of ``E[w]``, the expected share of the range of values, moves ``p_i`` by ``p_i |w_i - E[w]| / Var[w]`` times
+    as much; an error of its exponent by ``p_i`` times as much.
+    """
+    listed = expected > 0
+    low, high = torch.where(listed, v, 2.0).amin(1, keepdim=True), torch.where(listed, v, -1.0).amax(1, keepdim=True)
+    span = (high - low).clamp(min=1e-12)
+    w = torch.where(listed, (v - low) / span, 0.0)
+    deviation = (w - (expected * w).sum(1, keepdim=True)).abs()
+    variance = (expected * deviation**2).sum(1, keepdim=True).clamp(min=1e-12)
+    ratio = torch.where(listed, expected / given.candidates.probs.double(), 0.0).log()
+    exponent = torch.where(listed, ratio.amax(1, keepdim=True) - ratio, 0.0)  # of the favoured candidate 0
+    moved = EXPONENT_ERROR * expected * exponent
+    shift = ROOT_SHARE + (moved * deviation).sum(1, keepdim=True)
+    return (expected * deviation / variance).amax(1, keepdim=True) * shift + moved
+
+
+def classes(given: Inputs) -> dict[str, Tensor]:
+    mode, status = given.table.mode[given.table_rows], given.candidates.status
+    guided = status == Status.GUIDE
+    found = {f"mode {m.name.lower()}": guided & (mode == m) for m in Mode}
+    found |= {f"status {s.name.lower()}": status == s for s in Status}
+    found["end of sequence among the candidates"] = is_eos(given).any(1)
+    found["value not finite"] = guided & (~given.value_logits.isfinite() & (given.candidates.probs > 0)).any(1)
+    return found
+
+
+def _row_work(options: dict[str, Any]) -> float:
+    large = options["constants"] != "shipped"
+    if options["scatter"]:  # a program for each slice of a row
+        return 4000 * (-(-options["vocab"] // 256) if large else 1)
+    return 4000 / max(1, (8192 if large else 64) // options["slots"])
+
+
+OPERATOR = Operator(
+    name="reweight_scatter",
+    function=reweight_scatter,
+    options=OPTIONS,
+    inputs=inputs,
+    run=run,
+    outputs=outputs,
+    compare=compare,
+    most_rows=65_536,
+    row_size=lambda options: options["vocab"] + 32 * options["slots"],
+    row_work=_row_work,
+    classes=classes,
+    constants=CONSTANTS,
+)

@@ -1,0 +1,235 @@
+"""``rope_cache``: heads, norms and layouts of caches, rows that are not there, tokens that are not kept.
+
+fp32 is compared with the reference in fp64. For bf16 and fp16 that would compare the roundings of the norm, which are
+part of the definition, so the reference computes in the same dtype. Kernel and reference then differ in the last bits
+of fp32, which now and then end on the other side of a rounding: one ulp of what is rounded, rarely.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lenvm_kernels.fuzz.case import (
+    Case,
+    Difference,
+    Operator,
+    Output,
+    beyond,
+    copy_in_place,
+    differs,
+    dtype_of,
+    expect,
+    whole_memory,
+)
+from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.fuzz.tolerances import TOLERANCE
+from lenvm_kernels.ops.rope_cache import rope_cache
+
+SLOTS = 40
+EPS = 1e-6
+UNTOUCHED = -7.0  # what caches and buffers hold before a call
+LAYOUTS = ["plain", "layer of many", "keys beside values", "heads first"]  # of caches in servers
+
+OPTIONS = {
+    "heads": [[1, 1], [3, 1], [12, 2], [9, 3], [5, 5]],
+    "head_dim": [2, 6, 64, 80, 96, 128],
+    "dtype": ["float32", "bfloat16", "float16"],
+    "norm": [False, True],
+    "slots": ["int64", "int32"],
+    "rows_not_there": ["none", "0", "2"],
+    "buffers": [False, True],
+    "row_padding": [0, 16, 3],
+    "keys": LAYOUTS,
+    "values": LAYOUTS,
+    "broken": [False, True],
+}
+
+
+def make_cache(layout: str, kv_heads: int, head_dim: int, dtype, device, slots: int = SLOTS) -> Tensor:
+    """[slots, Hkv, D] in one of LAYOUTS."""
+    shape, select = {
+        "plain": ((slots, kv_heads, head_dim), lambda x: x),
+        "layer of many": ((3, slots, kv_heads, head_dim), lambda x: x[1]),
+        "keys beside values": ((slots, 2, kv_heads, head_dim), lambda x: x[:, 1]),
+        "heads first": ((kv_heads, slots, head_dim), lambda x: x.transpose(0, 1)),
+    }[layout]
+    return select(torch.full(shape, UNTOUCHED, dtype=dtype, device=device))
+
+
+def make_inputs(
+    tokens: int | Sequence[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    device: torch.device | str = "cpu",
+    norm: bool = False,
+    row_padding: int = 0,
+    layouts: tuple[str, str] = ("plain", "plain"),
+    num_slots: int = SLOTS,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Arguments of rope_cache by name; about a third of the tokens are not kept. ``tokens``: how many, or their ids."""
+    draws = Draws(seed, device)
+    rows = draws.rows(tokens)
+    columns = (heads + 2 * kv_heads) * head_dim
+    angle = 100 * draws.normal("angle", rows, head_dim // 2 + row_padding).float()
+    slots = draws.places("slots", rows, num_slots - len(rows))
+    slots = slots.masked_fill(draws.chance("not kept", rows, of=0.3), -1)
+    inputs = {
+        "qkv": (3 * draws.normal("qkv", rows, columns + row_padding)).to(dtype)[:, :columns],
+        "cos": angle.cos()[:, : head_dim // 2],
+        "sin": angle.sin()[:, : head_dim // 2].contiguous(),
+        "slots": slots,
+        "k_cache": make_cache(layouts[0], kv_heads, head_dim, dtype, device, num_slots),
+        "v_cache": make_cache(layouts[1], kv_heads, head_dim, dtype, device, num_slots),
+        "num_heads": heads,
+    }
+    if norm:
+        weight = 1 + 0.3 * draws.normal("qk_norm_weight", heads + kv_heads, head_dim + row_padding)
+        inputs |= {"qk_norm_weight": weight.to(dtype)[:, :head_dim], "norm_eps": EPS}
+    return inputs
+
+
+@dataclass(frozen=True)
+class Inputs:
+    arguments: dict[str, Any]  # with empty caches
+    rows: int  # that are there
+
+
+def inputs(case: Case, device: torch.device) -> Inputs:
+    options, draws, there = case.options, case.draws(device), len(case.rows)
+    heads, kv_heads = options["heads"]
+    absent = options["rows_not_there"]
+    rows = [*case.rows, *(-1 - i for i in range(0 if absent == "none" else int(absent)))]
+    dtype, head_dim = dtype_of(options), options["head_dim"]
+    arguments = make_inputs(
+        rows,
+        heads,
+        kv_heads,
+        head_dim,
+        dtype,
+        device=device,
+        norm=options["norm"],
+        row_padding=options["row_padding"],
+        layouts=(options["keys"], options["values"]),
+        num_slots=len(rows) + 3,
+        seed=case.seed,
+    )
+    slots = arguments["slots"]
+    outside = draws.choose("outside", rows, values=[-1, -9, len(rows) + 3, 2**31 - 1])
+    arguments["slots"] = torch.where(slots < 0, outside, slots).to(getattr(torch, options["slots"]))
+    if options["broken"]:
+        poisoned = draws.chance("poisoned", rows, of=0.2)
+        arguments["qkv"][poisoned, 0] = float("nan")
+    if absent != "none":
+        arguments["num_rows"] = torch.tensor([there], dtype=torch.int32, device=device)
+        for name in ("qkv", "cos", "sin"):
+            arguments[name][there:] = float("nan")
+    if options["buffers"]:
+        for name, more in (("k_out", 1), ("v_out", 2)):
+            width = head_dim + more * options["row_padding"]
+            wider = torch.full((len(rows), kv_heads + more, width), UNTOUCHED, dtype=dtype, device=device)
+            arguments[name] = wider[:, more:, :head_dim]
+    return Inputs(arguments, there)
+
+
+@dataclass(frozen=True)
+class Result:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    around: list[Tensor]  # all that holds k_out and v_out, which are to be left alone around them
+
+
+def run(given: Inputs, function) -> Result:
+    arguments = dict(given.arguments)
+    for name in ("k_cache", "v_cache"):
+        arguments[name] = copy_in_place(arguments[name])
+    around = []
+    for name in ("k_out", "v_out"):
+        if name in arguments:
+            arguments[name] = copy_in_place(arguments[name])
+            around.append(whole_memory(arguments[name]))
+    q, k, v = function(**arguments)
+    tokens, (_, kv_heads, head_dim) = len(arguments["qkv"]), arguments["k_cache"].shape
+    for name, x, heads in (("q", q, arguments["num_heads"]), ("k", k, kv_heads), ("v", v, kv_heads)):
+        expect(name, x, dtype=arguments["qkv"].dtype, shape=[tokens, heads, head_dim])
+    return Result(q, k, v, arguments["k_cache"], arguments["v_cache"], around)
+
+
+def outputs(given: Inputs, result: Result) -> list[Output]:
+    return [Output(name, getattr(result, name)[: given.rows]) for name in ("q", "k", "v")]
+
+
+def compare(given: Inputs, result: Result) -> list[Difference]:
+    rows = given.rows
+    dtype = result.q.dtype
+    q, k, v = expected_of(given.arguments)
+    found = [
+        rotated("q", result.q[:rows], q[:rows], dtype),
+        rotated("k", result.k[:rows], k[:rows], dtype),
+        differs("v", result.v[:rows], v[:rows].to(dtype)),
+    ]
+    for name, new in (("k_cache", result.k), ("v_cache", result.v)):
+        cache, slots = getattr(result, name), given.arguments["slots"][:rows].long()
+        expected = torch.full_like(cache, UNTOUCHED)
+        kept = (slots >= 0) & (slots < len(cache))
+        expected[slots[kept]] = new[:rows][kept]
+        owners = torch.full((len(cache),), -1, device=cache.device)
+        owners[slots[kept]] = kept.nonzero()[:, 0]
+        found.append(differs(name, cache, expected, owners))
+    for name, memory in zip(("k_out", "v_out"), result.around, strict=False):
+        view = given.arguments[name]
+        expected = torch.full_like(memory, UNTOUCHED)
+        place = torch.as_strided(expected, view.shape, view.stride(), view.storage_offset())
+        place[:rows] = (result.k if name == "k_out" else result.v)[:rows]
+        nobody = torch.full((len(memory),), -1, device=memory.device)
+        found.append(differs(f"memory around {name}", memory, expected, nobody))
+    return found
+
+
+def expected_of(inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of the reference: in fp64 from fp32 inputs, else in their dtype."""
+    wide = torch.float64 if inputs["qkv"].dtype == torch.float32 else inputs["qkv"].dtype
+    inputs = {name: x for name, x in inputs.items() if name not in ("k_out", "v_out")}
+    for name in ("qkv", "k_cache", "v_cache", "qk_norm_weight"):
+        if inputs.get(name) is not None:
+            inputs[name] = inputs[name].to(wide, copy=True)
+    return rope_cache(**inputs, backend="reference")
+
+
+def rotated(what: str, actual: Tensor, expected: Tensor, dtype: torch.dtype) -> Difference:
+    """Relative to the length of each rotated pair: a rotation keeps it, while one of the two numbers may come close to
+    0."""
+    first, second = expected.double().chunk(2, dim=-1)
+    length = torch.hypot(first, second).clamp(min=1e-3).repeat(1, 1, 2)
+    return beyond(what, actual.double() / length, expected.double() / length, TOLERANCE["rope_cache"][dtype])
+
+
+def classes(given: Inputs) -> dict[str, Tensor]:
+    slots = given.arguments["slots"][: given.rows]
+    kept = (slots >= 0) & (slots < len(given.arguments["k_cache"]))
+    broken = given.arguments["qkv"][: given.rows].isnan().any(1)
+    return {"kept": kept, "not kept": ~kept, "broken": broken}
+
+
+OPERATOR = Operator(
+    name="rope_cache",
+    function=rope_cache,
+    options=OPTIONS,
+    inputs=inputs,
+    run=run,
+    outputs=outputs,
+    compare=compare,
+    most_rows=8192,
+    row_size=lambda options: 3 * sum(options["heads"]) * options["head_dim"],
+    row_work=lambda options: 150,
+    classes=classes,
+)

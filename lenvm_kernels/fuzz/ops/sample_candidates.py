@@ -1,0 +1,110 @@
+"""``sample_candidates``: every status, zeros, ties, sums far from 1, any int64 as seed and position."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, differs, expect, padded_rows
+from lenvm_kernels.ops.sample_candidates import sample_candidates
+from lenvm_kernels.ops.topk_candidates import Candidates, Status
+
+OPTIONS = {
+    "slots": [1, 2, 4, 8, 16, 32, 64],
+    "probs": ["normal", "ties", "peaked"],
+    "sums": ["one", "any", "broken"],
+    "positions": ["int32", "int64"],
+    "temperature": [False, True],
+    "padding": [0, 3],
+    "constants": ["shipped", "large"],
+}
+# The interpreter takes as long for a tile of this size as for one of 32.
+CONSTANTS = {"large": {"TILE": 8192}}
+_SPREAD = {"normal": 1.0, "ties": 0.0, "peaked": 8.0}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments, and the same on the reference: draws are defined in the order of fp32 sums, to the bit."""
+
+    candidates: Candidates
+    arguments: dict[str, Any]
+
+
+def inputs(case: Case, device: torch.device) -> Inputs:
+    options, draws, rows = case.options, case.draws(device), case.rows
+    slots = options["slots"]
+    p = torch.softmax(draws.normal("probs", rows, slots) * _SPREAD[options["probs"]], dim=1)
+    zeros = draws.choose("share of zeros", rows, values=[0.0, 0.0, 0.5, 0.95])[:, None]
+    p = torch.where(draws.uniform("zeros", rows, slots) < zeros, 0.0, p).float()
+    factors = {"one": [1.0], "any": [1.0, 0.3, 1e-44, 1e30], "broken": [1.0, math.inf, math.nan, -1.0]}
+    p = p * draws.choose("factor", rows, values=factors[options["sums"]]).float()[:, None]  # 0 * inf: NaN
+    seeds, positions = (
+        draws.bits(name, rows) >> draws.choose(f"width of {name}", rows, values=[0, 31, 32, 50])
+        for name in ("seeds", "positions")
+    )
+    if options["positions"] == "int32":
+        positions = (positions & 0x7FFFFFFF).int()
+    status = draws.choose("status", rows, values=[int(s) for s in (Status.GUIDE, *Status)]).to(torch.int8)
+    temperature = None
+    if options["temperature"]:
+        temperature = draws.choose("temperature", rows, values=[1.0, 0.0, 1e-7, 1e-6, math.nan]).float()
+    candidates = Candidates(
+        token_ids=draws.integers("token_ids", rows, slots, low=0, high=2**31 - 1).int(),
+        probs=draws.uniform("candidates.probs", rows, slots).float(),  # not those to draw from
+        counts=torch.full_like(positions, slots).int(),
+        status=status,
+        lost_mass=torch.zeros_like(p[:, 0]),
+    )
+    p = padded_rows(p, options["padding"], value=1.0)
+    arguments = dict(guided_probs=p, seeds=seeds, positions=positions, temperature=temperature)
+    return Inputs(candidates, arguments)
+
+
+def run(given: Inputs, function) -> Tensor:
+    tokens = function(given.candidates, **given.arguments)
+    return expect("tokens", tokens, dtype=torch.int32, shape=given.candidates.status.shape)
+
+
+def outputs(given: Inputs, tokens: Tensor) -> list[Output]:
+    return [Output("tokens", tokens)]
+
+
+def compare(given: Inputs, tokens: Tensor) -> list[Difference]:
+    return [differs("tokens", tokens, run(given, _reference))]
+
+
+def _reference(*arguments, **keywords) -> Tensor:
+    return sample_candidates(*arguments, **keywords, backend="reference")
+
+
+def classes(given: Inputs) -> dict[str, Tensor]:
+    p, temperature = given.arguments["guided_probs"], given.arguments["temperature"]
+    status = given.candidates.status
+    found = {f"status {s.name.lower()}": status == s for s in Status}
+    found["nothing to draw"] = ~(p > 0).any(dim=1)
+    found["greedy"] = torch.zeros_like(status, dtype=torch.bool) if temperature is None else temperature < 1e-6
+    return found
+
+
+def _row_work(options: dict[str, Any]) -> float:
+    rows = CONSTANTS["large"]["TILE"] if options["constants"] == "large" else 32  # of a program
+    return (250 + 16 * options["slots"]) / rows
+
+
+OPERATOR = Operator(
+    name="sample_candidates",
+    function=sample_candidates,
+    options=OPTIONS,
+    inputs=inputs,
+    run=run,
+    outputs=outputs,
+    compare=compare,
+    most_rows=65_536,
+    row_size=lambda options: 8 * options["slots"],
+    row_work=_row_work,
+    classes=classes,
+    constants=CONSTANTS,
+)

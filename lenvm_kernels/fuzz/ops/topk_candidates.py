@@ -1,0 +1,173 @@
+"""``topk_candidates``: rows of scores with ties, extremes and broken numbers, each with filters of its own."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, differs, dtype_of, expect, padded_rows
+from lenvm_kernels.fuzz.tolerances import TOLERANCE
+from lenvm_kernels.ops.topk_candidates import Candidates, Status, topk_candidates
+
+NAN, INF = float("nan"), float("inf")
+KINDS = ["normal", "peaked", "ties", "constant", "huge", "tiny", "mostly nothing", "halves"]
+# Where fp32 and fp64 may disagree on which side of a filter's bound a token falls.
+BOUND_WIDTH = 1e-5
+
+OPTIONS = {
+    "vocab": [1, 2, 7, 33, 257, 1024, 1025, 3067],
+    "scores": ["probabilities", "logits"],
+    "dtype": ["float32", "bfloat16", "float16"],
+    "kind": [*KINDS, "any"],
+    "max_candidates": [1, 2, 8, 16, 64],
+    "broken": [False, True],
+    "padding": [0, 5],
+    "temperature": [False, True],
+    "entropy_threshold": [False, True],
+    "guided": [False, True],
+    "vocab_mask": [False, True],
+    "constants": ["shipped", "small"],
+}
+# Several ranges a row, of several tiles each, at the sizes that the interpreter can do.
+CONSTANTS = {"small": {"TILE": 32, "FEW_ROWS": 2, "RANGES_OF_MANY_ROWS": 4}}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    scores: Tensor
+    arguments: dict[str, Any]
+
+
+def inputs(case: Case, device: torch.device) -> Inputs:
+    options, draws, rows = case.options, case.draws(device), case.rows
+    vocab, dtype, is_logits = options["vocab"], dtype_of(options), options["scores"] == "logits"
+    x = scores_of(draws, rows, vocab, options["kind"], torch.finfo(dtype).max / 8)
+    if not is_logits:
+        x = torch.softmax(x, dim=1)
+    x = x.to(dtype)
+    if options["broken"]:
+        poison = draws.choose("poison", rows, values=[NAN, INF, -INF])[:, None].to(dtype)
+        column = draws.integers("poisoned column", rows, low=0, high=vocab - 1)[:, None]
+        poisoned = draws.chance("poisoned", rows, of=0.3)[:, None]
+        x = torch.where(poisoned & (torch.arange(vocab, device=device) == column), poison, x)
+
+    def pick(name, values):
+        return draws.choose(name, rows, values=values)
+
+    arguments = dict(
+        top_k=pick("top_k", [0, -1, 1, 2, 5, 50, vocab, 1 << 30]).int(),
+        top_p=pick("top_p", [1.0, 1.0, 0.95, 0.5, 0.1, 1e-9]).float(),
+        min_p=pick("min_p", [0.0, 0.0, 0.01, 0.3, 1.0]).float(),
+        max_candidates=options["max_candidates"],
+        is_logits=is_logits,
+    )
+    if is_logits and options["temperature"]:
+        values = [1.0, 0.7, 2.0, 0.01, 100.0, 0.0, 1e-7, 1e-6]
+        broken = [NAN, INF] if options["broken"] else []
+        arguments["temperature"] = pick("temperature", values + broken).float()
+    if options["entropy_threshold"]:
+        arguments["entropy_threshold"] = pick("entropy_threshold", [NAN, 0.0, 0.5, 2.0]).float()
+    if options["guided"]:
+        arguments["guided"] = pick("guided", [True, True, False])
+    if options["vocab_mask"]:
+        words = draws.bits("vocab_mask", rows, -(-vocab // 32)).int()
+        arguments["vocab_mask"] = padded_rows(words, options["padding"], value=-1)
+    return Inputs(padded_rows(x, options["padding"]), arguments)
+
+
+def scores_of(draws, rows, vocab: int, kind: str, largest: float) -> Tensor:
+    """fp64 ``[rows, vocab]``: logits of a kind, or of any kind by row."""
+    kinds = KINDS if kind == "any" else [kind]
+    x = draws.normal("scores", rows, vocab)
+    choice = draws.integers("kind", rows, low=0, high=len(kinds) - 1)[:, None]
+    of_kind = {
+        "normal": lambda: x,
+        "peaked": lambda: 30 * x,
+        "ties": lambda: x.round(),
+        "constant": lambda: x[:, :1].expand_as(x),
+        "huge": lambda: largest / 3 * x,
+        "tiny": lambda: x - 80,
+        "mostly nothing": lambda: torch.where(draws.chance("nothing", rows, vocab, of=0.98), -INF, x),
+        # probabilities are powers of 1/2: a sum may meet top_p exactly
+        "halves": lambda: -torch.log(x.new_tensor(2.0)) * draws.integers("halves", rows, vocab, low=0, high=12),
+    }
+    return sum(torch.where(choice == i, of_kind[name](), 0.0) for i, name in enumerate(kinds))
+
+
+def run(given: Inputs, function) -> Candidates:
+    found = function(given.scores, **given.arguments)
+    rows, slots = given.scores.shape[0], given.arguments["max_candidates"]
+    for name, dtype, shape in (
+        ("token_ids", torch.int32, [rows, slots]),
+        ("probs", torch.float32, [rows, slots]),
+        ("counts", torch.int32, [rows]),
+        ("status", torch.int8, [rows]),
+        ("lost_mass", torch.float32, [rows]),
+    ):
+        expect(name, getattr(found, name, None), dtype=dtype, shape=shape)
+    return found
+
+
+def outputs(given: Inputs, found: Candidates) -> list[Output]:
+    return [Output(f.name, getattr(found, f.name)) for f in fields(Candidates)]
+
+
+def compare(given: Inputs, found: Candidates) -> list[Difference]:
+    """A token within BOUND_WIDTH of a filter's bound may fall on either side; all else is as in fp64."""
+    tolerance = TOLERANCE["topk_candidates"][given.scores.dtype]
+    expected, fewest, most = (_reference(given, width) for width in (0.0, -BOUND_WIDTH, BOUND_WIDTH))
+    listed = torch.arange(found.probs.shape[1], device=found.probs.device) < found.counts[:, None]
+    clear = fewest.counts == most.counts
+    settled = clear
+    if "entropy_threshold" in given.arguments:
+        q = expected.probs / expected.probs.sum(1, keepdim=True)
+        distance = torch.special.entr(q).sum(1) - given.arguments["entropy_threshold"]
+        settled = clear & ~(distance.abs() < BOUND_WIDTH)
+    between = (fewest.counts <= found.counts) & (found.counts <= most.counts)
+    return [
+        Difference("counts", ~between, found.counts, expected.counts),
+        differs("token_ids", found.token_ids, torch.where(listed, most.token_ids, -1)),
+        beyond("probs", found.probs, torch.where(listed, most.probs, 0), tolerance),
+        differs("rows marked as broken", found.lost_mass.isnan(), expected.broken),
+        beyond(
+            "lost_mass", found.lost_mass, torch.where(clear, expected.lost_mass, found.lost_mass.double()), tolerance
+        ),
+        differs("status", found.status, torch.where(settled, expected.status, found.status)),
+    ]
+
+
+def _reference(given: Inputs, width: float) -> Candidates:
+    """In fp64, with each filter's bound moved by ``width``: outwards where positive."""
+    arguments = dict(given.arguments)
+    arguments["top_p"] = arguments["top_p"] * (1 + width)
+    arguments["min_p"] = arguments["min_p"] * (1 - width)
+    return topk_candidates(given.scores.double(), **arguments, backend="reference")
+
+
+def classes(given: Inputs) -> dict[str, Tensor]:
+    found = _reference(given, 0.0)
+    by_status = {f"status {status.name.lower()}": found.status == status for status in Status}
+    return by_status | {"broken": found.broken, "cut at max_candidates": found.lost_mass > 0}
+
+
+def _row_work(options: dict[str, Any]) -> float:
+    small, slots = options["constants"] == "small", options["max_candidates"]
+    tiles = -(-options["vocab"] // (CONSTANTS["small"]["TILE"] if small else 1024))
+    return 4 * 40 + tiles * (30 + 8 * slots) + 25 * slots
+
+
+OPERATOR = Operator(
+    name="topk_candidates",
+    function=topk_candidates,
+    options=OPTIONS,
+    inputs=inputs,
+    run=run,
+    outputs=outputs,
+    compare=compare,
+    most_rows=16_384,
+    row_size=lambda options: options["vocab"],
+    row_work=_row_work,
+    classes=classes,
+    constants=CONSTANTS,
+)

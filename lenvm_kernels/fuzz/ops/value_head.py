@@ -1,0 +1,158 @@
+"""``value_head``: hidden states in any rows, padding among them, with and without the final RMSNorm."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, dtype_of, expect
+from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.fuzz.tolerances import TOLERANCE
+from lenvm_kernels.ops.value_head import value_head
+
+EPS = 1e-6
+SPARE_ROWS = 2  # of hidden, which nothing refers to
+
+OPTIONS = {
+    "size": [64, 80, 96, 100, 576],
+    "dtype": ["float32", "bfloat16", "float16"],
+    "norm": [False, True],
+    "fp32_vectors": [False, True],
+    "row_padding": [0, 16, 3],
+    "token_rows": ["none", "int32", "int64"],
+    "broken": [False, True],
+    "constants": ["shipped", "wide tiles"],
+}
+# The tiles of a large H at any H.
+CONSTANTS = {"wide tiles": {"WIDE_FROM": 0}}
+
+
+def make_inputs(
+    tokens: int | Sequence[int],
+    size: int,
+    dtype: torch.dtype,
+    *,
+    device: torch.device | str = "cpu",
+    norm: bool = False,
+    fp32_vectors: bool = False,
+    row_padding: int = 0,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Keyword arguments of value_head whose logits are O(1). ``tokens``: how many, or their ids."""
+    draws = Draws(seed, device)
+
+    def normal(name, rows, columns, scale=1.0, dtype=dtype):
+        return (draws.normal(name, rows, columns) * scale).to(dtype)
+
+    vector_dtype = torch.float32 if fp32_vectors else dtype
+    inputs = {
+        "hidden": normal("hidden", tokens, size + row_padding)[:, :size],
+        "fc_weight": normal("fc_weight", size, size + row_padding, size**-0.5)[:, :size],
+        "fc_bias": normal("fc_bias", 1, size, 0.1, vector_dtype)[0],
+        "summary_weight": normal("summary_weight", 1, size, 2 * size**-0.5, vector_dtype),
+        "summary_bias": normal("summary_bias", 1, 1, dtype=vector_dtype)[0],
+    }
+    if norm:
+        inputs |= {"norm_weight": 1 + normal("norm_weight", 1, size, 0.5, vector_dtype)[0], "norm_eps": EPS}
+    return inputs
+
+
+@dataclass(frozen=True)
+class Inputs:
+    arguments: dict[str, Any]
+
+
+def inputs(case: Case, device: torch.device) -> Inputs:
+    options, draws, rows = case.options, case.draws(device), case.rows
+    names = ("norm", "fp32_vectors", "row_padding")
+    chosen = {name: options[name] for name in names}
+    arguments = make_inputs(rows, options["size"], dtype_of(options), device=device, seed=case.seed, **chosen)
+    hidden = arguments["hidden"]
+    if options["broken"]:
+        poison = draws.choose("poison", rows, values=[float("nan"), float("inf"), -float("inf")])[:, None]
+        column = draws.integers("poisoned column", rows, low=0, high=options["size"] - 1)[:, None]
+        poisoned = draws.chance("poisoned", rows, of=0.2)[:, None]
+        here = poisoned & (torch.arange(options["size"], device=device) == column)
+        hidden.copy_(torch.where(here, poison.to(hidden.dtype), hidden))
+    if options["token_rows"] != "none":
+        places = draws.places("token_rows", rows, SPARE_ROWS)
+        wider = torch.full((len(rows) + SPARE_ROWS, hidden.stride(0)), float("nan"), dtype=hidden.dtype, device=device)
+        arguments["hidden"] = wider[:, : options["size"]]
+        arguments["hidden"][places] = hidden
+        nowhere = draws.choose("nowhere", rows, values=[-1, -7, len(wider), 2**31 - 1])
+        places = torch.where(draws.chance("is padding", rows, of=0.2), nowhere, places)
+        arguments["token_rows"] = places.to(getattr(torch, options["token_rows"]))
+    return Inputs(arguments)
+
+
+def run(given: Inputs, function) -> Tensor:
+    rows = given.arguments.get("token_rows", given.arguments["hidden"][:, 0])
+    return expect("logits", function(**given.arguments), dtype=torch.float32, shape=rows.shape)
+
+
+def outputs(given: Inputs, logits: Tensor) -> list[Output]:
+    return [Output("logits", logits)]
+
+
+def compare(given: Inputs, logits: Tensor) -> list[Difference]:
+    """With a norm, operands may be rounded to their dtype as the kernel rounds them, or not at all."""
+    arguments = given.arguments
+    tolerance = TOLERANCE["value_head"][arguments["hidden"].dtype]
+    difference = beyond("logits", logits, exact(**arguments), tolerance)
+    if "norm_weight" in arguments:
+        doubles = {name: x.double() for name, x in arguments.items() if torch.is_tensor(x) and x.is_floating_point()}
+        plain = value_head(**arguments | doubles, backend="reference")
+        unrounded = beyond("logits", logits, plain, tolerance)
+        difference = replace(difference, wrong=difference.wrong & unrounded.wrong)
+    return [difference]
+
+
+def exact(hidden, *, norm_weight=None, norm_eps=EPS, token_rows=None, **weights) -> Tensor:
+    """The reference in fp64 on the same inputs."""
+    hidden = hidden.double() if norm_weight is None else normalised_as_rounded(hidden, norm_weight, norm_eps)
+    weights = {name: w.double() for name, w in weights.items()}
+    return value_head(hidden, token_rows=token_rows, backend="reference", **weights)
+
+
+def normalised_as_rounded(hidden: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+    """The final RMSNorm in fp64, but with h * w rounded to the dtype of h as the kernel rounds it (fp16: h * w / 64).
+
+    The rounding of a matmul's operand is the dtype's, not an error of the kernel: with it in the expected values the
+    tolerance needs to cover no more than fp32 sums.
+    """
+    scale = 1 / 64 if hidden.dtype == torch.float16 else 1.0
+    product = (hidden.float() * (norm_weight.float() * scale)).to(hidden.dtype).double() / scale
+    return product * torch.rsqrt(hidden.double().square().mean(-1, keepdim=True) + eps)
+
+
+def classes(given: Inputs) -> dict[str, Tensor]:
+    hidden, rows = given.arguments["hidden"], given.arguments.get("token_rows")
+    if rows is None:
+        is_token = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
+        rows = torch.arange(len(hidden), device=hidden.device)
+    else:
+        is_token = (rows >= 0) & (rows < len(hidden))
+    broken = ~hidden[rows.clamp(0, len(hidden) - 1)].isfinite().all(1)
+    return {"token": is_token & ~broken, "broken": is_token & broken, "padding": ~is_token}
+
+
+def _row_work(options: dict[str, Any]) -> float:
+    return 40 * -(-options["size"] // 32) * -(-options["size"] // 64) / 128 + 1
+
+
+OPERATOR = Operator(
+    name="value_head",
+    function=value_head,
+    options=OPTIONS,
+    inputs=inputs,
+    run=run,
+    outputs=outputs,
+    compare=compare,
+    most_rows=16_384,
+    row_size=lambda options: options["size"],
+    row_work=_row_work,
+    classes=classes,
+    constants=CONSTANTS,
+)

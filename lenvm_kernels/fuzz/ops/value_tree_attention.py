@@ -1,0 +1,308 @@
+"""``value_tree_attention``: requests of any lengths on scattered pages; what must not be read is poisoned."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, differs, dtype_of, expect
+from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.fuzz.tolerances import TOLERANCE
+from lenvm_kernels.ops.value_tree_attention import SPLIT_LEN, value_tree_attention
+
+UNUSED_PAGE = 2**31 - 1  # reading the cache through it is an out-of-bounds access
+UNTOUCHED = 7.0
+SPARE_TABLE_ROWS, SPARE_PAGES = 2, 3
+TOKENS_OF_REQUEST = 2**20  # token j of request i has the id i * TOKENS_OF_REQUEST + j
+LENGTHS = {"short": (0, 40), "long": (SPLIT_LEN.value - 20, 2 * SPLIT_LEN.value + 40)}
+
+OPTIONS = {
+    "cached": ["short", "any", "long"],
+    "delta": [1, 2, 40],
+    "candidates": [1, 5, 16],
+    "trees": ["none", "roots", "wide", "chains"],
+    "group": [1, 3, 4, 6, 7, 8],
+    "kv_heads": [1, 2],
+    "head_dim": [16, 48, 64, 96, 128],
+    "dtype": ["float32", "bfloat16", "float16"],
+    "layout": ["as projected", "heads first", "values apart"],
+    "page_size": [1, 16, 64],
+    "sm_scale": [None, 0.2, -0.1],
+    "padding": [0, 2, 30],
+    "table_rows": ["int64", "int32"],
+}
+_REACH = {"wide": 8, "chains": 1}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of one call. Whatever must not be read is poisoned: NaN, or a page number far outside the cache."""
+
+    q: Tensor
+    k_new: Tensor
+    v_new: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slot_table: Tensor
+    table_rows: Tensor
+    cached_lens: Tensor
+    q_offsets: Tensor
+    candidate_lens: Tensor
+    page_size: int = 1
+    parents: Tensor | None = None
+
+    def run(self, backend: str = "triton", **keywords) -> Tensor:
+        return value_tree_attention(**vars(self), **keywords, backend=backend)
+
+    def expected(self, **keywords) -> Tensor:
+        """The reference in fp64 on the same values."""
+        doubles = {name: x.double() for name, x in vars(self).items() if hasattr(x, "dtype") and x.is_floating_point()}
+        return replace(self, **doubles).run("reference", **keywords)
+
+    def rows(self, result: Tensor) -> list[Tensor]:
+        """A result cut into its requests, without the padding."""
+        return [result[start:end] for start, end in pairwise(self.q_offsets.tolist())]
+
+    def select(self, order: list[int]) -> Inputs:
+        """The same requests in another order, or fewer of them."""
+        offsets = self.q_offsets.tolist()
+        rows = [row for i in order for row in range(offsets[i], offsets[i + 1])]
+        lens = [offsets[i + 1] - offsets[i] for i in order]
+        new_offsets = [0, *torch.tensor(lens).cumsum(0).tolist()]
+        parents = self.parents
+        if parents is not None:
+            shifts = [new - offsets[i] for i, new, n in zip(order, new_offsets, lens, strict=False) for _ in range(n)]
+            parents = parents[rows] + int32(shifts, self.q.device)
+        return replace(
+            self,
+            q=self.q[rows],
+            k_new=self.k_new[rows],
+            v_new=self.v_new[rows],
+            table_rows=self.table_rows[order],
+            cached_lens=self.cached_lens[order],
+            candidate_lens=self.candidate_lens[order],
+            q_offsets=int32(new_offsets, self.q.device),
+            parents=parents,
+        )
+
+    def with_trees(self, trees: list[list[int]]) -> Inputs:
+        """The same requests with a tree each: the parent of each candidate, counted from its first one, or -1."""
+        parents = torch.full((len(self.q),), -1, dtype=torch.int32)
+        for end, tree in zip(self.q_offsets[1:].tolist(), trees, strict=True):
+            first = end - len(tree)
+            parents[first:end] = int32([-1 if parent < 0 else first + parent for parent in tree])
+        return replace(self, parents=parents.to(self.q.device))
+
+
+def int32(values: list[int], device: torch.device | str = "cpu") -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def make_inputs(
+    cached: list[int],
+    delta: list[int],
+    candidates: list[int],
+    *,
+    device: torch.device | str = "cpu",
+    q_heads: int = 2,
+    kv_heads: int = 1,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    page_size: int = 1,
+    padding: int = 0,
+    seed: int = 0,
+    rows: Sequence[int] | None = None,
+    longest: int | None = None,
+) -> Inputs:
+    """Random inputs as an engine lays them out: q, k, v slices of one projection, keys and values interleaved in the
+    cache, pages scattered, requests on shuffled rows of a wider table.
+
+    Args:
+        rows: ids of the requests; None: 0, 1, 2 and so on.
+        longest: cached tokens that the table has room for; None: as many as the longest request has.
+    """
+    draws = Draws(seed, device)
+    requests = draws.rows(len(cached) if rows is None else rows)
+    cached_lens, new_lens = draws.rows(cached), draws.rows(delta) + draws.rows(candidates)
+    ids = _token_ids(requests, new_lens)
+    qkv = torch.full((len(ids) + padding, q_heads + 2 * kv_heads, head_dim), float("nan"), dtype=dtype, device=device)
+    qkv[: len(ids)] = draws.normal("qkv", ids, *qkv.shape[1:]).to(dtype)
+
+    # Every page of every request at a place of its own, in shuffled order.
+    pages = -(-cached_lens // page_size)
+    page_ids = _token_ids(requests, pages)
+    places = draws.places("pages", page_ids, SPARE_PAGES)
+    most_pages = max([-(-longest // page_size) if longest is not None else 0, *pages.tolist()]) + 2
+    table_rows = draws.places("table_rows", requests, SPARE_TABLE_ROWS)
+    slot_table = torch.full(
+        (len(requests) + SPARE_TABLE_ROWS, most_pages), UNUSED_PAGE, dtype=torch.int32, device=device
+    )
+    page_request = torch.repeat_interleave(torch.arange(len(requests), device=device), pages)
+    first_page = pages.cumsum(0) - pages
+    page = torch.arange(len(page_ids), device=device) - first_page[page_request]
+    slot_table[table_rows[page_request], page] = places.int()
+
+    kv_cache = torch.full(
+        ((len(page_ids) + SPARE_PAGES) * page_size, 2, kv_heads, head_dim), float("nan"), dtype=dtype, device=device
+    )
+    token_request = torch.repeat_interleave(torch.arange(len(requests), device=device), cached_lens)
+    token_keys = _token_ids(requests, cached_lens)
+    position = token_keys - requests[token_request] * TOKENS_OF_REQUEST
+    slots = places[first_page[token_request] + position // page_size] * page_size + position % page_size
+    kv_cache[slots] = draws.normal("kv_cache", token_keys, *kv_cache.shape[1:]).to(dtype)
+
+    q, k_new, v_new = qkv.split([q_heads, kv_heads, kv_heads], dim=1)
+    return Inputs(
+        q,
+        k_new,
+        v_new,
+        kv_cache[:, 0],
+        kv_cache[:, 1],
+        slot_table,
+        table_rows,
+        cached_lens.int(),
+        torch.nn.functional.pad(new_lens.cumsum(0), (1, 0)).int(),
+        draws.rows(candidates).int(),
+        page_size,
+    )
+
+
+def _token_ids(requests: Tensor, lens: Tensor) -> Tensor:
+    """Ids of the tokens of all requests, one request after the other."""
+    request = torch.repeat_interleave(torch.arange(len(requests), device=requests.device), lens)
+    token = torch.arange(len(request), device=requests.device) - (lens.cumsum(0) - lens)[request]
+    return requests[request] * TOKENS_OF_REQUEST + token
+
+
+def random_tree(candidates: int, reach: int, seed: int | str) -> list[int]:
+    """A tree for :meth:`Inputs.with_trees`, 16 levels at most. ``reach`` 1 gives chains, a large one many roots."""
+    randrange, tree, levels = random.Random(seed).randrange, [], []
+    for child in range(candidates):
+        parent = max(-1, child - 1 - randrange(reach))
+        parent = -1 if parent >= 0 and levels[parent] == 16 else parent
+        tree.append(parent)
+        levels.append(1 if parent < 0 else levels[parent] + 1)
+    return tree
+
+
+@dataclass(frozen=True)
+class Call:
+    inputs: Inputs
+    keywords: dict[str, Any]
+
+
+def inputs(case: Case, device: torch.device) -> Call:
+    options, draws, rows = case.options, case.draws("cpu"), case.rows
+    shortest, longest = LENGTHS["short"][0], LENGTHS["short" if options["cached"] == "short" else "long"][1]
+    lengths = {
+        kind: draws.integers(f"cached {kind}", rows, low=low, high=high) for kind, (low, high) in LENGTHS.items()
+    }
+    if options["cached"] == "any":
+        is_long = draws.chance("is long", rows, of=0.3)
+        cached = torch.where(is_long, lengths["long"], lengths["short"])
+    else:
+        cached = lengths[options["cached"]]
+    cached = torch.where(draws.chance("nothing cached", rows, of=0.2), shortest, cached)
+    delta = torch.where(
+        draws.chance("one token", rows, of=0.5), 1, draws.integers("delta", rows, low=0, high=options["delta"])
+    )
+    candidates = draws.integers("candidates", rows, low=0, high=options["candidates"])
+    made = make_inputs(
+        cached.tolist(),
+        delta.tolist(),
+        candidates.tolist(),
+        device=device,
+        q_heads=options["group"] * options["kv_heads"],
+        kv_heads=options["kv_heads"],
+        head_dim=options["head_dim"],
+        dtype=dtype_of(options),
+        page_size=options["page_size"],
+        padding=options["padding"],
+        seed=case.seed,
+        rows=rows,
+        longest=longest,
+    )
+    if options["trees"] == "roots":
+        made = made.with_trees([[-1] * n for n in candidates.tolist()])
+    elif options["trees"] != "none":
+        reach = _REACH[options["trees"]]
+        trees = [random_tree(n, reach, f"{case.seed} {row}") for n, row in zip(candidates.tolist(), rows, strict=True)]
+        made = made.with_trees(trees)
+    if options["layout"] == "heads first":
+        names = ("q", "k_cache", "v_cache")
+        made = replace(made, **{n: getattr(made, n).transpose(0, 1).contiguous().transpose(0, 1) for n in names})
+    elif options["layout"] == "values apart":
+        made = replace(made, v_new=made.v_new.contiguous(), v_cache=made.v_cache.contiguous())
+    made = replace(made, table_rows=made.table_rows.to(getattr(torch, options["table_rows"])))
+    return Call(made, {"sm_scale": options["sm_scale"]})
+
+
+def run(call: Call, function) -> Tensor:
+    q = call.inputs.q
+    out = torch.full_like(q, UNTOUCHED)
+    result = function(**vars(call.inputs), **call.keywords, out=out)
+    return expect("the result", result, dtype=q.dtype, shape=q.shape)
+
+
+def owners_of(call: Call) -> Tensor:
+    offsets = call.inputs.q_offsets.long()
+    row = torch.arange(len(call.inputs.q), device=offsets.device)
+    owner = torch.searchsorted(offsets[1:], row, right=True)
+    return owner.masked_fill(owner >= len(offsets) - 1, -1)
+
+
+def outputs(call: Call, result: Tensor) -> list[Output]:
+    return [Output("the result", result, owners_of(call))]
+
+
+def compare(call: Call, result: Tensor) -> list[Difference]:
+    owners = owners_of(call)
+    expected = call.inputs.expected(**call.keywords, out=torch.full_like(result, UNTOUCHED, dtype=torch.float64))
+    tolerance = TOLERANCE["value_tree_attention"][result.dtype]
+    padding = (owners < 0)[:, None, None]
+    return [
+        beyond("the result", result, expected, tolerance, owners),
+        differs("rows past the last request", result, torch.where(padding, UNTOUCHED, result), owners),
+    ]
+
+
+def classes(call: Call) -> dict[str, Tensor]:
+    given = call.inputs
+    new = given.q_offsets.diff()
+    return {
+        "nothing cached": given.cached_lens == 0,
+        "split": given.cached_lens > SPLIT_LEN.value,
+        "no new token": new == 0,
+        "no delta": (new > 0) & (new == given.candidate_lens),
+        "no candidate": (new > 0) & (given.candidate_lens == 0),
+    }
+
+
+def _row_work(options: dict[str, Any]) -> float:
+    tiles = 1 + 1.5 * options["delta"] * options["group"] / 64
+    keys = {"short": 1, "any": 6, "long": 14}[options["cached"]]
+    levels = {"none": 1, "roots": 2, "wide": 4, "chains": 6}[options["trees"]]
+    return 200 * options["kv_heads"] * tiles * (1 + keys) * levels
+
+
+OPERATOR = Operator(
+    name="value_tree_attention",
+    function=value_tree_attention,
+    options=OPTIONS,
+    inputs=inputs,
+    run=run,
+    outputs=outputs,
+    compare=compare,
+    most_rows=256,  # the reference takes one request after the other
+    row_size=lambda o: (
+        (LENGTHS["long"][1] + o["delta"] + o["candidates"]) * (o["group"] + 2) * o["kv_heads"] * o["head_dim"]
+    ),
+    row_work=_row_work,
+    classes=classes,
+)
