@@ -216,15 +216,16 @@ def test_ranges_of_several_tiles(device, small_tiles, backend, is_logits):
 @pytest.mark.parametrize("is_logits", [True, False])
 def test_next_token_after_the_last_slot_is_found_in_any_tile(device, small_tiles, backend, is_logits):
     """The fifth token was in the list for a while, did not enter it, is in a tile passed over, is in another range."""
-    p = torch.zeros(6, 7 * 32)
-    p[:, [3, 34, 35, 70]] = torch.tensor([0.3, 0.2, 0.25, 0.15])
+    p = torch.zeros(12, 7 * 32)
+    p[:6, [3, 34, 35, 70]] = torch.tensor([0.3, 0.2, 0.25, 0.15])
     p[torch.arange(6), [5, 80, 120, 200, 120, 120]] = 0.1
-    parameters = row_parameters(6)
+    p[6:] = p[:6].flip(1)  # so that the list is filled in the last range
+    parameters = row_parameters(12)
     parameters["min_p"][4], parameters["top_p"][5] = 0.34, 0.89  # of these rows the fifth token is none
     x = p.log() if is_logits else p
     found = choose(x, parameters, device, backend, is_logits=is_logits)
-    assert found.token_ids.tolist() == [[3, 35, 34, 70]] * 6
-    torch.testing.assert_close(found.lost_mass, torch.tensor([0.1, 0.1, 0.1, 0.1, 0.0, 0.0]))
+    assert found.token_ids.tolist() == [[3, 35, 34, 70]] * 6 + [[220, 188, 189, 153]] * 6
+    torch.testing.assert_close(found.lost_mass, torch.tensor([0.1] * 4 + [0.0] * 2 + [0.1] * 6))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -304,6 +305,8 @@ def test_scores_that_are_no_probabilities(device, backend):
     assert found.token_ids.tolist() == [[2, 4, -1, -1]] + [[-1] * 4] * 3
     assert found.broken.tolist() == [False, True, True, True] and found.counts.tolist() == [2, 0, 0, 0]
     assert found.status.tolist() == [Status.GUIDE] + [Status.UNGUIDED] * 3 and (found.probs[1:] == 0).all()
+    cut = choose([[-1.0, 0.5, 0.1, 0.1, 0.1, 0.1, 0.1, -7.0]], row_parameters(1), device, backend)
+    torch.testing.assert_close(cut.lost_mass, torch.tensor([0.2]))
     zeros = choose([[-0.0, -1.0, 0.0, -0.0, -2.0]], row_parameters(1), device, backend, is_logits=True)
     assert zeros.token_ids.tolist() == [[0, 2, 3, 1]]
 
