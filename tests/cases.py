@@ -7,6 +7,7 @@ from lenvm_kernels.fuzz.case import INTERPRETED_WORK, Case
 from lenvm_kernels.fuzz.check import check, operators
 
 MOST_ROWS = 12
+WORK = INTERPRETED_WORK // 4  # a test is to be quick
 
 
 @st.composite
@@ -15,7 +16,7 @@ def cases(draw, name, **accepted):
     operator = operators()[name]
     options = {option: draw(st.sampled_from(accepted.get(option, v))) for option, v in operator.options.items()}
     assume(operator.row_work(options) <= INTERPRETED_WORK)
-    most = min(MOST_ROWS, max(1, int(INTERPRETED_WORK / operator.row_work(options))))
+    most = min(MOST_ROWS, max(1, int(WORK / operator.row_work(options))))
     rows = draw(st.lists(st.integers(0, 99), min_size=1, max_size=most, unique=True))
     return Case(name, draw(st.integers(0, 2**31)), tuple(rows), options)
 

@@ -88,6 +88,10 @@ def fails(*arguments, **keywords):
     raise RuntimeError("out of luck")
 
 
+def halves(*arguments, **keywords):
+    return CORRECT["value_head"](*arguments, **keywords).half()
+
+
 # --- of equal candidates the last one ---
 
 

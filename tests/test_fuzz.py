@@ -101,6 +101,11 @@ def test_an_exception_of_the_function_is_a_failure(fuzz):
     assert code == 1 and "raised RuntimeError" in out and "out of luck" in out and "met 3 times" in out
 
 
+def test_a_result_of_another_dtype_is_a_failure(fuzz):
+    code, out, _ = fuzz("--ops", "value_head", "--against", "tests.planted_faults:halves", "--cases", 3)
+    assert code == 1 and "logits must be float32 [1], got float16 [1]" in out and "met 3 times" in out
+
+
 def test_seed_and_number_of_cases_decide_everything(fuzz, tmp_path):
     def run(seed):
         arguments = ("--against", "tests.planted_faults:off.topk_candidates", "--cases", 8, "--seed", seed)

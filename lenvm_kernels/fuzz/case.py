@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -185,7 +185,7 @@ class Operator:
     @contextmanager
     def setting(self, case: Case) -> Iterator[None]:
         """The tuning constants that the case asks for."""
-        module = _module_of(self.function)
+        module = sys.modules[self.function.__module__]
         changed = self.constants.get(case.options.get("constants"), {})
         before = {name: getattr(module, name) for name in changed}
         try:
@@ -195,12 +195,6 @@ class Operator:
         finally:
             for name, value in before.items():
                 setattr(module, name, value)
-
-
-def _module_of(function: Callable) -> ModuleType:
-    import sys
-
-    return sys.modules[function.__module__]
 
 
 # --- comparisons -----------------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def _check(case, operator, function, device, other_batches, observe) -> Failure 
                 if difference.wrong.any():
                     return _failure(case, f"{difference.what} differs {what}", difference, by_place=False)
     except WrongResult as error:
-        return Failure(case, f"wrong result: {error}", case.rows, "")
+        return Failure(case, "wrong type, dtype or shape", case.rows, str(error))
     except Exception as error:  # whatever somebody else's function raises
         if device.type == "cuda":
             _require(device)
@@ -144,14 +144,14 @@ def _in_both(case: Case, rows: tuple[int, ...], expected: Output, actual: Output
 
 
 def _failure(case: Case, problem: str, difference: Difference, *, by_place: bool) -> Failure:
-    """``by_place``: owners are places in the batch, else row ids."""
+    """``by_place``: owners are places in the batch (-1: no row's), else row ids."""
     wrong = difference.wrong.nonzero()[:, 0]
-    owners = wrong if difference.owners is None else difference.owners[wrong]
-    owners = owners.tolist()
-    ids = [case.rows[max(owner, 0)] for owner in owners] if by_place else owners
+    owners = (wrong if difference.owners is None else difference.owners[wrong]).tolist()
+    ids = [case.rows[owner] for owner in owners if owner >= 0] if by_place else owners
+    who = f"row {ids[0]}" if owners[0] >= 0 else "of no row"
     first = wrong[0]
-    details = f"row {ids[0]}: got {_shown(difference.actual[first])}, expected {_shown(difference.expected[first])}"
-    return Failure(case, problem, tuple(sorted(set(ids))), details)
+    details = f"{who}: got {_shown(difference.actual[first])}, expected {_shown(difference.expected[first])}"
+    return Failure(case, problem, tuple(sorted(set(ids))) or case.rows, details)
 
 
 def _shown(x: Tensor, most: int = 8) -> str:
