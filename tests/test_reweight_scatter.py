@@ -240,6 +240,24 @@ def test_value_bias_by_large_products(device, backend):
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_length_mul_of_tiny_values(device, backend):
+    """Values near 1e-5: 1 - E[v] keeps three of their digits in fp32, and a share of their range moves with it."""
+    z = torch.tensor([[-11.0, -11.7], [-12.1, -11.2]])
+    q = torch.tensor([[0.3, 0.7], [0.6, 0.4]])
+    scales = [1.2, 0.8]
+    table = GuidanceTable.from_params(
+        [parse_guidance({"mode": "length_mul", "scale": s}) for s in scales], [set(), set()], device
+    )
+    candidates = make_candidates(torch.tensor([[4, 2], [0, 7]]).int(), q)
+    result = reweight_scatter(move(candidates, device), z.to(device), table, backend=backend)
+    v = torch.sigmoid(z.double())
+    target = -torch.expm1(torch.tensor(scales) * torch.log1p(-(q.double() * v).sum(1)))
+    first = (target - v[:, 1]) / (v[:, 0] - v[:, 1])
+    assert ((first > 0.05) & (first < 0.95)).all()
+    torch.testing.assert_close(result[:, 0].double().cpu(), first, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_long_horizons_stay_apart(device, backend):
     """Lengths of 20,000 and 32,000 tokens: their values differ by less than fp32 holds, their logits do not."""
     lengths = torch.tensor([[32_000.0, 20_000.0, 6_000.0, 100.0]])

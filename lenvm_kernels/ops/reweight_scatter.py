@@ -65,13 +65,17 @@ def _one_minus_exp(x):
 
 
 @triton.jit
+def _twice_atanh(s):
+    """``2 atanh(s) = ln((1 + s) / (1 - s))`` for ``0 <= s <= 1/3`` to fp32 precision relative to the result."""
+    t = s * s
+    return 2 * s * (1 + t * (1.0 / 3 + t * (1.0 / 5 + t * (1.0 / 7 + t * (1.0 / 9 + t * (1.0 / 11 + t / 13))))))
+
+
+@triton.jit
 def _softplus(z):
     """``ln(1 + exp(z))`` to fp32 precision relative to the result."""
     y = tl.exp(-tl.abs(z))
-    s = y / (2 + y)  # ln(1 + y) = 2 atanh(s), s <= 1/3
-    t = s * s
-    series = 1 + t * (1.0 / 3 + t * (1.0 / 5 + t * (1.0 / 7 + t * (1.0 / 9 + t * (1.0 / 11 + t / 13)))))
-    return tl.maximum(z, 0.0) + 2 * s * series
+    return tl.maximum(z, 0.0) + _twice_atanh(y / (2 + y))  # ln(1 + y)
 
 
 @triton.jit
@@ -134,7 +138,7 @@ def _solve_tilt(log_q, w, top_w, active, target_w, target_top_w, unsolved):
         newton = tilt - error * (mean * top_mean) / variance
         reach = 8 * tl.abs(tilt) + 8
         closed = (low > -_BIG) & (high < _BIG)
-        trusted = (tl.abs(error) < 0.5 * previous) & (closed | (tl.abs(newton - tilt) < reach))
+        trusted = tl.where(closed, tl.abs(error) < 0.5 * previous, tl.abs(newton - tilt) < reach)
         inside = (newton > low) & (newton < high) & trusted
         previous = tl.abs(error)
         outwards = tl.where(error < 0, tilt + reach, tilt - reach)
@@ -219,7 +223,11 @@ def _reweight(
 
     # The target of the tilting modes, as a share of the range from either end.
     nats = remaining * nats_per_token  # -ln(1 - target value)
-    current_nats = -tl.log(tl.sigmoid(-z_max) + expected_top_w * span)
+    # -ln(1 - E[v]), from the end that E[v] is near.
+    small = tl.minimum(expected_value, 0.5)
+    current_nats = tl.where(
+        expected_value < 0.5, _twice_atanh(small / (2 - small)), -tl.log(tl.sigmoid(-z_max) + expected_top_w * span)
+    )
     target_nats = tl.where(mode == _LENGTH_MUL, scale * current_nats, nats)
     target_z = target_nats + tl.log(_one_minus_exp(tl.maximum(target_nats, 0.0)))
     target_z = tl.where(target_nats > 0, tl.maximum(tl.minimum(target_z, _BIG), _EOS_Z), _EOS_Z)
