@@ -390,6 +390,7 @@ def guided_step(step_class, k):
     """Prompts in ragged chunks, a prediction, then steps of changing subsets of the rows in changing order."""
     generator = torch.Generator().manual_seed(k)
     rows = len(REQUESTS)
+    torch.manual_seed(0)  # the model's weights
     slots = PagedSlots(rows, 540, page_size=4)
     step = step_class(
         make_model(CONFIG, torch.float32, "cpu"),

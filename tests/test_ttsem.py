@@ -27,7 +27,7 @@ def test_a_sound_kernel(device):
 
 def test_planted_race_between_programs(device):
     """The first program stores an element that the second loads."""
-    with pytest.raises(Exception, match="program instances .* both touch element 4 of `x_ptr`"):
+    with pytest.raises(Exception, match=r"program instances .* both touch element 4 of `x_ptr`"):
         _shift_kernel[(2,)](torch.arange(16.0, device=device), 3, 8, 4)
 
 
