@@ -37,7 +37,7 @@ TILE = 64
 # Elements of [B, V] a program of the scatter zeroes: 64 KB of fp32. Not measured yet.
 SLICE = 16_384
 
-# The slowest of the million rows of hard_rows(10_000, 8, seed 0 to 99) in tests/test_reweight_scatter.py took 23.
+# The slowest of the million rows of hard_rows(10_000, 8, seed 0 to 99) in tests/test_reweight_scatter.py took 43.
 MAX_STEPS = tl.constexpr(64)
 # Accepted error of logit E[w]: at most 1e-6 of the row's range, and what fp32 logarithms resolve.
 _ROOT_TOLERANCE = tl.constexpr(4e-6)
