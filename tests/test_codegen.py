@@ -49,6 +49,11 @@ def test_each_fault_is_found(part, change, message):
     assert found == f"{part} Qwen2.5-1.5B _ragged_linear_kernel 1: {message}"
 
 
+def test_sums_that_decide_no_branch_may_differ_between_threads():
+    figure = GOOD | {"kernel": "_partial_logits_kernel 1", "fused_into_shuffles": 3}
+    assert codegen.faults("sm_90", codegen.PARTS["sm_90"], [figure]) == []
+
+
 def test_only_matmuls_need_tensor_cores():
     figure = GOOD | {"kernel": "_scan_kernel 1", "tensor_cores": {}}
     assert codegen.faults("sm_90", codegen.PARTS["sm_90"], [figure]) == []
