@@ -130,13 +130,7 @@ def _parent_row(row, parents_ptr, first_candidate_row):
 
 @triton.jit(
     do_not_specialize=["num_requests", "workspace_rows"],
-    do_not_specialize_on_alignment=[
-        "table_rows_ptr",
-        "cached_lens_ptr",
-        "q_offsets_ptr",
-        "candidate_lens_ptr",
-        "parents_ptr",
-    ],
+    do_not_specialize_on_alignment=["table_rows_ptr"],  # an engine's, which may be a slice
 )
 def _value_tree_attention_kernel(
     q_ptr,  # [T, Hq, D]
@@ -313,10 +307,7 @@ def _value_tree_attention_kernel(
             tl.store(partial_lse_ptr + first_partial + m, running_max + tl.log2(running_sum), mask=is_row)
 
 
-@triton.jit(
-    do_not_specialize=["num_requests", "workspace_rows"],
-    do_not_specialize_on_alignment=["cached_lens_ptr", "q_offsets_ptr"],
-)
+@triton.jit(do_not_specialize=["num_requests", "workspace_rows"])
 def _merge_splits_kernel(
     partial_out_ptr,  # fp32 [max_splits, Hkv, W, Hq / Hkv, D]
     partial_lse_ptr,  # fp32 [max_splits, Hkv, W, Hq / Hkv], base 2
