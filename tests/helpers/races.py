@@ -222,7 +222,6 @@ class LaunchChecker:
     def _run(self, executor: interpreter.GridExecutor, args: tuple, kwargs: dict) -> None:
         """A launch, in place of the interpreter's own loop over its programs."""
         self._kernel = executor.fn.__name__
-        self._file = inspect.getfile(executor.fn)
         self.launches[self._kernel] += 1
         self._tensors, self._accesses, self._published = [], [], {}
         parameters = inspect.signature(executor.fn).parameters
