@@ -456,7 +456,7 @@ def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_
         slots = pool.max_total_num_tokens + configurator.page_size + last_step
         engine = configurator.model_config
         sizes = dict(rows=rows, max_len=engine.context_len, vocab_size=engine.vocab_size)
-        # Both stay allocated, see GuidedStep.
+        # Each keeps its memory from the other, see GuidedStep.
         step = working_bytes(model, **sizes, max_candidates=settings.max_candidates)
         extend = working_bytes(model, **sizes, tokens=settings.chunk_tokens)
         return pool, KVCache.num_bytes(model, slots) + step + extend
