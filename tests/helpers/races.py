@@ -22,9 +22,10 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations, product
+from unittest import mock
 
 import numpy as np
 import torch
@@ -210,14 +211,10 @@ class LaunchChecker:
             (builder, "create_barrier", lambda _: checker._program.barrier()),
             (interpreter.GridExecutor, "__call__", lambda executor, *args, **kwargs: self._run(executor, args, kwargs)),
         ]
-        before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-        try:
-            for owner, name, function in replaced:
-                setattr(owner, name, function)
+        with ExitStack() as patches:
+            for patched in replaced:
+                patches.enter_context(mock.patch.object(*patched))
             yield
-        finally:
-            for owner, name, function in before:
-                setattr(owner, name, function)
 
     def _run(self, executor: interpreter.GridExecutor, args: tuple, kwargs: dict) -> None:
         """A launch, in place of the interpreter's own loop over its programs."""

@@ -19,7 +19,8 @@ An error is a fixed function of the seed and the operands, so equal rows still h
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import numpy as np
 import triton.language as tl
@@ -159,14 +160,10 @@ def gpu_rounding(seed: int) -> Iterator[None]:
     replaced.append((interpreter.InterpreterBuilder, "create_dot", _dot(seed)))
     replaced.append((interpreter.ReduceOps, "sum", _sum(seed)))
     replaced.append((interpreter.ScanOps, "cumsum", _cumsum()))
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    try:
-        for owner, name, function in replaced:
-            setattr(owner, name, function)
+    with ExitStack() as patches:
+        for patched in replaced:
+            patches.enter_context(mock.patch.object(*patched))
         yield
-    finally:
-        for owner, name, function in before:
-            setattr(owner, name, function)
 
 
 def repair_interpreter_fma() -> None:
