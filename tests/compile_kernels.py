@@ -17,9 +17,10 @@ from lenvm_kernels.ops.ragged_linear import ragged_linear
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.sample_candidates import sample_candidates
-from lenvm_kernels.ops.topk_candidates import Candidates, topk_candidates
+from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
+from lenvm_kernels.types import Candidates
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VOCAB = 151_936  # Qwen2.5

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from lenvm_kernels.ops.topk_candidates import Status
+from lenvm_kernels.types import Status
 from tests.test_value_model import random_model
 
 VOCAB, HIDDEN, EOS = 512, 64, 1

@@ -13,8 +13,8 @@ from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops import reweight_scatter as generator
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
 from lenvm_kernels.ops import reweight_scatter as module
-from lenvm_kernels.ops.reweight_scatter import Mode, reweight_scatter
-from lenvm_kernels.ops.topk_candidates import Candidates, Status
+from lenvm_kernels.ops.reweight_scatter import reweight_scatter
+from lenvm_kernels.types import Candidates, Mode, Status
 from tests.cases import assert_right, cases
 from tests.wrong_tensors import assert_refuses
 
@@ -650,7 +650,7 @@ def test_bad_tensors_are_named(name, dtypes, allowed):
 
     def function(**arguments):
         candidates = Candidates(**{field: arguments.pop(f"candidates.{field}") for field in fields})
-        columns = vars(table) | {"mode": arguments.pop("table.mode")}
+        columns = table.columns._asdict() | {"mode": arguments.pop("table.mode")}
         return reweight_scatter(candidates, table=GuidanceTable(**columns), **arguments)
 
     arguments |= {f"candidates.{field}": tensor for field, tensor in fields.items()} | {"table.mode": table.mode}

@@ -25,8 +25,8 @@ from transformers import PreTrainedTokenizerFast
 
 from lenvm_kernels.adapters import sglang as sglang_adapter
 from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.ops.topk_candidates import Status
 from lenvm_kernels.step import working_bytes
+from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import KVCache, ValueModel
 from tests.sglang_server import (
     SAMPLING,

@@ -11,7 +11,7 @@ pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
 import requests
 
-from lenvm_kernels.ops.topk_candidates import Status
+from lenvm_kernels.types import Status
 from tests.sglang_server import SAMPLING, check_steps, prompts_of, running_server, write_checkpoints
 from tests.test_sglang import MODES
 

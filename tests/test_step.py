@@ -16,9 +16,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.sample_candidates import sample_candidates
-from lenvm_kernels.ops.topk_candidates import Status, topk_candidates
+from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.paged_slots import OutOfSlots, PagedSlots
 from lenvm_kernels.step import GuidedStep, working_bytes
+from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import ValueModel, ValueModelConfig
 from tests.test_value_model import TINY, VOCAB, random_head, random_model
 
@@ -60,7 +61,7 @@ class Engine:
         """Give a request its slots and its parameters; raises OutOfSlots."""
         self.slots.extend(row, len(tokens))
         params = None if guidance is None else parse_guidance(guidance)
-        self.step.set(row, params, set(eos), prompt_len=prompt_len, seed=seed)
+        self.step.add_request(row, params, set(eos), prompt_len=prompt_len, seed=seed)
 
     def prefill(self, rows, sequences):
         """All tokens but the last of new requests, after junk that no request refers to."""
@@ -187,7 +188,7 @@ def test_500_steps_of_requests_that_come_and_go(models, commit_winners):
             if len(request["tokens"]) >= request["most"] or EOS in request["tokens"][-1:] or randint(0, 60) == 0:
                 finished += 1
                 slots.free(row)
-                step.clear(row)
+                step.remove_request(row)
                 del running[row]
         for row in sorted(running):
             while row in running:
@@ -198,7 +199,7 @@ def test_500_steps_of_requests_that_come_and_go(models, commit_winners):
                     victim = sorted(running)[randint(0, len(running))]
                     retractions += 1
                     slots.free(victim)
-                    step.clear(victim)
+                    step.remove_request(victim)
                     waiting.insert(0, running.pop(victim))
         if running:
             rows = sorted(running, key=lambda row: randint(0, 100))
@@ -268,7 +269,7 @@ def test_a_row_used_again_forgets_its_last_request(models):
     engine.admit(0, [5, 6, 7, 0], GUIDANCE[0], prompt_len=3)
     engine.prefill([0], [[5, 6, 7]])
     token = engine.decode([0], [[5, 6, 7]], scores).candidates.token_ids[0, 0].item()
-    engine.step.clear(0)
+    engine.step.remove_request(0)
     engine.slots.free(0)
     tokens = [30, 31, 32, token]
     engine.admit(0, tokens, GUIDANCE[0], prompt_len=4)
@@ -379,13 +380,13 @@ def test_remaining_lengths(models, monkeypatch, commit_winners):
     assert not torch.isnan(greedy.remaining_lengths[1:3]).any()
     torch.testing.assert_close(greedy.remaining_lengths[1:3], expected(ends)[1:3], rtol=0, atol=1e-3)
     for row in range(3):
-        engine.step.clear(row)
+        engine.step.remove_request(row)
     assert engine.decode([3], sequences[3:], scores[3:], drawn=drawn[3:]).remaining_lengths is None
 
 
 def test_token_temperatures(models):
     step, _ = make_step(models[2])
-    step.set(0, parse_guidance({"token_temperature_scale": {0: 2.0, 7: 3.0, VOCAB + 5: 9.0}}), {EOS})
+    step.add_request(0, parse_guidance({"token_temperature_scale": {0: 2.0, 7: 3.0, VOCAB + 5: 9.0}}), {EOS})
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
     expected = logits.clone()
     expected[1, [0, 7]] *= torch.tensor([2.0, 3.0])
@@ -412,7 +413,7 @@ def test_every_row_gets_what_its_own_request_asked_for(models, commit_winners):
     """Candidates, values, probabilities, draws and lengths of rows out of order, each from its own parameters."""
     rows, prompts, prompt_lens, guidance, eos, seeds = map(list, zip(*REQUESTS, strict=True))
     params, b, steps = [parse_guidance(g) for g in guidance], len(rows), 5
-    engine = Engine(*make_step(models[2], max_rows=b, commit_winners=commit_winners))
+    engine = Engine(*make_step(models[2], max_requests=b, commit_winners=commit_winners))
     for row, tokens, prompt_len, g, ids, seed in REQUESTS:
         engine.admit(row, tokens + [0] * steps, g, prompt_len=prompt_len, eos=ids, seed=seed)
     engine.prefill(rows, prompts)
@@ -658,23 +659,23 @@ def test_candidates_of_other_numbers_and_tables(models):
     assert output.probs.shape == (3, 2)
     assert check_output(models, output, PROMPTS[:3], guidance, [len(tokens) for tokens in PROMPTS[:3]]) == 6
     with pytest.raises(ValueError, match="eos_token_ids must be at most 2 ids, got 3"):
-        step.set(0, None, {1, 2, 3})
+        step.add_request(0, None, {1, 2, 3})
     with pytest.raises(ValueError, match="token_temperature_scale must be of at most 1 tokens, got 2"):
-        step.set(0, parse_guidance({"token_temperature_scale": {1: 2.0, 2: 2.0}}), {1})
+        step.add_request(0, parse_guidance({"token_temperature_scale": {1: 2.0, 2: 2.0}}), {1})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_token_temperatures_leave_with_their_request(models, dtype):
     step, _ = make_step(models[2])
-    step.set(5, parse_guidance({"token_temperature_scale": {3: 2.0, VOCAB - 1: 4.0, VOCAB: 9.0}}), {EOS})
-    step.set(2, parse_guidance({"token_temperature_scale": {3: 0.5}}), {EOS})
+    step.add_request(5, parse_guidance({"token_temperature_scale": {3: 2.0, VOCAB - 1: 4.0, VOCAB: 9.0}}), {EOS})
+    step.add_request(2, parse_guidance({"token_temperature_scale": {3: 0.5}}), {EOS})
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = logits.clone()
     expected[1, [3, VOCAB - 1]] *= torch.tensor([2.0, 4.0], dtype=dtype)
     expected[2, 3] *= 0.5
     step.scale_tokens(logits, torch.tensor([0, 5, 2]))
     assert torch.equal(logits, expected)
-    step.clear(5)
+    step.remove_request(5)
     expected[0, 3] *= 0.5
     step.scale_tokens(logits, torch.tensor([2, 5, 0]))
     assert torch.equal(logits, expected)
@@ -1027,7 +1028,7 @@ def test_graph_of_the_whole_step(device):
 
 
 def test_warm_up_changes_nothing(models):
-    engine = Engine(*make_step(models[2], max_rows=3, chunk_tokens=5))
+    engine = Engine(*make_step(models[2], max_requests=3, chunk_tokens=5))
     engine.admit(0, PROMPTS[0], GUIDANCE[0], prompt_len=4)
     before = engine.step.cache.keys.clone()
     engine.step.warm_up(progress=False)
@@ -1100,7 +1101,7 @@ def test_tables_and_sizes_are_checked(models):
     step = GuidedStep(models[2], table, 12, vocab_size=VOCAB, max_candidates=64)
     for row in (-1, 3):
         with pytest.raises(IndexError, match=rf"row must be in \[0, 3\), got {row}"):
-            step.set(row, None, set())
+            step.add_request(row, None, set())
     with pytest.raises(ValueError, match="scores must have 1 to max_rows = 3 rows, got 0"):
         step.step(**good_step(0))
 
@@ -1113,11 +1114,11 @@ def test_bad_arguments_are_named(models):
     if models[2].device.type == "cpu":
         with pytest.raises(ValueError, match="graphs must be None or False unless the value model is on a GPU"):
             make_step(models[2], graphs=True)
-    engine = Engine(*make_step(models[2], max_rows=2))
+    engine = Engine(*make_step(models[2], max_requests=2))
     with pytest.raises(IndexError, match=r"row must be in \[0, 8\), got 8"):
-        engine.step.set(8, None, set())
+        engine.step.add_request(8, None, set())
     with pytest.raises(ValueError, match="eos_token_ids must be at most 8 ids, got 9"):
-        engine.step.set(0, None, set(range(9)))
+        engine.step.add_request(0, None, set(range(9)))
     with pytest.raises(ValueError, match="scores must have 1 to max_rows = 2 rows, got 3"):
         engine.decode([0, 1, 2], PROMPTS[:3], torch.zeros(3, VOCAB))
     with pytest.raises(ValueError, match=r"scores must be .* \[\*, 97\] on cpu, got float32 \[1, 96\]"):
