@@ -17,6 +17,7 @@ from lenvm_kernels import GuidedStep, PagedSlots, parse_guidance
 from lenvm_kernels.demo.models import Models
 
 TABLE_ROWS, MAX_LEN, PAGE_SIZE = 2, 1024, 16  # requests at a time, tokens of a request, slots of a page
+FILTERS = dict(top_k=8, top_p=1.0, min_p=0.02, temperature=0.8)  # a number for all, or a tensor with that of each
 REQUESTS = [  # a prompt and its custom_params
     ("What is a comet?", None),
     ("What is a comet?", {"value_mode": "centered_exp", "value_scale": -60}),
@@ -31,6 +32,7 @@ args = parser.parse_args()
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 models = Models.load(args.model, args.value_model, device=device, dtype=torch.float32)
+value_model, vocab_size = models.value_model, models.model.get_input_embeddings().num_embeddings
 eos_token_ids = set(models.eos_token_ids)
 
 
@@ -39,7 +41,7 @@ class Request:
     """What the engine knows of a request."""
 
     table_row: int
-    prompt: str
+    text: str
     guidance: dict | None
     prompt_len: int
     tokens: list[int]
@@ -59,82 +61,66 @@ def base_logits(request):
 
 # An engine brings a slot table of its own; PagedSlots is for those that have none.
 slots = PagedSlots(TABLE_ROWS, MAX_LEN, page_size=PAGE_SIZE, device=device)
-step = GuidedStep(
-    models.value_model,
-    slots.table,
-    slots.num_slots,
-    vocab_size=models.model.get_input_embeddings().num_embeddings,
-    max_eos=max(1, len(eos_token_ids)),
-    page_size=PAGE_SIZE,
-)
+step = GuidedStep(value_model, slots.table, slots.num_slots, vocab_size=vocab_size, page_size=PAGE_SIZE)
 if device == "cuda":
     step.warm_up()  # compiles all that steps will need, and captures a graph for 1, 2, 4, ... requests
 
 
-def arrive(table_row, prompt, guidance, seed):
-    """A request takes a table row: its slots, its parameters, and all of its prompt but the last token."""
-    tokens = models.encode([prompt])["input_ids"][0].tolist()
-    kept = len(tokens) - 1
+def arrive(table_row, text, guidance, seed):
+    """A request takes a table row and the slots of its prompt."""
+    tokens = models.encode([text])["input_ids"][0].tolist()
     slots.extend(table_row, len(tokens))
     params = None if guidance is None else parse_guidance(guidance)
+    table_rows, prompt = int32([table_row]), int32(tokens[:-1])
+    positions = torch.arange(len(prompt), device=device)
+
+    # A request arrives: its parameters, then all of its prompt but the last token.
     step.add_request(table_row, params, eos_token_ids, prompt_len=len(tokens), seed=seed)
-    table_rows, positions = int32([table_row]), torch.arange(kept, device=device)
-    step.extend(
-        int32(tokens[:-1]),
-        slots.slots(table_rows, positions),
-        table_rows,
-        starts=int32([0]),
-        lens=int32([kept]),
-        cached_lens=int32([0]),
-    )
-    return Request(table_row, prompt, guidance, len(tokens), tokens, DynamicCache())
+    step.extend(prompt, slots.slots(table_rows, positions), table_rows, int32([0]), int32([len(prompt)]), int32([0]))
+
+    return Request(table_row, text, guidance, len(tokens), tokens, DynamicCache())
 
 
 def decode(batch):
-    """One token for every request of the batch."""
+    """Draw one token for every request of the batch."""
     logits = torch.stack([base_logits(request) for request in batch])
     # The engine's own draw, for requests without guidance and for steps that an entropy threshold skips.
-    top = (logits / 0.8).topk(8, dim=1)
-    column = torch.multinomial(top.values.softmax(1), 1)
-    drawn = top.indices.gather(1, column)[:, 0]
+    top = (logits / FILTERS["temperature"]).topk(FILTERS["top_k"], dim=1)
+    drawn = top.indices.gather(1, torch.multinomial(top.values.softmax(1), 1))[:, 0]
 
+    for request in batch:  # room for the last token's keys and values
+        slots.extend(request.table_row, len(request.tokens))
     table_rows = int32([request.table_row for request in batch])
     lengths = int32([len(request.tokens) for request in batch])
+    last_tokens = int32([request.tokens[-1] for request in batch])
+    last_slots = slots.slots(table_rows, lengths - 1)
+
+    # Every step: one token for each request of the batch, guided or not.
     output = step.step(
-        logits,
-        int32([request.tokens[-1] for request in batch]),
-        table_rows,
-        lengths,
-        slots.slots(table_rows, lengths - 1),
-        top_k=8,
-        top_p=1.0,
-        min_p=0.02,
-        temperature=0.8,
-        is_logits=True,
-        sample=True,
-        drawn=drawn,
+        logits, last_tokens, table_rows, lengths, last_slots, **FILTERS, is_logits=True, sample=True, drawn=drawn
     )
+
     for request, token in zip(batch, output.tokens.tolist(), strict=True):
         request.tokens.append(token)
 
 
 def leave(request):
-    """A request ends: its slots and its table row are free again."""
-    slots.free(request.table_row)
+    """Free the table row and the slots of a request that has ended, and print its answer."""
+    # A request leaves.
     step.remove_request(request.table_row)
+    slots.free(request.table_row)
+
     new = request.tokens[request.prompt_len :]
     text = models.tokenizer.decode(new, skip_special_tokens=True)
-    print(f"{request.guidance}\n{request.prompt}\n  {len(new)} tokens: {text}\n")
+    print(f"{request.guidance}\n{request.text}\n  {len(new)} tokens: {text}\n")
 
 
 torch.manual_seed(0)
 waiting, batch, free_rows = list(enumerate(REQUESTS)), [], list(range(TABLE_ROWS))
 while waiting or batch:
     while waiting and free_rows:
-        seed, (prompt, guidance) = waiting.pop(0)
-        batch.append(arrive(free_rows.pop(), prompt, guidance, seed))
-    for request in batch:
-        slots.extend(request.table_row, len(request.tokens))  # room for the last token's keys and values
+        seed, (text, guidance) = waiting.pop(0)
+        batch.append(arrive(free_rows.pop(), text, guidance, seed))
     decode(batch)
     for request in list(batch):
         if request.tokens[-1] in eos_token_ids or len(request.tokens) == request.prompt_len + args.max_new_tokens:

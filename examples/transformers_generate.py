@@ -16,6 +16,8 @@ from lenvm_kernels import ValueModel
 from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
 from lenvm_kernels.demo.models import Models
 
+SAMPLING = dict(temperature=0.8, top_k=8, min_p=0.02)  # the processor applies it, generate is told to sample as it is
+
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="demo")
 parser.add_argument("--value-model", default="demo")
@@ -36,23 +38,17 @@ if tokenizer.chat_template:
     chats = [[{"role": "user", "content": prompt}] for prompt in args.prompts]
     texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
 
-# Length by length: as the model likes, shorter, and as close to 40 tokens as its candidates get.
+# As the model likes; shorter; as close to 40 tokens as its candidates get. A list would give each prompt its own.
 for guidance in (
     None,
     {"value_mode": "centered_exp", "value_scale": -60},
     {"target_length": 40, "gamma": 0.985, "entropy_threshold": 0.5},
 ):
     torch.manual_seed(0)
+
     inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
     processor = LenVMLogitsProcessor(
-        model,
-        value_model,
-        guidance,  # for all prompts, or a list with that of each
-        inputs["attention_mask"],
-        max_new_tokens=args.max_new_tokens,
-        temperature=0.8,
-        top_k=8,
-        min_p=0.02,
+        model, value_model, guidance, inputs["attention_mask"], max_new_tokens=args.max_new_tokens, **SAMPLING
     )
     output = model.generate(**inputs, **processor.generation_kwargs)
 
