@@ -9,7 +9,7 @@ from hypothesis import given
 from lenvm_kernels.fuzz.ops.ragged_layout import inputs, make_inputs
 from lenvm_kernels.ops import ragged_layout as ops
 from lenvm_kernels.ops.ragged_layout import RaggedLayout, ragged_layout
-from tests.cases import assert_right, cases
+from tests.helpers.cases import assert_right, cases
 
 
 def decode_inputs(guided, columns, device="cpu"):

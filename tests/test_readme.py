@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lenvm_kernels
-from tests.test_step import VOCAB, tiny_value_model
+from tests.helpers.models import VOCAB, tiny_value_model
 
 ROOT = Path(__file__).parent.parent
 

@@ -15,7 +15,7 @@ from bench.study import __main__ as cli
 from bench.study import flops, report, run
 from bench.study.flops import Architecture, Guidance, Workload
 from lenvm_kernels import timing
-from tests.test_step import VOCAB, tiny_value_model
+from tests.helpers.models import VOCAB, tiny_value_model
 
 # From inference/timing/README.md of eric-ai-lab/Length-Value-Model (b1b4ba0), and its sweep over k as issue 5 gives it:
 # Qwen2.5-7B with the 1.5B value model, 50 questions of GSM8K, 16 samples each.

@@ -9,7 +9,7 @@ from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.value_model import ValueModel
-from tests.test_value_model import random_model
+from tests.helpers.models import random_model
 
 VOCAB, HIDDEN, EOS, PAD = 61, 32, 2, 0
 TINY = dict(
