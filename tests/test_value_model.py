@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -23,7 +22,7 @@ from transformers import (
 
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel, ValueModelConfig
-from tests.helpers.models import ARCHITECTURES, TINY, VOCAB, random_head, random_model
+from tests.helpers.models import ARCHITECTURES, TINY, VOCAB, random_head, random_model, value_logits
 
 ATOL = 1e-5  # on logits of O(1), fp32 against fp32
 ROPE_SCALING = {
@@ -49,12 +48,9 @@ def loaded(request, tmp_path_factory):
     return model, head, ValueModel.from_pretrained(path)
 
 
-@torch.no_grad()
 def expected_values(model, head, tokens):
-    """fp32 [len(tokens)]: the value logit at every token, by a full forward of ``transformers`` and a plain head."""
-    h = model.model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
-    h = F.silu(F.linear(h, head["v_head.fc.weight"], head["v_head.fc.bias"]))
-    return F.linear(h, head["v_head.summary.weight"], head["v_head.summary.bias"])[:, 0]
+    """fp32 ``[len(tokens)]``: the value logit at every token."""
+    return value_logits(model, head, torch.tensor([tokens]))[0]
 
 
 def random_tokens(count, seed):

@@ -42,6 +42,13 @@ class Engine:
         params = None if guidance is None else parse_guidance(guidance)
         self.step.set(row, params, set(eos), prompt_len=prompt_len, seed=seed)
 
+    def start(self, rows, prompts, guidance, *, room=1):
+        """Admit requests with room for so many tokens more, and compute their prompts; returns this engine."""
+        for row, tokens, g in zip(rows, prompts, guidance, strict=True):
+            self.admit(row, [*tokens, *[0] * room], g, prompt_len=len(tokens))
+        self.prefill(rows, prompts)
+        return self
+
     def prefill(self, rows, sequences):
         """All tokens but the last of new requests, after junk that no request refers to."""
         lens = [len(tokens) - 1 for tokens in sequences]
@@ -75,6 +82,10 @@ class Engine:
             self.slots.slots(row_numbers, lengths - 1),
             **{**filters, "is_logits": True, "sample": True, **options},
         )
+
+
+def random_scores(rows):
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(0))
 
 
 def run_requests(engine, sequences, guidance, steps, *, seeds=None, rows=None, **options):

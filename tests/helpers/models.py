@@ -1,6 +1,7 @@
 """Tiny random models, value heads and checkpoints."""
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -57,6 +58,21 @@ def random_head(seed=1, hidden=HIDDEN):
     generator = torch.Generator().manual_seed(seed)
     shapes = head_shapes(hidden)
     return {name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in shapes.items()}
+
+
+@torch.no_grad()
+def value_logits(model, head, tokens):
+    """fp32, one for each of ``tokens``: the value logit, by a full forward of ``transformers`` and a plain head."""
+    h = model.model(tokens, use_cache=False).last_hidden_state
+    h = F.silu(F.linear(h, head["v_head.fc.weight"], head["v_head.fc.bias"]))
+    return F.linear(h, head["v_head.summary.weight"], head["v_head.summary.bias"])[..., 0]
+
+
+def last_value_logits(model, head, sequences):
+    """The value logit at the last token of each sequence, by one forward over all of them."""
+    lens = torch.tensor([len(tokens) for tokens in sequences])
+    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(tokens) for tokens in sequences], batch_first=True)
+    return value_logits(model, head, padded)[torch.arange(len(lens)), lens - 1]
 
 
 def tiny_value_model(device, dtype=None):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from lenvm_kernels.ops.topk_candidates import Status
-from tests.helpers.models import random_head, random_model
+from tests.helpers.models import last_value_logits, random_head, random_model
 
 VOCAB, HIDDEN, EOS = 512, 64, 1
 TINY = dict(
@@ -135,18 +135,10 @@ def running_server(folder, name, *options, plugin=True, **variables):
         process.wait()
 
 
-@torch.no_grad()
 def values_from_scratch(folder, sequences):
     """The value logit at the last token of each sequence, by ``transformers``."""
     model = AutoModelForCausalLM.from_pretrained(folder / "value", dtype=torch.float32).eval()
-    head = load_file(folder / "value" / "value_head.safetensors")
-    lens = torch.tensor([len(tokens) for tokens in sequences])
-    padded = torch.zeros(len(sequences), int(lens.max()), dtype=torch.long)
-    for i, tokens in enumerate(sequences):
-        padded[i, : len(tokens)] = torch.tensor(tokens)
-    h = model.model(padded, use_cache=False).last_hidden_state[torch.arange(len(lens)), lens - 1]
-    h = torch.nn.functional.silu(h @ head["v_head.fc.weight"].T + head["v_head.fc.bias"])
-    return (h @ head["v_head.summary.weight"].T + head["v_head.summary.bias"])[:, 0]
+    return last_value_logits(model, load_file(folder / "value" / "value_head.safetensors"), sequences)
 
 
 def check_steps(folder, prompts, results, steps):
