@@ -64,7 +64,7 @@ def run(device: str) -> list[torch.Tensor]:
 
     for row, guidance in enumerate(GUIDANCE):
         slots.extend(row, room)
-        step.set(row, parse_guidance(guidance), {7}, prompt_len=PROMPTS[row], seed=row)
+        step.add_request(row, parse_guidance(guidance), {7}, prompt_len=PROMPTS[row], seed=row)
     lengths, cached, row_numbers = int32(PROMPTS), int32(CACHED), int32(range(rows))
     step.cache.keys.normal_()
     step.cache.values.normal_()

@@ -14,8 +14,8 @@ import torch
 from bench._common import Case, Shape, grid, parse_args, reference_peers, run_cases
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
-from lenvm_kernels.ops.topk_candidates import Candidates, Status
 from lenvm_kernels.reference import reweight_scatter as reference
+from lenvm_kernels.types import Candidates, Status
 
 PRODUCTION = {"B": 64, "K": 8, "V": 151_936, "scatter": True, "dtype": "float32"}  # Qwen2.5's vocabulary
 SHAPES = grid(

@@ -105,7 +105,7 @@ class Decode:
         self.step = make_step(model, slots.table, slots.num_slots, vocab_size=VOCAB, **options)
         for row in range(rows):
             slots.extend(row, cached + MORE_CACHED)
-            self.step.set(row, parse_guidance({"value_mode": "mul", "value_scale": 0.8}), {0})
+            self.step.add_request(row, parse_guidance({"value_mode": "mul", "value_scale": 0.8}), {0})
         self.slots, self.counts, self.cached, self.commit_winners = slots, counts, cached, commit_winners
         self.rows = torch.arange(rows, device=device)
         self.lengths = torch.full((rows,), cached + 1, dtype=torch.int32, device=device)

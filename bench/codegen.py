@@ -178,7 +178,7 @@ def run_value_model(name: str, rows: int) -> None:
         backend="triton",
     )
     for row in range(rows):
-        step.set(row, parse_guidance({"target_length": 100}), {0})
+        step.add_request(row, parse_guidance({"target_length": 100}), {0})
     numbers, ones = torch.zeros(rows, dtype=torch.int32), torch.ones(rows)
     prompt = torch.zeros(16 * rows, dtype=torch.int64)
     step.extend(prompt, prompt, numbers, numbers, numbers, numbers)

@@ -126,7 +126,7 @@ def guided_step(model: ValueModel, rows: int, vocab: int, *, graph: bool) -> Sub
         slots.extend(row, CACHED + 1)
     step = GuidedStep(model, slots.table, slots.num_slots, vocab_size=vocab, backend="triton")
     for row in range(rows):
-        step.set(row, parse_guidance(TILT), {0})
+        step.add_request(row, parse_guidance(TILT), {0})
     arguments = step_arguments(rows, vocab)
     arguments["slots"] = slots.slots(arguments["rows"], arguments["lengths"] - 1)
     if graph:
@@ -151,7 +151,7 @@ def two_forwards(model: ValueModel, rows: int, vocab: int, guidance: dict, *, ou
     forward = step._forward
     step._forward = lambda batch: torch.zeros(len(batch.token_ids), model.config.hidden_size, dtype=model.dtype)
     for row in range(rows):
-        step.set(row, parse_guidance(guidance), {0})
+        step.add_request(row, parse_guidance(guidance), {0})
     lens = torch.full((rows,), CACHED, dtype=torch.int32)
     numbers = torch.arange(rows)
     step.extend(torch.zeros(rows * CACHED, dtype=torch.int64), None, numbers, CACHED * numbers, lens, 0 * lens)

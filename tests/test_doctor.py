@@ -14,8 +14,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import lenvm_kernels
 from lenvm_kernels import cli, doctor
-from tests.sglang_server import TINY, write_checkpoints
-from tests.test_value_model import random_model
+from tests.helpers.models import random_model
+from tests.helpers.sglang_server import TINY, write_checkpoints
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """Ragged layout: kernel against reference, the reference against Python lists, and lengths that break the rules."""
 
-
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +8,7 @@ from lenvm_kernels.fuzz.ops.ragged_layout import inputs, make_inputs
 from lenvm_kernels.ops import ragged_layout as ops
 from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.types import RaggedLayout
-from tests.cases import assert_right, cases
+from tests.helpers.cases import assert_right, cases
 
 
 def decode_inputs(guided, columns, device="cpu"):

@@ -11,8 +11,8 @@ from lenvm_kernels.fuzz.ops.ragged_linear import CONSTANTS, EPS, exact, make_inp
 from lenvm_kernels.fuzz.tolerances import assert_matches
 from lenvm_kernels.ops import ragged_linear as ops
 from lenvm_kernels.ops.ragged_linear import ragged_linear
-from tests.cases import assert_right, cases
-from tests.wrong_tensors import assert_refuses
+from tests.helpers.cases import assert_right, cases
+from tests.helpers.wrong_tensors import assert_refuses
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # What a decoder layer asks for, and everything at once.

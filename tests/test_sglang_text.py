@@ -27,7 +27,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from lenvm_kernels import GuidanceTable, parse_guidance, reweight_scatter, topk_candidates
 from lenvm_kernels.demo import HEAD, held_out_prompts, model_path
 from lenvm_kernels.types import Status
-from tests.sglang_server import check_steps, running_server
+from tests.helpers.sglang_server import check_steps, running_server
 
 ROOT = Path(__file__).parent.parent
 SAMPLING = {"temperature": 1.0, "top_k": 5, "min_p": 0.01, "max_new_tokens": 24}

@@ -16,8 +16,8 @@ from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import ValueModel, ValueModelConfig
-from tests.test_step import Engine
-from tests.test_value_model import ARCHITECTURES, TINY, VOCAB, random_head, random_model
+from tests.helpers.engine import Engine
+from tests.helpers.models import ARCHITECTURES, TINY, VOCAB, random_head, random_model
 
 GOLDEN = Path(__file__).parent / "golden"
 ATOL = 2e-5  # on value logits of O(1), keys and values, fp32 against fp32
@@ -44,7 +44,7 @@ def make_model_of_vocab(vocab, device):
 
 
 def make_both(model, guidance, *, top_k=8):
-    """The baseline and the guided step with the same prompts admitted, as engines of tests/test_step.py."""
+    """The baseline and the guided step with the same prompts admitted, as engines."""
     engines = []
     for cls in (TwoForwardStep, GuidedStep):
         slots = PagedSlots(len(guidance), 48, page_size=4, device=model.device)

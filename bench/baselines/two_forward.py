@@ -44,7 +44,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from lenvm_kernels.guidance import GuidanceParams, Mode
+from lenvm_kernels.guidance import GuidanceParams
+from lenvm_kernels.types import Mode
 from lenvm_kernels.value_model import KVCache, ValueModel
 
 NO_TOP_K = 1 << 30  # the fork's top_k without a limit

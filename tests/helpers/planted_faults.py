@@ -1,4 +1,4 @@
-"""The operators' references with a fault, for ``lenvm fuzz --against tests.planted_faults:FAULT.OPERATOR``."""
+"""The operators' references with a fault, for ``lenvm fuzz --against tests.helpers.planted_faults:FAULT.OPERATOR``."""
 
 from types import SimpleNamespace
 
