@@ -9,6 +9,7 @@ from hypothesis import given
 from lenvm_kernels.ops import sample_candidates as module
 from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.reference.sample_candidates import philox4x32, uniform
+from lenvm_kernels.types import Candidates, Status
 from tests.helpers.cases import assert_right, cases
 from tests.helpers.wrong_tensors import assert_refuses
 
