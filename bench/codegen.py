@@ -57,7 +57,7 @@ from lenvm_kernels.value_model import ValueModel
 RESULTS = Path(__file__).parent / "results" / "codegen.json"
 VALUE_MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-1.7B")
 VOCAB, MAX_LEN, PAGE_SIZE, MAX_CANDIDATES = 151_936, 4096, 1, 8  # k 5 and 8 take the same kernels
-# Requests in a batch: the least, those on either side of topk_candidates.FEW_ROWS, a usual number.
+# Requests in a batch: the least, those on either side of topk_candidates.FEW_REQUESTS, a usual number.
 BATCHES = (1, 16, 17, 64)
 # Kernels that are matmuls, and the rows of their tiles.
 MATMULS = {
