@@ -346,8 +346,8 @@ def test_every_row_gets_what_its_own_request_asked_for(models, commit_winners):
         candidates = topk_candidates(
             scores, **filters, is_logits=True, guided=table.guided, entropy_threshold=table.entropy_threshold
         )
-        for name, expected in vars(candidates).items():
-            assert torch.equal(getattr(output.candidates, name), expected), name
+        for name, found, expected in zip(candidates._fields, output.candidates, candidates, strict=True):
+            assert torch.equal(found, expected), name
         values = torch.zeros(b, 8)
         scored = torch.where(candidates.status == Status.GUIDE, candidates.counts, 0).tolist()
         wanted = [(i, j) for i, n in enumerate(scored) for j in range(n)]
