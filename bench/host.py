@@ -31,22 +31,20 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from triton.runtime import JITFunction
-from triton.runtime.interpreter import InterpretedFunction
 
-import lenvm_kernels.ops._common as ops_common
-from bench._common import environment, write_json
-from bench._models import DIMENSIONS, make_model
-from bench._report import table
 from bench.baselines.two_forward import TwoForwardStep
-from bench.codegen import PARTS, compiling_for
+from bench.codegen import PARTS
+from bench.harness.reporting import table
+from bench.harness.storing import environment, write_json
+from bench.launches import compiling_for, without_kernels
+from bench.models import DIMENSIONS, VOCAB, make_model
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.value_model import ValueModel, ValueModelConfig
 
 NAME = "Qwen2.5-1.5B"
-VOCAB, CACHED, TOP_K = 151_936, 512, 5
+CACHED, TOP_K = 512, 5
 ROWS = (1, 8, 64, 512)
 TILT, TARGET = {"value_mode": "mul", "value_scale": 0.8}, {"target_length": 100}
 # Steps are timed in rounds over the batch sizes, so that what else the machine does meanwhile tells on all of them.
@@ -179,25 +177,6 @@ def one_norm() -> Iterator[None]:
     """In here ``F.rms_norm`` is one operator, as on a GPU; a CPU has seven in its place."""
     with mock.patch.object(F, "rms_norm", lambda x, *args, **kwargs: x.clone()):
         yield
-
-
-@contextmanager
-def without_kernels() -> Iterator[list[str]]:
-    """In here operators on CPU tensors take the path to their kernels, which are not launched; gives their names."""
-    launches: list[str] = []
-
-    def note(self, *args, grid, warmup, **kwargs):
-        launches.append(self.fn.__name__)
-
-    with (
-        mock.patch.object(JITFunction, "run", note),
-        mock.patch.object(InterpretedFunction, "run", note),
-        mock.patch.object(ops_common, "INTERPRETED", True),
-        # What no kernel wrote is still read, by torch: as an index it has to be one.
-        mock.patch.object(torch, "empty", torch.zeros),
-        mock.patch.object(torch, "empty_like", torch.zeros_like),
-    ):
-        yield launches
 
 
 class Operators(TorchDispatchMode):

@@ -9,19 +9,13 @@ Constants that a kernel reads itself (``tl.constexpr`` of a module, as the split
 replaced in a running process and are not here.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import importlib
+from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
-from bench import (
-    bench_ragged_linear,
-    bench_reweight_scatter,
-    bench_topk_candidates,
-    bench_value_head,
-    bench_value_tree_attention,
-)
-from bench._common import Case, Shape, parse_args, run_cases
-from lenvm_kernels.ops import ragged_linear, reweight_scatter, topk_candidates, value_head, value_tree_attention
+from bench.harness.cases import Benchmark, Case
+from bench.harness.storing import Shape
 
 
 def attention(block_n: int, warps: int, stages: int) -> dict[str, object]:
@@ -30,11 +24,33 @@ def attention(block_n: int, warps: int, stages: int) -> dict[str, object]:
     return {"_launch_config": lambda head_dim, dtype: config}
 
 
-# operator -> module of the constants, benchmark, shapes by what differs from production, alternatives
-OPERATORS = {
-    "value_tree_attention": (
-        value_tree_attention,
-        bench_value_tree_attention,
+@dataclass
+class Operator:
+    """What is tried of an operator.
+
+    Attributes:
+        name: of its file.
+        changes: shapes, by what differs from production.
+        alternatives: values of constants.
+    """
+
+    name: str
+    changes: list[Shape]
+    alternatives: list[dict[str, object]]
+
+    @property
+    def module(self) -> object:
+        """Where its constants are."""
+        return importlib.import_module(f"lenvm_kernels.ops.{self.name}")
+
+    @property
+    def benchmark(self) -> Benchmark:
+        return importlib.import_module(f"bench.ops.{self.name}").BENCHMARK
+
+
+OPERATORS = (
+    Operator(
+        "value_tree_attention",
         [{}, {"B": 1, "L": 32_768}, {"L": 512}, {"B": 1, "L": 0, "delta": 2048}],
         [
             *(
@@ -46,9 +62,8 @@ OPERATORS = {
             {"MAX_PROGRAMS": 2048},
         ],
     ),
-    "ragged_linear": (
-        ragged_linear,
-        bench_ragged_linear,
+    Operator(
+        "ragged_linear",
         [{"layer": layer, "rows": rows} for rows in (384, 48) for layer in ("gate_up", "down", "qkv", "o")],
         [
             {"BLOCK_M": 64},
@@ -67,9 +82,8 @@ OPERATORS = {
             {"MAX_PROGRAMS": 1056},
         ],
     ),
-    "topk_candidates": (
-        topk_candidates,
-        bench_topk_candidates,
+    Operator(
+        "topk_candidates",
         [{}, {"B": 1}, {"B": 512}, {"k": 64}],
         [
             {"TILE": 512},
@@ -81,9 +95,8 @@ OPERATORS = {
             {"FEW_ROWS": 64},
         ],
     ),
-    "value_head": (
-        value_head,
-        bench_value_head,
+    Operator(
+        "value_head",
         [{"norm_and_gather": True}, {"norm_and_gather": True, "M": 40}, {"norm_and_gather": True, "M": 2560}],
         [
             {"BLOCK_M": 64},
@@ -95,24 +108,13 @@ OPERATORS = {
             {"NUM_WARPS": 4},
         ],
     ),
-    "reweight_scatter": (
-        reweight_scatter,
-        bench_reweight_scatter,
+    Operator(
+        "reweight_scatter",
         [{}, {"B": 512}],
         [{"SLICE": 4096}, {"SLICE": 8192}, {"SLICE": 32_768}, {"TILE": 8}, {"TILE": 256}],
     ),
-}
-
-
-@contextmanager
-def replaced(module: object, constants: dict[str, object]) -> Iterator[None]:
-    """With other values of a module's constants."""
-    before = {name: getattr(module, name) for name in constants}
-    vars(module).update(constants)
-    try:
-        yield
-    finally:
-        vars(module).update(before)
+)
+BY_NAME = {operator.name: operator for operator in OPERATORS}
 
 
 def label(constants: dict[str, object]) -> str:
@@ -122,29 +124,38 @@ def label(constants: dict[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in constants.items())
 
 
-def make_case(device: str, shape: Shape) -> Case:
+def make_case(device: str, *, operator: str, **shape: object) -> Case:
     """The benchmark's case, with the alternatives for peers."""
-    shape = dict(shape)
-    module, bench, _, alternatives = OPERATORS[shape.pop("operator")]
-    case = bench.make_case(device, shape)
+    tried = BY_NAME[operator]
+    case, module = tried.benchmark.make_case(device, **shape), tried.module
 
     def run(constants: dict[str, object]) -> object:
-        with replaced(module, constants):
+        with mock.patch.multiple(module, **constants):
             return case.run()
 
-    def prepare(constants: dict[str, object]) -> Callable[[], object]:
-        return partial(run, constants)
-
-    case.peers = {label(constants): partial(prepare, constants) for constants in alternatives}
+    case.peers = {
+        label(constants): lambda constants=constants: partial(run, constants) for constants in tried.alternatives
+    }
+    case.reference = None
     return case
 
 
-SHAPES = [
-    {"operator": operator, **bench.PRODUCTION, **change}
-    for operator, (_, bench, changes, _) in OPERATORS.items()
-    for change in changes
-]
-QUICK = [{"operator": operator, **bench.QUICK[0]} for operator, (_, bench, _, _) in OPERATORS.items()]
+class Variants(Benchmark):
+    """The shapes of all operators."""
+
+    def shapes(self, *, quick: bool = False) -> list[Shape]:
+        return [
+            {"operator": operator.name, **shape}
+            for operator in OPERATORS
+            for shape in (
+                operator.benchmark.shapes(quick=True)[:1]
+                if quick
+                else [operator.benchmark.production | change for change in operator.changes]
+            )
+        ]
+
+
+BENCHMARK = Variants("variants", make_case, production={})
 
 if __name__ == "__main__":
-    run_cases("variants", SHAPES, QUICK, make_case, parse_args(__doc__))
+    BENCHMARK.main()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import lenvm_kernels.ops
-from bench._models import make_model
+from bench.models import make_model
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops import ragged_layout as ragged_layout_module
 from lenvm_kernels.ops.commit_winner import commit_winner

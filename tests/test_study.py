@@ -10,7 +10,7 @@ import matplotlib.image
 import pytest
 import torch
 
-from bench import _models
+from bench import models
 from bench.study import __main__ as cli
 from bench.study import flops, report, run
 from bench.study.flops import Architecture, Guidance, Workload
@@ -322,7 +322,7 @@ RANDOM_LOAD = ["--load", "random", "--base", "Qwen2-tiny", "--value-model", "Qwe
 @pytest.fixture
 def tiny_study(tmp_path, monkeypatch):
     """Runs a study of a tiny model of random weights with these options; gives the exit status and the folder."""
-    monkeypatch.setitem(_models.DIMENSIONS, "Qwen2-tiny", (32, 48, 2, 4, 2, 8, False))
+    monkeypatch.setitem(models.DIMENSIONS, "Qwen2-tiny", (32, 48, 2, 4, 2, 8, False))
     monkeypatch.setitem(flops.VOCABULARY, "Qwen2-tiny", 211)
     size = ["--device", "cpu", "--dtype", "float32", "--rows", "3", "--steps", "4"]
 

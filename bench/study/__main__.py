@@ -29,7 +29,7 @@ def parse_args() -> argparse.Namespace:
     estimate.add_argument(
         "--check", action="store_true", help="compare with the published figures; fails if they differ"
     )
-    model = "config.json, a folder with one, or a name of bench._models"
+    model = "config.json, a folder with one, or a name of bench.models"
     estimate.add_argument("--base", default=flops.PUBLISHED_BASE, help=f"base model: {model} (default: %(default)s)")
     estimate.add_argument("--value-model", default=flops.PUBLISHED_VALUE, help=f"{model} (default: %(default)s)")
     estimate.add_argument("--top-k", type=_positive, default=5, help="candidates of an output token (default: 5)")

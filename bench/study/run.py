@@ -28,8 +28,8 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from bench import _common
-from bench._models import make_config, make_model
+from bench.harness import storing
+from bench.models import make_config, make_model
 from bench.study.flops import Architecture, Guidance
 from lenvm_kernels import timing
 from lenvm_kernels.guidance import parse_guidance
@@ -418,7 +418,7 @@ class Study:
 
 def environment(device: str, dtype: torch.dtype) -> dict[str, str]:
     """What every result file says of where it comes from."""
-    return _common.environment(device) | {
+    return storing.environment(device) | {
         "command": " ".join(["python -m bench.study", *sys.argv[1:]]),
         "operators": "Triton kernels" if device == "cuda" else "PyTorch reference",
         "dtype": str(dtype).removeprefix("torch."),

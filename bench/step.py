@@ -1,6 +1,6 @@
 """The whole guided step: time against the floor, beside the two-forward baseline, and beside a 7B base model's step.
 
-    python -m bench.bench_step [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
+    python -m bench.step [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
 
 Value models have real dimensions and random weights; every request has L tokens in its cache, and one more with each
 step up to L + 31, when it starts over. The floor counts the tokens that exist: weights and cached prefixes read once,
@@ -22,48 +22,18 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from bench._common import Case, Shape, grid, parse_args, run_cases
-from bench._measure import Uncaptured
-from bench._models import forward_floor, make_config, make_model
 from bench.baselines.two_forward import TwoForwardStep
+from bench.harness.cases import Benchmark, Case
+from bench.harness.measuring import Uncaptured
+from bench.models import VOCAB, forward_floor, make_config, make_model
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep, StepOutput
 from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel
 
-VOCAB = 151_936
 CACHED, MORE_CACHED = 512, 32
 TOP_K = 5
 COUNTS = Path(__file__).parent / "results" / "candidate_counts.json"
-PRODUCTION = {
-    "model": "Qwen2.5-1.5B",
-    "B": 64,
-    "L": CACHED,
-    "counts": "full",
-    "winners": "committed",
-    "launch": "graph",
-    "base": "none",
-}
-SHAPES = grid(
-    PRODUCTION,
-    {
-        "launch": ["python"],
-        "base": ["Qwen2.5-7B"],
-        "counts": ["SmolLM2"],
-        "winners": ["computed"],
-        "B": [256, 1, 8, 512],
-        "L": [2048, 128, 8192],
-        "model": ["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"],
-    },
-    [
-        {"B": 256, "counts": "SmolLM2"},
-        {"B": 256, "launch": "python"},
-        {"B": 1, "launch": "python"},
-        {"base": "Qwen2.5-7B", "B": 256},
-        {"base": "Qwen2.5-7B", "B": 8},
-    ],
-)
-QUICK = grid(PRODUCTION | {"model": "SmolLM2-135M", "B": 4, "L": 64}, {"counts": ["SmolLM2"]})
 
 
 def candidate_counts(rows: int, distribution: str) -> torch.Tensor:
@@ -214,16 +184,17 @@ def value_model(name: str, dtype: torch.dtype, device: str, vocab_size: int) -> 
     return make_model(make_config(name, vocab_size=vocab_size), dtype, device)
 
 
-def make_case(device: str, shape: Shape) -> Case:
-    name, B, L, distribution, winners, launch, base_name, dtype = shape.values()
+def make_case(
+    device: str, *, model: str, B: int, L: int, counts: str, winners: str, launch: str, base: str, dtype: str
+) -> Case:
     dtype, vocab = getattr(torch, dtype), VOCAB if device == "cuda" else 2**16
-    model, counts = value_model(name, dtype, device, vocab), candidate_counts(B, distribution)
+    model, counts = value_model(model, dtype, device, vocab), candidate_counts(B, counts)
     graphs = launch == "python" and device == "cuda"
     guided = Decode(model, counts, commit_winners=winners == "committed", cached=L, graphs=graphs)
     guided.check()
     moved, operations = guided.floor()
-    if base_name != "none":
-        base = Dense(value_model(base_name, dtype, device, 2**16), B, B, cached=L, lm_head_rows=VOCAB)
+    if base != "none":
+        base = Dense(value_model(base, dtype, device, 2**16), B, B, cached=L, lm_head_rows=VOCAB)
         moved, operations = (sum(pair) for pair in zip(base.floor(), (moved, operations), strict=True))
         peers = {"(base alone)": lambda: base, "(step alone)": lambda: guided}
         return Case(lambda: (base(), guided()), moved, operations, peers)
@@ -234,5 +205,30 @@ def make_case(device: str, shape: Shape) -> Case:
     return Case(Uncaptured(guided) if launch == "python" else guided, moved, operations, peers)
 
 
+BENCHMARK = Benchmark(
+    "step",
+    make_case,
+    production=dict(
+        model="Qwen2.5-1.5B", B=64, L=CACHED, counts="full", winners="committed", launch="graph", base="none"
+    ),
+    axes=dict(
+        launch=["python"],
+        base=["Qwen2.5-7B"],
+        counts=["SmolLM2"],
+        winners=["computed"],
+        B=[256, 1, 8, 512],
+        L=[2048, 128, 8192],
+        model=["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"],
+    ),
+    others=[
+        dict(B=256, counts="SmolLM2"),
+        dict(B=256, launch="python"),
+        dict(B=1, launch="python"),
+        dict(base="Qwen2.5-7B", B=256),
+        dict(base="Qwen2.5-7B", B=8),
+    ],
+    quick=(dict(model="SmolLM2-135M", B=4, L=64), dict(counts="SmolLM2")),
+)
+
 if __name__ == "__main__":
-    run_cases("step", SHAPES, QUICK, make_case, parse_args(__doc__))
+    BENCHMARK.main()

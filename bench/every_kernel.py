@@ -1,20 +1,17 @@
-"""Launch every kernel once or more on little data, for tools that watch each access: ``python -m bench._every_kernel``.
+"""Launch every kernel once or more on little data, for tools that watch each access: ``python -m bench.every_kernel``.
 
 A prompt and guided steps of a value model of one layer, and a tree. On a CPU it needs TRITON_INTERPRET=1. Exits with 1
 if a kernel of ``lenvm_kernels.ops`` was not launched or a result is not finite.
 """
 
-import importlib
-import pkgutil
 import sys
+from functools import partial
 
 import torch
-from triton.runtime import JITFunction
-from triton.runtime.interpreter import InterpretedFunction
 
-import lenvm_kernels.ops
-from bench import _memory
-from bench._models import make_model
+from bench.harness.measuring import limit_memory
+from bench.launches import intercept_launches, kernels
+from bench.models import make_model
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.paged_slots import PagedSlots
@@ -39,15 +36,6 @@ PROMPTS = (600, 3, 40)  # of the first, most are in the cache already; more than
 CACHED = (595, 0, 0)
 STEPS = 2
 GUIDANCE = ({"value_scale": 0.7}, {"target_length": 60}, {"target_length": 60, "op": "soft"})
-
-
-def kernels() -> dict[str, object]:
-    """The kernels of all operators, by name."""
-    names = [module.name for module in pkgutil.iter_modules(lenvm_kernels.ops.__path__)]
-    modules = [importlib.import_module(f"lenvm_kernels.ops.{name}") for name in names]
-    functions = [(name, value) for module in modules for name, value in vars(module).items()]
-    jitted = (JITFunction, InterpretedFunction)
-    return {name: value for name, value in functions if name.endswith("_kernel") and isinstance(value, jitted)}
 
 
 def run(device: str) -> list[torch.Tensor]:
@@ -108,17 +96,15 @@ def run(device: str) -> list[torch.Tensor]:
 
 
 def main() -> int:
-    _memory.limit()
+    limit_memory()
     launched, found = set(), kernels()
-    for kind in {type(kernel) for kernel in found.values()}:
-        launch = kind.run
 
-        def record(self, *args, launch=launch, **kwargs):
-            launched.add(self.fn.__name__)
-            return launch(self, *args, **kwargs)
+    def record(name: str, launch: partial) -> object:
+        launched.add(name)
+        return launch()
 
-        kind.run = record
-    results = run("cuda" if torch.cuda.is_available() else "cpu")
+    with intercept_launches(record):
+        results = run("cuda" if torch.cuda.is_available() else "cpu")
     not_finite = sum(not result.isfinite().all() for result in results)
     missing = sorted(set(found) - launched)
     print(
