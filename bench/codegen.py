@@ -228,8 +228,8 @@ def describe(kernel: object, part: Part) -> dict[str, object]:
         instructions = [(i, line) for i, line in enumerate(code.splitlines())]
         loops = _amd_loops(instructions)
     else:
-        usage, code = _nvidia(kernel, part.target.arch)
-        registers, spilled = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+        code = _nvidia(kernel, part.target.arch)
+        registers, spilled = map(int, re.search(r"REG:(\d+) STACK:(\d+)", code).groups())
         instructions = [(int(at, 16), line) for at, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
         loops = _nvidia_loops(instructions)
     return {
@@ -277,19 +277,15 @@ def fused_into_shuffles(lines: list[str]) -> int:
     return found
 
 
-def _nvidia(kernel: object, arch: int) -> tuple[str, str]:
-    """What cuobjdump says of a kernel's resources, and its SASS."""
+def _nvidia(kernel: object, arch: int) -> str:
+    """What cuobjdump says of a kernel: its resources, and its SASS."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     tool = Path(get_ptxas(arch).path).with_name("cuobjdump")
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder, "kernel.cubin")
-        cubin.write_bytes(kernel.asm["cubin"])
-        usage, sass = (
-            subprocess.run([tool, what, cubin], capture_output=True, text=True, check=True).stdout
-            for what in ("-res-usage", "-sass")
-        )
-    return usage, sass
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        Path(cubin.name).write_bytes(kernel.asm["cubin"])
+        command = [tool, "-res-usage", "-sass", cubin.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _nvidia_loops(instructions: list[tuple[int, str]]) -> list[tuple[int, int]]:
