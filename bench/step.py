@@ -16,7 +16,7 @@ and the operations of the candidates and of the last tokens that are computed. C
 """
 
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -52,10 +52,10 @@ class Decode:
     Args:
         model: the value model.
         counts: candidates of each row, int64 ``[rows]``.
-        commit_winners: of :class:`GuidedStep`.
         cached: tokens that each request has in its cache at first.
-        graphs: of :class:`GuidedStep`.
-        two_forwards: take the step with :class:`TwoForwardStep`, which knows neither of the two.
+        vocab_size: of the scores.
+        two_forwards: take the step with :class:`TwoForwardStep`.
+        options: of :class:`GuidedStep`.
     """
 
     def __init__(
@@ -63,25 +63,25 @@ class Decode:
         model: ValueModel,
         counts: torch.Tensor,
         *,
-        commit_winners: bool = True,
         cached: int = CACHED,
-        graphs: bool = False,
+        vocab_size: int = VOCAB,
         two_forwards: bool = False,
+        **options: object,
     ) -> None:
         rows, device = len(counts), model.device
         slots = PagedSlots(rows, cached + MORE_CACHED, device=device)
-        options = {} if two_forwards else {"commit_winners": commit_winners, "graphs": graphs}
-        make_step = TwoForwardStep if two_forwards else GuidedStep
-        self.step = make_step(model, slots.table, slots.num_slots, vocab_size=VOCAB, **options)
+        make_step = TwoForwardStep if two_forwards else partial(GuidedStep, graphs=False)
+        self.step = make_step(model, slots.table, slots.num_slots, vocab_size=vocab_size, **options)
         for row in range(rows):
             slots.extend(row, cached + MORE_CACHED)
             self.step.set(row, parse_guidance({"value_mode": "mul", "value_scale": 0.8}), {0})
-        self.slots, self.counts, self.cached, self.commit_winners = slots, counts, cached, commit_winners
+        self.slots, self.counts, self.cached = slots, counts, cached
+        self.commit_winners = options.get("commit_winners", True)
         self.rows = torch.arange(rows, device=device)
         self.lengths = torch.full((rows,), cached + 1, dtype=torch.int32, device=device)
         # A row's candidates are its first tokens, equally likely; the next token is always the first one.
-        self.scores = torch.randn(rows, VOCAB, device=device)
-        first = 1000 * torch.arange(rows) % VOCAB
+        self.scores = torch.randn(rows, vocab_size, device=device)
+        first = 1000 * torch.arange(rows) % vocab_size
         for row, count in enumerate(counts.tolist()):
             self.scores[row, first[row] : first[row] + count] = 30.0
         self.tokens = first.to(device)
@@ -91,17 +91,15 @@ class Decode:
             min_p=torch.full((rows,), 0.01, device=device),
         )
         if two_forwards:
-            prompts = torch.randint(VOCAB, (rows * cached,), device=device)
+            prompts = torch.randint(vocab_size, (rows * cached,), device=device)
             zeros = torch.zeros_like(self.lengths)
             self.step.extend(prompts, None, self.rows, cached * self.rows, zeros + cached, zeros)
         else:
             fill(self.step.cache)
 
-    def __call__(self) -> StepOutput:
-        slots = self.slots.slots(self.rows, self.lengths - 1)
-        output = self.step.step(
-            self.scores, self.tokens, self.rows, self.lengths, slots, **self.filters, is_logits=True, sample=True
-        )
+    def __call__(self, **options: object) -> StepOutput:
+        batch = (self.tokens, self.rows, self.lengths, self.slots.slots(self.rows, self.lengths - 1))
+        output = self.step.step(self.scores, *batch, **self.filters, is_logits=True, sample=True, **options)
         self.lengths.copy_(torch.where(self.lengths < self.cached + MORE_CACHED, self.lengths + 1, self.cached + 1))
         return output
 

@@ -10,114 +10,68 @@ replaced in a running process and are not here.
 """
 
 import importlib
-from dataclasses import dataclass
 from functools import partial
 from unittest import mock
 
 from bench.harness.cases import Benchmark, Case
 from bench.harness.storing import Shape
 
+Constants = dict[str, object]
 
-def attention(block_n: int, warps: int, stages: int) -> dict[str, object]:
+
+def each(**values: list[object]) -> list[Constants]:
+    """One constant at a time."""
+    return [{name: value} for name, of_name in values.items() for value in of_name]
+
+
+def attention(block_n: int, warps: int, stages: int) -> Constants:
     """A launch configuration of the attention, whatever the head dimension (128 in the cases below)."""
     config = dict(BLOCK_D=128, BLOCK_N=block_n, num_warps=warps, num_stages=stages)
     return {"_launch_config": lambda head_dim, dtype: config}
 
 
-@dataclass
-class Operator:
-    """What is tried of an operator.
-
-    Attributes:
-        name: of its file.
-        changes: shapes, by what differs from production.
-        alternatives: values of constants.
-    """
-
-    name: str
-    changes: list[Shape]
-    alternatives: list[dict[str, object]]
-
-    @property
-    def module(self) -> object:
-        """Where its constants are."""
-        return importlib.import_module(f"lenvm_kernels.ops.{self.name}")
-
-    @property
-    def benchmark(self) -> Benchmark:
-        return importlib.import_module(f"bench.ops.{self.name}").BENCHMARK
-
-
-OPERATORS = (
-    Operator(
-        "value_tree_attention",
-        [{}, {"B": 1, "L": 32_768}, {"L": 512}, {"B": 1, "L": 0, "delta": 2048}],
+# Operator -> shapes, by what differs from production, and alternatives.
+OPERATORS: dict[str, tuple[list[Shape], list[Constants]]] = {
+    "value_tree_attention": (
+        [{}, dict(B=1, L=32_768), dict(L=512), dict(B=1, L=0, delta=2048)],
         [
-            *(
-                attention(*c)
-                for c in ((64, 4, 2), (64, 4, 3), (64, 8, 3), (32, 4, 2), (32, 4, 4), (32, 8, 4), (128, 8, 2))
-            ),
-            {"MAX_PROGRAMS": 264},
-            {"MAX_PROGRAMS": 528},
-            {"MAX_PROGRAMS": 2048},
+            *(attention(*c) for c in ((64, 4, 2), (64, 4, 3), (64, 8, 3))),
+            *(attention(*c) for c in ((32, 4, 2), (32, 4, 4), (32, 8, 4), (128, 8, 2))),
+            *each(MAX_PROGRAMS=[264, 528, 2048]),
         ],
     ),
-    Operator(
-        "ragged_linear",
-        [{"layer": layer, "rows": rows} for rows in (384, 48) for layer in ("gate_up", "down", "qkv", "o")],
+    "ragged_linear": (
+        [dict(layer=layer, rows=rows) for rows in (384, 48) for layer in ("gate_up", "down", "qkv", "o")],
         [
-            {"BLOCK_M": 64},
-            {"BLOCK_M": 64, "NUM_WARPS": 4},
-            {"WIDE_FROM": 1024},
-            {"WIDE_FROM": 65_536},
-            {"BLOCK_N_WIDE": 256, "STAGES_WIDE": 3},
-            {"STAGES": 3, "STAGES_WIDE": 2},
-            {"STAGES": 6, "STAGES_WIDE": 4},
-            {"STAGES": 8, "STAGES_WIDE": 6},
-            {"NUM_WARPS": 4},
-            {"BLOCK_K_BYTES": 256, "STAGES": 3, "STAGES_WIDE": 3},
-            {"SPLIT_K": 640},
-            {"SPLIT_K": 2240},
-            {"MAX_PROGRAMS": 264},
-            {"MAX_PROGRAMS": 1056},
+            *each(BLOCK_M=[64], WIDE_FROM=[1024, 65_536], NUM_WARPS=[4], SPLIT_K=[640, 2240], MAX_PROGRAMS=[264, 1056]),
+            dict(BLOCK_M=64, NUM_WARPS=4),
+            dict(BLOCK_N_WIDE=256, STAGES_WIDE=3),
+            *(dict(STAGES=stages, STAGES_WIDE=wide) for stages, wide in ((3, 2), (6, 4), (8, 6))),
+            dict(BLOCK_K_BYTES=256, STAGES=3, STAGES_WIDE=3),
         ],
     ),
-    Operator(
-        "topk_candidates",
-        [{}, {"B": 1}, {"B": 512}, {"k": 64}],
-        [
-            {"TILE": 512},
-            {"TILE": 2048},
-            {"TILE": 4096},
-            {"RANGES_OF_MANY_ROWS": 4},
-            {"RANGES_OF_MANY_ROWS": 8},
-            {"RANGES_OF_MANY_ROWS": 32},
-            {"FEW_ROWS": 64},
-        ],
+    "topk_candidates": (
+        [{}, dict(B=1), dict(B=512), dict(k=64)],
+        each(TILE=[512, 2048, 4096], RANGES_OF_MANY_ROWS=[4, 8, 32], FEW_ROWS=[64]),
     ),
-    Operator(
-        "value_head",
-        [{"norm_and_gather": True}, {"norm_and_gather": True, "M": 40}, {"norm_and_gather": True, "M": 2560}],
-        [
-            {"BLOCK_M": 64},
-            {"BLOCK_M": 64, "NUM_WARPS": 4},
-            {"BLOCK_N": 32},
-            {"BLOCK_N": 128},
-            {"STAGES": 3},
-            {"STAGES": 6},
-            {"NUM_WARPS": 4},
-        ],
+    "value_head": (
+        [dict(norm_and_gather=True, M=M) for M in (320, 40, 2560)],
+        [*each(BLOCK_M=[64], BLOCK_N=[32, 128], STAGES=[3, 6], NUM_WARPS=[4]), dict(BLOCK_M=64, NUM_WARPS=4)],
     ),
-    Operator(
-        "reweight_scatter",
-        [{}, {"B": 512}],
-        [{"SLICE": 4096}, {"SLICE": 8192}, {"SLICE": 32_768}, {"TILE": 8}, {"TILE": 256}],
-    ),
-)
-BY_NAME = {operator.name: operator for operator in OPERATORS}
+    "reweight_scatter": ([{}, dict(B=512)], each(SLICE=[4096, 8192, 32_768], TILE=[8, 256])),
+}
 
 
-def label(constants: dict[str, object]) -> str:
+def module(operator: str) -> object:
+    """Where an operator's constants are."""
+    return importlib.import_module(f"lenvm_kernels.ops.{operator}")
+
+
+def benchmark(operator: str) -> Benchmark:
+    return importlib.import_module(f"bench.ops.{operator}").BENCHMARK
+
+
+def label(constants: Constants) -> str:
     """``STAGES 6, NUM_WARPS 4``; of a launch configuration what is in it."""
     if "_launch_config" in constants:
         constants = constants["_launch_config"](128, None)
@@ -126,33 +80,29 @@ def label(constants: dict[str, object]) -> str:
 
 def make_case(device: str, *, operator: str, **shape: object) -> Case:
     """The benchmark's case, with the alternatives for peers."""
-    tried = BY_NAME[operator]
-    case, module = tried.benchmark.make_case(device, **shape), tried.module
+    case = benchmark(operator).make_case(device, **shape)
 
-    def run(constants: dict[str, object]) -> object:
-        with mock.patch.multiple(module, **constants):
+    def run(constants: Constants) -> object:
+        with mock.patch.multiple(module(operator), **constants):
             return case.run()
 
-    case.peers = {
-        label(constants): lambda constants=constants: partial(run, constants) for constants in tried.alternatives
-    }
+    _, alternatives = OPERATORS[operator]
+    case.peers = {label(constants): partial(partial, run, constants) for constants in alternatives}
     case.reference = None
     return case
 
 
 class Variants(Benchmark):
-    """The shapes of all operators."""
+    """A benchmark of the shapes of all operators."""
 
     def shapes(self, *, quick: bool = False) -> list[Shape]:
-        return [
-            {"operator": operator.name, **shape}
-            for operator in OPERATORS
-            for shape in (
-                operator.benchmark.shapes(quick=True)[:1]
-                if quick
-                else [operator.benchmark.production | change for change in operator.changes]
-            )
-        ]
+        shapes = []
+        for operator, (changes, _) in OPERATORS.items():
+            of_operator = benchmark(operator)
+            few = of_operator.shapes(quick=True)[:1]
+            points = few if quick else [of_operator.production | change for change in changes]
+            shapes += [{"operator": operator, **point} for point in points]
+        return shapes
 
 
 BENCHMARK = Variants("variants", make_case, production={})

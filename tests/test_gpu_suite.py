@@ -502,7 +502,6 @@ def test_what_compiles_runs_beside_the_tests(monkeypatch, tmp_path, cores):
 
     monkeypatch.setattr(suite, "execute", execute)
     suite.tests(100.0)
-    assert suite.variables["FLASHINFER_COMPILE_SECONDS"] == "0"
     warm_ups = [f"warm-up-{name}" for name in (*gpu_suite.BENCHES, "sanitizer")]
     assert [*jobs] == ["tests", *warm_ups, *(f"flashinfer-{kernel}" for kernel in flashinfer.KERNELS)]
     for name in ("tests", *warm_ups):
