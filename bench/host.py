@@ -41,6 +41,7 @@ from bench.models import DIMENSIONS, VOCAB, make_model
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.step.graphs import Graphs
 from lenvm_kernels.value_model import ValueModel, ValueModelConfig
 
 NAME = "Qwen2.5-1.5B"
@@ -106,7 +107,7 @@ def step_arguments(rows: int, vocab: int) -> dict[str, object]:
     return dict(
         scores=scores,
         tokens=numbers % vocab,
-        rows=numbers,
+        table_rows=numbers,
         lengths=torch.full((rows,), CACHED + 1, dtype=torch.int32),
         top_k=torch.full((rows,), TOP_K, dtype=torch.int32),
         top_p=torch.ones(rows),
@@ -117,6 +118,13 @@ def step_arguments(rows: int, vocab: int) -> dict[str, object]:
     )
 
 
+class NoGraphs(Graphs):
+    """Graphs that cost nothing, and leave what the function gave at first."""
+
+    def _capture(self, bucket: int) -> tuple[list[SimpleNamespace], torch.Tensor]:
+        return [SimpleNamespace(replay=lambda: None)], self._score(*(buffer[:bucket] for buffer in self._inputs))
+
+
 def guided_step(model: ValueModel, rows: int, vocab: int, *, graph: bool) -> Subject:
     """Ours, through the launchers. With ``graph``, the value model is a graph whose replay costs nothing."""
     slots = PagedSlots(rows, CACHED + 1)
@@ -124,22 +132,11 @@ def guided_step(model: ValueModel, rows: int, vocab: int, *, graph: bool) -> Sub
         slots.extend(row, CACHED + 1)
     step = GuidedStep(model, slots.table, slots.num_slots, vocab_size=vocab, backend="triton")
     for row in range(rows):
-        step.set(row, parse_guidance(TILT), {0})
+        step.add_request(row, parse_guidance(TILT), {0})
     arguments = step_arguments(rows, vocab)
-    arguments["slots"] = slots.slots(arguments["rows"], arguments["lengths"] - 1)
+    arguments["slots"] = slots.slots(arguments["table_rows"], arguments["lengths"] - 1)
     if graph:
-        score = step._score
-
-        def capture(*inputs: torch.Tensor) -> torch.Tensor:
-            """What GuidedStep does at its first replay, as far as a CPU can."""
-            value_logits = score(*inputs)
-            step._inputs = [x.new_zeros(step.max_rows, *x.shape[1:]) for x in inputs]
-            step._captured = {step._bucket(rows): ([SimpleNamespace(replay=lambda: None)], value_logits)}
-            step.graphs = True
-            return value_logits
-
-        step._score = capture
-        step.step(**arguments)
+        step._graphs = NoGraphs(step._score, step._no_request(), step.max_requests, split=False)
     return Subject(lambda: step.step(**arguments))
 
 
@@ -149,7 +146,7 @@ def two_forwards(model: ValueModel, rows: int, vocab: int, guidance: dict, *, ou
     forward = step._forward
     step._forward = lambda batch: torch.zeros(len(batch.token_ids), model.config.hidden_size, dtype=model.dtype)
     for row in range(rows):
-        step.set(row, parse_guidance(guidance), {0})
+        step.add_request(row, parse_guidance(guidance), {0})
     lens = torch.full((rows,), CACHED, dtype=torch.int32)
     numbers = torch.arange(rows)
     step.extend(torch.zeros(rows * CACHED, dtype=torch.int64), None, numbers, CACHED * numbers, lens, 0 * lens)

@@ -16,10 +16,11 @@ from lenvm_kernels.ops.ragged_linear import ragged_linear
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.sample_candidates import sample_candidates
-from lenvm_kernels.ops.topk_candidates import Candidates, topk_candidates
+from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.types import Candidates
 from lenvm_kernels.value_model import ValueModel
 
 VALUE_MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-1.7B")
@@ -46,7 +47,7 @@ def value_model_step(name: str, rows: int) -> None:
         backend="triton",
     )
     for row in range(rows):
-        step.set(row, parse_guidance({"target_length": 100}), {0})
+        step.add_request(row, parse_guidance({"target_length": 100}), {0})
     numbers, ones, prompt, probs = i32(rows), torch.ones(rows), i64(16 * rows), fp32(rows, VOCAB)
     step.extend(prompt, prompt, numbers, numbers, numbers, numbers)
     filters = dict(top_k=numbers, top_p=ones, min_p=ones, sample=True)

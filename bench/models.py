@@ -2,7 +2,7 @@
 
 import torch
 
-from lenvm_kernels.ops.topk_candidates import Candidates, Status
+from lenvm_kernels.types import Candidates, Status
 from lenvm_kernels.value_model import ValueModel, ValueModelConfig
 
 VOCAB = 151_936  # of Qwen2.5

@@ -74,7 +74,7 @@ class Decode:
         self.step = make_step(model, slots.table, slots.num_slots, vocab_size=vocab_size, **options)
         for row in range(rows):
             slots.extend(row, cached + MORE_CACHED)
-            self.step.set(row, parse_guidance({"value_mode": "mul", "value_scale": 0.8}), {0})
+            self.step.add_request(row, parse_guidance({"value_mode": "mul", "value_scale": 0.8}), {0})
         self.slots, self.counts, self.cached = slots, counts, cached
         self.commit_winners = options.get("commit_winners", True)
         self.rows = torch.arange(rows, device=device)

@@ -52,7 +52,7 @@ OPERATORS: dict[str, tuple[list[Shape], list[Constants]]] = {
     ),
     "topk_candidates": (
         [{}, dict(B=1), dict(B=512), dict(k=64)],
-        each(TILE=[512, 2048, 4096], RANGES_OF_MANY_ROWS=[4, 8, 32], FEW_ROWS=[64]),
+        each(TILE=[512, 2048, 4096], RANGES_OF_MANY_REQUESTS=[4, 8, 32], FEW_REQUESTS=[64]),
     ),
     "value_head": (
         [dict(norm_and_gather=True, M=M) for M in (320, 40, 2560)],

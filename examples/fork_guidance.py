@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import torch
 from sglang.srt.lvm.lvm_guided_sampling import LvmGuidedSampler, lvm_combined_guidance
 
-from lenvm_kernels.ops.reweight_scatter import Mode
-from lenvm_kernels.ops.topk_candidates import Status
+from lenvm_kernels import Mode, Status
 
 CONSTRAINTS = (Mode.EQ, Mode.GE, Mode.LE, Mode.EQ_SOFT)
 

@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lenvm_kernels.guidance import GuidanceTable, parse_guidance
+    from lenvm_kernels.guidance.params import GuidanceParams, parse_guidance
+    from lenvm_kernels.guidance.table import GuidanceTable
     from lenvm_kernels.ops.commit_winner import commit_winner
     from lenvm_kernels.ops.ragged_layout import ragged_layout
     from lenvm_kernels.ops.ragged_linear import ragged_linear
@@ -20,16 +21,28 @@ if TYPE_CHECKING:
     from lenvm_kernels.ops.topk_candidates import topk_candidates
     from lenvm_kernels.ops.value_head import value_head
     from lenvm_kernels.ops.value_tree_attention import value_tree_attention
-    from lenvm_kernels.paged_slots import PagedSlots
-    from lenvm_kernels.step import GuidedStep
-    from lenvm_kernels.value_model import ValueModel
+    from lenvm_kernels.paged_slots import OutOfSlots, PagedSlots
+    from lenvm_kernels.step import GuidedStep, StepOutput, working_bytes
+    from lenvm_kernels.types import Candidates, GuidanceColumns, Mode, RaggedLayout, Status
+    from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel, ValueModelConfig
 
 __version__ = "0.1.0"
 __all__ = [
+    "Candidates",
+    "GuidanceColumns",
+    "GuidanceParams",
     "GuidanceTable",
     "GuidedStep",
+    "KVCache",
+    "Mode",
+    "OutOfSlots",
     "PagedSlots",
+    "RaggedBatch",
+    "RaggedLayout",
+    "Status",
+    "StepOutput",
     "ValueModel",
+    "ValueModelConfig",
     "commit_winner",
     "parse_guidance",
     "ragged_layout",
@@ -40,28 +53,37 @@ __all__ = [
     "topk_candidates",
     "value_head",
     "value_tree_attention",
+    "working_bytes",
 ]
 
-# Imported when first used: `lenvm --help` must not wait for torch and transformers.
+# Where they are; an operator is in the file of its own name. Imported when first used: `lenvm --help` must not wait for
+# torch and transformers.
 _MODULES = {
-    "GuidanceTable": "lenvm_kernels.guidance",
-    "GuidedStep": "lenvm_kernels.step",
-    "PagedSlots": "lenvm_kernels.paged_slots",
-    "ValueModel": "lenvm_kernels.value_model",
-    "commit_winner": "lenvm_kernels.ops.commit_winner",
-    "parse_guidance": "lenvm_kernels.guidance",
-    "ragged_layout": "lenvm_kernels.ops.ragged_layout",
-    "ragged_linear": "lenvm_kernels.ops.ragged_linear",
-    "reweight_scatter": "lenvm_kernels.ops.reweight_scatter",
-    "rope_cache": "lenvm_kernels.ops.rope_cache",
-    "sample_candidates": "lenvm_kernels.ops.sample_candidates",
-    "topk_candidates": "lenvm_kernels.ops.topk_candidates",
-    "value_head": "lenvm_kernels.ops.value_head",
-    "value_tree_attention": "lenvm_kernels.ops.value_tree_attention",
+    "Candidates": "types",
+    "GuidanceColumns": "types",
+    "GuidanceParams": "guidance",
+    "GuidanceTable": "guidance",
+    "GuidedStep": "step",
+    "KVCache": "value_model",
+    "Mode": "types",
+    "OutOfSlots": "paged_slots",
+    "PagedSlots": "paged_slots",
+    "RaggedBatch": "value_model",
+    "RaggedLayout": "types",
+    "Status": "types",
+    "StepOutput": "step",
+    "ValueModel": "value_model",
+    "ValueModelConfig": "value_model",
+    "parse_guidance": "guidance",
+    "working_bytes": "step",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    return getattr(import_module(f"{__name__}.{_MODULES.get(name, f'ops.{name}')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 
 from lenvm_kernels import __version__
 from lenvm_kernels.fuzz import OPERATORS
+from lenvm_kernels.guidance.fields import FIELDS, Field
 
 if TYPE_CHECKING:
     from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
@@ -31,18 +32,6 @@ if TYPE_CHECKING:
     from lenvm_kernels.doctor import Check
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Fields of parse_guidance that are flags of their own name.
-GUIDANCE = (
-    "value_mode",
-    "value_scale",
-    "gamma",
-    "value_min",
-    "target_value",
-    "target_length",
-    "target_length_mode",
-    "value_constraint",
-    "value_entropy_threshold",
-)
 
 
 class UsageError(Exception):
@@ -151,71 +140,9 @@ def _add_generate(commands: Any) -> None:
     )
 
     guidance = parser.add_argument_group("guidance")
-    guidance.add_argument(
-        "--value-mode",
-        metavar="MODE",
-        help="how values reweight the candidates: mul, linear, exp, length_mul, centered_exp or value_bias "
-        "(default: mul)",
-    )
-    guidance.add_argument(
-        "--value-scale",
-        type=float,
-        metavar="S",
-        help="strength of the mode; centered_exp and value_bias: < 0 shorter, > 0 longer, other modes: < 1 shorter, "
-        "> 1 longer (default: 1)",
-    )
-    guidance.add_argument(
-        "--gamma",
-        type=float,
-        metavar="G",
-        help="discount the value model was trained with, in (0, 1); turns values into tokens (default: 0.997)",
-    )
-    guidance.add_argument(
-        "--value-min",
-        type=float,
-        metavar="V",
-        help="leave a step alone whose expected value is below this, in (0, 1) (default: no bound)",
-    )
-    guidance.add_argument(
-        "--target-length",
-        type=float,
-        metavar="TOKENS",
-        help="guide to this length in tokens, whatever the mode (default: no target)",
-    )
-    guidance.add_argument(
-        "--target-length-mode",
-        metavar="MODE",
-        help="what the target counts: total, all new tokens, or remaining, those still to come at every step "
-        "(default: total)",
-    )
-    guidance.add_argument(
-        "--target-value",
-        type=float,
-        metavar="V",
-        help="guide to this value in [0, 1) instead of a length (default: no target)",
-    )
-    guidance.add_argument(
-        "--constraint",
-        "--value-constraint",
-        dest="value_constraint",
-        metavar="OP",
-        help="how a target binds: eq (nearest candidate), eq_soft (on average), ge or le (longest or shortest "
-        "candidate) (default: eq)",
-    )
-    guidance.add_argument(
-        "--entropy-threshold",
-        "--value-entropy-threshold",
-        dest="value_entropy_threshold",
-        type=float,
-        metavar="NATS",
-        help="leave a step alone whose candidates have at most this entropy in nats (default: guide every step)",
-    )
-    guidance.add_argument(
-        "--token-temperature-scale",
-        nargs="+",
-        metavar="ID=D",
-        help="divide the temperature of single token ids by D (default: none)",
-    )
+    for field in FIELDS.values():
+        if field.metavar is not None:
+            _add_field(guidance, field)
 
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
@@ -249,6 +176,19 @@ def _add_generate(commands: Any) -> None:
         help="tokens that the value model looks at in a step (default: %(default)s)",
     )
     _add_seed(sampling)
+
+
+def _add_field(group: Any, field: Field) -> None:
+    """The flags of a field of a request, under all of its names."""
+    default = "none" if field.default is None else str(field.default)
+    bounds = f"; {field.accepted}" if field.words is not None or field.bounds else ""
+    group.add_argument(
+        *(f"--{name.replace('_', '-')}" for name in field.names),
+        dest=field.name,
+        nargs="+" if field.name == "token_temperature_scale" else None,
+        metavar=field.metavar,
+        help=f"{field.meaning}{bounds} (default: {default})".replace("%", "%%"),
+    )
 
 
 def _add_demo(commands: Any) -> None:
@@ -404,9 +344,10 @@ def _generate(args: argparse.Namespace) -> None:
             raise ValueError("--prompt must not be empty")
         import torch
 
-        from lenvm_kernels.guidance import Mode, parse_guidance
+        from lenvm_kernels.guidance import parse_guidance
+        from lenvm_kernels.types import Mode
 
-        fields = {name: getattr(args, name) for name in GUIDANCE}
+        fields = {field.name: getattr(args, field.name) for field in FIELDS.values() if field.metavar is not None}
         fields["token_temperature_scale"] = _token_temperatures(args.token_temperature_scale)
         guidance = parse_guidance(fields)
         if args.show_values and guidance.mode == Mode.UNGUIDED:

@@ -14,14 +14,14 @@ class PagedSlots:
     is free is known on the host; the table is on the device and is written in the order of its stream.
 
     Args:
-        rows: requests at a time.
+        requests: at a time: rows of the table.
         max_len: tokens that a request can have.
         page_size: slots in a page.
-        num_pages: pages in all (None: enough for every row to reach ``max_len``).
+        num_pages: pages in all (None: enough for every request to reach ``max_len``).
         device: of the table.
 
     Attributes:
-        table: int32 ``[rows, ceil(max_len / page_size)]``. Entries past a request's pages are arbitrary.
+        table: int32 ``[requests, ceil(max_len / page_size)]``. Entries past a request's pages are arbitrary.
         num_slots: slots in all, the size of the cache.
 
     Example:
@@ -33,29 +33,29 @@ class PagedSlots:
 
     def __init__(
         self,
-        rows: int,
+        requests: int,
         max_len: int,
         *,
         page_size: int = 1,
         num_pages: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        for name, value in (("rows", rows), ("max_len", max_len), ("page_size", page_size)):
+        for name, value in (("requests", requests), ("max_len", max_len), ("page_size", page_size)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         pages = -(-max_len // page_size)
-        num_pages = rows * pages if num_pages is None else num_pages
+        num_pages = requests * pages if num_pages is None else num_pages
         self.page_size, self.max_len, self.num_slots = page_size, max_len, num_pages * page_size
-        self.table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+        self.table = torch.zeros(requests, pages, dtype=torch.int32, device=device)
         self._free = list(range(num_pages))[::-1]
-        self._pages: list[list[int]] = [[] for _ in range(rows)]
+        self._pages: list[list[int]] = [[] for _ in range(requests)]
 
     @property
     def free_pages(self) -> int:
         """Pages that no request has."""
         return len(self._free)
 
-    def extend(self, row: int, length: int) -> None:
+    def extend(self, table_row: int, length: int) -> None:
         """Make room for a request of ``length`` tokens in a row; what it has already stays where it is.
 
         Raises:
@@ -64,22 +64,25 @@ class PagedSlots:
         """
         if length > self.max_len:
             raise ValueError(f"length must be at most max_len = {self.max_len}, got {length}")
-        pages = self._pages[row]
+        pages = self._pages[table_row]
         first, missing = len(pages), -(-length // self.page_size) - len(pages)
         if missing <= 0:
             return
         if missing > len(self._free):
-            raise OutOfSlots(f"{length} tokens in row {row} need {missing} more pages, {len(self._free)} are free")
+            raise OutOfSlots(
+                f"{length} tokens in table row {table_row} need {missing} more pages, {len(self._free)} are free"
+            )
         pages += [self._free.pop() for _ in range(missing)]
         new = torch.tensor(pages[first:], dtype=torch.int32)
-        self.table[row, first : len(pages)].copy_(new.pin_memory() if self.table.is_cuda else new, non_blocking=True)
+        new = new.pin_memory() if self.table.is_cuda else new
+        self.table[table_row, first : len(pages)].copy_(new, non_blocking=True)
 
-    def free(self, row: int) -> None:
+    def free(self, table_row: int) -> None:
         """Take back all pages of the request in a row."""
-        self._free += self._pages[row]
-        self._pages[row] = []
+        self._free += self._pages[table_row]
+        self._pages[table_row] = []
 
-    def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """int64, the shape of ``positions``: slots of tokens at ``positions`` of the requests in ``rows``."""
-        page = self.table[rows, positions // self.page_size].long()
+    def slots(self, table_rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """int64, the shape of ``positions``: slots of tokens at ``positions`` of the requests in ``table_rows``."""
+        page = self.table[table_rows, positions // self.page_size].long()
         return page * self.page_size + positions % self.page_size

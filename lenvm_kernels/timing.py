@@ -48,8 +48,8 @@ STAGES = ("candidates", "forward", "head", "reweight", "sample")
 class StepRecord:
     """One step: where it began, and where each stage ended."""
 
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self._rows, self._stream = rows, None
+    def __init__(self, requests: int, device: torch.device) -> None:
+        self._requests, self._stream = requests, None
         if device.type == "cuda":
             self._stream = torch.cuda.current_stream(device)
         self._start, self._ends = self._now(), {}
@@ -73,7 +73,7 @@ class StepRecord:
         for stage, end in self._ends.items():
             times[f"{stage}_ms"], last = self._milliseconds(last, end), end
         times["total_ms"] = self._milliseconds(self._start, last)
-        return json.dumps({"step": step, "rows": self._rows} | {name: round(ms, 6) for name, ms in times.items()})
+        return json.dumps({"step": step, "rows": self._requests} | {name: round(ms, 6) for name, ms in times.items()})
 
     def _last(self) -> torch.cuda.Event:
         return next(reversed(self._ends.values()), self._start)
@@ -89,6 +89,19 @@ class StepRecord:
         return (end - start) * 1e3 if self._stream is None else start.elapsed_time(end)
 
 
+class _NoRecord(StepRecord):
+    """Of a step that nobody times."""
+
+    def __init__(self) -> None:
+        pass
+
+    def mark(self, stage: str) -> None:
+        pass
+
+
+NO_RECORD = _NoRecord()
+
+
 class StepTimer:
     """Writes the records of a process to its file, in the order of the steps.
 
@@ -99,6 +112,18 @@ class StepTimer:
         OSError: the file cannot be opened.
     """
 
+    is_on = True
+
+    @staticmethod
+    def from_environment() -> StepTimer:
+        """The timer of this process; one that times nothing where ``LENVM_TIMING`` is not set.
+
+        Raises:
+            ValueError: the variable does not name a file that can be written.
+        """
+        name = os.environ.get(VARIABLE, "").strip()
+        return _timer_of(name, os.getpid()) if name else NO_TIMER
+
     def __init__(self, file: Path) -> None:
         self._file: TextIO = file.open("a", buffering=1)  # a line a write, so that a killed process leaves whole lines
         self._pending: deque[StepRecord] = deque()
@@ -106,24 +131,16 @@ class StepTimer:
         self._lock = threading.Lock()  # the steps of a process share the timer, and may run in several threads
         atexit.register(self.flush)
 
-    @staticmethod
-    def from_environment() -> StepTimer | None:
-        """The timer of this process; None when ``LENVM_TIMING`` is not set.
-
-        Raises:
-            ValueError: the variable does not name a file that can be written.
-        """
-        name = os.environ.get(VARIABLE, "").strip()
-        return _timer_of(name, os.getpid()) if name else None
-
-    def begin(self, rows: int, device: torch.device) -> StepRecord | None:
-        """Begin to time a step of so many rows; None where a graph is being captured, which no event may disturb."""
+    def begin(self, requests: int, device: torch.device) -> StepRecord:
+        """Begin to time a step. Where a graph is being captured it is not timed: no event may disturb that."""
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return None
-        return StepRecord(rows, device)
+            return NO_RECORD
+        return StepRecord(requests, device)
 
     def end(self, record: StepRecord) -> None:
         """Take a step's record, and write those of the steps that the device has finished."""
+        if record is NO_RECORD:
+            return
         with self._lock:
             self._pending.append(record)
             while self._pending and self._pending[0].is_done():
@@ -143,6 +160,24 @@ class StepTimer:
             self._file.write(line)
         except OSError as error:  # no reason to fail the step; its number keeps one warning from hiding the next
             warnings.warn(f"{VARIABLE}: the line of step {step} could not be written: {error}", stacklevel=3)
+
+
+class _NoTimer(StepTimer):
+    """Times nothing: what a step has where ``LENVM_TIMING`` is not set."""
+
+    is_on = False
+
+    def __init__(self) -> None:
+        pass
+
+    def begin(self, requests: int, device: torch.device) -> StepRecord:
+        return NO_RECORD
+
+    def flush(self) -> None:
+        pass
+
+
+NO_TIMER = _NoTimer()
 
 
 def file_of_process(file: Path, process: int) -> Path:

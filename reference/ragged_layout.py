@@ -4,38 +4,11 @@ Source: section 2 of the specification: for each request its delta tokens, then 
 position after the delta.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class RaggedLayout:
-    """The ``T = D + B * K`` rows of one value-model forward and where each request's candidates are among them.
-
-    Request ``i`` owns the rows ``q_offsets[i] .. q_offsets[i+1] - 1``. Those from ``q_offsets[B]`` on are padding.
-
-    Attributes:
-        token_ids: int64 ``[T]``; 0 in padding.
-        positions: int64 ``[T]``; position in the request's sequence, 0 in padding.
-        slots: int64 ``[T]``; cache slot that keeps the key and value of a delta token, -1 for every other row.
-        q_offsets: int32 ``[B+1]``; first row of each request, then the number of rows in use.
-        candidate_rows: int64 ``[B, K]``; row of each candidate, -1 in padding columns.
-        head_rows: int64 ``[B*K]``; the rows of all candidates in the order of the requests, then -1.
-        head_slots: int64 ``[B, K]``; a permutation of ``0 .. B*K - 1`` with
-            ``head_rows[head_slots] == candidate_rows``: padding columns have, in order, the places after the last
-            candidate. What the value head makes of ``head_rows`` is a ``[B, K]`` by one gather, ``logits[head_slots]``.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    q_offsets: Tensor
-    candidate_rows: Tensor
-    head_rows: Tensor
-    head_slots: Tensor
+from lenvm_kernels.types import RaggedLayout
 
 
 def ragged_layout(
@@ -76,5 +49,5 @@ def ragged_layout(
         q_offsets=q_offsets,
         candidate_rows=candidate_rows,
         head_rows=candidate_rows.flatten()[order],
-        head_slots=order.argsort().view(b, k),
+        head_places=order.argsort().view(b, k),
     )

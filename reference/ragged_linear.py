@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._common import compute_dtype
+from lenvm_kernels.reference._common import compute_dtype
 
 
 def ragged_linear(

@@ -4,35 +4,10 @@ Source: section 4 of the specification; LenVM paper (arXiv 2604.27039), section 
 ``lvm_combined_guidance`` in the authors' fork of SGLang. Everything is computed in fp64 whatever the inputs are.
 """
 
-from __future__ import annotations
-
-from enum import IntEnum
-from typing import TYPE_CHECKING
-
 import torch
 
 from lenvm_kernels.reference._common import compute_dtype
-from lenvm_kernels.reference.topk_candidates import Candidates, Status
-
-if TYPE_CHECKING:
-    from lenvm_kernels.guidance import GuidanceTable
-
-
-class Mode(IntEnum):
-    """How a row's candidates are reweighted. A request's target makes it one of the last four."""
-
-    UNGUIDED = 0
-    MUL = 1
-    LINEAR = 2
-    EXP = 3
-    LENGTH_MUL = 4
-    CENTERED_EXP = 5
-    VALUE_BIAS = 6
-    EQ = 7
-    GE = 8
-    LE = 9
-    EQ_SOFT = 10
-
+from lenvm_kernels.types import Candidates, GuidanceColumns, Mode, Status
 
 # A row whose values differ by less, or whose target is this close to its expected value, is left as it is.
 SMALLEST_SHIFT = 1e-8
@@ -43,7 +18,7 @@ TARGET_MARGIN, TARGET_MARGIN_SHARE = 1e-12, 1e-6
 def reweight_scatter(
     candidates: Candidates,
     value_logits: torch.Tensor,  # [B, K]
-    table: GuidanceTable,
+    table: GuidanceColumns,
     *,
     table_rows: torch.Tensor | None,  # [B]
     generated: torch.Tensor | None,  # [B]

@@ -6,7 +6,7 @@ As in ``transformers`` (``Qwen3RMSNorm``, ``apply_rotary_pos_emb``), and rounded
 import torch
 from torch import Tensor
 
-from ._common import compute_dtype
+from lenvm_kernels.reference._common import compute_dtype
 
 
 def rope_cache(

@@ -1,13 +1,14 @@
 """Draw of the next token among a row's guided candidates: inverse CDF of a counter-based uniform number.
 
 Generator: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), in integers that
-give the same bits anywhere. The sums are in the dtype of the probabilities and in the order of the slots: with fp32
+give the same bits anywhere. The sums are in the dtype of the probabilities and in the order of the columns: with fp32
 probabilities the kernel draws the very same token.
 """
 
 import torch
 
-from lenvm_kernels.reference.topk_candidates import GREEDY_TEMPERATURE, Candidates, Status
+from lenvm_kernels.reference.topk_candidates import GREEDY_TEMPERATURE
+from lenvm_kernels.types import Candidates, Status
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -27,21 +28,21 @@ def sample_candidates(
     p = torch.where(guided_probs > 0, guided_probs, 0.0)
     cumulative = torch.zeros_like(p)
     total = torch.zeros_like(p[:, 0])
-    for slot in range(p.shape[1]):  # not cumsum, whose order and precision are its own
-        total = total + p[:, slot]
-        cumulative[:, slot] = total
+    for column in range(p.shape[1]):  # not cumsum, whose order and precision are its own
+        total = total + p[:, column]
+        cumulative[:, column] = total
 
     beyond = cumulative > (uniform(seeds, positions).to(p.dtype) * total)[:, None]
     first_beyond = beyond.int().argmax(dim=1)  # the first of equals
-    slots = torch.arange(p.shape[1], device=p.device)
-    last = torch.where(p > 0, slots, -1).amax(dim=1)
-    slot = torch.where(beyond.any(dim=1), first_beyond, last)
+    columns = torch.arange(p.shape[1], device=p.device)
+    last = torch.where(p > 0, columns, -1).amax(dim=1)
+    column = torch.where(beyond.any(dim=1), first_beyond, last)
     if temperature is not None:
-        slot = torch.where(temperature < GREEDY_TEMPERATURE, p.argmax(dim=1), slot)
+        column = torch.where(temperature < GREEDY_TEMPERATURE, p.argmax(dim=1), column)
 
     status = candidates.status
     drawn = (last >= 0) & ((status == Status.GUIDE) | (status == Status.SINGLE))
-    token = candidates.token_ids.gather(1, slot.clamp(min=0)[:, None])[:, 0]
+    token = candidates.token_ids.gather(1, column.clamp(min=0)[:, None])[:, 0]
     return torch.where(drawn, token, -1)
 
 

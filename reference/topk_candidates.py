@@ -3,54 +3,13 @@
 Source: section 1 of the specification; ``LenvmGuidance`` candidate selection in the LenVM fork of SGLang.
 """
 
-from dataclasses import dataclass
-from enum import IntEnum
-
 import torch
 
 from lenvm_kernels.reference._common import compute_dtype
+from lenvm_kernels.types import Candidates, Status
 
 # Below this temperature a row is greedy, as in SGLang: its one candidate is the most probable token.
 GREEDY_TEMPERATURE = 1e-6
-
-
-class Status(IntEnum):
-    """What becomes of a row of a decode step."""
-
-    UNGUIDED = 0
-    """No guidance asked, neutral parameters, or a broken row: the row keeps its probabilities and filters."""
-    GUIDE = 1
-    """The candidates are to be reweighted by their values."""
-    SINGLE = 2
-    """One candidate is left: it is the answer, no value is needed."""
-    SKIP = 3
-    """The candidates' entropy is at or below the row's threshold: the row keeps its probabilities and filters."""
-
-
-@dataclass
-class Candidates:
-    """Candidate tokens of ``B`` rows, ``K`` slots a row, in descending order of probability.
-
-    Attributes:
-        token_ids: int32 ``[B, K]``; -1 pads.
-        probs: fp32 ``[B, K]``; the row's softmax itself, not renormalised; 0 pads.
-        counts: int32 ``[B]``; candidates of the row, 0 for an unguided row.
-        status: int8 ``[B]``; a :class:`Status`.
-        lost_mass: fp32 ``[B]``; probability mass outside the candidates where it was ``K``, not the row's own filters,
-            that ended the list (else 0). NaN marks a broken row: NaN or +inf among its scores, nothing to choose from,
-            or a temperature that is not finite.
-    """
-
-    token_ids: torch.Tensor
-    probs: torch.Tensor
-    counts: torch.Tensor
-    status: torch.Tensor
-    lost_mass: torch.Tensor
-
-    @property
-    def broken(self) -> torch.Tensor:
-        """bool ``[B]``: rows that lost their guidance because their scores are unusable. Sum it to count them."""
-        return self.lost_mass.isnan()
 
 
 def topk_candidates(
@@ -90,36 +49,36 @@ def topk_candidates(
 
     # One token more than K tells whether K cut the list. torch.topk leaves open which of equal scores it takes, so take
     # all above the last score, then the first ones equal to it: 7 times faster than a stable sort of 4 x 151,936.
-    slots = max_candidates + 1
-    listed = min(slots, vocab)
+    columns = max_candidates + 1
+    listed = min(columns, vocab)
     last = x.topk(listed, dim=1).values[:, -1:]
     ids = torch.arange(vocab, device=device)
     priority = torch.where(x > last, vocab + 1, torch.where(x == last, vocab - ids, 0))
     token = priority.topk(listed, dim=1).indices.sort(dim=1).values
     score, order = x.gather(1, token).sort(dim=1, descending=True, stable=True)
     token = token.gather(1, order)
-    score = torch.nn.functional.pad(score, (0, slots - listed), value=nothing)
-    token = torch.nn.functional.pad(token, (0, slots - listed))
+    score = torch.nn.functional.pad(score, (0, columns - listed), value=nothing)
+    token = torch.nn.functional.pad(token, (0, columns - listed))
     q = torch.where(score > nothing, p.gather(1, token), 0.0)
 
     limit = torch.where((top_k <= 0) | (top_k >= vocab), vocab, top_k.long())
     limit = torch.where(greedy, 1, limit)
-    slot = torch.arange(slots, device=device)
+    column = torch.arange(columns, device=device)
     mass_before = torch.nn.functional.pad(q.cumsum(dim=1)[:, :-1], (1, 0))
-    keep = (slot < limit[:, None]) & (score > nothing)
+    keep = (column < limit[:, None]) & (score > nothing)
     keep &= (mass_before <= top_p[:, None].to(dtype)) & (q >= min_p[:, None].to(dtype) * q[:, :1])
     keep[:, 0] = True
     keep &= ~broken[:, None]
     if guided is not None:
         keep &= guided[:, None]
         broken &= guided
-    cut_by_slots = keep[:, -1]
+    cut_by_columns = keep[:, -1]
     keep = keep[:, :-1]
 
     q, token = torch.where(keep, q[:, :-1], 0.0), torch.where(keep, token[:, :-1], -1)
     counts = keep.sum(dim=1)
     kept_mass = q.sum(dim=1)
-    lost_mass = torch.where(cut_by_slots, p.sum(dim=1) - kept_mass, 0.0)
+    lost_mass = torch.where(cut_by_columns, p.sum(dim=1) - kept_mass, 0.0)
     lost_mass = torch.where(broken, torch.nan, lost_mass)
 
     status = torch.where(counts > 0, int(Status.GUIDE), int(Status.UNGUIDED))

@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 
 import bench.baselines
-from bench import fetch_peers
 from bench.baselines import Absent, Tree, flag_gems, flashinfer, load, pytorch, sglang, vllm
 from lenvm_kernels.reference.topk_candidates import topk_candidates
 from lenvm_kernels.reference.value_head import value_head
 from lenvm_kernels.reference.value_tree_attention import value_tree_attention
+from tools import fetch_peers
 
 # (cached, delta, candidates) of each request.
 RAGGED = [(5, 1, 5), (70, 3, 0), (0, 0, 2), (9, 0, 3), (0, 4, 1)]
@@ -110,7 +110,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Ten
 
 
 def test_absent_package(archives):
-    with pytest.raises(Absent, match=r"nopeer is not installed: python -m bench\.fetch_peers"):
+    with pytest.raises(Absent, match=r"nopeer is not installed: python -m tools\.fetch_peers"):
         load("nopeer.kernels")
 
 

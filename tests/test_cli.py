@@ -10,39 +10,11 @@ import sys
 import pytest
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import lenvm_kernels.demo
 from lenvm_kernels import cli
-from tests.test_value_model import HEAD_SHAPES, HIDDEN, random_head, random_model
-
-WORDS = ["<pad>", "<unk>", "<eos>", *(f"w{i}" for i in range(40))]
-EOS = 2
-
-
-def save_checkpoint(path, seed, words=WORDS, value_head=False):
-    """A tiny Llama with a tokenizer whose words are ``words``, and a value head beside it if asked."""
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=HIDDEN,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        eos_token_id=EOS,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
-    random_model(LlamaForCausalLM, config, seed=seed).save_pretrained(path)
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>"
-    ).save_pretrained(path)
-    if value_head:
-        save_file(random_head(), path / "value_head.safetensors")
-    return str(path)
+from tests.helpers.models import WORDS, head_shapes, random_head, save_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +86,7 @@ def test_values_table(generate):
 
 def test_remaining_length_follows_from_the_logit_and_gamma(tmp_path, generate):
     """A head of zeros says v = 1/2 of every token: ln 2 / -ln gamma tokens."""
-    save_file({name: torch.zeros(shape) for name, shape in HEAD_SHAPES.items()}, tmp_path / "zeros.safetensors")
+    save_file({name: torch.zeros(shape) for name, shape in head_shapes().items()}, tmp_path / "zeros.safetensors")
     _, text, _ = generate("--value-head", tmp_path / "zeros.safetensors", "--gamma", "0.99", "--show-values")
     remaining = [row.split()[1] for row in text.split("\n\n")[1].splitlines()[1:-1]]
     assert set(remaining) <= {f"{math.log(2) / -math.log(0.99):.1f}", "0.0"}

@@ -6,7 +6,7 @@ from hypothesis import given
 
 from lenvm_kernels.fuzz.ops.commit_winner import as_integers, make_pools
 from lenvm_kernels.ops.commit_winner import commit_winner
-from tests.cases import assert_right, cases
+from tests.helpers.cases import assert_right, cases
 
 BACKENDS = ["triton", "reference"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

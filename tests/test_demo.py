@@ -12,7 +12,7 @@ from tqdm import tqdm
 from lenvm_kernels import cli
 from lenvm_kernels.demo import MODEL_PACKAGE, held_out_prompts, run
 from lenvm_kernels.demo.models import Models
-from tests.test_cli import EOS, save_checkpoint
+from tests.helpers.models import EOS, save_checkpoint
 
 SETTINGS = ["base", "shorter", "longer", "target_base", "target"]
 PROMPTS = ["w1 w2 w3", "w4", "w5 w6", "w7 w8 w9 w1"]

@@ -14,8 +14,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import lenvm_kernels
 from lenvm_kernels import cli, doctor
-from tests.sglang_server import TINY, write_checkpoints
-from tests.test_value_model import random_model
+from tests.helpers.models import random_model
+from tests.helpers.sglang_server import TINY, write_checkpoints
 
 
 @pytest.fixture(autouse=True)
@@ -359,8 +359,8 @@ def test_unknown_variables(monkeypatch, name, hint):
 
 
 def test_documented_variables_are_known(monkeypatch):
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    documented = {*re.findall(r"^\| `(LENVM_\w+)` \|", readme, re.MULTILINE), "LENVM_CONFIG"}
+    page = (Path(__file__).parent.parent / "docs" / "sglang.md").read_text()
+    documented = {*re.findall(r"^\| `(LENVM_\w+)` \|", page, re.MULTILINE), "LENVM_CONFIG"}
     assert {"LENVM_VALUE_MODEL", "LENVM_TIMING", "LENVM_TRACE"} < documented
     for name in documented:
         monkeypatch.setenv(name, "1")

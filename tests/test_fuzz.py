@@ -15,6 +15,7 @@ from lenvm_kernels.fuzz.case import VERSION, Case, CaseError
 from lenvm_kernels.fuzz.check import operators
 from lenvm_kernels.fuzz.draws import Draws
 
+FAULTS = "tests.helpers.planted_faults"
 INTEGERS = ("commit_winner", "ragged_layout", "sample_candidates")  # whose results are compared as they are
 FLOATS = [name for name in OPERATORS if name not in INTEGERS]
 PLANTED = [
@@ -44,7 +45,7 @@ def fuzz(capsys, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("fault", "name"), PLANTED)
 def test_a_planted_fault_is_found_made_small_written_and_repeated(fuzz, tmp_path, fault, name):
-    planted, corpus = f"tests.planted_faults:{fault}.{name}", tmp_path / "lenvm-fuzz.jsonl"
+    planted, corpus = f"{FAULTS}:{fault}.{name}", tmp_path / "lenvm-fuzz.jsonl"
     code, out, err = fuzz("--against", planted, "--cases", 16, *MORE.get((fault, name), ()))
     assert code == 1 and f"FAILED {name}: " in out and f"FAILED {name}: " in err
     written = corpus.read_text()
@@ -57,13 +58,13 @@ def test_a_planted_fault_is_found_made_small_written_and_repeated(fuzz, tmp_path
     code, out, _ = fuzz("--against", planted, "--cases", 1)
     assert code == 1 and f"({len(cases)} from the corpus)" in out and "from the corpus; met" in out
     assert corpus.read_text().startswith(written)
-    code, out, _ = fuzz("--against", f"tests.planted_faults:correct.{name}", "--cases", 1)
+    code, out, _ = fuzz("--against", f"{FAULTS}:correct.{name}", "--cases", 1)
     assert code == 0 and "from the corpus)" in out
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_what_is_right_passes(fuzz, tmp_path, name):
-    code, out, err = fuzz("--against", f"tests.planted_faults:correct.{name}", "--cases", 12, "--seed", 5)
+    code, out, err = fuzz("--against", f"{FAULTS}:correct.{name}", "--cases", 12, "--seed", 5)
     assert code == 0 and not err, out
     assert not (tmp_path / "lenvm-fuzz.jsonl").exists()
 
@@ -74,7 +75,7 @@ def test_the_kernels_pass(fuzz):
 
 
 def test_the_rows_that_a_fault_needs_are_kept_and_no_other(fuzz, tmp_path):
-    code, *_ = fuzz("--against", "tests.planted_faults:many.value_head", "--cases", 8)
+    code, *_ = fuzz("--against", f"{FAULTS}:many.value_head", "--cases", 8)
     case = json.loads((tmp_path / "lenvm-fuzz.jsonl").read_text().splitlines()[0])
     assert code == 1 and (case["rows"] == 5 or len(case["rows"]) == 5)
     simplest = {option: values[0] for option, values in operators()["value_head"].options.items()}
@@ -82,14 +83,14 @@ def test_the_rows_that_a_fault_needs_are_kept_and_no_other(fuzz, tmp_path):
 
 
 def test_bits_in_other_batches_can_be_left_out(fuzz):
-    odd = ("--against", "tests.planted_faults:odd.topk_candidates", "--cases", 6)
+    odd = ("--against", f"{FAULTS}:odd.topk_candidates", "--cases", 6)
     assert fuzz(*odd)[0] == 1
     assert fuzz(*odd, "--reference-only", "--corpus", "other.jsonl")[0] == 0
 
 
 def test_options_can_be_chosen(fuzz, tmp_path):
     chosen = ("--only", "dtype=bfloat16", "size=80", "size=96")
-    code, out, _ = fuzz("--against", "tests.planted_faults:nan.value_head", "--cases", 6, *chosen)
+    code, out, _ = fuzz("--against", f"{FAULTS}:nan.value_head", "--cases", 6, *chosen)
     assert code == 1 and "dtype              bfloat16: 6\n" in out
     for line in (tmp_path / "lenvm-fuzz.jsonl").read_text().splitlines():
         options = json.loads(line)["options"]
@@ -97,18 +98,18 @@ def test_options_can_be_chosen(fuzz, tmp_path):
 
 
 def test_an_exception_of_the_function_is_a_failure(fuzz):
-    code, out, _ = fuzz("--ops", "value_head", "--against", "tests.planted_faults:fails", "--cases", 3)
+    code, out, _ = fuzz("--ops", "value_head", "--against", f"{FAULTS}:fails", "--cases", 3)
     assert code == 1 and "raised RuntimeError" in out and "out of luck" in out and "met 3 times" in out
 
 
 def test_a_result_of_another_dtype_is_a_failure(fuzz):
-    code, out, _ = fuzz("--ops", "value_head", "--against", "tests.planted_faults:halves", "--cases", 3)
+    code, out, _ = fuzz("--ops", "value_head", "--against", f"{FAULTS}:halves", "--cases", 3)
     assert code == 1 and "logits must be float32 [1], got float16 [1]" in out and "met 3 times" in out
 
 
 def test_seed_and_number_of_cases_decide_everything(fuzz, tmp_path):
     def run(seed):
-        arguments = ("--against", "tests.planted_faults:off.topk_candidates", "--cases", 8, "--seed", seed)
+        arguments = ("--against", f"{FAULTS}:off.topk_candidates", "--cases", 8, "--seed", seed)
         fuzz(*arguments, "--json", tmp_path / "run.json", "--corpus", tmp_path / f"{os.urandom(4).hex()}.jsonl")
         found = json.loads((tmp_path / "run.json").read_text())
         for timed in (found, *found["operators"].values()):
@@ -120,7 +121,7 @@ def test_seed_and_number_of_cases_decide_everything(fuzz, tmp_path):
 
 def test_reports_say_the_same(fuzz, tmp_path):
     code, out, _ = fuzz(
-        *("--against", "tests.planted_faults:nan.topk_candidates", "--cases", 10),
+        *("--against", f"{FAULTS}:nan.topk_candidates", "--cases", 10),
         *("--json", tmp_path / "run.json", "--junit", tmp_path / "run.xml"),
     )
     found = json.loads((tmp_path / "run.json").read_text())
@@ -154,8 +155,8 @@ def test_the_command_asks_for_the_interpreter_itself(tmp_path):
         (["--seed", "-1"], "--seed: must be an integer"),
         (["--against", "value_head"], "--against must be MODULE:FUNCTION, got 'value_head'"),
         (["--against", "no.such:value_head"], "No module named 'no'"),
-        (["--against", "tests.planted_faults:none"], "--against must be MODULE:FUNCTION, but"),
-        (["--against", "tests.planted_faults:fails"], "a function of an operator's name, or --ops must name one"),
+        (["--against", f"{FAULTS}:none"], "--against must be MODULE:FUNCTION, but"),
+        (["--against", f"{FAULTS}:fails"], "a function of an operator's name, or --ops must name one"),
         (["--only", "dtype"], "--only must be OPTION=VALUE with an option of vocab, scores, dtype"),
         (["--ops", "value_head", "--only", "dtype=int8"], "dtype of value_head must be of float32, bfloat16, float16"),
         (["--json", "no/such.json"], "--json must be a file in an existing directory, got 'no/such.json'"),

@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from lenvm_kernels.guidance import FIELDS, GuidanceParams, GuidanceTable, parse_guidance
-from lenvm_kernels.ops.reweight_scatter import Mode
+from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
+from lenvm_kernels.guidance.fields import FIELDS
+from lenvm_kernels.types import Mode
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_custom_params_must_be_a_mapping():
         parse_guidance([("scale", 2)])
 
 
-NAMES = [name for main, others in FIELDS.items() for name in (main, *others)]
+NAMES = [name for field in FIELDS.values() for name in field.names]
 ANYTHING = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.lists(st.integers(), max_size=2)
 )
@@ -232,7 +233,7 @@ def test_lengths_of_rows_out_of_order():
     expected[1] = 0.0
     torch.testing.assert_close(table.remaining_lengths(rows, z, tokens), expected)
     for row, prompt_len in enumerate((4, 0, 7, 9)):
-        table.set(row, params[row], set(), prompt_len=prompt_len)
+        table.add_request(row, params[row], set(), prompt_len=prompt_len)
     assert table.generated(rows, torch.tensor([9, 10, 7, 3, 4], dtype=torch.int32)).tolist() == [0, 6, 0, 3, 0]
 
 
@@ -241,17 +242,17 @@ def test_lengths_of_rows_out_of_order():
 
 def columns(table, row):
     """A row of every column of a table, padding of lists included."""
-    return {name: column[row].tolist() for name, column in vars(table).items()}
+    return {name: column[row].tolist() for name, column in table.columns._asdict().items()}
 
 
 def test_set_and_clear_write_one_row():
     params = parse_guidance(
         {"target_length": 50, "op": "le", "gamma": 0.99, "token_temperature_scale": {"4": 2.0}, "value_min": 0.1}
     )
-    table = GuidanceTable.empty(3, "cpu", max_eos=2, max_scaled_tokens=2)
+    table = GuidanceTable(3, "cpu", max_eos=2, max_scaled_tokens=2)
     empty = [columns(table, row) for row in range(3)]
     assert not table.guided.any()
-    table.set(1, params, {7}, prompt_len=9, seed=-5)
+    table.add_request(1, params, {7}, prompt_len=9, seed=-5)
     packed = GuidanceTable.from_params([params], [{7}], "cpu")
     row = columns(table, 1)
     assert (row["prompt_len"], row["seed"]) == (9, -5)
@@ -261,14 +262,14 @@ def test_set_and_clear_write_one_row():
     assert table.guided.tolist() == [False, True, False]
     assert table.generated(torch.tensor([1]), torch.tensor([12], dtype=torch.int32)).tolist() == [3]
     table.faults[1] = 4
-    table.clear(1)
+    table.remove_request(1)
     assert str([columns(table, row) for row in range(3)]) == str(empty)  # as text: NaN is not itself
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((3, None, set()), IndexError, r"row must be in \[0, 3\), got 3"),
+        ((3, None, set()), IndexError, r"table_row must be in \[0, 3\), got 3"),
         ((0, None, {1, 2, 3}), ValueError, "eos_token_ids must be at most 2 ids, got 3"),
         (
             (0, parse_guidance({"boosted_token_ids": [1, 2, 3], "token_temp_divisor": 2}), set()),
@@ -278,29 +279,31 @@ def test_set_and_clear_write_one_row():
     ],
 )
 def test_what_does_not_fit_is_refused_and_changes_nothing(arguments, error, message):
-    table = GuidanceTable.empty(3, "cpu", max_eos=2, max_scaled_tokens=2)
-    table.set(0, parse_guidance({"target_length": 5}), {1})
+    table = GuidanceTable(3, "cpu", max_eos=2, max_scaled_tokens=2)
+    table.add_request(0, parse_guidance({"target_length": 5}), {1})
     before = str(columns(table, 0))
     with pytest.raises(error, match=message):
-        table.set(*arguments)
+        table.add_request(*arguments)
     assert str(columns(table, 0)) == before
     for seed in (2**63, -(2**63) - 1):
         with pytest.raises(ValueError, match=f"seed must be an int64, got {seed}"):
-            table.set(0, None, set(), seed=seed)
-    with pytest.raises(IndexError, match=r"row must be in \[0, 3\), got -1"):
-        table.set(-1, None, set())
+            table.add_request(0, None, set(), seed=seed)
+    with pytest.raises(IndexError, match=r"table_row must be in \[0, 3\), got -1"):
+        table.add_request(-1, None, set())
     assert str(columns(table, 0)) == before
 
 
 def test_the_largest_seeds_and_a_row_set_again():
     """A new request in a row leaves nothing of the one before."""
-    table = GuidanceTable.empty(2, "cpu", max_eos=3, max_scaled_tokens=3)
+    table = GuidanceTable(2, "cpu", max_eos=3, max_scaled_tokens=3)
     full = {"target_length": 5, "entropy_threshold": 0.5, "value_min": 0.1, "return_values": True, "gamma": 0.5}
-    table.set(1, parse_guidance(full | {"token_temperature_scale": {1: 2, 2: 3, 3: 4}}), {4, 5, 6}, seed=2**63 - 1)
+    table.add_request(
+        1, parse_guidance(full | {"token_temperature_scale": {1: 2, 2: 3, 3: 4}}), {4, 5, 6}, seed=2**63 - 1
+    )
     assert table.seed.tolist() == [0, 2**63 - 1] and table.return_values.tolist() == [False, True]
     table.faults += 2
-    table.set(1, parse_guidance({"scale": 0.5}), {8}, prompt_len=3, seed=-(2**63))
-    fresh = GuidanceTable.empty(2, "cpu", max_eos=3, max_scaled_tokens=3)
+    table.add_request(1, parse_guidance({"scale": 0.5}), {8}, prompt_len=3, seed=-(2**63))
+    fresh = GuidanceTable(2, "cpu", max_eos=3, max_scaled_tokens=3)
     fresh.faults += 2
     fresh.mode[1], fresh.scale[1], fresh.eos_token_ids[1, 0] = Mode.MUL, 0.5, 8
     fresh.prompt_len[1], fresh.seed[1], fresh.faults[1] = 3, -(2**63), 0

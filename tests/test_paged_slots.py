@@ -55,9 +55,9 @@ def test_without_a_number_of_pages_every_row_can_grow_to_its_end():
 
 
 def test_bad_arguments():
-    for name in ("rows", "max_len", "page_size"):
+    for name in ("requests", "max_len", "page_size"):
         with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-            PagedSlots(**{"rows": 1, "max_len": 1, name: 0})
+            PagedSlots(**{"requests": 1, "max_len": 1, name: 0})
     with pytest.raises(ValueError, match="length must be at most max_len = 5, got 6"):
         PagedSlots(1, 5).extend(0, 6)
     with pytest.raises(OutOfSlots, match="5 tokens in row 0 need 5 more pages, 4 are free"):

@@ -22,11 +22,12 @@ from lenvm_kernels.ops.ragged_linear import ragged_linear
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.sample_candidates import sample_candidates
-from lenvm_kernels.ops.topk_candidates import Candidates, topk_candidates
+from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.types import Candidates
 from lenvm_kernels.value_model import ValueModelConfig
 from tests.helpers.padded_step import PaddedStep
 from tests.helpers.races import check_races
@@ -397,7 +398,7 @@ def guided_step(step_class, k):
         slots.table,
         slots.num_slots,
         vocab_size=VOCAB,
-        max_rows=rows,
+        max_requests=rows,
         max_candidates=k,
         page_size=4,
         chunk_tokens=32,
@@ -409,7 +410,7 @@ def guided_step(step_class, k):
         guidance, prompt_len = REQUESTS[row]
         slots.extend(row, prompt_len + 5)
         params = None if guidance is None else parse_guidance(guidance)
-        step.set(row, params, EOS, prompt_len=prompt_len, seed=row + 90)
+        step.add_request(row, params, EOS, prompt_len=prompt_len, seed=row + 90)
 
     # Up to 12 tokens of each prompt, all but its last, are computed; those before them are in the cache.
     lengths = i32([prompt_len for _, prompt_len in REQUESTS])

@@ -1,15 +1,14 @@
 """Ragged layout: kernel against reference, the reference against Python lists, and lengths that break the rules."""
 
-from dataclasses import fields
-
 import pytest
 import torch
 from hypothesis import given
 
 from lenvm_kernels.fuzz.ops.ragged_layout import inputs, make_inputs
 from lenvm_kernels.ops import ragged_layout as ops
-from lenvm_kernels.ops.ragged_layout import RaggedLayout, ragged_layout
-from tests.cases import assert_right, cases
+from lenvm_kernels.ops.ragged_layout import ragged_layout
+from lenvm_kernels.types import RaggedLayout
+from tests.helpers.cases import assert_right, cases
 
 
 def decode_inputs(guided, columns, device="cpu"):
@@ -23,9 +22,8 @@ def decode_inputs(guided, columns, device="cpu"):
 
 
 def assert_equal(actual, expected):
-    for field in fields(RaggedLayout):
-        a, e = getattr(actual, field.name), getattr(expected, field.name)
-        assert a.dtype == e.dtype and torch.equal(a, e), field.name
+    for name, a, e in zip(RaggedLayout._fields, actual, expected, strict=True):
+        assert a.dtype == e.dtype and torch.equal(a, e), name
 
 
 def assert_kernel_equals_reference(inputs):
@@ -48,7 +46,7 @@ def lists(delta_ids, delta_slots, delta_starts, delta_lens, candidate_ids, candi
         q_offsets.append(len(rows))
 
     places, free = iter(range(len(head_rows))), iter(range(len(head_rows), requests * columns))
-    head_slots = [[next(free if row < 0 else places) for row in of_request] for of_request in candidate_rows]
+    head_places = [[next(free if row < 0 else places) for row in of_request] for of_request in candidate_rows]
     rows += [(0, 0, -1)] * (len(delta_ids) + requests * columns - len(rows))
     head_rows += [-1] * (requests * columns - len(head_rows))
     i64 = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
@@ -59,7 +57,7 @@ def lists(delta_ids, delta_slots, delta_starts, delta_lens, candidate_ids, candi
         q_offsets=torch.tensor(q_offsets, dtype=torch.int32),
         candidate_rows=torch.tensor(candidate_rows, dtype=torch.int64).view(requests, columns),
         head_rows=torch.tensor(head_rows, dtype=torch.int64),
-        head_slots=torch.tensor(head_slots, dtype=torch.int64).view(requests, columns),
+        head_places=torch.tensor(head_places, dtype=torch.int64).view(requests, columns),
     )
 
 
@@ -107,7 +105,7 @@ def test_a_decode_step_ignores_the_tokens_of_unguided_requests(device, backend):
     assert_equal(RaggedLayout(**{k: v.cpu() for k, v in vars(layout).items()}), lists(**inputs))
     assert layout.slots.tolist() == [1002, -1, -1, 1004, *[-1] * 8]
     assert layout.head_rows.tolist() == [1, 2, 4, 5, *[-1] * 4]
-    assert layout.head_slots.tolist() == [[4, 5], [0, 1], [6, 7], [2, 3]]
+    assert layout.head_places.tolist() == [[4, 5], [0, 1], [6, 7], [2, 3]]
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
@@ -115,7 +113,7 @@ def test_logits_of_head_rows_become_a_table_by_one_gather(device, backend):
     layout = ragged_layout(**make_inputs([2, 0, 1], [1, 3, 0], 3, device=device), backend=backend)
     logits = torch.where(layout.head_rows < 0, 0.0, layout.head_rows + 0.5)
     expected = torch.where(layout.candidate_rows < 0, 0.0, layout.candidate_rows + 0.5)
-    assert torch.equal(logits[layout.head_slots], expected)
+    assert torch.equal(logits[layout.head_places], expected)
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
@@ -176,13 +174,13 @@ def test_broken_lengths_touch_nothing_else(device, monkeypatch, name, values):
     layout = ragged_layout(**inputs, backend="triton")
     monkeypatch.undo()
 
-    assert len(buffers) == len(fields(RaggedLayout))
+    assert len(buffers) == len(RaggedLayout._fields)
     for buffer, size in buffers:
         assert (buffer[:margin] == guard).all() and (buffer[margin + size :] == guard).all()
     # Every element is written, whatever the lengths.
     assert not any((tensor == guard).any() for tensor in vars(layout).values())
-    assert sorted(layout.head_slots.flatten().tolist()) == list(range(6))
-    assert torch.equal(layout.head_rows[layout.head_slots], layout.candidate_rows)
+    assert sorted(layout.head_places.flatten().tolist()) == list(range(6))
+    assert torch.equal(layout.head_rows[layout.head_places], layout.candidate_rows)
 
 
 GOOD = make_inputs([2, 1], [1, 3], 3)

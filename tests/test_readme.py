@@ -1,51 +1,60 @@
-"""The examples in the README and in docstrings run, its numbers are those of the results, and the version is one."""
+"""The README and ``docs/``: their code is that of the examples, links and numbers hold; examples in docstrings run."""
 
 import doctest
 import importlib
 import importlib.metadata
 import json
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
-import torch
 
 import lenvm_kernels
-from tests.test_step import VOCAB, tiny_value_model
 
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_operators_example_runs():
-    torch.manual_seed(0)
-    code = re.search(r"```python\n(import torch\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
-    names = {}
-    exec(code, names)
-    candidates, guided, probs = names["candidates"], names["guided"], names["probs"]
-    assert torch.isclose(guided.sum(), torch.tensor(1.0, device=guided.device), atol=1e-5)
-    listed = candidates.token_ids[0, :5].long()
-    torch.testing.assert_close(probs[0, listed], guided[0, :5])
-    assert probs[0, names["next_token"].item()] > 0
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EXAMPLES = [file.read_text().splitlines() for file in sorted((ROOT / "examples").glob("*.py"))]
 
 
-def test_the_step_example_runs(capsys):
-    code = re.search(
-        r"```python\n(from lenvm_kernels import GuidedStep.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
-    )[1]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    scores = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
-    names = dict(
-        torch=torch,
-        device=device,
-        value_model=tiny_value_model(device),
-        vocab_size=VOCAB,
-        eos=VOCAB,  # never drawn
-        prompt=[5, 6, 7],
-        base_logits=lambda tokens: scores[tokens[-1]][None],
-    )
-    exec(code, names)
-    assert len(names["tokens"]) == 53 and all(0 <= token < VOCAB for token in names["tokens"])
-    assert names["step"].table.faults.sum() == 0
+def page_name(file):
+    return str(file.relative_to(ROOT))
+
+
+def is_excerpt(paragraph, lines):
+    """Whether the lines of a paragraph follow each other in a file, at any indentation."""
+    wanted, n = paragraph.splitlines(), len(paragraph.splitlines())
+    return any(textwrap.dedent("\n".join(lines[i : i + n])).splitlines() == wanted for i in range(len(lines)))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_python_is_that_of_an_example(page):
+    """Every paragraph of a block stands in one of the examples, which ``test_examples.py`` runs."""
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        assert any(all(is_excerpt(p, lines) for p in block.strip().split("\n\n")) for lines in EXAMPLES), block
+
+
+def anchors(page):
+    """The anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if not link.startswith("https://"):
+            file, _, anchor = link.partition("#")
+            target = page.parent / file if file else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_is_in_the_site():
+    pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]}
+    assert pages == set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
 
 
 OPERATORS = sorted(f"ops.{file.stem}" for file in (ROOT / "lenvm_kernels" / "ops").glob("[a-z]*.py"))
@@ -66,7 +75,7 @@ def test_measured_numbers_are_those_of_the_results():
     found = json.loads((ROOT / "bench/results/cpu/host.json").read_text())
     where = found["environment"]
     ms = {(cost["step"], cost["rows"]): f"{cost['python_seconds'] * 1e3:.3g}" for cost in found["results"]}
-    text = " ".join((ROOT / "README.md").read_text().split())
+    readme, text = (" ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/measuring.md"))
     for quoted in (
         f"(`{where['command']}`, one core of an {where['device']}, torch {where['torch'].removesuffix('+cpu')}, "
         f"triton {where['triton']}, Python {where['python']}, {where['date']};",
@@ -77,3 +86,8 @@ def test_measured_numbers_are_those_of_the_results():
         f"{float(ms['two forwards, outside the forwards', 512]):.0f} ms outside",
     ):
         assert quoted in text
+    assert (
+        f"is {ms['guided step, value model in a graph', 1]} ms for 1 row and "
+        f"{ms['guided step, value model in a graph', 512]} ms for 512, with the value model in a graph; that of the "
+        f"published algorithm grows from {float(ms['two forwards', 1]):.0f} to {float(ms['two forwards', 512]):.0f} ms."
+    ) in readme

@@ -13,10 +13,11 @@ from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops import reweight_scatter as generator
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
 from lenvm_kernels.ops import reweight_scatter as module
-from lenvm_kernels.ops.reweight_scatter import Mode, reweight_scatter
-from lenvm_kernels.ops.topk_candidates import Candidates, Status
-from tests.cases import assert_right, cases
-from tests.wrong_tensors import assert_refuses
+from lenvm_kernels.ops.reweight_scatter import reweight_scatter
+from lenvm_kernels.types import Candidates, Mode, Status
+from tests.helpers.cases import assert_right, cases
+from tests.helpers.targets import expectation, target_of
+from tests.helpers.wrong_tensors import assert_refuses
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "guidance.jsonl").open()]
 GOLDEN_ATOL = 1e-3  # the fork's stopping rule, says golden/README.md
@@ -40,14 +41,6 @@ def make_candidates(token_ids, probs, status=None):
 def move(thing, device):
     """A copy of Candidates or a GuidanceTable on a device."""
     return type(thing)(**{name: tensor.to(device).clone() for name, tensor in vars(thing).items()})
-
-
-def expectation(probs, z, eos=None):
-    """fp64 ``E[v]`` of each row."""
-    v = torch.sigmoid(z.double())
-    if eos is not None:
-        v = torch.where(eos, 0.0, v)
-    return (probs.double() * v).sum(1)
 
 
 @pytest.mark.parametrize("backend, dtype", [("reference", "float64"), ("reference", "float32"), ("triton", "float32")])
@@ -82,32 +75,6 @@ def hard_rows(rows, slots, seed):
         for mode, scale, target in zip(*(columns[n].tolist() for n in ("mode", "scale", "target_length")), strict=True)
     ]
     return p, z, params
-
-
-def target_of(table, q, z):
-    """The specification's target of each row, in fp64, written down as it stands there; NaN: leave the row as it is."""
-    v = torch.sigmoid(z)
-    low = torch.where(q > 0, v, 2.0).amin(1)
-    high = torch.where(q > 0, v, -1.0).amax(1)
-    mean = (q * v).sum(1)
-    s, mode = table.scale.double(), table.mode
-    above = mean + (s - 1) * (high - mean)
-    below = mean - (1 - s) * (mean - low)
-    one_minus_u = (q * (high[:, None] - v)).sum(1) / (high - low)  # keeps its digits where u is within 1e-16 of 1
-    target = {
-        Mode.MUL: s * mean,
-        Mode.LINEAR: torch.where(s >= 1, above, below),
-        Mode.EXP: low + (1 - one_minus_u**s) * (high - low),
-        Mode.LENGTH_MUL: 1 - (1 - mean) ** s,
-        Mode.EQ_SOFT: -torch.expm1(-table.target_length.double() * table.nats_per_token.double()),
-    }
-    target = sum(torch.where(mode == m, t, 0.0) for m, t in target.items())
-    target = target.clamp(low, high)
-    left_alone = (high - low < 1e-8) | ((target - mean).abs() < 1e-8)
-    margin = (1e-6 * (high - low)).clamp(min=1e-12)
-    edge = (mode == Mode.EQ_SOFT) & ((target == low) | (target == high))
-    target = torch.where(edge, target, target.clamp(low + margin, high - margin))
-    return torch.where(left_alone & ~edge, mean, target)
 
 
 @pytest.mark.parametrize(
@@ -650,7 +617,7 @@ def test_bad_tensors_are_named(name, dtypes, allowed):
 
     def function(**arguments):
         candidates = Candidates(**{field: arguments.pop(f"candidates.{field}") for field in fields})
-        columns = vars(table) | {"mode": arguments.pop("table.mode")}
+        columns = table.columns._asdict() | {"mode": arguments.pop("table.mode")}
         return reweight_scatter(candidates, table=GuidanceTable(**columns), **arguments)
 
     arguments |= {f"candidates.{field}": tensor for field, tensor in fields.items()} | {"table.mode": table.mode}

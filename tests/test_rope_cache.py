@@ -7,7 +7,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 
 from lenvm_kernels.fuzz.ops.rope_cache import EPS, SLOTS, UNTOUCHED, expected_of, make_inputs, rotated
 from lenvm_kernels.ops.rope_cache import rope_cache
-from tests.cases import assert_right, cases
+from tests.helpers.cases import assert_right, cases
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

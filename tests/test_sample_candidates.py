@@ -8,10 +8,10 @@ from hypothesis import given
 
 from lenvm_kernels.ops import sample_candidates as module
 from lenvm_kernels.ops.sample_candidates import sample_candidates
-from lenvm_kernels.ops.topk_candidates import Candidates, Status
 from lenvm_kernels.reference.sample_candidates import philox4x32, uniform
-from tests.cases import assert_right, cases
-from tests.wrong_tensors import assert_refuses
+from lenvm_kernels.types import Candidates, Status
+from tests.helpers.cases import assert_right, cases
+from tests.helpers.wrong_tensors import assert_refuses
 
 BACKENDS = ["triton", "reference"]
 STATUSES = [int(Status.GUIDE), int(Status.SINGLE), int(Status.UNGUIDED), int(Status.SKIP)]

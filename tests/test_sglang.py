@@ -25,10 +25,12 @@ from transformers import PreTrainedTokenizerFast
 
 from lenvm_kernels.adapters import sglang as sglang_adapter
 from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.ops.topk_candidates import Status
 from lenvm_kernels.step import working_bytes
+from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import KVCache, ValueModel
-from tests.sglang_server import (
+from tests.helpers.sglang_server import (
+    GENTLE,
+    MODES,
     SAMPLING,
     VOCAB,
     check_steps,
@@ -37,20 +39,6 @@ from tests.sglang_server import (
     values_from_scratch,
     write_checkpoints,
 )
-
-MODES = [
-    {"mode": "centered_exp", "value_scale": -20.0},
-    {"mode": "value_bias", "value_scale": 2.0},
-    {"value_scale": 0.7},
-    {"mode": "linear", "value_scale": 0.5},
-    {"mode": "exp", "value_scale": 2.0},
-    {"mode": "length_mul", "value_scale": 0.5},
-    {"target_length": 12},
-    {"target_length": 12, "op": "ge"},
-    {"target_length": 12, "op": "le"},
-    {"target_length": 12, "op": "eq_soft"},
-]
-GENTLE = {"mode": "centered_exp", "value_scale": -2.0}  # leaves draws a choice
 
 
 @pytest.fixture(scope="module")

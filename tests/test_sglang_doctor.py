@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
 from lenvm_kernels.adapters.sglang import HOOKS
-from tests.sglang_server import write_checkpoints
+from tests.helpers.sglang_server import write_checkpoints
 
 COMMAND = "import sys; from lenvm_kernels.cli import main; sys.exit(main(['doctor', '--json']))"
 

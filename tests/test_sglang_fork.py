@@ -19,7 +19,7 @@ import torch
 
 from lenvm_kernels.adapters import sglang_fork
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
-from tests.test_reweight_scatter import expectation, target_of
+from tests.helpers.targets import expectation, target_of
 
 GOLDEN_MASKS = [json.loads(line) for line in (Path(__file__).parent / "golden" / "tree_mask.jsonl").open()]
 GUIDED_SAMPLING = "sglang.srt.lvm.lvm_guided_sampling"

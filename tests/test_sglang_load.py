@@ -11,9 +11,8 @@ pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
 import requests
 
-from lenvm_kernels.ops.topk_candidates import Status
-from tests.sglang_server import SAMPLING, check_steps, prompts_of, running_server, write_checkpoints
-from tests.test_sglang import MODES
+from lenvm_kernels.types import Status
+from tests.helpers.sglang_server import MODES, SAMPLING, check_steps, prompts_of, running_server, write_checkpoints
 
 REQUESTS, MORE_THAN_ANY_GETS = 200, 300
 # The engine then looks for lost slots after every step, not only when it is idle; it ends itself when it finds one.

@@ -21,9 +21,12 @@ from sglang.srt.server_args import ServerArgs
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from lenvm_kernels.adapters import sglang as sglang_adapter
-from tests.sglang_server import (
+from tests.helpers.models import random_model
+from tests.helpers.sglang_server import (
     ATOL,
+    GENTLE,
     HIDDEN,
+    MODES,
     SAMPLING,
     TINY,
     check_steps,
@@ -31,8 +34,6 @@ from tests.sglang_server import (
     running_server,
     write_checkpoints,
 )
-from tests.test_sglang import GENTLE, MODES
-from tests.test_value_model import random_model
 
 PROMPT_LENGTHS = range(3, 72, 6)  # twelve, shorter and longer than a chunk
 GUIDANCE = [*MODES, None, {}]

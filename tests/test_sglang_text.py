@@ -5,7 +5,9 @@ Tests look at the trace of guided steps, and compare it with what the base model
 
 import json
 import re
+import runpy
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from statistics import mean
@@ -24,9 +26,10 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from lenvm_kernels import GuidanceTable, parse_guidance, reweight_scatter, topk_candidates
 from lenvm_kernels.demo import HEAD, held_out_prompts, model_path
-from lenvm_kernels.ops.topk_candidates import Status
-from tests.sglang_server import check_steps, running_server
+from lenvm_kernels.types import Status
+from tests.helpers.sglang_server import check_steps, running_server
 
+ROOT = Path(__file__).parent.parent
 SAMPLING = {"temperature": 1.0, "top_k": 5, "min_p": 0.01, "max_new_tokens": 24}
 SHORTER = {"value_mode": "centered_exp", "value_scale": -60.0}
 LONGER = {"value_mode": "centered_exp", "value_scale": 20.0}
@@ -190,14 +193,20 @@ def test_openai_endpoints(smollm2, engine):
             client.completions.create(prompt="A comet is", **bad)
 
 
-def test_the_readme_calls_run(engine):
-    readme = (Path(__file__).parent.parent / "README.md").read_text().replace("http://127.0.0.1:30000", engine.url)
-    call = re.search(r"^    curl \S+/generate .*?(?=\n\n)", readme, re.DOTALL | re.MULTILINE)[0]
+@pytest.mark.parametrize("page", ["README.md", "docs/sglang.md"])
+def test_documented_calls_run(engine, page):
+    text = (ROOT / page).read_text().replace("http://127.0.0.1:30000", engine.url)
+    call = re.search(r"^    curl \S+/generate .*?(?=\n\n)", text, re.DOTALL | re.MULTILINE)[0]
     answer = json.loads(subprocess.run(["bash", "-c", call], check=True, capture_output=True).stdout)
     assert traced(engine, answer["meta_info"]["id"])
-    names = {}
-    exec(re.search(r"```python\n(import openai\n.*?)```", readme, re.DOTALL)[1], names)
-    assert traced(engine, names["answer"].id)
+
+
+def test_the_openai_example_runs(engine, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["openai_client.py", "--url", f"{engine.url}/v1", "--target-length", "40"])
+    answer = runpy.run_path(str(ROOT / "examples" / "openai_client.py"), run_name="__main__")["answer"]
+    assert traced(engine, answer.id)
+    text = f"{answer.choices[0].message.content}\n{answer.usage.completion_tokens} tokens; the target was 40\n"
+    assert capsys.readouterr().out == text
 
 
 FRUIT = r"(apple|pear|plum)(, (apple|pear|plum)){2,11}\."

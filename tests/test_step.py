@@ -1,6 +1,7 @@
 """The guided step against recomputation from scratch; that it never synchronises; that no batch changes a draw."""
 
 import math
+import re
 import weakref
 from contextlib import contextmanager
 from itertools import pairwise
@@ -11,103 +12,38 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.sample_candidates import sample_candidates
-from lenvm_kernels.ops.topk_candidates import Status, topk_candidates
-from lenvm_kernels.paged_slots import OutOfSlots, PagedSlots
+from lenvm_kernels.ops.topk_candidates import topk_candidates
+from lenvm_kernels.paged_slots import OutOfSlots
 from lenvm_kernels.step import GuidedStep, working_bytes
-from lenvm_kernels.value_model import ValueModel, ValueModelConfig
-from tests.test_value_model import TINY, VOCAB, random_head, random_model
+from lenvm_kernels.types import Status
+from lenvm_kernels.value_model import ValueModel
+from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step, needs_gpu, random_scores, run_requests
+from tests.helpers.models import EOS, TINY, VOCAB, last_value_logits, random_head, random_model, tiny_value_model
+from tests.helpers.wrong_tensors import assert_refuses
 
-EOS = 2
 ATOL = 2e-5  # on value logits of O(1), fp32 against fp32
-GUIDANCE = [
-    {"value_mode": "centered_exp", "value_scale": -20},
-    {"value_mode": "mul", "value_scale": 0.8},
-    {"target_length": 30, "constraint": "eq_soft"},
-    {"target_length": 12, "entropy_threshold": 0.8},
-    None,
-]
 
 
 @pytest.fixture(scope="module")
 def models():
     """A ``transformers`` backbone, its head, and the value model of both."""
     backbone, head = random_model(Qwen2ForCausalLM, Qwen2Config(**TINY)), random_head()
-    return backbone, head, ValueModel.from_causal_lm(backbone, head)
+    return SimpleNamespace(backbone=backbone, head=head, value=ValueModel.from_causal_lm(backbone, head))
 
 
-def make_step(value_model, *, rows=8, max_len=96, page_size=4, num_pages=None, **options):
-    slots = PagedSlots(rows, max_len, page_size=page_size, num_pages=num_pages, device=value_model.device)
-    step = GuidedStep(value_model, slots.table, slots.num_slots, vocab_size=VOCAB, page_size=page_size, **options)
-    return step, slots
-
-
-class Engine:
-    """What an engine does around a guided step, one list of tokens a request."""
-
-    def __init__(self, step, slots):
-        self.step, self.slots = step, slots
-        self.device = step.value_model.device
-
-    def tensor(self, values, dtype=torch.int32):
-        return torch.tensor(values, dtype=dtype, device=self.device)
-
-    def admit(self, row, tokens, guidance, *, prompt_len, seed=0, eos=(EOS,)):
-        """Give a request its slots and its parameters; raises OutOfSlots."""
-        self.slots.extend(row, len(tokens))
-        params = None if guidance is None else parse_guidance(guidance)
-        self.step.set(row, params, set(eos), prompt_len=prompt_len, seed=seed)
-
-    def prefill(self, rows, sequences):
-        """All tokens but the last of new requests, after junk that no request refers to."""
-        lens = [len(tokens) - 1 for tokens in sequences]
-        flat = [0] + [token for tokens in sequences for token in tokens[:-1]]
-        starts = [1 + sum(lens[:i]) for i in range(len(lens))]
-        row_of = self.tensor([rows[0]] + [row for row, n in zip(rows, lens, strict=True) for _ in range(n)])
-        position = self.tensor([0] + [p for n in lens for p in range(n)])
-        self.step.extend(
-            self.tensor(flat),
-            self.slots.slots(row_of, position),
-            self.tensor(rows),
-            self.tensor(starts),
-            self.tensor(lens),
-            self.tensor([0] * len(rows)),
-        )
-
-    def decode(self, rows, sequences, scores, *, top_k=6, min_p=0.05, **options):
-        lengths, row_numbers = self.tensor([len(tokens) for tokens in sequences]), self.tensor(rows)
-        b = len(rows)
-        filters = dict(
-            top_k=self.tensor([top_k] * b),
-            top_p=self.tensor([1.0] * b, torch.float32),
-            min_p=self.tensor([min_p] * b, torch.float32),
-            temperature=self.tensor([0.8] * b, torch.float32),
-        )
-        return self.step.step(
-            scores,
-            self.tensor([tokens[-1] for tokens in sequences]),
-            row_numbers,
-            lengths,
-            self.slots.slots(row_numbers, lengths - 1),
-            **{**filters, "is_logits": True, "sample": True, **options},
-        )
-
-
-@torch.no_grad()
 def values_from_scratch(models, sequences):
-    """The value logit at the last token of each sequence, by one forward of ``transformers`` over all of them."""
-    backbone, head, _ = models
-    lens = torch.tensor([len(tokens) for tokens in sequences])
-    padded = torch.zeros(len(sequences), int(lens.max()), dtype=torch.long)
-    for i, tokens in enumerate(sequences):
-        padded[i, : len(tokens)] = torch.tensor(tokens)
-    h = backbone.model(padded, use_cache=False).last_hidden_state[torch.arange(len(lens)), lens - 1]
-    h = torch.nn.functional.silu(h @ head["v_head.fc.weight"].T + head["v_head.fc.bias"])
-    return (h @ head["v_head.summary.weight"].T + head["v_head.summary.bias"])[:, 0]
+    """The value logit at the last token of each sequence."""
+    return last_value_logits(models.backbone, models.head, sequences)
+
+
+def lengths_from_scratch(models, sequences, gamma):
+    """How many tokens follow each sequence, by those values."""
+    return torch.nn.functional.softplus(values_from_scratch(models, sequences)) / -math.log(gamma)
 
 
 def check_output(models, output, sequences, guidance, prompt_lens):
@@ -140,7 +76,7 @@ def test_500_steps_of_requests_that_come_and_go(models, commit_winners):
     generator = torch.Generator().manual_seed(int(commit_winners))
     randint = lambda low, high: torch.randint(low, high, (), generator=generator).item()  # noqa: E731
     step, slots = make_step(
-        models[2], rows=6, max_len=60, page_size=4, num_pages=30, chunk_tokens=7, commit_winners=commit_winners
+        models.value, rows=6, max_len=60, page_size=4, num_pages=30, chunk_tokens=7, commit_winners=commit_winners
     )
     engine = Engine(step, slots)
     waiting, running, steps, scored, retractions, finished = [], {}, 0, 0, 0, 0
@@ -187,7 +123,7 @@ def test_500_steps_of_requests_that_come_and_go(models, commit_winners):
             if len(request["tokens"]) >= request["most"] or EOS in request["tokens"][-1:] or randint(0, 60) == 0:
                 finished += 1
                 slots.free(row)
-                step.clear(row)
+                step.remove_request(row)
                 del running[row]
         for row in sorted(running):
             while row in running:
@@ -198,7 +134,7 @@ def test_500_steps_of_requests_that_come_and_go(models, commit_winners):
                     victim = sorted(running)[randint(0, len(running))]
                     retractions += 1
                     slots.free(victim)
-                    step.clear(victim)
+                    step.remove_request(victim)
                     waiting.insert(0, running.pop(victim))
         if running:
             rows = sorted(running, key=lambda row: randint(0, 100))
@@ -219,38 +155,15 @@ def deltas_of_steps(value_model, monkeypatch):
     return deltas
 
 
-def run_requests(engine, sequences, guidance, steps, *, seeds=None, rows=None, **options):
-    """Decode some requests from their prompts on; returns the tokens drawn and the outputs of all steps.
-
-    The scores of a request's next token depend on its own last token and length only, as a base model's would."""
-    rows = list(range(len(sequences))) if rows is None else rows
-    seeds = seeds or [100 + i for i in range(len(sequences))]
-    generator = torch.Generator().manual_seed(3)
-    by_token, by_length = (torch.randn(VOCAB, VOCAB, generator=generator) * 2 for _ in range(2))
-    for row, tokens, g, seed in zip(rows, sequences, guidance, seeds, strict=True):
-        engine.admit(row, tokens + [0] * steps, g, prompt_len=len(tokens), seed=seed)
-    engine.prefill(rows, sequences)
-    sequences, outputs = [list(tokens) for tokens in sequences], []
-    for _ in range(steps):
-        scores = torch.stack([by_token[tokens[-1]] + by_length[len(tokens)] for tokens in sequences])
-        outputs.append(engine.decode(rows, sequences, scores.to(engine.device), **options))
-        for tokens, token in zip(sequences, outputs[-1].tokens.tolist(), strict=True):
-            tokens.append(token if token >= 0 else tokens[0])
-    return sequences, outputs
-
-
-PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18], [19, 20]]
-
-
 def test_winners_are_not_computed_again(models, monkeypatch):
     """With winners committed no decode step has a delta, except of rows that drew without values; and the values are
     those of recomputation."""
     guidance = [GUIDANCE[0]] * 4
     both = []
     for commit_winners in (True, False):
-        engine = Engine(*make_step(models[2], commit_winners=commit_winners))
+        engine = Engine(*make_step(models.value, commit_winners=commit_winners))
         with monkeypatch.context() as patch:
-            deltas = deltas_of_steps(models[2], patch)
+            deltas = deltas_of_steps(models.value, patch)
             sequences, outputs = run_requests(engine, PROMPTS, guidance, 6)
         decodes = deltas[-5:]
         single = [int((output.candidates.status == Status.SINGLE).sum()) for output in outputs[:-1]]
@@ -263,28 +176,23 @@ def test_winners_are_not_computed_again(models, monkeypatch):
 
 def test_a_row_used_again_forgets_its_last_request(models):
     """The new request's token is a candidate of the old one at the same position: it must be computed all the same."""
-    engine = Engine(*make_step(models[2]))
-    scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
-    engine.admit(0, [5, 6, 7, 0], GUIDANCE[0], prompt_len=3)
-    engine.prefill([0], [[5, 6, 7]])
+    engine = Engine(*make_step(models.value))
+    scores = random_scores(1)
+    engine.start([0], [[5, 6, 7]], [GUIDANCE[0]])
     token = engine.decode([0], [[5, 6, 7]], scores).candidates.token_ids[0, 0].item()
-    engine.step.clear(0)
+    engine.step.remove_request(0)
     engine.slots.free(0)
     tokens = [30, 31, 32, token]
-    engine.admit(0, tokens, GUIDANCE[0], prompt_len=4)
-    engine.prefill([0], [tokens])
+    engine.start([0], [tokens], [GUIDANCE[0]])
     assert check_output(models, engine.decode([0], [tokens], scores), [tokens], [GUIDANCE[0]], [4])
 
 
 def test_rows_without_guidance_ride_along_untouched(models, monkeypatch):
-    engine = Engine(*make_step(models[2]))
-    deltas = deltas_of_steps(models[2], monkeypatch)
+    deltas = deltas_of_steps(models.value, monkeypatch)
     guidance = [None, GUIDANCE[0], {"value_mode": "mul", "value_scale": 1.0}, None]
-    for row, (tokens, g) in enumerate(zip(PROMPTS, guidance, strict=True)):
-        engine.admit(row, tokens, g, prompt_len=len(tokens))
-    engine.prefill(range(4), PROMPTS)
+    engine = Engine(*make_step(models.value)).start(range(4), PROMPTS, guidance)
     assert deltas == [len(PROMPTS[1]) - 1]
-    scores = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
+    scores = random_scores(4)
     probs = torch.softmax(scores, dim=1)
     before = probs.clone()
     output = engine.decode(range(4), PROMPTS, scores, probs=probs)
@@ -296,32 +204,25 @@ def test_rows_without_guidance_ride_along_untouched(models, monkeypatch):
 
 
 def test_probabilities_may_be_guided_in_place(models):
-    engine = Engine(*make_step(models[2]))
-    engine.admit(0, PROMPTS[0], GUIDANCE[0], prompt_len=4)
-    engine.prefill([0], PROMPTS[:1])
-    scores = torch.softmax(torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)), dim=1)
+    engine = Engine(*make_step(models.value)).start([0], PROMPTS[:1], [GUIDANCE[0]])
+    scores = torch.softmax(random_scores(1), dim=1)
     output = engine.decode([0], PROMPTS[:1], scores, probs=scores, is_logits=False, temperature=None)
     expected = torch.zeros(VOCAB).index_add(0, output.candidates.token_ids[0].clamp(min=0).long(), output.probs[0])
     torch.testing.assert_close(scores[0], expected)
 
 
 def test_rows_left_out_of_a_step(models, monkeypatch):
-    engine = Engine(*make_step(models[2]))
-    for row in (0, 1):
-        engine.admit(row, PROMPTS[row], GUIDANCE[0], prompt_len=len(PROMPTS[row]))
-    engine.prefill([0, 1], PROMPTS[:2])
-    deltas = deltas_of_steps(models[2], monkeypatch)
-    scores = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
+    engine = Engine(*make_step(models.value)).start([0, 1], PROMPTS[:2], [GUIDANCE[0]] * 2)
+    deltas = deltas_of_steps(models.value, monkeypatch)
+    scores = random_scores(2)
     output = engine.decode([0, 1], PROMPTS[:2], scores, active=torch.tensor([True, False]))
     assert deltas == [1] and output.candidates.status.tolist() == [Status.GUIDE, Status.UNGUIDED]
 
 
 def test_score_all_also_scores_rows_that_need_no_values(models):
-    engine = Engine(*make_step(models[2], score_all=True))
     skipped = GUIDANCE[0] | {"entropy_threshold": 100.0}
-    engine.admit(0, PROMPTS[0], skipped, prompt_len=4)
-    engine.prefill([0], PROMPTS[:1])
-    output = engine.decode([0], PROMPTS[:1], torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)))
+    engine = Engine(*make_step(models.value, score_all=True)).start([0], PROMPTS[:1], [skipped])
+    output = engine.decode([0], PROMPTS[:1], random_scores(1))
     assert output.candidates.status.tolist() == [Status.SKIP]
     count = int(output.candidates.counts)
     ids = output.candidates.token_ids[0, :count].tolist()
@@ -339,16 +240,12 @@ def test_remaining_lengths(models, monkeypatch, commit_winners):
         wants | GUIDANCE[0] | {"entropy_threshold": 100.0},  # always skipped
         GUIDANCE[0],
     ]
-    engine = Engine(*make_step(models[2], commit_winners=commit_winners))
+    engine = Engine(*make_step(models.value, commit_winners=commit_winners)).start(range(4), PROMPTS, guidance, room=8)
     sequences, seen, recomputed = [list(tokens) for tokens in PROMPTS], set(), []
-    for row, tokens in enumerate(PROMPTS):
-        engine.admit(row, tokens + [0] * 8, guidance[row], prompt_len=len(tokens))
-    engine.prefill(range(4), PROMPTS)
-    deltas = deltas_of_steps(models[2], monkeypatch)
+    deltas = deltas_of_steps(models.value, monkeypatch)
 
     def expected(tokens):
-        length = torch.nn.functional.softplus(values_from_scratch(models, tokens)) / -math.log(0.9)
-        return length.masked_fill(torch.tensor([t[-1] == EOS for t in tokens]), 0.0)
+        return lengths_from_scratch(models, tokens, 0.9).masked_fill(torch.tensor([t[-1] == EOS for t in tokens]), 0.0)
 
     last, lengths = (engine.tensor(x) for x in zip(*[(tokens[-1], len(tokens) - 1) for tokens in PROMPTS], strict=True))
     predicted = engine.step.predict(last, engine.tensor([0, 1, 2, 3]), lengths)
@@ -379,14 +276,14 @@ def test_remaining_lengths(models, monkeypatch, commit_winners):
     assert not torch.isnan(greedy.remaining_lengths[1:3]).any()
     torch.testing.assert_close(greedy.remaining_lengths[1:3], expected(ends)[1:3], rtol=0, atol=1e-3)
     for row in range(3):
-        engine.step.clear(row)
+        engine.step.remove_request(row)
     assert engine.decode([3], sequences[3:], scores[3:], drawn=drawn[3:]).remaining_lengths is None
 
 
 def test_token_temperatures(models):
-    step, _ = make_step(models[2])
-    step.set(0, parse_guidance({"token_temperature_scale": {0: 2.0, 7: 3.0, VOCAB + 5: 9.0}}), {EOS})
-    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
+    step, _ = make_step(models.value)
+    step.add_request(0, parse_guidance({"token_temperature_scale": {0: 2.0, 7: 3.0, VOCAB + 5: 9.0}}), {EOS})
+    logits = random_scores(2)
     expected = logits.clone()
     expected[1, [0, 7]] *= torch.tensor([2.0, 3.0])
     step.scale_tokens(logits, torch.tensor([1, 0]))
@@ -412,7 +309,7 @@ def test_every_row_gets_what_its_own_request_asked_for(models, commit_winners):
     """Candidates, values, probabilities, draws and lengths of rows out of order, each from its own parameters."""
     rows, prompts, prompt_lens, guidance, eos, seeds = map(list, zip(*REQUESTS, strict=True))
     params, b, steps = [parse_guidance(g) for g in guidance], len(rows), 5
-    engine = Engine(*make_step(models[2], max_rows=b, commit_winners=commit_winners))
+    engine = Engine(*make_step(models.value, max_requests=b, commit_winners=commit_winners))
     for row, tokens, prompt_len, g, ids, seed in REQUESTS:
         engine.admit(row, tokens + [0] * steps, g, prompt_len=prompt_len, eos=ids, seed=seed)
     engine.prefill(rows, prompts)
@@ -478,11 +375,11 @@ def test_token_0_is_a_token(models, monkeypatch, commit_winners):
     wants = {"return_values": True, "gamma": 0.9}
     guidance = [wants, wants | {"target_length": 1, "op": "le"}, wants | {"target_length": 1000, "op": "ge"}, wants]
     rows, drawn = [6, 1, 4, 3], torch.tensor([0, 7, 7, 0])
-    engine = Engine(*make_step(models[2], commit_winners=commit_winners))
+    engine = Engine(*make_step(models.value, commit_winners=commit_winners))
     for row, tokens, g in zip(rows, PROMPTS, guidance, strict=True):
         engine.admit(row, [*tokens, 0], g, prompt_len=len(tokens), eos={0} if row == 1 else {EOS})
     engine.prefill(rows, PROMPTS)
-    deltas = deltas_of_steps(models[2], monkeypatch)
+    deltas = deltas_of_steps(models.value, monkeypatch)
     scores = torch.full((4, VOCAB), -20.0)
     scores[:2, [8, 0]] = torch.tensor([3.0, 2.0])  # row 1 takes the end of its sequence
     scores[2, 0] = 3.0
@@ -490,10 +387,10 @@ def test_token_0_is_a_token(models, monkeypatch, commit_winners):
     assert output.candidates.status.tolist() == [Status.UNGUIDED, Status.GUIDE, Status.SINGLE, Status.UNGUIDED]
     assert output.tokens.tolist() == [0, 0, 0, 0]
     sequences = [[*tokens, 0] for tokens in PROMPTS]
-    expected = torch.nn.functional.softplus(values_from_scratch(models, sequences)) / -math.log(0.9)
+    expected = lengths_from_scratch(models, sequences, 0.9)
     expected[1] = 0.0
     torch.testing.assert_close(output.remaining_lengths, expected, rtol=0, atol=1e-3)
-    again = engine.decode(rows, sequences, torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)))
+    again = engine.decode(rows, sequences, random_scores(4))
     assert deltas == [4, 0 if commit_winners else 4]
     check_output(models, again, sequences, [None, guidance[1], guidance[2], None], [len(t) for t in PROMPTS])
 
@@ -504,18 +401,15 @@ def test_rows_without_a_next_token_have_no_length(models, monkeypatch):
     guidance = [GUIDANCE[0] | {"entropy_threshold": 100.0}, wants | GUIDANCE[0] | {"entropy_threshold": 100.0}]
     guidance += [wants, wants | GUIDANCE[0]]
     rows = [3, 7, 0, 5]
-    engine = Engine(*make_step(models[2]))
-    for row, tokens, g in zip(rows, PROMPTS, guidance, strict=True):
-        engine.admit(row, tokens, g, prompt_len=len(tokens))
-    engine.prefill(rows, PROMPTS)
-    scored, forward = [], models[2].forward
+    engine = Engine(*make_step(models.value)).start(rows, PROMPTS, guidance)
+    scored, forward = [], models.value.forward
 
     def recording(batch, *args, **kwargs):
         scored.append(batch.candidate_lens.tolist())
         return forward(batch, *args, **kwargs)
 
-    monkeypatch.setattr(models[2], "forward", recording)
-    scores = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(models.value, "forward", recording)
+    scores = random_scores(4)
     output = engine.decode(rows, PROMPTS, scores)
     assert (output.tokens >= 0).tolist() == [False, False, False, True]
     assert output.remaining_lengths.isnan().tolist() == [True, True, True, False]
@@ -529,23 +423,19 @@ def test_rows_without_a_next_token_have_no_length(models, monkeypatch):
 
 def test_without_a_draw_the_length_is_that_of_the_token_given(models):
     """Of a single candidate too, when the filters of the row drew another token."""
-    engine = Engine(*make_step(models[2]))
-    engine.admit(4, PROMPTS[0], {"return_values": True, "gamma": 0.9} | GUIDANCE[0], prompt_len=4)
-    engine.prefill([4], PROMPTS[:1])
-    scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    wants = {"return_values": True, "gamma": 0.9}
+    engine = Engine(*make_step(models.value)).start([4], PROMPTS[:1], [wants | GUIDANCE[0]])
+    scores = random_scores(1)
     token = (int(scores.argmax()) + 1) % VOCAB
     output = engine.decode([4], PROMPTS[:1], scores, top_k=1, sample=False, drawn=torch.tensor([token]))
     assert output.candidates.status.tolist() == [Status.SINGLE] and output.tokens.tolist() == [token]
-    expected = torch.nn.functional.softplus(values_from_scratch(models, [[*PROMPTS[0], token]])) / -math.log(0.9)
+    expected = lengths_from_scratch(models, [[*PROMPTS[0], token]], 0.9)
     torch.testing.assert_close(output.remaining_lengths, expected, rtol=0, atol=1e-3)
 
 
 def test_score_all_scores_single_candidates_and_nobody_else_s(models):
-    engine = Engine(*make_step(models[2], score_all=True))
-    for row, g in ((6, None), (1, GUIDANCE[0])):
-        engine.admit(row, PROMPTS[0], g, prompt_len=4)
-    engine.prefill([6, 1], [PROMPTS[0]] * 2)
-    scores = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
+    engine = Engine(*make_step(models.value, score_all=True)).start([6, 1], [PROMPTS[0]] * 2, [None, GUIDANCE[0]])
+    scores = random_scores(2)
     output = engine.decode([6, 1], [PROMPTS[0]] * 2, scores, top_k=1)
     assert output.candidates.status.tolist() == [Status.UNGUIDED, Status.SINGLE]
     expected = torch.zeros(2, 8)
@@ -555,22 +445,21 @@ def test_score_all_scores_single_candidates_and_nobody_else_s(models):
 
 def test_with_score_all_the_token_a_row_drew_itself_is_scored_alone(models):
     """Also where it is among the row's candidates, as whose value it does not count."""
-    engine = Engine(*make_step(models[2], score_all=True))
-    engine.admit(3, PROMPTS[0], GUIDANCE[0] | {"entropy_threshold": 100.0, "return_values": True}, prompt_len=4)
-    engine.prefill([3], PROMPTS[:1])
-    scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    guidance = GUIDANCE[0] | {"entropy_threshold": 100.0, "return_values": True}
+    engine = Engine(*make_step(models.value, score_all=True)).start([3], PROMPTS[:1], [guidance])
+    scores = random_scores(1)
     second = scores.topk(2).indices[:, 1]
     output = engine.decode([3], PROMPTS[:1], scores, drawn=second)
     assert output.candidates.status.tolist() == [Status.SKIP] and output.candidates.token_ids[0, 1] == second
-    expected = torch.nn.functional.softplus(values_from_scratch(models, [[*PROMPTS[0], second.item()]]))
-    torch.testing.assert_close(output.remaining_lengths, expected / -math.log(0.997), rtol=1e-4, atol=0)
+    expected = lengths_from_scratch(models, [[*PROMPTS[0], second.item()]], 0.997)
+    torch.testing.assert_close(output.remaining_lengths, expected, rtol=1e-4, atol=0)
     assert (output.value_logits == 0).all()
 
 
 def test_predict_writes_to_no_slot(models):
     """A prompt that repeats a token, predicted twice as it grows: the token is a candidate of the first prediction at
     the position it has in the second, and no slot is meant; slot 0 is another request's."""
-    engine = Engine(*make_step(models[2], page_size=1))
+    engine = Engine(*make_step(models.value, page_size=1))
     engine.admit(5, PROMPTS[2], GUIDANCE[0], prompt_len=9)
     engine.admit(2, [9, 9], {"return_values": True, "gamma": 0.9}, prompt_len=2)
     engine.prefill([5], [PROMPTS[2]])
@@ -583,7 +472,7 @@ def test_predict_writes_to_no_slot(models):
     before = engine.step.cache.keys.clone(), engine.step.cache.values.clone()
     second = engine.step.predict(tokens, row, i32([1]))
     assert torch.equal(engine.step.cache.keys, before[0]) and torch.equal(engine.step.cache.values, before[1])
-    expected = torch.nn.functional.softplus(values_from_scratch(models, [[9], [9, 9]])) / -math.log(0.9)
+    expected = lengths_from_scratch(models, [[9], [9, 9]], 0.9)
     torch.testing.assert_close(torch.cat([first, second]), expected, rtol=0, atol=1e-3)
 
 
@@ -592,12 +481,12 @@ def test_a_request_that_sat_a_step_out_is_computed_again(models, place):
     """Its candidates were overwritten by those of another request, at the same position and of the same tokens.
 
     At place 0 of its batch, which is then the other's, or at place 1, which the smaller batch after it has not."""
-    engine = Engine(*make_step(models[2]))
+    engine = Engine(*make_step(models.value))
     sequences, unguided = [[5, 6, 7], [8, 9, 10]], [11, 12, 13]
     for row, tokens, g in zip((4, 1, 6), (*sequences, unguided), (GUIDANCE[0], GUIDANCE[0], None), strict=True):
         engine.admit(row, [*tokens, 0], g, prompt_len=3)
     engine.prefill([4, 1], sequences)
-    scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    scores = random_scores(1)
     rows, tokens = ([6, 4], [unguided, sequences[0]]) if place else ([4], sequences[:1])
     token = engine.decode(rows, tokens, scores.expand(len(rows), -1).contiguous()).tokens[place].item()
     other = engine.decode([1], sequences[1:], scores)
@@ -608,11 +497,8 @@ def test_a_request_that_sat_a_step_out_is_computed_again(models, place):
 
 def test_a_candidate_at_another_position_is_computed_again(models):
     """A token was put in between, by a grammar say: what was drawn follows one position later than it was scored."""
-    engine = Engine(*make_step(models[2]))
-    for row in (4, 1):
-        engine.admit(row, [5, 6, 7, 0, 0], GUIDANCE[0], prompt_len=3)
-    engine.prefill([4, 1], [[5, 6, 7]] * 2)
-    scores = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
+    engine = Engine(*make_step(models.value)).start([4, 1], [[5, 6, 7]] * 2, [GUIDANCE[0]] * 2, room=2)
+    scores = random_scores(2)
     token = engine.decode([4, 1], [[5, 6, 7]] * 2, scores).tokens[1].item()
     row, i32 = torch.tensor([1]), engine.tensor
     engine.step.extend(i32([40]), engine.slots.slots(row, i32([3])), row, i32([0]), i32([1]), i32([3]))
@@ -625,7 +511,7 @@ def test_a_prompt_may_come_in_parts(models):
     rows, prompts = [6, 1, 4], [list(range(3, 53)), [60, 61], list(range(60, 90))]
     caches = []
     for parts in ([0, 100], [0, 1, 20, 23, 100]):
-        engine = Engine(*make_step(models[2], chunk_tokens=8))
+        engine = Engine(*make_step(models.value, chunk_tokens=8))
         for row, tokens in zip(rows, prompts, strict=True):
             engine.admit(row, tokens, GUIDANCE[0], prompt_len=len(tokens))
         for first, end in pairwise(parts):
@@ -647,34 +533,34 @@ def test_a_prompt_may_come_in_parts(models):
 
 def test_candidates_of_other_numbers_and_tables(models):
     """Two candidates a row, as many rows as there may be, end-of-sequence ids and scaled tokens up to their limits."""
-    step, slots = make_step(models[2], rows=3, max_candidates=2, max_eos=2, max_scaled_tokens=1)
+    step, slots = make_step(models.value, rows=3, max_candidates=2, max_eos=2, max_scaled_tokens=1)
     engine, rows, guidance = Engine(step, slots), [2, 0, 1], [GUIDANCE[0] | {"token_temperature_scale": {8: 2.0}}] * 3
     assert (step.max_rows, step.score_all) == (3, False)
     for row, tokens, g in zip(rows, PROMPTS, guidance, strict=False):
         engine.admit(row, tokens, g, prompt_len=len(tokens), eos={1, EOS})
     engine.prefill(rows, PROMPTS[:3])
-    scores = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
+    scores = random_scores(3)
     output = engine.decode(rows, PROMPTS[:3], scores)
     assert output.probs.shape == (3, 2)
     assert check_output(models, output, PROMPTS[:3], guidance, [len(tokens) for tokens in PROMPTS[:3]]) == 6
     with pytest.raises(ValueError, match="eos_token_ids must be at most 2 ids, got 3"):
-        step.set(0, None, {1, 2, 3})
+        step.add_request(0, None, {1, 2, 3})
     with pytest.raises(ValueError, match="token_temperature_scale must be of at most 1 tokens, got 2"):
-        step.set(0, parse_guidance({"token_temperature_scale": {1: 2.0, 2: 2.0}}), {1})
+        step.add_request(0, parse_guidance({"token_temperature_scale": {1: 2.0, 2: 2.0}}), {1})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_token_temperatures_leave_with_their_request(models, dtype):
-    step, _ = make_step(models[2])
-    step.set(5, parse_guidance({"token_temperature_scale": {3: 2.0, VOCAB - 1: 4.0, VOCAB: 9.0}}), {EOS})
-    step.set(2, parse_guidance({"token_temperature_scale": {3: 0.5}}), {EOS})
-    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0)).to(dtype)
+    step, _ = make_step(models.value)
+    step.add_request(5, parse_guidance({"token_temperature_scale": {3: 2.0, VOCAB - 1: 4.0, VOCAB: 9.0}}), {EOS})
+    step.add_request(2, parse_guidance({"token_temperature_scale": {3: 0.5}}), {EOS})
+    logits = random_scores(3).to(dtype)
     expected = logits.clone()
     expected[1, [3, VOCAB - 1]] *= torch.tensor([2.0, 4.0], dtype=dtype)
     expected[2, 3] *= 0.5
     step.scale_tokens(logits, torch.tensor([0, 5, 2]))
     assert torch.equal(logits, expected)
-    step.clear(5)
+    step.remove_request(5)
     expected[0, 3] *= 0.5
     step.scale_tokens(logits, torch.tensor([2, 5, 0]))
     assert torch.equal(logits, expected)
@@ -691,9 +577,9 @@ def test_steps_from_graphs_of_more_rows(models, monkeypatch):
         graph = SimpleNamespace(replay=lambda: value_logits.copy_(step._score(*inputs)))
         step._captured[bucket] = [graph], value_logits
 
-    results, deltas = [], deltas_of_steps(models[2], monkeypatch)
+    results, deltas = [], deltas_of_steps(models.value, monkeypatch)
     for graphs in (False, True):
-        engine = Engine(*make_step(models[2], rows=7))
+        engine = Engine(*make_step(models.value, rows=7))
         step = engine.step
         if graphs:
             step.graphs, step._captured = True, {}
@@ -702,7 +588,7 @@ def test_steps_from_graphs_of_more_rows(models, monkeypatch):
             monkeypatch.setattr(step, "_capture", capture)
         rows, prompts = [6, 2, 5, 0], [[*tokens, 40 + i] for i, tokens in enumerate(PROMPTS)]
         sequences, outputs = run_requests(engine, prompts, [GUIDANCE[0]] * 4, 4, rows=rows)
-        scores = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
+        scores = random_scores(4)
         for batch in ([1, 2, 3], [2, 1, 3], [0]):  # indices of rows
             now = [sequences[i] for i in batch]
             for i, tokens in zip(batch, now, strict=True):
@@ -724,11 +610,11 @@ def test_working_bytes_of_a_step_by_hand(models):
     token = 4 * (2 * 48 + 80 + 2 * (4 + 2 * 2) * 12) + 6 * 12 + 64
     row = VOCAB * 10 // 128 + 320 * 8 + 64
     sizes = dict(rows=3, vocab_size=VOCAB)
-    assert working_bytes(models[2], max_len=512, max_candidates=8, **sizes) == 27 * token + 3 * row
+    assert working_bytes(models.value, max_len=512, max_candidates=8, **sizes) == 27 * token + 3 * row
     split = 4 * 3 * 27 * 4 * 13
-    assert working_bytes(models[2], max_len=1025, max_candidates=8, **sizes) == 27 * token + 3 * row + split
+    assert working_bytes(models.value, max_len=1025, max_candidates=8, **sizes) == 27 * token + 3 * row + split
     row = VOCAB * 2 // 128 + 64
-    assert working_bytes(models[2], max_len=512, tokens=50, **sizes) == 50 * token + 3 * row
+    assert working_bytes(models.value, max_len=512, tokens=50, **sizes) == 50 * token + 3 * row
 
 
 # --- long prompts and memory ---
@@ -738,10 +624,7 @@ def test_chunks_give_the_same_cache(models):
     prompts = [list(range(3, 53)), [60], list(range(60, 90))]
     caches = []
     for chunk_tokens in (1000, 7):
-        engine = Engine(*make_step(models[2], chunk_tokens=chunk_tokens))
-        for row, tokens in enumerate(prompts):
-            engine.admit(row, tokens, GUIDANCE[0], prompt_len=len(tokens))
-        engine.prefill([0, 1, 2], prompts)
+        engine = Engine(*make_step(models.value, chunk_tokens=chunk_tokens)).start(range(3), prompts, [GUIDANCE[0]] * 3)
         caches.append(torch.stack((engine.step.cache.keys, engine.step.cache.values)))
     torch.testing.assert_close(*caches, rtol=0, atol=ATOL)
     assert (caches[0] != 0).any(dim=(0, 1, 3, 4)).sum() == 49 + 29
@@ -795,9 +678,7 @@ def test_memory_of_a_step_is_as_stated(device, rows, max_len):
     engine.step.extend = measured("extend", engine.step.extend)
     engine.step.step = measured("step", engine.step.step)
     prompts = [[3] * 70] * rows
-    for row, tokens in enumerate(prompts):
-        engine.admit(row, tokens, GUIDANCE[0], prompt_len=len(tokens))
-    engine.prefill(range(rows), prompts)
+    engine.start(range(rows), prompts, [GUIDANCE[0]] * rows)
     engine.decode(range(rows), prompts, torch.randn(rows, VOCAB, device=device))
     sizes = dict(rows=rows, max_len=max_len, vocab_size=VOCAB)
     stated = {
@@ -875,13 +756,6 @@ def test_sync_mode_catches(reads_back):
         reads_back()
 
 
-def tiny_value_model(device, dtype=None):
-    """One layer, of widths that the kernels' tiles do not divide; Qwen3, which has every operation of a layer."""
-    config = Qwen3Config(**{**TINY, "num_hidden_layers": 1}, head_dim=16)
-    tensors = {**random_model(Qwen3ForCausalLM, config).state_dict(), **random_head()}
-    return ValueModel(ValueModelConfig.from_hf(config), tensors, device=device, dtype=dtype)
-
-
 @pytest.mark.parametrize("is_logits", [True, False])
 @pytest.mark.parametrize("commit_winners", [True, False])
 def test_sync_free_step(device, is_logits, commit_winners):
@@ -901,7 +775,7 @@ def test_sync_free_step(device, is_logits, commit_winners):
     starts = engine.tensor([sum(map(len, PROMPTS[:i])) for i in range(4)])
     position = engine.tensor([p for tokens in PROMPTS for p in range(len(tokens))])
     row_of = engine.tensor([row for row, tokens in enumerate(PROMPTS) for _ in tokens])
-    scores = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
+    scores = random_scores(4).to(device)
     scores = scores if is_logits else torch.softmax(scores, dim=1)
     probs, filters = torch.softmax(scores, dim=1), dict(top_k=lens * 0 + 5, top_p=lens * 0 + 1.0, min_p=lens * 0.0)
     options = dict(is_logits=is_logits, sample=True, probs=probs, active=lens >= 0)
@@ -946,10 +820,9 @@ def test_the_backend_reaches_every_operator(device, monkeypatch):
         monkeypatch.setattr(f"lenvm_kernels.ops.{name}._reference", fail)
     monkeypatch.setattr("lenvm_kernels.reference.value_tree_attention.value_tree_attention", fail)
     engine = Engine(*make_step(tiny_value_model(device), rows=2, max_len=8, backend="triton"))
-    engine.admit(1, [5, 6, 7, 0], GUIDANCE[0] | {"return_values": True}, prompt_len=3)
-    engine.prefill([1], [[5, 6, 7]])
+    engine.start([1], [[5, 6, 7]], [GUIDANCE[0] | {"return_values": True}])
     predicted = engine.step.predict(engine.tensor([7]), engine.tensor([1]), engine.tensor([2]))
-    scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
+    scores = random_scores(1).to(device)
     output = engine.decode([1], [[5, 6, 7]], scores, top_k=2)
     assert output.tokens >= 0 and predicted > 0 and output.remaining_lengths > 0
 
@@ -979,8 +852,6 @@ def test_batch_invariant_draws(device):
 
 # --- CUDA graphs ---
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-
 
 @needs_gpu
 @pytest.mark.parametrize("batch", [1, 3, 8])
@@ -999,10 +870,7 @@ def test_graph_gives_what_launches_give(device, batch):
 @needs_gpu
 def test_graph_of_the_whole_step(device):
     """A caller can capture all of a step in a graph of its own."""
-    engine = Engine(*make_step(tiny_value_model(device), graphs=False))
-    for row, tokens in enumerate(PROMPTS):
-        engine.admit(row, tokens, GUIDANCE[0], prompt_len=len(tokens))
-    engine.prefill(range(4), PROMPTS)
+    engine = Engine(*make_step(tiny_value_model(device), graphs=False)).start(range(4), PROMPTS, [GUIDANCE[0]] * 4)
     scores = torch.randn(4, VOCAB, device=device)
     lengths, rows = engine.tensor([len(tokens) for tokens in PROMPTS]), engine.tensor([0, 1, 2, 3])
     arguments = (scores, engine.tensor([tokens[-1] for tokens in PROMPTS]), rows, lengths)
@@ -1027,14 +895,14 @@ def test_graph_of_the_whole_step(device):
 
 
 def test_warm_up_changes_nothing(models):
-    engine = Engine(*make_step(models[2], max_rows=3, chunk_tokens=5))
+    engine = Engine(*make_step(models.value, max_requests=3, chunk_tokens=5))
     engine.admit(0, PROMPTS[0], GUIDANCE[0], prompt_len=4)
     before = engine.step.cache.keys.clone()
     engine.step.warm_up(progress=False)
     engine.step.warm_up(torch.bfloat16, is_logits=False, progress=False)
     assert torch.equal(engine.step.cache.keys, before)
     engine.prefill([0], PROMPTS[:1])
-    scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    scores = random_scores(1)
     assert check_output(models, engine.decode([0], PROMPTS[:1], scores), PROMPTS[:1], [GUIDANCE[0]], [4])
 
 
@@ -1058,71 +926,56 @@ def good_step(rows=2):
 GOOD_EXTEND = dict(
     tokens=torch.zeros(3, dtype=torch.int32), slots=torch.arange(3), rows=torch.arange(2)
 ) | dict.fromkeys(("starts", "lens", "cached_lens"), torch.zeros(2, dtype=torch.int32))
+FLOATS, INTEGERS = [torch.float32, torch.bfloat16, torch.float16], [torch.int32, torch.int64]
 GOOD_PREDICT = dict(tokens=torch.arange(2), rows=torch.arange(2), lengths=torch.zeros(2, dtype=torch.int32))
 
 
 @pytest.mark.parametrize(
-    ("method", "good", "name", "message"),
+    ("method", "good", "name", "shape", "dtypes"),
     [
-        ("step", good_step(), "scores", r"float32\|bfloat16\|float16 \[\*, 97\]"),
-        *[("step", good_step(), name, r"int32\|int64 \[2\]") for name in ("tokens", "rows", "slots", "drawn")],
-        ("step", good_step(), "lengths", r"int32 \[2\]"),
-        ("step", good_step(), "active", r"bool \[2\]"),
-        ("extend", GOOD_EXTEND, "tokens", r"int32\|int64 \[\*\]"),
-        ("extend", GOOD_EXTEND, "slots", r"int32\|int64 \[3\]"),
-        ("extend", GOOD_EXTEND, "rows", r"int32\|int64 \[\*\]"),
-        *[("extend", GOOD_EXTEND, name, r"int32 \[2\]") for name in ("starts", "lens", "cached_lens")],
-        ("predict", GOOD_PREDICT, "tokens", r"int32\|int64 \[\*\]"),
-        ("predict", GOOD_PREDICT, "rows", r"int32\|int64 \[2\]"),
-        ("predict", GOOD_PREDICT, "lengths", r"int32 \[2\]"),
+        ("step", good_step(), "scores", r"[*, 97]", FLOATS),
+        *(("step", good_step(), name, "[2]", INTEGERS) for name in ("tokens", "rows", "slots", "drawn")),
+        ("step", good_step(), "lengths", "[2]", [torch.int32]),
+        ("step", good_step(), "active", "[2]", [torch.bool]),
+        ("extend", GOOD_EXTEND, "tokens", "[*]", INTEGERS),
+        ("extend", GOOD_EXTEND, "slots", "[3]", INTEGERS),
+        ("extend", GOOD_EXTEND, "rows", "[*]", INTEGERS),
+        *(("extend", GOOD_EXTEND, name, "[2]", [torch.int32]) for name in ("starts", "lens", "cached_lens")),
+        ("predict", GOOD_PREDICT, "tokens", "[*]", INTEGERS),
+        ("predict", GOOD_PREDICT, "rows", "[2]", INTEGERS),
+        ("predict", GOOD_PREDICT, "lengths", "[2]", [torch.int32]),
     ],
 )
-def test_every_tensor_is_checked(models, method, good, name, message):
-    """Its dtype, that it is a vector of as many rows as there are, and its device."""
-    step, _ = make_step(models[2], commit_winners=False)
-    getattr(step, method)(**good)
-    wrong = [good[name].to(torch.complex64), good[name][None], good[name].to("meta")]
-    for x in wrong if "*" in message else [*wrong, torch.cat([good[name]] * 2)]:
-        with pytest.raises(ValueError, match=f"^{name} must be {message} on cpu, got"):
-            getattr(step, method)(**good | {name: x})
+def test_every_tensor_is_checked(models, method, good, name, shape, dtypes):
+    function = getattr(make_step(models.value, commit_winners=False)[0], method)
+    assert_refuses(function, good, name, *dtypes, any_rows="*" in shape)
+    accepted = "|".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    with pytest.raises(ValueError, match=re.escape(f"{name} must be {accepted} {shape} on cpu, got")):
+        function(**good | {name: good[name].to("meta")})
 
 
 def test_tables_and_sizes_are_checked(models):
     table = torch.zeros(3, 4, dtype=torch.int32)
-    for name, value in (("num_slots", 0), ("max_rows", 0), ("chunk_tokens", -1)):
+    sizes = dict(num_slots=12, vocab_size=VOCAB)
+    for name, value in (("num_slots", 0), ("max_rows", 0), ("chunk_tokens", 0), ("chunk_tokens", -1)):
         with pytest.raises(ValueError, match=f"{name} must be at least 1, got {value}"):
-            GuidedStep(models[2], table, **{"num_slots": 12, "vocab_size": VOCAB, name: value})
+            GuidedStep(models.value, table, **sizes | {name: value})
     for bad in (table.long(), table[0], table.to("meta")):
         with pytest.raises(ValueError, match=r"slot_table must be int32 \[\*, \*\] on cpu, got"):
-            GuidedStep(models[2], bad, 12, vocab_size=VOCAB)
-    with pytest.raises(ValueError, match="max_candidates must be a power of two up to 64, got 128"):
-        GuidedStep(models[2], table, 12, vocab_size=VOCAB, max_candidates=128)
-    step = GuidedStep(models[2], table, 12, vocab_size=VOCAB, max_candidates=64)
+            GuidedStep(models.value, bad, **sizes)
+    for number in (5, 128):
+        with pytest.raises(ValueError, match=f"max_candidates must be a power of two up to 64, got {number}"):
+            GuidedStep(models.value, table, **sizes, max_candidates=number)
+    with pytest.raises(ValueError, match="graphs must be None or False unless the value model is on a GPU"):
+        GuidedStep(models.value, table, **sizes, graphs=True)
+    step = GuidedStep(models.value, table, **sizes, max_candidates=64, max_requests=2)
     for row in (-1, 3):
         with pytest.raises(IndexError, match=rf"row must be in \[0, 3\), got {row}"):
-            step.set(row, None, set())
-    with pytest.raises(ValueError, match="scores must have 1 to max_rows = 3 rows, got 0"):
-        step.step(**good_step(0))
-
-
-def test_bad_arguments_are_named(models):
-    with pytest.raises(ValueError, match="max_candidates must be a power of two up to 64, got 5"):
-        make_step(models[2], max_candidates=5)
-    with pytest.raises(ValueError, match="chunk_tokens must be at least 1, got 0"):
-        make_step(models[2], chunk_tokens=0)
-    if models[2].device.type == "cpu":
-        with pytest.raises(ValueError, match="graphs must be None or False unless the value model is on a GPU"):
-            make_step(models[2], graphs=True)
-    engine = Engine(*make_step(models[2], max_rows=2))
-    with pytest.raises(IndexError, match=r"row must be in \[0, 8\), got 8"):
-        engine.step.set(8, None, set())
+            step.add_request(row, None, set())
     with pytest.raises(ValueError, match="eos_token_ids must be at most 8 ids, got 9"):
-        engine.step.set(0, None, set(range(9)))
-    with pytest.raises(ValueError, match="scores must have 1 to max_rows = 2 rows, got 3"):
-        engine.decode([0, 1, 2], PROMPTS[:3], torch.zeros(3, VOCAB))
+        step.add_request(0, None, set(range(9)))
+    for rows in (0, 3):
+        with pytest.raises(ValueError, match=f"scores must have 1 to max_rows = 2 rows, got {rows}"):
+            step.step(**good_step(rows))
     with pytest.raises(ValueError, match=r"scores must be .* \[\*, 97\] on cpu, got float32 \[1, 96\]"):
-        engine.decode([0], PROMPTS[:1], torch.zeros(1, VOCAB - 1))
-    with pytest.raises(ValueError, match=r"active must be bool \[1\]"):
-        engine.decode([0], PROMPTS[:1], torch.zeros(1, VOCAB), active=torch.ones(1))
-    with pytest.raises(ValueError, match="slots must be"):
-        engine.step.extend(*[engine.tensor([1])] * 1, engine.tensor([1, 2]), *[engine.tensor([0])] * 4)
+        step.step(**good_step(1) | {"scores": torch.zeros(1, VOCAB - 1)})

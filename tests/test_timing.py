@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lenvm_kernels import step, timing
 from lenvm_kernels.timing import STAGES, StepRecord, StepTimer, file_of_process
-from tests.test_step import GUIDANCE, PROMPTS, VOCAB, Engine, make_step, needs_gpu, run_requests, tiny_value_model
+from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step, needs_gpu, run_requests
+from tests.helpers.models import VOCAB, tiny_value_model
 
 NAMES = ["step", "rows", *(f"{stage}_ms" for stage in STAGES), "total_ms"]
 

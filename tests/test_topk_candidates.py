@@ -13,9 +13,10 @@ from hypothesis import given
 from lenvm_kernels.fuzz.ops.topk_candidates import Inputs, compare, run
 from lenvm_kernels.fuzz.tolerances import assert_matches
 from lenvm_kernels.ops import topk_candidates as module
-from lenvm_kernels.ops.topk_candidates import FEW_ROWS, TILE, Status, topk_candidates
-from tests.cases import assert_right, cases
-from tests.wrong_tensors import assert_refuses
+from lenvm_kernels.ops.topk_candidates import FEW_ROWS, TILE, topk_candidates
+from lenvm_kernels.types import Status
+from tests.helpers.cases import assert_right, cases
+from tests.helpers.wrong_tensors import assert_refuses
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "candidates.jsonl").open()]
 

@@ -9,7 +9,7 @@ from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.value_model import ValueModel
-from tests.test_value_model import random_model
+from tests.helpers.models import random_model, value_logits
 
 VOCAB, HIDDEN, EOS, PAD = 61, 32, 2, 0
 TINY = dict(
@@ -59,11 +59,7 @@ def prompts():
 
 def plain_value(value_backbone, head, prefix, candidate):
     """The value logit of a candidate, by a full forward of ``transformers`` over prefix and candidate."""
-    with torch.no_grad():
-        ids = torch.tensor([[*prefix, candidate]])
-        hidden = value_backbone.model(ids).last_hidden_state[0, -1]
-        inner = torch.nn.functional.silu(head["v_head.fc.weight"] @ hidden + head["v_head.fc.bias"])
-        return (head["v_head.summary.weight"] @ inner + head["v_head.summary.bias"]).item()
+    return value_logits(value_backbone, head, torch.tensor([[*prefix, candidate]]))[0, -1].item()
 
 
 def plain_step(base, value_backbone, head, prefix, guidance, generated, sampling):

@@ -12,12 +12,12 @@ from transformers import Qwen3Config
 
 from bench.baselines.two_forward import NO_TOP_K, TwoForwardStep, reweighted, row_reweighted, tree_mask
 from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.ops.topk_candidates import Status
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import ValueModel, ValueModelConfig
-from tests.test_step import Engine
-from tests.test_value_model import ARCHITECTURES, TINY, VOCAB, random_head, random_model
+from tests.helpers.engine import Engine
+from tests.helpers.models import ARCHITECTURES, TINY, VOCAB, random_head, random_model
 
 GOLDEN = Path(__file__).parent / "golden"
 ATOL = 2e-5  # on value logits of O(1), keys and values, fp32 against fp32
@@ -44,7 +44,7 @@ def make_model_of_vocab(vocab, device):
 
 
 def make_both(model, guidance, *, top_k=8):
-    """The baseline and the guided step with the same prompts admitted, as engines of tests/test_step.py."""
+    """The baseline and the guided step with the same prompts admitted, as engines."""
     engines = []
     for cls in (TwoForwardStep, GuidedStep):
         slots = PagedSlots(len(guidance), 48, page_size=4, device=model.device)
@@ -184,12 +184,12 @@ def test_requests_come_and_go(device):
     assert len(baseline._free) == slots - 3
     assert (theirs.probs.gather(1, theirs.tokens[:, None].long()) > 0).all()
     assert [token in ids for token, ids in zip(theirs.tokens.tolist(), theirs.candidate_ids, strict=True)] == [True] * 3
-    baseline.clear(1)
+    baseline.remove_request(1)
     assert len(baseline._free) == slots - 2 + len(PROMPTS[1]) - 1
     unguided, _, _ = decode_both(engines, PROMPTS[:3], random_scores(3, 2, device))  # rows 0 and 2 from where they were
     assert unguided.rows == [0, 2]
-    baseline.clear(0)
-    baseline.clear(2)
+    baseline.remove_request(0)
+    baseline.remove_request(2)
     assert sorted(baseline._free.tolist()) == list(range(baseline.cache.keys.shape[1]))
     nothing = engines[0].decode([0, 1, 2], PROMPTS[:3], random_scores(3, 2, device))
     assert nothing.tokens is None and nothing.rows == []
@@ -198,7 +198,7 @@ def test_requests_come_and_go(device):
 def test_bad_input_is_named(device):
     engine = make_both(make_model("qwen2", device), [{"value_scale": 0.9}] * 2, top_k=4)[0]
     with pytest.raises(IndexError, match=r"row must be in \[0, 2\), got 2"):
-        engine.step.set(2, None, set())
+        engine.step.add_request(2, None, set())
     with pytest.raises(ValueError, match="row 0 must have 5 tokens before these, has 3"):
         engine.decode([0, 1], [[*PROMPTS[0], 4, 4], PROMPTS[1]], random_scores(2, 0, device))
     engine = make_both(make_model("qwen2", device), [{"value_scale": 0.9}] * 2, top_k=4)[0]
@@ -232,7 +232,7 @@ def test_golden_candidates(device):
         step = TwoForwardStep(
             model, torch.zeros(1, 8), 8, vocab_size=pair["vocab"], max_candidates=max(pair["top_k"], 1)
         )
-        step.set(0, parse_guidance({"value_scale": 0.9, "entropy_threshold": pair["entropy_threshold"]}), set())
+        step.add_request(0, parse_guidance({"value_scale": 0.9, "entropy_threshold": pair["entropy_threshold"]}), set())
         numbers = dict(dtype=torch.int32, device=device)
         output = step.step(
             probs,

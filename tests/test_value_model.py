@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -23,25 +22,9 @@ from transformers import (
 
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel, ValueModelConfig
+from tests.helpers.models import ARCHITECTURES, TINY, VOCAB, random_head, random_model, value_logits
 
 ATOL = 1e-5  # on logits of O(1), fp32 against fp32
-VOCAB, HIDDEN = 97, 48
-TINY = dict(
-    vocab_size=VOCAB,
-    hidden_size=HIDDEN,
-    intermediate_size=80,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    tie_word_embeddings=False,
-)
-ARCHITECTURES = {
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**TINY)),
-    # heads that are not hidden_size / num_attention_heads wide
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=16)),
-    "llama": (LlamaForCausalLM, LlamaConfig(**TINY)),
-}
 ROPE_SCALING = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "llama3": {
@@ -53,29 +36,6 @@ ROPE_SCALING = {
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
 }
-HEAD_SHAPES = {
-    "v_head.fc.weight": (HIDDEN, HIDDEN),
-    "v_head.fc.bias": (HIDDEN,),
-    "v_head.summary.weight": (1, HIDDEN),
-    "v_head.summary.bias": (1,),
-}
-
-
-def random_model(model_class, config, seed=0):
-    """A ``transformers`` model whose every weight matters: biases and norms too, activations and logits of O(1)."""
-    generator = torch.Generator().manual_seed(seed)
-    model = model_class(config).eval()
-    for parameter in model.parameters():
-        scale = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.3
-        shift = 1.0 if parameter.dim() == 1 else 0.0
-        parameter.data = torch.randn(parameter.shape, generator=generator) * scale + shift
-    model.model.embed_tokens.weight.data *= HIDDEN**0.5
-    return model
-
-
-def random_head(seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in HEAD_SHAPES.items()}
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -88,12 +48,9 @@ def loaded(request, tmp_path_factory):
     return model, head, ValueModel.from_pretrained(path)
 
 
-@torch.no_grad()
 def expected_values(model, head, tokens):
-    """fp32 [len(tokens)]: the value logit at every token, by a full forward of ``transformers`` and a plain head."""
-    h = model.model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
-    h = F.silu(F.linear(h, head["v_head.fc.weight"], head["v_head.fc.bias"]))
-    return F.linear(h, head["v_head.summary.weight"], head["v_head.summary.bias"])[:, 0]
+    """fp32 ``[len(tokens)]``: the value logit at every token."""
+    return value_logits(model, head, torch.tensor([tokens]))[0]
 
 
 def random_tokens(count, seed):

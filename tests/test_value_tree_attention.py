@@ -23,7 +23,7 @@ from lenvm_kernels.ops.value_tree_attention import (
     SPLIT_TILES,
     value_tree_attention,
 )
-from tests.cases import assert_right, cases
+from tests.helpers.cases import assert_right, cases
 
 SPLIT_LEN, MAX_SPLITS = SPLIT_LEN.value, MAX_SPLITS.value
 SPLIT_ROWS = SPLIT_TILES.value * BLOCK_M.value  # (token, head) pairs of a request that can be split

@@ -3,7 +3,7 @@
 Each module is one package, each function one peer: it takes the tensors of our operator, prepares everything that the
 peer wants made beforehand, and returns ``run``, one call of the peer. What its docstring says is prepared is not timed.
 A peer's package is imported when a function of its module is called: as it is installed, else from what ``python -m
-bench.fetch_peers`` put into the folder ``peers``. A peer that cannot run raises :class:`Absent`.
+tools.fetch_peers`` put into the folder ``peers``. A peer that cannot run raises :class:`Absent`.
 """
 
 import importlib
@@ -42,7 +42,7 @@ def load(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name == package:
-            raise Absent(f"{package} is not installed: python -m bench.fetch_peers") from None
+            raise Absent(f"{package} is not installed: python -m tools.fetch_peers") from None
         raise Absent(f"{module} does not import: {error}") from error
     except Exception as error:  # no peer may end a run, and packages fail to import in every way there is
         raise Absent(f"{module} does not import: {describe(error)}") from error
@@ -55,7 +55,7 @@ def describe(error: BaseException) -> str:
 
 @cache
 def _add_archives() -> None:
-    """Unpack what ``bench.fetch_peers`` fetched, once a machine, and make it importable.
+    """Unpack what ``tools.fetch_peers`` fetched, once a machine, and make it importable.
 
     It comes last in the search path: what is installed is what fits this machine's PyTorch."""
     for archive in sorted([*ARCHIVES.glob("*.whl"), *ARCHIVES.glob("*.zip")]):

@@ -29,8 +29,9 @@ Where this differs from the fork:
 - Projections of q, k, v and gate, up are one matrix each, as in the fork; norms, rotary embedding, activation and the
   cache write are PyTorch operators, where the fork has kernels. No side stream: the main one would wait for it.
 - Probabilities come from one softmax; the fork also writes them over the logits.
-- Requests leave by :meth:`TwoForwardStep.clear`. The fork drops those that are not in a step, and computes all their
-  tokens again afterwards. Prompts may come ahead (:meth:`TwoForwardStep.extend`); in the fork the first step has them.
+- Requests leave by :meth:`TwoForwardStep.remove_request`. The fork drops those that are not in a step, and computes all
+  their tokens again afterwards. Prompts may come ahead (:meth:`TwoForwardStep.extend`); in the fork the first step has
+  them.
 - Requests with neutral parameters are unguided (:func:`parse_guidance` makes them so).
 """
 
@@ -44,7 +45,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from lenvm_kernels.guidance import GuidanceParams, Mode
+from lenvm_kernels.guidance import GuidanceParams
+from lenvm_kernels.types import Mode
 from lenvm_kernels.value_model import KVCache, ValueModel
 
 NO_TOP_K = 1 << 30  # the fork's top_k without a limit
@@ -135,9 +137,9 @@ class TwoForwardStep:
     Args:
         value_model: whose weights it runs.
         slot_table: ``[R, pages]``; the engine's, of which only the shape is used.
-        num_slots: slots for the tokens of all requests. The candidates' ``max_rows * max_candidates`` come on top.
+        num_slots: slots for the tokens of all requests. The candidates' ``max_requests * max_candidates`` come on top.
         vocab_size: V.
-        max_rows: the largest batch (None: R).
+        max_requests: the largest batch (None: R).
         max_candidates: the most candidates that a row may come to have: room, not a filter.
         page_size: tokens of a page of ``slot_table``.
         chunk_tokens: tokens of :meth:`extend` that are computed at a time.
@@ -150,7 +152,7 @@ class TwoForwardStep:
         num_slots: int,
         *,
         vocab_size: int,
-        max_rows: int | None = None,
+        max_requests: int | None = None,
         max_candidates: int = 8,
         page_size: int = 1,
         chunk_tokens: int = 4096,
@@ -158,7 +160,7 @@ class TwoForwardStep:
         rows, pages = slot_table.shape
         self.value_model, self.device, self.vocab_size = value_model, value_model.device, vocab_size
         self.max_candidates, self.chunk_tokens = max_candidates, chunk_tokens
-        num_slots += (rows if max_rows is None else max_rows) * max_candidates
+        num_slots += (rows if max_requests is None else max_requests) * max_candidates
         self.cache = KVCache.of_slots(value_model, num_slots)
         self._max_len = pages * page_size + max_candidates
         self.slot_table = torch.zeros(rows, -(-self._max_len // 8) * 8, dtype=torch.int64, device=self.device)
@@ -169,27 +171,28 @@ class TwoForwardStep:
 
     # --- requests ---
 
-    def set(
+    def add_request(
         self,
-        row: int,
+        table_row: int,
         params: GuidanceParams | None,
         eos_token_ids: set[int],
         *,
         prompt_len: int = 0,
         seed: int = 0,
     ) -> None:
-        """Admit a request into a row of the slot table; arguments as in :meth:`GuidedStep.set`, ``seed`` unused."""
-        if not 0 <= row < len(self.slot_table):
-            raise IndexError(f"row must be in [0, {len(self.slot_table)}), got {row}")
-        if row in self._requests:
-            self.retract(row, 0)
-            del self._requests[row]
+        """Admit a request into a row of the slot table; arguments as in :meth:`GuidedStep.add_request`, ``seed``
+        unused."""
+        if not 0 <= table_row < len(self.slot_table):
+            raise IndexError(f"table_row must be in [0, {len(self.slot_table)}), got {table_row}")
+        if table_row in self._requests:
+            self.retract(table_row, 0)
+            del self._requests[table_row]
         if params is not None and params.mode != Mode.UNGUIDED:
-            self._requests[row] = _Request(row, params, eos_token_ids, prompt_len)
+            self._requests[table_row] = _Request(table_row, params, eos_token_ids, prompt_len)
 
-    def clear(self, row: int) -> None:
+    def remove_request(self, table_row: int) -> None:
         """Give back the slots of a request that leaves."""
-        self.set(row, None, set())
+        self.add_request(table_row, None, set())
 
     def retract(self, row: int, length: int) -> None:
         """Forget all but the first ``length`` tokens of a guided request, and give back their slots."""
@@ -204,13 +207,16 @@ class TwoForwardStep:
         self,
         tokens: torch.Tensor,
         slots: torch.Tensor | None,
-        rows: torch.Tensor,
+        table_rows: torch.Tensor,
         starts: torch.Tensor,
         lens: torch.Tensor,
         cached_lens: torch.Tensor,
     ) -> None:
         """Compute and keep keys and values of prompts; arguments as in :meth:`GuidedStep.extend`, ``slots`` unused."""
-        ids, batch = tokens.tolist(), torch.stack([x.long() for x in (rows, starts, lens, cached_lens)], 1).tolist()
+        ids, batch = (
+            tokens.tolist(),
+            torch.stack([x.long() for x in (table_rows, starts, lens, cached_lens)], 1).tolist(),
+        )
         pieces = []
         for row, start, length, cached in batch:
             if row not in self._requests or length == 0:
@@ -239,7 +245,7 @@ class TwoForwardStep:
         self,
         scores: torch.Tensor,
         tokens: torch.Tensor,
-        rows: torch.Tensor,
+        table_rows: torch.Tensor,
         lengths: torch.Tensor,
         slots: torch.Tensor | None = None,
         *,
@@ -257,7 +263,7 @@ class TwoForwardStep:
             RuntimeError: what the fork fails on (see above), or no free slots.
         """
         # Stands for the engine's own read of what it drew, through which the fork knows its requests' tokens.
-        numbers = torch.stack([x.long() for x in (rows, tokens, lengths)], 1).tolist()
+        numbers = torch.stack([x.long() for x in (table_rows, tokens, lengths)], 1).tolist()
         requests = [self._requests.get(row) for row, _, _ in numbers]
         for request, (row, token, length) in zip(requests, numbers, strict=True):
             if request is not None:

@@ -15,60 +15,55 @@ import torch
 
 from bench.study import flops, report, run
 
-# Of the random load.
-RANDOM_BASE, RANDOM_VALUE_MODELS, CACHED = "Qwen2.5-7B", ("Qwen2.5-0.5B", "Qwen2.5-1.5B"), 512
+# What is not given, by device.
+DEFAULTS = {
+    "cuda": dict(load="random", dtype="bfloat16", rows=64, steps=128),
+    "cpu": dict(load="smollm2", dtype="float32", rows=4, steps=24),
+}
+# What is not given, of the random load.
+RANDOM = dict(base="Qwen2.5-7B", value_model=["Qwen2.5-0.5B", "Qwen2.5-1.5B"], cached=512)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m bench.study", description=__doc__, **options)
     commands = parser.add_subparsers(dest="command", required=True, metavar="flops | run | report")
 
-    estimate = commands.add_parser("flops", help=flops.__doc__.splitlines()[0])
-    estimate.add_argument(
-        "--check", action="store_true", help="compare with the published figures; fails if they differ"
-    )
-    model = "config.json, a folder with one, or a name of bench.models"
-    estimate.add_argument("--base", default=flops.PUBLISHED_BASE, help=f"base model: {model} (default: %(default)s)")
-    estimate.add_argument("--value-model", default=flops.PUBLISHED_VALUE, help=f"{model} (default: %(default)s)")
-    estimate.add_argument("--top-k", type=_positive, default=5, help="candidates of an output token (default: 5)")
-    work = flops.PUBLISHED_WORK
-    for name, what in (
-        ("prompts", "prompts"),
-        ("samples", "samples of each prompt"),
-        ("prompt-tokens", "tokens of a prompt"),
-        ("output-tokens", "tokens of a sample"),
-    ):
-        default = getattr(work, name.replace("-", "_"))
-        estimate.add_argument(f"--{name}", type=_positive, default=default, help=f"{what} (default: {default})")
+    add = commands.add_parser("flops", help=flops.__doc__.splitlines()[0]).add_argument
+    add("--check", action="store_true", help="compare with the published figures; fails if they differ")
+    model = "config.json, a folder with one, or a name of bench.models (default: %(default)s)"
+    add("--base", default=flops.PUBLISHED_BASE, help=f"base model: {model}")
+    add("--value-model", default=flops.PUBLISHED_VALUE, help=model)
+    work, default = flops.PUBLISHED_WORK, "(default: %(default)s)"
+    add("--top-k", type=_positive, default=5, help=f"candidates of an output token {default}")
+    add("--prompts", type=_positive, default=work.prompts, help=f"prompts {default}")
+    add("--samples", type=_positive, default=work.samples, help=f"samples of each prompt {default}")
+    add("--prompt-tokens", type=_positive, default=work.prompt_tokens, help=f"tokens of a prompt {default}")
+    add("--output-tokens", type=_positive, default=work.output_tokens, help=f"tokens of a sample {default}")
 
-    decode = commands.add_parser(
-        "run",
-        help=run.__doc__.splitlines()[0],
-        description=run.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    cuda = torch.cuda.is_available()
-    decode.add_argument("--out", type=Path, required=True, help="folder for the results; made if it is not there")
-    decode.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if cuda else "cpu")
-    decode.add_argument(
-        "--load", choices=["smollm2", "random"], help="(default: random weights on a GPU, smollm2 on a CPU)"
-    )
-    decode.add_argument("--dtype", choices=["float32", "bfloat16"], help="(default: bfloat16 on a GPU, else float32)")
-    decode.add_argument("--rows", type=_positive, help="rows of the batch (default: 64 on a GPU, else 4)")
-    decode.add_argument("--steps", type=_positive, help="steps to decode (default: 128 on a GPU, else 24)")
-    decode.add_argument("--repeats", type=_positive, default=3, help="of each way; the fastest counts (default: 3)")
-    decode.add_argument("--ways", nargs="+", choices=run.WAYS, default=run.WAYS, help="(default: all)")
-    decode.add_argument("--top-k", nargs="+", type=_positive, default=[5], help="limits on candidates (default: 5)")
+    text = run.__doc__
+    add = commands.add_parser("run", help=text.splitlines()[0], description=text, **options).add_argument
+    by_device = {
+        name: f"(default: {value} on a GPU, else {DEFAULTS['cpu'][name]})" for name, value in DEFAULTS["cuda"].items()
+    }
+    add("--out", type=Path, required=True, help="folder for the results; made if it is not there")
+    add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--load", choices=["smollm2", "random"], help=by_device["load"])
+    add("--dtype", choices=["float32", "bfloat16"], help=by_device["dtype"])
+    add("--rows", type=_positive, help=f"rows of the batch {by_device['rows']}")
+    add("--steps", type=_positive, help=f"steps to decode {by_device['steps']}")
+    add("--repeats", type=_positive, default=3, help=f"of each way; the fastest counts {default}")
+    add("--ways", nargs="+", choices=run.WAYS, default=run.WAYS, help="(default: all)")
+    add("--top-k", nargs="+", type=_positive, default=[5], help="limits on candidates (default: 5)")
     # No defaults, so that the other load can refuse them.
-    decode.add_argument("--base", help=f"dimensions of the random base (default: {RANDOM_BASE})")
-    decode.add_argument(
+    add("--base", help=f"dimensions of the random base (default: {RANDOM['base']})")
+    names = " ".join(RANDOM["value_model"])
+    add(
         "--value-model",
         nargs="+",
-        help=f"dimensions of the random value models (default: {' '.join(RANDOM_VALUE_MODELS)}; smollm2 has its own)",
+        help=f"dimensions of the random value models (default: {names}; smollm2 has its own)",
     )
-    decode.add_argument("--cached", type=_positive, help=f"tokens before the first step, random load ({CACHED})")
+    add("--cached", type=_positive, help=f"tokens before the first step, random load (default: {RANDOM['cached']})")
 
     tables = commands.add_parser("report", help=report.__doc__.splitlines()[0])
     tables.add_argument("folder", type=Path, help="what `run` wrote; gets summary.md, summary.json and plots")
@@ -78,20 +73,16 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     try:
-        return {"flops": _flops, "run": _run, "report": lambda a: report.write(a.folder)}[args.command](args)
+        return {"flops": _flops, "run": _run, "report": lambda args: report.write(args.folder)}[args.command](args)
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
 def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
-    return value
+    return int(text)
 
 
 def _flops(args: argparse.Namespace) -> int:
@@ -106,26 +97,31 @@ def _flops(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    gpu = args.device == "cuda"
-    if gpu and not torch.cuda.is_available():
+    if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this machine has no GPU; --device cpu decodes with the reference")
     if max(args.top_k) > run.MAX_CANDIDATES:
         raise ValueError(f"--top-k must be at most {run.MAX_CANDIDATES}, got {max(args.top_k)}")
-    dtype = getattr(torch, args.dtype or ("bfloat16" if gpu else "float32"))
-    rows, steps = args.rows or (64 if gpu else 4), args.steps or (128 if gpu else 24)
-    if (args.load or ("random" if gpu else "smollm2")) == "smollm2":
-        options = {"--base": args.base, "--value-model": args.value_model, "--cached": args.cached}
-        if given := [option for option, value in options.items() if value is not None]:
+    _fill(args, DEFAULTS[args.device])
+    dtype = getattr(torch, args.dtype)
+    if args.load == "smollm2":
+        if given := [f"--{name.replace('_', '-')}" for name in RANDOM if getattr(args, name) is not None]:
             raise ValueError(f"{', '.join(given)}: only with --load random; smollm2 has models and prompts of its own")
-        base, value_models = run.SmolBase(rows, dtype, args.device), [run.SmolBase.VALUE_MODEL]
+        base, value_models = run.SmolBase(args.rows, dtype, args.device), [run.SmolBase.VALUE_MODEL]
     else:
-        base_name, value_models = args.base or RANDOM_BASE, args.value_model or RANDOM_VALUE_MODELS
-        for name in (base_name, *value_models):
+        _fill(args, RANDOM)
+        for name in (args.base, *args.value_model):
             if name not in flops.DIMENSIONS:
                 raise ValueError(f"--base and --value-model must be of {', '.join(flops.DIMENSIONS)}, got {name!r}")
-        base = run.RandomBase(base_name, rows, args.cached or CACHED, steps, dtype, args.device)
-    study = run.Study(base, steps, args.repeats, args.out, run.environment(args.device, dtype))
+        base = run.RandomBase(args.base, args.rows, args.cached, args.steps, dtype, args.device)
+        value_models = args.value_model
+    study = run.Study(base, args.steps, args.repeats, args.out, run.environment(args.device, dtype))
     return study.run(args.ways, value_models, args.top_k)
+
+
+def _fill(args: argparse.Namespace, defaults: dict[str, object]) -> None:
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
 
 
 if __name__ == "__main__":

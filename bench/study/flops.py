@@ -19,10 +19,10 @@ once a forward (its candidates share them), and the new ones written, candidates
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.models import DIMENSIONS, make_config
+from bench.models import DIMENSIONS
 
 # Rows of the embedding, from the configurations that the checkpoints are published with.
 VOCABULARY = {"SmolLM2-135M": 49_152, "Qwen2.5-7B": 152_064}
@@ -68,9 +68,8 @@ class Architecture:
             raise FileNotFoundError(
                 f"a model must be a config.json, a folder with one, or one of {', '.join(DIMENSIONS)}, got {source!r}"
             )
-        c = make_config(source, vocab_size=VOCABULARY.get(source, OTHER_VOCABULARY))
-        shape = (c.hidden_size, c.intermediate_size, c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim)
-        return cls(source, *shape, c.vocab_size, source in TIED)
+        vocabulary = VOCABULARY.get(source, OTHER_VOCABULARY)
+        return cls(source, *DIMENSIONS[source][:6], vocabulary, source in TIED)  # the rest is a norm
 
     @classmethod
     def from_config(cls, config: dict, name: str) -> Architecture:
@@ -85,18 +84,12 @@ class Architecture:
 
         if experts := [key for key in MIXTURES if config.get(key)]:
             raise ValueError(f"{name} must be a dense model, its configuration has {experts[0]}")
-        hidden, heads = number("hidden_size"), number("num_attention_heads")
-        return cls(
-            name,
-            hidden,
-            number("intermediate_size"),
-            number("num_hidden_layers"),
-            heads,
-            number("num_key_value_heads", heads),
-            number("head_dim", hidden // heads),
-            number("vocab_size"),
-            bool(config.get("tie_word_embeddings", False)),
-        )
+        layers = [
+            number(key) for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        ]
+        hidden, *_, heads = layers
+        layers += [number("num_key_value_heads", heads), number("head_dim", hidden // heads)]
+        return cls(name, *layers, number("vocab_size"), bool(config.get("tie_word_embeddings", False)))
 
     @property
     def layer_weights(self) -> int:
@@ -166,66 +159,57 @@ class Guidance:
     extended: float = 1.0
 
 
-def base_operations(model: Architecture, work: Workload) -> dict[str, float]:
-    """Operations of the base model in a run, by component."""
+def operations(
+    base: Architecture, work: Workload, value: Architecture | None = None, guidance: Guidance | None = None
+) -> dict[str, float]:
+    """Operations of a run, by component: of the base model alone, or of both models."""
     tokens = work.outputs + work.prefilled
-    return {
-        "base linear": 2 * model.layer_weights * tokens,
-        "base attention": model.attention_operations(work.seen_in_outputs + work.seen_in_prompts),
-        "base LM head": 2 * model.lm_head_weights * tokens,
+    found = {
+        "base linear": 2 * base.layer_weights * tokens,
+        "base attention": base.attention_operations(work.seen_in_outputs + work.seen_in_prompts),
+        "base LM head": 2 * base.lm_head_weights * tokens,
     }
-
-
-def value_operations(model: Architecture, work: Workload, guidance: Guidance) -> dict[str, float]:
-    """Operations of the value model in a run, by component."""
-    decode = 2 * model.layer_weights * work.outputs + model.attention_operations(work.seen_in_outputs)
+    if value is None:
+        return found
+    decode = 2 * value.layer_weights * work.outputs + value.attention_operations(work.seen_in_outputs)
     heads = work.outputs * (guidance.candidates + guidance.extended) + work.prefilled
-    return {
+    return found | {
         "LenVM extend": guidance.extended * decode,
         "LenVM candidates": guidance.candidates * decode,
-        "LenVM prefill": 2 * model.layer_weights * work.prefilled + model.attention_operations(work.seen_in_prompts),
-        "LenVM head": 2 * model.value_head_weights * heads,
+        "LenVM prefill": 2 * value.layer_weights * work.prefilled + value.attention_operations(work.seen_in_prompts),
+        "LenVM head": 2 * value.value_head_weights * heads,
     }
 
 
 def operations_per_output_token(
-    base: Architecture, value: Architecture | None, work: Workload, guidance: Guidance | None
+    base: Architecture, work: Workload, value: Architecture | None = None, guidance: Guidance | None = None
 ) -> float:
     """Operations of decoding alone, without the prompts, for one output token."""
-    seen = work.seen_in_outputs / work.outputs
-    total = 2 * (base.layer_weights + base.lm_head_weights) + base.attention_operations(seen)
-    if value is not None:
-        token = 2 * (value.layer_weights + value.value_head_weights) + value.attention_operations(seen)
-        total += (guidance.candidates + guidance.extended) * token
-    return total
+    return sum(operations(base, replace(work, with_prompts=False), value, guidance).values()) / work.outputs
 
 
-def ratio(base: Architecture, value: Architecture, work: Workload, guidance: Guidance, base_work: Workload) -> float:
-    """Operations of a guided run over those of a run of the base model alone, prompts included."""
-    guided = sum(base_operations(base, work).values()) + sum(value_operations(value, work, guidance).values())
-    return guided / sum(base_operations(base, base_work).values())
+def ratio(
+    base: Architecture, work: Workload, value: Architecture, guidance: Guidance, base_work: Workload | None = None
+) -> float:
+    """Operations of a guided run over those of a run of the base model alone (of the same work, unless given)."""
+    alone = operations(base, work if base_work is None else base_work)
+    return sum(operations(base, work, value, guidance).values()) / sum(alone.values())
 
 
 def step_bytes(
     base: Architecture,
-    value: Architecture | None,
-    guidance: Guidance | None,
+    work: Workload,
+    value: Architecture | None = None,
+    guidance: Guidance | None = None,
     *,
-    rows: int,
-    cached: float,
     element_size: int,
     forwards: int = 1,
 ) -> dict[str, float]:
-    """Bytes that one decode step of a batch moves at least, by component.
+    """Bytes that a step of all samples moves at least in the middle of the output, by component.
 
-    Args:
-        base, value: the models; None for a step without guidance.
-        guidance: what the value model computes a row.
-        rows: of the batch.
-        cached: tokens of each row whose keys and values are read, in the mean.
-        element_size: bytes of an element of weights and caches.
-        forwards: of the value model in a step: 2 as published, 1 where tokens and candidates share one.
+    ``forwards`` of the value model: 2 as published, 1 where tokens and candidates share one.
     """
+    rows, cached = work.prompts * work.samples, work.prompt_tokens + work.output_tokens / 2
     elements = {
         "base weights": base.layer_weights + base.lm_head_weights,
         "base keys and values read": rows * cached * base.kv_elements,
@@ -270,46 +254,43 @@ class Figure:
         return self.tolerance is None or abs(self.difference) <= self.tolerance
 
 
-def explaining_output_ratio(base: Architecture, value: Architecture, work: Workload, k: int, published: float) -> float:
+def explaining_output_ratio(base: Architecture, work: Workload, value: Architecture, k: int, published: float) -> float:
     """Output tokens of the guided run over those of the base run with which the ratio of operations is as published."""
     low, high = 0.5, 2.0
     for _ in range(60):  # the ratio grows with the output
         middle = (low + high) / 2
-        guided = Workload(work.prompts, work.samples, work.prompt_tokens, work.output_tokens * middle)
-        low, high = (middle, high) if ratio(base, value, guided, Guidance(k), work) < published else (low, middle)
+        guided = replace(work, output_tokens=work.output_tokens * middle)
+        low, high = (middle, high) if ratio(base, guided, value, Guidance(k), work) < published else (low, middle)
     return low
 
 
 def published_figures() -> list[Figure]:
     """The authors' figures beside this module's, from the dimensions of their models."""
     base, value, work = Architecture.load(PUBLISHED_BASE), Architecture.load(PUBLISHED_VALUE), PUBLISHED_WORK
-    guidance = Guidance(5)
-    alone, extra = base_operations(base, work), value_operations(value, work, guidance)
+    guided = value, Guidance(5)
+    peta = {name: count / 1e15 for name, count in operations(base, work, *guided).items()}
     head = 2 * value.value_head_weights
-    candidate_heads = head * guidance.candidates * work.outputs  # theirs are with the candidates
+    heads = head * work.outputs / 1e15  # of one candidate of each output token; theirs are with the candidates
+    in_all = sum(count for name, count in peta.items() if name.startswith("LenVM"))
+    alone = operations_per_output_token(base, work)
     figures = [
-        Figure("base, GFLOP an output token", 14.24, operations_per_output_token(base, None, work, None) / 1e9, 0.001),
-        Figure(
-            "guided, GFLOP an output token",
-            30.24,
-            operations_per_output_token(base, value, work, guidance) / 1e9,
-            0.001,
-        ),
-        Figure("base linear, PFLOP", 3.17, alone["base linear"] / 1e15, 0.002),
-        Figure("base attention, PFLOP", 0.02, alone["base attention"] / 1e15, 0.25, "one digit published"),
-        Figure("base LM head, PFLOP", 0.26, alone["base LM head"] / 1e15, 0.02),
-        Figure("LenVM extend, PFLOP", 0.63, (extra["LenVM extend"] + candidate_heads / 5) / 1e15, 0.01),
-        Figure("LenVM candidates, PFLOP", 3.17, (extra["LenVM candidates"] + candidate_heads) / 1e15, 0.002),
-        Figure("LenVM in all, PFLOP", 3.82, sum(extra.values()) / 1e15, 0.002),
+        Figure("base, GFLOP an output token", 14.24, alone / 1e9, 0.001),
+        Figure("guided, GFLOP an output token", 30.24, operations_per_output_token(base, work, *guided) / 1e9, 0.001),
+        Figure("base linear, PFLOP", 3.17, peta["base linear"], 0.002),
+        Figure("base attention, PFLOP", 0.02, peta["base attention"], 0.25, "one digit published"),
+        Figure("base LM head, PFLOP", 0.26, peta["base LM head"], 0.02),
+        Figure("LenVM extend, PFLOP", 0.63, peta["LenVM extend"] + heads, 0.01),
+        Figure("LenVM candidates, PFLOP", 3.17, peta["LenVM candidates"] + 5 * heads, 0.002),
+        Figure("LenVM in all, PFLOP", 3.82, in_all, 0.002),
         Figure("value head, MFLOP a token", 4.7, head / 1e6, 0.01),
-        Figure("ratio of the run at k = 5", 2.10, ratio(base, value, work, guidance, work), 0.005),
+        Figure("ratio of the run at k = 5", 2.10, ratio(base, work, *guided), 0.005),
     ]
     for k, published in PUBLISHED_RATIOS.items():
-        ours = ratio(base, value, work, Guidance(k), work)
-        output = explaining_output_ratio(base, value, work, k, published)
+        output = explaining_output_ratio(base, work, value, k, published)
         # With k = 1 a guided run decodes greedily while its baseline samples, which may be why its output is shorter.
         tolerance = None if k == 1 else 0.015 if k == 5 else 0.01
         remark = f"would agree if its output were {output:.3f} of the base run's"
         remark += ": not reached with equal lengths" * (tolerance is None)
+        ours = ratio(base, work, value, Guidance(k))
         figures.append(Figure(f"ratio in the sweep, k = {k}", published, ours, tolerance, remark))
     return figures

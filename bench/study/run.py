@@ -13,14 +13,13 @@ with a cache of random keys and values behind every row (on a GPU): not what the
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,14 +30,14 @@ import torch.nn.functional as F
 from bench.harness import storing
 from bench.models import make_config, make_model
 from bench.study.flops import Architecture, Guidance
+from bench.study.result import Run, Stages, stages_of
 from lenvm_kernels import timing
 from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.ops.topk_candidates import Status
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel
 
-WAYS = ("base", "ours", "two_forward")
 # Every stage of a step has work with it. The tilt changes lengths; decoding for a fixed number of steps hides that.
 GUIDANCE = {"value_mode": "mul", "value_scale": 0.9}
 MIN_P, TEMPERATURE = 0.01, 1.0  # as published
@@ -63,7 +62,7 @@ class SmolBase:
         from lenvm_kernels.demo import held_out_prompts
         from lenvm_kernels.demo.models import Models
 
-        if not 1 <= rows <= len(held_out_prompts()):
+        if rows > len(held_out_prompts()):
             raise ValueError(f"--rows must be from 1 to the {len(held_out_prompts())} prompts of the demo, got {rows}")
         self.models = Models.load("demo", "demo", device=device, dtype=dtype)
         inputs = self.models.encode(held_out_prompts()[:rows])
@@ -109,22 +108,21 @@ class RandomBase:
     COMPUTES_PROMPTS = False
 
     def __init__(self, name: str, rows: int, prompt_tokens: int, steps: int, dtype: torch.dtype, device: str) -> None:
-        self.architecture, self._dtype, self._device = Architecture.load(name), dtype, device
-        self.vocab_size = self.architecture.vocab_size
-        config = make_config(name, vocab_size=self.vocab_size)
-        self._model = make_model(config, dtype, device)
+        self.architecture, self._placed = Architecture.load(name), dict(dtype=dtype, device=device)
+        self.vocab_size, hidden = self.architecture.vocab_size, self.architecture.hidden_size
+        self._model = self.value_model(name)[0]
         self._slots = PagedSlots(rows, prompt_tokens + steps + 1, device=device)
         self._cache = KVCache.of_slots(self._model, self._slots.num_slots)
-        for elements in (self._cache.keys, self._cache.values):
-            elements.normal_()
+        self._cache.keys.normal_()
+        self._cache.values.normal_()
         for row in range(rows):
             self._slots.extend(row, prompt_tokens + steps + 1)
         self.prompts = torch.randint(self.vocab_size, (rows, prompt_tokens), device=device)
         self.prompt_lens = torch.full((rows,), prompt_tokens, dtype=torch.int32, device=device)
         self._rows = torch.arange(rows, dtype=torch.int32, device=device)
         self._tokens, self._lengths = self.prompts[:, -1].clone(), self.prompt_lens.clone()
-        self._lm_head = torch.randn(self.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self._hidden = torch.randn(rows, config.hidden_size, dtype=dtype, device=device) * config.hidden_size**-0.5
+        self._lm_head = torch.randn(self.vocab_size, hidden, **self._placed)
+        self._hidden = torch.randn(rows, hidden, **self._placed) * hidden**-0.5
         self._graph = None
         if device == "cuda":
             self._forward()  # compiles, which a capture cannot
@@ -134,8 +132,7 @@ class RandomBase:
 
     def value_model(self, name: str) -> tuple[ValueModel, Architecture]:
         """A value model of the dimensions ``name`` and the base model's vocabulary."""
-        model = make_model(make_config(name, vocab_size=self.vocab_size), self._dtype, self._device)
-        return model, Architecture.load(name)
+        return make_model(make_config(name, vocab_size=self.vocab_size), **self._placed), Architecture.load(name)
 
     def start(self) -> torch.Tensor:
         """Logits of the prompts' last tokens, ``[B, V]``; what is before them counts as computed."""
@@ -156,24 +153,22 @@ class RandomBase:
 
     @torch.no_grad()
     def _forward(self) -> torch.Tensor:
-        ones = torch.ones_like(self._lengths)
-        batch = RaggedBatch.build(
-            self._tokens,
-            self._slots.slots(self._rows, self._lengths - 1),
-            self._rows,
-            ones,
-            torch.empty(len(ones), 0, dtype=torch.int32, device=self._device),
-            torch.zeros_like(ones),
-            self._lengths - 1,
-            self._slots.table,
-            self._rows,
-        )
+        ones, no_candidates = torch.ones_like(self._rows), self._rows.new_empty(len(self._rows), 0)
+        cached = self._lengths - 1
+        slots = self._slots.slots(self._rows, cached)
+        tokens, candidates = (self._tokens, slots, self._rows, ones), (no_candidates, torch.zeros_like(ones))
+        batch = RaggedBatch.build(*tokens, *candidates, cached, self._slots.table, self._rows)
         self._model.forward(batch, self._cache)
         return F.linear(self._hidden, self._lm_head)
 
 
+Base = SmolBase | RandomBase
+
+
 class Plain:
     """The base model's own draw: an exponential race, which needs no answer from the device."""
+
+    computed = None
 
     def start(self) -> None:
         """Nothing is known of the prompts."""
@@ -183,57 +178,37 @@ class Plain:
         probs = torch.softmax(logits.float() / TEMPERATURE, dim=-1)
         return (probs / torch.empty_like(probs).exponential_()).argmax(-1)
 
+    def stages(self) -> Stages:
+        """None of its own."""
+        return {}
 
-class Guided:
-    """A guided step behind the base model: ours or the published one.
 
-    Args:
-        base: the load.
-        model: the value model.
-        way: ``ours`` or ``two_forward``.
-        steps: the most that are decoded.
-        stages: file of the stages of our step.
+class Guided(Plain):
+    """A guided step behind the base model, for as many requests as it has prompts.
+
+    Attributes:
+        top_k: the limit on candidates.
     """
 
-    def __init__(self, base: SmolBase | RandomBase, model: ValueModel, way: str, steps: int, stages: Path) -> None:
+    top_k = MAX_CANDIDATES
+
+    def __init__(self, base: Base, model: ValueModel, steps: int, make_step: Callable[..., Any]) -> None:
         device, (rows, width) = base.prompts.device, base.prompts.shape
-        self._base, self._steps, self._way = base, steps, way
+        self._base, self._rows = base, torch.arange(rows, device=device)
         self._slots = PagedSlots(rows, width + steps + 1, device=device)
         for row, length in enumerate(base.prompt_lens.tolist()):
             self._slots.extend(row, length + steps)
-        arguments, self._timer = (model, self._slots.table, self._slots.num_slots), None
         options = dict(vocab_size=base.vocab_size, max_candidates=MAX_CANDIDATES)
-        if way == "ours":
-            with mock.patch.dict(os.environ, {timing.VARIABLE: str(stages)}):  # the user may have set it too
-                self._step = GuidedStep(*arguments, **options)
-                self._timer = timing.StepTimer.from_environment()  # the step's own
-            self._stages = timing.file_of_process(stages, os.getpid())
-            if device.type == "cuda":
-                self._step.warm_up(base.start().dtype, progress=False)
-        else:
-            from bench.baselines.two_forward import TwoForwardStep
-
-            self._step = TwoForwardStep(*arguments, **options)
-        self._rows = torch.arange(rows, device=device)
-        self._params = parse_guidance(GUIDANCE)
+        self._step = make_step(model, self._slots.table, self._slots.num_slots, **options)
         self._outputs: list[Any] = []
-
-    def use_top_k(self, top_k: int) -> None:
-        """Set the limit on candidates."""
-        device, rows = self._rows.device, len(self._rows)
-        self._filters = dict(
-            top_k=torch.full((rows,), top_k, dtype=torch.int32, device=device),
-            top_p=torch.ones(rows, device=device),
-            min_p=torch.full((rows,), MIN_P, device=device),
-            temperature=torch.full((rows,), TEMPERATURE, device=device),
-        )
 
     def start(self) -> None:
         """Admit the requests, and compute their prompts but for the last token."""
-        base, width = self._base, self._base.prompts.shape[1]
+        base, (rows, width) = self._base, self._base.prompts.shape
         self._outputs.clear()
+        params, never_drawn = parse_guidance(GUIDANCE), {base.vocab_size}
         for row, length in enumerate(base.prompt_lens.tolist()):
-            self._step.set(row, self._params, {base.vocab_size}, prompt_len=length)  # an end that is never drawn
+            self._step.set(row, params, never_drawn, prompt_len=length)
         first = width - base.prompt_lens
         positions = (torch.arange(width, device=first.device) - first[:, None]).clamp(min=0)
         self._step.extend(
@@ -244,6 +219,13 @@ class Guided:
             base.prompt_lens - 1,
             torch.zeros_like(base.prompt_lens),
         )
+        ones = torch.ones(rows, device=first.device)
+        self._filters = dict(
+            top_k=torch.full_like(base.prompt_lens, self.top_k),
+            top_p=ones,
+            min_p=ones * MIN_P,
+            temperature=ones * TEMPERATURE,
+        )
 
     def draw(self, logits: torch.Tensor, tokens: torch.Tensor, step: int) -> torch.Tensor:
         """int ``[B]``: the next tokens, of the guided distribution."""
@@ -252,37 +234,67 @@ class Guided:
         output = self._step.step(
             logits, tokens, self._rows, lengths, slots, **self._filters, is_logits=True, sample=True
         )
-        self._outputs.append(output if self._way == "two_forward" else output.candidates)
+        self._outputs.append(output)
         return output.tokens
 
-    def computed(self) -> Guidance:
-        """Tokens that the value model computed for each output token since :meth:`start`."""
-        outputs = len(self._outputs) * len(self._rows)
-        if self._way == "two_forward":
-            # A row whose candidates are scored first catches up with all its tokens; those of its prompt do not count.
-            caught_up = {row: step for step, output in enumerate(self._outputs) for row in output.rows}
-            candidates = sum(len(ids) for output in self._outputs for ids in output.candidate_ids)
-            return Guidance(candidates / outputs, sum(caught_up.values()) / outputs)
-        status = torch.stack([candidates.status for candidates in self._outputs])  # [steps, B]
-        counts = torch.stack([candidates.counts for candidates in self._outputs])
-        guided = status == Status.GUIDE
-        # A token that was drawn without values is computed by the step after it.
-        return Guidance(int(counts[guided].sum()) / outputs, int((~guided[:-1]).sum()) / outputs)
+    @property
+    def _draws(self) -> int:
+        return len(self._outputs) * len(self._rows)
 
-    def stages(self, steps: int) -> list[dict]:
-        """Lines of the stages of the last ``steps`` steps; none if they are not timed."""
-        if self._timer is None:
-            return []
+
+class Ours(Guided):
+    """:class:`lenvm_kernels.step.GuidedStep`."""
+
+    def __init__(self, base: Base, model: ValueModel, steps: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        file = Path(self._folder.name) / "stages.jsonl"
+        with mock.patch.dict(os.environ, {timing.VARIABLE: str(file)}):  # the user may have set it too
+            super().__init__(base, model, steps, GuidedStep)
+            self._timer = timing.StepTimer.from_environment()  # the step's own
+        self._file = timing.file_of_process(file, os.getpid())
+        if base.prompts.is_cuda:
+            self._step.warm_up(base.start().dtype, progress=False)
+
+    @property
+    def computed(self) -> Guidance:
+        """What the value model computed for each output token since :meth:`start`."""
+        candidates = [output.candidates for output in self._outputs]
+        guided = torch.stack([c.status for c in candidates]) == Status.GUIDE  # [steps, B]
+        counts = torch.stack([c.counts for c in candidates])
+        # A token that was drawn without values is computed by the step after it.
+        return Guidance(int(counts[guided].sum()) / self._draws, int((~guided[:-1]).sum()) / self._draws)
+
+    def stages(self) -> Stages:
+        """Of the steps since :meth:`start`."""
         self._timer.flush()
-        return _read_lines(self._stages)[-steps:]
+        return stages_of(self._file.read_text().splitlines()[-len(self._outputs) :])
+
+
+class TwoForward(Guided):
+    """The published way, whose stages are not timed."""
+
+    def __init__(self, base: Base, model: ValueModel, steps: int) -> None:
+        from bench.baselines.two_forward import TwoForwardStep
+
+        super().__init__(base, model, steps, TwoForwardStep)
+
+    @property
+    def computed(self) -> Guidance:
+        """What the value model computed for each output token since :meth:`start`."""
+        # A row whose candidates are scored first catches up with all its tokens; those of its prompt do not count.
+        caught_up = {row: step for step, output in enumerate(self._outputs) for row in output.rows}
+        candidates = sum(len(ids) for output in self._outputs for ids in output.candidate_ids)
+        return Guidance(candidates / self._draws, sum(caught_up.values()) / self._draws)
+
+
+GUIDED = {"ours": Ours, "two_forward": TwoForward}
+WAYS = ("base", *GUIDED)
 
 
 @torch.no_grad()
-def decode(
-    base: SmolBase | RandomBase, sampler: Plain | Guided, steps: int, timer: timing.StepTimer
-) -> tuple[float, float]:
-    """Seconds of the prompts and of ``steps`` steps; the timer gets the stages ``sampler`` and ``base`` of each."""
-    device = base.prompts.device
+def decode(base: Base, sampler: Plain, run: Run) -> Run:
+    """The run, with what its prompts and steps took."""
+    device, records = base.prompts.device, []
 
     def now() -> float:
         if device.type == "cuda":
@@ -294,33 +306,30 @@ def decode(
     sampler.start()
     logits, tokens = base.start(), base.prompts[:, -1].contiguous()
     prompts = now()
-    for step in range(steps):
-        record = timer.begin(len(tokens), device)
+    for step in range(run.steps):
+        records.append(timing.StepRecord(len(tokens), device))
         tokens = sampler.draw(logits, tokens, step)
-        record.mark("sampler")
+        records[-1].mark("sampler")
         logits = base.next(tokens)
-        record.mark("base")
-        timer.end(record)
-    return prompts - begin, now() - prompts
+        records[-1].mark("base")
+    end = now()
+    stages = merge(stages_of([record.line(step) for step, record in enumerate(records)]), sampler.stages())
+    return replace(run, prompt_seconds=prompts - begin, decode_seconds=end - prompts, stages=stages)
 
 
-def merge(outer: list[dict], inner: list[dict]) -> list[dict]:
-    """Lines of a whole step: the base model, then the sampler's stages, and what of it no stage has as ``other``.
+def merge(outer: Stages, inner: Stages) -> Stages:
+    """Stages of a whole step: the base model, then the sampler's stages, and what of it no stage has as ``other``.
 
     Args:
-        outer: lines with ``sampler_ms``, ``base_ms`` and ``total_ms``.
-        inner: lines of the sampler's stages, one for each of ``outer``; none, if it has a single one.
+        outer: ``sampler``, ``base`` and ``total``.
+        inner: the sampler's stages and their ``total``; empty, if it has none of its own.
     """
-    lines = []
-    for i, line in enumerate(outer):
-        stages = {"sampler_ms": line["sampler_ms"]}
-        if inner:
-            stages = {f"{stage}_ms": inner[i][f"{stage}_ms"] for stage in timing.STAGES}
-            stages["other_ms"] = round(line["sampler_ms"] - inner[i]["total_ms"], 6)
-        lines.append(
-            {"step": i, "rows": line["rows"], "base_ms": line["base_ms"], **stages, "total_ms": line["total_ms"]}
-        )
-    return lines
+    parts = {"sampler": outer["sampler"]}
+    if inner:
+        rest = zip(outer["sampler"], inner["total"], strict=True)
+        parts = {stage: inner[stage] for stage in timing.STAGES}
+        parts["other"] = [round(sampler - total, 6) for sampler, total in rest]
+    return {"base": outer["base"], **parts, "total": outer["total"]}
 
 
 class Study:
@@ -334,12 +343,20 @@ class Study:
         environment: goes into each ``.meta.json``.
     """
 
-    def __init__(
-        self, base: SmolBase | RandomBase, steps: int, repeats: int, out: Path, environment: dict[str, Any]
-    ) -> None:
-        self._base, self._steps, self._repeats, self._out, self._environment = base, steps, repeats, out, environment
-        self._failed = False
-        self._fastest: dict[str, tuple[float, float, list[dict]]] = {}
+    def __init__(self, base: Base, steps: int, repeats: int, out: Path, environment: dict[str, str]) -> None:
+        self._base, self._out, self._failed = base, out, False
+        self._fastest: dict[str, Run] = {}
+        self._base_run = Run(
+            name="base",
+            way="base",
+            base_model=base.architecture,
+            environment=environment,
+            rows=len(base.prompts),
+            prompt_tokens=base.prompt_lens.double().mean().item(),
+            prompts_computed=base.COMPUTES_PROMPTS,
+            steps=steps,
+            repeats=repeats,
+        )
         out.mkdir(parents=True, exist_ok=True)
 
     def run(self, ways: Sequence[str], value_models: Sequence[str], top_ks: Sequence[int]) -> int:
@@ -348,72 +365,45 @@ class Study:
         Returns:
             The exit status: 1 if something failed.
         """
-        guided = [way for way in ways if way != "base"]
-        base = "base", {"way": "base"}, self._measure, "base", Plain(), {"way": "base"}
-        with tempfile.TemporaryDirectory() as folder:
-            if "base" in ways:
-                self._attempt(*base, folder)
-            for way in guided:
-                for model in value_models:
-                    self._attempt(f"{way}-{model}", {"way": way}, self._measure_each, way, model, top_ks, folder)
-            if "base" in ways and guided:  # all ratios are to it: once more, in case something disturbed it before
-                self._attempt(*base, folder)
+        guided = [(way, model) for way in ways if way != "base" for model in value_models]
+        if "base" in ways:
+            self._attempt(self._base_run, self._measure, Plain())
+        for way, model in guided:
+            self._attempt(replace(self._base_run, name=f"{way}-{model}", way=way), self._measure_each, model, top_ks)
+        if "base" in ways and guided:  # all ratios are to it: once more, in case something disturbed it before
+            self._attempt(self._base_run, self._measure, Plain())
         return int(self._failed)
 
-    def _attempt(self, name: str, facts: dict[str, Any], function: Callable[..., None], *arguments: Any) -> None:
+    def _attempt(self, run: Run, function: Callable[..., None], *arguments: Any) -> None:
         try:
-            function(*arguments)
+            function(run, *arguments)
         except Exception as error:  # an absent package, no memory, a kernel that does not compile: the others go on
             traceback.print_exc()
             self._failed = True
-            if name not in self._fastest:  # of what is measured once more, the first result stays
-                self._write(name, facts | {"error": f"{type(error).__name__}: {error}".splitlines()[0]})
+            if run.name not in self._fastest:  # of what is measured once more, the first result stays
+                replace(run, error=f"{type(error).__name__}: {error}".splitlines()[0]).save(self._out)
 
-    def _measure_each(self, way: str, model: str, top_ks: Sequence[int], folder: str) -> None:
+    def _measure_each(self, run: Run, model: str, top_ks: Sequence[int]) -> None:
         weights, architecture = self._base.value_model(model)
-        guided = Guided(self._base, weights, way, self._steps, Path(folder) / f"{way}-{model}.stages")
+        guided = GUIDED[run.way](self._base, weights, run.steps)
         # An earlier command that could not build it left its error.
-        (self._out / f"{way}-{model}.meta.json").unlink(missing_ok=True)
+        (self._out / f"{run.name}.meta.json").unlink(missing_ok=True)
         for top_k in top_ks:
-            guided.use_top_k(top_k)
-            name = f"{way}-{model}-k{top_k}"
-            facts = {"way": way, "top_k": top_k, "value_model": asdict(architecture)}
-            self._attempt(name, facts, self._measure, name, guided, facts, folder)
+            guided.top_k = top_k
+            limited = replace(run, name=f"{run.name}-k{top_k}", value_model=architecture, top_k=top_k)
+            self._attempt(limited, self._measure, guided)
 
-    def _measure(self, name: str, sampler: Plain | Guided, facts: dict[str, Any], folder: str) -> None:
-        file = Path(folder) / f"{name}.steps"
-        timer = timing.StepTimer(file)
-        decode(self._base, sampler, min(WARM_UP_STEPS, self._steps), timer)
-        fastest = self._fastest.get(name)
-        for _ in range(self._repeats):
-            prompt_seconds, seconds = decode(self._base, sampler, self._steps, timer)
-            if fastest is None or seconds < fastest[0]:
-                timer.flush()
-                stages = sampler.stages(self._steps) if isinstance(sampler, Guided) else []
-                fastest = seconds, prompt_seconds, merge(_read_lines(file)[-self._steps :], stages)
-        seconds, prompt_seconds, lines = fastest
-        (self._out / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        tokens = len(self._base.prompts) * self._steps
-        facts = facts | {
-            "rows": len(self._base.prompts),
-            "prompt_tokens": self._base.prompt_lens.double().mean().item(),
-            "steps": self._steps,
-            "repeats": self._repeats,
-            "load_average": os.getloadavg()[0],
-            "output_tokens": tokens,
-            "prompts_computed": self._base.COMPUTES_PROMPTS,
-            "prompt_seconds": prompt_seconds,
-            "decode_seconds": seconds,
-        }
-        if isinstance(sampler, Guided):
-            facts["computed"] = asdict(sampler.computed())
-        self._write(name, facts)
-        self._fastest[name] = fastest
-        print(f"{name}: {seconds / self._steps * 1e3:.2f} ms a step, {tokens / seconds:.1f} tokens/s", flush=True)
-
-    def _write(self, name: str, facts: dict[str, Any]) -> None:
-        meta = {"name": name, **facts, "base_model": asdict(self._base.architecture), **self._environment}
-        (self._out / f"{name}.meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+    def _measure(self, run: Run, sampler: Plain) -> None:
+        decode(self._base, sampler, replace(run, steps=min(WARM_UP_STEPS, run.steps)))
+        runs = [decode(self._base, sampler, run) for _ in range(run.repeats)]
+        if run.name in self._fastest:
+            runs.append(self._fastest[run.name])
+        fastest = min(runs, key=lambda run: run.decode_seconds)
+        fastest = replace(fastest, load_average=os.getloadavg()[0], computed=sampler.computed)
+        fastest.save(self._out)
+        self._fastest[run.name] = fastest
+        rate = fastest.output_tokens / fastest.decode_seconds
+        print(f"{run.name}: {fastest.decode_seconds / run.steps * 1e3:.2f} ms a step, {rate:.1f} tokens/s", flush=True)
 
 
 def environment(device: str, dtype: torch.dtype) -> dict[str, str]:
@@ -423,7 +413,3 @@ def environment(device: str, dtype: torch.dtype) -> dict[str, str]:
         "operators": "Triton kernels" if device == "cuda" else "PyTorch reference",
         "dtype": str(dtype).removeprefix("torch."),
     }
-
-
-def _read_lines(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]

@@ -34,8 +34,9 @@ from transformers import AutoTokenizer
 
 from lenvm_kernels.adapters.sglang_report import Metrics, StepReport, Stopwatch, without_empty_keys
 from lenvm_kernels.adapters.sglang_settings import Settings
-from lenvm_kernels.guidance import GuidanceParams, Mode, parse_guidance
+from lenvm_kernels.guidance import GuidanceParams, parse_guidance
 from lenvm_kernels.step import GuidedStep, StepOutput, working_bytes
+from lenvm_kernels.types import Mode
 from lenvm_kernels.value_model import KVCache, ValueModel
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class Guide:
             runner.req_to_token_pool.req_to_token,
             slots,
             vocab_size=runner.model_config.vocab_size,
-            max_rows=runner.max_running_requests,
+            max_requests=runner.max_running_requests,
             max_candidates=settings.max_candidates,
             max_eos=MAX_END_TOKENS,
             chunk_tokens=settings.chunk_tokens,
@@ -140,7 +141,7 @@ class Guide:
                 row, params = int(req.kv.req_pool_idx), req.lenvm_guidance
                 if params is not None:
                     seed = req.sampling_params.sampling_seed
-                    self.step.set(
+                    self.step.add_request(
                         row,
                         params,
                         end_tokens(req),
@@ -217,7 +218,7 @@ class Guide:
             tokens, rows, lengths = batch.input_ids[last], batch.req_pool_indices[:b], batch.seq_lens[:b].int()
             faults = self.step.table.faults[rows] if self.metrics else None
             with self._timed():
-                prompt_lengths = self.step.predict(tokens, rows, lengths - 1) if wants_values and is_prompt else None
+                prompt_lengths = self.step.predict(tokens, rows, lengths) if wants_values and is_prompt else None
                 output = self.step.step(
                     scores,
                     tokens,
@@ -302,7 +303,7 @@ class Guide:
         return bool(flag)
 
     def _clear(self, row: int) -> None:
-        self.step.clear(row)
+        self.step.remove_request(row)
         self._rows.discard(row)
 
 
@@ -455,7 +456,7 @@ def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_
         last_step = rows * (1 + settings.max_candidates) if settings.commit_winners else 0
         slots = pool.max_total_num_tokens + configurator.page_size + last_step
         engine = configurator.model_config
-        sizes = dict(rows=rows, max_len=engine.context_len, vocab_size=engine.vocab_size)
+        sizes = dict(requests=rows, max_len=engine.context_len, vocab_size=engine.vocab_size)
         # Each keeps its memory from the other, see GuidedStep.
         step = working_bytes(model, **sizes, max_candidates=settings.max_candidates)
         extend = working_bytes(model, **sizes, tokens=settings.chunk_tokens)

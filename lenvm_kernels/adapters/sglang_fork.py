@@ -47,10 +47,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, Mode, parse_guidance
+from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
-from lenvm_kernels.ops.topk_candidates import MAX_CANDIDATES, Candidates, Status, topk_candidates
+from lenvm_kernels.ops.topk_candidates import MAX_CANDIDATES, topk_candidates
 from lenvm_kernels.ops.value_head import value_head
+from lenvm_kernels.types import Candidates, Mode, Status
 
 if TYPE_CHECKING:
     from sglang.srt.lvm.lvm_guided_sampling import LvmGuidedSampler, PendingLvmResult

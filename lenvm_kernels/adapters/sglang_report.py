@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lenvm_kernels.ops.topk_candidates import Status
+from lenvm_kernels.types import Status
 
 if TYPE_CHECKING:
     from sglang.srt.managers.auxiliary_output import CommittedTokens

@@ -18,9 +18,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lenvm_kernels.guidance import GuidanceParams, Mode, parse_guidance
+from lenvm_kernels.guidance import GuidanceParams, parse_guidance
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.types import Mode
 from lenvm_kernels.value_model import ValueModel
 
 Guidance = Mapping[str, Any] | GuidanceParams | None
@@ -118,15 +119,16 @@ class LenVMLogitsProcessor(LogitsProcessor):
         self._prompt_lens = attention_mask.sum(dim=1).to(device, torch.int32)
         for row, (p, prompt_len) in enumerate(zip(params, self._prompt_lens.tolist(), strict=True)):
             self._slots.extend(row, prompt_len + max_new_tokens)
-            self._step.set(row, p, eos, prompt_len=prompt_len)
+            self._step.add_request(row, p, eos, prompt_len=prompt_len)
         self._needs_steps = any(p is not None and p.mode != Mode.UNGUIDED for p in params)
         self._rows = torch.arange(rows, device=device)
-        self._filters = dict(
-            top_k=torch.full((rows,), top_k, dtype=torch.int32, device=device),
-            top_p=torch.full((rows,), top_p, dtype=torch.float32, device=device),
-            min_p=torch.full((rows,), min_p, dtype=torch.float32, device=device),
-            temperature=torch.full((rows,), temperature, dtype=torch.float32, device=device),
-        )
+        filters = dict(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
+        # As tensors, once: a step would make them of numbers anew.
+        dtypes = {"top_k": torch.int32}
+        self._filters = {
+            name: torch.full((rows,), value, dtype=dtypes.get(name, torch.float32), device=device)
+            for name, value in filters.items()
+        }
         self._unguided = _warpers(temperature, top_k, top_p, min_p)
         self._active = torch.ones(rows, dtype=torch.bool, device=device)
         self._previous, self._record = None, record

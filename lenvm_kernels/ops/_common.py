@@ -7,28 +7,37 @@ from collections.abc import Sequence
 import torch
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INT_DTYPES = (torch.int32, torch.int64)
+# What the operators of each backend take: of any floating-point tensor, and of one that is fp32 on a GPU.
+FLOATS = {"triton": FLOAT_DTYPES, "reference": (*FLOAT_DTYPES, torch.float64)}
+SINGLES = {"triton": (torch.float32,), "reference": (torch.float32, torch.float64)}
 BACKENDS = ("auto", "triton", "reference")
+# K, candidates of a request, is one of these.
+MAX_CANDIDATES = 64
+COLUMNS = (1, 2, 4, 8, 16, 32, MAX_CANDIDATES)
 
 # Read once: Triton decides at import time whether a kernel is compiled or interpreted.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def resolve_backend(backend: str, device: torch.device) -> str:
-    """Return ``"triton"`` or ``"reference"`` for a requested backend and the device of the tensors.
+def resolve_backend(backend: str, tensor: object) -> str:
+    """Return ``"triton"`` or ``"reference"`` for a requested backend and an operator's first tensor.
 
-    ``auto`` is the Triton kernels for GPU tensors and the reference for CPU tensors.
+    ``auto`` is the Triton kernels for GPU tensors and the reference for CPU tensors. What is no tensor is left to
+    :func:`check_tensor`.
 
     Raises:
         ValueError: unknown backend, or ``triton`` asked for CPU tensors without Triton's interpreter.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    on_gpu = isinstance(tensor, torch.Tensor) and tensor.is_cuda
     if backend == "auto":
-        return "triton" if device.type == "cuda" else "reference"
-    if backend == "triton" and device.type != "cuda" and not INTERPRETED:
+        return "triton" if on_gpu else "reference"
+    if backend == "triton" and not on_gpu and not INTERPRETED and isinstance(tensor, torch.Tensor):
         raise ValueError(
             "backend 'triton' needs GPU tensors (or TRITON_INTERPRET=1 set before Python starts), "
-            f"got tensors on {device}"
+            f"got tensors on {tensor.device}"
         )
     return backend
 
@@ -105,6 +114,26 @@ def check_tensor(
     if unit_stride and sizes and sizes[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tuple(tensor.stride())}")
     return tensor
+
+
+def per_request(
+    name: str, value: torch.Tensor | float, dtype: torch.dtype, requests: int, device: torch.device
+) -> torch.Tensor:
+    """The tensor ``[requests]`` of an argument that is one, or one number for all requests.
+
+    Raises:
+        TypeError: neither a tensor nor a number of that kind.
+        ValueError: as :func:`check_tensor`, or an integer that is no int32.
+    """
+    if isinstance(value, torch.Tensor):
+        return check_tensor(name, value, dtypes=dtype, shape=[requests], device=device)
+    kinds = (int, float) if dtype.is_floating_point else int
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        number = "a number" if dtype.is_floating_point else "an integer"
+        raise TypeError(f"{name} must be {number} or {_wanted((dtype,), [requests], device)}, got {value!r}")
+    if not dtype.is_floating_point and not -(2**31) <= value < 2**31:
+        raise ValueError(f"{name} must be an int32, got {value}")
+    return torch.full((requests,), value, dtype=dtype, device=device)
 
 
 def _wanted(dtypes: Sequence[torch.dtype], shape: Sequence[int | None], device: torch.device | None) -> str:

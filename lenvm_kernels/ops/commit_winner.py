@@ -8,15 +8,25 @@ One launch. A program has one row and a tile of layers; each finds the row's can
 that did so once would cost more than all of them.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import FLOAT_DTYPES, ceil_div, check_tensor, next_power_of_2, resolve_backend
+from lenvm_kernels.ops._common import (
+    COLUMNS,
+    FLOATS,
+    INT_DTYPES,
+    MAX_CANDIDATES,
+    ceil_div,
+    check_tensor,
+    next_power_of_2,
+    resolve_backend,
+)
+from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.commit_winner import commit_winner as _reference
-
-MAX_CANDIDATES = 64
 
 # Elements of keys, and as many of values, in a program's registers at a time: as much of a token's row as fits, then
 # as many layers. It bounds the registers whatever the model's sizes are. Estimated for an H200, not measured yet: to
@@ -30,58 +40,59 @@ TILE = 1024
 NUM_WARPS = 1
 
 
+class _Tensors(NamedTuple):
+    committed: Any  # [B]
+    k_cache: Any  # [LAYERS, S, WIDTH]
+    v_cache: Any  # [LAYERS, S, WIDTH]
+    k_last: Any  # [LAYERS, T, WIDTH]
+    v_last: Any  # [LAYERS, T, WIDTH]
+    candidate_ids: Any  # [C, K]
+    candidate_rows: Any  # [C, K]
+    candidate_positions: Any  # [C]
+
+
+class _Strides(NamedTuple):
+    k_cache_layer: int
+    k_cache_slot: int
+    v_cache_layer: int
+    v_cache_slot: int
+    k_last_layer: int
+    k_last_row: int
+    v_last_layer: int
+    v_last_row: int
+    candidate_ids_request: int
+    candidate_rows_request: int
+
+
+class _Drawn(NamedTuple):
+    """A caller's, which may be slices: no kernel is compiled anew where their alignment changes."""
+
+    last_rows: Any  # [B]
+    tokens: Any  # [B]
+    positions: Any  # [B]
+    slots: Any  # [B]
+
+
 @triton.jit
-def _find_candidate(
-    candidate_ids_ptr,  # [C, K]
-    stride_candidate_ids_row,
-    candidate_rows_ptr,  # [C, K]
-    stride_candidate_rows_row,
-    candidate_positions_ptr,  # [C]
-    last,
-    token,
-    position,
-    C,
-    T,
-    K: tl.constexpr,
-):
-    """Row of the last forward in which ``token`` was computed at ``position``, -1 if it was in none."""
-    slot = tl.arange(0, K)
-    last += tl.zeros([K], tl.int64)  # by slot: triton 3.9's interpreter takes no scalar for a mask
+def _find_candidate(ptr, stride, drawn, request, C, T, K: tl.constexpr):
+    """Token row of the last forward in which a request's token was computed at its position, -1 if it was in none."""
+    column = tl.arange(0, K)
+    # By column: triton 3.9's interpreter takes no scalar for a mask.
+    last = tl.load(drawn.last_rows + request).to(tl.int64) + tl.zeros([K], tl.int64)
     in_last_step = (last >= 0) & (last < C)
-    ids = tl.load(candidate_ids_ptr + last * stride_candidate_ids_row + slot, mask=in_last_step, other=-1)
-    rows = tl.load(candidate_rows_ptr + last * stride_candidate_rows_row + slot, mask=in_last_step, other=-1)
-    candidate_positions = tl.load(candidate_positions_ptr + last, mask=in_last_step, other=0)
-    matches = (ids == token) & (ids >= 0) & (rows < T) & (candidate_positions == position)
+    ids = tl.load(ptr.candidate_ids + last * stride.candidate_ids_request + column, mask=in_last_step, other=-1)
+    rows = tl.load(ptr.candidate_rows + last * stride.candidate_rows_request + column, mask=in_last_step, other=-1)
+    candidate_positions = tl.load(ptr.candidate_positions + last, mask=in_last_step, other=0)
+    is_drawn = (ids == tl.load(drawn.tokens + request)) & (candidate_positions == tl.load(drawn.positions + request))
+    matches = is_drawn & (ids >= 0) & (rows < T)
     return tl.max(tl.where(matches, rows, -1), axis=0).to(tl.int64)
 
 
-@triton.jit(
-    do_not_specialize=["S", "T", "C"],  # a new number of rows compiles nothing
-    do_not_specialize_on_alignment=["last_rows_ptr", "tokens_ptr", "positions_ptr", "slots_ptr"],
-)
+@triton.jit(do_not_specialize=["S", "T", "C"], do_not_specialize_on_alignment=["drawn"])
 def _commit_winner_kernel(
-    committed_ptr,  # [B]
-    k_cache_ptr,  # [LAYERS, S, WIDTH]
-    stride_k_cache_layer,
-    stride_k_cache_slot,
-    v_cache_ptr,  # [LAYERS, S, WIDTH]
-    stride_v_cache_layer,
-    stride_v_cache_slot,
-    k_last_ptr,  # [LAYERS, T, WIDTH]
-    stride_k_last_layer,
-    stride_k_last_row,
-    v_last_ptr,  # [LAYERS, T, WIDTH]
-    stride_v_last_layer,
-    stride_v_last_row,
-    candidate_ids_ptr,  # [C, K]
-    stride_candidate_ids_row,
-    candidate_rows_ptr,  # [C, K]
-    stride_candidate_rows_row,
-    candidate_positions_ptr,  # [C]
-    last_rows_ptr,  # [B]
-    tokens_ptr,  # [B]
-    positions_ptr,  # [B]
-    slots_ptr,  # [B]
+    ptr,  # _Tensors
+    stride,  # _Strides
+    drawn,  # _Drawn
     S,
     T,
     C,
@@ -91,30 +102,18 @@ def _commit_winner_kernel(
     BLOCK_LAYERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    i, layer_block = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(slots_ptr + i).to(tl.int64)
-    row = _find_candidate(
-        candidate_ids_ptr,
-        stride_candidate_ids_row,
-        candidate_rows_ptr,
-        stride_candidate_rows_row,
-        candidate_positions_ptr,
-        tl.load(last_rows_ptr + i).to(tl.int64),
-        tl.load(tokens_ptr + i),
-        tl.load(positions_ptr + i),
-        C,
-        T,
-        K,
-    )
+    request, layer_block = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(drawn.slots + request).to(tl.int64)
+    row = _find_candidate(ptr, stride, drawn, request, C, T, K)
     commits = (row >= 0) & (slot >= 0) & (slot < S)
     if layer_block == 0:
-        tl.store(committed_ptr + i, commits)
+        tl.store(ptr.committed + request, commits)
     if commits:
         layer = (layer_block * BLOCK_LAYERS + tl.arange(0, BLOCK_LAYERS)).to(tl.int64)[:, None]
-        k_source = k_last_ptr + layer * stride_k_last_layer + row * stride_k_last_row
-        v_source = v_last_ptr + layer * stride_v_last_layer + row * stride_v_last_row
-        k_target = k_cache_ptr + layer * stride_k_cache_layer + slot * stride_k_cache_slot
-        v_target = v_cache_ptr + layer * stride_v_cache_layer + slot * stride_v_cache_slot
+        k_source = ptr.k_last + layer * stride.k_last_layer + row * stride.k_last_row
+        v_source = ptr.v_last + layer * stride.v_last_layer + row * stride.v_last_row
+        k_target = ptr.k_cache + layer * stride.k_cache_layer + slot * stride.k_cache_slot
+        v_target = ptr.v_cache + layer * stride.v_cache_layer + slot * stride.v_cache_slot
         for start in range(0, WIDTH, BLOCK):
             column = start + tl.arange(0, BLOCK)[None, :]
             inside = (layer < LAYERS) & (column < WIDTH)
@@ -125,57 +124,47 @@ def _commit_winner_kernel(
             tl.store(v_target + column, v, mask=inside)
 
 
-def _commit_winner_triton(
-    k_cache,
-    v_cache,
-    k_last,
-    v_last,
-    candidate_ids,
-    candidate_rows,
-    candidate_positions,
-    last_rows,
-    tokens,
-    positions,
-    slots,
-) -> Tensor:
+def _run_reference(committed, *operands) -> None:
+    committed.copy_(_reference(*operands))
+
+
+@operator(mutates=["committed", "k_cache", "v_cache"], reference=_run_reference)
+def _launch(
+    committed: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_last: Tensor,
+    v_last: Tensor,
+    candidate_ids: Tensor,
+    candidate_rows: Tensor,
+    candidate_positions: Tensor,
+    last_rows: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+) -> None:
     layers, cache_slots, heads, head_dim = k_cache.shape
-    rows, width = tokens.shape[0], heads * head_dim
-    committed = torch.empty(rows, dtype=torch.bool, device=k_cache.device)
-    if rows == 0:
-        return committed
+    requests, width = tokens.shape[0], heads * head_dim
+    if requests == 0:
+        return
     block = min(next_power_of_2(width), TILE)
     block_layers = min(next_power_of_2(layers), TILE // block)
-    with torch.cuda.device_of(k_cache):
-        _commit_winner_kernel[(rows, ceil_div(layers, block_layers))](
-            committed,
-            k_cache,
-            *k_cache.stride()[:2],
-            v_cache,
-            *v_cache.stride()[:2],
-            k_last,
-            *k_last.stride()[:2],
-            v_last,
-            *v_last.stride()[:2],
-            candidate_ids,
-            candidate_ids.stride(0),
-            candidate_rows,
-            candidate_rows.stride(0),
-            candidate_positions,
-            last_rows,
-            tokens,
-            positions,
-            slots,
-            cache_slots,
-            k_last.shape[1],
-            candidate_ids.shape[0],
-            LAYERS=layers,
-            WIDTH=width,
-            K=candidate_ids.shape[1],
-            BLOCK_LAYERS=block_layers,
-            BLOCK=block,
-            num_warps=NUM_WARPS,
-        )
-    return committed
+    keys_and_values = (k_cache, v_cache, k_last, v_last)
+    by_layer = (s for x in keys_and_values for s in x.stride()[:2])
+    _commit_winner_kernel[(requests, ceil_div(layers, block_layers))](
+        _Tensors(committed, *keys_and_values, candidate_ids, candidate_rows, candidate_positions),
+        _Strides(*by_layer, candidate_ids.stride(0), candidate_rows.stride(0)),
+        _Drawn(last_rows, tokens, positions, slots),
+        cache_slots,
+        k_last.shape[1],
+        candidate_ids.shape[0],
+        LAYERS=layers,
+        WIDTH=width,
+        K=candidate_ids.shape[1],
+        BLOCK_LAYERS=block_layers,
+        BLOCK=block,
+        num_warps=NUM_WARPS,
+    )
 
 
 def commit_winner(
@@ -236,10 +225,8 @@ def commit_winner(
         >>> k_cache.flatten(), v_cache.flatten()
         (tensor([0., 0., 2., 0.]), tensor([0., 0., 4., 0.]))
     """
-    check_tensor("k_cache", k_cache, dtypes=(*FLOAT_DTYPES, torch.float64), shape=[None] * 4)
-    backend = resolve_backend(backend, k_cache.device)
-    if backend == "triton":
-        check_tensor("k_cache", k_cache, dtypes=FLOAT_DTYPES, shape=[None] * 4)
+    backend = resolve_backend(backend, k_cache)
+    check_tensor("k_cache", k_cache, dtypes=FLOATS[backend], shape=[None] * 4)
     (layers, _, heads, head_dim), device = k_cache.shape, k_cache.device
     if not layers * heads * head_dim:
         raise ValueError(f"k_cache must have at least one layer, head and column, got shape {list(k_cache.shape)}")
@@ -249,32 +236,21 @@ def commit_winner(
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("k_last", k_last), ("v_last", v_last)):
         if heads > 1 and tensor.stride(2) != head_dim:
             raise ValueError(f"{name} must be contiguous in its last two dimensions, got strides {tensor.stride()}")
-    integers = (torch.int32, torch.int64)
     check_tensor("candidate_ids", candidate_ids, dtypes=torch.int32, shape=[None, None], device=device)
-    if candidate_ids.shape[1] not in (1, 2, 4, 8, 16, 32, MAX_CANDIDATES):
+    if candidate_ids.shape[1] not in COLUMNS:
         raise ValueError(
             f"candidate_ids must have a power of two up to {MAX_CANDIDATES} columns, got {candidate_ids.shape[1]}"
         )
-    check_tensor("candidate_rows", candidate_rows, dtypes=integers, shape=candidate_ids.shape, device=device)
+    check_tensor("candidate_rows", candidate_rows, dtypes=INT_DTYPES, shape=candidate_ids.shape, device=device)
     check_tensor(
         "candidate_positions", candidate_positions, dtypes=torch.int32, shape=candidate_ids.shape[:1], device=device
     )
-    check_tensor("tokens", tokens, dtypes=integers, shape=[None], device=device)
-    check_tensor("last_rows", last_rows, dtypes=integers, shape=tokens.shape, device=device)
+    check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=[None], device=device)
+    check_tensor("last_rows", last_rows, dtypes=INT_DTYPES, shape=tokens.shape, device=device)
     check_tensor("positions", positions, dtypes=torch.int32, shape=tokens.shape, device=device)
-    check_tensor("slots", slots, dtypes=integers, shape=tokens.shape, device=device)
+    check_tensor("slots", slots, dtypes=INT_DTYPES, shape=tokens.shape, device=device)
 
-    run = _commit_winner_triton if backend == "triton" else _reference
-    return run(
-        k_cache,
-        v_cache,
-        k_last,
-        v_last,
-        candidate_ids,
-        candidate_rows,
-        candidate_positions,
-        last_rows,
-        tokens,
-        positions,
-        slots,
-    )
+    committed = torch.empty(tokens.shape[0], dtype=torch.bool, device=device)
+    last_step = (k_last, v_last, candidate_ids, candidate_rows, candidate_positions)
+    _launch(committed, k_cache, v_cache, *last_step, last_rows, tokens, positions, slots, backend=backend)
+    return committed

@@ -7,19 +7,20 @@ rows it gives those the value head has to compute, compacted, and the permutatio
 One launch, one program a request. A program finds its offsets by adding the lengths of all requests before it, writes
 its own rows and columns, and a share of the padding rows. These are sums of integers: exact, in any order. A request's
 padding columns have places of their own after the last candidate, so that one scatter of its columns through
-``head_slots`` also writes its share of the -1 at the end of ``head_rows``.
+``head_places`` also writes its share of the -1 at the end of ``head_rows``.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import check_tensor, next_power_of_2, resolve_backend
-from lenvm_kernels.reference.ragged_layout import RaggedLayout
+from lenvm_kernels.ops._common import INT_DTYPES, check_tensor, next_power_of_2, resolve_backend
+from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.ragged_layout import ragged_layout as _reference
-
-__all__ = ["RaggedLayout", "ragged_layout"]
+from lenvm_kernels.types import RaggedLayout
 
 # Requests a step of the sum over the lengths, and tokens a step of the copies: up to 1,024 requests the sum is one
 # load, and a prompt of 32k tokens takes 32 steps (some 40 us if each waits for memory, next to a prefill of many ms).
@@ -28,53 +29,42 @@ __all__ = ["RaggedLayout", "ragged_layout"]
 TILE = 1024
 NUM_WARPS = 8
 
-_INT_DTYPES = (torch.int32, torch.int64)
+
+class _Requests(NamedTuple):
+    """A caller's, which may be slices: no kernel is compiled anew where their alignment changes."""
+
+    delta_ids: Any  # [D]
+    delta_slots: Any  # [D]
+    delta_starts: Any  # [B]
+    delta_lens: Any  # [B]
+    candidate_ids: Any  # [B, K]
+    candidate_lens: Any  # [B]
+    cached_lens: Any  # [B]
 
 
 @triton.jit
-def _lengths(delta_lens_ptr, candidate_lens_ptr, request, B, D, K):
+def _lengths(requests, request, B, D, K):
     """(delta length, number of candidates) of requests as int64, forced into 0 .. D and 0 .. K; 0 beyond B."""
-    delta_len = tl.load(delta_lens_ptr + request, mask=request < B, other=0).to(tl.int64)
-    candidate_len = tl.load(candidate_lens_ptr + request, mask=request < B, other=0).to(tl.int64)
+    delta_len = tl.load(requests.delta_lens + request, mask=request < B, other=0).to(tl.int64)
+    candidate_len = tl.load(requests.candidate_lens + request, mask=request < B, other=0).to(tl.int64)
     return tl.minimum(tl.maximum(delta_len, 0), D), tl.minimum(tl.maximum(candidate_len, 0), K)
 
 
 @triton.jit
-def _store_rows(token_ids_ptr, positions_ptr, slots_ptr, row, token_id, position, slot, mask):
-    tl.store(token_ids_ptr + row, token_id, mask=mask)
-    tl.store(positions_ptr + row, position, mask=mask)
-    tl.store(slots_ptr + row, slot, mask=mask)
+def _store_rows(layout, row, token_id, position, slot, mask):
+    tl.store(layout.token_ids + row, token_id, mask=mask)
+    tl.store(layout.positions + row, position, mask=mask)
+    tl.store(layout.slots + row, slot, mask=mask)
 
 
-# Callers pass slices of longer tensors: none of the inputs may compile anew where its alignment changes.
 @triton.jit(
     do_not_specialize=["stride_candidate_ids_request", "B", "D"],
-    do_not_specialize_on_alignment=[
-        "delta_ids_ptr",
-        "delta_slots_ptr",
-        "delta_starts_ptr",
-        "delta_lens_ptr",
-        "candidate_ids_ptr",
-        "candidate_lens_ptr",
-        "cached_lens_ptr",
-    ],
+    do_not_specialize_on_alignment=["requests"],
 )
 def _ragged_layout_kernel(
-    token_ids_ptr,  # [T]
-    positions_ptr,  # [T]
-    slots_ptr,  # [T]
-    q_offsets_ptr,  # [B+1]
-    candidate_rows_ptr,  # [B, K]
-    head_rows_ptr,  # [B*K]
-    head_slots_ptr,  # [B, K]
-    delta_ids_ptr,  # [D]
-    delta_slots_ptr,  # [D]
-    delta_starts_ptr,  # [B]
-    delta_lens_ptr,  # [B]
-    candidate_ids_ptr,  # [B, K]
+    layout,  # RaggedLayout, written
+    requests,  # _Requests
     stride_candidate_ids_request,
-    candidate_lens_ptr,  # [B]
-    cached_lens_ptr,  # [B]
     B,
     D,
     K: tl.constexpr,
@@ -90,93 +80,85 @@ def _ragged_layout_kernel(
     first_place, candidates = start, start
     for first in range(0, B, TILE):
         other = first + tile
-        delta_len, candidate_len = _lengths(delta_lens_ptr, candidate_lens_ptr, other, B, D, K)
+        delta_len, candidate_len = _lengths(requests, other, B, D, K)
         rows = delta_len + candidate_len
         end += tl.sum(rows, axis=0)
         candidates += tl.sum(candidate_len, axis=0)
         start += tl.sum(tl.where(other < request, rows, 0), axis=0)
         first_place += tl.sum(tl.where(other < request, candidate_len, 0), axis=0)
-    tl.store(q_offsets_ptr + request, start.to(tl.int32))
-    tl.store(q_offsets_ptr + B, end.to(tl.int32), mask=request == 0)
+    tl.store(layout.q_offsets + request, start.to(tl.int32))
+    tl.store(layout.q_offsets + B, end.to(tl.int32), mask=request == 0)
 
-    delta_len, candidate_len = _lengths(delta_lens_ptr, candidate_lens_ptr, request, B, D, K)
-    delta_start = tl.load(delta_starts_ptr + request).to(tl.int64)
-    cached_len = tl.load(cached_lens_ptr + request).to(tl.int64)
+    delta_len, candidate_len = _lengths(requests, request, B, D, K)
+    delta_start = tl.load(requests.delta_starts + request).to(tl.int64)
+    cached_len = tl.load(requests.cached_lens + request).to(tl.int64)
     for first in range(0, delta_len, TILE):
         token = first + tile
         row, source = start + token, delta_start + token
         is_delta = (token < delta_len) & (row < T)
         readable = is_delta & (source >= 0) & (source < D)
-        token_id = tl.load(delta_ids_ptr + source, mask=readable, other=0).to(tl.int64)
-        slot = tl.load(delta_slots_ptr + source, mask=readable, other=-1).to(tl.int64)
-        _store_rows(token_ids_ptr, positions_ptr, slots_ptr, row, token_id, cached_len + token, slot, is_delta)
+        token_id = tl.load(requests.delta_ids + source, mask=readable, other=0).to(tl.int64)
+        slot = tl.load(requests.delta_slots + source, mask=readable, other=-1).to(tl.int64)
+        _store_rows(layout, row, token_id, cached_len + token, slot, is_delta)
 
     if K > 0:
         column = tl.arange(0, COLUMNS).to(tl.int64)
         is_column, is_candidate = column < K, column < candidate_len
         candidate_row = start + delta_len + column
         is_row = is_candidate & (candidate_row < T)
-        candidate_ids = candidate_ids_ptr + request * stride_candidate_ids_request
+        candidate_ids = requests.candidate_ids + request * stride_candidate_ids_request
         token_id = tl.load(candidate_ids + column, mask=is_row, other=0).to(tl.int64)
         position = cached_len + delta_len
-        _store_rows(token_ids_ptr, positions_ptr, slots_ptr, candidate_row, token_id, position, -1, is_row)
+        _store_rows(layout, candidate_row, token_id, position, -1, is_row)
 
         # The padding columns of the requests before stand between the last candidate and this request's own.
         padding_place = candidates + (request * K - first_place) + (column - candidate_len)
         place = tl.where(is_candidate, first_place + column, padding_place)
         candidate_row = tl.where(is_candidate, candidate_row, -1)
-        tl.store(candidate_rows_ptr + request * K + column, candidate_row, mask=is_column)
-        tl.store(head_slots_ptr + request * K + column, place, mask=is_column)
-        tl.store(head_rows_ptr + place, candidate_row, mask=is_column)
+        tl.store(layout.candidate_rows + request * K + column, candidate_row, mask=is_column)
+        tl.store(layout.head_places + request * K + column, place, mask=is_column)
+        tl.store(layout.head_rows + place, candidate_row, mask=is_column)
 
     for first in range(end + request * TILE, T, B.to(tl.int64) * TILE):
         padding_row = first + tile
-        _store_rows(token_ids_ptr, positions_ptr, slots_ptr, padding_row, 0, 0, -1, padding_row < T)
+        _store_rows(layout, padding_row, 0, 0, -1, padding_row < T)
 
 
-def _ragged_layout_triton(
-    delta_ids, delta_slots, delta_starts, delta_lens, candidate_ids, candidate_lens, cached_lens
-) -> RaggedLayout:
-    (requests, columns), deltas, device = candidate_ids.shape, delta_ids.shape[0], delta_ids.device
-    rows = deltas + requests * columns
+def _run_reference(*tensors) -> None:
+    *layout, _, _, _, _, _, _, _ = tensors
+    for written, computed in zip(layout, _reference(*tensors[len(layout) :]), strict=True):
+        written.copy_(computed)
 
-    def empty(*shape, dtype=torch.int64):
-        return torch.empty(shape, dtype=dtype, device=device)
 
-    layout = RaggedLayout(
-        token_ids=empty(rows),
-        positions=empty(rows),
-        slots=empty(rows),
-        q_offsets=empty(requests + 1, dtype=torch.int32),
-        candidate_rows=empty(requests, columns),
-        head_rows=empty(requests * columns),
-        head_slots=empty(requests, columns),
+@operator(mutates=RaggedLayout._fields, reference=_run_reference)
+def _launch(
+    token_ids: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    q_offsets: Tensor,
+    candidate_rows: Tensor,
+    head_rows: Tensor,
+    head_places: Tensor,
+    delta_ids: Tensor,
+    delta_slots: Tensor,
+    delta_starts: Tensor,
+    delta_lens: Tensor,
+    candidate_ids: Tensor,
+    candidate_lens: Tensor,
+    cached_lens: Tensor,
+) -> None:
+    (requests, columns), deltas = candidate_ids.shape, delta_ids.shape[0]
+    _ragged_layout_kernel[(requests,)](
+        RaggedLayout(token_ids, positions, slots, q_offsets, candidate_rows, head_rows, head_places),
+        _Requests(delta_ids, delta_slots, delta_starts, delta_lens, candidate_ids, candidate_lens, cached_lens),
+        candidate_ids.stride(0),
+        requests,
+        deltas,
+        K=columns,
+        COLUMNS=next_power_of_2(max(columns, 1)),
+        TILE=TILE,
+        num_warps=NUM_WARPS,
     )
-    with torch.cuda.device_of(delta_ids):
-        _ragged_layout_kernel[(requests,)](
-            layout.token_ids,
-            layout.positions,
-            layout.slots,
-            layout.q_offsets,
-            layout.candidate_rows,
-            layout.head_rows,
-            layout.head_slots,
-            delta_ids,
-            delta_slots,
-            delta_starts,
-            delta_lens,
-            candidate_ids,
-            candidate_ids.stride(0),
-            candidate_lens,
-            cached_lens,
-            requests,
-            deltas,
-            K=columns,
-            COLUMNS=next_power_of_2(max(columns, 1)),
-            TILE=TILE,
-            num_warps=NUM_WARPS,
-        )
-    return layout
 
 
 def ragged_layout(
@@ -228,13 +210,14 @@ def ragged_layout(
         tensor([70, -1, -1, 80, -1, -1])
         >>> layout.head_rows
         tensor([ 1,  2,  4, -1])
-        >>> layout.head_slots
+        >>> layout.head_places
         tensor([[0, 1],
                 [2, 3]])
     """
-    device = check_tensor("delta_ids", delta_ids, dtypes=_INT_DTYPES, shape=(None,)).device
-    check_tensor("delta_slots", delta_slots, dtypes=_INT_DTYPES, shape=delta_ids.shape, device=device)
-    check_tensor("candidate_ids", candidate_ids, dtypes=_INT_DTYPES, shape=(None, None), device=device)
+    backend = resolve_backend(backend, delta_ids)
+    device = check_tensor("delta_ids", delta_ids, dtypes=INT_DTYPES, shape=(None,)).device
+    check_tensor("delta_slots", delta_slots, dtypes=INT_DTYPES, shape=delta_ids.shape, device=device)
+    check_tensor("candidate_ids", candidate_ids, dtypes=INT_DTYPES, shape=(None, None), device=device)
     requests = candidate_ids.shape[0]
     if requests == 0:
         raise ValueError("candidate_ids must have a row for each request, at least one, got none")
@@ -243,5 +226,21 @@ def ragged_layout(
     check_tensor("candidate_lens", candidate_lens, dtypes=torch.int32, shape=(requests,), device=device)
     check_tensor("cached_lens", cached_lens, dtypes=torch.int32, shape=(requests,), device=device)
 
-    run = _ragged_layout_triton if resolve_backend(backend, device) == "triton" else _reference
-    return run(delta_ids, delta_slots, delta_starts, delta_lens, candidate_ids, candidate_lens, cached_lens)
+    columns, deltas = candidate_ids.shape[1], delta_ids.shape[0]
+    rows = deltas + requests * columns
+
+    def empty(*shape, dtype=torch.int64):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    layout = RaggedLayout(
+        token_ids=empty(rows),
+        positions=empty(rows),
+        slots=empty(rows),
+        q_offsets=empty(requests + 1, dtype=torch.int32),
+        candidate_rows=empty(requests, columns),
+        head_rows=empty(requests * columns),
+        head_places=empty(requests, columns),
+    )
+    deltas = (delta_ids, delta_slots, delta_starts, delta_lens)
+    _launch(*layout, *deltas, candidate_ids, candidate_lens, cached_lens, backend=backend)
+    return layout

@@ -22,13 +22,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lenvm_kernels.ops._common import (
-    FLOAT_DTYPES,
+    FLOATS,
     architecture,
     ceil_div,
     check_tensor,
     fitting_stages,
     resolve_backend,
 )
+from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference
 
 # Tile and splits depend on the weight's shape, never on the rows: the same row must give the same bits in any batch.
@@ -205,12 +206,24 @@ def num_splits(columns: int, size: int, swiglu: bool = False) -> int:
     return max(1, min(size // SPLIT_K, MAX_SPLIT_PROGRAMS // ceil_div(columns, BLOCK_N_WIDE)))
 
 
-def _ragged_linear_triton(x, weight, bias, num_rows, norm_eps, swiglu, residual) -> Tensor:
-    (tokens, size), columns = x.shape, weight.shape[0]
-    outputs = columns // 2 if swiglu else columns
-    out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
+def _run_reference(out, x, weight, bias, num_rows, norm_eps, swiglu, residual) -> None:
+    out.copy_(_reference(x, weight, bias, num_rows=num_rows, norm_eps=norm_eps, swiglu=swiglu, residual=residual))
+
+
+@operator(mutates=["out"], reference=_run_reference)
+def _launch(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    num_rows: Tensor | None,
+    norm_eps: float | None,
+    swiglu: bool,
+    residual: Tensor | None,
+) -> None:
+    (tokens, size), columns, outputs = x.shape, weight.shape[0], out.shape[1]
     if tokens == 0:
-        return out
+        return
     splits = num_splits(columns, size, swiglu)
     is_wide = splits > 1 or columns >= WIDE_FROM
     block_n, stages = (BLOCK_N_WIDE, STAGES_WIDE) if is_wide else (BLOCK_N, STAGES)
@@ -226,58 +239,56 @@ def _ragged_linear_triton(x, weight, bias, num_rows, norm_eps, swiglu, residual)
         matmul_out = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
         epilogue = (None, None, None)
 
-    with torch.cuda.device_of(x):
-        if norm_eps is not None:
-            _inv_rms_kernel[(min(ceil_div(tokens, NORM_ROWS), MAX_SMALL_PROGRAMS),)](
-                inv_rms,
-                x,
-                x.stride(0),
-                num_rows,
-                norm_eps,
-                tokens,
-                K=size,
-                ROWS=NORM_ROWS,
-                BLOCK_K=NORM_BLOCK_K,
-            )
-        _ragged_linear_kernel[(min(tiles, MAX_PROGRAMS),)](
-            matmul_out,
+    if norm_eps is not None:
+        _inv_rms_kernel[(min(ceil_div(tokens, NORM_ROWS), MAX_SMALL_PROGRAMS),)](
+            inv_rms,
             x,
             x.stride(0),
-            weight,
-            weight.stride(0),
-            *epilogue,
+            num_rows,
+            norm_eps,
+            tokens,
+            K=size,
+            ROWS=NORM_ROWS,
+            BLOCK_K=NORM_BLOCK_K,
+        )
+    _ragged_linear_kernel[(min(tiles, MAX_PROGRAMS),)](
+        matmul_out,
+        x,
+        x.stride(0),
+        weight,
+        weight.stride(0),
+        *epilogue,
+        residual_stride,
+        num_rows,
+        tokens,
+        K=size,
+        N=outputs,
+        SWIGLU=swiglu,
+        SPLITS=splits,
+        SPLIT_LEN=ceil_div(ceil_div(size, block_k), splits) * block_k,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=NUM_WARPS_SM_100 if architecture() == "sm_100" and not is_wide else NUM_WARPS,
+        num_stages=fitting_stages(stages),
+    )
+    if splits > 1:
+        column_blocks = ceil_div(outputs, SUM_BLOCK_N)
+        row_blocks = min(ceil_div(tokens, SUM_ROWS), ceil_div(MAX_SMALL_PROGRAMS, column_blocks))
+        _sum_splits_kernel[(column_blocks, row_blocks)](
+            out,
+            matmul_out,
+            bias,
+            inv_rms,
+            residual,
             residual_stride,
             num_rows,
             tokens,
-            K=size,
             N=outputs,
-            SWIGLU=swiglu,
             SPLITS=splits,
-            SPLIT_LEN=ceil_div(ceil_div(size, block_k), splits) * block_k,
-            BLOCK_M=BLOCK_M,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            num_warps=NUM_WARPS_SM_100 if architecture() == "sm_100" and not is_wide else NUM_WARPS,
-            num_stages=fitting_stages(stages),
+            ROWS=SUM_ROWS,
+            BLOCK_N=SUM_BLOCK_N,
         )
-        if splits > 1:
-            column_blocks = ceil_div(outputs, SUM_BLOCK_N)
-            row_blocks = min(ceil_div(tokens, SUM_ROWS), ceil_div(MAX_SMALL_PROGRAMS, column_blocks))
-            _sum_splits_kernel[(column_blocks, row_blocks)](
-                out,
-                matmul_out,
-                bias,
-                inv_rms,
-                residual,
-                residual_stride,
-                num_rows,
-                tokens,
-                N=outputs,
-                SPLITS=splits,
-                ROWS=SUM_ROWS,
-                BLOCK_N=SUM_BLOCK_N,
-            )
-    return out
 
 
 def ragged_linear(
@@ -327,10 +338,8 @@ def ragged_linear(
                 [2., 1.],
                 [0., 0.]])
     """
-    check_tensor("x", x, dtypes=(*FLOAT_DTYPES, torch.float64), shape=(None, None))
-    backend = resolve_backend(backend, x.device)
-    if backend == "triton":
-        check_tensor("x", x, dtypes=FLOAT_DTYPES, shape=(None, None))
+    backend = resolve_backend(backend, x)
+    check_tensor("x", x, dtypes=FLOATS[backend], shape=(None, None))
     dtype, device, (tokens, size) = x.dtype, x.device, x.shape
     if size == 0:
         raise ValueError(f"x must have at least one column, got shape {list(x.shape)}")
@@ -345,11 +354,11 @@ def ragged_linear(
         check_tensor("num_rows", num_rows, dtypes=torch.int32, shape=(1,), device=device)
     if norm_eps is not None and (not isinstance(norm_eps, (int, float)) or not 0 < norm_eps < math.inf):
         raise ValueError(f"norm_eps must be a positive number or None, got {norm_eps!r}")
+    outputs = columns // 2 if swiglu else columns
     if residual is not None:
-        outputs = columns // 2 if swiglu else columns
         check_tensor("residual", residual, dtypes=dtype, shape=(tokens, outputs), device=device)
 
-    if backend == "triton":
-        norm_eps = None if norm_eps is None else float(norm_eps)
-        return _ragged_linear_triton(x, weight, bias, num_rows, norm_eps, bool(swiglu), residual)
-    return _reference(x, weight, bias, num_rows=num_rows, norm_eps=norm_eps, swiglu=swiglu, residual=residual)
+    out = torch.empty(tokens, outputs, dtype=dtype, device=device)
+    norm_eps = None if norm_eps is None else float(norm_eps)
+    _launch(out, x, weight, bias, num_rows, norm_eps, bool(swiglu), residual, backend=backend)
+    return out

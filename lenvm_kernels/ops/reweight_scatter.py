@@ -1,45 +1,41 @@
-"""Guided probabilities of each row's candidates, and their scatter into the rows of ``[B, V]``.
+"""Guided probabilities of each request's candidates, and their scatter into the requests of ``[B, V]``.
 
 From ``q = p / sum(p)`` and value logits ``z`` (``v = sigmoid(z)``, 0 at the end of sequence): ``p' ~ q exp(lambda v)``
 with ``lambda`` given (``centered_exp``) or such that ``E[v]`` meets a target, ``p' ~ q exp(s z)`` (``value_bias``), or
 one-hot on the candidate a constraint chooses. Source: section 4 of the specification; ``lvm_combined_guidance`` in the
 LenVM fork of SGLang.
 
-fp32 holds because values are never subtracted: a row works in shares of its range, ``w = (v - min v) / range`` and
+fp32 holds because values are never subtracted: a request works in shares of its range, ``w = (v - min v) / range`` and
 ``1 - w``, each from ``sigmoid(a) - sigmoid(b) = sigmoid(a) sigmoid(-b) (1 - exp(b - a))``. What follows from them is
 taken from the nearer end: exponents from the favoured one, deviations from the one near the mean. The root is found on
 ``logit E[w]``, which is linear in ``lambda`` for two candidates and nearly so in the tails of more, by Newton steps
 that a bracket guards. It is the root of the weights as they are rounded: their errors do not add to that of the mean.
-Every mode is computed for every row and the row's own is selected: no divergence, any mix.
+Every mode is computed for every request and the request's own is selected: no divergence, any mix.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from lenvm_kernels.ops._common import FLOAT_DTYPES, ceil_div, check_tensor, resolve_backend
-from lenvm_kernels.ops.topk_candidates import Candidates, Status
-from lenvm_kernels.reference.reweight_scatter import SMALLEST_SHIFT, TARGET_MARGIN, TARGET_MARGIN_SHARE, Mode
+from lenvm_kernels.ops._common import COLUMNS, FLOATS, INT_DTYPES, SINGLES, ceil_div, check_tensor, resolve_backend
+from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.reference._common import compute_dtype
+from lenvm_kernels.reference.reweight_scatter import SMALLEST_SHIFT, TARGET_MARGIN, TARGET_MARGIN_SHARE
 from lenvm_kernels.reference.reweight_scatter import reweight_scatter as _reference
-
-if TYPE_CHECKING:
-    from lenvm_kernels.guidance import GuidanceTable
-
-__all__ = ["Mode", "reweight_scatter"]
+from lenvm_kernels.types import Candidates, GuidanceColumns, Mode, Status
 
 # Candidates a program without scatter, two a lane of its one warp: few, because a program iterates until the last of
-# its rows has converged, and because 256 of them spill registers.
+# its requests has converged, and because 256 of them spill registers.
 TILE = 64
 # Elements of [B, V] a program of the scatter zeroes: 64 KB of fp32. Not measured yet.
 SLICE = 16_384
 
-# The slowest of the million rows of hard_rows(10_000, 8, seed 0 to 99) in tests/test_reweight_scatter.py took 43.
+# The slowest of the million requests of hard_rows(10_000, 8, seed 0 to 99) in tests/test_reweight_scatter.py took 43.
 MAX_STEPS = tl.constexpr(64)
-# Accepted error of logit E[w]: at most 1e-6 of the row's range, and what fp32 logarithms resolve.
+# Accepted error of logit E[w]: at most 1e-6 of the request's range, and what fp32 logarithms resolve.
 _ROOT_TOLERANCE = tl.constexpr(4e-6)
 # The smallest normal fp32. Triton makes fp64 of a smaller literal, and of everything that it meets.
 _SMALLEST = tl.constexpr(2.0**-126)
@@ -84,37 +80,58 @@ def _value_difference(upper, lower):
     return tl.sigmoid(upper) * tl.sigmoid(-lower) * _one_minus_exp(upper - lower)
 
 
+class _Table(NamedTuple):
+    """Columns of the requests' table."""
+
+    mode: Any  # [R], as the following
+    scale: Any
+    nats_per_token: Any
+    value_min: Any
+    target_length: Any
+    counts_down: Any
+    faults: Any
+    eos_token_ids: Any  # [R, E]
+
+
+class _TableRows(NamedTuple):
+    """A caller's, which may be slices: no kernel is compiled anew where their alignment changes."""
+
+    table_rows: Any  # [B] or None
+    generated: Any  # [B] or None
+
+
 @triton.jit
-def _row_sum(x):
+def _request_sum(x):
     return tl.sum(x, axis=1)[:, None]
 
 
 @triton.jit
-def _row_max(x):
+def _request_max(x):
     return tl.max(x, axis=1)[:, None]
 
 
 @triton.jit
-def _row_min(x):
+def _request_min(x):
     return tl.min(x, axis=1)[:, None]
 
 
 @triton.jit
 def _tilt(log_q, w, top_w, active, tilt):
-    """Weights ``q exp(tilt w)`` up to a constant of the row, the largest 1."""
+    """Weights ``q exp(tilt w)`` up to a constant of the request, the largest 1."""
     # Measured from the favoured end, whose differences keep their digits.
     exponent = tl.where(tilt > 0, -tilt * top_w, tilt * w)
     logit = tl.where(active, log_q + exponent, -_BIG)
-    return tl.where(active, tl.exp(logit - _row_max(logit)), 0.0)
+    return tl.where(active, tl.exp(logit - _request_max(logit)), 0.0)
 
 
 @triton.jit
 def _solve_tilt(log_q, w, top_w, active, target_w, target_top_w, unsolved):
-    """The tilt at which ``p' ~ q exp(tilt w)`` has mean ``w`` equal to ``target_w``; ``[ROWS, 1]``.
+    """The tilt at which ``p' ~ q exp(tilt w)`` has mean ``w`` equal to ``target_w``; ``[REQUESTS, 1]``.
 
-    A row stops when it has converged, whatever the others do: its result does not depend on them.
+    A request stops when it has converged, whatever the others do: its result does not depend on them.
 
-    The loop ends by a number that every thread of the program computes from its own copies of the row's sums, and it
+    The loop ends by a number that every thread of the program computes from its own copies of the request's sums, and
+    it
     has barriers: the copies must be equal to the bit. They are not where a product is fused with the first addition
     of a sum across threads. Launches therefore set ``enable_fp_fusion=False``; `bench.codegen` reads the instructions.
     """
@@ -124,12 +141,12 @@ def _solve_tilt(log_q, w, top_w, active, target_w, target_top_w, unsolved):
     step = 0
     while (step < MAX_STEPS) & (tl.max(tl.max(unsolved.to(tl.int32), axis=1), axis=0) > 0):
         weight = _tilt(log_q, w, top_w, active, tilt)
-        total, bottom_part, top_part = _row_sum(weight), _row_sum(weight * top_w), _row_sum(weight * w)
+        total, bottom_part, top_part = _request_sum(weight), _request_sum(weight * top_w), _request_sum(weight * w)
         mean, top_mean = top_part / total, bottom_part / total
         # From the end that the mean is near, where the difference keeps its digits: at a mean of 1 - 1e-30 a rounding
         # error of w - mean would be all of the variance.
         deviation = tl.where(mean > 0.5, top_mean - top_w, w - mean)
-        variance = _row_sum(weight * deviation * deviation) / total
+        variance = _request_sum(weight * deviation * deviation) / total
         error = tl.log(top_part) - tl.log(bottom_part) - target_logit  # +-inf once a part underflows
         low, high = tl.where(error < 0, tilt, low), tl.where(error < 0, high, tilt)
 
@@ -155,70 +172,61 @@ def _solve_tilt(log_q, w, top_w, active, target_w, target_top_w, unsolved):
 
 @triton.jit
 def _reweight(
-    row,  # [ROWS, 1] int64
-    valid,  # [ROWS, 1]: rows beyond B compute nothing that is stored
-    token_ids_ptr,  # [B, K]
-    probs_ptr,  # [B, K]
-    status_ptr,  # [B]
-    lost_mass_ptr,  # [B]
+    request,  # [REQUESTS, 1] int64
+    valid,  # [REQUESTS, 1]: requests beyond B compute nothing that is stored
+    candidates,  # Candidates
     value_logits_ptr,  # [B, K]
-    stride_value_logits_row,
-    table_rows_ptr,  # [B] or None
-    generated_ptr,  # [B] or None
-    mode_ptr,  # [R], as the following
-    scale_ptr,
-    nats_per_token_ptr,
-    value_min_ptr,
-    target_length_ptr,
-    counts_down_ptr,
-    eos_token_ids_ptr,  # [R, EOS]
-    EOS,
+    stride_value_logits_request,
+    table,  # _Table
+    stride,  # its strides
+    rows,  # _TableRows
+    E,
     K: tl.constexpr,
 ):
-    """(table row, token ids, candidates that count, guided probabilities, is the row to be counted) of a tile."""
-    table_row = row
-    if table_rows_ptr is not None:
-        table_row = tl.load(table_rows_ptr + row, mask=valid, other=0).to(tl.int64)
-    mode = tl.load(mode_ptr + table_row, mask=valid, other=_UNGUIDED)
-    scale = tl.load(scale_ptr + table_row, mask=valid, other=1.0)
-    nats_per_token = tl.load(nats_per_token_ptr + table_row, mask=valid, other=1.0)
-    value_min = tl.load(value_min_ptr + table_row, mask=valid, other=0.0)
-    remaining = tl.load(target_length_ptr + table_row, mask=valid, other=0.0)
-    if generated_ptr is not None:
-        counts_down = tl.load(counts_down_ptr + table_row, mask=valid, other=0) != 0
-        generated = tl.load(generated_ptr + row, mask=valid, other=0).to(tl.float32)
+    """(table row, token ids, candidates that count, guided probabilities, is the request to be counted) of a tile."""
+    table_row = request
+    if rows.table_rows is not None:
+        table_row = tl.load(rows.table_rows + request, mask=valid, other=0).to(tl.int64)
+    mode = tl.load(table.mode + table_row * stride.mode, mask=valid, other=_UNGUIDED)
+    scale = tl.load(table.scale + table_row * stride.scale, mask=valid, other=1.0)
+    nats_per_token = tl.load(table.nats_per_token + table_row * stride.nats_per_token, mask=valid, other=1.0)
+    value_min = tl.load(table.value_min + table_row * stride.value_min, mask=valid, other=0.0)
+    remaining = tl.load(table.target_length + table_row * stride.target_length, mask=valid, other=0.0)
+    if rows.generated is not None:
+        counts_down = tl.load(table.counts_down + table_row * stride.counts_down, mask=valid, other=0) != 0
+        generated = tl.load(rows.generated + request, mask=valid, other=0).to(tl.float32)
         remaining = tl.where(counts_down, tl.maximum(remaining - generated, 0.0), remaining)
-    status = tl.load(status_ptr + row, mask=valid, other=0)
+    status = tl.load(candidates.status + request, mask=valid, other=0)
     guided = (status == _GUIDE) & (mode != _UNGUIDED)
 
-    slot = tl.arange(0, K)[None, :]
-    token = tl.load(token_ids_ptr + row * K + slot, mask=valid, other=-1)
-    p = tl.load(probs_ptr + row * K + slot, mask=valid, other=0.0)
+    column = tl.arange(0, K)[None, :]
+    token = tl.load(candidates.token_ids + request * K + column, mask=valid, other=-1)
+    p = tl.load(candidates.probs + request * K + column, mask=valid, other=0.0)
     active = p > 0
-    total = tl.maximum(_row_sum(p), _SMALLEST)  # a row without candidates has 0
+    total = tl.maximum(_request_sum(p), _SMALLEST)  # a request without candidates has 0
     q = tl.div_rn(p, total)  # rounded correctly: 1, and no number beside it, for a single candidate
     log_q = tl.where(active, tl.log(tl.where(active, p, 1.0)) - tl.log(total), 0.0)
 
     eos = token < -1
-    for i in range(EOS):
-        eos = eos | (token == tl.load(eos_token_ids_ptr + table_row * EOS + i, mask=valid, other=-2))
-    z = tl.load(value_logits_ptr + row * stride_value_logits_row + slot, mask=valid & active, other=0.0)
+    for i in range(E):
+        eos = eos | (token == tl.load(table.eos_token_ids + table_row * stride.eos_token_ids + i, mask=valid, other=-2))
+    z = tl.load(value_logits_ptr + request * stride_value_logits_request + column, mask=valid & active, other=0.0)
     finite = tl.abs(z) <= 3.4028234e38  # NaN compares false
     unusable = active & (finite == 0) & ((eos == 0) | (mode == _VALUE_BIAS))
-    faulty = guided & (_row_max(unusable.to(tl.int32)) > 0)
-    broken = tl.load(lost_mass_ptr + row, mask=valid, other=0.0)
+    faulty = guided & (_request_max(unusable.to(tl.int32)) > 0)
+    broken = tl.load(candidates.lost_mass + request, mask=valid, other=0.0)
     counted = faulty | (broken != broken)
     raw_z = tl.where(finite, tl.minimum(tl.maximum(z, 0.5 * _EOS_Z), 0.5 * _BIG), 0.0)
     z = tl.where(eos, _EOS_Z, raw_z)
-    z_min, z_max = _row_min(tl.where(active, z, _BIG)), _row_max(tl.where(active, z, -_BIG))
+    z_min, z_max = _request_min(tl.where(active, z, _BIG)), _request_max(tl.where(active, z, -_BIG))
 
-    # Values as shares of the row's range: w in [0, 1], from the bottom and from the top.
+    # Values as shares of the request's range: w in [0, 1], from the bottom and from the top.
     span = _value_difference(z_max, z_min)
     spread = active & (span > 0)
     safe_span = tl.where(span > 0, span, 1.0)
     w = tl.where(spread, tl.div_rn(_value_difference(tl.maximum(z, z_min), z_min), safe_span), 0.0)
     top_w = tl.where(spread, tl.div_rn(_value_difference(z_max, tl.minimum(z, z_max)), safe_span), 0.0)
-    expected_w, expected_top_w = _row_sum(q * w), _row_sum(q * top_w)
+    expected_w, expected_top_w = _request_sum(q * w), _request_sum(q * top_w)
     expected_value = tl.sigmoid(z_min) + expected_w * span
 
     # The target of the tilting modes, as a share of the range from either end.
@@ -261,181 +269,190 @@ def _reweight(
 
     weight = _tilt(log_q, w, top_w, active, tilt)
     # From the favoured logit, as in _tilt: a product of large numbers would be rounded by more than probabilities bear.
-    favoured = tl.where(scale > 0, _row_max(tl.where(active, raw_z, -_BIG)), _row_min(tl.where(active, raw_z, _BIG)))
+    favoured = tl.where(
+        scale > 0, _request_max(tl.where(active, raw_z, -_BIG)), _request_min(tl.where(active, raw_z, _BIG))
+    )
     bias = tl.where(active, log_q + scale * (raw_z - favoured), -_BIG)
-    bias_weight = tl.where(active, tl.exp(bias - _row_max(bias)), 0.0)
+    bias_weight = tl.where(active, tl.exp(bias - _request_max(bias)), 0.0)
     weight = tl.where(mode == _VALUE_BIAS, bias_weight, weight)
-    result = tl.div_rn(weight, tl.maximum(_row_sum(weight), _SMALLEST))
+    result = tl.div_rn(weight, tl.maximum(_request_sum(weight), _SMALLEST))
     result = tl.where(tilts_to_target & unmoved, q, result)
 
     # Constraints choose one candidate: of least cost; of equal costs the most probable, then the first.
     cost = tl.where(mode == _EQ, tl.abs(_softplus(z) - nats), z)
     largest = ((mode == _GE) & (remaining > 0)) | ((mode == _EQ_SOFT) & (target_z >= z_max))
     cost = tl.where(active, tl.where(largest, -z, cost), _BIG)
-    tied = active & (cost == _row_min(cost))
+    tied = active & (cost == _request_min(cost))
     likely = tl.where(tied, q, -1.0)
-    first = _row_min(tl.where(likely == _row_max(likely), slot, K))
-    chosen = tl.where(slot == first, 1.0, 0.0)
+    first = _request_min(tl.where(likely == _request_max(likely), column, K))
+    chosen = tl.where(column == first, 1.0, 0.0)
     result = tl.where((mode == _EQ) | (mode == _GE) | (mode == _LE) | edge, chosen, result)
     return table_row, token, active, tl.where(guided, result, q), counted
 
 
 @triton.jit(
-    do_not_specialize=["B", "EOS"],  # a new batch size compiles nothing
-    do_not_specialize_on_alignment=["table_rows_ptr", "generated_ptr"],
+    do_not_specialize=["B", "E"],  # a new batch size compiles nothing
+    do_not_specialize_on_alignment=["table", "rows"],
 )
 def _reweight_kernel(
-    token_ids_ptr,  # [B, K]
-    probs_ptr,  # [B, K]
-    status_ptr,  # [B]
-    lost_mass_ptr,  # [B]
-    value_logits_ptr,  # [B, K]
-    stride_value_logits_row,
-    table_rows_ptr,  # [B] or None
-    generated_ptr,  # [B] or None
-    mode_ptr,  # [R], as the following
-    scale_ptr,
-    nats_per_token_ptr,
-    value_min_ptr,
-    target_length_ptr,
-    counts_down_ptr,
-    faults_ptr,
-    eos_token_ids_ptr,  # [R, EOS]
-    EOS,
     out_ptr,  # [B, K]
+    candidates,  # Candidates
+    value_logits_ptr,  # [B, K]
+    stride_value_logits_request,
+    table,  # _Table
+    stride,  # its strides
+    rows,  # _TableRows
+    E,
     B,
     K: tl.constexpr,
-    ROWS: tl.constexpr,
+    REQUESTS: tl.constexpr,
 ):
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
-    valid = row < B
+    request = (tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS))[:, None].to(tl.int64)
+    valid = request < B
     table_row, _, _, result, counted = _reweight(
-        row,
-        valid,
-        token_ids_ptr,
-        probs_ptr,
-        status_ptr,
-        lost_mass_ptr,
-        value_logits_ptr,
-        stride_value_logits_row,
-        table_rows_ptr,
-        generated_ptr,
-        mode_ptr,
-        scale_ptr,
-        nats_per_token_ptr,
-        value_min_ptr,
-        target_length_ptr,
-        counts_down_ptr,
-        eos_token_ids_ptr,
-        EOS,
-        K,
+        request, valid, candidates, value_logits_ptr, stride_value_logits_request, table, stride, rows, E, K
     )
-    tl.store(out_ptr + row * K + tl.arange(0, K)[None, :], result, mask=valid)
-    tl.atomic_add(faults_ptr + table_row, 1, mask=valid & counted)
+    tl.store(out_ptr + request * K + tl.arange(0, K)[None, :], result, mask=valid)
+    tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=valid & counted)
 
 
 @triton.jit(
-    do_not_specialize=["EOS"],
-    do_not_specialize_on_alignment=["table_rows_ptr", "generated_ptr"],
+    do_not_specialize=["E"],
+    do_not_specialize_on_alignment=["table", "rows"],
 )
 def _reweight_scatter_kernel(
-    token_ids_ptr,  # [B, K]
-    probs_ptr,  # [B, K]
-    status_ptr,  # [B]
-    lost_mass_ptr,  # [B]
-    value_logits_ptr,  # [B, K]
-    stride_value_logits_row,
-    table_rows_ptr,  # [B] or None
-    generated_ptr,  # [B] or None
-    mode_ptr,  # [R], as the following
-    scale_ptr,
-    nats_per_token_ptr,
-    value_min_ptr,
-    target_length_ptr,
-    counts_down_ptr,
-    faults_ptr,
-    eos_token_ids_ptr,  # [R, EOS]
-    EOS,
     out_ptr,  # [B, K]
     dense_ptr,  # [B, V]
-    stride_dense_row,
+    stride_dense_request,
+    candidates,  # Candidates
+    value_logits_ptr,  # [B, K]
+    stride_value_logits_request,
+    table,  # _Table
+    stride,  # its strides
+    rows,  # _TableRows
+    E,
     V,
     K: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    row, slice_id = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    table_row = row
-    if table_rows_ptr is not None:
-        table_row = tl.load(table_rows_ptr + row).to(tl.int64)
-    status = tl.load(status_ptr + row)
-    guided = (status == _GUIDE) & (tl.load(mode_ptr + table_row) != _UNGUIDED)
+    request, slice_id = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    table_row = request
+    if rows.table_rows is not None:
+        table_row = tl.load(rows.table_rows + request).to(tl.int64)
+    status = tl.load(candidates.status + request)
+    guided = (status == _GUIDE) & (tl.load(table.mode + table_row * stride.mode) != _UNGUIDED)
     written = guided | (status == _SINGLE)
     start = slice_id * SLICE
     if written:
-        column = start + tl.arange(0, SLICE)
+        token = start + tl.arange(0, SLICE)
         zero = tl.zeros([SLICE], dense_ptr.dtype.element_ty)
-        tl.store(dense_ptr + row * stride_dense_row + column, zero, mask=column < V)
+        tl.store(dense_ptr + request * stride_dense_request + token, zero, mask=token < V)
         tl.debug_barrier()  # the program's zeros are written before its candidates
 
     # Only the slices that hold candidates, and the first, need the probabilities.
-    token = tl.load(token_ids_ptr + row * K + tl.arange(0, K))
+    token = tl.load(candidates.token_ids + request * K + tl.arange(0, K))
     here = (token >= start) & (token < start + SLICE)
     if (slice_id == 0) | (written & (tl.max(here.to(tl.int32), axis=0) > 0)):
-        rows = row + tl.zeros([1, 1], tl.int64)
+        tile = request + tl.zeros([1, 1], tl.int64)
         table_rows, tokens, active, result, counted = _reweight(
-            rows,
-            rows >= 0,
-            token_ids_ptr,
-            probs_ptr,
-            status_ptr,
-            lost_mass_ptr,
-            value_logits_ptr,
-            stride_value_logits_row,
-            table_rows_ptr,
-            generated_ptr,
-            mode_ptr,
-            scale_ptr,
-            nats_per_token_ptr,
-            value_min_ptr,
-            target_length_ptr,
-            counts_down_ptr,
-            eos_token_ids_ptr,
-            EOS,
-            K,
+            tile, tile >= 0, candidates, value_logits_ptr, stride_value_logits_request, table, stride, rows, E, K
         )
         if slice_id == 0:
-            tl.store(out_ptr + rows * K + tl.arange(0, K)[None, :], result)
-            tl.atomic_add(faults_ptr + table_rows, 1, mask=counted)
+            tl.store(out_ptr + tile * K + tl.arange(0, K)[None, :], result)
+            tl.atomic_add(table.faults + table_rows * stride.faults, 1, mask=counted)
         if written:
             inside = active & (tokens >= start) & (tokens < start + SLICE)
-            tl.store(dense_ptr + rows * stride_dense_row + tokens, result, mask=inside)
+            tl.store(dense_ptr + tile * stride_dense_request + tokens, result, mask=inside)
+
+
+def _run_reference(out, *operands) -> None:
+    *tensors, table_rows, generated, probs = operands
+    candidates, (value_logits, *columns) = Candidates(*tensors[:5]), tensors[5:]
+    read = dict.fromkeys(GuidanceColumns._fields) | _Table(*columns)._asdict()
+    rows = dict(table_rows=table_rows, generated=generated)
+    out.copy_(_reference(candidates, value_logits, GuidanceColumns(**read), **rows, probs=probs))
+
+
+@operator(mutates=["out", "faults", "probs"], reference=_run_reference)
+def _launch(
+    out: Tensor,
+    token_ids: Tensor,
+    candidate_probs: Tensor,
+    counts: Tensor,
+    status: Tensor,
+    lost_mass: Tensor,
+    value_logits: Tensor,
+    mode: Tensor,
+    scale: Tensor,
+    nats_per_token: Tensor,
+    value_min: Tensor,
+    target_length: Tensor,
+    counts_down: Tensor,
+    faults: Tensor,
+    eos_token_ids: Tensor,
+    table_rows: Tensor | None,
+    generated: Tensor | None,
+    probs: Tensor | None,
+) -> None:
+    requests, columns = out.shape
+    if requests == 0:
+        return
+    table = _Table(mode, scale, nats_per_token, value_min, target_length, counts_down, faults, eos_token_ids)
+    arguments = (
+        Candidates(token_ids, candidate_probs, counts, status, lost_mass),
+        value_logits,
+        value_logits.stride(0),
+        table,
+        _Table(*[column.stride(0) for column in table]),
+        _TableRows(table_rows, generated),
+        eos_token_ids.shape[1],
+    )
+    if probs is None:
+        tile_requests = max(1, TILE // columns)
+        _reweight_kernel[(ceil_div(requests, tile_requests),)](
+            out, *arguments, requests, K=columns, REQUESTS=tile_requests, num_warps=1, enable_fp_fusion=False
+        )
+    else:
+        vocab = probs.shape[1]
+        _reweight_scatter_kernel[(requests, ceil_div(vocab, SLICE))](
+            out,
+            probs,
+            probs.stride(0),
+            *arguments,
+            vocab,
+            K=columns,
+            SLICE=SLICE,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
 
 
 def reweight_scatter(
     candidates: Candidates,
-    value_logits: torch.Tensor,
-    table: GuidanceTable,
+    value_logits: Tensor,
+    table: GuidanceColumns,
     *,
-    table_rows: torch.Tensor | None = None,
-    generated: torch.Tensor | None = None,
-    probs: torch.Tensor | None = None,
+    table_rows: Tensor | None = None,
+    generated: Tensor | None = None,
+    probs: Tensor | None = None,
     backend: str = "auto",
-) -> torch.Tensor:
-    """Guided probabilities of the candidates; with ``probs``, also written into the rows of ``[B, V]``.
+) -> Tensor:
+    """Guided probabilities of the candidates; with ``probs``, also written into the requests of ``[B, V]``.
 
-    Every row has its own mode, scale, target and end-of-sequence tokens. A row of status ``SINGLE`` gives its one
-    candidate. Rows that are unguided or skipped, by status or by their table row, give ``q`` and leave ``probs`` alone.
-    A guided row with a value logit that is not finite gives ``q`` and, like a broken row of the candidates, counts one
-    up in ``table.faults``. So does, uncounted, a row whose expected value is below its ``value_min``.
+    Every request has its own mode, scale, target and end-of-sequence tokens. A request of status ``SINGLE`` gives its
+    one candidate. Requests that are unguided or skipped, by status or by their table row, give ``q`` and leave
+    ``probs`` alone. A guided request with a value logit that is not finite gives ``q`` and, like a broken request of
+    the candidates, counts one up in ``table.faults``. So does, uncounted, a request whose expected value is below its
+    ``value_min``.
 
     Args:
-        candidates: of :func:`topk_candidates`; ``B`` rows, ``K`` slots.
+        candidates: of :func:`topk_candidates`; ``B`` requests, ``K`` columns.
         value_logits: fp32 ``[B, K]``; raw value logits, ``v = sigmoid(z)``. Those of padding are ignored, as are those
             of end-of-sequence candidates (their value is 0) in every mode but ``value_bias``.
-        table: the requests' parameters, ``R`` rows.
-        table_rows: int32 or int64 ``[B]``; each row's row of the table (None: row i has row i).
+        table: the requests' parameters, ``R`` requests.
+        table_rows: int32 or int64 ``[B]``; each request's request of the table (None: request i has request i).
         generated: int32 ``[B]``; tokens generated so far, for targets that are totals (None: 0).
-        probs: fp32, bf16 or fp16 ``[B, V]``, last dimension contiguous; guided rows are rewritten in place: the
+        probs: fp32, bf16 or fp16 ``[B, V]``, last dimension contiguous; guided requests are rewritten in place: the
             candidates' guided probabilities, 0 elsewhere.
         backend: ``auto``, ``triton`` or ``reference``.
 
@@ -447,79 +464,47 @@ def reweight_scatter(
 
     Example:
         >>> from lenvm_kernels import GuidanceTable, parse_guidance, topk_candidates
-        >>> row = dict(top_k=torch.tensor([2], dtype=torch.int32), top_p=torch.ones(1), min_p=torch.zeros(1))
-        >>> candidates = topk_candidates(torch.tensor([[0.5, 0.2, 0.3]]), **row, max_candidates=2)
+        >>> request = dict(top_k=torch.tensor([2], dtype=torch.int32), top_p=torch.ones(1), min_p=torch.zeros(1))
+        >>> candidates = topk_candidates(torch.tensor([[0.5, 0.2, 0.3]]), **request, max_candidates=2)
         >>> table = GuidanceTable.from_params([parse_guidance({"target_length": 9, "op": "le"})], [{2}], "cpu")
         >>> reweight_scatter(candidates, torch.zeros(1, 2), table)  # token 2 ends the output: the shortest
         tensor([[0., 1.]])
     """
-    exact = (torch.float64,) if backend == "reference" else ()
-    check_tensor("value_logits", value_logits, dtypes=(torch.float32, *exact), shape=[None, None])
-    (rows, slots), device = value_logits.shape, value_logits.device
+    backend = resolve_backend(backend, value_logits)
+    singles = SINGLES[backend]
+    check_tensor("value_logits", value_logits, dtypes=singles, shape=[None, None])
+    (requests, columns), device = value_logits.shape, value_logits.device
     if not isinstance(candidates, Candidates):
         raise TypeError(f"candidates must be the Candidates of topk_candidates, got {type(candidates).__name__}")
-    if slots not in (1, 2, 4, 8, 16, 32, 64):
-        raise ValueError(f"value_logits must have a power of two up to 64 columns, got {slots}")
+    if columns not in COLUMNS:
+        raise ValueError(f"value_logits must have a power of two up to {COLUMNS[-1]} columns, got {columns}")
     for name, dtypes, shape in (
-        ("token_ids", torch.int32, [rows, slots]),
-        ("probs", (torch.float32, *exact), [rows, slots]),
-        ("status", torch.int8, [rows]),
-        ("lost_mass", (torch.float32, *exact), [rows]),
+        ("token_ids", torch.int32, [requests, columns]),
+        ("probs", singles, [requests, columns]),
+        ("status", torch.int8, [requests]),
+        ("lost_mass", singles, [requests]),
     ):
         tensor = check_tensor(
             f"candidates.{name}", getattr(candidates, name), dtypes=dtypes, shape=shape, device=device
         )
         if not tensor.is_contiguous():
             raise ValueError(f"candidates.{name} must be contiguous, got strides {tuple(tensor.stride())}")
-    if not hasattr(table, "nats_per_token"):
+    table = getattr(table, "columns", table)
+    if not isinstance(table, GuidanceColumns):
         raise TypeError(f"table must be a GuidanceTable, got {type(table).__name__}")
     check_tensor("table.mode", table.mode, dtypes=torch.int32, shape=[None], device=device)
     if table_rows is not None:
-        check_tensor("table_rows", table_rows, dtypes=(torch.int32, torch.int64), shape=[rows], device=device)
-    elif len(table.mode) < rows:
+        check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=[requests], device=device)
+    elif len(table.mode) < requests:
         raise ValueError(
-            f"table must have a row for each of the {rows} rows, got {len(table.mode)} (or give table_rows)"
+            f"table must have a row for each of the {requests} requests, got {len(table.mode)} (or give table_rows)"
         )
     if generated is not None:
-        check_tensor("generated", generated, dtypes=torch.int32, shape=[rows], device=device)
+        check_tensor("generated", generated, dtypes=torch.int32, shape=[requests], device=device)
     if probs is not None:
-        check_tensor("probs", probs, dtypes=(*FLOAT_DTYPES, *exact), shape=[rows, None], device=device)
+        check_tensor("probs", probs, dtypes=FLOATS[backend], shape=[requests, None], device=device)
 
-    if resolve_backend(backend, device) == "reference":
-        return _reference(candidates, value_logits, table, table_rows=table_rows, generated=generated, probs=probs)
-
-    out = torch.empty(rows, slots, dtype=torch.float32, device=device)
-    if rows == 0:
-        return out
-    arguments = (
-        candidates.token_ids,
-        candidates.probs,
-        candidates.status,
-        candidates.lost_mass,
-        value_logits,
-        value_logits.stride(0),
-        table_rows,
-        generated,
-        table.mode,
-        table.scale,
-        table.nats_per_token,
-        table.value_min,
-        table.target_length,
-        table.counts_down,
-        table.faults,
-        table.eos_token_ids,
-        table.eos_token_ids.shape[1],
-        out,
-    )
-    with torch.cuda.device_of(value_logits):
-        if probs is None:
-            tile_rows = max(1, TILE // slots)
-            _reweight_kernel[(ceil_div(rows, tile_rows),)](
-                *arguments, rows, K=slots, ROWS=tile_rows, num_warps=1, enable_fp_fusion=False
-            )
-        else:
-            vocab = probs.shape[1]
-            _reweight_scatter_kernel[(rows, ceil_div(vocab, SLICE))](
-                *arguments, probs, probs.stride(0), vocab, K=slots, SLICE=SLICE, num_warps=4, enable_fp_fusion=False
-            )
+    out = torch.empty(requests, columns, dtype=compute_dtype(value_logits, candidates.probs), device=device)
+    parameters = [getattr(table, name) for name in _Table._fields]
+    _launch(out, *candidates, value_logits, *parameters, table_rows, generated, probs, backend=backend)
     return out

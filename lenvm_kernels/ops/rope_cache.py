@@ -14,13 +14,15 @@ depend on the others. All its loads come before its stores: it waits for memory 
 """
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import FLOAT_DTYPES, check_tensor, next_power_of_2, resolve_backend
+from lenvm_kernels.ops._common import FLOATS, INT_DTYPES, check_tensor, next_power_of_2, resolve_backend
+from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.rope_cache import rope_cache as _reference
 
 # Elements of each half of the queries a thread holds: 16 bytes of bf16, the widest load. With Qwen3-1.7B's 16 heads of
@@ -65,33 +67,41 @@ def _rotate(halves, cos, sin):
     return first * cos - second * sin, second * cos + first * sin
 
 
+class _Tensors(NamedTuple):
+    q: Any  # [T, Hq, D]
+    k: Any  # [T, Hkv, D]
+    v: Any  # [T, Hkv, D]
+    k_cache: Any  # [S, Hkv, D]
+    v_cache: Any  # [S, Hkv, D]
+    qkv: Any  # [T, (Hq + 2 Hkv) * D]
+    cos: Any  # fp32 [T, D / 2]
+    sin: Any  # fp32 [T, D / 2]
+    slots: Any  # int32|int64 [T]
+    norm_weight: Any  # [Hq + Hkv, D] or None
+
+
+class _Strides(NamedTuple):
+    k_token: int
+    k_head: int
+    v_token: int
+    v_head: int
+    k_cache_slot: int
+    k_cache_head: int
+    v_cache_slot: int
+    v_cache_head: int
+    qkv_token: int
+    cos_token: int
+    sin_token: int
+    norm_weight_head: int
+
+
 @triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["num_rows_ptr"])
 def _rope_cache_kernel(
-    q_ptr,  # [T, Hq, D]
-    k_ptr,  # [T, Hkv, D]
-    v_ptr,  # [T, Hkv, D]
-    k_cache_ptr,  # [S, Hkv, D]
-    v_cache_ptr,  # [S, Hkv, D]
-    qkv_ptr,  # [T, (Hq + 2 Hkv) * D]
-    cos_ptr,  # fp32 [T, D / 2]
-    sin_ptr,  # fp32 [T, D / 2]
-    slots_ptr,  # int32|int64 [T]
-    norm_weight_ptr,  # [Hq + Hkv, D] or None
+    ptr,  # _Tensors
+    stride,  # _Strides
     num_rows_ptr,  # int32 [1] or None
     norm_eps,
     num_slots,  # S
-    stride_k_token,
-    stride_k_head,
-    stride_v_token,
-    stride_v_head,
-    stride_k_cache_slot,
-    stride_k_cache_head,
-    stride_v_cache_slot,
-    stride_v_cache_head,
-    stride_qkv_token,
-    stride_cos_token,
-    stride_sin_token,
-    stride_norm_weight_head,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # D / 2
@@ -113,83 +123,79 @@ def _rope_cache_kernel(
     q_mask = (q_head < Q_HEADS) & (d < HALF)
     kv_mask = (kv_head < KV_HEADS) & (d < HALF)
 
-    qkv_ptr += token * stride_qkv_token + d
+    qkv_ptr = ptr.qkv + token * stride.qkv_token + d
     q = _load_halves(qkv_ptr + q_head * HEAD_DIM, q_mask, HALF)
     k = _load_halves(qkv_ptr + (Q_HEADS + kv_head) * HEAD_DIM, kv_mask, HALF)
     v = _load_halves(qkv_ptr + (Q_HEADS + KV_HEADS + kv_head) * HEAD_DIM, kv_mask, HALF)
-    cos = tl.load(cos_ptr + token * stride_cos_token + d, mask=d < HALF, other=0.0)  # [1, BLOCK_HALF]
-    sin = tl.load(sin_ptr + token * stride_sin_token + d, mask=d < HALF, other=0.0)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
+    cos = tl.load(ptr.cos + token * stride.cos_token + d, mask=d < HALF, other=0.0)  # [1, BLOCK_HALF]
+    sin = tl.load(ptr.sin + token * stride.sin_token + d, mask=d < HALF, other=0.0)
+    slot = tl.load(ptr.slots + token).to(tl.int64)
 
-    if norm_weight_ptr is not None:
-        norm_weight_ptr += d
-        q_weight = _load_halves(norm_weight_ptr + q_head * stride_norm_weight_head, q_mask, HALF)
-        k_weight = _load_halves(norm_weight_ptr + (Q_HEADS + kv_head) * stride_norm_weight_head, kv_mask, HALF)
+    if ptr.norm_weight is not None:
+        norm_weight_ptr = ptr.norm_weight + d
+        q_weight = _load_halves(norm_weight_ptr + q_head * stride.norm_weight_head, q_mask, HALF)
+        k_weight = _load_halves(norm_weight_ptr + (Q_HEADS + kv_head) * stride.norm_weight_head, kv_mask, HALF)
         q = _rms_norm(q, q_weight, norm_eps, HALF)
         k = _rms_norm(k, k_weight, norm_eps, HALF)
     q = _rotate(q, cos, sin)
     k = _rotate(k, cos, sin)
 
-    _store_halves(q_ptr + (token * Q_HEADS + q_head) * HEAD_DIM + d, q, q_mask, HALF)
+    _store_halves(ptr.q + (token * Q_HEADS + q_head) * HEAD_DIM + d, q, q_mask, HALF)
     # The strides of buffers and caches are the caller's: a cache may well keep each head's slots together.
     kv_head = kv_head.to(tl.int64)
-    _store_halves(k_ptr + token * stride_k_token + kv_head * stride_k_head + d, k, kv_mask, HALF)
-    _store_halves(v_ptr + token * stride_v_token + kv_head * stride_v_head + d, v, kv_mask, HALF)
+    _store_halves(ptr.k + token * stride.k_token + kv_head * stride.k_head + d, k, kv_mask, HALF)
+    _store_halves(ptr.v + token * stride.v_token + kv_head * stride.v_head + d, v, kv_mask, HALF)
     if (slot >= 0) & (slot < num_slots):
-        k_slot_ptr = k_cache_ptr + slot * stride_k_cache_slot + kv_head * stride_k_cache_head + d
-        v_slot_ptr = v_cache_ptr + slot * stride_v_cache_slot + kv_head * stride_v_cache_head + d
+        k_slot_ptr = ptr.k_cache + slot * stride.k_cache_slot + kv_head * stride.k_cache_head + d
+        v_slot_ptr = ptr.v_cache + slot * stride.v_cache_slot + kv_head * stride.v_cache_head + d
         _store_halves(k_slot_ptr, k, kv_mask, HALF)
         _store_halves(v_slot_ptr, v, kv_mask, HALF)
 
 
-def _rope_cache_triton(
-    qkv, cos, sin, slots, k_cache, v_cache, *, num_heads, qk_norm_weight, norm_eps, num_rows, k_out, v_out
-) -> tuple[Tensor, Tensor, Tensor]:
+def _run_reference(q, k, v, *operands) -> None:
+    *tensors, num_heads, qk_norm_weight, norm_eps, num_rows = operands
+    norm = dict(qk_norm_weight=qk_norm_weight, norm_eps=norm_eps)
+    q.copy_(_reference(*tensors, num_heads=num_heads, **norm, num_rows=num_rows, k_out=k, v_out=v)[0])
+
+
+@operator(mutates=["q", "k", "v", "k_cache", "v_cache"], reference=_run_reference)
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_heads: int,
+    qk_norm_weight: Tensor | None,
+    norm_eps: float,
+    num_rows: Tensor | None,
+) -> None:
     tokens = qkv.shape[0]
     num_slots, kv_heads, head_dim = k_cache.shape
-    q = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    k = torch.empty(tokens, kv_heads, head_dim, dtype=qkv.dtype, device=qkv.device) if k_out is None else k_out
-    v = torch.empty(tokens, kv_heads, head_dim, dtype=qkv.dtype, device=qkv.device) if v_out is None else v_out
     if tokens == 0:
-        return q, k, v
+        return
     block_q_heads, block_half = next_power_of_2(num_heads), next_power_of_2(head_dim // 2)
     warps = block_q_heads * block_half // (32 * ELEMENTS_PER_THREAD)
-    with torch.cuda.device_of(qkv):
-        _rope_cache_kernel[(tokens,)](
-            q,
-            k,
-            v,
-            k_cache,
-            v_cache,
-            qkv,
-            cos,
-            sin,
-            slots,
-            qk_norm_weight,
-            num_rows,
-            norm_eps,
-            num_slots,
-            k.stride(0),
-            k.stride(1),
-            v.stride(0),
-            v.stride(1),
-            k_cache.stride(0),
-            k_cache.stride(1),
-            v_cache.stride(0),
-            v_cache.stride(1),
-            qkv.stride(0),
-            cos.stride(0),
-            sin.stride(0),
-            0 if qk_norm_weight is None else qk_norm_weight.stride(0),
-            Q_HEADS=num_heads,
-            KV_HEADS=kv_heads,
-            HALF=head_dim // 2,
-            BLOCK_Q_HEADS=block_q_heads,
-            BLOCK_KV_HEADS=next_power_of_2(kv_heads),
-            BLOCK_HALF=block_half,
-            num_warps=min(max(warps, 1), MAX_WARPS),
-        )
-    return q, k, v
+    by_head = (s for x in (k, v, k_cache, v_cache) for s in x.stride()[:2])
+    norm_stride = 0 if qk_norm_weight is None else qk_norm_weight.stride(0)
+    _rope_cache_kernel[(tokens,)](
+        _Tensors(q, k, v, k_cache, v_cache, qkv, cos, sin, slots, qk_norm_weight),
+        _Strides(*by_head, qkv.stride(0), cos.stride(0), sin.stride(0), norm_stride),
+        num_rows,
+        norm_eps,
+        num_slots,
+        Q_HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        HALF=head_dim // 2,
+        BLOCK_Q_HEADS=block_q_heads,
+        BLOCK_KV_HEADS=next_power_of_2(kv_heads),
+        BLOCK_HALF=block_half,
+        num_warps=min(max(warps, 1), MAX_WARPS),
+    )
 
 
 def rope_cache(
@@ -252,10 +258,8 @@ def rope_cache(
         >>> k_cache[2], v_cache[2]
         (tensor([[-5.,  4.]]), tensor([[6., 7.]]))
     """
-    check_tensor("qkv", qkv, dtypes=(*FLOAT_DTYPES, torch.float64), shape=(None, None))
-    backend = resolve_backend(backend, qkv.device)
-    if backend == "triton":
-        check_tensor("qkv", qkv, dtypes=FLOAT_DTYPES, shape=(None, None))
+    backend = resolve_backend(backend, qkv)
+    check_tensor("qkv", qkv, dtypes=FLOATS[backend], shape=(None, None))
     dtype, device, tokens = qkv.dtype, qkv.device, qkv.shape[0]
     check_tensor("k_cache", k_cache, dtypes=dtype, shape=(None, None, None), device=device)
     kv_heads, head_dim = k_cache.shape[1:]
@@ -271,7 +275,7 @@ def rope_cache(
     check_tensor("qkv", qkv, dtypes=dtype, shape=(None, (num_heads + 2 * kv_heads) * head_dim))
     check_tensor("cos", cos, dtypes=torch.float32, shape=(tokens, head_dim // 2), device=device)
     check_tensor("sin", sin, dtypes=torch.float32, shape=(tokens, head_dim // 2), device=device)
-    check_tensor("slots", slots, dtypes=(torch.int32, torch.int64), shape=(tokens,), device=device)
+    check_tensor("slots", slots, dtypes=INT_DTYPES, shape=(tokens,), device=device)
     if qk_norm_weight is not None:
         check_tensor(
             "qk_norm_weight", qk_norm_weight, dtypes=dtype, shape=(num_heads + kv_heads, head_dim), device=device
@@ -284,18 +288,13 @@ def rope_cache(
         if out is not None:
             check_tensor(name, out, dtypes=dtype, shape=(tokens, kv_heads, head_dim), device=device)
 
-    embed = _rope_cache_triton if backend == "triton" else _reference
-    return embed(
-        qkv,
-        cos,
-        sin,
-        slots,
-        k_cache,
-        v_cache,
-        num_heads=num_heads,
-        qk_norm_weight=qk_norm_weight,
-        norm_eps=float(norm_eps),
-        num_rows=num_rows,
-        k_out=k_out,
-        v_out=v_out,
+    q = torch.empty(tokens, num_heads, head_dim, dtype=dtype, device=device)
+    k, v = (
+        torch.empty(tokens, kv_heads, head_dim, dtype=dtype, device=device) if out is None else out
+        for out in (k_out, v_out)
     )
+    cache = (k_cache, v_cache)
+    _launch(
+        q, k, v, qkv, cos, sin, slots, *cache, num_heads, qk_norm_weight, float(norm_eps), num_rows, backend=backend
+    )
+    return q, k, v

@@ -1,9 +1,9 @@
-"""Draw of the next token among a row's guided candidates: the K probabilities decide, no row of ``[B, V]`` is read.
+"""Draw of the next token among a request's guided candidates: K probabilities decide, no row of ``[B, V]`` is read.
 
-Inverse CDF: the first slot ``j`` with ``p_0 + ... + p_j > u (p_0 + ... + p_{K-1})``, where ``u`` is a uniform number of
-the request's seed and the token's position (Philox4x32-10; Salmon et al., "Parallel random numbers: as easy as 1, 2,
-3", SC 2011). A thread has one row and adds its slots one by one: no reduction, so no order to choose, and no product
-beside a sum that a compiler could fuse with it. The draw is that of the reference, to the bit.
+Inverse CDF: the first column ``j`` with ``p_0 + ... + p_j > u (p_0 + ... + p_{K-1})``, where ``u`` is a uniform number
+of the request's seed and the token's position (Philox4x32-10; Salmon et al., "Parallel random numbers: as easy as 1, 2,
+3", SC 2011). A thread has one request and adds its columns one by one: no reduction, so no order to choose, and no
+product beside a sum that a compiler could fuse with it. The draw is that of the reference, to the bit.
 """
 
 import torch
@@ -11,15 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, check_tensor, resolve_backend
-from lenvm_kernels.ops.topk_candidates import Candidates, Status
+from lenvm_kernels.ops._common import COLUMNS, INT_DTYPES, SINGLES, ceil_div, check_tensor, resolve_backend
+from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.sample_candidates import sample_candidates as _reference
 from lenvm_kernels.reference.topk_candidates import GREEDY_TEMPERATURE
+from lenvm_kernels.types import Candidates, Status
 
-__all__ = ["sample_candidates"]
-
-# Rows a program, one a lane of its one warp. A row is a chain of two loads and some hundred instructions, far below
-# what a launch costs, so nothing else was weighed. Not measured yet.
+# Requests a program, one a lane of its one warp. A request is a chain of two loads and some hundred instructions, far
+# below what a launch costs, so nothing else was weighed. Not measured yet.
 TILE = 32
 
 _GREEDY_TEMPERATURE = tl.constexpr(GREEDY_TEMPERATURE)
@@ -27,8 +26,8 @@ _GUIDE, _SINGLE = tl.constexpr(int(Status.GUIDE)), tl.constexpr(int(Status.SINGL
 
 
 @triton.jit
-def _load_slot(row_probs_ptr, slot, valid):
-    p = tl.load(row_probs_ptr + slot, mask=valid, other=0.0)
+def _load_prob(request_probs_ptr, column, valid):
+    p = tl.load(request_probs_ptr + column, mask=valid, other=0.0)
     return tl.where(p > 0, p, 0.0)  # NaN compares false
 
 
@@ -38,75 +37,88 @@ def _load_slot(row_probs_ptr, slot, valid):
 )
 def _sample_candidates_kernel(
     out_ptr,  # [B]
-    token_ids_ptr,  # [B, K]
-    status_ptr,  # [B]
+    candidates,  # Candidates
     guided_probs_ptr,  # [B, K]
-    stride_guided_probs_row,
+    stride_guided_probs_request,
     seeds_ptr,  # [B]
     positions_ptr,  # [B]
     temperature_ptr,  # [B] or None
     B,
     K: tl.constexpr,
-    ROWS: tl.constexpr,
+    REQUESTS: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    valid = row < B
-    row_probs_ptr = guided_probs_ptr + row * stride_guided_probs_row
+    request = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS).to(tl.int64)
+    valid = request < B
+    request_probs_ptr = guided_probs_ptr + request * stride_guided_probs_request
 
-    total, largest = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
-    most_probable, last = tl.full([ROWS], -1, tl.int32), tl.full([ROWS], -1, tl.int32)
-    for slot in tl.static_range(K):
-        p = _load_slot(row_probs_ptr, slot, valid)
+    total, largest = tl.zeros([REQUESTS], tl.float32), tl.zeros([REQUESTS], tl.float32)
+    most_probable, last = tl.full([REQUESTS], -1, tl.int32), tl.full([REQUESTS], -1, tl.int32)
+    for column in tl.static_range(K):
+        p = _load_prob(request_probs_ptr, column, valid)
         total += p
-        most_probable = tl.where(p > largest, slot, most_probable)
+        most_probable = tl.where(p > largest, column, most_probable)
         largest = tl.maximum(largest, p)
-        last = tl.where(p > 0, slot, last)
+        last = tl.where(p > 0, column, last)
 
     # Counter: the position; key: the seed.
-    seed = tl.load(seeds_ptr + row, mask=valid, other=0)
-    position = tl.load(positions_ptr + row, mask=valid, other=0).to(tl.int64)
+    seed = tl.load(seeds_ptr + request, mask=valid, other=0)
+    position = tl.load(positions_ptr + request, mask=valid, other=0).to(tl.int64)
     word, _, _, _ = tl.randint4x(seed, position)
     u = (word >> 8).to(tl.float32) * 2.0**-24
     threshold = u * total
 
-    # Sums never fall, so the slots not beyond the threshold come first, and their number is the slot looked for. It is
-    # K, hence the last one, where u * total was rounded up to total: only subnormal and infinite sums are.
-    cumulative, not_beyond = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.int32)
-    for slot in tl.static_range(K):
-        cumulative += _load_slot(row_probs_ptr, slot, valid)  # loaded above: no second load is compiled
+    # Sums never fall, so the columns not beyond the threshold come first, and their number is the column looked for. It
+    # is K, hence the last one, where u * total was rounded up to total: only subnormal and infinite sums are.
+    cumulative, not_beyond = tl.zeros([REQUESTS], tl.float32), tl.zeros([REQUESTS], tl.int32)
+    for column in tl.static_range(K):
+        cumulative += _load_prob(request_probs_ptr, column, valid)  # loaded above: no second load is compiled
         not_beyond += tl.where(cumulative > threshold, 0, 1)
     drawn = tl.minimum(not_beyond, last)
     if temperature_ptr is not None:
-        temperature = tl.load(temperature_ptr + row, mask=valid, other=1.0)
+        temperature = tl.load(temperature_ptr + request, mask=valid, other=1.0)
         drawn = tl.where(temperature < _GREEDY_TEMPERATURE, most_probable, drawn)
 
-    status = tl.load(status_ptr + row, mask=valid, other=0)
+    status = tl.load(candidates.status + request, mask=valid, other=0)
     found = valid & ((status == _GUIDE) | (status == _SINGLE)) & (drawn >= 0)
-    token = tl.load(token_ids_ptr + row * K + drawn, mask=found, other=-1)
-    tl.store(out_ptr + row, token, mask=valid)
+    token = tl.load(candidates.token_ids + request * K + drawn, mask=found, other=-1)
+    tl.store(out_ptr + request, token, mask=valid)
 
 
-def _sample_candidates_triton(candidates, guided_probs, seeds, positions, temperature) -> Tensor:
-    rows, slots = guided_probs.shape
-    tokens = torch.empty(rows, dtype=torch.int32, device=guided_probs.device)
-    if rows == 0:
-        return tokens
-    with torch.cuda.device_of(guided_probs):
-        _sample_candidates_kernel[(ceil_div(rows, TILE),)](
-            tokens,
-            candidates.token_ids,
-            candidates.status,
-            guided_probs,
-            guided_probs.stride(0),
-            seeds,
-            positions,
-            temperature,
-            rows,
-            K=slots,
-            ROWS=TILE,
-            num_warps=1,
-        )
-    return tokens
+def _run_reference(tokens, *operands) -> None:
+    *candidates, guided_probs, seeds, positions, temperature = operands
+    candidates = Candidates(*candidates)
+    tokens.copy_(_reference(candidates, guided_probs, seeds, positions, temperature=temperature))
+
+
+@operator(mutates=["tokens"], reference=_run_reference)
+def _launch(
+    tokens: Tensor,
+    token_ids: Tensor,
+    probs: Tensor,
+    counts: Tensor,
+    status: Tensor,
+    lost_mass: Tensor,
+    guided_probs: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor | None,
+) -> None:
+    requests, columns = guided_probs.shape
+    if requests == 0:
+        return
+    _sample_candidates_kernel[(ceil_div(requests, TILE),)](
+        tokens,
+        Candidates(token_ids, probs, counts, status, lost_mass),
+        guided_probs,
+        guided_probs.stride(0),
+        seeds,
+        positions,
+        temperature,
+        requests,
+        K=columns,
+        REQUESTS=TILE,
+        num_warps=1,
+    )
 
 
 def sample_candidates(
@@ -118,59 +130,58 @@ def sample_candidates(
     temperature: Tensor | None = None,  # fp32 [B]
     backend: str = "auto",
 ) -> Tensor:  # int32 [B]
-    """Draw each row's next token from its guided candidates, with ``guided_probs`` as their weights.
+    """Draw each request's next token from its guided candidates, with ``guided_probs`` as their weights.
 
-    A draw depends on the row's probabilities, seed and position only: the same on CPU and GPU, alone and in any batch,
-    and again when a request is run again. Nothing is read back to the host.
+    A draw depends on the request's probabilities, seed and position only: the same on CPU and GPU, alone and in any
+    batch, and again when a request is run again. Nothing is read back to the host.
 
-    The uniform number has 24 bits: a candidate's chance is its share of the row's total to within 2^-24, and one whose
-    share is smaller than that may never be drawn.
+    The uniform number has 24 bits: a candidate's chance is its share of the request's total to within 2^-24, and one
+    whose share is smaller than that may never be drawn.
 
     Args:
-        candidates: of :func:`topk_candidates`; ``B`` rows, ``K`` slots. Requests without guidance have to be so by
-            ``status`` (its argument ``guided``).
+        candidates: of :func:`topk_candidates`; ``B`` requests, ``K`` columns. Requests without guidance have to be so
+            by ``status`` (its argument ``guided``).
         guided_probs: fp32 ``[B, K]`` (fp64 too on the reference) of :func:`reweight_scatter`; 0 in padding. They need
-            not sum to 1. Rows may be strided. What is negative or NaN counts as 0.
+            not sum to 1. Requests may be strided. What is negative or NaN counts as 0.
         seeds: int64 ``[B]``; the request's seed.
         positions: int32 or int64 ``[B]``; the position that the token drawn will have in the request's sequence. A
             seed's draws at different positions are independent, those at the same position are equal.
-        temperature: fp32 ``[B]`` (None: no row is greedy). Rows below 1e-6 take the most probable candidate, of equal
-            ones the first. It changes no probability: ``guided_probs`` have it in them.
+        temperature: fp32 ``[B]`` (None: no request is greedy). Requests below 1e-6 take the most probable candidate, of
+            equal ones the first. It changes no probability: ``guided_probs`` have it in them.
         backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
-        Tokens, int32 ``[B]``; -1 for rows of status ``UNGUIDED`` or ``SKIP``, which the caller's own sampler draws, and
-        for rows without any positive probability.
+        Tokens, int32 ``[B]``; -1 for requests of status ``UNGUIDED`` or ``SKIP``, which the caller's own sampler draws,
+        and for requests without any positive probability.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted.
 
     Example:
         >>> from lenvm_kernels import topk_candidates
-        >>> row = dict(top_k=torch.tensor([2], dtype=torch.int32), top_p=torch.ones(1), min_p=torch.zeros(1))
-        >>> candidates = topk_candidates(torch.tensor([[0.5, 0.2, 0.3]]), **row, max_candidates=2)
+        >>> request = dict(top_k=torch.tensor([2], dtype=torch.int32), top_p=torch.ones(1), min_p=torch.zeros(1))
+        >>> candidates = topk_candidates(torch.tensor([[0.5, 0.2, 0.3]]), **request, max_candidates=2)
         >>> seeds, guided_probs = torch.tensor([7]), torch.tensor([[0.25, 0.75]])
         >>> [sample_candidates(candidates, guided_probs, seeds, torch.tensor([i])).item() for i in range(8)]
         [2, 2, 0, 2, 2, 2, 2, 2]
     """
-    exact = (torch.float64,) if backend == "reference" else ()
-    check_tensor("guided_probs", guided_probs, dtypes=(torch.float32, *exact), shape=[None, None])
-    (rows, slots), device = guided_probs.shape, guided_probs.device
+    backend = resolve_backend(backend, guided_probs)
+    check_tensor("guided_probs", guided_probs, dtypes=SINGLES[backend], shape=[None, None])
+    (requests, columns), device = guided_probs.shape, guided_probs.device
     if not isinstance(candidates, Candidates):
         raise TypeError(f"candidates must be the Candidates of topk_candidates, got {type(candidates).__name__}")
-    if slots not in (1, 2, 4, 8, 16, 32, 64):
-        raise ValueError(f"guided_probs must have a power of two up to 64 columns, got {slots}")
-    token_ids = check_tensor(
-        "candidates.token_ids", candidates.token_ids, dtypes=torch.int32, shape=[rows, slots], device=device
-    )
+    if columns not in COLUMNS:
+        raise ValueError(f"guided_probs must have a power of two up to {COLUMNS[-1]} columns, got {columns}")
+    token_ids, status = candidates.token_ids, candidates.status
+    check_tensor("candidates.token_ids", token_ids, dtypes=torch.int32, shape=[requests, columns], device=device)
     if not token_ids.is_contiguous():
         raise ValueError(f"candidates.token_ids must be contiguous, got strides {tuple(token_ids.stride())}")
-    check_tensor("candidates.status", candidates.status, dtypes=torch.int8, shape=[rows], device=device)
-    check_tensor("seeds", seeds, dtypes=torch.int64, shape=[rows], device=device)
-    check_tensor("positions", positions, dtypes=(torch.int32, torch.int64), shape=[rows], device=device)
+    check_tensor("candidates.status", status, dtypes=torch.int8, shape=[requests], device=device)
+    check_tensor("seeds", seeds, dtypes=torch.int64, shape=[requests], device=device)
+    check_tensor("positions", positions, dtypes=INT_DTYPES, shape=[requests], device=device)
     if temperature is not None:
-        check_tensor("temperature", temperature, dtypes=torch.float32, shape=[rows], device=device)
+        check_tensor("temperature", temperature, dtypes=torch.float32, shape=[requests], device=device)
 
-    if resolve_backend(backend, device) == "reference":
-        return _reference(candidates, guided_probs, seeds, positions, temperature=temperature)
-    return _sample_candidates_triton(candidates, guided_probs, seeds, positions, temperature)
+    tokens = torch.empty(requests, dtype=torch.int32, device=device)
+    _launch(tokens, *candidates, guided_probs, seeds, positions, temperature, backend=backend)
+    return tokens

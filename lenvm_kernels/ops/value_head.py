@@ -18,13 +18,16 @@ import triton.language as tl
 from torch import Tensor
 
 from lenvm_kernels.ops._common import (
-    FLOAT_DTYPES,
+    FLOATS,
+    INT_DTYPES,
     ceil_div,
     check_tensor,
     fitting_stages,
     next_power_of_2,
     resolve_backend,
 )
+from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.value_head import value_head as _reference
 
 # The tile may depend on H but not on M: the same row must give the same bits in any batch, and one compiled kernel has
@@ -137,50 +140,60 @@ def _sum_partials_kernel(
     tl.store(logits_ptr + m, tl.where(is_token, logits, 0.0), mask=m < M)
 
 
-def _value_head_triton(
-    hidden, fc_weight, fc_bias, summary_weight, summary_bias, token_rows, norm_weight, norm_eps
-) -> Tensor:
-    tokens, size = hidden.shape
-    outputs = tokens if token_rows is None else token_rows.shape[0]
-    logits = torch.empty(outputs, dtype=torch.float32, device=hidden.device)
+def _run_reference(logits, *operands) -> None:
+    *inputs, token_rows, norm_weight, norm_eps = operands
+    logits.copy_(_reference(*inputs, token_rows=token_rows, norm_weight=norm_weight, norm_eps=norm_eps))
+
+
+@operator(mutates=["logits"], reference=_run_reference)
+def _launch(
+    logits: Tensor,
+    hidden: Tensor,
+    fc_weight: Tensor,
+    fc_bias: Tensor,
+    summary_weight: Tensor,
+    summary_bias: Tensor,
+    token_rows: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+) -> None:
+    (tokens, size), outputs = hidden.shape, logits.shape[0]
     if outputs == 0:
-        return logits
+        return
     block_n, stages = (BLOCK_N_WIDE, STAGES_WIDE) if size >= WIDE_FROM else (BLOCK_N, STAGES)
     column_blocks = ceil_div(size, block_n)
     partial = torch.empty(column_blocks, outputs, dtype=torch.float32, device=hidden.device)
-    with torch.cuda.device_of(hidden):
-        _partial_logits_kernel[(column_blocks, ceil_div(outputs, BLOCK_M))](
-            partial,
-            hidden,
-            hidden.stride(0),
-            token_rows,
-            norm_weight,
-            norm_eps,
-            fc_weight,
-            fc_weight.stride(0),
-            fc_bias,
-            summary_weight,
-            outputs,
-            tokens,
-            H=size,
-            BLOCK_M=BLOCK_M,
-            BLOCK_N=block_n,
-            BLOCK_K=BLOCK_K_BYTES // hidden.element_size(),
-            num_warps=NUM_WARPS,
-            num_stages=fitting_stages(stages),
-        )
-        _sum_partials_kernel[(ceil_div(outputs, REDUCE_ROWS),)](
-            logits,
-            partial,
-            token_rows,
-            summary_bias,
-            outputs,
-            tokens,
-            COLUMN_BLOCKS=column_blocks,
-            BLOCKS=next_power_of_2(column_blocks),
-            ROWS=REDUCE_ROWS,
-        )
-    return logits
+    _partial_logits_kernel[(column_blocks, ceil_div(outputs, BLOCK_M))](
+        partial,
+        hidden,
+        hidden.stride(0),
+        token_rows,
+        norm_weight,
+        norm_eps,
+        fc_weight,
+        fc_weight.stride(0),
+        fc_bias,
+        summary_weight,
+        outputs,
+        tokens,
+        H=size,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=block_n,
+        BLOCK_K=BLOCK_K_BYTES // hidden.element_size(),
+        num_warps=NUM_WARPS,
+        num_stages=fitting_stages(stages),
+    )
+    _sum_partials_kernel[(ceil_div(outputs, REDUCE_ROWS),)](
+        logits,
+        partial,
+        token_rows,
+        summary_bias,
+        outputs,
+        tokens,
+        COLUMN_BLOCKS=column_blocks,
+        BLOCKS=next_power_of_2(column_blocks),
+        ROWS=REDUCE_ROWS,
+    )
 
 
 def value_head(
@@ -225,11 +238,9 @@ def value_head(
         >>> value_head(hidden, weight, torch.zeros(64), torch.ones(1, 64), torch.ones(1), token_rows=rows)
         tensor([47.7878,  0.0000])
     """
-    check_tensor("hidden", hidden, dtypes=(*FLOAT_DTYPES, torch.float64), shape=(None, None))
-    backend = resolve_backend(backend, hidden.device)
-    if backend == "triton":
-        check_tensor("hidden", hidden, dtypes=FLOAT_DTYPES, shape=(None, None))
-    dtype, device, size = hidden.dtype, hidden.device, hidden.shape[1]
+    backend = resolve_backend(backend, hidden)
+    check_tensor("hidden", hidden, dtypes=FLOATS[backend], shape=(None, None))
+    dtype, device, (tokens, size) = hidden.dtype, hidden.device, hidden.shape
     if size == 0:
         raise ValueError(f"hidden must have at least one column, got shape {list(hidden.shape)}")
     vector_dtypes = (dtype,) if dtype in (torch.float32, torch.float64) else (dtype, torch.float32)
@@ -238,23 +249,14 @@ def value_head(
     check_tensor("summary_weight", summary_weight, dtypes=vector_dtypes, shape=(1, size), device=device)
     check_tensor("summary_bias", summary_bias, dtypes=vector_dtypes, shape=(1,), device=device)
     if token_rows is not None:
-        check_tensor("token_rows", token_rows, dtypes=(torch.int32, torch.int64), shape=(None,), device=device)
+        check_tensor("token_rows", token_rows, dtypes=INT_DTYPES, shape=(None,), device=device)
     if norm_weight is not None:
         check_tensor("norm_weight", norm_weight, dtypes=vector_dtypes, shape=(size,), device=device)
     if not isinstance(norm_eps, (int, float)) or not 0 < norm_eps < math.inf:
         raise ValueError(f"norm_eps must be a positive number, got {norm_eps!r}")
 
-    if backend == "triton":
-        return _value_head_triton(
-            hidden, fc_weight, fc_bias, summary_weight, summary_bias, token_rows, norm_weight, float(norm_eps)
-        )
-    return _reference(
-        hidden,
-        fc_weight,
-        fc_bias,
-        summary_weight,
-        summary_bias,
-        token_rows=token_rows,
-        norm_weight=norm_weight,
-        norm_eps=norm_eps,
-    )
+    outputs = tokens if token_rows is None else token_rows.shape[0]
+    logits = torch.empty(outputs, dtype=compute_dtype(hidden), device=device)
+    head = (fc_weight, fc_bias, summary_weight, summary_bias)
+    _launch(logits, hidden, *head, token_rows, norm_weight, float(norm_eps), backend=backend)
+    return logits

@@ -15,19 +15,23 @@ it, never from the batch: the same request gives the same bits in any batch.
 """
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lenvm_kernels.ops._common import (
-    FLOAT_DTYPES,
+    FLOATS,
+    INT_DTYPES,
     architecture,
     ceil_div,
     check_tensor,
     next_power_of_2,
     resolve_backend,
 )
+from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference import value_tree_attention as reference
 
 # Rows of a query tile: (token, head of the group) pairs. The least for which sm_90 uses its warp-group matmul (HGMMA).
@@ -128,41 +132,53 @@ def _parent_row(row, parents_ptr, first_candidate_row):
     return tl.where((parent >= first_candidate_row) & (parent < row), parent, -1)
 
 
+class _Tensors(NamedTuple):
+    """What both kernels read and write, but for the rows of the slot table."""
+
+    out: Any  # [T, Hq, D]
+    q: Any  # [T, Hq, D]
+    k_new: Any  # [T, Hkv, D]
+    v_new: Any  # [T, Hkv, D]
+    k_cache: Any  # [S, Hkv, D]
+    v_cache: Any  # [S, Hkv, D]
+    slot_table: Any  # int32 [R, max pages]
+    cached_lens: Any  # int32 [B]
+    q_offsets: Any  # int32 [B + 1]
+    candidate_lens: Any  # int32 [B]
+    parents: Any  # int32 [T], or None
+    partial_out: Any  # fp32 [max_splits, Hkv, W, Hq / Hkv, D]
+    partial_lse: Any  # fp32 [max_splits, Hkv, W, Hq / Hkv], base 2
+
+
+class _Strides(NamedTuple):
+    """Of the tensors' first two dimensions."""
+
+    out_token: int
+    out_head: int
+    q_token: int
+    q_head: int
+    k_new_token: int
+    k_new_head: int
+    v_new_token: int
+    v_new_head: int
+    k_cache_slot: int
+    k_cache_head: int
+    v_cache_slot: int
+    v_cache_head: int
+    table_row: int
+
+
 @triton.jit(
     do_not_specialize=["num_requests", "workspace_rows"],
     do_not_specialize_on_alignment=["table_rows_ptr"],  # an engine's, which may be a slice
 )
 def _value_tree_attention_kernel(
-    q_ptr,  # [T, Hq, D]
-    k_new_ptr,  # [T, Hkv, D]
-    v_new_ptr,  # [T, Hkv, D]
-    k_cache_ptr,  # [S, Hkv, D]
-    v_cache_ptr,  # [S, Hkv, D]
-    slot_table_ptr,  # int32 [R, max pages]
+    ptr,  # _Tensors
+    stride,  # _Strides
     table_rows_ptr,  # int32|int64 [B]
-    cached_lens_ptr,  # int32 [B]
-    q_offsets_ptr,  # int32 [B + 1]
-    candidate_lens_ptr,  # int32 [B]
-    parents_ptr,  # int32 [T], or None
-    out_ptr,  # [T, Hq, D]
-    partial_out_ptr,  # fp32 [max_splits, Hkv, W, Hq / Hkv, D]
-    partial_lse_ptr,  # fp32 [max_splits, Hkv, W, Hq / Hkv], base 2
     num_requests,
     workspace_rows,  # W
     scale_log2,  # sm_scale * log2(e): the softmax runs on exp2
-    stride_q_token,
-    stride_q_head,
-    stride_k_new_token,
-    stride_k_new_head,
-    stride_v_new_token,
-    stride_v_new_head,
-    stride_k_cache_slot,
-    stride_k_cache_head,
-    stride_v_cache_slot,
-    stride_v_cache_head,
-    stride_slot_table_row,
-    stride_out_token,
-    stride_out_head,
     PAGE_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -171,20 +187,20 @@ def _value_tree_attention_kernel(
 ):
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
-    k_new_ptr += kv_head.to(tl.int64) * stride_k_new_head
-    v_new_ptr += kv_head.to(tl.int64) * stride_v_new_head
-    k_cache_ptr += kv_head.to(tl.int64) * stride_k_cache_head
-    v_cache_ptr += kv_head.to(tl.int64) * stride_v_cache_head
+    k_new_ptr = ptr.k_new + kv_head.to(tl.int64) * stride.k_new_head
+    v_new_ptr = ptr.v_new + kv_head.to(tl.int64) * stride.v_new_head
+    k_cache_ptr = ptr.k_cache + kv_head.to(tl.int64) * stride.k_cache_head
+    v_cache_ptr = ptr.v_cache + kv_head.to(tl.int64) * stride.v_cache_head
     first_head = (kv_head * GROUP).to(tl.int64)
 
     # Most programs take one item or none. Nothing is worth keeping from one item to the next: registers are scarce.
-    num_items = _count_all_items(q_offsets_ptr, cached_lens_ptr, num_requests, TOKENS)
+    num_items = _count_all_items(ptr.q_offsets, ptr.cached_lens, num_requests, TOKENS)
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), disable_licm=True):
-        request, item_of_request = _find_item(item, q_offsets_ptr, cached_lens_ptr, num_requests, TOKENS)
-        first_row = tl.load(q_offsets_ptr + request)
-        tokens = tl.load(q_offsets_ptr + request + 1) - first_row
-        delta = tokens - tl.load(candidate_lens_ptr + request)
-        cached = tl.load(cached_lens_ptr + request)
+        request, item_of_request = _find_item(item, ptr.q_offsets, ptr.cached_lens, num_requests, TOKENS)
+        first_row = tl.load(ptr.q_offsets + request)
+        tokens = tl.load(ptr.q_offsets + request + 1) - first_row
+        delta = tokens - tl.load(ptr.candidate_lens + request)
+        cached = tl.load(ptr.cached_lens + request)
 
         # Items of a request: all splits of its first tile, of its second, ..., then the tiles that are not split.
         splits = _num_splits(cached)
@@ -205,9 +221,9 @@ def _value_tree_attention_kernel(
         row = first_row + token
         is_row = m < tl.minimum(tokens - first_token, TOKENS) * GROUP
         tile_row = (first_row + first_token).to(tl.int64)
-        q_tile_ptr = q_ptr + tile_row * stride_q_token + first_head * stride_q_head
+        q_tile_ptr = ptr.q + tile_row * stride.q_token + first_head * stride.q_head
         q = tl.load(
-            q_tile_ptr + (tile_token * stride_q_token + tile_head * stride_q_head)[:, None] + d[None, :],
+            q_tile_ptr + (tile_token * stride.q_token + tile_head * stride.q_head)[:, None] + d[None, :],
             mask=is_row[:, None] & is_dim[None, :],
             other=0.0,
         )
@@ -218,12 +234,12 @@ def _value_tree_attention_kernel(
         is_self = token >= tl.where(is_last_split, delta, tokens + BLOCK_M)  # [BLOCK_M]
         self_mask = (is_self & is_row)[:, None] & is_dim[None, :]
         k_self = tl.load(
-            k_new_ptr + (row.to(tl.int64) * stride_k_new_token)[:, None] + d[None, :],
+            k_new_ptr + (row.to(tl.int64) * stride.k_new_token)[:, None] + d[None, :],
             mask=self_mask,
             other=0.0,
         )
         v_self = tl.load(
-            v_new_ptr + (row.to(tl.int64) * stride_v_new_token)[:, None] + d[None, :],
+            v_new_ptr + (row.to(tl.int64) * stride.v_new_token)[:, None] + d[None, :],
             mask=self_mask,
             other=0.0,
         )
@@ -235,20 +251,20 @@ def _value_tree_attention_kernel(
         # Ancestors follow one by one, outside of the matmuls for the same reason. The rows of the tile climb together;
         # those without a further ancestor wait, to the bit as they are. Delta tokens wait with a finite maximum (0):
         # no difference of infinities can arise.
-        if parents_ptr is not None:
+        if ptr.parents is not None:
             first_candidate_row = first_row + delta
-            ancestor = _parent_row(tl.where(is_self & is_row, row, -1), parents_ptr, first_candidate_row)  # [BLOCK_M]
+            ancestor = _parent_row(tl.where(is_self & is_row, row, -1), ptr.parents, first_candidate_row)  # [BLOCK_M]
             running_max = self_score
             while tl.max(ancestor, axis=0) >= 0:
                 is_ancestor = ancestor >= 0
                 ancestor_mask = is_ancestor[:, None] & is_dim[None, :]
                 k = tl.load(
-                    k_new_ptr + (ancestor.to(tl.int64) * stride_k_new_token)[:, None] + d[None, :],
+                    k_new_ptr + (ancestor.to(tl.int64) * stride.k_new_token)[:, None] + d[None, :],
                     mask=ancestor_mask,
                     other=0.0,
                 )
                 v = tl.load(
-                    v_new_ptr + (ancestor.to(tl.int64) * stride_v_new_token)[:, None] + d[None, :],
+                    v_new_ptr + (ancestor.to(tl.int64) * stride.v_new_token)[:, None] + d[None, :],
                     mask=ancestor_mask,
                     other=0.0,
                 )
@@ -260,21 +276,21 @@ def _value_tree_attention_kernel(
                 running_max = new_max
                 running_sum = running_sum * decay + weight
                 acc = tl.where(is_ancestor[:, None], acc * decay[:, None] + weight[:, None] * v.to(tl.float32), acc)
-                ancestor = _parent_row(ancestor, parents_ptr, first_candidate_row)
+                ancestor = _parent_row(ancestor, ptr.parents, first_candidate_row)
             running_max = tl.where(is_self, running_max, float("-inf"))
 
         # Cached tokens of this split. Whole blocks, so that every split but the last reads no partial one.
         split_len = tl.cdiv(tl.cdiv(cached, splits), BLOCK_N) * BLOCK_N
         end_key = tl.minimum((split + 1) * split_len, cached)
-        pages_ptr = slot_table_ptr + tl.load(table_rows_ptr + request).to(tl.int64) * stride_slot_table_row
+        pages_ptr = ptr.slot_table + tl.load(table_rows_ptr + request).to(tl.int64) * stride.table_row
         for first_key in range(split * split_len, end_key, BLOCK_N):
             key = first_key + tl.arange(0, BLOCK_N)  # [BLOCK_N]
             is_key = key < end_key
             page = tl.load(pages_ptr + key // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
             slot = page * PAGE_SIZE + key % PAGE_SIZE
             kv_mask = is_key[:, None] & is_dim[None, :]
-            k = tl.load(k_cache_ptr + (slot * stride_k_cache_slot)[:, None] + d[None, :], mask=kv_mask, other=0.0)
-            v = tl.load(v_cache_ptr + (slot * stride_v_cache_slot)[:, None] + d[None, :], mask=kv_mask, other=0.0)
+            k = tl.load(k_cache_ptr + (slot * stride.k_cache_slot)[:, None] + d[None, :], mask=kv_mask, other=0.0)
+            v = tl.load(v_cache_ptr + (slot * stride.v_cache_slot)[:, None] + d[None, :], mask=kv_mask, other=0.0)
             running_max, running_sum, acc = _attend(q, k, v, is_key[None, :], scale_log2, running_max, running_sum, acc)
 
         # Delta tokens, up to the last that the tile's last row may see.
@@ -284,8 +300,8 @@ def _value_tree_attention_kernel(
             key = first_key + tl.arange(0, BLOCK_N)  # [BLOCK_N]
             kv_mask = (key < end_key)[:, None] & is_dim[None, :]
             new_row = (first_row + key).to(tl.int64)
-            k = tl.load(k_new_ptr + (new_row * stride_k_new_token)[:, None] + d[None, :], mask=kv_mask, other=0.0)
-            v = tl.load(v_new_ptr + (new_row * stride_v_new_token)[:, None] + d[None, :], mask=kv_mask, other=0.0)
+            k = tl.load(k_new_ptr + (new_row * stride.k_new_token)[:, None] + d[None, :], mask=kv_mask, other=0.0)
+            v = tl.load(v_new_ptr + (new_row * stride.v_new_token)[:, None] + d[None, :], mask=kv_mask, other=0.0)
             running_max, running_sum, acc = _attend(
                 q, k, v, key[None, :] < row_end_key[:, None], scale_log2, running_max, running_sum, acc
             )
@@ -293,31 +309,26 @@ def _value_tree_attention_kernel(
         acc = acc / running_sum[:, None]
         store_mask = is_row[:, None] & is_dim[None, :]
         if splits == 1:
-            out_tile_ptr = out_ptr + tile_row * stride_out_token + first_head * stride_out_head
-            out_offset = tile_token * stride_out_token + tile_head * stride_out_head
-            out = acc.to(out_ptr.dtype.element_ty)
+            out_tile_ptr = ptr.out + tile_row * stride.out_token + first_head * stride.out_head
+            out_offset = tile_token * stride.out_token + tile_head * stride.out_head
+            out = acc.to(ptr.out.dtype.element_ty)
             tl.store(out_tile_ptr + out_offset[:, None] + d[None, :], out, mask=store_mask)
         else:
             workspace_row = tl.minimum(first_row, request * (SPLIT_TILES * TOKENS)) + first_token
             first_partial = (
                 (split * tl.num_programs(1) + kv_head).to(tl.int64) * workspace_rows + workspace_row
             ) * GROUP
-            partial_tile_ptr = partial_out_ptr + first_partial * HEAD_DIM
+            partial_tile_ptr = ptr.partial_out + first_partial * HEAD_DIM
             tl.store(partial_tile_ptr + (m * HEAD_DIM)[:, None] + d[None, :], acc, mask=store_mask)
-            tl.store(partial_lse_ptr + first_partial + m, running_max + tl.log2(running_sum), mask=is_row)
+            tl.store(ptr.partial_lse + first_partial + m, running_max + tl.log2(running_sum), mask=is_row)
 
 
 @triton.jit(do_not_specialize=["num_requests", "workspace_rows"])
 def _merge_splits_kernel(
-    partial_out_ptr,  # fp32 [max_splits, Hkv, W, Hq / Hkv, D]
-    partial_lse_ptr,  # fp32 [max_splits, Hkv, W, Hq / Hkv], base 2
-    cached_lens_ptr,  # int32 [B]
-    q_offsets_ptr,  # int32 [B + 1]
-    out_ptr,  # [T, Hq, D]
+    ptr,  # _Tensors
+    stride,  # _Strides
     num_requests,
     workspace_rows,  # W
-    stride_out_token,
-    stride_out_head,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
@@ -327,11 +338,11 @@ def _merge_splits_kernel(
     head = tl.program_id(1)
     q_heads = tl.num_programs(1)
 
-    request = _find_workspace_row(workspace_row, q_offsets_ptr, num_requests, SPLIT_TOKENS)
-    first_row = tl.load(q_offsets_ptr + request)
-    tokens = tl.load(q_offsets_ptr + request + 1) - first_row
+    request = _find_workspace_row(workspace_row, ptr.q_offsets, num_requests, SPLIT_TOKENS)
+    first_row = tl.load(ptr.q_offsets + request)
+    tokens = tl.load(ptr.q_offsets + request + 1) - first_row
     token = workspace_row - tl.minimum(first_row, request * SPLIT_TOKENS)
-    splits = _num_splits(tl.load(cached_lens_ptr + request))
+    splits = _num_splits(tl.load(ptr.cached_lens + request))
     if (token >= tl.minimum(tokens, SPLIT_TOKENS)) | (splits == 1):
         return
 
@@ -343,16 +354,16 @@ def _merge_splits_kernel(
     partial = (
         s.to(tl.int64) * (q_heads * workspace_rows) + (kv_head * workspace_rows + workspace_row) * GROUP + head % GROUP
     )
-    lse = tl.load(partial_lse_ptr + partial, mask=is_split, other=float("-inf"))  # [MAX_SPLITS]
+    lse = tl.load(ptr.partial_lse + partial, mask=is_split, other=float("-inf"))  # [MAX_SPLITS]
     weight = tl.exp2(lse - tl.max(lse, axis=0))
     partial_out = tl.load(
-        partial_out_ptr + (partial * HEAD_DIM)[:, None] + d[None, :],
+        ptr.partial_out + (partial * HEAD_DIM)[:, None] + d[None, :],
         mask=is_split[:, None] & (d < HEAD_DIM)[None, :],
         other=0.0,
     )  # [MAX_SPLITS, BLOCK_D]
     out = tl.sum(partial_out * weight[:, None], axis=0) / tl.sum(weight, axis=0)
-    out_row = out_ptr + (first_row + token).to(tl.int64) * stride_out_token + head.to(tl.int64) * stride_out_head
-    tl.store(out_row + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+    out_row = ptr.out + (first_row + token).to(tl.int64) * stride.out_token + head.to(tl.int64) * stride.out_head
+    tl.store(out_row + d, out.to(ptr.out.dtype.element_ty), mask=d < HEAD_DIM)
 
 
 def _launch_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
@@ -380,21 +391,27 @@ def workspace_shape(total_tokens: int, num_requests: int, group: int, max_len: i
     return splits, min(total_tokens, num_requests * split_tokens) if splits > 1 else 0
 
 
+def _run_reference(out, *operands) -> None:
+    *tensors, parents, page_size, sm_scale = operands
+    reference.value_tree_attention(*tensors, parents=parents, page_size=page_size, sm_scale=sm_scale, out=out)
+
+
+@operator(mutates=["out"], reference=_run_reference)
 def _launch(
-    q: torch.Tensor,
-    k_new: torch.Tensor,
-    v_new: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_table: torch.Tensor,
-    table_rows: torch.Tensor,
-    cached_lens: torch.Tensor,
-    q_offsets: torch.Tensor,
-    candidate_lens: torch.Tensor,
-    parents: torch.Tensor | None,
+    out: Tensor,
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_table: Tensor,
+    table_rows: Tensor,
+    cached_lens: Tensor,
+    q_offsets: Tensor,
+    candidate_lens: Tensor,
+    parents: Tensor | None,
     page_size: int,
     sm_scale: float,
-    out: torch.Tensor,
 ) -> None:
     """Attend, then merge the splits. Grids and workspace follow from tensor shapes alone."""
     total_tokens, q_heads, head_dim = q.shape
@@ -409,74 +426,54 @@ def _launch(
     partial_out = q.new_empty(max_splits, kv_heads, workspace_rows, group, head_dim, dtype=torch.float32)
     partial_lse = q.new_empty(max_splits, kv_heads, workspace_rows, group, dtype=torch.float32)
     config = _launch_config(head_dim, q.dtype)
+    strided = (out, q, k_new, v_new, k_cache, v_cache)
+    tensors = _Tensors(*strided, slot_table, cached_lens, q_offsets, candidate_lens, parents, partial_out, partial_lse)
+    strides = _Strides(*(s for x in strided for s in x.stride()[:2]), slot_table.stride(0))
 
-    with torch.cuda.device_of(q):
-        _value_tree_attention_kernel[(min(max_items, max(1, MAX_PROGRAMS // kv_heads)), kv_heads)](
-            q,
-            k_new,
-            v_new,
-            k_cache,
-            v_cache,
-            slot_table,
-            table_rows,
-            cached_lens,
-            q_offsets,
-            candidate_lens,
-            parents,
-            out,
-            partial_out,
-            partial_lse,
+    _value_tree_attention_kernel[(min(max_items, max(1, MAX_PROGRAMS // kv_heads)), kv_heads)](
+        tensors,
+        strides,
+        table_rows,
+        num_requests,
+        workspace_rows,
+        sm_scale * math.log2(math.e),
+        PAGE_SIZE=page_size,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        **config,
+    )
+    if max_splits > 1:
+        _merge_splits_kernel[(workspace_rows, q_heads)](
+            tensors,
+            strides,
             num_requests,
             workspace_rows,
-            sm_scale * math.log2(math.e),
-            *q.stride()[:2],
-            *k_new.stride()[:2],
-            *v_new.stride()[:2],
-            *k_cache.stride()[:2],
-            *v_cache.stride()[:2],
-            slot_table.stride(0),
-            *out.stride()[:2],
-            PAGE_SIZE=page_size,
             GROUP=group,
             HEAD_DIM=head_dim,
-            **config,
+            SPLIT_TOKENS=split_tokens,
+            BLOCK_D=config["BLOCK_D"],
+            num_warps=4,
         )
-        if max_splits > 1:
-            _merge_splits_kernel[(workspace_rows, q_heads)](
-                partial_out,
-                partial_lse,
-                cached_lens,
-                q_offsets,
-                out,
-                num_requests,
-                workspace_rows,
-                *out.stride()[:2],
-                GROUP=group,
-                HEAD_DIM=head_dim,
-                SPLIT_TOKENS=split_tokens,
-                BLOCK_D=config["BLOCK_D"],
-                num_warps=4,
-            )
 
 
 def value_tree_attention(
-    q: torch.Tensor,  # [T, Hq, D]
-    k_new: torch.Tensor,  # [T, Hkv, D]
-    v_new: torch.Tensor,  # [T, Hkv, D]
-    k_cache: torch.Tensor,  # [S, Hkv, D]
-    v_cache: torch.Tensor,  # [S, Hkv, D]
-    slot_table: torch.Tensor,  # int32 [R, max pages]
-    table_rows: torch.Tensor,  # int32|int64 [B]
-    cached_lens: torch.Tensor,  # int32 [B]
-    q_offsets: torch.Tensor,  # int32 [B + 1]
-    candidate_lens: torch.Tensor,  # int32 [B]
+    q: Tensor,  # [T, Hq, D]
+    k_new: Tensor,  # [T, Hkv, D]
+    v_new: Tensor,  # [T, Hkv, D]
+    k_cache: Tensor,  # [S, Hkv, D]
+    v_cache: Tensor,  # [S, Hkv, D]
+    slot_table: Tensor,  # int32 [R, max pages]
+    table_rows: Tensor,  # int32|int64 [B]
+    cached_lens: Tensor,  # int32 [B]
+    q_offsets: Tensor,  # int32 [B + 1]
+    candidate_lens: Tensor,  # int32 [B]
     *,
-    parents: torch.Tensor | None = None,  # int32 [T]
+    parents: Tensor | None = None,  # int32 [T]
     page_size: int = 1,
     sm_scale: float | None = None,
-    out: torch.Tensor | None = None,
+    out: Tensor | None = None,
     backend: str = "auto",
-) -> torch.Tensor:  # [T, Hq, D], as q
+) -> Tensor:  # [T, Hq, D], as q
     """Attention of delta tokens and candidates over a cached prefix and themselves, for all requests at once.
 
     The new tokens of request ``i`` are rows ``q_offsets[i]`` to ``q_offsets[i + 1] - 1`` of ``q``, ``k_new`` and
@@ -535,9 +532,8 @@ def value_tree_attention(
         >>> value_tree_attention(q, new, new, cache, cache, *lens, parents=parents).shape
         torch.Size([3, 2, 16])
     """
-    backend = resolve_backend(backend, q.device if isinstance(q, torch.Tensor) else torch.device("cpu"))
-    dtypes = (*FLOAT_DTYPES, torch.float64) if backend == "reference" else FLOAT_DTYPES
-    check_tensor("q", q, dtypes=dtypes, shape=(None, None, None))
+    backend = resolve_backend(backend, q)
+    check_tensor("q", q, dtypes=FLOATS[backend], shape=(None, None, None))
     total_tokens, q_heads, head_dim = q.shape
     device = q.device
 
@@ -551,7 +547,7 @@ def value_tree_attention(
     check_tensor("k_cache", k_cache, dtypes=q.dtype, shape=(None, kv_heads, head_dim), device=device)
     check_tensor("v_cache", v_cache, dtypes=q.dtype, shape=(k_cache.shape[0], kv_heads, head_dim), device=device)
     check_tensor("slot_table", slot_table, dtypes=torch.int32, shape=(None, None), device=device)
-    check_tensor("table_rows", table_rows, dtypes=(torch.int32, torch.int64), shape=(None,), device=device)
+    check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(None,), device=device)
     num_requests = table_rows.shape[0]
     check_tensor("cached_lens", cached_lens, dtypes=torch.int32, shape=(num_requests,), device=device)
     check_tensor("q_offsets", q_offsets, dtypes=torch.int32, shape=(num_requests + 1,), device=device)
@@ -585,7 +581,7 @@ def value_tree_attention(
         if backend == "triton" and max(x.stride()) > MAX_STRIDE:
             raise ValueError(f"{name} must have strides up to {MAX_STRIDE} for backend 'triton', got {x.stride()}")
 
-    operands = (q, k_new, v_new, k_cache, v_cache, slot_table, table_rows, cached_lens, q_offsets, candidate_lens)
-    attend = _launch if backend == "triton" else reference.value_tree_attention
-    attend(*operands, parents=parents, page_size=page_size, sm_scale=sm_scale, out=out)
+    requests = (slot_table, table_rows, cached_lens, q_offsets, candidate_lens)
+    options = (parents, page_size, float(sm_scale))
+    _launch(out, q, k_new, v_new, k_cache, v_cache, *requests, *options, backend=backend)
     return out

@@ -5,25 +5,22 @@ from types import SimpleNamespace
 import torch
 
 from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.step.graphs import Graphs
+
+
+class _PaddedGraphs(Graphs):
+    """Runs, on the graphs' input buffers, what a graph would replay."""
+
+    def _capture(self, bucket: int) -> tuple[list[SimpleNamespace], torch.Tensor]:
+        inputs = [buffer[:bucket] for buffer in self._inputs]
+        (max_candidates,) = (buffer.shape[1] for buffer in inputs if buffer.ndim == 2)
+        result = torch.empty(bucket, max_candidates, device=inputs[0].device)
+        return [SimpleNamespace(replay=lambda: result.copy_(self._score(*inputs)))], result
 
 
 class PaddedStep(GuidedStep):
-    """Pads every batch to the size of its graph, in the graphs' input buffers, and runs what a graph would replay."""
+    """Pads every batch to the size of its graph."""
 
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options, graphs=False)
-        device = self.value_model.device
-        dtypes = (torch.int64, torch.int64, torch.int32, torch.int64, torch.int32, torch.int32, torch.int32)
-        shapes = [(self.max_rows,)] * 5 + [(self.max_rows, self.max_candidates), (self.max_rows,)]
-        self._inputs = [
-            torch.full(shape, value, dtype=dtype, device=device)
-            for value, dtype, shape in zip(self._no_row, dtypes, shapes, strict=True)
-        ]
-        self._captured = {}
-        self.graphs = True
-
-    def _capture(self, bucket: int) -> None:
-        inputs = [buffer[:bucket] for buffer in self._inputs]
-        value_logits = torch.empty(bucket, self.max_candidates, device=self.value_model.device)
-        graph = SimpleNamespace(replay=lambda: value_logits.copy_(self._score(*inputs)))
-        self._captured[bucket] = [graph], value_logits
+        self._graphs = _PaddedGraphs(self._score, self._no_request(), self.max_requests, split=False)

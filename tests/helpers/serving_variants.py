@@ -96,7 +96,7 @@ def serve(vocab):
         step.warm_up(torch.bfloat16, progress=False)
         warm = {kernel: set(found) for kernel, found in keys.items()}
         for row in range(MAX_ROWS):
-            step.set(row, parse_guidance({"target_length": 100, "return_values": row % 2 == 0}), {0})
+            step.add_request(row, parse_guidance({"target_length": 100, "return_values": row % 2 == 0}), {0})
         new: dict[str, dict[str, list[int]]] = {}
         for rows in range(1, MAX_ROWS + 1):
             for name_of_call, call in calls(step, rows, vocab).items():

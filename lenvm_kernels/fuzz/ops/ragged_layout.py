@@ -1,14 +1,15 @@
 """``ragged_layout``: requests of any lengths, their tokens in any order with tokens of nobody between."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, differs, expect
 from lenvm_kernels.fuzz.draws import Draws
-from lenvm_kernels.ops.ragged_layout import RaggedLayout, ragged_layout
+from lenvm_kernels.ops.ragged_layout import ragged_layout
+from lenvm_kernels.types import RaggedLayout
 
 OPTIONS = {
     "columns": [0, 1, 2, 7, 8],
@@ -97,9 +98,8 @@ def inputs(case: Case, device: torch.device) -> Inputs:
 def run(given: Inputs, function) -> RaggedLayout:
     layout = function(**given.arguments)
     expected = _reference(given)
-    for f in fields(RaggedLayout):
-        wanted = getattr(expected, f.name)
-        expect(f.name, getattr(layout, f.name, None), dtype=wanted.dtype, shape=wanted.shape)
+    for name, wanted in expected._asdict().items():
+        expect(name, getattr(layout, name, None), dtype=wanted.dtype, shape=wanted.shape)
     return layout
 
 
@@ -132,8 +132,7 @@ def compare(given: Inputs, layout: RaggedLayout) -> list[Difference]:
     by_name = {"token_ids": owners, "positions": owners, "slots": owners, "head_rows": nobody}
     by_name["q_offsets"] = torch.arange(-1, len(expected.q_offsets) - 1, device=owners.device)
     return [
-        differs(f.name, getattr(layout, f.name), getattr(expected, f.name), by_name.get(f.name))
-        for f in fields(RaggedLayout)
+        differs(name, getattr(layout, name), wanted, by_name.get(name)) for name, wanted in expected._asdict().items()
     ]
 
 

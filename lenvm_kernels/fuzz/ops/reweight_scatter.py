@@ -1,7 +1,7 @@
 """``reweight_scatter``: every mode in one batch, ties, broken values, rows that are hard to tilt."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.ops._common import INTERPRETED
-from lenvm_kernels.ops.reweight_scatter import Mode, reweight_scatter
-from lenvm_kernels.ops.topk_candidates import Candidates, Status
+from lenvm_kernels.ops.reweight_scatter import reweight_scatter
+from lenvm_kernels.types import Candidates, Mode, Status
 
 TILTING = (Mode.MUL, Mode.LINEAR, Mode.EXP, Mode.LENGTH_MUL, Mode.EQ_SOFT)
 # A root is found to so much of the range of values; where values crowd, that moves the probabilities by as many times
@@ -80,7 +80,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     table_rows = (
         draws.rows(len(rows)) if options["table_rows"] == "none" else draws.places("table_rows", rows, SPARE_ROWS)
     )
-    table = GuidanceTable.empty(len(rows) + SPARE_ROWS, device, max_eos=2)
+    table = GuidanceTable(len(rows) + SPARE_ROWS, device, max_eos=2)
     table.mode[:] = int(Mode.VALUE_BIAS)  # the spare rows': what reads them shows
     table.scale[:] = 3.0
     for name, values in columns.items():
@@ -177,7 +177,7 @@ class Result:
 
 def run(given: Inputs, function) -> Result:
     arguments, between = dict(given.arguments), None
-    table = replace(given.table, faults=given.table.faults.clone())
+    table = given.table.columns._replace(faults=given.table.faults.clone())
     if "probs" in arguments:
         rows, vocab = arguments["probs"].shape
         stride = arguments["probs"].stride(0)
@@ -234,9 +234,8 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
 
 def _reference(given: Inputs, width: float) -> tuple[Tensor, Tensor]:
     """In fp64: guided probabilities and faults, where scales and target lengths are larger by a share of ``width``."""
-    candidates = replace(given.candidates, probs=given.candidates.probs.double())
-    table = replace(
-        given.table,
+    candidates = given.candidates._replace(probs=given.candidates.probs.double())
+    table = given.table.columns._replace(
         scale=given.table.scale.double() * (1 + width),
         target_length=given.table.target_length.double() * (1 + width),
         faults=given.table.faults.clone(),

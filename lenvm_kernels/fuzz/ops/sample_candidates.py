@@ -10,7 +10,7 @@ from torch import Tensor
 from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, differs, expect, padded_rows
 from lenvm_kernels.ops._common import INTERPRETED
 from lenvm_kernels.ops.sample_candidates import sample_candidates
-from lenvm_kernels.ops.topk_candidates import Candidates, Status
+from lenvm_kernels.types import Candidates, Status
 
 OPTIONS = {
     "slots": [1, 2, 4, 8, 16, 32, 64],

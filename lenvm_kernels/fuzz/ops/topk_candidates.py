@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, differs, dtype_of, expect, padded_rows
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
-from lenvm_kernels.ops.topk_candidates import Candidates, Status, topk_candidates
+from lenvm_kernels.ops.topk_candidates import topk_candidates
+from lenvm_kernels.types import Candidates, Status
 
 NAN, INF = float("nan"), float("inf")
 KINDS = ["normal", "peaked", "ties", "constant", "huge", "tiny", "mostly nothing", "halves"]

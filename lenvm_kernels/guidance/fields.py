@@ -1,0 +1,157 @@
+"""Every field of a request's ``custom_params``: what parses them, the command line's flags and the docs follow this.
+
+Names and defaults are those of the LenVM fork of SGLang (section Parameters of the specification).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MAX_DIVISOR = 1e6  # so that no logit becomes infinite
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field.
+
+    Attributes:
+        name: its name.
+        meaning: a sentence without its first capital and full stop.
+        other_names: what the fork calls it too.
+        default: None for none.
+        words: every word that is accepted, with the word that it stands for; empty for a field that is no word.
+        above, least, below: bounds of a number: ``> above``, ``>= least``, ``< below``.
+        metavar: of its flag; None for a field that the command line has no flag for.
+    """
+
+    name: str
+    meaning: str
+    other_names: tuple[str, ...] = ()
+    default: float | str | bool | None = None
+    words: Mapping[str, str] | None = None
+    above: float | None = None
+    least: float | None = None
+    below: float | None = None
+    metavar: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its name, then the others."""
+        return (self.name, *self.other_names)
+
+    @property
+    def bounds(self) -> str:
+        """``> 0 and < 1``, or nothing."""
+        bounds = ((">", self.above), (">=", self.least), ("<", self.below))
+        return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
+
+    @property
+    def accepted(self) -> str:
+        """The words or numbers that are accepted."""
+        if self.words is not None:
+            return f"one of {', '.join(self.words)}"
+        return f"a finite number {self.bounds}".rstrip()
+
+
+def _spellings(**words: str) -> dict[str, str]:
+    """The words of each list, with the name of the list."""
+    return {spelling: word for word, spellings in words.items() for spelling in spellings.split()}
+
+
+FIELDS = {
+    field.name: field
+    for field in (
+        Field(
+            "value_mode",
+            "how values reweight the candidates",
+            ("mode",),
+            "mul",
+            words={word: word for word in ("mul", "linear", "exp", "length_mul", "centered_exp", "value_bias")},
+            metavar="MODE",
+        ),
+        Field(
+            "value_scale",
+            "strength of the mode; centered_exp and value_bias: < 0 shorter, > 0 longer; other modes: < 1 shorter, > 1 "
+            "longer",
+            ("scale",),
+            1.0,
+            metavar="S",
+        ),
+        Field(
+            "gamma",
+            "discount that the value model was trained with; turns values into lengths",
+            ("length_gamma",),
+            0.997,
+            above=0.0,
+            below=1.0,
+            metavar="G",
+        ),
+        Field(
+            "target_length",
+            "tokens to guide to, by the constraint and whatever the mode",
+            least=0.0,
+            metavar="TOKENS",
+        ),
+        Field(
+            "target_length_mode",
+            "what the target counts: total, all new tokens, or remaining, those still to come at every step",
+            ("length_mode",),
+            "total",
+            words=_spellings(total="total budget", remaining="remaining"),
+            metavar="MODE",
+        ),
+        Field(
+            "target_value",
+            "the target as a value instead of a length; goes before target_length",
+            least=0.0,
+            below=1.0,
+            metavar="V",
+        ),
+        Field(
+            "value_constraint",
+            "how a target binds: eq, nearest candidate; eq_soft, on average; ge or le, longest or shortest candidate",
+            ("constraint", "cmp", "op"),
+            "eq",
+            words=_spellings(
+                eq="eq = == equal equals",
+                ge="ge >= > gte greater_equal",
+                le="le <= < lte less_equal",
+                eq_soft="eq_soft soft equal_soft",
+            ),
+            metavar="OP",
+        ),
+        Field("value_min", "leave a step alone whose expected value is below this", metavar="V"),
+        Field(
+            "value_entropy_threshold",
+            "leave a step alone whose candidates have at most this entropy, in nats",
+            ("entropy_threshold",),
+            least=0.0,
+            metavar="NATS",
+        ),
+        Field(
+            "token_temperature_scale",
+            "divide the temperature of single tokens: a token id and its divisor each, which multiplies the logit",
+            above=0.0,
+            below=MAX_DIVISOR,
+            metavar="ID=D",
+        ),
+        Field("boosted_token_ids", "the same with one divisor: a list of the token ids"),
+        Field("token_temp_divisor", "the divisor of boosted_token_ids", above=0.0, below=MAX_DIVISOR),
+        Field(
+            "return_values",
+            "predict lengths of the prompt and of each token, guided or not",
+            default=False,
+        ),
+    )
+}
+
+
+def markdown() -> str:
+    """The table of the docs (``docs/modes-and-parameters.md``)."""
+    lines = ["| parameter | other names | meaning | default |", "| --- | --- | --- | --- |"]
+    for field in FIELDS.values():
+        others = ", ".join(f"`{name}`" for name in field.other_names)
+        words = ", ".join(f"`{word}`" for word in field.words or ())
+        limits = f"; one of {words}" if words else f"; {field.bounds}" if field.bounds else ""
+        default = "none" if field.default is None else f"`{str(field.default).lower()}`"
+        lines.append(f"| `{field.name}` | {others} | {field.meaning}{limits} | {default} |")
+    return "\n".join(lines)

@@ -1,0 +1,173 @@
+"""A request's guidance parameters, parsed and validated once, when it arrives."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lenvm_kernels.guidance.fields import FIELDS, Field
+from lenvm_kernels.types import Mode
+
+_NAMES = {name: field.name for field in FIELDS.values() for name in field.names}
+_FP32_MAX = (2 - 2**-23) * 2.0**127
+
+
+@dataclass(frozen=True)
+class GuidanceParams:
+    """A request's validated parameters. Make it with :func:`parse_guidance`.
+
+    Attributes:
+        mode: how candidates are reweighted; neutral parameters give ``Mode.UNGUIDED``, a target a constraint mode.
+        scale: ``value_scale``.
+        gamma: discount of the value model, in (0, 1): a value ``v`` is a length of ``ln(1 - v) / ln(gamma)`` tokens.
+        value_min: rows whose expected value is below it are left as they are; None: no bound.
+        target_length: tokens; None without a target. A ``target_value`` is kept as the length it stands for.
+        counts_down: ``target_length`` is a total, from which the tokens generated so far are taken.
+        entropy_threshold: in nats; rows whose candidates' entropy is at or below it are skipped; None: never.
+        token_temperature_scale: divisor of the temperature of single tokens (their logits are multiplied by it).
+        return_values: the request wants to know the lengths that its tokens are predicted to lead to.
+    """
+
+    mode: Mode = Mode.UNGUIDED
+    scale: float = 1.0
+    gamma: float = 0.997
+    value_min: float | None = None
+    target_length: float | None = None
+    counts_down: bool = False
+    entropy_threshold: float | None = None
+    token_temperature_scale: Mapping[int, float] = field(default_factory=dict)
+    return_values: bool = False
+
+    @property
+    def needs_value_model(self) -> bool:
+        """Whether the value model has to see the request's tokens."""
+        return self.mode != Mode.UNGUIDED or self.return_values
+
+
+def parse_guidance(custom_params: Mapping[str, Any]) -> GuidanceParams:
+    """Validate a request's ``custom_params``.
+
+    Keys of other consumers are ignored, but one that looks like a misspelt field of ours is refused. A field that is
+    None counts as absent.
+
+    Raises:
+        TypeError: not a mapping.
+        ValueError: naming the field, what came and what is accepted.
+
+    Example:
+        >>> parse_guidance({"target_length": 60, "op": ">="}).mode.name
+        'GE'
+    """
+    if not isinstance(custom_params, Mapping):
+        raise TypeError(f"custom_params must be a mapping of field names to values, got {type(custom_params).__name__}")
+    given: dict[str, Any] = {}
+    for name, value in custom_params.items():
+        if value is None:
+            continue
+        if name not in _NAMES:
+            close = difflib.get_close_matches(str(name), _NAMES, n=1, cutoff=0.85)
+            if close:
+                raise ValueError(f"{name} is not a guidance parameter; did you mean {close[0]}?")
+            continue
+        main = _NAMES[name]
+        if main in given:
+            raise ValueError(f"{main} is given twice: accepted is one of {', '.join(FIELDS[main].names)}")
+        given[main] = value
+
+    mode = Mode[_word(given, "value_mode").upper()]
+    scale = _number(given, "value_scale")
+    gamma = _number(given, "gamma")
+    target_length = _number(given, "target_length")
+    target_value = _number(given, "target_value")
+    counts_down = _word(given, "target_length_mode") == "total"
+    constraint = Mode[_word(given, "value_constraint").upper()]
+    if target_value is not None:  # takes precedence, as in the fork
+        target_length, counts_down = math.log1p(-target_value) / math.log(gamma), False
+    if target_length is not None:
+        mode = constraint
+    elif "value_constraint" in given:
+        raise ValueError("value_constraint needs a target: give target_length or target_value as well")
+    elif _is_neutral(mode, scale):
+        mode = Mode.UNGUIDED
+    return GuidanceParams(
+        mode=mode,
+        scale=scale,
+        gamma=gamma,
+        value_min=_number(given, "value_min"),
+        target_length=target_length,
+        counts_down=counts_down and target_length is not None,
+        entropy_threshold=_number(given, "value_entropy_threshold"),
+        token_temperature_scale=_token_divisors(given),
+        return_values=_switch(given, "return_values"),
+    )
+
+
+def _is_neutral(mode: Mode, scale: float) -> bool:
+    if mode in (Mode.CENTERED_EXP, Mode.VALUE_BIAS):
+        return scale == 0
+    return scale == 1 or (mode == Mode.MUL and scale <= 0)
+
+
+def _word(given: dict[str, Any], name: str) -> str:
+    """The word that a field's word stands for."""
+    field = FIELDS[name]
+    word = given.get(name, field.default)
+    if not isinstance(word, str) or word.strip().lower() not in field.words:
+        raise ValueError(f"{name} must be {field.accepted}, got {word!r}")
+    return field.words[word.strip().lower()]
+
+
+def _switch(given: dict[str, Any], name: str) -> bool:
+    switch = given.get(name, FIELDS[name].default)
+    if not isinstance(switch, bool):
+        raise ValueError(f"{name} must be true or false, got {switch!r}")
+    return switch
+
+
+def _number(given: dict[str, Any], name: str) -> float | None:
+    return _checked_number(FIELDS[name], name, given[name]) if name in given else FIELDS[name].default
+
+
+def _checked_number(field: Field, name: str, given: Any) -> float:
+    """The number within the field's bounds; ``name`` is what the message calls it."""
+    try:
+        number = math.nan if isinstance(given, bool) else float(given)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if (
+        not abs(number) <= _FP32_MAX  # NaN compares false
+        or (field.above is not None and number <= field.above)
+        or (field.least is not None and number < field.least)
+        or (field.below is not None and number >= field.below)
+    ):
+        raise ValueError(f"{name} must be {field.accepted}, got {given!r}")
+    return number
+
+
+def _token_divisors(given: dict[str, Any]) -> dict[int, float]:
+    """``token_temperature_scale``, or the short form ``boosted_token_ids`` with ``token_temp_divisor``."""
+    ids, divisor = given.get("boosted_token_ids"), given.get("token_temp_divisor")
+    if (ids is None) != (divisor is None):
+        raise ValueError("boosted_token_ids and token_temp_divisor must be given together")
+    name, divisors = "token_temperature_scale", given.get("token_temperature_scale")
+    if ids is not None:
+        if divisors is not None:
+            raise ValueError("give token_temperature_scale or boosted_token_ids with token_temp_divisor, not both")
+        if not isinstance(ids, Sequence) or isinstance(ids, str):
+            raise ValueError(f"boosted_token_ids must be a list of token ids, got {ids!r}")
+        name, divisors = "boosted_token_ids", dict.fromkeys(ids, divisor)
+    if divisors is None:
+        return {}
+    if not isinstance(divisors, Mapping):
+        raise ValueError(f"{name} must be a mapping of token id to divisor, got {divisors!r}")
+    parsed = {}
+    for token, value in divisors.items():
+        # JSON makes strings of the keys of an object.
+        if isinstance(token, bool) or not str(token).isdecimal():
+            raise ValueError(f"{name} must hold token ids >= 0, got {token!r}")
+        divisor_name = f"{name}[{token}]" if ids is None else "token_temp_divisor"
+        parsed[int(token)] = _checked_number(FIELDS["token_temp_divisor"], divisor_name, value)
+    return parsed

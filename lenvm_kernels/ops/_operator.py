@@ -1,0 +1,63 @@
+"""The one way from an operator's public function to its kernels or its reference."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+Launch = Callable[..., None]
+
+
+def operator(*, mutates: Sequence[str], reference: Launch) -> Callable[[Launch], Launch]:
+    """Make an operator of the function that launches its kernels.
+
+    The function takes tensors, numbers, and ``None`` for what is optional, all by position and annotated. The first is
+    a tensor it writes; it returns nothing. What comes of it is called the same way, and with the keyword ``backend``,
+    ``triton`` or ``reference``. It
+
+    - makes the GPU of the first tensor the current one, because that is where Triton launches;
+    - is ``torch.ops.lenvm.<module>`` to whoever records operators instead of running them: ``torch.compile``,
+      ``torch.export``, ``make_fx``. What they recorded does the same when it runs. Others do not pay for the
+      dispatcher.
+
+    Args:
+        mutates: names of the tensors that are written.
+        reference: the function for the reference backend; takes the same arguments.
+    """
+
+    def decorate(launch: Launch) -> Launch:
+        def execute(*operands_and_backend: Any) -> None:
+            *operands, backend = operands_and_backend
+            if backend == "reference":
+                reference(*operands)
+            elif operands[0].is_cuda:
+                with torch.cuda.device_of(operands[0]):
+                    launch(*operands)
+            else:
+                launch(*operands)
+
+        name = launch.__module__.rpartition(".")[2]
+        schema = torch.library.infer_schema(launch, mutates_args=mutates)
+        library_op = torch.library.custom_op(
+            f"lenvm::{name}", execute, mutates_args=mutates, schema=schema.replace(") ->", ", str backend) ->")
+        )
+        library_op.register_fake(lambda *operands_and_backend: None)
+
+        @functools.wraps(launch)
+        def call(*operands: Any, backend: str) -> None:
+            if _is_recorded(operands[0]):
+                library_op(*operands, backend)
+            else:
+                execute(*operands, backend)
+
+        return call
+
+    return decorate
+
+
+def _is_recorded(written: Tensor) -> bool:
+    """Whether operators are recorded here, or have no data to run on (``FakeTensor``)."""
+    return torch.compiler.is_compiling() or type(written) is not Tensor or get_proxy_mode() is not None

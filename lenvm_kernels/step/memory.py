@@ -1,0 +1,47 @@
+"""The memory of a guided step, by formula."""
+
+import math
+
+from lenvm_kernels.ops.ragged_linear import num_splits
+from lenvm_kernels.ops.value_tree_attention import workspace_shape
+from lenvm_kernels.value_model import ValueModel
+
+
+def working_bytes(
+    value_model: ValueModel,
+    *,
+    requests: int,
+    max_len: int,
+    vocab_size: int,
+    max_candidates: int = 0,
+    tokens: int | None = None,
+) -> int:
+    """Bytes that a step takes while it runs, or a :meth:`GuidedStep.extend`, at most.
+
+    An engine needs room for both (:class:`GuidedStep`). Each is the sum of
+
+    - ``T (e (2 H + I + 2 (Hq + 2 Hkv) D) + 4 P H + 6 D + 64)``, with ``P <= 8`` parts of the sums over ``I``
+      (:func:`ragged_linear`; 0 if there is one part);
+    - ``4 X W Hq (D + 1)``, with ``X <= 16`` splits of the cached tokens of the ``W <= T`` tokens that have several
+      (:func:`value_tree_attention`);
+    - ``B (V (K + 2) / 128 + 320 K + 64)`` for the candidates.
+
+    Args:
+        value_model: whose dimensions are ``H``, ``I``, ``Hq``, ``Hkv``, ``D`` with ``e`` bytes an element.
+        requests: B.
+        max_len: tokens that a row of the slot table has room for.
+        vocab_size: V.
+        max_candidates: K; 0 for an extend.
+        tokens: T; of an extend its ``chunk_tokens``. None: ``B (1 + K)``, as in a step.
+    """
+    config, k = value_model.config, max_candidates
+    t = requests * (1 + k) if tokens is None else tokens
+    heads = config.num_heads + 2 * config.num_kv_heads
+    parts = num_splits(config.hidden_size, config.intermediate_size)
+    workspace = workspace_shape(t, requests, config.num_heads // config.num_kv_heads, max_len)
+    elements = 2 * config.hidden_size + config.intermediate_size + 2 * heads * config.head_dim
+    token_bytes = elements * value_model.dtype.itemsize + 6 * config.head_dim + 64
+    token_bytes += 4 * parts * config.hidden_size if parts > 1 else 0
+    request_bytes = vocab_size * (k + 2) // 128 + 320 * k + 64
+    workspace_bytes = 4 * math.prod(workspace) * config.num_heads * (config.head_dim + 1)
+    return t * token_bytes + workspace_bytes + requests * request_bytes

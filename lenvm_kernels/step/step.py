@@ -1,0 +1,549 @@
+"""The guided step: candidates, value forward, head, reweighting and the draw, for the requests of a decode batch.
+
+A fixed sequence of launches over tensors whose shapes follow from the batch size alone: nothing is read back to the
+host, nothing loops over requests, and what a request costs follows the candidates it has. The value model lives on the
+slots of an engine; what it knows of a request is in a table on the device, written when the request arrives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from tqdm import tqdm
+
+from lenvm_kernels.guidance.params import GuidanceParams
+from lenvm_kernels.guidance.table import GuidanceTable
+from lenvm_kernels.ops._common import COLUMNS, FLOAT_DTYPES, INT_DTYPES, ceil_div, check_tensor, per_request
+from lenvm_kernels.ops.reweight_scatter import reweight_scatter
+from lenvm_kernels.ops.sample_candidates import sample_candidates
+from lenvm_kernels.ops.topk_candidates import topk_candidates
+from lenvm_kernels.step.graphs import Graphs, bucket_of
+from lenvm_kernels.step.winners import Winners
+from lenvm_kernels.timing import NO_RECORD, NO_TIMER, StepRecord, StepTimer
+from lenvm_kernels.types import Candidates, Mode, Status
+from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a guided step computed, all on the device.
+
+    Attributes:
+        candidates: of each request; ``status`` says what became of it, ``lost_mass`` what was cut off.
+        value_logits: fp32 ``[B, K]``; 0 where a candidate was not scored.
+        probs: fp32 ``[B, K]``; guided probabilities of the candidates.
+        tokens: int32 ``[B]``; the next tokens: with ``sample`` drawn from the candidates, else those of ``drawn``. -1
+            for requests to be drawn by their own filters if that is not given; None without both.
+        remaining_lengths: fp32 ``[B]``; tokens that are predicted to follow ``tokens``, NaN for requests that do not
+            ask for it (``return_values``); None when no request does, or without ``tokens``.
+    """
+
+    candidates: Candidates
+    value_logits: torch.Tensor
+    probs: torch.Tensor
+    tokens: torch.Tensor | None
+    remaining_lengths: torch.Tensor | None
+
+
+class GuidedStep:
+    """Length-guided decoding of the requests of an engine.
+
+    Requests are known by their row of the engine's slot table. An engine calls :meth:`add_request` when a request
+    arrives, :meth:`extend` with the tokens of its prompt (all but the last), :meth:`step` whenever it is about to draw
+    tokens, and :meth:`remove_request` when the request leaves. Requests without guidance may be in any batch; they cost
+    nothing.
+
+    Memory, in bytes, for a value model of ``N`` layers and dimensions ``H``, ``I``, ``Hq``, ``Hkv``, ``D`` with ``e``
+    bytes an element, ``S`` slots, and ``T = B (1 + K)`` tokens a step (``chunk_tokens`` in :meth:`extend`):
+
+    - always: the cache, ``2 N S Hkv D e``, and with ``commit_winners`` ``2 N T Hkv D e`` for a step of
+      ``max_requests``;
+    - while it runs: at most :func:`working_bytes` of a step of ``max_requests`` plus that of an :meth:`extend`. They
+      never run at once, but each keeps its memory from the other: with graphs the step's stays allocated. Without,
+      torch's allocator holds what both have freed, in blocks of their sizes; to give them back it waits for the device.
+
+    Args:
+        value_model: the value model.
+        slot_table: int32 ``[R, pages]``; the engine's, on the value model's device: token ``p`` of the request in row
+            ``r`` lives in slot ``slot_table[r, p // page_size] * page_size + p % page_size``.
+        num_slots: slots there are; sizes the value model's cache.
+        vocab_size: of the base model, whose scores are guided.
+        max_requests: the largest batch of :meth:`step` (None: ``R``).
+        max_candidates: K, candidates a request: a power of two up to 64.
+        max_eos, max_scaled_tokens: end-of-sequence ids, and tokens with a temperature of their own, of a request.
+        page_size: slots in a page.
+        chunk_tokens: tokens of :meth:`extend` that are computed at a time; bounds its memory.
+        commit_winners: keep the candidates' keys and values until the next step, and move those of the token drawn to
+            its slot instead of computing them again.
+        score_all: score the candidates of requests that need no values too (``SINGLE``, ``SKIP``), to look at them.
+        graphs: run the value model from CUDA graphs, one for each power of two of requests (None: on a GPU). They are
+            captured when first needed, which stalls that step; :meth:`warm_up` captures all of them ahead.
+        backend: of the operators: ``auto``, ``triton`` or ``reference``.
+
+    Attributes:
+        table: :class:`GuidanceTable` of the requests.
+        cache: :class:`KVCache` of the value model.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what is accepted; ``LENVM_TIMING`` too
+            (:mod:`lenvm_kernels.timing`).
+
+    Example:
+        >>> slots = PagedSlots(8, max_len=2048, device="cuda")
+        >>> step = GuidedStep(value_model, slots.table, slots.num_slots, vocab_size=151_936)
+        >>> step.add_request(3, parse_guidance({"target_length": 200}), eos_token_ids={151_645}, prompt_len=17)
+    """
+
+    def __init__(
+        self,
+        value_model: ValueModel,
+        slot_table: torch.Tensor,
+        num_slots: int,
+        *,
+        vocab_size: int,
+        max_requests: int | None = None,
+        max_candidates: int = 8,
+        max_eos: int = 8,
+        max_scaled_tokens: int = 32,
+        page_size: int = 1,
+        chunk_tokens: int = 4096,
+        commit_winners: bool = True,
+        score_all: bool = False,
+        graphs: bool | None = None,
+        backend: str = "auto",
+    ) -> None:
+        device = value_model.device
+        check_tensor("slot_table", slot_table, dtypes=torch.int32, shape=[None, None], device=device)
+        table_rows = slot_table.shape[0]
+        max_requests = table_rows if max_requests is None else max_requests
+        for name, value in (("num_slots", num_slots), ("max_requests", max_requests), ("chunk_tokens", chunk_tokens)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if max_candidates not in COLUMNS:
+            raise ValueError(f"max_candidates must be a power of two up to {COLUMNS[-1]}, got {max_candidates}")
+        if graphs and device.type != "cuda":
+            raise ValueError(f"graphs must be None or False unless the value model is on a GPU, got it on {device}")
+        self.value_model, self.slot_table, self.vocab_size = value_model, slot_table, vocab_size
+        self.max_requests, self.max_candidates, self.page_size = max_requests, max_candidates, page_size
+        self.chunk_tokens, self.score_all, self.backend = chunk_tokens, score_all, backend
+        self.cache = KVCache.of_slots(value_model, num_slots)
+        # One row more than the engine has: of the requests that fill a batch up to its graph's size.
+        self._padding_row = table_rows
+        self.table = GuidanceTable(table_rows + 1, device, max_eos=max_eos, max_scaled_tokens=max_scaled_tokens)
+        # What the host knows of the requests, to leave out launches that none of them needs.
+        self._scaled_rows: set[int] = set()
+        self._value_rows: set[int] = set()
+        self._batch_rows = torch.arange(max_requests, dtype=torch.int32, device=device)
+        self._winners = Winners(value_model, table_rows + 1, max_requests, max_candidates) if commit_winners else None
+        self._timer = StepTimer.from_environment()
+        self._graphs = None
+        if device.type == "cuda" if graphs is None else graphs:
+            self._graphs = Graphs(self._score, self._no_request(), max_requests, split=self._timer.is_on)
+
+    def add_request(
+        self,
+        table_row: int,
+        params: GuidanceParams | None,
+        eos_token_ids: set[int],
+        *,
+        prompt_len: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """Admit a request into a row of the slot table. The device hears of it at the next call.
+
+        Arguments and errors are those of :meth:`GuidanceTable.add_request`. Token temperatures of ids outside the
+        vocabulary are ignored.
+        """
+        if not 0 <= table_row < self._padding_row:
+            raise IndexError(f"table_row must be in [0, {self._padding_row}), got {table_row}")
+        if params is not None:
+            known = {t: scale for t, scale in params.token_temperature_scale.items() if t < self.vocab_size}
+            params = replace(params, token_temperature_scale=known)
+        self.table.add_request(table_row, params, eos_token_ids, prompt_len=prompt_len, seed=seed)
+        scales, wants_values = (params.token_temperature_scale, params.return_values) if params else ({}, False)
+        (self._scaled_rows.add if scales else self._scaled_rows.discard)(table_row)
+        (self._value_rows.add if wants_values else self._value_rows.discard)(table_row)
+        if self._winners is not None:
+            self._winners.forget(table_row)
+
+    def remove_request(self, table_row: int) -> None:
+        """Make a row unguided when its request leaves. A row that :meth:`add_request` fills again need not be."""
+        self.add_request(table_row, None, set())
+
+    def flush(self) -> None:
+        """Send to the device what it has to know of requests that came and left, as every other call does.
+
+        Needed before a CUDA graph of one's own that has a step in it is captured or replayed.
+        """
+        self.table.flush()
+        if self._winners is not None:
+            self._winners.flush()
+
+    @torch.no_grad()
+    def scale_tokens(self, logits: torch.Tensor, table_rows: torch.Tensor) -> None:
+        """Apply the requests' token temperatures to ``logits [B, V]``, in place and before all else that reads them."""
+        if self._scaled_rows:
+            columns = self.table.columns
+            scales = columns.token_scales[table_rows].to(logits.dtype)
+            logits.scatter_reduce_(1, columns.scaled_token_ids[table_rows], scales, "prod")
+
+    @torch.no_grad()
+    def extend(
+        self,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        table_rows: torch.Tensor,
+        starts: torch.Tensor,
+        lens: torch.Tensor,
+        cached_lens: torch.Tensor,
+    ) -> None:
+        """Compute and keep keys and values of tokens whose candidates nobody asks for: those of prompts.
+
+        The last token of a prompt belongs to :meth:`step`. Requests that are not guided nor ask for values are left
+        out.
+
+        Args:
+            tokens: int32 or int64 ``[D]``; tokens of all requests.
+            slots: int32 or int64 ``[D]``; the slot of each.
+            table_rows: int32 or int64 ``[B]``; the requests' rows of the slot table.
+            starts: int32 ``[B]``; the first token of each request in ``tokens``.
+            lens: int32 ``[B]``; how many are to be kept, 0 or more.
+            cached_lens: int32 ``[B]``; tokens of each request that were kept before.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what is accepted.
+        """
+        device = self.value_model.device
+        check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=[None], device=device)
+        check_tensor("slots", slots, dtypes=INT_DTYPES, shape=tokens.shape, device=device)
+        check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=[None], device=device)
+        for name, tensor in (("starts", starts), ("lens", lens), ("cached_lens", cached_lens)):
+            check_tensor(name, tensor, dtypes=torch.int32, shape=table_rows.shape, device=device)
+        self.flush()
+        # Kernels are compiled for one dtype.
+        tokens, slots, table_rows = tokens.long(), slots.long(), table_rows.long()
+        ends = starts + torch.where(self._needs(table_rows)[1], lens, 0)
+        no_candidates = torch.empty(len(table_rows), 0, dtype=torch.int32, device=device)
+        for first in range(0, len(tokens), self.chunk_tokens):
+            chunk = slice(first, min(first + self.chunk_tokens, len(tokens)))
+            chunk_starts, chunk_ends = (x.clamp(chunk.start, chunk.stop) for x in (starts, ends))
+            batch = RaggedBatch.build(
+                tokens[chunk],
+                slots[chunk],
+                chunk_starts - chunk.start,
+                chunk_ends - chunk_starts,
+                no_candidates,
+                torch.zeros_like(lens),
+                cached_lens + chunk_starts - starts,
+                self.slot_table,
+                table_rows,
+                page_size=self.page_size,
+                backend=self.backend,
+            )
+            self.value_model.forward(batch, self.cache, backend=self.backend)
+
+    @torch.no_grad()
+    def step(
+        self,
+        scores: torch.Tensor,
+        tokens: torch.Tensor,
+        table_rows: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        top_k: torch.Tensor | int,
+        top_p: torch.Tensor | float,
+        min_p: torch.Tensor | float,
+        temperature: torch.Tensor | float | None = None,
+        is_logits: bool = False,
+        vocab_mask: torch.Tensor | None = None,
+        active: torch.Tensor | None = None,
+        probs: torch.Tensor | None = None,
+        sample: bool = False,
+        drawn: torch.Tensor | None = None,
+    ) -> StepOutput:
+        """Guide the next token of each request.
+
+        Every request that is guided or asks for values must be in a step whenever its sequence has grown by a token,
+        and its other tokens must have been through :meth:`extend` or earlier steps. Nothing is read back to the host.
+
+        Args:
+            scores: fp32, bf16 or fp16 ``[B, V]``; scores of the next token: probabilities or logits.
+            tokens: int32 or int64 ``[B]``; the last token of each sequence, the one the scores follow.
+            table_rows: int32 or int64 ``[B]``; the requests' rows of the slot table, all different.
+            lengths: int32 ``[B]``; tokens of each sequence, the last one included.
+            slots: int32 or int64 ``[B]``; the slot of each last token.
+            top_k, top_p, min_p, temperature, is_logits, vocab_mask: as in :func:`topk_candidates`.
+            active: bool ``[B]`` (None: all); requests to leave out of this and all later steps as if they had no
+                guidance are False: those whose sequences have ended.
+            probs: fp32, bf16 or fp16 ``[B, V]``; rows of requests that are guided or have a single candidate are
+                rewritten in place (:func:`reweight_scatter`). May be ``scores``.
+            sample: draw tokens from the candidates. The draws of a request depend on its seed and its length only.
+            drawn: int32 or int64 ``[B]``; what the requests' own filters drew: the next tokens of those that are not
+                drawn from their candidates. Such requests have no remaining length without it.
+
+        Returns:
+            :class:`StepOutput`.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what is accepted.
+        """
+        device = self.value_model.device
+        check_tensor("scores", scores, dtypes=FLOAT_DTYPES, shape=[None, self.vocab_size], device=device)
+        b = len(scores)
+        if not 1 <= b <= self.max_requests:
+            raise ValueError(f"scores must be of 1 to max_requests = {self.max_requests} requests, got {b}")
+        record = self._timer.begin(b, device)
+        for name, tensor in (("tokens", tokens), ("table_rows", table_rows), ("slots", slots)):
+            check_tensor(name, tensor, dtypes=INT_DTYPES, shape=[b], device=device)
+        check_tensor("lengths", lengths, dtypes=torch.int32, shape=[b], device=device)
+        if drawn is not None:
+            check_tensor("drawn", drawn, dtypes=INT_DTYPES, shape=[b], device=device)
+        if active is not None:
+            check_tensor("active", active, dtypes=torch.bool, shape=[b], device=device)
+        if temperature is not None:
+            temperature = per_request("temperature", temperature, torch.float32, b, device)
+        self.flush()
+        # Kernels are compiled for one dtype.
+        tokens, slots, table_rows = tokens.long(), slots.long(), table_rows.long()
+        table = self.table.columns
+
+        guided, needs_model = self._needs(table_rows)
+        if active is not None:
+            guided, needs_model = guided & active, needs_model & active
+        candidates = topk_candidates(
+            scores,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            max_candidates=self.max_candidates,
+            temperature=temperature,
+            is_logits=is_logits,
+            entropy_threshold=table.entropy_threshold[table_rows],
+            guided=guided,
+            vocab_mask=vocab_mask,
+            backend=self.backend,
+        )
+        needs_values = candidates.counts > 0 if self.score_all else candidates.status == Status.GUIDE
+        scored_ids, scored_lens = candidates.token_ids, torch.where(needs_values, candidates.counts, 0)
+        own_tokens = -1 if drawn is None else drawn.int()
+        wants_length = alone = None
+        if self._value_rows and (sample or drawn is not None):
+            wants_length = table.return_values[table_rows] & needs_model
+            # Where the next token is known already that is scored, and not candidates that nobody needs.
+            known = (
+                torch.where(candidates.status == Status.SINGLE, scored_ids[:, 0], own_tokens) if sample else own_tokens
+            )
+            alone = wants_length & (candidates.status != Status.GUIDE) & (known >= 0)
+            scored_ids = torch.cat([torch.where(alone, known, scored_ids[:, 0])[:, None], scored_ids[:, 1:]], 1)
+            scored_lens = torch.where(alone, 1, scored_lens)
+        record.mark("candidates")
+
+        scored = self._run_score(
+            (tokens, table_rows, lengths, slots, needs_model.int(), scored_ids, scored_lens), record
+        )
+        record.mark("head")
+
+        value_logits = scored if alone is None else scored.masked_fill(alone[:, None], 0.0)
+        guided_probs = reweight_scatter(
+            candidates,
+            value_logits,
+            table,
+            table_rows=table_rows,
+            generated=self.table.generated(table_rows, lengths),
+            probs=probs,
+            backend=self.backend,
+        )
+        record.mark("reweight")
+
+        next_tokens = None if drawn is None else own_tokens
+        if sample:
+            next_tokens = sample_candidates(
+                candidates,
+                guided_probs,
+                table.seed[table_rows],
+                lengths,
+                temperature=temperature,
+                backend=self.backend,
+            )
+            if drawn is not None:
+                next_tokens = torch.where(next_tokens >= 0, next_tokens, own_tokens)
+        remaining_lengths = None
+        if wants_length is not None:
+            remaining_lengths = self._remaining_lengths(
+                table_rows, next_tokens, scored_ids, scored_lens, scored, wants_length
+            )
+        record.mark("sample")
+        self._timer.end(record)
+        return StepOutput(candidates, value_logits, guided_probs, next_tokens, remaining_lengths)
+
+    @torch.no_grad()
+    def predict(self, tokens: torch.Tensor, table_rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Predict output lengths before anything is drawn: of prompts, by their last token.
+
+        Args:
+            tokens: int32 or int64 ``[B]``; the last token of each prompt.
+            table_rows: int32 or int64 ``[B]``; the requests' rows of the slot table, all different.
+            lengths: int32 ``[B]``; tokens of each prompt, the last one included. All others went through
+                :meth:`extend`.
+
+        Returns:
+            fp32 ``[B]``; tokens predicted to follow, NaN for requests that do not ask for it (``return_values``). A
+            :meth:`step` from the same tokens does not compute them again.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what is accepted.
+        """
+        device = self.value_model.device
+        check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=[None], device=device)
+        check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=tokens.shape, device=device)
+        check_tensor("lengths", lengths, dtypes=torch.int32, shape=tokens.shape, device=device)
+        self.flush()
+        tokens, table_rows = tokens.long(), table_rows.long()
+        wanted = self.table.columns.return_values[table_rows]
+        # The last token is scored as the only candidate for its own place: nothing is kept but the candidate.
+        ids = torch.full((len(tokens), self.max_candidates), -1, dtype=torch.int32, device=device)
+        ids[:, 0] = tokens
+        none_kept, no_slot = torch.zeros_like(lengths), torch.full_like(tokens, -1)
+        arguments = (tokens, table_rows, lengths - 1, no_slot, none_kept, ids, wanted.int())
+        z = self._run_score(arguments, NO_RECORD)
+        return self._remaining_lengths(table_rows, tokens, ids, wanted.int(), z, wanted)
+
+    def warm_up(
+        self,
+        scores_dtype: torch.dtype = torch.float32,
+        *,
+        is_logits: bool = True,
+        probs_dtype: torch.dtype = torch.float32,
+        progress: bool = True,
+    ) -> None:
+        """Compile every kernel and capture every graph, so that no step of serving does.
+
+        That holds for batches of every size and with any of the optional arguments, whose rows are ``vocab_size``
+        elements apart, or a multiple of 16.
+
+        Args:
+            scores_dtype, is_logits: of the scores that :meth:`step` will get.
+            probs_dtype: of the ``probs`` that :meth:`step` will get.
+            progress: show a bar on stderr.
+        """
+        device, vocab = self.value_model.device, self.vocab_size
+        sizes = sorted({bucket_of(b, self.max_requests) for b in range(1, self.max_requests + 1)})
+        # A kernel is compiled anew for an argument that is absent, and for rows that are not aligned.
+        yes_or_no = (False, True)
+        variants = list(itertools.product({vocab, 16 * ceil_div(vocab, 16)}, {False, is_logits}, yes_or_no, yes_or_no))
+
+        def full(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        timer, self._timer = self._timer, NO_TIMER
+        try:
+            with tqdm(sizes[::-1], desc="warming up", unit="size", disable=not progress) as bar:
+                for size in bar:  # the largest first: the graphs after it find room in its memory
+                    mask = full(0, torch.int32, size, ceil_div(vocab, 32))
+                    for stride, has_temperature, has_mask, has_probs in variants:
+                        scores, probs = (
+                            full(0, dtype, size, stride)[:, :vocab] for dtype in (scores_dtype, probs_dtype)
+                        )
+                        self.step(
+                            scores,
+                            full(0, torch.int64, size),
+                            full(self._padding_row, torch.int64, size),
+                            full(0, torch.int32, size),
+                            full(-1, torch.int64, size),
+                            top_k=0,
+                            top_p=1.0,
+                            min_p=0.0,
+                            temperature=1.0 if has_temperature else None,
+                            is_logits=is_logits,
+                            vocab_mask=mask if has_mask else None,
+                            probs=probs if has_probs else None,
+                            sample=True,
+                        )
+        finally:
+            self._timer = timer
+        prompt, none = full(0, torch.int64, self.chunk_tokens), full(0, torch.int32, 1)
+        self.extend(prompt, prompt, full(self._padding_row, torch.int64, 1), none, none, none)
+
+    def _needs(self, table_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """bool ``[B]`` each: requests that are guided; and those whose tokens the value model has to see
+        (:attr:`GuidanceParams.needs_value_model`)."""
+        table = self.table.columns
+        guided = table.mode[table_rows] != Mode.UNGUIDED
+        return guided, guided | table.return_values[table_rows] if self._value_rows else guided
+
+    def _run_score(self, arguments: tuple[torch.Tensor, ...], record: StepRecord) -> torch.Tensor:
+        """:meth:`_score` of the arguments, from a graph if there are graphs; marks the end of the layers."""
+        if self._graphs is not None:
+            return self._graphs.replay(arguments, record)
+        return self._score(*arguments, before_head=partial(record.mark, "forward"))
+
+    def _no_request(self) -> list[torch.Tensor]:
+        """Arguments of :meth:`_score` for a request that does not exist, ``[1, ...]``."""
+
+        def full(value: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.full(shape, value, dtype=dtype, device=self.value_model.device)
+
+        return [
+            full(0, torch.int64, 1),
+            full(self._padding_row, torch.int64, 1),
+            full(0, torch.int32, 1),
+            full(-1, torch.int64, 1),
+            full(0, torch.int32, 1),
+            full(-1, torch.int32, 1, self.max_candidates),
+            full(0, torch.int32, 1),
+        ]
+
+    def _score(
+        self,
+        tokens: torch.Tensor,
+        table_rows: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        delta_lens: torch.Tensor,
+        candidate_ids: torch.Tensor,
+        candidate_lens: torch.Tensor,
+        before_head: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """Value logits of the candidates, fp32 ``[B, K]``; ``delta_lens`` is 1 where the last token is to be kept."""
+        if self._winners is not None:
+            committed = self._winners.commit(self.cache, tokens, table_rows, lengths, slots, backend=self.backend)
+            delta_lens = delta_lens.masked_fill(committed, 0)
+        batch = RaggedBatch.build(
+            tokens,
+            slots,
+            self._batch_rows[: len(tokens)],
+            delta_lens,
+            candidate_ids,
+            candidate_lens,
+            lengths - delta_lens,
+            self.slot_table,
+            table_rows,
+            page_size=self.page_size,
+            backend=self.backend,
+        )
+        keep = None
+        if self._winners is not None:
+            keep = self._winners.keep(table_rows, lengths, candidate_ids, batch.layout.candidate_rows)
+        return self.value_model.forward(batch, self.cache, keep=keep, before_head=before_head, backend=self.backend)
+
+    def _remaining_lengths(
+        self,
+        table_rows: torch.Tensor,
+        next_tokens: torch.Tensor,
+        token_ids: torch.Tensor,
+        lens: torch.Tensor,
+        value_logits: torch.Tensor,
+        wanted: torch.Tensor,
+    ) -> torch.Tensor:
+        """fp32 ``[B]``: of ``next_tokens``, found among the scored ``token_ids [B, K]``; NaN where not ``wanted``."""
+        scored = torch.arange(token_ids.shape[1], device=lens.device) < lens[:, None]
+        is_next = scored & (token_ids == next_tokens[:, None])
+        z = torch.where(is_next, value_logits, 0.0).sum(1)
+        lengths = self.table.remaining_lengths(table_rows, z, next_tokens)
+        return torch.where(wanted & is_next.any(1), lengths, math.nan)

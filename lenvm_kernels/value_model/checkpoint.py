@@ -1,0 +1,237 @@
+"""A value model's files: a Hugging Face directory or a GGUF file -> its architecture and its tensors, checked."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+ARCHITECTURES = ("qwen2", "qwen3", "llama")
+# The frequencies of the others (dynamic, longrope) change with a sequence's length, which would make cached keys stale.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+HEAD_FILE = "value_head.safetensors"
+
+# A file with the value head, or its tensors.
+Head = str | os.PathLike | Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ValueModelConfig:
+    """The facts of an architecture that the forward depends on.
+
+    ``rope_inv_freq`` holds the ``head_dim / 2`` angular frequencies in radians per token with any scaling applied, and
+    ``rope_scale`` the factor on cosine and sine (1 except for yarn). ``qk_norm`` is the RMSNorm of queries and keys
+    over ``head_dim`` (Qwen3). ``tied_embeddings`` only says that ``lm_head.weight`` may stand in for the embedding.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_inv_freq: tuple[float, ...] = field(repr=False)
+    rope_scale: float = 1.0
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tied_embeddings: bool = False
+
+    @classmethod
+    def from_hf(cls, config: Any) -> ValueModelConfig:
+        """Read the ``transformers`` configuration of a supported architecture (any release from 4.57 on).
+
+        Raises:
+            ValueError: an architecture, activation, kind of rotary embedding or attention that is not supported; the
+                message names the field and what it accepts.
+        """
+        architecture = config.model_type
+        if architecture not in ARCHITECTURES:
+            raise ValueError(f"model_type must be one of {', '.join(ARCHITECTURES)}, got {architecture!r}")
+        if config.hidden_act != "silu":
+            raise ValueError(f"hidden_act must be 'silu', got {config.hidden_act!r}")
+        sliding = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+        if sliding:
+            raise ValueError(f"layer_types must all be 'full_attention' (use_sliding_window off), got {sliding}")
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        inv_freq, rope_scale = _rope_frequencies(config, head_dim)
+        attention_bias = bool(getattr(config, "attention_bias", False))
+        return cls(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            vocab_size=config.vocab_size,
+            rms_norm_eps=config.rms_norm_eps,
+            rope_inv_freq=inv_freq,
+            rope_scale=rope_scale,
+            # Qwen2 has biases on q, k and v and none on o, whatever its configuration says.
+            qkv_bias=architecture == "qwen2" or attention_bias,
+            o_bias=architecture != "qwen2" and attention_bias,
+            mlp_bias=architecture == "llama" and bool(getattr(config, "mlp_bias", False)),
+            qk_norm=architecture == "qwen3",
+            tied_embeddings=bool(config.tie_word_embeddings),
+        )
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor the model needs, by its name in a checkpoint without the prefix ``model.``."""
+        hidden, heads, kv_heads = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (self.vocab_size, hidden)}
+
+        def linear(name: str, rows: int, columns: int, bias: bool) -> None:
+            shapes[f"{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{name}.bias"] = (rows,)
+
+        for i in range(self.num_layers):
+            layer = f"layers.{i}"
+            shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
+            linear(f"{layer}.self_attn.q_proj", heads, hidden, self.qkv_bias)
+            linear(f"{layer}.self_attn.k_proj", kv_heads, hidden, self.qkv_bias)
+            linear(f"{layer}.self_attn.v_proj", kv_heads, hidden, self.qkv_bias)
+            if self.qk_norm:
+                shapes[f"{layer}.self_attn.q_norm.weight"] = (self.head_dim,)
+                shapes[f"{layer}.self_attn.k_norm.weight"] = (self.head_dim,)
+            linear(f"{layer}.self_attn.o_proj", hidden, heads, self.o_bias)
+            shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
+            linear(f"{layer}.mlp.gate_proj", self.intermediate_size, hidden, self.mlp_bias)
+            linear(f"{layer}.mlp.up_proj", self.intermediate_size, hidden, self.mlp_bias)
+            linear(f"{layer}.mlp.down_proj", hidden, self.intermediate_size, self.mlp_bias)
+        shapes["norm.weight"] = (hidden,)
+        linear("v_head.fc", hidden, hidden, bias=True)
+        linear("v_head.summary", 1, hidden, bias=True)
+        return shapes
+
+
+def read_checkpoint(path: str | os.PathLike, head: Head | None) -> tuple[ValueModelConfig, dict[str, torch.Tensor]]:
+    """The architecture and the tensors of a checkpoint; see :meth:`ValueModel.from_pretrained`."""
+    path = Path(path)
+    if path.suffix == ".gguf":
+        config, tensors, folder = *_read_gguf(path), path.parent
+    else:
+        config, tensors, folder = _read_config(path), _read_shards(path), path
+    if head is None and not any(name.startswith("v_head.") for name in tensors) and (folder / HEAD_FILE).is_file():
+        head = folder / HEAD_FILE
+    return config, with_head(tensors, head)
+
+
+def _rope_frequencies(config: Any, head_dim: int) -> tuple[tuple[float, ...], float]:
+    """Angular frequencies of a ``transformers`` configuration, and the factor on cosine and sine.
+
+    transformers 5 keeps everything in ``rope_parameters``, 4.57 in ``rope_theta`` and ``rope_scaling``.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}")
+    partial = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+    if partial not in (None, 1.0):
+        raise ValueError(f"partial_rotary_factor must be 1 or absent, got {partial}")
+    if kind == "default":  # transformers 5 no longer lists it among the functions
+        theta = rope.get("rope_theta") or config.rope_theta
+        return tuple((1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)).tolist()), 1.0
+    inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return tuple(inv_freq.tolist()), float(scale)
+
+
+def _read_config(path: Path) -> ValueModelConfig:
+    file = path / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{path} must be a directory with config.json, or a .gguf file")
+    # Checked before transformers sees it, whose own message does not say what this package accepts.
+    architecture = json.loads(file.read_text()).get("model_type")
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"model_type in {file} must be one of {', '.join(ARCHITECTURES)}, got {architecture!r}")
+    return ValueModelConfig.from_hf(AutoConfig.from_pretrained(path, trust_remote_code=False))
+
+
+def _read_shards(path: Path) -> dict[str, torch.Tensor]:
+    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+    if index.is_file():
+        files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    elif single.is_file():
+        files = [single]
+    else:
+        found = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        raise FileNotFoundError(
+            f"{path} must hold {single.name} or {index.name}, found {', '.join(found) or 'no weights'}; pickled "
+            "weights are never read (convert them with transformers' save_pretrained), a .gguf file is passed itself"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        tensors.update(_read_safetensors(file))
+    return tensors
+
+
+def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
+    if file.suffix != ".safetensors" or not file.is_file():
+        raise FileNotFoundError(f"{file} must be an existing .safetensors file")
+    with safe_open(file, framework="pt") as tensors:  # mapped, not read: what is ignored costs nothing
+        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118, safe_open has no iterator
+
+
+def _read_gguf(path: Path) -> tuple[ValueModelConfig, dict[str, torch.Tensor]]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} must be an existing .gguf file")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    except ImportError as error:
+        raise ImportError(f'reading {path} needs more packages: pip install "lenvm-kernels[demo]"') from error
+    return ValueModelConfig.from_hf(model.config), model.state_dict()
+
+
+def with_head(tensors: Mapping[str, torch.Tensor], head: Head | None) -> dict[str, torch.Tensor]:
+    """The backbone's tensors with the given head in place of their own, if one is given."""
+    if head is None:
+        return dict(tensors)
+    head = head if isinstance(head, Mapping) else _read_safetensors(Path(head))
+    if foreign := [name for name in head if not name.startswith("v_head.")]:
+        raise ValueError(f"head must hold only v_head.* tensors, got {_few(foreign)}")
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("v_head.")} | dict(head)
+
+
+def checked_tensors(config: ValueModelConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Exactly the tensors the architecture needs, by their names without the prefix ``model.``."""
+    shapes = config.tensor_shapes()
+    named = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    if config.tied_embeddings and "embed_tokens.weight" not in named and "lm_head.weight" in named:
+        named["embed_tokens.weight"] = named["lm_head.weight"]  # tied weights are saved once, under either name
+    missing = [name if name.startswith("v_head.") else f"model.{name}" for name in shapes if name not in named]
+    unexpected = [
+        name
+        for name in tensors
+        if name.removeprefix("model.") not in shapes
+        and not name.startswith("lm_head.")
+        and not name.endswith("rotary_emb.inv_freq")
+    ]
+    if missing or unexpected:
+        parts = [f"missing {_few(missing)}"] * bool(missing) + [f"unexpected {_few(unexpected)}"] * bool(unexpected)
+        if any(name.startswith("v_head.") for name in missing):
+            parts.append(f"a value head is in the checkpoint, in {HEAD_FILE} beside it, or given as head=")
+        raise ValueError(f"the tensors do not fit the architecture: {'; '.join(parts)}")
+    for name, shape in shapes.items():
+        tensor = named[name]
+        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+            raise ValueError(
+                f"{name} must be floating-point {list(shape)}, got {str(tensor.dtype).removeprefix('torch.')} "
+                f"{list(tensor.shape)}"
+            )
+    return {name: named[name] for name in shapes}
+
+
+def _few(names: list[str], limit: int = 5) -> str:
+    more = f", ... ({len(names)} in all)" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

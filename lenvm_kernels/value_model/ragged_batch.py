@@ -1,0 +1,149 @@
+"""The tokens of one value-model forward, and the cache that it reads and extends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from lenvm_kernels.ops._common import INT_DTYPES, check_tensor
+from lenvm_kernels.ops.ragged_layout import ragged_layout
+from lenvm_kernels.types import RaggedLayout
+from lenvm_kernels.value_model.checkpoint import ValueModelConfig
+
+
+class _Model(Protocol):
+    """What a cache has to know of a value model."""
+
+    config: ValueModelConfig
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    """One value-model forward: for each of ``B`` requests its delta tokens, then its candidates (spec, section 2).
+
+    Request ``i`` owns the rows ``q_offsets[i] .. q_offsets[i+1] - 1`` of the ``T``: its delta at positions
+    ``cached_lens[i]`` and up, then ``candidate_lens[i]`` candidates which sit at the position after the delta (in a
+    tree of several levels, one further a level). Rows from ``q_offsets[B]`` on are padding: they let ``T`` stay fixed
+    while the lengths vary, and cost next to nothing.
+    """
+
+    layout: RaggedLayout  # token ids, positions, slots and q_offsets of the T rows, and where the candidates are
+    slot_table: torch.Tensor  # int32 [R, pages], page of the cache that holds each page of a row's tokens
+    table_rows: torch.Tensor  # int32 | int64 [B], row of each request in slot_table
+    cached_lens: torch.Tensor  # int32 [B], tokens of the request already in the cache
+    candidate_lens: torch.Tensor  # int32 [B]
+    parents: torch.Tensor | None = None  # int32 [T], row of a candidate's parent candidate, -1: it follows the delta
+    page_size: int = 1  # slots in a page
+
+    @classmethod
+    def build(
+        cls,
+        delta_ids: torch.Tensor,
+        delta_slots: torch.Tensor,
+        delta_starts: torch.Tensor,
+        delta_lens: torch.Tensor,
+        candidate_ids: torch.Tensor,
+        candidate_lens: torch.Tensor,
+        cached_lens: torch.Tensor,
+        slot_table: torch.Tensor,
+        table_rows: torch.Tensor,
+        *,
+        candidate_parents: torch.Tensor | None = None,
+        page_size: int = 1,
+        backend: str = "auto",
+    ) -> RaggedBatch:
+        """Lay a batch out in ``T = D + B * K`` rows without reading anything back to the host.
+
+        Args:
+            delta_ids: int32 or int64 [D], delta tokens of all requests. Those no request refers to are ignored.
+            delta_slots: int32 or int64 [D], the slot that each delta token's key and value will live in; where the slot
+                table places the token.
+            delta_starts: int32 [B], the first delta token of each request in ``delta_ids``.
+            delta_lens: int32 [B], delta tokens of each request, 0 or more, ``D`` at most in all.
+            candidate_ids: int32 or int64 [B, K], the candidates of each request from column 0 on. ``K`` may be 0: the
+                forward then only extends the cache.
+            candidate_lens: int32 [B], candidates of each request, 0 to ``K``.
+            cached_lens: int32 [B], tokens of each request already in the cache.
+            slot_table: int32 [R, pages]. Token ``p`` of table row ``r`` lives in slot
+                ``slot_table[r, p // page_size] * page_size + p % page_size``.
+            table_rows: int32 or int64 [B], the row of ``slot_table`` of each request.
+            candidate_parents: int32 [B, K], the column of each candidate's parent among the request's candidates, which
+                has to be an earlier one; anything else (-1): the candidate follows the delta. None: all do.
+            page_size: slots in a page.
+            backend: of the layout, see :func:`lenvm_kernels.ops._common.resolve_backend`.
+
+        Returns:
+            The batch, on the device of ``delta_ids``. Lengths and tables are held, not copied.
+
+        Raises:
+            TypeError, ValueError: an argument of the wrong type, dtype, shape or device. Values are not checked, that
+                would need the host.
+        """
+        layout = ragged_layout(
+            delta_ids,
+            delta_slots,
+            delta_starts,
+            delta_lens,
+            candidate_ids,
+            candidate_lens,
+            cached_lens,
+            backend=backend,
+        )
+        device, (b, k) = delta_ids.device, candidate_ids.shape
+        check_tensor("slot_table", slot_table, dtypes=torch.int32, shape=[None, None], device=device)
+        check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=[b], device=device)
+        parents = None
+        if candidate_parents is not None:
+            check_tensor("candidate_parents", candidate_parents, dtypes=torch.int32, shape=[b, k], device=device)
+            layout, parents = _grow_trees(layout, candidate_parents)
+        return cls(layout, slot_table, table_rows, cached_lens, candidate_lens, parents, page_size)
+
+
+def _grow_trees(layout: RaggedLayout, candidate_parents: torch.Tensor) -> tuple[RaggedLayout, torch.Tensor]:
+    """The layout with each candidate as many positions further as it has ancestors, and the row of its parent [T]."""
+    rows, k = layout.token_ids.shape[0], candidate_parents.shape[1]
+    column = torch.arange(k, device=candidate_parents.device)
+    parent = candidate_parents.long().masked_fill((candidate_parents < 0) | (candidate_parents >= column), -1)
+    depth, ancestor = (parent >= 0).long(), parent
+    for _ in range(max(k - 1, 0).bit_length()):  # each round doubles how far up the ancestor is
+        has_one, above = ancestor >= 0, ancestor.clamp(min=0)
+        depth = depth + depth.gather(1, above).masked_fill(~has_one, 0)
+        ancestor = ancestor.gather(1, above).masked_fill(~has_one, -1)
+    parent_rows = layout.candidate_rows.gather(1, parent.clamp(min=0)).masked_fill(parent < 0, -1)
+    target = layout.candidate_rows.masked_fill(layout.candidate_rows < 0, rows).flatten()  # padding: a row past the end
+
+    def spread(values: torch.Tensor, otherwise: int) -> torch.Tensor:
+        return values.new_full((rows + 1,), otherwise).index_copy(0, target, values.flatten())[:rows]
+
+    deeper = layout._replace(positions=layout.positions + spread(depth, 0))
+    return deeper, spread(parent_rows, -1).int()
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of the value model, each ``[num_layers, S, Hkv, D]`` in the model's dtype and on its device.
+
+    Which slots belong to a request is the business of a slot table: the engine's, or that of
+    :class:`lenvm_kernels.paged_slots.PagedSlots`.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def of_slots(cls, model: _Model, num_slots: int) -> KVCache:
+        """A cache of ``num_slots`` slots; it takes :meth:`num_bytes`."""
+        config = model.config
+        shape = (config.num_layers, num_slots, config.num_kv_heads, config.head_dim)
+        keys, values = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2))
+        return cls(keys, values)
+
+    @staticmethod
+    def num_bytes(model: _Model, num_slots: int) -> int:
+        """Bytes of a cache of ``num_slots`` slots: ``2 N S Hkv D e``."""
+        config = model.config
+        return 2 * config.num_layers * num_slots * config.num_kv_heads * config.head_dim * model.dtype.itemsize

@@ -1,0 +1,108 @@
+"""What an engine does around a guided step, with tiny models and a handful of requests."""
+
+import pytest
+import torch
+
+from lenvm_kernels.guidance import parse_guidance
+from lenvm_kernels.paged_slots import PagedSlots
+from lenvm_kernels.step import GuidedStep
+from tests.helpers.models import EOS, VOCAB
+
+GUIDANCE = [
+    {"value_mode": "centered_exp", "value_scale": -20},
+    {"value_mode": "mul", "value_scale": 0.8},
+    {"target_length": 30, "constraint": "eq_soft"},
+    {"target_length": 12, "entropy_threshold": 0.8},
+    None,
+]
+PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18], [19, 20]]
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+
+
+def make_step(value_model, *, rows=8, max_len=96, page_size=4, num_pages=None, **options):
+    slots = PagedSlots(rows, max_len, page_size=page_size, num_pages=num_pages, device=value_model.device)
+    step = GuidedStep(value_model, slots.table, slots.num_slots, vocab_size=VOCAB, page_size=page_size, **options)
+    return step, slots
+
+
+class Engine:
+    """What an engine does around a guided step, one list of tokens a request."""
+
+    def __init__(self, step, slots):
+        self.step, self.slots = step, slots
+        self.device = step.value_model.device
+
+    def tensor(self, values, dtype=torch.int32):
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def admit(self, row, tokens, guidance, *, prompt_len, seed=0, eos=(EOS,)):
+        """Give a request its slots and its parameters; raises OutOfSlots."""
+        self.slots.extend(row, len(tokens))
+        params = None if guidance is None else parse_guidance(guidance)
+        self.step.add_request(row, params, set(eos), prompt_len=prompt_len, seed=seed)
+
+    def start(self, rows, prompts, guidance, *, room=1):
+        """Admit requests with room for so many tokens more, and compute their prompts; returns this engine."""
+        for row, tokens, g in zip(rows, prompts, guidance, strict=True):
+            self.admit(row, [*tokens, *[0] * room], g, prompt_len=len(tokens))
+        self.prefill(rows, prompts)
+        return self
+
+    def prefill(self, rows, sequences):
+        """All tokens but the last of new requests, after junk that no request refers to."""
+        lens = [len(tokens) - 1 for tokens in sequences]
+        flat = [0] + [token for tokens in sequences for token in tokens[:-1]]
+        starts = [1 + sum(lens[:i]) for i in range(len(lens))]
+        row_of = self.tensor([rows[0]] + [row for row, n in zip(rows, lens, strict=True) for _ in range(n)])
+        position = self.tensor([0] + [p for n in lens for p in range(n)])
+        self.step.extend(
+            self.tensor(flat),
+            self.slots.slots(row_of, position),
+            self.tensor(rows),
+            self.tensor(starts),
+            self.tensor(lens),
+            self.tensor([0] * len(rows)),
+        )
+
+    def decode(self, rows, sequences, scores, *, top_k=6, min_p=0.05, **options):
+        lengths, row_numbers = self.tensor([len(tokens) for tokens in sequences]), self.tensor(rows)
+        b = len(rows)
+        filters = dict(
+            top_k=self.tensor([top_k] * b),
+            top_p=self.tensor([1.0] * b, torch.float32),
+            min_p=self.tensor([min_p] * b, torch.float32),
+            temperature=self.tensor([0.8] * b, torch.float32),
+        )
+        return self.step.step(
+            scores,
+            self.tensor([tokens[-1] for tokens in sequences]),
+            row_numbers,
+            lengths,
+            self.slots.slots(row_numbers, lengths - 1),
+            **{**filters, "is_logits": True, "sample": True, **options},
+        )
+
+
+def random_scores(rows):
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(0))
+
+
+def run_requests(engine, sequences, guidance, steps, *, seeds=None, rows=None, **options):
+    """Decode some requests from their prompts on; returns the tokens drawn and the outputs of all steps.
+
+    The scores of a request's next token depend on its own last token and length only, as a base model's would."""
+    rows = list(range(len(sequences))) if rows is None else rows
+    seeds = seeds or [100 + i for i in range(len(sequences))]
+    generator = torch.Generator().manual_seed(3)
+    by_token, by_length = (torch.randn(VOCAB, VOCAB, generator=generator) * 2 for _ in range(2))
+    for row, tokens, g, seed in zip(rows, sequences, guidance, seeds, strict=True):
+        engine.admit(row, tokens + [0] * steps, g, prompt_len=len(tokens), seed=seed)
+    engine.prefill(rows, sequences)
+    sequences, outputs = [list(tokens) for tokens in sequences], []
+    for _ in range(steps):
+        scores = torch.stack([by_token[tokens[-1]] + by_length[len(tokens)] for tokens in sequences])
+        outputs.append(engine.decode(rows, sequences, scores.to(engine.device), **options))
+        for tokens, token in zip(sequences, outputs[-1].tokens.tolist(), strict=True):
+            tokens.append(token if token >= 0 else tokens[0])
+    return sequences, outputs

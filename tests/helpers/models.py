@@ -1,0 +1,106 @@
+"""Tiny random models, value heads and checkpoints."""
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from lenvm_kernels.value_model import ValueModel, ValueModelConfig
+
+VOCAB, HIDDEN = 97, 48
+EOS = 2
+TINY = dict(
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    intermediate_size=80,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    tie_word_embeddings=False,
+)
+ARCHITECTURES = {
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**TINY)),
+    # heads that are not hidden_size / num_attention_heads wide
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=16)),
+    "llama": (LlamaForCausalLM, LlamaConfig(**TINY)),
+}
+WORDS = ["<pad>", "<unk>", "<eos>", *(f"w{i}" for i in range(40))]
+
+
+def random_model(model_class, config, seed=0):
+    """A ``transformers`` model whose every weight matters: biases and norms too, activations and logits of O(1)."""
+    generator = torch.Generator().manual_seed(seed)
+    model = model_class(config).eval()
+    for parameter in model.parameters():
+        scale = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.3
+        shift = 1.0 if parameter.dim() == 1 else 0.0
+        parameter.data = torch.randn(parameter.shape, generator=generator) * scale + shift
+    model.model.embed_tokens.weight.data *= HIDDEN**0.5
+    return model
+
+
+def head_shapes(hidden=HIDDEN):
+    shapes = {"fc.weight": (hidden, hidden), "fc.bias": (hidden,), "summary.weight": (1, hidden), "summary.bias": (1,)}
+    return {f"v_head.{name}": shape for name, shape in shapes.items()}
+
+
+def random_head(seed=1, hidden=HIDDEN):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = head_shapes(hidden)
+    return {name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in shapes.items()}
+
+
+@torch.no_grad()
+def value_logits(model, head, tokens):
+    """fp32, one for each of ``tokens``: the value logit, by a full forward of ``transformers`` and a plain head."""
+    h = model.model(tokens, use_cache=False).last_hidden_state
+    h = F.silu(F.linear(h, head["v_head.fc.weight"], head["v_head.fc.bias"]))
+    return F.linear(h, head["v_head.summary.weight"], head["v_head.summary.bias"])[..., 0]
+
+
+def last_value_logits(model, head, sequences):
+    """The value logit at the last token of each sequence, by one forward over all of them."""
+    lens = torch.tensor([len(tokens) for tokens in sequences])
+    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(tokens) for tokens in sequences], batch_first=True)
+    return value_logits(model, head, padded)[torch.arange(len(lens)), lens - 1]
+
+
+def tiny_value_model(device, dtype=None):
+    """One layer, of widths that the kernels' tiles do not divide; Qwen3, which has every operation of a layer."""
+    config = Qwen3Config(**{**TINY, "num_hidden_layers": 1}, head_dim=16)
+    tensors = {**random_model(Qwen3ForCausalLM, config).state_dict(), **random_head()}
+    return ValueModel(ValueModelConfig.from_hf(config), tensors, device=device, dtype=dtype)
+
+
+def save_checkpoint(path, seed, words=WORDS, value_head=False):
+    """A tiny Llama with a tokenizer whose words are ``words``, and a value head beside it if asked."""
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    random_model(LlamaForCausalLM, config, seed=seed).save_pretrained(path)
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>"
+    ).save_pretrained(path)
+    if value_head:
+        save_file(random_head(), path / "value_head.safetensors")
+    return str(path)

@@ -1,0 +1,39 @@
+"""The specification's targets of ``reweight_scatter``, in fp64."""
+
+import torch
+
+from lenvm_kernels.types import Mode
+
+
+def expectation(probs, z, eos=None):
+    """fp64 ``E[v]`` of each row."""
+    v = torch.sigmoid(z.double())
+    if eos is not None:
+        v = torch.where(eos, 0.0, v)
+    return (probs.double() * v).sum(1)
+
+
+def target_of(table, q, z):
+    """The specification's target of each row, in fp64, written down as it stands there; NaN: leave the row as it is."""
+    v = torch.sigmoid(z)
+    low = torch.where(q > 0, v, 2.0).amin(1)
+    high = torch.where(q > 0, v, -1.0).amax(1)
+    mean = (q * v).sum(1)
+    s, mode = table.scale.double(), table.mode
+    above = mean + (s - 1) * (high - mean)
+    below = mean - (1 - s) * (mean - low)
+    one_minus_u = (q * (high[:, None] - v)).sum(1) / (high - low)  # keeps its digits where u is within 1e-16 of 1
+    target = {
+        Mode.MUL: s * mean,
+        Mode.LINEAR: torch.where(s >= 1, above, below),
+        Mode.EXP: low + (1 - one_minus_u**s) * (high - low),
+        Mode.LENGTH_MUL: 1 - (1 - mean) ** s,
+        Mode.EQ_SOFT: -torch.expm1(-table.target_length.double() * table.nats_per_token.double()),
+    }
+    target = sum(torch.where(mode == m, t, 0.0) for m, t in target.items())
+    target = target.clamp(low, high)
+    left_alone = (high - low < 1e-8) | ((target - mean).abs() < 1e-8)
+    margin = (1e-6 * (high - low)).clamp(min=1e-12)
+    edge = (mode == Mode.EQ_SOFT) & ((target == low) | (target == high))
+    target = torch.where(edge, target, target.clamp(low + margin, high - margin))
+    return torch.where(left_alone & ~edge, mean, target)

@@ -1,0 +1,127 @@
+"""Every script of ``examples/`` runs as it stands, and does what it says.
+
+``openai_client.py`` needs a server: ``test_sglang_text.py`` runs it against the real one.
+"""
+
+import json
+import math
+import re
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from lenvm_kernels import GuidanceTable, cli, parse_guidance
+from lenvm_kernels.fuzz.case import Case
+from lenvm_kernels.fuzz.check import operators
+from lenvm_kernels.ops.topk_candidates import topk_candidates
+from tests.test_cli import EOS, save_checkpoint
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+# What transformers_generate.py and engine_loop.py print of a request.
+ANSWER = re.compile(r"(None|\{.*\})\n(.*\?)\n  (\d+) tokens: (.*)\n\n")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run an example by its name with arguments; returns its names, and what it printed."""
+
+    def run_example(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        capsys.readouterr()
+        return runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__"), capsys.readouterr().out
+
+    return run_example
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """The arguments that name a tiny base model and a tiny value model."""
+    base = save_checkpoint(tmp_path_factory.mktemp("base"), seed=0)
+    value = save_checkpoint(tmp_path_factory.mktemp("value"), seed=1, value_head=True)
+    return "--model", base, "--value-model", value
+
+
+def test_operators(run):
+    torch.manual_seed(0)
+    names, text = run("operators")
+    candidates, guided, probs = names["candidates"], names["guided"], names["probs"]
+    assert torch.isclose(guided.sum(), torch.tensor(1.0, device=guided.device), atol=1e-5)
+    listed = candidates.token_ids[0, :5].long()
+    torch.testing.assert_close(probs[0, listed], guided[0, :5])
+    assert probs[0, names["next_token"].item()] > 0
+    assert text.endswith(f"drawn      {names['next_token'].item()}\n")
+
+
+def test_transformers_generate(run, checkpoints):
+    """Three settings for two prompts; a length counts the tokens up to the end of the sequence."""
+    names, text = run("transformers_generate", *checkpoints, "--max-new-tokens", 12)
+    answers = ANSWER.findall(text)
+    settings = [answer[0] for answer in answers]
+    assert settings == [str(None)] * 2 + [settings[2]] * 2 + [settings[4]] * 2
+    assert "value_scale" in settings[2] and "target_length" in settings[4]
+    assert all(1 <= int(length) <= 12 for _, _, length, _ in answers)
+    new = names["output"][:, names["inputs"]["input_ids"].shape[1] :].tolist()
+    ends = [(tokens.index(EOS) + 1 if EOS in tokens else len(tokens)) for tokens in new]
+    assert [int(length) for _, _, length, _ in answers[4:]] == ends
+
+
+def test_engine_loop(run, checkpoints):
+    """All requests are answered, more of them than the table has rows, and nothing is left behind."""
+    names, text = run("engine_loop", *checkpoints, "--max-new-tokens", 12)
+    answers = ANSWER.findall(text)
+    assert sorted((prompt, guidance) for guidance, prompt, _, _ in answers) == sorted(
+        (prompt, str(guidance)) for prompt, guidance in names["REQUESTS"]
+    )
+    assert all(1 <= int(length) <= 12 for _, _, length, _ in answers)
+    assert len(names["REQUESTS"]) > names["TABLE_ROWS"]
+    step, slots = names["step"], names["slots"]
+    assert not step.table.guided.any() and step.table.faults.sum() == 0
+    assert slots.free_pages * names["PAGE_SIZE"] == slots.num_slots
+
+
+@pytest.mark.parametrize("setting", [{"dtype": "float32"}, {"dtype": "bfloat16", "token_rows": "int32", "size": 100}])
+def test_fuzz_own_kernel(setting, tmp_path, monkeypatch, capsys):
+    """The command in its docstring, on a case of few rows."""
+    monkeypatch.chdir(EXAMPLES)
+    options = {option: values[0] for option, values in operators()["value_head"].options.items()} | setting
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(json.dumps(Case("value_head", 3, tuple(range(6)), options).to_json()) + "\n")
+    command = re.search(r"^    lenvm (fuzz .*)$", (EXAMPLES / "fuzz_own_kernel.py").read_text(), re.MULTILINE)[1]
+    assert cli.main([*command.split(), "--seconds", "1e-9", "--corpus", str(corpus)]) == 0
+    assert "1 cases (1 from the corpus), 6 rows" in capsys.readouterr().out
+
+
+def test_fork_guidance(monkeypatch):
+    """With functions in place of the fork's that leave tilted rows as they are, and choose the longest candidate."""
+
+    class LvmGuidedSampler:
+        def _apply_guidance_gpu(self, pending, value_logits):
+            probs, ids, listed = pending.gpu_candidates
+            assert len(probs) == len(value_logits) == len(pending.send_batch_indices)
+            assert torch.equal(listed, probs > 0)
+            pending.guided[pending.send_batch_indices] = pending.guided[pending.send_batch_indices].scatter_add(
+                1, ids, probs / probs.sum(1, keepdim=True)
+            )
+
+    def lvm_combined_guidance(token_probs, token_values, token_ids, *, req):
+        assert req.sampling_params.custom_params["value_constraint"] == "ge"
+        assert math.isclose(sum(token_probs), 1, abs_tol=1e-6) and len(token_ids) == len(token_values)
+        return [float(value == max(token_values)) for value in token_values]
+
+    module = ModuleType("sglang.srt.lvm.lvm_guided_sampling")
+    module.LvmGuidedSampler, module.lvm_combined_guidance = LvmGuidedSampler, lvm_combined_guidance
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    fork = runpy.run_path(str(EXAMPLES / "fork_guidance.py"))
+
+    params = [parse_guidance(p) for p in ({"target_length": 9, "op": "ge"}, {"mode": "exp", "scale": 2})]
+    table = GuidanceTable.from_params([*params, None], [{2}] * 3, "cpu")
+    rows = dict(top_k=torch.full([3], 3, dtype=torch.int32), top_p=torch.ones(3), min_p=torch.zeros(3))
+    candidates = topk_candidates(torch.tensor([[0.1, 0.2, 0.4, 0.3]]).repeat(3, 1), **rows, max_candidates=4)
+    # Token 2, the first candidate, ends the output: its value is 0 whatever its logit.
+    guided = fork["reweight_scatter"](candidates, torch.tensor([[9.0, 1.0, 2.0, 0.0]]).repeat(3, 1), table)
+    q = [4 / 9, 3 / 9, 2 / 9, 0]
+    torch.testing.assert_close(guided, torch.tensor([[0.0, 0, 1, 0], q, q]))

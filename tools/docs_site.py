@@ -1,0 +1,24 @@
+"""What ``mkdocs.yml`` needs beside its plugins: links out of ``docs/``, and docstrings as this package writes them."""
+
+import re
+from typing import Any
+
+import griffe
+
+# A link to a file beside docs/: right where the repository is read, and to nowhere in the site.
+_LINK_OUT = re.compile(r"\[([^\]]+)\]\((?:\.\./)+[^)]*\)")
+_ROLE = re.compile(r":(?:func|class|meth|mod|attr|data):`~?\.?([^`]+)`")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """A hook of mkdocs: links out of ``docs/`` become plain text."""
+    return _LINK_OUT.sub(r"\1", markdown)
+
+
+class Docstrings(griffe.Extension):
+    """Roles become code, and an ``Example:`` the section that griffe knows as ``Examples:``."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring:
+            text = _ROLE.sub(r"`\1`", obj.docstring.value)
+            obj.docstring.value = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
