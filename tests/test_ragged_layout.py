@@ -102,7 +102,7 @@ def test_edges(device, delta_lens, candidate_lens, columns, unreferenced):
 def test_a_decode_step_ignores_the_tokens_of_unguided_requests(device, backend):
     inputs = decode_inputs([False, True, False, True], 2, device)
     layout = ragged_layout(**inputs, backend=backend)
-    assert_equal(RaggedLayout(**{k: v.cpu() for k, v in vars(layout).items()}), lists(**inputs))
+    assert_equal(RaggedLayout(*(x.cpu() for x in layout)), lists(**inputs))
     assert layout.slots.tolist() == [1002, -1, -1, 1004, *[-1] * 8]
     assert layout.head_rows.tolist() == [1, 2, 4, 5, *[-1] * 4]
     assert layout.head_places.tolist() == [[4, 5], [0, 1], [6, 7], [2, 3]]
@@ -135,7 +135,7 @@ def test_numbers_past_32_bits(device, backend):
     inputs["candidate_ids"] = inputs["candidate_ids"].int()
     inputs["cached_lens"] += 2**31 - 100_100
     layout = ragged_layout(**inputs, backend=backend)
-    assert_equal(RaggedLayout(**{k: v.cpu() for k, v in vars(layout).items()}), lists(**inputs))
+    assert_equal(RaggedLayout(*(x.cpu() for x in layout)), lists(**inputs))
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
@@ -178,7 +178,7 @@ def test_broken_lengths_touch_nothing_else(device, monkeypatch, name, values):
     for buffer, size in buffers:
         assert (buffer[:margin] == guard).all() and (buffer[margin + size :] == guard).all()
     # Every element is written, whatever the lengths.
-    assert not any((tensor == guard).any() for tensor in vars(layout).values())
+    assert not any((tensor == guard).any() for tensor in layout)
     assert sorted(layout.head_places.flatten().tolist()) == list(range(6))
     assert torch.equal(layout.head_rows[layout.head_places], layout.candidate_rows)
 

@@ -1,7 +1,6 @@
 """``topk_candidates``: the fork's pairs, the kernels against the fp64 reference, and what must not change a result."""
 
 import json
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from hypothesis import given
 from lenvm_kernels.fuzz.ops.topk_candidates import Inputs, compare, run
 from lenvm_kernels.fuzz.tolerances import assert_matches
 from lenvm_kernels.ops import topk_candidates as module
-from lenvm_kernels.ops.topk_candidates import FEW_ROWS, TILE, topk_candidates
+from lenvm_kernels.ops.topk_candidates import FEW_REQUESTS, TILE, topk_candidates
 from lenvm_kernels.types import Status
 from tests.helpers.cases import assert_right, cases
 from tests.helpers.wrong_tensors import assert_refuses
@@ -34,10 +33,9 @@ def on(device, arguments):
 
 
 def assert_same_bits(actual, expected):
-    for field in fields(expected):
-        a, e = getattr(actual, field.name), getattr(expected, field.name)
+    for name, a, e in zip(expected._fields, actual, expected, strict=True):
         assert a.dtype == e.dtype
-        torch.testing.assert_close(a, e, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=field.name: f"{n}: {m}")
+        torch.testing.assert_close(a, e, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("backend, dtype", [("reference", "float64"), ("reference", "float32"), ("triton", "float32")])
@@ -101,7 +99,7 @@ def test_largest_vocabulary_and_most_candidates(device, vocab, slots):
 def test_rows_do_not_see_each_other(device, backend):
     """Permuted rows, and more rows (past the number where a row is cut into fewer ranges): the same bits."""
     rng = torch.Generator().manual_seed(1)
-    rows = FEW_ROWS + 3
+    rows = FEW_REQUESTS + 3
     x = torch.randn(rows, 20 * TILE // 8, generator=rng)
     x[4, 3] = torch.nan
     arguments = dict(row_parameters(rows, 6, 0.9, 0.01), entropy_threshold=torch.full((rows,), 1.0))
@@ -110,7 +108,7 @@ def test_rows_do_not_see_each_other(device, backend):
     def taken(indices):
         picked = {name: a[indices] for name, a in arguments.items()}
         part = topk_candidates(x[indices].to(device), **on(device, picked), is_logits=True, backend=backend)
-        expected = type(whole)(*(getattr(whole, f.name)[indices.to(device)] for f in fields(whole)))
+        expected = type(whole)(*(x[indices.to(device)] for x in whole))
         assert_same_bits(part, expected)
 
     taken(torch.randperm(rows, generator=rng))
@@ -119,16 +117,16 @@ def test_rows_do_not_see_each_other(device, backend):
 
 
 def test_number_of_rows_changes_no_bit_of_a_large_vocabulary(device):
-    """From FEW_ROWS + 1 rows on a row of 149 tiles has 16 ranges instead of 256."""
-    x = torch.randn(FEW_ROWS + 1, 151_936, generator=torch.Generator().manual_seed(2)).to(device)
-    guided = torch.arange(FEW_ROWS + 1, device=device) == 11  # one row: the others take the interpreter's time
+    """From FEW_REQUESTS + 1 rows on a row of 149 tiles has 16 ranges instead of 256."""
+    x = torch.randn(FEW_REQUESTS + 1, 151_936, generator=torch.Generator().manual_seed(2)).to(device)
+    guided = torch.arange(FEW_REQUESTS + 1, device=device) == 11  # one row: the others take the interpreter's time
     few, many = (
         topk_candidates(
             x[:rows], **on(device, row_parameters(rows, 6)), is_logits=True, guided=guided[:rows], backend="triton"
         )
-        for rows in (FEW_ROWS, FEW_ROWS + 1)
+        for rows in (FEW_REQUESTS, FEW_REQUESTS + 1)
     )
-    assert_same_bits(few, type(many)(*(getattr(many, f.name)[:FEW_ROWS] for f in fields(many))))
+    assert_same_bits(few, type(many)(*(x[:FEW_REQUESTS] for x in many)))
 
 
 def test_rows_not_guided_are_not_read(device):
@@ -157,7 +155,7 @@ def test_lost_mass_only_where_the_slots_end_the_list(device, backend):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-@pytest.mark.parametrize("rows", [1, FEW_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, FEW_REQUESTS + 1])
 def test_replays_in_a_cuda_graph(device, rows):
     scores = torch.randn(rows, 151_936, device=device)
     arguments = on(device, row_parameters(rows, 50, 0.9, 0.01)) | {"is_logits": True}
@@ -179,13 +177,13 @@ def choose(x, parameters, device, backend, **options):
     x = x if isinstance(x, torch.Tensor) else torch.tensor(x)
     arguments = parameters | {"max_candidates": SLOTS} | options
     found = topk_candidates(x.to(device), **on(device, arguments), backend=backend)
-    return type(found)(*(getattr(found, field.name).cpu() for field in fields(found)))
+    return type(found)(*(x.cpu() for x in found))
 
 
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles of 32 tokens, and from three rows on two ranges a row."""
-    for name, value in dict(TILE=32, FEW_ROWS=2, RANGES_OF_MANY_ROWS=2).items():
+    for name, value in dict(TILE=32, FEW_REQUESTS=2, RANGES_OF_MANY_REQUESTS=2).items():
         monkeypatch.setattr(module, name, value)
 
 
@@ -322,7 +320,7 @@ def dirty_memory(monkeypatch):
 @pytest.mark.parametrize("ranges", [1, 4])
 def test_every_output_is_written(device, dirty_memory, small_tiles, monkeypatch, ranges):
     """Rows not guided, broken, of fewer candidates than slots, of more; one range, or four of which one has no tile."""
-    monkeypatch.setattr(module, "RANGES_OF_MANY_ROWS", ranges)
+    monkeypatch.setattr(module, "RANGES_OF_MANY_REQUESTS", ranges)
     x = torch.full((5, 3 * 32), -torch.inf)
     x[0, 7], x[1, 70], x[2, [1, 95]], x[4, 3:90] = 1.0, torch.nan, torch.tensor([2.0, 3.0]), 1.0
     guided = torch.tensor([False, True, True, True, True])
@@ -357,9 +355,9 @@ GOOD = dict(row_parameters(2), scores=torch.zeros(2, 40), is_logits=True)
         (
             "scores",
             torch.zeros(2, 40).int(),
-            r"scores must be float32\|bfloat16\|float16 \[\*, \*\], got int32 \[2, 40\]",
+            r"scores must be float32\|bfloat16\|float16\|float64 \[\*, \*\], got int32 \[2, 40\]",
         ),
-        ("scores", torch.zeros(2, 40, dtype=torch.float64), "scores must be float32"),
+        ("scores", torch.zeros(2, 40, dtype=torch.int64), "scores must be float32"),
         ("scores", torch.zeros(40), r"scores must be .* \[\*, \*\], got float32 \[40\]"),
         ("scores", torch.zeros(40, 2).T, "scores must be contiguous in its last dimension"),
         ("scores", torch.zeros(2, 0), "scores must have between 1 and 262144 columns, got 0"),
@@ -404,9 +402,23 @@ def test_bad_tensors_are_named(name, dtype):
     assert_refuses(topk_candidates, arguments, name, dtype)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_number_is_that_of_every_request(device, backend):
+    scores = 3 * torch.randn(3, 40, generator=torch.Generator().manual_seed(2)).to(device)
+    numbers = dict(top_k=6, top_p=0.9, min_p=0.05, temperature=0.7, entropy_threshold=1.2)
+    dtypes = {"top_k": torch.int32}
+    tensors = {
+        name: torch.full((3,), number, dtype=dtypes.get(name, torch.float32), device=device)
+        for name, number in numbers.items()
+    }
+    found, expected = (topk_candidates(scores, **x, is_logits=True, backend=backend) for x in (numbers, tensors))
+    assert_same_bits(found, expected)
+    assert len(expected.counts.unique()) > 1
+
+
 @pytest.mark.parametrize("name", ["top_k", "top_p", "min_p"])
 def test_bad_filters_cannot_be_left_out(name):
-    with pytest.raises(TypeError, match=f"{name} must be a tensor .*, got NoneType"):
+    with pytest.raises(TypeError, match=f"{name} must be an? .* or a tensor .*, got NoneType"):
         topk_candidates(**{**GOOD, name: None})
 
 
@@ -418,7 +430,12 @@ def test_temperatures_that_are_not_finite_break_the_row(device, backend):
 
 
 def test_bad_argument_types_and_combinations():
-    with pytest.raises(TypeError, match=r"top_k must be a tensor int32 .*, got int"):
-        topk_candidates(**{**GOOD, "top_k": 5})
+    for name, value in (("top_k", 5.0), ("top_k", True), ("top_p", "1"), ("min_p", False), ("temperature", [1.0])):
+        number = "an integer" if name == "top_k" else "a number"
+        with pytest.raises(TypeError, match=f"^{name} must be {number} or a tensor .*, got {type(value).__name__}$"):
+            topk_candidates(**{**GOOD, "is_logits": True, name: value})
+    for value in (2**31, -(2**31) - 1):
+        with pytest.raises(ValueError, match=f"top_k must be an int32, got {value}"):
+            topk_candidates(**{**GOOD, "top_k": value})
     with pytest.raises(ValueError, match="temperature must be None when scores are probabilities"):
         topk_candidates(**{**GOOD, "is_logits": False, "temperature": torch.ones(2)})

@@ -130,7 +130,9 @@ def per_request(
     kinds = (int, float) if dtype.is_floating_point else int
     if isinstance(value, bool) or not isinstance(value, kinds):
         number = "a number" if dtype.is_floating_point else "an integer"
-        raise TypeError(f"{name} must be {number} or {_wanted((dtype,), [requests], device)}, got {value!r}")
+        raise TypeError(
+            f"{name} must be {number} or a tensor {_wanted((dtype,), [requests], device)}, got {type(value).__name__}"
+        )
     if not dtype.is_floating_point and not -(2**31) <= value < 2**31:
         raise ValueError(f"{name} must be an int32, got {value}")
     return torch.full((requests,), value, dtype=dtype, device=device)

@@ -382,7 +382,7 @@ def _launch(
     status: Tensor,
     lost_mass: Tensor,
     value_logits: Tensor,
-    mode: Tensor,
+    table_mode: Tensor,  # a schema cannot have a `mode`
     scale: Tensor,
     nats_per_token: Tensor,
     value_min: Tensor,
@@ -397,7 +397,7 @@ def _launch(
     requests, columns = out.shape
     if requests == 0:
         return
-    table = _Table(mode, scale, nats_per_token, value_min, target_length, counts_down, faults, eos_token_ids)
+    table = _Table(table_mode, scale, nats_per_token, value_min, target_length, counts_down, faults, eos_token_ids)
     arguments = (
         Candidates(token_ids, candidate_probs, counts, status, lost_mass),
         value_logits,
@@ -492,7 +492,7 @@ def reweight_scatter(
     table = getattr(table, "columns", table)
     if not isinstance(table, GuidanceColumns):
         raise TypeError(f"table must be a GuidanceTable, got {type(table).__name__}")
-    check_tensor("table.mode", table.mode, dtypes=torch.int32, shape=[None], device=device)
+    check_tensor("table.mode", table.mode, dtypes=torch.int32, shape=[None], device=device, unit_stride=False)
     if table_rows is not None:
         check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=[requests], device=device)
     elif len(table.mode) < requests:

@@ -31,7 +31,7 @@ OPTIONS = {
     "constants": ["shipped", "small"],
 }
 # Several ranges a row, of several tiles each, at the sizes that the interpreter can do.
-CONSTANTS = {"small": {"TILE": 32, "FEW_ROWS": 2, "RANGES_OF_MANY_ROWS": 4}}
+CONSTANTS = {"small": {"TILE": 32, "FEW_REQUESTS": 2, "RANGES_OF_MANY_REQUESTS": 4}}
 
 
 @dataclass(frozen=True)

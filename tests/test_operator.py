@@ -1,0 +1,72 @@
+"""What the operator decorator promises of every operator: it is one operator to whoever records, on either backend."""
+
+from dataclasses import is_dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lenvm_kernels.fuzz.case import Case
+from lenvm_kernels.fuzz.check import operators
+
+BACKENDS = ["triton", "reference"]
+OPERATORS = operators()
+
+
+def small_case(name):
+    """Three requests, with every tensor that is optional."""
+    wanted = {"table_rows": "int64", "token_rows": "int64", "trees": "chains", "columns": 8, "rows_not_there": "none"}
+    options = {
+        option: wanted.get(option, values[min(1, len(values) - 1)])
+        for option, values in OPERATORS[name].options.items()
+    }
+    return Case(name, 11, (2, 0, 1), options)
+
+
+def results(name, function, device):
+    """Everything that a call returned or wrote, as a list of tensors."""
+    result = OPERATORS[name].run(OPERATORS[name].inputs(small_case(name), device), function)
+    parts = vars(result) if is_dataclass(result) else result
+    return [x for x in tree_flatten(parts)[0] if isinstance(x, torch.Tensor)]
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected) > 0
+    for actual, wanted in zip(found, expected, strict=True):
+        assert torch.equal(actual.nan_to_num(), wanted.nan_to_num())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_compiled_without_a_graph_break(device, name, backend):
+    torch.compiler.reset()
+    function = partial(OPERATORS[name].function, backend=backend)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert_same(results(name, compiled, device), results(name, function, device))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_recorded_by_make_fx(device, name, backend):
+    """Recorded on tensors without data, as one operator, and then run."""
+    graphs = []
+
+    def recorded(*args, **kwargs):
+        leaves, structure = tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+        def call(*tensors):
+            given = dict(zip(places, tensors, strict=True))
+            args, kwargs = tree_unflatten([given.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
+            return OPERATORS[name].function(*args, **kwargs, backend=backend)
+
+        tensors = [leaves[i] for i in places]
+        graphs.append(make_fx(call, tracing_mode="fake")(*tensors))
+        return graphs[-1](*tensors)
+
+    expected = results(name, partial(OPERATORS[name].function, backend=backend), device)
+    assert_same(results(name, recorded, device), expected)
+    targets = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert targets.count(f"lenvm.{name}.default") == 1
