@@ -208,7 +208,7 @@ class Guided(Plain):
         self._outputs.clear()
         params, never_drawn = parse_guidance(GUIDANCE), {base.vocab_size}
         for row, length in enumerate(base.prompt_lens.tolist()):
-            self._step.set(row, params, never_drawn, prompt_len=length)
+            self._step.add_request(row, params, never_drawn, prompt_len=length)
         first = width - base.prompt_lens
         positions = (torch.arange(width, device=first.device) - first[:, None]).clamp(min=0)
         self._step.extend(
