@@ -66,10 +66,7 @@ def kernels_on_cpu(architecture: str = "") -> Iterator[None]:
 @contextmanager
 def empty_is_zero() -> Iterator[None]:
     """In here ``torch.empty`` gives zeros. What a kernel that is not launched has not written may be an index."""
-    with (
-        mock.patch.object(torch, "empty", torch.zeros),
-        mock.patch.object(torch, "empty_like", torch.zeros_like),
-    ):
+    with mock.patch.object(torch, "empty", torch.zeros), mock.patch.object(torch, "empty_like", torch.zeros_like):
         yield
 
 
