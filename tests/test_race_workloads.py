@@ -423,7 +423,7 @@ def guided_step(step_class, k):
     prompt = torch.randint(VOCAB, (len(row_of),), generator=generator)
     step.extend(prompt, slots.slots(row_of, position), order, starts, lens[order], cached)
     last = torch.randint(VOCAB, (rows,), generator=generator, dtype=torch.int32)
-    results = [step.predict(last[order], order, lengths[order] - 1)]
+    results = [step.predict(last[order], order, lengths[order])]
 
     for number, chosen in enumerate([[4, 0, 6, 2, 5, 1, 3], [5, 0, 1], [1, 3, 5, 0, 6]]):
         chosen, b = i32(chosen), len(chosen)

@@ -237,7 +237,7 @@ def test_the_pool_leaves_room_for_the_step(guide, cap):
 
     pool = sglang_adapter.leave_room(original, Configurator(), budget)
     tokens, rows = pool.max_total_num_tokens, Configurator().resolve_max_num_reqs(pool.max_total_num_tokens)
-    sizes = dict(rows=rows, max_len=512, vocab_size=VOCAB)
+    sizes = dict(requests=rows, max_len=512, vocab_size=VOCAB)
     working = working_bytes(guide.value_model, **sizes, max_candidates=8)
     working += working_bytes(guide.value_model, **sizes, tokens=64)
     used = tokens * cell + KVCache.num_bytes(guide.value_model, tokens + 1 + rows * 9) + working

@@ -169,12 +169,20 @@ def filters_of(rows, top_k=8, top_p=1.0, min_p=0.0):
     def column(value, dtype):
         return torch.as_tensor(value, dtype=dtype).expand(rows).contiguous()
 
-    return (
-        torch.ones(rows, 1),
-        column(top_p, torch.float32),
-        column(top_k, torch.int32),
-        column(min_p, torch.float32),
-    )
+    f32 = torch.float32
+    return torch.ones(rows, 1), column(top_p, f32), column(top_k, torch.int32), column(min_p, f32)
+
+
+def both(fork, *arguments, **options):
+    """:func:`run` with our functions and with the fork's."""
+    return tuple(run(cls, *arguments, **options) for cls in (fork.module.LvmGuidedSampler, fork.Original))
+
+
+def both_pending(fork, probs, z, params, filters):
+    """The candidates that both send to the value model."""
+    requests = [request_of(row, p) for row, p in enumerate(params)]
+    samplers = [sampler_of(cls, z) for cls in (fork.module.LvmGuidedSampler, fork.Original)]
+    return [sampler._build_pending(probs.clone(), requests, *filters) for sampler in samplers]
 
 
 def run(cls, probs, z, params, *filters, function=None, generated=3):
@@ -401,8 +409,7 @@ def test_a_function_of_ones_own_keeps_the_forks_path(fork):
 
     params = [{"scale": 0.5}, None, {"target_length": 40}]
     probs, z = random_rows(3, seed=7)
-    result = run(fork.module.LvmGuidedSampler, probs, z, params, function=function)
-    assert torch.equal(result, run(fork.Original, probs, z, params, function=function))
+    assert torch.equal(*both(fork, probs, z, params, function=function))
 
 
 def test_candidates_are_the_forks(fork):
@@ -422,10 +429,7 @@ def test_candidates_are_the_forks(fork):
         top_p=torch.where(torch.rand(rows, generator=generator) < 0.5, 1.0, torch.rand(rows, generator=generator)),
         min_p=torch.where(torch.rand(rows, generator=generator) < 0.5, 0.0, torch.rand(rows, generator=generator)),
     )
-    ours, theirs = (
-        sampler_of(cls, z)._build_pending(probs.clone(), [request_of(row, p) for row, p in enumerate(params)], *filters)
-        for cls in (fork.module.LvmGuidedSampler, fork.Original)
-    )
+    ours, theirs = both_pending(fork, probs, z, params, filters)
     assert ours.send_batch_indices == theirs.send_batch_indices and 50 < len(ours.send_batch_indices) < 200
     assert ours.candidate_ids_send == theirs.candidate_ids_send
     assert ours.prefix_ids_send == theirs.prefix_ids_send
@@ -433,7 +437,7 @@ def test_candidates_are_the_forks(fork):
     assert torch.equal(our_ids[our_mask], their_ids[their_mask]) and our_ids.dtype == their_ids.dtype
     assert torch.equal(our_probs[our_mask], their_probs[their_mask]) and our_probs.dtype == their_probs.dtype
 
-    ours, theirs = (run(cls, probs, z, params, *filters) for cls in (fork.module.LvmGuidedSampler, fork.Original))
+    ours, theirs = both(fork, probs, z, params, *filters)
     written = (theirs != probs).any(dim=1)
     singles = (theirs == 1).any(dim=1)
     assert singles.sum() > 20
@@ -446,10 +450,7 @@ def test_candidates_without_top_k_are_the_forks(fork):
     probs, z = random_rows(rows, seed=9)
     filters = filters_of(rows, top_k=ALL, top_p=torch.linspace(0.3, 1.0, rows), min_p=0.01)
     params = [{"mode": "linear", "scale": 0.9}] * rows
-    ours, theirs = (
-        sampler_of(cls, z)._build_pending(probs.clone(), [request_of(row, p) for row, p in enumerate(params)], *filters)
-        for cls in (fork.module.LvmGuidedSampler, fork.Original)
-    )
+    ours, theirs = both_pending(fork, probs, z, params, filters)
     assert ours.send_batch_indices == theirs.send_batch_indices
     assert [sorted(ids) for ids in ours.candidate_ids_send] == theirs.candidate_ids_send
 
@@ -459,7 +460,7 @@ def test_modes_without_a_target_are_the_forks(fork, mode):
     rows = 200
     probs, z = random_rows(rows, seed=10, end=0.2)
     params = [{"mode": mode, "scale": scale} for scale in torch.linspace(-20, 20, rows).tolist()]
-    ours, theirs = (run(cls, probs, z, params) for cls in (fork.module.LvmGuidedSampler, fork.Original))
+    ours, theirs = both(fork, probs, z, params)
     assert (theirs[:, EOS] > 0).sum() > 100
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
@@ -488,7 +489,7 @@ def test_modes_with_a_target_are_the_forks(fork):
         choosing += [{"target_length": 500 * scale, "op": op, "gamma": 0.99} for op in ("eq", "ge", "le")]
         choosing += [{"target_length": 2, "op": "ge"}, {"scale": scale, "value_min": 2.0}]
     params = tilting + choosing
-    ours, theirs = (run(cls, probs, z, params) for cls in (fork.module.LvmGuidedSampler, fork.Original))
+    ours, theirs = both(fork, probs, z, params)
     torch.testing.assert_close(ours[200:], theirs[200:], rtol=0, atol=1e-6)
 
     target = targets(probs[:200], z[:200], tilting)
@@ -504,7 +505,7 @@ def test_tilts_meet_targets_that_the_fork_misses(fork, mode):
     rows = 1000
     probs, z = random_rows(rows, seed=12)
     params = [{"mode": mode, "scale": scale} for scale in torch.linspace(0.2, 0.8, rows).tolist()]
-    ours, theirs = (run(cls, probs, 2 * z, params) for cls in (fork.module.LvmGuidedSampler, fork.Original))
+    ours, theirs = both(fork, probs, 2 * z, params)
     target = targets(probs, 2 * z, params)
     our_error, their_error = ((expected_values(x, 2 * z) - target).abs() for x in (ours, theirs))
     assert our_error.max() <= MET
@@ -521,7 +522,7 @@ def test_long_lengths_stay_apart(fork):
     probs[0, [20, 21]] = torch.tensor([0.9, 0.1])
     z[0, [20, 21]] = torch.tensor([8_000.0, 20_000.0]) * -math.log(0.997)  # softplus(z) is z up here
     params = [{"target_length": 20_000, "length_mode": "remaining"}]
-    ours, theirs = (run(cls, probs, z, params) for cls in (fork.module.LvmGuidedSampler, fork.Original))
+    ours, theirs = both(fork, probs, z, params)
     assert ours[0, 21] == 1 and theirs[0, 20] == 1
 
 

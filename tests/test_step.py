@@ -20,10 +20,12 @@ from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.paged_slots import OutOfSlots
 from lenvm_kernels.step import GuidedStep, working_bytes
+from lenvm_kernels.step.graphs import bucket_of
 from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import ValueModel
 from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step, needs_gpu, random_scores, run_requests
 from tests.helpers.models import EOS, TINY, VOCAB, last_value_logits, random_head, random_model, tiny_value_model
+from tests.helpers.padded_step import PaddedGraphs
 from tests.helpers.wrong_tensors import assert_refuses
 
 ATOL = 2e-5  # on value logits of O(1), fp32 against fp32
@@ -247,7 +249,7 @@ def test_remaining_lengths(models, monkeypatch, commit_winners):
     def expected(tokens):
         return lengths_from_scratch(models, tokens, 0.9).masked_fill(torch.tensor([t[-1] == EOS for t in tokens]), 0.0)
 
-    last, lengths = (engine.tensor(x) for x in zip(*[(tokens[-1], len(tokens) - 1) for tokens in PROMPTS], strict=True))
+    last, lengths = (engine.tensor(x) for x in zip(*[(tokens[-1], len(tokens)) for tokens in PROMPTS], strict=True))
     predicted = engine.step.predict(last, engine.tensor([0, 1, 2, 3]), lengths)
     assert torch.isnan(predicted).tolist() == [False] * 3 + [True]
     torch.testing.assert_close(predicted[:3], expected(PROMPTS[:3]), rtol=0, atol=1e-3)
@@ -466,11 +468,11 @@ def test_predict_writes_to_no_slot(models):
     assert engine.slots.slots(torch.tensor([5]), torch.tensor([0])).item() == 0
     tokens, row, i32 = torch.tensor([9]), torch.tensor([2]), engine.tensor
     before = engine.step.cache.keys.clone(), engine.step.cache.values.clone()
-    first = engine.step.predict(tokens, row, i32([0]))
+    first = engine.step.predict(tokens, row, i32([1]))
     assert torch.equal(engine.step.cache.keys, before[0]) and torch.equal(engine.step.cache.values, before[1])
     engine.step.extend(tokens, engine.slots.slots(row, i32([0])), row, i32([0]), i32([1]), i32([0]))
     before = engine.step.cache.keys.clone(), engine.step.cache.values.clone()
-    second = engine.step.predict(tokens, row, i32([1]))
+    second = engine.step.predict(tokens, row, i32([2]))
     assert torch.equal(engine.step.cache.keys, before[0]) and torch.equal(engine.step.cache.values, before[1])
     expected = lengths_from_scratch(models, [[9], [9, 9]], 0.9)
     torch.testing.assert_close(torch.cat([first, second]), expected, rtol=0, atol=1e-3)
@@ -535,7 +537,7 @@ def test_candidates_of_other_numbers_and_tables(models):
     """Two candidates a row, as many rows as there may be, end-of-sequence ids and scaled tokens up to their limits."""
     step, slots = make_step(models.value, rows=3, max_candidates=2, max_eos=2, max_scaled_tokens=1)
     engine, rows, guidance = Engine(step, slots), [2, 0, 1], [GUIDANCE[0] | {"token_temperature_scale": {8: 2.0}}] * 3
-    assert (step.max_rows, step.score_all) == (3, False)
+    assert (step.max_requests, step.score_all) == (3, False)
     for row, tokens, g in zip(rows, PROMPTS, guidance, strict=False):
         engine.admit(row, tokens, g, prompt_len=len(tokens), eos={1, EOS})
     engine.prefill(rows, PROMPTS[:3])
@@ -571,21 +573,14 @@ def test_steps_from_graphs_of_more_rows(models, monkeypatch):
 
     A graph is a function here, that scores what is in the inputs at the time."""
 
-    def capture(bucket):
-        inputs = [buffer[:bucket] for buffer in step._inputs]
-        value_logits = torch.empty(bucket, 8)
-        graph = SimpleNamespace(replay=lambda: value_logits.copy_(step._score(*inputs)))
-        step._captured[bucket] = [graph], value_logits
-
     results, deltas = [], deltas_of_steps(models.value, monkeypatch)
     for graphs in (False, True):
         engine = Engine(*make_step(models.value, rows=7))
         step = engine.step
         if graphs:
-            step.graphs, step._captured = True, {}
-            step._inputs = [torch.full((7, 8) if i == 5 else (7,), 10**6) for i in range(7)]
-            step._inputs = [x.int() if i in (2, 4, 5, 6) else x for i, x in enumerate(step._inputs)]
-            monkeypatch.setattr(step, "_capture", capture)
+            step._graphs = PaddedGraphs(step._score, step._no_request(), 7, split=False)
+            for buffer in step._graphs._inputs:
+                buffer.fill_(10**6)
         rows, prompts = [6, 2, 5, 0], [[*tokens, 40 + i] for i, tokens in enumerate(PROMPTS)]
         sequences, outputs = run_requests(engine, prompts, [GUIDANCE[0]] * 4, 4, rows=rows)
         scores = random_scores(4)
@@ -599,7 +594,7 @@ def test_steps_from_graphs_of_more_rows(models, monkeypatch):
         values = torch.cat([output.value_logits for output in outputs])
         results.append((sequences, list(deltas), values, torch.stack((step.cache.keys, step.cache.values))))
         deltas.clear()
-    assert sorted(step._captured) == [1, 4] and [step._bucket(b) for b in (2, 3, 5, 7)] == [2, 4, 7, 7]
+    assert sorted(step._graphs._captured) == [1, 4] and [bucket_of(b, 7) for b in (2, 3, 5, 7)] == [2, 4, 7, 7]
     assert results[0][:2] == results[1][:2]
     for without, with_graphs in zip(results[0][2:], results[1][2:], strict=True):
         torch.testing.assert_close(with_graphs, without, rtol=0, atol=ATOL)
@@ -609,7 +604,7 @@ def test_working_bytes_of_a_step_by_hand(models):
     """H 48, I 80, Hq 4, Hkv 2, D 12, fp32. 512 cached tokens are one split, 1025 are three."""
     token = 4 * (2 * 48 + 80 + 2 * (4 + 2 * 2) * 12) + 6 * 12 + 64
     row = VOCAB * 10 // 128 + 320 * 8 + 64
-    sizes = dict(rows=3, vocab_size=VOCAB)
+    sizes = dict(requests=3, vocab_size=VOCAB)
     assert working_bytes(models.value, max_len=512, max_candidates=8, **sizes) == 27 * token + 3 * row
     split = 4 * 3 * 27 * 4 * 13
     assert working_bytes(models.value, max_len=1025, max_candidates=8, **sizes) == 27 * token + 3 * row + split
@@ -680,7 +675,7 @@ def test_memory_of_a_step_is_as_stated(device, rows, max_len):
     prompts = [[3] * 70] * rows
     engine.start(range(rows), prompts, [GUIDANCE[0]] * rows)
     engine.decode(range(rows), prompts, torch.randn(rows, VOCAB, device=device))
-    sizes = dict(rows=rows, max_len=max_len, vocab_size=VOCAB)
+    sizes = dict(requests=rows, max_len=max_len, vocab_size=VOCAB)
     stated = {
         "extend": working_bytes(engine.step.value_model, **sizes, tokens=64),
         "step": working_bytes(engine.step.value_model, **sizes, max_candidates=8),
@@ -788,7 +783,7 @@ def test_sync_free_step(device, is_logits, commit_winners):
         step.extend(flat, slots.slots(row_of, position), rows, starts, lens, lens * 0)
         at = lengths
         tokens = last
-        step.predict(tokens, rows, at - 1)
+        step.predict(tokens, rows, at)
         for _ in range(2):
             output = step.step(scores, tokens, rows, at, slots.slots(rows, at - 1), **filters, **options)
             tokens, at = output.tokens.clamp(min=0), at + 1
@@ -821,7 +816,7 @@ def test_the_backend_reaches_every_operator(device, monkeypatch):
     monkeypatch.setattr("lenvm_kernels.reference.value_tree_attention.value_tree_attention", fail)
     engine = Engine(*make_step(tiny_value_model(device), rows=2, max_len=8, backend="triton"))
     engine.start([1], [[5, 6, 7]], [GUIDANCE[0] | {"return_values": True}])
-    predicted = engine.step.predict(engine.tensor([7]), engine.tensor([1]), engine.tensor([2]))
+    predicted = engine.step.predict(engine.tensor([7]), engine.tensor([1]), engine.tensor([3]))
     scores = random_scores(1).to(device)
     output = engine.decode([1], [[5, 6, 7]], scores, top_k=2)
     assert output.tokens >= 0 and predicted > 0 and output.remaining_lengths > 0
@@ -912,7 +907,7 @@ def good_step(rows=2):
     return dict(
         scores=torch.zeros(rows, VOCAB),
         tokens=i32,
-        rows=torch.arange(rows),
+        table_rows=torch.arange(rows),
         lengths=i32 + 1,
         slots=torch.arange(rows),
         top_k=i32,
@@ -924,25 +919,25 @@ def good_step(rows=2):
 
 
 GOOD_EXTEND = dict(
-    tokens=torch.zeros(3, dtype=torch.int32), slots=torch.arange(3), rows=torch.arange(2)
+    tokens=torch.zeros(3, dtype=torch.int32), slots=torch.arange(3), table_rows=torch.arange(2)
 ) | dict.fromkeys(("starts", "lens", "cached_lens"), torch.zeros(2, dtype=torch.int32))
 FLOATS, INTEGERS = [torch.float32, torch.bfloat16, torch.float16], [torch.int32, torch.int64]
-GOOD_PREDICT = dict(tokens=torch.arange(2), rows=torch.arange(2), lengths=torch.zeros(2, dtype=torch.int32))
+GOOD_PREDICT = dict(tokens=torch.arange(2), table_rows=torch.arange(2), lengths=torch.ones(2, dtype=torch.int32))
 
 
 @pytest.mark.parametrize(
     ("method", "good", "name", "shape", "dtypes"),
     [
         ("step", good_step(), "scores", r"[*, 97]", FLOATS),
-        *(("step", good_step(), name, "[2]", INTEGERS) for name in ("tokens", "rows", "slots", "drawn")),
+        *(("step", good_step(), name, "[2]", INTEGERS) for name in ("tokens", "table_rows", "slots", "drawn")),
         ("step", good_step(), "lengths", "[2]", [torch.int32]),
         ("step", good_step(), "active", "[2]", [torch.bool]),
         ("extend", GOOD_EXTEND, "tokens", "[*]", INTEGERS),
         ("extend", GOOD_EXTEND, "slots", "[3]", INTEGERS),
-        ("extend", GOOD_EXTEND, "rows", "[*]", INTEGERS),
+        ("extend", GOOD_EXTEND, "table_rows", "[*]", INTEGERS),
         *(("extend", GOOD_EXTEND, name, "[2]", [torch.int32]) for name in ("starts", "lens", "cached_lens")),
         ("predict", GOOD_PREDICT, "tokens", "[*]", INTEGERS),
-        ("predict", GOOD_PREDICT, "rows", "[2]", INTEGERS),
+        ("predict", GOOD_PREDICT, "table_rows", "[2]", INTEGERS),
         ("predict", GOOD_PREDICT, "lengths", "[2]", [torch.int32]),
     ],
 )
@@ -957,7 +952,7 @@ def test_every_tensor_is_checked(models, method, good, name, shape, dtypes):
 def test_tables_and_sizes_are_checked(models):
     table = torch.zeros(3, 4, dtype=torch.int32)
     sizes = dict(num_slots=12, vocab_size=VOCAB)
-    for name, value in (("num_slots", 0), ("max_rows", 0), ("chunk_tokens", 0), ("chunk_tokens", -1)):
+    for name, value in (("num_slots", 0), ("max_requests", 0), ("chunk_tokens", 0), ("chunk_tokens", -1)):
         with pytest.raises(ValueError, match=f"{name} must be at least 1, got {value}"):
             GuidedStep(models.value, table, **sizes | {name: value})
     for bad in (table.long(), table[0], table.to("meta")):
@@ -970,12 +965,12 @@ def test_tables_and_sizes_are_checked(models):
         GuidedStep(models.value, table, **sizes, graphs=True)
     step = GuidedStep(models.value, table, **sizes, max_candidates=64, max_requests=2)
     for row in (-1, 3):
-        with pytest.raises(IndexError, match=rf"row must be in \[0, 3\), got {row}"):
+        with pytest.raises(IndexError, match=rf"table_row must be in \[0, 3\), got {row}"):
             step.add_request(row, None, set())
     with pytest.raises(ValueError, match="eos_token_ids must be at most 8 ids, got 9"):
         step.add_request(0, None, set(range(9)))
     for rows in (0, 3):
-        with pytest.raises(ValueError, match=f"scores must have 1 to max_rows = 2 rows, got {rows}"):
+        with pytest.raises(ValueError, match=f"scores must be of 1 to max_requests = 2 requests, got {rows}"):
             step.step(**good_step(rows))
     with pytest.raises(ValueError, match=r"scores must be .* \[\*, 97\] on cpu, got float32 \[1, 96\]"):
         step.step(**good_step(1) | {"scores": torch.zeros(1, VOCAB - 1)})

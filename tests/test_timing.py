@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lenvm_kernels import step, timing
+from lenvm_kernels.step.graphs import Graphs
 from lenvm_kernels.timing import STAGES, StepRecord, StepTimer, file_of_process
 from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step, needs_gpu, run_requests
 from tests.helpers.models import VOCAB, tiny_value_model
@@ -72,7 +73,7 @@ def test_steps_of_a_process_share_its_file(file, monkeypatch):
     check_lines(lines_of(file), [4] * 4)
     with monkeypatch.context() as patch:  # a record of a step may still wait to be read: nothing else may touch it
         patch.setattr(StepRecord, "mark", None)
-        engine.step.predict(*(engine.tensor([x]) for x in (5, 0, 3)))
+        engine.step.predict(*(engine.tensor([x]) for x in (5, 0, 4)))
         engine.step.warm_up(progress=False)  # whose steps serve nobody
     assert len(lines_of(file)) == 4
     engine.decode([0], [[5, 6, 7, 8]], torch.zeros(1, VOCAB))  # goes on after it
@@ -244,7 +245,7 @@ def test_events_are_read_when_they_are_reached(tmp_path, gpu):
 def test_a_step_inside_a_capture_is_not_timed(tmp_path, gpu, monkeypatch):
     timer = StepTimer(tmp_path / "steps.jsonl")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert timer.begin(1, torch.device("cuda")) is None and gpu.recorded == 0
+    assert timer.begin(1, torch.device("cuda")) is timing.NO_RECORD and gpu.recorded == 0
     assert isinstance(timer.begin(1, torch.device("cpu")), StepRecord)
 
 
@@ -266,7 +267,7 @@ def test_graphs_are_split_at_the_head(tmp_path, monkeypatch, on):
     else:
         monkeypatch.delenv(timing.VARIABLE, raising=False)
     engine, *_ = decode(steps=1)
-    guided, events = engine.step, []
+    timer, events = engine.step._timer, []
 
     @contextlib.contextmanager
     def capture(graph, pool):
@@ -275,24 +276,24 @@ def test_graphs_are_split_at_the_head(tmp_path, monkeypatch, on):
         yield
         events.append(("end", graph))
 
+    def score(x, before_head=None):
+        if before_head is not None:
+            before_head()
+        return 2 * x
+
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph(events))
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    guided._pool, guided._captured = "pool", {}
-    guided._inputs = [torch.zeros(4, *more) for more in ([],) * 5 + ([8], [])]
-    monkeypatch.setattr(guided, "_score", lambda *inputs, before_head=None: (before_head or (lambda: None))())
-    guided._capture(4)
-    graphs, _ = guided._captured[4]
-    assert len(graphs) == 1 + on
-    assert events == [(what, graph) for graph in graphs for what in ("begin", "end")]
-
-    events.clear()
-    guided._captured[4] = graphs, torch.zeros(4, 8)
-    guided._record = StepRecord(4, torch.device("cpu")) if on else None
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    graphs = Graphs(score, [torch.full((1,), 7)], 4, split=timer.is_on)
     monkeypatch.setattr(StepRecord, "mark", lambda record, stage: events.append(("mark", stage)))
-    guided._replay(*guided._inputs)
-    replays = [("replay", graph) for graph in graphs]
-    assert events == ([replays[0], ("mark", "forward"), replays[1]] if on else replays)
+    assert graphs.replay([torch.tensor([1, 2, 3])], timer.begin(3, torch.device("cpu"))).shape == (3,)
+    ((captured, _),) = graphs._captured.values()
+    assert len(captured) == 1 + on
+    expected = [(what, graph) for graph in captured for what in ("begin", "end")]
+    replays = [("replay", graph) for graph in captured]
+    assert events == expected + ([replays[0], ("mark", "forward"), replays[1]] if on else replays)
+    assert graphs._inputs[0].tolist() == [1, 2, 3, 7]
 
 
 @needs_gpu

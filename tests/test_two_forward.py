@@ -17,7 +17,7 @@ from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import ValueModel, ValueModelConfig
 from tests.helpers.engine import Engine
-from tests.helpers.models import ARCHITECTURES, TINY, VOCAB, random_head, random_model
+from tests.helpers.models import ARCHITECTURES, TINY, VOCAB, random_pair, value_model_of
 
 GOLDEN = Path(__file__).parent / "golden"
 ATOL = 2e-5  # on value logits of O(1), keys and values, fp32 against fp32
@@ -30,9 +30,7 @@ def golden(name):
 
 
 def make_model(architecture, device):
-    model_class, config = ARCHITECTURES[architecture]
-    tensors = {**random_model(model_class, config).state_dict(), **random_head()}
-    return ValueModel(ValueModelConfig.from_hf(config), tensors, device=device)
+    return value_model_of(*random_pair(architecture), device=device)
 
 
 def make_model_of_vocab(vocab, device):

@@ -22,7 +22,17 @@ from transformers import (
 
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel, ValueModelConfig
-from tests.helpers.models import ARCHITECTURES, TINY, VOCAB, random_head, random_model, value_logits
+from tests.helpers.models import (
+    ARCHITECTURES,
+    TINY,
+    VOCAB,
+    random_head,
+    random_model,
+    random_pair,
+    value_logits,
+    value_model_of,
+)
+from tests.helpers.wrong_tensors import assert_refuses
 
 ATOL = 1e-5  # on logits of O(1), fp32 against fp32
 ROPE_SCALING = {
@@ -42,7 +52,7 @@ ROPE_SCALING = {
 def loaded(request, tmp_path_factory):
     """A ``transformers`` model, its head, and the value model loaded from their checkpoint."""
     path = tmp_path_factory.mktemp("checkpoint")
-    model, head = random_model(*ARCHITECTURES[request.param]), random_head()
+    model, head = random_pair(request.param)
     model.save_pretrained(path)
     save_file(head, path / "value_head.safetensors")
     return model, head, ValueModel.from_pretrained(path)
@@ -255,7 +265,7 @@ def save_sharded(model, head, path):
 
 
 def test_shards_with_the_head_among_them(tmp_path):
-    model, head = random_model(*ARCHITECTURES["qwen2"]), random_head()
+    model, head = random_pair("qwen2")
     save_sharded(model, head, tmp_path)
     check_checkpoint(tmp_path, model, head)
 
@@ -277,7 +287,7 @@ def test_which_head_wins(tmp_path):
 
 def test_backbone_without_the_prefix(tmp_path):
     """The backbone alone saves ``layers.0...`` for ``model.layers.0...``; old Llama files hold rotary buffers."""
-    model, head = random_model(*ARCHITECTURES["llama"]), random_head()
+    model, head = random_pair("llama")
     model.model.save_pretrained(tmp_path)
     model.config.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -287,7 +297,7 @@ def test_backbone_without_the_prefix(tmp_path):
 
 
 def test_from_causal_lm_shares_memory():
-    model, head = random_model(*ARCHITECTURES["llama"]), random_head()
+    model, head = random_pair("llama")
     value_model = ValueModel.from_causal_lm(model, head)
     requests = Requests(value_model, rows=1)
     requests.check(requests.step([[1, 2]], [[3, 4]]), [[3, 4]], model, head)
@@ -463,8 +473,8 @@ def test_candidate_trees_equal_transformers(trees_loaded, rows, seed):
 
 @pytest.fixture(scope="module")
 def trees_loaded():
-    model, head = random_model(*ARCHITECTURES["qwen2"]), random_head()
-    return model, head, ValueModel(ValueModelConfig.from_hf(model.config), {**model.state_dict(), **head})
+    model, head = random_pair("qwen2")
+    return model, head, value_model_of(model, head)
 
 
 def test_a_parent_that_is_no_earlier_candidate_is_none(trees_loaded):
@@ -491,9 +501,8 @@ def test_epsilon_of_the_norms(architecture):
 
 def test_weights_are_rounded_once():
     """In bf16 from an fp32 checkpoint: norms are multiplied in before the rounding, the head's vectors stay fp32."""
-    model, head = random_model(*ARCHITECTURES["qwen3"]), random_head()
-    tensors = {**model.state_dict(), **head}
-    value_model = ValueModel(ValueModelConfig.from_hf(model.config), tensors, dtype=torch.bfloat16)
+    model, head = random_pair("qwen3")
+    value_model = value_model_of(model, head, dtype=torch.bfloat16)
     attention, mlp, layer = model.model.layers[1].self_attn, model.model.layers[1].mlp, value_model.layers[1]
     qkv = torch.cat([x.weight for x in (attention.q_proj, attention.k_proj, attention.v_proj)])
     assert torch.equal(layer.qkv, (qkv * model.model.layers[1].input_layernorm.weight).bfloat16())
@@ -558,40 +567,31 @@ def test_bytes_of_a_cache(trees_loaded):
 
 
 def test_an_embedding_that_is_not_tied_is_not_replaced():
-    model, head = random_model(*ARCHITECTURES["qwen2"]), random_head()
+    model, head = random_pair("qwen2")
     tensors = {**model.state_dict(), **head}
     del tensors["model.embed_tokens.weight"]
     with pytest.raises(ValueError, match=r"missing model\.embed_tokens\.weight"):
         ValueModel(ValueModelConfig.from_hf(model.config), tensors)
 
 
-def test_batch_refuses_bad_arguments():
-    i32 = lambda *shape: torch.zeros(shape, dtype=torch.int32)  # noqa: E731
-    good = dict(
-        delta_ids=i32(2),
-        delta_slots=i32(2),
-        delta_starts=i32(2),
-        delta_lens=i32(2),
-        candidate_ids=i32(2, 3),
-        candidate_lens=i32(2),
-        cached_lens=i32(2),
-        slot_table=i32(4, 5),
-        table_rows=i32(2),
-        candidate_parents=i32(2, 3),
-    )
-    assert RaggedBatch.build(**good)
-    for name, bad in (
-        ("delta_ids", i32(2, 1)),
-        ("slot_table", i32(4, 5).long()),
-        ("table_rows", i32(3)),
-        ("candidate_parents", i32(2, 2)),
-        ("candidate_parents", i32(2, 3).long()),
-        ("slot_table", i32(5)),
-        ("slot_table", i32(4, 5).to("meta")),
-        ("table_rows", i32(2).float()),
-    ):
-        with pytest.raises(ValueError, match=f"{name} must"):
-            RaggedBatch.build(**{**good, name: bad})
+I32 = lambda *shape: torch.zeros(shape, dtype=torch.int32)  # noqa: E731
+BATCH = dict.fromkeys(("delta_starts", "delta_lens", "candidate_lens", "cached_lens", "table_rows"), I32(2))
+BATCH |= dict(delta_ids=I32(2), delta_slots=I32(2), slot_table=I32(4, 5))
+BATCH |= dict(candidate_ids=I32(2, 3), candidate_parents=I32(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtypes", "allowed"),
+    [
+        ("slot_table", [torch.int32], dict(any_rows=True, any_columns=True)),
+        ("table_rows", [torch.int32, torch.int64], {}),
+        ("candidate_parents", [torch.int32], {}),
+    ],
+)
+def test_batch_refuses_bad_arguments(name, dtypes, allowed):
+    assert_refuses(RaggedBatch.build, BATCH, name, *dtypes, **allowed)
+    with pytest.raises(ValueError, match="delta_ids must"):
+        RaggedBatch.build(**BATCH | {"delta_ids": I32(2, 1)})
 
 
 # --- other ways in ---
@@ -623,7 +623,7 @@ def write_gguf(path: Path, model) -> None:
 
 def test_gguf(tmp_path):
     pytest.importorskip("gguf")
-    model, head = random_model(*ARCHITECTURES["qwen2"]), random_head()
+    model, head = random_pair("qwen2")
     write_gguf(tmp_path / "tiny.gguf", model)
     check_checkpoint(tmp_path / "tiny.gguf", model, head, head)
     save_file(head, tmp_path / "value_head.safetensors")
@@ -646,7 +646,7 @@ def test_triton_backend(architecture, device):
     model_class, config = ARCHITECTURES[architecture]
     config = type(config)(**{**TINY, "num_hidden_layers": 1}, head_dim=64)
     model, head = random_model(model_class, config), random_head()
-    value_model = ValueModel(ValueModelConfig.from_hf(config), {**model.state_dict(), **head}, device=device)
+    value_model = value_model_of(model, head, device=device)
     requests = Requests(value_model, rows=3, page_size=16, fill=float("nan"), backend="triton")
     requests.step([random_tokens(n, seed=n) for n in (18, 0, 3)], [[], [], []])
     candidates = [[1, 2, 3], [4], [5, 6]]

@@ -18,7 +18,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -367,43 +368,44 @@ class Study:
         """
         guided = [(way, model) for way in ways if way != "base" for model in value_models]
         if "base" in ways:
-            self._attempt(self._base_run, self._measure, Plain())
+            self._measure(self._base_run, Plain())
         for way, model in guided:
-            self._attempt(replace(self._base_run, name=f"{way}-{model}", way=way), self._measure_each, model, top_ks)
+            run = replace(self._base_run, name=f"{way}-{model}", way=way)
+            with self._recorded(run):
+                weights, architecture = self._base.value_model(model)
+                sampler = GUIDED[way](self._base, weights, run.steps)
+                # An earlier command that could not build it left its error.
+                (self._out / f"{run.name}.meta.json").unlink(missing_ok=True)
+                for top_k in top_ks:
+                    sampler.top_k, name = top_k, f"{run.name}-k{top_k}"
+                    self._measure(replace(run, name=name, value_model=architecture, top_k=top_k), sampler)
         if "base" in ways and guided:  # all ratios are to it: once more, in case something disturbed it before
-            self._attempt(self._base_run, self._measure, Plain())
+            self._measure(self._base_run, Plain())
         return int(self._failed)
 
-    def _attempt(self, run: Run, function: Callable[..., None], *arguments: Any) -> None:
+    @contextmanager
+    def _recorded(self, run: Run) -> Iterator[None]:
+        """Record an error, and go on: an absent package, no memory, a kernel that does not compile."""
         try:
-            function(run, *arguments)
-        except Exception as error:  # an absent package, no memory, a kernel that does not compile: the others go on
+            yield
+        except Exception as error:
             traceback.print_exc()
             self._failed = True
             if run.name not in self._fastest:  # of what is measured once more, the first result stays
                 replace(run, error=f"{type(error).__name__}: {error}".splitlines()[0]).save(self._out)
 
-    def _measure_each(self, run: Run, model: str, top_ks: Sequence[int]) -> None:
-        weights, architecture = self._base.value_model(model)
-        guided = GUIDED[run.way](self._base, weights, run.steps)
-        # An earlier command that could not build it left its error.
-        (self._out / f"{run.name}.meta.json").unlink(missing_ok=True)
-        for top_k in top_ks:
-            guided.top_k = top_k
-            limited = replace(run, name=f"{run.name}-k{top_k}", value_model=architecture, top_k=top_k)
-            self._attempt(limited, self._measure, guided)
-
     def _measure(self, run: Run, sampler: Plain) -> None:
-        decode(self._base, sampler, replace(run, steps=min(WARM_UP_STEPS, run.steps)))
-        runs = [decode(self._base, sampler, run) for _ in range(run.repeats)]
-        if run.name in self._fastest:
-            runs.append(self._fastest[run.name])
-        fastest = min(runs, key=lambda run: run.decode_seconds)
-        fastest = replace(fastest, load_average=os.getloadavg()[0], computed=sampler.computed)
-        fastest.save(self._out)
-        self._fastest[run.name] = fastest
-        rate = fastest.output_tokens / fastest.decode_seconds
-        print(f"{run.name}: {fastest.decode_seconds / run.steps * 1e3:.2f} ms a step, {rate:.1f} tokens/s", flush=True)
+        with self._recorded(run):
+            decode(self._base, sampler, replace(run, steps=min(WARM_UP_STEPS, run.steps)))
+            runs = [decode(self._base, sampler, run) for _ in range(run.repeats)]
+            if run.name in self._fastest:
+                runs.append(self._fastest[run.name])
+            fastest = min(runs, key=lambda run: run.decode_seconds)
+            fastest = replace(fastest, load_average=os.getloadavg()[0], computed=sampler.computed)
+            fastest.save(self._out)
+            self._fastest[run.name] = fastest
+            ms, rate = fastest.decode_seconds / run.steps * 1e3, fastest.output_tokens / fastest.decode_seconds
+            print(f"{run.name}: {ms:.2f} ms a step, {rate:.1f} tokens/s", flush=True)
 
 
 def environment(device: str, dtype: torch.dtype) -> dict[str, str]:

@@ -60,6 +60,16 @@ def random_head(seed=1, hidden=HIDDEN):
     return {name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in shapes.items()}
 
 
+def random_pair(architecture):
+    """A ``transformers`` model of one of :data:`ARCHITECTURES`, and a value head."""
+    return random_model(*ARCHITECTURES[architecture]), random_head()
+
+
+def value_model_of(model, head, **options):
+    """The value model of a ``transformers`` model's weights and a head's."""
+    return ValueModel(ValueModelConfig.from_hf(model.config), {**model.state_dict(), **head}, **options)
+
+
 @torch.no_grad()
 def value_logits(model, head, tokens):
     """fp32, one for each of ``tokens``: the value logit, by a full forward of ``transformers`` and a plain head."""
@@ -78,8 +88,7 @@ def last_value_logits(model, head, sequences):
 def tiny_value_model(device, dtype=None):
     """One layer, of widths that the kernels' tiles do not divide; Qwen3, which has every operation of a layer."""
     config = Qwen3Config(**{**TINY, "num_hidden_layers": 1}, head_dim=16)
-    tensors = {**random_model(Qwen3ForCausalLM, config).state_dict(), **random_head()}
-    return ValueModel(ValueModelConfig.from_hf(config), tensors, device=device, dtype=dtype)
+    return value_model_of(random_model(Qwen3ForCausalLM, config), random_head(), device=device, dtype=dtype)
 
 
 def save_checkpoint(path, seed, words=WORDS, value_head=False):

@@ -8,19 +8,19 @@ from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.step.graphs import Graphs
 
 
-class _PaddedGraphs(Graphs):
-    """Runs, on the graphs' input buffers, what a graph would replay."""
+class PaddedGraphs(Graphs):
+    """Pads every batch to the size of its graph, in the graphs' input buffers, and runs what a graph would replay."""
 
-    def _capture(self, bucket: int) -> tuple[list[SimpleNamespace], torch.Tensor]:
+    def _capture(self, bucket):
         inputs = [buffer[:bucket] for buffer in self._inputs]
-        (max_candidates,) = (buffer.shape[1] for buffer in inputs if buffer.ndim == 2)
-        result = torch.empty(bucket, max_candidates, device=inputs[0].device)
+        _, _, _, _, _, candidate_ids, _ = inputs
+        result = torch.empty(candidate_ids.shape, device=candidate_ids.device)
         return [SimpleNamespace(replay=lambda: result.copy_(self._score(*inputs)))], result
 
 
 class PaddedStep(GuidedStep):
-    """Pads every batch to the size of its graph."""
+    """A step with these in place of its graphs."""
 
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options, graphs=False)
-        self._graphs = _PaddedGraphs(self._score, self._no_request(), self.max_requests, split=False)
+        self._graphs = PaddedGraphs(self._score, self._no_request(), self.max_requests, split=False)
