@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bench import launches
 from bench.baselines.two_forward import TwoForwardStep
 from bench.codegen import PARTS
 from bench.harness.reporting import table
@@ -208,22 +209,24 @@ def hooked(setter: Callable, hook: Callable) -> Iterator[None]:
 
 
 def count(subject: Subject) -> Cost:
-    """What a step costs; call it in :func:`without_kernels` and :func:`one_norm`."""
+    """What a step costs, without what stands in for launches; call it in :func:`without_kernels`, :func:`one_norm`."""
     bytecodes = calls = 0
 
-    def on_bytecode(frame: FrameType, event: str, argument: object) -> Callable:
+    def on_bytecode(frame: FrameType, event: str, argument: object) -> Callable | None:
         nonlocal bytecodes
+        if frame.f_code.co_filename == launches.__file__:
+            return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         bytecodes += event == "opcode"
         return on_bytecode
 
     def on_call(frame: FrameType, event: str, argument: object) -> None:
         nonlocal calls
-        calls += event in ("call", "c_call")
+        calls += event in ("call", "c_call") and frame.f_code.co_filename != launches.__file__
 
     subject.step()  # what is done once
     subject.again()
-    with without_kernels() as launches, Operators() as operators:
+    with without_kernels() as names, Operators() as operators:
         subject.step()
     subject.again()
     gc.collect()
@@ -237,7 +240,7 @@ def count(subject: Subject) -> Cost:
         subject.step()
     subject.again()
     gc.enable()
-    counted = (operators.operators, operators.views, len(launches), operators.allocations, operators.bytes)
+    counted = (operators.operators, operators.views, len(names), operators.allocations, operators.bytes)
     return Cost(*counted, bytecodes, calls)
 
 

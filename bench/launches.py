@@ -38,8 +38,8 @@ def intercept_launches(handle: Callable[[str, partial], object]) -> Iterator[Non
     """
 
     def replacement(run: Callable) -> Callable:
-        def intercepted(self, *args, **keywords):
-            return handle(self.fn.__name__, partial(run, self, *args, **keywords))
+        def intercepted(kernel, /, *args, **keywords):
+            return handle(kernel.fn.__name__, partial(run, kernel, *args, **keywords))
 
         return intercepted
 
