@@ -14,7 +14,7 @@ TTSEM_INSTALLED := $(TTSEM_VENV)/.installed
 OPERATORS := $(basename $(filter-out _%,$(notdir $(wildcard lenvm_kernels/ops/*.py))))
 # Whose results a GPU's rounding could change.
 ROUNDED := topk_candidates reweight_scatter sample_candidates value_head value_tree_attention rope_cache ragged_linear
-BENCHES := $(basename $(notdir $(wildcard bench/bench_*.py)))
+BENCHES := bench.step $(patsubst bench/ops/%.py,bench.ops.%,$(wildcard bench/ops/[a-z]*.py))
 
 # On a CPU two workers whose threads spin would only get in each other's way.
 export OMP_WAIT_POLICY ?= passive
@@ -96,7 +96,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 
 bench: $(INSTALLED)
-	for name in $(BENCHES); do $(BIN)/python -m bench.$$name --quick $(ARGS) || exit 1; done
+	for name in $(BENCHES); do $(BIN)/python -m $$name --quick $(ARGS) || exit 1; done
 
 $(DOCS_INSTALLED): $(INSTALLED)
 	$(PIP) --editable ".[docs]"

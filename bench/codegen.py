@@ -1,8 +1,9 @@
 """What the compiler makes of every kernel, for GPUs that are not there: ``python -m bench.codegen [--check]``.
 
-Runs a prompt and a guided step of each value model through the real launchers, on CPU tensors under a driver that
-compiles for another GPU and launches nothing: the same specialisation of arguments, the same constants, the same code
-as a launch there. Each GPU is compiled for in a process of its own. The table has, for each kernel:
+Runs the calls of :mod:`bench.kernel_calls` through the real launchers, on CPU tensors under a driver that compiles for
+another GPU and launches nothing: the same specialisation of arguments, the same constants, the same code as a launch
+there. For each GPU that is a prompt and a guided step of each value model, and for sm_90 also ``calls``: every operator
+with all its dtypes and options. Each is compiled in a process of its own. The table has, for each kernel:
 
 - registers a thread, bytes spilled a thread (on NVIDIA's GPUs the stack, which nothing else here needs), shared memory
   a block, warps a block, and the share of the part's warps that these leave resident (occupancy);
@@ -10,17 +11,19 @@ as a launch there. Each GPU is compiled for in a process of its own. The table h
 
 ``--check`` fails on
 
-- a spill, or more shared memory than the part has;
-- a matmul without tensor cores (on sm_90 without warp-group instructions, HGMMA, where its tile has 64 rows or more);
+- a spill (in ``calls`` one of more than 64 bytes), or more shared memory than the part has;
+- a matmul of 16-bit numbers without tensor cores (on sm_90 without asynchronous copies, and where its tile has 64 rows
+  or more without warp-group instructions, HGMMA);
 - 16-bit global loads in a loop;
 - fp64 arithmetic: no kernel means to do any;
 - a product fused with an addition across threads (NVIDIA only), where a branch depends on such a sum: it leaves the
   threads with different sums, and a loop that they leave at different times hangs at its next barrier;
 - a sum whose layout, hence its order and its last bits, depends on the number of requests in the batch;
-- a figure more than 10 % worse than the committed one of the same Triton version (``bench/results/codegen.json``,
-  written by ``--update``).
+- a kernel that no call launches;
+- a figure of a step more than 10 % worse than the committed one of the same Triton version
+  (``bench/results/codegen.json``, written by ``--update``).
 
-Two cores take a minute or two for all four GPUs.
+Two cores take two or three minutes for everything.
 """
 
 from __future__ import annotations
@@ -35,28 +38,20 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.runtime import JITFunction
 
-import lenvm_kernels.ops._common as ops_common
-from bench._models import make_config
-from lenvm_kernels.guidance import parse_guidance
+from bench.kernel_calls import VALUE_MODELS, operator_calls, value_model_step
+from bench.launches import compiling_for, kernels
 from lenvm_kernels.ops import ragged_linear, value_head, value_tree_attention
-from lenvm_kernels.step import GuidedStep
-from lenvm_kernels.value_model import ValueModel
 
 RESULTS = Path(__file__).parent / "results" / "codegen.json"
-VALUE_MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-1.7B")
-VOCAB, MAX_LEN, PAGE_SIZE, MAX_CANDIDATES = 151_936, 4096, 1, 8  # k 5 and 8 take the same kernels
 # Requests in a batch: the least, those on either side of topk_candidates.FEW_REQUESTS, a usual number.
 BATCHES = (1, 16, 17, 64)
 # Kernels that are matmuls, and the rows of their tiles.
@@ -69,6 +64,9 @@ MATMULS = {
 BRANCH_ON_NO_SUM = {"_partial_logits_kernel", "_value_tree_attention_kernel"}
 WARP_GROUP_ROWS = 64  # of the smallest tile that sm_90's HGMMA multiplies
 TOLERANCE = 0.10  # of a figure, against the committed one
+# Some calls with unusual sizes park a few scalars outside their loops; a tile that does not fit the registers takes
+# hundreds of bytes.
+CALLS_SPILL = 64
 
 
 @dataclass(frozen=True)
@@ -111,92 +109,55 @@ PARTS = {
     "sm_100": Part(GPUTarget("cuda", 100, 32), 227 * KIB, 228 * KIB, 65_536, 64, 32),
     "gfx942": Part(GPUTarget("hip", "gfx942", 64), 64 * KIB, 64 * KIB, 512, 8, 16),
 }
+# What is compiled, and for which part: the value models' steps for each, the operators' calls for sm_90.
+CALLS = "calls"
+SUBJECTS = PARTS | {CALLS: PARTS["sm_90"]}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What is known of a compiled kernel; see the module.
+
+    Attributes:
+        model: the value model whose step launches it, or the call of an operator.
+        kernel: its name, and its number among those of that name there.
+        is_half: it reads or writes floats of 16 bits.
+    """
+
+    model: str
+    kernel: str
+    registers: int
+    spilled: int
+    shared: int
+    warps: int
+    occupancy: float
+    tensor_cores: dict[str, int] = field(default_factory=dict)
+    loads: dict[str, int] = field(default_factory=dict)
+    stores: dict[str, int] = field(default_factory=dict)
+    async_copies: int = 0
+    loads_16_in_loops: int = 0
+    fp64: int = 0
+    fused_into_shuffles: int = 0
+    batch_dependent_sums: bool = False
+    is_half: bool = True  # as in all files of before this was read
+
+    @property
+    def name(self) -> str:
+        """The kernel's."""
+        return self.kernel.split()[0]
 
 
 # --- compiling ---
 
 
-class CompileOnlyDriver:
-    """The part of a Triton driver that compilation asks for."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self.target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
-@contextmanager
-def compiling_for(target: GPUTarget) -> Iterator[list[tuple[str, object]]]:
-    """In here operators on CPU tensors compile for ``target`` and launch nothing; gives (kernel, compiled) of each.
-
-    Not in a process that interprets.
-    """
-    triton.runtime.driver.set_active(CompileOnlyDriver(target))
-    compiled, launch = [], JITFunction.run
-
-    def compile_only(self, *args, grid, warmup, **kwargs):
-        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        compiled.append((self.fn.__name__, kernel))
-        return kernel
-
-    interpreted, ops_common.INTERPRETED = ops_common.INTERPRETED, True  # lets CPU tensors through to the kernels
-    ops_common.ARCHITECTURE = "hip" if target.backend == "hip" else f"sm_{target.arch}"
-    JITFunction.run = compile_only
-    # What no kernel wrote is still read, by torch: as an index it has to be one.
-    empty, empty_like = torch.empty, torch.empty_like
-    torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
-    try:
-        yield compiled
-    finally:
-        JITFunction.run, ops_common.INTERPRETED = launch, interpreted
-        ops_common.ARCHITECTURE = ""
-        torch.empty, torch.empty_like = empty, empty_like
-
-
-def run_value_model(name: str, rows: int) -> None:
-    """A prompt and a step of one layer of a value model in bf16. The layers of a model are the same kernels."""
-    config = make_config(name, vocab_size=VOCAB, num_layers=1)
-    tensors = {key: torch.empty(shape, dtype=torch.bfloat16) for key, shape in config.tensor_shapes().items()}
-    slot_table = torch.zeros(rows, MAX_LEN // PAGE_SIZE, dtype=torch.int32)
-    step = GuidedStep(
-        ValueModel(config, tensors),
-        slot_table,
-        4 * MAX_LEN,
-        vocab_size=VOCAB,
-        max_candidates=MAX_CANDIDATES,
-        page_size=PAGE_SIZE,
-        backend="triton",
-    )
-    for row in range(rows):
-        step.add_request(row, parse_guidance({"target_length": 100}), {0})
-    numbers, ones = torch.zeros(rows, dtype=torch.int32), torch.ones(rows)
-    prompt = torch.zeros(16 * rows, dtype=torch.int64)
-    step.extend(prompt, prompt, numbers, numbers, numbers, numbers)
-    filters = dict(top_k=numbers, top_p=ones, min_p=ones, sample=True)
-    arguments = (prompt[:rows], prompt[:rows], numbers, prompt[:rows])
-    probs = torch.empty(rows, VOCAB)
-    step.step(probs, *arguments, probs=probs, **filters)
-    step.step(torch.empty(rows, VOCAB, dtype=torch.bfloat16), *arguments, temperature=ones, is_logits=True, **filters)
-
-
-def compile_all(part: Part) -> list[dict]:
+def compile_steps(part: Part) -> list[Figures]:
     """The figures of every kernel of every value model."""
     figures, described = [], {}
     for model in VALUE_MODELS:
         batches = []
         for rows in BATCHES:
             with compiling_for(part.target) as compiled:
-                run_value_model(model, rows)
+                value_model_step(model, rows)
             batches.append(compiled)
         batch_dependent = sums_that_differ(batches)
         seen: Counter[str] = Counter()
@@ -204,8 +165,23 @@ def compile_all(part: Part) -> list[dict]:
             seen[name] += 1
             if kernel.hash not in described:
                 described[kernel.hash] = describe(kernel, part)
-            figure = {"model": model, "kernel": f"{name} {seen[name]}", **described[kernel.hash]}
-            figures.append(figure | {"batch_dependent_sums": kernel.hash in batch_dependent})
+            depends = kernel.hash in batch_dependent
+            figures.append(
+                Figures(model, f"{name} {seen[name]}", **described[kernel.hash], batch_dependent_sums=depends)
+            )
+    return figures
+
+
+def compile_calls(part: Part) -> list[Figures]:
+    """The figures of every kernel of the operators' calls."""
+    figures, seen = [], set()
+    with compiling_for(part.target) as compiled:
+        for call_name, call in operator_calls():
+            call()
+            new = {kernel.hash: (name, kernel) for name, kernel in compiled if kernel.hash not in seen}
+            figures += [Figures(call_name, name, **describe(kernel, part)) for name, kernel in new.values()]
+            seen |= new.keys()
+            compiled.clear()
     return figures
 
 
@@ -241,8 +217,8 @@ LOADS_16 = r"\bLDG\.[\w.]*\b[US]16\b|\b(?:global|buffer)_load_(?:u|s)?short"
 FP64 = r"\b(?:D(?:ADD|MUL|FMA|SETP|MNMX)|MUFU\.\w*64H|[FI]2[FI][\w.]*\.F64|v_\w+_f64)"
 
 
-def describe(kernel: object, part: Part) -> dict:
-    """Figures of a compiled kernel, see the module."""
+def describe(kernel: object, part: Part) -> dict[str, object]:
+    """What :class:`Figures` has of a compiled kernel by itself."""
     warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
     if part.target.backend == "hip":
         code = kernel.asm["amdgcn"]
@@ -252,8 +228,8 @@ def describe(kernel: object, part: Part) -> dict:
         instructions = [(i, line) for i, line in enumerate(code.splitlines())]
         loops = _amd_loops(instructions)
     else:
-        usage, code = _nvidia(kernel, part.target.arch)
-        registers, spilled = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+        code = _nvidia(kernel, part.target.arch)
+        registers, spilled = map(int, re.search(r"REG:(\d+) STACK:(\d+)", code).groups())
         instructions = [(int(at, 16), line) for at, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
         loops = _nvidia_loops(instructions)
     return {
@@ -262,6 +238,7 @@ def describe(kernel: object, part: Part) -> dict:
         "shared": shared,
         "warps": warps,
         "occupancy": round(part.occupancy(registers, shared, warps), 3),
+        "is_half": bool(re.search(r"\*(?:bf|fp)16", str(kernel.src.signature))),  # some arguments are tuples
         **count_instructions(instructions, loops),
     }
 
@@ -300,19 +277,15 @@ def fused_into_shuffles(lines: list[str]) -> int:
     return found
 
 
-def _nvidia(kernel: object, arch: int) -> tuple[str, str]:
-    """What cuobjdump says of a kernel's resources, and its SASS."""
+def _nvidia(kernel: object, arch: int) -> str:
+    """What cuobjdump says of a kernel: its resources, and its SASS."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     tool = Path(get_ptxas(arch).path).with_name("cuobjdump")
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder, "kernel.cubin")
-        cubin.write_bytes(kernel.asm["cubin"])
-        usage, sass = (
-            subprocess.run([tool, what, cubin], capture_output=True, text=True, check=True).stdout
-            for what in ("-res-usage", "-sass")
-        )
-    return usage, sass
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        Path(cubin.name).write_bytes(kernel.asm["cubin"])
+        command = [tool, "-res-usage", "-sass", cubin.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _nvidia_loops(instructions: list[tuple[int, str]]) -> list[tuple[int, int]]:
@@ -347,28 +320,36 @@ def _widths(text: str, access: str) -> dict[str, int]:
 # --- the gate ---
 
 
-def faults(name: str, part: Part, figures: list[dict]) -> list[str]:
-    """What is wrong with kernels on a part, whatever they were before."""
-    found = []
+def faults(subject: str, figures: list[Figures]) -> list[str]:
+    """What is wrong with kernels, whatever they were before."""
+    part, found = SUBJECTS[subject], []
+    on_sm_90 = part is PARTS["sm_90"]
     for figure in figures:
-        where = f"{name} {figure['model']} {figure['kernel']}"
-        base, tensor_cores = figure["kernel"].split()[0], figure["tensor_cores"]
-        if figure["spilled"]:
-            found.append(f"{where}: {figure['spilled']} bytes spilled")
-        if figure["shared"] > part.shared:
-            found.append(f"{where}: {figure['shared']} bytes of shared memory, the part has {part.shared}")
-        if base in MATMULS and not tensor_cores:
-            found.append(f"{where}: no tensor cores")
-        elif name == "sm_90" and MATMULS.get(base, 0) >= WARP_GROUP_ROWS and "HGMMA" not in tensor_cores:
-            found.append(f"{where}: {', '.join(tensor_cores)} but no HGMMA for a tile of {MATMULS[base]} rows")
-        if figure["loads_16_in_loops"]:
-            found.append(f"{where}: {figure['loads_16_in_loops']} 16-bit loads in loops")
-        if figure["fp64"]:
-            found.append(f"{where}: {figure['fp64']} instructions in fp64")
-        if figure["fused_into_shuffles"] and base not in BRANCH_ON_NO_SUM:
-            found.append(f"{where}: {figure['fused_into_shuffles']} products fused with an addition across threads")
-        if figure["batch_dependent_sums"]:
-            found.append(f"{where}: the layout of a sum depends on the number of requests")
+        tensor_cores, rows = figure.tensor_cores, MATMULS.get(figure.name, 0)
+        wrong = []
+        if figure.spilled > (CALLS_SPILL if subject == CALLS else 0):
+            wrong.append(f"{figure.spilled} bytes spilled")
+        if figure.shared > part.shared:
+            wrong.append(f"{figure.shared} bytes of shared memory, the part has {part.shared}")
+        if rows and figure.is_half:
+            if not tensor_cores:
+                wrong.append("no tensor cores")
+            elif on_sm_90 and rows >= WARP_GROUP_ROWS and "HGMMA" not in tensor_cores:
+                wrong.append(f"{', '.join(tensor_cores)} but no HGMMA for a tile of {rows} rows")
+            if on_sm_90 and not figure.async_copies:
+                wrong.append("no asynchronous copies")
+        if figure.loads_16_in_loops:
+            wrong.append(f"{figure.loads_16_in_loops} 16-bit loads in loops")
+        if figure.fp64:
+            wrong.append(f"{figure.fp64} instructions in fp64")
+        if figure.fused_into_shuffles and figure.name not in BRANCH_ON_NO_SUM:
+            wrong.append(f"{figure.fused_into_shuffles} products fused with an addition across threads")
+        if figure.batch_dependent_sums:
+            wrong.append("the layout of a sum depends on the number of requests")
+        found += [f"{subject} {figure.model} {figure.kernel}: {what}" for what in wrong]
+    if subject == CALLS:
+        missing = kernels().keys() - {figure.name for figure in figures}
+        found += [f"{subject}: {name} is launched by none of them" for name in sorted(missing)]
     return found
 
 
@@ -376,35 +357,35 @@ def faults(name: str, part: Part, figures: list[dict]) -> list[str]:
 COMPARED = {"registers": 1, "spilled": 1, "shared": 1, "occupancy": -1}
 
 
-def regressions(name: str, figures: list[dict], committed: list[dict]) -> list[str]:
+def regressions(subject: str, figures: list[Figures], committed: list[Figures]) -> list[str]:
     """Figures more than 10 % worse than the committed ones, and kernels that only one side has."""
-    before, now = ({(f["model"], f["kernel"]): f for f in side} for side in (committed, figures))
+    before, now = ({(f.model, f.kernel): f for f in side} for side in (committed, figures))
     changed = {key: "is not among" for key in now.keys() - before.keys()}
     changed |= {key: "is no longer compiled but among" for key in before.keys() - now.keys()}
     found = [
-        f"{name} {' '.join(key)} {what} the committed figures: --update writes them" for key, what in changed.items()
+        f"{subject} {' '.join(key)} {what} the committed figures: --update writes them" for key, what in changed.items()
     ]
     for key in sorted(before.keys() & now.keys()):
         for figure, sign in COMPARED.items():
-            old, new = before[key][figure], now[key][figure]
+            old, new = getattr(before[key], figure), getattr(now[key], figure)
             if sign * (new - old) > TOLERANCE * old:
-                found.append(f"{name} {' '.join(key)}: {figure} {old} -> {new}")
+                found.append(f"{subject} {' '.join(key)}: {figure} {old} -> {new}")
     return found
 
 
-def table(name: str, figures: list[dict]) -> str:
-    """The figures of a part, a line a kernel."""
+def table(subject: str, figures: list[Figures]) -> str:
+    """The figures of a subject, a line a kernel."""
 
     def counts(numbers: dict[str, int]) -> str:
         return " ".join(f"{kind}:{number}" for kind, number in numbers.items()) or "-"
 
-    header = f"{name:<14}{'kernel':<33}{'regs':>5}{'spill':>6}{'shared':>8}{'warps':>6}{'occ':>6}  "
+    width = max(14, *(len(f.model) + 1 for f in figures))
+    header = f"{subject:<{width}}{'kernel':<33}{'regs':>5}{'spill':>6}{'shared':>8}{'warps':>6}{'occ':>6}  "
     lines = [header + "tensor cores | loads | stores | async copies"]
     for f in figures:
         lines.append(
-            f"{f['model']:<14}{f['kernel']:<33}{f['registers']:>5}{f['spilled']:>6}{f['shared']:>8}{f['warps']:>6}"
-            f"{f['occupancy']:>6.0%}  {counts(f['tensor_cores'])} | {counts(f['loads'])} | {counts(f['stores'])} | "
-            f"{f['async_copies']}"
+            f"{f.model:<{width}}{f.kernel:<33}{f.registers:>5}{f.spilled:>6}{f.shared:>8}{f.warps:>6}{f.occupancy:>6.0%}"
+            f"  {counts(f.tensor_cores)} | {counts(f.loads)} | {counts(f.stores)} | {f.async_copies}"
         )
     return "\n".join(lines)
 
@@ -413,40 +394,44 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="fail on the faults above")
     parser.add_argument("--update", action="store_true", help=f"write {RESULTS.name} for this version of Triton")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="GPUs (default: all)")
-    parser.add_argument("--compile", choices=PARTS, help=argparse.SUPPRESS)  # this process compiles, prints JSON
+    parser.add_argument(
+        "--parts", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), help="GPUs, calls (default: all)"
+    )
+    parser.add_argument("--compile", choices=SUBJECTS, help=argparse.SUPPRESS)  # this process compiles, prints JSON
     args = parser.parse_args()
     if args.compile:
-        print(json.dumps(compile_all(PARTS[args.compile])))
+        figures = (compile_calls if args.compile == CALLS else compile_steps)(SUBJECTS[args.compile])
+        print(json.dumps([asdict(figure) for figure in figures]))
         return 0
 
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
-    def compiled(name: str) -> list[dict]:
-        command = [sys.executable, "-m", "bench.codegen", "--compile", name]
+    def compiled(subject: str) -> list[Figures]:
+        command = [sys.executable, "-m", "bench.codegen", "--compile", subject]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"compiling for {name} failed:\n{done.stderr[-5000:]}")
-        return json.loads(done.stdout)
+            raise RuntimeError(f"compiling for {subject} failed:\n{done.stderr[-5000:]}")
+        return [Figures(**figure) for figure in json.loads(done.stdout)]
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         figures = dict(zip(args.parts, pool.map(compiled, args.parts), strict=True))
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     known = results.get(triton.__version__, {}).get("parts", {})
     found = []
-    for name in args.parts:
-        print(table(name, figures[name]), end="\n\n")
-        found += faults(name, PARTS[name], figures[name])
-        if not args.update:
-            found += regressions(name, figures[name], known.get(name, []))
+    for subject in args.parts:
+        print(table(subject, figures[subject]), end="\n\n")
+        found += faults(subject, figures[subject])
+        if subject != CALLS and not args.update:
+            found += regressions(subject, figures[subject], [Figures(**f) for f in known.get(subject, [])])
     if args.update:
+        steps = {part: [asdict(f) for f in of_part] for part, of_part in figures.items() if part != CALLS}
         results[triton.__version__] = {
             "command": "python -m bench.codegen --update",
             "device": "none: compiled only",
             "torch": torch.__version__,
             "python": platform.python_version(),
             "date": time.strftime("%Y-%m-%d"),
-            "parts": known | figures,
+            "parts": known | steps,
         }
         RESULTS.write_text(dump(results))
     print("\n".join(found) or "no faults")

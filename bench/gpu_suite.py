@@ -17,7 +17,6 @@ suite without a GPU, on tiny shapes.
 
 import argparse
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -31,11 +30,12 @@ from pathlib import Path
 
 import torch
 
-from bench import _memory
-from bench._common import TRIAL_SECONDS, environment, write_json
-from bench._outcomes import summarize
-from bench._report import load, plot, short_table, summary
 from bench.baselines import describe, flashinfer
+from bench.harness.cases import TRIAL_SECONDS
+from bench.harness.measuring import MEMORY_SHARE
+from bench.harness.reporting import plot, short_table, summary
+from bench.harness.storing import Results, StepResult, SuiteResults, environment, read_folder, write_json
+from bench.outcomes import summarize
 
 # Seconds of nine minutes, in the order to run.
 BENCHES = {
@@ -85,6 +85,11 @@ def python(*arguments: str) -> list[str]:
     return [sys.executable, "-m", *arguments]
 
 
+def module(benchmark: str) -> str:
+    """Where a benchmark is."""
+    return f"bench.{'' if benchmark == 'step' else 'ops.'}{benchmark}"
+
+
 class Suite:
     """The steps, their time, and what they gave.
 
@@ -99,10 +104,9 @@ class Suite:
         self.scale = seconds / sum([*SECONDS.values(), RESERVE])
         self.deadline = time.monotonic() + seconds - RESERVE * self.scale
         device = "cpu" if dry_run else "cuda"
-        self.state = {"environment": environment(device) | {"dry_run": dry_run}, "steps": {}, "tests": None}
+        self.state = SuiteResults(environment(device) | {"dry_run": dry_run})
         self.failed, self.logs = False, set()
-        # FlashInfer is compiled beside the tests by jobs of their own: nothing timed waits for it.
-        self.variables = {"PYTHONUNBUFFERED": "1", "FLASHINFER_COMPILE_SECONDS": "0"}
+        self.variables = {"PYTHONUNBUFFERED": "1"}
         if dry_run:  # beside other work, threads that spin while they wait take many times as long
             self.variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive"}
         out.mkdir(parents=True, exist_ok=True)
@@ -114,24 +118,24 @@ class Suite:
             later = sum(SECONDS[other] for other in names[i + 1 :]) * self.scale
             limit = self.deadline - later - time.monotonic()
             start = time.monotonic()
-            self.state["steps"][name] = step = {"outcome": "cut", "seconds": 0.0, "log": f"{name}.txt"}
+            self.state.steps[name] = step = StepResult("cut", 0.0, f"{name}.txt")
             try:
                 if limit < SHORTEST:
-                    step["outcome"] = "left out, out of time"
+                    step.outcome = "left out, out of time"
                 elif name in BENCHES:
-                    step["outcome"] = self.bench(name, limit)
+                    step.outcome = self.bench(name, limit)
                 else:
-                    step["outcome"] = getattr(self, name)(limit)
+                    step.outcome = getattr(self, name)(limit)
             finally:
-                step["seconds"] = round(time.monotonic() - start, 1)
+                step.seconds = round(time.monotonic() - start, 1)
                 self.report(name)
-            print(f"{name}: {step['outcome']}, {step['seconds']:.0f} s", flush=True)
+            print(f"{name}: {step.outcome}, {step.seconds:.0f} s", flush=True)
 
     # --- steps: each returns its outcome in words ---
 
     def ceilings(self, limit: float) -> str:
         trial = ["--seconds", str(TRIAL_SECONDS)] if self.dry_run else []
-        jobs = [Job("ceilings", python("bench._measure", "--json", str(self.out / "ceilings.json"), *trial))]
+        jobs = [Job("ceilings", python("bench.harness.measuring", "--json", str(self.out / "ceilings.json"), *trial))]
         if tool := shutil.which("nvidia-smi"):
             jobs.append(Job("nvidia-smi", [tool]))
         return self._outcome(self.execute(jobs, limit)["ceilings"])
@@ -139,7 +143,7 @@ class Suite:
     def tests(self, limit: float) -> str:
         """The tests, and beside them, where they only wait for compilers, a first call of most to be timed."""
         outcomes = self.out / "tests.jsonl"
-        command = python("pytest", "-q", "-p", "no:cacheprovider", "-p", "bench._outcomes", "--outcomes", str(outcomes))
+        command = python("pytest", "-q", "-p", "no:cacheprovider", "-p", "bench.outcomes", "--outcomes", str(outcomes))
         if self.dry_run:
             jobs = [Job("tests", [*command, *DRY_TESTS])]
         else:
@@ -149,13 +153,11 @@ class Suite:
             command += [f"tests/test_{name}.py" for name in TESTED]
 
             def beside(name: str, command: list[str], memory: float, **variables: str) -> Job:
-                return Job(name, command, ONE_THREAD | {_memory.SHARE: f"{memory}"} | variables)
+                return Job(name, command, ONE_THREAD | {MEMORY_SHARE: f"{memory}"} | variables)
 
             jobs = [beside("tests", command, TEST_MEMORY, HYPOTHESIS_PROFILE="gpu")]
-            warm_ups = {
-                name: python(f"bench.bench_{name}", "--warm-up", "--seconds", f"{limit:.0f}") for name in BENCHES
-            }
-            warm_ups["sanitizer"] = python("bench._every_kernel")  # else it would compile in its own step
+            warm_ups = {name: python(module(name), "--warm-up", "--seconds", f"{limit:.0f}") for name in BENCHES}
+            warm_ups["sanitizer"] = python("bench.every_kernel")  # else it would compile in its own step
             for name, warm_up in warm_ups.items():
                 memory = STEP_MEMORY if name == "step" else OTHER_MEMORY
                 jobs.append(beside(f"warm-up-{name}", ["nice", "-n", "10", *warm_up], memory))
@@ -164,33 +166,31 @@ class Suite:
                 for kernel in flashinfer.KERNELS
             ]
         status = self.execute(jobs, limit)["tests"]
-        self.state["tests"] = summarize(outcomes)
-        modules = self.state["tests"]["modules"].values()
-        passed, failed, not_run = (sum(m[key] for m in modules) for key in ("passed", "failed", "not run"))
-        self.failed |= bool(failed) or status not in (0, None) or not passed
+        self.state.tests = summarize(outcomes)
+        total = self.state.tests.total()
+        self.failed |= bool(total.failed) or status not in (0, None) or not total.passed
         ended = "" if status is not None else f", ended after {limit:.0f} s"
-        return f"{passed} passed, {failed} failed, {not_run} not run{ended}"
+        return f"{total.passed} passed, {total.failed} failed, {total.not_run} not run{ended}"
 
     def bench(self, name: str, limit: float) -> str:
         file, end = self.out / f"{name}.json", time.monotonic() + limit
-        command = python(f"bench.bench_{name}", "--json", str(file), *(["--dry-run"] if self.dry_run else []))
+        command = python(module(name), "--json", str(file), *(["--dry-run"] if self.dry_run else []))
         file.unlink(missing_ok=True)
         restarts = 0
         while True:
             left = end - time.monotonic()
             options = ["--seconds", f"{max(1.0, left - GRACE):.0f}", *(["--resume"] if restarts else [])]
             status = self.execute([Job(name, [*command, *options])], left)[name]
-            data = json.loads(file.read_text()) if file.exists() else None
-            if data is None or data["finished"] or status is None or restarts == MOST_RESTARTS:
+            results = Results.read(file) if file.exists() else None
+            if results is None or results.finished or status is None or restarts == MOST_RESTARTS:
                 break
             restarts += 1
-        if data is None:
+        if results is None:
             self.failed = True
             return f"failed before its first result: {self._outcome(status)}"
-        measured = sum("warm" in entry.get("ours", {}) for entry in data["results"])
-        failed = sum("failed" in entry.get("ours", {}) for entry in data["results"])
-        self.failed |= bool(failed) or (not data["finished"] and status is not None)
-        parts = [f"{measured} of {len(data['planned'])} cases"]
+        failed = len(results.failed)
+        self.failed |= bool(failed) or (not results.finished and status is not None)
+        parts = [f"{results.measured} of {len(results.planned)} cases"]
         parts += [f"{failed} failed"] if failed else []
         parts += [f"begun again {restarts} times"] if restarts else []
         parts += [f"ended after {limit:.0f} s"] if status is None else []
@@ -198,7 +198,7 @@ class Suite:
 
     def sanitizer(self, limit: float) -> str:
         """Every kernel once, plainly (is each launched?), then where there is a tool under its two checks at once."""
-        start, command = time.monotonic(), python("bench._every_kernel")
+        start, command = time.monotonic(), python("bench.every_kernel")
         variables = {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"} if self.dry_run else {}
         plain = self.execute([Job("sanitizer", command, variables)], limit)["sanitizer"]
         outcome = f"every kernel {'ran' if plain == 0 else self._outcome(plain)}"
@@ -262,17 +262,17 @@ class Suite:
         """Write what there is; the plot only of the benchmark that has just ended."""
         write_json(self.out / "suite.json", self.state)
         try:
-            results = load(self.out)
+            results = read_folder(self.out)
             (self.out / "summary.md").write_text(summary(self.state, results))
             if name in results:
                 plot(results[name], self.out / f"{name}.png")
         except Exception as error:  # no fault of a table or a plot may end the measurements
-            self.state["steps"][name]["outcome"] += f"; report incomplete: {describe(error)}"
+            self.state.steps[name].outcome += f"; report incomplete: {describe(error)}"
 
     def short_table(self) -> list[str]:
         """Of the steps of this run; the folder may have results of an earlier one."""
-        found = load(self.out)
-        return short_table(self.state, {name: found[name] for name in self.state["steps"] if name in found})
+        found = read_folder(self.out)
+        return short_table(self.state, {name: found[name] for name in self.state.steps if name in found})
 
 
 def main() -> int:
@@ -304,11 +304,11 @@ def main() -> int:
     try:
         suite.run(names)
     except (Cut, KeyboardInterrupt) as cut:
-        suite.state["cut"] = "SIGTERM" if isinstance(cut, Cut) else "an interrupt"
+        suite.state.cut = "SIGTERM" if isinstance(cut, Cut) else "an interrupt"
         suite.failed = True
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if suite.state["steps"]:
-        suite.report(list(suite.state["steps"])[-1])
+    if suite.state.steps:
+        suite.report(list(suite.state.steps)[-1])
         print("\n".join(suite.short_table()), flush=True)
     return int(suite.failed)
 

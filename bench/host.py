@@ -31,22 +31,22 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from triton.runtime import JITFunction
-from triton.runtime.interpreter import InterpretedFunction
 
-import lenvm_kernels.ops._common as ops_common
-from bench._common import environment, write_json
-from bench._models import DIMENSIONS, make_model
-from bench._report import table
+from bench import launches
 from bench.baselines.two_forward import TwoForwardStep
-from bench.codegen import PARTS, compiling_for
+from bench.codegen import PARTS
+from bench.harness.reporting import table
+from bench.harness.storing import environment, write_json
+from bench.launches import compiling_for, without_kernels
+from bench.models import DIMENSIONS, VOCAB, make_model
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.step.graphs import Graphs
 from lenvm_kernels.value_model import ValueModel, ValueModelConfig
 
 NAME = "Qwen2.5-1.5B"
-VOCAB, CACHED, TOP_K = 151_936, 512, 5
+CACHED, TOP_K = 512, 5
 ROWS = (1, 8, 64, 512)
 TILT, TARGET = {"value_mode": "mul", "value_scale": 0.8}, {"target_length": 100}
 # Steps are timed in rounds over the batch sizes, so that what else the machine does meanwhile tells on all of them.
@@ -108,7 +108,7 @@ def step_arguments(rows: int, vocab: int) -> dict[str, object]:
     return dict(
         scores=scores,
         tokens=numbers % vocab,
-        rows=numbers,
+        table_rows=numbers,
         lengths=torch.full((rows,), CACHED + 1, dtype=torch.int32),
         top_k=torch.full((rows,), TOP_K, dtype=torch.int32),
         top_p=torch.ones(rows),
@@ -117,6 +117,13 @@ def step_arguments(rows: int, vocab: int) -> dict[str, object]:
         is_logits=True,
         sample=True,
     )
+
+
+class NoGraphs(Graphs):
+    """Graphs that cost nothing, and leave what the function gave at first."""
+
+    def _capture(self, bucket: int) -> tuple[list[SimpleNamespace], torch.Tensor]:
+        return [SimpleNamespace(replay=lambda: None)], self._score(*(buffer[:bucket] for buffer in self._inputs))
 
 
 def guided_step(model: ValueModel, rows: int, vocab: int, *, graph: bool) -> Subject:
@@ -128,20 +135,9 @@ def guided_step(model: ValueModel, rows: int, vocab: int, *, graph: bool) -> Sub
     for row in range(rows):
         step.add_request(row, parse_guidance(TILT), {0})
     arguments = step_arguments(rows, vocab)
-    arguments["slots"] = slots.slots(arguments["rows"], arguments["lengths"] - 1)
+    arguments["slots"] = slots.slots(arguments["table_rows"], arguments["lengths"] - 1)
     if graph:
-        score = step._score
-
-        def capture(*inputs: torch.Tensor) -> torch.Tensor:
-            """What GuidedStep does at its first replay, as far as a CPU can."""
-            value_logits = score(*inputs)
-            step._inputs = [x.new_zeros(step.max_rows, *x.shape[1:]) for x in inputs]
-            step._captured = {step._bucket(rows): ([SimpleNamespace(replay=lambda: None)], value_logits)}
-            step.graphs = True
-            return value_logits
-
-        step._score = capture
-        step.step(**arguments)
+        step._graphs = NoGraphs(step._score, step._no_request(), step.max_requests, split=False)
     return Subject(lambda: step.step(**arguments))
 
 
@@ -181,25 +177,6 @@ def one_norm() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def without_kernels() -> Iterator[list[str]]:
-    """In here operators on CPU tensors take the path to their kernels, which are not launched; gives their names."""
-    launches: list[str] = []
-
-    def note(self, *args, grid, warmup, **kwargs):
-        launches.append(self.fn.__name__)
-
-    with (
-        mock.patch.object(JITFunction, "run", note),
-        mock.patch.object(InterpretedFunction, "run", note),
-        mock.patch.object(ops_common, "INTERPRETED", True),
-        # What no kernel wrote is still read, by torch: as an index it has to be one.
-        mock.patch.object(torch, "empty", torch.zeros),
-        mock.patch.object(torch, "empty_like", torch.zeros_like),
-    ):
-        yield launches
-
-
 class Operators(TorchDispatchMode):
     """Counts operators, and the memory that they allocate."""
 
@@ -232,22 +209,24 @@ def hooked(setter: Callable, hook: Callable) -> Iterator[None]:
 
 
 def count(subject: Subject) -> Cost:
-    """What a step costs; call it in :func:`without_kernels` and :func:`one_norm`."""
+    """What a step costs, without what stands in for launches; call it in :func:`without_kernels`, :func:`one_norm`."""
     bytecodes = calls = 0
 
-    def on_bytecode(frame: FrameType, event: str, argument: object) -> Callable:
+    def on_bytecode(frame: FrameType, event: str, argument: object) -> Callable | None:
         nonlocal bytecodes
+        if frame.f_code.co_filename == launches.__file__:
+            return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         bytecodes += event == "opcode"
         return on_bytecode
 
     def on_call(frame: FrameType, event: str, argument: object) -> None:
         nonlocal calls
-        calls += event in ("call", "c_call")
+        calls += event in ("call", "c_call") and frame.f_code.co_filename != launches.__file__
 
     subject.step()  # what is done once
     subject.again()
-    with without_kernels() as launches, Operators() as operators:
+    with without_kernels() as names, Operators() as operators:
         subject.step()
     subject.again()
     gc.collect()
@@ -261,7 +240,7 @@ def count(subject: Subject) -> Cost:
         subject.step()
     subject.again()
     gc.enable()
-    counted = (operators.operators, operators.views, len(launches), operators.allocations, operators.bytes)
+    counted = (operators.operators, operators.views, len(names), operators.allocations, operators.bytes)
     return Cost(*counted, bytecodes, calls)
 
 

@@ -16,11 +16,10 @@ from pathlib import Path
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime import JITFunction
 
-import lenvm_kernels.ops._common as ops_common
-from bench._models import forward_floor, layer_parameters, make_config, make_model
-from bench.bench_step import CACHED, VOCAB, Decode, candidate_counts
+from bench.launches import intercept_launches, kernels_on_cpu
+from bench.models import VOCAB, forward_floor, layer_parameters, make_config, make_model
+from bench.step import CACHED, Decode, candidate_counts
 
 RESULT = Path(__file__).parent / "results" / "step-model.md"
 # An H200's data sheet: memory bandwidth in bytes/s, dense bf16 tensor rate in operations/s.
@@ -54,28 +53,15 @@ def count_launches(layers: int, *, commit_winners: bool) -> Counter[str]:
     model = make_model(make_config(NAME, vocab_size=2**11, num_layers=layers), torch.bfloat16, "cpu")
     decode = Decode(model, candidate_counts(64, "full"), commit_winners=commit_winners)
     decode.step.backend = "triton"
-    step, launches = decode.step, Launches()
+    launches = Launches()
 
-    def count(self, *args, grid, warmup, **kwargs):
-        launches.count[self.fn.__name__.removeprefix("_").removesuffix("_kernel")] += 1
+    def count(name: str, launch: object) -> None:
+        launches.count[name.removeprefix("_").removesuffix("_kernel")] += 1
 
-    run, JITFunction.run = JITFunction.run, count
-    ops_common.INTERPRETED = True  # lets CPU tensors through to the kernels
     slots = decode.slots.slots(decode.rows, decode.lengths - 1)
-    try:
-        with launches:
-            step.step(
-                decode.scores,
-                decode.tokens,
-                decode.rows,
-                decode.lengths,
-                slots,
-                **decode.filters,
-                is_logits=True,
-                sample=True,
-            )
-    finally:
-        JITFunction.run = run
+    batch = (decode.scores, decode.tokens, decode.rows, decode.lengths, slots)
+    with kernels_on_cpu(), intercept_launches(count), launches:
+        decode.step.step(*batch, **decode.filters, is_logits=True, sample=True)
     return launches.count
 
 
@@ -149,7 +135,7 @@ that computed its padding would have. Counts `full`: five candidates a row; `Smo
 {MATMUL_SHARE:.0%} of the tensor rate, about what a copy and
 cuBLAS reach: the base of the goal of 1.35. `step` assumes {TRITON_SHARE:.0%} of the tensor rate for the Triton matmuls
 and {LAUNCH_GAP * 1e6:.1f} us between launches in a graph. All shares are assumptions until a GPU has run \
-`bench.bench_step`.
+`bench.step`.
 
 | {" | ".join(columns)} |
 |{" --- |" * len(columns)}""")

@@ -6,13 +6,10 @@ its documented rule in plain PyTorch everywhere.
 
 import inspect
 import itertools
-import os
-import subprocess
 import sys
-import time
 import types
 import zipfile
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -23,7 +20,6 @@ from bench.baselines import Absent, Tree, flag_gems, flashinfer, load, pytorch, 
 from lenvm_kernels.reference.topk_candidates import topk_candidates
 from lenvm_kernels.reference.value_head import value_head
 from lenvm_kernels.reference.value_tree_attention import value_tree_attention
-from tools import fetch_peers
 
 # (cached, delta, candidates) of each request.
 RAGGED = [(5, 1, 5), (70, 3, 0), (0, 0, 2), (9, 0, 3), (0, 4, 1)]
@@ -196,7 +192,7 @@ def test_pytorch_head():
     torch.testing.assert_close(pytorch.value_head(*head_arguments())(), value_head(*head_arguments()))
 
 
-def test_references_as_peers(monkeypatch):
+def test_reference_compiled(monkeypatch):
     arguments = head_arguments()
     expected = value_head(*arguments, token_rows=torch.tensor([3, 1]))
     compiled_with = []
@@ -207,17 +203,14 @@ def test_references_as_peers(monkeypatch):
 
     original = torch.compile
     monkeypatch.setattr(torch, "compile", compile)
-    for run in (
-        pytorch.eager(value_head, *arguments, token_rows=torch.tensor([3, 1])),
-        pytorch.compiled(value_head, *arguments, compiler="aot_eager", token_rows=torch.tensor([3, 1])),
-    ):
-        torch.testing.assert_close(run(), expected)
+    run = pytorch.compiled(partial(value_head, *arguments, token_rows=torch.tensor([3, 1])), "aot_eager")
+    torch.testing.assert_close(run(), expected)
     assert compiled_with == [("aot_eager", {"dynamic": False, "fullgraph": True})]
 
 
 def test_reference_that_does_not_compile():
     with pytest.raises(Absent, match="value_tree_attention does not compile as one graph"):
-        pytorch.compiled(value_tree_attention, *make_tree(EQUAL, torch.device("cpu")), compiler="eager")
+        pytorch.compiled(partial(value_tree_attention, *make_tree(EQUAL, torch.device("cpu"))), "eager")
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -331,57 +324,19 @@ def test_flashinfer_has_what_is_called():
     assert [*sample.parameters][:3] == ["logits", "top_k", "top_p"] and {"seed", "offset"} <= sample.parameters.keys()
 
 
-def test_flashinfer_is_compiled_once(tmp_path, monkeypatch):
+def test_flashinfer_is_absent_until_it_is_compiled(tmp_path, monkeypatch):
     install(monkeypatch, "flashinfer")
-    monkeypatch.setattr(flashinfer, "OUTCOMES", tmp_path / "kernels")
-    monkeypatch.setattr(flashinfer, "COMPILE_SECONDS", 45.0)
-    monkeypatch.setattr(flashinfer, "_seconds_left", 30.0)
-    commands = []
-
-    def run_to_end(command, limit):
-        commands.append((command[1:], limit))
-        flashinfer.OUTCOMES.mkdir(exist_ok=True)
-        if command[-1] != "slow":
-            (flashinfer.OUTCOMES / command[-1]).write_text("" if command[-1] == "good" else "error: no nvcc")
-        return "" if command[-1] == "good" else "exit status 1"
-
-    monkeypatch.setattr(flashinfer, "_run_to_end", run_to_end)
-    flashinfer._compile("good")
-    flashinfer._compile("good")
-    for _ in range(2):
-        with pytest.raises(Absent, match="bad is not compiled: error: no nvcc; compile ahead with python -m"):
-            flashinfer._compile("bad")
-    with pytest.raises(Absent, match="slow is not compiled: exit status 1"):
-        flashinfer._compile("slow")
-    assert [command for command, _ in commands] == [
-        ["-m", "bench.baselines.flashinfer", kernels] for kernels in ("good", "bad", "slow")
-    ]
-    assert 30.0 >= commands[0][1] > commands[1][1] > commands[2][1] > 29.0
-    monkeypatch.setattr(flashinfer, "_seconds_left", 0.0)
-    with pytest.raises(Absent, match="slow is not compiled: other kernels took the 45 s"):
-        flashinfer._compile("slow")
-    assert len(commands) == 3
-
-
-def test_flashinfer_compiles_nothing_where_it_may_not():
-    """Nor does anything else start: to start it is an error here."""
-    source = """if True:
-        import sys, types
-        sys.modules["flashinfer"] = types.ModuleType("flashinfer")
-        from bench.baselines import Absent, flashinfer
-        flashinfer._run_to_end = None
-        try:
-            flashinfer._compile("attention-fa2-bfloat16-7")
-        except Absent as error:
-            print(error)
-    """
-    environment = os.environ | {"FLASHINFER_COMPILE_SECONDS": "0"}
-    command, where = [sys.executable, "-c", source], bench.baselines.REPOSITORY
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=where)
-    assert done.stdout == (
-        "attention-fa2-bfloat16-7 is not compiled: FLASHINFER_COMPILE_SECONDS leaves no time for it; "
-        "compile ahead with python -m bench.baselines.flashinfer\n"
-    ), done.stderr
+    monkeypatch.setattr(flashinfer, "OUTCOMES", tmp_path)
+    for outcome, reason in (
+        (None, "python -m bench.baselines.flashinfer top_k does it$"),
+        ("error: no nvcc", "error: no nvcc$"),
+    ):
+        if outcome:
+            (tmp_path / "top_k").write_text(outcome)
+        with pytest.raises(Absent, match=f"top_k is not compiled: {reason}"):
+            flashinfer._require_compiled("top_k")
+    (tmp_path / "top_k").write_text("")
+    flashinfer._require_compiled("top_k")
 
 
 @pytest.mark.parametrize("name", ["topk", "attention-fa2", "attention-fa2-float32-64", "../top_k"])
@@ -398,27 +353,11 @@ def test_flashinfer_refuses_kernels_it_does_not_know(name, tmp_path, monkeypatch
     "arguments, called", [([], flashinfer.KERNELS), (["attention-fa3-float16-64"], ("attention-fa3-float16-64",))]
 )
 def test_flashinfer_compiles_what_it_is_asked_to(arguments, called, tmp_path, monkeypatch):
-    """Also where those who need it may not wait for it."""
     calls = []
     monkeypatch.setattr(flashinfer, "OUTCOMES", tmp_path / "kernels")
-    monkeypatch.setattr(flashinfer, "COMPILE_SECONDS", 0.0)
-    monkeypatch.setattr(flashinfer, "_seconds_left", 0.0)
     monkeypatch.setattr(flashinfer, "_call_once", calls.append)
     monkeypatch.setattr(sys, "argv", ["flashinfer", *arguments])
     assert flashinfer.main() == 0 and calls == [*called]
-
-
-def test_compiling_ends_in_time(tmp_path):
-    def run(source: str, limit: float) -> str:
-        return flashinfer._run_to_end([sys.executable, "-c", source], limit)
-
-    assert run("print('done')", 60) == ""
-    assert run("print('first'); raise SystemExit('no compiler')", 60) == "no compiler"
-    assert run("raise SystemExit(3)", 60) == "exit status 3"
-    late = tmp_path / "late"
-    assert run(f"import subprocess; subprocess.run('sleep 2; touch {late}', shell=True)", 1.0) == "not within 1 s"
-    time.sleep(1.5)
-    assert not late.exists()  # what it started has ended with it
 
 
 def test_flashinfer_compiles_ahead_what_it_can(tmp_path, monkeypatch, capsys):
@@ -497,59 +436,3 @@ def test_vllm(device):
     expected = torch.full_like(logits, -torch.inf).scatter(1, token, torch.where(keep, value, -torch.inf))
     for _ in range(2):  # it filters in place, but not its argument
         torch.testing.assert_close(run(), expected)
-
-
-# --- fetching ---
-
-
-def test_fetch(tmp_path, monkeypatch):
-    def pip(command, **kwargs):
-        folder = Path(command[command.index("--dest") + 1])
-        assert command[-1] == "some-peer==2.0" and command[command.index("--python-version") + 1] == "3.12"
-        with zipfile.ZipFile(folder / "some_peer-2.0-py3-none-any.whl", "w") as wheel:
-            wheel.writestr("some_peer/kernel.py", "kernel = 1")
-            wheel.writestr("some_peer/large.py", "large = 1")
-
-    monkeypatch.setattr(subprocess, "run", pip)
-    for name in ("some_peer-1.0-py3-none-any.whl", "other-1.0.whl"):
-        (tmp_path / name).touch()
-    whole = fetch_peers.fetch("some-peer==2.0", None, {}, tmp_path, "3.12")
-    assert {path.name for path in tmp_path.iterdir()} == {"some_peer-2.0-py3-none-any.whl", "other-1.0.whl"}
-    assert len(zipfile.ZipFile(whole).namelist()) == 2
-
-    stubs = {"some_peer/settings.py": "settings = None"}
-    excerpt = fetch_peers.fetch("some-peer==2.0", ["some_peer/kernel.py"], stubs, tmp_path, "3.12")
-    assert {path.name for path in tmp_path.iterdir()} == {excerpt.name, "other-1.0.whl"}
-    with zipfile.ZipFile(excerpt) as file:
-        texts = {name: file.read(name).decode() for name in file.namelist()}
-    assert texts == {"some_peer/kernel.py": "kernel = 1", "some_peer/settings.py": "settings = None"}
-    with pytest.raises(KeyError, match="nothing"):
-        fetch_peers.fetch("some-peer==2.0", ["some_peer/nothing.py"], {}, tmp_path, "3.12")
-    assert excerpt.exists()
-
-
-def test_fetch_tells_what_is_missing(tmp_path, monkeypatch, capsys):
-    def fetch(requirement, files, stubs, folder, python_version):
-        if requirement.startswith("flash"):
-            raise subprocess.CalledProcessError(1, "pip", output="WARNING: old pip\nERROR: No matching distribution\n")
-        (folder / requirement).write_bytes(bytes(2**20))
-
-    monkeypatch.setattr(fetch_peers, "fetch", fetch)
-    monkeypatch.setattr(fetch_peers, "ARCHIVES", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fetch_peers"])
-    assert fetch_peers.main() == 1
-    printed = capsys.readouterr()
-    assert "flashinfer-python==0.6.14: ERROR: No matching distribution" in printed.err
-    assert "1.00 MiB  vllm-tpu==0.21.0" in printed.out
-    assert f"{len(os.listdir(tmp_path)):.2f} MiB of at most 64" in printed.out
-
-
-def test_fetch_tells_of_a_pip_that_fails_without_a_word(tmp_path, monkeypatch, capsys):
-    def fetch(*arguments):
-        raise subprocess.CalledProcessError(9, "pip", output="\n")
-
-    monkeypatch.setattr(fetch_peers, "fetch", fetch)
-    monkeypatch.setattr(fetch_peers, "ARCHIVES", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fetch_peers"])
-    assert fetch_peers.main() == 1
-    assert "flag-gems==5.0.2: Command 'pip' returned non-zero exit status 9." in capsys.readouterr().err

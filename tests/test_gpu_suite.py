@@ -1,4 +1,4 @@
-"""The GPU suite and what the benchmarks share, as far as a CPU can tell: what goes wrong loses no other results."""
+"""The GPU suite and the benchmarks' harness, as far as a CPU can tell: what goes wrong loses no other results."""
 
 import argparse
 import json
@@ -10,17 +10,21 @@ import sys
 import textwrap
 import time
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bench import _common, _every_kernel, _measure, _memory, _outcomes, _report, gpu_suite
-from bench._common import Case, grid, relative_error, run_cases
-from bench._measure import Ceilings, NotCapturableError, Times, Uncaptured, median_and_spread
-from bench._outcomes import summarize
+from bench import every_kernel, gpu_suite, outcomes
 from bench.baselines import Absent, flashinfer
+from bench.harness import cases, measuring, reporting
+from bench.harness.cases import Benchmark, Case
+from bench.harness.measuring import Ceilings, NotCapturableError, Times, Uncaptured, median_and_spread, relative_error
+from bench.harness.storing import CaseResult, Measurement, Results, StepResult, SuiteResults, case_name, write_json
+from bench.outcomes import Counts, summarize
 
 ROOT = Path(__file__).parent.parent
 CEILINGS = Ceilings(1e12, {"float32": 5e13, "bfloat16": 1e15}, 2e-6, 4e-6, 50 * 2**20, 8e12, 2e12)
@@ -35,7 +39,7 @@ def arguments(path=None, **changed):
 @pytest.fixture
 def times(monkeypatch):
     """Replaces the clock: a run that returns (warm, cold) takes so long."""
-    monkeypatch.setattr(_common, "measure_ceilings", lambda *args: CEILINGS)
+    monkeypatch.setattr(measuring, "measure_ceilings", lambda *args: CEILINGS)
 
     def measure(run, device, seconds):
         if not isinstance(run, Uncaptured) and isinstance(run(), str):
@@ -43,57 +47,95 @@ def times(monkeypatch):
         warm, cold = (3.0, 4.0) if isinstance(run, Uncaptured) else run()
         return Times(warm, 0.01, cold, 0.02, "eager" if isinstance(run, Uncaptured) else "graph")
 
-    monkeypatch.setattr(_common, "measure", measure)
+    monkeypatch.setattr(measuring, "measure", measure)
+
+
+def made_up(make_case, shapes):
+    """A benchmark of exactly these shapes; ``make_case`` takes the shape as one dictionary."""
+    benchmark = Benchmark("made_up", lambda device, **shape: make_case(shape), {})
+    benchmark.shapes = lambda quick: shapes
+    return benchmark
 
 
 def run(make_case, shapes, path, **changed):
     """Run cases into a file; (exit status, results)."""
     args, status = arguments(path, **changed), 0
     try:
-        run_cases("made_up", shapes, shapes, make_case, args)
+        made_up(make_case, shapes).run(args)
     except SystemExit as ending:
         status = ending.code
-    return status, json.loads(path.read_text())
+    return status, Results.read(path)
 
 
 # --- cases ---
 
 
-def test_a_grid_has_the_production_point_first_and_nothing_twice():
-    assert grid({"B": 64, "V": 9}, {"B": [1, 64], "V": [5, 9]}, [{"B": 1, "V": 5}, {"V": 5}]) == [
+def test_shapes_have_the_production_point_first_and_nothing_twice():
+    benchmark = Benchmark(
+        "made_up",
+        None,
         {"B": 64, "V": 9},
-        {"B": 1, "V": 9},
-        {"B": 64, "V": 5},
-        {"B": 1, "V": 5},
-    ]
+        {"B": [1, 64], "V": [5, 9]},
+        [{"B": 1, "V": 5}, {"V": 5}],
+        ({"B": 2}, {"V": 7}),
+    )
+    shapes = [{"B": 64, "V": 9}, {"B": 1, "V": 9}, {"B": 64, "V": 5}, {"B": 1, "V": 5}]
+    assert benchmark.shapes() == shapes
+    assert benchmark.shapes(quick=True) == [{"B": 2, "V": 9}, {"B": 2, "V": 7}]
 
 
-def test_every_benchmark_makes_its_axes_in_one_order():
-    """make_case unpacks a shape by position."""
-    for name in gpu_suite.BENCHES:
-        module = __import__(f"bench.bench_{name}", fromlist=["SHAPES"])
-        orders = {tuple(axis for axis in shape if axis != "dtype") for shape in [*module.SHAPES, *module.QUICK]}
-        assert len(orders) == 1, name
-        assert all(list(shape)[-1] == "dtype" for shape in module.SHAPES if "dtype" in shape), name
+@pytest.mark.parametrize("name", gpu_suite.BENCHES)
+def test_every_benchmark_declares_its_shapes(name):
+    """By the names that its cases take; what differs from production is an axis of it."""
+    benchmark = import_module(gpu_suite.module(name)).BENCHMARK
+    assert benchmark.operator == name
+    axes = list(benchmark.production)
+    for shape in (*benchmark.shapes(), *benchmark.shapes(quick=True)):
+        assert list(shape) == axes
+    assert set(benchmark.make_case.__annotations__) == {"device", *axes, "dtype", "return"}
+    assert len(benchmark.shapes()) >= 8 and len(benchmark.shapes(quick=True)) == 2
+
+
+def test_the_reference_is_a_peer_and_compiled_at_the_production_point(monkeypatch):
+    case = Case(None, 1, peers={"peer": None}, reference="the reference")
+    benchmark = Benchmark("made_up", None, {"B": 2, "V": 3})
+    production, other = ({"B": B, "V": 3, "dtype": "float32"} for B in (2, 1))
+    assert [*benchmark.peers(case, production, "cuda")] == ["peer", "reference", "reference, compiled"]
+    for shape, device in ((production, "cpu"), (other, "cuda")):
+        assert [*benchmark.peers(case, shape, device)] == ["peer", "reference"]
+    monkeypatch.setattr(cases.pytorch, "compiled", lambda reference: f"{reference}, compiled")
+    peers = benchmark.peers(case, production, "cuda")
+    assert peers["reference"]() == "the reference" and peers["reference, compiled"]() == "the reference, compiled"
+    assert [*benchmark.peers(replace(case, reference=None), production, "cuda")] == ["peer"]
 
 
 def test_share_of_floor_and_ratios(times, tmp_path):
-    def make_case(device, shape):
+    def make_case(shape):
         # 2e9 bytes at 1e12 bytes/s are 2 ms; 4e12 operations at 1e15 a second are 4 ms.
         return Case(lambda: (5e-3, 8e-3), 2 * 10**9, 4 * 10**12, {"slower": lambda: lambda: (10e-3, 12e-3)})
 
-    status, data = run(make_case, [{"B": 2}], tmp_path / "r.json")
-    (entry,) = data["results"]
-    assert status == 0 and data["finished"] and data["environment"]["dry_run"]
-    assert entry["case"] == "B 2 dtype bfloat16" and entry["floor"] == pytest.approx(4e-3)
-    assert entry["of_floor"] == pytest.approx({"warm": 0.8, "cold": 0.5})
-    assert entry["peers"]["slower"]["ratio_warm"] == pytest.approx(2.0)
-    assert entry["peers"]["slower"]["ratio_cold"] == pytest.approx(1.5)
+    status, results = run(make_case, [{"B": 2}], tmp_path / "r.json")
+    (entry,) = results.cases
+    assert status == 0 and results.finished and results.environment["dry_run"]
+    assert entry.case == "B 2 dtype bfloat16" and entry.floor == pytest.approx(4e-3)
+    assert [entry.of_floor(*states) for states in (["warm"], ["cold"], [])] == pytest.approx([0.8, 0.5, 0.5])
+    assert [entry.ratio("slower", *states) for states in (["warm"], ["cold"], [])] == pytest.approx([2.0, 1.5, 1.5])
+
+
+def test_a_cpu_has_no_cold_shares_and_ratios():
+    warm = Measurement(Times(2.0, 0.0, None, None, "wall"))
+    entry = CaseResult("B 1", {}, warm, {"peer": Measurement(Times(3.0, 0.0, None, None, "wall"))}, floor=1.0)
+    assert (entry.of_floor(), entry.of_floor("cold")) == (0.5, None)
+    assert (entry.ratio("peer"), entry.ratio("peer", "cold"), entry.ratio("another")) == (1.5, None, None)
+    assert reporting.line(entry, None).split() == ["B", "1", "2000000.0", "-", "0.0%", "1000000.0", "50.0%"]
+    assert reporting.line(entry, "peer").split() == ["peer", "3000000.0", "-", "0.0%", "1.50"]
 
 
 def test_the_larger_of_the_two_floors(times, tmp_path):
-    status, data = run(lambda *_: Case(lambda: (1.0, 1.0), 10**12, 10**12), [{"dtype": "float32"}], tmp_path / "r.json")
-    assert status == 0 and data["results"][0]["floor"] == pytest.approx(1.0)
+    status, results = run(
+        lambda _: Case(lambda: (1.0, 1.0), 10**12, 10**12), [{"dtype": "float32"}], tmp_path / "r.json"
+    )
+    assert status == 0 and results.cases[0].floor == pytest.approx(1.0)
 
 
 def test_what_fails_or_is_absent_loses_nothing_else(times, tmp_path):
@@ -103,35 +145,34 @@ def test_what_fails_or_is_absent_loses_nothing_else(times, tmp_path):
     def broken():
         raise RuntimeError("no such kernel" + 1000 * "!")
 
-    def make_case(device, shape):
+    def make_case(shape):
         if shape["B"] == 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         peers = {"absent": absent, "broken": broken, "fails later": lambda: broken, "fine": lambda: lambda: (2.0, 2.0)}
         return Case(lambda: (1.0, 1.0), 10, peers=peers)
 
-    status, data = run(make_case, [{"B": 1}, {"B": 2}, {"B": 3}], tmp_path / "r.json")
-    first, second, third = data["results"]
-    assert status == 1 and "CUDA out of memory" in second["ours"]["failed"]
+    status, results = run(make_case, [{"B": 1}, {"B": 2}, {"B": 3}], tmp_path / "r.json")
+    first, second, third = results.cases
+    assert status == 1 and "CUDA out of memory" in second.ours.missing and results.failed == [second]
     for entry in (first, third):
-        assert entry["ours"]["warm"] == 1.0 and entry["peers"]["fine"]["ratio_cold"] == 2.0
-        assert entry["peers"]["absent"] == {"absent": "not installed"}
-        assert entry["peers"]["broken"]["failed"].startswith("RuntimeError: no such kernel!")
-        assert (
-            len(entry["peers"]["broken"]["failed"]) == 300 and entry["peers"]["fails later"] == entry["peers"]["broken"]
-        )
-    text = "\n".join(_report.operator_section("made_up", data))
+        assert entry.times.warm == 1.0 and entry.ratio("fine", "cold") == 2.0
+        assert entry.peers["absent"].missing == "absent: not installed"
+        assert entry.peers["broken"].missing.startswith("failed: RuntimeError: no such kernel!")
+        assert len(entry.peers["broken"].missing) == len("failed: ") + 300
+        assert entry.peers["fails later"] == entry.peers["broken"]
+    text = "\n".join(reporting.operator_section(results))
     assert "- absent: absent: not installed (2 of 3 cases, first B 1 dtype bfloat16)" in text
     assert "- ours: failed: OutOfMemoryError: CUDA out of memory (B 2 dtype bfloat16)" in text
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_ceilings_are_of_the_dtypes_of_the_shapes(times, monkeypatch, tmp_path, device):
+def test_ceilings_are_of_the_dtypes_of_the_shapes(times, monkeypatch, device):
     measured = []
-    monkeypatch.setattr(_common, "gc", SimpleNamespace(freeze=lambda: None))
-    monkeypatch.setattr(_common, "environment", lambda device: {"device": device, "date": ""})
-    monkeypatch.setattr(_common, "measure_ceilings", lambda device, dtypes, _: measured.append(dtypes) or CEILINGS)
+    monkeypatch.setattr(cases, "gc", SimpleNamespace(freeze=lambda: None))
+    monkeypatch.setattr(cases, "environment", lambda device: {"device": device, "date": ""})
+    monkeypatch.setattr(measuring, "measure_ceilings", lambda device, dtypes, _: measured.append(dtypes) or CEILINGS)
     shapes = [{"dtype": dtype} for dtype in ("bfloat16", "float32", "bfloat16")]
-    _common.Results("made_up", shapes, None, arguments(device=device))
+    cases.Runner(made_up(None, shapes), shapes, arguments(device=device))
     assert measured == [["bfloat16", "float32"]]
 
 
@@ -139,18 +180,18 @@ def test_ceilings_are_of_the_dtypes_of_the_shapes(times, monkeypatch, tmp_path, 
 def test_a_wrong_result_is_no_result(whose, tmp_path):
     right = torch.randn(50)
     wrong = right + 0.1 * torch.randn(50)
-    results = (wrong, right) if whose == "ours" else (right, wrong)
+    found = (wrong, right) if whose == "ours" else (right, wrong)
 
-    def make_case(device, shape):
-        return Case(lambda: results[0], 10, peers={"peer": lambda: lambda: results[1]}, expected=right.double)
+    def make_case(shape):
+        return Case(lambda: found[0], 10, peers={"peer": lambda: lambda: found[1]}, expected=right.double)
 
-    status, data = run(make_case, [{}], tmp_path / "r.json")
-    (entry,) = data["results"]
-    found = entry["ours"] if whose == "ours" else entry["peers"]["peer"]
-    assert "wrong result: relative error" in found["failed"] and "warm" not in found
+    status, results = run(make_case, [{}], tmp_path / "r.json")
+    (entry,) = results.cases
+    measured = entry.ours if whose == "ours" else entry.peers["peer"]
+    assert "wrong result: relative error" in measured.missing and measured.times is None
     assert status == (whose == "ours")
     if whose == "peer":
-        assert entry["ours"]["error"] == 0.0
+        assert entry.ours.error == 0.0
 
 
 def test_relative_error():
@@ -176,54 +217,52 @@ def test_a_deadline_leaves_what_matters_most_and_a_valid_file(
     times, monkeypatch, tmp_path, seconds, measured, with_peers
 ):
     now = 0.0
-    monkeypatch.setattr(_common, "time", SimpleNamespace(monotonic=lambda: now, strftime=time.strftime))
+    monkeypatch.setattr(cases, "time", SimpleNamespace(monotonic=lambda: now))
 
     def take(duration):
         nonlocal now
         now += duration
         return lambda: (2.0, 2.0)
 
-    def make_case(device, shape):
+    def make_case(shape):
         take(1.0)
         return Case(lambda: (1.0, 1.0), 10, peers={"slow": lambda: take(10.0), "later": lambda: take(0.0)})
 
-    status, data = run(make_case, [{"B": b} for b in range(4)], tmp_path / "r.json", seconds=seconds)
-    assert status == 0 and data["finished"] and len(data["planned"]) == 4
-    assert [entry["ours"]["warm"] for entry in data["results"]] == [1.0] * measured
-    peers = (", ".join(label for label, p in entry["peers"].items() if "warm" in p) for entry in data["results"])
+    status, results = run(make_case, [{"B": b} for b in range(4)], tmp_path / "r.json", seconds=seconds)
+    assert status == 0 and results.finished and len(results.planned) == 4
+    assert [entry.times.warm for entry in results.cases] == [1.0] * measured and results.measured == measured
+    peers = (", ".join(label for label, peer in entry.peers.items() if peer.times) for entry in results.cases)
     assert [labels for labels in peers if labels] == with_peers
-    text = "\n".join(_report.operator_section("made_up", data))
+    text = "\n".join(reporting.operator_section(results))
     assert (f"left out, out of time: {4 - measured} of 4 cases" in text) == (measured < 4)
 
 
 def test_a_case_that_ends_the_process_when_made_for_its_peers_keeps_its_time(times, tmp_path):
-    def make_case(device, shape):
+    def make_case(shape):
         return Case(lambda: (1.0, 1.0), 10, peers={"peer": lambda: lambda: (2.0, 2.0)})
 
     shapes, path = [{"B": b} for b in range(3)], tmp_path / "r.json"
-    _, data = run(make_case, shapes, path)
-    first, second, third = data["results"]
+    _, results = run(make_case, shapes, path)
+    first, second, third = results.cases
     for entry in (first, second):
-        entry["running"] = "ours"
-        entry["peers"].clear()
-        del entry["peers_done"]
-    del second["ours"]
-    path.write_text(json.dumps(data))
-    status, data = run(make_case, shapes, path, resume=True)
-    assert data["results"][0]["ours"]["warm"] == 1.0 and data["results"][0]["peers"] == {}
-    assert status == 1 and data["results"][1]["ours"]["fatal"] and data["results"][2] == third
+        entry.running, entry.peers, entry.peers_done = "ours", {}, False
+    second.ours = None
+    write_json(path, results)
+    status, again = run(make_case, shapes, path, resume=True)
+    assert again.cases[0].times.warm == 1.0 and again.cases[0].peers == {}
+    assert status == 1 and again.cases[1].ours.fatal and again.cases[2] == third
 
 
 def test_what_cannot_be_captured_is_timed_as_called(times, tmp_path):
-    status, data = run(lambda *_: Case(lambda: "no capture", 10), [{"B": 1}], tmp_path / "r.json")
-    assert status == 0 and data["results"][0]["ours"]["mode"] == "eager"
-    assert data["uncaptured"] == ["B 1 dtype bfloat16"]
+    status, results = run(lambda _: Case(lambda: "no capture", 10), [{"B": 1}], tmp_path / "r.json")
+    assert status == 0 and results.cases[0].times.mode == "eager"
+    assert results.uncaptured == ["B 1 dtype bfloat16"]
 
 
 def test_a_warm_up_calls_ours_once_and_nothing_that_is_large(monkeypatch):
     called = []
 
-    def make_case(device, shape):
+    def make_case(shape):
         def peer():
             raise AssertionError("a peer was called")
 
@@ -234,8 +273,8 @@ def test_a_warm_up_calls_ours_once_and_nothing_that_is_large(monkeypatch):
     shapes = [{"model": "Qwen2.5-1.5B", "L": length, "base": "none"} for length in (512, 2048, 8192, 32_768)]
     shapes[1:1] = [{"model": "broken"}, {"model": "Qwen2.5-7B"}, shapes[0] | {"base": "Qwen2.5-7B"}]
     limited = []
-    monkeypatch.setattr(_memory, "limit", lambda: limited.append(len(called)))
-    run_cases("made_up", shapes, shapes, make_case, arguments(warm_up=True))
+    monkeypatch.setattr(measuring, "limit_memory", lambda: limited.append(len(called)))
+    made_up(make_case, shapes).run(arguments(warm_up=True))
     assert [shape["L"] for shape in called] == [512, 2048] and limited == [0]
 
 
@@ -243,15 +282,15 @@ def test_a_warm_up_calls_ours_once_and_nothing_that_is_large(monkeypatch):
 def test_memory_of_a_process_is_limited_where_its_environment_says_so(monkeypatch, share):
     shares = []
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
-    monkeypatch.setattr(_every_kernel, "kernels", dict)
-    monkeypatch.setattr(_every_kernel, "run", lambda device: [])
+    monkeypatch.setattr(every_kernel, "kernels", dict)
+    monkeypatch.setattr(every_kernel, "run", lambda device: [])
     monkeypatch.delenv("BENCH_MEMORY_SHARE", raising=False)
     if share:
         monkeypatch.setenv("BENCH_MEMORY_SHARE", share)
-    assert _every_kernel.main() == 0
-    _outcomes.pytest_collection_finish(SimpleNamespace(items=[]))  # where pytest-xdist hands out the tests
+    assert every_kernel.main() == 0
+    outcomes.pytest_collection_finish(SimpleNamespace(items=[]))  # where pytest-xdist hands out the tests
     assert shares == ([0.025] if share else [])
-    _outcomes.pytest_collection_finish(SimpleNamespace(items=["a test"]))
+    outcomes.pytest_collection_finish(SimpleNamespace(items=["a test"]))
     assert shares == ([0.025] * 2 if share else [])
 
 
@@ -266,10 +305,10 @@ def test_a_warm_time_is_that_of_one_call_of_many(monkeypatch):
     def replay(run, calls):
         return calls, "graph"
 
-    monkeypatch.setattr(_measure, "_replay", replay)
-    monkeypatch.setattr(_measure, "_warm_samples", lambda calls, repeats: [calls * 1e-5] * repeats)
-    monkeypatch.setattr(_measure, "_cold_samples", lambda calls, repeats, is_eager: [calls * 3e-5] * repeats)
-    measured = _measure.measure(lambda: None, "cuda")
+    monkeypatch.setattr(measuring, "_replay", replay)
+    monkeypatch.setattr(measuring, "_warm_samples", lambda calls, repeats: [calls * 1e-5] * repeats)
+    monkeypatch.setattr(measuring, "_cold_samples", lambda calls, repeats, is_eager: [calls * 3e-5] * repeats)
+    measured = measuring.measure(lambda: None, "cuda")
     assert (measured.warm, measured.cold, measured.mode) == (pytest.approx(1e-5), pytest.approx(3e-5), "graph")
     assert measured.warm_spread == pytest.approx(0.0)
 
@@ -319,12 +358,12 @@ class FakeDevice:
 @pytest.fixture
 def fake_device(monkeypatch):
     device = FakeDevice()
-    monkeypatch.setattr(_measure, "torch", SimpleNamespace(cuda=device))
+    monkeypatch.setattr(measuring, "torch", SimpleNamespace(cuda=device))
 
     def flush():
         device.now += 1000.0
 
-    monkeypatch.setattr(_measure, "_flush", lambda: flush)
+    monkeypatch.setattr(measuring, "_flush", lambda: flush)
     return device
 
 
@@ -334,17 +373,17 @@ def test_samples_hold_the_call_and_not_the_flush(fake_device):
     def run():
         nonlocal calls
         calls += 1
-        fake_device.now += 7.0 if calls <= _measure.LEAD else 3.0  # the first waits for its launch
+        fake_device.now += 7.0 if calls <= measuring.LEAD else 3.0  # the first waits for its launch
 
-    assert _measure._warm_samples(run, 4) == pytest.approx([3.0] * 4)
+    assert measuring._warm_samples(run, 4) == pytest.approx([3.0] * 4)
     calls = 0
-    assert _measure._cold_samples(run, 4) == pytest.approx([3.0] * 4) and fake_device.now > 6000
+    assert measuring._cold_samples(run, 4) == pytest.approx([3.0] * 4) and fake_device.now > 6000
 
 
 @pytest.mark.parametrize("is_eager", [False, True])
 def test_cold_launches_count_where_they_do_in_use(fake_device, monkeypatch, is_eager):
     """The device is still at the flush when the host launches what comes next, unless it was waited for."""
-    flush, is_busy, was_busy = _measure._flush(), False, []
+    flush, is_busy, was_busy = measuring._flush(), False, []
 
     def busy_flush():
         nonlocal is_busy
@@ -355,17 +394,17 @@ def test_cold_launches_count_where_they_do_in_use(fake_device, monkeypatch, is_e
         nonlocal is_busy
         is_busy = False
 
-    monkeypatch.setattr(_measure, "_flush", lambda: busy_flush)
+    monkeypatch.setattr(measuring, "_flush", lambda: busy_flush)
     monkeypatch.setattr(fake_device, "synchronize", synchronize)
-    _measure._cold_samples(lambda: was_busy.append(is_busy), 3, is_eager=is_eager)
-    assert was_busy == [not is_eager] * (_measure.LEAD + 3)
+    measuring._cold_samples(lambda: was_busy.append(is_busy), 3, is_eager=is_eager)
+    assert was_busy == [not is_eager] * (measuring.LEAD + 3)
 
 
 def test_a_graph_replays_so_many_calls(fake_device):
     def run():
         fake_device.captured += 1
 
-    replay, mode = _measure._replay(run, 5)
+    replay, mode = measuring._replay(run, 5)
     replay()
     assert mode == "graph" and fake_device.now == 5 and fake_device.debug_mode == "default"
 
@@ -376,9 +415,9 @@ def test_what_waits_for_the_host_is_not_captured(fake_device):
         if fake_device.debug_mode == "error":
             raise RuntimeError("called a synchronizing CUDA operation")
 
-    assert _measure._replay(run, 5) == (run, "eager")
+    assert measuring._replay(run, 5) == (run, "eager")
     called = Uncaptured(lambda: None)
-    assert _measure._replay(called, 5) == (called, "eager") and fake_device.debug_mode == "default"
+    assert measuring._replay(called, 5) == (called, "eager") and fake_device.debug_mode == "default"
 
 
 def test_a_capture_that_fails_is_told_from_a_run_that_fails(fake_device):
@@ -387,18 +426,18 @@ def test_a_capture_that_fails_is_told_from_a_run_that_fails(fake_device):
             raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(NotCapturableError, match="not permitted"):
-        _measure._replay(run, 5)
+        measuring._replay(run, 5)
 
     def broken():
         raise RuntimeError("an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="illegal") as error:
-        _measure._replay(broken, 5)
+        measuring._replay(broken, 5)
     assert not isinstance(error.value, NotCapturableError)
 
 
 def test_a_cpu_is_timed_by_the_wall():
-    measured = _measure.measure(lambda: time.sleep(1e-3), "cpu", 0.01)
+    measured = measuring.measure(lambda: time.sleep(1e-3), "cpu", 0.01)
     assert measured.mode == "wall" and measured.cold is None and measured.warm >= 1e-3
 
 
@@ -406,13 +445,12 @@ def test_a_cpu_is_timed_by_the_wall():
 
 DYING = """
 import os, sys, time
-from bench import _common
-from bench._common import Case, parse_args, run_cases
+from bench.harness import cases
+from bench.harness.cases import Benchmark, Case
 
-_common.MEASUREMENT_LIMIT = 1.0
-shapes = [{"B": 1}, {"B": 2}]
+cases.MEASUREMENT_LIMIT = 1.0
 
-def make_case(device, shape):
+def make_case(device, **shape):
     def dies():
         os._exit(7)
     def hangs():
@@ -420,7 +458,7 @@ def make_case(device, shape):
     peers = {"fine": lambda: lambda: None, "dies": lambda: dies, "hangs": lambda: hangs, "last": lambda: lambda: None}
     return Case(lambda: None, 10, peers=peers)
 
-run_cases("topk_candidates", shapes, shapes, make_case, parse_args(""))
+Benchmark("topk_candidates", make_case, {"B": 1}, quick=({}, {"B": 2})).main()
 """
 
 
@@ -432,12 +470,12 @@ def test_a_benchmark_goes_on_after_what_ends_its_process(monkeypatch, tmp_path):
     suite = gpu_suite.Suite(tmp_path / "out", 120.0, dry_run=True)
     assert suite.bench("topk_candidates", 100.0) == "2 of 2 cases, begun again 2 times"
     assert not suite.failed
-    first, second = json.loads((tmp_path / "out" / "topk_candidates.json").read_text())["results"]
+    first, second = Results.read(tmp_path / "out" / "topk_candidates.json").cases
     for entry in (first, second):
-        assert all("warm" in found for found in (entry["ours"], entry["peers"]["fine"], entry["peers"]["last"]))
+        assert all(found.times for found in (entry.ours, entry.peers["fine"], entry.peers["last"]))
     for label in ("dies", "hangs"):
-        assert first["peers"][label]["fatal"] and "the process ended" in first["peers"][label]["failed"]
-        assert "B 1 dtype bfloat16" in second["peers"][label]["left out"]
+        assert first.peers[label].fatal and first.peers[label].missing.startswith("failed: the process ended")
+        assert second.peers[label].missing == "left out: it ended the process in case B 1 dtype bfloat16"
 
 
 def test_a_step_is_ended_at_its_limit_and_the_others_keep_theirs(tmp_path):
@@ -464,7 +502,6 @@ def test_what_compiles_runs_beside_the_tests(monkeypatch, tmp_path, cores):
 
     monkeypatch.setattr(suite, "execute", execute)
     suite.tests(100.0)
-    assert suite.variables["FLASHINFER_COMPILE_SECONDS"] == "0"
     warm_ups = [f"warm-up-{name}" for name in (*gpu_suite.BENCHES, "sanitizer")]
     assert [*jobs] == ["tests", *warm_ups, *(f"flashinfer-{kernel}" for kernel in flashinfer.KERNELS)]
     for name in ("tests", *warm_ups):
@@ -475,7 +512,7 @@ def test_what_compiles_runs_beside_the_tests(monkeypatch, tmp_path, cores):
     gib = {name: 78 * share for name, share in shares.items()}  # of an H100
     left = 78 - sum(gib[name] for name in warm_ups) - 0.5 * (workers + len(jobs))  # with CUDA contexts
     assert gib["tests"] > 4.5 and left > 4 * 4 + 0.5 * workers
-    assert jobs["warm-up-sanitizer"].command[-2:] == ["-m", "bench._every_kernel"]
+    assert jobs["warm-up-sanitizer"].command[-2:] == ["-m", "bench.every_kernel"]
     for kernel in flashinfer.KERNELS:
         job = jobs[f"flashinfer-{kernel}"]
         assert job.command[-2:] == ["bench.baselines.flashinfer", kernel]
@@ -497,24 +534,21 @@ def test_without_set_up(bad): pass
 
 def test_outcomes_of_tests_and_of_a_run_cut_short(tmp_path):
     (tmp_path / "test_made_up.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "bench._outcomes"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "bench.outcomes"]
     command += ["--outcomes", "outcomes.jsonl", "--rootdir", ".", "test_made_up.py"]
     done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
     assert done.returncode == 1
     found = summarize(tmp_path / "outcomes.jsonl")
-    counts = found["modules"]["test_made_up"]
-    assert {key: counts[key] for key in counts if key != "seconds"} == {
-        "passed": 2,
-        "failed": 2,
-        "skipped": 1,
-        "not run": 0,
-    }
-    assert set(found["failures"]) == {"test_made_up.py::test_fails[2]", "test_made_up.py::test_without_set_up"}
+    counts = found.modules["test_made_up"]
+    assert replace(counts, seconds=0.0) == Counts(passed=2, failed=2, skipped=1, not_run=0)
+    assert set(found.failures) == {"test_made_up.py::test_fails[2]", "test_made_up.py::test_without_set_up"}
     lines = (tmp_path / "outcomes.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "cut.jsonl").write_text("".join(lines[:3]) + lines[3][:10])
-    counts = summarize(tmp_path / "cut.jsonl")["modules"]["test_made_up"]
-    assert (counts["passed"], counts["not run"]) == (2, 3)
-    assert summarize(tmp_path / "none.jsonl")["modules"] == {}
+    assert summarize(tmp_path / "cut.jsonl").total() == replace(
+        Counts(passed=2, not_run=3), seconds=pytest.approx(0, abs=5)
+    )
+    none = summarize(tmp_path / "none.jsonl")
+    assert none.modules == {} and none.total() == Counts()
 
 
 def test_the_first_failure_of_a_test_is_told(tmp_path):
@@ -522,76 +556,78 @@ def test_the_first_failure_of_a_test_is_told(tmp_path):
     lines = [{"collected": ["a.py::t"]}]
     lines += [{"test": "a.py::t", "outcome": "failed", "seconds": 1.0, "message": text} for text in ("wrong", "ended")]
     (tmp_path / "outcomes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert summarize(tmp_path / "outcomes.jsonl")["failures"] == {"a.py::t": "wrong"}
+    assert summarize(tmp_path / "outcomes.jsonl").failures == {"a.py::t": "wrong"}
 
 
 # --- the report ---
 
 
-def synthetic(operator="value_head"):
+def synthetic():
     """Results as a GPU would give them: two axes swept, a peer absent in one case, a base model beside a step."""
-    shapes = grid({"model": "A", "M": 64, "dtype": "bfloat16"}, {"M": [1, 8], "model": ["B"]})
-    entries = []
-    for i, shape in enumerate(shapes):
-        ours = {"warm": 1e-5, "warm_spread": 0.01, "cold": 2e-5, "cold_spread": 0.03, "mode": "graph"}
-        peers = {
-            "peer": ours | {"warm": 3e-5, "cold": 5e-5, "ratio_warm": 3.0, "ratio_cold": 2.5 + i},
-            "faster": ours | {"ratio_warm": 1.0, "ratio_cold": 0.75, "mode": "eager"},
-            "(base alone)": ours | {"warm": 8e-6, "cold": 1.6e-5, "ratio_warm": 0.8, "ratio_cold": 0.8},
-            "(step alone)": ours | {"warm": 2e-6, "cold": 4e-6, "ratio_warm": 0.2, "ratio_cold": 0.2},
-            "not here": {"absent": "no package"},
-        }
-        entries.append(
-            {
-                "case": _common.case_name(shape),
-                "shape": shape,
-                "peers": peers,
-                "ours": ours,
-                "bytes": 10**7,
-                "operations": 10**9,
-                "floor": 1e-5,
-                "of_floor": {"warm": 1.0, "cold": 0.5},
-            }
+    shapes = Benchmark("value_head", None, {"model": "A", "M": 64, "dtype": "bfloat16"}, {"M": [1, 8], "model": ["B"]})
+
+    def took(warm, cold, mode="graph"):
+        return Measurement(Times(warm, 0.01, cold, 0.03, mode))
+
+    entries = [
+        CaseResult(
+            case_name(shape),
+            shape,
+            ours=took(1e-5, 2e-5),
+            peers={
+                "peer": took(3e-5, 2e-5 * (2.5 + i)),
+                "faster": took(1e-5, 1.5e-5, "eager"),
+                "(base alone)": took(8e-6, 1.6e-5),
+                "(step alone)": took(2e-6, 4e-6),
+                "not here": Measurement(missing="absent: no package"),
+            },
+            bytes=10**7,
+            operations=10**9,
+            floor=1e-5,
         )
+        for i, shape in enumerate(shapes.shapes())
+    ]
     where = dict(command="python -m bench.x", device="NVIDIA H200", torch="2.11.0", triton="3.6.0", python="3.12.3")
-    return {
-        "operator": operator,
-        "environment": where | {"date": "2026-11-21", "backend": "triton", "dry_run": False},
-        "ceilings": vars(CEILINGS),
-        "planned": [*(entry["case"] for entry in entries), "one more"],
-        "results": entries,
-        "finished": True,
-    }
+    where |= {"date": "2026-11-21", "backend": "triton", "dry_run": False}
+    planned = [*(entry.case for entry in entries), "one more"]
+    return Results("value_head", where, CEILINGS, planned, entries, finished=True)
+
+
+def test_results_are_read_as_they_were_written(tmp_path):
+    write_json(tmp_path / "r.json", synthetic())
+    write_json(tmp_path / "suite.json", SuiteResults({}))
+    assert Results.read(tmp_path / "r.json") == synthetic()
+    assert gpu_suite.read_folder(tmp_path) == {"value_head": synthetic()}
 
 
 def test_tables_of_synthetic_results():
-    data = synthetic()
-    suite = {"environment": data["environment"], "steps": {"value_head": {"outcome": "4 of 5 cases", "seconds": 3.0}}}
-    suite["steps"]["value_head"]["log"] = "value_head.txt"
-    text = _report.summary(suite, {"value_head": data})
+    results = synthetic()
+    suite = SuiteResults(results.environment, {"value_head": StepResult("4 of 5 cases", 3.0, "value_head.txt")})
+    text = reporting.summary(suite, {"value_head": results})
     assert "python -m bench.x" in text and "NVIDIA H200, 2026-11-21; torch 2.11.0, triton 3.6.0, Python 3.12.3" in text
+    assert "| value_head | 4 of 5 cases | 3 | value_head.txt |" in text
     assert (
         "| A | 64 | bfloat16 | 10.0 | 20.0 | 3% | 10.00 | 1.00 | 10.0 | 100% | 50% | 2.50 / 3.00 | 0.75 / 1.00 e "
         "| 0.80 / 0.80 | 0.20 / 0.20 | absent |"
     ) in text
     assert "- left out, out of time: 1 of 5 cases" in text and "DRY RUN" not in text
     assert "base alone 16 us, with the step 20 us (+25.0%); the step alone is 25.0% of the base (cold)" in text
-    short = _report.short_table(suite, {"value_head": data})
+    short = reporting.short_table(suite, {"value_head": results})
     (line,) = (line for line in short if line.startswith("value_head"))
     assert line.split() == ["value_head", "10.0", "20.0", "50%", "faster:", "0.75", "4/5"]
     assert "no not here: absent: no package" in short
 
 
 def test_a_plot_has_the_axes_that_were_swept(tmp_path):
-    data = synthetic()
-    axes = _report.swept_axes(data["results"])
-    assert {axis: [entry["shape"][axis] for entry in line] for axis, line in axes.items()} == {
+    results = synthetic()
+    axes = reporting.swept_axes(results.cases)
+    assert {axis: [entry.shape[axis] for entry in line] for axis, line in axes.items()} == {
         "model": ["A", "B"],
         "M": [1, 8, 64],
     }
-    assert _report.plot(data, tmp_path / "plot.png") and (tmp_path / "plot.png").stat().st_size > 10_000
-    del data["results"][1:]
-    assert not _report.plot(data, tmp_path / "none.png")
+    assert reporting.plot(results, tmp_path / "plot.png") and (tmp_path / "plot.png").stat().st_size > 10_000
+    del results.cases[1:]
+    assert not reporting.plot(results, tmp_path / "none.png")
 
 
 # --- the whole ---
@@ -610,13 +646,14 @@ def test_dry_run_end_to_end(tmp_path):
     suite = json.loads((tmp_path / "suite.json").read_text())
     assert list(suite["steps"]) == list(steps) and "every kernel ran" in suite["steps"]["sanitizer"]["outcome"]
     assert set(suite["tests"]["modules"]) == {"test_topk_candidates", "test_value_head"}
-    data = json.loads((tmp_path / "topk_candidates.json").read_text())
-    assert data["finished"] and data["environment"]["dry_run"] and data["environment"]["backend"] == "reference"
-    for entry in data["results"]:
-        assert "GPU" in entry["peers"]["FlashInfer top_k"]["absent"] and "warm" in entry["peers"]["torch.topk"]
+    results = Results.read(tmp_path / "topk_candidates.json")
+    where = results.environment
+    assert results.finished and where["dry_run"] and where["backend"] == "reference"
+    for entry in results.cases:
+        assert entry.peers["FlashInfer top_k"].missing.startswith("absent: runs on a GPU only")
+        assert entry.peers["torch.topk"].times and entry.peers["reference"].times
     assert (tmp_path / "topk_candidates.png").exists()
     text = (tmp_path / "summary.md").read_text()
-    where = data["environment"]
     for expected in (" -m bench.gpu_suite", "DRY RUN", *(where[key] for key in ("device", "torch", "date"))):
         assert expected in text
     assert "15 of 15 kernels launched" in (tmp_path / "sanitizer.txt").read_text()

@@ -13,7 +13,7 @@ import matplotlib.image
 import pytest
 import torch
 
-from bench import _models
+from bench import models
 from bench.study import __main__ as cli
 from bench.study import flops, report, run
 from bench.study.flops import Architecture, Guidance, Workload
@@ -296,7 +296,7 @@ SMOLLM2 = [[], ["--load", "smollm2"]]  # the default on a CPU, too
 @pytest.fixture
 def tiny_study(tmp_path, monkeypatch, study):
     """Runs a study of a tiny model of random weights with these options; gives the exit status and the folder."""
-    monkeypatch.setitem(_models.DIMENSIONS, "Qwen2-tiny", (32, 48, 2, 4, 2, 8, False))
+    monkeypatch.setitem(models.DIMENSIONS, "Qwen2-tiny", (32, 48, 2, 4, 2, 8, False))
     monkeypatch.setitem(flops.VOCABULARY, "Qwen2-tiny", 211)
     size = ["--device", "cpu", "--dtype", "float32", "--rows", "3", "--steps", "4"]
 

@@ -182,12 +182,12 @@ def test_requests_come_and_go(device):
     assert len(baseline._free) == slots - 3
     assert (theirs.probs.gather(1, theirs.tokens[:, None].long()) > 0).all()
     assert [token in ids for token, ids in zip(theirs.tokens.tolist(), theirs.candidate_ids, strict=True)] == [True] * 3
-    baseline.clear(1)
+    baseline.remove_request(1)
     assert len(baseline._free) == slots - 2 + len(PROMPTS[1]) - 1
     unguided, _, _ = decode_both(engines, PROMPTS[:3], random_scores(3, 2, device))  # rows 0 and 2 from where they were
     assert unguided.rows == [0, 2]
-    baseline.clear(0)
-    baseline.clear(2)
+    baseline.remove_request(0)
+    baseline.remove_request(2)
     assert sorted(baseline._free.tolist()) == list(range(baseline.cache.keys.shape[1]))
     nothing = engines[0].decode([0, 1, 2], PROMPTS[:3], random_scores(3, 2, device))
     assert nothing.tokens is None and nothing.rows == []

@@ -11,7 +11,6 @@ import os
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -19,9 +18,8 @@ from typing import NamedTuple
 
 import torch
 
+from bench.harness.measuring import Run  # noqa: F401  what the functions of all modules return
 from lenvm_kernels.reference.value_tree_attention import tree_mask
-
-Run = Callable[[], object]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ARCHIVES = REPOSITORY / "peers"

@@ -1,29 +1,23 @@
 """FlashInfer: its deterministic top-k, its sampler, and its paged attention with two ways of saying our mask.
 
-FlashInfer compiles its kernels with nvcc when they are first called, which takes a minute or more. So that no benchmark
-waits for it, ``python -m bench.baselines.flashinfer [KERNELS ...]`` compiles ahead, beside work that is not timed. For
-what is not compiled by then, a process waits ``COMPILE_SECONDS`` in all (``FLASHINFER_COMPILE_SECONDS`` in its
-environment; with 0 it compiles nothing). What is compiled, and why what fails does, stays in ``build/peers`` for the
-next process.
+FlashInfer compiles its kernels with nvcc when they are first called, which takes a minute or more. No benchmark waits
+for it: ``python -m bench.baselines.flashinfer [KERNELS ...]`` compiles ahead, and what is not compiled is absent. What
+is compiled, and why what fails does, stays in ``build/peers``.
 """
 
 import argparse
 import os
 import re
-import signal
-import subprocess
 import sys
 import time
 
 import torch
 import torch.nn.functional as F
 
-from bench.baselines import REPOSITORY, UNPACKED, Absent, Run, Tree, describe, load, require_cuda, require_dtype
+from bench.baselines import UNPACKED, Absent, Run, Tree, describe, load, require_cuda, require_dtype
 
-# Compilation that a process waits for, all kernels together: less than a benchmark gives a peer before it ends it.
-COMPILE_SECONDS = float(os.environ.get("FLASHINFER_COMPILE_SECONDS", "45"))
 KERNELS = ("top_k", "sampling", "attention-fa2-bfloat16-128", "attention-fa2-bfloat16-64")
-# Attention has more than those: other backends, dtypes and head dimensions are compiled when they are asked for.
+# Attention has more than those: other backends, dtypes and head dimensions are compiled when they are named.
 KNOWN = re.compile(r"top_k|sampling|attention-(fa2|fa3)-(bfloat16|float16)-[1-9]\d*")
 # FlashInfer's own recommendation is 128 MiB; a large batch whose prefixes are split over programs needs more.
 WORKSPACE_BYTES = 256 * 2**20
@@ -31,8 +25,6 @@ WORKSPACE_BYTES = 256 * 2**20
 # A file for each of the kernels that were compiled: empty, or why that failed.
 OUTCOMES = UNPACKED / "flashinfer-kernels"
 os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", str(UNPACKED))  # so that both are kept, or deleted, together
-
-_seconds_left = COMPILE_SECONDS
 
 
 def topk_candidates(scores: torch.Tensor, top_k: int) -> Run:
@@ -49,7 +41,7 @@ def topk_candidates(scores: torch.Tensor, top_k: int) -> Run:
         Absent: FlashInfer is not there or not compiled, or no GPU.
     """
     require_cuda(scores)
-    _compile("top_k")
+    _require_compiled("top_k")
     return _topk_candidates(scores, top_k)
 
 
@@ -74,7 +66,7 @@ def top_k_top_p_sample(logits: torch.Tensor, top_k: torch.Tensor | int, top_p: t
     """
     require_cuda(logits)
     require_dtype(logits, torch.float32)
-    _compile("sampling")
+    _require_compiled("sampling")
     return _top_k_top_p_sample(logits, top_k, top_p)
 
 
@@ -147,7 +139,7 @@ def _multi_item_attention(tree: Tree, backend: str) -> Run:
 def _prepare_attention(tree: Tree, backend: str) -> None:
     require_cuda(tree.q)
     require_dtype(tree.q, torch.bfloat16, torch.float16)
-    _compile(f"attention-{backend}-{str(tree.q.dtype).removeprefix('torch.')}-{tree.q.shape[-1]}")
+    _require_compiled(f"attention-{backend}-{str(tree.q.dtype).removeprefix('torch.')}-{tree.q.shape[-1]}")
 
 
 def _attention(tree: Tree, backend: str, **mask: object) -> Run:
@@ -181,44 +173,12 @@ def _attention(tree: Tree, backend: str, **mask: object) -> Run:
     return lambda: wrapper.run(q, cache, out=out)
 
 
-def _compile(kernels: str) -> None:
-    """See that some of FlashInfer's kernels are compiled.
-
-    Raises:
-        Absent: FlashInfer is not there, or these kernels are not.
-    """
-    global _seconds_left
+def _require_compiled(kernels: str) -> None:
+    """Raise :class:`Absent` unless FlashInfer is there and some of its kernels are compiled."""
     load("flashinfer")
-    outcome, reason = OUTCOMES / kernels, f"other kernels took the {COMPILE_SECONDS:.0f} s"
-    if COMPILE_SECONDS <= 0:
-        reason = "FLASHINFER_COMPILE_SECONDS leaves no time for it"
-    if not outcome.exists() and _seconds_left > 0:
-        start = time.monotonic()
-        reason = _run_to_end([sys.executable, "-m", "bench.baselines.flashinfer", kernels], _seconds_left)
-        _seconds_left -= time.monotonic() - start
-    if outcome.exists():
-        reason = outcome.read_text()
-    if reason:
-        raise Absent(f"{kernels} is not compiled: {reason}; compile ahead with python -m bench.baselines.flashinfer")
-
-
-def _run_to_end(command: list[str], limit: float) -> str:
-    """Run a command, with all processes it starts, for at most ``limit`` seconds. Its last line if it fails."""
-    with subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # so that nvcc and ninja end with it
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            return f"not within {limit:.0f} s"
-    return "" if process.returncode == 0 else [f"exit status {process.returncode}", *output.strip().splitlines()][-1]
+    outcome = OUTCOMES / kernels
+    if reason := outcome.read_text() if outcome.exists() else f"python -m bench.baselines.flashinfer {kernels} does it":
+        raise Absent(f"{kernels} is not compiled: {reason}")
 
 
 def _call_once(kernels: str) -> None:
@@ -246,7 +206,7 @@ def _call_once(kernels: str) -> None:
 
 
 def main() -> int:
-    """Compile, whatever ``COMPILE_SECONDS`` is: that limits only those who wait for it."""
+    """Compile ahead."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernels", nargs="*", metavar="KERNELS", help=f"default: {' '.join(KERNELS)}")
     args = parser.parse_args()

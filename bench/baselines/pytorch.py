@@ -1,6 +1,5 @@
 """PyTorch itself as a peer: the plain references, eager and compiled, and the best that its own operators do."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -9,19 +8,13 @@ import torch.nn.functional as F
 from bench.baselines import Absent, Run, Tree, describe
 
 
-def eager(function: Callable, *args: object, **kwargs: object) -> Run:
-    """A function of ``lenvm_kernels.reference`` as it is; ``run`` returns what it returns."""
-    return partial(function, *args, **kwargs)
-
-
-def compiled(function: Callable, *args: object, compiler: str = "inductor", **kwargs: object) -> Run:
+def compiled(reference: partial, compiler: str = "inductor") -> Run:
     """``torch.compile`` of a reference for these shapes, as one graph; ``run`` returns what the reference returns.
 
     Preparing it compiles it, which calls it once.
 
     Args:
-        function: of ``lenvm_kernels.reference``.
-        args, kwargs: its arguments.
+        reference: a function of ``lenvm_kernels.reference`` with its arguments.
         compiler: backend of ``torch.compile``; "aot_eager" traces the graph but generates no code.
 
     Raises:
@@ -29,11 +22,12 @@ def compiled(function: Callable, *args: object, compiler: str = "inductor", **kw
     """
     # Compiled code is kept by function, for eight shapes at most; after that PyTorch stops compiling, in silence.
     torch._dynamo.reset()
-    run = partial(torch.compile(function, backend=compiler, dynamic=False, fullgraph=True), *args, **kwargs)
+    function = torch.compile(reference.func, backend=compiler, dynamic=False, fullgraph=True)
+    run = partial(function, *reference.args, **reference.keywords)
     try:
         run()
     except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
-        raise Absent(f"{function.__name__} does not compile as one graph: {describe(error)}") from error
+        raise Absent(f"{reference.func.__name__} does not compile as one graph: {describe(error)}") from error
     return run
 
 

@@ -29,8 +29,9 @@ Where this differs from the fork:
 - Projections of q, k, v and gate, up are one matrix each, as in the fork; norms, rotary embedding, activation and the
   cache write are PyTorch operators, where the fork has kernels. No side stream: the main one would wait for it.
 - Probabilities come from one softmax; the fork also writes them over the logits.
-- Requests leave by :meth:`TwoForwardStep.clear`. The fork drops those that are not in a step, and computes all their
-  tokens again afterwards. Prompts may come ahead (:meth:`TwoForwardStep.extend`); in the fork the first step has them.
+- Requests leave by :meth:`TwoForwardStep.remove_request`. The fork drops those that are not in a step, and computes all
+  their tokens again afterwards. Prompts may come ahead (:meth:`TwoForwardStep.extend`); in the fork the first step has
+  them.
 - Requests with neutral parameters are unguided (:func:`parse_guidance` makes them so).
 """
 
@@ -43,6 +44,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.types import Mode
@@ -82,11 +84,11 @@ class TwoForwardOutput:
         value_logits: of each such row, a tensor ``[n]``.
     """
 
-    probs: torch.Tensor
-    tokens: torch.Tensor | None
+    probs: Tensor
+    tokens: Tensor | None
     rows: list[int]
     candidate_ids: list[list[int]]
-    value_logits: list[torch.Tensor]
+    value_logits: list[Tensor]
 
 
 @dataclass
@@ -99,30 +101,30 @@ class _Pending:
     on_device: bool = False
     candidate_probs: list[list[float]] = field(default_factory=list)  # of guidance on the host
     # of guidance on the device
-    probs: torch.Tensor | None = None  # [rows, K], 0 pads
-    ids: torch.Tensor | None = None  # [rows, K]
+    probs: Tensor | None = None  # [rows, K], 0 pads
+    ids: Tensor | None = None  # [rows, K]
 
 
 @dataclass(frozen=True)
 class _Batch:
     """One forward of ``T`` tokens of ``B`` requests, at most ``Q`` each, over at most ``L`` keys."""
 
-    token_ids: torch.Tensor  # int64 [T]
-    positions: torch.Tensor  # int64 [T]
-    slots: torch.Tensor  # int64 [T], of the new keys and values
-    kv_slots: torch.Tensor  # int64 [B, L]
-    mask: torch.Tensor  # [B, 1, G Q, L], added to the scores; G query heads share a key head
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    slots: Tensor  # int64 [T], of the new keys and values
+    kv_slots: Tensor  # int64 [B, L]
+    mask: Tensor  # [B, 1, G Q, L], added to the scores; G query heads share a key head
     longest: int  # Q
-    places: torch.Tensor | None  # int64 [T], where in [B Q] each token is; None: T is B Q
+    places: Tensor | None  # int64 [T], where in [B Q] each token is; None: T is B Q
 
-    def pad(self, x: torch.Tensor) -> torch.Tensor:
+    def pad(self, x: Tensor) -> Tensor:
         """``[T, ...]`` -> ``[B, Q, ...]``."""
         b = len(self.kv_slots)
         if self.places is not None:
             x = x.new_zeros(b * self.longest, *x.shape[1:]).index_copy_(0, self.places, x)
         return x.unflatten(0, (b, self.longest))
 
-    def unpad(self, x: torch.Tensor) -> torch.Tensor:
+    def unpad(self, x: Tensor) -> Tensor:
         """``[B, Q, ...]`` -> ``[T, ...]``."""
         x = x.flatten(0, 1)
         return x if self.places is None else x[self.places]
@@ -136,9 +138,9 @@ class TwoForwardStep:
     Args:
         value_model: whose weights it runs.
         slot_table: ``[R, pages]``; the engine's, of which only the shape is used.
-        num_slots: slots for the tokens of all requests. The candidates' ``max_rows * max_candidates`` come on top.
+        num_slots: slots for the tokens of all requests. The candidates' ``max_requests * max_candidates`` come on top.
         vocab_size: V.
-        max_rows: the largest batch (None: R).
+        max_requests: the largest batch (None: R).
         max_candidates: the most candidates that a row may come to have: room, not a filter.
         page_size: tokens of a page of ``slot_table``.
         chunk_tokens: tokens of :meth:`extend` that are computed at a time.
@@ -147,11 +149,11 @@ class TwoForwardStep:
     def __init__(
         self,
         value_model: ValueModel,
-        slot_table: torch.Tensor,
+        slot_table: Tensor,
         num_slots: int,
         *,
         vocab_size: int,
-        max_rows: int | None = None,
+        max_requests: int | None = None,
         max_candidates: int = 8,
         page_size: int = 1,
         chunk_tokens: int = 4096,
@@ -159,7 +161,7 @@ class TwoForwardStep:
         rows, pages = slot_table.shape
         self.value_model, self.device, self.vocab_size = value_model, value_model.device, vocab_size
         self.max_candidates, self.chunk_tokens = max_candidates, chunk_tokens
-        num_slots += (rows if max_rows is None else max_rows) * max_candidates
+        num_slots += (rows if max_requests is None else max_requests) * max_candidates
         self.cache = KVCache.of_slots(value_model, num_slots)
         self._max_len = pages * page_size + max_candidates
         self.slot_table = torch.zeros(rows, -(-self._max_len // 8) * 8, dtype=torch.int64, device=self.device)
@@ -170,27 +172,28 @@ class TwoForwardStep:
 
     # --- requests ---
 
-    def set(
+    def add_request(
         self,
-        row: int,
+        table_row: int,
         params: GuidanceParams | None,
         eos_token_ids: set[int],
         *,
         prompt_len: int = 0,
         seed: int = 0,
     ) -> None:
-        """Admit a request into a row of the slot table; arguments as in :meth:`GuidedStep.set`, ``seed`` unused."""
-        if not 0 <= row < len(self.slot_table):
-            raise IndexError(f"row must be in [0, {len(self.slot_table)}), got {row}")
-        if row in self._requests:
-            self.retract(row, 0)
-            del self._requests[row]
+        """Admit a request into a row of the slot table; arguments as in :meth:`GuidedStep.add_request`, ``seed``
+        unused."""
+        if not 0 <= table_row < len(self.slot_table):
+            raise IndexError(f"table_row must be in [0, {len(self.slot_table)}), got {table_row}")
+        if table_row in self._requests:
+            self.retract(table_row, 0)
+            del self._requests[table_row]
         if params is not None and params.mode != Mode.UNGUIDED:
-            self._requests[row] = _Request(row, params, eos_token_ids, prompt_len)
+            self._requests[table_row] = _Request(table_row, params, eos_token_ids, prompt_len)
 
-    def clear(self, row: int) -> None:
+    def remove_request(self, table_row: int) -> None:
         """Give back the slots of a request that leaves."""
-        self.set(row, None, set())
+        self.add_request(table_row, None, set())
 
     def retract(self, row: int, length: int) -> None:
         """Forget all but the first ``length`` tokens of a guided request, and give back their slots."""
@@ -203,15 +206,18 @@ class TwoForwardStep:
     @torch.no_grad()
     def extend(
         self,
-        tokens: torch.Tensor,
-        slots: torch.Tensor | None,
-        rows: torch.Tensor,
-        starts: torch.Tensor,
-        lens: torch.Tensor,
-        cached_lens: torch.Tensor,
+        tokens: Tensor,
+        slots: Tensor | None,
+        table_rows: Tensor,
+        starts: Tensor,
+        lens: Tensor,
+        cached_lens: Tensor,
     ) -> None:
         """Compute and keep keys and values of prompts; arguments as in :meth:`GuidedStep.extend`, ``slots`` unused."""
-        ids, batch = tokens.tolist(), torch.stack([x.long() for x in (rows, starts, lens, cached_lens)], 1).tolist()
+        ids, batch = (
+            tokens.tolist(),
+            torch.stack([x.long() for x in (table_rows, starts, lens, cached_lens)], 1).tolist(),
+        )
         pieces = []
         for row, start, length, cached in batch:
             if row not in self._requests or length == 0:
@@ -229,25 +235,24 @@ class TwoForwardStep:
 
     def _check_known(self, request: _Request, length: int) -> None:
         if len(request.tokens) != length:
-            raise ValueError(
-                f"row {request.row} must have {length} tokens before these, has {len(request.tokens)}: extend() them"
-            )
+            known = f"has {len(request.tokens)}: extend() them"
+            raise ValueError(f"row {request.row} must have {length} tokens before these, {known}")
 
     # --- the step ---
 
     @torch.no_grad()
     def step(
         self,
-        scores: torch.Tensor,
-        tokens: torch.Tensor,
-        rows: torch.Tensor,
-        lengths: torch.Tensor,
-        slots: torch.Tensor | None = None,
+        scores: Tensor,
+        tokens: Tensor,
+        table_rows: Tensor,
+        lengths: Tensor,
+        slots: Tensor | None = None,
         *,
-        top_k: torch.Tensor,
-        top_p: torch.Tensor,
-        min_p: torch.Tensor,
-        temperature: torch.Tensor | None = None,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        temperature: Tensor | None = None,
         is_logits: bool = False,
         sample: bool = False,
     ) -> TwoForwardOutput:
@@ -258,7 +263,7 @@ class TwoForwardStep:
             RuntimeError: what the fork fails on (see above), or no free slots.
         """
         # Stands for the engine's own read of what it drew, through which the fork knows its requests' tokens.
-        numbers = torch.stack([x.long() for x in (rows, tokens, lengths)], 1).tolist()
+        numbers = torch.stack([x.long() for x in (table_rows, tokens, lengths)], 1).tolist()
         requests = [self._requests.get(row) for row, _, _ in numbers]
         for request, (row, token, length) in zip(requests, numbers, strict=True):
             if request is not None:
@@ -292,13 +297,9 @@ class TwoForwardStep:
         return TwoForwardOutput(guided, drawn, pending.rows, pending.candidate_ids, values)
 
     def _candidates(
-        self,
-        probs: torch.Tensor,  # [B, V]
-        requests: Sequence[_Request | None],
-        top_k: torch.Tensor,
-        top_p: torch.Tensor,
-        min_p: torch.Tensor,
+        self, probs: Tensor, requests: Sequence[_Request | None], top_k: Tensor, top_p: Tensor, min_p: Tensor
     ) -> _Pending:
+        """Candidates of the guided rows of ``probs [B, V]``."""
         guided = [i for i, request in enumerate(requests) if request is not None]
         pending = _Pending()
         if not guided:
@@ -317,22 +318,15 @@ class TwoForwardStep:
                 self._sort_on_host(pending, probs[i], i, requests[i], row_top_p, row_min_p)
         for i, ids in zip(pending.rows, pending.candidate_ids, strict=True):
             if len(ids) > self.max_candidates:
-                raise ValueError(
-                    f"row {i} has {len(ids)} candidates, room is for max_candidates = {self.max_candidates}"
-                )
+                room = f"room is for max_candidates = {self.max_candidates}"
+                raise ValueError(f"row {i} has {len(ids)} candidates, {room}")
         return pending
 
     def _select(
-        self,
-        pending: _Pending,
-        probs: torch.Tensor,  # [B, V]
-        requests: Sequence[_Request | None],
-        index: torch.Tensor,  # [G], rows of the batch that are guided and have a top-k
-        top_k: torch.Tensor,  # [G]
-        top_p: torch.Tensor,
-        min_p: torch.Tensor,
+        self, pending: _Pending, probs: Tensor, requests: Sequence[_Request | None], index: Tensor, *filters: Tensor
     ) -> None:
-        """Candidates of rows with a top-k, all at once on the device."""
+        """Candidates of rows with a top-k, all at once on the device: rows ``index [G]`` of ``probs [B, V]``."""
+        top_k, top_p, min_p = filters
         top_k = top_k.clamp(max=self.vocab_size)
         most, ids = probs.index_select(0, index).topk(int(top_k.max()), dim=-1)
         place = torch.arange(most.shape[1], device=self.device)
@@ -385,7 +379,7 @@ class TwoForwardStep:
             pending.probs, pending.ids = torch.cat(p_rows), torch.cat(id_rows)
 
     def _sort_on_host(
-        self, pending: _Pending, probs: torch.Tensor, i: int, request: _Request, top_p: float, min_p: float
+        self, pending: _Pending, probs: Tensor, i: int, request: _Request, top_p: float, min_p: float
     ) -> None:
         """Candidates of a row without a top-k; ``probs [V]``."""
         row = probs.cpu()
@@ -412,23 +406,24 @@ class TwoForwardStep:
 
     # --- the value model ---
 
-    def _allocate(self, count: int) -> torch.Tensor:
+    def _allocate(self, count: int) -> Tensor:
         if count > len(self._free):
             raise RuntimeError(f"{count} slots are needed, {len(self._free)} are free")
         slots, self._free = self._free[:count], self._free[count:]
         return slots
 
-    def _release(self, slots: torch.Tensor) -> None:
+    def _send(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    def _release(self, slots: Tensor) -> None:
         self._free = torch.cat([self._free, slots])
 
-    def _place(self, requests: Sequence[_Request], counts: Sequence[int]) -> torch.Tensor:
+    def _place(self, requests: Sequence[_Request], counts: Sequence[int]) -> Tensor:
         """Slots for new tokens of each request after its cached ones, written to the table request by request."""
         for request, count in zip(requests, counts, strict=True):
             if request.cached + count > self._max_len:
-                raise ValueError(
-                    f"row {request.row} needs room for {request.cached + count} tokens and candidates, "
-                    f"slot_table has it for {self._max_len}"
-                )
+                needed = f"row {request.row} needs room for {request.cached + count} tokens and candidates"
+                raise ValueError(f"{needed}, slot_table has it for {self._max_len}")
         slots = self._allocate(sum(counts))
         first = 0
         for request, count in zip(requests, counts, strict=True):
@@ -450,19 +445,13 @@ class TwoForwardStep:
         positions = np.arange(len(new)) + np.repeat(starts - ends + counts, counts)
         query, key = (torch.arange(n, device=self.device) for n in (max(counts), max(lengths)))
         query = torch.tensor(cached, device=self.device)[:, None] + query
-        batch = self._batch(
-            requests,
-            counts,
-            torch.tensor(new, device=self.device),
-            torch.from_numpy(positions).to(self.device, non_blocking=True),
-            slots,
-            key <= query[:, :, None],
-        )
+        token_ids, positions = torch.tensor(new, device=self.device), self._send(positions)
+        batch = self._batch(requests, counts, (token_ids, positions, slots), key <= query[:, :, None])
         self._values(self._forward(batch))
         for request, length in pieces:
             request.cached = length
 
-    def _score(self, requests: Sequence[_Request], pending: _Pending) -> list[torch.Tensor]:
+    def _score(self, requests: Sequence[_Request], pending: _Pending) -> list[Tensor]:
         """Candidate forward: the value logits of each request's candidates."""
         prefix, counts = [request.cached for request in requests], [len(ids) for ids in pending.candidate_ids]
         slots = self._place(requests, counts)
@@ -471,14 +460,7 @@ class TwoForwardStep:
         else:
             token_ids = torch.tensor([t for ids in pending.candidate_ids for t in ids], device=self.device)
         mask, positions = tree_mask(prefix, counts)
-        batch = self._batch(
-            requests,
-            counts,
-            token_ids,
-            torch.from_numpy(positions).to(self.device, non_blocking=True),
-            slots,
-            torch.from_numpy(mask).to(self.device, non_blocking=True),
-        )
+        batch = self._batch(requests, counts, (token_ids, self._send(positions), slots), self._send(mask))
         try:
             logits = self._values(self._forward(batch))
         finally:
@@ -487,14 +469,10 @@ class TwoForwardStep:
         return list(logits.split(counts_t.tolist()))  # the fork reads back from the device what the host had
 
     def _batch(
-        self,
-        requests: Sequence[_Request],
-        counts: Sequence[int],
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        seen: torch.Tensor,  # bool [B, Q, L]
+        self, requests: Sequence[_Request], counts: Sequence[int], tokens: Sequence[Tensor], seen: Tensor
     ) -> _Batch:
+        """Of ``tokens``, their ids, positions and slots; and of ``seen``, bool ``[B, Q, L]``."""
+        token_ids, positions, slots = tokens
         config, (b, longest, keys) = self.value_model.config, seen.shape
         rows = torch.tensor([request.row for request in requests], device=self.device)
         # The attention's kernels want rows of the mask to begin at multiples of 8 elements, and copy it if they do not.
@@ -506,14 +484,13 @@ class TwoForwardStep:
         mask = mask[:, None, None].expand(b, 1, groups, longest, padded).reshape(b, 1, groups * longest, padded)
         places = None
         if len(token_ids) != b * longest:
-            places = np.arange(len(token_ids)) + np.repeat(
-                np.arange(b) * longest - np.cumsum([0, *counts[:-1]]), counts
-            )
-            places = torch.from_numpy(places).to(self.device, non_blocking=True)
+            starts = np.arange(b) * longest - np.cumsum([0, *counts[:-1]])
+            places = np.arange(len(token_ids)) + np.repeat(starts, counts)
+            places = self._send(places)
         kv_slots = self.slot_table[rows, :padded]
         return _Batch(token_ids, positions, slots, kv_slots, mask, longest, places)
 
-    def _forward(self, batch: _Batch) -> torch.Tensor:
+    def _forward(self, batch: _Batch) -> Tensor:
         """Hidden states ``[T, H]`` behind the final norm; keys and values go to their slots."""
         model, config = self.value_model, self.value_model.config
         width, eps = (config.hidden_size,), config.rms_norm_eps
@@ -523,9 +500,8 @@ class TwoForwardStep:
         heads = config.num_heads + 2 * config.num_kv_heads
         for i, layer in enumerate(model.layers):
             qkv = F.linear(F.rms_norm(hidden, width, eps=eps), layer.qkv, layer.qkv_bias)
-            qk, v = qkv.unflatten(1, (heads, config.head_dim)).split(
-                [heads - config.num_kv_heads, config.num_kv_heads], 1
-            )
+            heads_qk_v = [heads - config.num_kv_heads, config.num_kv_heads]
+            qk, v = qkv.unflatten(1, (heads, config.head_dim)).split(heads_qk_v, 1)
             if layer.qk_norm is not None:
                 qk = F.rms_norm(qk, qk.shape[-1:], eps=eps) * layer.qk_norm
             first, second = qk.float().chunk(2, -1)
@@ -548,7 +524,7 @@ class TwoForwardStep:
             hidden = hidden + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
         return F.rms_norm(hidden, width, model.norm, eps)
 
-    def _values(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _values(self, hidden: Tensor) -> Tensor:
         """Value logits ``[T]`` in the model's dtype."""
         fc, fc_bias, summary, summary_bias = self._head
         return F.linear(F.silu(F.linear(hidden, fc, fc_bias)), summary, summary_bias)[:, 0]
@@ -556,11 +532,7 @@ class TwoForwardStep:
     # --- guidance ---
 
     def _reweight_on_device(
-        self,
-        guided: torch.Tensor,  # [B, V]
-        requests: Sequence[_Request | None],
-        pending: _Pending,
-        logits: Sequence[torch.Tensor],
+        self, guided: Tensor, requests: Sequence[_Request | None], pending: _Pending, logits: Sequence[Tensor]
     ) -> None:
         p, ids = pending.probs, pending.ids
         valid = p > 0
@@ -584,11 +556,7 @@ class TwoForwardStep:
         guided[rows[:, None].expand_as(ids), ids] = q
 
     def _reweight_on_host(
-        self,
-        guided: torch.Tensor,  # [B, V]
-        requests: Sequence[_Request | None],
-        pending: _Pending,
-        logits: Sequence[torch.Tensor],
+        self, guided: Tensor, requests: Sequence[_Request | None], pending: _Pending, logits: Sequence[Tensor]
     ) -> None:
         logits = [row.to("cpu", non_blocking=True) for row in logits]
         if self.device.type == "cuda":
@@ -628,22 +596,21 @@ def tree_mask(prefix_lens: Sequence[int], candidate_lens: Sequence[int]) -> tupl
     return mask, positions
 
 
-def reweighted(
-    p: torch.Tensor,  # [B, K], 0 pads
-    z: torch.Tensor,  # [B, K], value logits
-    v: torch.Tensor,  # [B, K], their sigmoids, 0 at the end of an output and in padding
-    valid: torch.Tensor,  # bool [B, K]
-    mode: Mode,
-    scale: torch.Tensor,  # [B]
-) -> torch.Tensor:  # [B, K]
-    """Guided probabilities of all rows in fp32, as the fork has them on the device."""
+def reweighted(p: Tensor, z: Tensor, v: Tensor, valid: Tensor, mode: Mode, scale: Tensor) -> Tensor:
+    """Guided probabilities of all rows in fp32, ``[B, K]``, as the fork has them on the device.
+
+    Args:
+        p, z, v: ``[B, K]``: probabilities, of which 0 pads; value logits; their sigmoids, 0 at the end of an output.
+        valid: bool ``[B, K]``; not padding.
+        mode, scale: of all rows, and ``[B]``.
+    """
     scale = scale[:, None]
     q = p / p.sum(-1, keepdim=True).clamp(min=1e-20)
 
-    def powers(exponent: torch.Tensor) -> torch.Tensor:
+    def powers(exponent: Tensor) -> Tensor:
         return (exponent - exponent.amax(-1, keepdim=True)).exp()
 
-    def normalised(w: torch.Tensor) -> torch.Tensor:
+    def normalised(w: Tensor) -> Tensor:
         w = w.masked_fill(~valid, 0.0)
         return w / w.sum(-1, keepdim=True).clamp(min=1e-20)
 
@@ -690,9 +657,8 @@ def row_reweighted(probs: list[float], values: list[float], params: GuidancePara
     if params.target_length is not None:
         return _constrained(probs, values, params, generated)
     if params.mode in (Mode.CENTERED_EXP, Mode.VALUE_BIAS):
-        raise RuntimeError(
-            f"value_mode {params.mode.name.lower()} beside a target or a row without a top-k: the fork fails on it"
-        )
+        why = "beside a target or a row without a top-k: the fork fails on it"
+        raise RuntimeError(f"value_mode {params.mode.name.lower()} {why}")
     q, v = (torch.tensor(x, dtype=torch.float64) for x in (probs, values))
     q = q / q.sum()
     mean, low, high, scale = (q * v).sum().item(), min(values), max(values), params.scale
@@ -741,14 +707,14 @@ def _constrained(probs: list[float], values: list[float], params: GuidanceParams
     return [float(i == chosen) for i in range(len(costs))]
 
 
-def _tilted(q: torch.Tensor, v: torch.Tensor, mean: float, target: float) -> list[float]:
+def _tilted(q: Tensor, v: Tensor, mean: float, target: float) -> list[float]:
     """``q exp(tilt v)`` whose mean of ``v`` is the target, by bracketing and then 20 steps of Newton or bisection."""
     low, high = v.min().item(), v.max().item()
     tolerance, margin = max(1e-10, (high - low) * 1e-6), max(1e-12, (high - low) * 1e-6)
     target = min(max(target, low + margin), high - margin)
     log_q, above = q.log(), v - v.min()
 
-    def weights(tilt: float) -> torch.Tensor:
+    def weights(tilt: float) -> Tensor:
         exponent = log_q + above * tilt
         w = (exponent - exponent.max()).exp()
         return w / w.sum()

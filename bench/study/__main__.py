@@ -31,7 +31,7 @@ def parse_args() -> argparse.Namespace:
 
     add = commands.add_parser("flops", help=flops.__doc__.splitlines()[0]).add_argument
     add("--check", action="store_true", help="compare with the published figures; fails if they differ")
-    model = "config.json, a folder with one, or a name of bench._models (default: %(default)s)"
+    model = "config.json, a folder with one, or a name of bench.models (default: %(default)s)"
     add("--base", default=flops.PUBLISHED_BASE, help=f"base model: {model}")
     add("--value-model", default=flops.PUBLISHED_VALUE, help=model)
     work, default = flops.PUBLISHED_WORK, "(default: %(default)s)"

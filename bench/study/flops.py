@@ -22,7 +22,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench._models import DIMENSIONS
+from bench.models import DIMENSIONS
 
 # Rows of the embedding, from the configurations that the checkpoints are published with.
 VOCABULARY = {"SmolLM2-135M": 49_152, "Qwen2.5-7B": 152_064}
@@ -47,7 +47,7 @@ class Architecture:
 
     @classmethod
     def load(cls, source: str) -> Architecture:
-        """Read a ``config.json``, the folder it is in, or a name of ``bench._models.DIMENSIONS``.
+        """Read a ``config.json``, the folder it is in, or a name of ``bench.models.DIMENSIONS``.
 
         Raises:
             FileNotFoundError: ``source`` is none of them.

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import _report
+from bench.harness import reporting
 from bench.study import flops
 from bench.study.flops import Architecture, Figure, Guidance, Workload
 from bench.study.result import Components, Ratios, Run
@@ -172,7 +172,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     def cell(value: Any) -> str:
         return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
-    return "\n".join(_report.table(columns, [[cell(value) for value in row] for row in rows])[:-1])
+    return "\n".join(reporting.table(columns, [[cell(value) for value in row] for row in rows])[:-1])
 
 
 def run_table(columns: dict[str, Callable[[Run], Any]], runs: Sequence[Run]) -> str:

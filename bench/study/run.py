@@ -28,8 +28,8 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from bench import _common
-from bench._models import make_config, make_model
+from bench.harness import storing
+from bench.models import make_config, make_model
 from bench.study.flops import Architecture, Guidance
 from bench.study.result import Run, Stages, stages_of
 from lenvm_kernels import timing
@@ -209,7 +209,7 @@ class Guided(Plain):
         self._outputs.clear()
         params, never_drawn = parse_guidance(GUIDANCE), {base.vocab_size}
         for row, length in enumerate(base.prompt_lens.tolist()):
-            self._step.set(row, params, never_drawn, prompt_len=length)
+            self._step.add_request(row, params, never_drawn, prompt_len=length)
         first = width - base.prompt_lens
         positions = (torch.arange(width, device=first.device) - first[:, None]).clamp(min=0)
         self._step.extend(
@@ -410,7 +410,7 @@ class Study:
 
 def environment(device: str, dtype: torch.dtype) -> dict[str, str]:
     """What every result file says of where it comes from."""
-    return _common.environment(device) | {
+    return storing.environment(device) | {
         "command": " ".join(["python -m bench.study", *sys.argv[1:]]),
         "operators": "Triton kernels" if device == "cuda" else "PyTorch reference",
         "dtype": str(dtype).removeprefix("torch."),

@@ -15,11 +15,9 @@ from functools import partial
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.runtime import JITFunction
 
-import lenvm_kernels.ops._common as ops_common
-from bench._models import make_config
-from bench.codegen import CompileOnlyDriver
+from bench.launches import intercept_launches, targeting
+from bench.models import make_config
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.ops.topk_candidates import FEW_REQUESTS
 from lenvm_kernels.step import GuidedStep
@@ -31,13 +29,15 @@ CHUNK_TOKENS = 64
 keys: dict[str, set[str]] = defaultdict(set)
 
 
-def note_key(self, *args, grid, warmup, **options):
-    """In place of ``JITFunction.run``."""
-    *_, bind = self.device_caches[0]
-    options["debug"] = options.get("debug", self.debug) or triton.knobs.runtime.debug
+def note_key(name, launch):
+    """In place of a launch."""
+    kernel, *args = launch.args
+    options = {option: value for option, value in launch.keywords.items() if option not in ("grid", "warmup")}
+    *_, bind = kernel.device_caches[0]
+    options["debug"] = options.get("debug", kernel.debug) or triton.knobs.runtime.debug
     options["instrumentation_mode"] = triton.knobs.compilation.instrumentation_mode
     _, specialization, options = bind(*args, **options)
-    keys[self.fn.__name__].add(f"{specialization}{options}")
+    keys[name].add(f"{specialization}{options}")
 
 
 def slice_of_longer(tensor):
@@ -78,10 +78,12 @@ def calls(step, rows, vocab):
 
 def main() -> None:
     vocab = int(sys.argv[1])
-    triton.runtime.driver.set_active(CompileOnlyDriver(GPUTarget("cuda", 90, 32)))
-    ops_common.INTERPRETED, ops_common.ARCHITECTURE = True, "sm_90"
-    JITFunction.run = note_key
-    torch.empty, torch.empty_like = torch.zeros, torch.zeros_like  # what no kernel wrote is still read, as an index
+    with targeting(GPUTarget("cuda", 90, 32)), intercept_launches(note_key):
+        print(json.dumps(serve(vocab)))
+
+
+def serve(vocab):
+    """What ``main`` prints."""
     config = make_config("Qwen2.5-0.5B", vocab_size=512, num_layers=1)
     model = ValueModel(config, {k: torch.zeros(s, dtype=torch.bfloat16) for k, s in config.tensor_shapes().items()})
     report = {}
@@ -104,7 +106,7 @@ def main() -> None:
                     if found - before.get(kernel, set()):
                         new.setdefault(name_of_call, {}).setdefault(kernel, []).append(rows)
         report[name] = {"warm": {kernel: len(found) for kernel, found in warm.items()}, "new": new}
-    print(json.dumps(report))
+    return report
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Seconds of a call with the L2 cache warm and cold, and what the device reaches: ``python -m bench._measure``.
+"""Seconds of a call with the L2 cache warm and cold; what the device reaches: ``python -m bench.harness.measuring``.
 
 On a GPU each call is replayed from a CUDA graph and timed with device events, in two ways:
 
@@ -13,8 +13,11 @@ a CPU the wall time of a call is taken, and there is no cold.
 
 import argparse
 import json
+import math
+import os
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import pairwise
@@ -23,13 +26,14 @@ from pathlib import Path
 import torch
 import triton
 
-from bench.baselines import Run
+Run = Callable[[], object]
 
 SECONDS = {"cuda": 0.2, "cpu": 0.3}  # that a measurement takes, about
 ROUNDS = 2  # warm and cold take turns, so that the spread covers a clock that drifts
 GRAPH_SECONDS, MAX_CALLS = 1e-3, 500  # a warm graph holds so many calls that it outlasts its launch
 LEAD = 2  # first samples, which see an idle GPU waiting for the host
 MIN_FLUSH = 2**28
+MEMORY_SHARE = "BENCH_MEMORY_SHARE"  # environment variable: a number > 0 and <= 1
 
 
 class NotCapturableError(RuntimeError):
@@ -61,6 +65,11 @@ class Times:
     cold: float | None
     cold_spread: float | None
     mode: str
+
+    @property
+    def spread(self) -> float:
+        """The larger one."""
+        return max(self.warm_spread, self.cold_spread or 0.0)
 
 
 @dataclass
@@ -241,6 +250,44 @@ def measure_ceilings(device: str, dtypes: list[str], seconds: float | None = Non
     return Ceilings(
         bandwidth, rates, launch.warm, launch.cold, l2_bytes(), 2 * small / copy.warm, 2 * small / copy.cold
     )
+
+
+# --- the device and the process ---
+
+
+def limit_memory() -> None:
+    """Let torch allocate no more than the share of the GPU's memory in ``BENCH_MEMORY_SHARE``, if that is set.
+
+    For processes beside each other on one GPU: what goes past its share gets an ordinary out-of-memory error, and no
+    other process is harmed.
+    """
+    if share := os.environ.get(MEMORY_SHARE):
+        torch.cuda.set_per_process_memory_fraction(float(share))
+
+
+def is_device_broken() -> bool:
+    """Whether later calls would fail too: after a memory fault, or a capture that left the random generator in it."""
+    try:
+        torch.cuda.synchronize()
+        torch.rand(1, device="cuda").item()
+    except RuntimeError as error:
+        return not isinstance(error, torch.OutOfMemoryError)
+    return False
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """``||actual - expected|| / ||expected||`` in fp64.
+
+    Raises:
+        ValueError: not as many elements, or a result that is not finite.
+    """
+    if actual.numel() != expected.numel():
+        raise ValueError(f"the result has shape {list(actual.shape)}, expected {list(expected.shape)}")
+    expected = expected.double()
+    error = ((actual.double().view_as(expected) - expected).norm() / expected.norm()).item()
+    if not math.isfinite(error):
+        raise ValueError("the result is not finite")
+    return error
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Time value-tree attention of one layer: decode steps, trees, and prompts.
 
-    python -m bench.bench_value_tree_attention [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
+    python -m bench.ops.value_tree_attention [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
 
 B requests with L cached tokens in scattered slots, ``delta`` new ones and ``tree`` candidates: branches, or branches x
 levels. Floor: cached keys and values once per key/value head, queries, new keys and values, slots, parents and output.
@@ -8,30 +8,11 @@ levels. Floor: cached keys and values once per key/value head, queries, new keys
 
 import torch
 
-from bench._common import Case, Shape, grid, parse_args, peer, run_cases
-from bench._models import DIMENSIONS
+from bench.harness.cases import Benchmark, Case, peer
+from bench.models import DIMENSIONS
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.reference import value_tree_attention as reference
 
-PRODUCTION = {"model": "Qwen2.5-1.5B", "B": 64, "L": 2048, "delta": 1, "tree": "5"}
-SHAPES = grid(
-    PRODUCTION,
-    {
-        "L": [512, 8192, 128, 32_768],
-        "B": [1, 8, 256, 512],
-        "model": ["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"],
-        "tree": ["2", "8", "16", "64", "32", "8x4"],
-    },
-    [
-        {"B": 1, "L": 32_768},
-        {"B": 1, "L": 512},
-        {"B": 512, "L": 512},
-        {"B": 1, "L": 0, "delta": 2048},
-        {"B": 4, "L": 8192, "delta": 512},
-        {"B": 1, "L": 0, "delta": 32_768},
-    ],
-)
-QUICK = grid(PRODUCTION | {"model": "Qwen2.5-0.5B", "B": 2, "L": 512}, {"tree": ["8x4"]})
 PEERS = {
     "FlashInfer masked": ("flashinfer", "masked_attention"),
     "FlashInfer multi-item": ("flashinfer", "multi_item_attention"),
@@ -41,8 +22,10 @@ PEERS = {
 MOST_SCORES = 2**29  # of the largest request's fp64 scores, that the result is compared with the reference
 
 
-def make_case(device: str, shape: Shape) -> Case:
-    model, B, L, delta, tree, dtype = shape.values()
+PRODUCTION = dict(model="Qwen2.5-1.5B", B=64, L=2048, delta=1, tree="5")
+
+
+def make_case(device: str, *, model: str, B: int, L: int, delta: int, tree: str, dtype: str) -> Case:
     _, _, _, heads, kv_heads, head_dim, _ = DIMENSIONS[model]
     branches, levels = map(int, f"{tree}x1".split("x")[:2])
     candidates = branches * levels
@@ -65,7 +48,7 @@ def make_case(device: str, shape: Shape) -> Case:
     out = torch.full_like(q, torch.nan)
     arguments = (k_new, v_new, k_cache, v_cache, slot_table, table_rows, int32(L), q_offsets, int32(candidates))
 
-    compiles = device == "cpu" or all(shape[axis] == PRODUCTION[axis] for axis in PRODUCTION if axis != "L")
+    compiles = device == "cpu" or dict(model=model, B=B, L=PRODUCTION["L"], delta=delta, tree=tree) == PRODUCTION
     peers = {label: peer(*names, q, *arguments) for label, names in PEERS.items() if compiles or names[0] != "pytorch"}
 
     # Query-key pairs of a request: cached, delta among themselves, candidates with the delta and along their branches.
@@ -82,5 +65,26 @@ def make_case(device: str, shape: Shape) -> Case:
     )
 
 
+BENCHMARK = Benchmark(
+    "value_tree_attention",
+    make_case,
+    production=PRODUCTION,
+    axes=dict(
+        L=[512, 8192, 128, 32_768],
+        B=[1, 8, 256, 512],
+        model=["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"],
+        tree=["2", "8", "16", "64", "32", "8x4"],
+    ),
+    others=[
+        dict(B=1, L=32_768),
+        dict(B=1, L=512),
+        dict(B=512, L=512),
+        dict(B=1, L=0, delta=2048),
+        dict(B=4, L=8192, delta=512),
+        dict(B=1, L=0, delta=32_768),
+    ],
+    quick=(dict(model="Qwen2.5-0.5B", B=2, L=512), dict(tree="8x4")),
+)
+
 if __name__ == "__main__":
-    run_cases("value_tree_attention", SHAPES, QUICK, make_case, parse_args(__doc__))
+    BENCHMARK.main()

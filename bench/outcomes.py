@@ -1,4 +1,4 @@
-"""A pytest plugin that writes each test's outcome when it is known: ``pytest -p bench._outcomes --outcomes FILE``.
+"""A pytest plugin that writes each test's outcome when it is known: ``pytest -p bench.outcomes --outcomes FILE``.
 
 A run that is cut short leaves what it has: a JSON line for all tests there are, then one for each that ran. A worker of
 pytest-xdist whose test broke the GPU (a memory fault makes every later call fail) ends, so that a fresh one goes on.
@@ -7,12 +7,34 @@ pytest-xdist whose test broke the GPU (a memory fault makes every later call fai
 import json
 import os
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench import _memory
+
+@dataclass
+class Counts:
+    """Of the tests of a module."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    not_run: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Outcomes:
+    """Counts by module, and messages of failures by test."""
+
+    modules: dict[str, Counts] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def total(self) -> Counts:
+        """Of all modules."""
+        return Counts(*map(sum, zip(*(vars(counts).values() for counts in self.modules.values()), strict=True)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,7 +50,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if session.items:  # else this process leaves the tests to workers, and needs no GPU
-        _memory.limit()
+        # Not at the top: this imports Triton, for which tests/conftest.py first decides whether it interprets.
+        from bench.harness.measuring import limit_memory
+
+        limit_memory()
 
 
 class _Outcomes:
@@ -86,28 +111,19 @@ def last_line(longrepr: object) -> str:
     return (str(longrepr).strip().splitlines() or [""])[-1][:300]
 
 
-def summarize(path: Path) -> dict[str, object]:
-    """Outcomes by test module, from such a file.
-
-    Returns:
-        ``modules``: name -> number of tests passed, failed, skipped and not run, and seconds; ``failures``: test ->
-        message.
-    """
+def summarize(path: Path) -> Outcomes:
+    """What such a file says, up to where it ends."""
     text = path.read_text() if path.exists() else ""
     lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]  # the last may be cut
-    tests = {test: "not run" for line in lines for test in line.get("collected", ())}
-    seconds, failures = dict.fromkeys(tests, 0.0), {}
+    tests = {test: ("not_run", 0.0) for line in lines for test in line.get("collected", ())}
+    found = Outcomes()
     for line in lines:
-        if "test" in line and tests.get(line["test"]) != "failed":
-            test = line["test"]
-            tests[test], seconds[test] = line["outcome"], line["seconds"]
+        if "test" in line and tests.get(line["test"], ("",))[0] != "failed":
+            tests[line["test"]] = line["outcome"], line["seconds"]
             if line["outcome"] == "failed":
-                failures[test] = line["message"]
-    modules: dict[str, dict[str, float]] = {}
-    for test, outcome in tests.items():
-        module = modules.setdefault(
-            Path(test.split("::")[0]).stem, {"passed": 0, "failed": 0, "skipped": 0, "not run": 0, "seconds": 0.0}
-        )
-        module[outcome] += 1
-        module["seconds"] += seconds[test]
-    return {"modules": modules, "failures": failures}
+                found.failures[line["test"]] = line["message"]
+    for test, (outcome, seconds) in tests.items():
+        counts = found.modules.setdefault(Path(test.split("::")[0]).stem, Counts())
+        setattr(counts, outcome, getattr(counts, outcome) + 1)
+        counts.seconds += seconds
+    return found

@@ -2,7 +2,10 @@
 
 import torch
 
+from lenvm_kernels.types import Candidates, Status
 from lenvm_kernels.value_model import ValueModel, ValueModelConfig
+
+VOCAB = 151_936  # of Qwen2.5
 
 # hidden, intermediate, layers, query heads, key/value heads, head dimension, norm of queries and keys
 DIMENSIONS = {
@@ -40,6 +43,17 @@ def make_model(config: ValueModelConfig, dtype: torch.dtype, device: str) -> Val
         for name, shape in config.tensor_shapes().items()
     }
     return ValueModel(config, tensors)
+
+
+def make_candidates(B: int, K: int, V: int, device: str) -> Candidates:
+    """Rows to guide, with as many candidates as there is room for."""
+    return Candidates(
+        token_ids=torch.rand(B, V, device=device).topk(K).indices.int(),
+        probs=torch.softmax(3 * torch.randn(B, K, device=device), 1),
+        counts=torch.full((B,), K, dtype=torch.int32, device=device),
+        status=torch.full((B,), int(Status.GUIDE), dtype=torch.int8, device=device),
+        lost_mass=torch.zeros(B, device=device),
+    )
 
 
 def layer_parameters(config: ValueModelConfig) -> int:

@@ -1,6 +1,6 @@
 """Rotary embedding and cache write: time against the floor, and beside separate PyTorch operations.
 
-    python -m bench.bench_rope_cache [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
+    python -m bench.ops.rope_cache [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
 
 One layer of a value model (Qwen3-1.7B has a norm of queries and keys) for T tokens. A decode step keeps one row in six,
 one delta token and five candidates a request; a prompt keeps all. Which rows are kept is told to the peer.
@@ -10,28 +10,15 @@ from functools import partial
 
 import torch
 
-from bench._common import Case, Shape, grid, parse_args, run_cases
-from bench._models import DIMENSIONS
+from bench.harness.cases import Benchmark, Case
+from bench.models import DIMENSIONS
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.reference.rope_cache import rms_norm, rotate
 
-PRODUCTION = {"model": "Qwen2.5-1.5B", "T": 384, "kept": "1 in 6"}
-SHAPES = grid(
-    PRODUCTION,
-    {"model": ["Qwen3-1.7B", "Qwen2.5-0.5B", "Qwen2.5-3B"], "T": [6, 48, 1536, 3072]},
-    [
-        {"T": 4096, "kept": "1 in 1"},
-        {"T": 32_768, "kept": "1 in 1"},
-        {"model": "Qwen3-1.7B", "T": 3072},
-        {"model": "Qwen3-1.7B", "T": 4096, "kept": "1 in 1"},
-    ],
-)
-QUICK = grid(PRODUCTION | {"model": "Qwen2.5-0.5B", "T": 48}, {"model": ["Qwen3-1.7B"]})
 SLOTS = 65_536
 
 
-def make_case(device: str, shape: Shape) -> Case:
-    model, T, kept, dtype = shape.values()
+def make_case(device: str, *, model: str, T: int, kept: str, dtype: str) -> Case:
     _, _, _, heads, kv_heads, head_dim, has_norm = DIMENSIONS[model]
     random = partial(torch.randn, dtype=getattr(torch, dtype), device=device)
     k_cache, v_cache = (random(SLOTS, kv_heads, head_dim) for _ in range(2))
@@ -61,5 +48,19 @@ def make_case(device: str, shape: Shape) -> Case:
     )
 
 
+BENCHMARK = Benchmark(
+    "rope_cache",
+    make_case,
+    production=dict(model="Qwen2.5-1.5B", T=384, kept="1 in 6"),
+    axes=dict(model=["Qwen3-1.7B", "Qwen2.5-0.5B", "Qwen2.5-3B"], T=[6, 48, 1536, 3072]),
+    others=[
+        dict(T=4096, kept="1 in 1"),
+        dict(T=32_768, kept="1 in 1"),
+        dict(model="Qwen3-1.7B", T=3072),
+        dict(model="Qwen3-1.7B", T=4096, kept="1 in 1"),
+    ],
+    quick=(dict(model="Qwen2.5-0.5B", T=48), dict(model="Qwen3-1.7B")),
+)
+
 if __name__ == "__main__":
-    run_cases("rope_cache", SHAPES, QUICK, make_case, parse_args(__doc__))
+    BENCHMARK.main()

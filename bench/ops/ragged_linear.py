@@ -1,6 +1,6 @@
 """Ragged linear: time against the floor, and beside cuBLAS on exactly the live rows.
 
-    python -m bench.bench_ragged_linear [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
+    python -m bench.ops.ragged_linear [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
 
 The projections of a layer. There is room for more rows than are live, as in a graph captured for every candidate a step
 can have: 1.5 times as many where five of eight slots are filled, 4 times in a batch of few candidates. The peers are
@@ -10,36 +10,15 @@ told the number of rows: "(cuBLAS, bare)" computes the matmul alone, "cuBLAS and
 import torch
 import torch.nn.functional as F
 
-from bench._common import Case, Shape, grid, parse_args, run_cases
-from bench._models import DIMENSIONS
+from bench.harness.cases import Benchmark, Case
+from bench.models import DIMENSIONS
 from lenvm_kernels.ops.ragged_linear import ragged_linear
 from lenvm_kernels.reference import ragged_linear as reference
 
-PRODUCTION = {"model": "Qwen2.5-1.5B", "layer": "gate_up", "rows": 384, "room": 1.5}  # B 64: a last token and k 5
-SHAPES = grid(
-    PRODUCTION,
-    {
-        "layer": ["down", "qkv", "o"],
-        "rows": [6, 48, 1536, 3072],
-        "model": ["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"],
-        "room": [1, 4],
-    },
-    [
-        {"layer": "down", "rows": 6},
-        {"layer": "down", "rows": 48},
-        {"layer": "down", "rows": 3072},
-        {"layer": "qkv", "rows": 6},
-        {"layer": "o", "rows": 6},
-        {"model": "Qwen2.5-0.5B", "layer": "down"},
-        {"model": "Qwen2.5-3B", "layer": "down"},
-    ],
-)
-QUICK = grid(PRODUCTION | {"model": "Qwen2.5-0.5B", "layer": "o", "rows": 6}, {"layer": ["qkv"]})
 EPS = 1e-6
 
 
-def make_case(device: str, shape: Shape) -> Case:
-    model, layer, rows, room, dtype = shape.values()
+def make_case(device: str, *, model: str, layer: str, rows: int, room: float, dtype: str) -> Case:
     hidden, intermediate, _, heads, kv_heads, head_dim, _ = DIMENSIONS[model]
     # Columns of the result, columns of x, and what goes with the matmul.
     outputs, size, norm, swiglu, has_residual = {
@@ -85,5 +64,25 @@ def make_case(device: str, shape: Shape) -> Case:
     )
 
 
+BENCHMARK = Benchmark(
+    "ragged_linear",
+    make_case,
+    production=dict(model="Qwen2.5-1.5B", layer="gate_up", rows=384, room=1.5),  # B 64: a last token and k 5
+    axes=dict(
+        layer=["down", "qkv", "o"],
+        rows=[6, 48, 1536, 3072],
+        model=["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"],
+        room=[1, 4],
+    ),
+    others=[
+        *(dict(layer="down", rows=rows) for rows in (6, 48, 3072)),
+        dict(layer="qkv", rows=6),
+        dict(layer="o", rows=6),
+        dict(model="Qwen2.5-0.5B", layer="down"),
+        dict(model="Qwen2.5-3B", layer="down"),
+    ],
+    quick=(dict(model="Qwen2.5-0.5B", layer="o", rows=6), dict(layer="qkv")),
+)
+
 if __name__ == "__main__":
-    run_cases("ragged_linear", SHAPES, QUICK, make_case, parse_args(__doc__))
+    BENCHMARK.main()

@@ -1,6 +1,6 @@
 """Time ``commit_winner``. Floor: keys and values of every row that commits are read and written once.
 
-    python -m bench.bench_commit_winner [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
+    python -m bench.ops.commit_winner [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
 
 Every row commits, the most work there can be. Beside it stands PyTorch's gather and scatter, to which the rows to move
 are told.
@@ -10,27 +10,17 @@ from functools import partial
 
 import torch
 
-from bench._common import Case, Shape, grid, parse_args, reference_peers, run_cases
-from bench._models import DIMENSIONS
+from bench.harness.cases import Benchmark, Case
+from bench.models import DIMENSIONS
 from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.reference import commit_winner as reference
 
-PRODUCTION = {"model": "Qwen2.5-1.5B", "B": 64, "K": 8}
-SHAPES = grid(
-    PRODUCTION,
-    {"B": [1, 8, 256, 512], "model": ["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"], "K": [2, 64]},
-    [{"model": "Qwen3-1.7B", "B": 512}],
-)
-QUICK = grid(PRODUCTION | {"model": "Qwen2.5-0.5B", "B": 1}, {"B": [8]})
 
-
-def make_case(device: str, shape: Shape) -> Case:
-    model, B, K, dtype = shape.values()
+def make_case(device: str, *, model: str, B: int, K: int, dtype: str) -> Case:
     _, _, layers, _, heads, head_dim, _ = DIMENSIONS[model]
     tokens, dtype = B * K, getattr(torch, dtype)
-    random = partial(torch.randn, dtype=dtype, device=device)
     # As many slots as there are candidates: rows of the cache far from each other, as in a server.
-    cache, last = (random(2, layers, tokens, heads, head_dim) for _ in range(2))
+    cache, last = (torch.randn(2, layers, tokens, heads, head_dim, dtype=dtype, device=device) for _ in range(2))
     i32 = dict(dtype=torch.int32, device=device)
     ids = torch.arange(tokens, **i32).view(B, K)
     order, zeros = torch.arange(B, **i32), torch.zeros(B, **i32)
@@ -43,10 +33,19 @@ def make_case(device: str, shape: Shape) -> Case:
         B * (2 * 2 * layers * heads * head_dim * dtype.itemsize + K * 4 + 4 + 4 + 3 * 4 + 8 + 1),
         peers={
             "gather and scatter": lambda: lambda: cache.index_copy_(2, slots, last.index_select(2, drawn)),
-            **reference_peers(reference.commit_winner, *arguments, compiles=False),
+            "reference": lambda: partial(reference.commit_winner, *arguments),
         },
     )
 
 
+BENCHMARK = Benchmark(
+    "commit_winner",
+    make_case,
+    production=dict(model="Qwen2.5-1.5B", B=64, K=8),
+    axes=dict(B=[1, 8, 256, 512], model=["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"], K=[2, 64]),
+    others=[dict(model="Qwen3-1.7B", B=512)],
+    quick=(dict(model="Qwen2.5-0.5B", B=1), dict(B=8)),
+)
+
 if __name__ == "__main__":
-    run_cases("commit_winner", SHAPES, QUICK, make_case, parse_args(__doc__))
+    BENCHMARK.main()

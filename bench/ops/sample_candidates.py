@@ -1,6 +1,6 @@
 """Time ``sample_candidates``: a few hundred bytes a row, so what shows is a launch and the latency of its chain.
 
-    python -m bench.bench_sample_candidates [--device cpu] [--quick] [--json FILE]
+    python -m bench.ops.sample_candidates [--device cpu] [--quick] [--json FILE]
 
 Probabilities are fp32 whatever ``--dtype`` is. Beside it stands what it replaces: a draw from rows of ``[B, V]``.
 """
@@ -9,18 +9,13 @@ from functools import partial
 
 import torch
 
-from bench._common import Case, Shape, grid, parse_args, reference_peers, run_cases
-from bench.bench_reweight_scatter import make_candidates
+from bench.harness.cases import Benchmark, Case
+from bench.models import VOCAB, make_candidates
 from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.reference import sample_candidates as reference
 
-PRODUCTION = {"B": 64, "K": 8, "V": 151_936, "dtype": "float32"}  # V: of the draw from [B, V], Qwen2.5's
-SHAPES = grid(PRODUCTION, {"B": [1, 8, 256, 512], "K": [2, 16, 64, 32]}, [{"B": 512, "K": 64}])
-QUICK = grid(PRODUCTION | {"B": 4, "V": 32_000}, {"K": [64]})
 
-
-def make_case(device: str, shape: Shape) -> Case:
-    B, K, V, _ = shape.values()
+def make_case(device: str, *, B: int, K: int, V: int, dtype: str) -> Case:
     candidates = make_candidates(B, K, V, device)
     seeds, positions = torch.arange(B, device=device), torch.arange(B, dtype=torch.int32, device=device)
     arguments = (candidates, candidates.probs, seeds, positions)
@@ -32,17 +27,23 @@ def make_case(device: str, shape: Shape) -> Case:
         # As vLLM's sampler, and as torch.multinomial without its checks.
         return lambda: probs.div(noise.exponential_()).argmax(1)
 
-    compiles = device == "cuda" and shape == PRODUCTION
     return Case(
         partial(sample_candidates, *arguments, temperature=temperature),
         # Of a row: its probabilities, seed, position, temperature and status; the token drawn, read and written.
         B * (K * 4 + 8 + 4 + 4 + 1 + 4 + 4),
-        peers={
-            "draw from [B, V]": dense,
-            **reference_peers(reference.sample_candidates, *arguments, temperature=temperature, compiles=compiles),
-        },
+        peers={"draw from [B, V]": dense},
+        reference=partial(reference.sample_candidates, *arguments, temperature=temperature),
     )
 
 
+BENCHMARK = Benchmark(
+    "sample_candidates",
+    make_case,
+    production=dict(B=64, K=8, V=VOCAB, dtype="float32"),  # V: of the draw from [B, V]
+    axes=dict(B=[1, 8, 256, 512], K=[2, 16, 64, 32]),
+    others=[dict(B=512, K=64)],
+    quick=(dict(B=4, V=32_000), dict(K=64)),
+)
+
 if __name__ == "__main__":
-    run_cases("sample_candidates", SHAPES, QUICK, make_case, parse_args(__doc__))
+    BENCHMARK.main()

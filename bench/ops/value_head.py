@@ -1,6 +1,6 @@
 """Value head: time against the floor, and beside cuBLAS + SiLU + a matrix-vector product.
 
-    python -m bench.bench_value_head [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
+    python -m bench.ops.value_head [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
 
 M candidates of a value model. The peers have no gather and no norm: both are left out, but for one case. In a step the
 weights are cold and the hidden states, which the model has just written, are warm.
@@ -10,26 +10,13 @@ from functools import partial
 
 import torch
 
-from bench._common import Case, Shape, grid, parse_args, peer, reference_peers, run_cases
-from bench._models import DIMENSIONS
+from bench.harness.cases import Benchmark, Case, peer
+from bench.models import DIMENSIONS
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.reference import value_head as reference
 
-PRODUCTION = {"model": "Qwen2.5-1.5B", "M": 320, "norm_and_gather": False}  # B 64, k 5
-SHAPES = grid(
-    PRODUCTION,
-    {
-        "norm_and_gather": [True],
-        "M": [5, 40, 1280, 2560],
-        "model": ["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen2.5-7B"],  # Qwen3-1.7B is as wide as the 3B
-    },
-    [{"M": 1}, {"M": 128}, {"M": 4096}, {"model": "Qwen2.5-3B", "M": 5}, {"model": "Qwen2.5-3B", "M": 2560}],
-)
-QUICK = grid(PRODUCTION | {"model": "Qwen2.5-0.5B", "M": 5}, {"norm_and_gather": [True]})
 
-
-def make_case(device: str, shape: Shape) -> Case:
-    model, M, norm_and_gather, dtype = shape.values()
+def make_case(device: str, *, model: str, M: int, norm_and_gather: bool, dtype: str) -> Case:
     size = DIMENSIONS[model][0]
     random = partial(torch.randn, dtype=getattr(torch, dtype), device=device)
     weights = [random(*dimensions) * size**-0.5 for dimensions in ((size, size), (size,), (1, size), (1,))]
@@ -37,20 +24,30 @@ def make_case(device: str, shape: Shape) -> Case:
     if norm_and_gather:
         options = dict(token_rows=torch.randperm(M, device=device), norm_weight=random(size))
     else:
-        compiles = device == "cuda" and shape.items() >= PRODUCTION.items()
-        peers = {
-            "cuBLAS + SiLU + GEMV": peer("pytorch", "value_head", hidden, *weights),
-            **reference_peers(reference.value_head, hidden, *weights, compiles=compiles),
-        }
+        peers = {"cuBLAS + SiLU + GEMV": peer("pytorch", "value_head", hidden, *weights)}
     tensors = (hidden, *weights, *options.values())
     return Case(
         partial(value_head, hidden, *weights, **options),
         sum(tensor.nbytes for tensor in tensors) + M * 4,
         2 * M * size * (size + 1),
         peers=peers,
+        reference=None if norm_and_gather else partial(reference.value_head, hidden, *weights),
         expected=lambda: reference.value_head(hidden.double(), *weights, **options),
     )
 
 
+BENCHMARK = Benchmark(
+    "value_head",
+    make_case,
+    production=dict(model="Qwen2.5-1.5B", M=320, norm_and_gather=False),  # B 64, k 5
+    axes=dict(
+        norm_and_gather=[True],
+        M=[5, 40, 1280, 2560],
+        model=["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen2.5-7B"],  # Qwen3-1.7B is as wide as the 3B
+    ),
+    others=[dict(M=1), dict(M=128), dict(M=4096), *(dict(model="Qwen2.5-3B", M=M) for M in (5, 2560))],
+    quick=(dict(model="Qwen2.5-0.5B", M=5), dict(norm_and_gather=True)),
+)
+
 if __name__ == "__main__":
-    run_cases("value_head", SHAPES, QUICK, make_case, parse_args(__doc__))
+    BENCHMARK.main()

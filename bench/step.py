@@ -1,6 +1,6 @@
 """The whole guided step: time against the floor, beside the two-forward baseline, and beside a 7B base model's step.
 
-    python -m bench.bench_step [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
+    python -m bench.step [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
 
 Value models have real dimensions and random weights; every request has L tokens in its cache, and one more with each
 step up to L + 31, when it starts over. The floor counts the tokens that exist: weights and cached prefixes read once,
@@ -16,54 +16,24 @@ and the operations of the candidates and of the last tokens that are computed. C
 """
 
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from bench._common import Case, Shape, grid, parse_args, run_cases
-from bench._measure import Uncaptured
-from bench._models import forward_floor, make_config, make_model
 from bench.baselines.two_forward import TwoForwardStep
+from bench.harness.cases import Benchmark, Case
+from bench.harness.measuring import Uncaptured
+from bench.models import VOCAB, forward_floor, make_config, make_model
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep, StepOutput
 from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel
 
-VOCAB = 151_936
 CACHED, MORE_CACHED = 512, 32
 TOP_K = 5
 COUNTS = Path(__file__).parent / "results" / "candidate_counts.json"
-PRODUCTION = {
-    "model": "Qwen2.5-1.5B",
-    "B": 64,
-    "L": CACHED,
-    "counts": "full",
-    "winners": "committed",
-    "launch": "graph",
-    "base": "none",
-}
-SHAPES = grid(
-    PRODUCTION,
-    {
-        "launch": ["python"],
-        "base": ["Qwen2.5-7B"],
-        "counts": ["SmolLM2"],
-        "winners": ["computed"],
-        "B": [256, 1, 8, 512],
-        "L": [2048, 128, 8192],
-        "model": ["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"],
-    },
-    [
-        {"B": 256, "counts": "SmolLM2"},
-        {"B": 256, "launch": "python"},
-        {"B": 1, "launch": "python"},
-        {"base": "Qwen2.5-7B", "B": 256},
-        {"base": "Qwen2.5-7B", "B": 8},
-    ],
-)
-QUICK = grid(PRODUCTION | {"model": "SmolLM2-135M", "B": 4, "L": 64}, {"counts": ["SmolLM2"]})
 
 
 def candidate_counts(rows: int, distribution: str) -> torch.Tensor:
@@ -82,10 +52,10 @@ class Decode:
     Args:
         model: the value model.
         counts: candidates of each row, int64 ``[rows]``.
-        commit_winners: of :class:`GuidedStep`.
         cached: tokens that each request has in its cache at first.
-        graphs: of :class:`GuidedStep`.
-        two_forwards: take the step with :class:`TwoForwardStep`, which knows neither of the two.
+        vocab_size: of the scores.
+        two_forwards: take the step with :class:`TwoForwardStep`.
+        options: of :class:`GuidedStep`.
     """
 
     def __init__(
@@ -93,25 +63,25 @@ class Decode:
         model: ValueModel,
         counts: torch.Tensor,
         *,
-        commit_winners: bool = True,
         cached: int = CACHED,
-        graphs: bool = False,
+        vocab_size: int = VOCAB,
         two_forwards: bool = False,
+        **options: object,
     ) -> None:
         rows, device = len(counts), model.device
         slots = PagedSlots(rows, cached + MORE_CACHED, device=device)
-        options = {} if two_forwards else {"commit_winners": commit_winners, "graphs": graphs}
-        make_step = TwoForwardStep if two_forwards else GuidedStep
-        self.step = make_step(model, slots.table, slots.num_slots, vocab_size=VOCAB, **options)
+        make_step = TwoForwardStep if two_forwards else partial(GuidedStep, graphs=False)
+        self.step = make_step(model, slots.table, slots.num_slots, vocab_size=vocab_size, **options)
         for row in range(rows):
             slots.extend(row, cached + MORE_CACHED)
             self.step.add_request(row, parse_guidance({"value_mode": "mul", "value_scale": 0.8}), {0})
-        self.slots, self.counts, self.cached, self.commit_winners = slots, counts, cached, commit_winners
+        self.slots, self.counts, self.cached = slots, counts, cached
+        self.commit_winners = options.get("commit_winners", True)
         self.rows = torch.arange(rows, device=device)
         self.lengths = torch.full((rows,), cached + 1, dtype=torch.int32, device=device)
         # A row's candidates are its first tokens, equally likely; the next token is always the first one.
-        self.scores = torch.randn(rows, VOCAB, device=device)
-        first = 1000 * torch.arange(rows) % VOCAB
+        self.scores = torch.randn(rows, vocab_size, device=device)
+        first = 1000 * torch.arange(rows) % vocab_size
         for row, count in enumerate(counts.tolist()):
             self.scores[row, first[row] : first[row] + count] = 30.0
         self.tokens = first.to(device)
@@ -121,17 +91,15 @@ class Decode:
             min_p=torch.full((rows,), 0.01, device=device),
         )
         if two_forwards:
-            prompts = torch.randint(VOCAB, (rows * cached,), device=device)
+            prompts = torch.randint(vocab_size, (rows * cached,), device=device)
             zeros = torch.zeros_like(self.lengths)
             self.step.extend(prompts, None, self.rows, cached * self.rows, zeros + cached, zeros)
         else:
             fill(self.step.cache)
 
-    def __call__(self) -> StepOutput:
-        slots = self.slots.slots(self.rows, self.lengths - 1)
-        output = self.step.step(
-            self.scores, self.tokens, self.rows, self.lengths, slots, **self.filters, is_logits=True, sample=True
-        )
+    def __call__(self, **options: object) -> StepOutput:
+        batch = (self.tokens, self.rows, self.lengths, self.slots.slots(self.rows, self.lengths - 1))
+        output = self.step.step(self.scores, *batch, **self.filters, is_logits=True, sample=True, **options)
         self.lengths.copy_(torch.where(self.lengths < self.cached + MORE_CACHED, self.lengths + 1, self.cached + 1))
         return output
 
@@ -214,16 +182,17 @@ def value_model(name: str, dtype: torch.dtype, device: str, vocab_size: int) -> 
     return make_model(make_config(name, vocab_size=vocab_size), dtype, device)
 
 
-def make_case(device: str, shape: Shape) -> Case:
-    name, B, L, distribution, winners, launch, base_name, dtype = shape.values()
+def make_case(
+    device: str, *, model: str, B: int, L: int, counts: str, winners: str, launch: str, base: str, dtype: str
+) -> Case:
     dtype, vocab = getattr(torch, dtype), VOCAB if device == "cuda" else 2**16
-    model, counts = value_model(name, dtype, device, vocab), candidate_counts(B, distribution)
+    model, counts = value_model(model, dtype, device, vocab), candidate_counts(B, counts)
     graphs = launch == "python" and device == "cuda"
     guided = Decode(model, counts, commit_winners=winners == "committed", cached=L, graphs=graphs)
     guided.check()
     moved, operations = guided.floor()
-    if base_name != "none":
-        base = Dense(value_model(base_name, dtype, device, 2**16), B, B, cached=L, lm_head_rows=VOCAB)
+    if base != "none":
+        base = Dense(value_model(base, dtype, device, 2**16), B, B, cached=L, lm_head_rows=VOCAB)
         moved, operations = (sum(pair) for pair in zip(base.floor(), (moved, operations), strict=True))
         peers = {"(base alone)": lambda: base, "(step alone)": lambda: guided}
         return Case(lambda: (base(), guided()), moved, operations, peers)
@@ -234,5 +203,30 @@ def make_case(device: str, shape: Shape) -> Case:
     return Case(Uncaptured(guided) if launch == "python" else guided, moved, operations, peers)
 
 
+BENCHMARK = Benchmark(
+    "step",
+    make_case,
+    production=dict(
+        model="Qwen2.5-1.5B", B=64, L=CACHED, counts="full", winners="committed", launch="graph", base="none"
+    ),
+    axes=dict(
+        launch=["python"],
+        base=["Qwen2.5-7B"],
+        counts=["SmolLM2"],
+        winners=["computed"],
+        B=[256, 1, 8, 512],
+        L=[2048, 128, 8192],
+        model=["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"],
+    ),
+    others=[
+        dict(B=256, counts="SmolLM2"),
+        dict(B=256, launch="python"),
+        dict(B=1, launch="python"),
+        dict(base="Qwen2.5-7B", B=256),
+        dict(base="Qwen2.5-7B", B=8),
+    ],
+    quick=(dict(model="SmolLM2-135M", B=4, L=64), dict(counts="SmolLM2")),
+)
+
 if __name__ == "__main__":
-    run_cases("step", SHAPES, QUICK, make_case, parse_args(__doc__))
+    BENCHMARK.main()

@@ -1,6 +1,6 @@
 """How many candidates a decode step has: SmolLM2-135M-Instruct on its own, its tokens filtered by top-k and min-p.
 
-    python -m bench.candidate_counts [--out bench/results/candidate_counts.json]
+    python -m tools.candidate_counts [--out bench/results/candidate_counts.json]
 
 What a guided step costs follows the candidates that exist, so the benchmarks of the step draw counts from what this
 found. The prompts are the demo's held-out ones, the tokens are sampled from the filtered distribution.
@@ -20,7 +20,7 @@ from lenvm_kernels.demo import held_out_prompts
 from lenvm_kernels.demo.models import Models
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 
-RESULT = Path(__file__).parent / "results" / "candidate_counts.json"
+RESULT = Path(__file__).parents[1] / "bench" / "results" / "candidate_counts.json"
 TOP_K, MIN_P, TEMPERATURE = 5, 0.01, 1.0
 MAX_NEW_TOKENS, ROWS, SEED = 128, 20, 0
 
@@ -38,7 +38,7 @@ def main() -> None:
         print(f"{min(start + ROWS, len(prompts))} of {len(prompts)} prompts", file=sys.stderr, flush=True)
     steps = int(steps_by_count.sum())
     result = {
-        "command": "python -m bench.candidate_counts",
+        "command": "python -m tools.candidate_counts",
         "date": time.strftime("%Y-%m-%d"),
         "versions": {
             "torch": torch.__version__,

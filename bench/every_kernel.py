@@ -1,0 +1,92 @@
+"""Launch every kernel once or more on little data, for tools that watch each access: ``python -m bench.every_kernel``.
+
+A prompt and guided steps of a value model of one layer, and a tree. On a CPU it needs TRITON_INTERPRET=1. Exits with 1
+if a kernel of ``lenvm_kernels.ops`` was not launched or a result is not finite.
+"""
+
+import sys
+from functools import partial
+
+import torch
+
+from bench.harness.measuring import limit_memory
+from bench.launches import intercept_launches, kernels
+from bench.models import make_model
+from bench.step import Decode
+from lenvm_kernels.guidance import parse_guidance
+from lenvm_kernels.ops.value_tree_attention import value_tree_attention
+from lenvm_kernels.value_model import ValueModelConfig
+
+# Narrow, but wide enough where a width decides which kernels are launched: the sums over I are split.
+CONFIG = ValueModelConfig(
+    hidden_size=64,
+    intermediate_size=4096,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=2048,
+    rms_norm_eps=1e-6,
+    rope_inv_freq=tuple(1e6 ** (-i / 8) for i in range(8)),
+    qkv_bias=False,
+    qk_norm=True,
+)
+CACHED = 520  # more than 512 make attention split them
+GUIDANCE = ({"value_scale": 0.7}, {"target_length": 60}, {"target_length": 60, "op": "soft"})
+
+
+def run(device: str) -> list[torch.Tensor]:
+    """A prompt, steps and a tree; the results that have to be finite."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # the interpreter's bf16 is broken
+    model, vocab = make_model(CONFIG, dtype, device), CONFIG.vocab_size
+    decode = Decode(model, torch.tensor([5, 5, 3]), cached=CACHED, vocab_size=vocab, backend="triton")
+    for row, guidance in enumerate(GUIDANCE):
+        decode.step.add_request(row, parse_guidance(guidance), {7}, prompt_len=CACHED, seed=row)
+
+    def int32(values) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    lens, cached = int32([5, 3, 40]), int32([CACHED - 5, 0, 0])
+    starts = lens.cumsum(0, dtype=torch.int32) - lens
+    row_of = decode.rows.repeat_interleave(lens)
+    position = torch.arange(len(row_of), dtype=torch.int32, device=device) + (cached - starts)[row_of]
+    prompt = torch.randint(vocab, (len(row_of),), device=device)
+    decode.step.extend(prompt, decode.slots.slots(row_of, position), decode.rows, starts, lens, cached)
+
+    probs = torch.softmax(decode.scores, 1)
+    outputs = [decode(), decode(probs=probs)]
+    results = [probs, *(x for output in outputs for x in (output.value_logits, output.probs))]
+
+    q, new = (torch.randn(9, heads, 16, dtype=dtype, device=device) for heads in (4, 2))
+    cache = torch.randn(64, 2, 16, dtype=dtype, device=device)
+    lengths = (int32([0]), int32([64]), int32([0, 9]), int32([8]))
+    table, parents = int32([list(range(64))]), int32([-1, 0, 0, 1, 1, 2, 3, 4, 5])
+    results.append(value_tree_attention(q, new, new, cache, cache, table, *lengths, parents=parents, backend="triton"))
+    if decode.step.table.faults.any():
+        raise ValueError(f"rows lost their guidance: {decode.step.table.faults.tolist()}")
+    return results
+
+
+def main() -> int:
+    limit_memory()
+    launched, found = set(), kernels()
+
+    def record(name: str, launch: partial) -> object:
+        launched.add(name)
+        return launch()
+
+    with intercept_launches(record):
+        results = run("cuda" if torch.cuda.is_available() else "cpu")
+    not_finite = sum(not result.isfinite().all() for result in results)
+    missing = sorted(set(found) - launched)
+    print(
+        f"{len(found) - len(missing)} of {len(found)} kernels launched; {len(results)} results, {not_finite} not finite"
+    )
+    if missing:
+        print("not launched:", *missing)
+    return int(bool(missing or not_finite))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

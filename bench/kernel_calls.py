@@ -1,0 +1,234 @@
+"""Every kernel in every form in which it is launched: what :mod:`bench.codegen` compiles.
+
+A new variant of a kernel belongs here. All is zeros on a CPU: compiling looks at dtypes, sizes and alignments only.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from bench.models import VOCAB, make_config
+from lenvm_kernels.guidance import GuidanceTable, parse_guidance
+from lenvm_kernels.ops.commit_winner import commit_winner
+from lenvm_kernels.ops.ragged_layout import ragged_layout
+from lenvm_kernels.ops.ragged_linear import ragged_linear
+from lenvm_kernels.ops.reweight_scatter import reweight_scatter
+from lenvm_kernels.ops.rope_cache import rope_cache
+from lenvm_kernels.ops.sample_candidates import sample_candidates
+from lenvm_kernels.ops.topk_candidates import topk_candidates
+from lenvm_kernels.ops.value_head import value_head
+from lenvm_kernels.ops.value_tree_attention import value_tree_attention
+from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.types import Candidates
+from lenvm_kernels.value_model import ValueModel
+
+VALUE_MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-1.7B")
+MAX_LEN, PAGE_SIZE, MAX_CANDIDATES = 4096, 1, 8  # k 5 and 8 take the same kernels
+
+Call = tuple[str, Callable[[], object]]  # its name, and what makes it
+fp32 = torch.zeros
+bf16, fp16, i8, i32, i64 = (
+    partial(torch.zeros, dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.int8, torch.int32, torch.int64)
+)
+FLOATS = {"fp32": fp32, "bf16": bf16, "fp16": fp16}
+
+
+def value_model_step(name: str, rows: int) -> None:
+    """A prompt and a step of one layer of a value model in bf16. The layers of a model are the same kernels."""
+    config = make_config(name, vocab_size=VOCAB, num_layers=1)
+    step = GuidedStep(
+        ValueModel(config, {key: bf16(shape) for key, shape in config.tensor_shapes().items()}),
+        i32(rows, MAX_LEN // PAGE_SIZE),
+        4 * MAX_LEN,
+        vocab_size=VOCAB,
+        max_candidates=MAX_CANDIDATES,
+        page_size=PAGE_SIZE,
+        backend="triton",
+    )
+    for row in range(rows):
+        step.add_request(row, parse_guidance({"target_length": 100}), {0})
+    numbers, ones, prompt, probs = i32(rows), torch.ones(rows), i64(16 * rows), fp32(rows, VOCAB)
+    step.extend(prompt, prompt, numbers, numbers, numbers, numbers)
+    filters = dict(top_k=numbers, top_p=ones, min_p=ones, sample=True)
+    arguments = (prompt[:rows], prompt[:rows], numbers, prompt[:rows])
+    step.step(probs, *arguments, probs=probs, **filters)
+    step.step(bf16(rows, VOCAB), *arguments, temperature=ones, is_logits=True, **filters)
+
+
+def operator_calls() -> Iterator[Call]:
+    """Each operator with every dtype, option and kind of size, and with every size 1."""
+    for of_operator in (
+        _topk_candidates,
+        _value_tree_attention,
+        _value_head,
+        _reweight_scatter,
+        _ragged_layout,
+        _rope_cache,
+        _sample_candidates,
+        _commit_winner,
+        _ragged_linear,
+        _smallest,
+    ):
+        yield from of_operator()
+
+
+def _topk_candidates() -> Iterator[Call]:
+    for dtype, zeros in FLOATS.items():
+        for rows, slots, is_logits in ((1, 8, True), (64, 64, True), (64, 8, False)):
+            filters = dict(top_k=i32(rows), top_p=fp32(rows), min_p=fp32(rows), max_candidates=slots)
+            call = partial(topk_candidates, zeros(rows, VOCAB), **filters, backend="triton")
+            kind = "logits" if is_logits else "probabilities"
+            yield f"topk_candidates {dtype} B{rows} K{slots} {kind}", partial(call, is_logits=is_logits)
+    every_option = dict(temperature=fp32(64), entropy_threshold=fp32(64), guided=i8(64).bool())
+    every_option |= dict(vocab_mask=i32(64, VOCAB // 32))
+    yield "topk_candidates with every option", partial(call, is_logits=True, **every_option)
+
+
+def _value_tree_attention() -> Iterator[Call]:
+    requests, tokens, slots = 8, 48, 4096
+    for dtype, head_dim, heads, kv_heads, page_size, is_tree in (
+        ("bf16", 64, 12, 2, 1, False),
+        ("bf16", 96, 12, 2, 1, False),
+        ("bf16", 128, 12, 2, 1, False),
+        ("bf16", 128, 28, 4, 16, False),
+        ("bf16", 256, 12, 2, 1, False),
+        ("fp16", 128, 12, 2, 1, False),
+        ("fp32", 64, 9, 3, 1, False),
+        ("fp32", 128, 12, 2, 1, False),
+        ("bf16", 64, 12, 2, 1, True),
+        ("bf16", 128, 12, 2, 1, True),
+        ("bf16", 256, 12, 2, 1, True),
+        ("fp32", 64, 9, 3, 1, True),
+    ):
+        zeros = FLOATS[dtype]
+        new, cache = zeros(tokens, kv_heads, head_dim), zeros(slots, kv_heads, head_dim)
+        table = (i32(requests, slots // page_size), i64(requests), i32(requests), i32(requests + 1), i32(requests))
+        call = partial(value_tree_attention, zeros(tokens, heads, head_dim), new, new, cache, cache, *table)
+        options = dict(parents=i32(tokens) if is_tree else None, page_size=page_size, backend="triton")
+        name = f"value_tree_attention {dtype} D{head_dim} {heads}/{kv_heads} page {page_size}"
+        yield name + " with parents" * is_tree, partial(call, **options)
+
+
+def _value_head() -> Iterator[Call]:
+    for dtype, zeros in FLOATS.items():
+        for size in (1536, 3584):
+            arguments = (zeros(64, size), zeros(size, size), zeros(size), zeros(1, size), zeros(1))
+            call = partial(value_head, *arguments, backend="triton")
+            yield f"value_head {dtype} H{size}", call
+            fused = partial(call, token_rows=i64(40), norm_weight=zeros(size))
+            yield f"value_head {dtype} H{size} with gather and norm", fused
+
+
+def _candidates(rows: int, slots: int) -> Candidates:
+    return Candidates(i32(rows, slots), fp32(rows, slots), i32(rows), i8(rows), fp32(rows))
+
+
+def _reweight_scatter() -> Iterator[Call]:
+    rows = 64
+    table = GuidanceTable.from_params([parse_guidance({"mode": "mul", "scale": 0.5})] * rows, [{1}] * rows, "cpu")
+    for slots in (8, 64):
+        call = partial(reweight_scatter, _candidates(rows, slots), fp32(rows, slots), table, backend="triton")
+        yield f"reweight_scatter K{slots}", call
+        for dtype, zeros in FLOATS.items():
+            every_option = dict(table_rows=i64(rows), generated=i32(rows), probs=zeros(rows, VOCAB))
+            yield f"reweight_scatter {dtype} K{slots} with every option", partial(call, **every_option)
+
+
+def _ragged_layout() -> Iterator[Call]:
+    requests, tokens = 64, 96
+    lengths = i32(requests)
+    for integers in (i32, i64):
+        for columns in (0, 8, 64):
+            delta = integers(tokens)
+            arguments = (delta, delta, lengths, lengths, i32(requests, columns), lengths, lengths)
+            yield f"ragged_layout {delta.dtype} K{columns}", partial(ragged_layout, *arguments, backend="triton")
+
+
+def _rope_cache() -> Iterator[Call]:
+    tokens, slots = 48, 4096
+    for dtype, heads, kv_heads, head_dim, has_options in (
+        ("bf16", 9, 3, 64, False),
+        ("bf16", 12, 2, 128, False),
+        ("bf16", 16, 8, 128, True),
+        ("bf16", 28, 4, 128, False),
+        ("bf16", 32, 32, 96, True),
+        ("bf16", 64, 8, 256, True),
+        ("fp16", 16, 8, 128, True),
+        ("fp32", 16, 8, 128, True),
+    ):
+        zeros = FLOATS[dtype]
+        qkv, angles = zeros(tokens, (heads + 2 * kv_heads) * head_dim), fp32(tokens, head_dim // 2)
+        cache, out = zeros(slots, kv_heads, head_dim), zeros(tokens, kv_heads, head_dim)
+        call = partial(rope_cache, qkv, angles, angles, i64(tokens), cache, cache, num_heads=heads, backend="triton")
+        if has_options:
+            norm = zeros(heads + kv_heads, head_dim)
+            call = partial(call, qk_norm_weight=norm, num_rows=i32(1), k_out=out, v_out=out.clone())
+        yield f"rope_cache {dtype} {heads}/{kv_heads} D{head_dim}" + " with every option" * has_options, call
+
+
+def _sample_candidates() -> Iterator[Call]:
+    rows = 64
+    for slots in (8, 64):
+        call = partial(sample_candidates, _candidates(rows, slots), fp32(rows, slots), i64(rows), backend="triton")
+        yield f"sample_candidates K{slots}", partial(call, i64(rows))
+        yield f"sample_candidates K{slots} with temperature", partial(call, i32(rows), temperature=fp32(rows))
+
+
+def _commit_winner() -> Iterator[Call]:
+    rows, slots = 64, 512
+    for dtype, layers, heads, head_dim, integers in (
+        ("bf16", 24, 2, 64, i32),
+        ("bf16", 28, 2, 128, i32),
+        ("bf16", 28, 2, 128, i64),
+        ("bf16", 30, 3, 64, i64),
+        ("bf16", 32, 32, 128, i32),
+        ("fp16", 28, 2, 128, i32),
+        ("fp32", 28, 2, 128, i32),
+        ("fp32", 32, 32, 128, i64),
+    ):
+        tokens, row, index = [FLOATS[dtype](layers, slots, heads, head_dim)] * 4, i32(rows), integers(rows)
+        call = partial(commit_winner, *tokens, i32(rows, 8), integers(rows, 8), row, index, index, row, index)
+        yield f"commit_winner {dtype} {layers} layers {heads} D{head_dim}", partial(call, backend="triton")
+
+
+def _ragged_linear() -> Iterator[Call]:
+    for dtype, zeros in FLOATS.items():
+        x, wide_x = zeros(384, 1536), zeros(384, 8960)
+        for layer, arguments, options in (
+            ("qkv", (x, zeros(2048, 1536), zeros(2048)), dict(norm_eps=1e-6)),
+            ("o", (x, zeros(1536, 1536)), dict(residual=x)),
+            ("gate_up", (x, zeros(17920, 1536)), dict(norm_eps=1e-6, swiglu=True)),
+            ("down", (wide_x, zeros(1536, 8960)), dict(residual=x)),
+        ):
+            call = partial(ragged_linear, *arguments, **options, num_rows=i32(1), backend="triton")
+            yield f"ragged_linear {dtype} {layer}", call
+
+
+def _smallest() -> Iterator[Call]:
+    """Triton makes an argument of 1 a constant, which not every expression takes."""
+    one, pair, head, index = fp32(1), fp32(1, 1, 2), fp32(1, 1, 1), i32(1)
+    number, candidates = fp32(1, 1), _candidates(1, 1)
+    table = GuidanceTable.from_params([None], [set()], "cpu")
+    attention = partial(value_tree_attention, *[head] * 5, i32(1, 1), index, index, i32(2), index)
+    reweight = partial(reweight_scatter, candidates, number, table)
+    rope = dict(num_heads=1, qk_norm_weight=fp32(2, 2), num_rows=index, k_out=pair, v_out=pair)
+    linear = partial(ragged_linear, number, norm_eps=1e-6, residual=number, num_rows=index)
+    tokens, long_row = [fp32(1, 1, 1, 1)] * 4, fp32(1, 8960)
+    calls = {
+        "topk_candidates": partial(topk_candidates, number, top_k=index, top_p=one, min_p=one, max_candidates=1),
+        "value_tree_attention": attention,
+        "value_tree_attention with parents": partial(attention, parents=index),
+        "value_head": partial(value_head, number, number, one, number, one),
+        "reweight_scatter": reweight,
+        "reweight_scatter of one token": partial(reweight, probs=number),
+        "rope_cache": partial(rope_cache, fp32(1, 6), number, number, index, pair, pair, **rope),
+        "ragged_layout": partial(ragged_layout, *[index] * 4, i32(1, 1), index, index),
+        "sample_candidates": partial(sample_candidates, candidates, number, i64(1), index),
+        "commit_winner": partial(commit_winner, *tokens, i32(1, 1), i32(1, 1), *[index] * 5),
+        "ragged_linear": partial(linear, number, one),
+        "ragged_linear with swiglu": partial(linear, fp32(2, 1), fp32(2), swiglu=True),
+        "ragged_linear of one column": partial(ragged_linear, long_row, long_row),
+    }
+    for name, call in calls.items():
+        yield f"{name}, every size 1", partial(call, backend="triton")

@@ -1,0 +1,119 @@
+"""Triton's launches: seen, left out, or compiled for a GPU that is not there."""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction
+from triton.runtime.interpreter import InterpretedFunction
+
+import lenvm_kernels.ops
+import lenvm_kernels.ops._common as ops_common
+
+KINDS = (JITFunction, InterpretedFunction)
+
+
+def kernels() -> dict[str, object]:
+    """The kernels of all operators, by name."""
+    names = [module.name for module in pkgutil.iter_modules(lenvm_kernels.ops.__path__)]
+    modules = [importlib.import_module(f"lenvm_kernels.ops.{name}") for name in names]
+    functions = [(name, value) for module in modules for name, value in vars(module).items()]
+    return {name: value for name, value in functions if name.endswith("_kernel") and isinstance(value, KINDS)}
+
+
+@contextmanager
+def intercept_launches(handle: Callable[[str, partial], object]) -> Iterator[None]:
+    """In here ``handle(name, launch)`` takes the place of every launch of a kernel, compiled or interpreted.
+
+    Args:
+        handle: gets the kernel's name, and what launches it when called. The ``args`` of ``launch`` are the kernel and
+            its arguments, of which each is a tensor, a number, None, or a tuple of such; its ``keywords`` are the
+            others, the grid and the options. What ``handle`` returns is what the launch returns.
+    """
+
+    def replacement(run: Callable) -> Callable:
+        def intercepted(kernel, /, *args, **keywords):
+            return handle(kernel.fn.__name__, partial(run, kernel, *args, **keywords))
+
+        return intercepted
+
+    with ExitStack() as patches:
+        for kind in KINDS:
+            patches.enter_context(mock.patch.object(kind, "run", replacement(kind.run)))
+        yield
+
+
+@contextmanager
+def kernels_on_cpu(architecture: str = "") -> Iterator[None]:
+    """In here operators with the backend ``triton`` take CPU tensors up to the launches of their kernels.
+
+    Args:
+        architecture: for which GPU they choose launch configurations, see :mod:`lenvm_kernels.ops._common`.
+    """
+    with (
+        mock.patch.object(ops_common, "INTERPRETED", True),
+        mock.patch.object(ops_common, "ARCHITECTURE", architecture),
+    ):
+        yield
+
+
+@contextmanager
+def empty_is_zero() -> Iterator[None]:
+    """In here ``torch.empty`` gives zeros. What a kernel that is not launched has not written may be an index."""
+    with mock.patch.object(torch, "empty", torch.zeros), mock.patch.object(torch, "empty_like", torch.zeros_like):
+        yield
+
+
+@contextmanager
+def without_kernels() -> Iterator[list[str]]:
+    """In here operators on CPU tensors launch nothing; gives the names of what they would."""
+    launches: list[str] = []
+    with kernels_on_cpu(), empty_is_zero(), intercept_launches(lambda name, launch: launches.append(name)):
+        yield launches
+
+
+class CompileOnlyDriver:
+    """The part of a Triton driver that compilation asks for."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@contextmanager
+def targeting(target: GPUTarget) -> Iterator[None]:
+    """In here operators on CPU tensors do as on ``target``, up to the launches. Not in a process that interprets."""
+    triton.runtime.driver.set_active(CompileOnlyDriver(target))
+    with kernels_on_cpu("hip" if target.backend == "hip" else f"sm_{target.arch}"), empty_is_zero():
+        yield
+
+
+@contextmanager
+def compiling_for(target: GPUTarget) -> Iterator[list[tuple[str, object]]]:
+    """In here operators on CPU tensors compile for ``target`` and launch nothing; gives (kernel, compiled) of each."""
+    compiled = []
+
+    def compile_only(name: str, launch: partial) -> object:
+        kernel = launch(warmup=True)
+        compiled.append((name, kernel))
+        return kernel
+
+    with targeting(target), intercept_launches(compile_only):
+        yield compiled
