@@ -80,7 +80,7 @@ def check_tensor(
     tensor: object,
     *,
     dtypes: torch.dtype | Sequence[torch.dtype],
-    shape: Sequence[int | None],
+    shape: tuple[int | None, ...],
     device: torch.device | None = None,
     unit_stride: bool = True,
 ) -> torch.Tensor:
@@ -90,7 +90,7 @@ def check_tensor(
         name: the argument's name in the public signature, for the message.
         tensor: what the caller passed.
         dtypes: accepted dtype or dtypes.
-        shape: accepted size of each dimension; ``None`` accepts any size.
+        shape: accepted size of each dimension, as a tuple; ``None`` accepts any size.
         device: device it has to be on (``None``: any).
         unit_stride: the last dimension has to be contiguous.
 
@@ -103,9 +103,11 @@ def check_tensor(
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor {_wanted(dtypes, shape, device)}, got {type(tensor).__name__}")
     sizes = tensor.shape
-    fits = tensor.dtype in dtypes and (device is None or tensor.device == device) and len(sizes) == len(shape)
-    for wanted, size in zip(shape, sizes, strict=False):
-        fits = fits and (wanted is None or wanted == size)
+    fits = tensor.dtype in dtypes and (device is None or tensor.device == device)
+    if sizes != shape:  # or sizes that may be any
+        fits = fits and len(sizes) == len(shape)
+        for wanted, size in zip(shape, sizes, strict=False):
+            fits = fits and (wanted is None or wanted == size)
     if not fits:
         raise ValueError(
             f"{name} must be {_wanted(dtypes, shape, device)}, got {_dtype_name(tensor.dtype)} "
@@ -127,12 +129,12 @@ def per_request(
     """
     if isinstance(value, torch.Tensor):
         # A column of a GuidanceTable is strided.
-        return check_tensor(name, value, dtypes=dtype, shape=[requests], device=device, unit_stride=False).contiguous()
+        return check_tensor(name, value, dtypes=dtype, shape=(requests,), device=device, unit_stride=False).contiguous()
     kinds = (int, float) if dtype.is_floating_point else int
     if isinstance(value, bool) or not isinstance(value, kinds):
         number = "a number" if dtype.is_floating_point else "an integer"
         raise TypeError(
-            f"{name} must be {number} or a tensor {_wanted((dtype,), [requests], device)}, got {type(value).__name__}"
+            f"{name} must be {number} or a tensor {_wanted((dtype,), (requests,), device)}, got {type(value).__name__}"
         )
     if not dtype.is_floating_point and not -(2**31) <= value < 2**31:
         raise ValueError(f"{name} must be an int32, got {value}")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 Launch = Callable[..., None]
 
@@ -60,4 +61,6 @@ def operator(*, mutates: Sequence[str], reference: Launch) -> Callable[[Launch],
 
 def _is_recorded(written: Tensor) -> bool:
     """Whether operators are recorded here, or have no data to run on (``FakeTensor``)."""
-    return torch.compiler.is_compiling() or type(written) is not Tensor or get_proxy_mode() is not None
+    if torch.compiler.is_dynamo_compiling() or type(written) is not Tensor:
+        return True
+    return is_in_torch_dispatch_mode() and get_proxy_mode() is not None

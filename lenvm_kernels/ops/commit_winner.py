@@ -229,17 +229,17 @@ def commit_winner(
         (tensor([0., 0., 2., 0.]), tensor([0., 0., 4., 0.]))
     """
     backend = resolve_backend(backend, k_cache)
-    check_tensor("k_cache", k_cache, dtypes=FLOATS[backend], shape=[None] * 4)
+    check_tensor("k_cache", k_cache, dtypes=FLOATS[backend], shape=(None, None, None, None))
     (layers, _, heads, head_dim), device = k_cache.shape, k_cache.device
     if not layers * heads * head_dim:
         raise ValueError(f"k_cache must have at least one layer, head and column, got shape {list(k_cache.shape)}")
     check_tensor("v_cache", v_cache, dtypes=k_cache.dtype, shape=k_cache.shape, device=device)
-    check_tensor("k_last", k_last, dtypes=k_cache.dtype, shape=[layers, None, heads, head_dim], device=device)
+    check_tensor("k_last", k_last, dtypes=k_cache.dtype, shape=(layers, None, heads, head_dim), device=device)
     check_tensor("v_last", v_last, dtypes=k_cache.dtype, shape=k_last.shape, device=device)
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("k_last", k_last), ("v_last", v_last)):
         if heads > 1 and tensor.stride(2) != head_dim:
             raise ValueError(f"{name} must be contiguous in its last two dimensions, got strides {tensor.stride()}")
-    check_tensor("candidate_ids", candidate_ids, dtypes=torch.int32, shape=[None, None], device=device)
+    check_tensor("candidate_ids", candidate_ids, dtypes=torch.int32, shape=(None, None), device=device)
     if candidate_ids.shape[1] not in COLUMNS:
         raise ValueError(
             f"candidate_ids must have a power of two up to {MAX_CANDIDATES} columns, got {candidate_ids.shape[1]}"
@@ -248,7 +248,7 @@ def commit_winner(
     check_tensor(
         "candidate_positions", candidate_positions, dtypes=torch.int32, shape=candidate_ids.shape[:1], device=device
     )
-    check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=[None], device=device)
+    check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(None,), device=device)
     check_tensor("last_rows", last_rows, dtypes=INT_DTYPES, shape=tokens.shape, device=device)
     check_tensor("positions", positions, dtypes=torch.int32, shape=tokens.shape, device=device)
     check_tensor("slots", slots, dtypes=INT_DTYPES, shape=tokens.shape, device=device)

@@ -489,17 +489,17 @@ def reweight_scatter(
     """
     backend = resolve_backend(backend, value_logits)
     singles = SINGLES[backend]
-    check_tensor("value_logits", value_logits, dtypes=singles, shape=[None, None])
+    check_tensor("value_logits", value_logits, dtypes=singles, shape=(None, None))
     (requests, columns), device = value_logits.shape, value_logits.device
     if not isinstance(candidates, Candidates):
         raise TypeError(f"candidates must be the Candidates of topk_candidates, got {type(candidates).__name__}")
     if columns not in COLUMNS:
         raise ValueError(f"value_logits must have a power of two up to {COLUMNS[-1]} columns, got {columns}")
     for name, dtypes, shape in (
-        ("token_ids", torch.int32, [requests, columns]),
-        ("probs", singles, [requests, columns]),
-        ("status", torch.int8, [requests]),
-        ("lost_mass", singles, [requests]),
+        ("token_ids", torch.int32, (requests, columns)),
+        ("probs", singles, (requests, columns)),
+        ("status", torch.int8, (requests,)),
+        ("lost_mass", singles, (requests,)),
     ):
         tensor = check_tensor(
             f"candidates.{name}", getattr(candidates, name), dtypes=dtypes, shape=shape, device=device
@@ -509,17 +509,17 @@ def reweight_scatter(
     table = getattr(table, "columns", table)
     if not isinstance(table, GuidanceColumns):
         raise TypeError(f"table must be a GuidanceTable, got {type(table).__name__}")
-    check_tensor("table.mode", table.mode, dtypes=torch.int32, shape=[None], device=device, unit_stride=False)
+    check_tensor("table.mode", table.mode, dtypes=torch.int32, shape=(None,), device=device, unit_stride=False)
     if table_rows is not None:
-        check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=[requests], device=device)
+        check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(requests,), device=device)
     elif len(table.mode) < requests:
         raise ValueError(
             f"table must have a row for each of the {requests} requests, got {len(table.mode)} (or give table_rows)"
         )
     if generated is not None:
-        check_tensor("generated", generated, dtypes=torch.int32, shape=[requests], device=device)
+        check_tensor("generated", generated, dtypes=torch.int32, shape=(requests,), device=device)
     if probs is not None:
-        check_tensor("probs", probs, dtypes=FLOATS[backend], shape=[requests, None], device=device)
+        check_tensor("probs", probs, dtypes=FLOATS[backend], shape=(requests, None), device=device)
 
     out = torch.empty(requests, columns, dtype=compute_dtype(value_logits, candidates.probs), device=device)
     parameters = [getattr(table, name) for name in _Table._fields]

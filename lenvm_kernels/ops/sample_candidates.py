@@ -166,21 +166,21 @@ def sample_candidates(
         [2, 2, 0, 2, 2, 2, 2, 2]
     """
     backend = resolve_backend(backend, guided_probs)
-    check_tensor("guided_probs", guided_probs, dtypes=SINGLES[backend], shape=[None, None])
+    check_tensor("guided_probs", guided_probs, dtypes=SINGLES[backend], shape=(None, None))
     (requests, columns), device = guided_probs.shape, guided_probs.device
     if not isinstance(candidates, Candidates):
         raise TypeError(f"candidates must be the Candidates of topk_candidates, got {type(candidates).__name__}")
     if columns not in COLUMNS:
         raise ValueError(f"guided_probs must have a power of two up to {COLUMNS[-1]} columns, got {columns}")
     token_ids, status = candidates.token_ids, candidates.status
-    check_tensor("candidates.token_ids", token_ids, dtypes=torch.int32, shape=[requests, columns], device=device)
+    check_tensor("candidates.token_ids", token_ids, dtypes=torch.int32, shape=(requests, columns), device=device)
     if not token_ids.is_contiguous():
         raise ValueError(f"candidates.token_ids must be contiguous, got strides {tuple(token_ids.stride())}")
-    check_tensor("candidates.status", status, dtypes=torch.int8, shape=[requests], device=device)
-    check_tensor("seeds", seeds, dtypes=torch.int64, shape=[requests], device=device)
-    check_tensor("positions", positions, dtypes=INT_DTYPES, shape=[requests], device=device)
+    check_tensor("candidates.status", status, dtypes=torch.int8, shape=(requests,), device=device)
+    check_tensor("seeds", seeds, dtypes=torch.int64, shape=(requests,), device=device)
+    check_tensor("positions", positions, dtypes=INT_DTYPES, shape=(requests,), device=device)
     if temperature is not None:
-        check_tensor("temperature", temperature, dtypes=torch.float32, shape=[requests], device=device)
+        check_tensor("temperature", temperature, dtypes=torch.float32, shape=(requests,), device=device)
 
     tokens = torch.empty(requests, dtype=torch.int32, device=device)
     _launch(tokens, *candidates, guided_probs, seeds, positions, temperature, backend=backend)

@@ -399,7 +399,7 @@ def topk_candidates(
         tensor([[ 2,  0,  1, -1]], dtype=torch.int32)
     """
     backend = resolve_backend(backend, scores)
-    check_tensor("scores", scores, dtypes=FLOATS[backend], shape=[None, None])
+    check_tensor("scores", scores, dtypes=FLOATS[backend], shape=(None, None))
     (requests, vocab), device = scores.shape, scores.device
     if not 1 <= vocab <= MAX_VOCAB:
         raise ValueError(f"scores must have between 1 and {MAX_VOCAB} columns, got {vocab}")
@@ -415,9 +415,9 @@ def topk_candidates(
     if entropy_threshold is not None:
         entropy_threshold = per_request("entropy_threshold", entropy_threshold, torch.float32, requests, device)
     if guided is not None:
-        check_tensor("guided", guided, dtypes=torch.bool, shape=[requests], device=device)
+        check_tensor("guided", guided, dtypes=torch.bool, shape=(requests,), device=device)
     if vocab_mask is not None:
-        check_tensor("vocab_mask", vocab_mask, dtypes=torch.int32, shape=[requests, ceil_div(vocab, 32)], device=device)
+        check_tensor("vocab_mask", vocab_mask, dtypes=torch.int32, shape=(requests, ceil_div(vocab, 32)), device=device)
 
     dtype = compute_dtype(scores)
     candidates = Candidates(

@@ -25,7 +25,7 @@ from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.step.graphs import Graphs, bucket_of
 from lenvm_kernels.step.winners import Winners
 from lenvm_kernels.timing import NO_RECORD, NO_TIMER, StepRecord, StepTimer
-from lenvm_kernels.types import Candidates, Mode, Status
+from lenvm_kernels.types import Candidates, GuidanceColumns, Mode, Status
 from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel
 
 
@@ -118,7 +118,7 @@ class GuidedStep:
         backend: str = "auto",
     ) -> None:
         device = value_model.device
-        check_tensor("slot_table", slot_table, dtypes=torch.int32, shape=[None, None], device=device)
+        check_tensor("slot_table", slot_table, dtypes=torch.int32, shape=(None, None), device=device)
         table_rows = slot_table.shape[0]
         max_requests = table_rows if max_requests is None else max_requests
         for name, value in (("num_slots", num_slots), ("max_requests", max_requests), ("chunk_tokens", chunk_tokens)):
@@ -219,15 +219,15 @@ class GuidedStep:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
         device = self.value_model.device
-        check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=[None], device=device)
+        check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(None,), device=device)
         check_tensor("slots", slots, dtypes=INT_DTYPES, shape=tokens.shape, device=device)
-        check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=[None], device=device)
+        check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(None,), device=device)
         for name, tensor in (("starts", starts), ("lens", lens), ("cached_lens", cached_lens)):
             check_tensor(name, tensor, dtypes=torch.int32, shape=table_rows.shape, device=device)
         self.flush()
         # Kernels are compiled for one dtype.
         tokens, slots, table_rows = tokens.long(), slots.long(), table_rows.long()
-        ends = starts + torch.where(self._needs(table_rows)[1], lens, 0)
+        ends = starts + torch.where(self._needs(self.table.columns, table_rows)[1], lens, 0)
         no_candidates = torch.empty(len(table_rows), 0, dtype=torch.int32, device=device)
         for first in range(0, len(tokens), self.chunk_tokens):
             chunk = slice(first, min(first + self.chunk_tokens, len(tokens)))
@@ -294,18 +294,18 @@ class GuidedStep:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
         device = self.value_model.device
-        check_tensor("scores", scores, dtypes=FLOAT_DTYPES, shape=[None, self.vocab_size], device=device)
+        check_tensor("scores", scores, dtypes=FLOAT_DTYPES, shape=(None, self.vocab_size), device=device)
         b = len(scores)
         if not 1 <= b <= self.max_requests:
             raise ValueError(f"scores must be of 1 to max_requests = {self.max_requests} requests, got {b}")
         record = self._timer.begin(b, device)
         for name, tensor in (("tokens", tokens), ("table_rows", table_rows), ("slots", slots)):
-            check_tensor(name, tensor, dtypes=INT_DTYPES, shape=[b], device=device)
-        check_tensor("lengths", lengths, dtypes=torch.int32, shape=[b], device=device)
+            check_tensor(name, tensor, dtypes=INT_DTYPES, shape=(b,), device=device)
+        check_tensor("lengths", lengths, dtypes=torch.int32, shape=(b,), device=device)
         if drawn is not None:
-            check_tensor("drawn", drawn, dtypes=INT_DTYPES, shape=[b], device=device)
+            check_tensor("drawn", drawn, dtypes=INT_DTYPES, shape=(b,), device=device)
         if active is not None:
-            check_tensor("active", active, dtypes=torch.bool, shape=[b], device=device)
+            check_tensor("active", active, dtypes=torch.bool, shape=(b,), device=device)
         if temperature is not None:
             temperature = per_request("temperature", temperature, torch.float32, b, device)
         self.flush()
@@ -313,7 +313,7 @@ class GuidedStep:
         tokens, slots, table_rows = tokens.long(), slots.long(), table_rows.long()
         table = self.table.columns
 
-        guided, needs_model = self._needs(table_rows)
+        guided, needs_model = self._needs(table, table_rows)
         if active is not None:
             guided, needs_model = guided & active, needs_model & active
         candidates = topk_candidates(
@@ -355,7 +355,7 @@ class GuidedStep:
             value_logits,
             table,
             table_rows=table_rows,
-            generated=self.table.generated(table_rows, lengths),
+            generated=lengths - table.prompt_len[table_rows],
             probs=probs,
             backend=self.backend,
         )
@@ -400,7 +400,7 @@ class GuidedStep:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
         device = self.value_model.device
-        check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=[None], device=device)
+        check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(None,), device=device)
         check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=tokens.shape, device=device)
         check_tensor("lengths", lengths, dtypes=torch.int32, shape=tokens.shape, device=device)
         self.flush()
@@ -470,10 +470,9 @@ class GuidedStep:
         prompt, none = full(0, torch.int64, self.chunk_tokens), full(0, torch.int32, 1)
         self.extend(prompt, prompt, full(self._padding_row, torch.int64, 1), none, none, none)
 
-    def _needs(self, table_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _needs(self, table: GuidanceColumns, table_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """bool ``[B]`` each: requests that are guided; and those whose tokens the value model has to see
         (:attr:`GuidanceParams.needs_value_model`)."""
-        table = self.table.columns
         guided = table.mode[table_rows] != Mode.UNGUIDED
         return guided, guided | table.return_values[table_rows] if self._value_rows else guided
 

@@ -94,11 +94,11 @@ class RaggedBatch:
             backend=backend,
         )
         device, (b, k) = delta_ids.device, candidate_ids.shape
-        check_tensor("slot_table", slot_table, dtypes=torch.int32, shape=[None, None], device=device)
-        check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=[b], device=device)
+        check_tensor("slot_table", slot_table, dtypes=torch.int32, shape=(None, None), device=device)
+        check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(b,), device=device)
         parents = None
         if candidate_parents is not None:
-            check_tensor("candidate_parents", candidate_parents, dtypes=torch.int32, shape=[b, k], device=device)
+            check_tensor("candidate_parents", candidate_parents, dtypes=torch.int32, shape=(b, k), device=device)
             layout, parents = _grow_trees(layout, candidate_parents)
         return cls(layout, slot_table, table_rows, cached_lens, candidate_lens, parents, page_size)
 
