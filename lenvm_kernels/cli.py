@@ -181,13 +181,15 @@ def _add_generate(commands: Any) -> None:
 def _add_field(group: Any, field: Field) -> None:
     """The flags of a field of a request, under all of its names."""
     default = "none" if field.default is None else str(field.default)
-    bounds = f"; {field.accepted}" if field.words is not None or field.bounds else ""
+    meaning = "; ".join(filter(None, (field.meaning, field.limits)))
+    is_list = field.name == "token_temperature_scale"
     group.add_argument(
         *(f"--{name.replace('_', '-')}" for name in field.names),
         dest=field.name,
-        nargs="+" if field.name == "token_temperature_scale" else None,
+        nargs="+" if is_list else None,
+        type=None if is_list or field.words is not None else float,
         metavar=field.metavar,
-        help=f"{field.meaning}{bounds} (default: {default})".replace("%", "%%"),
+        help=f"{meaning} (default: {default})".replace("%", "%%"),
     )
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 import lenvm_kernels.demo
 from lenvm_kernels import cli
+from lenvm_kernels.guidance.fields import FIELDS
 from tests.helpers.models import WORDS, head_shapes, random_head, save_checkpoint
 
 
@@ -248,9 +249,8 @@ def test_every_flag_has_help_with_its_default(lenvm):
         text = " ".join(lenvm(command, "--help")[1].split())
         flags = re.findall(r"(?<!usage: )\[?(--[a-z-]+)", text.split("options:")[0])
         assert len(flags) >= 5
-        assert text.count("(default: ") + text.count("; required") == len(set(flags) - {"--help"}) - (
-            ["--value-constraint" in flags, "--value-entropy-threshold" in flags].count(True)
-        )
+        other_names = {f"--{name.replace('_', '-')}" for field in FIELDS.values() for name in field.other_names}
+        assert text.count("(default: ") + text.count("; required") == len(set(flags) - {"--help"} - other_names)
 
 
 def test_the_demo_model_is_named_by_its_package():

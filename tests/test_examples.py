@@ -18,7 +18,7 @@ from lenvm_kernels import GuidanceTable, cli, parse_guidance
 from lenvm_kernels.fuzz.case import Case
 from lenvm_kernels.fuzz.check import operators
 from lenvm_kernels.ops.topk_candidates import topk_candidates
-from tests.test_cli import EOS, save_checkpoint
+from tests.helpers.models import EOS, save_checkpoint
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # What transformers_generate.py and engine_loop.py print of a request.

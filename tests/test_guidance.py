@@ -1,6 +1,7 @@
 """A request's parameters: every spelling is understood, everything else refused by name."""
 
 import math
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given
 
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
-from lenvm_kernels.guidance.fields import FIELDS
+from lenvm_kernels.guidance.fields import FIELDS, markdown
 from lenvm_kernels.types import Mode
 
 
@@ -235,6 +236,11 @@ def test_lengths_of_rows_out_of_order():
     for row, prompt_len in enumerate((4, 0, 7, 9)):
         table.add_request(row, params[row], set(), prompt_len=prompt_len)
     assert table.generated(rows, torch.tensor([9, 10, 7, 3, 4], dtype=torch.int32)).tolist() == [0, 6, 0, 3, 0]
+
+
+def test_the_docs_have_the_table_of_the_fields():
+    page = Path(__file__).parent.parent / "docs" / "modes-and-parameters.md"
+    assert markdown() in page.read_text(), f"put lenvm_kernels.guidance.fields.markdown() into {page}"
 
 
 # --- requests that come and go ---

@@ -19,7 +19,7 @@ from bench.study import flops, report, run
 from bench.study.flops import Architecture, Guidance, Workload
 from bench.study.result import ENVIRONMENT, Run
 from lenvm_kernels import timing
-from tests.helpers.models import VOCAB, tiny_value_model
+from tests.helpers.models import VOCAB, last_value_logits, random_pair, value_model_of
 
 # From inference/timing/README.md of eric-ai-lab/Length-Value-Model (b1b4ba0), and its sweep over k as issue 5 gives it:
 # Qwen2.5-7B with the 1.5B value model, 50 questions of GSM8K, 16 samples each.
@@ -401,12 +401,13 @@ def test_numbers_are_positive_integers(tiny_study, capsys, option, number):
 def test_both_guided_ways_see_the_same_sequences():
     """Prompts of unequal lengths, padded on the left: the values of our candidates are those of the published way."""
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(3, VOCAB, (3, 7), generator=generator)
-    base = SimpleNamespace(prompts=prompts, prompt_lens=torch.tensor([7, 2, 4], dtype=torch.int32), vocab_size=VOCAB)
+    prompts, lens = torch.randint(3, VOCAB, (3, 7), generator=generator), [7, 2, 4]
+    base = SimpleNamespace(prompts=prompts, prompt_lens=torch.tensor(lens, dtype=torch.int32), vocab_size=VOCAB)
     steps = [(torch.randn(3, VOCAB, generator=generator), torch.tensor([5, 6, 7 + i])) for i in range(3)]
-    values = {}
+    model, head = random_pair("qwen3")
+    outputs = {}
     for way in ("ours", "two_forward"):
-        guided = run.GUIDED[way](base, tiny_value_model(torch.device("cpu")), 3)
+        guided = run.GUIDED[way](base, value_model_of(model, head), 3)
         guided.top_k = 4
         for _ in range(2):  # starting again forgets what was before
             guided.start()
@@ -414,7 +415,13 @@ def test_both_guided_ways_see_the_same_sequences():
             for i, (logits, following) in enumerate(steps):
                 guided.draw(logits, tokens, i)
                 tokens = following
-        values[way] = [output.value_logits for output in guided._outputs]
-    for ours, theirs in zip(values["ours"], values["two_forward"], strict=True):
-        torch.testing.assert_close(ours[:, :4], torch.stack(list(theirs)), rtol=0, atol=2e-5)
-        assert ours.std() > 0.01
+        outputs[way] = guided._outputs
+    sequences = [tokens[-n:] for tokens, n in zip(prompts.tolist(), lens, strict=True)]
+    for ours, theirs, (_, following) in zip(outputs["ours"], outputs["two_forward"], steps, strict=True):
+        ids = ours.candidates.token_ids[:, :4].tolist()
+        scored = [[*tokens, token] for tokens, row in zip(sequences, ids, strict=True) for token in row]
+        expected = last_value_logits(model, head, scored).view(3, 4)
+        for values in (ours.value_logits[:, :4], torch.stack(list(theirs.value_logits))):
+            torch.testing.assert_close(values, expected, rtol=0, atol=2e-5)
+        assert expected.std() > 0.01
+        sequences = [[*tokens, token] for tokens, token in zip(sequences, following.tolist(), strict=True)]

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lenvm_kernels import step, timing
+from lenvm_kernels import timing
+from lenvm_kernels.step import step
 from lenvm_kernels.step.graphs import Graphs
 from lenvm_kernels.timing import STAGES, StepRecord, StepTimer, file_of_process
 from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step, needs_gpu, run_requests

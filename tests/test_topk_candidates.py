@@ -365,7 +365,6 @@ GOOD = dict(row_parameters(2), scores=torch.zeros(2, 40), is_logits=True)
         ("top_k", torch.zeros(2).long(), r"top_k must be int32 \[2\] on cpu, got int64 \[2\] on cpu"),
         ("top_k", torch.zeros(3).int(), r"top_k must be int32 \[2\] on cpu, got int32 \[3\]"),
         ("top_k", torch.zeros(2, device="meta").int(), r"top_k must be int32 \[2\] on cpu, got .* on meta"),
-        ("top_k", torch.zeros(4).int()[::2], "top_k must be contiguous"),
         ("top_p", torch.ones(2).double(), r"top_p must be float32 \[2\]"),
         ("min_p", torch.ones(1), r"min_p must be float32 \[2\]"),
         ("scores", torch.zeros(2, 262_145), "scores must have between 1 and 262144 columns, got 262145"),
@@ -399,11 +398,11 @@ def test_bad_arguments_are_named(name, value, message):
 def test_bad_tensors_are_named(name, dtype):
     options = dict(temperature=torch.ones(2), entropy_threshold=torch.ones(2), guided=torch.ones(2).bool())
     arguments = GOOD | options | dict(vocab_mask=torch.ones(2, 2).int())
-    assert_refuses(topk_candidates, arguments, name, dtype)
+    assert_refuses(topk_candidates, arguments, name, dtype, strided=name not in ("guided", "vocab_mask"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_number_is_that_of_every_request(device, backend):
+def test_numbers_and_strided_tensors(device, backend):
     scores = 3 * torch.randn(3, 40, generator=torch.Generator().manual_seed(2)).to(device)
     numbers = dict(top_k=6, top_p=0.9, min_p=0.05, temperature=0.7, entropy_threshold=1.2)
     dtypes = {"top_k": torch.int32}
@@ -411,8 +410,10 @@ def test_a_number_is_that_of_every_request(device, backend):
         name: torch.full((3,), number, dtype=dtypes.get(name, torch.float32), device=device)
         for name, number in numbers.items()
     }
-    found, expected = (topk_candidates(scores, **x, is_logits=True, backend=backend) for x in (numbers, tensors))
-    assert_same_bits(found, expected)
+    strided = {name: torch.stack([x, -x], dim=1)[:, 0] for name, x in tensors.items()}
+    expected = topk_candidates(scores, **tensors, is_logits=True, backend=backend)
+    for filters in (numbers, strided):
+        assert_same_bits(topk_candidates(scores, **filters, is_logits=True, backend=backend), expected)
     assert len(expected.counts.unique()) > 1
 
 

@@ -9,20 +9,12 @@ from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.value_model import ValueModel
+from tests.helpers import models
 from tests.helpers.models import random_model, value_logits
 
 VOCAB, HIDDEN, EOS, PAD = 61, 32, 2, 0
-TINY = dict(
-    vocab_size=VOCAB,
-    hidden_size=HIDDEN,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    eos_token_id=EOS,
-    pad_token_id=PAD,
-)
+TINY = models.TINY | dict(vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, max_position_embeddings=128)
+TINY |= dict(eos_token_id=EOS, pad_token_id=PAD)
 SHORTER = {"value_mode": "centered_exp", "value_scale": -20}
 
 

@@ -45,8 +45,15 @@ class Field:
         return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
 
     @property
+    def limits(self) -> str:
+        """What a value is limited to, in the fewest words: each word once, or the bounds."""
+        if self.words is not None:
+            return f"one of {', '.join(dict.fromkeys(self.words.values()))}"
+        return self.bounds
+
+    @property
     def accepted(self) -> str:
-        """The words or numbers that are accepted."""
+        """All that is accepted, for a message."""
         if self.words is not None:
             return f"one of {', '.join(self.words)}"
         return f"a finite number {self.bounds}".rstrip()
@@ -150,8 +157,7 @@ def markdown() -> str:
     lines = ["| parameter | other names | meaning | default |", "| --- | --- | --- | --- |"]
     for field in FIELDS.values():
         others = ", ".join(f"`{name}`" for name in field.other_names)
-        words = ", ".join(f"`{word}`" for word in field.words or ())
-        limits = f"; one of {words}" if words else f"; {field.bounds}" if field.bounds else ""
+        meaning = "; ".join(filter(None, (field.meaning, field.limits)))
         default = "none" if field.default is None else f"`{str(field.default).lower()}`"
-        lines.append(f"| `{field.name}` | {others} | {field.meaning}{limits} | {default} |")
+        lines.append(f"| `{field.name}` | {others} | {meaning} | {default} |")
     return "\n".join(lines)

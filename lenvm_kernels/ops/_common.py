@@ -119,14 +119,15 @@ def check_tensor(
 def per_request(
     name: str, value: torch.Tensor | float, dtype: torch.dtype, requests: int, device: torch.device
 ) -> torch.Tensor:
-    """The tensor ``[requests]`` of an argument that is one, or one number for all requests.
+    """The contiguous tensor ``[requests]`` of an argument that is a tensor, or one number for all requests.
 
     Raises:
         TypeError: neither a tensor nor a number of that kind.
         ValueError: as :func:`check_tensor`, or an integer that is no int32.
     """
     if isinstance(value, torch.Tensor):
-        return check_tensor(name, value, dtypes=dtype, shape=[requests], device=device)
+        # A column of a GuidanceTable is strided.
+        return check_tensor(name, value, dtypes=dtype, shape=[requests], device=device, unit_stride=False).contiguous()
     kinds = (int, float) if dtype.is_floating_point else int
     if isinstance(value, bool) or not isinstance(value, kinds):
         number = "a number" if dtype.is_floating_point else "an integer"

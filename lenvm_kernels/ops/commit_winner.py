@@ -64,35 +64,34 @@ class _Strides(NamedTuple):
     candidate_rows_request: int
 
 
-class _Drawn(NamedTuple):
-    """A caller's, which may be slices: no kernel is compiled anew where their alignment changes."""
-
-    last_rows: Any  # [B]
-    tokens: Any  # [B]
-    positions: Any  # [B]
-    slots: Any  # [B]
-
-
 @triton.jit
-def _find_candidate(ptr, stride, drawn, request, C, T, K: tl.constexpr):
-    """Token row of the last forward in which a request's token was computed at its position, -1 if it was in none."""
+def _find_candidate(ptr, stride, last_row, token, position, C, T, K: tl.constexpr):
+    """Token row of the last forward in which ``token`` was computed at ``position``, -1 if it was in none."""
     column = tl.arange(0, K)
     # By column: triton 3.9's interpreter takes no scalar for a mask.
-    last = tl.load(drawn.last_rows + request).to(tl.int64) + tl.zeros([K], tl.int64)
+    last = last_row.to(tl.int64) + tl.zeros([K], tl.int64)
     in_last_step = (last >= 0) & (last < C)
     ids = tl.load(ptr.candidate_ids + last * stride.candidate_ids_request + column, mask=in_last_step, other=-1)
     rows = tl.load(ptr.candidate_rows + last * stride.candidate_rows_request + column, mask=in_last_step, other=-1)
     candidate_positions = tl.load(ptr.candidate_positions + last, mask=in_last_step, other=0)
-    is_drawn = (ids == tl.load(drawn.tokens + request)) & (candidate_positions == tl.load(drawn.positions + request))
+    is_drawn = (ids == token) & (candidate_positions == position)
     matches = is_drawn & (ids >= 0) & (rows < T)
     return tl.max(tl.where(matches, rows, -1), axis=0).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["S", "T", "C"], do_not_specialize_on_alignment=["drawn"])
+# The rows drawn are a caller's, and may be slices: no kernel is compiled anew where their alignment changes. (Triton
+# heeds that for pointers of their own only, not for those in a tuple.)
+@triton.jit(
+    do_not_specialize=["S", "T", "C"],
+    do_not_specialize_on_alignment=["last_rows_ptr", "tokens_ptr", "positions_ptr", "slots_ptr"],
+)
 def _commit_winner_kernel(
     ptr,  # _Tensors
     stride,  # _Strides
-    drawn,  # _Drawn
+    last_rows_ptr,  # [B]
+    tokens_ptr,  # [B]
+    positions_ptr,  # [B]
+    slots_ptr,  # [B]
     S,
     T,
     C,
@@ -103,8 +102,9 @@ def _commit_winner_kernel(
     BLOCK: tl.constexpr,
 ):
     request, layer_block = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(drawn.slots + request).to(tl.int64)
-    row = _find_candidate(ptr, stride, drawn, request, C, T, K)
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    last_row, token = tl.load(last_rows_ptr + request), tl.load(tokens_ptr + request)
+    row = _find_candidate(ptr, stride, last_row, token, tl.load(positions_ptr + request), C, T, K)
     commits = (row >= 0) & (slot >= 0) & (slot < S)
     if layer_block == 0:
         tl.store(ptr.committed + request, commits)
@@ -154,7 +154,10 @@ def _launch(
     _commit_winner_kernel[(requests, ceil_div(layers, block_layers))](
         _Tensors(committed, *keys_and_values, candidate_ids, candidate_rows, candidate_positions),
         _Strides(*by_layer, candidate_ids.stride(0), candidate_rows.stride(0)),
-        _Drawn(last_rows, tokens, positions, slots),
+        last_rows,
+        tokens,
+        positions,
+        slots,
         cache_slots,
         k_last.shape[1],
         candidate_ids.shape[0],

@@ -10,8 +10,6 @@ padding columns have places of their own after the last candidate, so that one s
 ``head_places`` also writes its share of the -1 at the end of ``head_rows``.
 """
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -30,23 +28,11 @@ TILE = 1024
 NUM_WARPS = 8
 
 
-class _Requests(NamedTuple):
-    """A caller's, which may be slices: no kernel is compiled anew where their alignment changes."""
-
-    delta_ids: Any  # [D]
-    delta_slots: Any  # [D]
-    delta_starts: Any  # [B]
-    delta_lens: Any  # [B]
-    candidate_ids: Any  # [B, K]
-    candidate_lens: Any  # [B]
-    cached_lens: Any  # [B]
-
-
 @triton.jit
-def _lengths(requests, request, B, D, K):
+def _lengths(delta_lens_ptr, candidate_lens_ptr, request, B, D, K):
     """(delta length, number of candidates) of requests as int64, forced into 0 .. D and 0 .. K; 0 beyond B."""
-    delta_len = tl.load(requests.delta_lens + request, mask=request < B, other=0).to(tl.int64)
-    candidate_len = tl.load(requests.candidate_lens + request, mask=request < B, other=0).to(tl.int64)
+    delta_len = tl.load(delta_lens_ptr + request, mask=request < B, other=0).to(tl.int64)
+    candidate_len = tl.load(candidate_lens_ptr + request, mask=request < B, other=0).to(tl.int64)
     return tl.minimum(tl.maximum(delta_len, 0), D), tl.minimum(tl.maximum(candidate_len, 0), K)
 
 
@@ -57,14 +43,30 @@ def _store_rows(layout, row, token_id, position, slot, mask):
     tl.store(layout.slots + row, slot, mask=mask)
 
 
+# Callers pass slices of longer tensors: none of the inputs may compile anew where its alignment changes. (Triton heeds
+# that for pointers of their own only, not for those in a tuple.)
 @triton.jit(
     do_not_specialize=["stride_candidate_ids_request", "B", "D"],
-    do_not_specialize_on_alignment=["requests"],
+    do_not_specialize_on_alignment=[
+        "delta_ids_ptr",
+        "delta_slots_ptr",
+        "delta_starts_ptr",
+        "delta_lens_ptr",
+        "candidate_ids_ptr",
+        "candidate_lens_ptr",
+        "cached_lens_ptr",
+    ],
 )
 def _ragged_layout_kernel(
     layout,  # RaggedLayout, written
-    requests,  # _Requests
+    delta_ids_ptr,  # [D]
+    delta_slots_ptr,  # [D]
+    delta_starts_ptr,  # [B]
+    delta_lens_ptr,  # [B]
+    candidate_ids_ptr,  # [B, K]
     stride_candidate_ids_request,
+    candidate_lens_ptr,  # [B]
+    cached_lens_ptr,  # [B]
     B,
     D,
     K: tl.constexpr,
@@ -80,7 +82,7 @@ def _ragged_layout_kernel(
     first_place, candidates = start, start
     for first in range(0, B, TILE):
         other = first + tile
-        delta_len, candidate_len = _lengths(requests, other, B, D, K)
+        delta_len, candidate_len = _lengths(delta_lens_ptr, candidate_lens_ptr, other, B, D, K)
         rows = delta_len + candidate_len
         end += tl.sum(rows, axis=0)
         candidates += tl.sum(candidate_len, axis=0)
@@ -89,16 +91,16 @@ def _ragged_layout_kernel(
     tl.store(layout.q_offsets + request, start.to(tl.int32))
     tl.store(layout.q_offsets + B, end.to(tl.int32), mask=request == 0)
 
-    delta_len, candidate_len = _lengths(requests, request, B, D, K)
-    delta_start = tl.load(requests.delta_starts + request).to(tl.int64)
-    cached_len = tl.load(requests.cached_lens + request).to(tl.int64)
+    delta_len, candidate_len = _lengths(delta_lens_ptr, candidate_lens_ptr, request, B, D, K)
+    delta_start = tl.load(delta_starts_ptr + request).to(tl.int64)
+    cached_len = tl.load(cached_lens_ptr + request).to(tl.int64)
     for first in range(0, delta_len, TILE):
         token = first + tile
         row, source = start + token, delta_start + token
         is_delta = (token < delta_len) & (row < T)
         readable = is_delta & (source >= 0) & (source < D)
-        token_id = tl.load(requests.delta_ids + source, mask=readable, other=0).to(tl.int64)
-        slot = tl.load(requests.delta_slots + source, mask=readable, other=-1).to(tl.int64)
+        token_id = tl.load(delta_ids_ptr + source, mask=readable, other=0).to(tl.int64)
+        slot = tl.load(delta_slots_ptr + source, mask=readable, other=-1).to(tl.int64)
         _store_rows(layout, row, token_id, cached_len + token, slot, is_delta)
 
     if K > 0:
@@ -106,7 +108,7 @@ def _ragged_layout_kernel(
         is_column, is_candidate = column < K, column < candidate_len
         candidate_row = start + delta_len + column
         is_row = is_candidate & (candidate_row < T)
-        candidate_ids = requests.candidate_ids + request * stride_candidate_ids_request
+        candidate_ids = candidate_ids_ptr + request * stride_candidate_ids_request
         token_id = tl.load(candidate_ids + column, mask=is_row, other=0).to(tl.int64)
         position = cached_len + delta_len
         _store_rows(layout, candidate_row, token_id, position, -1, is_row)
@@ -150,8 +152,14 @@ def _launch(
     (requests, columns), deltas = candidate_ids.shape, delta_ids.shape[0]
     _ragged_layout_kernel[(requests,)](
         RaggedLayout(token_ids, positions, slots, q_offsets, candidate_rows, head_rows, head_places),
-        _Requests(delta_ids, delta_slots, delta_starts, delta_lens, candidate_ids, candidate_lens, cached_lens),
+        delta_ids,
+        delta_slots,
+        delta_starts,
+        delta_lens,
+        candidate_ids,
         candidate_ids.stride(0),
+        candidate_lens,
+        cached_lens,
         requests,
         deltas,
         K=columns,

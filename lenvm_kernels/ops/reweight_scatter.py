@@ -93,13 +93,6 @@ class _Table(NamedTuple):
     eos_token_ids: Any  # [R, E]
 
 
-class _TableRows(NamedTuple):
-    """A caller's, which may be slices: no kernel is compiled anew where their alignment changes."""
-
-    table_rows: Any  # [B] or None
-    generated: Any  # [B] or None
-
-
 @triton.jit
 def _request_sum(x):
     return tl.sum(x, axis=1)[:, None]
@@ -179,22 +172,23 @@ def _reweight(
     stride_value_logits_request,
     table,  # _Table
     stride,  # its strides
-    rows,  # _TableRows
+    table_rows_ptr,  # [B] or None
+    generated_ptr,  # [B] or None
     E,
     K: tl.constexpr,
 ):
     """(table row, token ids, candidates that count, guided probabilities, is the request to be counted) of a tile."""
     table_row = request
-    if rows.table_rows is not None:
-        table_row = tl.load(rows.table_rows + request, mask=valid, other=0).to(tl.int64)
+    if table_rows_ptr is not None:
+        table_row = tl.load(table_rows_ptr + request, mask=valid, other=0).to(tl.int64)
     mode = tl.load(table.mode + table_row * stride.mode, mask=valid, other=_UNGUIDED)
     scale = tl.load(table.scale + table_row * stride.scale, mask=valid, other=1.0)
     nats_per_token = tl.load(table.nats_per_token + table_row * stride.nats_per_token, mask=valid, other=1.0)
     value_min = tl.load(table.value_min + table_row * stride.value_min, mask=valid, other=0.0)
     remaining = tl.load(table.target_length + table_row * stride.target_length, mask=valid, other=0.0)
-    if rows.generated is not None:
+    if generated_ptr is not None:
         counts_down = tl.load(table.counts_down + table_row * stride.counts_down, mask=valid, other=0) != 0
-        generated = tl.load(rows.generated + request, mask=valid, other=0).to(tl.float32)
+        generated = tl.load(generated_ptr + request, mask=valid, other=0).to(tl.float32)
         remaining = tl.where(counts_down, tl.maximum(remaining - generated, 0.0), remaining)
     status = tl.load(candidates.status + request, mask=valid, other=0)
     guided = (status == _GUIDE) & (mode != _UNGUIDED)
@@ -292,7 +286,7 @@ def _reweight(
 
 @triton.jit(
     do_not_specialize=["B", "E"],  # a new batch size compiles nothing
-    do_not_specialize_on_alignment=["table", "rows"],
+    do_not_specialize_on_alignment=["table_rows_ptr", "generated_ptr"],
 )
 def _reweight_kernel(
     out_ptr,  # [B, K]
@@ -301,7 +295,8 @@ def _reweight_kernel(
     stride_value_logits_request,
     table,  # _Table
     stride,  # its strides
-    rows,  # _TableRows
+    table_rows_ptr,  # [B] or None
+    generated_ptr,  # [B] or None
     E,
     B,
     K: tl.constexpr,
@@ -310,7 +305,17 @@ def _reweight_kernel(
     request = (tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS))[:, None].to(tl.int64)
     valid = request < B
     table_row, _, _, result, counted = _reweight(
-        request, valid, candidates, value_logits_ptr, stride_value_logits_request, table, stride, rows, E, K
+        request,
+        valid,
+        candidates,
+        value_logits_ptr,
+        stride_value_logits_request,
+        table,
+        stride,
+        table_rows_ptr,
+        generated_ptr,
+        E,
+        K,
     )
     tl.store(out_ptr + request * K + tl.arange(0, K)[None, :], result, mask=valid)
     tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=valid & counted)
@@ -318,7 +323,7 @@ def _reweight_kernel(
 
 @triton.jit(
     do_not_specialize=["E"],
-    do_not_specialize_on_alignment=["table", "rows"],
+    do_not_specialize_on_alignment=["table_rows_ptr", "generated_ptr"],
 )
 def _reweight_scatter_kernel(
     out_ptr,  # [B, K]
@@ -329,7 +334,8 @@ def _reweight_scatter_kernel(
     stride_value_logits_request,
     table,  # _Table
     stride,  # its strides
-    rows,  # _TableRows
+    table_rows_ptr,  # [B] or None
+    generated_ptr,  # [B] or None
     E,
     V,
     K: tl.constexpr,
@@ -337,8 +343,8 @@ def _reweight_scatter_kernel(
 ):
     request, slice_id = tl.program_id(0).to(tl.int64), tl.program_id(1)
     table_row = request
-    if rows.table_rows is not None:
-        table_row = tl.load(rows.table_rows + request).to(tl.int64)
+    if table_rows_ptr is not None:
+        table_row = tl.load(table_rows_ptr + request).to(tl.int64)
     status = tl.load(candidates.status + request)
     guided = (status == _GUIDE) & (tl.load(table.mode + table_row * stride.mode) != _UNGUIDED)
     written = guided | (status == _SINGLE)
@@ -355,7 +361,17 @@ def _reweight_scatter_kernel(
     if (slice_id == 0) | (written & (tl.max(here.to(tl.int32), axis=0) > 0)):
         tile = request + tl.zeros([1, 1], tl.int64)
         table_rows, tokens, active, result, counted = _reweight(
-            tile, tile >= 0, candidates, value_logits_ptr, stride_value_logits_request, table, stride, rows, E, K
+            tile,
+            tile >= 0,
+            candidates,
+            value_logits_ptr,
+            stride_value_logits_request,
+            table,
+            stride,
+            table_rows_ptr,
+            generated_ptr,
+            E,
+            K,
         )
         if slice_id == 0:
             tl.store(out_ptr + tile * K + tl.arange(0, K)[None, :], result)
@@ -404,7 +420,8 @@ def _launch(
         value_logits.stride(0),
         table,
         _Table(*[column.stride(0) for column in table]),
-        _TableRows(table_rows, generated),
+        table_rows,
+        generated,
         eos_token_ids.shape[1],
     )
     if probs is None:

@@ -74,17 +74,6 @@ def _key_token(key):
     return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
 
-class _Filters(NamedTuple):
-    """A caller's, which may be slices: no kernel is compiled anew where their alignment changes."""
-
-    guided: Any  # [B] or None
-    temperature: Any  # [B] or None
-    top_k: Any  # [B]
-    top_p: Any  # [B]
-    min_p: Any  # [B]
-    entropy_threshold: Any  # [B] or None
-
-
 class _Ranges(NamedTuple):
     """What the first launch leaves to the second."""
 
@@ -95,19 +84,22 @@ class _Ranges(NamedTuple):
 
 
 @triton.jit
-def _exponent_scale(filters, request):
+def _exponent_scale(temperature_ptr, request):
     """(log2(e) / temperature, request is greedy, temperature is finite)"""
     temperature = tl.full([], 1.0, tl.float32)
-    if filters.temperature is not None:
-        temperature = tl.load(filters.temperature + request)
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + request)
     greedy = temperature < _GREEDY_TEMPERATURE
     return _LOG2_E / tl.where(greedy, 1.0, temperature), greedy, tl.abs(temperature) < float("inf")
 
 
-@triton.jit(do_not_specialize_on_alignment=["filters"])
+# The filters are a caller's, and may be slices: no kernel is compiled anew where their alignment changes. (Triton heeds
+# that for pointers of their own only, not for those in a tuple.)
+@triton.jit(do_not_specialize_on_alignment=["guided_ptr", "temperature_ptr"])
 def _scan_kernel(
     ranges,  # _Ranges, written
-    filters,  # _Filters
+    guided_ptr,  # [B] or None
+    temperature_ptr,  # [B] or None
     scores_ptr,  # [B, V]
     stride_scores_request,
     mask_ptr,  # [B, ceil(V / 32)] or None
@@ -119,11 +111,11 @@ def _scan_kernel(
     BLOCK: tl.constexpr,
 ):
     request, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if filters.guided is not None:  # noqa: SIM102 - a None pointer must not reach the load
-        if not tl.load(filters.guided + request):
+    if guided_ptr is not None:  # noqa: SIM102 - a None pointer must not reach the load
+        if not tl.load(guided_ptr + request):
             return
     nothing = -float("inf") if IS_LOGITS else 0.0  # the score of a token that cannot be a candidate
-    scale, _, _ = _exponent_scale(filters, request)
+    scale, _, _ = _exponent_scale(temperature_ptr, request)
     tiles = tl.cdiv(V, BLOCK)
     tiles_per_range = tl.cdiv(tiles, RANGES)
     first_tile = segment * tiles_per_range
@@ -169,11 +161,25 @@ def _scan_kernel(
     tl.store(ranges.next + request * RANGES + segment, next_score)
 
 
-@triton.jit(do_not_specialize_on_alignment=["filters"])
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "guided_ptr",
+        "temperature_ptr",
+        "top_k_ptr",
+        "top_p_ptr",
+        "min_p_ptr",
+        "entropy_threshold_ptr",
+    ],
+)
 def _filter_kernel(
     candidates,  # Candidates, written
     ranges,  # _Ranges
-    filters,  # _Filters
+    guided_ptr,  # [B] or None
+    temperature_ptr,  # [B] or None
+    top_k_ptr,  # [B]
+    top_p_ptr,  # [B]
+    min_p_ptr,  # [B]
+    entropy_threshold_ptr,  # [B] or None
     V,
     IS_LOGITS: tl.constexpr,
     K: tl.constexpr,
@@ -183,8 +189,8 @@ def _filter_kernel(
 ):
     request = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, K)
-    if filters.guided is not None:  # noqa: SIM102 - a None pointer must not reach the load
-        if not tl.load(filters.guided + request):
+    if guided_ptr is not None:  # noqa: SIM102 - a None pointer must not reach the load
+        if not tl.load(guided_ptr + request):
             tl.store(candidates.token_ids + request * K + column, tl.full([K], -1, tl.int32))
             tl.store(candidates.probs + request * K + column, tl.zeros([K], tl.float32))
             tl.store(candidates.counts + request, 0)
@@ -192,7 +198,7 @@ def _filter_kernel(
             tl.store(candidates.lost_mass + request, 0.0)
             return
     nothing = -float("inf") if IS_LOGITS else 0.0
-    scale, greedy, usable = _exponent_scale(filters, request)
+    scale, greedy, usable = _exponent_scale(temperature_ptr, request)
     tiles = tl.cdiv(V, BLOCK)
     # Unrolled, so that all loads are on their way at once.
     lane = tl.arange(0, LANES)
@@ -213,8 +219,8 @@ def _filter_kernel(
     total = tl.sum(lane_sum, axis=0)
     usable = usable & (total < float("inf")) & (best > nothing)  # NaN compares false
 
-    top_k, top_p = tl.load(filters.top_k + request), tl.load(filters.top_p + request)
-    min_p = tl.load(filters.min_p + request)
+    top_k, top_p = tl.load(top_k_ptr + request), tl.load(top_p_ptr + request)
+    min_p = tl.load(min_p_ptr + request)
     limit = tl.where((top_k <= 0) | (top_k >= V), V, top_k)
     limit = tl.where(greedy, 1, limit)
     keys = tl.load(ranges.keys + request * RANGES * K + tl.arange(0, RANGES * K))
@@ -245,10 +251,10 @@ def _filter_kernel(
             cut_by_columns = keep
 
     status = tl.where(count > 0, _GUIDE, _UNGUIDED)
-    if filters.entropy_threshold is not None:
+    if entropy_threshold_ptr is not None:
         share = tl.where(probs > 0, probs / mass, 1.0)  # 1 contributes nothing
         entropy = -tl.sum(share * tl.log(share), axis=0)
-        status = tl.where((count > 1) & (entropy <= tl.load(filters.entropy_threshold + request)), _SKIP, status)
+        status = tl.where((count > 1) & (entropy <= tl.load(entropy_threshold_ptr + request)), _SKIP, status)
     status = tl.where(count == 1, _SINGLE, status)
     lost_mass = tl.where(cut_by_columns, (1.0 if IS_LOGITS else total) - mass, 0.0)
     tl.store(candidates.token_ids + request * K + column, tokens)
@@ -313,11 +319,11 @@ def _launch(
         keys=torch.empty(requests, num_ranges, max_candidates, dtype=torch.int64, device=device),
         next=torch.empty(requests, num_ranges, dtype=torch.float32, device=device),
     )
-    filters = _Filters(guided, temperature, top_k, top_p, min_p, entropy_threshold)
     sizes = dict(IS_LOGITS=is_logits, K=max_candidates, RANGES=num_ranges, BLOCK=TILE)
     _scan_kernel[(requests, num_ranges)](
         ranges,
-        filters,
+        guided,
+        temperature,
         scores,
         scores.stride(0),
         vocab_mask,
@@ -329,7 +335,12 @@ def _launch(
     _filter_kernel[(requests,)](
         Candidates(token_ids, probs, counts, status, lost_mass),
         ranges,
-        filters,
+        guided,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        entropy_threshold,
         vocab,
         **sizes,
         TILES=ceil_div(tiles, LANES.value) * LANES.value,

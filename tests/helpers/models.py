@@ -93,17 +93,8 @@ def tiny_value_model(device, dtype=None):
 
 def save_checkpoint(path, seed, words=WORDS, value_head=False):
     """A tiny Llama with a tokenizer whose words are ``words``, and a value head beside it if asked."""
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=HIDDEN,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        eos_token_id=EOS,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
+    sizes = TINY | dict(vocab_size=len(words), intermediate_size=64, num_hidden_layers=1)
+    config = LlamaConfig(**sizes, eos_token_id=EOS, pad_token_id=0, bos_token_id=None)
     random_model(LlamaForCausalLM, config, seed=seed).save_pretrained(path)
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

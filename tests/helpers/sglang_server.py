@@ -16,20 +16,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from lenvm_kernels.types import Status
+from tests.helpers import models
 from tests.helpers.models import last_value_logits, random_head, random_model
 
 VOCAB, HIDDEN, EOS = 512, 64, 1
-TINY = dict(
-    vocab_size=VOCAB,
-    hidden_size=HIDDEN,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    bos_token_id=0,
-    eos_token_id=EOS,
-)
+TINY = models.TINY | dict(vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=128, max_position_embeddings=512)
+TINY |= dict(bos_token_id=0, eos_token_id=EOS)
 ATOL = 1e-4  # on value logits of O(1), fp32
 SAMPLING = {"temperature": 1.0, "top_k": 6, "min_p": 0.01, "max_new_tokens": 16, "ignore_eos": True}
 MODES = [

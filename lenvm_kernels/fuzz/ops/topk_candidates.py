@@ -1,6 +1,6 @@
 """``topk_candidates``: rows of scores with ties, extremes and broken numbers, each with filters of its own."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -111,7 +111,7 @@ def run(given: Inputs, function) -> Candidates:
 
 
 def outputs(given: Inputs, found: Candidates) -> list[Output]:
-    return [Output(f.name, getattr(found, f.name)) for f in fields(Candidates)]
+    return [Output(name, values) for name, values in found._asdict().items()]
 
 
 def compare(given: Inputs, found: Candidates) -> list[Difference]:
