@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+import __main__
 from bench.baselines import Absent, describe, pytorch
 from bench.harness import measuring, reporting
 from bench.harness.measuring import NotCapturableError, Run, Uncaptured, is_device_broken, relative_error
@@ -88,7 +89,7 @@ class Benchmark:
 
     def main(self) -> None:
         """The command."""
-        self.run(parse_args(__import__("__main__").__doc__))
+        self.run(parse_args(__main__.__doc__))
 
     def run(self, args: argparse.Namespace) -> None:
         """Measure the cases, print a line each, and write the file of results. Exits with 1 if one of ours failed.
