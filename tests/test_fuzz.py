@@ -25,7 +25,7 @@ PLANTED = [
     *(("ties", name) for name in ("topk_candidates", "reweight_scatter", "sample_candidates")),
 ]
 # Where the fault shows in few rows of few cases.
-MORE = {("ties", "reweight_scatter"): ("--only", "rows=usual", "scatter=False", "slots=8")}
+MORE = {("ties", "reweight_scatter"): ("--only", "rows=usual", "scatter=False", "columns=8")}
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
 from lenvm_kernels.guidance.fields import FIELDS, markdown
 from lenvm_kernels.types import Mode
+from tests.helpers.writes import Writes
 
 
 @pytest.mark.parametrize(
@@ -233,9 +235,6 @@ def test_lengths_of_rows_out_of_order():
     expected = torch.nn.functional.softplus(z) / -torch.tensor([0.8, 0.5, 0.99, 0.9, 0.5]).log()
     expected[1] = 0.0
     torch.testing.assert_close(table.remaining_lengths(rows, z, tokens), expected)
-    for row, prompt_len in enumerate((4, 0, 7, 9)):
-        table.add_request(row, params[row], set(), prompt_len=prompt_len)
-    assert table.generated(rows, torch.tensor([9, 10, 7, 3, 4], dtype=torch.int32)).tolist() == [0, 6, 0, 3, 0]
 
 
 def test_the_docs_have_the_table_of_the_fields():
@@ -266,7 +265,6 @@ def test_set_and_clear_write_one_row():
     scalars = ("mode", "scale", "nats_per_token", "value_min", "target_length", "counts_down")
     assert {name: row[name] for name in scalars} == {name: columns(packed, 0)[name] for name in scalars}
     assert table.guided.tolist() == [False, True, False]
-    assert table.generated(torch.tensor([1]), torch.tensor([12], dtype=torch.int32)).tolist() == [3]
     table.faults[1] = 4
     table.remove_request(1)
     assert str([columns(table, row) for row in range(3)]) == str(empty)  # as text: NaN is not itself
@@ -314,3 +312,37 @@ def test_the_largest_seeds_and_a_row_set_again():
     fresh.mode[1], fresh.scale[1], fresh.eos_token_ids[1, 0] = Mode.MUL, 0.5, 8
     fresh.prompt_len[1], fresh.seed[1], fresh.faults[1] = 3, -(2**63), 0
     assert str([columns(table, row) for row in range(2)]) == str([columns(fresh, row) for row in range(2)])
+
+
+@pytest.mark.parametrize("table_rows", [[2], [4, 0, 3, 4, 1]])
+def test_requests_are_written_together_when_a_column_is_read(table_rows):
+    """Two writes however many requests there are, of each row the last request, and none when nobody came."""
+    table = GuidanceTable(5, "cpu")
+    table.faults.fill_(3)
+    for i, row in enumerate(table_rows):
+        table.add_request(row, parse_guidance({"target_length": 10 + i}), {i}, prompt_len=i)
+    with Writes() as writes:
+        columns = table.columns
+        assert table.columns is columns
+    assert writes.names == ["aten::index_copy_", "aten::index_fill_"]
+    last = {row: i for i, row in enumerate(table_rows)}
+    assert columns.target_length.tolist() == [10 + last[row] if row in last else 0 for row in range(5)]
+    assert columns.prompt_len.tolist() == [last.get(row, 0) for row in range(5)]
+    assert columns.faults.tolist() == [0 if row in last else 3 for row in range(5)]
+
+
+def test_nothing_is_written_while_a_graph_is_captured(monkeypatch):
+    """Its replays would write it again, over requests that came later."""
+    table = GuidanceTable(2, "cpu")
+    on_gpu = SimpleNamespace(is_cuda=True)
+    monkeypatch.setattr(table, "_rows", on_gpu)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    table.flush()
+    monkeypatch.setattr(table, "_staged", {1: torch.zeros(1)})
+    with pytest.raises(RuntimeError, match=r"flush\(\) it before a graph is captured"):
+        table.flush()
+
+
+def test_no_such_column():
+    with pytest.raises(AttributeError, match="'GuidanceTable' object has no attribute 'modes'"):
+        GuidanceTable(1, "cpu").modes  # noqa: B018

@@ -60,5 +60,5 @@ def test_bad_arguments():
             PagedSlots(**{"requests": 1, "max_len": 1, name: 0})
     with pytest.raises(ValueError, match="length must be at most max_len = 5, got 6"):
         PagedSlots(1, 5).extend(0, 6)
-    with pytest.raises(OutOfSlots, match="5 tokens in row 0 need 5 more pages, 4 are free"):
+    with pytest.raises(OutOfSlots, match="5 tokens in table row 0 need 5 more pages, 4 are free"):
         PagedSlots(1, 5, num_pages=4).extend(0, 5)

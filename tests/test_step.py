@@ -21,11 +21,12 @@ from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.paged_slots import OutOfSlots
 from lenvm_kernels.step import GuidedStep, working_bytes
 from lenvm_kernels.step.graphs import bucket_of
-from lenvm_kernels.types import Status
+from lenvm_kernels.types import Mode, Status
 from lenvm_kernels.value_model import ValueModel
 from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step, needs_gpu, random_scores, run_requests
 from tests.helpers.models import EOS, TINY, VOCAB, last_value_logits, random_head, random_model, tiny_value_model
 from tests.helpers.padded_step import PaddedGraphs
+from tests.helpers.writes import Writes
 from tests.helpers.wrong_tensors import assert_refuses
 
 ATOL = 2e-5  # on value logits of O(1), fp32 against fp32
@@ -540,6 +541,23 @@ def test_candidates_of_other_numbers_and_tables(models):
         step.add_request(0, None, {1, 2, 3})
     with pytest.raises(ValueError, match="token_temperature_scale must be of at most 1 tokens, got 2"):
         step.add_request(0, parse_guidance({"token_temperature_scale": {1: 2.0, 2: 2.0}}), {1})
+
+
+def test_flush_leaves_nothing_to_write(models):
+    """A caller's own graph reads what came and left before it is replayed: no write is left for the next call."""
+    step, _ = make_step(models.value)
+    step.add_request(3, parse_guidance({"target_length": 5}), {EOS})
+    step.add_request(1, None, {EOS}, seed=4)
+    step.flush()
+    with Writes() as writes:
+        step.flush()
+        assert step.table.mode.tolist() == [0, 0, 0, Mode.EQ, 0, 0, 0, 0, 0] and step.table.seed[1] == 4
+    assert writes.names == []
+    step.remove_request(3)
+    with Writes() as writes:
+        step.flush()
+    assert sorted(writes.names) == ["aten::index_copy_", "aten::index_fill_", "aten::index_fill_"]
+    assert not step.table.guided.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

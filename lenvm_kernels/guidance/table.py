@@ -232,7 +232,3 @@ class GuidanceTable:
         columns = self.columns
         lengths = torch.nn.functional.softplus(value_logits) / columns.nats_per_token[table_rows]
         return lengths.masked_fill((columns.eos_token_ids[table_rows] == tokens[:, None]).any(1), 0.0)
-
-    def generated(self, table_rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """int32 ``[B]``: tokens generated so far by the requests whose sequences are ``lengths`` long."""
-        return lengths - self.columns.prompt_len[table_rows]

@@ -1,11 +1,11 @@
 """Keys and values of the token just drawn, copied from the candidate that was computed in its place into the cache.
 
-The last forward computed every candidate of a row against the row's exact prefix. The token drawn is one of them, so
-its keys and values are known, in all layers, and need no forward: they only have to be moved to the token's slot. A row
+The last forward computed every candidate of a request against its exact prefix. The token drawn is one of them, so its
+keys and values are known, in all layers, and need no forward: they only have to be moved to the token's slot. A request
 whose token was no candidate at this position is left to the next forward, and told so.
 
-One launch. A program has one row and a tile of layers; each finds the row's candidate for itself, because a launch
-that did so once would cost more than all of them.
+One launch. A program has one request and a tile of layers; each finds the request's candidate for itself, because a
+launch that did so once would cost more than all of them.
 """
 
 from typing import Any, NamedTuple
@@ -187,9 +187,9 @@ def commit_winner(
 ) -> Tensor:  # bool [B]
     """Move the drawn tokens' keys and values from the last forward, where they were candidates, into the cache.
 
-    Row ``i`` commits if its token was a candidate of its row of the last step (``last_rows[i]``), was computed there,
-    and at the position it now has. Then ``k_cache[:, slots[i]] = k_last[:, r]``, where ``r`` is the candidate's row,
-    likewise the values, bit by bit. Any other row writes nothing. Nothing is read back to the host.
+    Request ``i`` commits if its token was one of its candidates in the last step (place ``last_rows[i]``), was computed
+    there, and at the position it now has. Then ``k_cache[:, slots[i]] = k_last[:, r]``, where ``r`` is the candidate's
+    token row, likewise the values, bit by bit. Any other request writes nothing. Nothing is read back to the host.
 
     Args:
         k_cache: keys by slot ``[layers, S, Hkv, D]``, fp32, bf16 or fp16 (fp64 too on the reference), written in place.
@@ -197,21 +197,21 @@ def commit_winner(
         v_cache: values by slot; dtype and shape of ``k_cache``.
         k_last: keys of the last forward's rows ``[layers, T, Hkv, D]``; the dtype of ``k_cache``.
         v_last: values of the last forward's rows; dtype and shape of ``k_last``.
-        candidate_ids: int32 ``[C, K]``; the candidates of the last step's C rows; K a power of two up to 64. Negative
-            ids pad.
-        candidate_rows: int32 or int64 ``[C, K]``; each candidate's row of ``k_last``. One outside ``[0, T)`` was not
-            computed and never matches. Should a token be listed twice, the higher row counts.
-        candidate_positions: int32 ``[C]``; the position of each row's candidates in their sequence.
-        last_rows: int32 or int64 ``[B]``; each row's row in the last step. Outside ``[0, C)``, as is -1, it had none,
-            or one that must not be used.
+        candidate_ids: int32 ``[C, K]``; the candidates of the last step's C requests; K a power of two up to 64.
+            Negative ids pad.
+        candidate_rows: int32 or int64 ``[C, K]``; each candidate's token row of ``k_last``. One outside ``[0, T)`` was
+            not computed and never matches. Should a token be listed twice, the higher row counts.
+        candidate_positions: int32 ``[C]``; the position of each request's candidates in its sequence.
+        last_rows: int32 or int64 ``[B]``; each request's place among the C of the last step. Outside ``[0, C)``, as is
+            -1, it had none, or one that must not be used.
         tokens: int32 or int64 ``[B]``; the token drawn.
         positions: int32 ``[B]``; its position in its sequence.
-        slots: int32 or int64 ``[B]``; the slot its keys and values belong in, another for each row that commits. A row
-            whose slot is outside ``[0, S)`` does not commit.
+        slots: int32 or int64 ``[B]``; the slot its keys and values belong in, another for each request that commits.
+            A request whose slot is outside ``[0, S)`` does not commit.
         backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
-        bool ``[B]``; the rows that committed.
+        bool ``[B]``; the requests that committed.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted.

@@ -27,7 +27,7 @@ SPARE_ROWS = 3  # of the table, which no row of the batch uses
 UNTOUCHED = 0.125
 
 OPTIONS = {
-    "slots": [1, 2, 4, 8, 16, 64],
+    "columns": [1, 2, 4, 8, 16, 64],
     "rows": ["usual", "hard to tilt"],
     "order": ["descending", "any"],
     "broken": [False, True],
@@ -54,28 +54,28 @@ class Inputs:
 
 def inputs(case: Case, device: torch.device) -> Inputs:
     options, draws, rows = case.options, case.draws(device), case.rows
-    slots, vocab = options["slots"], options["vocab"]
+    k, vocab = options["columns"], options["vocab"]
     usual = options["rows"] == "usual"
-    p, z, columns = usual_rows(draws, rows, slots) if usual else hard_rows(draws, rows, slots)
+    p, z, columns = usual_rows(draws, rows, k) if usual else hard_rows(draws, rows, k)
     if options["order"] == "descending":
         p, order = p.sort(dim=1, descending=True, stable=True)
         z = z.gather(1, order)
     listed = p > 0
-    ids = draws.uniform("token_ids", rows, vocab).argsort(dim=1)[:, :slots]
+    ids = draws.uniform("token_ids", rows, vocab).argsort(dim=1)[:, :k]
     counts = listed.sum(1).int()
     status = draws.choose("status", rows, values=[int(s) for s in [Status.GUIDE] * 4 + [Status.SKIP, Status.UNGUIDED]])
     status = torch.where(counts == 0, int(Status.UNGUIDED), torch.where(counts == 1, int(Status.SINGLE), status))
     lost_mass = torch.zeros_like(p[:, 0])
     if options["broken"]:
-        poison = draws.choose("poison", rows, slots, values=[math.nan, math.inf, -math.inf])
-        z = torch.where(draws.chance("poisoned", rows, slots, of=0.1), poison.float(), z)
+        poison = draws.choose("poison", rows, k, values=[math.nan, math.inf, -math.inf])
+        z = torch.where(draws.chance("poisoned", rows, k, of=0.1), poison.float(), z)
         broken = draws.chance("broken scores", rows, of=0.1)
         lost_mass, status = lost_mass.masked_fill(broken, math.nan), status.masked_fill(broken, int(Status.UNGUIDED))
 
     # The end of sequence is among the candidates, or is not; token 0 ends some.
-    eos_slot = draws.integers("eos slot", rows, 2, low=-2 * slots, high=slots - 1)
-    eos = torch.where(eos_slot >= 0, ids.gather(1, eos_slot.clamp(min=0)), -2)
-    eos = torch.where((eos_slot < -slots) & (eos_slot % 2 == 0), 0, eos)
+    eos_column = draws.integers("eos column", rows, 2, low=-2 * k, high=k - 1)
+    eos = torch.where(eos_column >= 0, ids.gather(1, eos_column.clamp(min=0)), -2)
+    eos = torch.where((eos_column < -k) & (eos_column % 2 == 0), 0, eos)
     columns["eos_token_ids"] = eos.int()
     table_rows = (
         draws.rows(len(rows)) if options["table_rows"] == "none" else draws.places("table_rows", rows, SPARE_ROWS)
@@ -99,18 +99,18 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     return Inputs(candidates, padded_rows(z, options["padding"]), table, table_rows, arguments)
 
 
-def usual_rows(draws: Draws, rows, slots: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def usual_rows(draws: Draws, rows, k: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(fp32 probabilities, fp32 value logits, columns of the table): all modes and constraints."""
 
     def pick(name, *values):
         return draws.choose(name, rows, values=values)
 
-    p = torch.softmax(draws.normal("p", rows, slots) * pick("spread of p", 0.0, 1.0, 5.0, 12.0)[:, None], dim=1)
+    p = torch.softmax(draws.normal("p", rows, k) * pick("spread of p", 0.0, 1.0, 5.0, 12.0)[:, None], dim=1)
     p = p * draws.uniform("sum of p", rows, low=0.1)[:, None]
-    count = torch.tensor([0, 1, 2, slots, slots], device=draws.device).clamp(max=slots)
+    count = torch.tensor([0, 1, 2, k, k], device=draws.device).clamp(max=k)
     count = count[draws.integers("count", rows, low=0, high=4)]
-    p = torch.where(torch.arange(slots, device=draws.device) < count[:, None], p, 0.0)
-    z = draws.normal("z", rows, slots) * pick("spread of z", 0.3, 2.0, 10.0)[:, None]
+    p = torch.where(torch.arange(k, device=draws.device) < count[:, None], p, 0.0)
+    z = draws.normal("z", rows, k) * pick("spread of z", 0.3, 2.0, 10.0)[:, None]
     z = z + pick("shift of z", 0.0, 3.0, -3.0, 25.0)[:, None]
     z = torch.where(pick("ties of z", False, True)[:, None], z.round(), z)
 
@@ -128,7 +128,7 @@ def usual_rows(draws: Draws, rows, slots: int) -> tuple[Tensor, Tensor, dict[str
     return p.float(), z.float(), columns
 
 
-def hard_rows(draws: Draws, rows, slots: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def hard_rows(draws: Draws, rows, k: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Rows to tilt: probabilities from 1 to 1e-30, value ranges from 1 to 1e-7, every tilting mode, in any order.
 
     Returns:
@@ -138,18 +138,18 @@ def hard_rows(draws: Draws, rows, slots: int) -> tuple[Tensor, Tensor, dict[str,
     def uniform(name, low=0.0, high=1.0, *shape):
         return draws.uniform(name, rows, *shape, low=low, high=high)
 
-    slot = torch.arange(slots, device=draws.device)
+    column = torch.arange(k, device=draws.device)
     smallest = 10 ** uniform("smallest", -30, 0, 1)
-    p = smallest ** uniform("p", 0, 1, slots)
+    p = smallest ** uniform("p", 0, 1, k)
     p[:, 0] = torch.where(draws.chance("one is likely", rows, of=0.5), p[:, 0], 1.0)
-    count = draws.integers("count", rows, 1, low=min(2, slots), high=slots)
-    p = torch.where(slot < count, p, 0.0)
+    count = draws.integers("count", rows, 1, low=min(2, k), high=k)
+    p = torch.where(column < count, p, 0.0)
     span = 10 ** uniform("span", -7, 0, 1)
     middle = span / 2 + (1 - span) * uniform("middle", 0, 1, 1)
-    shares = uniform("shares", 0, 1, slots)
+    shares = uniform("shares", 0, 1, k)
     clustered = draws.chance("clustered", rows, 1, of=0.3)  # all but a few values crowd at one end
     shares = torch.where(clustered, shares ** uniform("crowding", -6, 6, 1).exp(), shares)
-    ends = torch.tensor([0.0, 1.0], dtype=torch.float64, device=draws.device)[:slots]
+    ends = torch.tensor([0.0, 1.0], dtype=torch.float64, device=draws.device)[:k]
     shares[:, :2] = ends
     shares = torch.where(draws.chance("mirrored", rows, 1, of=0.5), shares, shares.flip(1))
     shares[:, :2] = torch.where(count == 2, ends, shares[:, :2])
@@ -297,7 +297,7 @@ def _row_work(options: dict[str, Any]) -> float:
     large = options["constants"] != "shipped"
     if options["scatter"]:  # a program for each slice of a row
         return 4000 * (-(-options["vocab"] // 256) if large else 1)
-    return 4000 / max(1, (8192 if large else 64) // options["slots"])
+    return 4000 / max(1, (8192 if large else 64) // options["columns"])
 
 
 OPERATOR = Operator(
@@ -309,7 +309,7 @@ OPERATOR = Operator(
     outputs=outputs,
     compare=compare,
     most_rows=65_536,
-    row_size=lambda options: options["vocab"] + 32 * options["slots"],
+    row_size=lambda options: options["vocab"] + 32 * options["columns"],
     row_work=_row_work,
     classes=classes,
     constants=CONSTANTS,

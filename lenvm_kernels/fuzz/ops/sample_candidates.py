@@ -13,7 +13,7 @@ from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.types import Candidates, Status
 
 OPTIONS = {
-    "slots": [1, 2, 4, 8, 16, 32, 64],
+    "columns": [1, 2, 4, 8, 16, 32, 64],
     "probs": ["normal", "ties", "peaked"],
     "sums": ["one", "any", "broken"],
     "positions": ["int32", "int64"],
@@ -36,10 +36,10 @@ class Inputs:
 
 def inputs(case: Case, device: torch.device) -> Inputs:
     options, draws, rows = case.options, case.draws(device), case.rows
-    slots = options["slots"]
-    p = torch.softmax(draws.normal("probs", rows, slots) * _SPREAD[options["probs"]], dim=1)
+    k = options["columns"]
+    p = torch.softmax(draws.normal("probs", rows, k) * _SPREAD[options["probs"]], dim=1)
     zeros = draws.choose("share of zeros", rows, values=[0.0, 0.0, 0.5, 0.95])[:, None]
-    p = torch.where(draws.uniform("zeros", rows, slots) < zeros, 0.0, p).float()
+    p = torch.where(draws.uniform("zeros", rows, k) < zeros, 0.0, p).float()
     factors = {"one": [1.0], "any": [1.0, 0.3, 1e-44, 1e30], "broken": [1.0, math.inf, math.nan, -1.0]}
     p = p * draws.choose("factor", rows, values=factors[options["sums"]]).float()[:, None]  # 0 * inf: NaN
     seeds, positions = (
@@ -53,9 +53,9 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     if options["temperature"]:
         temperature = draws.choose("temperature", rows, values=[1.0, 0.0, 1e-7, 1e-6, math.nan]).float()
     candidates = Candidates(
-        token_ids=draws.integers("token_ids", rows, slots, low=0, high=2**31 - 1).int(),
-        probs=draws.uniform("candidates.probs", rows, slots).float(),  # not those to draw from
-        counts=torch.full_like(positions, slots).int(),
+        token_ids=draws.integers("token_ids", rows, k, low=0, high=2**31 - 1).int(),
+        probs=draws.uniform("candidates.probs", rows, k).float(),  # not those to draw from
+        counts=torch.full_like(positions, k).int(),
         status=status,
         lost_mass=torch.zeros_like(p[:, 0]),
     )
@@ -92,7 +92,7 @@ def classes(given: Inputs) -> dict[str, Tensor]:
 
 def _row_work(options: dict[str, Any]) -> float:
     rows = CONSTANTS["large"]["TILE"] if options["constants"] == "large" else 32  # of a program
-    return (250 + 16 * options["slots"]) / rows
+    return (250 + 16 * options["columns"]) / rows
 
 
 OPERATOR = Operator(
@@ -104,7 +104,7 @@ OPERATOR = Operator(
     outputs=outputs,
     compare=compare,
     most_rows=65_536,
-    row_size=lambda options: 8 * options["slots"],
+    row_size=lambda options: 8 * options["columns"],
     row_work=_row_work,
     classes=classes,
     constants=CONSTANTS,
