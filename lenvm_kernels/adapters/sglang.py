@@ -6,7 +6,7 @@ It is on when ``LENVM_VALUE_MODEL`` is set (:class:`Settings`), and hooks some f
   own: a prefix that the value model has not seen is never taken for one it has;
 - the value model is loaded after the base model and gets its share of the memory; its keys and values live in the
   slots of the engine, so that the radix cache, chunked prefill, retraction and aborts need nothing from here;
-- at every step the rows with guidance are drawn from their candidates; all others are the engine's own draws;
+- at every step the requests with guidance are drawn from their candidates; all others are the engine's own draws;
 - what the steps did is counted (``--enable-metrics``), and requests get the lengths that they asked for
   (:mod:`lenvm_kernels.adapters.sglang_report`).
 
@@ -94,7 +94,7 @@ class Guide:
         self.metrics: Metrics | None = None
         self.fallbacks = 0
         self._stopwatch = Stopwatch(value_model.device)
-        self._rows: set[int] = set()  # of the engine's row table, which are set in ours
+        self._table_rows: set[int] = set()  # of the engine's slot table, whose requests are in our table
         self._ranks: torch.distributed.ProcessGroup | None = None  # of tensor parallelism; None: this one only
         # The batch that the engine is drawing tokens for, whether it has been through the step, and what that did.
         self._sampling: ForwardBatch | None = None
@@ -102,7 +102,7 @@ class Guide:
         self._report: StepReport | None = None
 
     def take_slots(self, runner: ModelRunner) -> None:
-        """Put the value model's cache on the slots and the row table that the engine has just allocated."""
+        """Put the value model's cache on the slots and the slot table that the engine has just allocated."""
         pool, settings = runner.token_to_kv_pool, self.settings
         slots = pool.size + pool.page_size  # slot 0 of the engine is for padding, the last page is full
         graphs = settings.graphs
@@ -134,23 +134,23 @@ class Guide:
 
     def admit(self, batch: ForwardBatch, reqs: list[Req]) -> None:
         """Write the requests of a prefill batch into the table; a request comes again after it was retracted."""
-        if not batch.lenvm_reqs and self._rows.isdisjoint(int(req.kv.req_pool_idx) for req in reqs):
+        if not batch.lenvm_reqs and self._table_rows.isdisjoint(int(req.kv.req_pool_idx) for req in reqs):
             return
         with self._failing_softly(batch):
             for req in reqs:
-                row, params = int(req.kv.req_pool_idx), req.lenvm_guidance
+                table_row, params = int(req.kv.req_pool_idx), req.lenvm_guidance
                 if params is not None:
                     seed = req.sampling_params.sampling_seed
                     self.step.add_request(
-                        row,
+                        table_row,
                         params,
                         end_tokens(req),
                         prompt_len=len(req.origin_input_ids),
                         seed=seed_of_request(req.rid) if seed is None else seed,
                     )
-                    self._rows.add(row)
-                elif row in self._rows:
-                    self._clear(row)
+                    self._table_rows.add(table_row)
+                elif table_row in self._table_rows:
+                    self._clear(table_row)
 
     def extend(self, batch: ForwardBatch) -> None:
         """Give the value model the tokens of a prefill batch, or of a chunk of it.
@@ -184,7 +184,7 @@ class Guide:
             self.step.scale_tokens(logits, self._sampling.req_pool_indices[: len(logits)])
 
     def draw(self, probs: torch.Tensor, info: SamplingBatchInfo, drawn: torch.Tensor) -> torch.Tensor:
-        """The next tokens: of guided rows from their candidates, of the others those that the engine has ``drawn``."""
+        """The next tokens: of guided requests from their candidates, of the others those that the engine has ``drawn``."""
         output = self._step(probs, info, drawn, sample=True)
         return drawn if output is None else output.tokens.to(drawn.dtype)
 
@@ -215,14 +215,15 @@ class Guide:
             last, is_prompt = slice(0, b), not batch.forward_mode.is_decode()
             if is_prompt:
                 last = (batch.extend_start_loc + batch.extend_seq_lens - 1).long()
-            tokens, rows, lengths = batch.input_ids[last], batch.req_pool_indices[:b], batch.seq_lens[:b].int()
-            faults = self.step.table.faults[rows] if self.metrics else None
+            tokens, table_rows = batch.input_ids[last], batch.req_pool_indices[:b]
+            lengths = batch.seq_lens[:b].int()
+            faults = self.step.table.faults[table_rows] if self.metrics else None
             with self._timed():
-                prompt_lengths = self.step.predict(tokens, rows, lengths) if wants_values and is_prompt else None
+                prompt_lengths = self.step.predict(tokens, table_rows, lengths) if wants_values and is_prompt else None
                 output = self.step.step(
                     scores,
                     tokens,
-                    rows,
+                    table_rows,
                     lengths,
                     batch.out_cache_loc[last],
                     top_k=info.top_ks,
@@ -235,7 +236,7 @@ class Guide:
                 self._report = StepReport(
                     output.candidates.status,
                     output.candidates.lost_mass,
-                    None if faults is None else self.step.table.faults[rows] > faults,
+                    None if faults is None else self.step.table.faults[table_rows] > faults,
                     output.remaining_lengths,
                     prompt_lengths,
                     self.metrics,
@@ -302,9 +303,9 @@ class Guide:
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self._ranks)
         return bool(flag)
 
-    def _clear(self, row: int) -> None:
-        self.step.remove_request(row)
-        self._rows.discard(row)
+    def _clear(self, table_row: int) -> None:
+        self.step.remove_request(table_row)
+        self._table_rows.discard(table_row)
 
 
 # One a process: a scheduler process has one model runner that samples.
@@ -452,11 +453,11 @@ def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_
     def sized(pool_bytes: int) -> tuple[Any, int]:
         """The pool, and the bytes that the value model takes beside it."""
         pool = original(configurator, pool_bytes, cap_tokens=cap_tokens)
-        rows = configurator.resolve_max_num_reqs(pool.max_total_num_tokens)
-        last_step = rows * (1 + settings.max_candidates) if settings.commit_winners else 0
+        requests = configurator.resolve_max_num_reqs(pool.max_total_num_tokens)
+        last_step = requests * (1 + settings.max_candidates) if settings.commit_winners else 0
         slots = pool.max_total_num_tokens + configurator.page_size + last_step
         engine = configurator.model_config
-        sizes = dict(requests=rows, max_len=engine.context_len, vocab_size=engine.vocab_size)
+        sizes = dict(requests=requests, max_len=engine.context_len, vocab_size=engine.vocab_size)
         # Each keeps its memory from the other, see GuidedStep.
         step = working_bytes(model, **sizes, max_candidates=settings.max_candidates)
         extend = working_bytes(model, **sizes, tokens=settings.chunk_tokens)
@@ -552,7 +553,7 @@ def scale_tokens(logits: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 def sample_from_probs(
     original: Callable, sampler: Any, probs: torch.Tensor, info: SamplingBatchInfo, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, Any]:
-    """Around the draw itself: guided rows get a token of their candidates, the others the one the engine draws."""
+    """Around the draw itself: guided requests get a token of their candidates, the others the one the engine draws."""
     tokens, capture = original(sampler, probs, info, *args, **kwargs)
     return tokens if _guide is None else _guide.draw(probs, info, tokens), capture
 
