@@ -184,7 +184,7 @@ class Guide:
             self.step.scale_tokens(logits, self._sampling.req_pool_indices[: len(logits)])
 
     def draw(self, probs: torch.Tensor, info: SamplingBatchInfo, drawn: torch.Tensor) -> torch.Tensor:
-        """The next tokens: of guided requests from their candidates, of the others those that the engine has ``drawn``."""
+        """The next tokens: of guided requests from their candidates, of others those that the engine has ``drawn``."""
         output = self._step(probs, info, drawn, sample=True)
         return drawn if output is None else output.tokens.to(drawn.dtype)
 
