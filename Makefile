@@ -29,7 +29,7 @@ help:
 	@echo "make races   races in every kernel, and the property tests with a GPU's rounding errors; under 10 minutes"
 	@echo "make codegen compiles every kernel for four GPUs that are not there, and fails on spills and slow code; 2 minutes"
 	@echo "make fuzz    lenvm fuzz for FUZZ_SECONDS=600, then every test, the property tests with FUZZ_EXAMPLES=500 examples"
-	@echo "make lint    ruff check and format"
+	@echo "make lint    ruff check and format, and mypy"
 	@echo "make bench   the benchmarks, a few cases each: on a GPU the Triton kernels, without one the reference"
 	@echo "make docs    the documentation, into site/; python -m http.server --directory site serves it, search included"
 	@echo "make package sdist and wheel into dist/, and a smoke test of the wheel in an environment of its own"
@@ -94,6 +94,7 @@ fuzz: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 bench: $(INSTALLED)
 	for name in $(BENCHES); do $(BIN)/python -m $$name --quick $(ARGS) || exit 1; done
@@ -109,4 +110,4 @@ package: $(INSTALLED)
 	tools/smoke_test.sh $(BIN)/python dist
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(TTSEM_VENV) demo-models build dist site .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(TTSEM_VENV) demo-models build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

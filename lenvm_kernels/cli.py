@@ -385,7 +385,7 @@ def _generate(args: argparse.Namespace) -> None:
         if len(args.prompt) > 1:
             print(f"\n> {prompt}")
         torch.manual_seed(args.seed)
-        output = models.model.generate(
+        output = models.model.generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel lacks
             **inputs,
             **processor.generation_kwargs,
             pad_token_id=models.pad_token_id,
@@ -409,8 +409,8 @@ def _print_values(models: Models, processor: LenVMLogitsProcessor, new: list[int
             column = candidate[0, 0]
             # An end-of-sequence token has value 0 by definition, whatever the head says.
             ended = token in models.eos_token_ids
-            remaining = 0 if ended else softplus(record.value_logits[0, column]).item() / -math.log(gamma)
-            remaining, probability = f"{remaining:.1f}", f"{record.guided_probs[0, column].item():.4f}"
+            length = 0 if ended else softplus(record.value_logits[0, column]).item() / -math.log(gamma)
+            remaining, probability = f"{length:.1f}", f"{record.guided_probs[0, column].item():.4f}"
         text = json.dumps(models.tokenizer.decode([token]), ensure_ascii=False)
         print(f"{step:>4}  {remaining:>9}  {probability:>11}  {text}")
     print("remaining: tokens predicted to follow; probability: after guidance, among the candidates")

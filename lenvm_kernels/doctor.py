@@ -170,7 +170,7 @@ def _entry_point() -> Check:
     if not points:
         return Check(name, WRONG, "no entry point", f"one in {PLUGINS}", "pip install it again: its metadata is older")
     if len(points) > 1:
-        found = ", ".join(f"{point.name} of {point.dist.name}" for point in points)
+        found = ", ".join(f"{point.name} of {point.dist and point.dist.name}" for point in points)
         hint = "pip uninstall all but one: SGLang would hook everything twice"
         return Check(name, WRONG, f"entry points {found}", f"one in {PLUGINS}", hint)
     return Check(name, OK, f"entry point {points[0].name} = {points[0].value}")
@@ -289,12 +289,14 @@ def _value_tree_attention(where: torch.device, dtype: torch.dtype, backend: str)
     import torch
 
     normal = _random(where, dtype)
-    q, k, v, cache = normal(9, 4, 64), normal(9, 2, 64), normal(9, 2, 64), normal(2, 32, 2, 64)
+    q, k, v, (k_cache, v_cache) = normal(9, 4, 64), normal(9, 2, 64), normal(9, 2, 64), normal(2, 32, 2, 64)
     slots, row, cached, offsets, candidates = (
         torch.tensor(numbers, dtype=torch.int32, device=where)
         for numbers in ([list(range(31, 11, -1))], [0], [20], [0, 9], [8])
     )
-    return lenvm_kernels.value_tree_attention(q, k, v, *cache, slots, row, cached, offsets, candidates, backend=backend)
+    return lenvm_kernels.value_tree_attention(
+        q, k, v, k_cache, v_cache, slots, row, cached, offsets, candidates, backend=backend
+    )
 
 
 def _value_head(where: torch.device, dtype: torch.dtype, backend: str) -> torch.Tensor:

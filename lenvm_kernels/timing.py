@@ -37,12 +37,14 @@ import time
 import warnings
 from collections import deque
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
 VARIABLE = "LENVM_TIMING"
 STAGES = ("candidates", "forward", "head", "reweight", "sample")
+
+Instant = Any  # seconds of the host's clock; on a GPU a torch.cuda.Event
 
 
 class StepRecord:
@@ -52,7 +54,8 @@ class StepRecord:
         self._requests, self._stream = requests, None
         if device.type == "cuda":
             self._stream = torch.cuda.current_stream(device)
-        self._start, self._ends = self._now(), {}
+        self._start = self._now()
+        self._ends: dict[str, Instant] = {}
 
     def mark(self, stage: str) -> None:
         """Say that ``stage``, which began where the one before ended, ends here."""
@@ -75,17 +78,17 @@ class StepRecord:
         times["total_ms"] = self._milliseconds(self._start, last)
         return json.dumps({"step": step, "rows": self._requests} | {name: round(ms, 6) for name, ms in times.items()})
 
-    def _last(self) -> torch.cuda.Event:
+    def _last(self) -> Instant:
         return next(reversed(self._ends.values()), self._start)
 
-    def _now(self) -> float | torch.cuda.Event:
+    def _now(self) -> Instant:
         if self._stream is None:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         return event
 
-    def _milliseconds(self, start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    def _milliseconds(self, start: Instant, end: Instant) -> float:
         return (end - start) * 1e3 if self._stream is None else start.elapsed_time(end)
 
 

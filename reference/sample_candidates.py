@@ -28,9 +28,9 @@ def sample_candidates(
     p = torch.where(guided_probs > 0, guided_probs, 0.0)
     cumulative = torch.zeros_like(p)
     total = torch.zeros_like(p[:, 0])
-    for column in range(p.shape[1]):  # not cumsum, whose order and precision are its own
-        total = total + p[:, column]
-        cumulative[:, column] = total
+    for i in range(p.shape[1]):  # not cumsum, whose order and precision are its own
+        total = total + p[:, i]
+        cumulative[:, i] = total
 
     beyond = cumulative > (uniform(seeds, positions).to(p.dtype) * total)[:, None]
     first_beyond = beyond.int().argmax(dim=1)  # the first of equals

@@ -343,7 +343,7 @@ def test_a_failing_step_ends_guidance_and_not_the_engine(guide, caplog):
         )
 
     cleared = []
-    guide.step = SimpleNamespace(clear=cleared.append)  # it has nothing else: every step fails
+    guide.step = SimpleNamespace(remove_request=cleared.append)  # it has nothing else: every step fails
     info, drawn = SimpleNamespace(top_ks=None, top_ps=None, min_ps=None), torch.tensor([7, 8])
     for failures in (1, 2):
         batch = SimpleNamespace(lenvm_reqs=[request(3), request(5)], forward_mode=ForwardMode.DECODE)

@@ -109,13 +109,23 @@ class Requests:
             backend=self.backend,
         )
 
-    def step(self, deltas, candidates, *, delta_values=False, **layout):
-        values = self.value_model.forward(
-            self.batch(deltas, candidates, **layout), self.cache, delta_values=delta_values, backend=self.backend
-        )
+    def step(self, deltas, candidates, **layout):
+        z = self.value_model.forward(self.batch(deltas, candidates, **layout), self.cache, backend=self.backend)
+        self.append(deltas)
+        return z
+
+    def step_rows(self, deltas, candidates, **layout):
+        """The candidates' values among those of all rows, and all rows'."""
+        batch = self.batch(deltas, candidates, **layout)
+        model, row = self.value_model, torch.arange(len(batch.layout.token_ids), device=self.value_model.device)
+        hidden = model._run_layers(batch, self.cache, None, self.backend)
+        rows = model._run_head(hidden, torch.where(row < batch.layout.q_offsets[-1:], row, -1), self.backend)
+        self.append(deltas)
+        return torch.where(batch.layout.candidate_rows < 0, 0.0, rows[batch.layout.candidate_rows]), rows
+
+    def append(self, deltas):
         for prefix, delta in zip(self.prefixes, deltas, strict=True):
             prefix += delta
-        return values
 
     def check(self, z, candidates, model, head, atol=ATOL):
         """Every candidate's value is that of a full forward over its request's prefix and it; padding is 0."""
@@ -153,7 +163,7 @@ def test_delta_values(loaded):
     model, head, value_model = loaded
     requests = mixed_requests(value_model)
     cached = [len(prefix) for prefix in requests.prefixes]
-    z, rows = requests.step(MIXED_DELTAS, MIXED_CANDIDATES, spare_deltas=3, delta_values=True)
+    z, rows = requests.step_rows(MIXED_DELTAS, MIXED_CANDIDATES, spare_deltas=3)
     requests.check(z, MIXED_CANDIDATES, model, head)
     start = 0
     for i, (delta, tokens) in enumerate(zip(MIXED_DELTAS, MIXED_CANDIDATES, strict=True)):
@@ -494,7 +504,7 @@ def test_epsilon_of_the_norms(architecture):
     model, head = random_model(model_class, type(config)(**{**config.to_dict(), "rms_norm_eps": 0.3})), random_head()
     requests = Requests(ValueModel.from_causal_lm(model, head), rows=2)
     requests.check(requests.step([[1, 2, 3], [4]], [[5, 6], [7]]), [[5, 6], [7]], model, head)
-    z, rows = requests.step([[8], []], [[9], [10, 11]], delta_values=True)
+    z, rows = requests.step_rows([[8], []], [[9], [10, 11]])
     requests.check(z, [[9], [10, 11]], model, head)
     torch.testing.assert_close(rows[0], expected_values(model, head, [1, 2, 3, 8])[-1], rtol=0, atol=ATOL)
 

@@ -22,6 +22,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,14 +84,17 @@ class Guide:
     Attributes:
         settings: of the plugin.
         value_model: loaded beside the base model.
-        step: the guided step; None until the engine has its slots.
+        step: the guided step; there is none until the engine has its slots.
+        has_slots: whether it has.
         metrics: of this process; None without ``--enable-metrics``.
         fallbacks: failures that ended the guidance of a batch.
     """
 
+    step: GuidedStep
+
     def __init__(self, settings: Settings, value_model: ValueModel) -> None:
         self.settings, self.value_model = settings, value_model
-        self.step: GuidedStep | None = None
+        self.has_slots = False
         self.metrics: Metrics | None = None
         self.fallbacks = 0
         self._stopwatch = Stopwatch(value_model.device)
@@ -120,6 +124,7 @@ class Guide:
             commit_winners=settings.commit_winners,
             graphs=graphs,
         )
+        self.has_slots = True
         if self.value_model.device.type == "cuda":
             for is_logits in (False, True):  # of sampled and of greedy batches
                 self.step.warm_up(is_logits=is_logits)
@@ -186,7 +191,7 @@ class Guide:
     def draw(self, probs: torch.Tensor, info: SamplingBatchInfo, drawn: torch.Tensor) -> torch.Tensor:
         """The next tokens: of guided requests from their candidates, of others those that the engine has ``drawn``."""
         output = self._step(probs, info, drawn, sample=True)
-        return drawn if output is None else output.tokens.to(drawn.dtype)
+        return drawn if output is None or output.tokens is None else output.tokens.to(drawn.dtype)
 
     def report(self, logits: torch.Tensor, info: SamplingBatchInfo, drawn: torch.Tensor) -> StepReport | None:
         """What to tell the host of a batch whose next tokens have been ``drawn``.
@@ -201,7 +206,13 @@ class Guide:
         return self._report
 
     def _step(
-        self, scores: torch.Tensor, info: SamplingBatchInfo, drawn: torch.Tensor, **options: bool
+        self,
+        scores: torch.Tensor,
+        info: SamplingBatchInfo,
+        drawn: torch.Tensor,
+        *,
+        is_logits: bool = False,
+        sample: bool = False,
     ) -> StepOutput | None:
         """The guided step of the batch being sampled; None if there is nothing in it to guide, or if it failed."""
         batch, b = self._sampling, len(scores)
@@ -229,8 +240,9 @@ class Guide:
                     top_k=info.top_ks,
                     top_p=info.top_ps,
                     min_p=info.min_ps,
+                    is_logits=is_logits,
+                    sample=sample,
                     drawn=drawn,
-                    **options,
                 )
             if self.metrics is not None or wants_values:
                 self._report = StepReport(
@@ -245,26 +257,11 @@ class Guide:
         if not batch.lenvm_reqs:  # it failed, perhaps on another rank
             return None
         if self.settings.trace is not None:
-            self._trace(batch, output)
+            _trace(self.settings.trace, batch, output)
         return output
 
     def _timed(self) -> AbstractContextManager[None]:
         return nullcontext() if self.metrics is None else self._stopwatch.running()
-
-    def _trace(self, batch: ForwardBatch, output: StepOutput) -> None:
-        columns = dict(
-            rid=batch.rids,
-            length=batch.seq_lens.tolist(),
-            status=output.candidates.status.tolist(),
-            token_ids=output.candidates.token_ids.tolist(),
-            value_logits=output.value_logits.tolist(),
-            probs=output.probs.tolist(),
-            token=output.tokens.tolist(),
-        )
-        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        line = json.dumps({"mode": batch.forward_mode.name, "rows": rows}) + "\n"
-        with self.settings.trace.open("ab", buffering=0) as file:  # one write a line: ranks write to the same file
-            file.write(line.encode())
 
     @contextmanager
     def _failing_softly(self, batch: ForwardBatch) -> Iterator[None]:
@@ -306,6 +303,23 @@ class Guide:
     def _clear(self, table_row: int) -> None:
         self.step.remove_request(table_row)
         self._table_rows.discard(table_row)
+
+
+def _trace(trace: Path, batch: ForwardBatch, output: StepOutput) -> None:
+    assert output.tokens is not None  # the step was told what the engine has drawn
+    columns = dict(
+        rid=batch.rids,
+        length=batch.seq_lens.tolist(),
+        status=output.candidates.status.tolist(),
+        token_ids=output.candidates.token_ids.tolist(),
+        value_logits=output.value_logits.tolist(),
+        probs=output.probs.tolist(),
+        token=output.tokens.tolist(),
+    )
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    line = json.dumps({"mode": batch.forward_mode.name, "rows": rows}) + "\n"
+    with trace.open("ab", buffering=0) as file:  # one write a line: ranks write to the same file
+        file.write(line.encode())
 
 
 # One a process: a scheduler process has one model runner that samples.
@@ -419,6 +433,7 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
         if (given := getattr(options, option, accepted)) != accepted:
             raise ValueError(f"{option} must be {accepted} together with LENVM_VALUE_MODEL, got {given}: {reason}")
     settings = Settings.from_environment()
+    assert settings is not None  # else plugin() would not have hooked the engine
     device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device(runner.device)
     value_model = ValueModel.from_pretrained(
         settings.value_model, settings.value_head, dtype=settings.dtype or runner.dtype, device=device
@@ -496,7 +511,7 @@ def take_slots(_: None, runner: ModelRunner, *args: Any, **kwargs: Any) -> None:
 def admit_requests(batch: ForwardBatch, _: type, scheduled: ScheduleBatch, *args: Any, **kwargs: Any) -> None:
     """After a batch was made ready for the model."""
     batch.lenvm_reqs = []
-    if _guide is None or _guide.step is None:
+    if _guide is None or not _guide.has_slots:
         return
     batch.lenvm_reqs = [req for req in scheduled.reqs if req.lenvm_guidance is not None]
     if batch.forward_mode.is_extend():
@@ -506,14 +521,14 @@ def admit_requests(batch: ForwardBatch, _: type, scheduled: ScheduleBatch, *args
 
 def extend_prompts(_: Any, runner: ModelRunner, batch: ForwardBatch, *args: Any, **kwargs: Any) -> None:
     """After the base model's forward."""
-    if batch.forward_mode.is_extend() and getattr(batch, "lenvm_reqs", None):
+    if _guide is not None and batch.forward_mode.is_extend() and getattr(batch, "lenvm_reqs", None):
         _guide.extend(batch)
         _discard_read_done(runner)
 
 
 def sample(original: Callable, runner: ModelRunner, logits_output: Any, batch: ForwardBatch) -> torch.Tensor:
     """Around the drawing of a batch's tokens."""
-    if not getattr(batch, "lenvm_reqs", None):
+    if _guide is None or not getattr(batch, "lenvm_reqs", None):
         return original(runner, logits_output, batch)
     with _guide.sampling(batch):
         tokens = original(runner, logits_output, batch)
@@ -529,7 +544,7 @@ def sample_delayed(original: Callable, scheduler: Scheduler, result: Any, batch:
     The engine's barrier against overwriting the slot table came before it, so it is set up again.
     """
     is_delayed = result is not None and result.delay_sample_func is not None
-    reads_slots = is_delayed and any(req.lenvm_guidance is not None for req in batch.reqs)
+    reads_slots = is_delayed and batch is not None and any(req.lenvm_guidance is not None for req in batch.reqs)
     original(scheduler, result, batch)
     if reads_slots:
         scheduler._apply_war_barrier()

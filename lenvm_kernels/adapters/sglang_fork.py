@@ -42,7 +42,6 @@ import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,7 +60,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # What install() found: the fork's module, and its functions that were replaced, by name.
-_fork: ModuleType | None = None
+_fork: Any = None
 _originals: dict[str, Callable] = {}
 _warned: set[str] = set()
 
@@ -133,7 +132,7 @@ def build_pending(
         self.lenvm_rows = rows
     table = self.lenvm_table
 
-    filters = dict(top_k=top_ks.int(), top_p=top_ps.float(), min_p=min_ps.float())
+    filters: dict[str, Any] = dict(top_k=top_ks.int(), top_p=top_ps.float(), min_p=min_ps.float())
     candidates = topk_candidates(
         probs,
         **filters,
@@ -264,7 +263,7 @@ _GUIDED_SAMPLING = "sglang.srt.lvm.lvm_guided_sampling"
 _SAMPLER = f"{_GUIDED_SAMPLING}:LvmGuidedSampler"
 _MASK = "build_tree_value_custom_mask_and_positions"
 # Every place where the fork looks a function up. The head of the Qwen2.5-VL value model is that of the Qwen2 one.
-REPLACED = {
+REPLACED: dict[str, Callable] = {
     f"{_SAMPLER}._build_pending": build_pending,
     f"{_SAMPLER}._apply_guidance_gpu": apply_guidance_gpu,
     f"{_SAMPLER}._apply_guidance": apply_guidance,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -114,25 +114,26 @@ class StepReport:
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> StepReport:
         """As SGLang's ``DeviceAuxiliaryOutput``."""
-        return replace(self, **{name: copy_tensor(x) for name, x in vars(self).items() if isinstance(x, torch.Tensor)})
+        copies: dict[str, Any] = {name: copy_tensor(x) for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
+        return replace(self, **copies)
 
     def consume(self, batch: ScheduleBatch, commits: Sequence[CommittedTokens | None]) -> None:
         """As SGLang's ``HostAuxiliaryOutput``: the tensors have arrived. Rows without a commit were drawn in vain."""
-        committed = [i for i, commit in enumerate(commits) if commit is not None]
+        committed = {i: commit for i, commit in enumerate(commits) if commit is not None}
         if self.metrics is not None:
-            self._count(committed)
+            self._count(self.metrics, committed)
         for lengths, key in ((self.prompt_lengths, OUTPUT_LENGTH), (self.remaining_lengths, REMAINING_LENGTHS)):
             if lengths is None:
                 continue
-            lengths = lengths.tolist()
-            for i in committed:
-                first = commits[i].output_index
-                if math.isfinite(lengths[i]) and (key == REMAINING_LENGTHS or first == 0):
-                    _append(batch.reqs[i], key, first, lengths[i])
+            numbers = lengths.tolist()
+            for i, commit in committed.items():
+                first = commit.output_index
+                if math.isfinite(numbers[i]) and (key == REMAINING_LENGTHS or first == 0):
+                    _append(batch.reqs[i], key, first, numbers[i])
 
-    def _count(self, committed: list[int]) -> None:
-        metrics, status, broken = self.metrics, self.status.tolist(), self.broken.tolist()
-        lost_mass = self.lost_mass.tolist()
+    def _count(self, metrics: Metrics, committed: Collection[int]) -> None:
+        assert self.status is not None and self.lost_mass is not None and self.broken is not None  # there are metrics
+        status, lost_mass, broken = self.status.tolist(), self.lost_mass.tolist(), self.broken.tolist()
         metrics.value_model_milliseconds.inc(self.milliseconds())
         for i in committed:
             metrics.rows[BROKEN if broken[i] else _STATUS_NAMES[status[i]]].inc()

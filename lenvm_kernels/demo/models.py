@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +48,6 @@ class Models:
             raise FileNotFoundError(f"--value-head must be an existing .safetensors file, got {str(head)!r}")
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        device = torch.device(device)
         tokenizer = _load_tokenizer("--model", path)
         base = AutoModelForCausalLM.from_pretrained(**_source(path), dtype=dtype, use_safetensors=True)
         base = base.eval().to(device)
@@ -57,7 +57,7 @@ class Models:
         values = ValueModel.from_pretrained(value_path, head, dtype=dtype, device=device)
         return cls(base, values, tokenizer, value_tokenizer)
 
-    def encode(self, prompts: list[str], *, chat: bool = True) -> dict[str, torch.Tensor]:
+    def encode(self, prompts: Sequence[str], *, chat: bool = True) -> dict[str, torch.Tensor]:
         """``input_ids`` and ``attention_mask`` of the prompts, padded on the left.
 
         Args:
@@ -70,7 +70,7 @@ class Models:
         templated = chat and self.tokenizer.chat_template is not None
         if templated:
             prompts = [
-                self.tokenizer.apply_chat_template(
+                self.tokenizer.apply_chat_template(  # type: ignore[misc]  # a string without tokenize
                     [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
                 )
                 for prompt in prompts

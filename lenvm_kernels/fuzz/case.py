@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ class Case:
         return cls(fields["op"], seed, tuple(rows), options)
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: Any) -> TypeGuard[int]:
     return isinstance(x, int) and not isinstance(x, bool)
 
 
@@ -186,7 +186,7 @@ class Operator:
     def setting(self, case: Case) -> Iterator[None]:
         """The tuning constants that the case asks for."""
         module = sys.modules[self.function.__module__]
-        changed = self.constants.get(case.options.get("constants"), {})
+        changed = self.constants.get(case.options.get("constants", ""), {})
         before = {name: getattr(module, name) for name in changed}
         try:
             for name, value in changed.items():

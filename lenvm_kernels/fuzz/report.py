@@ -104,9 +104,9 @@ def as_junit(result: Result) -> str:
     for name, tally in result.tallies.items():
         properties = {"classname": "lenvm.fuzz", "time": f"{tally.seconds:.3f}"}
         if not tally.found:
-            ElementTree.SubElement(suite, "testcase", name=name, **properties)
+            ElementTree.SubElement(suite, "testcase", {"name": name} | properties)
         for problem, found in tally.found.items():
-            test = ElementTree.SubElement(suite, "testcase", name=f"{name}: {problem}", **properties)
+            test = ElementTree.SubElement(suite, "testcase", {"name": f"{name}: {problem}"} | properties)
             ElementTree.SubElement(test, "failure", message=problem).text = str(found.failure)
     suite.set("tests", str(len(suite)))
     suite.set("failures", str(len(failures(result))))

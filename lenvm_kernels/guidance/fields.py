@@ -18,7 +18,7 @@ class Field:
         meaning: a sentence without its first capital and full stop.
         other_names: what the fork calls it too.
         default: None for none.
-        words: every word that is accepted, with the word that it stands for; empty for a field that is no word.
+        words: every word that is accepted, with the word that it stands for; None for a field that is no word.
         above, least, below: bounds of a number: ``> above``, ``>= least``, ``< below``.
         metavar: of its flag; None for a field that the command line has no flag for.
     """

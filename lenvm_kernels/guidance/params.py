@@ -80,8 +80,8 @@ def parse_guidance(custom_params: Mapping[str, Any]) -> GuidanceParams:
     mode = Mode[_word(given, "value_mode").upper()]
     scale = _number(given, "value_scale")
     gamma = _number(given, "gamma")
-    target_length = _number(given, "target_length")
-    target_value = _number(given, "target_value")
+    target_length = _optional_number(given, "target_length")
+    target_value = _optional_number(given, "target_value")
     counts_down = _word(given, "target_length_mode") == "total"
     constraint = Mode[_word(given, "value_constraint").upper()]
     if target_value is not None:  # takes precedence, as in the fork
@@ -96,10 +96,10 @@ def parse_guidance(custom_params: Mapping[str, Any]) -> GuidanceParams:
         mode=mode,
         scale=scale,
         gamma=gamma,
-        value_min=_number(given, "value_min"),
+        value_min=_optional_number(given, "value_min"),
         target_length=target_length,
         counts_down=counts_down and target_length is not None,
-        entropy_threshold=_number(given, "value_entropy_threshold"),
+        entropy_threshold=_optional_number(given, "value_entropy_threshold"),
         token_temperature_scale=_token_divisors(given),
         return_values=_switch(given, "return_values"),
     )
@@ -114,10 +114,10 @@ def _is_neutral(mode: Mode, scale: float) -> bool:
 def _word(given: dict[str, Any], name: str) -> str:
     """The word that a field's word stands for."""
     field = FIELDS[name]
-    word = given.get(name, field.default)
-    if not isinstance(word, str) or word.strip().lower() not in field.words:
+    words, word = field.words or {}, given.get(name, field.default)
+    if not isinstance(word, str) or word.strip().lower() not in words:
         raise ValueError(f"{name} must be {field.accepted}, got {word!r}")
-    return field.words[word.strip().lower()]
+    return words[word.strip().lower()]
 
 
 def _switch(given: dict[str, Any], name: str) -> bool:
@@ -127,8 +127,14 @@ def _switch(given: dict[str, Any], name: str) -> bool:
     return switch
 
 
-def _number(given: dict[str, Any], name: str) -> float | None:
-    return _checked_number(FIELDS[name], name, given[name]) if name in given else FIELDS[name].default
+def _number(given: dict[str, Any], name: str) -> float:
+    field = FIELDS[name]
+    return _checked_number(field, name, given.get(name, field.default))
+
+
+def _optional_number(given: dict[str, Any], name: str) -> float | None:
+    """Of a field without default."""
+    return _number(given, name) if name in given else None
 
 
 def _checked_number(field: Field, name: str, given: Any) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
@@ -61,7 +62,7 @@ class _RowLayout:
             )
         if not -(2**63) <= seed < 2**63:
             raise ValueError(f"seed must be an int64, got {seed}")
-        values = {
+        values: dict[str, Any] = {
             "seed": seed,
             "scaled_token_ids": [token for token, _ in scales] + [0] * (self.max_scaled_tokens - len(scales)),
             "token_scales": [scale for _, scale in scales] + [1.0] * (self.max_scaled_tokens - len(scales)),

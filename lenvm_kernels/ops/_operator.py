@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
@@ -10,14 +10,17 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 Launch = Callable[..., None]
+Operands = ParamSpec("Operands")
 
 
-def operator(*, mutates: Sequence[str], reference: Launch) -> Callable[[Launch], Launch]:
+def operator(
+    *, mutates: Sequence[str], reference: Launch
+) -> Callable[[Callable[Operands, None]], Callable[Concatenate[str, Operands], None]]:
     """Make an operator of the function that launches its kernels.
 
     The function takes tensors, numbers, and ``None`` for what is optional, all by position and annotated. The first is
-    a tensor it writes; it returns nothing. What comes of it is called the same way, and with the keyword ``backend``,
-    ``triton`` or ``reference``. It
+    a tensor it writes; it returns nothing. What comes of it takes the same after the backend, ``triton`` or
+    ``reference``. It
 
     - makes the GPU of the first tensor the current one, because that is where Triton launches;
     - is ``torch.ops.lenvm.<module>`` to whoever records operators instead of running them: ``torch.compile``,
@@ -30,8 +33,7 @@ def operator(*, mutates: Sequence[str], reference: Launch) -> Callable[[Launch],
     """
 
     def decorate(launch: Launch) -> Launch:
-        def execute(*operands_and_backend: Any) -> None:
-            *operands, backend = operands_and_backend
+        def execute(backend: str, *operands: Any) -> None:
             if backend == "reference":
                 reference(*operands)
             elif operands[0].is_cuda:
@@ -43,16 +45,16 @@ def operator(*, mutates: Sequence[str], reference: Launch) -> Callable[[Launch],
         name = launch.__module__.rpartition(".")[2]
         schema = torch.library.infer_schema(launch, mutates_args=mutates)
         library_op = torch.library.custom_op(
-            f"lenvm::{name}", execute, mutates_args=mutates, schema=schema.replace(") ->", ", str backend) ->")
+            f"lenvm::{name}", execute, mutates_args=mutates, schema=schema.replace("(", "(str backend, ", 1)
         )
-        library_op.register_fake(lambda *operands_and_backend: None)
+        library_op.register_fake(lambda *backend_and_operands: None)
 
         @functools.wraps(launch)
-        def call(*operands: Any, backend: str) -> None:
+        def call(backend: str, *operands: Any) -> None:
             if _is_recorded(operands[0]):
-                library_op(*operands, backend)
+                library_op(backend, *operands)
             else:
-                execute(*operands, backend)
+                execute(backend, *operands)
 
         return call
 

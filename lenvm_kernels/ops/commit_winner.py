@@ -153,7 +153,7 @@ def _launch(
     by_layer = (s for x in keys_and_values for s in x.stride()[:2])
     _commit_winner_kernel[(requests, ceil_div(layers, block_layers))](
         _Tensors(committed, *keys_and_values, candidate_ids, candidate_rows, candidate_positions),
-        _Strides(*by_layer, candidate_ids.stride(0), candidate_rows.stride(0)),
+        _Strides._make((*by_layer, candidate_ids.stride(0), candidate_rows.stride(0))),
         last_rows,
         tokens,
         positions,
@@ -255,5 +255,5 @@ def commit_winner(
 
     committed = torch.empty(tokens.shape[0], dtype=torch.bool, device=device)
     last_step = (k_last, v_last, candidate_ids, candidate_rows, candidate_positions)
-    _launch(committed, k_cache, v_cache, *last_step, last_rows, tokens, positions, slots, backend=backend)
+    _launch(backend, committed, k_cache, v_cache, *last_step, last_rows, tokens, positions, slots)
     return committed

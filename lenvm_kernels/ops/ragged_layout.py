@@ -249,6 +249,6 @@ def ragged_layout(
         head_rows=empty(requests * columns),
         head_places=empty(requests, columns),
     )
-    deltas = (delta_ids, delta_slots, delta_starts, delta_lens)
-    _launch(*layout, *deltas, candidate_ids, candidate_lens, cached_lens, backend=backend)
+    delta = (delta_ids, delta_slots, delta_starts, delta_lens)
+    _launch(backend, *layout, *delta, candidate_ids, candidate_lens, cached_lens)
     return layout

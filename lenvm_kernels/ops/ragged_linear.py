@@ -360,5 +360,5 @@ def ragged_linear(
 
     out = torch.empty(tokens, outputs, dtype=dtype, device=device)
     norm_eps = None if norm_eps is None else float(norm_eps)
-    _launch(out, x, weight, bias, num_rows, norm_eps, bool(swiglu), residual, backend=backend)
+    _launch(backend, out, x, weight, bias, num_rows, norm_eps, bool(swiglu), residual)
     return out

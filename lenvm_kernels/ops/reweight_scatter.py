@@ -384,7 +384,7 @@ def _reweight_scatter_kernel(
 def _run_reference(out, *operands) -> None:
     *tensors, table_rows, generated, probs = operands
     candidates, (value_logits, *columns) = Candidates(*tensors[:5]), tensors[5:]
-    read = dict.fromkeys(GuidanceColumns._fields) | _Table(*columns)._asdict()
+    read: dict[str, Any] = dict.fromkeys(GuidanceColumns._fields) | _Table(*columns)._asdict()
     rows = dict(table_rows=table_rows, generated=generated)
     out.copy_(_reference(candidates, value_logits, GuidanceColumns(**read), **rows, probs=probs))
 
@@ -522,6 +522,6 @@ def reweight_scatter(
         check_tensor("probs", probs, dtypes=FLOATS[backend], shape=(requests, None), device=device)
 
     out = torch.empty(requests, columns, dtype=compute_dtype(value_logits, candidates.probs), device=device)
-    parameters = [getattr(table, name) for name in _Table._fields]
-    _launch(out, *candidates, value_logits, *parameters, table_rows, generated, probs, backend=backend)
+    parameters = _Table._make(getattr(table, name) for name in _Table._fields)
+    _launch(backend, out, *candidates, value_logits, *parameters, table_rows, generated, probs)
     return out

@@ -184,7 +184,7 @@ def _launch(
     norm_stride = 0 if qk_norm_weight is None else qk_norm_weight.stride(0)
     _rope_cache_kernel[(tokens,)](
         _Tensors(q, k, v, k_cache, v_cache, qkv, cos, sin, slots, qk_norm_weight),
-        _Strides(*by_head, qkv.stride(0), cos.stride(0), sin.stride(0), norm_stride),
+        _Strides._make((*by_head, qkv.stride(0), cos.stride(0), sin.stride(0), norm_stride)),
         num_rows,
         norm_eps,
         num_slots,
@@ -294,7 +294,5 @@ def rope_cache(
         for out in (k_out, v_out)
     )
     cache = (k_cache, v_cache)
-    _launch(
-        q, k, v, qkv, cos, sin, slots, *cache, num_heads, qk_norm_weight, float(norm_eps), num_rows, backend=backend
-    )
+    _launch(backend, q, k, v, qkv, cos, sin, slots, *cache, num_heads, qk_norm_weight, float(norm_eps), num_rows)
     return q, k, v

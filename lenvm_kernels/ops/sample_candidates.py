@@ -86,8 +86,7 @@ def _sample_candidates_kernel(
 
 def _run_reference(tokens, *operands) -> None:
     *candidates, guided_probs, seeds, positions, temperature = operands
-    candidates = Candidates(*candidates)
-    tokens.copy_(_reference(candidates, guided_probs, seeds, positions, temperature=temperature))
+    tokens.copy_(_reference(Candidates(*candidates), guided_probs, seeds, positions, temperature=temperature))
 
 
 @operator(mutates=["tokens"], reference=_run_reference)
@@ -183,5 +182,5 @@ def sample_candidates(
         check_tensor("temperature", temperature, dtypes=torch.float32, shape=(requests,), device=device)
 
     tokens = torch.empty(requests, dtype=torch.int32, device=device)
-    _launch(tokens, *candidates, guided_probs, seeds, positions, temperature, backend=backend)
+    _launch(backend, tokens, *candidates, guided_probs, seeds, positions, temperature)
     return tokens

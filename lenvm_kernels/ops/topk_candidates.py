@@ -353,13 +353,13 @@ def _launch(
 def topk_candidates(
     scores: torch.Tensor,
     *,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
+    top_k: torch.Tensor | int,
+    top_p: torch.Tensor | float,
+    min_p: torch.Tensor | float,
     max_candidates: int = 8,
-    temperature: torch.Tensor | None = None,
+    temperature: torch.Tensor | float | None = None,
     is_logits: bool = False,
-    entropy_threshold: torch.Tensor | None = None,
+    entropy_threshold: torch.Tensor | float | None = None,
     guided: torch.Tensor | None = None,
     vocab_mask: torch.Tensor | None = None,
     backend: str = "auto",
@@ -372,15 +372,17 @@ def topk_candidates(
 
     Args:
         scores: fp32, bf16 or fp16 ``[B, V]``, V up to 262,144, last dimension contiguous: probabilities, or logits.
-        top_k: int32 ``[B]``; the first ``top_k`` tokens. ``<= 0`` or ``>= V`` is no limit; then, and whenever it
-            exceeds ``max_candidates``, the list ends at ``max_candidates``.
-        top_p: fp32 ``[B]`` in (0, 1]; a token stays while the mass before it is ``<= top_p``.
-        min_p: fp32 ``[B]`` in [0, 1]; a token stays while its probability is ``>= min_p`` times the largest.
+        top_k: int32 ``[B]``, or one number for all requests; the first ``top_k`` tokens. ``<= 0`` or ``>= V`` is no
+            limit; then, and whenever it exceeds ``max_candidates``, the list ends at ``max_candidates``.
+        top_p: fp32 ``[B]`` or a number, in (0, 1]; a token stays while the mass before it is ``<= top_p``.
+        min_p: fp32 ``[B]`` or a number, in [0, 1]; a token stays while its probability is ``>= min_p`` times the
+            largest.
         max_candidates: K, columns a request: a power of two up to 64.
-        temperature: fp32 ``[B]``, only with logits (None: 1). Below 1e-6 the request is greedy: one candidate.
+        temperature: fp32 ``[B]`` or a number, only with logits (None: 1). Below 1e-6 the request is greedy: it has one
+            candidate.
         is_logits: ``scores`` are logits, and the probabilities their softmax at the request's temperature.
-        entropy_threshold: fp32 ``[B]`` in nats, NaN for none: a request whose renormalised candidates' entropy is at or
-            below it is skipped.
+        entropy_threshold: fp32 ``[B]`` or a number, in nats, NaN for none: a request whose renormalised candidates'
+            entropy is at or below it is skipped.
         guided: bool ``[B]`` (None: all). Requests not guided are not read and come back empty.
         vocab_mask: int32 ``[B, ceil(V / 32)]``, bit 1 = allowed, token ``t`` is bit ``t % 32`` of word ``t // 32`` (as
             xgrammar packs it); applied before everything else.
@@ -394,8 +396,7 @@ def topk_candidates(
 
     Example:
         >>> logits = torch.tensor([[2.0, 1.0, 3.0, 1.0]])
-        >>> request = dict(top_k=torch.tensor([3], dtype=torch.int32), top_p=torch.ones(1), min_p=torch.zeros(1))
-        >>> topk_candidates(logits, **request, max_candidates=4, is_logits=True).token_ids
+        >>> topk_candidates(logits, top_k=3, top_p=1.0, min_p=0.0, max_candidates=4, is_logits=True).token_ids
         tensor([[ 2,  0,  1, -1]], dtype=torch.int32)
     """
     backend = resolve_backend(backend, scores)
@@ -427,6 +428,6 @@ def topk_candidates(
         status=torch.empty(requests, dtype=torch.int8, device=device),
         lost_mass=torch.empty(requests, dtype=dtype, device=device),
     )
-    filters = (guided, temperature, top_k, top_p, min_p, entropy_threshold)
-    _launch(*candidates, scores, *filters, vocab_mask, max_candidates, is_logits, backend=backend)
+    filters = (top_k, top_p, min_p, entropy_threshold)
+    _launch(backend, *candidates, scores, guided, temperature, *filters, vocab_mask, max_candidates, is_logits)
     return candidates

@@ -258,5 +258,5 @@ def value_head(
     outputs = tokens if token_rows is None else token_rows.shape[0]
     logits = torch.empty(outputs, dtype=compute_dtype(hidden), device=device)
     head = (fc_weight, fc_bias, summary_weight, summary_bias)
-    _launch(logits, hidden, *head, token_rows, norm_weight, float(norm_eps), backend=backend)
+    _launch(backend, logits, hidden, *head, token_rows, norm_weight, float(norm_eps))
     return logits

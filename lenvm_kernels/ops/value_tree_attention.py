@@ -428,7 +428,7 @@ def _launch(
     config = _launch_config(head_dim, q.dtype)
     strided = (out, q, k_new, v_new, k_cache, v_cache)
     tensors = _Tensors(*strided, slot_table, cached_lens, q_offsets, candidate_lens, parents, partial_out, partial_lse)
-    strides = _Strides(*(s for x in strided for s in x.stride()[:2]), slot_table.stride(0))
+    strides = _Strides._make((*(s for x in strided for s in x.stride()[:2]), slot_table.stride(0)))
 
     _value_tree_attention_kernel[(min(max_items, max(1, MAX_PROGRAMS // kv_heads)), kv_heads)](
         tensors,
@@ -583,5 +583,5 @@ def value_tree_attention(
 
     requests = (slot_table, table_rows, cached_lens, q_offsets, candidate_lens)
     options = (parents, page_size, float(sm_scale))
-    _launch(out, q, k_new, v_new, k_cache, v_cache, *requests, *options, backend=backend)
+    _launch(backend, out, q, k_new, v_new, k_cache, v_cache, *requests, *options)
     return out

@@ -28,6 +28,11 @@ from lenvm_kernels.timing import NO_RECORD, NO_TIMER, StepRecord, StepTimer
 from lenvm_kernels.types import Candidates, GuidanceColumns, Mode, Status
 from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel
 
+# The tensors of GuidedStep._score.
+_ScoreArguments = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]
+
 
 @dataclass(frozen=True)
 class StepOutput:
@@ -331,7 +336,8 @@ class GuidedStep:
         )
         needs_values = candidates.counts > 0 if self.score_all else candidates.status == Status.GUIDE
         scored_ids, scored_lens = candidates.token_ids, torch.where(needs_values, candidates.counts, 0)
-        own_tokens = -1 if drawn is None else drawn.int()
+        drawn = None if drawn is None else drawn.int()
+        own_tokens = -1 if drawn is None else drawn
         wants_length = alone = None
         if self._value_rows and (sample or drawn is not None):
             wants_length = table.return_values[table_rows] & needs_model
@@ -361,7 +367,7 @@ class GuidedStep:
         )
         record.mark("reweight")
 
-        next_tokens = None if drawn is None else own_tokens
+        next_tokens = drawn
         if sample:
             next_tokens = sample_candidates(
                 candidates,
@@ -372,9 +378,9 @@ class GuidedStep:
                 backend=self.backend,
             )
             if drawn is not None:
-                next_tokens = torch.where(next_tokens >= 0, next_tokens, own_tokens)
+                next_tokens = torch.where(next_tokens >= 0, next_tokens, drawn)
         remaining_lengths = None
-        if wants_length is not None:
+        if wants_length is not None and next_tokens is not None:
             remaining_lengths = self._remaining_lengths(
                 table_rows, next_tokens, scored_ids, scored_lens, scored, wants_length
             )
@@ -476,7 +482,7 @@ class GuidedStep:
         guided = table.mode[table_rows] != Mode.UNGUIDED
         return guided, guided | table.return_values[table_rows] if self._value_rows else guided
 
-    def _run_score(self, arguments: tuple[torch.Tensor, ...], record: StepRecord) -> torch.Tensor:
+    def _run_score(self, arguments: _ScoreArguments, record: StepRecord) -> torch.Tensor:
         """:meth:`_score` of the arguments, from a graph if there are graphs; marks the end of the layers."""
         if self._graphs is not None:
             return self._graphs.replay(arguments, record)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -180,10 +180,9 @@ class ValueModel:
         cache: KVCache,
         *,
         keep: KVCache | None = None,
-        delta_values: bool = False,
         before_head: Callable[[], None] | None = None,
         backend: str = "auto",
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         """Value logits of all candidates; extends the cache by the delta tokens.
 
         Args:
@@ -192,14 +191,11 @@ class ValueModel:
             cache: keys and values of earlier forwards of this model.
             keep: keys and values of all rows of this forward are left here, each ``[num_layers, T, Hkv, D]``, the
                 candidates' included (:func:`commit_winner` takes them).
-            delta_values: also return the logits of the rows.
             before_head: called between the layers and the head, which is the final norm and what follows it.
             backend: of the operators, see :func:`lenvm_kernels.ops._common.resolve_backend`.
 
         Returns:
-            ``z``, fp32 [B, K]: the value logit of each candidate, 0 in padding. With ``delta_values`` the pair of it
-            and fp32 [T], the logit of every row: delta token ``j`` of request ``i`` at ``q_offsets[i] + j``, the
-            candidates after them, 0 in the padding rows.
+            ``z``, fp32 [B, K]: the value logit of each candidate, 0 in padding.
 
             Where a token id is outside the model's vocabulary (base models pad theirs further), the value is NaN, and
             any other value of the same request may be; other requests are not touched.
@@ -207,10 +203,16 @@ class ValueModel:
         Raises:
             ValueError: tensors of a wrong dtype, shape or device, from the operators.
         """
+        hidden = self._run_layers(batch, cache, keep, backend)
+        if before_head is not None:
+            before_head()
+        return self._run_head(hidden, batch.layout.head_rows, backend)[batch.layout.head_places]
+
+    def _run_layers(self, batch: RaggedBatch, cache: KVCache, keep: KVCache | None, backend: str) -> torch.Tensor:
+        """All layers, [T, H]; keys and values go to ``cache`` and ``keep``."""
         config, layout = self.config, batch.layout
-        num_rows = layout.q_offsets[-1:]
-        norm = dict(norm_eps=config.rms_norm_eps)
-        live = dict(num_rows=num_rows, backend=backend)
+        norm: dict[str, Any] = dict(norm_eps=config.rms_norm_eps)
+        live: dict[str, Any] = dict(num_rows=layout.q_offsets[-1:], backend=backend)
         known_ids = layout.token_ids.clamp(0, config.vocab_size - 1)
         hidden = F.embedding(known_ids, self.embedding)
         hidden = hidden.masked_fill_((known_ids != layout.token_ids)[:, None], float("nan"))  # [T, H]
@@ -233,16 +235,7 @@ class ValueModel:
                 residual=hidden,
                 **live,
             )
-
-        if before_head is not None:
-            before_head()
-        head = dict(norm_weight=self.norm, **norm, backend=backend)
-        if not delta_values:
-            return value_head(hidden, *self.head, token_rows=layout.head_rows, **head)[layout.head_places]
-        row = torch.arange(len(hidden), device=self.device)
-        z = value_head(hidden, *self.head, token_rows=torch.where(row < num_rows, row, -1), **head)
-        padding = layout.candidate_rows < 0
-        return z[layout.candidate_rows.masked_fill(padding, 0)].masked_fill(padding, 0.0), z
+        return hidden
 
     def _attend(
         self,
@@ -257,8 +250,8 @@ class ValueModel:
     ) -> torch.Tensor:
         """Layer ``i`` up to its attention, [T, Hq * D]; keys and values go to ``cache`` and ``keep``."""
         config, layer, layout = self.config, self.layers[i], batch.layout
-        norm = dict(norm_eps=config.rms_norm_eps)
-        live = dict(num_rows=layout.q_offsets[-1:], backend=backend)
+        norm: dict[str, Any] = dict(norm_eps=config.rms_norm_eps)
+        live: dict[str, Any] = dict(num_rows=layout.q_offsets[-1:], backend=backend)
         k_cache, v_cache = cache.keys[i], cache.values[i]
         q, k, v = rope_cache(
             ragged_linear(hidden, layer.qkv, layer.qkv_bias, **norm, **live),
@@ -290,3 +283,14 @@ class ValueModel:
             backend=backend,
         )
         return attended.flatten(1)
+
+    def _run_head(self, hidden: torch.Tensor, token_rows: torch.Tensor, backend: str) -> torch.Tensor:
+        """Final norm and value head of some rows: their logits, fp32."""
+        return value_head(
+            hidden,
+            *self.head,
+            token_rows=token_rows,
+            norm_weight=self.norm,
+            norm_eps=self.config.rms_norm_eps,
+            backend=backend,
+        )

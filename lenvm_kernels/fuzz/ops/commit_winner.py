@@ -1,6 +1,7 @@
 """``commit_winner``: rows that commit beside every reason not to, in caches of different layouts, with any bits."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from lenvm_kernels.ops.commit_winner import commit_winner
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float64: torch.int64}
 SPARE_SLOTS, SPARE_TOKENS, SPARE_ROWS = 3, 2, 2
 
-OPTIONS = {
+OPTIONS: dict[str, list[Any]] = {
     "layers": [1, 2, 5],
     "heads": [1, 2, 3],
     "head_dim": [1, 3, 8, 16],

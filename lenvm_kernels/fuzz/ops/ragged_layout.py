@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.types import RaggedLayout
 
-OPTIONS = {
+OPTIONS: dict[str, list[Any]] = {
     "columns": [0, 1, 2, 7, 8],
     "longest": [1, 2, 70],
     "unreferenced": [0, 1, 40],

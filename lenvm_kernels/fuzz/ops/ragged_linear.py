@@ -1,6 +1,6 @@
 """``ragged_linear``: bias, norm, SwiGLU and residual in every combination, and rows that are not there."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from lenvm_kernels.ops.ragged_linear import ragged_linear
 
 EPS = 1e-6
 
-OPTIONS = {
+OPTIONS: dict[str, list[Any]] = {
     "outputs": [1, 48, 80, 97, 200],
     "size": [1, 48, 97, 160, 400],
     "dtype": ["float32", "bfloat16", "float16"],
@@ -129,7 +129,7 @@ def classes(given: Inputs) -> dict[str, Tensor]:
     return {"token": ~broken, "broken": broken}
 
 
-def _row_work(options: dict[str, Any]) -> float:
+def _row_work(options: Mapping[str, Any]) -> float:
     columns = options["outputs"] * (2 if options["swiglu"] else 1)
     return 40 * -(-options["size"] // 32) * -(-columns // 64) / 128 + 1
 

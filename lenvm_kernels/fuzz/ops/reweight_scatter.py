@@ -1,6 +1,7 @@
 """``reweight_scatter``: every mode in one batch, ties, broken values, rows that are hard to tilt."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ EXPECTED_VALUE_ERROR = 1e-5
 SPARE_ROWS = 3  # of the table, which no row of the batch uses
 UNTOUCHED = 0.125
 
-OPTIONS = {
+OPTIONS: dict[str, list[Any]] = {
     "columns": [1, 2, 4, 8, 16, 64],
     "rows": ["usual", "hard to tilt"],
     "order": ["descending", "any"],
@@ -205,15 +206,16 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
     relative, absolute = TOLERANCE["reweight_scatter"][torch.float32]
     moved = (upper - expected).abs() + (lower - expected).abs() + conditioning(given, v, expected)
     moved = moved.masked_fill(~tilted[:, None], 0.0)
-    means = [torch.where(tilted, (p.double() * v).sum(1), 0.0) for p in (result.guided, expected)]
+    mean, expected_mean = (torch.where(tilted, (p.double() * v).sum(1), 0.0) for p in (result.guided, expected))
     spare = result.spare_faults
     found = [
         differs("faults", result.faults, faults),
         differs("faults of the table's other rows", spare, torch.zeros_like(spare), _nobody(spare)),
         beyond("guided probabilities", result.guided, expected, (relative, absolute + moved)),
-        beyond("expected value", *means, (0.0, EXPECTED_VALUE_ERROR)),
+        beyond("expected value", mean, expected_mean, (0.0, EXPECTED_VALUE_ERROR)),
     ]
     if result.probs is not None:
+        assert result.between is not None  # it comes with probs
         status = given.candidates.status
         written = ((status == Status.GUIDE) & (mode != Mode.UNGUIDED)) | (status == Status.SINGLE)
         listed = given.candidates.token_ids >= 0
@@ -293,7 +295,7 @@ def classes(given: Inputs) -> dict[str, Tensor]:
     return found
 
 
-def _row_work(options: dict[str, Any]) -> float:
+def _row_work(options: Mapping[str, Any]) -> float:
     large = options["constants"] != "shipped"
     if options["scatter"]:  # a program for each slice of a row
         return 4000 * (-(-options["vocab"] // 256) if large else 1)

@@ -33,7 +33,7 @@ EPS = 1e-6
 UNTOUCHED = -7.0  # what caches and buffers hold before a call
 LAYOUTS = ["plain", "layer of many", "keys beside values", "heads first"]  # of caches in servers
 
-OPTIONS = {
+OPTIONS: dict[str, list[Any]] = {
     "heads": [[1, 1], [3, 1], [12, 2], [9, 3], [5, 5]],
     "head_dim": [2, 6, 64, 80, 96, 128],
     "dtype": ["float32", "bfloat16", "float16"],

@@ -1,6 +1,7 @@
 """``sample_candidates``: every status, zeros, ties, sums far from 1, any int64 as seed and position."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from lenvm_kernels.ops._common import INTERPRETED
 from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.types import Candidates, Status
 
-OPTIONS = {
+OPTIONS: dict[str, list[Any]] = {
     "columns": [1, 2, 4, 8, 16, 32, 64],
     "probs": ["normal", "ties", "peaked"],
     "sums": ["one", "any", "broken"],
@@ -90,7 +91,7 @@ def classes(given: Inputs) -> dict[str, Tensor]:
     return found
 
 
-def _row_work(options: dict[str, Any]) -> float:
+def _row_work(options: Mapping[str, Any]) -> float:
     rows = CONSTANTS["large"]["TILE"] if options["constants"] == "large" else 32  # of a program
     return (250 + 16 * options["columns"]) / rows
 

@@ -1,5 +1,6 @@
 """``topk_candidates``: rows of scores with ties, extremes and broken numbers, each with filters of its own."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ KINDS = ["normal", "peaked", "ties", "constant", "huge", "tiny", "mostly nothing
 # Where fp32 and fp64 may disagree on which side of a filter's bound a token falls.
 BOUND_WIDTH = 1e-5
 
-OPTIONS = {
+OPTIONS: dict[str, list[Any]] = {
     "vocab": [1, 2, 7, 33, 257, 1024, 1025, 3067],
     "scores": ["probabilities", "logits"],
     "dtype": ["float32", "bfloat16", "float16"],
@@ -93,7 +94,8 @@ def scores_of(draws, rows, vocab: int, kind: str, largest: float) -> Tensor:
         # probabilities are powers of 1/2: a sum may meet top_p exactly
         "halves": lambda: -torch.log(x.new_tensor(2.0)) * draws.integers("halves", rows, vocab, low=0, high=12),
     }
-    return sum(torch.where(choice == i, of_kind[name](), 0.0) for i, name in enumerate(kinds))
+    of_rows = (torch.where(choice == i, of_kind[name](), 0.0) for i, name in enumerate(kinds))
+    return sum(of_rows, start=torch.zeros_like(x))
 
 
 def run(given: Inputs, function) -> Candidates:
@@ -152,7 +154,7 @@ def classes(given: Inputs) -> dict[str, Tensor]:
     return by_status | {"broken": found.broken, "cut at max_candidates": found.lost_mass > 0}
 
 
-def _row_work(options: dict[str, Any]) -> float:
+def _row_work(options: Mapping[str, Any]) -> float:
     small, slots = options["constants"] == "small", options["max_candidates"]
     tiles = -(-options["vocab"] // (CONSTANTS["small"]["TILE"] if small else 1024))
     return 4 * 40 + tiles * (30 + 8 * slots) + 25 * slots

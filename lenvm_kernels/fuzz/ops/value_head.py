@@ -1,6 +1,6 @@
 """``value_head``: hidden states in any rows, padding among them, with and without the final RMSNorm."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from lenvm_kernels.ops.value_head import value_head
 EPS = 1e-6
 SPARE_ROWS = 2  # of hidden, which nothing refers to
 
-OPTIONS = {
+OPTIONS: dict[str, list[Any]] = {
     "size": [64, 80, 96, 100, 576],
     "dtype": ["float32", "bfloat16", "float16"],
     "norm": [False, True],
@@ -138,7 +138,7 @@ def classes(given: Inputs) -> dict[str, Tensor]:
     return {"token": is_token & ~broken, "broken": is_token & broken, "padding": ~is_token}
 
 
-def _row_work(options: dict[str, Any]) -> float:
+def _row_work(options: Mapping[str, Any]) -> float:
     return 40 * -(-options["size"] // 32) * -(-options["size"] // 64) / 128 + 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -22,7 +22,7 @@ SPARE_TABLE_ROWS, SPARE_PAGES = 2, 3
 TOKENS_OF_REQUEST = 2**20  # token j of request i has the id i * TOKENS_OF_REQUEST + j
 LENGTHS = {"short": (0, 40), "long": (SPLIT_LEN.value - 20, 2 * SPLIT_LEN.value + 40)}
 
-OPTIONS = {
+OPTIONS: dict[str, list[Any]] = {
     "cached": ["short", "any", "long"],
     "delta": [1, 2, 40],
     "candidates": [1, 5, 16],
@@ -182,7 +182,9 @@ def _token_ids(requests: Tensor, lens: Tensor) -> Tensor:
 
 def random_tree(candidates: int, reach: int, seed: int | str) -> list[int]:
     """A tree for :meth:`Inputs.with_trees`, 16 levels at most. ``reach`` 1 gives chains, a large one many roots."""
-    randrange, tree, levels = random.Random(seed).randrange, [], []
+    randrange = random.Random(seed).randrange
+    tree: list[int] = []
+    levels: list[int] = []
     for child in range(candidates):
         parent = max(-1, child - 1 - randrange(reach))
         parent = -1 if parent >= 0 and levels[parent] == 16 else parent
@@ -284,7 +286,7 @@ def classes(call: Call) -> dict[str, Tensor]:
     }
 
 
-def _row_work(options: dict[str, Any]) -> float:
+def _row_work(options: Mapping[str, Any]) -> float:
     tiles = 1 + 1.5 * options["delta"] * options["group"] / 64
     keys = {"short": 1, "any": 6, "long": 14}[options["cached"]]
     levels = {"none": 1, "roots": 2, "wide": 4, "chains": 6}[options["trees"]]
