@@ -29,7 +29,7 @@ Guidance = Mapping[str, Any] | GuidanceParams | None
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step computed, by row: kept when the processor is made with ``record=True``."""
+    """What one step computed, by prompt: kept when the processor is made with ``record=True``."""
 
     token_ids: torch.Tensor  # int32 [B, K], -1 pads
     value_logits: torch.Tensor  # fp32 [B, K]
@@ -45,19 +45,19 @@ class LenVMLogitsProcessor(LogitsProcessor):
     Args:
         model: the base model, of any architecture; its ``generation_config`` gives the end-of-sequence tokens.
         value_model: the value model; it has to share the base model's vocabulary.
-        guidance: one request's parameters for all rows (``custom_params`` as in :func:`parse_guidance`, or parsed), or
-            a sequence with one for each row; None leaves a row unguided.
+        guidance: one request's parameters for all prompts (``custom_params`` as in :func:`parse_guidance`, or parsed),
+            or a sequence with one for each prompt; None leaves a prompt unguided.
         attention_mask: ``[B, S]`` of the prompts as the tokenizer made it, padded on the left.
         max_new_tokens: the most tokens to generate; sizes the value model's cache.
-        temperature, top_k, top_p, min_p: sampling parameters of all rows. ``top_k`` 0 is no limit.
-        max_candidates: slots for candidates, a power of two up to 64; guided rows never sample outside them.
+        temperature, top_k, top_p, min_p: sampling parameters of all prompts. ``top_k`` 0 is no limit.
+        max_candidates: candidates of a step, a power of two up to 64; what is guided never samples outside them.
         tokenizers: base model's and value model's. Needed when the two models' ``vocab_size`` differ because the
             embedding is padded, to show that the tokens are the same.
-        record: keep a :class:`StepRecord` of each step in :attr:`records`; every row with candidates is then valued.
+        record: keep a :class:`StepRecord` of each step in :attr:`records`; every prompt with candidates is then valued.
         backend: of the operators.
 
     Raises:
-        ValueError: vocabularies that differ, right padding, a wrong number of ``guidance`` rows, or bad parameters.
+        ValueError: vocabularies that differ, right padding, a wrong number of ``guidance``, or bad parameters.
 
     Example:
         >>> inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
@@ -121,7 +121,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
             self._slots.extend(row, prompt_len + max_new_tokens)
             self._step.add_request(row, p, eos, prompt_len=prompt_len)
         self._needs_steps = any(p is not None and p.mode != Mode.UNGUIDED for p in params)
-        self._rows = torch.arange(rows, device=device)
+        self._table_rows = torch.arange(rows, device=device)
         filters = dict(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
         # As tensors, once: a step would make them of numbers anew.
         dtypes = {"top_k": torch.int32}
@@ -150,16 +150,16 @@ class LenVMLogitsProcessor(LogitsProcessor):
 
     @property
     def faults(self) -> list[int]:
-        """Steps of each row that lost their guidance to scores or values that are not finite."""
-        return self._step.table.faults[: len(self._rows)].tolist()
+        """Steps of each prompt that lost their guidance to scores or values that are not finite."""
+        return self._step.table.faults[: len(self._table_rows)].tolist()
 
     @torch.no_grad()
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Logarithms of the probabilities to sample from, fp32 ``[B, V]``; called by ``generate``."""
         generated = self._check_progress(input_ids)
-        step, device = self._step, self._rows.device
+        step, device = self._step, self._table_rows.device
         tokens, logits = input_ids.to(device), scores.to(device, torch.float32, copy=True)
-        step.scale_tokens(logits, self._rows)
+        step.scale_tokens(logits, self._table_rows)
         filtered = self._unguided(tokens, logits)  # type: ignore[arg-type]  # wants one of torch's old tensor types
         probs = torch.softmax(filtered, dim=-1)  # guided rows are rewritten
         if self._needs_steps:
@@ -171,9 +171,9 @@ class LenVMLogitsProcessor(LogitsProcessor):
             output = step.step(
                 logits,
                 tokens[:, -1].contiguous(),
-                self._rows,
+                self._table_rows,
                 lengths,
-                self._slots.slots(self._rows, lengths - 1),
+                self._slots.slots(self._table_rows, lengths - 1),
                 **self._filters,
                 is_logits=True,
                 active=self._active,
@@ -186,10 +186,10 @@ class LenVMLogitsProcessor(LogitsProcessor):
     def _check_progress(self, input_ids: torch.Tensor) -> int:
         """Tokens generated so far."""
         rows, width = input_ids.shape
-        if rows != len(self._rows):
+        if rows != len(self._table_rows):
             raise ValueError(
-                f"generate runs {rows} rows for {len(self._rows)} prompts: beam search and num_return_sequences are "
-                "not supported (repeat the prompts instead)"
+                f"generate runs {rows} rows for {len(self._table_rows)} prompts: beam search and num_return_sequences "
+                "are not supported (repeat the prompts instead)"
             )
         generated = width - self._prompt_width
         previous = self._previous
@@ -209,9 +209,9 @@ class LenVMLogitsProcessor(LogitsProcessor):
         positions = (torch.arange(width, device=tokens.device) - first[:, None]).clamp(min=0)
         self._step.extend(
             tokens.flatten(),
-            self._slots.slots(self._rows[:, None], positions).flatten(),
-            self._rows,
-            starts=(self._rows * width + first).int(),
+            self._slots.slots(self._table_rows[:, None], positions).flatten(),
+            self._table_rows,
+            starts=(self._table_rows * width + first).int(),
             lens=self._prompt_lens - 1,
             cached_lens=torch.zeros_like(self._prompt_lens),
         )
