@@ -4,13 +4,24 @@ import pytest
 import torch
 from hypothesis import given
 
-from lenvm_kernels.fuzz.ops.commit_winner import as_integers, make_pools
+from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.fuzz.ops.commit_winner import as_integers, make_pool
 from lenvm_kernels.ops.commit_winner import commit_winner
 from tests.helpers.cases import assert_right, cases
 
 BACKENDS = ["triton", "reference"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CACHES, LAST = ("k_cache", "v_cache"), ("k_last", "v_last")
+
+
+def make_pools(layers, slots, last_tokens, heads, head_dim, dtype, *, interleaved=False, seed=0):
+    """[cache, last]: keys and values ``[2, layers, tokens, heads, head_dim]``; interleaved, a token's lie together."""
+    sizes = {"cache": slots, "last": last_tokens}
+    draws = Draws(seed)
+    return [
+        make_pool(draws, name, tokens, layers, heads, head_dim, dtype, interleaved=interleaved)
+        for name, tokens in sizes.items()
+    ]
 
 
 def commit(pools, rows, *, backend, device="cpu"):

@@ -8,10 +8,10 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from lenvm_kernels.fuzz.ops.ragged_linear import CONSTANTS, EPS, exact, make_inputs
-from lenvm_kernels.fuzz.tolerances import assert_matches
 from lenvm_kernels.ops import ragged_linear as ops
 from lenvm_kernels.ops.ragged_linear import ragged_linear
 from tests.helpers.cases import assert_right, cases
+from tests.helpers.matches import assert_matches
 from tests.helpers.wrong_tensors import assert_refuses
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

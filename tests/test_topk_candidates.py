@@ -10,11 +10,11 @@ import triton
 from hypothesis import given
 
 from lenvm_kernels.fuzz.ops.topk_candidates import Inputs, compare, run
-from lenvm_kernels.fuzz.tolerances import assert_matches
 from lenvm_kernels.ops import topk_candidates as module
 from lenvm_kernels.ops.topk_candidates import FEW_REQUESTS, TILE, topk_candidates
 from lenvm_kernels.types import Status
 from tests.helpers.cases import assert_right, cases
+from tests.helpers.matches import assert_matches
 from tests.helpers.wrong_tensors import assert_refuses
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "candidates.jsonl").open()]

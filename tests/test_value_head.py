@@ -7,10 +7,10 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lenvm_kernels.fuzz.ops.value_head import EPS, exact, make_inputs
-from lenvm_kernels.fuzz.tolerances import assert_matches
 from lenvm_kernels.ops import value_head as ops
 from lenvm_kernels.ops.value_head import value_head
 from tests.helpers.cases import assert_right, cases
+from tests.helpers.matches import assert_matches
 from tests.helpers.wrong_tensors import assert_refuses
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

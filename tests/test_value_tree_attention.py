@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lenvm_kernels.fuzz.ops.value_tree_attention import Inputs, int32, make_inputs, random_tree
-from lenvm_kernels.fuzz.tolerances import assert_matches
 from lenvm_kernels.ops.value_tree_attention import (
     BLOCK_M,
     MAX_SPLITS,
@@ -24,6 +23,7 @@ from lenvm_kernels.ops.value_tree_attention import (
     value_tree_attention,
 )
 from tests.helpers.cases import assert_right, cases
+from tests.helpers.matches import assert_matches
 
 SPLIT_LEN, MAX_SPLITS = SPLIT_LEN.value, MAX_SPLITS.value
 SPLIT_ROWS = SPLIT_TILES.value * BLOCK_M.value  # (token, head) pairs of a request that can be split

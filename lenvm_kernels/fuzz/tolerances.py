@@ -23,9 +23,3 @@ TOLERANCE = {
     # results O(1), fp32 sums of up to K products, rounded once to the inputs' dtype (half an ulp)
     "ragged_linear": {FP32: (1e-4, 1e-4), BF16: (2**-8, 1e-4), FP16: (2**-11, 1e-4)},
 }
-
-
-def assert_matches(actual: torch.Tensor, expected: torch.Tensor, operator: str, dtype: torch.dtype) -> None:
-    """Assert equality within the table's tolerance; NaN equals NaN."""
-    rtol, atol = TOLERANCE[operator][dtype]
-    torch.testing.assert_close(actual.double().cpu(), expected.double().cpu(), rtol=rtol, atol=atol, equal_nan=True)

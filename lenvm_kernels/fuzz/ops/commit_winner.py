@@ -43,16 +43,6 @@ def make_pool(
     return pool.permute(2, 1, 0, 3, 4) if interleaved else pool.permute(2, 1, 0, 3, 4).contiguous()
 
 
-def make_pools(layers, slots, last_tokens, heads, head_dim, dtype, *, interleaved=False, seed=0) -> list[Tensor]:
-    """[cache, last]: keys and values ``[2, layers, tokens, heads, head_dim]``; interleaved, a token's lie together."""
-    sizes = {"cache": slots, "last": last_tokens}
-    draws = Draws(seed)
-    return [
-        make_pool(draws, name, tokens, layers, heads, head_dim, dtype, interleaved=interleaved)
-        for name, tokens in sizes.items()
-    ]
-
-
 def as_integers(x: Tensor) -> Tensor:
     return x.contiguous().view(BITS[x.dtype])
 
