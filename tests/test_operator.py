@@ -6,10 +6,11 @@ from functools import partial
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lenvm_kernels.fuzz.case import Case
 from lenvm_kernels.fuzz.check import operators
+from lenvm_kernels.types import GuidanceColumns
 
 BACKENDS = ["triton", "reference"]
 OPERATORS = operators()
@@ -70,3 +71,26 @@ def test_recorded_by_make_fx(device, name, backend):
     assert_same(results(name, recorded, device), expected)
     targets = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
     assert targets.count(f"lenvm.{name}.default") == 1
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name != "ragged_layout"])
+def test_fp64_is_accepted_on_a_cpu(name):
+    """Without asking for the reference: ``auto`` is the reference there."""
+    fp32_only = {"top_p", "min_p", "temperature", "entropy_threshold", "cos", "sin"}
+    found = []
+
+    def double(x):
+        if isinstance(x, GuidanceColumns):
+            return x
+        return tree_map(lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, x)
+
+    def function(*args, **kwargs):
+        given = {key: x if key in fp32_only else double(x) for key, x in kwargs.items()}
+        found.append(OPERATORS[name].function(*map(double, args), **given))
+        return OPERATORS[name].function(*args, **kwargs)
+
+    results(name, function, "cpu")
+    (result,) = found
+    floats = [x for x in tree_flatten(result)[0] if x.is_floating_point()]
+    assert all(x.dtype == torch.float64 for x in floats)
+    assert floats or name in ("commit_winner", "sample_candidates")
