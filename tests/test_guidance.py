@@ -12,7 +12,7 @@ from hypothesis import given
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
 from lenvm_kernels.guidance.fields import FIELDS, markdown
 from lenvm_kernels.types import Mode
-from tests.helpers.writes import Writes
+from tests.helpers.watch import Operators
 
 
 @pytest.mark.parametrize(
@@ -321,10 +321,10 @@ def test_requests_are_written_together_when_a_column_is_read(table_rows):
     table.faults.fill_(3)
     for i, row in enumerate(table_rows):
         table.add_request(row, parse_guidance({"target_length": 10 + i}), {i}, prompt_len=i)
-    with Writes() as writes:
+    with Operators() as seen:
         columns = table.columns
         assert table.columns is columns
-    assert writes.names == ["aten::index_copy_", "aten::index_fill_"]
+    assert seen.writes == ["aten::index_copy_", "aten::index_fill_"]
     last = {row: i for i, row in enumerate(table_rows)}
     assert columns.target_length.tolist() == [10 + last[row] if row in last else 0 for row in range(5)]
     assert columns.prompt_len.tolist() == [last.get(row, 0) for row in range(5)]

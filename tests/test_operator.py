@@ -10,7 +10,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lenvm_kernels.fuzz.case import Case
 from lenvm_kernels.fuzz.check import operators
+from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.types import GuidanceColumns
+from tests.helpers.watch import Operators
 
 BACKENDS = ["triton", "reference"]
 OPERATORS = operators()
@@ -71,6 +73,25 @@ def test_recorded_by_make_fx(device, name, backend):
     assert_same(results(name, recorded, device), expected)
     targets = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
     assert targets.count(f"lenvm.{name}.default") == 1
+
+
+def head_of(hidden):
+    size = hidden.shape[1]
+    return value_head(hidden, torch.eye(size), torch.zeros(size), torch.ones(1, size), torch.ones(1))
+
+
+def test_recorded_by_make_fx_from_real_tensors():
+    hidden = torch.arange(6.0).view(2, 3)
+    graph = make_fx(head_of, tracing_mode="real")(hidden)
+    assert [str(node.target) for node in graph.graph.nodes].count("lenvm.value_head.default") == 1
+    assert torch.equal(graph(hidden + 1), head_of(hidden + 1))
+
+
+def test_whoever_watches_operators_sees_into_ours():
+    """A mode that records nothing, such as one that looks for waits, is no reason to hide what an operator does."""
+    with Operators() as seen:
+        head_of(torch.ones(2, 3))
+    assert "aten::silu" in seen.names and not any(name.startswith("lenvm::") for name in seen.names)
 
 
 @pytest.mark.parametrize("name", [name for name in OPERATORS if name != "ragged_layout"])

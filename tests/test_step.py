@@ -26,7 +26,7 @@ from lenvm_kernels.value_model import ValueModel
 from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step, needs_gpu, random_scores, run_requests
 from tests.helpers.models import EOS, TINY, VOCAB, last_value_logits, random_head, random_model, tiny_value_model
 from tests.helpers.padded_step import PaddedGraphs
-from tests.helpers.writes import Writes
+from tests.helpers.watch import Operators
 from tests.helpers.wrong_tensors import assert_refuses
 
 ATOL = 2e-5  # on value logits of O(1), fp32 against fp32
@@ -549,14 +549,14 @@ def test_flush_leaves_nothing_to_write(models):
     step.add_request(3, parse_guidance({"target_length": 5}), {EOS})
     step.add_request(1, None, {EOS}, seed=4)
     step.flush()
-    with Writes() as writes:
+    with Operators() as seen:
         step.flush()
         assert step.table.mode.tolist() == [0, 0, 0, Mode.EQ, 0, 0, 0, 0, 0] and step.table.seed[1] == 4
-    assert writes.names == []
+    assert seen.writes == []
     step.remove_request(3)
-    with Writes() as writes:
+    with Operators() as seen:
         step.flush()
-    assert sorted(writes.names) == ["aten::index_copy_", "aten::index_fill_", "aten::index_fill_"]
+    assert sorted(seen.writes) == ["aten::index_copy_", "aten::index_fill_", "aten::index_fill_"]
     assert not step.table.guided.any()
 
 

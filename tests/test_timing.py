@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lenvm_kernels import timing
 from lenvm_kernels.step import step
@@ -18,6 +17,7 @@ from lenvm_kernels.step.graphs import Graphs
 from lenvm_kernels.timing import STAGES, StepRecord, StepTimer, file_of_process
 from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step, needs_gpu, run_requests
 from tests.helpers.models import VOCAB, tiny_value_model
+from tests.helpers.watch import Operators
 
 NAMES = ["step", "rows", *(f"{stage}_ms" for stage in STAGES), "total_ms"]
 
@@ -41,18 +41,6 @@ def check_lines(lines, rows):
         stages = [line[f"{stage}_ms"] for stage in STAGES]
         assert all(ms >= 0 for ms in stages) and line["forward_ms"] > 0
         assert sum(stages) == pytest.approx(line["total_ms"], abs=1e-3)
-
-
-class Operators(TorchDispatchMode):
-    """Names of all operators called under it."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.__name__)
-        return function(*args, **(kwargs or {}))
 
 
 def decode(device="cpu", steps=3, **options):
