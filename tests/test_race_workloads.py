@@ -188,7 +188,7 @@ def layout(lens, counts, deltas, k):
         i32([7 * i for i in range(requests)]),
         backend="triton",
     )
-    return list(vars(laid_out).values())
+    return list(laid_out)
 
 
 @workload(
