@@ -96,6 +96,15 @@ def test_every_benchmark_declares_its_shapes(name):
     assert len(benchmark.shapes()) >= 8 and len(benchmark.shapes(quick=True)) == 2
 
 
+@pytest.mark.parametrize("name", [name for name in gpu_suite.BENCHES if name != "step"])
+def test_every_operators_case_runs(name):
+    benchmark = import_module(gpu_suite.module(name)).BENCHMARK
+    shape = {"dtype": "float32"} | benchmark.shapes(quick=True)[0]
+    case = benchmark.make_case("cpu", **shape)
+    case.run()
+    assert case.bytes > 0
+
+
 def test_the_reference_is_a_peer_and_compiled_at_the_production_point(monkeypatch):
     case = Case(None, 1, peers={"peer": None}, reference="the reference")
     benchmark = Benchmark("made_up", None, {"B": 2, "V": 3})
