@@ -331,6 +331,24 @@ def test_requests_are_written_together_when_a_column_is_read(table_rows):
     assert columns.faults.tolist() == [0 if row in last else 3 for row in range(5)]
 
 
+@pytest.mark.parametrize(
+    ("params", "eos", "prompt_len"),
+    [
+        (None, {2**31}, 0),
+        (None, {1}, 2**31),
+        (parse_guidance({"token_temperature_scale": {2**63: 2.0}}), {1}, 0),
+        (GuidanceParams(scale=1e39), {1}, 0),
+    ],
+)
+def test_numbers_that_no_column_holds_are_refused(params, eos, prompt_len):
+    table = GuidanceTable(2, "cpu")
+    with pytest.raises(ValueError, match=r"eos_token_ids and prompt_len must be int32, tokens of .* int64, .* got"):
+        table.add_request(1, params, eos, prompt_len=prompt_len)
+    with Operators() as seen:
+        table.flush()
+    assert seen.names == []
+
+
 def test_nothing_is_written_while_a_graph_is_captured(monkeypatch):
     """Its replays would write it again, over requests that came later."""
     table = GuidanceTable(2, "cpu")

@@ -78,7 +78,14 @@ class _RowLayout:
             "return_values": params.return_values,
         }
         flat = [x for name in _DTYPES for x in (values[name] if name in self._lists else (values[name],))]
-        return torch.frombuffer(bytearray(self._struct.pack(*flat) + self._padding), dtype=torch.int64)
+        try:
+            packed = self._struct.pack(*flat)
+        except (struct.error, OverflowError) as error:
+            raise ValueError(
+                "eos_token_ids and prompt_len must be int32, tokens of token_temperature_scale int64, and numbers of "
+                f"params fp32, got {sorted(eos_token_ids)}, {prompt_len} and {params}"
+            ) from error
+        return torch.frombuffer(bytearray(packed + self._padding), dtype=torch.int64)
 
     def columns(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """The columns of rows ``[R, words]``, as views."""
@@ -191,8 +198,8 @@ class GuidanceTable:
 
         Raises:
             IndexError: no such row.
-            ValueError: more end-of-sequence ids or token temperatures than the table has room for, or a seed that is no
-                int64. The row is as it was.
+            ValueError: more end-of-sequence ids or token temperatures than the table has room for, or a number that
+                its column cannot hold. The row is as it was.
         """
         if not 0 <= table_row < len(self):
             raise IndexError(f"table_row must be in [0, {len(self)}), got {table_row}")
