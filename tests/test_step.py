@@ -579,7 +579,7 @@ def test_token_temperatures_leave_with_their_request(models, dtype):
 
 
 def test_steps_from_graphs_of_more_rows(models, monkeypatch):
-    """The rows that fill a graph's batch up write nothing, whatever an earlier batch left in the graph's inputs.
+    """The rows that fill a graph's batch up write nothing, whatever an earlier batch left where the graph looks.
 
     A graph is a function here, that scores what is in the inputs at the time."""
 
@@ -588,8 +588,8 @@ def test_steps_from_graphs_of_more_rows(models, monkeypatch):
         engine = Engine(*make_step(models.value, rows=7))
         step = engine.step
         if graphs:
-            step._graphs = PaddedGraphs(step._score, step._no_request(), 7, split=False)
-            for buffer in step._graphs._inputs:
+            step._graphs = PaddedGraphs(step._score, 7, split=False)
+            for buffer in (*step._requests, *step._scored):
                 buffer.fill_(10**6)
         rows, prompts = [6, 2, 5, 0], [[*tokens, 40 + i] for i, tokens in enumerate(PROMPTS)]
         sequences, outputs = run_requests(engine, prompts, [GUIDANCE[0]] * 4, 4, rows=rows)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from lenvm_kernels.ops._common import FLOAT_DTYPES
+from lenvm_kernels.ops.embed_tokens import embed_tokens
 from lenvm_kernels.ops.ragged_linear import ragged_linear
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.value_head import value_head
@@ -206,18 +206,22 @@ class ValueModel:
         hidden = self._run_layers(batch, cache, keep, backend)
         if before_head is not None:
             before_head()
-        return self._run_head(hidden, batch.layout.head_rows, backend)[batch.layout.head_places]
+        z = self._run_head(hidden, batch.layout.head_rows, backend)
+        return torch.empty_like(z).index_copy_(0, batch.layout.head_targets, z).view(batch.layout.candidate_rows.shape)
 
     def _run_layers(self, batch: RaggedBatch, cache: KVCache, keep: KVCache | None, backend: str) -> torch.Tensor:
         """All layers, [T, H]; keys and values go to ``cache`` and ``keep``."""
         config, layout = self.config, batch.layout
         norm: dict[str, Any] = dict(norm_eps=config.rms_norm_eps)
         live: dict[str, Any] = dict(num_rows=layout.q_offsets[-1:], backend=backend)
-        known_ids = layout.token_ids.clamp(0, config.vocab_size - 1)
-        hidden = F.embedding(known_ids, self.embedding)
-        hidden = hidden.masked_fill_((known_ids != layout.token_ids)[:, None], float("nan"))  # [T, H]
-        angles = layout.positions[:, None].float() * self._inv_freq  # [T, D/2]
-        cos, sin = angles.cos() * config.rope_scale, angles.sin() * config.rope_scale
+        hidden, _, cos, sin = embed_tokens(
+            layout.token_ids,
+            layout.positions,
+            self.embedding,
+            self._inv_freq,
+            rope_scale=config.rope_scale,
+            **live,
+        )
 
         for i, layer in enumerate(self.layers):
             # Nested, so that what one operator leaves to the next is freed as soon as that has read it.
