@@ -244,7 +244,9 @@ def gather_requests(
     for (name, tensor), dtype in zip(out._asdict().items(), _DTYPES, strict=True):
         check_tensor(f"out.{name}", tensor, dtypes=dtype, shape=(rows,), device=device)
 
-    history_tensors = (None, None, None) if history is None else tuple(history)
-    inputs: tuple[Any, ...] = (tokens, table_rows, lengths, slots, *columns, *history_tensors)
-    _launch(backend, *out, *inputs, active, padding_row)
+    places = steps = step = None
+    if history is not None:
+        places, steps, step = history
+    inputs = (tokens, table_rows, lengths, slots)
+    _launch(backend, *out, *inputs, *columns, places, steps, step, active, padding_row)
     return out

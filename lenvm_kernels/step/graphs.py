@@ -23,17 +23,16 @@ class Graphs:
     Args:
         score: the function: of the number of requests, and of ``before_head``, to be called between its two parts.
             Returns a tensor.
-        max_requests: the largest batch.
         split: capture the two parts apart, so that the time between them can be marked.
     """
 
-    def __init__(self, score: Callable[..., torch.Tensor], max_requests: int, *, split: bool) -> None:
-        self._score, self._max_requests, self._split = score, max_requests, split
+    def __init__(self, score: Callable[..., torch.Tensor], *, split: bool) -> None:
+        self._score, self._split = score, split
         self._pool: Any = None  # memory that the graphs share: one runs at a time
         self._captured: dict[int, tuple[list[torch.cuda.CUDAGraph], torch.Tensor]] = {}
 
     def replay(self, requests: int, record: StepRecord) -> torch.Tensor:
-        """The function's result for a power of two of requests, or for the most. The next replay overwrites it."""
+        """The function's result for so many requests, see :func:`bucket_of`. The next replay overwrites it."""
         if requests not in self._captured:
             self._captured[requests] = self._capture(requests)
         (first, *second), result = self._captured[requests]

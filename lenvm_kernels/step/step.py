@@ -150,7 +150,7 @@ class GuidedStep:
         self._timer = StepTimer.from_environment()
         self._graphs = None
         if device.type == "cuda" if graphs is None else graphs:
-            self._graphs = Graphs(self._score, max_requests, split=self._timer.is_on)
+            self._graphs = Graphs(self._score, split=self._timer.is_on)
 
     def add_request(
         self,
