@@ -22,9 +22,9 @@ from lenvm_kernels.reference._common import SQUARES_GROUP, compute_dtype
 from lenvm_kernels.reference.embed_tokens import embed_tokens as _reference
 from lenvm_kernels.types import EmbeddedTokens
 
-# Columns of a token at a time: 16 bytes of bf16 a thread. Up to H = 4096 a token is four such loads, all on their way
-# before the first is awaited.
-BLOCK_H = 1024
+# Most columns of a token at a time. Up to four loads of 16 bytes a thread (bf16) are then on their way before the first
+# is awaited; a loop of smaller blocks would wait for memory once a block. Times are not measured yet.
+MAX_BLOCK_H = 4096
 NUM_WARPS = 4
 
 
@@ -58,21 +58,26 @@ def _embed_tokens_kernel(
         if token >= tl.load(num_rows_ptr):
             return
 
+    # All that does not depend on the embedding is asked for before it.
+    half = tl.arange(0, BLOCK_HALF)
     token_id = tl.load(ptr.token_ids + token)
+    position = tl.load(ptr.positions + token).to(tl.float32)
+    inv_freq = tl.load(ptr.inv_freq + half, mask=half < HALF, other=0.0)
+
     is_known = (token_id >= 0) & (token_id < vocab_size)
-    row_ptr = ptr.embedding + tl.where(is_known, token_id, 0) * stride_embedding_row
+    row_ptr = ptr.embedding + token_id * stride_embedding_row
     for start in tl.static_range(0, H, BLOCK_H):
         column = start + tl.arange(0, BLOCK_H)
-        x = tl.load(row_ptr + column, mask=column < H, other=0.0)
-        x = tl.where(is_known, x, float("nan")).to(x.dtype)
-        tl.store(ptr.hidden + token * H + column, x, mask=column < H)
-        squares = tl.where(column < H, x.to(tl.float32) * x.to(tl.float32), 0.0)
+        is_column = column < H
+        x = tl.load(row_ptr + column, mask=is_known & is_column, other=float("nan"))
+        tl.store(ptr.hidden + token * H + column, x, mask=is_column)
+        x = x.to(tl.float32)
+        squares = tl.where(is_column, x * x, 0.0)
         group = start // GROUP + tl.arange(0, BLOCK_H // GROUP)
         sums = tl.sum(tl.reshape(squares, [BLOCK_H // GROUP, GROUP]), axis=1)
         tl.store(ptr.square_sums + group.to(tl.int64) * T + token, sums, mask=group * GROUP < H)
 
-    half = tl.arange(0, BLOCK_HALF)
-    angle = tl.load(ptr.positions + token).to(tl.float32) * tl.load(ptr.inv_freq + half, mask=half < HALF, other=0.0)
+    angle = position * inv_freq
     tl.store(ptr.cos + token * HALF + half, tl.cos(angle) * rope_scale, mask=half < HALF)
     tl.store(ptr.sin + token * HALF + half, tl.sin(angle) * rope_scale, mask=half < HALF)
 
@@ -110,7 +115,7 @@ def _launch(
         H=size,
         HALF=half,
         GROUP=SQUARES_GROUP,
-        BLOCK_H=BLOCK_H,
+        BLOCK_H=min(next_power_of_2(max(size, SQUARES_GROUP)), MAX_BLOCK_H),
         BLOCK_HALF=next_power_of_2(half),
         num_warps=NUM_WARPS,
     )

@@ -76,35 +76,39 @@ def _gather_requests_kernel(
 ):
     request = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)
     exists, is_row = request < B, request < N
+    # All loads come before the first store: a store waits for what it stores, and the loads after it with it.
     table_row = tl.load(table_rows_ptr + request, mask=exists, other=0)
+    token = tl.load(tokens_ptr + request, mask=exists, other=0)
+    length = tl.load(lengths_ptr + request, mask=exists, other=0)
+    slot = tl.load(slots_ptr + request, mask=exists, other=-1)
     active = exists
     if active_ptr is not None:
         active = exists & tl.load(active_ptr + request, mask=exists, other=False)
-    guided = active & (tl.load(table.mode + table_row * stride.mode, mask=exists, other=_UNGUIDED) != _UNGUIDED)
-    return_values_ptr = table.return_values + table_row * stride.return_values
-    wants_length = active & tl.load(return_values_ptr, mask=exists, other=False)
-
-    tl.store(requests.tokens + request, tl.load(tokens_ptr + request, mask=exists, other=0), mask=is_row)
-    length = tl.load(lengths_ptr + request, mask=exists, other=0)
-    tl.store(requests.positions + request, length - 1, mask=is_row)
-    tl.store(requests.slots + request, tl.load(slots_ptr + request, mask=exists, other=-1), mask=is_row)
-    tl.store(requests.table_rows + request, tl.where(exists, table_row, padding_row), mask=is_row)
-    tl.store(requests.guided + request, guided, mask=is_row)
-    tl.store(requests.wants_length + request, wants_length, mask=is_row)
+    mode = tl.load(table.mode + table_row * stride.mode, mask=exists, other=_UNGUIDED)
+    wants_length = tl.load(table.return_values + table_row * stride.return_values, mask=exists, other=False)
     threshold_ptr = table.entropy_threshold + table_row * stride.entropy_threshold
-    tl.store(requests.entropy_threshold + request, tl.load(threshold_ptr, mask=exists, other=float("nan")), mask=is_row)
+    entropy_threshold = tl.load(threshold_ptr, mask=exists, other=float("nan"))
     prompt_len = tl.load(table.prompt_len + table_row * stride.prompt_len, mask=exists, other=0)
-    tl.store(requests.generated + request, length - prompt_len, mask=is_row)
-    tl.store(requests.seeds + request, tl.load(table.seed + table_row * stride.seed, mask=exists, other=0), mask=is_row)
-
+    seed = tl.load(table.seed + table_row * stride.seed, mask=exists, other=0)
     if history is not None:
         step = tl.load(history.step)
-        was_there = exists & (tl.load(history.steps + table_row, mask=exists, other=-1) == step - 1)
-        place = tl.load(history.places + table_row, mask=was_there, other=-1)
-        tl.store(requests.places + request, place, mask=is_row)
+        last_step = tl.load(history.steps + table_row, mask=exists, other=-1)
+        last_place = tl.load(history.places + table_row, mask=exists, other=-1)
         tl.debug_barrier()  # what was read is read before it is overwritten
+        place = tl.where(last_step == step - 1, last_place, -1)
+        tl.store(requests.places + request, place, mask=is_row)
         tl.store(history.places + table_row, request.to(tl.int64), mask=exists)
         tl.store(history.steps + table_row, step, mask=exists)
+
+    tl.store(requests.tokens + request, token, mask=is_row)
+    tl.store(requests.positions + request, length - 1, mask=is_row)
+    tl.store(requests.slots + request, slot, mask=is_row)
+    tl.store(requests.table_rows + request, tl.where(exists, table_row, padding_row), mask=is_row)
+    tl.store(requests.guided + request, active & (mode != _UNGUIDED), mask=is_row)
+    tl.store(requests.wants_length + request, active & wants_length, mask=is_row)
+    tl.store(requests.entropy_threshold + request, entropy_threshold, mask=is_row)
+    tl.store(requests.generated + request, length - prompt_len, mask=is_row)
+    tl.store(requests.seeds + request, seed, mask=is_row)
 
 
 def _run_reference(*operands) -> None:
@@ -188,7 +192,7 @@ def gather_requests(
     Nothing is read back to the host, and no new number of requests compiles anything.
 
     Args:
-        table: of ``R`` requests, :attr:`GuidanceTable.columns`.
+        table: of ``R`` requests; a :class:`GuidanceTable` or its columns.
         tokens: int64 [B]; the last token of each sequence.
         table_rows: int64 [B]; each request's row of the table, all different.
         lengths: int32 [B]; tokens of each sequence, the last one included.
@@ -212,32 +216,41 @@ def gather_requests(
         >>> table = GuidanceTable(4, "cpu")
         >>> table.add_request(2, parse_guidance({"target_length": 60}), eos_token_ids={0}, prompt_len=7, seed=5)
         >>> tokens, rows, slots = torch.tensor([[11, 12], [0, 2], [30, 40]])
-        >>> requests = gather_requests(table.columns, tokens, rows, torch.tensor([4, 9], dtype=torch.int32), slots)
+        >>> requests = gather_requests(table, tokens, rows, torch.tensor([4, 9], dtype=torch.int32), slots)
         >>> requests.guided, requests.generated
         (tensor([False,  True]), tensor([4, 2], dtype=torch.int32))
     """
     backend = resolve_backend(backend, tokens)
     device = check_tensor("tokens", tokens, dtypes=torch.int64, shape=(None,)).device
     count = tokens.shape[0]
-    if not isinstance(table, GuidanceColumns):
-        raise TypeError(f"table must be GuidanceColumns, got {type(table).__name__}")
-    table_size = table.mode.shape[0]
-    columns = _Table(table.mode, table.return_values, table.entropy_threshold, table.prompt_len, table.seed)
-    for (name, column), dtype in zip(columns._asdict().items(), _TABLE_DTYPES, strict=True):
-        check_tensor(f"table.{name}", column, dtypes=dtype, shape=(table_size,), device=device, unit_stride=False)
     check_tensor("table_rows", table_rows, dtypes=torch.int64, shape=(count,), device=device)
     check_tensor("lengths", lengths, dtypes=torch.int32, shape=(count,), device=device)
     check_tensor("slots", slots, dtypes=torch.int64, shape=(count,), device=device)
     if active is not None:
         check_tensor("active", active, dtypes=torch.bool, shape=(count,), device=device)
+    table = getattr(table, "columns", table)
+    if not isinstance(table, GuidanceColumns):
+        raise TypeError(f"table must be a GuidanceTable, got {type(table).__name__}")
+    check_tensor("table.mode", table.mode, dtypes=torch.int32, shape=(None,), device=device, unit_stride=False)
+    table_size = table.mode.shape[0]
+    columns = _Table(table.mode, table.return_values, table.entropy_threshold, table.prompt_len, table.seed)
+    for (name, column), dtype in zip(columns._asdict().items(), _TABLE_DTYPES, strict=True):
+        check_tensor(f"table.{name}", column, dtypes=dtype, shape=(table_size,), device=device, unit_stride=False)
     if history is not None:
+        if not isinstance(history, StepHistory):
+            raise TypeError(f"history must be a StepHistory, got {type(history).__name__}")
         check_tensor("history.places", history.places, dtypes=torch.int64, shape=(table_size,), device=device)
         check_tensor("history.steps", history.steps, dtypes=torch.int64, shape=(table_size,), device=device)
         check_tensor("history.step", history.step, dtypes=torch.int64, shape=(1,), device=device)
+    if isinstance(padding_row, bool) or not isinstance(padding_row, int):
+        raise TypeError(f"padding_row must be an int, got {type(padding_row).__name__}")
     if not 0 <= padding_row < table_size:
         raise ValueError(f"padding_row must be in [0, {table_size}), got {padding_row}")
     if out is None:
         out = empty_requests(count, device)
+    if not isinstance(out, StepRequests):
+        raise TypeError(f"out must be StepRequests, got {type(out).__name__}")
+    check_tensor("out.tokens", out.tokens, dtypes=torch.int64, shape=(None,), device=device)
     rows = out.tokens.shape[0]
     if rows < count:
         raise ValueError(f"out must have a row for each of the {count} requests, got {rows}")

@@ -78,9 +78,8 @@ def _select_scored_kernel(
     tl.store(scored.delta_lens + request, delta_len, mask=is_row)
     tl.store(scored.cached_lens + request, position + 1 - delta_len, mask=is_row)
     tl.store(scored.alone + request, alone, mask=is_row)
-    if step_ptr is not None:  # noqa: SIM102 - a None pointer must not reach the load
-        if tl.program_id(0) == 0:
-            tl.store(step_ptr, tl.load(step_ptr) + 1)
+    if step_ptr is not None:
+        tl.atomic_add(step_ptr, 1, mask=tl.program_id(0) == 0, sem="relaxed")
 
 
 def _run_reference(*operands) -> None:
@@ -162,13 +161,13 @@ def select_scored(
 
     Args:
         candidates: of :func:`topk_candidates`; ``K`` a power of two up to 64.
-        requests: of :func:`gather_requests`, of as many rows as the result.
+        requests: of :func:`gather_requests`, of ``N >= B`` rows.
         committed: bool [B] (``None``: none); requests whose last token is in the cache already.
         drawn: int32 [B] (``None``: nobody knows); the next tokens of requests that are not drawn from their candidates.
         sample: the next token of a request with a single candidate is that.
         score_all: score all candidates, not only those of requests that are to be reweighted.
         step: int64 [1]; counted up by one (``None``: no history is kept), :attr:`StepHistory.step`.
-        out: result tensors to reuse, contiguous, of ``N >= B`` rows; ``None`` allocates ``B``.
+        out: result tensors to reuse, contiguous, of as many rows as ``requests``; ``None`` allocates them.
         backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
 
     Returns:
@@ -176,7 +175,27 @@ def select_scored(
 
     Raises:
         TypeError, ValueError: an argument is not as above. Checked before any launch.
+
+    Example:
+        >>> from lenvm_kernels import GuidanceTable, gather_requests, parse_guidance, topk_candidates
+        >>> guidance = [parse_guidance({"target_length": 60}), parse_guidance({"return_values": True})]
+        >>> table = GuidanceTable.from_params(guidance, [{0}, {0}], "cpu")
+        >>> tokens, rows, slots = torch.tensor([[11, 12], [0, 1], [30, 40]])
+        >>> requests = gather_requests(table, tokens, rows, torch.tensor([4, 9], dtype=torch.int32), slots)
+        >>> probs = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.8, 0.1]])
+        >>> filters = dict(top_k=2, top_p=1.0, min_p=0.0, max_candidates=2, guided=requests.guided)
+        >>> drawn = torch.tensor([-1, 2], dtype=torch.int32)
+        >>> scored = select_scored(topk_candidates(probs, **filters), requests, drawn=drawn)
+        >>> scored.token_ids
+        tensor([[ 0,  2],
+                [ 2, -1]], dtype=torch.int32)
+        >>> scored.counts, scored.alone
+        (tensor([2, 1], dtype=torch.int32), tensor([False,  True]))
     """
+    if not isinstance(candidates, Candidates):
+        raise TypeError(f"candidates must be the Candidates of topk_candidates, got {type(candidates).__name__}")
+    if not isinstance(requests, StepRequests):
+        raise TypeError(f"requests must be the StepRequests of gather_requests, got {type(requests).__name__}")
     backend = resolve_backend(backend, candidates.token_ids)
     token_ids = check_tensor("candidates.token_ids", candidates.token_ids, dtypes=torch.int32, shape=(None, None))
     (count, columns), device = token_ids.shape, token_ids.device
@@ -186,10 +205,10 @@ def select_scored(
         raise ValueError(f"candidates.token_ids must be contiguous, got strides {tuple(token_ids.stride())}")
     check_tensor("candidates.counts", candidates.counts, dtypes=torch.int32, shape=(count,), device=device)
     check_tensor("candidates.status", candidates.status, dtypes=torch.int8, shape=(count,), device=device)
+    check_tensor("requests.guided", requests.guided, dtypes=torch.bool, shape=(None,), device=device)
     rows = requests.guided.shape[0]
     if rows < count:
         raise ValueError(f"requests must have a row for each of the {count} requests, got {rows}")
-    check_tensor("requests.guided", requests.guided, dtypes=torch.bool, shape=(rows,), device=device)
     check_tensor("requests.wants_length", requests.wants_length, dtypes=torch.bool, shape=(rows,), device=device)
     check_tensor("requests.positions", requests.positions, dtypes=torch.int32, shape=(rows,), device=device)
     if committed is not None:
@@ -199,10 +218,14 @@ def select_scored(
     if step is not None:
         check_tensor("step", step, dtypes=torch.int64, shape=(1,), device=device)
     if out is None:
-        out = empty_scored(count, columns, device)
+        out = empty_scored(rows, columns, device)
+    if not isinstance(out, ScoredCandidates):
+        raise TypeError(f"out must be ScoredCandidates, got {type(out).__name__}")
     for (name, tensor), dtype in zip(out._asdict().items(), _DTYPES, strict=True):
         shape = (rows, columns) if name == "token_ids" else (rows,)
         check_tensor(f"out.{name}", tensor, dtypes=dtype, shape=shape, device=device)
+    if not out.token_ids.is_contiguous():
+        raise ValueError(f"out.token_ids must be contiguous, got strides {tuple(out.token_ids.stride())}")
 
     of_candidates = (token_ids, candidates.counts, candidates.status)
     of_requests = (requests.positions, requests.guided, requests.wants_length)
