@@ -22,7 +22,7 @@ from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.ops.value_head import value_head
-from lenvm_kernels.ops.value_tree_attention import value_tree_attention
+from lenvm_kernels.ops.value_tree_attention import num_counters, value_tree_attention
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.types import Candidates
@@ -280,8 +280,8 @@ def rope(tokens, heads, kv_heads, head_dim, norm, dtype):
 
 
 @workload(
+    "_plan_attention_kernel",
     "_value_tree_attention_kernel",
-    "_merge_splits_kernel",
     pages=(2, 2, 32, 4, False, torch.float32),
     group_of_seven=(7, 1, 24, 1, False, torch.bfloat16),
     trees=(3, 2, 64, 16, True, torch.float16),
@@ -289,32 +289,34 @@ def rope(tokens, heads, kv_heads, head_dim, norm, dtype):
 def attention(group, kv_heads, head_dim, page_size, has_parents, dtype):
     generator = torch.Generator().manual_seed(group)
     random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
-    deltas, counts, cached = [1, 0, 0, 37, 0, 2], [5, 0, 1, 3, 9, 0], [1100, 3, 513, 0, 600, 40]
+    deltas, counts, cached = [1, 0, 0, 37, 0, 2], [5, 0, 1, 3, 9, 0], [1670, 3, 641, 0, 660, 40]
     lens = torch.tensor(deltas) + torch.tensor(counts)
-    tokens, pages = int(lens.sum()) + 5, -(-1110 // page_size)
+    tokens, pages = int(lens.sum()) + 5, -(-1680 // page_size)
     slot_table = torch.randperm(8 * pages, generator=generator, dtype=torch.int32).view(8, pages)
     slots = 8 * pages * page_size
     parents = None
     if has_parents:
         parents = torch.arange(tokens, dtype=torch.int32) - torch.randint(1, 4, (tokens,), generator=generator).int()
-    return [
-        value_tree_attention(
-            padded(random(tokens, kv_heads * group, head_dim), 2),
-            random(tokens, kv_heads, head_dim),
-            random(kv_heads, tokens, head_dim).transpose(0, 1),
-            random(slots, kv_heads, head_dim),
-            padded(random(slots, kv_heads, head_dim), 3),
-            padded(slot_table, 1),
-            torch.tensor([6, 1, 7, 0, 3, 2]),
-            i32(cached),
-            i32([0, *lens.cumsum(0).tolist()]),
-            i32(counts),
-            parents=parents,
-            page_size=page_size,
-            out=padded(torch.zeros(tokens, kv_heads * group, head_dim, dtype=dtype), 7),
-            backend="triton",
-        )
-    ]
+    counters = torch.zeros(num_counters(len(cached), kv_heads) + 1, dtype=torch.int32)
+    out = value_tree_attention(
+        padded(random(tokens, kv_heads * group, head_dim), 2),
+        random(tokens, kv_heads, head_dim),
+        random(kv_heads, tokens, head_dim).transpose(0, 1),
+        random(slots, kv_heads, head_dim),
+        padded(random(slots, kv_heads, head_dim), 3),
+        padded(slot_table, 1),
+        torch.tensor([6, 1, 7, 0, 3, 2]),
+        i32(cached),
+        i32([0, *lens.cumsum(0).tolist()]),
+        i32(counts),
+        parents=parents,
+        page_size=page_size,
+        out=padded(torch.zeros(tokens, kv_heads * group, head_dim, dtype=dtype), 7),
+        counters=counters,
+        backend="triton",
+    )
+    assert not counters.any()
+    return [out]
 
 
 @workload("_commit_winner_kernel", layers=(3, 48, torch.float32), wide=(2, 1100, torch.bfloat16))
@@ -344,8 +346,8 @@ STEP_KERNELS = (
     "_commit_winner_kernel",
     "_filter_kernel",
     "_inv_rms_kernel",
-    "_merge_splits_kernel",
     "_partial_logits_kernel",
+    "_plan_attention_kernel",
     "_ragged_layout_kernel",
     "_ragged_linear_kernel",
     "_reweight_kernel",
@@ -374,7 +376,7 @@ CONFIG = ValueModelConfig(
 VOCAB, EOS = 300, {7, 8}
 # By row of the slot table: what a request asks for, and the length of its prompt.
 REQUESTS = [
-    ({"target_length": 60}, 530),
+    ({"target_length": 60}, 650),
     ({"scale": 0.7, "return_values": True}, 3),
     (None, 40),
     ({"mode": "exp", "scale": 2.0}, 1),
@@ -390,7 +392,7 @@ def guided_step(step_class, k):
     generator = torch.Generator().manual_seed(k)
     rows = len(REQUESTS)
     torch.manual_seed(0)  # the model's weights
-    slots = PagedSlots(rows, 540, page_size=4)
+    slots = PagedSlots(rows, 660, page_size=4)
     step = step_class(
         make_model(CONFIG, torch.float32, "cpu"),
         slots.table,
