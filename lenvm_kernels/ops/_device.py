@@ -13,5 +13,5 @@ def arrives_last(counter_ptr, arrivals):
     tl.debug_barrier()
     is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == arrivals - 1
     if is_last:
-        tl.store(counter_ptr, 0)
+        tl.atomic_xchg(counter_ptr, 0, sem="relaxed")  # a plain store has no order among the atomic updates
     return is_last
