@@ -58,10 +58,10 @@ BATCHES = (1, 16, 17, 64)
 MATMULS = {
     "_ragged_linear_kernel": ragged_linear.BLOCK_M,
     "_value_tree_attention_kernel": value_tree_attention.BLOCK_M.value,
-    "_partial_logits_kernel": value_head.BLOCK_M,
+    "_value_head_kernel": value_head.BLOCK_M_FEW,
 }
 # Kernels that branch on no sum across threads. Threads may hold it with different last bits: one of them stores it.
-BRANCH_ON_NO_SUM = {"_partial_logits_kernel", "_value_tree_attention_kernel"}
+BRANCH_ON_NO_SUM = {"_value_head_kernel", "_value_tree_attention_kernel"}
 WARP_GROUP_ROWS = 64  # of the smallest tile that sm_90's HGMMA multiplies
 TOLERANCE = 0.10  # of a figure, against the committed one
 # Some calls with unusual sizes park a few scalars outside their loops; a tile that does not fit the registers takes
@@ -200,14 +200,30 @@ def sums_that_differ(batches: list[list[tuple[str, object]]]) -> set[str]:
 
 
 def sum_layouts(ttgir: str) -> list[str]:
-    """Axis and layout of each floating-point sum across a tensor, in the order of the code."""
+    """Of each floating-point sum across a tensor, in the order of the code: how its layout divides what is added."""
     aliases = dict(re.findall(r"^(#\w+) = (#.+)$", ttgir, flags=re.MULTILINE))
-    reduction = r'"tt\.reduce"\(.*?\) <\{(axis = \d+).*?\}> \(\{(.*?)\}\) : \((.*?)\) ->'
+    reduction = r'"tt\.reduce"\(.*?\) <\{axis = (\d+).*?\}> \(\{(.*?)\}\) : \((.*?)\) ->'
     found = []
     for axis, combine, operands in re.findall(reduction, ttgir, flags=re.DOTALL):
         if "arith.addf" in combine:
-            found.append(axis + " of " + re.sub(r"#\w+", lambda alias: aliases[alias[0]], operands))
+            found.append(_along(int(axis), re.sub(r"#\w+", lambda alias: aliases[alias[0]], operands)))
     return found
+
+
+def _along(axis: int, tensor: str) -> str:
+    """What the type of a tensor says of one axis. How many rows there are beside it changes no sum along it."""
+    shape = re.match(r"tensor<([\dx]+)x", tensor)[1].split("x")
+
+    def of_axis(match: re.Match) -> str:
+        """Numbers by axis, or a list of such of a linear layout."""
+        name, values = match[1], json.loads(match[2])
+        nested = values and isinstance(values[0], list)
+        if name in ("order", "instrShape") or len(values[0] if nested else values) != len(shape):
+            return match[0]
+        return f"{name} = {[x[axis] for x in values if x[axis]] if nested else values[axis]}"
+
+    layout = re.sub(r"(\w+) = (\[[\[\]\d, ]*\](?=[,}]))", of_axis, tensor)
+    return layout.replace("x".join(shape), shape[axis], 1)
 
 
 # --- reading what was compiled ---

@@ -20,7 +20,7 @@ from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.ops.select_scored import select_scored
 from lenvm_kernels.ops.topk_candidates import topk_candidates
-from lenvm_kernels.ops.value_head import value_head
+from lenvm_kernels.ops.value_head import num_counters, value_head
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.types import Candidates, StepHistory
@@ -119,11 +119,16 @@ def _value_tree_attention() -> Iterator[Call]:
 def _value_head() -> Iterator[Call]:
     for dtype, zeros in FLOATS.items():
         for size in (1536, 3584):
-            arguments = (zeros(64, size), zeros(size, size), zeros(size), zeros(1, size), zeros(1))
-            call = partial(value_head, *arguments, backend="triton")
-            yield f"value_head {dtype} H{size}", call
-            fused = partial(call, token_rows=i64(40), norm_weight=zeros(size))
-            yield f"value_head {dtype} H{size} with gather and norm", fused
+            for rows in (64, 512):  # either tile
+                head = (zeros(size, size), zeros(size), zeros(1, size), zeros(1))
+                call = partial(value_head, zeros(rows, size), *head, backend="triton")
+                name, outputs = f"value_head {dtype} M{rows} H{size}", rows - 24
+                yield name, call
+                yield f"{name} with gather and norm", partial(call, token_rows=i64(outputs), norm_weight=zeros(size))
+                of_model = dict(token_rows=i32(outputs), targets=i32(outputs), counters=i32(num_counters(outputs)))
+                of_model |= dict(square_sums=fp32(size // 64, rows))
+                yield f"{name} with gather, scatter and sums of squares", partial(call, **of_model)
+                yield f"{name} with every option", partial(call, **of_model, norm_weight=zeros(size))
 
 
 def _candidates(rows: int, slots: int) -> Candidates:
@@ -262,7 +267,7 @@ def _smallest() -> Iterator[Call]:
         "topk_candidates": partial(topk_candidates, number, top_k=index, top_p=one, min_p=one, max_candidates=1),
         "value_tree_attention": attention,
         "value_tree_attention with parents": partial(attention, parents=index),
-        "value_head": partial(value_head, number, number, one, number, one),
+        "value_head": partial(value_head, number, number, one, number, one, square_sums=number, counters=index),
         "reweight_scatter": reweight,
         "reweight_scatter of one token": partial(reweight, probs=number),
         "rope_cache": partial(rope_cache, fp32(1, 6), number, number, index, pair, pair, **rope),

@@ -77,7 +77,7 @@ def test_calls_may_spill_a_little_and_have_to_launch_every_kernel():
 
 
 def test_sums_that_decide_no_branch_may_differ_between_threads():
-    assert codegen.faults("sm_90", [replace(GOOD, kernel="_partial_logits_kernel 1", fused_into_shuffles=3)]) == []
+    assert codegen.faults("sm_90", [replace(GOOD, kernel="_value_head_kernel 1", fused_into_shuffles=3)]) == []
 
 
 def test_only_matmuls_of_16_bit_numbers_need_tensor_cores():

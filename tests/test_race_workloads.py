@@ -12,6 +12,7 @@ import torch
 
 from bench.launches import kernels
 from bench.models import make_model
+from lenvm_kernels.fuzz.ops.value_head import square_sums_of
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops import ragged_layout as ragged_layout_module
 from lenvm_kernels.ops.commit_winner import commit_winner
@@ -21,8 +22,10 @@ from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.ops.topk_candidates import topk_candidates
+from lenvm_kernels.ops import value_head as value_head_op
+from lenvm_kernels.ops import value_tree_attention as attention_op
 from lenvm_kernels.ops.value_head import value_head
-from lenvm_kernels.ops.value_tree_attention import num_counters, value_tree_attention
+from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.types import Candidates
@@ -222,29 +225,36 @@ def linear(tokens, live, size, outputs, swiglu, norm, dtype):
 
 
 @workload(
-    "_partial_logits_kernel",
-    "_sum_partials_kernel",
+    "_value_head_kernel",
     all_tokens=(90, 96, None, torch.float32, True),
     some=(40, 130, 150, torch.bfloat16, False),
+    many=(40, 70, 300, torch.float16, False),
     only_padding=(5, 64, 0, torch.float16, True),
 )
 def head(tokens, size, outputs, dtype, norm):
     generator = torch.Generator().manual_seed(tokens)
     random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
-    rows = None
-    if outputs is not None:  # in no order, with rows beyond either end
+    rows, targets = None, None
+    if outputs is not None:  # in no order, with rows beyond either end, and a block of nothing else
         rows = torch.randint(-2, tokens + 2, (outputs,), generator=generator) if outputs else torch.tensor([-1, tokens])
+        rows[64:192] = -1
+        targets = torch.randperm(len(rows), generator=generator)
+    hidden = random(tokens, size)
+    counters = torch.zeros(value_head_op.num_counters(outputs or tokens) + 1, dtype=torch.int32)[1:]
+    options = dict(norm_weight=random(size)) if norm else dict(square_sums=padded(square_sums_of(hidden), 3))
     logits = value_head(
-        padded(random(tokens, size), 3),
+        padded(hidden, 3),
         padded(random(size, size) / size**0.5, 8),
         random(size),
         random(1, size),
         random(1),
         token_rows=rows,
-        norm_weight=random(size) if norm else None,
+        targets=targets,
+        counters=counters,
+        **options,
         backend="triton",
     )
-    return [logits]
+    return [logits, counters]
 
 
 @workload(
@@ -297,7 +307,7 @@ def attention(group, kv_heads, head_dim, page_size, has_parents, dtype):
     parents = None
     if has_parents:
         parents = torch.arange(tokens, dtype=torch.int32) - torch.randint(1, 4, (tokens,), generator=generator).int()
-    counters = torch.zeros(num_counters(len(cached), kv_heads) + 1, dtype=torch.int32)
+    counters = torch.zeros(attention_op.num_counters(len(cached), kv_heads) + 1, dtype=torch.int32)
     out = value_tree_attention(
         padded(random(tokens, kv_heads * group, head_dim), 2),
         random(tokens, kv_heads, head_dim),
@@ -346,8 +356,8 @@ STEP_KERNELS = (
     "_commit_winner_kernel",
     "_filter_kernel",
     "_inv_rms_kernel",
-    "_partial_logits_kernel",
     "_plan_attention_kernel",
+    "_value_head_kernel",
     "_ragged_layout_kernel",
     "_ragged_linear_kernel",
     "_reweight_kernel",
@@ -355,7 +365,6 @@ STEP_KERNELS = (
     "_rope_cache_kernel",
     "_sample_candidates_kernel",
     "_scan_kernel",
-    "_sum_partials_kernel",
     "_sum_splits_kernel",
     "_value_tree_attention_kernel",
 )
