@@ -35,7 +35,6 @@ import platform
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -45,10 +44,11 @@ from pathlib import Path
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 
 from bench.kernel_calls import VALUE_MODELS, operator_calls, value_model_step
+from bench.kernel_model import PARTS, Part
 from bench.launches import compiling_for, kernels
+from bench.sass import disassemble, instructions_of, loops_of, registers_and_stack
 from lenvm_kernels.ops import ragged_linear, value_head, value_tree_attention
 
 RESULTS = Path(__file__).parent / "results" / "codegen.json"
@@ -69,46 +69,6 @@ TOLERANCE = 0.10  # of a figure, against the committed one
 CALLS_SPILL = 64
 
 
-@dataclass(frozen=True)
-class Part:
-    """What a GPU has, of its data sheet.
-
-    Attributes:
-        target: as Triton names it.
-        shared: bytes of shared memory that one block may have.
-        shared_of_sm: bytes of a multiprocessor; a block takes 1 KiB of it beside its own.
-        registers: 32-bit ones of a multiprocessor (a SIMD's lane on gfx942).
-        warps: resident on a multiprocessor (on a SIMD on gfx942).
-        blocks: resident on a multiprocessor.
-    """
-
-    target: GPUTarget
-    shared: int
-    shared_of_sm: int
-    registers: int
-    warps: int
-    blocks: int
-
-    def occupancy(self, registers: int, shared: int, warps: int) -> float:
-        """Share of the resident warps that a kernel with such blocks can fill."""
-        if self.target.backend == "hip":
-            # A wave's registers are allotted in eights; each of four SIMDs has 512 a lane. LDS limits whole blocks.
-            waves = min(self.warps, self.registers // max(8, -(-registers // 8) * 8))
-            by_shared = self.shared_of_sm // shared if shared else self.blocks
-            return min(waves, by_shared * warps / 4) / self.warps
-        of_warp = -(-registers * 32 // 256) * 256  # allotted in units of 256 a warp
-        blocks = min(self.blocks, self.warps // warps, self.registers // (of_warp * warps))
-        blocks = min(blocks, self.shared_of_sm // (shared + 1024))
-        return blocks * warps / self.warps
-
-
-KIB = 1024
-PARTS = {
-    "sm_80": Part(GPUTarget("cuda", 80, 32), 163 * KIB, 164 * KIB, 65_536, 64, 32),
-    "sm_90": Part(GPUTarget("cuda", 90, 32), 227 * KIB, 228 * KIB, 65_536, 64, 32),
-    "sm_100": Part(GPUTarget("cuda", 100, 32), 227 * KIB, 228 * KIB, 65_536, 64, 32),
-    "gfx942": Part(GPUTarget("hip", "gfx942", 64), 64 * KIB, 64 * KIB, 512, 8, 16),
-}
 # What is compiled, and for which part: the value models' steps for each, the operators' calls for sm_90.
 CALLS = "calls"
 SUBJECTS = PARTS | {CALLS: PARTS["sm_90"]}
@@ -244,10 +204,10 @@ def describe(kernel: object, part: Part) -> dict[str, object]:
         instructions = [(i, line) for i, line in enumerate(code.splitlines())]
         loops = _amd_loops(instructions)
     else:
-        code = _nvidia(kernel, part.target.arch)
-        registers, spilled = map(int, re.search(r"REG:(\d+) STACK:(\d+)", code).groups())
-        instructions = [(int(at, 16), line) for at, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
-        loops = _nvidia_loops(instructions)
+        code = disassemble(kernel, part.target.arch)
+        registers, spilled = registers_and_stack(code)
+        instructions = instructions_of(code)
+        loops = loops_of(instructions)
     return {
         "registers": registers,
         "spilled": spilled,
@@ -291,24 +251,6 @@ def fused_into_shuffles(lines: list[str]) -> int:
             if re.search(rf"^\s*(?:@\S+ )?[A-Z]\S* {register}\b", later):  # it is written anew
                 break
     return found
-
-
-def _nvidia(kernel: object, arch: int) -> str:
-    """What cuobjdump says of a kernel: its resources, and its SASS."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    tool = Path(get_ptxas(arch).path).with_name("cuobjdump")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        Path(cubin.name).write_bytes(kernel.asm["cubin"])
-        command = [tool, "-res-usage", "-sass", cubin.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def _nvidia_loops(instructions: list[tuple[int, str]]) -> list[tuple[int, int]]:
-    """Addresses from the target of each backward branch to the branch."""
-    branches = ((at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", line)) for at, line in instructions)
-    spans = ((int(branch[1], 16), at) for at, branch in branches if branch)
-    return [(target, at) for target, at in spans if target < at]
 
 
 def _amd_loops(instructions: list[tuple[int, str]]) -> list[tuple[int, int]]:

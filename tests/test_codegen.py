@@ -12,6 +12,7 @@ import pytest
 
 from bench import codegen
 from bench.launches import kernels
+from bench.sass import loops_of
 
 GOOD = codegen.Figures(
     model="Qwen2.5-1.5B",
@@ -137,8 +138,8 @@ def test_instructions_are_counted_by_width_and_place():
         "BRA 0x90",  # forward: no loop
     ]
     instructions = [(0x10 * i, line) for i, line in enumerate(lines)]
-    assert codegen._nvidia_loops(instructions) == [(0x20, 0x50)]
-    figures = codegen.count_instructions(instructions, codegen._nvidia_loops(instructions))
+    assert loops_of(instructions) == [(0x20, 0x50)]
+    figures = codegen.count_instructions(instructions, loops_of(instructions))
     assert figures["loads"] == {"16": 2, "32": 1, "128": 1}
     assert figures["stores"] == {"16": 1}
     assert figures["tensor_cores"] == {"HGMMA": 1}
