@@ -15,6 +15,8 @@ from bench.models import make_model
 from lenvm_kernels.fuzz.ops.value_head import square_sums_of
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops import ragged_layout as ragged_layout_module
+from lenvm_kernels.ops import value_head as value_head_op
+from lenvm_kernels.ops import value_tree_attention as attention_op
 from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.ops.ragged_linear import ragged_linear
@@ -22,8 +24,6 @@ from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.ops.topk_candidates import topk_candidates
-from lenvm_kernels.ops import value_head as value_head_op
-from lenvm_kernels.ops import value_tree_attention as attention_op
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.paged_slots import PagedSlots
