@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import FLOATS, ceil_div, check_tensor, next_power_of_2, resolve_backend
+from lenvm_kernels.ops._common import FLOATS, ceil_div, check_tensor, next_power_of_2, overlapping, resolve_backend
+from lenvm_kernels.ops._device import wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference._common import SQUARES_GROUP, compute_dtype
 from lenvm_kernels.reference.embed_tokens import embed_tokens as _reference
@@ -52,7 +53,9 @@ def _embed_tokens_kernel(
     GROUP: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     if num_rows_ptr is not None:  # noqa: SIM102 - a None pointer must not reach the load
         if token >= tl.load(num_rows_ptr):
@@ -118,6 +121,7 @@ def _launch(
         BLOCK_H=min(next_power_of_2(max(size, SQUARES_GROUP)), MAX_BLOCK_H),
         BLOCK_HALF=next_power_of_2(half),
         num_warps=NUM_WARPS,
+        **overlapping(),
     )
 
 

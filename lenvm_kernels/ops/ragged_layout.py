@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import INT_DTYPES, check_tensor, next_power_of_2, resolve_backend
+from lenvm_kernels.ops._common import INT_DTYPES, check_tensor, next_power_of_2, overlapping, resolve_backend
+from lenvm_kernels.ops._device import wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.ragged_layout import ragged_layout as _reference
 from lenvm_kernels.types import RaggedLayout
@@ -71,7 +72,9 @@ def _ragged_layout_kernel(
     K: tl.constexpr,
     COLUMNS: tl.constexpr,  # a power of two >= K
     TILE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     request = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILE).to(tl.int64)
     D = D.to(tl.int64)
@@ -165,6 +168,7 @@ def _launch(
         COLUMNS=next_power_of_2(max(columns, 1)),
         TILE=TILE,
         num_warps=NUM_WARPS,
+        **overlapping(),
     )
 
 
