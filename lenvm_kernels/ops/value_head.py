@@ -28,9 +28,10 @@ from lenvm_kernels.ops._common import (
     ceil_div,
     check_tensor,
     fitting_stages,
+    overlapping,
     resolve_backend,
 )
-from lenvm_kernels.ops._device import arrives_last
+from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.value_head import SQUARES_GROUP
@@ -119,8 +120,10 @@ def _value_head_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     tl.static_assert(SQUARES_GROUP % BLOCK_K == 0)
+    wait_for_inputs(OVERLAPS)
     COLUMN_BLOCKS: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
     # Column blocks vary fastest: the programs that run together share few rows of hidden and all of W1, both in L2.
     block_n, block_m = tl.program_id(0), tl.program_id(1)
@@ -231,6 +234,7 @@ def _launch(
         num_stages=fitting_stages(stages),
         # Which products the compiler fuses with an addition could differ from tile to tile, and so could a row's bits.
         enable_fp_fusion=False,
+        **overlapping(),
     )
 
 

@@ -31,9 +31,10 @@ from lenvm_kernels.ops._common import (
     ceil_div,
     check_tensor,
     next_power_of_2,
+    overlapping,
     resolve_backend,
 )
-from lenvm_kernels.ops._device import arrives_last
+from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference import value_tree_attention as reference
 
@@ -101,7 +102,9 @@ def _plan_attention_kernel(
     num_requests,
     most_items,
     TOKENS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     request = tl.program_id(0)
     block = tl.arange(0, PLAN_BLOCK)
     first_item, num_items = 0, 0
@@ -266,8 +269,10 @@ def _value_tree_attention_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     TOKENS: tl.constexpr = BLOCK_M // GROUP
+    wait_for_inputs(OVERLAPS)
     kv_head = tl.program_id(0)
     k_new_ptr = ptr.k_new + kv_head.to(tl.int64) * stride.k_new_head
     v_new_ptr = ptr.v_new + kv_head.to(tl.int64) * stride.v_new_head
@@ -486,6 +491,7 @@ def _launch_plan(
         len(table_rows),
         len(plan) - 1,
         TOKENS=BLOCK_M.value // group,
+        **overlapping(),
     )
 
 
@@ -540,6 +546,7 @@ def _launch(
         GROUP=group,
         HEAD_DIM=head_dim,
         **_launch_config(head_dim, q.dtype),
+        **overlapping(),
     )
 
 
