@@ -16,7 +16,7 @@ from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops import ragged_layout as ragged_layout_module
 from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.ops.ragged_layout import ragged_layout
-from lenvm_kernels.ops.ragged_linear import ragged_linear
+from lenvm_kernels.ops.ragged_linear import num_counters, ragged_linear
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.sample_candidates import sample_candidates
@@ -192,7 +192,7 @@ def layout(lens, counts, deltas, k):
 
 
 @workload(
-    "_inv_rms_kernel",
+    "_square_sums_kernel",
     "_ragged_linear_kernel",
     norm=(150, 131, 400, 200, False, True, torch.float32),
     swiglu=(70, 7, 100, 90, True, True, torch.bfloat16),
@@ -200,7 +200,6 @@ def layout(lens, counts, deltas, k):
 )
 @workload(
     "_ragged_linear_kernel",
-    "_sum_splits_kernel",
     splits=(140, 131, 4096, 80, False, False, torch.bfloat16),
     few_rows=(5, 9, 4864, 66, False, False, torch.float16),
 )
@@ -208,6 +207,8 @@ def linear(tokens, live, size, outputs, swiglu, norm, dtype):
     generator = torch.Generator().manual_seed(tokens)
     random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
     columns = outputs * (2 if swiglu else 1)
+    square_sums = padded(torch.zeros(-(-outputs // 64), tokens), 3)
+    counters = torch.zeros(num_counters(tokens, columns, size, swiglu) + 1, dtype=torch.int32)
     y = ragged_linear(
         padded(random(tokens, size), 3),
         padded(random(columns, size) / size**0.5, 16),
@@ -216,9 +217,15 @@ def linear(tokens, live, size, outputs, swiglu, norm, dtype):
         norm_eps=1e-6 if norm else None,
         swiglu=swiglu,
         residual=padded(random(tokens, outputs), 5),
+        square_sums_out=square_sums,
+        counters=counters,
         backend="triton",
     )
-    return [y[: min(live, tokens)]]  # the others are not computed
+    again = ragged_linear(
+        y, random(70, outputs), num_rows=i32([live]), norm_eps=1e-6, square_sums=square_sums, backend="triton"
+    )
+    live = min(live, tokens)  # the other rows are not computed
+    return [y[:live], again[:live], square_sums, counters]
 
 
 @workload(
@@ -343,7 +350,7 @@ def commit(layers, head_dim, dtype):
 STEP_KERNELS = (
     "_commit_winner_kernel",
     "_filter_kernel",
-    "_inv_rms_kernel",
+    "_square_sums_kernel",
     "_merge_splits_kernel",
     "_partial_logits_kernel",
     "_ragged_layout_kernel",
@@ -354,7 +361,6 @@ STEP_KERNELS = (
     "_sample_candidates_kernel",
     "_scan_kernel",
     "_sum_partials_kernel",
-    "_sum_splits_kernel",
     "_value_tree_attention_kernel",
 )
 # So many intermediate columns that their sum is taken in parts.
