@@ -43,7 +43,9 @@ OPERATORS: dict[str, tuple[list[Shape], list[Constants]]] = {
     "ragged_linear": (
         [dict(layer=layer, rows=rows) for rows in (384, 48) for layer in ("gate_up", "down", "qkv", "o")],
         [
-            *each(BLOCK_M=[64], WIDE_FROM=[1024, 65_536], NUM_WARPS=[4], SPLIT_K=[640, 2240], MAX_PROGRAMS=[264, 1056]),
+            *each(
+                BLOCK_M=[64], WIDE_FROM=[1024, 65_536], NUM_WARPS=[4], MAX_SPLITS=[2, 3, 4, 8], MAX_PROGRAMS=[264, 1056]
+            ),
             dict(BLOCK_M=64, NUM_WARPS=4),
             dict(BLOCK_N_WIDE=256, STAGES_WIDE=3),
             *(dict(STAGES=stages, STAGES_WIDE=wide) for stages, wide in ((3, 2), (6, 4), (8, 6))),

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lenvm_kernels.reference._common import compute_dtype
 
+GROUP = 64  # columns whose squares are added up
+
 
 def ragged_linear(
     x: Tensor,  # [T, K]
@@ -19,6 +21,9 @@ def ragged_linear(
     norm_eps: float | None = None,
     swiglu: bool = False,
     residual: Tensor | None = None,  # [T, N]
+    square_sums: Tensor | None = None,  # fp32 [ceil(K / 64), T]
+    square_sums_out: Tensor | None = None,  # fp32 [ceil(N / 64), T]
+    counters: Tensor | None = None,  # of the kernels: not used here
 ) -> Tensor:  # [T, N]
     """See :func:`lenvm_kernels.ops.ragged_linear.ragged_linear`."""
     rows = x.shape[0] if num_rows is None else max(0, min(int(num_rows), x.shape[0]))
@@ -26,15 +31,17 @@ def ragged_linear(
 
     h = x[:rows].to(dtype)
     if norm_eps is not None:
-        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + norm_eps)
+        squares = h.square().sum(-1) if square_sums is None else square_sums[:, :rows].to(dtype).sum(0)
+        h = h * torch.rsqrt(squares / x.shape[1] + norm_eps)[:, None]
     y = F.linear(h, weight.to(dtype), None if bias is None else bias.to(dtype))
     if swiglu:
         gate, up = y.chunk(2, -1)
         y = F.silu(gate) * up
     if residual is not None:
         y = y + residual[:rows]
-    if rows == x.shape[0]:
-        return y.to(x.dtype)
     out = x.new_zeros(x.shape[0], y.shape[1])
     out[:rows] = y
+    if square_sums_out is not None:
+        squares = F.pad(out[:rows].to(dtype).square(), (0, -y.shape[1] % GROUP))
+        square_sums_out[:, :rows] = squares.unflatten(1, (-1, GROUP)).sum(2).T
     return out

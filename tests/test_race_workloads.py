@@ -15,6 +15,7 @@ from bench.models import make_model
 from lenvm_kernels.fuzz.ops.value_head import square_sums_of
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops import ragged_layout as ragged_layout_module
+from lenvm_kernels.ops import ragged_linear as linear_op
 from lenvm_kernels.ops import value_head as value_head_op
 from lenvm_kernels.ops import value_tree_attention as attention_op
 from lenvm_kernels.ops.commit_winner import commit_winner
@@ -195,7 +196,7 @@ def layout(lens, counts, deltas, k):
 
 
 @workload(
-    "_inv_rms_kernel",
+    "_square_sums_kernel",
     "_ragged_linear_kernel",
     norm=(150, 131, 400, 200, False, True, torch.float32),
     swiglu=(70, 7, 100, 90, True, True, torch.bfloat16),
@@ -203,7 +204,6 @@ def layout(lens, counts, deltas, k):
 )
 @workload(
     "_ragged_linear_kernel",
-    "_sum_splits_kernel",
     splits=(140, 131, 4096, 80, False, False, torch.bfloat16),
     few_rows=(5, 9, 4864, 66, False, False, torch.float16),
 )
@@ -211,6 +211,8 @@ def linear(tokens, live, size, outputs, swiglu, norm, dtype):
     generator = torch.Generator().manual_seed(tokens)
     random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
     columns = outputs * (2 if swiglu else 1)
+    square_sums = padded(torch.zeros(-(-outputs // 64), tokens), 3)
+    counters = torch.zeros(linear_op.num_counters(tokens, columns, size, swiglu) + 1, dtype=torch.int32)
     y = ragged_linear(
         padded(random(tokens, size), 3),
         padded(random(columns, size) / size**0.5, 16),
@@ -219,9 +221,15 @@ def linear(tokens, live, size, outputs, swiglu, norm, dtype):
         norm_eps=1e-6 if norm else None,
         swiglu=swiglu,
         residual=padded(random(tokens, outputs), 5),
+        square_sums_out=square_sums,
+        counters=counters,
         backend="triton",
     )
-    return [y[: min(live, tokens)]]  # the others are not computed
+    again = ragged_linear(
+        y, random(70, outputs), num_rows=i32([live]), norm_eps=1e-6, square_sums=square_sums, backend="triton"
+    )
+    live = min(live, tokens)  # the other rows are not computed
+    return [y[:live], again[:live], square_sums, counters]
 
 
 @workload(
@@ -355,9 +363,9 @@ def commit(layers, head_dim, dtype):
 STEP_KERNELS = (
     "_commit_winner_kernel",
     "_filter_kernel",
-    "_inv_rms_kernel",
+    "_embed_tokens_kernel",
+    "_gather_requests_kernel",
     "_plan_attention_kernel",
-    "_value_head_kernel",
     "_ragged_layout_kernel",
     "_ragged_linear_kernel",
     "_reweight_kernel",
@@ -365,7 +373,8 @@ STEP_KERNELS = (
     "_rope_cache_kernel",
     "_sample_candidates_kernel",
     "_scan_kernel",
-    "_sum_splits_kernel",
+    "_select_scored_kernel",
+    "_value_head_kernel",
     "_value_tree_attention_kernel",
 )
 # So many intermediate columns that their sum is taken in parts.

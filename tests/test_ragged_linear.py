@@ -59,7 +59,7 @@ def test_real_sizes_match_fp64_reference(device, outputs, size, variant):
 def test_only_long_sums_over_few_columns_are_split():
     """Each split of down (0.5B, 1.5B, 3B, 7B) costs a pass over its result; the others are short, or wide enough."""
     down = [(896, 4864), (1536, 8960), (2048, 11008), (3584, 18944)]
-    assert [ops.num_splits(*shape, False) for shape in down] == [3, 7, 8, 4]
+    assert [ops.num_splits(*shape, False) for shape in down] == [5, 5, 4, 2]
     assert ops.num_splits(2048, 1536, False) == ops.num_splits(1536, 1536, False) == 1
     assert ops.num_splits(32_000, 8960, False) == ops.num_splits(1536, 8960, True) == 1
 
@@ -170,16 +170,84 @@ def test_rows_that_do_not_exist_are_neither_read_nor_written(device, small_limit
     assert_matches(y[:rows], healthy[:rows], "ragged_linear", torch.float32)
     assert (y[rows:] == 77).all()
     out, *workspace = guarded
-    assert len(workspace) == 1  # the factors of the rows, or the parts of the sums
+    assert len(workspace) == 1  # the sums of squares, or the parts of the sums
     for buffer in (out, *workspace):
         assert (buffer[[0, -1]] == 77).all()
-    if "norm_eps" in inputs:
-        assert (workspace[0][1 + rows :] == 77).all()
-    else:
-        assert (workspace[0][1:-1, rows:] == 77).all()
+    assert (workspace[0][1:-1, rows:] == 77).all()
     reference = ragged_linear(**inputs, num_rows=number(num_rows, device), backend="reference")
     assert_matches(reference[:rows], healthy[:rows], "ragged_linear", torch.float32)
     assert not reference[rows:].any()
+
+
+def added_in_pairs(y):
+    """fp32 [groups of 64 columns, rows]: the sums of squares that a call leaves, neighbours added first."""
+    sums = nn.functional.pad(y.float().square(), (0, -y.shape[1] % ops.SQUARES_GROUP))
+    sums = sums.unflatten(1, (-1, ops.SQUARES_GROUP))
+    while sums.shape[2] > 1:
+        sums = sums[..., ::2] + sums[..., 1::2]
+    return sums[..., 0].T
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [96, 320])  # whole sums, and parts of sums
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_square_sums_of_the_result(device, small_limits, dtype, size, variant):
+    """In rows and columns that are there, and as the next call would add them up itself, to the bit."""
+    tokens, rows, outputs = 150, 133, 200
+    inputs = make_inputs(tokens, outputs, size, dtype, device=device, **VARIANTS[variant])
+    around = torch.full((6, tokens + 7), 77.0, device=device)
+    square_sums = around[1:5, :tokens]
+    y = ragged_linear(**inputs, num_rows=number(rows, device), square_sums_out=square_sums, backend="triton")
+    assert torch.equal(square_sums[:, :rows], added_in_pairs(y[:rows]))
+    around[1:5, :rows] = 77
+    assert (around == 77).all()
+    reference = torch.full_like(square_sums, 77)
+    ragged_linear(**inputs, num_rows=number(rows, device), square_sums_out=reference, backend="reference")
+    torch.testing.assert_close(reference[:, :rows], added_in_pairs(y[:rows]), rtol=0.1, atol=0.01)
+    assert (reference[:, rows:] == 77).all()
+
+
+@pytest.mark.parametrize("variant", ["qkv", "gate_up", "all"])
+def test_given_square_sums_are_as_good_as_none(device, variant):
+    """The same bits, whoever adds the squares; wherever they lie, and whatever lies beside them."""
+    tokens, rows = 150, 133
+    inputs = make_inputs(tokens, 97, 200, torch.bfloat16, device=device, **VARIANTS[variant])
+    count = number(rows, device)
+    around = torch.full((6, tokens + 7), float("nan"), device=device)
+    square_sums = around[1:5, :tokens]
+    square_sums[:, :rows] = added_in_pairs(inputs["x"])[:, :rows]
+    y = ragged_linear(**inputs, num_rows=count, square_sums=square_sums, backend="triton")
+    assert torch.equal(y[:rows], ragged_linear(**inputs, num_rows=count, backend="triton")[:rows])
+    reference = ragged_linear(**inputs, num_rows=count, square_sums=square_sums, backend="reference")
+    assert_matches(reference[:rows], exact(**inputs)[:rows], "ragged_linear", torch.bfloat16)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_square_sums_replace_those_of_x(device, backend):
+    """Eight groups, added in order: in another order the 1 of the first would not be lost beside 2^30."""
+    x = torch.eye(3, 512, device=device)
+    square_sums = torch.zeros(8, 3, device=device)
+    square_sums[:, 1] = 64
+    square_sums[:, 2] = torch.tensor([1.0, 2**30, 0, 0, -(2.0**30), 0, 511, 1])
+    y = ragged_linear(x, torch.eye(3, 512, device=device), norm_eps=4, square_sums=square_sums, backend=backend)
+    torch.testing.assert_close(y, torch.diag(torch.tensor([0.5, 5**-0.5, 5**-0.5], device=device)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_counters_are_zero_again(device, small_limits, variant):
+    """Given ones give the same bits as none; more than are needed are left alone."""
+    inputs = make_inputs(300, 200, 320, torch.float32, device=device, **VARIANTS[variant])
+    swiglu = inputs["swiglu"]
+    needed = ops.num_counters(300, 200, 320, swiglu)
+    assert (needed > 0) == (not swiglu)
+    assert ops.num_counters(70, 200, 320, swiglu) <= needed
+    counters = torch.full((needed + 3,), 5, dtype=torch.int32, device=device)
+    counters[:needed] = 0
+    for rows in (300, 0, 129, 7):
+        count = number(rows, device)
+        y = ragged_linear(**inputs, num_rows=count, counters=counters, backend="triton")
+        assert counters.tolist() == [0] * needed + [5] * 3
+        assert torch.equal(y[:rows], ragged_linear(**inputs, num_rows=count, backend="triton")[:rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -272,6 +340,14 @@ ERRORS = [
     ("norm_eps", "1e-6", ValueError, "norm_eps must be a positive number or None, got '1e-6'"),
     ("residual", torch.zeros(3, 96), ValueError, r"residual must be float32 \[3, 48\] on cpu, got float32 \[3, 96\]"),
     ("residual", torch.zeros(48, 3).t(), ValueError, "residual must be contiguous in its last dimension"),
+    ("square_sums", [1.0], TypeError, r"square_sums must be a tensor float32.* \[1, 3\] on cpu, got list"),
+    ("square_sums", torch.zeros(3, 1), ValueError, r"square_sums must be .* \[1, 3\] on cpu, got float32 \[3, 1\]"),
+    ("square_sums", torch.zeros(1, 3).half(), ValueError, "square_sums must be float32.*, got float16"),
+    ("square_sums", torch.zeros(1, 6)[:, ::2], ValueError, "square_sums must be contiguous in its last dimension"),
+    ("square_sums_out", torch.zeros(2, 3), ValueError, r"square_sums_out must be .* \[1, 3\] on cpu, got .* \[2, 3\]"),
+    ("square_sums_out", torch.zeros(1, 3, device="meta"), ValueError, "square_sums_out must be .* on cpu, got .* meta"),
+    ("counters", torch.zeros(9), ValueError, r"counters must be int32 \[\*\] on cpu, got float32 \[9\]"),
+    ("counters", torch.zeros(9, 1, dtype=torch.int32), ValueError, r"counters must be int32 \[\*\] on cpu, got int32"),
     ("backend", "cuda", ValueError, "backend must be one of auto, triton, reference, got 'cuda'"),
 ]
 
@@ -296,6 +372,18 @@ def test_errors_name_the_argument(name, value, error, message):
 def test_a_weight_without_rows_is_refused():
     with pytest.raises(ValueError, match=r"weight must have at least one row, got shape \[0, 64\]"):
         ragged_linear(torch.zeros(3, 64), torch.zeros(0, 64))
+
+
+def test_square_sums_without_a_norm_are_refused():
+    with pytest.raises(ValueError, match="square_sums are those of the norm: norm_eps must be given too"):
+        ragged_linear(torch.zeros(3, 64), torch.zeros(2, 64), square_sums=torch.zeros(1, 3))
+
+
+def test_too_few_counters_are_refused():
+    x, weight = torch.zeros(300, 4864), torch.zeros(200, 4864)
+    needed = ops.num_counters(300, 200, 4864)
+    with pytest.raises(ValueError, match=rf"counters must be int32 \[at least {needed}\], got int32 \[{needed - 1}\]"):
+        ragged_linear(x, weight, counters=torch.zeros(needed - 1, dtype=torch.int32))
 
 
 def test_triton_refuses_fp64(device):

@@ -11,10 +11,14 @@ depend on shapes only, programs without live rows end at once, and a row's sums 
 the first reason norm, SwiGLU and residual are in it, too: torch's would compute the padding.
 
 RMSNorm commutes with the matmul: its weight is folded into W, and its factor scales a finished row. So x itself is the
-matmul's operand, not rounded again. Launches: the factors (with a norm), the matmul, the sum of its parts (if split).
+matmul's operand, not rounded again. The factor needs the sum of the squares of a row. Whoever stores the row has its
+squares at hand, a group of columns at a time: a call leaves their sums to the next one, which adds the groups in order.
+Long sums are split over programs. The last one to store its part of a tile adds all of them, in order too. So a call is
+one launch, with a small one before it where nobody has left the sums of squares.
 """
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,15 +27,20 @@ from torch import Tensor
 
 from lenvm_kernels.ops._common import (
     FLOATS,
+    SINGLES,
     architecture,
     ceil_div,
     check_tensor,
     fitting_stages,
     resolve_backend,
 )
+from lenvm_kernels.ops._device import arrives_last
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference
 
+# Columns whose squares are added up together by who stores them. No tile has fewer columns of the result.
+SQUARES_GROUP = 64
+GROUP, LOG2_GROUP = tl.constexpr(SQUARES_GROUP), tl.constexpr(SQUARES_GROUP.bit_length() - 1)
 # Tile and splits depend on the weight's shape, never on the rows: the same row must give the same bits in any batch.
 # All numbers below are estimates for an H200 (132 multiprocessors, at most 110 GB/s each; 4.8 TB/s; 990 Tflop/s in
 # bf16) and are not measured yet.
@@ -51,20 +60,23 @@ STAGES, STAGES_WIDE = 4, 3
 # Eight warps; four for the narrow tiles on sm_100, where eight get 80 registers each and spill.
 NUM_WARPS = 8
 NUM_WARPS_SM_100 = 4
-# A long sum over few columns (down: N = 1536, K = 8960, 28 MB, 6 us of HBM) would take 24 programs 21 us. It is split
-# over more programs, at most one a multiprocessor and block of rows: 7 * 12 programs need about 7 us, and the launch
-# that adds the 7 parts 2 us. More splits would gain little there and cost most where rows are many: each writes and
-# reads 8 N bytes a row. Below three splits' length that launch costs what the splits save.
-SPLIT_K = 1280
-SPLIT_FROM = 3 * SPLIT_K
-MAX_SPLIT_PROGRAMS = 132
+# A long sum over few columns (down: N = 1536, K = 8960, 28 MB, 6 us of HBM) is split over more programs, of few rows at
+# most one a multiprocessor: 5 * 24. More parts would gain little there and cost most where rows are many: each writes
+# and reads 8 N bytes a row. The loads of five parts of a piece of a tile are all on their way at once, and fit the
+# registers.
+SPLIT_FROM = 3840
+MAX_SPLITS, MAX_SPLIT_PROGRAMS = 5, 132
+# A piece of a tile whose parts are added at once.
+SUM_ROWS, SUM_COLUMNS = 64, SQUARES_GROUP
 # Programs of a launch, four a multiprocessor. With more tiles each takes several in turn; with a program for every tile
 # that could be live, ending the thousands that are not would take longer than a small batch's work.
 MAX_PROGRAMS = 528
-# The two small launches move some KB a program: 4 rows by 1024 columns, and 4 rows by 256 columns of every part. Both
-# are over in one wave of programs, of which a multiprocessor holds 16.
+# On sm_90: with so many a thread, two programs of eight warps share a multiprocessor's registers. The compiler would
+# take more where parts are added.
+MAX_REGISTERS = 128
+# The launch for the norm moves some KB a program, 4 rows by 1024 columns. It is over in one wave of programs, of which
+# a multiprocessor holds 16.
 NORM_ROWS, NORM_BLOCK_K = 4, 1024
-SUM_ROWS, SUM_BLOCK_N = 4, 256
 MAX_SMALL_PROGRAMS = 2048
 
 
@@ -73,14 +85,58 @@ def _live_rows(num_rows_ptr, T):
     return T if num_rows_ptr is None else tl.minimum(tl.load(num_rows_ptr), T)
 
 
-# num_rows may be one element of a tensor of offsets: its alignment then changes with the batch.
-@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["num_rows_ptr"])
-def _inv_rms_kernel(
-    inv_rms_ptr,  # fp32 [T]
+@triton.jit
+def _sums_of_squares(x):  # fp32 [ROWS, COLUMNS] -> fp32 [ROWS, COLUMNS / GROUP]
+    """Of each group of columns. Neighbours are added until one number is left: each addition has two operands, so that
+    no layout, and hence no tile, can change its result."""
+    ROWS: tl.constexpr = x.shape[0]
+    GROUPS: tl.constexpr = x.shape[1] // GROUP
+    sums = x * x
+    for halving in tl.static_range(LOG2_GROUP):
+        sums = tl.sum(tl.reshape(sums, [ROWS, GROUPS, GROUP >> (halving + 1), 2]), axis=3)
+    return tl.reshape(sums, [ROWS, GROUPS])
+
+
+@triton.jit
+def _store_square_sums(sums, first_column, m, rows, square_sums_ptr, stride_square_sums_group, COLUMNS: tl.constexpr):
+    group = first_column // GROUP + tl.arange(0, sums.shape[1])
+    offset = group.to(tl.int64)[None, :] * stride_square_sums_group + m[:, None]
+    mask = (m < rows)[:, None] & (group * GROUP < COLUMNS)[None, :]
+    tl.store(square_sums_ptr + offset, sums, mask=mask)
+
+
+@triton.jit
+def _inv_rms(m, rows, square_sums_ptr, stride_square_sums_group, norm_eps, K: tl.constexpr):
+    total = tl.zeros([m.shape[0]], tl.float32)
+    for group in range(0, (K + GROUP - 1) // GROUP):
+        total += tl.load(square_sums_ptr + tl.cast(group, tl.int64) * stride_square_sums_group + m, m < rows, other=0.0)
+    return tl.rsqrt(total / K + norm_eps)
+
+
+@triton.jit
+def _first(first_row, first_column, N: tl.constexpr):
+    """Where a tile of a contiguous [*, N] begins. Offsets within a tile are 32-bit, which spares registers."""
+    return tl.cast(first_row, tl.int64) * N + first_column
+
+
+@triton.jit
+def _weight_row(column, N: tl.constexpr, SWIGLU: tl.constexpr):
+    """With SwiGLU gate and up of a column stand side by side, where one thread holds both."""
+    return column // 2 + column % 2 * N if SWIGLU else column
+
+
+# num_rows may be one element of a tensor of offsets, and the others part of larger tensors: their alignment then
+# changes with the batch.
+@triton.jit(
+    do_not_specialize=["stride_square_sums_group", "T"],
+    do_not_specialize_on_alignment=["square_sums_ptr", "num_rows_ptr"],
+)
+def _square_sums_kernel(
+    square_sums_ptr,  # fp32 [ceil(K / GROUP), T]
+    stride_square_sums_group,
     x_ptr,  # [T, K]
     stride_x_row,
     num_rows_ptr,  # int32 [1] or None
-    norm_eps,
     T,
     K: tl.constexpr,
     ROWS: tl.constexpr,
@@ -90,26 +146,112 @@ def _inv_rms_kernel(
     for block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         m = block * ROWS + tl.arange(0, ROWS)
         x_rows = x_ptr + m.to(tl.int64)[:, None] * stride_x_row
-        sum_of_squares = tl.zeros([ROWS], tl.float32)
         for start in range(0, K, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             x = tl.load(x_rows + k[None, :], mask=(m < rows)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
-            sum_of_squares += tl.sum(x * x, axis=1)
-        tl.store(inv_rms_ptr + m, tl.rsqrt(sum_of_squares / K + norm_eps), mask=m < rows)
+            _store_square_sums(_sums_of_squares(x), start, m, rows, square_sums_ptr, stride_square_sums_group, K)
 
 
-@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["num_rows_ptr"])
+class _Tensors(NamedTuple):
+    """What the matmul reads and writes, but for what may be part of a larger tensor."""
+
+    out: Any  # [T, N]
+    x: Any  # [T, K]
+    weight: Any  # [N, K], or [2 N, K]
+    bias: Any  # [N] or [2 N], or None
+    residual: Any  # [T, N], or None
+    partial: Any  # fp32 [SPLITS, T, N], or None
+
+
+class _Strides(NamedTuple):
+    """From one row to the next."""
+
+    x: int
+    weight: int
+    residual: int
+
+
+@triton.jit
+def _finish(
+    y,  # fp32 [BLOCK_M, COLUMNS]: sums
+    first_row,
+    first_column,
+    rows,
+    ptr,  # _Tensors
+    stride,  # _Strides
+    square_sums_ptr,
+    stride_square_sums_group,
+    square_sums_out_ptr,
+    stride_square_sums_out_group,
+    norm_eps,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    SWIGLU: tl.constexpr,
+):
+    """What stands around the matmul, for some columns of a tile: scales, adds, rounds and stores them."""
+    BLOCK_M: tl.constexpr = y.shape[0]
+    COLUMNS: tl.constexpr = y.shape[1]
+    OUTPUTS: tl.constexpr = COLUMNS // 2 if SWIGLU else COLUMNS
+    first_output = first_column // 2 if SWIGLU else first_column
+    m = first_row + tl.arange(0, BLOCK_M)
+    n = first_output + tl.arange(0, OUTPUTS)
+    is_output = (m < rows)[:, None] & (n < N)[None, :]
+    if square_sums_ptr is not None:
+        y *= _inv_rms(m, rows, square_sums_ptr, stride_square_sums_group, norm_eps, K)[:, None]
+    if ptr.bias is not None:
+        column = first_column + tl.arange(0, COLUMNS)
+        bias = tl.load(ptr.bias + _weight_row(column, N, SWIGLU), mask=column < (2 * N if SWIGLU else N), other=0.0)
+        y += bias.to(tl.float32)[None, :]
+    if SWIGLU:
+        gate, up = tl.split(tl.reshape(y, [BLOCK_M, OUTPUTS, 2]))
+        y = gate * tl.sigmoid(gate) * up
+    if ptr.residual is not None:
+        residual = tl.load(
+            ptr.residual + m.to(tl.int64)[:, None] * stride.residual + n[None, :], mask=is_output, other=0.0
+        )
+        y += residual.to(tl.float32)
+    y = y.to(ptr.out.dtype.element_ty)
+    out_ptr = ptr.out + _first(first_row, first_output, N)
+    offsets = tl.arange(0, BLOCK_M)[:, None] * N + tl.arange(0, OUTPUTS)[None, :]
+    tl.store(out_ptr + offsets, y, mask=is_output)
+    if square_sums_out_ptr is not None:
+        sums = _sums_of_squares(tl.where((n < N)[None, :], y.to(tl.float32), 0.0))
+        _store_square_sums(sums, first_output, m, rows, square_sums_out_ptr, stride_square_sums_out_group, N)
+
+
+@triton.jit
+def _sum_parts(
+    partial_ptr, rows, columns, T, N: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """fp32 [ROWS, COLUMNS]: the parts of some sums, added in the order of the splits.
+
+    Four neighbours are a dimension of their own: a thread then loads 16 bytes beside the 16 of the next. In the layout
+    of the result it would load 32 bytes by two instructions, each of which would move half of every sector for nothing.
+    """
+    m = tl.arange(0, ROWS)[:, None, None]
+    n = 4 * tl.arange(0, COLUMNS // 4)[None, :, None] + tl.arange(0, 4)[None, None, :]
+    mask = (m < rows) & (n < columns)
+    y = tl.zeros([ROWS, COLUMNS // 4, 4], tl.float32)
+    for part in tl.static_range(SPLITS):
+        part_ptr = partial_ptr + tl.cast(T, tl.int64) * N * part
+        y += tl.load(part_ptr + (m * N + n), mask=mask, other=0.0, cache_modifier=".cg")
+    return tl.reshape(y, [ROWS, COLUMNS])
+
+
+@triton.jit(
+    do_not_specialize=["stride_square_sums_group", "stride_square_sums_out_group", "T"],
+    do_not_specialize_on_alignment=["num_rows_ptr", "square_sums_ptr", "square_sums_out_ptr", "counters_ptr"],
+)
 def _ragged_linear_kernel(
-    out_ptr,  # [T, N], or the parts of the sums: fp32 [SPLITS, T, N]
-    x_ptr,  # [T, K]
-    stride_x_row,
-    weight_ptr,  # [COLUMNS, K]
-    stride_weight_out,
-    bias_ptr,  # [COLUMNS] or None
-    inv_rms_ptr,  # fp32 [T] or None
-    residual_ptr,  # [T, N] or None
-    stride_residual_row,
+    ptr,  # _Tensors
+    stride,  # _Strides
     num_rows_ptr,  # int32 [1] or None
+    square_sums_ptr,  # fp32 [ceil(K / GROUP), T] or None
+    stride_square_sums_group,
+    square_sums_out_ptr,  # fp32 [ceil(N / GROUP), T] or None
+    stride_square_sums_out_group,
+    counters_ptr,  # int32, 0, one for each tile of the result; or None
+    norm_eps,
     T,
     K: tl.constexpr,
     N: tl.constexpr,
@@ -119,24 +261,27 @@ def _ragged_linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr,
 ):
     COLUMNS: tl.constexpr = 2 * N if SWIGLU else N
     COLUMN_BLOCKS: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
-    OUT_BLOCK_N: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N
 
     rows = _live_rows(num_rows_ptr, T)
     row_blocks = tl.cdiv(rows, BLOCK_M)
-    for tile in tl.range(tl.program_id(0), row_blocks * COLUMN_BLOCKS * SPLITS, tl.num_programs(0)):
+    tiles = row_blocks * COLUMN_BLOCKS * SPLITS
+    # Nothing is worth keeping from one tile to the next: registers are scarce.
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), disable_licm=True):
         # Row blocks vary fastest: the programs that run together share few columns of W, so that HBM is read once.
-        block_n = tile // row_blocks % COLUMN_BLOCKS
-        split = tile // (row_blocks * COLUMN_BLOCKS)
-        m = tile % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+        # The splits of a tile follow each other, so that most are added up while other tiles are still multiplied.
+        block_m = tile % row_blocks
+        split = tile // row_blocks % SPLITS
+        block_n = tile // (row_blocks * SPLITS)
+        m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
         column = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        # With SwiGLU gate and up of a column stand side by side, where one thread holds both.
-        weight_row = column // 2 + column % 2 * N if SWIGLU else column
 
-        x_rows = x_ptr + m.to(tl.int64)[:, None] * stride_x_row
-        weight_rows = weight_ptr + weight_row.to(tl.int64)[None, :] * stride_weight_out
+        x_rows = ptr.x + m.to(tl.int64)[:, None] * stride.x
+        weight_rows = ptr.weight + _weight_row(column, N, SWIGLU).to(tl.int64)[None, :] * stride.weight
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         # The tiles of x feed the matmul and nothing else. A second use in this loop, such as their sum of squares,
         # makes Triton (3.6 to 3.9) keep one buffer too few for a wgmma that still reads while the next copy is written.
@@ -146,71 +291,62 @@ def _ragged_linear_kernel(
             weight = tl.load(weight_rows + k[:, None], mask=(column < COLUMNS)[None, :] & (k < K)[:, None], other=0.0)
             acc = tl.dot(x, weight, acc, input_precision="ieee")
 
-        if inv_rms_ptr is not None:
-            acc *= tl.load(inv_rms_ptr + m, mask=m < rows, other=0.0)[:, None]
-        if bias_ptr is not None:
-            acc += tl.load(bias_ptr + weight_row, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
-        if SWIGLU:
-            gate, up = tl.split(tl.reshape(acc, [BLOCK_M, OUT_BLOCK_N, 2]))
-            y = gate * tl.sigmoid(gate) * up
+        first_row, first_column = block_m * BLOCK_M, block_n * BLOCK_N
+        squares = (square_sums_ptr, stride_square_sums_group, square_sums_out_ptr, stride_square_sums_out_group)
+        if SPLITS == 1:
+            _finish(acc, first_row, first_column, rows, ptr, stride, *squares, norm_eps, K, N, SWIGLU)
         else:
-            y = acc
-        n = block_n * OUT_BLOCK_N + tl.arange(0, OUT_BLOCK_N)
-        is_output = (m < rows)[:, None] & (n < N)[None, :]
-        row = m.to(tl.int64)[:, None]
-        if residual_ptr is not None:
-            residual = tl.load(residual_ptr + row * stride_residual_row + n[None, :], mask=is_output, other=0.0)
-            y += residual.to(tl.float32)
-        out_row = split.to(tl.int64) * T + row
-        tl.store(out_ptr + out_row * N + n[None, :], y.to(out_ptr.dtype.element_ty), mask=is_output)
-
-
-@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["num_rows_ptr"])
-def _sum_splits_kernel(
-    out_ptr,  # [T, N]
-    partial_ptr,  # fp32 [SPLITS, T, N]
-    bias_ptr,  # [N] or None
-    inv_rms_ptr,  # fp32 [T] or None
-    residual_ptr,  # [T, N] or None
-    stride_residual_row,
-    num_rows_ptr,  # int32 [1] or None
-    T,
-    N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    rows = _live_rows(num_rows_ptr, T)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    for block in tl.range(tl.program_id(1), tl.cdiv(rows, ROWS), tl.num_programs(1)):
-        m = block * ROWS + tl.arange(0, ROWS)
-        is_output = (m < rows)[:, None] & (n < N)[None, :]
-        row = m.to(tl.int64)[:, None]
-        y = tl.zeros([ROWS, BLOCK_N], tl.float32)
-        for split in tl.static_range(SPLITS):
-            y += tl.load(partial_ptr + (tl.cast(T, tl.int64) * split + row) * N + n[None, :], mask=is_output, other=0.0)
-        if inv_rms_ptr is not None:
-            y *= tl.load(inv_rms_ptr + m, mask=m < rows, other=0.0)[:, None]
-        if bias_ptr is not None:
-            y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-        if residual_ptr is not None:
-            residual = tl.load(residual_ptr + row * stride_residual_row + n[None, :], mask=is_output, other=0.0)
-            y += residual.to(tl.float32)
-        tl.store(out_ptr + row * N + n[None, :], y.to(out_ptr.dtype.element_ty), mask=is_output)
+            is_sum = (m < rows)[:, None] & (column < N)[None, :]
+            part_ptr = ptr.partial + _first(split.to(tl.int64) * T + first_row, first_column, N)
+            offsets = tl.arange(0, BLOCK_M)[:, None] * N + tl.arange(0, BLOCK_N)[None, :]
+            tl.store(part_ptr + offsets, acc, mask=is_sum)
+            if arrives_last(counters_ptr + block_m * COLUMN_BLOCKS + block_n, SPLITS):
+                # All parts are read again, its own too, in the order of the splits: it does not matter who is last.
+                PIECES: tl.constexpr = BLOCK_N // SUM_COLUMNS
+                for piece in tl.range(0, BLOCK_M // SUM_ROWS * PIECES):
+                    row = first_row + piece // PIECES * SUM_ROWS
+                    n = first_column + piece % PIECES * SUM_COLUMNS
+                    parts_ptr = ptr.partial + _first(row, n, N)
+                    y = _sum_parts(parts_ptr, rows - row, N - n, T, N, SPLITS, SUM_ROWS, SUM_COLUMNS)
+                    _finish(y, row, n, rows, ptr, stride, *squares, norm_eps, K, N, SWIGLU)
 
 
 def num_splits(columns: int, size: int, swiglu: bool = False) -> int:
     """Parts that the sums of ``columns`` columns over ``size`` products are split into: fp32 [parts, T, columns]."""
     if swiglu or size < SPLIT_FROM:
         return 1
-    return max(1, min(size // SPLIT_K, MAX_SPLIT_PROGRAMS // ceil_div(columns, BLOCK_N_WIDE)))
+    return max(1, min(MAX_SPLITS, MAX_SPLIT_PROGRAMS // ceil_div(columns, BLOCK_N)))
 
 
-def _run_reference(out, x, weight, bias, num_rows, norm_eps, swiglu, residual) -> None:
-    out.copy_(_reference(x, weight, bias, num_rows=num_rows, norm_eps=norm_eps, swiglu=swiglu, residual=residual))
+def num_counters(tokens: int, columns: int, size: int, swiglu: bool = False) -> int:
+    """Counters that a call with ``tokens`` rows needs, or any with fewer: 0 where the sums are not split.
+
+    The programs that hold the parts of a tile count themselves there, and the last of them adds the parts.
+
+    Args:
+        tokens: T.
+        columns: rows of the weight.
+        size: K.
+        swiglu: as in the call.
+    """
+    if num_splits(columns, size, swiglu) == 1:
+        return 0
+    return ceil_div(tokens, BLOCK_M) * ceil_div(columns, BLOCK_N)
 
 
-@operator(mutates=["out"], reference=_run_reference)
+def square_sums_shape(tokens: int, columns: int) -> tuple[int, int]:
+    """Of the sums of squares of ``tokens`` rows of ``columns`` columns."""
+    return ceil_div(columns, SQUARES_GROUP), tokens
+
+
+def _run_reference(
+    out, x, weight, bias, num_rows, norm_eps, swiglu, residual, square_sums, square_sums_out, counters
+) -> None:
+    options = dict(num_rows=num_rows, norm_eps=norm_eps, swiglu=swiglu, residual=residual)
+    out.copy_(_reference(x, weight, bias, **options, square_sums=square_sums, square_sums_out=square_sums_out))
+
+
+@operator(mutates=["out", "square_sums_out", "counters"], reference=_run_reference)
 def _launch(
     out: Tensor,
     x: Tensor,
@@ -220,46 +356,49 @@ def _launch(
     norm_eps: float | None,
     swiglu: bool,
     residual: Tensor | None,
+    square_sums: Tensor | None,
+    square_sums_out: Tensor | None,
+    counters: Tensor | None,
 ) -> None:
     (tokens, size), columns, outputs = x.shape, weight.shape[0], out.shape[1]
     if tokens == 0:
         return
     splits = num_splits(columns, size, swiglu)
-    is_wide = splits > 1 or columns >= WIDE_FROM
+    is_wide = splits > 1 or swiglu or columns >= WIDE_FROM
     block_n, stages = (BLOCK_N_WIDE, STAGES_WIDE) if is_wide else (BLOCK_N, STAGES)
     block_k = BLOCK_K_BYTES // x.element_size()
     tiles = ceil_div(tokens, BLOCK_M) * ceil_div(columns, block_n) * splits
-    residual_stride = 0 if residual is None else residual.stride(0)
 
-    inv_rms = None
-    if norm_eps is not None:
-        inv_rms = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    matmul_out, epilogue = out, (bias, inv_rms, residual)
-    if splits > 1:
-        matmul_out = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
-        epilogue = (None, None, None)
-
-    if norm_eps is not None:
-        _inv_rms_kernel[(min(ceil_div(tokens, NORM_ROWS), MAX_SMALL_PROGRAMS),)](
-            inv_rms,
+    if norm_eps is not None and square_sums is None:
+        square_sums = torch.empty(*square_sums_shape(tokens, size), dtype=torch.float32, device=x.device)
+        _square_sums_kernel[(min(ceil_div(tokens, NORM_ROWS), MAX_SMALL_PROGRAMS),)](
+            square_sums,
+            square_sums.stride(0),
             x,
             x.stride(0),
             num_rows,
-            norm_eps,
             tokens,
             K=size,
             ROWS=NORM_ROWS,
             BLOCK_K=NORM_BLOCK_K,
         )
+    partial = None
+    if splits > 1:
+        partial = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
+        if counters is None:
+            needed = num_counters(tokens, columns, size, swiglu)
+            counters = torch.zeros(needed, dtype=torch.int32, device=x.device)
+    limits = {"maxnreg": MAX_REGISTERS} if architecture() == "sm_90" and x.element_size() == 2 else {}
     _ragged_linear_kernel[(min(tiles, MAX_PROGRAMS),)](
-        matmul_out,
-        x,
-        x.stride(0),
-        weight,
-        weight.stride(0),
-        *epilogue,
-        residual_stride,
+        _Tensors(out, x, weight, bias, residual, partial),
+        _Strides(x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0)),
         num_rows,
+        square_sums,
+        0 if square_sums is None else square_sums.stride(0),
+        square_sums_out,
+        0 if square_sums_out is None else square_sums_out.stride(0),
+        counters if splits > 1 else None,
+        norm_eps,
         tokens,
         K=size,
         N=outputs,
@@ -269,26 +408,14 @@ def _launch(
         BLOCK_M=BLOCK_M,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
+        SUM_ROWS=SUM_ROWS,
+        SUM_COLUMNS=SUM_COLUMNS,
         num_warps=NUM_WARPS_SM_100 if architecture() == "sm_100" and not is_wide else NUM_WARPS,
         num_stages=fitting_stages(stages),
+        # Which product the compiler would fuse with which addition might depend on the tile.
+        enable_fp_fusion=False,
+        **limits,
     )
-    if splits > 1:
-        column_blocks = ceil_div(outputs, SUM_BLOCK_N)
-        row_blocks = min(ceil_div(tokens, SUM_ROWS), ceil_div(MAX_SMALL_PROGRAMS, column_blocks))
-        _sum_splits_kernel[(column_blocks, row_blocks)](
-            out,
-            matmul_out,
-            bias,
-            inv_rms,
-            residual,
-            residual_stride,
-            num_rows,
-            tokens,
-            N=outputs,
-            SPLITS=splits,
-            ROWS=SUM_ROWS,
-            BLOCK_N=SUM_BLOCK_N,
-        )
 
 
 def ragged_linear(
@@ -300,6 +427,9 @@ def ragged_linear(
     norm_eps: float | None = None,
     swiglu: bool = False,
     residual: Tensor | None = None,  # [T, N]
+    square_sums: Tensor | None = None,  # fp32 [ceil(K / 64), T]
+    square_sums_out: Tensor | None = None,  # fp32 [ceil(N / 64), T]
+    counters: Tensor | None = None,  # int32 [at least num_counters(...)]
     backend: str = "auto",
 ) -> Tensor:  # [T, N]
     """Linear layer over the first ``num_rows`` rows, with RMSNorm before it and SwiGLU and a residual after it.
@@ -320,6 +450,13 @@ def ragged_linear(
         swiglu: ``silu(gate) * up`` of the two halves of the columns.
         residual: [T, N], the dtype of ``x``, added to the result before it is rounded, once (``None``: 0). Rows may be
             strided.
+        square_sums: fp32 [ceil(K / 64), T], for ``norm_eps``: the sums of the squares of ``x`` over each 64 columns,
+            ``square_sums[g, t] = sum(x[t, 64 g : 64 g + 64]^2)``. Rows may be strided. ``None``: a launch of its own
+            computes them first, the same bits.
+        square_sums_out: fp32 [ceil(N / 64), T], written: the same sums of the result, rounded as it is stored. Rows may
+            be strided. Columns from ``num_rows`` on are not written.
+        counters: int32, zeros, at least :func:`num_counters`; zeros again afterwards. Calls that may run at the same
+            time need their own. ``None``: allocated and filled.
         backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
 
     Returns:
@@ -338,7 +475,7 @@ def ragged_linear(
                 [2., 1.],
                 [0., 0.]])
     """
-    backend = resolve_backend(backend, x)
+    backend, swiglu = resolve_backend(backend, x), bool(swiglu)
     check_tensor("x", x, dtypes=FLOATS[backend], shape=(None, None))
     dtype, device, (tokens, size) = x.dtype, x.device, x.shape
     if size == 0:
@@ -357,8 +494,22 @@ def ragged_linear(
     outputs = columns // 2 if swiglu else columns
     if residual is not None:
         check_tensor("residual", residual, dtypes=dtype, shape=(tokens, outputs), device=device)
+    if square_sums is not None:
+        if norm_eps is None:
+            raise ValueError("square_sums are those of the norm: norm_eps must be given too")
+        shape = square_sums_shape(tokens, size)
+        check_tensor("square_sums", square_sums, dtypes=SINGLES[backend], shape=shape, device=device)
+    if square_sums_out is not None:
+        shape = square_sums_shape(tokens, outputs)
+        check_tensor("square_sums_out", square_sums_out, dtypes=SINGLES[backend], shape=shape, device=device)
+    if counters is not None:
+        check_tensor("counters", counters, dtypes=torch.int32, shape=(None,), device=device)
+        needed = num_counters(tokens, columns, size, swiglu)
+        if counters.shape[0] < needed:
+            raise ValueError(f"counters must be int32 [at least {needed}], got int32 [{counters.shape[0]}]")
 
     out = torch.empty(tokens, outputs, dtype=dtype, device=device)
     norm_eps = None if norm_eps is None else float(norm_eps)
-    _launch(backend, out, x, weight, bias, num_rows, norm_eps, bool(swiglu), residual)
+    operands = (out, x, weight, bias, num_rows, norm_eps, swiglu, residual)
+    _launch(backend, *operands, square_sums, square_sums_out, counters)
     return out

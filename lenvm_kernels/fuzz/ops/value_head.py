@@ -134,13 +134,12 @@ def exact(
     hidden, *, norm_weight=None, norm_eps=EPS, square_sums=None, token_rows=None, targets=None, **weights
 ) -> Tensor:
     """The reference in fp64 on the same inputs."""
-    inv_rms = 1.0
+    exact_hidden = hidden.double() if norm_weight is None else weighted_as_rounded(hidden, norm_weight)
     if norm_weight is not None or square_sums is not None:
         sums = hidden.double().square().sum(1) if square_sums is None else square_sums.double().sum(0)
-        inv_rms = torch.rsqrt(sums / hidden.shape[1] + norm_eps)[:, None]
-    hidden = hidden.double() if norm_weight is None else weighted_as_rounded(hidden, norm_weight)
+        exact_hidden = exact_hidden * torch.rsqrt(sums / hidden.shape[1] + norm_eps)[:, None]
     weights = {name: w.double() for name, w in weights.items()}
-    return value_head(hidden * inv_rms, token_rows=token_rows, targets=targets, backend="reference", **weights)
+    return value_head(exact_hidden, token_rows=token_rows, targets=targets, backend="reference", **weights)
 
 
 def weighted_as_rounded(hidden: Tensor, norm_weight: Tensor) -> Tensor:
