@@ -118,8 +118,9 @@ class Requests:
         """The candidates' values among those of all rows, and all rows'."""
         batch = self.batch(deltas, candidates, **layout)
         model, row = self.value_model, torch.arange(len(batch.layout.token_ids), device=self.value_model.device)
-        hidden = model._run_layers(batch, self.cache, None, self.backend)
-        rows = model._run_head(hidden, torch.where(row < batch.layout.q_offsets[-1:], row, -1), self.backend)
+        hidden, square_sums = model._run_layers(batch, self.cache, None, self.backend)
+        live_rows = torch.where(row < batch.layout.q_offsets[-1:], row, -1)
+        rows = model._run_head(hidden, square_sums, live_rows, None, self.backend)
         self.append(deltas)
         return torch.where(batch.layout.candidate_rows < 0, 0.0, rows[batch.layout.candidate_rows]), rows
 
@@ -521,7 +522,7 @@ def test_weights_are_rounded_once():
     assert layer.qk_norm.shape == (6, 16)
     for row, weight in enumerate([attention.q_norm.weight] * 4 + [attention.k_norm.weight] * 2):
         assert torch.equal(layer.qk_norm[row], weight.bfloat16())
-    assert torch.equal(value_model.head[0], head["v_head.fc.weight"].bfloat16())
+    assert torch.equal(value_model.head[0], (head["v_head.fc.weight"] * model.model.norm.weight).bfloat16())
     for mine, name in zip(value_model.head[1:], ("fc.bias", "summary.weight", "summary.bias"), strict=True):
         assert torch.equal(mine, head[f"v_head.{name}"])
 

@@ -216,16 +216,7 @@ class ValueModel:
         if before_head is not None:
             before_head()
         layout = batch.layout
-        z = value_head(
-            hidden,
-            *self.head,
-            token_rows=layout.head_rows,
-            norm_eps=self.config.rms_norm_eps,
-            targets=layout.head_targets,
-            square_sums=square_sums,
-            counters=self._zeros(value_head_counters(len(layout.head_rows))),
-            backend=backend,
-        )
+        z = self._run_head(hidden, square_sums, layout.head_rows, layout.head_targets, backend)
         return z.view(layout.candidate_rows.shape)
 
     def _zeros(self, count: int) -> torch.Tensor | None:
@@ -339,3 +330,23 @@ class ValueModel:
             backend=backend,
         )
         return attended.flatten(1)
+
+    def _run_head(
+        self,
+        hidden: torch.Tensor,
+        square_sums: torch.Tensor,
+        token_rows: torch.Tensor,
+        targets: torch.Tensor | None,
+        backend: str,
+    ) -> torch.Tensor:
+        """Final norm and value head of some rows: their logits, fp32, each at its target."""
+        return value_head(
+            hidden,
+            *self.head,
+            token_rows=token_rows,
+            norm_eps=self.config.rms_norm_eps,
+            targets=targets,
+            square_sums=square_sums,
+            counters=self._zeros(value_head_counters(len(token_rows))),
+            backend=backend,
+        )
