@@ -15,7 +15,7 @@ with all its dtypes and options. Each is compiled in a process of its own. The t
 - a matmul of 16-bit numbers without tensor cores (on sm_90 without asynchronous copies, and where its tile has 64 rows
   or more without warp-group instructions, HGMMA);
 - 16-bit global loads in a loop;
-- fp64 arithmetic: no kernel means to do any;
+- fp64 arithmetic: no kernel means to do any (but see ``TAKES_ANGLES``);
 - a product fused with an addition across threads (NVIDIA only), where a branch depends on such a sum: it leaves the
   threads with different sums, and a loop that they leave at different times hangs at its next barrier;
 - a sum whose layout, hence its order and its last bits, depends on the number of requests in the batch;
@@ -62,6 +62,10 @@ MATMULS = {
 }
 # Kernels that branch on no sum across threads. Threads may hold it with different last bits: one of them stores it.
 BRANCH_ON_NO_SUM = {"_value_head_kernel", "_value_tree_attention_kernel"}
+# Kernels that take cosines and sines. An angle beyond 105,615 is reduced with so many bits of 2/pi that they lie in 32
+# bytes of the stack, and each function then has three instructions in fp64. A spill would come on top.
+TAKES_ANGLES = {"_embed_tokens_kernel"}
+ANGLE_STACK, ANGLE_FP64 = 32, 6
 WARP_GROUP_ROWS = 64  # of the smallest tile that sm_90's HGMMA multiplies
 TOLERANCE = 0.10  # of a figure, against the committed one
 # Some calls with unusual sizes park a few scalars outside their loops; a tile that does not fit the registers takes
@@ -284,8 +288,9 @@ def faults(subject: str, figures: list[Figures]) -> list[str]:
     on_sm_90 = part is PARTS["sm_90"]
     for figure in figures:
         tensor_cores, rows = figure.tensor_cores, MATMULS.get(figure.name, 0)
+        stack, fp64 = (ANGLE_STACK, ANGLE_FP64) if figure.name in TAKES_ANGLES else (0, 0)
         wrong = []
-        if figure.spilled > (CALLS_SPILL if subject == CALLS else 0):
+        if figure.spilled > (CALLS_SPILL if subject == CALLS else stack):
             wrong.append(f"{figure.spilled} bytes spilled")
         if figure.shared > part.shared:
             wrong.append(f"{figure.shared} bytes of shared memory, the part has {part.shared}")
@@ -298,7 +303,7 @@ def faults(subject: str, figures: list[Figures]) -> list[str]:
                 wrong.append("no asynchronous copies")
         if figure.loads_16_in_loops:
             wrong.append(f"{figure.loads_16_in_loops} 16-bit loads in loops")
-        if figure.fp64:
+        if figure.fp64 > fp64:
             wrong.append(f"{figure.fp64} instructions in fp64")
         if figure.fused_into_shuffles and figure.name not in BRANCH_ON_NO_SUM:
             wrong.append(f"{figure.fused_into_shuffles} products fused with an addition across threads")

@@ -77,6 +77,18 @@ def test_calls_may_spill_a_little_and_have_to_launch_every_kernel():
     assert codegen.faults("calls", every[1:]) == [f"calls: {every[0].kernel} is launched by none of them"]
 
 
+def test_angles_may_be_reduced_in_fp64_and_on_the_stack():
+    """By the kernel that takes cosines and sines only, and no more than the two functions need."""
+    of_angles = dict(tensor_cores={}, async_copies=0, spilled=32, fp64=6)
+    embed = replace(GOOD, kernel="_embed_tokens_kernel 1", **of_angles)
+    assert codegen.faults("sm_90", [embed]) == []
+    for change, message in ((dict(spilled=36), "36 bytes spilled"), (dict(fp64=7), "7 instructions in fp64")):
+        (found,) = codegen.faults("sm_90", [replace(embed, **change)])
+        assert found == f"sm_90 Qwen2.5-1.5B _embed_tokens_kernel 1: {message}"
+    found = codegen.faults("sm_90", [replace(embed, kernel="_rope_cache_kernel 1")])
+    assert [line.partition(": ")[2] for line in found] == ["32 bytes spilled", "6 instructions in fp64"]
+
+
 def test_sums_that_decide_no_branch_may_differ_between_threads():
     assert codegen.faults("sm_90", [replace(GOOD, kernel="_value_head_kernel 1", fused_into_shuffles=3)]) == []
 

@@ -16,7 +16,8 @@ from lenvm_kernels.fuzz.check import operators
 from lenvm_kernels.fuzz.draws import Draws
 
 FAULTS = "tests.helpers.planted_faults"
-INTEGERS = ("commit_winner", "ragged_layout", "sample_candidates")  # whose results are compared as they are
+# Whose results are compared as they are.
+INTEGERS = ("gather_requests", "commit_winner", "select_scored", "ragged_layout", "sample_candidates")
 FLOATS = [name for name in OPERATORS if name not in INTEGERS]
 PLANTED = [
     *(("off", name) for name in OPERATORS),
@@ -157,7 +158,7 @@ def test_the_command_asks_for_the_interpreter_itself(tmp_path):
         (["--against", "no.such:value_head"], "No module named 'no'"),
         (["--against", f"{FAULTS}:none"], "--against must be MODULE:FUNCTION, but"),
         (["--against", f"{FAULTS}:fails"], "a function of an operator's name, or --ops must name one"),
-        (["--only", "dtype"], "--only must be OPTION=VALUE with an option of vocab, scores, dtype"),
+        (["--only", "dtype"], "--only must be OPTION=VALUE with an option of padding, active, table"),
         (["--ops", "value_head", "--only", "dtype=int8"], "dtype of value_head must be of float32, bfloat16, float16"),
         (["--json", "no/such.json"], "--json must be a file in an existing directory, got 'no/such.json'"),
         (["--corpus", "."], "--corpus must be a file in an existing directory, got '.'"),
@@ -177,7 +178,7 @@ def good_case():
     ("change", "message"),
     [
         ({"version": VERSION + 1}, f"is of version {VERSION + 1}, this is version {VERSION}"),
-        ({"op": "softmax"}, "op must be one of topk_candidates"),
+        ({"op": "softmax"}, "op must be one of gather_requests, topk_candidates"),
         ({"rows": [1, 1]}, "rows must be a number of rows or a list of different row ids"),
         ({"rows": "all"}, "rows must be"),
         ({"seed": 1.5}, "seed must be an integer, got 1.5"),
@@ -216,6 +217,8 @@ def test_a_row_is_the_same_in_any_batch():
 @pytest.mark.parametrize(
     ("name", "options", "indices"),
     [
+        ("gather_requests", {}, lambda given: given.arguments["table_rows"]),
+        ("embed_tokens", {}, lambda given: given.arguments["token_ids"]),
         ("reweight_scatter", {}, lambda given: given.table_rows),
         ("value_head", {"token_rows": "int64"}, lambda given: given.arguments["token_rows"]),
         ("rope_cache", {}, lambda given: given.arguments["slots"]),

@@ -94,10 +94,10 @@ def test_whoever_watches_operators_sees_into_ours():
     assert "aten::silu" in seen.names and not any(name.startswith("lenvm::") for name in seen.names)
 
 
-@pytest.mark.parametrize("name", [name for name in OPERATORS if name != "ragged_layout"])
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name not in ("gather_requests", "ragged_layout")])
 def test_fp64_is_accepted_on_a_cpu(name):
     """Without asking for the reference: ``auto`` is the reference there."""
-    fp32_only = {"top_p", "min_p", "temperature", "entropy_threshold", "cos", "sin"}
+    fp32_only = {"top_p", "min_p", "temperature", "entropy_threshold", "cos", "sin", "inv_freq"}
     found = []
 
     def double(x):
@@ -112,6 +112,8 @@ def test_fp64_is_accepted_on_a_cpu(name):
 
     results(name, function, "cpu")
     (result,) = found
+    if name == "embed_tokens":
+        result = result[:2]  # the angles' cosines and sines are fp32
     floats = [x for x in tree_flatten(result)[0] if x.is_floating_point()]
     assert all(x.dtype == torch.float64 for x in floats)
-    assert floats or name in ("commit_winner", "sample_candidates")
+    assert floats or name in ("commit_winner", "select_scored", "sample_candidates")

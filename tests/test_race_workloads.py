@@ -19,17 +19,20 @@ from lenvm_kernels.ops import ragged_linear as linear_op
 from lenvm_kernels.ops import value_head as value_head_op
 from lenvm_kernels.ops import value_tree_attention as attention_op
 from lenvm_kernels.ops.commit_winner import commit_winner
+from lenvm_kernels.ops.embed_tokens import embed_tokens
+from lenvm_kernels.ops.gather_requests import empty_requests, gather_requests
 from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.ops.ragged_linear import ragged_linear
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.sample_candidates import sample_candidates
+from lenvm_kernels.ops.select_scored import empty_scored, select_scored
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep
-from lenvm_kernels.types import Candidates
+from lenvm_kernels.types import Candidates, ScoredCandidates, StepHistory, StepRequests
 from lenvm_kernels.value_model import ValueModelConfig
 from tests.helpers.padded_step import PaddedStep
 from tests.helpers.races import check_races
@@ -360,10 +363,77 @@ def commit(layers, head_dim, dtype):
     return [committed, k_cache, v_cache]
 
 
+@workload("_gather_requests_kernel", first=(3, 3, False), padded=(45, 70, True), all_there=(64, 64, True))
+def gather(rows, out_rows, has_history):
+    """Twice with history, the second time in another order."""
+    generator = torch.Generator().manual_seed(rows)
+    table = GuidanceTable(rows + 5, "cpu")
+    for column in (table.mode, table.return_values, table.prompt_len, table.seed):
+        column.copy_(torch.randint(0, 2, (rows + 5,), generator=generator))
+    places, steps = torch.randint(0, 9, (2, rows + 5), generator=generator).unbind()
+    history = StepHistory(places.clone(), steps.clone(), torch.tensor([5])) if has_history else None
+    results = []
+    for _ in range(1 + has_history):
+        out = StepRequests(*(torch.empty(out_rows + 3, dtype=x.dtype)[3:] for x in empty_requests(0, places.device)))
+        results += gather_requests(
+            table,
+            torch.randint(0, 999, (rows,), generator=generator),
+            torch.randperm(rows + 5, generator=generator)[:rows],
+            torch.randint(1, 999, (rows,), generator=generator, dtype=torch.int32),
+            torch.randint(-1, 99, (rows,), generator=generator),
+            active=torch.rand(rows, generator=generator) < 0.8 if has_history else None,
+            history=history,
+            padding_row=2,
+            out=out,
+            backend="triton",
+        )._replace(places=out.places if has_history else out.tokens)
+        if has_history:
+            history.step.add_(1)
+    return results + ([] if history is None else [*history])
+
+
+@workload("_select_scored_kernel", one=(1, 1, 1, False), padded=(45, 70, 8, True), wide=(33, 33, 64, True))
+def select(rows, out_rows, k, has_options):
+    generator = torch.Generator().manual_seed(rows)
+    requests = empty_requests(out_rows, torch.device("cpu"))
+    for x in (requests.guided, requests.wants_length):  # those of requests that do not exist are not written
+        x[:rows] = torch.rand(rows, generator=generator) < 0.5
+    requests.positions[:rows] = torch.arange(rows, dtype=torch.int32) * 3
+    step = torch.ones(1, dtype=torch.int64)
+    out = empty_scored(out_rows + 3, k, torch.device("cpu"))
+    options = dict(
+        committed=torch.rand(rows, generator=generator) < 0.5,
+        drawn=torch.randint(-2, 9, (rows,), generator=generator, dtype=torch.int32),
+        sample=True,
+        score_all=True,
+        step=step,
+        out=ScoredCandidates(*(x[3:] for x in out)),
+    )
+    candidates = candidates_of(rows, k, 99, generator)
+    return [*select_scored(candidates, requests, **(options if has_options else {}), backend="triton"), step]
+
+
+@workload(
+    "_embed_tokens_kernel",
+    all_there=(5, 5, 64, 16, 3, torch.float32),
+    some=(40, 33, 200, 5, 0, torch.bfloat16),
+    several_blocks=(4, 3, 4200, 48, 16, torch.float16),
+    nothing=(3, 0, 64, 1, 0, torch.float32),
+)
+def embed(tokens, live, size, half, row_padding, dtype):
+    generator = torch.Generator().manual_seed(tokens)
+    ids, positions = (torch.empty(tokens, dtype=torch.int64) for _ in range(2))  # only those that are there have any
+    ids[:live] = torch.randint(-2, 22, (live,), generator=generator)
+    positions[:live] = torch.randint(0, 999, (live,), generator=generator)
+    embedding = padded(torch.randn(20, size, generator=generator).to(dtype), row_padding)
+    embedded = embed_tokens(ids, positions, embedding, torch.ones(half), num_rows=i32([live]), backend="triton")
+    return [x[:, :live] if x is embedded.square_sums else x[:live] for x in embedded]
+
+
 STEP_KERNELS = (
     "_commit_winner_kernel",
-    "_filter_kernel",
     "_embed_tokens_kernel",
+    "_filter_kernel",
     "_gather_requests_kernel",
     "_plan_attention_kernel",
     "_ragged_layout_kernel",

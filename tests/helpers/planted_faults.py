@@ -8,7 +8,10 @@ from lenvm_kernels.fuzz.check import operators
 
 # The part of a result that a fault is planted in.
 PARTS = {
+    "gather_requests": lambda requests: requests.generated,
     "topk_candidates": lambda found: found.probs,
+    "select_scored": lambda scored: scored.positions,
+    "embed_tokens": lambda embedded: embedded.cos,
     "ragged_layout": lambda layout: layout.positions,
     "rope_cache": lambda heads: heads[0],
 }
@@ -36,8 +39,14 @@ def topk_candidates(scores, **keywords):
     return found._replace(probs=found.probs.float(), lost_mass=found.lost_mass.float())
 
 
+def embed_tokens(*, embedding, **keywords):
+    embedded = reference("embed_tokens")(embedding=embedding.double(), **keywords)
+    return embedded._replace(hidden=embedded.hidden.to(embedding.dtype), square_sums=embedded.square_sums.float())
+
+
 EXACT = {
     "topk_candidates": topk_candidates,
+    "embed_tokens": embed_tokens,
     "value_head": rounded_once("value_head", lambda keywords: torch.float32),
     "ragged_linear": rounded_once("ragged_linear", lambda keywords: keywords["x"].dtype),
 }

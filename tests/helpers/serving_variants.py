@@ -49,7 +49,7 @@ def calls(step, rows, vocab):
     """By name: what an adapter or an engine calls for a batch of ``rows``."""
     one = slice_of_longer(torch.ones(rows))
     i32, i64 = (slice_of_longer(torch.zeros(rows, dtype=dtype)) for dtype in (torch.int32, torch.int64))
-    numbers, active = slice_of_longer(torch.arange(rows)), torch.ones(rows, dtype=torch.bool)
+    numbers, active = (slice_of_longer(x) for x in (torch.arange(rows), torch.ones(rows, dtype=torch.bool)))
     prompt = slice_of_longer(torch.zeros(7 * rows, dtype=torch.int32))
     mask = torch.zeros(rows, -(-vocab // 32), dtype=torch.int32)
     x, bf16 = torch.zeros(rows, vocab), torch.zeros(rows, vocab, dtype=torch.bfloat16)
@@ -72,7 +72,7 @@ def calls(step, rows, vocab):
         "logits and a mask": guide(x, vocab_mask=mask, temperature=one, sample=True, **logits),
         "logits in bf16": guide(bf16, temperature=one, sample=True, **logits),
         "padded logits": guide(padded, probs=padded.clone(), **logits),
-        "int32 batch": guide(x, rows=numbers.int(), integers=i32, sample=True),
+        "int32 batch": guide(x, rows=numbers.int(), integers=i32, drawn=i32, sample=True),
     }
 
 

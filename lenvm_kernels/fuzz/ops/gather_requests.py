@@ -27,11 +27,17 @@ SPARE_ROWS = 3  # of the table, which no request of the batch has
 OPTIONS: dict[str, list[Any]] = {
     "padding": ["no out", "0", "1", "40"],  # rows of the result beyond the requests
     "active": [False, True],
+    "table": ["whole", "columns apart"],
     "step": ["no history", "1", "9", "8589934594"],  # the last is 2 to whoever keeps 32 bits
     "slices": [False, True],
     "constants": ["shipped", "small"],
 }
 CONSTANTS = {"small": {"REQUESTS": 4}}  # several programs
+
+
+def _strided(x: Tensor, more: int) -> Tensor:
+    """The same numbers ``1 + more`` apart, with ones between."""
+    return torch.cat([x[:, None], torch.ones_like(x)[:, None].expand(-1, more)], dim=1)[:, 0]
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,9 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         column.fill_(3)  # the spare rows': what reads them shows
         column[table_rows] = values.to(column.dtype)
 
+    parameters = table.columns
+    if options["table"] == "columns apart":  # each with a stride of its own
+        parameters = parameters._replace(**{name: _strided(getattr(table, name), i) for i, name in enumerate(columns)})
     lengths = columns["prompt_len"] + draws.integers("generated", rows, low=0, high=3000)
     is_active = draws.chance("active", rows, of=0.7)
     per_request = {
@@ -69,7 +78,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         per_request["active"] = is_active
     if options["slices"]:
         per_request = {name: slice_of_longer(x) for name, x in per_request.items()}
-    arguments = {"table": table.columns, **per_request}
+    arguments: dict[str, Any] = {"table": parameters, **per_request}
     arguments["padding_row"] = int(draws.integers("padding_row", 1, low=0, high=count + SPARE_ROWS - 1))
     if options["step"] != "no history":
         step = int(options["step"])

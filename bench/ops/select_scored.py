@@ -1,0 +1,65 @@
+"""Time ``select_scored`` at decode steps. Floor: every argument read once, every result written.
+
+    python -m bench.ops.select_scored [--device cpu] [--quick] [--json FILE]
+
+Every request has ``K`` candidates and a token drawn, and wants its lengths: where its candidates are not scored, that
+token is. There are next to no bytes: the time is one launch and one load. All is of integers, whatever ``--dtype`` is.
+The reference is some thirty launches.
+"""
+
+from functools import partial
+
+import torch
+
+from bench.harness.cases import Benchmark, Case
+from lenvm_kernels.ops.gather_requests import empty_requests
+from lenvm_kernels.ops.select_scored import empty_scored, select_scored
+from lenvm_kernels.reference import select_scored as reference
+from lenvm_kernels.types import Candidates
+
+# A request's count, status, position, whether it is guided, wants lengths and is committed, and the token drawn.
+BYTES = 4 + 1 + 4 + 1 + 1 + 1 + 4
+
+
+def make_case(device: str, *, B: int, K: int, dtype: str) -> Case:
+    def full(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.full(shape, value, dtype=dtype, device=device)
+
+    candidates = Candidates(
+        token_ids=torch.randint(1000, (B, K), dtype=torch.int32, device=device),
+        probs=full(0, torch.float32, B, K),
+        counts=full(K, torch.int32, B),
+        status=(torch.arange(B, device=device) % 4).to(torch.int8),
+        lost_mass=full(0, torch.float32, B),
+    )
+    requests = empty_requests(B, torch.device(device))
+    for x in requests:
+        x.fill_(1)
+    out = empty_scored(B, K, torch.device(device))
+    options = dict(
+        committed=torch.arange(B, device=device) % 5 > 0,
+        drawn=torch.randint(1000, (B,), dtype=torch.int32, device=device),
+        sample=True,
+        out=out,
+    )
+    moved = B * BYTES + candidates.token_ids.nbytes + sum(x.nbytes for x in out)
+    of_candidates = (candidates.token_ids, candidates.counts, candidates.status)
+    of_requests = (requests.positions, requests.guided, requests.wants_length)
+    return Case(
+        partial(select_scored, candidates, requests, step=full(1, torch.int64, 1), **options),
+        moved,
+        reference=partial(reference.select_scored, *of_candidates, *of_requests, **options),
+    )
+
+
+BENCHMARK = Benchmark(
+    "select_scored",
+    make_case,
+    production=dict(B=64, K=8),
+    axes=dict(B=[1, 8, 256, 512], K=[1, 2, 64]),
+    others=[dict(B=512, K=64)],
+    quick=({}, dict(B=1)),
+)
+
+if __name__ == "__main__":
+    BENCHMARK.main()
