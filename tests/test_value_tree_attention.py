@@ -19,15 +19,35 @@ from lenvm_kernels.ops.value_tree_attention import (
     MAX_STRIDE,
     PLAN_BLOCK,
     SPLIT_LEN,
+    SPLIT_SLACK,
     SPLIT_TILES,
+    num_counters,
+    plan_attention,
+    plan_shape,
     value_tree_attention,
+    workspace_shape,
 )
 from tests.helpers.cases import assert_right, cases
 from tests.helpers.matches import assert_matches
 
 SPLIT_LEN, MAX_SPLITS = SPLIT_LEN.value, MAX_SPLITS.value
+ONE_SPLIT = SPLIT_LEN + SPLIT_SLACK.value  # cached tokens that are not split
 SPLIT_ROWS = SPLIT_TILES.value * BLOCK_M.value  # (token, head) pairs of a request that can be split
 GOLDEN = Path(__file__).parent / "golden" / "tree_mask.jsonl"
+
+
+def plan_of(inputs: Inputs, backend: str = "triton") -> torch.Tensor:
+    tokens, q_heads, _ = inputs.q.shape
+    return plan_attention(
+        inputs.table_rows,
+        inputs.cached_lens,
+        inputs.q_offsets,
+        inputs.candidate_lens,
+        total_tokens=tokens,
+        max_len=inputs.slot_table.shape[1] * inputs.page_size,
+        group=q_heads // inputs.k_new.shape[1],
+        backend=backend,
+    )
 
 
 def check_against_reference(inputs: Inputs, **keywords) -> None:
@@ -84,7 +104,7 @@ def test_kernel_agrees_with_reference(device, case):
 def test_splits(device, dtype):
     """One split, several, and rows past the split tiles, side by side; a table row of each."""
     inputs = make_inputs(
-        [0, SPLIT_LEN, SPLIT_LEN + 1, 3 * SPLIT_LEN + 70, 520, 600],
+        [0, ONE_SPLIT, ONE_SPLIT + 1, ONE_SPLIT + 2 * SPLIT_LEN + 70, ONE_SPLIT + 8, ONE_SPLIT + 88],
         [2, 1, 0, 1, SPLIT_ROWS // 4 + 3, 1],
         [2, 3, 3, 2, 2, 0],
         device=device,
@@ -96,10 +116,17 @@ def test_splits(device, dtype):
     check_against_reference(inputs)
 
 
-def test_most_splits_with_an_empty_last_one(device):
-    """Just past MAX_SPLITS * SPLIT_LEN the splits grow by a whole key block each: none is left for the last."""
-    inputs = make_inputs([MAX_SPLITS * SPLIT_LEN + 1], [1], [2], device=device, head_dim=16, dtype=torch.float16)
+@pytest.mark.parametrize("splits", [2, 3, 5, MAX_SPLITS])
+def test_the_edges_of_a_number_of_splits(device, splits):
+    """The shortest and the longest request of so many splits; past the last, splits grow. With a tree."""
+    shortest = ONE_SPLIT + (splits - 2) * SPLIT_LEN + 1
+    longest = shortest + SPLIT_LEN - 1 if splits < MAX_SPLITS else 2 * MAX_SPLITS * SPLIT_LEN
+    inputs = make_inputs(
+        [shortest, longest], [1, 2], [3, 4], device=device, q_heads=3, head_dim=16, dtype=torch.float16, page_size=16
+    ).with_trees([[-1, 0, 0], [-1, 0, 1, -1]])
     check_against_reference(inputs)
+    plan = plan_of(inputs)
+    assert plan[1 : 1 + int(plan[0, 0]), 7].tolist() == [*range(splits), *range(splits)]
 
 
 def test_long_delta_over_many_tiles_and_key_blocks(device):
@@ -107,7 +134,7 @@ def test_long_delta_over_many_tiles_and_key_blocks(device):
     check_against_reference(inputs)
 
 
-def test_more_requests_than_are_searched_at_once(device):
+def test_more_requests_than_are_planned_at_once(device):
     cached = [i % 3 for i in range(PLAN_BLOCK.value + 5)]
     inputs = make_inputs(cached, [i % 2 for i in cached], [1] * len(cached), device=device, q_heads=1, head_dim=16)
     check_against_reference(inputs)
@@ -115,7 +142,9 @@ def test_more_requests_than_are_searched_at_once(device):
 
 def test_the_number_of_programs_changes_nothing(device, monkeypatch):
     """Programs that take several items each, and programs without any."""
-    inputs = make_inputs([600, 20, 0], [1, 70, 3], [4, 2, 0], device=device, q_heads=4, kv_heads=2, dtype=torch.float16)
+    inputs = make_inputs(
+        [ONE_SPLIT + 40, 20, 0], [1, 70, 3], [4, 2, 0], device=device, q_heads=4, kv_heads=2, dtype=torch.float16
+    )
     expected = inputs.run()
     monkeypatch.setattr(sys.modules[value_tree_attention.__module__], "MAX_PROGRAMS", 6)
     assert torch.equal(inputs.run(), expected)
@@ -159,7 +188,7 @@ def test_no_tokens_at_all(device, backend):
     assert make_inputs([5], [0], [0], device=device).run(backend).shape == (0, 2, 64)
 
 
-@pytest.mark.parametrize("cached", [9, SPLIT_LEN + 9])
+@pytest.mark.parametrize("cached", [9, ONE_SPLIT + 9])
 def test_rows_past_the_last_request_stay_as_they_are(device, cached):
     inputs = make_inputs([cached, 3], [1, 0], [3, 2], device=device, padding=30)
     out = torch.full_like(inputs.q, 7.0)
@@ -248,7 +277,7 @@ def test_a_chain_of_candidates_is_a_delta(device, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_candidates_without_parents_give_the_bits_of_no_parents(device, dtype):
-    inputs = make_inputs([0, SPLIT_LEN + 9, 30], [2, 2, 17], [4, 9, 3], device=device, q_heads=3, dtype=dtype)
+    inputs = make_inputs([0, ONE_SPLIT + 9, 30], [2, 2, 17], [4, 9, 3], device=device, q_heads=3, dtype=dtype)
     inputs.q[0] = -100 * inputs.k_new[0]  # a delta token that sees itself only: exp2 of its score is 0 in fp32
     roots = inputs.with_trees([[-1] * n for n in inputs.candidate_lens.tolist()])
     assert torch.equal(roots.run(), inputs.run())
@@ -276,7 +305,7 @@ def test_malformed_parents_are_none(device, backend, seed):
         assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("cached", [0, 45, SPLIT_LEN + 45])
+@pytest.mark.parametrize("cached", [0, 45, ONE_SPLIT + 45])
 def test_a_candidate_depends_on_its_ancestors_only(device, cached):
     """Alone with its ancestors, beside other candidates, or after another request: the same bits."""
     delta, tree = 2, [-1, 0, 1, -1, 0, 4, 1, 2, 5, -1, 7, 10]
@@ -325,7 +354,7 @@ def test_waiting_for_a_deeper_branch_keeps_the_sign_of_zero(device):
 def test_a_request_gives_the_same_bits_in_any_batch(device):
     """Alone, in another order, beside others, split or not: a row's bits are its own."""
     inputs = make_inputs(
-        [20, 0, 2 * SPLIT_LEN + 40, SPLIT_LEN + 1],
+        [20, 0, ONE_SPLIT + SPLIT_LEN + 40, ONE_SPLIT + 1],
         [1, 37, 1, 0],
         [5, 2, 3, 4],
         device=device,
@@ -339,7 +368,7 @@ def test_a_request_gives_the_same_bits_in_any_batch(device):
             assert torch.equal(rows, together[i])
 
 
-@pytest.mark.parametrize("cached", [45, SPLIT_LEN + 45])
+@pytest.mark.parametrize("cached", [45, ONE_SPLIT + 45])
 def test_a_candidate_does_not_depend_on_the_others(device, cached):
     inputs = make_inputs([cached], [2], [6], device=device, q_heads=3, dtype=torch.float16)
     result = inputs.run()
@@ -399,6 +428,74 @@ def test_delta_at_once_equals_token_by_token(device):
             k_cache[new_slots[t]], v_cache[new_slots[t]] = at_once.k_new[t], at_once.v_new[t]
 
 
+def test_whoever_merges_the_splits_gives_the_same_bits(device, monkeypatch):
+    """A program takes all items in turn, or each its own: another split is the last to arrive."""
+    inputs = make_inputs(
+        [ONE_SPLIT + 1, 40, ONE_SPLIT + 3 * SPLIT_LEN],
+        [1, 1, 0],
+        [4, 2, 5],
+        device=device,
+        q_heads=6,
+        kv_heads=2,
+        head_dim=24,
+        dtype=torch.float16,
+    )
+    counters = torch.zeros(num_counters(3, 2) + 3, dtype=torch.int32, device=device)
+    expected = inputs.run(counters=counters)
+    assert not counters.any()
+    plan = plan_of(inputs)
+    turned = plan.clone()
+    turned[1 : 1 + int(plan[0, 0])] = plan[1 : 1 + int(plan[0, 0])].flip(0)
+    for programs in (2, 6, 1024):
+        monkeypatch.setattr(sys.modules[value_tree_attention.__module__], "MAX_PROGRAMS", programs)
+        for other in (plan, turned):
+            assert torch.equal(inputs.run(plan=other, counters=counters), expected)
+            assert not counters.any()
+
+
+# --- the plan -------------------------------------------------------------------------------------------------------
+
+
+@given(
+    requests=st.lists(
+        st.tuples(
+            st.integers(0, ONE_SPLIT + MAX_SPLITS * SPLIT_LEN),
+            st.sampled_from([0, 0, 1, 7, 64, 300]),
+            st.integers(0, 9),
+        ),
+        max_size=9,
+    ),
+    group=st.sampled_from([1, 3, 6, 64]),
+    spare_rows=st.integers(0, 3),
+    wide=st.booleans(),
+)
+def test_plans_agree_with_the_reference(device, requests, group, spare_rows, wide):
+    """The same items in the same order, and no more than the shapes have room for."""
+    cached, delta, candidates = ([r[i] for r in requests] for i in range(3))
+    lens = torch.tensor([0, *map(sum, zip(delta, candidates, strict=True))])
+    arguments = (
+        torch.arange(len(requests), device=device, dtype=torch.int64 if wide else torch.int32).flip(0) + 5,
+        int32(cached, device),
+        lens.cumsum(0).int().to(device),
+        int32(candidates, device),
+    )
+    sizes = dict(total_tokens=int(lens.sum()) + spare_rows, max_len=max([0, *cached]), group=group)
+    plan = plan_attention(*arguments, **sizes, backend="triton")
+    expected = plan_attention(*arguments, **sizes, backend="reference")
+    items = 1 + int(expected[0, 0])
+    assert int(plan[0, 0]) == items - 1 <= len(plan) - 1
+    assert torch.equal(plan[1:items], expected[1:items])
+
+
+def test_plans_of_more_requests_than_are_added_up_at_once(device):
+    cached = [7 * i for i in range(2 * PLAN_BLOCK.value + 5)]
+    inputs = make_inputs(cached, [i % 3 for i in cached], [2] * len(cached), device=device, head_dim=1)
+    items = 1 + int(plan_of(inputs)[0, 0])
+    assert torch.equal(plan_of(inputs)[1:items], plan_of(inputs, "reference")[1:items])
+    shape = plan_shape(len(inputs.q), len(cached), 2, inputs.slot_table.shape[1])
+    assert plan_of(inputs).shape == shape and workspace_shape(*shape, 1, ONE_SPLIT)[1] == 0
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_a_captured_graph_follows_new_lengths_and_trees(device):
     """Shapes are those of the capture, lengths and trees those of the replay; nothing synchronises with the host."""
@@ -435,7 +532,7 @@ def spread(x: torch.Tensor, layout: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize(("turn", "cached"), [(0, 9), (1, 9), (2, SPLIT_LEN + 9), (3, 9), (4, 9)])
+@pytest.mark.parametrize(("turn", "cached"), [(0, 9), (1, 9), (2, ONE_SPLIT + 9), (3, 9), (4, 9)])
 def test_every_tensor_has_strides_of_its_own(device, backend, turn, cached):
     """Keys and values, cached and new, queries and results laid out differently; with trees, in one split and two."""
     inputs = make_inputs([cached, 3], [2, 1], [4, 3], device=device, q_heads=6, kv_heads=3, head_dim=24, page_size=4)
@@ -451,7 +548,7 @@ def test_every_tensor_has_strides_of_its_own(device, backend, turn, cached):
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize(("sign", "cached"), [(-1, 0), (1, 0), (-1, 5), (1, 5), (-1, SPLIT_LEN + 5)])
+@pytest.mark.parametrize(("sign", "cached"), [(-1, 0), (1, 0), (-1, 5), (1, 5), (-1, ONE_SPLIT + 5)])
 def test_scores_far_from_0_with_trees(device, backend, sign, cached):
     """exp2 of every score is 0 or infinite in fp32. In eighths, so that the scores themselves are exact."""
     trees = [[-1, 0, 1, -1, 3], [-1, 0, 0]]
@@ -521,6 +618,10 @@ def test_64_query_heads_share_a_head(device, backend):
         ({"parents": [-1, -1, -1]}, r"parents must be a tensor int32 \[3\] on cpu, got list"),
         ({"out": torch.zeros(3, 4, 9)}, r"out must be float32 \[3, 4, 8\] on cpu, got float32 \[3, 4, 9\]"),
         ({"out": 1}, r"out must be a tensor float32 \[3, 4, 8\] on cpu, got int"),
+        ({"plan": torch.zeros(3, 8)}, r"plan must be int32 \[2, 8\] on cpu, got float32 \[3, 8\]"),
+        ({"plan": torch.zeros(3, 8).int()}, r"plan must be int32 \[2, 8\] on cpu, got int32 \[3, 8\]"),
+        ({"counters": torch.zeros(9)}, r"counters must be int32 \[\*\] on cpu, got float32 \[9\]"),
+        ({"counters": torch.zeros(3).int()}, r"counters must be int32 \[4 or more\], got int32 \[3\]"),
         ({"page_size": 0}, "page_size must be an int of at least 1, got 0"),
         ({"page_size": 1.0}, "page_size must be an int of at least 1, got float"),
         ({"page_size": True}, "page_size must be an int of at least 1, got bool"),
@@ -560,3 +661,25 @@ def test_the_kernels_refuse_strides_past_32_bits(device):
 def test_the_kernels_refuse_what_only_the_reference_takes(device, shape, dtype, message):
     with pytest.raises(ValueError, match=message):
         make_inputs([5], [1], [2], device=device, dtype=dtype, **shape).run()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"table_rows": torch.zeros(1)}, r"table_rows must be int32\|int64 \[\*\], got float32 \[1\]"),
+        ({"cached_lens": int32([1, 2])}, r"cached_lens must be int32 \[1\] on cpu, got int32 \[2\]"),
+        ({"q_offsets": int32([0])}, r"q_offsets must be int32 \[2\] on cpu, got int32 \[1\]"),
+        ({"candidate_lens": torch.tensor([2])}, r"candidate_lens must be int32 \[1\] on cpu, got int64 \[1\]"),
+        ({"total_tokens": -1}, "total_tokens must be an int from 0 to 2147483647, got -1"),
+        ({"max_len": 2**31}, "max_len must be an int from 0 to 2147483647, got 2147483648"),
+        ({"max_len": 1.0}, "max_len must be an int from 0 to 2147483647, got float"),
+        ({"group": 65}, "group must be an int from 1 to 64, got 65"),
+        ({"group": True}, "group must be an int from 1 to 64, got bool"),
+        ({"backend": "cuda"}, "backend must be one of auto, triton, reference, got 'cuda'"),
+    ],
+)
+def test_errors_of_a_plan_name_the_argument(changes, message):
+    tensors = dict(table_rows=int32([0]), cached_lens=int32([5]), q_offsets=int32([0, 3]), candidate_lens=int32([2]))
+    sizes = dict(total_tokens=3, max_len=9, group=2)
+    with pytest.raises((ValueError, TypeError), match=message):
+        plan_attention(**tensors | sizes | changes)

@@ -58,8 +58,7 @@ MAX_SPLITS = tl.constexpr(16)
 SPLIT_TILES = tl.constexpr(2)
 # Requests whose items are added up at once, and items written at once, when a plan is made.
 PLAN_BLOCK = tl.constexpr(256)
-# Partial results on their way while splits are merged.
-MERGE_STAGES = tl.constexpr(3)
+# Columns of the results that are merged at once: with 128, D 128 spills.
 MERGE_COLUMNS = tl.constexpr(64)
 # Numbers of an item of the plan, see _load_item. A read of 32 bytes.
 ITEM_SIZE = tl.constexpr(8)
@@ -226,6 +225,7 @@ def _merge_splits(
     is_row,  # [BLOCK_M]
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    MERGE_STAGES: tl.constexpr,
 ):
     """Merge the results of a tile's splits, in their order: ``out = sum_s softmax_s(lse_s) partial_out_s``.
 
@@ -269,6 +269,7 @@ def _value_tree_attention_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    MERGE_STAGES: tl.constexpr,  # partial results on their way while splits are merged
     OVERLAPS: tl.constexpr,
 ):
     TOKENS: tl.constexpr = BLOCK_M // GROUP
@@ -372,9 +373,7 @@ def _value_tree_attention_kernel(
             is_new = block >= cached_blocks
             key = (block - tl.where(is_new, cached_blocks, 0)) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
             # Row of the new tokens, or slot of the cache.
-            source = page.to(tl.int64)
-            if PAGE_SIZE > 1:
-                source = tl.where(is_new, source, source * PAGE_SIZE + key % PAGE_SIZE)
+            source = page.to(tl.int64) * tl.where(is_new, 1, PAGE_SIZE) + tl.where(is_new, 0, key % PAGE_SIZE)
             k_ptr = tl.where(is_new, k_new_ptr, k_cache_ptr)
             v_ptr = tl.where(is_new, v_new_ptr, v_cache_ptr)
             k_ptr += source * tl.where(is_new, stride.k_new_token, stride.k_cache_slot)
@@ -413,6 +412,7 @@ def _value_tree_attention_kernel(
                     is_row,
                     HEAD_DIM,
                     BLOCK_D,
+                    MERGE_STAGES,
                 )
 
 
@@ -420,16 +420,17 @@ def _launch_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Blocks, warps and pipeline depth. In bf16 and fp16 nothing spills on the GPUs of :mod:`bench.codegen` but at
     D 256. On sm_90 shared memory and registers hold two programs a processor up to D 128, each with 32 KB of keys and
     values on their way while it waits for the next block: more than the 20 KB that 4.8 TB/s need. Elsewhere a block of
-    64 keys would spill at D 128, or ask for more shared memory than there is; sm_100 spills with a third stage, too.
+    64 keys would spill at D 128, or ask for more shared memory than there is, and so do more stages.
     fp32 spills at most a few bytes."""
     block_d = max(16, next_power_of_2(head_dim))
     if dtype == torch.float32:  # no tensor cores in full fp32: operands live in registers, more so the wider the head
-        return dict(BLOCK_D=block_d, BLOCK_N=16, num_warps=max(8, block_d // 8), num_stages=2)
+        return dict(BLOCK_D=block_d, BLOCK_N=16, MERGE_STAGES=1, num_warps=max(8, block_d // 8), num_stages=2)
     on_sm_90 = architecture() in ("sm_90", "")  # in the interpreter as there
     stages = 4 if on_sm_90 and block_d <= 64 else 3
     return dict(
         BLOCK_D=block_d,
         BLOCK_N=64 if block_d <= 64 or (on_sm_90 and block_d == 128) else 32,
+        MERGE_STAGES=3 if on_sm_90 else 1,
         num_warps=4 if block_d <= 128 else 8,
         num_stages=2 if architecture() == "sm_100" else stages,
     )
