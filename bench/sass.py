@@ -23,15 +23,21 @@ HMMA_SHARE = 0.62  # of HGMMA's rate that HMMA reaches on sm_90
 NO_RESULT = ("STG", "STS", "LDGSTS", "LDGDEPBAR", "RED", "BAR", "BRA", "EXIT", "DEPBAR", "WARPGROUP", "MEMBAR", "FENCE")
 
 
+_texts: dict[str, str] = {}  # by the kernel's hash: cuobjdump takes a second
+
+
 def disassemble(kernel: object, arch: int) -> str:
     """What cuobjdump says of a compiled kernel: its resources, and its SASS."""
     from triton.backends.nvidia.compiler import get_ptxas
 
+    if kernel.hash in _texts:
+        return _texts[kernel.hash]
     tool = Path(get_ptxas(arch).path).with_name("cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         Path(cubin.name).write_bytes(kernel.asm["cubin"])
         command = [tool, "-res-usage", "-sass", cubin.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        _texts[kernel.hash] = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return _texts[kernel.hash]
 
 
 def registers_and_stack(code: str) -> tuple[int, int]:
