@@ -20,10 +20,14 @@ with all its dtypes and options. Each is compiled in a process of its own. The t
   threads with different sums, and a loop that they leave at different times hangs at its next barrier;
 - a sum whose layout, hence its order and its last bits, depends on the number of requests in the batch;
 - a kernel that no call launches;
+- in a step on sm_90: a loop that waits for all of its asynchronous copies; a kernel that streams with too few bytes of
+  copies on their way; a matmul whose loop is bound by issuing instructions; more launches or torch operators than
+  ``LIMITS``;
 - a figure of a step more than 10 % worse than the committed one of the same Triton version
-  (``bench/results/codegen.json``, written by ``--update``).
+  (``bench/results/codegen.json``, written by ``--update``), and a step whose time by :mod:`bench.step_model` is more
+  than 5 % longer (``bench/results/step-model.json``).
 
-Two cores take two or three minutes for everything.
+Two cores take some minutes for everything.
 """
 
 from __future__ import annotations
@@ -46,9 +50,10 @@ import torch
 import triton
 
 from bench.kernel_calls import VALUE_MODELS, operator_calls, value_model_step
-from bench.kernel_model import PARTS, Part
+from bench.kernel_model import GPUS, PARTS, Part, Rates
 from bench.launches import compiling_for, kernels
-from bench.sass import disassemble, instructions_of, loops_of, registers_and_stack
+from bench.sass import disassemble, instructions_of, loading_loops, loops_of, read, registers_and_stack
+from bench.step_launches import Step
 from lenvm_kernels.ops import ragged_linear, value_head, value_tree_attention
 
 RESULTS = Path(__file__).parent / "results" / "codegen.json"
@@ -68,6 +73,17 @@ TAKES_ANGLES = {"_embed_tokens_kernel"}
 ANGLE_STACK, ANGLE_FP64 = 32, 6
 WARP_GROUP_ROWS = 64  # of the smallest tile that sm_90's HGMMA multiplies
 TOLERANCE = 0.10  # of a figure, against the committed one
+# What a guided step of the model may launch, and how much longer than committed it may take by bench.step_model.
+STEP_MODEL, STEP_SIZES = "Qwen2.5-1.5B", (8, 64, 256)
+LIMITS = {"launches of a layer": 10, "launches of a step": 322, "torch operators of a step": 34}
+STEP_TOLERANCE = 0.05
+STEP_RESULTS = RESULTS.with_name("step-model.json")
+# Kernels whose job is to stream, and the bytes of copies that each multiprocessor needs on their way after the wait for
+# HBM to be busy: bandwidth x latency / 132.
+STREAMING = {*MATMULS, "_scan_kernel"}
+IN_FLIGHT = {"H100": 25_000, "H200": 40_000}
+# Cycles of the tensor cores for a cycle of issuing instructions, in the main loop: below 1 the instructions bound it.
+TENSOR_OVER_ISSUE = {"_ragged_linear_kernel": 1.0}
 # Some calls with unusual sizes park a few scalars outside their loops; a tile that does not fit the registers takes
 # hundreds of bytes.
 CALLS_SPILL = 64
@@ -86,6 +102,12 @@ class Figures:
         model: the value model whose step launches it, or the call of an operator.
         kernel: its name, and its number among those of that name there.
         is_half: it reads or writes floats of 16 bits.
+        programs: that a multiprocessor has room for.
+        loop_instructions, loop_copies, loop_wait: of the main loop (:mod:`bench.sass`) its instructions, those that
+            copy asynchronously, and the groups of copies that may be on their way after its wait.
+        bytes_in_flight: of a program's copies, after that wait.
+        tensor_over_issue: cycles of the tensor cores / cycles of issuing instructions, in the main loop.
+        waits_for_all: loops with asynchronous copies that wait for all of them.
     """
 
     model: str
@@ -104,6 +126,14 @@ class Figures:
     fused_into_shuffles: int = 0
     batch_dependent_sums: bool = False
     is_half: bool = True  # as in all files of before this was read
+    # On sm_90 only, and in no file of before these were read.
+    programs: int | None = None
+    loop_instructions: int | None = None
+    loop_copies: int | None = None
+    loop_wait: int | None = None
+    bytes_in_flight: int | None = None
+    tensor_over_issue: float | None = None
+    waits_for_all: int | None = None
 
     @property
     def name(self) -> str:
@@ -212,6 +242,7 @@ def describe(kernel: object, part: Part) -> dict[str, object]:
         registers, spilled = registers_and_stack(code)
         instructions = instructions_of(code)
         loops = loops_of(instructions)
+    of_sm_90 = part.target == PARTS["sm_90"].target
     return {
         "registers": registers,
         "spilled": spilled,
@@ -220,7 +251,28 @@ def describe(kernel: object, part: Part) -> dict[str, object]:
         "occupancy": round(part.occupancy(registers, shared, warps), 3),
         "is_half": bool(re.search(r"\*(?:bf|fp)16", str(kernel.src.signature))),  # some arguments are tuples
         **count_instructions(instructions, loops),
+        **({"programs": part.resident_blocks(registers, shared, warps)} if of_sm_90 else {}),
+        **(loop_figures(instructions, warps) if of_sm_90 else {}),
     }
+
+
+def loop_figures(instructions: list[tuple[int, str]], warps: int) -> dict[str, object]:
+    """What :class:`Figures` has of the loops of a kernel for sm_90."""
+    found: dict[str, object] = {
+        "waits_for_all": sum(bool(body.copied) and body.wait == 0 for _, body in loading_loops(instructions, warps)),
+        "bytes_in_flight": 0,
+    }
+    loop = read(instructions, warps).loop
+    if loop:
+        found |= {
+            "loop_instructions": len(loop.lines),
+            "loop_copies": sum("LDGSTS" in line for line in loop.lines),
+            "loop_wait": loop.wait,
+            "bytes_in_flight": loop.bytes_in_flight,
+        }
+        if loop.tensor_cycles:
+            found["tensor_over_issue"] = round(loop.tensor_cycles / loop.issue_cycles, 3)
+    return found
 
 
 def count_instructions(instructions: list[tuple[int, str]], loops: list[tuple[int, int]]) -> dict:
@@ -309,6 +361,8 @@ def faults(subject: str, figures: list[Figures]) -> list[str]:
             wrong.append(f"{figure.fused_into_shuffles} products fused with an addition across threads")
         if figure.batch_dependent_sums:
             wrong.append("the layout of a sum depends on the number of requests")
+        if subject == "sm_90":
+            wrong += _slow_loops(figure)
         found += [f"{subject} {figure.model} {figure.kernel}: {what}" for what in wrong]
     if subject == CALLS:
         missing = kernels().keys() - {figure.name for figure in figures}
@@ -316,8 +370,55 @@ def faults(subject: str, figures: list[Figures]) -> list[str]:
     return found
 
 
+def _slow_loops(figure: Figures) -> list[str]:
+    wrong = []
+    if figure.waits_for_all:
+        wrong.append(f"{figure.waits_for_all} loops wait for all of their asynchronous copies")
+    if figure.name in STREAMING and figure.bytes_in_flight is not None:
+        in_flight = figure.bytes_in_flight * figure.programs
+        few = [f"an {gpu} needs {needed}" for gpu, needed in IN_FLIGHT.items() if in_flight < needed]
+        if few:
+            wrong.append(f"{in_flight} bytes of copies on their way on a multiprocessor, {', '.join(few)}")
+    floor = TENSOR_OVER_ISSUE.get(figure.name)
+    if floor and (figure.tensor_over_issue or 0.0) < floor:
+        wrong.append(f"{figure.tensor_over_issue} tensor cycles for a cycle of issue in its loop, at least {floor}")
+    return wrong
+
+
+def step_figures() -> dict[str, dict]:
+    """Of guided steps on sm_90: the launches that ``LIMITS`` limits, and milliseconds by requests and GPU."""
+    launches: dict[str, int] = dict.fromkeys(LIMITS, 0)
+    milliseconds = {}
+    for requests in STEP_SIZES:
+        step = Step.of(STEP_MODEL, requests)
+        counts = (len(step.layer) + step.operators[0], step.num_launches, step.num_operators)
+        launches = {name: max(count, before) for count, (name, before) in zip(counts, launches.items(), strict=True)}
+        for gpu in GPUS.values():
+            milliseconds[f"B {requests} {gpu.name}"] = round(step.seconds(gpu, Rates()) * 1e3, 3)
+    return {"launches": launches, "milliseconds": milliseconds}
+
+
+def step_faults(step: dict[str, dict]) -> list[str]:
+    """What is wrong with a step, whatever it was before."""
+    counts = step["launches"]
+    return [f"step: {counts[name]} {name}, at most {most}" for name, most in LIMITS.items() if counts[name] > most]
+
+
+def step_regressions(step: dict[str, dict], committed: dict[str, float]) -> list[str]:
+    """Steps whose time by the model is more than 5 % longer than committed."""
+    found = []
+    for name, milliseconds in step["milliseconds"].items():
+        before = committed.get(name)
+        if before is None:
+            found.append(f"step {name} is not among the committed times: --update writes them")
+        elif milliseconds > (1 + STEP_TOLERANCE) * before:
+            found.append(f"step {name}: {before} ms -> {milliseconds} ms by bench.step_model")
+    return found
+
+
 # Figures that a change may make worse, and the sign of worse.
 COMPARED = {"registers": 1, "spilled": 1, "shared": 1, "occupancy": -1}
+COMPARED |= {"loop_instructions": 1, "bytes_in_flight": -1, "tensor_over_issue": -1}
 
 
 def regressions(subject: str, figures: list[Figures], committed: list[Figures]) -> list[str]:
@@ -331,6 +432,8 @@ def regressions(subject: str, figures: list[Figures], committed: list[Figures]) 
     for key in sorted(before.keys() & now.keys()):
         for figure, sign in COMPARED.items():
             old, new = getattr(before[key], figure), getattr(now[key], figure)
+            if old is None or new is None:
+                continue
             if sign * (new - old) > TOLERANCE * old:
                 found.append(f"{subject} {' '.join(key)}: {figure} {old} -> {new}")
     return found
@@ -353,6 +456,13 @@ def table(subject: str, figures: list[Figures]) -> str:
     return "\n".join(lines)
 
 
+def step_table(step: dict[str, dict]) -> str:
+    """What a step launches and takes, in words."""
+    launches = ", ".join(f"{count} {name}" for name, count in step["launches"].items())
+    times = ", ".join(f"{name} {milliseconds} ms" for name, milliseconds in step["milliseconds"].items())
+    return f"step of {STEP_MODEL}: {launches}\nby bench.step_model: {times}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="fail on the faults above")
@@ -364,20 +474,23 @@ def main() -> int:
     args = parser.parse_args()
     if args.compile:
         figures = (compile_calls if args.compile == CALLS else compile_steps)(SUBJECTS[args.compile])
-        print(json.dumps([asdict(figure) for figure in figures]))
+        step = step_figures() if args.compile == "sm_90" else None
+        print(json.dumps({"figures": [asdict(figure) for figure in figures], "step": step}))
         return 0
 
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
-    def compiled(subject: str) -> list[Figures]:
+    def compiled(subject: str) -> dict:
         command = [sys.executable, "-m", "bench.codegen", "--compile", subject]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"compiling for {subject} failed:\n{done.stderr[-5000:]}")
-        return [Figures(**figure) for figure in json.loads(done.stdout)]
+        return json.loads(done.stdout)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        figures = dict(zip(args.parts, pool.map(compiled, args.parts), strict=True))
+        done = dict(zip(args.parts, pool.map(compiled, args.parts), strict=True))
+    figures = {subject: [Figures(**figure) for figure in of_part["figures"]] for subject, of_part in done.items()}
+    step = done["sm_90"]["step"] if "sm_90" in done else None
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     known = results.get(triton.__version__, {}).get("parts", {})
     found = []
@@ -386,6 +499,12 @@ def main() -> int:
         found += faults(subject, figures[subject])
         if subject != CALLS and not args.update:
             found += regressions(subject, figures[subject], [Figures(**f) for f in known.get(subject, [])])
+    step_results = json.loads(STEP_RESULTS.read_text()) if STEP_RESULTS.exists() else {}
+    if step:
+        print(step_table(step), end="\n\n")
+        found += step_faults(step)
+        if not args.update:
+            found += step_regressions(step, step_results.get(triton.__version__, {}).get("milliseconds", {}))
     if args.update:
         steps = {part: [asdict(f) for f in of_part] for part, of_part in figures.items() if part != CALLS}
         results[triton.__version__] = {
@@ -397,6 +516,10 @@ def main() -> int:
             "parts": known | steps,
         }
         RESULTS.write_text(dump(results))
+        if step:
+            about = {key: results[triton.__version__][key] for key in ("command", "device", "date")}
+            step_results[triton.__version__] = about | step
+            STEP_RESULTS.write_text(json.dumps(dict(sorted(step_results.items())), indent=1) + "\n")
     print("\n".join(found) or "no faults")
     return int(args.check and bool(found))
 

@@ -23,15 +23,21 @@ HMMA_SHARE = 0.62  # of HGMMA's rate that HMMA reaches on sm_90
 NO_RESULT = ("STG", "STS", "LDGSTS", "LDGDEPBAR", "RED", "BAR", "BRA", "EXIT", "DEPBAR", "WARPGROUP", "MEMBAR", "FENCE")
 
 
+_texts: dict[str, str] = {}  # by the kernel's hash: cuobjdump takes a second
+
+
 def disassemble(kernel: object, arch: int) -> str:
     """What cuobjdump says of a compiled kernel: its resources, and its SASS."""
     from triton.backends.nvidia.compiler import get_ptxas
 
+    if kernel.hash in _texts:
+        return _texts[kernel.hash]
     tool = Path(get_ptxas(arch).path).with_name("cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         Path(cubin.name).write_bytes(kernel.asm["cubin"])
         command = [tool, "-res-usage", "-sass", cubin.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        _texts[kernel.hash] = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return _texts[kernel.hash]
 
 
 def registers_and_stack(code: str) -> tuple[int, int]:
@@ -196,21 +202,24 @@ class Code:
     rest: Section
 
 
+def loading_loops(instructions: Sequence[Line], warps: int) -> list[tuple[tuple[int, int], Section]]:
+    """(first and last address, body) of the loops that load from global memory and have no other such loop in them."""
+    found = []
+    for first, last in loops_of(instructions):
+        body = Section(tuple(line for at, line in instructions if first <= at <= last), warps)
+        if body.copied or body.loaded:
+            found.append(((first, last), body))
+    return [
+        (span, body)
+        for span, body in found
+        if not any(span[0] <= other[0] and other[1] <= span[1] and other != span for other, _ in found)
+    ]
+
+
 def read(instructions: Sequence[Line], warps: int) -> Code:
     """Take instructions apart."""
-    loops = loops_of(instructions)
-
-    def section(first: int, last: int) -> Section:
-        return Section(tuple(line for at, line in instructions if first <= at <= last), warps)
-
-    loading = [(span, section(*span)) for span in loops]
-    loading = [(span, body) for span, body in loading if body.copied or body.loaded]
-    inner = [
-        (span, body)
-        for span, body in loading
-        if not any(span[0] <= other[0] and other[1] <= span[1] and other != span for other, _ in loading)
-    ]
-    span, loop = max(inner, key=lambda item: (item[1].copied, item[1].loaded), default=((-1, -1), None))
+    loops = loading_loops(instructions, warps)
+    span, loop = max(loops, key=lambda item: (item[1].copied, item[1].loaded), default=((-1, -1), None))
     # What follows the end serves lanes that diverged.
     ends = (at for at, line in instructions if line.strip() == "EXIT" and at > span[1])
     end = next(ends, instructions[-1][0] if instructions else 0)

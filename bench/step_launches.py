@@ -9,6 +9,7 @@ operator of torch counts as a gap and a short kernel.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,7 +50,7 @@ class Live:
 
 # --- what the programs of each kernel have to do; a kernel not in the table takes one turn a program ---
 
-Arguments = dict[str, object]  # of a launch, by the kernel's parameters
+Arguments = dict[str, Any]  # of a launch, by the kernel's parameters
 
 
 def _ceil(x: int, y: int) -> int:
@@ -270,8 +271,12 @@ class Step:
     @property
     def num_launches(self) -> int:
         """Of a step, torch's operators among them."""
-        layers = self.config.num_layers
-        return layers * (len(self.layer) + self.operators[0]) + len(self.others) + self.operators[1]
+        return self.config.num_layers * len(self.layer) + len(self.others) + self.num_operators
+
+    @property
+    def num_operators(self) -> int:
+        """Of torch, in a step."""
+        return self.config.num_layers * self.operators[0] + self.operators[1]
 
     def seconds(self, gpu: Gpu, rates: Rates) -> float:
         """Of a step."""

@@ -26,6 +26,10 @@ GOOD = codegen.Figures(
     loads={"128": 4},
     stores={"128": 4},
     async_copies=24,
+    programs=2,
+    bytes_in_flight=20_000,
+    tensor_over_issue=1.0,
+    waits_for_all=0,
 )
 
 
@@ -62,6 +66,19 @@ def test_good_figures_have_no_faults():
         ("sm_80", {"fp64": 2}, "2 instructions in fp64"),
         ("sm_90", {"fused_into_shuffles": 1}, "1 products fused with an addition across threads"),
         ("gfx942", {"batch_dependent_sums": True}, "the layout of a sum depends on the number of requests"),
+        ("sm_90", {"waits_for_all": 2}, "2 loops wait for all of their asynchronous copies"),
+        (
+            "sm_90",
+            {"bytes_in_flight": 19_999},
+            "39998 bytes of copies on their way on a multiprocessor, an H200 needs 40000",
+        ),
+        (
+            "sm_90",
+            {"bytes_in_flight": 24_999, "programs": 1},
+            "24999 bytes of copies on their way on a multiprocessor, an H100 needs 25000, an H200 needs 40000",
+        ),
+        ("sm_90", {"tensor_over_issue": 0.99}, "0.99 tensor cycles for a cycle of issue in its loop, at least 1.0"),
+        ("sm_90", {"tensor_over_issue": None}, "None tensor cycles for a cycle of issue in its loop, at least 1.0"),
     ],
 )
 def test_each_fault_is_found(part, change, message):
@@ -98,14 +115,130 @@ def test_only_matmuls_of_16_bit_numbers_need_tensor_cores():
         assert codegen.faults("sm_90", [replace(GOOD, tensor_cores={}, async_copies=0, **change)]) == []
 
 
+# A loop of 8 warps with two groups of copies a pass, 8 KB each, and 128 cycles of the tensor cores.
+LOOP = [
+    "DEPBAR.LE SB0, 0x4 ",  # 0x0
+    "BAR.SYNC.DEFER_BLOCKING 0x0",
+    "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24",
+    "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0",
+    "WARPGROUP.DEPBAR.LE gsb0, 0x0",  # of the tensor cores: no wait for copies
+    "LDGSTS.E.BYPASS.128 [R2], desc[UR14][R4.64], P2",
+    "LDGSTS.E.BYPASS.128 [R2+0x1000], desc[UR14][R4.64], P2",
+    "LDGDEPBAR",
+    "LDGSTS.E.BYPASS.128 [R2+0x2000], desc[UR14][R4.64]",
+    "LDGSTS.E.BYPASS.128 [R2+0x3000], desc[UR14][R4.64]",
+    "LDGDEPBAR",
+    "@!P0 BRA 0x0",  # 0xb0
+    "DEPBAR.LE SB0, 0x0 ",  # after the loop, where none is left
+    "EXIT",
+]
+
+
+def loop_figures(lines):
+    return codegen.loop_figures([(0x10 * i, line) for i, line in enumerate(lines)], 8)
+
+
+def test_a_loop_is_read():
+    figures = {"loop_instructions": 12, "loop_copies": 4, "loop_wait": 4, "bytes_in_flight": 2 * 4 * 16 * 256}
+    assert loop_figures(LOOP) == figures | {"tensor_over_issue": round(128 / 24, 3), "waits_for_all": 0}
+    assert loop_figures(["FADD R1, R1, R1", "EXIT"]) == {"bytes_in_flight": 0, "waits_for_all": 0}
+    assert codegen.faults("sm_90", [replace(GOOD, **loop_figures(LOOP))]) == []
+
+
+def test_a_loop_that_waits_for_all_of_its_copies_is_found_wherever_it_is():
+    """In the main loop, in one beside it, and in both; what a persistent loop around them waits for is its own."""
+    waiting = [line.replace("SB0, 0x4", "SB0, 0x0") for line in LOOP[:12]]
+    shorter = [line for line in waiting if "LDGSTS" not in line or "+" not in line]
+
+    def moved(lines, by):
+        return [line.replace("BRA 0x0", f"BRA {0x10 * by:#x}") for line in lines]
+
+    assert loop_figures(waiting)["waits_for_all"] == 1
+    assert loop_figures(waiting)["bytes_in_flight"] == 0
+    assert loop_figures(LOOP[:12] + moved(shorter, 12))["waits_for_all"] == 1
+    assert loop_figures(waiting + moved(shorter, 12))["waits_for_all"] == 2
+    assert loop_figures([*LOOP[:13], "@P1 BRA 0x0"])["waits_for_all"] == 0
+    faults = codegen.faults("sm_90", [replace(GOOD, **loop_figures(waiting))])
+    assert faults[0].endswith("1 loops wait for all of their asynchronous copies")
+
+
+def test_a_loop_with_too_few_stages_is_found():
+    """One pass's copies on their way are 16 KB: two programs a multiprocessor are enough for an H100."""
+    (fault,) = codegen.faults("sm_90", [replace(GOOD, **loop_figures([LOOP[0].replace("4", "2"), *LOOP[1:]]))])
+    assert fault.endswith("32768 bytes of copies on their way on a multiprocessor, an H200 needs 40000")
+
+
+def test_a_loop_that_its_instructions_bound_is_found():
+    (fault,) = codegen.faults("sm_90", [replace(GOOD, **loop_figures(LOOP[:1] + ["FADD R1, R1, R1"] * 53 + LOOP[1:]))])
+    assert fault.endswith("0.985 tensor cycles for a cycle of issue in its loop, at least 1.0")
+
+
+def test_only_what_streams_on_sm_90_needs_copies_in_flight():
+    slow = {"bytes_in_flight": 0, "tensor_over_issue": 0.1}
+    for kernel in ("_scan_kernel 1", "_value_tree_attention_kernel 1", "_partial_logits_kernel 1"):
+        (fault,) = codegen.faults("sm_90", [replace(GOOD, kernel=kernel, **slow)])
+        assert "0 bytes of copies on their way" in fault
+    assert codegen.faults("sm_90", [replace(GOOD, kernel="_filter_kernel 1", **slow)]) == []
+    for subject in ("sm_80", "sm_100"):
+        kind = {"sm_80": "HMMA", "sm_100": "UTCHMMA"}[subject]
+        assert codegen.faults(subject, [replace(GOOD, tensor_cores={kind: 16}, waits_for_all=1, **slow)]) == []
+
+
+STEP = {
+    "launches": dict(codegen.LIMITS),
+    "milliseconds": {"B 8 H100": 2.0, "B 64 H100": 3.0},
+}
+
+
+@pytest.mark.parametrize("name", codegen.LIMITS)
+def test_a_step_may_launch_no_more_than_its_limits(name):
+    assert codegen.step_faults(STEP) == []
+    most = codegen.LIMITS[name]
+    more = {"launches": STEP["launches"] | {name: most + 1}}
+    assert codegen.step_faults(STEP | more) == [f"step: {most + 1} {name}, at most {most}"]
+
+
+def test_a_step_may_take_five_percent_longer_by_the_model():
+    committed = STEP["milliseconds"]
+    for milliseconds, faults in (
+        (2.1, []),
+        (1.0, []),
+        (2.101, ["step B 8 H100: 2.0 ms -> 2.101 ms by bench.step_model"]),
+    ):
+        step = STEP | {"milliseconds": committed | {"B 8 H100": milliseconds}}
+        assert codegen.step_regressions(step, committed) == faults
+    assert codegen.step_regressions(STEP, {"B 8 H100": 2.0}) == [
+        "step B 64 H100 is not among the committed times: --update writes them"
+    ]
+
+
 @pytest.mark.parametrize(
     ("figure", "passes", "fails"),
-    [("registers", 140, 141), ("shared", 72_089, 72_090), ("spilled", 0, 1), ("occupancy", 0.226, 0.224)],
+    [
+        ("registers", 140, 141),
+        ("shared", 72_089, 72_090),
+        ("spilled", 0, 1),
+        ("occupancy", 0.226, 0.224),
+        ("bytes_in_flight", 18_000, 17_999),
+        ("tensor_over_issue", 0.91, 0.89),
+    ],
 )
 def test_a_figure_may_get_ten_percent_worse(figure, passes, fails):
     assert codegen.regressions("sm_90", [replace(GOOD, **{figure: passes})], [GOOD]) == []
     (found,) = codegen.regressions("sm_90", [replace(GOOD, **{figure: fails})], [GOOD])
     assert found.endswith(f"{figure} {getattr(GOOD, figure)} -> {fails}")
+
+
+def test_figures_of_a_loop_that_one_side_lacks_are_not_compared():
+    """Files of before they were read have none of them."""
+    without = {name: None for name in ("programs", "bytes_in_flight", "tensor_over_issue", "waits_for_all")}
+    old = {name: value for name, value in asdict(GOOD).items() if name not in without}
+    assert codegen.regressions("sm_90", [GOOD], [codegen.Figures(**old)]) == []
+    assert codegen.regressions("sm_90", [replace(GOOD, **without)], [GOOD]) == []
+    (found,) = codegen.regressions(
+        "sm_90", [replace(GOOD, loop_instructions=111)], [replace(GOOD, loop_instructions=100)]
+    )
+    assert found.endswith("loop_instructions 100 -> 111")
 
 
 def test_better_figures_are_no_regression():
