@@ -61,7 +61,7 @@ MATMULS = {
     "_value_head_kernel": value_head.BLOCK_M_FEW,
 }
 # Kernels that branch on no sum across threads. Threads may hold it with different last bits: one of them stores it.
-BRANCH_ON_NO_SUM = {"_value_head_kernel", "_value_tree_attention_kernel"}
+BRANCH_ON_NO_SUM = {"_value_tree_attention_kernel"}
 WARP_GROUP_ROWS = 64  # of the smallest tile that sm_90's HGMMA multiplies
 TOLERANCE = 0.10  # of a figure, against the committed one
 # Some calls with unusual sizes park a few scalars outside their loops; a tile that does not fit the registers takes
