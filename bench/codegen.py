@@ -66,7 +66,7 @@ MATMULS = {
     "_value_head_kernel": value_head.BLOCK_M_FEW,
 }
 # Kernels that branch on no sum across threads. Threads may hold it with different last bits: one of them stores it.
-BRANCH_ON_NO_SUM = {"_value_head_kernel", "_value_tree_attention_kernel"}
+BRANCH_ON_NO_SUM = {"_value_tree_attention_kernel"}
 # Kernels that take cosines and sines. An angle beyond 105,615 is reduced with so many bits of 2/pi that they lie in 32
 # bytes of the stack, and each function then has three instructions in fp64. A spill would come on top.
 TAKES_ANGLES = {"_embed_tokens_kernel"}

@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -107,7 +108,9 @@ def test_angles_may_be_reduced_in_fp64_and_on_the_stack():
 
 
 def test_sums_that_decide_no_branch_may_differ_between_threads():
-    assert codegen.faults("sm_90", [replace(GOOD, kernel="_value_head_kernel 1", fused_into_shuffles=3)]) == []
+    assert (
+        codegen.faults("sm_90", [replace(GOOD, kernel="_value_tree_attention_kernel 1", fused_into_shuffles=3)]) == []
+    )
 
 
 def test_only_matmuls_of_16_bit_numbers_need_tensor_cores():
@@ -366,8 +369,27 @@ class Compiled:
 
 
 def test_layouts_of_sums_are_read():
-    layout = "#ttg.blocked<{sizePerThread = [2], threadsPerWarp = [32]}>"
-    assert codegen.sum_layouts(TTGIR) == [f"axis = 0 of tensor<256xf32, {layout}>"]
+    layout = "#ttg.blocked<{sizePerThread = 2, threadsPerWarp = 32}>"
+    assert codegen.sum_layouts(TTGIR) == [f"tensor<256xf32, {layout}>"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "other_rows", "other_columns"),
+    [
+        ("blocked<{warpsPerCTA = [4, 1], order = [1, 0]}>", ("[4, 1]", "[8, 1]"), ("[4, 1]", "[2, 2]")),
+        ("nvidia_mma<{warpsPerCTA = [2, 2], instrShape = [16, 8]}>", ("[2, 2]", "[4, 2]"), ("[2, 2]", "[1, 4]")),
+        ("linear<{lane = [[1, 0], [0, 8]], warp = [[2, 0]]}>", ("[[2, 0]]", "[[2, 0], [4, 0]]"), ("[2, 0]", "[0, 2]")),
+        ("slice<{dim = 0, parent = #blocked<{warps = [1, 4, 2]}>}>", None, ("[1, 4, 2]", "[1, 4, 4]")),
+    ],
+)
+def test_rows_beside_a_sum_change_no_layout_of_it(layout, other_rows, other_columns):
+    def sums(layout, rows=64):
+        two = TTGIR.replace("axis = 0", "axis = 1").replace("256x", f"{rows}x256x")
+        return codegen.sum_layouts(two.replace(re.search("#blocked1 = (.*)", TTGIR)[1], f"#ttg.{layout}"))
+
+    if other_rows:
+        assert sums(layout) == sums(layout.replace(*other_rows), rows=128)
+    assert sums(layout) != sums(layout.replace(*other_columns))
 
 
 def test_sums_that_the_batch_decides_are_found():
