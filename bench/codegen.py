@@ -35,7 +35,6 @@ import platform
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -45,10 +44,11 @@ from pathlib import Path
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 
 from bench.kernel_calls import VALUE_MODELS, operator_calls, value_model_step
+from bench.kernel_model import PARTS, Part
 from bench.launches import compiling_for, kernels
+from bench.sass import disassemble, instructions_of, loops_of, registers_and_stack
 from lenvm_kernels.ops import ragged_linear, value_head, value_tree_attention
 
 RESULTS = Path(__file__).parent / "results" / "codegen.json"
@@ -58,10 +58,10 @@ BATCHES = (1, 16, 17, 64)
 MATMULS = {
     "_ragged_linear_kernel": ragged_linear.BLOCK_M,
     "_value_tree_attention_kernel": value_tree_attention.BLOCK_M.value,
-    "_partial_logits_kernel": value_head.BLOCK_M,
+    "_value_head_kernel": value_head.BLOCK_M_FEW,
 }
 # Kernels that branch on no sum across threads. Threads may hold it with different last bits: one of them stores it.
-BRANCH_ON_NO_SUM = {"_partial_logits_kernel", "_value_tree_attention_kernel"}
+BRANCH_ON_NO_SUM = {"_value_head_kernel", "_value_tree_attention_kernel"}
 WARP_GROUP_ROWS = 64  # of the smallest tile that sm_90's HGMMA multiplies
 TOLERANCE = 0.10  # of a figure, against the committed one
 # Some calls with unusual sizes park a few scalars outside their loops; a tile that does not fit the registers takes
@@ -69,46 +69,6 @@ TOLERANCE = 0.10  # of a figure, against the committed one
 CALLS_SPILL = 64
 
 
-@dataclass(frozen=True)
-class Part:
-    """What a GPU has, of its data sheet.
-
-    Attributes:
-        target: as Triton names it.
-        shared: bytes of shared memory that one block may have.
-        shared_of_sm: bytes of a multiprocessor; a block takes 1 KiB of it beside its own.
-        registers: 32-bit ones of a multiprocessor (a SIMD's lane on gfx942).
-        warps: resident on a multiprocessor (on a SIMD on gfx942).
-        blocks: resident on a multiprocessor.
-    """
-
-    target: GPUTarget
-    shared: int
-    shared_of_sm: int
-    registers: int
-    warps: int
-    blocks: int
-
-    def occupancy(self, registers: int, shared: int, warps: int) -> float:
-        """Share of the resident warps that a kernel with such blocks can fill."""
-        if self.target.backend == "hip":
-            # A wave's registers are allotted in eights; each of four SIMDs has 512 a lane. LDS limits whole blocks.
-            waves = min(self.warps, self.registers // max(8, -(-registers // 8) * 8))
-            by_shared = self.shared_of_sm // shared if shared else self.blocks
-            return min(waves, by_shared * warps / 4) / self.warps
-        of_warp = -(-registers * 32 // 256) * 256  # allotted in units of 256 a warp
-        blocks = min(self.blocks, self.warps // warps, self.registers // (of_warp * warps))
-        blocks = min(blocks, self.shared_of_sm // (shared + 1024))
-        return blocks * warps / self.warps
-
-
-KIB = 1024
-PARTS = {
-    "sm_80": Part(GPUTarget("cuda", 80, 32), 163 * KIB, 164 * KIB, 65_536, 64, 32),
-    "sm_90": Part(GPUTarget("cuda", 90, 32), 227 * KIB, 228 * KIB, 65_536, 64, 32),
-    "sm_100": Part(GPUTarget("cuda", 100, 32), 227 * KIB, 228 * KIB, 65_536, 64, 32),
-    "gfx942": Part(GPUTarget("hip", "gfx942", 64), 64 * KIB, 64 * KIB, 512, 8, 16),
-}
 # What is compiled, and for which part: the value models' steps for each, the operators' calls for sm_90.
 CALLS = "calls"
 SUBJECTS = PARTS | {CALLS: PARTS["sm_90"]}
@@ -200,14 +160,30 @@ def sums_that_differ(batches: list[list[tuple[str, object]]]) -> set[str]:
 
 
 def sum_layouts(ttgir: str) -> list[str]:
-    """Axis and layout of each floating-point sum across a tensor, in the order of the code."""
+    """Of each floating-point sum across a tensor, in the order of the code: how its layout divides what is added."""
     aliases = dict(re.findall(r"^(#\w+) = (#.+)$", ttgir, flags=re.MULTILINE))
-    reduction = r'"tt\.reduce"\(.*?\) <\{(axis = \d+).*?\}> \(\{(.*?)\}\) : \((.*?)\) ->'
+    reduction = r'"tt\.reduce"\(.*?\) <\{axis = (\d+).*?\}> \(\{(.*?)\}\) : \((.*?)\) ->'
     found = []
     for axis, combine, operands in re.findall(reduction, ttgir, flags=re.DOTALL):
         if "arith.addf" in combine:
-            found.append(axis + " of " + re.sub(r"#\w+", lambda alias: aliases[alias[0]], operands))
+            found.append(_along(int(axis), re.sub(r"#\w+", lambda alias: aliases[alias[0]], operands)))
     return found
+
+
+def _along(axis: int, tensor: str) -> str:
+    """What the type of a tensor says of one axis. How many rows there are beside it changes no sum along it."""
+    shape = re.match(r"tensor<([\dx]+)x", tensor)[1].split("x")
+
+    def of_axis(match: re.Match) -> str:
+        """Numbers by axis, or a list of such of a linear layout."""
+        name, values = match[1], json.loads(match[2])
+        nested = values and isinstance(values[0], list)
+        if name in ("order", "instrShape") or len(values[0] if nested else values) != len(shape):
+            return match[0]
+        return f"{name} = {[x[axis] for x in values if x[axis]] if nested else values[axis]}"
+
+    layout = re.sub(r"(\w+) = (\[[\[\]\d, ]*\](?=[,}]))", of_axis, tensor)
+    return layout.replace("x".join(shape), shape[axis], 1)
 
 
 # --- reading what was compiled ---
@@ -228,10 +204,10 @@ def describe(kernel: object, part: Part) -> dict[str, object]:
         instructions = [(i, line) for i, line in enumerate(code.splitlines())]
         loops = _amd_loops(instructions)
     else:
-        code = _nvidia(kernel, part.target.arch)
-        registers, spilled = map(int, re.search(r"REG:(\d+) STACK:(\d+)", code).groups())
-        instructions = [(int(at, 16), line) for at, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
-        loops = _nvidia_loops(instructions)
+        code = disassemble(kernel, part.target.arch)
+        registers, spilled = registers_and_stack(code)
+        instructions = instructions_of(code)
+        loops = loops_of(instructions)
     return {
         "registers": registers,
         "spilled": spilled,
@@ -275,24 +251,6 @@ def fused_into_shuffles(lines: list[str]) -> int:
             if re.search(rf"^\s*(?:@\S+ )?[A-Z]\S* {register}\b", later):  # it is written anew
                 break
     return found
-
-
-def _nvidia(kernel: object, arch: int) -> str:
-    """What cuobjdump says of a kernel: its resources, and its SASS."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    tool = Path(get_ptxas(arch).path).with_name("cuobjdump")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        Path(cubin.name).write_bytes(kernel.asm["cubin"])
-        command = [tool, "-res-usage", "-sass", cubin.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def _nvidia_loops(instructions: list[tuple[int, str]]) -> list[tuple[int, int]]:
-    """Addresses from the target of each backward branch to the branch."""
-    branches = ((at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", line)) for at, line in instructions)
-    spans = ((int(branch[1], 16), at) for at, branch in branches if branch)
-    return [(target, at) for target, at in spans if target < at]
 
 
 def _amd_loops(instructions: list[tuple[int, str]]) -> list[tuple[int, int]]:

@@ -31,7 +31,7 @@ CONFIG = ValueModelConfig(
     qkv_bias=False,
     qk_norm=True,
 )
-CACHED = 520  # more than 512 make attention split them
+CACHED = 650  # more than 640 make attention split them
 GUIDANCE = ({"value_scale": 0.7}, {"target_length": 60}, {"target_length": 60, "op": "soft"})
 
 

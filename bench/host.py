@@ -122,8 +122,8 @@ def step_arguments(rows: int, vocab: int) -> dict[str, object]:
 class NoGraphs(Graphs):
     """Graphs that cost nothing, and leave what the function gave at first."""
 
-    def _capture(self, bucket: int) -> tuple[list[SimpleNamespace], torch.Tensor]:
-        return [SimpleNamespace(replay=lambda: None)], self._score(*(buffer[:bucket] for buffer in self._inputs))
+    def _capture(self, requests: int) -> tuple[list[SimpleNamespace], torch.Tensor]:
+        return [SimpleNamespace(replay=lambda: None)], self._score(requests)
 
 
 def guided_step(model: ValueModel, rows: int, vocab: int, *, graph: bool) -> Subject:
@@ -137,7 +137,7 @@ def guided_step(model: ValueModel, rows: int, vocab: int, *, graph: bool) -> Sub
     arguments = step_arguments(rows, vocab)
     arguments["slots"] = slots.slots(arguments["table_rows"], arguments["lengths"] - 1)
     if graph:
-        step._graphs = NoGraphs(step._score, step._no_request(), step.max_requests, split=False)
+        step._graphs = NoGraphs(step._score, split=False)
     return Subject(lambda: step.step(**arguments))
 
 

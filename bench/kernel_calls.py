@@ -11,16 +11,19 @@ import torch
 from bench.models import VOCAB, make_config
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.commit_winner import commit_winner
+from lenvm_kernels.ops.embed_tokens import embed_tokens
+from lenvm_kernels.ops.gather_requests import empty_requests, gather_requests
 from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.ops.ragged_linear import ragged_linear
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.sample_candidates import sample_candidates
+from lenvm_kernels.ops.select_scored import select_scored
 from lenvm_kernels.ops.topk_candidates import topk_candidates
-from lenvm_kernels.ops.value_head import value_head
+from lenvm_kernels.ops.value_head import num_counters, value_head
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.step import GuidedStep
-from lenvm_kernels.types import Candidates
+from lenvm_kernels.types import Candidates, StepHistory
 from lenvm_kernels.value_model import ValueModel
 
 VALUE_MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-1.7B")
@@ -67,6 +70,9 @@ def operator_calls() -> Iterator[Call]:
         _rope_cache,
         _sample_candidates,
         _commit_winner,
+        _gather_requests,
+        _select_scored,
+        _embed_tokens,
         _ragged_linear,
         _smallest,
     ):
@@ -113,11 +119,16 @@ def _value_tree_attention() -> Iterator[Call]:
 def _value_head() -> Iterator[Call]:
     for dtype, zeros in FLOATS.items():
         for size in (1536, 3584):
-            arguments = (zeros(64, size), zeros(size, size), zeros(size), zeros(1, size), zeros(1))
-            call = partial(value_head, *arguments, backend="triton")
-            yield f"value_head {dtype} H{size}", call
-            fused = partial(call, token_rows=i64(40), norm_weight=zeros(size))
-            yield f"value_head {dtype} H{size} with gather and norm", fused
+            for rows in (64, 512):  # either tile
+                head = (zeros(size, size), zeros(size), zeros(1, size), zeros(1))
+                call = partial(value_head, zeros(rows, size), *head, backend="triton")
+                name, outputs = f"value_head {dtype} M{rows} H{size}", rows - 24
+                yield name, call
+                yield f"{name} with gather and norm", partial(call, token_rows=i64(outputs), norm_weight=zeros(size))
+                of_model = dict(token_rows=i32(outputs), targets=i32(outputs), counters=i32(num_counters(outputs)))
+                of_model |= dict(square_sums=fp32(size // 64, rows))
+                yield f"{name} with gather, scatter and sums of squares", partial(call, **of_model)
+                yield f"{name} with every option", partial(call, **of_model, norm_weight=zeros(size))
 
 
 def _candidates(rows: int, slots: int) -> Candidates:
@@ -192,6 +203,43 @@ def _commit_winner() -> Iterator[Call]:
         yield f"commit_winner {dtype} {layers} layers {heads} D{head_dim}", partial(call, backend="triton")
 
 
+def _gather_requests() -> Iterator[Call]:
+    rows = 64
+    table = GuidanceTable(rows, "cpu").columns
+    numbers = i64(rows)
+    call = partial(gather_requests, table, numbers, numbers, i32(rows), numbers, backend="triton")
+    yield "gather_requests", call
+    history = StepHistory(numbers, numbers.clone(), i64(1))
+    every_option = dict(active=i8(rows).bool(), history=history, out=empty_requests(rows, numbers.device))
+    yield "gather_requests with every option", partial(call, **every_option)
+
+
+def _select_scored() -> Iterator[Call]:
+    rows = 64
+    requests, yes = empty_requests(rows, torch.device("cpu")), i8(rows).bool()
+    for slots in (8, 64):
+        call = partial(select_scored, _candidates(rows, slots), requests, backend="triton")
+        yield f"select_scored K{slots}", call
+        every_option = dict(committed=yes, drawn=i32(rows), sample=True, score_all=True, step=i64(1))
+        yield f"select_scored K{slots} with every option", partial(call, **every_option)
+
+
+def _embed_tokens() -> Iterator[Call]:
+    tokens = 48
+    for dtype, size, half in (
+        ("bf16", 896, 32),
+        ("bf16", 1536, 64),
+        ("bf16", 3584, 48),
+        ("fp16", 2048, 64),
+        ("fp32", 2048, 64),
+        ("fp32", 2050, 64),
+    ):
+        call = partial(embed_tokens, i64(tokens), i64(tokens), FLOATS[dtype](VOCAB, size), fp32(half))
+        name = f"embed_tokens {dtype} H{size} D{2 * half}"
+        yield name, partial(call, rope_scale=1.5, num_rows=i32(1), backend="triton")
+    yield f"{name}, all tokens", partial(call, backend="triton")
+
+
 def _ragged_linear() -> Iterator[Call]:
     for dtype, zeros in FLOATS.items():
         x, wide_x = zeros(384, 1536), zeros(384, 8960)
@@ -219,7 +267,7 @@ def _smallest() -> Iterator[Call]:
         "topk_candidates": partial(topk_candidates, number, top_k=index, top_p=one, min_p=one, max_candidates=1),
         "value_tree_attention": attention,
         "value_tree_attention with parents": partial(attention, parents=index),
-        "value_head": partial(value_head, number, number, one, number, one),
+        "value_head": partial(value_head, number, number, one, number, one, square_sums=number, counters=index),
         "reweight_scatter": reweight,
         "reweight_scatter of one token": partial(reweight, probs=number),
         "rope_cache": partial(rope_cache, fp32(1, 6), number, number, index, pair, pair, **rope),
@@ -229,6 +277,13 @@ def _smallest() -> Iterator[Call]:
         "ragged_linear": partial(linear, number, one),
         "ragged_linear with swiglu": partial(linear, fp32(2, 1), fp32(2), swiglu=True),
         "ragged_linear of one column": partial(ragged_linear, long_row, long_row),
+    }
+    long = i64(1)
+    requests, history = empty_requests(1, long.device), StepHistory(long, long.clone(), i64(1))
+    calls |= {
+        "gather_requests": partial(gather_requests, table.columns, long, long, index, long, history=history),
+        "select_scored": partial(select_scored, candidates, requests, drawn=index, step=long),
+        "embed_tokens": partial(embed_tokens, long, long, number, one, num_rows=index),
     }
     for name, call in calls.items():
         yield f"{name}, every size 1", partial(call, backend="triton")

@@ -1,149 +1,178 @@
-"""Launches, bytes and operations of a guided step, counted, and the times they predict: no GPU is needed.
+"""What a guided step takes on a GPU that is not there: its launches, each with the time its machine code predicts.
 
-    python -m bench.step_model [--out bench/results/step-model.md]
+    python -m bench.step_model [--out FILE] [--json FILE] [--before FILE] [--calibrate FOLDER]
 
-Launches are counted by running a step on CPU tensors with every Triton kernel replaced by a counter, and every torch
-operator that is not a view counted as one launch. Bytes and operations are those of the tokens that exist. Predictions
-use the rates below; they are assumptions, not measurements.
+:mod:`bench.step_launches` compiles a step's launches for sm_90, :mod:`bench.kernel_model` has the formulas. Nothing
+here is measured. ``--calibrate`` takes a folder of :mod:`bench.gpu_suite`, or a file in it, and fits the rates that the
+model assumes to the times in it: the share of HBM's bandwidth, the share of the chip's own rates, the gap between
+launches. It prints them and what is left, and writes them to the device's results, where the model reads them.
 """
 
 import argparse
+import json
 import platform
+import subprocess
 import time
-from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import triton
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.launches import intercept_launches, kernels_on_cpu
-from bench.models import VOCAB, forward_floor, layer_parameters, make_config, make_model
-from bench.step import CACHED, Decode, candidate_counts
+from bench.kernel_model import GPUS, Gpu, Rates
+from bench.models import VOCAB
+from bench.step import CACHED
+from bench.step_launches import COPY_SHARE, MATMUL_SHARE, TORCH_OPERATOR, Launch, Step
+from bench.step_rates import CalibrationError, calibrate
 
 RESULT = Path(__file__).parent / "results" / "step-model.md"
-# An H200's data sheet: memory bandwidth in bytes/s, dense bf16 tensor rate in operations/s.
-BANDWIDTH, TENSOR_RATE = 4.8e12, 989e12
-# Shares of them that a copy, a matmul of cuBLAS and one of Triton reach: assumed.
-COPY_SHARE, MATMUL_SHARE, TRITON_SHARE = 0.85, 0.70, 0.50
-LAUNCH_GAP = 1.3e-6  # seconds from the end of a kernel to the start of the next in a CUDA graph
-NAME = "Qwen2.5-1.5B"
-# Operators that are no views and launch nothing: the last makes a number a tensor on the host.
-NO_LAUNCH = ("detach", "_unsafe_view", "lift_fresh", "scalar_tensor")
+BEFORE = RESULT.with_name("step-model-before.json")
+MODELS, SIZES = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B"), (1, 8, 64, 256, 512)
+DETAILED, DETAILED_SIZES = "Qwen2.5-1.5B", (8, 64, 256)
+
+Numbers = dict[str, dict]  # model -> "requests GPU" -> see numbers_of
 
 
-class Launches(TorchDispatchMode):
-    """Counts kernel launches by name."""
+def numbers_of(step: Step, gpu: Gpu, rates: Rates) -> dict[str, object]:
+    """Milliseconds of a step and of its floor, its launches; microseconds by label of a layer's, and of the others."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
+    def by_label(launches: Sequence[Launch], operators: int) -> dict[str, tuple[float, str]]:
+        times: dict[str, tuple[float, str]] = {}
+        for launch in launches:
+            cost = launch.cost(gpu, rates)
+            times[launch.label] = times.get(launch.label, (0.0, ""))[0] + cost.seconds, cost.bound
+        times["gaps"] = (len(launches) + operators) * rates.gap, ""
+        if operators:
+            times[f"{operators} torch operators"] = operators * TORCH_OPERATOR, ""
+        return {label: (round(seconds * 1e6, 2), bound) for label, (seconds, bound) in times.items()}
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.__name__.split(".")[0]
-        if not function.is_view and "empty" not in name and name not in NO_LAUNCH:
-            self.count[f"torch {name}"] += 1
-        if name == "index":  # a kernel that did not run has not written the indices
-            args = (args[0], [None if x is None else torch.zeros_like(x) for x in args[1]])
-        return function(*args, **(kwargs or {}))
-
-
-def count_launches(layers: int, *, commit_winners: bool) -> Counter[str]:
-    """Launches of a step of a model of so many layers, by kernel."""
-    model = make_model(make_config(NAME, vocab_size=2**11, num_layers=layers), torch.bfloat16, "cpu")
-    decode = Decode(model, candidate_counts(64, "full"), commit_winners=commit_winners)
-    decode.step.backend = "triton"
-    launches = Launches()
-
-    def count(name: str, launch: object) -> None:
-        launches.count[name.removeprefix("_").removesuffix("_kernel")] += 1
-
-    slots = decode.slots.slots(decode.rows, decode.lengths - 1)
-    batch = (decode.scores, decode.tokens, decode.rows, decode.lengths, slots)
-    with kernels_on_cpu(), intercept_launches(count), launches:
-        decode.step.step(*batch, **decode.filters, is_logits=True, sample=True)
-    return launches.count
+    return {
+        "milliseconds": round(step.seconds(gpu, rates) * 1e3, 3),
+        "floor": round(step.floor(gpu) * 1e3, 3),
+        "launches": step.num_launches,
+        "layer": by_label(step.layer, step.operators[0]),
+        "others": by_label(step.others, step.operators[1]),
+    }
 
 
-def launch_table(commit_winners: bool) -> tuple[list[str], int]:
-    """Markdown rows of launches a layer and a step, and the launches of a step in all."""
-    config = make_config(NAME, vocab_size=VOCAB)
-    one, two = (count_launches(layers, commit_winners=commit_winners) for layers in (1, 2))
-    rows, total = [], 0
-    for name in sorted(two, key=lambda name: (name.startswith("torch"), name)):
-        per_layer = two[name] - one[name]
-        step = one[name] + per_layer * (config.num_layers - 1)
-        rows.append(f"| {name} | {per_layer} | {step} |")
-        total += step
-    return rows, total
+def predict(models: Sequence[str], sizes: Sequence[int], rates: dict[str, Rates]) -> Numbers:
+    """:func:`numbers_of` by model, then by requests and GPU."""
+    numbers: Numbers = {}
+    for model in models:
+        for requests in sizes:
+            step = Step.of(model, requests)
+            for gpu in GPUS.values():
+                key = f"{requests} {gpu.name}"
+                numbers.setdefault(model, {})[key] = numbers_of(step, gpu, rates[gpu.name])
+    return numbers
 
 
-def prediction(rows: int, distribution: str, launches: int, *, commit_winners: bool) -> str:
-    """A Markdown row: tokens, bytes, operations, the floor, and what the assumed rates make of a step."""
-    config, counts = make_config(NAME, vocab_size=VOCAB), candidate_counts(rows, distribution)
-    scored = int(counts[counts > 1].sum())
-    deltas = int((counts == 1).sum()) if commit_winners else rows
-    tokens = deltas + scored
-    moved, operations = forward_floor(config, torch.bfloat16, tokens, scored, rows, CACHED)
-    scores = rows * VOCAB * 4
-    floor = max((moved + scores) / BANDWIDTH, operations / TENSOR_RATE)
-    floor_at_rates = max((moved + scores) / (BANDWIDTH * COPY_SHARE), operations / (TENSOR_RATE * MATMUL_SHARE))
-    predicted = max(moved / (BANDWIDTH * COPY_SHARE), operations / (TENSOR_RATE * TRITON_SHARE))
-    predicted += scores / (BANDWIDTH * COPY_SHARE) + launches * LAUNCH_GAP
-    return (
-        f"| {rows} | {distribution} | {'yes' if commit_winners else 'no'} | {tokens} | {rows * 9} | {moved / 1e9:.2f} "
-        f"| {operations / 1e9:.0f} | {floor * 1e3:.2f} | {floor_at_rates * 1e3:.2f} | {predicted * 1e3:.2f} "
-        f"| {predicted / floor_at_rates:.2f} |"
-    )
+def launch_table(part: str, now: Numbers, before: Numbers, gpu: str) -> list[str]:
+    """Markdown: microseconds of the launches of a ``layer``, or of the ``others``."""
+    sides = [[side[DETAILED][f"{requests} {gpu}"][part] for requests in DETAILED_SIZES] for side in (now, before)]
+    labels = dict.fromkeys(label for side in sides for times in side for label in times)
+    sizes = [f"B {requests}" for requests in DETAILED_SIZES]
+    lines = [_row(["launch", *sizes, "bound by", *(f"before, {size}" for size in sizes)]), _row(["---"] * 8)]
+    for label in labels:
+        new, old = ([f"{times[label][0]:.1f}" if label in times else "-" for times in side] for side in sides)
+        bounds = dict.fromkeys(times[label][1] for times in sides[0] if label in times)
+        lines.append(_row([label, *new, ", ".join(bounds), *old]))
+    sums = [[f"{sum(microseconds for microseconds, _ in times.values()):.1f}" for times in side] for side in sides]
+    return [*lines, _row(["**together**", *sums[0], "", *sums[1]])]
+
+
+def step_table(now: Numbers, before: Numbers) -> list[str]:
+    """Markdown: milliseconds of steps, and their floors."""
+    columns = ("model", "B", "GPU", "launches", "before", "at rates ms", "step ms", "before ms", "at rates / step")
+    lines = [_row([*columns, "before"]), _row(["---"] * (len(columns) + 1))]
+    for model, by_size in now.items():
+        for key, n in by_size.items():
+            requests, gpu = key.split()
+            old = before[model][key]
+            shares = [f"{numbers['floor'] / numbers['milliseconds']:.0%}" for numbers in (n, old)]
+            times = [f"{value:.2f}" for value in (n["floor"], n["milliseconds"], old["milliseconds"])]
+            lines.append(_row([model, requests, gpu, str(n["launches"]), str(old["launches"]), *times, *shares]))
+    return lines
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def page(now: Numbers, before: dict, rates: dict[str, Rates]) -> str:
+    """The page of results."""
+    of_rates = "\n".join(f"- {gpu}: {of_gpu}" for gpu, of_gpu in rates.items())
+    lines = [
+        f"""# A guided step, computed from its machine code
+
+Counted and computed, not measured: no GPU has run the step yet. [measuring.md](../../docs/measuring.md) says how.
+
+- command: `python -m bench.step_model`, {time.strftime("%Y-%m-%d")}
+- torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}, on a CPU
+- weights in bf16; vocabulary {VOCAB:,}; {CACHED} cached tokens a request; K = 8 slots, five candidates a request;
+  winners committed; logits in fp32; the whole step in one CUDA graph
+- "before": the kernels of commit {before["commit"]}, by the same model (`{before["command"]}`, {before["date"]})
+{of_rates}
+
+## Launches of {DETAILED}, microseconds
+""",
+    ]
+    for gpu in GPUS:
+        for part, title in (("layer", "of a layer"), ("others", "of the rest of a step")):
+            lines += [f"### {gpu}, {title}\n", *launch_table(part, now, before["models"], gpu), ""]
+    lines += [
+        f"""## Steps
+
+`at rates` is the larger of bytes at {COPY_SHARE:.0%} of the data sheet's bandwidth and operations at \
+{MATMUL_SHARE:.0%} of its tensor rate,
+about what a copy and cuBLAS reach. The aim is a step of at most 1.35 times that, a share of 74 %.
+""",
+        *step_table(now, before["models"]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def dump(numbers: dict) -> str:
+    """JSON with a line a step."""
+    models = [
+        f"  {json.dumps(model)}: {{\n"
+        + ",\n".join(f"   {json.dumps(key)}: {json.dumps(of_step)}" for key, of_step in by_size.items())
+        + "\n  }"
+        for model, by_size in numbers["models"].items()
+    ]
+    about = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in numbers.items() if key != "models")
+    return "{\n" + about + ' "models": {\n' + ",\n".join(models) + "\n }\n}\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULT, help="where to write the page (default: %(default)s)")
+    parser.add_argument("--before", type=Path, default=BEFORE, help="numbers to set beside (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write the numbers of this commit to a file, and no page")
+    parser.add_argument("--calibrate", type=Path, metavar="FOLDER", help="fit the rates to a GPU suite's results")
     args = parser.parse_args()
-    tables = {commit: launch_table(commit) for commit in (True, False)}
-    config = make_config(NAME, vocab_size=VOCAB)
-    weights = (config.num_layers * layer_parameters(config) + config.hidden_size**2) * 2
-    columns = ("rows", "counts", "winners committed", "tokens", "slots", "GB", "Gops", "floor ms", "at rates ms")
-    columns += ("step ms", "step / at rates")
-    lines = [
-        f"""# A guided step, counted
-
-Counted and computed, not measured: no GPU has run the step yet.
-
-- command: `python -m bench.step_model`, {time.strftime("%Y-%m-%d")}
-- torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}, on a CPU
-- value model: the dimensions of {NAME}, {config.num_layers} layers, {weights / 1e9:.2f} GB of weights in bf16;
-  vocabulary {VOCAB:,}; {CACHED} cached tokens a request; K = 8 slots, top-k 5
-
-## Launches
-"""
-    ]
-    for commit, (rows, total) in tables.items():
-        lines += [
-            f"With winners {'committed' if commit else 'computed again'}: {total} launches a step.\n",
-            "| kernel | a layer | a step |\n| --- | --- | --- |",
-            *rows,
-            "",
-        ]
-    lines.append(f"""## Bytes, operations and what they predict
-
-`tokens` are those computed: last tokens (of rows whose winner was not committed) and candidates; `slots` is what a step
-that computed its padding would have. Counts `full`: five candidates a row; `SmolLM2`: the shares measured in
-`candidate_counts.json`. `floor` is the larger of bytes and operations at the data sheet's rates
-({BANDWIDTH / 1e12:.1f} TB/s, {TENSOR_RATE / 1e12:.0f} Tops/s). `at rates` takes {COPY_SHARE:.0%} of the bandwidth and \
-{MATMUL_SHARE:.0%} of the tensor rate, about what a copy and
-cuBLAS reach: the base of the goal of 1.35. `step` assumes {TRITON_SHARE:.0%} of the tensor rate for the Triton matmuls
-and {LAUNCH_GAP * 1e6:.1f} us between launches in a graph. All shares are assumptions until a GPU has run \
-`bench.step`.
-
-| {" | ".join(columns)} |
-|{" --- |" * len(columns)}""")
-    for rows, distribution in ((8, "full"), (64, "full"), (64, "SmolLM2"), (256, "full"), (256, "SmolLM2")):
-        for commit, (_, launches) in tables.items():
-            lines.append(prediction(rows, distribution, launches, commit_winners=commit))
-    args.out.write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    if args.calibrate:
+        try:
+            print("\n".join(calibrate(args.calibrate)))
+        except CalibrationError as error:
+            parser.error(str(error))
+        return
+    rates = {gpu.name: Rates.of(gpu) for gpu in GPUS.values()}
+    now = predict(MODELS, SIZES, rates)
+    if args.json:
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=True, cwd=RESULT.parent).stdout.strip()
+        about = {
+            "command": "python -m bench.step_model --json FILE",
+            "commit": commit,
+            "date": time.strftime("%Y-%m-%d"),
+        }
+        about |= {"torch": torch.__version__, "triton": triton.__version__}
+        args.json.write_text(dump(about | {"models": now}))
+        return
+    text = page(now, json.loads(args.before.read_text()), rates)
+    args.out.write_text(text)
+    print(text, end="")
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ OPERATORS: dict[str, tuple[list[Shape], list[Constants]]] = {
     "value_tree_attention": (
         [{}, dict(B=1, L=32_768), dict(L=512), dict(B=1, L=0, delta=2048)],
         [
-            *(attention(*c) for c in ((64, 4, 2), (64, 4, 3), (64, 8, 3))),
-            *(attention(*c) for c in ((32, 4, 2), (32, 4, 4), (32, 8, 4), (128, 8, 2))),
+            *(attention(*c) for c in ((64, 4, 2), (64, 8, 3), (128, 8, 2))),
+            *(attention(*c) for c in ((32, 4, 3), (32, 4, 4), (32, 4, 5), (32, 8, 5))),
             *each(MAX_PROGRAMS=[264, 528, 2048]),
         ],
     ),

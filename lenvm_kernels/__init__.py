@@ -1,9 +1,10 @@
 """Triton kernels for LenVM length-guided decoding (arXiv 2604.27039), with pure-PyTorch references.
 
 The whole step for an engine: :class:`GuidedStep`. Its operators, in the order in which it calls them:
-:func:`topk_candidates`, :func:`commit_winner`, :func:`ragged_layout`, :func:`ragged_linear`, :func:`rope_cache`,
-:func:`value_tree_attention`, :func:`value_head`, :func:`reweight_scatter`, :func:`sample_candidates`. The parameters of
-a request: :func:`parse_guidance`, :class:`GuidanceTable`; the value model: :class:`ValueModel`.
+:func:`gather_requests`, :func:`topk_candidates`, :func:`commit_winner`, :func:`select_scored`, :func:`ragged_layout`,
+:func:`embed_tokens`, :func:`ragged_linear`, :func:`rope_cache`, :func:`value_tree_attention`, :func:`value_head`,
+:func:`reweight_scatter`, :func:`sample_candidates`. The parameters of a request: :func:`parse_guidance`,
+:class:`GuidanceTable`; the value model: :class:`ValueModel`.
 """
 
 from importlib import import_module
@@ -13,22 +14,36 @@ if TYPE_CHECKING:
     from lenvm_kernels.guidance.params import GuidanceParams, parse_guidance
     from lenvm_kernels.guidance.table import GuidanceTable
     from lenvm_kernels.ops.commit_winner import commit_winner
+    from lenvm_kernels.ops.embed_tokens import embed_tokens
+    from lenvm_kernels.ops.gather_requests import gather_requests
     from lenvm_kernels.ops.ragged_layout import ragged_layout
     from lenvm_kernels.ops.ragged_linear import ragged_linear
     from lenvm_kernels.ops.reweight_scatter import reweight_scatter
     from lenvm_kernels.ops.rope_cache import rope_cache
     from lenvm_kernels.ops.sample_candidates import sample_candidates
+    from lenvm_kernels.ops.select_scored import select_scored
     from lenvm_kernels.ops.topk_candidates import topk_candidates
     from lenvm_kernels.ops.value_head import value_head
     from lenvm_kernels.ops.value_tree_attention import value_tree_attention
     from lenvm_kernels.paged_slots import OutOfSlots, PagedSlots
     from lenvm_kernels.step import GuidedStep, StepOutput, working_bytes
-    from lenvm_kernels.types import Candidates, GuidanceColumns, Mode, RaggedLayout, Status
+    from lenvm_kernels.types import (
+        Candidates,
+        EmbeddedTokens,
+        GuidanceColumns,
+        Mode,
+        RaggedLayout,
+        ScoredCandidates,
+        Status,
+        StepHistory,
+        StepRequests,
+    )
     from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel, ValueModelConfig
 
 __version__ = "0.1.0"
 __all__ = [
     "Candidates",
+    "EmbeddedTokens",
     "GuidanceColumns",
     "GuidanceParams",
     "GuidanceTable",
@@ -39,17 +54,23 @@ __all__ = [
     "PagedSlots",
     "RaggedBatch",
     "RaggedLayout",
+    "ScoredCandidates",
     "Status",
+    "StepHistory",
     "StepOutput",
+    "StepRequests",
     "ValueModel",
     "ValueModelConfig",
     "commit_winner",
+    "embed_tokens",
+    "gather_requests",
     "parse_guidance",
     "ragged_layout",
     "ragged_linear",
     "reweight_scatter",
     "rope_cache",
     "sample_candidates",
+    "select_scored",
     "topk_candidates",
     "value_head",
     "value_tree_attention",
@@ -60,6 +81,7 @@ __all__ = [
 # torch and transformers.
 _MODULES = {
     "Candidates": "types",
+    "EmbeddedTokens": "types",
     "GuidanceColumns": "types",
     "GuidanceParams": "guidance",
     "GuidanceTable": "guidance",
@@ -70,8 +92,11 @@ _MODULES = {
     "PagedSlots": "paged_slots",
     "RaggedBatch": "value_model",
     "RaggedLayout": "types",
+    "ScoredCandidates": "types",
     "Status": "types",
+    "StepHistory": "types",
     "StepOutput": "step",
+    "StepRequests": "types",
     "ValueModel": "value_model",
     "ValueModelConfig": "value_model",
     "parse_guidance": "guidance",

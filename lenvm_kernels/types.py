@@ -72,10 +72,8 @@ class RaggedLayout(NamedTuple):
         q_offsets: int32 ``[B+1]``; first row of each request, then the number of rows in use.
         candidate_rows: int64 ``[B, K]``; row of each candidate, -1 in padding columns.
         head_rows: int64 ``[B*K]``; the rows of all candidates in the order of the requests, then -1.
-        head_places: int64 ``[B, K]``; a permutation of ``0 .. B*K - 1`` with
-            ``head_rows[head_places] == candidate_rows``: padding columns have, in order, the places after the last
-            candidate. What the value head makes of ``head_rows`` is a ``[B, K]`` by one gather,
-            ``logits[head_places]``.
+        head_targets: int64 ``[B*K]``; a permutation of ``0 .. B*K - 1``: where what the value head makes of each of the
+            ``head_rows`` belongs in a ``[B, K]``. Its padding goes to the padding columns, in their order.
     """
 
     token_ids: Tensor
@@ -84,7 +82,85 @@ class RaggedLayout(NamedTuple):
     q_offsets: Tensor
     candidate_rows: Tensor
     head_rows: Tensor
-    head_places: Tensor
+    head_targets: Tensor
+
+
+class EmbeddedTokens(NamedTuple):
+    """What the layers of a value model start from, for ``T`` tokens.
+
+    Attributes:
+        hidden: ``[T, H]``; embeddings.
+        square_sums: fp32 ``[ceil(H / 64), T]``; sums of their squares over groups of 64 columns.
+        cos: fp32 ``[T, D / 2]``; of the angles of each token's position.
+        sin: fp32 ``[T, D / 2]``.
+    """
+
+    hidden: Tensor
+    square_sums: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+class StepRequests(NamedTuple):
+    """What a step has to know of its ``B`` requests, in tensors of ``N`` rows; those from ``B`` on are padding.
+
+    Attributes:
+        tokens: int64 ``[N]``; the last token of the sequence; 0 in padding.
+        positions: int32 ``[N]``; its position in the sequence; -1 in padding.
+        slots: int64 ``[N]``; its cache slot; -1 in padding.
+        table_rows: int64 ``[N]``; row of the request in the slot table and the guidance table.
+        places: int64 ``[N]``; place of the request in the step before, -1 if it was not in it.
+        guided: bool ``[N]``; it has guidance.
+        wants_length: bool ``[N]``; it asks for predicted lengths.
+        entropy_threshold: fp32 ``[N]``; nats, NaN for none.
+        generated: int32 ``[N]``; tokens generated.
+        seeds: int64 ``[N]``; of its draws.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    table_rows: Tensor
+    places: Tensor
+    guided: Tensor
+    wants_length: Tensor
+    entropy_threshold: Tensor
+    generated: Tensor
+    seeds: Tensor
+
+
+class StepHistory(NamedTuple):
+    """Where the requests of ``R`` table rows were in the last steps they were in; what a step leaves to the next.
+
+    Attributes:
+        places: int64 ``[R]``; place of the request in the last step it was in.
+        steps: int64 ``[R]``; number of that step, -1 for none.
+        step: int64 ``[1]``; number of the step that comes.
+    """
+
+    places: Tensor
+    steps: Tensor
+    step: Tensor
+
+
+class ScoredCandidates(NamedTuple):
+    """What the value model computes in a step, for ``N`` requests, padding included.
+
+    Attributes:
+        token_ids: int32 ``[N, K]``; -1 pads.
+        counts: int32 ``[N]``; the first so many columns are scored.
+        positions: int32 ``[N]``; the candidates' position in the sequence.
+        delta_lens: int32 ``[N]``; 1 where the last token is to be computed and kept, else 0.
+        cached_lens: int32 ``[N]``; tokens of the sequence that are cached without it.
+        alone: bool ``[N]``; the only token scored is the next one, for its length: nothing is to be reweighted.
+    """
+
+    token_ids: Tensor
+    counts: Tensor
+    positions: Tensor
+    delta_lens: Tensor
+    cached_lens: Tensor
+    alone: Tensor
 
 
 class GuidanceColumns(NamedTuple):

@@ -1,8 +1,18 @@
 """What the references share."""
 
 import torch
+import torch.nn.functional as F
+
+# Columns of a row whose squares are added up together.
+SQUARES_GROUP = 64
 
 
 def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
     """The dtype a reference computes in: fp64 when any input is fp64, else fp32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def sums_of_squares(x: torch.Tensor) -> torch.Tensor:
+    """Of the groups of columns of ``x [T, H]``: ``[ceil(H / 64), T]``, fp32 (fp64 from fp64)."""
+    squares = F.pad(x.to(compute_dtype(x)).square(), (0, -x.shape[1] % SQUARES_GROUP))
+    return squares.unflatten(1, (-1, SQUARES_GROUP)).sum(2).T.contiguous()

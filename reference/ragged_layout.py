@@ -49,5 +49,5 @@ def ragged_layout(
         q_offsets=q_offsets,
         candidate_rows=candidate_rows,
         head_rows=candidate_rows.flatten()[order],
-        head_places=order.argsort().view(b, k),
+        head_targets=order,
     )

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lenvm_kernels.reference._common import compute_dtype
 
+SQUARES_GROUP = 64  # columns of hidden in one of the sums of squares
+
 
 def value_head(
     hidden: Tensor,  # [T, H]
@@ -20,6 +22,8 @@ def value_head(
     token_rows: Tensor | None = None,  # [M]
     norm_weight: Tensor | None = None,  # [H]
     norm_eps: float = 1e-6,
+    targets: Tensor | None = None,  # [M]
+    square_sums: Tensor | None = None,  # [ceil(H / SQUARES_GROUP), T]
 ) -> Tensor:  # [M], or [T] without token_rows
     """See :func:`lenvm_kernels.ops.value_head.value_head`."""
     weights = (fc_weight, fc_bias, summary_weight, summary_bias)
@@ -32,8 +36,20 @@ def value_head(
     else:
         is_token = (token_rows >= 0) & (token_rows < hidden.shape[0])
         # Padding reads a row of zeros appended to hidden, which also serves a hidden of no rows.
-        h = F.pad(hidden, (0, 0, 0, 1))[torch.where(is_token, token_rows, hidden.shape[0])].to(dtype)
+        rows = torch.where(is_token, token_rows, hidden.shape[0])
+        h = F.pad(hidden, (0, 0, 0, 1))[rows].to(dtype)
+        square_sums = None if square_sums is None else F.pad(square_sums, (0, 1))[:, rows]
+    if square_sums is not None:
+        h = h * torch.rsqrt(square_sums.to(dtype).sum(0)[:, None] / hidden.shape[1] + norm_eps)
+    elif norm_weight is not None:
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + norm_eps)
     if norm_weight is not None:
-        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + norm_eps) * norm_weight.to(dtype)
+        h = h * norm_weight.to(dtype)
     logits = F.linear(F.silu(F.linear(h, fc_weight, fc_bias)), summary_weight, summary_bias).squeeze(-1)
-    return logits if token_rows is None else torch.where(is_token, logits, 0.0)
+    if token_rows is not None:
+        logits = torch.where(is_token, logits, 0.0)
+    if targets is None:
+        return logits
+    outputs = len(logits)
+    places = torch.where((targets >= 0) & (targets < outputs), targets, outputs)
+    return logits.new_zeros(outputs + 1).scatter(0, places.long(), logits)[:outputs]

@@ -1,5 +1,8 @@
 """Reference of value-tree attention: dense scores and an explicit mask, one request after the other."""
 
+from collections.abc import Callable
+from itertools import pairwise
+
 import torch
 
 from lenvm_kernels.reference._common import compute_dtype
@@ -46,6 +49,34 @@ def value_tree_attention(
         weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
         out[start:end] = torch.einsum("hgjt,thd->jhgd", weights, values).flatten(1, 2).to(q.dtype)
     return out
+
+
+def plan_attention(
+    table_rows: torch.Tensor,  # int32|int64 [B]
+    cached_lens: torch.Tensor,  # int32 [B]
+    q_offsets: torch.Tensor,  # int32 [B + 1]
+    candidate_lens: torch.Tensor,  # int32 [B]
+    *,
+    tile_tokens: int,
+    split_tiles: int,
+    num_splits: Callable[[int], int],
+) -> torch.Tensor:  # int32 [1 + items, 8]
+    """See :func:`lenvm_kernels.ops.value_tree_attention.plan_attention`.
+
+    Args:
+        tile_tokens: tokens of a tile.
+        split_tiles: tiles of a request that are split.
+        num_splits: splits of a request with so many cached tokens.
+    """
+    items = []
+    requests = zip(table_rows.tolist(), cached_lens.tolist(), candidate_lens.tolist(), strict=True)
+    for request, ((table_row, cached, candidates), (start, end)) in enumerate(
+        zip(requests, pairwise(q_offsets.tolist()), strict=True)
+    ):
+        for tile in range(-(-(end - start) // tile_tokens)):
+            for split in range(num_splits(cached) if tile < split_tiles else 1):
+                items.append([request, table_row, start, end - start, end - start - candidates, cached, tile, split])
+    return torch.tensor([[len(items), *[0] * 7], *items], dtype=torch.int32, device=q_offsets.device)
 
 
 def tree_mask(cached: int, delta: int, candidates: int, parents: list[int], device: torch.device) -> torch.Tensor:

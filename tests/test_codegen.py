@@ -12,6 +12,7 @@ import pytest
 
 from bench import codegen
 from bench.launches import kernels
+from bench.sass import loops_of
 
 GOOD = codegen.Figures(
     model="Qwen2.5-1.5B",
@@ -77,7 +78,7 @@ def test_calls_may_spill_a_little_and_have_to_launch_every_kernel():
 
 
 def test_sums_that_decide_no_branch_may_differ_between_threads():
-    assert codegen.faults("sm_90", [replace(GOOD, kernel="_partial_logits_kernel 1", fused_into_shuffles=3)]) == []
+    assert codegen.faults("sm_90", [replace(GOOD, kernel="_value_head_kernel 1", fused_into_shuffles=3)]) == []
 
 
 def test_only_matmuls_of_16_bit_numbers_need_tensor_cores():
@@ -137,8 +138,8 @@ def test_instructions_are_counted_by_width_and_place():
         "BRA 0x90",  # forward: no loop
     ]
     instructions = [(0x10 * i, line) for i, line in enumerate(lines)]
-    assert codegen._nvidia_loops(instructions) == [(0x20, 0x50)]
-    figures = codegen.count_instructions(instructions, codegen._nvidia_loops(instructions))
+    assert loops_of(instructions) == [(0x20, 0x50)]
+    figures = codegen.count_instructions(instructions, loops_of(instructions))
     assert figures["loads"] == {"16": 2, "32": 1, "128": 1}
     assert figures["stores"] == {"16": 1}
     assert figures["tensor_cores"] == {"HGMMA": 1}

@@ -12,11 +12,15 @@ import torch
 
 from bench.launches import kernels
 from bench.models import make_model
+from lenvm_kernels.fuzz.ops.value_head import square_sums_of
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops import ragged_layout as ragged_layout_module
+from lenvm_kernels.ops import ragged_linear as linear_op
+from lenvm_kernels.ops import value_head as value_head_op
+from lenvm_kernels.ops import value_tree_attention as attention_op
 from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.ops.ragged_layout import ragged_layout
-from lenvm_kernels.ops.ragged_linear import num_counters, ragged_linear
+from lenvm_kernels.ops.ragged_linear import ragged_linear
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.sample_candidates import sample_candidates
@@ -208,7 +212,7 @@ def linear(tokens, live, size, outputs, swiglu, norm, dtype):
     random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
     columns = outputs * (2 if swiglu else 1)
     square_sums = padded(torch.zeros(-(-outputs // 64), tokens), 3)
-    counters = torch.zeros(num_counters(tokens, columns, size, swiglu) + 1, dtype=torch.int32)
+    counters = torch.zeros(linear_op.num_counters(tokens, columns, size, swiglu) + 1, dtype=torch.int32)
     y = ragged_linear(
         padded(random(tokens, size), 3),
         padded(random(columns, size) / size**0.5, 16),
@@ -229,29 +233,36 @@ def linear(tokens, live, size, outputs, swiglu, norm, dtype):
 
 
 @workload(
-    "_partial_logits_kernel",
-    "_sum_partials_kernel",
+    "_value_head_kernel",
     all_tokens=(90, 96, None, torch.float32, True),
     some=(40, 130, 150, torch.bfloat16, False),
+    many=(40, 70, 300, torch.float16, False),
     only_padding=(5, 64, 0, torch.float16, True),
 )
 def head(tokens, size, outputs, dtype, norm):
     generator = torch.Generator().manual_seed(tokens)
     random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
-    rows = None
-    if outputs is not None:  # in no order, with rows beyond either end
+    rows, targets = None, None
+    if outputs is not None:  # in no order, with rows beyond either end, and a block of nothing else
         rows = torch.randint(-2, tokens + 2, (outputs,), generator=generator) if outputs else torch.tensor([-1, tokens])
+        rows[64:192] = -1
+        targets = torch.randperm(len(rows), generator=generator)
+    hidden = random(tokens, size)
+    counters = torch.zeros(value_head_op.num_counters(outputs or tokens) + 1, dtype=torch.int32)[1:]
+    options = dict(norm_weight=random(size)) if norm else dict(square_sums=padded(square_sums_of(hidden), 3))
     logits = value_head(
-        padded(random(tokens, size), 3),
+        padded(hidden, 3),
         padded(random(size, size) / size**0.5, 8),
         random(size),
         random(1, size),
         random(1),
         token_rows=rows,
-        norm_weight=random(size) if norm else None,
+        targets=targets,
+        counters=counters,
+        **options,
         backend="triton",
     )
-    return [logits]
+    return [logits, counters]
 
 
 @workload(
@@ -287,8 +298,8 @@ def rope(tokens, heads, kv_heads, head_dim, norm, dtype):
 
 
 @workload(
+    "_plan_attention_kernel",
     "_value_tree_attention_kernel",
-    "_merge_splits_kernel",
     pages=(2, 2, 32, 4, False, torch.float32),
     group_of_seven=(7, 1, 24, 1, False, torch.bfloat16),
     trees=(3, 2, 64, 16, True, torch.float16),
@@ -296,32 +307,34 @@ def rope(tokens, heads, kv_heads, head_dim, norm, dtype):
 def attention(group, kv_heads, head_dim, page_size, has_parents, dtype):
     generator = torch.Generator().manual_seed(group)
     random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
-    deltas, counts, cached = [1, 0, 0, 37, 0, 2], [5, 0, 1, 3, 9, 0], [1100, 3, 513, 0, 600, 40]
+    deltas, counts, cached = [1, 0, 0, 37, 0, 2], [5, 0, 1, 3, 9, 0], [1670, 3, 641, 0, 660, 40]
     lens = torch.tensor(deltas) + torch.tensor(counts)
-    tokens, pages = int(lens.sum()) + 5, -(-1110 // page_size)
+    tokens, pages = int(lens.sum()) + 5, -(-1680 // page_size)
     slot_table = torch.randperm(8 * pages, generator=generator, dtype=torch.int32).view(8, pages)
     slots = 8 * pages * page_size
     parents = None
     if has_parents:
         parents = torch.arange(tokens, dtype=torch.int32) - torch.randint(1, 4, (tokens,), generator=generator).int()
-    return [
-        value_tree_attention(
-            padded(random(tokens, kv_heads * group, head_dim), 2),
-            random(tokens, kv_heads, head_dim),
-            random(kv_heads, tokens, head_dim).transpose(0, 1),
-            random(slots, kv_heads, head_dim),
-            padded(random(slots, kv_heads, head_dim), 3),
-            padded(slot_table, 1),
-            torch.tensor([6, 1, 7, 0, 3, 2]),
-            i32(cached),
-            i32([0, *lens.cumsum(0).tolist()]),
-            i32(counts),
-            parents=parents,
-            page_size=page_size,
-            out=padded(torch.zeros(tokens, kv_heads * group, head_dim, dtype=dtype), 7),
-            backend="triton",
-        )
-    ]
+    counters = torch.zeros(attention_op.num_counters(len(cached), kv_heads) + 1, dtype=torch.int32)
+    out = value_tree_attention(
+        padded(random(tokens, kv_heads * group, head_dim), 2),
+        random(tokens, kv_heads, head_dim),
+        random(kv_heads, tokens, head_dim).transpose(0, 1),
+        random(slots, kv_heads, head_dim),
+        padded(random(slots, kv_heads, head_dim), 3),
+        padded(slot_table, 1),
+        torch.tensor([6, 1, 7, 0, 3, 2]),
+        i32(cached),
+        i32([0, *lens.cumsum(0).tolist()]),
+        i32(counts),
+        parents=parents,
+        page_size=page_size,
+        out=padded(torch.zeros(tokens, kv_heads * group, head_dim, dtype=dtype), 7),
+        counters=counters,
+        backend="triton",
+    )
+    assert not counters.any()
+    return [out]
 
 
 @workload("_commit_winner_kernel", layers=(3, 48, torch.float32), wide=(2, 1100, torch.bfloat16))
@@ -350,9 +363,9 @@ def commit(layers, head_dim, dtype):
 STEP_KERNELS = (
     "_commit_winner_kernel",
     "_filter_kernel",
-    "_square_sums_kernel",
-    "_merge_splits_kernel",
-    "_partial_logits_kernel",
+    "_embed_tokens_kernel",
+    "_gather_requests_kernel",
+    "_plan_attention_kernel",
     "_ragged_layout_kernel",
     "_ragged_linear_kernel",
     "_reweight_kernel",
@@ -360,7 +373,8 @@ STEP_KERNELS = (
     "_rope_cache_kernel",
     "_sample_candidates_kernel",
     "_scan_kernel",
-    "_sum_partials_kernel",
+    "_select_scored_kernel",
+    "_value_head_kernel",
     "_value_tree_attention_kernel",
 )
 # So many intermediate columns that their sum is taken in parts.
@@ -380,7 +394,7 @@ CONFIG = ValueModelConfig(
 VOCAB, EOS = 300, {7, 8}
 # By row of the slot table: what a request asks for, and the length of its prompt.
 REQUESTS = [
-    ({"target_length": 60}, 530),
+    ({"target_length": 60}, 650),
     ({"scale": 0.7, "return_values": True}, 3),
     (None, 40),
     ({"mode": "exp", "scale": 2.0}, 1),
@@ -396,7 +410,7 @@ def guided_step(step_class, k):
     generator = torch.Generator().manual_seed(k)
     rows = len(REQUESTS)
     torch.manual_seed(0)  # the model's weights
-    slots = PagedSlots(rows, 540, page_size=4)
+    slots = PagedSlots(rows, 660, page_size=4)
     step = step_class(
         make_model(CONFIG, torch.float32, "cpu"),
         slots.table,

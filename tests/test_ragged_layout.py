@@ -33,7 +33,7 @@ def assert_kernel_equals_reference(inputs):
 def lists(delta_ids, delta_slots, delta_starts, delta_lens, candidate_ids, candidate_lens, cached_lens):
     """The layout by appending to lists."""
     requests, columns = candidate_ids.shape
-    rows, q_offsets, candidate_rows, head_rows = [], [0], [], []
+    rows, q_offsets, candidate_rows, head_rows, head_targets = [], [0], [], [], []
     for i in range(requests):
         start, length, cached = delta_starts[i].item(), delta_lens[i].item(), cached_lens[i].item()
         for j in range(length):
@@ -42,11 +42,11 @@ def lists(delta_ids, delta_slots, delta_starts, delta_lens, candidate_ids, candi
         for j in range(candidate_lens[i].item()):
             candidate_rows[i][j] = len(rows)
             head_rows.append(len(rows))
+            head_targets.append(i * columns + j)
             rows.append((candidate_ids[i, j].item(), cached + length, -1))
         q_offsets.append(len(rows))
 
-    places, free = iter(range(len(head_rows))), iter(range(len(head_rows), requests * columns))
-    head_places = [[next(free if row < 0 else places) for row in of_request] for of_request in candidate_rows]
+    head_targets += [i * columns + j for i in range(requests) for j in range(columns) if candidate_rows[i][j] < 0]
     rows += [(0, 0, -1)] * (len(delta_ids) + requests * columns - len(rows))
     head_rows += [-1] * (requests * columns - len(head_rows))
     i64 = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
@@ -57,7 +57,7 @@ def lists(delta_ids, delta_slots, delta_starts, delta_lens, candidate_ids, candi
         q_offsets=torch.tensor(q_offsets, dtype=torch.int32),
         candidate_rows=torch.tensor(candidate_rows, dtype=torch.int64).view(requests, columns),
         head_rows=torch.tensor(head_rows, dtype=torch.int64),
-        head_places=torch.tensor(head_places, dtype=torch.int64).view(requests, columns),
+        head_targets=torch.tensor(head_targets, dtype=torch.int64),
     )
 
 
@@ -105,15 +105,16 @@ def test_a_decode_step_ignores_the_tokens_of_unguided_requests(device, backend):
     assert_equal(RaggedLayout(*(x.cpu() for x in layout)), lists(**inputs))
     assert layout.slots.tolist() == [1002, -1, -1, 1004, *[-1] * 8]
     assert layout.head_rows.tolist() == [1, 2, 4, 5, *[-1] * 4]
-    assert layout.head_places.tolist() == [[4, 5], [0, 1], [6, 7], [2, 3]]
+    assert layout.head_targets.tolist() == [2, 3, 6, 7, 0, 1, 4, 5]
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_logits_of_head_rows_become_a_table_by_one_gather(device, backend):
+def test_logits_of_head_rows_become_a_table_by_one_scatter(device, backend):
     layout = ragged_layout(**make_inputs([2, 0, 1], [1, 3, 0], 3, device=device), backend=backend)
     logits = torch.where(layout.head_rows < 0, 0.0, layout.head_rows + 0.5)
     expected = torch.where(layout.candidate_rows < 0, 0.0, layout.candidate_rows + 0.5)
-    assert torch.equal(logits[layout.head_places], expected)
+    found = torch.full_like(logits, -1).index_copy_(0, layout.head_targets, logits)
+    assert torch.equal(found.view(expected.shape), expected)
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
@@ -179,8 +180,8 @@ def test_broken_lengths_touch_nothing_else(device, monkeypatch, name, values):
         assert (buffer[:margin] == guard).all() and (buffer[margin + size :] == guard).all()
     # Every element is written, whatever the lengths.
     assert not any((tensor == guard).any() for tensor in layout)
-    assert sorted(layout.head_places.flatten().tolist()) == list(range(6))
-    assert torch.equal(layout.head_rows[layout.head_places], layout.candidate_rows)
+    assert sorted(layout.head_targets.tolist()) == list(range(6))
+    assert torch.equal(layout.candidate_rows.flatten()[layout.head_targets], layout.head_rows)
 
 
 GOOD = make_inputs([2, 1], [1, 3], 3)

@@ -579,7 +579,7 @@ def test_token_temperatures_leave_with_their_request(models, dtype):
 
 
 def test_steps_from_graphs_of_more_rows(models, monkeypatch):
-    """The rows that fill a graph's batch up write nothing, whatever an earlier batch left in the graph's inputs.
+    """The rows that fill a graph's batch up write nothing, whatever an earlier batch left where the graph looks.
 
     A graph is a function here, that scores what is in the inputs at the time."""
 
@@ -588,8 +588,8 @@ def test_steps_from_graphs_of_more_rows(models, monkeypatch):
         engine = Engine(*make_step(models.value, rows=7))
         step = engine.step
         if graphs:
-            step._graphs = PaddedGraphs(step._score, step._no_request(), 7, split=False)
-            for buffer in step._graphs._inputs:
+            step._graphs = PaddedGraphs(step._score, split=False)
+            for buffer in (*step._requests, *step._scored):
                 buffer.fill_(10**6)
         rows, prompts = [6, 2, 5, 0], [[*tokens, 40 + i] for i, tokens in enumerate(PROMPTS)]
         sequences, outputs = run_requests(engine, prompts, [GUIDANCE[0]] * 4, 4, rows=rows)
@@ -611,15 +611,18 @@ def test_steps_from_graphs_of_more_rows(models, monkeypatch):
 
 
 def test_working_bytes_of_a_step_by_hand(models):
-    """H 48, I 80, Hq 4, Hkv 2, D 12, fp32. 512 cached tokens are one split, 1025 are three."""
+    """H 48, I 80, Hq 4, Hkv 2, D 12, fp32. 512 cached tokens are one split, 1153 are three."""
     token = 4 * (2 * 48 + 80 + 2 * (4 + 2 * 2) * 12) + 6 * 12 + 64
     row = VOCAB * 10 // 128 + 320 * 8 + 64
     sizes = dict(requests=3, vocab_size=VOCAB)
-    assert working_bytes(models.value, max_len=512, max_candidates=8, **sizes) == 27 * token + 3 * row
+    counters = 4 * 3 * 2 * 2
+    step = 27 * token + 3 * row + counters
+    assert working_bytes(models.value, max_len=512, max_candidates=8, **sizes) == step + 32 * (1 + 3)
     split = 4 * 3 * 27 * 4 * 13
-    assert working_bytes(models.value, max_len=1025, max_candidates=8, **sizes) == 27 * token + 3 * row + split
+    assert working_bytes(models.value, max_len=1153, max_candidates=8, **sizes) == step + 32 * (1 + 3 * 3) + split
     row = VOCAB * 2 // 128 + 64
-    assert working_bytes(models.value, max_len=512, tokens=50, **sizes) == 50 * token + 3 * row
+    extend = 50 * token + 3 * row + counters + 32 * (1 + 50 // 32 + 3)
+    assert working_bytes(models.value, max_len=512, tokens=50, **sizes) == extend
 
 
 # --- long prompts and memory ---

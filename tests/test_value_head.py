@@ -6,9 +6,9 @@ from hypothesis import given
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from lenvm_kernels.fuzz.ops.value_head import EPS, exact, make_inputs
+from lenvm_kernels.fuzz.ops.value_head import EPS, exact, make_inputs, square_sums_of
 from lenvm_kernels.ops import value_head as ops
-from lenvm_kernels.ops.value_head import value_head
+from lenvm_kernels.ops.value_head import num_counters, value_head
 from tests.helpers.cases import assert_right, cases
 from tests.helpers.matches import assert_matches
 from tests.helpers.wrong_tensors import assert_refuses
@@ -80,30 +80,137 @@ def test_fused_norm_is_as_exact_as_the_module(device, dtype):
     assert (fused - truth).norm() <= (module - truth).norm()
 
 
+# How the final norm comes: not at all, in the kernel, or with its squares and its weight from outside.
+NORMS = [None, "computed", "folded"]
+MANY = 300  # outputs, so many that they take the larger tiles
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
 def test_a_row_has_the_same_bits_in_every_batch(device, dtype, norm):
-    check_bits_of_rows(make_inputs(ops.BLOCK_M * 2 + 44, 192, dtype, device=device, norm=norm))
+    check_bits_of_rows(make_inputs(MANY, 192, dtype, device=device, norm=norm == "computed"), norm == "folded")
 
 
 def test_a_row_has_the_same_bits_in_every_batch_of_wide_tiles(device, wide_tiles):
-    check_bits_of_rows(make_inputs(ops.BLOCK_M * 2 + 44, 200, torch.bfloat16, device=device, norm=True))
+    check_bits_of_rows(make_inputs(MANY, 200, torch.bfloat16, device=device, norm=True), True)
 
 
-def check_bits_of_rows(inputs):
+def check_bits_of_rows(inputs, has_square_sums):
     hidden = inputs.pop("hidden")
-    tokens = hidden.shape[0]
-    logits = value_head(hidden, **inputs, backend="triton")
+    tokens, square_sums = hidden.shape[0], square_sums_of(hidden)
 
+    def logits_of(rows, **options):
+        if has_square_sums:
+            options["square_sums"] = square_sums[:, rows]
+        return value_head(hidden[rows], **inputs, **options, backend="triton")
+
+    logits = logits_of(slice(None))
+    assert tokens > ops.FEW_OUTPUTS
     for alone in (0, 1, 63, 130, tokens - 1):
-        assert torch.equal(value_head(hidden[alone : alone + 1], **inputs, backend="triton"), logits[alone : alone + 1])
-    for fewer in (8, 64, ops.BLOCK_M + 1):
-        assert torch.equal(value_head(hidden[:fewer], **inputs, backend="triton"), logits[:fewer])
+        assert torch.equal(logits_of(slice(alone, alone + 1)), logits[alone : alone + 1])
+    for fewer in (8, 64, ops.BLOCK_M + 1, ops.FEW_OUTPUTS):
+        assert torch.equal(logits_of(slice(fewer)), logits[:fewer])
 
     order = torch.randperm(tokens, generator=torch.Generator().manual_seed(1)).to(hidden.device)
-    assert torch.equal(value_head(hidden[order], **inputs, backend="triton"), logits[order])
+    assert torch.equal(logits_of(order), logits[order])
     repeated = torch.cat([order, order[:7], order[:7]])
-    assert torch.equal(value_head(hidden, **inputs, token_rows=repeated, backend="triton"), logits[repeated])
+    targets = torch.randperm(tokens + 14, generator=torch.Generator().manual_seed(2)).to(hidden.device)
+    assert torch.equal(logits_of(slice(None), token_rows=repeated), logits[repeated])
+    assert torch.equal(logits_of(slice(None), token_rows=repeated, targets=targets)[targets], logits[repeated])
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+@pytest.mark.parametrize("outputs", [37, MANY])
+def test_targets_say_where_logits_go(device, backend, integers, outputs):
+    inputs = make_inputs(40, 64, torch.float32, device=device, norm=True)
+    draws = torch.Generator().manual_seed(3)
+    rows = torch.randint(-2, 43, (outputs,), generator=draws).to(device)  # some are padding, the second block only that
+    rows[64:192] = -1
+    targets = torch.randperm(outputs, generator=draws).to(device, integers)
+    in_order = value_head(**inputs, token_rows=rows, backend=backend)
+    placed = value_head(**inputs, token_rows=rows, targets=targets, backend=backend)
+    assert torch.equal(placed[targets.long()], in_order)
+    assert torch.equal(in_order == 0, (rows < 0) | (rows >= 40))
+    reverse = torch.arange(39, -1, -1, device=device, dtype=integers)
+    of_all = value_head(**inputs, targets=reverse, backend=backend)
+    assert torch.equal(of_all.flip(0), value_head(**inputs, backend=backend))
+
+
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+@pytest.mark.parametrize("padding", [False, True])
+def test_targets_outside_are_not_written(device, monkeypatch, integers, padding):
+    inputs = make_inputs(5, 64, torch.float32, device=device)
+    rows = torch.tensor([-1] * 5 if padding else [0, 4, -1, 2, 3], device=device)
+    targets = torch.tensor([3, -1, 0, 5, 2**31 - 1], device=device).to(integers)
+    logits = value_head(**inputs, token_rows=rows, backend="reference")
+    expected = torch.stack([logits[2], logits[0]])
+    found = value_head(**inputs, token_rows=rows, targets=targets, backend="reference")
+    assert torch.equal(found[[0, 3]], expected) and (found[[1, 2, 4]] == 0).all()
+    buffers = guard_fresh_memory(monkeypatch)
+    found = value_head(**inputs, token_rows=rows, targets=targets, backend="triton")
+    assert_matches(found[[0, 3]], expected.double(), "value_head", torch.float32)
+    assert found[[1, 2, 4]].isnan().all()
+    for buffer in buffers:
+        assert buffer[-128:].isnan().all()
+
+
+@pytest.mark.parametrize("size", [64, 200, 576])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_square_sums_are_those_that_the_kernel_computes(device, dtype, size):
+    """Of small integers both are exact, so the logits have the same bits; of others the same but for rounding."""
+    inputs = make_inputs(70, size, dtype, device=device, norm=True)
+    given = value_head(**inputs, square_sums=square_sums_of(inputs["hidden"]), backend="triton")
+    torch.testing.assert_close(given, value_head(**inputs, backend="triton"), rtol=1e-5, atol=1e-5)
+    inputs["hidden"] = (2 * inputs["hidden"]).round()
+    given = value_head(**inputs, square_sums=square_sums_of(inputs["hidden"]), backend="triton")
+    assert torch.equal(given, value_head(**inputs, backend="triton"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_its_weight_the_norm_is_the_factor_alone(device, dtype):
+    """As with a weight of 1 (in fp16 ``h * 1 / 64`` may be subnormal), and as with its weight in the matmul's."""
+    inputs = make_inputs(33, 96, dtype, device=device)
+    inputs |= {"square_sums": square_sums_of(inputs["hidden"]), "norm_eps": 1e-3}
+    logits = value_head(**inputs, backend="triton")
+    ones = torch.ones(96, device=device)
+    weighted = value_head(**inputs, norm_weight=ones, backend="triton")
+    torch.testing.assert_close(weighted, logits, rtol=0, atol=1e-4 if dtype == torch.float16 else 0)
+    assert_matches(logits, exact(**inputs), "value_head", dtype)
+    doubles = {name: x.double() for name, x in inputs.items() if isinstance(x, torch.Tensor)}
+    norm = torch.linspace(0.5, 1.5, 96, device=device, dtype=torch.float64)
+    folded = doubles | {"fc_weight": doubles["fc_weight"] * norm}
+    torch.testing.assert_close(
+        value_head(**folded, norm_eps=1e-3), value_head(**doubles, norm_weight=norm, norm_eps=1e-3)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_square_sums_are_added_one_group_after_the_other(device, dtype):
+    """2**-24 added to 1 is lost; two of them are not, had they been added first."""
+    inputs = make_inputs(3, 5 * 64 - 10, dtype, device=device)
+    sums = torch.zeros(5, 3, device=device)
+    sums[0] = 1.0
+    expected = value_head(**inputs, square_sums=sums, backend="triton")
+    sums[1:] = 2.0**-24
+    assert torch.equal(value_head(**inputs, square_sums=sums, backend="triton"), expected)
+    sums[0], sums[4] = 2.0**-24, 1.0  # 4 * 2**-24 + 1
+    assert not torch.equal(value_head(**inputs, square_sums=sums, backend="triton"), expected)
+
+
+@pytest.mark.parametrize("outputs", [1, 64, 65, 200, MANY])
+def test_counters_are_zero_afterwards(device, outputs):
+    """Twice with the same ones; the first block of rows is only padding, the last one has some. What follows stays."""
+    inputs = make_inputs(9, 2 * ops.BLOCK_N + 20, torch.float32, device=device, norm=True)
+    rows = torch.arange(outputs, device=device) % 13 - 2
+    rows[: min(128, outputs - 10)] = -1
+    expected = value_head(**inputs, token_rows=rows, backend="triton")
+    counters = torch.cat([torch.zeros(num_counters(outputs)), torch.full((3,), 7)]).to(device, torch.int32)
+    for _ in range(2):
+        found = value_head(**inputs, token_rows=rows, counters=counters, backend="triton")
+        assert torch.equal(found, expected)
+        assert counters[:-3].eq(0).all() and counters[-3:].eq(7).all()
+    assert_matches(found, exact(**inputs, token_rows=rows), "value_head", torch.float32)
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
@@ -217,6 +324,15 @@ def test_fresh_memory_is_filled_and_nothing_beside_it(device, monkeypatch, outpu
     inputs = make_inputs(5, 2 * ops.BLOCK_N + 20, torch.float32, device=device)
     rows = torch.arange(outputs, device=device) % 7 - 1  # -1 and 5 are padding
     expected = exact(**inputs, token_rows=rows)
+    buffers = guard_fresh_memory(monkeypatch)
+    logits = value_head(**inputs, token_rows=rows, backend="triton")
+    assert_matches(logits, expected, "value_head", torch.float32)
+    for buffer in buffers:
+        assert buffer[-128:].isnan().all()
+
+
+def guard_fresh_memory(monkeypatch):
+    """From now on it holds NaN, and 128 more rows of that; gives the list of what is allocated."""
     buffers = []
 
     def guarded_empty(*shape, dtype, device):
@@ -224,10 +340,7 @@ def test_fresh_memory_is_filled_and_nothing_beside_it(device, monkeypatch, outpu
         return buffers[-1][: shape[0]]
 
     monkeypatch.setattr(ops.torch, "empty", guarded_empty)
-    logits = value_head(**inputs, token_rows=rows, backend="triton")
-    assert_matches(logits, expected, "value_head", torch.float32)
-    for buffer in buffers:
-        assert buffer[-128:].isnan().all()
+    return buffers
 
 
 @pytest.mark.parametrize("far_rows", ["hidden", "fc_weight"])
@@ -262,6 +375,12 @@ ERRORS = [
     ("token_rows", torch.zeros(2, 1).int(), ValueError, r"token_rows must be .* \[\*\] on cpu, got int32 \[2, 1\]"),
     ("token_rows", [0, 1], TypeError, r"token_rows must be a tensor int32\|int64 \[\*\] on cpu, got list"),
     ("norm_weight", torch.zeros(32), ValueError, r"norm_weight must be float32 \[64\] on cpu, got float32 \[32\]"),
+    ("targets", torch.zeros(3), ValueError, r"targets must be int32\|int64 \[3\] on cpu, got float32 \[3\]"),
+    ("targets", torch.zeros(2).int(), ValueError, r"targets must be int32\|int64 \[3\] on cpu, got int32 \[2\]"),
+    ("square_sums", torch.zeros(3, 1), ValueError, r"square_sums must be .* \[1, 3\] on cpu, got float32 \[3, 1\]"),
+    ("square_sums", torch.zeros(1, 3).half(), ValueError, r"square_sums must be float32.*, got float16"),
+    ("counters", torch.zeros(1), ValueError, r"counters must be int32 \[\*\] on cpu, got float32 \[1\]"),
+    ("counters", torch.zeros(0).int(), ValueError, "counters must be at least 1, got 0"),
     ("norm_eps", 0.0, ValueError, "norm_eps must be a positive number, got 0.0"),
     ("norm_eps", float("inf"), ValueError, "norm_eps must be a positive number, got inf"),
     ("norm_eps", float("nan"), ValueError, "norm_eps must be a positive number, got nan"),
@@ -271,10 +390,17 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", [*WEIGHTS, "norm_weight", "token_rows"])
+@pytest.mark.parametrize("name", [*WEIGHTS, "norm_weight", "token_rows", "targets", "square_sums"])
 def test_errors_name_bad_tensors(name, dtype):
-    arguments = make_inputs(3, 8, dtype, norm=True) | {"token_rows": torch.tensor([0, 2, 1])}
-    dtypes = {"fc_weight": [dtype], "token_rows": [torch.int32, torch.int64]}
+    arguments = make_inputs(3, 8, dtype, norm=True)
+    arguments |= {
+        "token_rows": torch.tensor([0, 2, 1]),
+        "targets": torch.tensor([2, 0, 1]),
+        "square_sums": torch.ones(1, 3),
+    }
+    integers = [torch.int32, torch.int64]
+    dtypes = {"fc_weight": [dtype], "token_rows": integers, "targets": integers}
+    dtypes |= {"square_sums": [torch.float32, torch.float64]}
     vectors = [dtype] if dtype == torch.float64 else [dtype, torch.float32]
     assert_refuses(value_head, arguments, name, *dtypes.get(name, vectors), any_rows=name == "token_rows")
 

@@ -17,7 +17,7 @@ from lenvm_kernels.ops.value_tree_attention import (
     BLOCK_M,
     MAX_SPLITS,
     MAX_STRIDE,
-    SEARCH_BLOCK,
+    PLAN_BLOCK,
     SPLIT_LEN,
     SPLIT_TILES,
     value_tree_attention,
@@ -108,7 +108,7 @@ def test_long_delta_over_many_tiles_and_key_blocks(device):
 
 
 def test_more_requests_than_are_searched_at_once(device):
-    cached = [i % 3 for i in range(SEARCH_BLOCK.value + 5)]
+    cached = [i % 3 for i in range(PLAN_BLOCK.value + 5)]
     inputs = make_inputs(cached, [i % 2 for i in cached], [1] * len(cached), device=device, q_heads=1, head_dim=16)
     check_against_reference(inputs)
 

@@ -522,7 +522,7 @@ class TwoForwardStep:
             gate_up = F.linear(F.rms_norm(hidden, width, eps=eps), layer.gate_up, layer.gate_up_bias)
             gate, up = gate_up.chunk(2, -1)
             hidden = hidden + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
-        return F.rms_norm(hidden, width, model.norm, eps)
+        return F.rms_norm(hidden, width, eps=eps)  # its weight is in the first matrix of the head
 
     def _values(self, hidden: Tensor) -> Tensor:
         """Value logits ``[T]`` in the model's dtype."""

@@ -7,9 +7,12 @@ the time is up, ``report.py`` says what was found.
 
 # In the order in which a guided step calls them.
 OPERATORS = (
+    "gather_requests",
     "topk_candidates",
     "commit_winner",
+    "select_scored",
     "ragged_layout",
+    "embed_tokens",
     "ragged_linear",
     "rope_cache",
     "value_tree_attention",

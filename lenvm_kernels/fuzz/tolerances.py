@@ -20,6 +20,8 @@ TOLERANCE = {
     # rotated pairs, relative to their length; bf16 and fp16 against the reference in the same dtype, where each of the
     # three roundings (two of the norm, one of the rotation) may go the other way: one ulp, of two numbers a pair
     "rope_cache": {FP32: (0.0, 1e-5), BF16: (0.0, 4 * 2**-7), FP16: (0.0, 4 * 2**-10)},
+    # fp32 sums of 64 squares; cosine and sine of an fp32 angle
+    "embed_tokens": {FP32: (1e-5, 1e-6), BF16: (1e-5, 1e-6), FP16: (1e-5, 1e-6)},
     # results O(1), fp32 sums of up to K products, rounded once to the inputs' dtype (half an ulp)
     "ragged_linear": {FP32: (1e-4, 1e-4), BF16: (2**-8, 1e-4), FP16: (2**-11, 1e-4)},
 }

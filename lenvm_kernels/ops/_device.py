@@ -2,6 +2,19 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def wait_for_inputs(OVERLAPS: tl.constexpr):
+    """Wait until the launches before this one have ended, with ``OVERLAPS``; without, they have.
+
+    Every program of a kernel launched with :func:`lenvm_kernels.ops._common.overlapping` calls this before it reads or
+    writes memory, whatever it does afterwards. A launch then ends after those before it, so that who waits for the last
+    waits for all."""
+    if OVERLAPS:
+        gdc_launch_dependents()  # the programs of the next launch may take the places that are free, and wait there
+        gdc_wait()
 
 
 @triton.jit
@@ -13,5 +26,5 @@ def arrives_last(counter_ptr, arrivals):
     tl.debug_barrier()
     is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == arrivals - 1
     if is_last:
-        tl.store(counter_ptr, 0)
+        tl.atomic_xchg(counter_ptr, 0, sem="relaxed")  # a plain store has no order among the atomic updates
     return is_last

@@ -14,7 +14,7 @@ Operands = ParamSpec("Operands")
 
 
 def operator(
-    *, mutates: Sequence[str], reference: Launch
+    *, mutates: Sequence[str], reference: Launch, name: str | None = None
 ) -> Callable[[Callable[Operands, None]], Callable[Concatenate[str, Operands], None]]:
     """Make an operator of the function that launches its kernels.
 
@@ -23,13 +23,14 @@ def operator(
     ``reference``. It
 
     - makes the GPU of the first tensor the current one, because that is where Triton launches;
-    - is ``torch.ops.lenvm.<module>`` to whoever records operators instead of running them: ``torch.compile``,
+    - is ``torch.ops.lenvm.<name>`` to whoever records operators instead of running them: ``torch.compile``,
       ``torch.export``, ``make_fx``. What they recorded does the same when it runs. Others do not pay for the
       dispatcher.
 
     Args:
         mutates: names of the tensors that are written.
         reference: the function for the reference backend; takes the same arguments.
+        name: of the operator; ``None`` is that of the function's module.
     """
 
     def decorate(launch: Launch) -> Launch:
@@ -42,10 +43,12 @@ def operator(
             else:
                 launch(*operands)
 
-        name = launch.__module__.rpartition(".")[2]
         schema = torch.library.infer_schema(launch, mutates_args=mutates)
         library_op = torch.library.custom_op(
-            f"lenvm::{name}", execute, mutates_args=mutates, schema=schema.replace("(", "(str backend, ", 1)
+            f"lenvm::{name or launch.__module__.rpartition('.')[2]}",
+            execute,
+            mutates_args=mutates,
+            schema=schema.replace("(", "(str backend, ", 1),
         )
         library_op.register_fake(lambda *backend_and_operands: None)
 

@@ -1,13 +1,12 @@
 """Ragged layout: the rows of one value-model forward, request after request its delta tokens, then its candidates.
 
 Source: section 2 of the specification. The candidates of a request all sit at the position after its delta. Beside the
-rows it gives those the value head has to compute, compacted, and the permutation that brings its logits back to
-``[B, K]``.
+rows it gives those the value head has to compute, compacted, and where their logits belong in a ``[B, K]``.
 
 One launch, one program a request. A program finds its offsets by adding the lengths of all requests before it, writes
 its own rows and columns, and a share of the padding rows. These are sums of integers: exact, in any order. A request's
-padding columns have places of their own after the last candidate, so that one scatter of its columns through
-``head_places`` also writes its share of the -1 at the end of ``head_rows``.
+padding columns have places of their own after the last candidate, so that one scatter of its columns also writes its
+share of the -1 at the end of ``head_rows``.
 """
 
 import torch
@@ -15,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import INT_DTYPES, check_tensor, next_power_of_2, resolve_backend
+from lenvm_kernels.ops._common import INT_DTYPES, check_tensor, next_power_of_2, overlapping, resolve_backend
+from lenvm_kernels.ops._device import wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.ragged_layout import ragged_layout as _reference
 from lenvm_kernels.types import RaggedLayout
@@ -72,7 +72,9 @@ def _ragged_layout_kernel(
     K: tl.constexpr,
     COLUMNS: tl.constexpr,  # a power of two >= K
     TILE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     request = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILE).to(tl.int64)
     D = D.to(tl.int64)
@@ -118,8 +120,8 @@ def _ragged_layout_kernel(
         place = tl.where(is_candidate, first_place + column, padding_place)
         candidate_row = tl.where(is_candidate, candidate_row, -1)
         tl.store(layout.candidate_rows + request * K + column, candidate_row, mask=is_column)
-        tl.store(layout.head_places + request * K + column, place, mask=is_column)
         tl.store(layout.head_rows + place, candidate_row, mask=is_column)
+        tl.store(layout.head_targets + place, request * K + column, mask=is_column)
 
     for first in range(end + request * TILE, T, B.to(tl.int64) * TILE):
         padding_row = first + tile
@@ -140,7 +142,7 @@ def _launch(
     q_offsets: Tensor,
     candidate_rows: Tensor,
     head_rows: Tensor,
-    head_places: Tensor,
+    head_targets: Tensor,
     delta_ids: Tensor,
     delta_slots: Tensor,
     delta_starts: Tensor,
@@ -151,7 +153,7 @@ def _launch(
 ) -> None:
     (requests, columns), deltas = candidate_ids.shape, delta_ids.shape[0]
     _ragged_layout_kernel[(requests,)](
-        RaggedLayout(token_ids, positions, slots, q_offsets, candidate_rows, head_rows, head_places),
+        RaggedLayout(token_ids, positions, slots, q_offsets, candidate_rows, head_rows, head_targets),
         delta_ids,
         delta_slots,
         delta_starts,
@@ -166,6 +168,7 @@ def _launch(
         COLUMNS=next_power_of_2(max(columns, 1)),
         TILE=TILE,
         num_warps=NUM_WARPS,
+        **overlapping(),
     )
 
 
@@ -218,9 +221,8 @@ def ragged_layout(
         tensor([70, -1, -1, 80, -1, -1])
         >>> layout.head_rows
         tensor([ 1,  2,  4, -1])
-        >>> layout.head_places
-        tensor([[0, 1],
-                [2, 3]])
+        >>> layout.head_targets
+        tensor([0, 1, 2, 3])
     """
     backend = resolve_backend(backend, delta_ids)
     device = check_tensor("delta_ids", delta_ids, dtypes=INT_DTYPES, shape=(None,)).device
@@ -247,7 +249,7 @@ def ragged_layout(
         q_offsets=empty(requests + 1, dtype=torch.int32),
         candidate_rows=empty(requests, columns),
         head_rows=empty(requests * columns),
-        head_places=empty(requests, columns),
+        head_targets=empty(requests * columns),
     )
     delta = (delta_ids, delta_slots, delta_starts, delta_lens)
     _launch(backend, *layout, *delta, candidate_ids, candidate_lens, cached_lens)

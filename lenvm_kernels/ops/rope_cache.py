@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import FLOATS, INT_DTYPES, check_tensor, next_power_of_2, resolve_backend
+from lenvm_kernels.ops._common import FLOATS, INT_DTYPES, check_tensor, next_power_of_2, overlapping, resolve_backend
+from lenvm_kernels.ops._device import wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.rope_cache import rope_cache as _reference
 
@@ -108,8 +109,10 @@ def _rope_cache_kernel(
     BLOCK_Q_HEADS: tl.constexpr,
     BLOCK_KV_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     HEAD_DIM: tl.constexpr = 2 * HALF
+    wait_for_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     num_rows = tl.num_programs(0)
     if num_rows_ptr is not None:
@@ -195,6 +198,7 @@ def _launch(
         BLOCK_KV_HEADS=next_power_of_2(kv_heads),
         BLOCK_HALF=block_half,
         num_warps=min(max(warps, 1), MAX_WARPS),
+        **overlapping(),
     )
 
 

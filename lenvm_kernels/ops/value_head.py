@@ -1,16 +1,19 @@
-"""Value head: one fp32 logit a token, ``z = w2 . silu(W1 h + b1) + b2``, in one pass over W1.
+"""Value head: one fp32 logit a token, ``z = w2 . silu(W1 h + b1) + b2``, in one launch and one pass over W1.
 
-Source: section 3 of the specification; ``v_head.fc`` and ``v_head.summary`` of a LenVM checkpoint. Two launches. The
-first is a matmul whose epilogue applies SiLU, multiplies with w2 and sums the columns of its tile, so that of the
-[M, H] activations only one number a row and column block reaches memory. The second adds these in the order of the
-column blocks, without atomics.
+Source: section 3 of the specification; ``v_head.fc`` and ``v_head.summary`` of a LenVM checkpoint. A matmul whose
+epilogue applies SiLU, multiplies with w2 and sums the columns of its tile, so that of the [M, H] activations only one
+number a row and column block reaches memory. The last of a row block's programs to finish adds these, in the order of
+the column blocks, without atomics.
 
-The gather of ``token_rows`` is in the matmul's loads. So is the final RMSNorm: ``W1 (h inv_rms(h) w) = inv_rms(h) W1
-(h w)``, so the loop multiplies with ``w`` as it goes, sums the squares beside it, and one factor a row ends it. ``h w``
-is rounded to the dtype of the weights, as any matmul's operand is (LlamaRMSNorm rounds twice on this way).
+The gather of ``token_rows`` is in the matmul's loads, the scatter to ``targets`` in the last store. So is the final
+RMSNorm: ``W1 (h inv_rms(h) w) = inv_rms(h) W1 (h w)``, so one factor a row ends the matmul. Its squares come from
+whoever made ``hidden``, or are summed beside the matmul. Its weight is in W1 already, or multiplies ``h`` in the loop:
+``h w`` is rounded to the dtype of the weights, as any matmul's operand is (LlamaRMSNorm rounds twice on this way).
+With both from outside, the loop is a matmul and nothing else.
 """
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,41 +23,58 @@ from torch import Tensor
 from lenvm_kernels.ops._common import (
     FLOATS,
     INT_DTYPES,
+    SINGLES,
+    architecture,
     ceil_div,
     check_tensor,
     fitting_stages,
-    next_power_of_2,
+    overlapping,
     resolve_backend,
 )
+from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference._common import compute_dtype
+from lenvm_kernels.reference.value_head import SQUARES_GROUP
 from lenvm_kernels.reference.value_head import value_head as _reference
 
-# The tile may depend on H but not on M: the same row must give the same bits in any batch, and one compiled kernel has
-# to serve every batch. What decides it, for an H200 (estimated from bytes, not measured yet):
+# The same row must give the same bits in any batch. The sum over the columns of W1 follows from BLOCK_N, the sums over
+# those of h from BLOCK_K: H alone decides both. The rows of a tile may follow M, as long as as many warps share the
+# columns of one (bench.codegen looks). What decides the numbers, for an H200 (estimated from bytes, not measured yet):
 # - M <= 64: a multiprocessor draws about 110 GB/s, so W1 is read at full rate only if H / BLOCK_N, the number of
-#   programs, is some tens. At H = 1536 64 columns give 24 programs of 0.2 MB each: 2 to 4 us, about what the two
-#   launches cost anyhow, so narrower blocks would gain 1 us at most. Splitting the sum over H instead would need the
-#   [M, H] activations in memory, because SiLU follows the sum.
+#   programs, is some tens. At H = 1536 64 columns give 24 programs of 0.2 MB each: 2 to 4 us, so narrower blocks would
+#   gain 1 us at most. Splitting the sum over H instead would need the [M, H] activations in memory, because SiLU
+#   follows the sum.
 # - M = 4096: tiles reread their operands (1 / BLOCK_M + 1 / BLOCK_N) M H^2 times from L2. 64 x 64 stops at about 30 %
 #   of the tensor cores' rate, 128 x 64 at 40 %, 128 x 128 at 60 %.
-# So 128 x 64, and from H = 2560 on, where 128 columns still leave 20 programs and more, 128 x 128.
-BLOCK_M = 128
+# So 64 columns, and from H = 2560 on, where 128 columns still leave 20 programs and more, 128.
 BLOCK_N, BLOCK_N_WIDE = 64, 128
 WIDE_FROM = 2560
+# As long as 64 rows a tile leave at most about one program a multiprocessor (at H = 1536 4 * 24 of them), they take
+# two thirds of the time of 128 rows, on half as many multiprocessors.
+BLOCK_M, BLOCK_M_FEW = 128, 64
+FEW_OUTPUTS = 256
 # 128 bytes of a row at a time, whole cache lines. The stages (24 or 32 KB each) are as many as let two programs
-# share a multiprocessor's 227 KB, so that the epilogue of one overlaps the loop of the other. (So do the registers:
-# 64 and 128 a thread, with the norm 122 and 171 in triton 3.6; only the last keeps a multiprocessor to itself, and
-# forcing it to 128 spills.)
+# share a multiprocessor's 227 KB, so that the epilogue of one overlaps the loop of the other. A program of few rows has
+# a multiprocessor to itself, so it has as many bytes of W1 on their way as fit: 7 of 8 KB, or 5 of 16 KB.
 BLOCK_K_BYTES = 128
 STAGES, STAGES_WIDE = 4, 3
-NUM_WARPS = 8
-# Rows a program of the second launch: 32 * 4 bytes are a cache line.
-REDUCE_ROWS = 32
+STAGES_FEW, STAGES_FEW_WIDE = 8, 6
+# Parts where a block may have the 128 and 144 KB of these. The others have 99 KB or less.
+LARGE_SHARED = ("sm_80", "sm_90", "sm_100", "sm_103")
+NUM_WARPS, NUM_WARPS_FEW = 8, 4
 
 # h w of a fp16 row can exceed 65,504, so it is formed as h w / 64. The absolute error this adds in fp16's subnormals,
 # 2^-19, is at most 0.002 after the normalisation even of the smallest rows (inv_rms <= 1000 for an eps of 1e-6).
 _FP16_SCALE = tl.constexpr(2.0**-6)
+
+
+class _Head(NamedTuple):
+    """The weights, which stay where they are from launch to launch."""
+
+    fc_weight: Any  # [H, H]
+    fc_bias: Any  # [H]
+    summary_weight: Any  # [H]
+    summary_bias: Any  # [1]
 
 
 @triton.jit
@@ -68,86 +88,107 @@ def _source_rows(token_rows_ptr, m, M, T):
     return row, is_token
 
 
-@triton.jit(do_not_specialize=["M", "T"])
-def _partial_logits_kernel(
+@triton.jit
+def _store_logits(logits_ptr, targets_ptr, m, M, logits):
+    place = m if targets_ptr is None else tl.load(targets_ptr + m, mask=m < M, other=-1)
+    tl.store(logits_ptr + place, logits, mask=(m < M) & (place >= 0) & (place < M))
+
+
+# What describes the batch may be slices of larger tensors: no kernel is compiled anew where their alignment changes.
+@triton.jit(
+    do_not_specialize=["stride_square_sums_group", "M", "T"],
+    do_not_specialize_on_alignment=["token_rows_ptr", "targets_ptr", "square_sums_ptr", "counters_ptr"],
+)
+def _value_head_kernel(
+    logits_ptr,  # [M]
     partial_ptr,  # [ceil(H / BLOCK_N), M]
+    counters_ptr,  # [ceil(M / BLOCK_M)], zeros
     hidden_ptr,  # [T, H]
     stride_hidden_token,
     token_rows_ptr,  # [M] or None
+    targets_ptr,  # [M] or None
     norm_weight_ptr,  # [H] or None
     norm_eps,
-    fc_weight_ptr,  # [H, H]
+    square_sums_ptr,  # [ceil(H / SQUARES_GROUP), T] or None
+    stride_square_sums_group,
+    head,  # _Head
     stride_fc_weight_out,
-    fc_bias_ptr,  # [H]
-    summary_weight_ptr,  # [H]
     M,
     T,
     H: tl.constexpr,
+    SQUARES_GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    tl.static_assert(SQUARES_GROUP % BLOCK_K == 0)
+    wait_for_inputs(OVERLAPS)
+    COLUMN_BLOCKS: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
     # Column blocks vary fastest: the programs that run together share few rows of hidden and all of W1, both in L2.
     block_n, block_m = tl.program_id(0), tl.program_id(1)
     m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     row, is_token = _source_rows(token_rows_ptr, m, M, T)
-    if tl.max(is_token.to(tl.int32), axis=0) == 0:
-        return  # only padding, whose partial logits are never read
+    if tl.max(is_token.to(tl.int32), axis=0) == 0:  # only padding, and no program of this row block counts itself
+        if block_n == 0:
+            _store_logits(logits_ptr, targets_ptr, m, M, tl.zeros([BLOCK_M], tl.float32))
+        return
 
-    hidden_rows = hidden_ptr + row[:, None] * stride_hidden_token
-    weight_rows = fc_weight_ptr + n[None, :].to(tl.int64) * stride_fc_weight_out
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     sum_of_squares = tl.zeros([BLOCK_M], tl.float32)
-    scale = _FP16_SCALE if hidden_ptr.dtype.element_ty == tl.float16 else 1.0
+    if square_sums_ptr is not None:
+        group_sums = tl.load(square_sums_ptr + row, mask=is_token, other=0.0)
+    hidden_rows = hidden_ptr + row[:, None] * stride_hidden_token
+    weight_rows = head.fc_weight + n[None, :].to(tl.int64) * stride_fc_weight_out
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    scale = _FP16_SCALE if norm_weight_ptr is not None and hidden_ptr.dtype.element_ty == tl.float16 else 1.0
     for start in range(0, H, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         h = tl.load(hidden_rows + k[None, :], mask=is_token[:, None] & (k < H)[None, :], other=0.0)
         weight = tl.load(weight_rows + k[:, None], mask=(n < H)[None, :] & (k < H)[:, None], other=0.0)
+        if square_sums_ptr is not None:  # those of the next block of columns, so that nothing waits for them here
+            sum_of_squares += group_sums
+            following = start + BLOCK_K
+            groups = square_sums_ptr + stride_square_sums_group.to(tl.int64) * (following // SQUARES_GROUP)
+            begins_group = (following % SQUARES_GROUP == 0) & (following < H)
+            group_sums = tl.load(groups + row, mask=is_token & begins_group, other=0.0)
         if norm_weight_ptr is not None:
             norm_weight = tl.load(norm_weight_ptr + k, mask=k < H, other=0.0).to(tl.float32)
             h_fp32 = h.to(tl.float32)
-            sum_of_squares += tl.sum(h_fp32 * h_fp32, axis=1)
+            if square_sums_ptr is None:
+                sum_of_squares += tl.sum(h_fp32 * h_fp32, axis=1)
             h = (h_fp32 * (norm_weight * scale)[None, :]).to(h.dtype)
         acc = tl.dot(h, weight, acc, input_precision="ieee")
-    if norm_weight_ptr is not None:
+    if norm_weight_ptr is not None or square_sums_ptr is not None:
         acc *= (tl.rsqrt(sum_of_squares / H + norm_eps) / scale)[:, None]
 
-    acc += tl.load(fc_bias_ptr + n, mask=n < H, other=0.0).to(tl.float32)[None, :]
-    summary_weight = tl.load(summary_weight_ptr + n, mask=n < H, other=0.0).to(tl.float32)
+    acc += tl.load(head.fc_bias + n, mask=n < H, other=0.0).to(tl.float32)[None, :]
+    summary_weight = tl.load(head.summary_weight + n, mask=n < H, other=0.0).to(tl.float32)
     partial = tl.sum(acc * tl.sigmoid(acc) * summary_weight[None, :], axis=1)
     tl.store(partial_ptr + block_n * M + m, partial, mask=m < M)
+    if arrives_last(counters_ptr + block_m, COLUMN_BLOCKS):
+        logits = tl.zeros([BLOCK_M], tl.float32)
+        for block in tl.static_range(COLUMN_BLOCKS):
+            logits += tl.load(partial_ptr + block * M + m, mask=is_token, other=0.0, cache_modifier=".cg")
+        logits += tl.load(head.summary_bias).to(tl.float32)
+        _store_logits(logits_ptr, targets_ptr, m, M, tl.where(is_token, logits, 0.0))
 
 
-@triton.jit(do_not_specialize=["M", "T"])
-def _sum_partials_kernel(
-    logits_ptr,  # [M]
-    partial_ptr,  # [COLUMN_BLOCKS, M]
-    token_rows_ptr,  # [M] or None
-    summary_bias_ptr,  # [1]
-    M,
-    T,
-    COLUMN_BLOCKS: tl.constexpr,
-    BLOCKS: tl.constexpr,  # a power of two >= COLUMN_BLOCKS
-    ROWS: tl.constexpr,
-):
-    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    block = tl.arange(0, BLOCKS)
-    _, is_token = _source_rows(token_rows_ptr, m, M, T)
-    written = (block < COLUMN_BLOCKS)[:, None] & is_token[None, :]
-    partial = tl.load(partial_ptr + block[:, None] * M + m[None, :], mask=written, other=0.0)
-    logits = tl.sum(partial, axis=0) + tl.load(summary_bias_ptr).to(tl.float32)
-    tl.store(logits_ptr + m, tl.where(is_token, logits, 0.0), mask=m < M)
+def num_counters(outputs: int) -> int:
+    """Counters that :func:`value_head` needs at most for so many outputs: ``ceil(outputs / 64)``."""
+    return ceil_div(outputs, BLOCK_M_FEW)
 
 
-def _run_reference(logits, *operands) -> None:
-    *inputs, token_rows, norm_weight, norm_eps = operands
-    logits.copy_(_reference(*inputs, token_rows=token_rows, norm_weight=norm_weight, norm_eps=norm_eps))
+def _run_reference(logits, counters, *operands) -> None:
+    *inputs, token_rows, norm_weight, norm_eps, targets, square_sums = operands
+    options = dict(token_rows=token_rows, norm_weight=norm_weight, norm_eps=norm_eps)
+    logits.copy_(_reference(*inputs, **options, targets=targets, square_sums=square_sums))
 
 
-@operator(mutates=["logits"], reference=_run_reference)
+@operator(mutates=["logits", "counters"], reference=_run_reference)
 def _launch(
     logits: Tensor,
+    counters: Tensor | None,
     hidden: Tensor,
     fc_weight: Tensor,
     fc_bias: Tensor,
@@ -156,43 +197,44 @@ def _launch(
     token_rows: Tensor | None,
     norm_weight: Tensor | None,
     norm_eps: float,
+    targets: Tensor | None,
+    square_sums: Tensor | None,
 ) -> None:
-    (tokens, size), outputs = hidden.shape, logits.shape[0]
+    (tokens, size), outputs, device = hidden.shape, logits.shape[0], hidden.device
     if outputs == 0:
         return
-    block_n, stages = (BLOCK_N_WIDE, STAGES_WIDE) if size >= WIDE_FROM else (BLOCK_N, STAGES)
-    column_blocks = ceil_div(size, block_n)
-    partial = torch.empty(column_blocks, outputs, dtype=torch.float32, device=hidden.device)
-    _partial_logits_kernel[(column_blocks, ceil_div(outputs, BLOCK_M))](
-        partial,
+    is_wide, is_few = size >= WIDE_FROM, outputs <= FEW_OUTPUTS
+    stages = STAGES_WIDE if is_wide else STAGES
+    if is_few and architecture() in LARGE_SHARED:
+        stages = STAGES_FEW_WIDE if is_wide else STAGES_FEW
+    block_m, block_n = BLOCK_M_FEW if is_few else BLOCK_M, BLOCK_N_WIDE if is_wide else BLOCK_N
+    column_blocks, row_blocks = ceil_div(size, block_n), ceil_div(outputs, block_m)
+    _value_head_kernel[(column_blocks, row_blocks)](
+        logits,
+        torch.empty(column_blocks, outputs, dtype=torch.float32, device=device),
+        torch.zeros(row_blocks, dtype=torch.int32, device=device) if counters is None else counters,
         hidden,
         hidden.stride(0),
         token_rows,
+        targets,
         norm_weight,
         norm_eps,
-        fc_weight,
+        square_sums,
+        0 if square_sums is None else square_sums.stride(0),
+        _Head(fc_weight, fc_bias, summary_weight, summary_bias),
         fc_weight.stride(0),
-        fc_bias,
-        summary_weight,
         outputs,
         tokens,
         H=size,
-        BLOCK_M=BLOCK_M,
+        SQUARES_GROUP=SQUARES_GROUP,
+        BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=BLOCK_K_BYTES // hidden.element_size(),
-        num_warps=NUM_WARPS,
+        num_warps=NUM_WARPS_FEW if is_few else NUM_WARPS,
         num_stages=fitting_stages(stages),
-    )
-    _sum_partials_kernel[(ceil_div(outputs, REDUCE_ROWS),)](
-        logits,
-        partial,
-        token_rows,
-        summary_bias,
-        outputs,
-        tokens,
-        COLUMN_BLOCKS=column_blocks,
-        BLOCKS=next_power_of_2(column_blocks),
-        ROWS=REDUCE_ROWS,
+        # Which products the compiler fuses with an addition could differ from tile to tile, and so could a row's bits.
+        enable_fp_fusion=False,
+        **overlapping(),
     )
 
 
@@ -206,6 +248,9 @@ def value_head(
     token_rows: Tensor | None = None,  # int32|int64 [M]
     norm_weight: Tensor | None = None,  # [H]
     norm_eps: float = 1e-6,
+    targets: Tensor | None = None,  # int32|int64 [M]
+    square_sums: Tensor | None = None,  # fp32 [ceil(H / 64), T]
+    counters: Tensor | None = None,  # int32 [>= num_counters(M)]
     backend: str = "auto",
 ) -> Tensor:  # fp32 [M], or [T] without token_rows
     """Value logits ``z = w2 . silu(W1 h + b1) + b2`` of tokens; ``sigmoid(z)`` is the value, larger = longer.
@@ -221,8 +266,17 @@ def value_head(
         summary_bias: b2 [1].
         token_rows: int32 or int64 [M], the rows of ``hidden`` to take, repeats allowed (``None``: all T, in order).
             -1 is padding: its logit is exactly 0. So is that of any row outside ``[0, T)``, which is never read.
-        norm_weight: weight [H] of the RMSNorm to apply to ``hidden`` first (``None``: it is already normalised).
-        norm_eps: epsilon of that RMSNorm, added to the mean of squares.
+        norm_weight: weight [H] of the RMSNorm to apply to ``hidden`` first. ``None``: there is no norm; or, if there
+            are ``square_sums``, its weight ``w`` is in ``fc_weight`` already, as ``W1 diag(w)``.
+        norm_eps: epsilon of that RMSNorm, added to the mean of squares. Not used without a norm.
+        targets: int32 or int64 [M], where the logits go: ``logits[targets[m]]`` is that of ``token_rows[m]`` (``None``:
+            ``logits[m]``). A permutation; what has a target outside ``[0, M)`` is not written, and a place that is
+            nobody's target holds anything (0 on the reference).
+        square_sums: fp32 [ceil(H / 64), T], sums of the squares of ``hidden`` over 64 columns each:
+            ``square_sums[g, t]`` is that of ``hidden[t, 64 g : 64 g + 64]``. With them there is a norm, whose squares
+            are not computed again; they are added in the order of the groups. Rows may be strided.
+        counters: int32, at least :func:`num_counters` ``(M)``, all 0, and 0 again afterwards. Not for two launches that
+            may run at once (``None``: allocated, which takes a launch more).
         backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
 
     Returns:
@@ -252,11 +306,22 @@ def value_head(
         check_tensor("token_rows", token_rows, dtypes=INT_DTYPES, shape=(None,), device=device)
     if norm_weight is not None:
         check_tensor("norm_weight", norm_weight, dtypes=vector_dtypes, shape=(size,), device=device)
+    if square_sums is not None:
+        groups = ceil_div(size, SQUARES_GROUP)
+        check_tensor("square_sums", square_sums, dtypes=SINGLES[backend], shape=(groups, tokens), device=device)
     if not isinstance(norm_eps, (int, float)) or not 0 < norm_eps < math.inf:
         raise ValueError(f"norm_eps must be a positive number, got {norm_eps!r}")
 
     outputs = tokens if token_rows is None else token_rows.shape[0]
+    if targets is not None:
+        check_tensor("targets", targets, dtypes=INT_DTYPES, shape=(outputs,), device=device)
+    if counters is not None:
+        check_tensor("counters", counters, dtypes=torch.int32, shape=(None,), device=device)
+        if counters.shape[0] < num_counters(outputs):
+            raise ValueError(f"counters must be at least {num_counters(outputs)}, got {counters.shape[0]}")
+
     logits = torch.empty(outputs, dtype=compute_dtype(hidden), device=device)
     head = (fc_weight, fc_bias, summary_weight, summary_bias)
-    _launch(backend, logits, hidden, *head, token_rows, norm_weight, float(norm_eps))
+    norm = (norm_weight, float(norm_eps))
+    _launch(backend, logits, counters, hidden, *head, token_rows, *norm, targets, square_sums)
     return logits

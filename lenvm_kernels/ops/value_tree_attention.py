@@ -9,9 +9,11 @@ The mask follows from ``C``, ``d`` and ``n`` and is never built (tree attention 
 candidate names its parent, the sum has the candidate's ancestors too: a tree of drafts, as speculative decoding scores.
 
 A query tile packs neighbouring tokens of one request with all query heads that share a key/value head, so that cached
-keys and values are read once per key/value head and tile. The cached prefix is split over programs and merged in a
-fixed order, as in flash-decoding. Splits, tiles and block sizes follow from a row's own request and from its place in
-it, never from the batch: the same request gives the same bits in any batch.
+keys and values are read once per key/value head and tile. The cached prefix is split over programs, as in
+flash-decoding; the last of them to finish merges the splits, in their order. Splits, tiles and block sizes follow from
+a row's own request and from its place in it, never from the batch: the same request gives the same bits in any batch.
+
+What there is to do is a list, the plan: an item is one split of one tile. It is the same in every layer of a step.
 """
 
 import math
@@ -29,22 +31,38 @@ from lenvm_kernels.ops._common import (
     ceil_div,
     check_tensor,
     next_power_of_2,
+    overlapping,
     resolve_backend,
 )
+from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference import value_tree_attention as reference
 
 # Rows of a query tile: (token, head of the group) pairs. The least for which sm_90 uses its warp-group matmul (HGMMA).
 BLOCK_M = tl.constexpr(64)
-# Cached tokens a split handles at least: enough to amortise a program's start and its part of the merge.
+# Cached tokens of a split. A program takes about 2.5 us to have its first keys, 2 us more if it has partial results to
+# merge, and reads some 40 KB of keys and values a microsecond (D 128: 80 keys); an H100 reads 23 for each processor.
+# Partial results of a split are 18 KB, written and read, beside 512 bytes of keys and values a cached token. Estimated
+# for 2 key/value heads of 128, 6 new tokens and 512 cached ones, in us a layer: B 8 takes 9 with one split, 7.5 with
+# two, 6.5 with four; B 64 takes 14, 16, 18; B 256 takes 48, 53, 60. For 4,096 cached tokens and splits of 512 the
+# partial results are 7 % of the traffic, 14 % with splits of 256, and B 8 already fills 128 of 132 processors. Not
+# measured yet.
 SPLIT_LEN = tl.constexpr(512)
+# A request that is longer by no more than this is not split once more: a program reads so many keys in the time that a
+# merge takes.
+SPLIT_SLACK = tl.constexpr(128)
 # Splits a request has at most. Bounds the workspace; one request of 8k tokens still fills 16 programs a key/value head.
 MAX_SPLITS = tl.constexpr(16)
 # Only the first tiles of a request are split: two hold delta 1 and 8 candidates even for groups of 8 heads. Requests
 # with more tokens have more tiles to run side by side, and would need a workspace as large as a prompt.
 SPLIT_TILES = tl.constexpr(2)
-# Requests examined at once when a program looks for its work: one pass up to this batch size.
-SEARCH_BLOCK = tl.constexpr(256)
+# Requests whose items are added up at once, and items written at once, when a plan is made.
+PLAN_BLOCK = tl.constexpr(256)
+# Partial results on their way while splits are merged.
+MERGE_STAGES = tl.constexpr(3)
+MERGE_COLUMNS = tl.constexpr(64)
+# Numbers of an item of the plan, see _load_item. A read of 32 bytes.
+ITEM_SIZE = tl.constexpr(8)
 # Programs of a launch. The slot table allows far more splits than most requests have, and a launch sized for all of
 # them would spend longer on programs without work than on attention. This is about four times what 132 processors hold.
 MAX_PROGRAMS = 1024
@@ -56,56 +74,88 @@ MAX_STRIDE = (2**31 - 1) // BLOCK_M.value
 
 @triton.jit
 def _num_splits(cached):
-    return tl.minimum(tl.maximum(tl.cdiv(cached, SPLIT_LEN), 1), MAX_SPLITS)
+    return tl.minimum(tl.maximum(tl.cdiv(cached - SPLIT_SLACK, SPLIT_LEN), 1), MAX_SPLITS)
 
 
 @triton.jit
 def _count_items(request, q_offsets_ptr, cached_lens_ptr, num_requests, TOKENS: tl.constexpr):
-    """Work items of some requests: one for each split of their first SPLIT_TILES tiles, one for each other tile."""
+    """(tiles, splits, items) of some requests: an item for each split of their first tiles, one for each other tile."""
     exists = request < num_requests
     start = tl.load(q_offsets_ptr + request, mask=exists, other=0)
     end = tl.load(q_offsets_ptr + request + 1, mask=exists, other=0)
     splits = _num_splits(tl.load(cached_lens_ptr + request, mask=exists, other=0))
     tiles = tl.cdiv(end - start, TOKENS)
-    return tiles + tl.minimum(tiles, SPLIT_TILES) * (splits - 1)
+    return tiles, splits, tiles + tl.minimum(tiles, SPLIT_TILES) * (splits - 1)
+
+
+# Callers pass slices of longer tensors: none of the inputs may compile anew where its alignment changes.
+@triton.jit(
+    do_not_specialize=["num_requests", "most_items"],
+    do_not_specialize_on_alignment=["table_rows_ptr", "cached_lens_ptr", "q_offsets_ptr", "candidate_lens_ptr"],
+)
+def _plan_attention_kernel(
+    plan_ptr,  # int32 [1 + most_items, ITEM_SIZE]
+    table_rows_ptr,  # int32|int64 [B]
+    cached_lens_ptr,  # int32 [B]
+    q_offsets_ptr,  # int32 [B + 1]
+    candidate_lens_ptr,  # int32 [B]
+    num_requests,
+    most_items,
+    TOKENS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    wait_for_inputs(OVERLAPS)
+    request = tl.program_id(0)
+    block = tl.arange(0, PLAN_BLOCK)
+    first_item, num_items = 0, 0
+    for first_request in range(0, num_requests, PLAN_BLOCK):
+        other = first_request + block
+        _, _, items = _count_items(other, q_offsets_ptr, cached_lens_ptr, num_requests, TOKENS)
+        num_items += tl.sum(items)
+        first_item += tl.sum(tl.where(other < request, items, 0))
+
+    tl.store(plan_ptr, tl.minimum(num_items, most_items), mask=request == 0)
+
+    table_row = tl.load(table_rows_ptr + request).to(tl.int32)
+    first_row = tl.load(q_offsets_ptr + request)
+    tokens = tl.load(q_offsets_ptr + request + 1) - first_row
+    delta = tokens - tl.load(candidate_lens_ptr + request)
+    cached = tl.load(cached_lens_ptr + request)
+    tiles, splits, items = _count_items(request, q_offsets_ptr, cached_lens_ptr, num_requests, TOKENS)
+    # All splits of the first tile, of the second, ..., then the tiles that are not split.
+    split_items = tl.minimum(tiles, SPLIT_TILES) * splits
+    for first in range(0, items, PLAN_BLOCK):
+        item = first + block
+        is_split = item < split_items
+        tile = tl.where(is_split, item // splits, item - split_items + SPLIT_TILES)
+        split = tl.where(is_split, item % splits, 0)
+        is_item = (item < items) & (first_item + item < most_items)
+        item_ptr = plan_ptr + (first_item + item + 1) * ITEM_SIZE
+        tl.store(item_ptr, request, mask=is_item)
+        tl.store(item_ptr + 1, table_row, mask=is_item)
+        tl.store(item_ptr + 2, first_row, mask=is_item)
+        tl.store(item_ptr + 3, tokens, mask=is_item)
+        tl.store(item_ptr + 4, delta, mask=is_item)
+        tl.store(item_ptr + 5, cached, mask=is_item)
+        tl.store(item_ptr + 6, tile, mask=is_item)
+        tl.store(item_ptr + 7, split, mask=is_item)
 
 
 @triton.jit
-def _count_all_items(q_offsets_ptr, cached_lens_ptr, num_requests, TOKENS: tl.constexpr):
-    items = 0
-    for first_request in range(0, num_requests, SEARCH_BLOCK):
-        request = first_request + tl.arange(0, SEARCH_BLOCK)
-        items += tl.sum(_count_items(request, q_offsets_ptr, cached_lens_ptr, num_requests, TOKENS))
-    return items
+def _load_item(plan_ptr, item):
+    """Request, its row of the slot table, its first row of ``q``, its new, delta and cached tokens; tile and split."""
+    item_ptr = plan_ptr + (item + 1) * ITEM_SIZE
+    request, table_row, first_row = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
+    tokens, delta, cached = tl.load(item_ptr + 3), tl.load(item_ptr + 4), tl.load(item_ptr + 5)
+    return request, table_row, first_row, tokens, delta, cached, tl.load(item_ptr + 6), tl.load(item_ptr + 7)
 
 
 @triton.jit
-def _find_item(item, q_offsets_ptr, cached_lens_ptr, num_requests, TOKENS: tl.constexpr):
-    """The request of a work item, and the item's number in it. Items are numbered request after request."""
-    items = 0
-    found = 0
-    first_item = 0
-    for first_request in range(0, num_requests, SEARCH_BLOCK):
-        request = first_request + tl.arange(0, SEARCH_BLOCK)
-        end_item = items + tl.cumsum(_count_items(request, q_offsets_ptr, cached_lens_ptr, num_requests, TOKENS))
-        is_before = (request < num_requests) & (end_item <= item)
-        found += tl.sum(is_before.to(tl.int32))
-        first_item = tl.maximum(first_item, tl.max(tl.where(is_before, end_item, 0)))
-        items = tl.max(end_item)
-    return found, item - first_item
-
-
-@triton.jit
-def _find_workspace_row(workspace_row, q_offsets_ptr, num_requests, SPLIT_TOKENS: tl.constexpr):
-    """The request of a workspace row. Request ``i`` owns rows from ``min(q_offsets[i], i * SPLIT_TOKENS)`` on: room for
-    the ``min(tokens, SPLIT_TOKENS)`` that can be split, in no more rows than there are tokens."""
-    found = 0
-    for first_request in range(0, num_requests, SEARCH_BLOCK):
-        request = first_request + tl.arange(0, SEARCH_BLOCK)
-        exists = request < num_requests
-        first_row = tl.minimum(tl.load(q_offsets_ptr + request, mask=exists, other=0), request * SPLIT_TOKENS)
-        found += tl.sum((exists & (first_row <= workspace_row)).to(tl.int32))
-    return found - 1
+def _load_pages(pages_ptr, block, cached_blocks, cached, first_row, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pages of a block of cached keys; rows of a block of new ones, which follow the cached ones. [BLOCK_N]"""
+    is_new = block >= cached_blocks
+    key = (block - tl.where(is_new, cached_blocks, 0)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    return tl.load(pages_ptr + key // PAGE_SIZE, mask=(key < cached) & (block < cached_blocks), other=first_row + key)
 
 
 @triton.jit
@@ -133,7 +183,7 @@ def _parent_row(row, parents_ptr, first_candidate_row):
 
 
 class _Tensors(NamedTuple):
-    """What both kernels read and write, but for the rows of the slot table."""
+    """What the attention reads and writes."""
 
     out: Any  # [T, Hq, D]
     q: Any  # [T, Hq, D]
@@ -142,12 +192,10 @@ class _Tensors(NamedTuple):
     k_cache: Any  # [S, Hkv, D]
     v_cache: Any  # [S, Hkv, D]
     slot_table: Any  # int32 [R, max pages]
-    cached_lens: Any  # int32 [B]
-    q_offsets: Any  # int32 [B + 1]
-    candidate_lens: Any  # int32 [B]
     parents: Any  # int32 [T], or None
-    partial_out: Any  # fp32 [max_splits, Hkv, W, Hq / Hkv, D]
-    partial_lse: Any  # fp32 [max_splits, Hkv, W, Hq / Hkv], base 2
+    plan: Any  # int32 [1 + most items, ITEM_SIZE]
+    partial_out: Any  # fp32 [max splits, Hkv, W, Hq / Hkv, D]
+    partial_lse: Any  # fp32 [max splits, Hkv, W, Hq / Hkv], base 2
 
 
 class _Strides(NamedTuple):
@@ -168,15 +216,52 @@ class _Strides(NamedTuple):
     table_row: int
 
 
+@triton.jit
+def _merge_splits(
+    out_ptr,  # [BLOCK_M]
+    partial_out_ptr,
+    partial_lse_ptr,
+    stride_split,
+    splits,
+    is_row,  # [BLOCK_M]
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Merge the results of a tile's splits, in their order: ``out = sum_s softmax_s(lse_s) partial_out_s``.
+
+    L1 may not have what other programs wrote: all is read from L2."""
+    m = tl.arange(0, BLOCK_M)
+    s = tl.arange(0, MAX_SPLITS)[None, :]
+    lse = tl.load(
+        partial_lse_ptr + m[:, None] + s * stride_split,
+        mask=is_row[:, None] & (s < splits),
+        other=float("-inf"),
+        cache_modifier=".cg",
+    )  # [BLOCK_M, MAX_SPLITS]
+    weight = tl.exp2(lse - tl.where(is_row, tl.max(lse, axis=1), 0.0)[:, None])
+    weight *= (1.0 / tl.where(is_row, tl.sum(weight, axis=1), 1.0))[:, None]
+    COLUMNS: tl.constexpr = min(BLOCK_D, MERGE_COLUMNS)
+    for first_column in range(0, BLOCK_D, COLUMNS):
+        column = first_column + tl.arange(0, COLUMNS)
+        mask = is_row[:, None] & (column < HEAD_DIM)[None, :]
+        partial_ptr = partial_out_ptr + (m * HEAD_DIM)[:, None] + column[None, :]
+        acc = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
+        for split in tl.range(0, splits, num_stages=MERGE_STAGES):
+            partial = tl.load(
+                partial_ptr + split * (stride_split * HEAD_DIM), mask=mask, other=0.0, cache_modifier=".cg"
+            )
+            acc += partial * tl.sum(tl.where(s == split, weight, 0.0), axis=1)[:, None]
+        tl.store(out_ptr[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(
-    do_not_specialize=["num_requests", "workspace_rows"],
-    do_not_specialize_on_alignment=["table_rows_ptr"],  # an engine's, which may be a slice
+    do_not_specialize=["workspace_rows"],
+    do_not_specialize_on_alignment=["counters_ptr"],  # an engine's, which may be a slice
 )
 def _value_tree_attention_kernel(
     ptr,  # _Tensors
     stride,  # _Strides
-    table_rows_ptr,  # int32|int64 [B]
-    num_requests,
+    counters_ptr,  # int32 [B, SPLIT_TILES, Hkv]
     workspace_rows,  # W
     scale_log2,  # sm_scale * log2(e): the softmax runs on exp2
     PAGE_SIZE: tl.constexpr,
@@ -184,9 +269,11 @@ def _value_tree_attention_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     TOKENS: tl.constexpr = BLOCK_M // GROUP
-    kv_head = tl.program_id(1)
+    wait_for_inputs(OVERLAPS)
+    kv_head = tl.program_id(0)
     k_new_ptr = ptr.k_new + kv_head.to(tl.int64) * stride.k_new_head
     v_new_ptr = ptr.v_new + kv_head.to(tl.int64) * stride.v_new_head
     k_cache_ptr = ptr.k_cache + kv_head.to(tl.int64) * stride.k_cache_head
@@ -194,21 +281,23 @@ def _value_tree_attention_kernel(
     first_head = (kv_head * GROUP).to(tl.int64)
 
     # Most programs take one item or none. Nothing is worth keeping from one item to the next: registers are scarce.
-    num_items = _count_all_items(ptr.q_offsets, ptr.cached_lens, num_requests, TOKENS)
-    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), disable_licm=True):
-        request, item_of_request = _find_item(item, ptr.q_offsets, ptr.cached_lens, num_requests, TOKENS)
-        first_row = tl.load(ptr.q_offsets + request)
-        tokens = tl.load(ptr.q_offsets + request + 1) - first_row
-        delta = tokens - tl.load(ptr.candidate_lens + request)
-        cached = tl.load(ptr.cached_lens + request)
+    num_items = tl.load(ptr.plan)
+    for item in tl.range(tl.program_id(1), num_items, tl.num_programs(1), disable_licm=True):
+        request, table_row, first_row, tokens, delta, cached, tile, split = _load_item(ptr.plan, item)
+        splits = tl.where(tile < SPLIT_TILES, _num_splits(cached), 1)
 
-        # Items of a request: all splits of its first tile, of its second, ..., then the tiles that are not split.
-        splits = _num_splits(cached)
-        split_items = tl.minimum(tl.cdiv(tokens, TOKENS), SPLIT_TILES) * splits
-        is_split = item_of_request < split_items
-        tile = tl.where(is_split, item_of_request // splits, item_of_request - split_items + SPLIT_TILES)
-        split = tl.where(is_split, item_of_request % splits, 0)
-        splits = tl.where(is_split, splits, 1)
+        # Blocks of keys: those of the split's cached tokens; then, in the last split, those of the delta tokens up to
+        # the last that the tile's last row may see.
+        first_token = tile * TOKENS
+        is_last_split = split == splits - 1
+        cached_blocks = tl.cdiv(cached, BLOCK_N)
+        delta_end = tl.minimum(delta, first_token + TOKENS)
+        first_block = split * cached_blocks // splits
+        end_block = (split + 1) * cached_blocks // splits
+        end_block += tl.where(is_last_split, tl.cdiv(delta_end, BLOCK_N), 0)
+        # Pages are read a block ahead, so that copies of keys and values wait for no number of a page.
+        pages_ptr = ptr.slot_table + table_row.to(tl.int64) * stride.table_row
+        page = _load_pages(pages_ptr, first_block, cached_blocks, cached, first_row, PAGE_SIZE, BLOCK_N)
 
         # The tile's rows. Offsets within a tile are 32-bit, which spares registers; the tile's own offset is 64-bit.
         m = tl.arange(0, BLOCK_M)
@@ -216,7 +305,6 @@ def _value_tree_attention_kernel(
         is_dim = d < HEAD_DIM
         tile_token = m // GROUP  # [BLOCK_M]
         tile_head = m % GROUP  # [BLOCK_M]
-        first_token = tile * TOKENS
         token = first_token + tile_token  # [BLOCK_M]
         row = first_row + token
         is_row = m < tl.minimum(tokens - first_token, TOKENS) * GROUP
@@ -230,7 +318,6 @@ def _value_tree_attention_kernel(
 
         # A candidate's own key and value open its softmax, outside of the matmuls: its bits then cannot depend on the
         # candidates beside it, and no key block is spent on the diagonal. The last split does this and the delta.
-        is_last_split = split == splits - 1
         is_self = token >= tl.where(is_last_split, delta, tokens + BLOCK_M)  # [BLOCK_M]
         self_mask = (is_self & is_row)[:, None] & is_dim[None, :]
         k_self = tl.load(
@@ -279,126 +366,144 @@ def _value_tree_attention_kernel(
                 ancestor = _parent_row(ancestor, ptr.parents, first_candidate_row)
             running_max = tl.where(is_self, running_max, float("-inf"))
 
-        # Cached tokens of this split. Whole blocks, so that every split but the last reads no partial one.
-        split_len = tl.cdiv(tl.cdiv(cached, splits), BLOCK_N) * BLOCK_N
-        end_key = tl.minimum((split + 1) * split_len, cached)
-        pages_ptr = ptr.slot_table + tl.load(table_rows_ptr + request).to(tl.int64) * stride.table_row
-        for first_key in range(split * split_len, end_key, BLOCK_N):
-            key = first_key + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-            is_key = key < end_key
-            page = tl.load(pages_ptr + key // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
-            slot = page * PAGE_SIZE + key % PAGE_SIZE
-            kv_mask = is_key[:, None] & is_dim[None, :]
-            k = tl.load(k_cache_ptr + (slot * stride.k_cache_slot)[:, None] + d[None, :], mask=kv_mask, other=0.0)
-            v = tl.load(v_cache_ptr + (slot * stride.v_cache_slot)[:, None] + d[None, :], mask=kv_mask, other=0.0)
-            running_max, running_sum, acc = _attend(q, k, v, is_key[None, :], scale_log2, running_max, running_sum, acc)
+        row_delta_end = tl.minimum(delta_end, token + 1)  # [BLOCK_M]
+        for block in range(first_block, end_block):
+            next_page = _load_pages(pages_ptr, block + 1, cached_blocks, cached, first_row, PAGE_SIZE, BLOCK_N)
+            is_new = block >= cached_blocks
+            key = (block - tl.where(is_new, cached_blocks, 0)) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+            # Row of the new tokens, or slot of the cache.
+            source = page.to(tl.int64)
+            if PAGE_SIZE > 1:
+                source = tl.where(is_new, source, source * PAGE_SIZE + key % PAGE_SIZE)
+            k_ptr = tl.where(is_new, k_new_ptr, k_cache_ptr)
+            v_ptr = tl.where(is_new, v_new_ptr, v_cache_ptr)
+            k_ptr += source * tl.where(is_new, stride.k_new_token, stride.k_cache_slot)
+            v_ptr += source * tl.where(is_new, stride.v_new_token, stride.v_cache_slot)
+            kv_mask = (key < tl.where(is_new, delta_end, cached))[:, None] & is_dim[None, :]
+            k = tl.load(k_ptr[:, None] + d[None, :], mask=kv_mask, other=0.0)
+            v = tl.load(v_ptr[:, None] + d[None, :], mask=kv_mask, other=0.0)
+            visible = key[None, :] < tl.where(is_new, row_delta_end, cached)[:, None]
+            running_max, running_sum, acc = _attend(q, k, v, visible, scale_log2, running_max, running_sum, acc)
+            page = next_page
 
-        # Delta tokens, up to the last that the tile's last row may see.
-        end_key = tl.where(is_last_split, tl.minimum(delta, first_token + TOKENS), 0)
-        row_end_key = tl.minimum(delta, token + 1)  # [BLOCK_M]
-        for first_key in range(0, end_key, BLOCK_N):
-            key = first_key + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-            kv_mask = (key < end_key)[:, None] & is_dim[None, :]
-            new_row = (first_row + key).to(tl.int64)
-            k = tl.load(k_new_ptr + (new_row * stride.k_new_token)[:, None] + d[None, :], mask=kv_mask, other=0.0)
-            v = tl.load(v_new_ptr + (new_row * stride.v_new_token)[:, None] + d[None, :], mask=kv_mask, other=0.0)
-            running_max, running_sum, acc = _attend(
-                q, k, v, key[None, :] < row_end_key[:, None], scale_log2, running_max, running_sum, acc
-            )
-
-        acc = acc / running_sum[:, None]
+        acc *= (1.0 / running_sum)[:, None]
+        out_ptr = ptr.out + tile_row * stride.out_token + first_head * stride.out_head
+        out_ptr += tile_token * stride.out_token + tile_head * stride.out_head  # [BLOCK_M]
         store_mask = is_row[:, None] & is_dim[None, :]
         if splits == 1:
-            out_tile_ptr = ptr.out + tile_row * stride.out_token + first_head * stride.out_head
-            out_offset = tile_token * stride.out_token + tile_head * stride.out_head
-            out = acc.to(ptr.out.dtype.element_ty)
-            tl.store(out_tile_ptr + out_offset[:, None] + d[None, :], out, mask=store_mask)
+            tl.store(out_ptr[:, None] + d[None, :], acc.to(ptr.out.dtype.element_ty), mask=store_mask)
         else:
+            # Request ``i`` owns workspace rows from ``min(q_offsets[i], i * SPLIT_TILES * TOKENS)`` on: room for its
+            # tokens that can be split, in no more rows than there are tokens.
             workspace_row = tl.minimum(first_row, request * (SPLIT_TILES * TOKENS)) + first_token
-            first_partial = (
-                (split * tl.num_programs(1) + kv_head).to(tl.int64) * workspace_rows + workspace_row
-            ) * GROUP
-            partial_tile_ptr = ptr.partial_out + first_partial * HEAD_DIM
-            tl.store(partial_tile_ptr + (m * HEAD_DIM)[:, None] + d[None, :], acc, mask=store_mask)
-            tl.store(ptr.partial_lse + first_partial + m, running_max + tl.log2(running_sum), mask=is_row)
-
-
-@triton.jit(do_not_specialize=["num_requests", "workspace_rows"])
-def _merge_splits_kernel(
-    ptr,  # _Tensors
-    stride,  # _Strides
-    num_requests,
-    workspace_rows,  # W
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    SPLIT_TOKENS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    workspace_row = tl.program_id(0)
-    head = tl.program_id(1)
-    q_heads = tl.num_programs(1)
-
-    request = _find_workspace_row(workspace_row, ptr.q_offsets, num_requests, SPLIT_TOKENS)
-    first_row = tl.load(ptr.q_offsets + request)
-    tokens = tl.load(ptr.q_offsets + request + 1) - first_row
-    token = workspace_row - tl.minimum(first_row, request * SPLIT_TOKENS)
-    splits = _num_splits(tl.load(ptr.cached_lens + request))
-    if (token >= tl.minimum(tokens, SPLIT_TOKENS)) | (splits == 1):
-        return
-
-    # Always MAX_SPLITS wide: the order of the sum must not depend on the width of the slot table.
-    s = tl.arange(0, MAX_SPLITS)
-    d = tl.arange(0, BLOCK_D)
-    is_split = s < splits
-    kv_head = head // GROUP
-    partial = (
-        s.to(tl.int64) * (q_heads * workspace_rows) + (kv_head * workspace_rows + workspace_row) * GROUP + head % GROUP
-    )
-    lse = tl.load(ptr.partial_lse + partial, mask=is_split, other=float("-inf"))  # [MAX_SPLITS]
-    weight = tl.exp2(lse - tl.max(lse, axis=0))
-    partial_out = tl.load(
-        ptr.partial_out + (partial * HEAD_DIM)[:, None] + d[None, :],
-        mask=is_split[:, None] & (d < HEAD_DIM)[None, :],
-        other=0.0,
-    )  # [MAX_SPLITS, BLOCK_D]
-    out = tl.sum(partial_out * weight[:, None], axis=0) / tl.sum(weight, axis=0)
-    out_row = ptr.out + (first_row + token).to(tl.int64) * stride.out_token + head.to(tl.int64) * stride.out_head
-    tl.store(out_row + d, out.to(ptr.out.dtype.element_ty), mask=d < HEAD_DIM)
+            first_partial = (kv_head.to(tl.int64) * workspace_rows + workspace_row) * GROUP
+            stride_split = tl.num_programs(0).to(tl.int64) * workspace_rows * GROUP
+            partial = first_partial + split * stride_split
+            partial_ptr = ptr.partial_out + partial * HEAD_DIM
+            tl.store(partial_ptr + (m * HEAD_DIM)[:, None] + d[None, :], acc, mask=store_mask)
+            tl.store(ptr.partial_lse + partial + m, running_max + tl.log2(running_sum), mask=is_row)
+            counter = (request * SPLIT_TILES + tile) * tl.num_programs(0) + kv_head
+            if arrives_last(counters_ptr + counter, splits):
+                _merge_splits(
+                    out_ptr,
+                    ptr.partial_out + first_partial * HEAD_DIM,
+                    ptr.partial_lse + first_partial,
+                    stride_split,
+                    splits,
+                    is_row,
+                    HEAD_DIM,
+                    BLOCK_D,
+                )
 
 
 def _launch_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Blocks, warps and pipeline depth. In bf16 and fp16 nothing spills on the GPUs of :mod:`bench.codegen`: at D 128 a
-    block of 64 keys would, on sm_80 and sm_100, and would ask a gfx942 for more than its 64 KB; sm_100 spills with a
-    third stage, too. On sm_90 shared memory and registers hold two programs a processor up to D 128, each with 32 KB
-    of keys and values on their way: about what 4.8 TB/s need. fp32 and D 256 with parents spill at most a few bytes."""
+    """Blocks, warps and pipeline depth. In bf16 and fp16 nothing spills on the GPUs of :mod:`bench.codegen` but at
+    D 256. On sm_90 shared memory and registers hold two programs a processor up to D 128, each with 32 KB of keys and
+    values on their way while it waits for the next block: more than the 20 KB that 4.8 TB/s need. Elsewhere a block of
+    64 keys would spill at D 128, or ask for more shared memory than there is; sm_100 spills with a third stage, too.
+    fp32 spills at most a few bytes."""
     block_d = max(16, next_power_of_2(head_dim))
     if dtype == torch.float32:  # no tensor cores in full fp32: operands live in registers, more so the wider the head
         return dict(BLOCK_D=block_d, BLOCK_N=16, num_warps=max(8, block_d // 8), num_stages=2)
+    on_sm_90 = architecture() in ("sm_90", "")  # in the interpreter as there
+    stages = 4 if on_sm_90 and block_d <= 64 else 3
     return dict(
         BLOCK_D=block_d,
-        BLOCK_N=64 if block_d <= 64 else 32,
+        BLOCK_N=64 if block_d <= 64 or (on_sm_90 and block_d == 128) else 32,
         num_warps=4 if block_d <= 128 else 8,
-        num_stages=2 if architecture() == "sm_100" else 3,
+        num_stages=2 if architecture() == "sm_100" else stages,
     )
+
+
+def _most_splits(max_len: int) -> int:
+    """Splits that a request of up to ``max_len`` cached tokens can have."""
+    return min(MAX_SPLITS.value, max(1, ceil_div(max_len - SPLIT_SLACK.value, SPLIT_LEN.value)))
 
 
 def workspace_shape(total_tokens: int, num_requests: int, group: int, max_len: int) -> tuple[int, int]:
     """(splits, tokens W) of the partial results, fp32 ``[splits, Hkv, W, group, D + 1]``; W is 0 where one split does.
 
     ``group`` is ``Hq / Hkv``, ``max_len`` the tokens that the slot table has room for in a row."""
-    splits = min(MAX_SPLITS.value, max(1, ceil_div(max_len, SPLIT_LEN.value)))
+    splits = _most_splits(max_len)
     split_tokens = SPLIT_TILES.value * (BLOCK_M.value // group)
     return splits, min(total_tokens, num_requests * split_tokens) if splits > 1 else 0
 
 
-def _run_reference(out, *operands) -> None:
-    *tensors, parents, page_size, sm_scale = operands
+def plan_shape(total_tokens: int, num_requests: int, group: int, max_len: int) -> tuple[int, int]:
+    """Of the int32 tensor that :func:`plan_attention` returns: a row, and one for every item that there can be."""
+    tiles = min(total_tokens, total_tokens // (BLOCK_M.value // group) + num_requests) if num_requests else 0
+    split_tiles = min(tiles, SPLIT_TILES.value * num_requests)
+    return 1 + tiles + split_tiles * (_most_splits(max_len) - 1), ITEM_SIZE.value
+
+
+def num_counters(num_requests: int, kv_heads: int) -> int:
+    """Least size of ``counters`` of :func:`value_tree_attention`."""
+    return num_requests * SPLIT_TILES.value * kv_heads
+
+
+def _run_plan_reference(plan, *operands) -> None:
+    *tensors, group = operands
+    tile_tokens = BLOCK_M.value // group
+    computed = reference.plan_attention(
+        *tensors, tile_tokens=tile_tokens, split_tiles=SPLIT_TILES.value, num_splits=_most_splits
+    )
+    plan.zero_()[: len(computed)] = computed
+
+
+@operator(name="plan_attention", mutates=["plan"], reference=_run_plan_reference)
+def _launch_plan(
+    plan: Tensor,
+    table_rows: Tensor,
+    cached_lens: Tensor,
+    q_offsets: Tensor,
+    candidate_lens: Tensor,
+    group: int,
+) -> None:
+    if len(table_rows) == 0:
+        plan.zero_()
+        return
+    _plan_attention_kernel[(len(table_rows),)](
+        plan,
+        table_rows,
+        cached_lens,
+        q_offsets,
+        candidate_lens,
+        len(table_rows),
+        len(plan) - 1,
+        TOKENS=BLOCK_M.value // group,
+        **overlapping(),
+    )
+
+
+def _run_reference(out, counters, *operands) -> None:
+    *tensors, parents, _plan, page_size, sm_scale = operands
     reference.value_tree_attention(*tensors, parents=parents, page_size=page_size, sm_scale=sm_scale, out=out)
 
 
-@operator(mutates=["out"], reference=_run_reference)
+@operator(mutates=["out", "counters"], reference=_run_reference)
 def _launch(
     out: Tensor,
+    counters: Tensor,
     q: Tensor,
     k_new: Tensor,
     v_new: Tensor,
@@ -410,50 +515,94 @@ def _launch(
     q_offsets: Tensor,
     candidate_lens: Tensor,
     parents: Tensor | None,
+    plan: Tensor | None,
     page_size: int,
     sm_scale: float,
 ) -> None:
-    """Attend, then merge the splits. Grids and workspace follow from tensor shapes alone."""
+    """Plan unless that is done, and attend. Grids and workspace follow from tensor shapes alone."""
     total_tokens, q_heads, head_dim = q.shape
     kv_heads, num_requests = k_new.shape[1], table_rows.shape[0]
     if total_tokens == 0 or num_requests == 0:
         return
     group = q_heads // kv_heads
-    tile_tokens = BLOCK_M.value // group
-    split_tokens = SPLIT_TILES.value * tile_tokens
-    max_splits, workspace_rows = workspace_shape(total_tokens, num_requests, group, slot_table.shape[1] * page_size)
-    max_items = (total_tokens // tile_tokens + num_requests) * max_splits
+    sizes = (total_tokens, num_requests, group, slot_table.shape[1] * page_size)
+    if plan is None:
+        plan = q_offsets.new_empty(plan_shape(*sizes))
+        _launch_plan("triton", plan, table_rows, cached_lens, q_offsets, candidate_lens, group)
+    max_splits, workspace_rows = workspace_shape(*sizes)
     partial_out = q.new_empty(max_splits, kv_heads, workspace_rows, group, head_dim, dtype=torch.float32)
     partial_lse = q.new_empty(max_splits, kv_heads, workspace_rows, group, dtype=torch.float32)
-    config = _launch_config(head_dim, q.dtype)
     strided = (out, q, k_new, v_new, k_cache, v_cache)
-    tensors = _Tensors(*strided, slot_table, cached_lens, q_offsets, candidate_lens, parents, partial_out, partial_lse)
+    tensors = _Tensors(*strided, slot_table, parents, plan, partial_out, partial_lse)
     strides = _Strides._make((*(s for x in strided for s in x.stride()[:2]), slot_table.stride(0)))
 
-    _value_tree_attention_kernel[(min(max_items, max(1, MAX_PROGRAMS // kv_heads)), kv_heads)](
+    _value_tree_attention_kernel[(kv_heads, min(len(plan) - 1, max(1, MAX_PROGRAMS // kv_heads)))](
         tensors,
         strides,
-        table_rows,
-        num_requests,
+        counters,
         workspace_rows,
         sm_scale * math.log2(math.e),
         PAGE_SIZE=page_size,
         GROUP=group,
         HEAD_DIM=head_dim,
-        **config,
+        **_launch_config(head_dim, q.dtype),
+        **overlapping(),
     )
-    if max_splits > 1:
-        _merge_splits_kernel[(workspace_rows, q_heads)](
-            tensors,
-            strides,
-            num_requests,
-            workspace_rows,
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            SPLIT_TOKENS=split_tokens,
-            BLOCK_D=config["BLOCK_D"],
-            num_warps=4,
-        )
+
+
+def plan_attention(
+    table_rows: Tensor,  # int32|int64 [B]
+    cached_lens: Tensor,  # int32 [B]
+    q_offsets: Tensor,  # int32 [B + 1]
+    candidate_lens: Tensor,  # int32 [B]
+    *,
+    total_tokens: int,
+    max_len: int,
+    group: int,
+    backend: str = "auto",
+) -> Tensor:  # int32 [items, 8]
+    """List the work of :func:`value_tree_attention`, for all its launches with the same requests: a step's layers.
+
+    Args:
+        table_rows, cached_lens, q_offsets, candidate_lens: as there.
+        total_tokens: rows of ``q``.
+        max_len: tokens that a row of the slot table has room for, ``max pages * page_size``.
+        group: query heads that share a key/value head, 1 to 64.
+        backend: ``auto``, ``triton`` or ``reference``.
+
+    Returns:
+        int32 of the shape ``plan_shape(total_tokens, B, group, max_len)``. The first number is that of the items, which
+        are in the rows from the second on. An item is one split of one tile of queries: request, table row, first row
+        of ``q``, new tokens, delta tokens, cached tokens, tile, split. The rest is arbitrary.
+
+    Raises:
+        ValueError, TypeError: an argument is malformed; the message names it, what is accepted, and what came.
+
+    Example:
+        >>> row, cached, offsets, candidates = (torch.tensor(x, dtype=torch.int32) for x in ([4], [700], [0, 3], [2]))
+        >>> plan_attention(row, cached, offsets, candidates, total_tokens=3, max_len=1024, group=2)
+        tensor([[  2,   0,   0,   0,   0,   0,   0,   0],
+                [  0,   4,   0,   3,   1, 700,   0,   0],
+                [  0,   4,   0,   3,   1, 700,   0,   1]], dtype=torch.int32)
+    """
+    backend = resolve_backend(backend, table_rows)
+    check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(None,))
+    num_requests, device = table_rows.shape[0], table_rows.device
+    check_tensor("cached_lens", cached_lens, dtypes=torch.int32, shape=(num_requests,), device=device)
+    check_tensor("q_offsets", q_offsets, dtypes=torch.int32, shape=(num_requests + 1,), device=device)
+    check_tensor("candidate_lens", candidate_lens, dtypes=torch.int32, shape=(num_requests,), device=device)
+    for name, value, least, most in (
+        ("total_tokens", total_tokens, 0, 2**31 - 1),
+        ("max_len", max_len, 0, 2**31 - 1),
+        ("group", group, 1, BLOCK_M.value),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int from {least} to {most}, got {type(value).__name__}")
+        if not least <= value <= most:
+            raise ValueError(f"{name} must be an int from {least} to {most}, got {value}")
+    plan = torch.empty(plan_shape(total_tokens, num_requests, group, max_len), dtype=torch.int32, device=device)
+    _launch_plan(backend, plan, table_rows, cached_lens, q_offsets, candidate_lens, group)
+    return plan
 
 
 def value_tree_attention(
@@ -472,6 +621,8 @@ def value_tree_attention(
     page_size: int = 1,
     sm_scale: float | None = None,
     out: Tensor | None = None,
+    plan: Tensor | None = None,  # int32, of plan_attention
+    counters: Tensor | None = None,  # int32 [num_counters or more]
     backend: str = "auto",
 ) -> Tensor:  # [T, Hq, D], as q
     """Attention of delta tokens and candidates over a cached prefix and themselves, for all requests at once.
@@ -507,6 +658,10 @@ def value_tree_attention(
         page_size: slots in a page.
         sm_scale: factor on the scores; ``None`` is ``1 / sqrt(D)``.
         out: result tensor to reuse; ``None`` allocates one (whose rows from ``q_offsets[B]`` on are arbitrary).
+        plan: of :func:`plan_attention` for the same requests; ``None`` makes one. The result is the same. The kernels
+            know the requests from it alone.
+        counters: zeros, at least ``num_counters(B, Hkv)``, which are zeros again afterwards. Launches that may overlap
+            need counters of their own. ``None`` allocates.
         backend: ``auto``, ``triton`` (``D`` up to 256, up to 64 query heads per key/value head, strides of ``q`` and
             ``out`` below 2**25) or ``reference``.
 
@@ -557,6 +712,12 @@ def value_tree_attention(
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=device)
     check_tensor("out", out, dtypes=q.dtype, shape=q.shape, device=device)
+    least = num_counters(num_requests, kv_heads)
+    if counters is None:
+        counters = torch.zeros(least, dtype=torch.int32, device=device)
+    check_tensor("counters", counters, dtypes=torch.int32, shape=(None,), device=device)
+    if len(counters) < least:
+        raise ValueError(f"counters must be int32 [{least} or more], got int32 [{len(counters)}]")
 
     if isinstance(page_size, bool) or not isinstance(page_size, int):
         raise TypeError(f"page_size must be an int of at least 1, got {type(page_size).__name__}")
@@ -577,11 +738,14 @@ def value_tree_attention(
             f"q must have at most {BLOCK_M.value} heads per head of k_new for backend 'triton', "
             f"got {q_heads // kv_heads}"
         )
+    if plan is not None:
+        sizes = (total_tokens, num_requests, q_heads // kv_heads, slot_table.shape[1] * page_size)
+        check_tensor("plan", plan, dtypes=torch.int32, shape=plan_shape(*sizes), device=device)
     for name, x in (("q", q), ("out", out)):
         if backend == "triton" and max(x.stride()) > MAX_STRIDE:
             raise ValueError(f"{name} must have strides up to {MAX_STRIDE} for backend 'triton', got {x.stride()}")
 
     requests = (slot_table, table_rows, cached_lens, q_offsets, candidate_lens)
-    options = (parents, page_size, float(sm_scale))
-    _launch(backend, out, q, k_new, v_new, k_cache, v_cache, *requests, *options)
+    options = (parents, plan, page_size, float(sm_scale))
+    _launch(backend, out, counters, q, k_new, v_new, k_cache, v_cache, *requests, *options)
     return out

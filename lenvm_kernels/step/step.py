@@ -19,19 +19,16 @@ from tqdm import tqdm
 from lenvm_kernels.guidance.params import GuidanceParams
 from lenvm_kernels.guidance.table import GuidanceTable
 from lenvm_kernels.ops._common import COLUMNS, FLOAT_DTYPES, INT_DTYPES, ceil_div, check_tensor, per_request
+from lenvm_kernels.ops.gather_requests import empty_requests, gather_requests
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.sample_candidates import sample_candidates
+from lenvm_kernels.ops.select_scored import empty_scored, select_scored
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.step.graphs import Graphs, bucket_of
 from lenvm_kernels.step.winners import Winners
 from lenvm_kernels.timing import NO_RECORD, NO_TIMER, StepRecord, StepTimer
-from lenvm_kernels.types import Candidates, GuidanceColumns, Mode, Status
+from lenvm_kernels.types import Candidates, Mode, ScoredCandidates, Status, StepRequests
 from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel
-
-# The tensors of GuidedStep._score.
-_ScoreArguments = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]
 
 
 @dataclass(frozen=True)
@@ -144,11 +141,16 @@ class GuidedStep:
         self._scaled_rows: set[int] = set()
         self._value_rows: set[int] = set()
         self._batch_rows = torch.arange(max_requests, dtype=torch.int32, device=device)
+        # What a forward reads has its place, where a graph looks for it. The constants spare variants of kernels.
+        self._requests = empty_requests(max_requests, device)
+        self._scored = empty_scored(max_requests, max_candidates, device)
+        self._all_active = torch.ones(max_requests, dtype=torch.bool, device=device)
+        self._none_drawn = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
         self._winners = Winners(value_model, table_rows + 1, max_requests, max_candidates) if commit_winners else None
         self._timer = StepTimer.from_environment()
         self._graphs = None
         if device.type == "cuda" if graphs is None else graphs:
-            self._graphs = Graphs(self._score, self._no_request(), max_requests, split=self._timer.is_on)
+            self._graphs = Graphs(self._score, split=self._timer.is_on)
 
     def add_request(
         self,
@@ -232,7 +234,9 @@ class GuidedStep:
         self.flush()
         # Kernels are compiled for one dtype.
         tokens, slots, table_rows = tokens.long(), slots.long(), table_rows.long()
-        ends = starts + torch.where(self._needs(self.table.columns, table_rows)[1], lens, 0)
+        table = self.table.columns
+        needs_model = (table.mode[table_rows] != Mode.UNGUIDED) | table.return_values[table_rows]
+        ends = starts + torch.where(needs_model, lens, 0)
         no_candidates = torch.empty(len(table_rows), 0, dtype=torch.int32, device=device)
         for first in range(0, len(tokens), self.chunk_tokens):
             chunk = slice(first, min(first + self.chunk_tokens, len(tokens)))
@@ -316,11 +320,9 @@ class GuidedStep:
         self.flush()
         # Kernels are compiled for one dtype.
         tokens, slots, table_rows = tokens.long(), slots.long(), table_rows.long()
-        table = self.table.columns
+        drawn = None if drawn is None else drawn.int()
 
-        guided, needs_model = self._needs(table, table_rows)
-        if active is not None:
-            guided, needs_model = guided & active, needs_model & active
+        requests = self._gather(tokens, table_rows, lengths, slots, active)
         candidates = topk_candidates(
             scores,
             top_k=top_k,
@@ -329,39 +331,29 @@ class GuidedStep:
             max_candidates=self.max_candidates,
             temperature=temperature,
             is_logits=is_logits,
-            entropy_threshold=table.entropy_threshold[table_rows],
-            guided=guided,
+            entropy_threshold=requests.entropy_threshold[:b],
+            guided=requests.guided[:b],
             vocab_mask=vocab_mask,
             backend=self.backend,
         )
-        needs_values = candidates.counts > 0 if self.score_all else candidates.status == Status.GUIDE
-        scored_ids, scored_lens = candidates.token_ids, torch.where(needs_values, candidates.counts, 0)
-        drawn = None if drawn is None else drawn.int()
-        own_tokens = -1 if drawn is None else drawn
-        wants_length = alone = None
-        if self._value_rows and (sample or drawn is not None):
-            wants_length = table.return_values[table_rows] & needs_model
-            # Where the next token is known already that is scored, and not candidates that nobody needs.
-            known = (
-                torch.where(candidates.status == Status.SINGLE, scored_ids[:, 0], own_tokens) if sample else own_tokens
-            )
-            alone = wants_length & (candidates.status != Status.GUIDE) & (known >= 0)
-            scored_ids = torch.cat([torch.where(alone, known, scored_ids[:, 0])[:, None], scored_ids[:, 1:]], 1)
-            scored_lens = torch.where(alone, 1, scored_lens)
+        committed = None
+        if self._winners is not None:
+            committed = self._winners.commit(self.cache, self._scored, requests, b, backend=self.backend)
+        scored = self._select(candidates, requests, committed, drawn, sample=sample)
         record.mark("candidates")
 
-        scored = self._run_score(
-            (tokens, table_rows, lengths, slots, needs_model.int(), scored_ids, scored_lens), record
-        )
+        z = self._run_score(len(scored.counts), record)[:b]
         record.mark("head")
 
-        value_logits = scored if alone is None else scored.masked_fill(alone[:, None], 0.0)
+        wants_length, value_logits = None, z
+        if self._value_rows and (sample or drawn is not None):
+            wants_length, value_logits = requests.wants_length[:b], z.masked_fill(scored.alone[:b, None], 0.0)
         guided_probs = reweight_scatter(
             candidates,
             value_logits,
-            table,
+            self.table.columns,
             table_rows=table_rows,
-            generated=lengths - table.prompt_len[table_rows],
+            generated=requests.generated[:b],
             probs=probs,
             backend=self.backend,
         )
@@ -372,7 +364,7 @@ class GuidedStep:
             next_tokens = sample_candidates(
                 candidates,
                 guided_probs,
-                table.seed[table_rows],
+                requests.seeds[:b],
                 lengths,
                 temperature=temperature,
                 backend=self.backend,
@@ -381,9 +373,7 @@ class GuidedStep:
                 next_tokens = torch.where(next_tokens >= 0, next_tokens, drawn)
         remaining_lengths = None
         if wants_length is not None and next_tokens is not None:
-            remaining_lengths = self._remaining_lengths(
-                table_rows, next_tokens, scored_ids, scored_lens, scored, wants_length
-            )
+            remaining_lengths = self._remaining_lengths(table_rows, next_tokens, scored, z, wants_length)
         record.mark("sample")
         self._timer.end(record)
         return StepOutput(candidates, value_logits, guided_probs, next_tokens, remaining_lengths)
@@ -411,14 +401,19 @@ class GuidedStep:
         check_tensor("lengths", lengths, dtypes=torch.int32, shape=tokens.shape, device=device)
         self.flush()
         tokens, table_rows = tokens.long(), table_rows.long()
-        wanted = self.table.columns.return_values[table_rows]
+        b, device = len(tokens), self.value_model.device
+
         # The last token is scored as the only candidate for its own place: nothing is kept but the candidate.
-        ids = torch.full((len(tokens), self.max_candidates), -1, dtype=torch.int32, device=device)
+        requests = self._gather(tokens, table_rows, lengths - 1, torch.full_like(tokens, -1), None)
+        wanted = requests.wants_length[:b]
+        ids = torch.full((b, self.max_candidates), -1, dtype=torch.int32, device=device)
         ids[:, 0] = tokens
-        none_kept, no_slot = torch.zeros_like(lengths), torch.full_like(tokens, -1)
-        arguments = (tokens, table_rows, lengths - 1, no_slot, none_kept, ids, wanted.int())
-        z = self._run_score(arguments, NO_RECORD)
-        return self._remaining_lengths(table_rows, tokens, ids, wanted.int(), z, wanted)
+        status = torch.where(wanted, Status.GUIDE, Status.UNGUIDED).to(torch.int8)
+        no_probs = torch.zeros(ids.shape, device=device)
+        candidates = Candidates(ids, no_probs, wanted.int(), status, no_probs[:, 0])
+        scored = self._select(candidates, requests, torch.ones_like(wanted), None, sample=False)
+        z = self._run_score(len(scored.counts), NO_RECORD)[:b]
+        return self._remaining_lengths(table_rows, tokens.int(), scored, z, wanted)
 
     def warm_up(
         self,
@@ -476,79 +471,91 @@ class GuidedStep:
         prompt, none = full(0, torch.int64, self.chunk_tokens), full(0, torch.int32, 1)
         self.extend(prompt, prompt, full(self._padding_row, torch.int64, 1), none, none, none)
 
-    def _needs(self, table: GuidanceColumns, table_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """bool ``[B]`` each: requests that are guided; and those whose tokens the value model has to see
-        (:attr:`GuidanceParams.needs_value_model`)."""
-        guided = table.mode[table_rows] != Mode.UNGUIDED
-        return guided, guided | table.return_values[table_rows] if self._value_rows else guided
-
-    def _run_score(self, arguments: _ScoreArguments, record: StepRecord) -> torch.Tensor:
-        """:meth:`_score` of the arguments, from a graph if there are graphs; marks the end of the layers."""
-        if self._graphs is not None:
-            return self._graphs.replay(arguments, record)
-        return self._score(*arguments, before_head=partial(record.mark, "forward"))
-
-    def _no_request(self) -> list[torch.Tensor]:
-        """Arguments of :meth:`_score` for a request that does not exist, ``[1, ...]``."""
-
-        def full(value: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-            return torch.full(shape, value, dtype=dtype, device=self.value_model.device)
-
-        return [
-            full(0, torch.int64, 1),
-            full(self._padding_row, torch.int64, 1),
-            full(0, torch.int32, 1),
-            full(-1, torch.int64, 1),
-            full(0, torch.int32, 1),
-            full(-1, torch.int32, 1, self.max_candidates),
-            full(0, torch.int32, 1),
-        ]
-
-    def _score(
+    def _gather(
         self,
         tokens: torch.Tensor,
         table_rows: torch.Tensor,
         lengths: torch.Tensor,
         slots: torch.Tensor,
-        delta_lens: torch.Tensor,
-        candidate_ids: torch.Tensor,
-        candidate_lens: torch.Tensor,
-        before_head: Callable[[], None] | None = None,
-    ) -> torch.Tensor:
-        """Value logits of the candidates, fp32 ``[B, K]``; ``delta_lens`` is 1 where the last token is to be kept."""
-        if self._winners is not None:
-            committed = self._winners.commit(self.cache, tokens, table_rows, lengths, slots, backend=self.backend)
-            delta_lens = delta_lens.masked_fill(committed, 0)
-        batch = RaggedBatch.build(
+        active: torch.Tensor | None,
+    ) -> StepRequests:
+        """What is known of the requests, and of as many that do not exist as their graph has more."""
+        b = len(tokens)
+        rows = b if self._graphs is None else bucket_of(b, self.max_requests)
+        return gather_requests(
+            self.table.columns,
             tokens,
-            slots,
-            self._batch_rows[: len(tokens)],
-            delta_lens,
-            candidate_ids,
-            candidate_lens,
-            lengths - delta_lens,
-            self.slot_table,
             table_rows,
+            lengths,
+            slots,
+            active=self._all_active[:b] if active is None else active,
+            history=None if self._winners is None else self._winners.history,
+            padding_row=self._padding_row,
+            out=StepRequests(*(x[:rows] for x in self._requests)),
+            backend=self.backend,
+        )
+
+    def _select(
+        self,
+        candidates: Candidates,
+        requests: StepRequests,
+        committed: torch.Tensor | None,
+        drawn: torch.Tensor | None,
+        *,
+        sample: bool,
+    ) -> ScoredCandidates:
+        """What the value model computes for the requests."""
+        rows = len(requests.tokens)
+        return select_scored(
+            candidates,
+            requests,
+            committed=committed,
+            drawn=self._none_drawn[: len(candidates.counts)] if drawn is None else drawn,
+            sample=sample,
+            score_all=self.score_all,
+            step=None if self._winners is None else self._winners.history.step,
+            out=ScoredCandidates(*(x[:rows] for x in self._scored)),
+            backend=self.backend,
+        )
+
+    def _run_score(self, requests: int, record: StepRecord) -> torch.Tensor:
+        """:meth:`_score`, from a graph if there are graphs; marks the end of the layers."""
+        if self._graphs is not None:
+            return self._graphs.replay(requests, record).clone()  # the graphs share their memory
+        return self._score(requests, before_head=partial(record.mark, "forward"))
+
+    def _score(self, requests: int, before_head: Callable[[], None] | None = None) -> torch.Tensor:
+        """Value logits of what the first ``requests`` have to be scored, fp32 ``[requests, K]``."""
+        known = StepRequests(*(x[:requests] for x in self._requests))
+        scored = ScoredCandidates(*(x[:requests] for x in self._scored))
+        batch = RaggedBatch.build(
+            known.tokens,
+            known.slots,
+            self._batch_rows[:requests],
+            scored.delta_lens,
+            scored.token_ids,
+            scored.counts,
+            scored.cached_lens,
+            self.slot_table,
+            known.table_rows,
             page_size=self.page_size,
             backend=self.backend,
         )
-        keep = None
-        if self._winners is not None:
-            keep = self._winners.keep(table_rows, lengths, candidate_ids, batch.layout.candidate_rows)
+        keep = None if self._winners is None else self._winners.keep(batch.layout.candidate_rows)
         return self.value_model.forward(batch, self.cache, keep=keep, before_head=before_head, backend=self.backend)
 
     def _remaining_lengths(
         self,
         table_rows: torch.Tensor,
         next_tokens: torch.Tensor,
-        token_ids: torch.Tensor,
-        lens: torch.Tensor,
+        scored: ScoredCandidates,
         value_logits: torch.Tensor,
         wanted: torch.Tensor,
     ) -> torch.Tensor:
-        """fp32 ``[B]``: of ``next_tokens``, found among the scored ``token_ids [B, K]``; NaN where not ``wanted``."""
-        scored = torch.arange(token_ids.shape[1], device=lens.device) < lens[:, None]
-        is_next = scored & (token_ids == next_tokens[:, None])
+        """fp32 ``[B]``: of ``next_tokens``, found among the tokens scored; NaN where not ``wanted``."""
+        b, k = value_logits.shape
+        is_scored = torch.arange(k, device=value_logits.device) < scored.counts[:b, None]
+        is_next = is_scored & (scored.token_ids[:b] == next_tokens[:, None])
         z = torch.where(is_next, value_logits, 0.0).sum(1)
         lengths = self.table.remaining_lengths(table_rows, z, next_tokens)
         return torch.where(wanted & is_next.any(1), lengths, math.nan)

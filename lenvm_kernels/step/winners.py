@@ -3,6 +3,7 @@
 import torch
 
 from lenvm_kernels.ops.commit_winner import commit_winner
+from lenvm_kernels.types import ScoredCandidates, StepHistory, StepRequests
 from lenvm_kernels.value_model import KVCache, ValueModel
 
 
@@ -14,21 +15,18 @@ class Winners:
         table_rows: R, rows of the table that requests are known by.
         max_requests: of a step.
         max_candidates: K.
+
+    Attributes:
+        history: where each table row's request was, which says whose the candidates are.
     """
 
     def __init__(self, value_model: ValueModel, table_rows: int, max_requests: int, max_candidates: int) -> None:
-        def full(value: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-            return torch.full(shape, value, dtype=dtype, device=value_model.device)
+        def full(value: int, *shape: int) -> torch.Tensor:
+            return torch.full(shape, value, dtype=torch.int64, device=value_model.device)
 
         self._cache = KVCache.of_slots(value_model, max_requests * (1 + max_candidates))
-        self._candidate_ids = full(-1, torch.int32, max_requests, max_candidates)
-        self._candidate_rows = full(-1, torch.int64, max_requests, max_candidates)  # of the forward; -1: not computed
-        self._positions = full(0, torch.int32, max_requests)
-        self._table_rows = full(-1, torch.int64, max_requests)  # -1: none
-        # Each request's place in the last step it was in. That this was the last step at all shows in _table_rows,
-        # which is why entries need no clearing when a request sits out a step.
-        self._place = full(-1, torch.int64, table_rows)
-        self._places = torch.arange(max_requests, device=value_model.device)
+        self._candidate_rows = full(-1, max_requests, max_candidates)  # of the forward; -1: not computed
+        self.history = StepHistory(places=full(-1, table_rows), steps=full(-1, table_rows), step=full(1, 1))
         self._forgotten: set[int] = set()
 
     def forget(self, table_row: int) -> None:
@@ -39,47 +37,33 @@ class Winners:
         """Forget on the device what :meth:`forget` named."""
         if self._forgotten:
             rows = torch.tensor(list(self._forgotten))
-            rows = (rows.pin_memory() if self._place.is_cuda else rows).to(self._place.device, non_blocking=True)
-            self._place.index_fill_(0, rows, -1)
+            steps = self.history.steps
+            steps.index_fill_(0, (rows.pin_memory() if steps.is_cuda else rows).to(steps.device, non_blocking=True), -1)
             self._forgotten.clear()
 
     def commit(
-        self,
-        cache: KVCache,
-        tokens: torch.Tensor,
-        table_rows: torch.Tensor,
-        lengths: torch.Tensor,
-        slots: torch.Tensor,
-        *,
-        backend: str,
+        self, cache: KVCache, scored: ScoredCandidates, requests: StepRequests, count: int, *, backend: str
     ) -> torch.Tensor:
-        """bool ``[B]``: last tokens that were candidates; their keys and values are in their slots now."""
-        place = self._place[table_rows]
+        """bool ``[B]``: the first ``count`` requests' last tokens that were candidates, whose keys and values are in
+        their slots now. ``scored``: those of the last step."""
         return commit_winner(
             cache.keys,
             cache.values,
             self._cache.keys,
             self._cache.values,
-            self._candidate_ids,
+            scored.token_ids,
             self._candidate_rows,
-            self._positions,
-            torch.where(self._table_rows[place.clamp(min=0)] == table_rows, place, -1),
-            tokens,
-            lengths - 1,
-            slots,
+            scored.positions,
+            requests.places[:count],
+            requests.tokens[:count],
+            requests.positions[:count],
+            requests.slots[:count],
             backend=backend,
         )
 
-    def keep(
-        self, table_rows: torch.Tensor, lengths: torch.Tensor, candidate_ids: torch.Tensor, candidate_rows: torch.Tensor
-    ) -> KVCache:
-        """Take the candidates of a step, and return where its forward is to leave the keys and values of its rows."""
-        b, k = candidate_ids.shape
-        self._candidate_ids[:b].copy_(candidate_ids)
+    def keep(self, candidate_rows: torch.Tensor) -> KVCache:
+        """Take the candidates' rows ``[B, K]`` of a step, and return where its forward is to leave keys and values."""
+        b, k = candidate_rows.shape
         self._candidate_rows[:b].copy_(candidate_rows)
-        self._positions[:b].copy_(lengths)
-        self._table_rows.fill_(-1)
-        self._table_rows[:b].copy_(table_rows)
-        self._place.index_copy_(0, table_rows, self._places[:b])
         token_rows = b * (1 + k)
         return KVCache(self._cache.keys[:, :token_rows], self._cache.values[:, :token_rows])

@@ -14,15 +14,22 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from lenvm_kernels.ops._common import FLOAT_DTYPES
+from lenvm_kernels.ops.embed_tokens import embed_tokens
+from lenvm_kernels.ops.ragged_linear import num_counters as linear_counters
 from lenvm_kernels.ops.ragged_linear import ragged_linear
 from lenvm_kernels.ops.rope_cache import rope_cache
+from lenvm_kernels.ops.value_head import num_counters as value_head_counters
 from lenvm_kernels.ops.value_head import value_head
-from lenvm_kernels.ops.value_tree_attention import value_tree_attention
+from lenvm_kernels.ops.value_tree_attention import num_counters as attention_counters
+from lenvm_kernels.ops.value_tree_attention import plan_attention, value_tree_attention
 from lenvm_kernels.value_model.checkpoint import Head, ValueModelConfig, checked_tensors, read_checkpoint, with_head
 from lenvm_kernels.value_model.ragged_batch import KVCache, RaggedBatch
+
+# Counters that launches of a forward share, one launch at a time: those of a prompt of 64k tokens, or of 4,096 requests
+# with 8 key/value heads. Operators that need more make their own.
+_COUNTERS = 1 << 16
 
 
 class _Layer(NamedTuple):
@@ -123,11 +130,13 @@ class ValueModel:
 
         self.embedding = get("embed_tokens.weight")
         self.layers = [load_layer(f"layers.{i}") for i in range(config.num_layers)]
-        self.norm = get("norm.weight")
         # The vectors of the head are kept in fp32, which the operator takes: lengths are decided there.
         vectors = (weights[f"v_head.{x}"] for x in ("fc.bias", "summary.weight", "summary.bias"))
-        self.head = (get("v_head.fc.weight"), *(x.detach().to(self.device, torch.float32) for x in vectors))
+        fc_weight = normed(["v_head.fc.weight"], "norm")
+        self.head = (fc_weight, *(x.detach().to(self.device, torch.float32) for x in vectors))
         self._inv_freq = torch.tensor(config.rope_inv_freq, dtype=torch.float32, device=self.device)
+        # Zeros that every launch leaves as it found them. Made here, not in a graph's capture, which may never be run.
+        self._counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=self.device)
 
     @classmethod
     def from_pretrained(
@@ -203,29 +212,72 @@ class ValueModel:
         Raises:
             ValueError: tensors of a wrong dtype, shape or device, from the operators.
         """
-        hidden = self._run_layers(batch, cache, keep, backend)
+        hidden, square_sums = self._run_layers(batch, cache, keep, backend)
         if before_head is not None:
             before_head()
-        return self._run_head(hidden, batch.layout.head_rows, backend)[batch.layout.head_places]
+        layout = batch.layout
+        z = value_head(
+            hidden,
+            *self.head,
+            token_rows=layout.head_rows,
+            norm_eps=self.config.rms_norm_eps,
+            targets=layout.head_targets,
+            square_sums=square_sums,
+            counters=self._zeros(value_head_counters(len(layout.head_rows))),
+            backend=backend,
+        )
+        return z.view(layout.candidate_rows.shape)
 
-    def _run_layers(self, batch: RaggedBatch, cache: KVCache, keep: KVCache | None, backend: str) -> torch.Tensor:
-        """All layers, [T, H]; keys and values go to ``cache`` and ``keep``."""
+    def _zeros(self, count: int) -> torch.Tensor | None:
+        """So many counters, or None if there are not as many."""
+        return self._counters if count <= _COUNTERS else None
+
+    def _run_layers(
+        self, batch: RaggedBatch, cache: KVCache, keep: KVCache | None, backend: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All layers, [T, H], and the sums of their squares; keys and values go to ``cache`` and ``keep``."""
         config, layout = self.config, batch.layout
-        norm: dict[str, Any] = dict(norm_eps=config.rms_norm_eps)
         live: dict[str, Any] = dict(num_rows=layout.q_offsets[-1:], backend=backend)
-        known_ids = layout.token_ids.clamp(0, config.vocab_size - 1)
-        hidden = F.embedding(known_ids, self.embedding)
-        hidden = hidden.masked_fill_((known_ids != layout.token_ids)[:, None], float("nan"))  # [T, H]
-        angles = layout.positions[:, None].float() * self._inv_freq  # [T, D/2]
-        cos, sin = angles.cos() * config.rope_scale, angles.sin() * config.rope_scale
-
+        hidden, square_sums, cos, sin = embed_tokens(
+            layout.token_ids,
+            layout.positions,
+            self.embedding,
+            self._inv_freq,
+            rope_scale=config.rope_scale,
+            **live,
+        )
+        plan = plan_attention(
+            batch.table_rows,
+            batch.cached_lens,
+            layout.q_offsets,
+            batch.candidate_lens,
+            total_tokens=len(hidden),
+            max_len=batch.slot_table.shape[1] * batch.page_size,
+            group=config.num_heads // config.num_kv_heads,
+            backend=backend,
+        )
+        # What a layer adds to the residual stream leaves the sums of its squares for the norm that follows.
+        norm: dict[str, Any] = dict(norm_eps=config.rms_norm_eps, square_sums=square_sums)
+        adds: dict[str, Any] = dict(square_sums_out=square_sums)
+        down_counters = linear_counters(len(hidden), config.hidden_size, config.intermediate_size)
         for i, layer in enumerate(self.layers):
             # Nested, so that what one operator leaves to the next is freed as soon as that has read it.
             hidden = ragged_linear(
-                self._attend(hidden, i, batch, cos, sin, cache, keep, backend),
+                self._attend(
+                    ragged_linear(hidden, layer.qkv, layer.qkv_bias, **norm, **live),
+                    i,
+                    batch,
+                    plan,
+                    cos,
+                    sin,
+                    cache,
+                    keep,
+                    backend,
+                ),
                 layer.o,
                 layer.o_bias,
                 residual=hidden,
+                **adds,
                 **live,
             )
             hidden = ragged_linear(
@@ -233,39 +285,41 @@ class ValueModel:
                 layer.down,
                 layer.down_bias,
                 residual=hidden,
+                counters=self._zeros(down_counters),
+                **adds,
                 **live,
             )
-        return hidden
+        return hidden, square_sums
 
     def _attend(
         self,
-        hidden: torch.Tensor,
+        qkv: torch.Tensor,
         i: int,
         batch: RaggedBatch,
+        plan: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
         cache: KVCache,
         keep: KVCache | None,
         backend: str,
     ) -> torch.Tensor:
-        """Layer ``i`` up to its attention, [T, Hq * D]; keys and values go to ``cache`` and ``keep``."""
-        config, layer, layout = self.config, self.layers[i], batch.layout
-        norm: dict[str, Any] = dict(norm_eps=config.rms_norm_eps)
-        live: dict[str, Any] = dict(num_rows=layout.q_offsets[-1:], backend=backend)
+        """The attention of layer ``i``, [T, Hq * D]; keys and values go to ``cache`` and ``keep``."""
+        config, layout = self.config, batch.layout
         k_cache, v_cache = cache.keys[i], cache.values[i]
         q, k, v = rope_cache(
-            ragged_linear(hidden, layer.qkv, layer.qkv_bias, **norm, **live),
+            qkv,
             cos,
             sin,
             layout.slots,
             k_cache,
             v_cache,
             num_heads=config.num_heads,
-            qk_norm_weight=layer.qk_norm,
+            qk_norm_weight=self.layers[i].qk_norm,
+            norm_eps=config.rms_norm_eps,
+            num_rows=layout.q_offsets[-1:],
             k_out=None if keep is None else keep.keys[i],
             v_out=None if keep is None else keep.values[i],
-            **norm,
-            **live,
+            backend=backend,
         )
         attended = value_tree_attention(
             q,
@@ -280,17 +334,8 @@ class ValueModel:
             batch.candidate_lens,
             parents=batch.parents,
             page_size=batch.page_size,
+            plan=plan,
+            counters=self._zeros(attention_counters(len(batch.table_rows), config.num_kv_heads)),
             backend=backend,
         )
         return attended.flatten(1)
-
-    def _run_head(self, hidden: torch.Tensor, token_rows: torch.Tensor, backend: str) -> torch.Tensor:
-        """Final norm and value head of some rows: their logits, fp32."""
-        return value_head(
-            hidden,
-            *self.head,
-            token_rows=token_rows,
-            norm_weight=self.norm,
-            norm_eps=self.config.rms_norm_eps,
-            backend=backend,
-        )

@@ -9,13 +9,12 @@ from lenvm_kernels.step.graphs import Graphs
 
 
 class PaddedGraphs(Graphs):
-    """Pads every batch to the size of its graph, in the graphs' input buffers, and runs what a graph would replay."""
+    """Runs what a graph would replay, on what is where the graph would look for it."""
 
-    def _capture(self, bucket):
-        inputs = [buffer[:bucket] for buffer in self._inputs]
-        _, _, _, _, _, candidate_ids, _ = inputs
-        result = torch.empty(candidate_ids.shape, device=candidate_ids.device)
-        return [SimpleNamespace(replay=lambda: result.copy_(self._score(*inputs)))], result
+    def _capture(self, requests):
+        step = self._score.__self__
+        result = torch.empty(requests, step.max_candidates, device=step.value_model.device)
+        return [SimpleNamespace(replay=lambda: result.copy_(self._score(requests)))], result
 
 
 class PaddedStep(GuidedStep):
@@ -23,4 +22,4 @@ class PaddedStep(GuidedStep):
 
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options, graphs=False)
-        self._graphs = PaddedGraphs(self._score, self._no_request(), self.max_requests, split=False)
+        self._graphs = PaddedGraphs(self._score, split=False)

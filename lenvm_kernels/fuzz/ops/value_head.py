@@ -5,28 +5,33 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, dtype_of, expect
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.value_head import value_head
+from lenvm_kernels.reference.value_head import SQUARES_GROUP
 
 EPS = 1e-6
 SPARE_ROWS = 2  # of hidden, which nothing refers to
 
+# The tiles of a large H at any H, those of many rows for any number.
+CONSTANTS = {"wide tiles": {"WIDE_FROM": 0}, "tiles of many rows": {"FEW_OUTPUTS": 0}}
+
 OPTIONS: dict[str, list[Any]] = {
     "size": [64, 80, 96, 100, 576],
     "dtype": ["float32", "bfloat16", "float16"],
-    "norm": [False, True],
+    "norm": [False, True, "folded"],  # folded: its weight is in that of the matmul
+    "square_sums": [False, True],
+    "targets": [False, True],
     "fp32_vectors": [False, True],
     "row_padding": [0, 16, 3],
     "token_rows": ["none", "int32", "int64"],
     "broken": [False, True],
-    "constants": ["shipped", "wide tiles"],
+    "constants": ["shipped", *CONSTANTS],
 }
-# The tiles of a large H at any H.
-CONSTANTS = {"wide tiles": {"WIDE_FROM": 0}}
 
 
 def make_inputs(
@@ -67,7 +72,7 @@ class Inputs:
 def inputs(case: Case, device: torch.device) -> Inputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     names = ("norm", "fp32_vectors", "row_padding")
-    chosen = {name: options[name] for name in names}
+    chosen = {name: options[name] for name in names} | {"norm": options["norm"] is True}
     arguments = make_inputs(rows, options["size"], dtype_of(options), device=device, seed=case.seed, **chosen)
     hidden = arguments["hidden"]
     if options["broken"]:
@@ -84,12 +89,28 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         nowhere = draws.choose("nowhere", rows, values=[-1, -7, len(wider), 2**31 - 1])
         places = torch.where(draws.chance("is padding", rows, of=0.2), nowhere, places)
         arguments["token_rows"] = places.to(getattr(torch, options["token_rows"]))
+    # A kernel without the norm (examples/fuzz_own_kernel.py) need not know either of these.
+    if options["norm"] == "folded" or (options["norm"] and options["square_sums"]):
+        sums = square_sums_of(arguments["hidden"])
+        arguments["square_sums"] = F.pad(sums, (0, options["row_padding"]), value=float("nan"))[:, : sums.shape[1]]
+    if options["norm"] and options["targets"]:
+        integers = torch.int64 if options["token_rows"] == "int32" else torch.int32
+        arguments["targets"] = draws.places("targets", rows).to(integers)
     return Inputs(arguments)
 
 
+def square_sums_of(hidden: Tensor) -> Tensor:
+    """The argument of that name, as another operator leaves it."""
+    squares = F.pad(hidden.double().square(), (0, -hidden.shape[1] % SQUARES_GROUP))
+    return squares.view(len(hidden), -1, SQUARES_GROUP).sum(2).t().float().contiguous()
+
+
 def run(given: Inputs, function) -> Tensor:
-    rows = given.arguments.get("token_rows", given.arguments["hidden"][:, 0])
-    return expect("logits", function(**given.arguments), dtype=torch.float32, shape=rows.shape)
+    """The logits in the order of the rows, wherever the targets put them."""
+    arguments = given.arguments
+    rows = arguments.get("token_rows", arguments["hidden"][:, 0])
+    logits = expect("logits", function(**arguments), dtype=torch.float32, shape=rows.shape)
+    return logits[arguments["targets"].long()] if "targets" in arguments else logits
 
 
 def outputs(given: Inputs, logits: Tensor) -> list[Output]:
@@ -98,7 +119,7 @@ def outputs(given: Inputs, logits: Tensor) -> list[Output]:
 
 def compare(given: Inputs, logits: Tensor) -> list[Difference]:
     """With a norm, operands may be rounded to their dtype as the kernel rounds them, or not at all."""
-    arguments = given.arguments
+    arguments = {name: x for name, x in given.arguments.items() if name != "targets"}
     tolerance = TOLERANCE["value_head"][arguments["hidden"].dtype]
     difference = beyond("logits", logits, exact(**arguments), tolerance)
     if "norm_weight" in arguments:
@@ -109,22 +130,26 @@ def compare(given: Inputs, logits: Tensor) -> list[Difference]:
     return [difference]
 
 
-def exact(hidden, *, norm_weight=None, norm_eps=EPS, token_rows=None, **weights) -> Tensor:
+def exact(
+    hidden, *, norm_weight=None, norm_eps=EPS, square_sums=None, token_rows=None, targets=None, **weights
+) -> Tensor:
     """The reference in fp64 on the same inputs."""
-    hidden = hidden.double() if norm_weight is None else normalised_as_rounded(hidden, norm_weight, norm_eps)
+    exact_hidden = hidden.double() if norm_weight is None else weighted_as_rounded(hidden, norm_weight)
+    if norm_weight is not None or square_sums is not None:
+        sums = hidden.double().square().sum(1) if square_sums is None else square_sums.double().sum(0)
+        exact_hidden = exact_hidden * torch.rsqrt(sums / hidden.shape[1] + norm_eps)[:, None]
     weights = {name: w.double() for name, w in weights.items()}
-    return value_head(hidden, token_rows=token_rows, backend="reference", **weights)
+    return value_head(exact_hidden, token_rows=token_rows, targets=targets, backend="reference", **weights)
 
 
-def normalised_as_rounded(hidden: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
-    """The final RMSNorm in fp64, but with h * w rounded to the dtype of h as the kernel rounds it (fp16: h * w / 64).
+def weighted_as_rounded(hidden: Tensor, norm_weight: Tensor) -> Tensor:
+    """h * w in fp64, but rounded to the dtype of h as the kernel rounds it (fp16: h * w / 64).
 
     The rounding of a matmul's operand is the dtype's, not an error of the kernel: with it in the expected values the
     tolerance needs to cover no more than fp32 sums.
     """
     scale = 1 / 64 if hidden.dtype == torch.float16 else 1.0
-    product = (hidden.float() * (norm_weight.float() * scale)).to(hidden.dtype).double() / scale
-    return product * torch.rsqrt(hidden.double().square().mean(-1, keepdim=True) + eps)
+    return (hidden.float() * (norm_weight.float() * scale)).to(hidden.dtype).double() / scale
 
 
 def classes(given: Inputs) -> dict[str, Tensor]:

@@ -14,13 +14,14 @@ from torch import Tensor
 from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, differs, dtype_of, expect
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
-from lenvm_kernels.ops.value_tree_attention import SPLIT_LEN, value_tree_attention
+from lenvm_kernels.ops.value_tree_attention import SPLIT_LEN, SPLIT_SLACK, value_tree_attention
 
 UNUSED_PAGE = 2**31 - 1  # reading the cache through it is an out-of-bounds access
 UNTOUCHED = 7.0
 SPARE_TABLE_ROWS, SPARE_PAGES = 2, 3
 TOKENS_OF_REQUEST = 2**20  # token j of request i has the id i * TOKENS_OF_REQUEST + j
-LENGTHS = {"short": (0, 40), "long": (SPLIT_LEN.value - 20, 2 * SPLIT_LEN.value + 40)}
+ONE_SPLIT = SPLIT_LEN.value + SPLIT_SLACK.value  # cached tokens that are not split
+LENGTHS = {"short": (0, 40), "long": (ONE_SPLIT - 20, ONE_SPLIT + SPLIT_LEN.value + 40)}
 
 OPTIONS: dict[str, list[Any]] = {
     "cached": ["short", "any", "long"],
@@ -279,7 +280,7 @@ def classes(call: Call) -> dict[str, Tensor]:
     new = given.q_offsets.diff()
     return {
         "nothing cached": given.cached_lens == 0,
-        "split": given.cached_lens > SPLIT_LEN.value,
+        "split": given.cached_lens > ONE_SPLIT,
         "no new token": new == 0,
         "no delta": (new > 0) & (new == given.candidate_lens),
         "no candidate": (new > 0) & (given.candidate_lens == 0),

@@ -1,0 +1,207 @@
+"""The time of a kernel's launch, computed from its machine code: no GPU is needed.
+
+A launch has ``items`` to work on (tiles, say), each a turn of a program. A multiprocessor (SM) runs as many programs
+side by side as their registers and shared memory allow, and the GPU takes the items in waves. A wave of n programs, p
+of them on the busiest SM, takes the larger of
+
+    one of them:   rest + first latency + passes of the main loop x pass
+    p of them:     for each resource, what rest and passes need of it
+
+where ``rest`` (the instructions outside of the main loop) and ``pass`` are the largest of
+
+    issue      instructions x warps / 4 x p
+    tensor     cycles of HGMMA or HMMA x p
+    shared     bytes through shared memory / 128 x p
+    L2         bytes from and to global memory, at 34 a cycle and SM, which the n programs share, and at most 64 an SM
+    stalls     cycles that a warp takes alone, issuing in order
+    latency    (latency of memory + stalls) / (stages on their way after the wait + 1)
+
+of which the first four are resources. The launch takes the largest of its waves and a start, of its bytes of HBM at the
+bandwidth that a copy reaches, and of its programs at one a cycle, the rate at which they start. Rows that pad a tile
+are in the instructions and the tensor cycles, not in the bytes; a last wave with few programs, and SMs without any, are
+in the waves.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from triton.backends.compiler import GPUTarget
+
+from bench.sass import L2_LATENCY, Code, Section
+
+RESULTS = Path(__file__).parent / "results"
+HBM_LATENCY = 750e-9  # seconds of a load under load: assumed
+START = 500  # cycles until a launch's first instructions and constants are there, and its stores have left: assumed
+L2_RATE, SM_RATE, SHARED_RATE = 34, 64, 128  # bytes a cycle and SM: of all SMs at once, of one, of shared memory
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a GPU has, of its data sheet.
+
+    Attributes:
+        target: as Triton names it.
+        shared: bytes of shared memory that one block may have.
+        shared_of_sm: bytes of a multiprocessor; a block takes 1 KiB of it beside its own.
+        registers: 32-bit ones of a multiprocessor (a SIMD's lane on gfx942).
+        warps: resident on a multiprocessor (on a SIMD on gfx942).
+        blocks: resident on a multiprocessor.
+    """
+
+    target: GPUTarget
+    shared: int
+    shared_of_sm: int
+    registers: int
+    warps: int
+    blocks: int
+
+    def resident_blocks(self, registers: int, shared: int, warps: int) -> int:
+        """Such blocks that a multiprocessor of NVIDIA's runs side by side."""
+        of_warp = -(-registers * 32 // 256) * 256  # allotted in units of 256 a warp
+        blocks = min(self.blocks, self.warps // warps, self.registers // (of_warp * warps))
+        return min(blocks, self.shared_of_sm // (shared + 1024))
+
+    def occupancy(self, registers: int, shared: int, warps: int) -> float:
+        """Share of the resident warps that a kernel with such blocks can fill."""
+        if self.target.backend == "hip":
+            # A wave's registers are allotted in eights; each of four SIMDs has 512 a lane. LDS limits whole blocks.
+            waves = min(self.warps, self.registers // max(8, -(-registers // 8) * 8))
+            by_shared = self.shared_of_sm // shared if shared else self.blocks
+            return min(waves, by_shared * warps / 4) / self.warps
+        return self.resident_blocks(registers, shared, warps) * warps / self.warps
+
+
+KIB = 1024
+PARTS = {
+    "sm_80": Part(GPUTarget("cuda", 80, 32), 163 * KIB, 164 * KIB, 65_536, 64, 32),
+    "sm_90": Part(GPUTarget("cuda", 90, 32), 227 * KIB, 228 * KIB, 65_536, 64, 32),
+    "sm_100": Part(GPUTarget("cuda", 100, 32), 227 * KIB, 228 * KIB, 65_536, 64, 32),
+    "gfx942": Part(GPUTarget("hip", "gfx942", 64), 64 * KIB, 64 * KIB, 512, 8, 16),
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Of its data sheet: what its device's name contains, bytes/s of HBM, multiprocessors, cycles a second."""
+
+    name: str
+    bandwidth: float
+    sms: int = 132
+    clock: float = 1.755e9
+    tensor_rate: float = 989e12  # operations/s in bf16
+
+
+GPUS = {gpu.name: gpu for gpu in (Gpu("H100", 3.35e12), Gpu("H200", 4.8e12))}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What no data sheet says.
+
+    Attributes:
+        copy: share of HBM's bandwidth that a kernel reaches.
+        chip: share of the rates of tensor cores, shared memory and L2 that a kernel reaches.
+        gap: seconds from the end of a launch to the start of the next in a CUDA graph.
+        source: where they are from.
+    """
+
+    copy: float = 0.85
+    chip: float = 1.0
+    gap: float = 1.2e-6
+    source: str = "assumed, not measured"
+
+    def __str__(self) -> str:
+        shares = f"{self.copy:.0%} of HBM's bandwidth, {self.chip:.0%} of the chip's rates"
+        return f"{shares}, {self.gap * 1e6:.2f} us between launches: {self.source}"
+
+    @classmethod
+    def of(cls, gpu: Gpu) -> "Rates":
+        """Those that a calibration has left for the GPU, or the assumed ones."""
+        for file in sorted(RESULTS.glob("*/rates.json")):
+            data = json.loads(file.read_text())
+            if data["gpu"] == gpu.name:
+                return cls(**data["rates"])
+        return cls()
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the programs of a launch have to do.
+
+    Attributes:
+        items: turns of programs.
+        passes: of the main loop in a turn.
+        hbm: bytes that have to come from HBM, each once.
+        share: of the bytes of the loads that no mask leaves out.
+        label: what tells launches of the same kernel apart.
+    """
+
+    items: int
+    passes: float = 1.0
+    hbm: float = 0.0
+    share: float = 1.0
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a launch, without the gap before it, and what bounds it."""
+
+    seconds: float
+    bound: str
+
+
+def launch_cost(code: Code, resident: int, work: Work, programs: int, gpu: Gpu, rates: Rates) -> Cost:
+    """What a launch of so many ``programs`` costs where an SM has room for ``resident`` of them."""
+    at_once = min(gpu.sms * resident, programs)
+    full, rest = divmod(work.items, at_once)
+    cycles, bound = _wave(code, work, at_once, gpu, rates) if full else (0.0, "")
+    last, bound_of_last = _wave(code, work, rest, gpu, rates) if rest else (0.0, "")
+    costs = {
+        bound or bound_of_last: (START + full * cycles + last) / gpu.clock,
+        "HBM": work.hbm / (gpu.bandwidth * rates.copy),
+        "programs": programs / gpu.clock,
+    }
+    bound = max(costs, key=costs.get)
+    return Cost(costs[bound], bound)
+
+
+def _wave(code: Code, work: Work, n: int, gpu: Gpu, rates: Rates) -> tuple[float, str]:
+    """(cycles of a wave of ``n`` programs, what bounds it)."""
+    latency = HBM_LATENCY * gpu.clock if work.hbm else L2_LATENCY
+    parts = [(code.rest, 1.0, L2_LATENCY)] + ([(code.loop, work.passes, latency)] if code.loop else [])
+    first_latency = latency if code.loop and code.loop.copied else 0.0
+    resources: dict[str, float] = {}
+    alone, longest = first_latency, {}
+    for part, times, part_latency in parts:
+        of_part = _resources(part, n, work.share, gpu, rates)
+        for name, cycles in of_part.items():
+            resources[name] = resources.get(name, 0.0) + times * cycles
+        p = -(-n // gpu.sms)
+        terms = {name: cycles / p for name, cycles in of_part.items()}
+        terms |= _waits(part, part_latency, passes=1 if part is code.rest else 2)
+        name = max(terms, key=terms.get)
+        alone += times * terms[name]
+        longest["rest" if part is code.rest else name] = times * terms[name]
+    name = max(resources, key=resources.get)
+    return max((resources[name], name), (alone, max(longest, key=longest.get)))
+
+
+def _resources(code: Section, n: int, share: float, gpu: Gpu, rates: Rates) -> dict[str, float]:
+    """Cycles of each resource that all programs of a wave need of an SM."""
+    p = -(-n // gpu.sms)
+    moved = share * (code.copied + code.loaded) + code.stored
+    return {
+        "issue": code.issue_cycles * p,
+        "tensor": code.tensor_cycles * p / rates.chip,
+        "shared": code.shared_bytes * p / SHARED_RATE / rates.chip,
+        "L2": moved * max(p / SM_RATE, n / (L2_RATE * gpu.sms)) / rates.chip,
+    }
+
+
+def _waits(code: Section, latency: float, passes: int) -> dict[str, float]:
+    """Cycles that a program alone waits: for the last of some passes, and for its asynchronous copies."""
+    stages = code.stages_in_flight + 1
+    in_copies = (latency + code.stalled(latency)) / stages if code.copied else 0.0
+    return {"stalls": code.stalled(latency, passes), "latency": in_copies}

@@ -1,0 +1,291 @@
+"""What a guided step launches on sm_90, each launch with its machine code and the work of its programs: without a GPU.
+
+A step of two layers goes through the real launchers at its real shapes: as many rows as its CUDA graph has room for, of
+which the candidates there are fill some. Every kernel is compiled as it would be launched there, and its code read;
+what repeats is a layer. A step is a layer's launches times the layers, and the others, each with the gap before it; an
+operator of torch counts as a gap and a short kernel.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench.kernel_model import PARTS, Cost, Gpu, Rates, Work, launch_cost
+from bench.launches import intercept_launches, kernels_on_cpu, targeting
+from bench.models import VOCAB, forward_floor, make_config
+from bench.sass import Code, disassemble, instructions_of, read, registers_and_stack
+from bench.step import CACHED, MORE_CACHED, candidate_counts
+from lenvm_kernels.guidance import parse_guidance
+from lenvm_kernels.ops import value_tree_attention
+from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.value_model import ValueModel, ValueModelConfig
+
+# Of the data sheet's rates those that a copy and a large matmul of cuBLAS reach: the base of the aim of 1.35.
+COPY_SHARE, MATMUL_SHARE = 0.85, 0.70
+TORCH_OPERATOR = 1.5e-6  # seconds of a small kernel of torch: assumed
+# Operators that are no views and launch nothing: the last makes a number a tensor on the host.
+NO_LAUNCH = ("detach", "_unsafe_view", "lift_fresh", "scalar_tensor")
+PART = PARTS["sm_90"]
+L2_HOLDS = 25e6  # bytes of its 50 MB that outlast a kernel which streams more: assumed
+
+
+@dataclass(frozen=True)
+class Live:
+    """How much of a launch's room is in use: ``rows`` of a forward, of ``requests`` with ``cached`` tokens each."""
+
+    rows: int
+    requests: int = 0
+    cached: int = 0
+
+    @classmethod
+    def of_step(cls, requests: int, counts: str = "full", cached: int = CACHED) -> "Live":
+        """Of a step in which every winner was committed: the last token is cached, and candidates are all there is."""
+        counted = candidate_counts(requests, counts)
+        return cls(int(torch.where(counted > 1, counted, 1).sum()), requests, cached + 1)
+
+
+# --- what the programs of each kernel have to do; a kernel not in the table takes one turn a program ---
+
+Arguments = dict[str, object]  # of a launch, by the kernel's parameters
+
+
+def _ceil(x: int, y: int) -> int:
+    return -(-x // y)
+
+
+def _tiles(rows: int, columns: int, block_m: int, block_n: int) -> tuple[int, float]:
+    """(tiles, share of their operands' rows that exist)."""
+    row_blocks = _ceil(rows, block_m)
+    return row_blocks * _ceil(columns, block_n), (block_n + rows / row_blocks) / (block_n + block_m)
+
+
+def _spilled(written: int) -> int:
+    """Bytes of HBM that go to or come from what one kernel leaves to the next: the L2 cache holds some of it."""
+    return written if written > L2_HOLDS else 0
+
+
+def _linear(a: Arguments, live: Live) -> Work:
+    columns = a["N"] * (2 if a["SWIGLU"] else 1)
+    tiles, share = _tiles(live.rows, columns, a["BLOCK_M"], a["BLOCK_N"])
+    moved = columns * a["K"] * a["weight_ptr"].element_size()
+    moved += _spilled(live.rows * columns * a["SPLITS"] * 4) if a["SPLITS"] > 1 else 0
+    return Work(tiles * a["SPLITS"], a["SPLIT_LEN"] / a["BLOCK_K"], moved, share, f"{columns} x {a['K']}")
+
+
+def _attention(a: Arguments, live: Live) -> Work:
+    tokens = value_tree_attention.BLOCK_M.value // a["GROUP"]
+    splits = min(_ceil(live.cached, value_tree_attention.SPLIT_LEN.value), value_tree_attention.MAX_SPLITS.value)
+    kv_heads = a["ptr"].k_new.shape[1]
+    tiles = live.requests * _ceil(_ceil(live.rows, live.requests), tokens)
+    moved = live.requests * live.cached * kv_heads * a["HEAD_DIM"] * 2 * a["ptr"].k_cache.element_size()
+    return Work(tiles * splits * kv_heads, _ceil(_ceil(live.cached, splits), a["BLOCK_N"]), moved)
+
+
+def _merge_splits(a: Arguments, live: Live) -> Work:
+    splits = _ceil(live.cached, value_tree_attention.SPLIT_LEN.value)
+    share = splits / value_tree_attention.MAX_SPLITS.value
+    return Work(
+        (live.rows + a["workspace_rows"]) // 2 * a["ptr"].q.shape[1], share=share
+    )  # half, where there is no row
+
+
+def _scan(a: Arguments, live: Live) -> Work:
+    scores, tiles = a["scores_ptr"], _ceil(a["V"], a["BLOCK"])
+    passes = _ceil(tiles, a["RANGES"])
+    return Work(live.requests * _ceil(tiles, passes), passes, scores.nbytes)
+
+
+def _head(a: Arguments, live: Live) -> Work:
+    tiles, share = _tiles(live.rows, a["H"], a["BLOCK_M"], a["BLOCK_N"])
+    return Work(tiles, a["H"] / a["BLOCK_K"], a["H"] ** 2 * a["fc_weight_ptr"].element_size(), share)
+
+
+def _inv_rms(a: Arguments, live: Live) -> Work:
+    return Work(_ceil(live.rows, a["ROWS"]), _ceil(a["K"], a["BLOCK_K"]))
+
+
+def _sum_splits(a: Arguments, live: Live) -> Work:
+    moved = _spilled(live.rows * a["N"] * a["SPLITS"] * 4)
+    return Work(_ceil(live.rows, a["ROWS"]) * _ceil(a["N"], a["BLOCK_N"]), hbm=moved)
+
+
+def _rope_cache(a: Arguments, live: Live) -> Work:
+    return Work(live.rows)
+
+
+WORK: dict[str, Callable[[Arguments, Live], Work]] = {
+    "_ragged_linear_kernel": _linear,
+    "_value_tree_attention_kernel": _attention,
+    "_merge_splits_kernel": _merge_splits,
+    "_scan_kernel": _scan,
+    "_partial_logits_kernel": _head,
+    "_inv_rms_kernel": _inv_rms,
+    "_sum_splits_kernel": _sum_splits,
+    "_rope_cache_kernel": _rope_cache,
+}
+
+
+# --- the launches of a step ---
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch of a kernel: its code, the programs it starts, those that a multiprocessor has room for, their work."""
+
+    name: str
+    code: Code
+    programs: int
+    resident: int
+    work: Work
+
+    @property
+    def label(self) -> str:
+        """Its row in a table."""
+        return f"{self.name.removeprefix('_').removesuffix('_kernel')} {self.work.label}".strip()
+
+    def cost(self, gpu: Gpu, rates: Rates) -> Cost:
+        """Without the gap before it."""
+        return launch_cost(self.code, self.resident, self.work, self.programs, gpu, rates)
+
+
+_codes: dict[str, tuple[Code, int]] = {}  # by the kernel's hash: its code, programs of a multiprocessor
+
+
+def launches_of(call: Callable[[], object], live: Live) -> list[Launch]:
+    """What a call on CPU tensors would launch on sm_90."""
+    found = []
+
+    def compile_only(name: str, launch: partial) -> object:
+        kernel = launch(warmup=True)
+        if kernel.hash not in _codes:
+            text, warps = disassemble(kernel, PART.target.arch), kernel.metadata.num_warps
+            resident = PART.resident_blocks(registers_and_stack(text)[0], kernel.metadata.shared, warps)
+            _codes[kernel.hash] = read(instructions_of(text), warps), resident
+        function, *positional = launch.args
+        arguments = dict(zip(function.arg_names, positional, strict=False)) | launch.keywords
+        programs = 1
+        for size in arguments["grid"]:
+            programs *= size
+        code, resident = _codes[kernel.hash]
+        work = WORK[name](arguments, live) if name in WORK else Work(programs)
+        found.append(Launch(name, code, programs, resident, work))
+        return kernel
+
+    with targeting(PART.target), intercept_launches(compile_only):
+        call()
+    return found
+
+
+def make_step(name: str, requests: int, layers: int, cached: int = CACHED) -> Callable[[], object]:
+    """What takes a step of so many layers as :mod:`bench.step` does, on CPU tensors of zeros."""
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    config, columns = make_config(name, vocab_size=2**11, num_layers=layers), cached + MORE_CACHED
+    model = ValueModel(
+        config, {key: zeros(*shape, dtype=torch.bfloat16) for key, shape in config.tensor_shapes().items()}
+    )
+    step = GuidedStep(
+        model, zeros(requests, columns, dtype=torch.int32), requests * columns, vocab_size=VOCAB, backend="triton"
+    )
+    for row in range(requests):
+        step.add_request(row, parse_guidance({"value_mode": "mul", "value_scale": 0.8}), {0})
+    step.flush()
+    floats = zeros(requests, dtype=torch.float32)
+    batch = (zeros(requests, VOCAB, dtype=torch.float32), *[zeros(requests)] * 2, zeros(requests, dtype=torch.int32))
+    filters = dict(top_k=zeros(requests, dtype=torch.int32), top_p=floats, min_p=floats)
+    return partial(step.step, *batch, zeros(requests), **filters, is_logits=True, sample=True)
+
+
+class _Operators(TorchDispatchMode):
+    """Appends torch's operators that launch a kernel to a list."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.split(".")[0]
+        if not function.is_view and "empty" not in name and name not in NO_LAUNCH:
+            self.names.append(f"torch {name}")
+        if name == "index":  # a kernel that did not run has not written the indices
+            args = (args[0], [None if x is None else torch.zeros_like(x) for x in args[1]])
+        return function(*args, **(kwargs or {}))
+
+
+def layer_of(names: Sequence[str]) -> slice:
+    """Where the first of two equal layers stands in what a model of two layers launches: the longest that repeats."""
+    for size in range(len(names) // 2, 0, -1):
+        for at in range(len(names) - 2 * size + 1):
+            if names[at : at + size] == names[at + size : at + 2 * size]:
+                return slice(at, at + size)
+    raise ValueError("no launches repeat from one layer to the next")
+
+
+@cache
+def operators_of_step(name: str) -> tuple[int, int]:
+    """Torch operators (of a layer, of the rest of a step) that launch a kernel."""
+    names: list[str] = []
+    step = make_step(name, 1, 2)
+    with kernels_on_cpu("sm_90"), intercept_launches(lambda kernel, launch: names.append(kernel)), _Operators(names):
+        step()
+    of_layer = sum(name.startswith("torch") for name in names[layer_of(names)])
+    return of_layer, sum(name.startswith("torch") for name in names) - 2 * of_layer
+
+
+@dataclass(frozen=True)
+class Step:
+    """A guided step of a value model.
+
+    Attributes:
+        model: its name.
+        live: what of it there is.
+        layer: launches of a layer.
+        others: launches before and after the layers.
+        operators: of torch, in a layer and in the rest.
+    """
+
+    model: str
+    live: Live
+    layer: list[Launch]
+    others: list[Launch]
+    operators: tuple[int, int]
+
+    @classmethod
+    def of(cls, model: str, requests: int, counts: str = "full", cached: int = CACHED) -> "Step":
+        live = Live.of_step(requests, counts, cached)
+        launches = launches_of(make_step(model, requests, 2, cached), live)
+        layer = layer_of([launch.label for launch in launches])
+        others = launches[: layer.start] + launches[2 * layer.stop - layer.start :]
+        return cls(model, live, launches[layer], others, operators_of_step(model))
+
+    @property
+    def config(self) -> ValueModelConfig:
+        return make_config(self.model, vocab_size=VOCAB)
+
+    @property
+    def num_launches(self) -> int:
+        """Of a step, torch's operators among them."""
+        layers = self.config.num_layers
+        return layers * (len(self.layer) + self.operators[0]) + len(self.others) + self.operators[1]
+
+    def seconds(self, gpu: Gpu, rates: Rates) -> float:
+        """Of a step."""
+
+        def of(launches: Sequence[Launch], operators: int) -> float:
+            kernels = sum(launch.cost(gpu, rates).seconds + rates.gap for launch in launches)
+            return kernels + operators * (TORCH_OPERATOR + rates.gap)
+
+        layer = of(self.layer, self.operators[0])
+        return layer * self.config.num_layers + of(self.others, self.operators[1])
+
+    def floor(self, gpu: Gpu, copy: float = COPY_SHARE, matmul: float = MATMUL_SHARE) -> float:
+        """Seconds that its bytes or its operations take at shares of the data sheet's rates."""
+        live = self.live
+        moved, operations = forward_floor(self.config, torch.bfloat16, live.rows, live.rows, live.requests, live.cached)
+        scores = live.requests * VOCAB * 4
+        return max((moved + scores) / (gpu.bandwidth * copy), operations / (gpu.tensor_rate * matmul))

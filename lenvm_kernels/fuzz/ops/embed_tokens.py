@@ -1,0 +1,171 @@
+"""``embed_tokens``: widths that fill no group or block, tokens that are not there, ids that no vocabulary has."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lenvm_kernels.fuzz.case import (
+    Case,
+    Difference,
+    Operator,
+    Output,
+    beyond,
+    differs,
+    dtype_of,
+    expect,
+    padded_rows,
+    slice_of_longer,
+)
+from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.fuzz.tolerances import TOLERANCE
+from lenvm_kernels.ops._common import ceil_div
+from lenvm_kernels.ops.embed_tokens import embed_tokens
+from lenvm_kernels.reference._common import SQUARES_GROUP
+from lenvm_kernels.types import EmbeddedTokens
+
+OPTIONS: dict[str, list[Any]] = {
+    "size": [64, 1, 63, 130, 576, 1030, 2112],
+    "half": [1, 3, 32, 48, 64],
+    "vocab": [50, 1],
+    "dtype": ["float32", "bfloat16", "float16"],
+    "rows_not_there": ["none", "0", "2"],
+    "row_padding": [0, 16, 3],
+    "rope_scale": [1.0, 1.25],
+    "longest": [100_000, 30],
+    "slices": [False, True],
+    "broken": [False, True],
+    "constants": ["shipped", "small"],
+}
+CONSTANTS = {"small": {"MAX_BLOCK_H": 128}}  # several blocks
+
+
+def make_inputs(
+    tokens: int | list[int],
+    size: int,
+    half: int,
+    dtype: torch.dtype,
+    *,
+    vocab: int = 50,
+    row_padding: int = 0,
+    longest: int = 100_000,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Arguments of embed_tokens by name. ``tokens``: how many, or their ids."""
+    draws = Draws(seed, device)
+    rows = draws.rows(tokens)
+    embedding = draws.normal("embedding", vocab, size) * draws.choose("magnitude", vocab, 1, values=[0.02, 1.0, 30.0])
+    return {
+        "token_ids": draws.integers("token_ids", rows, low=0, high=vocab - 1),
+        "positions": draws.integers("positions", rows, low=0, high=longest),
+        "embedding": padded_rows(embedding.to(dtype), row_padding),
+        "inv_freq": 1e6 ** -(torch.arange(half, device=device) / half),
+    }
+
+
+@dataclass(frozen=True)
+class Inputs:
+    arguments: dict[str, Any]
+    rows: int  # that are there
+
+
+def inputs(case: Case, device: torch.device) -> Inputs:
+    options, draws, there = case.options, case.draws(device), len(case.rows)
+    absent = options["rows_not_there"]
+    rows = [*case.rows, *(-1 - i for i in range(0 if absent == "none" else int(absent)))]
+    vocab = options["vocab"]
+    arguments = make_inputs(
+        rows,
+        options["size"],
+        options["half"],
+        dtype_of(options),
+        vocab=vocab,
+        row_padding=options["row_padding"],
+        longest=options["longest"],
+        device=device,
+        seed=case.seed,
+    )
+    if options["broken"]:
+        outside = draws.choose("outside", rows, values=[-1, vocab, -(2**40), 2**32, 2**62])
+        arguments["token_ids"] = torch.where(draws.chance("unknown", rows, of=0.2), outside, arguments["token_ids"])
+        poison = draws.choose("poison", vocab, values=[math.nan, math.inf, -math.inf])
+        is_poisoned = draws.chance("poisoned", vocab, of=0.1)
+        embedding = arguments["embedding"]
+        embedding[:, 0] = torch.where(is_poisoned, poison.to(embedding.dtype), embedding[:, 0])
+    if absent != "none":
+        arguments["num_rows"] = torch.tensor([there], dtype=torch.int32, device=device)
+        arguments["token_ids"][there:] = 2**62
+    if options["slices"]:
+        for name in arguments.keys() - {"embedding"}:
+            arguments[name] = slice_of_longer(arguments[name])
+    return Inputs(arguments | {"rope_scale": options["rope_scale"]}, there)
+
+
+def run(given: Inputs, function) -> EmbeddedTokens:
+    embedded = function(**given.arguments)
+    tokens, (_, size) = len(given.arguments["token_ids"]), given.arguments["embedding"].shape
+    half = len(given.arguments["inv_freq"])
+    for name, dtype, shape in (
+        ("hidden", given.arguments["embedding"].dtype, [tokens, size]),
+        ("square_sums", torch.float32, [ceil_div(size, SQUARES_GROUP), tokens]),
+        ("cos", torch.float32, [tokens, half]),
+        ("sin", torch.float32, [tokens, half]),
+    ):
+        expect(name, getattr(embedded, name, None), dtype=dtype, shape=shape)
+    return embedded
+
+
+def _by_token(given: Inputs, embedded: EmbeddedTokens) -> dict[str, Tensor]:
+    """Of the tokens that are there."""
+    by_token = embedded._replace(square_sums=embedded.square_sums.T)._asdict()
+    return {name: x[: given.rows] for name, x in by_token.items()}
+
+
+def outputs(given: Inputs, embedded: EmbeddedTokens) -> list[Output]:
+    return [Output(name, x) for name, x in _by_token(given, embedded).items()]
+
+
+def compare(given: Inputs, embedded: EmbeddedTokens) -> list[Difference]:
+    actual, expected = (_by_token(given, x) for x in (embedded, _reference(given)))
+    dtype = embedded.hidden.dtype
+    return [
+        differs("hidden", actual["hidden"], expected["hidden"].to(dtype)),
+        *(
+            beyond(name, actual[name], expected[name], TOLERANCE["embed_tokens"][dtype])
+            for name in ("square_sums", "cos", "sin")
+        ),
+    ]
+
+
+def _reference(given: Inputs) -> EmbeddedTokens:
+    """In fp64, but for the angles: in fp32 they are what they are defined to be."""
+    arguments = given.arguments
+    embedded = embed_tokens(**arguments | {"embedding": arguments["embedding"].double()}, backend="reference")
+    angles = (arguments["positions"][: given.rows, None].float() * arguments["inv_freq"]).double()
+    scale = arguments["rope_scale"]
+    return embedded._replace(cos=angles.cos() * scale, sin=angles.sin() * scale)
+
+
+def classes(given: Inputs) -> dict[str, Tensor]:
+    ids, embedding = given.arguments["token_ids"][: given.rows], given.arguments["embedding"]
+    is_known = (ids >= 0) & (ids < len(embedding))
+    return {"known": is_known, "unknown": ~is_known}
+
+
+OPERATOR = Operator(
+    name="embed_tokens",
+    function=embed_tokens,
+    options=OPTIONS,
+    inputs=inputs,
+    run=run,
+    outputs=outputs,
+    compare=compare,
+    most_rows=8192,
+    row_size=lambda options: 2 * options["size"],
+    row_work=lambda options: 40 + 20 * ceil_div(options["size"], 128 if options["constants"] == "small" else 4096),
+    classes=classes,
+    constants=CONSTANTS,
+)

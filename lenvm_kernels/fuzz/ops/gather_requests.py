@@ -1,0 +1,170 @@
+"""``gather_requests``: table rows in no order, requests that do not exist, histories of many steps."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lenvm_kernels.fuzz.case import (
+    Case,
+    Difference,
+    Operator,
+    Output,
+    copy_in_place,
+    differs,
+    expect,
+    slice_of_longer,
+    whole_memory,
+)
+from lenvm_kernels.guidance import GuidanceTable
+from lenvm_kernels.ops.gather_requests import empty_requests, gather_requests
+from lenvm_kernels.types import Mode, StepHistory, StepRequests
+
+SPARE_ROWS = 3  # of the table, which no request of the batch has
+
+OPTIONS: dict[str, list[Any]] = {
+    "padding": ["no out", "0", "1", "40"],  # rows of the result beyond the requests
+    "active": [False, True],
+    "step": ["no history", "1", "9", "8589934594"],  # the last is 2 to whoever keeps 32 bits
+    "slices": [False, True],
+    "constants": ["shipped", "small"],
+}
+CONSTANTS = {"small": {"REQUESTS": 4}}  # several programs
+
+
+@dataclass(frozen=True)
+class Inputs:
+    arguments: dict[str, Any]
+    is_active: Tensor  # also where the function is not told
+
+
+def inputs(case: Case, device: torch.device) -> Inputs:
+    options, draws, rows = case.options, case.draws(device), case.rows
+    count = len(rows)
+    table_rows = draws.places("table_rows", rows, SPARE_ROWS)
+    table = GuidanceTable(count + SPARE_ROWS, device, max_eos=1, max_scaled_tokens=1)
+    columns = {
+        "mode": draws.choose("mode", rows, values=[0, 0, *Mode]),
+        "return_values": draws.chance("return_values", rows, of=0.5),
+        "entropy_threshold": draws.choose("entropy_threshold", rows, values=[math.nan, -1.0, 0.0, 0.7]),
+        "prompt_len": draws.integers("prompt_len", rows, low=0, high=100_000),
+        "seed": draws.bits("seed", rows),
+    }
+    for name, values in columns.items():
+        column = getattr(table, name)
+        column.fill_(3)  # the spare rows': what reads them shows
+        column[table_rows] = values.to(column.dtype)
+
+    lengths = columns["prompt_len"] + draws.integers("generated", rows, low=0, high=3000)
+    is_active = draws.chance("active", rows, of=0.7)
+    per_request = {
+        "tokens": draws.choose("tokens", rows, values=[0, 1, 151_642, 2**31 - 1]),
+        "table_rows": table_rows,
+        "lengths": lengths.int(),
+        "slots": draws.choose("slots", rows, values=[-1, 0, 7, 2**33]),
+    }
+    if options["active"]:
+        per_request["active"] = is_active
+    if options["slices"]:
+        per_request = {name: slice_of_longer(x) for name, x in per_request.items()}
+    arguments = {"table": table.columns, **per_request}
+    arguments["padding_row"] = int(draws.integers("padding_row", 1, low=0, high=count + SPARE_ROWS - 1))
+    if options["step"] != "no history":
+        step = int(options["step"])
+        last_steps = draws.choose("last_step", rows, values=[step - 1, step - 1, step - 2, step, -1, step + 2**32 - 1])
+        history = StepHistory(
+            places=torch.full((count + SPARE_ROWS,), 5, device=device),
+            steps=torch.full((count + SPARE_ROWS,), step - 1, device=device),
+            step=torch.tensor([step], device=device),
+        )
+        history.places[table_rows] = draws.integers("last_place", rows, low=0, high=10_000)
+        history.steps[table_rows] = last_steps
+        arguments["history"] = history
+    if options["padding"] != "no out":
+        out = empty_requests(count + int(options["padding"]), device)
+        for x in out:
+            x.copy_(torch.arange(len(x), device=device) % 2)  # what is not written shows
+        arguments["out"] = StepRequests(*map(slice_of_longer, out)) if options["slices"] else out
+    return Inputs(arguments, is_active if options["active"] else torch.ones_like(is_active))
+
+
+@dataclass(frozen=True)
+class Result:
+    requests: StepRequests
+    history: StepHistory | None
+    around: list[Tensor]  # all that holds ``out``, which is to be left alone around it
+
+
+def run(given: Inputs, function) -> Result:
+    arguments, around = dict(given.arguments), []
+    history, out = arguments.get("history"), arguments.get("out")
+    if history is not None:
+        arguments["history"] = history = StepHistory(*map(copy_in_place, history))
+    if out is not None:
+        arguments["out"] = out = StepRequests(*map(copy_in_place, out))
+        around = [whole_memory(x) for x in out]
+    requests = function(**arguments)
+    for wanted, name in zip(empty_requests(0, torch.device("cpu")), StepRequests._fields, strict=True):
+        rows = len(arguments["tokens"] if out is None else out.tokens)
+        expect(name, getattr(requests, name, None), dtype=wanted.dtype, shape=[rows])
+    return Result(requests, history, around)
+
+
+def _fields(given: Inputs) -> list[str]:
+    """Those that are written."""
+    return [name for name in StepRequests._fields if name != "places" or "history" in given.arguments]
+
+
+def outputs(given: Inputs, result: Result) -> list[Output]:
+    count = len(given.arguments["tokens"])  # the table's rows differ in other batches
+    return [Output(name, getattr(result.requests, name)[:count]) for name in _fields(given) if name != "table_rows"]
+
+
+def compare(given: Inputs, result: Result) -> list[Difference]:
+    expected = run(given, _reference)
+    owners = torch.arange(len(result.requests.tokens), device=result.requests.tokens.device)
+    owners[len(given.arguments["tokens"]) :] = -1
+    found = [
+        differs(name, getattr(result.requests, name), getattr(expected.requests, name), owners)
+        for name in _fields(given)
+    ]
+    for name, memory, wanted in zip(StepRequests._fields, result.around, expected.around, strict=False):
+        found.append(differs(f"memory around {name}", memory, wanted, torch.full_like(memory, -1, dtype=torch.int64)))
+    if expected.history is not None:
+        owners = torch.full_like(expected.history.places, -1)
+        owners[given.arguments["table_rows"]] = torch.arange(len(given.is_active), device=owners.device)
+        for name, wanted in expected.history._asdict().items():
+            found.append(
+                differs(f"history.{name}", getattr(result.history, name), wanted, owners if len(wanted) > 1 else None)
+            )
+    return found
+
+
+def _reference(**arguments) -> StepRequests:
+    return gather_requests(**arguments, backend="reference")
+
+
+def classes(given: Inputs) -> dict[str, Tensor]:
+    table, rows = given.arguments["table"], given.arguments["table_rows"]
+    is_guided = table.mode[rows] != Mode.UNGUIDED
+    found = {"guided": is_guided, "asks for lengths": table.return_values[rows], "not active": ~given.is_active}
+    history = given.arguments.get("history")
+    return found if history is None else found | {"was there": history.steps[rows] == history.step - 1}
+
+
+OPERATOR = Operator(
+    name="gather_requests",
+    function=gather_requests,
+    options=OPTIONS,
+    inputs=inputs,
+    run=run,
+    outputs=outputs,
+    compare=compare,
+    most_rows=4096,
+    row_size=lambda options: 30,
+    row_work=lambda options: 20,
+    classes=classes,
+    constants=CONSTANTS,
+)

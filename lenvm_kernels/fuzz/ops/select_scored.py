@@ -1,0 +1,154 @@
+"""``select_scored``: requests of every status, with and without a next token that is known."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lenvm_kernels.fuzz.case import (
+    Case,
+    Difference,
+    Operator,
+    Output,
+    copy_in_place,
+    differs,
+    expect,
+    slice_of_longer,
+    whole_memory,
+)
+from lenvm_kernels.ops.gather_requests import empty_requests
+from lenvm_kernels.ops.select_scored import empty_scored, select_scored
+from lenvm_kernels.types import Candidates, ScoredCandidates, Status
+
+OPTIONS: dict[str, list[Any]] = {
+    "columns": [1, 2, 4, 8, 64],
+    "padding": ["no out", "0", "1", "40"],  # rows of the result beyond the requests
+    "committed": [False, True],
+    "drawn": [False, True],
+    "sample": [False, True],
+    "score_all": [False, True],
+    "step": ["none", "1", "4294967295"],
+    "slices": [False, True],
+    "constants": ["shipped", "small"],
+}
+CONSTANTS = {"small": {"REQUESTS": 4}}  # several programs
+
+
+@dataclass(frozen=True)
+class Inputs:
+    arguments: dict[str, Any]
+
+
+def inputs(case: Case, device: torch.device) -> Inputs:
+    options, draws, rows = case.options, case.draws(device), case.rows
+    count, columns = len(rows), options["columns"]
+    padding = 0 if options["padding"] == "no out" else int(options["padding"])
+
+    counts = draws.integers("counts", rows, low=0, high=columns)
+    is_candidate = torch.arange(columns, device=device) < counts[:, None]
+    candidates = Candidates(
+        token_ids=torch.where(is_candidate, draws.integers("token_ids", rows, columns, low=0, high=9), -1).int(),
+        probs=torch.zeros(count, columns, device=device),
+        counts=counts.int(),
+        status=draws.choose("status", rows, values=[int(status) for status in Status]).to(torch.int8),
+        lost_mass=torch.zeros(count, device=device),
+    )
+    requests = empty_requests(count + padding, device)
+    for x in requests:
+        x.fill_(1)  # in the rows of requests that do not exist nobody is to look
+    for name, values in (
+        ("positions", draws.integers("positions", rows, low=0, high=100_000)),
+        ("guided", draws.chance("guided", rows, of=0.5)),
+        ("wants_length", draws.chance("wants_length", rows, of=0.5)),
+    ):
+        getattr(requests, name)[:count] = values
+    arguments: dict[str, Any] = {"candidates": candidates, "requests": requests}
+    optional = {
+        "committed": draws.chance("committed", rows, of=0.5),
+        "drawn": draws.choose("drawn", rows, values=[-1, -1, -2, 0, 3, 2**31 - 1]).int(),
+    }
+    arguments |= {name: x for name, x in optional.items() if options[name]}
+    if options["slices"] and options["drawn"]:
+        arguments["drawn"] = slice_of_longer(arguments["drawn"])
+    arguments |= {name: options[name] for name in ("sample", "score_all")}
+    if options["step"] != "none":
+        arguments["step"] = torch.tensor([int(options["step"])], device=device)
+    if options["padding"] != "no out":
+        out = empty_scored(count + padding, columns, device)
+        for x in out:
+            x.copy_(torch.arange(x.numel(), device=device).view(x.shape) % 2)  # what is not written shows
+        arguments["out"] = ScoredCandidates(*map(slice_of_longer, out)) if options["slices"] else out
+    return Inputs(arguments)
+
+
+@dataclass(frozen=True)
+class Result:
+    scored: ScoredCandidates
+    step: Tensor | None
+    around: list[Tensor]  # all that holds ``out``, which is to be left alone around it
+
+
+def run(given: Inputs, function) -> Result:
+    arguments, around = dict(given.arguments), []
+    step, out = arguments.get("step"), arguments.get("out")
+    if step is not None:
+        arguments["step"] = step = step.clone()
+    if out is not None:
+        arguments["out"] = out = ScoredCandidates(*map(copy_in_place, out))
+        around = [whole_memory(x) for x in out]
+    scored = function(**arguments)
+    rows, columns = len(arguments["requests"].tokens), arguments["candidates"].token_ids.shape[1]
+    for name, wanted in empty_scored(rows, columns, torch.device("cpu"))._asdict().items():
+        expect(name, getattr(scored, name, None), dtype=wanted.dtype, shape=wanted.shape)
+    return Result(scored, step, around)
+
+
+def outputs(given: Inputs, result: Result) -> list[Output]:
+    count = len(given.arguments["candidates"].counts)
+    return [Output(name, x[:count]) for name, x in result.scored._asdict().items()]
+
+
+def compare(given: Inputs, result: Result) -> list[Difference]:
+    expected = run(given, _reference)
+    owners = torch.arange(len(result.scored.counts), device=result.scored.counts.device)
+    owners[len(given.arguments["candidates"].counts) :] = -1
+    found = [
+        differs(name, getattr(result.scored, name), wanted, owners)
+        for name, wanted in expected.scored._asdict().items()
+    ]
+    for name, memory, wanted in zip(ScoredCandidates._fields, result.around, expected.around, strict=False):
+        found.append(differs(f"memory around {name}", memory, wanted, torch.full_like(memory, -1, dtype=torch.int64)))
+    if expected.step is not None and result.step is not None:
+        found.append(differs("step", result.step, expected.step, torch.full_like(expected.step, -1)))
+    return found
+
+
+def _reference(**arguments) -> ScoredCandidates:
+    return select_scored(**arguments, backend="reference")
+
+
+def classes(given: Inputs) -> dict[str, Tensor]:
+    count = len(given.arguments["candidates"].counts)
+    scored = run(given, _reference).scored
+    return {
+        "scored": scored.counts[:count] > 0,
+        "alone": scored.alone[:count],
+        "has a delta": scored.delta_lens[:count] > 0,
+    }
+
+
+OPERATOR = Operator(
+    name="select_scored",
+    function=select_scored,
+    options=OPTIONS,
+    inputs=inputs,
+    run=run,
+    outputs=outputs,
+    compare=compare,
+    most_rows=4096,
+    row_size=lambda options: 2 * options["columns"] + 20,
+    row_work=lambda options: 20,
+    classes=classes,
+    constants=CONSTANTS,
+)

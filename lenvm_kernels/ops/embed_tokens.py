@@ -1,0 +1,199 @@
+"""What stands before the first layer: each token's embedding, its sums of squares, and the angles of its position.
+
+    hidden[t] = embedding[token_ids[t]]                  NaN where the id is not one of the vocabulary's
+    square_sums[g, t] = sum of hidden[t, 64 g : 64 g + 64]^2
+    cos[t], sin[t] = scale cos(a), scale sin(a)          a = positions[t] * inv_freq
+
+Source: ``embed_tokens`` and ``rotary_emb`` of a decoder of transformers (RoFormer, arXiv 2104.09864). The sums are what
+the norm of the first layer needs (:func:`ragged_linear`). One launch, one program a token: torch's would be a dozen,
+and compute the padding.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lenvm_kernels.ops._common import FLOATS, ceil_div, check_tensor, next_power_of_2, overlapping, resolve_backend
+from lenvm_kernels.ops._device import wait_for_inputs
+from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.reference._common import SQUARES_GROUP, compute_dtype
+from lenvm_kernels.reference.embed_tokens import embed_tokens as _reference
+from lenvm_kernels.types import EmbeddedTokens
+
+# Most columns of a token at a time. Up to four loads of 16 bytes a thread (bf16) are then on their way before the first
+# is awaited; a loop of smaller blocks would wait for memory once a block. Times are not measured yet.
+MAX_BLOCK_H = 4096
+NUM_WARPS = 4
+
+
+class _Tensors(NamedTuple):
+    hidden: Any  # [T, H]
+    square_sums: Any  # fp32 [ceil(H / 64), T]
+    cos: Any  # fp32 [T, D / 2]
+    sin: Any  # fp32 [T, D / 2]
+    token_ids: Any  # int64 [T]
+    positions: Any  # int64 [T]
+    embedding: Any  # [vocabulary, H]
+    inv_freq: Any  # fp32 [D / 2]
+
+
+@triton.jit(do_not_specialize=["T", "vocab_size"], do_not_specialize_on_alignment=["num_rows_ptr"])
+def _embed_tokens_kernel(
+    ptr,  # _Tensors
+    stride_embedding_row,
+    num_rows_ptr,  # int32 [1] or None
+    rope_scale,
+    T,
+    vocab_size,
+    H: tl.constexpr,
+    HALF: tl.constexpr,  # D / 2
+    GROUP: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    wait_for_inputs(OVERLAPS)
+    token = tl.program_id(0).to(tl.int64)
+    if num_rows_ptr is not None:  # noqa: SIM102 - a None pointer must not reach the load
+        if token >= tl.load(num_rows_ptr):
+            return
+
+    # All that does not depend on the embedding is asked for before it.
+    half = tl.arange(0, BLOCK_HALF)
+    token_id = tl.load(ptr.token_ids + token)
+    position = tl.load(ptr.positions + token).to(tl.float32)
+    inv_freq = tl.load(ptr.inv_freq + half, mask=half < HALF, other=0.0)
+
+    is_known = (token_id >= 0) & (token_id < vocab_size)
+    row_ptr = ptr.embedding + token_id * stride_embedding_row
+    for start in tl.static_range(0, H, BLOCK_H):
+        column = start + tl.arange(0, BLOCK_H)
+        is_column = column < H
+        x = tl.load(row_ptr + column, mask=is_known & is_column, other=float("nan"))
+        tl.store(ptr.hidden + token * H + column, x, mask=is_column)
+        x = x.to(tl.float32)
+        squares = tl.where(is_column, x * x, 0.0)
+        group = start // GROUP + tl.arange(0, BLOCK_H // GROUP)
+        sums = tl.sum(tl.reshape(squares, [BLOCK_H // GROUP, GROUP]), axis=1)
+        tl.store(ptr.square_sums + group.to(tl.int64) * T + token, sums, mask=group * GROUP < H)
+
+    angle = position * inv_freq
+    tl.store(ptr.cos + token * HALF + half, tl.cos(angle) * rope_scale, mask=half < HALF)
+    tl.store(ptr.sin + token * HALF + half, tl.sin(angle) * rope_scale, mask=half < HALF)
+
+
+def _run_reference(hidden, square_sums, cos, sin, token_ids, positions, embedding, inv_freq, scale, num_rows) -> None:
+    computed = _reference(token_ids, positions, embedding, inv_freq, rope_scale=scale, num_rows=num_rows)
+    for written, result in zip((hidden, square_sums, cos, sin), computed, strict=True):
+        written.copy_(result)
+
+
+@operator(mutates=EmbeddedTokens._fields, reference=_run_reference)
+def _launch(
+    hidden: Tensor,
+    square_sums: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    token_ids: Tensor,
+    positions: Tensor,
+    embedding: Tensor,
+    inv_freq: Tensor,
+    rope_scale: float,
+    num_rows: Tensor | None,
+) -> None:
+    tokens, size = hidden.shape
+    if tokens == 0:
+        return
+    half = inv_freq.shape[0]
+    _embed_tokens_kernel[(tokens,)](
+        _Tensors(hidden, square_sums, cos, sin, token_ids, positions, embedding, inv_freq),
+        embedding.stride(0),
+        num_rows,
+        rope_scale,
+        tokens,
+        embedding.shape[0],
+        H=size,
+        HALF=half,
+        GROUP=SQUARES_GROUP,
+        BLOCK_H=min(next_power_of_2(max(size, SQUARES_GROUP)), MAX_BLOCK_H),
+        BLOCK_HALF=next_power_of_2(half),
+        num_warps=NUM_WARPS,
+        **overlapping(),
+    )
+
+
+def embed_tokens(
+    token_ids: Tensor,  # int64 [T]
+    positions: Tensor,  # int64 [T]
+    embedding: Tensor,  # [vocabulary, H]
+    inv_freq: Tensor,  # fp32 [D / 2]
+    *,
+    rope_scale: float = 1.0,
+    num_rows: Tensor | None = None,  # int32 [1]
+    backend: str = "auto",
+) -> EmbeddedTokens:
+    """Embeddings of tokens with their sums of squares, and cosine and sine of their positions' angles.
+
+    Nothing is read back to the host, and no new number of tokens compiles anything.
+
+    Args:
+        token_ids: int64 [T]. The embedding of an id outside of the vocabulary is NaN.
+        positions: int64 [T]; each token's position in its sequence.
+        embedding: [vocabulary, H], fp32, bf16 or fp16 (fp64 too on the reference). Rows may be strided.
+        inv_freq: fp32 [D / 2]; radians a position, of each pair of a head's dimensions.
+        rope_scale: factor on cosine and sine (that of YaRN, say).
+        num_rows: int32 [1] on the device of ``token_ids``; how many tokens there are (``None``: all T). The rest is
+            neither read nor written.
+        backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
+
+    Returns:
+        The :class:`EmbeddedTokens`. Those from ``num_rows`` on are arbitrary.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above. Checked before any launch, except the contents of
+            ``num_rows``: that would need the host.
+
+    Example:
+        >>> import torch
+        >>> embedding = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> embedded = embed_tokens(torch.tensor([1, 0]), torch.tensor([0, 2]), embedding, torch.tensor([0.5]))
+        >>> embedded.hidden
+        tensor([[3., 4.],
+                [1., 2.]])
+        >>> embedded.square_sums
+        tensor([[25.,  5.]])
+        >>> embedded.cos
+        tensor([[1.0000],
+                [0.5403]])
+    """
+    backend = resolve_backend(backend, token_ids)
+    device = check_tensor("token_ids", token_ids, dtypes=torch.int64, shape=(None,)).device
+    tokens = token_ids.shape[0]
+    check_tensor("positions", positions, dtypes=torch.int64, shape=(tokens,), device=device)
+    check_tensor("embedding", embedding, dtypes=FLOATS[backend], shape=(None, None), device=device)
+    size = embedding.shape[1]
+    if embedding.numel() == 0:
+        raise ValueError(f"embedding must have at least one row and column, got shape {list(embedding.shape)}")
+    check_tensor("inv_freq", inv_freq, dtypes=torch.float32, shape=(None,), device=device)
+    if inv_freq.shape[0] == 0:
+        raise ValueError("inv_freq must have at least one element, got none")
+    if isinstance(rope_scale, bool) or not isinstance(rope_scale, (int, float)):
+        raise TypeError(f"rope_scale must be a number, got {type(rope_scale).__name__}")
+    if num_rows is not None:
+        check_tensor("num_rows", num_rows, dtypes=torch.int32, shape=(1,), device=device)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    half = inv_freq.shape[0]
+    embedded = EmbeddedTokens(
+        hidden=empty(tokens, size, dtype=embedding.dtype),
+        square_sums=empty(ceil_div(size, SQUARES_GROUP), tokens, dtype=compute_dtype(embedding)),
+        cos=empty(tokens, half),
+        sin=empty(tokens, half),
+    )
+    _launch(backend, *embedded, token_ids, positions, embedding, inv_freq, float(rope_scale), num_rows)
+    return embedded

@@ -1,0 +1,233 @@
+"""Which candidates the value model scores in a step, and which last tokens it has to see, in one launch.
+
+Scored are the candidates of requests that are to be reweighted. A request that asks for predicted lengths has one token
+scored where it has no such candidates: the next one, if that is known already. The last token is the value model's
+business where the request is guided or asks for lengths, unless its keys and values are known (:func:`commit_winner`).
+
+Rows beyond the requests are filled with nothing to score, so that a CUDA graph captured for more requests can run.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lenvm_kernels.ops._common import COLUMNS, MAX_CANDIDATES, ceil_div, check_tensor, resolve_backend
+from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.reference.select_scored import select_scored as _reference
+from lenvm_kernels.types import Candidates, ScoredCandidates, Status, StepRequests
+
+# Of the fields of ScoredCandidates, in their order.
+_DTYPES = (torch.int32, torch.int32, torch.int32, torch.int32, torch.int32, torch.bool)
+# Requests a program: a warp's threads, one each.
+REQUESTS = 32
+
+_GUIDE, _SINGLE = tl.constexpr(int(Status.GUIDE)), tl.constexpr(int(Status.SINGLE))
+
+
+# The tokens drawn are a caller's, and may be a slice: nothing is compiled anew where their alignment changes. (Triton
+# heeds that for pointers of their own only, not for those in a tuple.)
+@triton.jit(do_not_specialize=["sample", "B", "N"], do_not_specialize_on_alignment=["drawn_ptr"])
+def _select_scored_kernel(
+    scored,  # ScoredCandidates, written
+    candidate_ids_ptr,  # [B, K]
+    counts_ptr,  # [B]
+    status_ptr,  # [B]
+    positions_ptr,  # [N]
+    guided_ptr,  # [N]
+    wants_length_ptr,  # [N]
+    committed_ptr,  # bool [B] or None
+    drawn_ptr,  # int32 [B] or None
+    step_ptr,  # int64 [1] or None, written
+    sample,  # whether the candidates are drawn from
+    B,
+    N,
+    K: tl.constexpr,
+    SCORE_ALL: tl.constexpr,
+    REQUESTS: tl.constexpr,
+):
+    request = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)
+    exists, is_row = request < B, request < N
+    column = tl.arange(0, K)[None, :]
+    place = request[:, None].to(tl.int64) * K + column
+    status = tl.load(status_ptr + request, mask=exists, other=0)
+    count = tl.load(counts_ptr + request, mask=exists, other=0)
+    token_ids = tl.load(candidate_ids_ptr + place, mask=exists[:, None], other=-1)
+
+    guided = tl.load(guided_ptr + request, mask=exists, other=False)
+    wants_length = tl.load(wants_length_ptr + request, mask=exists, other=False)
+    position = tl.load(positions_ptr + request, mask=exists, other=-1)
+    is_delta = guided | wants_length
+    if committed_ptr is not None:
+        is_delta = is_delta & (tl.load(committed_ptr + request, mask=exists, other=False) == 0)
+    delta_len = is_delta.to(tl.int32)
+
+    is_guide = status == _GUIDE
+    scored_count = tl.where(is_guide | SCORE_ALL, count, 0)
+    next_token = tl.full([REQUESTS], -1, tl.int32)
+    if drawn_ptr is not None:
+        next_token = tl.load(drawn_ptr + request, mask=exists, other=-1)
+    first_id = tl.load(candidate_ids_ptr + request.to(tl.int64) * K, mask=exists, other=-1)
+    next_token = tl.where((status == _SINGLE) & (sample != 0), first_id, next_token)
+    alone = wants_length & (is_guide == 0) & (next_token >= 0)
+    token_ids = tl.where(alone[:, None] & (column == 0), next_token[:, None], token_ids)
+
+    tl.store(scored.token_ids + place, token_ids, mask=is_row[:, None])
+    tl.store(scored.counts + request, tl.where(alone, 1, scored_count), mask=is_row)
+    tl.store(scored.positions + request, position + 1, mask=is_row)
+    tl.store(scored.delta_lens + request, delta_len, mask=is_row)
+    tl.store(scored.cached_lens + request, position + 1 - delta_len, mask=is_row)
+    tl.store(scored.alone + request, alone, mask=is_row)
+    if step_ptr is not None:
+        tl.atomic_add(step_ptr, 1, mask=tl.program_id(0) == 0, sem="relaxed")
+
+
+def _run_reference(*operands) -> None:
+    out, (step, *inputs) = ScoredCandidates(*operands[:6]), operands[6:]
+    candidates, requests, (committed, drawn, sample, score_all) = inputs[:3], inputs[3:6], inputs[6:]
+    _reference(*candidates, *requests, committed=committed, drawn=drawn, sample=sample, score_all=score_all, out=out)
+    if step is not None:
+        step += 1
+
+
+@operator(mutates=[*ScoredCandidates._fields, "step"], reference=_run_reference)
+def _launch(
+    token_ids: Tensor,
+    counts: Tensor,
+    positions: Tensor,
+    delta_lens: Tensor,
+    cached_lens: Tensor,
+    alone: Tensor,
+    step: Tensor | None,
+    candidate_ids: Tensor,
+    candidate_counts: Tensor,
+    status: Tensor,
+    last_positions: Tensor,
+    guided: Tensor,
+    wants_length: Tensor,
+    committed: Tensor | None,
+    drawn: Tensor | None,
+    sample: bool,
+    score_all: bool,
+) -> None:
+    rows, columns = token_ids.shape
+    if rows == 0:
+        return
+    _select_scored_kernel[(ceil_div(rows, REQUESTS),)](
+        ScoredCandidates(token_ids, counts, positions, delta_lens, cached_lens, alone),
+        candidate_ids,
+        candidate_counts,
+        status,
+        last_positions,
+        guided,
+        wants_length,
+        committed,
+        drawn,
+        step,
+        int(sample),
+        candidate_ids.shape[0],
+        rows,
+        K=columns,
+        SCORE_ALL=score_all,
+        REQUESTS=REQUESTS,
+        num_warps=1,
+    )
+
+
+def empty_scored(rows: int, columns: int, device: torch.device) -> ScoredCandidates:
+    """Result tensors for :func:`select_scored`."""
+    token_ids, *others = _DTYPES
+    return ScoredCandidates(
+        torch.empty(rows, columns, dtype=token_ids, device=device),
+        *(torch.empty(rows, dtype=dtype, device=device) for dtype in others),
+    )
+
+
+def select_scored(
+    candidates: Candidates,  # [B, K]
+    requests: StepRequests,  # [N]
+    *,
+    committed: Tensor | None = None,  # bool [B]
+    drawn: Tensor | None = None,  # int32 [B]
+    sample: bool = False,
+    score_all: bool = False,
+    step: Tensor | None = None,  # int64 [1]
+    out: ScoredCandidates | None = None,  # [N, K]
+    backend: str = "auto",
+) -> ScoredCandidates:  # [N, K]
+    """Decide what the value model computes in a step.
+
+    Nothing is read back to the host, and no new number of requests compiles anything.
+
+    Args:
+        candidates: of :func:`topk_candidates`; ``K`` a power of two up to 64.
+        requests: of :func:`gather_requests`, of ``N >= B`` rows.
+        committed: bool [B] (``None``: none); requests whose last token is in the cache already.
+        drawn: int32 [B] (``None``: nobody knows); the next tokens of requests that are not drawn from their candidates.
+        sample: the next token of a request with a single candidate is that.
+        score_all: score all candidates, not only those of requests that are to be reweighted.
+        step: int64 [1]; counted up by one (``None``: no history is kept), :attr:`StepHistory.step`.
+        out: result tensors to reuse, contiguous, of as many rows as ``requests``; ``None`` allocates them.
+        backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
+
+    Returns:
+        The :class:`ScoredCandidates`.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above. Checked before any launch.
+
+    Example:
+        >>> from lenvm_kernels import GuidanceTable, gather_requests, parse_guidance, topk_candidates
+        >>> guidance = [parse_guidance({"target_length": 60}), parse_guidance({"return_values": True})]
+        >>> table = GuidanceTable.from_params(guidance, [{0}, {0}], "cpu")
+        >>> tokens, rows, slots = torch.tensor([[11, 12], [0, 1], [30, 40]])
+        >>> requests = gather_requests(table, tokens, rows, torch.tensor([4, 9], dtype=torch.int32), slots)
+        >>> probs = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.8, 0.1]])
+        >>> filters = dict(top_k=2, top_p=1.0, min_p=0.0, max_candidates=2, guided=requests.guided)
+        >>> drawn = torch.tensor([-1, 2], dtype=torch.int32)
+        >>> scored = select_scored(topk_candidates(probs, **filters), requests, drawn=drawn)
+        >>> scored.token_ids
+        tensor([[ 0,  2],
+                [ 2, -1]], dtype=torch.int32)
+        >>> scored.counts, scored.alone
+        (tensor([2, 1], dtype=torch.int32), tensor([False,  True]))
+    """
+    if not isinstance(candidates, Candidates):
+        raise TypeError(f"candidates must be the Candidates of topk_candidates, got {type(candidates).__name__}")
+    if not isinstance(requests, StepRequests):
+        raise TypeError(f"requests must be the StepRequests of gather_requests, got {type(requests).__name__}")
+    backend = resolve_backend(backend, candidates.token_ids)
+    token_ids = check_tensor("candidates.token_ids", candidates.token_ids, dtypes=torch.int32, shape=(None, None))
+    (count, columns), device = token_ids.shape, token_ids.device
+    if columns not in COLUMNS:
+        raise ValueError(f"candidates.token_ids must have a power of two up to {MAX_CANDIDATES} columns, got {columns}")
+    if not token_ids.is_contiguous():
+        raise ValueError(f"candidates.token_ids must be contiguous, got strides {tuple(token_ids.stride())}")
+    check_tensor("candidates.counts", candidates.counts, dtypes=torch.int32, shape=(count,), device=device)
+    check_tensor("candidates.status", candidates.status, dtypes=torch.int8, shape=(count,), device=device)
+    check_tensor("requests.guided", requests.guided, dtypes=torch.bool, shape=(None,), device=device)
+    rows = requests.guided.shape[0]
+    if rows < count:
+        raise ValueError(f"requests must have a row for each of the {count} requests, got {rows}")
+    check_tensor("requests.wants_length", requests.wants_length, dtypes=torch.bool, shape=(rows,), device=device)
+    check_tensor("requests.positions", requests.positions, dtypes=torch.int32, shape=(rows,), device=device)
+    if committed is not None:
+        check_tensor("committed", committed, dtypes=torch.bool, shape=(count,), device=device)
+    if drawn is not None:
+        check_tensor("drawn", drawn, dtypes=torch.int32, shape=(count,), device=device)
+    if step is not None:
+        check_tensor("step", step, dtypes=torch.int64, shape=(1,), device=device)
+    if out is None:
+        out = empty_scored(rows, columns, device)
+    if not isinstance(out, ScoredCandidates):
+        raise TypeError(f"out must be ScoredCandidates, got {type(out).__name__}")
+    for (name, tensor), dtype in zip(out._asdict().items(), _DTYPES, strict=True):
+        shape = (rows, columns) if name == "token_ids" else (rows,)
+        check_tensor(f"out.{name}", tensor, dtypes=dtype, shape=shape, device=device)
+    if not out.token_ids.is_contiguous():
+        raise ValueError(f"out.token_ids must be contiguous, got strides {tuple(out.token_ids.stride())}")
+
+    of_candidates = (token_ids, candidates.counts, candidates.status)
+    of_requests = (requests.positions, requests.guided, requests.wants_length)
+    _launch(backend, *out, step, *of_candidates, *of_requests, committed, drawn, sample, score_all)
+    return out
