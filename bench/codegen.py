@@ -61,7 +61,7 @@ RESULTS = Path(__file__).parent / "results" / "codegen.json"
 BATCHES = (1, 16, 17, 64)
 # Kernels that are matmuls, and the rows of their tiles.
 MATMULS = {
-    "_ragged_linear_kernel": ragged_linear.BLOCK_M,
+    "_ragged_linear_kernel": ragged_linear.TILES[-1].block_m,
     "_value_tree_attention_kernel": value_tree_attention.BLOCK_M.value,
     "_value_head_kernel": value_head.BLOCK_M_FEW,
 }

@@ -544,7 +544,8 @@ def test_every_kernel_has_a_workload():
     names = set(kernels())
     assert len(names) >= 15
     assert set().union(*(covered for _, covered in WORKLOADS.values())) == names
-    assert set(STEP_KERNELS) == names
+    # In a step whoever stores a row leaves the sums of its squares.
+    assert names - set(STEP_KERNELS) == {"_square_sums_kernel"}
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

@@ -38,42 +38,59 @@ from lenvm_kernels.ops._device import arrives_last
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference
 
+# The numbers below are estimates for an H100 or H200 (132 multiprocessors, 3.35 or 4.8 TB/s; 990 Tflop/s in bf16; L2
+# sends each 34 bytes a cycle, and twice that if few ask) and are not measured yet.
+
 # Columns whose squares are added up together by who stores them. No tile has fewer columns of the result.
 SQUARES_GROUP = 64
 GROUP, LOG2_GROUP = tl.constexpr(SQUARES_GROUP), tl.constexpr(SQUARES_GROUP.bit_length() - 1)
-# Tile and splits depend on the weight's shape, never on the rows: the same row must give the same bits in any batch.
-# All numbers below are estimates for an H200 (132 multiprocessors, at most 110 GB/s each; 4.8 TB/s; 990 Tflop/s in
-# bf16) and are not measured yet.
-# - Many rows: tiles reread their operands from L2. 128 x 64 stops at about 40 % of the tensor cores' rate, 128 x 128 at
-#   60 %. 64 rows a tile would stop at 30 and 40 %, and save only work that few rows leave in the shadow of memory: for
-#   64 rows of gate_up (N = 2 * 8960) 7 us of tensor cores beside 12 us of HBM.
-# - Few rows: a program reads its columns of W at 110 GB/s, 64 of K = 1536 in 1.8 us. qkv (N = 2048) has 32 such
-#   programs, o (1536) has 24: 4 us with 64 rows of x, of which the weights' 5 MB need 1 us. 128 columns would be 6 us.
-# So 64 columns, and 128 from N = 4096 on, where they still make 32 programs.
-BLOCK_M = 128
-BLOCK_N, BLOCK_N_WIDE = 64, 128
-WIDE_FROM = 4096
-# 128 bytes of a row at a time, whole cache lines. As many stages (24 or 32 KB each) as let two programs share a
-# multiprocessor's 227 KB, one computing while the other starts, stores or waits; the registers allow two as well.
+# The order of a row's sums: products in blocks of so many bytes of x, whole cache lines, and splits. Both depend on the
+# weight alone, so that the same row gives the same bits in any batch and in any tile.
 BLOCK_K_BYTES = 128
-STAGES, STAGES_WIDE = 4, 3
-# Eight warps; four for the narrow tiles on sm_100, where eight get 80 registers each and spill.
-NUM_WARPS = 8
-NUM_WARPS_SM_100 = 4
-# A long sum over few columns (down: N = 1536, K = 8960, 28 MB, 6 us of HBM) is split over more programs, of few rows at
+# A long sum over few columns (down: N = 1536, K = 8960, 28 MB, 8 us of HBM) is split over more programs, of few rows at
 # most one a multiprocessor: 5 * 24. More parts would gain little there and cost most where rows are many: each writes
-# and reads 8 N bytes a row. The loads of five parts of a piece of a tile are all on their way at once, and fit the
-# registers.
+# and reads 8 N bytes a row. The loads of five parts of a piece of a tile are all on their way at once.
 SPLIT_FROM = 3840
 MAX_SPLITS, MAX_SPLIT_PROGRAMS = 5, 132
 # A piece of a tile whose parts are added at once.
 SUM_ROWS, SUM_COLUMNS = 64, SQUARES_GROUP
+
+
+class Tile(NamedTuple):
+    """Rows and columns of the matmul's result that a program computes at once, and how."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# The tiles of sm_90, by size. All tiles of a launch together fetch columns * rows * (1 / block_n + 1 / block_m) numbers
+# from L2 for each k, which bounds most launches: 128 x 256 fetches 71 % of what its matmul would hide, 128 x 128 53 %,
+# 128 x 64 35 %. So it is the largest of which there are ENOUGH_TILES: half as many as multiprocessors, which L2 sends
+# twice as much each. Few of the others are ever more than 132, so a program may have a multiprocessor for itself, with
+# 128 to 192 KB of tiles on their way. The exception is 64 x 128: gate_up of 64 rows (N = 2 * 8960) is 140 programs,
+# which must all run at once, two to a multiprocessor.
+TILES = (
+    Tile(128, 256, num_warps=8, num_stages=4),
+    Tile(128, 128, num_warps=8, num_stages=6),
+    Tile(128, 64, num_warps=8, num_stages=8),
+    Tile(64, 128, num_warps=4, num_stages=4),
+    Tile(64, 64, num_warps=4, num_stages=8),
+)
+ENOUGH_TILES = 66
+FEW_ROWS = 64  # they do without the tiles that would be half empty
+# The host knows for how many rows there is room. A step needs about two thirds of them: of nine for a request with five
+# candidates, one for its last token and five.
+LIVE_SHARE = 2 / 3
+# The tiles of other GPUs and of fp32, which has no tensor cores: wide ones for many columns. With as many stages (24 or
+# 32 KB each) as leave room for two programs. Four warps for the narrow ones on sm_100, where eight spill.
+WIDE_FROM = 4096
+TILE, TILE_WIDE = Tile(128, 64, num_warps=8, num_stages=4), Tile(128, 128, num_warps=8, num_stages=3)
+NUM_WARPS_SM_100 = 4
 # Programs of a launch, four a multiprocessor. With more tiles each takes several in turn; with a program for every tile
 # that could be live, ending the thousands that are not would take longer than a small batch's work.
 MAX_PROGRAMS = 528
-# On sm_90: with so many a thread, two programs of eight warps share a multiprocessor's registers. The compiler would
-# take more where parts are added.
-MAX_REGISTERS = 128
 # The launch for the norm moves some KB a program, 4 rows by 1024 columns. It is over in one wave of programs, of which
 # a multiprocessor holds 16.
 NORM_ROWS, NORM_BLOCK_K = 4, 1024
@@ -315,7 +332,23 @@ def num_splits(columns: int, size: int, swiglu: bool = False) -> int:
     """Parts that the sums of ``columns`` columns over ``size`` products are split into: fp32 [parts, T, columns]."""
     if swiglu or size < SPLIT_FROM:
         return 1
-    return max(1, min(MAX_SPLITS, MAX_SPLIT_PROGRAMS // ceil_div(columns, BLOCK_N)))
+    return max(1, min(MAX_SPLITS, MAX_SPLIT_PROGRAMS // ceil_div(columns, TILES[-1].block_n)))
+
+
+def choose_tile(tokens: int, columns: int, splits: int, swiglu: bool, dtype: torch.dtype) -> Tile:
+    """The tile of a launch with room for ``tokens`` rows. It decides how long the launch takes, and no bit."""
+    name = architecture()
+    if dtype.itemsize == 4 or name not in ("sm_90", ""):  # without a GPU the tiles of sm_90 run in the interpreter
+        is_wide = splits > 1 or swiglu or columns >= WIDE_FROM
+        tile = TILE_WIDE if is_wide else TILE
+        return tile._replace(num_warps=NUM_WARPS_SM_100) if name == "sm_100" and not is_wide else tile
+    rows = math.ceil(tokens * LIVE_SHARE)
+    tiles = TILES[:-1] if swiglu else TILES  # gate and up are two columns for one of the result
+    for tile in tiles:
+        count = ceil_div(rows, tile.block_m) * ceil_div(columns, tile.block_n) * splits
+        if count >= ENOUGH_TILES and (rows > FEW_ROWS or tile.block_m == FEW_ROWS):
+            return tile
+    return tiles[-1]
 
 
 def num_counters(tokens: int, columns: int, size: int, swiglu: bool = False) -> int:
@@ -331,7 +364,7 @@ def num_counters(tokens: int, columns: int, size: int, swiglu: bool = False) -> 
     """
     if num_splits(columns, size, swiglu) == 1:
         return 0
-    return ceil_div(tokens, BLOCK_M) * ceil_div(columns, BLOCK_N)
+    return ceil_div(tokens, TILES[-1].block_m) * ceil_div(columns, TILES[-1].block_n)
 
 
 def square_sums_shape(tokens: int, columns: int) -> tuple[int, int]:
@@ -364,10 +397,9 @@ def _launch(
     if tokens == 0:
         return
     splits = num_splits(columns, size, swiglu)
-    is_wide = splits > 1 or swiglu or columns >= WIDE_FROM
-    block_n, stages = (BLOCK_N_WIDE, STAGES_WIDE) if is_wide else (BLOCK_N, STAGES)
+    tile = choose_tile(tokens, columns, splits, swiglu, x.dtype)
     block_k = BLOCK_K_BYTES // x.element_size()
-    tiles = ceil_div(tokens, BLOCK_M) * ceil_div(columns, block_n) * splits
+    tiles = ceil_div(tokens, tile.block_m) * ceil_div(columns, tile.block_n) * splits
 
     if norm_eps is not None and square_sums is None:
         square_sums = torch.empty(*square_sums_shape(tokens, size), dtype=torch.float32, device=x.device)
@@ -388,7 +420,6 @@ def _launch(
         if counters is None:
             needed = num_counters(tokens, columns, size, swiglu)
             counters = torch.zeros(needed, dtype=torch.int32, device=x.device)
-    limits = {"maxnreg": MAX_REGISTERS} if architecture() == "sm_90" and x.element_size() == 2 else {}
     _ragged_linear_kernel[(min(tiles, MAX_PROGRAMS),)](
         _Tensors(out, x, weight, bias, residual, partial),
         _Strides(x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0)),
@@ -405,16 +436,15 @@ def _launch(
         SWIGLU=swiglu,
         SPLITS=splits,
         SPLIT_LEN=ceil_div(ceil_div(size, block_k), splits) * block_k,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=block_n,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
         BLOCK_K=block_k,
         SUM_ROWS=SUM_ROWS,
         SUM_COLUMNS=SUM_COLUMNS,
-        num_warps=NUM_WARPS_SM_100 if architecture() == "sm_100" and not is_wide else NUM_WARPS,
-        num_stages=fitting_stages(stages),
+        num_warps=tile.num_warps,
+        num_stages=fitting_stages(tile.num_stages),
         # Which product the compiler would fuse with which addition might depend on the tile.
         enable_fp_fusion=False,
-        **limits,
     )
 
 
