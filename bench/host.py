@@ -137,7 +137,7 @@ def guided_step(model: ValueModel, rows: int, vocab: int, *, graph: bool) -> Sub
     arguments = step_arguments(rows, vocab)
     arguments["slots"] = slots.slots(arguments["table_rows"], arguments["lengths"] - 1)
     if graph:
-        step._graphs = NoGraphs(step._score, split=False)
+        step._graphs = NoGraphs(step._score, model.device, split=False)
     return Subject(lambda: step.step(**arguments))
 
 

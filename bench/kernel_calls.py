@@ -216,11 +216,11 @@ def _gather_requests() -> Iterator[Call]:
 
 def _select_scored() -> Iterator[Call]:
     rows = 64
-    requests, yes = empty_requests(rows, torch.device("cpu")), i8(rows).bool()
+    requests = empty_requests(rows, torch.device("cpu"))
     for slots in (8, 64):
         call = partial(select_scored, _candidates(rows, slots), requests, backend="triton")
         yield f"select_scored K{slots}", call
-        every_option = dict(committed=yes, drawn=i32(rows), sample=True, score_all=True, step=i64(1))
+        every_option = dict(drawn=i32(rows), sample=True, score_all=True, step=i64(1))
         yield f"select_scored K{slots} with every option", partial(call, **every_option)
 
 

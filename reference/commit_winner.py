@@ -16,6 +16,9 @@ def commit_winner(
     tokens: Tensor,  # [B]
     positions: Tensor,  # [B]
     slots: Tensor,  # [B]
+    *,
+    delta_lens: Tensor | None = None,  # [B]
+    cached_lens: Tensor | None = None,  # [B]
 ) -> Tensor:  # [B]
     """See :func:`lenvm_kernels.ops.commit_winner.commit_winner`."""
     last_step_rows = candidate_ids.shape[0]
@@ -33,4 +36,7 @@ def commit_winner(
     row, slot = row[committed].long(), slots[committed].long()
     k_cache[:, slot] = k_last[:, row]
     v_cache[:, slot] = v_last[:, row]
+    if delta_lens is not None and cached_lens is not None:
+        delta_lens[committed] = 0
+        cached_lens[committed] = positions[committed] + 1
     return committed

@@ -14,7 +14,6 @@ def select_scored(
     guided: Tensor,  # bool [N]
     wants_length: Tensor,  # bool [N]
     *,
-    committed: Tensor | None = None,  # bool [B]
     drawn: Tensor | None = None,  # int32 [B]
     sample: bool = False,
     score_all: bool = False,
@@ -23,10 +22,7 @@ def select_scored(
     """See :func:`lenvm_kernels.ops.select_scored.select_scored`; candidates and requests by what is read of them."""
     b = candidate_ids.shape[0]
     guided, wants_length, lengths = guided[:b], wants_length[:b], positions[:b] + 1
-    is_delta = guided | wants_length
-    if committed is not None:
-        is_delta = is_delta & ~committed
-
+    delta_lens = (guided | wants_length).int()
     is_guide = status == Status.GUIDE
     next_tokens = torch.full_like(counts, -1) if drawn is None else drawn
     if sample:
@@ -39,8 +35,8 @@ def select_scored(
         token_ids=torch.cat((first_ids[:, None], candidate_ids[:, 1:]), dim=1),
         counts=torch.where(alone, 1, scored_counts),
         positions=lengths,
-        delta_lens=is_delta.int(),
-        cached_lens=lengths - is_delta.int(),
+        delta_lens=delta_lens,
+        cached_lens=lengths - delta_lens,
         alone=alone,
     )
     for target, values in zip(out, results, strict=True):

@@ -402,7 +402,6 @@ def select(rows, out_rows, k, has_options):
     step = torch.ones(1, dtype=torch.int64)
     out = empty_scored(out_rows + 3, k, torch.device("cpu"))
     options = dict(
-        committed=torch.rand(rows, generator=generator) < 0.5,
         drawn=torch.randint(-2, 9, (rows,), generator=generator, dtype=torch.int32),
         sample=True,
         score_all=True,

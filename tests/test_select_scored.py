@@ -35,7 +35,7 @@ def make_requests(positions, guided, wants_length, device="cpu"):
     return requests
 
 
-def lists(candidates, requests, *, committed=None, drawn=None, sample=False, score_all=False):
+def lists(candidates, requests, *, drawn=None, sample=False, score_all=False):
     """What is scored, request by request."""
     b, k = candidates.token_ids.shape
     fields = {name: [] for name in ScoredCandidates._fields}
@@ -52,8 +52,6 @@ def lists(candidates, requests, *, committed=None, drawn=None, sample=False, sco
             if alone:
                 ids, scored = [next_token, *ids[1:]], 1
             delta = requests.guided[i].item() or wants_length
-            if committed is not None and committed[i].item():
-                delta = False
             found = (ids, scored, length, int(delta), length - int(delta), alone)
         for name, value in zip(fields, found, strict=True):
             fields[name].append(value)
@@ -125,18 +123,15 @@ def test_what_is_scored_of_each_status(device, backend, options, token_ids, coun
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_last_tokens_are_computed_where_somebody_needs_them(device, backend):
-    """The requests: nobody's, guided, of lengths, both; then the same with their last token in the cache."""
-    b = 8
+    """The requests: nobody's, guided, of lengths, both."""
+    b = 4
     candidates = make_candidates(torch.full((b, 1), 3, dtype=torch.int32), i32(*[1] * b), [GUIDE] * b, device)
-    guided, wants_length = [False, True, False, True] * 2, [False, False, True, True] * 2
-    requests = make_requests([10, 0, 20, 100_000] * 2, guided, wants_length, device)
-    committed = torch.tensor([False] * 4 + [True] * 4, device=device)
-    scored = select_scored(candidates, requests, committed=committed, backend=backend)
-    assert scored.delta_lens.tolist() == [0, 1, 1, 1, 0, 0, 0, 0]
-    assert scored.positions.tolist() == [11, 1, 21, 100_001] * 2
-    assert scored.cached_lens.tolist() == [11, 0, 20, 100_000, 11, 1, 21, 100_001]
+    guided, wants_length = [False, True, False, True], [False, False, True, True]
+    requests = make_requests([10, 0, 20, 100_000], guided, wants_length, device)
     scored = select_scored(candidates, requests, backend=backend)
-    assert scored.delta_lens.tolist() == [0, 1, 1, 1] * 2
+    assert scored.delta_lens.tolist() == [0, 1, 1, 1]
+    assert scored.positions.tolist() == [11, 1, 21, 100_001]
+    assert scored.cached_lens.tolist() == [11, 0, 20, 100_000]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -195,19 +190,16 @@ def test_every_number_of_columns(device, backend, columns):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_request_is_the_same_in_every_batch(device, backend):
     b, generator = 40, torch.Generator().manual_seed(0)
-    flags = torch.rand(3, b, generator=generator) < 0.5
+    flags = torch.rand(2, b, generator=generator) < 0.5
     status = torch.randint(0, 4, (b,), generator=generator).tolist()
     ids = torch.randint(0, 99, (b, 4), generator=generator, dtype=torch.int32)
     candidates = make_candidates(ids, torch.randint(0, 5, (b,), generator=generator, dtype=torch.int32), status, device)
-    requests = make_requests(torch.randint(0, 99, (b,), generator=generator).tolist(), *flags[:2].tolist(), device)
-    committed, drawn = (
-        flags[2].to(device),
-        torch.randint(-1, 9, (b,), generator=generator, dtype=torch.int32).to(device),
-    )
+    requests = make_requests(torch.randint(0, 99, (b,), generator=generator).tolist(), *flags.tolist(), device)
+    drawn = torch.randint(-1, 9, (b,), generator=generator, dtype=torch.int32).to(device)
 
     def select(chosen):
         rows = candidates._make(x[chosen] for x in candidates), requests._make(x[chosen] for x in requests)
-        return select_scored(*rows, committed=committed[chosen], drawn=drawn[chosen], sample=True, backend=backend)
+        return select_scored(*rows, drawn=drawn[chosen], sample=True, backend=backend)
 
     together = select(torch.arange(b, device=device))
     for chosen in (torch.randperm(b, generator=generator), torch.tensor([0]), torch.tensor([39, 7])):
@@ -237,14 +229,13 @@ def good_arguments():
     return dict(
         candidates=make_candidates(IDS, COUNTS, STATUS),
         requests=make_requests([4] * 5, [True] * 5, [True] * 5),
-        committed=torch.zeros(4, dtype=torch.bool),
         drawn=i32(1, 2, 3, 4),
         step=torch.tensor([7]),
         out=empty_scored(5, 2, torch.device("cpu")),
     )
 
 
-@pytest.mark.parametrize("name", ["committed", "drawn", "step"])
+@pytest.mark.parametrize("name", ["drawn", "step"])
 def test_wrong_tensors_are_named(name):
     arguments = good_arguments()
     assert_refuses(select_scored, arguments, name, arguments[name].dtype)

@@ -588,7 +588,7 @@ def test_steps_from_graphs_of_more_rows(models, monkeypatch):
         engine = Engine(*make_step(models.value, rows=7))
         step = engine.step
         if graphs:
-            step._graphs = PaddedGraphs(step._score, split=False)
+            step._graphs = PaddedGraphs(step._score, models.value.device, split=False)
             for buffer in (*step._requests, *step._scored):
                 buffer.fill_(10**6)
         rows, prompts = [6, 2, 5, 0], [[*tokens, 40 + i] for i, tokens in enumerate(PROMPTS)]

@@ -17,7 +17,7 @@ from lenvm_kernels.ops.select_scored import empty_scored, select_scored
 from lenvm_kernels.reference import select_scored as reference
 from lenvm_kernels.types import Candidates
 
-# A request's count, status, position, whether it is guided, wants lengths and is committed, and the token drawn.
+# A request's count, status, position, whether it is guided and wants lengths, and the token drawn.
 BYTES = 4 + 1 + 4 + 1 + 1 + 1 + 4
 
 
@@ -37,7 +37,6 @@ def make_case(device: str, *, B: int, K: int, dtype: str) -> Case:
         x.fill_(1)
     out = empty_scored(B, K, torch.device(device))
     options = dict(
-        committed=torch.arange(B, device=device) % 5 > 0,
         drawn=torch.randint(1000, (B,), dtype=torch.int32, device=device),
         sample=True,
         out=out,

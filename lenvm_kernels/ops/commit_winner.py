@@ -42,6 +42,8 @@ NUM_WARPS = 1
 
 class _Tensors(NamedTuple):
     committed: Any  # [B]
+    delta_lens: Any  # [B] or None
+    cached_lens: Any  # [B], or None with delta_lens
     k_cache: Any  # [LAYERS, S, WIDTH]
     v_cache: Any  # [LAYERS, S, WIDTH]
     k_last: Any  # [LAYERS, T, WIDTH]
@@ -104,11 +106,16 @@ def _commit_winner_kernel(
     request, layer_block = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + request).to(tl.int64)
     last_row, token = tl.load(last_rows_ptr + request), tl.load(tokens_ptr + request)
-    row = _find_candidate(ptr, stride, last_row, token, tl.load(positions_ptr + request), C, T, K)
+    position = tl.load(positions_ptr + request)
+    row = _find_candidate(ptr, stride, last_row, token, position, C, T, K)
     commits = (row >= 0) & (slot >= 0) & (slot < S)
     if layer_block == 0:
         tl.store(ptr.committed + request, commits)
     if commits:
+        if ptr.delta_lens is not None:  # noqa: SIM102 - None has no address
+            if layer_block == 0:
+                tl.store(ptr.delta_lens + request, 0)
+                tl.store(ptr.cached_lens + request, position + 1)
         layer = (layer_block * BLOCK_LAYERS + tl.arange(0, BLOCK_LAYERS)).to(tl.int64)[:, None]
         k_source = ptr.k_last + layer * stride.k_last_layer + row * stride.k_last_row
         v_source = ptr.v_last + layer * stride.v_last_layer + row * stride.v_last_row
@@ -124,13 +131,15 @@ def _commit_winner_kernel(
             tl.store(v_target + column, v, mask=inside)
 
 
-def _run_reference(committed, *operands) -> None:
-    committed.copy_(_reference(*operands))
+def _run_reference(committed, delta_lens, cached_lens, *operands) -> None:
+    committed.copy_(_reference(*operands, delta_lens=delta_lens, cached_lens=cached_lens))
 
 
-@operator(mutates=["committed", "k_cache", "v_cache"], reference=_run_reference)
+@operator(mutates=["committed", "delta_lens", "cached_lens", "k_cache", "v_cache"], reference=_run_reference)
 def _launch(
     committed: Tensor,
+    delta_lens: Tensor | None,
+    cached_lens: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
     k_last: Tensor,
@@ -152,7 +161,9 @@ def _launch(
     keys_and_values = (k_cache, v_cache, k_last, v_last)
     by_layer = (s for x in keys_and_values for s in x.stride()[:2])
     _commit_winner_kernel[(requests, ceil_div(layers, block_layers))](
-        _Tensors(committed, *keys_and_values, candidate_ids, candidate_rows, candidate_positions),
+        _Tensors(
+            committed, delta_lens, cached_lens, *keys_and_values, candidate_ids, candidate_rows, candidate_positions
+        ),
         _Strides._make((*by_layer, candidate_ids.stride(0), candidate_rows.stride(0))),
         last_rows,
         tokens,
@@ -183,6 +194,8 @@ def commit_winner(
     positions: Tensor,  # int32 [B]
     slots: Tensor,  # int32|int64 [B]
     *,
+    delta_lens: Tensor | None = None,  # int32 [B]
+    cached_lens: Tensor | None = None,  # int32 [B]
     backend: str = "auto",
 ) -> Tensor:  # bool [B]
     """Move the drawn tokens' keys and values from the last forward, where they were candidates, into the cache.
@@ -208,6 +221,10 @@ def commit_winner(
         positions: int32 ``[B]``; its position in its sequence.
         slots: int32 or int64 ``[B]``; the slot its keys and values belong in, another for each request that commits.
             A request whose slot is outside ``[0, S)`` does not commit.
+        delta_lens: int32 ``[B]``, given with ``cached_lens`` or not at all; 0 is written where a request commits: its
+            token is not to be computed.
+        cached_lens: int32 ``[B]``; tokens of the request's sequence in the cache. ``positions[i] + 1`` is written where
+            a request commits.
         backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
@@ -253,7 +270,15 @@ def commit_winner(
     check_tensor("positions", positions, dtypes=torch.int32, shape=tokens.shape, device=device)
     check_tensor("slots", slots, dtypes=INT_DTYPES, shape=tokens.shape, device=device)
 
+    if (delta_lens is None) != (cached_lens is None):
+        raise ValueError("delta_lens and cached_lens must both be given or both be None, got one of them")
+    for name, lens in (("delta_lens", delta_lens), ("cached_lens", cached_lens)):
+        if lens is not None:
+            check_tensor(name, lens, dtypes=torch.int32, shape=tokens.shape, device=device)
+
     committed = torch.empty(tokens.shape[0], dtype=torch.bool, device=device)
     last_step = (k_last, v_last, candidate_ids, candidate_rows, candidate_positions)
-    _launch(backend, committed, k_cache, v_cache, *last_step, last_rows, tokens, positions, slots)
+    _launch(
+        backend, committed, delta_lens, cached_lens, k_cache, v_cache, *last_step, last_rows, tokens, positions, slots
+    )
     return committed

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, check_tensor, resolve_backend
+from lenvm_kernels.ops._common import ceil_div, check_fields, check_tensor, resolve_backend
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.gather_requests import gather_requests as _reference
 from lenvm_kernels.types import GuidanceColumns, Mode, StepHistory, StepRequests
@@ -234,8 +234,7 @@ def gather_requests(
     check_tensor("table.mode", table.mode, dtypes=torch.int32, shape=(None,), device=device, unit_stride=False)
     table_size = table.mode.shape[0]
     columns = _Table(table.mode, table.return_values, table.entropy_threshold, table.prompt_len, table.seed)
-    for (name, column), dtype in zip(columns._asdict().items(), _TABLE_DTYPES, strict=True):
-        check_tensor(f"table.{name}", column, dtypes=dtype, shape=(table_size,), device=device, unit_stride=False)
+    check_fields("table", _Table._fields, columns, _TABLE_DTYPES, table_size, device, unit_stride=False)
     if history is not None:
         if not isinstance(history, StepHistory):
             raise TypeError(f"history must be a StepHistory, got {type(history).__name__}")
@@ -254,8 +253,7 @@ def gather_requests(
     rows = out.tokens.shape[0]
     if rows < count:
         raise ValueError(f"out must have a row for each of the {count} requests, got {rows}")
-    for (name, tensor), dtype in zip(out._asdict().items(), _DTYPES, strict=True):
-        check_tensor(f"out.{name}", tensor, dtypes=dtype, shape=(rows,), device=device)
+    check_fields("out", StepRequests._fields, out, _DTYPES, rows, device)
 
     places = steps = step = None
     if history is not None:

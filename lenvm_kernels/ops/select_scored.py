@@ -2,7 +2,7 @@
 
 Scored are the candidates of requests that are to be reweighted. A request that asks for predicted lengths has one token
 scored where it has no such candidates: the next one, if that is known already. The last token is the value model's
-business where the request is guided or asks for lengths, unless its keys and values are known (:func:`commit_winner`).
+business where the request is guided or asks for lengths.
 
 Rows beyond the requests are filled with nothing to score, so that a CUDA graph captured for more requests can run.
 """
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import COLUMNS, MAX_CANDIDATES, ceil_div, check_tensor, resolve_backend
+from lenvm_kernels.ops._common import COLUMNS, MAX_CANDIDATES, ceil_div, check_fields, check_tensor, resolve_backend
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.select_scored import select_scored as _reference
 from lenvm_kernels.types import Candidates, ScoredCandidates, Status, StepRequests
@@ -36,7 +36,6 @@ def _select_scored_kernel(
     positions_ptr,  # [N]
     guided_ptr,  # [N]
     wants_length_ptr,  # [N]
-    committed_ptr,  # bool [B] or None
     drawn_ptr,  # int32 [B] or None
     step_ptr,  # int64 [1] or None, written
     sample,  # whether the candidates are drawn from
@@ -57,10 +56,7 @@ def _select_scored_kernel(
     guided = tl.load(guided_ptr + request, mask=exists, other=False)
     wants_length = tl.load(wants_length_ptr + request, mask=exists, other=False)
     position = tl.load(positions_ptr + request, mask=exists, other=-1)
-    is_delta = guided | wants_length
-    if committed_ptr is not None:
-        is_delta = is_delta & (tl.load(committed_ptr + request, mask=exists, other=False) == 0)
-    delta_len = is_delta.to(tl.int32)
+    delta_len = (guided | wants_length).to(tl.int32)
 
     is_guide = status == _GUIDE
     scored_count = tl.where(is_guide | SCORE_ALL, count, 0)
@@ -84,8 +80,8 @@ def _select_scored_kernel(
 
 def _run_reference(*operands) -> None:
     out, (step, *inputs) = ScoredCandidates(*operands[:6]), operands[6:]
-    candidates, requests, (committed, drawn, sample, score_all) = inputs[:3], inputs[3:6], inputs[6:]
-    _reference(*candidates, *requests, committed=committed, drawn=drawn, sample=sample, score_all=score_all, out=out)
+    candidates, requests, (drawn, sample, score_all) = inputs[:3], inputs[3:6], inputs[6:]
+    _reference(*candidates, *requests, drawn=drawn, sample=sample, score_all=score_all, out=out)
     if step is not None:
         step += 1
 
@@ -105,7 +101,6 @@ def _launch(
     last_positions: Tensor,
     guided: Tensor,
     wants_length: Tensor,
-    committed: Tensor | None,
     drawn: Tensor | None,
     sample: bool,
     score_all: bool,
@@ -121,7 +116,6 @@ def _launch(
         last_positions,
         guided,
         wants_length,
-        committed,
         drawn,
         step,
         int(sample),
@@ -147,7 +141,6 @@ def select_scored(
     candidates: Candidates,  # [B, K]
     requests: StepRequests,  # [N]
     *,
-    committed: Tensor | None = None,  # bool [B]
     drawn: Tensor | None = None,  # int32 [B]
     sample: bool = False,
     score_all: bool = False,
@@ -162,7 +155,6 @@ def select_scored(
     Args:
         candidates: of :func:`topk_candidates`; ``K`` a power of two up to 64.
         requests: of :func:`gather_requests`, of ``N >= B`` rows.
-        committed: bool [B] (``None``: none); requests whose last token is in the cache already.
         drawn: int32 [B] (``None``: nobody knows); the next tokens of requests that are not drawn from their candidates.
         sample: the next token of a request with a single candidate is that.
         score_all: score all candidates, not only those of requests that are to be reweighted.
@@ -211,8 +203,6 @@ def select_scored(
         raise ValueError(f"requests must have a row for each of the {count} requests, got {rows}")
     check_tensor("requests.wants_length", requests.wants_length, dtypes=torch.bool, shape=(rows,), device=device)
     check_tensor("requests.positions", requests.positions, dtypes=torch.int32, shape=(rows,), device=device)
-    if committed is not None:
-        check_tensor("committed", committed, dtypes=torch.bool, shape=(count,), device=device)
     if drawn is not None:
         check_tensor("drawn", drawn, dtypes=torch.int32, shape=(count,), device=device)
     if step is not None:
@@ -221,13 +211,12 @@ def select_scored(
         out = empty_scored(rows, columns, device)
     if not isinstance(out, ScoredCandidates):
         raise TypeError(f"out must be ScoredCandidates, got {type(out).__name__}")
-    for (name, tensor), dtype in zip(out._asdict().items(), _DTYPES, strict=True):
-        shape = (rows, columns) if name == "token_ids" else (rows,)
-        check_tensor(f"out.{name}", tensor, dtypes=dtype, shape=shape, device=device)
+    check_tensor("out.token_ids", out.token_ids, dtypes=torch.int32, shape=(rows, columns), device=device)
+    check_fields("out", ScoredCandidates._fields[1:], out[1:], _DTYPES[1:], rows, device)
     if not out.token_ids.is_contiguous():
         raise ValueError(f"out.token_ids must be contiguous, got strides {tuple(out.token_ids.stride())}")
 
     of_candidates = (token_ids, candidates.counts, candidates.status)
     of_requests = (requests.positions, requests.guided, requests.wants_length)
-    _launch(backend, *out, step, *of_candidates, *of_requests, committed, drawn, sample, score_all)
+    _launch(backend, *out, step, *of_candidates, *of_requests, drawn, sample, score_all)
     return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,18 +24,22 @@ class Graphs:
     Args:
         score: the function: of the number of requests, and of ``before_head``, to be called between its two parts.
             Returns a tensor.
+        device: on which it runs.
         split: capture the two parts apart, so that the time between them can be marked.
     """
 
-    def __init__(self, score: Callable[..., torch.Tensor], *, split: bool) -> None:
-        self._score, self._split = score, split
+    def __init__(self, score: Callable[..., torch.Tensor], device: torch.device, *, split: bool) -> None:
+        self._score, self._device, self._split = score, device, split
         self._pool: Any = None  # memory that the graphs share: one runs at a time
         self._captured: dict[int, tuple[list[torch.cuda.CUDAGraph], torch.Tensor]] = {}
 
     def replay(self, requests: int, record: StepRecord) -> torch.Tensor:
         """The function's result for so many requests, see :func:`bucket_of`. The next replay overwrites it."""
         if requests not in self._captured:
+            # As it is, which compiles. A capture cannot, and runs nothing: the function runs once, as it may have to.
+            result = self._score(requests, before_head=partial(record.mark, "forward"))
             self._captured[requests] = self._capture(requests)
+            return result
         (first, *second), result = self._captured[requests]
         first.replay()
         record.mark("forward")
@@ -46,8 +51,7 @@ class Graphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graphs: list[torch.cuda.CUDAGraph] = []
-        result = self._score(requests)  # compiles, which a capture cannot
-        with torch.cuda.device(result.device), ExitStack() as capture:
+        with torch.cuda.device(self._device), ExitStack() as capture:
 
             def next_graph() -> None:
                 capture.close()

@@ -144,13 +144,14 @@ class GuidedStep:
         # What a forward reads has its place, where a graph looks for it. The constants spare variants of kernels.
         self._requests = empty_requests(max_requests, device)
         self._scored = empty_scored(max_requests, max_candidates, device)
+        self._views: dict[int, tuple[StepRequests, ScoredCandidates]] = {}
         self._all_active = torch.ones(max_requests, dtype=torch.bool, device=device)
         self._none_drawn = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
         self._winners = Winners(value_model, table_rows + 1, max_requests, max_candidates) if commit_winners else None
         self._timer = StepTimer.from_environment()
         self._graphs = None
         if device.type == "cuda" if graphs is None else graphs:
-            self._graphs = Graphs(self._score, split=self._timer.is_on)
+            self._graphs = Graphs(self._score, device, split=self._timer.is_on)
 
     def add_request(
         self,
@@ -336,10 +337,7 @@ class GuidedStep:
             vocab_mask=vocab_mask,
             backend=self.backend,
         )
-        committed = None
-        if self._winners is not None:
-            committed = self._winners.commit(self.cache, self._scored, requests, b, backend=self.backend)
-        scored = self._select(candidates, requests, committed, drawn, sample=sample)
+        scored = self._select(candidates, requests, drawn, sample=sample)
         record.mark("candidates")
 
         z = self._run_score(len(scored.counts), record)[:b]
@@ -411,7 +409,9 @@ class GuidedStep:
         status = torch.where(wanted, Status.GUIDE, Status.UNGUIDED).to(torch.int8)
         no_probs = torch.zeros(ids.shape, device=device)
         candidates = Candidates(ids, no_probs, wanted.int(), status, no_probs[:, 0])
-        scored = self._select(candidates, requests, torch.ones_like(wanted), None, sample=False)
+        scored = self._select(candidates, requests, None, sample=False)
+        scored.delta_lens.zero_()
+        scored.cached_lens.copy_(scored.positions)
         z = self._run_score(len(scored.counts), NO_RECORD)[:b]
         return self._remaining_lengths(table_rows, tokens.int(), scored, z, wanted)
 
@@ -491,7 +491,7 @@ class GuidedStep:
             active=self._all_active[:b] if active is None else active,
             history=None if self._winners is None else self._winners.history,
             padding_row=self._padding_row,
-            out=StepRequests(*(x[:rows] for x in self._requests)),
+            out=self._rows(rows)[0],
             backend=self.backend,
         )
 
@@ -499,24 +499,31 @@ class GuidedStep:
         self,
         candidates: Candidates,
         requests: StepRequests,
-        committed: torch.Tensor | None,
         drawn: torch.Tensor | None,
         *,
         sample: bool,
     ) -> ScoredCandidates:
         """What the value model computes for the requests."""
-        rows = len(requests.tokens)
         return select_scored(
             candidates,
             requests,
-            committed=committed,
             drawn=self._none_drawn[: len(candidates.counts)] if drawn is None else drawn,
             sample=sample,
             score_all=self.score_all,
             step=None if self._winners is None else self._winners.history.step,
-            out=ScoredCandidates(*(x[:rows] for x in self._scored)),
+            out=self._rows(len(requests.tokens))[1],
             backend=self.backend,
         )
+
+    def _rows(self, rows: int) -> tuple[StepRequests, ScoredCandidates]:
+        """The first rows of what a forward reads."""
+        if rows not in self._views:
+            views = (
+                StepRequests(*(x[:rows] for x in self._requests)),
+                ScoredCandidates(*(x[:rows] for x in self._scored)),
+            )
+            self._views[rows] = views
+        return self._views[rows]
 
     def _run_score(self, requests: int, record: StepRecord) -> torch.Tensor:
         """:meth:`_score`, from a graph if there are graphs; marks the end of the layers."""
@@ -526,8 +533,9 @@ class GuidedStep:
 
     def _score(self, requests: int, before_head: Callable[[], None] | None = None) -> torch.Tensor:
         """Value logits of what the first ``requests`` have to be scored, fp32 ``[requests, K]``."""
-        known = StepRequests(*(x[:requests] for x in self._requests))
-        scored = ScoredCandidates(*(x[:requests] for x in self._scored))
+        known, scored = self._rows(requests)
+        if self._winners is not None:
+            self._winners.commit(self.cache, known, scored, backend=self.backend)
         batch = RaggedBatch.build(
             known.tokens,
             known.slots,
@@ -541,7 +549,7 @@ class GuidedStep:
             page_size=self.page_size,
             backend=self.backend,
         )
-        keep = None if self._winners is None else self._winners.keep(batch.layout.candidate_rows)
+        keep = None if self._winners is None else self._winners.keep(scored, batch.layout.candidate_rows)
         return self.value_model.forward(batch, self.cache, keep=keep, before_head=before_head, backend=self.backend)
 
     def _remaining_lengths(

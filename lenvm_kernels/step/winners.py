@@ -25,7 +25,9 @@ class Winners:
             return torch.full(shape, value, dtype=torch.int64, device=value_model.device)
 
         self._cache = KVCache.of_slots(value_model, max_requests * (1 + max_candidates))
+        self._candidate_ids = full(-1, max_requests, max_candidates).int()
         self._candidate_rows = full(-1, max_requests, max_candidates)  # of the forward; -1: not computed
+        self._positions = full(0, max_requests).int()
         self.history = StepHistory(places=full(-1, table_rows), steps=full(-1, table_rows), step=full(1, 1))
         self._forgotten: set[int] = set()
 
@@ -41,29 +43,30 @@ class Winners:
             steps.index_fill_(0, (rows.pin_memory() if steps.is_cuda else rows).to(steps.device, non_blocking=True), -1)
             self._forgotten.clear()
 
-    def commit(
-        self, cache: KVCache, scored: ScoredCandidates, requests: StepRequests, count: int, *, backend: str
-    ) -> torch.Tensor:
-        """bool ``[B]``: the first ``count`` requests' last tokens that were candidates, whose keys and values are in
-        their slots now. ``scored``: those of the last step."""
-        return commit_winner(
+    def commit(self, cache: KVCache, requests: StepRequests, scored: ScoredCandidates, *, backend: str) -> None:
+        """Move keys and values of last tokens that were candidates to their slots, and note that they are cached."""
+        commit_winner(
             cache.keys,
             cache.values,
             self._cache.keys,
             self._cache.values,
-            scored.token_ids,
+            self._candidate_ids,
             self._candidate_rows,
-            scored.positions,
-            requests.places[:count],
-            requests.tokens[:count],
-            requests.positions[:count],
-            requests.slots[:count],
+            self._positions,
+            requests.places,
+            requests.tokens,
+            requests.positions,
+            requests.slots,
+            delta_lens=scored.delta_lens,
+            cached_lens=scored.cached_lens,
             backend=backend,
         )
 
-    def keep(self, candidate_rows: torch.Tensor) -> KVCache:
-        """Take the candidates' rows ``[B, K]`` of a step, and return where its forward is to leave keys and values."""
+    def keep(self, scored: ScoredCandidates, candidate_rows: torch.Tensor) -> KVCache:
+        """Take the candidates of a step, and return where its forward is to leave the keys and values of its rows."""
         b, k = candidate_rows.shape
+        self._candidate_ids[:b].copy_(scored.token_ids)
         self._candidate_rows[:b].copy_(candidate_rows)
+        self._positions[:b].copy_(scored.positions)
         token_rows = b * (1 + k)
         return KVCache(self._cache.keys[:, :token_rows], self._cache.values[:, :token_rows])

@@ -22,4 +22,4 @@ class PaddedStep(GuidedStep):
 
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options, graphs=False)
-        self._graphs = PaddedGraphs(self._score, split=False)
+        self._graphs = PaddedGraphs(self._score, self.value_model.device, split=False)

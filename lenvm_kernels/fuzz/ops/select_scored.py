@@ -24,7 +24,6 @@ from lenvm_kernels.types import Candidates, ScoredCandidates, Status
 OPTIONS: dict[str, list[Any]] = {
     "columns": [1, 2, 4, 8, 64],
     "padding": ["no out", "0", "1", "40"],  # rows of the result beyond the requests
-    "committed": [False, True],
     "drawn": [False, True],
     "sample": [False, True],
     "score_all": [False, True],
@@ -64,13 +63,9 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     ):
         getattr(requests, name)[:count] = values
     arguments: dict[str, Any] = {"candidates": candidates, "requests": requests}
-    optional = {
-        "committed": draws.chance("committed", rows, of=0.5),
-        "drawn": draws.choose("drawn", rows, values=[-1, -1, -2, 0, 3, 2**31 - 1]).int(),
-    }
-    arguments |= {name: x for name, x in optional.items() if options[name]}
-    if options["slices"] and options["drawn"]:
-        arguments["drawn"] = slice_of_longer(arguments["drawn"])
+    if options["drawn"]:
+        drawn = draws.choose("drawn", rows, values=[-1, -1, -2, 0, 3, 2**31 - 1]).int()
+        arguments["drawn"] = slice_of_longer(drawn) if options["slices"] else drawn
     arguments |= {name: options[name] for name in ("sample", "score_all")}
     if options["step"] != "none":
         arguments["step"] = torch.tensor([int(options["step"])], device=device)
