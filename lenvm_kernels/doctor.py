@@ -320,9 +320,10 @@ def settings() -> list[Check]:
     """The plugin's settings as its processes would read them, misspelt variables, and whether the value model loads."""
     from lenvm_kernels import timing
     from lenvm_kernels.adapters.sglang_settings import CONFIG_VARIABLE, Settings
+    from lenvm_kernels.ops._common import PDL_VARIABLE
 
-    # The step reads LENVM_TIMING itself, so that it is no field of the settings.
-    known = {CONFIG_VARIABLE, timing.VARIABLE, *(f"LENVM_{field.name.upper()}" for field in fields(Settings))}
+    # The step reads LENVM_TIMING itself and the operators LENVM_PDL, so that they are no fields of the settings.
+    known = {CONFIG_VARIABLE, timing.VARIABLE, PDL_VARIABLE, *(f"LENVM_{field.name.upper()}" for field in fields(Settings))}
     given = sorted(name for name in os.environ if name.startswith("LENVM_"))
     checks = [_unknown_variable(name, known) for name in given if name not in known]
     try:
