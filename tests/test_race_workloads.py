@@ -5,10 +5,13 @@ from each other everywhere: a kernel that mixes them up touches what belongs to 
 """
 
 import os
+import sys
 from unittest import mock
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from bench.launches import kernels
 from bench.models import make_model
@@ -338,6 +341,31 @@ def attention(group, kv_heads, head_dim, page_size, has_parents, dtype):
     )
     assert not counters.any()
     return [out]
+
+
+@triton.jit
+def _arrives_without_barrier(counter_ptr, arrivals):
+    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == arrivals - 1
+    if is_last:
+        tl.atomic_xchg(counter_ptr, 0, sem="relaxed")
+    return is_last
+
+
+@triton.jit
+def _arrives_relaxed(counter_ptr, arrivals):
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counter_ptr, 1, sem="relaxed") == arrivals - 1
+    if is_last:
+        tl.atomic_xchg(counter_ptr, 0, sem="relaxed")
+    return is_last
+
+
+@pytest.mark.parametrize("faulty", [_arrives_without_barrier, _arrives_relaxed])
+def test_splits_merged_without_order_are_found(faulty, monkeypatch):
+    monkeypatch.setattr(sys.modules[value_tree_attention.__module__], "arrives_last", faulty)
+    run, _ = WORKLOADS["attention: pages"]
+    with pytest.raises(AssertionError, match=r"store in line .* and load in line .* touch the same bytes from two"):
+        check_races(run)
 
 
 @workload("_commit_winner_kernel", layers=(3, 48, torch.float32), wide=(2, 1100, torch.bfloat16))

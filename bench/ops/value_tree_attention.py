@@ -3,14 +3,15 @@
     python -m bench.ops.value_tree_attention [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
 
 B requests with L cached tokens in scattered slots, ``delta`` new ones and ``tree`` candidates: branches, or branches x
-levels. Floor: cached keys and values once per key/value head, queries, new keys and values, slots, parents and output.
+levels. Plan and counters are there already, as in the layers of a step. Floor: cached keys and values once per
+key/value head, queries, new keys and values, slots, parents and output.
 """
 
 import torch
 
 from bench.harness.cases import Benchmark, Case, peer
 from bench.models import DIMENSIONS
-from lenvm_kernels.ops.value_tree_attention import value_tree_attention
+from lenvm_kernels.ops.value_tree_attention import num_counters, plan_attention, value_tree_attention
 from lenvm_kernels.reference import value_tree_attention as reference
 
 PEERS = {
@@ -46,7 +47,10 @@ def make_case(device: str, *, model: str, B: int, L: int, delta: int, tree: str,
     # Level after level: what is before a request's first candidate stands for no parent.
     parents = torch.arange(tokens, dtype=torch.int32, device=device) - branches if levels > 1 else None
     out = torch.full_like(q, torch.nan)
-    arguments = (k_new, v_new, k_cache, v_cache, slot_table, table_rows, int32(L), q_offsets, int32(candidates))
+    requests = (table_rows, int32(L), q_offsets, int32(candidates))
+    arguments = (k_new, v_new, k_cache, v_cache, slot_table, *requests)
+    plan = plan_attention(*requests, total_tokens=tokens, max_len=L, group=heads // kv_heads)
+    counters = torch.zeros(num_counters(B, kv_heads), dtype=torch.int32, device=device)
 
     compiles = device == "cpu" or dict(model=model, B=B, L=PRODUCTION["L"], delta=delta, tree=tree) == PRODUCTION
     peers = {label: peer(*names, q, *arguments) for label, names in PEERS.items() if compiles or names[0] != "pytorch"}
@@ -55,7 +59,7 @@ def make_case(device: str, *, model: str, B: int, L: int, delta: int, tree: str,
     pairs = new * L + delta * (delta + 1) // 2 + candidates * delta + branches * levels * (levels + 1) // 2
     tensors = (q, k_new, v_new, k_cache, v_cache, slot_table, out, parents)
     return Case(
-        lambda: value_tree_attention(q, *arguments, parents=parents, out=out),
+        lambda: value_tree_attention(q, *arguments, parents=parents, plan=plan, counters=counters, out=out),
         sum(tensor.nbytes for tensor in tensors if tensor is not None),
         4 * head_dim * heads * B * pairs,
         peers={} if levels > 1 else peers,  # no peer takes a tree's parents

@@ -561,7 +561,7 @@ def plan_attention(
     max_len: int,
     group: int,
     backend: str = "auto",
-) -> Tensor:  # int32 [items, 8]
+) -> Tensor:  # int32 [1 + items, 8]
     """List the work of :func:`value_tree_attention`, for all its launches with the same requests: a step's layers.
 
     Args:
