@@ -221,8 +221,30 @@ class Compiled:
 
 
 def test_layouts_of_sums_are_read():
-    layout = "#ttg.blocked<{sizePerThread = [2], threadsPerWarp = [32]}>"
-    assert codegen.sum_layouts(TTGIR) == [f"axis = 0 of tensor<256xf32, {layout}>"]
+    layout = "#ttg.blocked<{sizePerThread = 2, threadsPerWarp = 32}>"
+    assert codegen.sum_layouts(TTGIR) == [f"tensor<256xf32, {layout}>"]
+
+
+def test_only_the_layout_along_a_sum_counts():
+    """Of 256 rows by 64 columns, of which the columns are added."""
+
+    def of_rows(rows, by_row, by_column, columns=64):
+        ttgir = TTGIR.replace("axis = 0", "axis = 1").replace("256x", f"{rows}x{columns}x")
+        return codegen.sum_layouts(ttgir.replace("sizePerThread = [2]", f"sizePerThread = [{by_row}, {by_column}]"))
+
+    assert of_rows(256, 1, 2) == of_rows(128, 4, 2) != of_rows(256, 1, 4)
+    assert of_rows(256, 1, 2) != of_rows(256, 1, 2, columns=128)
+    assert of_rows(256, 1, 2, columns=2) == []  # one addition
+
+
+def test_products_that_a_matmul_adds_at_once_are_read():
+    """The last number of three; the others are rows and columns."""
+    mma = TTGIR + "#mma = #ttg.nvidia_mma<{versionMajor = 3, warpsPerCTA = [4, 1], instrShape = [16, 128, 16]}>"
+    assert codegen.matmul_steps(TTGIR) == [] and codegen.matmul_steps(mma) == ["16"]
+    wide, long = Compiled(mma.replace("128, 16]", "256, 16]")), Compiled(mma.replace("128, 16]", "128, 8]"))
+    same = Compiled(mma)
+    assert codegen.sums_that_differ([[("_a_kernel", same)], [("_a_kernel", wide)]]) == set()
+    assert codegen.sums_that_differ([[("_a_kernel", same)], [("_a_kernel", long)]]) == {same.hash, long.hash}
 
 
 def test_sums_that_the_batch_decides_are_found():
