@@ -14,7 +14,7 @@ with all its dtypes and options. Each is compiled in a process of its own. The t
 - a spill (in ``calls`` one of more than 64 bytes), or more shared memory than the part has;
 - a matmul of 16-bit numbers without tensor cores (on sm_90 without asynchronous copies, and where its tile has 64 rows
   or more without warp-group instructions, HGMMA);
-- 16-bit global loads in a loop;
+- 16-bit global loads in an innermost loop;
 - fp64 arithmetic: no kernel means to do any;
 - a product fused with an addition across threads (NVIDIA only), where a branch depends on such a sum: it leaves the
   threads with different sums, and a loop that they leave at different times hangs at its next barrier;
@@ -236,7 +236,13 @@ def describe(kernel: object, part: Part) -> dict[str, object]:
 def count_instructions(instructions: list[tuple[int, str]], loops: list[tuple[int, int]]) -> dict:
     """What (address, instruction) pairs load, store and multiply; ``loops`` are the first and last address of each."""
     text = "\n".join(line for _, line in instructions)
-    in_loops = "\n".join(line for at, line in instructions if any(first <= at <= last for first, last in loops))
+    # What a loop does around another one is done once for all of the inner one.
+    innermost = [
+        (first, last)
+        for first, last in loops
+        if not any((first, last) != other and first <= other[0] and other[1] <= last for other in loops)
+    ]
+    in_loops = "\n".join(line for at, line in instructions if any(first <= at <= last for first, last in innermost))
     return {
         "tensor_cores": dict(Counter("".join(kind) for kind in re.findall(TENSOR_CORES, text))),
         "loads": _widths(text, "load"),

@@ -146,6 +146,14 @@ def test_instructions_are_counted_by_width_and_place():
     assert figures["loads_16_in_loops"] == 1
 
 
+def test_loads_around_an_inner_loop_are_not_in_it():
+    """Once a tile, not once a step of its sums; where two loops are one after the other, both count."""
+    lines = ["LDG.E.U16 R8, desc[UR4][R6.64]", "LDG.E.U16 R9, desc[UR4][R6.64]", "LDG.E.U16 R9, desc[UR4][R6.64]"]
+    instructions = list(enumerate(lines))
+    for loops, found in ([(0, 2), (1, 1)], 1), ([(0, 0), (1, 2)], 3), ([(0, 2)], 3), ([], 0):
+        assert codegen.count_instructions(instructions, loops)["loads_16_in_loops"] == found
+
+
 def test_amd_instructions_are_counted():
     lines = [
         "\tglobal_load_dwordx4 v[0:3], v[4:5], off",
