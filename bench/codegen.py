@@ -14,11 +14,12 @@ with all its dtypes and options. Each is compiled in a process of its own. The t
 - a spill (in ``calls`` one of more than 64 bytes), or more shared memory than the part has;
 - a matmul of 16-bit numbers without tensor cores (on sm_90 without asynchronous copies, and where its tile has 64 rows
   or more without warp-group instructions, HGMMA);
-- 16-bit global loads in a loop;
+- 16-bit global loads in an innermost loop;
 - fp64 arithmetic: no kernel means to do any (but see ``TAKES_ANGLES``);
 - a product fused with an addition across threads (NVIDIA only), where a branch depends on such a sum: it leaves the
   threads with different sums, and a loop that they leave at different times hangs at its next barrier;
-- a sum whose layout, hence its order and its last bits, depends on the number of requests in the batch;
+- a sum whose layout along what is added, or a matmul whose instructions' products at once, hence its order and its last
+  bits, depends on the number of requests in the batch;
 - a kernel that no call launches;
 - in a step on sm_90: a loop that waits for all of its asynchronous copies; a kernel that streams with too few bytes of
   copies on their way; a matmul whose loop is bound by issuing instructions; more launches or torch operators than
@@ -57,8 +58,9 @@ from bench.step_launches import Step
 from lenvm_kernels.ops import ragged_linear, value_head, value_tree_attention
 
 RESULTS = Path(__file__).parent / "results" / "codegen.json"
-# Requests in a batch: the least, those on either side of topk_candidates.FEW_REQUESTS, a usual number.
-BATCHES = (1, 16, 17, 64)
+# Requests in a batch: the least, those on either side of topk_candidates.FEW_REQUESTS, a usual number, and as many as
+# take every tile of ragged_linear.
+BATCHES = (1, 16, 17, 64, 256)
 # Kernels that are matmuls, and the rows of their tiles.
 MATMULS = {
     "_ragged_linear_kernel": ragged_linear.TILES[-1].block_m,
@@ -180,33 +182,45 @@ def compile_calls(part: Part) -> list[Figures]:
 
 
 def sums_that_differ(batches: list[list[tuple[str, object]]]) -> set[str]:
-    """Hashes of the kernels whose floating-point sums are laid out differently in the launches of different batches.
+    """Hashes of the kernels whose floating-point sums are divided differently in the launches of different batches.
 
     The launches of a batch follow each other in the same order whatever its size, so the n-th of one batch is the n-th
     of another.
     """
     found = set()
     for launches in zip(*batches, strict=True):
-        layouts = {kernel.hash: sum_layouts(kernel.asm["ttgir"]) for _, kernel in launches}
+        ttgirs = {kernel.hash: kernel.asm["ttgir"] for _, kernel in launches}
+        layouts = {key: sum_layouts(ttgir) + matmul_steps(ttgir) for key, ttgir in ttgirs.items()}
         if len({tuple(of_kernel) for of_kernel in layouts.values()}) > 1:
             found |= layouts.keys()
     return found
 
 
 def sum_layouts(ttgir: str) -> list[str]:
-    """Of each floating-point sum across a tensor, in the order of the code: how its layout divides what is added."""
+    """Of each floating-point sum across a tensor, in the order of the code: how its layout divides what is added.
+
+    Not of sums of two numbers, which are the same in any order."""
     aliases = dict(re.findall(r"^(#\w+) = (#.+)$", ttgir, flags=re.MULTILINE))
     reduction = r'"tt\.reduce"\(.*?\) <\{axis = (\d+).*?\}> \(\{(.*?)\}\) : \((.*?)\) ->'
     found = []
     for axis, combine, operands in re.findall(reduction, ttgir, flags=re.DOTALL):
-        if "arith.addf" in combine:
+        if "arith.addf" in combine and _shape(operands)[int(axis)] != "2":
             found.append(_along(int(axis), re.sub(r"#\w+", lambda alias: aliases[alias[0]], operands)))
     return found
 
 
+def matmul_steps(ttgir: str) -> list[str]:
+    """How many products each kind of matmul instruction adds up at once (where the layout of its result tells)."""
+    return sorted(set(re.findall(r"instrShape = \[\d+, \d+, (\d+)\]", ttgir)))
+
+
+def _shape(tensor: str) -> list[str]:
+    return re.match(r"tensor<([\dx]+)x", tensor)[1].split("x")
+
+
 def _along(axis: int, tensor: str) -> str:
     """What the type of a tensor says of one axis. How many rows there are beside it changes no sum along it."""
-    shape = re.match(r"tensor<([\dx]+)x", tensor)[1].split("x")
+    shape = _shape(tensor)
 
     def of_axis(match: re.Match) -> str:
         """Numbers by axis, or a list of such of a linear layout."""
@@ -278,7 +292,13 @@ def loop_figures(instructions: list[tuple[int, str]], warps: int) -> dict[str, o
 def count_instructions(instructions: list[tuple[int, str]], loops: list[tuple[int, int]]) -> dict:
     """What (address, instruction) pairs load, store and multiply; ``loops`` are the first and last address of each."""
     text = "\n".join(line for _, line in instructions)
-    in_loops = "\n".join(line for at, line in instructions if any(first <= at <= last for first, last in loops))
+    # What a loop does around another one is done once for all of the inner one.
+    innermost = [
+        (first, last)
+        for first, last in loops
+        if not any((first, last) != other and first <= other[0] and other[1] <= last for other in loops)
+    ]
+    in_loops = "\n".join(line for at, line in instructions if any(first <= at <= last for first, last in innermost))
     return {
         "tensor_cores": dict(Counter("".join(kind) for kind in re.findall(TENSOR_CORES, text))),
         "loads": _widths(text, "load"),

@@ -241,16 +241,25 @@ def _embed_tokens() -> Iterator[Call]:
 
 
 def _ragged_linear() -> Iterator[Call]:
-    for dtype, zeros in FLOATS.items():
-        x, wide_x = zeros(384, 1536), zeros(384, 8960)
+    # Every tile of 16-bit numbers, by the rows there is room for.
+    for dtype, rows in (("fp32", 384), ("fp16", 384), *(("bf16", rows) for rows in (72, 144, 576, 1152, 2304))):
+        zeros = FLOATS[dtype]
+        x, wide_x, squares, wide_squares = zeros(rows, 1536), zeros(rows, 8960), fp32(24, rows), fp32(140, rows)
+        norm, squared = dict(norm_eps=1e-6, square_sums=squares), dict(square_sums_out=squares)
         for layer, arguments, options in (
-            ("qkv", (x, zeros(2048, 1536), zeros(2048)), dict(norm_eps=1e-6)),
-            ("o", (x, zeros(1536, 1536)), dict(residual=x)),
-            ("gate_up", (x, zeros(17920, 1536)), dict(norm_eps=1e-6, swiglu=True)),
-            ("down", (wide_x, zeros(1536, 8960)), dict(residual=x)),
+            ("qkv", (x, zeros(2048, 1536), zeros(2048)), norm),
+            ("qkv alone", (x, zeros(2048, 1536), zeros(2048)), dict(norm_eps=1e-6)),
+            ("o", (x, zeros(1536, 1536)), squared | dict(residual=x)),
+            ("gate_up", (x, zeros(17920, 1536)), norm | dict(swiglu=True)),
+            ("down", (wide_x, zeros(1536, 8960)), squared | dict(residual=x)),
+            (
+                "everything",
+                (x, zeros(17920, 1536), zeros(17920)),
+                norm | dict(swiglu=True, residual=wide_x, square_sums_out=wide_squares),
+            ),
         ):
             call = partial(ragged_linear, *arguments, **options, num_rows=i32(1), backend="triton")
-            yield f"ragged_linear {dtype} {layer}", call
+            yield f"ragged_linear {dtype} {layer}, {rows} rows", call
 
 
 def _smallest() -> Iterator[Call]:

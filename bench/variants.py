@@ -15,6 +15,7 @@ from unittest import mock
 
 from bench.harness.cases import Benchmark, Case
 from bench.harness.storing import Shape
+from lenvm_kernels.ops.ragged_linear import Tile
 
 Constants = dict[str, object]
 
@@ -30,6 +31,11 @@ def attention(block_n: int, warps: int, stages: int) -> Constants:
     return {"_launch_config": lambda head_dim, dtype: config}
 
 
+def one_tile(*tile: int) -> Constants:
+    """One tile of ragged_linear, whatever the shapes."""
+    return {"TILES": (Tile(*tile),) * 2}
+
+
 # Operator -> shapes, by what differs from production, and alternatives.
 OPERATORS: dict[str, tuple[list[Shape], list[Constants]]] = {
     "value_tree_attention": (
@@ -43,13 +49,10 @@ OPERATORS: dict[str, tuple[list[Shape], list[Constants]]] = {
     "ragged_linear": (
         [dict(layer=layer, rows=rows) for rows in (384, 48) for layer in ("gate_up", "down", "qkv", "o")],
         [
-            *each(
-                BLOCK_M=[64], WIDE_FROM=[1024, 65_536], NUM_WARPS=[4], MAX_SPLITS=[2, 3, 4, 8], MAX_PROGRAMS=[264, 1056]
-            ),
-            dict(BLOCK_M=64, NUM_WARPS=4),
-            dict(BLOCK_N_WIDE=256, STAGES_WIDE=3),
-            *(dict(STAGES=stages, STAGES_WIDE=wide) for stages, wide in ((3, 2), (6, 4), (8, 6))),
-            dict(BLOCK_K_BYTES=256, STAGES=3, STAGES_WIDE=3),
+            *each(ENOUGH_TILES=[33, 132, 264], MAX_SPLITS=[2, 3, 4, 8], MAX_PROGRAMS=[264, 1056]),
+            *(one_tile(*t) for t in ((128, 256, 8, 3), (128, 256, 8, 4), (128, 128, 8, 3), (128, 128, 8, 6))),
+            *(one_tile(*t) for t in ((128, 64, 8, 4), (128, 64, 8, 8), (64, 256, 4, 5), (64, 128, 4, 8))),
+            *(one_tile(*t) for t in ((64, 128, 4, 4), (64, 64, 4, 5), (64, 64, 4, 8))),
         ],
     ),
     "topk_candidates": (
@@ -74,9 +77,11 @@ def benchmark(operator: str) -> Benchmark:
 
 
 def label(constants: Constants) -> str:
-    """``STAGES 6, NUM_WARPS 4``; of a launch configuration what is in it."""
+    """``STAGES 6, NUM_WARPS 4``; of a launch configuration or a tile what is in it."""
     if "_launch_config" in constants:
         constants = constants["_launch_config"](128, None)
+    if "TILES" in constants:
+        constants = constants["TILES"][0]._asdict()
     return ", ".join(f"{name} {value}" for name, value in constants.items())
 
 

@@ -294,6 +294,14 @@ def test_instructions_are_counted_by_width_and_place():
     assert figures["loads_16_in_loops"] == 1
 
 
+def test_loads_around_an_inner_loop_are_not_in_it():
+    """Once a tile, not once a step of its sums; where two loops are one after the other, both count."""
+    lines = ["LDG.E.U16 R8, desc[UR4][R6.64]", "LDG.E.U16 R9, desc[UR4][R6.64]", "LDG.E.U16 R9, desc[UR4][R6.64]"]
+    instructions = list(enumerate(lines))
+    for loops, found in ([(0, 2), (1, 1)], 1), ([(0, 0), (1, 2)], 3), ([(0, 2)], 3), ([], 0):
+        assert codegen.count_instructions(instructions, loops)["loads_16_in_loops"] == found
+
+
 def test_amd_instructions_are_counted():
     lines = [
         "\tglobal_load_dwordx4 v[0:3], v[4:5], off",
@@ -390,6 +398,28 @@ def test_rows_beside_a_sum_change_no_layout_of_it(layout, other_rows, other_colu
     if other_rows:
         assert sums(layout) == sums(layout.replace(*other_rows), rows=128)
     assert sums(layout) != sums(layout.replace(*other_columns))
+
+
+def test_only_the_layout_along_a_sum_counts():
+    """Of 256 rows by 64 columns, of which the columns are added."""
+
+    def of_rows(rows, by_row, by_column, columns=64):
+        ttgir = TTGIR.replace("axis = 0", "axis = 1").replace("256x", f"{rows}x{columns}x")
+        return codegen.sum_layouts(ttgir.replace("sizePerThread = [2]", f"sizePerThread = [{by_row}, {by_column}]"))
+
+    assert of_rows(256, 1, 2) == of_rows(128, 4, 2) != of_rows(256, 1, 4)
+    assert of_rows(256, 1, 2) != of_rows(256, 1, 2, columns=128)
+    assert of_rows(256, 1, 2, columns=2) == []  # one addition
+
+
+def test_products_that_a_matmul_adds_at_once_are_read():
+    """The last number of three; the others are rows and columns."""
+    mma = TTGIR + "#mma = #ttg.nvidia_mma<{versionMajor = 3, warpsPerCTA = [4, 1], instrShape = [16, 128, 16]}>"
+    assert codegen.matmul_steps(TTGIR) == [] and codegen.matmul_steps(mma) == ["16"]
+    wide, long = Compiled(mma.replace("128, 16]", "256, 16]")), Compiled(mma.replace("128, 16]", "128, 8]"))
+    same = Compiled(mma)
+    assert codegen.sums_that_differ([[("_a_kernel", same)], [("_a_kernel", wide)]]) == set()
+    assert codegen.sums_that_differ([[("_a_kernel", same)], [("_a_kernel", long)]]) == {same.hash, long.hash}
 
 
 def test_sums_that_the_batch_decides_are_found():

@@ -612,7 +612,7 @@ def test_steps_from_graphs_of_more_rows(models, monkeypatch):
 
 def test_working_bytes_of_a_step_by_hand(models):
     """H 48, I 80, Hq 4, Hkv 2, D 12, fp32. 512 cached tokens are one split, 1153 are three."""
-    token = 4 * (2 * 48 + 80 + 2 * (4 + 2 * 2) * 12) + 6 * 12 + 64
+    token = 4 * (2 * 48 + 80 + 2 * (4 + 2 * 2) * 12) + 4 + 6 * 12 + 64
     row = VOCAB * 10 // 128 + 320 * 8 + 64
     sizes = dict(requests=3, vocab_size=VOCAB)
     counters = 4 * 3 * 2 * 2

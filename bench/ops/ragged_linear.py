@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from bench.harness.cases import Benchmark, Case
 from bench.models import DIMENSIONS
-from lenvm_kernels.ops.ragged_linear import ragged_linear
+from lenvm_kernels.ops.ragged_linear import SQUARES_GROUP, num_counters, ragged_linear, square_sums_shape
 from lenvm_kernels.reference import ragged_linear as reference
 
 EPS = 1e-6
@@ -36,9 +36,16 @@ def make_case(device: str, *, model: str, layer: str, rows: int, room: float, dt
     num_rows = torch.tensor([rows], dtype=torch.int32, device=device)
     options = {"norm_eps": EPS if norm else None, "swiglu": swiglu}
     live = {"residual": None if residual is None else residual[:rows], "bias": bias}
+    # As in a layer: who stores the residual stream leaves the sums of its squares, which a norm then takes.
+    extra = {"counters": torch.zeros(num_counters(tokens, columns, size, swiglu), dtype=torch.int32, device=device)}
+    if norm:
+        squares = F.pad(x.float().square(), (0, -size % SQUARES_GROUP)).unflatten(1, (-1, SQUARES_GROUP))
+        extra["square_sums"] = squares.sum(2).T.contiguous()
+    if has_residual:
+        extra["square_sums_out"] = torch.empty(square_sums_shape(tokens, outputs), device=device)
 
     def run() -> torch.Tensor:
-        return ragged_linear(x, weight, bias, num_rows=num_rows, residual=residual, **options)[:rows]
+        return ragged_linear(x, weight, bias, num_rows=num_rows, residual=residual, **options, **extra)[:rows]
 
     def expected() -> torch.Tensor:
         doubled = {name: tensor if tensor is None else tensor.double() for name, tensor in live.items()}

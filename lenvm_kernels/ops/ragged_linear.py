@@ -7,7 +7,7 @@ The matmul of the value model's layers (the projections of a Qwen2 or Llama deco
 
 Why not cuBLAS: it takes the number of rows from the host, so a CUDA graph captured for the most rows always computes
 them all; and it picks tiles and splits by the number of rows, so a row's bits change with the batch. Here the launches
-depend on shapes only, programs without live rows end at once, and a row's sums run in the same order in any batch. For
+depend on shapes only, programs without live rows end at once, and a row's sums run in the same order in any tile. For
 the first reason norm, SwiGLU and residual are in it, too: torch's would compute the padding.
 
 RMSNorm commutes with the matmul: its weight is folded into W, and its factor scales a finished row. So x itself is the
@@ -466,7 +466,8 @@ def ragged_linear(
 
     It exists beside cuBLAS because the number of rows is read from device memory, so that a CUDA graph captured for the
     most rows costs only the rows there are; and because the same row gives the same bits whatever else is in the batch
-    and wherever it stands. Nothing is read back to the host, and no new number of rows compiles anything.
+    and wherever it stands. Nothing is read back to the host. ``num_rows`` compiles nothing anew; T chooses one of at
+    most five tiles, each of which is compiled once for a weight's shape.
 
     Args:
         x: rows [T, K], fp32, bf16 or fp16 (fp64 too on the reference). Rows may be strided.

@@ -2,7 +2,7 @@
 
 import math
 
-from lenvm_kernels.ops.ragged_linear import num_splits
+from lenvm_kernels.ops.ragged_linear import num_splits, square_sums_shape
 from lenvm_kernels.ops.value_tree_attention import num_counters, plan_shape, workspace_shape
 from lenvm_kernels.value_model import ValueModel
 
@@ -20,8 +20,8 @@ def working_bytes(
 
     An engine needs room for both (:class:`GuidedStep`). Each is the sum of
 
-    - ``T (e (2 H + I + 2 (Hq + 2 Hkv) D) + 4 P H + 6 D + 64)``, with ``P <= 8`` parts of the sums over ``I``
-      (:func:`ragged_linear`; 0 if there is one part);
+    - ``T (e (2 H + I + 2 (Hq + 2 Hkv) D) + 4 P H + 4 G + 6 D + 64)``, with ``P <= 5`` parts of the sums over ``I``
+      (0 if there is one part) and ``G = H / 64`` groups of squares (:func:`ragged_linear`);
     - ``4 X W Hq (D + 1) + 32 N + 8 B Hkv``, with ``X <= 16`` splits of the cached tokens of the ``W <= T`` tokens that
       have several, and ``N <= 1 + X (T + B)`` rows of the plan (:func:`value_tree_attention`);
     - ``B (V (K + 2) / 128 + 320 K + 64)`` for the candidates.
@@ -42,6 +42,7 @@ def working_bytes(
     elements = 2 * config.hidden_size + config.intermediate_size + 2 * heads * config.head_dim
     token_bytes = elements * value_model.dtype.itemsize + 6 * config.head_dim + 64
     token_bytes += 4 * parts * config.hidden_size if parts > 1 else 0
+    token_bytes += 4 * square_sums_shape(1, config.hidden_size)[0]
     request_bytes = vocab_size * (k + 2) // 128 + 320 * k + 64
     attention_bytes = 4 * math.prod(workspace_shape(*sizes)) * config.num_heads * (config.head_dim + 1)
     attention_bytes += 4 * (math.prod(plan_shape(*sizes)) + num_counters(requests, config.num_kv_heads))

@@ -27,8 +27,8 @@ OPTIONS: dict[str, list[Any]] = {
     "broken": [False, True],
     "constants": ["shipped", "small"],
 }
-# The wide tile and the splits of large weights at sizes the interpreter can do, and several tiles a program.
-CONSTANTS = {"small": dict(WIDE_FROM=128, SPLIT_FROM=144, MAX_PROGRAMS=2, MAX_SMALL_PROGRAMS=3)}
+# The large tiles and the splits of large weights at sizes the interpreter can do, and several tiles a program.
+CONSTANTS = {"small": dict(ENOUGH_TILES=2, WIDE_FROM=128, SPLIT_FROM=144, MAX_PROGRAMS=2, MAX_SMALL_PROGRAMS=3)}
 
 
 def make_inputs(
