@@ -7,9 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lenvm_kernels.reference._common import compute_dtype
-
-GROUP = 64  # columns whose squares are added up
+from lenvm_kernels.reference._common import compute_dtype, sums_of_squares
 
 
 def ragged_linear(
@@ -42,6 +40,5 @@ def ragged_linear(
     out = x.new_zeros(x.shape[0], y.shape[1])
     out[:rows] = y
     if square_sums_out is not None:
-        squares = F.pad(out[:rows].to(dtype).square(), (0, -y.shape[1] % GROUP))
-        square_sums_out[:, :rows] = squares.unflatten(1, (-1, GROUP)).sum(2).T
+        square_sums_out[:, :rows] = sums_of_squares(out[:rows])
     return out

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from lenvm_kernels.reference._common import compute_dtype
 
-SQUARES_GROUP = 64  # columns of hidden in one of the sums of squares
-
 
 def value_head(
     hidden: Tensor,  # [T, H]
@@ -23,7 +21,7 @@ def value_head(
     norm_weight: Tensor | None = None,  # [H]
     norm_eps: float = 1e-6,
     targets: Tensor | None = None,  # [M]
-    square_sums: Tensor | None = None,  # [ceil(H / SQUARES_GROUP), T]
+    square_sums: Tensor | None = None,  # [ceil(H / 64), T]
 ) -> Tensor:  # [M], or [T] without token_rows
     """See :func:`lenvm_kernels.ops.value_head.value_head`."""
     weights = (fc_weight, fc_bias, summary_weight, summary_bias)

@@ -32,17 +32,18 @@ from lenvm_kernels.ops._common import (
     ceil_div,
     check_tensor,
     fitting_stages,
+    overlapping,
     resolve_backend,
 )
-from lenvm_kernels.ops._device import arrives_last
+from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.reference._common import SQUARES_GROUP
 from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference
 
 # The numbers below are estimates for an H100 or H200 (132 multiprocessors, 3.35 or 4.8 TB/s; 990 Tflop/s in bf16; L2
 # sends each 34 bytes a cycle, and twice that if few ask) and are not measured yet.
 
 # Columns whose squares are added up together by who stores them. No tile has fewer columns of the result.
-SQUARES_GROUP = 64
 GROUP, LOG2_GROUP = tl.constexpr(SQUARES_GROUP), tl.constexpr(SQUARES_GROUP.bit_length() - 1)
 # The order of a row's sums: products in blocks of so many bytes of x, whole cache lines, and splits. Both depend on the
 # weight alone, so that the same row gives the same bits in any batch and in any tile.
@@ -158,7 +159,9 @@ def _square_sums_kernel(
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     rows = _live_rows(num_rows_ptr, T)
     for block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         m = block * ROWS + tl.arange(0, ROWS)
@@ -280,10 +283,12 @@ def _ragged_linear_kernel(
     BLOCK_K: tl.constexpr,
     SUM_ROWS: tl.constexpr,
     SUM_COLUMNS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     COLUMNS: tl.constexpr = 2 * N if SWIGLU else N
     COLUMN_BLOCKS: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
 
+    wait_for_inputs(OVERLAPS)
     rows = _live_rows(num_rows_ptr, T)
     row_blocks = tl.cdiv(rows, BLOCK_M)
     tiles = row_blocks * COLUMN_BLOCKS * SPLITS
@@ -413,6 +418,7 @@ def _launch(
             K=size,
             ROWS=NORM_ROWS,
             BLOCK_K=NORM_BLOCK_K,
+            **overlapping(),
         )
     partial = None
     if splits > 1:
@@ -445,6 +451,7 @@ def _launch(
         num_stages=fitting_stages(tile.num_stages),
         # Which product the compiler would fuse with which addition might depend on the tile.
         enable_fp_fusion=False,
+        **overlapping(),
     )
 
 

@@ -33,8 +33,7 @@ from lenvm_kernels.ops._common import (
 )
 from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
-from lenvm_kernels.reference._common import compute_dtype
-from lenvm_kernels.reference.value_head import SQUARES_GROUP
+from lenvm_kernels.reference._common import SQUARES_GROUP, compute_dtype
 from lenvm_kernels.reference.value_head import value_head as _reference
 
 # The same row must give the same bits in any batch. The sum over the columns of W1 follows from BLOCK_N, the sums over

@@ -12,7 +12,7 @@ from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, 
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.value_head import value_head
-from lenvm_kernels.reference.value_head import SQUARES_GROUP
+from lenvm_kernels.reference._common import sums_of_squares
 
 EPS = 1e-6
 SPARE_ROWS = 2  # of hidden, which nothing refers to
@@ -101,8 +101,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
 
 def square_sums_of(hidden: Tensor) -> Tensor:
     """The argument of that name, as another operator leaves it."""
-    squares = F.pad(hidden.double().square(), (0, -hidden.shape[1] % SQUARES_GROUP))
-    return squares.view(len(hidden), -1, SQUARES_GROUP).sum(2).t().float().contiguous()
+    return sums_of_squares(hidden.double()).float()
 
 
 def run(given: Inputs, function) -> Tensor:
