@@ -323,12 +323,8 @@ def settings() -> list[Check]:
     from lenvm_kernels.ops._common import PDL_VARIABLE
 
     # The step reads LENVM_TIMING itself and the operators LENVM_PDL, so that they are no fields of the settings.
-    known = {
-        CONFIG_VARIABLE,
-        timing.VARIABLE,
-        PDL_VARIABLE,
-        *(f"LENVM_{field.name.upper()}" for field in fields(Settings)),
-    }
+    known = {CONFIG_VARIABLE, timing.VARIABLE, PDL_VARIABLE}
+    known |= {f"LENVM_{field.name.upper()}" for field in fields(Settings)}
     given = sorted(name for name in os.environ if name.startswith("LENVM_"))
     checks = [_unknown_variable(name, known) for name in given if name not in known]
     try:

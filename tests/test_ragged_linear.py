@@ -154,7 +154,7 @@ def test_tiles_follow_from_rows_and_weight(monkeypatch):
 
 
 def test_every_tile_holds_whole_groups():
-    for tile in (*ops.TILES, ops.TILE, ops.TILE_WIDE):
+    for tile in (*ops.TILES, ops.TILE, ops.TILE_WIDE, ops.TILE_SWIGLU):
         assert tile.block_n % ops.SUM_COLUMNS == tile.block_m % ops.SUM_ROWS == 0
         assert tile.block_m >= ops.TILES[-1].block_m and tile.block_n >= ops.TILES[-1].block_n  # of num_counters
     for tile in (ops.choose_tile(1, 2, 1, True, dtype) for dtype in DTYPES):

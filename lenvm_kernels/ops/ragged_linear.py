@@ -88,6 +88,7 @@ LIVE_SHARE = 2 / 3
 # 32 KB each) as leave room for two programs. Four warps for the narrow ones on sm_100, where eight spill.
 WIDE_FROM = 4096
 TILE, TILE_WIDE = Tile(128, 64, num_warps=8, num_stages=4), Tile(128, 128, num_warps=8, num_stages=3)
+TILE_SWIGLU = Tile(64, 128, num_warps=8, num_stages=4)  # gate and up are two columns for one of the result
 NUM_WARPS_SM_100 = 4
 # Programs of a launch, four a multiprocessor. With more tiles each takes several in turn; with a program for every tile
 # that could be live, ending the thousands that are not would take longer than a small batch's work.
@@ -344,11 +345,12 @@ def choose_tile(tokens: int, columns: int, splits: int, swiglu: bool, dtype: tor
     """The tile of a launch with room for ``tokens`` rows. It decides how long the launch takes, and no bit."""
     name = architecture()
     if dtype.itemsize == 4 or name not in ("sm_90", ""):  # without a GPU the tiles of sm_90 run in the interpreter
-        is_wide = splits > 1 or swiglu or columns >= WIDE_FROM
-        tile = TILE_WIDE if is_wide else TILE
-        return tile._replace(num_warps=NUM_WARPS_SM_100) if name == "sm_100" and not is_wide else tile
+        if splits > 1 or columns >= WIDE_FROM:
+            return TILE_WIDE
+        tile = TILE_SWIGLU if swiglu else TILE
+        return tile._replace(num_warps=NUM_WARPS_SM_100) if name == "sm_100" else tile
     rows = math.ceil(tokens * LIVE_SHARE)
-    tiles = TILES[:-1] if swiglu else TILES  # gate and up are two columns for one of the result
+    tiles = TILES[:-1] if swiglu else TILES
     for tile in tiles:
         count = ceil_div(rows, tile.block_m) * ceil_div(columns, tile.block_n) * splits
         if count >= ENOUGH_TILES and (rows > FEW_ROWS or tile.block_m == FEW_ROWS):
@@ -418,6 +420,7 @@ def _launch(
             K=size,
             ROWS=NORM_ROWS,
             BLOCK_K=NORM_BLOCK_K,
+            enable_fp_fusion=False,  # as below: the same bits as from there
             **overlapping(),
         )
     partial = None
