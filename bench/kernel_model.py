@@ -14,12 +14,12 @@ where ``rest`` (the instructions outside of the main loop) and ``pass`` are the 
     shared     bytes through shared memory / 128 x p
     L2         bytes from and to global memory, at 34 a cycle and SM, which the n programs share, and at most 64 an SM
     stalls     cycles that a warp takes alone, issuing in order
-    latency    (latency of memory + stalls) / (stages on their way after the wait + 1)
+    latency    of the main loop's copies: (latency of memory + stalls) / (stages on their way after the wait + 1)
 
 of which the first four are resources. The launch takes the largest of its waves and a start, of its bytes of HBM at the
 bandwidth that a copy reaches, and of its programs at one a cycle, the rate at which they start. Rows that pad a tile
 are in the instructions and the tensor cycles, not in the bytes; a last wave with few programs, and SMs without any, are
-in the waves.
+in the waves. What only the last program of several to arrive runs is a part like ``rest``, run by a share of the items.
 """
 
 import json
@@ -32,6 +32,7 @@ from bench.sass import L2_LATENCY, Code, Section
 
 RESULTS = Path(__file__).parent / "results"
 HBM_LATENCY = 750e-9  # seconds of a load under load: assumed
+OVERLAPPED = 0.4  # of the gap, where a launch starts before the one before it has ended (launch_pdl): assumed
 START = 500  # cycles until a launch's first instructions and constants are there, and its stores have left: assumed
 L2_RATE, SM_RATE, SHARED_RATE = 34, 64, 128  # bytes a cycle and SM: of all SMs at once, of one, of shared memory
 
@@ -134,6 +135,7 @@ class Work:
         passes: of the main loop in a turn.
         hbm: bytes that have to come from HBM, each once.
         share: of the bytes of the loads that no mask leaves out.
+        merges: passes through what only the last program to arrive runs, for an item on average.
         label: what tells launches of the same kernel apart.
     """
 
@@ -141,6 +143,7 @@ class Work:
     passes: float = 1.0
     hbm: float = 0.0
     share: float = 1.0
+    merges: float = 0.0
     label: str = ""
 
 
@@ -170,22 +173,22 @@ def launch_cost(code: Code, resident: int, work: Work, programs: int, gpu: Gpu, 
 def _wave(code: Code, work: Work, n: int, gpu: Gpu, rates: Rates) -> tuple[float, str]:
     """(cycles of a wave of ``n`` programs, what bounds it)."""
     latency = HBM_LATENCY * gpu.clock if work.hbm else L2_LATENCY
-    parts = [(code.rest, 1.0, L2_LATENCY)] + ([(code.loop, work.passes, latency)] if code.loop else [])
-    first_latency = latency if code.loop and code.loop.copied else 0.0
+    parts = [("rest", code.rest, 1.0), ("loop", code.loop, work.passes), ("merge", code.of_last, work.merges)]
     resources: dict[str, float] = {}
-    alone, longest = first_latency, {}
-    for part, times, part_latency in parts:
+    alone: dict[str, float] = {"latency": latency if code.loop and code.loop.copied else 0.0}
+    for kind, part, times in parts:
+        if part is None or not times:
+            continue
         of_part = _resources(part, n, work.share, gpu, rates)
         for name, cycles in of_part.items():
             resources[name] = resources.get(name, 0.0) + times * cycles
-        p = -(-n // gpu.sms)
-        terms = {name: cycles / p for name, cycles in of_part.items()}
-        terms |= _waits(part, part_latency, passes=1 if part is code.rest else 2)
+        terms = {name: cycles / -(-n // gpu.sms) for name, cycles in of_part.items()}
+        terms |= _waits(part, latency) if kind == "loop" else {"stalls": part.stalled()}
         name = max(terms, key=terms.get)
-        alone += times * terms[name]
-        longest["rest" if part is code.rest else name] = times * terms[name]
+        longest = name if kind == "loop" else kind
+        alone[longest] = alone.get(longest, 0.0) + times * terms[name]
     name = max(resources, key=resources.get)
-    return max((resources[name], name), (alone, max(longest, key=longest.get)))
+    return max((resources[name], name), (sum(alone.values()), max(alone, key=alone.get)))
 
 
 def _resources(code: Section, n: int, share: float, gpu: Gpu, rates: Rates) -> dict[str, float]:
@@ -200,8 +203,9 @@ def _resources(code: Section, n: int, share: float, gpu: Gpu, rates: Rates) -> d
     }
 
 
-def _waits(code: Section, latency: float, passes: int) -> dict[str, float]:
-    """Cycles that a program alone waits: for the last of some passes, and for its asynchronous copies."""
-    stages = code.stages_in_flight + 1
-    in_copies = (latency + code.stalled(latency)) / stages if code.copied else 0.0
-    return {"stalls": code.stalled(latency, passes), "latency": in_copies}
+def _waits(loop: Section, latency: float) -> dict[str, float]:
+    """Cycles of a pass that a program alone waits: for operands, and for copies. Loads beside copies are small ones."""
+    if not loop.copied:
+        return {"stalls": loop.stalled(latency, passes=2)}
+    in_copies = (latency + loop.stalled()) / (loop.stages_in_flight + 1)
+    return {"stalls": loop.stalled(passes=2), "latency": in_copies}

@@ -2,13 +2,14 @@
 
 A program is what CUDA calls a block. :func:`read` takes the machine code that :func:`disassemble` makes of a cubin
 apart into the main loop, which is the innermost one with most of the asynchronous copies or else of the global loads,
-and the rest, all of whose instructions are counted once: no branch is taken but those of the main loop.
+what only the last of several programs to arrive runs, and the rest. Of the last two all instructions are counted once:
+no branch is taken but those of the main loop.
 """
 
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -196,10 +197,11 @@ def _parse(line: str) -> tuple[str, list[str], list[str]]:
 
 @dataclass(frozen=True)
 class Code:
-    """A kernel's code, of one program: its main loop, if it has one, and the rest."""
+    """A kernel's code, of one program: its main loop, what only the last program to arrive runs, and the rest."""
 
     loop: Section | None
     rest: Section
+    of_last: Section | None = None
 
 
 def loading_loops(instructions: Sequence[Line], warps: int) -> list[tuple[tuple[int, int], Section]]:
@@ -223,5 +225,21 @@ def read(instructions: Sequence[Line], warps: int) -> Code:
     # What follows the end serves lanes that diverged.
     ends = (at for at, line in instructions if line.strip() == "EXIT" and at > span[1])
     end = next(ends, instructions[-1][0] if instructions else 0)
-    rest = tuple(line for at, line in instructions if not span[0] <= at <= span[1] and at <= end)
-    return Code(loop, Section(rest, warps))
+    merge = _branch_of_last(instructions, end)
+
+    def section(lines: Iterable[Line]) -> Section:
+        return Section(tuple(line for at, line in lines if not span[0] <= at <= span[1] and at <= end), warps)
+
+    rest = section(line for line in instructions if line[0] not in merge)
+    return Code(loop, rest, section(line for line in instructions if line[0] in merge) if merge else None)
+
+
+def _branch_of_last(instructions: Sequence[Line], end: int) -> range:
+    """Addresses that only the last program to arrive comes to: the branch after the counter's update skips them."""
+    counted = False
+    for at, line in instructions:
+        counted = counted or bool(re.search(r"\bATOMG?\.\S*ADD", line))
+        branch = counted and re.match(r"\s*@!?U?P\d (?:BRA (0x[0-9a-f]+)|EXIT)", line)
+        if branch:
+            return range(at + 1, int(branch[1], 16) if branch[1] else end + 1)
+    return range(0)

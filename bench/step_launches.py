@@ -7,14 +7,14 @@ operator of torch counts as a gap and a short kernel.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.kernel_model import PARTS, Cost, Gpu, Rates, Work, launch_cost
+from bench.kernel_model import OVERLAPPED, PARTS, Cost, Gpu, Rates, Work, launch_cost
 from bench.launches import intercept_launches, kernels_on_cpu, targeting
 from bench.models import VOCAB, forward_floor, make_config
 from bench.sass import Code, disassemble, instructions_of, read, registers_and_stack
@@ -71,26 +71,23 @@ def _spilled(written: int) -> int:
 def _linear(a: Arguments, live: Live) -> Work:
     columns = a["N"] * (2 if a["SWIGLU"] else 1)
     tiles, share = _tiles(live.rows, columns, a["BLOCK_M"], a["BLOCK_N"])
-    moved = columns * a["K"] * a["weight_ptr"].element_size()
-    moved += _spilled(live.rows * columns * a["SPLITS"] * 4) if a["SPLITS"] > 1 else 0
-    return Work(tiles * a["SPLITS"], a["SPLIT_LEN"] / a["BLOCK_K"], moved, share, f"{columns} x {a['K']}")
+    moved = columns * a["K"] * a["ptr"].weight.element_size()
+    work = Work(tiles * a["SPLITS"], a["SPLIT_LEN"] / a["BLOCK_K"], moved, share, label=f"{columns} x {a['K']}")
+    if a["SPLITS"] == 1:
+        return work
+    parts = live.rows * columns * a["SPLITS"] * 4  # written, and read again
+    pieces = a["BLOCK_M"] // a["SUM_ROWS"] * (a["BLOCK_N"] // a["SUM_COLUMNS"])
+    return replace(work, hbm=moved + 2 * _spilled(parts), merges=pieces / a["SPLITS"])
 
 
 def _attention(a: Arguments, live: Live) -> Work:
-    tokens = value_tree_attention.BLOCK_M.value // a["GROUP"]
-    splits = min(_ceil(live.cached, value_tree_attention.SPLIT_LEN.value), value_tree_attention.MAX_SPLITS.value)
-    kv_heads = a["ptr"].k_new.shape[1]
+    tokens, kv_heads = value_tree_attention.BLOCK_M.value // a["GROUP"], a["ptr"].k_new.shape[1]
+    splits = value_tree_attention.workspace_shape(live.rows, live.requests, a["GROUP"], live.cached)[0]
     tiles = live.requests * _ceil(_ceil(live.rows, live.requests), tokens)
     moved = live.requests * live.cached * kv_heads * a["HEAD_DIM"] * 2 * a["ptr"].k_cache.element_size()
-    return Work(tiles * splits * kv_heads, _ceil(_ceil(live.cached, splits), a["BLOCK_N"]), moved)
-
-
-def _merge_splits(a: Arguments, live: Live) -> Work:
-    splits = _ceil(live.cached, value_tree_attention.SPLIT_LEN.value)
-    share = splits / value_tree_attention.MAX_SPLITS.value
-    return Work(
-        (live.rows + a["workspace_rows"]) // 2 * a["ptr"].q.shape[1], share=share
-    )  # half, where there is no row
+    passes = _ceil(_ceil(live.cached, splits), a["BLOCK_N"])
+    merges = a["BLOCK_D"] // value_tree_attention.MERGE_COLUMNS.value if splits > 1 else 0
+    return Work(tiles * splits * kv_heads, passes, moved, merges=merges)  # splits of a request, one program merges them
 
 
 def _scan(a: Arguments, live: Live) -> Work:
@@ -101,16 +98,8 @@ def _scan(a: Arguments, live: Live) -> Work:
 
 def _head(a: Arguments, live: Live) -> Work:
     tiles, share = _tiles(live.rows, a["H"], a["BLOCK_M"], a["BLOCK_N"])
-    return Work(tiles, a["H"] / a["BLOCK_K"], a["H"] ** 2 * a["fc_weight_ptr"].element_size(), share)
-
-
-def _inv_rms(a: Arguments, live: Live) -> Work:
-    return Work(_ceil(live.rows, a["ROWS"]), _ceil(a["K"], a["BLOCK_K"]))
-
-
-def _sum_splits(a: Arguments, live: Live) -> Work:
-    moved = _spilled(live.rows * a["N"] * a["SPLITS"] * 4)
-    return Work(_ceil(live.rows, a["ROWS"]) * _ceil(a["N"], a["BLOCK_N"]), hbm=moved)
+    weights = a["H"] ** 2 * a["head"].fc_weight.element_size()
+    return Work(tiles, a["H"] / a["BLOCK_K"], weights, share, merges=1 / _ceil(a["H"], a["BLOCK_N"]))
 
 
 def _rope_cache(a: Arguments, live: Live) -> Work:
@@ -120,11 +109,8 @@ def _rope_cache(a: Arguments, live: Live) -> Work:
 WORK: dict[str, Callable[[Arguments, Live], Work]] = {
     "_ragged_linear_kernel": _linear,
     "_value_tree_attention_kernel": _attention,
-    "_merge_splits_kernel": _merge_splits,
     "_scan_kernel": _scan,
-    "_partial_logits_kernel": _head,
-    "_inv_rms_kernel": _inv_rms,
-    "_sum_splits_kernel": _sum_splits,
+    "_value_head_kernel": _head,
     "_rope_cache_kernel": _rope_cache,
 }
 
@@ -134,18 +120,32 @@ WORK: dict[str, Callable[[Arguments, Live], Work]] = {
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch of a kernel: its code, the programs it starts, those that a multiprocessor has room for, their work."""
+    """A launch of a kernel.
+
+    Attributes:
+        name: the kernel's.
+        code: of a program.
+        programs: that it starts.
+        resident: programs that a multiprocessor has room for.
+        work: of its programs.
+        overlaps: it starts before the launch before it has ended, and waits for it.
+    """
 
     name: str
     code: Code
     programs: int
     resident: int
     work: Work
+    overlaps: bool = False
 
     @property
     def label(self) -> str:
         """Its row in a table."""
         return f"{self.name.removeprefix('_').removesuffix('_kernel')} {self.work.label}".strip()
+
+    def gap(self, rates: Rates) -> float:
+        """Seconds between it and the launch before it."""
+        return rates.gap * (OVERLAPPED if self.overlaps else 1)
 
     def cost(self, gpu: Gpu, rates: Rates) -> Cost:
         """Without the gap before it."""
@@ -172,7 +172,7 @@ def launches_of(call: Callable[[], object], live: Live) -> list[Launch]:
             programs *= size
         code, resident = _codes[kernel.hash]
         work = WORK[name](arguments, live) if name in WORK else Work(programs)
-        found.append(Launch(name, code, programs, resident, work))
+        found.append(Launch(name, code, programs, resident, work, bool(launch.keywords.get("launch_pdl"))))
         return kernel
 
     with targeting(PART.target), intercept_launches(compile_only):
@@ -282,7 +282,7 @@ class Step:
         """Of a step."""
 
         def of(launches: Sequence[Launch], operators: int) -> float:
-            kernels = sum(launch.cost(gpu, rates).seconds + rates.gap for launch in launches)
+            kernels = sum(launch.cost(gpu, rates).seconds + launch.gap(rates) for launch in launches)
             return kernels + operators * (TORCH_OPERATOR + rates.gap)
 
         layer = of(self.layer, self.operators[0])

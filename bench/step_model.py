@@ -41,7 +41,7 @@ def numbers_of(step: Step, gpu: Gpu, rates: Rates) -> dict[str, object]:
         for launch in launches:
             cost = launch.cost(gpu, rates)
             times[launch.label] = times.get(launch.label, (0.0, ""))[0] + cost.seconds, cost.bound
-        times["gaps"] = (len(launches) + operators) * rates.gap, ""
+        times["gaps"] = sum(launch.gap(rates) for launch in launches) + operators * rates.gap, ""
         if operators:
             times[f"{operators} torch operators"] = operators * TORCH_OPERATOR, ""
         return {label: (round(seconds * 1e6, 2), bound) for label, (seconds, bound) in times.items()}

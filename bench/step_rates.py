@@ -115,6 +115,6 @@ def _matmuls(results: Results, gpu: Gpu) -> Iterator[Measured]:
 
             def model(rates: Rates, launches=launches) -> float:
                 kernels = sum(launch.cost(gpu, rates).seconds for launch in launches)
-                return empty + kernels + rates.gap * (len(launches) - 1)
+                return empty + kernels + sum(launch.gap(rates) for launch in launches[1:])
 
             yield Measured(f"ragged_linear {case.case}", case.times.cold, model)

@@ -83,6 +83,25 @@ def test_bytes_waits_and_cycles_of_a_loop():
     assert (rest.loaded, rest.stored, rest.copied) == (threads * 4, threads * 16, threads * 16)
 
 
+@pytest.mark.parametrize("branch", ["@P0 BRA 0xb0", "@!P3 EXIT"])
+def test_what_only_the_last_program_to_arrive_runs_is_apart(branch):
+    """The branch after the counter's update skips it; one before, and an exchange, are others'."""
+    lines = [
+        "@P1 BRA 0x20",
+        "FADD R1, R1, R1",
+        "@P2 ATOMG.E.ADD.STRONG.GPU PT, R7, desc[UR12][R8.64], R7",
+        "FADD R2, R2, R2",
+    ]
+    merge = ["LDG.E.128.STRONG.GPU R4, desc[UR4][R2.64]", "@P4 BRA 0x70", "FADD R3, R3, R3", "STG.E [R2], R3"]
+    code = parsed([*lines, branch, *merge, "NOP", "NOP", "FADD R9, R9, R9", "EXIT"])
+    end = () if "BRA" in branch else ("FADD R9, R9, R9", "EXIT")
+    assert code.of_last.lines == (*merge, "NOP", "NOP", *end)
+    assert code.rest.lines == (*lines, branch, *([] if end else ["FADD R9, R9, R9", "EXIT"]))
+    assert (
+        parsed([line.replace("ADD.STRONG", "EXCH.STRONG") for line in lines] + [branch, *merge, "EXIT"]).of_last is None
+    )
+
+
 def test_widths_of_shared_and_global_accesses():
     body = section("LDS.128 R8, [R8]", "LDS R8, [R8]", "@!P5 STS.64 [UR4], R4", "LDSM.16.M88.4 R68, [R106+0x14000]")
     assert body.shared_bytes == 128 * (16 + 4 + 8 + 16)
@@ -210,6 +229,24 @@ def test_shared_memory_bounds_a_narrow_tile_and_the_tensor_cores_a_wide_one():
         assert loop.tensor_cycles / max(loop.tensor_cycles, loop.shared_bytes / 128) == pytest.approx(share, rel=1e-3)
 
 
+def test_merging_takes_its_share_of_the_items():
+    merge = section(*["FADD R1, R1, R1"] * 1000)
+    code = replace(ISSUE, of_last=merge)
+    assert cost(code, Work(1), programs=1).bound == "rest"
+    for merges in (0.0, 0.5, 3.0):
+        found = cost(code, Work(132, merges=merges), programs=132)
+        rest = max(200, ISSUE.rest.stalled())
+        assert cycles(found.seconds) == pytest.approx(START + rest + merges * max(1000, merge.stalled()))
+
+
+def test_loads_beside_copies_come_from_the_l2_cache():
+    lines = ["FADD R9, R2, R8", "LDG.E R2, desc[UR4][R4.64]"]
+    hbm_latency, copy = HBM_LATENCY * H100.clock, ["LDGSTS.E [R7], [R4]", "LDGDEPBAR", "DEPBAR.LE SB0, 0x9"]
+    for copies, latency, first in (([], hbm_latency, 0), (copy, L2_LATENCY, hbm_latency)):
+        found = cost(Code(section(*lines, *copies), section()), Work(1, passes=100, hbm=1), programs=1)
+        assert cycles(found.seconds) == pytest.approx(START + first + 100 * (latency + 1 + len(copies)), rel=1e-2)
+
+
 def test_two_programs_hide_each_others_rest():
     """Alone a program is bound by its stalls, two by what both issue."""
     loop, rest = section(*["FADD R1, R1, R1"] * 100), section(*["FADD R1, R1, R1"] * 100)
@@ -262,6 +299,12 @@ def test_a_step_is_its_layers_and_the_rest_with_a_gap_before_each():
     expected = 24 * (layer + 2 * rates.gap + torch_operator) + others + rates.gap + 3 * torch_operator
     assert step.seconds(H100, rates) == pytest.approx(expected)
     assert (step.num_launches, step.num_operators) == (24 * 3 + 1 + 3, 24 + 3)
+
+
+def test_a_launch_that_overlaps_the_one_before_has_a_shorter_gap():
+    step = a_step(64)
+    shorter = replace(step, others=[replace(step.others[0], overlaps=True)])
+    assert step.seconds(H100, Rates()) - shorter.seconds(H100, Rates()) == pytest.approx(0.6 * 1.2e-6)
 
 
 def test_the_page_sets_the_numbers_beside_those_before():
