@@ -178,7 +178,7 @@ def test_a_loop_that_its_instructions_bound_is_found():
 
 def test_only_what_streams_on_sm_90_needs_copies_in_flight():
     slow = {"bytes_in_flight": 0, "tensor_over_issue": 0.1}
-    for kernel in ("_scan_kernel 1", "_value_tree_attention_kernel 1", "_partial_logits_kernel 1"):
+    for kernel in ("_scan_kernel 1", "_value_tree_attention_kernel 1", "_value_head_kernel 1"):
         (fault,) = codegen.faults("sm_90", [replace(GOOD, kernel=kernel, **slow)])
         assert "0 bytes of copies on their way" in fault
     assert codegen.faults("sm_90", [replace(GOOD, kernel="_filter_kernel 1", **slow)]) == []
