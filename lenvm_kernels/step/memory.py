@@ -24,7 +24,7 @@ def working_bytes(
       (:func:`ragged_linear`; 0 if there is one part);
     - ``4 X W Hq (D + 1)``, with ``X <= 16`` splits of the cached tokens of the ``W <= T`` tokens that have several
       (:func:`value_tree_attention`);
-    - ``B (V (K + 2) / 128 + 320 K + 64)`` for the candidates.
+    - ``B (V / 16 + 320 K + 64)`` for the candidates (:func:`topk_candidates`: two numbers for each 128 tokens).
 
     Args:
         value_model: whose dimensions are ``H``, ``I``, ``Hq``, ``Hkv``, ``D`` with ``e`` bytes an element.
@@ -42,6 +42,6 @@ def working_bytes(
     elements = 2 * config.hidden_size + config.intermediate_size + 2 * heads * config.head_dim
     token_bytes = elements * value_model.dtype.itemsize + 6 * config.head_dim + 64
     token_bytes += 4 * parts * config.hidden_size if parts > 1 else 0
-    request_bytes = vocab_size * (k + 2) // 128 + 320 * k + 64
+    request_bytes = vocab_size // 16 + 320 * k + 64
     workspace_bytes = 4 * math.prod(workspace) * config.num_heads * (config.head_dim + 1)
     return t * token_bytes + workspace_bytes + requests * request_bytes
