@@ -52,7 +52,7 @@ OPERATORS: dict[str, tuple[list[Shape], list[Constants]]] = {
     ),
     "topk_candidates": (
         [{}, dict(B=1), dict(B=512), dict(k=64)],
-        each(PROGRAM_BYTES=[4096, 8192, 32_768], TILE=[64, 256], FEW_REQUESTS=[0, 64]),
+        each(PROGRAM_BYTES=[4096, 16_384, 32_768], TILE=[64, 256]),
     ),
     "value_head": (
         [dict(norm_and_gather=True, M=M) for M in (320, 40, 2560)],

@@ -11,7 +11,7 @@ from hypothesis import given
 
 from lenvm_kernels.fuzz.ops.topk_candidates import Inputs, compare, run
 from lenvm_kernels.ops import topk_candidates as module
-from lenvm_kernels.ops.topk_candidates import FEW_REQUESTS, PROGRAM_BYTES, TILE, topk_candidates
+from lenvm_kernels.ops.topk_candidates import PROGRAM_BYTES, TILE, topk_candidates
 from lenvm_kernels.types import Status
 from tests.helpers.cases import assert_right, cases
 from tests.helpers.matches import assert_matches
@@ -97,9 +97,9 @@ def test_largest_vocabulary_and_most_candidates(device, vocab, slots):
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_rows_do_not_see_each_other(device, backend):
-    """Permuted rows, more rows (past the number where programs are larger) and one alone: the same bits."""
+    """Permuted rows, more rows and one alone: the same bits."""
     rng = torch.Generator().manual_seed(1)
-    rows = FEW_REQUESTS + 3
+    rows = 19
     x = torch.randn(rows, PROGRAM_BYTES // 4 + 2 * TILE + 16, generator=rng)
     x[4, 3] = torch.nan
     arguments = dict(row_parameters(rows, 6, 0.9, 0.01), entropy_threshold=torch.full((rows,), 1.0))
@@ -118,16 +118,20 @@ def test_rows_do_not_see_each_other(device, backend):
 
 
 def test_number_of_rows_changes_no_bit_of_a_large_vocabulary(device):
-    """From FEW_REQUESTS + 1 rows on a row of 1,187 tiles has 38 programs instead of 149; the last is shorter."""
-    x = torch.randn(FEW_REQUESTS + 1, 151_936, generator=torch.Generator().manual_seed(2)).to(device)
-    guided = torch.arange(FEW_REQUESTS + 1, device=device) == 11  # one row: the others take the interpreter's time
+    """1,187 tiles, fewer in the last program than in the others."""
+    x = torch.randn(17, 151_936, generator=torch.Generator().manual_seed(2)).to(device)
+    guided = torch.arange(17, device=device) == 11  # one row: the others take the interpreter's time
     few, many = (
         topk_candidates(
-            x[:rows], **on(device, row_parameters(rows, 6)), is_logits=True, guided=guided[:rows], backend="triton"
+            x[rows],
+            **on(device, row_parameters(len(x[rows]), 6)),
+            is_logits=True,
+            guided=guided[rows],
+            backend="triton",
         )
-        for rows in (FEW_REQUESTS, FEW_REQUESTS + 1)
+        for rows in (slice(11, 12), slice(None))
     )
-    assert_same_bits(few, type(many)(*(x[:FEW_REQUESTS] for x in many)))
+    assert_same_bits(few, type(many)(*(x[11:12] for x in many)))
     assert many.counts.tolist() == [6 * is_guided for is_guided in guided.tolist()]
 
 
@@ -157,7 +161,7 @@ def test_lost_mass_only_where_the_slots_end_the_list(device, backend):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-@pytest.mark.parametrize("rows", [1, FEW_REQUESTS + 1])
+@pytest.mark.parametrize("rows", [1, 17])
 def test_replays_in_a_cuda_graph(device, rows):
     scores = torch.randn(rows, 151_936, device=device)
     arguments = on(device, row_parameters(rows, 50, 0.9, 0.01)) | {"is_logits": True}
@@ -184,8 +188,8 @@ def choose(x, parameters, device, backend, **options):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Tiles of 32 tokens, four to a program, and up to two rows two."""
-    for name, value in dict(TILE=32, PROGRAM_BYTES=512, PROGRAM_BYTES_FEW=256, FEW_REQUESTS=2).items():
+    """Tiles of 32 tokens, in fp32 four to a program."""
+    for name, value in dict(TILE=32, PROGRAM_BYTES=512).items():
         monkeypatch.setattr(module, name, value)
 
 

@@ -37,13 +37,11 @@ MAX_VOCAB = 262_144
 # its reductions are shuffles, without a barrier. Smaller tiles are more for the second launch to choose from (1,187 of
 # V = 151,936), larger ones more to read again. Not measured yet, like the constant below.
 TILE = 128
-# What a program of the first launch reads. The compiler gives it 32 registers a thread, so that 64 warps share a
+# What a program of the first launch reads. The compiler gives it some 32 registers a thread, so that 64 warps share a
 # multiprocessor, each with one to three loads of 512 bytes on their way: 32 KB and more, without asynchronous copies.
-# Up to FEW_REQUESTS requests the GPU is not full of programs of 16 KB (38 of V = 151,936 in fp32, for 132
-# multiprocessors), and a program of 4 KB asks for all it reads at once. Two choices only, so that a new batch size
-# compiles nothing; either reduces a tile in the same way.
-PROGRAM_BYTES, PROGRAM_BYTES_FEW = 16_384, 4096
-FEW_REQUESTS = 16
+# Half as much would double the share of a program that only begins and ends, twice as much leave more multiprocessors
+# idle at B = 1. The same for any batch: Triton 3.6 would divide a tile with a vocab_mask otherwise among other threads.
+PROGRAM_BYTES = 8192
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _GREEDY_TEMPERATURE = tl.constexpr(GREEDY_TEMPERATURE)
@@ -285,8 +283,7 @@ def _launch(
     tile_max = torch.empty(requests, tiles, dtype=torch.float32, device=device)
     tile_sum = torch.empty(requests, tiles, dtype=torch.float32, device=device)
     of_scores = (scores, scores.stride(0), vocab_mask, 0 if vocab_mask is None else vocab_mask.stride(0), vocab)
-    program_bytes = PROGRAM_BYTES_FEW if requests <= FEW_REQUESTS else PROGRAM_BYTES
-    program_tiles = max(program_bytes // (TILE * scores.element_size()), 1)
+    program_tiles = max(PROGRAM_BYTES // (TILE * scores.element_size()), 1)
     _scan_kernel[(requests, ceil_div(tiles, program_tiles))](
         tile_max,
         tile_sum,

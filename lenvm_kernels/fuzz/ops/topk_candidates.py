@@ -32,7 +32,7 @@ OPTIONS: dict[str, list[Any]] = {
     "constants": ["shipped", "small"],
 }
 # Several programs a row, at the sizes that the interpreter can do.
-CONSTANTS = {"small": {"TILE": 32, "PROGRAM_BYTES": 512, "PROGRAM_BYTES_FEW": 256, "FEW_REQUESTS": 2}}
+CONSTANTS = {"small": {"TILE": 32, "PROGRAM_BYTES": 256}}
 
 
 @dataclass(frozen=True)
