@@ -57,11 +57,11 @@ OPERATORS: dict[str, tuple[list[Shape], list[Constants]]] = {
     ),
     "topk_candidates": (
         [{}, dict(B=1), dict(B=512), dict(k=64)],
-        each(TILE=[512, 2048, 4096], RANGES_OF_MANY_REQUESTS=[4, 8, 32], FEW_REQUESTS=[64]),
+        each(PROGRAM_BYTES=[4096, 16_384, 32_768], TILE=[64, 256]),
     ),
     "value_head": (
         [dict(norm_and_gather=True, M=M) for M in (320, 40, 2560)],
-        [*each(BLOCK_M=[64], BLOCK_N=[32, 128], STAGES=[3, 6], NUM_WARPS=[4]), dict(BLOCK_M=64, NUM_WARPS=4)],
+        [*each(FEW_OUTPUTS=[0, 64, 4096], BLOCK_N=[32, 128], STAGES=[3, 6], STAGES_FEW=[4, 12]), dict(WIDE_FROM=0)],
     ),
     "reweight_scatter": ([{}, dict(B=512)], each(SLICE=[4096, 8192, 32_768], TILE=[8, 256])),
 }

@@ -613,14 +613,14 @@ def test_steps_from_graphs_of_more_rows(models, monkeypatch):
 def test_working_bytes_of_a_step_by_hand(models):
     """H 48, I 80, Hq 4, Hkv 2, D 12, fp32. 512 cached tokens are one split, 1153 are three."""
     token = 4 * (2 * 48 + 80 + 2 * (4 + 2 * 2) * 12) + 4 + 6 * 12 + 64
-    row = VOCAB * 10 // 128 + 320 * 8 + 64
+    row = VOCAB // 16 + 320 * 8 + 64
     sizes = dict(requests=3, vocab_size=VOCAB)
     counters = 4 * 3 * 2 * 2
     step = 27 * token + 3 * row + counters
     assert working_bytes(models.value, max_len=512, max_candidates=8, **sizes) == step + 32 * (1 + 3)
     split = 4 * 3 * 27 * 4 * 13
     assert working_bytes(models.value, max_len=1153, max_candidates=8, **sizes) == step + 32 * (1 + 3 * 3) + split
-    row = VOCAB * 2 // 128 + 64
+    row = VOCAB // 16 + 64
     extend = 50 * token + 3 * row + counters + 32 * (1 + 50 // 32 + 3)
     assert working_bytes(models.value, max_len=512, tokens=50, **sizes) == extend
 

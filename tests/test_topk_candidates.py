@@ -11,7 +11,7 @@ from hypothesis import given
 
 from lenvm_kernels.fuzz.ops.topk_candidates import Inputs, compare, run
 from lenvm_kernels.ops import topk_candidates as module
-from lenvm_kernels.ops.topk_candidates import FEW_REQUESTS, TILE, topk_candidates
+from lenvm_kernels.ops.topk_candidates import PROGRAM_BYTES, TILE, topk_candidates
 from lenvm_kernels.types import Status
 from tests.helpers.cases import assert_right, cases
 from tests.helpers.matches import assert_matches
@@ -82,7 +82,7 @@ def test_rows_of_nothing_and_no_rows(device, x, options):
     assert_matches_reference(given, run(given, partial(topk_candidates, backend="triton")))
 
 
-@pytest.mark.parametrize("vocab, slots", [(262_144, 4), (2 * TILE + 9, 64)])
+@pytest.mark.parametrize("vocab, slots", [(262_144, 4), (70 * TILE + 9, 64)])
 def test_largest_vocabulary_and_most_candidates(device, vocab, slots):
     x = torch.randn(1, vocab, generator=torch.Generator().manual_seed(0)).bfloat16()  # many ties
     x[0, vocab - 7] = 9.0
@@ -97,10 +97,10 @@ def test_largest_vocabulary_and_most_candidates(device, vocab, slots):
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_rows_do_not_see_each_other(device, backend):
-    """Permuted rows, and more rows (past the number where a row is cut into fewer ranges): the same bits."""
+    """Permuted rows, more rows and one alone: the same bits."""
     rng = torch.Generator().manual_seed(1)
-    rows = FEW_REQUESTS + 3
-    x = torch.randn(rows, 20 * TILE // 8, generator=rng)
+    rows = 19
+    x = torch.randn(rows, PROGRAM_BYTES // 4 + 2 * TILE + 16, generator=rng)
     x[4, 3] = torch.nan
     arguments = dict(row_parameters(rows, 6, 0.9, 0.01), entropy_threshold=torch.full((rows,), 1.0))
     whole = topk_candidates(x.to(device), **on(device, arguments), is_logits=True, backend=backend)
@@ -113,20 +113,26 @@ def test_rows_do_not_see_each_other(device, backend):
 
     taken(torch.randperm(rows, generator=rng))
     taken(torch.tensor([4, 7, 2]))
+    taken(torch.tensor([rows - 1]))
     assert whole.broken.sum() == 1 and whole.status[4] == Status.UNGUIDED
 
 
 def test_number_of_rows_changes_no_bit_of_a_large_vocabulary(device):
-    """From FEW_REQUESTS + 1 rows on a row of 149 tiles has 16 ranges instead of 256."""
-    x = torch.randn(FEW_REQUESTS + 1, 151_936, generator=torch.Generator().manual_seed(2)).to(device)
-    guided = torch.arange(FEW_REQUESTS + 1, device=device) == 11  # one row: the others take the interpreter's time
+    """1,187 tiles, fewer in the last program than in the others."""
+    x = torch.randn(17, 151_936, generator=torch.Generator().manual_seed(2)).to(device)
+    guided = torch.arange(17, device=device) == 11  # one row: the others take the interpreter's time
     few, many = (
         topk_candidates(
-            x[:rows], **on(device, row_parameters(rows, 6)), is_logits=True, guided=guided[:rows], backend="triton"
+            x[rows],
+            **on(device, row_parameters(len(x[rows]), 6)),
+            is_logits=True,
+            guided=guided[rows],
+            backend="triton",
         )
-        for rows in (FEW_REQUESTS, FEW_REQUESTS + 1)
+        for rows in (slice(11, 12), slice(None))
     )
-    assert_same_bits(few, type(many)(*(x[:FEW_REQUESTS] for x in many)))
+    assert_same_bits(few, type(many)(*(x[11:12] for x in many)))
+    assert many.counts.tolist() == [6 * is_guided for is_guided in guided.tolist()]
 
 
 def test_rows_not_guided_are_not_read(device):
@@ -155,7 +161,7 @@ def test_lost_mass_only_where_the_slots_end_the_list(device, backend):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-@pytest.mark.parametrize("rows", [1, FEW_REQUESTS + 1])
+@pytest.mark.parametrize("rows", [1, 17])
 def test_replays_in_a_cuda_graph(device, rows):
     scores = torch.randn(rows, 151_936, device=device)
     arguments = on(device, row_parameters(rows, 50, 0.9, 0.01)) | {"is_logits": True}
@@ -182,8 +188,8 @@ def choose(x, parameters, device, backend, **options):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Tiles of 32 tokens, and from three rows on two ranges a row."""
-    for name, value in dict(TILE=32, FEW_REQUESTS=2, RANGES_OF_MANY_REQUESTS=2).items():
+    """Tiles of 32 tokens, in fp32 four to a program."""
+    for name, value in dict(TILE=32, PROGRAM_BYTES=512).items():
         monkeypatch.setattr(module, name, value)
 
 
@@ -200,8 +206,8 @@ def scores_of_many_tiles(rows, vocab, is_logits):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_logits", [True, False])
-def test_ranges_of_several_tiles(device, small_tiles, backend, is_logits):
-    """Seven tiles in two ranges, the last tile and the last range shorter; against the fp64 reference."""
+def test_programs_of_several_tiles(device, small_tiles, backend, is_logits):
+    """Seven tiles in two programs, the last tile and the last program shorter; against the fp64 reference."""
     rows, vocab = 8, 6 * 32 + 19
     x = scores_of_many_tiles(rows, vocab, is_logits)
     parameters = row_parameters(rows)
@@ -214,11 +220,11 @@ def test_ranges_of_several_tiles(device, small_tiles, backend, is_logits):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_logits", [True, False])
 def test_next_token_after_the_last_slot_is_found_in_any_tile(device, small_tiles, backend, is_logits):
-    """The fifth token was in the list for a while, did not enter it, is in a tile passed over, is in another range."""
+    """The fifth token is in the tile of one of the four, in that of three, in a tile that is not chosen."""
     p = torch.zeros(12, 7 * 32)
     p[:6, [3, 34, 35, 70]] = torch.tensor([0.3, 0.2, 0.25, 0.15])
     p[torch.arange(6), [5, 80, 120, 200, 120, 120]] = 0.1
-    p[6:] = p[:6].flip(1)  # so that the list is filled in the last range
+    p[6:] = p[:6].flip(1)  # so that the list is filled from the last tiles
     parameters = row_parameters(12)
     parameters["min_p"][4], parameters["top_p"][5] = 0.34, 0.89  # of these rows the fifth token is none
     x = p.log() if is_logits else p
@@ -317,10 +323,10 @@ def dirty_memory(monkeypatch):
     monkeypatch.setattr(module.torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(77))
 
 
-@pytest.mark.parametrize("ranges", [1, 4])
-def test_every_output_is_written(device, dirty_memory, small_tiles, monkeypatch, ranges):
-    """Rows not guided, broken, of fewer candidates than slots, of more; one range, or four of which one has no tile."""
-    monkeypatch.setattr(module, "RANGES_OF_MANY_REQUESTS", ranges)
+@pytest.mark.parametrize("program_bytes", [64, 256, 1024])
+def test_every_output_is_written(device, dirty_memory, small_tiles, monkeypatch, program_bytes):
+    """Rows not guided, broken, of fewer candidates than slots, of more; one tile a program, two, more than it has."""
+    monkeypatch.setattr(module, "PROGRAM_BYTES", program_bytes)
     x = torch.full((5, 3 * 32), -torch.inf)
     x[0, 7], x[1, 70], x[2, [1, 95]], x[4, 3:90] = 1.0, torch.nan, torch.tensor([2.0, 3.0]), 1.0
     guided = torch.tensor([False, True, True, True, True])

@@ -4,14 +4,11 @@
 hold at most ``top_p`` of the mass, of them those with ``p >= min_p max(p)``. Source: section 1 of the specification;
 the candidate selection of the LenVM fork of SGLang.
 
-Two launches. The first streams the scores once: a program walks a range of tiles, notes each tile's (max, sum of
-exponentials) and keeps the range's K best tokens; a tile that holds nothing above the K-th best costs one compare.
-The second merges what the ranges found, one program a request. Choosing the K best is exact, and the tiles' sums are
-added in an order that follows from their number alone, so how many ranges a request is cut into (it depends on B)
-cannot change a bit of the result.
+Two launches. The first streams the scores once and notes the maximum and the sum of exponentials of every tile of 128
+tokens. The K best tokens stand in the K tiles with the largest maxima: a token of any other tile has K better ones. So
+the second, one program a request, adds the sums, chooses these tiles, reads them again and takes the tokens from them.
+Choosing is exact, and no order of a sum depends on the number of requests.
 """
-
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -36,17 +33,15 @@ from lenvm_kernels.types import Candidates, Status
 
 MAX_VOCAB = 262_144
 
-# 1,024 tokens a tile: at B = 1 the 149 tiles of V = 151,936 give each of an H200's 132 multiprocessors one. Not
-# measured yet, like the two constants below.
-TILE = 1024
-# Up to this many requests every tile is a range of its own, to fill the GPU; above, a request has few ranges, because
-# each range inserts its first K tokens whatever they are. Two choices only, so that a new batch size compiles nothing.
-FEW_REQUESTS = 16
-RANGES_OF_MANY_REQUESTS = 16
-# Lanes among which the second launch deals out a request's tiles. They are the threads of a warp, one lane each: the
-# compiler cannot give a thread two lanes in one variant of the kernel and one in another, which would change the order
-# of a sum and its last bits. `bench.codegen` compares the variants.
-LANES = tl.constexpr(32)
+# Tokens of a tile: in fp32 each lane of a warp holds four of them, in 16 bits each lane of half a warp eight, so both
+# its reductions are shuffles, without a barrier. Smaller tiles are more for the second launch to choose from (1,187 of
+# V = 151,936), larger ones more to read again. Not measured yet, like the constant below.
+TILE = 128
+# What a program of the first launch reads. The compiler gives it some 32 registers a thread, so that 64 warps share a
+# multiprocessor, each with one to three loads of 512 bytes on their way: 32 KB and more, without asynchronous copies.
+# Half as much would double the share of a program that only begins and ends, twice as much leave more multiprocessors
+# idle at B = 1. The same for any batch: Triton 3.6 would divide a tile with a vocab_mask otherwise among other threads.
+PROGRAM_BYTES = 8192
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _GREEDY_TEMPERATURE = tl.constexpr(GREEDY_TEMPERATURE)
@@ -74,15 +69,6 @@ def _key_token(key):
     return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
 
-class _Ranges(NamedTuple):
-    """What the first launch leaves to the second."""
-
-    tile_max: Any  # [B, tiles]
-    tile_sum: Any  # [B, tiles]
-    keys: Any  # [B, RANGES, K]
-    next: Any  # [B, RANGES]: best score of the range that is not among its K keys
-
-
 @triton.jit
 def _exponent_scale(temperature_ptr, request):
     """(log2(e) / temperature, request is greedy, temperature is finite)"""
@@ -93,11 +79,24 @@ def _exponent_scale(temperature_ptr, request):
     return _LOG2_E / tl.where(greedy, 1.0, temperature), greedy, tl.abs(temperature) < float("inf")
 
 
-# The filters are a caller's, and may be slices: no kernel is compiled anew where their alignment changes. (Triton heeds
-# that for pointers of their own only, not for those in a tuple.)
+@triton.jit
+def _load_scores(scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, request, token, is_there, IS_LOGITS):
+    """fp32 scores of a request's tokens; those that are masked out or not there score as what is no candidate."""
+    nothing = -float("inf") if IS_LOGITS else 0.0
+    x = tl.load(scores_ptr + request * stride_scores_request + token, mask=is_there, other=nothing).to(tl.float32)
+    if not IS_LOGITS:
+        x = tl.where(x < 0, 0.0, x)  # tl.maximum would drop a NaN
+    if mask_ptr is not None:
+        word = tl.load(mask_ptr + request * stride_mask_request + token // 32, mask=is_there, other=0)
+        x = tl.where((word >> (token % 32)) & 1 == 1, x, nothing)
+    return x
+
+
+# The filters are a caller's, and may be slices: no kernel is compiled anew where their alignment changes.
 @triton.jit(do_not_specialize_on_alignment=["guided_ptr", "temperature_ptr"])
 def _scan_kernel(
-    ranges,  # _Ranges, written
+    tile_max_ptr,  # [B, tiles]
+    tile_sum_ptr,  # [B, tiles]
     guided_ptr,  # [B] or None
     temperature_ptr,  # [B] or None
     scores_ptr,  # [B, V]
@@ -106,59 +105,29 @@ def _scan_kernel(
     stride_mask_request,
     V,
     IS_LOGITS: tl.constexpr,
-    K: tl.constexpr,
-    RANGES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    PROGRAM_TILES: tl.constexpr,
 ):
-    request, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tiles = tl.cdiv(V, TILE)
+    request = tl.program_id(0).to(tl.int64)
     if guided_ptr is not None:  # noqa: SIM102 - a None pointer must not reach the load
         if not tl.load(guided_ptr + request):
             return
     nothing = -float("inf") if IS_LOGITS else 0.0  # the score of a token that cannot be a candidate
     scale, _, _ = _exponent_scale(temperature_ptr, request)
-    tiles = tl.cdiv(V, BLOCK)
-    tiles_per_range = tl.cdiv(tiles, RANGES)
-    first_tile = segment * tiles_per_range
-
-    keys = _NO_KEY + tl.arange(0, K).to(tl.int64)  # distinct, so that an insertion replaces one
-    kth_key, kth_score, next_score = tl.min(keys, axis=0), nothing, nothing
-    for tile in range(first_tile, min(first_tile + tiles_per_range, tiles)):
-        token = tile * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(scores_ptr + request * stride_scores_request + token, mask=token < V, other=nothing).to(tl.float32)
-        if not IS_LOGITS:
-            x = tl.where(x < 0, 0.0, x)  # tl.maximum would drop a NaN
-        if mask_ptr is not None:
-            word = tl.load(mask_ptr + request * stride_mask_request + token // 32, mask=token < V, other=0)
-            x = tl.where((word >> (token % 32)) & 1 == 1, x, nothing)
-
-        # NaN and +inf reach the sum: a sum that is not finite marks the request as broken.
-        best = tl.max(x, axis=0)
-        if IS_LOGITS:
-            total = tl.sum(tl.exp2((x - tl.where(best == nothing, 0.0, best)) * scale), axis=0)
-        else:
-            total = tl.sum(x, axis=0)
-        tl.store(ranges.tile_max + request * tiles + tile, best)
-        tl.store(ranges.tile_sum + request * tiles + tile, total)
-
-        if best > kth_score:  # not >=: of equal scores the earlier token stays
-            tile_keys = tl.where(x > nothing, _encode_key(x, token), _NO_KEY)
-            best_key = tl.max(tile_keys, axis=0)
-            while best_key > kth_key:
-                keys = tl.where(keys == kth_key, best_key, keys)
-                if _key_token(kth_key) < V:
-                    next_score = tl.maximum(next_score, _key_score(kth_key))
-                kth_key = tl.min(keys, axis=0)
-                tile_keys = tl.where(tile_keys == best_key, _NO_KEY, tile_keys)
-                best_key = tl.max(tile_keys, axis=0)
-            if best_key != _NO_KEY:
-                next_score = tl.maximum(next_score, _key_score(best_key))
-            if _key_token(kth_key) < V:
-                kth_score = _key_score(kth_key)
-        else:
-            next_score = tl.maximum(next_score, best)
-
-    tl.store(ranges.keys + (request * RANGES + segment) * K + tl.arange(0, K), keys)
-    tl.store(ranges.next + request * RANGES + segment, next_score)
+    tile = tl.program_id(1) * PROGRAM_TILES + tl.arange(0, PROGRAM_TILES)
+    token = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    x = _load_scores(
+        scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, request, token, token < V, IS_LOGITS
+    )
+    # NaN and +inf reach the sum: a sum that is not finite marks the request as broken.
+    best = tl.max(x, axis=1)
+    if IS_LOGITS:
+        total = tl.sum(tl.exp2((x - tl.where(best == nothing, 0.0, best)[:, None]) * scale), axis=1)
+    else:
+        total = tl.sum(x, axis=1)
+    tl.store(tile_max_ptr + request * tiles + tile, best, mask=tile < tiles)
+    tl.store(tile_sum_ptr + request * tiles + tile, total, mask=tile < tiles)
 
 
 @triton.jit(
@@ -173,19 +142,23 @@ def _scan_kernel(
 )
 def _filter_kernel(
     candidates,  # Candidates, written
-    ranges,  # _Ranges
+    tile_max_ptr,  # [B, tiles]
+    tile_sum_ptr,  # [B, tiles]
     guided_ptr,  # [B] or None
     temperature_ptr,  # [B] or None
     top_k_ptr,  # [B]
     top_p_ptr,  # [B]
     min_p_ptr,  # [B]
     entropy_threshold_ptr,  # [B] or None
+    scores_ptr,  # [B, V]
+    stride_scores_request,
+    mask_ptr,  # [B, ceil(V / 32)] or None
+    stride_mask_request,
     V,
     IS_LOGITS: tl.constexpr,
     K: tl.constexpr,
-    RANGES: tl.constexpr,
-    TILES: tl.constexpr,  # a multiple of LANES >= tiles
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,  # a power of two >= tiles
 ):
     request = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, K)
@@ -199,47 +172,48 @@ def _filter_kernel(
             return
     nothing = -float("inf") if IS_LOGITS else 0.0
     scale, greedy, usable = _exponent_scale(temperature_ptr, request)
-    tiles = tl.cdiv(V, BLOCK)
-    # Unrolled, so that all loads are on their way at once.
-    lane = tl.arange(0, LANES)
-    lane_max, lane_sum = tl.full([LANES], nothing, tl.float32), tl.zeros([LANES], tl.float32)
-    for first in tl.static_range(0, TILES, LANES):
-        tile = first + lane
-        lane_max = tl.maximum(
-            lane_max, tl.load(ranges.tile_max + request * tiles + tile, mask=tile < tiles, other=nothing)
-        )
-    best = tl.max(lane_max, axis=0)
-    for first in tl.static_range(0, TILES, LANES):
-        tile = first + lane
-        tile_sum = tl.load(ranges.tile_sum + request * tiles + tile, mask=tile < tiles, other=0.0)
-        if IS_LOGITS:
-            tile_max = tl.load(ranges.tile_max + request * tiles + tile, mask=tile < tiles, other=nothing)
-            tile_sum = tl.where(tile_max == nothing, tile_sum, tile_sum * tl.exp2((tile_max - best) * scale))
-        lane_sum += tile_sum
-    total = tl.sum(lane_sum, axis=0)
+    tiles = tl.cdiv(V, TILE)
+    tile = tl.arange(0, TILES)
+    tile_max = tl.load(tile_max_ptr + request * tiles + tile, mask=tile < tiles, other=nothing)
+    tile_sum = tl.load(tile_sum_ptr + request * tiles + tile, mask=tile < tiles, other=0.0)
+    best = tl.max(tile_max, axis=0)
+    if IS_LOGITS:
+        tile_sum = tl.where(tile_max == nothing, tile_sum, tile_sum * tl.exp2((tile_max - best) * scale))
+    total = tl.sum(tile_sum, axis=0)
     usable = usable & (total < float("inf")) & (best > nothing)  # NaN compares false
 
     top_k, top_p = tl.load(top_k_ptr + request), tl.load(top_p_ptr + request)
     min_p = tl.load(min_p_ptr + request)
     limit = tl.where((top_k <= 0) | (top_k >= V), V, top_k)
     limit = tl.where(greedy, 1, limit)
-    keys = tl.load(ranges.keys + request * RANGES * K + tl.arange(0, RANGES * K))
-    next_score = tl.max(tl.load(ranges.next + request * RANGES + tl.arange(0, RANGES)), axis=0)
+    keys = tl.where(tile_max > nothing, _encode_key(tile_max, tile), _NO_KEY)
+    chosen = tl.full([K], -1, tl.int32)
+    for k in range(tl.minimum(limit, K)):
+        key = tl.max(keys, axis=0)
+        keys = tl.where(keys == key, _NO_KEY, keys)
+        chosen = tl.where((column == k) & (key != _NO_KEY), _key_token(key), chosen)
+    next_key = tl.max(keys, axis=0)
+    next_score = tl.where(next_key != _NO_KEY, _key_score(next_key), nothing)  # the best one of the tiles not chosen
 
+    token = chosen[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    is_there = (chosen >= 0)[:, None] & (token < V)
+    x = _load_scores(
+        scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, request, token, is_there, IS_LOGITS
+    )
+    keys = tl.reshape(tl.where(x > nothing, _encode_key(x, token), _NO_KEY), [K * TILE], can_reorder=True)
     first = 1 / total if IS_LOGITS else best  # probability of the best token
     tokens, probs = tl.full([K], -1, tl.int32), tl.zeros([K], tl.float32)
     count, mass = 0, 0.0
     # One round more than K: would the next token have been kept, had there been a column for it?
     cut_by_columns = False
-    for k in range(K + 1):
+    for k in range(tl.minimum(limit, K + 1)):
         key = tl.max(keys, axis=0)
         keys = tl.where(keys == key, _NO_KEY, keys)
-        found = _key_token(key) < V
-        score = tl.where(found, _key_score(key), nothing)
+        score = tl.where(key != _NO_KEY, _key_score(key), nothing)
         if k == K:
             score = tl.maximum(score, next_score)
         p = tl.exp2((score - best) * scale) / total if IS_LOGITS else score
-        keep = (k < limit) & (score > nothing) & (mass <= top_p) & (p >= min_p * first)
+        keep = (score > nothing) & (mass <= top_p) & (p >= min_p * first)
         keep = usable & (keep | (k == 0))
         if k < K:
             place = tl.where(keep, k, K)
@@ -306,45 +280,37 @@ def _launch(
     if requests == 0:
         return
     tiles = ceil_div(vocab, TILE)
-    num_ranges = next_power_of_2(tiles)
-    # What the number of requests must not decide, follows from the larger number of ranges: warps divide sums among
-    # them.
-    filter_warps = 4 if num_ranges * max_candidates <= 2048 else 8
-    num_ranges = num_ranges if requests <= FEW_REQUESTS else min(num_ranges, RANGES_OF_MANY_REQUESTS)
-    # An allocation each: where the second half of one would begin depends on the requests, and a kernel is compiled
-    # anew for pointers that are not aligned.
-    ranges = _Ranges(
-        tile_max=torch.empty(requests, tiles, dtype=torch.float32, device=device),
-        tile_sum=torch.empty(requests, tiles, dtype=torch.float32, device=device),
-        keys=torch.empty(requests, num_ranges, max_candidates, dtype=torch.int64, device=device),
-        next=torch.empty(requests, num_ranges, dtype=torch.float32, device=device),
-    )
-    sizes = dict(IS_LOGITS=is_logits, K=max_candidates, RANGES=num_ranges, BLOCK=TILE)
-    _scan_kernel[(requests, num_ranges)](
-        ranges,
+    tile_max = torch.empty(requests, tiles, dtype=torch.float32, device=device)
+    tile_sum = torch.empty(requests, tiles, dtype=torch.float32, device=device)
+    of_scores = (scores, scores.stride(0), vocab_mask, 0 if vocab_mask is None else vocab_mask.stride(0), vocab)
+    program_tiles = max(PROGRAM_BYTES // (TILE * scores.element_size()), 1)
+    _scan_kernel[(requests, ceil_div(tiles, program_tiles))](
+        tile_max,
+        tile_sum,
         guided,
         temperature,
-        scores,
-        scores.stride(0),
-        vocab_mask,
-        0 if vocab_mask is None else vocab_mask.stride(0),
-        vocab,
-        **sizes,
+        *of_scores,
+        IS_LOGITS=is_logits,
+        TILE=TILE,
+        PROGRAM_TILES=program_tiles,
         num_warps=4,
     )
     _filter_kernel[(requests,)](
         Candidates(token_ids, probs, counts, status, lost_mass),
-        ranges,
+        tile_max,
+        tile_sum,
         guided,
         temperature,
         top_k,
         top_p,
         min_p,
         entropy_threshold,
-        vocab,
-        **sizes,
-        TILES=ceil_div(tiles, LANES.value) * LANES.value,
-        num_warps=filter_warps,
+        *of_scores,
+        IS_LOGITS=is_logits,
+        K=max_candidates,
+        TILE=TILE,
+        TILES=next_power_of_2(tiles),
+        num_warps=4 if max_candidates <= 16 else 8,
         # A product fused with an addition across threads would leave them with different entropies.
         enable_fp_fusion=False,
     )

@@ -43,7 +43,7 @@ def working_bytes(
     token_bytes = elements * value_model.dtype.itemsize + 6 * config.head_dim + 64
     token_bytes += 4 * parts * config.hidden_size if parts > 1 else 0
     token_bytes += 4 * square_sums_shape(1, config.hidden_size)[0]
-    request_bytes = vocab_size * (k + 2) // 128 + 320 * k + 64
+    request_bytes = vocab_size // 16 + 320 * k + 64
     attention_bytes = 4 * math.prod(workspace_shape(*sizes)) * config.num_heads * (config.head_dim + 1)
     attention_bytes += 4 * (math.prod(plan_shape(*sizes)) + num_counters(requests, config.num_kv_heads))
     return t * token_bytes + attention_bytes + requests * request_bytes

@@ -469,7 +469,9 @@ class GuidedStep:
         finally:
             self._timer = timer
         prompt, none = full(0, torch.int64, self.chunk_tokens), full(0, torch.int32, 1)
-        self.extend(prompt, prompt, full(self._padding_row, torch.int64, 1), none, none, none)
+        for tokens in self.value_model.sizes_of_every_tile(self.chunk_tokens):
+            chunk = prompt[:tokens]
+            self.extend(chunk, chunk, full(self._padding_row, torch.int64, 1), none, none, none)
 
     def _gather(
         self,

@@ -17,8 +17,8 @@ import torch
 
 from lenvm_kernels.ops._common import FLOAT_DTYPES
 from lenvm_kernels.ops.embed_tokens import embed_tokens
+from lenvm_kernels.ops.ragged_linear import choose_tile, num_splits, ragged_linear
 from lenvm_kernels.ops.ragged_linear import num_counters as linear_counters
-from lenvm_kernels.ops.ragged_linear import ragged_linear
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.value_head import num_counters as value_head_counters
 from lenvm_kernels.ops.value_head import value_head
@@ -218,6 +218,17 @@ class ValueModel:
         layout = batch.layout
         z = self._run_head(hidden, square_sums, layout.head_rows, layout.head_targets, backend)
         return z.view(layout.candidate_rows.shape)
+
+    def sizes_of_every_tile(self, most: int) -> list[int]:
+        """Numbers of token rows, up to ``most``, whose forwards compile what those of any other number need."""
+        layer, tiles = self.layers[0], {}
+        for tokens in range(1, most + 1):
+            choices = (
+                choose_tile(tokens, len(weight), num_splits(*weight.shape, swiglu), swiglu, self.dtype)
+                for weight, swiglu in ((layer.qkv, False), (layer.o, False), (layer.gate_up, True), (layer.down, False))
+            )
+            tiles.setdefault(tuple(choices), tokens)
+        return list(tiles.values())
 
     def _zeros(self, count: int) -> torch.Tensor | None:
         """So many counters, or None if there are not as many."""

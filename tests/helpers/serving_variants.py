@@ -19,12 +19,11 @@ from triton.backends.compiler import GPUTarget
 from bench.launches import intercept_launches, targeting
 from bench.models import make_config
 from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.ops.topk_candidates import FEW_REQUESTS
 from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.value_model import ValueModel
 from tests.helpers.padded_step import PaddedStep
 
-MAX_ROWS = FEW_REQUESTS + 3
+MAX_ROWS = 19
 CHUNK_TOKENS = 64
 keys: dict[str, set[str]] = defaultdict(set)
 

@@ -31,8 +31,8 @@ OPTIONS: dict[str, list[Any]] = {
     "vocab_mask": [False, True],
     "constants": ["shipped", "small"],
 }
-# Several ranges a row, of several tiles each, at the sizes that the interpreter can do.
-CONSTANTS = {"small": {"TILE": 32, "FEW_REQUESTS": 2, "RANGES_OF_MANY_REQUESTS": 4}}
+# Several programs a row, at the sizes that the interpreter can do.
+CONSTANTS = {"small": {"TILE": 32, "PROGRAM_BYTES": 256}}
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ def classes(given: Inputs) -> dict[str, Tensor]:
 
 def _row_work(options: Mapping[str, Any]) -> float:
     small, slots = options["constants"] == "small", options["max_candidates"]
-    tiles = -(-options["vocab"] // (CONSTANTS["small"]["TILE"] if small else 1024))
-    return 4 * 40 + tiles * (30 + 8 * slots) + 25 * slots
+    programs = -(-options["vocab"] // (64 if small else 1024))
+    return 4 * 40 + programs * 30 + 40 * slots
 
 
 OPERATOR = Operator(
