@@ -24,7 +24,7 @@ def working_bytes(
       (0 if there is one part) and ``G = H / 64`` groups of squares (:func:`ragged_linear`);
     - ``4 X W Hq (D + 1) + 32 N + 8 B Hkv``, with ``X <= 16`` splits of the cached tokens of the ``W <= T`` tokens that
       have several, and ``N <= 1 + X (T + B)`` rows of the plan (:func:`value_tree_attention`);
-    - ``B (V (K + 2) / 128 + 320 K + 64)`` for the candidates.
+    - ``B (V / 16 + 320 K + 64)`` for the candidates.
 
     Args:
         value_model: whose dimensions are ``H``, ``I``, ``Hq``, ``Hkv``, ``D`` with ``e`` bytes an element.

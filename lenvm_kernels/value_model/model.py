@@ -17,7 +17,7 @@ import torch
 
 from lenvm_kernels.ops._common import FLOAT_DTYPES
 from lenvm_kernels.ops.embed_tokens import embed_tokens
-from lenvm_kernels.ops.ragged_linear import choose_tile, num_splits, ragged_linear
+from lenvm_kernels.ops.ragged_linear import Tile, choose_tile, num_splits, ragged_linear
 from lenvm_kernels.ops.ragged_linear import num_counters as linear_counters
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.value_head import num_counters as value_head_counters
@@ -221,14 +221,13 @@ class ValueModel:
 
     def sizes_of_every_tile(self, most: int) -> list[int]:
         """Numbers of token rows, up to ``most``, whose forwards compile what those of any other number need."""
-        layer, tiles = self.layers[0], {}
+        layer = self.layers[0]
+        weights = [(layer.qkv, False), (layer.o, False), (layer.gate_up, True), (layer.down, False)]
+        shapes = [(len(w), num_splits(len(w), w.shape[1], swiglu), swiglu) for w, swiglu in weights]
+        first: dict[tuple[Tile, ...], int] = {}
         for tokens in range(1, most + 1):
-            choices = (
-                choose_tile(tokens, len(weight), num_splits(*weight.shape, swiglu), swiglu, self.dtype)
-                for weight, swiglu in ((layer.qkv, False), (layer.o, False), (layer.gate_up, True), (layer.down, False))
-            )
-            tiles.setdefault(tuple(choices), tokens)
-        return list(tiles.values())
+            first.setdefault(tuple(choose_tile(tokens, *shape, self.dtype) for shape in shapes), tokens)
+        return list(first.values())
 
     def _zeros(self, count: int) -> torch.Tensor | None:
         """So many counters, or None if there are not as many."""
