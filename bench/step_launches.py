@@ -91,9 +91,7 @@ def _attention(a: Arguments, live: Live) -> Work:
 
 
 def _scan(a: Arguments, live: Live) -> Work:
-    scores, tiles = a["scores_ptr"], _ceil(a["V"], a["BLOCK"])
-    passes = _ceil(tiles, a["RANGES"])
-    return Work(live.requests * _ceil(tiles, passes), passes, scores.nbytes)
+    return Work(live.requests * _ceil(_ceil(a["V"], a["TILE"]), a["PROGRAM_TILES"]), hbm=a["scores_ptr"].nbytes)
 
 
 def _head(a: Arguments, live: Live) -> Work:
