@@ -66,6 +66,7 @@ def test_good_figures_have_no_faults():
         ("sm_90", {"loads_16_in_loops": 3}, "3 16-bit loads in loops"),
         ("sm_80", {"fp64": 2}, "2 instructions in fp64"),
         ("sm_90", {"fused_into_shuffles": 1}, "1 products fused with an addition across threads"),
+        ("sm_90", {"accesses_before_wait": 2}, "2 accesses of memory before it waits for earlier launches"),
         ("gfx942", {"batch_dependent_sums": True}, "the layout of a sum depends on the number of requests"),
         ("sm_90", {"waits_for_all": 2}, "2 loops wait for all of their asynchronous copies"),
         (
@@ -78,8 +79,8 @@ def test_good_figures_have_no_faults():
             {"bytes_in_flight": 24_999, "programs": 1},
             "24999 bytes of copies on their way on a multiprocessor, an H100 needs 25000, an H200 needs 40000",
         ),
-        ("sm_90", {"tensor_over_issue": 0.99}, "0.99 tensor cycles for a cycle of issue in its loop, at least 1.0"),
-        ("sm_90", {"tensor_over_issue": None}, "None tensor cycles for a cycle of issue in its loop, at least 1.0"),
+        ("sm_90", {"tensor_over_issue": 0.89}, "0.89 tensor cycles for a cycle of issue in its loop, at least 0.9"),
+        ("sm_90", {"tensor_over_issue": None}, "None tensor cycles for a cycle of issue in its loop, at least 0.9"),
     ],
 )
 def test_each_fault_is_found(part, change, message):
@@ -172,16 +173,16 @@ def test_a_loop_with_too_few_stages_is_found():
 
 
 def test_a_loop_that_its_instructions_bound_is_found():
-    (fault,) = codegen.faults("sm_90", [replace(GOOD, **loop_figures(LOOP[:1] + ["FADD R1, R1, R1"] * 53 + LOOP[1:]))])
-    assert fault.endswith("0.985 tensor cycles for a cycle of issue in its loop, at least 1.0")
+    (fault,) = codegen.faults("sm_90", [replace(GOOD, **loop_figures(LOOP[:1] + ["FADD R1, R1, R1"] * 60 + LOOP[1:]))])
+    assert fault.endswith("0.889 tensor cycles for a cycle of issue in its loop, at least 0.9")
 
 
 def test_only_what_streams_on_sm_90_needs_copies_in_flight():
     slow = {"bytes_in_flight": 0, "tensor_over_issue": 0.1}
-    for kernel in ("_scan_kernel 1", "_value_tree_attention_kernel 1", "_value_head_kernel 1"):
+    for kernel in ("_value_tree_attention_kernel 1", "_value_head_kernel 1"):
         (fault,) = codegen.faults("sm_90", [replace(GOOD, kernel=kernel, **slow)])
         assert "0 bytes of copies on their way" in fault
-    assert codegen.faults("sm_90", [replace(GOOD, kernel="_filter_kernel 1", **slow)]) == []
+    assert codegen.faults("sm_90", [replace(GOOD, kernel="_scan_kernel 1", **slow)]) == []
     for subject in ("sm_80", "sm_100"):
         kind = {"sm_80": "HMMA", "sm_100": "UTCHMMA"}[subject]
         assert codegen.faults(subject, [replace(GOOD, tensor_cores={kind: 16}, waits_for_all=1, **slow)]) == []
@@ -337,6 +338,13 @@ def test_fp64_is_counted():
         "IADD3 R2, R2, R4, RZ",
     ]
     assert codegen.count_instructions(list(enumerate(lines)), [])["fp64"] == 6
+
+
+def test_accesses_before_the_wait_are_counted():
+    lines = ["LDC.64 R4, c[0x0][0x210]", "LDG.E R2, [R4.64]", "@!P0 STG.E [R4.64], R2", "ACQBULK", "LDG.E R3, [R4.64]"]
+    assert codegen.accesses_before_wait(lines) == 2
+    assert codegen.accesses_before_wait([lines[0], *lines[3:]]) == 0
+    assert codegen.accesses_before_wait(lines[:3]) == 2  # it never waits
 
 
 def test_products_fused_with_what_a_shuffle_brought_are_counted():
