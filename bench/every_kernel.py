@@ -14,6 +14,7 @@ from bench.launches import intercept_launches, kernels
 from bench.models import make_model
 from bench.step import Decode
 from lenvm_kernels.guidance import parse_guidance
+from lenvm_kernels.ops.ragged_linear import ragged_linear
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.value_model import ValueModelConfig
 
@@ -36,7 +37,7 @@ GUIDANCE = ({"value_scale": 0.7}, {"target_length": 60}, {"target_length": 60, "
 
 
 def run(device: str) -> list[torch.Tensor]:
-    """A prompt, steps and a tree; the results that have to be finite."""
+    """A prompt, steps, a tree and a norm; the results that have to be finite."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32  # the interpreter's bf16 is broken
     model, vocab = make_model(CONFIG, dtype, device), CONFIG.vocab_size
@@ -63,6 +64,8 @@ def run(device: str) -> list[torch.Tensor]:
     lengths = (int32([0]), int32([64]), int32([0, 9]), int32([8]))
     table, parents = int32([list(range(64))]), int32([-1, 0, 0, 1, 1, 2, 3, 4, 5])
     results.append(value_tree_attention(q, new, new, cache, cache, table, *lengths, parents=parents, backend="triton"))
+    # Nobody left the sums of its squares, as a layer's operators do.
+    results.append(ragged_linear(q.flatten(1), q.flatten(1), norm_eps=1e-6, backend="triton"))
     if decode.step.table.faults.any():
         raise ValueError(f"rows lost their guidance: {decode.step.table.faults.tolist()}")
     return results
