@@ -262,6 +262,12 @@ def copy_in_place(x: Tensor) -> Tensor:
     return torch.as_strided(whole_memory(x).clone(), x.shape, x.stride(), x.storage_offset())
 
 
+def results_to_fill(empty: Sequence[Tensor], *, in_slices: bool) -> list[Tensor]:
+    """Numbers for an operator to write over: what it leaves out shows. In slices of longer tensors, if asked to."""
+    filled = [x.copy_(torch.arange(x.numel(), device=x.device).view(x.shape) % 2) for x in empty]
+    return [slice_of_longer(x) for x in filled] if in_slices else filled
+
+
 def slice_of_longer(x: Tensor) -> Tensor:
     """The same numbers one row into a longer tensor, which goes on after them: not aligned to 16 bytes if flat."""
     return torch.cat([x[-1:], x, x[:1]])[1:-1] if len(x) else x

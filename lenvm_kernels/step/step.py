@@ -399,7 +399,7 @@ class GuidedStep:
         check_tensor("lengths", lengths, dtypes=torch.int32, shape=tokens.shape, device=device)
         self.flush()
         tokens, table_rows = tokens.long(), table_rows.long()
-        b, device = len(tokens), self.value_model.device
+        b = len(tokens)
 
         # The last token is scored as the only candidate for its own place: nothing is kept but the candidate.
         requests = self._gather(tokens, table_rows, lengths - 1, torch.full_like(tokens, -1), None)

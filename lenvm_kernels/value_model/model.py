@@ -264,17 +264,7 @@ class ValueModel:
         for i, layer in enumerate(self.layers):
             # Nested, so that what one operator leaves to the next is freed as soon as that has read it.
             hidden = ragged_linear(
-                self._attend(
-                    ragged_linear(hidden, layer.qkv, layer.qkv_bias, **norm, **live),
-                    i,
-                    batch,
-                    plan,
-                    cos,
-                    sin,
-                    cache,
-                    keep,
-                    backend,
-                ),
+                self._attend(hidden, square_sums, i, batch, plan, cos, sin, cache, keep, backend),
                 layer.o,
                 layer.o_bias,
                 residual=hidden,
@@ -294,7 +284,8 @@ class ValueModel:
 
     def _attend(
         self,
-        qkv: torch.Tensor,
+        hidden: torch.Tensor,
+        square_sums: torch.Tensor,
         i: int,
         batch: RaggedBatch,
         plan: torch.Tensor,
@@ -304,23 +295,24 @@ class ValueModel:
         keep: KVCache | None,
         backend: str,
     ) -> torch.Tensor:
-        """The attention of layer ``i``, [T, Hq * D]; keys and values go to ``cache`` and ``keep``."""
-        config, layout = self.config, batch.layout
+        """Layer ``i`` up to its attention, [T, Hq * D]; keys and values go to ``cache`` and ``keep``."""
+        config, layer, layout = self.config, self.layers[i], batch.layout
+        norm: dict[str, Any] = dict(norm_eps=config.rms_norm_eps)
+        live: dict[str, Any] = dict(num_rows=layout.q_offsets[-1:], backend=backend)
         k_cache, v_cache = cache.keys[i], cache.values[i]
         q, k, v = rope_cache(
-            qkv,
+            ragged_linear(hidden, layer.qkv, layer.qkv_bias, square_sums=square_sums, **norm, **live),
             cos,
             sin,
             layout.slots,
             k_cache,
             v_cache,
             num_heads=config.num_heads,
-            qk_norm_weight=self.layers[i].qk_norm,
-            norm_eps=config.rms_norm_eps,
-            num_rows=layout.q_offsets[-1:],
+            qk_norm_weight=layer.qk_norm,
             k_out=None if keep is None else keep.keys[i],
             v_out=None if keep is None else keep.values[i],
-            backend=backend,
+            **norm,
+            **live,
         )
         attended = value_tree_attention(
             q,

@@ -15,6 +15,7 @@ from lenvm_kernels.fuzz.case import (
     copy_in_place,
     differs,
     expect,
+    results_to_fill,
     slice_of_longer,
     whole_memory,
 )
@@ -93,9 +94,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         arguments["history"] = history
     if options["padding"] != "no out":
         out = empty_requests(count + int(options["padding"]), device)
-        for x in out:
-            x.copy_(torch.arange(len(x), device=device) % 2)  # what is not written shows
-        arguments["out"] = StepRequests(*map(slice_of_longer, out)) if options["slices"] else out
+        arguments["out"] = StepRequests(*results_to_fill(out, in_slices=options["slices"]))
     return Inputs(arguments, is_active if options["active"] else torch.ones_like(is_active))
 
 

@@ -14,6 +14,7 @@ from lenvm_kernels.fuzz.case import (
     copy_in_place,
     differs,
     expect,
+    results_to_fill,
     slice_of_longer,
     whole_memory,
 )
@@ -71,9 +72,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         arguments["step"] = torch.tensor([int(options["step"])], device=device)
     if options["padding"] != "no out":
         out = empty_scored(count + padding, columns, device)
-        for x in out:
-            x.copy_(torch.arange(x.numel(), device=device).view(x.shape) % 2)  # what is not written shows
-        arguments["out"] = ScoredCandidates(*map(slice_of_longer, out)) if options["slices"] else out
+        arguments["out"] = ScoredCandidates(*results_to_fill(out, in_slices=options["slices"]))
     return Inputs(arguments)
 
 
