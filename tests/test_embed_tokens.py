@@ -87,7 +87,7 @@ def test_tokens_outside_of_the_vocabulary_are_nan(device, backend, dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_angles_of_far_positions(device, backend):
     """The angle is the fp32 product, as in transformers; its cosine and sine are right to fp32's last bits."""
-    positions = [0, 1, 2, 1000, 32_767, 99_999, 100_000, 105_700, 131_071, 2**24 + 2]
+    positions = [0, 1, 2, 1000, 32_767, 99_999, 100_000, 105_700, 131_071, 2**24 + 2, 2**33]
     inv_freq = torch.tensor([1.0, 0.8111, 0.0317, 1e-6, 3.7e-7])
     ids = torch.zeros(len(positions), dtype=torch.int64, device=device)
     embedded = embed_tokens(
@@ -122,7 +122,7 @@ def test_only_the_tokens_that_are_there_count(device, backend, num_rows):
     assert torch.equal(embedded.square_sums[:, :rows], expected.square_sums[:, :rows])
 
 
-@pytest.mark.parametrize("size", [1, 130, MAX_BLOCK_H + 1])
+@pytest.mark.parametrize("size", [1, 130, 192, MAX_BLOCK_H + 1])
 @pytest.mark.parametrize("half", [1, 5, 8])
 def test_nothing_else_is_written(device, monkeypatch, size, half):
     """Neither what is around the results, nor the tokens that are not there; of the others, everything."""
