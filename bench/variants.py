@@ -60,7 +60,7 @@ OPERATORS: dict[str, tuple[list[Shape], list[Constants]]] = {
         each(PROGRAM_BYTES=[4096, 16_384, 32_768], TILE=[64, 256]),
     ),
     "value_head": (
-        [dict(norm_and_gather=True, M=M) for M in (320, 40, 2560)],
+        [dict(in_step=True, M=M) for M in (320, 40, 2560)],
         [*each(FEW_OUTPUTS=[0, 64, 4096], BLOCK_N=[32, 128], STAGES=[3, 6], STAGES_FEW=[4, 12]), dict(WIDE_FROM=0)],
     ),
     "reweight_scatter": ([{}, dict(B=512)], each(SLICE=[4096, 8192, 32_768], TILE=[8, 256])),
