@@ -111,13 +111,18 @@ needs_demo_model = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(scope="module")
+def packaged():
+    """SmolLM2 from its package, and the shipped head. Reading it takes half a minute."""
+    return Models.load("demo", "demo", device="cpu", dtype=torch.float32)
+
+
 @needs_demo_model
-def test_the_real_model():
+def test_the_real_model(packaged):
     """SmolLM2 loads from its package, its chat template applies, and it answers in words under the shipped head."""
-    models = Models.load("demo", "demo", device="cpu", dtype=torch.float32)
-    ids = models.encode(["What is the capital of France?"])["input_ids"]
-    assert models.tokenizer.decode(ids[0]).endswith("France?<|im_end|>\n<|im_start|>assistant\n")
-    answers = run.answer(models, held_out_prompts()[:2], run._scaled(-5.0), 6, seed=0, bar=tqdm(total=6))
+    ids = packaged.encode(["What is the capital of France?"])["input_ids"]
+    assert packaged.tokenizer.decode(ids[0]).endswith("France?<|im_end|>\n<|im_start|>assistant\n")
+    answers = run.answer(packaged, held_out_prompts()[:2], run._scaled(-5.0), 6, seed=0, bar=tqdm(total=6))
     assert all(1 <= length <= 6 for length in answers.lengths)
     assert all(text.strip() for text in answers.texts)
     assert 1 < answers.perplexity < 50
@@ -125,10 +130,9 @@ def test_the_real_model():
 
 @needs_demo_model
 @torch.no_grad()
-def test_exported_models_are_those_of_the_demo(tmp_path, capsys):
+def test_exported_models_are_those_of_the_demo(packaged, tmp_path, capsys):
     assert cli.main(["export", str(tmp_path)]) == 0
     base, value = (line.split(": ")[1] for line in capsys.readouterr().out.splitlines())
-    packaged = Models.load("demo", "demo", device="cpu", dtype=torch.float32)
     exported = Models.load(base, value, device="cpu", dtype=torch.float32)
     inputs = packaged.encode(["What is the capital of France?"])
     assert torch.equal(exported.encode(["What is the capital of France?"])["input_ids"], inputs["input_ids"])
