@@ -18,11 +18,20 @@ from tqdm import tqdm
 
 from lenvm_kernels.guidance.params import GuidanceParams
 from lenvm_kernels.guidance.table import GuidanceTable
-from lenvm_kernels.ops._common import COLUMNS, FLOAT_DTYPES, INT_DTYPES, ceil_div, check_tensor, per_request
-from lenvm_kernels.ops.gather_requests import empty_requests, gather_requests
-from lenvm_kernels.ops.reweight_scatter import reweight_scatter
-from lenvm_kernels.ops.sample_candidates import sample_candidates
-from lenvm_kernels.ops.select_scored import empty_scored, select_scored
+from lenvm_kernels.ops._common import (
+    COLUMNS,
+    FLOAT_DTYPES,
+    FLOATS,
+    INT_DTYPES,
+    ceil_div,
+    check_tensor,
+    per_request,
+    resolve_backend,
+)
+from lenvm_kernels.ops.gather_requests import empty_requests, gather_requests_unchecked
+from lenvm_kernels.ops.reweight_scatter import reweight_scatter_unchecked
+from lenvm_kernels.ops.sample_candidates import sample_candidates_unchecked
+from lenvm_kernels.ops.select_scored import empty_scored, select_scored_unchecked
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.step.graphs import Graphs, bucket_of
 from lenvm_kernels.step.winners import Winners
@@ -132,7 +141,8 @@ class GuidedStep:
             raise ValueError(f"graphs must be None or False unless the value model is on a GPU, got it on {device}")
         self.value_model, self.slot_table, self.vocab_size = value_model, slot_table, vocab_size
         self.max_requests, self.max_candidates, self.page_size = max_requests, max_candidates, page_size
-        self.chunk_tokens, self.score_all, self.backend = chunk_tokens, score_all, backend
+        self.chunk_tokens, self.score_all = chunk_tokens, score_all
+        self.backend = resolve_backend(backend, slot_table)
         self.cache = KVCache.of_slots(value_model, num_slots)
         # One row more than the engine has: of the requests that fill a batch up to its graph's size.
         self._padding_row = table_rows
@@ -305,7 +315,7 @@ class GuidedStep:
         """
         device = self.value_model.device
         check_tensor("scores", scores, dtypes=FLOAT_DTYPES, shape=(None, self.vocab_size), device=device)
-        b = len(scores)
+        b = scores.shape[0]
         if not 1 <= b <= self.max_requests:
             raise ValueError(f"scores must be of 1 to max_requests = {self.max_requests} requests, got {b}")
         record = self._timer.begin(b, device)
@@ -318,6 +328,8 @@ class GuidedStep:
             check_tensor("active", active, dtypes=torch.bool, shape=(b,), device=device)
         if temperature is not None:
             temperature = per_request("temperature", temperature, torch.float32, b, device)
+        if probs is not None:
+            check_tensor("probs", probs, dtypes=FLOATS[self.backend], shape=(b, None), device=device)
         self.flush()
         # Kernels are compiled for one dtype.
         tokens, slots, table_rows = tokens.long(), slots.long(), table_rows.long()
@@ -340,13 +352,13 @@ class GuidedStep:
         scored = self._select(candidates, requests, drawn, sample=sample)
         record.mark("candidates")
 
-        z = self._run_score(len(scored.counts), record)[:b]
+        z = self._run_score(scored.counts.shape[0], record)[:b]
         record.mark("head")
 
         wants_length, value_logits = None, z
         if self._value_rows and (sample or drawn is not None):
             wants_length, value_logits = requests.wants_length[:b], z.masked_fill(scored.alone[:b, None], 0.0)
-        guided_probs = reweight_scatter(
+        guided_probs = reweight_scatter_unchecked(
             candidates,
             value_logits,
             self.table.columns,
@@ -359,7 +371,7 @@ class GuidedStep:
 
         next_tokens = drawn
         if sample:
-            next_tokens = sample_candidates(
+            next_tokens = sample_candidates_unchecked(
                 candidates,
                 guided_probs,
                 requests.seeds[:b],
@@ -482,9 +494,9 @@ class GuidedStep:
         active: torch.Tensor | None,
     ) -> StepRequests:
         """What is known of the requests, and of as many that do not exist as their graph has more."""
-        b = len(tokens)
+        b = tokens.shape[0]
         rows = b if self._graphs is None else bucket_of(b, self.max_requests)
-        return gather_requests(
+        return gather_requests_unchecked(
             self.table.columns,
             tokens,
             table_rows,
@@ -506,14 +518,14 @@ class GuidedStep:
         sample: bool,
     ) -> ScoredCandidates:
         """What the value model computes for the requests."""
-        return select_scored(
+        return select_scored_unchecked(
             candidates,
             requests,
-            drawn=self._none_drawn[: len(candidates.counts)] if drawn is None else drawn,
+            drawn=self._none_drawn[: candidates.counts.shape[0]] if drawn is None else drawn,
             sample=sample,
             score_all=self.score_all,
             step=None if self._winners is None else self._winners.history.step,
-            out=self._rows(len(requests.tokens))[1],
+            out=self._rows(requests.tokens.shape[0])[1],
             backend=self.backend,
         )
 
