@@ -547,7 +547,7 @@ def reweight_scatter_unchecked(
 ) -> Tensor:
     """:func:`reweight_scatter` for a caller who knows that the arguments are right, and has resolved the backend."""
     dtype = compute_dtype(value_logits, candidates.probs)
-    out = torch.empty(value_logits.shape, dtype=dtype, device=value_logits.device)
+    out = torch.empty(*value_logits.shape, dtype=dtype, device=value_logits.device)
     columns = _Table(
         table.mode,
         table.scale,

@@ -183,7 +183,7 @@ def _launch(
         return
     block_q_heads, block_half = next_power_of_2(num_heads), next_power_of_2(head_dim // 2)
     warps = block_q_heads * block_half // (32 * ELEMENTS_PER_THREAD)
-    by_head = (s for x in (k, v, k_cache, v_cache) for s in x.stride()[:2])
+    by_head = (*k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:2], *v_cache.stride()[:2])
     norm_stride = 0 if qk_norm_weight is None else qk_norm_weight.stride(0)
     _rope_cache_kernel[(tokens,)](
         _Tensors(q, k, v, k_cache, v_cache, qkv, cos, sin, slots, qk_norm_weight),
@@ -276,7 +276,7 @@ def rope_cache(
         raise TypeError(f"num_heads must be an int of at least 1, got {type(num_heads).__name__}")
     if num_heads < 1:
         raise ValueError(f"num_heads must be an int of at least 1, got {num_heads}")
-    check_tensor("qkv", qkv, dtypes=dtype, shape=(None, (num_heads + 2 * kv_heads) * head_dim))
+    check_tensor("qkv", qkv, dtypes=dtype, shape=(tokens, (num_heads + 2 * kv_heads) * head_dim))
     check_tensor("cos", cos, dtypes=torch.float32, shape=(tokens, head_dim // 2), device=device)
     check_tensor("sin", sin, dtypes=torch.float32, shape=(tokens, head_dim // 2), device=device)
     check_tensor("slots", slots, dtypes=INT_DTYPES, shape=(tokens,), device=device)
