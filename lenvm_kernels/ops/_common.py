@@ -31,12 +31,14 @@ def resolve_backend(backend: str, tensor: object) -> str:
     Raises:
         ValueError: unknown backend, or ``triton`` asked for CPU tensors without Triton's interpreter.
     """
+    on_gpu = isinstance(tensor, Tensor) and tensor.is_cuda
+    if backend == "triton" and (on_gpu or INTERPRETED):
+        return backend
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    on_gpu = isinstance(tensor, Tensor) and tensor.is_cuda
     if backend == "auto":
         return "triton" if on_gpu else "reference"
-    if backend == "triton" and not on_gpu and not INTERPRETED and isinstance(tensor, Tensor):
+    if backend == "triton" and isinstance(tensor, Tensor):
         raise ValueError(
             "backend 'triton' needs GPU tensors (or TRITON_INTERPRET=1 set before Python starts), "
             f"got tensors on {tensor.device}"

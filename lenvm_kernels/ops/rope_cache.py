@@ -276,7 +276,7 @@ def rope_cache(
         raise TypeError(f"num_heads must be an int of at least 1, got {type(num_heads).__name__}")
     if num_heads < 1:
         raise ValueError(f"num_heads must be an int of at least 1, got {num_heads}")
-    check_tensor("qkv", qkv, dtypes=dtype, shape=(tokens, (num_heads + 2 * kv_heads) * head_dim))
+    check_tensor("qkv", qkv, dtypes=dtype, shape=(None, (num_heads + 2 * kv_heads) * head_dim))
     check_tensor("cos", cos, dtypes=torch.float32, shape=(tokens, head_dim // 2), device=device)
     check_tensor("sin", sin, dtypes=torch.float32, shape=(tokens, head_dim // 2), device=device)
     check_tensor("slots", slots, dtypes=INT_DTYPES, shape=(tokens,), device=device)
