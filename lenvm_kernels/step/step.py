@@ -141,8 +141,7 @@ class GuidedStep:
             raise ValueError(f"graphs must be None or False unless the value model is on a GPU, got it on {device}")
         self.value_model, self.slot_table, self.vocab_size = value_model, slot_table, vocab_size
         self.max_requests, self.max_candidates, self.page_size = max_requests, max_candidates, page_size
-        self.chunk_tokens, self.score_all = chunk_tokens, score_all
-        self.backend = resolve_backend(backend, slot_table)
+        self.chunk_tokens, self.score_all, self.backend = chunk_tokens, score_all, backend
         self.cache = KVCache.of_slots(value_model, num_slots)
         # One row more than the engine has: of the requests that fill a batch up to its graph's size.
         self._padding_row = table_rows
@@ -314,6 +313,7 @@ class GuidedStep:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
         device = self.value_model.device
+        backend = resolve_backend(self.backend, scores)
         check_tensor("scores", scores, dtypes=FLOAT_DTYPES, shape=(None, self.vocab_size), device=device)
         b = scores.shape[0]
         if not 1 <= b <= self.max_requests:
@@ -329,13 +329,13 @@ class GuidedStep:
         if temperature is not None:
             temperature = per_request("temperature", temperature, torch.float32, b, device)
         if probs is not None:
-            check_tensor("probs", probs, dtypes=FLOATS[self.backend], shape=(b, None), device=device)
+            check_tensor("probs", probs, dtypes=FLOATS[backend], shape=(b, None), device=device)
         self.flush()
         # Kernels are compiled for one dtype.
         tokens, slots, table_rows = tokens.long(), slots.long(), table_rows.long()
         drawn = None if drawn is None else drawn.int()
 
-        requests = self._gather(tokens, table_rows, lengths, slots, active)
+        requests = self._gather(tokens, table_rows, lengths, slots, active, backend)
         candidates = topk_candidates(
             scores,
             top_k=top_k,
@@ -347,9 +347,9 @@ class GuidedStep:
             entropy_threshold=requests.entropy_threshold[:b],
             guided=requests.guided[:b],
             vocab_mask=vocab_mask,
-            backend=self.backend,
+            backend=backend,
         )
-        scored = self._select(candidates, requests, drawn, sample=sample)
+        scored = self._select(candidates, requests, drawn, backend, sample=sample)
         record.mark("candidates")
 
         z = self._run_score(scored.counts.shape[0], record)[:b]
@@ -365,7 +365,7 @@ class GuidedStep:
             table_rows=table_rows,
             generated=requests.generated[:b],
             probs=probs,
-            backend=self.backend,
+            backend=backend,
         )
         record.mark("reweight")
 
@@ -377,7 +377,7 @@ class GuidedStep:
                 requests.seeds[:b],
                 lengths,
                 temperature=temperature,
-                backend=self.backend,
+                backend=backend,
             )
             if drawn is not None:
                 next_tokens = torch.where(next_tokens >= 0, next_tokens, drawn)
@@ -406,22 +406,25 @@ class GuidedStep:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
         device = self.value_model.device
+        backend = resolve_backend(self.backend, tokens)
         check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(None,), device=device)
         check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=tokens.shape, device=device)
         check_tensor("lengths", lengths, dtypes=torch.int32, shape=tokens.shape, device=device)
+        b = tokens.shape[0]
+        if b > self.max_requests:
+            raise ValueError(f"tokens must be of at most max_requests = {self.max_requests} requests, got {b}")
         self.flush()
         tokens, table_rows = tokens.long(), table_rows.long()
-        b = len(tokens)
 
         # The last token is scored as the only candidate for its own place: nothing is kept but the candidate.
-        requests = self._gather(tokens, table_rows, lengths - 1, torch.full_like(tokens, -1), None)
+        requests = self._gather(tokens, table_rows, lengths - 1, torch.full_like(tokens, -1), None, backend)
         wanted = requests.wants_length[:b]
         ids = torch.full((b, self.max_candidates), -1, dtype=torch.int32, device=device)
         ids[:, 0] = tokens
         status = torch.where(wanted, Status.GUIDE, Status.UNGUIDED).to(torch.int8)
         no_probs = torch.zeros(ids.shape, device=device)
         candidates = Candidates(ids, no_probs, wanted.int(), status, no_probs[:, 0])
-        scored = self._select(candidates, requests, None, sample=False)
+        scored = self._select(candidates, requests, None, backend, sample=False)
         scored.delta_lens.zero_()
         scored.cached_lens.copy_(scored.positions)
         z = self._run_score(len(scored.counts), NO_RECORD)[:b]
@@ -492,6 +495,7 @@ class GuidedStep:
         lengths: torch.Tensor,
         slots: torch.Tensor,
         active: torch.Tensor | None,
+        backend: str,
     ) -> StepRequests:
         """What is known of the requests, and of as many that do not exist as their graph has more."""
         b = tokens.shape[0]
@@ -506,7 +510,7 @@ class GuidedStep:
             history=None if self._winners is None else self._winners.history,
             padding_row=self._padding_row,
             out=self._rows(rows)[0],
-            backend=self.backend,
+            backend=backend,
         )
 
     def _select(
@@ -514,6 +518,7 @@ class GuidedStep:
         candidates: Candidates,
         requests: StepRequests,
         drawn: torch.Tensor | None,
+        backend: str,
         *,
         sample: bool,
     ) -> ScoredCandidates:
@@ -526,7 +531,7 @@ class GuidedStep:
             score_all=self.score_all,
             step=None if self._winners is None else self._winners.history.step,
             out=self._rows(requests.tokens.shape[0])[1],
-            backend=self.backend,
+            backend=backend,
         )
 
     def _rows(self, rows: int) -> tuple[StepRequests, ScoredCandidates]:
