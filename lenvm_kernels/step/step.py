@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -59,6 +60,15 @@ class StepOutput:
     probs: torch.Tensor
     tokens: torch.Tensor | None
     remaining_lengths: torch.Tensor | None
+
+
+class _Rows(NamedTuple):
+    """The first rows of the tensors that a step has of its own."""
+
+    requests: StepRequests
+    scored: ScoredCandidates
+    all_active: torch.Tensor
+    none_drawn: torch.Tensor
 
 
 class GuidedStep:
@@ -153,7 +163,7 @@ class GuidedStep:
         # What a forward reads has its place, where a graph looks for it. The constants spare variants of kernels.
         self._requests = empty_requests(max_requests, device)
         self._scored = empty_scored(max_requests, max_candidates, device)
-        self._views: dict[int, tuple[StepRequests, ScoredCandidates]] = {}
+        self._views: dict[int, _Rows] = {}
         self._all_active = torch.ones(max_requests, dtype=torch.bool, device=device)
         self._none_drawn = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
         self._winners = Winners(value_model, table_rows + 1, max_requests, max_candidates) if commit_winners else None
@@ -335,7 +345,7 @@ class GuidedStep:
         tokens, slots, table_rows = tokens.long(), slots.long(), table_rows.long()
         drawn = None if drawn is None else drawn.int()
 
-        requests = self._gather(tokens, table_rows, lengths, slots, active, backend)
+        requests, known = self._gather(tokens, table_rows, lengths, slots, active, backend), self._rows(b).requests
         candidates = topk_candidates(
             scores,
             top_k=top_k,
@@ -344,8 +354,8 @@ class GuidedStep:
             max_candidates=self.max_candidates,
             temperature=temperature,
             is_logits=is_logits,
-            entropy_threshold=requests.entropy_threshold[:b],
-            guided=requests.guided[:b],
+            entropy_threshold=known.entropy_threshold,
+            guided=known.guided,
             vocab_mask=vocab_mask,
             backend=backend,
         )
@@ -357,13 +367,13 @@ class GuidedStep:
 
         wants_length, value_logits = None, z
         if self._value_rows and (sample or drawn is not None):
-            wants_length, value_logits = requests.wants_length[:b], z.masked_fill(scored.alone[:b, None], 0.0)
+            wants_length, value_logits = known.wants_length, z.masked_fill(scored.alone[:b, None], 0.0)
         guided_probs = reweight_scatter_unchecked(
             candidates,
             value_logits,
             self.table.columns,
             table_rows=table_rows,
-            generated=requests.generated[:b],
+            generated=known.generated,
             probs=probs,
             backend=backend,
         )
@@ -374,7 +384,7 @@ class GuidedStep:
             next_tokens = sample_candidates_unchecked(
                 candidates,
                 guided_probs,
-                requests.seeds[:b],
+                known.seeds,
                 lengths,
                 temperature=temperature,
                 backend=backend,
@@ -418,7 +428,7 @@ class GuidedStep:
 
         # The last token is scored as the only candidate for its own place: nothing is kept but the candidate.
         requests = self._gather(tokens, table_rows, lengths - 1, torch.full_like(tokens, -1), None, backend)
-        wanted = requests.wants_length[:b]
+        wanted = self._rows(b).requests.wants_length
         ids = torch.full((b, self.max_candidates), -1, dtype=torch.int32, device=device)
         ids[:, 0] = tokens
         status = torch.where(wanted, Status.GUIDE, Status.UNGUIDED).to(torch.int8)
@@ -506,10 +516,10 @@ class GuidedStep:
             table_rows,
             lengths,
             slots,
-            active=self._all_active[:b] if active is None else active,
+            active=self._rows(b).all_active if active is None else active,
             history=None if self._winners is None else self._winners.history,
             padding_row=self._padding_row,
-            out=self._rows(rows)[0],
+            out=self._rows(rows).requests,
             backend=backend,
         )
 
@@ -526,22 +536,23 @@ class GuidedStep:
         return select_scored_unchecked(
             candidates,
             requests,
-            drawn=self._none_drawn[: candidates.counts.shape[0]] if drawn is None else drawn,
+            drawn=self._rows(candidates.counts.shape[0]).none_drawn if drawn is None else drawn,
             sample=sample,
             score_all=self.score_all,
             step=None if self._winners is None else self._winners.history.step,
-            out=self._rows(requests.tokens.shape[0])[1],
+            out=self._rows(requests.tokens.shape[0]).scored,
             backend=backend,
         )
 
-    def _rows(self, rows: int) -> tuple[StepRequests, ScoredCandidates]:
-        """The first rows of what a forward reads."""
+    def _rows(self, rows: int) -> _Rows:
+        """So many, made once: each slice takes the host microseconds."""
         if rows not in self._views:
-            views = (
+            self._views[rows] = _Rows(
                 StepRequests(*(x[:rows] for x in self._requests)),
                 ScoredCandidates(*(x[:rows] for x in self._scored)),
+                self._all_active[:rows],
+                self._none_drawn[:rows],
             )
-            self._views[rows] = views
         return self._views[rows]
 
     def _run_score(self, requests: int, record: StepRecord) -> torch.Tensor:
@@ -552,7 +563,7 @@ class GuidedStep:
 
     def _score(self, requests: int, before_head: Callable[[], None] | None = None) -> torch.Tensor:
         """Value logits of what the first ``requests`` have to be scored, fp32 ``[requests, K]``."""
-        known, scored = self._rows(requests)
+        known, scored, _, _ = self._rows(requests)
         if self._winners is not None:
             self._winners.commit(self.cache, known, scored, backend=self.backend)
         batch = RaggedBatch.build(
