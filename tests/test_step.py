@@ -935,6 +935,7 @@ GOOD_PREDICT = dict(tokens=torch.arange(2), table_rows=torch.arange(2), lengths=
         *(("step", good_step(), name, "[2]", INTEGERS) for name in ("tokens", "table_rows", "slots", "drawn")),
         ("step", good_step(), "lengths", "[2]", [torch.int32]),
         ("step", good_step(), "active", "[2]", [torch.bool]),
+        ("step", good_step() | {"probs": torch.zeros(2, VOCAB)}, "probs", "[2, *]", [*FLOATS, torch.float64]),
         ("extend", GOOD_EXTEND, "tokens", "[*]", INTEGERS),
         ("extend", GOOD_EXTEND, "slots", "[3]", INTEGERS),
         ("extend", GOOD_EXTEND, "table_rows", "[*]", INTEGERS),
@@ -946,7 +947,7 @@ GOOD_PREDICT = dict(tokens=torch.arange(2), table_rows=torch.arange(2), lengths=
 )
 def test_every_tensor_is_checked(models, method, good, name, shape, dtypes):
     function = getattr(make_step(models.value, commit_winners=False)[0], method)
-    assert_refuses(function, good, name, *dtypes, any_rows="*" in shape)
+    assert_refuses(function, good, name, *dtypes, any_rows=shape.startswith("[*"), any_columns=shape.endswith(", *]"))
     accepted = "|".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     with pytest.raises(ValueError, match=re.escape(f"{name} must be {accepted} {shape} on cpu, got")):
         function(**good | {name: good[name].to("meta")})
@@ -975,5 +976,8 @@ def test_tables_and_sizes_are_checked(models):
     for rows in (0, 3):
         with pytest.raises(ValueError, match=f"scores must be of 1 to max_requests = 2 requests, got {rows}"):
             step.step(**good_step(rows))
+    prompts = dict(tokens=torch.arange(3), table_rows=torch.arange(3), lengths=torch.ones(3, dtype=torch.int32))
+    with pytest.raises(ValueError, match="tokens must be of at most max_requests = 2 requests, got 3"):
+        step.predict(**prompts)
     with pytest.raises(ValueError, match=r"scores must be .* \[\*, 97\] on cpu, got float32 \[1, 96\]"):
         step.step(**good_step(1) | {"scores": torch.zeros(1, VOCAB - 1)})

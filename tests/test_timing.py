@@ -72,7 +72,7 @@ def test_steps_of_a_process_share_its_file(file, monkeypatch):
 def test_a_step_that_fails_has_no_line(file, monkeypatch):
     engine, *_ = decode(steps=1)
     with monkeypatch.context() as patch, pytest.raises(TypeError):  # in its last stage
-        patch.setattr(step, "sample_candidates", None)
+        patch.setattr(step, "sample_candidates_unchecked", None)
         engine.decode([0], [[5, 6, 7, 8]], torch.zeros(1, VOCAB))
     engine.decode([0], [[5, 6, 7, 8]], torch.zeros(1, VOCAB), sample=False)
     check_lines(lines_of(file), [4, 1])

@@ -3,8 +3,10 @@
 import functools
 import os
 from collections.abc import Sequence
+from operator import methodcaller
 
 import torch
+from torch import Tensor
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INT_DTYPES = (torch.int32, torch.int64)
@@ -29,12 +31,14 @@ def resolve_backend(backend: str, tensor: object) -> str:
     Raises:
         ValueError: unknown backend, or ``triton`` asked for CPU tensors without Triton's interpreter.
     """
+    on_gpu = isinstance(tensor, Tensor) and tensor.is_cuda
+    if backend == "triton" and (on_gpu or INTERPRETED):
+        return backend
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    on_gpu = isinstance(tensor, torch.Tensor) and tensor.is_cuda
     if backend == "auto":
         return "triton" if on_gpu else "reference"
-    if backend == "triton" and not on_gpu and not INTERPRETED and isinstance(tensor, torch.Tensor):
+    if backend == "triton" and isinstance(tensor, Tensor):
         raise ValueError(
             "backend 'triton' needs GPU tensors (or TRITON_INTERPRET=1 set before Python starts), "
             f"got tensors on {tensor.device}"
@@ -51,6 +55,10 @@ def ceil_div(x: int, y: int) -> int:
 def next_power_of_2(x: int) -> int:
     """The least power of two that is at least ``x``, and at least 1."""
     return 1 << (max(x, 1) - 1).bit_length()
+
+
+# A tensor's stride from one row to the next, for map(): a launch asks for those of some twenty tensors.
+row_stride = methodcaller("stride", 0)
 
 
 # Set by what compiles for a GPU that is not there (bench.codegen).
@@ -79,7 +87,11 @@ def overlapping() -> dict[str, bool]:
 
     A kernel starts while the one before it still runs, and waits there. That is predicted to spare most of the 1.2 us
     between two launches of a CUDA graph; no GPU has run it yet."""
-    name = architecture()
+    return _overlapping(architecture())
+
+
+@functools.cache
+def _overlapping(name: str) -> dict[str, bool]:
     on = not _PDL_IS_OFF and name.startswith("sm_") and int(name[3:]) >= 90
     return {"OVERLAPS": True, "launch_pdl": True} if on else {"OVERLAPS": False}
 
@@ -94,11 +106,11 @@ def check_tensor(
     name: str,
     tensor: object,
     *,
-    dtypes: torch.dtype | Sequence[torch.dtype],
+    dtypes: torch.dtype | tuple[torch.dtype, ...],
     shape: tuple[int | None, ...],
     device: torch.device | None = None,
     unit_stride: bool = True,
-) -> torch.Tensor:
+) -> Tensor:
     """Check one tensor argument; return it.
 
     Args:
@@ -113,73 +125,74 @@ def check_tensor(
         TypeError: not a tensor.
         ValueError: wrong dtype, shape, device or strides. The message says what is accepted and what came.
     """
-    # A step checks a thousand tensors: no generators, and the message is put together only where one is wrong.
-    dtypes = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
-    if not isinstance(tensor, torch.Tensor):
+    # A step without a graph checks a thousand tensors: the message is put together only where one is wrong.
+    if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor {_wanted(dtypes, shape, device)}, got {type(tensor).__name__}")
-    sizes = tensor.shape
-    fits = tensor.dtype in dtypes and (device is None or tensor.device == device)
-    if sizes != shape:  # or sizes that may be any
-        fits = fits and len(sizes) == len(shape)
-        for wanted, size in zip(shape, sizes, strict=False):
-            fits = fits and (wanted is None or wanted == size)
-    if not fits:
+    if not (
+        (tensor.dtype is dtypes or (type(dtypes) is tuple and tensor.dtype in dtypes))
+        and (device is None or tensor.device == device)
+        and (tensor.shape == shape or _fits(tensor.shape, shape))
+    ):
         raise ValueError(
             f"{name} must be {_wanted(dtypes, shape, device)}, got {_dtype_name(tensor.dtype)} "
-            f"{_shape_name(sizes)} on {tensor.device}"
+            f"{_shape_name(tensor.shape)} on {tensor.device}"
         )
-    if unit_stride and sizes and sizes[-1] > 1 and tensor.stride(-1) != 1:
+    if unit_stride and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tuple(tensor.stride())}")
     return tensor
+
+
+def _fits(sizes: torch.Size, shape: tuple[int | None, ...]) -> bool:
+    """Whether sizes are those of a shape, in which ``None`` is any."""
+    try:
+        for size, wanted in zip(sizes, shape, strict=True):
+            if wanted is not None and wanted != size:
+                return False
+    except ValueError:  # more dimensions, or fewer
+        return False
+    return True
 
 
 def check_fields(
     name: str,
     fields: Sequence[str],
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     dtypes: Sequence[torch.dtype],
     size: int,
     device: torch.device,
     *,
     unit_stride: bool = True,
 ) -> None:
-    """Check fields of a tuple, each ``[size]``: :func:`check_tensor`, at half the cost where nothing is wrong."""
-    shape = (size,)
+    """:func:`check_tensor` of fields of a tuple, each ``[size]``."""
     for field, tensor, dtype in zip(fields, tensors, dtypes, strict=True):
-        if (
-            not isinstance(tensor, torch.Tensor)
-            or tensor.dtype is not dtype
-            or tensor.shape != shape
-            or tensor.device != device
-            or (unit_stride and size > 1 and tensor.stride(0) != 1)
-        ):
-            check_tensor(f"{name}.{field}", tensor, dtypes=dtype, shape=shape, device=device, unit_stride=unit_stride)
+        check_tensor(f"{name}.{field}", tensor, dtypes=dtype, shape=(size,), device=device, unit_stride=unit_stride)
 
 
-def per_request(
-    name: str, value: torch.Tensor | float, dtype: torch.dtype, requests: int, device: torch.device
-) -> torch.Tensor:
+def per_request(name: str, value: Tensor | float, dtype: torch.dtype, requests: int, device: torch.device) -> Tensor:
     """The contiguous tensor ``[requests]`` of an argument that is a tensor, or one number for all requests.
 
     Raises:
         TypeError: neither a tensor nor a number of that kind.
         ValueError: as :func:`check_tensor`, or an integer that is no int32.
     """
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         # A column of a GuidanceTable is strided.
         return check_tensor(name, value, dtypes=dtype, shape=(requests,), device=device, unit_stride=False).contiguous()
     kinds = (int, float) if dtype.is_floating_point else int
     if isinstance(value, bool) or not isinstance(value, kinds):
         number = "a number" if dtype.is_floating_point else "an integer"
         raise TypeError(
-            f"{name} must be {number} or a tensor {_wanted((dtype,), (requests,), device)}, got {type(value).__name__}"
+            f"{name} must be {number} or a tensor {_wanted(dtype, (requests,), device)}, got {type(value).__name__}"
         )
     if not dtype.is_floating_point and not -(2**31) <= value < 2**31:
         raise ValueError(f"{name} must be an int32, got {value}")
     return torch.full((requests,), value, dtype=dtype, device=device)
 
 
-def _wanted(dtypes: Sequence[torch.dtype], shape: Sequence[int | None], device: torch.device | None) -> str:
+def _wanted(
+    dtypes: torch.dtype | Sequence[torch.dtype], shape: Sequence[int | None], device: torch.device | None
+) -> str:
+    dtypes = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
     return f"{'|'.join(map(_dtype_name, dtypes))} {_shape_name(shape)}" + ("" if device is None else f" on {device}")
 
 

@@ -6,6 +6,7 @@ from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -54,7 +55,13 @@ def operator(
 
         @functools.wraps(launch)
         def call(backend: str, *operands: Any) -> None:
-            if _is_recorded(operands[0]):
+            written = operands[0]
+            # Whether operators are recorded here, or have no data to run on (``FakeTensor``).
+            if (
+                is_dynamo_compiling()
+                or type(written) is not Tensor
+                or (is_in_torch_dispatch_mode() and get_proxy_mode() is not None)
+            ):
                 library_op(backend, *operands)
             else:
                 execute(backend, *operands)
@@ -62,10 +69,3 @@ def operator(
         return call
 
     return decorate
-
-
-def _is_recorded(written: Tensor) -> bool:
-    """Whether operators are recorded here, or have no data to run on (``FakeTensor``)."""
-    if torch.compiler.is_dynamo_compiling() or type(written) is not Tensor:
-        return True
-    return is_in_torch_dispatch_mode() and get_proxy_mode() is not None

@@ -159,7 +159,7 @@ def _launch(
     block = min(next_power_of_2(width), TILE)
     block_layers = min(next_power_of_2(layers), TILE // block)
     keys_and_values = (k_cache, v_cache, k_last, v_last)
-    by_layer = (s for x in keys_and_values for s in x.stride()[:2])
+    by_layer = (*k_cache.stride()[:2], *v_cache.stride()[:2], *k_last.stride()[:2], *v_last.stride()[:2])
     _commit_winner_kernel[(requests, ceil_div(layers, block_layers))](
         _Tensors(
             committed, delta_lens, cached_lens, *keys_and_values, candidate_ids, candidate_rows, candidate_positions

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, check_fields, check_tensor, resolve_backend
+from lenvm_kernels.ops._common import ceil_div, check_fields, check_tensor, resolve_backend, row_stride
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.gather_requests import gather_requests as _reference
 from lenvm_kernels.types import GuidanceColumns, Mode, StepHistory, StepRequests
@@ -154,7 +154,7 @@ def _launch(
     _gather_requests_kernel[(ceil_div(rows, REQUESTS),)](
         StepRequests(*known),
         table,
-        _Table(*(column.stride(0) for column in table)),
+        _Table(*map(row_stride, table)),
         None if history_places is None else StepHistory(*history),
         last_tokens,
         request_rows,
@@ -167,6 +167,10 @@ def _launch(
         REQUESTS=REQUESTS,
         num_warps=1,
     )
+
+
+def _columns_read(table: GuidanceColumns) -> _Table:
+    return _Table(table.mode, table.return_values, table.entropy_threshold, table.prompt_len, table.seed)
 
 
 def empty_requests(rows: int, device: torch.device) -> StepRequests:
@@ -233,8 +237,7 @@ def gather_requests(
         raise TypeError(f"table must be a GuidanceTable, got {type(table).__name__}")
     check_tensor("table.mode", table.mode, dtypes=torch.int32, shape=(None,), device=device, unit_stride=False)
     table_size = table.mode.shape[0]
-    columns = _Table(table.mode, table.return_values, table.entropy_threshold, table.prompt_len, table.seed)
-    check_fields("table", _Table._fields, columns, _TABLE_DTYPES, table_size, device, unit_stride=False)
+    check_fields("table", _Table._fields, _columns_read(table), _TABLE_DTYPES, table_size, device, unit_stride=False)
     if history is not None:
         if not isinstance(history, StepHistory):
             raise TypeError(f"history must be a StepHistory, got {type(history).__name__}")
@@ -255,9 +258,35 @@ def gather_requests(
         raise ValueError(f"out must have a row for each of the {count} requests, got {rows}")
     check_fields("out", StepRequests._fields, out, _DTYPES, rows, device)
 
-    places = steps = step = None
-    if history is not None:
-        places, steps, step = history
+    return gather_requests_unchecked(
+        table,
+        tokens,
+        table_rows,
+        lengths,
+        slots,
+        active=active,
+        history=history,
+        padding_row=padding_row,
+        out=out,
+        backend=backend,
+    )
+
+
+def gather_requests_unchecked(
+    table: GuidanceColumns,
+    tokens: Tensor,
+    table_rows: Tensor,
+    lengths: Tensor,
+    slots: Tensor,
+    *,
+    active: Tensor | None,
+    history: StepHistory | None,
+    padding_row: int,
+    out: StepRequests,
+    backend: str,
+) -> StepRequests:
+    """:func:`gather_requests` for a caller who knows that the arguments are right, and has resolved the backend."""
+    places, steps, step = (None, None, None) if history is None else history
     inputs = (tokens, table_rows, lengths, slots)
-    _launch(backend, *out, *inputs, *columns, places, steps, step, active, padding_row)
+    _launch(backend, *out, *inputs, *_columns_read(table), places, steps, step, active, padding_row)
     return out

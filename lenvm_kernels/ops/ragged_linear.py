@@ -352,7 +352,8 @@ def choose_tile(tokens: int, columns: int, splits: int, swiglu: bool, dtype: tor
     rows = math.ceil(tokens * LIVE_SHARE)
     tiles = TILES[:-1] if swiglu else TILES
     for tile in tiles:
-        count = ceil_div(rows, tile.block_m) * ceil_div(columns, tile.block_n) * splits
+        # ceil_div is written out: a step without a graph would call it a thousand times here.
+        count = -(-rows // tile.block_m) * -(-columns // tile.block_n) * splits
         if count >= ENOUGH_TILES and (rows > FEW_ROWS or tile.block_m == FEW_ROWS):
             return tile
     return tiles[-1]

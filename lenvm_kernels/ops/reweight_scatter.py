@@ -20,7 +20,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import COLUMNS, FLOATS, INT_DTYPES, SINGLES, ceil_div, check_tensor, resolve_backend
+from lenvm_kernels.ops._common import (
+    COLUMNS,
+    FLOATS,
+    INT_DTYPES,
+    SINGLES,
+    ceil_div,
+    check_tensor,
+    resolve_backend,
+    row_stride,
+)
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.reweight_scatter import SMALLEST_SHIFT, TARGET_MARGIN, TARGET_MARGIN_SHARE
@@ -419,7 +428,7 @@ def _launch(
         value_logits,
         value_logits.stride(0),
         table,
-        _Table(*[column.stride(0) for column in table]),
+        _Table(*map(row_stride, table)),
         table_rows,
         generated,
         eos_token_ids.shape[1],
@@ -521,7 +530,33 @@ def reweight_scatter(
     if probs is not None:
         check_tensor("probs", probs, dtypes=FLOATS[backend], shape=(requests, None), device=device)
 
-    out = torch.empty(requests, columns, dtype=compute_dtype(value_logits, candidates.probs), device=device)
-    parameters = _Table._make(getattr(table, name) for name in _Table._fields)
-    _launch(backend, out, *candidates, value_logits, *parameters, table_rows, generated, probs)
+    return reweight_scatter_unchecked(
+        candidates, value_logits, table, table_rows=table_rows, generated=generated, probs=probs, backend=backend
+    )
+
+
+def reweight_scatter_unchecked(
+    candidates: Candidates,
+    value_logits: Tensor,
+    table: GuidanceColumns,
+    *,
+    table_rows: Tensor | None,
+    generated: Tensor | None,
+    probs: Tensor | None,
+    backend: str,
+) -> Tensor:
+    """:func:`reweight_scatter` for a caller who knows that the arguments are right, and has resolved the backend."""
+    dtype = compute_dtype(value_logits, candidates.probs)
+    out = torch.empty(*value_logits.shape, dtype=dtype, device=value_logits.device)
+    columns = _Table(
+        table.mode,
+        table.scale,
+        table.nats_per_token,
+        table.value_min,
+        table.target_length,
+        table.counts_down,
+        table.faults,
+        table.eos_token_ids,
+    )
+    _launch(backend, out, *candidates, value_logits, *columns, table_rows, generated, probs)
     return out

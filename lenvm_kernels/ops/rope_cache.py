@@ -183,7 +183,7 @@ def _launch(
         return
     block_q_heads, block_half = next_power_of_2(num_heads), next_power_of_2(head_dim // 2)
     warps = block_q_heads * block_half // (32 * ELEMENTS_PER_THREAD)
-    by_head = (s for x in (k, v, k_cache, v_cache) for s in x.stride()[:2])
+    by_head = (*k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:2], *v_cache.stride()[:2])
     norm_stride = 0 if qk_norm_weight is None else qk_norm_weight.stride(0)
     _rope_cache_kernel[(tokens,)](
         _Tensors(q, k, v, k_cache, v_cache, qkv, cos, sin, slots, qk_norm_weight),

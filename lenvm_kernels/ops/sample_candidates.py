@@ -181,6 +181,21 @@ def sample_candidates(
     if temperature is not None:
         check_tensor("temperature", temperature, dtypes=torch.float32, shape=(requests,), device=device)
 
-    tokens = torch.empty(requests, dtype=torch.int32, device=device)
+    return sample_candidates_unchecked(
+        candidates, guided_probs, seeds, positions, temperature=temperature, backend=backend
+    )
+
+
+def sample_candidates_unchecked(
+    candidates: Candidates,
+    guided_probs: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    temperature: Tensor | None,
+    backend: str,
+) -> Tensor:
+    """:func:`sample_candidates` for a caller who knows that the arguments are right, and has resolved the backend."""
+    tokens = torch.empty(guided_probs.shape[0], dtype=torch.int32, device=guided_probs.device)
     _launch(backend, tokens, *candidates, guided_probs, seeds, positions, temperature)
     return tokens

@@ -216,7 +216,24 @@ def select_scored(
     if not out.token_ids.is_contiguous():
         raise ValueError(f"out.token_ids must be contiguous, got strides {tuple(out.token_ids.stride())}")
 
-    of_candidates = (token_ids, candidates.counts, candidates.status)
+    return select_scored_unchecked(
+        candidates, requests, drawn=drawn, sample=sample, score_all=score_all, step=step, out=out, backend=backend
+    )
+
+
+def select_scored_unchecked(
+    candidates: Candidates,
+    requests: StepRequests,
+    *,
+    drawn: Tensor | None,
+    sample: bool,
+    score_all: bool,
+    step: Tensor | None,
+    out: ScoredCandidates,
+    backend: str,
+) -> ScoredCandidates:
+    """:func:`select_scored` for a caller who knows that the arguments are right, and has resolved the backend."""
+    of_candidates = (candidates.token_ids, candidates.counts, candidates.status)
     of_requests = (requests.positions, requests.guided, requests.wants_length)
     _launch(backend, *out, step, *of_candidates, *of_requests, drawn, sample, score_all)
     return out

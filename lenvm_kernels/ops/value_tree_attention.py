@@ -533,13 +533,13 @@ def _launch(
     max_splits, workspace_rows = workspace_shape(*sizes)
     partial_out = q.new_empty(max_splits, kv_heads, workspace_rows, group, head_dim, dtype=torch.float32)
     partial_lse = q.new_empty(max_splits, kv_heads, workspace_rows, group, dtype=torch.float32)
-    strided = (out, q, k_new, v_new, k_cache, v_cache)
-    tensors = _Tensors(*strided, slot_table, parents, plan, partial_out, partial_lse)
-    strides = _Strides._make((*(s for x in strided for s in x.stride()[:2]), slot_table.stride(0)))
+    tensors = _Tensors(out, q, k_new, v_new, k_cache, v_cache, slot_table, parents, plan, partial_out, partial_lse)
+    of_tokens = (*out.stride()[:2], *q.stride()[:2], *k_new.stride()[:2], *v_new.stride()[:2])
+    of_slots = (*k_cache.stride()[:2], *v_cache.stride()[:2])
 
-    _value_tree_attention_kernel[(kv_heads, min(len(plan) - 1, max(1, MAX_PROGRAMS // kv_heads)))](
+    _value_tree_attention_kernel[(kv_heads, min(plan.shape[0] - 1, max(1, MAX_PROGRAMS // kv_heads)))](
         tensors,
-        strides,
+        _Strides._make((*of_tokens, *of_slots, slot_table.stride(0))),
         counters,
         workspace_rows,
         sm_scale * math.log2(math.e),
@@ -712,13 +712,14 @@ def value_tree_attention(
         check_tensor("parents", parents, dtypes=torch.int32, shape=(total_tokens,), device=device)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=device)
-    check_tensor("out", out, dtypes=q.dtype, shape=q.shape, device=device)
+    else:
+        check_tensor("out", out, dtypes=q.dtype, shape=q.shape, device=device)
     least = num_counters(num_requests, kv_heads)
     if counters is None:
         counters = torch.zeros(least, dtype=torch.int32, device=device)
     check_tensor("counters", counters, dtypes=torch.int32, shape=(None,), device=device)
-    if len(counters) < least:
-        raise ValueError(f"counters must be int32 [{least} or more], got int32 [{len(counters)}]")
+    if counters.shape[0] < least:
+        raise ValueError(f"counters must be int32 [{least} or more], got int32 [{counters.shape[0]}]")
 
     if isinstance(page_size, bool) or not isinstance(page_size, int):
         raise TypeError(f"page_size must be an int of at least 1, got {type(page_size).__name__}")

@@ -12,17 +12,27 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from lenvm_kernels.guidance.params import GuidanceParams
 from lenvm_kernels.guidance.table import GuidanceTable
-from lenvm_kernels.ops._common import COLUMNS, FLOAT_DTYPES, INT_DTYPES, ceil_div, check_tensor, per_request
-from lenvm_kernels.ops.gather_requests import empty_requests, gather_requests
-from lenvm_kernels.ops.reweight_scatter import reweight_scatter
-from lenvm_kernels.ops.sample_candidates import sample_candidates
-from lenvm_kernels.ops.select_scored import empty_scored, select_scored
+from lenvm_kernels.ops._common import (
+    COLUMNS,
+    FLOAT_DTYPES,
+    FLOATS,
+    INT_DTYPES,
+    ceil_div,
+    check_tensor,
+    per_request,
+    resolve_backend,
+)
+from lenvm_kernels.ops.gather_requests import empty_requests, gather_requests_unchecked
+from lenvm_kernels.ops.reweight_scatter import reweight_scatter_unchecked
+from lenvm_kernels.ops.sample_candidates import sample_candidates_unchecked
+from lenvm_kernels.ops.select_scored import empty_scored, select_scored_unchecked
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.step.graphs import Graphs, bucket_of
 from lenvm_kernels.step.winners import Winners
@@ -50,6 +60,15 @@ class StepOutput:
     probs: torch.Tensor
     tokens: torch.Tensor | None
     remaining_lengths: torch.Tensor | None
+
+
+class _Rows(NamedTuple):
+    """The first rows of the tensors that a step has of its own."""
+
+    requests: StepRequests
+    scored: ScoredCandidates
+    all_active: torch.Tensor
+    none_drawn: torch.Tensor
 
 
 class GuidedStep:
@@ -144,7 +163,7 @@ class GuidedStep:
         # What a forward reads has its place, where a graph looks for it. The constants spare variants of kernels.
         self._requests = empty_requests(max_requests, device)
         self._scored = empty_scored(max_requests, max_candidates, device)
-        self._views: dict[int, tuple[StepRequests, ScoredCandidates]] = {}
+        self._views: dict[int, _Rows] = {}
         self._all_active = torch.ones(max_requests, dtype=torch.bool, device=device)
         self._none_drawn = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
         self._winners = Winners(value_model, table_rows + 1, max_requests, max_candidates) if commit_winners else None
@@ -304,8 +323,9 @@ class GuidedStep:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
         device = self.value_model.device
+        backend = resolve_backend(self.backend, scores)
         check_tensor("scores", scores, dtypes=FLOAT_DTYPES, shape=(None, self.vocab_size), device=device)
-        b = len(scores)
+        b = scores.shape[0]
         if not 1 <= b <= self.max_requests:
             raise ValueError(f"scores must be of 1 to max_requests = {self.max_requests} requests, got {b}")
         record = self._timer.begin(b, device)
@@ -318,12 +338,14 @@ class GuidedStep:
             check_tensor("active", active, dtypes=torch.bool, shape=(b,), device=device)
         if temperature is not None:
             temperature = per_request("temperature", temperature, torch.float32, b, device)
+        if probs is not None:
+            check_tensor("probs", probs, dtypes=FLOATS[backend], shape=(b, None), device=device)
         self.flush()
         # Kernels are compiled for one dtype.
         tokens, slots, table_rows = tokens.long(), slots.long(), table_rows.long()
         drawn = None if drawn is None else drawn.int()
 
-        requests = self._gather(tokens, table_rows, lengths, slots, active)
+        requests, known = self._gather(tokens, table_rows, lengths, slots, active, backend), self._rows(b).requests
         candidates = topk_candidates(
             scores,
             top_k=top_k,
@@ -332,40 +354,40 @@ class GuidedStep:
             max_candidates=self.max_candidates,
             temperature=temperature,
             is_logits=is_logits,
-            entropy_threshold=requests.entropy_threshold[:b],
-            guided=requests.guided[:b],
+            entropy_threshold=known.entropy_threshold,
+            guided=known.guided,
             vocab_mask=vocab_mask,
-            backend=self.backend,
+            backend=backend,
         )
-        scored = self._select(candidates, requests, drawn, sample=sample)
+        scored = self._select(candidates, requests, drawn, backend, sample=sample)
         record.mark("candidates")
 
-        z = self._run_score(len(scored.counts), record)[:b]
+        z = self._run_score(scored.counts.shape[0], record)[:b]
         record.mark("head")
 
         wants_length, value_logits = None, z
         if self._value_rows and (sample or drawn is not None):
-            wants_length, value_logits = requests.wants_length[:b], z.masked_fill(scored.alone[:b, None], 0.0)
-        guided_probs = reweight_scatter(
+            wants_length, value_logits = known.wants_length, z.masked_fill(scored.alone[:b, None], 0.0)
+        guided_probs = reweight_scatter_unchecked(
             candidates,
             value_logits,
             self.table.columns,
             table_rows=table_rows,
-            generated=requests.generated[:b],
+            generated=known.generated,
             probs=probs,
-            backend=self.backend,
+            backend=backend,
         )
         record.mark("reweight")
 
         next_tokens = drawn
         if sample:
-            next_tokens = sample_candidates(
+            next_tokens = sample_candidates_unchecked(
                 candidates,
                 guided_probs,
-                requests.seeds[:b],
+                known.seeds,
                 lengths,
                 temperature=temperature,
-                backend=self.backend,
+                backend=backend,
             )
             if drawn is not None:
                 next_tokens = torch.where(next_tokens >= 0, next_tokens, drawn)
@@ -394,22 +416,25 @@ class GuidedStep:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
         device = self.value_model.device
+        backend = resolve_backend(self.backend, tokens)
         check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(None,), device=device)
         check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=tokens.shape, device=device)
         check_tensor("lengths", lengths, dtypes=torch.int32, shape=tokens.shape, device=device)
+        b = tokens.shape[0]
+        if b > self.max_requests:
+            raise ValueError(f"tokens must be of at most max_requests = {self.max_requests} requests, got {b}")
         self.flush()
         tokens, table_rows = tokens.long(), table_rows.long()
-        b = len(tokens)
 
         # The last token is scored as the only candidate for its own place: nothing is kept but the candidate.
-        requests = self._gather(tokens, table_rows, lengths - 1, torch.full_like(tokens, -1), None)
-        wanted = requests.wants_length[:b]
+        requests = self._gather(tokens, table_rows, lengths - 1, torch.full_like(tokens, -1), None, backend)
+        wanted = self._rows(b).requests.wants_length
         ids = torch.full((b, self.max_candidates), -1, dtype=torch.int32, device=device)
         ids[:, 0] = tokens
         status = torch.where(wanted, Status.GUIDE, Status.UNGUIDED).to(torch.int8)
         no_probs = torch.zeros(ids.shape, device=device)
         candidates = Candidates(ids, no_probs, wanted.int(), status, no_probs[:, 0])
-        scored = self._select(candidates, requests, None, sample=False)
+        scored = self._select(candidates, requests, None, backend, sample=False)
         scored.delta_lens.zero_()
         scored.cached_lens.copy_(scored.positions)
         z = self._run_score(len(scored.counts), NO_RECORD)[:b]
@@ -480,21 +505,22 @@ class GuidedStep:
         lengths: torch.Tensor,
         slots: torch.Tensor,
         active: torch.Tensor | None,
+        backend: str,
     ) -> StepRequests:
         """What is known of the requests, and of as many that do not exist as their graph has more."""
-        b = len(tokens)
+        b = tokens.shape[0]
         rows = b if self._graphs is None else bucket_of(b, self.max_requests)
-        return gather_requests(
+        return gather_requests_unchecked(
             self.table.columns,
             tokens,
             table_rows,
             lengths,
             slots,
-            active=self._all_active[:b] if active is None else active,
+            active=self._rows(b).all_active if active is None else active,
             history=None if self._winners is None else self._winners.history,
             padding_row=self._padding_row,
-            out=self._rows(rows)[0],
-            backend=self.backend,
+            out=self._rows(rows).requests,
+            backend=backend,
         )
 
     def _select(
@@ -502,29 +528,31 @@ class GuidedStep:
         candidates: Candidates,
         requests: StepRequests,
         drawn: torch.Tensor | None,
+        backend: str,
         *,
         sample: bool,
     ) -> ScoredCandidates:
         """What the value model computes for the requests."""
-        return select_scored(
+        return select_scored_unchecked(
             candidates,
             requests,
-            drawn=self._none_drawn[: len(candidates.counts)] if drawn is None else drawn,
+            drawn=self._rows(candidates.counts.shape[0]).none_drawn if drawn is None else drawn,
             sample=sample,
             score_all=self.score_all,
             step=None if self._winners is None else self._winners.history.step,
-            out=self._rows(len(requests.tokens))[1],
-            backend=self.backend,
+            out=self._rows(requests.tokens.shape[0]).scored,
+            backend=backend,
         )
 
-    def _rows(self, rows: int) -> tuple[StepRequests, ScoredCandidates]:
-        """The first rows of what a forward reads."""
+    def _rows(self, rows: int) -> _Rows:
+        """So many, made once: each slice takes the host microseconds."""
         if rows not in self._views:
-            views = (
+            self._views[rows] = _Rows(
                 StepRequests(*(x[:rows] for x in self._requests)),
                 ScoredCandidates(*(x[:rows] for x in self._scored)),
+                self._all_active[:rows],
+                self._none_drawn[:rows],
             )
-            self._views[rows] = views
         return self._views[rows]
 
     def _run_score(self, requests: int, record: StepRecord) -> torch.Tensor:
@@ -535,7 +563,7 @@ class GuidedStep:
 
     def _score(self, requests: int, before_head: Callable[[], None] | None = None) -> torch.Tensor:
         """Value logits of what the first ``requests`` have to be scored, fp32 ``[requests, K]``."""
-        known, scored = self._rows(requests)
+        known, scored, _, _ = self._rows(requests)
         if self._winners is not None:
             self._winners.commit(self.cache, known, scored, backend=self.backend)
         batch = RaggedBatch.build(

@@ -238,7 +238,8 @@ class ValueModel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All layers, [T, H], and the sums of their squares; keys and values go to ``cache`` and ``keep``."""
         config, layout = self.config, batch.layout
-        live: dict[str, Any] = dict(num_rows=layout.q_offsets[-1:], backend=backend)
+        num_rows = layout.q_offsets[-1:]
+        live: dict[str, Any] = dict(num_rows=num_rows, backend=backend)
         hidden, square_sums, cos, sin = embed_tokens(
             layout.token_ids,
             layout.positions,
@@ -264,7 +265,7 @@ class ValueModel:
         for i, layer in enumerate(self.layers):
             # Nested, so that what one operator leaves to the next is freed as soon as that has read it.
             hidden = ragged_linear(
-                self._attend(hidden, square_sums, i, batch, plan, cos, sin, cache, keep, backend),
+                self._attend(hidden, square_sums, i, batch, num_rows, plan, cos, sin, cache, keep, backend),
                 layer.o,
                 layer.o_bias,
                 residual=hidden,
@@ -288,6 +289,7 @@ class ValueModel:
         square_sums: torch.Tensor,
         i: int,
         batch: RaggedBatch,
+        num_rows: torch.Tensor,
         plan: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
@@ -298,7 +300,7 @@ class ValueModel:
         """Layer ``i`` up to its attention, [T, Hq * D]; keys and values go to ``cache`` and ``keep``."""
         config, layer, layout = self.config, self.layers[i], batch.layout
         norm: dict[str, Any] = dict(norm_eps=config.rms_norm_eps)
-        live: dict[str, Any] = dict(num_rows=layout.q_offsets[-1:], backend=backend)
+        live: dict[str, Any] = dict(num_rows=num_rows, backend=backend)
         k_cache, v_cache = cache.keys[i], cache.values[i]
         q, k, v = rope_cache(
             ragged_linear(hidden, layer.qkv, layer.qkv_bias, square_sums=square_sums, **norm, **live),
@@ -328,7 +330,7 @@ class ValueModel:
             parents=batch.parents,
             page_size=batch.page_size,
             plan=plan,
-            counters=self._zeros(attention_counters(len(batch.table_rows), config.num_kv_heads)),
+            counters=self._zeros(attention_counters(batch.table_rows.shape[0], config.num_kv_heads)),
             backend=backend,
         )
         return attended.flatten(1)
