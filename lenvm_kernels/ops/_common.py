@@ -84,10 +84,10 @@ def check_e4m3(name: str, dtype: torch.dtype, backend: str) -> None:
     if backend == "reference":
         return
     if dtype.itemsize != 2:
-        raise ValueError(f"{name} are of kernels in bfloat16 or float16, got {_dtype_name(dtype)}")
+        raise ValueError(f"{name}: the kernels multiply e4m3 by bfloat16 or float16, got {_dtype_name(dtype)}")
     gpu = architecture()
     if gpu.startswith("sm_") and int(gpu[3:]) < 89:
-        raise ValueError(f"{name} need a GPU from sm_89 on, got {gpu}")
+        raise ValueError(f"{name}: the kernels take e4m3 on GPUs from sm_89 on, got {gpu}")
 
 
 # LENVM_PDL=0 launches kernels one after the other.
