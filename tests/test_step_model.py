@@ -316,7 +316,13 @@ def test_the_page_sets_the_numbers_beside_those_before():
         numbers["milliseconds"] *= 2
         numbers["layer"]["gone"] = numbers["layer"].pop("b")
     before = {"commit": "abcdef0", "command": "command", "date": "2026-01-01", "models": old}
-    text = step_model.page(now, before, rates)
+    quantized = json.loads(json.dumps(now))
+    for numbers in quantized[step_model.DETAILED].values():
+        numbers["milliseconds"] *= 0.75
+        numbers["layer"] = {"ragged_linear 8 x 4": [7.25, "HBM"], "c": [1.0, ""]}
+    for numbers in now[step_model.DETAILED].values():
+        numbers["layer"]["ragged_linear 8 x 4"] = [9.5, "HBM"]
+    text = step_model.page(now, quantized, before, rates)
     assert json.loads(step_model.dump(before)) == before
     a, b = (now[step_model.DETAILED]["8 H100"]["layer"][label][0] for label in "ab")
     assert f"| a | {a:.1f} |" in text and f"| b | {b:.1f} |" in text
@@ -325,6 +331,8 @@ def test_the_page_sets_the_numbers_beside_those_before():
     ms = n["milliseconds"]
     row = f"| {step_model.DETAILED} | 64 | H200 | 76 | 76 | {n['floor']:.2f} | {ms:.2f} | {2 * ms:.2f} |"
     assert row in text and "abcdef0" in text
+    assert text.count("| ragged_linear 8 x 4, us | 7.2 | 7.2 | 7.2 | 9.5 | 9.5 | 9.5 |") == 2
+    assert f" {0.75 * ms:.2f} |" in text and "| c" not in text
 
 
 def test_the_committed_numbers_before_are_whole():
