@@ -212,7 +212,6 @@ class _Strides(NamedTuple):
     """From one row to the next."""
 
     x: int
-    weight: int
     residual: int
 
 
@@ -304,6 +303,7 @@ def _ragged_linear_kernel(
     K: tl.constexpr,
     N: tl.constexpr,
     SWIGLU: tl.constexpr,
+    STRIDE_WEIGHT: tl.constexpr,  # from one row to the next: known, it spares the addresses of a tile many registers
     SPLITS: tl.constexpr,
     SPLIT_LEN: tl.constexpr,  # columns of x in a split, a multiple of BLOCK_K
     BLOCK_M: tl.constexpr,
@@ -332,7 +332,7 @@ def _ragged_linear_kernel(
         column = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
 
         x_rows = ptr.x + m.to(tl.int64)[:, None] * stride.x
-        weight_rows = ptr.weight + _weight_row(column, N, SWIGLU).to(tl.int64)[:, None] * stride.weight
+        weight_rows = ptr.weight + _weight_row(column, N, SWIGLU).to(tl.int64)[:, None] * STRIDE_WEIGHT
         acc = tl.zeros([BLOCK_N, BLOCK_M] if IS_QUANTIZED else [BLOCK_M, BLOCK_N], tl.float32)
         # The tiles of x feed the matmul and nothing else. A second use in this loop, such as their sum of squares,
         # makes Triton (3.6 to 3.9) keep one buffer too few for a wgmma that still reads while the next copy is written.
@@ -474,7 +474,7 @@ def _launch(
             counters = torch.zeros(needed, dtype=torch.int32, device=x.device)
     _ragged_linear_kernel[(min(tiles, MAX_PROGRAMS),)](
         _Tensors(out, x, weight, weight_scales, bias, residual, partial),
-        _Strides(x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0)),
+        _Strides(x.stride(0), 0 if residual is None else residual.stride(0)),
         num_rows,
         square_sums,
         0 if square_sums is None else square_sums.stride(0),
@@ -486,6 +486,7 @@ def _launch(
         K=size,
         N=outputs,
         SWIGLU=swiglu,
+        STRIDE_WEIGHT=weight.stride(0),
         SPLITS=splits,
         SPLIT_LEN=ceil_div(ceil_div(size, block_k), splits) * block_k,
         BLOCK_M=tile.block_m,
@@ -521,7 +522,7 @@ def ragged_linear(
     It exists beside cuBLAS because the number of rows is read from device memory, so that a CUDA graph captured for the
     most rows costs only the rows there are; and because the same row gives the same bits whatever else is in the batch
     and wherever it stands. Nothing is read back to the host. ``num_rows`` compiles nothing anew; T chooses one of at
-    most five tiles, each of which is compiled once for a weight's shape.
+    most seven tiles, each of which is compiled once for a weight's shape and the distance of its rows.
 
     Args:
         x: rows [T, K], fp32, bf16 or fp16 (fp64 too on the reference). Rows may be strided.
