@@ -228,7 +228,7 @@ def test_tiles_follow_from_rows_and_weight(monkeypatch):
     assert tiles(128) == [(128, 128), (128, 128), (128, 256), (128, 256)]
     assert tiles(256) == tiles(4096) == [(128, 256)] * 4
     assert tiles(1, e4m3) == [(32, 64), (32, 64), (32, 256), (32, 64)]
-    assert tiles(8, e4m3) == [(32, 64), (32, 64), (64, 256), small]
+    assert tiles(8, e4m3) == [(32, 64), (32, 64), (64, 128), small]
     assert tiles(64, e4m3) == [(64, 128), (64, 128), (128, 256), (128, 256)]
     assert tiles(256, e4m3) == tiles(4096, e4m3) == [(128, 256)] * 4
     for_fp32 = [(128, 64), (128, 64), (128, 128), (128, 128)]

@@ -52,8 +52,9 @@ from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference
 
 # Columns whose squares are added up together by who stores them. No tile has fewer columns of the result.
 GROUP, LOG2_GROUP = tl.constexpr(SQUARES_GROUP), tl.constexpr(SQUARES_GROUP.bit_length() - 1)
-# The order of a row's sums: products in blocks of so many bytes of the weight, whole cache lines, and splits. Both
-# depend on the weight alone, so that the same row gives the same bits in any batch and in any tile.
+# The order of a row's sums: products in blocks of so many bytes of x, whole cache lines, and splits. Both depend on the
+# weight alone, so that the same row gives the same bits in any batch and in any tile. Twice as long blocks of a weight
+# in e4m3 are predicted to take about 1 us less for few rows, but 128 x 256 then spills on Triton 3.6 and 3.9.
 BLOCK_K_BYTES = 128
 # A long sum over few columns (down: N = 1536, K = 8960, 28 MB, 8 us of HBM) is split over more programs, of few rows at
 # most one a multiprocessor: 5 * 24. More parts would gain little there and cost most where rows are many: each writes
@@ -86,15 +87,14 @@ TILES = (
     Tile(64, 64, num_warps=4, num_stages=8),
 )
 # Of weights in e4m3, whose columns weigh half as much. Their products are transposed: an instruction takes 64 columns,
-# and may have few rows, so that a tile of 32 wastes nothing. A stage has 128 k, twice as many as of 16 bits.
+# and may have few rows, so that a tile of 32 wastes nothing.
 TILES_E4M3 = (
-    Tile(128, 256, num_warps=8, num_stages=3),
-    Tile(128, 128, num_warps=8, num_stages=4),
-    Tile(64, 256, num_warps=8, num_stages=4),
-    Tile(64, 128, num_warps=8, num_stages=6),
-    Tile(64, 64, num_warps=4, num_stages=6),
+    Tile(128, 256, num_warps=8, num_stages=6),
+    Tile(128, 128, num_warps=8, num_stages=8),
+    Tile(64, 128, num_warps=4, num_stages=6),
+    Tile(64, 64, num_warps=4, num_stages=8),
     Tile(32, 256, num_warps=8, num_stages=5),
-    Tile(32, 64, num_warps=4, num_stages=6),
+    Tile(32, 64, num_warps=4, num_stages=8),
 )
 MULTIPROCESSORS = 132
 # The host knows for how many rows there is room. A step needs about two thirds of them: of nine for a request with five
@@ -105,7 +105,7 @@ LIVE_SHARE = 2 / 3
 WIDE_FROM = 4096
 TILE, TILE_WIDE = Tile(128, 64, num_warps=8, num_stages=4), Tile(128, 128, num_warps=8, num_stages=3)
 TILE_SWIGLU = Tile(64, 128, num_warps=8, num_stages=4)  # gate and up are two columns for one of the result
-TILE_E4M3 = Tile(64, 128, num_warps=8, num_stages=3)  # of 32 KB
+TILE_E4M3 = Tile(64, 128, num_warps=8, num_stages=4)  # of 16 KB
 NUM_WARPS_SM_100 = 4
 # Programs of a launch, four a multiprocessor. With more tiles each takes several in turn; with a program for every tile
 # that could be live, ending the thousands that are not would take longer than a small batch's work.
@@ -448,7 +448,7 @@ def _launch(
         return
     splits = num_splits(columns, size, swiglu)
     tile = choose_tile(tokens, columns, splits, swiglu, weight.dtype)
-    block_k = BLOCK_K_BYTES // weight.element_size()
+    block_k = BLOCK_K_BYTES // x.element_size()
     tiles = ceil_div(tokens, tile.block_m) * ceil_div(columns, tile.block_n) * splits
 
     if norm_eps is not None and square_sums is None:
@@ -522,7 +522,7 @@ def ragged_linear(
     It exists beside cuBLAS because the number of rows is read from device memory, so that a CUDA graph captured for the
     most rows costs only the rows there are; and because the same row gives the same bits whatever else is in the batch
     and wherever it stands. Nothing is read back to the host. ``num_rows`` compiles nothing anew; T chooses one of at
-    most seven tiles, each of which is compiled once for a weight's shape and the distance of its rows.
+    most six tiles, each of which is compiled once for a weight's shape and the distance of its rows.
 
     Args:
         x: rows [T, K], fp32, bf16 or fp16 (fp64 too on the reference). Rows may be strided.
