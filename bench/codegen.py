@@ -90,7 +90,7 @@ IN_FLIGHT = {"H100": 25_000, "H200": 40_000}
 TENSOR_OVER_ISSUE = {"_ragged_linear_kernel": 0.9}
 # Of weights in e4m3: widening is most of the instructions of a tile, however few its rows. Tiles of 32 rows are the
 # lowest, and they wait for HBM: their weight takes it at least as long as their instructions.
-TENSOR_OVER_ISSUE_E4M3 = 0.35
+TENSOR_OVER_ISSUE_E4M3 = 0.33
 # Some calls with unusual sizes park a few scalars outside their loops; a tile that does not fit the registers takes
 # hundreds of bytes.
 CALLS_SPILL = 64

@@ -54,7 +54,7 @@ from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference
 GROUP, LOG2_GROUP = tl.constexpr(SQUARES_GROUP), tl.constexpr(SQUARES_GROUP.bit_length() - 1)
 # The order of a row's sums: products in blocks of so many bytes of x, whole cache lines, and splits. Both depend on the
 # weight alone, so that the same row gives the same bits in any batch and in any tile. Twice as long blocks of a weight
-# in e4m3 are predicted to take about 1 us less for few rows, but 128 x 256 then spills on Triton 3.6 and 3.9.
+# in e4m3 are predicted to take 1 to 2 us less for few rows, but 128 x 256 then spills on Triton 3.6 and 3.9.
 BLOCK_K_BYTES = 128
 # A long sum over few columns (down: N = 1536, K = 8960, 28 MB, 8 us of HBM) is split over more programs, of few rows at
 # most one a multiprocessor: 5 * 24. More parts would gain little there and cost most where rows are many: each writes
@@ -91,7 +91,7 @@ TILES = (
 TILES_E4M3 = (
     Tile(128, 256, num_warps=8, num_stages=6),
     Tile(128, 128, num_warps=8, num_stages=8),
-    Tile(64, 128, num_warps=4, num_stages=6),
+    Tile(64, 128, num_warps=8, num_stages=6),
     Tile(64, 64, num_warps=4, num_stages=8),
     Tile(32, 256, num_warps=8, num_stages=5),
     Tile(32, 64, num_warps=4, num_stages=8),
