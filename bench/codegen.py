@@ -45,7 +45,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 import torch
@@ -88,6 +88,9 @@ IN_FLIGHT = {"H100": 25_000, "H200": 40_000}
 # Cycles of the tensor cores for a cycle of issuing instructions, in the main loop: below 1 the instructions bound it.
 # Tiles of 64 x 64 are just below, but those of few rows wait for HBM.
 TENSOR_OVER_ISSUE = {"_ragged_linear_kernel": 0.9}
+# Of weights in e4m3: widening is most of the instructions of a tile, however few its rows. Tiles of 32 rows are the
+# lowest, and they wait for HBM: their weight takes it at least as long as their instructions.
+TENSOR_OVER_ISSUE_E4M3 = 0.33
 # Some calls with unusual sizes park a few scalars outside their loops; a tile that does not fit the registers takes
 # hundreds of bytes.
 CALLS_SPILL = 64
@@ -106,6 +109,7 @@ class Figures:
         model: the value model whose step launches it, or the call of an operator.
         kernel: its name, and its number among those of that name there.
         is_half: it reads or writes floats of 16 bits.
+        is_e4m3: it reads floats of 8 bits.
         programs: that a multiprocessor has room for.
         loop_instructions, loop_copies, loop_wait: of the main loop (:mod:`bench.sass`) its instructions, those that
             copy asynchronously, and the groups of copies that may be on their way after its wait.
@@ -131,6 +135,7 @@ class Figures:
     accesses_before_wait: int = 0
     batch_dependent_sums: bool = False
     is_half: bool = True  # as in all files of before this was read
+    is_e4m3: bool = False
     # On sm_90 only, and in no file of before these were read.
     programs: int | None = None
     loop_instructions: int | None = None
@@ -149,14 +154,21 @@ class Figures:
 # --- compiling ---
 
 
+def label(name: str, weights: str | None) -> str:
+    """Of a model or a step whose weights are kept so."""
+    return name if weights is None else f"{name} {weights}"
+
+
 def compile_steps(part: Part) -> list[Figures]:
     """The figures of every kernel of every value model."""
     figures, described = [], {}
-    for model in VALUE_MODELS:
-        batches = []
+    takes_fp8 = part.target != PARTS["sm_80"].target
+    variants = [(model, None) for model in VALUE_MODELS] + [(STEP_MODEL, "fp8")] * takes_fp8
+    for name_of_model, weights in variants:
+        model, batches = label(name_of_model, weights), []
         for rows in BATCHES:
             with compiling_for(part.target) as compiled:
-                value_model_step(model, rows)
+                value_model_step(name_of_model, rows, weights)
             batches.append(compiled)
         batch_dependent = sums_that_differ(batches)
         seen: Counter[str] = Counter()
@@ -269,6 +281,7 @@ def describe(kernel: object, part: Part) -> dict[str, object]:
         "accesses_before_wait": accesses_before_wait([line for _, line in instructions]) if overlaps else 0,
         "occupancy": round(part.occupancy(registers, shared, warps), 3),
         "is_half": bool(re.search(r"\*(?:bf|fp)16", str(kernel.src.signature))),  # some arguments are tuples
+        "is_e4m3": "*fp8e4nv" in str(kernel.src.signature),
         **count_instructions(instructions, loops),
         **({"programs": part.resident_blocks(registers, shared, warps)} if of_sm_90 else {}),
         **(loop_figures(instructions, warps) if of_sm_90 else {}),
@@ -412,7 +425,7 @@ def _slow_loops(figure: Figures) -> list[str]:
         few = [f"an {gpu} needs {needed}" for gpu, needed in IN_FLIGHT.items() if in_flight < needed]
         if few:
             wrong.append(f"{in_flight} bytes of copies on their way on a multiprocessor, {', '.join(few)}")
-    floor = TENSOR_OVER_ISSUE.get(figure.name)
+    floor = TENSOR_OVER_ISSUE_E4M3 if figure.is_e4m3 else TENSOR_OVER_ISSUE.get(figure.name)
     if floor and (figure.tensor_over_issue or 0.0) < floor:
         wrong.append(f"{figure.tensor_over_issue} tensor cycles for a cycle of issue in its loop, at least {floor}")
     return wrong
@@ -422,12 +435,12 @@ def step_figures() -> dict[str, dict]:
     """Of guided steps on sm_90: the launches that ``LIMITS`` limits, and milliseconds by requests and GPU."""
     launches: dict[str, int] = dict.fromkeys(LIMITS, 0)
     milliseconds = {}
-    for requests in STEP_SIZES:
-        step = Step.of(STEP_MODEL, requests)
+    for weights, requests in product((None, "fp8"), STEP_SIZES):
+        step = Step.of(STEP_MODEL, requests, weights=weights)
         counts = (len(step.layer) + step.operators[0], step.num_launches, step.num_operators)
         launches = {name: max(count, before) for count, (name, before) in zip(counts, launches.items(), strict=True)}
         for gpu in GPUS.values():
-            milliseconds[f"B {requests} {gpu.name}"] = round(step.seconds(gpu, Rates()) * 1e3, 3)
+            milliseconds[label(f"B {requests} {gpu.name}", weights)] = round(step.seconds(gpu, Rates()) * 1e3, 3)
     return {"launches": launches, "milliseconds": milliseconds}
 
 

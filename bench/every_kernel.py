@@ -14,7 +14,7 @@ from bench.launches import intercept_launches, kernels
 from bench.models import make_model
 from bench.step import Decode
 from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.ops.ragged_linear import ragged_linear
+from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.value_model import ValueModelConfig
 
@@ -66,6 +66,9 @@ def run(device: str) -> list[torch.Tensor]:
     results.append(value_tree_attention(q, new, new, cache, cache, table, *lengths, parents=parents, backend="triton"))
     # Nobody left the sums of its squares, as a layer's operators do.
     results.append(ragged_linear(q.flatten(1), q.flatten(1), norm_eps=1e-6, backend="triton"))
+    weight, scales = quantize_weight(q[0])
+    x = torch.randn(9, 16, device=device).half()
+    results.append(ragged_linear(x, weight, weight_scales=scales, backend="triton"))
     if decode.step.table.faults.any():
         raise ValueError(f"rows lost their guidance: {decode.step.table.faults.tolist()}")
     return results

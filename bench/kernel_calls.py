@@ -14,7 +14,7 @@ from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.ops.embed_tokens import embed_tokens
 from lenvm_kernels.ops.gather_requests import empty_requests, gather_requests
 from lenvm_kernels.ops.ragged_layout import ragged_layout
-from lenvm_kernels.ops.ragged_linear import ragged_linear
+from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.sample_candidates import sample_candidates
@@ -37,11 +37,11 @@ bf16, fp16, i8, i32, i64 = (
 FLOATS = {"fp32": fp32, "bf16": bf16, "fp16": fp16}
 
 
-def value_model_step(name: str, rows: int) -> None:
+def value_model_step(name: str, rows: int, weights: str | None = None) -> None:
     """A prompt and a step of one layer of a value model in bf16. The layers of a model are the same kernels."""
     config = make_config(name, vocab_size=VOCAB, num_layers=1)
     step = GuidedStep(
-        ValueModel(config, {key: bf16(shape) for key, shape in config.tensor_shapes().items()}),
+        ValueModel(config, {key: bf16(shape) for key, shape in config.tensor_shapes().items()}, weights=weights),
         i32(rows, MAX_LEN // PAGE_SIZE),
         4 * MAX_LEN,
         vocab_size=VOCAB,
@@ -242,7 +242,7 @@ def _embed_tokens() -> Iterator[Call]:
 
 def _ragged_linear() -> Iterator[Call]:
     # Every tile of 16-bit numbers, by the rows there is room for.
-    for dtype, rows in (("fp32", 384), ("fp16", 384), *(("bf16", rows) for rows in (72, 144, 576, 1152, 2304))):
+    for dtype, rows in (("fp32", 384), ("fp16", 384), *(("bf16", rows) for rows in (9, 72, 144, 288, 576, 1152, 2304))):
         zeros = FLOATS[dtype]
         x, wide_x, squares, wide_squares = zeros(rows, 1536), zeros(rows, 8960), fp32(24, rows), fp32(140, rows)
         norm, squared = dict(norm_eps=1e-6, square_sums=squares), dict(square_sums_out=squares)
@@ -260,6 +260,10 @@ def _ragged_linear() -> Iterator[Call]:
         ):
             call = partial(ragged_linear, *arguments, **options, num_rows=i32(1), backend="triton")
             yield f"ragged_linear {dtype} {layer}, {rows} rows", call
+            if dtype != "fp32" and layer != "qkv alone":
+                weight, scales = quantize_weight(arguments[1])
+                call = partial(call.func, arguments[0], weight, *arguments[2:], **call.keywords, weight_scales=scales)
+                yield f"ragged_linear {dtype} {layer}, {rows} rows, e4m3", call
 
 
 def _smallest() -> Iterator[Call]:
@@ -286,6 +290,9 @@ def _smallest() -> Iterator[Call]:
         "ragged_linear": partial(linear, number, one),
         "ragged_linear with swiglu": partial(linear, fp32(2, 1), fp32(2), swiglu=True),
         "ragged_linear of one column": partial(ragged_linear, long_row, long_row),
+        "ragged_linear of one column in e4m3": partial(
+            ragged_linear, bf16(1, 8960), fp32(1, 8960).to(torch.float8_e4m3fn), weight_scales=one
+        ),
     }
     long = i64(1)
     requests, history = empty_requests(1, long.device), StepHistory(long, long.clone(), i64(1))

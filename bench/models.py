@@ -36,13 +36,13 @@ def make_config(name: str, *, vocab_size: int, num_layers: int | None = None) ->
     )
 
 
-def make_model(config: ValueModelConfig, dtype: torch.dtype, device: str) -> ValueModel:
-    """A value model with random weights."""
+def make_model(config: ValueModelConfig, dtype: torch.dtype, device: str, *, weights: str | None = None) -> ValueModel:
+    """A value model with random weights, kept as ``weights`` says."""
     tensors = {
         name: torch.randn(shape, dtype=dtype, device=device) * shape[-1] ** -0.5
         for name, shape in config.tensor_shapes().items()
     }
-    return ValueModel(config, tensors)
+    return ValueModel(config, tensors, weights=weights)
 
 
 def make_candidates(B: int, K: int, V: int, device: str) -> Candidates:
@@ -64,7 +64,14 @@ def layer_parameters(config: ValueModelConfig) -> int:
 
 
 def forward_floor(
-    config: ValueModelConfig, dtype: torch.dtype, tokens: int, candidates: int, requests: int, cached: int
+    config: ValueModelConfig,
+    dtype: torch.dtype,
+    tokens: int,
+    candidates: int,
+    requests: int,
+    cached: int,
+    *,
+    weights: str | None = None,
 ) -> tuple[int, int]:
     """(bytes, operations) of the least a forward can move and do.
 
@@ -75,11 +82,13 @@ def forward_floor(
         candidates: of them, those whose values are wanted.
         requests: with ``cached`` tokens in the cache each.
         cached: tokens.
+        weights: of the layers, as in :class:`ValueModel`.
     """
     size, kv = dtype.itemsize, 2 * config.num_kv_heads * config.head_dim
     head = config.hidden_size * (config.hidden_size + 1)
-    weights = config.num_layers * layer_parameters(config) + head
-    moved = (weights + config.num_layers * kv * requests * cached + tokens * config.hidden_size) * size
-    matmuls = config.num_layers * layer_parameters(config) * tokens + head * candidates
+    parameters = config.num_layers * layer_parameters(config)
+    moved = (head + config.num_layers * kv * requests * cached + tokens * config.hidden_size) * size
+    moved += parameters * (1 if weights == "fp8" else size)
+    matmuls = parameters * tokens + head * candidates
     attention = config.num_layers * 2 * config.num_heads * config.head_dim * tokens * cached
     return moved, 2 * (matmuls + attention)

@@ -11,6 +11,7 @@ and the operations of the candidates and of the last tokens that are computed. C
   for the host and can be in no graph.
 - ``counts``: candidates of a row, five each or as SmolLM2 has them. ``winners``: of the drawn candidates, whether their
   keys and values are committed or computed again.
+- ``weights fp8``: the value model's, see :class:`ValueModel`; else they are in its dtype.
 - ``base Qwen2.5-7B``: a base model's decode step and then the guided one; both alone are its peers.
 - the peer "(dense forward)" is the value model's forward of as many tokens and nothing else.
 """
@@ -119,7 +120,13 @@ class Decode:
         """(bytes, operations) of a step."""
         model, scored = self.step.value_model, int(self.counts[self.counts > 1].sum())
         moved, operations = forward_floor(
-            model.config, model.dtype, self.num_tokens(), scored, len(self.counts), self.cached
+            model.config,
+            model.dtype,
+            self.num_tokens(),
+            scored,
+            len(self.counts),
+            self.cached,
+            weights=model.weights,
         )
         return moved + self.scores.nbytes, operations
 
@@ -166,7 +173,9 @@ class Dense:
     def floor(self) -> tuple[int, int]:
         """(bytes, operations) of the forward, and of the projection to the vocabulary if there is one."""
         tokens, requests = len(self.hidden), len(self.batch.table_rows)
-        moved, operations = forward_floor(self.model.config, self.model.dtype, tokens, 0, requests, self.cached)
+        moved, operations = forward_floor(
+            self.model.config, self.model.dtype, tokens, 0, requests, self.cached, weights=self.model.weights
+        )
         return moved + self.lm_head.nbytes, operations + 2 * tokens * self.lm_head.numel()
 
 
@@ -177,16 +186,27 @@ def fill(cache: KVCache) -> None:
 
 
 @cache
-def value_model(name: str, dtype: torch.dtype, device: str, vocab_size: int) -> ValueModel:
+def value_model(name: str, dtype: torch.dtype, device: str, vocab_size: int, weights: str | None = None) -> ValueModel:
     """The model, made once for all cases."""
-    return make_model(make_config(name, vocab_size=vocab_size), dtype, device)
+    return make_model(make_config(name, vocab_size=vocab_size), dtype, device, weights=weights)
 
 
 def make_case(
-    device: str, *, model: str, B: int, L: int, counts: str, winners: str, launch: str, base: str, dtype: str
+    device: str,
+    *,
+    model: str,
+    B: int,
+    L: int,
+    counts: str,
+    winners: str,
+    launch: str,
+    base: str,
+    weights: str,
+    dtype: str,
 ) -> Case:
     dtype, vocab = getattr(torch, dtype), VOCAB if device == "cuda" else 2**16
-    model, counts = value_model(model, dtype, device, vocab), candidate_counts(B, counts)
+    kept = None if weights == "dtype" else weights
+    model, counts = value_model(model, dtype, device, vocab, kept), candidate_counts(B, counts)
     graphs = launch == "python" and device == "cuda"
     guided = Decode(model, counts, commit_winners=winners == "committed", cached=L, graphs=graphs)
     guided.check()
@@ -200,6 +220,8 @@ def make_case(
         "two forwards": lambda: Uncaptured(Decode(model, counts, cached=L, two_forwards=True)),
         "(dense forward)": lambda: Dense(model, B, guided.num_tokens(), cached=L),
     }
+    if kept:  # torch's matmuls of the published algorithm take no weights in 8 bits
+        del peers["two forwards"]
     return Case(Uncaptured(guided) if launch == "python" else guided, moved, operations, peers)
 
 
@@ -207,12 +229,20 @@ BENCHMARK = Benchmark(
     "step",
     make_case,
     production=dict(
-        model="Qwen2.5-1.5B", B=64, L=CACHED, counts="full", winners="committed", launch="graph", base="none"
+        model="Qwen2.5-1.5B",
+        B=64,
+        L=CACHED,
+        counts="full",
+        winners="committed",
+        launch="graph",
+        base="none",
+        weights="dtype",
     ),
     axes=dict(
         launch=["python"],
         base=["Qwen2.5-7B"],
         counts=["SmolLM2"],
+        weights=["fp8"],
         winners=["computed"],
         B=[256, 1, 8, 512],
         L=[2048, 128, 8192],
@@ -220,6 +250,7 @@ BENCHMARK = Benchmark(
     ),
     others=[
         dict(B=256, counts="SmolLM2"),
+        *(dict(B=B, weights="fp8") for B in (8, 256)),
         dict(B=256, launch="python"),
         dict(B=1, launch="python"),
         dict(base="Qwen2.5-7B", B=256),

@@ -178,16 +178,17 @@ def launches_of(call: Callable[[], object], live: Live) -> list[Launch]:
     return found
 
 
-def make_step(name: str, requests: int, layers: int, cached: int = CACHED) -> Callable[[], object]:
+def make_step(
+    name: str, requests: int, layers: int, cached: int = CACHED, weights: str | None = None
+) -> Callable[[], object]:
     """What takes a step of so many layers as :mod:`bench.step` does, on CPU tensors of zeros."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
     config, columns = make_config(name, vocab_size=2**11, num_layers=layers), cached + MORE_CACHED
-    model = ValueModel(
-        config, {key: zeros(*shape, dtype=torch.bfloat16) for key, shape in config.tensor_shapes().items()}
-    )
+    tensors = {key: zeros(*shape, dtype=torch.bfloat16) for key, shape in config.tensor_shapes().items()}
+    model = ValueModel(config, tensors, weights=weights)
     step = GuidedStep(
         model, zeros(requests, columns, dtype=torch.int32), requests * columns, vocab_size=VOCAB, backend="triton"
     )
@@ -246,6 +247,7 @@ class Step:
         layer: launches of a layer.
         others: launches before and after the layers.
         operators: of torch, in a layer and in the rest.
+        weights: of the layers, as in :class:`ValueModel`.
     """
 
     model: str
@@ -253,14 +255,17 @@ class Step:
     layer: list[Launch]
     others: list[Launch]
     operators: tuple[int, int]
+    weights: str | None = None
 
     @classmethod
-    def of(cls, model: str, requests: int, counts: str = "full", cached: int = CACHED) -> "Step":
+    def of(
+        cls, model: str, requests: int, counts: str = "full", cached: int = CACHED, weights: str | None = None
+    ) -> "Step":
         live = Live.of_step(requests, counts, cached)
-        launches = launches_of(make_step(model, requests, 2, cached), live)
+        launches = launches_of(make_step(model, requests, 2, cached, weights), live)
         layer = layer_of([launch.label for launch in launches])
         others = launches[: layer.start] + launches[2 * layer.stop - layer.start :]
-        return cls(model, live, launches[layer], others, operators_of_step(model))
+        return cls(model, live, launches[layer], others, operators_of_step(model), weights)
 
     @property
     def config(self) -> ValueModelConfig:
@@ -289,6 +294,8 @@ class Step:
     def floor(self, gpu: Gpu, copy: float = COPY_SHARE, matmul: float = MATMUL_SHARE) -> float:
         """Seconds that its bytes or its operations take at shares of the data sheet's rates."""
         live = self.live
-        moved, operations = forward_floor(self.config, torch.bfloat16, live.rows, live.rows, live.requests, live.cached)
+        moved, operations = forward_floor(
+            self.config, torch.bfloat16, live.rows, live.rows, live.requests, live.cached, weights=self.weights
+        )
         scores = live.requests * VOCAB * 4
         return max((moved + scores) / (gpu.bandwidth * copy), operations / (gpu.tensor_rate * matmul))

@@ -55,12 +55,14 @@ def numbers_of(step: Step, gpu: Gpu, rates: Rates) -> dict[str, object]:
     }
 
 
-def predict(models: Sequence[str], sizes: Sequence[int], rates: dict[str, Rates]) -> Numbers:
+def predict(
+    models: Sequence[str], sizes: Sequence[int], rates: dict[str, Rates], weights: str | None = None
+) -> Numbers:
     """:func:`numbers_of` by model, then by requests and GPU."""
     numbers: Numbers = {}
     for model in models:
         for requests in sizes:
-            step = Step.of(model, requests)
+            step = Step.of(model, requests, weights=weights)
             for gpu in GPUS.values():
                 key = f"{requests} {gpu.name}"
                 numbers.setdefault(model, {})[key] = numbers_of(step, gpu, rates[gpu.name])
@@ -95,11 +97,25 @@ def step_table(now: Numbers, before: Numbers) -> list[str]:
     return lines
 
 
+def weights_tables(plain: Numbers, quantized: Numbers) -> list[str]:
+    """Markdown: what weights in fp8 make of the launches that read them, in a layer, and of a step."""
+    lines = []
+    for gpu in GPUS:
+        sides = [[side[DETAILED][f"{requests} {gpu}"] for requests in DETAILED_SIZES] for side in (quantized, plain)]
+        sizes = [f"B {requests}" for requests in DETAILED_SIZES]
+        lines += [f"### {gpu}\n", _row(["", *sizes, *(f"bf16, {size}" for size in sizes)]), _row(["---"] * 7)]
+        for name in (key for key in sides[0][0]["layer"] if key.startswith("ragged_linear")):
+            lines.append(_row([f"{name}, us", *(f"{step['layer'][name][0]:.1f}" for side in sides for step in side)]))
+        lines.append(_row(["**a step, ms**", *(f"{step['milliseconds']:.2f}" for side in sides for step in side)]))
+        lines += [_row(["at rates, ms", *(f"{step['floor']:.2f}" for side in sides for step in side)]), ""]
+    return lines
+
+
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def page(now: Numbers, before: dict, rates: dict[str, Rates]) -> str:
+def page(now: Numbers, quantized: Numbers, before: dict, rates: dict[str, Rates]) -> str:
     """The page of results."""
     of_rates = "\n".join(f"- {gpu}: {of_gpu}" for gpu, of_gpu in rates.items())
     lines = [
@@ -121,6 +137,11 @@ Counted and computed, not measured: no GPU has run the step yet. [measuring.md](
         for part, title in (("layer", "of a layer"), ("others", "of the rest of a step")):
             lines += [f"### {gpu}, {title}\n", *launch_table(part, now, before["models"], gpu), ""]
     lines += [
+        f"""## Weights in fp8
+
+The matrices of the layers in e4m3, the rest as above; {DETAILED}. Launches that do not read them take as long as above.
+""",
+        *weights_tables(now, quantized),
         f"""## Steps
 
 `at rates` is the larger of bytes at {COPY_SHARE:.0%} of the data sheet's bandwidth and operations at \
@@ -170,7 +191,8 @@ def main() -> None:
         about |= {"torch": torch.__version__, "triton": triton.__version__}
         args.json.write_text(dump(about | {"models": now}))
         return
-    text = page(now, json.loads(args.before.read_text()), rates)
+    quantized = predict((DETAILED,), DETAILED_SIZES, rates, "fp8")
+    text = page(now, quantized, json.loads(args.before.read_text()), rates)
     args.out.write_text(text)
     print(text, end="")
 

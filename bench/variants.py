@@ -49,7 +49,7 @@ OPERATORS: dict[str, tuple[list[Shape], list[Constants]]] = {
     "ragged_linear": (
         [dict(layer=layer, rows=rows) for rows in (384, 48) for layer in ("gate_up", "down", "qkv", "o")],
         [
-            *each(ENOUGH_TILES=[33, 132, 264], MAX_SPLITS=[2, 3, 4, 8], MAX_PROGRAMS=[264, 1056]),
+            *each(MULTIPROCESSORS=[66, 264], MAX_SPLITS=[2, 3, 4, 8], MAX_PROGRAMS=[264, 1056]),
             *(one_tile(*t) for t in ((128, 256, 8, 3), (128, 256, 8, 4), (128, 128, 8, 3), (128, 128, 8, 6))),
             *(one_tile(*t) for t in ((128, 64, 8, 4), (128, 64, 8, 8), (64, 256, 4, 5), (64, 128, 4, 8))),
             *(one_tile(*t) for t in ((64, 128, 4, 4), (64, 64, 4, 5), (64, 64, 4, 8))),

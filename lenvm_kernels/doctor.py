@@ -22,13 +22,15 @@ from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lenvm_kernels
 
 if TYPE_CHECKING:
     import torch
     from packaging.requirements import Requirement
+
+    from lenvm_kernels.adapters.sglang_settings import Settings
 
 OK, MISSING, WRONG = "ok", "missing", "wrong"
 
@@ -334,7 +336,7 @@ def settings() -> list[Check]:
     if found is None:
         return [*checks, Check("settings", MISSING, "the plugin is off", hint="LENVM_VALUE_MODEL turns it on")]
     values = ", ".join(f"{field.name}={getattr(found, field.name)}" for field in fields(found))
-    return [*checks, Check("settings", OK, values), _value_model(found.value_model, found.value_head, found.dtype)]
+    return [*checks, Check("settings", OK, values), _value_model(found)]
 
 
 def _unknown_variable(name: str, known: set[str]) -> Check:
@@ -344,15 +346,16 @@ def _unknown_variable(name: str, known: set[str]) -> Check:
     return Check(name, WRONG, "not a variable of the plugin", hint=hint)
 
 
-def _value_model(path: Path, head: Path | None, dtype: torch.dtype | None) -> Check:
+def _value_model(settings: Settings) -> Check:
     """Whether the value model's files fit together. On the meta device the weights of safetensors are never read."""
     try:
         from lenvm_kernels.value_model import ValueModel
 
         with _quiet():
-            model = ValueModel.from_pretrained(path, head, dtype=dtype, device="meta")
+            options: dict[str, Any] = dict(dtype=settings.dtype, device="meta", weights=settings.weights)
+            model = ValueModel.from_pretrained(settings.value_model, settings.value_head, **options)
     except Exception as error:  # its files may be anything
-        return Check("value model", WRONG, f"{path} does not load", hint=_line(error))
+        return Check("value model", WRONG, f"{settings.value_model} does not load", hint=_line(error))
     config = model.config
     sizes = f"{config.num_layers} layers of {config.hidden_size}, vocabulary {config.vocab_size}"
     return Check("value model", OK, f"{sizes}, {str(model.dtype).removeprefix('torch.')}, with its head")

@@ -9,12 +9,40 @@ from torch import Tensor
 
 from lenvm_kernels.reference._common import compute_dtype, sums_of_squares
 
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix in 8 bits: e4m3 numbers, and for each row the factor that makes its largest one 448, all there is.
+
+    What it means is ``weight_scales[:, None] * weight``, as :func:`ragged_linear` takes them. An element differs from
+    the original by at most ``2**-4`` of its size, or by ``2**-10`` scales where that is more. A row with a NaN or an
+    infinity becomes NaN, so that its column of the result is.
+
+    Args:
+        weight: [N, K], floating point.
+
+    Returns:
+        (float8_e4m3fn [N, K], fp32 [N]).
+
+    Example:
+        >>> quantize_weight(torch.tensor([[896.0, -3.0], [0.0, 0.0]]))
+        (tensor([[448.0000,  -1.5000],
+                [  0.0000,   0.0000]], dtype=torch.float8_e4m3fn), tensor([2., 1.]))
+    """
+    weight = weight.float()
+    scales = weight.abs().amax(1) / E4M3_MAX
+    scales[scales < torch.finfo(torch.float32).tiny] = 1  # nothing, or less than fp32 divides by: zeros
+    scales[scales.isinf()] = torch.nan
+    return (weight / scales[:, None]).to(torch.float8_e4m3fn), scales
+
 
 def ragged_linear(
     x: Tensor,  # [T, K]
     weight: Tensor,  # [N, K], or [2 N, K] with swiglu
     bias: Tensor | None = None,  # [N], or [2 N] with swiglu
     *,
+    weight_scales: Tensor | None = None,  # fp32 [N], or [2 N] with swiglu
     num_rows: Tensor | None = None,  # int32 [1]
     norm_eps: float | None = None,
     swiglu: bool = False,
@@ -31,7 +59,10 @@ def ragged_linear(
     if norm_eps is not None:
         squares = h.square().sum(-1) if square_sums is None else square_sums[:, :rows].to(dtype).sum(0)
         h = h * torch.rsqrt(squares / x.shape[1] + norm_eps)[:, None]
-    y = F.linear(h, weight.to(dtype), None if bias is None else bias.to(dtype))
+    weight = weight.to(dtype)
+    if weight_scales is not None:
+        weight = weight * weight_scales.to(dtype)[:, None]
+    y = F.linear(h, weight, None if bias is None else bias.to(dtype))
     if swiglu:
         gate, up = y.chunk(2, -1)
         y = F.silu(gate) * up

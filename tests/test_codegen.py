@@ -177,6 +177,13 @@ def test_a_loop_that_its_instructions_bound_is_found():
     assert fault.endswith("0.889 tensor cycles for a cycle of issue in its loop, at least 0.9")
 
 
+def test_widening_may_take_most_of_the_instructions():
+    """Of a loop whose weight is in e4m3, to a limit."""
+    for ratio, found in ((0.34, 0), (0.32, 1)):
+        assert len(codegen.faults("sm_90", [replace(GOOD, tensor_over_issue=ratio, is_e4m3=True)])) == found
+        assert len(codegen.faults("sm_90", [replace(GOOD, tensor_over_issue=ratio)])) == 1
+
+
 def test_only_what_streams_on_sm_90_needs_copies_in_flight():
     slow = {"bytes_in_flight": 0, "tensor_over_issue": 0.1}
     for kernel in ("_value_tree_attention_kernel 1", "_value_head_kernel 1"):

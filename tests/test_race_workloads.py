@@ -25,7 +25,7 @@ from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.ops.embed_tokens import embed_tokens
 from lenvm_kernels.ops.gather_requests import empty_requests, gather_requests
 from lenvm_kernels.ops.ragged_layout import ragged_layout
-from lenvm_kernels.ops.ragged_linear import ragged_linear
+from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.sample_candidates import sample_candidates
@@ -212,17 +212,27 @@ def layout(lens, counts, deltas, k):
     "_ragged_linear_kernel",
     splits=(140, 131, 4096, 80, False, False, torch.bfloat16),
     few_rows=(5, 9, 4864, 66, False, False, torch.float16),
+    e4m3=(140, 131, 4096, 80, False, False, torch.bfloat16, True),
+    e4m3_swiglu=(70, 7, 150, 90, True, False, torch.float16, True),
+    e4m3_few_rows=(5, 9, 4864, 66, False, False, torch.float16, True),
 )
-def linear(tokens, live, size, outputs, swiglu, norm, dtype):
+def linear(tokens, live, size, outputs, swiglu, norm, dtype, e4m3=False):
     generator = torch.Generator().manual_seed(tokens)
     random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
     columns = outputs * (2 if swiglu else 1)
     square_sums = padded(torch.zeros(-(-outputs // 64), tokens), 3)
     counters = torch.zeros(linear_op.num_counters(tokens, columns, size, swiglu) + 1, dtype=torch.int32)
+    x, weight, scales = padded(random(tokens, size), 3), random(columns, size) / size**0.5, None
+    if e4m3:
+        weight, scales = quantize_weight(weight)
+        wider = torch.zeros(columns, size + 16, dtype=weight.dtype)
+        wider[:, :size] = weight
+        weight = wider[:, :size]
     y = ragged_linear(
-        padded(random(tokens, size), 3),
-        padded(random(columns, size) / size**0.5, 16),
+        x,
+        weight if e4m3 else padded(weight, 16),
         random(columns),
+        weight_scales=scales,
         num_rows=i32([live]),
         norm_eps=1e-6 if norm else None,
         swiglu=swiglu,

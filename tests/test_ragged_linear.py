@@ -1,5 +1,6 @@
 """Ragged linear: kernels against the reference in fp64, the reference against torch.nn, and what no batch changes."""
 
+import math
 import os
 
 import numpy as np
@@ -15,7 +16,7 @@ from triton.runtime import interpreter
 from lenvm_kernels.fuzz.interpreter import bf16_bits_to_fp32
 from lenvm_kernels.fuzz.ops.ragged_linear import CONSTANTS, EPS, exact, make_inputs
 from lenvm_kernels.ops import ragged_linear as ops
-from lenvm_kernels.ops.ragged_linear import ragged_linear
+from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
 from tests.helpers.cases import assert_right, cases
 from tests.helpers.matches import assert_matches
 from tests.helpers.wrong_tensors import assert_refuses
@@ -29,6 +30,7 @@ VARIANTS = {
     "gate_up": {"norm": True, "swiglu": True},
     "all": {"bias": True, "norm": True, "residual": True, "swiglu": True},
 }
+E4M3 = {f"{name}, e4m3": VARIANTS[name] | {"e4m3": True} for name in ("qkv", "o and down", "all")}
 
 
 def number(rows, device):
@@ -81,8 +83,9 @@ def test_matches_fp64_reference(device, case):
         (896, 4864, "o and down"),
     ],
 )
-def test_real_sizes_match_fp64_reference(device, outputs, size, variant):
-    inputs = make_inputs(5, outputs, size, torch.bfloat16, device=device, **VARIANTS[variant])
+@pytest.mark.parametrize("e4m3", [False, True])
+def test_real_sizes_match_fp64_reference(device, outputs, size, variant, e4m3):
+    inputs = make_inputs(5, outputs, size, torch.bfloat16, device=device, e4m3=e4m3, **VARIANTS[variant])
     y = ragged_linear(**inputs, num_rows=number(3, device), backend="triton")
     assert_matches(y[:3], exact(**inputs)[:3], "ragged_linear", torch.bfloat16)
 
@@ -116,6 +119,84 @@ def test_reference_matches_torch_modules(num_rows):
     assert not y[rows:].any()
 
 
+def as_e4m3(number):
+    """The nearest number of e4m3, ties to the even one: 3 bits after the leading one, none below 2^-9."""
+    if number == 0:
+        return 0.0
+    ulp = 2.0 ** max(math.frexp(abs(number))[1] - 4, -9)
+    return round(number / ulp) * ulp
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_quantized_rows_by_hand(dtype):
+    rows = [[448.0, 1.0, 1.0625, 1.1875, -300.0], [0.0] * 5, [-7.0, 3.4, 0.001, -0.0001, 0.5], [1e-3, 0, 0, 0, -2e-3]]
+    weight = torch.tensor(rows, dtype=dtype)
+    quantized, scales = quantize_weight(weight)
+    assert quantized.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
+    # Between 1 and 1.125 the even one is 1, between 1.125 and 1.25 it is 1.25; 300 is between 288 and 320.
+    assert quantized[0].tolist() == [448, 1, 1, 1.25, -288]
+    assert quantized[1].tolist() == [0] * 5 and scales[:2].tolist() == [1, 1]
+    for row in (2, 3):
+        values = weight[row].float().tolist()
+        scale = float(np.float32(max(map(abs, values))) / np.float32(448))
+        assert scales[row] == scale
+        assert quantized[row].tolist() == [as_e4m3(float(np.float32(value) / np.float32(scale))) for value in values]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantized_weights_are_near(dtype):
+    """Of rows of all sizes there are, within half a step of e4m3. Nothing is beyond its largest number, 448."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = 10.0 ** torch.linspace(-45, 38, 400)[:, None]
+    weight = (torch.randn(400, 300, generator=generator).clamp(-3, 3) * sizes).to(dtype)
+    weight = weight[weight.isfinite().all(1)]
+    assert len(weight) > (30 if dtype == torch.float16 else 390)
+    quantized, scales = quantize_weight(weight)
+    exact, scales = weight.double(), scales.double()[:, None]
+    assert (scales > 0).all()
+    error = (exact - scales * quantized.double()).abs()
+    assert (error <= (1 + 1e-6) * torch.maximum(exact.abs() / 16, scales / 1024)).all()
+    is_whole = exact.abs().amax(1) > 1e-35
+    assert (quantized.double().abs().amax(1)[is_whole] == 448).all() and is_whole.sum() > 30
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_a_broken_weight_breaks_its_column(device, broken, backend):
+    weight = torch.ones(5, 40, device=device)
+    weight[3, 20] = broken
+    weight, scales = quantize_weight(weight)
+    y = ragged_linear(torch.ones(2, 40, device=device).half(), weight, weight_scales=scales, backend=backend)
+    assert y[:, 3].isnan().all() and (y[:, [0, 1, 2, 4]] == 40).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_of_e4m3(device, dtype):
+    """The kernel's products are those of the very numbers, the smallest ones too."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    weight = codes[~codes.float().isnan()].view(127, 2)
+    y = ragged_linear(
+        torch.eye(2, dtype=dtype, device=device),
+        weight,
+        weight_scales=torch.ones(127, device=device),
+        backend="triton",
+    )
+    assert torch.equal(y.T, weight.to(dtype))
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("variant", E4M3)
+@pytest.mark.parametrize("size", [96, 320])
+def test_a_scale_belongs_to_a_row_of_the_weight(device, small_limits, backend, variant, size):
+    """The same as the weight that is meant, spelt out in fp64."""
+    inputs = make_inputs(9, 80, size, torch.float16, device=device, row_padding=3, **E4M3[variant])
+    y = ragged_linear(**inputs, backend=backend)
+    scales = inputs.pop("weight_scales")
+    assert scales.max() > 1.5 * scales.min()
+    inputs["weight"] = inputs["weight"].double() * scales.double()[:, None]
+    assert_matches(y, exact(**inputs), "ragged_linear", torch.float16)
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("num_rows", [None, 2])
 def test_reference_keeps_the_dtype_and_rounds_once(dtype, num_rows):
@@ -140,25 +221,32 @@ def test_tiles_follow_from_rows_and_weight(monkeypatch):
         return found
 
     monkeypatch.setattr("lenvm_kernels.ops._common.ARCHITECTURE", "sm_90")
-    small = (64, 64)
+    e4m3, small = torch.float8_e4m3fn, (64, 64)
     assert tiles(1) == tiles(8) == [small, small, (64, 128), small]
     assert tiles(16) == [small, small, (128, 256), (128, 64)]
     assert tiles(64) == [(128, 64), (128, 64), (128, 256), (128, 256)]
     assert tiles(128) == [(128, 128), (128, 128), (128, 256), (128, 256)]
     assert tiles(256) == tiles(4096) == [(128, 256)] * 4
+    assert tiles(1, e4m3) == [(32, 64), (32, 64), (32, 256), (32, 64)]
+    assert tiles(8, e4m3) == [(32, 64), (32, 64), (64, 128), small]
+    assert tiles(64, e4m3) == [(64, 128), (64, 128), (128, 256), (128, 256)]
+    assert tiles(256, e4m3) == tiles(4096, e4m3) == [(128, 256)] * 4
     for_fp32 = [(128, 64), (128, 64), (128, 128), (128, 128)]
     assert tiles(1, torch.float32) == tiles(256, torch.float32) == for_fp32
     for elsewhere in ("sm_80", "sm_100", "hip"):
         monkeypatch.setattr("lenvm_kernels.ops._common.ARCHITECTURE", elsewhere)
         assert tiles(1) == tiles(256) == for_fp32
+        assert tiles(1, e4m3) == tiles(256, e4m3) == [(64, 128)] * 4
 
 
 def test_every_tile_holds_whole_groups():
-    for tile in (*ops.TILES, ops.TILE, ops.TILE_WIDE, ops.TILE_SWIGLU):
-        assert tile.block_n % ops.SUM_COLUMNS == tile.block_m % ops.SUM_ROWS == 0
-        assert tile.block_m >= ops.TILES[-1].block_m and tile.block_n >= ops.TILES[-1].block_n  # of num_counters
-    for tile in (ops.choose_tile(1, 2, 1, True, dtype) for dtype in DTYPES):
-        assert tile.block_n >= 2 * ops.SQUARES_GROUP
+    for tile in (*ops.TILES, *ops.TILES_E4M3, ops.TILE, ops.TILE_WIDE, ops.TILE_SWIGLU, ops.TILE_E4M3):
+        assert tile.block_n % ops.SUM_COLUMNS == tile.block_m % min(ops.SUM_ROWS, tile.block_m) == 0
+        assert ops.num_counters(tile.block_m, tile.block_n, 8960) >= 1
+        assert ops.num_counters(tile.block_m + 1, tile.block_n, 8960) >= 2
+        assert ops.num_counters(tile.block_m, tile.block_n + 1, 8960) >= 2
+    for dtype in (*DTYPES, torch.float8_e4m3fn):
+        assert ops.choose_tile(1, 2, 1, True, dtype).block_n >= 2 * ops.SQUARES_GROUP
 
 
 @pytest.mark.parametrize(
@@ -169,12 +257,15 @@ def test_every_tile_holds_whole_groups():
         ("qkv", 320, torch.bfloat16),
         ("o and down", 160, torch.bfloat16),
         ("o and down", 320, torch.float16),
+        ("all, e4m3", 160, torch.bfloat16),
+        ("qkv, e4m3", 320, torch.bfloat16),
+        ("o and down, e4m3", 420, torch.float16),
     ],
 )
 def test_no_tile_changes_a_bit(device, small_limits, dot_in_order, use_tile, dtype, size, variant):
     """Of a row, in any place, with others or alone; of the sums of its squares neither."""
     tokens = 150
-    inputs = make_inputs(tokens, 200, size, dtype, device=device, **VARIANTS[variant])
+    inputs = make_inputs(tokens, 200, size, dtype, device=device, **(VARIANTS | E4M3)[variant])
     residual = inputs.pop("residual", None)
     x = inputs.pop("x")
 
@@ -184,7 +275,8 @@ def test_no_tile_changes_a_bit(device, small_limits, dot_in_order, use_tile, dty
         y = ragged_linear(x[rows], **inputs, residual=added, square_sums_out=square_sums, backend="triton")
         return torch.cat([y.float(), square_sums.T], 1)
 
-    tiles = [tile for tile in ops.TILES if tile.block_n >= 64 * (1 + inputs["swiglu"])]
+    tiles = ops.TILES_E4M3 if "weight_scales" in inputs else ops.TILES
+    tiles = [tile for tile in tiles if tile.block_n >= 64 * (1 + inputs["swiglu"])]
     use_tile(tiles[0])
     everything = torch.arange(tokens, device=device)
     expected = run(everything)
@@ -201,9 +293,14 @@ def test_a_row_has_the_same_bits_in_every_batch(device, dot_in_order, dtype, var
     check_bits_of_rows(make_inputs(172, 97, 160, dtype, device=device, **VARIANTS[variant]))
 
 
-@pytest.mark.parametrize("variant", ["all", "o and down"])
+@pytest.mark.parametrize("variant", ["all", "o and down", *E4M3])
 def test_a_row_has_the_same_bits_in_every_batch_of_a_large_weight(device, small_limits, dot_in_order, variant):
-    check_bits_of_rows(make_inputs(172, 144, 320, torch.bfloat16, device=device, **VARIANTS[variant]))
+    check_bits_of_rows(make_inputs(172, 144, 320, torch.bfloat16, device=device, **(VARIANTS | E4M3)[variant]))
+
+
+@pytest.mark.parametrize("variant", E4M3)
+def test_a_row_has_the_same_bits_in_every_batch_of_a_weight_in_8_bits(device, dot_in_order, variant):
+    check_bits_of_rows(make_inputs(172, 97, 160, torch.float16, device=device, **E4M3[variant]))
 
 
 def check_bits_of_rows(inputs):
@@ -254,19 +351,19 @@ def guarded(monkeypatch):
     return buffers
 
 
-@pytest.mark.parametrize("variant", ["all", "o and down"])
+@pytest.mark.parametrize("variant", ["all", "o and down", "all, e4m3", "o and down, e4m3"])
 @pytest.mark.parametrize("num_rows", [-5, 0, 1, 128, 129, 170, 171, 2**31 - 1])
 def test_rows_that_do_not_exist_are_neither_read_nor_written(device, small_limits, guarded, variant, num_rows):
-    tokens = 170
+    tokens, dtype = 170, torch.float16 if variant in E4M3 else torch.float32
     rows = max(0, min(num_rows, tokens))
-    inputs = make_inputs(tokens, 48, 320, torch.float32, device=device, **VARIANTS[variant])
+    inputs = make_inputs(tokens, 48, 320, dtype, device=device, **(VARIANTS | E4M3)[variant])
     healthy = exact(**inputs)
     inputs["x"][rows:] = float("nan")
     if "residual" in inputs:
         inputs["residual"][rows:] = float("nan")
     guarded.clear()
     y = ragged_linear(**inputs, num_rows=number(num_rows, device), backend="triton")
-    assert_matches(y[:rows], healthy[:rows], "ragged_linear", torch.float32)
+    assert_matches(y[:rows], healthy[:rows], "ragged_linear", dtype)
     assert (y[rows:] == 77).all()
     out, *workspace = guarded
     assert len(workspace) == 1  # the sums of squares, or the parts of the sums
@@ -274,7 +371,7 @@ def test_rows_that_do_not_exist_are_neither_read_nor_written(device, small_limit
         assert (buffer[[0, -1]] == 77).all()
     assert (workspace[0][1:-1, rows:] == 77).all()
     reference = ragged_linear(**inputs, num_rows=number(num_rows, device), backend="reference")
-    assert_matches(reference[:rows], healthy[:rows], "ragged_linear", torch.float32)
+    assert_matches(reference[:rows], healthy[:rows], "ragged_linear", dtype)
     assert not reference[rows:].any()
 
 
@@ -289,11 +386,13 @@ def added_in_pairs(y):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [96, 320])  # whole sums, and parts of sums
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, "all, e4m3", "o and down, e4m3"])
 def test_square_sums_of_the_result(device, small_limits, dtype, size, variant):
     """In rows and columns that are there, and as the next call would add them up itself, to the bit."""
+    if variant in E4M3 and dtype == torch.float32:
+        pytest.skip("the kernels take no fp32 beside e4m3")
     tokens, rows, outputs = 150, 133, 200
-    inputs = make_inputs(tokens, outputs, size, dtype, device=device, **VARIANTS[variant])
+    inputs = make_inputs(tokens, outputs, size, dtype, device=device, **(VARIANTS | E4M3)[variant])
     around = torch.full((6, tokens + 7), 77.0, device=device)
     square_sums = around[1:5, :tokens]
     y = ragged_linear(**inputs, num_rows=number(rows, device), square_sums_out=square_sums, backend="triton")
@@ -334,10 +433,11 @@ def test_square_sums_replace_those_of_x(device, backend):
     torch.testing.assert_close(y[:compared], expected[:compared])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, "o and down, e4m3"])
 def test_counters_are_zero_again(device, small_limits, variant):
     """Given ones give the same bits as none; more than are needed are left alone."""
-    inputs = make_inputs(300, 200, 320, torch.float32, device=device, **VARIANTS[variant])
+    dtype = torch.float16 if variant in E4M3 else torch.float32
+    inputs = make_inputs(300, 200, 320, dtype, device=device, **(VARIANTS | E4M3)[variant])
     swiglu = inputs["swiglu"]
     needed = ops.num_counters(300, 200, 320, swiglu)
     assert (needed > 0) == (not swiglu)
@@ -405,13 +505,13 @@ def test_eps_is_added_to_the_mean_of_squares(device, backend, eps):
     assert_matches(y, exact(**inputs), "ragged_linear", torch.float32)
 
 
-@pytest.mark.parametrize("far_rows", ["x", "weight", "residual"])
-def test_offsets_past_32_bits(device, far_rows):
+@pytest.mark.parametrize(("far_rows", "e4m3"), [("x", False), ("weight", False), ("weight", True), ("residual", False)])
+def test_offsets_past_32_bits(device, far_rows, e4m3):
     """Rows 2**30 numbers apart, so that row 2 is 2**31 away. Pages that nothing touches take no memory on a CPU."""
     far = 2**30
-    inputs = make_inputs(3, 3, 3, torch.float16, device=device, norm=True, residual=True)
+    inputs = make_inputs(3, 3, 3, torch.float16, device=device, norm=True, residual=True, e4m3=e4m3)
     expected = exact(**inputs)
-    spread = torch.empty(2 * far + 3, dtype=torch.float16, device=device).as_strided((3, 3), (far, 1))
+    spread = torch.empty(2 * far + 3, dtype=inputs[far_rows].dtype, device=device).as_strided((3, 3), (far, 1))
     inputs[far_rows] = spread.copy_(inputs[far_rows])
     assert_matches(ragged_linear(**inputs, backend="triton"), expected, "ragged_linear", torch.float16)
 
@@ -429,6 +529,8 @@ ERRORS = [
     ("weight", torch.zeros(96, 128)[:, ::2], ValueError, "weight must be contiguous in its last dimension"),
     ("weight", torch.zeros(97, 64), ValueError, r"weight must have an even number of rows.* \[97, 64\]"),
     ("weight", torch.zeros(0, 64), ValueError, r"weight must have an even number of rows.* \[0, 64\]"),
+    ("weight", torch.zeros(96, 64).to(torch.float8_e4m3fn), ValueError, "weight_scales must be those of .*, got None"),
+    ("weight_scales", torch.ones(96), ValueError, r"weight must be float8_e4m3fn \[\*, 64\] on cpu, got float32"),
     ("bias", torch.zeros(48), ValueError, r"bias must be float32 \[96\] on cpu, got float32 \[48\]"),
     ("bias", torch.zeros(96).half(), ValueError, "bias must be float32 .*, got float16"),
     ("num_rows", 3, TypeError, r"num_rows must be a tensor int32 \[1\] on cpu, got int"),
@@ -468,6 +570,36 @@ def test_errors_name_the_argument(name, value, error, message):
     arguments = {**make_inputs(3, 48, 64, torch.float32, **VARIANTS["all"]), "backend": "reference"} | {name: value}
     with pytest.raises(error, match=message):
         ragged_linear(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("scales", "error", "message"),
+    [
+        ([1.0], TypeError, r"weight_scales must be a tensor float32\|float64 \[96\] on cpu, got list"),
+        (torch.ones(48), ValueError, r"weight_scales must be float32\|float64 \[96\] on cpu, got float32 \[48\]"),
+        (torch.ones(96).half(), ValueError, "weight_scales must be float32.*, got float16"),
+        (torch.ones(96, device="meta"), ValueError, "weight_scales must be .* on cpu, got .* on meta"),
+        (torch.ones(192)[::2], ValueError, "weight_scales must be contiguous"),
+    ],
+)
+def test_errors_name_the_scales(scales, error, message):
+    inputs = make_inputs(3, 48, 64, torch.float16, **E4M3["all, e4m3"]) | {"weight_scales": scales}
+    with pytest.raises(error, match=message):
+        ragged_linear(**inputs, backend="reference")
+
+
+def test_triton_takes_e4m3_where_it_can(device, monkeypatch):
+    inputs = make_inputs(3, 48, 64, torch.float32, device=device, e4m3=True)
+    with pytest.raises(
+        ValueError, match="weight_scales: the kernels multiply e4m3 by bfloat16 or float16, got float32"
+    ):
+        ragged_linear(**inputs, backend="triton")
+    inputs["x"] = inputs["x"].half()
+    for gpu in ("sm_80", "sm_86"):
+        monkeypatch.setattr("lenvm_kernels.ops._common.ARCHITECTURE", gpu)
+        with pytest.raises(ValueError, match=f"weight_scales: the kernels take e4m3 on GPUs from sm_89 on, got {gpu}"):
+            ragged_linear(**inputs, backend="triton")
+        assert ragged_linear(**inputs, backend="reference").isfinite().all()
 
 
 def test_a_weight_without_rows_is_refused():

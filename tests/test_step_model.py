@@ -316,7 +316,13 @@ def test_the_page_sets_the_numbers_beside_those_before():
         numbers["milliseconds"] *= 2
         numbers["layer"]["gone"] = numbers["layer"].pop("b")
     before = {"commit": "abcdef0", "command": "command", "date": "2026-01-01", "models": old}
-    text = step_model.page(now, before, rates)
+    quantized = json.loads(json.dumps(now))
+    for numbers in quantized[step_model.DETAILED].values():
+        numbers["milliseconds"] *= 0.75
+        numbers["layer"] = {"ragged_linear 8 x 4": [7.25, "HBM"], "not in the table": [1.0, ""]}
+    for numbers in now[step_model.DETAILED].values():
+        numbers["layer"]["ragged_linear 8 x 4"] = [9.5, "HBM"]
+    text = step_model.page(now, quantized, before, rates)
     assert json.loads(step_model.dump(before)) == before
     a, b = (now[step_model.DETAILED]["8 H100"]["layer"][label][0] for label in "ab")
     assert f"| a | {a:.1f} |" in text and f"| b | {b:.1f} |" in text
@@ -325,6 +331,8 @@ def test_the_page_sets_the_numbers_beside_those_before():
     ms = n["milliseconds"]
     row = f"| {step_model.DETAILED} | 64 | H200 | 76 | 76 | {n['floor']:.2f} | {ms:.2f} | {2 * ms:.2f} |"
     assert row in text and "abcdef0" in text
+    assert text.count("| ragged_linear 8 x 4, us | 7.2 | 7.2 | 7.2 | 9.5 | 9.5 | 9.5 |") == 2
+    assert f" {0.75 * ms:.2f} |" in text and "not in the table" not in text
 
 
 def test_the_committed_numbers_before_are_whole():
@@ -371,7 +379,7 @@ DEVICE = "NVIDIA H100 80GB HBM3"
 def suite(tmp_path, monkeypatch):
     """What writes a suite's results, as they would be at known rates, and gives their folder."""
     monkeypatch.setattr(kernel_model, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(step_rates.Step, "of", lambda model, requests, counts, cached: a_step(requests))
+    monkeypatch.setattr(step_rates.Step, "of", lambda model, requests, counts, cached, weights: a_step(requests))
 
     def case(seconds, **shape):
         times = Times(seconds, 0.01, 3 * seconds, 0.01, "graph")
@@ -452,7 +460,7 @@ def test_matmuls_of_the_suite_are_fitted_too(suite, monkeypatch):
     """The time of a cold call: an empty kernel's, and the gaps between its launches."""
     launches = a_step(64).layer
     monkeypatch.setattr(step_rates, "launches_of", lambda run, live: launches if live == Live(384) else [])
-    shape = dict(model="Qwen2.5-0.5B", layer="o", rows=384, room=1.5, dtype="bfloat16")
+    shape = dict(model="Qwen2.5-0.5B", layer="o", rows=384, room=1.5, weights="dtype", dtype="bfloat16")
     seconds = 3e-6 + sum(launch.cost(H100, KNOWN).seconds for launch in launches) + KNOWN.gap
     result = CaseResult("o", shape, Measurement(Times(1.0, 0.0, seconds, 0.0, "graph")))
     folder = suite(sizes=(1, 8, 64))

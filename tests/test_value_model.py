@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
+from lenvm_kernels.ops.ragged_linear import quantize_weight
 from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel, ValueModelConfig
 from tests.helpers.models import (
     ARCHITECTURES,
@@ -525,6 +526,87 @@ def test_weights_are_rounded_once():
     assert torch.equal(value_model.head[0], (head["v_head.fc.weight"] * model.model.norm.weight).bfloat16())
     for mine, name in zip(value_model.head[1:], ("fc.bias", "summary.weight", "summary.bias"), strict=True):
         assert torch.equal(mine, head[f"v_head.{name}"])
+
+
+def dequantized(value_model, like):
+    """The model in 8 bits with its matrices spelt out in the dtype of another."""
+    matrices = ("qkv", "o", "gate_up", "down")
+    like.layers = [
+        layer._replace(
+            **{name: getattr(layer, name).float() * getattr(layer, f"{name}_scales")[:, None] for name in matrices},
+            **{f"{name}_scales": None for name in matrices},
+        )
+        for layer in value_model.layers
+    ]
+    return like
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_weights_in_8_bits(architecture, tmp_path):
+    """The forward is that of the weights that the quantised ones mean; no other tensor is another one."""
+    model, head = random_pair(architecture)
+    model.save_pretrained(tmp_path)
+    plain, quantized, for_reference = (
+        ValueModel.from_pretrained(tmp_path, head, weights=weights) for weights in (None, "fp8", None)
+    )
+    assert (plain.weights, quantized.weights) == (None, "fp8")
+    results = [
+        mixed_requests(m).step(MIXED_DELTAS, MIXED_CANDIDATES)
+        for m in (quantized, dequantized(quantized, for_reference), plain)
+    ]
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=ATOL)
+    assert 1e-3 < (results[0] - results[2]).abs().max() < 0.5
+    for mine, other in zip(quantized.layers, plain.layers, strict=True):
+        for name in ("qkv", "o", "gate_up", "down"):
+            expected, scales = quantize_weight(getattr(other, name))
+            assert getattr(mine, name).dtype == torch.float8_e4m3fn
+            assert torch.equal(getattr(mine, name).float(), expected.float())
+            assert torch.equal(getattr(mine, f"{name}_scales"), scales)
+            assert getattr(other, f"{name}_scales") is None
+        for name in ("qkv_bias", "qk_norm", "o_bias", "gate_up_bias", "down_bias"):
+            biases = getattr(mine, name), getattr(other, name)
+            assert biases == (None, None) or torch.equal(*biases)
+    assert torch.equal(quantized.embedding, plain.embedding)
+    assert all(map(torch.equal, quantized.head, plain.head))
+
+
+def test_weights_in_8_bits_of_a_model_in_memory():
+    """Made of the weights before they are rounded to the dtype; the same from any constructor."""
+    model, head = random_pair("qwen2")
+    half = ValueModel(
+        ValueModelConfig.from_hf(model.config),
+        {**model.state_dict(), **head},
+        dtype=torch.bfloat16,
+        weights="fp8",
+    )
+    shared = ValueModel.from_causal_lm(model, head, weights="fp8")
+    attention, norm = model.model.layers[1].self_attn, model.model.layers[1].input_layernorm.weight
+    qkv = torch.cat([x.weight for x in (attention.q_proj, attention.k_proj, attention.v_proj)]) * norm
+    for value_model in (half, shared):
+        for mine, expected in zip(
+            (value_model.layers[1].qkv, value_model.layers[1].qkv_scales), quantize_weight(qkv.detach()), strict=True
+        ):
+            assert mine.dtype == expected.dtype and torch.equal(mine.float(), expected.float())
+    assert half.embedding.dtype == half.layers[0].qkv_bias.dtype == torch.bfloat16
+
+
+def test_the_kernels_take_weights_in_8_bits(monkeypatch):
+    """Against the references, in fp16, at places that permute and pad the requests."""
+    model, head = random_pair("qwen3")
+    value_model = value_model_of(model, head, dtype=torch.float16, weights="fp8")
+    results = [
+        mixed_requests(value_model, backend=backend).step(MIXED_DELTAS, MIXED_CANDIDATES)
+        for backend in ("triton", "reference")
+    ]
+    torch.testing.assert_close(*results, rtol=0, atol=0.02)
+    assert not value_model._counters.any()
+
+
+@pytest.mark.parametrize("weights", ["int8", "bf16", "", True])
+def test_unknown_weights_are_refused(weights):
+    model, head = random_pair("llama")
+    with pytest.raises(ValueError, match=f"weights must be one of None, 'fp8', got {weights!r}"):
+        ValueModel.from_causal_lm(model, head, weights=weights)
 
 
 def test_negative_tokens_are_outside_the_vocabulary(trees_loaded):

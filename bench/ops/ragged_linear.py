@@ -5,6 +5,7 @@
 The projections of a layer. There is room for more rows than are live, as in a graph captured for every candidate a step
 can have: 1.5 times as many where five of eight slots are filled, 4 times in a batch of few candidates. The peers are
 told the number of rows: "(cuBLAS, bare)" computes the matmul alone, "cuBLAS and operators" norm, SwiGLU, residual too.
+Their weights are in 16 bits also where ours are in 8 (``weights fp8``).
 """
 
 import torch
@@ -12,13 +13,19 @@ import torch.nn.functional as F
 
 from bench.harness.cases import Benchmark, Case
 from bench.models import DIMENSIONS
-from lenvm_kernels.ops.ragged_linear import SQUARES_GROUP, num_counters, ragged_linear, square_sums_shape
+from lenvm_kernels.ops.ragged_linear import (
+    SQUARES_GROUP,
+    num_counters,
+    quantize_weight,
+    ragged_linear,
+    square_sums_shape,
+)
 from lenvm_kernels.reference import ragged_linear as reference
 
 EPS = 1e-6
 
 
-def make_case(device: str, *, model: str, layer: str, rows: int, room: float, dtype: str) -> Case:
+def make_case(device: str, *, model: str, layer: str, rows: int, room: float, weights: str, dtype: str) -> Case:
     hidden, intermediate, _, heads, kv_heads, head_dim, _ = DIMENSIONS[model]
     # Columns of the result, columns of x, and what goes with the matmul.
     outputs, size, norm, swiglu, has_residual = {
@@ -44,12 +51,18 @@ def make_case(device: str, *, model: str, layer: str, rows: int, room: float, dt
     if has_residual:
         extra["square_sums_out"] = torch.empty(square_sums_shape(tokens, outputs), device=device)
 
+    kept = weight
+    if weights == "fp8":
+        kept, extra["weight_scales"] = quantize_weight(weight)
+
     def run() -> torch.Tensor:
-        return ragged_linear(x, weight, bias, num_rows=num_rows, residual=residual, **options, **extra)[:rows]
+        return ragged_linear(x, kept, bias, num_rows=num_rows, residual=residual, **options, **extra)[:rows]
 
     def expected() -> torch.Tensor:
         doubled = {name: tensor if tensor is None else tensor.double() for name, tensor in live.items()}
-        return reference.ragged_linear(x[:rows].double(), weight.double(), **doubled, **options)
+        scales = {name: extra[name] for name in extra if name == "weight_scales"}
+        matrix = kept if scales else weight.double()
+        return reference.ragged_linear(x[:rows].double(), matrix, **doubled, **scales, **options)
 
     def bare() -> tuple[torch.Tensor]:  # no tensor, as it is not the result to compare
         return (F.linear(x[:rows], weight, bias),)
@@ -61,7 +74,7 @@ def make_case(device: str, *, model: str, layer: str, rows: int, room: float, dt
             y = F.silu(gate) * up
         return y if residual is None else y + residual[:rows]
 
-    moved = sum(tensor.nbytes for tensor in (x[:rows], weight, *live.values()) if tensor is not None)
+    moved = sum(tensor.nbytes for tensor in (x[:rows], kept, *live.values()) if tensor is not None)
     return Case(
         run,
         moved + rows * outputs * x.itemsize,
@@ -74,15 +87,21 @@ def make_case(device: str, *, model: str, layer: str, rows: int, room: float, dt
 BENCHMARK = Benchmark(
     "ragged_linear",
     make_case,
-    production=dict(model="Qwen2.5-1.5B", layer="gate_up", rows=384, room=1.5),  # B 64: a last token and k 5
+    production=dict(
+        model="Qwen2.5-1.5B", layer="gate_up", rows=384, room=1.5, weights="dtype"
+    ),  # B 64: a last token and k 5
     axes=dict(
         layer=["down", "qkv", "o"],
         rows=[6, 48, 1536, 3072],
+        weights=["fp8"],
         model=["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"],
         room=[1, 4],
     ),
     others=[
         *(dict(layer="down", rows=rows) for rows in (6, 48, 3072)),
+        *(dict(weights="fp8", layer=layer, rows=48) for layer in ("gate_up", "down", "qkv", "o")),
+        *(dict(weights="fp8", layer=layer) for layer in ("down", "qkv", "o")),
+        dict(weights="fp8", rows=3072),
         dict(layer="qkv", rows=6),
         dict(layer="o", rows=6),
         dict(model="Qwen2.5-0.5B", layer="down"),

@@ -436,11 +436,16 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
     assert settings is not None  # else plugin() would not have hooked the engine
     device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device(runner.device)
     value_model = ValueModel.from_pretrained(
-        settings.value_model, settings.value_head, dtype=settings.dtype or runner.dtype, device=device
+        settings.value_model,
+        settings.value_head,
+        dtype=settings.dtype or runner.dtype,
+        device=device,
+        weights=settings.weights,
     )
     check_vocabulary(runner, settings, value_model)
     _guide = Guide(settings, value_model)
-    logger.info("LenVM: value model %s in %s on %s", settings.value_model, value_model.dtype, device)
+    kept = value_model.weights or value_model.dtype
+    logger.info("LenVM: value model %s in %s on %s", settings.value_model, kept, device)
 
 
 def check_vocabulary(runner: ModelRunner, settings: Settings, value_model: ValueModel) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INT_DTYPES = (torch.int32, torch.int64)
+E4M3 = torch.float8_e4m3fn
 # What the operators of each backend take: of any floating-point tensor, and of one that is fp32 on a GPU.
 FLOATS = {"triton": FLOAT_DTYPES, "reference": (*FLOAT_DTYPES, torch.float64)}
 SINGLES = {"triton": (torch.float32,), "reference": (torch.float32, torch.float64)}
@@ -75,6 +76,26 @@ def _architecture_at_hand() -> str:
     if torch.version.hip:
         return "hip"
     return "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else ""
+
+
+def check_e4m3(name: str, dtype: torch.dtype, backend: str) -> None:
+    """Check that numbers in e4m3 can be multiplied by such of ``dtype``. The reference does it with any.
+
+    Args:
+        name: what asks for e4m3, for the message.
+        dtype: of the other operand. Triton multiplies fp32 as tf32 on sm_100 where the other operand was e4m3.
+        backend: ``triton`` or ``reference``.
+
+    Raises:
+        ValueError: the kernels do not take the dtype, or Triton does not convert e4m3 on the GPU at hand.
+    """
+    if backend == "reference":
+        return
+    if dtype.itemsize != 2:
+        raise ValueError(f"{name}: the kernels multiply e4m3 by bfloat16 or float16, got {_dtype_name(dtype)}")
+    gpu = architecture()
+    if gpu.startswith("sm_") and int(gpu[3:]) < 89:
+        raise ValueError(f"{name}: the kernels take e4m3 on GPUs from sm_89 on, got {gpu}")
 
 
 # LENVM_PDL=0 launches kernels one after the other.

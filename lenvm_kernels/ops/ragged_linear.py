@@ -3,6 +3,7 @@
 The matmul of the value model's layers (the projections of a Qwen2 or Llama decoder layer), with what stands around it:
 
     y = inv_rms(x) * (x W^T) + b        inv_rms(x) = 1 / sqrt(mean(x^2) + eps), or 1
+    W[n] = scale[n] * W8[n]             with a weight in 8 bits (e4m3): a scale for each of its rows
     y = silu(gate) * up + r             with swiglu: gate and up are the two halves of the columns of y
 
 Why not cuBLAS: it takes the number of rows from the host, so a CUDA graph captured for the most rows always computes
@@ -13,10 +14,14 @@ the first reason norm, SwiGLU and residual are in it, too: torch's would compute
 RMSNorm commutes with the matmul: its weight is folded into W, and its factor scales a finished row. So x itself is the
 matmul's operand, not rounded again. The factor needs the sum of the squares of a row. Whoever stores the row has its
 squares at hand, a group of columns at a time: a call leaves their sums to the next one, which adds the groups in order.
+A weight in 8 bits is half of what a launch of few rows reads. Its numbers are widened to the dtype of x, exactly, and a
+finished column is scaled, so that the products are those of 16 bits.
+
 Long sums are split over programs. The last one to store its part of a tile adds all of them, in order too. So a call is
 one launch, with a small one before it where nobody has left the sums of squares.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -26,10 +31,12 @@ import triton.language as tl
 from torch import Tensor
 
 from lenvm_kernels.ops._common import (
+    E4M3,
     FLOATS,
     SINGLES,
     architecture,
     ceil_div,
+    check_e4m3,
     check_tensor,
     fitting_stages,
     overlapping,
@@ -38,6 +45,7 @@ from lenvm_kernels.ops._common import (
 from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference._common import SQUARES_GROUP
+from lenvm_kernels.reference.ragged_linear import quantize_weight as quantize_weight
 from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference
 
 # The numbers below are estimates for an H100 or H200 (132 multiprocessors, 3.35 or 4.8 TB/s; 990 Tflop/s in bf16; L2
@@ -46,7 +54,8 @@ from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference
 # Columns whose squares are added up together by who stores them. No tile has fewer columns of the result.
 GROUP, LOG2_GROUP = tl.constexpr(SQUARES_GROUP), tl.constexpr(SQUARES_GROUP.bit_length() - 1)
 # The order of a row's sums: products in blocks of so many bytes of x, whole cache lines, and splits. Both depend on the
-# weight alone, so that the same row gives the same bits in any batch and in any tile.
+# weight alone, so that the same row gives the same bits in any batch and in any tile. Twice as long blocks of a weight
+# in e4m3 are predicted to take 1 to 2 us less for few rows, but 128 x 256 then spills on Triton 3.6 and 3.9.
 BLOCK_K_BYTES = 128
 # A long sum over few columns (down: N = 1536, K = 8960, 28 MB, 8 us of HBM) is split over more programs, of few rows at
 # most one a multiprocessor: 5 * 24. More parts would gain little there and cost most where rows are many: each writes
@@ -66,12 +75,11 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# The tiles of sm_90, by size. All tiles of a launch together fetch columns * rows * (1 / block_n + 1 / block_m) numbers
-# from L2 for each k, which bounds most launches: 128 x 256 fetches 71 % of what its matmul would hide, 128 x 128 53 %,
-# 128 x 64 35 %. So it is the largest of which there are ENOUGH_TILES: half as many as multiprocessors, which L2 sends
-# twice as much each. Few of the others are ever more than 132, so a program may have a multiprocessor for itself, with
-# 128 to 192 KB of tiles on their way. The exception is 64 x 128: gate_up of 64 rows (N = 2 * 8960) is 140 programs,
-# which must all run at once, two to a multiprocessor.
+# The tiles of sm_90, by size. For each k a tile fetches a number of each of its rows and columns from L2, which bounds
+# most launches: 128 x 256 fetches 71 % of what its matmul would hide, 128 x 128 53 %, 128 x 64 35 %. So a launch takes
+# the tile with which a multiprocessor fetches least, of several such the largest. Launches of few rows have no more
+# tiles than MULTIPROCESSORS, and a program has one for itself, with 128 to 192 KB of tiles on their way. The exception
+# is 64 x 128: gate_up of 64 rows (N = 2 * 8960) is 140 programs, which must all run at once, two to a multiprocessor.
 TILES = (
     Tile(128, 256, num_warps=8, num_stages=4),
     Tile(128, 128, num_warps=8, num_stages=6),
@@ -79,8 +87,17 @@ TILES = (
     Tile(64, 128, num_warps=4, num_stages=4),
     Tile(64, 64, num_warps=4, num_stages=8),
 )
-ENOUGH_TILES = 66
-FEW_ROWS = 64  # they do without the tiles that would be half empty
+# Of weights in e4m3, whose columns weigh half as much. Their products are transposed: an instruction takes 64 columns,
+# and may have few rows, so that a tile of 32 wastes nothing.
+TILES_E4M3 = (
+    Tile(128, 256, num_warps=8, num_stages=6),
+    Tile(128, 128, num_warps=8, num_stages=8),
+    Tile(64, 128, num_warps=8, num_stages=6),
+    Tile(64, 64, num_warps=4, num_stages=8),
+    Tile(32, 256, num_warps=8, num_stages=5),
+    Tile(32, 64, num_warps=4, num_stages=8),
+)
+MULTIPROCESSORS = 132
 # The host knows for how many rows there is room. A step needs about two thirds of them: of nine for a request with five
 # candidates, one for its last token and five.
 LIVE_SHARE = 2 / 3
@@ -89,6 +106,7 @@ LIVE_SHARE = 2 / 3
 WIDE_FROM = 4096
 TILE, TILE_WIDE = Tile(128, 64, num_warps=8, num_stages=4), Tile(128, 128, num_warps=8, num_stages=3)
 TILE_SWIGLU = Tile(64, 128, num_warps=8, num_stages=4)  # gate and up are two columns for one of the result
+TILE_E4M3 = Tile(64, 128, num_warps=8, num_stages=4)  # of 16 KB
 NUM_WARPS_SM_100 = 4
 # Programs of a launch, four a multiprocessor. With more tiles each takes several in turn; with a program for every tile
 # that could be live, ending the thousands that are not would take longer than a small batch's work.
@@ -130,6 +148,12 @@ def _inv_rms(m, rows, square_sums_ptr, stride_square_sums_group, norm_eps, K: tl
     for group in range(0, (K + GROUP - 1) // GROUP):
         total += tl.load(square_sums_ptr + tl.cast(group, tl.int64) * stride_square_sums_group + m, m < rows, other=0.0)
     return tl.rsqrt(total / K + norm_eps)
+
+
+@triton.jit
+def _widened(weight, DTYPE: tl.constexpr):
+    """e4m3 as 16 or 32 bits, exactly. By way of fp16, into which a GPU takes two numbers with one instruction."""
+    return weight.to(tl.float16).to(tl.float32).to(DTYPE)
 
 
 @triton.jit
@@ -179,6 +203,7 @@ class _Tensors(NamedTuple):
     out: Any  # [T, N]
     x: Any  # [T, K]
     weight: Any  # [N, K], or [2 N, K]
+    weight_scales: Any  # fp32 [N] or [2 N] where weight is e4m3, else None
     bias: Any  # [N] or [2 N], or None
     residual: Any  # [T, N], or None
     partial: Any  # fp32 [SPLITS, T, N], or None
@@ -188,7 +213,6 @@ class _Strides(NamedTuple):
     """From one row to the next."""
 
     x: int
-    weight: int
     residual: int
 
 
@@ -217,11 +241,14 @@ def _finish(
     m = first_row + tl.arange(0, BLOCK_M)
     n = first_output + tl.arange(0, OUTPUTS)
     is_output = (m < rows)[:, None] & (n < N)[None, :]
+    column = first_column + tl.arange(0, COLUMNS)
+    weight_row, is_column = _weight_row(column, N, SWIGLU), column < (2 * N if SWIGLU else N)
+    if ptr.weight_scales is not None:
+        y *= tl.load(ptr.weight_scales + weight_row, mask=is_column, other=0.0)[None, :]
     if square_sums_ptr is not None:
         y *= _inv_rms(m, rows, square_sums_ptr, stride_square_sums_group, norm_eps, K)[:, None]
     if ptr.bias is not None:
-        column = first_column + tl.arange(0, COLUMNS)
-        bias = tl.load(ptr.bias + _weight_row(column, N, SWIGLU), mask=column < (2 * N if SWIGLU else N), other=0.0)
+        bias = tl.load(ptr.bias + weight_row, mask=is_column, other=0.0)
         y += bias.to(tl.float32)[None, :]
     if SWIGLU:
         gate, up = tl.split(tl.reshape(y, [BLOCK_M, OUTPUTS, 2]))
@@ -277,6 +304,7 @@ def _ragged_linear_kernel(
     K: tl.constexpr,
     N: tl.constexpr,
     SWIGLU: tl.constexpr,
+    STRIDE_WEIGHT: tl.constexpr,  # from one row to the next: known, it spares the addresses of a tile many registers
     SPLITS: tl.constexpr,
     SPLIT_LEN: tl.constexpr,  # columns of x in a split, a multiple of BLOCK_K
     BLOCK_M: tl.constexpr,
@@ -288,6 +316,7 @@ def _ragged_linear_kernel(
 ):
     COLUMNS: tl.constexpr = 2 * N if SWIGLU else N
     COLUMN_BLOCKS: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
+    IS_QUANTIZED: tl.constexpr = ptr.weight_scales is not None
 
     wait_for_inputs(OVERLAPS)
     rows = _live_rows(num_rows_ptr, T)
@@ -304,15 +333,22 @@ def _ragged_linear_kernel(
         column = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
 
         x_rows = ptr.x + m.to(tl.int64)[:, None] * stride.x
-        weight_rows = ptr.weight + _weight_row(column, N, SWIGLU).to(tl.int64)[None, :] * stride.weight
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        weight_rows = ptr.weight + _weight_row(column, N, SWIGLU).to(tl.int64)[:, None] * STRIDE_WEIGHT
+        acc = tl.zeros([BLOCK_N, BLOCK_M] if IS_QUANTIZED else [BLOCK_M, BLOCK_N], tl.float32)
         # The tiles of x feed the matmul and nothing else. A second use in this loop, such as their sum of squares,
         # makes Triton (3.6 to 3.9) keep one buffer too few for a wgmma that still reads while the next copy is written.
         for start in range(0, SPLIT_LEN, BLOCK_K):
             k = split * SPLIT_LEN + start + tl.arange(0, BLOCK_K)
             x = tl.load(x_rows + k[None, :], mask=(m < rows)[:, None] & (k < K)[None, :], other=0.0)
-            weight = tl.load(weight_rows + k[:, None], mask=(column < COLUMNS)[None, :] & (k < K)[:, None], other=0.0)
-            acc = tl.dot(x, weight, acc, input_precision="ieee")
+            weight = tl.load(weight_rows + k[None, :], mask=(column < COLUMNS)[:, None] & (k < K)[None, :], other=0.0)
+            if IS_QUANTIZED:
+                # sm_90 takes the first operand of a product from registers, where e4m3 is widened. As the second one
+                # it would have to go back to shared memory.
+                acc = tl.dot(_widened(weight, x.dtype), x.T, acc, input_precision="ieee")
+            else:
+                acc = tl.dot(x, weight.T, acc, input_precision="ieee")
+        if IS_QUANTIZED:
+            acc = acc.T
 
         first_row, first_column = block_m * BLOCK_M, block_n * BLOCK_N
         squares = (square_sums_ptr, stride_square_sums_group, square_sums_out_ptr, stride_square_sums_out_group)
@@ -342,21 +378,32 @@ def num_splits(columns: int, size: int, swiglu: bool = False) -> int:
 
 
 def choose_tile(tokens: int, columns: int, splits: int, swiglu: bool, dtype: torch.dtype) -> Tile:
-    """The tile of a launch with room for ``tokens`` rows. It decides how long the launch takes, and no bit."""
+    """The tile of a launch with room for ``tokens`` rows and a weight of ``dtype``. It decides how long the launch
+    takes, and no bit."""
     name = architecture()
     if dtype.itemsize == 4 or name not in ("sm_90", ""):  # without a GPU the tiles of sm_90 run in the interpreter
+        if dtype.itemsize == 1:
+            return TILE_E4M3
         if splits > 1 or columns >= WIDE_FROM:
             return TILE_WIDE
         tile = TILE_SWIGLU if swiglu else TILE
         return tile._replace(num_warps=NUM_WARPS_SM_100) if name == "sm_100" else tile
-    rows = math.ceil(tokens * LIVE_SHARE)
-    tiles = TILES[:-1] if swiglu else TILES
-    for tile in tiles:
-        # ceil_div is written out: a step without a graph would call it a thousand times here.
-        count = -(-rows // tile.block_m) * -(-columns // tile.block_n) * splits
-        if count >= ENOUGH_TILES and (rows > FEW_ROWS or tile.block_m == FEW_ROWS):
-            return tile
-    return tiles[-1]
+    tiles, rows = TILES_E4M3 if dtype.itemsize == 1 else TILES, math.ceil(tokens * LIVE_SHARE)
+    return _fetching_least(tiles, rows, columns, splits, swiglu, dtype.itemsize, MULTIPROCESSORS)
+
+
+@functools.lru_cache(4096)  # a step without a graph asks four times a layer
+def _fetching_least(
+    tiles: tuple[Tile, ...], rows: int, columns: int, splits: int, swiglu: bool, itemsize: int, multiprocessors: int
+) -> Tile:
+    def fetched(tile: Tile) -> int:
+        """Bytes for each k, by the busiest multiprocessor."""
+        count = ceil_div(rows, tile.block_m) * ceil_div(columns, tile.block_n) * splits
+        return ceil_div(count, multiprocessors) * (2 * tile.block_m + itemsize * tile.block_n)
+
+    least, smallest = (2 if swiglu else 1) * SQUARES_GROUP, tiles[-1].block_m
+    fits = [t for t in tiles if t.block_n >= least and (rows > t.block_m // 2 or t.block_m == smallest)]
+    return min(fits, key=fetched)  # the first of equal ones
 
 
 def num_counters(tokens: int, columns: int, size: int, swiglu: bool = False) -> int:
@@ -372,7 +419,8 @@ def num_counters(tokens: int, columns: int, size: int, swiglu: bool = False) -> 
     """
     if num_splits(columns, size, swiglu) == 1:
         return 0
-    return ceil_div(tokens, TILES[-1].block_m) * ceil_div(columns, TILES[-1].block_n)
+    tiles = (*TILES, *TILES_E4M3)
+    return ceil_div(tokens, min(t.block_m for t in tiles)) * ceil_div(columns, min(t.block_n for t in tiles))
 
 
 def square_sums_shape(tokens: int, columns: int) -> tuple[int, int]:
@@ -381,9 +429,9 @@ def square_sums_shape(tokens: int, columns: int) -> tuple[int, int]:
 
 
 def _run_reference(
-    out, x, weight, bias, num_rows, norm_eps, swiglu, residual, square_sums, square_sums_out, counters
+    out, x, weight, weight_scales, bias, num_rows, norm_eps, swiglu, residual, square_sums, square_sums_out, counters
 ) -> None:
-    options = dict(num_rows=num_rows, norm_eps=norm_eps, swiglu=swiglu, residual=residual)
+    options = dict(weight_scales=weight_scales, num_rows=num_rows, norm_eps=norm_eps, swiglu=swiglu, residual=residual)
     out.copy_(_reference(x, weight, bias, **options, square_sums=square_sums, square_sums_out=square_sums_out))
 
 
@@ -392,6 +440,7 @@ def _launch(
     out: Tensor,
     x: Tensor,
     weight: Tensor,
+    weight_scales: Tensor | None,
     bias: Tensor | None,
     num_rows: Tensor | None,
     norm_eps: float | None,
@@ -405,7 +454,7 @@ def _launch(
     if tokens == 0:
         return
     splits = num_splits(columns, size, swiglu)
-    tile = choose_tile(tokens, columns, splits, swiglu, x.dtype)
+    tile = choose_tile(tokens, columns, splits, swiglu, weight.dtype)
     block_k = BLOCK_K_BYTES // x.element_size()
     tiles = ceil_div(tokens, tile.block_m) * ceil_div(columns, tile.block_n) * splits
 
@@ -431,8 +480,8 @@ def _launch(
             needed = num_counters(tokens, columns, size, swiglu)
             counters = torch.zeros(needed, dtype=torch.int32, device=x.device)
     _ragged_linear_kernel[(min(tiles, MAX_PROGRAMS),)](
-        _Tensors(out, x, weight, bias, residual, partial),
-        _Strides(x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0)),
+        _Tensors(out, x, weight, weight_scales, bias, residual, partial),
+        _Strides(x.stride(0), 0 if residual is None else residual.stride(0)),
         num_rows,
         square_sums,
         0 if square_sums is None else square_sums.stride(0),
@@ -444,12 +493,13 @@ def _launch(
         K=size,
         N=outputs,
         SWIGLU=swiglu,
+        STRIDE_WEIGHT=weight.stride(0),
         SPLITS=splits,
         SPLIT_LEN=ceil_div(ceil_div(size, block_k), splits) * block_k,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=block_k,
-        SUM_ROWS=SUM_ROWS,
+        SUM_ROWS=min(SUM_ROWS, tile.block_m),
         SUM_COLUMNS=SUM_COLUMNS,
         num_warps=tile.num_warps,
         num_stages=fitting_stages(tile.num_stages),
@@ -464,6 +514,7 @@ def ragged_linear(
     weight: Tensor,  # [N, K], or [2 N, K] with swiglu
     bias: Tensor | None = None,  # [N], or [2 N] with swiglu
     *,
+    weight_scales: Tensor | None = None,  # fp32 [N], or [2 N] with swiglu
     num_rows: Tensor | None = None,  # int32 [1]
     norm_eps: float | None = None,
     swiglu: bool = False,
@@ -478,13 +529,17 @@ def ragged_linear(
     It exists beside cuBLAS because the number of rows is read from device memory, so that a CUDA graph captured for the
     most rows costs only the rows there are; and because the same row gives the same bits whatever else is in the batch
     and wherever it stands. Nothing is read back to the host. ``num_rows`` compiles nothing anew; T chooses one of at
-    most five tiles, each of which is compiled once for a weight's shape.
+    most six tiles, each of which is compiled once for a weight's shape and the distance of its rows.
 
     Args:
         x: rows [T, K], fp32, bf16 or fp16 (fp64 too on the reference). Rows may be strided.
-        weight: [N, K] as ``nn.Linear`` keeps it (out, in), the dtype of ``x``. With ``swiglu`` [2 N, K]: N gate rows,
-            then N up rows. Rows may be strided.
-        bias: [N] ([2 N] with ``swiglu``), the dtype of ``x`` (``None``: 0). Not scaled by the norm.
+        weight: [N, K] as ``nn.Linear`` keeps it (out, in), the dtype of ``x``, or float8_e4m3fn with
+            ``weight_scales``. With ``swiglu`` [2 N, K]: N gate rows, then N up rows. Rows may be strided.
+        bias: [N] ([2 N] with ``swiglu``), the dtype of ``x`` (``None``: 0). Scaled neither by the norm nor by
+            ``weight_scales``.
+        weight_scales: fp32 [N] ([2 N] with ``swiglu``), for a ``weight`` in float8_e4m3fn: the weight meant is
+            ``weight_scales[:, None] * weight``. :func:`quantize_weight` makes both. The kernels then take an ``x`` in
+            bf16 or fp16, and NVIDIA's GPUs from sm_89 on.
         num_rows: int32 [1] on the device of ``x``, how many rows there are (``None``: all T). Rows from it on are
             neither read nor written. More than T counts as T, less than 0 as 0.
         norm_eps: divide ``x`` by its root mean square first: ``W (x / sqrt(mean(x^2) + norm_eps))``. The norm's own
@@ -522,11 +577,17 @@ def ragged_linear(
     dtype, device, (tokens, size) = x.dtype, x.device, x.shape
     if size == 0:
         raise ValueError(f"x must have at least one column, got shape {list(x.shape)}")
-    check_tensor("weight", weight, dtypes=dtype, shape=(None, size), device=device)
+    if weight_scales is not None:
+        check_e4m3("weight_scales", dtype, backend)
+    elif isinstance(weight, Tensor) and weight.dtype == E4M3:
+        raise ValueError("weight_scales must be those of the weight in float8_e4m3fn, got None")
+    check_tensor("weight", weight, dtypes=dtype if weight_scales is None else E4M3, shape=(None, size), device=device)
     columns = weight.shape[0]
     if columns == 0 or (swiglu and columns % 2):
         wanted = "an even number of rows, gate and up," if swiglu else "at least one row,"
         raise ValueError(f"weight must have {wanted} got shape {list(weight.shape)}")
+    if weight_scales is not None:
+        check_tensor("weight_scales", weight_scales, dtypes=SINGLES[backend], shape=(columns,), device=device)
     if bias is not None:
         check_tensor("bias", bias, dtypes=dtype, shape=(columns,), device=device)
     if num_rows is not None:
@@ -552,6 +613,6 @@ def ragged_linear(
 
     out = torch.empty(tokens, outputs, dtype=dtype, device=device)
     norm_eps = None if norm_eps is None else float(norm_eps)
-    operands = (out, x, weight, bias, num_rows, norm_eps, swiglu, residual)
+    operands = (out, x, weight, weight_scales, bias, num_rows, norm_eps, swiglu, residual)
     _launch(backend, *operands, square_sums, square_sums_out, counters)
     return out

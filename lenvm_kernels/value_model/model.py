@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lenvm_kernels.ops._common import FLOAT_DTYPES
+from lenvm_kernels.ops._common import E4M3, FLOAT_DTYPES, check_e4m3
 from lenvm_kernels.ops.embed_tokens import embed_tokens
-from lenvm_kernels.ops.ragged_linear import Tile, choose_tile, num_splits, ragged_linear
+from lenvm_kernels.ops.ragged_linear import Tile, choose_tile, num_splits, quantize_weight, ragged_linear
 from lenvm_kernels.ops.ragged_linear import num_counters as linear_counters
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.value_head import num_counters as value_head_counters
@@ -30,19 +30,27 @@ from lenvm_kernels.value_model.ragged_batch import KVCache, RaggedBatch
 # Counters that launches of a forward share, one launch at a time: those of a prompt of 64k tokens, or of 4,096 requests
 # with 8 key/value heads. Operators that need more make their own.
 _COUNTERS = 1 << 16
+# Of the layers' matrices: the dtype of the model, or e4m3.
+WEIGHTS = (None, "fp8")
 
 
 class _Layer(NamedTuple):
-    """Weights of one decoder layer. q, k, v and gate, up are one matrix each, times the weight of the norm before."""
+    """Weights of one decoder layer. q, k, v and gate, up are one matrix each, times the weight of the norm before.
+
+    A matrix in 8 bits has scales, fp32, one a row."""
 
     qkv: torch.Tensor  # [(Hq + 2 Hkv) * D, H]
+    qkv_scales: torch.Tensor | None
     qkv_bias: torch.Tensor | None
     qk_norm: torch.Tensor | None  # [Hq + Hkv, D], the same row for all query heads and for all key heads
     o: torch.Tensor  # [H, Hq * D]
+    o_scales: torch.Tensor | None
     o_bias: torch.Tensor | None
     gate_up: torch.Tensor  # [2 I, H]
+    gate_up_scales: torch.Tensor | None
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor  # [H, I]
+    down_scales: torch.Tensor | None
     down_bias: torch.Tensor | None
 
 
@@ -58,9 +66,14 @@ class ValueModel:
             it, in fp32 and rounded once.
         dtype: float32, bfloat16 or float16; default that of the embedding.
         device: default that of the embedding.
+        weights: ``fp8`` keeps the matrices of the layers in 8 bits, float8_e4m3fn with a scale for each row
+            (:func:`quantize_weight`), which is half the bytes that a small batch reads. On a GPU ``dtype`` then has to
+            be bfloat16 or float16, and NVIDIA's GPUs sm_89 or newer. Embedding and value head keep ``dtype``. ``None``:
+            all do.
 
     Raises:
-        ValueError: missing or unexpected tensors, a wrong shape, or an unsupported dtype, all by name.
+        ValueError: missing or unexpected tensors, a wrong shape, or an unsupported dtype, all by name; ``weights`` that
+            are unknown, or that the GPU does not take.
 
     Example:
         >>> model = ValueModel.from_pretrained("path/to/value-model", device="cuda")
@@ -81,33 +94,58 @@ class ValueModel:
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        weights: str | None = None,
     ) -> None:
-        weights = checked_tensors(config, tensors)
-        embedding = weights["embed_tokens.weight"]
+        tensors = checked_tensors(config, tensors)
+        embedding = tensors["embed_tokens.weight"]
         self.config = config
         self.dtype = dtype or embedding.dtype
         self.device = embedding.device if device is None else torch.empty(0, device=device).device
         if self.dtype not in FLOAT_DTYPES:
             accepted = ", ".join(str(t).removeprefix("torch.") for t in FLOAT_DTYPES)
             raise ValueError(f"dtype must be one of {accepted}, got {str(self.dtype).removeprefix('torch.')}")
+        if weights not in WEIGHTS:
+            raise ValueError(f"weights must be one of {', '.join(map(repr, WEIGHTS))}, got {weights!r}")
+        if weights == "fp8" and self.device.type == "cuda":
+            check_e4m3("weights", self.dtype, "triton")
+        self.weights = weights
 
         def get(name: str) -> torch.Tensor:
-            return weights[name].detach().to(self.device, self.dtype)
+            return tensors[name].detach().to(self.device, self.dtype)
 
         def stacked(names: list[str]) -> torch.Tensor | None:
             """The named tensors one below the other; ``None`` where the architecture has none (biases)."""
-            if names[0] not in weights:
+            if names[0] not in tensors:
                 return None
             return get(names[0]) if len(names) == 1 else torch.cat([get(name) for name in names])
 
+        def folded(name: str, norm: str | None) -> torch.Tensor:
+            """The named matrix in fp32, to be applied to what the norm before it, if any, has divided by its RMS."""
+            weight = tensors[name].detach().to(self.device, torch.float32)
+            return weight if norm is None else weight * tensors[f"{norm}.weight"].detach().to(weight)
+
         def normed(names: list[str], norm: str) -> torch.Tensor:
-            """The named matrices one below the other, to be applied to what the norm has divided by its RMS."""
-            norm_weight = weights[f"{norm}.weight"].detach().to(self.device, torch.float32)
-            rows = sum(weights[name].shape[0] for name in names)
-            out = torch.empty(rows, config.hidden_size, dtype=self.dtype, device=self.device)
-            for part, name in zip(out.split([weights[name].shape[0] for name in names]), names, strict=True):
-                part.copy_(weights[name].detach().to(self.device, torch.float32) * norm_weight)
+            """The named matrices one below the other, folded and rounded once."""
+            rows = [tensors[name].shape[0] for name in names]
+            out = torch.empty(sum(rows), config.hidden_size, dtype=self.dtype, device=self.device)
+            for part, name in zip(out.split(rows), names, strict=True):
+                part.copy_(folded(name, norm))
             return out
+
+        def matrix(names: list[str], norm: str | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+            """The named matrices one below the other, folded, and the scales of their rows if they are in 8 bits."""
+            if weights is None:
+                return get(names[0]) if norm is None else normed(names, norm), None
+            rows = [tensors[name].shape[0] for name in names]
+            out = torch.empty(sum(rows), tensors[names[0]].shape[1], dtype=E4M3, device=self.device)
+            scales = torch.empty(sum(rows), dtype=torch.float32, device=self.device)
+            for part, part_scales, name in zip(out.split(rows), scales.split(rows), names, strict=True):
+                quantized, of_rows = quantize_weight(
+                    folded(name, norm)
+                )  # one after the other: each is fp32 for a while
+                part.copy_(quantized)
+                part_scales.copy_(of_rows)
+            return out, scales
 
         def load_layer(layer: str) -> _Layer:
             qk_norm = None
@@ -116,22 +154,31 @@ class ValueModel:
                 qk_norm = torch.cat((q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1)))
             qkv = [f"{layer}.self_attn.{x}_proj" for x in "qkv"]
             gate_up = [f"{layer}.mlp.{x}_proj" for x in ("gate", "up")]
+            qkv_weight, qkv_scales = matrix([f"{x}.weight" for x in qkv], f"{layer}.input_layernorm")
+            o_weight, o_scales = matrix([f"{layer}.self_attn.o_proj.weight"])
+            norm = f"{layer}.post_attention_layernorm"
+            gate_up_weight, gate_up_scales = matrix([f"{x}.weight" for x in gate_up], norm)
+            down_weight, down_scales = matrix([f"{layer}.mlp.down_proj.weight"])
             return _Layer(
-                qkv=normed([f"{x}.weight" for x in qkv], f"{layer}.input_layernorm"),
+                qkv=qkv_weight,
+                qkv_scales=qkv_scales,
                 qkv_bias=stacked([f"{x}.bias" for x in qkv]),
                 qk_norm=qk_norm,
-                o=get(f"{layer}.self_attn.o_proj.weight"),
+                o=o_weight,
+                o_scales=o_scales,
                 o_bias=stacked([f"{layer}.self_attn.o_proj.bias"]),
-                gate_up=normed([f"{x}.weight" for x in gate_up], f"{layer}.post_attention_layernorm"),
+                gate_up=gate_up_weight,
+                gate_up_scales=gate_up_scales,
                 gate_up_bias=stacked([f"{x}.bias" for x in gate_up]),
-                down=get(f"{layer}.mlp.down_proj.weight"),
+                down=down_weight,
+                down_scales=down_scales,
                 down_bias=stacked([f"{layer}.mlp.down_proj.bias"]),
             )
 
         self.embedding = get("embed_tokens.weight")
         self.layers = [load_layer(f"layers.{i}") for i in range(config.num_layers)]
         # The vectors of the head are kept in fp32, which the operator takes: lengths are decided there.
-        vectors = (weights[f"v_head.{x}"] for x in ("fc.bias", "summary.weight", "summary.bias"))
+        vectors = (tensors[f"v_head.{x}"] for x in ("fc.bias", "summary.weight", "summary.bias"))
         fc_weight = normed(["v_head.fc.weight"], "norm")
         self.head = (fc_weight, *(x.detach().to(self.device, torch.float32) for x in vectors))
         self._inv_freq = torch.tensor(config.rope_inv_freq, dtype=torch.float32, device=self.device)
@@ -146,6 +193,7 @@ class ValueModel:
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
+        weights: str | None = None,
     ) -> ValueModel:
         """Load a value model from a Hugging Face directory, or from a GGUF file through ``transformers``.
 
@@ -157,17 +205,20 @@ class ValueModel:
                 backbone's files, and those over ``value_head.safetensors`` beside them.
             dtype: float32, bfloat16 or float16; default that of the checkpoint's embedding.
             device: where to put the weights.
+            weights: ``fp8`` keeps the matrices of the layers in 8 bits, as in :class:`ValueModel`. They are made one by
+                one, so that no second model is in the device's memory meanwhile.
 
         Raises:
             FileNotFoundError: no directory, configuration or safetensors there.
-            ValueError: an unsupported architecture, or missing, unexpected or misshapen tensors, by name.
+            ValueError: an unsupported architecture, or missing, unexpected or misshapen tensors, by name; ``weights``
+                as in :class:`ValueModel`.
             ImportError: a GGUF file without the packages that read it.
         """
         config, tensors = read_checkpoint(path, head)
-        return cls(config, tensors, dtype=dtype, device=device)
+        return cls(config, tensors, dtype=dtype, device=device, weights=weights)
 
     @classmethod
-    def from_causal_lm(cls, model: torch.nn.Module, head: Head) -> ValueModel:
+    def from_causal_lm(cls, model: torch.nn.Module, head: Head, *, weights: str | None = None) -> ValueModel:
         """Put a value head on a loaded ``transformers`` causal language model, keeping its dtype and device.
 
         The embedding and the unfused projections are the model's own memory; the fused ones are copies, so that later
@@ -175,12 +226,12 @@ class ValueModel:
 
         Args:
             model: a Qwen2, Qwen3 or Llama model of ``transformers``.
-            head: as in :meth:`from_pretrained`.
+            head, weights: as in :meth:`from_pretrained`.
 
         Raises:
             ValueError: as :meth:`from_pretrained`.
         """
-        return cls(ValueModelConfig.from_hf(model.config), with_head(model.state_dict(), head))
+        return cls(ValueModelConfig.from_hf(model.config), with_head(model.state_dict(), head), weights=weights)
 
     @torch.no_grad()
     def forward(
@@ -223,10 +274,10 @@ class ValueModel:
         """Numbers of token rows, up to ``most``, whose forwards compile what those of any other number need."""
         layer = self.layers[0]
         weights = [(layer.qkv, False), (layer.o, False), (layer.gate_up, True), (layer.down, False)]
-        shapes = [(len(w), num_splits(len(w), w.shape[1], swiglu), swiglu) for w, swiglu in weights]
+        shapes = [(len(w), num_splits(len(w), w.shape[1], swiglu), swiglu, w.dtype) for w, swiglu in weights]
         first: dict[tuple[Tile, ...], int] = {}
         for tokens in range(1, most + 1):
-            first.setdefault(tuple(choose_tile(tokens, *shape, self.dtype) for shape in shapes), tokens)
+            first.setdefault(tuple(choose_tile(tokens, *shape) for shape in shapes), tokens)
         return list(first.values())
 
     def _zeros(self, count: int) -> torch.Tensor | None:
@@ -268,14 +319,24 @@ class ValueModel:
                 self._attend(hidden, square_sums, i, batch, num_rows, plan, cos, sin, cache, keep, backend),
                 layer.o,
                 layer.o_bias,
+                weight_scales=layer.o_scales,
                 residual=hidden,
                 **adds,
                 **live,
             )
             hidden = ragged_linear(
-                ragged_linear(hidden, layer.gate_up, layer.gate_up_bias, swiglu=True, **norm, **live),
+                ragged_linear(
+                    hidden,
+                    layer.gate_up,
+                    layer.gate_up_bias,
+                    weight_scales=layer.gate_up_scales,
+                    swiglu=True,
+                    **norm,
+                    **live,
+                ),
                 layer.down,
                 layer.down_bias,
+                weight_scales=layer.down_scales,
                 residual=hidden,
                 counters=self._zeros(down_counters),
                 **adds,
@@ -303,7 +364,15 @@ class ValueModel:
         live: dict[str, Any] = dict(num_rows=num_rows, backend=backend)
         k_cache, v_cache = cache.keys[i], cache.values[i]
         q, k, v = rope_cache(
-            ragged_linear(hidden, layer.qkv, layer.qkv_bias, square_sums=square_sums, **norm, **live),
+            ragged_linear(
+                hidden,
+                layer.qkv,
+                layer.qkv_bias,
+                weight_scales=layer.qkv_scales,
+                square_sums=square_sums,
+                **norm,
+                **live,
+            ),
             cos,
             sin,
             layout.slots,

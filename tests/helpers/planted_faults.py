@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from lenvm_kernels.fuzz.check import operators
+from lenvm_kernels.reference._common import sums_of_squares
 
 # The part of a result that a fault is planted in.
 PARTS = {
@@ -28,7 +29,8 @@ def rounded_once(name, result_dtype):
     """The reference in fp64: in fp32 PyTorch's sums do not give a row the same bits in every batch."""
 
     def call(*arguments, **keywords):
-        doubles = {k: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for k, x in keywords.items()}
+        is_wide = {k: torch.is_tensor(x) and x.is_floating_point() and x.itemsize > 1 for k, x in keywords.items()}
+        doubles = {k: x.double() if is_wide[k] else x for k, x in keywords.items()}
         return reference(name)(*arguments, **doubles).to(result_dtype(keywords))
 
     return call
@@ -44,11 +46,20 @@ def embed_tokens(*, embedding, **keywords):
     return embedded._replace(hidden=embedded.hidden.to(embedding.dtype), square_sums=embedded.square_sums.float())
 
 
+def ragged_linear(*, x, weight, square_sums_out=None, **keywords):
+    """With the sums of squares of the result as it is rounded."""
+    y = rounded_once("ragged_linear", lambda _: x.dtype)(x=x, weight=weight, **keywords)
+    if square_sums_out is not None:
+        rows = int(keywords.get("num_rows", len(x)))
+        square_sums_out[:, :rows] = sums_of_squares(y[:rows].double()).float()
+    return y
+
+
 EXACT = {
     "topk_candidates": topk_candidates,
     "embed_tokens": embed_tokens,
     "value_head": rounded_once("value_head", lambda keywords: torch.float32),
-    "ragged_linear": rounded_once("ragged_linear", lambda keywords: keywords["x"].dtype),
+    "ragged_linear": ragged_linear,
 }
 CORRECT = {name: EXACT.get(name, reference(name)) for name in operators()}
 

@@ -84,9 +84,14 @@ def main() -> None:
 def serve(vocab):
     """What ``main`` prints."""
     config = make_config("Qwen2.5-0.5B", vocab_size=512, num_layers=1)
-    model = ValueModel(config, {k: torch.zeros(s, dtype=torch.bfloat16) for k, s in config.tensor_shapes().items()})
+    tensors = {k: torch.zeros(s, dtype=torch.bfloat16) for k, s in config.tensor_shapes().items()}
     report = {}
-    for name, kind in (("with graphs", PaddedStep), ("without graphs", GuidedStep)):
+    for name, kind, weights in (
+        ("with graphs", PaddedStep, None),
+        ("without graphs", GuidedStep, None),
+        ("weights in 8 bits", GuidedStep, "fp8"),
+    ):
+        model = ValueModel(config, tensors, weights=weights)
         keys.clear()
         table = torch.zeros(MAX_ROWS, 1024, dtype=torch.int32)
         step = kind(model, table, 1000, vocab_size=vocab, chunk_tokens=CHUNK_TOKENS, backend="triton")

@@ -1,4 +1,5 @@
-"""``ragged_linear``: bias, norm, SwiGLU and residual in every combination, and rows that are not there."""
+"""``ragged_linear``: bias, norm, SwiGLU, residual, sums of squares and weights in 8 bits in every combination, and rows
+that are not there."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,10 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, dtype_of, expect
+from lenvm_kernels.fuzz.case import (
+    Case,
+    Difference,
+    Operator,
+    Output,
+    beyond,
+    dtype_of,
+    expect,
+    padded_rows,
+    results_to_fill,
+)
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
-from lenvm_kernels.ops.ragged_linear import ragged_linear
+from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear, square_sums_shape
+from lenvm_kernels.reference._common import sums_of_squares
 
 EPS = 1e-6
 
@@ -18,17 +30,20 @@ OPTIONS: dict[str, list[Any]] = {
     "outputs": [1, 48, 80, 97, 200],
     "size": [1, 48, 97, 160, 400],
     "dtype": ["float32", "bfloat16", "float16"],
+    "e4m3": [False, True],  # of the weight, with an x of 16 bits
     "bias": [False, True],
     "norm": [False, True],
     "swiglu": [False, True],
     "residual": [False, True],
+    "square_sums": [False, True],  # given to a norm
+    "square_sums_out": [False, True],
     "row_padding": [0, 16, 3],
     "rows_not_there": ["none", "0", "3", "140"],
     "broken": [False, True],
     "constants": ["shipped", "small"],
 }
 # The large tiles and the splits of large weights at sizes the interpreter can do, and several tiles a program.
-CONSTANTS = {"small": dict(ENOUGH_TILES=2, WIDE_FROM=128, SPLIT_FROM=144, MAX_PROGRAMS=2, MAX_SMALL_PROGRAMS=3)}
+CONSTANTS = {"small": dict(MULTIPROCESSORS=1, WIDE_FROM=128, SPLIT_FROM=144, MAX_PROGRAMS=2, MAX_SMALL_PROGRAMS=3)}
 
 
 def make_inputs(
@@ -42,6 +57,7 @@ def make_inputs(
     norm: bool = False,
     swiglu: bool = False,
     residual: bool = False,
+    e4m3: bool = False,
     row_padding: int = 0,
     seed: int = 0,
 ) -> dict[str, Any]:
@@ -59,6 +75,13 @@ def make_inputs(
         "weight": normal("weight", columns, size + row_padding, size**-0.5)[:, :size],
         "swiglu": swiglu,
     }
+    if e4m3:
+        weight, scales = quantize_weight(inputs["weight"])
+        # What follows a row are NaN; the scales of rows are not alike.
+        padded = torch.full((columns, size + row_padding), 0x7F, dtype=torch.uint8, device=device).view(weight.dtype)
+        padded[:, :size] = weight
+        spread = draws.uniform("weight_scales", columns, low=0.5, high=2.0).float()
+        inputs |= {"weight": padded[:, :size], "weight_scales": scales * spread}
     if bias:
         inputs["bias"] = normal("bias", 1, columns, 0.5)[0]
     if norm:
@@ -72,6 +95,13 @@ def make_inputs(
 class Inputs:
     arguments: dict[str, Any]
     rows: int  # that are there
+    square_sums_out: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    y: Tensor
+    square_sums: Tensor | None  # [T, ceil(N / 64)], a view
 
 
 def inputs(case: Case, device: torch.device) -> Inputs:
@@ -81,9 +111,14 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     names = ("bias", "norm", "swiglu", "residual", "row_padding")
     chosen = {name: options[name] for name in names}
     dtype = dtype_of(options)
+    chosen["e4m3"] = options["e4m3"] and dtype.itemsize == 2
     arguments = make_inputs(rows, options["outputs"], options["size"], dtype, device=device, seed=case.seed, **chosen)
     there = len(case.rows)
     x = arguments["x"]
+    if options["norm"] and options["square_sums"]:
+        others = draws.uniform("square_sums", rows, square_sums_shape(0, options["size"])[0], low=0.5, high=2.0)
+        # Not those of x: it shows whose are taken.
+        arguments["square_sums"] = padded_rows(sums_of_squares(x) * others.T.float(), options["row_padding"])
     if options["broken"]:
         poison = draws.choose("poison", rows, values=[float("nan"), float("inf"), -float("inf")])[:, None]
         column = draws.integers("poisoned column", rows, low=0, high=options["size"] - 1)[:, None]
@@ -95,33 +130,50 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         x[there:] = float("nan")
         if "residual" in arguments:
             arguments["residual"][there:] = float("nan")
-    return Inputs(arguments, there)
+        if "square_sums" in arguments:
+            arguments["square_sums"][:, there:] = float("nan")
+    return Inputs(arguments, there, options["square_sums_out"])
 
 
-def run(given: Inputs, function) -> Tensor:
+def run(given: Inputs, function) -> Result:
     x, weight = given.arguments["x"], given.arguments["weight"]
     columns = weight.shape[0] // 2 if given.arguments["swiglu"] else weight.shape[0]
-    return expect("the result", function(**given.arguments), dtype=x.dtype, shape=[len(x), columns])
+    options: dict[str, Tensor] = {}
+    if given.square_sums_out:
+        empty = x.new_empty(square_sums_shape(len(x), columns), dtype=torch.float32)
+        (options["square_sums_out"],) = results_to_fill([empty], in_slices=True)
+    y = expect("the result", function(**given.arguments, **options), dtype=x.dtype, shape=[len(x), columns])
+    return Result(y, options["square_sums_out"].T if options else None)
 
 
-def outputs(given: Inputs, result: Tensor) -> list[Output]:
-    return [Output("the result", result[: given.rows])]
+def outputs(given: Inputs, result: Result) -> list[Output]:
+    found = [Output("the result", result.y[: given.rows])]
+    if result.square_sums is not None:
+        found.append(Output("the sums of its squares", result.square_sums[: given.rows]))
+    return found
 
 
-def compare(given: Inputs, result: Tensor) -> list[Difference]:
-    tolerance = TOLERANCE["ragged_linear"][result.dtype]
+def compare(given: Inputs, result: Result) -> list[Difference]:
+    tolerance = TOLERANCE["ragged_linear"][result.y.dtype]
     expected = exact(**given.arguments)[: given.rows]
-    actual = result[: given.rows]
+    actual = result.y[: given.rows]
     # A row with an infinity or NaN has no finite result; which of them it is depends on the order of the sums.
     broken = ~given.arguments["x"][: given.rows].isfinite().all(1)[:, None]
     expected = torch.where(broken & ~actual.isfinite(), actual.double(), expected)
-    return [beyond("the result", actual, expected, tolerance)]
+    found = [beyond("the result", actual, expected, tolerance)]
+    if result.square_sums is not None:
+        # Of the result as it was rounded.
+        sums = sums_of_squares(actual.double()).T
+        tolerance = TOLERANCE["embed_tokens"][torch.float32]
+        found.append(beyond("the sums of its squares", result.square_sums[: given.rows], sums, tolerance))
+    return found
 
 
 def exact(x: Tensor, weight: Tensor, **inputs) -> Tensor:
     """The reference in fp64 on the same inputs."""
     inputs = {k: v.double() if k in ("bias", "residual") else v for k, v in inputs.items()}
-    return ragged_linear(x.double(), weight.double(), **inputs, backend="reference")
+    weight = weight if "weight_scales" in inputs else weight.double()
+    return ragged_linear(x.double(), weight, **inputs, backend="reference")
 
 
 def classes(given: Inputs) -> dict[str, Tensor]:
