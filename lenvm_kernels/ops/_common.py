@@ -8,6 +8,7 @@ import torch
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INT_DTYPES = (torch.int32, torch.int64)
+E4M3 = torch.float8_e4m3fn  # of a quantised cache: 4 bits of exponent, 3 of mantissa, no infinity, at most 448
 # What the operators of each backend take: of any floating-point tensor, and of one that is fp32 on a GPU.
 FLOATS = {"triton": FLOAT_DTYPES, "reference": (*FLOAT_DTYPES, torch.float64)}
 SINGLES = {"triton": (torch.float32,), "reference": (torch.float32, torch.float64)}
@@ -131,6 +132,33 @@ def check_tensor(
     if unit_stride and sizes and sizes[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tuple(tensor.stride())}")
     return tensor
+
+
+def check_cache_scales(
+    cache_dtype: torch.dtype,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
+    shape: tuple[int, ...],
+    device: torch.device,
+    backend: str,
+) -> None:
+    """Check the scales of keys and values in a cache: it has them if it is in e4m3, and only then.
+
+    Raises:
+        TypeError, ValueError: as :func:`check_tensor`, or of a GPU whose kernels cannot read e4m3.
+    """
+    if cache_dtype != E4M3 and key_scales is None and value_scales is None:
+        return
+    for name, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
+        if cache_dtype != E4M3 and scales is not None:
+            raise ValueError(
+                f"{name} must be None unless k_cache is float8_e4m3fn, got k_cache {_dtype_name(cache_dtype)}"
+            )
+        if cache_dtype == E4M3:
+            check_tensor(name, scales, dtypes=torch.float32, shape=shape, device=device)
+    gpu = architecture()
+    if backend == "triton" and gpu.startswith("sm_") and int(gpu[3:]) < 89:
+        raise ValueError(f"k_cache may be float8_e4m3fn from sm_89 on, this GPU is {gpu}")
 
 
 def check_fields(
