@@ -36,6 +36,7 @@ PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "value_model": (_existing, "an existing directory or .gguf file"),
     "value_head": (_existing, "an existing .safetensors file"),
     "dtype": (DTYPES.__getitem__, f"one of {', '.join(DTYPES)}"),
+    "cache": ({"fp8": "fp8"}.__getitem__, "fp8"),
     "max_candidates": (_accepting(int, (1, 2, 4, 8, 16, 32, 64).__contains__), "a power of two up to 64"),
     "chunk_tokens": (_accepting(int, lambda n: n >= 1), "an integer of at least 1"),
     "memory_share": (_accepting(float, lambda x: 0 < x <= 1), "a number > 0 and <= 1"),
@@ -56,6 +57,8 @@ class Settings:
         value_model: a directory or ``.gguf`` file (:meth:`ValueModel.from_pretrained`). Turns the plugin on.
         value_head: a ``.safetensors`` file with the head, if it is not with the model.
         dtype: float32, bfloat16 or float16 (None: the base model's).
+        cache: fp8, which keeps keys and values of the value model in 8 bits (None: in its dtype), see
+            :class:`lenvm_kernels.step.GuidedStep`.
         max_candidates: candidates a row, a power of two up to 64.
         chunk_tokens: tokens of a prompt computed at a time.
         memory_share: the largest share, of the memory the engine has for its pool, that the value model's cache and its
@@ -69,6 +72,7 @@ class Settings:
     value_model: Path
     value_head: Path | None = None
     dtype: torch.dtype | None = None
+    cache: str | None = None
     max_candidates: int = 8
     chunk_tokens: int = 4096
     memory_share: float = 1.0
