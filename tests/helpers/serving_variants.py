@@ -83,13 +83,18 @@ def main() -> None:
 
 def serve(vocab):
     """What ``main`` prints."""
-    config = make_config("Qwen2.5-0.5B", vocab_size=512, num_layers=1)
+    config = make_config("Qwen2.5-0.5B", vocab_size=512, num_layers=2)
     model = ValueModel(config, {k: torch.zeros(s, dtype=torch.bfloat16) for k, s in config.tensor_shapes().items()})
     report = {}
-    for name, kind in (("with graphs", PaddedStep), ("without graphs", GuidedStep)):
+    for name, kind, options in (
+        ("with graphs", PaddedStep, {}),
+        ("without graphs", GuidedStep, {}),
+        ("with a cache in fp8", PaddedStep, {"cache": "fp8"}),
+    ):
         keys.clear()
         table = torch.zeros(MAX_ROWS, 1024, dtype=torch.int32)
-        step = kind(model, table, 1000, vocab_size=vocab, chunk_tokens=CHUNK_TOKENS, backend="triton")
+        options |= dict(vocab_size=vocab, chunk_tokens=CHUNK_TOKENS, backend="triton")
+        step = kind(model, table, 1000, **options)
         for is_logits in (False, True):
             step.warm_up(is_logits=is_logits, progress=False)
         step.warm_up(torch.bfloat16, progress=False)
