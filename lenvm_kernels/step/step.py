@@ -83,9 +83,8 @@ class GuidedStep:
         commit_winners: keep the candidates' keys and values until the next step, and move those of the token drawn to
             its slot instead of computing them again.
         cache: what keys and values are kept in: None for the value model's dtype, ``"fp8"`` for e4m3 with scales that
-            follow from the model's weights. It takes half the bytes of bf16, and so does reading it, at an error of
-            lengths that ``docs/value-model.md`` gives. Candidates and the tokens of a forward are not rounded to it
-            before later forwards read them.
+            follow from the value model's weights: half the bytes of bf16 to hold and to read. What it costs in values
+            is in ``docs/guided-step.md``. Candidates and the tokens of a forward itself are not rounded.
         score_all: score the candidates of requests that need no values too (``SINGLE``, ``SKIP``), to look at them.
         graphs: run the value model from CUDA graphs, one for each power of two of requests (None: on a GPU). They are
             captured when first needed, which stalls that step; :meth:`warm_up` captures all of them ahead.
