@@ -64,13 +64,21 @@ def layer_parameters(config: ValueModelConfig) -> int:
 
 
 def forward_floor(
-    config: ValueModelConfig, dtype: torch.dtype, tokens: int, candidates: int, requests: int, cached: int
+    config: ValueModelConfig,
+    dtype: torch.dtype,
+    tokens: int,
+    candidates: int,
+    requests: int,
+    cached: int,
+    *,
+    cache: str | None = None,
 ) -> tuple[int, int]:
     """(bytes, operations) of the least a forward can move and do.
 
     Args:
         config: the architecture.
         dtype: of weights and cache.
+        cache: what the cache is kept in otherwise, as in :class:`GuidedStep`.
         tokens: rows of the forward, delta tokens and candidates.
         candidates: of them, those whose values are wanted.
         requests: with ``cached`` tokens in the cache each.
@@ -79,7 +87,8 @@ def forward_floor(
     size, kv = dtype.itemsize, 2 * config.num_kv_heads * config.head_dim
     head = config.hidden_size * (config.hidden_size + 1)
     weights = config.num_layers * layer_parameters(config) + head
-    moved = (weights + config.num_layers * kv * requests * cached + tokens * config.hidden_size) * size
+    moved = (weights + tokens * config.hidden_size) * size
+    moved += config.num_layers * kv * requests * cached * (1 if cache == "fp8" else size)
     matmuls = config.num_layers * layer_parameters(config) * tokens + head * candidates
     attention = config.num_layers * 2 * config.num_heads * config.head_dim * tokens * cached
     return moved, 2 * (matmuls + attention)

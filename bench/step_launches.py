@@ -178,8 +178,14 @@ def launches_of(call: Callable[[], object], live: Live) -> list[Launch]:
     return found
 
 
-def make_step(name: str, requests: int, layers: int, cached: int = CACHED) -> Callable[[], object]:
-    """What takes a step of so many layers as :mod:`bench.step` does, on CPU tensors of zeros."""
+def make_step(
+    name: str, requests: int, layers: int, cached: int = CACHED, cache: str | None = None
+) -> Callable[[], object]:
+    """What takes a step of so many layers as :mod:`bench.step` does, on CPU tensors of zeros.
+
+    Args:
+        cache: of :class:`GuidedStep`.
+    """
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -189,7 +195,12 @@ def make_step(name: str, requests: int, layers: int, cached: int = CACHED) -> Ca
         config, {key: zeros(*shape, dtype=torch.bfloat16) for key, shape in config.tensor_shapes().items()}
     )
     step = GuidedStep(
-        model, zeros(requests, columns, dtype=torch.int32), requests * columns, vocab_size=VOCAB, backend="triton"
+        model,
+        zeros(requests, columns, dtype=torch.int32),
+        requests * columns,
+        vocab_size=VOCAB,
+        cache=cache,
+        backend="triton",
     )
     for row in range(requests):
         step.add_request(row, parse_guidance({"value_mode": "mul", "value_scale": 0.8}), {0})
@@ -246,6 +257,7 @@ class Step:
         layer: launches of a layer.
         others: launches before and after the layers.
         operators: of torch, in a layer and in the rest.
+        cache: of :class:`GuidedStep`.
     """
 
     model: str
@@ -253,14 +265,17 @@ class Step:
     layer: list[Launch]
     others: list[Launch]
     operators: tuple[int, int]
+    cache: str | None = None
 
     @classmethod
-    def of(cls, model: str, requests: int, counts: str = "full", cached: int = CACHED) -> "Step":
+    def of(
+        cls, model: str, requests: int, counts: str = "full", cached: int = CACHED, cache: str | None = None
+    ) -> "Step":
         live = Live.of_step(requests, counts, cached)
-        launches = launches_of(make_step(model, requests, 2, cached), live)
+        launches = launches_of(make_step(model, requests, 2, cached, cache), live)
         layer = layer_of([launch.label for launch in launches])
         others = launches[: layer.start] + launches[2 * layer.stop - layer.start :]
-        return cls(model, live, launches[layer], others, operators_of_step(model))
+        return cls(model, live, launches[layer], others, operators_of_step(model), cache)
 
     @property
     def config(self) -> ValueModelConfig:
@@ -289,6 +304,8 @@ class Step:
     def floor(self, gpu: Gpu, copy: float = COPY_SHARE, matmul: float = MATMUL_SHARE) -> float:
         """Seconds that its bytes or its operations take at shares of the data sheet's rates."""
         live = self.live
-        moved, operations = forward_floor(self.config, torch.bfloat16, live.rows, live.rows, live.requests, live.cached)
+        moved, operations = forward_floor(
+            self.config, torch.bfloat16, live.rows, live.rows, live.requests, live.cached, cache=self.cache
+        )
         scores = live.requests * VOCAB * 4
         return max((moved + scores) / (gpu.bandwidth * copy), operations / (gpu.tensor_rate * matmul))
