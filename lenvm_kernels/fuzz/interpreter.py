@@ -13,6 +13,7 @@ each module: what device functions of Triton's own modules see, stays replaced f
 """
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -38,12 +39,12 @@ _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().n
 
 def fp32_to_e4m3_bits(values: np.ndarray) -> np.ndarray:
     """Encode fp32 as e4m3 bits (uint8), rounding to nearest even and to 448 beyond it, as GPUs do; NaN stays NaN."""
-    values = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).clamp(-448, 448)
-    return values.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    clamped = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).clamp(-448, 448)
+    return clamped.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
 # What the interpreter keeps as bits: how to decode it into fp32, and to encode it.
-_CODED = {
+_CODED: dict[tl.dtype, tuple[Callable, Callable]] = {
     tl.bfloat16: (bf16_bits_to_fp32, fp32_to_bf16_bits),
     tl.float8e4nv: (_E4M3.__getitem__, fp32_to_e4m3_bits),
 }

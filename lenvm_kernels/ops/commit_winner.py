@@ -316,7 +316,8 @@ def commit_winner(
             check_tensor(name, lens, dtypes=torch.int32, shape=tokens.shape, device=device)
 
     committed = torch.empty(tokens.shape[0], dtype=torch.bool, device=device)
-    lens, cache, scales = (delta_lens, cached_lens), (k_cache, v_cache), (key_scales, value_scales)
+    cache, scales = (k_cache, v_cache), (key_scales, value_scales)
     last_step = (k_last, v_last, candidate_ids, candidate_rows, candidate_positions)
-    _launch(backend, committed, *lens, *cache, *last_step, last_rows, tokens, positions, slots, *scales)
+    drawn = (last_rows, tokens, positions, slots)
+    _launch(backend, committed, delta_lens, cached_lens, *cache, *last_step, *drawn, *scales)
     return committed

@@ -184,9 +184,8 @@ def _rope_cache_kernel(
 
 def _run_reference(q, k, v, *operands) -> None:
     *tensors, num_heads, qk_norm_weight, norm_eps, num_rows, key_scales, value_scales = operands
-    norm = dict(qk_norm_weight=qk_norm_weight, norm_eps=norm_eps)
-    scales = dict(key_scales=key_scales, value_scales=value_scales)
-    q.copy_(_reference(*tensors, num_heads=num_heads, **norm, num_rows=num_rows, **scales, k_out=k, v_out=v)[0])
+    options = dict(qk_norm_weight=qk_norm_weight, norm_eps=norm_eps, key_scales=key_scales, value_scales=value_scales)
+    q.copy_(_reference(*tensors, num_heads=num_heads, **options, num_rows=num_rows, k_out=k, v_out=v)[0])
 
 
 @operator(mutates=["q", "k", "v", "k_cache", "v_cache"], reference=_run_reference)

@@ -813,6 +813,6 @@ def value_tree_attention(
             raise ValueError(f"{name} must have strides up to {MAX_STRIDE} for backend 'triton', got {x.stride()}")
 
     requests = (slot_table, table_rows, cached_lens, q_offsets, candidate_lens)
-    options = (parents, key_scales, value_scales, plan, page_size, float(sm_scale))
-    _launch(backend, out, counters, q, k_new, v_new, k_cache, v_cache, *requests, *options)
+    options = (parents, key_scales, value_scales, plan)
+    _launch(backend, out, counters, q, k_new, v_new, k_cache, v_cache, *requests, *options, page_size, float(sm_scale))
     return out

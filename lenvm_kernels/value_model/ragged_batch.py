@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -164,7 +164,7 @@ class KVCache:
         scales = 0 if cache is None else 8 * config.num_layers * config.num_kv_heads
         return 2 * math.prod(_slot_shape(model, num_slots)) * _cache_dtype(model, cache).itemsize + scales
 
-    def scales_of(self, layer: int) -> dict[str, torch.Tensor]:
+    def scales_of(self, layer: int) -> dict[str, Any]:
         """The arguments of operators that say what a layer's numbers are to be multiplied by."""
         if self.key_scales is None or self.value_scales is None:
             return {}
