@@ -102,6 +102,19 @@ def test_what_only_the_last_program_to_arrive_runs_is_apart(branch):
     )
 
 
+def test_a_loop_that_reads_e4m3_is_the_main_one():
+    """Another one with more asynchronous copies, over what is in another dtype, is left out; one that loads is not."""
+    copy = "LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64]"
+    e4m3 = [copy, "F2FP.F16.E4M3.UNPACK_B R3, R4", "@P0 BRA 0x0"]
+    other = [copy, copy, copy, "@P0 BRA 0x40"]
+    loads = ["LDG.E R5, desc[UR4][R6.64]", "@P0 BRA 0x80"]
+    code = parsed([*e4m3, "FADD R1, R1, R1", *other, *loads, "EXIT"])
+    assert code.loop.lines == tuple(e4m3)
+    assert code.rest.lines == ("FADD R1, R1, R1", *loads, "EXIT")
+    plain = parsed([line.replace("E4M3", "E5M2") for line in e4m3] + ["FADD R1, R1, R1", *other, *loads, "EXIT"])
+    assert plain.loop.lines == tuple(other) and len(plain.rest.lines) == 7
+
+
 def test_widths_of_shared_and_global_accesses():
     body = section("LDS.128 R8, [R8]", "LDS R8, [R8]", "@!P5 STS.64 [UR4], R4", "LDSM.16.M88.4 R68, [R106+0x14000]")
     assert body.shared_bytes == 128 * (16 + 4 + 8 + 16)
