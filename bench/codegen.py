@@ -90,7 +90,7 @@ IN_FLIGHT = {"H100": 25_000, "H200": 40_000}
 TENSOR_OVER_ISSUE = {"_ragged_linear_kernel": 0.9}
 # Of weights in e4m3: widening is most of the instructions of a tile, however few its rows. Tiles of 32 rows are the
 # lowest, and they wait for HBM: their weight takes it at least as long as their instructions.
-TENSOR_OVER_ISSUE_E4M3 = 0.33
+TENSOR_OVER_ISSUE_E4M3 = {"_ragged_linear_kernel": 0.33}
 # Some calls with unusual sizes park a few scalars outside their loops; a tile that does not fit the registers takes
 # hundreds of bytes.
 CALLS_SPILL = 64
@@ -154,9 +154,9 @@ class Figures:
 # --- compiling ---
 
 
-def label(name: str, weights: str | None) -> str:
-    """Of a model or a step whose weights are kept so."""
-    return name if weights is None else f"{name} {weights}"
+def label(name: str, kept: str | None) -> str:
+    """Of a model or a step whose weights and cache are kept so."""
+    return name if kept is None else f"{name} {kept}"
 
 
 def compile_steps(part: Part) -> list[Figures]:
@@ -164,11 +164,11 @@ def compile_steps(part: Part) -> list[Figures]:
     figures, described = [], {}
     takes_fp8 = part.target != PARTS["sm_80"].target
     variants = [(model, None) for model in VALUE_MODELS] + [(STEP_MODEL, "fp8")] * takes_fp8
-    for name_of_model, weights in variants:
-        model, batches = label(name_of_model, weights), []
+    for name_of_model, kept in variants:
+        model, batches = label(name_of_model, kept), []
         for rows in BATCHES:
             with compiling_for(part.target) as compiled:
-                value_model_step(name_of_model, rows, weights)
+                value_model_step(name_of_model, rows, kept)
             batches.append(compiled)
         batch_dependent = sums_that_differ(batches)
         seen: Counter[str] = Counter()
@@ -425,7 +425,7 @@ def _slow_loops(figure: Figures) -> list[str]:
         few = [f"an {gpu} needs {needed}" for gpu, needed in IN_FLIGHT.items() if in_flight < needed]
         if few:
             wrong.append(f"{in_flight} bytes of copies on their way on a multiprocessor, {', '.join(few)}")
-    floor = TENSOR_OVER_ISSUE_E4M3 if figure.is_e4m3 else TENSOR_OVER_ISSUE.get(figure.name)
+    floor = (TENSOR_OVER_ISSUE_E4M3 if figure.is_e4m3 else TENSOR_OVER_ISSUE).get(figure.name)
     if floor and (figure.tensor_over_issue or 0.0) < floor:
         wrong.append(f"{figure.tensor_over_issue} tensor cycles for a cycle of issue in its loop, at least {floor}")
     return wrong
@@ -435,12 +435,12 @@ def step_figures() -> dict[str, dict]:
     """Of guided steps on sm_90: the launches that ``LIMITS`` limits, and milliseconds by requests and GPU."""
     launches: dict[str, int] = dict.fromkeys(LIMITS, 0)
     milliseconds = {}
-    for weights, requests in product((None, "fp8"), STEP_SIZES):
-        step = Step.of(STEP_MODEL, requests, weights=weights)
+    for kept, requests in product((None, "fp8"), STEP_SIZES):
+        step = Step.of(STEP_MODEL, requests, weights=kept, cache=kept)
         counts = (len(step.layer) + step.operators[0], step.num_launches, step.num_operators)
         launches = {name: max(count, before) for count, (name, before) in zip(counts, launches.items(), strict=True)}
         for gpu in GPUS.values():
-            milliseconds[label(f"B {requests} {gpu.name}", weights)] = round(step.seconds(gpu, Rates()) * 1e3, 3)
+            milliseconds[label(f"B {requests} {gpu.name}", kept)] = round(step.seconds(gpu, Rates()) * 1e3, 3)
     return {"launches": launches, "milliseconds": milliseconds}
 
 

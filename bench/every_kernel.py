@@ -14,7 +14,9 @@ from bench.launches import intercept_launches, kernels
 from bench.models import make_model
 from bench.step import Decode
 from lenvm_kernels.guidance import parse_guidance
+from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
+from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.value_model import ValueModelConfig
 
@@ -64,6 +66,16 @@ def run(device: str) -> list[torch.Tensor]:
     lengths = (int32([0]), int32([64]), int32([0, 9]), int32([8]))
     table, parents = int32([list(range(64))]), int32([-1, 0, 0, 1, 1, 2, 3, 4, 5])
     results.append(value_tree_attention(q, new, new, cache, cache, table, *lengths, parents=parents, backend="triton"))
+    scale = torch.full((2,), 2.0**-6, device=device)
+    of_cache = dict(key_scales=scale, value_scales=scale)
+    codes = (cache / scale[0]).to(E4M3)
+    results.append(value_tree_attention(q, new, new, codes, codes, table, *lengths, **of_cache, backend="triton"))
+    kept = torch.zeros(2, 64, 2, 16, dtype=E4M3, device=device)
+    angles, places = torch.zeros(9, 8, device=device), torch.arange(9, device=device)
+    rope_cache(
+        q.repeat(1, 2, 1).flatten(1), angles.cos(), angles, places, *kept, num_heads=4, **of_cache, backend="triton"
+    )
+    results += kept.float()
     # Nobody left the sums of its squares, as a layer's operators do.
     results.append(ragged_linear(q.flatten(1), q.flatten(1), norm_eps=1e-6, backend="triton"))
     weight, scales = quantize_weight(q[0])

@@ -10,6 +10,7 @@ import torch
 
 from bench.models import VOCAB, make_config
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
+from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.ops.embed_tokens import embed_tokens
 from lenvm_kernels.ops.gather_requests import empty_requests, gather_requests
@@ -37,16 +38,20 @@ bf16, fp16, i8, i32, i64 = (
 FLOATS = {"fp32": fp32, "bf16": bf16, "fp16": fp16}
 
 
-def value_model_step(name: str, rows: int, weights: str | None = None) -> None:
-    """A prompt and a step of one layer of a value model in bf16. The layers of a model are the same kernels."""
+def value_model_step(name: str, rows: int, kept: str | None = None) -> None:
+    """A prompt and a step of one layer of a value model in bf16. The layers of a model are the same kernels.
+
+    ``kept`` is ``fp8`` for weights and a cache in 8 bits.
+    """
     config = make_config(name, vocab_size=VOCAB, num_layers=1)
     step = GuidedStep(
-        ValueModel(config, {key: bf16(shape) for key, shape in config.tensor_shapes().items()}, weights=weights),
+        ValueModel(config, {key: bf16(shape) for key, shape in config.tensor_shapes().items()}, weights=kept),
         i32(rows, MAX_LEN // PAGE_SIZE),
         4 * MAX_LEN,
         vocab_size=VOCAB,
         max_candidates=MAX_CANDIDATES,
         page_size=PAGE_SIZE,
+        cache=kept,
         backend="triton",
     )
     for row in range(rows):
@@ -112,8 +117,20 @@ def _value_tree_attention() -> Iterator[Call]:
         table = (i32(requests, slots // page_size), i64(requests), i32(requests), i32(requests + 1), i32(requests))
         call = partial(value_tree_attention, zeros(tokens, heads, head_dim), new, new, cache, cache, *table)
         options = dict(parents=i32(tokens) if is_tree else None, page_size=page_size, backend="triton")
-        name = f"value_tree_attention {dtype} D{head_dim} {heads}/{kv_heads} page {page_size}"
-        yield name + " with parents" * is_tree, partial(call, **options)
+        name = (
+            f"value_tree_attention {dtype} D{head_dim} {heads}/{kv_heads} page {page_size}" + " with parents" * is_tree
+        )
+        yield name, partial(call, **options)
+        if (dtype, head_dim) == ("fp32", 128):  # spills, see _launch_config there
+            continue
+        codes = [cache.to(E4M3)] * 2
+        call = partial(value_tree_attention, zeros(tokens, heads, head_dim), new, new, *codes, *table, **options)
+        yield f"{name}, cache in e4m3", partial(call, **_scales(kv_heads))
+
+
+def _scales(*shape: int) -> dict[str, torch.Tensor]:
+    """Of a cache in e4m3."""
+    return {"key_scales": fp32(shape), "value_scales": fp32(shape)}
 
 
 def _value_head() -> Iterator[Call]:
@@ -175,7 +192,10 @@ def _rope_cache() -> Iterator[Call]:
         if has_options:
             norm = zeros(heads + kv_heads, head_dim)
             call = partial(call, qk_norm_weight=norm, num_rows=i32(1), k_out=out, v_out=out.clone())
-        yield f"rope_cache {dtype} {heads}/{kv_heads} D{head_dim}" + " with every option" * has_options, call
+        name = f"rope_cache {dtype} {heads}/{kv_heads} D{head_dim}" + " with every option" * has_options
+        yield name, call
+        call = partial(call.func, *call.args[:4], *[cache.to(E4M3)] * 2, **call.keywords)
+        yield f"{name}, cache in e4m3", partial(call, **_scales(kv_heads))
 
 
 def _sample_candidates() -> Iterator[Call]:
@@ -198,9 +218,12 @@ def _commit_winner() -> Iterator[Call]:
         ("fp32", 28, 2, 128, i32),
         ("fp32", 32, 32, 128, i64),
     ):
-        tokens, row, index = [FLOATS[dtype](layers, slots, heads, head_dim)] * 4, i32(rows), integers(rows)
-        call = partial(commit_winner, *tokens, i32(rows, 8), integers(rows, 8), row, index, index, row, index)
-        yield f"commit_winner {dtype} {layers} layers {heads} D{head_dim}", partial(call, backend="triton")
+        tokens, row, index = FLOATS[dtype](layers, slots, heads, head_dim), i32(rows), integers(rows)
+        drawn = (i32(rows, 8), integers(rows, 8), row, index, index, row, index)
+        name = f"commit_winner {dtype} {layers} layers {heads} D{head_dim}"
+        yield name, partial(commit_winner, *[tokens] * 4, *drawn, backend="triton")
+        call = partial(commit_winner, *[tokens.to(E4M3)] * 2, *[tokens] * 2, *drawn, backend="triton")
+        yield f"{name}, cache in e4m3", partial(call, **_scales(layers, heads))
 
 
 def _gather_requests() -> Iterator[Call]:
@@ -276,17 +299,28 @@ def _smallest() -> Iterator[Call]:
     rope = dict(num_heads=1, qk_norm_weight=fp32(2, 2), num_rows=index, k_out=pair, v_out=pair)
     linear = partial(ragged_linear, number, norm_eps=1e-6, residual=number, num_rows=index)
     tokens, long_row = [fp32(1, 1, 1, 1)] * 4, fp32(1, 8960)
+    codes, scale = head.to(E4M3), _scales(1)
+    drawn = (i32(1, 1), i32(1, 1), *[index] * 5)
     calls = {
         "topk_candidates": partial(topk_candidates, number, top_k=index, top_p=one, min_p=one, max_candidates=1),
         "value_tree_attention": attention,
         "value_tree_attention with parents": partial(attention, parents=index),
+        "value_tree_attention of a cache in e4m3": partial(
+            value_tree_attention, *[head] * 3, codes, codes, i32(1, 1), index, index, i32(2), index, **scale
+        ),
         "value_head": partial(value_head, number, number, one, number, one, square_sums=number, counters=index),
         "reweight_scatter": reweight,
         "reweight_scatter of one token": partial(reweight, probs=number),
         "rope_cache": partial(rope_cache, fp32(1, 6), number, number, index, pair, pair, **rope),
+        "rope_cache to e4m3": partial(
+            rope_cache, fp32(1, 6), number, number, index, pair.to(E4M3), pair.to(E4M3), **rope, **scale
+        ),
         "ragged_layout": partial(ragged_layout, *[index] * 4, i32(1, 1), index, index),
         "sample_candidates": partial(sample_candidates, candidates, number, i64(1), index),
-        "commit_winner": partial(commit_winner, *tokens, i32(1, 1), i32(1, 1), *[index] * 5),
+        "commit_winner": partial(commit_winner, *tokens, *drawn),
+        "commit_winner to e4m3": partial(
+            commit_winner, *[tokens[0].to(E4M3)] * 2, *tokens[2:], *drawn, **_scales(1, 1)
+        ),
         "ragged_linear": partial(linear, number, one),
         "ragged_linear with swiglu": partial(linear, fp32(2, 1), fp32(2), swiglu=True),
         "ragged_linear of one column": partial(ragged_linear, long_row, long_row),

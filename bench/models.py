@@ -72,12 +72,14 @@ def forward_floor(
     cached: int,
     *,
     weights: str | None = None,
+    cache: str | None = None,
 ) -> tuple[int, int]:
     """(bytes, operations) of the least a forward can move and do.
 
     Args:
         config: the architecture.
         dtype: of weights and cache.
+        cache: what the cache is kept in otherwise, as in :class:`GuidedStep`.
         tokens: rows of the forward, delta tokens and candidates.
         candidates: of them, those whose values are wanted.
         requests: with ``cached`` tokens in the cache each.
@@ -87,8 +89,9 @@ def forward_floor(
     size, kv = dtype.itemsize, 2 * config.num_kv_heads * config.head_dim
     head = config.hidden_size * (config.hidden_size + 1)
     parameters = config.num_layers * layer_parameters(config)
-    moved = (head + config.num_layers * kv * requests * cached + tokens * config.hidden_size) * size
+    moved = (head + tokens * config.hidden_size) * size
     moved += parameters * (1 if weights == "fp8" else size)
+    moved += config.num_layers * kv * requests * cached * (1 if cache == "fp8" else size)
     matmuls = parameters * tokens + head * candidates
     attention = config.num_layers * 2 * config.num_heads * config.head_dim * tokens * cached
     return moved, 2 * (matmuls + attention)

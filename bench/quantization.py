@@ -39,7 +39,7 @@ from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel, ValueMod
 
 TOP_K, RANDOM_CANDIDATES = 5, 8
 SCALE = 0.8  # of the tilt
-ANSWER_TOKENS, EVERY = 48, 16  # of the demo's answers, and where in them a context ends
+ANSWER_TOKENS, EVERY = 192, 48  # of the demo's answers, and where in them a context ends
 AT_ONCE = 16  # contexts of a forward
 
 
@@ -65,6 +65,8 @@ class Variant:
 VARIANTS = (
     Variant("all in bf16, beside fp32", torch.bfloat16, torch.float32),
     Variant("weights in fp8, beside bf16", torch.bfloat16, torch.bfloat16, dict(weights="fp8")),
+    Variant("cache in fp8, beside bf16", torch.bfloat16, torch.bfloat16, cache=dict(cache="fp8")),
+    Variant("both in fp8, beside bf16", torch.bfloat16, torch.bfloat16, dict(weights="fp8"), cache=dict(cache="fp8")),
 )
 
 
@@ -156,7 +158,7 @@ def random(name: str, contexts: int, layers: int | None) -> Subject:
 
     tensors = {key: draw(key, shape) for key, shape in config.tensor_shapes().items()}
     tensors["v_head.summary.weight"] *= 4  # lengths that differ
-    lengths = torch.randint(8, 40, (contexts,), generator=generator).tolist()
+    lengths = torch.randint(32, 128, (contexts,), generator=generator).tolist()
     found = [torch.randint(config.vocab_size, (length,), generator=generator) for length in lengths]
     torch.manual_seed(0)
     candidates = make_candidates(contexts, RANDOM_CANDIDATES, config.vocab_size, "cpu")
@@ -167,7 +169,8 @@ def random(name: str, contexts: int, layers: int | None) -> Subject:
 
 
 def value_logits(subject: Subject, dtype: torch.dtype, model: dict[str, Any], cache: dict[str, Any]) -> torch.Tensor:
-    """Of all candidates, fp32 [B, K]. A context is read in two forwards, so that the second reads the cache."""
+    """Of all candidates, fp32 [B, K]. A context is read in two forwards: the second one, of the last
+    token, reads the cache."""
     value_model = ValueModel(subject.config, subject.tensors, dtype=dtype, **model)
     results = []
     for first in range(0, len(subject.contexts), AT_ONCE):
@@ -177,7 +180,7 @@ def value_logits(subject: Subject, dtype: torch.dtype, model: dict[str, Any], ca
         slots = torch.arange(len(contexts) * width, dtype=torch.int32).view(len(contexts), width)
         kept = KVCache.of_slots(value_model, slots.numel(), **cache)
         none = torch.empty(len(contexts), 0, dtype=torch.int32)
-        cached = [length // 2 for length in lengths]
+        cached = [length - 1 for length in lengths]
         _forward(value_model, kept, slots, contexts, [0] * len(contexts), cached, none)
         results.append(_forward(value_model, kept, slots, contexts, cached, lengths, ids))
     return torch.cat(results)

@@ -1,9 +1,11 @@
 """What NVIDIA's code says of a kernel: its instructions, its loops, and what a program of it does in them.
 
 A program is what CUDA calls a block. :func:`read` takes the machine code that :func:`disassemble` makes of a cubin
-apart into the main loop, which is the innermost one with most of the asynchronous copies or else of the global loads,
+apart into the main loop, which is the innermost one with most of the asynchronous copies or else of the global loads
 what only the last of several programs to arrive runs, and the rest. Of the last two all instructions are counted once:
-no branch is taken but those of the main loop.
+no branch is taken but those of the main loop. Where a loop reads numbers in e4m3 it is the main one, and others with
+asynchronous copies are left out: in attention that is the loop over delta tokens, of which a step that commits its
+winners has none.
 """
 
 import re
@@ -110,6 +112,10 @@ class Section:
             if found := re.search(r"\b[HQI]GMMA\.64x(\d+)x\S+ R\d+, (gdesc)?", line):
                 own += 32 * (int(found[1]) + (64 if found[2] else 0)) * self.warps // 4
         return own
+
+    @cached_property
+    def reads_e4m3(self) -> bool:
+        return any(".E4M3.UNPACK" in line for line in self.lines)
 
     @cached_property
     def groups(self) -> int:
@@ -221,14 +227,21 @@ def loading_loops(instructions: Sequence[Line], warps: int) -> list[tuple[tuple[
 def read(instructions: Sequence[Line], warps: int) -> Code:
     """Take instructions apart."""
     loops = loading_loops(instructions, warps)
-    span, loop = max(loops, key=lambda item: (item[1].copied, item[1].loaded), default=((-1, -1), None))
+    span, loop = max(
+        loops, key=lambda item: (item[1].reads_e4m3, item[1].copied, item[1].loaded), default=((-1, -1), None)
+    )
     # What follows the end serves lanes that diverged.
     ends = (at for at, line in instructions if line.strip() == "EXIT" and at > span[1])
     end = next(ends, instructions[-1][0] if instructions else 0)
     merge = _branch_of_last(instructions, end)
 
+    left_out = [span]
+    if loop is not None and loop.reads_e4m3:
+        left_out += [other for other, body in loops if body.copied and other[0] not in merge]
+
     def section(lines: Iterable[Line]) -> Section:
-        return Section(tuple(line for at, line in lines if not span[0] <= at <= span[1] and at <= end), warps)
+        there = ((at, line) for at, line in lines if at <= end)
+        return Section(tuple(line for at, line in there if not any(a <= at <= b for a, b in left_out)), warps)
 
     rest = section(line for line in instructions if line[0] not in merge)
     return Code(loop, rest, section(line for line in instructions if line[0] in merge) if merge else None)

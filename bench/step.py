@@ -11,7 +11,8 @@ and the operations of the candidates and of the last tokens that are computed. C
   for the host and can be in no graph.
 - ``counts``: candidates of a row, five each or as SmolLM2 has them. ``winners``: of the drawn candidates, whether their
   keys and values are committed or computed again.
-- ``weights fp8``: the value model's, see :class:`ValueModel`; else they are in its dtype.
+- ``weights fp8`` and ``cache fp8``: the value model's in 8 bits, see :class:`ValueModel` and :class:`KVCache`; else
+  they are in its dtype.
 - ``base Qwen2.5-7B``: a base model's decode step and then the guided one; both alone are its peers.
 - the peer "(dense forward)" is the value model's forward of as many tokens and nothing else.
 """
@@ -77,7 +78,7 @@ class Decode:
             slots.extend(row, cached + MORE_CACHED)
             self.step.add_request(row, parse_guidance({"value_mode": "mul", "value_scale": 0.8}), {0})
         self.slots, self.counts, self.cached = slots, counts, cached
-        self.commit_winners = options.get("commit_winners", True)
+        self.options = options
         self.rows = torch.arange(rows, device=device)
         self.lengths = torch.full((rows,), cached + 1, dtype=torch.int32, device=device)
         # A row's candidates are its first tokens, equally likely; the next token is always the first one.
@@ -113,7 +114,7 @@ class Decode:
     def num_tokens(self) -> int:
         """Tokens that a step computes: candidates where there are several, and last tokens that none of them was."""
         several = self.counts > 1
-        deltas = int((~several).sum()) if self.commit_winners else len(self.counts)
+        deltas = int((~several).sum()) if self.options.get("commit_winners", True) else len(self.counts)
         return deltas + int(self.counts[several].sum())
 
     def floor(self) -> tuple[int, int]:
@@ -127,6 +128,7 @@ class Decode:
             len(self.counts),
             self.cached,
             weights=model.weights,
+            cache=self.options.get("cache"),
         )
         return moved + self.scores.nbytes, operations
 
@@ -181,8 +183,8 @@ class Dense:
 
 def fill(cache: KVCache) -> None:
     """Random keys and values: zeros would be faster than real ones."""
-    for tensor in (cache.keys, cache.values):
-        tensor.normal_()
+    for layer in (*cache.keys, *cache.values):
+        layer.copy_(torch.randn(layer.shape, device=layer.device))
 
 
 @cache
@@ -202,13 +204,14 @@ def make_case(
     launch: str,
     base: str,
     weights: str,
+    cache: str,
     dtype: str,
 ) -> Case:
     dtype, vocab = getattr(torch, dtype), VOCAB if device == "cuda" else 2**16
-    kept = None if weights == "dtype" else weights
-    model, counts = value_model(model, dtype, device, vocab, kept), candidate_counts(B, counts)
+    weights, cache = (None if kept == "dtype" else kept for kept in (weights, cache))
+    model, counts = value_model(model, dtype, device, vocab, weights), candidate_counts(B, counts)
     graphs = launch == "python" and device == "cuda"
-    guided = Decode(model, counts, commit_winners=winners == "committed", cached=L, graphs=graphs)
+    guided = Decode(model, counts, commit_winners=winners == "committed", cached=L, graphs=graphs, cache=cache)
     guided.check()
     moved, operations = guided.floor()
     if base != "none":
@@ -220,7 +223,7 @@ def make_case(
         "two forwards": lambda: Uncaptured(Decode(model, counts, cached=L, two_forwards=True)),
         "(dense forward)": lambda: Dense(model, B, guided.num_tokens(), cached=L),
     }
-    if kept:  # torch's matmuls of the published algorithm take no weights in 8 bits
+    if weights:  # torch's matmuls of the published algorithm take no weights in 8 bits
         del peers["two forwards"]
     return Case(Uncaptured(guided) if launch == "python" else guided, moved, operations, peers)
 
@@ -237,12 +240,14 @@ BENCHMARK = Benchmark(
         launch="graph",
         base="none",
         weights="dtype",
+        cache="dtype",
     ),
     axes=dict(
         launch=["python"],
         base=["Qwen2.5-7B"],
         counts=["SmolLM2"],
         weights=["fp8"],
+        cache=["fp8"],
         winners=["computed"],
         B=[256, 1, 8, 512],
         L=[2048, 128, 8192],
@@ -251,6 +256,8 @@ BENCHMARK = Benchmark(
     others=[
         dict(B=256, counts="SmolLM2"),
         *(dict(B=B, weights="fp8") for B in (8, 256)),
+        dict(B=256, cache="fp8"),
+        *(dict(B=B, weights="fp8", cache="fp8") for B in (8, 64, 256)),
         dict(B=256, launch="python"),
         dict(B=1, launch="python"),
         dict(base="Qwen2.5-7B", B=256),

@@ -179,9 +179,20 @@ def launches_of(call: Callable[[], object], live: Live) -> list[Launch]:
 
 
 def make_step(
-    name: str, requests: int, layers: int, cached: int = CACHED, weights: str | None = None
+    name: str,
+    requests: int,
+    layers: int,
+    cached: int = CACHED,
+    *,
+    weights: str | None = None,
+    cache: str | None = None,
 ) -> Callable[[], object]:
-    """What takes a step of so many layers as :mod:`bench.step` does, on CPU tensors of zeros."""
+    """What takes a step of so many layers as :mod:`bench.step` does, on CPU tensors of zeros.
+
+    Args:
+        weights: of :class:`ValueModel`.
+        cache: of :class:`GuidedStep`.
+    """
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -190,7 +201,12 @@ def make_step(
     tensors = {key: zeros(*shape, dtype=torch.bfloat16) for key, shape in config.tensor_shapes().items()}
     model = ValueModel(config, tensors, weights=weights)
     step = GuidedStep(
-        model, zeros(requests, columns, dtype=torch.int32), requests * columns, vocab_size=VOCAB, backend="triton"
+        model,
+        zeros(requests, columns, dtype=torch.int32),
+        requests * columns,
+        vocab_size=VOCAB,
+        cache=cache,
+        backend="triton",
     )
     for row in range(requests):
         step.add_request(row, parse_guidance({"value_mode": "mul", "value_scale": 0.8}), {0})
@@ -248,6 +264,7 @@ class Step:
         others: launches before and after the layers.
         operators: of torch, in a layer and in the rest.
         weights: of the layers, as in :class:`ValueModel`.
+        cache: of :class:`GuidedStep`.
     """
 
     model: str
@@ -256,16 +273,24 @@ class Step:
     others: list[Launch]
     operators: tuple[int, int]
     weights: str | None = None
+    cache: str | None = None
 
     @classmethod
     def of(
-        cls, model: str, requests: int, counts: str = "full", cached: int = CACHED, weights: str | None = None
+        cls,
+        model: str,
+        requests: int,
+        counts: str = "full",
+        cached: int = CACHED,
+        *,
+        weights: str | None = None,
+        cache: str | None = None,
     ) -> "Step":
         live = Live.of_step(requests, counts, cached)
-        launches = launches_of(make_step(model, requests, 2, cached, weights), live)
+        launches = launches_of(make_step(model, requests, 2, cached, weights=weights, cache=cache), live)
         layer = layer_of([launch.label for launch in launches])
         others = launches[: layer.start] + launches[2 * layer.stop - layer.start :]
-        return cls(model, live, launches[layer], others, operators_of_step(model), weights)
+        return cls(model, live, launches[layer], others, operators_of_step(model), weights, cache)
 
     @property
     def config(self) -> ValueModelConfig:
@@ -295,7 +320,14 @@ class Step:
         """Seconds that its bytes or its operations take at shares of the data sheet's rates."""
         live = self.live
         moved, operations = forward_floor(
-            self.config, torch.bfloat16, live.rows, live.rows, live.requests, live.cached, weights=self.weights
+            self.config,
+            torch.bfloat16,
+            live.rows,
+            live.rows,
+            live.requests,
+            live.cached,
+            weights=self.weights,
+            cache=self.cache,
         )
         scores = live.requests * VOCAB * 4
         return max((moved + scores) / (gpu.bandwidth * copy), operations / (gpu.tensor_rate * matmul))

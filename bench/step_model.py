@@ -55,14 +55,12 @@ def numbers_of(step: Step, gpu: Gpu, rates: Rates) -> dict[str, object]:
     }
 
 
-def predict(
-    models: Sequence[str], sizes: Sequence[int], rates: dict[str, Rates], weights: str | None = None
-) -> Numbers:
-    """:func:`numbers_of` by model, then by requests and GPU."""
+def predict(models: Sequence[str], sizes: Sequence[int], rates: dict[str, Rates], kept: str | None = None) -> Numbers:
+    """:func:`numbers_of` by model, then by requests and GPU. ``kept`` is ``fp8`` for weights and a cache in 8 bits."""
     numbers: Numbers = {}
     for model in models:
         for requests in sizes:
-            step = Step.of(model, requests, weights=weights)
+            step = Step.of(model, requests, weights=kept, cache=kept)
             for gpu in GPUS.values():
                 key = f"{requests} {gpu.name}"
                 numbers.setdefault(model, {})[key] = numbers_of(step, gpu, rates[gpu.name])
@@ -97,14 +95,14 @@ def step_table(now: Numbers, before: Numbers) -> list[str]:
     return lines
 
 
-def weights_tables(plain: Numbers, quantized: Numbers) -> list[str]:
-    """Markdown: what weights in fp8 make of the launches that read them, in a layer, and of a step."""
+def fp8_tables(plain: Numbers, quantized: Numbers) -> list[str]:
+    """Markdown: what weights and a cache in fp8 make of the launches of a layer, and of a step."""
     lines = []
     for gpu in GPUS:
         sides = [[side[DETAILED][f"{requests} {gpu}"] for requests in DETAILED_SIZES] for side in (quantized, plain)]
         sizes = [f"B {requests}" for requests in DETAILED_SIZES]
         lines += [f"### {gpu}\n", _row(["", *sizes, *(f"bf16, {size}" for size in sizes)]), _row(["---"] * 7)]
-        for name in (key for key in sides[0][0]["layer"] if key.startswith("ragged_linear")):
+        for name in sides[0][0]["layer"]:
             lines.append(_row([f"{name}, us", *(f"{step['layer'][name][0]:.1f}" for side in sides for step in side)]))
         lines.append(_row(["**a step, ms**", *(f"{step['milliseconds']:.2f}" for side in sides for step in side)]))
         lines += [_row(["at rates, ms", *(f"{step['floor']:.2f}" for side in sides for step in side)]), ""]
@@ -125,7 +123,7 @@ Counted and computed, not measured: no GPU has run the step yet. [measuring.md](
 
 - command: `python -m bench.step_model`, {time.strftime("%Y-%m-%d")}
 - torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}, on a CPU
-- weights in bf16; vocabulary {VOCAB:,}; {CACHED} cached tokens a request; K = 8 slots, five candidates a request;
+- weights and cache in bf16; vocabulary {VOCAB:,}; {CACHED} cached tokens a request; K = 8 slots, five candidates a request;
   winners committed; logits in fp32; the whole step in one CUDA graph
 - "before": the kernels of commit {before["commit"]}, by the same model (`{before["command"]}`, {before["date"]})
 {of_rates}
@@ -137,11 +135,11 @@ Counted and computed, not measured: no GPU has run the step yet. [measuring.md](
         for part, title in (("layer", "of a layer"), ("others", "of the rest of a step")):
             lines += [f"### {gpu}, {title}\n", *launch_table(part, now, before["models"], gpu), ""]
     lines += [
-        f"""## Weights in fp8
+        f"""## Weights and cache in fp8
 
-The matrices of the layers in e4m3, the rest as above; {DETAILED}. Launches that do not read them take as long as above.
+The matrices of the layers, keys and values in e4m3, the rest as above; {DETAILED}.
 """,
-        *weights_tables(now, quantized),
+        *fp8_tables(now, quantized),
         f"""## Steps
 
 `at rates` is the larger of bytes at {COPY_SHARE:.0%} of the data sheet's bandwidth and operations at \

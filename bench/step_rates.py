@@ -100,9 +100,9 @@ def _steps(results: Results, gpu: Gpu) -> Iterator[Measured]:
         shape = case.shape
         kind = {key: shape.get(key) for key in ("launch", "base", "winners", "dtype")}
         if kind == {"launch": "graph", "base": "none", "winners": "committed", "dtype": "bfloat16"} and case.times:
-            weights = shape.get("weights", "dtype")
-            kept = None if weights == "dtype" else weights
-            step = Step.of(shape["model"], shape["B"], shape["counts"], shape["L"], kept)
+            kept = {key: shape.get(key, "dtype") for key in ("weights", "cache")}
+            kept = {key: None if value == "dtype" else value for key, value in kept.items()}
+            step = Step.of(shape["model"], shape["B"], shape["counts"], shape["L"], **kept)
             # The weights do not stay in the L2 cache from one step to the next.
             yield Measured(f"step {case.case}", case.times.warm, lambda rates, step=step: step.seconds(gpu, rates))
 

@@ -1,7 +1,10 @@
 """Copy of the drawn token's keys and values from the last forward's rows into the cache."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from lenvm_kernels.reference._common import to_codes
 
 
 def commit_winner(
@@ -17,6 +20,8 @@ def commit_winner(
     positions: Tensor,  # [B]
     slots: Tensor,  # [B]
     *,
+    key_scales: Tensor | None = None,  # [layers, Hkv]
+    value_scales: Tensor | None = None,  # [layers, Hkv]
     delta_lens: Tensor | None = None,  # [B]
     cached_lens: Tensor | None = None,  # [B]
 ) -> Tensor:  # [B]
@@ -34,8 +39,11 @@ def commit_winner(
     row = rows.where(matches, -1).amax(dim=1)
     committed = (row >= 0) & (slots >= 0) & (slots < k_cache.shape[1])
     row, slot = row[committed].long(), slots[committed].long()
-    k_cache[:, slot] = k_last[:, row]
-    v_cache[:, slot] = v_last[:, row]
+    for cache, last, scales in ((k_cache, k_last, key_scales), (v_cache, v_last, value_scales)):
+        if scales is None:
+            cache[:, slot] = last[:, row]
+        else:  # as bytes: not every device writes e4m3 by index
+            cache.view(torch.uint8)[:, slot] = to_codes(last[:, row], scales[:, None]).view(torch.uint8)
     if delta_lens is not None and cached_lens is not None:
         delta_lens[committed] = 0
         cached_lens[committed] = positions[committed] + 1

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from lenvm_kernels.reference._common import compute_dtype
+from lenvm_kernels.reference._common import compute_dtype, of_codes
 
 
 def value_tree_attention(
@@ -21,12 +21,14 @@ def value_tree_attention(
     candidate_lens: torch.Tensor,  # int32 [B]
     *,
     parents: torch.Tensor | None = None,  # int32 [T]
+    key_scales: torch.Tensor | None = None,  # fp32 [Hkv]
+    value_scales: torch.Tensor | None = None,  # fp32 [Hkv]
     page_size: int = 1,
     sm_scale: float | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [T, Hq, D], as q
     """See :func:`lenvm_kernels.ops.value_tree_attention.value_tree_attention`."""
-    dtype = compute_dtype(q, k_new, v_new, k_cache, v_cache)
+    dtype = compute_dtype(q, k_new, v_new)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     kv_heads = k_new.shape[1]
@@ -38,8 +40,10 @@ def value_tree_attention(
             continue  # its table row may be one that does not exist: it fills a batch up
         position = torch.arange(cached, device=q.device)
         slots = slot_table[table_row, position // page_size].long() * page_size + position % page_size
-        keys = torch.cat([k_cache[slots], k_new[start:end]]).to(dtype)  # [cached + tokens, Hkv, D]
-        values = torch.cat([v_cache[slots], v_new[start:end]]).to(dtype)
+        k_cached = k_cache[slots] if key_scales is None else of_codes(k_cache[slots], key_scales)
+        v_cached = v_cache[slots] if value_scales is None else of_codes(v_cache[slots], value_scales)
+        keys = torch.cat([k_cached.to(dtype), k_new[start:end].to(dtype)])  # [cached + tokens, Hkv, D]
+        values = torch.cat([v_cached.to(dtype), v_new[start:end].to(dtype)])
         queries = q[start:end].to(dtype).unflatten(1, (kv_heads, -1))  # [tokens, Hkv, Hq / Hkv, D]
 
         new_parents = [] if parents is None else [parent - start for parent in parents[start:end].tolist()]

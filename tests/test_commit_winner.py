@@ -6,7 +6,10 @@ from hypothesis import given
 
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops.commit_winner import as_integers, make_pool
+from lenvm_kernels.fuzz.ops.rope_cache import make_inputs
+from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.commit_winner import commit_winner
+from lenvm_kernels.ops.rope_cache import rope_cache
 from tests.helpers.cases import assert_right, cases
 
 BACKENDS = ["triton", "reference"]
@@ -290,6 +293,9 @@ def zeros(*shape, dtype=torch.float32):
         ("k_last", zeros(2, 2, 8, 4).transpose(1, 2), ValueError, "k_last must be contiguous in its last two dim"),
         ("v_cache", zeros(2, 5, 2, 4).half(), ValueError, "v_cache must be float32 .*, got float16"),
         ("v_last", zeros(2, 8, 2, 4).half(), ValueError, "v_last must be float32 .*, got float16"),
+        ("k_last", zeros(2, 8, 2, 4).to(E4M3), ValueError, "k_last must be float32 .*, got float8_e4m3fn"),
+        ("key_scales", zeros(2, 2), ValueError, "key_scales must be None unless k_cache is float8_e4m3fn, .* float32"),
+        ("value_scales", zeros(2, 2), ValueError, "value_scales must be None unless k_cache is float8_e4m3fn"),
         ("v_cache", zeros(2, 6, 2, 4), ValueError, r"v_cache must be float32 \[2, 5, 2, 4\] on cpu, got .* \[2, 6"),
         ("k_last", zeros(3, 8, 2, 4), ValueError, r"k_last must be float32 \[2, \*, 2, 4\] on cpu, got .* \[3, 8"),
         ("k_last", zeros(2, 8, 2, 4).half(), ValueError, r"k_last must be float32 .*, got float16"),
@@ -324,7 +330,58 @@ def test_bad_arguments_are_named(name, value, error, message):
         commit_winner(**{**good_arguments(), name: value})
 
 
+@pytest.mark.parametrize(
+    "name, value, error, message",
+    [
+        ("key_scales", None, TypeError, r"key_scales must be a tensor float32 \[2, 3\] on cpu, got NoneType"),
+        ("value_scales", zeros(3, 2), ValueError, r"value_scales must be float32 \[2, 3\] on cpu, got .* \[3, 2\]"),
+        ("key_scales", zeros(2, 3).half(), ValueError, "key_scales must be float32 .*, got float16"),
+        ("k_last", zeros(2, 8, 3, 4).to(E4M3), ValueError, r"k_last must be float32\|bfloat16\|.*, got float8_e4m3fn"),
+        ("v_last", zeros(2, 8, 3, 4).half(), ValueError, "v_last must be float32 .*, got float16"),
+    ],
+)
+def test_bad_scales_are_named(name, value, error, message):
+    cache, last = zeros(2, 5, 3, 4).to(E4M3), zeros(2, 8, 3, 4)
+    arguments = dict(k_cache=cache, v_cache=cache.clone(), k_last=last, v_last=last.clone(), **ROW)
+    scales = dict(key_scales=zeros(2, 3), value_scales=zeros(2, 3))
+    with pytest.raises(error, match=message):
+        commit_winner(**{**arguments, **scales, name: value})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_winner_leaves_the_codes_that_its_own_forward_would(device, dtype, backend):
+    """A token committed from its candidate, or computed as a delta by rope_cache: the cache is the same to the bit."""
+    forward = make_inputs(8, 4, 3, 24, dtype, e4m3=True, norm=True, device=device, num_slots=8)
+    forward["slots"] = torch.tensor([5, -1, 2, 0, -1, 7, 4, 1], device=device)
+    forward["value_scales"] = forward["key_scales"].flip(0)
+    _, k, v = rope_cache(**forward, backend=backend)
+    scales = {name: forward[name].expand(2, 3).contiguous() for name in ("key_scales", "value_scales")}
+    kept = (forward["slots"] >= 0).nonzero()[:, 0]
+    caches = [torch.full((2, 8, 3, 24), -7.0, device=device).to(E4M3) for _ in range(2)]
+    count = len(kept)
+    places = torch.arange(count, dtype=torch.int32, device=device)
+    committed = commit_winner(
+        *caches,
+        k.expand(2, *k.shape),
+        v.expand(2, *v.shape),
+        places[:, None].contiguous(),
+        kept[:, None].contiguous(),
+        places,
+        places.flip(0).contiguous(),
+        places.flip(0).contiguous(),
+        places.flip(0).contiguous(),
+        forward["slots"][kept].flip(0).contiguous(),
+        **scales,
+        backend=backend,
+    )
+    assert committed.all()
+    for cache, name in zip(caches, ("k_cache", "v_cache"), strict=True):
+        expected = as_integers(forward[name]).expand(2, -1, -1, -1)
+        assert torch.equal(as_integers(cache), expected)
+
+
 def test_triton_refuses_fp64(device):
     pools = make_pools(2, 5, 8, 2, 4, torch.float64)
-    with pytest.raises(ValueError, match=r"k_cache must be float32\|bfloat16\|float16 .*, got float64"):
+    with pytest.raises(ValueError, match=r"k_cache must be float32\|bfloat16\|float16\|float8.*, got float64"):
         commit(pools, ROW, backend="triton", device=device)

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lenvm_kernels.fuzz.case import Case
 from lenvm_kernels.fuzz.check import operators
+from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.types import GuidanceColumns
 from tests.helpers.watch import Operators
@@ -37,7 +38,8 @@ def results(name, function, device):
 
 def assert_same(found, expected):
     assert len(found) == len(expected) > 0
-    for actual, wanted in zip(found, expected, strict=True):
+    for pair in zip(found, expected, strict=True):
+        actual, wanted = (x.float() if x.dtype == E4M3 else x for x in pair)
         assert torch.equal(actual.nan_to_num(), wanted.nan_to_num())
 
 
@@ -98,12 +100,18 @@ def test_whoever_watches_operators_sees_into_ours():
 def test_fp64_is_accepted_on_a_cpu(name):
     """Without asking for the reference: ``auto`` is the reference there."""
     fp32_only = {"top_p", "min_p", "temperature", "entropy_threshold", "cos", "sin", "inv_freq"}
+    fp32_only |= {"key_scales", "value_scales"}
     found = []
 
     def double(x):
         if isinstance(x, GuidanceColumns):
             return x
-        return tree_map(lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, x)
+
+        def double_of(x):
+            wide = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != E4M3
+            return x.double() if wide else x
+
+        return tree_map(double_of, x)
 
     def function(*args, **kwargs):
         given = {key: x if key in fp32_only else double(x) for key, x in kwargs.items()}

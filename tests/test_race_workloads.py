@@ -21,6 +21,7 @@ from lenvm_kernels.ops import ragged_layout as ragged_layout_module
 from lenvm_kernels.ops import ragged_linear as linear_op
 from lenvm_kernels.ops import value_head as value_head_op
 from lenvm_kernels.ops import value_tree_attention as attention_op
+from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.ops.embed_tokens import embed_tokens
 from lenvm_kernels.ops.gather_requests import empty_requests, gather_requests
@@ -281,19 +282,28 @@ def head(tokens, size, outputs, dtype, norm):
     return [logits, counters]
 
 
+def scales_of(cache_dtype, *shape):
+    """Arguments of a cache in e4m3: scales in a slice of longer rows."""
+    if cache_dtype is None:
+        return {}
+    keys, values = (torch.arange(1.0, 10).exp2()[: shape[-1] + i].expand(*shape[:-1], -1) for i in (1, 2))
+    return dict(key_scales=keys.clone()[..., 1:] / 64, value_scales=values.clone()[..., 2:] / 64)
+
+
 @workload(
     "_rope_cache_kernel",
-    norm=(12, 9, 3, 64, True, torch.float32),
-    wide=(5, 12, 2, 128, False, torch.bfloat16),
-    odd=(70, 3, 1, 6, True, torch.float16),
+    norm=(12, 9, 3, 64, True, torch.float32, None),
+    wide=(5, 12, 2, 128, False, torch.bfloat16, None),
+    odd=(70, 3, 1, 6, True, torch.float16, None),
+    e4m3=(11, 5, 3, 24, True, torch.bfloat16, E4M3),
 )
-def rope(tokens, heads, kv_heads, head_dim, norm, dtype):
+def rope(tokens, heads, kv_heads, head_dim, norm, dtype, cache_dtype):
     generator = torch.Generator().manual_seed(tokens)
     random = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     slots = torch.randperm(2 * tokens, generator=generator)[:tokens]
     slots[1::3] = -1  # candidates are kept in no slot
-    k_cache = padded(torch.zeros(2 * tokens, kv_heads, head_dim, dtype=dtype), 4)
-    v_cache = torch.zeros(kv_heads, 2 * tokens, head_dim, dtype=dtype).transpose(0, 1)
+    k_cache = padded(torch.zeros(2 * tokens, kv_heads, head_dim, dtype=cache_dtype or dtype), 4)
+    v_cache = torch.zeros(kv_heads, 2 * tokens, head_dim, dtype=cache_dtype or dtype).transpose(0, 1)
     buffers = [torch.zeros(tokens + 3, kv_heads, head_dim, dtype=dtype)[3:] for _ in range(2)]
     live = tokens - 2
     results = rope_cache(
@@ -308,6 +318,7 @@ def rope(tokens, heads, kv_heads, head_dim, norm, dtype):
         num_rows=i32([live]),
         k_out=buffers[0] if norm else None,
         v_out=buffers[1] if norm else None,
+        **scales_of(cache_dtype, kv_heads),
         backend="triton",
     )
     return [*(result[:live] for result in results), k_cache, v_cache]
@@ -316,11 +327,12 @@ def rope(tokens, heads, kv_heads, head_dim, norm, dtype):
 @workload(
     "_plan_attention_kernel",
     "_value_tree_attention_kernel",
-    pages=(2, 2, 32, 4, False, torch.float32),
-    group_of_seven=(7, 1, 24, 1, False, torch.bfloat16),
-    trees=(3, 2, 64, 16, True, torch.float16),
+    pages=(2, 2, 32, 4, False, torch.float32, None),
+    group_of_seven=(7, 1, 24, 1, False, torch.bfloat16, None),
+    trees=(3, 2, 64, 16, True, torch.float16, None),
+    e4m3=(3, 2, 24, 4, True, torch.bfloat16, E4M3),
 )
-def attention(group, kv_heads, head_dim, page_size, has_parents, dtype):
+def attention(group, kv_heads, head_dim, page_size, has_parents, dtype, cache_dtype):
     generator = torch.Generator().manual_seed(group)
     random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
     deltas, counts, cached = [1, 0, 0, 37, 0, 2], [5, 0, 1, 3, 9, 0], [1670, 3, 641, 0, 660, 40]
@@ -336,8 +348,8 @@ def attention(group, kv_heads, head_dim, page_size, has_parents, dtype):
         padded(random(tokens, kv_heads * group, head_dim), 2),
         random(tokens, kv_heads, head_dim),
         random(kv_heads, tokens, head_dim).transpose(0, 1),
-        random(slots, kv_heads, head_dim),
-        padded(random(slots, kv_heads, head_dim), 3),
+        random(slots, kv_heads, head_dim).to(cache_dtype or dtype),
+        padded(random(slots, kv_heads, head_dim).to(cache_dtype or dtype), 3),
         padded(slot_table, 1),
         torch.tensor([6, 1, 7, 0, 3, 2]),
         i32(cached),
@@ -347,6 +359,7 @@ def attention(group, kv_heads, head_dim, page_size, has_parents, dtype):
         page_size=page_size,
         out=padded(torch.zeros(tokens, kv_heads * group, head_dim, dtype=dtype), 7),
         counters=counters,
+        **scales_of(cache_dtype, kv_heads),
         backend="triton",
     )
     assert not counters.any()
@@ -378,12 +391,18 @@ def test_splits_merged_without_order_are_found(faulty, monkeypatch):
         check_races(run)
 
 
-@workload("_commit_winner_kernel", layers=(3, 48, torch.float32), wide=(2, 1100, torch.bfloat16))
-def commit(layers, head_dim, dtype):
+@workload(
+    "_commit_winner_kernel",
+    layers=(3, 48, torch.float32, None),
+    wide=(2, 1100, torch.bfloat16, None),
+    e4m3=(5, 24, torch.bfloat16, E4M3),
+)
+def commit(layers, head_dim, dtype, cache_dtype):
     generator = torch.Generator().manual_seed(layers)
     random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
-    k_cache, k_last = random(layers, 50, 2, head_dim), random(layers, 20, 2, head_dim)
-    v_cache, v_last = (random(n, layers, 2, head_dim).transpose(0, 1) for n in (50, 20))
+    k_cache, k_last = random(layers, 50, 2, head_dim).to(cache_dtype or dtype), random(layers, 20, 2, head_dim)
+    v_cache = random(50, layers, 2, head_dim).to(cache_dtype or dtype).transpose(0, 1)
+    v_last = random(20, layers, 2, head_dim).transpose(0, 1)
     committed = commit_winner(
         k_cache,
         v_cache,
@@ -396,6 +415,7 @@ def commit(layers, head_dim, dtype):
         i32([1, 2, 3, 4, 5, 1]),
         i32([8, 9, 9, 9, 9, 9]),
         i32([49, 11, 0, 13, -1, 50]),
+        **scales_of(cache_dtype, layers, 2),
         backend="triton",
     )
     return [committed, k_cache, v_cache]

@@ -6,6 +6,8 @@ from hypothesis import given
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from lenvm_kernels.fuzz.ops.rope_cache import EPS, SLOTS, UNTOUCHED, expected_of, make_inputs, rotated
+from lenvm_kernels.ops import _common
+from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.rope_cache import rope_cache
 from tests.helpers.cases import assert_right, cases
 
@@ -95,6 +97,55 @@ def test_reference_works_on_the_live_rows_only(num_rows):
     assert q.shape == (tokens, 3, 16) and k is inputs["k_out"] and v is inputs["v_out"]
     assert (k[rows:] == UNTOUCHED).all() and (v[rows:] == UNTOUCHED).all()
     assert_kept(inputs, k, v, rows)
+
+
+def nearest_codes(x):
+    """Of fp64 numbers: of e4m3's, none of them an infinity, the nearest; of two as near the one with the even code."""
+    numbers = torch.arange(0x7F, dtype=torch.uint8).view(E4M3).double()
+    distance = (x.abs()[:, None] - numbers).abs()
+    nearest = distance == distance.amin(1, keepdim=True)
+    even_first = torch.where(torch.arange(0x7F) % 2 == 0, 2, 1)
+    return (nearest * even_first).argmax(1) + 0x80 * x.signbit()
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_are_of_the_nearest_numbers(device, dtype, backend):
+    """Every number of e4m3, whatever lies between two and next to that, subnormal ones, and those beyond 448."""
+    numbers = torch.arange(0x7F, dtype=torch.uint8).view(E4M3).double()
+    middle = (numbers[1:] + numbers[:-1]) / 2
+    beyond = torch.tensor([448.5, 456, 464, 465, 480, 512, 3e4], dtype=torch.float64)
+    x = torch.cat([numbers, middle, middle * (1 + 2**-10), middle * (1 - 2**-10), beyond, middle[:9] * 2**-4])
+    x = torch.cat([x, torch.where(x == 0, x, -x)])  # a rotation need not keep the sign of 0
+    x = torch.nn.functional.pad(x, (0, -len(x) % 16)).to(dtype).double()
+    scales = torch.tensor([2.0**-3, 2.0])
+    inputs = make_inputs(len(x) // 16, 1, 2, 16, dtype, e4m3=True, device=device, num_slots=len(x) // 16)
+    inputs |= dict(key_scales=scales.to(device), value_scales=scales.flip(0).to(device))
+    # No rotation, so that keys are what came. Each head has the numbers times its scale, rounded where fp16 has to.
+    by_head = torch.tensor([1.0, *scales, *scales.flip(0)]).double()[:, None]
+    qkv = (x.view(-1, 1, 16) * by_head).to(dtype)
+    inputs |= dict(qkv=qkv.flatten(1).to(device), cos=inputs["cos"] * 0 + 1, sin=inputs["sin"] * 0)
+    inputs["slots"] = torch.arange(len(x) // 16, device=device).flip(0)
+    rope_cache(**inputs, backend=backend)
+    came = (qkv.double() / by_head).flip(0)
+    for name, of_cache in (("k_cache", came[:, 1:3]), ("v_cache", came[:, 3:])):
+        codes = inputs[name].contiguous().view(torch.uint8).cpu().flatten().int()
+        assert torch.equal(codes, nearest_codes(of_cache.flatten()).int())
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_stays_nan_and_infinities_are_cut_off(device, dtype, backend):
+    inputs = make_inputs(2, 1, 1, 4, dtype, e4m3=True, device=device)
+    nan, inf = float("nan"), float("inf")
+    inputs["qkv"] = torch.tensor([[1] * 4 + [nan, 1, 2, 3] + [nan, inf, -inf, -nan]] * 2, dtype=dtype, device=device)
+    inputs |= dict(slots=torch.tensor([5, -1], device=device), sin=inputs["sin"] * 0, cos=inputs["cos"] * 0 + 1)
+    inputs |= {name: torch.full((1,), 2.0**-4, device=device) for name in ("key_scales", "value_scales")}
+    rope_cache(**inputs, backend=backend)
+    # A rotation takes both numbers of a pair: NaN times 0 is NaN.
+    expected = torch.tensor([[nan, 16, nan, 48], [nan, 448, -448, nan]])
+    kept = torch.cat([inputs["k_cache"][5], inputs["v_cache"][5]]).float().cpu()
+    torch.testing.assert_close(kept, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
@@ -199,8 +250,8 @@ ERRORS = [
     ("qkv", torch.zeros(3, 4, 16), ValueError, r"qkv must be .* \[\*, \*\], got float32 \[3, 4, 16\]"),
     ("qkv", torch.zeros(3, 80), ValueError, r"qkv must be float32 \[\*, 64\], got float32 \[3, 80\]"),
     ("qkv", torch.zeros(64, 3).t(), ValueError, "qkv must be contiguous in its last dimension"),
-    ("k_cache", torch.zeros(8, 16), ValueError, r"k_cache must be float32 \[\*, \*, \*\] on cpu, got .* \[8, 16\]"),
-    ("k_cache", torch.zeros(8, 1, 16).half(), ValueError, "k_cache must be float32 .*, got float16"),
+    ("k_cache", torch.zeros(8, 16), ValueError, r"k_cache must be .* \[\*, \*, \*\] on cpu, got .* \[8, 16\]"),
+    ("k_cache", torch.zeros(8, 1, 16).half(), ValueError, r"k_cache must be float32\|float8_e4m3fn .*, got float16"),
     ("k_cache", torch.zeros(8, 1, 15), ValueError, r"k_cache must have .* an even last dimension, got .* \[8, 1, 15\]"),
     ("k_cache", torch.zeros(8, 0, 16), ValueError, r"k_cache must have at least one head .*, got .* \[8, 0, 16\]"),
     ("k_cache", torch.zeros(8, 1, 0), ValueError, "k_cache must have .* an even last dimension"),
@@ -230,6 +281,9 @@ ERRORS = [
     ("v_cache", torch.zeros(8, 1, 32)[..., ::2], ValueError, "v_cache must be contiguous in its last dimension"),
     ("cos", torch.zeros(3, 16)[:, ::2], ValueError, "cos must be contiguous in its last dimension"),
     ("sin", torch.zeros(2, 8), ValueError, r"sin must be float32 \[3, 8\] on cpu, got float32 \[2, 8\]"),
+    ("k_cache", torch.zeros(8, 1, 16).to(E4M3), ValueError, r"v_cache must be float8_e4m3fn .*, got float32"),
+    ("key_scales", torch.ones(1), ValueError, "key_scales must be None unless k_cache is float8_e4m3fn, .* float32"),
+    ("value_scales", torch.ones(1), ValueError, "value_scales must be None unless k_cache is float8_e4m3fn"),
     ("backend", "cuda", ValueError, "backend must be one of auto, triton, reference, got 'cuda'"),
 ]
 
@@ -240,6 +294,31 @@ def test_errors_name_the_argument(name, value, error, message):
     inputs |= {"k_cache": torch.zeros(8, 1, 16), "v_cache": torch.zeros(8, 1, 16), "backend": "reference"}
     with pytest.raises(error, match=message):
         rope_cache(**inputs | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("key_scales", None, TypeError, r"key_scales must be a tensor float32 \[2\] on cpu, got NoneType"),
+        ("value_scales", None, TypeError, r"value_scales must be a tensor float32 \[2\] on cpu, got NoneType"),
+        ("key_scales", torch.ones(1), ValueError, r"key_scales must be float32 \[2\] on cpu, got float32 \[1\]"),
+        ("value_scales", torch.ones(2).double(), ValueError, r"value_scales must be float32 .*, got float64"),
+        ("key_scales", torch.ones(4)[::2], ValueError, "key_scales must be contiguous"),
+        ("v_cache", torch.zeros(SLOTS, 2, 16), ValueError, "v_cache must be float8_e4m3fn .*, got float32"),
+    ],
+)
+def test_errors_of_scales_name_the_argument(name, value, error, message):
+    inputs = make_inputs(3, 2, 2, 16, torch.float32, e4m3=True)
+    with pytest.raises(error, match=message):
+        rope_cache(**inputs | {name: value}, backend="reference")
+
+
+def test_kernels_need_a_gpu_that_knows_e4m3(device, monkeypatch):
+    monkeypatch.setattr(_common, "ARCHITECTURE", "sm_86")
+    inputs = make_inputs(3, 2, 2, 16, torch.float32, e4m3=True, device=device)
+    with pytest.raises(ValueError, match="k_cache: the kernels take e4m3 on GPUs from sm_89 on, got sm_86"):
+        rope_cache(**inputs, backend="triton")
+    rope_cache(**inputs, backend="reference")
 
 
 def test_triton_refuses_fp64(device):

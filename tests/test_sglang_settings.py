@@ -49,7 +49,8 @@ def test_a_file_gives_the_same_as_variables_which_take_precedence(model, config,
     monkeypatch.setenv("LENVM_MAX_CANDIDATES", "4")
     monkeypatch.setenv("LENVM_COMMIT_WINNERS", "0")
     monkeypatch.setenv("LENVM_WEIGHTS", "fp8")
-    changed = dict(max_candidates=4, commit_winners=False, weights="fp8")
+    monkeypatch.setenv("LENVM_CACHE", "fp8")
+    changed = dict(max_candidates=4, commit_winners=False, weights="fp8", cache="fp8")
     assert Settings.from_environment() == Settings(model, **expected | changed)
 
 
@@ -59,6 +60,7 @@ def test_a_file_gives_the_same_as_variables_which_take_precedence(model, config,
         ("VALUE_MODEL", "nowhere", "LENVM_VALUE_MODEL must be an existing directory or .gguf file, got 'nowhere'"),
         ("DTYPE", "int8", "LENVM_DTYPE must be one of float32, bfloat16, float16, got 'int8'"),
         ("WEIGHTS", "int8", "LENVM_WEIGHTS must be fp8, got 'int8'"),
+        ("CACHE", "fp16", "LENVM_CACHE must be fp8, got 'fp16'"),
         ("MAX_CANDIDATES", "5", "LENVM_MAX_CANDIDATES must be a power of two up to 64, got '5'"),
         ("CHUNK_TOKENS", "0", "LENVM_CHUNK_TOKENS must be an integer of at least 1, got '0'"),
         ("MEMORY_SHARE", "1.5", "LENVM_MEMORY_SHARE must be a number > 0 and <= 1, got '1.5'"),

@@ -19,12 +19,23 @@ from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.paged_slots import OutOfSlots
-from lenvm_kernels.step import GuidedStep, working_bytes
+from lenvm_kernels.reference._common import of_codes, to_codes
+from lenvm_kernels.step import GuidedStep, winners, working_bytes
 from lenvm_kernels.step.graphs import bucket_of
 from lenvm_kernels.types import Mode, Status
 from lenvm_kernels.value_model import ValueModel
 from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step, needs_gpu, random_scores, run_requests
-from tests.helpers.models import EOS, TINY, VOCAB, last_value_logits, random_head, random_model, tiny_value_model
+from tests.helpers.models import (
+    EOS,
+    TINY,
+    VOCAB,
+    last_value_logits,
+    random_head,
+    random_model,
+    random_pair,
+    tiny_value_model,
+    value_model_of,
+)
 from tests.helpers.padded_step import PaddedGraphs
 from tests.helpers.watch import Operators
 from tests.helpers.wrong_tensors import assert_refuses
@@ -212,6 +223,64 @@ def test_probabilities_may_be_guided_in_place(models):
     output = engine.decode([0], PROMPTS[:1], scores, probs=scores, is_logits=False, temperature=None)
     expected = torch.zeros(VOCAB).index_add(0, output.candidates.token_ids[0].clamp(min=0).long(), output.probs[0])
     torch.testing.assert_close(scores[0], expected)
+
+
+@pytest.mark.parametrize("commit_winners", [True, False])
+def test_steps_with_a_cache_in_fp8(models, monkeypatch, commit_winners):
+    """Beside steps whose cache is rounded by hand after whatever writes it: the same values and the same tokens.
+
+    Candidates and the tokens of a forward itself are not rounded before later forwards read them."""
+    coded, plain = (
+        Engine(*make_step(models.value, rows=4, commit_winners=commit_winners, cache=cache)) for cache in ("fp8", None)
+    )
+    sequences, outputs = run_requests(coded, PROMPTS, GUIDANCE[:4], 9)
+    scales = coded.step.cache.key_scales, coded.step.cache.value_scales
+    cache = plain.step.cache
+    differences = []
+
+    def rounding(function):
+        def rounded(*args, **keywords):
+            result = function(*args, **keywords)
+            for numbers, of_heads in zip((cache.keys, cache.values), scales, strict=True):
+                before = numbers.clone()
+                numbers.copy_(of_codes(to_codes(numbers, of_heads[:, None]), of_heads[:, None]))
+                differences.append((numbers - before).abs().max().item())
+            return result
+
+        return rounded
+
+    monkeypatch.setattr(models.value, "forward", rounding(models.value.forward))
+    monkeypatch.setattr(winners, "commit_winner", rounding(winners.commit_winner))
+    expected_sequences, expected = run_requests(plain, PROMPTS, GUIDANCE[:4], 9)
+    assert sequences == expected_sequences and max(differences) > 0.01
+    for actual, wanted in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(actual.value_logits, wanted.value_logits, rtol=0, atol=ATOL)
+        torch.testing.assert_close(actual.probs, wanted.probs, rtol=0, atol=1e-3)
+    assert coded.step.cache.keys.dtype == torch.float8_e4m3fn
+    codes = of_codes(coded.step.cache.keys, scales[0][:, None])
+    # All but what differed in the last bit of fp32, and went to the other of two codes.
+    assert (codes != cache.keys).double().mean() < 1e-3 < (codes != 0).double().mean()
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_a_row_has_the_same_bits_in_any_batch_with_a_cache_in_fp8(device, architecture):
+    value_model = tiny_value_model(device, torch.bfloat16) if architecture == "qwen3" else None
+    if value_model is None:
+        model, head = random_pair(architecture)
+        value_model = value_model_of(model, head, device=device, dtype=torch.float16)
+    options = dict(rows=4, cache="fp8", backend="triton")
+
+    def run(rows):
+        engine = Engine(*make_step(value_model, **options))
+        sequences = [PROMPTS[row] for row in rows]
+        return run_requests(engine, sequences, [GUIDANCE[row] for row in rows], 3, seeds=[100 + row for row in rows])
+
+    together, outputs = run([0, 1, 2, 3])
+    for rows in ([2, 0, 3, 1], [1]):
+        sequences, of_rows = run(rows)
+        assert sequences == [together[row] for row in rows]
+        for one, other in zip(of_rows, outputs, strict=True):
+            assert torch.equal(one.value_logits, other.value_logits[rows])
 
 
 def test_rows_left_out_of_a_step(models, monkeypatch):

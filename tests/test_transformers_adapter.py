@@ -130,6 +130,21 @@ def test_unguided_rows_are_generated_as_without_the_processor(base, value_model,
         assert close == same
 
 
+def test_a_cache_in_fp8(base, value_model, prompts):
+    def generate(**options):
+        torch.manual_seed(0)
+        mask = prompts["attention_mask"]
+        processor = LenVMLogitsProcessor(base, value_model, SHORTER, mask, max_new_tokens=3, record=True, **options)
+        base.generate(**prompts, **processor.generation_kwargs, pad_token_id=PAD)
+        return processor.records[0].value_logits
+
+    rounded, plain = generate(cache="fp8"), generate()
+    assert not torch.equal(rounded, plain)  # the prompts are in the cache, where they were rounded
+    torch.testing.assert_close(rounded, plain, rtol=0, atol=0.2)
+    with pytest.raises(ValueError, match="cache must be None or 'fp8', got 'int8'"):
+        generate(cache="int8")
+
+
 def test_values_stay_right_after_skipped_steps(base, value_backbone, head, value_model, prompts):
     """An entropy threshold skips rows; their later steps still see every token."""
     torch.manual_seed(1)

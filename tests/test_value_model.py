@@ -1,6 +1,7 @@
 """The value model against ``transformers``: tiny random checkpoints, each prefix + candidate a plain full forward."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,11 @@ from transformers import (
 )
 
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
-from lenvm_kernels.ops.ragged_linear import quantize_weight
+from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
+from lenvm_kernels.ops.rope_cache import rope_cache
+from lenvm_kernels.reference._common import of_codes, to_codes
 from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel, ValueModelConfig
+from lenvm_kernels.value_model.cache_scales import key_and_value_bounds, scales_of
 from tests.helpers.models import (
     ARCHITECTURES,
     TINY,
@@ -30,6 +34,7 @@ from tests.helpers.models import (
     random_head,
     random_model,
     random_pair,
+    tiny_value_model,
     value_logits,
     value_model_of,
 )
@@ -71,13 +76,13 @@ def random_tokens(count, seed):
 class Requests:
     """Requests with scattered pages of a cache, extended by deltas: the host's view of what a batch must mean."""
 
-    def __init__(self, value_model, rows, max_len=64, page_size=1, fill=0.0, backend="auto"):
+    def __init__(self, value_model, rows, max_len=64, page_size=1, fill=0.0, cache=None, backend="auto"):
         self.value_model, self.page_size, self.backend = value_model, page_size, backend
         generator = torch.Generator().manual_seed(5)
         pages = -(-max_len // page_size)
         table = torch.randperm((rows + 2) * pages, generator=generator).view(rows + 2, pages).int()
         self.table = table.to(value_model.device)
-        self.cache = KVCache.of_slots(value_model, table.numel() * page_size)
+        self.cache = KVCache.of_slots(value_model, table.numel() * page_size, cache)
         self.cache.keys.fill_(fill)
         self.cache.values.fill_(fill)
         self.table_rows = torch.randperm(rows + 2, generator=generator)[:rows].to(value_model.device)
@@ -657,6 +662,108 @@ def test_bytes_of_a_cache(trees_loaded):
     cache = KVCache.of_slots(trees_loaded[2], 7)
     assert cache.keys.shape == cache.values.shape == (2, 7, 2, 12)
     assert KVCache.num_bytes(trees_loaded[2], 7) == cache.keys.nbytes + cache.values.nbytes
+
+
+def test_a_cache_in_fp8(trees_loaded):
+    value_model = trees_loaded[2]
+    cache = KVCache.of_slots(value_model, 7, "fp8")
+    assert cache.keys.shape == cache.values.shape == (2, 7, 2, 12)
+    assert cache.keys.dtype == cache.values.dtype == torch.float8_e4m3fn
+    assert cache.key_scales.shape == cache.value_scales.shape == (2, 2)
+    of_all = sum(x.nbytes for x in (cache.keys, cache.values, cache.key_scales, cache.value_scales))
+    assert KVCache.num_bytes(value_model, 7, "fp8") == of_all == 2 * 2 * 7 * 2 * 12 + 2 * 2 * 2 * 4
+    scales = cache.scales_of(1)
+    assert torch.equal(scales["key_scales"], cache.key_scales[1])
+    assert torch.equal(scales["value_scales"], cache.value_scales[1])
+    assert KVCache.of_slots(value_model, 7).scales_of(1) == {}
+    for call in (KVCache.of_slots, KVCache.num_bytes):
+        with pytest.raises(ValueError, match="cache must be None or 'fp8', got 'int8'"):
+            call(value_model, 7, "int8")
+
+
+def round_to_e4m3(cache, codes):
+    """Round what a cache keeps in the model's dtype to what ``codes``, a cache in fp8, would stand for."""
+    scales = codes.key_scales, codes.value_scales
+    for numbers, of_heads in zip((cache.keys, cache.values), scales, strict=True):
+        numbers.copy_(of_codes(to_codes(numbers, of_heads[:, None]), of_heads[:, None]))
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cache_in_fp8_is_one_rounded_by_hand(device, dtype, backend):
+    """After a forward the codes are of its keys and values; the next one reads the numbers that they stand for."""
+    value_model = tiny_value_model(device, dtype)
+    plain, coded = (mixed_requests(value_model, page_size=4, cache=c, backend=backend) for c in (None, "fp8"))
+    before = plain.cache.keys.clone()
+    round_to_e4m3(plain.cache, coded.cache)
+    assert not torch.equal(plain.cache.keys, before)
+    assert torch.equal(plain.cache.keys.float(), of_codes(coded.cache.keys, coded.cache.key_scales[:, None]))
+    assert torch.equal(plain.cache.values.float(), of_codes(coded.cache.values, coded.cache.value_scales[:, None]))
+    expected, actual = (x.step(MIXED_DELTAS, MIXED_CANDIDATES) for x in (plain, coded))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=ATOL if dtype == torch.float32 else 3e-2)
+    # Its own delta is attended to as it is. Whatever rounds it first would be as far off as an unrounded prefix.
+    unrounded = mixed_requests(value_model, page_size=4, backend=backend).step(MIXED_DELTAS, MIXED_CANDIDATES)
+    if dtype == torch.float32:
+        assert (unrounded - expected).abs().max() > 100 * ATOL
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_key_nor_value_exceeds_its_bound(architecture, dtype):
+    """Of the hidden states that make each number as large as it can be: they reach the bound, and never the end of
+    e4m3's range, where numbers would be cut off."""
+    model, head = random_pair(architecture)
+    value_model = value_model_of(model, head, dtype=dtype)
+    config, reached = value_model.config, []
+    q_rows, shape = config.num_heads * config.head_dim, (2, config.num_kv_heads, config.head_dim)
+    key_scales, value_scales = value_model.cache_scales()
+    for i, layer in enumerate(value_model.layers):
+        rows = layer.qkv[q_rows:].float()
+        if config.qk_norm:  # a head with a single number that is not 0
+            by_head = rows[: len(rows) // 2].view(*shape[1:], -1)
+            alone = torch.linalg.pinv(by_head).mT.flatten(0, 1)
+            rows = torch.cat([rows, alone])
+        hidden = torch.cat([rows, -rows, torch.randn(50, config.hidden_size)])
+        hidden = (1e3 * hidden / hidden.norm(dim=1, keepdim=True)).to(dtype).repeat(3, 1)
+        angle = torch.rand(3, len(hidden) // 3, config.head_dim // 2) * 6.3
+        angle[0], angle[1] = 0.0, torch.pi / 4  # at which one number of a pair, or both, make the largest
+        angle = angle.flatten(0, 1)
+        cache = torch.zeros(2, len(hidden), *shape[1:], dtype=dtype)
+        _, keys, values = rope_cache(
+            ragged_linear(hidden, layer.qkv, layer.qkv_bias, norm_eps=config.rms_norm_eps),
+            angle.cos(),
+            angle.sin(),
+            torch.arange(len(hidden)),
+            *cache,
+            num_heads=config.num_heads,
+            qk_norm_weight=layer.qk_norm,
+            norm_eps=config.rms_norm_eps,
+        )
+        bounds = key_and_value_bounds(config, layer.qkv, None, layer.qkv_bias, layer.qk_norm)
+        largest = torch.stack([x.double().abs().amax((0, 2)) for x in (keys, values)])
+        assert (largest <= bounds * (1 + 3 * 2**-8)).all()
+        reached.append(largest / bounds)
+        scales = torch.stack((key_scales[i], value_scales[i]))
+        assert torch.equal(scales.frexp().mantissa, torch.full_like(scales, 0.5))  # a power of two
+        assert ((bounds / scales > 224) & (bounds / scales <= 448)).all()
+        assert (largest / scales < 464).all()
+    keys, values = torch.stack(reached).unbind(1)
+    assert (values > 0.97).all() and (keys > (0.97 if config.qk_norm else 0.55)).all()
+
+
+def test_a_scale_on_the_rotation_is_in_the_bound_of_keys():
+    value_model = tiny_value_model("cpu")
+    layer, config = value_model.layers[0], value_model.config
+    arguments = (layer.qkv, None, layer.qkv_bias, layer.qk_norm)
+    once, twice = (key_and_value_bounds(replace(config, rope_scale=x), *arguments) for x in (1.0, 1.5))
+    assert torch.equal(twice[0], 1.5 * once[0]) and torch.equal(twice[1], once[1])
+
+
+def test_scales_of_bounds():
+    nan = float("nan")
+    bounds = torch.tensor([[448.0, 448.0 * (1 + 2**-40), 449.0], [1.75, 0.0, nan]], dtype=torch.float64)
+    expected = torch.tensor([[1.0, 2.0, 2.0], [2.0**-8, 2.0**-100, nan]])
+    torch.testing.assert_close(scales_of(bounds), expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_an_embedding_that_is_not_tied_is_not_replaced():

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lenvm_kernels.fuzz.ops.value_tree_attention import Inputs, int32, make_inputs, random_tree
+from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.value_tree_attention import (
     BLOCK_M,
     MAX_SPLITS,
@@ -100,8 +101,9 @@ def test_kernel_agrees_with_reference(device, case):
     assert_right(case, device)
 
 
+@pytest.mark.parametrize("e4m3", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_splits(device, dtype):
+def test_splits(device, dtype, e4m3):
     """One split, several, and rows past the split tiles, side by side; a table row of each."""
     inputs = make_inputs(
         [0, ONE_SPLIT, ONE_SPLIT + 1, ONE_SPLIT + 2 * SPLIT_LEN + 70, ONE_SPLIT + 8, ONE_SPLIT + 88],
@@ -110,6 +112,7 @@ def test_splits(device, dtype):
         device=device,
         q_heads=4,
         dtype=dtype,
+        e4m3=e4m3,
         page_size=16,
         padding=2,
     )
@@ -348,10 +351,56 @@ def test_waiting_for_a_deeper_branch_keeps_the_sign_of_zero(device):
     assert torch.equal(alone.signbit(), beside_a_branch.signbit()) and alone.signbit().all()
 
 
+# --- a cache in e4m3 -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("cached", [70, ONE_SPLIT + 70])
+def test_a_cache_in_e4m3_is_the_numbers_that_it_stands_for(device, backend, cached):
+    """Beside the same numbers in fp32: nothing but the order of sums differs."""
+    inputs = make_inputs([cached, 0, 3], [3, 1, 0], [4, 2, 5], device=device, q_heads=6, kv_heads=2, e4m3=True)
+    numbers = {
+        name: getattr(inputs, name).float() * scales[:, None]
+        for name, scales in (("k_cache", inputs.key_scales), ("v_cache", inputs.value_scales))
+    }
+    assert inputs.key_scales.unique().numel() + inputs.value_scales.unique().numel() > 2
+    wide = replace(inputs, **numbers, key_scales=None, value_scales=None).run("reference")
+    torch.testing.assert_close(inputs.run(backend), wide, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("exponent", [-125, -60, 15, 60, 115])
+def test_queries_of_any_size_meet_keys_in_e4m3(device, exponent):
+    """bf16 reaches as far as fp32; fp16, in which a GPU multiplies them, ends at 2**16. Rows of a tile differ."""
+    inputs = make_inputs([70], [2], [5], device=device, q_heads=3, dtype=torch.bfloat16, e4m3=True)
+    q = inputs.q.clone()
+    q[1::2] *= 2.0**exponent
+    q[::2] *= 2.0 ** (exponent - 9)
+    q[2, 1] = 0.0
+    inputs = replace(inputs, q=q)
+    check_against_reference(inputs, sm_scale=0.2 * 2.0**-exponent)
+    check_against_reference(inputs, sm_scale=0.2 * 2.0 ** (9 - exponent) if exponent > -110 else 1.0)
+    check_against_reference(inputs)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_nan_in_a_cache_in_e4m3_is_nan(device, backend, name):
+    inputs = make_inputs([70, 5], [1, 1], [2, 1], device=device, dtype=torch.float16, e4m3=True)
+    healthy = inputs.run(backend)
+    cache = getattr(inputs, name)
+    slot = inputs.slot_table[inputs.table_rows[0], 66]
+    cache[slot, 0] = float("nan")
+    result = inputs.run(backend)
+    assert result[:3].isnan().all() and torch.equal(result[3:], healthy[3:])
+
+
 # --- relations between runs -----------------------------------------------------------------------------------------
 
 
-def test_a_request_gives_the_same_bits_in_any_batch(device):
+@pytest.mark.parametrize(
+    ("dtype", "e4m3"), [(torch.float16, False), (torch.float16, True), (torch.bfloat16, True), (torch.float32, True)]
+)
+def test_a_request_gives_the_same_bits_in_any_batch(device, dtype, e4m3):
     """Alone, in another order, beside others, split or not: a row's bits are its own."""
     inputs = make_inputs(
         [20, 0, ONE_SPLIT + SPLIT_LEN + 40, ONE_SPLIT + 1],
@@ -359,7 +408,9 @@ def test_a_request_gives_the_same_bits_in_any_batch(device):
         [5, 2, 3, 4],
         device=device,
         q_heads=4,
-        dtype=torch.float16,
+        kv_heads=2,
+        dtype=dtype,
+        e4m3=e4m3,
     )
     together = inputs.rows(inputs.run())
     for order in ([3, 1, 0, 2], [2], [1, 3], [0]):
@@ -532,10 +583,12 @@ def spread(x: torch.Tensor, layout: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("e4m3", [False, True])
 @pytest.mark.parametrize(("turn", "cached"), [(0, 9), (1, 9), (2, ONE_SPLIT + 9), (3, 9), (4, 9)])
-def test_every_tensor_has_strides_of_its_own(device, backend, turn, cached):
+def test_every_tensor_has_strides_of_its_own(device, backend, turn, cached, e4m3):
     """Keys and values, cached and new, queries and results laid out differently; with trees, in one split and two."""
-    inputs = make_inputs([cached, 3], [2, 1], [4, 3], device=device, q_heads=6, kv_heads=3, head_dim=24, page_size=4)
+    sizes = dict(q_heads=6, kv_heads=3, head_dim=24, page_size=4)
+    inputs = make_inputs([cached, 3], [2, 1], [4, 3], device=device, **sizes, e4m3=e4m3)
     inputs = inputs.with_trees([[-1, 0, 1, 0], [-1, -1, 1]])
     if turn == 4:
         inputs = replace(inputs, parents=None)
@@ -594,14 +647,17 @@ def test_64_query_heads_share_a_head(device, backend):
         ({"k_new": torch.zeros(2, 2, 8)}, r"k_new must be float32 \[3, \*, 8\] on cpu, got float32 \[2, 2, 8\] on cpu"),
         ({"k_new": torch.zeros(3, 0, 8)}, "got 4 query and 0 key/value heads"),
         ({"v_new": torch.zeros(3, 2, 8).half()}, r"v_new must be float32 \[3, 2, 8\] on cpu, got float16"),
-        ({"k_cache": torch.zeros(9, 1, 8)}, r"k_cache must be float32 \[\*, 2, 8\] on cpu, got float32 \[9, 1, 8\]"),
+        ({"k_cache": torch.zeros(9, 1, 8)}, r"k_cache must be float32.* \[\*, 2, 8\] on cpu, got float32 \[9, 1, 8\]"),
         ({"v_cache": torch.zeros(8, 2, 8)}, r"v_cache must be float32 \[9, 2, 8\] on cpu, got float32 \[8, 2, 8\]"),
         ({"v_cache": torch.zeros(9, 2, 8, device="meta")}, r"v_cache must be .* on cpu, got .* on meta"),
         ({"slot_table": torch.zeros(2, 9).long()}, r"slot_table must be int32 \[\*, \*\] on cpu, got int64 \[2, 9\]"),
         ({"table_rows": torch.zeros(1)}, r"table_rows must be int32\|int64 \[\*\] on cpu, got float32 \[1\]"),
         ({"v_new": torch.zeros(3, 1, 8)}, r"v_new must be float32 \[3, 2, 8\] on cpu, got float32 \[3, 1, 8\]"),
         ({"v_new": torch.zeros(3, 2, 16)[..., ::2]}, "v_new must be contiguous in its last dimension"),
-        ({"k_cache": torch.zeros(9, 2, 8).half()}, r"k_cache must be float32 \[\*, 2, 8\] on cpu, got float16"),
+        (
+            {"k_cache": torch.zeros(9, 2, 8).half()},
+            r"k_cache must be float32\|float8_e4m3fn \[\*, 2, 8\] on cpu, got float16",
+        ),
         ({"slot_table": torch.zeros(9).int()}, r"slot_table must be int32 \[\*, \*\] on cpu, got int32 \[9\]"),
         ({"table_rows": int32([[0]])}, r"table_rows must be int32\|int64 \[\*\] on cpu, got int32 \[1, 1\]"),
         ({"cached_lens": torch.tensor([5])}, r"cached_lens must be int32 \[1\] on cpu, got int64 \[1\]"),
@@ -629,6 +685,10 @@ def test_64_query_heads_share_a_head(device, backend):
         ({"page_size": -1}, "page_size must be an int of at least 1, got -1"),
         ({"sm_scale": float("nan")}, "sm_scale must be a finite number or None, got nan"),
         ({"sm_scale": True}, "sm_scale must be a finite number or None, got bool"),
+        ({"key_scales": torch.ones(2)}, "key_scales must be None unless k_cache is float8_e4m3fn, .* float32"),
+        ({"value_scales": torch.ones(2)}, "value_scales must be None unless k_cache is float8_e4m3fn"),
+        ({"k_cache": torch.zeros(9, 2, 8).to(E4M3)}, "v_cache must be float8_e4m3fn .*, got float32"),
+        ({"v_cache": torch.zeros(9, 2, 8).to(E4M3)}, "v_cache must be float32 .*, got float8_e4m3fn"),
         ({"sm_scale": "1"}, "sm_scale must be a finite number or None, got str"),
         ({"backend": "cuda"}, "backend must be one of auto, triton, reference, got 'cuda'"),
     ],
@@ -636,6 +696,21 @@ def test_64_query_heads_share_a_head(device, backend):
 def test_errors_name_the_argument(changes, message):
     arguments = vars(make_inputs([5], [1], [2], q_heads=4, kv_heads=2, head_dim=8))
     arguments |= {"k_cache": torch.zeros(9, 2, 8), "v_cache": torch.zeros(9, 2, 8)}
+    with pytest.raises((ValueError, TypeError), match=message):
+        value_tree_attention(**arguments | {"backend": "reference"} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"key_scales": None}, r"key_scales must be a tensor float32 \[2\] on cpu, got NoneType"),
+        ({"value_scales": None}, r"value_scales must be a tensor float32 \[2\] on cpu, got NoneType"),
+        ({"key_scales": torch.ones(1)}, r"key_scales must be float32 \[2\] on cpu, got float32 \[1\]"),
+        ({"value_scales": torch.ones(2).half()}, r"value_scales must be float32 \[2\] on cpu, got float16"),
+    ],
+)
+def test_errors_of_scales_name_the_argument(changes, message):
+    arguments = vars(make_inputs([5], [1], [2], q_heads=4, kv_heads=2, head_dim=8, e4m3=True))
     with pytest.raises((ValueError, TypeError), match=message):
         value_tree_attention(**arguments | {"backend": "reference"} | changes)
 

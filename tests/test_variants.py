@@ -28,7 +28,7 @@ def test_shapes_are_those_of_the_benchmarks():
     shapes, quick = variants.BENCHMARK.shapes(), variants.BENCHMARK.shapes(quick=True)
     assert len(shapes) == sum(len(changes) for changes, _ in variants.OPERATORS.values())
     assert [shape["operator"] for shape in quick] == list(variants.OPERATORS)
-    attention = dict(model="Qwen2.5-1.5B", B=1, L=32_768, delta=1, tree="5")
+    attention = dict(model="Qwen2.5-1.5B", B=1, L=32_768, delta=1, tree="5", cache="dtype")
     assert shapes[1] == {"operator": "value_tree_attention", **attention}
     assert quick[-1] == dict(operator="reweight_scatter", B=4, K=8, V=32_000, scatter=True, dtype="float32")
 

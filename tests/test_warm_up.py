@@ -16,7 +16,7 @@ def test_serving_compiles_nothing():
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-5000:]
     report = json.loads(done.stdout)
-    kinds = ("with graphs", "without graphs", "weights in 8 bits")
+    kinds = ("with graphs", "without graphs", "in fp8")
     assert {name: served["new"] for name, served in report.items()} == {kind: {} for kind in kinds}
     for served in report.values():
         assert served["warm"].keys() >= {"_scan_kernel", "_reweight_kernel", "_value_tree_attention_kernel"}

@@ -3,7 +3,7 @@
     python -m bench.ops.commit_winner [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
 
 Every row commits, the most work there can be. Beside it stands PyTorch's gather and scatter, to which the rows to move
-are told.
+are told. The cache is in the dtype of all else, or in fp8 (e4m3), which PyTorch's do not know.
 """
 
 from functools import partial
@@ -12,39 +12,46 @@ import torch
 
 from bench.harness.cases import Benchmark, Case
 from bench.models import DIMENSIONS
+from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.reference import commit_winner as reference
 
 
-def make_case(device: str, *, model: str, B: int, K: int, dtype: str) -> Case:
+def make_case(device: str, *, model: str, B: int, K: int, cache: str, dtype: str) -> Case:
     _, _, layers, _, heads, head_dim, _ = DIMENSIONS[model]
     tokens, dtype = B * K, getattr(torch, dtype)
     # As many slots as there are candidates: rows of the cache far from each other, as in a server.
-    cache, last = (torch.randn(2, layers, tokens, heads, head_dim, dtype=dtype, device=device) for _ in range(2))
+    slots_of, last = (torch.randn(2, layers, tokens, heads, head_dim, dtype=dtype, device=device) for _ in range(2))
     i32 = dict(dtype=torch.int32, device=device)
     ids = torch.arange(tokens, **i32).view(B, K)
     order, zeros = torch.arange(B, **i32), torch.zeros(B, **i32)
     drawn = ids[order, torch.randint(K, (B,), device=device)]
     slots = torch.randperm(tokens, device=device)[:B]
-    arguments = (*cache, *last, ids, ids, zeros, order, drawn, zeros, slots)
+    scales = {}
+    if cache == "fp8":
+        slots_of = torch.zeros_like(slots_of, dtype=E4M3)
+        scales = {name: torch.ones(layers, heads, device=device) for name in ("key_scales", "value_scales")}
+    arguments = (*slots_of, *last, ids, ids, zeros, order, drawn, zeros, slots)
     return Case(
-        partial(commit_winner, *arguments),
+        partial(commit_winner, *arguments, **scales),
         # Beside keys and values a row's candidates, the winner's row and position; row, token, position, slot, result.
-        B * (2 * 2 * layers * heads * head_dim * dtype.itemsize + K * 4 + 4 + 4 + 3 * 4 + 8 + 1),
+        B * (2 * layers * heads * head_dim * (last.itemsize + slots_of.itemsize) + K * 4 + 4 + 4 + 3 * 4 + 8 + 1),
         peers={
-            "gather and scatter": lambda: lambda: cache.index_copy_(2, slots, last.index_select(2, drawn)),
+            "gather and scatter": lambda: lambda: slots_of.index_copy_(2, slots, last.index_select(2, drawn)),
             "reference": lambda: partial(reference.commit_winner, *arguments),
-        },
+        }
+        if not scales
+        else {},
     )
 
 
 BENCHMARK = Benchmark(
     "commit_winner",
     make_case,
-    production=dict(model="Qwen2.5-1.5B", B=64, K=8),
-    axes=dict(B=[1, 8, 256, 512], model=["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"], K=[2, 64]),
+    production=dict(model="Qwen2.5-1.5B", B=64, K=8, cache="dtype"),
+    axes=dict(B=[1, 8, 256, 512], model=["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"], K=[2, 64], cache=["fp8"]),
     others=[dict(model="Qwen3-1.7B", B=512)],
-    quick=(dict(model="Qwen2.5-0.5B", B=1), dict(B=8)),
+    quick=(dict(model="Qwen2.5-0.5B", B=1), dict(B=8), dict(cache="fp8")),
 )
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python -m bench.ops.rope_cache [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
 
 One layer of a value model (Qwen3-1.7B has a norm of queries and keys) for T tokens. A decode step keeps one row in six,
-one delta token and five candidates a request; a prompt keeps all. Which rows are kept is told to the peer.
+one delta token and five candidates a request; a prompt keeps all. Which rows are kept is told to the peer. The cache is
+in the dtype of all else, or in fp8 (e4m3), which the peer does not know.
 """
 
 from functools import partial
@@ -12,16 +13,21 @@ import torch
 
 from bench.harness.cases import Benchmark, Case
 from bench.models import DIMENSIONS
+from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.reference.rope_cache import rms_norm, rotate
 
 SLOTS = 65_536
 
 
-def make_case(device: str, *, model: str, T: int, kept: str, dtype: str) -> Case:
+def make_case(device: str, *, model: str, T: int, kept: str, cache: str, dtype: str) -> Case:
     _, _, _, heads, kv_heads, head_dim, has_norm = DIMENSIONS[model]
     random = partial(torch.randn, dtype=getattr(torch, dtype), device=device)
     k_cache, v_cache = (random(SLOTS, kv_heads, head_dim) for _ in range(2))
+    scales = {}
+    if cache == "fp8":
+        k_cache, v_cache = (torch.zeros_like(x, dtype=E4M3) for x in (k_cache, v_cache))
+        scales = {name: torch.ones(kv_heads, device=device) for name in ("key_scales", "value_scales")}
     weight = random(heads + kv_heads, head_dim) if has_norm else None
     qkv = random(T, (heads + 2 * kv_heads) * head_dim)
     angle = torch.rand(T, head_dim // 2, device=device)
@@ -30,7 +36,7 @@ def make_case(device: str, *, model: str, T: int, kept: str, dtype: str) -> Case
     slots = torch.where(is_kept, torch.randperm(SLOTS, device=device)[:T], -1)
     kept_rows = is_kept.nonzero()[:, 0]
     kept_slots = slots[kept_rows]
-    kept_bytes = len(kept_rows) * 2 * kv_heads * head_dim * qkv.itemsize
+    kept_bytes = len(kept_rows) * 2 * kv_heads * head_dim * k_cache.itemsize
 
     def separate():
         qk, v = qkv.view(T, -1, head_dim).split((heads + kv_heads, kv_heads), dim=1)
@@ -42,24 +48,25 @@ def make_case(device: str, *, model: str, T: int, kept: str, dtype: str) -> Case
         return q, k, v
 
     return Case(
-        partial(rope_cache, qkv, cos, sin, slots, k_cache, v_cache, num_heads=heads, qk_norm_weight=weight),
+        partial(rope_cache, qkv, cos, sin, slots, k_cache, v_cache, num_heads=heads, qk_norm_weight=weight, **scales),
         2 * qkv.nbytes + sum(x.nbytes for x in (cos, sin, slots)) + kept_bytes + (weight.nbytes if has_norm else 0),
-        peers={"separate operators": lambda: separate},
+        peers={} if scales else {"separate operators": lambda: separate},
     )
 
 
 BENCHMARK = Benchmark(
     "rope_cache",
     make_case,
-    production=dict(model="Qwen2.5-1.5B", T=384, kept="1 in 6"),
-    axes=dict(model=["Qwen3-1.7B", "Qwen2.5-0.5B", "Qwen2.5-3B"], T=[6, 48, 1536, 3072]),
+    production=dict(model="Qwen2.5-1.5B", T=384, kept="1 in 6", cache="dtype"),
+    axes=dict(model=["Qwen3-1.7B", "Qwen2.5-0.5B", "Qwen2.5-3B"], T=[6, 48, 1536, 3072], cache=["fp8"]),
     others=[
         dict(T=4096, kept="1 in 1"),
+        dict(T=4096, kept="1 in 1", cache="fp8"),
         dict(T=32_768, kept="1 in 1"),
         dict(model="Qwen3-1.7B", T=3072),
         dict(model="Qwen3-1.7B", T=4096, kept="1 in 1"),
     ],
-    quick=(dict(model="Qwen2.5-0.5B", T=48), dict(model="Qwen3-1.7B")),
+    quick=(dict(model="Qwen2.5-0.5B", T=48), dict(model="Qwen3-1.7B"), dict(cache="fp8")),
 )
 
 if __name__ == "__main__":

@@ -3,14 +3,16 @@
     python -m bench.ops.value_tree_attention [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
 
 B requests with L cached tokens in scattered slots, ``delta`` new ones and ``tree`` candidates: branches, or branches x
-levels. Plan and counters are there already, as in the layers of a step. Floor: cached keys and values once per
-key/value head, queries, new keys and values, slots, parents and output.
+levels. Plan and counters are there already, as in the layers of a step. The cache is in the dtype of all else, or in
+fp8 (e4m3). Floor: cached keys and values once per key/value head, queries, new keys and values, slots, parents and
+output.
 """
 
 import torch
 
 from bench.harness.cases import Benchmark, Case, peer
 from bench.models import DIMENSIONS
+from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.value_tree_attention import num_counters, plan_attention, value_tree_attention
 from lenvm_kernels.reference import value_tree_attention as reference
 
@@ -23,10 +25,10 @@ PEERS = {
 MOST_SCORES = 2**29  # of the largest request's fp64 scores, that the result is compared with the reference
 
 
-PRODUCTION = dict(model="Qwen2.5-1.5B", B=64, L=2048, delta=1, tree="5")
+PRODUCTION = dict(model="Qwen2.5-1.5B", B=64, L=2048, delta=1, tree="5", cache="dtype")
 
 
-def make_case(device: str, *, model: str, B: int, L: int, delta: int, tree: str, dtype: str) -> Case:
+def make_case(device: str, *, model: str, B: int, L: int, delta: int, tree: str, cache: str, dtype: str) -> Case:
     _, _, _, heads, kv_heads, head_dim, _ = DIMENSIONS[model]
     branches, levels = map(int, f"{tree}x1".split("x")[:2])
     candidates = branches * levels
@@ -41,6 +43,11 @@ def make_case(device: str, *, model: str, B: int, L: int, delta: int, tree: str,
 
     q, k_new, v_new = random(tokens, heads), random(tokens, kv_heads), random(tokens, kv_heads)
     k_cache, v_cache = random(slots, kv_heads), random(slots, kv_heads)
+    scales = {}
+    if cache == "fp8":
+        scale = torch.full((kv_heads,), 2.0**-6, device=device)
+        k_cache, v_cache = ((x / scale[0]).to(E4M3) for x in (k_cache, v_cache))
+        scales = dict(key_scales=scale, value_scales=scale.clone())
     slot_table = torch.randperm(slots, dtype=torch.int32, device=device).view(B, L)
     table_rows = torch.arange(B, device=device)
     q_offsets = torch.arange(0, tokens + 1, new, dtype=torch.int32, device=device)
@@ -52,18 +59,19 @@ def make_case(device: str, *, model: str, B: int, L: int, delta: int, tree: str,
     plan = plan_attention(*requests, total_tokens=tokens, max_len=L, group=heads // kv_heads)
     counters = torch.zeros(num_counters(B, kv_heads), dtype=torch.int32, device=device)
 
-    compiles = device == "cpu" or dict(model=model, B=B, L=PRODUCTION["L"], delta=delta, tree=tree) == PRODUCTION
+    shape = dict(model=model, B=B, L=PRODUCTION["L"], delta=delta, tree=tree, cache=cache)
+    compiles = device == "cpu" or shape == PRODUCTION
     peers = {label: peer(*names, q, *arguments) for label, names in PEERS.items() if compiles or names[0] != "pytorch"}
 
     # Query-key pairs of a request: cached, delta among themselves, candidates with the delta and along their branches.
     pairs = new * L + delta * (delta + 1) // 2 + candidates * delta + branches * levels * (levels + 1) // 2
     tensors = (q, k_new, v_new, k_cache, v_cache, slot_table, out, parents)
     return Case(
-        lambda: value_tree_attention(q, *arguments, parents=parents, plan=plan, counters=counters, out=out),
+        lambda: value_tree_attention(q, *arguments, parents=parents, **scales, plan=plan, counters=counters, out=out),
         sum(tensor.nbytes for tensor in tensors if tensor is not None),
         4 * head_dim * heads * B * pairs,
-        peers={} if levels > 1 else peers,  # no peer takes a tree's parents
-        expected=(lambda: reference.value_tree_attention(q.double(), *arguments, parents=parents))
+        peers={} if levels > 1 or scales else peers,  # no peer takes a tree's parents
+        expected=(lambda: reference.value_tree_attention(q.double(), *arguments, parents=parents, **scales))
         if heads * new * (L + new) <= MOST_SCORES
         else None,
     )
@@ -78,8 +86,10 @@ BENCHMARK = Benchmark(
         B=[1, 8, 256, 512],
         model=["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"],
         tree=["2", "8", "16", "64", "32", "8x4"],
+        cache=["fp8"],
     ),
     others=[
+        *(dict(B=B, L=512, cache="fp8") for B in (8, 64, 256)),
         dict(B=1, L=32_768),
         dict(B=1, L=512),
         dict(B=512, L=512),
@@ -87,7 +97,7 @@ BENCHMARK = Benchmark(
         dict(B=4, L=8192, delta=512),
         dict(B=1, L=0, delta=32_768),
     ],
-    quick=(dict(model="Qwen2.5-0.5B", B=2, L=512), dict(tree="8x4")),
+    quick=(dict(model="Qwen2.5-0.5B", B=2, L=512), dict(tree="8x4"), dict(cache="fp8")),
 )
 
 if __name__ == "__main__":

@@ -122,6 +122,7 @@ class Guide:
             max_eos=MAX_END_TOKENS,
             chunk_tokens=settings.chunk_tokens,
             commit_winners=settings.commit_winners,
+            cache=settings.cache,
             graphs=graphs,
         )
         self.has_slots = True
@@ -135,7 +136,7 @@ class Guide:
             self.metrics = Metrics(
                 model_name=options.served_model_name, dp_rank=parallel.dp_rank or 0, tp_rank=parallel.tp_rank
             )
-            self.metrics.cache_bytes.set(KVCache.num_bytes(self.value_model, slots))
+            self.metrics.cache_bytes.set(KVCache.num_bytes(self.value_model, slots, settings.cache))
 
     def admit(self, batch: ForwardBatch, reqs: list[Req]) -> None:
         """Write the requests of a prefill batch into the table; a request comes again after it was retracted."""
@@ -475,13 +476,14 @@ def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_
         pool = original(configurator, pool_bytes, cap_tokens=cap_tokens)
         requests = configurator.resolve_max_num_reqs(pool.max_total_num_tokens)
         last_step = requests * (1 + settings.max_candidates) if settings.commit_winners else 0
-        slots = pool.max_total_num_tokens + configurator.page_size + last_step
+        slots = pool.max_total_num_tokens + configurator.page_size
+        kept = KVCache.num_bytes(model, slots, settings.cache) + KVCache.num_bytes(model, last_step)
         engine = configurator.model_config
         sizes = dict(requests=requests, max_len=engine.context_len, vocab_size=engine.vocab_size)
         # Each keeps its memory from the other, see GuidedStep.
         step = working_bytes(model, **sizes, max_candidates=settings.max_candidates)
         extend = working_bytes(model, **sizes, tokens=settings.chunk_tokens)
-        return pool, KVCache.num_bytes(model, slots) + step + extend
+        return pool, kept + step + extend
 
     # Slots grow with the pool's bytes, and with them what the value model takes: the largest pool that leaves room is
     # found by bisection.

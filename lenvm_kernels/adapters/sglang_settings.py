@@ -37,6 +37,7 @@ PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "value_head": (_existing, "an existing .safetensors file"),
     "weights": (_accepting(str, "fp8".__eq__), "fp8"),
     "dtype": (DTYPES.__getitem__, f"one of {', '.join(DTYPES)}"),
+    "cache": ({"fp8": "fp8"}.__getitem__, "fp8"),
     "max_candidates": (_accepting(int, (1, 2, 4, 8, 16, 32, 64).__contains__), "a power of two up to 64"),
     "chunk_tokens": (_accepting(int, lambda n: n >= 1), "an integer of at least 1"),
     "memory_share": (_accepting(float, lambda x: 0 < x <= 1), "a number > 0 and <= 1"),
@@ -58,6 +59,7 @@ class Settings:
         value_head: a ``.safetensors`` file with the head, if it is not with the model.
         dtype: float32, bfloat16 or float16 (None: the base model's).
         weights: ``fp8``: the matrices of the value model's layers in 8 bits (:class:`ValueModel`; None: in ``dtype``).
+        cache: ``fp8``: the value model's keys and values in 8 bits (:class:`GuidedStep`; None: in its dtype).
         max_candidates: candidates a row, a power of two up to 64.
         chunk_tokens: tokens of a prompt computed at a time.
         memory_share: the largest share, of the memory the engine has for its pool, that the value model's cache and its
@@ -72,6 +74,7 @@ class Settings:
     value_head: Path | None = None
     dtype: torch.dtype | None = None
     weights: str | None = None
+    cache: str | None = None
     max_candidates: int = 8
     chunk_tokens: int = 4096
     memory_share: float = 1.0

@@ -51,6 +51,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
         max_new_tokens: the most tokens to generate; sizes the value model's cache.
         temperature, top_k, top_p, min_p: sampling parameters of all prompts. ``top_k`` 0 is no limit.
         max_candidates: candidates of a step, a power of two up to 64; what is guided never samples outside them.
+        cache: None, or ``"fp8"``: what the value model's keys and values are kept in, see :class:`GuidedStep`.
         tokenizers: base model's and value model's. Needed when the two models' ``vocab_size`` differ because the
             embedding is padded, to show that the tokens are the same.
         record: keep a :class:`StepRecord` of each step in :attr:`records`; every prompt with candidates is then valued.
@@ -80,6 +81,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
         top_p: float = 1.0,
         min_p: float = 0.0,
         max_candidates: int = 8,
+        cache: str | None = None,
         tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
         record: bool = False,
         backend: str = "auto",
@@ -112,6 +114,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
             vocab_size=_vocab_size(model),
             max_candidates=max_candidates,
             max_eos=max(1, len(eos)),
+            cache=cache,
             max_scaled_tokens=max([1, *(len(p.token_temperature_scale) for p in params if p)]),
             score_all=record,
             backend=backend,

@@ -243,6 +243,18 @@ def beyond(
     return Difference(what, _any_of_item(~near), actual, expected, owners)
 
 
+def as_codes(x: Tensor) -> Tensor:
+    """Numbers in e4m3 as their bits, all of NaN's the same."""
+    return x.contiguous().view(torch.uint8).masked_fill(x.isnan(), 0x7F)
+
+
+def powers_of_2(draws: Draws, name: str, *shape: int, exponents: Sequence[int]) -> Tensor:
+    """fp32 ``shape``: scales of keys or values, in a slice of a longer tensor."""
+    rows, columns = (1, *shape) if len(shape) == 1 else shape
+    exponent = draws.choose(name, rows + 2, columns + 1, values=exponents)
+    return exponent.float().exp2()[1:-1, 1:].view(shape)
+
+
 def dtype_of(options: Mapping[str, Any], name: str = "dtype") -> torch.dtype:
     return getattr(torch, options[name])
 

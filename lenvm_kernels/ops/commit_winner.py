@@ -1,7 +1,8 @@
 """Keys and values of the token just drawn, copied from the candidate that was computed in its place into the cache.
 
 The last forward computed every candidate of a request against its exact prefix. The token drawn is one of them, so its
-keys and values are known, in all layers, and need no forward: they only have to be moved to the token's slot. A request
+keys and values are known, in all layers, and need no forward: they only have to be moved to the token's slot, in e4m3
+if the cache is in e4m3, with scales. A request
 whose token was no candidate at this position is left to the next forward, and told so.
 
 One launch. A program has one request and a tile of layers; each finds the request's candidate for itself, because a
@@ -17,14 +18,17 @@ from torch import Tensor
 
 from lenvm_kernels.ops._common import (
     COLUMNS,
+    E4M3,
     FLOATS,
     INT_DTYPES,
     MAX_CANDIDATES,
     ceil_div,
+    check_cache_scales,
     check_tensor,
     next_power_of_2,
     resolve_backend,
 )
+from lenvm_kernels.ops._device import to_codes
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.commit_winner import commit_winner as _reference
 
@@ -48,6 +52,8 @@ class _Tensors(NamedTuple):
     v_cache: Any  # [LAYERS, S, WIDTH]
     k_last: Any  # [LAYERS, T, WIDTH]
     v_last: Any  # [LAYERS, T, WIDTH]
+    key_scales: Any  # fp32 [LAYERS, Hkv], of a cache in e4m3, or None
+    value_scales: Any  # fp32 [LAYERS, Hkv] or None
     candidate_ids: Any  # [C, K]
     candidate_rows: Any  # [C, K]
     candidate_positions: Any  # [C]
@@ -62,6 +68,8 @@ class _Strides(NamedTuple):
     k_last_row: int
     v_last_layer: int
     v_last_row: int
+    key_scales_layer: int
+    value_scales_layer: int
     candidate_ids_request: int
     candidate_rows_request: int
 
@@ -99,6 +107,7 @@ def _commit_winner_kernel(
     C,
     LAYERS: tl.constexpr,
     WIDTH: tl.constexpr,  # Hkv * D
+    HEAD_DIM: tl.constexpr,  # D
     K: tl.constexpr,
     BLOCK_LAYERS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -127,12 +136,22 @@ def _commit_winner_kernel(
             # Both loads before the first store, which would wait for its own.
             k = tl.load(k_source + column, mask=inside)
             v = tl.load(v_source + column, mask=inside)
+            if ptr.key_scales is not None:
+                head = column // HEAD_DIM
+                key_scale = tl.load(ptr.key_scales + layer * stride.key_scales_layer + head, mask=inside, other=1.0)
+                value_scale = tl.load(
+                    ptr.value_scales + layer * stride.value_scales_layer + head, mask=inside, other=1.0
+                )
+                k = to_codes(k, key_scale).to(k_target.dtype.element_ty)
+                v = to_codes(v, value_scale).to(v_target.dtype.element_ty)
             tl.store(k_target + column, k, mask=inside)
             tl.store(v_target + column, v, mask=inside)
 
 
 def _run_reference(committed, delta_lens, cached_lens, *operands) -> None:
-    committed.copy_(_reference(*operands, delta_lens=delta_lens, cached_lens=cached_lens))
+    *tensors, key_scales, value_scales = operands
+    scales = dict(key_scales=key_scales, value_scales=value_scales)
+    committed.copy_(_reference(*tensors, **scales, delta_lens=delta_lens, cached_lens=cached_lens))
 
 
 @operator(mutates=["committed", "delta_lens", "cached_lens", "k_cache", "v_cache"], reference=_run_reference)
@@ -151,6 +170,8 @@ def _launch(
     tokens: Tensor,
     positions: Tensor,
     slots: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
 ) -> None:
     layers, cache_slots, heads, head_dim = k_cache.shape
     requests, width = tokens.shape[0], heads * head_dim
@@ -160,11 +181,20 @@ def _launch(
     block_layers = min(next_power_of_2(layers), TILE // block)
     keys_and_values = (k_cache, v_cache, k_last, v_last)
     by_layer = (*k_cache.stride()[:2], *v_cache.stride()[:2], *k_last.stride()[:2], *v_last.stride()[:2])
+    scales = (key_scales, value_scales)
+    by_layer_of_scales = (0 if x is None else x.stride(0) for x in scales)
     _commit_winner_kernel[(requests, ceil_div(layers, block_layers))](
         _Tensors(
-            committed, delta_lens, cached_lens, *keys_and_values, candidate_ids, candidate_rows, candidate_positions
+            committed,
+            delta_lens,
+            cached_lens,
+            *keys_and_values,
+            *scales,
+            candidate_ids,
+            candidate_rows,
+            candidate_positions,
         ),
-        _Strides._make((*by_layer, candidate_ids.stride(0), candidate_rows.stride(0))),
+        _Strides._make((*by_layer, *by_layer_of_scales, candidate_ids.stride(0), candidate_rows.stride(0))),
         last_rows,
         tokens,
         positions,
@@ -174,6 +204,7 @@ def _launch(
         candidate_ids.shape[0],
         LAYERS=layers,
         WIDTH=width,
+        HEAD_DIM=head_dim,
         K=candidate_ids.shape[1],
         BLOCK_LAYERS=block_layers,
         BLOCK=block,
@@ -194,6 +225,8 @@ def commit_winner(
     positions: Tensor,  # int32 [B]
     slots: Tensor,  # int32|int64 [B]
     *,
+    key_scales: Tensor | None = None,  # fp32 [layers, Hkv]
+    value_scales: Tensor | None = None,  # fp32 [layers, Hkv]
     delta_lens: Tensor | None = None,  # int32 [B]
     cached_lens: Tensor | None = None,  # int32 [B]
     backend: str = "auto",
@@ -202,13 +235,15 @@ def commit_winner(
 
     Request ``i`` commits if its token was one of its candidates in the last step (place ``last_rows[i]``), was computed
     there, and at the position it now has. Then ``k_cache[:, slots[i]] = k_last[:, r]``, where ``r`` is the candidate's
-    token row, likewise the values, bit by bit. Any other request writes nothing. Nothing is read back to the host.
+    token row, likewise the values, bit by bit; a cache in e4m3 keeps them as :func:`rope_cache` does. Any other request
+    writes nothing. Nothing is read back to the host.
 
     Args:
-        k_cache: keys by slot ``[layers, S, Hkv, D]``, fp32, bf16 or fp16 (fp64 too on the reference), written in place.
-            Like the three below it may be strided over layers and slots.
+        k_cache: keys by slot ``[layers, S, Hkv, D]``, fp32, bf16, fp16 (fp64 too on the reference) or float8_e4m3fn,
+            written in place. Like the three below it may be strided over layers and slots.
         v_cache: values by slot; dtype and shape of ``k_cache``.
-        k_last: keys of the last forward's rows ``[layers, T, Hkv, D]``; the dtype of ``k_cache``.
+        k_last: keys of the last forward's rows ``[layers, T, Hkv, D]``; the dtype of ``k_cache``, or any other of the
+            first if that is float8_e4m3fn.
         v_last: values of the last forward's rows; dtype and shape of ``k_last``.
         candidate_ids: int32 ``[C, K]``; the candidates of the last step's C requests; K a power of two up to 64.
             Negative ids pad.
@@ -221,6 +256,8 @@ def commit_winner(
         positions: int32 ``[B]``; its position in its sequence.
         slots: int32 or int64 ``[B]``; the slot its keys and values belong in, another for each request that commits.
             A request whose slot is outside ``[0, S)`` does not commit.
+        key_scales, value_scales: fp32 ``[layers, Hkv]``, of a cache in float8_e4m3fn, else ``None``; see
+            :func:`rope_cache`.
         delta_lens: int32 ``[B]``, given with ``cached_lens`` or not at all; 0 is written where a request commits: its
             token is not to be computed.
         cached_lens: int32 ``[B]``; tokens of the request's sequence in the cache. ``positions[i] + 1`` is written where
@@ -246,13 +283,15 @@ def commit_winner(
         (tensor([0., 0., 2., 0.]), tensor([0., 0., 4., 0.]))
     """
     backend = resolve_backend(backend, k_cache)
-    check_tensor("k_cache", k_cache, dtypes=FLOATS[backend], shape=(None, None, None, None))
+    check_tensor("k_cache", k_cache, dtypes=(*FLOATS[backend], E4M3), shape=(None, None, None, None))
     (layers, _, heads, head_dim), device = k_cache.shape, k_cache.device
     if not layers * heads * head_dim:
         raise ValueError(f"k_cache must have at least one layer, head and column, got shape {list(k_cache.shape)}")
     check_tensor("v_cache", v_cache, dtypes=k_cache.dtype, shape=k_cache.shape, device=device)
-    check_tensor("k_last", k_last, dtypes=k_cache.dtype, shape=(layers, None, heads, head_dim), device=device)
-    check_tensor("v_last", v_last, dtypes=k_cache.dtype, shape=k_last.shape, device=device)
+    check_cache_scales(k_cache.dtype, key_scales, value_scales, (layers, heads), device, backend)
+    dtypes = FLOATS[backend] if k_cache.dtype == E4M3 else k_cache.dtype
+    check_tensor("k_last", k_last, dtypes=dtypes, shape=(layers, None, heads, head_dim), device=device)
+    check_tensor("v_last", v_last, dtypes=k_last.dtype, shape=k_last.shape, device=device)
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("k_last", k_last), ("v_last", v_last)):
         if heads > 1 and tensor.stride(2) != head_dim:
             raise ValueError(f"{name} must be contiguous in its last two dimensions, got strides {tensor.stride()}")
@@ -277,8 +316,8 @@ def commit_winner(
             check_tensor(name, lens, dtypes=torch.int32, shape=tokens.shape, device=device)
 
     committed = torch.empty(tokens.shape[0], dtype=torch.bool, device=device)
+    cache, scales = (k_cache, v_cache), (key_scales, value_scales)
     last_step = (k_last, v_last, candidate_ids, candidate_rows, candidate_positions)
-    _launch(
-        backend, committed, delta_lens, cached_lens, k_cache, v_cache, *last_step, last_rows, tokens, positions, slots
-    )
+    drawn = (last_rows, tokens, positions, slots)
+    _launch(backend, committed, delta_lens, cached_lens, *cache, *last_step, *drawn, *scales)
     return committed

@@ -7,7 +7,7 @@ For head ``x`` of a token, its first half ``a`` and second half ``b`` (queries a
 
 Source: ``Qwen3RMSNorm`` and ``apply_rotary_pos_emb`` of transformers (RoFormer, arXiv 2104.09864). The norm rounds
 where transformers rounds, to the dtype before and after the product with ``w``; the rotation is in fp32 and rounded
-once. Keys and values of the tokens to keep also go to their slots of the cache.
+once. Keys and values of the tokens to keep also go to their slots of the cache, which may be in e4m3 with scales.
 
 A program takes one token with all its heads. Nothing in it depends on the number of tokens, so a token's bits do not
 depend on the others. All its loads come before its stores: it waits for memory once.
@@ -21,8 +21,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import FLOATS, INT_DTYPES, check_tensor, next_power_of_2, overlapping, resolve_backend
-from lenvm_kernels.ops._device import wait_for_inputs
+from lenvm_kernels.ops._common import (
+    E4M3,
+    FLOATS,
+    INT_DTYPES,
+    check_cache_scales,
+    check_tensor,
+    next_power_of_2,
+    overlapping,
+    resolve_backend,
+)
+from lenvm_kernels.ops._device import to_codes, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.rope_cache import rope_cache as _reference
 
@@ -68,6 +77,12 @@ def _rotate(halves, cos, sin):
     return first * cos - second * sin, second * cos + first * sin
 
 
+@triton.jit
+def _store_codes(ptr, halves, scale, dtype: tl.constexpr, mask, HALF: tl.constexpr):
+    """Keep in e4m3 what the layer's attention is given: numbers of ``dtype``."""
+    _store_halves(ptr, (to_codes(halves[0].to(dtype), scale), to_codes(halves[1].to(dtype), scale)), mask, HALF)
+
+
 class _Tensors(NamedTuple):
     q: Any  # [T, Hq, D]
     k: Any  # [T, Hkv, D]
@@ -96,11 +111,16 @@ class _Strides(NamedTuple):
     norm_weight_head: int
 
 
-@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["num_rows_ptr"])
+@triton.jit(
+    do_not_specialize=["num_slots"],
+    do_not_specialize_on_alignment=["num_rows_ptr", "key_scales_ptr", "value_scales_ptr"],
+)
 def _rope_cache_kernel(
     ptr,  # _Tensors
     stride,  # _Strides
     num_rows_ptr,  # int32 [1] or None
+    key_scales_ptr,  # fp32 [Hkv], of a cache in e4m3, or None
+    value_scales_ptr,  # fp32 [Hkv] or None
     norm_eps,
     num_slots,  # S
     Q_HEADS: tl.constexpr,
@@ -133,6 +153,9 @@ def _rope_cache_kernel(
     cos = tl.load(ptr.cos + token * stride.cos_token + d, mask=d < HALF, other=0.0)  # [1, BLOCK_HALF]
     sin = tl.load(ptr.sin + token * stride.sin_token + d, mask=d < HALF, other=0.0)
     slot = tl.load(ptr.slots + token).to(tl.int64)
+    if key_scales_ptr is not None:
+        key_scale = tl.load(key_scales_ptr + kv_head, mask=kv_head < KV_HEADS, other=1.0)  # [BLOCK_KV_HEADS, 1]
+        value_scale = tl.load(value_scales_ptr + kv_head, mask=kv_head < KV_HEADS, other=1.0)
 
     if ptr.norm_weight is not None:
         norm_weight_ptr = ptr.norm_weight + d
@@ -151,14 +174,18 @@ def _rope_cache_kernel(
     if (slot >= 0) & (slot < num_slots):
         k_slot_ptr = ptr.k_cache + slot * stride.k_cache_slot + kv_head * stride.k_cache_head + d
         v_slot_ptr = ptr.v_cache + slot * stride.v_cache_slot + kv_head * stride.v_cache_head + d
-        _store_halves(k_slot_ptr, k, kv_mask, HALF)
-        _store_halves(v_slot_ptr, v, kv_mask, HALF)
+        if key_scales_ptr is None:
+            _store_halves(k_slot_ptr, k, kv_mask, HALF)
+            _store_halves(v_slot_ptr, v, kv_mask, HALF)
+        else:
+            _store_codes(k_slot_ptr, k, key_scale, ptr.k.dtype.element_ty, kv_mask, HALF)
+            _store_codes(v_slot_ptr, v, value_scale, ptr.v.dtype.element_ty, kv_mask, HALF)
 
 
 def _run_reference(q, k, v, *operands) -> None:
-    *tensors, num_heads, qk_norm_weight, norm_eps, num_rows = operands
-    norm = dict(qk_norm_weight=qk_norm_weight, norm_eps=norm_eps)
-    q.copy_(_reference(*tensors, num_heads=num_heads, **norm, num_rows=num_rows, k_out=k, v_out=v)[0])
+    *tensors, num_heads, qk_norm_weight, norm_eps, num_rows, key_scales, value_scales = operands
+    options = dict(qk_norm_weight=qk_norm_weight, norm_eps=norm_eps, key_scales=key_scales, value_scales=value_scales)
+    q.copy_(_reference(*tensors, num_heads=num_heads, **options, num_rows=num_rows, k_out=k, v_out=v)[0])
 
 
 @operator(mutates=["q", "k", "v", "k_cache", "v_cache"], reference=_run_reference)
@@ -176,6 +203,8 @@ def _launch(
     qk_norm_weight: Tensor | None,
     norm_eps: float,
     num_rows: Tensor | None,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
 ) -> None:
     tokens = qkv.shape[0]
     num_slots, kv_heads, head_dim = k_cache.shape
@@ -189,6 +218,8 @@ def _launch(
         _Tensors(q, k, v, k_cache, v_cache, qkv, cos, sin, slots, qk_norm_weight),
         _Strides._make((*by_head, qkv.stride(0), cos.stride(0), sin.stride(0), norm_stride)),
         num_rows,
+        key_scales,
+        value_scales,
         norm_eps,
         num_slots,
         Q_HEADS=num_heads,
@@ -214,6 +245,8 @@ def rope_cache(
     qk_norm_weight: Tensor | None = None,  # [Hq + Hkv, D]
     norm_eps: float = 1e-6,
     num_rows: Tensor | None = None,  # int32 [1]
+    key_scales: Tensor | None = None,  # fp32 [Hkv]
+    value_scales: Tensor | None = None,  # fp32 [Hkv]
     k_out: Tensor | None = None,  # [T, Hkv, D]
     v_out: Tensor | None = None,  # [T, Hkv, D]
     backend: str = "auto",
@@ -230,14 +263,17 @@ def rope_cache(
         cos, sin: fp32, of the angle ``position * inv_freq`` of each token in radians, with any scaling applied.
         slots: slot of the cache to keep each token's key and value in. Outside ``[0, S)``: not kept (candidates,
             padding). No two tokens may have the same slot.
-        k_cache, v_cache: the layer's cache, dtype of ``qkv``, written in place; contiguous in D only. Their shape gives
-            ``Hkv`` and ``D`` (even).
+        k_cache, v_cache: the layer's cache, dtype of ``qkv`` or float8_e4m3fn, written in place; contiguous in D only.
+            Their shape gives ``Hkv`` and ``D`` (even).
         num_heads: query heads.
         qk_norm_weight: dtype of ``qkv``, the weight of the RMSNorm over D of each query head, then of each key head
             (``None``: no norm). One row for all heads may be passed expanded.
         norm_eps: epsilon of that RMSNorm, added to the mean of squares.
         num_rows: how many rows are tokens (``None`` or more than T: all). The rest is neither read nor written. The
             reference reads it on the host.
+        key_scales, value_scales: of a cache in float8_e4m3fn, else ``None``; powers of two. It keeps ``x / scale`` of
+            each key head's or value head's numbers, once they have the dtype of ``qkv``: rounded to nearest even, and
+            to 448 beyond it. NaN stays NaN.
         k_out, v_out: buffers for the new keys and values of all tokens, kept or not, contiguous in D (``None``
             allocates).
         backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
@@ -265,13 +301,14 @@ def rope_cache(
     backend = resolve_backend(backend, qkv)
     check_tensor("qkv", qkv, dtypes=FLOATS[backend], shape=(None, None))
     dtype, device, tokens = qkv.dtype, qkv.device, qkv.shape[0]
-    check_tensor("k_cache", k_cache, dtypes=dtype, shape=(None, None, None), device=device)
+    check_tensor("k_cache", k_cache, dtypes=(dtype, E4M3), shape=(None, None, None), device=device)
     kv_heads, head_dim = k_cache.shape[1:]
     if kv_heads == 0 or head_dim == 0 or head_dim % 2:
         raise ValueError(
             f"k_cache must have at least one head and an even last dimension, got shape {list(k_cache.shape)}"
         )
-    check_tensor("v_cache", v_cache, dtypes=dtype, shape=k_cache.shape, device=device)
+    check_tensor("v_cache", v_cache, dtypes=k_cache.dtype, shape=k_cache.shape, device=device)
+    check_cache_scales(k_cache.dtype, key_scales, value_scales, (kv_heads,), device, backend)
     if isinstance(num_heads, bool) or not isinstance(num_heads, int):
         raise TypeError(f"num_heads must be an int of at least 1, got {type(num_heads).__name__}")
     if num_heads < 1:
@@ -297,6 +334,7 @@ def rope_cache(
         torch.empty(tokens, kv_heads, head_dim, dtype=dtype, device=device) if out is None else out
         for out in (k_out, v_out)
     )
-    cache = (k_cache, v_cache)
-    _launch(backend, q, k, v, qkv, cos, sin, slots, *cache, num_heads, qk_norm_weight, float(norm_eps), num_rows)
+    cache, scales = (k_cache, v_cache), (key_scales, value_scales)
+    norm = (qk_norm_weight, float(norm_eps))
+    _launch(backend, q, k, v, qkv, cos, sin, slots, *cache, num_heads, *norm, num_rows, *scales)
     return q, k, v

@@ -82,8 +82,8 @@ class GuidedStep:
     Memory, in bytes, for a value model of ``N`` layers and dimensions ``H``, ``I``, ``Hq``, ``Hkv``, ``D`` with ``e``
     bytes an element, ``S`` slots, and ``T = B (1 + K)`` tokens a step (``chunk_tokens`` in :meth:`extend`):
 
-    - always: the cache, ``2 N S Hkv D e``, and with ``commit_winners`` ``2 N T Hkv D e`` for a step of
-      ``max_requests``;
+    - always: the cache, ``2 N S Hkv D e`` (in fp8 ``2 N S Hkv D``), and with ``commit_winners`` ``2 N T Hkv D e`` for a
+      step of ``max_requests``;
     - while it runs: at most :func:`working_bytes` of a step of ``max_requests`` plus that of an :meth:`extend`. They
       never run at once, but each keeps its memory from the other: with graphs the step's stays allocated. Without,
       torch's allocator holds what both have freed, in blocks of their sizes; to give them back it waits for the device.
@@ -101,6 +101,9 @@ class GuidedStep:
         chunk_tokens: tokens of :meth:`extend` that are computed at a time; bounds its memory.
         commit_winners: keep the candidates' keys and values until the next step, and move those of the token drawn to
             its slot instead of computing them again.
+        cache: what keys and values are kept in: None for the value model's dtype, ``"fp8"`` for e4m3 with scales that
+            follow from the value model's weights: half the bytes of bf16 to hold and to read. What it costs in values
+            is in ``docs/guided-step.md``. Candidates and the tokens of a forward itself are not rounded.
         score_all: score the candidates of requests that need no values too (``SINGLE``, ``SKIP``), to look at them.
         graphs: run the value model from CUDA graphs, one for each power of two of requests (None: on a GPU). They are
             captured when first needed, which stalls that step; :meth:`warm_up` captures all of them ahead.
@@ -134,6 +137,7 @@ class GuidedStep:
         page_size: int = 1,
         chunk_tokens: int = 4096,
         commit_winners: bool = True,
+        cache: str | None = None,
         score_all: bool = False,
         graphs: bool | None = None,
         backend: str = "auto",
@@ -152,7 +156,7 @@ class GuidedStep:
         self.value_model, self.slot_table, self.vocab_size = value_model, slot_table, vocab_size
         self.max_requests, self.max_candidates, self.page_size = max_requests, max_candidates, page_size
         self.chunk_tokens, self.score_all, self.backend = chunk_tokens, score_all, backend
-        self.cache = KVCache.of_slots(value_model, num_slots)
+        self.cache = KVCache.of_slots(value_model, num_slots, cache)
         # One row more than the engine has: of the requests that fill a batch up to its graph's size.
         self._padding_row = table_rows
         self.table = GuidanceTable(table_rows + 1, device, max_eos=max_eos, max_scaled_tokens=max_scaled_tokens)

@@ -57,6 +57,8 @@ class Winners:
             requests.tokens,
             requests.positions,
             requests.slots,
+            key_scales=cache.key_scales,
+            value_scales=cache.value_scales,
             delta_lens=scored.delta_lens,
             cached_lens=scored.cached_lens,
             backend=backend,

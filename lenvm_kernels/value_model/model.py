@@ -24,6 +24,7 @@ from lenvm_kernels.ops.value_head import num_counters as value_head_counters
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.ops.value_tree_attention import num_counters as attention_counters
 from lenvm_kernels.ops.value_tree_attention import plan_attention, value_tree_attention
+from lenvm_kernels.value_model.cache_scales import key_and_value_bounds, scales_of
 from lenvm_kernels.value_model.checkpoint import Head, ValueModelConfig, checked_tensors, read_checkpoint, with_head
 from lenvm_kernels.value_model.ragged_batch import KVCache, RaggedBatch
 
@@ -270,6 +271,13 @@ class ValueModel:
         z = self._run_head(hidden, square_sums, layout.head_rows, layout.head_targets, backend)
         return z.view(layout.candidate_rows.shape)
 
+    def cache_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales of keys and of values for a cache in e4m3, fp32 ``[num_layers, Hkv]`` each: from the weights alone
+        (:mod:`lenvm_kernels.value_model.cache_scales`)."""
+        bounds = [key_and_value_bounds(self.config, x.qkv, x.qkv_scales, x.qkv_bias, x.qk_norm) for x in self.layers]
+        keys, values = scales_of(torch.stack(bounds, dim=1))
+        return keys, values
+
     def sizes_of_every_tile(self, most: int) -> list[int]:
         """Numbers of token rows, up to ``most``, whose forwards compile what those of any other number need."""
         layer = self.layers[0]
@@ -362,7 +370,7 @@ class ValueModel:
         config, layer, layout = self.config, self.layers[i], batch.layout
         norm: dict[str, Any] = dict(norm_eps=config.rms_norm_eps)
         live: dict[str, Any] = dict(num_rows=num_rows, backend=backend)
-        k_cache, v_cache = cache.keys[i], cache.values[i]
+        k_cache, v_cache, scales = cache.keys[i], cache.values[i], cache.scales_of(i)
         q, k, v = rope_cache(
             ragged_linear(
                 hidden,
@@ -382,6 +390,7 @@ class ValueModel:
             qk_norm_weight=layer.qk_norm,
             k_out=None if keep is None else keep.keys[i],
             v_out=None if keep is None else keep.values[i],
+            **scales,
             **norm,
             **live,
         )
@@ -400,6 +409,7 @@ class ValueModel:
             page_size=batch.page_size,
             plan=plan,
             counters=self._zeros(attention_counters(batch.table_rows.shape[0], config.num_kv_heads)),
+            **scales,
             backend=backend,
         )
         return attended.flatten(1)

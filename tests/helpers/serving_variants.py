@@ -83,18 +83,19 @@ def main() -> None:
 
 def serve(vocab):
     """What ``main`` prints."""
-    config = make_config("Qwen2.5-0.5B", vocab_size=512, num_layers=1)
+    config = make_config("Qwen2.5-0.5B", vocab_size=512, num_layers=2)
     tensors = {k: torch.zeros(s, dtype=torch.bfloat16) for k, s in config.tensor_shapes().items()}
     report = {}
-    for name, kind, weights in (
-        ("with graphs", PaddedStep, None),
-        ("without graphs", GuidedStep, None),
-        ("weights in 8 bits", GuidedStep, "fp8"),
+    for name, kind, weights, options in (
+        ("with graphs", PaddedStep, None, {}),
+        ("without graphs", GuidedStep, None, {}),
+        ("in fp8", PaddedStep, "fp8", {"cache": "fp8"}),
     ):
         model = ValueModel(config, tensors, weights=weights)
         keys.clear()
         table = torch.zeros(MAX_ROWS, 1024, dtype=torch.int32)
-        step = kind(model, table, 1000, vocab_size=vocab, chunk_tokens=CHUNK_TOKENS, backend="triton")
+        options |= dict(vocab_size=vocab, chunk_tokens=CHUNK_TOKENS, backend="triton")
+        step = kind(model, table, 1000, **options)
         for is_logits in (False, True):
             step.warm_up(is_logits=is_logits, progress=False)
         step.warm_up(torch.bfloat16, progress=False)

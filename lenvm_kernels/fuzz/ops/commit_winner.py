@@ -6,11 +6,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, copy_in_place, differs, dtype_of, expect
+from lenvm_kernels.fuzz.case import (
+    Case,
+    Difference,
+    Operator,
+    Output,
+    as_codes,
+    copy_in_place,
+    differs,
+    dtype_of,
+    expect,
+    powers_of_2,
+)
 from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.commit_winner import commit_winner
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float64: torch.int64}
+BITS[E4M3] = torch.uint8
 SPARE_SLOTS, SPARE_TOKENS, SPARE_ROWS = 3, 2, 2
 
 OPTIONS: dict[str, list[Any]] = {
@@ -19,6 +32,7 @@ OPTIONS: dict[str, list[Any]] = {
     "head_dim": [1, 3, 8, 16],
     "candidates": [1, 2, 4, 8, 16],
     "dtype": ["float32", "bfloat16", "float16"],
+    "e4m3": [False, True],
     "cache": ["layers first", "tokens first", "values apart"],
     "last": ["layers first", "tokens first", "values apart"],
     "candidate_rows": ["int32", "int64"],
@@ -45,7 +59,7 @@ def make_pool(
 
 
 def as_integers(x: Tensor) -> Tensor:
-    return x.contiguous().view(BITS[x.dtype])
+    return as_codes(x) if x.dtype == E4M3 else x.contiguous().view(BITS[x.dtype])
 
 
 @dataclass(frozen=True)
@@ -58,7 +72,8 @@ class Inputs:
 def inputs(case: Case, device: torch.device) -> Inputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     count, columns = len(rows), options["candidates"]
-    sizes = options["layers"], options["heads"], options["head_dim"], dtype_of(options)
+    sizes = options["layers"], options["heads"], options["head_dim"]
+    dtypes = {"cache": E4M3 if options["e4m3"] else dtype_of(options), "last": dtype_of(options)}
 
     def either(name, x):
         return x.to(getattr(torch, options[name]))
@@ -78,7 +93,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         ("last", computed_ids, computed, SPARE_TOKENS),
     ):
         at = _owner_ids(owner_ids, places, spare)
-        k, v = make_pool(draws, name, at, *sizes, interleaved=options[name] != "layers first")
+        k, v = make_pool(draws, name, at, *sizes, dtypes[name], interleaved=options[name] != "layers first")
         pools += [k, v.contiguous() if options[name] == "values apart" else v]
 
     def placed(values, padding):
@@ -105,6 +120,9 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     if options["lens"]:
         lens = draws.integers("lens", rows, 2, low=0, high=9).int()
         row_arguments |= dict(delta_lens=lens[:, 0].contiguous(), cached_lens=lens[:, 1].contiguous())
+    if options["e4m3"]:
+        for name in ("key_scales", "value_scales"):
+            row_arguments[name] = powers_of_2(draws, name, *sizes[:2], exponents=[-20, 0, 20])
     owners = torch.full((count + SPARE_SLOTS,), -1, device=device)
     owners[slot] = torch.arange(count, device=device)
     return Inputs(pools, row_arguments, owners)

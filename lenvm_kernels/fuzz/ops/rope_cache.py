@@ -17,16 +17,20 @@ from lenvm_kernels.fuzz.case import (
     Difference,
     Operator,
     Output,
+    as_codes,
     beyond,
     copy_in_place,
     differs,
     dtype_of,
     expect,
+    powers_of_2,
     whole_memory,
 )
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
+from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.rope_cache import rope_cache
+from lenvm_kernels.reference._common import to_codes
 
 SLOTS = 40
 EPS = 1e-6
@@ -37,6 +41,7 @@ OPTIONS: dict[str, list[Any]] = {
     "heads": [[1, 1], [3, 1], [12, 2], [9, 3], [5, 5]],
     "head_dim": [2, 6, 64, 80, 96, 128],
     "dtype": ["float32", "bfloat16", "float16"],
+    "e4m3": [False, True],
     "norm": [False, True],
     "slots": ["int64", "int32"],
     "rows_not_there": ["none", "0", "2"],
@@ -67,6 +72,7 @@ def make_inputs(
     dtype: torch.dtype,
     *,
     device: torch.device | str = "cpu",
+    e4m3: bool = False,
     norm: bool = False,
     row_padding: int = 0,
     layouts: tuple[str, str] = ("plain", "plain"),
@@ -85,10 +91,13 @@ def make_inputs(
         "cos": angle.cos()[:, : head_dim // 2],
         "sin": angle.sin()[:, : head_dim // 2].contiguous(),
         "slots": slots,
-        "k_cache": make_cache(layouts[0], kv_heads, head_dim, dtype, device, num_slots),
-        "v_cache": make_cache(layouts[1], kv_heads, head_dim, dtype, device, num_slots),
+        "k_cache": make_cache(layouts[0], kv_heads, head_dim, E4M3 if e4m3 else dtype, device, num_slots),
+        "v_cache": make_cache(layouts[1], kv_heads, head_dim, E4M3 if e4m3 else dtype, device, num_slots),
         "num_heads": heads,
     }
+    if e4m3:  # which cut numbers off, keep all, or leave subnormal ones
+        for name in ("key_scales", "value_scales"):
+            inputs[name] = powers_of_2(draws, name, kv_heads, exponents=[-8, -5, 0, 7])
     if norm:
         weight = 1 + 0.3 * draws.normal("qk_norm_weight", heads + kv_heads, head_dim + row_padding)
         inputs |= {"qk_norm_weight": weight.to(dtype)[:, :head_dim], "norm_eps": EPS}
@@ -114,6 +123,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         head_dim,
         dtype,
         device=device,
+        e4m3=options["e4m3"],
         norm=options["norm"],
         row_padding=options["row_padding"],
         layouts=(options["keys"], options["values"]),
@@ -126,6 +136,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     if options["broken"]:
         poisoned = draws.chance("poisoned", rows, of=0.2)
         arguments["qkv"][poisoned, 0] = float("nan")
+        arguments["qkv"][poisoned, -1] = float("nan")
     if absent != "none":
         arguments["num_rows"] = torch.tensor([there], dtype=torch.int32, device=device)
         for name in ("qkv", "cos", "sin"):
@@ -181,7 +192,10 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
         cache, slots = getattr(result, name), given.arguments["slots"][:rows].long()
         expected = torch.full_like(cache, UNTOUCHED)
         kept = (slots >= 0) & (slots < len(cache))
-        expected[slots[kept]] = new[:rows][kept]
+        scales = given.arguments.get({"k_cache": "key_scales", "v_cache": "value_scales"}[name])
+        expected[slots[kept]] = new[:rows][kept] if scales is None else to_codes(new[:rows][kept], scales)
+        if scales is not None:
+            cache, expected = as_codes(cache), as_codes(expected)
         owners = torch.full((len(cache),), -1, device=cache.device)
         owners[slots[kept]] = kept.nonzero()[:, 0]
         found.append(differs(name, cache, expected, owners))
@@ -200,7 +214,7 @@ def expected_of(inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.float64 if inputs["qkv"].dtype == torch.float32 else inputs["qkv"].dtype
     inputs = {name: x for name, x in inputs.items() if name not in ("k_out", "v_out")}
     for name in ("qkv", "k_cache", "v_cache", "qk_norm_weight"):
-        if inputs.get(name) is not None:
+        if inputs.get(name) is not None and inputs[name].dtype != E4M3:
             inputs[name] = inputs[name].to(wide, copy=True)
     return rope_cache(**inputs, backend="reference")
 

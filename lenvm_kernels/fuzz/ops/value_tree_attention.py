@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, differs, dtype_of, expect
+from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, differs, dtype_of, expect, powers_of_2
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.value_tree_attention import SPLIT_LEN, SPLIT_SLACK, value_tree_attention
+from lenvm_kernels.reference._common import to_codes
 
 UNUSED_PAGE = 2**31 - 1  # reading the cache through it is an out-of-bounds access
 UNTOUCHED = 7.0
@@ -32,6 +33,7 @@ OPTIONS: dict[str, list[Any]] = {
     "kv_heads": [1, 2],
     "head_dim": [16, 48, 64, 96, 128],
     "dtype": ["float32", "bfloat16", "float16"],
+    "e4m3": [False, True],
     "layout": ["as projected", "heads first", "values apart"],
     "page_size": [1, 16, 64],
     "sm_scale": [None, 0.2, -0.1],
@@ -57,13 +59,16 @@ class Inputs:
     candidate_lens: Tensor
     page_size: int = 1
     parents: Tensor | None = None
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
 
     def run(self, backend: str = "triton", **keywords) -> Tensor:
         return value_tree_attention(**vars(self), **keywords, backend=backend)
 
     def expected(self, **keywords) -> Tensor:
         """The reference in fp64 on the same values."""
-        doubles = {name: x.double() for name, x in vars(self).items() if hasattr(x, "dtype") and x.is_floating_point()}
+        doubles = {name: x.double() for name, x in vars(self).items() if getattr(x, "dtype", None) == self.q.dtype}
+        doubles |= dict(key_scales=self.key_scales, value_scales=self.value_scales)
         return replace(self, **doubles).run("reference", **keywords)
 
     def rows(self, result: Tensor) -> list[Tensor]:
@@ -115,6 +120,7 @@ def make_inputs(
     kv_heads: int = 1,
     head_dim: int = 64,
     dtype: torch.dtype = torch.float32,
+    e4m3: bool = False,
     page_size: int = 1,
     padding: int = 0,
     seed: int = 0,
@@ -125,6 +131,7 @@ def make_inputs(
     cache, pages scattered, requests on shuffled rows of a wider table.
 
     Args:
+        e4m3: keep the cache in e4m3.
         rows: ids of the requests; None: 0, 1, 2 and so on.
         longest: cached tokens that the table has room for; None: as many as the longest request has.
     """
@@ -157,6 +164,10 @@ def make_inputs(
     position = token_keys - requests[token_request] * TOKENS_OF_REQUEST
     slots = places[first_page[token_request] + position // page_size] * page_size + position % page_size
     kv_cache[slots] = draws.normal("kv_cache", token_keys, *kv_cache.shape[1:]).to(dtype)
+    scales = torch.empty(0)
+    if e4m3:
+        scales = powers_of_2(draws, "scales", 2, kv_heads, exponents=[-7, -5, -2])
+        kv_cache = to_codes(kv_cache, scales)
 
     q, k_new, v_new = qkv.split([q_heads, kv_heads, kv_heads], dim=1)
     return Inputs(
@@ -171,6 +182,8 @@ def make_inputs(
         torch.nn.functional.pad(new_lens.cumsum(0), (1, 0)).int(),
         draws.rows(candidates).int(),
         page_size,
+        key_scales=scales[0] if e4m3 else None,
+        value_scales=scales[1] if e4m3 else None,
     )
 
 
@@ -225,6 +238,7 @@ def inputs(case: Case, device: torch.device) -> Call:
         kv_heads=options["kv_heads"],
         head_dim=options["head_dim"],
         dtype=dtype_of(options),
+        e4m3=options["e4m3"],
         page_size=options["page_size"],
         padding=options["padding"],
         seed=case.seed,
