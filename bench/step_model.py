@@ -123,8 +123,8 @@ Counted and computed, not measured: no GPU has run the step yet. [measuring.md](
 
 - command: `python -m bench.step_model`, {time.strftime("%Y-%m-%d")}
 - torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}, on a CPU
-- weights and cache in bf16; vocabulary {VOCAB:,}; {CACHED} cached tokens a request; K = 8 slots, five candidates a request;
-  winners committed; logits in fp32; the whole step in one CUDA graph
+- weights and cache in bf16; vocabulary {VOCAB:,}; {CACHED} cached tokens a request; K = 8 slots, five candidates a
+  request; winners committed; logits in fp32; the whole step in one CUDA graph
 - "before": the kernels of commit {before["commit"]}, by the same model (`{before["command"]}`, {before["date"]})
 {of_rates}
 
