@@ -349,7 +349,7 @@ def test_settings_of_a_file(monkeypatch, tmp_path, value_model):
         ("LENVM_DTPYE", "did you mean LENVM_DTYPE?"),
         ("LENVM_VALUEMODEL", "did you mean LENVM_VALUE_MODEL?"),
         ("LENVM_MAX_CANDIDATE", "did you mean LENVM_MAX_CANDIDATES?"),
-        ("LENVM_42", "unset it; there are LENVM_CHUNK_TOKENS, LENVM_COMMIT_WINNERS, "),
+        ("LENVM_42", "unset it; there are LENVM_CACHE, LENVM_CHUNK_TOKENS, "),
     ],
 )
 def test_unknown_variables(monkeypatch, name, hint):
