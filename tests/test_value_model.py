@@ -1,5 +1,6 @@
 """The value model against ``transformers``: tiny random checkpoints, each prefix + candidate a plain full forward."""
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -595,7 +596,7 @@ def test_weights_in_8_bits_of_a_model_in_memory():
     assert half.embedding.dtype == half.layers[0].qkv_bias.dtype == torch.bfloat16
 
 
-def test_the_kernels_take_weights_in_8_bits(monkeypatch):
+def test_the_kernels_take_weights_in_8_bits():
     """Against the references, in fp16, at places that permute and pad the requests."""
     model, head = random_pair("qwen3")
     value_model = value_model_of(model, head, dtype=torch.float16, weights="fp8")
@@ -757,6 +758,21 @@ def test_a_scale_on_the_rotation_is_in_the_bound_of_keys():
     arguments = (layer.qkv, None, layer.qkv_bias, layer.qk_norm)
     once, twice = (key_and_value_bounds(replace(config, rope_scale=x), *arguments) for x in (1.0, 1.5))
     assert torch.equal(twice[0], 1.5 * once[0]) and torch.equal(twice[1], once[1])
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
+def test_scales_of_a_cache_beside_weights_in_8_bits(architecture):
+    """They are those of the weights that the bytes and their scales stand for, which differ by head."""
+    value_model = value_model_of(*random_pair(architecture), weights="fp8")
+    for layer in value_model.layers:
+        layer.qkv_scales.mul_(2.0 ** torch.arange(len(layer.qkv_scales)).remainder(5))
+    spelt_out = copy.copy(value_model)
+    spelt_out.layers = [
+        layer._replace(qkv=layer.qkv.float() * layer.qkv_scales[:, None], qkv_scales=None)
+        for layer in value_model.layers
+    ]
+    for scales, expected in zip(value_model.cache_scales(), spelt_out.cache_scales(), strict=True):
+        assert torch.equal(scales, expected)
 
 
 def test_scales_of_bounds():
