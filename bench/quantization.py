@@ -272,10 +272,10 @@ def row(errors: Errors) -> list[object]:
 
 def subjects(quick: bool) -> Iterator[Subject]:
     """One after the other: the largest takes 6 GB."""
-    yield demo(2 if quick else 24)
-    yield random("Qwen2.5-0.5B", 2 if quick else 32, 1 if quick else None)
+    yield demo(2 if quick else 8)
+    yield random("Qwen2.5-0.5B", 2 if quick else 8, 1 if quick else None)
     if not quick:
-        yield random("Qwen2.5-1.5B", 32, None)
+        yield random("Qwen2.5-1.5B", 8, None)
 
 
 def main() -> None:

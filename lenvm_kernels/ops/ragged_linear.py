@@ -382,11 +382,9 @@ def choose_tile(tokens: int, columns: int, splits: int, swiglu: bool, dtype: tor
     takes, and no bit."""
     name = architecture()
     if dtype.itemsize == 4 or name not in ("sm_90", ""):  # without a GPU the tiles of sm_90 run in the interpreter
-        if dtype.itemsize == 1:
-            return TILE_E4M3
-        if splits > 1 or columns >= WIDE_FROM:
+        if dtype.itemsize > 1 and (splits > 1 or columns >= WIDE_FROM):
             return TILE_WIDE
-        tile = TILE_SWIGLU if swiglu else TILE
+        tile = TILE_E4M3 if dtype.itemsize == 1 else TILE_SWIGLU if swiglu else TILE
         return tile._replace(num_warps=NUM_WARPS_SM_100) if name == "sm_100" else tile
     tiles, rows = TILES_E4M3 if dtype.itemsize == 1 else TILES, math.ceil(tokens * LIVE_SHARE)
     return _fetching_least(tiles, rows, columns, splits, swiglu, dtype.itemsize, MULTIPROCESSORS)
