@@ -51,7 +51,7 @@ BENCHMARK = Benchmark(
     production=dict(model="Qwen2.5-1.5B", B=64, K=8, cache="dtype"),
     axes=dict(B=[1, 8, 256, 512], model=["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"], K=[2, 64], cache=["fp8"]),
     others=[dict(model="Qwen3-1.7B", B=512)],
-    quick=(dict(model="Qwen2.5-0.5B", B=1), dict(B=8), dict(cache="fp8")),
+    quick=(dict(model="Qwen2.5-0.5B", B=1), dict(B=8, cache="fp8")),
 )
 
 if __name__ == "__main__":

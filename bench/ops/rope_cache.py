@@ -66,7 +66,7 @@ BENCHMARK = Benchmark(
         dict(model="Qwen3-1.7B", T=3072),
         dict(model="Qwen3-1.7B", T=4096, kept="1 in 1"),
     ],
-    quick=(dict(model="Qwen2.5-0.5B", T=48), dict(model="Qwen3-1.7B"), dict(cache="fp8")),
+    quick=(dict(model="Qwen2.5-0.5B", T=48), dict(model="Qwen3-1.7B", cache="fp8")),
 )
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ BENCHMARK = Benchmark(
         dict(B=4, L=8192, delta=512),
         dict(B=1, L=0, delta=32_768),
     ],
-    quick=(dict(model="Qwen2.5-0.5B", B=2, L=512), dict(tree="8x4"), dict(cache="fp8")),
+    quick=(dict(model="Qwen2.5-0.5B", B=2, L=512), dict(tree="8x4", cache="fp8")),
 )
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ row_stride = methodcaller("stride", 0)
 ARCHITECTURE = ""
 
 
+@torch.compiler.assume_constant_result  # a compiler does not look into what is cached
 def architecture() -> str:
     """What launch configurations go by: ``hip`` on AMD's GPUs, ``sm_90`` and so on on NVIDIA's, empty without a GPU."""
     return ARCHITECTURE or _architecture_at_hand()
