@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lenvm_kernels.ops.embed_tokens import embed_tokens
     from lenvm_kernels.ops.gather_requests import gather_requests
     from lenvm_kernels.ops.ragged_layout import ragged_layout
-    from lenvm_kernels.ops.ragged_linear import ragged_linear
+    from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
     from lenvm_kernels.ops.reweight_scatter import reweight_scatter
     from lenvm_kernels.ops.rope_cache import rope_cache
     from lenvm_kernels.ops.sample_candidates import sample_candidates
@@ -65,6 +65,7 @@ __all__ = [
     "embed_tokens",
     "gather_requests",
     "parse_guidance",
+    "quantize_weight",
     "ragged_layout",
     "ragged_linear",
     "reweight_scatter",
@@ -100,6 +101,7 @@ _MODULES = {
     "ValueModel": "value_model",
     "ValueModelConfig": "value_model",
     "parse_guidance": "guidance",
+    "quantize_weight": "ops.ragged_linear",
     "working_bytes": "step",
 }
 

@@ -1,9 +1,9 @@
 """Keys and values of the token just drawn, copied from the candidate that was computed in its place into the cache.
 
 The last forward computed every candidate of a request against its exact prefix. The token drawn is one of them, so its
-keys and values are known, in all layers, and need no forward: they only have to be moved to the token's slot, in e4m3
-if the cache is in e4m3, with scales. A request
-whose token was no candidate at this position is left to the next forward, and told so.
+keys and values are known, in all layers, and need no forward: they only have to be moved to the token's slot. A cache
+in e4m3 takes them rounded, with scales. A request whose token was no candidate at this position is left to the next
+forward, and told so.
 
 One launch. A program has one request and a tile of layers; each finds the request's candidate for itself, because a
 launch that did so once would cost more than all of them.

@@ -140,10 +140,9 @@ class ValueModel:
             rows = [tensors[name].shape[0] for name in names]
             out = torch.empty(sum(rows), tensors[names[0]].shape[1], dtype=E4M3, device=self.device)
             scales = torch.empty(sum(rows), dtype=torch.float32, device=self.device)
+            # One after the other: each is fp32 for a while.
             for part, part_scales, name in zip(out.split(rows), scales.split(rows), names, strict=True):
-                quantized, of_rows = quantize_weight(
-                    folded(name, norm)
-                )  # one after the other: each is fp32 for a while
+                quantized, of_rows = quantize_weight(folded(name, norm))
                 part.copy_(quantized)
                 part_scales.copy_(of_rows)
             return out, scales
