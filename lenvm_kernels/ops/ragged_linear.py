@@ -97,6 +97,8 @@ TILES_E4M3 = (
     Tile(32, 256, num_warps=8, num_stages=5),
     Tile(32, 64, num_warps=4, num_stages=8),
 )
+LEAST_BLOCK_M = min(tile.block_m for tile in TILES + TILES_E4M3)
+LEAST_BLOCK_N = min(tile.block_n for tile in TILES + TILES_E4M3)
 MULTIPROCESSORS = 132
 # The host knows for how many rows there is room. A step needs about two thirds of them: of nine for a request with five
 # candidates, one for its last token and five.
@@ -417,8 +419,7 @@ def num_counters(tokens: int, columns: int, size: int, swiglu: bool = False) -> 
     """
     if num_splits(columns, size, swiglu) == 1:
         return 0
-    tiles = (*TILES, *TILES_E4M3)
-    return ceil_div(tokens, min(t.block_m for t in tiles)) * ceil_div(columns, min(t.block_n for t in tiles))
+    return ceil_div(tokens, LEAST_BLOCK_M) * ceil_div(columns, LEAST_BLOCK_N)
 
 
 def square_sums_shape(tokens: int, columns: int) -> tuple[int, int]:
