@@ -22,8 +22,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from bench.models import make_config
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
-from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
+from lenvm_kernels.ops.ragged_linear import choose_tile, num_splits, quantize_weight, ragged_linear
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.reference._common import of_codes, to_codes
 from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel, ValueModelConfig
@@ -868,3 +869,33 @@ def test_triton_backend(architecture, device):
     candidates = [[1, 2, 3], [4], [5, 6]]
     z = requests.step([[7], [8, 9], []], candidates, width=4, spare_deltas=1)
     requests.check(z, candidates, model, head, atol=TOLERANCE["value_head"][torch.float32][1])
+
+
+# --- sizes ---
+
+
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_sizes_of_every_tile(weights):
+    """Each weight of a layer changes its tile at numbers of rows of its own; every combination is in the list."""
+    config = make_config("Qwen2.5-1.5B", vocab_size=8, num_layers=1)
+    tensors = {
+        name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in config.tensor_shapes().items()
+    }
+    value_model = ValueModel(config, tensors, weights=weights)
+    layer = value_model.layers[0]
+
+    def tiles(tokens):
+        return tuple(
+            choose_tile(tokens, len(w), num_splits(len(w), w.shape[1], swiglu), swiglu, w.dtype)
+            for w, swiglu in ((layer.qkv, False), (layer.o, False), (layer.gate_up, True), (layer.down, False))
+        )
+
+    sizes = value_model.sizes_of_every_tile(2000)
+    assert {tiles(tokens) for tokens in sizes} == {tiles(tokens) for tokens in range(1, 2001)}
+    assert len(sizes) == len({tiles(tokens) for tokens in sizes}) > len({tiles(tokens)[0] for tokens in sizes})
+
+
+def test_operators_make_more_counters_than_there_are_themselves(trees_loaded):
+    _, _, value_model = trees_loaded
+    held = len(value_model._counters)
+    assert value_model._zeros(held) is value_model._counters and value_model._zeros(held + 1) is None
