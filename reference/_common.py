@@ -12,10 +12,13 @@ def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
+
+
 def to_codes(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """What a cache in e4m3 keeps of keys or values ``x [..., Hkv, D]``, with fp32 ``scales [..., Hkv]``: ``x / scale``,
     rounded to nearest even, at most 448. NaN stays NaN."""
-    return (x.to(compute_dtype(x)) / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return (x.to(compute_dtype(x)) / scales[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def of_codes(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -683,6 +683,15 @@ def test_a_cache_in_fp8(trees_loaded):
             call(value_model, 7, "int8")
 
 
+def test_a_cache_in_fp8_needs_a_gpu_that_knows_e4m3(trees_loaded, monkeypatch):
+    monkeypatch.setattr("lenvm_kernels.ops._common.ARCHITECTURE", "sm_86")
+    on_gpu = copy.copy(trees_loaded[2])
+    on_gpu.device = torch.device("cuda")
+    for call in (KVCache.of_slots, KVCache.num_bytes):
+        with pytest.raises(ValueError, match="cache: the kernels take e4m3 on GPUs from sm_89 on, got sm_86"):
+            call(on_gpu, 7, "fp8")
+
+
 def round_to_e4m3(cache, codes):
     """Round what a cache keeps in the model's dtype to what ``codes``, a cache in fp8, would stand for."""
     scales = codes.key_scales, codes.value_scales

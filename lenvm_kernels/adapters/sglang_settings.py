@@ -35,7 +35,7 @@ _existing = _accepting(Path, Path.exists)
 PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "value_model": (_existing, "an existing directory or .gguf file"),
     "value_head": (_existing, "an existing .safetensors file"),
-    "weights": (_accepting(str, "fp8".__eq__), "fp8"),
+    "weights": ({"fp8": "fp8"}.__getitem__, "fp8"),
     "dtype": (DTYPES.__getitem__, f"one of {', '.join(DTYPES)}"),
     "cache": ({"fp8": "fp8"}.__getitem__, "fp8"),
     "max_candidates": (_accepting(int, (1, 2, 4, 8, 16, 32, 64).__contains__), "a power of two up to 64"),

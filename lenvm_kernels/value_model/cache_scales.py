@@ -19,9 +19,9 @@ import math
 
 import torch
 
+from lenvm_kernels.reference._common import E4M3_MAX
 from lenvm_kernels.value_model.checkpoint import ValueModelConfig
 
-LARGEST = 448.0  # of e4m3
 # Exponents of scales: of a head without weights too, and with an inverse in fp32.
 EXPONENTS = -100, 100
 
@@ -51,5 +51,5 @@ def key_and_value_bounds(
 
 def scales_of(bounds: torch.Tensor) -> torch.Tensor:
     """Scales, fp32, for numbers with these bounds."""
-    exponents = (bounds.double().cpu() / LARGEST).log2().ceil().clamp(*EXPONENTS)
+    exponents = (bounds.double().cpu() / E4M3_MAX).log2().ceil().clamp(*EXPONENTS)
     return exponents.exp2().float().to(bounds.device)  # on a CPU, where powers of two are exact

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lenvm_kernels.ops._common import E4M3, INT_DTYPES, check_tensor
+from lenvm_kernels.ops._common import E4M3, INT_DTYPES, check_gpu_takes_e4m3, check_tensor
 from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.types import RaggedLayout
 from lenvm_kernels.value_model.checkpoint import ValueModelConfig
@@ -150,7 +150,7 @@ class KVCache:
                 with the model's :meth:`ValueModel.cache_scales`.
 
         Raises:
-            ValueError: ``cache`` is something else.
+            ValueError: ``cache`` is something else, or the GPU is older than sm_89.
         """
         shape = _slot_shape(model, num_slots)
         dtype = _cache_dtype(model, cache)
@@ -179,4 +179,6 @@ def _slot_shape(model: _Model, num_slots: int) -> tuple[int, int, int, int]:
 def _cache_dtype(model: _Model, cache: str | None) -> torch.dtype:
     if cache not in (None, "fp8"):
         raise ValueError(f"cache must be None or 'fp8', got {cache!r}")
+    if cache is not None and model.device.type == "cuda":
+        check_gpu_takes_e4m3("cache")
     return model.dtype if cache is None else E4M3
