@@ -52,7 +52,7 @@ import torch
 import triton
 
 from bench.kernel_calls import VALUE_MODELS, operator_calls, value_model_step
-from bench.kernel_model import GPUS, PARTS, Part, Rates
+from bench.kernel_model import GPUS, PARTS, Block, Part, Rates
 from bench.launches import compiling_for, kernels
 from bench.sass import disassemble, instructions_of, loading_loops, loops_of, read, registers_and_stack
 from bench.step_launches import Step
@@ -73,6 +73,7 @@ BRANCH_ON_NO_SUM = {"_value_tree_attention_kernel"}
 # bytes of the stack, and each function then has three instructions in fp64. A spill would come on top.
 TAKES_ANGLES = {"_embed_tokens_kernel"}
 ANGLE_STACK, ANGLE_FP64 = 32, 6
+ASKS_EARLY = {"_ragged_linear_kernel"}  # for its first weights, while earlier launches run
 WARP_GROUP_ROWS = 64  # of the smallest tile that sm_90's HGMMA multiplies
 TOLERANCE = 0.10  # of a figure, against the committed one
 # What a guided step of the model may launch, and how much longer than committed it may take by bench.step_model.
@@ -116,6 +117,8 @@ class Figures:
         bytes_in_flight: of a program's copies, after that wait.
         tensor_over_issue: cycles of the tensor cores / cycles of issuing instructions, in the main loop.
         waits_for_all: loops with asynchronous copies that wait for all of them.
+        asks_before_wait: instructions that ask for weights before it waits for the launches before it. None where it
+            does not wait.
     """
 
     model: str
@@ -144,6 +147,7 @@ class Figures:
     bytes_in_flight: int | None = None
     tensor_over_issue: float | None = None
     waits_for_all: int | None = None
+    asks_before_wait: int | None = None
 
     @property
     def name(self) -> str:
@@ -272,18 +276,20 @@ def describe(kernel: object, part: Part) -> dict[str, object]:
         instructions = instructions_of(code)
         loops = loops_of(instructions)
     of_sm_90 = part.target == PARTS["sm_90"].target
-    overlaps = of_sm_90 and kernel.metadata.launch_pdl
+    overlaps, block = of_sm_90 and kernel.metadata.launch_pdl, Block(registers, shared, warps)
+    before_wait = until_wait([line for _, line in instructions]) if overlaps else []
     return {
         "registers": registers,
         "spilled": spilled,
         "shared": shared,
         "warps": warps,
-        "accesses_before_wait": accesses_before_wait([line for _, line in instructions]) if overlaps else 0,
-        "occupancy": round(part.occupancy(registers, shared, warps), 3),
+        "accesses_before_wait": num_accesses(before_wait),
+        "occupancy": round(part.occupancy(block), 3),
         "is_half": bool(re.search(r"\*(?:bf|fp)16", str(kernel.src.signature))),  # some arguments are tuples
         "is_e4m3": "*fp8e4nv" in str(kernel.src.signature),
         **count_instructions(instructions, loops),
-        **({"programs": part.resident_blocks(registers, shared, warps)} if of_sm_90 else {}),
+        **({"asks_before_wait": sum("CCTL.E.PF2" in line for line in before_wait)} if overlaps else {}),
+        **({"programs": part.resident_blocks(block)} if of_sm_90 else {}),
         **(loop_figures(instructions, warps) if of_sm_90 else {}),
     }
 
@@ -328,10 +334,14 @@ def count_instructions(instructions: list[tuple[int, str]], loops: list[tuple[in
     }
 
 
-def accesses_before_wait(lines: list[str]) -> int:
-    """Loads, stores and atomic updates of global memory before a kernel waits for the launches before it (sm_90)."""
-    wait = next((i for i, line in enumerate(lines) if "ACQBULK" in line), len(lines))
-    return sum(bool(re.search(r"\b(?:LDG|STG|LDGSTS|ATOMG?|RED|REDG)\b", line)) for line in lines[:wait])
+def until_wait(lines: list[str]) -> list[str]:
+    """What a kernel does before it waits for the launches before it (sm_90)."""
+    return lines[: next((i for i, line in enumerate(lines) if "ACQBULK" in line), len(lines))]
+
+
+def num_accesses(lines: list[str]) -> int:
+    """Loads, stores and atomic updates of global memory (sm_90). What is only asked for is none."""
+    return sum(bool(re.search(r"\b(?:LDG|STG|LDGSTS|ATOMG?|RED|REDG)\b", line)) for line in lines)
 
 
 def fused_into_shuffles(lines: list[str]) -> int:
@@ -403,6 +413,8 @@ def faults(subject: str, figures: list[Figures]) -> list[str]:
             wrong.append(f"{figure.fp64} instructions in fp64")
         if figure.accesses_before_wait:
             wrong.append(f"{figure.accesses_before_wait} accesses of memory before it waits for earlier launches")
+        if figure.name in ASKS_EARLY and figure.asks_before_wait == 0:
+            wrong.append("asks for no weights before it waits for earlier launches")
         if figure.fused_into_shuffles and figure.name not in BRANCH_ON_NO_SUM:
             wrong.append(f"{figure.fused_into_shuffles} products fused with an addition across threads")
         if figure.batch_dependent_sums:

@@ -20,11 +20,15 @@ of which the first four are resources. The launch takes the largest of its waves
 bandwidth that a copy reaches, and of its programs at one a cycle, the rate at which they start. Rows that pad a tile
 are in the instructions and the tensor cycles, not in the bytes; a last wave with few programs, and SMs without any, are
 in the waves. What only the last program of several to arrive runs is a part like ``rest``, run by a share of the items.
+
+A program that finds room beside the launch before it asks for its first weights while it waits there. They come with
+the bandwidth that the launch before leaves, and are then read from L2.
 """
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from triton.backends.compiler import GPUTarget
 
@@ -57,20 +61,34 @@ class Part:
     warps: int
     blocks: int
 
-    def resident_blocks(self, registers: int, shared: int, warps: int) -> int:
-        """Such blocks that a multiprocessor of NVIDIA's runs side by side."""
-        of_warp = -(-registers * 32 // 256) * 256  # allotted in units of 256 a warp
-        blocks = min(self.blocks, self.warps // warps, self.registers // (of_warp * warps))
-        return min(blocks, self.shared_of_sm // (shared + 1024))
+    def resident_blocks(self, block: "Block", beside: "Block | None" = None, count: int = 0) -> int:
+        """Such blocks that a multiprocessor of NVIDIA's runs side by side, or beside ``count`` other blocks."""
+        have = (self.blocks, self.warps, self.registers, self.shared_of_sm)
+        taken = (count * need for need in beside.needs()) if beside else (0,) * len(have)
+        free = (max(0, all - other) for all, other in zip(have, taken, strict=True))
+        return min(left // need for left, need in zip(free, block.needs(), strict=True))
 
-    def occupancy(self, registers: int, shared: int, warps: int) -> float:
+    def occupancy(self, block: "Block") -> float:
         """Share of the resident warps that a kernel with such blocks can fill."""
+        registers, shared, warps = block
         if self.target.backend == "hip":
             # A wave's registers are allotted in eights; each of four SIMDs has 512 a lane. LDS limits whole blocks.
             waves = min(self.warps, self.registers // max(8, -(-registers // 8) * 8))
             by_shared = self.shared_of_sm // shared if shared else self.blocks
             return min(waves, by_shared * warps / 4) / self.warps
-        return self.resident_blocks(registers, shared, warps) * warps / self.warps
+        return self.resident_blocks(block) * warps / self.warps
+
+
+class Block(NamedTuple):
+    """What a program has: registers of a thread, bytes of shared memory, warps."""
+
+    registers: int
+    shared: int
+    warps: int
+
+    def needs(self) -> tuple[int, int, int, int]:
+        """Of a multiprocessor: blocks, warps, registers (allotted in units of 256 a warp), bytes of shared memory."""
+        return 1, self.warps, -(-self.registers * 32 // 256) * 256 * self.warps, self.shared + 1024
 
 
 KIB = 1024
@@ -136,6 +154,8 @@ class Work:
         hbm: bytes that have to come from HBM, each once.
         share: of the bytes of the loads that no mask leaves out.
         merges: passes through what only the last program to arrive runs, for an item on average.
+        prefetching: programs that ask for weights while they wait for the launch before.
+        prefetched: bytes that each of them asks for.
         label: what tells launches of the same kernel apart.
     """
 
@@ -144,35 +164,47 @@ class Work:
     hbm: float = 0.0
     share: float = 1.0
     merges: float = 0.0
+    prefetching: int = 0
+    prefetched: int = 0
     label: str = ""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a launch, without the gap before it, and what bounds it."""
+    """Seconds of a launch, without the gap before it, what bounds it, and bytes that HBM brings meanwhile."""
 
     seconds: float
     bound: str
+    hbm: float = 0.0
+
+    def left(self, gpu: Gpu, rates: Rates) -> float:
+        """Bytes that HBM could bring beside them."""
+        return max(0.0, self.seconds * gpu.bandwidth * rates.copy - self.hbm)
 
 
-def launch_cost(code: Code, resident: int, work: Work, programs: int, gpu: Gpu, rates: Rates) -> Cost:
-    """What a launch of so many ``programs`` costs where an SM has room for ``resident`` of them."""
+def launch_cost(
+    code: Code, resident: int, work: Work, programs: int, gpu: Gpu, rates: Rates, arrived: float = 0.0
+) -> Cost:
+    """What a launch of so many ``programs`` costs where an SM has room for ``resident`` of them.
+
+    ``arrived`` bytes of its weights are in the L2 cache when it starts."""
     at_once = min(gpu.sms * resident, programs)
     full, rest = divmod(work.items, at_once)
-    cycles, bound = _wave(code, work, at_once, gpu, rates) if full else (0.0, "")
-    last, bound_of_last = _wave(code, work, rest, gpu, rates) if rest else (0.0, "")
+    cycles, bound = _wave(code, work, at_once, gpu, rates, arrived) if full else (0.0, "")
+    last, bound_of_last = _wave(code, work, rest, gpu, rates, arrived) if rest else (0.0, "")
     costs = {
         bound or bound_of_last: (START + full * cycles + last) / gpu.clock,
-        "HBM": work.hbm / (gpu.bandwidth * rates.copy),
+        "HBM": (work.hbm - arrived) / (gpu.bandwidth * rates.copy),
         "programs": programs / gpu.clock,
     }
     bound = max(costs, key=costs.get)
-    return Cost(costs[bound], bound)
+    return Cost(costs[bound], bound, work.hbm - arrived)
 
 
-def _wave(code: Code, work: Work, n: int, gpu: Gpu, rates: Rates) -> tuple[float, str]:
+def _wave(code: Code, work: Work, n: int, gpu: Gpu, rates: Rates, arrived: float) -> tuple[float, str]:
     """(cycles of a wave of ``n`` programs, what bounds it)."""
-    latency = HBM_LATENCY * gpu.clock if work.hbm else L2_LATENCY
+    far = HBM_LATENCY * gpu.clock
+    latency = far + (L2_LATENCY - far) * arrived / work.hbm if work.hbm else L2_LATENCY
     parts = [("rest", code.rest, 1.0), ("loop", code.loop, work.passes), ("merge", code.of_last, work.merges)]
     resources: dict[str, float] = {}
     alone: dict[str, float] = {"latency": latency if code.loop and code.loop.copied else 0.0}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.kernel_model import OVERLAPPED, PARTS, Cost, Gpu, Rates, Work, launch_cost
+from bench.kernel_model import OVERLAPPED, PARTS, Block, Cost, Gpu, Rates, Work, launch_cost
 from bench.launches import intercept_launches, kernels_on_cpu, targeting
 from bench.models import VOCAB, forward_floor, make_config
 from bench.sass import Code, disassemble, instructions_of, read, registers_and_stack
@@ -72,7 +72,16 @@ def _linear(a: Arguments, live: Live) -> Work:
     columns = a["N"] * (2 if a["SWIGLU"] else 1)
     tiles, share = _tiles(live.rows, columns, a["BLOCK_M"], a["BLOCK_N"])
     moved = columns * a["K"] * a["ptr"].weight.element_size()
-    work = Work(tiles * a["SPLITS"], a["SPLIT_LEN"] / a["BLOCK_K"], moved, share, label=f"{columns} x {a['K']}")
+    asked = a["BLOCK_N"] * a["PREFETCH_LEN"] * a["ptr"].weight.element_size() if a["OVERLAPS"] else 0
+    work = Work(
+        tiles * a["SPLITS"],
+        a["SPLIT_LEN"] / a["BLOCK_K"],
+        moved,
+        share,
+        prefetching=_ceil(columns, a["BLOCK_N"]) * a["SPLITS"],
+        prefetched=asked,
+        label=f"{columns} x {a['K']}",
+    )
     if a["SPLITS"] == 1:
         return work
     parts = live.rows * columns * a["SPLITS"] * 4  # written, and read again
@@ -124,15 +133,15 @@ class Launch:
         name: the kernel's.
         code: of a program.
         programs: that it starts.
-        resident: programs that a multiprocessor has room for.
-        work: of its programs.
+        block: what each of them needs of a multiprocessor.
+        work: of them.
         overlaps: it starts before the launch before it has ended, and waits for it.
     """
 
     name: str
     code: Code
     programs: int
-    resident: int
+    block: Block
     work: Work
     overlaps: bool = False
 
@@ -145,12 +154,38 @@ class Launch:
         """Seconds between it and the launch before it."""
         return rates.gap * (OVERLAPPED if self.overlaps else 1)
 
-    def cost(self, gpu: Gpu, rates: Rates) -> Cost:
-        """Without the gap before it."""
-        return launch_cost(self.code, self.resident, self.work, self.programs, gpu, rates)
+    @property
+    def resident(self) -> int:
+        """Programs that a multiprocessor has room for."""
+        return PART.resident_blocks(self.block)
+
+    def find_room(self, before: "Launch", gpu: Gpu) -> int:
+        """Programs that find room beside those of the launch before."""
+        running = min(before.programs, before.work.items, gpu.sms * before.resident)
+        of_each, more = divmod(running, gpu.sms)
+        beside = partial(PART.resident_blocks, self.block, before.block)
+        return more * beside(of_each + 1) + (gpu.sms - more) * beside(of_each)
+
+    def cost(self, gpu: Gpu, rates: Rates, before: "tuple[Launch, Cost] | None" = None) -> Cost:
+        """Without the gap before it. ``before`` is the launch before it, if its time is to be used."""
+        arrived = 0.0
+        if before and self.overlaps and self.work.prefetched:
+            programs = min(self.find_room(before[0], gpu), self.work.prefetching, self.programs)
+            arrived = min(programs * self.work.prefetched, before[1].left(gpu, rates), self.work.hbm)
+        return launch_cost(self.code, self.resident, self.work, self.programs, gpu, rates, arrived)
 
 
-_codes: dict[str, tuple[Code, int]] = {}  # by the kernel's hash: its code, programs of a multiprocessor
+def costs_of(launches: Sequence[Launch], gpu: Gpu, rates: Rates, repeat: bool = False) -> list[Cost]:
+    """What launches cost that follow each other; with ``repeat`` the first follows the last."""
+    costs: list[Cost] = []
+    before = (launches[-1], launches[-1].cost(gpu, rates)) if repeat else None
+    for launch in launches:
+        costs.append(launch.cost(gpu, rates, before))
+        before = launch, costs[-1]
+    return costs
+
+
+_codes: dict[str, tuple[Code, Block]] = {}  # by the kernel's hash
 
 
 def launches_of(call: Callable[[], object], live: Live) -> list[Launch]:
@@ -161,16 +196,16 @@ def launches_of(call: Callable[[], object], live: Live) -> list[Launch]:
         kernel = launch(warmup=True)
         if kernel.hash not in _codes:
             text, warps = disassemble(kernel, PART.target.arch), kernel.metadata.num_warps
-            resident = PART.resident_blocks(registers_and_stack(text)[0], kernel.metadata.shared, warps)
-            _codes[kernel.hash] = read(instructions_of(text), warps), resident
+            block = Block(registers_and_stack(text)[0], kernel.metadata.shared, warps)
+            _codes[kernel.hash] = read(instructions_of(text), warps), block
         function, *positional = launch.args
         arguments = dict(zip(function.arg_names, positional, strict=False)) | launch.keywords
         programs = 1
         for size in arguments["grid"]:
             programs *= size
-        code, resident = _codes[kernel.hash]
+        code, block = _codes[kernel.hash]
         work = WORK[name](arguments, live) if name in WORK else Work(programs)
-        found.append(Launch(name, code, programs, resident, work, bool(launch.keywords.get("launch_pdl"))))
+        found.append(Launch(name, code, programs, block, work, bool(launch.keywords.get("launch_pdl"))))
         return kernel
 
     with targeting(PART.target), intercept_launches(compile_only):
@@ -309,12 +344,17 @@ class Step:
     def seconds(self, gpu: Gpu, rates: Rates) -> float:
         """Of a step."""
 
-        def of(launches: Sequence[Launch], operators: int) -> float:
-            kernels = sum(launch.cost(gpu, rates).seconds + launch.gap(rates) for launch in launches)
+        def of(launches: Sequence[Launch], costs: Sequence[Cost], operators: int) -> float:
+            kernels = sum(cost.seconds for cost in costs) + sum(launch.gap(rates) for launch in launches)
             return kernels + operators * (TORCH_OPERATOR + rates.gap)
 
-        layer = of(self.layer, self.operators[0])
-        return layer * self.config.num_layers + of(self.others, self.operators[1])
+        layer, others = self.costs(gpu, rates)
+        of_layer = of(self.layer, layer, self.operators[0])
+        return of_layer * self.config.num_layers + of(self.others, others, self.operators[1])
+
+    def costs(self, gpu: Gpu, rates: Rates) -> tuple[list[Cost], list[Cost]]:
+        """Of a layer's launches, which follow those of another layer, and of the others."""
+        return costs_of(self.layer, gpu, rates, repeat=True), costs_of(self.others, gpu, rates)
 
     def floor(self, gpu: Gpu, copy: float = COPY_SHARE, matmul: float = MATMUL_SHARE) -> float:
         """Seconds that its bytes or its operations take at shares of the data sheet's rates."""

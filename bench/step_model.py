@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import triton
 
-from bench.kernel_model import GPUS, Gpu, Rates
+from bench.kernel_model import GPUS, Cost, Gpu, Rates
 from bench.models import VOCAB
 from bench.step import CACHED
 from bench.step_launches import COPY_SHARE, MATMUL_SHARE, TORCH_OPERATOR, Launch, Step
@@ -36,22 +36,22 @@ Numbers = dict[str, dict]  # model -> "requests GPU" -> see numbers_of
 def numbers_of(step: Step, gpu: Gpu, rates: Rates) -> dict[str, object]:
     """Milliseconds of a step and of its floor, its launches; microseconds by label of a layer's, and of the others."""
 
-    def by_label(launches: Sequence[Launch], operators: int) -> dict[str, tuple[float, str]]:
+    def by_label(launches: Sequence[Launch], costs: Sequence[Cost], operators: int) -> dict[str, tuple[float, str]]:
         times: dict[str, tuple[float, str]] = {}
-        for launch in launches:
-            cost = launch.cost(gpu, rates)
+        for launch, cost in zip(launches, costs, strict=True):
             times[launch.label] = times.get(launch.label, (0.0, ""))[0] + cost.seconds, cost.bound
         times["gaps"] = sum(launch.gap(rates) for launch in launches) + operators * rates.gap, ""
         if operators:
             times[f"{operators} torch operators"] = operators * TORCH_OPERATOR, ""
         return {label: (round(seconds * 1e6, 2), bound) for label, (seconds, bound) in times.items()}
 
+    layer, others = step.costs(gpu, rates)
     return {
         "milliseconds": round(step.seconds(gpu, rates) * 1e3, 3),
         "floor": round(step.floor(gpu) * 1e3, 3),
         "launches": step.num_launches,
-        "layer": by_label(step.layer, step.operators[0]),
-        "others": by_label(step.others, step.operators[1]),
+        "layer": by_label(step.layer, layer, step.operators[0]),
+        "others": by_label(step.others, others, step.operators[1]),
     }
 
 

@@ -19,7 +19,7 @@ from bench import kernel_model
 from bench.harness.storing import Results, read_folder, write_json
 from bench.kernel_model import GPUS, Gpu, Rates
 from bench.ops import ragged_linear
-from bench.step_launches import Live, Step, launches_of
+from bench.step_launches import Live, Step, costs_of, launches_of
 
 FEWEST_STEPS = 3  # of different sizes tell the gap and the chip's share apart
 ROUNDS = 30
@@ -116,7 +116,7 @@ def _matmuls(results: Results, gpu: Gpu) -> Iterator[Measured]:
                 launches = launches_of(run, Live(case.shape["rows"]))
 
             def model(rates: Rates, launches=launches) -> float:
-                kernels = sum(launch.cost(gpu, rates).seconds for launch in launches)
+                kernels = sum(cost.seconds for cost in costs_of(launches, gpu, rates))
                 return empty + kernels + sum(launch.gap(rates) for launch in launches[1:])
 
             yield Measured(f"ragged_linear {case.case}", case.times.cold, model)

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from bench import codegen
+from bench.kernel_model import Block
 from bench.launches import kernels
 from bench.sass import loops_of
 
@@ -67,6 +68,7 @@ def test_good_figures_have_no_faults():
         ("sm_80", {"fp64": 2}, "2 instructions in fp64"),
         ("sm_90", {"fused_into_shuffles": 1}, "1 products fused with an addition across threads"),
         ("sm_90", {"accesses_before_wait": 2}, "2 accesses of memory before it waits for earlier launches"),
+        ("sm_90", {"asks_before_wait": 0}, "asks for no weights before it waits for earlier launches"),
         ("gfx942", {"batch_dependent_sums": True}, "the layout of a sum depends on the number of requests"),
         ("sm_90", {"waits_for_all": 2}, "2 loops wait for all of their asynchronous copies"),
         (
@@ -279,7 +281,7 @@ def test_kernels_on_one_side_only_are_named():
     ],
 )
 def test_occupancy(part, registers, shared, warps, occupancy):
-    assert codegen.PARTS[part].occupancy(registers, shared, warps) == occupancy
+    assert codegen.PARTS[part].occupancy(Block(registers, shared, warps)) == occupancy
 
 
 def test_instructions_are_counted_by_width_and_place():
@@ -348,10 +350,12 @@ def test_fp64_is_counted():
 
 
 def test_accesses_before_the_wait_are_counted():
-    lines = ["LDC.64 R4, c[0x0][0x210]", "LDG.E R2, [R4.64]", "@!P0 STG.E [R4.64], R2", "ACQBULK", "LDG.E R3, [R4.64]"]
-    assert codegen.accesses_before_wait(lines) == 2
-    assert codegen.accesses_before_wait([lines[0], *lines[3:]]) == 0
-    assert codegen.accesses_before_wait(lines[:3]) == 2  # it never waits
+    lines = ["LDC.64 R4, c[0x0][0x210]", "LDG.E R2, [R4.64]", "@!P0 STG.E [R4.64], R2", "CCTL.E.PF2 [R4]", "ACQBULK"]
+    lines += ["LDG.E R3, [R4.64]", "CCTL.E.PF2 [R4]"]
+    assert codegen.until_wait(lines) == lines[:4]
+    assert codegen.until_wait(lines[:3]) == lines[:3]  # it never waits
+    assert codegen.num_accesses(lines) == 3
+    assert codegen.num_accesses(lines[:2]) == 1
 
 
 def test_products_fused_with_what_a_shuffle_brought_are_counted():

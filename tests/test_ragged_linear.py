@@ -6,6 +6,7 @@ import os
 import numpy as np
 import pytest
 import torch
+import triton
 import triton.language as tl
 from hypothesis import given
 from torch import nn
@@ -431,6 +432,65 @@ def test_square_sums_replace_those_of_x(device, backend):
     compared = 3 if backend == "triton" else 2
     expected = torch.diag(torch.tensor([0.5, 5**-0.5, 5**-0.5], device=device))
     torch.testing.assert_close(y[:compared], expected[:compared])
+
+
+@triton.jit
+def _mark(pointers, mask):
+    tl.store(pointers, tl.full(pointers.shape, 1.0, tl.float32).to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _asking_kernel(
+    weight_ptr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_LEN: tl.constexpr,
+    PREFETCH_LEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    ops._prefetch_weight(weight_ptr, K, N, SWIGLU, STRIDE, SPLITS, SPLIT_LEN, PREFETCH_LEN, BLOCK_N)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter marks what a GPU prefetches")
+@pytest.mark.parametrize(
+    ("dtype", "size", "outputs", "swiglu", "splits", "length"),
+    [
+        (torch.bfloat16, 500, 75, False, 1, 448),
+        (torch.bfloat16, 320, 40, True, 1, 200),
+        (torch.bfloat16, 1000, 70, False, 3, 256),
+        (torch.float32, 100, 70, False, 2, 64),
+        (torch.float16, 256, 64, False, 1, 1),
+    ],
+)
+def test_a_launch_asks_for_the_first_lines_of_each_row(monkeypatch, dtype, size, outputs, swiglu, splits, length):
+    """Two lines of 128 bytes at a time, of each split; of nothing beside the weight."""
+    monkeypatch.setattr(ops, "prefetch", _mark)
+    columns, line, split_len = outputs * (1 + swiglu), 128 // dtype.itemsize, 64 * math.ceil(size / splits / 64)
+    buffer = torch.zeros(columns + 128, size + 24, dtype=dtype)
+    weight = buffer[64 : 64 + columns, 8 : 8 + size]
+    _asking_kernel[(splits * 2 + 1,)](weight, size, outputs, swiglu, size + 24, splits, split_len, length, 64)
+    expected = torch.zeros(size, dtype=torch.bool)
+    for start in range(0, min(size, splits * split_len), split_len):
+        expected[start : start + 2 * line * math.ceil(length / 2 / line) : line] = True
+    assert torch.equal(weight != 0, expected.expand(columns, size))
+    assert buffer.count_nonzero() == weight.count_nonzero()
+
+
+def test_a_launch_asks_for_what_comes_in_three_microseconds():
+    """All of small weights; as many columns of large ones as make 10 MB, in all splits together."""
+    for columns, splits, itemsize, expected in (
+        (2048, 1, 2, 1536),
+        (1536, 1, 2, 1536),
+        (17920, 1, 2, 279),
+        (17920, 1, 1, 558),
+        (1536, 5, 2, 651),
+        (1536, 5, 1, 1302),
+    ):
+        weight = torch.empty(columns, 8960, dtype={1: torch.float8_e4m3fn, 2: torch.bfloat16}[itemsize], device="meta")
+        assert ops.prefetch_len(weight, splits, 1536) == expected
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "o and down, e4m3"])

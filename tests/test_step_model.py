@@ -16,9 +16,9 @@ import torch
 from bench import kernel_model, step_model, step_rates
 from bench.harness.measuring import Ceilings, Times
 from bench.harness.storing import CaseResult, Measurement, Results, case_name, write_json
-from bench.kernel_model import GPUS, HBM_LATENCY, L2_LATENCY, START, Cost, Rates, Work, launch_cost
+from bench.kernel_model import GPUS, HBM_LATENCY, L2_LATENCY, PARTS, START, Block, Cost, Rates, Work, launch_cost
 from bench.sass import Code, Section, read
-from bench.step_launches import Launch, Live, Step, _tiles, layer_of
+from bench.step_launches import Launch, Live, Step, _tiles, costs_of, layer_of
 
 H100 = GPUS["H100"]
 EXACT = Rates(copy=1.0, chip=1.0, gap=0.0)
@@ -205,7 +205,7 @@ def test_programs_start_at_one_a_cycle():
 def test_hbm_bounds_a_launch_by_the_share_of_its_bandwidth():
     for gpu, bandwidth in ((H100, 3.35e12), (GPUS["H200"], 4.8e12)):
         found = cost(ISSUE, Work(1, hbm=1e9), rates=Rates(copy=0.8), programs=1, gpu=gpu)
-        assert found == Cost(pytest.approx(1e9 / (0.8 * bandwidth)), "HBM")
+        assert found == Cost(pytest.approx(1e9 / (0.8 * bandwidth)), "HBM", 1e9)
 
 
 def test_bytes_of_l2_are_shared_by_all_programs_and_capped_by_those_of_one():
@@ -293,14 +293,19 @@ def test_live_rows_follow_from_the_candidates():
     assert 64 < few.rows < 320 and few.cached == 101
 
 
+SMALL = Block(64, 0, 4)
+
+
 def a_step(requests, layers=2, operators=(1, 3)):
     """A step of made-up launches: one of a layer that grows with the requests, one outside of the layers."""
     code = parsed(MATMUL)
     layer = [
-        Launch("_a_kernel", code, 10**4, 2, Work(40 * requests, 24, 2e7)),
-        Launch("_b_kernel", ISSUE, 1, 8, Work(1)),
+        Launch("_a_kernel", code, 10**4, Block(128, 0, 8), Work(40 * requests, 24, 2e7)),
+        Launch("_b_kernel", ISSUE, 1, SMALL, Work(1)),
     ]
-    step = Step("Qwen2.5-0.5B", Live.of_step(requests), layer, [Launch("_c_kernel", ISSUE, 1, 8, Work(1))], operators)
+    step = Step(
+        "Qwen2.5-0.5B", Live.of_step(requests), layer, [Launch("_c_kernel", ISSUE, 1, SMALL, Work(1))], operators
+    )
     assert step.config.num_layers == 24
     return step
 
@@ -318,6 +323,72 @@ def test_a_launch_that_overlaps_the_one_before_has_a_shorter_gap():
     step = a_step(64)
     shorter = replace(step, others=[replace(step.others[0], overlaps=True)])
     assert step.seconds(H100, Rates()) - shorter.seconds(H100, Rates()) == pytest.approx(0.6 * 1.2e-6)
+
+
+def test_a_multiprocessor_runs_blocks_side_by_side():
+    """Bound by registers, by shared memory and by warps in turn, of which other blocks have their part."""
+    room = PARTS["sm_90"].resident_blocks
+    assert room(Block(128, 0, 4)) == 4
+    assert [room(Block(128, 0, 4), Block(64, 0, 8), count) for count in range(5)] == [4, 3, 2, 1, 0]
+    assert [room(Block(32, 100 * 1024, 4), Block(32, 60 * 1024, 4), count) for count in range(5)] == [2, 1, 1, 0, 0]
+    assert [room(Block(32, 0, 16), Block(32, 0, 1), count) for count in (0, 1, 16, 17, 33)] == [4, 3, 3, 2, 0]
+    assert room(Block(255, 0, 8), Block(255, 0, 8), 2) == 0
+
+
+def matmul(prefetched=0, *, programs=264, hbm=1e7, shared=0, overlaps=True):
+    work = Work(programs, 24, hbm, prefetching=100, prefetched=prefetched)
+    return Launch("_a_kernel", parsed(MATMUL), programs, Block(128, shared, 8), work, overlaps)
+
+
+def test_weights_come_while_the_launch_before_leaves_bandwidth_and_room():
+    before = matmul(programs=132, hbm=0)
+    alone = matmul().cost(H100, EXACT)
+
+    def arrived(launch, before, cost=None):
+        found = launch.cost(H100, EXACT, (before, cost or before.cost(H100, EXACT)))
+        return alone.hbm - found.hbm, found
+
+    assert arrived(matmul(), before) == (0.0, alone)  # it asks for none
+    assert arrived(matmul(50_000, overlaps=False), before) == (0.0, alone)
+    early, cost = arrived(matmul(50_000), before)
+    assert early == 100 * 50_000 and cost.seconds < alone.seconds
+    assert arrived(matmul(200_000), before, Cost(1.0, ""))[0] == 1e7  # no more than there is
+    assert arrived(matmul(50_000), before, Cost(1e-6, "", 3.35e6 - 1000))[0] == pytest.approx(1000)
+    assert arrived(matmul(50_000), before, Cost(1e-6, "", 3.36e6)) == (0.0, alone)
+    # A block of 100 KB has room beside another one: on 32 multiprocessors beside none, on 100 beside one.
+    large = matmul(50_000, shared=120 * 1024)
+    assert large.find_room(matmul(programs=100, shared=120 * 1024), H100) == 32
+    assert large.find_room(matmul(programs=100, shared=100 * 1024), H100) == 132
+    assert large.find_room(matmul(programs=10**4, shared=100 * 1024), H100) == 0
+    assert arrived(large, matmul(programs=100, shared=120 * 1024), Cost(1.0, ""))[0] == 32 * 50_000
+    # Running are those that there is work for.
+    few = matmul(programs=10**4, shared=120 * 1024)
+    assert large.find_room(replace(few, work=Work(20)), H100) == 112
+    assert arrived(replace(matmul(50_000), programs=7), before, Cost(1.0, ""))[0] == 7 * 50_000
+
+
+def test_weights_that_are_there_are_read_from_the_l2_cache():
+    loop = ["DEPBAR.LE SB0, 0x0", "LDGSTS.E.128 [R2], desc[UR4][R4.64]", "LDGDEPBAR"]
+    code, far = Code(section(*loop), section()), HBM_LATENCY * H100.clock
+    for share in (0.0, 0.25, 1.0):
+        found = launch_cost(code, 1, Work(1, passes=50, hbm=1000), 1, H100, EXACT, arrived=1000 * share)
+        latency = far - share * (far - L2_LATENCY)
+        assert cycles(found.seconds) == pytest.approx(START + latency + 50 * (latency + 3))
+        assert found.hbm == 1000 * (1 - share)
+    for arrived in (0, 4e8):
+        found = launch_cost(code, 1, Work(1, hbm=1e9), 1, H100, EXACT, arrived)
+        assert found == Cost(pytest.approx((1e9 - arrived) / 3.35e12), "HBM", 1e9 - arrived)
+
+
+def test_launches_follow_each_other():
+    """Each leaves bandwidth to the next; the first follows the last where they repeat."""
+    first, second = matmul(50_000, programs=132), matmul(30_000, programs=132)
+    plain = costs_of([first, second], H100, EXACT)
+    assert plain == [first.cost(H100, EXACT), second.cost(H100, EXACT, (first, plain[0]))]
+    around = costs_of([first, second], H100, EXACT, repeat=True)
+    assert around[0] == first.cost(H100, EXACT, (second, second.cost(H100, EXACT)))
+    assert around[0].hbm < plain[0].hbm
+    assert around[1] == second.cost(H100, EXACT, (first, around[0]))
 
 
 def test_the_page_sets_the_numbers_beside_those_before():

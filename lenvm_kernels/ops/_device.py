@@ -18,6 +18,27 @@ def wait_for_inputs(OVERLAPS: tl.constexpr):
 
 
 @triton.jit
+def prefetch(pointers, mask):
+    """Ask for the cache lines of ``pointers`` to come into the L2 cache. Nothing waits for them.
+
+    A kernel launched with :func:`lenvm_kernels.ops._common.overlapping` may do so before its inputs are there: who
+    writes the bytes later writes them into the same cache. No interpreter knows the instruction."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred is_wanted;
+        setp.ne.u32 is_wanted, $2, 0;
+        @is_wanted prefetch.global.L2 [$1];
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [pointers, mask.to(tl.int32)],
+        dtype=tl.int32,  # there has to be a result
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def to_codes(x, scale):
     """``x / scale`` in the range of e4m3, fp32, to be stored into a cache in e4m3; NaN stays NaN. ``scale`` is a power
     of two, of which ``1 / scale`` is exact."""

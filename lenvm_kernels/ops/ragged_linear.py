@@ -42,7 +42,7 @@ from lenvm_kernels.ops._common import (
     overlapping,
     resolve_backend,
 )
-from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
+from lenvm_kernels.ops._device import arrives_last, prefetch, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference._common import E4M3_MAX, SQUARES_GROUP
 from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference
@@ -112,6 +112,9 @@ NUM_WARPS_SM_100 = 4
 # Programs of a launch, four a multiprocessor. With more tiles each takes several in turn; with a program for every tile
 # that could be live, ending the thousands that are not would take longer than a small batch's work.
 MAX_PROGRAMS = 528
+# Of a weight, that a launch asks for before the launch before it has ended: what HBM brings in 3 us. Much more might
+# delay what the matmul begins with. A line of the L2 cache is what one thread asks for.
+PREFETCH_BYTES, LINE_BYTES = 10_000_000, tl.constexpr(128)
 # The launch for the norm moves some KB a program, 4 rows by 1024 columns. It is over in one wave of programs, of which
 # a multiprocessor holds 16.
 NORM_ROWS, NORM_BLOCK_K = 4, 1024
@@ -287,6 +290,30 @@ def _sum_parts(
     return tl.reshape(y, [ROWS, COLUMNS])
 
 
+@triton.jit
+def _prefetch_weight(
+    weight_ptr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    STRIDE_WEIGHT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_LEN: tl.constexpr,
+    PREFETCH_LEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """What of the weight the program's first tile begins with, if all rows are one block: how many there are is not
+    known yet. With more blocks a tile of another program does, and they are as good."""
+    COLUMNS: tl.constexpr = 2 * N if SWIGLU else N
+    LINE: tl.constexpr = LINE_BYTES * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
+    split = tl.program_id(0) % SPLITS
+    column = tl.program_id(0) // SPLITS * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = weight_ptr + _weight_row(column, N, SWIGLU).to(tl.int64)[:, None] * STRIDE_WEIGHT
+    for start in range(0, PREFETCH_LEN, 2 * LINE):
+        k = split * SPLIT_LEN + start + LINE * tl.arange(0, 2)
+        prefetch(rows + k[None, :], (column < COLUMNS)[:, None] & (k < K)[None, :])
+
+
 @triton.jit(
     do_not_specialize=["stride_square_sums_group", "stride_square_sums_out_group", "T"],
     do_not_specialize_on_alignment=["num_rows_ptr", "square_sums_ptr", "square_sums_out_ptr", "counters_ptr"],
@@ -308,6 +335,7 @@ def _ragged_linear_kernel(
     STRIDE_WEIGHT: tl.constexpr,  # from one row to the next: known, it spares the addresses of a tile many registers
     SPLITS: tl.constexpr,
     SPLIT_LEN: tl.constexpr,  # columns of x in a split, a multiple of BLOCK_K
+    PREFETCH_LEN: tl.constexpr,  # of them those whose weights a program asks for while it waits
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -319,6 +347,8 @@ def _ragged_linear_kernel(
     COLUMN_BLOCKS: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
     IS_QUANTIZED: tl.constexpr = ptr.weight_scales is not None
 
+    if OVERLAPS:
+        _prefetch_weight(ptr.weight, K, N, SWIGLU, STRIDE_WEIGHT, SPLITS, SPLIT_LEN, PREFETCH_LEN, BLOCK_N)
     wait_for_inputs(OVERLAPS)
     rows = _live_rows(num_rows_ptr, T)
     row_blocks = tl.cdiv(rows, BLOCK_M)
@@ -405,6 +435,12 @@ def _fetching_least(
     return min(fits, key=fetched)  # the first of equal ones
 
 
+def prefetch_len(weight: Tensor, splits: int, split_len: int) -> int:
+    """Columns of each split whose weights a launch asks for while it waits for the launches before it."""
+    bytes_of_column = weight.shape[0] * splits * weight.element_size()
+    return min(split_len, PREFETCH_BYTES // bytes_of_column)
+
+
 def num_counters(tokens: int, columns: int, size: int, swiglu: bool = False) -> int:
     """Counters that a call with ``tokens`` rows needs, or any with fewer: 0 where the sums are not split.
 
@@ -479,6 +515,7 @@ def _launch(
     splits = num_splits(columns, size, swiglu)
     tile = choose_tile(tokens, columns, splits, swiglu, weight.dtype)
     block_k = BLOCK_K_BYTES // x.element_size()
+    split_len = ceil_div(ceil_div(size, block_k), splits) * block_k
     tiles = ceil_div(tokens, tile.block_m) * ceil_div(columns, tile.block_n) * splits
 
     if norm_eps is not None and square_sums is None:
@@ -518,7 +555,8 @@ def _launch(
         SWIGLU=swiglu,
         STRIDE_WEIGHT=weight.stride(0),
         SPLITS=splits,
-        SPLIT_LEN=ceil_div(ceil_div(size, block_k), splits) * block_k,
+        SPLIT_LEN=split_len,
+        PREFETCH_LEN=prefetch_len(weight, splits, split_len),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=block_k,
