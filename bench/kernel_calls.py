@@ -3,6 +3,7 @@
 A new variant of a kernel belongs here. All is zeros on a CPU: compiling looks at dtypes, sizes and alignments only.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -281,7 +282,8 @@ def _ragged_linear() -> Iterator[Call]:
                 norm | dict(swiglu=True, residual=wide_x, square_sums_out=wide_squares),
             ),
         ):
-            call = partial(ragged_linear, *arguments, **options, num_rows=i32(1), backend="triton")
+            room = dict(num_rows=i32(1), expected_rows=math.ceil(2 / 3 * rows))
+            call = partial(ragged_linear, *arguments, **options, **room, backend="triton")
             yield f"ragged_linear {dtype} {layer}, {rows} rows", call
             if dtype != "fp32" and layer != "qkv alone":
                 weight, scales = quantize_weight(arguments[1])

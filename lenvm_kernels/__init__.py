@@ -1,10 +1,10 @@
 """Triton kernels for LenVM length-guided decoding (arXiv 2604.27039), with pure-PyTorch references.
 
 The whole step for an engine: :class:`GuidedStep`. Its operators, in the order in which it calls them:
-:func:`gather_requests`, :func:`topk_candidates`, :func:`commit_winner`, :func:`select_scored`, :func:`ragged_layout`,
-:func:`embed_tokens`, :func:`ragged_linear`, :func:`rope_cache`, :func:`value_tree_attention`, :func:`value_head`,
-:func:`reweight_scatter`, :func:`sample_candidates`. The parameters of a request: :func:`parse_guidance`,
-:class:`GuidanceTable`; the value model: :class:`ValueModel`.
+:func:`gather_requests`, :func:`topk_candidates`, :func:`select_scored`, :func:`commit_winner`, :func:`catch_up`,
+:func:`ragged_layout`, :func:`embed_tokens`, :func:`ragged_linear`, :func:`rope_cache`, :func:`value_tree_attention`,
+:func:`value_head`, :func:`reweight_scatter`, :func:`sample_candidates`. The parameters of a request:
+:func:`parse_guidance`, :class:`GuidanceTable`; the value model: :class:`ValueModel`.
 """
 
 from importlib import import_module
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lenvm_kernels.guidance.params import GuidanceParams, parse_guidance
     from lenvm_kernels.guidance.table import GuidanceTable
+    from lenvm_kernels.ops.catch_up import catch_up
     from lenvm_kernels.ops.commit_winner import commit_winner
     from lenvm_kernels.ops.embed_tokens import embed_tokens
-    from lenvm_kernels.ops.gather_requests import gather_requests
+    from lenvm_kernels.ops.gather_requests import empty_history, gather_requests
     from lenvm_kernels.ops.ragged_layout import ragged_layout
     from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
     from lenvm_kernels.ops.reweight_scatter import reweight_scatter
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from lenvm_kernels.step import GuidedStep, StepOutput, working_bytes
     from lenvm_kernels.types import (
         Candidates,
+        DeltaTokens,
         EmbeddedTokens,
         GuidanceColumns,
         Mode,
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Candidates",
+    "DeltaTokens",
     "EmbeddedTokens",
     "GuidanceColumns",
     "GuidanceParams",
@@ -61,8 +64,10 @@ __all__ = [
     "StepRequests",
     "ValueModel",
     "ValueModelConfig",
+    "catch_up",
     "commit_winner",
     "embed_tokens",
+    "empty_history",
     "gather_requests",
     "parse_guidance",
     "quantize_weight",
@@ -82,6 +87,7 @@ __all__ = [
 # torch and transformers.
 _MODULES = {
     "Candidates": "types",
+    "DeltaTokens": "types",
     "EmbeddedTokens": "types",
     "GuidanceColumns": "types",
     "GuidanceParams": "guidance",
@@ -100,6 +106,7 @@ _MODULES = {
     "StepRequests": "types",
     "ValueModel": "value_model",
     "ValueModelConfig": "value_model",
+    "empty_history": "ops.gather_requests",
     "parse_guidance": "guidance",
     "quantize_weight": "ops.ragged_linear",
     "working_bytes": "step",

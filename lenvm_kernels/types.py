@@ -17,6 +17,8 @@ class Status(IntEnum):
     """One candidate is left: it is the answer, no value is needed."""
     SKIP = 3
     """The candidates' entropy is at or below the request's threshold: it keeps its probabilities and filters."""
+    NOT_DUE = 4
+    """The step is none of those that the request is guided at: it keeps its probabilities and filters."""
 
 
 class Mode(IntEnum):
@@ -115,6 +117,8 @@ class StepRequests(NamedTuple):
         entropy_threshold: fp32 ``[N]``; nats, NaN for none.
         generated: int32 ``[N]``; tokens generated.
         seeds: int64 ``[N]``; of its draws.
+        due: bool ``[N]``; it is guided at this step whatever its candidates are.
+        cached_lens: int32 ``[N]``; tokens of its sequence that the value model has; 0 in padding.
     """
 
     tokens: Tensor
@@ -127,20 +131,28 @@ class StepRequests(NamedTuple):
     entropy_threshold: Tensor
     generated: Tensor
     seeds: Tensor
+    due: Tensor
+    cached_lens: Tensor
 
 
 class StepHistory(NamedTuple):
-    """Where the requests of ``R`` table rows were in the last steps they were in; what a step leaves to the next.
+    """What a step leaves to the next of the requests in ``R`` table rows.
 
     Attributes:
         places: int64 ``[R]``; place of the request in the last step it was in.
         steps: int64 ``[R]``; number of that step, -1 for none.
         step: int64 ``[1]``; number of the step that comes.
+        tokens: int32 ``[R, M]``; the last tokens of its sequence: the one at position ``p`` in column ``p % M``.
+        told_lens: int32 ``[R]``; tokens of its sequence that steps or prompts have told, without a gap.
+        cached_lens: int32 ``[R]``; tokens of its sequence that the value model has: these are in its cache.
     """
 
     places: Tensor
     steps: Tensor
     step: Tensor
+    tokens: Tensor
+    told_lens: Tensor
+    cached_lens: Tensor
 
 
 class ScoredCandidates(NamedTuple):
@@ -150,17 +162,29 @@ class ScoredCandidates(NamedTuple):
         token_ids: int32 ``[N, K]``; -1 pads.
         counts: int32 ``[N]``; the first so many columns are scored.
         positions: int32 ``[N]``; the candidates' position in the sequence.
-        delta_lens: int32 ``[N]``; 1 where the last token is to be computed and kept, else 0.
-        cached_lens: int32 ``[N]``; tokens of the sequence that are cached without it.
         alone: bool ``[N]``; the only token scored is the next one, for its length: nothing is to be reweighted.
     """
 
     token_ids: Tensor
     counts: Tensor
     positions: Tensor
-    delta_lens: Tensor
-    cached_lens: Tensor
     alone: Tensor
+
+
+class DeltaTokens(NamedTuple):
+    """The tokens that the value model computes and keeps in a step, for ``N`` requests, padding included.
+
+    Attributes:
+        token_ids: int64 ``[N, M]``; from column 0 on, 0 pads.
+        slots: int64 ``[N, M]``; where their keys and values belong, -1 pads.
+        lens: int32 ``[N]``; how many there are.
+        cached_lens: int32 ``[N]``; tokens of the sequence before them, all of them cached.
+    """
+
+    token_ids: Tensor
+    slots: Tensor
+    lens: Tensor
+    cached_lens: Tensor
 
 
 class GuidanceColumns(NamedTuple):
@@ -180,6 +204,7 @@ class GuidanceColumns(NamedTuple):
         prompt_len: int32 ``[R]``; tokens of the request that do not count as generated.
         seed: int64 ``[R]``; of the request's draws.
         return_values: bool ``[R]``; predicted lengths are wanted.
+        value_stride: int32 ``[R]``; the request is guided at steps whose number is a multiple of it.
         faults: int32 ``[R]``; steps in which the request lost its guidance (see :func:`reweight_scatter`).
     """
 
@@ -196,4 +221,5 @@ class GuidanceColumns(NamedTuple):
     prompt_len: Tensor
     seed: Tensor
     return_values: Tensor
+    value_stride: Tensor
     faults: Tensor

@@ -22,8 +22,6 @@ def commit_winner(
     *,
     key_scales: Tensor | None = None,  # [layers, Hkv]
     value_scales: Tensor | None = None,  # [layers, Hkv]
-    delta_lens: Tensor | None = None,  # [B]
-    cached_lens: Tensor | None = None,  # [B]
 ) -> Tensor:  # [B]
     """See :func:`lenvm_kernels.ops.commit_winner.commit_winner`."""
     last_step_rows = candidate_ids.shape[0]
@@ -44,7 +42,4 @@ def commit_winner(
             cache[:, slot] = last[:, row]
         else:  # as bytes: not every device writes e4m3 by index
             cache.view(torch.uint8)[:, slot] = to_codes(last[:, row], scales[:, None]).view(torch.uint8)
-    if delta_lens is not None and cached_lens is not None:
-        delta_lens[committed] = 0
-        cached_lens[committed] = positions[committed] + 1
     return committed

@@ -14,36 +14,58 @@ def gather_requests(
     entropy_threshold: Tensor,  # fp32 [R]
     prompt_len: Tensor,  # int32 [R]
     seed: Tensor,  # int64 [R]
-    tokens: Tensor,  # int64 [B]
+    value_stride: Tensor,  # int32 [R]
+    faults: Tensor,  # int32 [R]
+    tokens: Tensor,  # int64 [B] or [B, N]
     table_rows: Tensor,  # int64 [B]
     lengths: Tensor,  # int32 [B]
     slots: Tensor,  # int64 [B]
     *,
+    new_lens: Tensor | None = None,  # int32 [B]
     active: Tensor | None = None,  # bool [B]
     history: StepHistory | None = None,
     padding_row: int = 0,
     out: StepRequests,  # [N]
 ) -> StepRequests:  # [N]
     """See :func:`lenvm_kernels.ops.gather_requests.gather_requests`; the table by the columns that are read."""
-    count = tokens.shape[0]
-    active = torch.ones_like(tokens, dtype=torch.bool) if active is None else active
+    count, device = tokens.shape[0], tokens.device
+    tokens = tokens if tokens.dim() == 2 else tokens[:, None]
+    new_lens = torch.ones_like(lengths) if new_lens is None else new_lens.clamp(0, tokens.shape[1])
+    active = torch.ones(count, dtype=torch.bool, device=device) if active is None else active
 
     def write(target: Tensor, values: Tensor, padding: float) -> None:
         target[:count] = values
         target[count:] = padding
 
-    write(out.tokens, tokens, 0)
-    write(out.positions, lengths - 1, -1)
-    write(out.slots, slots, -1)
-    write(out.table_rows, table_rows, padding_row)
-    write(out.guided, active & (mode[table_rows] != Mode.UNGUIDED), False)
-    write(out.wants_length, active & return_values[table_rows], False)
-    write(out.entropy_threshold, entropy_threshold[table_rows], math.nan)
-    write(out.generated, lengths - prompt_len[table_rows], 0)
-    write(out.seeds, seed[table_rows], 0)
+    guided, wants_length = active & (mode[table_rows] != Mode.UNGUIDED), active & return_values[table_rows]
+    due = torch.ones_like(active)
     if history is not None:
         was_there = history.steps[table_rows] == history.step - 1
         write(out.places, torch.where(was_there, history.places[table_rows], -1), -1)
-        history.places[table_rows] = torch.arange(count, device=tokens.device)
+        history.places[table_rows] = torch.arange(count, device=device)
         history.steps[table_rows] = history.step
+
+        told_lens, cached_lens, held = history.told_lens[table_rows], history.cached_lens[table_rows], history.tokens
+        is_gap = told_lens < lengths - new_lens
+        lost = (guided | wants_length) & (is_gap | (lengths - cached_lens > held.shape[1]))
+        faults[table_rows] += lost.int()
+        guided, wants_length = guided & ~lost, wants_length & ~lost
+        due = history.step % value_stride[table_rows].clamp(min=1) == 0
+        history.told_lens[table_rows] = torch.where(is_gap, told_lens, torch.maximum(told_lens, lengths))
+        write(out.cached_lens, cached_lens, 0)
+        for i in range(tokens.shape[1]):
+            position = lengths - new_lens + i
+            known = (i < new_lens) & (position >= 0)
+            held[table_rows[known], position[known] % held.shape[1]] = tokens[known, i].int()
+
+    write(out.tokens, tokens.gather(1, (new_lens - 1).clamp(min=0)[:, None].long())[:, 0], 0)
+    write(out.positions, lengths - 1, -1)
+    write(out.slots, slots, -1)
+    write(out.table_rows, table_rows, padding_row)
+    write(out.guided, guided, False)
+    write(out.wants_length, wants_length, False)
+    write(out.entropy_threshold, entropy_threshold[table_rows], math.nan)
+    write(out.generated, lengths - prompt_len[table_rows], 0)
+    write(out.seeds, seed[table_rows], 0)
+    write(out.due, due, False)
     return out

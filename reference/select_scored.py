@@ -1,4 +1,4 @@
-"""Which candidates the value model scores in a step, and which last tokens it has to see, in plain PyTorch."""
+"""Which candidates the value model scores in a step, in plain PyTorch."""
 
 import torch
 from torch import Tensor
@@ -11,8 +11,10 @@ def select_scored(
     counts: Tensor,  # int32 [B]
     status: Tensor,  # int8 [B]
     positions: Tensor,  # int32 [N]
-    guided: Tensor,  # bool [N]
+    table_rows: Tensor,  # int64 [N]
     wants_length: Tensor,  # bool [N]
+    due: Tensor,  # bool [N]
+    eos_token_ids: Tensor,  # int32 [R, E]
     *,
     drawn: Tensor | None = None,  # int32 [B]
     sample: bool = False,
@@ -20,9 +22,11 @@ def select_scored(
     out: ScoredCandidates,  # [N, K]
 ) -> ScoredCandidates:  # [N, K]
     """See :func:`lenvm_kernels.ops.select_scored.select_scored`; candidates and requests by what is read of them."""
-    b = candidate_ids.shape[0]
-    guided, wants_length, lengths = guided[:b], wants_length[:b], positions[:b] + 1
-    delta_lens = (guided | wants_length).int()
+    b, k = candidate_ids.shape
+    wants_length, lengths = wants_length[:b], positions[:b] + 1
+    is_candidate = torch.arange(k, device=candidate_ids.device) < counts[:, None]
+    ends = (candidate_ids[:, :, None] == eos_token_ids[table_rows[:b], None]).any(2) & is_candidate
+    status[(status == Status.GUIDE) & ~due[:b] & ~ends.any(1)] = Status.NOT_DUE
     is_guide = status == Status.GUIDE
     next_tokens = torch.full_like(counts, -1) if drawn is None else drawn
     if sample:
@@ -35,8 +39,6 @@ def select_scored(
         token_ids=torch.cat((first_ids[:, None], candidate_ids[:, 1:]), dim=1),
         counts=torch.where(alone, 1, scored_counts),
         positions=lengths,
-        delta_lens=delta_lens,
-        cached_lens=lengths - delta_lens,
         alone=alone,
     )
     for target, values in zip(out, results, strict=True):

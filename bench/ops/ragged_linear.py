@@ -56,7 +56,9 @@ def make_case(device: str, *, model: str, layer: str, rows: int, room: float, we
         kept, extra["weight_scales"] = quantize_weight(weight)
 
     def run() -> torch.Tensor:
-        return ragged_linear(x, kept, bias, num_rows=num_rows, residual=residual, **options, **extra)[:rows]
+        return ragged_linear(
+            x, kept, bias, num_rows=num_rows, expected_rows=rows, residual=residual, **options, **extra
+        )[:rows]
 
     def expected() -> torch.Tensor:
         doubled = {name: tensor if tensor is None else tensor.double() for name, tensor in live.items()}

@@ -54,6 +54,8 @@ logger = logging.getLogger(__name__)
 # Room of a request in the device table.
 MAX_END_TOKENS, MAX_STOP_TOKENS, MAX_SCALED_TOKENS = 64, 48, 32
 RADIX_NAMESPACE = "lenvm|"
+# Every token is computed when it is drawn: requests share what the radix cache keeps of them, up to the last.
+MAX_DELTA = 1
 
 _NO_SAMPLER = "it never reaches the sampler that guidance is in"
 _FOREIGN_KEYS = "the value model has no keys and values for prompts that come from elsewhere"
@@ -121,6 +123,7 @@ class Guide:
             max_candidates=settings.max_candidates,
             max_eos=MAX_END_TOKENS,
             chunk_tokens=settings.chunk_tokens,
+            max_delta=MAX_DELTA,
             commit_winners=settings.commit_winners,
             cache=settings.cache,
             graphs=graphs,
@@ -475,13 +478,13 @@ def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_
         """The pool, and the bytes that the value model takes beside it."""
         pool = original(configurator, pool_bytes, cap_tokens=cap_tokens)
         requests = configurator.resolve_max_num_reqs(pool.max_total_num_tokens)
-        last_step = requests * (1 + settings.max_candidates) if settings.commit_winners else 0
+        last_step = requests * (MAX_DELTA + settings.max_candidates) if settings.commit_winners else 0
         slots = pool.max_total_num_tokens + configurator.page_size
         kept = KVCache.num_bytes(model, slots, settings.cache) + KVCache.num_bytes(model, last_step)
         engine = configurator.model_config
         sizes = dict(requests=requests, max_len=engine.context_len, vocab_size=engine.vocab_size)
         # Each keeps its memory from the other, see GuidedStep.
-        step = working_bytes(model, **sizes, max_candidates=settings.max_candidates)
+        step = working_bytes(model, **sizes, max_candidates=settings.max_candidates, max_delta=MAX_DELTA)
         extend = working_bytes(model, **sizes, tokens=settings.chunk_tokens)
         return pool, kept + step + extend
 

@@ -9,8 +9,9 @@ the time is up, ``report.py`` says what was found.
 OPERATORS = (
     "gather_requests",
     "topk_candidates",
-    "commit_winner",
     "select_scored",
+    "commit_winner",
+    "catch_up",
     "ragged_layout",
     "embed_tokens",
     "ragged_linear",

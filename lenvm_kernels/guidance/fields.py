@@ -20,6 +20,7 @@ class Field:
         default: None for none.
         words: every word that is accepted, with the word that it stands for; None for a field that is no word.
         above, least, below: bounds of a number: ``> above``, ``>= least``, ``< below``.
+        is_integer: a number has to be whole.
         metavar: of its flag; None for a field that the command line has no flag for.
     """
 
@@ -31,6 +32,7 @@ class Field:
     above: float | None = None
     least: float | None = None
     below: float | None = None
+    is_integer: bool = False
     metavar: str | None = None
 
     @property
@@ -56,7 +58,7 @@ class Field:
         """All that is accepted, for a message."""
         if self.words is not None:
             return f"one of {', '.join(self.words)}"
-        return f"a finite number {self.bounds}".rstrip()
+        return f"{'an integer' if self.is_integer else 'a finite number'} {self.bounds}".rstrip()
 
 
 def _spellings(**words: str) -> dict[str, str]:
@@ -143,6 +145,14 @@ FIELDS = {
         ),
         Field("boosted_token_ids", "the same with one divisor: a list of the token ids"),
         Field("token_temp_divisor", "the divisor of boosted_token_ids", above=0.0, below=MAX_DIVISOR),
+        Field(
+            "value_stride",
+            "guide at every n-th step of the engine only, and wherever the output might end",
+            least=1.0,
+            below=2.0**31,
+            is_integer=True,
+            metavar="N",
+        ),
         Field(
             "return_values",
             "predict lengths of the prompt and of each token, guided or not",

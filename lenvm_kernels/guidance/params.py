@@ -29,6 +29,8 @@ class GuidanceParams:
         entropy_threshold: in nats; rows whose candidates' entropy is at or below it are skipped; None: never.
         token_temperature_scale: divisor of the temperature of single tokens (their logits are multiplied by it).
         return_values: the request wants to know the lengths that its tokens are predicted to lead to.
+        value_stride: it is guided at steps whose number is a multiple of this, and where it might end; None: as the
+            step is told (:class:`GuidedStep`).
     """
 
     mode: Mode = Mode.UNGUIDED
@@ -40,6 +42,7 @@ class GuidanceParams:
     entropy_threshold: float | None = None
     token_temperature_scale: Mapping[int, float] = field(default_factory=dict)
     return_values: bool = False
+    value_stride: int | None = None
 
     @property
     def needs_value_model(self) -> bool:
@@ -102,6 +105,7 @@ def parse_guidance(custom_params: Mapping[str, Any]) -> GuidanceParams:
         entropy_threshold=_optional_number(given, "value_entropy_threshold"),
         token_temperature_scale=_token_divisors(given),
         return_values=_switch(given, "return_values"),
+        value_stride=_optional_integer(given, "value_stride"),
     )
 
 
@@ -135,6 +139,16 @@ def _number(given: dict[str, Any], name: str) -> float:
 def _optional_number(given: dict[str, Any], name: str) -> float | None:
     """Of a field without default."""
     return _number(given, name) if name in given else None
+
+
+def _optional_integer(given: dict[str, Any], name: str) -> int | None:
+    """Of a field without default."""
+    if name not in given:
+        return None
+    number = _number(given, name)
+    if number != int(number):
+        raise ValueError(f"{name} must be {FIELDS[name].accepted}, got {given[name]!r}")
+    return int(number)
 
 
 def _checked_number(field: Field, name: str, given: Any) -> float:

@@ -28,6 +28,7 @@ _DTYPES = {
     "target_length": torch.float32,
     "entropy_threshold": torch.float32,
     "prompt_len": torch.int32,
+    "value_stride": torch.int32,
     "counts_down": torch.bool,
     "return_values": torch.bool,
 }
@@ -74,6 +75,7 @@ class _RowLayout:
             "target_length": params.target_length or 0.0,
             "entropy_threshold": math.nan if params.entropy_threshold is None else params.entropy_threshold,
             "prompt_len": prompt_len,
+            "value_stride": params.value_stride or 1,
             "counts_down": params.counts_down,
             "return_values": params.return_values,
         }

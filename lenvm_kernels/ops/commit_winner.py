@@ -46,8 +46,6 @@ NUM_WARPS = 1
 
 class _Tensors(NamedTuple):
     committed: Any  # [B]
-    delta_lens: Any  # [B] or None
-    cached_lens: Any  # [B], or None with delta_lens
     k_cache: Any  # [LAYERS, S, WIDTH]
     v_cache: Any  # [LAYERS, S, WIDTH]
     k_last: Any  # [LAYERS, T, WIDTH]
@@ -121,10 +119,6 @@ def _commit_winner_kernel(
     if layer_block == 0:
         tl.store(ptr.committed + request, commits)
     if commits:
-        if ptr.delta_lens is not None:  # noqa: SIM102 - None has no address
-            if layer_block == 0:
-                tl.store(ptr.delta_lens + request, 0)
-                tl.store(ptr.cached_lens + request, position + 1)
         layer = (layer_block * BLOCK_LAYERS + tl.arange(0, BLOCK_LAYERS)).to(tl.int64)[:, None]
         k_source = ptr.k_last + layer * stride.k_last_layer + row * stride.k_last_row
         v_source = ptr.v_last + layer * stride.v_last_layer + row * stride.v_last_row
@@ -148,17 +142,14 @@ def _commit_winner_kernel(
             tl.store(v_target + column, v, mask=inside)
 
 
-def _run_reference(committed, delta_lens, cached_lens, *operands) -> None:
+def _run_reference(committed, *operands) -> None:
     *tensors, key_scales, value_scales = operands
-    scales = dict(key_scales=key_scales, value_scales=value_scales)
-    committed.copy_(_reference(*tensors, **scales, delta_lens=delta_lens, cached_lens=cached_lens))
+    committed.copy_(_reference(*tensors, key_scales=key_scales, value_scales=value_scales))
 
 
-@operator(mutates=["committed", "delta_lens", "cached_lens", "k_cache", "v_cache"], reference=_run_reference)
+@operator(mutates=["committed", "k_cache", "v_cache"], reference=_run_reference)
 def _launch(
     committed: Tensor,
-    delta_lens: Tensor | None,
-    cached_lens: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
     k_last: Tensor,
@@ -186,8 +177,6 @@ def _launch(
     _commit_winner_kernel[(requests, ceil_div(layers, block_layers))](
         _Tensors(
             committed,
-            delta_lens,
-            cached_lens,
             *keys_and_values,
             *scales,
             candidate_ids,
@@ -227,8 +216,6 @@ def commit_winner(
     *,
     key_scales: Tensor | None = None,  # fp32 [layers, Hkv]
     value_scales: Tensor | None = None,  # fp32 [layers, Hkv]
-    delta_lens: Tensor | None = None,  # int32 [B]
-    cached_lens: Tensor | None = None,  # int32 [B]
     backend: str = "auto",
 ) -> Tensor:  # bool [B]
     """Move the drawn tokens' keys and values from the last forward, where they were candidates, into the cache.
@@ -258,10 +245,6 @@ def commit_winner(
             A request whose slot is outside ``[0, S)`` does not commit.
         key_scales, value_scales: fp32 ``[layers, Hkv]``, of a cache in float8_e4m3fn, else ``None``; see
             :func:`rope_cache`.
-        delta_lens: int32 ``[B]``, given with ``cached_lens`` or not at all; 0 is written where a request commits: its
-            token is not to be computed.
-        cached_lens: int32 ``[B]``; tokens of the request's sequence in the cache. ``positions[i] + 1`` is written where
-            a request commits.
         backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
@@ -309,15 +292,9 @@ def commit_winner(
     check_tensor("positions", positions, dtypes=torch.int32, shape=tokens.shape, device=device)
     check_tensor("slots", slots, dtypes=INT_DTYPES, shape=tokens.shape, device=device)
 
-    if (delta_lens is None) != (cached_lens is None):
-        raise ValueError("delta_lens and cached_lens must both be given or both be None, got one of them")
-    for name, lens in (("delta_lens", delta_lens), ("cached_lens", cached_lens)):
-        if lens is not None:
-            check_tensor(name, lens, dtypes=torch.int32, shape=tokens.shape, device=device)
-
     committed = torch.empty(tokens.shape[0], dtype=torch.bool, device=device)
     cache, scales = (k_cache, v_cache), (key_scales, value_scales)
     last_step = (k_last, v_last, candidate_ids, candidate_rows, candidate_positions)
     drawn = (last_rows, tokens, positions, slots)
-    _launch(backend, committed, delta_lens, cached_lens, *cache, *last_step, *drawn, *scales)
+    _launch(backend, committed, *cache, *last_step, *drawn, *scales)
     return committed

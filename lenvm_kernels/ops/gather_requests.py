@@ -4,8 +4,11 @@ One program a few requests. Their number may be less than the rows written: the 
 exist, so that a CUDA graph captured for more of them can run. Torch's operators for this would be some twenty launches.
 
 A request's place in the step before is what its history says, if that is of the step before (:class:`StepHistory`).
-The history then says its place in this step. A program touches the history of its own requests only, which is why
-nothing has to be kept apart from the step before.
+The history then says its place in this step, and holds the tokens that are new. A program touches the history of its
+own requests only, which is why nothing has to be kept apart from the step before.
+
+The value model can catch up with a request as long as all tokens that it has not seen are among those held. Where one
+is missing the request loses its guidance, which is counted, until a prompt tells its tokens anew.
 """
 
 from typing import Any, NamedTuple
@@ -34,10 +37,12 @@ class _Table(NamedTuple):
     entropy_threshold: Any  # fp32 [R]
     prompt_len: Any  # int32 [R]
     seed: Any  # int64 [R]
+    value_stride: Any  # int32 [R]
+    faults: Any  # int32 [R], written
 
 
 # Of the columns above.
-_TABLE_DTYPES = (torch.int32, torch.bool, torch.float32, torch.int32, torch.int64)
+_TABLE_DTYPES = (torch.int32, torch.bool, torch.float32, torch.int32, torch.int64, torch.int32, torch.int32)
 # Of the fields of StepRequests, in their order.
 _DTYPES = (
     torch.int64,
@@ -50,21 +55,32 @@ _DTYPES = (
     torch.float32,
     torch.int32,
     torch.int64,
+    torch.bool,
+    torch.int32,
 )
 
 
 # The inputs are a caller's, and may be slices: nothing is compiled anew where their alignment changes. (Triton heeds
 # that for pointers of their own only, not for those in a tuple.)
 @triton.jit(
-    do_not_specialize=["B", "N", "padding_row"],
-    do_not_specialize_on_alignment=["tokens_ptr", "table_rows_ptr", "lengths_ptr", "slots_ptr", "active_ptr"],
+    do_not_specialize=["stride_tokens_request", "B", "N", "padding_row"],
+    do_not_specialize_on_alignment=[
+        "tokens_ptr",
+        "new_lens_ptr",
+        "table_rows_ptr",
+        "lengths_ptr",
+        "slots_ptr",
+        "active_ptr",
+    ],
 )
 def _gather_requests_kernel(
     requests,  # StepRequests, written
     table,  # _Table
     stride,  # its strides
     history,  # StepHistory, read and written, or None
-    tokens_ptr,  # int64 [B]
+    tokens_ptr,  # int64 [B, NEW]
+    stride_tokens_request,
+    new_lens_ptr,  # int32 [B] or None
     table_rows_ptr,  # int64 [B]
     lengths_ptr,  # int32 [B]
     slots_ptr,  # int64 [B]
@@ -72,13 +88,19 @@ def _gather_requests_kernel(
     B,
     N,
     padding_row,
+    NEW: tl.constexpr,
+    HELD: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
     request = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)
     exists, is_row = request < B, request < N
     # All loads come before the first store: a store waits for what it stores, and the loads after it with it.
     table_row = tl.load(table_rows_ptr + request, mask=exists, other=0)
-    token = tl.load(tokens_ptr + request, mask=exists, other=0)
+    new_len = tl.full([REQUESTS], 1, tl.int32)
+    if new_lens_ptr is not None:
+        new_len = tl.minimum(tl.maximum(tl.load(new_lens_ptr + request, mask=exists, other=0), 0), NEW)
+    new_ptr = tokens_ptr + request.to(tl.int64) * stride_tokens_request
+    token = tl.load(new_ptr + tl.maximum(new_len - 1, 0), mask=exists, other=0)
     length = tl.load(lengths_ptr + request, mask=exists, other=0)
     slot = tl.load(slots_ptr + request, mask=exists, other=-1)
     active = exists
@@ -90,11 +112,28 @@ def _gather_requests_kernel(
     entropy_threshold = tl.load(threshold_ptr, mask=exists, other=float("nan"))
     prompt_len = tl.load(table.prompt_len + table_row * stride.prompt_len, mask=exists, other=0)
     seed = tl.load(table.seed + table_row * stride.seed, mask=exists, other=0)
+    value_stride = tl.load(table.value_stride + table_row * stride.value_stride, mask=exists, other=1)
+    guided, wants_length, due = active & (mode != _UNGUIDED), active & wants_length, exists
     if history is not None:
         step = tl.load(history.step)
         last_step = tl.load(history.steps + table_row, mask=exists, other=-1)
         last_place = tl.load(history.places + table_row, mask=exists, other=-1)
+        told_len = tl.load(history.told_lens + table_row, mask=exists, other=0)
+        cached_len = tl.load(history.cached_lens + table_row, mask=exists, other=0)
         tl.debug_barrier()  # what was read is read before it is overwritten
+        due = exists & (step % tl.maximum(value_stride, 1) == 0)
+        first_new = length - new_len
+        is_gap = told_len < first_new
+        is_lost = (guided | wants_length) & (is_gap | (length - cached_len > HELD))
+        guided, wants_length = guided & ~is_lost, wants_length & ~is_lost
+        tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=is_lost, sem="relaxed")
+        for i in range(NEW):
+            new_token = tl.load(new_ptr + i, mask=exists & (i < new_len), other=0)
+            position = first_new + i
+            held_ptr = history.tokens + table_row * HELD + position % HELD
+            tl.store(held_ptr, new_token.to(tl.int32), mask=exists & (i < new_len) & (position >= 0))
+        tl.store(history.told_lens + table_row, tl.maximum(told_len, length), mask=exists & ~is_gap)
+        tl.store(requests.cached_lens + request, cached_len, mask=is_row)
         place = tl.where(last_step == step - 1, last_place, -1)
         tl.store(requests.places + request, place, mask=is_row)
         tl.store(history.places + table_row, request.to(tl.int64), mask=exists)
@@ -104,21 +143,26 @@ def _gather_requests_kernel(
     tl.store(requests.positions + request, length - 1, mask=is_row)
     tl.store(requests.slots + request, slot, mask=is_row)
     tl.store(requests.table_rows + request, tl.where(exists, table_row, padding_row), mask=is_row)
-    tl.store(requests.guided + request, active & (mode != _UNGUIDED), mask=is_row)
-    tl.store(requests.wants_length + request, active & wants_length, mask=is_row)
+    tl.store(requests.guided + request, guided, mask=is_row)
+    tl.store(requests.wants_length + request, wants_length, mask=is_row)
     tl.store(requests.entropy_threshold + request, entropy_threshold, mask=is_row)
     tl.store(requests.generated + request, length - prompt_len, mask=is_row)
     tl.store(requests.seeds + request, seed, mask=is_row)
+    tl.store(requests.due + request, due, mask=is_row)
 
 
 def _run_reference(*operands) -> None:
-    out, inputs, columns = StepRequests(*operands[:10]), operands[10:14], operands[14:19]
-    places, steps, step, active, padding_row = operands[19:]
-    history = None if places is None else StepHistory(places, steps, step)
-    _reference(*columns, *inputs, active=active, history=history, padding_row=padding_row, out=out)
+    out, inputs, columns = StepRequests(*operands[:12]), operands[12:16], operands[16:23]
+    *of_history, new_lens, active, padding_row = operands[23:]
+    history = None if of_history[0] is None else StepHistory(*of_history)
+    options = dict(new_lens=new_lens, active=active, history=history, padding_row=padding_row)
+    _reference(*columns, *inputs, **options, out=out)
 
 
-@operator(mutates=[*StepRequests._fields, "history_places", "history_steps"], reference=_run_reference)
+_MUTATES = [*StepRequests._fields, "faults", *(f"history_{name}" for name in StepHistory._fields)]
+
+
+@operator(mutates=_MUTATES, reference=_run_reference)
 def _launch(
     tokens: Tensor,
     positions: Tensor,
@@ -130,6 +174,8 @@ def _launch(
     entropy_threshold: Tensor,
     generated: Tensor,
     seeds: Tensor,
+    due: Tensor,
+    cached_lens: Tensor,
     last_tokens: Tensor,
     request_rows: Tensor,
     lengths: Tensor,
@@ -139,24 +185,32 @@ def _launch(
     table_entropy_threshold: Tensor,
     prompt_len: Tensor,
     seed: Tensor,
+    value_stride: Tensor,
+    faults: Tensor,
     history_places: Tensor | None,
     history_steps: Tensor | None,
     history_step: Tensor | None,
+    history_tokens: Tensor | None,
+    history_told_lens: Tensor | None,
+    history_cached_lens: Tensor | None,
+    new_lens: Tensor | None,
     active: Tensor | None,
     padding_row: int,
 ) -> None:
     rows = tokens.shape[0]
     if rows == 0:
         return
-    table = _Table(table_mode, return_values, table_entropy_threshold, prompt_len, seed)
+    table = _Table(table_mode, return_values, table_entropy_threshold, prompt_len, seed, value_stride, faults)
     known = (tokens, positions, slots, table_rows, places, guided, wants_length, entropy_threshold, generated, seeds)
-    history: Any = (history_places, history_steps, history_step)
+    history: Any = (history_places, history_steps, history_step, history_tokens, history_told_lens, history_cached_lens)
     _gather_requests_kernel[(ceil_div(rows, REQUESTS),)](
-        StepRequests(*known),
+        StepRequests(*known, due, cached_lens),
         table,
         _Table(*map(row_stride, table)),
         None if history_places is None else StepHistory(*history),
         last_tokens,
+        last_tokens.stride(0),
+        new_lens,
         request_rows,
         lengths,
         last_slots,
@@ -164,13 +218,15 @@ def _launch(
         last_tokens.shape[0],
         rows,
         padding_row,
+        NEW=1 if last_tokens.dim() == 1 else last_tokens.shape[1],
+        HELD=1 if history_tokens is None else history_tokens.shape[1],
         REQUESTS=REQUESTS,
         num_warps=1,
     )
 
 
 def _columns_read(table: GuidanceColumns) -> _Table:
-    return _Table(table.mode, table.return_values, table.entropy_threshold, table.prompt_len, table.seed)
+    return _Table._make(getattr(table, name) for name in _Table._fields)
 
 
 def empty_requests(rows: int, device: torch.device) -> StepRequests:
@@ -178,13 +234,36 @@ def empty_requests(rows: int, device: torch.device) -> StepRequests:
     return StepRequests(*(torch.empty(rows, dtype=dtype, device=device) for dtype in _DTYPES))
 
 
+def empty_history(table_rows: int, max_delta: int, device: torch.device) -> StepHistory:
+    """A history for :func:`gather_requests`, of ``R`` table rows in which nobody was yet.
+
+    Args:
+        table_rows: R.
+        max_delta: M, tokens that it holds of each sequence.
+        device: where it lies.
+    """
+
+    def full(value: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.full(shape, value, dtype=dtype, device=device)
+
+    return StepHistory(
+        places=full(-1, table_rows, dtype=torch.int64),
+        steps=full(-1, table_rows, dtype=torch.int64),
+        step=full(1, 1, dtype=torch.int64),
+        tokens=full(0, table_rows, max_delta),
+        told_lens=full(0, table_rows),
+        cached_lens=full(0, table_rows),
+    )
+
+
 def gather_requests(
     table: GuidanceColumns,
-    tokens: Tensor,  # int64 [B]
+    tokens: Tensor,  # int64 [B] or [B, N]
     table_rows: Tensor,  # int64 [B]
     lengths: Tensor,  # int32 [B]
     slots: Tensor,  # int64 [B]
     *,
+    new_lens: Tensor | None = None,  # int32 [B]
     active: Tensor | None = None,  # bool [B]
     history: StepHistory | None = None,
     padding_row: int = 0,
@@ -196,14 +275,19 @@ def gather_requests(
     Nothing is read back to the host, and no new number of requests compiles anything.
 
     Args:
-        table: of ``R`` requests; a :class:`GuidanceTable` or its columns.
-        tokens: int64 [B]; the last token of each sequence.
+        table: of ``R`` requests; a :class:`GuidanceTable` or its columns. ``faults`` counts the requests that are
+            guided or ask for lengths, and of which the history lacks a token that the value model has not seen.
+        tokens: int64 [B]; the last token of each sequence; or [B, N], the tokens that it has grown by, from column 0
+            on. Rows may be strided.
         table_rows: int64 [B]; each request's row of the table, all different.
         lengths: int32 [B]; tokens of each sequence, the last one included.
         slots: int64 [B]; the cache slot of each last token.
+        new_lens: int32 [B], how many of its row of ``tokens`` each sequence has grown by, 0 to N (``None``: one of
+            one column).
         active: bool [B] (``None``: all); requests to treat as if they had asked for nothing are False.
-        history: of the table's rows. It is brought up to date, but for ``step``, which :func:`select_scored` counts.
-            ``None``: ``places`` is left untouched.
+        history: of the table's rows (:func:`empty_history`). It is brought up to date, but for ``step``, which
+            :func:`select_scored` counts, and ``cached_lens``, which :func:`catch_up` does. ``None``: ``places`` and
+            ``cached_lens`` are left untouched, and all are due.
         padding_row: table row of the requests that do not exist.
         out: result tensors to reuse, contiguous, of ``N >= B`` rows; ``None`` allocates ``B``.
         backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
@@ -225,8 +309,15 @@ def gather_requests(
         (tensor([False,  True]), tensor([4, 2], dtype=torch.int32))
     """
     backend = resolve_backend(backend, tokens)
-    device = check_tensor("tokens", tokens, dtypes=torch.int64, shape=(None,)).device
+    is_many = isinstance(tokens, Tensor) and tokens.dim() == 2
+    device = check_tensor("tokens", tokens, dtypes=torch.int64, shape=(None, None) if is_many else (None,)).device
     count = tokens.shape[0]
+    if is_many and tokens.shape[1] == 0:
+        raise ValueError("tokens must have at least one column, got none")
+    if is_many and new_lens is None:
+        raise ValueError("new_lens must say how many of the tokens [B, N] are new, got None")
+    if new_lens is not None:
+        check_tensor("new_lens", new_lens, dtypes=torch.int32, shape=(count,), device=device)
     check_tensor("table_rows", table_rows, dtypes=torch.int64, shape=(count,), device=device)
     check_tensor("lengths", lengths, dtypes=torch.int32, shape=(count,), device=device)
     check_tensor("slots", slots, dtypes=torch.int64, shape=(count,), device=device)
@@ -244,6 +335,7 @@ def gather_requests(
         check_tensor("history.places", history.places, dtypes=torch.int64, shape=(table_size,), device=device)
         check_tensor("history.steps", history.steps, dtypes=torch.int64, shape=(table_size,), device=device)
         check_tensor("history.step", history.step, dtypes=torch.int64, shape=(1,), device=device)
+        check_history(history, table_size, device)
     if isinstance(padding_row, bool) or not isinstance(padding_row, int):
         raise TypeError(f"padding_row must be an int, got {type(padding_row).__name__}")
     if not 0 <= padding_row < table_size:
@@ -264,12 +356,29 @@ def gather_requests(
         table_rows,
         lengths,
         slots,
+        new_lens=new_lens,
         active=active,
         history=history,
         padding_row=padding_row,
         out=out,
         backend=backend,
     )
+
+
+def check_history(history: StepHistory, table_rows: int, device: torch.device) -> None:
+    """Check what a history holds of each sequence.
+
+    Raises:
+        TypeError, ValueError: naming the field, what came and what is accepted.
+    """
+    shape = (table_rows, None)
+    check_tensor("history.tokens", history.tokens, dtypes=torch.int32, shape=shape, device=device)
+    if not history.tokens.is_contiguous() or history.tokens.shape[1] == 0:
+        came = f"{list(history.tokens.shape)} with strides {history.tokens.stride()}"
+        raise ValueError(f"history.tokens must be contiguous and have a column, got {came}")
+    for name in ("told_lens", "cached_lens"):
+        lens = getattr(history, name)
+        check_tensor(f"history.{name}", lens, dtypes=torch.int32, shape=(table_rows,), device=device)
 
 
 def gather_requests_unchecked(
@@ -279,6 +388,7 @@ def gather_requests_unchecked(
     lengths: Tensor,
     slots: Tensor,
     *,
+    new_lens: Tensor | None,
     active: Tensor | None,
     history: StepHistory | None,
     padding_row: int,
@@ -286,7 +396,7 @@ def gather_requests_unchecked(
     backend: str,
 ) -> StepRequests:
     """:func:`gather_requests` for a caller who knows that the arguments are right, and has resolved the backend."""
-    places, steps, step = (None, None, None) if history is None else history
+    of_history = (None,) * len(StepHistory._fields) if history is None else history
     inputs = (tokens, table_rows, lengths, slots)
-    _launch(backend, *out, *inputs, *_columns_read(table), places, steps, step, active, padding_row)
+    _launch(backend, *out, *inputs, *_columns_read(table), *of_history, new_lens, active, padding_row)
     return out

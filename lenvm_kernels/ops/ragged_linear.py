@@ -99,9 +99,6 @@ TILES_E4M3 = (
 LEAST_BLOCK_M = min(tile.block_m for tile in TILES + TILES_E4M3)
 LEAST_BLOCK_N = min(tile.block_n for tile in TILES + TILES_E4M3)
 MULTIPROCESSORS = 132
-# The host knows for how many rows there is room. A step needs about two thirds of them: of nine for a request with five
-# candidates, one for its last token and five.
-LIVE_SHARE = 2 / 3
 # The tiles of other GPUs and of fp32, which has no tensor cores: wide ones for many columns. With as many stages (24 or
 # 32 KB each) as leave room for two programs. Four warps for the narrow ones on sm_100, where eight spill.
 WIDE_FROM = 4096
@@ -408,8 +405,8 @@ def num_splits(columns: int, size: int, swiglu: bool = False) -> int:
     return max(1, min(MAX_SPLITS, MAX_SPLIT_PROGRAMS // ceil_div(columns, TILES[-1].block_n)))
 
 
-def choose_tile(tokens: int, columns: int, splits: int, swiglu: bool, dtype: torch.dtype) -> Tile:
-    """The tile of a launch with room for ``tokens`` rows and a weight of ``dtype``. It decides how long the launch
+def choose_tile(rows: int, columns: int, splits: int, swiglu: bool, dtype: torch.dtype) -> Tile:
+    """The tile of a launch that has about so many rows, and a weight of ``dtype``. It decides how long the launch
     takes, and no bit."""
     name = architecture()
     if dtype.itemsize == 4 or name not in ("sm_90", ""):  # without a GPU the tiles of sm_90 run in the interpreter
@@ -417,7 +414,7 @@ def choose_tile(tokens: int, columns: int, splits: int, swiglu: bool, dtype: tor
             return TILE_WIDE
         tile = TILE_E4M3 if dtype.itemsize == 1 else TILE_SWIGLU if swiglu else TILE
         return tile._replace(num_warps=NUM_WARPS_SM_100) if name == "sm_100" else tile
-    tiles, rows = TILES_E4M3 if dtype.itemsize == 1 else TILES, math.ceil(tokens * LIVE_SHARE)
+    tiles = TILES_E4M3 if dtype.itemsize == 1 else TILES
     return _fetching_least(tiles, rows, columns, splits, swiglu, dtype.itemsize, MULTIPROCESSORS)
 
 
@@ -488,7 +485,7 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _run_reference(
-    out, x, weight, weight_scales, bias, num_rows, norm_eps, swiglu, residual, square_sums, square_sums_out, counters
+    out, x, weight, weight_scales, bias, num_rows, norm_eps, swiglu, residual, square_sums, square_sums_out, *_
 ) -> None:
     options = dict(weight_scales=weight_scales, num_rows=num_rows, norm_eps=norm_eps, swiglu=swiglu, residual=residual)
     out.copy_(_reference(x, weight, bias, **options, square_sums=square_sums, square_sums_out=square_sums_out))
@@ -508,12 +505,13 @@ def _launch(
     square_sums: Tensor | None,
     square_sums_out: Tensor | None,
     counters: Tensor | None,
+    expected_rows: int,
 ) -> None:
     (tokens, size), columns, outputs = x.shape, weight.shape[0], out.shape[1]
     if tokens == 0:
         return
     splits = num_splits(columns, size, swiglu)
-    tile = choose_tile(tokens, columns, splits, swiglu, weight.dtype)
+    tile = choose_tile(expected_rows, columns, splits, swiglu, weight.dtype)
     block_k = BLOCK_K_BYTES // x.element_size()
     split_len = ceil_div(ceil_div(size, block_k), splits) * block_k
     tiles = ceil_div(tokens, tile.block_m) * ceil_div(columns, tile.block_n) * splits
@@ -583,14 +581,15 @@ def ragged_linear(
     square_sums: Tensor | None = None,  # fp32 [ceil(K / 64), T]
     square_sums_out: Tensor | None = None,  # fp32 [ceil(N / 64), T]
     counters: Tensor | None = None,  # int32 [at least num_counters(...)]
+    expected_rows: int | None = None,
     backend: str = "auto",
 ) -> Tensor:  # [T, N]
     """Linear layer over the first ``num_rows`` rows, with RMSNorm before it and SwiGLU and a residual after it.
 
     It exists beside cuBLAS because the number of rows is read from device memory, so that a CUDA graph captured for the
     most rows costs only the rows there are; and because the same row gives the same bits whatever else is in the batch
-    and wherever it stands. Nothing is read back to the host. ``num_rows`` compiles nothing anew; T chooses one of at
-    most six tiles, each of which is compiled once for a weight's shape and the distance of its rows.
+    and wherever it stands. Nothing is read back to the host. ``num_rows`` compiles nothing anew; ``expected_rows``
+    chooses one of at most six tiles, each of which is compiled once for a weight's shape and the distance of its rows.
 
     Args:
         x: rows [T, K], fp32, bf16 or fp16 (fp64 too on the reference). Rows may be strided.
@@ -615,6 +614,8 @@ def ragged_linear(
             be strided. Columns from ``num_rows`` on are not written.
         counters: int32, zeros, at least :func:`num_counters`; zeros again afterwards. Calls that may run at the same
             time need their own. ``None``: allocated and filled.
+        expected_rows: about how many rows there are, for which the launch is to be fast (``None``: all T). It changes
+            no bit.
         backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
 
     Returns:
@@ -672,8 +673,13 @@ def ragged_linear(
         if counters.shape[0] < needed:
             raise ValueError(f"counters must be int32 [at least {needed}], got int32 [{counters.shape[0]}]")
 
+    if expected_rows is None:
+        expected_rows = tokens
+    elif isinstance(expected_rows, bool) or not isinstance(expected_rows, int) or expected_rows < 0:
+        raise ValueError(f"expected_rows must be an int of at least 0 or None, got {expected_rows!r}")
+
     out = torch.empty(tokens, outputs, dtype=dtype, device=device)
     norm_eps = None if norm_eps is None else float(norm_eps)
     operands = (out, x, weight, weight_scales, bias, num_rows, norm_eps, swiglu, residual)
-    _launch(backend, *operands, square_sums, square_sums_out, counters)
+    _launch(backend, *operands, square_sums, square_sums_out, counters, expected_rows)
     return out

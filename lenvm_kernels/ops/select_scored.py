@@ -1,8 +1,8 @@
-"""Which candidates the value model scores in a step, and which last tokens it has to see, in one launch.
+"""Which candidates the value model scores in a step, in one launch.
 
-Scored are the candidates of requests that are to be reweighted. A request that asks for predicted lengths has one token
-scored where it has no such candidates: the next one, if that is known already. The last token is the value model's
-business where the request is guided or asks for lengths.
+Scored are the candidates of requests that are to be reweighted. A request with a stride is at the steps at which it is
+due, and wherever one of its candidates would end it: there the longest and the shortest output part. A request that
+asks for predicted lengths has one token scored where it has no such candidates: the next one, if that is known already.
 
 Rows beyond the requests are filled with nothing to score, so that a CUDA graph captured for more requests can run.
 """
@@ -18,30 +18,35 @@ from lenvm_kernels.reference.select_scored import select_scored as _reference
 from lenvm_kernels.types import Candidates, ScoredCandidates, Status, StepRequests
 
 # Of the fields of ScoredCandidates, in their order.
-_DTYPES = (torch.int32, torch.int32, torch.int32, torch.int32, torch.int32, torch.bool)
+_DTYPES = (torch.int32, torch.int32, torch.int32, torch.bool)
 # Requests a program: a warp's threads, one each.
 REQUESTS = 32
 
 _GUIDE, _SINGLE = tl.constexpr(int(Status.GUIDE)), tl.constexpr(int(Status.SINGLE))
+_NOT_DUE = tl.constexpr(int(Status.NOT_DUE))
 
 
 # The tokens drawn are a caller's, and may be a slice: nothing is compiled anew where their alignment changes. (Triton
 # heeds that for pointers of their own only, not for those in a tuple.)
-@triton.jit(do_not_specialize=["sample", "B", "N"], do_not_specialize_on_alignment=["drawn_ptr"])
+@triton.jit(do_not_specialize=["sample", "stride_eos_row", "B", "N"], do_not_specialize_on_alignment=["drawn_ptr"])
 def _select_scored_kernel(
     scored,  # ScoredCandidates, written
     candidate_ids_ptr,  # [B, K]
     counts_ptr,  # [B]
-    status_ptr,  # [B]
+    status_ptr,  # [B], written
     positions_ptr,  # [N]
-    guided_ptr,  # [N]
+    table_rows_ptr,  # [N]
     wants_length_ptr,  # [N]
+    due_ptr,  # [N]
+    eos_token_ids_ptr,  # [R, E]
+    stride_eos_row,
     drawn_ptr,  # int32 [B] or None
     step_ptr,  # int64 [1] or None, written
     sample,  # whether the candidates are drawn from
     B,
     N,
     K: tl.constexpr,
+    E: tl.constexpr,
     SCORE_ALL: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
@@ -53,10 +58,20 @@ def _select_scored_kernel(
     count = tl.load(counts_ptr + request, mask=exists, other=0)
     token_ids = tl.load(candidate_ids_ptr + place, mask=exists[:, None], other=-1)
 
-    guided = tl.load(guided_ptr + request, mask=exists, other=False)
     wants_length = tl.load(wants_length_ptr + request, mask=exists, other=False)
     position = tl.load(positions_ptr + request, mask=exists, other=-1)
-    delta_len = (guided | wants_length).to(tl.int32)
+    due = tl.load(due_ptr + request, mask=exists, other=True)
+
+    waits = (status == _GUIDE) & (due == 0)
+    if tl.max(waits.to(tl.int32), axis=0) > 0:
+        table_row = tl.load(table_rows_ptr + request, mask=waits, other=0)
+        is_candidate = column < count[:, None]
+        for i in range(E):
+            eos = tl.load(eos_token_ids_ptr + table_row * stride_eos_row + i, mask=waits, other=-2)
+            is_end = (token_ids == eos[:, None]) & is_candidate
+            waits = waits & (tl.max(is_end.to(tl.int32), axis=1) == 0)
+        tl.store(status_ptr + request, tl.full([REQUESTS], _NOT_DUE, tl.int8), mask=waits)
+        status = tl.where(waits, _NOT_DUE, status)
 
     is_guide = status == _GUIDE
     scored_count = tl.where(is_guide | SCORE_ALL, count, 0)
@@ -71,36 +86,34 @@ def _select_scored_kernel(
     tl.store(scored.token_ids + place, token_ids, mask=is_row[:, None])
     tl.store(scored.counts + request, tl.where(alone, 1, scored_count), mask=is_row)
     tl.store(scored.positions + request, position + 1, mask=is_row)
-    tl.store(scored.delta_lens + request, delta_len, mask=is_row)
-    tl.store(scored.cached_lens + request, position + 1 - delta_len, mask=is_row)
     tl.store(scored.alone + request, alone, mask=is_row)
     if step_ptr is not None:
         tl.atomic_add(step_ptr, 1, mask=tl.program_id(0) == 0, sem="relaxed")
 
 
 def _run_reference(*operands) -> None:
-    out, (step, *inputs) = ScoredCandidates(*operands[:6]), operands[6:]
-    candidates, requests, (drawn, sample, score_all) = inputs[:3], inputs[3:6], inputs[6:]
+    out, (step, *inputs) = ScoredCandidates(*operands[:4]), operands[4:]
+    candidates, requests, (drawn, sample, score_all) = inputs[:3], inputs[3:8], inputs[8:]
     _reference(*candidates, *requests, drawn=drawn, sample=sample, score_all=score_all, out=out)
     if step is not None:
         step += 1
 
 
-@operator(mutates=[*ScoredCandidates._fields, "step"], reference=_run_reference)
+@operator(mutates=[*ScoredCandidates._fields, "step", "status"], reference=_run_reference)
 def _launch(
     token_ids: Tensor,
     counts: Tensor,
     positions: Tensor,
-    delta_lens: Tensor,
-    cached_lens: Tensor,
     alone: Tensor,
     step: Tensor | None,
     candidate_ids: Tensor,
     candidate_counts: Tensor,
     status: Tensor,
     last_positions: Tensor,
-    guided: Tensor,
+    table_rows: Tensor,
     wants_length: Tensor,
+    due: Tensor,
+    eos_token_ids: Tensor,
     drawn: Tensor | None,
     sample: bool,
     score_all: bool,
@@ -109,19 +122,23 @@ def _launch(
     if rows == 0:
         return
     _select_scored_kernel[(ceil_div(rows, REQUESTS),)](
-        ScoredCandidates(token_ids, counts, positions, delta_lens, cached_lens, alone),
+        ScoredCandidates(token_ids, counts, positions, alone),
         candidate_ids,
         candidate_counts,
         status,
         last_positions,
-        guided,
+        table_rows,
         wants_length,
+        due,
+        eos_token_ids,
+        eos_token_ids.stride(0),
         drawn,
         step,
         int(sample),
         candidate_ids.shape[0],
         rows,
         K=columns,
+        E=eos_token_ids.shape[1],
         SCORE_ALL=score_all,
         REQUESTS=REQUESTS,
         num_warps=1,
@@ -140,6 +157,7 @@ def empty_scored(rows: int, columns: int, device: torch.device) -> ScoredCandida
 def select_scored(
     candidates: Candidates,  # [B, K]
     requests: StepRequests,  # [N]
+    eos_token_ids: Tensor,  # int32 [R, E]
     *,
     drawn: Tensor | None = None,  # int32 [B]
     sample: bool = False,
@@ -153,8 +171,10 @@ def select_scored(
     Nothing is read back to the host, and no new number of requests compiles anything.
 
     Args:
-        candidates: of :func:`topk_candidates`; ``K`` a power of two up to 64.
+        candidates: of :func:`topk_candidates`; ``K`` a power of two up to 64. Their ``status`` becomes ``NOT_DUE``
+            where it is ``GUIDE`` and the request is not due.
         requests: of :func:`gather_requests`, of ``N >= B`` rows.
+        eos_token_ids: int32 [R, E], of the guidance table: the tokens that end each of its requests.
         drawn: int32 [B] (``None``: nobody knows); the next tokens of requests that are not drawn from their candidates.
         sample: the next token of a request with a single candidate is that.
         score_all: score all candidates, not only those of requests that are to be reweighted.
@@ -177,7 +197,7 @@ def select_scored(
         >>> probs = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.8, 0.1]])
         >>> filters = dict(top_k=2, top_p=1.0, min_p=0.0, max_candidates=2, guided=requests.guided)
         >>> drawn = torch.tensor([-1, 2], dtype=torch.int32)
-        >>> scored = select_scored(topk_candidates(probs, **filters), requests, drawn=drawn)
+        >>> scored = select_scored(topk_candidates(probs, **filters), requests, table.eos_token_ids, drawn=drawn)
         >>> scored.token_ids
         tensor([[ 0,  2],
                 [ 2, -1]], dtype=torch.int32)
@@ -197,12 +217,14 @@ def select_scored(
         raise ValueError(f"candidates.token_ids must be contiguous, got strides {tuple(token_ids.stride())}")
     check_tensor("candidates.counts", candidates.counts, dtypes=torch.int32, shape=(count,), device=device)
     check_tensor("candidates.status", candidates.status, dtypes=torch.int8, shape=(count,), device=device)
-    check_tensor("requests.guided", requests.guided, dtypes=torch.bool, shape=(None,), device=device)
-    rows = requests.guided.shape[0]
+    check_tensor("requests.due", requests.due, dtypes=torch.bool, shape=(None,), device=device)
+    rows = requests.due.shape[0]
     if rows < count:
         raise ValueError(f"requests must have a row for each of the {count} requests, got {rows}")
     check_tensor("requests.wants_length", requests.wants_length, dtypes=torch.bool, shape=(rows,), device=device)
     check_tensor("requests.positions", requests.positions, dtypes=torch.int32, shape=(rows,), device=device)
+    check_tensor("requests.table_rows", requests.table_rows, dtypes=torch.int64, shape=(rows,), device=device)
+    check_tensor("eos_token_ids", eos_token_ids, dtypes=torch.int32, shape=(None, None), device=device)
     if drawn is not None:
         check_tensor("drawn", drawn, dtypes=torch.int32, shape=(count,), device=device)
     if step is not None:
@@ -216,14 +238,14 @@ def select_scored(
     if not out.token_ids.is_contiguous():
         raise ValueError(f"out.token_ids must be contiguous, got strides {tuple(out.token_ids.stride())}")
 
-    return select_scored_unchecked(
-        candidates, requests, drawn=drawn, sample=sample, score_all=score_all, step=step, out=out, backend=backend
-    )
+    options = dict(drawn=drawn, sample=sample, score_all=score_all, step=step, out=out, backend=backend)
+    return select_scored_unchecked(candidates, requests, eos_token_ids, **options)
 
 
 def select_scored_unchecked(
     candidates: Candidates,
     requests: StepRequests,
+    eos_token_ids: Tensor,
     *,
     drawn: Tensor | None,
     sample: bool,
@@ -234,6 +256,6 @@ def select_scored_unchecked(
 ) -> ScoredCandidates:
     """:func:`select_scored` for a caller who knows that the arguments are right, and has resolved the backend."""
     of_candidates = (candidates.token_ids, candidates.counts, candidates.status)
-    of_requests = (requests.positions, requests.guided, requests.wants_length)
-    _launch(backend, *out, step, *of_candidates, *of_requests, drawn, sample, score_all)
+    of_requests = (requests.positions, requests.table_rows, requests.wants_length, requests.due)
+    _launch(backend, *out, step, *of_candidates, *of_requests, eos_token_ids, drawn, sample, score_all)
     return out

@@ -14,6 +14,7 @@ def working_bytes(
     max_len: int,
     vocab_size: int,
     max_candidates: int = 0,
+    max_delta: int = 16,
     tokens: int | None = None,
 ) -> int:
     """Bytes that a step takes while it runs, or a :meth:`GuidedStep.extend`, at most.
@@ -32,10 +33,11 @@ def working_bytes(
         max_len: tokens that a row of the slot table has room for.
         vocab_size: V.
         max_candidates: K; 0 for an extend.
-        tokens: T; of an extend its ``chunk_tokens``. None: ``B (1 + K)``, as in a step.
+        max_delta: M, of a step.
+        tokens: T; of an extend its ``chunk_tokens``. None: ``B (M + K)``, as in a step.
     """
     config, k = value_model.config, max_candidates
-    t = requests * (1 + k) if tokens is None else tokens
+    t = requests * (max_delta + k) if tokens is None else tokens
     heads = config.num_heads + 2 * config.num_kv_heads
     parts = num_splits(config.hidden_size, config.intermediate_size)
     sizes = (t, requests, config.num_heads // config.num_kv_heads, max_len)

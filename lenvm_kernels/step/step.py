@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -29,16 +29,22 @@ from lenvm_kernels.ops._common import (
     per_request,
     resolve_backend,
 )
+from lenvm_kernels.ops.catch_up import catch_up, empty_delta
 from lenvm_kernels.ops.gather_requests import empty_requests, gather_requests_unchecked
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter_unchecked
 from lenvm_kernels.ops.sample_candidates import sample_candidates_unchecked
 from lenvm_kernels.ops.select_scored import empty_scored, select_scored_unchecked
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.step.graphs import Graphs, bucket_of
+from lenvm_kernels.step.history import History
 from lenvm_kernels.step.winners import Winners
 from lenvm_kernels.timing import NO_RECORD, NO_TIMER, StepRecord, StepTimer
-from lenvm_kernels.types import Candidates, Mode, ScoredCandidates, Status, StepRequests
+from lenvm_kernels.types import Candidates, DeltaTokens, Mode, ScoredCandidates, Status, StepRequests
 from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel
+
+# Of the rows of a step in which every request computes one token and all candidates that there is room for. A request
+# with five candidates of eight has six of nine.
+LIVE_SHARE = 2 / 3
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class _Rows(NamedTuple):
 
     requests: StepRequests
     scored: ScoredCandidates
+    delta: DeltaTokens
     all_active: torch.Tensor
     none_drawn: torch.Tensor
 
@@ -80,7 +87,7 @@ class GuidedStep:
     nothing.
 
     Memory, in bytes, for a value model of ``N`` layers and dimensions ``H``, ``I``, ``Hq``, ``Hkv``, ``D`` with ``e``
-    bytes an element, ``S`` slots, and ``T = B (1 + K)`` tokens a step (``chunk_tokens`` in :meth:`extend`):
+    bytes an element, ``S`` slots, and ``T = B (M + K)`` tokens a step (``chunk_tokens`` in :meth:`extend`):
 
     - always: the cache, ``2 N S Hkv D e`` (in fp8 ``2 N S Hkv D``), and with ``commit_winners`` ``2 N T Hkv D e`` for a
       step of ``max_requests``;
@@ -99,6 +106,9 @@ class GuidedStep:
         max_eos, max_scaled_tokens: end-of-sequence ids, and tokens with a temperature of their own, of a request.
         page_size: slots in a page.
         chunk_tokens: tokens of :meth:`extend` that are computed at a time; bounds its memory.
+        max_delta: M, tokens of a request that a step computes at most. Requests that need no values in a step (one
+            candidate, an entropy threshold, a stride) wait until as many are missing; 1: nobody waits.
+        value_stride: of requests that ask for none.
         commit_winners: keep the candidates' keys and values until the next step, and move those of the token drawn to
             its slot instead of computing them again.
         cache: what keys and values are kept in: None for the value model's dtype, ``"fp8"`` for e4m3 with scales that
@@ -136,6 +146,8 @@ class GuidedStep:
         max_scaled_tokens: int = 32,
         page_size: int = 1,
         chunk_tokens: int = 4096,
+        max_delta: int = 16,
+        value_stride: int = 1,
         commit_winners: bool = True,
         cache: str | None = None,
         score_all: bool = False,
@@ -146,7 +158,8 @@ class GuidedStep:
         check_tensor("slot_table", slot_table, dtypes=torch.int32, shape=(None, None), device=device)
         table_rows = slot_table.shape[0]
         max_requests = table_rows if max_requests is None else max_requests
-        for name, value in (("num_slots", num_slots), ("max_requests", max_requests), ("chunk_tokens", chunk_tokens)):
+        sizes = dict(num_slots=num_slots, max_requests=max_requests, chunk_tokens=chunk_tokens, max_delta=max_delta)
+        for name, value in (sizes | {"value_stride": value_stride}).items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if max_candidates not in COLUMNS:
@@ -156,6 +169,7 @@ class GuidedStep:
         self.value_model, self.slot_table, self.vocab_size = value_model, slot_table, vocab_size
         self.max_requests, self.max_candidates, self.page_size = max_requests, max_candidates, page_size
         self.chunk_tokens, self.score_all, self.backend = chunk_tokens, score_all, backend
+        self.max_delta, self.value_stride = max_delta, value_stride
         self.cache = KVCache.of_slots(value_model, num_slots, cache)
         # One row more than the engine has: of the requests that fill a batch up to its graph's size.
         self._padding_row = table_rows
@@ -163,14 +177,16 @@ class GuidedStep:
         # What the host knows of the requests, to leave out launches that none of them needs.
         self._scaled_rows: set[int] = set()
         self._value_rows: set[int] = set()
-        self._batch_rows = torch.arange(max_requests, dtype=torch.int32, device=device)
+        self._delta_starts = torch.arange(max_requests, dtype=torch.int32, device=device) * max_delta
         # What a forward reads has its place, where a graph looks for it. The constants spare variants of kernels.
         self._requests = empty_requests(max_requests, device)
         self._scored = empty_scored(max_requests, max_candidates, device)
+        self._delta = empty_delta(max_requests, max_delta, device)
         self._views: dict[int, _Rows] = {}
         self._all_active = torch.ones(max_requests, dtype=torch.bool, device=device)
         self._none_drawn = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
-        self._winners = Winners(value_model, table_rows + 1, max_requests, max_candidates) if commit_winners else None
+        self._history = History(table_rows + 1, max_delta, device)
+        self._winners = Winners(value_model, max_requests, max_candidates, max_delta) if commit_winners else None
         self._timer = StepTimer.from_environment()
         self._graphs = None
         if device.type == "cuda" if graphs is None else graphs:
@@ -194,13 +210,13 @@ class GuidedStep:
             raise IndexError(f"table_row must be in [0, {self._padding_row}), got {table_row}")
         if params is not None:
             known = {t: scale for t, scale in params.token_temperature_scale.items() if t < self.vocab_size}
-            params = replace(params, token_temperature_scale=known)
+            stride = params.value_stride or self.value_stride
+            params = replace(params, token_temperature_scale=known, value_stride=stride)
         self.table.add_request(table_row, params, eos_token_ids, prompt_len=prompt_len, seed=seed)
         scales, wants_values = (params.token_temperature_scale, params.return_values) if params else ({}, False)
         (self._scaled_rows.add if scales else self._scaled_rows.discard)(table_row)
         (self._value_rows.add if wants_values else self._value_rows.discard)(table_row)
-        if self._winners is not None:
-            self._winners.forget(table_row)
+        self._history.forget(table_row)
 
     def remove_request(self, table_row: int) -> None:
         """Make a row unguided when its request leaves. A row that :meth:`add_request` fills again need not be."""
@@ -212,8 +228,7 @@ class GuidedStep:
         Needed before a CUDA graph of one's own that has a step in it is captured or replayed.
         """
         self.table.flush()
-        if self._winners is not None:
-            self._winners.flush()
+        self._history.flush()
 
     @torch.no_grad()
     def scale_tokens(self, logits: torch.Tensor, table_rows: torch.Tensor) -> None:
@@ -279,6 +294,7 @@ class GuidedStep:
                 backend=self.backend,
             )
             self.value_model.forward(batch, self.cache, backend=self.backend)
+        self._history.extend(table_rows, torch.where(needs_model, cached_lens + lens, 0))
 
     @torch.no_grad()
     def step(
@@ -289,6 +305,7 @@ class GuidedStep:
         lengths: torch.Tensor,
         slots: torch.Tensor,
         *,
+        new_lens: torch.Tensor | None = None,
         top_k: torch.Tensor | int,
         top_p: torch.Tensor | float,
         min_p: torch.Tensor | float,
@@ -302,15 +319,19 @@ class GuidedStep:
     ) -> StepOutput:
         """Guide the next token of each request.
 
-        Every request that is guided or asks for values must be in a step whenever its sequence has grown by a token,
-        and its other tokens must have been through :meth:`extend` or earlier steps. Nothing is read back to the host.
+        A request that is guided or asks for values has to tell every token of its sequence, to :meth:`extend` or to a
+        step, and at most ``max_delta`` that the value model has not computed. Where a token is missing it goes on
+        without guidance, which ``table.faults`` counts, until :meth:`extend` tells its tokens anew. Nothing is read
+        back to the host.
 
         Args:
             scores: fp32, bf16 or fp16 ``[B, V]``; scores of the next token: probabilities or logits.
-            tokens: int32 or int64 ``[B]``; the last token of each sequence, the one the scores follow.
+            tokens: int32 or int64 ``[B]``; the last token of each sequence, the one the scores follow; or ``[B, N]``,
+                the tokens that it has grown by, from column 0 on.
             table_rows: int32 or int64 ``[B]``; the requests' rows of the slot table, all different.
             lengths: int32 ``[B]``; tokens of each sequence, the last one included.
-            slots: int32 or int64 ``[B]``; the slot of each last token.
+            slots: int32 or int64 ``[B]``; the slot of each last token. It and the tokens before are in the slot table.
+            new_lens: int32 ``[B]``; with ``tokens [B, N]``, how many of its row each sequence has grown by, 0 to N.
             top_k, top_p, min_p, temperature, is_logits, vocab_mask: as in :func:`topk_candidates`.
             active: bool ``[B]`` (None: all); requests to leave out of this and all later steps as if they had no
                 guidance are False: those whose sequences have ended.
@@ -333,9 +354,15 @@ class GuidedStep:
         if not 1 <= b <= self.max_requests:
             raise ValueError(f"scores must be of 1 to max_requests = {self.max_requests} requests, got {b}")
         record = self._timer.begin(b, device)
-        for name, tensor in (("tokens", tokens), ("table_rows", table_rows), ("slots", slots)):
+        is_many = new_lens is not None
+        check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(b, None) if is_many else (b,), device=device)
+        for name, tensor in (("table_rows", table_rows), ("slots", slots)):
             check_tensor(name, tensor, dtypes=INT_DTYPES, shape=(b,), device=device)
         check_tensor("lengths", lengths, dtypes=torch.int32, shape=(b,), device=device)
+        if is_many:
+            check_tensor("new_lens", new_lens, dtypes=torch.int32, shape=(b,), device=device)
+            if tokens.shape[1] == 0:
+                raise ValueError("tokens must have at least one column, got none")
         if drawn is not None:
             check_tensor("drawn", drawn, dtypes=INT_DTYPES, shape=(b,), device=device)
         if active is not None:
@@ -349,7 +376,8 @@ class GuidedStep:
         tokens, slots, table_rows = tokens.long(), slots.long(), table_rows.long()
         drawn = None if drawn is None else drawn.int()
 
-        requests, known = self._gather(tokens, table_rows, lengths, slots, active, backend), self._rows(b).requests
+        requests = self._gather(tokens, table_rows, lengths, slots, new_lens, active, backend)
+        known = self._rows(b).requests
         candidates = topk_candidates(
             scores,
             top_k=top_k,
@@ -431,7 +459,9 @@ class GuidedStep:
         tokens, table_rows = tokens.long(), table_rows.long()
 
         # The last token is scored as the only candidate for its own place: nothing is kept but the candidate.
-        requests = self._gather(tokens, table_rows, lengths - 1, torch.full_like(tokens, -1), None, backend)
+        none_new, no_slots = torch.zeros_like(lengths), torch.full_like(tokens, -1)
+        requests = self._gather(tokens, table_rows, lengths - 1, no_slots, none_new, None, backend)
+        requests.due.fill_(True)
         wanted = self._rows(b).requests.wants_length
         ids = torch.full((b, self.max_candidates), -1, dtype=torch.int32, device=device)
         ids[:, 0] = tokens
@@ -439,8 +469,6 @@ class GuidedStep:
         no_probs = torch.zeros(ids.shape, device=device)
         candidates = Candidates(ids, no_probs, wanted.int(), status, no_probs[:, 0])
         scored = self._select(candidates, requests, None, backend, sample=False)
-        scored.delta_lens.zero_()
-        scored.cached_lens.copy_(scored.positions)
         z = self._run_score(len(scored.counts), NO_RECORD)[:b]
         return self._remaining_lengths(table_rows, tokens.int(), scored, z, wanted)
 
@@ -508,6 +536,7 @@ class GuidedStep:
         table_rows: torch.Tensor,
         lengths: torch.Tensor,
         slots: torch.Tensor,
+        new_lens: torch.Tensor | None,
         active: torch.Tensor | None,
         backend: str,
     ) -> StepRequests:
@@ -520,8 +549,9 @@ class GuidedStep:
             table_rows,
             lengths,
             slots,
+            new_lens=new_lens,
             active=self._rows(b).all_active if active is None else active,
-            history=None if self._winners is None else self._winners.history,
+            history=self._history.columns,
             padding_row=self._padding_row,
             out=self._rows(rows).requests,
             backend=backend,
@@ -540,10 +570,11 @@ class GuidedStep:
         return select_scored_unchecked(
             candidates,
             requests,
+            self.table.columns.eos_token_ids,
             drawn=self._rows(candidates.counts.shape[0]).none_drawn if drawn is None else drawn,
             sample=sample,
             score_all=self.score_all,
-            step=None if self._winners is None else self._winners.history.step,
+            step=self._history.columns.step,
             out=self._rows(requests.tokens.shape[0]).scored,
             backend=backend,
         )
@@ -554,6 +585,7 @@ class GuidedStep:
             self._views[rows] = _Rows(
                 StepRequests(*(x[:rows] for x in self._requests)),
                 ScoredCandidates(*(x[:rows] for x in self._scored)),
+                DeltaTokens(*(x[:rows] for x in self._delta)),
                 self._all_active[:rows],
                 self._none_drawn[:rows],
             )
@@ -567,21 +599,23 @@ class GuidedStep:
 
     def _score(self, requests: int, before_head: Callable[[], None] | None = None) -> torch.Tensor:
         """Value logits of what the first ``requests`` have to be scored, fp32 ``[requests, K]``."""
-        known, scored, _, _ = self._rows(requests)
-        if self._winners is not None:
-            self._winners.commit(self.cache, known, scored, backend=self.backend)
+        known, scored, out, _, _ = self._rows(requests)
+        options: dict[str, Any] = dict(page_size=self.page_size, backend=self.backend)
+        committed = None if self._winners is None else self._winners.commit(self.cache, known, backend=self.backend)
+        history, counts = self._history.columns, scored.counts
+        delta = catch_up(history, known, counts, self.slot_table, committed=committed, out=out, **options)
         batch = RaggedBatch.build(
-            known.tokens,
-            known.slots,
-            self._batch_rows[:requests],
-            scored.delta_lens,
+            delta.token_ids.flatten(),
+            delta.slots.flatten(),
+            self._delta_starts[:requests],
+            delta.lens,
             scored.token_ids,
-            scored.counts,
-            scored.cached_lens,
+            counts,
+            delta.cached_lens,
             self.slot_table,
             known.table_rows,
-            page_size=self.page_size,
-            backend=self.backend,
+            expected_rows=math.ceil(LIVE_SHARE * requests * (1 + self.max_candidates)),
+            **options,
         )
         keep = None if self._winners is None else self._winners.keep(scored, batch.layout.candidate_rows)
         return self.value_model.forward(batch, self.cache, keep=keep, before_head=before_head, backend=self.backend)

@@ -278,7 +278,7 @@ class ValueModel:
         return keys, values
 
     def sizes_of_every_tile(self, most: int) -> list[int]:
-        """Numbers of token rows, up to ``most``, whose forwards compile what those of any other number need."""
+        """Numbers of token rows, up to ``most`` and all in use, whose forwards compile what those of any other need."""
         layer = self.layers[0]
         weights = [(layer.qkv, False), (layer.o, False), (layer.gate_up, True), (layer.down, False)]
         shapes = [(len(w), num_splits(len(w), w.shape[1], swiglu), swiglu, w.dtype) for w, swiglu in weights]
@@ -297,14 +297,15 @@ class ValueModel:
         """All layers, [T, H], and the sums of their squares; keys and values go to ``cache`` and ``keep``."""
         config, layout = self.config, batch.layout
         num_rows = layout.q_offsets[-1:]
-        live: dict[str, Any] = dict(num_rows=num_rows, backend=backend)
+        live: dict[str, Any] = dict(num_rows=num_rows, expected_rows=batch.expected_rows, backend=backend)
         hidden, square_sums, cos, sin = embed_tokens(
             layout.token_ids,
             layout.positions,
             self.embedding,
             self._inv_freq,
             rope_scale=config.rope_scale,
-            **live,
+            num_rows=num_rows,
+            backend=backend,
         )
         plan = plan_attention(
             batch.table_rows,
@@ -377,6 +378,7 @@ class ValueModel:
                 layer.qkv_bias,
                 weight_scales=layer.qkv_scales,
                 square_sums=square_sums,
+                expected_rows=batch.expected_rows,
                 **norm,
                 **live,
             ),

@@ -41,6 +41,7 @@ class RaggedBatch:
     candidate_lens: torch.Tensor  # int32 [B]
     parents: torch.Tensor | None = None  # int32 [T], row of a candidate's parent candidate, -1: it follows the delta
     page_size: int = 1  # slots in a page
+    expected_rows: int | None = None  # about how many rows are in use, see ragged_linear; None: all
 
     @classmethod
     def build(
@@ -57,6 +58,7 @@ class RaggedBatch:
         *,
         candidate_parents: torch.Tensor | None = None,
         page_size: int = 1,
+        expected_rows: int | None = None,
         backend: str = "auto",
     ) -> RaggedBatch:
         """Lay a batch out in ``T = D + B * K`` rows without reading anything back to the host.
@@ -77,6 +79,7 @@ class RaggedBatch:
             candidate_parents: int32 [B, K], the column of each candidate's parent among the request's candidates, which
                 has to be an earlier one; anything else (-1): the candidate follows the delta. None: all do.
             page_size: slots in a page.
+            expected_rows: about how many of the rows are in use (:func:`ragged_linear`); None: all.
             backend: of the layout, see :func:`lenvm_kernels.ops._common.resolve_backend`.
 
         Returns:
@@ -103,7 +106,7 @@ class RaggedBatch:
         if candidate_parents is not None:
             check_tensor("candidate_parents", candidate_parents, dtypes=torch.int32, shape=(b, k), device=device)
             layout, parents = _grow_trees(layout, candidate_parents)
-        return cls(layout, slot_table, table_rows, cached_lens, candidate_lens, parents, page_size)
+        return cls(layout, slot_table, table_rows, cached_lens, candidate_lens, parents, page_size, expected_rows)
 
 
 def _grow_trees(layout: RaggedLayout, candidate_parents: torch.Tensor) -> tuple[RaggedLayout, torch.Tensor]:

@@ -39,7 +39,6 @@ OPTIONS: dict[str, list[Any]] = {
     "last_rows": ["int64", "int32"],
     "tokens": ["int32", "int64"],
     "slots": ["int64", "int32"],
-    "lens": [True, False],
     "constants": ["shipped", "small", "smallest"],
 }
 CONSTANTS = {"small": {"TILE": 32}, "smallest": {"TILE": 4}}
@@ -117,9 +116,6 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         positions=mostly("in place", position, draws.integers("other position", rows, low=4, high=6)).int(),
         slots=either("slots", mostly("has a slot", slot, no_slot)),
     )
-    if options["lens"]:
-        lens = draws.integers("lens", rows, 2, low=0, high=9).int()
-        row_arguments |= dict(delta_lens=lens[:, 0].contiguous(), cached_lens=lens[:, 1].contiguous())
     if options["e4m3"]:
         for name in ("key_scales", "value_scales"):
             row_arguments[name] = powers_of_2(draws, name, *sizes[:2], exponents=[-20, 0, 20])
@@ -140,21 +136,18 @@ class Result:
     committed: Tensor
     cache: Tensor  # [slots, 2, layers, ...], as integers
     last: Tensor
-    lens: list[Tensor]  # of the delta and in the cache
 
 
 def run(given: Inputs, function) -> Result:
     pools = [copy_in_place(x) for x in given.pools]
-    lens = {name: given.rows[name].clone() for name in ("delta_lens", "cached_lens") if name in given.rows}
-    committed = function(*pools, **given.rows | lens)
+    committed = function(*pools, **given.rows)
     expect("committed", committed, dtype=torch.bool, shape=given.rows["tokens"].shape)
     by_token = [as_integers(x.movedim(1, 0)) for x in pools]
-    return Result(committed, torch.stack(by_token[:2], 1), torch.stack(by_token[2:], 1), list(lens.values()))
+    return Result(committed, torch.stack(by_token[:2], 1), torch.stack(by_token[2:], 1))
 
 
 def outputs(given: Inputs, result: Result) -> list[Output]:
-    lens = [Output("lens", x) for x in result.lens]
-    return [Output("committed", result.committed), Output("the cache", result.cache, given.slot_owners), *lens]
+    return [Output("committed", result.committed), Output("the cache", result.cache, given.slot_owners)]
 
 
 def compare(given: Inputs, result: Result) -> list[Difference]:
@@ -164,7 +157,6 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
         differs("committed", result.committed, expected.committed),
         differs("the cache", result.cache, expected.cache, given.slot_owners),
         differs("the last forward", result.last, expected.last, nobody),
-        *(differs("lens", x, wanted) for x, wanted in zip(result.lens, expected.lens, strict=True)),
     ]
 
 

@@ -1,4 +1,4 @@
-"""``gather_requests``: table rows in no order, requests that do not exist, histories of many steps."""
+"""``gather_requests``: table rows in no order, requests that do not exist, histories of many steps and tokens."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from lenvm_kernels.fuzz.case import (
     whole_memory,
 )
 from lenvm_kernels.guidance import GuidanceTable
-from lenvm_kernels.ops.gather_requests import empty_requests, gather_requests
+from lenvm_kernels.ops.gather_requests import empty_history, empty_requests, gather_requests
 from lenvm_kernels.types import Mode, StepHistory, StepRequests
 
 SPARE_ROWS = 3  # of the table, which no request of the batch has
@@ -29,6 +29,8 @@ OPTIONS: dict[str, list[Any]] = {
     "padding": ["no out", "0", "1", "40"],  # rows of the result beyond the requests
     "active": [False, True],
     "table": ["whole", "columns apart"],
+    "tokens": ["one", "1", "3", "9"],  # columns of the new ones
+    "held": [1, 4, 16],
     "step": ["no history", "1", "9", "8589934594"],  # the last is 2 to whoever keeps 32 bits
     "slices": [False, True],
     "constants": ["shipped", "small"],
@@ -58,6 +60,8 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         "entropy_threshold": draws.choose("entropy_threshold", rows, values=[math.nan, -1.0, 0.0, 0.7]),
         "prompt_len": draws.integers("prompt_len", rows, low=0, high=100_000),
         "seed": draws.bits("seed", rows),
+        "value_stride": draws.choose("value_stride", rows, values=[1, 1, 2, 3, 2**31 - 1]),
+        "faults": draws.integers("faults", rows, low=0, high=9),
     }
     for name, values in columns.items():
         column = getattr(table, name)
@@ -68,15 +72,21 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     if options["table"] == "columns apart":  # each with a stride of its own
         parameters = parameters._replace(**{name: _strided(getattr(table, name), i) for i, name in enumerate(columns)})
     lengths = columns["prompt_len"] + draws.integers("generated", rows, low=0, high=3000)
+    # Some sequences are as short as what is new in them.
+    lengths = torch.where(draws.chance("short", rows, of=0.1), draws.integers("few", rows, low=0, high=5), lengths)
     is_active = draws.chance("active", rows, of=0.7)
+    new = 1 if options["tokens"] == "one" else int(options["tokens"])
+    tokens = draws.choose("tokens", rows, new, values=[0, 1, 151_642, 2**31 - 1])
     per_request = {
-        "tokens": draws.choose("tokens", rows, values=[0, 1, 151_642, 2**31 - 1]),
+        "tokens": tokens[:, 0].contiguous() if options["tokens"] == "one" else tokens,
         "table_rows": table_rows,
         "lengths": lengths.int(),
         "slots": draws.choose("slots", rows, values=[-1, 0, 7, 2**33]),
     }
     if options["active"]:
         per_request["active"] = is_active
+    if options["tokens"] != "one":
+        per_request["new_lens"] = draws.integers("new_lens", rows, low=-1, high=new + 1).int()
     if options["slices"]:
         per_request = {name: slice_of_longer(x) for name, x in per_request.items()}
     arguments: dict[str, Any] = {"table": parameters, **per_request}
@@ -84,13 +94,17 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     if options["step"] != "no history":
         step = int(options["step"])
         last_steps = draws.choose("last_step", rows, values=[step - 1, step - 1, step - 2, step, -1, step + 2**32 - 1])
-        history = StepHistory(
-            places=torch.full((count + SPARE_ROWS,), 5, device=device),
-            steps=torch.full((count + SPARE_ROWS,), step - 1, device=device),
-            step=torch.tensor([step], device=device),
-        )
+        history = empty_history(count + SPARE_ROWS, options["held"], device)
+        history.places.fill_(5)
+        history.steps.fill_(step - 1)
+        history.step.fill_(step)
         history.places[table_rows] = draws.integers("last_place", rows, low=0, high=10_000)
         history.steps[table_rows] = last_steps
+        history.tokens[table_rows] = draws.integers("held", rows, options["held"], low=0, high=99).int()
+        untold = draws.choose("untold", rows, values=[-1, 0, 1, 1, 2, 3, 9, 10])
+        uncached = draws.choose("uncached", rows, values=[-1, 0, 1, 1, 2, 4, 5, 16, 17])
+        history.told_lens[table_rows] = (lengths - untold).clamp(min=0).int()
+        history.cached_lens[table_rows] = (lengths - uncached).clamp(min=0).int()
         arguments["history"] = history
     if options["padding"] != "no out":
         out = empty_requests(count + int(options["padding"]), device)
@@ -102,12 +116,15 @@ def inputs(case: Case, device: torch.device) -> Inputs:
 class Result:
     requests: StepRequests
     history: StepHistory | None
+    faults: Tensor
     around: list[Tensor]  # all that holds ``out``, which is to be left alone around it
 
 
 def run(given: Inputs, function) -> Result:
     arguments, around = dict(given.arguments), []
     history, out = arguments.get("history"), arguments.get("out")
+    faults = copy_in_place(arguments["table"].faults)
+    arguments["table"] = arguments["table"]._replace(faults=faults)
     if history is not None:
         arguments["history"] = history = StepHistory(*map(copy_in_place, history))
     if out is not None:
@@ -117,17 +134,20 @@ def run(given: Inputs, function) -> Result:
     for wanted, name in zip(empty_requests(0, torch.device("cpu")), StepRequests._fields, strict=True):
         rows = len(arguments["tokens"] if out is None else out.tokens)
         expect(name, getattr(requests, name, None), dtype=wanted.dtype, shape=[rows])
-    return Result(requests, history, around)
+    return Result(requests, history, faults, around)
 
 
 def _fields(given: Inputs) -> list[str]:
     """Those that are written."""
-    return [name for name in StepRequests._fields if name != "places" or "history" in given.arguments]
+    of_history = ("places", "cached_lens")
+    return [name for name in StepRequests._fields if name not in of_history or "history" in given.arguments]
 
 
 def outputs(given: Inputs, result: Result) -> list[Output]:
     count = len(given.arguments["tokens"])  # the table's rows differ in other batches
-    return [Output(name, getattr(result.requests, name)[:count]) for name in _fields(given) if name != "table_rows"]
+    faults = Output("faults", result.faults[given.arguments["table_rows"]])
+    names = [name for name in _fields(given) if name != "table_rows"]
+    return [faults, *(Output(name, getattr(result.requests, name)[:count]) for name in names)]
 
 
 def compare(given: Inputs, result: Result) -> list[Difference]:
@@ -140,12 +160,13 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
     ]
     for name, memory, wanted in zip(StepRequests._fields, result.around, expected.around, strict=False):
         found.append(differs(f"memory around {name}", memory, wanted, torch.full_like(memory, -1, dtype=torch.int64)))
+    owners = torch.full((len(expected.faults),), -1, device=expected.faults.device)
+    owners[given.arguments["table_rows"]] = torch.arange(len(given.is_active), device=owners.device)
+    found.append(differs("faults", result.faults, expected.faults, owners))
     if expected.history is not None:
-        owners = torch.full_like(expected.history.places, -1)
-        owners[given.arguments["table_rows"]] = torch.arange(len(given.is_active), device=owners.device)
         for name, wanted in expected.history._asdict().items():
             found.append(
-                differs(f"history.{name}", getattr(result.history, name), wanted, owners if len(wanted) > 1 else None)
+                differs(f"history.{name}", getattr(result.history, name), wanted, None if name == "step" else owners)
             )
     return found
 
@@ -159,7 +180,10 @@ def classes(given: Inputs) -> dict[str, Tensor]:
     is_guided = table.mode[rows] != Mode.UNGUIDED
     found = {"guided": is_guided, "asks for lengths": table.return_values[rows], "not active": ~given.is_active}
     history = given.arguments.get("history")
-    return found if history is None else found | {"was there": history.steps[rows] == history.step - 1}
+    if history is None:
+        return found
+    lost = run(given, _reference).faults[rows] > table.faults[rows]
+    return found | {"was there": history.steps[rows] == history.step - 1, "lacks a token": lost}
 
 
 OPERATOR = Operator(

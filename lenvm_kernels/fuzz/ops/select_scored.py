@@ -1,4 +1,4 @@
-"""``select_scored``: requests of every status, with and without a next token that is known."""
+"""``select_scored``: requests of every status, due and not, with and without a next token that is known."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from lenvm_kernels.types import Candidates, ScoredCandidates, Status
 
 OPTIONS: dict[str, list[Any]] = {
     "columns": [1, 2, 4, 8, 64],
+    "eos": [1, 3, 8],
     "padding": ["no out", "0", "1", "40"],  # rows of the result beyond the requests
     "drawn": [False, True],
     "sample": [False, True],
@@ -33,6 +34,7 @@ OPTIONS: dict[str, list[Any]] = {
     "constants": ["shipped", "small"],
 }
 CONSTANTS = {"small": {"REQUESTS": 4}}  # several programs
+SPARE_ROWS = 2  # of the table, which no request of the batch has
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,19 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     requests = empty_requests(count + padding, device)
     for x in requests:
         x.fill_(1)  # in the rows of requests that do not exist nobody is to look
+    table_rows = draws.places("table_rows", rows, SPARE_ROWS)
     for name, values in (
         ("positions", draws.integers("positions", rows, low=0, high=100_000)),
-        ("guided", draws.chance("guided", rows, of=0.5)),
+        ("table_rows", table_rows),
         ("wants_length", draws.chance("wants_length", rows, of=0.5)),
+        ("due", draws.chance("due", rows, of=0.4)),
     ):
         getattr(requests, name)[:count] = values
-    arguments: dict[str, Any] = {"candidates": candidates, "requests": requests}
+    # With more room than there is, so that its rows are apart by more than their ids.
+    room = torch.zeros(count + SPARE_ROWS, options["eos"] + 2, dtype=torch.int32, device=device)
+    eos_token_ids = room[:, : options["eos"]]
+    eos_token_ids[table_rows] = draws.choose("eos", rows, options["eos"], values=[-2, -2, -1, *range(40)]).int()
+    arguments: dict[str, Any] = {"candidates": candidates, "requests": requests, "eos_token_ids": eos_token_ids}
     if options["drawn"]:
         drawn = draws.choose("drawn", rows, values=[-1, -1, -2, 0, 3, 2**31 - 1]).int()
         arguments["drawn"] = slice_of_longer(drawn) if options["slices"] else drawn
@@ -79,6 +87,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
 @dataclass(frozen=True)
 class Result:
     scored: ScoredCandidates
+    status: Tensor
     step: Tensor | None
     around: list[Tensor]  # all that holds ``out``, which is to be left alone around it
 
@@ -86,6 +95,8 @@ class Result:
 def run(given: Inputs, function) -> Result:
     arguments, around = dict(given.arguments), []
     step, out = arguments.get("step"), arguments.get("out")
+    status = arguments["candidates"].status.clone()
+    arguments["candidates"] = arguments["candidates"]._replace(status=status)
     if step is not None:
         arguments["step"] = step = step.clone()
     if out is not None:
@@ -95,12 +106,12 @@ def run(given: Inputs, function) -> Result:
     rows, columns = len(arguments["requests"].tokens), arguments["candidates"].token_ids.shape[1]
     for name, wanted in empty_scored(rows, columns, torch.device("cpu"))._asdict().items():
         expect(name, getattr(scored, name, None), dtype=wanted.dtype, shape=wanted.shape)
-    return Result(scored, step, around)
+    return Result(scored, status, step, around)
 
 
 def outputs(given: Inputs, result: Result) -> list[Output]:
     count = len(given.arguments["candidates"].counts)
-    return [Output(name, x[:count]) for name, x in result.scored._asdict().items()]
+    return [Output(name, x[:count]) for name, x in (result.scored._asdict() | {"status": result.status}).items()]
 
 
 def compare(given: Inputs, result: Result) -> list[Difference]:
@@ -111,6 +122,7 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
         differs(name, getattr(result.scored, name), wanted, owners)
         for name, wanted in expected.scored._asdict().items()
     ]
+    found.append(differs("status", result.status, expected.status))
     for name, memory, wanted in zip(ScoredCandidates._fields, result.around, expected.around, strict=False):
         found.append(differs(f"memory around {name}", memory, wanted, torch.full_like(memory, -1, dtype=torch.int64)))
     if expected.step is not None and result.step is not None:
@@ -124,11 +136,13 @@ def _reference(**arguments) -> ScoredCandidates:
 
 def classes(given: Inputs) -> dict[str, Tensor]:
     count = len(given.arguments["candidates"].counts)
-    scored = run(given, _reference).scored
+    result = run(given, _reference)
+    is_guide, is_due = given.arguments["candidates"].status == Status.GUIDE, given.arguments["requests"].due[:count]
     return {
-        "scored": scored.counts[:count] > 0,
-        "alone": scored.alone[:count],
-        "has a delta": scored.delta_lens[:count] > 0,
+        "scored": result.scored.counts[:count] > 0,
+        "alone": result.scored.alone[:count],
+        "not due": result.status == Status.NOT_DUE,
+        "might end": is_guide & ~is_due & (result.status == Status.GUIDE),
     }
 
 

@@ -1,0 +1,223 @@
+"""Which tokens of each request the value model computes and keeps in a step, in one launch.
+
+The value model need not look at every token when it is drawn: a request that needs no values in a step waits, and the
+next step in which it does computes all tokens that it missed, or the step in which as many are missing as its history
+holds. What a request does follows from the request alone, so that its values are the same in any batch.
+
+A token that was drawn from candidates whose keys and values were kept is there already (:func:`commit_winner`).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lenvm_kernels.ops._common import ceil_div, check_fields, check_tensor, next_power_of_2, resolve_backend
+from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.ops.gather_requests import check_history
+from lenvm_kernels.reference.catch_up import catch_up as _reference
+from lenvm_kernels.types import DeltaTokens, StepHistory, StepRequests
+
+# Requests a program. With 16 tokens each a warp's threads have two of them.
+REQUESTS = 4
+
+
+# Callers pass slices of longer tensors: nothing is compiled anew where their alignment changes. (Triton heeds that for
+# pointers of their own only, not for those in a tuple.)
+@triton.jit(
+    do_not_specialize=["N", "stride_slot_table_row"],
+    do_not_specialize_on_alignment=["counts_ptr", "committed_ptr", "slot_table_ptr"],
+)
+def _catch_up_kernel(
+    delta,  # DeltaTokens, written
+    requests,  # StepRequests
+    held_ptr,  # int32 [R, M], of the history
+    cached_lens_ptr,  # int32 [R], of the history, written
+    counts_ptr,  # int32 [N]
+    committed_ptr,  # bool [N] or None
+    slot_table_ptr,  # int32 [R, pages]
+    stride_slot_table_row,
+    N,
+    M: tl.constexpr,
+    COLUMNS: tl.constexpr,  # a power of two >= M
+    PAGE_SIZE: tl.constexpr,
+    REQUESTS: tl.constexpr,
+):
+    request = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)
+    is_row = request < N
+    table_row = tl.load(requests.table_rows + request, mask=is_row, other=0)
+    position = tl.load(requests.positions + request, mask=is_row, other=-1)
+    cached_len = tl.load(requests.cached_lens + request, mask=is_row, other=0)
+    guided = tl.load(requests.guided + request, mask=is_row, other=False)
+    wants_length = tl.load(requests.wants_length + request, mask=is_row, other=False)
+    count = tl.load(counts_ptr + request, mask=is_row, other=0)
+    length = position + 1
+    if committed_ptr is not None:
+        committed = tl.load(committed_ptr + request, mask=is_row, other=False)
+        cached_len = tl.where(committed & (cached_len == position), length, cached_len)
+    missing = tl.maximum(length - cached_len, 0)
+    computes = (guided | wants_length) & ((count > 0) | (missing >= M))
+    delta_len = tl.where(computes, tl.minimum(missing, M), 0)
+
+    column = tl.arange(0, COLUMNS)[None, :]
+    is_delta, is_column = column < delta_len[:, None], is_row[:, None] & (column < M)
+    token_position = cached_len[:, None] + column
+    held = held_ptr + table_row[:, None] * M + token_position % M
+    token_id = tl.load(held, mask=is_delta, other=0).to(tl.int64)
+    page_ptr = slot_table_ptr + table_row[:, None] * stride_slot_table_row + token_position // PAGE_SIZE
+    page = tl.load(page_ptr, mask=is_delta, other=0).to(tl.int64)
+    slot = tl.where(is_delta, page * PAGE_SIZE + token_position % PAGE_SIZE, -1)
+
+    place = request[:, None].to(tl.int64) * M + column
+    tl.store(delta.token_ids + place, token_id, mask=is_column)
+    tl.store(delta.slots + place, slot, mask=is_column)
+    tl.store(delta.lens + request, delta_len, mask=is_row)
+    tl.store(delta.cached_lens + request, tl.minimum(cached_len, length), mask=is_row)
+    tl.store(cached_lens_ptr + table_row, cached_len + delta_len, mask=is_row & (position >= 0))
+
+
+def _run_reference(*operands) -> None:
+    delta, (held, cached_lens, *inputs) = DeltaTokens(*operands[:4]), operands[4:]
+    _reference(held, cached_lens, *inputs, out=delta)
+
+
+@operator(mutates=[*DeltaTokens._fields, "history_cached_lens"], reference=_run_reference)
+def _launch(
+    token_ids: Tensor,
+    slots: Tensor,
+    lens: Tensor,
+    cached_lens: Tensor,
+    held: Tensor,
+    history_cached_lens: Tensor,
+    positions: Tensor,
+    table_rows: Tensor,
+    guided: Tensor,
+    wants_length: Tensor,
+    known_lens: Tensor,
+    counts: Tensor,
+    committed: Tensor | None,
+    slot_table: Tensor,
+    page_size: int,
+) -> None:
+    rows, columns = token_ids.shape
+    if rows == 0:
+        return
+    others = dict.fromkeys(StepRequests._fields)
+    known = dict(positions=positions, table_rows=table_rows, guided=guided, wants_length=wants_length)
+    _catch_up_kernel[(ceil_div(rows, REQUESTS),)](
+        DeltaTokens(token_ids, slots, lens, cached_lens),
+        StepRequests(**others | known | {"cached_lens": known_lens}),  # type: ignore[arg-type]
+        held,
+        history_cached_lens,
+        counts,
+        committed,
+        slot_table,
+        slot_table.stride(0),
+        rows,
+        M=columns,
+        COLUMNS=next_power_of_2(columns),
+        PAGE_SIZE=page_size,
+        REQUESTS=REQUESTS,
+        num_warps=1,
+    )
+
+
+_DTYPES = (torch.int64, torch.int64, torch.int32, torch.int32)
+
+
+def empty_delta(rows: int, max_delta: int, device: torch.device) -> DeltaTokens:
+    """Result tensors for :func:`catch_up`."""
+    shapes = ((rows, max_delta), (rows, max_delta), (rows,), (rows,))
+    return DeltaTokens(*map(lambda s, d: torch.empty(s, dtype=d, device=device), shapes, _DTYPES))
+
+
+def catch_up(
+    history: StepHistory,  # [R]
+    requests: StepRequests,  # [N]
+    counts: Tensor,  # int32 [N]
+    slot_table: Tensor,  # int32 [R, pages]
+    *,
+    committed: Tensor | None = None,  # bool [N]
+    page_size: int = 1,
+    out: DeltaTokens | None = None,  # [N, M]
+    backend: str = "auto",
+) -> DeltaTokens:  # [N, M]
+    """Decide which tokens the value model computes and keeps in a step.
+
+    Nothing is read back to the host, and no new number of requests compiles anything.
+
+    Args:
+        history: of :func:`gather_requests`, which holds the last M tokens of each sequence. ``cached_lens`` is brought
+            up to date.
+        requests: of :func:`gather_requests`, given the same history.
+        counts: int32 [N], of :func:`select_scored`: tokens that are scored. A request without any waits, unless M
+            tokens are missing.
+        slot_table: int32 [R, pages]; token ``p`` of table row ``r`` lives in slot
+            ``slot_table[r, p // page_size] * page_size + p % page_size``. Rows may be strided.
+        committed: bool [N], of :func:`commit_winner`; requests whose last token is in the cache if all before it are
+            (``None``: nobody's is).
+        page_size: slots in a page.
+        out: result tensors to reuse, contiguous; ``None`` allocates them.
+        backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
+
+    Returns:
+        The :class:`DeltaTokens`.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above. Checked before any launch.
+
+    Example:
+        >>> from lenvm_kernels import GuidanceTable, empty_history, gather_requests, parse_guidance
+        >>> table = GuidanceTable.from_params([parse_guidance({"target_length": 60})], [{0}], "cpu")
+        >>> history, slot_table = empty_history(1, 4, "cpu"), torch.tensor([[7, 5, 6, 4]], dtype=torch.int32)
+        >>> for token, length, scored in ((11, 1, 0), (12, 2, 0), (13, 3, 2)):
+        ...     lengths, counts = torch.tensor([[length], [scored]], dtype=torch.int32)
+        ...     one = torch.tensor([token]), torch.tensor([0]), lengths, torch.tensor([-1])
+        ...     delta = catch_up(history, gather_requests(table, *one, history=history), counts, slot_table)
+        ...     print(delta.lens.item(), delta.token_ids.tolist(), delta.slots.tolist())
+        0 [[0, 0, 0, 0]] [[-1, -1, -1, -1]]
+        0 [[0, 0, 0, 0]] [[-1, -1, -1, -1]]
+        3 [[11, 12, 13, 0]] [[7, 5, 6, -1]]
+    """
+    if not isinstance(history, StepHistory):
+        raise TypeError(f"history must be a StepHistory, got {type(history).__name__}")
+    if not isinstance(requests, StepRequests):
+        raise TypeError(f"requests must be the StepRequests of gather_requests, got {type(requests).__name__}")
+    backend = resolve_backend(backend, counts)
+    device = check_tensor("counts", counts, dtypes=torch.int32, shape=(None,)).device
+    rows = counts.shape[0]
+    for name, dtype in _REQUEST_DTYPES.items():
+        check_tensor(f"requests.{name}", getattr(requests, name), dtypes=dtype, shape=(rows,), device=device)
+    check_tensor("slot_table", slot_table, dtypes=torch.int32, shape=(None, None), device=device)
+    check_tensor("history.tokens", history.tokens, dtypes=torch.int32, shape=(None, None), device=device)
+    table_rows, columns = history.tokens.shape
+    check_history(history, table_rows, device)
+    if slot_table.shape[0] < table_rows - 1:  # the last one may be that of requests that do not exist
+        raise ValueError(f"slot_table must have at least {table_rows - 1} rows, got {slot_table.shape[0]}")
+    if committed is not None:
+        check_tensor("committed", committed, dtypes=torch.bool, shape=(rows,), device=device)
+    if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
+        raise ValueError(f"page_size must be an int of at least 1, got {page_size!r}")
+    if out is None:
+        out = empty_delta(rows, columns, device)
+    if not isinstance(out, DeltaTokens):
+        raise TypeError(f"out must be DeltaTokens, got {type(out).__name__}")
+    for name in ("token_ids", "slots"):
+        x = check_tensor(f"out.{name}", getattr(out, name), dtypes=torch.int64, shape=(rows, columns), device=device)
+        if not x.is_contiguous():
+            raise ValueError(f"out.{name} must be contiguous, got strides {tuple(x.stride())}")
+    check_fields("out", DeltaTokens._fields[2:], out[2:], _DTYPES[2:], rows, device)
+
+    known = (getattr(requests, name) for name in _REQUEST_DTYPES)
+    _launch(backend, *out, history.tokens, history.cached_lens, *known, counts, committed, slot_table, page_size)
+    return out
+
+
+# Of the fields of StepRequests that are read, in the order of the operator.
+_REQUEST_DTYPES = {
+    "positions": torch.int32,
+    "table_rows": torch.int64,
+    "guided": torch.bool,
+    "wants_length": torch.bool,
+    "cached_lens": torch.int32,
+}

@@ -1,0 +1,44 @@
+"""Which tokens of each request the value model computes and keeps in a step, in plain PyTorch."""
+
+import torch
+from torch import Tensor
+
+from lenvm_kernels.types import DeltaTokens
+
+
+def catch_up(
+    held: Tensor,  # int32 [R, M]
+    history_cached_lens: Tensor,  # int32 [R]
+    positions: Tensor,  # int32 [N]
+    table_rows: Tensor,  # int64 [N]
+    guided: Tensor,  # bool [N]
+    wants_length: Tensor,  # bool [N]
+    cached_lens: Tensor,  # int32 [N]
+    counts: Tensor,  # int32 [N]
+    committed: Tensor | None,  # bool [N]
+    slot_table: Tensor,  # int32 [R, pages]
+    page_size: int,
+    *,
+    out: DeltaTokens,  # [N, M]
+) -> DeltaTokens:  # [N, M]
+    """See :func:`lenvm_kernels.ops.catch_up.catch_up`; history and requests by what is read of them."""
+    most, lengths = held.shape[1], positions + 1
+    if committed is not None:
+        cached_lens = torch.where(committed & (cached_lens == positions), lengths, cached_lens)
+    missing = (lengths - cached_lens).clamp(min=0)
+    computes = (guided | wants_length) & ((counts > 0) | (missing >= most))
+    lens = torch.where(computes, missing.clamp(max=most), 0)
+
+    column = torch.arange(most, device=held.device)
+    token_positions = cached_lens[:, None] + column  # [N, M]
+    request, at = (column < lens[:, None]).nonzero(as_tuple=True)
+    row, position = table_rows[request], token_positions[request, at]
+    out.token_ids.zero_()
+    out.token_ids[request, at] = held[row, position % most].long()
+    out.slots.fill_(-1)
+    out.slots[request, at] = slot_table[row, position // page_size].long() * page_size + position % page_size
+    out.lens.copy_(lens)
+    out.cached_lens.copy_(torch.minimum(cached_lens, lengths))
+    exists = positions >= 0
+    history_cached_lens[table_rows[exists]] = (cached_lens + lens)[exists]
+    return out
