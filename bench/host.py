@@ -134,6 +134,8 @@ def guided_step(model: ValueModel, rows: int, vocab: int, *, graph: bool) -> Sub
     step = GuidedStep(model, slots.table, slots.num_slots, vocab_size=vocab, backend="triton")
     for row in range(rows):
         step.add_request(row, parse_guidance(TILT), {0})
+    none, zeros, numbers = torch.empty(0).long(), torch.zeros(rows).int(), torch.arange(rows)
+    step.extend(none, none, numbers, zeros, zeros, zeros + CACHED)
     arguments = step_arguments(rows, vocab)
     arguments["slots"] = slots.slots(arguments["table_rows"], arguments["lengths"] - 1)
     if graph:

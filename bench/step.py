@@ -98,6 +98,8 @@ class Decode:
             self.step.extend(prompts, None, self.rows, cached * self.rows, zeros + cached, zeros)
         else:
             fill(self.step.cache)
+            none, zeros = self.tokens[:0], torch.zeros_like(self.lengths)
+            self.step.extend(none, none, self.rows, zeros, zeros, zeros + cached)
 
     def __call__(self, **options: object) -> StepOutput:
         batch = (self.tokens, self.rows, self.lengths, self.slots.slots(self.rows, self.lengths - 1))

@@ -113,24 +113,6 @@ def test_rows_outside_the_last_step_are_not_read(device, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_lens_say_what_is_cached(device, backend):
-    """A request that commits has its token in the cache, and nothing to compute; another is left as it is."""
-    rows = {name: x for name, x in ROW.items() if name.startswith("candidate")}
-    rows |= dict(last_rows=i32(-1, 1, 0), tokens=i32(23, 23, 17), positions=i32(9, 9, 9), slots=i32(0, 3, 1))
-    lens = dict(delta_lens=i32(5, 6, 7).to(device), cached_lens=i32(3, 4, 5).to(device))
-    for _ in range(2):  # again: the same
-        committed, _ = commit(make_pools(5, 4, 9, 2, 4, torch.float32), rows | lens, backend=backend, device=device)
-        assert committed.tolist() == [False, True, False]
-        assert lens["delta_lens"].tolist() == [5, 0, 7] and lens["cached_lens"].tolist() == [3, 10, 5]
-
-
-@pytest.mark.parametrize("name", ["delta_lens", "cached_lens"])
-def test_lens_are_given_together(name):
-    with pytest.raises(ValueError, match="delta_lens and cached_lens must both be given or both be None"):
-        commit(make_pools(5, 4, 9, 2, 4, torch.float32), ROW | {name: i32(1)}, backend="reference")
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_of_a_token_listed_twice_the_higher_row_counts(device, backend):
     pools = make_pools(2, 5, 8, 1, 16, torch.float32)
     twice = ROW | dict(candidate_ids=i32([5] * 4, [23, 23, 23, 23]), candidate_rows=i32([0] * 4, [2, 7, -1, 8]))

@@ -1,4 +1,4 @@
-"""``gather_requests``: what is looked up for whom, requests that do not exist, and places over many steps."""
+"""``gather_requests``: what is looked up for whom, requests that do not exist, and histories over many steps."""
 
 import math
 
@@ -8,7 +8,7 @@ from hypothesis import given
 
 from lenvm_kernels.fuzz.ops.gather_requests import inputs
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
-from lenvm_kernels.ops.gather_requests import empty_requests, gather_requests
+from lenvm_kernels.ops.gather_requests import empty_history, empty_requests, gather_requests
 from lenvm_kernels.types import Mode, StepHistory, StepRequests
 from tests.helpers.cases import assert_right, cases
 from tests.helpers.wrong_tensors import assert_refuses
@@ -34,36 +34,73 @@ def guidance_table(device, rows=7):
     return table
 
 
-def make_history(rows, device, step=1):
-    places, steps = (torch.full((rows,), -1, device=device) for _ in range(2))
-    return StepHistory(places, steps, torch.tensor([step], device=device))
+def make_history(rows, device, step=1, held=3, told=100_000):
+    """Of requests whose first ``told`` tokens were told and are cached: with the default none is missing."""
+    history = empty_history(rows, held, device)
+    history.step.fill_(step)
+    history.told_lens.fill_(told)
+    history.cached_lens.fill_(told)
+    history.tokens.fill_(-7)
+    return history
 
 
-def lists(table, tokens, table_rows, lengths, slots, *, rows, active=None, padding_row=0, history=None):
-    """The columns of ``rows`` requests, request by request. The history is brought up to date."""
+def lists(
+    table,
+    tokens,
+    table_rows,
+    lengths,
+    slots,
+    *,
+    rows,
+    new_lens=None,
+    active=None,
+    padding_row=0,
+    history=None,
+):
+    """The columns of ``rows`` requests, request by request. The history and the table's faults are brought up to date.
+
+    ``places`` and ``cached_lens`` are -1 and 0 without history.
+    """
     fields = {name: [] for name in StepRequests._fields}
     for i in range(rows):
         row = table_rows[i].item() if i < len(tokens) else padding_row
-        found = (0, -1, -1, row, -1, False, False, math.nan, 0, 0)
+        found = (0, -1, -1, row, -1, False, False, math.nan, 0, 0, False, 0)
         if i < len(tokens):
             is_active = active is None or active[i].item()
-            place = -1
+            guided = is_active and table.mode[row].item() != Mode.UNGUIDED
+            wants_length = is_active and table.return_values[row].item()
+            columns = tokens[i].reshape(-1).tolist()
+            new = 1 if new_lens is None else min(max(new_lens[i].item(), 0), len(columns))
+            length, place, due, cached_len = lengths[i].item(), -1, True, 0
             if history is not None:
-                step = history.step.item()
+                step, held = history.step.item(), history.tokens.shape[1]
                 if history.steps[row].item() == step - 1:
                     place = history.places[row].item()
                 history.places[row], history.steps[row] = i, step
+                due = step % max(table.value_stride[row].item(), 1) == 0
+                told_len, cached_len = history.told_lens[row].item(), history.cached_lens[row].item()
+                is_gap = told_len < length - new
+                if (guided or wants_length) and (is_gap or length - cached_len > held):
+                    guided = wants_length = False
+                    table.faults[row] += 1
+                if not is_gap:
+                    history.told_lens[row] = max(told_len, length)
+                for position, token in zip(range(length - new, length), columns[:new], strict=True):
+                    if position >= 0:
+                        history.tokens[row, position % held] = token
             found = (
-                tokens[i].item(),
-                lengths[i].item() - 1,
+                columns[max(new, 1) - 1],
+                length - 1,
                 slots[i].item(),
                 row,
                 place,
-                is_active and table.mode[row].item() != Mode.UNGUIDED,
-                is_active and table.return_values[row].item(),
+                guided,
+                wants_length,
                 table.entropy_threshold[row].item(),
-                lengths[i].item() - table.prompt_len[row].item(),
+                length - table.prompt_len[row].item(),
                 table.seed[row].item(),
+                due,
+                cached_len,
             )
         for name, value in zip(fields, found, strict=True):
             fields[name].append(value)
@@ -85,13 +122,15 @@ def test_kernel_matches_reference(device, case):
 @given(cases("gather_requests"))
 def test_reference_matches_lists(case):
     arguments = inputs(case, torch.device("cpu")).arguments
-    out, history = arguments.pop("out", None), arguments.pop("history", None)
+    out, history, table = (arguments.pop(name, None) for name in ("out", "history", "table"))
     rows = len(arguments["tokens"] if out is None else out.tokens)
     known = None if history is None else StepHistory(*(x.clone() for x in history))
-    found = gather_requests(**arguments, out=out, history=history, backend="reference")
-    expected = lists(**arguments, history=known, rows=rows)
-    names = [name for name in StepRequests._fields if name != "places" or history is not None]
-    assert_equal(found, expected, names)
+    counted = table._replace(faults=table.faults.clone())
+    found = gather_requests(table, **arguments, out=out, history=history, backend="reference")
+    expected = lists(counted, **arguments, history=known, rows=rows)
+    of_history = ("places", "cached_lens")
+    assert_equal(found, expected, [x for x in StepRequests._fields if x not in of_history or history is not None])
+    assert torch.equal(table.faults, counted.faults)
     if history is not None:
         for name, x, wanted in zip(StepHistory._fields, history, known, strict=True):
             assert torch.equal(x, wanted), name
@@ -103,6 +142,8 @@ def test_a_step_of_three_requests(device, backend):
     history = make_history(7, device, step=4)
     history.places.copy_(torch.arange(10, 17))
     history.steps.copy_(i64(3, 3, 3, 3, 2, 3, 3))
+    history.told_lens.copy_(i32(10, 98, 30, 40, 42, 60, 69))
+    history.cached_lens.copy_(i32(9, 97, 29, 39, 41, 59, 67))
     requests = gather_requests(
         table,
         i64(11, 12, 13).to(device),
@@ -126,9 +167,15 @@ def test_a_step_of_three_requests(device, backend):
     assert requests.entropy_threshold[2].item() == 0.5  # what is not active keeps its other parameters
     assert requests.generated.tolist() == [10, 3, 89, 0, 0]
     assert requests.seeds.tolist() == [2**40 + 6, 2**40 + 4, 2**40 + 1, 0, 0]
+    assert requests.due.tolist() == [True, True, True, False, False]
+    assert requests.cached_lens.tolist() == [67, 41, 97, 0, 0]
     assert history.places.tolist() == [10, 2, 12, 13, 1, 15, 0]
     assert history.steps.tolist() == [3, 4, 3, 3, 4, 3, 4]
     assert history.step.item() == 4  # select_scored counts
+    assert history.tokens.tolist() == [[-7] * 3, [-7, -7, 13], [-7] * 3, [-7] * 3, [12, -7, -7], [-7] * 3, [11, -7, -7]]
+    assert history.told_lens.tolist() == [10, 99, 30, 40, 43, 60, 70]
+    assert history.cached_lens.tolist() == [9, 97, 29, 39, 41, 59, 67]  # catch_up brings them up to date
+    assert table.faults.tolist() == [0] * 7
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -165,14 +212,165 @@ def test_a_forgotten_request_was_nowhere(device, backend):
         assert requests.places.item() == -1 and history.places.tolist() == [0, *[3] * 6]
 
 
+NEW = i64([21, 22, 23], [31, 32, 33], [41, 42, 43], [51, 52, 53])  # of four requests
+
+
+def tell(table, history, rows, lengths, new_lens, *, tokens=NEW, backend, **options):
+    """A step of requests in the rows of the table; the next one is another step."""
+    device, b = history.step.device, len(rows)
+    batch = (tokens[:b].to(device), i64(*rows).to(device), i32(*lengths).to(device), i64(*[0] * b).to(device))
+    requests = gather_requests(
+        table, *batch, new_lens=i32(*new_lens).to(device), history=history, backend=backend, **options
+    )
+    history.step.add_(1)
+    return requests
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_without_history_places_are_left_alone(device, backend):
+def test_several_new_tokens_are_held_by_their_positions(device, backend):
+    """After the last column comes the first; the columns of ``tokens`` beyond ``new_lens`` are nobody's."""
+    table, history = guidance_table(device), make_history(7, device, held=4)
+    requests = tell(table, history, [6, 1, 3, 0], [6, 9, 2, 1], [3, 1, 2, 3], backend=backend)
+    assert history.tokens.tolist() == [
+        [53, -7, -7, -7],  # the two before it would be at negative positions
+        [31, -7, -7, -7],
+        [-7, -7, -7, -7],
+        [41, 42, -7, -7],
+        [-7, -7, -7, -7],
+        [-7, -7, -7, -7],
+        [22, 23, -7, 21],
+    ]
+    assert requests.tokens.tolist() == [23, 31, 42, 53]
+    assert requests.positions.tolist() == [5, 8, 1, 0] and requests.guided.tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("held", "length", "wanted"),
+    [
+        (1, 9, [14]),
+        (2, 9, [14, 13]),
+        (3, 7, [14, 12, 13]),
+        (4, 7, [12, 13, 14, 11]),
+        (7, 10, [12, 13, 14, 99, 99, 10, 11]),
+    ],
+)
+def test_of_more_new_tokens_than_are_held_the_last_count(device, backend, held, length, wanted):
+    table, history = guidance_table(device), make_history(7, device, held=held)
+    history.tokens.fill_(99)
+    requests = tell(table, history, [4], [length], [5], tokens=torch.arange(10, 15)[None], backend=backend)
+    assert history.tokens[4].tolist() == wanted and requests.tokens.item() == 14
+    assert (history.tokens[[0, 1, 2, 3, 5, 6]] == 99).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_of_new_tokens_may_be_strided(device, backend):
+    memory = torch.full((4, 9), 77)
+    memory[:, 5:8] = NEW
+    table, history = guidance_table(device), make_history(7, device)
+    tokens = memory.to(device)[:, 5:8]
+    assert tokens.stride() == (9, 1)
+    requests = tell(table, history, [2, 6, 0, 5], [3, 4, 5, 6], [1, 3, 2, 3], tokens=tokens, backend=backend)
+    assert requests.tokens.tolist() == [21, 33, 42, 53]
+    assert history.tokens.tolist() == [
+        [41, 42, -7],
+        [-7, -7, -7],
+        [-7, -7, 21],
+        [-7, -7, -7],
+        [-7, -7, -7],
+        [51, 52, 53],
+        [33, 31, 32],
+    ]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_new_tells_nothing(device, backend):
+    """Also where their number is negative; one that is too large means every column."""
+    table, history = guidance_table(device), make_history(7, device, held=4, told=50)
+    requests = tell(table, history, [4, 6, 1], [50, 49, 53], [0, -3, 9], backend=backend)
+    assert history.tokens.tolist() == [[-7] * 4, [43, -7, 41, 42], *[[-7] * 4] * 5]
+    assert history.told_lens.tolist() == [50, 53, 50, 50, 50, 50, 50]
+    assert requests.positions.tolist() == [49, 48, 52] and table.faults.tolist() == [0] * 7
+    assert requests.guided.tolist() == [False, True, True] and requests.wants_length.tolist() == [True, True, False]
+    # Of one column too.
+    one = i64(61, 62).to(device), i64(4, 1).to(device), i32(50, 54).to(device), i64(0, 0).to(device)
+    requests = gather_requests(table, *one, new_lens=i32(0, 1).to(device), history=history, backend=backend)
+    assert history.tokens.tolist() == [[-7] * 4, [43, 62, 41, 42], *[[-7] * 4] * 5]
+    assert requests.tokens.tolist() == [61, 62]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_gap_loses_guidance_until_it_is_mended(device, backend):
+    """The token at position 10 of row 6 is missing, row 3 is nobody's, and row 1 is left out of the step."""
+    table, history = guidance_table(device), make_history(7, device, held=16, told=10)
+    active = torch.tensor([True, True, False, True], device=device)
+    for number in range(1, 4):  # lengths grow by two
+        lengths = [10 + 2 * number, 9 + 2 * number, 30 + 2 * number, 20 + 2 * number]
+        requests = tell(
+            table, history, [6, 4, 1, 3], lengths, [1 + (number > 1), 2, 2, 2], active=active, backend=backend
+        )
+        assert requests.guided.tolist() == [False] * 4
+        assert requests.wants_length.tolist() == [False, True, False, False]
+        assert table.faults.tolist() == [0] * 6 + [number]
+        assert history.told_lens.tolist() == [10, 10, 10, 10, 9 + 2 * number, 10, 10]
+    # Its tokens are told anew, as by a prompt.
+    history.told_lens[6] = history.cached_lens[6] = 16
+    requests = tell(table, history, [4, 6], [16, 18], [1, 2], backend=backend)
+    assert requests.guided.tolist() == [False, True] and requests.wants_length.tolist() == [True, True]
+    assert table.faults.tolist() == [0] * 6 + [3] and history.told_lens.tolist() == [10, 10, 10, 10, 16, 10, 18]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("held", [1, 3, 16])
+def test_more_uncomputed_tokens_than_are_held_lose_guidance(device, backend, held):
+    """As long as they are: nothing is wrong with what is told, and what is cached may catch up."""
+    table, history = guidance_table(device), make_history(7, device, held=held, told=40)
+    history.cached_lens[1] = 41 - held  # one further than that of row 6
+    history.cached_lens[6] = 40 - held
+
+    def step(length):
+        requests = tell(table, history, [6, 1, 2], [length] * 3, [1] * 3, backend=backend)
+        assert requests.cached_lens.tolist() == history.cached_lens[[6, 1, 2]].tolist()
+        assert history.told_lens.tolist() == [40, length, length, 40, 40, 40, length]
+        return requests.guided.tolist(), requests.wants_length.tolist(), table.faults[[6, 1, 2]].tolist()
+
+    assert step(40) == ([True, True, False], [True, False, False], [0, 0, 0])
+    assert step(41) == ([False, True, False], [False, False, False], [1, 0, 0])
+    assert step(42) == ([False, False, False], [False, False, False], [2, 1, 0])
+    history.cached_lens[6] = 43 - held
+    assert step(43) == ([True, False, False], [True, False, False], [2, 2, 0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("step", [1, 4, 12, 30, 2**33 + 2])
+def test_requests_are_due_by_their_stride(device, backend, step):
+    """Whether guided or not. A stride below 1 is no stride."""
+    strides = [3, 1, 2**31 - 1, 0, 5, -2, 4]
+    table, history = guidance_table(device), make_history(7, device, step)
+    table.value_stride.copy_(i32(*strides))
+    rows = [5, 2, 0, 6, 1, 4, 3]
+    numbers = torch.zeros(7, dtype=torch.int64, device=device)
+    batch = (numbers, i64(*rows).to(device), numbers.int(), numbers)
+    out = empty_requests(9, device)
+    requests = gather_requests(table, *batch, history=history, out=out, backend=backend)
+    assert requests.due.tolist() == [step % max(strides[row], 1) == 0 for row in rows] + [False] * 2
+    assert requests.due.any() and not requests.due.all()
+    requests = gather_requests(table, *batch, out=out, backend=backend)
+    assert requests.due.tolist() == [True] * 7 + [False] * 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_history_what_is_of_it_is_left_alone(device, backend):
+    """And nobody lacks a token, though the result said so before."""
     out = empty_requests(4, device)
     out.places.fill_(77)
-    numbers = torch.zeros(2, dtype=torch.int64, device=device)
-    rows = torch.tensor([3, 1], device=device)
-    found = gather_requests(guidance_table(device), numbers, rows, numbers.int(), numbers, out=out, backend=backend)
-    assert found is out and out.places.tolist() == [77] * 4 and out.table_rows.tolist() == [3, 1, 0, 0]
+    out.cached_lens.fill_(-78)
+    numbers, table = torch.zeros(2, dtype=torch.int64, device=device), guidance_table(device)
+    rows, lengths = torch.tensor([3, 1], device=device), i32(9, 90).to(device)
+    found = gather_requests(table, numbers, rows, lengths, numbers, out=out, backend=backend)
+    assert found is out and out.table_rows.tolist() == [3, 1, 0, 0]
+    assert out.places.tolist() == [77] * 4 and out.cached_lens.tolist() == [-78] * 4
+    assert out.guided.tolist() == [False, True, False, False] and table.faults.tolist() == [0] * 7
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -180,30 +378,60 @@ def test_no_requests(device, backend):
     numbers = torch.zeros(0, dtype=torch.int64, device=device)
     table = guidance_table(device)
     arguments = (table, numbers, numbers, numbers.int(), numbers)
-    assert [len(x) for x in gather_requests(*arguments, backend=backend)] == [0] * 10
+    assert [len(x) for x in gather_requests(*arguments, backend=backend)] == [0] * 12
     history = make_history(7, device)
     found = gather_requests(*arguments, history=history, padding_row=6, out=empty_requests(33, device), backend=backend)
     assert_equal(found, lists(table, *(x.cpu() for x in arguments[1:]), rows=33, padding_row=6))
-    assert history.steps.tolist() == [-1] * 7
+    for name, x, wanted in zip(StepHistory._fields, history, make_history(7, device), strict=True):
+        assert torch.equal(x, wanted), name
+    assert table.faults.tolist() == [0] * 7
+
+
+def test_an_empty_history_knows_nobody(device):
+    history = empty_history(5, 3, device)
+    assert history.places.tolist() == history.steps.tolist() == [-1] * 5 and history.step.tolist() == [1]
+    assert history.tokens.tolist() == [[0] * 3] * 5
+    assert history.told_lens.tolist() == history.cached_lens.tolist() == [0] * 5
+    assert [x.dtype for x in history] == [torch.int64] * 3 + [torch.int32] * 3
+    assert {x.device.type for x in history} == {device.type}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_request_is_the_same_in_every_batch(device, backend):
     generator = torch.Generator().manual_seed(0)
-    b, table = 40, GuidanceTable(50, device)
+    b, held, table = 40, 4, GuidanceTable(50, device)
     for name in ("mode", "return_values", "prompt_len"):
         getattr(table, name).copy_(torch.randint(0, 2, (50,), generator=generator))
+    table.value_stride.copy_(torch.randint(1, 4, (50,), generator=generator))
     rows = torch.randperm(50, generator=generator)[:b].to(device)
-    tokens, slots = torch.randint(0, 2**40, (2, b), generator=generator).to(device)
-    lengths = torch.randint(1, 100_000, (b,), generator=generator, dtype=torch.int32).to(device)
+    tokens = torch.randint(0, 2**31 - 1, (b, 3), generator=generator).to(device)
+    slots = torch.randint(0, 2**40, (b,), generator=generator).to(device)
+    lengths, new_lens = (
+        torch.randint(1, 1000, (b,), generator=generator),
+        torch.randint(0, 4, (b,), generator=generator),
+    )
+    before = make_history(50, device, step=6, held=held)
+    for name, most in (("told_lens", 4), ("cached_lens", held + 1)):
+        lens = lengths - torch.randint(0, most + 1, (b,), generator=generator)
+        getattr(before, name)[rows] = lens.clamp(min=0).int().to(device)
+    lengths, new_lens = lengths.int().to(device), new_lens.int().to(device)
 
     def gather(chosen):
-        out = empty_requests(len(chosen), device)
-        out.places.fill_(0)
+        """What is known of those chosen, and of their rows afterwards."""
+        history = StepHistory(*(x.clone() for x in before))
+        columns = table.columns._replace(faults=table.faults.clone())
         batch = (tokens[chosen], rows[chosen], lengths[chosen], slots[chosen])
-        return gather_requests(table, *batch, out=out, backend=backend)
+        requests = gather_requests(columns, *batch, new_lens=new_lens[chosen], history=history, backend=backend)
+        left = (history.tokens, history.told_lens, history.cached_lens, columns.faults)
+        untouched = torch.ones(50, dtype=torch.bool, device=device)
+        untouched[rows[chosen]] = False
+        for x, was in zip(left, (before.tokens, before.told_lens, before.cached_lens, table.faults), strict=True):
+            assert torch.equal(x[untouched], was[untouched])
+        return [*requests, *(x[rows[chosen]] for x in left)]
 
     together = gather(torch.arange(b, device=device))
+    lost = together[-1]
+    assert lost.any() and not lost.all()
     for chosen in (torch.randperm(b, generator=generator), i64(0), i64(39, 7)):
         for x, wanted in zip(gather(chosen.to(device)), together, strict=True):
             assert torch.equal(x.nan_to_num(), wanted[chosen.to(device)].nan_to_num())
@@ -237,7 +465,9 @@ def test_replays_in_a_cuda_graph(device):
     graph.replay()
     batch = (x.cpu() for x in (tokens, rows, lengths, slots))
     expected = lists(table, *batch, rows=4, padding_row=5)
-    assert_equal(out, expected._replace(places=i64(2, -1, 0, -1)))
+    known = dict(places=i64(2, -1, 0, -1), cached_lens=i32(100_000, 100_000, 100_000, 0))
+    assert_equal(out, expected._replace(**known))
+    assert history.tokens[[4, 1, 6], [1, 2, 0]].tolist() == [5, 6, 7]
 
 
 def good_arguments():
@@ -248,19 +478,23 @@ def good_arguments():
         table_rows=i64(6, 0, 4),
         lengths=i32(80, 90, 100),
         slots=i64(1, 2, 3),
+        new_lens=i32(1, 0, 1),
         active=torch.tensor([True, False, True]),
         history=make_history(7, "cpu"),
         out=empty_requests(4, torch.device("cpu")),
     )
 
 
-@pytest.mark.parametrize("name", ["table_rows", "lengths", "slots", "active"])
+@pytest.mark.parametrize("name", ["table_rows", "lengths", "slots", "new_lens", "active"])
 def test_wrong_tensors_are_named(name):
     arguments = good_arguments()
     assert_refuses(gather_requests, arguments, name, arguments[name].dtype)
 
 
-@pytest.mark.parametrize("name", ["mode", "return_values", "entropy_threshold", "prompt_len", "seed"])
+COLUMNS = ("mode", "return_values", "entropy_threshold", "prompt_len", "seed", "value_stride", "faults")
+
+
+@pytest.mark.parametrize("name", COLUMNS)
 def test_wrong_columns_of_the_table_are_named(name):
     arguments = good_arguments()
 
@@ -287,8 +521,17 @@ def test_wrong_fields_are_named(owner, name):
         return gather_requests(**arguments | {owner: arguments[owner]._replace(**{name: field[f"{owner}.{name}"]})})
 
     field = getattr(arguments[owner], name)
-    rows = dict(any_rows=True) if (owner, name) == ("out", "tokens") else {}
-    assert_refuses(gather, {f"{owner}.{name}": field}, f"{owner}.{name}", field.dtype, **rows)
+    allowed = dict(any_rows=True) if (owner, name) == ("out", "tokens") else {}
+    if (owner, name) == ("history", "tokens"):
+        allowed = dict(any_columns=True, rows_apart=False)
+    assert_refuses(gather, {f"{owner}.{name}": field}, f"{owner}.{name}", field.dtype, **allowed)
+
+
+def test_a_history_without_room_for_tokens_is_named():
+    arguments = good_arguments()
+    history = arguments["history"]._replace(tokens=torch.zeros(7, 0, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"^history.tokens must be contiguous and have a column, got \[7, 0\]"):
+        gather_requests(**arguments | {"history": history})
 
 
 @pytest.mark.parametrize(
@@ -296,9 +539,13 @@ def test_wrong_fields_are_named(owner, name):
     [
         ("tokens", [5, 6, 7], TypeError, r"tokens must be a tensor int64 \[\*\], got list"),
         ("tokens", i32(5, 6, 7), ValueError, r"tokens must be int64 \[\*\], got int32 \[3\] on cpu"),
-        ("tokens", i64([5, 6, 7]), ValueError, r"tokens must be int64 \[\*\], got int64 \[1, 3\] on cpu"),
+        ("tokens", i32([5], [6], [7]), ValueError, r"tokens must be int64 \[\*, \*\], got int32 \[3, 1\] on cpu"),
+        ("tokens", i64([[5]]), ValueError, r"tokens must be int64 \[\*\], got int64 \[1, 1, 1\] on cpu"),
+        ("tokens", i64([5, 6, 7]), ValueError, r"new_lens must be int32 \[1\] on cpu, got int32 \[3\]"),
+        ("tokens", i64([], [], []).long(), ValueError, "tokens must have at least one column, got none"),
+        ("tokens", i64([5, 6, 7], [8, 9, 1]).T, ValueError, "tokens must be contiguous in its last dimension"),
         ("tokens", torch.arange(6)[::2], ValueError, "tokens must be contiguous in its last dimension"),
-        ("tokens", i64(5, 6), ValueError, r"table_rows must be int64 \[2\] on cpu, got int64 \[3\]"),
+        ("tokens", i64(5, 6), ValueError, r"new_lens must be int32 \[2\] on cpu, got int32 \[3\]"),
         ("table", {"mode": 1}, TypeError, "table must be a GuidanceTable, got dict"),
         ("history", (1, 2, 3), TypeError, "history must be a StepHistory, got tuple"),
         ("out", list(empty_requests(4, torch.device("cpu"))), TypeError, "out must be StepRequests, got list"),
@@ -313,3 +560,9 @@ def test_wrong_fields_are_named(owner, name):
 def test_errors_name_the_argument(name, value, error, message):
     with pytest.raises(error, match=f"^{message}"):
         gather_requests(**good_arguments() | {name: value})
+
+
+def test_several_tokens_need_their_number():
+    arguments = good_arguments() | {"tokens": i64([5], [6], [7]), "new_lens": None}
+    with pytest.raises(ValueError, match=r"^new_lens must say how many of the tokens \[B, N\] are new, got None"):
+        gather_requests(**arguments)

@@ -210,14 +210,14 @@ def test_reference_keeps_the_dtype_and_rounds_once(dtype, num_rows):
 
 
 def test_tiles_follow_from_rows_and_weight(monkeypatch):
-    """Of a step of Qwen2.5-1.5B with five candidates a request, nine rows each."""
+    """Of a step of Qwen2.5-1.5B with five candidates a request, six rows each."""
     layers = {"qkv": (2048, 1536, False), "o": (1536, 1536, False), "gate_up": (17_920, 1536, True)}
     layers["down"] = (1536, 8960, False)
 
     def tiles(requests, dtype=torch.bfloat16):
         found = []
         for columns, size, swiglu in layers.values():
-            tile = ops.choose_tile(9 * requests, columns, ops.num_splits(columns, size, swiglu), swiglu, dtype)
+            tile = ops.choose_tile(6 * requests, columns, ops.num_splits(columns, size, swiglu), swiglu, dtype)
             found.append((tile.block_m, tile.block_n))
         return found
 
@@ -286,6 +286,30 @@ def test_no_tile_changes_a_bit(device, small_limits, dot_in_order, use_tile, dty
         use_tile(tile)
         assert torch.equal(run(order), expected[order])
         assert torch.equal(run(everything[141:142]), expected[141:142])
+
+
+@pytest.mark.parametrize("variant", ["o and down", "all, e4m3"])
+def test_expected_rows_choose_the_tile_and_no_bit(device, small_limits, dot_in_order, monkeypatch, variant):
+    """Whatever the rows are; of those that nobody expects T are."""
+    tokens, count = 150, 37
+    inputs = make_inputs(tokens, 200, 320, torch.bfloat16, device=device, **(VARIANTS | E4M3)[variant])
+    asked, choose = [], ops.choose_tile
+    tiles = ops.TILES_E4M3 if "weight_scales" in inputs else ops.TILES
+    tiles = [tile for tile in tiles if tile.block_n >= 64 * (1 + inputs["swiglu"])]
+
+    def one_for_each(rows, *weight):
+        """A tile that ``rows`` decide, as the ones that are chosen for a weight so small do not."""
+        asked.append(rows)
+        assert choose(rows, *weight) in (*ops.TILES, *ops.TILES_E4M3)
+        return tiles[len(asked) % len(tiles)]
+
+    monkeypatch.setattr(ops, "choose_tile", one_for_each)
+    num_rows = number(count, device)
+    expected = ragged_linear(**inputs, num_rows=num_rows, backend="triton")[:count]
+    for rows in (0, 1, count, tokens, 10**6):
+        y = ragged_linear(**inputs, num_rows=num_rows, expected_rows=rows, backend="triton")
+        assert torch.equal(y[:count], expected)
+    assert asked == [tokens, 0, 1, count, tokens, 10**6]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,4 +1,4 @@
-"""``select_scored``: what is scored for whom, which last tokens are computed, and requests that do not exist."""
+"""``select_scored``: what is scored for whom, who has to wait, and requests that do not exist."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.helpers.cases import assert_right, cases
 from tests.helpers.wrong_tensors import assert_refuses
 
 BACKENDS = ["triton", "reference"]
-UNGUIDED, GUIDE, SINGLE, SKIP = (int(status) for status in Status)
+UNGUIDED, GUIDE, SINGLE, SKIP, NOT_DUE = (int(status) for status in Status)
 
 
 def i32(*values):
@@ -25,24 +25,37 @@ def make_candidates(token_ids, counts, status, device="cpu"):
     return Candidates(token_ids.to(device), no_probs, counts.to(device), status, no_probs[:, 0].contiguous())
 
 
-def make_requests(positions, guided, wants_length, device="cpu"):
-    """Requests of so many rows, of which the fields that do not matter are 1."""
-    requests = empty_requests(len(positions), device)
+def make_requests(positions, wants_length, due=None, device="cpu"):
+    """Requests of so many rows, of which the fields that do not matter are 1. Their table rows go down to 0."""
+    rows = len(positions)
+    requests = empty_requests(rows, device)
     for x in requests:
         x.fill_(1)
-    for name, values in (("positions", positions), ("guided", guided), ("wants_length", wants_length)):
-        getattr(requests, name).copy_(torch.tensor(values))
+    requests.positions.copy_(torch.tensor(positions))
+    requests.wants_length.copy_(torch.tensor(wants_length))
+    requests.table_rows.copy_(torch.arange(rows).flip(0))
+    if due is not None:
+        requests.due.copy_(torch.tensor(due))
     return requests
 
 
-def lists(candidates, requests, *, drawn=None, sample=False, score_all=False):
-    """What is scored, request by request."""
+def no_ends(rows, device="cpu"):
+    """End tokens of a table, all of them padding."""
+    return torch.full((rows, 3), -2, dtype=torch.int32, device=device)
+
+
+def lists(candidates, requests, eos_token_ids, *, drawn=None, sample=False, score_all=False):
+    """(what is scored, the status), request by request."""
     b, k = candidates.token_ids.shape
-    fields = {name: [] for name in ScoredCandidates._fields}
-    for i in range(len(requests.guided)):
-        found = ([-1] * k, 0, 0, 0, 0, False)
+    fields, statuses = {name: [] for name in ScoredCandidates._fields}, []
+    for i in range(len(requests.due)):
+        found = ([-1] * k, 0, 0, False)
         if i < b:
             ids, count, status = (x[i].tolist() for x in (candidates.token_ids, candidates.counts, candidates.status))
+            ends = set(eos_token_ids[requests.table_rows[i].item()].tolist())
+            if status == GUIDE and not requests.due[i].item() and not ends & set(ids[:count]):
+                status = NOT_DUE
+            statuses.append(status)
             wants_length, length = requests.wants_length[i].item(), requests.positions[i].item() + 1
             scored = count if status == GUIDE or score_all else 0
             next_token = -1 if drawn is None else drawn[i].item()
@@ -51,12 +64,12 @@ def lists(candidates, requests, *, drawn=None, sample=False, score_all=False):
             alone = wants_length and status != GUIDE and next_token >= 0
             if alone:
                 ids, scored = [next_token, *ids[1:]], 1
-            delta = requests.guided[i].item() or wants_length
-            found = (ids, scored, length, int(delta), length - int(delta), alone)
+            found = (ids, scored, length, alone)
         for name, value in zip(fields, found, strict=True):
             fields[name].append(value)
     dtypes = [x.dtype for x in empty_scored(0, k, torch.device("cpu"))]
-    return ScoredCandidates(*(torch.tensor(x, dtype=dtype) for x, dtype in zip(fields.values(), dtypes, strict=True)))
+    scored = (torch.tensor(x, dtype=dtype) for x, dtype in zip(fields.values(), dtypes, strict=True))
+    return ScoredCandidates(*scored), torch.tensor(statuses, dtype=torch.int8)
 
 
 def assert_equal(actual, expected):
@@ -74,31 +87,46 @@ def test_reference_matches_lists(case):
     arguments = inputs(case, torch.device("cpu")).arguments
     step, out = (arguments.pop(name, None) for name in ("step", "out"))
     counted = None if step is None else step.clone()
+    expected, status = lists(**arguments)
     found = select_scored(**arguments, out=out, step=counted, backend="reference")
-    assert_equal(found, lists(**arguments))
+    assert_equal(found, expected)
+    assert torch.equal(arguments["candidates"].status, status)
     assert out is None or found is out
     assert step is None or counted.item() == step.item() + 1
 
 
 # One request of each status, each with two candidates but the single one; all want lengths.
-IDS, COUNTS, STATUS = i32([5, 6], [7, 8], [0, -1], [9, 4]), i32(2, 2, 1, 2), [UNGUIDED, GUIDE, SINGLE, SKIP]
+IDS, COUNTS = i32([5, 6], [7, 8], [0, -1], [9, 4], [2, 3]), i32(2, 2, 1, 2, 2)
+STATUS = [UNGUIDED, GUIDE, SINGLE, SKIP, GUIDE]
+DUE = [False, True, False, False, False]  # the last one's status becomes NOT_DUE
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("options", "token_ids", "counts", "alone"),
     [
-        ({}, IDS.tolist(), [0, 2, 0, 0], [0, 0, 0, 0]),
-        ({"score_all": True}, IDS.tolist(), [2, 2, 1, 2], [0, 0, 0, 0]),
-        ({"sample": True}, IDS.tolist(), [0, 2, 1, 0], [0, 0, 1, 0]),  # the single candidate, token 0
-        ({"drawn": [3, 3, 3, 3]}, [[3, 6], [7, 8], [3, -1], [3, 4]], [1, 2, 1, 1], [1, 0, 1, 1]),
-        ({"drawn": [0, 0, -1, -2]}, [[0, 6], *IDS.tolist()[1:]], [1, 2, 0, 0], [1, 0, 0, 0]),
-        ({"drawn": [-1, 3, 3, -1], "sample": True}, IDS.tolist(), [0, 2, 1, 0], [0, 0, 1, 0]),
+        ({}, IDS.tolist(), [0, 2, 0, 0, 0], [0, 0, 0, 0, 0]),
+        ({"score_all": True}, IDS.tolist(), [2, 2, 1, 2, 2], [0, 0, 0, 0, 0]),
+        ({"sample": True}, IDS.tolist(), [0, 2, 1, 0, 0], [0, 0, 1, 0, 0]),  # the single candidate, token 0
         (
-            {"drawn": [3, -1, -1, 3], "score_all": True},
-            [[3, 6], [7, 8], [0, -1], [3, 4]],
-            [1, 2, 1, 1],
-            [1, 0, 0, 1],
+            {"drawn": [3, 3, 3, 3, 3]},
+            [[3, 6], [7, 8], [3, -1], [3, 4], [3, 3]],
+            [1, 2, 1, 1, 1],
+            [1, 0, 1, 1, 1],
+        ),
+        ({"drawn": [0, 0, -1, -2, -1]}, [[0, 6], *IDS.tolist()[1:]], [1, 2, 0, 0, 0], [1, 0, 0, 0, 0]),
+        ({"drawn": [-1, 3, 3, -1, -1], "sample": True}, IDS.tolist(), [0, 2, 1, 0, 0], [0, 0, 1, 0, 0]),
+        (
+            {"drawn": [3, -1, -1, 3, 0], "score_all": True},
+            [[3, 6], [7, 8], [0, -1], [3, 4], [0, 3]],
+            [1, 2, 1, 1, 1],
+            [1, 0, 0, 1, 1],
+        ),
+        (
+            {"drawn": [-1, -1, -1, -1, 7], "score_all": True},
+            [*IDS.tolist()[:4], [7, 3]],
+            [2, 2, 1, 2, 1],
+            [0, 0, 0, 0, 1],
         ),
     ],
 )
@@ -107,46 +135,85 @@ def test_what_is_scored_of_each_status(device, backend, options, token_ids, coun
     if "drawn" in options:
         options["drawn"] = i32(*options["drawn"]).to(device)
     candidates = make_candidates(IDS, COUNTS, STATUS, device)
-    requests = make_requests([4, 5, 6, 7], [False, True, True, True], [True] * 4, device)
-    scored = select_scored(candidates, requests, **options, backend=backend)
+    requests = make_requests([4, 5, 6, 7, 8], [True] * 5, DUE, device)
+    # Row 3 is that of the request that is due, which does not need its end tokens.
+    ends = i32([-2, -2], [4, 9], [0, -2], [-2, -2], [6, 5]).to(device)
+    scored = select_scored(candidates, requests, ends, **options, backend=backend)
     assert scored.token_ids.tolist() == token_ids
     assert scored.counts.tolist() == counts
     assert scored.alone.int().tolist() == alone
-    assert scored.positions.tolist() == [5, 6, 7, 8]
+    assert scored.positions.tolist() == [5, 6, 7, 8, 9]
+    assert candidates.status.tolist() == [UNGUIDED, GUIDE, SINGLE, SKIP, NOT_DUE]
     # Who wants no length has no token scored alone.
     requests.wants_length.fill_(False)
-    scored = select_scored(candidates, requests, **options, backend=backend)
+    scored = select_scored(candidates, requests, ends, **options, backend=backend)
     assert not scored.alone.any()
     assert scored.token_ids.tolist() == IDS.tolist()
-    assert scored.counts.tolist() == (COUNTS.tolist() if options.get("score_all") else [0, 2, 0, 0])
+    assert scored.counts.tolist() == (COUNTS.tolist() if options.get("score_all") else [0, 2, 0, 0, 0])
+    assert candidates.status.tolist() == [UNGUIDED, GUIDE, SINGLE, SKIP, NOT_DUE]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_last_tokens_are_computed_where_somebody_needs_them(device, backend):
-    """The requests: nobody's, guided, of lengths, both."""
-    b = 4
-    candidates = make_candidates(torch.full((b, 1), 3, dtype=torch.int32), i32(*[1] * b), [GUIDE] * b, device)
-    guided, wants_length = [False, True, False, True], [False, False, True, True]
-    requests = make_requests([10, 0, 20, 100_000], guided, wants_length, device)
-    scored = select_scored(candidates, requests, backend=backend)
-    assert scored.delta_lens.tolist() == [0, 1, 1, 1]
-    assert scored.positions.tolist() == [11, 1, 21, 100_001]
-    assert scored.cached_lens.tolist() == [11, 0, 20, 100_000]
+@pytest.mark.parametrize("turn", range(4))
+def test_candidates_that_end_a_request_make_it_due(device, backend, turn):
+    """None of the requests is due. In any order, which takes end tokens of a table whose rows are apart."""
+    ids, counts, rows, status, expected = zip(
+        ([1, 2, 3, 4], 4, 5, GUIDE, GUIDE),  # its first end token, in the last column
+        ([30, 31, 32, 33], 3, 2, GUIDE, GUIDE),  # its last one
+        ([30, 31, 33, 32], 2, 6, GUIDE, NOT_DUE),  # 33 is beyond those that count
+        ([8, 9, 33, 4], 4, 1, GUIDE, NOT_DUE),  # those are of others
+        ([40, 41, -2, -1], 2, 3, GUIDE, NOT_DUE),  # -2 is padding
+        ([-2, 41, 42, 43], 4, 3, GUIDE, NOT_DUE),  # -2 is padding, wherever it is
+        ([33, 4, 7, 9], 0, 2, GUIDE, NOT_DUE),
+        ([1, 2, 3, 4], 4, 5, SKIP, SKIP),
+        ([1, 2, 3, 9], 4, 5, SKIP, SKIP),
+        ([9, -1, -1, -1], 1, 1, SINGLE, SINGLE),
+        ([7, 4, 5, 6], 4, 1, UNGUIDED, UNGUIDED),
+        ([70, 5, 60, 61], 4, 0, GUIDE, GUIDE),
+        strict=True,
+    )
+    table = [[5, -2, 70], [7, -2, -2], [11, 12, 32], [-2, -2, -2], [1, 2, 3], [4, -2, -2], [33, -2, -2], [8, 9, 4]]
+    memory = torch.full((8, 5), 9, dtype=torch.int32)
+    memory[:, 1:4] = i32(*table)
+    order = torch.arange(12).roll(5 * turn)
+    candidates = make_candidates(i32(*ids)[order], i32(*counts)[order], torch.tensor(status)[order].tolist(), device)
+    requests = make_requests([3] * 12, [False] * 12, [False] * 12, device)
+    requests.table_rows.copy_(torch.tensor(rows)[order])
+    scored = select_scored(candidates, requests, memory.to(device)[:, 1:4], backend=backend)
+    wanted = torch.tensor(expected)[order]
+    assert candidates.status.tolist() == wanted.tolist()
+    assert scored.counts.tolist() == torch.where(wanted == GUIDE, i32(*counts)[order], 0).tolist()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("waiting", [0, 31, 32, 40, 69])
+def test_one_request_of_many_waits(device, backend, waiting):
+    """In whichever program it is, all others being due or of another status."""
+    status = [GUIDE if i % 3 == 0 or i == waiting else i % 3 for i in range(70)]
+    candidates = make_candidates(torch.arange(140).int().view(70, 2), i32(*[2] * 70), status, device)
+    due = [i != waiting and i % 3 == 0 for i in range(70)]
+    ends = torch.arange(138, -1, -2, dtype=torch.int32)[:, None].to(device)  # of each its first candidate
+    requests = make_requests(list(range(70)), [False] * 70, due, device)
+    ends[requests.table_rows[waiting]] = 200
+    scored = select_scored(candidates, requests, ends, backend=backend)
+    status[waiting] = NOT_DUE
+    assert candidates.status.tolist() == status
+    assert scored.counts.tolist() == [2 * (x == GUIDE) for x in status]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_requests_that_do_not_exist_have_nothing_to_score(device, backend):
     """Whatever their rows of ``requests`` and of the result hold, in the same program and in one of their own."""
     candidates = make_candidates(i32([5, 6, -1, -1]), i32(2), [GUIDE], device)
-    requests = make_requests([4] * 70, [True] * 70, [True] * 70, device)
+    requests = make_requests([4] * 70, [True] * 70, device=device)
     out = empty_scored(70, 4, torch.device(device))
     for x in out:
         x.fill_(9)
     options = dict(drawn=i32(8).to(device), sample=True, score_all=True)
-    found = select_scored(candidates, requests, **options, out=out, backend=backend)
+    found = select_scored(candidates, requests, no_ends(70, device), **options, out=out, backend=backend)
     assert found is out
     assert found.token_ids.tolist() == [[5, 6, -1, -1]] + [[-1] * 4] * 69
-    for x, first in ((out.counts, 2), (out.positions, 5), (out.delta_lens, 1), (out.cached_lens, 4), (out.alone, 0)):
+    for x, first in ((out.counts, 2), (out.positions, 5), (out.alone, 0)):
         assert x.tolist() == [first] + [0] * 69
 
 
@@ -154,7 +221,8 @@ def test_requests_that_do_not_exist_have_nothing_to_score(device, backend):
 @pytest.mark.parametrize("rows", [0, 70])
 def test_no_requests(device, backend, rows):
     candidates = make_candidates(torch.zeros(0, 8, dtype=torch.int32), i32(), [], device)
-    scored = select_scored(candidates, make_requests([3] * rows, [True] * rows, [True] * rows, device), backend=backend)
+    requests = make_requests([3] * rows, [True] * rows, [False] * rows, device)
+    scored = select_scored(candidates, requests, no_ends(rows, device), backend=backend)
     assert scored.token_ids.tolist() == [[-1] * 8] * rows
     assert all(not x.any() for x in scored[1:])
 
@@ -166,8 +234,8 @@ def test_a_step_is_counted_once(device, backend, requests):
     candidates = Candidates(*(x.to(device) for x in candidates))
     step = torch.tensor([2**32 - 1], device=device)
     for number in (2**32, 2**32 + 1):
-        flags = [True] * requests
-        select_scored(candidates, make_requests(flags, flags, flags, device), step=step, backend=backend)
+        rows = make_requests([True] * requests, [True] * requests, device=device)
+        select_scored(candidates, rows, no_ends(requests, device), step=step, backend=backend)
         assert step.item() == number
 
 
@@ -176,32 +244,41 @@ def test_a_step_is_counted_once(device, backend, requests):
 def test_every_number_of_columns(device, backend, columns):
     b = 35
     ids = torch.randperm(b * columns, generator=torch.Generator().manual_seed(0)).int().view(b, columns)
-    status = [i % 4 for i in range(b)]
+    status = [i % 5 for i in range(b)]
     candidates = make_candidates(ids, torch.arange(b, dtype=torch.int32) % (columns + 1), status, device)
-    requests = make_requests(list(range(b)), [i % 3 == 0 for i in range(b)], [i % 5 < 3 for i in range(b)], device)
+    requests = make_requests(list(range(b)), [i % 5 < 3 for i in range(b)], [i % 3 == 0 for i in range(b)], device)
     drawn = (torch.arange(b, dtype=torch.int32) - 3).to(device)
-    scored = select_scored(candidates, requests, drawn=drawn, sample=True, backend=backend)
-    expected = lists(
-        Candidates(*(x.cpu() for x in candidates)), requests._make(x.cpu() for x in requests), drawn=drawn, sample=True
-    )
+    # The last column's token is one of the end tokens of every other request.
+    ends = torch.stack([torch.full((b,), -2), torch.where(torch.arange(b) % 2 == 0, ids[:, -1], -2)], 1).int()
+    ends = ends.flip(0).to(device)
+    on_cpu = Candidates(*(x.to("cpu", copy=True) for x in candidates)), requests._make(x.cpu() for x in requests)
+    expected, expected_status = lists(*on_cpu, ends, drawn=drawn, sample=True)
+    scored = select_scored(candidates, requests, ends, drawn=drawn, sample=True, backend=backend)
     assert_equal(scored, expected)
+    assert torch.equal(candidates.status.cpu(), expected_status)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_request_is_the_same_in_every_batch(device, backend):
     b, generator = 40, torch.Generator().manual_seed(0)
-    flags = torch.rand(2, b, generator=generator) < 0.5
-    status = torch.randint(0, 4, (b,), generator=generator).tolist()
+    wants_length, due = torch.rand(2, b, generator=generator) < 0.5
+    status = torch.randint(0, 5, (b,), generator=generator).tolist()
     ids = torch.randint(0, 99, (b, 4), generator=generator, dtype=torch.int32)
     candidates = make_candidates(ids, torch.randint(0, 5, (b,), generator=generator, dtype=torch.int32), status, device)
-    requests = make_requests(torch.randint(0, 99, (b,), generator=generator).tolist(), *flags.tolist(), device)
+    positions = torch.randint(0, 99, (b,), generator=generator).tolist()
+    requests = make_requests(positions, wants_length.tolist(), due.tolist(), device)
+    requests.table_rows.copy_(torch.randperm(50, generator=generator)[:b])
+    ends = torch.randint(0, 99, (50, 8), generator=generator, dtype=torch.int32).to(device)
     drawn = torch.randint(-1, 9, (b,), generator=generator, dtype=torch.int32).to(device)
 
     def select(chosen):
         rows = candidates._make(x[chosen] for x in candidates), requests._make(x[chosen] for x in requests)
-        return select_scored(*rows, drawn=drawn[chosen], sample=True, backend=backend)
+        scored = select_scored(*rows, ends, drawn=drawn[chosen], sample=True, backend=backend)
+        return [*scored, rows[0].status]
 
     together = select(torch.arange(b, device=device))
+    now = together[-1][(candidates.status == GUIDE) & ~requests.due]
+    assert (now == GUIDE).any() and (now == NOT_DUE).any()
     for chosen in (torch.randperm(b, generator=generator), torch.tensor([0]), torch.tensor([39, 7])):
         for x, wanted in zip(select(chosen.to(device)), together, strict=True):
             assert torch.equal(x, wanted[chosen.to(device)])
@@ -210,28 +287,32 @@ def test_a_request_is_the_same_in_every_batch(device, backend):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_replays_in_a_cuda_graph(device):
     candidates = make_candidates(IDS, COUNTS, STATUS, device)
-    requests = make_requests([4, 5, 6, 7], [True] * 4, [True] * 4, device)
-    drawn, step = i32(3, -1, -1, 3).to(device), torch.ones(1, dtype=torch.int64, device=device)
-    options = dict(drawn=drawn, step=step, sample=True, out=empty_scored(4, 2, device))
-    select_scored(candidates, requests, **options)
+    requests = make_requests([4, 5, 6, 7, 8], [True] * 5, [True] * 5, device)
+    drawn, step = i32(3, -1, -1, 3, -1).to(device), torch.ones(1, dtype=torch.int64, device=device)
+    options = dict(drawn=drawn, step=step, sample=True, out=empty_scored(5, 2, device))
+    ends = no_ends(5, device)
+    select_scored(candidates, requests, ends, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        scored = select_scored(candidates, requests, **options)
+        scored = select_scored(candidates, requests, ends, **options)
     drawn.fill_(-1)
-    candidates.counts.copy_(i32(1, 1, 1, 1))
+    candidates.counts.copy_(i32(1, 1, 1, 1, 1))
+    requests.due[4] = False
     before = step.item()
     graph.replay()
-    assert scored.counts.tolist() == [0, 1, 1, 0] and scored.alone.tolist() == [False, False, True, False]
+    assert scored.counts.tolist() == [0, 1, 1, 0, 0] and scored.alone.tolist() == [False, False, True, False, False]
+    assert candidates.status.tolist() == [UNGUIDED, GUIDE, SINGLE, SKIP, NOT_DUE]
     assert step.item() == before + 1
 
 
 def good_arguments():
     return dict(
         candidates=make_candidates(IDS, COUNTS, STATUS),
-        requests=make_requests([4] * 5, [True] * 5, [True] * 5),
-        drawn=i32(1, 2, 3, 4),
+        requests=make_requests([4] * 6, [True] * 6),
+        eos_token_ids=no_ends(6),
+        drawn=i32(1, 2, 3, 4, 5),
         step=torch.tensor([7]),
-        out=empty_scored(5, 2, torch.device("cpu")),
+        out=empty_scored(6, 2, torch.device("cpu")),
     )
 
 
@@ -241,11 +322,16 @@ def test_wrong_tensors_are_named(name):
     assert_refuses(select_scored, arguments, name, arguments[name].dtype)
 
 
+def test_wrong_end_tokens_are_named():
+    arguments, name = good_arguments(), "eos_token_ids"
+    assert_refuses(select_scored, arguments, name, torch.int32, any_rows=True, any_columns=True)
+
+
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
         *(("candidates", name) for name in ("counts", "status")),
-        *(("requests", name) for name in ("positions", "guided", "wants_length")),
+        *(("requests", name) for name in ("positions", "table_rows", "wants_length", "due")),
         *(("out", name) for name in ScoredCandidates._fields),
     ],
 )
@@ -256,7 +342,7 @@ def test_wrong_fields_are_named(owner, name):
         return select_scored(**arguments | {owner: arguments[owner]._replace(**{name: field[f"{owner}.{name}"]})})
 
     field = getattr(arguments[owner], name)
-    allowed = dict(any_rows=True) if name == "guided" else {}
+    allowed = dict(any_rows=True) if name == "due" else {}
     if (owner, name) == ("out", "token_ids"):
         allowed = dict(rows_apart=False)
     assert_refuses(select, {f"{owner}.{name}": field}, f"{owner}.{name}", field.dtype, **allowed)
@@ -271,9 +357,9 @@ def candidates_with(token_ids):
     [
         ("candidates", tuple(make_candidates(IDS, COUNTS, STATUS)), TypeError, "candidates must be the .*, got tuple"),
         ("requests", [1, 2], TypeError, "requests must be the StepRequests of gather_requests, got list"),
-        ("requests", make_requests([4] * 3, [True] * 3, [True] * 3), ValueError, "requests must have a row .*, got 3"),
-        ("out", tuple(empty_scored(5, 2, torch.device("cpu"))), TypeError, "out must be ScoredCandidates, got tuple"),
-        ("out", empty_scored(4, 2, torch.device("cpu")), ValueError, r"out.token_ids must be int32 \[5, 2\] on cpu"),
+        ("requests", make_requests([4] * 3, [True] * 3), ValueError, "requests must have a row .*, got 3"),
+        ("out", tuple(empty_scored(6, 2, torch.device("cpu"))), TypeError, "out must be ScoredCandidates, got tuple"),
+        ("out", empty_scored(5, 2, torch.device("cpu")), ValueError, r"out.token_ids must be int32 \[6, 2\] on cpu"),
         ("candidates", candidates_with(IDS.tolist()), TypeError, "candidates.token_ids must be a tensor .*, got list"),
         ("candidates", candidates_with(IDS.long()), ValueError, r"candidates.token_ids must be int32 .*, got int64"),
         (
@@ -289,7 +375,7 @@ def candidates_with(token_ids):
             ValueError,
             "candidates.token_ids must be contiguous, got strides",
         ),
-        ("candidates", candidates_with(IDS[:3]), ValueError, r"candidates.counts must be int32 \[3\] on cpu, got .*4"),
+        ("candidates", candidates_with(IDS[:3]), ValueError, r"candidates.counts must be int32 \[3\] on cpu, got .*5"),
         ("backend", "cuda", ValueError, "backend must be one of auto, triton, reference, got 'cuda'"),
     ],
 )

@@ -175,7 +175,7 @@ def test_winners_are_not_computed_again(models, monkeypatch):
     guidance = [GUIDANCE[0]] * 4
     both = []
     for commit_winners in (True, False):
-        engine = Engine(*make_step(models.value, commit_winners=commit_winners))
+        engine = Engine(*make_step(models.value, max_delta=1, commit_winners=commit_winners))
         with monkeypatch.context() as patch:
             deltas = deltas_of_steps(models.value, patch)
             sequences, outputs = run_requests(engine, PROMPTS, guidance, 6)
@@ -312,7 +312,8 @@ def test_remaining_lengths(models, monkeypatch, commit_winners):
         wants | GUIDANCE[0] | {"entropy_threshold": 100.0},  # always skipped
         GUIDANCE[0],
     ]
-    engine = Engine(*make_step(models.value, commit_winners=commit_winners)).start(range(4), PROMPTS, guidance, room=8)
+    engine = Engine(*make_step(models.value, max_delta=1, commit_winners=commit_winners))
+    engine.start(range(4), PROMPTS, guidance, room=8)
     sequences, seen, recomputed = [list(tokens) for tokens in PROMPTS], set(), []
     deltas = deltas_of_steps(models.value, monkeypatch)
 
@@ -437,7 +438,7 @@ def test_token_0_is_a_token(models, monkeypatch, commit_winners):
     wants = {"return_values": True, "gamma": 0.9}
     guidance = [wants, wants | {"target_length": 1, "op": "le"}, wants | {"target_length": 1000, "op": "ge"}, wants]
     rows, drawn = [6, 1, 4, 3], torch.tensor([0, 7, 7, 0])
-    engine = Engine(*make_step(models.value, commit_winners=commit_winners))
+    engine = Engine(*make_step(models.value, max_delta=1, commit_winners=commit_winners))
     for row, tokens, g in zip(rows, PROMPTS, guidance, strict=True):
         engine.admit(row, [*tokens, 0], g, prompt_len=len(tokens), eos={0} if row == 1 else {EOS})
     engine.prefill(rows, PROMPTS)
@@ -625,7 +626,7 @@ def test_flush_leaves_nothing_to_write(models):
     step.remove_request(3)
     with Operators() as seen:
         step.flush()
-    assert sorted(seen.writes) == ["aten::index_copy_", "aten::index_fill_", "aten::index_fill_"]
+    assert sorted(seen.writes) == ["aten::index_copy_", *["aten::index_fill_"] * 3]
     assert not step.table.guided.any()
 
 
@@ -686,9 +687,13 @@ def test_working_bytes_of_a_step_by_hand(models):
     sizes = dict(requests=3, vocab_size=VOCAB)
     counters = 4 * 3 * 2 * 2
     step = 27 * token + 3 * row + counters
-    assert working_bytes(models.value, max_len=512, max_candidates=8, **sizes) == step + 32 * (1 + 3)
+    ours = dict(max_candidates=8, max_delta=1)
+    assert working_bytes(models.value, max_len=512, **ours, **sizes) == step + 32 * (1 + 3)
     split = 4 * 3 * 27 * 4 * 13
-    assert working_bytes(models.value, max_len=1153, max_candidates=8, **sizes) == step + 32 * (1 + 3 * 3) + split
+    assert working_bytes(models.value, max_len=1153, **ours, **sizes) == step + 32 * (1 + 3 * 3) + split
+    # 16 tokens a request beside its candidates, of which a tile of queries takes 32.
+    step += 45 * token
+    assert working_bytes(models.value, max_len=512, max_candidates=8, **sizes) == step + 32 * (1 + 72 // 32 + 3)
     row = VOCAB // 16 + 64
     extend = 50 * token + 3 * row + counters + 32 * (1 + 50 // 32 + 3)
     assert working_bytes(models.value, max_len=512, tokens=50, **sizes) == extend

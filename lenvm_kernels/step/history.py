@@ -19,7 +19,10 @@ class History:
     """
 
     def __init__(self, table_rows: int, max_delta: int, device: torch.device) -> None:
-        self.columns: StepHistory = empty_history(table_rows, max_delta, device)
+        self._lens = torch.zeros(2, table_rows, dtype=torch.int32, device=device)  # together: one operator forgets both
+        told_lens, cached_lens = self._lens
+        columns = empty_history(table_rows, max_delta, device)
+        self.columns: StepHistory = columns._replace(told_lens=told_lens, cached_lens=cached_lens)
         self._forgotten: set[int] = set()
 
     def forget(self, table_row: int) -> None:
@@ -29,14 +32,12 @@ class History:
     def flush(self) -> None:
         """Forget on the device what :meth:`forget` named."""
         if self._forgotten:
-            rows, (_, steps, _, _, told_lens, cached_lens) = torch.tensor(list(self._forgotten)), self.columns
+            rows, steps = torch.tensor(list(self._forgotten)), self.columns.steps
             rows = (rows.pin_memory() if steps.is_cuda else rows).to(steps.device, non_blocking=True)
             steps.index_fill_(0, rows, -1)
-            told_lens.index_fill_(0, rows, 0)
-            cached_lens.index_fill_(0, rows, 0)
+            self._lens.index_fill_(1, rows, 0)
             self._forgotten.clear()
 
     def extend(self, table_rows: torch.Tensor, lens: torch.Tensor) -> None:
         """The first ``lens [B]`` tokens of the requests in ``table_rows [B]`` are cached; no fewer than were before."""
-        for known in (self.columns.told_lens, self.columns.cached_lens):
-            known[table_rows] = torch.maximum(known[table_rows], lens)
+        self._lens[:, table_rows] = torch.maximum(self._lens[:, table_rows], lens)

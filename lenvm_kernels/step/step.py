@@ -259,7 +259,7 @@ class GuidedStep:
             table_rows: int32 or int64 ``[B]``; the requests' rows of the slot table.
             starts: int32 ``[B]``; the first token of each request in ``tokens``.
             lens: int32 ``[B]``; how many are to be kept, 0 or more.
-            cached_lens: int32 ``[B]``; tokens of each request that were kept before.
+            cached_lens: int32 ``[B]``; tokens of each request that were kept before, by whoever had its slots.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what is accepted.
