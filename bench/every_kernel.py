@@ -52,6 +52,8 @@ def run(device: str) -> list[torch.Tensor]:
 
     lens, cached = int32([5, 3, 40]), int32([CACHED - 5, 0, 0])
     starts = lens.cumsum(0, dtype=torch.int32) - lens
+    nothing = torch.empty(0, dtype=torch.int64, device=device)  # what the cache holds are tokens of these requests too
+    decode.step.extend(nothing, nothing, decode.rows, 0 * lens, 0 * lens, 0 * lens + CACHED)
     row_of = decode.rows.repeat_interleave(lens)
     position = torch.arange(len(row_of), dtype=torch.int32, device=device) + (cached - starts)[row_of]
     prompt = torch.randint(vocab, (len(row_of),), device=device)

@@ -12,9 +12,10 @@ import torch
 from bench.models import VOCAB, make_config
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops._common import E4M3
+from lenvm_kernels.ops.catch_up import catch_up
 from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.ops.embed_tokens import embed_tokens
-from lenvm_kernels.ops.gather_requests import empty_requests, gather_requests
+from lenvm_kernels.ops.gather_requests import empty_history, empty_requests, gather_requests
 from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
@@ -25,7 +26,7 @@ from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.ops.value_head import num_counters, value_head
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.step import GuidedStep
-from lenvm_kernels.types import Candidates, StepHistory
+from lenvm_kernels.types import Candidates
 from lenvm_kernels.value_model import ValueModel
 
 VALUE_MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-1.7B")
@@ -78,6 +79,7 @@ def operator_calls() -> Iterator[Call]:
         _commit_winner,
         _gather_requests,
         _select_scored,
+        _catch_up,
         _embed_tokens,
         _ragged_linear,
         _smallest,
@@ -233,19 +235,31 @@ def _gather_requests() -> Iterator[Call]:
     numbers = i64(rows)
     call = partial(gather_requests, table, numbers, numbers, i32(rows), numbers, backend="triton")
     yield "gather_requests", call
-    history = StepHistory(numbers, numbers.clone(), i64(1))
+    history = empty_history(rows, 16, numbers.device)
     every_option = dict(active=i8(rows).bool(), history=history, out=empty_requests(rows, numbers.device))
     yield "gather_requests with every option", partial(call, **every_option)
+    several = partial(gather_requests, table, i64(rows, 4), numbers, i32(rows), numbers, backend="triton")
+    yield "gather_requests of several tokens", partial(several, new_lens=i32(rows), **every_option)
 
 
 def _select_scored() -> Iterator[Call]:
     rows = 64
     requests = empty_requests(rows, torch.device("cpu"))
     for slots in (8, 64):
-        call = partial(select_scored, _candidates(rows, slots), requests, backend="triton")
+        call = partial(select_scored, _candidates(rows, slots), requests, i32(rows, 8), backend="triton")
         yield f"select_scored K{slots}", call
         every_option = dict(drawn=i32(rows), sample=True, score_all=True, step=i64(1))
         yield f"select_scored K{slots} with every option", partial(call, **every_option)
+
+
+def _catch_up() -> Iterator[Call]:
+    rows = 64
+    requests = empty_requests(rows, torch.device("cpu"))
+    for held, page_size in ((1, 1), (5, 4), (16, 1), (16, 16), (64, 64)):
+        history, pages = empty_history(rows, held, torch.device("cpu")), i32(rows, MAX_LEN // page_size)
+        call = partial(catch_up, history, requests, i32(rows), pages, page_size=page_size, backend="triton")
+        yield f"catch_up M{held}, pages of {page_size}", call
+        yield f"catch_up M{held}, pages of {page_size}, with committed", partial(call, committed=i8(rows).bool())
 
 
 def _embed_tokens() -> Iterator[Call]:
@@ -331,10 +345,11 @@ def _smallest() -> Iterator[Call]:
         ),
     }
     long = i64(1)
-    requests, history = empty_requests(1, long.device), StepHistory(long, long.clone(), i64(1))
+    requests, history = empty_requests(1, long.device), empty_history(1, 1, long.device)
     calls |= {
         "gather_requests": partial(gather_requests, table.columns, long, long, index, long, history=history),
-        "select_scored": partial(select_scored, candidates, requests, drawn=index, step=long),
+        "select_scored": partial(select_scored, candidates, requests, i32(1, 1), drawn=index, step=long),
+        "catch_up": partial(catch_up, history, requests, index, i32(1, 1), committed=i8(1).bool()),
         "embed_tokens": partial(embed_tokens, long, long, number, one, num_rows=index),
     }
     for name, call in calls.items():

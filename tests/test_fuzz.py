@@ -17,7 +17,7 @@ from lenvm_kernels.fuzz.draws import Draws
 
 FAULTS = "tests.helpers.planted_faults"
 # Whose results are compared as they are.
-INTEGERS = ("gather_requests", "commit_winner", "select_scored", "ragged_layout", "sample_candidates")
+INTEGERS = ("gather_requests", "select_scored", "commit_winner", "catch_up", "ragged_layout", "sample_candidates")
 FLOATS = [name for name in OPERATORS if name not in INTEGERS]
 PLANTED = [
     *(("off", name) for name in OPERATORS),
@@ -218,6 +218,8 @@ def test_a_row_is_the_same_in_any_batch():
     ("name", "options", "indices"),
     [
         ("gather_requests", {}, lambda given: given.arguments["table_rows"]),
+        ("select_scored", {}, lambda given: given.arguments["requests"].table_rows),
+        ("catch_up", {}, lambda given: given.arguments["requests"].table_rows),
         ("embed_tokens", {}, lambda given: given.arguments["token_ids"]),
         ("reweight_scatter", {}, lambda given: given.table_rows),
         ("value_head", {"token_rows": "int64"}, lambda given: given.arguments["token_rows"]),

@@ -22,9 +22,10 @@ from lenvm_kernels.ops import ragged_linear as linear_op
 from lenvm_kernels.ops import value_head as value_head_op
 from lenvm_kernels.ops import value_tree_attention as attention_op
 from lenvm_kernels.ops._common import E4M3
+from lenvm_kernels.ops.catch_up import catch_up, empty_delta
 from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.ops.embed_tokens import embed_tokens
-from lenvm_kernels.ops.gather_requests import empty_requests, gather_requests
+from lenvm_kernels.ops.gather_requests import empty_history, empty_requests, gather_requests
 from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
@@ -36,7 +37,7 @@ from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep
-from lenvm_kernels.types import Candidates, ScoredCandidates, StepHistory, StepRequests
+from lenvm_kernels.types import Candidates, DeltaTokens, ScoredCandidates, StepRequests
 from lenvm_kernels.value_model import ValueModelConfig
 from tests.helpers.padded_step import PaddedStep
 from tests.helpers.races import check_races
@@ -421,42 +422,108 @@ def commit(layers, head_dim, dtype, cache_dtype):
     return [committed, k_cache, v_cache]
 
 
-@workload("_gather_requests_kernel", first=(3, 3, False), padded=(45, 70, True), all_there=(64, 64, True))
-def gather(rows, out_rows, has_history):
-    """Twice with history, the second time in another order."""
+@workload(
+    "_gather_requests_kernel",
+    first=(3, 3, 1, None),
+    padded=(45, 70, 1, 16),
+    all_there=(64, 64, 5, 3),
+    one_held=(40, 41, 3, 1),
+)
+def gather(rows, out_rows, new, held):
+    """Twice with history, the second time in another order. Some requests lack tokens, and lose their guidance."""
     generator = torch.Generator().manual_seed(rows)
     table = GuidanceTable(rows + 5, "cpu")
-    for column in (table.mode, table.return_values, table.prompt_len, table.seed):
+    for column in (table.mode, table.return_values, table.prompt_len, table.seed, table.value_stride):
         column.copy_(torch.randint(0, 2, (rows + 5,), generator=generator))
-    places, steps = torch.randint(0, 9, (2, rows + 5), generator=generator).unbind()
-    history = StepHistory(places.clone(), steps.clone(), torch.tensor([5])) if has_history else None
+    history, device = None, torch.device("cpu")
+    if held is not None:
+        history = empty_history(rows + 5, held, device)
+        history.step.fill_(5)
+        for column in (history.places, history.steps):
+            column.copy_(torch.randint(0, 9, (rows + 5,), generator=generator))
+        history.told_lens.copy_(torch.randint(0, 999, (rows + 5,), generator=generator))
+        history.cached_lens.copy_(history.told_lens - torch.arange(rows + 5) % (held + 2))
     results = []
-    for _ in range(1 + has_history):
-        out = StepRequests(*(torch.empty(out_rows + 3, dtype=x.dtype)[3:] for x in empty_requests(0, places.device)))
+    for _ in range(1 if history is None else 2):
+        out = StepRequests(*(torch.empty(out_rows + 3, dtype=x.dtype)[3:] for x in empty_requests(0, device)))
+        table_rows = torch.randperm(rows + 5, generator=generator)[:rows]
+        new_lens = torch.randint(0, new + 1, (rows,), generator=generator, dtype=torch.int32)
+        lengths = torch.randint(1, 999, (rows,), generator=generator, dtype=torch.int32)
+        if history is not None:  # the others have a gap
+            is_told = torch.arange(rows) % 5 != 2
+            lengths = torch.where(is_told, history.told_lens[table_rows] + new_lens, lengths)
+        tokens = torch.randint(0, 999, (rows, new), generator=generator)
         results += gather_requests(
             table,
-            torch.randint(0, 999, (rows,), generator=generator),
-            torch.randperm(rows + 5, generator=generator)[:rows],
-            torch.randint(1, 999, (rows,), generator=generator, dtype=torch.int32),
+            tokens[:, 0].contiguous() if history is None else padded(tokens, 2),
+            table_rows,
+            lengths,
             torch.randint(-1, 99, (rows,), generator=generator),
-            active=torch.rand(rows, generator=generator) < 0.8 if has_history else None,
+            new_lens=None if history is None else new_lens,
+            active=None if history is None else torch.rand(rows, generator=generator) < 0.8,
             history=history,
             padding_row=2,
             out=out,
             backend="triton",
-        )._replace(places=out.places if has_history else out.tokens)
-        if has_history:
+        )
+        if history is None:  # these are not written
+            results = [x for x in results if x is not out.places and x is not out.cached_lens]
+        else:
             history.step.add_(1)
-    return results + ([] if history is None else [*history])
+    if history is not None:
+        results += history
+        assert table.faults.any()
+    return [*results, table.faults]
+
+
+@workload(
+    "_catch_up_kernel",
+    one=(1, 1, 1, 1, False),
+    some=(45, 5, 1, 4, True),
+    padded=(33, 16, 40, 16, True),
+)
+def catch_up_requests(rows, held, padding, page_size, has_committed):
+    """Requests with nothing, some and too many tokens missing, in no order in the tables; some do not exist."""
+    generator = torch.Generator().manual_seed(rows)
+    device, table_size, total = torch.device("cpu"), rows + 4, rows + padding
+    draw = lambda low, high: torch.randint(low, high, (rows,), generator=generator, dtype=torch.int32)  # noqa: E731
+    requests, history = empty_requests(total, device), empty_history(table_size, held, device)
+    for x in requests:
+        x.zero_()
+    requests.positions.fill_(-1)
+    requests.table_rows.fill_(table_size - 1)
+    requests.positions[:rows] = draw(0, 70)
+    requests.table_rows[:rows] = torch.randperm(table_size - 1, generator=generator)[:rows]
+    requests.guided[:rows] = draw(0, 4) > 0
+    requests.wants_length[:rows] = draw(0, 2) > 0
+    requests.cached_lens[:rows] = (requests.positions[:rows] + 1 - draw(-1, held + 1)).clamp(min=0)
+    history.tokens.copy_(torch.randint(0, 999, history.tokens.shape, generator=generator))
+    pages = torch.randint(0, 99, (table_size - 1, 70), generator=generator, dtype=torch.int32)
+    counts, committed = i32([0] * total), torch.zeros(total, dtype=torch.bool)
+    counts[:rows], committed[:rows] = draw(0, 2), draw(0, 2) > 0
+    out = empty_delta(total + 3, held, device)
+    delta = catch_up(
+        history,
+        requests,
+        counts,
+        padded(pages, 5),
+        committed=committed if has_committed else None,
+        page_size=page_size,
+        out=DeltaTokens(*(x[3:] for x in out)),
+        backend="triton",
+    )
+    return [*delta, history.cached_lens]
 
 
 @workload("_select_scored_kernel", one=(1, 1, 1, False), padded=(45, 70, 8, True), wide=(33, 33, 64, True))
 def select(rows, out_rows, k, has_options):
     generator = torch.Generator().manual_seed(rows)
     requests = empty_requests(out_rows, torch.device("cpu"))
-    for x in (requests.guided, requests.wants_length):  # those of requests that do not exist are not written
+    for x in (requests.due, requests.wants_length):  # those of requests that do not exist are not written
         x[:rows] = torch.rand(rows, generator=generator) < 0.5
     requests.positions[:rows] = torch.arange(rows, dtype=torch.int32) * 3
+    requests.table_rows[:rows] = torch.randperm(rows + 2, generator=generator)[:rows]
+    eos_token_ids = padded(torch.randint(-2, 99, (rows + 2, 3), generator=generator, dtype=torch.int32), 2)
     step = torch.ones(1, dtype=torch.int64)
     out = empty_scored(out_rows + 3, k, torch.device("cpu"))
     options = dict(
@@ -467,7 +534,8 @@ def select(rows, out_rows, k, has_options):
         out=ScoredCandidates(*(x[3:] for x in out)),
     )
     candidates = candidates_of(rows, k, 99, generator)
-    return [*select_scored(candidates, requests, **(options if has_options else {}), backend="triton"), step]
+    scored = select_scored(candidates, requests, eos_token_ids, **(options if has_options else {}), backend="triton")
+    return [*scored, candidates.status, step]
 
 
 @workload(
@@ -488,6 +556,7 @@ def embed(tokens, live, size, half, row_padding, dtype):
 
 
 STEP_KERNELS = (
+    "_catch_up_kernel",
     "_commit_winner_kernel",
     "_embed_tokens_kernel",
     "_filter_kernel",

@@ -290,26 +290,24 @@ def test_no_tile_changes_a_bit(device, small_limits, dot_in_order, use_tile, dty
 
 @pytest.mark.parametrize("variant", ["o and down", "all, e4m3"])
 def test_expected_rows_choose_the_tile_and_no_bit(device, small_limits, dot_in_order, monkeypatch, variant):
-    """Whatever the rows are; of those that nobody expects T are."""
-    tokens, count = 150, 37
-    inputs = make_inputs(tokens, 200, 320, torch.bfloat16, device=device, **(VARIANTS | E4M3)[variant])
-    asked, choose = [], ops.choose_tile
+    """However many rows there are. Where nobody says what to expect, it is all T of them."""
+    tokens, count = 70, 37
+    inputs = make_inputs(tokens, 100, 160, torch.bfloat16, device=device, **(VARIANTS | E4M3)[variant])
     tiles = ops.TILES_E4M3 if "weight_scales" in inputs else ops.TILES
     tiles = [tile for tile in tiles if tile.block_n >= 64 * (1 + inputs["swiglu"])]
+    asked = []
 
-    def one_for_each(rows, *weight):
-        """A tile that ``rows`` decide, as the ones that are chosen for a weight so small do not."""
+    def another_tile(rows, *weight):
+        """Each call takes another one: the tiles of a weight so small are all alike."""
         asked.append(rows)
-        assert choose(rows, *weight) in (*ops.TILES, *ops.TILES_E4M3)
         return tiles[len(asked) % len(tiles)]
 
-    monkeypatch.setattr(ops, "choose_tile", one_for_each)
-    num_rows = number(count, device)
-    expected = ragged_linear(**inputs, num_rows=num_rows, backend="triton")[:count]
-    for rows in (0, 1, count, tokens, 10**6):
-        y = ragged_linear(**inputs, num_rows=num_rows, expected_rows=rows, backend="triton")
-        assert torch.equal(y[:count], expected)
-    assert asked == [tokens, 0, 1, count, tokens, 10**6]
+    monkeypatch.setattr(ops, "choose_tile", another_tile)
+    arguments = inputs | {"num_rows": number(count, device), "backend": "triton"}
+    expected = ragged_linear(**arguments)[:count]
+    for rows in (0, count, 10**6):
+        assert torch.equal(ragged_linear(**arguments, expected_rows=rows)[:count], expected)
+    assert asked == [tokens, 0, count, 10**6]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -601,6 +599,10 @@ def test_offsets_past_32_bits(device, far_rows, e4m3):
 
 
 ERRORS = [
+    *(
+        ("expected_rows", value, ValueError, f"expected_rows must be an int of at least 0 or None, got {value!r}")
+        for value in (-1, 2.0, True, "9")
+    ),
     ("x", [[1.0]], TypeError, r"x must be a tensor .* \[\*, \*\], got list"),
     ("x", torch.zeros(3, 64, dtype=torch.int32), ValueError, "x must be float32.*, got int32"),
     ("x", torch.zeros(3, 2, 64), ValueError, r"x must be .* \[\*, \*\], got float32 \[3, 2, 64\]"),

@@ -2,41 +2,50 @@
 
     python -m bench.ops.gather_requests [--device cpu] [--quick] [--json FILE]
 
-The requests are in no order in a table of ``R`` rows, and all of them were in the step before. ``N`` rows are written,
-for a graph of more requests. There are next to no bytes: the time is one launch and two dependent loads. Nothing is of
-a float dtype but the thresholds, whatever ``--dtype`` is. The reference is some thirty launches.
+The requests are in no order in a table of ``R`` rows, and all of them were in the step before. Each has grown by
+``new`` tokens (1: they come as ``[B]``), of which the last 16 are held. ``N`` rows are written, for a graph of more
+requests. There are next to no bytes: the time is one launch and two dependent loads. Nothing is of a float dtype but
+the thresholds, whatever ``--dtype`` is. The reference is some sixty launches.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 
 from bench.harness.cases import Benchmark, Case
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
-from lenvm_kernels.ops.gather_requests import empty_requests, gather_requests
+from lenvm_kernels.ops.gather_requests import empty_history, empty_requests, gather_requests
 from lenvm_kernels.reference import gather_requests as reference
-from lenvm_kernels.types import StepHistory
 
-BYTES = 8 + 8 + 4 + 8 + 1  # a request's token, table row, length, slot and whether it is active
-TABLE_BYTES = 4 + 1 + 4 + 4 + 8  # what is read of its row
-HISTORY_BYTES = 2 * (8 + 8)  # its place and step, read and written
+LENGTH, HELD = 1000, 16
+BYTES = 8 + 4 + 8 + 1  # a request's table row, length, slot and whether it is active
+TABLE_BYTES = 4 + 1 + 4 + 4 + 8 + 4  # what is read of its row
+HISTORY_BYTES = 2 * (8 + 8 + 4) + 4  # its place, step and tokens told, read and written; and those cached, read
+TOKEN_BYTES = 8 + 4  # a new one, read and held
 
 
-def make_case(device: str, *, B: int, N: int, R: int, dtype: str) -> Case:
+def make_case(device: str, *, B: int, N: int, R: int, new: int, dtype: str) -> Case:
     guidance = parse_guidance({"target_length": 100})
     table = GuidanceTable.from_params([guidance] * R, [{0}] * R, device)
     rows = torch.randperm(R, device=device)[:B]
-    tokens, slots = torch.randint(1000, (2, B), device=device).unbind()
-    lengths = torch.full((B,), 1000, dtype=torch.int32, device=device)
-    history = StepHistory(
-        torch.arange(R, device=device),
-        torch.zeros(R, dtype=torch.int64, device=device),
-        torch.ones(1, dtype=torch.int64, device=device),
-    )
+    tokens = torch.randint(1000, (B,) if new == 1 else (B, new), device=device)
+    slots = torch.randint(1000, (B,), device=device)
+    lengths = torch.full((B,), LENGTH, dtype=torch.int32, device=device)
+    history = empty_history(R, HELD, torch.device(device))
+    history.places.copy_(torch.arange(R))
+    history.steps.zero_()
+    history.told_lens.fill_(LENGTH - new)
+    history.cached_lens.fill_(LENGTH - 1)
     out = empty_requests(N, torch.device(device))
-    options = dict(active=torch.ones(B, dtype=torch.bool, device=device), history=history, padding_row=R - 1, out=out)
-    moved = B * (BYTES + TABLE_BYTES + HISTORY_BYTES) + sum(x.nbytes for x in out)
+    options: dict[str, Any] = dict(
+        active=torch.ones(B, dtype=torch.bool, device=device), history=history, padding_row=R - 1, out=out
+    )
+    if new > 1:
+        options["new_lens"] = torch.full((B,), new, dtype=torch.int32, device=device)
+    moved = B * (BYTES + TABLE_BYTES + HISTORY_BYTES + new * TOKEN_BYTES) + sum(x.nbytes for x in out)
     columns = (table.mode, table.return_values, table.entropy_threshold, table.prompt_len, table.seed)
+    columns += (table.value_stride, table.faults)
     return Case(
         partial(gather_requests, table, tokens, rows, lengths, slots, **options),
         moved,
@@ -47,8 +56,8 @@ def make_case(device: str, *, B: int, N: int, R: int, dtype: str) -> Case:
 BENCHMARK = Benchmark(
     "gather_requests",
     make_case,
-    production=dict(B=64, N=64, R=257),
-    axes=dict(B=[1, 8, 33], N=[128, 256], R=[65, 4097]),
+    production=dict(B=64, N=64, R=257, new=1),
+    axes=dict(B=[1, 8, 33], N=[128, 256], R=[65, 4097], new=[4, 16]),
     others=[dict(B=256, N=256), dict(B=200, N=256), dict(B=512, N=512, R=4097)],
     quick=({}, dict(B=1)),
 )

@@ -3,8 +3,9 @@
     python -m bench.ops.select_scored [--device cpu] [--quick] [--json FILE]
 
 Every request has ``K`` candidates and a token drawn, and wants its lengths: where its candidates are not scored, that
-token is. There are next to no bytes: the time is one launch and one load. All is of integers, whatever ``--dtype`` is.
-The reference is some thirty launches.
+token is. One in four is to be guided, and not due, but the last of its ``E`` end tokens is its last candidate: its
+status stays, so that each call does the same. There are next to no bytes: the time is one launch and two dependent
+loads. All is of integers, whatever ``--dtype`` is. The reference is some forty launches.
 """
 
 from functools import partial
@@ -15,13 +16,13 @@ from bench.harness.cases import Benchmark, Case
 from lenvm_kernels.ops.gather_requests import empty_requests
 from lenvm_kernels.ops.select_scored import empty_scored, select_scored
 from lenvm_kernels.reference import select_scored as reference
-from lenvm_kernels.types import Candidates
+from lenvm_kernels.types import Candidates, Status
 
-# A request's count, status, position, whether it is guided and wants lengths, and the token drawn.
-BYTES = 4 + 1 + 4 + 1 + 1 + 1 + 4
+# A request's count, status, position, whether it wants lengths and is due, and the token drawn.
+BYTES = 4 + 1 + 4 + 1 + 1 + 4
 
 
-def make_case(device: str, *, B: int, K: int, dtype: str) -> Case:
+def make_case(device: str, *, B: int, K: int, E: int, dtype: str) -> Case:
     def full(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.full(shape, value, dtype=dtype, device=device)
 
@@ -35,27 +36,32 @@ def make_case(device: str, *, B: int, K: int, dtype: str) -> Case:
     requests = empty_requests(B, torch.device(device))
     for x in requests:
         x.fill_(1)
+    requests.due.fill_(False)
+    requests.table_rows.copy_(torch.randperm(B, device=device))
+    eos_token_ids = full(-2, torch.int32, B, E)
+    eos_token_ids[requests.table_rows, -1] = candidates.token_ids[:, -1]
     out = empty_scored(B, K, torch.device(device))
     options = dict(
         drawn=torch.randint(1000, (B,), dtype=torch.int32, device=device),
         sample=True,
         out=out,
     )
-    moved = B * BYTES + candidates.token_ids.nbytes + sum(x.nbytes for x in out)
+    guides = int((candidates.status == Status.GUIDE).sum())  # of these the table row and its end tokens are read too
+    moved = B * BYTES + guides * (8 + 4 * E) + candidates.token_ids.nbytes + sum(x.nbytes for x in out)
     of_candidates = (candidates.token_ids, candidates.counts, candidates.status)
-    of_requests = (requests.positions, requests.guided, requests.wants_length)
+    of_requests = (requests.positions, requests.table_rows, requests.wants_length, requests.due)
     return Case(
-        partial(select_scored, candidates, requests, step=full(1, torch.int64, 1), **options),
+        partial(select_scored, candidates, requests, eos_token_ids, step=full(1, torch.int64, 1), **options),
         moved,
-        reference=partial(reference.select_scored, *of_candidates, *of_requests, **options),
+        reference=partial(reference.select_scored, *of_candidates, *of_requests, eos_token_ids, **options),
     )
 
 
 BENCHMARK = Benchmark(
     "select_scored",
     make_case,
-    production=dict(B=64, K=8),
-    axes=dict(B=[1, 8, 256, 512], K=[1, 2, 64]),
+    production=dict(B=64, K=8, E=8),
+    axes=dict(B=[1, 8, 256, 512], K=[1, 2, 64], E=[1, 64]),
     others=[dict(B=512, K=64)],
     quick=({}, dict(B=1)),
 )

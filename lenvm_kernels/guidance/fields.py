@@ -149,7 +149,7 @@ FIELDS = {
             "value_stride",
             "guide at every n-th step of the engine only, and wherever the output might end",
             least=1.0,
-            below=2.0**31,
+            below=1e6,
             is_integer=True,
             metavar="N",
         ),

@@ -12,6 +12,7 @@ PARTS = {
     "gather_requests": lambda requests: requests.generated,
     "topk_candidates": lambda found: found.probs,
     "select_scored": lambda scored: scored.positions,
+    "catch_up": lambda delta: delta.cached_lens,
     "embed_tokens": lambda embedded: embedded.cos,
     "ragged_layout": lambda layout: layout.positions,
     "rope_cache": lambda heads: heads[0],

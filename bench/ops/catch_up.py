@@ -1,0 +1,59 @@
+"""Time ``catch_up`` at decode steps. Floor: what is read of every argument once, every result written.
+
+    python -m bench.ops.catch_up [--device cpu] [--quick] [--json FILE]
+
+Every request is guided and lacks ``missing`` tokens of the ``M`` that are held, which it computes; pages of 16 slots
+lie in no order. What is read of requests does not change, so that each call does the same. There are next to no bytes:
+the time is one launch and three dependent loads. All is of integers, whatever ``--dtype`` is. The reference is some
+forty launches, and reads back how many tokens there are: no graph can be captured of it.
+"""
+
+from functools import partial
+
+import torch
+
+from bench.harness.cases import Benchmark, Case
+from lenvm_kernels.ops.catch_up import catch_up, empty_delta
+from lenvm_kernels.ops.gather_requests import empty_history, empty_requests
+from lenvm_kernels.reference import catch_up as reference
+
+LENGTH, PAGE_SIZE = 1000, 16
+# A request's position, table row, whether it is guided and wants lengths, tokens cached (read, and written once more
+# into the history), tokens scored and whether it committed.
+BYTES = 4 + 8 + 1 + 1 + 4 + 4 + 4 + 1
+TOKEN_BYTES = 4 + 4  # of a token computed: its id and its page
+
+
+def make_case(device: str, *, B: int, M: int, missing: int, R: int, dtype: str) -> Case:
+    requests, history = empty_requests(B, torch.device(device)), empty_history(R, M, torch.device(device))
+    for x in requests:
+        x.fill_(1)
+    requests.positions.fill_(LENGTH - 1)
+    requests.cached_lens.fill_(LENGTH - missing)
+    requests.table_rows.copy_(torch.randperm(R, device=device)[:B])
+    pages = -(-LENGTH // PAGE_SIZE)
+    slot_table = torch.randperm(R * pages, dtype=torch.int32, device=device).view(R, pages)
+    counts = torch.full((B,), 8, dtype=torch.int32, device=device)
+    committed = torch.zeros(B, dtype=torch.bool, device=device)
+    out = empty_delta(B, M, torch.device(device))
+    of_history = (history.tokens, history.cached_lens)
+    of_requests = (requests.positions, requests.table_rows, requests.guided, requests.wants_length)
+    others = (requests.cached_lens, counts, committed, slot_table, PAGE_SIZE)
+    return Case(
+        partial(catch_up, history, requests, counts, slot_table, committed=committed, page_size=PAGE_SIZE, out=out),
+        B * (BYTES + missing * TOKEN_BYTES) + sum(x.nbytes for x in out),
+        reference=partial(reference.catch_up, *of_history, *of_requests, *others, out=out),
+    )
+
+
+BENCHMARK = Benchmark(
+    "catch_up",
+    make_case,
+    production=dict(B=64, M=16, missing=1, R=257),
+    axes=dict(B=[1, 8, 256], M=[1, 4], missing=[0, 4, 16]),
+    others=[dict(B=512, R=4097), dict(B=512, missing=16, R=4097)],
+    quick=({}, dict(B=1)),
+)
+
+if __name__ == "__main__":
+    BENCHMARK.main()

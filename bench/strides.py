@@ -1,0 +1,173 @@
+"""What a stride of guidance changes and saves, measured on the demo's models: lengths, perplexity, the value model's work.
+
+    python -m bench.strides [--seeds 1 2 3] [--prompts 16] [--json FILE]
+
+A request with a stride is guided at every n-th step, and wherever one of its end tokens is among its candidates. The
+table has strides with and without that rule. ``due`` is the share of the rows of requests that have not ended which
+were guided. ``tokens`` and ``forwards`` are what the value model computed in steps, prompts left out, beside stride 1:
+a forward of no tokens costs its launches only, and is not counted.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import wraps
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from tqdm import tqdm
+
+from lenvm_kernels.demo import held_out_prompts
+from lenvm_kernels.demo.models import DEMO, Models
+from lenvm_kernels.demo.run import QUICK, Answers, answer
+from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.step import step as step_module
+from lenvm_kernels.types import Status
+from lenvm_kernels.value_model import ValueModel
+
+STRIDES = (1, 2, 4, 8)
+
+
+@dataclass
+class Work:
+    """What the value model did in the steps of a run.
+
+    Attributes:
+        rows: of requests that had not ended.
+        due: of these, that were guided.
+        steps: of a batch.
+        forwards: of any tokens.
+        tokens: computed.
+    """
+
+    rows: int = 0
+    due: int = 0
+    steps: int = 0
+    forwards: int = 0
+    tokens: int = 0
+
+
+@contextmanager
+def counting() -> Iterator[Work]:
+    """Counts the work of all steps in here."""
+    work = Work()
+    step, forward = GuidedStep.step, ValueModel.forward
+
+    @wraps(step)
+    def counted_step(self, *args, **options):
+        output = step(self, *args, **options)
+        active = options["active"]
+        work.rows += int(active.sum())
+        work.due += int((active & (output.candidates.status == Status.GUIDE)).sum())
+        return output
+
+    @wraps(forward)
+    def counted_forward(self, batch, *args, **options):
+        if batch.layout.candidate_rows.shape[1]:  # else it is of prompts
+            tokens = int(batch.layout.q_offsets[-1])
+            work.steps, work.forwards, work.tokens = work.steps + 1, work.forwards + (tokens > 0), work.tokens + tokens
+        return forward(self, batch, *args, **options)
+
+    with patch.object(GuidedStep, "step", counted_step), patch.object(ValueModel, "forward", counted_forward):
+        yield work
+
+
+@contextmanager
+def without_end_rule() -> Iterator[None]:
+    """In here no candidate is taken for an end token when it is decided who is due."""
+    select = step_module.select_scored_unchecked
+
+    def without(candidates, requests, eos_token_ids, **options):
+        return select(candidates, requests, torch.full_like(eos_token_ids, -2), **options)
+
+    with patch.object(step_module, "select_scored_unchecked", without):
+        yield
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A row of the table, summed over seeds."""
+
+    setting: str
+    stride: int
+    end_rule: bool
+    mean_length: float
+    length_deviation: float
+    perplexity: float
+    work: Work
+
+
+def measure(
+    models: Models, prompts: Sequence[str], setting: str, stride: int, end_rule: bool, seeds: Sequence[int], bar: tqdm
+) -> Cell:
+    """One row: the prompts answered with every seed."""
+    guidance = (QUICK.guidance()[setting] or {}) | {"value_stride": stride}
+    lengths: list[int] = []
+    nll = 0.0
+    with counting() as work:
+        for seed in seeds:
+            bar.set_description(f"{setting}, stride {stride}, seed {seed}")
+            options = dict(seed=seed, bar=bar)
+            if end_rule:
+                answers: Answers = answer(models, prompts, guidance, QUICK.max_new_tokens, **options)
+            else:
+                with without_end_rule():
+                    answers = answer(models, prompts, guidance, QUICK.max_new_tokens, **options)
+            lengths += answers.lengths
+            nll += answers.nll
+    target = QUICK.target["target_length"]
+    all_of_them = Answers(lengths, [], nll)
+    deviation = sum(abs(length - target) for length in lengths) / len(lengths)
+    return Cell(setting, stride, end_rule, sum(lengths) / len(lengths), deviation, all_of_them.perplexity, work)
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown."""
+    lines = [
+        "| guidance | stride | end rule | mean length | distance from target | perplexity | due | tokens | forwards |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for cell in cells:
+        first = next(c.work for c in cells if (c.setting, c.stride) == (cell.setting, 1))
+        work = cell.work
+        # Runs differ in how long they are: what a row cost, beside what it cost with stride 1.
+        tokens = work.tokens / work.rows / (first.tokens / first.rows)
+        forwards = work.forwards / work.steps / (first.forwards / first.steps)
+        lines.append(
+            f"| {cell.setting} | {cell.stride} | {'yes' if cell.end_rule else 'no'} | {cell.mean_length:.1f} | "
+            f"{cell.length_deviation:.1f} | {cell.perplexity:.2f} | {work.due / work.rows:.0%} | {tokens:.0%} | "
+            f"{forwards:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--prompts", type=int, default=16, help="held-out prompts to answer with each seed")
+    parser.add_argument("--json", type=Path, help="write the numbers to a file")
+    args = parser.parse_args()
+    models = Models.load(DEMO, DEMO, device="cpu", dtype=torch.float32)
+    prompts = held_out_prompts()
+    prompts = prompts[:: len(prompts) // args.prompts][: args.prompts]
+    rows = [(stride, rule) for stride in STRIDES for rule in (True, False) if stride > 1 or rule]
+    cells: list[Cell] = []
+    with tqdm(unit="step") as bar:
+        for setting in ("shorter", "target"):
+            for stride, rule in rows:
+                cells.append(measure(models, prompts, setting, stride, rule, args.seeds, bar))
+                print(table(cells), flush=True)
+                if args.json:
+                    about = dict(command="python -m bench.strides", date=time.strftime("%Y-%m-%d"), seeds=args.seeds)
+                    about |= dict(prompts=len(prompts), torch=torch.__version__)
+                    args.json.write_text(
+                        json.dumps(about | {"rows": [asdict(cell) for cell in cells]}, indent=1) + "\n"
+                    )
+
+
+if __name__ == "__main__":
+    main()
