@@ -1,4 +1,4 @@
-"""What a stride of guidance changes and saves, measured on the demo's models: lengths, perplexity, the value model's work.
+"""What a stride of guidance changes and saves, on the demo's models: lengths, perplexity, the value model's work.
 
     python -m bench.strides [--seeds 1 2 3] [--prompts 16] [--json FILE]
 
