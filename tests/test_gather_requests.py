@@ -342,7 +342,7 @@ def test_more_uncomputed_tokens_than_are_held_lose_guidance(device, backend, hel
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("step", [1, 4, 12, 30, 2**33 + 2])
+@pytest.mark.parametrize("step", [1, 4, 12, 30, 2**33 + 1])
 def test_requests_are_due_by_their_stride(device, backend, step):
     """Whether guided or not. A stride below 1 is no stride."""
     strides = [3, 1, 2**31 - 1, 0, 5, -2, 4]

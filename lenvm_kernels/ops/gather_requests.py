@@ -128,10 +128,11 @@ def _gather_requests_kernel(
         guided, wants_length = guided & ~is_lost, wants_length & ~is_lost
         tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=is_lost, sem="relaxed")
         for i in range(NEW):
-            new_token = tl.load(new_ptr + i, mask=exists & (i < new_len), other=0)
             position = first_new + i
+            is_held = exists & (i < new_len) & (i >= new_len - HELD) & (position >= 0)  # each column is written once
+            new_token = tl.load(new_ptr + i, mask=is_held, other=0)
             held_ptr = history.tokens + table_row * HELD + position % HELD
-            tl.store(held_ptr, new_token.to(tl.int32), mask=exists & (i < new_len) & (position >= 0))
+            tl.store(held_ptr, new_token.to(tl.int32), mask=is_held)
         tl.store(history.told_lens + table_row, tl.maximum(told_len, length), mask=exists & ~is_gap)
         tl.store(requests.cached_lens + request, cached_len, mask=is_row)
         place = tl.where(last_step == step - 1, last_place, -1)

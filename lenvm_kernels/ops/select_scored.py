@@ -70,6 +70,7 @@ def _select_scored_kernel(
             eos = tl.load(eos_token_ids_ptr + table_row * stride_eos_row + i, mask=waits, other=-2)
             is_end = (token_ids == eos[:, None]) & is_candidate
             waits = waits & (tl.max(is_end.to(tl.int32), axis=1) == 0)
+        tl.debug_barrier()  # what was read is read before it is overwritten
         tl.store(status_ptr + request, tl.full([REQUESTS], _NOT_DUE, tl.int8), mask=waits)
         status = tl.where(waits, _NOT_DUE, status)
 
