@@ -150,8 +150,8 @@ def sample_candidates(
         backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
-        Tokens, int32 ``[B]``; -1 for requests of status ``UNGUIDED`` or ``SKIP``, which the caller's own sampler draws,
-        and for requests without any positive probability.
+        Tokens, int32 ``[B]``; -1 for requests of other status than ``GUIDE`` and ``SINGLE``, which the caller's own
+        sampler draws, and for requests without any positive probability.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted.
