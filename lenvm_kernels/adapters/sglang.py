@@ -54,8 +54,9 @@ logger = logging.getLogger(__name__)
 # Room of a request in the device table.
 MAX_END_TOKENS, MAX_STOP_TOKENS, MAX_SCALED_TOKENS = 64, 48, 32
 RADIX_NAMESPACE = "lenvm|"
-# Every token is computed when it is drawn: requests share what the radix cache keeps of them, up to the last.
-MAX_DELTA = 1
+# Tokens of a request that wait at most for the value model. Those that wait when it ends are in the radix cache, and
+# the value model has not seen them: who takes a prefix from there computes as many tokens of its end anew.
+MAX_DELTA = 16
 
 _NO_SAMPLER = "it never reaches the sampler that guidance is in"
 _FOREIGN_KEYS = "the value model has no keys and values for prompts that come from elsewhere"
@@ -124,6 +125,7 @@ class Guide:
             max_eos=MAX_END_TOKENS,
             chunk_tokens=settings.chunk_tokens,
             max_delta=MAX_DELTA,
+            value_stride=settings.value_stride,
             commit_winners=settings.commit_winners,
             cache=settings.cache,
             graphs=graphs,
@@ -164,19 +166,45 @@ class Guide:
     def extend(self, batch: ForwardBatch) -> None:
         """Give the value model the tokens of a prefill batch, or of a chunk of it.
 
-        All of them: whether tokens are drawn after a chunk is the engine's affair. A draw computes the last one anew.
+        All of them: whether tokens are drawn after a chunk is the engine's affair. Not those of requests that are
+        decoding in a mixed batch, which the step is told.
         """
         if not needs_value_model(batch):
             return
         with self._failing_softly(batch), self._timed():
+            self._extend_ends_of_prefixes(batch)
+            lens = batch.extend_seq_lens.int()
+            if any(batch.lenvm_decoding):
+                lens = lens.masked_fill(self._to_device(batch.lenvm_decoding, torch.bool), 0)
             self.step.extend(
                 batch.input_ids,
                 batch.out_cache_loc,
                 batch.req_pool_indices,
                 batch.extend_start_loc.int(),
-                batch.extend_seq_lens.int(),
-                batch.extend_prefix_lens.int(),
+                lens,
+                # Of those decoding, nothing is to be taken for cached.
+                batch.extend_prefix_lens.int().masked_fill(lens == 0, 0),
             )
+
+    def _extend_ends_of_prefixes(self, batch: ForwardBatch) -> None:
+        """The ends of prefixes out of the radix cache: who left them there may not have computed their last tokens."""
+        if not batch.lenvm_prefixes:
+            return
+        rows, prefix_lens, ends = zip(*batch.lenvm_prefixes, strict=True)
+        lens = [len(tokens) for tokens in ends]
+        starts = [prefix_len - count for prefix_len, count in zip(prefix_lens, lens, strict=True)]
+        where = [(row, first + i) for row, first, n in zip(rows, starts, lens, strict=True) for i in range(n)]
+        tokens = self._to_device([token for end in ends for token in end], torch.int64)
+        of_rows, positions = self._to_device(where, torch.int64).unbind(1)
+        first_tokens = [sum(lens[:i]) for i in range(len(lens))]
+        sizes = self._to_device([first_tokens, lens, starts], torch.int32)
+        slots = self.step.slot_table[of_rows, positions]
+        self.step.extend(tokens, slots, self._to_device(rows, torch.int64), *sizes)
+
+    def _to_device(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Without waiting for the device."""
+        tensor, device = torch.tensor(values, dtype=dtype), self.value_model.device
+        return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
     @contextmanager
     def sampling(self, batch: ForwardBatch) -> Iterator[None]:
@@ -520,13 +548,19 @@ def take_slots(_: None, runner: ModelRunner, *args: Any, **kwargs: Any) -> None:
 
 def admit_requests(batch: ForwardBatch, _: type, scheduled: ScheduleBatch, *args: Any, **kwargs: Any) -> None:
     """After a batch was made ready for the model."""
-    batch.lenvm_reqs = []
+    batch.lenvm_reqs, batch.lenvm_decoding, batch.lenvm_prefixes = [], [], []
     if _guide is None or not _guide.has_slots:
         return
     batch.lenvm_reqs = [req for req in scheduled.reqs if req.lenvm_guidance is not None]
     if batch.forward_mode.is_extend():
         running = {id(req) for req in scheduled.decoding_reqs or ()}  # in a mixed batch
-        _guide.admit(batch, [req for req in scheduled.reqs if id(req) not in running])
+        batch.lenvm_decoding = [id(req) in running for req in scheduled.reqs]
+        new = [req for req in scheduled.reqs if id(req) not in running]
+        for req in new:
+            if req.lenvm_guidance is not None and req.lenvm_guidance.needs_value_model and req.prefix_len:
+                end = req.get_fill_ids()[max(0, req.prefix_len - MAX_DELTA + 1) : req.prefix_len]
+                batch.lenvm_prefixes.append((int(req.kv.req_pool_idx), req.prefix_len, list(end)))
+        _guide.admit(batch, new)
 
 
 def extend_prompts(_: Any, runner: ModelRunner, batch: ForwardBatch, *args: Any, **kwargs: Any) -> None:

@@ -41,6 +41,7 @@ PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "max_candidates": (_accepting(int, (1, 2, 4, 8, 16, 32, 64).__contains__), "a power of two up to 64"),
     "chunk_tokens": (_accepting(int, lambda n: n >= 1), "an integer of at least 1"),
     "memory_share": (_accepting(float, lambda x: 0 < x <= 1), "a number > 0 and <= 1"),
+    "value_stride": (_accepting(int, lambda n: n >= 1), "an integer of at least 1"),
     "graphs": (_switch, "0 or 1"),
     "commit_winners": (_switch, "0 or 1"),
     "trace": (Path, "a file"),
@@ -64,6 +65,7 @@ class Settings:
         chunk_tokens: tokens of a prompt computed at a time.
         memory_share: the largest share, of the memory the engine has for its pool, that the value model's cache and its
             steps may take. The engine does not start with more.
+        value_stride: of requests that ask for none: they are guided at every n-th step of the engine.
         graphs: 1 or 0: CUDA graphs of the value model (None: on a GPU, if the engine has its own).
         commit_winners: 1 or 0, see :class:`lenvm_kernels.step.GuidedStep`.
         trace: a file that gets a JSON line a guided step, to look for faults with: the engine waits for the device to
@@ -78,6 +80,7 @@ class Settings:
     max_candidates: int = 8
     chunk_tokens: int = 4096
     memory_share: float = 1.0
+    value_stride: int = 1
     graphs: bool | None = None
     commit_winners: bool = True
     trace: Path | None = None
