@@ -537,6 +537,8 @@ def main() -> int:
         return 0
 
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if triton.__version__.startswith("3.6."):
+        environment["AMDGCN_USE_BUFFER_OPS"] = "0"  # as users of AMD's GPUs are told to, see value_tree_attention
 
     def compiled(subject: str) -> dict:
         command = [sys.executable, "-m", "bench.codegen", "--compile", subject]
