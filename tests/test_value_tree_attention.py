@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lenvm_kernels.fuzz.ops.value_tree_attention import Inputs, int32, make_inputs, random_tree
+from lenvm_kernels.ops import value_tree_attention as ops
 from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.value_tree_attention import (
     BLOCK_M,
@@ -758,3 +760,23 @@ def test_errors_of_a_plan_name_the_argument(changes, message):
     sizes = dict(total_tokens=3, max_len=9, group=2)
     with pytest.raises((ValueError, TypeError), match=message):
         plan_attention(**tensors | sizes | changes)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "version", "buffers", "refused"),
+    [
+        ("hip", "3.6.0", True, True),
+        ("hip", "3.6.0", False, False),
+        ("hip", "3.7.1", True, False),
+        ("sm_90", "3.6.0", True, False),
+    ],
+)
+def test_a_triton_that_cannot_compile_it_is_refused(monkeypatch, gpu, version, buffers, refused):
+    monkeypatch.setattr("lenvm_kernels.ops._common.ARCHITECTURE", gpu)
+    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr(triton.knobs.amd, "use_buffer_ops", buffers)
+    if refused:
+        with pytest.raises(RuntimeError, match="set AMDGCN_USE_BUFFER_OPS=0, or take Triton"):
+            ops._launch_config(64, torch.bfloat16)
+    else:
+        assert ops._launch_config(64, torch.bfloat16)["BLOCK_D"] == 64

@@ -100,7 +100,7 @@ LEAST_BLOCK_M = min(tile.block_m for tile in TILES + TILES_E4M3)
 LEAST_BLOCK_N = min(tile.block_n for tile in TILES + TILES_E4M3)
 MULTIPROCESSORS = 132
 # The tiles of other GPUs and of fp32, which has no tensor cores: wide ones for many columns. With as many stages (24 or
-# 32 KB each) as leave room for two programs. Four warps for the narrow ones on sm_100, where eight spill.
+# 32 KB each) as leave room for two programs. Four warps for the narrow ones of 16 bits on sm_100, where eight spill.
 WIDE_FROM = 4096
 TILE, TILE_WIDE = Tile(128, 64, num_warps=8, num_stages=4), Tile(128, 128, num_warps=8, num_stages=3)
 TILE_SWIGLU = Tile(64, 128, num_warps=8, num_stages=4)  # gate and up are two columns for one of the result
@@ -412,7 +412,9 @@ def choose_tile(rows: int, columns: int, splits: int, swiglu: bool, dtype: torch
     if dtype.itemsize == 4 or name not in ("sm_90", ""):  # without a GPU the tiles of sm_90 run in the interpreter
         if dtype.itemsize > 1 and (splits > 1 or columns >= WIDE_FROM):
             return TILE_WIDE
-        tile = TILE_E4M3 if dtype.itemsize == 1 else TILE_SWIGLU if swiglu else TILE
+        if dtype.itemsize == 1:
+            return TILE_E4M3
+        tile = TILE_SWIGLU if swiglu else TILE
         return tile._replace(num_warps=NUM_WARPS_SM_100) if name == "sm_100" else tile
     tiles = TILES_E4M3 if dtype.itemsize == 1 else TILES
     return _fetching_least(tiles, rows, columns, splits, swiglu, dtype.itemsize, MULTIPROCESSORS)

@@ -471,11 +471,19 @@ def _value_tree_attention_kernel(
 
 def _launch_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Blocks, warps and pipeline depth. In bf16 and fp16 nothing spills on the GPUs of :mod:`bench.codegen` but at
-    D 256. On sm_90 shared memory and registers hold two programs a processor up to D 128, each with 32 KB of keys and
-    values on their way while it waits for the next block: more than the 20 KB that 4.8 TB/s need. Elsewhere a block of
-    64 keys would spill at D 128, or ask for more shared memory than there is, and so do more stages.
-    fp32 spills at most a few bytes, but some 900 from D 96 on beside a cache in e4m3, which is for models of 16 bits. A
-    block of e4m3 has half the bytes, so that more of them fit."""
+    D 256, and 8 bytes on sm_80 with Triton 3.6. On sm_90 shared memory and registers hold two programs a processor up
+    to D 128, each with 32 KB of keys and values on their way while it waits for the next block: more than the 20 KB
+    that 4.8 TB/s need. Elsewhere a block of 64 keys would spill at D 128, or ask for more shared memory than there is,
+    and so do more stages. fp32 spills at most a few bytes, but some 900 from D 96 on beside a cache in e4m3, which is
+    for models of 16 bits. A block of e4m3 has half the bytes, so that more of them fit.
+
+    Raises:
+        RuntimeError: an AMD GPU, and a Triton that needs an environment variable for it."""
+    if architecture() == "hip" and triton.__version__.startswith("3.6.") and triton.knobs.amd.use_buffer_ops:
+        raise RuntimeError(
+            "value_tree_attention: Triton 3.6 fails to compile it for AMD's GPUs with buffer operations; set "
+            "AMDGCN_USE_BUFFER_OPS=0, or take Triton 3.7"
+        )
     block_d = max(16, next_power_of_2(head_dim))
     if dtype == torch.float32:  # no tensor cores in full fp32: operands live in registers, more so the wider the head
         warps = max(8, block_d // 8)
