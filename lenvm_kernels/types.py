@@ -107,9 +107,9 @@ class StepRequests(NamedTuple):
     """What a step has to know of its ``B`` requests, in tensors of ``N`` rows; those from ``B`` on are padding.
 
     Attributes:
-        tokens: int64 ``[N]``; the last token of the sequence; 0 in padding.
-        positions: int32 ``[N]``; its position in the sequence; -1 in padding.
-        slots: int64 ``[N]``; its cache slot; -1 in padding.
+        tokens: int64 ``[N, W]``; the tokens that the sequence has grown by, from column 0 on; 0 pads.
+        new_lens: int32 ``[N]``; how many these are, more than W among them; 0 in padding.
+        positions: int32 ``[N]``; position of the last token of the sequence; -1 in padding.
         table_rows: int64 ``[N]``; row of the request in the slot table and the guidance table.
         places: int64 ``[N]``; place of the request in the step before, -1 if it was not in it.
         guided: bool ``[N]``; it has guidance.
@@ -122,8 +122,8 @@ class StepRequests(NamedTuple):
     """
 
     tokens: Tensor
+    new_lens: Tensor
     positions: Tensor
-    slots: Tensor
     table_rows: Tensor
     places: Tensor
     guided: Tensor

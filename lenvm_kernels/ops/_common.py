@@ -210,6 +210,12 @@ def check_cache_scales(
         check_gpu_takes_e4m3("k_cache")
 
 
+def check_page_size(page_size: int) -> None:
+    """Raise ValueError unless a page has a slot."""
+    if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
+        raise ValueError(f"page_size must be an int of at least 1, got {page_size!r}")
+
+
 def check_fields(
     name: str,
     fields: Sequence[str],

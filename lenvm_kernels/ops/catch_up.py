@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, check_fields, check_tensor, next_power_of_2, resolve_backend
+from lenvm_kernels.ops._common import ceil_div, check_fields, check_page_size, check_tensor, next_power_of_2, resolve_backend
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops.gather_requests import check_history
 from lenvm_kernels.reference.catch_up import catch_up as _reference
@@ -196,8 +196,7 @@ def catch_up(
         raise ValueError(f"slot_table must have at least {table_rows - 1} rows, got {slot_table.shape[0]}")
     if committed is not None:
         check_tensor("committed", committed, dtypes=torch.bool, shape=(rows,), device=device)
-    if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
-        raise ValueError(f"page_size must be an int of at least 1, got {page_size!r}")
+    check_page_size(page_size)
     if out is None:
         out = empty_delta(rows, columns, device)
     if not isinstance(out, DeltaTokens):

@@ -17,13 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from lenvm_kernels.ops._common import (
-    COLUMNS,
     E4M3,
     FLOATS,
     INT_DTYPES,
-    MAX_CANDIDATES,
     ceil_div,
     check_cache_scales,
+    check_page_size,
     check_tensor,
     next_power_of_2,
     resolve_backend,
@@ -55,6 +54,7 @@ class _Tensors(NamedTuple):
     candidate_ids: Any  # [C, K]
     candidate_rows: Any  # [C, K]
     candidate_positions: Any  # [C]
+    candidate_parents: Any  # [C, K] or None
 
 
 class _Strides(NamedTuple):
@@ -70,76 +70,124 @@ class _Strides(NamedTuple):
     value_scales_layer: int
     candidate_ids_request: int
     candidate_rows_request: int
+    candidate_parents_request: int
 
 
 @triton.jit
-def _find_candidate(ptr, stride, last_row, token, position, C, T, K: tl.constexpr):
-    """Token row of the last forward in which ``token`` was computed at ``position``, -1 if it was in none."""
-    column = tl.arange(0, K)
+def _copy_token(
+    ptr,
+    stride,
+    row,
+    slot,
+    layer_block,
+    LAYERS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_LAYERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Keys and values of a token row of the last forward into a slot, in some layers."""
+    layer = (layer_block * BLOCK_LAYERS + tl.arange(0, BLOCK_LAYERS)).to(tl.int64)[:, None]
+    k_source = ptr.k_last + layer * stride.k_last_layer + row * stride.k_last_row
+    v_source = ptr.v_last + layer * stride.v_last_layer + row * stride.v_last_row
+    k_target = ptr.k_cache + layer * stride.k_cache_layer + slot * stride.k_cache_slot
+    v_target = ptr.v_cache + layer * stride.v_cache_layer + slot * stride.v_cache_slot
+    for start in range(0, WIDTH, BLOCK):
+        column = start + tl.arange(0, BLOCK)[None, :]
+        inside = (layer < LAYERS) & (column < WIDTH)
+        # Both loads before the first store, which would wait for its own.
+        k = tl.load(k_source + column, mask=inside)
+        v = tl.load(v_source + column, mask=inside)
+        if ptr.key_scales is not None:
+            head = column // HEAD_DIM
+            key_scale = tl.load(ptr.key_scales + layer * stride.key_scales_layer + head, mask=inside, other=1.0)
+            value_scale = tl.load(ptr.value_scales + layer * stride.value_scales_layer + head, mask=inside, other=1.0)
+            k = to_codes(k, key_scale).to(k_target.dtype.element_ty)
+            v = to_codes(v, value_scale).to(v_target.dtype.element_ty)
+        tl.store(k_target + column, k, mask=inside)
+        tl.store(v_target + column, v, mask=inside)
+
+
+@triton.jit
+def _load_tree(ptr, stride, last_row, first_position, C, T, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """(token ids, token rows, parents) ``[COLUMNS]`` of a request's tree in the last step, if it follows the token before
+    ``first_position``; -1 for what is not there or was not computed."""
+    column = tl.arange(0, COLUMNS)
     # By column: triton 3.9's interpreter takes no scalar for a mask.
-    last = last_row.to(tl.int64) + tl.zeros([K], tl.int64)
-    in_last_step = (last >= 0) & (last < C)
+    last = last_row.to(tl.int64) + tl.zeros([COLUMNS], tl.int64)
+    in_last_step = (last >= 0) & (last < C) & (column < K)
     ids = tl.load(ptr.candidate_ids + last * stride.candidate_ids_request + column, mask=in_last_step, other=-1)
     rows = tl.load(ptr.candidate_rows + last * stride.candidate_rows_request + column, mask=in_last_step, other=-1)
-    candidate_positions = tl.load(ptr.candidate_positions + last, mask=in_last_step, other=0)
-    is_drawn = (ids == token) & (candidate_positions == position)
-    matches = is_drawn & (ids >= 0) & (rows < T)
-    return tl.max(tl.where(matches, rows, -1), axis=0).to(tl.int64)
+    parents = tl.full([COLUMNS], -1, tl.int32)
+    if ptr.candidate_parents is not None:
+        parent_ptr = ptr.candidate_parents + last * stride.candidate_parents_request + column
+        parents = tl.load(parent_ptr, mask=in_last_step, other=-1)
+    positions = tl.load(ptr.candidate_positions + last, mask=in_last_step, other=0)
+    is_there = (positions == first_position) & (ids >= 0) & (rows >= 0) & (rows < T)
+    return tl.where(is_there, ids, -1), tl.where(is_there, rows, -1), parents
 
 
-# The rows drawn are a caller's, and may be slices: no kernel is compiled anew where their alignment changes. (Triton
-# heeds that for pointers of their own only, not for those in a tuple.)
+# The tokens are a caller's, and may be slices: no kernel is compiled anew where their alignment changes. (Triton heeds
+# that for pointers of their own only, not for those in a tuple.)
 @triton.jit(
-    do_not_specialize=["S", "T", "C"],
-    do_not_specialize_on_alignment=["last_rows_ptr", "tokens_ptr", "positions_ptr", "slots_ptr"],
+    do_not_specialize=["stride_tokens_request", "stride_slot_table_row", "S", "T", "C"],
+    do_not_specialize_on_alignment=[
+        "last_rows_ptr",
+        "tokens_ptr",
+        "new_lens_ptr",
+        "positions_ptr",
+        "table_rows_ptr",
+        "slot_table_ptr",
+    ],
 )
 def _commit_winner_kernel(
     ptr,  # _Tensors
     stride,  # _Strides
     last_rows_ptr,  # [B]
-    tokens_ptr,  # [B]
+    tokens_ptr,  # [B, NEW]
+    stride_tokens_request,
+    new_lens_ptr,  # int32 [B] or None
     positions_ptr,  # [B]
-    slots_ptr,  # [B]
+    table_rows_ptr,  # [B]
+    slot_table_ptr,  # int32 [R, pages]
+    stride_slot_table_row,
     S,
     T,
     C,
+    NEW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     LAYERS: tl.constexpr,
     WIDTH: tl.constexpr,  # Hkv * D
     HEAD_DIM: tl.constexpr,  # D
     K: tl.constexpr,
+    COLUMNS: tl.constexpr,  # a power of two >= K
     BLOCK_LAYERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     request, layer_block = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(slots_ptr + request).to(tl.int64)
-    last_row, token = tl.load(last_rows_ptr + request), tl.load(tokens_ptr + request)
-    position = tl.load(positions_ptr + request)
-    row = _find_candidate(ptr, stride, last_row, token, position, C, T, K)
-    commits = (row >= 0) & (slot >= 0) & (slot < S)
+    new_len = 1 if new_lens_ptr is None else tl.load(new_lens_ptr + request)
+    first_position = tl.load(positions_ptr + request) + 1 - new_len
+    last_row = tl.load(last_rows_ptr + request)
+    ids, rows, parents = _load_tree(ptr, stride, last_row, first_position, C, T, K, COLUMNS)
+    pages_ptr = slot_table_ptr + tl.load(table_rows_ptr + request).to(tl.int64) * stride_slot_table_row
+    column = tl.arange(0, COLUMNS)
+
+    # From the root of the tree down, as long as the next token is a child of the one before.
+    parent, committed = -1, 0
+    for i in range(NEW):
+        token, position = tl.load(tokens_ptr + request.to(tl.int64) * stride_tokens_request + i), first_position + i
+        is_next = (ids == token) & (ids >= 0) & (parents == parent)
+        found = tl.min(tl.where(is_next, column, COLUMNS), axis=0)
+        commits = (committed == i) & (i < new_len) & (found < COLUMNS) & (position >= 0)
+        page = tl.load(pages_ptr + position // PAGE_SIZE, mask=commits, other=-1).to(tl.int64)
+        slot = page * PAGE_SIZE + position % PAGE_SIZE
+        commits = commits & (page >= 0) & (slot < S)
+        if commits:
+            row = tl.sum(tl.where(column == found, rows, 0).to(tl.int64), axis=0)
+            _copy_token(ptr, stride, row, slot, layer_block, LAYERS, WIDTH, HEAD_DIM, BLOCK_LAYERS, BLOCK)
+            parent, committed = found, i + 1
     if layer_block == 0:
-        tl.store(ptr.committed + request, commits)
-    if commits:
-        layer = (layer_block * BLOCK_LAYERS + tl.arange(0, BLOCK_LAYERS)).to(tl.int64)[:, None]
-        k_source = ptr.k_last + layer * stride.k_last_layer + row * stride.k_last_row
-        v_source = ptr.v_last + layer * stride.v_last_layer + row * stride.v_last_row
-        k_target = ptr.k_cache + layer * stride.k_cache_layer + slot * stride.k_cache_slot
-        v_target = ptr.v_cache + layer * stride.v_cache_layer + slot * stride.v_cache_slot
-        for start in range(0, WIDTH, BLOCK):
-            column = start + tl.arange(0, BLOCK)[None, :]
-            inside = (layer < LAYERS) & (column < WIDTH)
-            # Both loads before the first store, which would wait for its own.
-            k = tl.load(k_source + column, mask=inside)
-            v = tl.load(v_source + column, mask=inside)
-            if ptr.key_scales is not None:
-                head = column // HEAD_DIM
-                key_scale = tl.load(ptr.key_scales + layer * stride.key_scales_layer + head, mask=inside, other=1.0)
-                value_scale = tl.load(
-                    ptr.value_scales + layer * stride.value_scales_layer + head, mask=inside, other=1.0
-                )
-                k = to_codes(k, key_scale).to(k_target.dtype.element_ty)
-                v = to_codes(v, value_scale).to(v_target.dtype.element_ty)
-            tl.store(k_target + column, k, mask=inside)
-            tl.store(v_target + column, v, mask=inside)
+        tl.store(ptr.committed + request, committed)
 
 
 def _run_reference(committed, *operands) -> None:
@@ -157,10 +205,14 @@ def _launch(
     candidate_ids: Tensor,
     candidate_rows: Tensor,
     candidate_positions: Tensor,
+    candidate_parents: Tensor | None,
     last_rows: Tensor,
     tokens: Tensor,
+    new_lens: Tensor | None,
     positions: Tensor,
-    slots: Tensor,
+    table_rows: Tensor,
+    slot_table: Tensor,
+    page_size: int,
     key_scales: Tensor | None,
     value_scales: Tensor | None,
 ) -> None:
@@ -174,6 +226,8 @@ def _launch(
     by_layer = (*k_cache.stride()[:2], *v_cache.stride()[:2], *k_last.stride()[:2], *v_last.stride()[:2])
     scales = (key_scales, value_scales)
     by_layer_of_scales = (0 if x is None else x.stride(0) for x in scales)
+    trees = (candidate_ids, candidate_rows, candidate_parents)
+    by_request = (0 if x is None else x.stride(0) for x in trees)
     _commit_winner_kernel[(requests, ceil_div(layers, block_layers))](
         _Tensors(
             committed,
@@ -182,19 +236,27 @@ def _launch(
             candidate_ids,
             candidate_rows,
             candidate_positions,
+            candidate_parents,
         ),
-        _Strides._make((*by_layer, *by_layer_of_scales, candidate_ids.stride(0), candidate_rows.stride(0))),
+        _Strides._make((*by_layer, *by_layer_of_scales, *by_request)),
         last_rows,
         tokens,
+        tokens.stride(0),
+        new_lens,
         positions,
-        slots,
+        table_rows,
+        slot_table,
+        slot_table.stride(0),
         cache_slots,
         k_last.shape[1],
         candidate_ids.shape[0],
+        NEW=1 if tokens.dim() == 1 else tokens.shape[1],
+        PAGE_SIZE=page_size,
         LAYERS=layers,
         WIDTH=width,
         HEAD_DIM=head_dim,
         K=candidate_ids.shape[1],
+        COLUMNS=next_power_of_2(candidate_ids.shape[1]),
         BLOCK_LAYERS=block_layers,
         BLOCK=block,
         num_warps=NUM_WARPS,
@@ -210,20 +272,25 @@ def commit_winner(
     candidate_rows: Tensor,  # int32|int64 [C, K]
     candidate_positions: Tensor,  # int32 [C]
     last_rows: Tensor,  # int32|int64 [B]
-    tokens: Tensor,  # int32|int64 [B]
+    tokens: Tensor,  # int32|int64 [B] or [B, N]
     positions: Tensor,  # int32 [B]
-    slots: Tensor,  # int32|int64 [B]
+    slot_table: Tensor,  # int32 [R, pages]
+    table_rows: Tensor,  # int32|int64 [B]
     *,
+    new_lens: Tensor | None = None,  # int32 [B]
+    candidate_parents: Tensor | None = None,  # int32 [C, K]
+    page_size: int = 1,
     key_scales: Tensor | None = None,  # fp32 [layers, Hkv]
     value_scales: Tensor | None = None,  # fp32 [layers, Hkv]
     backend: str = "auto",
-) -> Tensor:  # bool [B]
+) -> Tensor:  # int32 [B]
     """Move the drawn tokens' keys and values from the last forward, where they were candidates, into the cache.
 
-    Request ``i`` commits if its token was one of its candidates in the last step (place ``last_rows[i]``), was computed
-    there, and at the position it now has. Then ``k_cache[:, slots[i]] = k_last[:, r]``, where ``r`` is the candidate's
-    token row, likewise the values, bit by bit; a cache in e4m3 keeps them as :func:`rope_cache` does. Any other request
-    writes nothing. Nothing is read back to the host.
+    Request ``i`` commits its token if that was one of its candidates in the last step (place ``last_rows[i]``), was
+    computed there, and at the position it now has. Then ``k_cache[:, slot] = k_last[:, r]``, where ``r`` is the
+    candidate's token row, likewise the values, bit by bit; a cache in e4m3 keeps them as :func:`rope_cache` does. Where
+    it has several new tokens and its candidates were a tree, each further token commits if it was a child of the one
+    before. Any other token writes nothing. Nothing is read back to the host.
 
     Args:
         k_cache: keys by slot ``[layers, S, Hkv, D]``, fp32, bf16, fp16 (fp64 too on the reference) or float8_e4m3fn,
@@ -232,23 +299,28 @@ def commit_winner(
         k_last: keys of the last forward's rows ``[layers, T, Hkv, D]``; the dtype of ``k_cache``, or any other of the
             first if that is float8_e4m3fn.
         v_last: values of the last forward's rows; dtype and shape of ``k_last``.
-        candidate_ids: int32 ``[C, K]``; the candidates of the last step's C requests; K a power of two up to 64.
-            Negative ids pad.
+        candidate_ids: int32 ``[C, K]``; the candidates of the last step's C requests. Negative ids pad.
         candidate_rows: int32 or int64 ``[C, K]``; each candidate's token row of ``k_last``. One outside ``[0, T)`` was
-            not computed and never matches. Should a token be listed twice, the higher row counts.
-        candidate_positions: int32 ``[C]``; the position of each request's candidates in its sequence.
+            not computed and never matches. Should a token be listed twice below the same parent, the first counts.
+        candidate_positions: int32 ``[C]``; the position in each request's sequence of its candidates without a parent.
         last_rows: int32 or int64 ``[B]``; each request's place among the C of the last step. Outside ``[0, C)``, as is
             -1, it had none, or one that must not be used.
-        tokens: int32 or int64 ``[B]``; the token drawn.
-        positions: int32 ``[B]``; its position in its sequence.
-        slots: int32 or int64 ``[B]``; the slot its keys and values belong in, another for each request that commits.
-            A request whose slot is outside ``[0, S)`` does not commit.
+        tokens: int32 or int64 ``[B]``; the token drawn; or ``[B, N]``, several, from column 0 on. Rows may be strided.
+        positions: int32 ``[B]``; the position of the last of them in its sequence.
+        slot_table: int32 ``[R, pages]``; token ``p`` of table row ``r`` belongs in slot
+            ``slot_table[r, p // page_size] * page_size + p % page_size``, which no other request has. Rows may be
+            strided. A token whose slot is outside ``[0, S)`` does not commit.
+        table_rows: int32 or int64 ``[B]``; each request's row of it.
+        new_lens: int32 ``[B]``; new tokens of each request, of which its row of ``tokens`` has the first N (``None``:
+            one).
+        candidate_parents: int32 ``[C, K]``; the column of each candidate's parent, -1 for none (``None``: none has one).
+        page_size: slots in a page.
         key_scales, value_scales: fp32 ``[layers, Hkv]``, of a cache in float8_e4m3fn, else ``None``; see
             :func:`rope_cache`.
         backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
-        bool ``[B]``; the requests that committed.
+        int32 ``[B]``; how many of its tokens each request has committed, from the first on.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted.
@@ -259,9 +331,10 @@ def commit_winner(
         >>> k_cache, v_cache = torch.zeros(2, 1, 4, 1, 1)
         >>> k_last, v_last = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).view(2, 1, 2, 1, 1)
         >>> candidates = dict(candidate_ids=i32([17, 23]), candidate_rows=i32([0, 1]), candidate_positions=i32(9))
-        >>> drawn = dict(last_rows=i32(0), tokens=i32(23), positions=i32(9), slots=i32(2))
-        >>> commit_winner(k_cache, v_cache, k_last, v_last, **candidates, **drawn)
-        tensor([True])
+        >>> slots = dict(slot_table=i32(*[[0] * 9 + [2]]).view(1, 10), table_rows=i32(0))
+        >>> drawn = dict(last_rows=i32(0), tokens=i32(23), positions=i32(9))
+        >>> commit_winner(k_cache, v_cache, k_last, v_last, **candidates, **drawn, **slots)
+        tensor([1], dtype=torch.int32)
         >>> k_cache.flatten(), v_cache.flatten()
         (tensor([0., 0., 2., 0.]), tensor([0., 0., 4., 0.]))
     """
@@ -279,22 +352,31 @@ def commit_winner(
         if heads > 1 and tensor.stride(2) != head_dim:
             raise ValueError(f"{name} must be contiguous in its last two dimensions, got strides {tensor.stride()}")
     check_tensor("candidate_ids", candidate_ids, dtypes=torch.int32, shape=(None, None), device=device)
-    if candidate_ids.shape[1] not in COLUMNS:
-        raise ValueError(
-            f"candidate_ids must have a power of two up to {MAX_CANDIDATES} columns, got {candidate_ids.shape[1]}"
-        )
+    if candidate_ids.shape[1] == 0:
+        raise ValueError("candidate_ids must have at least one column, got none")
     check_tensor("candidate_rows", candidate_rows, dtypes=INT_DTYPES, shape=candidate_ids.shape, device=device)
     check_tensor(
         "candidate_positions", candidate_positions, dtypes=torch.int32, shape=candidate_ids.shape[:1], device=device
     )
-    check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(None,), device=device)
-    check_tensor("last_rows", last_rows, dtypes=INT_DTYPES, shape=tokens.shape, device=device)
-    check_tensor("positions", positions, dtypes=torch.int32, shape=tokens.shape, device=device)
-    check_tensor("slots", slots, dtypes=INT_DTYPES, shape=tokens.shape, device=device)
+    if candidate_parents is not None:
+        shape = candidate_ids.shape
+        check_tensor("candidate_parents", candidate_parents, dtypes=torch.int32, shape=shape, device=device)
+    is_many = new_lens is not None
+    check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(None, None) if is_many else (None,), device=device)
+    requests = tokens.shape[:1]
+    if is_many:
+        check_tensor("new_lens", new_lens, dtypes=torch.int32, shape=requests, device=device)
+        if tokens.shape[1] == 0:
+            raise ValueError("tokens must have at least one column, got none")
+    check_tensor("last_rows", last_rows, dtypes=INT_DTYPES, shape=requests, device=device)
+    check_tensor("positions", positions, dtypes=torch.int32, shape=requests, device=device)
+    check_tensor("slot_table", slot_table, dtypes=torch.int32, shape=(None, None), device=device)
+    check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=requests, device=device)
+    check_page_size(page_size)
 
-    committed = torch.empty(tokens.shape[0], dtype=torch.bool, device=device)
+    committed = torch.empty(requests, dtype=torch.int32, device=device)
     cache, scales = (k_cache, v_cache), (key_scales, value_scales)
-    last_step = (k_last, v_last, candidate_ids, candidate_rows, candidate_positions)
-    drawn = (last_rows, tokens, positions, slots)
+    last_step = (k_last, v_last, candidate_ids, candidate_rows, candidate_positions, candidate_parents)
+    drawn = (last_rows, tokens, new_lens, positions, table_rows, slot_table, page_size)
     _launch(backend, committed, *cache, *last_step, *drawn, *scales)
     return committed
