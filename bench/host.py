@@ -137,7 +137,6 @@ def guided_step(model: ValueModel, rows: int, vocab: int, *, graph: bool) -> Sub
     none, zeros, numbers = torch.empty(0).long(), torch.zeros(rows).int(), torch.arange(rows)
     step.extend(none, none, numbers, zeros, zeros, zeros + CACHED)
     arguments = step_arguments(rows, vocab)
-    arguments["slots"] = slots.slots(arguments["table_rows"], arguments["lengths"] - 1)
     if graph:
         step._graphs = NoGraphs(step._score, model.device, split=False)
     return Subject(lambda: step.step(**arguments))

@@ -61,7 +61,7 @@ def value_model_step(name: str, rows: int, kept: str | None = None) -> None:
     numbers, ones, prompt, probs = i32(rows), torch.ones(rows), i64(16 * rows), fp32(rows, VOCAB)
     step.extend(prompt, prompt, numbers, numbers, numbers, numbers)
     filters = dict(top_k=numbers, top_p=ones, min_p=ones, sample=True)
-    arguments = (prompt[:rows], prompt[:rows], numbers, prompt[:rows])
+    arguments = (prompt[:rows], prompt[:rows], numbers)
     step.step(probs, *arguments, probs=probs, **filters)
     step.step(bf16(rows, VOCAB), *arguments, temperature=ones, is_logits=True, **filters)
 

@@ -102,7 +102,7 @@ class Decode:
             self.step.extend(none, none, self.rows, zeros, zeros, zeros + cached)
 
     def __call__(self, **options: object) -> StepOutput:
-        batch = (self.tokens, self.rows, self.lengths, self.slots.slots(self.rows, self.lengths - 1))
+        batch = (self.tokens, self.rows, self.lengths)
         output = self.step.step(self.scores, *batch, **self.filters, is_logits=True, sample=True, **options)
         self.lengths.copy_(torch.where(self.lengths < self.cached + MORE_CACHED, self.lengths + 1, self.cached + 1))
         return output

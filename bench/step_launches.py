@@ -249,7 +249,7 @@ def make_step(
     floats = zeros(requests, dtype=torch.float32)
     batch = (zeros(requests, VOCAB, dtype=torch.float32), *[zeros(requests)] * 2, zeros(requests, dtype=torch.int32))
     filters = dict(top_k=zeros(requests, dtype=torch.int32), top_p=floats, min_p=floats)
-    return partial(step.step, *batch, zeros(requests), **filters, is_logits=True, sample=True)
+    return partial(step.step, *batch, **filters, is_logits=True, sample=True)
 
 
 class _Operators(TorchDispatchMode):

@@ -93,12 +93,9 @@ def decode(batch):
     table_rows = int32([request.table_row for request in batch])
     lengths = int32([len(request.tokens) for request in batch])
     last_tokens = int32([request.tokens[-1] for request in batch])
-    last_slots = slots.slots(table_rows, lengths - 1)
 
     # Every step: one token for each request of the batch, guided or not.
-    output = step.step(
-        logits, last_tokens, table_rows, lengths, last_slots, **FILTERS, is_logits=True, sample=True, drawn=drawn
-    )
+    output = step.step(logits, last_tokens, table_rows, lengths, **FILTERS, is_logits=True, sample=True, drawn=drawn)
 
     for request, token in zip(batch, output.tokens.tolist(), strict=True):
         request.tokens.append(token)

@@ -19,7 +19,6 @@ def gather_requests(
     tokens: Tensor,  # int64 [B] or [B, N]
     table_rows: Tensor,  # int64 [B]
     lengths: Tensor,  # int32 [B]
-    slots: Tensor,  # int64 [B]
     *,
     new_lens: Tensor | None = None,  # int32 [B]
     active: Tensor | None = None,  # bool [B]
@@ -58,9 +57,12 @@ def gather_requests(
             known = (i < new_lens) & (position >= 0)
             held[table_rows[known], position[known] % held.shape[1]] = tokens[known, i].int()
 
-    write(out.tokens, tokens.gather(1, (new_lens - 1).clamp(min=0)[:, None].long())[:, 0], 0)
+    width = min(out.tokens.shape[1], tokens.shape[1])
+    is_new = torch.arange(width, device=device) < new_lens[:, None]
+    out.tokens.zero_()
+    out.tokens[:count, :width] = tokens[:, :width].where(is_new, 0)
+    write(out.new_lens, new_lens, 0)
     write(out.positions, lengths - 1, -1)
-    write(out.slots, slots, -1)
     write(out.table_rows, table_rows, padding_row)
     write(out.guided, guided, False)
     write(out.wants_length, wants_length, False)

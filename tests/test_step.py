@@ -986,7 +986,6 @@ def good_step(rows=2):
         tokens=i32,
         table_rows=torch.arange(rows),
         lengths=i32 + 1,
-        slots=torch.arange(rows),
         top_k=i32,
         top_p=i32 + 1.0,
         min_p=i32 + 0.0,

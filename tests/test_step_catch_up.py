@@ -166,7 +166,6 @@ def decode_many(engine, rows, sequences, new, scores, **options):
         tokens.to(engine.device),
         table_rows,
         lengths,
-        engine.slots.slots(table_rows, lengths - 1),
         new_lens=engine.tensor(new),
         top_k=6,
         top_p=1.0,
@@ -306,7 +305,7 @@ def test_sizes_are_checked(models, options, message):
 def test_new_tokens_are_checked(models, change, message):
     step, _ = make_step(models.value)
     numbers = torch.arange(2)
-    arguments = dict(tokens=torch.zeros(2, 3, dtype=torch.int64), table_rows=numbers, slots=numbers)
+    arguments = dict(tokens=torch.zeros(2, 3, dtype=torch.int64), table_rows=numbers)
     arguments |= dict(lengths=numbers.int() + 1, new_lens=torch.ones(2, dtype=torch.int32)) | change
     with pytest.raises(ValueError, match=message):
         step.step(random_scores(2), **arguments, top_k=4, top_p=1.0, min_p=0.0, is_logits=True)

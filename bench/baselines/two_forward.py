@@ -247,7 +247,6 @@ class TwoForwardStep:
         tokens: Tensor,
         table_rows: Tensor,
         lengths: Tensor,
-        slots: Tensor | None = None,
         *,
         top_k: Tensor,
         top_p: Tensor,
@@ -256,7 +255,7 @@ class TwoForwardStep:
         is_logits: bool = False,
         sample: bool = False,
     ) -> TwoForwardOutput:
-        """Guide the next token of each row; arguments as in :meth:`GuidedStep.step`, ``slots`` unused.
+        """Guide the next token of each row; arguments as in :meth:`GuidedStep.step`.
 
         Raises:
             ValueError: a row whose tokens are not known, or one with more candidates than there is room for.

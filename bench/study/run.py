@@ -231,10 +231,7 @@ class Guided(Plain):
     def draw(self, logits: torch.Tensor, tokens: torch.Tensor, step: int) -> torch.Tensor:
         """int ``[B]``: the next tokens, of the guided distribution."""
         lengths = self._base.prompt_lens + step
-        slots = self._slots.slots(self._rows, lengths - 1)
-        output = self._step.step(
-            logits, tokens, self._rows, lengths, slots, **self._filters, is_logits=True, sample=True
-        )
+        output = self._step.step(logits, tokens, self._rows, lengths, **self._filters, is_logits=True, sample=True)
         self._outputs.append(output)
         return output.tokens
 

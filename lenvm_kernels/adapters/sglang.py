@@ -268,7 +268,6 @@ class Guide:
                     tokens,
                     table_rows,
                     lengths,
-                    batch.out_cache_loc[last],
                     top_k=info.top_ks,
                     top_p=info.top_ps,
                     min_p=info.min_ps,

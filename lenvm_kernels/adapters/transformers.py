@@ -176,7 +176,6 @@ class LenVMLogitsProcessor(LogitsProcessor):
                 tokens[:, -1].contiguous(),
                 self._table_rows,
                 lengths,
-                self._slots.slots(self._table_rows, lengths - 1),
                 **self._filters,
                 is_logits=True,
                 active=self._active,

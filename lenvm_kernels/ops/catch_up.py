@@ -12,7 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, check_fields, check_page_size, check_tensor, next_power_of_2, resolve_backend
+from lenvm_kernels.ops._common import (
+    ceil_div,
+    check_fields,
+    check_page_size,
+    check_tensor,
+    next_power_of_2,
+    resolve_backend,
+)
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops.gather_requests import check_history
 from lenvm_kernels.reference.catch_up import catch_up as _reference
@@ -34,7 +41,7 @@ def _catch_up_kernel(
     held_ptr,  # int32 [R, M], of the history
     cached_lens_ptr,  # int32 [R], of the history, written
     counts_ptr,  # int32 [N]
-    committed_ptr,  # bool [N] or None
+    committed_ptr,  # int32 [N] or None
     slot_table_ptr,  # int32 [R, pages]
     stride_slot_table_row,
     N,
@@ -53,8 +60,9 @@ def _catch_up_kernel(
     count = tl.load(counts_ptr + request, mask=is_row, other=0)
     length = position + 1
     if committed_ptr is not None:
-        committed = tl.load(committed_ptr + request, mask=is_row, other=False)
-        cached_len = tl.where(committed & (cached_len == position), length, cached_len)
+        committed = tl.load(committed_ptr + request, mask=is_row, other=0)
+        first_new = length - tl.load(requests.new_lens + request, mask=is_row, other=0)
+        cached_len += tl.where(cached_len == first_new, committed, 0)
     missing = tl.maximum(length - cached_len, 0)
     computes = (guided | wants_length) & ((count > 0) | (missing >= M))
     delta_len = tl.where(computes, tl.minimum(missing, M), 0)
@@ -89,6 +97,7 @@ def _launch(
     cached_lens: Tensor,
     held: Tensor,
     history_cached_lens: Tensor,
+    new_lens: Tensor,
     positions: Tensor,
     table_rows: Tensor,
     guided: Tensor,
@@ -103,10 +112,10 @@ def _launch(
     if rows == 0:
         return
     others = dict.fromkeys(StepRequests._fields)
-    known = dict(positions=positions, table_rows=table_rows, guided=guided, wants_length=wants_length)
+    known = dict(new_lens=new_lens, positions=positions, table_rows=table_rows, guided=guided)
     _catch_up_kernel[(ceil_div(rows, REQUESTS),)](
         DeltaTokens(token_ids, slots, lens, cached_lens),
-        StepRequests(**others | known | {"cached_lens": known_lens}),  # type: ignore[arg-type]
+        StepRequests(**others | known | dict(wants_length=wants_length, cached_lens=known_lens)),  # type: ignore[arg-type]
         held,
         history_cached_lens,
         counts,
@@ -137,7 +146,7 @@ def catch_up(
     counts: Tensor,  # int32 [N]
     slot_table: Tensor,  # int32 [R, pages]
     *,
-    committed: Tensor | None = None,  # bool [N]
+    committed: Tensor | None = None,  # int32 [N]
     page_size: int = 1,
     out: DeltaTokens | None = None,  # [N, M]
     backend: str = "auto",
@@ -154,8 +163,8 @@ def catch_up(
             tokens are missing.
         slot_table: int32 [R, pages]; token ``p`` of table row ``r`` lives in slot
             ``slot_table[r, p // page_size] * page_size + p % page_size``. Rows may be strided.
-        committed: bool [N], of :func:`commit_winner`; requests whose last token is in the cache if all before it are
-            (``None``: nobody's is).
+        committed: int32 [N], of :func:`commit_winner`; how many of the new tokens, from the first on, are in the cache
+            if all before them are (``None``: none).
         page_size: slots in a page.
         out: result tensors to reuse, contiguous; ``None`` allocates them.
         backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
@@ -172,7 +181,7 @@ def catch_up(
         >>> history, slot_table = empty_history(1, 4, "cpu"), torch.tensor([[7, 5, 6, 4]], dtype=torch.int32)
         >>> for token, length, scored in ((11, 1, 0), (12, 2, 0), (13, 3, 2)):
         ...     lengths, counts = torch.tensor([[length], [scored]], dtype=torch.int32)
-        ...     one = torch.tensor([token]), torch.tensor([0]), lengths, torch.tensor([-1])
+        ...     one = torch.tensor([token]), torch.tensor([0]), lengths
         ...     delta = catch_up(history, gather_requests(table, *one, history=history), counts, slot_table)
         ...     print(delta.lens.item(), delta.token_ids.tolist(), delta.slots.tolist())
         0 [[0, 0, 0, 0]] [[-1, -1, -1, -1]]
@@ -195,7 +204,7 @@ def catch_up(
     if slot_table.shape[0] < table_rows - 1:  # the last one may be that of requests that do not exist
         raise ValueError(f"slot_table must have at least {table_rows - 1} rows, got {slot_table.shape[0]}")
     if committed is not None:
-        check_tensor("committed", committed, dtypes=torch.bool, shape=(rows,), device=device)
+        check_tensor("committed", committed, dtypes=torch.int32, shape=(rows,), device=device)
     check_page_size(page_size)
     if out is None:
         out = empty_delta(rows, columns, device)
@@ -214,6 +223,7 @@ def catch_up(
 
 # Of the fields of StepRequests that are read, in the order of the operator.
 _REQUEST_DTYPES = {
+    "new_lens": torch.int32,
     "positions": torch.int32,
     "table_rows": torch.int64,
     "guided": torch.bool,

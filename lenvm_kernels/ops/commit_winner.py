@@ -110,8 +110,8 @@ def _copy_token(
 
 @triton.jit
 def _load_tree(ptr, stride, last_row, first_position, C, T, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """(token ids, token rows, parents) ``[COLUMNS]`` of a request's tree in the last step, if it follows the token before
-    ``first_position``; -1 for what is not there or was not computed."""
+    """(token ids, token rows, parents) ``[COLUMNS]`` of a request's tree in the last step, if its candidates without a
+    parent are at ``first_position``; -1 for what is not there or was not computed."""
     column = tl.arange(0, COLUMNS)
     # By column: triton 3.9's interpreter takes no scalar for a mask.
     last = last_row.to(tl.int64) + tl.zeros([COLUMNS], tl.int64)
@@ -313,7 +313,8 @@ def commit_winner(
         table_rows: int32 or int64 ``[B]``; each request's row of it.
         new_lens: int32 ``[B]``; new tokens of each request, of which its row of ``tokens`` has the first N (``None``:
             one).
-        candidate_parents: int32 ``[C, K]``; the column of each candidate's parent, -1 for none (``None``: none has one).
+        candidate_parents: int32 ``[C, K]``; the column of each candidate's parent, -1 for none (``None``: nobody has
+            one).
         page_size: slots in a page.
         key_scales, value_scales: fp32 ``[layers, Hkv]``, of a cache in float8_e4m3fn, else ``None``; see
             :func:`rope_cache`.

@@ -47,7 +47,7 @@ _TABLE_DTYPES = (torch.int32, torch.bool, torch.float32, torch.int32, torch.int6
 _DTYPES = (
     torch.int64,
     torch.int32,
-    torch.int64,
+    torch.int32,
     torch.int64,
     torch.int64,
     torch.bool,
@@ -69,7 +69,6 @@ _DTYPES = (
         "new_lens_ptr",
         "table_rows_ptr",
         "lengths_ptr",
-        "slots_ptr",
         "active_ptr",
     ],
 )
@@ -83,12 +82,12 @@ def _gather_requests_kernel(
     new_lens_ptr,  # int32 [B] or None
     table_rows_ptr,  # int64 [B]
     lengths_ptr,  # int32 [B]
-    slots_ptr,  # int64 [B]
     active_ptr,  # bool [B] or None
     B,
     N,
     padding_row,
     NEW: tl.constexpr,
+    WIDTH: tl.constexpr,  # W
     HELD: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
@@ -100,9 +99,7 @@ def _gather_requests_kernel(
     if new_lens_ptr is not None:
         new_len = tl.minimum(tl.maximum(tl.load(new_lens_ptr + request, mask=exists, other=0), 0), NEW)
     new_ptr = tokens_ptr + request.to(tl.int64) * stride_tokens_request
-    token = tl.load(new_ptr + tl.maximum(new_len - 1, 0), mask=exists, other=0)
     length = tl.load(lengths_ptr + request, mask=exists, other=0)
-    slot = tl.load(slots_ptr + request, mask=exists, other=-1)
     active = exists
     if active_ptr is not None:
         active = exists & tl.load(active_ptr + request, mask=exists, other=False)
@@ -140,9 +137,11 @@ def _gather_requests_kernel(
         tl.store(history.places + table_row, request.to(tl.int64), mask=exists)
         tl.store(history.steps + table_row, step, mask=exists)
 
-    tl.store(requests.tokens + request, token, mask=is_row)
+    for i in range(WIDTH):
+        token = tl.load(new_ptr + i, mask=exists & (i < new_len), other=0)
+        tl.store(requests.tokens + request.to(tl.int64) * WIDTH + i, token, mask=is_row)
+    tl.store(requests.new_lens + request, tl.where(exists, new_len, 0), mask=is_row)
     tl.store(requests.positions + request, length - 1, mask=is_row)
-    tl.store(requests.slots + request, slot, mask=is_row)
     tl.store(requests.table_rows + request, tl.where(exists, table_row, padding_row), mask=is_row)
     tl.store(requests.guided + request, guided, mask=is_row)
     tl.store(requests.wants_length + request, wants_length, mask=is_row)
@@ -153,8 +152,8 @@ def _gather_requests_kernel(
 
 
 def _run_reference(*operands) -> None:
-    out, inputs, columns = StepRequests(*operands[:12]), operands[12:16], operands[16:23]
-    *of_history, new_lens, active, padding_row = operands[23:]
+    out, inputs, columns = StepRequests(*operands[:12]), operands[12:15], operands[15:22]
+    *of_history, new_lens, active, padding_row = operands[22:]
     history = None if of_history[0] is None else StepHistory(*of_history)
     options = dict(new_lens=new_lens, active=active, history=history, padding_row=padding_row)
     _reference(*columns, *inputs, **options, out=out)
@@ -166,8 +165,8 @@ _MUTATES = [*StepRequests._fields, "faults", *(f"history_{name}" for name in Ste
 @operator(mutates=_MUTATES, reference=_run_reference)
 def _launch(
     tokens: Tensor,
+    new_lens: Tensor,
     positions: Tensor,
-    slots: Tensor,
     table_rows: Tensor,
     places: Tensor,
     guided: Tensor,
@@ -180,7 +179,6 @@ def _launch(
     last_tokens: Tensor,
     request_rows: Tensor,
     lengths: Tensor,
-    last_slots: Tensor,
     table_mode: Tensor,  # a schema cannot have a `mode`
     return_values: Tensor,
     table_entropy_threshold: Tensor,
@@ -194,7 +192,7 @@ def _launch(
     history_tokens: Tensor | None,
     history_told_lens: Tensor | None,
     history_cached_lens: Tensor | None,
-    new_lens: Tensor | None,
+    grown_by: Tensor | None,
     active: Tensor | None,
     padding_row: int,
 ) -> None:
@@ -202,24 +200,24 @@ def _launch(
     if rows == 0:
         return
     table = _Table(table_mode, return_values, table_entropy_threshold, prompt_len, seed, value_stride, faults)
-    known = (tokens, positions, slots, table_rows, places, guided, wants_length, entropy_threshold, generated, seeds)
+    known = (tokens, new_lens, positions, table_rows, places, guided, wants_length, entropy_threshold, generated)
     history: Any = (history_places, history_steps, history_step, history_tokens, history_told_lens, history_cached_lens)
     _gather_requests_kernel[(ceil_div(rows, REQUESTS),)](
-        StepRequests(*known, due, cached_lens),
+        StepRequests(*known, seeds, due, cached_lens),
         table,
         _Table(*map(row_stride, table)),
         None if history_places is None else StepHistory(*history),
         last_tokens,
         last_tokens.stride(0),
-        new_lens,
+        grown_by,
         request_rows,
         lengths,
-        last_slots,
         active,
         last_tokens.shape[0],
         rows,
         padding_row,
         NEW=1 if last_tokens.dim() == 1 else last_tokens.shape[1],
+        WIDTH=tokens.shape[1],
         HELD=1 if history_tokens is None else history_tokens.shape[1],
         REQUESTS=REQUESTS,
         num_warps=1,
@@ -230,9 +228,10 @@ def _columns_read(table: GuidanceColumns) -> _Table:
     return _Table._make(getattr(table, name) for name in _Table._fields)
 
 
-def empty_requests(rows: int, device: torch.device) -> StepRequests:
-    """Result tensors for :func:`gather_requests`."""
-    return StepRequests(*(torch.empty(rows, dtype=dtype, device=device) for dtype in _DTYPES))
+def empty_requests(rows: int, device: torch.device, width: int = 1) -> StepRequests:
+    """Result tensors for :func:`gather_requests`, with room for ``width`` new tokens of each request."""
+    shapes = ((rows, width), *((rows,) for _ in _DTYPES[1:]))
+    return StepRequests(*map(lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device), shapes, _DTYPES))
 
 
 def empty_history(table_rows: int, max_delta: int, device: torch.device) -> StepHistory:
@@ -262,7 +261,6 @@ def gather_requests(
     tokens: Tensor,  # int64 [B] or [B, N]
     table_rows: Tensor,  # int64 [B]
     lengths: Tensor,  # int32 [B]
-    slots: Tensor,  # int64 [B]
     *,
     new_lens: Tensor | None = None,  # int32 [B]
     active: Tensor | None = None,  # bool [B]
@@ -282,7 +280,6 @@ def gather_requests(
             on. Rows may be strided.
         table_rows: int64 [B]; each request's row of the table, all different.
         lengths: int32 [B]; tokens of each sequence, the last one included.
-        slots: int64 [B]; the cache slot of each last token.
         new_lens: int32 [B], how many of its row of ``tokens`` each sequence has grown by, 0 to N (``None``: one of
             one column).
         active: bool [B] (``None``: all); requests to treat as if they had asked for nothing are False.
@@ -290,7 +287,8 @@ def gather_requests(
             :func:`select_scored` counts, and ``cached_lens``, which :func:`catch_up` does. ``None``: ``places`` and
             ``cached_lens`` are left untouched, and all are due.
         padding_row: table row of the requests that do not exist.
-        out: result tensors to reuse, contiguous, of ``N >= B`` rows; ``None`` allocates ``B``.
+        out: result tensors to reuse, contiguous, of ``N >= B`` rows (:func:`empty_requests`); ``None`` allocates ``B``
+            with room for one token each.
         backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
 
     Returns:
@@ -304,8 +302,8 @@ def gather_requests(
         >>> from lenvm_kernels import GuidanceTable, parse_guidance
         >>> table = GuidanceTable(4, "cpu")
         >>> table.add_request(2, parse_guidance({"target_length": 60}), eos_token_ids={0}, prompt_len=7, seed=5)
-        >>> tokens, rows, slots = torch.tensor([[11, 12], [0, 2], [30, 40]])
-        >>> requests = gather_requests(table, tokens, rows, torch.tensor([4, 9], dtype=torch.int32), slots)
+        >>> tokens, rows = torch.tensor([[11, 12], [0, 2]])
+        >>> requests = gather_requests(table, tokens, rows, torch.tensor([4, 9], dtype=torch.int32))
         >>> requests.guided, requests.generated
         (tensor([False,  True]), tensor([4, 2], dtype=torch.int32))
     """
@@ -321,7 +319,6 @@ def gather_requests(
         check_tensor("new_lens", new_lens, dtypes=torch.int32, shape=(count,), device=device)
     check_tensor("table_rows", table_rows, dtypes=torch.int64, shape=(count,), device=device)
     check_tensor("lengths", lengths, dtypes=torch.int32, shape=(count,), device=device)
-    check_tensor("slots", slots, dtypes=torch.int64, shape=(count,), device=device)
     if active is not None:
         check_tensor("active", active, dtypes=torch.bool, shape=(count,), device=device)
     table = getattr(table, "columns", table)
@@ -345,18 +342,19 @@ def gather_requests(
         out = empty_requests(count, device)
     if not isinstance(out, StepRequests):
         raise TypeError(f"out must be StepRequests, got {type(out).__name__}")
-    check_tensor("out.tokens", out.tokens, dtypes=torch.int64, shape=(None,), device=device)
+    check_tensor("out.tokens", out.tokens, dtypes=torch.int64, shape=(None, None), device=device)
     rows = out.tokens.shape[0]
     if rows < count:
         raise ValueError(f"out must have a row for each of the {count} requests, got {rows}")
-    check_fields("out", StepRequests._fields, out, _DTYPES, rows, device)
+    if not out.tokens.is_contiguous():
+        raise ValueError(f"out.tokens must be contiguous, got strides {tuple(out.tokens.stride())}")
+    check_fields("out", StepRequests._fields[1:], out[1:], _DTYPES[1:], rows, device)
 
     return gather_requests_unchecked(
         table,
         tokens,
         table_rows,
         lengths,
-        slots,
         new_lens=new_lens,
         active=active,
         history=history,
@@ -387,7 +385,6 @@ def gather_requests_unchecked(
     tokens: Tensor,
     table_rows: Tensor,
     lengths: Tensor,
-    slots: Tensor,
     *,
     new_lens: Tensor | None,
     active: Tensor | None,
@@ -398,6 +395,6 @@ def gather_requests_unchecked(
 ) -> StepRequests:
     """:func:`gather_requests` for a caller who knows that the arguments are right, and has resolved the backend."""
     of_history = (None,) * len(StepHistory._fields) if history is None else history
-    inputs = (tokens, table_rows, lengths, slots)
+    inputs = (tokens, table_rows, lengths)
     _launch(backend, *out, *inputs, *_columns_read(table), *of_history, new_lens, active, padding_row)
     return out

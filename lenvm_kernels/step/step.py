@@ -303,7 +303,6 @@ class GuidedStep:
         tokens: torch.Tensor,
         table_rows: torch.Tensor,
         lengths: torch.Tensor,
-        slots: torch.Tensor,
         *,
         new_lens: torch.Tensor | None = None,
         top_k: torch.Tensor | int,
@@ -329,8 +328,7 @@ class GuidedStep:
             tokens: int32 or int64 ``[B]``; the last token of each sequence, the one the scores follow; or ``[B, N]``,
                 the tokens that it has grown by, from column 0 on.
             table_rows: int32 or int64 ``[B]``; the requests' rows of the slot table, all different.
-            lengths: int32 ``[B]``; tokens of each sequence, the last one included.
-            slots: int32 or int64 ``[B]``; the slot of each last token. It and the tokens before are in the slot table.
+            lengths: int32 ``[B]``; tokens of each sequence, the last one included. The slot table has the slots of all.
             new_lens: int32 ``[B]``; with ``tokens [B, N]``, how many of its row each sequence has grown by, 0 to N.
             top_k, top_p, min_p, temperature, is_logits, vocab_mask: as in :func:`topk_candidates`.
             active: bool ``[B]`` (None: all); requests to leave out of this and all later steps as if they had no
@@ -356,8 +354,7 @@ class GuidedStep:
         record = self._timer.begin(b, device)
         is_many = new_lens is not None
         check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(b, None) if is_many else (b,), device=device)
-        for name, tensor in (("table_rows", table_rows), ("slots", slots)):
-            check_tensor(name, tensor, dtypes=INT_DTYPES, shape=(b,), device=device)
+        check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(b,), device=device)
         check_tensor("lengths", lengths, dtypes=torch.int32, shape=(b,), device=device)
         if is_many:
             check_tensor("new_lens", new_lens, dtypes=torch.int32, shape=(b,), device=device)
@@ -373,10 +370,10 @@ class GuidedStep:
             check_tensor("probs", probs, dtypes=FLOATS[backend], shape=(b, None), device=device)
         self.flush()
         # Kernels are compiled for one dtype.
-        tokens, slots, table_rows = tokens.long(), slots.long(), table_rows.long()
+        tokens, table_rows = tokens.long(), table_rows.long()
         drawn = None if drawn is None else drawn.int()
 
-        requests = self._gather(tokens, table_rows, lengths, slots, new_lens, active, backend)
+        requests = self._gather(tokens, table_rows, lengths, new_lens, active, backend)
         known = self._rows(b).requests
         candidates = topk_candidates(
             scores,
@@ -459,8 +456,7 @@ class GuidedStep:
         tokens, table_rows = tokens.long(), table_rows.long()
 
         # The last token is scored as the only candidate for its own place: nothing is kept but the candidate.
-        none_new, no_slots = torch.zeros_like(lengths), torch.full_like(tokens, -1)
-        requests = self._gather(tokens, table_rows, lengths - 1, no_slots, none_new, None, backend)
+        requests = self._gather(tokens, table_rows, lengths - 1, torch.zeros_like(lengths), None, backend)
         requests.due.fill_(True)
         wanted = self._rows(b).requests.wants_length
         ids = torch.full((b, self.max_candidates), -1, dtype=torch.int32, device=device)
@@ -513,7 +509,6 @@ class GuidedStep:
                             full(0, torch.int64, size),
                             full(self._padding_row, torch.int64, size),
                             full(0, torch.int32, size),
-                            full(-1, torch.int64, size),
                             top_k=0,
                             top_p=1.0,
                             min_p=0.0,
@@ -535,7 +530,6 @@ class GuidedStep:
         tokens: torch.Tensor,
         table_rows: torch.Tensor,
         lengths: torch.Tensor,
-        slots: torch.Tensor,
         new_lens: torch.Tensor | None,
         active: torch.Tensor | None,
         backend: str,
@@ -548,7 +542,6 @@ class GuidedStep:
             tokens,
             table_rows,
             lengths,
-            slots,
             new_lens=new_lens,
             active=self._rows(b).all_active if active is None else active,
             history=self._history.columns,
@@ -601,8 +594,9 @@ class GuidedStep:
         """Value logits of what the first ``requests`` have to be scored, fp32 ``[requests, K]``."""
         known, scored, out, _, _ = self._rows(requests)
         options: dict[str, Any] = dict(page_size=self.page_size, backend=self.backend)
-        committed = None if self._winners is None else self._winners.commit(self.cache, known, backend=self.backend)
-        history, counts = self._history.columns, scored.counts
+        history, counts, committed = self._history.columns, scored.counts, None
+        if self._winners is not None:
+            committed = self._winners.commit(self.cache, known, self.slot_table, **options)
         delta = catch_up(history, known, counts, self.slot_table, committed=committed, out=out, **options)
         batch = RaggedBatch.build(
             delta.token_ids.flatten(),

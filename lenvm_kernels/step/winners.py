@@ -1,5 +1,7 @@
 """The candidates of the last step, one of which is usually the token drawn: the winner, which needs no forward."""
 
+from typing import Any
+
 import torch
 
 from lenvm_kernels.ops.commit_winner import commit_winner
@@ -27,8 +29,8 @@ class Winners:
         self._candidate_rows = full(-1, max_requests, max_candidates)  # of the forward; -1: not computed
         self._positions = full(0, max_requests).int()
 
-    def commit(self, cache: KVCache, requests: StepRequests, *, backend: str) -> torch.Tensor:
-        """Move keys and values of last tokens that were candidates to their slots; of which requests, bool ``[N]``."""
+    def commit(self, cache: KVCache, requests: StepRequests, slot_table: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Move keys and values of new tokens that were candidates to their slots; of how many, int32 ``[N]``."""
         return commit_winner(
             cache.keys,
             cache.values,
@@ -40,10 +42,12 @@ class Winners:
             requests.places,
             requests.tokens,
             requests.positions,
-            requests.slots,
+            slot_table,
+            requests.table_rows,
+            new_lens=requests.new_lens,
             key_scales=cache.key_scales,
             value_scales=cache.value_scales,
-            backend=backend,
+            **options,
         )
 
     def keep(self, scored: ScoredCandidates, candidate_rows: torch.Tensor) -> KVCache:

@@ -79,7 +79,6 @@ class Engine:
             self.tensor([tokens[-1] for tokens in sequences]),
             row_numbers,
             lengths,
-            self.slots.slots(row_numbers, lengths - 1),
             **{**filters, "is_logits": True, "sample": True, **options},
         )
 

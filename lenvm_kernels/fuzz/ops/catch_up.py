@@ -51,6 +51,8 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     lengths = draws.integers("lengths", rows, low=1, high=LONGEST)
     missing = draws.choose("missing", rows, values=[-1, 0, 1, 1, 2, held - 1, held, held])
     cached_lens = (lengths - missing).clamp(min=0)
+    # Often all that is missing is new.
+    new_lens = torch.where(draws.chance("all new", rows, of=0.7), missing.clamp(min=0), 1)
 
     requests = empty_requests(total, device)
     for x in requests:
@@ -59,6 +61,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     requests.table_rows[count:] = count + SPARE_ROWS  # the last row, beyond the slot table
     for name, values in (
         ("positions", lengths - 1),
+        ("new_lens", new_lens),
         ("table_rows", table_rows),
         ("guided", draws.chance("guided", rows, of=0.6)),
         ("wants_length", draws.chance("wants_length", rows, of=0.3)),
@@ -74,8 +77,8 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     slot_table[table_rows] = draws.choose("pages", rows, pages, values=[0, 1, 17, 2**26]).int()
     counts = torch.zeros(total, dtype=torch.int32, device=device)
     counts[:count] = draws.choose("counts", rows, values=[0, 0, 1, 5]).int()
-    committed = torch.zeros(total, dtype=torch.bool, device=device)
-    committed[:count] = draws.chance("committed", rows, of=0.5)
+    committed = torch.zeros(total, dtype=torch.int32, device=device)
+    committed[:count] = torch.minimum(draws.choose("committed", rows, values=[0, 1, 2, held]), new_lens).int()
     arguments: dict[str, Any] = dict(history=history, requests=requests, counts=counts, slot_table=slot_table)
     if options["committed"]:
         arguments["committed"] = committed

@@ -25,12 +25,16 @@ from lenvm_kernels.ops.commit_winner import commit_winner
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float64: torch.int64}
 BITS[E4M3] = torch.uint8
 SPARE_SLOTS, SPARE_TOKENS, SPARE_ROWS = 3, 2, 2
+LONGEST = 8  # tokens of a sequence
 
 OPTIONS: dict[str, list[Any]] = {
     "layers": [1, 2, 5],
     "heads": [1, 2, 3],
     "head_dim": [1, 3, 8, 16],
-    "candidates": [1, 2, 4, 8, 16],
+    "candidates": [1, 2, 5, 8, 16],
+    "new": ["one", "1", "4"],  # columns of tokens
+    "parents": [False, True],
+    "page_size": [1, 2, 4],
     "dtype": ["float32", "bfloat16", "float16"],
     "e4m3": [False, True],
     "cache": ["layers first", "tokens first", "values apart"],
@@ -38,7 +42,7 @@ OPTIONS: dict[str, list[Any]] = {
     "candidate_rows": ["int32", "int64"],
     "last_rows": ["int64", "int32"],
     "tokens": ["int32", "int64"],
-    "slots": ["int64", "int32"],
+    "table_rows": ["int64", "int32"],
     "constants": ["shipped", "small", "smallest"],
 }
 CONSTANTS = {"small": {"TILE": 32}, "smallest": {"TILE": 4}}
@@ -64,7 +68,7 @@ def as_integers(x: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Inputs:
     pools: list[Tensor]  # k_cache, v_cache, k_last, v_last
-    rows: dict[str, Tensor]
+    rows: dict[str, Any]
     slot_owners: Tensor  # the row of the batch that each slot of the cache is for
 
 
@@ -80,15 +84,22 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     def mostly(name, usual, otherwise):
         return torch.where(draws.chance(name, rows, *usual.shape[1:], of=0.85), usual, otherwise)
 
-    # Ids of what a row owns: its slot, its row of the last step, and of the last forward as many rows as candidates.
+    # Ids of what a row owns: as many slots as a sequence has tokens, its row of the last step, and of the last forward
+    # as many rows as candidates.
     ids = draws.rows(rows)
-    slot, last = draws.places("slots", rows, SPARE_SLOTS), draws.places("last_rows", rows, SPARE_ROWS)
+    last, table_row = draws.places("last_rows", rows, SPARE_ROWS), draws.places("table_rows", rows, SPARE_ROWS)
+    pages = LONGEST // options["page_size"]
+    page_ids = (ids[:, None] * pages + torch.arange(pages, device=device)).flatten()
+    page = draws.places("pages", page_ids, SPARE_SLOTS)
     computed_ids = (ids[:, None] * columns + torch.arange(columns, device=device)).flatten()
     computed = draws.places("candidate_rows", computed_ids, SPARE_TOKENS)
     tokens = len(computed) + SPARE_TOKENS
     pools = []
+    in_page = torch.arange(options["page_size"], device=device)
+    slot = (page[:, None] * options["page_size"] + in_page).flatten()
+    slot_ids = (page_ids[:, None] * options["page_size"] + in_page).flatten()
     for name, owner_ids, places, spare in (
-        ("cache", ids, slot, SPARE_SLOTS),
+        ("cache", slot_ids, slot, SPARE_SLOTS * options["page_size"]),
         ("last", computed_ids, computed, SPARE_TOKENS),
     ):
         at = _owner_ids(owner_ids, places, spare)
@@ -101,26 +112,48 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         table[last] = values
         return table
 
-    listed = draws.integers("candidate_ids", rows, columns, low=-1, high=9)  # some are listed twice
-    position = draws.integers("candidate_positions", rows, low=4, high=6)
-    nowhere = draws.choose("nowhere", rows, columns, values=[-1, -2, tokens, 10**6])
-    drawn = listed.gather(1, draws.integers("drawn", rows, 1, low=0, high=columns - 1))[:, 0]
-    outside = draws.choose("outside", rows, values=[-1, count + SPARE_ROWS, 10**6])
-    no_slot = draws.choose("no slot", rows, values=[-1, count + SPARE_SLOTS, 10**6])
-    row_arguments = dict(
-        candidate_ids=placed(listed, 5).int(),
-        candidate_rows=either("candidate_rows", placed(mostly("computed", computed.view(-1, columns), nowhere), 0)),
-        candidate_positions=placed(position, 5).int(),
-        last_rows=either("last_rows", mostly("in the last step", last, outside)),
-        tokens=either("tokens", mostly("a candidate", drawn, draws.integers("other", rows, low=-1, high=9))),
-        positions=mostly("in place", position, draws.integers("other position", rows, low=4, high=6)).int(),
-        slots=either("slots", mostly("has a slot", slot, no_slot)),
+    new = 1 if options["new"] == "one" else int(options["new"])
+    new_lens = (
+        draws.integers("new_lens", rows, low=-1, high=new + 1) if options["new"] != "one" else torch.ones_like(ids)
     )
+    listed = draws.integers("candidate_ids", rows, columns, low=-1, high=4)  # many are listed twice
+    # A parent is an earlier column, or none; now and then it is neither.
+    below = draws.integers("parents", rows, columns, low=0, high=columns)
+    parents = torch.where(below < torch.arange(columns, device=device), below, -1)
+    parents = torch.where(draws.chance("a bad parent", rows, columns, of=0.05), columns + 3, parents)
+    position = draws.integers("positions", rows, low=0, high=LONGEST - 1)
+    first = position + 1 - new_lens
+    nowhere = draws.choose("nowhere", rows, columns, values=[-1, -2, tokens, 10**6])
+    outside = draws.choose("outside", rows, values=[-1, count + SPARE_ROWS, 10**6])
+    slot_table = page.new_zeros(count + SPARE_ROWS, pages + 2)[:, :pages]
+    slot_table[table_row] = torch.where(
+        draws.chance("has a page", rows, pages, of=0.9),
+        page.view(-1, pages),
+        draws.choose("no page", rows, pages, values=[-1, 10**6]),
+    )
+    drawn = draws.integers("tokens", rows, new, low=-1, high=4)
+    row_arguments = dict(
+        candidate_ids=placed(listed, 3).int(),
+        candidate_rows=either("candidate_rows", placed(mostly("computed", computed.view(-1, columns), nowhere), 0)),
+        candidate_positions=placed(
+            mostly("in place", first, draws.integers("elsewhere", rows, low=0, high=9)), 5
+        ).int(),
+        last_rows=either("last_rows", mostly("in the last step", last, outside)),
+        tokens=either("tokens", drawn[:, 0].contiguous() if options["new"] == "one" else drawn),
+        positions=position.int(),
+        slot_table=slot_table.int(),
+        table_rows=either("table_rows", table_row),
+        page_size=options["page_size"],
+    )
+    if options["new"] != "one":
+        row_arguments["new_lens"] = new_lens.int()
+    if options["parents"]:
+        row_arguments["candidate_parents"] = placed(parents, -1).int()
     if options["e4m3"]:
         for name in ("key_scales", "value_scales"):
             row_arguments[name] = powers_of_2(draws, name, *sizes[:2], exponents=[-20, 0, 20])
-    owners = torch.full((count + SPARE_SLOTS,), -1, device=device)
-    owners[slot] = torch.arange(count, device=device)
+    owners = torch.full((len(slot) + SPARE_SLOTS * options["page_size"],), -1, device=device)
+    owners[slot] = torch.arange(count, device=device).repeat_interleave(LONGEST)
     return Inputs(pools, row_arguments, owners)
 
 
@@ -141,7 +174,7 @@ class Result:
 def run(given: Inputs, function) -> Result:
     pools = [copy_in_place(x) for x in given.pools]
     committed = function(*pools, **given.rows)
-    expect("committed", committed, dtype=torch.bool, shape=given.rows["tokens"].shape)
+    expect("committed", committed, dtype=torch.int32, shape=given.rows["positions"].shape)
     by_token = [as_integers(x.movedim(1, 0)) for x in pools]
     return Result(committed, torch.stack(by_token[:2], 1), torch.stack(by_token[2:], 1))
 
@@ -166,7 +199,7 @@ def _reference(*arguments, **keywords) -> Tensor:
 
 def classes(given: Inputs) -> dict[str, Tensor]:
     committed = run(given, _reference).committed
-    return {"commits": committed, "does not": ~committed}
+    return {"commits one": committed == 1, "commits several": committed > 1, "does not": committed == 0}
 
 
 OPERATOR = Operator(

@@ -31,6 +31,7 @@ OPTIONS: dict[str, list[Any]] = {
     "table": ["whole", "columns apart"],
     "tokens": ["one", "1", "3", "9"],  # columns of the new ones
     "held": [1, 4, 16],
+    "width": [1, 2, 5],  # new tokens that the result has room for
     "step": ["no history", "1", "9", "8589934594"],  # the last is 2 to whoever keeps 32 bits
     "slices": [False, True],
     "constants": ["shipped", "small"],
@@ -81,7 +82,6 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         "tokens": tokens[:, 0].contiguous() if options["tokens"] == "one" else tokens,
         "table_rows": table_rows,
         "lengths": lengths.int(),
-        "slots": draws.choose("slots", rows, values=[-1, 0, 7, 2**33]),
     }
     if options["active"]:
         per_request["active"] = is_active
@@ -107,7 +107,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         history.cached_lens[table_rows] = (lengths - uncached).clamp(min=0).int()
         arguments["history"] = history
     if options["padding"] != "no out":
-        out = empty_requests(count + int(options["padding"]), device)
+        out = empty_requests(count + int(options["padding"]), device, options["width"])
         arguments["out"] = StepRequests(*results_to_fill(out, in_slices=options["slices"]))
     return Inputs(arguments, is_active if options["active"] else torch.ones_like(is_active))
 
@@ -131,9 +131,9 @@ def run(given: Inputs, function) -> Result:
         arguments["out"] = out = StepRequests(*map(copy_in_place, out))
         around = [whole_memory(x) for x in out]
     requests = function(**arguments)
-    for wanted, name in zip(empty_requests(0, torch.device("cpu")), StepRequests._fields, strict=True):
-        rows = len(arguments["tokens"] if out is None else out.tokens)
-        expect(name, getattr(requests, name, None), dtype=wanted.dtype, shape=[rows])
+    rows, width = (len(arguments["tokens"]), 1) if out is None else out.tokens.shape
+    for name, wanted in empty_requests(rows, torch.device("cpu"), width)._asdict().items():
+        expect(name, getattr(requests, name, None), dtype=wanted.dtype, shape=wanted.shape)
     return Result(requests, history, faults, around)
 
 
