@@ -113,9 +113,9 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         return table
 
     new = 1 if options["new"] == "one" else int(options["new"])
-    new_lens = (
-        draws.integers("new_lens", rows, low=-1, high=new + 1) if options["new"] != "one" else torch.ones_like(ids)
-    )
+    new_lens = draws.integers("new_lens", rows, low=-1, high=new + 1)
+    if options["new"] == "one":
+        new_lens = torch.ones_like(new_lens)
     listed = draws.integers("candidate_ids", rows, columns, low=-1, high=4)  # many are listed twice
     # A parent is an earlier column, or none; now and then it is neither.
     below = draws.integers("parents", rows, columns, low=0, high=columns)
@@ -131,13 +131,20 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         page.view(-1, pages),
         draws.choose("no page", rows, pages, values=[-1, 10**6]),
     )
-    drawn = draws.integers("tokens", rows, new, low=-1, high=4)
+    # Mostly a path down the tree.
+    path, parent, column = [], torch.full((count, 1), -1, device=device), torch.arange(columns, device=device)
+    turn = draws.integers("path", rows, new, low=0, high=columns - 1)
+    for i in range(new):
+        of_tree = parents if options["parents"] else torch.full_like(parents, -1)
+        child = ((of_tree == parent) * (1 + (column + turn[:, i, None]) % columns)).argmax(1, keepdim=True)
+        path.append(listed.gather(1, child)[:, 0])
+        parent = child
+    drawn = mostly("a path", torch.stack(path, 1), draws.integers("tokens", rows, new, low=-1, high=4))
+    elsewhere = draws.integers("elsewhere", rows, low=0, high=9)
     row_arguments = dict(
         candidate_ids=placed(listed, 3).int(),
         candidate_rows=either("candidate_rows", placed(mostly("computed", computed.view(-1, columns), nowhere), 0)),
-        candidate_positions=placed(
-            mostly("in place", first, draws.integers("elsewhere", rows, low=0, high=9)), 5
-        ).int(),
+        candidate_positions=placed(mostly("in place", first, elsewhere), 5).int(),
         last_rows=either("last_rows", mostly("in the last step", last, outside)),
         tokens=either("tokens", drawn[:, 0].contiguous() if options["new"] == "one" else drawn),
         positions=position.int(),
