@@ -116,7 +116,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     new_lens = draws.integers("new_lens", rows, low=-1, high=new + 1)
     if options["new"] == "one":
         new_lens = torch.ones_like(new_lens)
-    listed = draws.integers("candidate_ids", rows, columns, low=-1, high=4)  # many are listed twice
+    listed = draws.integers("candidate_ids", rows, columns, low=-1, high=9)  # some are listed twice
     # A parent is an earlier column, or none; now and then it is neither.
     below = draws.integers("parents", rows, columns, low=0, high=columns)
     parents = torch.where(below < torch.arange(columns, device=device), below, -1)
@@ -136,10 +136,13 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     turn = draws.integers("path", rows, new, low=0, high=columns - 1)
     for i in range(new):
         of_tree = parents if options["parents"] else torch.full_like(parents, -1)
-        child = ((of_tree == parent) * (1 + (column + turn[:, i, None]) % columns)).argmax(1, keepdim=True)
-        path.append(listed.gather(1, child)[:, 0])
-        parent = child
-    drawn = mostly("a path", torch.stack(path, 1), draws.integers("tokens", rows, new, low=-1, high=4))
+        is_child = of_tree == parent
+        has_child = (of_tree[:, None] == column[:, None]).any(2)
+        rank = is_child * (1 + (column + turn[:, i, None]) % columns + columns * has_child)
+        token = listed.gather(1, rank.argmax(1, keepdim=True))
+        path.append(token[:, 0])
+        parent = (is_child & (listed == token)).int().argmax(1, keepdim=True)  # the first of that name
+    drawn = mostly("a path", torch.stack(path, 1), draws.integers("tokens", rows, new, low=-1, high=9))
     elsewhere = draws.integers("elsewhere", rows, low=0, high=9)
     row_arguments = dict(
         candidate_ids=placed(listed, 3).int(),
