@@ -204,7 +204,7 @@ def _add_demo(commands: Any) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="fewer prompts and tokens: under 4 minutes on 2 cores (default: all prompts, about a quarter of an hour)",
+        help="fewer prompts and tokens: 5 minutes on 2 cores (default: all prompts, about a quarter of an hour)",
     )
     parser.add_argument(
         "--plot",

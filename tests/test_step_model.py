@@ -355,7 +355,7 @@ def test_weights_come_while_the_launch_before_leaves_bandwidth_and_room():
     assert arrived(matmul(200_000), before, Cost(1.0, ""))[0] == 1e7  # no more than there is
     assert arrived(matmul(50_000), before, Cost(1e-6, "", 3.35e6 - 1000))[0] == pytest.approx(1000)
     assert arrived(matmul(50_000), before, Cost(1e-6, "", 3.36e6)) == (0.0, alone)
-    # A block of 100 KB has room beside another one: on 32 multiprocessors beside none, on 100 beside one.
+    # A block of 120 KB has room beside one of 100 KB, but not beside its like. Those leave 32 multiprocessors empty.
     large = matmul(50_000, shared=120 * 1024)
     assert large.find_room(matmul(programs=100, shared=120 * 1024), H100) == 32
     assert large.find_room(matmul(programs=100, shared=100 * 1024), H100) == 132

@@ -770,6 +770,18 @@ def test_a_scale_on_the_rotation_is_in_the_bound_of_keys():
     assert torch.equal(twice[0], 1.5 * once[0]) and torch.equal(twice[1], once[1])
 
 
+def test_a_bias_is_in_the_bound_whatever_its_sign():
+    """Alone, without weights: of a pair of a key's numbers the length, of a value the largest."""
+    config = tiny_value_model("cpu").config
+    first, half = config.num_heads * config.head_dim, config.head_dim // 2
+    weight = torch.zeros(first + 2 * config.num_kv_heads * config.head_dim, config.hidden_size)
+    bias = torch.zeros(len(weight))
+    keys, values = bias[first:].view(2, config.num_kv_heads, config.head_dim)
+    keys[1, 1], keys[1, half + 1], values[0, 2], values[1, 0] = -3.0, 4.0, -7.0, 6.0
+    bounds = key_and_value_bounds(config, weight, None, bias, None)
+    assert bounds.tolist() == [[0.0, 5.0], [7.0, 6.0]]
+
+
 @pytest.mark.parametrize("architecture", ["qwen2", "llama"])
 def test_scales_of_a_cache_beside_weights_in_8_bits(architecture):
     """They are those of the weights that the bytes and their scales stand for, which differ by head."""
