@@ -3,6 +3,7 @@
 Every test looks at the trace of guided steps: a server that never guided would generate plausible tokens, too.
 """
 
+import itertools
 import math
 import re
 import shutil
@@ -74,6 +75,31 @@ def test_a_cached_prefix_is_one_that_the_value_model_has_seen(folder, engine):
         assert check_steps(folder, prompts, results, steps)
     results, _ = engine.generate(prompts, [None])
     assert results[0]["meta_info"]["cached_tokens"] > 0
+
+
+def test_a_cached_prefix_whose_end_waited_is_computed(folder, engine):
+    """A conversation's second turn takes its first out of the radix cache, and the value model had not seen its end."""
+    prompts = prompts_of(30, seed=11)
+    first, steps = engine.generate(prompts, [GENTLE | {"value_stride": 10**6}])
+    assert {row["status"] for step in steps for row in step["rows"]} == {Status.NOT_DUE}
+    longer = [[*prompts[0], *first[0]["output_ids"], 5, 6]]
+    results, steps = engine.generate(longer, [GENTLE])
+    assert results[0]["meta_info"]["cached_tokens"] > len(prompts[0]) + 10
+    assert check_steps(folder, longer, results, steps)
+
+
+def test_strides(folder):
+    """The server's for those that ask for none; each row is guided at its steps, with right values."""
+    prompts = prompts_of(9, 12, 40, 5, seed=12)
+    guidance = [MODES[0], MODES[1] | {"value_stride": 1}, MODES[2] | {"value_stride": 3}, None]
+    with running_server(folder, "strides", "--chunked-prefill-size", "32", LENVM_VALUE_STRIDE="4") as server:
+        results, steps = server.generate(prompts, guidance, max_new_tokens=24)
+    assert check_steps(folder, prompts, results, steps) > 24 * 2
+    for result, stride in zip(results[:3], (4, 1, 3), strict=True):
+        rows = [row for step in steps for row in step["rows"] if row["rid"] == result["meta_info"]["id"]]
+        due = [i for i, row in enumerate(rows) if row["status"] == Status.GUIDE]
+        assert {row["status"] for row in rows} <= {Status.GUIDE, Status.NOT_DUE}
+        assert {after - before for before, after in itertools.pairwise(due)} == {stride}
 
 
 def test_bad_parameters_are_refused_and_harm_nobody(folder, engine):
@@ -239,9 +265,10 @@ def test_the_pool_leaves_room_for_the_step(guide, cap, cache):
     pool = sglang_adapter.leave_room(original, Configurator(), budget)
     tokens, rows = pool.max_total_num_tokens, Configurator().resolve_max_num_reqs(pool.max_total_num_tokens)
     sizes = dict(requests=rows, max_len=512, vocab_size=VOCAB)
-    working = working_bytes(guide.value_model, **sizes, max_candidates=8)
+    working = working_bytes(guide.value_model, **sizes, max_candidates=8, max_delta=sglang_adapter.MAX_DELTA)
     working += working_bytes(guide.value_model, **sizes, tokens=64)
-    kept = KVCache.num_bytes(guide.value_model, tokens + 1, cache) + KVCache.num_bytes(guide.value_model, rows * 9)
+    of_a_step = rows * (sglang_adapter.MAX_DELTA + 8)
+    kept = KVCache.num_bytes(guide.value_model, tokens + 1, cache) + KVCache.num_bytes(guide.value_model, of_a_step)
     used = tokens * cell + kept + working
     assert used <= budget
     assert tokens == cap if cap else used > 0.9 * budget

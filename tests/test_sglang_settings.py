@@ -50,7 +50,8 @@ def test_a_file_gives_the_same_as_variables_which_take_precedence(model, config,
     monkeypatch.setenv("LENVM_COMMIT_WINNERS", "0")
     monkeypatch.setenv("LENVM_WEIGHTS", "fp8")
     monkeypatch.setenv("LENVM_CACHE", "fp8")
-    changed = dict(max_candidates=4, commit_winners=False, weights="fp8", cache="fp8")
+    monkeypatch.setenv("LENVM_VALUE_STRIDE", "4")
+    changed = dict(max_candidates=4, commit_winners=False, weights="fp8", cache="fp8", value_stride=4)
     assert Settings.from_environment() == Settings(model, **expected | changed)
 
 
@@ -63,6 +64,7 @@ def test_a_file_gives_the_same_as_variables_which_take_precedence(model, config,
         ("CACHE", "fp16", "LENVM_CACHE must be fp8, got 'fp16'"),
         ("MAX_CANDIDATES", "5", "LENVM_MAX_CANDIDATES must be a power of two up to 64, got '5'"),
         ("CHUNK_TOKENS", "0", "LENVM_CHUNK_TOKENS must be an integer of at least 1, got '0'"),
+        ("VALUE_STRIDE", "0", "LENVM_VALUE_STRIDE must be an integer of at least 1, got '0'"),
         ("MEMORY_SHARE", "1.5", "LENVM_MEMORY_SHARE must be a number > 0 and <= 1, got '1.5'"),
         ("MEMORY_SHARE", "nan", "LENVM_MEMORY_SHARE must be a number > 0 and <= 1, got 'nan'"),
         ("GRAPHS", "yes", "LENVM_GRAPHS must be 0 or 1, got 'yes'"),

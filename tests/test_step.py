@@ -397,7 +397,6 @@ def test_every_row_gets_what_its_own_request_asked_for(models, commit_winners):
             torch.tensor([tokens[-1] for tokens in sequences]),
             torch.tensor(rows),
             lengths,
-            engine.slots.slots(torch.tensor(rows), lengths - 1),
             **filters,
             is_logits=True,
             probs=probs,
@@ -862,7 +861,7 @@ def test_sync_free_step(device, is_logits, commit_winners):
         tokens = last
         step.predict(tokens, rows, at)
         for _ in range(2):
-            output = step.step(scores, tokens, rows, at, slots.slots(rows, at - 1), **filters, **options)
+            output = step.step(scores, tokens, rows, at, **filters, **options)
             tokens, at = output.tokens.clamp(min=0), at + 1
         return output
 
@@ -887,8 +886,8 @@ def test_the_backend_reaches_every_operator(device, monkeypatch):
     def fail(*args, **kwargs):
         raise AssertionError("a reference ran")
 
-    operators = "topk_candidates reweight_scatter sample_candidates commit_winner ragged_layout rope_cache"
-    for name in (*operators.split(), "ragged_linear", "value_head"):
+    operators = "gather_requests topk_candidates select_scored commit_winner catch_up ragged_layout embed_tokens rope_cache"
+    for name in (*operators.split(), "ragged_linear", "value_head", "reweight_scatter", "sample_candidates"):
         monkeypatch.setattr(f"lenvm_kernels.ops.{name}._reference", fail)
     monkeypatch.setattr("lenvm_kernels.reference.value_tree_attention.value_tree_attention", fail)
     engine = Engine(*make_step(tiny_value_model(device), rows=2, max_len=8, backend="triton"))
@@ -949,8 +948,7 @@ def test_graph_of_the_whole_step(device):
     filters = dict(top_k=lengths * 0 + 5, top_p=lengths * 0 + 1.0, min_p=lengths * 0.0)
 
     def step():
-        slots = engine.slots.slots(rows, lengths - 1)
-        return engine.step.step(*arguments, slots, **filters, is_logits=True, sample=True)
+        return engine.step.step(*arguments, **filters, is_logits=True, sample=True)
 
     expected = step()
     graph = torch.cuda.CUDAGraph()
@@ -1005,7 +1003,7 @@ GOOD_PREDICT = dict(tokens=torch.arange(2), table_rows=torch.arange(2), lengths=
     ("method", "good", "name", "shape", "dtypes"),
     [
         ("step", good_step(), "scores", r"[*, 97]", FLOATS),
-        *(("step", good_step(), name, "[2]", INTEGERS) for name in ("tokens", "table_rows", "slots", "drawn")),
+        *(("step", good_step(), name, "[2]", INTEGERS) for name in ("tokens", "table_rows", "drawn")),
         ("step", good_step(), "lengths", "[2]", [torch.int32]),
         ("step", good_step(), "active", "[2]", [torch.bool]),
         ("step", good_step() | {"probs": torch.zeros(2, VOCAB)}, "probs", "[2, *]", [*FLOATS, torch.float64]),
