@@ -80,7 +80,7 @@ def test_a_cached_prefix_is_one_that_the_value_model_has_seen(folder, engine):
 def test_a_cached_prefix_whose_end_waited_is_computed(folder, engine):
     """A conversation's second turn takes its first out of the radix cache, and the value model had not seen its end."""
     prompts = prompts_of(30, seed=11)
-    first, steps = engine.generate(prompts, [GENTLE | {"value_stride": 10**6}])
+    first, steps = engine.generate(prompts, [GENTLE | {"value_stride": 999_999}])
     assert {row["status"] for step in steps for row in step["rows"]} == {Status.NOT_DUE}
     longer = [[*prompts[0], *first[0]["output_ids"], 5, 6]]
     results, steps = engine.generate(longer, [GENTLE])
