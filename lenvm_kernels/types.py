@@ -171,6 +171,56 @@ class ScoredCandidates(NamedTuple):
     alone: Tensor
 
 
+class Drafts(NamedTuple):
+    """Tokens that may come next in the sequences of ``B`` requests, ``D`` columns each: a chain or a tree.
+
+    The *nodes* of a request are where a token is to be drawn: node 0 after the last token of its sequence, node
+    ``1 + j`` after draft ``j``.
+
+    Attributes:
+        token_ids: int32 or int64 ``[B, D]``; from column 0 on, negative from the first that is not there.
+        parents: int32 ``[B, D]``; the column of the draft that each follows, an earlier one. Anything else (-1): it
+            follows the last token of the sequence.
+    """
+
+    token_ids: Tensor
+    parents: Tensor
+
+
+class CandidateTrees(NamedTuple):
+    """What the value model computes beside the tokens of ``N`` sequences with drafts: these, then their candidates.
+
+    ``C = D + (1 + D) K`` columns. A candidate that is a draft, too, has the draft's column only.
+
+    Attributes:
+        token_ids: int32 ``[N, C]``; -1 pads.
+        parents: int32 ``[N, C]``; the column of the draft that each follows; -1: it follows the sequence.
+        counts: int32 ``[N]``; the first so many columns are computed.
+        positions: int32 ``[N]``; position of the columns without a parent.
+        columns: int64 ``[N * (1 + D), K]``; the column of each scored candidate of each node, -1 for the others.
+    """
+
+    token_ids: Tensor
+    parents: Tensor
+    counts: Tensor
+    positions: Tensor
+    columns: Tensor
+
+
+class VerifiedTokens(NamedTuple):
+    """The tokens that ``B`` sequences with ``D`` drafts grow by.
+
+    Attributes:
+        tokens: int32 ``[B, 1 + D]``; from column 0 on, -1 pads.
+        lens: int32 ``[B]``; how many there are.
+        nodes: int32 ``[B, 1 + D]``; the node of the request that each was drawn at, -1 pads.
+    """
+
+    tokens: Tensor
+    lens: Tensor
+    nodes: Tensor
+
+
 class DeltaTokens(NamedTuple):
     """The tokens that the value model computes and keeps in a step, for ``N`` requests, padding included.
 

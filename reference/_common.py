@@ -30,3 +30,13 @@ def sums_of_squares(x: torch.Tensor) -> torch.Tensor:
     """Of the groups of columns of ``x [T, H]``: ``[ceil(H / 64), T]``, fp32 (fp64 from fp64)."""
     squares = F.pad(x.to(compute_dtype(x)).square(), (0, -x.shape[1] % SQUARES_GROUP))
     return squares.unflatten(1, (-1, SQUARES_GROUP)).sum(2).T.contiguous()
+
+
+def tidy_drafts(token_ids: torch.Tensor, parents: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drafts ``[B, D]`` for so many requests: -1 from the first that is not there, and for a parent that is none."""
+    is_there = (token_ids >= 0).int().cumprod(1).bool()
+    column = torch.arange(token_ids.shape[1], device=token_ids.device)
+    token_ids = token_ids.int().where(is_there, -1)
+    parents = parents.where(is_there & (parents >= 0) & (parents < column), -1)
+    more = (0, 0, 0, rows - len(token_ids))
+    return F.pad(token_ids, more, value=-1), F.pad(parents, more, value=-1)

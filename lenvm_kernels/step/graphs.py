@@ -1,4 +1,4 @@
-"""CUDA graphs of the value model's part of a step, one for each power of two of requests."""
+"""CUDA graphs of the value model's part of a step, one for each power of two of requests, with drafts another."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Graphs:
     """Runs a function of a number of requests from CUDA graphs. What it reads and writes stays where it is.
 
     Args:
-        score: the function: of the number of requests, and of ``before_head``, to be called between its two parts.
-            Returns a tensor.
+        score: the function: of the number of requests, of how many nodes each has, and of ``before_head``, to be called
+            between its two parts. Returns a tensor.
         device: on which it runs.
         split: capture the two parts apart, so that the time between them can be marked.
     """
@@ -31,23 +31,24 @@ class Graphs:
     def __init__(self, score: Callable[..., torch.Tensor], device: torch.device, *, split: bool) -> None:
         self._score, self._device, self._split = score, device, split
         self._pool: Any = None  # memory that the graphs share: one runs at a time
-        self._captured: dict[int, tuple[list[torch.cuda.CUDAGraph], torch.Tensor]] = {}
+        self._captured: dict[tuple[int, int], tuple[list[torch.cuda.CUDAGraph], torch.Tensor]] = {}
 
-    def replay(self, requests: int, record: StepRecord) -> torch.Tensor:
+    def replay(self, requests: int, nodes: int, record: StepRecord) -> torch.Tensor:
         """The function's result for so many requests, see :func:`bucket_of`. The next replay overwrites it."""
-        if requests not in self._captured:
+        sizes = requests, nodes
+        if sizes not in self._captured:
             # As it is, which compiles. A capture cannot, and runs nothing: the function runs once, as it may have to.
-            result = self._score(requests, before_head=partial(record.mark, "forward"))
-            self._captured[requests] = self._capture(requests)
+            result = self._score(*sizes, before_head=partial(record.mark, "forward"))
+            self._captured[sizes] = self._capture(*sizes)
             return result
-        (first, *second), result = self._captured[requests]
+        (first, *second), result = self._captured[sizes]
         first.replay()
         record.mark("forward")
         for graph in second:
             graph.replay()
         return result
 
-    def _capture(self, requests: int) -> tuple[list[torch.cuda.CUDAGraph], torch.Tensor]:
+    def _capture(self, requests: int, nodes: int) -> tuple[list[torch.cuda.CUDAGraph], torch.Tensor]:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graphs: list[torch.cuda.CUDAGraph] = []
@@ -59,5 +60,5 @@ class Graphs:
                 capture.enter_context(torch.cuda.graph(graphs[-1], pool=self._pool))
 
             next_graph()
-            result = self._score(requests, before_head=next_graph if self._split else None)
+            result = self._score(requests, nodes, before_head=next_graph if self._split else None)
         return graphs, result

@@ -30,16 +30,29 @@ from lenvm_kernels.ops._common import (
     resolve_backend,
 )
 from lenvm_kernels.ops.catch_up import catch_up, empty_delta
+from lenvm_kernels.ops.expand_drafts import NODE_FIELDS, check_drafts, empty_nodes, expand_drafts
 from lenvm_kernels.ops.gather_requests import empty_requests, gather_requests_unchecked
+from lenvm_kernels.ops.pack_drafts import empty_trees, pack_drafts, tree_columns
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter_unchecked
 from lenvm_kernels.ops.sample_candidates import sample_candidates_unchecked
 from lenvm_kernels.ops.select_scored import empty_scored, select_scored_unchecked
 from lenvm_kernels.ops.topk_candidates import topk_candidates
+from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.step.graphs import Graphs, bucket_of
 from lenvm_kernels.step.history import History
 from lenvm_kernels.step.winners import Winners
 from lenvm_kernels.timing import NO_RECORD, NO_TIMER, StepRecord, StepTimer
-from lenvm_kernels.types import Candidates, DeltaTokens, Mode, ScoredCandidates, Status, StepRequests
+from lenvm_kernels.types import (
+    Candidates,
+    CandidateTrees,
+    DeltaTokens,
+    Drafts,
+    Mode,
+    ScoredCandidates,
+    Status,
+    StepRequests,
+    VerifiedTokens,
+)
 from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel
 
 # Of the rows of a step in which every request computes one token and all candidates that there is room for. A request
@@ -51,6 +64,8 @@ LIVE_SHARE = 2 / 3
 class StepOutput:
     """What a guided step computed, all on the device.
 
+    With drafts each node of a request has a row of its own (:class:`Drafts`): ``B`` is ``B (1 + D)`` then.
+
     Attributes:
         candidates: of each request; ``status`` says what became of it, ``lost_mass`` what was cut off.
         value_logits: fp32 ``[B, K]``; 0 where a candidate was not scored.
@@ -59,6 +74,7 @@ class StepOutput:
             for requests to be drawn by their own filters if that is not given; None without both.
         remaining_lengths: fp32 ``[B]``; tokens that are predicted to follow ``tokens``, NaN for requests that do not
             ask for it (``return_values``); None when no request does, or without ``tokens``.
+        verified: with ``verify``, the tokens that the sequences grow by; else None.
     """
 
     candidates: Candidates
@@ -66,14 +82,17 @@ class StepOutput:
     probs: torch.Tensor
     tokens: torch.Tensor | None
     remaining_lengths: torch.Tensor | None
+    verified: VerifiedTokens | None = None
 
 
 class _Rows(NamedTuple):
     """The first rows of the tensors that a step has of its own."""
 
     requests: StepRequests
+    nodes: StepRequests  # without drafts the requests themselves
     scored: ScoredCandidates
     delta: DeltaTokens
+    trees: CandidateTrees | None  # with drafts
     all_active: torch.Tensor
     none_drawn: torch.Tensor
 
@@ -87,7 +106,8 @@ class GuidedStep:
     nothing.
 
     Memory, in bytes, for a value model of ``N`` layers and dimensions ``H``, ``I``, ``Hq``, ``Hkv``, ``D`` with ``e``
-    bytes an element, ``S`` slots, and ``T = B (M + K)`` tokens a step (``chunk_tokens`` in :meth:`extend`):
+    bytes an element, ``S`` slots, and ``T = B (M + C)`` tokens a step (``chunk_tokens`` in :meth:`extend`), where ``C``
+    is ``D + (1 + D) K`` with ``D`` drafts, ``K`` without:
 
     - always: the cache, ``2 N S Hkv D e`` (in fp8 ``2 N S Hkv D``), and with ``commit_winners`` ``2 N T Hkv D e`` for a
       step of ``max_requests``;
@@ -108,6 +128,7 @@ class GuidedStep:
         chunk_tokens: tokens of :meth:`extend` that are computed at a time; bounds its memory.
         max_delta: M, tokens of a request that a step computes at most. Requests that need no values in a step (one
             candidate, an entropy threshold, a stride) wait until as many are missing; 1: nobody waits.
+        max_drafts: D, drafted tokens of a request that a step takes.
         value_stride: of requests that ask for none.
         commit_winners: keep the candidates' keys and values until the next step, and move those of the token drawn to
             its slot instead of computing them again.
@@ -147,6 +168,7 @@ class GuidedStep:
         page_size: int = 1,
         chunk_tokens: int = 4096,
         max_delta: int = 16,
+        max_drafts: int = 0,
         value_stride: int = 1,
         commit_winners: bool = True,
         cache: str | None = None,
@@ -162,6 +184,8 @@ class GuidedStep:
         for name, value in (sizes | {"value_stride": value_stride}).items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if max_drafts < 0:
+            raise ValueError(f"max_drafts must be at least 0, got {max_drafts}")
         if max_candidates not in COLUMNS:
             raise ValueError(f"max_candidates must be a power of two up to {COLUMNS[-1]}, got {max_candidates}")
         if graphs and device.type != "cuda":
@@ -169,7 +193,7 @@ class GuidedStep:
         self.value_model, self.slot_table, self.vocab_size = value_model, slot_table, vocab_size
         self.max_requests, self.max_candidates, self.page_size = max_requests, max_candidates, page_size
         self.chunk_tokens, self.score_all, self.backend = chunk_tokens, score_all, backend
-        self.max_delta, self.value_stride = max_delta, value_stride
+        self.max_delta, self.max_drafts, self.value_stride = max_delta, max_drafts, value_stride
         self.cache = KVCache.of_slots(value_model, num_slots, cache)
         # One row more than the engine has: of the requests that fill a batch up to its graph's size.
         self._padding_row = table_rows
@@ -179,14 +203,20 @@ class GuidedStep:
         self._value_rows: set[int] = set()
         self._delta_starts = torch.arange(max_requests, dtype=torch.int32, device=device) * max_delta
         # What a forward reads has its place, where a graph looks for it. The constants spare variants of kernels.
-        self._requests = empty_requests(max_requests, device)
-        self._scored = empty_scored(max_requests, max_candidates, device)
+        nodes = 1 + max_drafts
+        self._requests = empty_requests(max_requests, device, width=nodes)
+        self._nodes = empty_nodes(self._requests, max_drafts) if max_drafts else self._requests
+        self._scored = empty_scored(max_requests * nodes, max_candidates, device)
+        self._trees = empty_trees(max_requests, max_drafts, max_candidates, device) if max_drafts else None
         self._delta = empty_delta(max_requests, max_delta, device)
-        self._views: dict[int, _Rows] = {}
+        self._views: dict[tuple[int, bool], _Rows] = {}
         self._all_active = torch.ones(max_requests, dtype=torch.bool, device=device)
-        self._none_drawn = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
+        self._none_drawn = torch.full((max_requests * nodes,), -1, dtype=torch.int32, device=device)
         self._history = History(table_rows + 1, max_delta, device)
-        self._winners = Winners(value_model, max_requests, max_candidates, max_delta) if commit_winners else None
+        self._winners = None
+        if commit_winners:
+            columns = tree_columns(max_drafts, max_candidates)
+            self._winners = Winners(value_model, max_requests, columns, max_delta, trees=max_drafts > 0)
         self._timer = StepTimer.from_environment()
         self._graphs = None
         if device.type == "cuda" if graphs is None else graphs:
@@ -315,6 +345,8 @@ class GuidedStep:
         probs: torch.Tensor | None = None,
         sample: bool = False,
         drawn: torch.Tensor | None = None,
+        drafts: Drafts | None = None,
+        verify: str | None = None,
     ) -> StepOutput:
         """Guide the next token of each request.
 
@@ -322,6 +354,11 @@ class GuidedStep:
         step, and at most ``max_delta`` that the value model has not computed. Where a token is missing it goes on
         without guidance, which ``table.faults`` counts, until :meth:`extend` tells its tokens anew. Nothing is read
         back to the host.
+
+        With ``drafts`` a token is drawn at each node of a request (:class:`Drafts`), from the distribution that
+        verification has to use. ``scores``, ``vocab_mask``, ``probs`` and ``drawn`` have a row a node then, those of
+        request ``i`` from row ``i * (1 + D)`` on. Drafts are not tokens of a sequence: those that it takes have to be
+        told to the next step.
 
         Args:
             scores: fp32, bf16 or fp16 ``[B, V]``; scores of the next token: probabilities or logits.
@@ -338,6 +375,9 @@ class GuidedStep:
             sample: draw tokens from the candidates. The draws of a request depend on its seed and its length only.
             drawn: int32 or int64 ``[B]``; what the requests' own filters drew: the next tokens of those that are not
                 drawn from their candidates. Such requests have no remaining length without it.
+            drafts: ``[B, max_drafts]``; tokens that may come next.
+            verify: ``"same_draws"``: take the drafts that were drawn in their place, and the draw after the last of
+                them: the text is the same as without drafts (:func:`verify_drafts`). None: that is the caller's affair.
 
         Returns:
             :class:`StepOutput`.
@@ -348,9 +388,19 @@ class GuidedStep:
         device = self.value_model.device
         backend = resolve_backend(self.backend, scores)
         check_tensor("scores", scores, dtypes=FLOAT_DTYPES, shape=(None, self.vocab_size), device=device)
-        b = scores.shape[0]
+        rows, nodes = scores.shape[0], 1 if drafts is None else 1 + self.max_drafts
+        b, rest = divmod(rows, nodes)
+        if rest:
+            raise ValueError(f"scores must have 1 + max_drafts = {nodes} rows a request, got {rows}")
         if not 1 <= b <= self.max_requests:
             raise ValueError(f"scores must be of 1 to max_requests = {self.max_requests} requests, got {b}")
+        if drafts is not None:
+            check_drafts(drafts, b, device)
+            if drafts.token_ids.shape[1] != self.max_drafts:
+                came = drafts.token_ids.shape[1]
+                raise ValueError(f"drafts must have max_drafts = {self.max_drafts} columns, got {came}")
+        if verify not in (None, "same_draws") or (verify and (drafts is None or not sample)):
+            raise ValueError(f"verify must be None, or 'same_draws' with drafts and sample, got {verify!r}")
         record = self._timer.begin(b, device)
         is_many = new_lens is not None
         check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(b, None) if is_many else (b,), device=device)
@@ -361,20 +411,29 @@ class GuidedStep:
             if tokens.shape[1] == 0:
                 raise ValueError("tokens must have at least one column, got none")
         if drawn is not None:
-            check_tensor("drawn", drawn, dtypes=INT_DTYPES, shape=(b,), device=device)
+            check_tensor("drawn", drawn, dtypes=INT_DTYPES, shape=(rows,), device=device)
         if active is not None:
             check_tensor("active", active, dtypes=torch.bool, shape=(b,), device=device)
         if temperature is not None:
             temperature = per_request("temperature", temperature, torch.float32, b, device)
         if probs is not None:
-            check_tensor("probs", probs, dtypes=FLOATS[backend], shape=(b, None), device=device)
+            check_tensor("probs", probs, dtypes=FLOATS[backend], shape=(rows, None), device=device)
+        if drafts is not None:
+            top_k = _of_nodes("top_k", top_k, torch.int32, b, nodes, device)
+            top_p = _of_nodes("top_p", top_p, torch.float32, b, nodes, device)
+            min_p = _of_nodes("min_p", min_p, torch.float32, b, nodes, device)
+            if temperature is not None:
+                temperature = _of_nodes("temperature", temperature, torch.float32, b, nodes, device)
         self.flush()
         # Kernels are compiled for one dtype.
         tokens, table_rows = tokens.long(), table_rows.long()
         drawn = None if drawn is None else drawn.int()
 
         requests = self._gather(tokens, table_rows, lengths, new_lens, active, backend)
-        known = self._rows(b).requests
+        if drafts is not None:
+            all_nodes = self._rows(requests.due.shape[0], nodes).nodes
+            requests = expand_drafts(requests, drafts, out=all_nodes, backend=backend)
+        known = self._rows(b, nodes).nodes
         candidates = topk_candidates(
             scores,
             top_k=top_k,
@@ -388,20 +447,23 @@ class GuidedStep:
             vocab_mask=vocab_mask,
             backend=backend,
         )
-        scored = self._select(candidates, requests, drawn, backend, sample=sample)
+        scored = self._select(candidates, requests, drawn, backend, nodes=nodes, sample=sample)
+        in_graph = scored.counts.shape[0] // nodes
+        if drafts is not None:
+            pack_drafts(scored, drafts, out=self._rows(in_graph, nodes).trees, backend=backend)
         record.mark("candidates")
 
-        z = self._run_score(scored.counts.shape[0], record)[:b]
+        z = self._run_score(in_graph, nodes, record)[:rows]
         record.mark("head")
 
         wants_length, value_logits = None, z
         if self._value_rows and (sample or drawn is not None):
-            wants_length, value_logits = known.wants_length, z.masked_fill(scored.alone[:b, None], 0.0)
+            wants_length, value_logits = known.wants_length, z.masked_fill(scored.alone[:rows, None], 0.0)
         guided_probs = reweight_scatter_unchecked(
             candidates,
             value_logits,
             self.table.columns,
-            table_rows=table_rows,
+            table_rows=known.table_rows,
             generated=known.generated,
             probs=probs,
             backend=backend,
@@ -414,7 +476,7 @@ class GuidedStep:
                 candidates,
                 guided_probs,
                 known.seeds,
-                lengths,
+                scored.positions[:rows],
                 temperature=temperature,
                 backend=backend,
             )
@@ -422,10 +484,13 @@ class GuidedStep:
                 next_tokens = torch.where(next_tokens >= 0, next_tokens, drawn)
         remaining_lengths = None
         if wants_length is not None and next_tokens is not None:
-            remaining_lengths = self._remaining_lengths(table_rows, next_tokens, scored, z, wants_length)
+            remaining_lengths = self._remaining_lengths(known.table_rows, next_tokens, scored, z, wants_length)
+        verified = None
+        if drafts is not None and verify is not None and next_tokens is not None:
+            verified = verify_drafts(next_tokens, drafts, backend=backend)
         record.mark("sample")
         self._timer.end(record)
-        return StepOutput(candidates, value_logits, guided_probs, next_tokens, remaining_lengths)
+        return StepOutput(candidates, value_logits, guided_probs, next_tokens, remaining_lengths, verified)
 
     @torch.no_grad()
     def predict(self, tokens: torch.Tensor, table_rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -465,7 +530,7 @@ class GuidedStep:
         no_probs = torch.zeros(ids.shape, device=device)
         candidates = Candidates(ids, no_probs, wanted.int(), status, no_probs[:, 0])
         scored = self._select(candidates, requests, None, backend, sample=False)
-        z = self._run_score(len(scored.counts), NO_RECORD)[:b]
+        z = self._run_score(len(scored.counts), 1, NO_RECORD)[:b]
         return self._remaining_lengths(table_rows, tokens.int(), scored, z, wanted)
 
     def warm_up(
@@ -490,7 +555,8 @@ class GuidedStep:
         sizes = sorted({bucket_of(b, self.max_requests) for b in range(1, self.max_requests + 1)})
         # A kernel is compiled anew for an argument that is absent, and for rows that are not aligned.
         yes_or_no = (False, True)
-        variants = list(itertools.product({vocab, 16 * ceil_div(vocab, 16)}, {False, is_logits}, yes_or_no, yes_or_no))
+        strides = {vocab, 16 * ceil_div(vocab, 16)}
+        variants = list(itertools.product({0, self.max_drafts}, strides, {False, is_logits}, yes_or_no, yes_or_no))
 
         def full(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)
@@ -499,11 +565,13 @@ class GuidedStep:
         try:
             with tqdm(sizes[::-1], desc="warming up", unit="size", disable=not progress) as bar:
                 for size in bar:  # the largest first: the graphs after it find room in its memory
-                    mask = full(0, torch.int32, size, ceil_div(vocab, 32))
-                    for stride, has_temperature, has_mask, has_probs in variants:
+                    for drafted, stride, has_temperature, has_mask, has_probs in variants:
+                        rows = size * (1 + drafted)
+                        mask = full(0, torch.int32, rows, ceil_div(vocab, 32))
                         scores, probs = (
-                            full(0, dtype, size, stride)[:, :vocab] for dtype in (scores_dtype, probs_dtype)
+                            full(0, dtype, rows, stride)[:, :vocab] for dtype in (scores_dtype, probs_dtype)
                         )
+                        none = full(-1, torch.int32, size, drafted)
                         self.step(
                             scores,
                             full(0, torch.int64, size),
@@ -517,6 +585,8 @@ class GuidedStep:
                             vocab_mask=mask if has_mask else None,
                             probs=probs if has_probs else None,
                             sample=True,
+                            drafts=Drafts(none, none) if drafted else None,
+                            verify="same_draws" if drafted else None,
                         )
         finally:
             self._timer = timer
@@ -557,44 +627,55 @@ class GuidedStep:
         drawn: torch.Tensor | None,
         backend: str,
         *,
+        nodes: int = 1,
         sample: bool,
     ) -> ScoredCandidates:
-        """What the value model computes for the requests."""
+        """What the value model computes for the requests, each of which has so many nodes."""
         return select_scored_unchecked(
             candidates,
             requests,
             self.table.columns.eos_token_ids,
-            drawn=self._rows(candidates.counts.shape[0]).none_drawn if drawn is None else drawn,
+            drawn=self._rows(candidates.counts.shape[0] // nodes, nodes).none_drawn if drawn is None else drawn,
             sample=sample,
             score_all=self.score_all,
             step=self._history.columns.step,
-            out=self._rows(requests.tokens.shape[0]).scored,
+            out=self._rows(requests.due.shape[0] // nodes, nodes).scored,
             backend=backend,
         )
 
-    def _rows(self, rows: int) -> _Rows:
-        """So many, made once: each slice takes the host microseconds."""
-        if rows not in self._views:
-            self._views[rows] = _Rows(
-                StepRequests(*(x[:rows] for x in self._requests)),
-                ScoredCandidates(*(x[:rows] for x in self._scored)),
+    def _rows(self, rows: int, nodes: int = 1) -> _Rows:
+        """Of so many requests with so many nodes each, made once: each slice takes the host microseconds."""
+        sizes = rows, nodes
+        if sizes not in self._views:
+            requests = StepRequests(*(x[:rows] for x in self._requests))
+            of_nodes = {name: getattr(self._nodes, name)[: rows * nodes] for name in NODE_FIELDS}
+            trees = None
+            if nodes > 1 and self._trees is not None:
+                *of_requests, columns = self._trees
+                trees = CandidateTrees(*(x[:rows] for x in of_requests), columns[: rows * nodes])
+            self._views[sizes] = _Rows(
+                requests,
+                requests if nodes == 1 else requests._replace(**of_nodes),
+                ScoredCandidates(*(x[: rows * nodes] for x in self._scored)),
                 DeltaTokens(*(x[:rows] for x in self._delta)),
+                trees,
                 self._all_active[:rows],
-                self._none_drawn[:rows],
+                self._none_drawn[: rows * nodes],
             )
-        return self._views[rows]
+        return self._views[sizes]
 
-    def _run_score(self, requests: int, record: StepRecord) -> torch.Tensor:
+    def _run_score(self, requests: int, nodes: int, record: StepRecord) -> torch.Tensor:
         """:meth:`_score`, from a graph if there are graphs; marks the end of the layers."""
         if self._graphs is not None:
-            return self._graphs.replay(requests, record).clone()  # the graphs share their memory
-        return self._score(requests, before_head=partial(record.mark, "forward"))
+            return self._graphs.replay(requests, nodes, record).clone()  # the graphs share their memory
+        return self._score(requests, nodes, before_head=partial(record.mark, "forward"))
 
-    def _score(self, requests: int, before_head: Callable[[], None] | None = None) -> torch.Tensor:
-        """Value logits of what the first ``requests`` have to be scored, fp32 ``[requests, K]``."""
-        known, scored, out, _, _ = self._rows(requests)
+    def _score(self, requests: int, nodes: int, before_head: Callable[[], None] | None = None) -> torch.Tensor:
+        """Value logits of what the nodes of the first ``requests`` have to be scored, fp32 ``[requests * nodes, K]``."""
+        known, _, scored, out, trees, _, _ = self._rows(requests, nodes)
+        computed = scored if trees is None else trees
         options: dict[str, Any] = dict(page_size=self.page_size, backend=self.backend)
-        history, counts, committed = self._history.columns, scored.counts, None
+        history, counts, committed = self._history.columns, computed.counts, None
         if self._winners is not None:
             committed = self._winners.commit(self.cache, known, self.slot_table, **options)
         delta = catch_up(history, known, counts, self.slot_table, committed=committed, out=out, **options)
@@ -603,16 +684,21 @@ class GuidedStep:
             delta.slots.flatten(),
             self._delta_starts[:requests],
             delta.lens,
-            scored.token_ids,
+            computed.token_ids,
             counts,
             delta.cached_lens,
             self.slot_table,
             known.table_rows,
-            expected_rows=math.ceil(LIVE_SHARE * requests * (1 + self.max_candidates)),
+            candidate_parents=None if trees is None else trees.parents,
+            expected_rows=math.ceil(LIVE_SHARE * requests * (1 + computed.token_ids.shape[1])),
             **options,
         )
-        keep = None if self._winners is None else self._winners.keep(scored, batch.layout.candidate_rows)
-        return self.value_model.forward(batch, self.cache, keep=keep, before_head=before_head, backend=self.backend)
+        keep = None if self._winners is None else self._winners.keep(computed, batch.layout.candidate_rows)
+        z = self.value_model.forward(batch, self.cache, keep=keep, before_head=before_head, backend=self.backend)
+        if trees is None:
+            return z
+        columns = trees.columns.view(requests, -1)
+        return z.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, 0.0).view(requests * nodes, -1)
 
     def _remaining_lengths(
         self,
@@ -629,3 +715,10 @@ class GuidedStep:
         z = torch.where(is_next, value_logits, 0.0).sum(1)
         lengths = self.table.remaining_lengths(table_rows, z, next_tokens)
         return torch.where(wanted & is_next.any(1), lengths, math.nan)
+
+
+def _of_nodes(
+    name: str, value: torch.Tensor | float, dtype: torch.dtype, requests: int, nodes: int, device: torch.device
+) -> torch.Tensor:
+    """What an argument says of each request, for each of its nodes."""
+    return per_request(name, value, dtype, requests, device)[:, None].expand(-1, nodes).flatten()

@@ -11,10 +11,10 @@ from lenvm_kernels.step.graphs import Graphs
 class PaddedGraphs(Graphs):
     """Runs what a graph would replay, on what is where the graph would look for it."""
 
-    def _capture(self, requests):
+    def _capture(self, requests, nodes):
         step = self._score.__self__
-        result = torch.empty(requests, step.max_candidates, device=step.value_model.device)
-        return [SimpleNamespace(replay=lambda: result.copy_(self._score(requests)))], result
+        result = torch.empty(requests * nodes, step.max_candidates, device=step.value_model.device)
+        return [SimpleNamespace(replay=lambda: result.copy_(self._score(requests, nodes)))], result
 
 
 class PaddedStep(GuidedStep):

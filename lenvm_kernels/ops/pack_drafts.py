@@ -1,0 +1,207 @@
+"""Drafted tokens, and the candidates to be scored after each of them, as one tree a request, in one launch.
+
+The value model computes the tree in one forward (:func:`value_tree_attention`). A candidate that is a draft as well is
+computed once. A request of which nothing is scored has an empty tree; else all of its drafts are in it, for those that
+are accepted need not be computed again (:func:`commit_winner`).
+
+One program a request, all of whose cells (a candidate column of a node) have a place in the tree: those that are
+computed first, in their order, then the others. One scatter so writes the padding, too.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lenvm_kernels.ops._common import COLUMNS, MAX_CANDIDATES, check_fields, check_tensor, next_power_of_2, resolve_backend
+from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.ops.expand_drafts import check_drafts
+from lenvm_kernels.reference.pack_drafts import pack_drafts as _reference
+from lenvm_kernels.types import CandidateTrees, Drafts, ScoredCandidates
+
+# Of the fields of CandidateTrees, in their order.
+_DTYPES = (torch.int32, torch.int32, torch.int32, torch.int32, torch.int64)
+
+
+# The drafts are a caller's, and may be slices: nothing is compiled anew where their alignment changes. (Triton heeds
+# that for pointers of their own only, not for those in a tuple.)
+@triton.jit(
+    do_not_specialize=["stride_ids_request", "stride_parents_request", "B"],
+    do_not_specialize_on_alignment=["draft_ids_ptr", "draft_parents_ptr"],
+)
+def _pack_drafts_kernel(
+    trees,  # CandidateTrees, written
+    scored_ids_ptr,  # int32 [N * (1 + D), K]
+    counts_ptr,  # int32 [N * (1 + D)]
+    positions_ptr,  # int32 [N * (1 + D)]
+    draft_ids_ptr,  # [B, D]
+    stride_ids_request,
+    draft_parents_ptr,  # int32 [B, D]
+    stride_parents_request,
+    B,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    NODES: tl.constexpr,  # a power of two > D
+):
+    request = tl.program_id(0).to(tl.int64)
+    first_node = request * (D + 1)
+    draft_ids_ptr += request * stride_ids_request
+    draft_parents_ptr += request * stride_parents_request
+
+    cell = tl.arange(0, NODES * K)
+    node, is_cell = cell // K, cell < (D + 1) * K
+    token_id = tl.load(scored_ids_ptr + first_node * K + cell, mask=is_cell, other=-1)
+    is_scored = is_cell & (cell % K < tl.load(counts_ptr + first_node + node, mask=is_cell, other=0))
+
+    draft = tl.arange(0, NODES)
+    exists = (request < B) & (draft < D)
+    draft_id = tl.load(draft_ids_ptr + draft, mask=exists, other=-1).to(tl.int32)
+    parent = tl.load(draft_parents_ptr + draft, mask=exists, other=-1)
+    parent = tl.where((parent >= 0) & (parent < draft), parent, -1)
+    drafts = tl.min(tl.where(draft_id < 0, draft, D), axis=0)
+    drafts = tl.where(tl.max(is_scored.to(tl.int32), axis=0) > 0, drafts, 0)
+
+    column = tl.full([NODES * K], -1, tl.int32)
+    for j in range(D):
+        one = draft == j
+        of_draft = tl.sum(tl.where(one, draft_id, 0), axis=0), tl.sum(tl.where(one, parent, 0), axis=0)
+        is_it = is_scored & (token_id == of_draft[0]) & (node == of_draft[1] + 1) & (j < drafts)
+        column = tl.where(is_it & (column < 0), j, column)
+    is_new = is_scored & (column < 0)
+    place = drafts + tl.cumsum(is_new.to(tl.int32), axis=0) - 1
+    count = drafts + tl.sum(is_new.to(tl.int32), axis=0)
+    column = tl.where(is_new, place, column)
+    is_other = is_cell & ~is_new
+    others = tl.sum(is_other.to(tl.int32), axis=0)
+    place = tl.where(is_new, place, count + tl.cumsum(is_other.to(tl.int32), axis=0) - 1)
+    draft_place = tl.where(draft < drafts, draft, count + others + draft - drafts)
+
+    first_column = request * (D + (D + 1) * K)
+    tl.store(trees.token_ids + first_column + place, tl.where(is_new, token_id, -1), mask=is_cell)
+    tl.store(trees.parents + first_column + place, tl.where(is_new, node - 1, -1), mask=is_cell)
+    is_draft = draft < drafts
+    tl.store(trees.token_ids + first_column + draft_place, tl.where(is_draft, draft_id, -1), mask=draft < D)
+    tl.store(trees.parents + first_column + draft_place, tl.where(is_draft, parent, -1), mask=draft < D)
+    tl.store(trees.columns + first_node * K + cell, column.to(tl.int64), mask=is_cell)
+    tl.store(trees.counts + request, count)
+    tl.store(trees.positions + request, tl.load(positions_ptr + first_node))
+
+
+def _run_reference(*operands) -> None:
+    out, (token_ids, counts, positions, *drafts) = CandidateTrees(*operands[:5]), operands[5:]
+    scored = ScoredCandidates(token_ids, counts, positions, counts > 0)
+    for target, values in zip(out, _reference(scored, *drafts), strict=True):
+        target.copy_(values)
+
+
+@operator(mutates=[f"tree_{name}" for name in CandidateTrees._fields], reference=_run_reference)
+def _launch(
+    tree_token_ids: Tensor,
+    tree_parents: Tensor,
+    tree_counts: Tensor,
+    tree_positions: Tensor,
+    tree_columns: Tensor,
+    token_ids: Tensor,
+    counts: Tensor,
+    positions: Tensor,
+    draft_ids: Tensor,
+    draft_parents: Tensor,
+) -> None:
+    rows, drafts, columns = tree_counts.shape[0], draft_ids.shape[1], token_ids.shape[1]
+    if rows == 0:
+        return
+    nodes = next_power_of_2(drafts + 1)
+    _pack_drafts_kernel[(rows,)](
+        CandidateTrees(tree_token_ids, tree_parents, tree_counts, tree_positions, tree_columns),
+        token_ids,
+        counts,
+        positions,
+        draft_ids,
+        draft_ids.stride(0),
+        draft_parents,
+        draft_parents.stride(0),
+        draft_ids.shape[0],
+        D=drafts,
+        K=columns,
+        NODES=nodes,
+        num_warps=max(1, min(8, nodes * columns // 64)),
+    )
+
+
+def tree_columns(drafts: int, candidates: int) -> int:
+    """C: of a request with so many drafts and so many candidates a node."""
+    return drafts + (1 + drafts) * candidates
+
+
+def empty_trees(rows: int, drafts: int, candidates: int, device: torch.device) -> CandidateTrees:
+    """Result tensors for :func:`pack_drafts`, of so many requests."""
+    columns = tree_columns(drafts, candidates)
+    shapes = ((rows, columns), (rows, columns), (rows,), (rows,), (rows * (1 + drafts), candidates))
+    return CandidateTrees(*map(lambda s, d: torch.empty(s, dtype=d, device=device), shapes, _DTYPES))
+
+
+def pack_drafts(
+    scored: ScoredCandidates,  # [N * (1 + D), K]
+    drafts: Drafts,  # [B, D]
+    *,
+    out: CandidateTrees | None = None,  # [N, C]
+    backend: str = "auto",
+) -> CandidateTrees:  # [N, C]
+    """Make a tree of each request's drafts and of the candidates that are scored at its nodes.
+
+    Nothing is read back to the host, and no new number of requests compiles anything.
+
+    Args:
+        scored: of :func:`select_scored`, of the nodes of ``N`` requests; ``K`` a power of two up to 64. Should a draft
+            be listed twice below the same parent, the first takes the candidate.
+        drafts: of the first ``B <= N`` of them. The others have none. Rows may be strided.
+        out: result tensors to reuse, contiguous; ``None`` allocates them.
+        backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
+
+    Returns:
+        The :class:`CandidateTrees`.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above. Checked before any launch.
+
+    Example:
+        >>> def i32(*values):
+        ...     return torch.tensor(values, dtype=torch.int32)
+        >>> two_nodes = ScoredCandidates(i32([5, 8], [6, 7]), i32(2, 1), i32(9, 10), torch.tensor([False, False]))
+        >>> trees = pack_drafts(two_nodes, Drafts(i32([8]), i32([-1])))
+        >>> trees.token_ids, trees.parents
+        (tensor([[ 8,  5,  6, -1, -1]], dtype=torch.int32), tensor([[-1, -1,  0, -1, -1]], dtype=torch.int32))
+        >>> trees.counts, trees.columns
+        (tensor([3], dtype=torch.int32), tensor([[ 1,  0],
+                [ 2, -1]]))
+    """
+    if not isinstance(scored, ScoredCandidates):
+        raise TypeError(f"scored must be the ScoredCandidates of select_scored, got {type(scored).__name__}")
+    check_drafts(drafts, None, None)
+    backend = resolve_backend(backend, scored.token_ids)
+    token_ids = check_tensor("scored.token_ids", scored.token_ids, dtypes=torch.int32, shape=(None, None))
+    (nodes, columns), device = token_ids.shape, token_ids.device
+    if columns not in COLUMNS:
+        raise ValueError(f"scored.token_ids must have a power of two up to {MAX_CANDIDATES} columns, got {columns}")
+    if not token_ids.is_contiguous():
+        raise ValueError(f"scored.token_ids must be contiguous, got strides {tuple(token_ids.stride())}")
+    check_fields("scored", ("counts", "positions"), scored[1:3], (torch.int32,) * 2, nodes, device)
+    count, width = drafts.token_ids.shape
+    check_drafts(drafts, count, device)
+    rows, rest = divmod(nodes, 1 + width)
+    if rest or rows < count:
+        raise ValueError(
+            f"scored must have 1 + {width} rows a request for at least the {count} requests with drafts, got {nodes}"
+        )
+    if out is None:
+        out = empty_trees(rows, width, columns, device)
+    if not isinstance(out, CandidateTrees):
+        raise TypeError(f"out must be CandidateTrees, got {type(out).__name__}")
+    shape = (rows, tree_columns(width, columns))
+    shapes = (shape, shape, (rows,), (rows,), (nodes, columns))
+    for name, dtype, wanted in zip(CandidateTrees._fields, _DTYPES, shapes, strict=True):
+        tensor = check_tensor(f"out.{name}", getattr(out, name), dtypes=dtype, shape=wanted, device=device)
+        if not tensor.is_contiguous():
+            raise ValueError(f"out.{name} must be contiguous, got strides {tuple(tensor.stride())}")
+    _launch(backend, *out, *scored[:3], *drafts)
+    return out

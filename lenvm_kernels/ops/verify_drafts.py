@@ -1,0 +1,131 @@
+"""Which drafted tokens a sequence takes: those that were drawn in their place, in one launch.
+
+A draw depends on the request's seed, the position and the distribution there. A draft that is what was drawn in its
+place leads to where the next token was drawn already, and so on: the text is the same as without drafts.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lenvm_kernels.ops._common import ceil_div, check_tensor, next_power_of_2, resolve_backend
+from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.ops.expand_drafts import check_drafts
+from lenvm_kernels.reference.verify_drafts import verify_drafts as _reference
+from lenvm_kernels.types import Drafts, VerifiedTokens
+
+# Requests a program. With four drafts each a warp's threads have two of them.
+REQUESTS = 8
+
+
+# Tokens and drafts are a caller's, and may be slices: nothing is compiled anew where their alignment changes. (Triton
+# heeds that for pointers of their own only, not for those in a tuple.)
+@triton.jit(
+    do_not_specialize=["stride_ids_request", "stride_parents_request", "B"],
+    do_not_specialize_on_alignment=["drawn_ptr", "draft_ids_ptr", "draft_parents_ptr"],
+)
+def _verify_drafts_kernel(
+    verified,  # VerifiedTokens, written
+    drawn_ptr,  # int32 [B * (1 + D)]
+    draft_ids_ptr,  # [B, D]
+    stride_ids_request,
+    draft_parents_ptr,  # int32 [B, D]
+    stride_parents_request,
+    B,
+    D: tl.constexpr,
+    NODES: tl.constexpr,  # a power of two > D
+    REQUESTS: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64) * REQUESTS + tl.arange(0, REQUESTS)
+    exists, draft = request < B, tl.arange(0, NODES)[None, :]
+    mask = exists[:, None] & (draft < D)
+    token_id = tl.load(draft_ids_ptr + request[:, None] * stride_ids_request + draft, mask=mask, other=-1).to(tl.int32)
+    parent = tl.load(draft_parents_ptr + request[:, None] * stride_parents_request + draft, mask=mask, other=-1)
+    parent = tl.where((parent >= 0) & (parent < draft), parent, -1)
+    is_there = draft < tl.min(tl.where(token_id < 0, draft, NODES), axis=1)[:, None]
+
+    node, length = tl.zeros([REQUESTS], tl.int32), tl.zeros([REQUESTS], tl.int32)
+    goes_on = exists
+    for i in range(D + 1):
+        token = tl.load(drawn_ptr + request * (D + 1) + node, mask=goes_on, other=-1)
+        goes_on = goes_on & (token >= 0)
+        length += goes_on.to(tl.int32)
+        tl.store(verified.tokens + request * (D + 1) + i, tl.where(goes_on, token, -1), mask=exists)
+        tl.store(verified.nodes + request * (D + 1) + i, tl.where(goes_on, node, -1), mask=exists)
+        is_next = is_there & (token_id == token[:, None]) & (parent == (node - 1)[:, None])
+        found = tl.min(tl.where(is_next, draft, NODES), axis=1)
+        goes_on = goes_on & (found < NODES)
+        node = tl.where(goes_on, found + 1, 0)
+    tl.store(verified.lens + request, length, mask=exists)
+
+
+def _run_reference(*operands) -> None:
+    for target, values in zip(operands[:3], _reference(*operands[3:]), strict=True):
+        target.copy_(values)
+
+
+@operator(mutates=VerifiedTokens._fields, reference=_run_reference)
+def _launch(
+    tokens: Tensor,
+    lens: Tensor,
+    nodes: Tensor,
+    drawn: Tensor,
+    draft_ids: Tensor,
+    draft_parents: Tensor,
+) -> None:
+    rows, drafts = draft_ids.shape
+    if rows == 0:
+        return
+    _verify_drafts_kernel[(ceil_div(rows, REQUESTS),)](
+        VerifiedTokens(tokens, lens, nodes),
+        drawn,
+        draft_ids,
+        draft_ids.stride(0),
+        draft_parents,
+        draft_parents.stride(0),
+        rows,
+        D=drafts,
+        NODES=next_power_of_2(drafts + 1),
+        REQUESTS=REQUESTS,
+        num_warps=1,
+    )
+
+
+def verify_drafts(
+    drawn: Tensor,  # int32 [B * (1 + D)]
+    drafts: Drafts,  # [B, D]
+    *,
+    backend: str = "auto",
+) -> VerifiedTokens:  # [B, 1 + D]
+    """Follow the draws from the last token of each sequence, as long as what was drawn is a draft.
+
+    Nothing is read back to the host, and no new number of requests compiles anything.
+
+    Args:
+        drawn: int32 [B * (1 + D)]; the token drawn at each node (:class:`Drafts`). Negative: none was.
+        drafts: of all requests. Rows may be strided. Should a token be listed twice below the same parent, the first
+            counts.
+        backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
+
+    Returns:
+        The :class:`VerifiedTokens`: the drafts that were drawn in their place, and the draw after the last of them.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above. Checked before any launch.
+
+    Example:
+        >>> chain = Drafts(torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, 1]], dtype=torch.int32))
+        >>> verify_drafts(torch.tensor([5, 6, 8, 9], dtype=torch.int32), chain)
+        VerifiedTokens(tokens=tensor([[ 5,  6,  8, -1]], dtype=torch.int32), lens=tensor([3], dtype=torch.int32), \
+nodes=tensor([[ 0,  1,  2, -1]], dtype=torch.int32))
+    """
+    check_drafts(drafts, None, None)
+    backend = resolve_backend(backend, drawn)
+    (rows, width), device = drafts.token_ids.shape, drafts.token_ids.device
+    check_tensor("drawn", drawn, dtypes=torch.int32, shape=(rows * (1 + width),), device=device)
+    verified = VerifiedTokens(
+        *(torch.empty(shape, dtype=torch.int32, device=device) for shape in ((rows, 1 + width), (rows,), (rows, 1 + width)))
+    )
+    _launch(backend, *verified, drawn, *drafts)
+    return verified

@@ -1,0 +1,319 @@
+"""Steps with drafted tokens: candidates and values at every node of a chain or a tree, and what is made of the draws."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from lenvm_kernels.types import Drafts, Status
+from lenvm_kernels.value_model import ValueModel
+from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step
+from tests.helpers.models import EOS, TINY, VOCAB, last_value_logits, random_head, random_model
+from tests.helpers.padded_step import PaddedGraphs
+
+ATOL = 2e-5  # on value logits of O(1), fp32 against fp32
+TILT = {"value_mode": "centered_exp", "value_scale": -20}
+# Two branches from the root, one of which forks; listed so that no number of a parent is that of its place.
+TREE = [-1, -1, 0, 0, 1, 3]
+DEPTHS = [1, 1, 2, 2, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def models():
+    backbone, head = random_model(Qwen2ForCausalLM, Qwen2Config(**TINY)), random_head()
+    return SimpleNamespace(backbone=backbone, head=head, value=ValueModel.from_causal_lm(backbone, head))
+
+
+class BaseModel:
+    """Scores of the next token that follow from the last token and the length alone."""
+
+    def __init__(self, peak=2.0):
+        generator = torch.Generator().manual_seed(3)
+        self.by_token, self.by_length = (torch.randn(VOCAB, VOCAB, generator=generator) * peak for _ in range(2))
+
+    def scores(self, sequence):
+        return self.by_token[sequence[-1]] + self.by_length[len(sequence)]
+
+
+def drafts_of(tokens, parents):
+    return Drafts(torch.tensor(tokens), torch.tensor(parents, dtype=torch.int32))
+
+
+def paths(tokens, parents):
+    """The drafts on the way to each node, of one request."""
+    found = [[]]
+    for token, parent in zip(tokens, parents, strict=True):
+        if token < 0:
+            break
+        found.append([*found[parent + 1], token])
+    return found
+
+
+def step_with(engine, rows, sequences, new, base, tokens, parents, **options):
+    """A step with drafts after each sequence has grown by ``new`` tokens of its own number."""
+    nodes = 1 + engine.step.max_drafts
+    scores = torch.zeros(len(rows) * nodes, VOCAB)
+    for i, sequence in enumerate(sequences):
+        for j, path in enumerate(paths(tokens[i], parents[i])):
+            scores[i * nodes + j] = base.scores([*sequence, *path])
+    told = torch.full((len(rows), max(new) + 1), -7)
+    for i, (sequence, n) in enumerate(zip(sequences, new, strict=True)):
+        told[i, :n] = torch.tensor(sequence[len(sequence) - n :])
+    options = dict(temperature=0.8, is_logits=True, sample=True, verify="same_draws") | options
+    return engine.step.step(
+        scores,
+        told,
+        engine.tensor(rows),
+        engine.tensor([len(s) for s in sequences]),
+        new_lens=engine.tensor(new),
+        top_k=engine.tensor([6] * len(rows)),
+        top_p=1.0,
+        min_p=0.02,
+        drafts=drafts_of(tokens, parents),
+        **options,
+    )
+
+
+def assert_values(models, output, sequences, tokens, parents):
+    """The values of all nodes are those of plain forwards; returns how many there are."""
+    nodes, prefixes, found = 1 + len(tokens[0]), [], []
+    for i, sequence in enumerate(sequences):
+        for j, path in enumerate(paths(tokens[i], parents[i])):
+            row = i * nodes + j
+            if output.candidates.status[row] != Status.GUIDE:
+                assert (output.value_logits[row] == 0).all()
+                continue
+            for token, value in zip(output.candidates.token_ids[row], output.value_logits[row], strict=True):
+                if token >= 0:
+                    prefixes.append([*sequence, *path, int(token)])
+                    found.append(value)
+    expected = last_value_logits(models.backbone, models.head, prefixes)
+    torch.testing.assert_close(torch.stack(found), expected, rtol=0, atol=ATOL)
+    return len(found)
+
+
+def likely(base, sequence, parents, rank):
+    """A tree of drafts: the ``rank``-th most likely token each, the branches different ones."""
+    tokens = []
+    for j, parent in enumerate(parents):
+        path = paths(tokens, parents[: len(tokens)])[parent + 1]
+        siblings = parents[:j].count(parent)
+        tokens.append(base.scores([*sequence, *path]).topk(rank + siblings + 1).indices[-1].item())
+    return tokens
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("commit_winners", [True, False])
+def test_values_at_every_node(models, commit_winners, backend):
+    """Of trees, chains, and requests with fewer drafts or none; some drafts are candidates, some are not."""
+    base, rows = BaseModel(), [4, 0, 6, 2]
+    step, slots = make_step(
+        models.value, max_drafts=6, max_delta=8, max_candidates=4, commit_winners=commit_winners, backend=backend
+    )
+    engine = Engine(step, slots)
+    guidance = [TILT, GUIDANCE[2], TILT | {"return_values": True}, None]
+    engine.start(rows, PROMPTS, guidance, room=40)
+    sequences, new, scored = [list(tokens) for tokens in PROMPTS], [1] * 4, 0
+    for number in range(3):
+        parents = [TREE, [-1, 0, 1, 2, 3, 4], [-1, 0, -1, -1, -1, -1], TREE]
+        tokens = [likely(base, s, p, number) for s, p in zip(sequences, parents, strict=True)]
+        tokens[2][2:] = [-1, 7, 7, 7]
+        output = step_with(engine, rows, sequences, new, base, tokens, parents)
+        status = output.candidates.status.view(4, 7)
+        assert (status[3] == Status.UNGUIDED).all() and (status[2, 3:] == Status.UNGUIDED).all()
+        scored += assert_values(models, output, sequences, tokens, parents)
+        new = output.verified.lens.clamp(min=1).tolist()
+        for i, sequence in enumerate(sequences):
+            taken = output.verified.tokens[i, : new[i]].tolist()
+            sequence += taken if taken[0] >= 0 else [9]
+    assert scored > 120 and not step.table.faults.any()
+
+
+def run_plain(models, rows, prompts, guidance, count, base, **options):
+    """So many tokens of each, one a step; unguided ones get the most likely."""
+    engine = Engine(*make_step(models.value, max_candidates=4, **options)).start(rows, prompts, guidance, room=60)
+    sequences = [list(tokens) for tokens in prompts]
+    for _ in range(count):
+        scores = torch.stack([base.scores(s) for s in sequences])
+        output = engine.decode(rows, sequences, scores, min_p=0.02, drawn=scores.argmax(1))
+        sequences = [[*s, t] for s, t in zip(sequences, output.tokens.tolist(), strict=True)]
+    return [s[len(p) : len(p) + count] for s, p in zip(sequences, prompts, strict=True)]
+
+
+def run_drafted(models, rows, prompts, guidance, count, base, parents, draft, padded=False, **options):
+    """The same with drafts; returns the tokens and how many steps it took."""
+    step, slots = make_step(models.value, max_candidates=4, max_drafts=len(parents), **options)
+    if padded:
+        step._graphs = PaddedGraphs(step._score, models.value.device, split=False)
+    engine = Engine(step, slots).start(rows, prompts, guidance, room=60)
+    sequences, new, steps = [list(tokens) for tokens in prompts], [1] * len(rows), 0
+    while any(len(s) - len(p) < count for s, p in zip(sequences, prompts, strict=True)):
+        tokens = [draft(i, s) for i, s in enumerate(sequences)]
+        drawn = [
+            base.scores([*s, *path]).argmax()
+            for i, s in enumerate(sequences)
+            for path in (paths(tokens[i], parents) + [[]] * len(parents))[: 1 + len(parents)]
+        ]
+        all_parents = [parents] * len(rows)
+        output = step_with(
+            engine, rows, sequences, new, base, tokens, all_parents, drawn=torch.stack(drawn)
+        )
+        new = output.verified.lens.tolist()
+        for i, sequence in enumerate(sequences):
+            nodes = output.verified.nodes[i, : new[i]].tolist()
+            assert nodes[0] == 0 and [paths(tokens[i], parents)[n] for n in nodes] == [
+                output.verified.tokens[i, :j].tolist() for j in range(new[i])
+            ]
+            sequence += output.verified.tokens[i, : new[i]].tolist()
+        steps += 1
+    assert not step.table.faults.any()
+    return [s[len(p) : len(p) + count] for s, p in zip(sequences, prompts, strict=True)], steps
+
+
+@pytest.mark.parametrize(
+    ("options", "padded"),
+    [({}, False), ({"commit_winners": False}, False), ({}, True), ({"backend": "triton", "max_delta": 5}, False)],
+)
+def test_the_text_is_the_same_with_and_without_drafts(models, options, padded):
+    """Guided in several ways and not at all; drafts that are right, right for a while, wrong, and none."""
+    base, rows, count = BaseModel(), [4, 0, 6, 2, 5], 14 if options.get("backend") else 30
+    prompts, guidance = [*PROMPTS, [40, 41, 42]], [*GUIDANCE[:4], None]
+    plain = run_plain(models, rows, prompts, guidance, count, base, **options)
+
+    def draft(i, sequence):
+        done = len(sequence) - len(prompts[i])
+        right = [*plain[i], *[3] * 9][done : done + 3]
+        wrong = (right[0] + 1) % VOCAB
+        return [
+            [wrong, right[0], right[1], wrong, 3, right[2]],
+            [wrong, right[0], wrong, right[1], 5, 6],
+            [right[0], wrong, -1, right[1], 8, 8],
+            [-1] * 6,
+        ][(i + done) % 4]
+
+    drafted, steps = run_drafted(
+        models, rows, prompts, guidance, count, base, [-1, -1, 1, 1, 0, 2], draft, padded, **options
+    )
+    assert drafted == plain
+    assert count / 3 < steps < count * 0.8
+
+
+def test_a_chain_of_drafts_is_as_good_as_so_many_steps(models):
+    """Probabilities and values at the nodes of a chain are those of single steps, to the bit where the kernels are."""
+    base, chain = BaseModel(), [20, 21, 22]
+    outputs = []
+    for drafted in (True, False):
+        step, slots = make_step(models.value, max_drafts=3, max_candidates=4, backend="triton", commit_winners=False)
+        engine = Engine(step, slots).start([5, 1], PROMPTS[:2], [TILT, GUIDANCE[2]], room=20)
+        if drafted:
+            sequences = [list(p) for p in PROMPTS[:2]]
+            output = step_with(engine, [5, 1], sequences, [1, 1], base, [chain] * 2, [[-1, 0, 1]] * 2)
+            outputs.append([x.view(2, 4, -1) for x in (output.probs, output.value_logits, output.tokens)])
+            continue
+        singles = []
+        for i in range(4):
+            sequences = [[*p, *chain[:i]] for p in PROMPTS[:2]]
+            scores = torch.stack([base.scores(s) for s in sequences])
+            output = engine.decode([5, 1], sequences, scores, min_p=0.02)
+            singles.append((output.probs, output.value_logits, output.tokens[:, None]))
+        outputs.append([torch.stack(x, dim=1) for x in zip(*singles, strict=True)])
+    for found, expected in zip(*outputs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert torch.equal(outputs[0][2], outputs[1][2])
+
+
+def test_accepted_drafts_are_not_computed_again(models, monkeypatch):
+    """Drafts that are taken, and the draw after them, have their keys and values: nothing is left to a forward."""
+    base = BaseModel()
+    step, slots = make_step(models.value, max_drafts=2, max_candidates=4)
+    engine = Engine(step, slots).start([3], PROMPTS[:1], [TILT], room=20)
+    deltas, forward = [], step.value_model.forward
+
+    def recording(batch, *args, **kwargs):
+        deltas.append((batch.layout.q_offsets.diff() - batch.candidate_lens).tolist())
+        return forward(batch, *args, **kwargs)
+
+    monkeypatch.setattr(step.value_model, "forward", recording)
+    plain = run_plain(models, [3], PROMPTS[:1], [TILT], 6, base)
+    deltas.clear()
+    sequence = list(PROMPTS[0])
+    for new, drafted, taken in ((1, plain[0][:2], 3), (3, [plain[0][3], 1], 2), (2, [1, 1], 1)):
+        output = step_with(engine, [3], [sequence], [new], base, [drafted], [[-1, 0]])
+        assert output.verified.lens.tolist() == [taken]
+        sequence += output.verified.tokens[0, :taken].tolist()
+    assert sequence == [*PROMPTS[0], *plain[0]]
+    assert deltas == [[1], [0], [0]]
+
+
+def test_lengths_are_predicted_at_every_node(models):
+    base, guidance = BaseModel(), {"return_values": True, "gamma": 0.9}
+    step, slots = make_step(models.value, max_drafts=3, max_candidates=4)
+    engine = Engine(step, slots).start([2, 7], PROMPTS[:2], [guidance, TILT | guidance], room=20)
+    parents, tokens = [[-1, -1, 1], [-1, 0, 1]], [[30, 31, 32], [33, 34, 35]]
+    drawn = torch.arange(40, 48)
+    output = step_with(engine, [2, 7], [list(p) for p in PROMPTS[:2]], [1, 1], base, tokens, parents, drawn=drawn)
+    assert output.tokens[:4].tolist() == [40, 41, 42, 43]
+    sequences = [
+        [*PROMPTS[i], *path, output.tokens[4 * i + j].item()]
+        for i in range(2)
+        for j, path in enumerate(paths(tokens[i], parents[i]))
+    ]
+    z = last_value_logits(models.backbone, models.head, sequences)
+    expected = torch.nn.functional.softplus(z) / -torch.log(torch.tensor(0.9))
+    expected = expected.masked_fill(output.tokens == EOS, 0.0)
+    torch.testing.assert_close(output.remaining_lengths, expected, rtol=0, atol=1e-3)
+
+
+def test_strides_with_drafts(models):
+    """A request is due at all nodes of a step or at none, but where it might end; one that waits computes no drafts."""
+    base = BaseModel()
+    step, slots = make_step(models.value, max_drafts=2, max_candidates=4)
+    engine = Engine(step, slots).start([2, 7], PROMPTS[:2], [TILT | {"value_stride": 2}, TILT], room=30)
+    sequences, new = [list(p) for p in PROMPTS[:2]], [1, 1]
+    for number in range(1, 5):
+        tokens = [likely(base, s, [-1, 0], 0) for s in sequences]
+        drawn = torch.tensor([base.scores([*s, *p]).argmax() for s, t in zip(sequences, tokens, strict=True) for p in paths(t, [-1, 0])])  # fmt: skip
+        output = step_with(engine, [2, 7], sequences, new, base, tokens, [[-1, 0]] * 2, drawn=drawn)
+        candidates, status = output.candidates, output.candidates.status.view(2, 3)
+        ends = (candidates.token_ids == EOS).any(1).view(2, 3)[0]
+        expected = torch.where(ends | (number % 2 == 0), int(Status.GUIDE), int(Status.NOT_DUE))
+        expected = torch.where(candidates.counts.view(2, 3)[0] == 1, int(Status.SINGLE), expected)
+        assert status[0].tolist() == expected.tolist() and not (status[1] == Status.NOT_DUE).any()
+        assert_values(models, output, sequences, tokens, [[-1, 0]] * 2)
+        new = output.verified.lens.tolist()
+        for i, sequence in enumerate(sequences):
+            sequence += output.verified.tokens[i, : new[i]].tolist()
+    assert not step.table.faults.any()
+
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"drafts": None}, ValueError, "verify must be None, or 'same_draws' with drafts and sample"),
+        ({"verify": "rejection"}, ValueError, "verify must be None, or 'same_draws' .* got 'rejection'"),
+        ({"sample": False}, ValueError, "verify must be None, or 'same_draws' .* got 'same_draws'"),
+        ({"drafts": (1, 2)}, TypeError, "drafts must be Drafts, got tuple"),
+        ({"drafts": drafts_of([[5, 6, 7]], [[-1, 0, 1]])}, ValueError, "drafts must have max_drafts = 2 columns, got 3"),
+        ({"drafts": drafts_of([[5, 6]] * 2, [[-1, 0]] * 2)}, ValueError, r"drafts.token_ids must be .* \[1, \*\]"),
+        ({"scores": torch.zeros(4, VOCAB)}, ValueError, r"scores must have 1 \+ max_drafts = 3 rows a request, got 4"),
+        ({"drawn": torch.zeros(1)}, ValueError, r"drawn must be int32\|int64 \[3\]"),
+        ({"top_p": torch.ones(3)}, ValueError, r"top_p must be float32 \[1\]"),
+    ],
+)
+def test_drafts_are_checked(models, options, error, message):
+    step, _ = make_step(models.value, max_drafts=2)
+    one = torch.ones(1, dtype=torch.int32)
+    arguments = dict(scores=torch.zeros(3, VOCAB), tokens=one, table_rows=one, lengths=one, top_k=4, top_p=1.0)
+    arguments |= dict(min_p=0.0, is_logits=True, sample=True, verify="same_draws", drafts=drafts_of([[5, 6]], [[-1, 0]]))
+    step.step(**arguments)
+    if options.get("drafts", 1) is None:
+        options = options | {"scores": torch.zeros(1, VOCAB)}
+    with pytest.raises(error, match=message):
+        step.step(**arguments | options)
+
+
+def test_the_number_of_drafts_is_checked(models):
+    with pytest.raises(ValueError, match="max_drafts must be at least 0, got -1"):
+        make_step(models.value, max_drafts=-1)
