@@ -76,6 +76,7 @@ class RaggedLayout(NamedTuple):
         head_rows: int64 ``[B*K]``; the rows of all candidates in the order of the requests, then -1.
         head_targets: int64 ``[B*K]``; a permutation of ``0 .. B*K - 1``: where what the value head makes of each of the
             ``head_rows`` belongs in a ``[B, K]``. Its padding goes to the padding columns, in their order.
+        parents: int32 ``[T]``; of trees, the row of a candidate's parent, -1 for every other row; else None.
     """
 
     token_ids: Tensor
@@ -85,6 +86,7 @@ class RaggedLayout(NamedTuple):
     candidate_rows: Tensor
     head_rows: Tensor
     head_targets: Tensor
+    parents: Tensor | None = None
 
 
 class EmbeddedTokens(NamedTuple):

@@ -1,7 +1,7 @@
 """Ragged layout in plain PyTorch: the rows of one value-model forward, request after request.
 
-Source: section 2 of the specification: for each request its delta tokens, then its candidates, which all sit at the
-position after the delta.
+Source: section 2 of the specification: for each request its delta tokens, then its candidates, which sit at the
+position after the delta, in a tree of several levels one further a level.
 """
 
 import torch
@@ -19,6 +19,7 @@ def ragged_layout(
     candidate_ids: Tensor,  # [B, K]
     candidate_lens: Tensor,  # [B]
     cached_lens: Tensor,  # [B]
+    candidate_parents: Tensor | None = None,  # [B, K]
 ) -> RaggedLayout:
     """See :func:`lenvm_kernels.ops.ragged_layout.ragged_layout`."""
     (b, k), d, device = candidate_ids.shape, delta_ids.shape[0], delta_ids.device
@@ -41,6 +42,18 @@ def ragged_layout(
     column = torch.arange(k, dtype=torch.int32, device=device)
     is_candidate = column < candidate_lens[:, None]  # [B, K]
     candidate_rows = ((q_offsets[:-1] + delta_lens)[:, None] + column).masked_fill(~is_candidate, -1).long()
+    parents = None
+    if candidate_parents is not None:
+        parent = candidate_parents.long().where((candidate_parents >= 0) & (candidate_parents < column), -1)
+        parent = parent.where(is_candidate, -1)
+        depth = torch.zeros_like(parent)
+        for i in range(k):  # parents come before their children
+            behind = depth.gather(1, parent[:, i : i + 1].clamp(min=0))[:, 0] + 1
+            depth[:, i] = torch.where(parent[:, i] >= 0, behind, 0)
+        parent_rows = candidate_rows.gather(1, parent.clamp(min=0)).where(parent >= 0, -1)
+        positions[candidate_rows[is_candidate]] += depth[is_candidate]
+        parents = torch.full_like(row, -1)
+        parents[candidate_rows[is_candidate]] = parent_rows[is_candidate].int()
     order = is_candidate.flatten().int().sort(descending=True, stable=True).indices
     return RaggedLayout(
         token_ids=token_ids.masked_fill(is_padding, 0),
@@ -50,4 +63,5 @@ def ragged_layout(
         candidate_rows=candidate_rows,
         head_rows=candidate_rows.flatten()[order],
         head_targets=order,
+        parents=parents,
     )

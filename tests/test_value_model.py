@@ -636,7 +636,7 @@ def test_positions_in_a_chain_of_candidates(trees_loaded, depth):
     flat = [0, *[1] * depth]
     assert batch.layout.positions.tolist() == [*range(2 + depth), *flat, *flat, 0, 0]
     chain = [-1, *range(2, 1 + depth)]
-    assert batch.parents.tolist() == [-1, -1, *chain, *[-1] * (2 * depth + 4)]
+    assert batch.layout.parents.tolist() == [-1, -1, *chain, *[-1] * (2 * depth + 4)]
 
 
 def test_keys_and_values_of_all_rows_are_kept(trees_loaded):

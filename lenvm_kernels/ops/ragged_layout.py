@@ -1,7 +1,8 @@
 """Ragged layout: the rows of one value-model forward, request after request its delta tokens, then its candidates.
 
-Source: section 2 of the specification. The candidates of a request all sit at the position after its delta. Beside the
-rows it gives those the value head has to compute, compacted, and where their logits belong in a ``[B, K]``.
+Source: section 2 of the specification. The candidates of a request sit at the position after its delta, in a tree of
+several levels one further a level. Beside the rows it gives those the value head has to compute, compacted, and where
+their logits belong in a ``[B, K]``.
 
 One launch, one program a request. A program finds its offsets by adding the lengths of all requests before it, writes
 its own rows and columns, and a share of the padding rows. These are sums of integers: exact, in any order. A request's
@@ -37,16 +38,24 @@ def _lengths(delta_lens_ptr, candidate_lens_ptr, request, B, D, K):
 
 
 @triton.jit
-def _store_rows(layout, row, token_id, position, slot, mask):
+def _store_rows(layout, row, token_id, position, slot, parent, mask):
     tl.store(layout.token_ids + row, token_id, mask=mask)
     tl.store(layout.positions + row, position, mask=mask)
     tl.store(layout.slots + row, slot, mask=mask)
+    if layout.parents is not None:
+        tl.store(layout.parents + row, parent, mask=mask)
+
+
+@triton.jit
+def _earlier(parent, column):
+    """The parents of candidates at these columns; -1 where that is no earlier one."""
+    return tl.where((parent >= 0) & (parent < column), parent, -1).to(tl.int64)
 
 
 # Callers pass slices of longer tensors: none of the inputs may compile anew where its alignment changes. (Triton heeds
 # that for pointers of their own only, not for those in a tuple.)
 @triton.jit(
-    do_not_specialize=["stride_candidate_ids_request", "B", "D"],
+    do_not_specialize=["stride_candidate_ids_request", "stride_parents_request", "B", "D"],
     do_not_specialize_on_alignment=[
         "delta_ids_ptr",
         "delta_slots_ptr",
@@ -55,6 +64,7 @@ def _store_rows(layout, row, token_id, position, slot, mask):
         "candidate_ids_ptr",
         "candidate_lens_ptr",
         "cached_lens_ptr",
+        "parents_ptr",
     ],
 )
 def _ragged_layout_kernel(
@@ -67,6 +77,8 @@ def _ragged_layout_kernel(
     stride_candidate_ids_request,
     candidate_lens_ptr,  # [B]
     cached_lens_ptr,  # [B]
+    parents_ptr,  # int32 [B, K] or None
+    stride_parents_request,
     B,
     D,
     K: tl.constexpr,
@@ -103,7 +115,7 @@ def _ragged_layout_kernel(
         readable = is_delta & (source >= 0) & (source < D)
         token_id = tl.load(delta_ids_ptr + source, mask=readable, other=0).to(tl.int64)
         slot = tl.load(delta_slots_ptr + source, mask=readable, other=-1).to(tl.int64)
-        _store_rows(layout, row, token_id, cached_len + token, slot, is_delta)
+        _store_rows(layout, row, token_id, cached_len + token, slot, -1, is_delta)
 
     if K > 0:
         column = tl.arange(0, COLUMNS).to(tl.int64)
@@ -112,8 +124,17 @@ def _ragged_layout_kernel(
         is_row = is_candidate & (candidate_row < T)
         candidate_ids = candidate_ids_ptr + request * stride_candidate_ids_request
         token_id = tl.load(candidate_ids + column, mask=is_row, other=0).to(tl.int64)
-        position = cached_len + delta_len
-        _store_rows(layout, candidate_row, token_id, position, -1, is_row)
+        position = cached_len + delta_len + tl.zeros([COLUMNS], tl.int64)
+        parent_row = tl.full([COLUMNS], -1, tl.int64)
+        if parents_ptr is not None:
+            parents_ptr += request * stride_parents_request
+            parent = _earlier(tl.load(parents_ptr + column, mask=is_candidate, other=-1), column)
+            parent_row = tl.where(parent >= 0, start + delta_len + parent, -1)
+            while tl.max(parent, axis=0) >= 0:
+                position += (parent >= 0).to(tl.int64)
+                above = tl.load(parents_ptr + parent, mask=parent >= 0, other=-1)
+                parent = _earlier(above, parent)
+        _store_rows(layout, candidate_row, token_id, position, -1, parent_row.to(tl.int32), is_row)
 
         # The padding columns of the requests before stand between the last candidate and this request's own.
         padding_place = candidates + (request * K - first_place) + (column - candidate_len)
@@ -125,13 +146,14 @@ def _ragged_layout_kernel(
 
     for first in range(end + request * TILE, T, B.to(tl.int64) * TILE):
         padding_row = first + tile
-        _store_rows(layout, padding_row, 0, 0, -1, padding_row < T)
+        _store_rows(layout, padding_row, 0, 0, -1, -1, padding_row < T)
 
 
 def _run_reference(*tensors) -> None:
-    *layout, _, _, _, _, _, _, _ = tensors
-    for written, computed in zip(layout, _reference(*tensors[len(layout) :]), strict=True):
-        written.copy_(computed)
+    layout, inputs = tensors[: len(RaggedLayout._fields)], tensors[len(RaggedLayout._fields) :]
+    for written, computed in zip(layout, _reference(*inputs), strict=True):
+        if written is not None:
+            written.copy_(computed)
 
 
 @operator(mutates=RaggedLayout._fields, reference=_run_reference)
@@ -143,6 +165,7 @@ def _launch(
     candidate_rows: Tensor,
     head_rows: Tensor,
     head_targets: Tensor,
+    parents: Tensor | None,
     delta_ids: Tensor,
     delta_slots: Tensor,
     delta_starts: Tensor,
@@ -150,10 +173,11 @@ def _launch(
     candidate_ids: Tensor,
     candidate_lens: Tensor,
     cached_lens: Tensor,
+    candidate_parents: Tensor | None,
 ) -> None:
     (requests, columns), deltas = candidate_ids.shape, delta_ids.shape[0]
     _ragged_layout_kernel[(requests,)](
-        RaggedLayout(token_ids, positions, slots, q_offsets, candidate_rows, head_rows, head_targets),
+        RaggedLayout(token_ids, positions, slots, q_offsets, candidate_rows, head_rows, head_targets, parents),
         delta_ids,
         delta_slots,
         delta_starts,
@@ -162,6 +186,8 @@ def _launch(
         candidate_ids.stride(0),
         candidate_lens,
         cached_lens,
+        candidate_parents,
+        0 if candidate_parents is None else candidate_parents.stride(0),
         requests,
         deltas,
         K=columns,
@@ -181,6 +207,7 @@ def ragged_layout(
     candidate_lens: Tensor,  # int32 [B]
     cached_lens: Tensor,  # int32 [B]
     *,
+    candidate_parents: Tensor | None = None,  # int32 [B, K]
     backend: str = "auto",
 ) -> RaggedLayout:
     """Lay the tokens of one value-model forward out in ``T = D + B * K`` rows, on the device.
@@ -198,6 +225,8 @@ def ragged_layout(
             ``K`` may be 0.
         candidate_lens: int32 [B], candidates of each request; clamped to 0 .. ``K``.
         cached_lens: int32 [B], tokens of each request already in the cache: the position of its first delta token.
+        candidate_parents: int32 [B, K], the column of each candidate's parent, an earlier one. Anything else (-1): the
+            candidate follows the delta. ``None``: all do. Rows may be strided.
         backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
 
     Returns:
@@ -235,6 +264,9 @@ def ragged_layout(
     check_tensor("delta_lens", delta_lens, dtypes=torch.int32, shape=(requests,), device=device)
     check_tensor("candidate_lens", candidate_lens, dtypes=torch.int32, shape=(requests,), device=device)
     check_tensor("cached_lens", cached_lens, dtypes=torch.int32, shape=(requests,), device=device)
+    if candidate_parents is not None:
+        shape = tuple(candidate_ids.shape)
+        check_tensor("candidate_parents", candidate_parents, dtypes=torch.int32, shape=shape, device=device)
 
     columns, deltas = candidate_ids.shape[1], delta_ids.shape[0]
     rows = deltas + requests * columns
@@ -250,7 +282,8 @@ def ragged_layout(
         candidate_rows=empty(requests, columns),
         head_rows=empty(requests * columns),
         head_targets=empty(requests * columns),
+        parents=None if candidate_parents is None else empty(rows, dtype=torch.int32),
     )
     delta = (delta_ids, delta_slots, delta_starts, delta_lens)
-    _launch(backend, *layout, *delta, candidate_ids, candidate_lens, cached_lens)
+    _launch(backend, *layout, *delta, candidate_ids, candidate_lens, cached_lens, candidate_parents)
     return layout

@@ -406,7 +406,7 @@ class ValueModel:
             batch.cached_lens,
             layout.q_offsets,
             batch.candidate_lens,
-            parents=batch.parents,
+            parents=batch.layout.parents,
             page_size=batch.page_size,
             plan=plan,
             counters=self._zeros(attention_counters(batch.table_rows.shape[0], config.num_kv_heads)),

@@ -39,7 +39,6 @@ class RaggedBatch:
     table_rows: torch.Tensor  # int32 | int64 [B], row of each request in slot_table
     cached_lens: torch.Tensor  # int32 [B], tokens of the request already in the cache
     candidate_lens: torch.Tensor  # int32 [B]
-    parents: torch.Tensor | None = None  # int32 [T], row of a candidate's parent candidate, -1: it follows the delta
     page_size: int = 1  # slots in a page
     expected_rows: int | None = None  # about how many rows are in use, see ragged_linear; None: all
 
@@ -97,36 +96,13 @@ class RaggedBatch:
             candidate_ids,
             candidate_lens,
             cached_lens,
+            candidate_parents=candidate_parents,
             backend=backend,
         )
-        device, (b, k) = delta_ids.device, candidate_ids.shape
+        device, b = delta_ids.device, candidate_ids.shape[0]
         check_tensor("slot_table", slot_table, dtypes=torch.int32, shape=(None, None), device=device)
         check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(b,), device=device)
-        parents = None
-        if candidate_parents is not None:
-            check_tensor("candidate_parents", candidate_parents, dtypes=torch.int32, shape=(b, k), device=device)
-            layout, parents = _grow_trees(layout, candidate_parents)
-        return cls(layout, slot_table, table_rows, cached_lens, candidate_lens, parents, page_size, expected_rows)
-
-
-def _grow_trees(layout: RaggedLayout, candidate_parents: torch.Tensor) -> tuple[RaggedLayout, torch.Tensor]:
-    """The layout with each candidate as many positions further as it has ancestors, and the row of its parent [T]."""
-    rows, k = layout.token_ids.shape[0], candidate_parents.shape[1]
-    column = torch.arange(k, device=candidate_parents.device)
-    parent = candidate_parents.long().masked_fill((candidate_parents < 0) | (candidate_parents >= column), -1)
-    depth, ancestor = (parent >= 0).long(), parent
-    for _ in range(max(k - 1, 0).bit_length()):  # each round doubles how far up the ancestor is
-        has_one, above = ancestor >= 0, ancestor.clamp(min=0)
-        depth = depth + depth.gather(1, above).masked_fill(~has_one, 0)
-        ancestor = ancestor.gather(1, above).masked_fill(~has_one, -1)
-    parent_rows = layout.candidate_rows.gather(1, parent.clamp(min=0)).masked_fill(parent < 0, -1)
-    target = layout.candidate_rows.masked_fill(layout.candidate_rows < 0, rows).flatten()  # padding: a row past the end
-
-    def spread(values: torch.Tensor, otherwise: int) -> torch.Tensor:
-        return values.new_full((rows + 1,), otherwise).index_copy(0, target, values.flatten())[:rows]
-
-    deeper = layout._replace(positions=layout.positions + spread(depth, 0))
-    return deeper, spread(parent_rows, -1).int()
+        return cls(layout, slot_table, table_rows, cached_lens, candidate_lens, page_size, expected_rows)
 
 
 @dataclass(frozen=True)
