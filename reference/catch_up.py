@@ -19,6 +19,7 @@ def catch_up(
     committed: Tensor | None,  # int32 [N]
     slot_table: Tensor,  # int32 [R, pages]
     page_size: int,
+    width: int,
     *,
     out: DeltaTokens,  # [N, M]
 ) -> DeltaTokens:  # [N, M]
@@ -27,7 +28,7 @@ def catch_up(
     if committed is not None:
         cached_lens = cached_lens + torch.where(cached_lens == lengths - new_lens, committed, 0)
     missing = (lengths - cached_lens).clamp(min=0)
-    computes = (guided | wants_length) & ((counts > 0) | (missing >= most))
+    computes = (guided | wants_length) & ((counts > 0) | (missing > most - width))
     lens = torch.where(computes, missing.clamp(max=most), 0)
 
     column = torch.arange(most, device=held.device)

@@ -173,7 +173,7 @@ def run_drafted(models, rows, prompts, guidance, count, base, parents, draft, pa
 
 @pytest.mark.parametrize(
     ("options", "padded"),
-    [({}, False), ({"commit_winners": False}, False), ({}, True), ({"backend": "triton", "max_delta": 5}, False)],
+    [({}, False), ({"commit_winners": False}, False), ({}, True), ({"backend": "triton", "max_delta": 7}, False)],
 )
 def test_the_text_is_the_same_with_and_without_drafts(models, options, padded):
     """Guided in several ways and not at all; drafts that are right, right for a while, wrong, and none."""
@@ -315,5 +315,36 @@ def test_drafts_are_checked(models, options, error, message):
 
 
 def test_the_number_of_drafts_is_checked(models):
-    with pytest.raises(ValueError, match="max_drafts must be at least 0, got -1"):
-        make_step(models.value, max_drafts=-1)
+    for number in (-1, 16):
+        message = f"max_drafts must be at least 0 and less than max_delta = 16, got {number}"
+        with pytest.raises(ValueError, match=message):
+            make_step(models.value, max_drafts=number)
+
+
+def test_a_request_that_waits_keeps_room_for_all_that_it_may_grow_by(models, monkeypatch):
+    """With three drafts a step and eight tokens held, four may wait: as many more fit."""
+    base, chain = BaseModel(peak=0.3), [-1, 0, 1]
+    base.by_token[:, EOS] = -99.0  # else it is due
+    step, slots = make_step(models.value, max_drafts=3, max_delta=8, max_candidates=4)
+    engine = Engine(step, slots).start([2], PROMPTS[:1], [TILT | {"value_stride": 999}], room=60)
+    deltas, forward = [], step.value_model.forward
+
+    def recording(batch, *args, **kwargs):
+        deltas.append((batch.layout.q_offsets.diff() - batch.candidate_lens).tolist())
+        return forward(batch, *args, **kwargs)
+
+    monkeypatch.setattr(step.value_model, "forward", recording)
+    sequence, new = list(PROMPTS[0]), 1
+    expected, missing = [], 0
+    for grows in (2, 2, 4, 1, 4, 4, 1):
+        drafts = [40 + len(sequence) + i for i in range(3)]
+        drawn = torch.tensor([*drafts[: grows - 1], *[7] * (5 - grows)])
+        output = step_with(engine, [2], [sequence], [new], base, [drafts], [chain], drawn=drawn)
+        missing += new
+        expected.append([missing if missing > 4 else 0])
+        missing = 0 if missing > 4 else missing
+        new = output.verified.lens.item()
+        assert new == grows
+        sequence += output.verified.tokens[0, :new].tolist()
+    assert deltas == expected and [0] in deltas and [8] in deltas
+    assert not step.table.faults.any()

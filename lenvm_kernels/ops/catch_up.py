@@ -1,8 +1,8 @@
 """Which tokens of each request the value model computes and keeps in a step, in one launch.
 
 The value model need not look at every token when it is drawn: a request that needs no values in a step waits, and the
-next step in which it does computes all tokens that it missed, or the step in which as many are missing as its history
-holds. What a request does follows from the request alone, so that its values are the same in any batch.
+next step in which it does computes all tokens that it missed, or the step after which its history might not hold them
+all. What a request does follows from the request alone, so that its values are the same in any batch.
 
 A token that was drawn from candidates whose keys and values were kept is there already (:func:`commit_winner`).
 """
@@ -46,6 +46,7 @@ def _catch_up_kernel(
     stride_slot_table_row,
     N,
     M: tl.constexpr,
+    WIDTH: tl.constexpr,  # W
     COLUMNS: tl.constexpr,  # a power of two >= M
     PAGE_SIZE: tl.constexpr,
     REQUESTS: tl.constexpr,
@@ -64,7 +65,7 @@ def _catch_up_kernel(
         first_new = length - tl.load(requests.new_lens + request, mask=is_row, other=0)
         cached_len += tl.where(cached_len == first_new, committed, 0)
     missing = tl.maximum(length - cached_len, 0)
-    computes = (guided | wants_length) & ((count > 0) | (missing >= M))
+    computes = (guided | wants_length) & ((count > 0) | (missing > M - WIDTH))
     delta_len = tl.where(computes, tl.minimum(missing, M), 0)
 
     column = tl.arange(0, COLUMNS)[None, :]
@@ -107,6 +108,7 @@ def _launch(
     committed: Tensor | None,
     slot_table: Tensor,
     page_size: int,
+    width: int,
 ) -> None:
     rows, columns = token_ids.shape
     if rows == 0:
@@ -124,6 +126,7 @@ def _launch(
         slot_table.stride(0),
         rows,
         M=columns,
+        WIDTH=width,
         COLUMNS=next_power_of_2(columns),
         PAGE_SIZE=page_size,
         REQUESTS=REQUESTS,
@@ -159,8 +162,8 @@ def catch_up(
         history: of :func:`gather_requests`, which holds the last M tokens of each sequence. ``cached_lens`` is brought
             up to date.
         requests: of :func:`gather_requests`, given the same history.
-        counts: int32 [N], of :func:`select_scored`: tokens that are scored. A request without any waits, unless M
-            tokens are missing.
+        counts: int32 [N], of :func:`select_scored`: tokens that are scored. A request without any waits, unless the
+            history has no room for W more tokens than are missing; W is the width of ``requests.tokens``.
         slot_table: int32 [R, pages]; token ``p`` of table row ``r`` lives in slot
             ``slot_table[r, p // page_size] * page_size + p % page_size``. Rows may be strided.
         committed: int32 [N], of :func:`commit_winner`; how many of the new tokens, from the first on, are in the cache
@@ -195,6 +198,7 @@ def catch_up(
     backend = resolve_backend(backend, counts)
     device = check_tensor("counts", counts, dtypes=torch.int32, shape=(None,)).device
     rows = counts.shape[0]
+    check_tensor("requests.tokens", requests.tokens, dtypes=torch.int64, shape=(rows, None), device=device)
     for name, dtype in _REQUEST_DTYPES.items():
         check_tensor(f"requests.{name}", getattr(requests, name), dtypes=dtype, shape=(rows,), device=device)
     check_tensor("slot_table", slot_table, dtypes=torch.int32, shape=(None, None), device=device)
@@ -217,7 +221,8 @@ def catch_up(
     check_fields("out", DeltaTokens._fields[2:], out[2:], _DTYPES[2:], rows, device)
 
     known = (getattr(requests, name) for name in _REQUEST_DTYPES)
-    _launch(backend, *out, history.tokens, history.cached_lens, *known, counts, committed, slot_table, page_size)
+    others = (counts, committed, slot_table, page_size, requests.tokens.shape[1])
+    _launch(backend, *out, history.tokens, history.cached_lens, *known, *others)
     return out
 
 

@@ -127,7 +127,8 @@ class GuidedStep:
         page_size: slots in a page.
         chunk_tokens: tokens of :meth:`extend` that are computed at a time; bounds its memory.
         max_delta: M, tokens of a request that a step computes at most. Requests that need no values in a step (one
-            candidate, an entropy threshold, a stride) wait until as many are missing; 1: nobody waits.
+            candidate, an entropy threshold, a stride) wait until as many are missing; 1: nobody waits. With drafts they
+            wait as long as there is room for ``1 + max_drafts`` more.
         max_drafts: D, drafted tokens of a request that a step takes.
         value_stride: of requests that ask for none.
         commit_winners: keep the candidates' keys and values until the next step, and move those of the token drawn to
@@ -184,8 +185,8 @@ class GuidedStep:
         for name, value in (sizes | {"value_stride": value_stride}).items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        if max_drafts < 0:
-            raise ValueError(f"max_drafts must be at least 0, got {max_drafts}")
+        if not 0 <= max_drafts < max_delta:
+            raise ValueError(f"max_drafts must be at least 0 and less than max_delta = {max_delta}, got {max_drafts}")
         if max_candidates not in COLUMNS:
             raise ValueError(f"max_candidates must be a power of two up to {COLUMNS[-1]}, got {max_candidates}")
         if graphs and device.type != "cuda":

@@ -27,6 +27,7 @@ LONGEST = 70  # tokens of a sequence
 
 OPTIONS: dict[str, list[Any]] = {
     "held": [1, 2, 5, 16],
+    "width": [1, 1, 2, 5],
     "page_size": [1, 4, 16],
     "padding": [0, 1, 40],  # requests that do not exist
     "committed": [False, True],
@@ -49,12 +50,12 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     total = count + options["padding"]
     table_rows = draws.places("table_rows", rows, SPARE_ROWS)
     lengths = draws.integers("lengths", rows, low=1, high=LONGEST)
-    missing = draws.choose("missing", rows, values=[-1, 0, 1, 1, 2, held - 1, held, held])
+    missing = draws.choose("missing", rows, values=[-1, 0, 1, 1, 2, held - options["width"], held - 1, held])
     cached_lens = (lengths - missing).clamp(min=0)
     # Often all that is missing is new.
     new_lens = torch.where(draws.chance("all new", rows, of=0.7), missing.clamp(min=0), 1)
 
-    requests = empty_requests(total, device)
+    requests = empty_requests(total, device, width=options["width"])
     for x in requests:
         x.zero_()
     requests.positions[count:] = -1
