@@ -19,11 +19,12 @@ def i32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def make_requests(lengths, cached_lens, table_rows, *, guided=None, wants_length=None, device="cpu"):
-    """Guided requests, or as ``guided`` says, of which the fields that do not matter are 1."""
+def make_requests(lengths, cached_lens, table_rows, *, new_lens=None, guided=None, wants_length=None, device="cpu"):
+    """Guided requests, or as ``guided`` says, with a new token each. The fields that do not matter are 1."""
     requests = empty_requests(len(lengths), torch.device(device))
     for x in requests:
         x.fill_(1)
+    requests.new_lens.copy_(i32(*([1] * len(lengths) if new_lens is None else new_lens)))
     requests.positions.copy_(i32(*lengths) - 1)
     requests.cached_lens.copy_(i32(*cached_lens))
     requests.table_rows.copy_(torch.tensor(table_rows))
@@ -45,10 +46,10 @@ def lists(history, requests, counts, slot_table, *, committed=None, page_size=1)
     held, cached_lens = history.tokens.shape[1], history.cached_lens.tolist()
     fields = {name: [] for name in DeltaTokens._fields}
     for i in range(len(counts)):
-        row, cached, length = (x[i].item() for x in (requests.table_rows, requests.cached_lens, requests.positions))
-        length += 1
-        if committed is not None and committed[i] and cached == length - 1:
-            cached = length
+        row, cached, new = (x[i].item() for x in (requests.table_rows, requests.cached_lens, requests.new_lens))
+        length = requests.positions[i].item() + 1
+        if committed is not None and cached == length - new:
+            cached += committed[i].item()
         missing = [*range(cached, length)]
         needs_values = requests.guided[i] or requests.wants_length[i]
         if not needs_values or (counts[i] == 0 and len(missing) < held):
@@ -186,7 +187,7 @@ def test_a_committed_token_counts_if_all_before_it_are_cached(device, backend):
     """Also of a request that nobody guides any more. Otherwise it is computed with those before it, or it waits."""
     rows = [4, 2, 6, 0, 5, 1, 3]
     lengths, cached_lens = [9, 9, 9, 9, 9, 9, 12], [8, 7, 8, 8, 7, 9, 8]
-    counts, committed = i32(1, 1, 1, 0, 0, 1, 0), torch.tensor([1, 1, 0, 1, 1, 1, 1]).bool()
+    counts, committed = i32(1, 1, 1, 0, 0, 1, 0), i32(1, 1, 0, 1, 1, 1, 1)
     guided = [True, True, True, False, True, True, True]
     requests = make_requests(lengths, cached_lens, rows, guided=guided, device=device)
     history, slot_table = make_history(7, 4, device), torch.arange(139, -1, -1).int().view(7, 20).to(device)
@@ -198,11 +199,46 @@ def test_a_committed_token_counts_if_all_before_it_are_cached(device, backend):
     assert history.cached_lens[rows].tolist() == [9, 9, 9, 9, 7, 9, 12]
 
 
+# Of a history of five tokens: the length of each request, its table row, tokens that are cached and that are new, how
+# many of these are committed, and whether any is scored; then tokens that are cached, and the positions computed.
+COMMITTED = [
+    ((9, 5, 6, 3, 3, True), 9, []),  # all of them
+    ((9, 0, 6, 3, 2, True), 8, [8]),
+    ((9, 7, 6, 3, 1, True), 7, [7, 8]),
+    ((9, 2, 6, 3, 0, True), 6, [6, 7, 8]),
+    ((9, 3, 6, 3, 2, False), 8, []),  # the last one waits
+    ((9, 8, 4, 5, 0, False), 4, [4, 5, 6, 7, 8]),  # as many are missing as are held
+    ((9, 1, 4, 5, 1, False), 5, []),  # one less
+    ((9, 4, 6, 2, 2, True), 6, [6, 7, 8]),  # the one before them is missing
+    ((9, 6, 7, 3, 3, True), 7, [7, 8]),  # the first of them was cached before
+    ((9, 9, 9, 0, 0, True), 9, []),  # nothing is new
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("turn", range(3))
+def test_committed_tokens_count_from_the_first_new_one_on(device, backend, turn):
+    order = torch.arange(len(COMMITTED)).roll(3 * turn).tolist()
+    asked, cached_lens, expected = zip(*(COMMITTED[i] for i in order), strict=True)
+    lengths, rows, were_cached, new_lens, committed, scored = zip(*asked, strict=True)
+    requests = make_requests(lengths, were_cached, rows, new_lens=new_lens, device=device)
+    history, slot_table = make_history(10, 5, device), torch.arange(199, -1, -1).int().view(10, 20).to(device)
+    options = dict(committed=i32(*committed).to(device), backend=backend)
+    delta = catch_up(history, requests, i32(*scored).to(device), slot_table, **options)
+    assert delta.cached_lens.tolist() == list(cached_lens)
+    assert delta.lens.tolist() == [len(positions) for positions in expected]
+    for i, positions in enumerate(expected):
+        padding = [0] * (5 - len(positions))
+        assert delta.token_ids[i].tolist() == [100 * rows[i] + p % 5 for p in positions] + padding
+        assert delta.slots[i].tolist() == [199 - 20 * rows[i] - p for p in positions] + [-1] * len(padding)
+        assert history.cached_lens[rows[i]] == cached_lens[i] + len(positions)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_with_one_token_held_nobody_waits(device, backend):
     """What is committed is not computed again, and what is not is, whether anything is scored or not."""
     requests = make_requests([9, 6, 5, 4], [8, 5, 5, 3], [2, 0, 3, 1], device=device)
-    history, committed = make_history(4, 1, device), torch.tensor([True, False, False, False], device=device)
+    history, committed = make_history(4, 1, device), i32(1, 0, 0, 0).to(device)
     slot_table = torch.arange(40).int().view(4, 10).to(device)
     delta = catch_up(history, requests, i32(3, 0, 2, 4).to(device), slot_table, committed=committed, backend=backend)
     assert delta.token_ids.tolist() == [[0], [0], [0], [100]] and delta.slots.tolist() == [[-1], [5], [-1], [13]]
@@ -216,7 +252,7 @@ def test_more_is_cached_than_the_sequence_has(device, backend, is_committed):
     """As where a prediction looks at a sequence without its last token: nothing is computed, and all stays cached."""
     requests = make_requests([7, 3, 1, 0], [8, 30, 2, 4], [1, 3, 0, 2], device=device)
     history = make_history(4, 2, device)
-    committed = torch.tensor([is_committed] * 4, device=device)
+    committed = i32(*[int(is_committed)] * 4).to(device)
     slot_table = torch.zeros(4, 9, dtype=torch.int32, device=device)
     delta = catch_up(history, requests, i32(1, 0, 5, 1).to(device), slot_table, committed=committed, backend=backend)
     assert delta.lens.tolist() == [0] * 4 and delta.cached_lens.tolist() == [7, 3, 1, 0]
@@ -272,21 +308,22 @@ def test_a_request_over_many_steps(device, backend):
         return slot_table[2, position // page_size].item() * page_size + position % page_size
 
     length, other = 5, 10
-    # Tokens that are new, whether any is scored, whether the last token was committed; then the positions computed.
-    for new, scored, is_committed, expected in (
-        (1, True, False, [5]),
-        (1, True, True, []),  # 6 was a candidate of the step before
-        (1, False, True, []),  # 7 too
-        (1, False, False, []),  # 8 waits
-        (1, False, True, []),  # 9 waits, though its keys and values were there: 8 is missing
-        (1, True, False, [8, 9, 10]),
-        (1, False, False, []),  # 11 waits
-        (2, False, False, [11, 12, 13]),  # as many as are held
-        (3, False, True, [14, 15, 16]),  # 16 was a candidate, but 14 and 15 are missing
-        (1, True, True, []),  # 17
-        (0, True, False, []),
-        (2, True, True, [18, 19]),
-        (1, True, False, [20]),
+    # Tokens that are new, whether any is scored, how many were committed; then the positions computed.
+    for new, scored, committed, expected in (
+        (1, True, 0, [5]),
+        (1, True, 1, []),  # 6 was a candidate of the step before
+        (1, False, 1, []),  # 7 too
+        (1, False, 0, []),  # 8 waits
+        (1, False, 1, []),  # 9 waits, though its keys and values were there: 8 is missing
+        (1, True, 0, [8, 9, 10]),
+        (1, False, 0, []),  # 11 waits
+        (2, False, 0, [11, 12, 13]),  # as many as are held
+        (3, False, 1, []),  # 14 was a candidate; 15 and 16 wait
+        (1, False, 1, [15, 16, 17]),
+        (0, True, 0, []),
+        (2, True, 2, []),  # 18 and 19 were, one after the other
+        (3, True, 1, [21, 22]),
+        (1, True, 0, [23]),
     ):
         first, length, other = length, length + new, other + 1
         tokens = torch.tensor([[10 + first + i for i in range(3)], [500 + other, 7, 7]], device=device)
@@ -295,7 +332,6 @@ def test_a_request_over_many_steps(device, backend):
             tokens,
             torch.tensor([2, 0], device=device),
             i32(length, other).to(device),
-            torch.tensor([slot(length - 1), 0], device=device),
             new_lens=i32(new, 1).to(device),
             history=history,
             backend=backend,
@@ -305,7 +341,7 @@ def test_a_request_over_many_steps(device, backend):
             requests,
             i32(2 * scored, 1).to(device),
             slot_table,
-            committed=torch.tensor([is_committed, False], device=device),
+            committed=i32(committed, 0).to(device),
             page_size=page_size,
             backend=backend,
         )
@@ -314,7 +350,7 @@ def test_a_request_over_many_steps(device, backend):
         assert delta.lens.tolist() == [len(expected), 1]
         assert delta.token_ids.tolist() == [[10 + p for p in expected] + [0] * padding, [500 + other, 0, 0]]
         assert delta.slots.tolist() == [[slot(p) for p in expected] + [-1] * padding, [other - 1, -1, -1]]
-    assert history.told_lens.tolist() == [other, 0, 21] and history.cached_lens.tolist() == [other, 0, 21]
+    assert history.told_lens.tolist() == [other, 0, 24] and history.cached_lens.tolist() == [other, 0, 24]
     assert table.faults.tolist() == [0, 0, 0]
 
 
@@ -329,12 +365,11 @@ def test_a_request_is_the_same_in_every_batch(device, backend):
     lengths = numbers(1, 60, b)
     cached_lens = (lengths - (torch.arange(b) % (held + 2) - 1)).clamp(min=0)
     guided, wants_length = (torch.rand(2, b, generator=generator) < 0.6).tolist()
-    requests = make_requests(
-        lengths.tolist(), cached_lens.tolist(), rows, guided=guided, wants_length=wants_length, device=device
-    )
+    asked = dict(new_lens=numbers(1, 4, b).tolist(), guided=guided, wants_length=wants_length)
+    requests = make_requests(lengths.tolist(), cached_lens.tolist(), rows, **asked, device=device)
     before = make_history(50, held, device)
     slot_table = torch.randperm(50 * 20, generator=generator).int().view(50, 20).to(device)
-    counts, committed = numbers(0, 2, b).int().to(device), (numbers(0, 4, b) == 0).to(device)
+    counts, committed = numbers(0, 2, b).int().to(device), numbers(0, 2, b).int().to(device)
 
     def compute(chosen):
         history, of_chosen = copied(before), requests._make(x[chosen] for x in requests)
@@ -363,7 +398,7 @@ def test_a_request_is_the_same_in_every_batch(device, backend):
 def test_replays_in_a_cuda_graph(device):
     history, rows = make_history(4, 3, device), [2, 0, 3]
     requests = make_requests([9, 6, 5], [8, 4, 5], rows, device=device)
-    counts, committed = i32(1, 0, 1).to(device), torch.zeros(3, dtype=torch.bool, device=device)
+    counts, committed = i32(1, 0, 1).to(device), i32(0, 0, 0).to(device)
     slot_table = torch.arange(79, -1, -1, dtype=torch.int32, device=device).view(4, 20)
     arguments = (history, requests, counts, slot_table)
     options = dict(committed=committed, out=empty_delta(3, 3, device))
@@ -374,7 +409,7 @@ def test_replays_in_a_cuda_graph(device):
     requests.positions.copy_(i32(9, 6, 6))
     requests.cached_lens.copy_(i32(9, 4, 5))
     counts.copy_(i32(1, 1, 1))
-    committed[2] = True
+    committed[2] = 1
     graph.replay()
     assert delta.lens.tolist() == [0, 2, 0] and delta.cached_lens.tolist() == [9, 4, 6]
     assert delta.token_ids.tolist() == [[0] * 3, [1, 2, 0], [0] * 3]
@@ -387,14 +422,14 @@ def good_arguments():
         requests=make_requests([4] * 5, [2] * 5, [5, 0, 4, 1, 3]),
         counts=i32(1, 0, 2, 0, 1),
         slot_table=torch.zeros(7, 9, dtype=torch.int32),
-        committed=torch.tensor([True, False, True, False, False]),
+        committed=i32(1, 0, 2, 0, 0),
         out=empty_delta(5, 3, torch.device("cpu")),
     )
 
 
 def test_wrong_tensors_are_named():
     arguments = good_arguments()
-    assert_refuses(catch_up, arguments, "committed", torch.bool)
+    assert_refuses(catch_up, arguments, "committed", torch.int32)
     assert_refuses(catch_up, arguments, "slot_table", torch.int32, any_rows=True, any_columns=True)
     catch_up(**arguments | {"slot_table": arguments["slot_table"][:6]})  # without the row of those that do not exist
     with pytest.raises(ValueError, match=r"^slot_table must have at least 6 rows, got 5"):
@@ -405,7 +440,10 @@ def test_wrong_tensors_are_named():
     ("owner", "name"),
     [
         *(("history", name) for name in ("tokens", "told_lens", "cached_lens")),
-        *(("requests", name) for name in ("positions", "table_rows", "guided", "wants_length", "cached_lens")),
+        *(
+            ("requests", name)
+            for name in ("new_lens", "positions", "table_rows", "guided", "wants_length", "cached_lens")
+        ),
         *(("out", name) for name in DeltaTokens._fields),
     ],
 )
@@ -438,9 +476,9 @@ def test_wrong_fields_are_named(owner, name):
         ("counts", torch.ones(5).long(), ValueError, r"counts must be int32 \[\*\], got int64 \[5\] on cpu"),
         ("counts", i32([1] * 5), ValueError, r"counts must be int32 \[\*\], got int32 \[1, 5\] on cpu"),
         ("counts", i32(*range(10))[::2], ValueError, "counts must be contiguous in its last dimension"),
-        ("counts", i32(1, 0, 2, 0), ValueError, r"requests.positions must be int32 \[4\] on cpu, got int32 \[5\]"),
+        ("counts", i32(1, 0, 2, 0), ValueError, r"requests.new_lens must be int32 \[4\] on cpu, got int32 \[5\]"),
         ("requests", [1, 2], TypeError, "requests must be the StepRequests of gather_requests, got list"),
-        ("requests", make_requests([4], [2], [6]), ValueError, r"requests.positions must be int32 \[5\] on cpu, got"),
+        ("requests", make_requests([4], [2], [6]), ValueError, r"requests.new_lens must be int32 \[5\] on cpu, got"),
         ("out", tuple(empty_delta(5, 3, torch.device("cpu"))), TypeError, "out must be DeltaTokens, got tuple"),
         (
             "out",

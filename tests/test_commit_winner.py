@@ -11,6 +11,7 @@ from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.ops.rope_cache import rope_cache
 from tests.helpers.cases import assert_right, cases
+from tests.helpers.wrong_tensors import assert_refuses
 
 BACKENDS = ["triton", "reference"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -28,22 +29,50 @@ def make_pools(layers, slots, last_tokens, heads, head_dim, dtype, *, interleave
 
 
 def commit(pools, rows, *, backend, device="cpu"):
-    """(committed, the pool of the cache afterwards as integers); the pools given stay as they are."""
+    """(committed, the pool of the cache afterwards as integers); the pools given stay as they are.
+
+    What the kernel does is what the reference does, to the bit.
+    """
     cache, last = (pool.to(device, copy=True) for pool in pools)
     assert cache.stride() == pools[0].stride()
-    rows = {name: tensor.to(device) for name, tensor in rows.items()}
+    rows = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in rows.items()}
     committed = commit_winner(*cache, *last, **rows, backend=backend)
-    assert committed.dtype == torch.bool and torch.equal(as_integers(last.cpu()), as_integers(pools[1]))
-    return committed.cpu(), as_integers(cache.cpu())
+    assert committed.dtype == torch.int32 and torch.equal(as_integers(last.cpu()), as_integers(pools[1]))
+    found = committed.cpu(), as_integers(cache.cpu())
+    if backend == "triton":
+        for x, wanted in zip(found, commit(pools, rows, backend="reference", device=device), strict=True):
+            assert torch.equal(x, wanted)
+    return found
+
+
+def moved(pools, moves):
+    """The cache as integers, with the token rows of the last forward moved to slots: pairs of slot and row."""
+    expected, last = as_integers(pools[0]).clone(), as_integers(pools[1])
+    for slot, row in moves:
+        expected[:, :, slot] = last[:, :, row]
+    return expected
 
 
 def i32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
+def sliced(x, columns, around, device):
+    """The same rows, ``columns`` farther apart, with a number before and after all of them."""
+    memory = torch.full((len(x) + 2, x.shape[1] + columns), around, dtype=x.dtype, device=device)
+    return memory[1:-1, columns - 1 : -1].copy_(x)
+
+
 @given(cases("commit_winner"))
 def test_triton_does_what_the_reference_does(device, case):
     assert_right(case, device)
+
+
+def slots_with(value, row=2, page=9):
+    """Of three requests' twelve pages, in no order. That of row 2 and position 9 is 3."""
+    table = ((torch.arange(3)[:, None] + 2 * torch.arange(12) + 3) % 5).int()
+    table[row, page] = value
+    return table
 
 
 # One row of this step that commits: token 23, third candidate of row 1 of the last step, in row 6 of its forward.
@@ -54,7 +83,8 @@ ROW = dict(
     last_rows=i32(1),
     tokens=i32(23),
     positions=i32(9),
-    slots=i32(3),
+    slot_table=slots_with(3),
+    table_rows=i32(2),
 )
 
 
@@ -64,10 +94,8 @@ ROW = dict(
 def test_a_drawn_candidate_is_moved_in_every_layer(device, dtype, interleaved, backend):
     pools = make_pools(10, 5, 8, 2, 64, dtype, interleaved=interleaved)
     committed, cache = commit(pools, ROW, backend=backend, device=device)
-    expected, last = map(as_integers, pools)
-    expected[:, :, 3] = last[:, :, 6]
-    assert committed.tolist() == [True]
-    assert torch.equal(cache, expected)
+    assert committed.tolist() == [1]
+    assert torch.equal(cache, moved(pools, [(3, 6)]))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -86,16 +114,29 @@ def test_a_drawn_candidate_is_moved_in_every_layer(device, dtype, interleaved, b
         dict(last_rows=i32(0)),  # lists the token at another position
         dict(last_rows=i32(2)),
         dict(last_rows=torch.tensor([2**32 + 1])),
-        dict(slots=i32(-1)),
-        dict(slots=i32(5)),
-        dict(slots=torch.tensor([2**32 + 3])),
+        dict(slot_table=slots_with(-1)),
+        dict(slot_table=slots_with(5)),
+        dict(slot_table=slots_with(2**31 - 1)),
+        dict(page_size=4, slot_table=slots_with(-1, page=2)),
+        dict(page_size=4, slot_table=slots_with(1, page=2)),  # slot 5
+        dict(page_size=4, slot_table=slots_with(2**30, page=2)),  # slot 2**32 + 1
+        dict(page_size=3, slot_table=slots_with(2**31 - 1, page=3)),
+        dict(candidate_parents=i32([-1] * 4, [-1, -1, 0, -1])),
+        dict(candidate_parents=i32([-1] * 4, [-1, -1, 2, -1])),  # of itself
+        dict(candidate_parents=i32([-1] * 4, [-1, -1, 4, -1])),
+        dict(candidate_parents=i32([-1] * 4, [-1, -1, -2, -1])),
+        dict(tokens=i32([23, 5]), new_lens=i32(0)),
+        dict(tokens=i32([23, 5]), new_lens=i32(0), positions=i32(8)),
+        dict(tokens=i32([23, 5]), new_lens=i32(-1), positions=i32(7)),
+        dict(tokens=i32([23, 5]), new_lens=i32(2)),  # the second is at position 9
+        dict(tokens=i32([5, 23]), new_lens=i32(2)),
     ],
-    ids=lambda changed: " ".join(f"{name} {tensor.tolist()}" for name, tensor in changed.items()),
+    ids=", ".join,
 )
 def test_nothing_is_moved_otherwise(device, changed, backend):
     pools = make_pools(3, 5, 8, 2, 16, torch.float32)
     committed, cache = commit(pools, ROW | changed, backend=backend, device=device)
-    assert committed.tolist() == [False]
+    assert committed.tolist() == [0]
     assert torch.equal(cache, as_integers(pools[0]))
 
 
@@ -107,39 +148,304 @@ def test_rows_outside_the_last_step_are_not_read(device, backend):
         candidate_ids=i32(*[[23, 5]] * 3), candidate_rows=i32(*[[6, 5]] * 3), candidate_positions=i32(9, 9, 9)
     )
     step = {name: x.to(device)[1:2] for name, x in memory.items()}
-    drawn = dict(last_rows=i32(-1, 0, 1), tokens=i32(23, 23, 23), positions=i32(9, 9, 9), slots=i32(0, 1, 2))
-    committed, _ = commit(pools, step | drawn, backend=backend, device=device)
-    assert committed.tolist() == [False, True, False]
+    drawn = dict(last_rows=i32(-1, 0, 1), tokens=i32(23, 23, 23), positions=i32(9, 9, 9))
+    slots = dict(slot_table=i32([4] * 9 + [2], [4] * 9 + [1], [4] * 9 + [0]), table_rows=i32(2, 0, 1))
+    committed, cache = commit(pools, step | drawn | slots, backend=backend, device=device)
+    assert committed.tolist() == [0, 1, 0] and torch.equal(cache, moved(pools, [(2, 6)]))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_of_a_token_listed_twice_the_higher_row_counts(device, backend):
+def test_of_a_token_listed_twice_the_first_that_was_computed_counts(device, backend):
     pools = make_pools(2, 5, 8, 1, 16, torch.float32)
-    twice = ROW | dict(candidate_ids=i32([5] * 4, [23, 23, 23, 23]), candidate_rows=i32([0] * 4, [2, 7, -1, 8]))
-    _, cache = commit(pools, twice, backend=backend, device=device)
-    assert torch.equal(cache[:, :, 3], as_integers(pools[1])[:, :, 7])
+    for rows, wanted in (([8, -1, 7, 2], 7), ([2, 7, -1, 8], 2), ([-1, 8, -2, 5], 5)):
+        twice = ROW | dict(candidate_ids=i32([5] * 4, [23, 23, 23, 23]), candidate_rows=i32([0] * 4, rows))
+        committed, cache = commit(pools, twice, backend=backend, device=device)
+        assert committed.tolist() == [1] and torch.equal(cache, moved(pools, [(3, wanted)]))
+
+
+# A tree: below 23 are 5 and 7, below that 5 are 5 and 9, below that 5 are 23 and 7. 41 has nobody below it. Tokens -1
+# pad, whatever else is said of them.
+TREE_IDS = i32(5, 23, 7, 5, 7, 41, 23, 9, -1, -1, -1)
+TREE_PARENTS = i32(3, 0, 0, 6, 6, -1, -1, 3, -1, 0, 6)
+TREE_ROWS = i32(2, 9, 4, 11, 0, 7, 5, 1, -1, 3, 6)
+# The tokens drawn, how many of them are new, and the token rows of those that commit.
+PATHS = [
+    ([23, 5, 5, 7], 4, [5, 11, 2, 4]),
+    ([23, 5, 5, 23], 4, [5, 11, 2, 9]),
+    ([23, 5, 5, 7], 6, [5, 11, 2, 4]),  # more are new than are told
+    ([23, 5, 9, 7], 3, [5, 11, 1]),
+    ([23, 5, 5, -1], 4, [5, 11, 2]),
+    ([23, 5, 5, 7], 2, [5, 11]),  # the other tokens are nobody's
+    ([23, 7, 5, 5], 4, [5, 0]),  # nobody is below 7
+    ([23, 9, 7, 5], 4, [5]),  # 9 is below 5 only
+    ([23, 99, 5, 5], 4, [5]),  # the chain is broken, though 5 is below 23
+    ([23, 41, 5, 5], 4, [5]),
+    ([41, 23, 5, 5], 4, [7]),
+    ([23, 5, 5, 7], 1, [5]),
+    ([5, 5, 7, 23], 4, []),  # 5 is below others only
+    ([99, 23, 5, 5], 4, []),
+    ([-1, 23, 5, 5], 4, []),
+    ([23, 5, 5, 7], 0, []),
+    ([23, 5, 5, 7], -2, []),
+]
+
+
+def relabelled(order):
+    """The tree with its columns in another order: (ids, parents, rows)."""
+    places = torch.full((len(order) + 1,), -1)  # the last one is that of nobody
+    places[order] = torch.arange(len(order))
+    return TREE_IDS[order], places[TREE_PARENTS[order].long()].int(), TREE_ROWS[order]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "page_size, dtypes, sizes",
+    [
+        (1, [torch.int32] * 4, (1, 1, 4)),
+        (2, [torch.int64] * 4, (5, 2, 200)),  # several programs a request
+        (3, [torch.int32, torch.int64, torch.int32, torch.int64], (2, 3, 5)),
+        (5, [torch.int64, torch.int32, torch.int64, torch.int32], (3, 1, 8)),
+    ],
+)
+def test_several_tokens_commit_down_a_tree(device, page_size, dtypes, sizes, backend):
+    """Two requests of the step before had the tree, with its columns in different orders; nothing else is in order.
+
+    ``dtypes`` are those of candidates' rows, rows of the last step, tokens and rows of the slot table."""
+    rng, b, k = torch.Generator().manual_seed(page_size), len(PATHS), len(TREE_IDS)
+    pages = -(-12 // page_size)
+    pools = make_pools(sizes[0], (b + 2) * pages * page_size, 24, *sizes[1:], torch.float32, interleaved=page_size > 2)
+    ids, parents, rows = i32(*[[23] * k] * 4), i32(*[[-1] * k] * 4), i32(*[[8] * k] * 4)
+    for last_row, first_row in ((3, 0), (1, 12)):
+        ids[last_row], parents[last_row], rows[last_row] = relabelled(torch.randperm(k, generator=rng))
+        rows[last_row] += torch.where(rows[last_row] >= 0, first_row, 0)
+    slot_table = torch.randperm((b + 2) * pages, generator=rng).int().view(b + 2, pages)
+    tokens, new_lens, wanted = zip(*PATHS, strict=True)
+    turn = torch.arange(b) % 3 == 1  # of the second tree
+    first = torch.where(turn, 4, 6).int()
+    table_rows = torch.randperm(b + 2, generator=rng)[:b]
+    arguments = dict(
+        candidate_ids=sliced(ids, 3, 23, device),
+        candidate_rows=sliced(rows.to(dtypes[0]), 2, 8, device),
+        candidate_parents=sliced(parents, 4, -1, device),
+        candidate_positions=i32(3, 4, 5, 6),
+        last_rows=torch.where(turn, 1, 3).to(dtypes[1]),
+        tokens=sliced(torch.tensor(tokens, dtype=dtypes[2]), 3, 23, device),
+        new_lens=i32(*new_lens),
+        positions=first + i32(*new_lens) - 1,
+        slot_table=sliced(slot_table, 5, 0, device),
+        table_rows=table_rows.to(dtypes[3]),
+        page_size=page_size,
+    )
+    committed, cache = commit(pools, arguments, backend=backend, device=device)
+    assert committed.tolist() == [len(path) for path in wanted]
+    moves = []
+    for i, path in enumerate(wanted):
+        for position, row in enumerate(path, start=first[i].item()):
+            page = slot_table[table_rows[i], position // page_size].item()
+            moves.append((page * page_size + position % page_size, row + 12 * turn[i].item()))
+    assert len({slot for slot, _ in moves}) == len(moves) == 27
+    assert torch.equal(cache, moved(pools, moves))
+
+
+def path_of(tokens, *, ids, rows, parents, first=3, slots=(4, 1, 0, 2, 3, 6, 5)):
+    """Arguments of one request whose tokens are all new, the first of them at position ``first``, and its tree."""
+    return dict(
+        candidate_ids=i32(ids),
+        candidate_rows=i32(rows),
+        candidate_positions=i32(first),
+        candidate_parents=None if parents is None else i32(parents),
+        last_rows=i32(0),
+        tokens=i32(tokens),
+        new_lens=i32(len(tokens)),
+        positions=i32(first + len(tokens) - 1),
+        slot_table=i32(slots),
+        table_rows=i32(0),
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "rows, wanted",
+    [
+        ([3, 7, 1, 6, 2, 5], [3, 7, 5]),  # columns 0, 1 and 5
+        ([3, -1, 1, 6, 2, 5], [3, 1, 2]),  # columns 0, 2 and 4
+        ([3, 8, 1, 6, -1, 5], [3, 1]),
+        ([3, 7, 1, 6, 2, 8], [3, 7]),  # the other 6 is below another 3
+        ([-1, 7, 1, 6, 2, 5], [6]),  # column 3, without anyone below it
+        ([8, 7, 1, -1, 2, 5], []),
+    ],
+)
+def test_of_a_token_listed_twice_below_its_parent_the_first_counts(device, rows, wanted, backend):
+    """And what is below the second does not, unless the first was not computed."""
+    pools = make_pools(3, 7, 8, 2, 4, torch.bfloat16)
+    tree = dict(ids=[8, 3, 3, 8, 6, 6], parents=[-1, 0, 0, -1, 2, 1], rows=rows)
+    committed, cache = commit(pools, path_of([8, 3, 6], **tree), backend=backend, device=device)
+    assert committed.tolist() == [len(wanted)]
+    assert torch.equal(cache, moved(pools, zip([2, 3, 6], wanted, strict=False)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("parents", [None, [-1, -1, -1]])
+def test_without_parents_one_token_commits_at_most(device, parents, backend):
+    pools = make_pools(3, 7, 8, 2, 4, torch.float16)
+    for tokens, moves in (([6, 6, 3], [(2, 4)]), ([3, 8], [(2, 7)]), ([5, 3], [])):
+        arguments = path_of(tokens, ids=[8, 3, 6], rows=[1, 7, 4], parents=parents)
+        committed, cache = commit(pools, arguments, backend=backend, device=device)
+        assert committed.tolist() == [len(moves)] and torch.equal(cache, moved(pools, moves))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parents_that_are_no_column_are_nobody(device, backend):
+    """Nor is a candidate below itself, or two below each other. The tokens before them commit."""
+    pools = make_pools(2, 7, 8, 1, 4, torch.float32)
+    tree = dict(ids=[9, 4, 5, 6, 7, 8, 2], parents=[6, 7, -2, 3, 5, 4, -1], rows=[2, 0, 1, 6, 3, 5, 7])
+    for tokens, moves in (
+        ([2, 9], [(2, 7), (3, 2)]),
+        ([2, 4], [(2, 7)]),
+        ([2, 5], [(2, 7)]),
+        ([2, 6], [(2, 7)]),
+        ([2, 7, 8], [(2, 7)]),
+        ([5, 4], []),
+        ([4, 5], []),
+        ([6, 6], []),
+        ([7, 8], []),
+    ):
+        committed, cache = commit(pools, path_of(tokens, **tree), backend=backend, device=device)
+        assert committed.tolist() == [len(moves)] and torch.equal(cache, moved(pools, moves))
+
+
+CHAIN = dict(ids=[7, 23, 9, 5], parents=[3, -1, 0, 1], rows=[4, 0, 6, 2])  # 23, 5, 7, 9
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "pages, slots",
+    [
+        ([5, 2, 0, 4], [5, 0, 1, 8]),
+        ([5, 2, 5, 4], [5, 10]),  # the last page has one slot only
+        ([0, 5, 2, 4], []),
+        ([5, -1, 0, 4], []),
+        ([5, 2, -1, 4], [5]),  # though the page after it is one
+        ([5, 2, 3, -1], [5, 6, 7]),
+        ([5, 2, 0, 6], [5, 0, 1]),
+        ([5, 2, 0, 2**30], [5, 0, 1]),  # -2**31 to whoever keeps 32 bits
+        ([5, 2, 2**31 - 1, 4], [5]),  # and -2
+        ([5, -(2**31), 0, 4], []),  # and 1
+    ],
+)
+def test_a_slot_outside_the_cache_ends_the_walk(device, pages, slots, backend):
+    """Positions 3 to 6 in pages of two, of a cache of 11 slots."""
+    pools = make_pools(2, 11, 8, 2, 4, torch.float32)
+    arguments = path_of([23, 5, 7, 9], **CHAIN, slots=pages) | dict(page_size=2)
+    committed, cache = commit(pools, arguments, backend=backend, device=device)
+    assert committed.tolist() == [len(slots)]
+    assert torch.equal(cache, moved(pools, zip(slots, [0, 2, 4, 6], strict=False)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_token_that_was_not_computed_ends_the_walk(device, backend):
+    pools = make_pools(2, 7, 8, 2, 4, torch.float32)
+    rows = [4, 0, 6, 2]
+    for column, count in ((1, 0), (3, 1), (0, 2), (2, 3)):
+        for row in (-1, 8, 2**31 - 1):
+            chain = CHAIN | dict(rows=[row if i == column else rows[i] for i in range(4)])
+            committed, cache = commit(pools, path_of([23, 5, 7, 9], **chain), backend=backend, device=device)
+            assert committed.tolist() == [count]
+            assert torch.equal(cache, moved(pools, [(2, 0), (3, 2), (6, 4)][:count]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("first, count", [(0, 4), (-1, 0), (-3, 0), (-4, 0)])
+def test_a_sequence_begins_at_position_0(device, first, count, backend):
+    """More tokens may be said to be new than the sequence has: nothing commits. The memory around has slots too."""
+    pools = make_pools(2, 11, 8, 2, 4, torch.float32)
+    arguments = path_of([23, 5, 7, 9], **CHAIN, first=first, slots=[8, 5, 3, 10])
+    arguments["slot_table"] = sliced(arguments["slot_table"], 6, 2, device)
+    committed, cache = commit(pools, arguments, backend=backend, device=device)
+    assert committed.tolist() == [count]
+    assert torch.equal(cache, moved(pools, [(8, 0), (5, 2), (3, 4), (10, 6)][:count]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_requests_that_do_not_exist_commit_nothing(device, backend):
+    """Their row need not be in the slot table, nor need one of other requests that commit nothing."""
+    pools = make_pools(2, 5, 8, 2, 4, torch.float32)
+    drawn = dict(
+        last_rows=i32(-1, 1, 1, 1),
+        tokens=i32([0], [23], [99], [23]),
+        new_lens=i32(0, 1, 1, 0),
+        positions=i32(-1, 9, 9, 8),
+        table_rows=i32(3, 2, 10**6, -1),
+    )
+    committed, cache = commit(pools, ROW | drawn, backend=backend, device=device)
+    assert committed.tolist() == [0, 1, 0, 0] and torch.equal(cache, moved(pools, [(3, 6)]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_tokens_keep_their_codes(device, dtype, backend):
+    """In a cache in e4m3, with scales by layer and head."""
+    cache, last = torch.full((2, 3, 7, 2, 4), -7.0).to(E4M3), torch.arange(-48.0, 48).view(3, 8, 1, 4)
+    last = torch.stack([last, 4 * last]).expand(2, 3, 8, 2, 4).contiguous().to(dtype)
+    # Keys and values become between -48 and 48 in every layer and head.
+    scales = torch.tensor([[1.0, 2.0], [0.5, 1.0], [2.0, 0.25]])
+    last *= scales[:, None, :, None].to(dtype)
+    arguments = path_of([23, 5, 7, 9], **CHAIN) | dict(key_scales=scales, value_scales=4 * scales)
+    committed, found = commit((cache, last), arguments, backend=backend, device=device)
+    codes = (last[0] / scales[:, None, :, None].to(dtype)).float().to(E4M3)
+    assert committed.tolist() == [4]
+    assert torch.equal(found, moved((cache, codes.expand(2, -1, -1, -1, -1)), [(2, 0), (3, 2), (6, 4), (5, 6)]))
+
+
+@pytest.mark.parametrize("name", ["candidate_ids", "candidate_rows", "candidate_parents", "tokens", "slot_table"])
+def test_rows_past_32_bits(device, name):
+    """Row 2 is 2**31 away. Pages that nothing touches take no memory on a CPU."""
+    far = 2**30
+    pools = make_pools(2, 7, 8, 2, 4, torch.float32)
+    arguments = path_of([23, 5, 7, 9], **CHAIN)
+    for other in arguments:
+        if other in ("last_rows", "table_rows"):
+            arguments[other] = i32(0, 1, 2)
+        elif other != "slot_table":
+            arguments[other] = arguments[other].repeat(3, *[1] * (arguments[other].dim() - 1))
+    arguments["new_lens"] = i32(0, 0, 4)
+    arguments["slot_table"] = i32([0] * 7, [0] * 7, [4, 1, 0, 2, 3, 6, 5])
+    spread = torch.empty(2 * far + 8, dtype=torch.int32, device=device)
+    spread = spread.as_strided(arguments[name].shape, (far, 1))
+    arguments[name] = spread.copy_(arguments[name])
+    # Not by ``commit``, whose copies would be of all the memory.
+    cache, last = (pool.to(device, copy=True) for pool in pools)
+    rows = {key: x.to(device) if key != name else x for key, x in arguments.items()}
+    committed = commit_winner(*cache, *last, **rows, backend="triton")
+    assert committed.tolist() == [0, 0, 4]
+    assert torch.equal(as_integers(cache.cpu()), moved(pools, [(2, 0), (3, 2), (6, 4), (5, 6)]))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_do_not_see_each_other(device, backend):
     """All rows at once, or one after the other in any order: the same bytes."""
-    rows, slots = 12, 4
+    rows, columns, pages = 12, 4, 15
     rng = torch.Generator().manual_seed(2)
-    pools = make_pools(4, 20, rows * slots, 2, 16, torch.bfloat16)
+    pools = make_pools(4, 2 * rows * pages, rows * columns, 2, 16, torch.bfloat16)
     step = dict(
-        candidate_ids=torch.arange(rows * slots, dtype=torch.int32).view(rows, slots),
-        candidate_rows=torch.randperm(rows * slots, generator=rng).view(rows, slots),
+        candidate_ids=torch.arange(rows * columns, dtype=torch.int32).view(rows, columns),
+        candidate_rows=torch.randperm(rows * columns, generator=rng).view(rows, columns),
         candidate_positions=torch.arange(rows, dtype=torch.int32),
+        candidate_parents=i32([-1, 0, 1, 1]).expand(rows, -1).contiguous(),
+        slot_table=torch.randperm(rows * pages, generator=rng).int().view(rows, pages),
+        page_size=2,
     )
-    last = torch.randperm(rows, generator=rng)
+    last, new_lens = torch.randperm(rows, generator=rng), torch.randint(0, 4, (rows,), generator=rng).int()
+    below = i32(1, 2) + (torch.rand(rows, 2, generator=rng) < 0.3) * i32(1, 2)
     drawn = dict(
         last_rows=last,
-        tokens=last * slots + torch.randint(0, slots + 2, (rows,), generator=rng),  # some of the next row
-        positions=last.int(),
-        slots=torch.randperm(20, generator=rng)[:rows],
+        tokens=last[:, None] * columns + torch.nn.functional.pad(below, (1, 0)),  # some of the next row
+        new_lens=new_lens,
+        positions=last.int() + new_lens - 1,
+        table_rows=torch.randperm(rows, generator=rng),
     )
     committed, whole = commit(pools, step | drawn, backend=backend, device=device)
-    assert committed.any() and not committed.all()
+    assert set(committed.tolist()) == {0, 1, 2, 3}
     for i in torch.randperm(rows, generator=rng).tolist():
         one, cache = commit(pools, step | {k: v[[i]] for k, v in drawn.items()}, backend=backend, device=device)
         assert one[0] == committed[i]
@@ -152,10 +458,11 @@ def test_rows_do_not_see_each_other(device, backend):
 def test_nothing_to_move(device, backend, empty):
     pools = make_pools(2, 5, 0 if empty == "last forward" else 8, 2, 4, torch.float32)
     rows = dict(ROW)
-    for name in {"step": list(ROW)[3:], "last step": list(ROW)[:3], "last forward": []}[empty]:
+    of_step = ["last_rows", "tokens", "positions", "slot_table", "table_rows"]
+    for name in {"step": of_step, "last step": list(ROW)[:3], "last forward": []}[empty]:
         rows[name] = rows[name][:0]
     committed, cache = commit(pools, rows, backend=backend, device=device)
-    assert committed.tolist() == ([] if empty == "step" else [False])
+    assert committed.tolist() == ([] if empty == "step" else [0])
     assert torch.equal(cache, as_integers(pools[0]))
 
 
@@ -169,7 +476,7 @@ def test_offsets_past_32_bits(device, far_dim):
     k_cache, v_cache, k_last, v_last = spread
     for value, x in enumerate(spread):
         x.fill_(value)
-    rows = dict(ROW, candidate_rows=i32([0, 1, 2, -1], [0, 1, 2, -1]), slots=i32(2))
+    rows = dict(ROW, candidate_rows=i32([0, 1, 2, -1], [0, 1, 2, -1]), slot_table=slots_with(2))
     assert commit_winner(*spread, **{name: x.to(device) for name, x in rows.items()}, backend="triton").item()
     assert (k_cache[:, 2] == 2).all() and (v_cache[:, 2] == 3).all()
     assert (k_cache[:, :2] == 0).all() and (v_cache[:, :2] == 1).all() and (k_last == 2).all() and (v_last == 3).all()
@@ -189,7 +496,7 @@ def test_replays_in_a_cuda_graph(device):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         committed = commit_winner(*pools[0], *pools[1], **rows)
-    rows["slots"].fill_(4)
+    rows["slot_table"][2, 9] = 4
     graph.replay()
     assert committed.item()
     assert torch.equal(as_integers(pools[0])[:, :, 4], as_integers(pools[1])[:, :, 6])
@@ -217,16 +524,19 @@ def test_every_tensor_has_strides_of_its_own(device, turn, backend):
     operands = [in_layout(x.to(device), (turn + i) % 4) for i, x in enumerate((*cache, *last))]
     assert len({x.stride() for x in operands}) == 4
     ids, rows = i32([5, 0, 6, -1], [0, 7, -1, -1], [9, 4, 0, 8]), i32([1, 2, 3, -1], [4, 0, -1, -1], [5, 6, 7, 8])
-    wider_ids, wider_rows = torch.zeros(3, 6, dtype=torch.int32), torch.zeros(3, 11, dtype=torch.int64)
-    wider_ids[:, 2:], wider_rows[:, 3:7] = ids, rows
+    parents = i32([1, 2, -1, 0], [2, -1, 0, 0], [3, 0, -1, 1])
+    table = torch.full((4, 14), 5, dtype=torch.int32)
+    table[1, 12], table[3, 11], table[0, 13] = 3, 6, 0
     step = dict(
-        candidate_ids=wider_ids.to(device)[:, 2:],
-        candidate_rows=wider_rows.to(device)[:, 3:7],
+        candidate_ids=sliced(ids, 2, 0, device),
+        candidate_rows=sliced(rows.long(), 7, 0, device),
+        candidate_parents=sliced(parents, 4, 0, device),
         candidate_positions=i32(11, 13, 12).to(device),
+        slot_table=sliced(table, 3, 1, device),
     )
-    drawn = dict(last_rows=i32(2, 0, 1), tokens=i32(0, 6, 7), positions=i32(12, 11, 13), slots=i32(3, 6, 0))
+    drawn = dict(last_rows=i32(2, 0, 1), tokens=i32(0, 6, 7), positions=i32(12, 11, 13), table_rows=i32(1, 3, 0))
     committed = commit_winner(*operands, **step, **{k: x.to(device) for k, x in drawn.items()}, backend=backend)
-    assert committed.tolist() == [True] * 3
+    assert committed.tolist() == [1] * 3
     for x, before, source in zip(operands[:2], cache, last, strict=True):
         expected = as_integers(before)
         expected[:, [3, 6, 0]] = as_integers(source)[:, [7, 3, 0]]
@@ -234,17 +544,22 @@ def test_every_tensor_has_strides_of_its_own(device, turn, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_64_candidates(device, backend):
-    pools = make_pools(2, 5, 70, 1, 8, torch.bfloat16)
-    step = dict(
-        candidate_ids=torch.arange(63, -1, -1, dtype=torch.int32)[None],
-        candidate_rows=torch.arange(5, 69)[None],
-        candidate_positions=i32(9),
-    )
-    for token in (0, 63):
-        drawn = dict(last_rows=i32(0), tokens=i32(token), positions=i32(9), slots=i32(1))
-        committed, cache = commit(pools, step | drawn, backend=backend, device=device)
-        assert committed.item() and torch.equal(cache[:, :, 1], as_integers(pools[1])[:, :, 5 + 63 - token])
+@pytest.mark.parametrize("columns", [1, 2, 3, 33, 64, 100])
+def test_every_number_of_candidates(device, columns, backend):
+    """The first and the last of them. What lies around them in memory would match."""
+    pools = make_pools(2, 5, 110, 1, 8, torch.bfloat16)
+    for token, around in ((0, columns), (columns - 1, columns), (columns, columns), (columns - 1, columns - 1)):
+        step = dict(
+            candidate_ids=sliced(torch.arange(columns - 1, -1, -1).int()[None], 40, around, device),
+            candidate_rows=sliced(torch.arange(5, 5 + columns)[None], 40, 3, device),
+            candidate_positions=i32(9),
+        )
+        drawn = dict(last_rows=i32(0), tokens=i32(token), positions=i32(9))
+        slots = dict(slot_table=slots_with(1), table_rows=i32(2))
+        committed, cache = commit(pools, step | drawn | slots, backend=backend, device=device)
+        is_candidate = token < columns
+        assert committed.tolist() == [int(is_candidate)]
+        assert torch.equal(cache, moved(pools, [(1, 5 + columns - 1 - token)] if is_candidate else []))
 
 
 def good_arguments():
@@ -283,14 +598,7 @@ def zeros(*shape, dtype=torch.float32):
         ("k_last", zeros(2, 8, 2, 4).half(), ValueError, r"k_last must be float32 .*, got float16"),
         ("v_last", zeros(2, 7, 2, 4), ValueError, r"v_last must be float32 \[2, 8, 2, 4\] on cpu, got .* \[2, 7"),
         ("candidate_ids", zeros(2, 4).long(), ValueError, r"candidate_ids must be int32 \[\*, \*\] on cpu, got int64"),
-        (
-            "candidate_ids",
-            zeros(2, 3).int(),
-            ValueError,
-            "candidate_ids must have a power of two up to 64 columns, got 3",
-        ),
-        ("candidate_ids", zeros(2, 128).int(), ValueError, "candidate_ids must have a power of two .*, got 128"),
-        ("candidate_ids", zeros(2, 0).int(), ValueError, "candidate_ids must have a power of two .*, got 0"),
+        ("candidate_ids", zeros(2, 0).int(), ValueError, "candidate_ids must have at least one column, got none"),
         ("candidate_rows", zeros(2, 2).int(), ValueError, r"candidate_rows must be int32\|int64 \[2, 4\] on cpu, got"),
         ("candidate_rows", zeros(4, 2).int().T, ValueError, "candidate_rows must be contiguous in its last dimension"),
         ("candidate_positions", i32(1), ValueError, r"candidate_positions must be int32 \[2\] on cpu, got int32 \[1\]"),
@@ -300,16 +608,72 @@ def zeros(*shape, dtype=torch.float32):
         ("candidate_rows", zeros(2, 4), ValueError, r"candidate_rows must be int32\|int64 \[2, 4\] .*, got float32"),
         ("candidate_positions", zeros(2).long(), ValueError, r"candidate_positions must be int32 \[2\] .*, got int64"),
         ("positions", i32(9, 9), ValueError, r"positions must be int32 \[1\] on cpu, got int32 \[2\]"),
-        ("slots", zeros(1), ValueError, r"slots must be int32\|int64 \[1\] on cpu, got float32"),
-        ("slots", i32(3, 3), ValueError, r"slots must be int32\|int64 \[1\] on cpu, got int32 \[2\]"),
+        ("slot_table", zeros(3, 12), ValueError, r"slot_table must be int32 \[\*, \*\] on cpu, got float32 \[3, 12\]"),
+        ("slot_table", i32(3, 3), ValueError, r"slot_table must be int32 \[\*, \*\] on cpu, got int32 \[2\]"),
+        ("slot_table", zeros(9, 2).int().T, ValueError, "slot_table must be contiguous in its last dimension"),
+        ("table_rows", zeros(1), ValueError, r"table_rows must be int32\|int64 \[1\] on cpu, got float32"),
+        ("table_rows", i32(2, 1), ValueError, r"table_rows must be int32\|int64 \[1\] on cpu, got int32 \[2\]"),
         ("positions", zeros(1).long(), ValueError, r"positions must be int32 \[1\] on cpu, got int64"),
-        ("slots", [3], TypeError, r"slots must be a tensor int32\|int64 \[1\] on cpu, got list"),
+        ("table_rows", [2], TypeError, r"table_rows must be a tensor int32\|int64 \[1\] on cpu, got list"),
+        ("tokens", i32([23, 5]), ValueError, r"tokens must be int32\|int64 \[\*\] on cpu, got int32 \[1, 2\]"),
+        ("new_lens", i32(1), ValueError, r"tokens must be int32\|int64 \[\*, \*\] on cpu, got int32 \[1\]"),
+        (
+            "candidate_parents",
+            i32([1, 2]),
+            ValueError,
+            r"candidate_parents must be int32 \[2, 4\] on cpu, got .* \[1, 2",
+        ),
+        *(
+            ("page_size", value, ValueError, f"page_size must be an int of at least 1, got {value!r}")
+            for value in (0, -4, 2.0, True, "4")
+        ),
         ("backend", "gpu", ValueError, "backend must be one of"),
     ],
 )
 def test_bad_arguments_are_named(name, value, error, message):
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"^{message}"):
         commit_winner(**{**good_arguments(), name: value})
+
+
+# Of three requests, four of the step before.
+SEVERAL = dict(
+    candidate_ids=torch.ones(4, 3, dtype=torch.int32),
+    candidate_rows=torch.ones(4, 3, dtype=torch.int64),
+    candidate_parents=torch.ones(4, 3, dtype=torch.int32),
+    candidate_positions=i32(3, 2, 4, 5),
+    last_rows=i32(3, 0, 2),
+    tokens=torch.ones(3, 2, dtype=torch.int64),
+    new_lens=i32(2, 0, 1),
+    positions=i32(6, 5, 4),
+    slot_table=torch.ones(5, 8, dtype=torch.int32),
+    table_rows=i32(4, 0, 3),
+)
+INTEGERS, ANY = (torch.int32, torch.int64), dict(any_rows=True, any_columns=True)
+
+
+@pytest.mark.parametrize(
+    "name, dtypes, allowed",
+    [
+        ("candidate_ids", [torch.int32], ANY),
+        ("candidate_rows", INTEGERS, {}),
+        ("candidate_parents", [torch.int32], {}),
+        ("candidate_positions", [torch.int32], {}),
+        ("last_rows", INTEGERS, {}),
+        ("tokens", INTEGERS, ANY),
+        ("new_lens", [torch.int32], {}),
+        ("positions", [torch.int32], {}),
+        ("slot_table", [torch.int32], ANY),
+        ("table_rows", INTEGERS, {}),
+    ],
+)
+def test_wrong_tensors_are_named(name, dtypes, allowed):
+    assert_refuses(commit_winner, good_arguments() | SEVERAL, name, *dtypes, **allowed)
+
+
+def test_several_tokens_need_a_column():
+    tokens = torch.ones(3, 0, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"^tokens must have at least one column, got none"):
+        commit_winner(**good_arguments() | SEVERAL | {"tokens": tokens})
 
 
 @pytest.mark.parametrize(
@@ -326,7 +690,7 @@ def test_bad_scales_are_named(name, value, error, message):
     cache, last = zeros(2, 5, 3, 4).to(E4M3), zeros(2, 8, 3, 4)
     arguments = dict(k_cache=cache, v_cache=cache.clone(), k_last=last, v_last=last.clone(), **ROW)
     scales = dict(key_scales=zeros(2, 3), value_scales=zeros(2, 3))
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"^{message}"):
         commit_winner(**{**arguments, **scales, name: value})
 
 
@@ -353,11 +717,12 @@ def test_a_winner_leaves_the_codes_that_its_own_forward_would(device, dtype, bac
         places.flip(0).contiguous(),
         places.flip(0).contiguous(),
         places.flip(0).contiguous(),
-        forward["slots"][kept].flip(0).contiguous(),
+        forward["slots"][kept].int()[None],
+        torch.zeros_like(places),
         **scales,
         backend=backend,
     )
-    assert committed.all()
+    assert committed.tolist() == [1] * count
     for cache, name in zip(caches, ("k_cache", "v_cache"), strict=True):
         expected = as_integers(forward[name]).expand(2, -1, -1, -1)
         assert torch.equal(as_integers(cache), expected)

@@ -49,9 +49,9 @@ def lists(
     tokens,
     table_rows,
     lengths,
-    slots,
     *,
     rows,
+    width=1,
     new_lens=None,
     active=None,
     padding_row=0,
@@ -59,12 +59,12 @@ def lists(
 ):
     """The columns of ``rows`` requests, request by request. The history and the table's faults are brought up to date.
 
-    ``places`` and ``cached_lens`` are -1 and 0 without history.
+    The result has room for ``width`` tokens of each. ``places`` and ``cached_lens`` are -1 and 0 without history.
     """
     fields = {name: [] for name in StepRequests._fields}
     for i in range(rows):
         row = table_rows[i].item() if i < len(tokens) else padding_row
-        found = (0, -1, -1, row, -1, False, False, math.nan, 0, 0, False, 0)
+        found = ([0] * width, 0, -1, row, -1, False, False, math.nan, 0, 0, False, 0)
         if i < len(tokens):
             is_active = active is None or active[i].item()
             guided = is_active and table.mode[row].item() != Mode.UNGUIDED
@@ -89,9 +89,9 @@ def lists(
                     if position >= 0:
                         history.tokens[row, position % held] = token
             found = (
-                columns[max(new, 1) - 1],
+                (columns[:new] + [0] * width)[:width],
+                new,
                 length - 1,
-                slots[i].item(),
                 row,
                 place,
                 guided,
@@ -104,8 +104,9 @@ def lists(
             )
         for name, value in zip(fields, found, strict=True):
             fields[name].append(value)
-    dtypes = [x.dtype for x in empty_requests(0, torch.device("cpu"))]
-    return StepRequests(*(torch.tensor(x, dtype=dtype) for x, dtype in zip(fields.values(), dtypes, strict=True)))
+    empty = empty_requests(rows, torch.device("cpu"), width)
+    found = zip(fields.values(), empty, strict=True)
+    return StepRequests(*(torch.tensor(x, dtype=e.dtype).view(e.shape) for x, e in found))
 
 
 def assert_equal(actual, expected, names=StepRequests._fields):
@@ -123,11 +124,11 @@ def test_kernel_matches_reference(device, case):
 def test_reference_matches_lists(case):
     arguments = inputs(case, torch.device("cpu")).arguments
     out, history, table = (arguments.pop(name, None) for name in ("out", "history", "table"))
-    rows = len(arguments["tokens"] if out is None else out.tokens)
+    rows, width = (len(arguments["tokens"]), 1) if out is None else out.tokens.shape
     known = None if history is None else StepHistory(*(x.clone() for x in history))
     counted = table._replace(faults=table.faults.clone())
     found = gather_requests(table, **arguments, out=out, history=history, backend="reference")
-    expected = lists(counted, **arguments, history=known, rows=rows)
+    expected = lists(counted, **arguments, history=known, rows=rows, width=width)
     of_history = ("places", "cached_lens")
     assert_equal(found, expected, [x for x in StepRequests._fields if x not in of_history or history is not None])
     assert torch.equal(table.faults, counted.faults)
@@ -149,16 +150,15 @@ def test_a_step_of_three_requests(device, backend):
         i64(11, 12, 13).to(device),
         i64(6, 4, 1).to(device),
         i32(70, 43, 99).to(device),
-        i64(30, 2**33, 50).to(device),
         active=torch.tensor([True, True, False], device=device),
         history=history,
         padding_row=5,
         out=empty_requests(5, device),
         backend=backend,
     )
-    assert requests.tokens.tolist() == [11, 12, 13, 0, 0]
+    assert requests.tokens.tolist() == [[11], [12], [13], [0], [0]]
+    assert requests.new_lens.tolist() == [1, 1, 1, 0, 0]
     assert requests.positions.tolist() == [69, 42, 98, -1, -1]
-    assert requests.slots.tolist() == [30, 2**33, 50, -1, -1]
     assert requests.table_rows.tolist() == [6, 4, 1, 5, 5]
     assert requests.places.tolist() == [16, -1, 11, -1, -1]  # row 4 was not in step 3
     assert requests.guided.tolist() == [True, False, False, False, False]
@@ -191,7 +191,6 @@ def test_places_are_those_of_the_step_before(device, backend):
             numbers,
             torch.tensor(rows, dtype=torch.int64, device=device),
             numbers.int(),
-            numbers,
             history=history,
             out=empty_requests(b + 2, device),
             backend=backend,
@@ -208,7 +207,7 @@ def test_a_forgotten_request_was_nowhere(device, backend):
     for step in (1, 2, 2**40):
         history = make_history(7, device, step)
         history.places.fill_(3)
-        requests = gather_requests(table, numbers, numbers, numbers.int(), numbers, history=history, backend=backend)
+        requests = gather_requests(table, numbers, numbers, numbers.int(), history=history, backend=backend)
         assert requests.places.item() == -1 and history.places.tolist() == [0, *[3] * 6]
 
 
@@ -218,7 +217,7 @@ NEW = i64([21, 22, 23], [31, 32, 33], [41, 42, 43], [51, 52, 53])  # of four req
 def tell(table, history, rows, lengths, new_lens, *, tokens=NEW, backend, **options):
     """A step of requests in the rows of the table; the next one is another step."""
     device, b = history.step.device, len(rows)
-    batch = (tokens[:b].to(device), i64(*rows).to(device), i32(*lengths).to(device), i64(*[0] * b).to(device))
+    batch = (tokens[:b].to(device), i64(*rows).to(device), i32(*lengths).to(device))
     requests = gather_requests(
         table, *batch, new_lens=i32(*new_lens).to(device), history=history, backend=backend, **options
     )
@@ -230,7 +229,8 @@ def tell(table, history, rows, lengths, new_lens, *, tokens=NEW, backend, **opti
 def test_several_new_tokens_are_held_by_their_positions(device, backend):
     """After the last column comes the first; the columns of ``tokens`` beyond ``new_lens`` are nobody's."""
     table, history = guidance_table(device), make_history(7, device, held=4)
-    requests = tell(table, history, [6, 1, 3, 0], [6, 9, 2, 1], [3, 1, 2, 3], backend=backend)
+    out = empty_requests(4, device, 3)
+    requests = tell(table, history, [6, 1, 3, 0], [6, 9, 2, 1], [3, 1, 2, 3], out=out, backend=backend)
     assert history.tokens.tolist() == [
         [53, -7, -7, -7],  # the two before it would be at negative positions
         [31, -7, -7, -7],
@@ -240,7 +240,8 @@ def test_several_new_tokens_are_held_by_their_positions(device, backend):
         [-7, -7, -7, -7],
         [22, 23, -7, 21],
     ]
-    assert requests.tokens.tolist() == [23, 31, 42, 53]
+    assert requests.tokens.tolist() == [[21, 22, 23], [31, 0, 0], [41, 42, 0], [51, 52, 53]]
+    assert requests.new_lens.tolist() == [3, 1, 2, 3]
     assert requests.positions.tolist() == [5, 8, 1, 0] and requests.guided.tolist() == [True, True, False, False]
 
 
@@ -259,7 +260,8 @@ def test_of_more_new_tokens_than_are_held_the_last_count(device, backend, held, 
     table, history = guidance_table(device), make_history(7, device, held=held)
     history.tokens.fill_(99)
     requests = tell(table, history, [4], [length], [5], tokens=torch.arange(10, 15)[None], backend=backend)
-    assert history.tokens[4].tolist() == wanted and requests.tokens.item() == 14
+    assert history.tokens[4].tolist() == wanted
+    assert requests.tokens.tolist() == [[10]] and requests.new_lens.tolist() == [5]
     assert (history.tokens[[0, 1, 2, 3, 5, 6]] == 99).all()
 
 
@@ -270,8 +272,9 @@ def test_rows_of_new_tokens_may_be_strided(device, backend):
     table, history = guidance_table(device), make_history(7, device)
     tokens = memory.to(device)[:, 5:8]
     assert tokens.stride() == (9, 1)
-    requests = tell(table, history, [2, 6, 0, 5], [3, 4, 5, 6], [1, 3, 2, 3], tokens=tokens, backend=backend)
-    assert requests.tokens.tolist() == [21, 33, 42, 53]
+    options = dict(tokens=tokens, out=empty_requests(4, device, 3), backend=backend)
+    requests = tell(table, history, [2, 6, 0, 5], [3, 4, 5, 6], [1, 3, 2, 3], **options)
+    assert requests.tokens.tolist() == [[21, 0, 0], [31, 32, 33], [41, 42, 0], [51, 52, 53]]
     assert history.tokens.tolist() == [
         [41, 42, -7],
         [-7, -7, -7],
@@ -284,19 +287,73 @@ def test_rows_of_new_tokens_may_be_strided(device, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("has_history", [False, True])
+@pytest.mark.parametrize(
+    ("width", "wanted"),
+    [
+        (1, [[31], [0], [21], [41], [0], [0]]),
+        (2, [[31, 32], [0, 0], [21, 22], [41, 0], [0, 0], [0, 0]]),
+        (3, [[31, 32, 0], [0, 0, 0], [21, 22, 23], [41, 0, 0], [0, 0, 0], [0, 0, 0]]),
+        (5, [[31, 32, 0, 0, 0], [0] * 5, [21, 22, 23, 0, 0], [41, 0, 0, 0, 0], [0] * 5, [0] * 5]),
+    ],
+)
+def test_the_first_new_tokens_are_given_as_far_as_there_is_room(device, backend, has_history, width, wanted):
+    """How many are new is said in any case. Nothing of the columns beyond them is given, nor of any that was there."""
+    table, history = guidance_table(device), make_history(7, device) if has_history else None
+    memory = torch.full((4, 7), 77)
+    memory[:, 3:6] = NEW[[1, 3, 0, 2]]
+    out = StepRequests(*(x.fill_(1) for x in empty_requests(6, device, width)))
+    rows, lengths, new_lens = i64(2, 6, 0, 5), i32(30, 4, 9, 60), i32(2, 0, 3, 1)
+    batch = (memory.to(device)[:, 3:6], rows.to(device), lengths.to(device))
+    options = dict(new_lens=new_lens.to(device), history=history, padding_row=3, out=out, backend=backend)
+    requests = gather_requests(table, *batch, **options)
+    assert requests is out and requests.tokens.tolist() == wanted
+    assert requests.new_lens.tolist() == [2, 0, 3, 1, 0, 0]
+    assert requests.positions.tolist() == [29, 3, 8, 59, -1, -1]
+    assert requests.table_rows.tolist() == [2, 6, 0, 5, 3, 3]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_token_each_fills_the_first_column(device, backend, width):
+    """Without ``new_lens`` it is new, else it may not be. Tokens past 32 bits are given whole."""
+    table, out = guidance_table(device), empty_requests(4, device, width)
+    batch = (i64(2**33 + 5, 0, 2**40).to(device), i64(6, 0, 4).to(device), i32(8, 7, 9).to(device))
+    for new_lens, wanted, lens in (
+        (None, [2**33 + 5, 0, 2**40, 0], [1, 1, 1, 0]),
+        (i32(1, 3, -1).to(device), [2**33 + 5, 0, 0, 0], [1, 1, 0, 0]),
+    ):
+        for x in out:
+            x.fill_(1)
+        requests = gather_requests(table, *batch, new_lens=new_lens, out=out, backend=backend)
+        assert requests.tokens.tolist() == [[token] + [0] * (width - 1) for token in wanted]
+        assert requests.new_lens.tolist() == lens
+    assert gather_requests(table, *batch, backend=backend).tokens.tolist() == [[2**33 + 5], [0], [2**40]]
+
+
+def test_empty_requests_have_the_room_asked_for(device):
+    for options, width in (({}, 1), (dict(width=4), 4)):
+        requests = empty_requests(3, device, **options)
+        assert [list(x.shape) for x in requests] == [[3, width]] + [[3]] * 11
+        assert {x.device.type for x in requests} == {device.type}
+        assert requests.tokens.dtype == torch.int64 and requests.new_lens.dtype == torch.int32
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_new_tells_nothing(device, backend):
     """Also where their number is negative; one that is too large means every column."""
     table, history = guidance_table(device), make_history(7, device, held=4, told=50)
     requests = tell(table, history, [4, 6, 1], [50, 49, 53], [0, -3, 9], backend=backend)
+    assert requests.new_lens.tolist() == [0, 0, 3] and requests.tokens.tolist() == [[0], [0], [41]]
     assert history.tokens.tolist() == [[-7] * 4, [43, -7, 41, 42], *[[-7] * 4] * 5]
     assert history.told_lens.tolist() == [50, 53, 50, 50, 50, 50, 50]
     assert requests.positions.tolist() == [49, 48, 52] and table.faults.tolist() == [0] * 7
     assert requests.guided.tolist() == [False, True, True] and requests.wants_length.tolist() == [True, True, False]
     # Of one column too.
-    one = i64(61, 62).to(device), i64(4, 1).to(device), i32(50, 54).to(device), i64(0, 0).to(device)
+    one = i64(61, 62).to(device), i64(4, 1).to(device), i32(50, 54).to(device)
     requests = gather_requests(table, *one, new_lens=i32(0, 1).to(device), history=history, backend=backend)
     assert history.tokens.tolist() == [[-7] * 4, [43, 62, 41, 42], *[[-7] * 4] * 5]
-    assert requests.tokens.tolist() == [61, 62]
+    assert requests.tokens.tolist() == [[0], [62]] and requests.new_lens.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -350,7 +407,7 @@ def test_requests_are_due_by_their_stride(device, backend, step):
     table.value_stride.copy_(i32(*strides))
     rows = [5, 2, 0, 6, 1, 4, 3]
     numbers = torch.zeros(7, dtype=torch.int64, device=device)
-    batch = (numbers, i64(*rows).to(device), numbers.int(), numbers)
+    batch = (numbers, i64(*rows).to(device), numbers.int())
     out = empty_requests(9, device)
     requests = gather_requests(table, *batch, history=history, out=out, backend=backend)
     assert requests.due.tolist() == [step % max(strides[row], 1) == 0 for row in rows] + [False] * 2
@@ -367,7 +424,7 @@ def test_without_history_what_is_of_it_is_left_alone(device, backend):
     out.cached_lens.fill_(-78)
     numbers, table = torch.zeros(2, dtype=torch.int64, device=device), guidance_table(device)
     rows, lengths = torch.tensor([3, 1], device=device), i32(9, 90).to(device)
-    found = gather_requests(table, numbers, rows, lengths, numbers, out=out, backend=backend)
+    found = gather_requests(table, numbers, rows, lengths, out=out, backend=backend)
     assert found is out and out.table_rows.tolist() == [3, 1, 0, 0]
     assert out.places.tolist() == [77] * 4 and out.cached_lens.tolist() == [-78] * 4
     assert out.guided.tolist() == [False, True, False, False] and table.faults.tolist() == [0] * 7
@@ -377,7 +434,7 @@ def test_without_history_what_is_of_it_is_left_alone(device, backend):
 def test_no_requests(device, backend):
     numbers = torch.zeros(0, dtype=torch.int64, device=device)
     table = guidance_table(device)
-    arguments = (table, numbers, numbers, numbers.int(), numbers)
+    arguments = (table, numbers, numbers, numbers.int())
     assert [len(x) for x in gather_requests(*arguments, backend=backend)] == [0] * 12
     history = make_history(7, device)
     found = gather_requests(*arguments, history=history, padding_row=6, out=empty_requests(33, device), backend=backend)
@@ -405,7 +462,6 @@ def test_a_request_is_the_same_in_every_batch(device, backend):
     table.value_stride.copy_(torch.randint(1, 4, (50,), generator=generator))
     rows = torch.randperm(50, generator=generator)[:b].to(device)
     tokens = torch.randint(0, 2**31 - 1, (b, 3), generator=generator).to(device)
-    slots = torch.randint(0, 2**40, (b,), generator=generator).to(device)
     lengths, new_lens = (
         torch.randint(1, 1000, (b,), generator=generator),
         torch.randint(0, 4, (b,), generator=generator),
@@ -420,8 +476,9 @@ def test_a_request_is_the_same_in_every_batch(device, backend):
         """What is known of those chosen, and of their rows afterwards."""
         history = StepHistory(*(x.clone() for x in before))
         columns = table.columns._replace(faults=table.faults.clone())
-        batch = (tokens[chosen], rows[chosen], lengths[chosen], slots[chosen])
-        requests = gather_requests(columns, *batch, new_lens=new_lens[chosen], history=history, backend=backend)
+        batch = (tokens[chosen], rows[chosen], lengths[chosen])
+        options = dict(new_lens=new_lens[chosen], history=history, out=empty_requests(len(chosen), device, 2))
+        requests = gather_requests(columns, *batch, **options, backend=backend)
         left = (history.tokens, history.told_lens, history.cached_lens, columns.faults)
         untouched = torch.ones(50, dtype=torch.bool, device=device)
         untouched[rows[chosen]] = False
@@ -446,24 +503,24 @@ def test_offsets_past_32_bits(device):
     table = table._make(x[:3] for x in table)._replace(return_values=column)
     numbers = torch.zeros(2, dtype=torch.int64, device=device)
     rows = torch.tensor([2, 1], device=device)
-    requests = gather_requests(table, numbers, rows, numbers.int(), numbers, backend="triton")
+    requests = gather_requests(table, numbers, rows, numbers.int(), backend="triton")
     assert requests.wants_length.tolist() == [True, False]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_replays_in_a_cuda_graph(device):
     table, history, out = guidance_table(device), make_history(7, device), empty_requests(4, device)
-    tokens, rows, slots = (torch.tensor(x, device=device) for x in ([5, 6, 7], [6, 0, 4], [1, 2, 3]))
+    tokens, rows = (torch.tensor(x, device=device) for x in ([5, 6, 7], [6, 0, 4]))
     lengths = torch.tensor([80, 90, 100], dtype=torch.int32, device=device)
     arguments = dict(history=history, padding_row=5, out=out)
-    gather_requests(table, tokens, rows, lengths, slots, **arguments)
+    gather_requests(table, tokens, rows, lengths, **arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        gather_requests(table, tokens, rows, lengths, slots, **arguments)
+        gather_requests(table, tokens, rows, lengths, **arguments)
     history.step.add_(1)
     rows.copy_(torch.tensor([4, 1, 6]))
     graph.replay()
-    batch = (x.cpu() for x in (tokens, rows, lengths, slots))
+    batch = (x.cpu() for x in (tokens, rows, lengths))
     expected = lists(table, *batch, rows=4, padding_row=5)
     known = dict(places=i64(2, -1, 0, -1), cached_lens=i32(100_000, 100_000, 100_000, 0))
     assert_equal(out, expected._replace(**known))
@@ -477,15 +534,14 @@ def good_arguments():
         tokens=i64(5, 6, 7),
         table_rows=i64(6, 0, 4),
         lengths=i32(80, 90, 100),
-        slots=i64(1, 2, 3),
         new_lens=i32(1, 0, 1),
         active=torch.tensor([True, False, True]),
         history=make_history(7, "cpu"),
-        out=empty_requests(4, torch.device("cpu")),
+        out=empty_requests(4, torch.device("cpu"), 2),
     )
 
 
-@pytest.mark.parametrize("name", ["table_rows", "lengths", "slots", "new_lens", "active"])
+@pytest.mark.parametrize("name", ["table_rows", "lengths", "new_lens", "active"])
 def test_wrong_tensors_are_named(name):
     arguments = good_arguments()
     assert_refuses(gather_requests, arguments, name, arguments[name].dtype)
@@ -521,7 +577,7 @@ def test_wrong_fields_are_named(owner, name):
         return gather_requests(**arguments | {owner: arguments[owner]._replace(**{name: field[f"{owner}.{name}"]})})
 
     field = getattr(arguments[owner], name)
-    allowed = dict(any_rows=True) if (owner, name) == ("out", "tokens") else {}
+    allowed = dict(any_rows=True, any_columns=True, rows_apart=False) if (owner, name) == ("out", "tokens") else {}
     if (owner, name) == ("history", "tokens"):
         allowed = dict(any_columns=True, rows_apart=False)
     assert_refuses(gather, {f"{owner}.{name}": field}, f"{owner}.{name}", field.dtype, **allowed)
@@ -550,6 +606,12 @@ def test_a_history_without_room_for_tokens_is_named():
         ("history", (1, 2, 3), TypeError, "history must be a StepHistory, got tuple"),
         ("out", list(empty_requests(4, torch.device("cpu"))), TypeError, "out must be StepRequests, got list"),
         ("out", empty_requests(2, torch.device("cpu")), ValueError, "out must have a row for each of the 3 .*, got 2"),
+        (
+            "out",
+            empty_requests(4, torch.device("cpu"))._replace(tokens=torch.zeros(4, dtype=torch.int64)),
+            ValueError,
+            r"out.tokens must be int64 \[\*, \*\] on cpu, got int64 \[4\] on cpu",
+        ),
         ("padding_row", 7, ValueError, r"padding_row must be in \[0, 7\), got 7"),
         ("padding_row", -1, ValueError, r"padding_row must be in \[0, 7\), got -1"),
         ("padding_row", 1.0, TypeError, "padding_row must be an int, got float"),

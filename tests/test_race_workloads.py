@@ -394,42 +394,53 @@ def test_splits_merged_without_order_are_found(faulty, monkeypatch):
 
 @workload(
     "_commit_winner_kernel",
-    layers=(3, 48, torch.float32, None),
-    wide=(2, 1100, torch.bfloat16, None),
-    e4m3=(5, 24, torch.bfloat16, E4M3),
+    layers=(3, 48, torch.float32, None, 1),
+    wide=(2, 1100, torch.bfloat16, None, 1),
+    e4m3=(5, 24, torch.bfloat16, E4M3, 1),
+    tree=(4, 48, torch.float32, None, 3),
 )
-def commit(layers, head_dim, dtype, cache_dtype):
+def commit(layers, head_dim, dtype, cache_dtype, new):
     generator = torch.Generator().manual_seed(layers)
     random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
-    k_cache, k_last = random(layers, 50, 2, head_dim).to(cache_dtype or dtype), random(layers, 20, 2, head_dim)
-    v_cache = random(50, layers, 2, head_dim).to(cache_dtype or dtype).transpose(0, 1)
+    k_cache, k_last = random(layers, 80, 2, head_dim).to(cache_dtype or dtype), random(layers, 20, 2, head_dim)
+    v_cache = random(80, layers, 2, head_dim).to(cache_dtype or dtype).transpose(0, 1)
     v_last = random(20, layers, 2, head_dim).transpose(0, 1)
+    ids = torch.randint(0, 6, (4, 8), generator=generator, dtype=torch.int32)  # tokens twice in a row
+    last_rows, tokens, new_lens = i32([2, 0, 3, 1, -1, 9]), i32([1, 2, 3, 4, 5, 1]), i32([1] * 6)
+    options = {}
+    if new > 1:  # paths down a tree, some of which end early
+        tokens, new_lens = padded(ids[last_rows.clamp(0, 3)][:, [0, 1, 3]], 2), i32([3, 2, 3, 0, 3, 1])
+        options = dict(new_lens=new_lens, candidate_parents=padded(i32([[-1, 0, 0, 1, 1, 2, 3, 4]] * 4), 2))
     committed = commit_winner(
         k_cache,
         v_cache,
         k_last,
         v_last,
-        padded(torch.randint(0, 6, (4, 8), generator=generator, dtype=torch.int32), 3),  # tokens twice in a row
+        padded(ids, 3),
         padded(torch.randint(-1, 22, (4, 8), generator=generator), 1),
         i32([9, 9, 8, 9]),
-        i32([2, 0, 3, 1, -1, 9]),
-        i32([1, 2, 3, 4, 5, 1]),
-        i32([8, 9, 9, 9, 9, 9]),
-        i32([49, 11, 0, 13, -1, 50]),
+        last_rows,
+        tokens,
+        i32([8, 9, 9, 9, 9, 9]) + new_lens - 1,
+        padded(torch.randperm(48, generator=generator).int().view(8, 6) - 1, 3),  # a page of -1, and some beyond
+        i32([4, 7, 0, 2, 5, 1]),
+        page_size=2,
+        **options,
         **scales_of(cache_dtype, layers, 2),
         backend="triton",
     )
+    assert committed.max() == new
     return [committed, k_cache, v_cache]
 
 
 @workload(
     "_gather_requests_kernel",
-    first=(3, 3, 1, None),
-    padded=(45, 70, 1, 16),
-    all_there=(64, 64, 5, 3),
-    one_held=(40, 41, 3, 1),
+    first=(3, 3, 1, None, 1),
+    padded=(45, 70, 1, 16, 1),
+    all_there=(64, 64, 5, 3, 3),
+    one_held=(40, 41, 3, 1, 5),
 )
-def gather(rows, out_rows, new, held):
+def gather(rows, out_rows, new, held, width):
     """Twice with history, the second time in another order. Some requests lack tokens, and lose their guidance."""
     generator = torch.Generator().manual_seed(rows)
     table = GuidanceTable(rows + 5, "cpu")
@@ -445,7 +456,7 @@ def gather(rows, out_rows, new, held):
         history.cached_lens.copy_(history.told_lens - torch.arange(rows + 5) % (held + 2))
     results = []
     for _ in range(1 if history is None else 2):
-        out = StepRequests(*(torch.empty(out_rows + 3, dtype=x.dtype)[3:] for x in empty_requests(0, device)))
+        out = StepRequests(*(x[3:] for x in empty_requests(out_rows + 3, device, width)))
         table_rows = torch.randperm(rows + 5, generator=generator)[:rows]
         new_lens = torch.randint(0, new + 1, (rows,), generator=generator, dtype=torch.int32)
         lengths = torch.randint(1, 999, (rows,), generator=generator, dtype=torch.int32)
@@ -458,7 +469,6 @@ def gather(rows, out_rows, new, held):
             tokens[:, 0].contiguous() if history is None else padded(tokens, 2),
             table_rows,
             lengths,
-            torch.randint(-1, 99, (rows,), generator=generator),
             new_lens=None if history is None else new_lens,
             active=None if history is None else torch.rand(rows, generator=generator) < 0.8,
             history=history,
@@ -496,11 +506,13 @@ def catch_up_requests(rows, held, padding, page_size, has_committed):
     requests.table_rows[:rows] = torch.randperm(table_size - 1, generator=generator)[:rows]
     requests.guided[:rows] = draw(0, 4) > 0
     requests.wants_length[:rows] = draw(0, 2) > 0
-    requests.cached_lens[:rows] = (requests.positions[:rows] + 1 - draw(-1, held + 1)).clamp(min=0)
+    missing = draw(-1, held + 1)
+    requests.cached_lens[:rows] = (requests.positions[:rows] + 1 - missing).clamp(min=0)
+    requests.new_lens[:rows] = torch.where(draw(0, 2) > 0, missing.clamp(min=0), 1)
     history.tokens.copy_(torch.randint(0, 999, history.tokens.shape, generator=generator))
     pages = torch.randint(0, 99, (table_size - 1, 70), generator=generator, dtype=torch.int32)
-    counts, committed = i32([0] * total), torch.zeros(total, dtype=torch.bool)
-    counts[:rows], committed[:rows] = draw(0, 2), draw(0, 2) > 0
+    counts, committed = i32([0] * total), i32([0] * total)
+    counts[:rows], committed[:rows] = draw(0, 2), torch.minimum(draw(0, 3), requests.new_lens[:rows])
     out = empty_delta(total + 3, held, device)
     delta = catch_up(
         history,
@@ -649,7 +661,6 @@ def guided_step(step_class, k):
             last[chosen],
             chosen,
             lengths[chosen],
-            slots.slots(chosen, lengths[chosen] - 1),
             top_k=i32([0, 5, k][number % 3 : number % 3 + 1] * b),
             top_p=torch.full((b,), 0.98),
             min_p=torch.full((b,), 1e-3),

@@ -886,8 +886,9 @@ def test_the_backend_reaches_every_operator(device, monkeypatch):
     def fail(*args, **kwargs):
         raise AssertionError("a reference ran")
 
-    operators = "gather_requests topk_candidates select_scored commit_winner catch_up ragged_layout embed_tokens rope_cache"
-    for name in (*operators.split(), "ragged_linear", "value_head", "reweight_scatter", "sample_candidates"):
+    operators = "gather_requests topk_candidates select_scored commit_winner catch_up ragged_layout embed_tokens"
+    operators += " ragged_linear rope_cache value_head reweight_scatter sample_candidates"
+    for name in operators.split():
         monkeypatch.setattr(f"lenvm_kernels.ops.{name}._reference", fail)
     monkeypatch.setattr("lenvm_kernels.reference.value_tree_attention.value_tree_attention", fail)
     engine = Engine(*make_step(tiny_value_model(device), rows=2, max_len=8, backend="triton"))
