@@ -496,3 +496,16 @@ def test_wrong_fields_are_named(owner, name):
 def test_errors_name_the_argument(name, value, error, message):
     with pytest.raises(error, match=f"^{message}"):
         catch_up(**good_arguments() | {name: value})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("width", [1, 2, 4, 6, 9])
+def test_who_waits_leaves_room_for_all_that_a_step_may_bring(device, backend, width):
+    """Seven tokens are held: with up to ``width`` new ones a step, 7 - ``width`` may be missing after a step."""
+    missing = [7, 1, 5, 3, 6, 0, 2, 4]
+    requests = make_requests([20] * 8, [20 - n for n in missing], [3, 1, 7, 0, 2, 6, 4, 5], device=device)
+    requests = requests._replace(tokens=requests.tokens.new_zeros(8, width))
+    history, counts = make_history(9, 7, device), torch.zeros(8, dtype=torch.int32, device=device)
+    slot_table = torch.zeros(8, 20, dtype=torch.int32, device=device)
+    delta = catch_up(history, requests, counts, slot_table, backend=backend)
+    assert delta.lens.tolist() == [n if n > 7 - width else 0 for n in missing]
