@@ -348,3 +348,38 @@ def test_a_request_that_waits_keeps_room_for_all_that_it_may_grow_by(models, mon
         sequence += output.verified.tokens[0, :new].tolist()
     assert deltas == expected and [0] in deltas and [8] in deltas
     assert not step.table.faults.any()
+
+
+@pytest.mark.parametrize("commit_winners", [True, False])
+def test_lengths_after_tokens_that_were_taken(models, monkeypatch, commit_winners):
+    """Of several tokens a request that were verified elsewhere; the step after computes none of them again."""
+    base, guidance = BaseModel(), {"return_values": True, "gamma": 0.9}
+    step, slots = make_step(models.value, max_drafts=3, max_candidates=4, commit_winners=commit_winners)
+    asked = [guidance, TILT, TILT | guidance]
+    engine = Engine(step, slots).start([2, 7, 4], PROMPTS[:3], asked, room=30)
+    sequences, new, deltas = [list(p) for p in PROMPTS[:3]], [1, 1, 1], []
+    forward = step.value_model.forward
+
+    def recording(batch, *args, **kwargs):
+        deltas.append((batch.layout.q_offsets.diff() - batch.candidate_lens).tolist())
+        return forward(batch, *args, **kwargs)
+
+    monkeypatch.setattr(step.value_model, "forward", recording)
+    for number in range(3):
+        tokens = [[30 + number, 31, 32], [33, 34, 35], [36, 37 + number, 38]]
+        step_with(engine, [2, 7, 4], sequences, new, base, tokens, [[-1, 0, 1]] * 3, verify=None)
+        taken = [[30 + number, 31, 60], [33, 61], [62]]  # with a draw after the last draft
+        sequences = [[*s, *more] for s, more in zip(sequences, taken, strict=True)]
+        new, table = [3, 2, 1], torch.full((3, 4), -7)
+        for i, more in enumerate(taken):
+            table[i, : len(more)] = torch.tensor(more)
+        lengths = engine.tensor([len(s) for s in sequences])
+        found = step.predict(table, engine.tensor([2, 7, 4]), lengths, new_lens=engine.tensor(new))
+        ends = [sequences[0][: len(sequences[0]) - i] for i in (2, 1, 0)] + [sequences[2]]
+        z = last_value_logits(models.backbone, models.head, ends)
+        expected = torch.nn.functional.softplus(z) / -torch.log(torch.tensor(0.9))
+        torch.testing.assert_close(torch.cat([found[0, :3], found[2, :1]]), expected, rtol=0, atol=1e-3)
+        assert found.isnan().tolist() == [[False] * 3 + [True], [True] * 4, [False, True, True, True]]
+    if commit_winners:
+        # All but the last tokens of the prompts are computed in a prediction, and none of them again.
+        assert deltas[1::2] == [[1, 0, 0], [0, 0, 0], [0, 0, 0]] and deltas[2::2] == [[0, 0, 0]] * 2

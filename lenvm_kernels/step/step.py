@@ -494,45 +494,79 @@ class GuidedStep:
         return StepOutput(candidates, value_logits, guided_probs, next_tokens, remaining_lengths, verified)
 
     @torch.no_grad()
-    def predict(self, tokens: torch.Tensor, table_rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Predict output lengths before anything is drawn: of prompts, by their last token.
+    def predict(
+        self,
+        tokens: torch.Tensor,
+        table_rows: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        new_lens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Predict output lengths after given tokens: of prompts, by their last token, before anything is drawn.
+
+        Nothing is told by it: the next :meth:`step` is from the same tokens, and does not compute them again. It is not
+        counted as a step (``value_stride``).
 
         Args:
-            tokens: int32 or int64 ``[B]``; the last token of each prompt.
+            tokens: int32 or int64 ``[B]``; the last token of each sequence; or ``[B, N]``, the last ones, from column 0
+                on, up to ``1 + max_drafts``.
             table_rows: int32 or int64 ``[B]``; the requests' rows of the slot table, all different.
-            lengths: int32 ``[B]``; tokens of each prompt, the last one included. All others went through
-                :meth:`extend`.
+            lengths: int32 ``[B]``; tokens of each sequence, these included. All others were told to :meth:`extend` or
+                to a step.
+            new_lens: int32 ``[B]``; with ``tokens [B, N]``, how many of its row are of each sequence.
 
         Returns:
-            fp32 ``[B]``; tokens predicted to follow, NaN for requests that do not ask for it (``return_values``). A
-            :meth:`step` from the same tokens does not compute them again.
+            fp32 of the shape of ``tokens``; tokens predicted to follow each, NaN for requests that do not ask for it
+            (``return_values``).
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
         device = self.value_model.device
         backend = resolve_backend(self.backend, tokens)
-        check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(None,), device=device)
-        check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=tokens.shape, device=device)
-        check_tensor("lengths", lengths, dtypes=torch.int32, shape=tokens.shape, device=device)
+        is_many = new_lens is not None
+        check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(None, None) if is_many else (None,), device=device)
         b = tokens.shape[0]
+        check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(b,), device=device)
+        check_tensor("lengths", lengths, dtypes=torch.int32, shape=(b,), device=device)
         if b > self.max_requests:
             raise ValueError(f"tokens must be of at most max_requests = {self.max_requests} requests, got {b}")
+        if new_lens is None:
+            tokens_of_each, new_lens = tokens[:, None].long(), torch.ones_like(lengths)
+        else:
+            check_tensor("new_lens", new_lens, dtypes=torch.int32, shape=(b,), device=device)
+            tokens_of_each = tokens.long()
+        columns = tokens_of_each.shape[1]
+        if not 1 <= columns <= 1 + self.max_drafts:
+            raise ValueError(f"tokens must have 1 to 1 + max_drafts = {1 + self.max_drafts} columns, got {columns}")
         self.flush()
-        tokens, table_rows = tokens.long(), table_rows.long()
+        table_rows = table_rows.long()
 
-        # The last token is scored as the only candidate for its own place: nothing is kept but the candidate.
-        requests = self._gather(tokens, table_rows, lengths - 1, torch.zeros_like(lengths), None, backend)
-        requests.due.fill_(True)
-        wanted = self._rows(b).requests.wants_length
-        ids = torch.full((b, self.max_candidates), -1, dtype=torch.int32, device=device)
-        ids[:, 0] = tokens
-        status = torch.where(wanted, Status.GUIDE, Status.UNGUIDED).to(torch.int8)
-        no_probs = torch.zeros(ids.shape, device=device)
-        candidates = Candidates(ids, no_probs, wanted.int(), status, no_probs[:, 0])
-        scored = self._select(candidates, requests, None, backend, sample=False)
-        z = self._run_score(len(scored.counts), 1, NO_RECORD)[:b]
-        return self._remaining_lengths(table_rows, tokens.int(), scored, z, wanted)
+        # They are scored as a chain of candidates in their own places: nothing is kept but the candidates.
+        nothing_new = torch.zeros_like(lengths)
+        requests = self._gather(tokens_of_each, table_rows, lengths - new_lens, nothing_new, None, backend)
+        self._history.columns.steps[table_rows] -= 1  # as if it had been the step before
+        known = self._rows(b).requests
+        # Of all that need the value model: the next step then finds what it would have to compute.
+        counts = torch.where(known.wants_length | known.guided, new_lens, 0)
+        in_graph, nodes = requests.due.shape[0], 1 + self.max_drafts
+        rows = self._rows(in_graph, nodes)
+        computed = rows.scored if rows.trees is None else rows.trees
+        computed.token_ids.fill_(-1)
+        computed.token_ids[:b, :columns] = tokens_of_each.int()
+        computed.counts.zero_()
+        computed.counts[:b] = counts
+        computed.positions.copy_(requests.positions + 1)
+        if rows.trees is not None:
+            rows.trees.parents.copy_(torch.arange(rows.trees.parents.shape[1], device=device) - 1)
+            column = torch.arange(nodes, device=device)
+            rows.trees.columns.fill_(-1)
+            rows.trees.columns[:, 0] = column.repeat(in_graph)
+        z = self._run_score(in_graph, nodes, NO_RECORD).view(in_graph, nodes, -1)[:b, :columns, 0].flatten()
+        at = table_rows[:, None].expand(-1, columns).flatten()
+        found = self.table.remaining_lengths(at, z, tokens_of_each.flatten()).view(b, columns)
+        is_asked = known.wants_length[:, None] & (torch.arange(columns, device=device) < new_lens[:, None])
+        return torch.where(is_asked, found, math.nan).view(tokens.shape)
 
     def warm_up(
         self,
