@@ -1,10 +1,11 @@
 """Triton kernels for LenVM length-guided decoding (arXiv 2604.27039), with pure-PyTorch references.
 
 The whole step for an engine: :class:`GuidedStep`. Its operators, in the order in which it calls them:
-:func:`gather_requests`, :func:`topk_candidates`, :func:`select_scored`, :func:`commit_winner`, :func:`catch_up`,
-:func:`ragged_layout`, :func:`embed_tokens`, :func:`ragged_linear`, :func:`rope_cache`, :func:`value_tree_attention`,
-:func:`value_head`, :func:`reweight_scatter`, :func:`sample_candidates`. The parameters of a request:
-:func:`parse_guidance`, :class:`GuidanceTable`; the value model: :class:`ValueModel`.
+:func:`gather_requests`, :func:`expand_drafts`, :func:`topk_candidates`, :func:`select_scored`, :func:`pack_drafts`,
+:func:`commit_winner`, :func:`catch_up`, :func:`ragged_layout`, :func:`embed_tokens`, :func:`ragged_linear`,
+:func:`rope_cache`, :func:`value_tree_attention`, :func:`value_head`, :func:`reweight_scatter`,
+:func:`sample_candidates`, :func:`verify_drafts`. The parameters of a request: :func:`parse_guidance`,
+:class:`GuidanceTable`; the value model: :class:`ValueModel`.
 """
 
 from importlib import import_module
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from lenvm_kernels.ops.catch_up import catch_up
     from lenvm_kernels.ops.commit_winner import commit_winner
     from lenvm_kernels.ops.embed_tokens import embed_tokens
+    from lenvm_kernels.ops.expand_drafts import expand_drafts
     from lenvm_kernels.ops.gather_requests import empty_history, gather_requests
+    from lenvm_kernels.ops.pack_drafts import pack_drafts
     from lenvm_kernels.ops.ragged_layout import ragged_layout
     from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
     from lenvm_kernels.ops.reweight_scatter import reweight_scatter
@@ -26,11 +29,14 @@ if TYPE_CHECKING:
     from lenvm_kernels.ops.topk_candidates import topk_candidates
     from lenvm_kernels.ops.value_head import value_head
     from lenvm_kernels.ops.value_tree_attention import value_tree_attention
+    from lenvm_kernels.ops.verify_drafts import verify_drafts
     from lenvm_kernels.paged_slots import OutOfSlots, PagedSlots
     from lenvm_kernels.step import GuidedStep, StepOutput, working_bytes
     from lenvm_kernels.types import (
         Candidates,
+        CandidateTrees,
         DeltaTokens,
+        Drafts,
         EmbeddedTokens,
         GuidanceColumns,
         Mode,
@@ -39,13 +45,16 @@ if TYPE_CHECKING:
         Status,
         StepHistory,
         StepRequests,
+        VerifiedTokens,
     )
     from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel, ValueModelConfig
 
 __version__ = "0.1.0"
 __all__ = [
+    "CandidateTrees",
     "Candidates",
     "DeltaTokens",
+    "Drafts",
     "EmbeddedTokens",
     "GuidanceColumns",
     "GuidanceParams",
@@ -64,11 +73,14 @@ __all__ = [
     "StepRequests",
     "ValueModel",
     "ValueModelConfig",
+    "VerifiedTokens",
     "catch_up",
     "commit_winner",
     "embed_tokens",
     "empty_history",
+    "expand_drafts",
     "gather_requests",
+    "pack_drafts",
     "parse_guidance",
     "quantize_weight",
     "ragged_layout",
@@ -80,14 +92,17 @@ __all__ = [
     "topk_candidates",
     "value_head",
     "value_tree_attention",
+    "verify_drafts",
     "working_bytes",
 ]
 
 # Where they are; an operator is in the file of its own name. Imported when first used: `lenvm --help` must not wait for
 # torch and transformers.
 _MODULES = {
+    "CandidateTrees": "types",
     "Candidates": "types",
     "DeltaTokens": "types",
+    "Drafts": "types",
     "EmbeddedTokens": "types",
     "GuidanceColumns": "types",
     "GuidanceParams": "guidance",
@@ -106,6 +121,7 @@ _MODULES = {
     "StepRequests": "types",
     "ValueModel": "value_model",
     "ValueModelConfig": "value_model",
+    "VerifiedTokens": "types",
     "empty_history": "ops.gather_requests",
     "parse_guidance": "guidance",
     "quantize_weight": "ops.ragged_linear",

@@ -7,6 +7,7 @@ It is on when ``LENVM_VALUE_MODEL`` is set (:class:`Settings`), and hooks some f
 - the value model is loaded after the base model and gets its share of the memory; its keys and values live in the
   slots of the engine, so that the radix cache, chunked prefill, retraction and aborts need nothing from here;
 - at every step the requests with guidance are drawn from their candidates; all others are the engine's own draws;
+- with speculative decoding they are drawn at every node of the drafts (:mod:`lenvm_kernels.adapters.sglang_drafts`);
 - what the steps did is counted (``--enable-metrics``), and requests get the lengths that they asked for
   (:mod:`lenvm_kernels.adapters.sglang_report`).
 
@@ -33,14 +34,17 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 from transformers import AutoTokenizer
 
+from lenvm_kernels.adapters.sglang_drafts import changed_once, drafts_of, leave_only
 from lenvm_kernels.adapters.sglang_report import Metrics, StepReport, Stopwatch, without_empty_keys
 from lenvm_kernels.adapters.sglang_settings import Settings
 from lenvm_kernels.guidance import GuidanceParams, parse_guidance
+from lenvm_kernels.ops.pack_drafts import tree_columns
 from lenvm_kernels.step import GuidedStep, StepOutput, working_bytes
 from lenvm_kernels.types import Mode
 from lenvm_kernels.value_model import KVCache, ValueModel
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.io_struct import TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
@@ -48,25 +52,30 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
 logger = logging.getLogger(__name__)
 
 # Room of a request in the device table.
 MAX_END_TOKENS, MAX_STOP_TOKENS, MAX_SCALED_TOKENS = 64, 48, 32
 RADIX_NAMESPACE = "lenvm|"
-# Tokens of a request that wait at most for the value model. Those that wait when it ends are in the radix cache, and
-# the value model has not seen them: who takes a prefix from there computes as many tokens of its end anew.
+# Tokens of a request that wait at most for the value model, beside those of the drafts. Those that wait when it ends
+# are in the radix cache, and the value model has not seen them: who takes a prefix from there computes as many tokens
+# of its end anew.
 MAX_DELTA = 16
 
 _NO_SAMPLER = "it never reaches the sampler that guidance is in"
+_NOT_TRIED = "not tried"
 _FOREIGN_KEYS = "the value model has no keys and values for prompts that come from elsewhere"
 _OTHER_SLOTS = "the value model lives in the slots of the engine's own pool"
+SPECULATIVE_ALGORITHMS = (None, "EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
 # Options of the engine: what is accepted, and why.
 OPTIONS = {
-    "speculative_algorithm": (None, _NO_SAMPLER),
+    "speculative_adaptive": (False, "the step takes a fixed number of drafts"),
+    "enable_multi_layer_eagle": (False, _NOT_TRIED),
     "dllm_algorithm": (None, _NO_SAMPLER),
     "pp_size": (1, "not built"),
-    "attn_cp_size": (1, "not tried"),
+    "attn_cp_size": (1, _NOT_TRIED),
     "enable_pdmux": (False, "prompts and draws would be computed at the same time"),
     "disaggregation_mode": ("null", _FOREIGN_KEYS),
     "enable_hierarchical_cache": (False, _FOREIGN_KEYS),
@@ -87,16 +96,19 @@ class Guide:
     Attributes:
         settings: of the plugin.
         value_model: loaded beside the base model.
+        drafts: drafted tokens of a request in a step.
         step: the guided step; there is none until the engine has its slots.
+        runner: of the base model, likewise.
         has_slots: whether it has.
         metrics: of this process; None without ``--enable-metrics``.
         fallbacks: failures that ended the guidance of a batch.
     """
 
     step: GuidedStep
+    runner: ModelRunner
 
-    def __init__(self, settings: Settings, value_model: ValueModel) -> None:
-        self.settings, self.value_model = settings, value_model
+    def __init__(self, settings: Settings, value_model: ValueModel, drafts: int = 0) -> None:
+        self.settings, self.value_model, self.drafts = settings, value_model, drafts
         self.has_slots = False
         self.metrics: Metrics | None = None
         self.fallbacks = 0
@@ -107,6 +119,8 @@ class Guide:
         self._sampling: ForwardBatch | None = None
         self._stepped = False
         self._report: StepReport | None = None
+        # With speculative decoding, by table row: the tokens that a sequence has grown by since the step knew of it.
+        self._grown_by: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def take_slots(self, runner: ModelRunner) -> None:
         """Put the value model's cache on the slots and the slot table that the engine has just allocated."""
@@ -115,6 +129,7 @@ class Guide:
         graphs = settings.graphs
         if graphs is None and cuda_graph_fully_disabled():
             graphs = False
+        self.runner = runner
         self.step = GuidedStep(
             self.value_model,
             runner.req_to_token_pool.req_to_token,
@@ -124,7 +139,8 @@ class Guide:
             max_candidates=settings.max_candidates,
             max_eos=MAX_END_TOKENS,
             chunk_tokens=settings.chunk_tokens,
-            max_delta=MAX_DELTA,
+            max_delta=MAX_DELTA + self.drafts,
+            max_drafts=self.drafts,
             value_stride=settings.value_stride,
             commit_winners=settings.commit_winners,
             cache=settings.cache,
@@ -134,6 +150,10 @@ class Guide:
         if self.value_model.device.type == "cuda":
             for is_logits in (False, True):  # of sampled and of greedy batches
                 self.step.warm_up(is_logits=is_logits)
+        if self.drafts:
+            table_rows = runner.req_to_token_pool.req_to_token.shape[0]
+            grown_by = torch.zeros(table_rows, 2 + self.drafts, dtype=torch.int32, device=self.value_model.device)
+            self._grown_by = grown_by[:, 1:], grown_by[:, 0]
         parallel, options = get_parallel(), resolved_view(runner.server_args)
         if parallel.attn_tp_size > 1:
             self._ranks = parallel.attn_tp_group.cpu_group
@@ -277,10 +297,10 @@ class Guide:
                 )
             if self.metrics is not None or wants_values:
                 self._report = StepReport(
-                    output.candidates.status,
-                    output.candidates.lost_mass,
+                    output.candidates.status[:, None],
+                    output.candidates.lost_mass[:, None],
                     None if faults is None else self.step.table.faults[table_rows] > faults,
-                    output.remaining_lengths,
+                    None if output.remaining_lengths is None else output.remaining_lengths[:, None],
                     prompt_lengths,
                     self.metrics,
                     self._stopwatch.take(),
@@ -290,6 +310,99 @@ class Guide:
         if self.settings.trace is not None:
             _trace(self.settings.trace, batch, output)
         return output
+
+    def note_drawn(self, batch: ForwardBatch, tokens: torch.Tensor) -> None:
+        """Keep the tokens ``[B]`` drawn after prompts: with speculative decoding the next step is told of them."""
+        if self._grown_by is not None:
+            table_rows = batch.req_pool_indices[: len(tokens)]
+            grown, count = self._grown_by
+            grown[table_rows, 0] = tokens.int()
+            count[table_rows] = 1
+
+    def verify(
+        self,
+        original: Callable,
+        verify_input: EagleVerifyInput,
+        batch: ScheduleBatch,
+        logits_output: LogitsProcessorOutput,
+        grammar_mask: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The engine's verification of a batch's drafts, after what is drawn at the nodes of guided requests."""
+        logits, info, nodes = logits_output.next_token_logits, batch.sampling_info, verify_input.draft_token_num
+        table_rows, lengths = batch.req_pool_indices, batch.seq_lens.int() + 1
+        output, faults, remaining = None, None, None
+        wants_values = any(req.lenvm_guidance.return_values for req in batch.lenvm_reqs)
+        with changed_once(logits, info, grammar_mask, nodes):
+            with self._failing_softly(batch), self._timed():
+                self.step.scale_tokens(logits, table_rows.repeat_interleave(nodes))
+                if needs_value_model(batch):
+                    faults = self.step.table.faults[table_rows] if self.metrics else None
+                    output = self._draw_at_nodes(logits, info, verify_input, table_rows, lengths)
+            if output is not None and batch.lenvm_reqs:
+                if batch.return_logprob:  # of the logits as they are
+                    logits_output.next_token_logits = logits.clone()
+                assert output.tokens is not None
+                leave_only(logits_output.next_token_logits, output.tokens)
+            verified = original(verify_input, batch, logits_output, None, *args, **kwargs)
+            logits_output.next_token_logits = logits
+        if output is None or not batch.lenvm_reqs:
+            return verified
+        predict, lens, index = verified
+        path = index.clamp(min=0).long()
+        tokens = predict[path]
+        with self._failing_softly(batch):
+            assert self._grown_by is not None  # there are drafts
+            grown, count = self._grown_by
+            grown[table_rows, : tokens.shape[1]] = tokens
+            count[table_rows] = lens
+            if wants_values:
+                with self._timed():
+                    remaining = self.step.predict(tokens, table_rows, lengths + lens, new_lens=lens)
+            if self.metrics is not None:
+                self.metrics.guided_steps.inc()
+            if self.metrics is not None or wants_values:
+                report = StepReport(
+                    output.candidates.status[path],
+                    output.candidates.lost_mass[path],
+                    None if faults is None else self.step.table.faults[table_rows] > faults,
+                    remaining,
+                    None,
+                    self.metrics,
+                    self._stopwatch.take(),
+                    is_verified=True,
+                )
+                others = logits_output.auxiliary_device_output
+                logits_output.auxiliary_device_output = append_auxiliary_output(others, report)
+        if batch.lenvm_reqs and self.settings.trace is not None:
+            _trace_drafts(self.settings.trace, batch, verify_input, output, verified)
+        return verified
+
+    def _draw_at_nodes(
+        self,
+        logits: torch.Tensor,
+        info: SamplingBatchInfo,
+        verify_input: EagleVerifyInput,
+        table_rows: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> StepOutput:
+        assert self._grown_by is not None
+        grown, count = self._grown_by
+        return self.step.step(
+            logits,
+            grown[table_rows],
+            table_rows,
+            lengths,
+            new_lens=count[table_rows],
+            top_k=info.top_ks,
+            top_p=info.top_ps,
+            min_p=info.min_ps,
+            temperature=info.temperatures.flatten(),
+            is_logits=True,
+            sample=True,
+            drafts=drafts_of(verify_input),
+        )
 
     def _timed(self) -> AbstractContextManager[None]:
         return nullcontext() if self.metrics is None else self._stopwatch.running()
@@ -347,8 +460,32 @@ def _trace(trace: Path, batch: ForwardBatch, output: StepOutput) -> None:
         probs=output.probs.tolist(),
         token=output.tokens.tolist(),
     )
+    _write_trace(trace, batch.forward_mode.name, columns)
+
+
+def _trace_drafts(
+    trace: Path, batch: ScheduleBatch, verify_input: EagleVerifyInput, output: StepOutput, verified: Any
+) -> None:
+    """A row for each node that is on the way."""
+    predict, lens, index = (x.tolist() for x in verified)
+    nodes = [(i, node) for i, count in enumerate(lens) for node in index[i][:count]]
+    lengths = [n + 1 + j for n, count in zip(batch.seq_lens.tolist(), lens, strict=True) for j in range(count)]
+    at = [node for _, node in nodes]
+    columns = dict(
+        rid=[batch.reqs[i].rid for i, _ in nodes],
+        length=lengths,
+        status=output.candidates.status[at].tolist(),
+        token_ids=output.candidates.token_ids[at].tolist(),
+        value_logits=output.value_logits[at].tolist(),
+        probs=output.probs[at].tolist(),
+        token=[predict[node] for node in at],
+    )
+    _write_trace(trace, "TARGET_VERIFY", columns)
+
+
+def _write_trace(trace: Path, mode: str, columns: dict[str, list[Any]]) -> None:
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    line = json.dumps({"mode": batch.forward_mode.name, "rows": rows}) + "\n"
+    line = json.dumps({"mode": mode, "rows": rows}) + "\n"
     with trace.open("ab", buffering=0) as file:  # one write a line: ranks write to the same file
         file.write(line.encode())
 
@@ -412,7 +549,12 @@ def guidance_of(request: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput 
     return params
 
 
-def needs_value_model(batch: ForwardBatch) -> bool:
+def drafts_a_step(options: Any) -> int:
+    """Drafted tokens of a request in a step of an engine with these options."""
+    return (options.speculative_num_draft_tokens or 1) - 1 if options.speculative_algorithm else 0
+
+
+def needs_value_model(batch: ForwardBatch | ScheduleBatch) -> bool:
     """Whether the value model has to see a batch."""
     return any(req.lenvm_guidance.needs_value_model for req in batch.lenvm_reqs)
 
@@ -460,6 +602,11 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
     if missing:
         raise RuntimeError(f"LenVM does not fit this SGLang: it could not hook {', '.join(missing)}")
     options = resolved_view(runner.server_args)  # with the engine's choices for what was not given
+    if options.speculative_algorithm not in SPECULATIVE_ALGORITHMS:
+        raise ValueError(
+            f"speculative_algorithm must be one of {', '.join(map(str, SPECULATIVE_ALGORITHMS))} together with "
+            f"LENVM_VALUE_MODEL, got {options.speculative_algorithm}: {_NOT_TRIED}"
+        )
     for option, (accepted, reason) in OPTIONS.items():
         if (given := getattr(options, option, accepted)) != accepted:
             raise ValueError(f"{option} must be {accepted} together with LENVM_VALUE_MODEL, got {given}: {reason}")
@@ -474,7 +621,7 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
         weights=settings.weights,
     )
     check_vocabulary(runner, settings, value_model)
-    _guide = Guide(settings, value_model)
+    _guide = Guide(settings, value_model, drafts=drafts_a_step(options))
     kept = value_model.weights or value_model.dtype
     logger.info("LenVM: value model %s in %s on %s", settings.value_model, kept, device)
 
@@ -499,19 +646,21 @@ def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_
     """Around the sizing of the engine's pool: what the guided step will take is not the pool's."""
     if _guide is None:
         return original(configurator, budget_bytes, cap_tokens=cap_tokens)
-    model, settings = _guide.value_model, _guide.settings
+    model, settings, drafts = _guide.value_model, _guide.settings, _guide.drafts
+    delta = MAX_DELTA + drafts
 
     def sized(pool_bytes: int) -> tuple[Any, int]:
         """The pool, and the bytes that the value model takes beside it."""
         pool = original(configurator, pool_bytes, cap_tokens=cap_tokens)
         requests = configurator.resolve_max_num_reqs(pool.max_total_num_tokens)
-        last_step = requests * (MAX_DELTA + settings.max_candidates) if settings.commit_winners else 0
+        last_step = requests * (delta + tree_columns(drafts, settings.max_candidates)) if settings.commit_winners else 0
         slots = pool.max_total_num_tokens + configurator.page_size
         kept = KVCache.num_bytes(model, slots, settings.cache) + KVCache.num_bytes(model, last_step)
         engine = configurator.model_config
         sizes = dict(requests=requests, max_len=engine.context_len, vocab_size=engine.vocab_size)
         # Each keeps its memory from the other, see GuidedStep.
-        step = working_bytes(model, **sizes, max_candidates=settings.max_candidates, max_delta=MAX_DELTA)
+        of_step = dict(max_candidates=settings.max_candidates, max_delta=delta, max_drafts=drafts)
+        step = working_bytes(model, **sizes, **of_step)
         extend = working_bytes(model, **sizes, tokens=settings.chunk_tokens)
         return pool, kept + step + extend
 
@@ -545,26 +694,29 @@ def take_slots(_: None, runner: ModelRunner, *args: Any, **kwargs: Any) -> None:
         _guide.take_slots(runner)
 
 
-def admit_requests(batch: ForwardBatch, _: type, scheduled: ScheduleBatch, *args: Any, **kwargs: Any) -> None:
-    """After a batch was made ready for the model."""
+def admit_requests(
+    batch: ForwardBatch, _: type, scheduled: ScheduleBatch, runner: ModelRunner, *args: Any, **kwargs: Any
+) -> None:
+    """After a batch was made ready for a model."""
     batch.lenvm_reqs, batch.lenvm_decoding, batch.lenvm_prefixes = [], [], []
-    if _guide is None or not _guide.has_slots:
+    if _guide is None or not _guide.has_slots or runner.is_draft_worker:
         return
     batch.lenvm_reqs = [req for req in scheduled.reqs if req.lenvm_guidance is not None]
-    if batch.forward_mode.is_extend():
+    if batch.forward_mode.is_extend_without_speculative():
         running = {id(req) for req in scheduled.decoding_reqs or ()}  # in a mixed batch
         batch.lenvm_decoding = [id(req) in running for req in scheduled.reqs]
         new = [req for req in scheduled.reqs if id(req) not in running]
         for req in new:
             if req.lenvm_guidance is not None and req.lenvm_guidance.needs_value_model and req.prefix_len:
-                end = req.get_fill_ids()[max(0, req.prefix_len - MAX_DELTA + 1) : req.prefix_len]
+                end = req.get_fill_ids()[max(0, req.prefix_len - _guide.step.max_delta + 1) : req.prefix_len]
                 batch.lenvm_prefixes.append((int(req.kv.req_pool_idx), req.prefix_len, list(end)))
         _guide.admit(batch, new)
 
 
 def extend_prompts(_: Any, runner: ModelRunner, batch: ForwardBatch, *args: Any, **kwargs: Any) -> None:
     """After the base model's forward."""
-    if _guide is not None and batch.forward_mode.is_extend() and getattr(batch, "lenvm_reqs", None):
+    is_prompt = batch.forward_mode.is_extend_without_speculative()
+    if _guide is not None and is_prompt and getattr(batch, "lenvm_reqs", None):
         _guide.extend(batch)
         _discard_read_done(runner)
 
@@ -576,6 +728,7 @@ def sample(original: Callable, runner: ModelRunner, logits_output: Any, batch: F
     with _guide.sampling(batch):
         tokens = original(runner, logits_output, batch)
         report = _guide.report(logits_output.next_token_logits, batch.sampling_info, tokens)
+        _guide.note_drawn(batch, tokens)
     _discard_read_done(runner)
     logits_output.auxiliary_device_output = append_auxiliary_output(logits_output.auxiliary_device_output, report)
     return tokens
@@ -616,6 +769,26 @@ def sample_from_probs(
     return tokens if _guide is None else _guide.draw(probs, info, tokens), capture
 
 
+def verify_drafts(
+    original: Callable,
+    verify_input: EagleVerifyInput,
+    batch: ScheduleBatch,
+    logits_output: LogitsProcessorOutput,
+    grammar_mask: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Around the verification of a batch's drafts."""
+    arguments = verify_input, batch, logits_output, grammar_mask, *args
+    if _guide is None or batch.forward_mode.is_idle():
+        return original(*arguments, **kwargs)
+    batch.lenvm_reqs = [req for req in batch.reqs if req.lenvm_guidance is not None]
+    if not batch.lenvm_reqs:
+        return original(*arguments, **kwargs)
+    _discard_read_done(_guide.runner)
+    return _guide.verify(original, *arguments, **kwargs)
+
+
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler"
 HOOKS = {
@@ -631,6 +804,7 @@ HOOKS = {
     "sglang.srt.managers.scheduler.Scheduler.launch_batch_sample_if_needed": ("AROUND", sample_delayed),
     f"{_SAMPLER}._preprocess_logits": ("AFTER", scale_tokens),
     f"{_SAMPLER}._sample_from_probs": ("AROUND", sample_from_probs),
+    "sglang.srt.speculative.eagle_utils.eagle_sample": ("AROUND", verify_drafts),
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -53,6 +53,13 @@ class Metrics:
         )
         rows = Counter("lenvm:rows", "Rows of guided steps, by what became of them.", [*labels, "status"])
         self.rows = {name: rows.labels(**labels, status=name) for name in (*_STATUS_NAMES.values(), BROKEN)}
+        self.verifications, self.verified_tokens = (
+            {guided: counter.labels(**labels, guided=guided) for guided in ("yes", "no")}
+            for counter in (
+                Counter("lenvm:verifications", "Verifications of a request's drafts.", [*labels, "guided"]),
+                Counter("lenvm:verified_tokens", "Tokens that these gave.", [*labels, "guided"]),
+            )
+        )
         self.cache_bytes = labelled(
             Gauge, "cache_bytes", "Memory of the value model's keys and values.", multiprocess_mode="mostrecent"
         )
@@ -95,22 +102,24 @@ class StepReport:
     """What one step tells the host (an auxiliary output of the engine, on the device or already copied).
 
     Attributes:
-        status: int8 ``[B]``; a :class:`Status` a row; None without metrics.
-        lost_mass: fp32 ``[B]``; None without metrics.
+        status: int8 ``[B, N]``; a :class:`Status` for each of N tokens.
+        lost_mass: fp32 ``[B, N]``, likewise.
         broken: bool ``[B]``; rows that lost guidance in this step (``GuidanceTable.faults``); None without metrics.
-        remaining_lengths: fp32 ``[B]``; predicted after each token, NaN where not asked for; None when nobody asks.
+        remaining_lengths: fp32 ``[B, N]``; predicted after each token, NaN where not asked for; None when nobody asks.
         prompt_lengths: fp32 ``[B]``; predicted for each prompt, likewise.
         metrics: of the process, or None.
         milliseconds: of the value model's work.
+        is_verified: the tokens are drafts that were accepted, and the one after them.
     """
 
-    status: torch.Tensor | None
-    lost_mass: torch.Tensor | None
+    status: torch.Tensor
+    lost_mass: torch.Tensor
     broken: torch.Tensor | None
     remaining_lengths: torch.Tensor | None
     prompt_lengths: torch.Tensor | None
     metrics: Metrics | None
     milliseconds: Callable[[], float]
+    is_verified: bool = False
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> StepReport:
         """As SGLang's ``DeviceAuxiliaryOutput``."""
@@ -121,23 +130,31 @@ class StepReport:
         """As SGLang's ``HostAuxiliaryOutput``: the tensors have arrived. Rows without a commit were drawn in vain."""
         committed = {i: commit for i, commit in enumerate(commits) if commit is not None}
         if self.metrics is not None:
-            self._count(self.metrics, committed)
-        for lengths, key in ((self.prompt_lengths, OUTPUT_LENGTH), (self.remaining_lengths, REMAINING_LENGTHS)):
+            self._count(self.metrics, batch, {i: len(commit.token_ids) for i, commit in committed.items()})
+        prompt_lengths = None if self.prompt_lengths is None else self.prompt_lengths[:, None]
+        for lengths, key in ((prompt_lengths, OUTPUT_LENGTH), (self.remaining_lengths, REMAINING_LENGTHS)):
             if lengths is None:
                 continue
             numbers = lengths.tolist()
             for i, commit in committed.items():
                 first = commit.output_index
-                if math.isfinite(numbers[i]) and (key == REMAINING_LENGTHS or first == 0):
-                    _append(batch.reqs[i], key, first, numbers[i])
+                for j, number in enumerate(numbers[i][: len(commit.token_ids)]):
+                    if math.isfinite(number) and (key == REMAINING_LENGTHS or first == 0):
+                        _append(batch.reqs[i], key, first + j, number)
 
-    def _count(self, metrics: Metrics, committed: Collection[int]) -> None:
-        assert self.status is not None and self.lost_mass is not None and self.broken is not None  # there are metrics
+    def _count(self, metrics: Metrics, batch: ScheduleBatch, committed: Mapping[int, int]) -> None:
+        assert self.broken is not None  # there are metrics
         status, lost_mass, broken = self.status.tolist(), self.lost_mass.tolist(), self.broken.tolist()
         metrics.value_model_milliseconds.inc(self.milliseconds())
-        for i in committed:
-            metrics.rows[BROKEN if broken[i] else _STATUS_NAMES[status[i]]].inc()
-        metrics.lost_mass.inc(sum(lost_mass[i] for i in committed if status[i] != Status.UNGUIDED))
+        for i, count in committed.items():
+            for j in range(count):
+                metrics.rows[BROKEN if broken[i] else _STATUS_NAMES[status[i][j]]].inc()
+                if status[i][j] != Status.UNGUIDED:
+                    metrics.lost_mass.inc(lost_mass[i][j])
+            if self.is_verified:
+                guided = "no" if batch.reqs[i].lenvm_guidance is None else "yes"
+                metrics.verifications[guided].inc()
+                metrics.verified_tokens[guided].inc(count)
 
 
 def _append(req: Req, key: str, index: int, length: float) -> None:

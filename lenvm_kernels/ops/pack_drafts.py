@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import COLUMNS, MAX_CANDIDATES, check_fields, check_tensor, next_power_of_2, resolve_backend
+from lenvm_kernels.ops._common import (
+    COLUMNS,
+    MAX_CANDIDATES,
+    check_fields,
+    check_tensor,
+    next_power_of_2,
+    resolve_backend,
+)
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops.expand_drafts import check_drafts
 from lenvm_kernels.reference.pack_drafts import pack_drafts as _reference

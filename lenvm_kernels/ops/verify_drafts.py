@@ -125,7 +125,10 @@ nodes=tensor([[ 0,  1,  2, -1]], dtype=torch.int32))
     (rows, width), device = drafts.token_ids.shape, drafts.token_ids.device
     check_tensor("drawn", drawn, dtypes=torch.int32, shape=(rows * (1 + width),), device=device)
     verified = VerifiedTokens(
-        *(torch.empty(shape, dtype=torch.int32, device=device) for shape in ((rows, 1 + width), (rows,), (rows, 1 + width)))
+        *(
+            torch.empty(shape, dtype=torch.int32, device=device)
+            for shape in ((rows, 1 + width), (rows,), (rows, 1 + width))
+        )
     )
     _launch(backend, *verified, drawn, *drafts)
     return verified

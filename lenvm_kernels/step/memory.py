@@ -2,6 +2,7 @@
 
 import math
 
+from lenvm_kernels.ops.pack_drafts import tree_columns
 from lenvm_kernels.ops.ragged_linear import num_splits, square_sums_shape
 from lenvm_kernels.ops.value_tree_attention import num_counters, plan_shape, workspace_shape
 from lenvm_kernels.value_model import ValueModel
@@ -15,6 +16,7 @@ def working_bytes(
     vocab_size: int,
     max_candidates: int = 0,
     max_delta: int = 16,
+    max_drafts: int = 0,
     tokens: int | None = None,
 ) -> int:
     """Bytes that a step takes while it runs, or a :meth:`GuidedStep.extend`, at most.
@@ -25,7 +27,7 @@ def working_bytes(
       (0 if there is one part) and ``G = H / 64`` groups of squares (:func:`ragged_linear`);
     - ``4 X W Hq (D + 1) + 32 N + 8 B Hkv``, with ``X <= 16`` splits of the cached tokens of the ``W <= T`` tokens that
       have several, and ``N <= 1 + X (T + B)`` rows of the plan (:func:`value_tree_attention`);
-    - ``B (V / 16 + 320 K + 64)`` for the candidates.
+    - ``B (1 + D) (V / 16 + 320 K + 64)`` for the candidates.
 
     Args:
         value_model: whose dimensions are ``H``, ``I``, ``Hq``, ``Hkv``, ``D`` with ``e`` bytes an element.
@@ -34,10 +36,11 @@ def working_bytes(
         vocab_size: V.
         max_candidates: K; 0 for an extend.
         max_delta: M, of a step.
-        tokens: T; of an extend its ``chunk_tokens``. None: ``B (M + K)``, as in a step.
+        max_drafts: D, of a step.
+        tokens: T; of an extend its ``chunk_tokens``. None: ``B (M + D + (1 + D) K)``, as in a step.
     """
     config, k = value_model.config, max_candidates
-    t = requests * (max_delta + k) if tokens is None else tokens
+    t = requests * (max_delta + tree_columns(max_drafts, k)) if tokens is None else tokens
     heads = config.num_heads + 2 * config.num_kv_heads
     parts = num_splits(config.hidden_size, config.intermediate_size)
     sizes = (t, requests, config.num_heads // config.num_kv_heads, max_len)
@@ -48,4 +51,4 @@ def working_bytes(
     request_bytes = vocab_size // 16 + 320 * k + 64
     attention_bytes = 4 * math.prod(workspace_shape(*sizes)) * config.num_heads * (config.head_dim + 1)
     attention_bytes += 4 * (math.prod(plan_shape(*sizes)) + num_counters(requests, config.num_kv_heads))
-    return t * token_bytes + attention_bytes + requests * request_bytes
+    return t * token_bytes + attention_bytes + requests * (1 + max_drafts) * request_bytes

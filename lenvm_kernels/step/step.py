@@ -49,7 +49,6 @@ from lenvm_kernels.types import (
     Drafts,
     Mode,
     ScoredCandidates,
-    Status,
     StepRequests,
     VerifiedTokens,
 )
@@ -706,7 +705,7 @@ class GuidedStep:
         return self._score(requests, nodes, before_head=partial(record.mark, "forward"))
 
     def _score(self, requests: int, nodes: int, before_head: Callable[[], None] | None = None) -> torch.Tensor:
-        """Value logits of what the nodes of the first ``requests`` have to be scored, fp32 ``[requests * nodes, K]``."""
+        """Value logits of what is scored at the nodes of the first ``requests``, fp32 ``[requests * nodes, K]``."""
         known, _, scored, out, trees, _, _ = self._rows(requests, nodes)
         computed = scored if trees is None else trees
         options: dict[str, Any] = dict(page_size=self.page_size, backend=self.backend)
