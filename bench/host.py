@@ -122,8 +122,8 @@ def step_arguments(rows: int, vocab: int) -> dict[str, object]:
 class NoGraphs(Graphs):
     """Graphs that cost nothing, and leave what the function gave at first."""
 
-    def _capture(self, requests: int) -> tuple[list[SimpleNamespace], torch.Tensor]:
-        return [SimpleNamespace(replay=lambda: None)], self._score(requests)
+    def _capture(self, requests: int, nodes: int) -> tuple[list[SimpleNamespace], torch.Tensor]:
+        return [SimpleNamespace(replay=lambda: None)], self._score(requests, nodes)
 
 
 def guided_step(model: ValueModel, rows: int, vocab: int, *, graph: bool) -> Subject:

@@ -22,6 +22,7 @@ from bench.step import CACHED, MORE_CACHED, candidate_counts
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.ops import value_tree_attention
 from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.types import Drafts
 from lenvm_kernels.value_model import ValueModel, ValueModelConfig
 
 # Of the data sheet's rates those that a copy and a large matmul of cuBLAS reach: the base of the aim of 1.35.
@@ -35,17 +36,21 @@ L2_HOLDS = 25e6  # bytes of its 50 MB that outlast a kernel which streams more: 
 
 @dataclass(frozen=True)
 class Live:
-    """How much of a launch's room is in use: ``rows`` of a forward, of ``requests`` with ``cached`` tokens each."""
+    """How much of a launch's room is in use: ``rows`` of a forward, of ``requests`` with ``cached`` tokens each, which
+    are scored at so many ``nodes``."""
 
     rows: int
     requests: int = 0
     cached: int = 0
+    nodes: int = 1
 
     @classmethod
-    def of_step(cls, requests: int, counts: str = "full", cached: int = CACHED) -> "Live":
-        """Of a step in which every winner was committed: the last token is cached, and candidates are all there is."""
+    def of_step(cls, requests: int, counts: str = "full", cached: int = CACHED, drafts: int = 0) -> "Live":
+        """Of a step in which every winner was committed: the last token is cached, and candidates are all there is,
+        drafts among them."""
         counted = candidate_counts(requests, counts)
-        return cls(int(torch.where(counted > 1, counted, 1).sum()), requests, cached + 1)
+        rows = int(torch.where(counted > 1, counted, 1).sum())
+        return cls(rows * (1 + drafts), requests, cached + 1, 1 + drafts)
 
 
 # --- what the programs of each kernel have to do; a kernel not in the table takes one turn a program ---
@@ -100,7 +105,8 @@ def _attention(a: Arguments, live: Live) -> Work:
 
 
 def _scan(a: Arguments, live: Live) -> Work:
-    return Work(live.requests * _ceil(_ceil(a["V"], a["TILE"]), a["PROGRAM_TILES"]), hbm=a["scores_ptr"].nbytes)
+    tiles = _ceil(_ceil(a["V"], a["TILE"]), a["PROGRAM_TILES"])
+    return Work(live.requests * live.nodes * tiles, hbm=a["scores_ptr"].nbytes)
 
 
 def _head(a: Arguments, live: Live) -> Work:
@@ -221,12 +227,14 @@ def make_step(
     *,
     weights: str | None = None,
     cache: str | None = None,
+    drafts: int = 0,
 ) -> Callable[[], object]:
     """What takes a step of so many layers as :mod:`bench.step` does, on CPU tensors of zeros.
 
     Args:
         weights: of :class:`ValueModel`.
         cache: of :class:`GuidedStep`.
+        drafts: a chain of so many a request.
     """
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -240,6 +248,7 @@ def make_step(
         zeros(requests, columns, dtype=torch.int32),
         requests * columns,
         vocab_size=VOCAB,
+        max_drafts=drafts,
         cache=cache,
         backend="triton",
     )
@@ -247,9 +256,16 @@ def make_step(
         step.add_request(row, parse_guidance({"value_mode": "mul", "value_scale": 0.8}), {0})
     step.flush()
     floats = zeros(requests, dtype=torch.float32)
-    batch = (zeros(requests, VOCAB, dtype=torch.float32), *[zeros(requests)] * 2, zeros(requests, dtype=torch.int32))
-    filters = dict(top_k=zeros(requests, dtype=torch.int32), top_p=floats, min_p=floats)
-    return partial(step.step, *batch, **filters, is_logits=True, sample=True)
+    i32 = zeros(requests, dtype=torch.int32)
+    scores = zeros(requests * (1 + drafts), VOCAB, dtype=torch.float32)
+    options: dict[str, Any] = dict(top_k=i32, top_p=floats, min_p=floats, is_logits=True, sample=True)
+    if not drafts:
+        return partial(step.step, scores, zeros(requests), zeros(requests), i32, **options)
+    assert step._trees is not None
+    step._trees.columns.zero_()  # a kernel that does not run does not write them, and torch reads them
+    chain = torch.arange(drafts, dtype=torch.int32).expand(requests, -1) - 1
+    options |= dict(drafts=Drafts(zeros(requests, drafts), chain), verify="same_draws", new_lens=i32)
+    return partial(step.step, scores, zeros(requests, 1 + drafts), zeros(requests), i32, **options)
 
 
 class _Operators(TorchDispatchMode):
@@ -278,10 +294,10 @@ def layer_of(names: Sequence[str]) -> slice:
 
 
 @cache
-def operators_of_step(name: str) -> tuple[int, int]:
+def operators_of_step(name: str, drafts: int = 0) -> tuple[int, int]:
     """Torch operators (of a layer, of the rest of a step) that launch a kernel."""
     names: list[str] = []
-    step = make_step(name, 1, 2)
+    step = make_step(name, 1, 2, drafts=drafts)
     with kernels_on_cpu("sm_90"), intercept_launches(lambda kernel, launch: names.append(kernel)), _Operators(names):
         step()
     of_layer = sum(name.startswith("torch") for name in names[layer_of(names)])
@@ -320,12 +336,14 @@ class Step:
         *,
         weights: str | None = None,
         cache: str | None = None,
+        drafts: int = 0,
     ) -> "Step":
-        live = Live.of_step(requests, counts, cached)
-        launches = launches_of(make_step(model, requests, 2, cached, weights=weights, cache=cache), live)
+        live = Live.of_step(requests, counts, cached, drafts)
+        call = make_step(model, requests, 2, cached, weights=weights, cache=cache, drafts=drafts)
+        launches = launches_of(call, live)
         layer = layer_of([launch.label for launch in launches])
         others = launches[: layer.start] + launches[2 * layer.stop - layer.start :]
-        return cls(model, live, launches[layer], others, operators_of_step(model), weights, cache)
+        return cls(model, live, launches[layer], others, operators_of_step(model, drafts), weights, cache)
 
     @property
     def config(self) -> ValueModelConfig:
@@ -369,5 +387,5 @@ class Step:
             weights=self.weights,
             cache=self.cache,
         )
-        scores = live.requests * VOCAB * 4
+        scores = live.requests * live.nodes * VOCAB * 4
         return max((moved + scores) / (gpu.bandwidth * copy), operations / (gpu.tensor_rate * matmul))

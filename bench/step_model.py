@@ -29,6 +29,7 @@ RESULT = Path(__file__).parent / "results" / "step-model.md"
 BEFORE = RESULT.with_name("step-model-before.json")
 MODELS, SIZES = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B"), (1, 8, 64, 256, 512)
 DETAILED, DETAILED_SIZES = "Qwen2.5-1.5B", (8, 64, 256)
+DRAFTS = 4
 
 Numbers = dict[str, dict]  # model -> "requests GPU" -> see numbers_of
 
@@ -55,12 +56,14 @@ def numbers_of(step: Step, gpu: Gpu, rates: Rates) -> dict[str, object]:
     }
 
 
-def predict(models: Sequence[str], sizes: Sequence[int], rates: dict[str, Rates], kept: str | None = None) -> Numbers:
+def predict(
+    models: Sequence[str], sizes: Sequence[int], rates: dict[str, Rates], kept: str | None = None, drafts: int = 0
+) -> Numbers:
     """:func:`numbers_of` by model, then by requests and GPU. ``kept`` is ``fp8`` for weights and a cache in 8 bits."""
     numbers: Numbers = {}
     for model in models:
         for requests in sizes:
-            step = Step.of(model, requests, weights=kept, cache=kept)
+            step = Step.of(model, requests, weights=kept, cache=kept, drafts=drafts)
             for gpu in GPUS.values():
                 key = f"{requests} {gpu.name}"
                 numbers.setdefault(model, {})[key] = numbers_of(step, gpu, rates[gpu.name])
@@ -109,11 +112,22 @@ def fp8_tables(plain: Numbers, quantized: Numbers) -> list[str]:
     return lines
 
 
+def drafts_table(plain: Numbers, drafted: Numbers) -> list[str]:
+    """Markdown: milliseconds of a step with drafts beside those of as many steps as it has nodes."""
+    steps = 1 + DRAFTS
+    lines = [_row(["B", "GPU", "launches", f"with {DRAFTS} drafts", f"{steps} steps", "share"]), _row(["---"] * 6)]
+    for key, of_step in drafted[DETAILED].items():
+        together, single = of_step["milliseconds"], plain[DETAILED][key]["milliseconds"] * steps
+        numbers = (str(of_step["launches"]), f"{together:.2f}", f"{single:.2f}", f"{together / single:.0%}")
+        lines.append(_row([*key.split(), *numbers]))
+    return lines
+
+
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def page(now: Numbers, quantized: Numbers, before: dict, rates: dict[str, Rates]) -> str:
+def page(now: Numbers, quantized: Numbers, drafted: Numbers, before: dict, rates: dict[str, Rates]) -> str:
     """The page of results."""
     of_rates = "\n".join(f"- {gpu}: {of_gpu}" for gpu, of_gpu in rates.items())
     lines = [
@@ -140,7 +154,14 @@ Counted and computed, not measured: no GPU has run the step yet. [measuring.md](
 The matrices of the layers, keys and values in e4m3, the rest as above; {DETAILED}.
 """,
         *fp8_tables(now, quantized),
-        f"""## Steps
+        f"""## Drafts
+
+{DETAILED}, a chain of {DRAFTS} drafts a request, all of which are candidates, and five candidates at each of its nodes;
+milliseconds. How many of these tokens are accepted depends on the drafts.
+""",
+        *drafts_table(now, drafted),
+        f"""
+## Steps
 
 `at rates` is the larger of bytes at {COPY_SHARE:.0%} of the data sheet's bandwidth and operations at \
 {MATMUL_SHARE:.0%} of its tensor rate,
@@ -190,7 +211,8 @@ def main() -> None:
         args.json.write_text(dump(about | {"models": now}))
         return
     quantized = predict((DETAILED,), DETAILED_SIZES, rates, "fp8")
-    text = page(now, quantized, json.loads(args.before.read_text()), rates)
+    drafted = predict((DETAILED,), DETAILED_SIZES, rates, drafts=DRAFTS)
+    text = page(now, quantized, drafted, json.loads(args.before.read_text()), rates)
     args.out.write_text(text)
     print(text, end="")
 

@@ -406,7 +406,11 @@ def test_the_page_sets_the_numbers_beside_those_before():
         numbers["layer"] = {"ragged_linear 8 x 4": [7.25, "HBM"]}
     for numbers in now[step_model.DETAILED].values():
         numbers["layer"]["ragged_linear 8 x 4"] = [9.5, "HBM"]
-    text = step_model.page(now, quantized, before, rates)
+    drafted = json.loads(json.dumps(now))
+    for numbers in drafted[step_model.DETAILED].values():
+        numbers["milliseconds"] *= 2
+        numbers["launches"] = 99
+    text = step_model.page(now, quantized, drafted, before, rates)
     assert json.loads(step_model.dump(before)) == before
     a, b = (now[step_model.DETAILED]["8 H100"]["layer"][label][0] for label in "ab")
     assert f"| a | {a:.1f} |" in text and f"| b | {b:.1f} |" in text
@@ -417,6 +421,7 @@ def test_the_page_sets_the_numbers_beside_those_before():
     assert row in text and "abcdef0" in text
     assert text.count("| ragged_linear 8 x 4, us | 7.2 | 7.2 | 7.2 | 9.5 | 9.5 | 9.5 |") == 2
     assert f" {0.75 * ms:.2f} |" in text
+    assert f"| 64 | H200 | 99 | {2 * ms:.2f} | {5 * ms:.2f} | 40% |" in text
 
 
 def test_the_committed_numbers_before_are_whole():
