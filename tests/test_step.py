@@ -690,7 +690,10 @@ def test_working_bytes_of_a_step_by_hand(models):
     assert working_bytes(models.value, max_len=512, **ours, **sizes) == step + 32 * (1 + 3)
     split = 4 * 3 * 27 * 4 * 13
     assert working_bytes(models.value, max_len=1153, **ours, **sizes) == step + 32 * (1 + 3 * 3) + split
-    # 16 tokens a request beside its candidates, of which a tile of queries takes 32.
+    # Two drafts a request, and eight candidates at each of its three nodes; a tile of queries takes 32 tokens.
+    drafted = 3 * (1 + 2 + 24) * token + 9 * row + counters + 32 * (1 + 81 // 32 + 3)
+    assert working_bytes(models.value, max_len=512, max_drafts=2, **ours, **sizes) == drafted
+    # 16 tokens a request beside its candidates.
     step += 45 * token
     assert working_bytes(models.value, max_len=512, max_candidates=8, **sizes) == step + 32 * (1 + 72 // 32 + 3)
     row = VOCAB // 16 + 64

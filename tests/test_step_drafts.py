@@ -6,11 +6,13 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from lenvm_kernels.step import working_bytes
 from lenvm_kernels.types import Drafts, Status
 from lenvm_kernels.value_model import ValueModel
 from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step
-from tests.helpers.models import EOS, TINY, VOCAB, last_value_logits, random_head, random_model
+from tests.helpers.models import EOS, TINY, VOCAB, last_value_logits, random_head, random_model, tiny_value_model
 from tests.helpers.padded_step import PaddedGraphs
+from tests.test_step import PeakMemory, no_read_back
 
 ATOL = 2e-5  # on value logits of O(1), fp32 against fp32
 TILT = {"value_mode": "centered_exp", "value_scale": -20}
@@ -156,9 +158,7 @@ def run_drafted(models, rows, prompts, guidance, count, base, parents, draft, pa
             for path in (paths(tokens[i], parents) + [[]] * len(parents))[: 1 + len(parents)]
         ]
         all_parents = [parents] * len(rows)
-        output = step_with(
-            engine, rows, sequences, new, base, tokens, all_parents, drawn=torch.stack(drawn)
-        )
+        output = step_with(engine, rows, sequences, new, base, tokens, all_parents, drawn=torch.stack(drawn))
         new = output.verified.lens.tolist()
         for i, sequence in enumerate(sequences):
             nodes = output.verified.nodes[i, : new[i]].tolist()
@@ -287,7 +287,6 @@ def test_strides_with_drafts(models):
     assert not step.table.faults.any()
 
 
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -295,7 +294,11 @@ def test_strides_with_drafts(models):
         ({"verify": "rejection"}, ValueError, "verify must be None, or 'same_draws' .* got 'rejection'"),
         ({"sample": False}, ValueError, "verify must be None, or 'same_draws' .* got 'same_draws'"),
         ({"drafts": (1, 2)}, TypeError, "drafts must be Drafts, got tuple"),
-        ({"drafts": drafts_of([[5, 6, 7]], [[-1, 0, 1]])}, ValueError, "drafts must have max_drafts = 2 columns, got 3"),
+        (
+            {"drafts": drafts_of([[5, 6, 7]], [[-1, 0, 1]])},
+            ValueError,
+            "drafts must have max_drafts = 2 columns, got 3",
+        ),
         ({"drafts": drafts_of([[5, 6]] * 2, [[-1, 0]] * 2)}, ValueError, r"drafts.token_ids must be .* \[1, \*\]"),
         ({"scores": torch.zeros(4, VOCAB)}, ValueError, r"scores must have 1 \+ max_drafts = 3 rows a request, got 4"),
         ({"drawn": torch.zeros(1)}, ValueError, r"drawn must be int32\|int64 \[3\]"),
@@ -306,7 +309,9 @@ def test_drafts_are_checked(models, options, error, message):
     step, _ = make_step(models.value, max_drafts=2)
     one = torch.ones(1, dtype=torch.int32)
     arguments = dict(scores=torch.zeros(3, VOCAB), tokens=one, table_rows=one, lengths=one, top_k=4, top_p=1.0)
-    arguments |= dict(min_p=0.0, is_logits=True, sample=True, verify="same_draws", drafts=drafts_of([[5, 6]], [[-1, 0]]))
+    arguments |= dict(
+        min_p=0.0, is_logits=True, sample=True, verify="same_draws", drafts=drafts_of([[5, 6]], [[-1, 0]])
+    )
     step.step(**arguments)
     if options.get("drafts", 1) is None:
         options = options | {"scores": torch.zeros(1, VOCAB)}
@@ -383,3 +388,24 @@ def test_lengths_after_tokens_that_were_taken(models, monkeypatch, commit_winner
     if commit_winners:
         # All but the last tokens of the prompts are computed in a prediction, and none of them again.
         assert deltas[1::2] == [[1, 0, 0], [0, 0, 0], [0, 0, 0]] and deltas[2::2] == [[0, 0, 0]] * 2
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_memory_is_as_stated_and_nothing_is_read_back(device, rows):
+    """Of a step with drafts, through the Triton kernels; twice the memory would be a poor bound."""
+    options = dict(max_drafts=3, max_delta=5, max_candidates=4)
+    step, slots = make_step(tiny_value_model(device), max_len=96, backend="triton", graphs=False, **options)
+    engine = Engine(step, slots).start(range(rows), PROMPTS[:rows], GUIDANCE[:rows], room=40)
+    tokens, parents = (torch.zeros(rows, 3, dtype=torch.int32, device=device) for _ in range(2))
+    parents += torch.tensor([-1, 0, 0], dtype=torch.int32, device=device)
+    scores = torch.randn(rows * 4, VOCAB, device=device)
+    last, lengths = engine.tensor([p[-1:] for p in PROMPTS[:rows]]), engine.tensor([len(p) for p in PROMPTS[:rows]])
+    arguments = dict(scores=scores, tokens=last, table_rows=engine.tensor(list(range(rows))), lengths=lengths)
+    arguments |= dict(new_lens=torch.ones_like(lengths), top_k=4, top_p=1.0, min_p=0.0)
+    with PeakMemory() as memory, no_read_back():
+        output = step.step(
+            **arguments, is_logits=True, sample=True, drafts=Drafts(tokens, parents), verify="same_draws"
+        )
+    assert (output.verified.lens > 0).all()
+    stated = working_bytes(step.value_model, requests=rows, max_len=96, vocab_size=VOCAB, **options)
+    assert 0.5 * stated < memory.peak <= stated
