@@ -224,11 +224,10 @@ def test_unguided_requests_are_drawn_as_without_the_plugin(folder):
     assert outputs[0][0] != outputs[1][0] and outputs[0][2] != outputs[1][2]
 
 
-def test_speculative_decoding_is_refused_at_start(folder):
-    options = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
+def test_what_guidance_does_not_go_with_is_refused_at_start(folder):
     with (
-        pytest.raises(AssertionError, match="speculative_algorithm must be None"),
-        running_server(folder, "s", *options),
+        pytest.raises(AssertionError, match="enable_hierarchical_cache must be False"),
+        running_server(folder, "s", "--enable-hierarchical-cache"),
     ):
         pass
 
@@ -301,6 +300,7 @@ def test_the_slot_table_is_kept_until_its_last_read(monkeypatch, mode, is_delaye
         extend=lambda batch: forward_stream.append("the value model reads the table for a prompt"),
         sampling=lambda batch: nullcontext(),
         report=lambda *arguments: forward_stream.append("the value model reads the table for a step"),
+        note_drawn=lambda *arguments: None,
     )
     monkeypatch.setattr(sglang_adapter, "_guide", guide)
     reqs = [SimpleNamespace(lenvm_guidance=parse_guidance(GENTLE) if is_guided else None)]
@@ -340,6 +340,25 @@ def test_the_slot_table_is_kept_until_its_last_read(monkeypatch, mode, is_delaye
 def test_an_idle_engine_draws_nothing():
     scheduler = SimpleNamespace()  # it has nothing to set a barrier up with
     sglang_adapter.sample_delayed(Scheduler.launch_batch_sample_if_needed, scheduler, None, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"speculative_algorithm": "DFLASH"},
+            "speculative_algorithm must be one of None, EAGLE, EAGLE3, STANDALONE, NGRAM .* got DFLASH",
+        ),
+        ({"speculative_algorithm": "EAGLE", "speculative_adaptive": True}, "speculative_adaptive must be False"),
+        ({"speculative_algorithm": None, "pp_size": 2}, "pp_size must be 1 together .*, got 2: not built"),
+    ],
+)
+def test_options_that_guidance_does_not_go_with(monkeypatch, given, message):
+    monkeypatch.setattr(sglang_adapter, "resolved_view", lambda options: options)
+    monkeypatch.setattr(sglang_adapter.HookRegistry, "_patched", set(sglang_adapter.HOOKS))
+    runner = SimpleNamespace(is_draft_worker=False, server_args=SimpleNamespace(**given))
+    with pytest.raises(ValueError, match=message):
+        sglang_adapter.load_value_model(None, runner)
 
 
 def save_tokenizer(folder, vocabulary):

@@ -1,0 +1,87 @@
+"""What the SGLang plugin makes of the drafts of speculative decoding, without the server. Elsewhere skipped."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
+
+from lenvm_kernels.adapters import sglang as sglang_adapter
+from lenvm_kernels.adapters.sglang_drafts import changed_once, drafts_of, leave_only, parents_of
+
+# A node's parent, -1 for the root. By node: the root has 1, 3 and 4, which has 6; 1 has 2 and 5.
+TREE = [-1, 0, 1, 0, 0, 1, 4]
+CHAIN = [-1, 0, 1, 2, 3, 4, 5]
+STAR = [-1, 0, 0, 0, 0, 0, 0]
+
+
+def links(parents):
+    """(first child, next sibling) of each node."""
+    children, siblings = [-1] * len(parents), [-1] * len(parents)
+    for node in reversed(range(1, len(parents))):
+        siblings[node], children[parents[node]] = children[parents[node]], node
+    return children, siblings
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_parents_of_links(dtype):
+    trees = [TREE, STAR, CHAIN]
+    children, siblings = (torch.tensor(x, dtype=dtype) for x in zip(*map(links, trees), strict=True))
+    found = parents_of(children, siblings)
+    assert found.dtype == torch.int32
+    assert found.tolist() == [[max(parent - 1, -1) for parent in tree] for tree in trees]
+    assert parents_of(children[:, :1] * 0 - 1, siblings[:, :1] * 0 - 1).tolist() == [[-1]] * 3
+
+
+def test_drafts_of_a_batch():
+    children, siblings = (torch.tensor(x) for x in zip(*map(links, [CHAIN, TREE]), strict=True))
+    tokens = torch.arange(20, 34)
+    given = SimpleNamespace(
+        draft_token=tokens, draft_token_num=7, retrieve_next_token=children, retrieve_next_sibling=siblings
+    )
+    drafts = drafts_of(given)
+    assert drafts.token_ids.tolist() == [[21, 22, 23, 24, 25, 26], [28, 29, 30, 31, 32, 33]]
+    assert drafts.parents.tolist() == [[-1, 0, 1, 2, 3, 4], [-1, 0, -1, -1, 0, 3]]
+
+
+def test_only_drawn_tokens_are_left():
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
+    before = logits.clone()
+    leave_only(logits, torch.tensor([8, -1, 0, 3], dtype=torch.int32))
+    assert torch.equal(logits[1], before[1])
+    for row, token in ((0, 8), (2, 0), (3, 3)):
+        assert torch.softmax(logits[row], 0).tolist() == [float(i == token) for i in range(9)]
+        # Whatever penalties come on top.
+        assert (logits[row] * 1.3 - 0.7).argmax() == token and logits[row].isfinite().sum() == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_penalties_are_applied_once(fails):
+    additive, scaling = torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.0, 0.0]]), torch.tensor([[2.0, 1, 1], [1, 1, 4.0]])
+    bias = torch.tensor([[0.0, 0.0, -math.inf], [0.0, 0.0, 0.0]])
+    info = SimpleNamespace(acc_additive_penalties=additive, acc_scaling_penalties=scaling, logit_bias=bias)
+    mask = SimpleNamespace(apply=lambda logits: logits[3].fill_(-math.inf))
+    logits = torch.tensor([[4.0, 1.0, 0.0], [-4.0, 2.0, 0.0], [0.5, 1.0, 8.0], [0.5, 1.0, 8.0]])
+    expected = [[2.0, 2.0, -math.inf], [-8.0, 3.0, -math.inf], [1.0, 1.0, 2.0], [-math.inf] * 3]
+    try:
+        with changed_once(logits, info, mask, 2):
+            assert logits.tolist() == expected
+            assert vars(info) == dict.fromkeys(vars(info))
+            if fails:
+                raise RuntimeError
+    except RuntimeError:
+        assert fails
+    assert info.acc_additive_penalties is additive and info.acc_scaling_penalties is scaling
+    assert info.logit_bias is bias
+    with changed_once(logits, SimpleNamespace(**dict.fromkeys(vars(info))), None, 2):
+        assert logits.tolist() == expected
+
+
+def test_drafts_a_step():
+    def options(algorithm, count):
+        return SimpleNamespace(speculative_algorithm=algorithm, speculative_num_draft_tokens=count)
+
+    assert sglang_adapter.drafts_a_step(options("EAGLE", 5)) == 4
+    assert sglang_adapter.drafts_a_step(options(None, None)) == sglang_adapter.drafts_a_step(options(None, 5)) == 0
