@@ -15,6 +15,7 @@ from bench.models import make_model
 from bench.step import Decode
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.ops._common import E4M3
+from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
@@ -39,7 +40,7 @@ GUIDANCE = ({"value_scale": 0.7}, {"target_length": 60}, {"target_length": 60, "
 
 
 def run(device: str) -> list[torch.Tensor]:
-    """A prompt, steps, a tree and a norm; the results that have to be finite."""
+    """A prompt, steps, a tree, a path of it and a norm; the results that have to be finite."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32  # the interpreter's bf16 is broken
     model, vocab = make_model(CONFIG, dtype, device), CONFIG.vocab_size
@@ -68,6 +69,12 @@ def run(device: str) -> list[torch.Tensor]:
     lengths = (int32([0]), int32([64]), int32([0, 9]), int32([8]))
     table, parents = int32([list(range(64))]), int32([-1, 0, 0, 1, 1, 2, 3, 4, 5])
     results.append(value_tree_attention(q, new, new, cache, cache, table, *lengths, parents=parents, backend="triton"))
+    # Of that tree a path, computed in the last forward.
+    nodes, moved = int32([list(range(9))]), torch.zeros_like(cache).repeat(2, 1, 1, 1, 1)
+    path = (int32([0]), int32([0]), int32([[0, 1, 3]]), int32([2]), table, int32([0]))
+    options = dict(new_lens=int32([3]), candidate_parents=parents[None], backend="triton")
+    commit_winner(*moved, *new.repeat(2, 1, 1, 1, 1), nodes, nodes, *path, **options)
+    results += moved
     scale = torch.full((2,), 2.0**-6, device=device)
     of_cache = dict(key_scales=scale, value_scales=scale)
     codes = (cache / scale[0]).to(E4M3)

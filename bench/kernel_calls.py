@@ -222,24 +222,29 @@ def _commit_winner() -> Iterator[Call]:
         ("fp32", 32, 32, 128, i64),
     ):
         tokens, row, index = FLOATS[dtype](layers, slots, heads, head_dim), i32(rows), integers(rows)
-        drawn = (i32(rows, 8), integers(rows, 8), row, index, index, row, index)
+        drawn = (i32(rows, 8), integers(rows, 8), row, index, index, row, i32(rows, MAX_LEN), index)
         name = f"commit_winner {dtype} {layers} layers {heads} D{head_dim}"
         yield name, partial(commit_winner, *[tokens] * 4, *drawn, backend="triton")
         call = partial(commit_winner, *[tokens.to(E4M3)] * 2, *[tokens] * 2, *drawn, backend="triton")
         yield f"{name}, cache in e4m3", partial(call, **_scales(layers, heads))
+        several = (*drawn[:4], integers(rows, 4), *drawn[5:])
+        tree = dict(new_lens=row, candidate_parents=i32(rows, 8), page_size=16, backend="triton")
+        yield f"{name}, several tokens", partial(commit_winner, *[tokens] * 4, *several, **tree)
 
 
 def _gather_requests() -> Iterator[Call]:
     rows = 64
     table = GuidanceTable(rows, "cpu").columns
     numbers = i64(rows)
-    call = partial(gather_requests, table, numbers, numbers, i32(rows), numbers, backend="triton")
+    call = partial(gather_requests, table, numbers, numbers, i32(rows), backend="triton")
     yield "gather_requests", call
     history = empty_history(rows, 16, numbers.device)
     every_option = dict(active=i8(rows).bool(), history=history, out=empty_requests(rows, numbers.device))
     yield "gather_requests with every option", partial(call, **every_option)
-    several = partial(gather_requests, table, i64(rows, 4), numbers, i32(rows), numbers, backend="triton")
-    yield "gather_requests of several tokens", partial(several, new_lens=i32(rows), **every_option)
+    several = partial(gather_requests, table, i64(rows, 4), numbers, i32(rows), backend="triton")
+    for width in (1, 4):
+        every_option |= dict(new_lens=i32(rows), out=empty_requests(rows, numbers.device, width))
+        yield f"gather_requests of several tokens, with room for {width}", partial(several, **every_option)
 
 
 def _select_scored() -> Iterator[Call]:
@@ -259,7 +264,7 @@ def _catch_up() -> Iterator[Call]:
         history, pages = empty_history(rows, held, torch.device("cpu")), i32(rows, MAX_LEN // page_size)
         call = partial(catch_up, history, requests, i32(rows), pages, page_size=page_size, backend="triton")
         yield f"catch_up M{held}, pages of {page_size}", call
-        yield f"catch_up M{held}, pages of {page_size}, with committed", partial(call, committed=i8(rows).bool())
+        yield f"catch_up M{held}, pages of {page_size}, with committed", partial(call, committed=i32(rows))
 
 
 def _embed_tokens() -> Iterator[Call]:
@@ -316,7 +321,7 @@ def _smallest() -> Iterator[Call]:
     linear = partial(ragged_linear, number, norm_eps=1e-6, residual=number, num_rows=index)
     tokens, long_row = [fp32(1, 1, 1, 1)] * 4, fp32(1, 8960)
     codes, scale = head.to(E4M3), _scales(1)
-    drawn = (i32(1, 1), i32(1, 1), *[index] * 5)
+    drawn = (i32(1, 1), i32(1, 1), *[index] * 4, i32(1, 1), index)
     calls = {
         "topk_candidates": partial(topk_candidates, number, top_k=index, top_p=one, min_p=one, max_candidates=1),
         "value_tree_attention": attention,
@@ -334,6 +339,9 @@ def _smallest() -> Iterator[Call]:
         "ragged_layout": partial(ragged_layout, *[index] * 4, i32(1, 1), index, index),
         "sample_candidates": partial(sample_candidates, candidates, number, i64(1), index),
         "commit_winner": partial(commit_winner, *tokens, *drawn),
+        "commit_winner of a tree": partial(
+            commit_winner, *tokens, *drawn[:4], i32(1, 1), *drawn[5:], new_lens=index, candidate_parents=i32(1, 1)
+        ),
         "commit_winner to e4m3": partial(
             commit_winner, *[tokens[0].to(E4M3)] * 2, *tokens[2:], *drawn, **_scales(1, 1)
         ),
@@ -347,9 +355,9 @@ def _smallest() -> Iterator[Call]:
     long = i64(1)
     requests, history = empty_requests(1, long.device), empty_history(1, 1, long.device)
     calls |= {
-        "gather_requests": partial(gather_requests, table.columns, long, long, index, long, history=history),
+        "gather_requests": partial(gather_requests, table.columns, long, long, index, history=history),
         "select_scored": partial(select_scored, candidates, requests, i32(1, 1), drawn=index, step=long),
-        "catch_up": partial(catch_up, history, requests, index, i32(1, 1), committed=i8(1).bool()),
+        "catch_up": partial(catch_up, history, requests, index, i32(1, 1), committed=index),
         "embed_tokens": partial(embed_tokens, long, long, number, one, num_rows=index),
     }
     for name, call in calls.items():

@@ -19,8 +19,8 @@ from lenvm_kernels.reference import catch_up as reference
 
 LENGTH, PAGE_SIZE = 1000, 16
 # A request's position, table row, whether it is guided and wants lengths, tokens cached (read, and written once more
-# into the history), tokens scored and whether it committed.
-BYTES = 4 + 8 + 1 + 1 + 4 + 4 + 4 + 1
+# into the history), tokens scored, new ones and those committed.
+BYTES = 4 + 8 + 1 + 1 + 4 + 4 + 4 + 4 + 4
 TOKEN_BYTES = 4 + 4  # of a token computed: its id and its page
 
 
@@ -34,10 +34,10 @@ def make_case(device: str, *, B: int, M: int, missing: int, R: int, dtype: str) 
     pages = -(-LENGTH // PAGE_SIZE)
     slot_table = torch.randperm(R * pages, dtype=torch.int32, device=device).view(R, pages)
     counts = torch.full((B,), 8, dtype=torch.int32, device=device)
-    committed = torch.zeros(B, dtype=torch.bool, device=device)
+    committed = torch.zeros(B, dtype=torch.int32, device=device)
     out = empty_delta(B, M, torch.device(device))
     of_history = (history.tokens, history.cached_lens)
-    of_requests = (requests.positions, requests.table_rows, requests.guided, requests.wants_length)
+    of_requests = (requests.new_lens, requests.positions, requests.table_rows, requests.guided, requests.wants_length)
     others = (requests.cached_lens, counts, committed, slot_table, PAGE_SIZE)
     return Case(
         partial(catch_up, history, requests, counts, slot_table, committed=committed, page_size=PAGE_SIZE, out=out),

@@ -4,8 +4,8 @@
 
 The requests are in no order in a table of ``R`` rows, and all of them were in the step before. Each has grown by
 ``new`` tokens (1: they come as ``[B]``), of which the last 16 are held. ``N`` rows are written, for a graph of more
-requests. There are next to no bytes: the time is one launch and two dependent loads. Nothing is of a float dtype but
-the thresholds, whatever ``--dtype`` is. The reference is some sixty launches.
+requests, each with room for one new token. There are next to no bytes: the time is one launch and two dependent loads.
+Nothing is of a float dtype but the thresholds, whatever ``--dtype`` is. The reference is some sixty launches.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ from lenvm_kernels.ops.gather_requests import empty_history, empty_requests, gat
 from lenvm_kernels.reference import gather_requests as reference
 
 LENGTH, HELD = 1000, 16
-BYTES = 8 + 4 + 8 + 1  # a request's table row, length, slot and whether it is active
+BYTES = 8 + 4 + 1  # a request's table row, length and whether it is active
 TABLE_BYTES = 4 + 1 + 4 + 4 + 8 + 4  # what is read of its row
 HISTORY_BYTES = 2 * (8 + 8 + 4) + 4  # its place, step and tokens told, read and written; and those cached, read
 TOKEN_BYTES = 8 + 4  # a new one, read and held
@@ -30,7 +30,6 @@ def make_case(device: str, *, B: int, N: int, R: int, new: int, dtype: str) -> C
     table = GuidanceTable.from_params([guidance] * R, [{0}] * R, device)
     rows = torch.randperm(R, device=device)[:B]
     tokens = torch.randint(1000, (B,) if new == 1 else (B, new), device=device)
-    slots = torch.randint(1000, (B,), device=device)
     lengths = torch.full((B,), LENGTH, dtype=torch.int32, device=device)
     history = empty_history(R, HELD, torch.device(device))
     history.places.copy_(torch.arange(R))
@@ -47,9 +46,9 @@ def make_case(device: str, *, B: int, N: int, R: int, new: int, dtype: str) -> C
     columns = (table.mode, table.return_values, table.entropy_threshold, table.prompt_len, table.seed)
     columns += (table.value_stride, table.faults)
     return Case(
-        partial(gather_requests, table, tokens, rows, lengths, slots, **options),
+        partial(gather_requests, table, tokens, rows, lengths, **options),
         moved,
-        reference=partial(reference.gather_requests, *columns, tokens, rows, lengths, slots, **options),
+        reference=partial(reference.gather_requests, *columns, tokens, rows, lengths, **options),
     )
 
 
