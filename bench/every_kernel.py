@@ -19,6 +19,7 @@ from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
+from lenvm_kernels.types import Drafts
 from lenvm_kernels.value_model import ValueModelConfig
 
 # Narrow, but wide enough where a width decides which kernels are launched: the sums over I are split.
@@ -63,6 +64,24 @@ def run(device: str) -> list[torch.Tensor]:
     probs = torch.softmax(decode.scores, 1)
     outputs = [decode(), decode(probs=probs)]
     results = [probs, *(x for output in outputs for x in (output.value_logits, output.probs))]
+
+    drafted = Decode(model, torch.tensor([5, 3]), cached=CACHED, vocab_size=vocab, max_drafts=2, backend="triton")
+    drafts = Drafts(drafted.tokens[:, None].repeat(1, 2), int32([[-1, 0]] * 2))
+    output = drafted.step.step(
+        drafted.scores.repeat_interleave(3, 0),
+        drafted.tokens[:, None],
+        drafted.rows,
+        drafted.lengths,
+        new_lens=int32([1, 1]),
+        top_k=5,
+        top_p=1.0,
+        min_p=0.01,
+        is_logits=True,
+        sample=True,
+        drafts=drafts,
+        verify="same_draws",
+    )
+    results += [output.value_logits, output.probs]
 
     q, new = (torch.randn(9, heads, 16, dtype=dtype, device=device) for heads in (4, 2))
     cache = torch.randn(64, 2, 16, dtype=dtype, device=device)

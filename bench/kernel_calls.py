@@ -15,18 +15,21 @@ from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.catch_up import catch_up
 from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.ops.embed_tokens import embed_tokens
+from lenvm_kernels.ops.expand_drafts import expand_drafts
 from lenvm_kernels.ops.gather_requests import empty_history, empty_requests, gather_requests
+from lenvm_kernels.ops.pack_drafts import pack_drafts
 from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.sample_candidates import sample_candidates
-from lenvm_kernels.ops.select_scored import select_scored
+from lenvm_kernels.ops.select_scored import empty_scored, select_scored
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.ops.value_head import num_counters, value_head
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
+from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.step import GuidedStep
-from lenvm_kernels.types import Candidates
+from lenvm_kernels.types import Candidates, Drafts
 from lenvm_kernels.value_model import ValueModel
 
 VALUE_MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-1.7B")
@@ -80,6 +83,7 @@ def operator_calls() -> Iterator[Call]:
         _gather_requests,
         _select_scored,
         _catch_up,
+        _drafts,
         _embed_tokens,
         _ragged_linear,
         _smallest,
@@ -174,6 +178,10 @@ def _ragged_layout() -> Iterator[Call]:
             delta = integers(tokens)
             arguments = (delta, delta, lengths, lengths, i32(requests, columns), lengths, lengths)
             yield f"ragged_layout {delta.dtype} K{columns}", partial(ragged_layout, *arguments, backend="triton")
+    for columns in (8, 44):  # the latter of four drafts, and eight candidates at each node
+        arguments = (delta, delta, lengths, lengths, i32(requests, columns), lengths, lengths)
+        call = partial(ragged_layout, *arguments, candidate_parents=i32(requests, columns), backend="triton")
+        yield f"ragged_layout {delta.dtype} K{columns}, trees", call
 
 
 def _rope_cache() -> Iterator[Call]:
@@ -267,6 +275,18 @@ def _catch_up() -> Iterator[Call]:
         yield f"catch_up M{held}, pages of {page_size}, with committed", partial(call, committed=i32(rows))
 
 
+def _drafts() -> Iterator[Call]:
+    rows = 64
+    for drafts, slots, dtype in ((1, 8, torch.int32), (4, 8, torch.int64), (15, 64, torch.int64)):
+        given = Drafts(i32(rows, drafts).to(dtype), i32(rows, drafts))
+        requests = empty_requests(rows, torch.device("cpu"))
+        yield f"expand_drafts D{drafts}", partial(expand_drafts, requests, given, backend="triton")
+        scored = empty_scored(rows * (1 + drafts), slots, torch.device("cpu"))
+        yield f"pack_drafts D{drafts} K{slots}", partial(pack_drafts, scored, given, backend="triton")
+        drawn = i32(rows * (1 + drafts))
+        yield f"verify_drafts D{drafts}", partial(verify_drafts, drawn, given, backend="triton")
+
+
 def _embed_tokens() -> Iterator[Call]:
     tokens = 48
     for dtype, size, half in (
@@ -337,6 +357,9 @@ def _smallest() -> Iterator[Call]:
             rope_cache, fp32(1, 6), number, number, index, pair.to(E4M3), pair.to(E4M3), **rope, **scale
         ),
         "ragged_layout": partial(ragged_layout, *[index] * 4, i32(1, 1), index, index),
+        "ragged_layout of trees": partial(
+            ragged_layout, *[index] * 4, i32(1, 1), index, index, candidate_parents=i32(1, 1)
+        ),
         "sample_candidates": partial(sample_candidates, candidates, number, i64(1), index),
         "commit_winner": partial(commit_winner, *tokens, *drawn),
         "commit_winner of a tree": partial(
@@ -359,6 +382,9 @@ def _smallest() -> Iterator[Call]:
         "select_scored": partial(select_scored, candidates, requests, i32(1, 1), drawn=index, step=long),
         "catch_up": partial(catch_up, history, requests, index, i32(1, 1), committed=index),
         "embed_tokens": partial(embed_tokens, long, long, number, one, num_rows=index),
+        "expand_drafts": partial(expand_drafts, requests, Drafts(i32(1, 1), i32(1, 1))),
+        "pack_drafts": partial(pack_drafts, empty_scored(2, 1, long.device), Drafts(i32(1, 1), i32(1, 1))),
+        "verify_drafts": partial(verify_drafts, i32(2), Drafts(i32(1, 1), i32(1, 1))),
     }
     for name, call in calls.items():
         yield f"{name}, every size 1", partial(call, backend="triton")

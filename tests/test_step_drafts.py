@@ -1,4 +1,4 @@
-"""Steps with drafted tokens: candidates and values at every node of a chain or a tree, and what is made of the draws."""
+"""Steps with drafted tokens: candidates and values at every node of a chain or a tree, and what becomes of them."""
 
 from types import SimpleNamespace
 
@@ -273,11 +273,12 @@ def test_strides_with_drafts(models):
     sequences, new = [list(p) for p in PROMPTS[:2]], [1, 1]
     for number in range(1, 5):
         tokens = [likely(base, s, [-1, 0], 0) for s in sequences]
-        drawn = torch.tensor([base.scores([*s, *p]).argmax() for s, t in zip(sequences, tokens, strict=True) for p in paths(t, [-1, 0])])  # fmt: skip
+        ends = [[*s, *p] for s, t in zip(sequences, tokens, strict=True) for p in paths(t, [-1, 0])]
+        drawn = torch.stack([base.scores(end).argmax() for end in ends])
         output = step_with(engine, [2, 7], sequences, new, base, tokens, [[-1, 0]] * 2, drawn=drawn)
         candidates, status = output.candidates, output.candidates.status.view(2, 3)
-        ends = (candidates.token_ids == EOS).any(1).view(2, 3)[0]
-        expected = torch.where(ends | (number % 2 == 0), int(Status.GUIDE), int(Status.NOT_DUE))
+        might_end = (candidates.token_ids == EOS).any(1).view(2, 3)[0]
+        expected = torch.where(might_end | (number % 2 == 0), int(Status.GUIDE), int(Status.NOT_DUE))
         expected = torch.where(candidates.counts.view(2, 3)[0] == 1, int(Status.SINGLE), expected)
         assert status[0].tolist() == expected.tolist() and not (status[1] == Status.NOT_DUE).any()
         assert_values(models, output, sequences, tokens, [[-1, 0]] * 2)

@@ -16,9 +16,12 @@ def test_serving_compiles_nothing():
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-5000:]
     report = json.loads(done.stdout)
-    kinds = ("with graphs", "without graphs", "in fp8")
+    kinds = ("with graphs", "without graphs", "in fp8", "with drafts")
     assert {name: served["new"] for name, served in report.items()} == {kind: {} for kind in kinds}
     for served in report.values():
         assert served["warm"].keys() >= {"_scan_kernel", "_reweight_kernel", "_value_tree_attention_kernel"}
-        for kernel in ("commit_winner", "embed_tokens", "gather_requests", "rope_cache", "select_scored"):
+        for kernel in ("commit_winner", "embed_tokens", "catch_up", "rope_cache", "select_scored"):
             assert served["warm"][f"_{kernel}_kernel"] == 1
+    # Of steps, of predictions, and of steps with drafts.
+    gathers = {name: served["warm"]["_gather_requests_kernel"] for name, served in report.items()}
+    assert gathers == dict.fromkeys(kinds, 2) | {"with drafts": 3}

@@ -307,8 +307,8 @@ def commit_winner(
             -1, it had none, or one that must not be used.
         tokens: int32 or int64 ``[B]``; the token drawn; or ``[B, N]``, several, from column 0 on. Rows may be strided.
         positions: int32 ``[B]``; the position of the last of them in its sequence.
-        slot_table: int32 ``[R, pages]``; token ``p`` of table row ``r`` belongs in slot
-            ``slot_table[r, p // page_size] * page_size + p % page_size``, which no other request has. Rows may be
+        slot_table: int32 ``[R, pages]``, with a page for each of the tokens; token ``p`` of table row ``r`` belongs in
+            slot ``slot_table[r, p // page_size] * page_size + p % page_size``, which no other request has. Rows may be
             strided. A token whose slot is outside ``[0, S)`` does not commit.
         table_rows: int32 or int64 ``[B]``; each request's row of it.
         new_lens: int32 ``[B]``; new tokens of each request, of which its row of ``tokens`` has the first N (``None``:
@@ -362,13 +362,15 @@ def commit_winner(
     if candidate_parents is not None:
         shape = candidate_ids.shape
         check_tensor("candidate_parents", candidate_parents, dtypes=torch.int32, shape=shape, device=device)
-    is_many = new_lens is not None
+    is_many = isinstance(tokens, Tensor) and tokens.dim() == 2
+    if is_many and new_lens is None:
+        raise ValueError("new_lens must say how many of the tokens [B, N] are new, got None")
     check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(None, None) if is_many else (None,), device=device)
     requests = tokens.shape[:1]
-    if is_many:
+    if is_many and tokens.shape[1] == 0:
+        raise ValueError("tokens must have at least one column, got none")
+    if new_lens is not None:
         check_tensor("new_lens", new_lens, dtypes=torch.int32, shape=requests, device=device)
-        if tokens.shape[1] == 0:
-            raise ValueError("tokens must have at least one column, got none")
     check_tensor("last_rows", last_rows, dtypes=INT_DTYPES, shape=requests, device=device)
     check_tensor("positions", positions, dtypes=torch.int32, shape=requests, device=device)
     check_tensor("slot_table", slot_table, dtypes=torch.int32, shape=(None, None), device=device)

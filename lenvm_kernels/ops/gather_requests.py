@@ -88,6 +88,7 @@ def _gather_requests_kernel(
     padding_row,
     NEW: tl.constexpr,
     WIDTH: tl.constexpr,  # W
+    COLUMNS: tl.constexpr,  # the larger of the two
     HELD: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
@@ -99,6 +100,7 @@ def _gather_requests_kernel(
     if new_lens_ptr is not None:
         new_len = tl.minimum(tl.maximum(tl.load(new_lens_ptr + request, mask=exists, other=0), 0), NEW)
     new_ptr = tokens_ptr + request.to(tl.int64) * stride_tokens_request
+    token = tl.load(new_ptr, mask=exists & (new_len > 0), other=0)
     length = tl.load(lengths_ptr + request, mask=exists, other=0)
     active = exists
     if active_ptr is not None:
@@ -124,12 +126,6 @@ def _gather_requests_kernel(
         is_lost = (guided | wants_length) & (is_gap | (length - cached_len > HELD))
         guided, wants_length = guided & ~is_lost, wants_length & ~is_lost
         tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=is_lost, sem="relaxed")
-        for i in range(NEW):
-            position = first_new + i
-            is_held = exists & (i < new_len) & (i >= new_len - HELD) & (position >= 0)  # each column is written once
-            new_token = tl.load(new_ptr + i, mask=is_held, other=0)
-            held_ptr = history.tokens + table_row * HELD + position % HELD
-            tl.store(held_ptr, new_token.to(tl.int32), mask=is_held)
         tl.store(history.told_lens + table_row, tl.maximum(told_len, length), mask=exists & ~is_gap)
         tl.store(requests.cached_lens + request, cached_len, mask=is_row)
         place = tl.where(last_step == step - 1, last_place, -1)
@@ -137,9 +133,15 @@ def _gather_requests_kernel(
         tl.store(history.places + table_row, request.to(tl.int64), mask=exists)
         tl.store(history.steps + table_row, step, mask=exists)
 
-    for i in range(WIDTH):
-        token = tl.load(new_ptr + i, mask=exists & (i < new_len), other=0)
-        tl.store(requests.tokens + request.to(tl.int64) * WIDTH + i, token, mask=is_row)
+    # The first token was loaded above; of several each waits for the stores before it.
+    for i in range(COLUMNS):
+        tl.store(requests.tokens + request.to(tl.int64) * WIDTH + i, token, mask=is_row & (i < WIDTH))
+        if history is not None:
+            position = length - new_len + i
+            is_held = exists & (i < new_len) & (i >= new_len - HELD) & (position >= 0)  # each column is written once
+            held_ptr = history.tokens + table_row * HELD + position % HELD
+            tl.store(held_ptr, token.to(tl.int32), mask=is_held)
+        token = tl.load(new_ptr + i + 1, mask=exists & (i + 1 < new_len), other=0)
     tl.store(requests.new_lens + request, tl.where(exists, new_len, 0), mask=is_row)
     tl.store(requests.positions + request, length - 1, mask=is_row)
     tl.store(requests.table_rows + request, tl.where(exists, table_row, padding_row), mask=is_row)
@@ -199,6 +201,7 @@ def _launch(
     rows = tokens.shape[0]
     if rows == 0:
         return
+    new = 1 if last_tokens.dim() == 1 else last_tokens.shape[1]
     table = _Table(table_mode, return_values, table_entropy_threshold, prompt_len, seed, value_stride, faults)
     known = (tokens, new_lens, positions, table_rows, places, guided, wants_length, entropy_threshold, generated)
     history: Any = (history_places, history_steps, history_step, history_tokens, history_told_lens, history_cached_lens)
@@ -216,8 +219,9 @@ def _launch(
         last_tokens.shape[0],
         rows,
         padding_row,
-        NEW=1 if last_tokens.dim() == 1 else last_tokens.shape[1],
+        NEW=new,
         WIDTH=tokens.shape[1],
+        COLUMNS=max(new, tokens.shape[1]),
         HELD=1 if history_tokens is None else history_tokens.shape[1],
         REQUESTS=REQUESTS,
         num_warps=1,

@@ -578,7 +578,7 @@ class GuidedStep:
         """Compile every kernel and capture every graph, so that no step of serving does.
 
         That holds for batches of every size and with any of the optional arguments, whose rows are ``vocab_size``
-        elements apart, or a multiple of 16.
+        elements apart, or a multiple of 16; but ``tokens [B, N]`` without drafts.
 
         Args:
             scores_dtype, is_logits: of the scores that :meth:`step` will get.
@@ -605,12 +605,15 @@ class GuidedStep:
                         scores, probs = (
                             full(0, dtype, rows, stride)[:, :vocab] for dtype in (scores_dtype, probs_dtype)
                         )
-                        none = full(-1, torch.int32, size, drafted)
+                        none, lens = full(-1, torch.int32, size, drafted), full(0, torch.int32, size)
+                        tokens = full(0, torch.int64, *((size, 1 + drafted) if drafted else (size,)))
+                        padding = full(self._padding_row, torch.int64, size)
                         self.step(
                             scores,
-                            full(0, torch.int64, size),
-                            full(self._padding_row, torch.int64, size),
-                            full(0, torch.int32, size),
+                            tokens,
+                            padding,
+                            lens,
+                            new_lens=lens if drafted else None,
                             top_k=0,
                             top_p=1.0,
                             min_p=0.0,
@@ -622,6 +625,7 @@ class GuidedStep:
                             drafts=Drafts(none, none) if drafted else None,
                             verify="same_draws" if drafted else None,
                         )
+                        self.predict(tokens, padding, lens, new_lens=lens if drafted else None)
         finally:
             self._timer = timer
         prompt, none = full(0, torch.int64, self.chunk_tokens), full(0, torch.int32, 1)

@@ -20,6 +20,7 @@ from bench.launches import intercept_launches, targeting
 from bench.models import make_config
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.types import Drafts
 from lenvm_kernels.value_model import ValueModel
 from tests.helpers.padded_step import PaddedStep
 
@@ -55,9 +56,23 @@ def calls(step, rows, vocab):
     padded = torch.zeros(rows, -(-vocab // 16) * 16)[:, :vocab]
 
     def guide(scores, *, rows=numbers, integers=i64, **options):
-        return partial(step.step, scores, integers, rows, i32, integers, top_k=i32, top_p=one, min_p=one, **options)
+        return partial(step.step, scores, integers, rows, i32, top_k=i32, top_p=one, min_p=one, **options)
 
     logits = dict(is_logits=True)
+    if step.max_drafts:
+        nodes = 1 + step.max_drafts
+        tokens = torch.zeros(rows, nodes, dtype=torch.int32)
+        drafts = Drafts(tokens[:, 1:], torch.zeros_like(tokens)[:, 1:])  # as the engine's are: strided
+        many = guide(
+            torch.zeros(rows * nodes, vocab), integers=tokens, new_lens=i32, drafts=drafts, sample=True, **logits
+        )
+        return {
+            "SGLang verifies": partial(many, temperature=one),
+            "same draws": partial(many, verify="same_draws"),
+            "SGLang, prompts": partial(step.predict, i64, numbers, i32),
+            "SGLang, verified tokens": partial(step.predict, tokens, numbers, i32, new_lens=i32),
+            "SGLang draws after prompts": guide(x, drawn=i64, sample=True),
+        }
     return {
         "SGLang draws": guide(x, drawn=i64, sample=True),
         "SGLang, greedy": guide(x, drawn=i64, **logits),
@@ -90,6 +105,7 @@ def serve(vocab):
         ("with graphs", PaddedStep, None, {}),
         ("without graphs", GuidedStep, None, {}),
         ("in fp8", PaddedStep, "fp8", {"cache": "fp8"}),
+        ("with drafts", PaddedStep, None, {"max_drafts": 3}),
     ):
         model = ValueModel(config, tensors, weights=weights)
         keys.clear()
