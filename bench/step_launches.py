@@ -31,6 +31,7 @@ TORCH_OPERATOR = 1.5e-6  # seconds of a small kernel of torch: assumed
 # Operators that are no views and launch nothing: the last makes a number a tensor on the host.
 NO_LAUNCH = ("detach", "_unsafe_view", "lift_fresh", "scalar_tensor")
 PART = PARTS["sm_90"]
+DRAFTS = 4  # of a request, where a step has any
 L2_HOLDS = 25e6  # bytes of its 50 MB that outlast a kernel which streams more: assumed
 
 

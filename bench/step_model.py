@@ -22,14 +22,13 @@ import triton
 from bench.kernel_model import GPUS, Cost, Gpu, Rates
 from bench.models import VOCAB
 from bench.step import CACHED
-from bench.step_launches import COPY_SHARE, MATMUL_SHARE, TORCH_OPERATOR, Launch, Step
+from bench.step_launches import COPY_SHARE, DRAFTS, MATMUL_SHARE, TORCH_OPERATOR, Launch, Step
 from bench.step_rates import CalibrationError, calibrate
 
 RESULT = Path(__file__).parent / "results" / "step-model.md"
 BEFORE = RESULT.with_name("step-model-before.json")
 MODELS, SIZES = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B"), (1, 8, 64, 256, 512)
 DETAILED, DETAILED_SIZES = "Qwen2.5-1.5B", (8, 64, 256)
-DRAFTS = 4
 
 Numbers = dict[str, dict]  # model -> "requests GPU" -> see numbers_of
 
