@@ -10,6 +10,8 @@ pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
 from lenvm_kernels.adapters import sglang as sglang_adapter
 from lenvm_kernels.adapters.sglang_drafts import changed_once, drafts_of, leave_only, parents_of
+from lenvm_kernels.ops.verify_drafts import verify_drafts
+from lenvm_kernels.types import Drafts
 
 # A node's parent, -1 for the root. By node: the root has 1, 3 and 4, which has 6; 1 has 2 and 5.
 TREE = [-1, 0, 1, 0, 0, 1, 4]
@@ -85,3 +87,57 @@ def test_drafts_a_step():
 
     assert sglang_adapter.drafts_a_step(options("EAGLE", 5)) == 4
     assert sglang_adapter.drafts_a_step(options(None, None)) == sglang_adapter.drafts_a_step(options(None, 5)) == 0
+
+
+def reject_or_accept(logits, drafts, links, threshold, generator):
+    """Rejection sampling of one request's tree from the probabilities at its nodes, which knows nothing of how probable
+    drafts were: in place of the engine's kernel, which has no build for a CPU. Returns the tokens."""
+    probs, children, siblings = torch.softmax(logits, 1), *links
+    tokens, node = [], 0
+    while True:
+        left, coin, accepted = probs[node].clone(), torch.rand((), generator=generator), 0.0
+        child = children[node]
+        while child >= 0:
+            token = int(drafts[child])
+            accepted += float(probs[node, token])
+            if coin <= accepted / threshold:
+                break
+            left[token] = 0.0
+            child = siblings[child]
+        if child < 0:
+            return [*tokens, int(torch.multinomial(left / left.sum(), 1, generator=generator))]
+        tokens, node = [*tokens, int(drafts[child])], child
+
+
+@pytest.mark.parametrize("threshold", [1.0, 0.6])
+def test_the_engine_takes_what_was_drawn_however_it_verifies(threshold):
+    """From logits that leave nothing else its tokens are those of ``verify_drafts``, for any coins."""
+    generator, vocabulary = torch.Generator().manual_seed(1), 5
+    lens = set()
+    for parents in (TREE, CHAIN, STAR) * 40:
+        count = len(parents)
+        draft_tokens = torch.randint(vocabulary, (count,), generator=generator)
+        drawn = torch.randint(vocabulary, (count,), generator=generator).int()
+        logits = torch.randn(count, vocabulary, generator=generator)
+        leave_only(logits, drawn)
+        children, siblings = links(parents)
+        drafts = Drafts(draft_tokens[None, 1:], parents_of(*torch.tensor([[children], [siblings]]))[:, 1:])
+        verified = verify_drafts(drawn, drafts)
+        found = reject_or_accept(logits, draft_tokens, (children, siblings), threshold, generator)
+        assert found == verified.tokens[0, : verified.lens[0]].tolist()
+        lens.add(len(found))
+    assert lens >= {1, 2, 3}
+
+
+def test_untouched_rows_are_verified_as_they_were():
+    """20,000 draws of a request without guidance: its tokens follow its own probabilities, drafts or not. 16.3 is
+    exceeded by one in a thousand counts of four tokens."""
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(1, 4, generator=generator).repeat(3, 1)
+    before = logits.clone()
+    leave_only(logits, torch.tensor([-1, -1, -1], dtype=torch.int32))
+    assert torch.equal(logits, before)
+    tokens = [reject_or_accept(logits, [0, 2, 1], links([-1, 0, 0]), 1.0, generator)[0] for _ in range(20_000)]
+    expected = torch.softmax(logits[0], 0) * len(tokens)
+    counts = torch.bincount(torch.tensor(tokens), minlength=4)
+    assert ((counts - expected) ** 2 / expected).sum() < 16.3

@@ -1,13 +1,16 @@
 """Steps with drafted tokens: candidates and values at every node of a chain or a tree, and what becomes of them."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from lenvm_kernels.ops.sample_candidates import sample_candidates
+from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.step import working_bytes
-from lenvm_kernels.types import Drafts, Status
+from lenvm_kernels.types import Candidates, Drafts, Status
 from lenvm_kernels.value_model import ValueModel
 from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step
 from tests.helpers.models import EOS, TINY, VOCAB, last_value_logits, random_head, random_model, tiny_value_model
@@ -410,3 +413,43 @@ def test_memory_is_as_stated_and_nothing_is_read_back(device, rows):
     assert (output.verified.lens > 0).all()
     stated = working_bytes(step.value_model, requests=rows, max_len=96, vocab_size=VOCAB, **options)
     assert 0.5 * stated < memory.peak <= stated
+
+
+def chi_square(tokens, probs):
+    """Of how often tokens came beside how often they should."""
+    expected = probs * len(tokens)
+    counts = torch.bincount(tokens, minlength=len(probs))
+    return ((counts - expected) ** 2 / expected).sum().item()
+
+
+def test_verified_tokens_are_distributed_as_the_guided_probabilities_say():
+    """100,000 requests with seeds of their own; drafts come from another distribution. 16.3 is exceeded by one in a
+    thousand counts of four tokens."""
+    count, vocabulary = 100_000, 4
+    generator = torch.Generator().manual_seed(0)
+    guided = torch.softmax(torch.randn(1 + vocabulary, vocabulary, generator=generator), 1)  # at first, and after each
+    proposed = torch.softmax(torch.randn(vocabulary, generator=generator), 0)
+    first = torch.multinomial(proposed, count, replacement=True, generator=generator)
+    drafts = Drafts(first[:, None], torch.full((count, 1), -1, dtype=torch.int32))
+    nodes = torch.stack((torch.zeros_like(first), 1 + first), dim=1).flatten()
+    candidates = Candidates(
+        token_ids=torch.arange(vocabulary, dtype=torch.int32).repeat(2 * count, 1),
+        probs=torch.full((2 * count, vocabulary), 1 / vocabulary),
+        counts=torch.full((2 * count,), vocabulary, dtype=torch.int32),
+        status=torch.full((2 * count,), int(Status.GUIDE), dtype=torch.int8),
+        lost_mass=torch.zeros(2 * count),
+    )
+    seeds = torch.randint(2**62, (count,), generator=generator).repeat_interleave(2)
+    positions = torch.tensor([7, 8], dtype=torch.int32).repeat(count)
+    drawn = sample_candidates(candidates, guided[nodes], seeds, positions)
+    verified = verify_drafts(drawn, drafts)
+    tokens, accepted = verified.tokens.long(), verified.lens == 2
+    assert torch.equal(accepted, tokens[:, 0] == first)
+    assert chi_square(tokens[:, 0], guided[0]) < 16.3
+    for token in range(vocabulary):
+        second = tokens[accepted & (first == token), 1]
+        assert len(second) > 300 and chi_square(second, guided[1 + token]) < 16.3
+        assert chi_square(second, guided[0]) > 16.3
+    # Accepted as often as the distributions say.
+    rate = (guided[0] * proposed).sum().item()
+    assert abs(accepted.double().mean().item() - rate) < 4 * math.sqrt(rate * (1 - rate) / count)
