@@ -63,11 +63,11 @@ class Server:
         assert response.ok, response.text
         return response.json(), [json.loads(line) for line in self._lines()[before:]]
 
-    def metrics(self):
-        """The plugin's metrics by name and, where there is one, status."""
+    def metrics(self, label="status"):
+        """The plugin's metrics by name and, where there is one, such a label."""
         text = requests.get(f"{self.url}/metrics", timeout=60).text
-        found = re.findall(r'^lenvm:(\w+)\{(?:.*status="(\w+)")?.*\} (\S+)$', text, re.MULTILINE)
-        return {f"{name} {status}".strip(): float(value) for name, status, value in found}
+        found = re.findall(rf'^lenvm:(\w+)\{{(?:.*{label}="(\w+)")?.*\}} (\S+)$', text, re.MULTILINE)
+        return {f"{name} {of_label}".strip(): float(value) for name, of_label, value in found}
 
     def _lines(self):
         return self.trace.read_text().splitlines() if self.trace.exists() else []

@@ -1,0 +1,253 @@
+"""Speculative decoding in SGLang on a CPU: plain PyTorch in place of the compiled kernels that are missing here.
+
+SGLang 0.5.23 has this path for CPUs with AMX, whose kernels its CPU build of ``sgl_kernel`` brings. :func:`install`
+puts these functions where the engine has taken those kernels' names from the stub of ``sgl_kernel``, teaches the
+backend ``torch_native`` the two kinds of attention that it lacks, and lets the scheduler overlap. What is accepted,
+committed and relayed stays the engine's own code, which on a CPU verifies by argmax whatever the temperature.
+"""
+
+import ctypes
+import sys
+from types import ModuleType
+
+import sgl_kernel
+import torch
+from sglang.kernels.ops.kvcache import cache_move
+from sglang.kernels.ops.speculative import cache_locs, eagle, spec_tree
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.managers import overlap_utils, scheduler
+from sglang.srt.mem_cache import allocation
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.runtime_context import get_context
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def slots_between(rows, table, starts, ends):
+    """The slots that a table of requests' slots has from one position to another, request after request."""
+    spans = zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True)
+    return torch.cat([table[row, start:end] for row, start, end in spans])
+
+
+def assign_req_to_token_pool(rows, table, starts, ends, slots, _width):
+    """In place of ``assign_req_to_token_pool_cpu``: enter new slots into the table, request after request."""
+    at = 0
+    for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        table[row, start:end] = slots[at : at + end - start].to(table.dtype)
+        at += end - start
+
+
+def assign_extend_cache_locs(rows, table, starts, ends, out, _width):
+    """In place of ``assign_extend_cache_locs_cpu``: the slots that a verified or a moved token's values go to."""
+    slots = slots_between(rows, table, starts, ends)
+    out[: len(slots)] = slots
+
+
+def assign_draft_cache_locs_contiguous(rows, table, seq_lens, out, _width, topk, steps):
+    """In place of ``assign_draft_cache_locs_contiguous_cpu``: slots for the drafts, branch after branch."""
+    out.copy_(slots_between(rows, table, seq_lens, seq_lens + topk * steps))
+
+
+def fill_bonus_tokens(accepted, lens, out, _stride):
+    """In place of ``fill_bonus_tokens_cpu``: the last accepted token of every request, from which it goes on."""
+    out.copy_(accepted.gather(1, lens[:, None].long() - 1)[:, 0])
+
+
+def fill_accept_out_cache_loc(index, slots, out):
+    """In place of ``fill_accept_out_cache_loc_cpu``: the slots of the accepted tokens, without gaps."""
+    kept = slots[index[index >= 0].long()]
+    out[: len(kept)] = kept
+
+
+def copy_all_layer_kv_cache(addresses, strides, targets, sources):
+    """In place of ``copy_all_layer_kv_cache_cpu``: move the accepted tokens' keys and values, at addresses."""
+    slots = 1 + int(max(targets.max(), sources.max()))
+    for address, stride in zip(addresses.tolist(), strides.tolist(), strict=True):
+        memory = (ctypes.c_uint8 * (slots * stride)).from_address(address)
+        memory = torch.frombuffer(memory, dtype=torch.uint8).view(slots, stride)
+        memory[targets] = memory[sources]
+
+
+def build_tree(
+    parent_list, chosen, seq_lens, mask, positions, index, next_token, next_sibling, topk, depth, nodes, mode
+):
+    """In place of ``build_tree_kernel_efficient_cpu``: who sees whom in every request's tree of drafts, and the links.
+
+    Node 0 is the last committed token. Node ``i`` is the draft that was proposed as number ``chosen[i - 1]``: ``topk``
+    at a time, first below the root, then below each draft that ``parent_list`` names.
+    """
+    assert mode == spec_tree.TreeMaskMode.QLEN_ONLY
+    sees = torch.eye(nodes, dtype=torch.bool).repeat(len(seq_lens), 1, 1)
+    index.copy_(torch.arange(index.numel()).view_as(index))
+    next_token.fill_(-1)
+    next_sibling.fill_(-1)
+    for row, numbers in enumerate(chosen.tolist()):
+        parents = parent_list[row].tolist()
+        node_of = {number: node for node, number in enumerate(numbers, start=1)}
+        parent_of = [None, *(0 if number < topk else node_of[parents[number // topk]] for number in numbers)]
+        for node in range(1, nodes):  # a parent's number is lower than its children's, and the numbers ascend
+            sees[row, node] |= sees[row, parent_of[node]]
+        link(parent_of, next_token[row], next_sibling[row])
+    mask.copy_(sees.flatten())
+    positions.copy_((seq_lens[:, None] + sees.sum(-1) - 1).flatten())
+
+
+def link(parent_of, next_token, next_sibling):
+    """Link every node of a tree to its first child and to its next sibling; there is -1 where there is none."""
+    for node in reversed(range(1, len(parent_of))):
+        next_sibling[node] = next_token[parent_of[node]]
+        next_token[parent_of[node]] = node
+
+
+def reconstruct_indices_from_tree_mask(mask, seq_lens, positions, index, next_token, next_sibling, batch_size, nodes):
+    """In place of the CUDA kernel of this name, which has no build for a CPU: the links of NGRAM's trees."""
+    sees = mask.view(batch_size, nodes, nodes).bool() & torch.ones(nodes, nodes).tril(-1).bool()
+    index.copy_(torch.arange(index.numel()).view_as(index))
+    next_token.fill_(-1)
+    next_sibling.fill_(-1)
+    for row in range(batch_size):
+        parent_of = [max(sees[row, node].nonzero().flatten().tolist(), default=None) for node in range(nodes)]
+        link(parent_of, next_token[row], next_sibling[row])
+    positions.copy_((seq_lens[:, None] + sees.sum(-1)).flatten())
+
+
+def verify_tree_greedy(
+    predicts,
+    accept_index,
+    accept_token_num,
+    candidates,
+    retrive_index,  # codespell:ignore: the engine's spelling
+    retrive_next_token,
+    retrive_next_sibling,
+    target_predict,
+):
+    """In place of ``verify_tree_greedy_cpu``: from the root on, follow the child that the base model chose."""
+    tokens, best = candidates.tolist(), target_predict.tolist()
+    children, siblings = retrive_next_token.tolist(), retrive_next_sibling.tolist()
+    for row in range(len(tokens)):
+        path, child = [0], children[row][0]
+        while child >= 0 and len(path) < accept_index.shape[1]:
+            if tokens[row][child] == best[row][path[-1]]:
+                path.append(child)
+                child = children[row][child]
+            else:
+                child = siblings[row][child]
+        kept = retrive_index[row, path]
+        accept_index[row, : len(path)] = kept.to(accept_index.dtype)
+        predicts[kept] = target_predict[row, path].to(predicts.dtype)
+        accept_token_num[row] = len(path) - 1
+
+
+def gather_spec_extras(rows, *tables):
+    """In place of the Triton kernel of this name: the rows of what one step left for the next."""
+    return [None if table is None else table[rows] for table in tables]
+
+
+def attend_to_tree(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+    """In place of ``torch_native``'s attention over prompts, which knows no verification: a draft sees the committed
+    tokens and, of the drafts, those that the tree's mask says. Not for sliding windows."""
+    if not forward_batch.forward_mode.is_target_verify():
+        return attend_to_prompt(self, q, k, v, layer, forward_batch, save_kv_cache)
+    assert layer.sliding_window_size is None or layer.sliding_window_size < 0
+    if save_kv_cache:
+        self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+    nodes, rows = forward_batch.spec_info.draft_token_num, forward_batch.req_pool_indices
+    tree = forward_batch.spec_info.custom_mask[: len(rows) * nodes * nodes].view(-1, nodes, nodes)
+    keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+    values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+    outputs = []
+    queries = q.view(len(rows), nodes, layer.tp_q_head_num, layer.qk_head_dim)
+    for query, row, length, sees in zip(queries, rows, forward_batch.seq_lens.tolist(), tree, strict=True):
+        slots = self.req_to_token_pool.req_to_token[row, : length + nodes]
+        mask = torch.cat([sees.new_ones(nodes, length), sees], dim=1)
+        query, key, value = (x.transpose(0, 1)[None] for x in (query, keys[slots].to(q), values[slots].to(q)))
+        output = scaled_dot_product_attention(query, key, value, mask, scale=layer.scaling, enable_gqa=True)
+        outputs.append(output[0].transpose(0, 1).reshape(nodes, -1))
+    return torch.cat(outputs)
+
+
+attend_to_prompt = TorchNativeAttnBackend.forward_extend
+
+
+class DraftBackend(TorchNativeAttnBackend):
+    """One step's attention of the draft model: every branch sees the committed tokens and its own drafts."""
+
+    table = seq_lens = None
+
+    def _run_sdpa_forward_decode(self, query, output, keys, values, _table, _rows, _seq_lens, *args, **kwargs):
+        rows = torch.arange(len(self.table))
+        super()._run_sdpa_forward_decode(query, output, keys, values, self.table, rows, self.seq_lens, *args, **kwargs)
+
+
+class DraftBackends:
+    """In place of the backends that draft in several steps, of which ``torch_native`` has none: one for each step.
+
+    A branch's drafts have ``steps`` slots of their own behind those of the committed tokens, as
+    :func:`assign_draft_cache_locs_contiguous` gives them out.
+    """
+
+    def __init__(self, runner, topk, steps):
+        self.topk, self.steps = topk, steps
+        self.attn_backends = [DraftBackend(runner) for _ in range(steps - 1)]
+
+    def init_forward_metadata(self, forward_batch):
+        seq_lens = forward_batch.seq_lens.repeat_interleave(self.topk)
+        rows = forward_batch.req_pool_indices.repeat_interleave(self.topk)
+        branch = torch.arange(self.topk).repeat(len(forward_batch.seq_lens))
+        table = self.attn_backends[0].req_to_token_pool.req_to_token[rows]
+        own = seq_lens[:, None] + torch.arange(self.steps)
+        table.scatter_(1, own, table.gather(1, own + branch[:, None] * self.steps))
+        for step, backend in enumerate(self.attn_backends, start=1):
+            backend.init_forward_metadata(forward_batch)
+            backend.table, backend.seq_lens = table, seq_lens + step
+
+
+def create_decode_backend(factory):
+    """In place of the factory's method, whose list of backends that can draft does not have ``torch_native``."""
+    steps = factory.speculative_num_steps
+    return DraftBackends(factory.draft_model_runner, factory.topk, steps) if steps > 1 else None
+
+
+def overlap(self):
+    """Before the draft model is there: undo that, to speculate on a CPU, the engine switches the overlapping off."""
+    if not self.server_args.disable_overlap_schedule:  # what was asked for, not what came of it
+        get_context().override("tests", disable_overlap_schedule=False)
+        self.enable_overlap = self.tp_worker.enable_overlap = True
+    init_draft_worker(self)
+
+
+init_draft_worker = scheduler.Scheduler.maybe_init_draft_worker
+
+
+def install():
+    """Put all of it in place, before a model is loaded."""
+    replacements = {
+        allocation: {"assign_req_to_token_pool_cpu": assign_req_to_token_pool},
+        cache_move: {"copy_all_layer_kv_cache_cpu": copy_all_layer_kv_cache},
+        cache_locs: {
+            "assign_extend_cache_locs_cpu": assign_extend_cache_locs,
+            "assign_draft_cache_locs_contiguous_cpu": assign_draft_cache_locs_contiguous,
+        },
+        eagle: {
+            "fill_bonus_tokens_cpu": fill_bonus_tokens,
+            "fill_accept_out_cache_loc_cpu": fill_accept_out_cache_loc,
+        },
+        spec_tree: {
+            "sgl_build_tree_kernel_efficient_cpu": build_tree,
+            "sgl_verify_tree_greedy_cpu": verify_tree_greedy,
+        },
+        overlap_utils: {"gather_spec_extras": gather_spec_extras},
+        TorchNativeAttnBackend: {"forward_extend": attend_to_tree},
+        DraftBackendFactory: {
+            "create_decode_backend": create_decode_backend,
+            "create_draft_extend_backend": lambda _: None,  # the draft model's own does
+        },
+        scheduler.Scheduler: {"maybe_init_draft_worker": overlap},
+    }
+    for owner, functions in replacements.items():
+        for name, function in functions.items():
+            assert hasattr(owner, name), f"{owner} has no {name}"
+            setattr(owner, name, function)
+    sgl_kernel.speculative = ModuleType("sgl_kernel.speculative")
+    sgl_kernel.speculative.reconstruct_indices_from_tree_mask = reconstruct_indices_from_tree_mask
+    sys.modules["sgl_kernel.speculative"] = sgl_kernel.speculative

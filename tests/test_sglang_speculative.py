@@ -1,0 +1,163 @@
+"""Guidance with SGLang's speculative decoding, in the real server on a CPU, which verifies by argmax there.
+
+``sglang_cpu/patches/speculation.py`` stands in for the kernels that the engine needs.
+"""
+
+import math
+
+import pytest
+import requests
+import torch
+
+pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
+
+from safetensors.torch import save_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from lenvm_kernels.types import Status
+from tests.helpers.models import random_model
+from tests.helpers.sglang_server import (
+    GENTLE,
+    HIDDEN,
+    MODES,
+    TINY,
+    check_steps,
+    prompts_of,
+    running_server,
+    values_from_scratch,
+    write_checkpoints,
+)
+
+GUIDANCE = [
+    GENTLE,
+    MODES[1],
+    MODES[3],
+    MODES[9],
+    GENTLE | {"value_entropy_threshold": 0.5},
+    {"mode": "centered_exp", "value_scale": 2.0, "token_temperature_scale": {"7": 2.0}},
+]
+PROMPTS = prompts_of(*range(4, 70, 12), seed=20)  # shorter and longer than a chunk
+TOKENS = dict(sampling_seed=5, max_new_tokens=24)
+CHAIN = {"steps": 3, "topk": 1, "tokens": 4}
+TREE = {"steps": 3, "topk": 2, "tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The models of every other test, and two that draft: one a little like the base, one that repeats tokens."""
+    folder = tmp_path_factory.mktemp("models")
+    write_checkpoints(folder)
+    draft = random_model(Qwen2ForCausalLM, Qwen2Config(**TINY), seed=0)
+    for weight in draft.model.layers[-1].mlp.parameters():
+        weight.data.mul_(0.7)
+    draft.save_pretrained(folder / "draft")
+    write_eagle(folder / "eagle")
+    return folder
+
+
+def write_eagle(folder):
+    """A draft model of EAGLE that hands on the base's hidden states, all but unchanged."""
+    config = Qwen2Config(**TINY | {"num_hidden_layers": 1}, architectures=["Qwen2ForCausalLMEagle"])
+    config.save_pretrained(folder)
+    layer = random_model(Qwen2ForCausalLM, config, seed=2).model.layers[0]
+    weights = {f"layers.0.{name}": weight * 0.1 for name, weight in layer.state_dict().items()}
+    del weights["layers.0.input_layernorm.weight"]
+    weights |= {"fc.weight": torch.eye(HIDDEN, 2 * HIDDEN).roll(HIDDEN, 1), "fc.bias": torch.zeros(HIDDEN)}
+    save_file(weights, folder / "model.safetensors")
+
+
+def running_speculation(folder, name, *options, plugin=True, algorithm="STANDALONE", draft="base", shape=CHAIN, **env):
+    """The server with the stand-ins, and a model of the folder that drafts. SGLang need not compile what it would, but
+    for NGRAM's corpus: that takes g++ a minute, once."""
+    values = {"algorithm": algorithm, "num-draft-tokens": shape["tokens"]}
+    if draft:
+        values |= {"draft-model-path": folder / draft, "num-steps": shape["steps"], "eagle-topk": shape["topk"]}
+    options += tuple(text for key, value in values.items() for text in (f"--speculative-{key}", str(value)))
+    env |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.sglang_cpu.patches", "LENVM_TEST_SPECULATION": "1"}
+    env |= {"TORCHDYNAMO_DISABLE": "1"}
+    return running_server(folder, name, "--chunked-prefill-size", "32", *options, plugin=plugin, **env)
+
+
+def greedy(server):
+    """The tokens of greedy requests without guidance."""
+    sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 24}
+    response = server.post(input_ids=PROMPTS, sampling_params=sampling)
+    assert response.ok, response.text
+    return [result["output_ids"] for result in response.json()]
+
+
+@pytest.fixture(scope="module")
+def texts(folder):
+    """What guided requests with seeds, and greedy ones without guidance, get without speculation."""
+    with running_server(folder, "plain", "--chunked-prefill-size", "32") as server:
+        results, _ = server.generate(PROMPTS, GUIDANCE, **TOKENS)
+        return [result["output_ids"] for result in results], greedy(server)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "more"),
+    [
+        ("chain", ("--enable-metrics",), {}),
+        ("pages", ("--page-size", "16", "--disable-overlap-schedule"), {"draft": "draft"}),
+        ("tree", (), {"shape": TREE, "draft": "draft"}),
+        ("ngram", (), {"algorithm": "NGRAM", "draft": None}),
+        ("eagle", (), {"algorithm": "EAGLE", "draft": "eagle", "shape": TREE}),
+        ("retracting", (), {"SGLANG_TEST_RETRACT": "1"}),
+    ],
+)
+def test_the_text_is_the_same_with_and_without_drafts(folder, texts, name, options, more):
+    """Guided requests beside others; the second time their prompts come from the radix cache. Every value is that of a
+    plain forward."""
+    prompts, guidance = [*PROMPTS, *prompts_of(9, 14, seed=21)], [*GUIDANCE, None, None]
+    with running_speculation(folder, name, *options, **more) as server:
+        state = requests.get(f"{server.url}/server_info", timeout=60).json()["internal_states"][0]
+        assert state["disable_overlap_schedule"] == ("--disable-overlap-schedule" in options)
+        for _ in range(2):
+            results, steps = server.generate(prompts, guidance, **TOKENS)
+            assert [result["output_ids"] for result in results[: len(PROMPTS)]] == texts[0]
+            assert check_steps(folder, prompts, results, steps) > 200
+            assert any(step["mode"] == "TARGET_VERIFY" for step in steps)
+        assert greedy(server) == texts[1]
+        infos = [result["meta_info"] for result in results]
+        assert any(info["num_retractions"] for info in infos) == (name == "retracting")
+        if name == "chain":  # the base model's own drafts
+            accepted = sum(info["spec_num_correct_drafts"] for info in infos[: len(PROMPTS)])
+            assert accepted / sum(info["spec_verify_ct"] for info in infos[: len(PROMPTS)]) > 0.2
+            metrics = server.metrics("guided")
+            tokens, counts = (
+                {guided: metrics[f"{what}_total {guided}"] for guided in ("yes", "no")}
+                for what in ("verified_tokens", "verifications")
+            )
+            assert 1.2 < tokens["yes"] / counts["yes"] < tokens["no"] / counts["no"] <= 4
+
+
+def test_strides_and_predicted_lengths(folder):
+    """Guided, strided and neither, with lengths asked for of all tokens or not."""
+    wants = {"return_values": True, "gamma": 0.9}
+    guidance = [wants, wants | GENTLE, wants | GENTLE | {"value_stride": 3}, GENTLE | {"value_stride": 2}, None]
+    prompts = prompts_of(9, 40, 12, 5, 7, seed=22)
+    with running_speculation(folder, "lengths", draft="draft") as server:
+        results, steps = server.generate(prompts, guidance, max_new_tokens=24)
+    assert check_steps(folder, prompts, results, steps) > 100
+    status = {row["status"] for step in steps for row in step["rows"]}
+    assert status >= {Status.GUIDE, Status.NOT_DUE, Status.UNGUIDED}
+    for i, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
+        keys = result["meta_info"].keys() & {"predicted_output_length", "predicted_remaining_lengths"}
+        assert len(keys) == (2 if i < 3 else 0)
+        if keys:
+            tokens = [*prompt, *result["output_ids"]]
+            values = values_from_scratch(folder, [tokens[:end] for end in range(len(prompt), len(tokens) + 1)])
+            lengths = torch.nn.functional.softplus(values) / -math.log(0.9)
+            of_prompt, of_tokens = (result["meta_info"][key] for key in sorted(keys))
+            torch.testing.assert_close(torch.tensor(of_prompt + of_tokens), lengths, rtol=0, atol=2e-3)
+
+
+def test_a_cached_prefix_whose_end_waited_is_computed(folder):
+    """A conversation's second turn takes its first out of the radix cache, and the value model had not seen its end."""
+    prompts = prompts_of(30, seed=23)
+    with running_speculation(folder, "turns") as server:
+        first, _ = server.generate(prompts, [GENTLE | {"value_stride": 999_999}], max_new_tokens=18)
+        longer = [[*prompts[0], *first[0]["output_ids"], 5, 6]]
+        results, steps = server.generate(longer, [GENTLE])
+    assert results[0]["meta_info"]["cached_tokens"] > len(prompts[0]) + 12
+    assert check_steps(folder, longer, results, steps)
