@@ -251,7 +251,7 @@ def test_the_pool_leaves_room_for_the_step(guide, cap, cache):
     cell, budget = 1000, 40_000_000
 
     class Configurator:
-        page_size = 1
+        page_size, is_draft_worker = 1, False
         model_config = SimpleNamespace(context_len=512, vocab_size=VOCAB)
 
         def resolve_max_num_reqs(self, tokens):

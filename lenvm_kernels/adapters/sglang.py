@@ -644,7 +644,7 @@ def check_vocabulary(runner: ModelRunner, settings: Settings, value_model: Value
 
 def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_tokens: int | None = None) -> Any:
     """Around the sizing of the engine's pool: what the guided step will take is not the pool's."""
-    if _guide is None:
+    if _guide is None or configurator.is_draft_worker:
         return original(configurator, budget_bytes, cap_tokens=cap_tokens)
     model, settings, drafts = _guide.value_model, _guide.settings, _guide.drafts
     delta = MAX_DELTA + drafts
