@@ -7,6 +7,8 @@ all. What a request does follows from the request alone, so that its values are 
 A token that was drawn from candidates whose keys and values were kept is there already (:func:`commit_winner`).
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -220,9 +222,10 @@ def catch_up(
             raise ValueError(f"out.{name} must be contiguous, got strides {tuple(x.stride())}")
     check_fields("out", DeltaTokens._fields[2:], out[2:], _DTYPES[2:], rows, device)
 
-    known = (getattr(requests, name) for name in _REQUEST_DTYPES)
-    others = (counts, committed, slot_table, page_size, requests.tokens.shape[1])
-    _launch(backend, *out, history.tokens, history.cached_lens, *known, *others)
+    operands: list[Any] = [*out, history.tokens, history.cached_lens]
+    operands += [getattr(requests, name) for name in _REQUEST_DTYPES]
+    operands += [counts, committed, slot_table, page_size, requests.tokens.shape[1]]
+    _launch(backend, *operands)
     return out
 
 

@@ -378,8 +378,8 @@ def commit_winner(
     check_page_size(page_size)
 
     committed = torch.empty(requests, dtype=torch.int32, device=device)
-    cache, scales = (k_cache, v_cache), (key_scales, value_scales)
-    last_step = (k_last, v_last, candidate_ids, candidate_rows, candidate_positions, candidate_parents)
-    drawn = (last_rows, tokens, new_lens, positions, table_rows, slot_table, page_size)
-    _launch(backend, committed, *cache, *last_step, *drawn, *scales)
+    operands: list[Any] = [committed, k_cache, v_cache, k_last, v_last]
+    operands += [candidate_ids, candidate_rows, candidate_positions, candidate_parents]
+    operands += [last_rows, tokens, new_lens, positions, table_rows, slot_table, page_size, key_scales, value_scales]
+    _launch(backend, *operands)
     return committed

@@ -399,6 +399,6 @@ def gather_requests_unchecked(
 ) -> StepRequests:
     """:func:`gather_requests` for a caller who knows that the arguments are right, and has resolved the backend."""
     of_history = (None,) * len(StepHistory._fields) if history is None else history
-    inputs = (tokens, table_rows, lengths)
-    _launch(backend, *out, *inputs, *_columns_read(table), *of_history, new_lens, active, padding_row)
+    operands: list[Any] = [*out, tokens, table_rows, lengths, *_columns_read(table), *of_history]
+    _launch(backend, *operands, new_lens, active, padding_row)
     return out

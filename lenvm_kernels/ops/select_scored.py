@@ -7,6 +7,8 @@ asks for predicted lengths has one token scored where it has no such candidates:
 Rows beyond the requests are filled with nothing to score, so that a CUDA graph captured for more requests can run.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -239,7 +241,7 @@ def select_scored(
     if not out.token_ids.is_contiguous():
         raise ValueError(f"out.token_ids must be contiguous, got strides {tuple(out.token_ids.stride())}")
 
-    options = dict(drawn=drawn, sample=sample, score_all=score_all, step=step, out=out, backend=backend)
+    options: dict[str, Any] = dict(drawn=drawn, sample=sample, score_all=score_all, step=step, out=out, backend=backend)
     return select_scored_unchecked(candidates, requests, eos_token_ids, **options)
 
 

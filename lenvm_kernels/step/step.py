@@ -209,7 +209,7 @@ class GuidedStep:
         self._scored = empty_scored(max_requests * nodes, max_candidates, device)
         self._trees = empty_trees(max_requests, max_drafts, max_candidates, device) if max_drafts else None
         self._delta = empty_delta(max_requests, max_delta, device)
-        self._views: dict[tuple[int, bool], _Rows] = {}
+        self._views: dict[tuple[int, int], _Rows] = {}
         self._all_active = torch.ones(max_requests, dtype=torch.bool, device=device)
         self._none_drawn = torch.full((max_requests * nodes,), -1, dtype=torch.int32, device=device)
         self._history = History(table_rows + 1, max_delta, device)
@@ -629,8 +629,8 @@ class GuidedStep:
         finally:
             self._timer = timer
         prompt, none = full(0, torch.int64, self.chunk_tokens), full(0, torch.int32, 1)
-        for tokens in self.value_model.sizes_of_every_tile(self.chunk_tokens):
-            chunk = prompt[:tokens]
+        for length in self.value_model.sizes_of_every_tile(self.chunk_tokens):
+            chunk = prompt[:length]
             self.extend(chunk, chunk, full(self._padding_row, torch.int64, 1), none, none, none)
 
     def _gather(
@@ -689,8 +689,8 @@ class GuidedStep:
             of_nodes = {name: getattr(self._nodes, name)[: rows * nodes] for name in NODE_FIELDS}
             trees = None
             if nodes > 1 and self._trees is not None:
-                *of_requests, columns = self._trees
-                trees = CandidateTrees(*(x[:rows] for x in of_requests), columns[: rows * nodes])
+                trees = CandidateTrees(*(x[:rows] for x in self._trees))
+                trees = trees._replace(columns=self._trees.columns[: rows * nodes])
             self._views[sizes] = _Rows(
                 requests,
                 requests if nodes == 1 else requests._replace(**of_nodes),
