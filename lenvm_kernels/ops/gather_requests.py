@@ -400,5 +400,6 @@ def gather_requests_unchecked(
     """:func:`gather_requests` for a caller who knows that the arguments are right, and has resolved the backend."""
     of_history = (None,) * len(StepHistory._fields) if history is None else history
     operands: list[Any] = [*out, tokens, table_rows, lengths, *_columns_read(table), *of_history]
-    _launch(backend, *operands, new_lens, active, padding_row)
+    operands += [new_lens, active, padding_row]
+    _launch(backend, *operands)
     return out
