@@ -17,7 +17,10 @@ from lenvm_kernels.fuzz.draws import Draws
 
 FAULTS = "tests.helpers.planted_faults"
 # Whose results are compared as they are.
-INTEGERS = ("gather_requests", "select_scored", "commit_winner", "catch_up", "ragged_layout", "sample_candidates")
+INTEGERS = (
+    *("gather_requests", "expand_drafts", "select_scored", "pack_drafts", "commit_winner", "catch_up"),
+    *("ragged_layout", "sample_candidates", "verify_drafts"),
+)
 FLOATS = [name for name in OPERATORS if name not in INTEGERS]
 PLANTED = [
     *(("off", name) for name in OPERATORS),
@@ -178,7 +181,7 @@ def good_case():
     ("change", "message"),
     [
         ({"version": VERSION + 1}, f"is of version {VERSION + 1}, this is version {VERSION}"),
-        ({"op": "softmax"}, "op must be one of gather_requests, topk_candidates"),
+        ({"op": "softmax"}, "op must be one of gather_requests, expand_drafts"),
         ({"rows": [1, 1]}, "rows must be a number of rows or a list of different row ids"),
         ({"rows": "all"}, "rows must be"),
         ({"seed": 1.5}, "seed must be an integer, got 1.5"),
@@ -220,6 +223,7 @@ def test_a_row_is_the_same_in_any_batch():
         ("gather_requests", {}, lambda given: given.arguments["table_rows"]),
         ("select_scored", {}, lambda given: given.arguments["requests"].table_rows),
         ("catch_up", {}, lambda given: given.arguments["requests"].table_rows),
+        ("expand_drafts", {"drafts": 9, "parents": "tree"}, lambda given: given.arguments["drafts"].parents.flatten()),
         ("embed_tokens", {}, lambda given: given.arguments["token_ids"]),
         ("reweight_scatter", {}, lambda given: given.table_rows),
         ("value_head", {"token_rows": "int64"}, lambda given: given.arguments["token_rows"]),

@@ -6,6 +6,7 @@ from each other everywhere: a kernel that mixes them up touches what belongs to 
 
 import os
 import sys
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -25,7 +26,9 @@ from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.catch_up import catch_up, empty_delta
 from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.ops.embed_tokens import embed_tokens
+from lenvm_kernels.ops.expand_drafts import NODE_FIELDS, expand_drafts
 from lenvm_kernels.ops.gather_requests import empty_history, empty_requests, gather_requests
+from lenvm_kernels.ops.pack_drafts import empty_trees, pack_drafts
 from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
@@ -35,10 +38,13 @@ from lenvm_kernels.ops.select_scored import empty_scored, select_scored
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
+from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep
-from lenvm_kernels.types import Candidates, DeltaTokens, ScoredCandidates, StepRequests
+from lenvm_kernels.types import Candidates, CandidateTrees, DeltaTokens, ScoredCandidates, StepRequests
 from lenvm_kernels.value_model import ValueModelConfig
+from tests.helpers.drafts import random_drafts
+from tests.helpers.engine import Engine
 from tests.helpers.padded_step import PaddedStep
 from tests.helpers.races import check_races
 
@@ -200,7 +206,7 @@ def layout(lens, counts, deltas, k):
         i32([7 * i for i in range(requests)]),
         backend="triton",
     )
-    return list(laid_out)
+    return [x for x in laid_out if x is not None]
 
 
 @workload(
@@ -567,6 +573,74 @@ def embed(tokens, live, size, half, row_padding, dtype):
     return [x[:, :live] if x is embedded.square_sums else x[:live] for x in embedded]
 
 
+@workload("_ragged_layout_kernel", branches=(7, 6, 2), long=(3, 64, 1), one=(1, 1, 4))
+@mock.patch.object(ragged_layout_module, "TILE", 16)
+def tree_layout(requests, k, delta_len):
+    """Trees with parents that are none, some of them shorter than others."""
+    generator = torch.Generator().manual_seed(k)
+    parents = torch.randint(-2, k + 1, (requests, k), generator=generator, dtype=torch.int32)
+    parents[0] = torch.arange(k) - 1
+    deltas = requests * delta_len + 2
+    laid_out = ragged_layout(
+        torch.arange(deltas),
+        torch.arange(deltas).flip(0) + 50,
+        i32([delta_len * i for i in range(requests)]).flip(0),
+        i32([delta_len - i % 2 for i in range(requests)]),
+        padded(torch.arange(requests * k, dtype=torch.int32).view(requests, k), 3),
+        i32([k - i % 3 for i in range(requests)]),
+        i32([7 * i for i in range(requests)]),
+        candidate_parents=padded(parents, 2),
+        backend="triton",
+    )
+    return list(laid_out)
+
+
+@workload("_expand_drafts_kernel", one=(1, 1, 1), padded=(19, 9, 5), no_drafts=(10, 0, 3), many=(17, 17, 9))
+def expand(rows, with_drafts, width):
+    """The rows of the drafts are apart; the results are in slices."""
+    generator = torch.Generator().manual_seed(rows)
+    requests = empty_requests(rows, torch.device("cpu"))
+    for name in NODE_FIELDS:
+        x = getattr(requests, name)
+        x.copy_(torch.randint(0, 2 if x.dtype == torch.bool else 999, (rows,), generator=generator))
+    out = {name: torch.empty(rows * (1 + width) + 3, dtype=dtype)[3:] for name, dtype in NODE_FIELDS.items()}
+    drafts = random_drafts(with_drafts, width, seed=rows)
+    nodes = expand_drafts(requests, drafts, out=requests._replace(**out), backend="triton")
+    return [getattr(nodes, name) for name in NODE_FIELDS]
+
+
+@workload("_pack_drafts_kernel", one=(1, 1, 1, 1), padded=(7, 5, 5, 8), no_drafts=(4, 0, 3, 2), many=(3, 3, 9, 64))
+def pack(rows, with_drafts, width, k):
+    """Candidates of some nodes that are there, among them drafts; nothing is scored of every third request."""
+    generator = torch.Generator().manual_seed(rows)
+    drafts, nodes = random_drafts(with_drafts, width, seed=rows, tokens=k + 2), 1 + width
+    counts = torch.randint(0, k + 1, (rows, nodes), generator=generator, dtype=torch.int32)
+    counts[2::3] = 0
+    counts[:with_drafts, 1:] *= (drafts.token_ids >= 0).int().cumprod(dim=1)
+    counts[with_drafts:, 1:] = 0
+    ids = torch.stack([torch.randperm(k + 2, generator=generator)[:k] for _ in range(rows * nodes)]).int()
+    positions = torch.empty(rows * nodes, dtype=torch.int32)
+    positions[::nodes] = torch.arange(rows, dtype=torch.int32).flip(0)  # the others' are not read
+    out = empty_trees(rows + 1, width, k, torch.device("cpu"))
+    trees = pack_drafts(
+        ScoredCandidates(ids, counts.flatten(), positions, counts.flatten() > 0),
+        drafts,
+        out=CandidateTrees(*(x[len(x) // (rows + 1) :] for x in out)),
+        backend="triton",
+    )
+    return list(trees)
+
+
+@workload("_verify_drafts_kernel", one=(1, 1), some=(19, 5), many=(9, 9))
+def verify(requests, width):
+    generator = torch.Generator().manual_seed(requests)
+    drafts = random_drafts(requests, width, seed=requests, tokens=3)
+    drawn = torch.randint(-1, 3, (requests * (1 + width) + 3,), generator=generator, dtype=torch.int32)
+    return list(verify_drafts(drawn[3:], drafts, backend="triton"))
+
+
+# Of steps with drafts.
+DRAFT_KERNELS = ("_expand_drafts_kernel", "_pack_drafts_kernel", "_verify_drafts_kernel")
 STEP_KERNELS = (
     "_catch_up_kernel",
     "_commit_winner_kernel",
@@ -677,12 +751,72 @@ def guided_step(step_class, k):
     return [*results, step.cache.keys, step.cache.values, step.table.faults]
 
 
+@workload(*DRAFT_KERNELS, "_ragged_layout_kernel", "_value_tree_attention_kernel", padded=(PaddedStep, 4))
+def drafted_step(step_class, k):
+    """Steps with trees of drafts, of which those that were drawn are taken."""
+    generator, width, rows = torch.Generator().manual_seed(k), 3, 4
+    torch.manual_seed(0)  # the model's weights
+    slots = PagedSlots(rows, 80, page_size=4)
+    step = step_class(
+        make_model(replace(CONFIG, intermediate_size=64), torch.float32, "cpu"),
+        slots.table,
+        slots.num_slots,
+        vocab_size=VOCAB,
+        max_requests=rows,
+        max_candidates=k,
+        max_drafts=width,
+        max_delta=5,
+        page_size=4,
+        chunk_tokens=32,
+        backend="triton",
+    )
+    for cache in (step.cache.keys, step.cache.values):
+        cache.normal_(generator=generator)
+    lens = [9, 3, 12, 1]
+    prompts = [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lens]
+    order = [3, 0, 2, 1]
+    guidance = [REQUESTS[row][0] for row in order]
+    Engine(step, slots).start(order, [prompts[row] for row in order], guidance, room=20)
+    lengths, results = i32(lens), []
+    tokens = torch.tensor([[prompt[-1]] * (1 + width) for prompt in prompts])
+    new_lens = torch.ones(rows, dtype=torch.int32)
+    for number, chosen in enumerate([[2, 0, 3, 1], [1, 2, 0]]):
+        chosen = torch.tensor(chosen)
+        b, nodes = len(chosen), len(chosen) * (1 + width)
+        logits = torch.randn(nodes, VOCAB, generator=generator) * 3
+        drafts = random_drafts(b, width, seed=number, tokens=VOCAB)
+        # Of every other request the likeliest token after its last one is a draft.
+        drafts.token_ids[::2, 0] = logits[:: 1 + width].argmax(dim=1)[::2]
+        output = step.step(
+            logits,
+            tokens[chosen],
+            chosen.int(),
+            lengths[chosen],
+            new_lens=new_lens[chosen],
+            top_k=i32([5, k][number : number + 1] * b),
+            top_p=torch.full((b,), 0.98),
+            min_p=torch.full((b,), 1e-3),
+            temperature=torch.full((b,), 0.9),
+            is_logits=True,
+            sample=True,
+            drawn=torch.randint(VOCAB, (nodes,), generator=generator),
+            drafts=drafts,
+            verify="same_draws",
+        )
+        results += [output.candidates.token_ids, output.candidates.probs, output.value_logits, output.probs]
+        results += [output.tokens, output.remaining_lengths, *output.verified]
+        tokens[chosen], new_lens[chosen] = output.verified.tokens.long(), output.verified.lens
+        lengths[chosen] += output.verified.lens
+    assert new_lens.max() > 1 and not step.table.faults.any()
+    return [*results, step.cache.keys, step.cache.values, step.table.faults]
+
+
 def test_every_kernel_has_a_workload():
     names = set(kernels())
     assert len(names) >= 15
     assert set().union(*(covered for _, covered in WORKLOADS.values())) == names
     # In a step whoever stores a row leaves the sums of its squares.
-    assert names - set(STEP_KERNELS) == {"_square_sums_kernel"}
+    assert names - {*STEP_KERNELS, *DRAFT_KERNELS} == {"_square_sums_kernel"}
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

@@ -1,4 +1,4 @@
-"""Ragged layout: kernel against reference, the reference against Python lists, and lengths that break the rules."""
+"""Ragged layout: kernel against reference, the reference against Python lists, lengths that break the rules; trees."""
 
 import pytest
 import torch
@@ -9,6 +9,8 @@ from lenvm_kernels.ops import ragged_layout as ops
 from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.types import RaggedLayout
 from tests.helpers.cases import assert_right, cases
+from tests.helpers.drafts import BACKENDS, LARGEST, apart, i32, variants
+from tests.helpers.wrong_tensors import assert_refuses
 
 
 def decode_inputs(guided, columns, device="cpu"):
@@ -23,31 +25,51 @@ def decode_inputs(guided, columns, device="cpu"):
 
 def assert_equal(actual, expected):
     for name, a, e in zip(RaggedLayout._fields, actual, expected, strict=True):
-        assert a.dtype == e.dtype and torch.equal(a, e), name
+        if e is None:
+            assert a is None, name
+        else:
+            assert a.dtype == e.dtype and torch.equal(a.cpu(), e.cpu()), name
 
 
 def assert_kernel_equals_reference(inputs):
     assert_equal(ragged_layout(**inputs, backend="triton"), ragged_layout(**inputs, backend="reference"))
 
 
-def lists(delta_ids, delta_slots, delta_starts, delta_lens, candidate_ids, candidate_lens, cached_lens):
+def lists(
+    *,
+    delta_ids,
+    delta_slots,
+    delta_starts,
+    delta_lens,
+    candidate_ids,
+    candidate_lens,
+    cached_lens,
+    candidate_parents=None,
+):
     """The layout by appending to lists."""
     requests, columns = candidate_ids.shape
-    rows, q_offsets, candidate_rows, head_rows, head_targets = [], [0], [], [], []
+    rows, parents, q_offsets, candidate_rows, head_rows, head_targets = [], [], [0], [], [], []
     for i in range(requests):
         start, length, cached = delta_starts[i].item(), delta_lens[i].item(), cached_lens[i].item()
         for j in range(length):
             rows.append((delta_ids[start + j].item(), cached + j, delta_slots[start + j].item()))
+        parents += [-1] * length
         candidate_rows.append([-1] * columns)
+        first = len(rows)
         for j in range(candidate_lens[i].item()):
             candidate_rows[i][j] = len(rows)
             head_rows.append(len(rows))
             head_targets.append(i * columns + j)
-            rows.append((candidate_ids[i, j].item(), cached + length, -1))
+            parent = -1 if candidate_parents is None else candidate_parents[i, j].item()
+            is_root = parent not in range(j)
+            position = cached + length if is_root else rows[first + parent][1] + 1
+            parents.append(-1 if is_root else first + parent)
+            rows.append((candidate_ids[i, j].item(), position, -1))
         q_offsets.append(len(rows))
 
     head_targets += [i * columns + j for i in range(requests) for j in range(columns) if candidate_rows[i][j] < 0]
     rows += [(0, 0, -1)] * (len(delta_ids) + requests * columns - len(rows))
+    parents += [-1] * (len(rows) - len(parents))
     head_rows += [-1] * (requests * columns - len(head_rows))
     i64 = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
     return RaggedLayout(
@@ -58,6 +80,7 @@ def lists(delta_ids, delta_slots, delta_starts, delta_lens, candidate_ids, candi
         candidate_rows=torch.tensor(candidate_rows, dtype=torch.int64).view(requests, columns),
         head_rows=torch.tensor(head_rows, dtype=torch.int64),
         head_targets=torch.tensor(head_targets, dtype=torch.int64),
+        parents=None if candidate_parents is None else i32(*parents),
     )
 
 
@@ -102,7 +125,7 @@ def test_edges(device, delta_lens, candidate_lens, columns, unreferenced):
 def test_a_decode_step_ignores_the_tokens_of_unguided_requests(device, backend):
     inputs = decode_inputs([False, True, False, True], 2, device)
     layout = ragged_layout(**inputs, backend=backend)
-    assert_equal(RaggedLayout(*(x.cpu() for x in layout)), lists(**inputs))
+    assert_equal(layout, lists(**inputs))
     assert layout.slots.tolist() == [1002, -1, -1, 1004, *[-1] * 8]
     assert layout.head_rows.tolist() == [1, 2, 4, 5, *[-1] * 4]
     assert layout.head_targets.tolist() == [2, 3, 6, 7, 0, 1, 4, 5]
@@ -136,7 +159,7 @@ def test_numbers_past_32_bits(device, backend):
     inputs["candidate_ids"] = inputs["candidate_ids"].int()
     inputs["cached_lens"] += 2**31 - 100_100
     layout = ragged_layout(**inputs, backend=backend)
-    assert_equal(RaggedLayout(*(x.cpu() for x in layout)), lists(**inputs))
+    assert_equal(layout, lists(**inputs))
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
@@ -155,9 +178,12 @@ BROKEN = {
 }
 
 
+@pytest.mark.parametrize("trees", [False, True])
 @pytest.mark.parametrize(("name", "values"), [(name, values) for name, many in BROKEN.items() for values in many])
-def test_broken_lengths_touch_nothing_else(device, monkeypatch, name, values):
+def test_broken_lengths_touch_nothing_else(device, monkeypatch, name, values, trees):
     inputs = make_inputs([2, 3, 1], [2, 0, 1], 2, unreferenced=1, device=device)
+    if trees:
+        inputs["candidate_parents"] = i32([-1, 0], [7, -9], [-1, 0]).to(device)
     inputs[name] = torch.tensor(values, dtype=torch.int32, device=device)
     guard, margin, buffers, empty = -77, 2048, [], torch.empty
 
@@ -175,13 +201,100 @@ def test_broken_lengths_touch_nothing_else(device, monkeypatch, name, values):
     layout = ragged_layout(**inputs, backend="triton")
     monkeypatch.undo()
 
-    assert len(buffers) == len(RaggedLayout._fields)
+    assert len(buffers) == len(RaggedLayout._fields) - (not trees)
     for buffer, size in buffers:
         assert (buffer[:margin] == guard).all() and (buffer[margin + size :] == guard).all()
     # Every element is written, whatever the lengths.
-    assert not any((tensor == guard).any() for tensor in layout)
+    assert (layout.parents is not None) == trees
+    assert not any((tensor == guard).any() for tensor in layout if tensor is not None)
     assert sorted(layout.head_targets.tolist()) == list(range(6))
     assert torch.equal(layout.candidate_rows.flatten()[layout.head_targets], layout.head_rows)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_candidates_in_trees(device, backend):
+    """A branching one, a chain, one whose last column does not count, and one that is empty."""
+    layout = ragged_layout(
+        i32(10, 11, 12, 13, 14).to(device),
+        i32(90, 80, 70, 60, 50).to(device),
+        i32(3, 0, 1, 0).to(device),
+        i32(2, 1, 0, 1).to(device),
+        i32([1, 2, 3, 4, 5], [6, 7, 8, 9, 15], [16, 17, 18, 19, 20], [21] * 5).to(device),
+        i32(5, 4, 2, 0).to(device),
+        i32(30, 7, 0, 400).to(device),
+        candidate_parents=i32([-1, 0, -1, 0, 3], [-1, 0, 1, 2, 3], [-1, -1, 0, 1, 2], [-1, 0, 1, 2, 3]).to(device),
+        backend=backend,
+    )
+    no = [-1]
+    assert layout.token_ids.tolist() == [13, 14, 1, 2, 3, 4, 5, 10, 6, 7, 8, 9, 16, 17, 10, *[0] * 10]
+    assert layout.positions.tolist() == [30, 31, 32, 33, 32, 33, 34, 7, 8, 9, 10, 11, 0, 0, 400, *[0] * 10]
+    assert layout.parents.tolist() == [*no * 3, 2, -1, 2, 5, *no * 2, 8, 9, 10, *no * 13]
+    assert layout.parents.dtype == torch.int32
+    assert layout.slots.tolist() == [60, 50, *no * 5, 90, *no * 6, 90, *no * 10]
+    assert layout.q_offsets.tolist() == [0, 7, 12, 14, 15]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("parent", [-1, -2, -(2**31), 3, 4, 5, 99, LARGEST])
+def test_what_is_no_earlier_candidate_is_no_parent(device, backend, parent):
+    """Of the fourth candidate: itself, later ones and none. What follows it counts from there."""
+    inputs = make_inputs([1, 2], [6, 3], 6, device=device)
+    inputs["candidate_parents"] = i32([-1, 0, 1, parent, 3, 4], [-1, 0, -1, 2, 3, 4]).to(device)
+    layout = ragged_layout(**inputs, backend=backend)
+    assert layout.parents.tolist()[:12] == [-1, -1, 1, 2, -1, 4, 5, -1, -1, -1, 9, -1]
+    assert (layout.positions - layout.positions[0]).tolist()[:7] == [0, 1, 2, 3, 1, 2, 3]
+    assert_equal(layout, lists(**inputs))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("columns", [0, 1, 2, 3, 5, 17, 64])
+@pytest.mark.parametrize("kind", ["chain", "star", "random"])
+def test_trees_of_every_depth(device, backend, columns, kind):
+    """In rows that are apart, but not as far as those of the candidates."""
+    inputs = make_inputs(
+        [1, 0, 2], [columns, columns // 2, max(columns - 1, 0)], columns, unreferenced=3, device=device
+    )
+    column, generator = torch.arange(columns), torch.Generator().manual_seed(columns)
+    parents = {
+        "chain": (column - 1).expand(3, -1),
+        "star": torch.where(column > 0, 0, -1).expand(3, -1),
+        "random": torch.randint(0, 2**30, (3, columns), generator=generator) % (column + 1) - 1,
+    }
+    inputs["candidate_ids"] = apart(inputs["candidate_ids"], 5)
+    inputs["candidate_parents"] = apart(parents[kind].int().to(device), 2)
+    assert_equal(ragged_layout(**inputs, backend=backend), lists(**inputs))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tile", [4, 16, ops.TILE])
+def test_trees_of_many_requests(device, monkeypatch, backend, tile):
+    monkeypatch.setattr(ops, "TILE", tile)
+    lens = torch.randint(0, 6, (2, 23), generator=torch.Generator().manual_seed(1))
+    inputs = make_inputs(*lens.tolist(), 6, unreferenced=9, device=device)
+    parents = torch.randint(0, 2**30, (23, 6), generator=torch.Generator().manual_seed(2)) % (torch.arange(6) + 2) - 1
+    inputs["candidate_parents"] = parents.int().to(device)
+    assert_equal(ragged_layout(**inputs, backend=backend), lists(**inputs))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_trees_without_parents_are_as_candidates(device, backend):
+    """Whatever stands beside and beyond the columns that count."""
+    inputs = make_inputs([2, 0, 1], [1, 3, 0], 3, unreferenced=1, device=device)
+    expected = ragged_layout(**inputs, backend=backend)
+    assert expected.parents is None
+    parents = i32([-1, 0, 1], [-1, -1, -1], [0, 0, 0]).to(device)
+    found = ragged_layout(**inputs, candidate_parents=parents, backend=backend)
+    assert_equal(found._replace(parents=None), expected)
+    assert found.parents.tolist() == [-1] * len(found.token_ids)
+
+
+def test_no_number_of_requests_compiles_anything():
+    assert variants("ragged_layout") == {"_ragged_layout_kernel": 1}
+
+
+def test_wrong_parents_are_named():
+    arguments = make_inputs([2, 1, 0], [1, 3, 2], 4) | {"candidate_parents": i32(*[[-1, 0, 1, 2]] * 3)}
+    assert_refuses(ragged_layout, arguments, "candidate_parents", torch.int32)
 
 
 GOOD = make_inputs([2, 1], [1, 3], 3)
@@ -214,11 +327,13 @@ def test_errors_name_the_argument(name, value, error, message):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_replays_in_a_cuda_graph(device):
     inputs = make_inputs([3, 0, 5], [1, 4, 2], 4, unreferenced=6, device=device)
+    inputs["candidate_parents"] = i32([-1] * 4, [-1, 0, 1, 0], [-1] * 4).to(device)
     ragged_layout(**inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         layout = ragged_layout(**inputs)
     inputs["delta_lens"].copy_(torch.tensor([2, 1, 0]))
     inputs["candidate_lens"].copy_(torch.tensor([4, 0, 3]))
+    inputs["candidate_parents"].copy_(i32([-1, 0, -1, 2], [0, 0, 0, 0], [-1, 0, 1, 2]))
     graph.replay()
     assert_equal(layout, ragged_layout(**inputs, backend="reference"))

@@ -8,8 +8,10 @@ the time is up, ``report.py`` says what was found.
 # In the order in which a guided step calls them.
 OPERATORS = (
     "gather_requests",
+    "expand_drafts",
     "topk_candidates",
     "select_scored",
+    "pack_drafts",
     "commit_winner",
     "catch_up",
     "ragged_layout",
@@ -20,4 +22,5 @@ OPERATORS = (
     "value_head",
     "reweight_scatter",
     "sample_candidates",
+    "verify_drafts",
 )

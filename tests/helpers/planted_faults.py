@@ -10,12 +10,15 @@ from lenvm_kernels.reference._common import sums_of_squares
 # The part of a result that a fault is planted in.
 PARTS = {
     "gather_requests": lambda requests: requests.generated,
+    "expand_drafts": lambda nodes: nodes.generated,
     "topk_candidates": lambda found: found.probs,
     "select_scored": lambda scored: scored.positions,
+    "pack_drafts": lambda trees: trees.counts,
     "catch_up": lambda delta: delta.cached_lens,
     "embed_tokens": lambda embedded: embedded.cos,
     "ragged_layout": lambda layout: layout.positions,
     "rope_cache": lambda heads: heads[0],
+    "verify_drafts": lambda verified: verified.lens,
 }
 
 

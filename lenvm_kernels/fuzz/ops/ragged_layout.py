@@ -1,4 +1,4 @@
-"""``ragged_layout``: requests of any lengths, their tokens in any order with tokens of nobody between."""
+"""``ragged_layout``: requests of any lengths, their tokens in any order with tokens of nobody between; trees."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, differs, expect
 from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.fuzz.ops.expand_drafts import apart, draw_parents
 from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.types import RaggedLayout
 
@@ -18,6 +19,7 @@ OPTIONS: dict[str, list[Any]] = {
     "unreferenced": [0, 1, 40],
     "dtype": ["int64", "int32"],
     "candidate_lens": ["in range", "any"],
+    "parents": ["none", "tree", "chain", "any"],
     "constants": ["shipped", "small", "smallest"],
 }
 CONSTANTS = {"small": {"TILE": 16}, "smallest": {"TILE": 4}}  # several steps of every loop
@@ -82,30 +84,35 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     delta_lens = draws.integers("delta_lens", rows, low=0, high=2**30) % (longest + 1)
     beyond = 0 if options["candidate_lens"] == "in range" else 2
     candidate_lens = draws.integers("candidate_lens", rows, low=-beyond, high=columns + beyond)
-    return Inputs(
-        make_inputs(
-            delta_lens,
-            candidate_lens,
-            columns,
-            unreferenced=options["unreferenced"],
-            dtype=getattr(torch, options["dtype"]),
-            device=device,
-            seed=case.seed,
-            rows=rows,
-        )
+    arguments = make_inputs(
+        delta_lens,
+        candidate_lens,
+        columns,
+        unreferenced=options["unreferenced"],
+        dtype=getattr(torch, options["dtype"]),
+        device=device,
+        seed=case.seed,
+        rows=rows,
     )
+    if options["parents"] != "none":  # in rows farther apart than the candidates'
+        arguments["candidate_parents"] = apart(draw_parents(draws, options["parents"], rows, columns), 2)
+    return Inputs(arguments)
 
 
 def run(given: Inputs, function) -> RaggedLayout:
     layout = function(**given.arguments)
     expected = _reference(given)
-    for name, wanted in expected._asdict().items():
+    for name, wanted in _tensors(expected).items():
         expect(name, getattr(layout, name, None), dtype=wanted.dtype, shape=wanted.shape)
     return layout
 
 
 def _reference(given: Inputs) -> RaggedLayout:
     return ragged_layout(**given.arguments, backend="reference")
+
+
+def _tensors(layout: RaggedLayout) -> dict[str, Tensor]:
+    return {name: x for name, x in layout._asdict().items() if x is not None}
 
 
 def owners_of(layout: RaggedLayout) -> Tensor:
@@ -118,22 +125,27 @@ def owners_of(layout: RaggedLayout) -> Tensor:
 def outputs(given: Inputs, layout: RaggedLayout) -> list[Output]:
     owners = owners_of(layout)
     relative = torch.where(layout.candidate_rows < 0, -1, layout.candidate_rows - layout.q_offsets[:-1, None])
-    return [
+    found = [
         Output("token_ids", layout.token_ids, owners),
         Output("positions", layout.positions, owners),
         Output("slots", layout.slots, owners),
         Output("candidate_rows from the request's first on", relative),
     ]
+    if layout.parents is not None:
+        first_rows = layout.q_offsets[owners]  # of padding, which has no parents, any
+        from_first = torch.where(layout.parents < 0, -1, layout.parents - first_rows)
+        found.append(Output("parents from the request's first row on", from_first, owners))
+    return found
 
 
 def compare(given: Inputs, layout: RaggedLayout) -> list[Difference]:
     expected = _reference(given)
     owners = owners_of(expected)
     nobody = torch.full_like(expected.head_rows, -1)
-    by_name = {"token_ids": owners, "positions": owners, "slots": owners, "head_rows": nobody}
+    by_name = {"token_ids": owners, "positions": owners, "slots": owners, "parents": owners, "head_rows": nobody}
     by_name["q_offsets"] = torch.arange(-1, len(expected.q_offsets) - 1, device=owners.device)
     return [
-        differs(name, getattr(layout, name), wanted, by_name.get(name)) for name, wanted in expected._asdict().items()
+        differs(name, getattr(layout, name), wanted, by_name.get(name)) for name, wanted in _tensors(expected).items()
     ]
 
 

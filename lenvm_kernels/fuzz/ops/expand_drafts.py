@@ -1,0 +1,188 @@
+"""``expand_drafts``: chains, trees and drafts that are none, of all requests or of the first of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lenvm_kernels.fuzz.case import (
+    Case,
+    Difference,
+    Operator,
+    Output,
+    copy_in_place,
+    differs,
+    dtype_of,
+    expect,
+    results_to_fill,
+    slice_of_longer,
+    whole_memory,
+)
+from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.ops.expand_drafts import NODE_FIELDS, empty_nodes, expand_drafts
+from lenvm_kernels.ops.gather_requests import empty_requests
+from lenvm_kernels.types import Drafts, StepRequests
+
+# Of the drafts of every operator that takes some.
+DRAFTS: dict[str, list[Any]] = {
+    "drafts": [1, 2, 3, 4, 5, 7, 8, 9],
+    "parents": ["chain", "tree", "any"],
+    "dtype": ["int32", "int64"],
+    "apart": [False, True],  # rows of the drafts
+}
+OPTIONS: dict[str, list[Any]] = DRAFTS | {
+    "padding": ["no out", "0", "1", "40"],  # rows of the requests beyond those with drafts
+    "slices": [False, True],
+    "constants": ["shipped", "small"],
+}
+CONSTANTS = {"small": {"REQUESTS": 2}}  # several programs
+
+# A prime number of tokens: so candidates of a node are easily different ones. The first are drafts, too.
+VOCABULARY = [0, 7, 3, 151_642, 2**31 - 1, 11, 5, 1, 2, 64, 8]
+DRAFTED = 5
+NO_PARENTS = [-1, -2, -(2**31), 2**31 - 1]
+
+
+def draw_parents(draws: Draws, kind: str, rows, columns: int) -> Tensor:
+    """int32 ``[rows, columns]``: of a chain, a tree, or with numbers among them that are no earlier column."""
+    column = torch.arange(columns, device=draws.device)
+    if kind == "chain":
+        return (column - 1).int().expand(len(rows), -1).contiguous()
+    parents = draws.integers("parents", rows, columns, low=0, high=2**30) % (column + 1) - 1
+    if kind == "any":
+        others = draws.choose("no parents", rows, columns, values=NO_PARENTS)
+        others = torch.where(draws.chance("later", rows, columns, of=0.5), parents.abs() + column, others)
+        parents = torch.where(draws.chance("is no parent", rows, columns, of=0.4), others, parents)
+    return parents.int()
+
+
+def draw_drafts(draws: Draws, rows, options: Mapping[str, Any]) -> Drafts:
+    """Drafts of few tokens, so that siblings may be equal. After the first that is not there some are ignored."""
+    columns = options["drafts"]
+    column = torch.arange(columns, device=draws.device)
+    lens = draws.integers("drafts", rows, low=0, high=columns)
+    lens = torch.where(draws.chance("all drafts", rows, of=0.5), columns, lens)[:, None]
+    some_after = draws.chance("some after", rows, of=0.5)[:, None]
+    is_absent = torch.where(some_after, column == lens, column >= lens)
+    absent = draws.choose("absent", rows, columns, values=[-1, -1, -2, -(2**31)])
+    token_ids = draws.choose("draft_ids", rows, columns, values=VOCABULARY[:DRAFTED])
+    token_ids = torch.where(is_absent, absent, token_ids).to(dtype_of(options))
+    parents = draw_parents(draws, options["parents"], rows, columns)
+    return Drafts(apart(token_ids, 2), apart(parents, 1)) if options["apart"] else Drafts(token_ids, parents)
+
+
+def apart(x: Tensor, more: int) -> Tensor:
+    """The same numbers in a larger tensor, whose rows are farther apart."""
+    return torch.nn.functional.pad(x, (1, more, 1, 1), value=2)[1:-1, 1:-more]
+
+
+def with_padding(draws: Draws, rows, padding: str) -> Tensor:
+    """Ids of the rows, and of so many others after them."""
+    others = 0 if padding == "no out" else int(padding)
+    return torch.cat([draws.rows(rows), -1 - torch.arange(others, device=draws.device)])
+
+
+def owners_of_nodes(requests: int, drafts: int, count: int, device: torch.device) -> Tensor:
+    """The row that each node belongs to; -1 for those of requests beyond the first ``count``."""
+    owners = torch.arange(requests, device=device)
+    owners[count:] = -1
+    return owners.repeat_interleave(1 + drafts)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    arguments: dict[str, Any]
+
+
+def inputs(case: Case, device: torch.device) -> Inputs:
+    options, draws = case.options, case.draws(device)
+    rows = with_padding(draws, case.rows, options["padding"])
+    requests = empty_requests(len(rows), device)
+    for x in requests:
+        x.fill_(1)
+    for name, values in (
+        ("positions", draws.integers("positions", rows, low=-1, high=100_000)),
+        ("table_rows", draws.integers("table_rows", rows, low=0, high=2**40)),
+        ("guided", draws.chance("guided", rows, of=0.6)),
+        ("wants_length", draws.chance("wants_length", rows, of=0.5)),
+        ("entropy_threshold", draws.choose("entropy_threshold", rows, values=[float("nan"), -1.0, 0.0, 0.7])),
+        ("generated", draws.integers("generated", rows, low=0, high=3000)),
+        ("seeds", draws.bits("seeds", rows)),
+        ("due", draws.chance("due", rows, of=0.4)),
+    ):
+        getattr(requests, name).copy_(values)
+    arguments: dict[str, Any] = {"requests": requests, "drafts": draw_drafts(draws, case.rows, options)}
+    if options["slices"]:
+        arguments["requests"] = requests._make(map(slice_of_longer, requests))
+    if options["padding"] != "no out":
+        nodes = empty_nodes(requests, options["drafts"])
+        fields = results_to_fill([getattr(nodes, name) for name in NODE_FIELDS], in_slices=options["slices"])
+        arguments["out"] = nodes._replace(**dict(zip(NODE_FIELDS, fields, strict=True)))
+    return Inputs(arguments)
+
+
+@dataclass(frozen=True)
+class Result:
+    nodes: list[Tensor]  # fields of NODE_FIELDS
+    around: list[Tensor]  # all that holds ``out``, which is to be left alone around it
+
+
+def run(given: Inputs, function) -> Result:
+    arguments, around = dict(given.arguments), []
+    if "out" in arguments:
+        fields = {name: copy_in_place(getattr(arguments["out"], name)) for name in NODE_FIELDS}
+        arguments["out"] = arguments["out"]._replace(**fields)
+        around = [whole_memory(x) for x in fields.values()]
+    nodes = function(**arguments)
+    rows = len(arguments["requests"].positions) * (1 + arguments["drafts"].token_ids.shape[1])
+    found = [expect(name, getattr(nodes, name, None), dtype=d, shape=(rows,)) for name, d in NODE_FIELDS.items()]
+    return Result(found, around)
+
+
+def _owners(given: Inputs) -> Tensor:
+    (count, drafts), positions = given.arguments["drafts"].token_ids.shape, given.arguments["requests"].positions
+    return owners_of_nodes(len(positions), drafts, count, positions.device)
+
+
+def outputs(given: Inputs, result: Result) -> list[Output]:
+    return [Output(name, x, _owners(given)) for name, x in zip(NODE_FIELDS, result.nodes, strict=True)]
+
+
+def compare(given: Inputs, result: Result) -> list[Difference]:
+    expected = run(given, _reference)
+    owners = _owners(given)
+    found = [
+        differs(name, x, wanted, owners)
+        for name, x, wanted in zip(NODE_FIELDS, result.nodes, expected.nodes, strict=True)
+    ]
+    for name, memory, wanted in zip(NODE_FIELDS, result.around, expected.around, strict=False):
+        found.append(differs(f"memory around {name}", memory, wanted, torch.full_like(memory, -1, dtype=torch.int64)))
+    return found
+
+
+def _reference(**arguments) -> StepRequests:
+    return expand_drafts(**arguments, backend="reference")
+
+
+def classes(given: Inputs) -> dict[str, Tensor]:
+    token_ids = given.arguments["drafts"].token_ids
+    is_there = (token_ids >= 0).int().cumprod(dim=1).bool()
+    return {"all drafts": is_there.all(dim=1), "no drafts": ~is_there.any(dim=1)}
+
+
+OPERATOR = Operator(
+    name="expand_drafts",
+    function=expand_drafts,
+    options=OPTIONS,
+    inputs=inputs,
+    run=run,
+    outputs=outputs,
+    compare=compare,
+    most_rows=4096,
+    row_size=lambda options: 20 * options["drafts"],
+    row_work=lambda options: 30 + 10 * options["drafts"],
+    classes=classes,
+    constants=CONSTANTS,
+)

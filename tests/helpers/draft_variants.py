@@ -1,0 +1,59 @@
+"""Which compiled variants an operator on drafts asks for, of any number of requests, on tensors and slices.
+
+``python -m tests.helpers.draft_variants NAME`` (without TRITON_INTERPRET) prints, as JSON, the number of variants of
+each kernel. Nothing is compiled or launched.
+"""
+
+import json
+import sys
+
+import torch
+from triton.backends.compiler import GPUTarget
+
+from bench.launches import intercept_launches, targeting
+from lenvm_kernels.ops.expand_drafts import expand_drafts
+from lenvm_kernels.ops.gather_requests import empty_requests
+from lenvm_kernels.ops.pack_drafts import pack_drafts
+from lenvm_kernels.ops.ragged_layout import ragged_layout
+from lenvm_kernels.ops.verify_drafts import verify_drafts
+from lenvm_kernels.types import Drafts, ScoredCandidates
+from tests.helpers.serving_variants import keys, note_key, slice_of_longer
+
+CPU = torch.device("cpu")
+
+
+def calls(name, rows, with_drafts, drafts, changed):
+    """One call; ``changed``: makes slices of what a caller may slice."""
+    ids = changed(torch.ones(with_drafts, drafts, dtype=torch.int64))
+    some = Drafts(ids, changed(torch.zeros(with_drafts, drafts, dtype=torch.int32)))
+    numbers = torch.zeros(rows * (1 + drafts), dtype=torch.int32)
+    if name == "expand_drafts":
+        expand_drafts(empty_requests(rows, CPU), some, backend="triton")
+    elif name == "pack_drafts":
+        scored = ScoredCandidates(numbers[:, None].repeat(1, 4), numbers, numbers, numbers.bool())
+        pack_drafts(scored, some, backend="triton")
+    elif name == "verify_drafts":
+        verify_drafts(changed(numbers[: with_drafts * (1 + drafts)]), some, backend="triton")
+    else:
+        of_requests = [changed(torch.zeros(with_drafts, dtype=torch.int32)) for _ in range(4)]
+        tokens = [changed(torch.ones(rows, dtype=torch.int64)) for _ in range(2)]
+        lens = [*of_requests[:2], some.token_ids, *of_requests[2:]]
+        ragged_layout(*tokens, *lens, candidate_parents=some.parents, backend="triton")
+
+
+def strided_slice(x):
+    """The same numbers, not aligned to 16 bytes; the rows, if it has some, one farther apart."""
+    return x if x.dim() < 2 else torch.cat([x[:, :1], x], dim=1)[:, 1:]
+
+
+def main() -> None:
+    sizes = [(1, 1), (2, 1), (16, 16), (17, 16), (19, 17), (33, 1)]
+    with targeting(GPUTarget("cuda", 90, 32)), intercept_launches(note_key):
+        for rows, with_drafts in sizes:
+            for changed in (lambda x: x, slice_of_longer, strided_slice):
+                calls(sys.argv[1], rows, with_drafts, 3, changed)
+    print(json.dumps({kernel: len(found) for kernel, found in keys.items()}))
+
+
+if __name__ == "__main__":
+    main()
