@@ -12,7 +12,15 @@ pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 import requests
 
 from lenvm_kernels.types import Status
-from tests.helpers.sglang_server import MODES, SAMPLING, check_steps, prompts_of, running_server, write_checkpoints
+from tests.helpers.sglang_server import (
+    MODES,
+    SAMPLING,
+    check_steps,
+    prompts_of,
+    running_server,
+    running_speculation,
+    write_checkpoints,
+)
 
 REQUESTS, MORE_THAN_ANY_GETS = 200, 300
 # The engine then looks for lost slots after every step, not only when it is idle; it ends itself when it finds one.
@@ -40,8 +48,10 @@ def wait_until_idle(engine):
     raise AssertionError(f"requests are left behind: {load}")
 
 
-def test_two_hundred_requests_with_aborts(tmp_path):
-    """Each prompt comes twice; of every eight requests one is aborted by its id, and one's client hangs up."""
+@pytest.mark.parametrize("running", [running_server, running_speculation])
+def test_two_hundred_requests_with_aborts(tmp_path, running):
+    """With and without drafts. Each prompt comes twice; of every eight requests one is aborted by its id, and one's
+    client hangs up."""
     write_checkpoints(tmp_path)
     prompts = prompts_of(*[3 + i * 7 % 50 for i in range(REQUESTS // 2)], seed=8) * 2
     rids = [f"{i:03}" for i in range(REQUESTS)]  # the engine aborts every request whose id begins with the one given
@@ -61,7 +71,7 @@ def test_two_hundred_requests_with_aborts(tmp_path):
         assert response.ok, response.text
         return response.json()
 
-    with running_server(tmp_path, "load", "--chunked-prefill-size", "64", **CHECKS) as engine:
+    with running(tmp_path, "load", "--chunked-prefill-size", "64", **CHECKS) as engine:
         with ThreadPoolExecutor(REQUESTS) as pool:
             results = list(pool.map(ask, range(REQUESTS)))
         wait_until_idle(engine)
@@ -82,7 +92,7 @@ def test_two_hundred_requests_with_aborts(tmp_path):
     finished = [i for i in range(REQUESTS) if i not in leaving]
     assert [len(results[i]["output_ids"]) for i in finished] == [lengths[i] for i in finished]
     assert any(results[i]["meta_info"]["num_retractions"] for i in finished)
-    assert max(len(step["rows"]) for step in steps) == 32
+    assert max(len({row["rid"] for row in step["rows"]}) for step in steps) == 32
     rows = {rid: [] for rid in rids}
     for step in steps:
         for row in step["rows"]:

@@ -24,6 +24,7 @@ from tests.helpers.sglang_server import (
     check_steps,
     prompts_of,
     running_server,
+    running_speculation,
     values_from_scratch,
     write_checkpoints,
 )
@@ -38,7 +39,6 @@ GUIDANCE = [
 ]
 PROMPTS = prompts_of(*range(4, 70, 12), seed=20)  # shorter and longer than a chunk
 TOKENS = dict(sampling_seed=5, max_new_tokens=24)
-CHAIN = {"steps": 3, "topk": 1, "tokens": 4}
 TREE = {"steps": 3, "topk": 2, "tokens": 6}
 
 
@@ -66,18 +66,6 @@ def write_eagle(folder):
     save_file(weights, folder / "model.safetensors")
 
 
-def running_speculation(folder, name, *options, plugin=True, algorithm="STANDALONE", draft="base", shape=CHAIN, **env):
-    """The server with the stand-ins, and a model of the folder that drafts. SGLang need not compile what it would, but
-    for NGRAM's corpus: that takes g++ a minute, once."""
-    values = {"algorithm": algorithm, "num-draft-tokens": shape["tokens"]}
-    if draft:
-        values |= {"draft-model-path": folder / draft, "num-steps": shape["steps"], "eagle-topk": shape["topk"]}
-    options += tuple(text for key, value in values.items() for text in (f"--speculative-{key}", str(value)))
-    env |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.sglang_cpu.patches", "LENVM_TEST_SPECULATION": "1"}
-    env |= {"TORCHDYNAMO_DISABLE": "1"}
-    return running_server(folder, name, "--chunked-prefill-size", "32", *options, plugin=plugin, **env)
-
-
 def greedy(server):
     """The tokens of greedy requests without guidance."""
     sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 24}
@@ -103,6 +91,7 @@ def texts(folder):
         ("ngram", (), {"algorithm": "NGRAM", "draft": None}),
         ("eagle", (), {"algorithm": "EAGLE", "draft": "eagle", "shape": TREE}),
         ("retracting", (), {"SGLANG_TEST_RETRACT": "1"}),
+        ("ranks", ("--tp", "2"), {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}),
     ],
 )
 def test_the_text_is_the_same_with_and_without_drafts(folder, texts, name, options, more):

@@ -36,6 +36,7 @@ MODES = [
     {"target_length": 12, "op": "le"},
     {"target_length": 12, "op": "eq_soft"},
 ]
+CHAIN = {"steps": 3, "topk": 1, "tokens": 4}  # of drafts, the last token among them
 GENTLE = {"mode": "centered_exp", "value_scale": -2.0}  # leaves draws a choice
 
 
@@ -125,6 +126,18 @@ def running_server(folder, name, *options, plugin=True, **variables):
         with suppress(ProcessLookupError):  # it has ended by itself
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def running_speculation(folder, name, *options, plugin=True, algorithm="STANDALONE", draft="base", shape=CHAIN, **env):
+    """The server with the stand-ins, and a model of the folder that drafts. SGLang need not compile what it would, but
+    for NGRAM's corpus: that takes g++ a minute, once."""
+    values = {"algorithm": algorithm, "num-draft-tokens": shape["tokens"]}
+    if draft:
+        values |= {"draft-model-path": folder / draft, "num-steps": shape["steps"], "eagle-topk": shape["topk"]}
+    options += tuple(text for key, value in values.items() for text in (f"--speculative-{key}", str(value)))
+    env |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.sglang_cpu.patches", "LENVM_TEST_SPECULATION": "1"}
+    env |= {"TORCHDYNAMO_DISABLE": "1"}
+    return running_server(folder, name, "--chunked-prefill-size", "32", *options, plugin=plugin, **env)
 
 
 def values_from_scratch(folder, sequences):
