@@ -350,12 +350,17 @@ def test_an_idle_engine_draws_nothing():
             "speculative_algorithm must be one of None, EAGLE, EAGLE3, STANDALONE, NGRAM .* got DFLASH",
         ),
         ({"speculative_algorithm": "EAGLE", "speculative_adaptive": True}, "speculative_adaptive must be False"),
+        (
+            {"speculative_algorithm": "EAGLE", "enable_mixed_chunk": True},
+            "enable_mixed_chunk must be False .* speculative",
+        ),
         ({"speculative_algorithm": None, "pp_size": 2}, "pp_size must be 1 together .*, got 2: not built"),
     ],
 )
 def test_options_that_guidance_does_not_go_with(monkeypatch, given, message):
     monkeypatch.setattr(sglang_adapter, "resolved_view", lambda options: options)
     monkeypatch.setattr(sglang_adapter.HookRegistry, "_patched", set(sglang_adapter.HOOKS))
+    given = {"enable_mixed_chunk": False} | given
     runner = SimpleNamespace(is_draft_worker=False, server_args=SimpleNamespace(**given))
     with pytest.raises(ValueError, match=message):
         sglang_adapter.load_value_model(None, runner)

@@ -607,6 +607,8 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
             f"speculative_algorithm must be one of {', '.join(map(str, SPECULATIVE_ALGORITHMS))} together with "
             f"LENVM_VALUE_MODEL, got {options.speculative_algorithm}: {_NOT_TRIED}"
         )
+    if options.speculative_algorithm and options.enable_mixed_chunk:
+        raise ValueError(f"enable_mixed_chunk must be False together with speculative decoding, got True: {_NOT_TRIED}")
     for option, (accepted, reason) in OPTIONS.items():
         if (given := getattr(options, option, accepted)) != accepted:
             raise ValueError(f"{option} must be {accepted} together with LENVM_VALUE_MODEL, got {given}: {reason}")
