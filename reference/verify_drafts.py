@@ -13,7 +13,7 @@ def verify_drafts(drawn: Tensor, draft_ids: Tensor, draft_parents: Tensor) -> Ve
     tokens, nodes = (torch.full((rows, 1 + drafts), -1, dtype=torch.int32) for _ in range(2))
     lens = torch.zeros(rows, dtype=torch.int32)
     token_ids, parents = (x.tolist() for x in tidy_drafts(draft_ids, draft_parents, rows))
-    for row, draws in enumerate(drawn.view(rows, -1).tolist()):
+    for row, draws in enumerate(drawn.view(rows, 1 + drafts).tolist()):
         children = list(zip(token_ids[row], parents[row], strict=True))
         node: int | None = 0
         while node is not None and draws[node] >= 0:

@@ -62,7 +62,7 @@ def _pack_drafts_kernel(
 
     draft = tl.arange(0, NODES)
     exists = (request < B) & (draft < D)
-    draft_id = tl.load(draft_ids_ptr + draft, mask=exists, other=-1).to(tl.int32)
+    draft_id = tl.maximum(tl.load(draft_ids_ptr + draft, mask=exists, other=-1), -1).to(tl.int32)
     parent = tl.load(draft_parents_ptr + draft, mask=exists, other=-1)
     parent = tl.where((parent >= 0) & (parent < draft), parent, -1)
     drafts = tl.min(tl.where(draft_id < 0, draft, D), axis=0)

@@ -40,7 +40,8 @@ def _verify_drafts_kernel(
     request = tl.program_id(0).to(tl.int64) * REQUESTS + tl.arange(0, REQUESTS)
     exists, draft = request < B, tl.arange(0, NODES)[None, :]
     mask = exists[:, None] & (draft < D)
-    token_id = tl.load(draft_ids_ptr + request[:, None] * stride_ids_request + draft, mask=mask, other=-1).to(tl.int32)
+    token_id = tl.load(draft_ids_ptr + request[:, None] * stride_ids_request + draft, mask=mask, other=-1)
+    token_id = tl.maximum(token_id, -1).to(tl.int32)
     parent = tl.load(draft_parents_ptr + request[:, None] * stride_parents_request + draft, mask=mask, other=-1)
     parent = tl.where((parent >= 0) & (parent < draft), parent, -1)
     is_there = draft < tl.min(tl.where(token_id < 0, draft, NODES), axis=1)[:, None]

@@ -115,7 +115,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         getattr(requests, name).copy_(values)
     arguments: dict[str, Any] = {"requests": requests, "drafts": draw_drafts(draws, case.rows, options)}
     if options["slices"]:
-        arguments["requests"] = requests._make(map(slice_of_longer, requests))
+        arguments["requests"] = StepRequests(*map(slice_of_longer, requests))
     if options["padding"] != "no out":
         nodes = empty_nodes(requests, options["drafts"])
         fields = results_to_fill([getattr(nodes, name) for name in NODE_FIELDS], in_slices=options["slices"])

@@ -52,9 +52,9 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     counts[count:, 1:] = 0
     positions = draws.integers("positions", rows, nodes, low=0, high=100_000)
     alone = draws.chance("alone", rows, nodes, of=0.5)
-    flat = (token_ids.flatten(0, 1), counts.flatten().int(), positions.flatten().int(), alone.flatten())
+    flat = [token_ids.flatten(0, 1), counts.flatten().int(), positions.flatten().int(), alone.flatten()]
     if options["slices"]:
-        flat = tuple(map(slice_of_longer, flat))
+        flat = [slice_of_longer(x) for x in flat]
     arguments: dict[str, Any] = {"scored": ScoredCandidates(*flat), "drafts": drafts}
     if options["padding"] != "no out":
         out = empty_trees(len(rows), options["drafts"], columns, device)
