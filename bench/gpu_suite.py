@@ -68,7 +68,7 @@ MOST_RESTARTS = 8
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 # Most of the GPU's memory that a process of the tests step may take: a worker (each of the four tests of offsets past
 # 32 bits takes 4 GiB, others far less), the warm-up of the whole step, and each other one. CUDA contexts come on top.
-TEST_MEMORY, STEP_MEMORY, OTHER_MEMORY = 0.07, 0.25, 0.018
+TEST_MEMORY, STEP_MEMORY, OTHER_MEMORY = 0.07, 0.25, 0.014
 MOST_WORKERS = 12
 SANITIZER_PATH = os.environ.get("PATH", "") + os.pathsep + "/usr/local/cuda/bin"
 SANITIZER_ERRORS = 9

@@ -52,7 +52,7 @@ def lists(history, requests, counts, slot_table, *, committed=None, page_size=1)
             cached += committed[i].item()
         missing = [*range(cached, length)]
         needs_values = requests.guided[i] or requests.wants_length[i]
-        if not needs_values or (counts[i] == 0 and len(missing) < held):
+        if not needs_values or (counts[i] == 0 and len(missing) <= held - requests.tokens.shape[1]):
             missing = []
         missing = missing[:held]
         padding = held - len(missing)

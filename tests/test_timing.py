@@ -265,10 +265,10 @@ def test_graphs_are_split_at_the_head(tmp_path, monkeypatch, on):
         yield
         events.append(("end", graph))
 
-    def score(requests, before_head=None):
+    def score(requests, nodes, before_head=None):
         if before_head is not None:
             before_head()
-        return torch.zeros(requests)
+        return torch.zeros(requests, nodes)
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph(events))
     monkeypatch.setattr(torch.cuda, "graph", capture)
@@ -277,7 +277,7 @@ def test_graphs_are_split_at_the_head(tmp_path, monkeypatch, on):
     graphs = Graphs(score, torch.device("cpu"), split=timer.is_on)
     monkeypatch.setattr(StepRecord, "mark", lambda record, stage: events.append(("mark", stage)))
     for _ in range(2):  # at first as it is
-        assert graphs.replay(4, timer.begin(3, torch.device("cpu"))).shape == (4,)
+        assert graphs.replay(4, 5, timer.begin(3, torch.device("cpu"))).shape == (4, 5)
     ((captured, _),) = graphs._captured.values()
     assert len(captured) == 1 + on
     expected = [(what, graph) for graph in captured for what in ("begin", "end")]

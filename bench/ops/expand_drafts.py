@@ -42,7 +42,7 @@ BENCHMARK = Benchmark(
     "expand_drafts",
     make_case,
     production=dict(B=64, D=4),
-    axes=dict(B=[1, 8, 256, 512], D=[1, 15]),
+    axes=dict(B=[1, 8, 256, 512], D=[1, 2, 15]),
     quick=({}, dict(B=1)),
 )
 

@@ -200,9 +200,9 @@ def catch_up(
     backend = resolve_backend(backend, counts)
     device = check_tensor("counts", counts, dtypes=torch.int32, shape=(None,)).device
     rows = counts.shape[0]
-    check_tensor("requests.tokens", requests.tokens, dtypes=torch.int64, shape=(rows, None), device=device)
     for name, dtype in _REQUEST_DTYPES.items():
         check_tensor(f"requests.{name}", getattr(requests, name), dtypes=dtype, shape=(rows,), device=device)
+    check_tensor("requests.tokens", requests.tokens, dtypes=torch.int64, shape=(rows, None), device=device)
     check_tensor("slot_table", slot_table, dtypes=torch.int32, shape=(None, None), device=device)
     check_tensor("history.tokens", history.tokens, dtypes=torch.int32, shape=(None, None), device=device)
     table_rows, columns = history.tokens.shape
