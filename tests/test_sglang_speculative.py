@@ -82,51 +82,65 @@ def texts(folder):
         return [result["output_ids"] for result in results], greedy(server)
 
 
+@pytest.fixture(scope="module")
+def engine(folder):
+    """A server whose base model drafts its own tokens, in chains."""
+    with running_speculation(folder, "chain", "--enable-metrics") as server:
+        yield server
+
+
+def check_text(folder, server, texts):
+    """Guided requests beside others get the text that they get without drafts; the second time their prompts come from
+    the radix cache. Every value is that of a plain forward. Returns the guided requests' information."""
+    prompts, guidance = [*PROMPTS, *prompts_of(9, 14, seed=21)], [*GUIDANCE, None, None]
+    for _ in range(2):
+        results, steps = server.generate(prompts, guidance, **TOKENS)
+        assert [result["output_ids"] for result in results[: len(PROMPTS)]] == texts[0]
+        assert check_steps(folder, prompts, results, steps) > 200
+        assert any(step["mode"] == "TARGET_VERIFY" for step in steps)
+    assert greedy(server) == texts[1]
+    return [result["meta_info"] for result in results[: len(PROMPTS)]]
+
+
+def overlaps(server):
+    state = requests.get(f"{server.url}/server_info", timeout=60).json()["internal_states"][0]
+    return not state["disable_overlap_schedule"]
+
+
+def test_the_text_is_the_same_with_and_without_drafts(folder, engine, texts):
+    """The base model's own drafts are accepted, and how many are is in the metrics."""
+    infos = check_text(folder, engine, texts)
+    assert overlaps(engine)
+    assert sum(info["spec_num_correct_drafts"] for info in infos) > 0.2 * sum(info["spec_verify_ct"] for info in infos)
+    metrics = engine.metrics("guided")
+    tokens, counts = (
+        {guided: metrics[f"{what}_total {guided}"] for guided in ("yes", "no")}
+        for what in ("verified_tokens", "verifications")
+    )
+    assert 1.2 < tokens["yes"] / counts["yes"] < tokens["no"] / counts["no"] <= 4
+
+
 @pytest.mark.parametrize(
     ("name", "options", "more"),
     [
-        ("chain", ("--enable-metrics",), {}),
         ("pages", ("--page-size", "16", "--disable-overlap-schedule"), {"draft": "draft"}),
-        ("tree", (), {"shape": TREE, "draft": "draft"}),
         ("ngram", (), {"algorithm": "NGRAM", "draft": None}),
         ("eagle", (), {"algorithm": "EAGLE", "draft": "eagle", "shape": TREE}),
-        ("retracting", (), {"SGLANG_TEST_RETRACT": "1"}),
         ("ranks", ("--tp", "2"), {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}),
     ],
 )
-def test_the_text_is_the_same_with_and_without_drafts(folder, texts, name, options, more):
-    """Guided requests beside others; the second time their prompts come from the radix cache. Every value is that of a
-    plain forward."""
-    prompts, guidance = [*PROMPTS, *prompts_of(9, 14, seed=21)], [*GUIDANCE, None, None]
+def test_the_text_is_the_same_with_drafts_of_every_kind(folder, texts, name, options, more):
     with running_speculation(folder, name, *options, **more) as server:
-        state = requests.get(f"{server.url}/server_info", timeout=60).json()["internal_states"][0]
-        assert state["disable_overlap_schedule"] == ("--disable-overlap-schedule" in options)
-        for _ in range(2):
-            results, steps = server.generate(prompts, guidance, **TOKENS)
-            assert [result["output_ids"] for result in results[: len(PROMPTS)]] == texts[0]
-            assert check_steps(folder, prompts, results, steps) > 200
-            assert any(step["mode"] == "TARGET_VERIFY" for step in steps)
-        assert greedy(server) == texts[1]
-        infos = [result["meta_info"] for result in results]
-        assert any(info["num_retractions"] for info in infos) == (name == "retracting")
-        if name == "chain":  # the base model's own drafts
-            accepted = sum(info["spec_num_correct_drafts"] for info in infos[: len(PROMPTS)])
-            assert accepted / sum(info["spec_verify_ct"] for info in infos[: len(PROMPTS)]) > 0.2
-            metrics = server.metrics("guided")
-            tokens, counts = (
-                {guided: metrics[f"{what}_total {guided}"] for guided in ("yes", "no")}
-                for what in ("verified_tokens", "verifications")
-            )
-            assert 1.2 < tokens["yes"] / counts["yes"] < tokens["no"] / counts["no"] <= 4
+        assert overlaps(server) == (name != "pages")
+        check_text(folder, server, texts)
 
 
-def test_strides_and_predicted_lengths(folder):
+def test_strides_and_predicted_lengths(folder, engine):
     """Guided, strided and neither, with lengths asked for of all tokens or not."""
     wants = {"return_values": True, "gamma": 0.9}
     guidance = [wants, wants | GENTLE, wants | GENTLE | {"value_stride": 3}, GENTLE | {"value_stride": 2}, None]
     prompts = prompts_of(9, 40, 12, 5, 7, seed=22)
-    with running_speculation(folder, "lengths", draft="draft") as server:
-        results, steps = server.generate(prompts, guidance, max_new_tokens=24)
+    results, steps = engine.generate(prompts, guidance, max_new_tokens=24)
     assert check_steps(folder, prompts, results, steps) > 100
     status = {row["status"] for step in steps for row in step["rows"]}
     assert status >= {Status.GUIDE, Status.NOT_DUE, Status.UNGUIDED}
@@ -141,12 +155,11 @@ def test_strides_and_predicted_lengths(folder):
             torch.testing.assert_close(torch.tensor(of_prompt + of_tokens), lengths, rtol=0, atol=2e-3)
 
 
-def test_a_cached_prefix_whose_end_waited_is_computed(folder):
+def test_a_cached_prefix_whose_end_waited_is_computed(folder, engine):
     """A conversation's second turn takes its first out of the radix cache, and the value model had not seen its end."""
     prompts = prompts_of(30, seed=23)
-    with running_speculation(folder, "turns") as server:
-        first, _ = server.generate(prompts, [GENTLE | {"value_stride": 999_999}], max_new_tokens=18)
-        longer = [[*prompts[0], *first[0]["output_ids"], 5, 6]]
-        results, steps = server.generate(longer, [GENTLE])
+    first, _ = engine.generate(prompts, [GENTLE | {"value_stride": 999_999}], max_new_tokens=18)
+    longer = [[*prompts[0], *first[0]["output_ids"], 5, 6]]
+    results, steps = engine.generate(longer, [GENTLE])
     assert results[0]["meta_info"]["cached_tokens"] > len(prompts[0]) + 12
     assert check_steps(folder, longer, results, steps)
