@@ -376,7 +376,7 @@ class Guide:
                 others = logits_output.auxiliary_device_output
                 logits_output.auxiliary_device_output = append_auxiliary_output(others, report)
         if batch.lenvm_reqs and self.settings.trace is not None:
-            _trace_drafts(self.settings.trace, batch, verify_input, output, verified)
+            _trace_drafts(self.settings.trace, batch, output, verified)
         return verified
 
     def _draw_at_nodes(
@@ -463,9 +463,7 @@ def _trace(trace: Path, batch: ForwardBatch, output: StepOutput) -> None:
     _write_trace(trace, batch.forward_mode.name, columns)
 
 
-def _trace_drafts(
-    trace: Path, batch: ScheduleBatch, verify_input: EagleVerifyInput, output: StepOutput, verified: Any
-) -> None:
+def _trace_drafts(trace: Path, batch: ScheduleBatch, output: StepOutput, verified: Any) -> None:
     """A row for each node that is on the way."""
     predict, lens, index = (x.tolist() for x in verified)
     nodes = [(i, node) for i, count in enumerate(lens) for node in index[i][:count]]

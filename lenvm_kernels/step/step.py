@@ -415,15 +415,13 @@ class GuidedStep:
         if active is not None:
             check_tensor("active", active, dtypes=torch.bool, shape=(b,), device=device)
         if temperature is not None:
-            temperature = per_request("temperature", temperature, torch.float32, b, device)
+            temperature = _of_nodes("temperature", temperature, torch.float32, b, nodes, device)
         if probs is not None:
             check_tensor("probs", probs, dtypes=FLOATS[backend], shape=(rows, None), device=device)
         if drafts is not None:
             top_k = _of_nodes("top_k", top_k, torch.int32, b, nodes, device)
             top_p = _of_nodes("top_p", top_p, torch.float32, b, nodes, device)
             min_p = _of_nodes("min_p", min_p, torch.float32, b, nodes, device)
-            if temperature is not None:
-                temperature = _of_nodes("temperature", temperature, torch.float32, b, nodes, device)
         self.flush()
         # Kernels are compiled for one dtype.
         tokens, table_rows = tokens.long(), table_rows.long()
@@ -759,4 +757,5 @@ def _of_nodes(
     name: str, value: torch.Tensor | float, dtype: torch.dtype, requests: int, nodes: int, device: torch.device
 ) -> torch.Tensor:
     """What an argument says of each request, for each of its nodes."""
-    return per_request(name, value, dtype, requests, device)[:, None].expand(-1, nodes).flatten()
+    of_requests = per_request(name, value, dtype, requests, device)
+    return of_requests if nodes == 1 else of_requests[:, None].expand(-1, nodes).flatten()
