@@ -105,7 +105,8 @@ def measure(
     models: Models, prompts: Sequence[str], setting: str, stride: int, end_rule: bool, seeds: Sequence[int], bar: tqdm
 ) -> Cell:
     """One row: the prompts answered with every seed."""
-    guidance = (QUICK.guidance()[setting] or {}) | {"value_stride": stride}
+    guidance = QUICK.guidance()[setting]
+    guidance = guidance and guidance | {"value_stride": stride}
     lengths: list[int] = []
     nll = 0.0
     with counting() as work:
@@ -132,6 +133,10 @@ def table(cells: Sequence[Cell]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for cell in cells:
+        if cell.setting == "base":
+            found = f"{cell.mean_length:.1f} | {cell.length_deviation:.1f} | {cell.perplexity:.2f}"
+            lines.append(f"| none | | | {found} | | | |")
+            continue
         first = next(c.work for c in cells if (c.setting, c.stride) == (cell.setting, 1))
         work = cell.work
         # Runs differ in how long they are: what a row cost, beside what it cost with stride 1.
@@ -157,8 +162,8 @@ def main() -> None:
     rows = [(stride, rule) for stride in STRIDES for rule in (True, False) if stride > 1 or rule]
     cells: list[Cell] = []
     with tqdm(unit="step") as bar:
-        for setting in ("shorter", "target"):
-            for stride, rule in rows:
+        for setting in ("base", "shorter", "target"):
+            for stride, rule in rows if setting != "base" else rows[:1]:
                 cells.append(measure(models, prompts, setting, stride, rule, args.seeds, bar))
                 print(table(cells), flush=True)
                 if args.json:

@@ -384,13 +384,14 @@ def test_requests_that_do_not_exist_commit_nothing(device, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_several_tokens_keep_their_codes(device, dtype, backend):
-    """In a cache in e4m3, with scales by layer and head."""
+    """In a cache in e4m3, with scales by layer and head, in layers that are apart."""
     cache, last = torch.full((2, 3, 7, 2, 4), -7.0).to(E4M3), torch.arange(-48.0, 48).view(3, 8, 1, 4)
     last = torch.stack([last, 4 * last]).expand(2, 3, 8, 2, 4).contiguous().to(dtype)
     # Keys and values become between -48 and 48 in every layer and head.
     scales = torch.tensor([[1.0, 2.0], [0.5, 1.0], [2.0, 0.25]])
     last *= scales[:, None, :, None].to(dtype)
-    arguments = path_of([23, 5, 7, 9], **CHAIN) | dict(key_scales=scales, value_scales=4 * scales)
+    apart = dict(key_scales=sliced(scales, 3, 16.0, device), value_scales=sliced(4 * scales, 1, 16.0, device))
+    arguments = path_of([23, 5, 7, 9], **CHAIN) | apart
     committed, found = commit((cache, last), arguments, backend=backend, device=device)
     codes = (last[0] / scales[:, None, :, None].to(dtype)).float().to(E4M3)
     assert committed.tolist() == [4]

@@ -7,12 +7,14 @@ import json
 import math
 import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from lenvm_kernels import GuidanceTable, cli, parse_guidance
 from lenvm_kernels.fuzz.case import Case
@@ -81,6 +83,29 @@ def test_engine_loop(run, checkpoints):
     step, slots = names["step"], names["slots"]
     assert not step.table.guided.any() and step.table.faults.sum() == 0
     assert slots.free_pages * names["PAGE_SIZE"] == slots.num_slots
+
+
+def test_draft_loop(run, checkpoints, tmp_path):
+    """The same text in fewer steps than without drafts, and nothing is left behind."""
+    sure = tmp_path / "base"  # of what comes next, so that it repeats itself
+    shutil.copytree(checkpoints[1], sure)
+    model = AutoModelForCausalLM.from_pretrained(sure)
+    model.model.norm.weight.data *= 4
+    model.save_pretrained(sure)
+    checkpoints = "--model", sure, *checkpoints[2:]
+    answers = {}
+    for option in ([], ["--no-drafts"]):
+        names, text = run("draft_loop", *checkpoints, "--max-new-tokens", 40, *option)
+        found = re.findall(r"(\{.*\})\n(.*)\n  (\d+) tokens in (\d+) steps: (.*)\n\n", text)
+        assert [(prompt, guidance) for guidance, prompt, *_ in found] == [(p, str(g)) for p, g in names["REQUESTS"]]
+        answers[bool(option)] = [request.tokens[: names["end"](request)] for request in names["requests"]]
+        steps = sum(int(count) for _, _, _, count, _ in found)
+        drawn = sum(int(count) for _, _, count, _, _ in found)
+        assert (steps == drawn) if option else (steps < drawn)
+        step, slots = names["step"], names["slots"]
+        assert not step.table.guided.any() and step.table.faults.sum() == 0
+        assert slots.free_pages * names["PAGE_SIZE"] == slots.num_slots
+    assert answers[True] == answers[False]
 
 
 @pytest.mark.parametrize("setting", [{"dtype": "float32"}, {"dtype": "bfloat16", "token_rows": "int32", "size": 100}])

@@ -215,6 +215,19 @@ def test_any_negative_id_is_no_draft(device, backend, negative):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("node", range(3))
+def test_a_draft_after_one_that_is_not_there_takes_no_candidate(device, backend, node):
+    """Though it is a candidate of the node that it says it follows."""
+    drafts = make_drafts([[4, 6, -1, 7, 8]], [[-1, 0, 0, node - 1, -1]], device=device)
+    counts = [int(i == node) for i in range(6)]
+    trees = pack_drafts(make_scored([[7, 8]] * 6, counts, device=device), drafts, backend=backend)
+    assert trees.counts.tolist() == [3]
+    assert trees.token_ids.tolist() == [[4, 6, 7, *[-1] * 14]]
+    assert trees.parents.tolist() == [[-1, 0, node - 1, *[-1] * 14]]
+    assert trees.columns.tolist() == [[2 if i == node else -1, -1] for i in range(6)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_results_are_written_where_they_are_wanted(device, backend):
     """In slices of longer tensors, whose other numbers stay; every number of the slices is written."""
     drafts = random_drafts(4, 5, device=device)

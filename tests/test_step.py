@@ -201,6 +201,17 @@ def test_a_row_used_again_forgets_its_last_request(models):
     assert check_output(models, engine.decode([0], [tokens], scores), [tokens], [GUIDANCE[0]], [4])
 
 
+def test_a_row_used_again_forgets_what_was_predicted(models):
+    """Before the first step of all; the new request's last token is that of the old one, at the same position."""
+    engine = Engine(*make_step(models.value)).start([0], [[5, 6, 7]], [GUIDANCE[0]])
+    engine.step.predict(engine.tensor([7]), engine.tensor([0]), engine.tensor([3]))
+    engine.step.remove_request(0)
+    engine.slots.free(0)
+    tokens = [30, 31, 7]
+    engine.start([0], [tokens], [GUIDANCE[0]])
+    assert check_output(models, engine.decode([0], [tokens], random_scores(1)), [tokens], [GUIDANCE[0]], [3])
+
+
 def test_rows_without_guidance_ride_along_untouched(models, monkeypatch):
     deltas = deltas_of_steps(models.value, monkeypatch)
     guidance = [None, GUIDANCE[0], {"value_mode": "mul", "value_scale": 1.0}, None]

@@ -232,6 +232,32 @@ def test_a_missing_token_ends_guidance_until_a_prompt_tells_it(models):
     assert assert_values(models, output, sequences) == 10 and faults() == [3, 1]
 
 
+def test_a_row_used_again_has_none_of_its_last_request_s_tokens(models):
+    """A request whose prompt nobody told is not guided, though the row's last one had more tokens."""
+    engine = Engine(*make_step(models.value)).start([6], PROMPTS[2:3], [TILT])
+    assert assert_values(models, engine.decode([6], PROMPTS[2:3], scores_of(1, 0)), PROMPTS[2:3]) == 5
+    engine.step.remove_request(6)
+    engine.slots.free(6)
+    engine.admit(6, [20, 21, 22], TILT, prompt_len=3)
+    output = engine.decode([6], [[20, 21, 22]], scores_of(1, 1), drawn=own_draws(1, 1))
+    assert output.candidates.status.tolist() == [Status.UNGUIDED] and engine.step.table.faults[6] == 1
+    engine.prefill([6], [[20, 21, 22]])
+    assert assert_values(models, engine.decode([6], [[20, 21, 22]], scores_of(1, 2)), [[20, 21, 22]]) == 5
+
+
+@pytest.mark.parametrize("again", [0, 2])
+def test_a_prompt_told_again_takes_nothing_back(models, monkeypatch, again):
+    """Of a request between its steps: its first tokens, or none where a batch has it without any."""
+    engine = Engine(*make_step(models.value)).start([6, 1], PROMPTS[:2], [TILT] * 2, room=20)
+    deltas, sequences = recorded_deltas(engine.step, monkeypatch), [list(tokens) for tokens in PROMPTS[:2]]
+    for number in range(3):
+        output = engine.decode([6, 1], sequences, scores_of(2, number))
+        assert assert_values(models, output, sequences) == 10
+        sequences = [[*s, t] for s, t in zip(sequences, output.tokens.tolist(), strict=True)]
+        engine.prefill([6], [sequences[0][: again + 1]])
+    assert deltas == [[1, 1], [0, 0], [0, 0]] and not engine.step.table.faults.any()
+
+
 def test_values_of_every_token_in_spite_of_a_stride(models, monkeypatch):
     """Lengths are asked for of every token: each is scored, and guidance keeps its stride."""
     step, slots = make_step(models.value)

@@ -8,6 +8,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lenvm_kernels.ops.sample_candidates import sample_candidates
+from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.step import working_bytes
 from lenvm_kernels.types import Candidates, Drafts, Status
@@ -16,6 +17,7 @@ from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step
 from tests.helpers.models import EOS, TINY, VOCAB, last_value_logits, random_head, random_model, tiny_value_model
 from tests.helpers.padded_step import PaddedGraphs
 from tests.test_step import PeakMemory, no_read_back
+from tests.test_step_catch_up import recorded_deltas
 
 ATOL = 2e-5  # on value logits of O(1), fp32 against fp32
 TILT = {"value_mode": "centered_exp", "value_scale": -20}
@@ -65,16 +67,14 @@ def step_with(engine, rows, sequences, new, base, tokens, parents, **options):
     told = torch.full((len(rows), max(new) + 1), -7)
     for i, (sequence, n) in enumerate(zip(sequences, new, strict=True)):
         told[i, :n] = torch.tensor(sequence[len(sequence) - n :])
-    options = dict(temperature=0.8, is_logits=True, sample=True, verify="same_draws") | options
+    filters = dict(top_k=engine.tensor([6] * len(rows)), top_p=1.0, min_p=0.02, temperature=0.8)
+    options = filters | dict(is_logits=True, sample=True, verify="same_draws") | options
     return engine.step.step(
         scores,
         told,
         engine.tensor(rows),
         engine.tensor([len(s) for s in sequences]),
         new_lens=engine.tensor(new),
-        top_k=engine.tensor([6] * len(rows)),
-        top_p=1.0,
-        min_p=0.02,
         drafts=drafts_of(tokens, parents),
         **options,
     )
@@ -249,6 +249,70 @@ def test_accepted_drafts_are_not_computed_again(models, monkeypatch):
     assert deltas == [[1], [0], [0]]
 
 
+def test_every_node_has_the_filters_of_its_request(models):
+    """Each request has other numbers than those beside it, and each filter leaves fewer candidates somewhere."""
+    base, rows = BaseModel(), [5, 1, 3]
+    step, slots = make_step(models.value, max_drafts=2, max_candidates=8)
+    engine = Engine(step, slots).start(rows, PROMPTS[:3], [TILT, GUIDANCE[2], TILT], room=20)
+    filters = dict(top_k=[3, 50, 7], top_p=[1.0, 0.5, 0.99], min_p=[0.0, 0.01, 0.1], temperature=[0.5, 1.3, 0.8])
+    tensors = {name: torch.tensor(x, dtype=torch.float32) for name, x in filters.items()}
+    tensors["top_k"] = engine.tensor(filters["top_k"])
+    sequences, tokens = [list(p) for p in PROMPTS[:3]], [[30, 31], [32, 33], [34, 35]]
+    parents = [[-1, 0], [-1, -1], [-1, 0]]
+    output = step_with(engine, rows, sequences, [1] * 3, base, tokens, parents, **tensors)
+    for i, sequence in enumerate(sequences):
+        scores = torch.stack([base.scores([*sequence, *path]) for path in paths(tokens[i], parents[i])])
+        own = {name: x[i] for name, x in filters.items()}
+        expected = topk_candidates(scores, max_candidates=8, is_logits=True, **own)
+        for name in ("token_ids", "probs", "counts"):
+            assert torch.equal(getattr(output.candidates, name)[3 * i : 3 * i + 3], getattr(expected, name)), name
+
+
+def test_probabilities_and_masks_have_a_row_a_node(models):
+    """A token is forbidden at one node only; the request in the middle is left out."""
+    base, rows, parents = BaseModel(peak=0.5), [6, 0, 3], [[-1, 0], [-1, -1], [-1, -1]]
+    sequences, tokens = [list(p) for p in PROMPTS[:3]], [[30, 31], [32, 33], [34, 35]]
+    step, slots = make_step(models.value, max_drafts=2, max_candidates=4)
+    engine = Engine(step, slots).start(rows, PROMPTS[:3], [TILT] * 3, room=20)
+    forbidden = base.scores([*PROMPTS[2], 34]).argmax().item()
+    mask = torch.full((9, 4), -1)
+    mask[7, forbidden // 32] -= 1 << forbidden % 32
+    probs = torch.rand(9, VOCAB, generator=torch.Generator().manual_seed(0))
+    before, active = probs.clone(), torch.tensor([True, False, True])
+    options = dict(probs=probs, vocab_mask=mask.int(), active=active)
+    output = step_with(engine, rows, sequences, [1] * 3, base, tokens, parents, **options)
+    candidates = output.candidates
+    assert (candidates.status == Status.GUIDE).view(3, 3).tolist() == [[True] * 3, [False] * 3, [True] * 3]
+    ids = candidates.token_ids.clamp(min=0).long()
+    expected = torch.zeros(9, VOCAB).scatter_add(1, ids, output.probs)
+    expected[3:6] = before[3:6]
+    torch.testing.assert_close(probs, expected)
+    scores = torch.stack([base.scores([*PROMPTS[2], *path]) for path in ([], [34], [35])])
+    scores[1, forbidden] = -torch.inf
+    assert torch.equal(ids[6:, 0], scores.argmax(1))
+
+
+def test_a_step_without_drafts_leaves_its_candidates_only(models, monkeypatch):
+    """One of them commits, two after each other do not, nor does a candidate of the step with drafts before it."""
+    base, rows, chain = BaseModel(), [3, 6, 1], [-1, 0, 1]
+    step, slots = make_step(models.value, max_drafts=3, max_candidates=4)
+    engine = Engine(step, slots).start(rows, PROMPTS[:3], [TILT] * 3, room=20)
+    deltas = recorded_deltas(step, monkeypatch)
+    sequences = [list(p) for p in PROMPTS[:3]]
+    tokens = [likely(base, s, chain, 0) for s in sequences]
+    drafted = step_with(engine, rows, sequences, [1] * 3, base, tokens, [chain] * 3).candidates.token_ids.view(3, 4, 4)
+    sequences = [[*s, t[0]] for s, t in zip(sequences, tokens, strict=True)]
+    scores = torch.stack([base.scores(s) for s in sequences])
+    candidates = engine.decode(rows, sequences, scores, min_p=0.02).candidates.token_ids.tolist()
+    other = next(t for t in drafted[1, 2, 1:].tolist() if t >= 0 and t not in candidates[1])
+    grown = [[candidates[0][1]], [other], candidates[2][:2]]
+    sequences = [[*s, *more] for s, more in zip(sequences, grown, strict=True)]
+    none = [[-1] * 3] * 3
+    output = step_with(engine, rows, sequences, [1, 1, 2], base, none, [chain] * 3)
+    assert assert_values(models, output, sequences, none, [chain] * 3) > 6
+    assert deltas == [[1, 1, 1], [0, 0, 0], [0, 1, 1]] and not step.table.faults.any()
+
+
 def test_lengths_are_predicted_at_every_node(models):
     base, guidance = BaseModel(), {"return_values": True, "gamma": 0.9}
     step, slots = make_step(models.value, max_drafts=3, max_candidates=4)
@@ -303,6 +367,7 @@ def test_strides_with_drafts(models):
             ValueError,
             "drafts must have max_drafts = 2 columns, got 3",
         ),
+        ({"drafts": drafts_of([[5]], [[-1]])}, ValueError, "drafts must have max_drafts = 2 columns, got 1"),
         ({"drafts": drafts_of([[5, 6]] * 2, [[-1, 0]] * 2)}, ValueError, r"drafts.token_ids must be .* \[1, \*\]"),
         ({"scores": torch.zeros(4, VOCAB)}, ValueError, r"scores must have 1 \+ max_drafts = 3 rows a request, got 4"),
         ({"drawn": torch.zeros(1)}, ValueError, r"drawn must be int32\|int64 \[3\]"),
@@ -361,10 +426,12 @@ def test_a_request_that_waits_keeps_room_for_all_that_it_may_grow_by(models, mon
 
 @pytest.mark.parametrize("commit_winners", [True, False])
 def test_lengths_after_tokens_that_were_taken(models, monkeypatch, commit_winners):
-    """Of several tokens a request that were verified elsewhere; the step after computes none of them again."""
+    """Of several tokens a request that were verified elsewhere; the step after computes none of them again.
+
+    No two requests have the same gamma, and one of the tokens ends a sequence."""
     base, guidance = BaseModel(), {"return_values": True, "gamma": 0.9}
     step, slots = make_step(models.value, max_drafts=3, max_candidates=4, commit_winners=commit_winners)
-    asked = [guidance, TILT, TILT | guidance]
+    asked = [guidance, TILT, TILT | guidance | {"gamma": 0.8}]
     engine = Engine(step, slots).start([2, 7, 4], PROMPTS[:3], asked, room=30)
     sequences, new, deltas = [list(p) for p in PROMPTS[:3]], [1, 1, 1], []
     forward = step.value_model.forward
@@ -377,7 +444,7 @@ def test_lengths_after_tokens_that_were_taken(models, monkeypatch, commit_winner
     for number in range(3):
         tokens = [[30 + number, 31, 32], [33, 34, 35], [36, 37 + number, 38]]
         step_with(engine, [2, 7, 4], sequences, new, base, tokens, [[-1, 0, 1]] * 3, verify=None)
-        taken = [[30 + number, 31, 60], [33, 61], [62]]  # with a draw after the last draft
+        taken = [[30 + number, 31, EOS], [33, 61], [62]]  # with a draw after the last draft
         sequences = [[*s, *more] for s, more in zip(sequences, taken, strict=True)]
         new, table = [3, 2, 1], torch.full((3, 4), -7)
         for i, more in enumerate(taken):
@@ -386,12 +453,64 @@ def test_lengths_after_tokens_that_were_taken(models, monkeypatch, commit_winner
         found = step.predict(table, engine.tensor([2, 7, 4]), lengths, new_lens=engine.tensor(new))
         ends = [sequences[0][: len(sequences[0]) - i] for i in (2, 1, 0)] + [sequences[2]]
         z = last_value_logits(models.backbone, models.head, ends)
-        expected = torch.nn.functional.softplus(z) / -torch.log(torch.tensor(0.9))
+        expected = torch.nn.functional.softplus(z) / -torch.log(torch.tensor([0.9, 0.9, 0.9, 0.8]))
+        expected[2] = 0.0
         torch.testing.assert_close(torch.cat([found[0, :3], found[2, :1]]), expected, rtol=0, atol=1e-3)
         assert found.isnan().tolist() == [[False] * 3 + [True], [True] * 4, [False, True, True, True]]
     if commit_winners:
         # All but the last tokens of the prompts are computed in a prediction, and none of them again.
         assert deltas[1::2] == [[1, 0, 0], [0, 0, 0], [0, 0, 0]] and deltas[2::2] == [[0, 0, 0]] * 2
+
+
+@pytest.mark.parametrize("max_drafts", [0, 2])
+def test_a_prediction_computes_nothing_for_others(models, monkeypatch, max_drafts):
+    """For requests that need no values, or that fill a batch up to its graph's size, whatever was computed before."""
+    base, rows = BaseModel(), [4, 0, 6, 2]
+    step, slots = make_step(models.value, max_drafts=max_drafts, max_candidates=4)
+    step._graphs = PaddedGraphs(step._score, models.value.device, split=False)
+    engine = Engine(step, slots).start(rows, PROMPTS, [TILT, None, TILT, TILT], room=20)
+    lens, forward = [], step.value_model.forward
+
+    def recording(batch, *args, **kwargs):
+        lens.append(batch.candidate_lens.tolist())
+        return forward(batch, *args, **kwargs)
+
+    monkeypatch.setattr(step.value_model, "forward", recording)
+    sequences = [list(p) for p in PROMPTS]
+    if max_drafts:
+        step_with(engine, rows, sequences, [1] * 4, base, [[30, 31]] * 4, [[-1, 0]] * 4)
+    else:
+        engine.decode(rows, sequences, torch.stack([base.scores(s) for s in sequences]), min_p=0.02)
+    assert lens[0][1] == 0 and lens[0][3] > 1
+    new = [1 + max_drafts, 1, 1]
+    tokens, lengths = torch.full((3, 1 + max_drafts), 50), engine.tensor([len(s) for s in sequences[:3]])
+    if max_drafts:
+        step.predict(tokens, engine.tensor(rows[:3]), lengths + engine.tensor(new), new_lens=engine.tensor(new))
+    else:
+        step.predict(tokens[:, 0], engine.tensor(rows[:3]), lengths + 1)
+    assert lens[-1] == [1 + max_drafts, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("max_drafts", "change", "message"),
+    [
+        (2, {"tokens": torch.zeros(2, 4).long()}, r"tokens must have 1 to 1 \+ max_drafts = 3 columns, got 4"),
+        (2, {"tokens": torch.zeros(2, 0).long()}, r"tokens must have 1 to 1 \+ max_drafts = 3 columns, got 0"),
+        (0, {"tokens": torch.zeros(2, 2).long()}, r"tokens must have 1 to 1 \+ max_drafts = 1 columns, got 2"),
+        (2, {"tokens": torch.zeros(2).long()}, r"tokens must be int32\|int64 \[\*, \*\] on cpu, got int64 \[2\]"),
+        (2, {"new_lens": None}, r"tokens must be int32\|int64 \[\*\] on cpu, got int64 \[2, "),
+        (2, {"new_lens": torch.ones(3).int()}, r"new_lens must be int32 \[2\] on cpu, got int32 \[3\]"),
+        (2, {"new_lens": torch.ones(2).long()}, r"new_lens must be int32 \[2\] on cpu, got int64 \[2\]"),
+    ],
+)
+def test_tokens_of_a_prediction_are_checked(models, max_drafts, change, message):
+    step, _ = make_step(models.value, max_drafts=max_drafts)
+    ones = torch.ones(2, dtype=torch.int32)
+    arguments = dict(tokens=torch.zeros(2, 1 + max_drafts).long(), table_rows=torch.arange(2))
+    arguments |= dict(lengths=ones, new_lens=ones)
+    step.predict(**arguments)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        step.predict(**arguments | change)
 
 
 @pytest.mark.parametrize("rows", [1, 4])

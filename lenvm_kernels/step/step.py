@@ -260,6 +260,15 @@ class GuidedStep:
         self.table.flush()
         self._history.flush()
 
+    def told_lens(self, table_rows: torch.Tensor) -> torch.Tensor:
+        """int32 ``[B]``; how many tokens of each sequence :meth:`extend` and steps have been told, without a gap.
+
+        Args:
+            table_rows: int32 or int64 ``[B]``; the requests' rows of the slot table.
+        """
+        self.flush()
+        return self._history.columns.told_lens[table_rows.long()]
+
     @torch.no_grad()
     def scale_tokens(self, logits: torch.Tensor, table_rows: torch.Tensor) -> None:
         """Apply the requests' token temperatures to ``logits [B, V]``, in place and before all else that reads them."""
