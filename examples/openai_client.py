@@ -1,7 +1,10 @@
-"""A length target asked of an SGLang server with the plugin, through the OpenAI client (``pip install openai``).
+"""A length target asked of a guided server of SGLang or vLLM, through the OpenAI client (``pip install openai``).
 
     LENVM_VALUE_MODEL=VALUE python -m sglang.launch_server --model-path BASE   # or, with the demo's models: make serve
     python examples/openai_client.py --prompt "What is a comet?" --target-length 60
+
+    LENVM_VALUE_MODEL=VALUE vllm serve BASE
+    python examples/openai_client.py --engine vllm --url http://127.0.0.1:8000/v1
 
 ``gamma`` has to be that of the value model's training, or one that was chosen for it.
 """
@@ -10,7 +13,10 @@ import argparse
 
 import openai
 
+GUIDANCE = {"sglang": "custom_params", "vllm": "vllm_xargs"}  # what each engine calls the field
+
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--engine", choices=GUIDANCE, default="sglang")
 parser.add_argument("--url", default="http://127.0.0.1:30000/v1")
 parser.add_argument("--prompt", default="What is a comet?")
 parser.add_argument("--target-length", type=int, default=60, help="tokens of the answer")
@@ -18,11 +24,12 @@ parser.add_argument("--gamma", type=float, default=0.985, help="of the value mod
 args = parser.parse_args()
 
 client = openai.OpenAI(base_url=args.url, api_key="none")
+guidance = {"target_length": args.target_length, "gamma": args.gamma}
 answer = client.chat.completions.create(
-    model="default",
+    model=client.models.list().data[0].id,
     messages=[{"role": "user", "content": args.prompt}],
     temperature=0.8,
-    extra_body={"top_k": 8, "custom_params": {"target_length": args.target_length, "gamma": args.gamma}},
+    extra_body={"top_k": 8, GUIDANCE[args.engine]: guidance},
 )
 
 print(answer.choices[0].message.content)

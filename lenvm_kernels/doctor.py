@@ -1,4 +1,4 @@
-"""What ``lenvm doctor`` looks at: packages, device, kernels, the settings of the SGLang plugin and its hooks.
+"""What ``lenvm doctor`` looks at: packages, device, kernels, settings of the plugins, and how they fit SGLang and vLLM.
 
 :data:`SECTIONS` names the sections, and :func:`examine` looks at one. Whatever is broken becomes a check that says so:
 nothing here raises. Accepted versions come from the package's own metadata, variables and hooks from the adapter.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
     from packaging.requirements import Requirement
 
-    from lenvm_kernels.adapters.sglang_settings import Settings
+    from lenvm_kernels.adapters.settings import Settings
 
 OK, MISSING, WRONG = "ok", "missing", "wrong"
 
@@ -38,6 +38,9 @@ PACKAGE = "lenvm-kernels"
 ADAPTER = "lenvm_kernels.adapters.sglang"
 FORK_ADAPTER = "lenvm_kernels.adapters.sglang_fork"
 PLUGINS = "sglang.srt.plugins"  # SGLang's group of entry points, and its module that loads them
+VLLM_ADAPTER = "lenvm_kernels.adapters.vllm"
+# What an engine finds us by: its group of entry points, and the module that ours is in.
+ENTRY_POINTS = {"SGLang plugin": (PLUGINS, ADAPTER), "vLLM processor": ("vllm.logits_processors", VLLM_ADAPTER)}
 MIN_CAPABILITY = (8, 0)
 GPU_FILES = "/dev/nvidia[0-9]*"
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -87,7 +90,7 @@ def examine(section: str) -> list[Check]:
 
 
 def installed() -> list[Check]:
-    """Versions against the metadata of this package, and the entry point that SGLang finds its plugin by."""
+    """Versions against the metadata of this package, and the entry points that engines find it by."""
     try:
         own = metadata.distribution(PACKAGE)
     except metadata.PackageNotFoundError:
@@ -110,7 +113,9 @@ def installed() -> list[Check]:
         elif requirement.marker.evaluate({"extra": "sglang"}):
             is_fork = requirement.name == "sglang" and _is_fork()
             checks.append(_fork_check(requirement) if is_fork else _version_check(requirement, optional=True))
-    return [*checks, *_two_tritons(), _entry_point()]
+        elif requirement.marker.evaluate({"extra": "vllm"}):
+            checks.append(_version_check(requirement, optional=True))
+    return [*checks, *_two_tritons(), *map(_entry_point, ENTRY_POINTS)]
 
 
 def _own_version(own: metadata.Distribution) -> Check:
@@ -133,10 +138,12 @@ def _version_check(requirement: Requirement, *, optional: bool) -> Check:
 
 def _version(name: str) -> str | None:
     """The installed version; None without one, or if an interrupted installation left no metadata."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    for distribution in (name, f"{name}-cpu"):  # vLLM for CPUs is of another name
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            pass
+    return None
 
 
 def _is_fork() -> bool:
@@ -162,19 +169,20 @@ def _two_tritons() -> list[Check]:
     return [Check("module triton", WRONG, f"from {found}", "one distribution", hint)]
 
 
-def _entry_points() -> list[metadata.EntryPoint]:
-    """Those of SGLang's plugins that are ours."""
-    return [point for point in metadata.entry_points(group=PLUGINS) if point.value.partition(":")[0] == ADAPTER]
+def _entry_points(name: str) -> list[metadata.EntryPoint]:
+    """Those of the :data:`ENTRY_POINTS` that are ours."""
+    group, module = ENTRY_POINTS[name]
+    return [point for point in metadata.entry_points(group=group) if point.value.partition(":")[0] == module]
 
 
-def _entry_point() -> Check:
-    points, name = _entry_points(), "SGLang plugin"
+def _entry_point(name: str) -> Check:
+    points, accepted = _entry_points(name), f"one in {ENTRY_POINTS[name][0]}"
     if not points:
-        return Check(name, WRONG, "no entry point", f"one in {PLUGINS}", "pip install it again: its metadata is older")
+        return Check(name, WRONG, "no entry point", accepted, "pip install it again: its metadata is older")
     if len(points) > 1:
         found = ", ".join(f"{point.name} of {point.dist and point.dist.name}" for point in points)
-        hint = "pip uninstall all but one: SGLang would hook everything twice"
-        return Check(name, WRONG, f"entry points {found}", f"one in {PLUGINS}", hint)
+        hint = "pip uninstall all but one: the engine would be guided twice"
+        return Check(name, WRONG, f"entry points {found}", accepted, hint)
     return Check(name, OK, f"entry point {points[0].name} = {points[0].value}")
 
 
@@ -315,13 +323,13 @@ OPERATORS = {
 }
 
 
-# --- the SGLang plugin ---
+# --- the plugins ---
 
 
 def settings() -> list[Check]:
     """The plugin's settings as its processes would read them, misspelt variables, and whether the value model loads."""
     from lenvm_kernels import timing
-    from lenvm_kernels.adapters.sglang_settings import CONFIG_VARIABLE, Settings
+    from lenvm_kernels.adapters.settings import CONFIG_VARIABLE, Settings
     from lenvm_kernels.ops._common import PDL_VARIABLE
 
     # The step reads LENVM_TIMING itself and the operators LENVM_PDL, so that they are no fields of the settings.
@@ -381,7 +389,7 @@ def hooks() -> list[Check]:
 
 
 def _why_it_did_not_run(errors: dict[str, BaseException]) -> str:
-    names = [point.name for point in _entry_points()]
+    names = [point.name for point in _entry_points("SGLang plugin")]
     if failed := [name for name in names if name in errors]:
         return f"mend this first: {_line(errors[failed[0]])}"
     if only := os.environ.get("SGLANG_PLUGINS"):
@@ -406,6 +414,34 @@ def _import_adapter() -> ModuleType:
     except Exception as error:  # missing CUDA libraries, other releases of its dependencies
         hint = 'SGLang cannot start either: mend it, or pip install "lenvm-kernels[sglang]" into a new environment'
         raise _NothingToSee(Check("sglang", WRONG, f"importing SGLang failed: {_line(error)}", hint=hint)) from error
+
+
+def vllm() -> list[Check]:
+    """Whether this vLLM runs logits processors of its second model runner, and has what ours wraps."""
+    if _version("vllm") is None:
+        hint = 'nothing to look at without it: pip install "lenvm-kernels[vllm]"'
+        return [Check("vllm", MISSING, "not installed", hint=hint)]
+    try:
+        with _quiet():
+            from vllm.triton_utils import HAS_TRITON
+            from vllm.v1.worker.gpu.sample.states import SamplingStates
+
+            importlib.import_module(VLLM_ADAPTER)
+    except Exception as error:
+        hint = 'vLLM cannot start either: mend it, or pip install "lenvm-kernels[vllm]" into a new environment'
+        return [Check("vllm", WRONG, f"importing vLLM failed: {_line(error)}", hint=hint)]
+    differs = f"this vLLM differs: use a release that {PACKAGE} accepts, or a later {PACKAGE}"
+    checks = [
+        Check(f"SamplingStates.{name}", OK, "is there")
+        if callable(getattr(SamplingStates, name, None))
+        else Check(f"SamplingStates.{name}", WRONG, "is not there", hint=differs)
+        for name in ("get_top_k_top_p", "apply_min_p")
+    ]
+    name, given = "VLLM_USE_V2_MODEL_RUNNER", os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    if given == "1" or (given is None and HAS_TRITON):
+        return [*checks, Check("model runner", OK, "the second")]
+    hint = f"set {name}=1: only the second model runner can be guided"
+    return [*checks, Check("model runner", WRONG, "the first", "the second", hint)]
 
 
 @contextmanager
@@ -462,4 +498,5 @@ SECTIONS: dict[str, Callable[[], list[Check]]] = {
     "kernels": kernels,
     "settings": settings,
     "hooks": hooks,
+    "vllm": vllm,
 }

@@ -1,5 +1,7 @@
 """Cache slots for requests that come and go, where no engine hands them out: the transformers adapter and the tests."""
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -49,6 +51,7 @@ class PagedSlots:
         self.table = torch.zeros(requests, pages, dtype=torch.int32, device=device)
         self._free = list(range(num_pages))[::-1]
         self._pages: list[list[int]] = [[] for _ in range(requests)]
+        self._holders = [0] * num_pages  # requests that have each page
 
     @property
     def free_pages(self) -> int:
@@ -64,23 +67,43 @@ class PagedSlots:
         """
         if length > self.max_len:
             raise ValueError(f"length must be at most max_len = {self.max_len}, got {length}")
-        pages = self._pages[table_row]
-        first, missing = len(pages), -(-length // self.page_size) - len(pages)
+        missing = -(-length // self.page_size) - len(self._pages[table_row])
         if missing <= 0:
             return
         if missing > len(self._free):
             raise OutOfSlots(
                 f"{length} tokens in table row {table_row} need {missing} more pages, {len(self._free)} are free"
             )
-        pages += [self._free.pop() for _ in range(missing)]
-        new = torch.tensor(pages[first:], dtype=torch.int32)
-        new = new.pin_memory() if self.table.is_cuda else new
-        self.table[table_row, first : len(pages)].copy_(new, non_blocking=True)
+        self._append(table_row, [self._free.pop() for _ in range(missing)])
 
-    def free(self, table_row: int) -> None:
-        """Take back all pages of the request in a row."""
-        self._free += self._pages[table_row]
-        self._pages[table_row] = []
+    def pages(self, table_row: int) -> list[int]:
+        """The pages of the request in a row, in the order of its tokens."""
+        return list(self._pages[table_row])
+
+    def share(self, table_row: int, pages: Sequence[int]) -> list[int]:
+        """Give a request pages that others have, too, instead of its own; returns those that nobody has any more."""
+        before, self._pages[table_row] = self._pages[table_row], []
+        self._append(table_row, pages)
+        for page in before:
+            self._holders[page] -= 1
+        free = [page for page in before if not self._holders[page]]
+        self._free += free
+        return free
+
+    def free(self, table_row: int) -> list[int]:
+        """Take back all pages of the request in a row; returns those that no other request has."""
+        return self.share(table_row, ())
+
+    def _append(self, table_row: int, pages: Sequence[int]) -> None:
+        first = len(self._pages[table_row])
+        self._pages[table_row] += pages
+        for page in pages:
+            self._holders[page] += 1
+        if not pages:
+            return
+        new = torch.tensor(pages, dtype=torch.int32)
+        new = new.pin_memory() if self.table.is_cuda else new
+        self.table[table_row, first : first + len(pages)].copy_(new, non_blocking=True)
 
     def slots(self, table_rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """int64, the shape of ``positions``: slots of tokens at ``positions`` of the requests in ``table_rows``."""

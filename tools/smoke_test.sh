@@ -45,6 +45,7 @@ assert got == package, f"missing {sorted(package - got)}, unexpected {sorted(got
 assert {"lenvm_kernels/py.typed", "lenvm_kernels/demo/prompts.json", "lenvm_kernels/demo/value_head.safetensors"} <= got
 (entry_points,) = (text.decode() for name, text in wheel.items() if name.endswith("/entry_points.txt"))
 assert "lenvm = lenvm_kernels.cli:main" in entry_points and "[sglang.srt.plugins]" in entry_points, entry_points
+assert "[vllm.logits_processors]" in entry_points, entry_points
 assert any(name.endswith("/LICENSE") for name in wheel)
 print(f"the wheel has {len(got)} files, as the sdist's")
 PY
@@ -75,10 +76,10 @@ for module in pkgutil.walk_packages(lenvm_kernels.__path__, "lenvm_kernels."):
     try:
         importlib.import_module(module.name)
     except ModuleNotFoundError as error:
-        if error.name.partition(".")[0] != "sglang":  # an extra
+        if error.name.partition(".")[0] not in ("sglang", "vllm"):  # an extra
             raise
         absent.add(module.name)
-assert all(name.startswith("lenvm_kernels.adapters.sglang") for name in absent), absent
+assert all(name.startswith(("lenvm_kernels.adapters.sglang", "lenvm_kernels.adapters.vllm")) for name in absent), absent
 for name in lenvm_kernels.__all__:
     getattr(lenvm_kernels, name)
 

@@ -32,11 +32,17 @@ from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
-from transformers import AutoTokenizer
 
+from lenvm_kernels.adapters.metrics import Metrics, Stopwatch
+from lenvm_kernels.adapters.settings import (
+    MAX_END_TOKENS,
+    MAX_SCALED_TOKENS,
+    MAX_STOP_TOKENS,
+    Settings,
+    check_vocabulary,
+)
 from lenvm_kernels.adapters.sglang_drafts import changed_once, drafts_of, leave_only
-from lenvm_kernels.adapters.sglang_report import Metrics, StepReport, Stopwatch, without_empty_keys
-from lenvm_kernels.adapters.sglang_settings import Settings
+from lenvm_kernels.adapters.sglang_report import StepReport, without_empty_keys
 from lenvm_kernels.guidance import GuidanceParams, parse_guidance
 from lenvm_kernels.ops.pack_drafts import tree_columns
 from lenvm_kernels.step import GuidedStep, StepOutput, working_bytes
@@ -56,8 +62,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Room of a request in the device table.
-MAX_END_TOKENS, MAX_STOP_TOKENS, MAX_SCALED_TOKENS = 64, 48, 32
 RADIX_NAMESPACE = "lenvm|"
 # Tokens of a request that wait at most for the value model, beside those of the drafts. Those that wait when it ends
 # are in the radix cache, and the value model has not seen them: who takes a prefix from there computes as many tokens
@@ -620,26 +624,10 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
         device=device,
         weights=settings.weights,
     )
-    check_vocabulary(runner, settings, value_model)
+    check_vocabulary(settings, value_model.config.vocab_size, runner.model_config.vocab_size, options.tokenizer_path)
     _guide = Guide(settings, value_model, drafts=drafts_a_step(options))
     kept = value_model.weights or value_model.dtype
     logger.info("LenVM: value model %s in %s on %s", settings.value_model, kept, device)
-
-
-def check_vocabulary(runner: ModelRunner, settings: Settings, value_model: ValueModel) -> None:
-    """Raise ValueError unless both models have the same tokens; embeddings may be padded differently."""
-    sizes = runner.model_config.vocab_size, value_model.config.vocab_size
-    if sizes[0] == sizes[1]:
-        return
-    base, value = (
-        AutoTokenizer.from_pretrained(path).get_vocab()
-        for path in (resolved_view(runner.server_args).tokenizer_path, settings.value_model)
-    )
-    if base != value:
-        raise ValueError(
-            f"LENVM_VALUE_MODEL must share the base model's vocabulary: sizes are {sizes[0]} and {sizes[1]}, and the "
-            "tokenizers differ"
-        )
 
 
 def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_tokens: int | None = None) -> Any:
@@ -679,7 +667,7 @@ def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_
         )
     pool, beside = sized(fits)
     share = beside / budget_bytes
-    if share > settings.memory_share:
+    if settings.memory_share is not None and share > settings.memory_share:
         raise ValueError(
             f"LENVM_MEMORY_SHARE is {settings.memory_share:g}, but the guided step takes {share:.3f} of the "
             f"{budget_bytes / 2**30:.2f} GiB beside the weights; {remedies}"

@@ -3,12 +3,8 @@
 import json
 import os
 import re
-import signal
-import socket
-import subprocess
 import sys
-import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import requests
 import torch
@@ -18,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from lenvm_kernels.types import Status
 from tests.helpers import models
 from tests.helpers.models import last_value_logits, random_head, random_model
+from tests.helpers.server import free_port, running
 
 VOCAB, HIDDEN, EOS = 512, 64, 1
 TINY = models.TINY | dict(vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=128, max_position_embeddings=512)
@@ -74,16 +71,6 @@ class Server:
         return self.trace.read_text().splitlines() if self.trace.exists() else []
 
 
-def free_port():
-    """A free port below those that the system hands out: the server also takes ports at fixed distances from its own
-    (attention data parallelism, port + 235), and one of its own connections may have been given that very port."""
-    for port in range(10_000 + os.getpid() % 10_000, 32_000, 500):
-        with socket.socket() as free, suppress(OSError):
-            free.bind(("127.0.0.1", port))
-            return port
-    raise OSError("no port between 10,000 and 32,000 is free")
-
-
 @contextmanager
 def running_server(folder, name, *options, plugin=True, **variables):
     """The real server with its overlapping scheduler on a CPU, for the models ``base`` and ``value`` of the folder.
@@ -109,23 +96,8 @@ def running_server(folder, name, *options, plugin=True, **variables):
     if not (folder / "base" / "tokenizer.json").exists():
         command += ["--skip-tokenizer-init"]
     command += ["--mem-fraction-static", "0.1", "--max-total-tokens", "4096", "--max-running-requests", "32", *options]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(600):
-            assert process.poll() is None, log.read_text()[-3000:]
-            with suppress(requests.ConnectionError, requests.Timeout):
-                if requests.get(f"{url}/health", timeout=10).ok:
-                    break
-            time.sleep(0.5)
-        else:
-            raise TimeoutError(f"the server is not up after 5 minutes: {log.read_text()[-3000:]}")
+    with running(command, environment, log, f"http://127.0.0.1:{port}") as url:
         yield Server(url, trace)
-    finally:
-        with suppress(ProcessLookupError):  # it has ended by itself
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def running_speculation(folder, name, *options, plugin=True, algorithm="STANDALONE", draft="base", shape=CHAIN, **env):

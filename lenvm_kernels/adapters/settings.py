@@ -1,4 +1,4 @@
-"""The settings of the SGLang plugin: environment variables, or a JSON file. Importable without SGLang."""
+"""The settings of the plugins of SGLang and vLLM: environment variables, or a JSON file. Importable without either."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CONFIG_VARIABLE = "LENVM_CONFIG"
+# Room of a request in the device table.
+MAX_END_TOKENS, MAX_STOP_TOKENS, MAX_SCALED_TOKENS = 64, 48, 32
 
 
 def _accepting(parse: Callable[[str], Any], accepts: Callable[[Any], bool]) -> Callable[[str], Any]:
@@ -63,8 +65,9 @@ class Settings:
         cache: ``fp8``: the value model's keys and values in 8 bits (:class:`GuidedStep`; None: in its dtype).
         max_candidates: candidates a row, a power of two up to 64.
         chunk_tokens: tokens of a prompt computed at a time.
-        memory_share: the largest share, of the memory the engine has for its pool, that the value model's cache and its
-            steps may take. The engine does not start with more.
+        memory_share: of the memory that the engine has for its caches, for the value model's cache and its steps. In
+            SGLang they take what they need, and the engine does not start if that is more (None: all). In vLLM it is
+            what they get (None: 0.2).
         value_stride: of requests that ask for none: they are guided at every n-th step of the engine.
         graphs: 1 or 0: CUDA graphs of the value model (None: on a GPU, if the engine has its own).
         commit_winners: 1 or 0, see :class:`lenvm_kernels.step.GuidedStep`.
@@ -79,7 +82,7 @@ class Settings:
     cache: str | None = None
     max_candidates: int = 8
     chunk_tokens: int = 4096
-    memory_share: float = 1.0
+    memory_share: float | None = None
     value_stride: int = 1
     graphs: bool | None = None
     commit_winners: bool = True
@@ -135,3 +138,23 @@ def _read_file(path: Path) -> dict[str, tuple[str, str]]:
         if value is not None:
             given[name] = f"{name} in {path}", str(value)
     return given
+
+
+def check_vocabulary(settings: Settings, value_size: int, base_size: int, base_tokenizer: str) -> None:
+    """Raise ValueError unless both models have the same tokens; embeddings may be padded differently.
+
+    Args:
+        settings: which name the value model.
+        value_size, base_size: of the models' vocabularies.
+        base_tokenizer: where the base model's tokenizer is.
+    """
+    if value_size == base_size:
+        return
+    from transformers import AutoTokenizer
+
+    base, value = (AutoTokenizer.from_pretrained(path).get_vocab() for path in (base_tokenizer, settings.value_model))
+    if base != value:
+        raise ValueError(
+            f"LENVM_VALUE_MODEL must share the base model's vocabulary: sizes are {base_size} and {value_size}, and "
+            "the tokenizers differ"
+        )

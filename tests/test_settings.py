@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from lenvm_kernels.adapters.sglang_settings import Settings
+from lenvm_kernels.adapters.settings import Settings
 
 
 @pytest.fixture

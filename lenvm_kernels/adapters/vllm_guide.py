@@ -1,0 +1,551 @@
+"""What a worker of vLLM does for guidance: the value model, its cache, and the guided step of each batch.
+
+The engine calls a logits processor with the logits of a step and with what it knows on the device of each request: its
+tokens, and how many. From these the value model computes what it has not seen, in a cache of its own
+(:class:`lenvm_kernels.adapters.vllm_slots.SlotPool`). Nothing is read back to the host.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+
+from lenvm_kernels.adapters.metrics import Metrics
+from lenvm_kernels.adapters.settings import MAX_END_TOKENS, MAX_SCALED_TOKENS, Settings, check_vocabulary
+from lenvm_kernels.adapters.vllm_report import Report
+from lenvm_kernels.adapters.vllm_slots import SlotPool
+from lenvm_kernels.guidance import GuidanceParams
+from lenvm_kernels.paged_slots import PagedSlots
+from lenvm_kernels.step import GuidedStep, StepOutput, working_bytes
+from lenvm_kernels.types import Drafts, Status
+from lenvm_kernels.value_model import KVCache, ValueModel
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
+
+logger = logging.getLogger(f"vllm.{__name__}")  # below the one that the engine shows
+
+PAGE_SIZE = 16
+# Tokens of a request that wait at most for the value model, beside those of the drafts.
+MAX_DELTA = 16
+# Of the memory that is left for caches, if LENVM_MEMORY_SHARE says nothing.
+MEMORY_SHARE = 0.2
+
+_NOT_TRIED = "not tried"
+# Options of the engine, by the part of its configuration: what is accepted, and why.
+OPTIONS: dict[tuple[str, str], tuple[Any, str]] = {
+    ("parallel_config", "tensor_parallel_size"): (1, _NOT_TRIED),
+    ("parallel_config", "pipeline_parallel_size"): (1, _NOT_TRIED),
+    ("parallel_config", "prefill_context_parallel_size"): (1, _NOT_TRIED),
+    ("parallel_config", "decode_context_parallel_size"): (1, _NOT_TRIED),
+    ("parallel_config", "enable_batch_sharded_sampling"): (False, _NOT_TRIED),
+    ("model_config", "return_sampling_mask"): (False, "guided rows have no mask of filters"),
+    ("model_config", "enable_sleep_mode"): (False, "the value model would not wake up"),
+    ("", "watermark_config"): (None, "its sampler draws from other logits"),
+}
+
+
+@dataclass
+class _Request:
+    """What the host knows of a request.
+
+    Attributes:
+        params: its guidance.
+        end_tokens: of its output.
+        computed: tokens from its first on that the value model was given, while they are given in prompts.
+        is_running: the step knows all of its tokens since.
+    """
+
+    params: GuidanceParams
+    end_tokens: set[int]
+    computed: int = 0
+    is_running: bool = False
+
+
+class _Rewritten(NamedTuple):
+    """The rows that the last call has rewritten.
+
+    Attributes:
+        of_rows: the engine's own tensor, which tells its steps apart.
+        rows: bool ``[rows]``.
+        token_ids: int64 ``[rows, K]``; their candidates; in other rows any tokens.
+    """
+
+    of_rows: torch.Tensor
+    rows: torch.Tensor
+    token_ids: torch.Tensor
+
+
+class _Layout(NamedTuple):
+    """Where the rows of a step are: a request's last token and its drafts are its *nodes*.
+
+    Attributes:
+        nodes: of each request: 1, or with drafts 1 more than there can be.
+        at: int64 ``[rows]``; number of each row's node among those of all requests.
+        first_rows: int64 ``[B]``; row of the first node of each request.
+    """
+
+    nodes: int
+    at: torch.Tensor
+    first_rows: torch.Tensor
+
+
+class Guide:
+    """The guidance of one worker.
+
+    Args:
+        settings: of the plugin.
+        vllm_config: of the engine.
+        req_states: what the engine keeps of its requests.
+
+    Attributes:
+        step: the guided step.
+        pool: the value model's slots.
+        without_room: requests that lost their guidance because the value model's cache was too small.
+        fallbacks: failures that ended the guidance of a batch.
+        report: counts what steps do; None without ``PROMETHEUS_MULTIPROC_DIR``.
+
+    Raises:
+        ValueError: naming a setting or an option of the engine, what came and what is accepted.
+    """
+
+    def __init__(self, settings: Settings, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
+        check_options(vllm_config)
+        self.settings, self.req_states, self.device = settings, req_states, req_states.device
+        engine = vllm_config.model_config
+        value_model = ValueModel.from_pretrained(
+            settings.value_model,
+            settings.value_head,
+            dtype=settings.dtype or engine.dtype,
+            device=self.device,
+            weights=settings.weights,
+        )
+        check_vocabulary(settings, value_model.config.vocab_size, engine.get_vocab_size(), engine.tokenizer)
+        self.drafts = vllm_config.num_speculative_tokens
+        rows, max_len = req_states.max_num_reqs, engine.max_model_len
+        sizes = dict(requests=rows, max_len=max_len, vocab_size=req_states.vocab_size)
+        of_step = dict(
+            max_candidates=settings.max_candidates, max_delta=MAX_DELTA + self.drafts, max_drafts=self.drafts
+        )
+        working = working_bytes(value_model, **sizes, **of_step)
+        working += working_bytes(value_model, **sizes, tokens=settings.chunk_tokens)
+        pages = self._num_pages(vllm_config, value_model, rows, max_len, working)
+        self.slots = PagedSlots(rows, max_len, page_size=PAGE_SIZE, num_pages=pages, device=self.device)
+        self.pool = SlotPool(self.slots)
+        self.step = GuidedStep(
+            value_model,
+            self.slots.table,
+            self.slots.num_slots,
+            vocab_size=req_states.vocab_size,
+            max_eos=MAX_END_TOKENS,
+            max_scaled_tokens=MAX_SCALED_TOKENS,
+            page_size=PAGE_SIZE,
+            chunk_tokens=settings.chunk_tokens,
+            value_stride=settings.value_stride,
+            commit_winners=settings.commit_winners,
+            cache=settings.cache,
+            graphs=False if engine.enforce_eager and settings.graphs is None else settings.graphs,
+            **of_step,
+        )
+        # The engine sizes its own cache by what is free: what a step takes is kept from it until there is one.
+        self._kept_free: torch.Tensor | None = torch.empty(working, dtype=torch.uint8, device=self.device)
+        self._requests: dict[int, _Request] = {}
+        # temperature, top_p, min_p, top_k of each request.
+        self._host_filters = torch.tensor([[1.0, 1.0, 0.0, 0.0]]).repeat(rows, 1)
+        self._filters = self._host_filters.to(self.device)
+        self._filters_changed = False
+        self._places = torch.zeros(rows, dtype=torch.int64, device=self.device)  # of the requests in a batch
+        self._rewritten: _Rewritten | None = None
+        self.without_room = self.fallbacks = 0
+        # With it set, the engine's /metrics shows what all of its processes count.
+        self.report: Report | None = None
+        if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+            self.report = Report(Metrics(model_name=str(engine.served_model_name)), self.device)
+            self.report.metrics.cache_bytes.set(KVCache.num_bytes(value_model, self.slots.num_slots, settings.cache))
+        self._had_drafts = torch.zeros(rows, dtype=torch.bool, device=self.device)  # in its last step, by slot
+        wrap_filters(self)
+        if self.device.type == "cuda":
+            self.step.warm_up()
+
+    def _num_pages(
+        self, vllm_config: VllmConfig, value_model: ValueModel, requests: int, max_len: int, working: int
+    ) -> int:
+        """Pages of the value model's cache: as many as fit its share of memory, or as all requests can fill."""
+        total = vllm_config.cache_config.kv_cache_memory_bytes
+        if total is None and self.device.type == "cuda":
+            free, of_device = torch.cuda.mem_get_info(self.device)
+            total = int(free - (1 - vllm_config.cache_config.gpu_memory_utilization) * of_device)
+        share = MEMORY_SHARE if self.settings.memory_share is None else self.settings.memory_share
+        page_bytes = KVCache.num_bytes(value_model, PAGE_SIZE, self.settings.cache)
+        most = requests * -(-max_len // PAGE_SIZE)
+        pages = most if total is None else min(most, int(share * total - working) // page_bytes)
+        if pages < 1:
+            raise ValueError(
+                f"LENVM_MEMORY_SHARE must be above {working / total:.3f}: it is {share:g} of the {total / 2**30:.2f} "
+                f"GiB that are left for caches, and a guided step takes {working / 2**30:.2f} GiB; "
+                "lower max_num_seqs, LENVM_MAX_CANDIDATES or LENVM_CHUNK_TOKENS"
+            )
+        logger.info(
+            "LenVM: value model %s in %s on %s; its cache of %d tokens takes %.2f GiB, its steps %.2f GiB",
+            self.settings.value_model,
+            value_model.weights or value_model.dtype,
+            self.device,
+            pages * PAGE_SIZE,
+            pages * page_bytes / 2**30,
+            working / 2**30,
+        )
+        return pages
+
+    # --- requests come ---
+
+    def add_request(self, slot: int, params: SamplingParams, guidance: GuidanceParams | None) -> bool:
+        """A request is in a slot of the engine; nobody says when one leaves it. Returns whether it is guided."""
+        if guidance is None:
+            if slot in self._requests:
+                self._end([slot])
+            return False
+        self._requests[slot] = _Request(guidance, set(sorted(params.all_stop_token_ids)[:MAX_END_TOKENS]))
+        self._admit(slot, computed=self.pool.admit(slot, _tokens_of_request(self.req_states, slot)))
+        self._host_filters[slot] = torch.tensor([params.temperature, params.top_p, params.min_p, max(params.top_k, 0)])
+        self._filters_changed = True
+        return True
+
+    def _admit(self, slot: int, computed: int = 0) -> None:
+        """Write a request into the step's table, of which so many tokens are computed."""
+        request = self._requests[slot]
+        request.computed, request.is_running = computed, False
+        prompt_len = int(self.req_states.prompt_len.np[slot])
+        self.step.add_request(slot, request.params, request.end_tokens, prompt_len=prompt_len)
+
+    def _end(self, slots: Iterable[int]) -> None:
+        """These requests go on without guidance."""
+        for slot in slots:
+            del self._requests[slot]
+            self.step.remove_request(slot)
+            self.pool.release(slot)
+
+    # --- a step ---
+
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        """Write the guided probabilities of a step into its logits, as ``temperature * log p``."""
+        self._rewritten = self._kept_free = None
+        if self.report is not None:
+            self.report.collect()
+        lengths = dict(zip(ctx.idx_mapping_np.tolist(), ctx.seq_lens_upper_bound_np.tolist(), strict=False))
+        known = {slot: length for slot, length in lengths.items() if slot in self._requests}
+        guided = {slot: n for slot, n in known.items() if self._requests[slot].params.needs_value_model}
+        if known:
+            with self._failing_softly(known):
+                self.step.scale_tokens(logits, ctx.expanded_idx_mapping.long())
+                if guided:
+                    self._make_room(guided)
+                if guided:
+                    self._guide(logits, ctx, guided)
+        return logits
+
+    def _make_room(self, guided: dict[int, int]) -> None:
+        """Slots for the requests of a step, which are taken out of ``guided`` where there are none."""
+        room = self.pool.reserve(guided)
+        for slot in room.reclaimed:
+            if slot in self._requests:
+                self._admit(slot)
+        if room.refused and not self.without_room:
+            logger.warning(
+                "LenVM: the value model's cache is full; requests go on without guidance. Raise LENVM_MEMORY_SHARE."
+            )
+        self.without_room += len(room.refused)
+        if self.report is not None:
+            self.report.metrics.without_room.inc(len(room.refused))
+        self._end(room.refused)
+        for slot in room.refused:
+            del guided[slot]
+
+    def _guide(self, logits: torch.Tensor, ctx: LogitsContext, guided: dict[int, int]) -> None:
+        if self._filters_changed:
+            self._filters.copy_(self._to_device(self._host_filters), non_blocking=True)
+            self._filters_changed = False
+        layout, slots, slots_of_rows = self._layout(ctx), ctx.idx_mapping.long(), ctx.expanded_idx_mapping.long()
+        lengths = ctx.pos[layout.first_rows].int() + 1
+        faults = None if self.report is None else self.step.table.faults[slots]
+        with nullcontext() if self.report is None else self.report.timed():
+            goes_on = self._extend(guided, ctx, lengths)
+            is_drawn = None if goes_on is None else ~goes_on
+            new_lens = self._new_lens(slots, lengths) if self.drafts else None
+            output = self._step(logits, ctx, layout, lengths, new_lens, is_drawn)
+        temperature = self._filters[slots_of_rows, :1]
+        self._rewritten = _write(logits, output, layout.at, temperature, ctx.expanded_idx_mapping)
+        if self.report is not None:
+            assert faults is not None
+            first = layout.at[layout.first_rows]
+            self.report.note(
+                output.candidates.status[first],
+                output.candidates.lost_mass[first],
+                self.step.table.faults[slots] > faults,
+                torch.ones_like(slots, dtype=torch.bool) if is_drawn is None else is_drawn,
+                self._had_drafts[slots],
+                torch.ones_like(slots) if new_lens is None else new_lens,
+            )
+            self._had_drafts[slots] = layout.nodes > 1
+        if self.settings.trace is not None:
+            _trace(self.settings.trace, self.req_states.all_token_ids.gpu, ctx, output, layout.at)
+
+    def _step(
+        self,
+        logits: torch.Tensor,
+        ctx: LogitsContext,
+        layout: _Layout,
+        lengths: torch.Tensor,
+        new_lens: torch.Tensor | None,
+        is_drawn: torch.Tensor | None,
+    ) -> StepOutput:
+        """The guided step of a batch."""
+        slots, drafts, scores = ctx.idx_mapping.long(), None, logits
+        temperature, top_p, min_p, top_k = (x.contiguous() for x in self._filters[slots].unbind(1))
+        tokens = ctx.input_ids[layout.first_rows]
+        if new_lens is not None:
+            tokens = self._new_tokens(slots, lengths, new_lens)
+        if layout.nodes > 1:
+            drafts = self._drafts(ctx, layout, len(slots))
+            if len(logits) != len(slots) * layout.nodes:
+                scores = logits.new_zeros(len(slots) * layout.nodes, logits.shape[1])
+                scores[layout.at] = logits
+        return self.step.step(
+            scores,
+            tokens,
+            slots,
+            lengths,
+            new_lens=new_lens,
+            top_k=top_k.int(),
+            top_p=top_p,
+            min_p=min_p,
+            temperature=temperature,
+            is_logits=True,
+            active=is_drawn,
+            drafts=drafts,
+        )
+
+    def _layout(self, ctx: LogitsContext) -> _Layout:
+        rows, requests = len(ctx.pos), len(ctx.idx_mapping)
+        row = torch.arange(rows, device=self.device)
+        if rows == requests:
+            return _Layout(1, row, row)
+        nodes = 1 + self.drafts
+        self._places[ctx.idx_mapping.long()] = row[:requests]
+        request = self._places[ctx.expanded_idx_mapping.long()]
+        first_rows = torch.full((requests,), rows, device=self.device).scatter_reduce_(0, request, row, "amin")
+        return _Layout(nodes, request * nodes + ctx.expanded_local_pos, first_rows)
+
+    def _extend(self, guided: dict[int, int], ctx: LogitsContext, lengths: torch.Tensor) -> torch.Tensor | None:
+        """Compute the prompts of a step, or what there is of them so far.
+
+        All that a request has but its last token, where one is drawn; of prompts that go on in a later step, all.
+
+        Returns:
+            bool ``[B]``; of which requests the prompt goes on; None if of none.
+        """
+        places = {slot: i for i, slot in enumerate(ctx.idx_mapping_np.tolist())}
+        slots, starts, rooms, goes_on = [], [], [], []
+        for slot, length in guided.items():
+            request = self._requests[slot]
+            if request.is_running:
+                continue
+            is_whole = length >= int(self.req_states.prefill_len.np[slot])
+            slots.append(slot)
+            starts.append(request.computed)
+            # Of requests whose tokens were computed before, and are no more, the host knows no more than a bound.
+            rooms.append(max(length - is_whole - request.computed, 0))
+            goes_on.append(not is_whole)
+            request.computed, request.is_running = max(request.computed, length - is_whole), is_whole
+        if not slots:
+            return None
+        firsts = np.cumsum(rooms) - rooms
+        at = np.repeat(slots, rooms)
+        positions = np.arange(len(at)) + np.repeat(np.array(starts) - firsts, rooms)
+        of_tokens = self._to_device(torch.from_numpy(np.stack((at, positions))))
+        numbers = np.array([slots, [places[slot] for slot in slots], firsts, starts, goes_on])
+        of_rows, of_positions = of_tokens.unbind()
+        table_rows, place, first, start, is_chunk = self._to_device(torch.from_numpy(numbers)).unbind()
+        computed = start.int()
+        lens = (lengths[place] - 1 + is_chunk.int() - computed).clamp(min=0)
+        self.step.extend(
+            self.req_states.all_token_ids.gpu[of_rows, of_positions],
+            self.slots.slots(of_rows, of_positions),
+            table_rows,
+            first.int(),
+            lens,
+            computed,
+        )
+        for slot in slots:
+            self.pool.computed(slot, self._requests[slot].computed)
+        if not any(goes_on):
+            return None
+        return torch.zeros(len(lengths), dtype=torch.bool, device=self.device).scatter_(0, place, is_chunk.bool())
+
+    def _new_lens(self, slots: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """int32 ``[B]``; how many tokens sequences have grown by since the step knew of them."""
+        return (lengths - self.step.told_lens(slots)).clamp(0, 1 + self.drafts)
+
+    def _new_tokens(self, slots: torch.Tensor, lengths: torch.Tensor, new_lens: torch.Tensor) -> torch.Tensor:
+        """int32 ``[B, 1 + D]``; these tokens, and others after them."""
+        all_token_ids = self.req_states.all_token_ids.gpu
+        positions = (lengths - new_lens)[:, None] + torch.arange(1 + self.drafts, device=self.device)
+        return all_token_ids[slots[:, None], positions.clamp(max=all_token_ids.shape[1] - 1)]
+
+    def _drafts(self, ctx: LogitsContext, layout: _Layout, requests: int) -> Drafts:
+        token_ids = torch.full((requests * layout.nodes,), -1, dtype=torch.int32, device=self.device)
+        token_ids[layout.at] = ctx.input_ids.int()
+        chain = torch.arange(-1, self.drafts - 1, dtype=torch.int32, device=self.device).repeat(requests, 1)
+        return Drafts(token_ids.view(requests, -1)[:, 1:], chain)
+
+    def _to_device(self, values: torch.Tensor) -> torch.Tensor:
+        """Without waiting for the device."""
+        return (values.pin_memory() if self.device.type == "cuda" else values).to(self.device, non_blocking=True)
+
+    @contextmanager
+    def _failing_softly(self, slots: Iterable[int]) -> Iterator[None]:
+        """An error in here ends the guidance of the requests of a step, not the engine."""
+        try:
+            yield
+        except Exception:
+            if not self.fallbacks:
+                logger.exception("LenVM: a step failed; its requests go on without guidance. Further ones are counted.")
+            self.fallbacks += 1
+            if self.report is not None:
+                self.report.metrics.fallbacks.inc()
+            self._end([slot for slot in slots if slot in self._requests])
+
+    # --- the engine's filters, after it ---
+
+    def after_top_k_top_p(
+        self, of_rows: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The engine's filters ``[rows]``, off in rows that are guided: they have chosen the candidates already."""
+        rewritten = self._rewritten
+        if rewritten is None or rewritten.of_rows is not of_rows:
+            return top_k, top_p
+        top_k = None if top_k is None else top_k.masked_fill(rewritten.rows, self.req_states.vocab_size)
+        return top_k, None if top_p is None else top_p.masked_fill(rewritten.rows, 1.0)
+
+    @contextmanager
+    def around_min_p(self, logits: torch.Tensor, of_rows: torch.Tensor) -> Iterator[None]:
+        """What the engine's filter does in here to the candidates of guided rows is undone."""
+        rewritten = self._rewritten
+        if rewritten is None or rewritten.of_rows is not of_rows:
+            yield
+            return
+        before = logits.gather(1, rewritten.token_ids)
+        yield
+        after = logits.gather(1, rewritten.token_ids)
+        logits.scatter_(1, rewritten.token_ids, torch.where(rewritten.rows[:, None], before, after))
+
+
+def _tokens_of_request(req_states: LogitsProcRequestState, slot: int) -> list[int]:
+    """The tokens of a request that the engine has just added, which are on their way to the device."""
+    tokens = req_states.all_token_ids
+    for i, row in enumerate(getattr(tokens, "_staged_write_indices", ())):  # without them nothing is shared
+        if row == slot:
+            start = tokens._staged_write_cu_lens[i - 1] if i else 0
+            return tokens._staged_write_contents[start : tokens._staged_write_cu_lens[i]]
+    return []
+
+
+def _write(
+    logits: torch.Tensor, output: StepOutput, at: torch.Tensor, temperature: torch.Tensor, of_rows: torch.Tensor
+) -> _Rewritten:
+    """Leave the candidates alone in guided rows, with the logits that give their probabilities; no other row changes.
+
+    Args:
+        logits: fp32 ``[rows, V]``.
+        output: of the step.
+        at: the row of each in the step.
+        temperature: fp32 ``[rows, 1]``; the engine divides by it.
+        of_rows: what :class:`_Rewritten` keeps.
+    """
+    status, token_ids = output.candidates.status[at], output.candidates.token_ids[at].long()
+    rows = (status == Status.GUIDE) | (status == Status.SINGLE)
+    # Columns without a candidate repeat the first one.
+    is_listed = token_ids >= 0
+    token_ids = torch.where(is_listed, token_ids, token_ids[:, :1]).clamp(min=0)
+    probs = torch.where(is_listed, output.probs[at], output.probs[at][:, :1])
+    before = logits.gather(1, token_ids)
+    logits.masked_fill_(rows[:, None], -torch.inf)
+    logits.scatter_(1, token_ids, torch.where(rows[:, None], temperature * probs.log(), before))
+    return _Rewritten(of_rows, rows, token_ids)
+
+
+def _trace(trace: Path, all_token_ids: torch.Tensor, ctx: LogitsContext, output: StepOutput, at: torch.Tensor) -> None:
+    """Write what a step did, a row a node. Its tokens are those before the draw, drafts included."""
+    tokens: list[list[int]] = []
+    for slot, position, node, last in zip(
+        ctx.expanded_idx_mapping.tolist(),
+        ctx.pos.tolist(),
+        ctx.expanded_local_pos.tolist(),
+        ctx.input_ids.tolist(),
+        strict=True,
+    ):
+        tokens.append([*tokens[-1], last] if node else all_token_ids[slot, : position + 1].tolist())
+    columns = dict(
+        tokens=tokens,
+        node=ctx.expanded_local_pos.tolist(),
+        status=output.candidates.status[at].tolist(),
+        token_ids=output.candidates.token_ids[at].tolist(),
+        value_logits=output.value_logits[at].tolist(),
+        probs=output.probs[at].tolist(),
+    )
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    with trace.open("ab", buffering=0) as file:
+        file.write((json.dumps({"rows": rows}) + "\n").encode())
+
+
+def check_options(vllm_config: VllmConfig) -> None:
+    """Raise ValueError for an option of the engine that guidance does not go with."""
+    for (part, option), (accepted, reason) in OPTIONS.items():
+        given = getattr(getattr(vllm_config, part) if part else vllm_config, option, accepted)
+        if given != accepted:
+            raise ValueError(f"{option} must be {accepted} together with LENVM_VALUE_MODEL, got {given}: {reason}")
+
+
+# One a process.
+_guide: Guide | None = None
+
+
+def wrap_filters(guide: Guide) -> None:
+    """Have the engine's top-k, top-p and min-p leave guided rows alone.
+
+    It applies them after the processors, and would cut off again what guidance has made less likely.
+    """
+    global _guide
+    is_wrapped, _guide = _guide is not None, guide
+    if is_wrapped:
+        return
+    top_k_top_p: Callable = SamplingStates.get_top_k_top_p
+    min_p: Callable = SamplingStates.apply_min_p
+
+    @wraps(top_k_top_p)
+    def get_top_k_top_p(self: SamplingStates, of_rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        filters = top_k_top_p(self, of_rows, *args, **kwargs)
+        return filters if _guide is None else _guide.after_top_k_top_p(of_rows, *filters)
+
+    @wraps(min_p)
+    def apply_min_p(
+        self: SamplingStates, logits: torch.Tensor, of_rows: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        if _guide is None:
+            return min_p(self, logits, of_rows, *args, **kwargs)
+        with _guide.around_min_p(logits, of_rows):
+            return min_p(self, logits, of_rows, *args, **kwargs)
+
+    SamplingStates.get_top_k_top_p, SamplingStates.apply_min_p = get_top_k_top_p, apply_min_p

@@ -1,0 +1,59 @@
+"""What a request to vLLM may ask for. Its front end and its workers read it; importable without vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lenvm_kernels.adapters.settings import MAX_SCALED_TOKENS, MAX_STOP_TOKENS
+from lenvm_kernels.guidance import GuidanceParams, parse_guidance
+from lenvm_kernels.types import Mode
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
+# Fields whose value is an object. In ``vllm_xargs`` there are none: they are given as JSON text.
+_OBJECTS = ("token_temperature_scale",)
+
+
+def guidance_of(params: SamplingParams) -> GuidanceParams | None:
+    """What a request asks for in its ``extra_args`` (``vllm_xargs``), None without.
+
+    A greedy request has one candidate, which no guidance moves.
+
+    Raises:
+        ValueError: naming the field, what came and what is accepted.
+    """
+    if not params.extra_args:
+        return None
+    guidance = parse_guidance({name: _decoded(name, value) for name, value in params.extra_args.items()})
+    if guidance.return_values:
+        raise ValueError("return_values must be false in vLLM, got true: the engine has no way to return values")
+    if params.temperature == 0 or params.top_k == 1:
+        guidance = replace(guidance, mode=Mode.UNGUIDED)
+    if not guidance.needs_value_model and not guidance.token_temperature_scale:
+        return None
+    for name, given, most in (
+        ("stop_token_ids", params.stop_token_ids or (), MAX_STOP_TOKENS),
+        ("token_temperature_scale", guidance.token_temperature_scale, MAX_SCALED_TOKENS),
+    ):
+        if len(given) > most:
+            raise ValueError(f"{name} must be of at most {most} tokens together with guidance, got {len(given)}")
+    return guidance
+
+
+def _decoded(name: str, value: Any) -> Any:
+    """A field of ``vllm_xargs``, which are numbers, texts and lists, as it would be in ``custom_params``."""
+    if name == "return_values" and value in (0, 1):
+        return bool(value)
+    if name not in _OBJECTS or not isinstance(value, str):
+        return value
+    try:
+        decoded = json.loads(value)
+    except ValueError:
+        decoded = None
+    if not isinstance(decoded, Mapping):
+        raise ValueError(f'{name} must be a JSON object in a text, such as "{{\\"13\\": 0.5}}", got {value!r}')
+    return decoded

@@ -1,0 +1,309 @@
+"""The vLLM processor, in the real server on a CPU: ``make test-vllm`` builds its environment. Elsewhere skipped.
+
+Every test looks at the trace of guided steps: a server that never guided would generate plausible tokens, too.
+"""
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+import openai
+
+from lenvm_kernels.adapters.vllm_guide import PAGE_SIZE
+from lenvm_kernels.step import working_bytes
+from lenvm_kernels.types import Status
+from lenvm_kernels.value_model import KVCache, ValueModel
+from tests.helpers.sglang_server import GENTLE, MODES, VOCAB, prompts_of
+from tests.helpers.vllm_server import NGRAM, PIECES, WORDS, check_steps, running_server, write_checkpoints
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    write_checkpoints(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    with running_server(folder, "engine", "--enable-prompt-tokens-details", "--block-size", "32") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def speculating(folder):
+    with running_server(folder, "speculating", speculation=NGRAM) as server:
+        yield server
+
+
+def generate(engine, prompts, guidance, **sampling):
+    """Generate for each prompt, all at once; returns prompts with outputs, the responses, and the guided steps."""
+    before = len(engine.steps())
+
+    def answer(i):
+        response = engine.post(prompt=prompts[i], vllm_xargs=guidance[i], seed=i, **sampling)
+        assert response.ok, response.text
+        return response.json()
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        responses = list(pool.map(answer, range(len(prompts))))
+    outputs = [response["choices"][0]["token_ids"] for response in responses]
+    sequences = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
+    return sequences, responses, engine.steps()[before:]
+
+
+def rows_of(steps, *status):
+    return [row for step in steps for row in step["rows"] if row["status"] in (status or tuple(Status))]
+
+
+def test_every_mode_beside_unguided_requests(folder, engine):
+    """Prompts shorter and longer than a chunk of the prefill, guided in every mode and not at all, in one batch."""
+    prompts = prompts_of(*range(3, 110, 9))[:12]
+    guidance = [*MODES, None, {}]
+    sequences, _, steps = generate(engine, prompts, guidance, min_p=0.01, temperature=0.7)
+    assert check_steps(folder, sequences, steps) > 12 * 16
+    guided = {tuple(row["tokens"][: len(prompt)]) for row in rows_of(steps, Status.GUIDE) for prompt in prompts}
+    assert guided.issuperset(map(tuple, prompts[:10])) and not guided.intersection(map(tuple, prompts[10:]))
+    assert any(len(step["rows"]) >= 12 for step in steps)
+    # The others draw what they draw among themselves.
+    alone, _, steps = generate(engine, prompts, [None] * 12, min_p=0.01, temperature=0.7)
+    assert alone[10:] == sequences[10:] and alone[:10] != sequences[:10] and not steps
+
+
+def test_the_token_drawn_is_one_that_guidance_left(engine):
+    """The engine's top-k, top-p and min-p choose the candidates, and cut off none that guidance has made likely."""
+    prompts = prompts_of(9, 12, 5, seed=4)
+    far = {"mode": "centered_exp", "value_scale": 40.0}
+    unlikely = 0
+    for filters in ({"min_p": 0.05}, {"top_p": 0.8}, {"top_k": 8, "top_p": 0.95}, {"top_k": -1, "min_p": 0.2}):
+        sequences, _, steps = generate(engine, prompts, [far, None, far], **filters, max_tokens=24)
+        tokens = {tuple(sequence[:n]): sequence[n] for sequence in sequences for n in range(len(sequence))}
+        for row in rows_of(steps, Status.GUIDE):
+            drawn = tokens.get(tuple(row["tokens"]))
+            if drawn is not None:  # else the engine has computed a step more than it returns
+                assert row["probs"][row["token_ids"].index(drawn)] > 0
+                unlikely += row["token_ids"].index(drawn) >= 2
+    assert unlikely > 30
+
+
+def test_a_prefix_that_the_engine_has_cached(folder, engine):
+    """An unguided request leaves its prompt in the engine's cache: the value model computes it all the same."""
+    prompts = prompts_of(100, seed=1)
+    for guidance, is_cached in ((None, False), (MODES[0], True), (MODES[1], True)):
+        sequences, responses, steps = generate(engine, prompts, [guidance])
+        details = responses[0]["usage"]["prompt_tokens_details"] or {}
+        assert bool(details.get("cached_tokens")) == is_cached
+        if guidance is not None:
+            assert check_steps(folder, sequences, steps) > 16
+    longer = [[*sequences[0], 5, 6], [*prompts[0][:70], 9, 8, 7]]
+    sequences, _, steps = generate(engine, longer, [MODES[2], MODES[6]])
+    assert check_steps(folder, sequences, steps) > 32
+
+
+def test_strides_thresholds_and_token_temperatures(folder, engine):
+    prompts = prompts_of(9, 60, 5, 7, seed=12)
+    guidance = [
+        GENTLE | {"value_stride": 3},
+        MODES[1] | {"value_stride": 1, "entropy_threshold": 100.0},
+        {"token_temperature_scale": json.dumps({i: 50.0 + i for i in range(40, 60)})},
+        GENTLE | {"boosted_token_ids": [*range(80, 100), 600], "token_temp_divisor": 80.0},
+    ]
+    sequences, _, steps = generate(engine, prompts, guidance, max_tokens=24)
+    assert check_steps(folder, sequences, steps) > 24
+    found = Counter(Status(row["status"]).name for row in rows_of(steps))
+    assert found["NOT_DUE"] > 10 and found["SKIP"] >= 24 and found["GUIDE"] > 10
+    # Some of so many tokens always have a logit above 0, which is then the largest by far.
+    assert set(sequences[2][-24:]) <= set(range(40, 60)) and set(sequences[3][-24:]) <= set(range(80, 100))
+
+
+def test_bad_parameters_are_refused_and_harm_nobody(folder, engine):
+    prompts = prompts_of(5, seed=2)
+    for xargs, message in (
+        ({"mode": "loud"}, "value_mode must be one of"),
+        ({"gamma": 1.5}, "gamma must be a finite number > 0 and < 1, got 1.5"),
+        ({"target_lenght": 5}, "target_lenght is not a guidance parameter; did you mean target_length"),
+        ({"return_values": 1}, "return_values must be false in vLLM"),
+        ({"token_temperature_scale": "13=0.5"}, "token_temperature_scale must be a JSON object in a text"),
+        ({"token_temperature_scale": str({i: 2.0 for i in range(40)}).replace(" ", "").replace("{", '{"')}, "token_te"),
+    ):
+        response = engine.post(prompt=prompts[0], vllm_xargs=xargs)
+        assert response.status_code == 400 and message in response.json()["error"]["message"], response.text
+    sequences, _, steps = generate(engine, prompts, [MODES[0] | {"session_id": "of another consumer"}])
+    assert check_steps(folder, sequences, steps)
+
+
+def test_greedy_requests_are_greedy(engine):
+    """Guided or not, alone or in a batch with requests that are sampled."""
+    prompts = prompts_of(9, 9, seed=3)
+    (plain,), _, _ = generate(engine, prompts[:1], [None], temperature=0.0)
+    (guided,), _, steps = generate(engine, prompts[:1], [MODES[0]], temperature=0.0)
+    assert plain == guided and not steps
+
+
+def test_many_requests_come_and_go(folder, engine):
+    """200 of all kinds, more than the engine has slots for, some of which their clients leave."""
+    prompts = prompts_of(*(3 + i % 41 for i in range(200)), seed=5)
+    before = len(engine.steps())
+
+    def ask(i):
+        guidance = [*MODES, None][i % 11]
+        if i % 5 == 0:
+            with engine.post(prompt=prompts[i], vllm_xargs=guidance, max_tokens=200, stream=True) as response:
+                next(response.iter_lines())
+            return None
+        response = engine.post(prompt=prompts[i], vllm_xargs=guidance, max_tokens=1 + i % 7)
+        assert response.ok, response.text
+        return [*prompts[i], *response.json()["choices"][0]["token_ids"]]
+
+    with ThreadPoolExecutor(24) as pool:
+        sequences = [sequence for sequence in pool.map(ask, range(200)) if sequence is not None]
+    steps = engine.steps()[before:]
+    whole = {tuple(sequence[:n]) for sequence in sequences for n in range(1, len(sequence))}
+    kept = [{"rows": [row for row in step["rows"] if tuple(row["tokens"]) in whole]} for step in steps]
+    assert check_steps(folder, sequences, kept) > 1000
+    sequences, _, steps = generate(engine, prompts_of(9, seed=6), [MODES[0]])
+    assert check_steps(folder, sequences, steps)
+
+
+def test_preemption_and_a_small_cache_of_the_value_model(folder):
+    """The engine takes back slots and gives them again; the value model's are too few for all, and it computes anew.
+
+    A prompt of 200 tokens is more than its cache holds: its guidance ends, and nothing else.
+    """
+    value_model = ValueModel.from_pretrained(folder / "value", dtype=torch.float32)
+    sizes = dict(requests=16, max_len=256, vocab_size=VOCAB)
+    working = working_bytes(value_model, **sizes, max_candidates=8) + working_bytes(value_model, **sizes, tokens=16)
+    share = (working + KVCache.num_bytes(value_model, 9 * PAGE_SIZE - 1)) / 2**30
+    options = ("--block-size", "32", "--num-gpu-blocks-override", "12")
+    with running_server(folder, "tight", *options, LENVM_MEMORY_SHARE=str(share), LENVM_CHUNK_TOKENS="16") as server:
+        assert f"its cache of {8 * PAGE_SIZE} tokens takes" in server.log.read_text()
+        prompts = prompts_of(*[20] * 10, seed=7)
+        sequences, _, steps = generate(server, prompts, [MODES[i % 10] for i in range(10)], max_tokens=60)
+        assert server.metrics()["vllm:num_preemptions_total"] > 0
+        assert check_steps(folder, sequences, steps) > 100
+        before = server.metrics()["lenvm:without_room_total"]
+        prompts = prompts_of(200, 9, seed=8)
+        sequences, _, steps = generate(server, prompts, MODES[:2])
+        assert check_steps(folder, sequences, steps) > 16
+        assert not [row for row in rows_of(steps, Status.GUIDE) if len(row["tokens"]) >= 200]
+        assert "the value model's cache is full" in server.log.read_text()
+        assert server.metrics()["lenvm:without_room_total"] == before + 1
+
+
+def repeating(seed, *lengths):
+    """Prompts that repeat themselves, so that there are drafts."""
+    return [prompt * 3 for prompt in prompts_of(*lengths, seed=seed)]
+
+
+def test_values_at_the_nodes_of_drafts(folder, speculating):
+    prompts = repeating(9, 3, 5, 9, 20, 4, 6)
+    guidance = [*MODES[:4], None, MODES[6] | {"value_stride": 2}]
+    sequences, _, steps = generate(speculating, prompts, guidance, max_tokens=32)
+    assert check_steps(folder, sequences, steps) > 32 * 5
+    assert sum(row["node"] > 0 for row in rows_of(steps, Status.GUIDE)) > 32
+    assert {len(prompt) for prompt in prompts} - {len(row["tokens"]) for row in rows_of(steps)} == set()
+
+
+def test_speculation_changes_no_distribution(engine, speculating):
+    """The same requests without and with drafts: a chi-square test of three tokens, the last two of them drafted."""
+    prompt, draws, counts = repeating(10, 4)[0], 200, []
+    for server in (engine, speculating):
+        before = server.metrics().get("vllm:spec_decode_num_accepted_tokens_total", 0.0)
+        response = server.post(
+            prompt=prompt, vllm_xargs=GENTLE, n=draws, seed=5, top_k=2, max_tokens=3, temperature=0.7
+        ).json()
+        counts.append(Counter(tuple(choice["token_ids"]) for choice in response["choices"]))
+        accepted = server.metrics().get("vllm:spec_decode_num_accepted_tokens_total", 0.0) - before
+        assert (accepted > draws / 10) == (server is speculating)
+    assert [sum(found.values()) for found in counts] == [draws, draws] and len(counts[0] | counts[1]) >= 6
+    # Outcomes of fewer than 5 are put together.
+    outcomes = [(counts[0][x], counts[1][x]) for x in counts[0] | counts[1]]
+    table = [pair for pair in outcomes if sum(pair) >= 10]
+    rest = [sum(pair[i] for pair in outcomes if sum(pair) < 10) for i in (0, 1)]
+    table = torch.tensor([*table, *([rest] if sum(rest) else [])], dtype=torch.float64)
+    expected = table.sum(1, keepdim=True) / 2
+    statistic, freedom = ((table - expected) ** 2 / expected).sum(), len(table) - 1
+    p = 1 - torch.special.gammainc(torch.tensor(freedom / 2, dtype=torch.float64), statistic / 2)
+    print(f"chi-square {statistic:.2f} with {freedom} degrees of freedom, p = {p:.3f}")
+    assert p > 0.001
+
+
+def test_metrics(engine, speculating):
+    generate(engine, prompts_of(9, 5, seed=13), [GENTLE, None])
+    found = engine.metrics()
+    assert found["lenvm:guided_steps_total"] >= 16 and found["lenvm:value_model_milliseconds_total"] > 0
+    assert found["lenvm:rows_total guide"] >= 15 and found["lenvm:rows_total unguided"] > 0
+    assert found["lenvm:cache_bytes"] > 0 and found["lenvm:fallbacks_total"] == 0
+    generate(speculating, repeating(14, 4), [GENTLE])
+    found = speculating.metrics()
+    assert 1 <= found["lenvm:verified_tokens_total yes"] / found["lenvm:verifications_total yes"] < 1 + 3
+
+
+def test_json_schema(folder, engine):
+    """Guided answers fit it, in every mode; candidates that the grammar forbids are none."""
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "maximum": 999, "minimum": 0}, "kind": {"enum": ["long", "short"]}},
+        "required": ["n", "kind"],
+        "additionalProperties": False,
+    }
+    before, kinds = len(engine.steps()), set()
+
+    def ask(i):
+        client = openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none")
+        answer = client.chat.completions.create(
+            model="base",
+            messages=[{"role": "user", "content": f"w{i} w2 w3"}],
+            temperature=1.0,
+            max_tokens=40,
+            seed=i,
+            response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
+            extra_body={"top_k": 6, "vllm_xargs": MODES[i], "return_token_ids": True},
+        )
+        choice = answer.choices[0]
+        assert choice.finish_reason == "stop"
+        return [*answer.prompt_token_ids, *choice.token_ids]
+
+    with ThreadPoolExecutor(6) as pool:
+        sequences = list(pool.map(ask, range(6)))
+    steps = engine.steps()[before:]
+    for sequence in sequences:
+        text = "".join(WORDS[token] for token in sequence[3:-1])
+        found = json.loads(text)
+        assert found.keys() == {"n", "kind"} and 0 <= found["n"] <= 999
+        kinds.add(found["kind"])
+    assert kinds <= {"long", "short"} and check_steps(folder, sequences, steps) > 30
+    assert {token for row in rows_of(steps) for token in row["token_ids"]} <= {-1, *range(len(PIECES))}
+
+
+def test_the_client_of_the_docs(engine, monkeypatch, capsys):
+    before = len(engine.steps())
+    arguments = ["--engine", "vllm", "--url", f"{engine.url}/v1", "--prompt", "w1 w2 w3", "--target-length", "9"]
+    monkeypatch.setattr(sys, "argv", ["openai_client.py", *arguments])
+    answer = runpy.run_path(str(ROOT / "examples" / "openai_client.py"), run_name="__main__")["answer"]
+    assert rows_of(engine.steps()[before:], Status.GUIDE)
+    assert capsys.readouterr().out.endswith(f"{answer.usage.completion_tokens} tokens; the target was 9\n")
+
+
+def test_the_request_of_the_docs(engine):
+    before = len(engine.steps())
+    page = (ROOT / "docs" / "vllm.md").read_text()
+    command = re.search(r"^    (curl (?:.*\n)+?)\n", page, re.MULTILINE)[1]
+    here = {"http://127.0.0.1:8000": engine.url, "path/to/base-model": "base", "What is a comet?": "w1 w2"}
+    for written, ours in (here | {": 200,": ": 20,"}).items():
+        command = command.replace(written, ours)
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert "choices" in json.loads(done.stdout), done.stdout
+    assert rows_of(engine.steps()[before:], Status.GUIDE)

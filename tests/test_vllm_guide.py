@@ -1,0 +1,276 @@
+"""What the vLLM processor does in a worker, without the engine around it: what it reads, writes and shares."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+from vllm import SamplingParams
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+
+from lenvm_kernels.adapters import vllm_guide
+from lenvm_kernels.adapters.settings import Settings
+from lenvm_kernels.adapters.vllm import LenVMProcessor
+from lenvm_kernels.adapters.vllm_guide import PAGE_SIZE, Guide
+from lenvm_kernels.adapters.vllm_requests import guidance_of
+from lenvm_kernels.types import Status
+from tests.helpers.models import VOCAB, save_checkpoint
+from tests.test_step import no_read_back
+
+WORDS = [f"w{i}" for i in range(VOCAB)]
+SLOTS, MAX_LEN = 6, 128
+TILT = {"value_mode": "centered_exp", "value_scale": -20}
+
+
+@pytest.fixture(scope="module")
+def value_model(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("value"), seed=1, words=WORDS, value_head=True)
+
+
+class Engine:
+    """The part of vLLM that a processor sees: requests in slots, their tokens, and the rows of a step."""
+
+    def __init__(self, value_model, *, drafts=0, **settings):
+        self.tokens = torch.full((SLOTS, MAX_LEN), 10**9, dtype=torch.int32)  # stale ones are anything
+        self.staged = SimpleNamespace(
+            gpu=self.tokens, _staged_write_indices=[], _staged_write_cu_lens=[], _staged_write_contents=[]
+        )
+        self.lengths = {}
+        lens = [SimpleNamespace(np=np.zeros(SLOTS, dtype=np.int32)) for _ in range(2)]
+        self.req_states = SimpleNamespace(
+            device=torch.device("cpu"),
+            max_num_reqs=SLOTS,
+            vocab_size=VOCAB,
+            all_token_ids=self.staged,
+            prompt_len=lens[0],
+            prefill_len=lens[1],
+        )
+        model_config = SimpleNamespace(
+            dtype=torch.float32, max_model_len=MAX_LEN, enforce_eager=True, get_vocab_size=lambda: VOCAB, tokenizer=""
+        )
+        self.config = SimpleNamespace(
+            model_config=model_config,
+            parallel_config=SimpleNamespace(),
+            cache_config=SimpleNamespace(kv_cache_memory_bytes=None),
+            num_speculative_tokens=drafts,
+        )
+        self.guide = Guide(Settings(value_model, **settings), self.config, self.req_states)
+
+    def add(self, slot, prompt, guidance, **params):
+        """A request in a slot, nothing of whose prompt is computed yet."""
+        self.tokens[slot] = 10**9
+        self.tokens[slot, : len(prompt)] = torch.tensor(prompt)
+        self.req_states.prompt_len.np[slot] = self.req_states.prefill_len.np[slot] = len(prompt)
+        self.staged._staged_write_indices.append(slot)
+        self.staged._staged_write_contents.extend(prompt)
+        self.staged._staged_write_cu_lens.append(len(self.staged._staged_write_contents))
+        params = SamplingParams(**{"temperature": 0.7, "top_k": 5, "extra_args": guidance} | params)
+        return self.guide.add_request(slot, params, guidance_of(params))
+
+    def step(self, lengths, drafts=None, logits=None):
+        """A step of sequences of these lengths, by their slots, and drafts after them; logits before and after."""
+        for staged in (self.staged._staged_write_indices, self.staged._staged_write_cu_lens):
+            staged.clear()
+        self.staged._staged_write_contents.clear()
+        drafts = drafts or {}
+        rows = [(slot, node) for slot in lengths for node in range(1 + len(drafts.get(slot, ())))]
+        slots = np.array(list(lengths))
+        last = [[int(self.tokens[s, lengths[s] - 1]), *drafts.get(s, ())][node] for s, node in rows]
+        bounds = [lengths[slot] + len(drafts.get(slot, ())) for slot in lengths]
+        context = LogitsContext(
+            expanded_idx_mapping=torch.tensor([slot for slot, _ in rows]),
+            idx_mapping=torch.from_numpy(slots),
+            idx_mapping_np=slots,
+            expanded_local_pos=torch.tensor([node for _, node in rows], dtype=torch.int32),
+            input_ids=torch.tensor(last, dtype=torch.int32),
+            pos=torch.tensor([lengths[slot] - 1 + node for slot, node in rows]),
+            seq_lens_upper_bound_np=np.array([*bounds, 0, 0]),
+        )
+        if logits is None:
+            generator = torch.Generator().manual_seed(sum(lengths.values()))
+            logits = torch.randn(len(rows), VOCAB, generator=generator) * 2
+        changed = logits.clone()
+        assert self.guide.apply(changed, context) is changed
+        return logits, changed, context
+
+    def grow(self, slot, length, tokens):
+        self.tokens[slot, length : length + len(tokens)] = torch.tensor(tokens)
+
+
+PROMPT = [5 + i % 40 for i in range(60)]
+
+
+def is_guided(logits):
+    return logits.isinf().sum(1) >= VOCAB - 8
+
+
+def test_nothing_is_read_back(value_model):
+    """Prompts in chunks and whole, a first step, later ones, with drafts for some and none."""
+    engine = Engine(value_model, drafts=3)
+    engine.guide.step.backend = "triton"  # the references do
+    assert engine.add(4, PROMPT, TILT) and engine.add(1, PROMPT[3:9], TILT) and not engine.add(0, PROMPT[:7], None)
+    step = engine.step
+    with no_read_back_in(engine.guide):
+        step({4: 20, 1: 6, 0: 7})
+        engine.grow(1, 6, [9])
+        engine.grow(0, 7, [3])
+        step({1: 7, 4: 45, 0: 8})
+        engine.grow(1, 7, [8])
+        _, changed, _ = step({1: 8, 4: 60, 0: 9}, {1: [3, 4, 5], 0: [1, 2, 3]})
+        engine.grow(1, 8, [3, 4])
+        engine.grow(4, 60, [7])
+        _, full, _ = step({1: 10, 4: 61}, {1: [3, 4, 5], 4: [6, 7, 8]})
+    assert is_guided(changed).tolist() == [True] * 4 + [True] + [False] * 4
+    assert is_guided(full).all() and not engine.guide.step.table.faults.any() and not engine.guide.fallbacks
+
+
+class no_read_back_in:
+    """Calls of ``apply`` in here fail if they read anything back."""
+
+    def __init__(self, guide):
+        self.guide, self.apply = guide, guide.apply
+
+    def __enter__(self):
+        def apply(*args):
+            with no_read_back():
+                return self.apply(*args)
+
+        self.guide.apply = apply
+
+    def __exit__(self, *_):
+        self.guide.apply = self.apply
+
+
+def test_guided_rows_leave_their_candidates_and_other_rows_are_untouched(value_model):
+    engine = Engine(value_model)
+    engine.add(2, PROMPT[:9], TILT, temperature=0.5, top_k=4)
+    engine.add(5, PROMPT[:6], None)
+    engine.add(0, PROMPT[:12], TILT | {"entropy_threshold": 50.0})
+    engine.add(3, PROMPT[:50], TILT)
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(2)) * 3
+    logits[1, 3:6] = torch.tensor([float("nan"), -torch.inf, 0.0])
+    logits[0, :40] = -torch.inf  # by a grammar
+    before, after, _ = engine.step({2: 9, 5: 6, 0: 12, 3: 20}, logits=logits)
+    # Unguided, skipped by its threshold, and a prompt that goes on.
+    assert torch.equal(after[1:].view(torch.int32), before[1:].view(torch.int32))
+    left = after[0].isfinite().nonzero().flatten().tolist()
+    assert left == sorted(before[0].topk(4).indices.tolist())
+    probs = (after[0] / 0.5).exp()[left]
+    assert torch.isclose(probs.sum(), torch.tensor(1.0), atol=1e-5)
+    plain = (before[0] / 0.5).softmax(0)[left]
+    assert (probs - plain / plain.sum()).abs().max() > 0.01
+
+
+def test_the_engines_filters_leave_guided_rows_alone(value_model):
+    """Top-k and top-p are off in these rows of this step, and only of this one; what min-p takes comes back."""
+    engine = Engine(value_model)
+    engine.add(2, PROMPT[:9], TILT)
+    engine.add(5, PROMPT[:6], None)
+    _, logits, context = engine.step({5: 6, 2: 9})
+    top_k, top_p = torch.tensor([3, 2], dtype=torch.int32), torch.tensor([0.5, 0.1])
+    guide, of_rows = engine.guide, context.expanded_idx_mapping
+    found = guide.after_top_k_top_p(of_rows, top_k, top_p)
+    assert found[0].tolist() == [3, VOCAB] and found[1].tolist() == [0.5, 1.0]
+    assert guide.after_top_k_top_p(of_rows, None, None) == (None, None)
+    assert guide.after_top_k_top_p(of_rows.clone(), top_k, top_p)[0] is top_k
+    before = logits.clone()
+    with guide.around_min_p(logits, of_rows):
+        logits[:] = -torch.inf
+    assert logits[0].isinf().all() and torch.equal(logits[1], before[1])
+    with guide.around_min_p(logits, of_rows.clone()):
+        logits[:] = -torch.inf
+    assert logits.isinf().all()
+
+
+def test_requests_share_the_pages_of_a_common_prefix(value_model, monkeypatch):
+    """Of 50 tokens that requests begin with, three full pages are computed once, while one of them has its slots."""
+    engine, extended = Engine(value_model), []
+    extend = engine.guide.step.extend
+
+    def recorded(tokens, slots, table_rows, starts, lens, cached_lens):
+        extended.append(int(lens.sum()))
+        return extend(tokens, slots, table_rows, starts, lens, cached_lens)
+
+    monkeypatch.setattr(engine.guide.step, "extend", recorded)
+    prompts = [[*PROMPT[:50], 1, 2, 3], [*PROMPT[:50], 9, 8], PROMPT[1:40]]
+
+    def computed(slot, prompt, *chunks):
+        extended.clear()
+        engine.add(slot, prompt, TILT)
+        for length in (*chunks, len(prompt)):
+            engine.step({slot: length})
+        return sum(extended)
+
+    assert computed(3, prompts[0]) == 52
+    assert computed(0, prompts[1]) == 51 - 3 * PAGE_SIZE
+    assert computed(1, prompts[2]) == 38
+    # The same in a slot of its own, in the slot that they are in, and in chunks that are shorter than it.
+    assert computed(4, prompts[0]) == computed(3, prompts[0]) == computed(5, prompts[0], 20, 30) == 52 - 3 * PAGE_SIZE
+    for slot in (3, 4, 0, 5):
+        engine.add(slot, [7], None)
+    assert computed(0, prompts[0], 20) == 52
+    assert not engine.guide.fallbacks and not engine.guide.step.table.faults.any()
+
+
+def test_a_failure_ends_the_guidance_of_a_batch_only(value_model, monkeypatch):
+    engine = Engine(value_model)
+    for slot in (1, 3):
+        engine.add(slot, PROMPT[:9], TILT)
+
+    def fail(*args, **options):
+        raise RuntimeError("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.guide.step, "step", fail)
+        before, after, _ = engine.step({1: 9})
+    assert torch.equal(before, after) and engine.guide.fallbacks == 1
+    for slot, guided in ((1, False), (3, True)):
+        _, after, _ = engine.step({slot: 9})
+        assert is_guided(after).item() == guided
+
+
+def test_options_that_guidance_does_not_go_with(value_model):
+    engine = Engine(value_model)
+    engine.config.parallel_config.tensor_parallel_size = 2
+    with pytest.raises(ValueError, match="tensor_parallel_size must be 1 together with LENVM_VALUE_MODEL, got 2"):
+        vllm_guide.check_options(engine.config)
+    engine.config.parallel_config.tensor_parallel_size = 1
+    engine.config.watermark_config = "some"
+    with pytest.raises(ValueError, match="watermark_config must be None together with LENVM_VALUE_MODEL, got some"):
+        vllm_guide.check_options(engine.config)
+
+
+def test_a_cache_without_memory(value_model):
+    engine = Engine(value_model)
+    engine.config.cache_config.kv_cache_memory_bytes = 2**20
+    with pytest.raises(ValueError, match=r"LENVM_MEMORY_SHARE must be above \d+\.\d+: it is 0.2 of the 0.00 GiB"):
+        Guide(Settings(value_model), engine.config, engine.req_states)
+
+
+def test_the_first_model_runner_is_refused_and_without_a_value_model_nothing_happens(value_model, monkeypatch):
+    monkeypatch.delenv("LENVM_VALUE_MODEL", raising=False)
+    for processor in (LenVMProcessor(None, None), LenVMProcessor(None, None, False)):
+        logits = torch.randn(2, 5)
+        assert processor.apply(logits) is logits and processor.is_argmax_invariant()
+        assert not processor.add_request(0, SamplingParams(extra_args={"mode": "loud"}))
+    LenVMProcessor.validate_params(SamplingParams(extra_args={"mode": "loud"}))
+    monkeypatch.setenv("LENVM_VALUE_MODEL", value_model)
+    with pytest.raises(ValueError, match="needs vLLM's second model runner: set VLLM_USE_V2_MODEL_RUNNER=1"):
+        LenVMProcessor(None, None, False)
+    with pytest.raises(ValueError, match="value_mode must be one of"):
+        LenVMProcessor.validate_params(SamplingParams(extra_args={"mode": "loud"}))
+
+
+def test_statuses_that_are_rewritten():
+    """A single candidate is left alone in its row, too."""
+    candidates = SimpleNamespace(
+        status=torch.tensor([Status.SINGLE, Status.NOT_DUE]), token_ids=torch.tensor([[3, -1], [0, 2]])
+    )
+    output = SimpleNamespace(candidates=candidates, probs=torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
+    logits = torch.arange(10.0).view(2, 5)
+    vllm_guide._write(logits, output, torch.tensor([0, 1]), torch.tensor([[2.0], [2.0]]), None)
+    inf = torch.inf
+    assert logits.tolist() == [[-inf, -inf, -inf, 0.0, -inf], [5.0, 6.0, 7.0, 8.0, 9.0]]

@@ -1,0 +1,121 @@
+"""Cache slots of requests whose end nobody tells: who gets them, who loses them, and who shares them."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lenvm_kernels.adapters.vllm_slots import SlotPool
+from lenvm_kernels.paged_slots import PagedSlots
+
+SIZE = 4
+
+
+def make_pool(num_pages, rows=6, max_len=40):
+    return SlotPool(PagedSlots(rows, max_len, page_size=SIZE, num_pages=num_pages))
+
+
+def test_the_row_that_has_waited_longest_loses_its_slots():
+    pool = make_pool(6)
+    for row in (3, 1, 4):
+        assert pool.reserve({row: 8}) == ([], [])
+    pool.reserve({3: 8})
+    assert pool.reserve({0: 4, 5: 4}) == ([1], [])
+    assert pool.reserve({0: 4, 3: 12}) == ([4], [])
+    assert [len(pool.slots.pages(row)) for row in range(6)] == [1, 0, 0, 3, 0, 1]
+
+
+def test_those_that_need_the_most_go_without():
+    pool = make_pool(5)
+    pool.reserve({2: 8})
+    room = pool.reserve({1: 16, 5: 12, 3: 4})
+    assert room == ([2], [1]) and [len(pool.slots.pages(row)) for row in (1, 2, 3, 5)] == [0, 0, 1, 3]
+    # What it had before is free again.
+    assert pool.reserve({3: 20}) == ([5], [])
+    assert pool.reserve({3: 24, 0: 1}) == ([], [3]) and pool.slots.free_pages == 4
+
+
+def test_a_common_prefix_is_shared_as_far_as_it_is_computed():
+    pool, tokens = make_pool(20), list(range(100, 118))
+    assert pool.admit(2, tokens) == 0
+    pool.reserve({2: 18})
+    assert pool.admit(0, tokens) == 0  # nothing of it is computed yet
+    pool.computed(2, 11)
+    assert pool.admit(0, tokens) == 8
+    pool.computed(2, 17)
+    assert pool.admit(1, [*tokens[:13], 7, 8, 9]) == 12
+    assert pool.admit(3, tokens[1:]) == 0 and pool.admit(4, []) == 0
+    pages = pool.slots.pages(2)
+    assert pool.slots.pages(0) == pages[:2] and pool.slots.pages(1) == pages[:3]
+    assert pool.slots.table[1, :3].tolist() == pages[:3]
+    pool.reserve({1: 16})
+    assert len(set(pool.slots.pages(1)) - set(pages)) == 1
+    # The row itself begins anew with its own pages; those of nobody are forgotten.
+    assert pool.admit(2, [*tokens[:16], 3]) == 16 and pool.slots.pages(2) == pages[:4]
+    for row in (0, 1, 2):
+        pool.release(row)
+    assert pool.slots.free_pages == 20 and pool.admit(5, tokens) == 0
+
+
+@given(
+    num_pages=st.integers(1, 14),
+    events=st.lists(
+        st.tuples(
+            st.integers(0, 5),
+            st.integers(0, 2),
+            st.integers(0, 30),
+            st.lists(st.integers(0, 5), max_size=4, unique=True),
+        ),
+        max_size=30,
+    ),
+)
+def test_no_page_is_in_two_rows_but_for_the_same_tokens(num_pages, events):
+    """Requests of few different prompts come and grow; the memory of what was written where shows whose it is."""
+    pool = make_pool(num_pages)
+    tokens_of = {row: [] for row in range(6)}
+    memory = {}  # what the value model has computed in each slot: the tokens up to there
+
+    def write(row, start, end):
+        for position in range(start, end):
+            page = pool.slots.pages(row)[position // SIZE]
+            memory[page, position % SIZE] = tuple(tokens_of[row][: position + 1])
+
+    lengths = {}
+    for row, prompt, length, others in events:
+        tokens_of[row] = [
+            *range(prompt, prompt + length // 2),
+            *(50 + row + 10 * i for i in range(length - length // 2)),
+        ]
+        lengths[row] = pool.admit(row, tokens_of[row])
+        step = {r: max(len(tokens_of[r]), 1) for r in {row, *others} if r in lengths}
+        room = pool.reserve(step)
+        assert not set(room.reclaimed) & set(step) and set(room.refused) <= set(step)
+        for lost in (*room.reclaimed, *room.refused):
+            lengths.pop(lost, None)
+            assert pool.slots.pages(lost) == []
+        for r in set(step) - set(room.refused):
+            write(r, lengths.get(r, 0), len(tokens_of[r]))
+            lengths[r] = len(tokens_of[r])
+            pool.computed(r, lengths[r])
+        for r, computed in lengths.items():
+            for position in range(computed):
+                page = pool.slots.pages(r)[position // SIZE]
+                assert memory[page, position % SIZE] == tuple(tokens_of[r][: position + 1])
+        held = {page for r in range(6) for page in pool.slots.pages(r)}
+        assert len(held) + pool.slots.free_pages == num_pages
+
+
+def test_pages_that_rows_share_are_free_when_the_last_one_leaves():
+    slots = PagedSlots(3, 12, page_size=SIZE, num_pages=5)
+    slots.extend(1, 9)
+    first, second, third = slots.pages(1)
+    assert slots.share(2, [first, second]) == [] and slots.free_pages == 2
+    assert slots.free(1) == [third] and slots.free_pages == 3
+    slots.extend(2, 12)
+    assert slots.slots(torch.tensor([2, 2]), torch.tensor([3, 5])).tolist() == [first * SIZE + 3, second * SIZE + 1]
+    assert sorted(slots.free(2)[:2]) == sorted([first, second]) and slots.free_pages == 5
+
+
+def test_longer_than_the_table():
+    with pytest.raises(ValueError, match="length must be at most max_len = 40, got 41"):
+        make_pool(20).reserve({0: 41})
