@@ -169,7 +169,8 @@ def test_requests_that_cannot_be_guided_are_refused(folder):
     prompts = prompts_of(*PROMPT_LENGTHS, seed=2)
     guided, unguided = ({**SAMPLING, "custom_params": custom_params} for custom_params in (GENTLE, None))
     beams = {"beam_width": 2, "n": 2}
-    with running_server(folder, "refusing", *options, "--chunked-prefill-size", "32") as server:
+    patient = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "120"}  # a worker imports for long on a busy machine
+    with running_server(folder, "refusing", *options, "--chunked-prefill-size", "32", **patient) as server:
         session = requests.post(f"{server.url}/open_session", json={"capacity_of_str_len": 500, "streaming": True})
         in_session = {"input_ids": prompts[0], "session_params": {"id": session.json()}}
         assert server.post(sampling_params=unguided, **in_session).ok
