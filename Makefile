@@ -29,9 +29,9 @@ export OMP_WAIT_POLICY ?= passive
 help:
 	@echo "make demo    a real language model's output length, controlled (ARGS='--seed 1' adds options; lenvm demo --help)"
 	@echo "make serve   the same model in the real SGLang server on a CPU, port 30000: makes .venv-sglang (3 GB) and demo-models"
-	@echo "make test    every test, 26 minutes on 2 cores that the tests of SGLang shared"
-	@echo "make test-sglang    the plugin in the real SGLang server on a CPU, under 15 minutes"
-	@echo "make test-vllm      the logits processor in the real vLLM server on a CPU"
+	@echo "make test    every test, 15 minutes on 2 cores that SGLang's tests share, twice that on slow ones"
+	@echo "make test-sglang    the plugin in the real SGLang server on a CPU, 18 minutes beside the tests"
+	@echo "make test-vllm      the logits processor in the real vLLM server on a CPU, 5 minutes"
 	@echo "make races   races in every kernel, and the property tests with a GPU's rounding errors; under 10 minutes"
 	@echo "make codegen compiles every kernel for four GPUs that are not there, and fails on spills and slow code; 2 minutes"
 	@echo "make fuzz    lenvm fuzz for FUZZ_SECONDS=600, then every test, the property tests with FUZZ_EXAMPLES=500 examples"

@@ -17,6 +17,7 @@ from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.ops.embed_tokens import embed_tokens
 from lenvm_kernels.ops.expand_drafts import expand_drafts
 from lenvm_kernels.ops.gather_requests import empty_history, empty_requests, gather_requests
+from lenvm_kernels.ops.limit_span import limit_span
 from lenvm_kernels.ops.pack_drafts import pack_drafts
 from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
@@ -80,6 +81,7 @@ def operator_calls() -> Iterator[Call]:
         _rope_cache,
         _sample_candidates,
         _commit_winner,
+        _limit_span,
         _gather_requests,
         _select_scored,
         _catch_up,
@@ -240,6 +242,20 @@ def _commit_winner() -> Iterator[Call]:
         yield f"{name}, several tokens", partial(commit_winner, *[tokens] * 4, *several, **tree)
 
 
+def _limit_span() -> Iterator[Call]:
+    rows = 64
+    table, numbers = GuidanceTable(rows, "cpu").columns, i64(rows)
+    of_requests = (table, i64(rows, 1), numbers, i32(rows))
+    yield "limit_span without logits", partial(limit_span, None, *of_requests, backend="triton")
+    for dtype, zeros in FLOATS.items():
+        yield f"limit_span {dtype}", partial(limit_span, zeros(rows, VOCAB), *of_requests, backend="triton")
+    several = (table, i64(rows, 5), numbers, i32(rows))
+    for drafts, integers in ((1, i32), (4, i64), (15, i64)):
+        options = dict(new_lens=i32(rows), drafts=Drafts(integers(rows, drafts), i32(rows, drafts)))
+        call = partial(limit_span, zeros(rows * (1 + drafts), VOCAB), *several, **options, backend="triton")
+        yield f"limit_span {dtype} D{drafts}", call
+
+
 def _gather_requests() -> Iterator[Call]:
     rows = 64
     table = GuidanceTable(rows, "cpu").columns
@@ -378,6 +394,7 @@ def _smallest() -> Iterator[Call]:
     long = i64(1)
     requests, history = empty_requests(1, long.device), empty_history(1, 1, long.device)
     calls |= {
+        "limit_span": partial(limit_span, number, table.columns, i64(1, 1), long, index),
         "gather_requests": partial(gather_requests, table.columns, long, long, index, history=history),
         "select_scored": partial(select_scored, candidates, requests, i32(1, 1), drawn=index, step=long),
         "catch_up": partial(catch_up, history, requests, index, i32(1, 1), committed=index),

@@ -1,9 +1,9 @@
 """Triton kernels for LenVM length-guided decoding (arXiv 2604.27039), with pure-PyTorch references.
 
 The whole step for an engine: :class:`GuidedStep`. Its operators, in the order in which it calls them:
-:func:`gather_requests`, :func:`expand_drafts`, :func:`topk_candidates`, :func:`select_scored`, :func:`pack_drafts`,
-:func:`commit_winner`, :func:`catch_up`, :func:`ragged_layout`, :func:`embed_tokens`, :func:`ragged_linear`,
-:func:`rope_cache`, :func:`value_tree_attention`, :func:`value_head`, :func:`reweight_scatter`,
+:func:`limit_span`, :func:`gather_requests`, :func:`expand_drafts`, :func:`topk_candidates`, :func:`select_scored`,
+:func:`pack_drafts`, :func:`commit_winner`, :func:`catch_up`, :func:`ragged_layout`, :func:`embed_tokens`,
+:func:`ragged_linear`, :func:`rope_cache`, :func:`value_tree_attention`, :func:`value_head`, :func:`reweight_scatter`,
 :func:`sample_candidates`, :func:`verify_drafts`. The parameters of a request: :func:`parse_guidance`,
 :class:`GuidanceTable`; the value model: :class:`ValueModel`.
 """
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lenvm_kernels.ops.embed_tokens import embed_tokens
     from lenvm_kernels.ops.expand_drafts import expand_drafts
     from lenvm_kernels.ops.gather_requests import empty_history, gather_requests
+    from lenvm_kernels.ops.limit_span import limit_span
     from lenvm_kernels.ops.pack_drafts import pack_drafts
     from lenvm_kernels.ops.ragged_layout import ragged_layout
     from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
         StepRequests,
         VerifiedTokens,
     )
-    from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel, ValueModelConfig
+    from lenvm_kernels.value_model import KVCache, LenVMConfig, RaggedBatch, ValueModel, ValueModelConfig
 
 __version__ = "0.1.0"
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "GuidanceTable",
     "GuidedStep",
     "KVCache",
+    "LenVMConfig",
     "Mode",
     "OutOfSlots",
     "PagedSlots",
@@ -80,6 +82,7 @@ __all__ = [
     "empty_history",
     "expand_drafts",
     "gather_requests",
+    "limit_span",
     "pack_drafts",
     "parse_guidance",
     "quantize_weight",
@@ -109,6 +112,7 @@ _MODULES = {
     "GuidanceTable": "guidance",
     "GuidedStep": "step",
     "KVCache": "value_model",
+    "LenVMConfig": "value_model",
     "Mode": "types",
     "OutOfSlots": "paged_slots",
     "PagedSlots": "paged_slots",

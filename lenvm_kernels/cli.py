@@ -1,4 +1,4 @@
-"""The ``lenvm`` command: generate text of a controlled length, show that it works, look at the installation, fuzz it.
+"""The ``lenvm`` command: generate text of a controlled length, show that it works, look at it, serve values, fuzz it.
 
 Nothing here imports torch before a command runs, so that ``--help`` and ``--version`` answer at once. What the user can
 mend (a flag, a path, a missing package) ends in one line on stderr and exit code 2.
@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_export(commands)
     _add_doctor(commands)
+    _add_serve(commands)
     _add_fuzz(commands)
     return parser
 
@@ -223,7 +224,7 @@ def _add_export(commands: Any) -> None:
         "export",
         help="write the demo's models as directories, for engines",
         description="Write SmolLM2 and its value model in Hugging Face format, as the directories DIR/base and "
-        "DIR/value (540 MB), to try an engine with.",
+        "DIR/value (540 MB), to try an engine with. lenvm_config.json in DIR/value says the gamma of the value model.",
     )
     parser.set_defaults(run=_export)
     parser.add_argument("folder", metavar="DIR", type=Path, help="where the two directories are made")
@@ -239,6 +240,56 @@ def _add_doctor(commands: Any) -> None:
     )
     parser.set_defaults(run=_doctor)
     parser.add_argument("--json", action="store_true", help="print one JSON object (default: a line a check)")
+
+
+def _add_serve(commands: Any) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="answer with values over HTTP",
+        description="Answer /encode, /token_value, /tree_value and /candidate_value with the value logits of a value "
+        "model, in the forms of the fork of SGLang of LenVM's authors. Calls that come at the same time are computed "
+        "together. SIGTERM ends it when the calls that are running are answered.",
+        epilog="example: lenvm serve path/to/value-model --port 30010",
+    )
+    parser.set_defaults(run=_serve)
+    parser.add_argument("value_model", metavar="VALUE", help="a Hugging Face directory, a .gguf file, or the word demo")
+    parser.add_argument(
+        "--value-head", metavar="FILE", help="a .safetensors file with the value head (default: the one in VALUE)"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=int, default=30010, metavar="N", help="port to listen at, 0: any (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("LENVM_API_KEY"),
+        metavar="KEY",
+        help="refuse requests without it; other users of the machine see flags, but not the variable LENVM_API_KEY, "
+        "which is the default (default: refuse none)",
+    )
+    parser.add_argument(
+        "--max-body-bytes",
+        type=_positive(int),
+        default=1_000_000,
+        metavar="N",
+        help="refuse requests that are longer (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-tokens-in-cache",
+        type=_positive(int),
+        default=32_768,
+        metavar="N",
+        help="tokens whose keys and values are kept, in all sequences (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-length",
+        type=_positive(int),
+        metavar="N",
+        help="tokens of the longest sequence (default: --max-tokens-in-cache)",
+    )
+    parser.add_argument("--gamma", type=float, help="of the value model (default: that of its lenvm_config.json)")
+    _add_device(parser)
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the value model (default: %(default)s)")
 
 
 def _add_fuzz(commands: Any) -> None:
@@ -346,15 +397,13 @@ def _generate(args: argparse.Namespace) -> None:
             raise ValueError("--prompt must not be empty")
         import torch
 
-        from lenvm_kernels.guidance import parse_guidance
+        from lenvm_kernels.guidance import ends_of_thought, parse_guidance
         from lenvm_kernels.types import Mode
 
         fields = {field.name: getattr(args, field.name) for field in FIELDS.values() if field.metavar is not None}
         fields["token_temperature_scale"] = _token_temperatures(args.token_temperature_scale)
-        guidance = parse_guidance(fields)
-        if args.show_values and guidance.mode == Mode.UNGUIDED:
-            # An unguided row has no candidates to value. One whose every step is skipped has, and the same text.
-            guidance = replace(guidance, mode=Mode.CENTERED_EXP, entropy_threshold=math.inf)
+        # What is wrong is said before models are loaded. Which token ends a thought is not known before.
+        parse_guidance(fields, ends_of_thought=(0,))
         device = _device(args.device)
 
         from transformers import TextStreamer
@@ -363,7 +412,14 @@ def _generate(args: argparse.Namespace) -> None:
         from lenvm_kernels.demo.models import Models
 
         dtype = getattr(torch, args.dtype)
-        models = Models.load(args.model, args.value_model, args.value_head, device=device, dtype=dtype)
+        models = Models.load(
+            args.model, args.value_model, args.value_head, device=device, dtype=dtype, gamma=args.gamma
+        )
+        ends = ends_of_thought(models.tokenizer)
+        guidance = parse_guidance(fields, ends_of_thought=ends, gamma=models.value_model.lenvm_config.gamma)
+        if args.show_values and guidance.mode == Mode.UNGUIDED:
+            # An unguided row has no candidates to value. One whose every step is skipped has, and the same text.
+            guidance = replace(guidance, mode=Mode.CENTERED_EXP, entropy_threshold=math.inf)
 
     for prompt in args.prompt:
         with _usage_errors():
@@ -513,6 +569,30 @@ def _print_checks(checks: list[Check]) -> None:
         print(f"  {check.mark:7}  {check.name:{width}}  {check.found}{accepted}")
         if check.hint:
             print(f"{'':11}-> {check.hint}")
+
+
+def _serve(args: argparse.Namespace) -> None:
+    with _usage_errors():
+        if args.api_key == "":
+            raise ValueError("--api-key and LENVM_API_KEY must not be empty; leave them out to refuse nobody")
+        import torch
+
+        from lenvm_kernels.demo.models import load_value_model
+        from lenvm_kernels.serving.app import create_app, listen, serve
+        from lenvm_kernels.serving.engine import ValueEngine
+
+        device = _device(args.device)
+        value_model, tokenizer = load_value_model(
+            args.value_model, args.value_head, device=device, dtype=getattr(torch, args.dtype), gamma=args.gamma
+        )
+        engine = ValueEngine(value_model, max_tokens=args.max_tokens_in_cache, max_len=args.max_length)
+        if value_model.device.type != "cpu":
+            engine.warm_up()
+        app = create_app(engine, tokenizer=tokenizer, api_key=args.api_key, max_body_bytes=args.max_body_bytes)
+        listener = listen(args.host, args.port)
+    host, port = listener.getsockname()[:2]
+    print(f"listening at http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
+    serve(app, listener)
 
 
 def _fuzz(args: argparse.Namespace) -> int:

@@ -344,7 +344,7 @@ def settings() -> list[Check]:
     if found is None:
         return [*checks, Check("settings", MISSING, "the plugin is off", hint="LENVM_VALUE_MODEL turns it on")]
     values = ", ".join(f"{field.name}={getattr(found, field.name)}" for field in fields(found))
-    return [*checks, Check("settings", OK, values), _value_model(found)]
+    return [*checks, Check("settings", OK, values), *_gamma(found), _value_model(found)]
 
 
 def _unknown_variable(name: str, known: set[str]) -> Check:
@@ -352,6 +352,18 @@ def _unknown_variable(name: str, known: set[str]) -> Check:
     close = difflib.get_close_matches(name.removeprefix("LENVM_"), ends, n=1)
     hint = f"did you mean LENVM_{close[0]}?" if close else f"unset it; there are {', '.join(sorted(known))}"
     return Check(name, WRONG, "not a variable of the plugin", hint=hint)
+
+
+def _gamma(settings: Settings) -> list[Check]:
+    """A warning where nothing says the gamma that the value model was trained with."""
+    from lenvm_kernels.guidance.fields import DEFAULT_GAMMA
+    from lenvm_kernels.value_model.lenvm_config import CONFIG_FILE, DISCOUNTED_RETURN, LenVMConfig
+
+    trained_with_gamma = LenVMConfig.read(settings.value_model).target_form == DISCOUNTED_RETURN
+    if settings.gamma is not None or not trained_with_gamma:
+        return []
+    hint = f"set LENVM_GAMMA, or gamma in {CONFIG_FILE} beside the model: with a wrong one all lengths are wrong"
+    return [Check("gamma", MISSING, f"not set; requests that name none get {DEFAULT_GAMMA}", hint=hint)]
 
 
 def _value_model(settings: Settings) -> Check:

@@ -22,7 +22,7 @@ class Status(IntEnum):
 
 
 class Mode(IntEnum):
-    """How a request's candidates are reweighted. A target makes it one of the last four."""
+    """How a request's candidates are reweighted. A target makes it one of the last six."""
 
     UNGUIDED = 0
     MUL = 1
@@ -35,6 +35,8 @@ class Mode(IntEnum):
     GE = 8
     LE = 9
     EQ_SOFT = 10
+    GE_SOFT = 11
+    LE_SOFT = 12
 
 
 class Candidates(NamedTuple):
@@ -251,9 +253,16 @@ class GuidanceColumns(NamedTuple):
         counts_down: bool ``[R]``; ``target_length`` is a total.
         entropy_threshold: fp32 ``[R]``; nats, NaN for none.
         eos_token_ids: int32 ``[R, E]``; -2 pads.
+        span_end_token_ids: int32 ``[R, S]``; tokens that end the guided span, the first of which a hard limit forces;
+            -2 pads.
+        ending_token_ids: int32 ``[R, E + S]``; both, in the same memory: tokens whose value is 0.
         scaled_token_ids: int64 ``[R, W]``; tokens with a temperature of their own, 0 pads.
         token_scales: fp32 ``[R, W]``; what their logits are multiplied by, 1 pads.
         prompt_len: int32 ``[R]``; tokens of the request that do not count as generated.
+        hard_limit: int32 ``[R]``; tokens generated at which an open span is ended, the largest int32 for none.
+        answer_length: fp32 ``[R]``; tokens that are to follow the span.
+        allows_eos: bool ``[R]``; the sequence may end while its span is open.
+        span_ended: bool ``[R]``; written by :func:`limit_span`.
         seed: int64 ``[R]``; of the request's draws.
         return_values: bool ``[R]``; predicted lengths are wanted.
         value_stride: int32 ``[R]``; the request is guided at steps whose number is a multiple of it.
@@ -268,9 +277,15 @@ class GuidanceColumns(NamedTuple):
     counts_down: Tensor
     entropy_threshold: Tensor
     eos_token_ids: Tensor
+    span_end_token_ids: Tensor
+    ending_token_ids: Tensor
     scaled_token_ids: Tensor
     token_scales: Tensor
     prompt_len: Tensor
+    hard_limit: Tensor
+    answer_length: Tensor
+    allows_eos: Tensor
+    span_ended: Tensor
     seed: Tensor
     return_values: Tensor
     value_stride: Tensor

@@ -15,6 +15,7 @@ def gather_requests(
     prompt_len: Tensor,  # int32 [R]
     seed: Tensor,  # int64 [R]
     value_stride: Tensor,  # int32 [R]
+    span_ended: Tensor,  # bool [R]
     faults: Tensor,  # int32 [R]
     tokens: Tensor,  # int64 [B] or [B, N]
     table_rows: Tensor,  # int64 [B]
@@ -36,7 +37,8 @@ def gather_requests(
         target[:count] = values
         target[count:] = padding
 
-    guided, wants_length = active & (mode[table_rows] != Mode.UNGUIDED), active & return_values[table_rows]
+    guided = active & (mode[table_rows] != Mode.UNGUIDED) & ~span_ended[table_rows]
+    wants_length = active & return_values[table_rows]
     due = torch.ones_like(active)
     if history is not None:
         was_there = history.steps[table_rows] == history.step - 1

@@ -38,13 +38,16 @@ def reweight_scatter(
     active = p > 0
     q = torch.where(active, p / p.sum(dim=1, keepdim=True), 0.0)
 
-    eos = (candidates.token_ids[:, :, None] == table.eos_token_ids[table_rows][:, None, :]).any(dim=2)
+    eos = (candidates.token_ids[:, :, None] == table.ending_token_ids[table_rows][:, None, :]).any(dim=2)
     z = value_logits.double()
     needs_value = active & (~eos | (mode == Mode.VALUE_BIAS))
     faulty = guided & (needs_value & ~z.isfinite()).any(dim=1, keepdim=True)
     table.faults.index_add_(0, table_rows, (faulty[:, 0] | candidates.broken).int())
     z = torch.where(z.isfinite(), z, 0.0)
-    raw_z, z = z, torch.where(eos, -torch.inf, z)
+    # What is left of the length without the answer.
+    answer_nats = column("answer_length") * column("nats_per_token")
+    span_z = torch.where(answer_nats > 0, value_logit(torch.nn.functional.softplus(z) - answer_nats), z)
+    raw_z, z = z, torch.where(eos, -torch.inf, span_z)
     z_min = torch.where(active, z, torch.inf).amin(dim=1, keepdim=True)
     z_max = torch.where(active, z, -torch.inf).amax(dim=1, keepdim=True)
 
@@ -72,24 +75,29 @@ def reweight_scatter(
     target_w = torch.where(mode == Mode.EXP, 1 - expected_top_w ** scale.clamp(min=0), target_w)
     target_w = target_w.nan_to_num(0.0).clamp(0, 1)
     unmoved = (span < SMALLEST_SHIFT) | ((target_w - expected_w).abs() * span <= SMALLEST_SHIFT)
+    below_range, above_range = target_z <= z_min, target_z >= z_max
+    is_short_enough = above_range | (~below_range & (expected_w <= target_w))
+    is_long_enough = below_range | (~above_range & (expected_w >= target_w))
+    reached = ((mode == Mode.LE_SOFT) & is_short_enough) | ((mode == Mode.GE_SOFT) & is_long_enough)
     margin = (TARGET_MARGIN / span.clamp(min=SMALLEST_SHIFT)).clamp(min=TARGET_MARGIN_SHARE)
     tilt = solve_tilt(q, w, top_w, target_w.clamp(margin, 1 - margin))
     tilt = torch.where(mode == Mode.CENTERED_EXP, scale * span, tilt)
 
     exponent = torch.where(mode == Mode.VALUE_BIAS, scale * raw_z, tilted(w, top_w, tilt))
     result = torch.softmax(torch.where(active, q.log() + exponent, -torch.inf), dim=1).nan_to_num(0.0)
-    tilts_to_target = (mode <= Mode.LENGTH_MUL) | (mode == Mode.EQ_SOFT)
+    is_soft = mode >= Mode.EQ_SOFT
+    tilts_to_target = (mode <= Mode.LENGTH_MUL) | is_soft
     result = torch.where(tilts_to_target & unmoved, q, result)
 
     # Constraints choose one candidate: the one of least cost.
     cost = torch.where(mode == Mode.EQ, (torch.nn.functional.softplus(z) - nats).abs(), z)
-    largest = ((mode == Mode.GE) & (remaining > 0)) | ((mode == Mode.EQ_SOFT) & (target_z >= z_max))
+    largest = ((mode == Mode.GE) & (remaining > 0)) | (is_soft & above_range)
     cost = torch.where(largest, -z, cost)
-    edge = (mode == Mode.EQ_SOFT) & ((target_z <= z_min) | (target_z >= z_max))
+    edge = is_soft & (below_range | above_range)
     one = choose(torch.where(active, cost, torch.inf), q, active)
     result = torch.where((mode == Mode.EQ) | (mode == Mode.GE) | (mode == Mode.LE) | edge, one, result)
 
-    result = torch.where((mode == Mode.MUL) & (scale <= 0), q, result)
+    result = torch.where(((mode == Mode.MUL) & (scale <= 0)) | reached, q, result)
     result = torch.where(guided & ~faulty & (expected_value >= column("value_min")), result, q)
     result = result.to(compute_dtype(value_logits, candidates.probs))
     if probs is not None:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerFast
 
 import lenvm_kernels.demo
-from lenvm_kernels import cli
+from lenvm_kernels import LenVMConfig, cli
 from lenvm_kernels.guidance.fields import FIELDS
 from tests.helpers.models import WORDS, head_shapes, random_head, save_checkpoint
 
@@ -92,6 +92,35 @@ def test_remaining_length_follows_from_the_logit_and_gamma(tmp_path, generate):
     remaining = [row.split()[1] for row in text.split("\n\n")[1].splitlines()[1:-1]]
     assert set(remaining) <= {f"{math.log(2) / -math.log(0.99):.1f}", "0.0"}
     assert remaining[0] != "0.0"
+
+
+def test_gamma_and_target_form_of_a_directory(tmp_path, generate):
+    """A head of zeros says ln 2 / -ln gamma tokens, or 100 ln 2 if it counts hundreds of them, whatever the gamma."""
+    folder = tmp_path / "value"
+    value = save_checkpoint(folder, seed=1)
+    save_file({name: torch.zeros(shape) for name, shape in head_shapes().items()}, folder / "value_head.safetensors")
+
+    def lengths(*argv, **models):
+        _, text, _ = generate("--show-values", *argv, value_model=value, **models)
+        return {row.split()[1] for row in text.split("\n\n")[1].splitlines()[1:-1]} - {"0.0"}
+
+    def of_gamma(gamma):
+        return {f"{math.log(2) / -math.log(gamma):.1f}"}
+
+    def lengths_of_shared_weights(*argv):
+        return lengths("--value-head", folder / "value_head.safetensors", *argv, model=value)
+
+    assert lengths() == of_gamma(0.997)
+    LenVMConfig(gamma=0.9).write(folder)
+    assert lengths() == lengths_of_shared_weights() == of_gamma(0.9)
+    assert lengths("--gamma", "0.8") == of_gamma(0.8)
+    LenVMConfig(gamma=0.9, target_form="length", length_normalizer=100.0).write(folder)
+    expected = {f"{100 * math.log(2):.1f}"}
+    assert lengths() == lengths("--gamma", "0.8") == expected
+    assert lengths_of_shared_weights() == lengths_of_shared_weights("--gamma", "0.8") == expected
+    (folder / "lenvm_config.json").write_text("{")
+    code, _, error = generate(value_model=value)
+    assert code == 2 and error.count("\n") == 1 and "lenvm_config.json must be a JSON file" in error
 
 
 def test_values_of_an_unguided_text(generate):

@@ -3,13 +3,14 @@
 import importlib.util
 import json
 import math
+from pathlib import Path
 
 import matplotlib.image
 import pytest
 import torch
 from tqdm import tqdm
 
-from lenvm_kernels import cli
+from lenvm_kernels import LenVMConfig, cli
 from lenvm_kernels.demo import MODEL_PACKAGE, held_out_prompts, run
 from lenvm_kernels.demo.models import Models
 from tests.helpers.models import EOS, save_checkpoint
@@ -139,5 +140,10 @@ def test_exported_models_are_those_of_the_demo(packaged, tmp_path, capsys):
     assert torch.equal(exported.model(**inputs).logits, packaged.model(**inputs).logits)
     assert all(map(torch.equal, exported.value_model.head, packaged.value_model.head))
     assert exported.eos_token_ids == packaged.eos_token_ids
+    assert json.loads((Path(value) / "lenvm_config.json").read_text()) == {
+        "gamma": 0.997,  # of the training, tools/train_value_head.py
+        "target_form": "discounted_return",
+    }
+    assert exported.value_model.lenvm_config == LenVMConfig(gamma=0.997)
     assert cli.main(["export", str(tmp_path)]) == 2  # overwrites nothing
     assert "File exists" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +14,7 @@ import triton
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import lenvm_kernels
-from lenvm_kernels import cli, doctor
+from lenvm_kernels import LenVMConfig, cli, doctor
 from tests.helpers.models import random_model
 from tests.helpers.sglang_server import TINY, write_checkpoints
 
@@ -375,18 +376,46 @@ def test_settings_are_printed_and_the_value_model_looked_at(monkeypatch, value_m
     monkeypatch.setenv("LENVM_VALUE_MODEL", str(value_model))
     monkeypatch.setenv("LENVM_DTYPE", "bfloat16")
     monkeypatch.setenv("LENVM_MAX_CANDIDATES", "16")
-    settings, model = doctor.examine("settings")
+    settings, gamma, model = doctor.examine("settings")
     assert settings.mark == model.mark == "ok"
+    assert (gamma.name, gamma.mark) == ("gamma", "missing")
     for part in (f"value_model={value_model}", "dtype=torch.bfloat16", "max_candidates=16", "commit_winners=True"):
         assert part in settings.found
     assert model.found == "2 layers of 64, vocabulary 512, bfloat16, with its head"
 
 
 def test_settings_of_a_file(monkeypatch, tmp_path, value_model):
-    (tmp_path / "lenvm.json").write_text(json.dumps({"value_model": str(value_model), "chunk_tokens": 77}))
+    content = {"value_model": str(value_model), "chunk_tokens": 77, "gamma": 0.95}
+    (tmp_path / "lenvm.json").write_text(json.dumps(content))
     monkeypatch.setenv("LENVM_CONFIG", str(tmp_path / "lenvm.json"))
     settings, model = doctor.examine("settings")
     assert settings.mark == model.mark == "ok" and "chunk_tokens=77" in settings.found
+
+
+def test_a_gamma_that_nobody_set_is_a_warning(monkeypatch, tmp_path, value_model):
+    """Not where a variable or the model's own file sets it, nor where no gamma was part of the training."""
+    monkeypatch.setenv("LENVM_VALUE_MODEL", str(value_model))
+    check = look("settings", "gamma")
+    assert (check.mark, check.found) == ("missing", "not set; requests that name none get 0.997")
+    assert check.hint.startswith("set LENVM_GAMMA, or gamma in lenvm_config.json")
+
+    def found():
+        return {check.name: check for check in doctor.examine("settings")}
+
+    monkeypatch.setenv("LENVM_GAMMA", "0.95")
+    assert "gamma" not in found() and "gamma=0.95" in found()["settings"].found
+    monkeypatch.delenv("LENVM_GAMMA")
+    folder = tmp_path / "value"
+    shutil.copytree(value_model, folder)
+    monkeypatch.setenv("LENVM_VALUE_MODEL", str(folder))
+    LenVMConfig(target_form="log_length").write(folder)
+    assert "gamma" not in found() and found()["value model"].mark == "ok"
+    LenVMConfig(gamma=0.9).write(folder)
+    assert "gamma" not in found() and "gamma=0.9," in found()["settings"].found
+    LenVMConfig().write(folder)
+    assert "gamma" in found()
+    (folder / "lenvm_config.json").write_text('{"gama": 0.9}')
+    assert found()["settings"].mark == "wrong" and "did you mean gamma?" in found()["settings"].hint
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from lenvm_kernels.fuzz.draws import Draws
 FAULTS = "tests.helpers.planted_faults"
 # Whose results are compared as they are.
 INTEGERS = (
-    *("gather_requests", "expand_drafts", "select_scored", "pack_drafts", "commit_winner", "catch_up"),
-    *("ragged_layout", "sample_candidates", "verify_drafts"),
+    *("limit_span", "gather_requests", "expand_drafts", "select_scored", "pack_drafts", "commit_winner"),
+    *("catch_up", "ragged_layout", "sample_candidates", "verify_drafts"),
 )
 FLOATS = [name for name in OPERATORS if name not in INTEGERS]
 PLANTED = [
@@ -161,7 +161,7 @@ def test_the_command_asks_for_the_interpreter_itself(tmp_path):
         (["--against", "no.such:value_head"], "No module named 'no'"),
         (["--against", f"{FAULTS}:none"], "--against must be MODULE:FUNCTION, but"),
         (["--against", f"{FAULTS}:fails"], "a function of an operator's name, or --ops must name one"),
-        (["--only", "dtype"], "--only must be OPTION=VALUE with an option of padding, active, table"),
+        (["--only", "dtype"], "--only must be OPTION=VALUE with an option of drafts, parents, dtype"),
         (["--ops", "value_head", "--only", "dtype=int8"], "dtype of value_head must be of float32, bfloat16, float16"),
         (["--json", "no/such.json"], "--json must be a file in an existing directory, got 'no/such.json'"),
         (["--corpus", "."], "--corpus must be a file in an existing directory, got '.'"),
@@ -181,7 +181,7 @@ def good_case():
     ("change", "message"),
     [
         ({"version": VERSION + 1}, f"is of version {VERSION + 1}, this is version {VERSION}"),
-        ({"op": "softmax"}, "op must be one of gather_requests, expand_drafts"),
+        ({"op": "softmax"}, "op must be one of limit_span, gather_requests"),
         ({"rows": [1, 1]}, "rows must be a number of rows or a list of different row ids"),
         ({"rows": "all"}, "rows must be"),
         ({"seed": 1.5}, "seed must be an integer, got 1.5"),
@@ -220,6 +220,7 @@ def test_a_row_is_the_same_in_any_batch():
 @pytest.mark.parametrize(
     ("name", "options", "indices"),
     [
+        ("limit_span", {}, lambda given: given.arguments["table_rows"]),
         ("gather_requests", {}, lambda given: given.arguments["table_rows"]),
         ("select_scored", {}, lambda given: given.arguments["requests"].table_rows),
         ("catch_up", {}, lambda given: given.arguments["requests"].table_rows),

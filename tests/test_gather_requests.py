@@ -67,7 +67,7 @@ def lists(
         found = ([0] * width, 0, -1, row, -1, False, False, math.nan, 0, 0, False, 0)
         if i < len(tokens):
             is_active = active is None or active[i].item()
-            guided = is_active and table.mode[row].item() != Mode.UNGUIDED
+            guided = is_active and table.mode[row].item() != Mode.UNGUIDED and not table.span_ended[row].item()
             wants_length = is_active and table.return_values[row].item()
             columns = tokens[i].reshape(-1).tolist()
             new = 1 if new_lens is None else min(max(new_lens[i].item(), 0), len(columns))
@@ -417,6 +417,20 @@ def test_requests_are_due_by_their_stride(device, backend, step):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_nobody_is_guided_after_the_end_of_a_span(device, backend):
+    """Lengths are predicted still."""
+    table = guidance_table(device)
+    table.span_ended.copy_(torch.tensor([True, False, True, False, True, True, True]))
+    rows = torch.tensor([6, 1, 0, 4], device=device)
+    requests = gather_requests(table, rows, rows, rows.int(), backend=backend)
+    assert requests.guided.tolist() == [False, True, False, False]
+    assert requests.wants_length.tolist() == [True, False, False, True]
+    table.span_ended.logical_not_()
+    requests = gather_requests(table, rows, rows, rows.int(), backend=backend)
+    assert requests.guided.tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_without_history_what_is_of_it_is_left_alone(device, backend):
     """And nobody lacks a token, though the result said so before."""
     out = empty_requests(4, device)
@@ -547,7 +561,7 @@ def test_wrong_tensors_are_named(name):
     assert_refuses(gather_requests, arguments, name, arguments[name].dtype)
 
 
-COLUMNS = ("mode", "return_values", "entropy_threshold", "prompt_len", "seed", "value_stride", "faults")
+COLUMNS = ("mode", "return_values", "entropy_threshold", "prompt_len", "seed", "value_stride", "span_ended", "faults")
 
 
 @pytest.mark.parametrize("name", COLUMNS)

@@ -49,7 +49,37 @@ from tests.helpers.watch import Operators
         ({"target_value": 0.5, "gamma": 0.5, "length_mode": "total"}, GuidanceParams(Mode.EQ, 1.0, 0.5, None, 1.0)),
         ({"length_mode": "total", "scale": 2}, GuidanceParams(Mode.MUL, 2.0)),
         ({"return_values": True}, GuidanceParams(return_values=True)),
-        ({"value_scale": None, "thinking_budget": 5}, GuidanceParams()),  # absent; another consumer's
+        ({"value_scale": None, "budget_of_tools": 5}, GuidanceParams()),  # absent; another consumer's
+        ({"end_token_ids": [7, 3, 7]}, GuidanceParams(end_token_ids=(7, 3))),
+        (
+            {"scale": 0.5, "end_token_ids": (2**31 - 1, 0, 1, 2), "allow_eos": True, "hard_limit": 1},
+            GuidanceParams(Mode.MUL, 0.5, end_token_ids=(2**31 - 1, 0, 1, 2), allow_eos=True, hard_limit=1),
+        ),
+        (
+            {"end_token_ids": [7], "hard_limit": "30", "answer_length": 12.5, "allow_eos": False},
+            GuidanceParams(end_token_ids=(7,), hard_limit=30, answer_length=12.5),
+        ),
+        (
+            {"thinking_budget": 10, "end_token_ids": [7]},
+            GuidanceParams(Mode.LE_SOFT, target_length=10.0, counts_down=True, end_token_ids=(7,), hard_limit=13),
+        ),
+        (
+            {"thinking_budget": 0.5, "end_token_ids": [7], "op": "eq", "length_mode": "total", "gamma": 0.9},
+            GuidanceParams(Mode.EQ, 1.0, 0.9, None, 0.5, True, end_token_ids=(7,), hard_limit=1),
+        ),
+        (
+            {"thinking_budget": 8, "end_token_ids": [7], "hard_limit": 5, "answer_length": 3, "allow_eos": True},
+            GuidanceParams(
+                Mode.LE_SOFT,
+                target_length=8.0,
+                counts_down=True,
+                end_token_ids=(7,),
+                hard_limit=5,
+                answer_length=3.0,
+                allow_eos=True,
+            ),
+        ),
+        ({"thinking_budget": None, "hard_limit": None, "end_token_ids": None, "allow_eos": None}, GuidanceParams()),
     ],
 )
 def test_accepted(given, expected):
@@ -62,6 +92,8 @@ def test_every_spelling_of_the_constraints():
         Mode.GE: "> >= ge gte greater_equal",
         Mode.LE: "< <= le lte less_equal",
         Mode.EQ_SOFT: "eq_soft soft equal_soft",
+        Mode.GE_SOFT: "ge_soft",
+        Mode.LE_SOFT: "le_soft",
     }
     for mode, words in spellings.items():
         for word in words.split():
@@ -74,6 +106,25 @@ def test_values_may_be_asked_for_without_guidance():
     assert params.mode == Mode.UNGUIDED and params.return_values and params.needs_value_model
     assert not parse_guidance({"return_values": False, "token_temperature_scale": {1: 2.0}}).needs_value_model
     assert parse_guidance({"target_length": 5}).needs_value_model
+
+
+def test_a_budget_ends_with_what_ends_a_thought():
+    """Unless it says what else; other requests have no span."""
+    ends = dict(ends_of_thought=(9, 4))
+    params = parse_guidance({"thinking_budget": 100}, **ends)
+    assert (params.end_token_ids, params.hard_limit, params.target_length) == ((9, 4), 125, 100.0)
+    assert parse_guidance({"thinking_budget": 100, "end_token_ids": [3]}, **ends).end_token_ids == (3,)
+    assert parse_guidance({"target_length": 100}, **ends) == parse_guidance({"target_length": 100})
+    with pytest.raises(ValueError, match="hard_limit needs end_token_ids, or a thinking_budget"):
+        parse_guidance({"target_length": 100, "hard_limit": 5}, **ends)
+    largest = parse_guidance({"thinking_budget": 999_999_999}, **ends)  # the table holds its limit
+    assert GuidanceTable.from_params([largest], [set()], "cpu").hard_limit.tolist() == [1_249_999_999]
+
+
+def test_a_span_takes_part_in_guided_steps():
+    """They look for its end, though nothing is guided."""
+    params = parse_guidance({"end_token_ids": [5]})
+    assert params.mode == Mode.UNGUIDED and params.needs_value_model
 
 
 def test_target_value_is_the_length_it_stands_for():
@@ -150,6 +201,38 @@ def test_neutral_parameters_are_unguided(mode, scale, neutral):
         ({"token_temp_divisor": 2}, "boosted_token_ids and token_temp_divisor must be given together"),
         ({"return_values": 1}, "return_values must be true or false, got 1"),
         ({"boosted_token_ids": 1, "token_temp_divisor": 2}, "boosted_token_ids must be a list of token ids, got 1"),
+        ({"end_token_ids": 5}, "end_token_ids must be a list of 1 to 4 token ids, got 5"),
+        ({"end_token_ids": "57"}, "end_token_ids must be a list of 1 to 4 token ids, got '57'"),
+        ({"end_token_ids": []}, r"end_token_ids must be a list of 1 to 4 token ids, got \[\]"),
+        (
+            {"end_token_ids": [1, 2, 3, 4, 5]},
+            r"end_token_ids must be a list of 1 to 4 token ids, got \[1, 2, 3, 4, 5\]",
+        ),
+        ({"end_token_ids": [-1]}, r"end_token_ids must hold token ids >= 0, got \[-1\]"),
+        ({"end_token_ids": [2**31]}, r"end_token_ids must hold token ids >= 0, got \[2147483648\]"),
+        ({"end_token_ids": [1.0]}, r"end_token_ids must hold token ids >= 0, got \[1.0\]"),
+        ({"end_token_ids": [True]}, r"end_token_ids must hold token ids >= 0, got \[True\]"),
+        ({"allow_eos": True}, "allow_eos needs end_token_ids, or a thinking_budget"),
+        ({"answer_length": 5, "target_length": 9}, "answer_length needs end_token_ids, or a thinking_budget"),
+        ({"hard_limit": 5}, "hard_limit needs end_token_ids, or a thinking_budget"),
+        ({"end_token_ids": [1], "allow_eos": 1}, "allow_eos must be true or false, got 1"),
+        ({"end_token_ids": [1], "answer_length": -1}, "answer_length must be a finite number >= 0, got -1"),
+        ({"end_token_ids": [1], "hard_limit": 0}, r"hard_limit must be an integer >= 1 and < 2.14748e\+09, got 0"),
+        ({"end_token_ids": [1], "hard_limit": 2.5}, r"hard_limit must be an integer .*, got 2.5"),
+        ({"end_token_ids": [1], "hard_limit": 2**31 - 1}, "hard_limit must be an integer .*, got 2147483647"),
+        ({"thinking_budget": 5}, "thinking_budget needs end_token_ids: no token is known that ends a thought"),
+        ({"thinking_budget": 5, "end_token_ids": []}, "thinking_budget needs end_token_ids: no token is known"),
+        (
+            {"thinking_budget": 0, "end_token_ids": [1]},
+            r"thinking_budget must be a finite number > 0 and < 1e\+09, got 0",
+        ),
+        ({"thinking_budget": 1e9, "end_token_ids": [1]}, r"thinking_budget must be .* < 1e\+09, got 1000000000.0"),
+        *(
+            ({"thinking_budget": 5, "end_token_ids": [1]} | other, "thinking_budget is a target_length of its own")
+            for other in ({"target_length": 5}, {"target_value": 0.5}, {"length_mode": "remaining"})
+        ),
+        ({"end_token_id": [1]}, "end_token_id is not a guidance parameter; did you mean end_token_ids"),
+        ({"thinking_budgets": 4}, "thinking_budgets is not a guidance parameter; did you mean thinking_budget"),
         (
             {"boosted_token_ids": [1], "token_temp_divisor": 0},
             "token_temp_divisor must be a finite number > 0 .*, got 0",
@@ -224,6 +307,36 @@ def test_every_column_is_of_its_own_row():
     assert table.eos_token_ids.tolist() == [[1, -2, -2], [0, 2, 4], [-2, -2, -2], [7, -2, -2], [5, -2, -2]]
     assert table.scaled_token_ids.tolist() == [[0, 0]] * 4 + [[3, 9]]
     assert table.token_scales.tolist() == [[1, 1]] * 4 + [[0.25, 0.25]]
+
+
+def test_spans_in_the_table():
+    """What ends the sequence and what ends the span lie beside each other: the tokens of value 0."""
+    asked = {"end_token_ids": [9, 3], "hard_limit": 40, "answer_length": 2.5}
+    params = [parse_guidance(asked), None, parse_guidance({"end_token_ids": [1, 2, 5, 4], "allow_eos": True})]
+    table = GuidanceTable.from_params(params, [{5, 2}, {7}, set()], "cpu")
+    assert table.span_end_token_ids.tolist() == [[9, 3, -2, -2], [-2] * 4, [1, 2, 5, 4]]
+    assert table.ending_token_ids.tolist() == [[2, 5, 9, 3, -2, -2], [7] + [-2] * 5, [-2, -2, 1, 2, 5, 4]]
+    assert table.hard_limit.tolist() == [40, 2**31 - 1, 2**31 - 1]
+    assert table.answer_length.tolist() == [2.5, 0, 0] and table.allows_eos.tolist() == [False, False, True]
+    assert table.span_ended.tolist() == [False] * 3
+    table.eos_token_ids[1, 1], table.span_end_token_ids[1, 0] = 60, 61
+    assert table.ending_token_ids[1].tolist() == [7, 60, 61, -2, -2, -2]
+    table.ending_token_ids[0] = 6
+    assert table.eos_token_ids[0].tolist() == [6] * 2 and table.span_end_token_ids[0].tolist() == [6] * 4
+
+
+def test_a_request_begins_with_an_open_span():
+    """Unless it says that it has ended; what the request before has left is gone."""
+    params, table = parse_guidance({"end_token_ids": [9]}), GuidanceTable(3, "cpu")
+    table.add_request(2, params, {0}, span_ended=True)
+    table.add_request(1, params, {0})
+    assert table.span_ended.tolist() == [False, False, True]
+    table.span_ended.fill_(True)  # as limit_span does it
+    table.add_request(0, params, {0}, span_ended=True)
+    table.add_request(1, params, {0})
+    assert table.span_ended.tolist() == [True, False, True]
+    table.remove_request(2)
+    assert table.span_ended.tolist() == [True, False, False] and table.span_end_token_ids[2].tolist() == [-2] * 4
 
 
 def test_lengths_of_rows_out_of_order():
@@ -301,8 +414,13 @@ def test_the_largest_seeds_and_a_row_set_again():
     """A new request in a row leaves nothing of the one before."""
     table = GuidanceTable(2, "cpu", max_eos=3, max_scaled_tokens=3)
     full = {"target_length": 5, "entropy_threshold": 0.5, "value_min": 0.1, "return_values": True, "gamma": 0.5}
+    full |= {"end_token_ids": [1, 2, 3], "hard_limit": 9, "answer_length": 5, "allow_eos": True}
     table.add_request(
-        1, parse_guidance(full | {"token_temperature_scale": {1: 2, 2: 3, 3: 4}}), {4, 5, 6}, seed=2**63 - 1
+        1,
+        parse_guidance(full | {"token_temperature_scale": {1: 2, 2: 3, 3: 4}}),
+        {4, 5, 6},
+        seed=2**63 - 1,
+        span_ended=True,
     )
     assert table.seed.tolist() == [0, 2**63 - 1] and table.return_values.tolist() == [False, True]
     table.faults += 2

@@ -8,6 +8,7 @@ ROOT = Path(__file__).parent.parent
 # From the top; a module belongs to the first that its name begins with. Modules of one layer may import each other.
 LAYERS = [
     ("lenvm_kernels.cli", "lenvm_kernels.doctor", "lenvm_kernels.demo", "lenvm_kernels.fuzz"),
+    ("lenvm_kernels.serving",),
     ("lenvm_kernels.adapters",),
     ("lenvm_kernels.step",),
     ("lenvm_kernels.value_model", "lenvm_kernels.guidance", "lenvm_kernels.timing", "lenvm_kernels.paged_slots"),

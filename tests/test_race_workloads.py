@@ -28,6 +28,7 @@ from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.ops.embed_tokens import embed_tokens
 from lenvm_kernels.ops.expand_drafts import NODE_FIELDS, expand_drafts
 from lenvm_kernels.ops.gather_requests import empty_history, empty_requests, gather_requests
+from lenvm_kernels.ops.limit_span import limit_span
 from lenvm_kernels.ops.pack_drafts import empty_trees, pack_drafts
 from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
@@ -639,6 +640,42 @@ def verify(requests, width):
     return list(verify_drafts(drawn[3:], drafts, backend="triton"))
 
 
+@workload(
+    "_limit_span_kernel",
+    one=(1, 0, 1, torch.float32),
+    several=(19, 0, 3, torch.bfloat16),
+    drafts=(21, 3, 4, torch.float16),
+    many_drafts=(9, 9, 2, torch.float32),
+    without_logits=(9, 3, 4, None),
+)
+def limit(requests, width, new, dtype):
+    """Requests in no order: every fourth has no span, and of every fifth it has ended; some are at their limit."""
+    generator = torch.Generator().manual_seed(requests)
+    table = GuidanceTable(requests + 2, "cpu")
+    for row in range(requests + 2):
+        asked = {"end_token_ids": [2, 5, 30][: 1 + row % 3], "hard_limit": 1 + row % 7, "allow_eos": row % 3 == 2}
+        params = parse_guidance({} if row % 4 == 3 else asked)
+        table.add_request(row, params, {0, 1, 5, 31}, prompt_len=row % 6, span_ended=row % 5 == 4)
+
+    def draw(low, high, *shape):
+        return torch.randint(low, high, shape, generator=generator)
+
+    logits, rows = None, requests * (1 + width)
+    if dtype is not None:
+        logits = padded(torch.randn(rows, 31, generator=generator).to(dtype), 3)
+    ended = limit_span(
+        logits,
+        table,
+        padded(draw(0, 20, requests, new), 2),
+        torch.randperm(requests + 2, generator=generator)[:requests],
+        draw(0, 9, requests).int(),
+        new_lens=draw(-1, new + 2, requests).int(),
+        drafts=random_drafts(requests, width, seed=requests, tokens=9) if width else None,
+        backend="triton",
+    )
+    return [ended, table.span_ended, *([] if logits is None else [logits])]
+
+
 # Of steps with drafts.
 DRAFT_KERNELS = ("_expand_drafts_kernel", "_pack_drafts_kernel", "_verify_drafts_kernel")
 STEP_KERNELS = (
@@ -647,6 +684,7 @@ STEP_KERNELS = (
     "_embed_tokens_kernel",
     "_filter_kernel",
     "_gather_requests_kernel",
+    "_limit_span_kernel",
     "_plan_attention_kernel",
     "_ragged_layout_kernel",
     "_ragged_linear_kernel",
@@ -676,7 +714,7 @@ CONFIG = ValueModelConfig(
 VOCAB, EOS = 300, {7, 8}
 # By row of the slot table: what a request asks for, and the length of its prompt.
 REQUESTS = [
-    ({"target_length": 60}, 650),
+    ({"target_length": 60, "end_token_ids": [9, 12]}, 650),
     ({"scale": 0.7, "return_values": True}, 3),
     (None, 40),
     ({"mode": "exp", "scale": 2.0}, 1),

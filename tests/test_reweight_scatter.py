@@ -93,7 +93,7 @@ def hard_rows(rows, slots, seed):
     """(probabilities, value logits, parameters) of rows to tilt."""
     p, z, columns = generator.hard_rows(Draws(seed), rows, slots)
     params = [
-        GuidanceParams(Mode(mode), scale, target_length=target if mode == Mode.EQ_SOFT else None)
+        GuidanceParams(Mode(mode), scale, target_length=target if mode >= Mode.EQ_SOFT else None)
         for mode, scale, target in zip(*(columns[n].tolist() for n in ("mode", "scale", "target_length")), strict=True)
     ]
     return p, z, params
@@ -266,14 +266,14 @@ def rows_with_parameters_of_their_own():
     mul, eq = Mode.MUL, Mode.EQ_SOFT
     of_row = [
         GuidanceParams(mul, 0.6),
-        GuidanceParams(Mode.LINEAR, 1.3),
+        GuidanceParams(Mode.LINEAR, 1.3, answer_length=90.0),
         GuidanceParams(Mode.EXP, 2.1),
         GuidanceParams(Mode.LENGTH_MUL, 0.5, gamma=0.95),
         GuidanceParams(Mode.CENTERED_EXP, -3.0),
         GuidanceParams(Mode.VALUE_BIAS, 0.4),
         GuidanceParams(eq, gamma=0.98, target_length=50.0, counts_down=True),
-        GuidanceParams(eq, gamma=0.99, target_length=40.0),
-        GuidanceParams(Mode.EQ, gamma=0.9, target_length=20.0, counts_down=True),
+        GuidanceParams(eq, gamma=0.99, target_length=40.0, answer_length=7.0),
+        GuidanceParams(Mode.EQ, gamma=0.9, target_length=20.0, counts_down=True, answer_length=4.0),
         GuidanceParams(Mode.GE, target_length=9.0, counts_down=True),
         GuidanceParams(Mode.LE, target_length=7.0),
         GuidanceParams(mul, 0.7, value_min=0.9),
@@ -352,6 +352,138 @@ def test_soft_targets_at_the_ends_choose_one_candidate(device, backend):
     table.eos_token_ids[1] = -2
     result, _ = reweight([[0.4, 0.1, 0.2, 0.3]] * 3, z, table, None, device, backend)
     assert result.tolist() == [[0, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0]]
+
+
+def test_one_sided_targets_move_rows_towards_them_only(device, backend):
+    """As eq_soft where the expected value is on the wrong side; else q to the bit, beyond the range of values, too."""
+    z = torch.tensor([[-1.0, 0.5, 2.0, 1.0]] * 4)  # E[v] = 0.568
+    lengths = [0.2, 0.6, 1.5, 5.0]  # -ln(1 - v): below every value, below E[v], above it, above every value
+    table = [GuidanceParams(Mode.EQ_SOFT, target_length=length) for length in lengths]
+    table = GuidanceTable.from_params(table, [set()] * 4, "cpu")
+    table.nats_per_token[:] = 1.0
+    q = [[0.375, 0.25, 0.25, 0.125]] * 4
+    both, _ = reweight(q, z, table, None, device, backend)
+    assert both[0].tolist() == [1, 0, 0, 0] and both[3].tolist() == [0, 0, 1, 0]
+    assert ((both - torch.tensor(q)).abs().amax(1) > 0.05).all()
+    for mode, moved in ((Mode.LE_SOFT, [True, True, False, False]), (Mode.GE_SOFT, [False, False, True, True])):
+        table.mode[:] = int(mode)
+        result, _ = reweight(q, z, table, None, device, backend)
+        assert torch.equal(result, torch.where(torch.tensor(moved)[:, None], both, torch.tensor(q)))
+
+
+def test_one_sided_targets_at_the_ends_of_the_values(device, backend):
+    """Met exactly by a row of one value; rows that end the sequence have the value 0, which a target of 0 is met by."""
+    z = torch.tensor([[100.0, 100.0], [100.0, 100.0], [3.0, 100.0], [-1.0, 9.0]])
+    q = [[0.25, 0.75]] * 4
+    for mode, expected in (
+        (Mode.LE_SOFT, [[0.25, 0.75], [0, 1], [0.25, 0.75], [1, 0]]),
+        (Mode.GE_SOFT, [[0.25, 0.75], [0.25, 0.75], [0, 1], [0.25, 0.75]]),
+    ):
+        params = [GuidanceParams(mode, target_length=length) for length in (100.0, 99.0, 100.0, 0.0)]
+        table = GuidanceTable.from_params(params, [set(), set(), set(), {0}], "cpu")
+        table.nats_per_token[:] = 1.0
+        result, _ = reweight(q, z, table, None, device, backend)
+        assert result.tolist() == expected
+
+
+# --- spans, and the answers that follow them ---
+
+
+def logit_of(nats):
+    """fp64; the logit of the value ``1 - exp(-nats)``."""
+    return nats + torch.log(-torch.expm1(-nats))
+
+
+def answered(params, answers, eos):
+    """A table in which a token is a length of 1, -ln(1 - v), with the length of the answer in each row."""
+    table = GuidanceTable.from_params(params, eos, "cpu")
+    table.nats_per_token[:] = 1.0
+    table.answer_length[:] = torch.tensor(answers)
+    return table
+
+
+@pytest.mark.parametrize("precise", [False, True])
+def test_an_answer_is_taken_off_predicted_lengths(device, backend, precise):
+    """In every mode but value_bias, where the lengths are those of more tokens, of which an answer takes some."""
+    if precise and backend == "triton":
+        pytest.skip("the kernels compute in fp32")
+    dtype = torch.float64 if precise else torch.float32
+    modes = [mode for mode in Mode if mode not in (Mode.UNGUIDED, Mode.VALUE_BIAS)]
+    params = [GuidanceParams(mode, 1.25, target_length=1.5) for mode in modes for _ in range(4)]
+    answers = torch.tensor([0.0, 0.125, 2.5, 10.0], dtype=torch.float64).repeat(len(modes))
+    nats = torch.tensor([0.03, 0.5, 2.0, 9.0], dtype=torch.float64).repeat(len(params), 1)
+    q = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).repeat(len(params), 1)
+    eos = [set()] * len(params)
+    expected, _ = reweight(q, logit_of(nats), answered(params, [0.0] * len(params), eos), None, "cpu", "reference")
+    table = answered(params, answers.tolist(), eos)
+    z = logit_of(nats + answers[:, None])
+    result, table = reweight(q.to(dtype), z.to(dtype), table, None, device, backend)
+    assert result.dtype == dtype and table.faults.sum() == 0
+    torch.testing.assert_close(result.double(), expected, rtol=0, atol=1e-11 if precise else 5e-5)
+    values = -torch.expm1(-nats[0])
+    tilted = torch.softmax(q[0].log() + 1.25 * values, 0)  # centered_exp, by hand
+    first = 4 * modes.index(Mode.CENTERED_EXP)
+    torch.testing.assert_close(result[first : first + 4].double(), tilted.expand(4, -1), rtol=0, atol=5e-6)
+
+
+def test_an_answer_longer_than_what_is_predicted_leaves_value_0(device, backend):
+    """Of candidates that have it the most probable is the shortest; together they are as one that ends the span."""
+    q = [[0.1, 0.3, 0.2, 0.4]] * 5
+    z = logit_of(torch.tensor([[1.0, 2.0, 2.9, 5.0]], dtype=torch.float64)).float().repeat(5, 1)
+    z[1, 0] = -torch.finfo(torch.float32).max
+    modes = [(Mode.LE, 9.0), (Mode.EQ, 0.0), (Mode.GE, 9.0), (Mode.EQ_SOFT, 0.0), (Mode.CENTERED_EXP, 0.0)]
+    params = [GuidanceParams(mode, -3.0, target_length=target) for mode, target in modes]
+    result, table = reweight(q, z, answered(params, [3.0] * 5, [set()] * 5), None, device, backend)
+    shortest, longest = [0, 1, 0, 0], [0, 0, 0, 1]
+    assert result[:4].tolist() == [shortest, shortest, longest, shortest] and table.faults.sum() == 0
+    weights = torch.tensor([0.1, 0.3, 0.2, 0.4 * math.exp(-3 * (1 - math.exp(-2)))])
+    torch.testing.assert_close(result[4], weights / weights.sum(), rtol=0, atol=2e-6)
+    # All of them: nothing tells them apart.
+    result, _ = reweight(q, z, answered(params, [1e30] * 5, [set()] * 5), None, device, backend)
+    most_likely = [0, 0, 0, 1]
+    assert result[:4].tolist() == [most_likely] * 4
+    torch.testing.assert_close(result[4], torch.tensor(q[4]))
+
+
+def test_value_bias_takes_no_answer_off(device, backend):
+    """It takes the raw logits, to the bit."""
+    params, z = [GuidanceParams(Mode.VALUE_BIAS, 0.7)] * 2, [[1.0, -3.0, 0.5, 2.0]] * 2
+    result, _ = reweight([[0.4, 0.3, 0.2, 0.1]] * 2, z, answered(params, [0.0, 5.0], [{1}] * 2), None, device, backend)
+    assert torch.equal(result[0], result[1])
+    weights = torch.tensor([0.4, 0.3, 0.2, 0.1]) * (0.7 * torch.tensor(z[0])).exp()
+    torch.testing.assert_close(result[0], weights / weights.sum())
+
+
+@pytest.mark.parametrize("answer", [0.0, 0.5])
+def test_what_ends_the_span_has_value_0(device, backend, answer):
+    """As what ends the sequence has; up to four tokens, whatever their logits are."""
+    nan = math.nan
+    z = [[-1.0, nan, 0.5, 2.0], [-1.0, nan, 0.5, 2.0], [nan] * 3 + [2.0], [nan] * 4]
+    ends, eos = [(1,), (), (1, 0, 2), (9, 0, 8, 2)], [set(), {1}, set(), {1, 3}]
+    params = [GuidanceParams(Mode.CENTERED_EXP, -5.0, end_token_ids=of_row) for of_row in ends]
+    q = torch.tensor([[0.4, 0.1, 0.2, 0.3]] * 4)
+    result, table = reweight(q, z, answered(params, [answer] * 4, eos), None, device, backend)
+    assert table.faults.sum() == 0 and torch.equal(result[0], result[1])
+    nats = (torch.nn.functional.softplus(torch.tensor(z)) - answer).clamp(min=0)
+    values = -torch.expm1(-nats).nan_to_num(0.0)
+    expected = torch.softmax(q.log() - 5 * values, 1)
+    torch.testing.assert_close(result, expected, rtol=0, atol=2e-6)
+    # A candidate with a value that is not finite, and that ends nothing, is a fault still.
+    _, table = reweight(q, [[0.0, 0.0, nan, 0.0]] * 4, answered(params, [answer] * 4, eos), None, device, backend)
+    assert table.faults.tolist() == [1, 1, 0, 0]
+
+
+def test_answers_are_those_of_the_table_row(device, backend):
+    """Of rows out of order, of which one is nobody's."""
+    params = [GuidanceParams(Mode.CENTERED_EXP, -5.0)] * 4
+    q, z = [[0.4, 0.1, 0.2, 0.3]] * 3, logit_of(torch.tensor([[2.0, 2.5, 4.0, 7.0]] * 3))
+    rows, answers = torch.tensor([3, 0, 2]), [1.0, 0.25, 0.0, 6.5]
+    table = answered(params, answers, [set()] * 4)
+    result, _ = reweight(q, z, table, None, device, backend, table_rows=rows)
+    for found, answer in zip(result, [6.5, 1.0, 0.0], strict=True):
+        alone, _ = reweight(q[:1], z[:1], answered(params[:1], [answer], [set()]), None, device, backend)
+        assert torch.equal(found, alone[0])
+    assert (result[0] - result[1]).abs().max() > 0.1 and (result[1] - result[2]).abs().max() > 0.01
 
 
 def test_value_min_met_exactly_guides(device, backend):

@@ -137,6 +137,13 @@ def test_special_values():
     assert results["sqrt"][5] == 0.0 and results["rsqrt"][5] == torch.inf
 
 
+def test_the_smallest_results_keep_their_sign():
+    x = torch.linspace(-120, -80, SIZE)
+    with gpu_rounding(0):
+        y = elementwise("exp", x, x)
+    assert (y >= 0).all() and (y[: SIZE // 4] == 0).all() and (y[-SIZE // 4 :] > 0).all()
+
+
 def test_sums_take_another_order():
     x = torch.randn(16, 512, generator=torch.Generator().manual_seed(0))
     exact = x.double()

@@ -11,6 +11,7 @@ from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.reference.sample_candidates import philox4x32, uniform
 from lenvm_kernels.types import Candidates, Status
 from tests.helpers.cases import assert_right, cases
+from tests.helpers.statistics import p_value
 from tests.helpers.wrong_tensors import assert_refuses
 
 BACKENDS = ["triton", "reference"]
@@ -118,14 +119,6 @@ def test_ends_of_the_unit_interval_draw_candidates_only(device, backend):
         assert drawn[0] == (last if math.inf in p else first)  # 0 * inf is no threshold
 
 
-# A chi-squared variable exceeds these with probability 0.001, by its degrees of freedom.
-CRITICAL = {7: 24.32, 15: 37.70}
-
-
-def chi_squared(observed, expected):
-    return ((observed - expected) ** 2 / expected).sum().item()
-
-
 @pytest.mark.parametrize("varies", ["position", "seed"])
 def test_draws_follow_the_probabilities(device, large_tiles, varies):
     rows = 40_000
@@ -133,7 +126,7 @@ def test_draws_follow_the_probabilities(device, large_tiles, varies):
     order, fixed = torch.arange(rows), filled(rows, 1234)
     seeds, positions = (fixed, order) if varies == "position" else (order, fixed)
     observed = draw((p * 0.7).repeat(rows, 1), seeds, positions, device).bincount(minlength=8)
-    assert chi_squared(observed, p * rows) < CRITICAL[7]
+    assert p_value(observed, p * rows) > 0.001
 
 
 @pytest.mark.parametrize("varies", ["position", "seed", "high word of the seed"])
@@ -146,7 +139,7 @@ def test_neighbouring_draws_are_independent(device, large_tiles, varies):
         seeds = seeds << 32
     drawn = draw(p.repeat(rows, 1), seeds, positions, device)
     pairs = (drawn[0::2] * 4 + drawn[1::2]).bincount(minlength=16)
-    assert chi_squared(pairs, torch.outer(p, p).flatten() * rows / 2) < CRITICAL[15]
+    assert p_value(pairs, torch.outer(p, p).flatten() * rows / 2) > 0.001
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,12 +1,16 @@
-"""The settings of the SGLang plugin, which need no SGLang."""
+"""The settings of the plugins of SGLang and vLLM, which need neither."""
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lenvm_kernels.adapters.settings import Settings
+from lenvm_kernels import LenVMConfig
+from lenvm_kernels.adapters.settings import Settings, default_ends_of_thought, default_gamma, parse_request
+from lenvm_kernels.adapters.vllm_requests import guidance_of
+from tests.helpers.models import save_checkpoint
 
 
 @pytest.fixture
@@ -60,6 +64,9 @@ def test_a_file_gives_the_same_as_variables_which_take_precedence(model, config,
     [
         ("VALUE_MODEL", "nowhere", "LENVM_VALUE_MODEL must be an existing directory or .gguf file, got 'nowhere'"),
         ("DTYPE", "int8", "LENVM_DTYPE must be one of float32, bfloat16, float16, got 'int8'"),
+        ("GAMMA", "1", "LENVM_GAMMA must be a number > 0 and < 1, got '1'"),
+        ("GAMMA", "0", "LENVM_GAMMA must be a number > 0 and < 1, got '0'"),
+        ("GAMMA", "nan", "LENVM_GAMMA must be a number > 0 and < 1, got 'nan'"),
         ("WEIGHTS", "int8", "LENVM_WEIGHTS must be fp8, got 'int8'"),
         ("CACHE", "fp16", "LENVM_CACHE must be fp8, got 'fp16'"),
         ("MAX_CANDIDATES", "5", "LENVM_MAX_CANDIDATES must be a power of two up to 64, got '5'"),
@@ -103,3 +110,67 @@ def test_a_file_that_is_not_there(model, monkeypatch):
     monkeypatch.setenv("LENVM_CONFIG", str(model / "lenvm.json"))
     with pytest.raises(ValueError, match=r"LENVM_CONFIG must be a JSON file, got .*No such file"):
         Settings.from_environment()
+
+
+def test_which_gamma_wins(model, config, monkeypatch):
+    """That of a variable over that of the settings' file, and that over the one beside the model."""
+    monkeypatch.setenv("LENVM_VALUE_MODEL", str(model))
+    assert Settings.from_environment().gamma is None
+    LenVMConfig(gamma=0.9).write(model)
+    assert Settings.from_environment().gamma == 0.9
+    config({"gamma": 0.93})
+    assert Settings.from_environment().gamma == 0.93
+    monkeypatch.setenv("LENVM_GAMMA", "0.95")
+    assert Settings.from_environment().gamma == 0.95
+
+
+def test_a_broken_file_beside_the_model_is_named(model, monkeypatch):
+    monkeypatch.setenv("LENVM_VALUE_MODEL", str(model))
+    (model / "lenvm_config.json").write_text('{"gamma": 2}')
+    with pytest.raises(ValueError, match=r"lenvm_config.json: gamma must be a number > 0 and < 1, got 2"):
+        Settings.from_environment()
+
+
+@pytest.fixture
+def fresh_default():
+    """Processes look defaults up once; what is given looks them up again."""
+
+    def clear():
+        default_gamma.cache_clear()
+        default_ends_of_thought.cache_clear()
+
+    clear()
+    yield clear
+    clear()
+
+
+def test_requests_get_the_gamma_of_the_server_unless_they_name_one(model, monkeypatch, fresh_default):
+    def gamma(**extra_args):
+        params = dict(temperature=1.0, top_k=0, stop_token_ids=None)
+        return guidance_of(SimpleNamespace(extra_args={"target_length": 9} | extra_args, **params)).gamma
+
+    assert gamma() == 0.997 and default_gamma() is None
+    fresh_default()
+    monkeypatch.setenv("LENVM_VALUE_MODEL", str(model))
+    LenVMConfig(gamma=0.9).write(model)
+    assert gamma() == 0.9
+    fresh_default()
+    monkeypatch.setenv("LENVM_GAMMA", "0.95")
+    assert gamma() == 0.95
+    assert gamma(gamma=0.8) == gamma(length_gamma=0.8) == 0.8
+
+
+def test_the_end_of_a_thought_is_looked_up_beside_the_value_model(model, tmp_path, monkeypatch, fresh_default):
+    words = [f"w{i}" for i in range(20)]
+    thinking = save_checkpoint(tmp_path / "thinking", seed=0, words=[*words[:7], "</think>", *words[8:]])
+    not_thinking = save_checkpoint(tmp_path / "not_thinking", seed=0, words=words)
+    for folder, expected in ((thinking, (7,)), (not_thinking, None), (model, None)):
+        monkeypatch.setenv("LENVM_VALUE_MODEL", str(folder))
+        fresh_default()
+        if expected is not None:
+            assert parse_request({"thinking_budget": 9}).end_token_ids == expected
+        else:
+            with pytest.raises(ValueError, match="thinking_budget needs end_token_ids: no token is known"):
+                parse_request({"thinking_budget": 9})
+        assert parse_request({"thinking_budget": 9, "end_token_ids": [3, 4]}).end_token_ids == (3, 4)
+        assert not parse_request({"target_length": 9}).end_token_ids

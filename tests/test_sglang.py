@@ -36,6 +36,7 @@ from tests.helpers.sglang_server import (
     MODES,
     SAMPLING,
     VOCAB,
+    check_spans,
     check_steps,
     prompts_of,
     running_server,
@@ -104,12 +105,30 @@ def test_strides(folder):
         assert {after - before for before, after in itertools.pairwise(due)} == {stride}
 
 
+def test_spans(folder, engine):
+    """They end by a token of their own or at their limit, the sequence not before that, and then guidance is off."""
+    prompts, ends = prompts_of(9, 12, 70, 5, 30, 8, seed=13), [7, *range(100, 103)]
+    stops = list(range(200, 248))
+    span = GENTLE | {"end_token_ids": ends, "hard_limit": 11}
+    guidance = [span | {"answer_length": 4.0}, span, span, span, span, span]
+    options = dict(ignore_eos=False, stop_token_ids=stops, max_new_tokens=40, min_p=0.0)
+    results, steps = engine.generate(prompts, guidance, **options)
+    assert check_steps(folder, prompts, results, steps) > 6 * 6
+    places = check_spans(prompts, results, steps, ends, 11)
+    outputs = [result["output_ids"] for result in results]
+    assert all(not set(output[:place]) & set(stops) for output, place in zip(outputs, places, strict=True))
+    assert any(output[-1] in stops for output in outputs)
+    results, _ = engine.generate(prompts, [span | {"allow_eos": True}] * 6, **options)
+    assert any(result["output_ids"][-1] in stops and len(result["output_ids"]) < 12 for result in results)
+
+
 def test_bad_parameters_are_refused_and_harm_nobody(folder, engine):
     prompts = prompts_of(5, seed=2)
     for custom_params, message in (
         ({"mode": "loud"}, "value_mode must be one of"),
         ({"gamma": 1.5}, "gamma must be a finite number > 0 and < 1, got 1.5"),
         ({"target_lenght": 5}, "target_lenght is not a guidance parameter; did you mean target_length"),
+        ({"thinking_budget": 5}, "thinking_budget needs end_token_ids: no token is known that ends a thought"),
         ("loud", "custom_params"),
     ):
         response = engine.post(input_ids=prompts[0], sampling_params={**SAMPLING, "custom_params": custom_params})

@@ -21,6 +21,7 @@ from tests.helpers.sglang_server import (
     HIDDEN,
     MODES,
     TINY,
+    check_spans,
     check_steps,
     prompts_of,
     running_server,
@@ -133,6 +134,14 @@ def test_the_text_is_the_same_with_drafts_of_every_kind(folder, texts, name, opt
     with running_speculation(folder, name, *options, **more) as server:
         assert overlaps(server) == (name != "pages")
         check_text(folder, server, texts)
+
+
+def test_spans_end_among_drafts(folder, engine):
+    """What comes after is drafted and verified as for anybody who is not guided."""
+    span = GENTLE | {"end_token_ids": [7, *range(100, 103)], "hard_limit": 11}
+    results, steps = engine.generate(PROMPTS, [span] * len(PROMPTS), **TOKENS | {"max_new_tokens": 40})
+    assert check_steps(folder, PROMPTS, results, steps) > 6 * 6
+    check_spans(PROMPTS, results, steps, span["end_token_ids"], 11)
 
 
 def test_strides_and_predicted_lengths(folder, engine):

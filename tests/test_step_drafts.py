@@ -57,8 +57,10 @@ def paths(tokens, parents):
     return found
 
 
-def step_with(engine, rows, sequences, new, base, tokens, parents, **options):
-    """A step with drafts after each sequence has grown by ``new`` tokens of its own number."""
+def step_with(engine, rows, sequences, new, base, tokens, parents, *, draws_others=False, **options):
+    """A step with drafts after each sequence has grown by ``new`` tokens of its own number.
+
+    ``draws_others``: requests that are not guided get their most likely token."""
     nodes = 1 + engine.step.max_drafts
     scores = torch.zeros(len(rows) * nodes, VOCAB)
     for i, sequence in enumerate(sequences):
@@ -69,15 +71,12 @@ def step_with(engine, rows, sequences, new, base, tokens, parents, **options):
         told[i, :n] = torch.tensor(sequence[len(sequence) - n :])
     filters = dict(top_k=engine.tensor([6] * len(rows)), top_p=1.0, min_p=0.02, temperature=0.8)
     options = filters | dict(is_logits=True, sample=True, verify="same_draws") | options
-    return engine.step.step(
-        scores,
-        told,
-        engine.tensor(rows),
-        engine.tensor([len(s) for s in sequences]),
-        new_lens=engine.tensor(new),
-        drafts=drafts_of(tokens, parents),
-        **options,
-    )
+    sequences = dict(table_rows=engine.tensor(rows), lengths=engine.tensor([len(s) for s in sequences]))
+    grown = sequences | dict(new_lens=engine.tensor(new), drafts=drafts_of(tokens, parents))
+    engine.step.limit_spans(scores, told, **grown)
+    if draws_others:
+        options["drawn"] = scores.argmax(1)
+    return engine.step.step(scores, told, **grown, **options)
 
 
 def assert_values(models, output, sequences, tokens, parents):
@@ -141,8 +140,11 @@ def run_plain(models, rows, prompts, guidance, count, base, **options):
     sequences = [list(tokens) for tokens in prompts]
     for _ in range(count):
         scores = torch.stack([base.scores(s) for s in sequences])
+        last, lengths = engine.tensor([s[-1] for s in sequences]), engine.tensor([len(s) for s in sequences])
+        engine.step.limit_spans(scores, last, engine.tensor(rows), lengths)
         output = engine.decode(rows, sequences, scores, min_p=0.02, drawn=scores.argmax(1))
         sequences = [[*s, t] for s, t in zip(sequences, output.tokens.tolist(), strict=True)]
+    assert not engine.step.table.faults.any()
     return [s[len(p) : len(p) + count] for s, p in zip(sequences, prompts, strict=True)]
 
 
@@ -155,13 +157,8 @@ def run_drafted(models, rows, prompts, guidance, count, base, parents, draft, pa
     sequences, new, steps = [list(tokens) for tokens in prompts], [1] * len(rows), 0
     while any(len(s) - len(p) < count for s, p in zip(sequences, prompts, strict=True)):
         tokens = [draft(i, s) for i, s in enumerate(sequences)]
-        drawn = [
-            base.scores([*s, *path]).argmax()
-            for i, s in enumerate(sequences)
-            for path in (paths(tokens[i], parents) + [[]] * len(parents))[: 1 + len(parents)]
-        ]
         all_parents = [parents] * len(rows)
-        output = step_with(engine, rows, sequences, new, base, tokens, all_parents, drawn=torch.stack(drawn))
+        output = step_with(engine, rows, sequences, new, base, tokens, all_parents, draws_others=True)
         new = output.verified.lens.tolist()
         for i, sequence in enumerate(sequences):
             nodes = output.verified.nodes[i, : new[i]].tolist()

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
-from lenvm_kernels.guidance import GuidanceTable, parse_guidance
+from lenvm_kernels.guidance import GuidanceTable, ends_of_thought, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.value_model import ValueModel
@@ -115,6 +115,58 @@ def test_every_step_samples_from_the_guided_distribution(base, value_backbone, h
         torch.testing.assert_close(scores.exp().double(), expected, atol=1e-4, rtol=0)
         assert expected[token] > 0
     assert processor.faults == [0, 0, 0]
+
+
+def test_spans_and_what_comes_after(base, value_model, prompts):
+    """A guided one, one that may end the sequence, and a hard limit alone: what may be drawn, and how likely."""
+    guidance = [
+        SHORTER | {"end_token_ids": [20, 21], "hard_limit": 7},
+        SHORTER | {"end_token_ids": [23], "allow_eos": True, "hard_limit": 5},
+        {"end_token_ids": [22], "hard_limit": 3},
+    ]
+    torch.manual_seed(0)
+    processor = LenVMLogitsProcessor(
+        base, value_model, guidance, prompts["attention_mask"], max_new_tokens=16, temperature=0.7
+    )
+    output = base.generate(
+        **prompts, **processor.generation_kwargs, return_dict_in_generate=True, output_scores=True, pad_token_id=PAD
+    )
+    after, can_end = 0, [False] * 3
+    for step, prefix, scores, _ in steps_of(output, prompts):
+        row = [5, 11, 14].index(prefix[0])
+        ends, limit = guidance[row]["end_token_ids"], guidance[row]["hard_limit"]
+        found = torch.softmax(scores, 0)
+        with torch.no_grad():
+            logits = base(torch.tensor([prefix])).logits[0, -1] / 0.7
+        is_ended = not set(ends).isdisjoint(prefix[len(prefix) - step :])
+        after += is_ended
+        assert is_ended or step <= limit
+        if not is_ended:
+            can_end[row] |= found[EOS].item() > 0
+        if is_ended:
+            torch.testing.assert_close(found, torch.softmax(logits, 0), atol=1e-5, rtol=0)
+        elif step == limit:
+            assert found[ends[0]] == 1
+        elif row == 2:
+            logits[EOS] = -torch.inf
+            torch.testing.assert_close(found, torch.softmax(logits, 0), atol=1e-5, rtol=0)
+    assert after > 12 and can_end == [False, True, False] and processor.faults == [0, 0, 0]
+
+
+def test_the_token_that_ends_a_thought_is_looked_up(base, value_model, tmp_path):
+    words = [f"w{i}" for i in range(VOCAB)]
+    plain, thinking = (
+        AutoTokenizer.from_pretrained(models.save_checkpoint(tmp_path / name, seed=0, words=names))
+        for name, names in (("plain", words), ("thinking", [*words[:17], "</think>", *words[18:]]))
+    )
+    assert ends_of_thought(thinking) == (17,) and ends_of_thought(plain) == ()
+    budget = dict(guidance={"thinking_budget": 9.0})
+    processor = make(base, value_model, **budget, tokenizers=(thinking, thinking))
+    assert processor._step.table.span_end_token_ids[0].tolist() == [17, -2, -2, -2]
+    assert processor._step.table.hard_limit[0] == 12
+    for tokenizers in (None, (plain, plain)):
+        with pytest.raises(ValueError, match="thinking_budget needs end_token_ids: no token is known"):
+            make(base, value_model, **budget, tokenizers=tokenizers)
 
 
 def test_unguided_rows_are_generated_as_without_the_processor(base, value_model, prompts):

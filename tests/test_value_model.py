@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -313,6 +314,44 @@ def test_backbone_without_the_prefix(tmp_path):
     tensors["layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
     save_file(tensors, tmp_path / "model.safetensors")
     check_checkpoint(tmp_path, model, head, head)
+
+
+NAMINGS = {
+    "none": lambda name: name.removeprefix("model."),
+    "pretrained": lambda name: f"pretrained_model.{name}",
+    "text": lambda name: name.replace("model.", "model.language_model.", 1),
+    "pretrained-text": lambda name: "pretrained_model." + name.replace("model.", "model.language_model.", 1),
+}
+
+
+@pytest.mark.parametrize("naming", NAMINGS.values(), ids=NAMINGS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_prefixes_of_names(tmp_path, naming, tied):
+    """As trainers and models with further parts name them. Tied weights may be the head's alone."""
+    model = random_model(LlamaForCausalLM, LlamaConfig(**{**TINY, "tie_word_embeddings": tied}))
+    model.save_pretrained(tmp_path / "plain")
+    save_file(random_head(), tmp_path / "plain" / "value_head.safetensors")
+    shutil.copytree(tmp_path / "plain", tmp_path / "renamed")
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    if tied:
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    assert "lm_head.weight" in tensors
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
+    save_file({naming(name): tensor for name, tensor in tensors.items()}, tmp_path / "renamed" / "model.safetensors")
+    plain, renamed = (ValueModel.from_pretrained(tmp_path / name) for name in ("plain", "renamed"))
+    assert torch.equal(plain.embedding, renamed.embedding)
+    assert all(map(torch.equal, plain.head, renamed.head))
+    for one, other in zip(plain.layers, renamed.layers, strict=True):
+        assert all(x is y is None or torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+def test_a_tensor_under_two_names_is_refused(checkpoint):
+    def change(tensors):
+        tensors["pretrained_model.model.norm.weight"] = tensors["model.norm.weight"].clone()
+
+    edit_tensors(checkpoint, change)
+    with pytest.raises(ValueError, match=r"each tensor once, got (pretrained_model\.)?model\.norm\.weight and another"):
+        ValueModel.from_pretrained(checkpoint)
 
 
 def test_from_causal_lm_shares_memory():

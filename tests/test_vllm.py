@@ -24,6 +24,7 @@ from lenvm_kernels.step import working_bytes
 from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import KVCache, ValueModel
 from tests.helpers.sglang_server import GENTLE, MODES, VOCAB, prompts_of
+from tests.helpers.statistics import p_value
 from tests.helpers.vllm_server import NGRAM, PIECES, WORDS, check_steps, running_server, write_checkpoints
 
 ROOT = Path(__file__).parent.parent
@@ -135,6 +136,7 @@ def test_bad_parameters_are_refused_and_harm_nobody(folder, engine):
         ({"gamma": 1.5}, "gamma must be a finite number > 0 and < 1, got 1.5"),
         ({"target_lenght": 5}, "target_lenght is not a guidance parameter; did you mean target_length"),
         ({"return_values": 1}, "return_values must be false in vLLM"),
+        ({"thinking_budget": 5}, "thinking_budget needs end_token_ids: no token is known that ends a thought"),
         ({"token_temperature_scale": "13=0.5"}, "token_temperature_scale must be a JSON object in a text"),
         ({"token_temperature_scale": str({i: 2.0 for i in range(40)}).replace(" ", "").replace("{", '{"')}, "token_te"),
     ):
@@ -216,6 +218,32 @@ def test_values_at_the_nodes_of_drafts(folder, speculating):
     assert {len(prompt) for prompt in prompts} - {len(row["tokens"]) for row in rows_of(steps)} == set()
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+def test_spans(folder, engine, speculating, drafts):
+    """They end by a token of their own or at their limit, the sequence not before that, and then guidance is off."""
+    server, prompts = speculating if drafts else engine, repeating(15, 3, 5, 9, 20, 4, 6)
+    ends, limit, stops = [7, 100, 101, 102], 11, list(range(200, 248))
+    span = GENTLE | {"end_token_ids": ends, "hard_limit": limit}
+    guidance = [span | {"answer_length": 4.0}, *[span] * 5]
+    options = dict(stop_token_ids=stops, max_tokens=40, top_k=8)
+    sequences, responses, steps = generate(server, prompts, guidance, **options)
+    assert check_steps(folder, sequences, steps) > 6 * 6
+    places = []
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        output = sequence[len(prompt) :]
+        places.append(min(i for i, token in enumerate(output) if token in ends))
+        assert not set(output[: places[-1]]) & set(stops)
+        guided = {
+            len(row["tokens"])
+            for row in rows_of(steps, Status.GUIDE)
+            if row["tokens"] == sequence[: len(row["tokens"])]
+        }
+        assert max(guided) <= len(prompt) + places[-1]
+        assert places[-1] < limit or output[limit] == ends[0]
+    assert max(places) == limit
+    assert any(response["choices"][0]["finish_reason"] == "stop" for response in responses)
+
+
 def test_speculation_changes_no_distribution(engine, speculating):
     """The same requests without and with drafts: a chi-square test of three tokens, the last two of them drafted."""
     prompt, draws, counts = repeating(10, 4)[0], 200, []
@@ -228,15 +256,11 @@ def test_speculation_changes_no_distribution(engine, speculating):
         accepted = server.metrics().get("vllm:spec_decode_num_accepted_tokens_total", 0.0) - before
         assert (accepted > draws / 10) == (server is speculating)
     assert [sum(found.values()) for found in counts] == [draws, draws] and len(counts[0] | counts[1]) >= 6
-    # Outcomes of fewer than 5 are put together.
-    outcomes = [(counts[0][x], counts[1][x]) for x in counts[0] | counts[1]]
-    table = [pair for pair in outcomes if sum(pair) >= 10]
-    rest = [sum(pair[i] for pair in outcomes if sum(pair) < 10) for i in (0, 1)]
-    table = torch.tensor([*table, *([rest] if sum(rest) else [])], dtype=torch.float64)
-    expected = table.sum(1, keepdim=True) / 2
-    statistic, freedom = ((table - expected) ** 2 / expected).sum(), len(table) - 1
-    p = 1 - torch.special.gammainc(torch.tensor(freedom / 2, dtype=torch.float64), statistic / 2)
-    print(f"chi-square {statistic:.2f} with {freedom} degrees of freedom, p = {p:.3f}")
+    table = torch.tensor([[found[x] for x in counts[0] | counts[1]] for found in counts])
+    rare = table.sum(0) < 10
+    table = torch.cat((table[:, ~rare], table[:, rare].sum(1, keepdim=True)), 1)
+    p = p_value(table.flatten(), table.double().mean(0).repeat(2), freedom=table.shape[1] - 1)
+    print(f"chi-square test of {table.shape[1]} outcomes: p = {p:.3f}")
     assert p > 0.001
 
 

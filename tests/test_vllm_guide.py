@@ -10,6 +10,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from vllm import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from lenvm_kernels.adapters import vllm_guide
 from lenvm_kernels.adapters.settings import Settings
@@ -18,6 +19,7 @@ from lenvm_kernels.adapters.vllm_guide import PAGE_SIZE, Guide
 from lenvm_kernels.adapters.vllm_requests import guidance_of
 from lenvm_kernels.types import Status
 from tests.helpers.models import VOCAB, save_checkpoint
+from tests.helpers.statistics import p_value
 from tests.test_step import no_read_back
 
 WORDS = [f"w{i}" for i in range(VOCAB)]
@@ -56,14 +58,16 @@ class Engine:
             parallel_config=SimpleNamespace(),
             cache_config=SimpleNamespace(kv_cache_memory_bytes=None),
             num_speculative_tokens=drafts,
+            speculative_config=None,
         )
         self.guide = Guide(Settings(value_model, **settings), self.config, self.req_states)
 
-    def add(self, slot, prompt, guidance, **params):
-        """A request in a slot, nothing of whose prompt is computed yet."""
+    def add(self, slot, prompt, guidance, prompt_len=None, **params):
+        """A request in a slot, nothing of whose prompt is computed yet, or of what it had generated after that."""
         self.tokens[slot] = 10**9
         self.tokens[slot, : len(prompt)] = torch.tensor(prompt)
-        self.req_states.prompt_len.np[slot] = self.req_states.prefill_len.np[slot] = len(prompt)
+        self.req_states.prompt_len.np[slot] = prompt_len or len(prompt)
+        self.req_states.prefill_len.np[slot] = len(prompt)
         self.staged._staged_write_indices.append(slot)
         self.staged._staged_write_contents.extend(prompt)
         self.staged._staged_write_cu_lens.append(len(self.staged._staged_write_contents))
@@ -125,6 +129,44 @@ def test_nothing_is_read_back(value_model):
         _, full, _ = step({1: 10, 4: 61}, {1: [3, 4, 5], 4: [6, 7, 8]})
     assert is_guided(changed).tolist() == [True] * 4 + [True] + [False] * 4
     assert is_guided(full).all() and not engine.guide.step.table.faults.any() and not engine.guide.fallbacks
+
+
+@pytest.mark.parametrize("use_block_verification", [False, True])
+def test_drafts_leave_the_distribution_as_it_is(value_model, use_block_verification):
+    """vLLM's rejection sampler on guided rows of drafts, against steps of a token each: chi-square at each node."""
+    requests, temperature, drafts = 1000, 0.7, []
+    guidance = {"value_mode": "centered_exp", "value_scale": -2}
+    scores = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(8))
+    plain, drafting = Engine(value_model), Engine(value_model, drafts=3)
+    for engine in (plain, drafting):
+        engine.add(4, PROMPT[:9], guidance, temperature=temperature, top_k=3)
+    expected = []
+    for node in range(4):
+        _, changed, _ = plain.step({4: 9 + node}, logits=scores[node : node + 1])
+        expected.append((changed[0] / temperature).exp().double())
+        drafts.append(int(expected[-1].argmax()))
+        plain.grow(4, 9 + node, drafts[-1:])
+    _, changed, context = drafting.step({4: 9}, {4: drafts[:3]}, logits=scores)
+    assert torch.allclose((changed / temperature).exp().double(), torch.stack(expected), atol=1e-5)
+    sampled, num_sampled = rejection_sample(
+        (changed / temperature).repeat(requests, 1),
+        None,
+        context.input_ids.repeat(requests),
+        torch.arange(0, 4 * requests + 1, 4, dtype=torch.int32),
+        context.pos.repeat(requests),
+        torch.arange(requests),
+        torch.arange(requests).repeat_interleave(4),
+        context.expanded_local_pos.repeat(requests),
+        torch.full((requests,), temperature),
+        torch.arange(requests) + 1000,
+        num_speculative_steps=3,
+        use_block_verification=use_block_verification,
+    )
+    for node in range(4):
+        reached = (sampled[:, :node] == torch.tensor(drafts[:node])).all(1) & (num_sampled > node)
+        counts = sampled[reached, node].bincount(minlength=VOCAB).double()
+        assert counts.sum() > 50 and not counts[expected[node] == 0].any()
+        assert p_value(counts, expected[node] * counts.sum()) > 0.001
 
 
 class no_read_back_in:
@@ -215,6 +257,45 @@ def test_requests_share_the_pages_of_a_common_prefix(value_model, monkeypatch):
     assert not engine.guide.fallbacks and not engine.guide.step.table.faults.any()
 
 
+def test_spans_are_ended_at_their_nodes_and_stay_ended(value_model):
+    """With fewer drafts than there can be, in rows of other requests; after slots were taken, and after preemption."""
+    end, eos = 7, 3
+    guidance = TILT | {"end_token_ids": [end], "hard_limit": 4}
+    engine = Engine(value_model, drafts=3)
+    for slot, prompt in ((4, PROMPT[:9]), (1, PROMPT[3:9]), (2, PROMPT[:5])):  # slot 1 has no span
+        engine.add(slot, prompt, None if slot == 1 else guidance, stop_token_ids=[eos], ignore_eos=True)
+    logits = torch.zeros(3, VOCAB)
+    logits[:, [eos, 20, 21]] = torch.tensor([5.0, 4.0, 4.0])
+    _, changed, _ = engine.step({4: 9, 1: 6, 2: 5}, logits=logits)
+    assert is_guided(changed).tolist() == [True, False, True]
+    assert torch.equal(changed[1], logits[1]) and changed[[0, 2], eos].isinf().all()
+    # Two new tokens of slot 4, a draft that ends its span and one after it; slot 2 is one token before its limit.
+    engine.grow(4, 9, [20, 21])
+    engine.grow(1, 6, [end])
+    engine.grow(2, 5, [20] * 3)
+    logits = logits[:1].repeat(6, 1)
+    _, changed, _ = engine.step({1: 7, 4: 11, 2: 8}, {4: [end, 20], 2: [21]}, logits=logits)
+    assert is_guided(changed).tolist() == [False, True, False, False, True, True]
+    assert torch.equal(changed[[0, 2, 3]], logits[[0, 2, 3]])
+    assert changed[5].isfinite().nonzero().tolist() == [[end]] and changed[[1, 4], eos].isinf().all()
+    # The end is the first of two new tokens. Then the slots are taken, for a while.
+    engine.grow(4, 11, [end, 20])
+    _, changed, _ = engine.step({4: 13}, logits=logits[:1])
+    assert torch.equal(changed, logits[:1])
+    engine.guide.pool.release(4)
+    engine.guide._restart([4])
+    engine.grow(4, 13, [21])
+    _, changed, _ = engine.step({4: 14}, logits=logits[:1])
+    assert torch.equal(changed, logits[:1])
+    # It comes again, with what it has generated.
+    sequence = engine.tokens[4, :14].tolist()
+    for prompt_len, is_ended in ((9, True), (13, False)):
+        engine.add(0, sequence, guidance, prompt_len=prompt_len)
+        _, changed, _ = engine.step({0: 14}, logits=logits[:1])
+        assert is_guided(changed).item() != is_ended
+    assert not engine.guide.fallbacks
+
+
 def test_a_failure_ends_the_guidance_of_a_batch_only(value_model, monkeypatch):
     engine = Engine(value_model)
     for slot in (1, 3):
@@ -238,6 +319,10 @@ def test_options_that_guidance_does_not_go_with(value_model):
     with pytest.raises(ValueError, match="tensor_parallel_size must be 1 together with LENVM_VALUE_MODEL, got 2"):
         vllm_guide.check_options(engine.config)
     engine.config.parallel_config.tensor_parallel_size = 1
+    engine.config.speculative_config = SimpleNamespace(enable_adaptive_verification=True)
+    with pytest.raises(ValueError, match=r"enable_adaptive_verification must be False .*, got True: not tried"):
+        vllm_guide.check_options(engine.config)
+    engine.config.speculative_config.enable_adaptive_verification = False
     engine.config.watermark_config = "some"
     with pytest.raises(ValueError, match="watermark_config must be None together with LENVM_VALUE_MODEL, got some"):
         vllm_guide.check_options(engine.config)
@@ -274,3 +359,7 @@ def test_statuses_that_are_rewritten():
     vllm_guide._write(logits, output, torch.tensor([0, 1]), torch.tensor([[2.0], [2.0]]), None)
     inf = torch.inf
     assert logits.tolist() == [[-inf, -inf, -inf, 0.0, -inf], [5.0, 6.0, 7.0, 8.0, 9.0]]
+
+
+def test_the_value_model_has_the_gamma_of_the_settings(value_model):
+    assert Engine(value_model, gamma=0.95).guide.step.value_model.lenvm_config.gamma == 0.95

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from lenvm_kernels.guidance import GuidanceParams, ends_of_thought, parse_guidance
+from lenvm_kernels.value_model import LenVMConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CONFIG_VARIABLE = "LENVM_CONFIG"
@@ -37,6 +41,7 @@ _existing = _accepting(Path, Path.exists)
 PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "value_model": (_existing, "an existing directory or .gguf file"),
     "value_head": (_existing, "an existing .safetensors file"),
+    "gamma": (_accepting(float, lambda x: 0 < x < 1), "a number > 0 and < 1"),
     "weights": ({"fp8": "fp8"}.__getitem__, "fp8"),
     "dtype": (DTYPES.__getitem__, f"one of {', '.join(DTYPES)}"),
     "cache": ({"fp8": "fp8"}.__getitem__, "fp8"),
@@ -60,6 +65,8 @@ class Settings:
     Attributes:
         value_model: a directory or ``.gguf`` file (:meth:`ValueModel.from_pretrained`). Turns the plugin on.
         value_head: a ``.safetensors`` file with the head, if it is not with the model.
+        gamma: the value model's, of requests that name none (None: that of ``lenvm_config.json`` in its directory;
+            without one, it is not known).
         dtype: float32, bfloat16 or float16 (None: the base model's).
         weights: ``fp8``: the matrices of the value model's layers in 8 bits (:class:`ValueModel`; None: in ``dtype``).
         cache: ``fp8``: the value model's keys and values in 8 bits (:class:`GuidedStep`; None: in its dtype).
@@ -77,6 +84,7 @@ class Settings:
 
     value_model: Path
     value_head: Path | None = None
+    gamma: float | None = None
     dtype: torch.dtype | None = None
     weights: str | None = None
     cache: str | None = None
@@ -98,7 +106,8 @@ class Settings:
         """The settings; None when there is neither ``LENVM_VALUE_MODEL`` nor ``LENVM_CONFIG``: the plugin is off.
 
         Raises:
-            ValueError: naming the variable or the file's key, what came and what is accepted.
+            ValueError: naming the variable or the file's key, what came and what is accepted; or a broken
+                ``lenvm_config.json``.
         """
         if not cls.are_given():
             return None
@@ -110,7 +119,39 @@ class Settings:
                 given[name] = f"LENVM_{name.upper()}", text
         if "value_model" not in given:
             raise ValueError(f"value_model must be in {config} or in LENVM_VALUE_MODEL")
-        return cls(**{name: _parse(name, *source) for name, source in given.items()})
+        settings = cls(**{name: _parse(name, *source) for name, source in given.items()})
+        return replace(settings, gamma=LenVMConfig.read(settings.value_model, settings.gamma).gamma)
+
+
+def parse_request(custom_params: Mapping[str, Any]) -> GuidanceParams:
+    """:func:`parse_guidance` of a request to a server, with what its settings and the value model's directory say.
+
+    Raises:
+        ValueError: naming the field, what came and what is accepted.
+    """
+    ends = default_ends_of_thought() if custom_params.get("thinking_budget") is not None else ()
+    return parse_guidance(custom_params, ends_of_thought=ends, gamma=default_gamma())
+
+
+@functools.cache
+def default_ends_of_thought() -> tuple[int, ...]:
+    """Of the value model's tokenizer, which has the base model's tokens; none without one."""
+    settings = Settings.from_environment()
+    if settings is None or not settings.value_model.is_dir():
+        return ()
+    from transformers import AutoTokenizer
+
+    try:
+        return ends_of_thought(AutoTokenizer.from_pretrained(settings.value_model))
+    except (OSError, ValueError):
+        return ()
+
+
+@functools.cache
+def default_gamma() -> float | None:
+    """``gamma`` of requests that name none; None: it is not known. Looked up once a process, as requests come often."""
+    settings = Settings.from_environment()
+    return None if settings is None else settings.gamma
 
 
 def _parse(name: str, where: str, text: str) -> Any:

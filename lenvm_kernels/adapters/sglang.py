@@ -40,13 +40,14 @@ from lenvm_kernels.adapters.settings import (
     MAX_STOP_TOKENS,
     Settings,
     check_vocabulary,
+    parse_request,
 )
 from lenvm_kernels.adapters.sglang_drafts import changed_once, drafts_of, leave_only
 from lenvm_kernels.adapters.sglang_report import StepReport, without_empty_keys
-from lenvm_kernels.guidance import GuidanceParams, parse_guidance
+from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.ops.pack_drafts import tree_columns
 from lenvm_kernels.step import GuidedStep, StepOutput, working_bytes
-from lenvm_kernels.types import Mode
+from lenvm_kernels.types import Drafts, Mode
 from lenvm_kernels.value_model import KVCache, ValueModel
 
 if TYPE_CHECKING:
@@ -182,6 +183,7 @@ class Guide:
                         end_tokens(req),
                         prompt_len=len(req.origin_input_ids),
                         seed=seed_of_request(req.rid) if seed is None else seed,
+                        span_ended=not set(params.end_token_ids).isdisjoint(req.output_ids),  # before it was retracted
                     )
                     self._table_rows.add(table_row)
                 elif table_row in self._table_rows:
@@ -239,10 +241,12 @@ class Guide:
         finally:
             self._sampling = None
 
-    def scale_tokens(self, logits: torch.Tensor) -> None:
-        """Apply the requests' token temperatures to the logits that the engine is about to sample from."""
+    def change_logits(self, logits: torch.Tensor) -> None:
+        """Apply token temperatures and limits of spans to the logits that the engine is about to sample from."""
         if self._sampling is not None:
-            self.step.scale_tokens(logits, self._sampling.req_pool_indices[: len(logits)])
+            tokens, table_rows, lengths = _last_tokens(self._sampling, len(logits))
+            self.step.scale_tokens(logits, table_rows)
+            self.step.limit_spans(logits, tokens, table_rows, lengths)
 
     def draw(self, probs: torch.Tensor, info: SamplingBatchInfo, drawn: torch.Tensor) -> torch.Tensor:
         """The next tokens: of guided requests from their candidates, of others those that the engine has ``drawn``."""
@@ -279,11 +283,8 @@ class Guide:
             self.metrics.guided_steps.inc()
         with self._failing_softly(batch):
             wants_values = any(req.lenvm_guidance.return_values for req in batch.lenvm_reqs)
-            last, is_prompt = slice(0, b), not batch.forward_mode.is_decode()
-            if is_prompt:
-                last = (batch.extend_start_loc + batch.extend_seq_lens - 1).long()
-            tokens, table_rows = batch.input_ids[last], batch.req_pool_indices[:b]
-            lengths = batch.seq_lens[:b].int()
+            is_prompt = not batch.forward_mode.is_decode()
+            tokens, table_rows, lengths = _last_tokens(batch, b)
             faults = self.step.table.faults[table_rows] if self.metrics else None
             with self._timed():
                 prompt_lengths = self.step.predict(tokens, table_rows, lengths) if wants_values and is_prompt else None
@@ -342,8 +343,9 @@ class Guide:
             with self._failing_softly(batch), self._timed():
                 self.step.scale_tokens(logits, table_rows.repeat_interleave(nodes))
                 if needs_value_model(batch):
+                    drafts = drafts_of(verify_input)
                     faults = self.step.table.faults[table_rows] if self.metrics else None
-                    output = self._draw_at_nodes(logits, info, verify_input, table_rows, lengths)
+                    output = self._draw_at_nodes(logits, info, drafts, table_rows, lengths)
             if output is not None and batch.lenvm_reqs:
                 if batch.return_logprob:  # of the logits as they are
                     logits_output.next_token_logits = logits.clone()
@@ -387,25 +389,26 @@ class Guide:
         self,
         logits: torch.Tensor,
         info: SamplingBatchInfo,
-        verify_input: EagleVerifyInput,
+        drafts: Drafts,
         table_rows: torch.Tensor,
         lengths: torch.Tensor,
     ) -> StepOutput:
         assert self._grown_by is not None
-        grown, count = self._grown_by
+        tokens, new_lens = (x[table_rows] for x in self._grown_by)
+        self.step.limit_spans(logits, tokens, table_rows, lengths, new_lens=new_lens, drafts=drafts)
         return self.step.step(
             logits,
-            grown[table_rows],
+            tokens,
             table_rows,
             lengths,
-            new_lens=count[table_rows],
+            new_lens=new_lens,
             top_k=info.top_ks,
             top_p=info.top_ps,
             min_p=info.min_ps,
             temperature=info.temperatures.flatten(),
             is_logits=True,
             sample=True,
-            drafts=drafts_of(verify_input),
+            drafts=drafts,
         )
 
     def _timed(self) -> AbstractContextManager[None]:
@@ -451,6 +454,14 @@ class Guide:
     def _clear(self, table_row: int) -> None:
         self.step.remove_request(table_row)
         self._table_rows.discard(table_row)
+
+
+def _last_tokens(batch: ForwardBatch, requests: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The last token of each sequence of a batch, the requests' table rows, and the sequences' lengths."""
+    last: Any = slice(0, requests)
+    if not batch.forward_mode.is_decode():
+        last = (batch.extend_start_loc + batch.extend_seq_lens - 1).long()
+    return batch.input_ids[last], batch.req_pool_indices[:requests], batch.seq_lens[:requests].int()
 
 
 def _trace(trace: Path, batch: ForwardBatch, output: StepOutput) -> None:
@@ -506,7 +517,7 @@ def requested_guidance(sampling_params: SamplingParams) -> GuidanceParams | None
         return None
     if not isinstance(sampling_params.custom_params, dict):
         raise ValueError(f"custom_params must be an object of named values, got {sampling_params.custom_params!r}")
-    params = parse_guidance(sampling_params.custom_params)
+    params = parse_request(sampling_params.custom_params)
     if sampling_params.top_k == 1:
         params = replace(params, mode=Mode.UNGUIDED)
     if not params.needs_value_model and not params.token_temperature_scale:
@@ -620,6 +631,7 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
     value_model = ValueModel.from_pretrained(
         settings.value_model,
         settings.value_head,
+        gamma=settings.gamma,
         dtype=settings.dtype or runner.dtype,
         device=device,
         weights=settings.weights,
@@ -743,10 +755,10 @@ def _discard_read_done(runner: ModelRunner) -> None:
     runner.shared_read_done_event = None
 
 
-def scale_tokens(logits: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+def change_logits(logits: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     """After the engine's own logit processors."""
     if _guide is not None:
-        _guide.scale_tokens(logits)
+        _guide.change_logits(logits)
 
 
 def sample_from_probs(
@@ -790,7 +802,7 @@ HOOKS = {
     f"{_RUNNER}.forward": ("AFTER", extend_prompts),
     f"{_RUNNER}.sample": ("AROUND", sample),
     "sglang.srt.managers.scheduler.Scheduler.launch_batch_sample_if_needed": ("AROUND", sample_delayed),
-    f"{_SAMPLER}._preprocess_logits": ("AFTER", scale_tokens),
+    f"{_SAMPLER}._preprocess_logits": ("AFTER", change_logits),
     f"{_SAMPLER}._sample_from_probs": ("AROUND", sample_from_probs),
     "sglang.srt.speculative.eagle_utils.eagle_sample": ("AROUND", verify_drafts),
 }

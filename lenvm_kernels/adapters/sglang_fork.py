@@ -87,7 +87,10 @@ def _guidance_of(req: Req) -> tuple[GuidanceParams, set[int]]:
     if not hasattr(req, "lenvm_guidance"):
         custom_params, params = req.sampling_params.custom_params, GuidanceParams()
         try:
-            params = parse_guidance(custom_params) if isinstance(custom_params, dict) else params
+            asked = parse_guidance(custom_params) if isinstance(custom_params, dict) else params
+            if asked.end_token_ids:
+                raise ValueError("end_token_ids must be absent in the fork, whose sampler does not look for them")
+            params = asked
         except ValueError as error:  # this is the scheduler: it must not die of it
             logger.warning("LenVM: request %s has bad custom_params and is not guided: %s", req.rid, error)
         req.lenvm_guidance = params, _fork.get_eos_token_ids(req)

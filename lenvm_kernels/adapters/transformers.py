@@ -18,7 +18,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lenvm_kernels.guidance import GuidanceParams, parse_guidance
+from lenvm_kernels.adapters.remote import RemoteValueModel
+from lenvm_kernels.guidance import GuidanceParams, ends_of_thought, parse_guidance
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.types import Mode
@@ -44,7 +45,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
 
     Args:
         model: the base model, of any architecture; its ``generation_config`` gives the end-of-sequence tokens.
-        value_model: the value model; it has to share the base model's vocabulary.
+        value_model: the value model, here or behind a server (:class:`RemoteValueModel`); it has to share the base
+            model's vocabulary.
         guidance: one request's parameters for all prompts (``custom_params`` as in :func:`parse_guidance`, or parsed),
             or a sequence with one for each prompt; None leaves a prompt unguided.
         attention_mask: ``[B, S]`` of the prompts as the tokenizer made it, padded on the left.
@@ -53,7 +55,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
         max_candidates: candidates of a step, a power of two up to 64; what is guided never samples outside them.
         cache: None, or ``"fp8"``: what the value model's keys and values are kept in, see :class:`GuidedStep`.
         tokenizers: base model's and value model's. Needed when the two models' ``vocab_size`` differ because the
-            embedding is padded, to show that the tokens are the same.
+            embedding is padded, to show that the tokens are the same, and for a ``thinking_budget``, to look up which
+            token ends a thought.
         record: keep a :class:`StepRecord` of each step in :attr:`records`; every prompt with candidates is then valued.
         backend: of the operators.
 
@@ -100,7 +103,9 @@ class LenVMLogitsProcessor(LogitsProcessor):
             guidance = [guidance] * rows
         if len(guidance) != rows:
             raise ValueError(f"guidance must be one for all or one for each of the {rows} prompts, got {len(guidance)}")
-        params = [parse_guidance(g) if isinstance(g, Mapping) else g for g in guidance]
+        ends = () if tokenizers is None else ends_of_thought(tokenizers[0])
+        defaults: dict[str, Any] = dict(gamma=value_model.lenvm_config.gamma, ends_of_thought=ends)
+        params = [parse_guidance(g, **defaults) if isinstance(g, Mapping) else g for g in guidance]
 
         device = value_model.device
         eos = _eos_token_ids(model)
@@ -117,6 +122,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
             cache=cache,
             max_scaled_tokens=max([1, *(len(p.token_temperature_scale) for p in params if p)]),
             score_all=record,
+            # A graph cannot ask a server.
+            graphs=False if isinstance(value_model, RemoteValueModel) else None,
             backend=backend,
         )
         self._prompt_lens = attention_mask.sum(dim=1).to(device, torch.int32)
@@ -153,7 +160,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
 
     @property
     def faults(self) -> list[int]:
-        """Steps of each prompt that lost their guidance to scores or values that are not finite."""
+        """Steps of each prompt that lost their guidance: to scores or values that are not finite, or to a server that
+        gave no values."""
         return self._step.table.faults[: len(self._table_rows)].tolist()
 
     @torch.no_grad()
@@ -162,7 +170,9 @@ class LenVMLogitsProcessor(LogitsProcessor):
         generated = self._check_progress(input_ids)
         step, device = self._step, self._table_rows.device
         tokens, logits = input_ids.to(device), scores.to(device, torch.float32, copy=True)
+        lengths = self._prompt_lens + generated
         step.scale_tokens(logits, self._table_rows)
+        step.limit_spans(logits, tokens[:, -1], self._table_rows, lengths)
         filtered = self._unguided(tokens, logits)  # type: ignore[arg-type]  # wants one of torch's old tensor types
         probs = torch.softmax(filtered, dim=-1)  # guided rows are rewritten
         if self._needs_steps:
@@ -170,7 +180,6 @@ class LenVMLogitsProcessor(LogitsProcessor):
                 self._extend_prompts(tokens)
             else:
                 self._active &= ~torch.isin(tokens[:, -1], self._eos_on_device)
-            lengths = self._prompt_lens + generated
             output = step.step(
                 logits,
                 tokens[:, -1].contiguous(),

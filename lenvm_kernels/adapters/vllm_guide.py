@@ -52,6 +52,7 @@ OPTIONS: dict[tuple[str, str], tuple[Any, str]] = {
     ("parallel_config", "prefill_context_parallel_size"): (1, _NOT_TRIED),
     ("parallel_config", "decode_context_parallel_size"): (1, _NOT_TRIED),
     ("parallel_config", "enable_batch_sharded_sampling"): (False, _NOT_TRIED),
+    ("speculative_config", "enable_adaptive_verification"): (False, _NOT_TRIED),
     ("model_config", "return_sampling_mask"): (False, "guided rows have no mask of filters"),
     ("model_config", "enable_sleep_mode"): (False, "the value model would not wake up"),
     ("", "watermark_config"): (None, "its sampler draws from other logits"),
@@ -64,13 +65,11 @@ class _Request:
 
     Attributes:
         params: its guidance.
-        end_tokens: of its output.
         computed: tokens from its first on that the value model was given, while they are given in prompts.
         is_running: the step knows all of its tokens since.
     """
 
     params: GuidanceParams
-    end_tokens: set[int]
     computed: int = 0
     is_running: bool = False
 
@@ -129,6 +128,7 @@ class Guide:
         value_model = ValueModel.from_pretrained(
             settings.value_model,
             settings.value_head,
+            gamma=settings.gamma,
             dtype=settings.dtype or engine.dtype,
             device=self.device,
             weights=settings.weights,
@@ -217,18 +217,24 @@ class Guide:
             if slot in self._requests:
                 self._end([slot])
             return False
-        self._requests[slot] = _Request(guidance, set(sorted(params.all_stop_token_ids)[:MAX_END_TOKENS]))
-        self._admit(slot, computed=self.pool.admit(slot, _tokens_of_request(self.req_states, slot)))
+        tokens, prompt_len = _tokens_of_request(self.req_states, slot), int(self.req_states.prompt_len.np[slot])
+        self._requests[slot] = _Request(guidance, computed=self.pool.admit(slot, tokens))
+        self.step.add_request(
+            slot,
+            guidance,
+            set(sorted(params.all_stop_token_ids)[:MAX_END_TOKENS]),
+            prompt_len=prompt_len,
+            span_ended=not set(guidance.end_token_ids).isdisjoint(tokens[prompt_len:]),  # before it was preempted
+        )
         self._host_filters[slot] = torch.tensor([params.temperature, params.top_p, params.min_p, max(params.top_k, 0)])
         self._filters_changed = True
         return True
 
-    def _admit(self, slot: int, computed: int = 0) -> None:
-        """Write a request into the step's table, of which so many tokens are computed."""
-        request = self._requests[slot]
-        request.computed, request.is_running = computed, False
-        prompt_len = int(self.req_states.prompt_len.np[slot])
-        self.step.add_request(slot, request.params, request.end_tokens, prompt_len=prompt_len)
+    def _restart(self, slots: Iterable[int]) -> None:
+        """The value model has nothing of these requests any more."""
+        for slot in slots:
+            self._requests[slot].computed, self._requests[slot].is_running = 0, False
+            self.step.restart_request(slot)
 
     def _end(self, slots: Iterable[int]) -> None:
         """These requests go on without guidance."""
@@ -259,9 +265,7 @@ class Guide:
     def _make_room(self, guided: dict[int, int]) -> None:
         """Slots for the requests of a step, which are taken out of ``guided`` where there are none."""
         room = self.pool.reserve(guided)
-        for slot in room.reclaimed:
-            if slot in self._requests:
-                self._admit(slot)
+        self._restart(slot for slot in room.reclaimed if slot in self._requests)
         if room.refused and not self.without_room:
             logger.warning(
                 "LenVM: the value model's cache is full; requests go on without guidance. Raise LENVM_MEMORY_SHARE."
@@ -322,6 +326,13 @@ class Guide:
             if len(logits) != len(slots) * layout.nodes:
                 scores = logits.new_zeros(len(slots) * layout.nodes, logits.shape[1])
                 scores[layout.at] = logits
+        if any(self._requests[slot].params.end_token_ids for slot in ctx.idx_mapping_np if slot in self._requests):
+            # The latest tokens that can be new: after a request was restarted nobody knows which of them are.
+            latest = lengths.clamp(max=1 + self.drafts)
+            of_spans = self._new_tokens(slots, lengths, latest)
+            self.step.limit_spans(scores, of_spans, slots, lengths, new_lens=latest, drafts=drafts)
+            if scores is not logits:
+                logits.copy_(scores[layout.at])
         return self.step.step(
             scores,
             tokens,

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lenvm_kernels.adapters.settings import MAX_SCALED_TOKENS, MAX_STOP_TOKENS
-from lenvm_kernels.guidance import GuidanceParams, parse_guidance
+from lenvm_kernels.adapters.settings import MAX_SCALED_TOKENS, MAX_STOP_TOKENS, parse_request
+from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.types import Mode
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ def guidance_of(params: SamplingParams) -> GuidanceParams | None:
     """
     if not params.extra_args:
         return None
-    guidance = parse_guidance({name: _decoded(name, value) for name, value in params.extra_args.items()})
+    custom_params = {name: _decoded(name, value) for name, value in params.extra_args.items()}
+    guidance = parse_request(custom_params)
     if guidance.return_values:
         raise ValueError("return_values must be false in vLLM, got true: the engine has no way to return values")
     if params.temperature == 0 or params.top_k == 1:

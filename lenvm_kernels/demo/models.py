@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from lenvm_kernels.demo import HEAD, model_path
-from lenvm_kernels.value_model import ValueModel
+from lenvm_kernels.value_model import LenVMConfig, ValueModel
 
 DEMO = "demo"
 
@@ -28,7 +29,14 @@ class Models:
 
     @classmethod
     def load(
-        cls, model: str, value_model: str, value_head: str | None = None, *, device: str, dtype: torch.dtype
+        cls,
+        model: str,
+        value_model: str,
+        value_head: str | None = None,
+        *,
+        device: str,
+        dtype: torch.dtype,
+        gamma: float | None = None,
     ) -> "Models":
         """Load both models; weights that they have in common are loaded once.
 
@@ -38,23 +46,23 @@ class Models:
             value_head: a ``.safetensors`` file with a head that is not in ``value_model``.
             device: for both.
             dtype: of both.
+            gamma: of the value model, in place of that of its ``lenvm_config.json``.
 
         Raises:
             ValueError, OSError, ImportError: a path, head, checkpoint or package that is missing or does not fit.
         """
         path, value_path = _locate("--model", model), _locate("--value-model", value_model)
-        head = HEAD if value_head is None and value_model == DEMO else value_head
-        if head is not None and not Path(head).is_file():
-            raise FileNotFoundError(f"--value-head must be an existing .safetensors file, got {str(head)!r}")
+        head = _head_of(value_model, value_head)
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         tokenizer = _load_tokenizer("--model", path)
         base = AutoModelForCausalLM.from_pretrained(**_source(path), dtype=dtype, use_safetensors=True)
         base = base.eval().to(device)
         if head is not None and value_path == path:
-            return cls(base, ValueModel.from_causal_lm(base, head), tokenizer, tokenizer)
+            lenvm_config = LenVMConfig.read(value_path, gamma)
+            return cls(base, ValueModel.from_causal_lm(base, head, lenvm_config=lenvm_config), tokenizer, tokenizer)
         value_tokenizer = _load_tokenizer("--value-model", value_path)
-        values = ValueModel.from_pretrained(value_path, head, dtype=dtype, device=device)
+        values = ValueModel.from_pretrained(value_path, head, dtype=dtype, device=device, gamma=gamma)
         return cls(base, values, tokenizer, value_tokenizer)
 
     def encode(self, prompts: Sequence[str], *, chat: bool = True) -> dict[str, torch.Tensor]:
@@ -98,11 +106,34 @@ class Models:
         return pad if pad is not None else next(iter(self.eos_token_ids), 0)
 
 
+def load_value_model(
+    name: str,
+    value_head: str | None = None,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    gamma: float | None = None,
+) -> tuple[ValueModel, PreTrainedTokenizerBase | None]:
+    """Load a value model alone, and its tokenizer if there is one.
+
+    Arguments and errors are those of :meth:`Models.load`; ``name`` is its ``value_model``.
+    """
+    path, head = _locate("VALUE", name), _head_of(name, value_head)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    values = ValueModel.from_pretrained(path, head, dtype=dtype, device=device, gamma=gamma)
+    try:
+        return values, _load_tokenizer("VALUE", path)
+    except ValueError:
+        return values, None
+
+
 def export(folder: str | os.PathLike) -> tuple[Path, Path]:
     """Write the demo's models in Hugging Face format, for engines that do not read the GGUF file.
 
     Args:
-        folder: gets the directories ``base``, and ``value`` with the shipped head. They share the file of the weights.
+        folder: gets the directories ``base``, and ``value`` with the shipped head and its ``lenvm_config.json``. They
+            share the file of the weights.
 
     Returns:
         The two directories.
@@ -127,6 +158,8 @@ def export(folder: str | os.PathLike) -> tuple[Path, Path]:
     for file in base.iterdir():
         (value / file.name).symlink_to(Path("..") / "base" / file.name)
     shutil.copyfile(HEAD, value / HEAD.name)
+    with safe_open(HEAD, framework="pt") as head:
+        LenVMConfig(gamma=float(head.metadata()["gamma"])).write(value)
     return base, value
 
 
@@ -139,6 +172,14 @@ def _locate(flag: str, name: str) -> Path:
     if path.suffix == ".gguf":
         require_extras("gguf", "accelerate")
     return path.resolve()
+
+
+def _head_of(value_model: str, value_head: str | None) -> str | Path | None:
+    """The file of the head, unless it is with the value model."""
+    head = HEAD if value_head is None and value_model == DEMO else value_head
+    if head is not None and not Path(head).is_file():
+        raise FileNotFoundError(f"--value-head must be an existing .safetensors file, got {str(head)!r}")
+    return head
 
 
 def require_extras(*packages: str) -> None:

@@ -7,6 +7,7 @@ the time is up, ``report.py`` says what was found.
 
 # In the order in which a guided step calls them.
 OPERATORS = (
+    "limit_span",
     "gather_requests",
     "expand_drafts",
     "topk_candidates",

@@ -5,11 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lenvm_kernels.guidance.params import GuidanceParams as GuidanceParams
+    from lenvm_kernels.guidance.params import ends_of_thought as ends_of_thought
     from lenvm_kernels.guidance.params import parse_guidance as parse_guidance
     from lenvm_kernels.guidance.table import GuidanceTable as GuidanceTable
 
 # Imported when first used: the command line reads the fields without waiting for torch.
-_MODULES = {"GuidanceParams": "params", "parse_guidance": "params", "GuidanceTable": "table"}
+_MODULES = {
+    "GuidanceParams": "params",
+    "ends_of_thought": "params",
+    "parse_guidance": "params",
+    "GuidanceTable": "table",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,9 @@ Names and defaults are those of the LenVM fork of SGLang (section Parameters of 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+DEFAULT_GAMMA = 0.997  # as in the fork
 MAX_DIVISOR = 1e6  # so that no logit becomes infinite
+MAX_SPAN_ENDS = 4  # tokens that end the guided span of a request
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,10 @@ FIELDS = {
         ),
         Field(
             "gamma",
-            "discount that the value model was trained with; turns values into lengths",
+            "discount that the value model was trained with; turns values into lengths; of requests without: that of "
+            "LENVM_GAMMA, or of lenvm_config.json",
             ("length_gamma",),
-            0.997,
+            DEFAULT_GAMMA,
             above=0.0,
             below=1.0,
             metavar="G",
@@ -117,7 +120,8 @@ FIELDS = {
         ),
         Field(
             "value_constraint",
-            "how a target binds: eq, nearest candidate; eq_soft, on average; ge or le, longest or shortest candidate",
+            "how a target binds: eq, nearest candidate; ge or le, longest or shortest candidate; eq_soft, on average; "
+            "ge_soft or le_soft, the same where the average is shorter or longer",
             ("constraint", "cmp", "op"),
             "eq",
             words=_spellings(
@@ -125,8 +129,38 @@ FIELDS = {
                 ge="ge >= > gte greater_equal",
                 le="le <= < lte less_equal",
                 eq_soft="eq_soft soft equal_soft",
+                ge_soft="ge_soft",
+                le_soft="le_soft",
             ),
             metavar="OP",
+        ),
+        Field(
+            "thinking_budget",
+            "tokens that a thought may take on average: a target_length with le_soft that holds up to the end of the "
+            "thought",
+            above=0.0,
+            below=1e9,  # so that its hard_limit is an int32
+            metavar="TOKENS",
+        ),
+        Field(
+            "end_token_ids",
+            f"a list of up to {MAX_SPAN_ENDS} tokens that end what is guided, such as a thought, and have value 0",
+        ),
+        Field("allow_eos", "let the sequence end before one of end_token_ids", default=False),
+        Field(
+            "answer_length",
+            "tokens that are to follow what is guided; taken off predicted lengths",
+            default=0.0,
+            least=0.0,
+            metavar="TOKENS",
+        ),
+        Field(
+            "hard_limit",
+            "tokens at which the first of end_token_ids is forced; 1.25 times the thinking_budget if there is one",
+            least=1.0,
+            below=2.0**31 - 1,
+            is_integer=True,
+            metavar="TOKENS",
         ),
         Field("value_min", "leave a step alone whose expected value is below this", metavar="V"),
         Field(

@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lenvm_kernels.guidance.fields import FIELDS, Field
+from lenvm_kernels.guidance.fields import DEFAULT_GAMMA, FIELDS, MAX_SPAN_ENDS, Field
 from lenvm_kernels.types import Mode
 
 _NAMES = {name: field.name for field in FIELDS.values() for name in field.names}
 _FP32_MAX = (2 - 2**-23) * 2.0**127
+_LIMIT_OF_BUDGET = 1.25
+END_OF_THOUGHT = "</think>"
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,16 @@ class GuidanceParams:
         return_values: the request wants to know the lengths that its tokens are predicted to lead to.
         value_stride: it is guided at steps whose number is a multiple of this, and where it might end; None: as the
             step is told (:class:`GuidedStep`).
+        end_token_ids: tokens that end what is guided, the *span* of the request; empty: it has none. Guidance is off
+            after one of them.
+        allow_eos: the sequence may end while its span is open.
+        answer_length: tokens that are to follow the span.
+        hard_limit: tokens generated at which the first of ``end_token_ids`` is forced; None: never.
     """
 
     mode: Mode = Mode.UNGUIDED
     scale: float = 1.0
-    gamma: float = 0.997
+    gamma: float = DEFAULT_GAMMA
     value_min: float | None = None
     target_length: float | None = None
     counts_down: bool = False
@@ -43,18 +50,29 @@ class GuidanceParams:
     token_temperature_scale: Mapping[int, float] = field(default_factory=dict)
     return_values: bool = False
     value_stride: int | None = None
+    end_token_ids: tuple[int, ...] = ()
+    allow_eos: bool = False
+    answer_length: float = 0.0
+    hard_limit: int | None = None
 
     @property
     def needs_value_model(self) -> bool:
-        """Whether the value model has to see the request's tokens."""
-        return self.mode != Mode.UNGUIDED or self.return_values
+        """Whether the request takes part in guided steps; a span does, whose end they look for."""
+        return self.mode != Mode.UNGUIDED or self.return_values or bool(self.end_token_ids)
 
 
-def parse_guidance(custom_params: Mapping[str, Any]) -> GuidanceParams:
+def parse_guidance(
+    custom_params: Mapping[str, Any], *, ends_of_thought: Sequence[int] = (), gamma: float | None = None
+) -> GuidanceParams:
     """Validate a request's ``custom_params``.
 
     Keys of other consumers are ignored, but one that looks like a misspelt field of ours is refused. A field that is
     None counts as absent.
+
+    Args:
+        custom_params: values by name.
+        ends_of_thought: the ``end_token_ids`` of a ``thinking_budget`` that comes without.
+        gamma: that of requests that name none, as the value model has it (:class:`LenVMConfig`); None: 0.997.
 
     Raises:
         TypeError: not a mapping.
@@ -82,11 +100,26 @@ def parse_guidance(custom_params: Mapping[str, Any]) -> GuidanceParams:
 
     mode = Mode[_word(given, "value_mode").upper()]
     scale = _number(given, "value_scale")
+    if gamma is not None:
+        given.setdefault("gamma", gamma)
     gamma = _number(given, "gamma")
     target_length = _optional_number(given, "target_length")
     target_value = _optional_number(given, "target_value")
     counts_down = _word(given, "target_length_mode") == "total"
     constraint = Mode[_word(given, "value_constraint").upper()]
+    budget = _optional_number(given, "thinking_budget")
+    if budget is not None:
+        if target_length is not None or target_value is not None or not counts_down:
+            raise ValueError("thinking_budget is a target_length of its own: give no other target with it")
+        target_length, ends = budget, given.setdefault("end_token_ids", list(ends_of_thought))
+        if not ends:
+            raise ValueError("thinking_budget needs end_token_ids: no token is known that ends a thought")
+        constraint = constraint if "value_constraint" in given else Mode.LE_SOFT
+        given.setdefault("hard_limit", math.ceil(_LIMIT_OF_BUDGET * budget))
+    ends = _token_ids(given, "end_token_ids")
+    for name in ("allow_eos", "answer_length", "hard_limit"):
+        if name in given and not ends:
+            raise ValueError(f"{name} needs end_token_ids, or a thinking_budget")
     if target_value is not None:  # takes precedence, as in the fork
         target_length, counts_down = math.log1p(-target_value) / math.log(gamma), False
     if target_length is not None:
@@ -106,7 +139,17 @@ def parse_guidance(custom_params: Mapping[str, Any]) -> GuidanceParams:
         token_temperature_scale=_token_divisors(given),
         return_values=_switch(given, "return_values"),
         value_stride=_optional_integer(given, "value_stride"),
+        end_token_ids=ends,
+        allow_eos=_switch(given, "allow_eos"),
+        answer_length=_number(given, "answer_length"),
+        hard_limit=_optional_integer(given, "hard_limit"),
     )
+
+
+def ends_of_thought(tokenizer: Any) -> tuple[int, ...]:
+    """The token that ends a thought, of a tokenizer of ``transformers``; none if it has no such token."""
+    token_id = tokenizer.get_vocab().get(END_OF_THOUGHT)
+    return () if token_id is None else (token_id,)
 
 
 def _is_neutral(mode: Mode, scale: float) -> bool:
@@ -165,6 +208,16 @@ def _checked_number(field: Field, name: str, given: Any) -> float:
     ):
         raise ValueError(f"{name} must be {field.accepted}, got {given!r}")
     return number
+
+
+def _token_ids(given: dict[str, Any], name: str) -> tuple[int, ...]:
+    """Of a field that is a list of token ids; empty without."""
+    ids = given.get(name, ())
+    if not isinstance(ids, Sequence) or isinstance(ids, str) or len(ids) > MAX_SPAN_ENDS or (name in given and not ids):
+        raise ValueError(f"{name} must be a list of 1 to {MAX_SPAN_ENDS} token ids, got {ids!r}")
+    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**31 for i in ids):
+        raise ValueError(f"{name} must hold token ids >= 0, got {ids!r}")
+    return tuple(dict.fromkeys(ids))
 
 
 def _token_divisors(given: dict[str, Any]) -> dict[int, float]:

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
 from lenvm_kernels.guidance.params import GuidanceParams
 from lenvm_kernels.types import GuidanceColumns, Mode
 
 # Padding of end-of-sequence ids; -1 is that of candidates.
 _NO_EOS = -2
+_NO_LIMIT = 2**31 - 1
 # Columns in the order in which they lie in a row, the widest first, so that every one is aligned. What is not here is
 # kept apart: kernels write it.
 _DTYPES = {
@@ -21,16 +23,21 @@ _DTYPES = {
     "scaled_token_ids": torch.int64,
     "token_scales": torch.float32,
     "eos_token_ids": torch.int32,
+    "span_end_token_ids": torch.int32,
     "mode": torch.int32,
     "scale": torch.float32,
     "nats_per_token": torch.float32,
     "value_min": torch.float32,
     "target_length": torch.float32,
     "entropy_threshold": torch.float32,
+    "answer_length": torch.float32,
     "prompt_len": torch.int32,
+    "hard_limit": torch.int32,
     "value_stride": torch.int32,
     "counts_down": torch.bool,
     "return_values": torch.bool,
+    "allows_eos": torch.bool,
+    "span_ended": torch.bool,
 }
 _STRUCT_CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f", torch.bool: "?"}
 
@@ -43,6 +50,7 @@ class _RowLayout:
         # Elements of the columns that are lists; the others have one.
         self._lists = {
             "eos_token_ids": max_eos,
+            "span_end_token_ids": MAX_SPAN_ENDS,
             "scaled_token_ids": max_scaled_tokens,
             "token_scales": max_scaled_tokens,
         }
@@ -51,7 +59,13 @@ class _RowLayout:
         self._padding = bytes(-self._struct.size % 8)
 
     def pack(
-        self, params: GuidanceParams, eos_token_ids: Collection[int], *, prompt_len: int, seed: int
+        self,
+        params: GuidanceParams,
+        eos_token_ids: Collection[int],
+        *,
+        prompt_len: int,
+        seed: int,
+        span_ended: bool = False,
     ) -> torch.Tensor:
         """A row, on the host. Raises what :meth:`GuidanceTable.add_request` raises."""
         scales = sorted(params.token_temperature_scale.items())
@@ -68,16 +82,21 @@ class _RowLayout:
             "scaled_token_ids": [token for token, _ in scales] + [0] * (self.max_scaled_tokens - len(scales)),
             "token_scales": [scale for _, scale in scales] + [1.0] * (self.max_scaled_tokens - len(scales)),
             "eos_token_ids": sorted(eos_token_ids) + [_NO_EOS] * (self.max_eos - len(eos_token_ids)),
+            "span_end_token_ids": [*params.end_token_ids, *[_NO_EOS] * (MAX_SPAN_ENDS - len(params.end_token_ids))],
             "mode": params.mode,
             "scale": params.scale,
             "nats_per_token": -math.log(params.gamma),
             "value_min": -math.inf if params.value_min is None else params.value_min,
             "target_length": params.target_length or 0.0,
             "entropy_threshold": math.nan if params.entropy_threshold is None else params.entropy_threshold,
+            "answer_length": params.answer_length,
             "prompt_len": prompt_len,
+            "hard_limit": _NO_LIMIT if params.hard_limit is None else params.hard_limit,
             "value_stride": params.value_stride or 1,
             "counts_down": params.counts_down,
             "return_values": params.return_values,
+            "allows_eos": params.allow_eos,
+            "span_ended": span_ended,
         }
         flat = [x for name in _DTYPES for x in (values[name] if name in self._lists else (values[name],))]
         try:
@@ -96,6 +115,9 @@ class _RowLayout:
             size = self._lists.get(name, 1) * dtype.itemsize
             column = row_bytes[:, start : start + size].view(dtype)
             columns[name] = column if name in self._lists else column[:, 0]
+            if name == "span_end_token_ids":  # after those that end the sequence
+                first = start - self.max_eos * dtype.itemsize
+                columns["ending_token_ids"] = row_bytes[:, first : start + size].view(dtype)
             start += size
         return columns
 
@@ -188,6 +210,7 @@ class GuidanceTable:
         *,
         prompt_len: int = 0,
         seed: int = 0,
+        span_ended: bool = False,
     ) -> None:
         """Write a request into a row when it arrives.
 
@@ -197,6 +220,7 @@ class GuidanceTable:
             eos_token_ids: the ids that end its output.
             prompt_len: tokens of its sequence that do not count as generated (targets that are totals count the rest).
             seed: of its draws (:func:`sample_candidates`), any int64.
+            span_ended: one of its ``end_token_ids`` has been generated before.
 
         Raises:
             IndexError: no such row.
@@ -206,7 +230,7 @@ class GuidanceTable:
         if not 0 <= table_row < len(self):
             raise IndexError(f"table_row must be in [0, {len(self)}), got {table_row}")
         self._staged[table_row] = self._layout.pack(
-            params or GuidanceParams(), eos_token_ids, prompt_len=prompt_len, seed=seed
+            params or GuidanceParams(), eos_token_ids, prompt_len=prompt_len, seed=seed, span_ended=span_ended
         )
 
     def remove_request(self, table_row: int) -> None:

@@ -38,11 +38,21 @@ class _Table(NamedTuple):
     prompt_len: Any  # int32 [R]
     seed: Any  # int64 [R]
     value_stride: Any  # int32 [R]
+    span_ended: Any  # bool [R]
     faults: Any  # int32 [R], written
 
 
 # Of the columns above.
-_TABLE_DTYPES = (torch.int32, torch.bool, torch.float32, torch.int32, torch.int64, torch.int32, torch.int32)
+_TABLE_DTYPES = (
+    torch.int32,
+    torch.bool,
+    torch.float32,
+    torch.int32,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+    torch.int32,
+)
 # Of the fields of StepRequests, in their order.
 _DTYPES = (
     torch.int64,
@@ -112,7 +122,8 @@ def _gather_requests_kernel(
     prompt_len = tl.load(table.prompt_len + table_row * stride.prompt_len, mask=exists, other=0)
     seed = tl.load(table.seed + table_row * stride.seed, mask=exists, other=0)
     value_stride = tl.load(table.value_stride + table_row * stride.value_stride, mask=exists, other=1)
-    guided, wants_length, due = active & (mode != _UNGUIDED), active & wants_length, exists
+    span_ended = tl.load(table.span_ended + table_row * stride.span_ended, mask=exists, other=False)
+    guided, wants_length, due = active & (mode != _UNGUIDED) & (span_ended == 0), active & wants_length, exists
     if history is not None:
         step = tl.load(history.step)
         last_step = tl.load(history.steps + table_row, mask=exists, other=-1)
@@ -154,8 +165,8 @@ def _gather_requests_kernel(
 
 
 def _run_reference(*operands) -> None:
-    out, inputs, columns = StepRequests(*operands[:12]), operands[12:15], operands[15:22]
-    *of_history, new_lens, active, padding_row = operands[22:]
+    out, inputs, columns = StepRequests(*operands[:12]), operands[12:15], operands[15:23]
+    *of_history, new_lens, active, padding_row = operands[23:]
     history = None if of_history[0] is None else StepHistory(*of_history)
     options = dict(new_lens=new_lens, active=active, history=history, padding_row=padding_row)
     _reference(*columns, *inputs, **options, out=out)
@@ -187,6 +198,7 @@ def _launch(
     prompt_len: Tensor,
     seed: Tensor,
     value_stride: Tensor,
+    span_ended: Tensor,
     faults: Tensor,
     history_places: Tensor | None,
     history_steps: Tensor | None,
@@ -202,7 +214,8 @@ def _launch(
     if rows == 0:
         return
     new = 1 if last_tokens.dim() == 1 else last_tokens.shape[1]
-    table = _Table(table_mode, return_values, table_entropy_threshold, prompt_len, seed, value_stride, faults)
+    columns = (table_mode, return_values, table_entropy_threshold, prompt_len, seed, value_stride, span_ended, faults)
+    table = _Table(*columns)
     known = (tokens, new_lens, positions, table_rows, places, guided, wants_length, entropy_threshold, generated)
     history: Any = (history_places, history_steps, history_step, history_tokens, history_told_lens, history_cached_lens)
     _gather_requests_kernel[(ceil_div(rows, REQUESTS),)](

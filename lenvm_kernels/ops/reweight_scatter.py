@@ -57,7 +57,7 @@ _UNGUIDED, _MUL, _LINEAR = tl.constexpr(int(Mode.UNGUIDED)), tl.constexpr(int(Mo
 _EXP, _LENGTH_MUL = tl.constexpr(int(Mode.EXP)), tl.constexpr(int(Mode.LENGTH_MUL))
 _CENTERED_EXP, _VALUE_BIAS = tl.constexpr(int(Mode.CENTERED_EXP)), tl.constexpr(int(Mode.VALUE_BIAS))
 _EQ, _GE, _LE = tl.constexpr(int(Mode.EQ)), tl.constexpr(int(Mode.GE)), tl.constexpr(int(Mode.LE))
-_EQ_SOFT = tl.constexpr(int(Mode.EQ_SOFT))
+_EQ_SOFT, _GE_SOFT, _LE_SOFT = (tl.constexpr(int(mode)) for mode in (Mode.EQ_SOFT, Mode.GE_SOFT, Mode.LE_SOFT))
 
 
 @triton.jit
@@ -99,7 +99,8 @@ class _Table(NamedTuple):
     target_length: Any
     counts_down: Any
     faults: Any
-    eos_token_ids: Any  # [R, E]
+    answer_length: Any
+    ending_token_ids: Any  # [R, E]
 
 
 @triton.jit
@@ -211,8 +212,9 @@ def _reweight(
     log_q = tl.where(active, tl.log(tl.where(active, p, 1.0)) - tl.log(total), 0.0)
 
     eos = token < -1
+    ends_ptr = table.ending_token_ids + table_row * stride.ending_token_ids
     for i in range(E):
-        eos = eos | (token == tl.load(table.eos_token_ids + table_row * stride.eos_token_ids + i, mask=valid, other=-2))
+        eos = eos | (token == tl.load(ends_ptr + i, mask=valid, other=-2))
     z = tl.load(value_logits_ptr + request * stride_value_logits_request + column, mask=valid & active, other=0.0)
     finite = tl.abs(z) <= 3.4028234e38  # NaN compares false
     unusable = active & (finite == 0) & ((eos == 0) | (mode == _VALUE_BIAS))
@@ -220,7 +222,13 @@ def _reweight(
     broken = tl.load(candidates.lost_mass + request, mask=valid, other=0.0)
     counted = faulty | (broken != broken)
     raw_z = tl.where(finite, tl.minimum(tl.maximum(z, 0.5 * _EOS_Z), 0.5 * _BIG), 0.0)
-    z = tl.where(eos, _EOS_Z, raw_z)
+    # What is left of the length without the answer.
+    answer_nats = (
+        tl.load(table.answer_length + table_row * stride.answer_length, mask=valid, other=0.0) * nats_per_token
+    )
+    span_nats = _softplus(raw_z) - answer_nats
+    span_z = tl.where(span_nats > 0, span_nats + tl.log(_one_minus_exp(tl.maximum(span_nats, _SMALLEST))), _EOS_Z)
+    z = tl.where(eos, _EOS_Z, tl.where(answer_nats > 0, tl.maximum(span_z, _EOS_Z), raw_z))
     z_min, z_max = _request_min(tl.where(active, z, _BIG)), _request_max(tl.where(active, z, -_BIG))
 
     # Values as shares of the request's range: w in [0, 1], from the bottom and from the top.
@@ -257,15 +265,19 @@ def _reweight(
     target_w = tl.minimum(tl.maximum(target_w, 0.0), 1.0)
     target_top_w = tl.minimum(tl.maximum(target_top_w, 0.0), 1.0)
     unmoved = (span < _SMALLEST_SHIFT) | (tl.abs(target_w - expected_w) * span <= _SMALLEST_SHIFT)
+    below_range, above_range = target_z <= z_min, target_z >= z_max
+    is_short_enough = above_range | ((below_range == 0) & (expected_w <= target_w))
+    is_long_enough = below_range | ((above_range == 0) & (expected_w >= target_w))
+    reached = ((mode == _LE_SOFT) & is_short_enough) | ((mode == _GE_SOFT) & is_long_enough)
     margin = tl.maximum(1 / tl.maximum(span, _SMALLEST_SHIFT) * _TARGET_MARGIN, _TARGET_MARGIN_SHARE)
     at_bottom, at_top = target_w < margin, target_top_w < margin
     target_w = tl.where(at_bottom, margin, tl.where(at_top, 1 - margin, target_w))
     target_top_w = tl.where(at_bottom, 1 - margin, tl.where(at_top, margin, target_top_w))
 
-    tilts_to_target = (mode <= _LENGTH_MUL) | (mode == _EQ_SOFT)
-    edge = (mode == _EQ_SOFT) & ((target_z <= z_min) | (target_z >= z_max))
+    tilts_to_target = (mode <= _LENGTH_MUL) | (mode >= _EQ_SOFT)
+    edge = (mode >= _EQ_SOFT) & (below_range | above_range)
     unguided = (mode == _MUL) & (scale <= 0)
-    guided = guided & (faulty == 0) & (unguided == 0) & (expected_value >= value_min)
+    guided = guided & (faulty == 0) & (unguided == 0) & (reached == 0) & (expected_value >= value_min)
     unsolved = guided & tilts_to_target & (unmoved == 0) & (edge == 0)
     tilt = _solve_tilt(log_q, w, top_w, active, target_w, target_top_w, unsolved)
     tilt = tl.where(mode == _CENTERED_EXP, scale * span, tilt)
@@ -283,7 +295,7 @@ def _reweight(
 
     # Constraints choose one candidate: of least cost; of equal costs the most probable, then the first.
     cost = tl.where(mode == _EQ, tl.abs(_softplus(z) - nats), z)
-    largest = ((mode == _GE) & (remaining > 0)) | ((mode == _EQ_SOFT) & (target_z >= z_max))
+    largest = ((mode == _GE) & (remaining > 0)) | ((mode >= _EQ_SOFT) & above_range)
     cost = tl.where(active, tl.where(largest, -z, cost), _BIG)
     tied = active & (cost == _request_min(cost))
     likely = tl.where(tied, q, -1.0)
@@ -414,7 +426,8 @@ def _launch(
     target_length: Tensor,
     counts_down: Tensor,
     faults: Tensor,
-    eos_token_ids: Tensor,
+    answer_length: Tensor,
+    ending_token_ids: Tensor,
     table_rows: Tensor | None,
     generated: Tensor | None,
     probs: Tensor | None,
@@ -422,7 +435,17 @@ def _launch(
     requests, columns = out.shape
     if requests == 0:
         return
-    table = _Table(table_mode, scale, nats_per_token, value_min, target_length, counts_down, faults, eos_token_ids)
+    table = _Table(
+        table_mode,
+        scale,
+        nats_per_token,
+        value_min,
+        target_length,
+        counts_down,
+        faults,
+        answer_length,
+        ending_token_ids,
+    )
     arguments = (
         Candidates(token_ids, candidate_probs, counts, status, lost_mass),
         value_logits,
@@ -431,7 +454,7 @@ def _launch(
         _Table(*map(row_stride, table)),
         table_rows,
         generated,
-        eos_token_ids.shape[1],
+        ending_token_ids.shape[1],
     )
     if probs is None:
         tile_requests = max(1, TILE // columns)
@@ -556,7 +579,8 @@ def reweight_scatter_unchecked(
         table.target_length,
         table.counts_down,
         table.faults,
-        table.eos_token_ids,
+        table.answer_length,
+        table.ending_token_ids,
     )
     _launch(backend, out, *candidates, value_logits, *columns, table_rows, generated, probs)
     return out

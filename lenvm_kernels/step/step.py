@@ -32,6 +32,7 @@ from lenvm_kernels.ops._common import (
 from lenvm_kernels.ops.catch_up import catch_up, empty_delta
 from lenvm_kernels.ops.expand_drafts import NODE_FIELDS, check_drafts, empty_nodes, expand_drafts
 from lenvm_kernels.ops.gather_requests import empty_requests, gather_requests_unchecked
+from lenvm_kernels.ops.limit_span import limit_span
 from lenvm_kernels.ops.pack_drafts import empty_trees, pack_drafts, tree_columns
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter_unchecked
 from lenvm_kernels.ops.sample_candidates import sample_candidates_unchecked
@@ -201,6 +202,7 @@ class GuidedStep:
         # What the host knows of the requests, to leave out launches that none of them needs.
         self._scaled_rows: set[int] = set()
         self._value_rows: set[int] = set()
+        self._span_rows: set[int] = set()
         self._delta_starts = torch.arange(max_requests, dtype=torch.int32, device=device) * max_delta
         # What a forward reads has its place, where a graph looks for it. The constants spare variants of kernels.
         nodes = 1 + max_drafts
@@ -230,6 +232,7 @@ class GuidedStep:
         *,
         prompt_len: int = 0,
         seed: int = 0,
+        span_ended: bool = False,
     ) -> None:
         """Admit a request into a row of the slot table. The device hears of it at the next call.
 
@@ -242,15 +245,28 @@ class GuidedStep:
             known = {t: scale for t, scale in params.token_temperature_scale.items() if t < self.vocab_size}
             stride = params.value_stride or self.value_stride
             params = replace(params, token_temperature_scale=known, value_stride=stride)
-        self.table.add_request(table_row, params, eos_token_ids, prompt_len=prompt_len, seed=seed)
-        scales, wants_values = (params.token_temperature_scale, params.return_values) if params else ({}, False)
-        (self._scaled_rows.add if scales else self._scaled_rows.discard)(table_row)
-        (self._value_rows.add if wants_values else self._value_rows.discard)(table_row)
+        self.table.add_request(
+            table_row, params, eos_token_ids, prompt_len=prompt_len, seed=seed, span_ended=span_ended
+        )
+        asked = GuidanceParams() if params is None else params
+        for rows, is_one in (
+            (self._scaled_rows, asked.token_temperature_scale),
+            (self._value_rows, asked.return_values),
+            (self._span_rows, asked.end_token_ids),
+        ):
+            (rows.add if is_one else rows.discard)(table_row)
         self._history.forget(table_row)
 
     def remove_request(self, table_row: int) -> None:
         """Make a row unguided when its request leaves. A row that :meth:`add_request` fills again need not be."""
         self.add_request(table_row, None, set())
+
+    def restart_request(self, table_row: int) -> None:
+        """Forget what the value model has computed of a request, because its slots were taken.
+
+        :meth:`extend` tells its tokens anew. All else that is known of it stays.
+        """
+        self._history.forget(table_row)
 
     def flush(self) -> None:
         """Send to the device what it has to know of requests that came and left, as every other call does.
@@ -276,6 +292,46 @@ class GuidedStep:
             columns = self.table.columns
             scales = columns.token_scales[table_rows].to(logits.dtype)
             logits.scatter_reduce_(1, columns.scaled_token_ids[table_rows], scales, "prod")
+
+    @torch.no_grad()
+    def limit_spans(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        table_rows: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        new_lens: torch.Tensor | None = None,
+        drafts: Drafts | None = None,
+    ) -> None:
+        """Keep open spans (``end_token_ids``) from ending the sequence, and end those at their ``hard_limit``.
+
+        In ``logits``, in place, before all else that reads them but :meth:`scale_tokens`. Arguments and errors are
+        those of :meth:`step`, whose next call follows; it need not follow where nobody is guided.
+        """
+        if self._span_rows:
+            self._limit_spans(logits, tokens, table_rows, lengths, new_lens, drafts)
+
+    def _limit_spans(
+        self,
+        logits: torch.Tensor | None,
+        tokens: torch.Tensor,
+        table_rows: torch.Tensor,
+        lengths: torch.Tensor,
+        new_lens: torch.Tensor | None,
+        drafts: Drafts | None,
+    ) -> torch.Tensor:
+        """bool, a node: the span has ended there."""
+        return limit_span(
+            logits,
+            self.table.columns,
+            (tokens[:, None] if tokens.dim() == 1 else tokens).long(),
+            table_rows.long(),
+            lengths,
+            new_lens=new_lens,
+            drafts=drafts,
+            backend=self.backend,
+        )
 
     @torch.no_grad()
     def extend(
@@ -436,11 +492,16 @@ class GuidedStep:
         tokens, table_rows = tokens.long(), table_rows.long()
         drawn = None if drawn is None else drawn.int()
 
+        span_ended = None
+        if self._span_rows:
+            span_ended = self._limit_spans(None, tokens, table_rows, lengths, new_lens, drafts)
         requests = self._gather(tokens, table_rows, lengths, new_lens, active, backend)
         if drafts is not None:
             all_nodes = self._rows(requests.due.shape[0], nodes).nodes
             requests = expand_drafts(requests, drafts, out=all_nodes, backend=backend)
         known = self._rows(b, nodes).nodes
+        if drafts is not None and span_ended is not None:
+            known.guided.logical_and_(~span_ended)
         candidates = topk_candidates(
             scores,
             top_k=top_k,
@@ -679,7 +740,7 @@ class GuidedStep:
         return select_scored_unchecked(
             candidates,
             requests,
-            self.table.columns.eos_token_ids,
+            self.table.columns.ending_token_ids,
             drawn=self._rows(candidates.counts.shape[0] // nodes, nodes).none_drawn if drawn is None else drawn,
             sample=sample,
             score_all=self.score_all,

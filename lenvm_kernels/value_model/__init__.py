@@ -1,7 +1,28 @@
 """The value model: its checkpoint, the tokens of a forward, and the forward."""
 
-from lenvm_kernels.value_model.checkpoint import HEAD_FILE, ValueModelConfig
-from lenvm_kernels.value_model.model import ValueModel
-from lenvm_kernels.value_model.ragged_batch import KVCache, RaggedBatch
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["HEAD_FILE", "KVCache", "RaggedBatch", "ValueModel", "ValueModelConfig"]
+if TYPE_CHECKING:
+    from lenvm_kernels.value_model.checkpoint import HEAD_FILE as HEAD_FILE
+    from lenvm_kernels.value_model.checkpoint import ValueModelConfig as ValueModelConfig
+    from lenvm_kernels.value_model.lenvm_config import LenVMConfig as LenVMConfig
+    from lenvm_kernels.value_model.model import ValueModel as ValueModel
+    from lenvm_kernels.value_model.ragged_batch import KVCache as KVCache
+    from lenvm_kernels.value_model.ragged_batch import RaggedBatch as RaggedBatch
+
+# Imported when first used: an engine's front end reads a model's configuration without the operators.
+_MODULES = {
+    "HEAD_FILE": "checkpoint",
+    "KVCache": "ragged_batch",
+    "LenVMConfig": "lenvm_config",
+    "RaggedBatch": "ragged_batch",
+    "ValueModel": "model",
+    "ValueModelConfig": "checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

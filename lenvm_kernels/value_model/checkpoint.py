@@ -19,6 +19,10 @@ ARCHITECTURES = ("qwen2", "qwen3", "llama")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 HEAD_FILE = "value_head.safetensors"
 
+# What tensors' names begin with, in this order: as the trainer of the paper's code wraps the model, as transformers
+# names what is below a language model's head, and the part of a vision-language model that reads text.
+PREFIXES = ("pretrained_model.", "model.", "language_model.")
+
 # A file with the value head, or its tensors.
 Head = str | os.PathLike | Mapping[str, torch.Tensor]
 
@@ -204,18 +208,22 @@ def with_head(tensors: Mapping[str, torch.Tensor], head: Head | None) -> dict[st
 
 
 def checked_tensors(config: ValueModelConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Exactly the tensors the architecture needs, by their names without the prefix ``model.``."""
+    """Exactly the tensors the architecture needs, by their names without :data:`PREFIXES`."""
     shapes = config.tensor_shapes()
-    named = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    named: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if (short := _without_prefixes(name)) in named:
+            raise ValueError(f"the checkpoint must hold each tensor once, got {name} and another {short}")
+        named[short] = tensor
     if config.tied_embeddings and "embed_tokens.weight" not in named and "lm_head.weight" in named:
         named["embed_tokens.weight"] = named["lm_head.weight"]  # tied weights are saved once, under either name
     missing = [name if name.startswith("v_head.") else f"model.{name}" for name in shapes if name not in named]
     unexpected = [
         name
         for name in tensors
-        if name.removeprefix("model.") not in shapes
-        and not name.startswith("lm_head.")
-        and not name.endswith("rotary_emb.inv_freq")
+        if (short := _without_prefixes(name)) not in shapes
+        and not short.startswith("lm_head.")
+        and not short.endswith("rotary_emb.inv_freq")
     ]
     if missing or unexpected:
         parts = [f"missing {_few(missing)}"] * bool(missing) + [f"unexpected {_few(unexpected)}"] * bool(unexpected)
@@ -230,6 +238,12 @@ def checked_tensors(config: ValueModelConfig, tensors: Mapping[str, torch.Tensor
                 f"{list(tensor.shape)}"
             )
     return {name: named[name] for name in shapes}
+
+
+def _without_prefixes(name: str) -> str:
+    for prefix in PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
 
 
 def _few(names: list[str], limit: int = 5) -> str:

@@ -26,6 +26,7 @@ from lenvm_kernels.ops.value_tree_attention import num_counters as attention_cou
 from lenvm_kernels.ops.value_tree_attention import plan_attention, value_tree_attention
 from lenvm_kernels.value_model.cache_scales import key_and_value_bounds, scales_of
 from lenvm_kernels.value_model.checkpoint import Head, ValueModelConfig, checked_tensors, read_checkpoint, with_head
+from lenvm_kernels.value_model.lenvm_config import DISCOUNTED_RETURN, LenVMConfig
 from lenvm_kernels.value_model.ragged_batch import KVCache, RaggedBatch
 
 # Counters that launches of a forward share, one launch at a time: those of a prompt of 64k tokens, or of 4,096 requests
@@ -61,16 +62,18 @@ class ValueModel:
     Args:
         config: the architecture.
         tensors: weights by their names in a checkpoint (``model.layers.0.self_attn.q_proj.weight``, ...,
-            ``v_head.fc.weight``; the prefix ``model.`` may be absent). ``lm_head.*`` and ``*.rotary_emb.inv_freq`` are
-            ignored. Tensors that already have the dtype and device are shared, not copied, except the projections
-            that are fused (q, k, v and gate, up). The weight of the norm before a fused projection is multiplied into
-            it, in fp32 and rounded once.
+            ``v_head.fc.weight``; the prefix ``model.`` may be absent or ``model.language_model.``, and
+            ``pretrained_model.`` may stand before it). ``lm_head.*`` and ``*.rotary_emb.inv_freq`` are ignored. Tensors
+            that already have the dtype and device are shared, not copied, except the projections that are fused (q, k,
+            v and gate, up). The weight of the norm before a fused projection is multiplied into it, in fp32 and rounded
+            once.
         dtype: float32, bfloat16 or float16; default that of the embedding.
         device: default that of the embedding.
         weights: ``fp8`` keeps the matrices of the layers in 8 bits, float8_e4m3fn with a scale for each row
             (:func:`quantize_weight`), which is half the bytes that a small batch reads. On a GPU ``dtype`` then has to
             be bfloat16 or float16, and NVIDIA's GPUs sm_89 or newer. Embedding and value head keep ``dtype``. ``None``:
             all do.
+        lenvm_config: what the head was trained to predict, and its gamma; default ``LenVMConfig()``. An attribute.
 
     Raises:
         ValueError: missing or unexpected tensors, a wrong shape, or an unsupported dtype, all by name; ``weights`` that
@@ -96,10 +99,11 @@ class ValueModel:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         weights: str | None = None,
+        lenvm_config: LenVMConfig | None = None,
     ) -> None:
         tensors = checked_tensors(config, tensors)
         embedding = tensors["embed_tokens.weight"]
-        self.config = config
+        self.config, self.lenvm_config = config, lenvm_config or LenVMConfig()
         self.dtype = dtype or embedding.dtype
         self.device = embedding.device if device is None else torch.empty(0, device=device).device
         if self.dtype not in FLOAT_DTYPES:
@@ -194,6 +198,7 @@ class ValueModel:
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         weights: str | None = None,
+        gamma: float | None = None,
     ) -> ValueModel:
         """Load a value model from a Hugging Face directory, or from a GGUF file through ``transformers``.
 
@@ -207,18 +212,27 @@ class ValueModel:
             device: where to put the weights.
             weights: ``fp8`` keeps the matrices of the layers in 8 bits, as in :class:`ValueModel`. They are made one by
                 one, so that no second model is in the device's memory meanwhile.
+            gamma: in place of that of ``lenvm_config.json`` (:meth:`LenVMConfig.read`), which is read if it is there.
 
         Raises:
             FileNotFoundError: no directory, configuration or safetensors there.
             ValueError: an unsupported architecture, or missing, unexpected or misshapen tensors, by name; ``weights``
-                as in :class:`ValueModel`.
+                as in :class:`ValueModel`; a ``gamma`` or ``lenvm_config.json`` that :class:`LenVMConfig` refuses.
             ImportError: a GGUF file without the packages that read it.
         """
+        lenvm_config = LenVMConfig.read(path, gamma)
         config, tensors = read_checkpoint(path, head)
-        return cls(config, tensors, dtype=dtype, device=device, weights=weights)
+        return cls(config, tensors, dtype=dtype, device=device, weights=weights, lenvm_config=lenvm_config)
 
     @classmethod
-    def from_causal_lm(cls, model: torch.nn.Module, head: Head, *, weights: str | None = None) -> ValueModel:
+    def from_causal_lm(
+        cls,
+        model: torch.nn.Module,
+        head: Head,
+        *,
+        weights: str | None = None,
+        lenvm_config: LenVMConfig | None = None,
+    ) -> ValueModel:
         """Put a value head on a loaded ``transformers`` causal language model, keeping its dtype and device.
 
         The embedding and the unfused projections are the model's own memory; the fused ones are copies, so that later
@@ -227,11 +241,13 @@ class ValueModel:
         Args:
             model: a Qwen2, Qwen3 or Llama model of ``transformers``.
             head, weights: as in :meth:`from_pretrained`.
+            lenvm_config: as in :class:`ValueModel`.
 
         Raises:
             ValueError: as :meth:`from_pretrained`.
         """
-        return cls(ValueModelConfig.from_hf(model.config), with_head(model.state_dict(), head), weights=weights)
+        config, tensors = ValueModelConfig.from_hf(model.config), with_head(model.state_dict(), head)
+        return cls(config, tensors, weights=weights, lenvm_config=lenvm_config)
 
     @torch.no_grad()
     def forward(
@@ -255,7 +271,9 @@ class ValueModel:
             backend: of the operators, see :func:`lenvm_kernels.ops._common.resolve_backend`.
 
         Returns:
-            ``z``, fp32 [B, K]: the value logit of each candidate, 0 in padding.
+            ``z``, fp32 [B, K]: the value logit of each candidate, 0 in padding. Of a head that predicts lengths in
+            another form, that of the same length (:meth:`LenVMConfig.value_logits`): the gamma that counts is the
+            model's, and a request that names another stretches lengths, as it does with any model.
 
             Where a token id is outside the model's vocabulary (base models pad theirs further), the value is NaN, and
             any other value of the same request may be; other requests are not touched.
@@ -268,7 +286,10 @@ class ValueModel:
             before_head()
         layout = batch.layout
         z = self._run_head(hidden, square_sums, layout.head_rows, layout.head_targets, backend)
-        return z.view(layout.candidate_rows.shape)
+        z = z.view(layout.candidate_rows.shape)
+        if self.lenvm_config.target_form == DISCOUNTED_RETURN:
+            return z
+        return self.lenvm_config.value_logits(z).masked_fill(layout.candidate_rows < 0, 0.0)
 
     def cache_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Scales of keys and of values for a cache in e4m3, fp32 ``[num_layers, Hkv]`` each: from the weights alone

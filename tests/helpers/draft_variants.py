@@ -11,8 +11,10 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from bench.launches import intercept_launches, targeting
+from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.ops.expand_drafts import expand_drafts
 from lenvm_kernels.ops.gather_requests import empty_requests
+from lenvm_kernels.ops.limit_span import limit_span
 from lenvm_kernels.ops.pack_drafts import pack_drafts
 from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.ops.verify_drafts import verify_drafts
@@ -29,6 +31,12 @@ def calls(name, rows, with_drafts, drafts, changed):
     numbers = torch.zeros(rows * (1 + drafts), dtype=torch.int32)
     if name == "expand_drafts":
         expand_drafts(empty_requests(rows, CPU), some, backend="triton")
+    elif name == "limit_span":
+        # A table is of one size as long as an engine runs.
+        table, tokens = GuidanceTable(40, CPU), changed(torch.zeros(with_drafts, 2, dtype=torch.int64))
+        lens, of_rows = (changed(torch.zeros(with_drafts, dtype=dtype)) for dtype in (torch.int32, torch.int64))
+        logits = changed(torch.zeros(with_drafts * (1 + drafts), 50))
+        limit_span(logits, table, tokens, of_rows, lens, new_lens=lens, drafts=some, backend="triton")
     elif name == "pack_drafts":
         scored = ScoredCandidates(numbers[:, None].repeat(1, 4), numbers, numbers, numbers.bool())
         pack_drafts(scored, some, backend="triton")

@@ -79,6 +79,7 @@ def _elementwise(seed: int, name: str) -> Callable:
         with np.errstate(all="ignore"):
             value = value_of(*operands)
             error = (ulps - 0.5) * np.spacing(np.abs(value.astype(np.float32))).astype(np.float64)
+            error = np.minimum(error, np.abs(value))  # a GPU gives no result of the other sign
             inexact = np.isfinite(error) & (value != 0) & (value != 1)  # a GPU gives 0 and 1 exactly
             result = (value + np.where(inexact, error * _noise(seed, name, *operands), 0)).astype(np.float32)
         return interpreter.TensorHandle(_flush(result) if flush_result else result, handles[0].dtype.scalar)

@@ -112,6 +112,28 @@ def running_speculation(folder, name, *options, plugin=True, algorithm="STANDALO
     return running_server(folder, name, "--chunked-prefill-size", "32", *options, plugin=plugin, **env)
 
 
+def check_spans(prompts, results, steps, ends, limit):
+    """Each output has one of ``ends`` at the ``limit`` at the latest, and was guided up to it; returns the places."""
+    places = []
+    for prompt, result in zip(prompts, results, strict=True):
+        places.append(min(i for i, token in enumerate(result["output_ids"]) if token in ends))
+        rows = [row for step in steps for row in step["rows"] if row["rid"] == result["meta_info"]["id"]]
+        rows = [row for row in rows if row["length"] >= len(prompt)]  # others are of chunks of the prompt
+        open_rows = [row for row in rows if row["length"] <= len(prompt) + places[-1]]
+        print(
+            len(prompt),
+            places,
+            limit,
+            [(r["length"] - len(prompt), r["status"], r["token"]) for r in rows],
+            result["output_ids"],
+        )
+        assert len(open_rows) == places[-1] + 1 and Status.UNGUIDED not in {row["status"] for row in open_rows}
+        assert {row["status"] for row in rows if row not in open_rows} <= {Status.UNGUIDED}
+        assert places[-1] < limit or result["output_ids"][limit] == ends[0]
+    assert max(places) == limit
+    return places
+
+
 def values_from_scratch(folder, sequences):
     """The value logit at the last token of each sequence, by ``transformers``."""
     model = AutoModelForCausalLM.from_pretrained(folder / "value", dtype=torch.float32).eval()

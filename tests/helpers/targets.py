@@ -23,17 +23,20 @@ def target_of(table, q, z):
     above = mean + (s - 1) * (high - mean)
     below = mean - (1 - s) * (mean - low)
     one_minus_u = (q * (high[:, None] - v)).sum(1) / (high - low)  # keeps its digits where u is within 1e-16 of 1
+    soft = -torch.expm1(-table.target_length.double() * table.nats_per_token.double())
     target = {
         Mode.MUL: s * mean,
         Mode.LINEAR: torch.where(s >= 1, above, below),
         Mode.EXP: low + (1 - one_minus_u**s) * (high - low),
         Mode.LENGTH_MUL: 1 - (1 - mean) ** s,
-        Mode.EQ_SOFT: -torch.expm1(-table.target_length.double() * table.nats_per_token.double()),
+        Mode.EQ_SOFT: soft,
+        Mode.GE_SOFT: torch.maximum(mean, soft),
+        Mode.LE_SOFT: torch.minimum(mean, soft),
     }
     target = sum(torch.where(mode == m, t, 0.0) for m, t in target.items())
     target = target.clamp(low, high)
     left_alone = (high - low < 1e-8) | ((target - mean).abs() < 1e-8)
     margin = (1e-6 * (high - low)).clamp(min=1e-12)
-    edge = (mode == Mode.EQ_SOFT) & ((target == low) | (target == high))
+    edge = (mode >= Mode.EQ_SOFT) & ((target == low) | (target == high))
     target = torch.where(edge, target, target.clamp(low + margin, high - margin))
     return torch.where(left_alone & ~edge, mean, target)

@@ -62,6 +62,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         "prompt_len": draws.integers("prompt_len", rows, low=0, high=100_000),
         "seed": draws.bits("seed", rows),
         "value_stride": draws.choose("value_stride", rows, values=[1, 1, 2, 3, 2**31 - 1]),
+        "span_ended": draws.chance("span_ended", rows, of=0.2),
         "faults": draws.integers("faults", rows, low=0, high=9),
     }
     for name, values in columns.items():
@@ -177,7 +178,7 @@ def _reference(**arguments) -> StepRequests:
 
 def classes(given: Inputs) -> dict[str, Tensor]:
     table, rows = given.arguments["table"], given.arguments["table_rows"]
-    is_guided = table.mode[rows] != Mode.UNGUIDED
+    is_guided = (table.mode[rows] != Mode.UNGUIDED) & ~table.span_ended[rows]
     found = {"guided": is_guided, "asks for lengths": table.return_values[rows], "not active": ~given.is_active}
     history = given.arguments.get("history")
     if history is None:

@@ -1,4 +1,4 @@
-"""``reweight_scatter``: every mode in one batch, ties, broken values, rows that are hard to tilt."""
+"""``reweight_scatter``: every mode in one batch, ties, broken values, answers, rows that are hard to tilt."""
 
 import math
 from collections.abc import Mapping
@@ -12,18 +12,22 @@ from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, 
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
+from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
 from lenvm_kernels.ops._common import INTERPRETED
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.types import Candidates, Mode, Status
 
-TILTING = (Mode.MUL, Mode.LINEAR, Mode.EXP, Mode.LENGTH_MUL, Mode.EQ_SOFT)
+TILTING = (Mode.MUL, Mode.LINEAR, Mode.EXP, Mode.LENGTH_MUL, Mode.EQ_SOFT, Mode.GE_SOFT, Mode.LE_SOFT)
 # A root is found to so much of the range of values; where values crowd, that moves the probabilities by as many times
-# more as they are sensitive to it. Targets and exponents are computed in fp32, with an error of so much of their size.
+# more as they are sensitive to it. Targets, exponents and lengths of which an answer is taken off are computed in fp32,
+# with an error of so much of their size.
 ROOT_SHARE = 4e-6
-TARGET_WIDTH = 2.0**-21
+TARGET_WIDTH = LENGTH_WIDTH = 2.0**-21
 EXPONENT_ERROR = 1e-6
 # What is promised of every row that is tilted to a target: its expected value, however hard the row.
 EXPECTED_VALUE_ERROR = 1e-5
+# Value logits of which an answer is taken off are multiples of it: what fp32 leaves of them is in the same order.
+ANSWERED_STEP = 2.0**-6
 SPARE_ROWS = 3  # of the table, which no row of the batch uses
 UNTOUCHED = 0.125
 
@@ -78,12 +82,17 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     eos = torch.where(eos_column >= 0, ids.gather(1, eos_column.clamp(min=0)), -2)
     eos = torch.where((eos_column < -k) & (eos_column % 2 == 0), 0, eos)
     columns["eos_token_ids"] = eos.int()
+    # So may be one or two tokens that end the span.
+    end_column = draws.integers("span end column", rows, 2, low=-3 * k, high=k - 1)
+    ends = torch.where(end_column >= 0, ids.gather(1, end_column.clamp(min=0)), -2)
+    columns["span_end_token_ids"] = torch.nn.functional.pad(ends, (0, MAX_SPAN_ENDS - 2), value=-2)
     table_rows = (
         draws.rows(len(rows)) if options["table_rows"] == "none" else draws.places("table_rows", rows, SPARE_ROWS)
     )
     table = GuidanceTable(len(rows) + SPARE_ROWS, device, max_eos=2)
     table.mode[:] = int(Mode.VALUE_BIAS)  # the spare rows': what reads them shows
     table.scale[:] = 3.0
+    table.answer_length[:] = 40.0
     for name, values in columns.items():
         column = getattr(table, name)
         column[table_rows] = values.to(column.dtype)
@@ -114,6 +123,8 @@ def usual_rows(draws: Draws, rows, k: int) -> tuple[Tensor, Tensor, dict[str, Te
     z = draws.normal("z", rows, k) * pick("spread of z", 0.3, 2.0, 10.0)[:, None]
     z = z + pick("shift of z", 0.0, 3.0, -3.0, 25.0)[:, None]
     z = torch.where(pick("ties of z", False, True)[:, None], z.round(), z)
+    answer = pick("answer_length", 0.0, 0.0, 0.0, 1.0, 10.0, 100.0)
+    z = torch.where(answer[:, None] > 0, (z / ANSWERED_STEP).round() * ANSWERED_STEP, z)
 
     mode = draws.integers("mode", rows, low=0, high=len(Mode) - 1)
     has_target = mode >= Mode.EQ
@@ -125,6 +136,7 @@ def usual_rows(draws: Draws, rows, k: int) -> tuple[Tensor, Tensor, dict[str, Te
         "value_min": pick("value_min", -math.inf, -math.inf, 0.2, 0.7),
         "target_length": torch.where(has_target, target, 0.0),
         "counts_down": has_target & pick("counts_down", False, True),
+        "answer_length": answer,
     }
     return p.float(), z.float(), columns
 
@@ -162,7 +174,8 @@ def hard_rows(draws: Draws, rows, k: int) -> tuple[Tensor, Tensor, dict[str, Ten
         "mode": mode,
         "scale": 10 ** uniform("scale", -2, 0.7),
         "nats_per_token": torch.full_like(target_value, -math.log(gamma)),
-        "target_length": torch.where(mode == Mode.EQ_SOFT, torch.log1p(-target_value) / math.log(gamma), 0.0),
+        "target_length": torch.where(mode >= Mode.EQ_SOFT, torch.log1p(-target_value) / math.log(gamma), 0.0),
+        "answer_length": torch.zeros_like(target_value),
     }
     return (p / p.sum(1, keepdim=True)).float(), torch.logit(v).float(), columns
 
@@ -205,8 +218,10 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
     tilted = is_tilting(mode)
     relative, absolute = TOLERANCE["reweight_scatter"][torch.float32]
     moved = (upper - expected).abs() + (lower - expected).abs() + conditioning(given, v, expected)
-    moved = moved.masked_fill(~tilted[:, None], 0.0)
+    bent = tilted | ((mode == Mode.CENTERED_EXP) & (given.table.answer_length[given.table_rows] > 0))
+    moved = moved.masked_fill(~bent[:, None], 0.0)
     mean, expected_mean = (torch.where(tilted, (p.double() * v).sum(1), 0.0) for p in (result.guided, expected))
+    expected = torch.where(is_as_near(given, result.guided, expected)[:, None], result.guided.double(), expected)
     spare = result.spare_faults
     found = [
         differs("faults", result.faults, faults),
@@ -235,11 +250,12 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
 
 
 def _reference(given: Inputs, width: float) -> tuple[Tensor, Tensor]:
-    """In fp64: guided probabilities and faults, where scales and target lengths are larger by a share of ``width``."""
+    """In fp64: guided probabilities and faults, where scales and lengths asked for are larger by ``width``."""
     candidates = given.candidates._replace(probs=given.candidates.probs.double())
     table = given.table.columns._replace(
         scale=given.table.scale.double() * (1 + width),
         target_length=given.table.target_length.double() * (1 + width),
+        answer_length=given.table.answer_length.double() * (1 + width),
         faults=given.table.faults.clone(),
     )
     arguments = {name: x for name, x in given.arguments.items() if name != "probs"}
@@ -256,32 +272,69 @@ def is_tilting(mode: Tensor) -> Tensor:
 
 
 def is_eos(given: Inputs) -> Tensor:
-    """bool ``[B, K]``: candidates that end the sequence."""
-    eos = given.table.eos_token_ids[given.table_rows]
-    return (given.candidates.token_ids[:, :, None] == eos[:, None]).any(2)
+    """bool ``[B, K]``: candidates that end the sequence, or the span."""
+    ends = given.table.ending_token_ids[given.table_rows]
+    return (given.candidates.token_ids[:, :, None] == ends[:, None]).any(2)
+
+
+def lengths_of(given: Inputs) -> tuple[Tensor, Tensor]:
+    """fp64 in nats, ``-ln(1 - v)``: of the candidates without the answers ``[B, K]``, and of the answers ``[B, 1]``."""
+    answer = _column(given, "answer_length") * _column(given, "nats_per_token")
+    nats = torch.nn.functional.softplus(given.value_logits.double().nan_to_num(0.0))
+    return torch.where(is_eos(given), 0.0, (nats - answer).clamp(min=0)), answer
 
 
 def values_of(given: Inputs) -> Tensor:
-    """fp64 ``[B, K]``."""
-    return torch.where(is_eos(given), 0.0, torch.sigmoid(given.value_logits.double().nan_to_num(0.0)))
+    """fp64 ``[B, K]``, without the answers."""
+    return -torch.expm1(-lengths_of(given)[0])
+
+
+def is_as_near(given: Inputs, guided: Tensor, expected: Tensor) -> Tensor:
+    """bool ``[B]``: requests of mode ``eq`` with a candidate as near the target as the one expected, as fp32 tells."""
+    remaining = _column(given, "target_length")
+    if "generated" in given.arguments:
+        left = (remaining - given.arguments["generated"].double()[:, None]).clamp(min=0)
+        remaining = torch.where(_column(given, "counts_down") > 0, left, remaining)
+    target, lengths = remaining * _column(given, "nats_per_token"), lengths_of(given)[0]
+    distance = (lengths - target).abs()
+    farther = ((guided.double() - expected) * distance).sum(1).abs()
+    error = ((guided.double() + expected) * (lengths + target)).sum(1) * LENGTH_WIDTH
+    is_one = (guided.amax(1) == 1) & (expected.amax(1) == 1)
+    return (_column(given, "mode")[:, 0] == Mode.EQ) & is_one & (farther <= error)
+
+
+def _column(given: Inputs, name: str) -> Tensor:
+    """fp64 ``[B, 1]``: of the table, by request."""
+    return getattr(given.table, name)[given.table_rows].double()[:, None]
 
 
 def conditioning(given: Inputs, v: Tensor, expected: Tensor) -> Tensor:
     """``[B, K]``: how far a root found to ROOT_SHARE of the range and fp32 exponents may move tilted probabilities.
 
     A shift of ``E[w]``, the expected share of the range of values, moves ``p_i`` by ``p_i |w_i - E[w]| / Var[w]`` times
-    as much; an error of its exponent by ``p_i`` times as much.
+    as much; an error of its exponent by ``p_i`` times as much. Where an answer is taken off, the lengths have an error,
+    which makes one of ``w``, and of the exponents as many times more as these are larger than ``w``.
     """
     listed = expected > 0
-    low, high = torch.where(listed, v, 2.0).amin(1, keepdim=True), torch.where(listed, v, -1.0).amax(1, keepdim=True)
+    # The range has those, too, of whom nothing is left in fp64.
+    is_there = given.candidates.probs > 0
+    low, high = (
+        torch.where(is_there, v, 2.0).amin(1, keepdim=True),
+        torch.where(is_there, v, -1.0).amax(1, keepdim=True),
+    )
     span = (high - low).clamp(min=1e-12)
     w = torch.where(listed, (v - low) / span, 0.0)
     deviation = (w - (expected * w).sum(1, keepdim=True)).abs()
     variance = (expected * deviation**2).sum(1, keepdim=True).clamp(min=1e-12)
     ratio = torch.where(listed, expected / given.candidates.probs.double(), 0.0).log()
     exponent = torch.where(listed, ratio.amax(1, keepdim=True) - ratio, 0.0)  # of the favoured candidate 0
-    moved = EXPONENT_ERROR * expected * exponent
-    shift = ROOT_SHARE + (moved * deviation).sum(1, keepdim=True)
+    nats, answer = lengths_of(given)
+    is_rounded = listed & ~is_eos(given) & (answer > 0)
+    wrong_by = torch.where(is_rounded, (1 - v) * (nats + 2 * answer) * LENGTH_WIDTH / span, 0.0)
+    wrong_by = wrong_by.amax(1, keepdim=True)
+    of_length = torch.where(exponent > 0, 2 * wrong_by * exponent.amax(1, keepdim=True), 0.0)
+    moved = expected * (EXPONENT_ERROR * exponent + of_length + (expected * of_length).sum(1, keepdim=True))
+    shift = ROOT_SHARE + wrong_by + (moved * deviation).sum(1, keepdim=True)
     return (expected * deviation / variance).amax(1, keepdim=True) * shift + moved
 
 
@@ -291,6 +344,7 @@ def classes(given: Inputs) -> dict[str, Tensor]:
     found = {f"mode {m.name.lower()}": guided & (mode == m) for m in Mode}
     found |= {f"status {s.name.lower()}": status == s for s in Status}
     found["end of sequence among the candidates"] = is_eos(given).any(1)
+    found["answer"] = guided & (given.table.answer_length[given.table_rows] > 0)
     found["value not finite"] = guided & (~given.value_logits.isfinite() & (given.candidates.probs > 0)).any(1)
     return found
 

@@ -1,0 +1,138 @@
+"""``lenvm_config.json`` beside a value model: what its training chose and its tensors do not say.
+
+The target forms are those of the paper's training code, LlamaFactory-LenVM in eric-ai-lab/Length-Value-Model. The
+discounted return is the paper's value; heads of the other two forms predict a length, or the logarithm of one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from lenvm_kernels.guidance.fields import DEFAULT_GAMMA
+
+CONFIG_FILE = "lenvm_config.json"
+DISCOUNTED_RETURN, LENGTH, LOG_LENGTH = TARGET_FORMS = ("discounted_return", "length", "log_length")
+SOFTPLUS, SIGMOID = ACTIVATIONS = ("softplus", "sigmoid")
+# So that the logarithm of a length that fp32 rounds to 0 is finite.
+_LEAST_NATS = 1e-37
+
+
+@dataclass(frozen=True)
+class LenVMConfig:
+    """What turns the output ``x`` of a value head into a length ``l`` in tokens.
+
+    | ``target_form`` | length |
+    | --- | --- |
+    | ``discounted_return`` | ``l = softplus(x) / -ln(gamma)`` |
+    | ``length`` | ``l = length_normalizer * softplus(x)``, or ``sigmoid(x)`` for that ``length_activation`` |
+    | ``log_length`` | ``l = exp(x)``; the training writes ``expm1(softplus(x))``, which is the same |
+
+    Attributes:
+        gamma: the discount, > 0 and < 1; None if it is not known, where :data:`DEFAULT_GAMMA` is taken. Of the other
+            two forms it is the discount of the values that their lengths are made into, and any will do.
+        target_form: what the value head was trained to predict.
+        length_normalizer: tokens in which the form ``length`` counts, > 0.
+        length_activation: what the form ``length`` puts ``x`` through.
+
+    Raises:
+        ValueError: naming the field, what came and what is accepted.
+    """
+
+    gamma: float | None = None
+    target_form: str = DISCOUNTED_RETURN
+    length_normalizer: float = 1.0
+    length_activation: str = SOFTPLUS
+
+    def __post_init__(self) -> None:
+        if self.gamma is not None and not (_is_number(self.gamma) and 0 < self.gamma < 1):
+            raise ValueError(f"gamma must be a number > 0 and < 1, got {self.gamma!r}")
+        if self.target_form not in TARGET_FORMS:
+            raise ValueError(f"target_form must be one of {', '.join(TARGET_FORMS)}, got {self.target_form!r}")
+        if not (_is_number(self.length_normalizer) and 0 < self.length_normalizer < math.inf):
+            raise ValueError(f"length_normalizer must be a finite number > 0, got {self.length_normalizer!r}")
+        if self.length_activation not in ACTIVATIONS:
+            raise ValueError(
+                f"length_activation must be one of {', '.join(ACTIVATIONS)}, got {self.length_activation!r}"
+            )
+        if self.target_form != LENGTH:
+            for name, default in (("length_normalizer", 1.0), ("length_activation", SOFTPLUS)):
+                if getattr(self, name) != default:
+                    raise ValueError(
+                        f"{name} must be {default} or absent unless target_form is {LENGTH}, got "
+                        f"{getattr(self, name)!r} with {self.target_form}"
+                    )
+
+    @classmethod
+    def read(cls, path: str | os.PathLike, gamma: float | None = None) -> LenVMConfig:
+        """Of the value model at ``path``, from the file in its directory; the defaults if there is none.
+
+        Args:
+            path: a directory, or a ``.gguf`` file, beside which the file then lies.
+            gamma: in place of the file's.
+
+        Raises:
+            ValueError: naming the file and the field, what came and what is accepted.
+        """
+        path = Path(path)
+        file = (path.parent if path.suffix == ".gguf" else path) / CONFIG_FILE
+        config = cls._of_file(file) if file.is_file() else cls()
+        return config if gamma is None else replace(config, gamma=gamma)
+
+    @classmethod
+    def _of_file(cls, file: Path) -> LenVMConfig:
+        try:
+            given = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file} must be a JSON file: {error}") from error
+        if not isinstance(given, dict):
+            raise ValueError(f"{file} must hold a JSON object of fields, got {type(given).__name__}")
+        names = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in names:
+                close = difflib.get_close_matches(name, names, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"accepted are {', '.join(names)}"
+                raise ValueError(f"{name} in {file} is not a field; {hint}")
+        try:
+            return cls(**given)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+
+    def write(self, folder: str | os.PathLike) -> None:
+        """Into the directory of a value model, over what is there."""
+        of_all_forms = ("gamma", "target_form")
+        content = {k: x for k, x in asdict(self).items() if k in of_all_forms or self.target_form == LENGTH}
+        (Path(folder) / CONFIG_FILE).write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+    @property
+    def nats_per_token(self) -> float:
+        """``-ln(gamma)``."""
+        return -math.log(DEFAULT_GAMMA if self.gamma is None else self.gamma)
+
+    def value_logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Value logits ``z`` that stand for the lengths of a value head's outputs under ``gamma``.
+
+        ``sigmoid(z) = 1 - gamma^l``, so ``z = ln(expm1(-l ln(gamma)))``, written so that neither long nor short lengths
+        lose digits. Outputs of ``discounted_return`` are value logits themselves.
+        """
+        if self.target_form == DISCOUNTED_RETURN:
+            return outputs
+        if self.target_form == LOG_LENGTH:
+            lengths = outputs.exp()
+        else:
+            activation = F.softplus if self.length_activation == SOFTPLUS else torch.sigmoid
+            lengths = self.length_normalizer * activation(outputs)
+        nats = (self.nats_per_token * lengths).clamp(min=_LEAST_NATS)
+        return nats + torch.log(-torch.expm1(-nats))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,196 @@
+"""``lenvm_config.json``, and the value logits of heads that were trained to predict lengths."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
+from lenvm_kernels.guidance import GuidanceTable, parse_guidance
+from lenvm_kernels.value_model import KVCache, LenVMConfig, RaggedBatch, ValueModel
+from tests.helpers.models import random_pair, value_logits
+
+FORMS = {
+    "softplus": LenVMConfig(gamma=0.99, target_form="length", length_normalizer=100.0),
+    "sigmoid": LenVMConfig(gamma=0.9998, target_form="length", length_normalizer=4096.0, length_activation="sigmoid"),
+    "log_length": LenVMConfig(gamma=0.9, target_form="log_length"),
+}
+
+
+def trained_lengths(config, outputs):
+    """As the training's evaluation decodes them, in fp64."""
+    x = outputs.double()
+    if config.target_form == "log_length":
+        return torch.expm1(torch.nn.functional.softplus(x))
+    activation = {"softplus": torch.nn.functional.softplus, "sigmoid": torch.sigmoid}[config.length_activation]
+    return activation(x) * config.length_normalizer
+
+
+# --- the file ---
+
+
+def test_what_is_written_is_read(tmp_path):
+    for config in (LenVMConfig(), LenVMConfig(gamma=0.9), *FORMS.values()):
+        config.write(tmp_path)
+        assert LenVMConfig.read(tmp_path) == LenVMConfig.read(str(tmp_path / "model.gguf")) == config
+        assert LenVMConfig.read(tmp_path, gamma=0.95).gamma == 0.95
+        assert LenVMConfig.read(tmp_path, gamma=0.95).target_form == config.target_form
+
+
+def test_without_a_file(tmp_path):
+    assert LenVMConfig.read(tmp_path) == LenVMConfig() == LenVMConfig(None, "discounted_return", 1.0, "softplus")
+    assert LenVMConfig.read(tmp_path, gamma=0.95) == LenVMConfig(gamma=0.95)
+    assert LenVMConfig(gamma=None).nats_per_token == -math.log(0.997)
+    assert LenVMConfig(gamma=0.9).nats_per_token == -math.log(0.9)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"lenvm_config.json must be a JSON file: "),
+        ([0.9], r"lenvm_config.json must hold a JSON object of fields, got list"),
+        ({"gama": 0.9}, r"gama in .*lenvm_config.json is not a field; did you mean gamma\?"),
+        (
+            {"lam": 1},
+            r"lam in .* is not a field; accepted are gamma, target_form, length_normalizer, length_activation",
+        ),
+        ({"gamma": 1}, r"lenvm_config.json: gamma must be a number > 0 and < 1, got 1"),
+        ({"gamma": 0}, r"gamma must be a number > 0 and < 1, got 0"),
+        ({"gamma": math.nan}, r"gamma must be a number > 0 and < 1, got nan"),
+        ({"gamma": "0.9"}, r"gamma must be a number > 0 and < 1, got '0.9'"),
+        ({"target_form": "value"}, r"target_form must be one of discounted_return, length, log_length, got 'value'"),
+        ({"target_form": ["length"]}, r"target_form must be one of .*, got \['length'\]"),
+        ({"target_form": "length", "length_normalizer": 0}, r"length_normalizer must be a finite number > 0, got 0"),
+        ({"target_form": "length", "length_normalizer": math.inf}, r"length_normalizer must be .* > 0, got inf"),
+        ({"target_form": "length", "length_normalizer": True}, r"length_normalizer must be .* > 0, got True"),
+        ({"target_form": "length", "length_activation": "exp"}, r"must be one of softplus, sigmoid, got 'exp'"),
+        ({"length_normalizer": 2}, r"length_normalizer must be 1.0 or absent unless target_form is length, got 2 with"),
+        (
+            {"target_form": "log_length", "length_activation": "sigmoid"},
+            r"length_activation must be softplus or absent unless target_form is length, got 'sigmoid' with log_length",
+        ),
+    ],
+)
+def test_bad_files_are_named(tmp_path, content, message):
+    (tmp_path / "lenvm_config.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        LenVMConfig.read(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        ValueModel.from_pretrained(tmp_path)  # before it looks for weights
+
+
+# --- lengths ---
+
+
+def test_an_output_of_the_default_form_is_a_value_logit():
+    outputs = torch.tensor([-3.0, 0.5])
+    assert LenVMConfig(gamma=0.9).value_logits(outputs) is outputs
+
+
+@pytest.mark.parametrize("gamma", [0.5, 0.9, 0.997, 1 - 1e-6])
+@pytest.mark.parametrize("form", FORMS)
+def test_value_logits_stand_for_the_trained_lengths(form, gamma):
+    """From lengths of 1e-9 tokens to those of a million; fp32 keeps six digits."""
+    config = LenVMConfig(**{**vars(FORMS[form]), "gamma": gamma})
+    outputs = torch.linspace(-20, 14, 1001)
+    if form == "softplus":
+        outputs = torch.cat((outputs, torch.linspace(15, 10_000, 500)))
+    z = config.value_logits(outputs)
+    assert z.dtype == torch.float32
+    lengths = torch.nn.functional.softplus(z.double()) / -math.log(gamma)
+    torch.testing.assert_close(lengths, trained_lengths(config, outputs), rtol=5e-6, atol=0)
+    assert (z.diff() >= 0).all()
+
+
+def test_what_a_length_in_tokens_comes_to():
+    """By hand: ``gamma^10`` is left of the value after ten tokens."""
+    config = LenVMConfig(gamma=0.9, target_form="log_length")
+    value = config.value_logits(torch.tensor([10.0]).log()).sigmoid()
+    torch.testing.assert_close(value, torch.tensor([1 - 0.9**10]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_extreme_outputs(form):
+    """The shortest lengths stay finite and ordered; what is not finite shows."""
+    z = FORMS[form].value_logits(torch.tensor([-200.0, -40.0, -5.0, 2.0, math.nan]))
+    assert z[:4].isfinite().all() and (z[:4].diff() > 0).all() and z[4].isnan()
+    if form != "sigmoid":
+        assert FORMS[form].value_logits(torch.tensor([math.inf])).isinf()
+
+
+# --- the model and its adapter ---
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return random_pair("qwen2")
+
+
+@pytest.fixture
+def checkpoint(tmp_path, pair):
+    model, head = pair
+    model.save_pretrained(tmp_path)
+    save_file(head, tmp_path / "value_head.safetensors")
+    return tmp_path
+
+
+PROMPT, CANDIDATES = [5, 6, 7], [11, 12]
+
+
+def forward(value_model):
+    """Value logits of two candidates after a prompt, and of two columns of padding."""
+    i32 = lambda *x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
+    slots, padded = i32(1, 2, 3), i32(*CANDIDATES, -1, -1)[None]
+    batch = RaggedBatch.build(
+        i32(*PROMPT), slots, i32(0), i32(3), padded, i32(2), i32(0), slots[None], torch.zeros(1, dtype=torch.int64)
+    )
+    return value_model.forward(batch, KVCache.of_slots(value_model, 8))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_of_lengths_gives_value_logits(checkpoint, pair, form):
+    """Requests without a gamma of their own see the trained lengths, whatever the gamma of the model."""
+    config = FORMS[form]
+    config.write(checkpoint)
+    outputs = torch.stack([value_logits(*pair, torch.tensor([[*PROMPT, token]]))[0, -1] for token in CANDIDATES])
+    for gamma in (None, 0.95):
+        value_model = ValueModel.from_pretrained(checkpoint, gamma=gamma)
+        assert value_model.lenvm_config.gamma == (gamma or config.gamma)
+        z = forward(value_model)
+        assert z.dtype == torch.float32 and z[0, 2:].eq(0).all()
+        params = parse_guidance({"target_length": 9}, gamma=value_model.lenvm_config.gamma)
+        table = GuidanceTable.from_params([params], [{0}], "cpu")
+        lengths = table.remaining_lengths(torch.zeros(2, dtype=torch.int64), z[0, :2], torch.tensor(CANDIDATES))
+        torch.testing.assert_close(lengths.double(), trained_lengths(config, outputs), rtol=1e-4, atol=0)
+
+
+def test_a_model_of_returns_gives_what_its_head_computes(checkpoint, pair):
+    LenVMConfig(gamma=0.9).write(checkpoint)
+    z = forward(ValueModel.from_pretrained(checkpoint))
+    assert torch.equal(z, forward(ValueModel.from_pretrained(checkpoint, gamma=0.5)))
+    assert torch.equal(z, forward(ValueModel.from_causal_lm(*pair)))
+    of_lengths = ValueModel.from_causal_lm(*pair, lenvm_config=FORMS["log_length"])
+    assert not torch.allclose(z, forward(of_lengths))
+
+
+def test_requests_of_transformers_get_the_gamma_of_the_value_model(checkpoint, pair):
+    """A request's own goes before it."""
+    LenVMConfig(gamma=0.9).write(checkpoint)
+    guidance = [{"target_length": 9}, {"target_length": 9, "gamma": 0.8}, parse_guidance({"scale": 2, "gamma": 0.7})]
+    for given, first in ((None, 0.9), (0.95, 0.95)):
+        value_model = ValueModel.from_pretrained(checkpoint, gamma=given)
+        mask = torch.ones(3, 4, dtype=torch.int64)
+        processor = LenVMLogitsProcessor(pair[0], value_model, guidance, mask, max_new_tokens=4)
+        nats = processor._step.table.nats_per_token[:3]
+        torch.testing.assert_close(nats, -torch.tensor([first, 0.8, 0.7]).log())
+
+
+def test_the_default_gamma_of_a_request_is_checked_and_turns_values_into_lengths():
+    params = parse_guidance({"target_value": 0.5}, gamma=0.9)
+    assert params.gamma == 0.9 and params.target_length == pytest.approx(math.log(0.5) / math.log(0.9))
+    assert parse_guidance({"length_gamma": 0.8}, gamma=0.9).gamma == 0.8
+    assert parse_guidance({}, gamma=None).gamma == parse_guidance({"gamma": None}).gamma == 0.997
+    with pytest.raises(ValueError, match=r"gamma must be a finite number > 0 and < 1, got 1.5"):
+        parse_guidance({}, gamma=1.5)

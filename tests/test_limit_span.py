@@ -1,0 +1,426 @@
+"""``limit_span``: where spans have ended, which logits keep an open one from ending the sequence, which end it."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+
+from lenvm_kernels.fuzz.case import Case
+from lenvm_kernels.fuzz.check import operators
+from lenvm_kernels.fuzz.ops.limit_span import inputs
+from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
+from lenvm_kernels.ops import limit_span as ops
+from lenvm_kernels.ops.limit_span import limit_span
+from lenvm_kernels.types import Drafts
+from tests.helpers.cases import assert_right, cases
+from tests.helpers.drafts import BACKENDS, i32, listed, make_drafts, variants
+from tests.helpers.watch import Operators
+from tests.helpers.wrong_tensors import assert_refuses
+
+OUT, IN = -1e4, 2e4  # what is added to the logit of a token that is excluded, or forced
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def lists(logits, table, tokens, table_rows, lengths, *, new_lens=None, drafts=None):
+    """What has ended at each node, request by request. The logits and the table's ``span_ended`` are changed."""
+    nodes = 1 if drafts is None else 1 + drafts.token_ids.shape[1]
+    found = torch.zeros(len(tokens), nodes, dtype=torch.bool)
+    of_drafts = [[]] * len(tokens) if drafts is None else listed(drafts)
+    for i, (row, length, new) in enumerate(zip(table_rows.tolist(), lengths.tolist(), tokens.tolist(), strict=True)):
+        ends = [token for token in table.span_end_token_ids[row].tolist() if token >= 0]
+        if not ends:
+            continue
+        count = 1 if new_lens is None else min(max(new_lens[i].item(), 0), len(new))
+        prompt_len = table.prompt_len[row].item()
+        for j in range(count):
+            if length - count + j >= prompt_len and new[j] in ends:
+                table.span_ended[row] = True
+        paths = [[]]  # the drafts behind each node
+        for token, parent in of_drafts[i]:
+            paths.append([*paths[parent], token])
+        for node, path in enumerate(paths):
+            found[i, node] = table.span_ended[row].item() or any(token in ends for token in path)
+            if found[i, node] or logits is None:
+                continue
+            changes = {} if table.allows_eos[row] else dict.fromkeys(table.eos_token_ids[row].tolist(), OUT)
+            changes |= dict.fromkeys(ends, 0.0)
+            if length - prompt_len + len(path) >= table.hard_limit[row].item():
+                changes[ends[0]] = IN
+            for token, number in changes.items():
+                if 0 <= token < logits.shape[1]:
+                    logits[i * nodes + node, token] += number
+    return found.flatten()
+
+
+def copies(arguments, device="cpu"):
+    """The same arguments with logits and a column ``span_ended`` of their own."""
+    table, logits = (arguments[name] for name in ("table", "logits"))
+    table = table._replace(span_ended=table.span_ended.clone())
+    given = arguments | {"table": table, "logits": None if logits is None else logits.clone()}
+
+    def moved(x):
+        return x.to(device) if isinstance(x, torch.Tensor) else x and type(x)(*(y.to(device) for y in x))
+
+    return {name: moved(x) for name, x in given.items()}
+
+
+def drawn(requests, *, seed=0, device="cpu", **options):
+    """Arguments of the fuzzer."""
+    options = {name: values[0] for name, values in operators()["limit_span"].options.items()} | options
+    return inputs(Case("limit_span", seed, tuple(range(requests)), options), torch.device(device)).arguments
+
+
+def assert_as_lists(arguments, backend):
+    given, expected = copies(arguments, arguments["tokens"].device), copies(arguments)
+    ended = limit_span(**given, backend=backend)
+    assert torch.equal(ended.cpu(), lists(**expected))
+    assert torch.equal(given["table"].span_ended.cpu(), expected["table"].span_ended)
+    if given["logits"] is not None:
+        assert torch.equal(given["logits"].cpu(), expected["logits"])
+
+
+@given(cases("limit_span"))
+def test_kernel_matches_reference(device, case):
+    assert_right(case, device)
+
+
+@given(cases("limit_span"))
+def test_reference_matches_lists(case):
+    assert_as_lists(inputs(case, torch.device("cpu")).arguments, "reference")
+
+
+VOCAB = 10
+NOBODY = {"target_length": 30}
+THOUGHT = {"end_token_ids": [2, 5]}
+AT_LIMIT, LATER = THOUGHT | {"hard_limit": 2}, THOUGHT | {"hard_limit": 3}
+# What is asked for, what ends the sequence; the new tokens of a sequence of six, four of them a prompt's, and two
+# drafts; whether the span has ended at each node that is there, and what is added to which logits of which nodes.
+SPANS = [
+    (THOUGHT, {0}, [7], [], [], [False], {0: {0: OUT}}),
+    (THOUGHT, {0, 9}, [7], [], [], [False], {0: {0: OUT, 9: OUT}}),
+    (THOUGHT, set(), [7], [], [], [False], {}),
+    (THOUGHT, {0}, [5], [], [], [True], {}),
+    (THOUGHT, {0}, [2, 7], [], [], [True], {}),
+    (THOUGHT, {0}, [2, 7, 7], [], [], [False], {0: {0: OUT}}),  # of the prompt
+    (THOUGHT, {0}, [5, 2, 7, 7], [], [], [False], {0: {0: OUT}}),
+    (THOUGHT, {0}, [], [], [], [False], {0: {0: OUT}}),
+    (NOBODY, {0}, [5], [5, 2], [-1, 0], [False] * 3, {}),
+    (None, {0}, [5], [5, 2], [-1, 0], [False] * 3, {}),
+    (THOUGHT | {"allow_eos": True}, {0}, [7], [], [], [False], {}),
+    (THOUGHT, {0, 5}, [7], [], [], [False], {0: {0: OUT}}),  # what ends the span may end the sequence
+    ({"end_token_ids": [0]}, {0}, [7], [], [], [False], {}),
+    (AT_LIMIT, {0}, [7], [], [], [False], {0: {0: OUT, 2: IN}}),
+    (AT_LIMIT | {"end_token_ids": [5, 2]}, {0}, [7], [], [], [False], {0: {0: OUT, 5: IN}}),
+    (AT_LIMIT | {"end_token_ids": [0, 2]}, {0}, [7], [], [], [False], {0: {0: IN}}),
+    (AT_LIMIT | {"allow_eos": True}, {0}, [7], [], [], [False], {0: {2: IN}}),
+    (AT_LIMIT, {0}, [5], [], [], [True], {}),
+    (LATER, {0}, [7], [], [], [False], {0: {0: OUT}}),
+    (LATER, {0}, [7], [3, 4], [-1, 0], [False] * 3, {0: {0: OUT}, 1: {0: OUT, 2: IN}, 2: {0: OUT, 2: IN}}),
+    (LATER | {"hard_limit": 4}, {0}, [7], [3, 4], [-1, 0], [False] * 3, {0: {0: OUT}, 1: {0: OUT}, 2: {0: OUT, 2: IN}}),
+    (LATER | {"hard_limit": 4}, {0}, [7], [3, 4], [-1, -1], [False] * 3, {0: {0: OUT}, 1: {0: OUT}, 2: {0: OUT}}),
+    (THOUGHT, {0}, [7], [5, 4], [-1, 0], [False, True, True], {0: {0: OUT}}),
+    (THOUGHT, {0}, [7], [4, 2], [-1, 0], [False, False, True], {0: {0: OUT}, 1: {0: OUT}}),
+    (THOUGHT, {0}, [7], [5, 4], [-1, -1], [False, True, False], {0: {0: OUT}, 2: {0: OUT}}),
+    (THOUGHT, {0}, [7], [5, 4], [-1, 1], [False, True, False], {0: {0: OUT}, 2: {0: OUT}}),  # itself is no parent
+    (THOUGHT, {0}, [7], [5, 4], [2, -(2**31)], [False, True, False], {0: {0: OUT}, 2: {0: OUT}}),
+    (THOUGHT, {0}, [7], [3, -1], [-1, 0], [False, False], {0: {0: OUT}, 1: {0: OUT}}),
+    (THOUGHT, {0}, [7], [-2, 5], [-1, -1], [False], {0: {0: OUT}}),  # a draft that is not there, and one after it
+    (THOUGHT, {0}, [2], [3, 4], [-1, 0], [True] * 3, {}),
+    (THOUGHT, {0}, [2], [3, -1], [-1, 0], [True] * 2, {}),
+    ({"end_token_ids": [VOCAB, 2], "hard_limit": 1}, {VOCAB + 1}, [7], [], [], [False], {}),  # tokens without a logit
+    ({"end_token_ids": [VOCAB, 2]}, {0}, [VOCAB], [], [], [True], {}),
+    ({"end_token_ids": [2**31 - 1]}, {2**31 - 1, 0}, [2**31 - 1], [], [], [True], {}),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("turn", range(3))
+def test_what_ends_a_span(device, backend, dtype, turn):
+    """In any order; one program has some of the requests."""
+    order = torch.arange(len(SPANS)).roll(7 * turn).tolist()
+    asked, eos, new, token_ids, parents, ended, changes = zip(*(SPANS[i] for i in order), strict=True)
+    table = GuidanceTable(len(SPANS) + 1, device)
+    for i, (params, ids) in enumerate(zip(asked, eos, strict=True)):
+        table.add_request(i + 1, None if params is None else parse_guidance(params), ids, prompt_len=4)
+
+    def filled(lists, width, value):
+        return torch.tensor([[*x, *[value] * (width - len(x))] for x in lists])
+
+    drafts = make_drafts(filled(token_ids, 2, -1), filled(parents, 2, -1), device=device)
+    logits = torch.randn(3 * len(SPANS), VOCAB).to(dtype)
+    expected = logits.clone()
+    for i, nodes in enumerate(changes):
+        for node, of_tokens in nodes.items():
+            for token, number in of_tokens.items():
+                expected[3 * i + node, token] += number
+    changed = logits.to(device)
+    found = limit_span(
+        changed,
+        table,
+        filled(new, 4, 2).to(device),  # what ends a span, but is not new
+        torch.arange(1, len(SPANS) + 1, device=device),
+        torch.full((len(SPANS),), 6, dtype=torch.int32, device=device),
+        new_lens=i32(*map(len, new)).to(device),
+        drafts=drafts,
+        backend=backend,
+    )
+    assert found.view(-1, 3).tolist() == [x + [False] * (3 - len(x)) for x in ended]
+    assert torch.equal(changed.cpu(), expected)
+    assert table.span_ended.tolist() == [False, *(x[0] for x in ended)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_span_ends_once(device, backend):
+    """The table remembers it; a sequence of several steps, in a batch with another one that goes on."""
+    table = GuidanceTable(5, device)
+    for row, limit in ((3, 3), (1, 9)):
+        params = GuidanceParams(end_token_ids=(2,), hard_limit=limit)
+        table.add_request(row, params, {0}, prompt_len=1)
+    rows, found = torch.tensor([3, 1], device=device), []
+    for step, tokens in enumerate([[6, 6], [6, 6], [7, 6], [2, 6], [7, 2], [2, 7], [7, 7]]):
+        logits = torch.zeros(2, 4, device=device)
+        lengths = torch.full((2,), 1 + step, dtype=torch.int32, device=device)
+        tokens = torch.tensor(tokens, device=device)[:, None]
+        ended = limit_span(logits, table, tokens, rows, lengths, backend=backend).tolist()
+        found.append((ended, logits.argmax(1).tolist(), (logits[:, 0] < 0).tolist()))
+        assert table.span_ended.tolist() == [False, ended[1], False, ended[0], False]
+    nobody = [False, False]
+    assert found == [
+        (nobody, [1, 1], [True, True]),  # argmax: the first token that is not lowered
+        (nobody, [1, 1], [True, True]),
+        (nobody, [1, 1], [True, True]),
+        ([True, False], [0, 1], [False, True]),
+        ([True, True], [0, 0], nobody),
+        ([True, True], [0, 0], nobody),
+        ([True, True], [0, 0], nobody),
+    ]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_spans_are_remembered(device, backend):
+    """What a row says of a span it does not have is neither used nor changed."""
+    table = GuidanceTable(2, device)
+    for row in range(2):
+        table.add_request(row, parse_guidance(NOBODY), {0}, span_ended=row == 0)
+    rows, tokens = torch.arange(2, device=device), torch.zeros(2, 1, dtype=torch.int64, device=device)
+    logits = torch.ones(2, 3, device=device)
+    ended = limit_span(logits, table, tokens, rows, rows.int(), backend=backend)
+    assert ended.tolist() == [False, False] and (logits == 1).all() and table.span_ended.tolist() == [True, False]
+
+
+def of_nodes(logits, device, dtype, **asked):
+    """Arguments for one request with an open span that the tokens 2 and 4 end, and a sequence that 0 and 1 end."""
+    table = GuidanceTable(1, device)
+    table.add_request(0, parse_guidance({"end_token_ids": [2, 4], **asked}), {0, 1})
+    return dict(
+        logits=torch.tensor([logits], dtype=dtype, device=device),
+        table=table,
+        tokens=torch.tensor([[7]], device=device),
+        table_rows=torch.tensor([0], device=device),
+        lengths=torch.tensor([9], dtype=torch.int32, device=device),
+    )
+
+
+NEVER = -math.inf
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("asked", "logits", "possible"),
+    [
+        ({}, [9.0, -3.0, 0.0, 2.0, 1.0], [2, 3, 4]),
+        ({"allow_eos": True}, [9.0, -3.0, 0.0, 2.0, 1.0], [0, 1, 2, 3, 4]),
+        ({"hard_limit": 9}, [9.0, -3.0, 0.0, 2.0, 1.0], [2]),
+        ({"hard_limit": 10}, [9.0, -3.0, 0.0, 2.0, 1.0], [2, 3, 4]),
+        ({"hard_limit": 9}, [9.0, -3.0, -12.0, 30.0, 1.0], [2]),
+        ({"hard_limit": 9}, [9.0, -3.0, NEVER, 2.0, 1.0], [3, 4]),  # forbidden: it stays so
+        ({"hard_limit": 9, "end_token_ids": [4, 2]}, [9.0, -3.0, NEVER, 2.0, 1.0], [4]),
+        ({"hard_limit": 9}, [NEVER, -3.0, NEVER, NEVER, NEVER], [1]),
+        ({}, [5.0, NEVER, NEVER, NEVER, NEVER], [0]),  # all that is allowed
+        ({}, [NEVER, NEVER, NEVER, 2.0, NEVER], [3]),
+    ],
+)
+def test_what_may_be_drawn(device, backend, dtype, asked, logits, possible):
+    """At every temperature in use. Called again for the same step nothing else is drawn."""
+    arguments = of_nodes(logits, device, dtype, **asked)
+    before = arguments["logits"].float().cpu()[0]
+    for _ in range(2):
+        assert limit_span(**arguments, backend=backend).tolist() == [False]
+        for temperature in (0.01, 1.0, 20.0):
+            p = torch.softmax(arguments["logits"].float().cpu()[0] / temperature, 0)
+            wanted = torch.zeros(5)
+            wanted[possible] = torch.softmax(before[possible] / temperature, 0)
+            torch.testing.assert_close(p, wanted)
+    assert arguments["logits"].isneginf().cpu()[0].tolist() == before.isneginf().tolist()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("width", operators()["limit_span"].options["drafts"])
+def test_every_number_of_drafts(device, backend, width):
+    for parents in ("chain", "any"):
+        options = dict(drafts=width, parents=parents, tokens="3", eos=3, apart=True)
+        assert_as_lists(drawn(21, seed=width, device=device, **options), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("requests", [0, 1, 7, 9, 23])
+@pytest.mark.parametrize("requests_a_program", [1, 4, ops.REQUESTS])
+def test_requests_of_several_programs(device, monkeypatch, backend, requests, requests_a_program):
+    monkeypatch.setattr(ops, "REQUESTS", requests_a_program)
+    assert_as_lists(drawn(requests, device=device, drafts=3, parents="tree", tokens="3"), backend)
+    assert_as_lists(drawn(requests, device=device, logits="bfloat16"), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_request_is_the_same_in_every_batch(device, backend):
+    arguments = drawn(40, device=device, drafts=4, parents="tree", tokens="3", eos=3)
+
+    def limit(chosen):
+        """The ends, what the table remembers, and the logits of the requests chosen."""
+        given = copies(arguments, device)
+        logits = given["logits"].view(40, 5, -1)[chosen].flatten(0, 1)
+        of_requests = {name: given[name][chosen] for name in ("tokens", "table_rows", "lengths", "new_lens")}
+        drafts = Drafts(*(x[chosen] for x in given["drafts"]))
+        ended = limit_span(logits, given["table"], **of_requests, drafts=drafts, backend=backend)
+        untouched = torch.ones(43, dtype=torch.bool, device=device)
+        untouched[of_requests["table_rows"]] = False
+        was, now = arguments["table"].span_ended, given["table"].span_ended
+        assert torch.equal(now[untouched], was[untouched])
+        return ended.view(-1, 5), now[of_requests["table_rows"]], logits.view(len(chosen), 5, -1)
+
+    together = limit(torch.arange(40, device=device))
+    assert together[0].any() and not together[0].all()
+    for chosen in (torch.arange(40).roll(13).flip(0), torch.tensor([0]), torch.tensor([39, 7])):
+        for x, wanted in zip(limit(chosen.to(device)), together, strict=True):
+            assert torch.equal(x, wanted[chosen.to(device)])
+
+
+def test_no_number_of_requests_compiles_anything():
+    assert variants("limit_span") == {"_limit_span_kernel": 1}
+
+
+def test_offsets_past_32_bits(device):
+    """Row 2 of the logits is 2**31 away. Pages that nothing touches take no memory on a CPU."""
+    far = 2**30
+    logits = torch.empty(2 * far + 3, dtype=torch.float16, device=device).as_strided((3, 3), (far, 1))
+    logits[:] = 0.0
+    params = [parse_guidance({"end_token_ids": [1], "hard_limit": 1})] * 3
+    table = GuidanceTable.from_params(params, [{2}] * 3, device)
+    tokens, rows = (torch.tensor(x, device=device) for x in ([[7], [1], [7]], [2, 1, 0]))
+    ended = limit_span(logits, table, tokens, rows, rows.int() + 5, backend="triton")
+    assert ended.tolist() == [False, True, False]
+    assert logits.tolist() == [[0, IN, OUT], [0, 0, 0], [0, IN, OUT]]
+
+
+def test_compiled_with_the_columns_of_a_table():
+    """They lie in the same memory, of which one is written."""
+    torch.compiler.reset()
+    arguments = of_nodes([1.0] * 5, "cpu", torch.float32)
+    expected = of_nodes([1.0] * 5, "cpu", torch.float32)
+    for either in (arguments, expected):
+        either["table"], either["tokens"] = either["table"].columns, torch.tensor([[2]])
+    ended = torch.compile(limit_span, fullgraph=True, backend="aot_eager")(**arguments)
+    assert torch.equal(ended, limit_span(**expected)) and ended.all()
+    for name, column in arguments["table"]._asdict().items():
+        assert torch.equal(column.nan_to_num(), getattr(expected["table"], name).nan_to_num()), name
+
+
+def test_nothing_is_read_back_to_the_host():
+    arguments = drawn(9, drafts=3, tokens="3")
+    with Operators() as seen:
+        limit_span(**arguments)
+    assert not {"aten::_local_scalar_dense", "aten::item", "aten::nonzero"} & set(seen.names)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_replays_in_a_cuda_graph(device):
+    options = dict(drafts=3, parents="tree", tokens="3", device=device)
+    arguments, others = drawn(9, **options), drawn(9, seed=1, **options)
+    expected = copies(others)
+    limit_span(**arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ended = limit_span(**arguments)
+    for name, x in arguments.items():
+        pairs = [(x, others[name])] if isinstance(x, torch.Tensor) else zip(x, others[name], strict=True)
+        for target, values in pairs:
+            target.copy_(values)
+    graph.replay()
+    assert torch.equal(ended.cpu(), lists(**expected))
+    assert torch.equal(arguments["logits"].cpu(), expected["logits"])
+    assert torch.equal(arguments["table"].span_ended.cpu(), expected["table"].span_ended)
+
+
+def test_wrong_drafts_are_named():
+    arguments = drawn(4, tokens="3", drafts=3)
+    drafts = arguments["drafts"]
+
+    def limit(**field):
+        wrong = {name.removeprefix("drafts."): x for name, x in field.items()}
+        return limit_span(**arguments | {"logits": None, "drafts": drafts._replace(**wrong)})
+
+    ids = {"drafts.token_ids": drafts.token_ids, "drafts.parents": drafts.parents}
+    assert_refuses(limit, ids, "drafts.token_ids", torch.int32, torch.int64, any_columns=True)
+    assert_refuses(limit, ids, "drafts.parents", torch.int32)
+    with pytest.raises(TypeError, match=r"^drafts must be Drafts, got tuple"):
+        limit_span(**arguments | {"drafts": tuple(drafts)})
+    with pytest.raises(ValueError, match=r"^logits must be .* \[4, \*\] on cpu, got float32 \[16, 11\] on cpu"):
+        limit_span(**arguments | {"drafts": None})
+
+
+@pytest.mark.parametrize("name", ["table_rows", "lengths", "new_lens"])
+def test_wrong_tensors_are_named(name):
+    arguments = drawn(4, tokens="3", drafts=3)
+    assert_refuses(limit_span, arguments, name, arguments[name].dtype)
+
+
+def test_wrong_logits_are_named():
+    arguments = drawn(4, tokens="3", drafts=3)
+    assert_refuses(limit_span, arguments, "logits", *DTYPES, torch.float64, any_columns=True)
+
+
+@pytest.mark.parametrize("name", ops._Table._fields)
+def test_wrong_columns_of_the_table_are_named(name):
+    arguments = drawn(4, tokens="3")
+
+    def limit(**column):
+        return limit_span(**arguments | {"table": arguments["table"]._replace(**{name: column[f"table.{name}"]})})
+
+    column, is_list = getattr(arguments["table"], name), name.endswith("ids")
+    allowed = dict(strided=not is_list, any_columns=is_list)
+    if name == "eos_token_ids":  # the number of rows is its
+        allowed["any_rows"] = True
+        with pytest.raises(
+            ValueError, match=r"^table.span_end_token_ids must be int32 \[6, \*\] on cpu, got .*\[7, 4\]"
+        ):
+            limit(**{f"table.{name}": column[:6]})
+    assert_refuses(limit, {f"table.{name}": column}, f"table.{name}", column.dtype, **allowed)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("tokens", [[5]], TypeError, r"tokens must be a tensor int64 \[\*, \*\], got list"),
+        ("tokens", i32([5], [6]), ValueError, r"tokens must be int64 \[\*, \*\], got int32 \[2, 1\] on cpu"),
+        ("tokens", torch.zeros(2).long(), ValueError, r"tokens must be int64 \[\*, \*\], got int64 \[2\] on cpu"),
+        ("tokens", torch.zeros(2, 0).long(), ValueError, "tokens must have at least one column, got none"),
+        ("tokens", torch.zeros(2, 6).long()[:, ::2], ValueError, "tokens must be contiguous in its last dimension"),
+        ("tokens", torch.zeros(3, 1).long(), ValueError, r"logits must be .* \[3, \*\] on cpu, got .* \[2, 11\]"),
+        ("tokens", torch.zeros(2, 3).long(), ValueError, "new_lens must be given with tokens of several .*, got 3"),
+        ("table", {"eos": 1}, TypeError, "table must be a GuidanceTable, got dict"),
+        ("backend", "cuda", ValueError, "backend must be one of auto, triton, reference, got 'cuda'"),
+    ],
+)
+def test_errors_name_the_argument(name, value, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        limit_span(**drawn(2) | {name: value})
+
+
+def test_a_table_without_room_for_ends_is_named():
+    arguments = drawn(2)
+    table = arguments["table"]._replace(span_end_token_ids=torch.zeros(5, 0, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"^table.span_end_token_ids must have at least one column, got none"):
+        limit_span(**arguments | {"table": table})

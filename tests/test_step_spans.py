@@ -1,0 +1,131 @@
+"""Spans of guided steps: what ends them, what they keep from ending, and what comes after."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from lenvm_kernels.guidance import parse_guidance
+from lenvm_kernels.types import Status
+from lenvm_kernels.value_model import ValueModel
+from tests.helpers.engine import PROMPTS, Engine, make_step
+from tests.helpers.models import EOS, TINY, VOCAB, random_head, random_model
+from tests.test_step_drafts import BaseModel, run_drafted, run_plain, step_with
+
+END, OTHER_END = 11, 60
+TILT = {"value_mode": "centered_exp", "value_scale": -6}
+SOFT = {"target_length": 8, "op": "le_soft", "gamma": 0.9}
+
+
+@pytest.fixture(scope="module")
+def models():
+    backbone, head = random_model(Qwen2ForCausalLM, Qwen2Config(**TINY)), random_head()
+    return SimpleNamespace(value=ValueModel.from_causal_lm(backbone, head))
+
+
+class EndingModel(BaseModel):
+    """What ends a sequence is likely everywhere, what ends a span at times."""
+
+    def __init__(self):
+        super().__init__()
+        self.by_token[:, EOS] = 6.0
+        self.by_length[:, EOS] = torch.arange(VOCAB) % 3
+        self.by_token[:, END] = 4.0
+
+
+GUIDANCE = [
+    TILT | {"end_token_ids": [END, OTHER_END], "hard_limit": 9},
+    SOFT | {"end_token_ids": [OTHER_END], "hard_limit": 14, "answer_length": 3},
+    {"end_token_ids": [END], "hard_limit": 5},  # a hard limit alone
+    TILT | {"end_token_ids": [END], "allow_eos": True},
+    TILT,
+]
+PROMPTS_OF_ALL = [*PROMPTS, [40, END, 42, OTHER_END]]
+
+
+def test_spans_end_and_sequences_do_not_before(models):
+    """A thought that is cut, one that ends by itself, a hard limit alone, and requests that may end or have no span."""
+    base, count = EndingModel(), 40
+    texts = run_plain(models, [4, 0, 6, 2, 5], PROMPTS_OF_ALL, GUIDANCE, count, base, max_delta=6)
+    ends = [[END, OTHER_END], [OTHER_END], [END]]
+    for text, of_span, limit in zip(texts, ends, (9, 14, 5), strict=False):
+        place = min(i for i, token in enumerate(text) if token in of_span)
+        assert place <= limit and EOS not in text[:place]
+        assert place < limit or text[place] == of_span[0]
+        assert EOS in text[place:]
+    assert texts[2].index(END) <= 5 and EOS in texts[3] and EOS in texts[4]
+    # After its span a request is one that was never guided.
+    for text, prompt, of_span in zip(texts, PROMPTS_OF_ALL, ends, strict=False):
+        place = 1 + min(i for i, token in enumerate(text) if token in of_span)
+        after = [*prompt, *text[:place]]
+        assert text[place:] == run_plain(models, [1], [after], [None], count - place, base)[0]
+
+
+def test_a_span_in_the_prompt_is_none_of_the_request(models):
+    """Nor do tokens count that it has not generated; those before a retraction do."""
+    engine = Engine(*make_step(models.value))
+    guidance = TILT | {"end_token_ids": [END]}
+    engine.start([3, 1], [[5, END, 7], [END]], [guidance] * 2, room=9)
+    scores = torch.zeros(2, VOCAB)
+    scores[:, 20:26] = 5.0
+    status = engine.decode([3, 1], [[5, END, 7], [END]], scores).candidates.status
+    assert status.tolist() == [Status.GUIDE] * 2
+    status = engine.decode([3, 1], [[5, END, 7, 8], [END, END]], scores).candidates.status
+    assert status.tolist() == [Status.GUIDE, Status.UNGUIDED]
+    status = engine.decode([3, 1], [[5, END, 7, 8, 9], [END, END, 4]], scores).candidates.status
+    assert status.tolist() == [Status.GUIDE, Status.UNGUIDED]
+    for row, sequence in ((1, [END, END, 4]), (3, [5, END, 7, 8, 9])):
+        engine.step.restart_request(row)
+        engine.prefill([row], [sequence])
+    status = engine.decode([3, 1], [[5, END, 7, 8, 9], [END, END, 4]], scores).candidates.status
+    assert status.tolist() == [Status.GUIDE, Status.UNGUIDED] and not engine.step.table.faults.any()
+    # The row's next request has a span of its own, which has ended if the engine says so.
+    for span_ended, expected in ((False, Status.GUIDE), (True, Status.UNGUIDED)):
+        engine.admit(1, [9, 9, 9, 9], guidance, prompt_len=1)
+        engine.step.add_request(1, parse_guidance(guidance), {EOS}, prompt_len=1, span_ended=span_ended)
+        engine.prefill([1], [[9, 8]])
+        assert engine.decode([1], [[9, 8]], scores[:1]).candidates.status.item() == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"commit_winners": False}, {"backend": "triton", "max_delta": 7}])
+def test_the_text_with_spans_is_the_same_with_and_without_drafts(models, options):
+    """Among the drafts are ends of spans and what comes after them."""
+    base, rows, count = EndingModel(), [4, 0, 6, 2, 5], 14 if options.get("backend") else 30
+    plain = run_plain(models, rows, PROMPTS_OF_ALL, GUIDANCE, count, base, **options)
+
+    def draft(i, sequence):
+        done = len(sequence) - len(PROMPTS_OF_ALL[i])
+        right = [*plain[i], *[3] * 9][done : done + 3]
+        return [
+            [END, right[0], right[1], END, OTHER_END, right[2]],
+            [right[0], EOS, -1, right[1], 8, 8],
+            [END, right[0], EOS, right[1], 5, right[2]],
+        ][(i + done) % 3]
+
+    drafted, steps = run_drafted(
+        models, rows, PROMPTS_OF_ALL, GUIDANCE, count, base, [-1, -1, 1, 1, 0, 2], draft, **options
+    )
+    assert drafted == plain and steps < count * 0.8
+
+
+def test_nodes_after_an_end_are_not_guided(models):
+    """Along the tree, and at the number of tokens that each has behind it."""
+    step, slots = make_step(models.value, max_drafts=5, max_candidates=4)
+    guidance = [TILT | {"end_token_ids": [END], "hard_limit": 2}, TILT | {"end_token_ids": [7, END]}, TILT]
+    engine = Engine(step, slots).start([5, 1, 3], PROMPTS[:3], guidance, room=20)
+    tokens = [[20, END, 21, 22, 23], [7, 8, 9, END, -1], [END, 7, 8, EOS, 9]]
+    parents = [[-1, -1, 0, 1, 2], [-1, 0, -1, 2, 3], [-1, 0, 1, 2, 3]]
+    output = step_with(engine, [5, 1, 3], [list(p) for p in PROMPTS[:3]], [1] * 3, EndingModel(), tokens, parents)
+    is_guided = (output.candidates.status != Status.UNGUIDED).view(3, 6).tolist()
+    assert is_guided == [
+        [True, True, False, True, False, True],
+        [True, False, False, True, False, False],
+        [True] * 6,
+    ]
+    # Two tokens are generated at these: the end is forced.
+    probs = output.probs.view(3, 6, -1)
+    for node in (3, 5):
+        assert output.candidates.token_ids.view(3, 6, -1)[0, node, 0] == END and probs[0, node].tolist() == [1, 0, 0, 0]
+    listed = output.candidates.token_ids.view(3, 6, -1)
+    assert ((listed == EOS) & (probs > 0)).flatten(1).any(1).tolist() == [False, False, True]
