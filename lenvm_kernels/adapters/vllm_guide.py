@@ -327,9 +327,10 @@ class Guide:
                 scores = logits.new_zeros(len(slots) * layout.nodes, logits.shape[1])
                 scores[layout.at] = logits
         if any(self._requests[slot].params.end_token_ids for slot in ctx.idx_mapping_np if slot in self._requests):
-            # The latest tokens that can be new: after a request was restarted nobody knows which of them are.
-            latest = lengths.clamp(max=1 + self.drafts)
-            of_spans = self._new_tokens(slots, lengths, latest)
+            latest, of_spans = None, tokens
+            if self.drafts:  # all that can be new: after a request was restarted nobody knows which of them are
+                latest = lengths.clamp(max=1 + self.drafts)
+                of_spans = self._new_tokens(slots, lengths, latest)
             self.step.limit_spans(scores, of_spans, slots, lengths, new_lens=latest, drafts=drafts)
             if scores is not logits:
                 logits.copy_(scores[layout.at])

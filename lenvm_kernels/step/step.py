@@ -646,7 +646,7 @@ class GuidedStep:
         """Compile every kernel and capture every graph, so that no step of serving does.
 
         That holds for batches of every size and with any of the optional arguments, whose rows are ``vocab_size``
-        elements apart, or a multiple of 16; but ``tokens [B, N]`` without drafts.
+        elements apart, or a multiple of 16; ``tokens [B, N]`` are of ``1 + max_drafts`` columns.
 
         Args:
             scores_dtype, is_logits: of the scores that :meth:`step` will get.
@@ -658,7 +658,9 @@ class GuidedStep:
         # A kernel is compiled anew for an argument that is absent, and for rows that are not aligned.
         yes_or_no = (False, True)
         strides = {vocab, 16 * ceil_div(vocab, 16)}
-        variants = list(itertools.product({0, self.max_drafts}, strides, {False, is_logits}, yes_or_no, yes_or_no))
+        # Drafts of a request, and tokens that it is told.
+        told = {(0, 1), (0, 1 + self.max_drafts), (self.max_drafts, 1 + self.max_drafts)}
+        variants = list(itertools.product(sorted(told), strides, {False, is_logits}, yes_or_no, yes_or_no))
 
         def full(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)
@@ -667,21 +669,24 @@ class GuidedStep:
         try:
             with tqdm(sizes[::-1], desc="warming up", unit="size", disable=not progress) as bar:
                 for size in bar:  # the largest first: the graphs after it find room in its memory
-                    for drafted, stride, has_temperature, has_mask, has_probs in variants:
+                    for (drafted, width), stride, has_temperature, has_mask, has_probs in variants:
                         rows = size * (1 + drafted)
                         mask = full(0, torch.int32, rows, ceil_div(vocab, 32))
                         scores, probs = (
                             full(0, dtype, rows, stride)[:, :vocab] for dtype in (scores_dtype, probs_dtype)
                         )
                         none, lens = full(-1, torch.int32, size, drafted), full(0, torch.int32, size)
-                        tokens = full(0, torch.int64, *((size, 1 + drafted) if drafted else (size,)))
-                        padding = full(self._padding_row, torch.int64, size)
+                        tokens = full(0, torch.int64, *((size, width) if width > 1 else (size,)))
+                        padding, new_lens = full(self._padding_row, torch.int64, size), lens if width > 1 else None
+                        drafts = Drafts(none, none) if drafted else None
+                        for logits in (None, scores) if is_logits else (None,):
+                            self._limit_spans(logits, tokens, padding, lens, new_lens, drafts)
                         self.step(
                             scores,
                             tokens,
                             padding,
                             lens,
-                            new_lens=lens if drafted else None,
+                            new_lens=new_lens,
                             top_k=0,
                             top_p=1.0,
                             min_p=0.0,
@@ -690,10 +695,10 @@ class GuidedStep:
                             vocab_mask=mask if has_mask else None,
                             probs=probs if has_probs else None,
                             sample=True,
-                            drafts=Drafts(none, none) if drafted else None,
+                            drafts=drafts,
                             verify="same_draws" if drafted else None,
                         )
-                        self.predict(tokens, padding, lens, new_lens=lens if drafted else None)
+                        self.predict(tokens, padding, lens, new_lens=new_lens)
         finally:
             self._timer = timer
         prompt, none = full(0, torch.int64, self.chunk_tokens), full(0, torch.int32, 1)

@@ -72,6 +72,12 @@ def calls(step, rows, vocab):
             "SGLang, prompts": partial(step.predict, i64, numbers, i32),
             "SGLang, verified tokens": partial(step.predict, tokens, numbers, i32, new_lens=i32),
             "SGLang draws after prompts": guide(x, drawn=i64, sample=True),
+            "SGLang, spans after prompts": partial(step.limit_spans, x, i64, numbers, i32),
+            "SGLang, spans": partial(
+                step.limit_spans, torch.zeros(rows * nodes, vocab), tokens, numbers, i32, new_lens=i32, drafts=drafts
+            ),
+            "vLLM without drafts": guide(x, integers=tokens, new_lens=i32, temperature=one, active=active, **logits),
+            "vLLM, spans without drafts": partial(step.limit_spans, x, tokens, numbers, i32, new_lens=i32),
         }
     return {
         "SGLang draws": guide(x, drawn=i64, sample=True),
@@ -87,6 +93,8 @@ def calls(step, rows, vocab):
         "logits in bf16": guide(bf16, temperature=one, sample=True, **logits),
         "padded logits": guide(padded, probs=padded.clone(), **logits),
         "int32 batch": guide(x, rows=numbers.int(), integers=i32, drawn=i32, sample=True),
+        "spans": partial(step.limit_spans, x, i64, numbers, i32),
+        "spans in bf16": partial(step.limit_spans, bf16, i32, numbers.int(), i32),
     }
 
 
@@ -117,7 +125,8 @@ def serve(vocab):
         step.warm_up(torch.bfloat16, progress=False)
         warm = {kernel: set(found) for kernel, found in keys.items()}
         for row in range(MAX_ROWS):
-            step.add_request(row, parse_guidance({"target_length": 100, "return_values": row % 2 == 0}), {0})
+            guidance = {"target_length": 100, "return_values": row % 2 == 0, "end_token_ids": [1, 2]}
+            step.add_request(row, parse_guidance(guidance), {0})
         new: dict[str, dict[str, list[int]]] = {}
         for rows in range(1, MAX_ROWS + 1):
             for name_of_call, call in calls(step, rows, vocab).items():
