@@ -129,3 +129,15 @@ def test_nodes_after_an_end_are_not_guided(models):
         assert output.candidates.token_ids.view(3, 6, -1)[0, node, 0] == END and probs[0, node].tolist() == [1, 0, 0, 0]
     listed = output.candidates.token_ids.view(3, 6, -1)
     assert ((listed == EOS) & (probs > 0)).flatten(1).any(1).tolist() == [False, False, True]
+
+
+def test_a_step_at_which_a_span_might_end_is_due(models):
+    """Whatever the stride is; where the sequence might end, too, and nowhere else."""
+    engine = Engine(*make_step(models.value))
+    guidance = TILT | {"end_token_ids": [END, OTHER_END], "allow_eos": True, "value_stride": 999_999}
+    engine.start([3, 1, 5, 2], PROMPTS, [guidance] * 4, room=9)
+    scores = torch.zeros(4, VOCAB)
+    scores[:, 20:23] = 5.0
+    scores[[1, 2, 3], [OTHER_END, EOS, END]] = 5.0
+    status = engine.decode([3, 1, 5, 2], PROMPTS, scores).candidates.status
+    assert status.tolist() == [Status.NOT_DUE, Status.GUIDE, Status.GUIDE, Status.GUIDE]
