@@ -16,6 +16,7 @@ from bench.step import Decode
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.commit_winner import commit_winner
+from lenvm_kernels.ops.limit_span import limit_span
 from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
@@ -37,7 +38,7 @@ CONFIG = ValueModelConfig(
     qk_norm=True,
 )
 CACHED = 650  # more than 640 make attention split them
-GUIDANCE = ({"value_scale": 0.7}, {"target_length": 60}, {"target_length": 60, "op": "soft"})
+GUIDANCE = ({"value_scale": 0.7}, {"target_length": 60}, {"target_length": 60, "op": "soft", "end_token_ids": [3]})
 
 
 def run(device: str) -> list[torch.Tensor]:
@@ -109,6 +110,11 @@ def run(device: str) -> list[torch.Tensor]:
     weight, scales = quantize_weight(q[0])
     x = torch.randn(9, 16, device=device).half()
     results.append(ragged_linear(x, weight, weight_scales=scales, backend="triton"))
+    logits, tokens = torch.zeros(9, vocab, device=device), decode.tokens[:, None].repeat(1, 2)
+    of_requests = (decode.step.table, tokens, decode.rows, decode.lengths)
+    drafts = Drafts(tokens, int32([[-1, 0]] * 3))
+    limit_span(logits, *of_requests, new_lens=int32([1, 2, 2]), drafts=drafts, backend="triton")
+    results.append(logits)
     if decode.step.table.faults.any():
         raise ValueError(f"rows lost their guidance: {decode.step.table.faults.tolist()}")
     return results

@@ -29,7 +29,7 @@ def run_doctor(before="", after="", **variables):
 
 def test_every_hook_takes(tmp_path):
     write_checkpoints(tmp_path)
-    code, found = run_doctor(LENVM_VALUE_MODEL=str(tmp_path / "value"))
+    code, found = run_doctor(LENVM_VALUE_MODEL=str(tmp_path / "value"), LENVM_GAMMA="0.9")
     assert [(check["name"], check["mark"], check["found"]) for check in found["hooks"]] == [
         (target, "ok", "took") for target in HOOKS
     ]
