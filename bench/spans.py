@@ -8,19 +8,13 @@ is the one that ends the span. ``hard`` forces that token at the budget; ``soft`
 counts as cut. Perplexity is that of the base model, the token that was forced included.
 """
 
-import argparse
-import json
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
-from lenvm_kernels.demo import held_out_prompts
-from lenvm_kernels.demo.models import DEMO, Models
+from bench.harness.demo_runs import DemoRuns, parser
 from lenvm_kernels.demo.run import TARGET, Answers, answer
 from lenvm_kernels.guidance import parse_guidance
 
@@ -55,22 +49,15 @@ def settings(budget: int, end: int) -> dict[str, dict[str, Any] | None]:
     }
 
 
-def measure(
-    models: Models,
-    prompts: Sequence[str],
-    setting: str,
-    guidance: dict[str, Any] | None,
-    seeds: Sequence[int],
-    bar: tqdm,
-) -> Cell:
+def measure(runs: DemoRuns, setting: str, guidance: dict[str, Any] | None, bar: tqdm) -> Cell:
     """One row: the prompts answered with every seed."""
     limit = None if guidance is None else parse_guidance(guidance).hard_limit
     limit = MAX_NEW_TOKENS - 1 if limit is None else limit
     lengths: list[int] = []
     nll = 0.0
-    for seed in seeds:
+    for seed in runs.seeds:
         bar.set_description(f"{setting}, seed {seed}")
-        answers = answer(models, prompts, guidance, MAX_NEW_TOKENS, seed=seed, bar=bar)
+        answers = answer(runs.models, runs.prompts, guidance, MAX_NEW_TOKENS, seed=seed, bar=bar)
         lengths += [length - 1 for length in answers.lengths]
         nll += answers.nll
     perplexity = Answers([length + 1 for length in lengths], [], nll).perplexity
@@ -93,24 +80,16 @@ def table(cells: Sequence[Cell]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--prompts", type=int, default=16, help="held-out prompts to answer with each seed")
-    parser.add_argument("--budget", type=int, default=60, help="tokens of a span")
-    parser.add_argument("--json", type=Path, help="write the numbers to a file")
-    args = parser.parse_args()
-    models = Models.load(DEMO, DEMO, device="cpu", dtype=torch.float32)
-    prompts = held_out_prompts()
-    prompts = prompts[:: len(prompts) // args.prompts][: args.prompts]
+    arguments = parser(__doc__)
+    arguments.add_argument("--budget", type=int, default=60, help="tokens of a span")
+    args = arguments.parse_args()
+    runs = DemoRuns.of(args)
     cells: list[Cell] = []
     with tqdm(unit="step") as bar:
-        for setting, guidance in settings(args.budget, models.eos_token_ids[0]).items():
-            cells.append(measure(models, prompts, setting, guidance, args.seeds, bar))
+        for setting, guidance in settings(args.budget, runs.models.eos_token_ids[0]).items():
+            cells.append(measure(runs, setting, guidance, bar))
             print(table(cells), flush=True)
-    if args.json:
-        about = dict(command="python -m bench.spans", date=time.strftime("%Y-%m-%d"), seeds=args.seeds)
-        about |= dict(prompts=len(prompts), budget=args.budget, torch=torch.__version__)
-        args.json.write_text(json.dumps(about | {"rows": [asdict(cell) for cell in cells]}, indent=1) + "\n")
+    runs.write("bench.spans", cells, budget=args.budget)
 
 
 if __name__ == "__main__":

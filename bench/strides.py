@@ -8,21 +8,16 @@ were guided. ``tokens`` and ``forwards`` are what the value model computed in st
 a forward of no tokens costs its launches only, and is not counted.
 """
 
-import argparse
-import json
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import wraps
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
 from tqdm import tqdm
 
-from lenvm_kernels.demo import held_out_prompts
-from lenvm_kernels.demo.models import DEMO, Models
+from bench.harness.demo_runs import DemoRuns, parser
 from lenvm_kernels.demo.run import QUICK, Answers, answer
 from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.step import step as step_module
@@ -101,23 +96,21 @@ class Cell:
     work: Work
 
 
-def measure(
-    models: Models, prompts: Sequence[str], setting: str, stride: int, end_rule: bool, seeds: Sequence[int], bar: tqdm
-) -> Cell:
+def measure(runs: DemoRuns, setting: str, stride: int, end_rule: bool, bar: tqdm) -> Cell:
     """One row: the prompts answered with every seed."""
     guidance = QUICK.guidance()[setting]
     guidance = guidance and guidance | {"value_stride": stride}
     lengths: list[int] = []
     nll = 0.0
     with counting() as work:
-        for seed in seeds:
+        for seed in runs.seeds:
             bar.set_description(f"{setting}, stride {stride}, seed {seed}")
             options = dict(seed=seed, bar=bar)
             if end_rule:
-                answers: Answers = answer(models, prompts, guidance, QUICK.max_new_tokens, **options)
+                answers: Answers = answer(runs.models, runs.prompts, guidance, QUICK.max_new_tokens, **options)
             else:
                 with without_end_rule():
-                    answers = answer(models, prompts, guidance, QUICK.max_new_tokens, **options)
+                    answers = answer(runs.models, runs.prompts, guidance, QUICK.max_new_tokens, **options)
             lengths += answers.lengths
             nll += answers.nll
     target = QUICK.target["target_length"]
@@ -151,27 +144,15 @@ def table(cells: Sequence[Cell]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--prompts", type=int, default=16, help="held-out prompts to answer with each seed")
-    parser.add_argument("--json", type=Path, help="write the numbers to a file")
-    args = parser.parse_args()
-    models = Models.load(DEMO, DEMO, device="cpu", dtype=torch.float32)
-    prompts = held_out_prompts()
-    prompts = prompts[:: len(prompts) // args.prompts][: args.prompts]
+    runs = DemoRuns.of(parser(__doc__).parse_args())
     rows = [(stride, rule) for stride in STRIDES for rule in (True, False) if stride > 1 or rule]
     cells: list[Cell] = []
     with tqdm(unit="step") as bar:
         for setting in ("base", "shorter", "target"):
             for stride, rule in rows if setting != "base" else rows[:1]:
-                cells.append(measure(models, prompts, setting, stride, rule, args.seeds, bar))
+                cells.append(measure(runs, setting, stride, rule, bar))
                 print(table(cells), flush=True)
-                if args.json:
-                    about = dict(command="python -m bench.strides", date=time.strftime("%Y-%m-%d"), seeds=args.seeds)
-                    about |= dict(prompts=len(prompts), torch=torch.__version__)
-                    args.json.write_text(
-                        json.dumps(about | {"rows": [asdict(cell) for cell in cells]}, indent=1) + "\n"
-                    )
+                runs.write("bench.strides", cells)
 
 
 if __name__ == "__main__":

@@ -57,10 +57,11 @@ def paths(tokens, parents):
     return found
 
 
-def step_with(engine, rows, sequences, new, base, tokens, parents, *, draws_others=False, **options):
+def step_with(engine, rows, sequences, new, base, tokens, parents, *, draws_others=False, tells_ends=True, **options):
     """A step with drafts after each sequence has grown by ``new`` tokens of its own number.
 
-    ``draws_others``: requests that are not guided get their most likely token."""
+    ``draws_others``: requests that are not guided get their most likely token. ``tells_ends``: the step is told where
+    spans have ended, or has to look."""
     nodes = 1 + engine.step.max_drafts
     scores = torch.zeros(len(rows) * nodes, VOCAB)
     for i, sequence in enumerate(sequences):
@@ -73,7 +74,9 @@ def step_with(engine, rows, sequences, new, base, tokens, parents, *, draws_othe
     options = filters | dict(is_logits=True, sample=True, verify="same_draws") | options
     sequences = dict(table_rows=engine.tensor(rows), lengths=engine.tensor([len(s) for s in sequences]))
     grown = sequences | dict(new_lens=engine.tensor(new), drafts=drafts_of(tokens, parents))
-    engine.step.limit_spans(scores, told, **grown)
+    span_ended = engine.step.limit_spans(scores, told, **grown)
+    if tells_ends:
+        options["span_ended"] = span_ended
     if draws_others:
         options["drawn"] = scores.argmax(1)
     return engine.step.step(scores, told, **grown, **options)

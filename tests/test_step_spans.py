@@ -109,14 +109,19 @@ def test_the_text_with_spans_is_the_same_with_and_without_drafts(models, options
     assert drafted == plain and steps < count * 0.8
 
 
-def test_nodes_after_an_end_are_not_guided(models):
-    """Along the tree, and at the number of tokens that each has behind it."""
+@pytest.mark.parametrize("tells_ends", [True, False])
+def test_nodes_after_an_end_are_not_guided(models, monkeypatch, tells_ends):
+    """Along the tree, and at the number of tokens that each has behind it. Who is told looks for no ends again."""
     step, slots = make_step(models.value, max_drafts=5, max_candidates=4)
     guidance = [TILT | {"end_token_ids": [END], "hard_limit": 2}, TILT | {"end_token_ids": [7, END]}, TILT]
     engine = Engine(step, slots).start([5, 1, 3], PROMPTS[:3], guidance, room=20)
     tokens = [[20, END, 21, 22, 23], [7, 8, 9, END, -1], [END, 7, 8, EOS, 9]]
     parents = [[-1, -1, 0, 1, 2], [-1, 0, -1, 2, 3], [-1, 0, 1, 2, 3]]
-    output = step_with(engine, [5, 1, 3], [list(p) for p in PROMPTS[:3]], [1] * 3, EndingModel(), tokens, parents)
+    looked, limit_spans = [], step._limit_spans
+    monkeypatch.setattr(step, "_limit_spans", lambda logits, *args: looked.append(logits) or limit_spans(logits, *args))
+    sequences, options = [list(p) for p in PROMPTS[:3]], dict(tells_ends=tells_ends)
+    output = step_with(engine, [5, 1, 3], sequences, [1] * 3, EndingModel(), tokens, parents, **options)
+    assert [logits is None for logits in looked] == [False] + [True] * (not tells_ends)
     is_guided = (output.candidates.status != Status.UNGUIDED).view(3, 6).tolist()
     assert is_guided == [
         [True, True, False, True, False, True],
@@ -141,3 +146,14 @@ def test_a_step_at_which_a_span_might_end_is_due(models):
     scores[[1, 2, 3], [OTHER_END, EOS, END]] = 5.0
     status = engine.decode([3, 1, 5, 2], PROMPTS, scores).candidates.status
     assert status.tolist() == [Status.NOT_DUE, Status.GUIDE, Status.GUIDE, Status.GUIDE]
+
+
+def test_wrong_ends_are_named_and_nobody_looks_without_spans(models):
+    engine = Engine(*make_step(models.value)).start([3, 1], PROMPTS[:2], [TILT] * 2, room=9)
+    rows, lengths = engine.tensor([3, 1]), engine.tensor([len(p) for p in PROMPTS[:2]])
+    logits = torch.zeros(2, VOCAB)
+    assert not engine.step.has_spans
+    assert engine.step.limit_spans(logits, engine.tensor([8, 9]), rows, lengths) is None and not logits.any()
+    for wrong in (torch.zeros(3, dtype=torch.bool), torch.zeros(2)):
+        with pytest.raises(ValueError, match=r"span_ended must be bool \[2\] on cpu, got"):
+            engine.decode([3, 1], PROMPTS[:2], logits, span_ended=wrong)

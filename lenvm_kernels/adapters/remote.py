@@ -55,6 +55,8 @@ class RemoteValueModel(ValueModel):
         >>> processor = LenVMLogitsProcessor(model, value_model, {"target_length": 60}, mask, max_new_tokens=200)
     """
 
+    runs_in_graphs = False  # they cannot ask a server
+
     def __init__(
         self,
         url: str,

@@ -124,6 +124,7 @@ class Guide:
         self._sampling: ForwardBatch | None = None
         self._stepped = False
         self._report: StepReport | None = None
+        self._span_ended: torch.Tensor | None = None
         # With speculative decoding, by table row: the tokens that a sequence has grown by since the step knew of it.
         self._grown_by: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -235,7 +236,7 @@ class Guide:
     @contextmanager
     def sampling(self, batch: ForwardBatch) -> Iterator[None]:
         """While the engine draws the tokens of a batch."""
-        self._sampling, self._stepped, self._report = batch, False, None
+        self._sampling, self._stepped, self._report, self._span_ended = batch, False, None, None
         try:
             yield
         finally:
@@ -244,9 +245,9 @@ class Guide:
     def change_logits(self, logits: torch.Tensor) -> None:
         """Apply token temperatures and limits of spans to the logits that the engine is about to sample from."""
         if self._sampling is not None:
-            tokens, table_rows, lengths = _last_tokens(self._sampling, len(logits))
-            self.step.scale_tokens(logits, table_rows)
-            self.step.limit_spans(logits, tokens, table_rows, lengths)
+            self.step.scale_tokens(logits, self._sampling.req_pool_indices[: len(logits)])
+            if self.step.has_spans:
+                self._span_ended = self.step.limit_spans(logits, *_last_tokens(self._sampling, len(logits)))
 
     def draw(self, probs: torch.Tensor, info: SamplingBatchInfo, drawn: torch.Tensor) -> torch.Tensor:
         """The next tokens: of guided requests from their candidates, of others those that the engine has ``drawn``."""
@@ -299,6 +300,7 @@ class Guide:
                     is_logits=is_logits,
                     sample=sample,
                     drawn=drawn,
+                    span_ended=self._span_ended,
                 )
             if self.metrics is not None or wants_values:
                 self._report = StepReport(
@@ -395,7 +397,7 @@ class Guide:
     ) -> StepOutput:
         assert self._grown_by is not None
         tokens, new_lens = (x[table_rows] for x in self._grown_by)
-        self.step.limit_spans(logits, tokens, table_rows, lengths, new_lens=new_lens, drafts=drafts)
+        span_ended = self.step.limit_spans(logits, tokens, table_rows, lengths, new_lens=new_lens, drafts=drafts)
         return self.step.step(
             logits,
             tokens,
@@ -409,6 +411,7 @@ class Guide:
             is_logits=True,
             sample=True,
             drafts=drafts,
+            span_ended=span_ended,
         )
 
     def _timed(self) -> AbstractContextManager[None]:

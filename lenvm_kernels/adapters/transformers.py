@@ -18,7 +18,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lenvm_kernels.adapters.remote import RemoteValueModel
 from lenvm_kernels.guidance import GuidanceParams, ends_of_thought, parse_guidance
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep
@@ -45,8 +44,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
 
     Args:
         model: the base model, of any architecture; its ``generation_config`` gives the end-of-sequence tokens.
-        value_model: the value model, here or behind a server (:class:`RemoteValueModel`); it has to share the base
-            model's vocabulary.
+        value_model: the value model, here or behind a server
+            (:class:`lenvm_kernels.adapters.remote.RemoteValueModel`); it has to share the base model's vocabulary.
         guidance: one request's parameters for all prompts (``custom_params`` as in :func:`parse_guidance`, or parsed),
             or a sequence with one for each prompt; None leaves a prompt unguided.
         attention_mask: ``[B, S]`` of the prompts as the tokenizer made it, padded on the left.
@@ -122,8 +121,6 @@ class LenVMLogitsProcessor(LogitsProcessor):
             cache=cache,
             max_scaled_tokens=max([1, *(len(p.token_temperature_scale) for p in params if p)]),
             score_all=record,
-            # A graph cannot ask a server.
-            graphs=False if isinstance(value_model, RemoteValueModel) else None,
             backend=backend,
         )
         self._prompt_lens = attention_mask.sum(dim=1).to(device, torch.int32)
@@ -172,7 +169,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
         tokens, logits = input_ids.to(device), scores.to(device, torch.float32, copy=True)
         lengths = self._prompt_lens + generated
         step.scale_tokens(logits, self._table_rows)
-        step.limit_spans(logits, tokens[:, -1], self._table_rows, lengths)
+        span_ended = step.limit_spans(logits, tokens[:, -1], self._table_rows, lengths)
         filtered = self._unguided(tokens, logits)  # type: ignore[arg-type]  # wants one of torch's old tensor types
         probs = torch.softmax(filtered, dim=-1)  # guided rows are rewritten
         if self._needs_steps:
@@ -189,6 +186,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
                 is_logits=True,
                 active=self._active,
                 probs=probs,
+                span_ended=span_ended,
             )
             if self._record:
                 self.records.append(StepRecord(output.candidates.token_ids, output.value_logits, output.probs))

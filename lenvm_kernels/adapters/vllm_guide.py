@@ -2,7 +2,7 @@
 
 The engine calls a logits processor with the logits of a step and with what it knows on the device of each request: its
 tokens, and how many. From these the value model computes what it has not seen, in a cache of its own
-(:class:`lenvm_kernels.adapters.vllm_slots.SlotPool`). Nothing is read back to the host.
+(:class:`lenvm_kernels.slot_pool.SlotPool`). Nothing is read back to the host.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from lenvm_kernels.adapters.metrics import Metrics
 from lenvm_kernels.adapters.settings import MAX_END_TOKENS, MAX_SCALED_TOKENS, Settings, check_vocabulary
 from lenvm_kernels.adapters.vllm_report import Report
-from lenvm_kernels.adapters.vllm_slots import SlotPool
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.paged_slots import PagedSlots
+from lenvm_kernels.slot_pool import SlotPool
 from lenvm_kernels.step import GuidedStep, StepOutput, working_bytes
 from lenvm_kernels.types import Drafts, Status
 from lenvm_kernels.value_model import KVCache, ValueModel
@@ -326,12 +326,13 @@ class Guide:
             if len(logits) != len(slots) * layout.nodes:
                 scores = logits.new_zeros(len(slots) * layout.nodes, logits.shape[1])
                 scores[layout.at] = logits
-        if any(self._requests[slot].params.end_token_ids for slot in ctx.idx_mapping_np if slot in self._requests):
+        span_ended = None
+        if self.step.has_spans:
             latest, of_spans = None, tokens
             if self.drafts:  # all that can be new: after a request was restarted nobody knows which of them are
                 latest = lengths.clamp(max=1 + self.drafts)
                 of_spans = self._new_tokens(slots, lengths, latest)
-            self.step.limit_spans(scores, of_spans, slots, lengths, new_lens=latest, drafts=drafts)
+            span_ended = self.step.limit_spans(scores, of_spans, slots, lengths, new_lens=latest, drafts=drafts)
             if scores is not logits:
                 logits.copy_(scores[layout.at])
         return self.step.step(
@@ -347,6 +348,7 @@ class Guide:
             is_logits=True,
             active=is_drawn,
             drafts=drafts,
+            span_ended=span_ended,
         )
 
     def _layout(self, ctx: LogitsContext) -> _Layout:

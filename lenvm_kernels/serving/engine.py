@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lenvm_kernels.adapters.vllm_slots import SlotPool
 from lenvm_kernels.paged_slots import PagedSlots
+from lenvm_kernels.slot_pool import SlotPool
 from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel
 
 # Candidates of a query in one forward, which has as many columns as the query with the most. Not measured.

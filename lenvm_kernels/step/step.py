@@ -189,8 +189,10 @@ class GuidedStep:
             raise ValueError(f"max_drafts must be at least 0 and less than max_delta = {max_delta}, got {max_drafts}")
         if max_candidates not in COLUMNS:
             raise ValueError(f"max_candidates must be a power of two up to {COLUMNS[-1]}, got {max_candidates}")
-        if graphs and device.type != "cuda":
-            raise ValueError(f"graphs must be None or False unless the value model is on a GPU, got it on {device}")
+        can_have_graphs = device.type == "cuda" and value_model.runs_in_graphs
+        if graphs and not can_have_graphs:
+            where = device if value_model.runs_in_graphs else "another host"
+            raise ValueError(f"graphs must be None or False unless the value model is on a GPU, got it on {where}")
         self.value_model, self.slot_table, self.vocab_size = value_model, slot_table, vocab_size
         self.max_requests, self.max_candidates, self.page_size = max_requests, max_candidates, page_size
         self.chunk_tokens, self.score_all, self.backend = chunk_tokens, score_all, backend
@@ -221,7 +223,7 @@ class GuidedStep:
             self._winners = Winners(value_model, max_requests, columns, max_delta, trees=max_drafts > 0)
         self._timer = StepTimer.from_environment()
         self._graphs = None
-        if device.type == "cuda" if graphs is None else graphs:
+        if can_have_graphs if graphs is None else graphs:
             self._graphs = Graphs(self._score, device, split=self._timer.is_on)
 
     def add_request(
@@ -293,6 +295,11 @@ class GuidedStep:
             scales = columns.token_scales[table_rows].to(logits.dtype)
             logits.scatter_reduce_(1, columns.scaled_token_ids[table_rows], scales, "prod")
 
+    @property
+    def has_spans(self) -> bool:
+        """Whether any request has a span, as the host knows it."""
+        return bool(self._span_rows)
+
     @torch.no_grad()
     def limit_spans(
         self,
@@ -303,14 +310,18 @@ class GuidedStep:
         *,
         new_lens: torch.Tensor | None = None,
         drafts: Drafts | None = None,
-    ) -> None:
+    ) -> torch.Tensor | None:
         """Keep open spans (``end_token_ids``) from ending the sequence, and end those at their ``hard_limit``.
 
         In ``logits``, in place, before all else that reads them but :meth:`scale_tokens`. Arguments and errors are
         those of :meth:`step`, whose next call follows; it need not follow where nobody is guided.
+
+        Returns:
+            The ``span_ended`` of that step; None if no request has a span.
         """
-        if self._span_rows:
-            self._limit_spans(logits, tokens, table_rows, lengths, new_lens, drafts)
+        if not self.has_spans:
+            return None
+        return self._limit_spans(logits, tokens, table_rows, lengths, new_lens, drafts)
 
     def _limit_spans(
         self,
@@ -412,6 +423,7 @@ class GuidedStep:
         drawn: torch.Tensor | None = None,
         drafts: Drafts | None = None,
         verify: str | None = None,
+        span_ended: torch.Tensor | None = None,
     ) -> StepOutput:
         """Guide the next token of each request.
 
@@ -443,6 +455,8 @@ class GuidedStep:
             drafts: ``[B, max_drafts]``; tokens that may come next.
             verify: ``"same_draws"``: take the drafts that were drawn in their place, and the draw after the last of
                 them: the text is the same as without drafts (:func:`verify_drafts`). None: that is the caller's affair.
+            span_ended: bool ``[B]``, with drafts ``[B (1 + D)]``; what :meth:`limit_spans` has returned for this step
+                (None: spans are looked at here, no logits are changed).
 
         Returns:
             :class:`StepOutput`.
@@ -479,6 +493,8 @@ class GuidedStep:
             check_tensor("drawn", drawn, dtypes=INT_DTYPES, shape=(rows,), device=device)
         if active is not None:
             check_tensor("active", active, dtypes=torch.bool, shape=(b,), device=device)
+        if span_ended is not None:
+            check_tensor("span_ended", span_ended, dtypes=torch.bool, shape=(rows,), device=device)
         if temperature is not None:
             temperature = _of_nodes("temperature", temperature, torch.float32, b, nodes, device)
         if probs is not None:
@@ -492,8 +508,7 @@ class GuidedStep:
         tokens, table_rows = tokens.long(), table_rows.long()
         drawn = None if drawn is None else drawn.int()
 
-        span_ended = None
-        if self._span_rows:
+        if self.has_spans and span_ended is None:
             span_ended = self._limit_spans(None, tokens, table_rows, lengths, new_lens, drafts)
         requests = self._gather(tokens, table_rows, lengths, new_lens, active, backend)
         if drafts is not None:

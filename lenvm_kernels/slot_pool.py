@@ -1,4 +1,4 @@
-"""Cache slots for the requests of an engine that does not say when one leaves. On the host; importable without vLLM."""
+"""Cache slots for requests of which nobody says when they leave. On the host."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lenvm_kernels.adapters.vllm_slots import SlotPool
 from lenvm_kernels.paged_slots import PagedSlots
+from lenvm_kernels.slot_pool import SlotPool
 
 SIZE = 4
 

@@ -1,0 +1,48 @@
+"""What benchmarks on the demo's models share: their arguments, the prompts, and the file of numbers."""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lenvm_kernels.demo import held_out_prompts
+from lenvm_kernels.demo.models import DEMO, Models
+
+
+@dataclass(frozen=True)
+class DemoRuns:
+    """The models, and the prompts that each setting answers with each seed."""
+
+    models: Models
+    prompts: Sequence[str]
+    seeds: Sequence[int]
+    json: Path | None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> "DemoRuns":
+        """By the arguments of :func:`parser`."""
+        prompts = held_out_prompts()
+        prompts = prompts[:: len(prompts) // args.prompts][: args.prompts]
+        return cls(Models.load(DEMO, DEMO, device="cpu", dtype=torch.float32), prompts, args.seeds, args.json)
+
+    def write(self, command: str, rows: Sequence[Any], **about: Any) -> None:
+        """The rows, dataclasses each, with what they are of; nowhere if no file was named."""
+        if self.json is None:
+            return
+        content = dict(command=f"python -m {command}", date=time.strftime("%Y-%m-%d"), seeds=self.seeds)
+        content |= dict(prompts=len(self.prompts), **about, torch=torch.__version__)
+        self.json.write_text(json.dumps(content | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The arguments of all of them."""
+    arguments = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    arguments.add_argument("--prompts", type=int, default=16, help="held-out prompts to answer with each seed")
+    arguments.add_argument("--json", type=Path, help="write the numbers to a file")
+    return arguments
