@@ -4,16 +4,22 @@ python -m bench.study flops --check                 operations and bytes by the 
 python -m bench.study run --out DIR                 decode in each way; per-step JSON lines, and what each run was
 python -m bench.study run --out DIR --top-k 1 2 3 4 5      the sweep over the limit on candidates
 python -m bench.study report DIR                    tables and plots of what is there: DIR/summary.md
+python -m bench.study serve --model M --value-model W --out DIR     the same in the SGLang server, over HTTP
 python -m bench.study COMMAND --help                options
 """
 
 import argparse
+import json
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from bench.study import flops, report, run
+from bench.harness import storing
+from bench.study import flops, report, run, serve, served
+from lenvm_kernels.guidance import parse_guidance
 
 # What is not given, by device.
 DEFAULTS = {
@@ -22,12 +28,17 @@ DEFAULTS = {
 }
 # What is not given, of the random load.
 RANDOM = dict(base="Qwen2.5-7B", value_model=["Qwen2.5-0.5B", "Qwen2.5-1.5B"], cached=512)
+# The same of the server; prompts and samples on a GPU are as many as published.
+SERVED = {
+    "cuda": dict(num_prompts=50, samples=16, max_tokens=512),
+    "cpu": dict(num_prompts=4, samples=2, max_tokens=32),
+}
 
 
 def parse_args() -> argparse.Namespace:
     options = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
     parser = argparse.ArgumentParser(prog="python -m bench.study", description=__doc__, **options)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="flops | run | report")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="flops | run | report | serve")
 
     add = commands.add_parser("flops", help=flops.__doc__.splitlines()[0]).add_argument
     add("--check", action="store_true", help="compare with the published figures; fails if they differ")
@@ -67,13 +78,41 @@ def parse_args() -> argparse.Namespace:
 
     tables = commands.add_parser("report", help=report.__doc__.splitlines()[0])
     tables.add_argument("folder", type=Path, help="what `run` wrote; gets summary.md, summary.json and plots")
+
+    text = serve.__doc__
+    add = commands.add_parser("serve", help=text.splitlines()[0], description=text, **options).add_argument
+    by_device = {
+        name: f"(default: {value} on a GPU, else {SERVED['cpu'][name]})" for name, value in SERVED["cuda"].items()
+    }
+    add("--out", type=Path, required=True, help="folder for the results; made if it is not there")
+    add("--model", required=True, help="base model: a directory, or a name that the server knows")
+    add("--value-model", type=Path, required=True, help="value model: a directory or .gguf file")
+    add("--python", default=sys.executable, help="Python of the server's environment (default: this one)")
+    add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--prompts", type=Path, metavar="FILE", help="JSONL file of prompts, see above (default: those of the demo)")
+    add("--num-prompts", type=_positive, help=f"first prompts of the file {by_device['num_prompts']}")
+    add("--samples", type=_positive, help=f"samples of each prompt {by_device['samples']}")
+    add(
+        "--max-tokens",
+        type=_positive,
+        help=f"tokens of a sample, at most where its length is free {by_device['max_tokens']}",
+    )
+    add("--lengths", nargs="+", choices=served.LENGTHS, default=served.LENGTHS, help="of the outputs (default: both)")
+    add("--top-k", nargs="+", type=_positive, default=[1, 2, 3, 4, 5], help="limits on candidates (default: 1 to 5)")
+    add("--stride", nargs="+", type=_positive, default=[1, 4], help="strides of guidance (default: 1 and 4)")
+    guidance = json.dumps(run.GUIDANCE)
+    add("--guidance", default=guidance, help="custom_params of guided requests, as JSON (default: %(default)s)")
+    add("--concurrency", type=_positive, help="requests that wait at once (default: all)")
+    add("--startup-seconds", type=_positive, default=1200, help=f"that the server has to come up {default}")
+    add("options", nargs="*", metavar="-- OPTION", help="options of sglang.launch_server, behind two dashes")
     return parser.parse_args()
 
 
 def main() -> int:
     args = parse_args()
     try:
-        return {"flops": _flops, "run": _run, "report": lambda args: report.write(args.folder)}[args.command](args)
+        commands = {"flops": _flops, "run": _run, "report": lambda args: report.write(args.folder), "serve": _serve}
+        return commands[args.command](args)
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -118,7 +157,49 @@ def _run(args: argparse.Namespace) -> int:
     return study.run(args.ways, value_models, args.top_k)
 
 
-def _fill(args: argparse.Namespace, defaults: dict[str, object]) -> None:
+def _serve(args: argparse.Namespace) -> int:
+    most = int(os.environ.get("LENVM_MAX_CANDIDATES", run.MAX_CANDIDATES))
+    if max(args.top_k) > most:
+        raise ValueError(f"--top-k must be at most {most} (LENVM_MAX_CANDIDATES of the server), got {max(args.top_k)}")
+    try:
+        guidance = json.loads(args.guidance)
+        guides = parse_guidance(guidance).needs_value_model
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"--guidance must be a JSON object of custom_params, got {args.guidance!r}: {error}"
+        ) from error
+    if not guides:
+        raise ValueError(f"--guidance must guide, got {args.guidance!r}, which is neutral")
+    if not args.value_model.exists():
+        raise ValueError(f"--value-model must be an existing directory or .gguf file, got {str(args.value_model)!r}")
+
+    def tokenizer():
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(args.model)
+
+    prompts = serve.read_prompts(args.prompts, tokenizer) if args.prompts else serve.demo_prompts(tokenizer)
+    _fill(args, SERVED[args.device] | {"num_prompts": min(SERVED[args.device]["num_prompts"], len(prompts))})
+    if args.num_prompts > len(prompts):
+        there = f"the {len(prompts)} prompts that there are"
+        raise ValueError(f"--num-prompts must be from 1 to {there}, got {args.num_prompts}")
+    load = served.Load(prompts[: args.num_prompts], args.samples, args.max_tokens, args.concurrency)
+    models = served.Models(served.dimensions(args.model), served.dimensions(str(args.value_model)))
+    setup = serve.Setup(args.model, args.value_model, args.python, args.device, args.options, args.startup_seconds)
+    where = storing.environment("cuda" if torch.cuda.is_available() else "cpu")
+    where |= {"command": " ".join(["python -m bench.study", *sys.argv[1:]]), "server device": args.device}
+    study = serve.Study(setup, load, models, args.out, where)
+    plain = served.plain_conditions(args.lengths)
+    guided = served.guided_conditions(args.lengths, args.top_k, args.stride, guidance)
+    try:
+        with serve.ending_on_sigterm():
+            return study.run(plain, guided)
+    except KeyboardInterrupt:
+        print(f"interrupted; what was measured before is in {args.out}", file=sys.stderr)
+        return 130
+
+
+def _fill(args: argparse.Namespace, defaults: Mapping[str, object]) -> None:
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)

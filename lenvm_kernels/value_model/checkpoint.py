@@ -14,6 +14,8 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from lenvm_kernels.value_model.low_rank import ADAPTER_FILE, is_adapter, read_adapter
+
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
 # The frequencies of the others (dynamic, longrope) change with a sequence's length, which would make cached keys stale.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -120,16 +122,26 @@ class ValueModelConfig:
         return shapes
 
 
-def read_checkpoint(path: str | os.PathLike, head: Head | None) -> tuple[ValueModelConfig, dict[str, torch.Tensor]]:
+def read_checkpoint(
+    path: str | os.PathLike, head: Head | None, adapter: str | os.PathLike | None
+) -> tuple[ValueModelConfig, dict[str, torch.Tensor]]:
     """The architecture and the tensors of a checkpoint; see :meth:`ValueModel.from_pretrained`."""
     path = Path(path)
     if path.suffix == ".gguf":
         config, tensors, folder = *_read_gguf(path), path.parent
     else:
         config, tensors, folder = _read_config(path), _read_shards(path), path
-    if head is None and not any(name.startswith("v_head.") for name in tensors) and (folder / HEAD_FILE).is_file():
-        head = folder / HEAD_FILE
-    return config, with_head(tensors, head)
+    if adapter is None and is_adapter(folder):
+        adapter = folder
+    if head is None and not any(name.startswith("v_head.") for name in tensors):
+        head = head_beside(adapter, folder)
+    return config, with_head(with_adapter(tensors, adapter), head)
+
+
+def head_beside(*folders: str | os.PathLike | None) -> Path | None:
+    """The file with the value head in the first of these directories that has one."""
+    files = (Path(folder) / HEAD_FILE for folder in folders if folder is not None)
+    return next((file for file in files if file.is_file()), None)
 
 
 def _rope_frequencies(config: Any, head_dim: int) -> tuple[tuple[float, ...], float]:
@@ -205,6 +217,29 @@ def with_head(tensors: Mapping[str, torch.Tensor], head: Head | None) -> dict[st
     if foreign := [name for name in head if not name.startswith("v_head.")]:
         raise ValueError(f"head must hold only v_head.* tensors, got {_few(foreign)}")
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("v_head.")} | dict(head)
+
+
+def with_adapter(tensors: Mapping[str, torch.Tensor], adapter: str | os.PathLike | None) -> dict[str, torch.Tensor]:
+    """The tensors with a low-rank adapter merged: what it adds is added in fp32, and the sum rounded once.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`read_adapter`; an adapter of matrices that are not there, or of others.
+    """
+    merged = dict(tensors)
+    if adapter is None:
+        return merged
+    added, replaced = read_adapter(adapter)
+    names = {_without_prefixes(name): name for name in merged}
+    for name, update in added.items():
+        matrix = merged.get(names.get(_without_prefixes(name), ""))
+        if matrix is None or matrix.shape != update.shape:
+            got = "none" if matrix is None else f"one {list(matrix.shape)}"
+            raise ValueError(
+                f"{Path(adapter) / ADAPTER_FILE} must fit the backbone: it adds {list(update.shape)} to {name}, "
+                f"and the backbone has {got}"
+            )
+        merged[names[_without_prefixes(name)]] = (matrix.float() + update.to(matrix.device)).to(matrix.dtype)
+    return merged | {names.get(_without_prefixes(name), name): tensor for name, tensor in replaced.items()}
 
 
 def checked_tensors(config: ValueModelConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -25,7 +25,15 @@ from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.ops.value_tree_attention import num_counters as attention_counters
 from lenvm_kernels.ops.value_tree_attention import plan_attention, value_tree_attention
 from lenvm_kernels.value_model.cache_scales import key_and_value_bounds, scales_of
-from lenvm_kernels.value_model.checkpoint import Head, ValueModelConfig, checked_tensors, read_checkpoint, with_head
+from lenvm_kernels.value_model.checkpoint import (
+    Head,
+    ValueModelConfig,
+    checked_tensors,
+    head_beside,
+    read_checkpoint,
+    with_adapter,
+    with_head,
+)
 from lenvm_kernels.value_model.lenvm_config import DISCOUNTED_RETURN, LenVMConfig
 from lenvm_kernels.value_model.ragged_batch import KVCache, RaggedBatch
 
@@ -198,6 +206,7 @@ class ValueModel:
         path: str | os.PathLike,
         head: Head | None = None,
         *,
+        adapter: str | os.PathLike | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         weights: str | None = None,
@@ -210,7 +219,11 @@ class ValueModel:
                 ``.gguf`` file (dequantised to float32). Pickled weights are never read.
             head: the value head, when it is not with the backbone: a ``.safetensors`` file or a dictionary with
                 ``v_head.fc.{weight,bias}`` and ``v_head.summary.{weight,bias}``. It wins over ``v_head.*`` in the
-                backbone's files, and those over ``value_head.safetensors`` beside them.
+                backbone's files, and those over ``value_head.safetensors`` beside the adapter or them.
+            adapter: a directory with a low-rank adapter of the backbone, ``adapter_config.json`` and
+                ``adapter_model.safetensors`` as the package PEFT writes them (LoRA, :func:`read_adapter`). It is
+                merged into the weights. Default: the one beside them, if there is one. One that is given brings its
+                own ``lenvm_config.json``.
             dtype: float32, bfloat16 or float16; default that of the checkpoint's embedding.
             device: where to put the weights.
             weights: ``fp8`` keeps the matrices of the layers in 8 bits, as in :class:`ValueModel`. They are made one by
@@ -219,20 +232,22 @@ class ValueModel:
 
         Raises:
             FileNotFoundError: no directory, configuration or safetensors there.
-            ValueError: an unsupported architecture, or missing, unexpected or misshapen tensors, by name; ``weights``
-                as in :class:`ValueModel`; a ``gamma`` or ``lenvm_config.json`` that :class:`LenVMConfig` refuses.
+            ValueError: an unsupported architecture or adapter, or missing, unexpected or misshapen tensors, by name;
+                ``weights`` as in :class:`ValueModel`; a ``gamma`` or ``lenvm_config.json`` that :class:`LenVMConfig`
+                refuses.
             ImportError: a GGUF file without the packages that read it.
         """
-        lenvm_config = LenVMConfig.read(path, gamma)
-        config, tensors = read_checkpoint(path, head)
+        lenvm_config = LenVMConfig.read(path if adapter is None else adapter, gamma)
+        config, tensors = read_checkpoint(path, head, adapter)
         return cls(config, tensors, dtype=dtype, device=device, weights=weights, lenvm_config=lenvm_config)
 
     @classmethod
     def from_causal_lm(
         cls,
         model: torch.nn.Module,
-        head: Head,
+        head: Head | None = None,
         *,
+        adapter: str | os.PathLike | None = None,
         weights: str | None = None,
         lenvm_config: LenVMConfig | None = None,
     ) -> ValueModel:
@@ -243,13 +258,14 @@ class ValueModel:
 
         Args:
             model: a Qwen2, Qwen3 or Llama model of ``transformers``.
-            head, weights: as in :meth:`from_pretrained`.
+            head, adapter, weights: as in :meth:`from_pretrained`. The model itself is not changed by the adapter.
             lenvm_config: as in :class:`ValueModel`.
 
         Raises:
-            ValueError: as :meth:`from_pretrained`.
+            FileNotFoundError, ValueError: as :meth:`from_pretrained`.
         """
-        config, tensors = ValueModelConfig.from_hf(model.config), with_head(model.state_dict(), head)
+        tensors = with_head(with_adapter(model.state_dict(), adapter), head or head_beside(adapter))
+        config = ValueModelConfig.from_hf(model.config)
         return cls(config, tensors, weights=weights, lenvm_config=lenvm_config)
 
     @torch.no_grad()

@@ -1,0 +1,85 @@
+"""Low-rank adapters of a backbone (LoRA, arXiv 2106.09685), in the files of the package PEFT -> what they change."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+
+ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+# PEFT's own, before the names of the model that it wraps.
+_PREFIX = "base_model.model."
+# Fields that change what the matrices mean, with what they have to be.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "use_dora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "alpha_pattern": ({}, None),
+}
+
+
+class Adapter(NamedTuple):
+    """What an adapter changes, by the names of the model it was trained on."""
+
+    added: dict[str, torch.Tensor]
+    """``scale * B A`` of each adapted matrix, fp32 with the matrix's shape."""
+    replaced: dict[str, torch.Tensor]
+    """Tensors trained whole: biases, and those of ``modules_to_save``."""
+
+
+def is_adapter(folder: str | os.PathLike) -> bool:
+    """Whether a directory has an adapter, beside a model's weights or alone."""
+    return (Path(folder) / ADAPTER_CONFIG).is_file()
+
+
+def read_adapter(folder: str | os.PathLike) -> Adapter:
+    """Read ``adapter_config.json`` and ``adapter_model.safetensors`` of a directory.
+
+    ``scale`` is ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with ``use_rslora``; ``r`` is each matrix's own.
+
+    Raises:
+        FileNotFoundError: one of the two files is missing.
+        ValueError: another method than LoRA, or a variant of it that is not a matrix ``B A`` to be added; tensors that
+            are no pairs ``lora_A [r, in]`` and ``lora_B [out, r]``; each by name.
+    """
+    file, tensors_file = Path(folder) / ADAPTER_CONFIG, Path(folder) / ADAPTER_FILE
+    for needed in (file, tensors_file):
+        if not needed.is_file():
+            raise FileNotFoundError(f"an adapter must have {ADAPTER_CONFIG} and {ADAPTER_FILE}, {needed} is missing")
+    config = json.loads(file.read_text(encoding="utf-8"))
+    for field, accepted in _PLAIN.items():
+        if config.get(field) not in accepted:
+            raise ValueError(f"{field} in {file} must be {accepted[0]!r}, got {config.get(field)!r}")
+    alpha, rslora = config.get("lora_alpha"), bool(config.get("use_rslora"))
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+        raise ValueError(f"lora_alpha in {file} must be a number, got {alpha!r}")
+
+    tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(tensors_file).items()}
+    added, replaced = {}, {}
+    for name, tensor in tensors.items():
+        module, a, _ = name.partition(".lora_A.weight")
+        if a:
+            b = _partner(tensors, module, tensor, tensors_file)
+            scale = alpha / (math.sqrt(len(tensor)) if rslora else len(tensor))
+            added[f"{module}.weight"] = scale * (b.float() @ tensor.float())
+        elif ".lora_" not in name:
+            replaced[name] = tensor
+        elif not name.endswith(".lora_B.weight") or name.replace(".lora_B.", ".lora_A.") not in tensors:
+            raise ValueError(f"{tensors_file} must hold pairs of lora_A.weight and lora_B.weight, got {name}")
+    return Adapter(added, replaced)
+
+
+def _partner(tensors: Mapping[str, torch.Tensor], module: str, a: torch.Tensor, file: Path) -> torch.Tensor:
+    b = tensors.get(f"{module}.lora_B.weight")
+    if b is None or a.dim() != 2 or b.dim() != 2 or b.shape[1] != a.shape[0]:
+        got = "none" if b is None else list(b.shape)
+        raise ValueError(
+            f"{module} in {file} must have lora_A [r, in] and lora_B [out, r], got {list(a.shape)} and {got}"
+        )
+    return b

@@ -1,0 +1,169 @@
+"""Low-rank adapters of a value model's backbone: merged as PEFT, which writes the files, merges them."""
+
+import copy
+import json
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lenvm_kernels.value_model import ValueModel
+from lenvm_kernels.value_model.low_rank import read_adapter
+from tests.helpers.models import random_head, random_pair
+
+EVERY_MATRIX = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+VARIANTS = {
+    "plain": dict(r=3, lora_alpha=5, target_modules=EVERY_MATRIX),
+    "of one layer": dict(r=2, lora_alpha=2, target_modules=["q_proj", "down_proj"], layers_to_transform=[1]),
+    "rank-stabilised": dict(r=4, lora_alpha=3, use_rslora=True, target_modules=["v_proj", "up_proj"]),
+    "ranks that differ": dict(r=2, lora_alpha=7, rank_pattern={"k_proj": 5}, target_modules=["k_proj", "o_proj"]),
+    "a tensor trained whole": dict(r=2, lora_alpha=4, target_modules=["gate_proj"], modules_to_save=["norm"]),
+}
+
+
+def adapted(model, folder, seed=3, **config):
+    """``model`` with a random adapter as PEFT saves it in ``folder``, merged by PEFT."""
+    wrapped = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**config))
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    wrapped.save_pretrained(folder)
+    return wrapped.merge_and_unload()
+
+
+def assert_same(got, expected):
+    """Weights of two value models; rounded to fp32 in another order, or to bf16 once."""
+    rtol = 1e-5 if expected.dtype == torch.float32 else 2**-7
+    for one, other in zip(got.layers, expected.layers, strict=True):
+        for x, y in zip(one, other, strict=True):
+            assert (x is None) == (y is None)
+            if y is not None:
+                torch.testing.assert_close(x, y, rtol=rtol, atol=1e-6)
+    for x, y in zip((got.embedding, *got.head), (expected.embedding, *expected.head), strict=True):
+        torch.testing.assert_close(x, y, rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_beside_the_weights(architecture, variant, tmp_path):
+    model, head = random_pair(architecture)
+    model.save_pretrained(tmp_path)
+    save_file(head, tmp_path / "value_head.safetensors")
+    plain = ValueModel.from_pretrained(tmp_path)
+    expected = ValueModel.from_causal_lm(adapted(model, tmp_path, **variant), head)
+    with pytest.raises(AssertionError):
+        assert_same(plain, expected)
+    assert_same(ValueModel.from_pretrained(tmp_path), expected)
+
+
+def test_given_by_its_directory(tmp_path):
+    """Beside no weights, in place of the adapter beside them, and on a loaded model, which it leaves as it was."""
+    model, head = random_pair("llama")
+    model.save_pretrained(tmp_path / "model")
+    adapted(model, tmp_path / "model", **VARIANTS["rank-stabilised"])
+    expected = ValueModel.from_causal_lm(adapted(model, tmp_path / "adapter", **VARIANTS["plain"]), head)
+    before = copy.deepcopy(model.state_dict())
+    assert_same(ValueModel.from_pretrained(tmp_path / "model", head, adapter=tmp_path / "adapter"), expected)
+    assert_same(ValueModel.from_causal_lm(model, head, adapter=tmp_path / "adapter"), expected)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_head_of_an_adapter(tmp_path):
+    """``value_head.safetensors`` in the adapter's directory, unless another is given."""
+    model, head = random_pair("llama")
+    adapted(model, tmp_path, **VARIANTS["plain"])
+    save_file(head, tmp_path / "value_head.safetensors")
+    assert all(map(torch.equal, ValueModel.from_causal_lm(model, adapter=tmp_path).head, folded_head(model, head)))
+    other = random_head(seed=8)
+    got = ValueModel.from_causal_lm(model, other, adapter=tmp_path).head
+    assert all(map(torch.equal, got, folded_head(model, other)))
+
+
+def folded_head(model, head):
+    return ValueModel.from_causal_lm(model, head).head
+
+
+def test_sums_are_rounded_once(tmp_path):
+    """In a bf16 model: an update that bf16 would round away before the sum still counts."""
+    model, head = random_pair("llama")
+    model = model.bfloat16()
+    adapted(model.float(), tmp_path, **VARIANTS["plain"])
+    name = "model.layers.1.self_attn.o_proj.weight"
+    weight = model.state_dict()[name].bfloat16()
+    expected = (weight.float() + read_adapter(tmp_path).added[name]).bfloat16()
+    got = ValueModel.from_causal_lm(model.bfloat16(), head, adapter=tmp_path).layers[1].o
+    assert got.dtype == torch.bfloat16 and torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("peft_type", "LOHA", "peft_type in .* must be 'LORA', got 'LOHA'"),
+        ("use_dora", True, "use_dora in .* must be False, got True"),
+        ("fan_in_fan_out", True, "fan_in_fan_out in .* must be False, got True"),
+        ("alpha_pattern", {"q_proj": 2}, "alpha_pattern in .* must be {}, got {'q_proj': 2}"),
+        ("lora_alpha", "8", "lora_alpha in .* must be a number, got '8'"),
+    ],
+)
+def test_other_methods_are_refused(field, value, message, tmp_path):
+    model, head = random_pair("llama")
+    adapted(model, tmp_path, **VARIANTS["plain"])
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {field: value}))
+    with pytest.raises(ValueError, match=message):
+        ValueModel.from_causal_lm(model, head, adapter=tmp_path)
+
+
+def renamed(old, new):
+    return lambda tensors: {name.replace(old, new): tensor for name, tensor in tensors.items()}
+
+
+def without(part):
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if part not in name}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            renamed("layers.1", "layers.7"),
+            r"adds \[48, 80\] to model.layers.7.mlp.down_proj.weight, and the backbone has none",
+        ),
+        (renamed("layers.1.mlp.up_proj", "layers.1.mlp.gate"), "and the backbone has none"),
+        (without("layers.1.mlp.up_proj.lora_B"), r"layers.1.mlp.up_proj in .* got \[3, 48\] and none"),
+        (without("layers.0.self_attn.q_proj.lora_A"), "pairs of lora_A.weight and lora_B.weight, got model.layers.0"),
+        (renamed("lora_B.weight", "lora_embedding_B"), r"layers.0.mlp.down_proj in .* got \[3, 80\] and none"),
+        (
+            lambda tensors: {name: x[:, :2] if name.endswith("lora_B.weight") else x for name, x in tensors.items()},
+            r"lora_A \[r, in\] and lora_B \[out, r\], got \[3, 80\] and \[48, 2\]",
+        ),
+        (
+            lambda tensors: {
+                name: x[:, :40] if name.endswith("q_proj.lora_A.weight") else x for name, x in tensors.items()
+            },
+            r"adds \[48, 40\] to model.layers.0.self_attn.q_proj.weight, and the backbone has one \[48, 48\]",
+        ),
+        (
+            lambda tensors: tensors | {"base_model.model.model.extra.weight": torch.zeros(2)},
+            "unexpected .*extra.weight",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(change, message, tmp_path):
+    model, head = random_pair("llama")
+    adapted(model, tmp_path, **VARIANTS["plain"])
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in change(load_file(file)).items()}, file)
+    with pytest.raises(ValueError, match=message):
+        ValueModel.from_causal_lm(model, head, adapter=tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_missing_file_is_named(missing, tmp_path):
+    model, head = random_pair("llama")
+    adapted(model, tmp_path, **VARIANTS["plain"])
+    (tmp_path / missing).unlink()
+    with pytest.raises(FileNotFoundError, match=f"{missing} is missing"):
+        ValueModel.from_causal_lm(model, head, adapter=tmp_path)

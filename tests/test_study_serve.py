@@ -1,0 +1,604 @@
+"""The study on a server: whole ones with a stand-in, and their parts; test_sglang_study.py has a real server."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bench.study import __main__ as cli
+from bench.study import flops, serve, served
+from bench.study.flops import Architecture, Guidance, Workload
+from bench.study.served import Answer, Condition, Counters, Load, Models, Result, Sample, Work
+from tests.helpers import fake_sglang
+from tests.helpers.fake_sglang import (
+    ABORTED,
+    BASE_SECONDS,
+    DEADLY,
+    DEVICE_SECONDS,
+    ENDLESS,
+    REFUSED,
+    STAGE_MS,
+    VALUE_MS,
+)
+
+CONFIG = dict(
+    model_type="qwen2",
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=50,
+)
+TINY = Architecture("base", 24, 40, 3, 4, 2, 6, 50)
+SMALLER = Architecture("value", 12, 20, 2, 2, 1, 6, 50)
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """Runs a study against the stand-in; gives the exit status, the folder, and what the stand-in wrote."""
+    package = tmp_path / "fake" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    shutil.copy(fake_sglang.__file__, package / "launch_server.py")
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    for name in ("LENVM_CONFIG", "LENVM_VALUE_MODEL", "LENVM_MAX_CANDIDATES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, hidden in (("base", 24), ("value", 12)):
+        (tmp_path / name).mkdir()
+        smaller = {} if hidden == 24 else dict(intermediate_size=20, num_hidden_layers=2, num_attention_heads=2)
+        smaller |= {} if hidden == 24 else dict(num_key_value_heads=1)
+        (tmp_path / name / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": hidden} | smaller))
+
+    def run(*options, prompts=((3, 9, 9, 9), (5, 8)), **facts):
+        file, log, out = tmp_path / "prompts.jsonl", tmp_path / "fake.jsonl", tmp_path / "out"
+        file.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in prompts))
+        log.unlink(missing_ok=True)
+        monkeypatch.setenv("FAKE_SGLANG", json.dumps({"log": str(log), **facts}))
+        where = ["--model", tmp_path / "base", "--value-model", tmp_path / "value", "--prompts", file]
+        size = ["--samples", "2", "--max-tokens", "4", "--device", "cpu", "--out", out]
+        monkeypatch.setattr("sys.argv", ["study", "serve", *map(str, where + size), *options])
+        status = cli.main()
+        return status, out, [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+    return run
+
+
+def lines_of(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+# --- whole studies ---
+
+
+def test_a_whole_study(study, monkeypatch, tmp_path):
+    """Every request, and every number, by hand."""
+    monkeypatch.setenv("LENVM_CONFIG", "of the user")
+    guidance = ["--guidance", '{"target_length": 7}']
+    status, out, log = study("--top-k", "1", "3", "--stride", "1", "3", *guidance, "--", "--tp", "2")
+    assert status == 0
+
+    starts, ends = [line for line in log if "started" in line], [line["ended"] for line in log if "ended" in line]
+    assert [line["started"] for line in starts] == ends and len(ends) == 2
+    for line in starts:
+        assert line["arguments"][-2:] == ["--tp", "2"] and "--enable-metrics" in line["arguments"]
+        assert line["arguments"][:4] == ["--model-path", str(tmp_path / "base"), "--device", "cpu"]
+    assert [line["variables"] for line in starts] == [
+        {"SGLANG_USE_CPU_ENGINE": "1"},
+        {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "LENVM_CONFIG": "of the user",
+            "LENVM_VALUE_MODEL": str(tmp_path / "value"),
+        },
+    ]
+
+    guided = [f"k{k}-stride{stride}" for stride in (1, 3) for k in (1, 3)]
+    names = [("plain", "fixed"), ("plain", "free")]
+    names += [(name, lengths) for lengths in ("fixed", "free") for name in ("neutral", *guided)]
+    conditions = lines_of(out / "conditions.jsonl")
+    assert [(line["name"], line["lengths"]) for line in conditions] == names
+
+    # A request warms up, and the cache is emptied, before the others.
+    first, requests = None, [line for line in log if "request" in line or "flushed" in line]
+    for number, (name, lengths) in enumerate(names):
+        warm_up, flushed, *others = requests[6 * number : 6 * number + 6]
+        assert flushed == {"flushed": True} and warm_up in others
+        others = sorted((line["request"] for line in others), key=lambda body: body["sampling_params"]["sampling_seed"])
+        assert [body["input_ids"] for body in others] == [[3, 9, 9, 9]] * 2 + [[5, 8]] * 2
+        assert [body["sampling_params"].pop("sampling_seed") for body in others] == [0, 1, 2, 3]
+        (sampling,) = {json.dumps(body["sampling_params"]): body["sampling_params"] for body in others}.values()
+        expected = {"temperature": 1.0, "min_p": 0.01, "top_k": -1, "max_new_tokens": 4}
+        expected |= {"ignore_eos": lengths == "fixed"}
+        if name == "neutral":
+            expected["custom_params"] = {"value_mode": "centered_exp", "value_scale": 0.0}
+        elif name != "plain":
+            k, stride = map(int, re.fullmatch(r"k(\d)-stride(\d)", name).groups())
+            expected |= {"top_k": k, "custom_params": {"target_length": 7, "value_stride": stride}}
+        assert sampling == expected
+
+        result = conditions[number]
+        tokens = [4, 4, 4, 4] if lengths == "fixed" else [3, 3, 4, 4]
+        rows = sum(tokens) if name.startswith("k3") else 0
+        due = sum(len(range(0, n, result["stride"])) for n in tokens) if rows else 0
+        assert result["requests"] == 4 and result["failed_requests"] == 0
+        assert result["work"] == {
+            "passes": sum(tokens),
+            "decode_passes": sum(tokens) - 4,
+            "base_seconds": pytest.approx(BASE_SECONDS * sum(tokens)),
+            "value_seconds": pytest.approx(VALUE_MS * due / 1e3),
+            "rows": rows,
+            "guided_rows": due,
+            "failed_steps": 0,
+        }
+        assert result["figures"]["output tokens"] == sum(tokens)
+        assert result["figures"]["room in the server's cache (tokens)"] == 4321 + (name != "plain")
+        first = first or result["figures"]["estimated GFLOP / output token"]
+        assert (result["figures"]["estimated GFLOP / output token"] > 1.1 * first) == (rows > 0)
+        # Steps of the warm-up were before the flush.
+        mean = {**STAGE_MS, "total": sum(STAGE_MS.values())} if rows else {}
+        flushes = number - 1  # of the second server
+        assert {stage: of["mean"] for stage, of in result["stages_ms"].items()} == {
+            stage: ms * flushes for stage, ms in mean.items()
+        }
+
+    answers = lines_of(out / "requests.jsonl")
+    assert len(answers) == 4 * len(names) and answers[-1]["condition"] == "k3-stride3, free"
+    assert [(line["prompt"], line["sample"], line["output_tokens"]) for line in answers[-4:]] == [
+        (0, 0, 3),
+        (0, 1, 3),
+        (1, 0, 4),
+        (1, 1, 4),
+    ]
+    samples = lines_of(out / "samples.jsonl")
+    assert {line["condition"] for line in samples} == {f"{name}, {lengths}" for name, lengths in names}
+    assert min(line["resident_mib"] for line in samples) > 5
+
+    summary, text = json.loads((out / "summary.json").read_text()), (out / "summary.md").read_text()
+    assert summary["failed"] == [] and summary["conditions"] == conditions
+    assert summary["environment"]["sglang"] == "0.fake" and summary["environment"]["server device"] == "cpu"
+    for lengths, tokens in (("fixed", 16), ("free", 14)):
+        passes = summary["tables"][lengths]["forward passes of the base model"]
+        assert passes == {"plain": tokens, "guided": tokens, "ratio": 1.0}
+        assert f"## Outputs of {lengths} length, k = 3, stride 1" in text
+        assert f"| output tokens | {tokens} | {tokens} | 1 |" in text
+        assert summary["tables"][lengths]["value model (ms / pass)"] == {"plain": 0, "guided": 2.0, "ratio": None}
+        assert "GPU memory, peak (MiB)" not in summary["tables"][lengths]
+    assert "Prompts: 2, samples of each: 2, 4 tokens each, ends of sequence passed over." in text
+    assert "- command: python -m bench.study serve --model" in text
+    assert "With k = 1 the engine decodes greedily" in text and "| k3-stride3, free | head | 5 | 5 | 5 |" in text
+
+
+ONE = ["--top-k", "2", "--stride", "1", "--lengths", "fixed"]
+
+
+def test_failed_requests_are_counted_and_shown(study, capsys):
+    status, out, _ = study(*ONE, prompts=[(REFUSED, 1), (3, 1), (ABORTED, 1), (4, 1)])
+    assert status == 1
+    plain, neutral, guided = lines_of(out / "conditions.jsonl")
+    for result in (plain, neutral, guided):
+        assert result["requests"] == 8 and result["failed_requests"] == 4 and result["figures"]["output tokens"] == 16
+    text, printed = (out / "summary.md").read_text(), capsys.readouterr().err
+    for message in (
+        'k2-stride1, fixed: 2 of 8 requests: OSError: status 400: {"error": {"message": "too long by 7 tokens"}}',
+        "plain, fixed: 2 of 8 requests: OSError: aborted: no room",
+    ):
+        assert f"- {message}\n" in text and message in printed
+    assert plain["figures"]["time per output token of a request (ms)"] > 0
+
+
+def test_when_every_request_fails_there_are_no_rates(study):
+    status, out, _ = study(*ONE, prompts=[(REFUSED, 1)])
+    assert status == 1 and "## Every condition" in (out / "summary.md").read_text()
+    for result in lines_of(out / "conditions.jsonl"):
+        assert result["figures"]["throughput (output tokens/s)"] == 0
+        assert result["figures"]["time per output token (ms)"] is None
+        assert result["figures"]["estimated GFLOP / output token"] is None
+
+
+def test_a_server_that_does_not_come_up_shows_its_last_lines(study, capsys):
+    status, out, log = study(*ONE, broken=True)
+    printed = capsys.readouterr().err
+    assert status == 2 and log == []
+    assert "error: the server has ended with status 1\n" in printed
+    assert f"the last lines of {out / 'plain.log'}:\nline 81\n" in printed and "line 99\nno such model\n" in printed
+
+
+def test_a_server_that_is_never_healthy_is_ended(study, capsys):
+    status, _, log = study(*ONE, "--startup-seconds", "2", late=True)
+    assert status == 2 and "error: the server is not up after 2 seconds" in capsys.readouterr().err
+    assert [next(iter(line)) for line in log] == ["started", "ended"] and not is_running(log[0]["started"])
+
+
+def test_a_server_that_ends_meanwhile(study, capsys):
+    """What was measured before stays."""
+    status, out, _ = study(*ONE, prompts=[(2, 1), (DEADLY, 1)])
+    assert status == 2 and [line["name"] for line in lines_of(out / "conditions.jsonl")] == ["plain"]
+    assert "| plain, fixed |" in (out / "summary.md").read_text()
+    assert re.search(r"error: the server has ended with status 3\n.*guided.log:\na bad end", capsys.readouterr().err)
+
+
+def test_a_server_without_the_plugin_is_no_guided_one(study, capsys):
+    status, out, log = study(*ONE, without_plugin=True)
+    assert status == 2 and "--python must be of an environment with lenvm-kernels" in capsys.readouterr().err
+    assert [line["name"] for line in lines_of(out / "conditions.jsonl")] == ["plain"]
+    assert "| plain, fixed |" in (out / "summary.md").read_text()
+    assert not is_running(log[-1]["ended"])
+
+
+def test_a_server_that_passes_sigterm_over_is_killed(study, monkeypatch):
+    """With all of its processes."""
+    monkeypatch.setattr(serve, "GRACE", 0.2)
+    status, _, log = study(*ONE, stubborn=True)
+    sessions = [line["started"] for line in log if "started" in line]
+    assert status == 0 and len(sessions) == 2
+    assert [serve.resident_bytes(session) for session in sessions] == [0, 0]
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_server(study, tmp_path, capsys, sign):
+    """While requests wait, and with the answers of the conditions before."""
+    log, former = tmp_path / "fake.jsonl", signal.getsignal(signal.SIGTERM)
+
+    def interrupt():
+        while not log.exists() or str(ENDLESS) not in log.read_text():
+            time.sleep(0.05)
+        os.kill(os.getpid(), sign)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    begin = time.monotonic()
+    status, out, lines = study(*ONE, prompts=[(2, 1), (ENDLESS, 1)])
+    assert status == 130 and time.monotonic() - begin < 60
+    assert f"interrupted; what was measured before is in {out}" in capsys.readouterr().err
+    assert "ended" in lines[-1] and not is_running(lines[0]["started"]) and signal.getsignal(signal.SIGTERM) is former
+
+
+def test_an_earlier_study_is_replaced(study, tmp_path):
+    (tmp_path / "out").mkdir()
+    for name in ("conditions.jsonl", "requests.jsonl", "samples.jsonl", "steps.4711.jsonl"):
+        (tmp_path / "out" / name).write_text('{"of": "before"}\n')
+    status, out, _ = study(*ONE)
+    assert status == 0 and not (out / "steps.4711.jsonl").exists()
+    assert all('"of": "before"' not in file.read_text() for file in out.glob("*.jsonl"))
+
+
+def test_numbers_of_a_gpu(study, tmp_path, monkeypatch):
+    """The base model's time is that of the device, and nvidia-smi's numbers are in the table."""
+    fake_nvidia_smi(tmp_path, monkeypatch, 'echo "1000, 60"; echo "500, 20"')
+    status, out, log = study(*ONE, "--device", "cuda", gpu=True)
+    assert status == 0
+    assert [line["variables"].get("SGLANG_ENABLE_METRICS_DEVICE_TIMER") for line in log if "started" in line] == [
+        "1"
+    ] * 2
+    assert not any("SGLANG_USE_CPU_ENGINE" in line.get("variables", ()) for line in log)
+    for result in lines_of(out / "conditions.jsonl"):
+        assert result["work"]["base_seconds"] == pytest.approx(16 * DEVICE_SECONDS)
+        assert result["work"]["decode_passes"] == 12
+        assert result["figures"]["GPU memory, peak (MiB)"] == 1500
+        assert result["figures"]["GPU utilisation, mean (%)"] == 40
+    text = (out / "summary.md").read_text()
+    assert "| GPU memory, peak (MiB) | 1500 | 1500 | 1 |" in text and "PyTorch reference" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--top-k", "2", "9"], r"--top-k must be at most 8 \(LENVM_MAX_CANDIDATES of the server\), got 9"),
+        (["--guidance", '{"value_scale": 1.0}'], "--guidance must guide, got .* which is neutral"),
+        (["--guidance", '{"value_scale": "x"}'], "--guidance must be a JSON object of custom_params.* value_scale"),
+        (["--guidance", "{"], "--guidance must be a JSON object of custom_params, got '{'"),
+        (["--guidance", "[1]"], r"--guidance must be a JSON object of custom_params, got '\[1\]'"),
+        (["--value-model", "/no/such"], "--value-model must be an existing directory or .gguf file, got '/no/such'"),
+        (["--num-prompts", "3"], "--num-prompts must be from 1 to the 2 prompts that there are, got 3"),
+        (["--prompts", "/no/such.jsonl"], "No such file or directory: '/no/such.jsonl'"),
+        (["--python", "/no/such/python"], "No such file or directory: '/no/such/python'"),
+    ],
+)
+def test_bad_options_are_named(study, capsys, options, message):
+    status, _, log = study(*options)
+    assert status == 2 and log == [] and re.search(message, capsys.readouterr().err)
+
+
+def test_the_first_prompts(study):
+    status, out, log = study(*ONE, "--num-prompts", "1", "--concurrency", "1")
+    assert status == 0
+    assert {tuple(line["request"]["input_ids"]) for line in log if "request" in line} == {(3, 9, 9, 9)}
+    assert [line["requests"] for line in lines_of(out / "conditions.jsonl")] == [2, 2, 2]
+
+
+# --- prompts ---
+
+
+def template(messages, add_generation_prompt, tokenize, return_dict):
+    assert add_generation_prompt and tokenize and not return_dict
+    if any(message.get("role") not in ("user", "system") for message in messages):
+        raise RuntimeError("roles must be user or system")
+    return [len(message["content"]) for message in messages]
+
+
+CHAT = SimpleNamespace(chat_template="x", apply_chat_template=template)
+
+
+def test_prompts_of_every_form(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why é?"}]
+    lines = [{"prompt": "What?", "answer": 4}, {"messages": chat}, {"input_ids": [0, 7], "id": "x"}]
+    file.write_text("\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines), encoding="utf-8")
+    assert serve.read_prompts(file, lambda: CHAT) == [[5], [9, 6], [0, 7]]
+    file.write_text('{"input_ids": [4, 5]}\n')
+    assert serve.read_prompts(file, None) == [[4, 5]]  # needs no tokenizer
+    assert serve.demo_prompts(lambda: CHAT)[0] == [len("What are four symptoms of dehydration?")]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"line 2 of .*prompts.jsonl must be JSON, got '{'"),
+        ("[1]", r"line 2 of .* must be an object with one of prompt, messages, input_ids, got \[1\]"),
+        ('{"question": "x"}', r'line 2 of .* one of prompt, messages, input_ids, got {"question": "x"}'),
+        ('{"prompt": "x", "input_ids": [1]}', "line 2 of .* must be an object with one of prompt, messages, input_ids"),
+        ('{"prompt": 4}', "prompt in line 2 of .* must be a text, got 4"),
+        ('{"prompt": null}', "prompt in line 2 of .* must be a text, got None"),
+        ('{"messages": []}', r"messages in line 2 of .* must be a list of at least one {role, content}, got \[\]"),
+        ('{"messages": ["x"]}', r"messages in line 2 of .* got \['x'\]"),
+        ('{"messages": [{"role": "user"}]}', "messages in line 2 of .* got .*'role': 'user'"),
+        (
+            '{"messages": [{"role": "judge", "content": "x"}]}',
+            "line 2 of .* must fit the chat template .* roles must be",
+        ),
+        ('{"input_ids": []}', r"input_ids in line 2 of .* must be a list of at least one token id, got \[\]"),
+        ('{"input_ids": [1, -1]}', r"input_ids in line 2 of .* got \[1, -1\]"),
+        ('{"input_ids": [1, true]}', r"input_ids in line 2 of .* got \[1, True\]"),
+        ('{"input_ids": "12"}', "input_ids in line 2 of .* got 12"),
+    ],
+)
+def test_bad_prompts_are_named(tmp_path, line, message):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"input_ids": [1]}\n' + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        serve.read_prompts(file, lambda: CHAT)
+
+
+def test_files_without_prompts(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n \n")
+    with pytest.raises(ValueError, match=r"prompts.jsonl must hold at least one prompt, got none"):
+        serve.read_prompts(file, None)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"prompts.jsonl must be text in UTF-8"):
+        serve.read_prompts(file, None)
+    file.write_text('{"prompt": "x"}\n')
+    with pytest.raises(ValueError, match=r"line 1 of .* must have input_ids: the tokenizer .* has no chat template"):
+        serve.read_prompts(file, lambda: SimpleNamespace(chat_template=None))
+
+
+# --- requests ---
+
+
+class Gate:
+    """Answers of a server only when so many requests wait at once."""
+
+    def __init__(self, together):
+        self.barrier, self.most, self.waiting, self.lock = threading.Barrier(together), 0, 0, threading.Lock()
+
+    def __call__(self, *_):
+        with self.lock:
+            self.waiting += 1
+            self.most = max(self.most, self.waiting)
+        self.barrier.wait(20)
+        with self.lock:
+            self.waiting -= 1
+        return json.dumps({"meta_info": {"prompt_tokens": 2, "completion_tokens": 3, "finish_reason": None}})
+
+
+@pytest.mark.parametrize(("concurrency", "together"), [(None, 6), (2, 2), (1, 1)])
+def test_requests_wait_at_once(monkeypatch, concurrency, together):
+    gate = Gate(together)
+    monkeypatch.setattr(serve, "exchange", gate)
+    load = Load([[5], [6, 7], [8]], 2, 4, concurrency)
+    seconds, answers = serve.ask_all(1, load, Condition("plain", "free"))
+    assert gate.most == together and 0 < max(answer.seconds for answer in answers) <= seconds
+    assert [(answer.prompt, answer.sample) for answer in answers] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert {answer.error for answer in answers} == {None}
+
+
+# --- counters ---
+
+
+def test_counters():
+    lines = ["# TYPE a:b counter", 'a:b{x="1",y="p,q"} 2.5', 'a:b{x="2",y="p"} 3', 'a:bc{x="1"} 100', "plain 7e1"]
+    counters = Counters("\n".join([*lines, 'odd{t="}\\" {"} 4']))
+    assert counters.total("a:b") == 5.5 and counters.total("a:b", x="1") == 2.5 and counters.total("a:b", y="p") == 3
+    assert counters.total("plain") == 70 and counters.total("odd", t='}\\" {') == 4
+    assert counters.total("absent") == 0 and "a:b" in counters and "a:" not in counters
+
+
+def test_a_server_that_does_not_come_to_rest(monkeypatch):
+    monkeypatch.setattr(serve, "SETTLING", 0.3)
+    monkeypatch.setattr(serve, "exchange", lambda *_: f"{served.IDLE_SECONDS} 4\n")
+    server = serve.Server(SimpleNamespace(pid=1), 1, None)
+    with pytest.raises(TimeoutError, match=r"has not counted .* for 0.3 seconds: it is not idle"):
+        server.settled_counters()
+
+
+# --- memory and utilisation ---
+
+
+def is_running(process):
+    """Whether there is such a process."""
+    return Path(f"/proc/{process}").exists()
+
+
+def test_resident_memory_is_that_of_the_session():
+    """Of all its processes, and of no other."""
+    code = "import sys; x = b'x' * {} * 2**20; print('up', flush=True); sys.stdin.read()"
+    child = code.format(40)
+    parent = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child!r}], stdin=sys.stdin); "
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    alone = subprocess.Popen([sys.executable, "-c", code.format(0)], start_new_session=True, **pipes)
+    both = subprocess.Popen([sys.executable, "-c", parent + code.format(20)], start_new_session=True, **pipes)
+    try:
+        lines = [alone.stdout.readline(), both.stdout.readline(), both.stdout.readline()]
+        assert lines == ["up\n"] * 3
+        bare, loaded = (serve.resident_bytes(process.pid) / 2**20 for process in (alone, both))
+        assert 2 < bare < 40 and 2 * bare + 55 < loaded < 2 * bare + 75
+    finally:
+        for process in (alone, both):
+            process.communicate("")
+    assert serve.resident_bytes(both.pid) == 0
+
+
+def fake_nvidia_smi(folder, monkeypatch, script):
+    program = folder / "bin" / "nvidia-smi"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+
+def test_loads_of_gpus(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        assert serve.gpu_loads() == []
+    fake_nvidia_smi(tmp_path, monkeypatch, f'echo "$@" > {tmp_path}/arguments; echo "100, 50"; echo "8.5, [N/A]"')
+    assert serve.gpu_loads() == [(100.0, 50.0), (8.5, None)]
+    query = "--query-gpu=memory.used,utilization.gpu --format=csv,noheader,nounits"
+    assert (tmp_path / "arguments").read_text() == f"{query}\n"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    serve.gpu_loads()
+    assert (tmp_path / "arguments").read_text() == f"{query} --id=2,3\n"
+    fake_nvidia_smi(tmp_path, monkeypatch, "echo broken; exit 9")
+    assert serve.gpu_loads() == []
+
+
+def test_samples_are_taken_in_time(monkeypatch):
+    """At once, once a period, and at the end, whatever a sample takes."""
+    numbers = iter(range(1, 1000))
+    monkeypatch.setattr(serve, "PERIOD", 0.2)
+    monkeypatch.setattr(serve, "resident_bytes", lambda session: session * next(numbers) * serve.MIB)
+    monkeypatch.setattr(serve, "gpu_loads", lambda: time.sleep(0.1) or [])
+    with serve.Monitor(7) as monitor:
+        time.sleep(1.1)
+    mib = [sample.resident_mib for sample in monitor.samples]
+    assert mib == [7 * number for number in range(1, len(mib) + 1)] and len(mib) in (7, 8)
+    for number, sample in enumerate(monitor.samples[:5]):
+        assert sample.seconds == pytest.approx(0.2 * number, abs=0.15)
+    assert monitor.samples[-1].seconds >= 1.1
+
+
+def test_sums_over_gpus():
+    sample = Sample(0.0, 1.0, [(100.0, 50.0), (8.5, None), (None, 20.0)])
+    assert sample.gpu_mib == 108.5 and sample.gpu_utilisation == 35
+    nothing = Sample(0.0, 1.0, [(None, None)])
+    assert nothing.gpu_mib is None and nothing.gpu_utilisation is None
+
+
+# --- numbers and tables ---
+
+
+def result_of(condition, *, seconds, tokens=(3, 5), work, errors=(), samples=()):
+    answers = [Answer(i, 0, 0.5 * (i + 1), 10 + 4 * i, n, "stop") for i, n in enumerate(tokens)]
+    answers += [Answer(9, 0, 4.0, error=error) for error in errors]
+    return Result(condition, seconds, answers, Work(*work), list(samples), 900, {}, 0.5)
+
+
+PLAIN, GUIDED = Condition("plain", "free"), Condition("k4-stride2", "free", 4, 2, {})
+SAMPLES = [Sample(0.0, 70.0, [(10.0, 30.0)]), Sample(1.0, 90.0, [(50.0, 40.0)]), Sample(2.0, 80.0, [(20.0, None)])]
+LOAD = Load([[1], [2]], 1, 8)
+
+
+def test_figures_by_hand():
+    result = result_of(GUIDED, seconds=2.0, work=(4, 3, 0.5, 0.25, 8, 2, 0), samples=SAMPLES)
+    found = served.figures(result, LOAD, Models(TINY, SMALLER))
+    work, guidance = Workload(2, 1, 12.0, 4.0), Guidance(4 * 0.25, 0.75)
+    operations = sum(flops.operations(TINY, work, SMALLER, guidance).values())
+    assert found == {
+        "end-to-end wall clock (s)": 2.0,
+        "output tokens": 8,
+        "throughput (output tokens/s)": 4.0,
+        "time per output token (ms)": 250.0,
+        "time per output token of a request (ms)": pytest.approx((500 / 3 + 1000 / 5) / 2),
+        "forward passes of the base model": 4,
+        "requests a decoding pass": 2.0,
+        "base model (ms / pass)": 125.0,
+        "value model (ms / pass)": 62.5,
+        "other (ms / pass)": 312.5,
+        "rows with values (%)": 25.0,
+        "estimated GFLOP / output token": pytest.approx(
+            flops.operations_per_output_token(TINY, work, SMALLER, guidance) / 1e9
+        ),
+        "achieved GFLOP/s": pytest.approx(operations / 2.0 / 1e9),
+        "memory of the server's processes, peak (MiB)": 90.0,
+        "room in the server's cache (tokens)": 900,
+        "GPU memory, peak (MiB)": 50.0,
+        "GPU utilisation, mean (%)": 35.0,
+    }
+    for models in (Models(None, SMALLER), Models(TINY, None)):
+        assert served.figures(result, LOAD, models)["achieved GFLOP/s"] is None
+
+
+def test_operations_without_guidance_are_those_of_the_base_model():
+    result = result_of(PLAIN, seconds=2.0, work=(4, 3, 0.5, 0.0, 0, 0, 0), errors=["x"])
+    found, work = served.figures(result, LOAD, Models(TINY, None)), Workload(2, 1, 12.0, 4.0)
+    assert found["estimated GFLOP / output token"] == pytest.approx(flops.operations_per_output_token(TINY, work) / 1e9)
+    assert found["rows with values (%)"] is None and found["GPU memory, peak (MiB)"] is None
+    assert found["requests a decoding pass"] == 2.0  # of those that did not fail
+
+
+def test_dimensions(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert served.dimensions(str(tmp_path)) == Architecture(tmp_path.name, 24, 40, 3, 4, 2, 6, 50)
+    assert served.dimensions(str(tmp_path / "none")) is None
+    assert "operations are left out: " in capsys.readouterr().err
+
+
+def test_the_published_form():
+    plain = {"a": 4.0, "b": 0.0, "c": None, "d": None, "e": 3}
+    guided = {"a": 6.0, "b": 2.0, "c": 5.0, "d": None, "e": 3}
+    assert served.compared(plain, guided) == {
+        "a": {"plain": 4.0, "guided": 6.0, "ratio": 1.5},
+        "b": {"plain": 0.0, "guided": 2.0, "ratio": None},
+        "c": {"plain": None, "guided": 5.0, "ratio": None},
+        "e": {"plain": 3, "guided": 3, "ratio": 1.0},
+    }
+
+
+def test_the_headline_is_of_the_smallest_stride_and_the_largest_k():
+    def of(name, lengths, *more):
+        return result_of(Condition(name, lengths, *more), seconds=1.0, work=[0] * 7)
+
+    plain, others = of("plain", "free"), [of("plain", "fixed"), of("neutral", "free", -1, None, {})]
+    guided = [of("x", "free", k, stride) for k, stride in ((7, 2), (3, 1), (5, 1), (4, 1))] + [of("x", "fixed", 8, 1)]
+    assert served.headline([*others, *guided, plain], "free") == (plain, guided[2])
+    assert served.headline([*others, plain], "free") is None and served.headline(guided, "free") is None
+
+
+def test_the_summary_compares_with_the_plain_run_of_these_lengths(tmp_path):
+    fixed = result_of(Condition("plain", "fixed"), seconds=8.0, tokens=(4, 4), work=(4, 3, 0.5, 0.0, 0, 0, 0))
+    plain = result_of(PLAIN, seconds=2.0, work=(4, 3, 0.5, 0.0, 0, 0, 0), samples=SAMPLES)
+    guided = result_of(GUIDED, seconds=3.0, tokens=(1, 1), work=(4, 3, 0.5, 0.25, 8, 2, 3), samples=SAMPLES)
+    where = {"server device": "cuda", "command": "x"}
+    served.write_summary(tmp_path, where, LOAD, Models(None, None), [fixed, plain, guided])
+    text = (tmp_path / "summary.md").read_text()
+    assert "- k4-stride2, free: guidance failed in 3 steps, see the server's log" in text
+    assert "## Outputs of free length, k = 4, stride 2" in text and "Outputs of fixed length" not in text
+    assert "8 tokens each at most: outputs differ in length, so that only rates compare." in text
+    for row in (
+        "| time per output token (ms) | 250 | 1500 | 6 |",
+        "| plain, fixed | 0.5 | 8 | 8 | 1 | 1000 | 187.5 | 4 | 125 | 0 | 1875 |  |  | 1 |",
+        "| plain, free | 0.5 | 2 | 8 | 4 | 250 | 183.3 | 4 | 125 | 0 | 375 |  | 90 | 1 |",
+        "| k4-stride2, free | 0.5 | 3 | 2 | 0.6667 | 1500 | 750 | 4 | 125 | 62.5 | 562.5 | 25 | 90 | 6 |",
+    ):
+        assert row in text
+    assert "greedily" not in text and "GFLOP" not in text and "PyTorch reference" not in text
+    tables = json.loads((tmp_path / "summary.json").read_text())["tables"]
+    assert tables["free"]["end-to-end wall clock (s)"] == {"plain": 2.0, "guided": 3.0, "ratio": 1.5}
