@@ -386,6 +386,15 @@ def test_one_sided_targets_at_the_ends_of_the_values(device, backend):
         assert result.tolist() == expected
 
 
+def test_a_target_above_every_value_is_reached_by_no_rounding(device, backend):
+    """All but one candidate have the largest value: some sums of their probabilities are 1 + 2**-23."""
+    q = torch.rand(256, 8, generator=torch.Generator().manual_seed(0))
+    q[:, 3], z = 1e-12, torch.full((256, 8), 2.0).index_fill(1, torch.tensor([3]), -1.0)
+    params = [parse_guidance({"target_length": 999, "op": "ge_soft", "gamma": 0.9})] * 256
+    result, _ = reweight(q / q.sum(1, keepdim=True), z, params, [set()] * 256, device, backend)
+    assert torch.equal(result.argmax(1), q.argmax(1)) and result.sum() == result.amax(1).sum() == 256
+
+
 # --- spans, and the answers that follow them ---
 
 

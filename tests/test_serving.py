@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
 from lenvm_kernels.serving.app import create_app, listen
 from lenvm_kernels.serving.engine import Query, ValueEngine
 from lenvm_kernels.value_model import ValueModel
+from tests.helpers.engine import Engine, make_step
 from tests.helpers.models import ARCHITECTURES, VOCAB, random_head, random_model, save_checkpoint, value_model_of
 from tests.helpers.models import value_logits as plain_values
 from tests.helpers.server import free_port
@@ -195,6 +197,40 @@ def test_a_prefix_is_computed_once(pair, make_engine):
     assert ask(Query(tokens[:56], bypass_cache=True))[1] == 56
     engine.flush_cache()
     assert ask(Query(tokens[:56]))[1] == 56
+    assert ask(Query(tokens[:56]))[1] == 0
+
+
+def test_a_sequence_that_grows_takes_nobodys_place(make_engine):
+    engine = make_engine(max_tokens=64, page_size=4, max_queries=2, max_sequences=2)
+    kept = Query(sequence(20))
+    for query in (kept, *(Query(sequence(20, seed=1)[:length], [3]) for length in range(8, 16)), kept):
+        (answer,) = (future.result() for future in engine.submit([query]))
+    assert answer.cached_tokens == 20
+
+
+def test_a_sequence_that_comes_twice_is_kept_once(pair, make_engine):
+    """Its second row is free again, and has no pages that the row could lose later."""
+    engine = make_engine(max_tokens=32, page_size=4, max_queries=5, max_sequences=5)
+
+    def ask(*queries):
+        for query, future in zip(queries, engine.submit(queries), strict=True):
+            check(future.result().values, expected(pair, query.token_ids))
+
+    for seed in range(6):
+        ask(*[Query(sequence(4, seed=seed))] * 2)
+    grown = sequence(32, seed=9)
+    ask(*[Query(sequence(4, seed=7))] * 2, Query(grown[:24]))
+    for length in range(25, 33):
+        ask(Query(grown[:length]))
+    ask(*(Query(sequence(4, seed=seed)) for seed in range(10, 15)))
+
+
+def test_a_forward_has_room_for_so_many_tokens(make_engine):
+    """Of all queries together."""
+    engine = make_engine(max_tokens=512, chunk_tokens=40)
+    for future in engine.submit([Query(sequence(30, seed=seed)) for seed in range(4)]):
+        future.result()
+    assert (engine.counts.forwards, engine.counts.computed_tokens) == (3, 120)
 
 
 def test_the_cache_makes_room_and_what_does_not_fit_waits(pair, make_engine):
@@ -464,6 +500,38 @@ class TestRemoteGuidance:
                 assert remote.failed_calls == remote.skipped_calls == 0
         assert engine.counts.computed_tokens < engine.counts.cached_tokens
 
+    def test_calls_are_as_few_as_their_size_allows(self, make_engine, monkeypatch):
+        with served(make_engine()) as (url, _):
+            remote = RemoteValueModel(url, timeout=30, max_body_bytes=400)
+            bodies, exchange = [], remote._exchange
+            monkeypatch.setattr(remote, "_exchange", lambda *call: bodies.append(call[2]) or exchange(*call))
+            monkeypatch.setattr(remote, "_connect", None)  # it has a connection
+            queries = [(place, sequence(20, seed=place), [place, 3]) for place in (4, 0, 9, 2, 7, 1, 8)]
+            assert [place for place, _ in remote._ask(queries)] == [4, 0, 9, 2, 7, 1, 8]
+        sizes = [len(json.loads(body)["input_ids"]) for body in bodies]
+        assert all(len(body) <= 400 for body in bodies) and sizes == [2, 2, 2, 1]
+
+    def test_foreign_tokens_cost_their_own_requests_their_guidance(self, pair, make_engine, monkeypatch):
+        """Of rows of different lengths, whose places in the slot table beyond their tokens hold anything."""
+        prompts, rows = [[5, 70], [6, 7], [8, *range(40, 53), 9], [10, 11]], [3, 1, 5, 2]
+        with served(make_engine(max_tokens=512)) as (url, _):
+            remote = RemoteValueModel(url, timeout=30)
+            remote.config = replace(remote.config, vocab_size=60)
+            asked, values = [], remote._values
+            monkeypatch.setattr(remote, "_values", lambda *call: asked.append(call) or values(*call))
+            step, slots = make_step(remote)
+            slots.table.fill_(2**30)
+            engine = Engine(step, slots).start(rows, prompts, [self.GUIDANCE[0]] * 4)
+            scores = torch.zeros(4, VOCAB)
+            for i, candidates in enumerate(([20, 21, 22], [30, 31], [32], [33, 75])):
+                scores[i, candidates] = 9.0
+            scores[2, 34] = 8.5
+            output = engine.decode(rows, prompts, scores)
+        assert asked == [([prompts[1], prompts[2]], [[30, 31], [32, 34]])]
+        check(output.value_logits[1, :2].tolist(), expected_of(pair, prompts[1], [30, 31]))
+        check(output.value_logits[2, :2].tolist(), expected_of(pair, prompts[2], [32, 34]))
+        assert step.table.faults[rows].tolist() == [1, 0, 0, 1]
+
     def test_without_a_server_rows_go_on_unguided(self, base, value_model, make_engine):
         with served(make_engine()) as (url, _):
             remote = RemoteValueModel(url, timeout=30, retry_after=0)
@@ -504,6 +572,30 @@ class TestRemoteGuidance:
         servers.pop().__exit__(None, None, None)
         assert faults[:2] == [3, 0] and remote.failed_calls == 3
 
+    def test_a_restart_between_two_calls_costs_nothing(self, make_engine):
+        port, query = free_port(), (4, [1, 2], [3, 5])
+        with served(make_engine(), port) as (url, _):
+            remote = RemoteValueModel(url, timeout=30)
+            before = list(remote._ask([query]))
+        with served(make_engine(), port):
+            assert list(remote._ask([query])) == before and remote.failed_calls == 0
+
+    def test_a_call_ends_at_its_time_out_whatever_trickles_in(self):
+        def trickle():
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 60\r\n\r\n")
+                for _ in range(60):
+                    connection.sendall(b" ")
+                    time.sleep(0.05)
+
+        with listen("127.0.0.1", 0) as listener:
+            thread = threading.Thread(target=trickle)
+            thread.start()
+            with pytest.raises(ConnectionError, match=r"TimeoutError: it takes more than 0.4 seconds"):
+                RemoteValueModel(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.4)
+            thread.join()
+
     def test_wrong_answers_and_foreign_tokens_are_no_guidance(self, base, value_model, make_engine, monkeypatch):
         with served(make_engine()) as (url, _):
             remote = RemoteValueModel(url, timeout=30, retry_after=0)
@@ -511,6 +603,13 @@ class TestRemoteGuidance:
                 with monkeypatch.context() as patch, pytest.warns(UserWarning, match="the value server failed"):
                     patch.setattr(remote, "_exchange", lambda *_, answer=answer: answer)
                     assert self.generate(base, remote)[1][0] == self.NEW
+            with monkeypatch.context() as patch:  # of a value model that has computed no number
+
+                def exchange(*call):
+                    return json.dumps({"values": [[None] * len(c) for c in json.loads(call[2])["candidate_ids"]]})
+
+                patch.setattr(remote, "_exchange", exchange)
+                assert self.generate(base, remote)[1][0] == self.NEW
             # A base model whose embedding is padded further than the value model's.
             remote.config = type(remote.config)(**{**vars(remote.config), "vocab_size": 60})
             monkeypatch.setattr("lenvm_kernels.adapters.transformers.check_vocabulary", lambda *_: None)

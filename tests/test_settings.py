@@ -160,6 +160,13 @@ def test_requests_get_the_gamma_of_the_server_unless_they_name_one(model, monkey
     assert gamma(gamma=0.8) == gamma(length_gamma=0.8) == 0.8
 
 
+@pytest.mark.parametrize(("given", "allows"), [(True, True), (1, True), (0, False)])
+def test_vllm_makes_numbers_of_switches(model, fresh_default, given, allows):
+    extra_args = {"target_length": 9, "end_token_ids": [3], "allow_eos": given}
+    params = SimpleNamespace(extra_args=extra_args, temperature=1.0, top_k=0, stop_token_ids=None)
+    assert guidance_of(params).allow_eos is allows
+
+
 def test_the_end_of_a_thought_is_looked_up_beside_the_value_model(model, tmp_path, monkeypatch, fresh_default):
     words = [f"w{i}" for i in range(20)]
     thinking = save_checkpoint(tmp_path / "thinking", seed=0, words=[*words[:7], "</think>", *words[8:]])
@@ -167,6 +174,8 @@ def test_the_end_of_a_thought_is_looked_up_beside_the_value_model(model, tmp_pat
     for folder, expected in ((thinking, (7,)), (not_thinking, None), (model, None)):
         monkeypatch.setenv("LENVM_VALUE_MODEL", str(folder))
         fresh_default()
+        parse_request({"target_length": 9, "thinking_budget": None})
+        assert default_ends_of_thought.cache_info().misses == 0  # a tokenizer takes seconds
         if expected is not None:
             assert parse_request({"thinking_budget": 9}).end_token_ids == expected
         else:

@@ -21,6 +21,7 @@ pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.sampling.custom_logit_processor import ThinkingBudgetLogitProcessor
 from sglang.srt.server_args import ServerArgs
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -54,7 +55,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    with running_server(folder, "engine", "--chunked-prefill-size", "32", "--enable-metrics") as server:
+    options = ("--chunked-prefill-size", "32", "--enable-metrics", "--enable-custom-logit-processor")
+    with running_server(folder, "engine", *options) as server:
         yield server
 
 
@@ -120,6 +122,29 @@ def test_spans(folder, engine):
     assert any(output[-1] in stops for output in outputs)
     results, _ = engine.generate(prompts, [span | {"allow_eos": True}] * 6, **options)
     assert any(result["output_ids"][-1] in stops and len(result["output_ids"]) < 12 for result in results)
+
+
+def test_the_earlier_of_two_budgets_ends_a_thought(folder, engine):
+    """The engine's own reads the same ``thinking_budget``. It breaks the line, then it ends the thought."""
+    start, line_break, end = 400, 401, 402
+
+    class Budget(ThinkingBudgetLogitProcessor):
+        THINKING_START_TOKEN_ID, NEW_LINE_TOKEN_ID, THINKING_END_TOKEN_ID = start, line_break, end
+
+    prompts = [[*prompt, start] for prompt in prompts_of(9, 40, 5, 12, seed=14)]
+    budget = {"thinking_budget": 6, "end_token_ids": [end], "gamma": 0.9}
+    never = {str(end): -100.0, str(line_break): -100.0}  # by itself
+    options = dict(processor=Budget.to_str(), logit_bias=never, max_new_tokens=20)
+    places = []
+    for limit in (15, 8, 3):  # the second comes while the engine breaks the line
+        guidance = [budget | {"hard_limit": limit}, budget | {"hard_limit": limit, "op": "ge_soft"}] * 2
+        results, steps = engine.generate(prompts, guidance, **options)
+        places.append(results[0]["output_ids"].index(end))
+        assert check_steps(folder, prompts, results, steps) > 4 * 3
+        assert check_spans(prompts, results, steps, [end], places[-1]) == [places[-1]] * 4
+        broken = [line_break in result["output_ids"][: places[-1]] for result in results]
+        assert broken == [limit > 3] * 4
+    assert places == [9, 9, 3]  # it counts a token only at the step after the next, which also breaks two lines
 
 
 def test_bad_parameters_are_refused_and_harm_nobody(folder, engine):

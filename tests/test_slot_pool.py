@@ -25,6 +25,14 @@ def test_the_row_that_has_waited_longest_loses_its_slots():
     assert [len(pool.slots.pages(row)) for row in range(6)] == [1, 0, 0, 3, 0, 1]
 
 
+def test_rows_without_slots_lose_none():
+    pool = make_pool(3)
+    for row in (4, 2):
+        pool.admit(row, range(7))
+    pool.reserve({5: 8})
+    assert pool.reserve({1: 12}) == ([5], [])
+
+
 def test_those_that_need_the_most_go_without():
     pool = make_pool(5)
     pool.reserve({2: 8})
@@ -55,6 +63,27 @@ def test_a_common_prefix_is_shared_as_far_as_it_is_computed():
     for row in (0, 1, 2):
         pool.release(row)
     assert pool.slots.free_pages == 20 and pool.admit(5, tokens) == 0
+
+
+def test_a_prefix_that_several_rows_have_computed_is_that_of_the_first():
+    """They came in one step, when nothing was there to be shared."""
+    pool, tokens = make_pool(20), list(range(9))
+    for row in (3, 1):
+        pool.admit(row, tokens)
+    pool.reserve({3: 9, 1: 9})
+    for row in (3, 1):
+        pool.computed(row, 9)
+    assert pool.admit(5, tokens) == 8 and pool.slots.pages(5) == pool.slots.pages(3)[:2]
+    pool.release(3)
+    assert pool.admit(0, tokens) == 8
+    for row in (5, 0):
+        pool.release(row)
+    assert pool.admit(2, tokens) == 0
+    pool.computed(1, 9)
+    assert pool.admit(2, tokens) == 8 and pool.slots.pages(2) == pool.slots.pages(1)[:2]
+    pool.release(1)
+    pool.release(2)
+    assert pool.slots.free_pages == 20
 
 
 @given(

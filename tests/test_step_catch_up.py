@@ -236,9 +236,11 @@ def test_a_row_used_again_has_none_of_its_last_request_s_tokens(models):
     """A request whose prompt nobody told is not guided, though the row's last one had more tokens."""
     engine = Engine(*make_step(models.value)).start([6], PROMPTS[2:3], [TILT])
     assert assert_values(models, engine.decode([6], PROMPTS[2:3], scores_of(1, 0)), PROMPTS[2:3]) == 5
+    assert engine.step.told_lens(engine.tensor([6, 1])).tolist() == [len(PROMPTS[2]), 0]
     engine.step.remove_request(6)
     engine.slots.free(6)
     engine.admit(6, [20, 21, 22], TILT, prompt_len=3)
+    assert engine.step.told_lens(engine.tensor([6, 1])).tolist() == [0, 0]
     output = engine.decode([6], [[20, 21, 22]], scores_of(1, 1), drawn=own_draws(1, 1))
     assert output.candidates.status.tolist() == [Status.UNGUIDED] and engine.step.table.faults[6] == 1
     engine.prefill([6], [[20, 21, 22]])

@@ -28,6 +28,9 @@ from tests.helpers.statistics import p_value
 from tests.helpers.vllm_server import NGRAM, PIECES, WORDS, check_steps, running_server, write_checkpoints
 
 ROOT = Path(__file__).parent.parent
+# What begins and ends a thought, for the engine's own budget. Of other words its tokenizer makes several tokens.
+START, END = WORDS.index("<unk>"), WORDS.index("<pad>")
+REASONING = json.dumps({"reasoning_start_str": WORDS[START], "reasoning_end_str": WORDS[END]})
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +42,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    with running_server(folder, "engine", "--enable-prompt-tokens-details", "--block-size", "32") as server:
+    options = ("--enable-prompt-tokens-details", "--block-size", "32", "--reasoning-config", REASONING)
+    with running_server(folder, "engine", *options) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def speculating(folder):
-    with running_server(folder, "speculating", speculation=NGRAM) as server:
+    with running_server(folder, "speculating", "--reasoning-config", REASONING, speculation=NGRAM) as server:
         yield server
 
 
@@ -242,6 +246,21 @@ def test_spans(folder, engine, speculating, drafts):
         assert places[-1] < limit or output[limit] == ends[0]
     assert max(places) == limit
     assert any(response["choices"][0]["finish_reason"] == "stop" for response in responses)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_the_earlier_of_two_budgets_ends_a_thought(folder, engine, speculating, drafts):
+    """Of the engine's own and the hard limit of the span; the prompt begins the thought."""
+    server, prompts = speculating if drafts else engine, [[*prompt, START] for prompt in repeating(16, 3, 9, 5, 20)]
+    for budget, limit in ((5, 11), (11, 5)):
+        span = {"end_token_ids": [END], "hard_limit": limit}
+        guidance = [GENTLE | span, {"thinking_budget": 4} | span] * 2
+        sequences, _, steps = generate(server, prompts, guidance, thinking_token_budget=budget, max_tokens=20)
+        assert check_steps(folder, sequences, steps) > 4 * 5
+        for prompt, sequence in zip(prompts, sequences, strict=True):
+            assert sequence.index(END) == len(prompt) + 5
+            after = [row for row in rows_of(steps) if row["tokens"][: len(prompt) + 6] == sequence[: len(prompt) + 6]]
+            assert {row["status"] for row in after} == {Status.UNGUIDED}
 
 
 def test_speculation_changes_no_distribution(engine, speculating):

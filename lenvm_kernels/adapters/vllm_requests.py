@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # Fields whose value is an object. In ``vllm_xargs`` there are none: they are given as JSON text.
 _OBJECTS = ("token_temperature_scale",)
+# Fields that are true or false. vLLM makes them 1 or 0.
+_SWITCHES = ("return_values", "allow_eos")
 
 
 def guidance_of(params: SamplingParams) -> GuidanceParams | None:
@@ -47,7 +49,7 @@ def guidance_of(params: SamplingParams) -> GuidanceParams | None:
 
 def _decoded(name: str, value: Any) -> Any:
     """A field of ``vllm_xargs``, which are numbers, texts and lists, as it would be in ``custom_params``."""
-    if name == "return_values" and value in (0, 1):
+    if name in _SWITCHES and value in (0, 1):
         return bool(value)
     if name not in _OBJECTS or not isinstance(value, str):
         return value

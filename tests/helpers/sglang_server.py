@@ -53,11 +53,12 @@ class Server:
     def post(self, **body):
         return requests.post(f"{self.url}/generate", json=body, timeout=600)
 
-    def generate(self, prompts, guidance, **sampling):
-        """Generate for each prompt; returns the results and the steps in which at least one request was guided."""
+    def generate(self, prompts, guidance, *, processor=None, **sampling):
+        """Generate for each prompt, through a logit processor of the engine's if one is given; returns the results and
+        the steps in which at least one request was guided."""
         before = len(self._lines())
         params = [{**SAMPLING, **sampling, "custom_params": custom_params} for custom_params in guidance]
-        response = self.post(input_ids=prompts, sampling_params=params)
+        response = self.post(input_ids=prompts, sampling_params=params, custom_logit_processor=processor)
         assert response.ok, response.text
         return response.json(), [json.loads(line) for line in self._lines()[before:]]
 
