@@ -48,7 +48,15 @@ if TYPE_CHECKING:
         StepRequests,
         VerifiedTokens,
     )
-    from lenvm_kernels.value_model import KVCache, LenVMConfig, RaggedBatch, ValueModel, ValueModelConfig
+    from lenvm_kernels.value_model import (
+        ImageTokens,
+        KVCache,
+        LenVMConfig,
+        RaggedBatch,
+        ValueModel,
+        ValueModelConfig,
+        image_positions,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -61,6 +69,7 @@ __all__ = [
     "GuidanceParams",
     "GuidanceTable",
     "GuidedStep",
+    "ImageTokens",
     "KVCache",
     "LenVMConfig",
     "Mode",
@@ -82,6 +91,7 @@ __all__ = [
     "empty_history",
     "expand_drafts",
     "gather_requests",
+    "image_positions",
     "limit_span",
     "pack_drafts",
     "parse_guidance",
@@ -111,6 +121,7 @@ _MODULES = {
     "GuidanceParams": "guidance",
     "GuidanceTable": "guidance",
     "GuidedStep": "step",
+    "ImageTokens": "value_model",
     "KVCache": "value_model",
     "LenVMConfig": "value_model",
     "Mode": "types",
@@ -127,6 +138,7 @@ _MODULES = {
     "ValueModelConfig": "value_model",
     "VerifiedTokens": "types",
     "empty_history": "ops.gather_requests",
+    "image_positions": "value_model",
     "parse_guidance": "guidance",
     "quantize_weight": "ops.ragged_linear",
     "working_bytes": "step",

@@ -59,6 +59,33 @@ def test_a_file_gives_the_same_as_variables_which_take_precedence(model, config,
     assert Settings.from_environment() == Settings(model, **expected | changed)
 
 
+def test_an_engine_with_an_option_of_its_own(model, config, monkeypatch):
+    """Its value model goes before any other, its default before ours; a variable and a file go before a default."""
+    option = ("--value-model", str(model))
+    assert Settings.from_environment(option) == Settings(model)
+    assert Settings.from_environment(option, max_candidates=64) == Settings(model, max_candidates=64)
+    monkeypatch.setenv("LENVM_VALUE_MODEL", "/nowhere")
+    config({"value_model": "/nowhere", "max_candidates": 16, "gamma": 0.9})
+    assert Settings.from_environment(option, max_candidates=64) == Settings(model, max_candidates=16, gamma=0.9)
+    with pytest.raises(ValueError, match=r"--value-model must be an existing directory or \.gguf file, got '/nowhere'"):
+        Settings.from_environment(("--value-model", "/nowhere"))
+
+
+def test_what_a_step_is_made_with(model):
+    settings = Settings(
+        model, max_candidates=4, chunk_tokens=9, value_stride=3, commit_winners=False, cache="fp8", graphs=None
+    )
+    expected = dict(
+        max_candidates=4, max_eos=64, chunk_tokens=9, value_stride=3, commit_winners=False, cache="fp8", graphs=None
+    )
+    assert settings.step_options(has_graphs=True) == expected
+    assert settings.step_options(has_graphs=False) == expected | {"graphs": False}
+    for has_graphs in (False, True):
+        for graphs in (False, True):
+            options = Settings(model, graphs=graphs).step_options(has_graphs=has_graphs)
+            assert options["graphs"] is graphs
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [

@@ -6,101 +6,37 @@ what the functions do that it puts there. In an environment with what the fork d
     PYTHONPATH=Length-Value-Model/sglang-LenVM/python python -m pytest tests/test_sglang_fork.py
 """
 
-import dataclasses
 import importlib
 import json
 import math
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lenvm_kernels.adapters import sglang_fork
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
+from tests.helpers.sglang_fork import ALL, GUIDED_SAMPLING, install_in_fork, use_stand_in
 from tests.helpers.targets import expectation, target_of
 
 GOLDEN_MASKS = [json.loads(line) for line in (Path(__file__).parent / "golden" / "tree_mask.jsonl").open()]
-GUIDED_SAMPLING = "sglang.srt.lvm.lvm_guided_sampling"
-SAMPLER = f"{GUIDED_SAMPLING}:LvmGuidedSampler"
 VOCAB, EOS = 50, 7
-ALL = 1 << 30  # the fork's top_k without a limit
 ATOL = 1e-3  # of probabilities: the fork's stopping rule, as for the golden pairs
 MET = 1e-5  # of expected values: a target that was met
-
-
-def make_stand_in():
-    """The modules of the fork that ``install()`` looks into, with functions that do nothing."""
-
-    def guidance(token_probs, token_values, token_ids, **kwargs): ...
-    def mask(*, prefix_lens, candidate_lens, cached_prefix_lens, device): ...
-    def head():
-        return type("MLP2SiLUValueHead", (), {"forward": lambda self, hidden_states: None})
-
-    class LvmGuidedSampler:
-        def _build_pending(self, probs, reqs, temperatures, top_ps, top_ks, min_ps): ...
-        def _apply_guidance_gpu(self, pending, gpu_embeddings): ...
-        def _apply_guidance(self, pending, lvm_values): ...
-
-        @staticmethod
-        def _get_prefix_ids_incremental(req):
-            return [*req.origin_input_ids, *req.output_ids]
-
-        def apply(self, probs, reqs, temperatures, top_ps, top_ks, min_ps):
-            pending = self._build_pending(probs, reqs, temperatures, top_ps, top_ks, min_ps)
-            if pending is None:
-                return None
-            if pending.send_batch_indices:
-                rids = [pending.req_list[row].rid for row in pending.send_batch_indices]
-                self._apply_guidance_gpu(pending, self._inproc.tree_value_launch_gpu(rids, pending.candidate_ids_send))
-            return pending.guided
-
-    names = "req_list device guided send_batch_indices prefix_ids_send candidate_ids_send candidate_probs_send"
-    pending = dataclasses.make_dataclass("PendingLvmResult", [*names.split(), ("gpu_candidates", tuple, None)])
-    contents = {
-        GUIDED_SAMPLING: dict(
-            LvmGuidedSampler=LvmGuidedSampler,
-            PendingLvmResult=pending,
-            _extract_token_temperature_scale=lambda req: None,
-            get_eos_token_ids=lambda req: req.eos_token_ids,
-            lvm_combined_guidance=guidance,
-            lvm_expectation_guidance=guidance,
-            lvm_hard_value_constraint_guidance=guidance,
-        ),
-        "sglang.srt.lvm.tree_value_spec": dict(build_tree_value_custom_mask_and_positions=mask),
-        "sglang.srt.lvm.lvm_inproc_runner": dict(build_tree_value_custom_mask_and_positions=mask),
-        "sglang.srt.models.qwen2_lvm": dict(MLP2SiLUValueHead=head()),
-        "sglang.srt.models.qwen3_lvm": dict(MLP2SiLUValueHead=head()),
-    }
-    modules = {name: ModuleType(name) for name in contents}
-    for name, module in modules.items():
-        vars(module).update(contents[name])
-    return modules
 
 
 @pytest.fixture
 def stand_in(monkeypatch):
     """In place of the fork, whether there is one or not."""
-    modules = make_stand_in()
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(sglang_fork, "_fork", None)
-    monkeypatch.setattr(sglang_fork, "_originals", {})
-    return modules
+    return use_stand_in(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def fork():
     """The fork after ``install()``: its module, its functions as they were, and its sampler with these."""
-    pytest.importorskip("sglang.srt.lvm", reason="needs the LenVM fork of SGLang (sglang-LenVM)")
-    importlib.import_module("sglang.srt.lvm.lvm_inproc_runner")  # so that it has a copy of the fork's function
-    originals = sglang_fork.install()
-    module = importlib.import_module(GUIDED_SAMPLING)
-    methods = {name.rpartition(".")[2]: f for name, f in originals.items() if name.startswith(SAMPLER)}
-    return SimpleNamespace(
-        module=module, originals=originals, Original=type("Original", (module.LvmGuidedSampler,), methods)
-    )
+    return install_in_fork()
 
 
 @pytest.fixture(params=["stand-in", "fork"])
@@ -114,8 +50,10 @@ def installed(request):
 
 
 @pytest.fixture(autouse=True)
-def no_warning_yet(monkeypatch):
+def nothing_yet(monkeypatch):
+    """No warning was given, and no value model loaded."""
     monkeypatch.setattr(sglang_fork, "_warned", set())
+    monkeypatch.setattr(sglang_fork, "_gamma", None)
 
 
 class Values:

@@ -148,12 +148,14 @@ def test_a_step_at_which_a_span_might_end_is_due(models):
     assert status.tolist() == [Status.NOT_DUE, Status.GUIDE, Status.GUIDE, Status.GUIDE]
 
 
-def test_wrong_ends_are_named_and_nobody_looks_without_spans(models):
+def test_wrong_ends_are_named_and_nobody_looks_without_spans(models, monkeypatch):
     engine = Engine(*make_step(models.value)).start([3, 1], PROMPTS[:2], [TILT] * 2, room=9)
     rows, lengths = engine.tensor([3, 1]), engine.tensor([len(p) for p in PROMPTS[:2]])
     logits = torch.zeros(2, VOCAB)
     assert not engine.step.has_spans
     assert engine.step.limit_spans(logits, engine.tensor([8, 9]), rows, lengths) is None and not logits.any()
+    monkeypatch.setattr(engine.step, "_limit_spans", None)
+    engine.decode([3, 1], PROMPTS[:2], logits)
     for wrong in (torch.zeros(3, dtype=torch.bool), torch.zeros(2)):
         with pytest.raises(ValueError, match=r"span_ended must be bool \[2\] on cpu, got"):
             engine.decode([3, 1], PROMPTS[:2], logits, span_ended=wrong)

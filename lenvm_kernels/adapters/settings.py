@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lenvm_kernels.guidance import GuidanceParams, ends_of_thought, parse_guidance
-from lenvm_kernels.value_model import LenVMConfig
+from lenvm_kernels.value_model import LenVMConfig, ValueModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CONFIG_VARIABLE = "LENVM_CONFIG"
@@ -102,25 +102,55 @@ class Settings:
         return any(os.environ.get(name, "").strip() for name in ("LENVM_VALUE_MODEL", CONFIG_VARIABLE))
 
     @classmethod
-    def from_environment(cls) -> Settings | None:
-        """The settings; None when there is neither ``LENVM_VALUE_MODEL`` nor ``LENVM_CONFIG``: the plugin is off.
+    def from_environment(cls, value_model: tuple[str, str] | None = None, max_candidates: int = 8) -> Settings | None:
+        """The settings; None when nothing names a value model: the plugin is off.
+
+        Args:
+            value_model: an engine's own option for it, and what that says. It goes before ``LENVM_VALUE_MODEL``.
+            max_candidates: what stands where nothing is said.
 
         Raises:
             ValueError: naming the variable or the file's key, what came and what is accepted; or a broken
                 ``lenvm_config.json``.
         """
-        if not cls.are_given():
+        if value_model is None and not cls.are_given():
             return None
         config = os.environ.get(CONFIG_VARIABLE, "").strip()
-        given = _read_file(Path(config)) if config else {}
+        given = {"max_candidates": ("max_candidates", str(max_candidates))}
+        given |= _read_file(Path(config)) if config else {}
         for name in PARSERS:
             text = os.environ.get(f"LENVM_{name.upper()}", "").strip()
             if text:
                 given[name] = f"LENVM_{name.upper()}", text
+        if value_model is not None:
+            given["value_model"] = value_model
         if "value_model" not in given:
             raise ValueError(f"value_model must be in {config} or in LENVM_VALUE_MODEL")
         settings = cls(**{name: _parse(name, *source) for name, source in given.items()})
         return replace(settings, gamma=LenVMConfig.read(settings.value_model, settings.gamma).gamma)
+
+    def load_value_model(self, dtype: torch.dtype, device: torch.device | str) -> ValueModel:
+        """The value model on a device; ``dtype`` is the base model's."""
+        return ValueModel.from_pretrained(
+            self.value_model,
+            self.value_head,
+            gamma=self.gamma,
+            dtype=self.dtype or dtype,
+            device=device,
+            weights=self.weights,
+        )
+
+    def step_options(self, *, has_graphs: bool) -> dict[str, Any]:
+        """Arguments of :class:`GuidedStep`; ``has_graphs`` says whether the engine has CUDA graphs of its own."""
+        return dict(
+            max_candidates=self.max_candidates,
+            max_eos=MAX_END_TOKENS,
+            chunk_tokens=self.chunk_tokens,
+            value_stride=self.value_stride,
+            commit_winners=self.commit_winners,
+            cache=self.cache,
+            graphs=self.graphs if has_graphs or self.graphs is not None else False,
+        )
 
 
 def parse_request(custom_params: Mapping[str, Any]) -> GuidanceParams:
@@ -152,6 +182,15 @@ def default_gamma() -> float | None:
     """``gamma`` of requests that name none; None: it is not known. Looked up once a process, as requests come often."""
     settings = Settings.from_environment()
     return None if settings is None else settings.gamma
+
+
+@functools.cache
+def value_model_reads_images() -> bool:
+    """Whether the value model is of an architecture that can, as its directory says."""
+    from lenvm_kernels.value_model.checkpoint import reads_images
+
+    settings = Settings.from_environment()
+    return settings is not None and settings.value_model.is_dir() and reads_images(settings.value_model)
 
 
 def _parse(name: str, where: str, text: str) -> Any:

@@ -7,6 +7,7 @@ It is on when ``LENVM_VALUE_MODEL`` is set (:class:`Settings`), and hooks some f
 - the value model is loaded after the base model and gets its share of the memory; its keys and values live in the
   slots of the engine, so that the radix cache, chunked prefill, retraction and aborts need nothing from here;
 - at every step the requests with guidance are drawn from their candidates; all others are the engine's own draws;
+- a value model that reads images is given those of prompts (:mod:`lenvm_kernels.adapters.sglang_images`);
 - with speculative decoding they are drawn at every node of the drafts (:mod:`lenvm_kernels.adapters.sglang_drafts`);
 - what the steps did is counted (``--enable-metrics``), and requests get the lengths that they asked for
   (:mod:`lenvm_kernels.adapters.sglang_report`).
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.managers import mm_schedule
 from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -41,14 +43,17 @@ from lenvm_kernels.adapters.settings import (
     Settings,
     check_vocabulary,
     parse_request,
+    value_model_reads_images,
 )
+from lenvm_kernels.adapters.sglang_batch import last_tokens
 from lenvm_kernels.adapters.sglang_drafts import changed_once, drafts_of, leave_only
+from lenvm_kernels.adapters.sglang_images import PromptImages, image_tokens
 from lenvm_kernels.adapters.sglang_report import StepReport, without_empty_keys
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.ops.pack_drafts import tree_columns
 from lenvm_kernels.step import GuidedStep, StepOutput, working_bytes
 from lenvm_kernels.types import Drafts, Mode
-from lenvm_kernels.value_model import KVCache, ValueModel
+from lenvm_kernels.value_model import ImageTokens, KVCache, ValueModel
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -132,9 +137,6 @@ class Guide:
         """Put the value model's cache on the slots and the slot table that the engine has just allocated."""
         pool, settings = runner.token_to_kv_pool, self.settings
         slots = pool.size + pool.page_size  # slot 0 of the engine is for padding, the last page is full
-        graphs = settings.graphs
-        if graphs is None and cuda_graph_fully_disabled():
-            graphs = False
         self.runner = runner
         self.step = GuidedStep(
             self.value_model,
@@ -142,15 +144,9 @@ class Guide:
             slots,
             vocab_size=runner.model_config.vocab_size,
             max_requests=runner.max_running_requests,
-            max_candidates=settings.max_candidates,
-            max_eos=MAX_END_TOKENS,
-            chunk_tokens=settings.chunk_tokens,
             max_delta=MAX_DELTA + self.drafts,
             max_drafts=self.drafts,
-            value_stride=settings.value_stride,
-            commit_winners=settings.commit_winners,
-            cache=settings.cache,
-            graphs=graphs,
+            **settings.step_options(has_graphs=not cuda_graph_fully_disabled()),
         )
         self.has_slots = True
         if self.value_model.device.type == "cuda":
@@ -187,8 +183,17 @@ class Guide:
                         span_ended=not set(params.end_token_ids).isdisjoint(req.output_ids),  # before it was retracted
                     )
                     self._table_rows.add(table_row)
+                    if req.lenvm_images is not None:
+                        self._embed_images(req.lenvm_images, req.prefix_len)
                 elif table_row in self._table_rows:
                     self._clear(table_row)
+
+    def _embed_images(self, images: PromptImages, prefix_len: int) -> None:
+        """Before the base model's forward, after which the engine copies the pixels to the host."""
+        with self._timed():
+            if mm_schedule.host_offload_event is not None:  # they may be there since the request was retracted
+                mm_schedule.host_offload_event.synchronize()
+            images.embed(self._first_computed(prefix_len), self.value_model)
 
     def extend(self, batch: ForwardBatch) -> None:
         """Give the value model the tokens of a prefill batch, or of a chunk of it.
@@ -201,6 +206,10 @@ class Guide:
         with self._failing_softly(batch), self._timed():
             self._extend_ends_of_prefixes(batch)
             lens = batch.extend_seq_lens.int()
+            parts: list[tuple[PromptImages | None, int, int]] = []
+            if any(images is not None for images in batch.lenvm_images):  # the lengths of a padded batch are more
+                of_requests = batch.lenvm_images, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+                parts = list(zip(*of_requests, strict=False))
             if any(batch.lenvm_decoding):
                 lens = lens.masked_fill(self._to_device(batch.lenvm_decoding, torch.bool), 0)
             self.step.extend(
@@ -211,13 +220,17 @@ class Guide:
                 lens,
                 # Of those decoding, nothing is to be taken for cached.
                 batch.extend_prefix_lens.int().masked_fill(lens == 0, 0),
+                images=self._image_tokens(parts, len(batch.input_ids)),
             )
+            for images, prefix_len, count in parts:
+                if images is not None and prefix_len + count >= images.length:
+                    images.embeds = None
 
     def _extend_ends_of_prefixes(self, batch: ForwardBatch) -> None:
         """The ends of prefixes out of the radix cache: who left them there may not have computed their last tokens."""
         if not batch.lenvm_prefixes:
             return
-        rows, prefix_lens, ends = zip(*batch.lenvm_prefixes, strict=True)
+        rows, prefix_lens, ends, images = zip(*batch.lenvm_prefixes, strict=True)
         lens = [len(tokens) for tokens in ends]
         starts = [prefix_len - count for prefix_len, count in zip(prefix_lens, lens, strict=True)]
         where = [(row, first + i) for row, first, n in zip(rows, starts, lens, strict=True) for i in range(n)]
@@ -226,11 +239,23 @@ class Guide:
         first_tokens = [sum(lens[:i]) for i in range(len(lens))]
         sizes = self._to_device([first_tokens, lens, starts], torch.int32)
         slots = self.step.slot_table[of_rows, positions]
-        self.step.extend(tokens, slots, self._to_device(rows, torch.int64), *sizes)
+        of_images = self._image_tokens(list(zip(images, starts, lens, strict=True)), len(tokens))
+        self.step.extend(tokens, slots, self._to_device(rows, torch.int64), *sizes, images=of_images)
+
+    def _first_computed(self, prefix_len: int) -> int:
+        """Of a prefix out of the radix cache, the first token that is computed anew."""
+        return max(0, prefix_len - self.step.max_delta + 1)
+
+    def _image_tokens(self, parts: list[tuple[PromptImages | None, int, int]], tokens: int) -> ImageTokens | None:
+        images = image_tokens(parts, tokens, self.value_model)
+        if images is None:
+            return None
+        positions, rows = (self._to_device(x, torch.int64) for x in images[:2])
+        return ImageTokens(positions, rows, images.embeds)
 
     def _to_device(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
         """Without waiting for the device."""
-        tensor, device = torch.tensor(values, dtype=dtype), self.value_model.device
+        tensor, device = torch.as_tensor(values, dtype=dtype), self.value_model.device
         return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
     @contextmanager
@@ -247,7 +272,7 @@ class Guide:
         if self._sampling is not None:
             self.step.scale_tokens(logits, self._sampling.req_pool_indices[: len(logits)])
             if self.step.has_spans:
-                self._span_ended = self.step.limit_spans(logits, *_last_tokens(self._sampling, len(logits)))
+                self._span_ended = self.step.limit_spans(logits, *last_tokens(self._sampling, len(logits)))
 
     def draw(self, probs: torch.Tensor, info: SamplingBatchInfo, drawn: torch.Tensor) -> torch.Tensor:
         """The next tokens: of guided requests from their candidates, of others those that the engine has ``drawn``."""
@@ -285,7 +310,7 @@ class Guide:
         with self._failing_softly(batch):
             wants_values = any(req.lenvm_guidance.return_values for req in batch.lenvm_reqs)
             is_prompt = not batch.forward_mode.is_decode()
-            tokens, table_rows, lengths = _last_tokens(batch, b)
+            tokens, table_rows, lengths = last_tokens(batch, b)
             faults = self.step.table.faults[table_rows] if self.metrics else None
             with self._timed():
                 prompt_lengths = self.step.predict(tokens, table_rows, lengths) if wants_values and is_prompt else None
@@ -459,14 +484,6 @@ class Guide:
         self._table_rows.discard(table_row)
 
 
-def _last_tokens(batch: ForwardBatch, requests: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The last token of each sequence of a batch, the requests' table rows, and the sequences' lengths."""
-    last: Any = slice(0, requests)
-    if not batch.forward_mode.is_decode():
-        last = (batch.extend_start_loc + batch.extend_seq_lens - 1).long()
-    return batch.input_ids[last], batch.req_pool_indices[:requests], batch.seq_lens[:requests].int()
-
-
 def _trace(trace: Path, batch: ForwardBatch, output: StepOutput) -> None:
     assert output.tokens is not None  # the step was told what the engine has drawn
     columns = dict(
@@ -555,7 +572,8 @@ def guidance_of(request: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput 
         # The value model reads tokens.
         "input_embeds": getattr(request, "input_embeds", None) is not None,
         "positional_embed_overrides": request.positional_embed_overrides is not None,
-        "images, videos and audio": getattr(request, "mm_inputs", None) is not None,
+        # Of those that the value model reads, the scheduler finds what it cannot (PromptImages).
+        "images, videos and audio": getattr(request, "mm_inputs", None) is not None and not value_model_reads_images(),
         # Its requests share slots past the radix cache, and the value model has not seen those without guidance.
         "a streaming session": session is not None and session.streaming,
     }
@@ -600,6 +618,7 @@ def check_request(result: Any, *args: Any, **kwargs: Any) -> None:
 
 def note_guidance(_: None, req: Req, *args: Any, **kwargs: Any) -> None:
     """After a request was made in the scheduler: parse its guidance, give it its part of the radix cache."""
+    req.lenvm_images = None
     try:
         req.lenvm_guidance = guidance_of(req)
     except ValueError as error:  # came past check_request: the engine loads no plugins in its further HTTP workers
@@ -607,6 +626,20 @@ def note_guidance(_: None, req: Req, *args: Any, **kwargs: Any) -> None:
         req.set_finish_with_abort(str(error))  # status 400
     if req.lenvm_guidance is not None and req.lenvm_guidance.needs_value_model:
         req.extra_key = RADIX_NAMESPACE + (req.extra_key or "")
+
+
+def note_images(_: None, req: Req, *args: Any, **kwargs: Any) -> None:
+    """After a request in the scheduler was given its images, before it takes a prefix from the radix cache."""
+    if _guide is None or req.lenvm_guidance is None or not req.lenvm_guidance.needs_value_model:
+        return
+    try:
+        req.lenvm_images = PromptImages(req, _guide.value_model)
+    except ValueError as error:
+        req.lenvm_guidance = None
+        req.set_finish_with_abort(str(error))  # status 400
+        return
+    if req.lenvm_images.moved:
+        req.extra_key = f"lenvm{req.lenvm_images.moved}|" + req.extra_key.removeprefix(RADIX_NAMESPACE)
 
 
 def load_value_model(_: None, runner: ModelRunner) -> None:
@@ -631,14 +664,9 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
     settings = Settings.from_environment()
     assert settings is not None  # else plugin() would not have hooked the engine
     device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device(runner.device)
-    value_model = ValueModel.from_pretrained(
-        settings.value_model,
-        settings.value_head,
-        gamma=settings.gamma,
-        dtype=settings.dtype or runner.dtype,
-        device=device,
-        weights=settings.weights,
-    )
+    value_model = settings.load_value_model(runner.dtype, device)
+    if runner.model_config.is_multimodal:
+        value_model.vision_tower  # noqa: B018, loaded before the engine's pool takes the memory
     check_vocabulary(settings, value_model.config.vocab_size, runner.model_config.vocab_size, options.tokenizer_path)
     _guide = Guide(settings, value_model, drafts=drafts_a_step(options))
     kept = value_model.weights or value_model.dtype
@@ -701,18 +729,20 @@ def admit_requests(
     batch: ForwardBatch, _: type, scheduled: ScheduleBatch, runner: ModelRunner, *args: Any, **kwargs: Any
 ) -> None:
     """After a batch was made ready for a model."""
-    batch.lenvm_reqs, batch.lenvm_decoding, batch.lenvm_prefixes = [], [], []
+    batch.lenvm_reqs, batch.lenvm_decoding, batch.lenvm_prefixes, batch.lenvm_images = [], [], [], []
     if _guide is None or not _guide.has_slots or runner.is_draft_worker:
         return
     batch.lenvm_reqs = [req for req in scheduled.reqs if req.lenvm_guidance is not None]
     if batch.forward_mode.is_extend_without_speculative():
         running = {id(req) for req in scheduled.decoding_reqs or ()}  # in a mixed batch
         batch.lenvm_decoding = [id(req) in running for req in scheduled.reqs]
+        batch.lenvm_images = [req.lenvm_images for req in scheduled.reqs]
         new = [req for req in scheduled.reqs if id(req) not in running]
         for req in new:
             if req.lenvm_guidance is not None and req.lenvm_guidance.needs_value_model and req.prefix_len:
-                end = req.get_fill_ids()[max(0, req.prefix_len - _guide.step.max_delta + 1) : req.prefix_len]
-                batch.lenvm_prefixes.append((int(req.kv.req_pool_idx), req.prefix_len, list(end)))
+                end = req.get_fill_ids()[_guide._first_computed(req.prefix_len) : req.prefix_len]
+                prefix = int(req.kv.req_pool_idx), req.prefix_len, list(end), req.lenvm_images
+                batch.lenvm_prefixes.append(prefix)
         _guide.admit(batch, new)
 
 
@@ -798,6 +828,7 @@ HOOKS = {
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object": ("AFTER", check_request),
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info": ("AROUND", without_empty_keys),
     "sglang.srt.managers.schedule_batch.Req.__init__": ("AFTER", note_guidance),
+    "sglang.srt.managers.schedule_batch.Req.extend_image_inputs": ("AFTER", note_images),
     f"{_RUNNER}.load_model": ("AFTER", load_value_model),
     "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.config_from_budget": ("AROUND", leave_room),
     f"{_RUNNER}.alloc_memory_pool": ("AFTER", take_slots),

@@ -1,8 +1,9 @@
 """Drop-in for the LenVM fork of SGLang (eric-ai-lab/Length-Value-Model, ``sglang-LenVM``): :func:`install`.
 
-It replaces the fork's candidate building, guidance, tree mask and value head by the operators of this package, in every
-process that calls it. SGLang spawns its schedulers, which run the top level of the main file again. So serve with a
-file of your own, whose arguments are the fork's::
+It puts a guided step in place of the fork's in-process value model (``--lvm-guided-inproc``), and the operators of this
+package in place of its candidate building, guidance, tree mask and value head, in every process that calls it. SGLang
+spawns its schedulers, which run the top level of the main file again. So serve with a file of your own, whose arguments
+are the fork's::
 
     import runpy
 
@@ -28,24 +29,43 @@ Where the fork and the specification differ, the specification holds from then o
 - Each of the fork's three guidance functions stands for all guidance that a request can ask for.
 - The value server (``--lvm-guided-url``) serves all modes. In the fork, requests without a target raise with it.
 
-Not replaced: the two forwards of the value model a step, the bookkeeping of its keys and values, the candidate lists
-read back to the host, an attention that reads a mask. So the fork gets these semantics, not the speed of the plugin for
-unforked SGLang. With a guidance function that is not one of the fork's three, its own path stays.
+With the value model in the process (:class:`lenvm_kernels.adapters.sglang_fork_runner.InprocRunner`):
+
+- A step is one forward of the value model, over the tokens that it has not seen and the candidates together. No mask is
+  built, and nothing is read back to the host, so the overlapping scheduler may stay on. In the fork its token history
+  is then a token short, and values are those of another prefix.
+- Keys and values stay in slots of their own until a request has ended, or its room is needed. The fork frees those of
+  all requests that are not in a batch, and so computes every running request anew after each new prompt.
+- The value model is loaded as the server starts, from a local directory (``--lvm-guided-inproc-model-path``), whole on
+  every rank. It takes ``--lvm-guided-inproc-mem-fraction-static`` of the memory that is then free. Where that is too
+  little, a request goes on without guidance; in the fork the server ends.
+- ``LENVM_`` variables are read as in unforked SGLang (:class:`lenvm_kernels.adapters.settings.Settings`), but for the
+  value model, the share of memory and the trace. ``LENVM_MAX_CANDIDATES`` is 64 without; the memory of a step follows
+  it, so that 16 is better where no ``top_k`` is above.
+- A request may ask for a ``value_stride``.
+- Requests with images or embeddings are not guided.
+
+Not replaced: a vision-language value model stays in the fork's own runner, with its two forwards a step, a mask for its
+attention, and candidate lists read back to the host; of the lists above only the first holds for it. With a guidance
+function that is not one of the fork's three, the fork's own candidates and guidance stay, too.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import logging
-import math
 import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lenvm_kernels.adapters.settings import Settings
+from lenvm_kernels.adapters.sglang_fork_runner import InprocRunner, keep_filters
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.topk_candidates import MAX_CANDIDATES, topk_candidates
@@ -53,8 +73,11 @@ from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.types import Candidates, Mode, Status
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.lvm.lvm_guided_sampling import LvmGuidedSampler, PendingLvmResult
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.models.qwen2_lvm import MLP2SiLUValueHead
 
 logger = logging.getLogger(__name__)
@@ -63,6 +86,8 @@ logger = logging.getLogger(__name__)
 _fork: Any = None
 _originals: dict[str, Callable] = {}
 _warned: set[str] = set()
+# That of the value model, of requests that name none; None: not known.
+_gamma: float | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +112,7 @@ def _guidance_of(req: Req) -> tuple[GuidanceParams, set[int]]:
     if not hasattr(req, "lenvm_guidance"):
         custom_params, params = req.sampling_params.custom_params, GuidanceParams()
         try:
-            asked = parse_guidance(custom_params) if isinstance(custom_params, dict) else params
+            asked = parse_guidance(custom_params, gamma=_gamma) if isinstance(custom_params, dict) else params
             if asked.end_token_ids:
                 raise ValueError("end_token_ids must be absent in the fork, whose sampler does not look for them")
             params = asked
@@ -97,7 +122,85 @@ def _guidance_of(req: Req) -> tuple[GuidanceParams, set[int]]:
     return req.lenvm_guidance
 
 
+def _takes_its_place(function: Callable | None) -> bool:
+    """Whether our guidance stands for a guidance function: it is one of the fork's three."""
+    return function in (
+        _fork.lvm_combined_guidance,
+        _fork.lvm_expectation_guidance,
+        _fork.lvm_hard_value_constraint_guidance,
+    )
+
+
+def _load_runner(runner: ModelRunner) -> InprocRunner | None:
+    """The value model of a base model's runner; None if it is not in this process, or reads images.
+
+    Raises:
+        ValueError: naming an option or a setting, what came and what is accepted.
+    """
+    global _gamma
+    options = runner.server_args
+    path = options.lvm_guided_inproc_model_path
+    if not options.lvm_guided_inproc or not path:
+        return None
+    config = Path(path) / "config.json"
+    if config.is_file() and "vision_config" in json.loads(config.read_text()):
+        return None
+    overrides = json.loads(options.lvm_guided_inproc_json_model_override_args or "{}")
+    if set(overrides) - {"architectures"}:
+        raise ValueError(
+            "--lvm-guided-inproc-json-model-override-args must name nothing but architectures, "
+            f"got {', '.join(overrides)}: change config.json of the value model instead"
+        )
+    settings = Settings.from_environment(("--lvm-guided-inproc-model-path", path), max_candidates=MAX_CANDIDATES)
+    assert settings is not None  # there is a value model
+    group = runner.tp_group
+
+    def free_bytes() -> float:
+        memory = pkgutil.resolve_name(_FREE_MEMORY)
+        is_shared = group.world_size > 1  # then the least of all ranks
+        return 2**30 * memory(runner.device, runner.gpu_id, distributed=is_shared, cpu_group=group.cpu_group)
+
+    fraction = options.lvm_guided_inproc_mem_fraction_static or options.mem_fraction_static
+    made = InprocRunner(settings, runner, mem_fraction=fraction, free_bytes=free_bytes)
+    _gamma = made.step.value_model.lenvm_config.gamma
+    return made
+
+
 # --- what takes the place of the fork's functions, with their parameters ---
+
+
+def initialize(self: ModelRunner, min_per_gpu_memory: float) -> None:
+    """Load the value model after the base model and its pools, not at the first request."""
+    _originals[f"{_RUNNER}.initialize"](self, min_per_gpu_memory)
+    sampler = getattr(self.sampler, "lvm_guided_sampler", None)
+    if sampler is not None and not self.is_draft_worker and _takes_its_place(sampler._fn):
+        sampler._inproc = _load_runner(self)
+
+
+def sample(self: ModelRunner, logits_output: LogitsProcessorOutput, forward_batch: ForwardBatch) -> torch.Tensor:
+    """Draw the tokens of a batch, which the sampler of guidance is told."""
+    sampler = getattr(self.sampler, "lvm_guided_sampler", None)
+    if sampler is not None:
+        sampler.lenvm_batch = forward_batch
+    return _originals[f"{_RUNNER}.sample"](self, logits_output, forward_batch)
+
+
+def apply(
+    self: LvmGuidedSampler,
+    probs: torch.Tensor,  # [B, V]
+    reqs: Iterable[Req],
+    temperatures: torch.Tensor,
+    top_ps: torch.Tensor,  # [B]
+    top_ks: torch.Tensor,  # [B]
+    min_ps: torch.Tensor,  # [B]
+) -> torch.Tensor | None:
+    """Guided ``probs``, None when there is nothing to guide. They are rewritten, not copied."""
+    if not isinstance(self._inproc, InprocRunner):
+        return _originals[f"{_SAMPLER}.apply"](self, probs, reqs, temperatures, top_ps, top_ks, min_ps)
+    reqs = list(reqs)
+    for req in reqs:
+        _guidance_of(req)
+    return self._inproc.guide(self.lenvm_batch, reqs, probs, top_k=top_ks, top_p=top_ps, min_p=min_ps)
 
 
 def extract_token_temperature_scale(req: Req) -> dict[int, float] | None:
@@ -117,12 +220,7 @@ def build_pending(
     min_ps: torch.Tensor,  # [B]
 ) -> PendingLvmResult | None:
     """Candidates of the guided rows, None when there is nothing to guide. ``probs`` is rewritten, not copied."""
-    functions = (
-        _fork.lvm_combined_guidance,
-        _fork.lvm_expectation_guidance,
-        _fork.lvm_hard_value_constraint_guidance,
-    )
-    if self._fn not in functions:
+    if not _takes_its_place(self._fn):
         _warn_once("LenVM: lvm_guided_fn is %r, not one of the fork's three: the fork's own path stays", self._fn)
         return _originals[f"{_SAMPLER}._build_pending"](self, probs, reqs, temperatures, top_ps, top_ks, min_ps)
     reqs, device = list(reqs), probs.device
@@ -198,15 +296,8 @@ def _write(pending: PendingLvmResult, value_logits: torch.Tensor) -> None:
     """Rewrite the batch's probabilities: the engine draws from them as they are, without any row's own filters."""
     step, probs = pending.lenvm, pending.guided
     reweight_scatter(step.candidates, value_logits, step.table, generated=step.generated, probs=probs)
-    if not step.left_alone:
-        return
-    rows = torch.tensor(step.left_alone, device=probs.device)
-    top_k, top_p, min_p = (x[rows, None] for x in step.filters.values())
-    p, order = probs[rows].float().sort(dim=1, descending=True)
-    drop = torch.arange(p.shape[1], device=p.device) >= top_k
-    drop |= p.cumsum(dim=1) - p > top_p.masked_fill(top_p >= 1, math.inf)  # what rounds above 1 is no filter
-    drop |= p < min_p * p[:, :1]
-    probs[rows] = torch.zeros_like(p).scatter_(1, order, p.masked_fill(drop, 0.0)).to(probs.dtype)
+    if step.left_alone:
+        keep_filters(probs, torch.tensor(step.left_alone, device=probs.device), **step.filters)
 
 
 def build_tree_value_custom_mask_and_positions(
@@ -264,9 +355,12 @@ def value_head_forward(self: MLP2SiLUValueHead, hidden_states: torch.Tensor) -> 
 
 _GUIDED_SAMPLING = "sglang.srt.lvm.lvm_guided_sampling"
 _SAMPLER = f"{_GUIDED_SAMPLING}:LvmGuidedSampler"
+_RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
+_FREE_MEMORY = "sglang.srt.utils.common:get_available_gpu_memory"
 _MASK = "build_tree_value_custom_mask_and_positions"
 # Every place where the fork looks a function up. The head of the Qwen2.5-VL value model is that of the Qwen2 one.
 REPLACED: dict[str, Callable] = {
+    f"{_SAMPLER}.apply": apply,
     f"{_SAMPLER}._build_pending": build_pending,
     f"{_SAMPLER}._apply_guidance_gpu": apply_guidance_gpu,
     f"{_SAMPLER}._apply_guidance": apply_guidance,
@@ -275,10 +369,13 @@ REPLACED: dict[str, Callable] = {
     f"sglang.srt.lvm.lvm_inproc_runner:{_MASK}": build_tree_value_custom_mask_and_positions,
     "sglang.srt.models.qwen2_lvm:MLP2SiLUValueHead.forward": value_head_forward,
     "sglang.srt.models.qwen3_lvm:MLP2SiLUValueHead.forward": value_head_forward,
+    f"{_RUNNER}.initialize": initialize,
+    f"{_RUNNER}.sample": sample,
 }
 _GUIDANCE_PARAMETERS = "(token_probs, token_values, token_ids, **kwargs)"
 # What the replacements call, and its parameters.
 USED = {
+    _FREE_MEMORY: "(device, gpu_id, distributed=False, empty_cache=True, cpu_group=None)",
     f"{_SAMPLER}._get_prefix_ids_incremental": "(req)",
     f"{_GUIDED_SAMPLING}:get_eos_token_ids": "(req)",
     f"{_GUIDED_SAMPLING}:PendingLvmResult": "(req_list, device, guided, send_batch_indices, prefix_ids_send, "

@@ -23,6 +23,7 @@ from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.types import Mode
 from lenvm_kernels.value_model import ValueModel
+from lenvm_kernels.value_model.images import ImageSize, ImageTokens, image_positions, image_sizes
 
 Guidance = Mapping[str, Any] | GuidanceParams | None
 
@@ -56,11 +57,15 @@ class LenVMLogitsProcessor(LogitsProcessor):
         tokenizers: base model's and value model's. Needed when the two models' ``vocab_size`` differ because the
             embedding is padded, to show that the tokens are the same, and for a ``thinking_budget``, to look up which
             token ends a thought.
+        pixel_values, image_grid_thw: of the prompts' images in their order, as the base model's processor makes them.
+            The value model, a Qwen2.5-VL too, embeds them with its own vision tower.
         record: keep a :class:`StepRecord` of each step in :attr:`records`; every prompt with candidates is then valued.
         backend: of the operators.
 
     Raises:
-        ValueError: vocabularies that differ, right padding, a wrong number of ``guidance``, or bad parameters.
+        ValueError: vocabularies that differ, right padding, a wrong number of ``guidance``, bad parameters, or images
+            that the value model cannot read. The first step raises it for images that are not those of the prompts,
+            and for videos.
 
     Example:
         >>> inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
@@ -85,6 +90,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
         max_candidates: int = 8,
         cache: str | None = None,
         tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
+        pixel_values: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
         record: bool = False,
         backend: str = "auto",
     ) -> None:
@@ -105,6 +112,14 @@ class LenVMLogitsProcessor(LogitsProcessor):
         ends = () if tokenizers is None else ends_of_thought(tokenizers[0])
         defaults: dict[str, Any] = dict(gamma=value_model.lenvm_config.gamma, ends_of_thought=ends)
         params = [parse_guidance(g, **defaults) if isinstance(g, Mapping) else g for g in guidance]
+
+        if (pixel_values is None) != (image_grid_thw is None):
+            raise ValueError("pixel_values and image_grid_thw must be given together, got one of them")
+        self._image_sizes: list[ImageSize] = []
+        self._image_embeds: torch.Tensor | None = None
+        if pixel_values is not None and image_grid_thw is not None:
+            self._image_embeds = value_model.embed_images(pixel_values, image_grid_thw)
+            self._image_sizes = image_sizes(image_grid_thw, value_model.config.vision.spatial_merge_size)
 
         device = value_model.device
         eos = _eos_token_ids(model)
@@ -223,7 +238,32 @@ class LenVMLogitsProcessor(LogitsProcessor):
             starts=(self._table_rows * width + first).int(),
             lens=self._prompt_lens - 1,
             cached_lens=torch.zeros_like(self._prompt_lens),
+            images=self._images_of(tokens, first),
         )
+
+    def _images_of(self, tokens: torch.Tensor, first: torch.Tensor) -> ImageTokens | None:
+        """Of prompts ``[B, S]`` that begin at these columns; None if the value model is to read them as text."""
+        config, embeds = self._step.value_model.config, self._image_embeds
+        if config.vision is None:
+            return None
+        tokens = tokens.cpu()
+        if (tokens == config.video_token_id).any():
+            raise ValueError("prompts must hold no videos, got tokens of one: the value model reads text and images")
+        is_image = tokens == config.image_token_id
+        if embeds is None:
+            if is_image.any():
+                raise ValueError("pixel_values and image_grid_thw must be given: prompts hold tokens of images")
+            return None
+        sizes = iter(self._image_sizes)
+        positions = torch.zeros(3, *tokens.shape, dtype=torch.int64)
+        for i, column in enumerate(first.tolist()):
+            is_image[i, :column] = False
+            positions[:, i, column:] = image_positions(is_image[i, column:], sizes)
+        if left := len(list(sizes)):
+            raise ValueError(f"image_grid_thw must be of the images in prompts, got {left} more")
+        of_image = is_image.flatten()
+        rows = torch.where(of_image, of_image.cumsum(0) - 1, -1)
+        return ImageTokens(positions.flatten(1).to(embeds.device), rows.to(embeds.device), embeds)
 
 
 def check_vocabulary(

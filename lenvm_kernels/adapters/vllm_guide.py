@@ -125,22 +125,13 @@ class Guide:
         check_options(vllm_config)
         self.settings, self.req_states, self.device = settings, req_states, req_states.device
         engine = vllm_config.model_config
-        value_model = ValueModel.from_pretrained(
-            settings.value_model,
-            settings.value_head,
-            gamma=settings.gamma,
-            dtype=settings.dtype or engine.dtype,
-            device=self.device,
-            weights=settings.weights,
-        )
+        value_model = settings.load_value_model(engine.dtype, self.device)
         check_vocabulary(settings, value_model.config.vocab_size, engine.get_vocab_size(), engine.tokenizer)
         self.drafts = vllm_config.num_speculative_tokens
         rows, max_len = req_states.max_num_reqs, engine.max_model_len
         sizes = dict(requests=rows, max_len=max_len, vocab_size=req_states.vocab_size)
-        of_step = dict(
-            max_candidates=settings.max_candidates, max_delta=MAX_DELTA + self.drafts, max_drafts=self.drafts
-        )
-        working = working_bytes(value_model, **sizes, **of_step)
+        of_step = dict(max_delta=MAX_DELTA + self.drafts, max_drafts=self.drafts)
+        working = working_bytes(value_model, **sizes, max_candidates=settings.max_candidates, **of_step)
         working += working_bytes(value_model, **sizes, tokens=settings.chunk_tokens)
         pages = self._num_pages(vllm_config, value_model, rows, max_len, working)
         self.slots = PagedSlots(rows, max_len, page_size=PAGE_SIZE, num_pages=pages, device=self.device)
@@ -150,15 +141,10 @@ class Guide:
             self.slots.table,
             self.slots.num_slots,
             vocab_size=req_states.vocab_size,
-            max_eos=MAX_END_TOKENS,
             max_scaled_tokens=MAX_SCALED_TOKENS,
             page_size=PAGE_SIZE,
-            chunk_tokens=settings.chunk_tokens,
-            value_stride=settings.value_stride,
-            commit_winners=settings.commit_winners,
-            cache=settings.cache,
-            graphs=False if engine.enforce_eager and settings.graphs is None else settings.graphs,
             **of_step,
+            **settings.step_options(has_graphs=not engine.enforce_eager),
         )
         # The engine sizes its own cache by what is free: what a step takes is kept from it until there is one.
         self._kept_free: torch.Tensor | None = torch.empty(working, dtype=torch.uint8, device=self.device)

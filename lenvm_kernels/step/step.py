@@ -53,7 +53,7 @@ from lenvm_kernels.types import (
     StepRequests,
     VerifiedTokens,
 )
-from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel
+from lenvm_kernels.value_model import ImageTokens, KVCache, RaggedBatch, ValueModel
 
 # Of the rows of a step in which every request computes one token and all candidates that there is room for. A request
 # with five candidates of eight has six of nine.
@@ -353,6 +353,8 @@ class GuidedStep:
         starts: torch.Tensor,
         lens: torch.Tensor,
         cached_lens: torch.Tensor,
+        *,
+        images: ImageTokens | None = None,
     ) -> None:
         """Compute and keep keys and values of tokens whose candidates nobody asks for: those of prompts.
 
@@ -366,6 +368,8 @@ class GuidedStep:
             starts: int32 ``[B]``; the first token of each request in ``tokens``.
             lens: int32 ``[B]``; how many are to be kept, 0 or more.
             cached_lens: int32 ``[B]``; tokens of each request that were kept before, by whoever had its slots.
+            images: of the ``D`` tokens, where some prompts have images (None: all are text). Positions have to be moved
+                as :func:`image_positions` does: to all other calls a token's position is its place in its sequence.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what is accepted.
@@ -376,6 +380,8 @@ class GuidedStep:
         check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(None,), device=device)
         for name, tensor in (("starts", starts), ("lens", lens), ("cached_lens", cached_lens)):
             check_tensor(name, tensor, dtypes=torch.int32, shape=table_rows.shape, device=device)
+        if images is not None:
+            self._check_images(images, len(tokens))
         self.flush()
         # Kernels are compiled for one dtype.
         tokens, slots, table_rows = tokens.long(), slots.long(), table_rows.long()
@@ -397,10 +403,21 @@ class GuidedStep:
                 self.slot_table,
                 table_rows,
                 page_size=self.page_size,
+                images=None if images is None else images.of_tokens(chunk),
                 backend=self.backend,
             )
             self.value_model.forward(batch, self.cache, backend=self.backend)
         self._history.extend(table_rows, torch.where(needs_model, cached_lens + lens, 0))
+
+    def _check_images(self, images: ImageTokens, tokens: int) -> None:
+        """Raise TypeError or ValueError unless these are images of so many tokens."""
+        model, device = self.value_model, self.value_model.device
+        if model.config.mrope_sections is None:
+            raise ValueError("images must be None unless the value model is a vision-language model")
+        check_tensor("images.positions", images.positions, dtypes=torch.int64, shape=(3, tokens), device=device)
+        check_tensor("images.rows", images.rows, dtypes=torch.int64, shape=(tokens,), device=device)
+        shape = (None, model.config.hidden_size)
+        check_tensor("images.embeds", images.embeds, dtypes=model.dtype, shape=shape, device=device)
 
     @torch.no_grad()
     def step(

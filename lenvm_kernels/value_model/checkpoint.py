@@ -16,7 +16,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lenvm_kernels.value_model.low_rank import ADAPTER_FILE, is_adapter, read_adapter
 
-ARCHITECTURES = ("qwen2", "qwen3", "llama")
+VISION_ARCHITECTURES = ("qwen2_5_vl",)
+ARCHITECTURES = ("qwen2", "qwen3", "llama", *VISION_ARCHITECTURES)
 # The frequencies of the others (dynamic, longrope) change with a sequence's length, which would make cached keys stale.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 HEAD_FILE = "value_head.safetensors"
@@ -24,6 +25,8 @@ HEAD_FILE = "value_head.safetensors"
 # What tensors' names begin with, in this order: as the trainer of the paper's code wraps the model, as transformers
 # names what is below a language model's head, and the part of a vision-language model that reads text.
 PREFIXES = ("pretrained_model.", "model.", "language_model.")
+# After these: the vision tower of a vision-language model.
+VISION_PREFIX = "visual."
 
 # A file with the value head, or its tensors.
 Head = str | os.PathLike | Mapping[str, torch.Tensor]
@@ -36,6 +39,9 @@ class ValueModelConfig:
     ``rope_inv_freq`` holds the ``head_dim / 2`` angular frequencies in radians per token with any scaling applied, and
     ``rope_scale`` the factor on cosine and sine (1 except for yarn). ``qk_norm`` is the RMSNorm of queries and keys
     over ``head_dim`` (Qwen3). ``tied_embeddings`` only says that ``lm_head.weight`` may stand in for the embedding.
+
+    Only a vision-language model has the last four. ``mrope_sections`` are how many of the frequencies turn with a
+    token's time, row and column; ``vision`` is the ``transformers`` configuration of its vision tower.
     """
 
     hidden_size: int
@@ -53,6 +59,10 @@ class ValueModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     tied_embeddings: bool = False
+    mrope_sections: tuple[int, ...] | None = None
+    image_token_id: int = -1
+    video_token_id: int = -1
+    vision: Any = field(default=None, repr=False, compare=False)
 
     @classmethod
     def from_hf(cls, config: Any) -> ValueModelConfig:
@@ -65,6 +75,10 @@ class ValueModelConfig:
         architecture = config.model_type
         if architecture not in ARCHITECTURES:
             raise ValueError(f"model_type must be one of {', '.join(ARCHITECTURES)}, got {architecture!r}")
+        is_tied = config.tie_word_embeddings
+        images = _image_fields(config) if architecture in VISION_ARCHITECTURES else {}
+        if images:
+            config, architecture = config.text_config, "qwen2"
         if config.hidden_act != "silu":
             raise ValueError(f"hidden_act must be 'silu', got {config.hidden_act!r}")
         sliding = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
@@ -72,6 +86,10 @@ class ValueModelConfig:
             raise ValueError(f"layer_types must all be 'full_attention' (use_sliding_window off), got {sliding}")
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         inv_freq, rope_scale = _rope_frequencies(config, head_dim)
+        if images and sum(images["mrope_sections"]) != len(inv_freq):
+            raise ValueError(
+                f"mrope_section must add up to half of head_dim, {len(inv_freq)}, got {list(images['mrope_sections'])}"
+            )
         attention_bias = bool(getattr(config, "attention_bias", False))
         return cls(
             hidden_size=config.hidden_size,
@@ -89,7 +107,8 @@ class ValueModelConfig:
             o_bias=architecture != "qwen2" and attention_bias,
             mlp_bias=architecture == "llama" and bool(getattr(config, "mlp_bias", False)),
             qk_norm=architecture == "qwen3",
-            tied_embeddings=bool(config.tie_word_embeddings),
+            tied_embeddings=bool(is_tied),
+            **images,
         )
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -144,12 +163,28 @@ def head_beside(*folders: str | os.PathLike | None) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _rope_frequencies(config: Any, head_dim: int) -> tuple[tuple[float, ...], float]:
-    """Angular frequencies of a ``transformers`` configuration, and the factor on cosine and sine.
+def _image_fields(config: Any) -> dict[str, Any]:
+    """The fields of a vision-language model's configuration that are about images."""
+    rope = _rope_parameters(config.text_config)
+    sections = tuple(rope.get("mrope_section", ()))
+    if len(sections) != 3:
+        raise ValueError(f"mrope_section must be three numbers, got {list(sections)}")
+    return dict(
+        mrope_sections=sections,
+        image_token_id=config.image_token_id,
+        video_token_id=config.video_token_id,
+        vision=config.vision_config,
+    )
 
-    transformers 5 keeps everything in ``rope_parameters``, 4.57 in ``rope_theta`` and ``rope_scaling``.
-    """
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+
+def _rope_parameters(config: Any) -> dict[str, Any]:
+    """transformers 5 keeps everything in ``rope_parameters``, 4.57 in ``rope_theta`` and ``rope_scaling``."""
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+
+
+def _rope_frequencies(config: Any, head_dim: int) -> tuple[tuple[float, ...], float]:
+    """Angular frequencies of a ``transformers`` configuration, and the factor on cosine and sine."""
+    rope = _rope_parameters(config)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise ValueError(f"rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}")
@@ -163,12 +198,21 @@ def _rope_frequencies(config: Any, head_dim: int) -> tuple[tuple[float, ...], fl
     return tuple(inv_freq.tolist()), float(scale)
 
 
+def reads_images(path: Path) -> bool:
+    """Whether the model in this directory is of an architecture that reads images."""
+    return _model_type(path / "config.json") in VISION_ARCHITECTURES
+
+
+def _model_type(file: Path) -> str | None:
+    return json.loads(file.read_text()).get("model_type")
+
+
 def _read_config(path: Path) -> ValueModelConfig:
     file = path / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{path} must be a directory with config.json, or a .gguf file")
     # Checked before transformers sees it, whose own message does not say what this package accepts.
-    architecture = json.loads(file.read_text()).get("model_type")
+    architecture = _model_type(file)
     if architecture not in ARCHITECTURES:
         raise ValueError(f"model_type in {file} must be one of {', '.join(ARCHITECTURES)}, got {architecture!r}")
     return ValueModelConfig.from_hf(AutoConfig.from_pretrained(path, trust_remote_code=False))
@@ -258,6 +302,7 @@ def checked_tensors(config: ValueModelConfig, tensors: Mapping[str, torch.Tensor
         for name in tensors
         if (short := _without_prefixes(name)) not in shapes
         and not short.startswith("lm_head.")
+        and not (config.vision is not None and short.startswith(VISION_PREFIX))
         and not short.endswith("rotary_emb.inv_freq")
     ]
     if missing or unexpected:
@@ -273,6 +318,12 @@ def checked_tensors(config: ValueModelConfig, tensors: Mapping[str, torch.Tensor
                 f"{list(tensor.shape)}"
             )
     return {name: named[name] for name in shapes}
+
+
+def vision_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of a checkpoint's vision tower, by their names in it."""
+    short = {_without_prefixes(name): tensor for name, tensor in tensors.items()}
+    return {n.removeprefix(VISION_PREFIX): tensor for n, tensor in short.items() if n.startswith(VISION_PREFIX)}
 
 
 def _without_prefixes(name: str) -> str:

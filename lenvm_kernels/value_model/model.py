@@ -1,16 +1,17 @@
 """The value model: a Hugging Face checkpoint -> one ragged forward over the delta and the candidates of every request.
 
-A Qwen2, Qwen3 or Llama backbone with the value head of the LenVM paper (arXiv 2604.27039). Layer by layer it computes
-what ``transformers`` does. The delta of a request can be 0, 1 or a whole prompt, and its candidates never enter the
-cache. A forward reads nothing back to the host and its shapes follow from those of its arguments alone, so that a
-decode step can be captured in a CUDA graph; its cost follows the tokens there are, because the operators of its layers
-read their number on the device.
+A Qwen2, Qwen3, Llama or Qwen2.5-VL backbone with the value head of the LenVM paper (arXiv 2604.27039). Layer by layer
+it computes what ``transformers`` does. The delta of a request can be 0, 1 or a whole prompt, and its candidates never
+enter the cache. A forward reads nothing back to the host and its shapes follow from those of its arguments alone, so
+that a decode step can be captured in a CUDA graph; its cost follows the tokens there are, because the operators of its
+layers read their number on the device.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from lenvm_kernels.ops.value_head import num_counters as value_head_counters
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.ops.value_tree_attention import num_counters as attention_counters
 from lenvm_kernels.ops.value_tree_attention import plan_attention, value_tree_attention
+from lenvm_kernels.types import EmbeddedTokens
 from lenvm_kernels.value_model.cache_scales import key_and_value_bounds, scales_of
 from lenvm_kernels.value_model.checkpoint import (
     Head,
@@ -31,9 +33,11 @@ from lenvm_kernels.value_model.checkpoint import (
     checked_tensors,
     head_beside,
     read_checkpoint,
+    vision_tensors,
     with_adapter,
     with_head,
 )
+from lenvm_kernels.value_model.images import ImageTokens, embed_images, load_vision_tower
 from lenvm_kernels.value_model.lenvm_config import DISCOUNTED_RETURN, LenVMConfig
 from lenvm_kernels.value_model.ragged_batch import KVCache, RaggedBatch
 
@@ -71,10 +75,10 @@ class ValueModel:
         config: the architecture.
         tensors: weights by their names in a checkpoint (``model.layers.0.self_attn.q_proj.weight``, ...,
             ``v_head.fc.weight``; the prefix ``model.`` may be absent or ``model.language_model.``, and
-            ``pretrained_model.`` may stand before it). ``lm_head.*`` and ``*.rotary_emb.inv_freq`` are ignored. Tensors
-            that already have the dtype and device are shared, not copied, except the projections that are fused (q, k,
-            v and gate, up). The weight of the norm before a fused projection is multiplied into it, in fp32 and rounded
-            once.
+            ``pretrained_model.`` may stand before it). ``lm_head.*`` and ``*.rotary_emb.inv_freq`` are ignored. Those
+            of a vision tower, ``visual.*``, are kept as they are until there is an image to embed. Tensors that already
+            have the dtype and device are shared, not copied, except the projections that are fused (q, k, v and gate,
+            up). The weight of the norm before a fused projection is multiplied into it, in fp32 and rounded once.
         dtype: float32, bfloat16 or float16; default that of the embedding.
         device: default that of the embedding.
         weights: ``fp8`` keeps the matrices of the layers in 8 bits, float8_e4m3fn with a scale for each row
@@ -112,6 +116,7 @@ class ValueModel:
         weights: str | None = None,
         lenvm_config: LenVMConfig | None = None,
     ) -> None:
+        self._vision_tensors = vision_tensors(tensors)
         tensors = checked_tensors(config, tensors)
         embedding = tensors["embed_tokens.weight"]
         self.config, self.lenvm_config = config, lenvm_config or LenVMConfig()
@@ -197,6 +202,9 @@ class ValueModel:
         fc_weight = normed(["v_head.fc.weight"], "norm")
         self.head = (fc_weight, *(x.detach().to(self.device, torch.float32) for x in vectors))
         self._inv_freq = torch.tensor(config.rope_inv_freq, dtype=torch.float32, device=self.device)
+        if config.mrope_sections is not None:  # which of a token's three positions each frequency turns with
+            sections = torch.tensor(config.mrope_sections)
+            self._rope_axis = torch.arange(3).repeat_interleave(sections).to(self.device)
         # Zeros that every launch leaves as it found them. Made here, not in a graph's capture, which may never be run.
         self._counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=self.device)
 
@@ -257,7 +265,7 @@ class ValueModel:
         changes of the model's weights must not be expected to show.
 
         Args:
-            model: a Qwen2, Qwen3 or Llama model of ``transformers``.
+            model: a Qwen2, Qwen3, Llama or Qwen2.5-VL model of ``transformers``.
             head, adapter, weights: as in :meth:`from_pretrained`. The model itself is not changed by the adapter.
             lenvm_config: as in :class:`ValueModel`.
 
@@ -267,6 +275,36 @@ class ValueModel:
         tensors = with_head(with_adapter(model.state_dict(), adapter), head or head_beside(adapter))
         config = ValueModelConfig.from_hf(model.config)
         return cls(config, tensors, weights=weights, lenvm_config=lenvm_config)
+
+    @cached_property
+    def vision_tower(self) -> torch.nn.Module | None:
+        """The module of ``transformers`` that embeds images; None if the checkpoint has none.
+
+        Loaded when first looked at, which takes time and memory of the device.
+
+        Raises:
+            ValueError: missing or unexpected tensors, by name.
+        """
+        if self.config.vision is None or not self._vision_tensors:
+            return None
+        tower = load_vision_tower(self.config.vision, self._vision_tensors, self.dtype, self.device)
+        self._vision_tensors = {}
+        return tower
+
+    def embed_images(self, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor) -> torch.Tensor:
+        """Embeddings of the tokens of images, in their order, ``[N, H]``. Reads the grid back to the host.
+
+        Args:
+            pixel_values: ``[patches, elements]`` floating-point; patches of all images, as the processor of
+                ``transformers`` makes them.
+            image_grid_thw: int64 ``[images, 3]``; patches of each image in time, rows and columns.
+
+        Raises:
+            ValueError: no vision tower or a broken one, or ``pixel_values`` of another shape.
+        """
+        if self.vision_tower is None:
+            raise ValueError("value_model must be a vision-language model with its vision tower, visual.*, for images")
+        return embed_images(self.vision_tower, pixel_values, image_grid_thw)
 
     @torch.no_grad()
     def forward(
@@ -338,15 +376,7 @@ class ValueModel:
         config, layout = self.config, batch.layout
         num_rows = layout.q_offsets[-1:]
         live: dict[str, Any] = dict(num_rows=num_rows, expected_rows=batch.expected_rows, backend=backend)
-        hidden, square_sums, cos, sin = embed_tokens(
-            layout.token_ids,
-            layout.positions,
-            self.embedding,
-            self._inv_freq,
-            rope_scale=config.rope_scale,
-            num_rows=num_rows,
-            backend=backend,
-        )
+        hidden, square_sums, cos, sin = self._embed(batch, num_rows, backend)
         plan = plan_attention(
             batch.table_rows,
             batch.cached_lens,
@@ -391,6 +421,31 @@ class ValueModel:
                 **live,
             )
         return hidden, square_sums
+
+    def _embed(self, batch: RaggedBatch, num_rows: torch.Tensor, backend: str) -> EmbeddedTokens:
+        """What the layers start from."""
+        layout, images, config = batch.layout, batch.images, self.config
+        token_ids, embedding = layout.token_ids, self.embedding
+        if images is not None and len(images.embeds):
+            token_ids, embedding = _with_images(token_ids, embedding, images)
+        embedded = embed_tokens(
+            token_ids,
+            layout.positions,
+            embedding,
+            self._inv_freq,
+            rope_scale=config.rope_scale,
+            num_rows=num_rows,
+            backend=backend,
+        )
+        if images is None:
+            return embedded
+        # The others keep the bits that they have without images.
+        is_moved = (images.positions != layout.positions).any(dim=0)[:, None]
+        angles = images.positions[self._rope_axis].T.contiguous() * self._inv_freq
+        return embedded._replace(
+            cos=torch.where(is_moved, angles.cos() * config.rope_scale, embedded.cos),
+            sin=torch.where(is_moved, angles.sin() * config.rope_scale, embedded.sin),
+        )
 
     def _attend(
         self,
@@ -474,3 +529,14 @@ class ValueModel:
             counters=self._zeros(value_head_counters(len(token_rows))),
             backend=backend,
         )
+
+
+def _with_images(
+    token_ids: torch.Tensor, embedding: torch.Tensor, images: ImageTokens
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An embedding of these tokens alone, the images' among them, and their ids in it; -1 if they have none."""
+    is_image, is_known = images.rows >= 0, (token_ids >= 0) & (token_ids < len(embedding))
+    of_text = embedding[torch.where(is_known, token_ids, 0)]
+    rows = torch.where(is_image[:, None], images.embeds[images.rows.clamp(min=0)], of_text)
+    row = torch.arange(len(token_ids), device=token_ids.device)
+    return torch.where(is_image | is_known, row, -1), rows

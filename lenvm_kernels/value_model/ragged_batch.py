@@ -12,6 +12,7 @@ from lenvm_kernels.ops._common import E4M3, INT_DTYPES, check_gpu_takes_e4m3, ch
 from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.types import RaggedLayout
 from lenvm_kernels.value_model.checkpoint import ValueModelConfig
+from lenvm_kernels.value_model.images import ImageTokens
 
 
 class _Model(Protocol):
@@ -41,6 +42,7 @@ class RaggedBatch:
     candidate_lens: torch.Tensor  # int32 [B]
     page_size: int = 1  # slots in a page
     expected_rows: int | None = None  # about how many rows are in use, see ragged_linear; None: all
+    images: ImageTokens | None = None  # of the T rows
 
     @classmethod
     def build(
@@ -58,6 +60,7 @@ class RaggedBatch:
         candidate_parents: torch.Tensor | None = None,
         page_size: int = 1,
         expected_rows: int | None = None,
+        images: ImageTokens | None = None,
         backend: str = "auto",
     ) -> RaggedBatch:
         """Lay a batch out in ``T = D + B * K`` rows without reading anything back to the host.
@@ -79,6 +82,7 @@ class RaggedBatch:
                 has to be an earlier one; anything else (-1): the candidate follows the delta. None: all do.
             page_size: slots in a page.
             expected_rows: about how many of the rows are in use (:func:`ragged_linear`); None: all.
+            images: of the D delta tokens, for a value model that reads images; None: all are text at their places.
             backend: of the layout, see :func:`lenvm_kernels.ops._common.resolve_backend`.
 
         Returns:
@@ -100,9 +104,17 @@ class RaggedBatch:
             backend=backend,
         )
         device, b = delta_ids.device, candidate_ids.shape[0]
+        if images is not None:
+            # The layout of the tokens' numbers says which of them each row is.
+            numbers, no_ids = torch.arange(len(delta_ids), device=device), torch.full_like(candidate_ids, -1)
+            lens = delta_lens, no_ids, candidate_lens, cached_lens
+            token = ragged_layout(numbers, delta_slots, delta_starts, *lens, backend=backend).token_ids
+            positions = torch.where(token < 0, layout.positions, images.positions[:, token])
+            rows = torch.where(token < 0, -1, images.rows[token])
+            images = ImageTokens(positions, rows, images.embeds)
         check_tensor("slot_table", slot_table, dtypes=torch.int32, shape=(None, None), device=device)
         check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(b,), device=device)
-        return cls(layout, slot_table, table_rows, cached_lens, candidate_lens, page_size, expected_rows)
+        return cls(layout, slot_table, table_rows, cached_lens, candidate_lens, page_size, expected_rows, images)
 
 
 @dataclass(frozen=True)

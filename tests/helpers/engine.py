@@ -49,7 +49,7 @@ class Engine:
         self.prefill(rows, prompts)
         return self
 
-    def prefill(self, rows, sequences):
+    def prefill(self, rows, sequences, **options):
         """All tokens but the last of new requests, after junk that no request refers to."""
         lens = [len(tokens) - 1 for tokens in sequences]
         flat = [0] + [token for tokens in sequences for token in tokens[:-1]]
@@ -63,6 +63,7 @@ class Engine:
             self.tensor(starts),
             self.tensor(lens),
             self.tensor([0] * len(rows)),
+            **options,
         )
 
     def decode(self, rows, sequences, scores, *, top_k=6, min_p=0.05, **options):

@@ -8,6 +8,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -28,11 +30,41 @@ TINY = dict(
     max_position_embeddings=256,
     tie_word_embeddings=False,
 )
+IMAGE, VIDEO = 90, 91
+# Patches of 4 x 4 pixels, four of which become a token, in windows of 2 x 2 tokens.
+VISION = dict(
+    depth=2,
+    hidden_size=32,
+    intermediate_size=40,
+    num_heads=2,
+    patch_size=4,
+    window_size=16,
+    fullatt_block_indexes=[1],
+    out_hidden_size=HIDDEN,
+)
+
+
+def vl_config(**changes):
+    """Of a tiny Qwen2.5-VL, with changes of its language model."""
+    text = {key: value for key, value in TINY.items() if key != "tie_word_embeddings"}
+    text |= dict(bos_token_id=None, eos_token_id=EOS, pad_token_id=0)
+    text |= dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 3]})
+    return Qwen2_5_VLConfig(
+        text_config=text | changes,
+        vision_config=VISION,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=88,
+        vision_end_token_id=89,
+    )
+
+
 ARCHITECTURES = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**TINY)),
     # heads that are not hidden_size / num_attention_heads wide
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**TINY, head_dim=16)),
     "llama": (LlamaForCausalLM, LlamaConfig(**TINY)),
+    "qwen2_5_vl": (Qwen2_5_VLForConditionalGeneration, vl_config()),
 }
 WORDS = ["<pad>", "<unk>", "<eos>", *(f"w{i}" for i in range(40))]
 
@@ -45,7 +77,7 @@ def random_model(model_class, config, seed=0):
         scale = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.3
         shift = 1.0 if parameter.dim() == 1 else 0.0
         parameter.data = torch.randn(parameter.shape, generator=generator) * scale + shift
-    model.model.embed_tokens.weight.data *= HIDDEN**0.5
+    model.get_input_embeddings().weight.data *= HIDDEN**0.5
     return model
 
 
@@ -71,9 +103,9 @@ def value_model_of(model, head, **options):
 
 
 @torch.no_grad()
-def value_logits(model, head, tokens):
+def value_logits(model, head, tokens, **images):
     """fp32, one for each of ``tokens``: the value logit, by a full forward of ``transformers`` and a plain head."""
-    h = model.model(tokens, use_cache=False).last_hidden_state
+    h = model.model(tokens, use_cache=False, **images).last_hidden_state
     h = F.silu(F.linear(h, head["v_head.fc.weight"], head["v_head.fc.bias"]))
     return F.linear(h, head["v_head.summary.weight"], head["v_head.summary.bias"])[..., 0]
 

@@ -1,0 +1,771 @@
+"""The in-process runner that ``install()`` puts into the LenVM fork of SGLang: its steps against plain forwards.
+
+Every test of the runner runs with a stand-in for the fork; those that have the fork's name in it, and all others once
+more, where the fork can be imported (see tests/test_sglang_fork.py).
+"""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+from bench import sglang_fork as bench
+from lenvm_kernels.adapters import sglang_fork, sglang_fork_runner
+from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
+from lenvm_kernels.ops.reweight_scatter import reweight_scatter
+from lenvm_kernels.ops.topk_candidates import topk_candidates
+from lenvm_kernels.step import working_bytes
+from lenvm_kernels.types import Mode, Status
+from lenvm_kernels.value_model import KVCache, ValueModel
+from tests.helpers.models import EOS, VOCAB, save_checkpoint, value_logits
+from tests.helpers.sglang_fork import (
+    ALL,
+    GUIDED_SAMPLING,
+    MEMORY,
+    RUNNER,
+    Engine,
+    Request,
+    install_in_fork,
+    use_stand_in,
+)
+from tests.test_step import no_read_back
+
+ATOL = 2e-5  # of probabilities, which follow from value logits of O(1) in fp32
+TILT = {"value_mode": "centered_exp", "value_scale": -8}
+PAGE = sglang_fork_runner.PAGE_SIZE
+
+
+class Plain:
+    """A value model in ``transformers``."""
+
+    def __init__(self, path):
+        self.path = path
+        self._model, self._head = (
+            LlamaForCausalLM.from_pretrained(path).eval(),
+            load_file(path / "value_head.safetensors"),
+        )
+        self._known = {}
+
+    def after(self, tokens):
+        """fp32 ``[V]``: the value logit of every token that may follow, by a forward over the whole sequence."""
+        tokens = tuple(tokens)
+        if tokens not in self._known:
+            sequences = torch.tensor([[*tokens, token] for token in range(VOCAB)])
+            self._known[tokens] = value_logits(self._model, self._head, sequences)[:, -1]
+        return self._known[tokens]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    path = tmp_path_factory.mktemp("fork")
+    save_checkpoint(path, seed=1, words=[f"w{i}" for i in range(VOCAB)], value_head=True)
+    return Plain(path)
+
+
+@pytest.fixture(scope="module")
+def fork():
+    """The fork after ``install()``."""
+    return install_in_fork()
+
+
+@pytest.fixture(params=["stand-in", "fork"])
+def modules(request, monkeypatch):
+    """The modules of the fork, or of the stand-in for it, after ``install()``."""
+    if request.param == "fork":
+        request.getfixturevalue("fork")
+        return sys.modules
+    modules = use_stand_in(monkeypatch)
+    sglang_fork.install()
+    return modules
+
+
+@pytest.fixture(autouse=True)
+def nothing_yet(monkeypatch):
+    """No value model is loaded, and no setting is given."""
+    monkeypatch.setattr(sglang_fork, "_gamma", None)
+    for name in ("LENVM_CONFIG", "LENVM_VALUE_MODEL", "LENVM_MAX_CANDIDATES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """Rows of every forward of the value model: tokens and candidates that are computed."""
+    rows, forward = [], ValueModel.forward
+
+    def counted(self, batch, *args, **kwargs):
+        rows.append(int(batch.layout.q_offsets[-1]))
+        return forward(self, batch, *args, **kwargs)
+
+    monkeypatch.setattr(ValueModel, "forward", counted)
+    return rows
+
+
+def prompt_of(length, seed):
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def with_own_filters(request, probs):
+    """``probs [V]`` as the request's own filters leave them, not normalised."""
+    sampling, result, mass = request.sampling_params, torch.zeros_like(probs), 0.0
+    for token in probs.argsort(descending=True)[: sampling.top_k].tolist():
+        if mass <= sampling.top_p and probs[token] >= sampling.min_p * probs.max():
+            result[token] = probs[token]
+        mass += probs[token].item()
+    return result
+
+
+def expected_row(plain, request, probs, tokens=None):
+    """What becomes of ``probs [V]`` by the specification, with values of plain forwards; and the row's status."""
+    sampling, tokens = request.sampling_params, request.tokens if tokens is None else tokens
+    custom_params = sampling.custom_params
+    params = parse_guidance(custom_params) if custom_params else GuidanceParams()
+    row, column = probs[None].clone(), lambda x, dtype: torch.tensor([x], dtype=dtype)
+    threshold = float("nan") if params.entropy_threshold is None else params.entropy_threshold
+    candidates = topk_candidates(
+        row,
+        top_k=column(sampling.top_k, torch.int32),
+        top_p=column(sampling.top_p, torch.float32),
+        min_p=column(sampling.min_p, torch.float32),
+        max_candidates=64,
+        entropy_threshold=column(threshold, torch.float32),
+        guided=column(params.mode != Mode.UNGUIDED, torch.bool),
+    )
+    status = Status(candidates.status.item())
+    if status not in (Status.GUIDE, Status.SINGLE):
+        return with_own_filters(request, probs), status
+    value_logits = plain.after(tokens)[candidates.token_ids.clamp(min=0).long()]
+    table = GuidanceTable.from_params([params], [{EOS}], "cpu")
+    generated = column(len(tokens) - len(request.origin_input_ids), torch.int32)
+    reweight_scatter(candidates, value_logits, table, generated=generated, probs=row)
+    return row[0], status
+
+
+def check(plain, requests, before, after):
+    """Each row of a step against :func:`expected_row`; the rows' statuses."""
+    rows, statuses = zip(*(expected_row(plain, *pair) for pair in zip(requests, before, strict=True)), strict=True)
+    assert after is not None
+    torch.testing.assert_close(after, torch.stack(rows), rtol=0, atol=ATOL)
+    return statuses
+
+
+# --- steps ---
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_requests_join_and_leave(modules, plain, monkeypatch, forwards, lag):
+    """Requests of several lengths and filters, in rows and batches of another order, with and without the host knowing
+    the last tokens. All probabilities of all steps are those of plain forwards, and a step of decoding is one forward.
+    """
+    engine = Engine(modules, monkeypatch, plain.path, lag=lag)
+    a = Request("a", prompt_of(23, 1), TILT, top_k=5)
+    b = Request("b", prompt_of(1, 2), {**TILT, "entropy_threshold": 0.1}, top_k=9, min_p=0.1)
+    c = Request("c", prompt_of(40, 3), None, top_k=3)
+    d = Request("d", prompt_of(17, 4), {"target_length": 9, "entropy_threshold": 1.5}, top_k=6, top_p=0.9)
+    e = Request(
+        "e", prompt_of(6, 5), {"value_mode": "value_bias", "value_scale": 1.5, "entropy_threshold": 0.1}, top_k=ALL
+    )
+    f = Request("a", prompt_of(33, 6), {"target_length": 40, "constraint": "eq_soft"}, top_k=12)
+    statuses = []
+
+    def prefill(requests, rows, **options):
+        before, after = engine.prefill(requests, rows, **options)
+        statuses.extend(check(plain, requests, before, after))
+        engine.draw(requests, after)
+
+    def decode(*requests):
+        forwards.clear()
+        before, after = engine.decode(requests)
+        statuses.extend(check(plain, requests, before, after))
+        assert len(forwards) == 1
+        engine.draw(requests, after)
+
+    prefill([a, b], [4, 1], prefixes=[16, 0])
+    decode(b, a)
+    decode(b, a)
+    prefill([c, d], [6, 0])
+    decode(d, b, c, a)
+    decode(d, b, c, a)
+    b.finished_reason = "stop"
+    decode(a, d, c)
+    prefill([e], [1])  # in the row of b
+    decode(e, a, c, d)
+    if lag:
+        a.tokens.pop()  # drawn, and thrown away as a is retracted
+    decode(d, c, e)
+    prefill([f], [4])  # in the row of a, and with its id
+    decode(e, f, c, d)
+    prefill([a], [5])
+    decode(a, e, f, c, d)
+    c.finished_reason = d.finished_reason = "length"
+    decode(f, a, e)
+    decode(f, a, e)
+    assert {Status.GUIDE, Status.SKIP, Status.UNGUIDED} <= set(statuses)
+    assert set(engine.runner._requests) == {1, 4, 5}
+    assert engine.runner.slots.free_pages == engine.runner.slots.num_slots // PAGE - sum(
+        -(-len(r.tokens[:-1]) // PAGE) for r in (a, e, f)
+    )
+
+
+def test_a_tokens_candidates_are_committed_or_not(modules, plain, monkeypatch, forwards):
+    """What is drawn need not be a candidate, nor in the candidates' order: the next step is right all the same."""
+    engine = Engine(modules, monkeypatch, plain.path)
+    requests = [Request(str(i), prompt_of(3 + 5 * i, 10 + i), TILT, top_k=4 + i) for i in range(3)]
+    before, after = engine.prefill(requests, [5, 0, 2])
+    check(plain, requests, before, after)
+    for step in range(6):
+        for i, request in enumerate(requests):
+            ranked = after[i].argsort(descending=True).tolist()
+            request.tokens.append(ranked[(2 * i + step) % 4] if (step + i) % 3 else ranked[50])
+        forwards.clear()
+        order = [2, 0, 1]
+        requests = [requests[i] for i in order]
+        before, after = engine.decode(requests)
+        check(plain, requests, before, after)
+        candidates = sum(r.sampling_params.top_k for r in requests)
+        drawn_elsewhere = sum(bool((step + order[i]) % 3 == 0) for i in range(3))
+        assert forwards == [candidates + drawn_elsewhere]
+
+
+def test_nothing_is_read_back_to_the_host(modules, plain, monkeypatch):
+    """Prompts, steps of guided, unguided and skipped rows, requests that end and lose their slots; by the kernels."""
+    engine = Engine(modules, monkeypatch, plain.path)
+    engine.runner.step.backend = "triton"
+    a = Request("a", prompt_of(18, 20), {"value_scale": 0.7}, top_k=4)
+    b = Request("b", prompt_of(5, 21), None, top_k=3)
+    c = Request("c", prompt_of(9, 22), {**TILT, "entropy_threshold": 9.0}, top_k=3, min_p=0.01)
+
+    def check_reads(requests, *rows):
+        with no_read_back():
+            before, after = engine.prefill(requests, *rows) if rows else engine.decode(requests)
+        check(plain, requests, before, after)
+        engine.draw(requests, after)
+
+    check_reads([a, b], [4, 1])
+    check_reads([b, a])
+    check_reads([c], [2])
+    check_reads([a, c, b])
+    a.finished_reason = "stop"
+    check_reads([c, b])
+    assert set(engine.runner._requests) == {2}
+
+
+def test_nothing_to_guide(modules, plain, monkeypatch, forwards):
+    """The engine's own sampling stays; nor does a single candidate, or one that is not guided, take slots."""
+    engine = Engine(modules, monkeypatch, plain.path)
+    requests = [
+        Request("a", prompt_of(8, 30), None, top_k=3),
+        Request("b", prompt_of(9, 31), {"value_mode": "centered_exp", "value_scale": 0}),
+        Request("c", prompt_of(7, 32), TILT, top_k=1),
+    ]
+    assert engine.prefill(requests, [2, 0, 4])[1] is None
+    assert not forwards and engine.runner.slots.free_pages * PAGE == engine.runner.slots.num_slots
+
+    guided = Request("d", prompt_of(6, 33), TILT)
+    engine.draw(requests, torch.ones(3, VOCAB))
+    requests = [requests[2], guided, requests[0]]
+    before, after = engine.prefill(requests, [4, 1, 2])
+    assert after[0].nonzero()[:, 0].tolist() == [before[0].argmax()]
+    check(plain, requests[1:], before[1:], after[1:])
+    assert set(engine.runner._requests) == {1}
+
+
+def test_chunks_of_a_prompt(modules, plain, monkeypatch, forwards):
+    """Nothing is computed before the last chunk, which may be in another row; others are guided meanwhile."""
+    engine = Engine(modules, monkeypatch, plain.path)
+    other = Request("other", prompt_of(5, 40), TILT)
+    _, after = engine.prefill([other], [3])
+    engine.draw([other], after)
+    long = Request("long", prompt_of(50, 41), TILT, top_k=7)
+    assert engine.prefill([long], [1], ends=[20])[1] is None
+    forwards.clear()
+    before, after = engine.prefill([long, other], [1, 3], prefixes=[20, 5], ends=[41, 6])  # a mixed batch
+    check(plain, [other], before[1:], after[1:])
+    assert forwards == [9] or forwards == [8]
+    engine.draw([other], after[1:])
+    before, after = engine.prefill([other, long], [3, 6], prefixes=[6, 41])
+    check(plain, [other, long], before, after)
+    assert forwards[1] == 49 and len(forwards) == 3
+    engine.draw([other, long], after)
+    before, after = engine.decode([long, other])
+    check(plain, [long, other], before, after)
+
+
+def test_a_retracted_request_in_its_old_row(modules, plain, monkeypatch, forwards):
+    """It goes on where it was; if a token of it was thrown away, it is computed anew, but for the full pages."""
+    engine = Engine(modules, monkeypatch, plain.path, lag=1)
+    request = Request("a", prompt_of(37, 50), {"target_length": 30, "constraint": "eq_soft", "gamma": 0.98}, top_k=6)
+    for step in range(4):
+        before, after = engine.decode([request]) if step else engine.prefill([request], [2])
+        check(plain, [request], before, after)
+        engine.draw([request], after)
+    forwards.clear()
+    before, after = engine.prefill([request], [2])
+    check(plain, [request], before, after)
+    assert forwards == [6]
+
+    engine.draw([request], after)
+    request.tokens.pop()
+    forwards.clear()
+    before, after = engine.prefill([request], [2])
+    check(plain, [request], before, after)
+    assert forwards == [len(request.tokens) - 1 - 2 * PAGE, 7]
+
+
+def test_a_retracted_request_in_another_row_and_in_chunks(modules, plain, monkeypatch, forwards):
+    """Its old slots are free; nothing is guided before all of its tokens are there, those it had generated included."""
+    engine = Engine(modules, monkeypatch, plain.path)
+    request, other = Request("a", prompt_of(21, 52), TILT, top_k=6), Request("b", prompt_of(4, 53), TILT, top_k=3)
+    before, after = engine.prefill([request, other], [2, 5])
+    for _ in range(4):
+        engine.draw([request, other], after)
+        before, after = engine.decode([request, other])
+        check(plain, [request, other], before, after)
+    engine.draw([other], after[1:])
+    forwards.clear()
+    before, after = engine.prefill([other, request], [5, 1], ends=[len(other.tokens), 23], prefixes=[8, 0])
+    check(plain, [other], before[:1], after[:1])
+    assert torch.equal(after[1], with_own_filters(request, before[1])) and len(forwards) == 1
+    assert set(engine.runner._requests) == {5}
+    engine.draw([other], after[:1])
+    before, after = engine.prefill([other, request], [5, 3], prefixes=[9, 23])
+    check(plain, [other, request], before, after)
+    engine.draw([other, request], after)
+    engine.prefill([other, request], [5, 0], prefixes=[10, 0])  # in another row, all at once
+    assert set(engine.runner._requests) == {5, 0}
+
+
+def test_rows_are_taken_over(modules, plain, monkeypatch):
+    """By a request whose length is that of the next step of who was there, and by one that is not guided."""
+    engine = Engine(modules, monkeypatch, plain.path)
+    first = Request("a", prompt_of(20, 55), TILT, top_k=5)
+    _, after = engine.prefill([first], [3])
+    engine.draw([first], after)
+    engine.decode([first])
+    first.finished_reason = "stop"
+    second = Request("a", prompt_of(22, 56), TILT, top_k=4)
+    check(plain, [second], *engine.prefill([second], [3]))
+
+    unguided, other = Request("c", prompt_of(5, 57), None, top_k=3), Request("d", prompt_of(7, 58), TILT)
+    check(plain, [unguided, other], *engine.prefill([unguided, other], [3, 6]))  # the second was retracted
+    assert set(engine.runner._requests) == {6}
+
+
+def test_what_a_request_has_beside_guidance(modules, plain, monkeypatch):
+    """Token temperatures are in the logits already, lengths have no way back, and there is room for 64 end tokens."""
+    engine = Engine(modules, monkeypatch, plain.path)
+    beside = {"token_temperature_scale": {"5": 2.0, "6": 0.5}, "return_values": True}
+    request = Request("a", prompt_of(9, 59), {**TILT, **beside}, top_k=6)
+    request.eos_token_ids = {EOS, *range(1000, 1080)}
+    check(plain, [request], *engine.prefill([request], [4]))
+    table = engine.runner.step.table
+    assert table.token_scales.unique().tolist() == [1.0] and not table.return_values.any()
+    assert table.eos_token_ids[4].tolist() == [EOS, *range(1000, 1063)]
+
+
+def test_requests_share_the_pages_of_a_prompt(modules, plain, monkeypatch, forwards):
+    engine = Engine(modules, monkeypatch, plain.path)
+    prompt = prompt_of(2 * PAGE + 5, 60)
+    first = Request("first", prompt, TILT, top_k=3)
+    second = Request("second", [*prompt[: 2 * PAGE + 1], 7, 8], TILT, top_k=5)
+    check(plain, [first], *engine.prefill([first], [5]))
+    first.finished_reason = "stop"
+    forwards.clear()
+    check(plain, [second], *engine.prefill([second], [0]))
+    assert forwards == [2, 1 + 5]
+    assert set(engine.runner._requests) == {0}
+
+
+def test_slots_are_taken_from_who_is_in_no_batch(modules, plain, monkeypatch, forwards):
+    """Its tokens are computed anew when it is back."""
+    monkeypatch.setattr(sglang_fork_runner, "_num_pages", lambda *args: 5)
+    engine = Engine(modules, monkeypatch, plain.path)
+    a, b, c = (Request(name, prompt_of(n, 70 + n), TILT, top_k=5) for name, n in (("a", 30), ("b", 20), ("c", 18)))
+    for requests, rows in (([a], [3]), ([b], [1])):
+        before, after = engine.prefill(requests, rows)
+        engine.draw(requests, after)
+    before, after = engine.decode([a, b])
+    engine.draw([a, b], after)
+    before, after = engine.prefill([c], [2])  # a and b have two pages each
+    check(plain, [c], before, after)
+    engine.draw([c], after)
+    assert set(engine.runner._requests) == {2, 3}
+    c.finished_reason = "stop"
+    before, after = engine.decode([b, a])
+    check(plain, [b, a], before, after)
+    engine.draw([b, a], after)
+    before, after = engine.decode([a, b])
+    check(plain, [a, b], before, after)
+    assert set(engine.runner._requests) == {1, 3}
+
+
+def test_without_room_a_request_is_not_guided(modules, plain, monkeypatch, forwards, caplog):
+    """Nor later, when there would be room; its prompt is not computed."""
+    monkeypatch.setattr(sglang_fork_runner, "_num_pages", lambda *args: 3)
+    monkeypatch.setenv("LENVM_CHUNK_TOKENS", "16")
+    engine = Engine(modules, monkeypatch, plain.path)
+    long = Request("long", prompt_of(28, 80), {"value_scale": 0.5}, top_k=3)
+    short, other = (Request(str(n), prompt_of(n, 80 + n), {"value_scale": 0.5}, top_k=5) for n in (12, 3))
+    requests = [short, long, other]
+    before, after = engine.prefill(requests, [1, 4, 0])
+    assert len(forwards) == 2  # of one chunk, and of the step
+    for _ in range(2):
+        check(plain, [short, other], before[[0, 2]], after[[0, 2]])
+        assert torch.equal(after[1], with_own_filters(long, before[1]))
+        engine.draw(requests, after)
+        before, after = engine.decode(requests)
+    short.finished_reason = "stop"
+    engine.draw(requests, after)
+    before, after = engine.decode([long, other])
+    check(plain, [other], before[1:], after[1:])
+    assert torch.equal(after[0], with_own_filters(long, before[0]))
+    short.finished_reason = None
+    engine.draw([long, other], after)
+    check(plain, [short, other], *engine.decode([short, other]))
+    assert caplog.text.count("cache is full") == 1 and set(engine.runner._requests) == {0, 1}
+
+
+@pytest.mark.parametrize("asked_by", ["request", "server"])
+def test_value_stride(modules, plain, monkeypatch, asked_by):
+    """Every third step of the engine is guided, or one at which the sequence may end; in between the row's own filters
+    count. The tokens of these steps are computed together."""
+    if asked_by == "server":
+        monkeypatch.setenv("LENVM_VALUE_STRIDE", "3")
+    engine = Engine(modules, monkeypatch, plain.path)
+    stride = {"value_stride": 3} if asked_by == "request" else {}
+    request = Request("a", prompt_of(8, 90), {**TILT, **stride}, top_k=4)
+    always = Request("b", prompt_of(4, 91), {**TILT, "value_stride": 1}, top_k=3)
+    before, after = engine.prefill([request, always], [6, 2])
+    guided = []
+    for _ in range(12):
+        check(plain, [always], before[1:], after[1:])
+        own = with_own_filters(request, before[0])
+        guided.append(not torch.equal(after[0], own))
+        if guided[-1]:
+            check(plain, [request], before[:1], after[:1])
+        engine.draw([request, always], after)
+        before, after = engine.decode([request, always])
+    assert 4 <= sum(guided) < 9
+
+
+@pytest.mark.parametrize("filters", [dict(top_k=3), dict(top_p=0.5), dict(min_p=0.3)])
+def test_each_filter_of_an_unguided_request(modules, plain, monkeypatch, filters):
+    engine = Engine(modules, monkeypatch, plain.path)
+    unguided, guided = (
+        Request(name, prompt_of(5, seed), params, **{"top_k": ALL, **filters})
+        for name, seed, params in (("a", 92, None), ("b", 93, TILT))
+    )
+    before, after = engine.prefill([guided, unguided], [1, 5])
+    expected = with_own_filters(unguided, before[1])
+    assert torch.equal(after[1], expected) and 1 < (expected > 0).sum() < VOCAB
+    check(plain, [guided], before[:1], after[:1])
+
+
+@pytest.mark.parametrize("name", ["multimodal_inputs", "input_embeds"])
+def test_what_the_value_model_cannot_read_is_not_guided(modules, plain, monkeypatch, caplog, name):
+    engine = Engine(modules, monkeypatch, plain.path)
+    request, other = Request("a", [10**6, 5], TILT, top_k=3), Request("b", prompt_of(4, 95), TILT)
+    setattr(request, name, object())
+    before = torch.softmax(torch.zeros(1, VOCAB), dim=1)
+    monkeypatch.setattr("tests.helpers.sglang_fork.BY_TOKEN", torch.zeros(10**6 + 1, VOCAB))
+    for run in (lambda: engine.prefill([request, other], [3, 0]), lambda: engine.decode([request, other])):
+        before, after = run()
+        assert torch.equal(after[0], with_own_filters(request, before[0]))
+        check(plain, [other], before[1:], after[1:])
+        engine.draw([request, other], after)
+    assert caplog.text.count(f"request a has {name}, which the value model cannot read: not guided") == 1
+
+
+def test_a_bad_request_harms_nobody(modules, plain, monkeypatch, caplog):
+    engine = Engine(modules, monkeypatch, plain.path)
+    bad, other = Request("a", prompt_of(3, 96), {"mode": "loud"}, top_k=3), Request("b", prompt_of(4, 97), TILT)
+    before, after = engine.prefill([bad, other], [3, 0])
+    assert torch.equal(after[0], with_own_filters(bad, before[0]))
+    check(plain, [other], before[1:], after[1:])
+    assert "request a has bad custom_params and is not guided: value_mode must be one of" in caplog.text
+
+
+def test_more_candidates_than_there_is_room_for(modules, plain, monkeypatch, caplog):
+    monkeypatch.setenv("LENVM_MAX_CANDIDATES", "4")
+    engine = Engine(modules, monkeypatch, plain.path)
+    for name, top_k, count in (("a", 4, 0), ("b", 5, 1), ("c", ALL, 1)):
+        request = Request(name, prompt_of(4, 98), TILT, top_k=top_k)
+        _, after = engine.prefill([request], [3])
+        assert (after[0] > 0).sum() == 4
+        assert (
+            caplog.text.count("requests with a top_k above 4, or none, are drawn from their 4 most probable") == count
+        )
+
+
+# --- against the fork's own sampler ---
+
+
+class Provider:
+    """In place of the fork's in-process value model: value logits of plain forwards, in its form."""
+
+    def __init__(self, plain):
+        self.plain = plain
+
+    def clean_stale_requests(self, active_rids): ...
+
+    def tree_value_extend(self, rids, prefix_ids, reqs):
+        self.prefixes = dict(zip(rids, prefix_ids, strict=True))
+
+    def tree_value_launch_gpu(self, rids, candidate_ids, gpu_candidates=None):
+        return [self.plain.after(self.prefixes[rid])[ids] for rid, ids in zip(rids, candidate_ids, strict=True)]
+
+    def tree_value_collect_gpu(self, embeddings):
+        return embeddings
+
+    def tree_value(self, rids, prefix_ids, candidate_ids, reqs):
+        self.tree_value_extend(rids, prefix_ids, reqs)
+        return [values.tolist() for values in self.tree_value_launch_gpu(rids, candidate_ids)]
+
+
+def test_probabilities_are_the_forks(fork, plain, monkeypatch):
+    """Step by step, those of the fork's own sampler with each row alone: beside each other its modes would mix."""
+    engine = Engine(sys.modules, monkeypatch, plain.path)
+    params = [
+        {"value_mode": "value_bias", "value_scale": -2.0},
+        {"target_length": 30, "gamma": 0.99},
+        TILT,
+        {"target_length": 3, "op": "ge"},
+        {"value_scale": 0.9, "value_entropy_threshold": 9.0},
+    ]
+    requests = [Request(str(i), prompt_of(4 + 7 * i, 100 + i), p, top_k=4 + i) for i, p in enumerate(params)]
+    theirs = object.__new__(fork.Original)
+    theirs._inproc, theirs._fn = Provider(plain), fork.module.lvm_combined_guidance
+    before, after = engine.prefill(requests, [6, 1, 3, 0, 5])
+    for step in range(5):
+        for i, request in enumerate(requests):
+            sampling = request.sampling_params
+            filters = torch.ones(1, 1), torch.ones(1), torch.tensor([sampling.top_k]), torch.zeros(1)
+            alone = theirs.apply(before[i : i + 1].clone(), [request], *filters)
+            expected = with_own_filters(request, before[i]) if alone is None else alone[0]
+            torch.testing.assert_close(after[i], expected, rtol=0, atol=ATOL)
+        engine.draw(requests, after)
+        requests = requests[1:] + requests[:1] if step % 2 else requests[::-1]
+        before, after = engine.decode(requests)
+
+
+def test_the_forks_sampler_draws_by_it(fork, plain, monkeypatch):
+    """The fork's whole sampler: a strong tilt leaves it the candidate with the least value."""
+    module = sys.modules["sglang.srt.layers.sampler"]
+    args = SimpleNamespace(rl_on_policy_target=None, sampling_backend="pytorch")
+    monkeypatch.setattr(module, "get_global_server_args", lambda: args)
+    engine = Engine(sys.modules, monkeypatch, plain.path)
+    sampler = module.Sampler.__new__(module.Sampler)
+    torch.nn.Module.__init__(sampler)
+    sampler.use_nan_detection, sampler.lvm_guided_sampler = False, engine.guided_sampler
+    drawn = []
+
+    def forward(logits_output, info, *arguments):
+        flags = dict.fromkeys(("is_all_greedy", "need_top_p_sampling", "need_min_p_sampling"), False)
+        given = dict(need_top_k_sampling=True, has_custom_logit_processor=False, sampling_seed=None, grammars=None)
+        vars(info).update(flags | given)
+        drawn.append(sampler.forward(logits_output, info, *arguments))
+        return drawn[-1]
+
+    forward.lvm_guided_sampler, forward.result = engine.guided_sampler, None
+    engine.model_runner.sampler = forward
+    strong = {"value_mode": "centered_exp", "value_scale": -1e5}
+    requests = [Request("a", prompt_of(9, 110), strong, top_k=5), Request("b", prompt_of(3, 111), None, top_k=2)]
+    for step in range(4):
+        scores, _ = engine.decode(requests) if step else engine.prefill(requests, [4, 2])
+        best = [row.topk(k).indices.tolist() for row, k in zip(scores, (5, 2), strict=True)]
+        values = plain.after(requests[0].tokens).clone()
+        values[EOS] = -torch.inf
+        assert drawn[-1][0] == min(best[0], key=lambda token: values[token].item())
+        assert drawn[-1][1] in best[1]
+        for request, token in zip(requests, drawn[-1].tolist(), strict=True):
+            request.tokens.append(token)
+
+
+# --- loading ---
+
+
+def test_the_value_model_is_loaded_at_the_start(modules, plain, monkeypatch):
+    """From the fork's option, in the base model's dtype, with the settings of the environment but for the model."""
+    monkeypatch.setenv("LENVM_VALUE_MODEL", "/nowhere")
+    engine = Engine(modules, monkeypatch, plain.path)
+    step = engine.runner.step
+    assert (step.max_candidates, step.max_requests, step.vocab_size, step.max_delta) == (64, 5, VOCAB, 16)
+    assert step.value_model.dtype == torch.float32 and step.table.eos_token_ids.shape == (8, 64)
+    assert engine.runner.slots.table.shape == (7, 6) and engine.runner.slots.num_slots == 5 * 96
+    assert engine.asked_memory == [(("cpu", 0), {"distributed": False, "cpu_group": None})] * 2
+
+    for name, value in dict(MAX_CANDIDATES=8, VALUE_STRIDE=3, CHUNK_TOKENS=7, DTYPE="bfloat16").items():
+        monkeypatch.setenv(f"LENVM_{name}", str(value))
+    step = Engine(modules, monkeypatch, plain.path).runner.step
+    assert (step.max_candidates, step.value_stride, step.chunk_tokens) == (8, 3, 7)
+    assert step.value_model.dtype == torch.bfloat16
+
+
+def test_the_gamma_of_the_value_model_is_that_of_requests_without(modules, plain, monkeypatch, tmp_path):
+    for file in plain.path.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "lenvm_config.json").write_text(json.dumps({"gamma": 0.9}))
+    engine = Engine(modules, monkeypatch, tmp_path)
+    target = {"target_length": 6, "op": "eq_soft"}
+    request = Request("a", prompt_of(4, 120), target)
+    before, after = engine.prefill([request], [3])
+    request.sampling_params.custom_params = {**target, "gamma": 0.9}
+    check(plain, [request], before, after)
+
+
+def test_memory(modules, plain, monkeypatch):
+    """The option's share of what was free, without what the weights took; all ranks take the least of them."""
+    free, weights, fraction = 2_500_000, 400_000, 0.7
+    options = dict(lvm_guided_inproc_mem_fraction_static=fraction, free=[free, free - weights])
+    monkeypatch.setenv("LENVM_MAX_CANDIDATES", "4")
+    monkeypatch.setenv("LENVM_CHUNK_TOKENS", "64")
+    engine = Engine(modules, monkeypatch, plain.path, max_requests=30, rows=31, **options)
+    model, sizes = engine.runner.step.value_model, dict(requests=30, max_len=90, vocab_size=VOCAB)
+    taken = working_bytes(model, **sizes, max_candidates=4) + working_bytes(model, **sizes, tokens=64)
+    taken += KVCache.num_bytes(model, 30 * (16 + 4))
+    room = fraction * free - weights - taken
+    slots = engine.runner.slots.num_slots
+    assert PAGE < slots < 30 * 90
+    assert KVCache.num_bytes(model, slots) <= room < KVCache.num_bytes(model, slots + PAGE)
+
+    monkeypatch.setenv("LENVM_COMMIT_WINNERS", "0")
+    more = Engine(modules, monkeypatch, plain.path, max_requests=30, rows=31, **options).runner.slots.num_slots
+    assert more - slots in (30 * 20 // PAGE * PAGE, (30 * 20 // PAGE + 1) * PAGE)
+    options["free"] = [free, free - 1_700_000]
+    with pytest.raises(ValueError, match=r"--lvm-guided-inproc-mem-fraction-static leaves 0\.00 GiB"):
+        Engine(modules, monkeypatch, plain.path, max_requests=30, rows=31, **options)
+
+    # Without the option, the share of the base model's.
+    monkeypatch.setenv("LENVM_COMMIT_WINNERS", "1")
+    options = dict(
+        lvm_guided_inproc_mem_fraction_static=None, mem_fraction_static=fraction, free=[free, free - weights]
+    )
+    engine = Engine(modules, monkeypatch, plain.path, max_requests=30, rows=31, **options)
+    assert engine.runner.slots.num_slots == slots
+
+
+def test_ranks_ask_for_the_memory_of_all(modules, plain, monkeypatch):
+    engine = Engine(modules, monkeypatch, plain.path)
+    engine.model_runner.tp_group = SimpleNamespace(world_size=2, cpu_group="group")
+    engine.asked_memory.clear()
+    engine.model_runner.initialize(0.0)
+    assert engine.asked_memory == [(("cpu", 0), {"distributed": True, "cpu_group": "group"})] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(lvm_guided_inproc_model_path="/nowhere"), "--lvm-guided-inproc-model-path must be an existing directory"),
+        (
+            dict(lvm_guided_inproc_json_model_override_args='{"architectures": ["X"], "rope_theta": 3}'),
+            "--lvm-guided-inproc-json-model-override-args must name nothing but architectures, got architectures, r",
+        ),
+    ],
+)
+def test_bad_options_end_the_start(modules, plain, monkeypatch, options, message):
+    with pytest.raises(ValueError, match=message):
+        Engine(modules, monkeypatch, plain.path, **options)
+
+
+def test_overridden_architectures_change_nothing(modules, plain, monkeypatch):
+    architectures = '{"architectures": ["Qwen3ForLengthValueModel"]}'
+    for text in (architectures, "", None):
+        engine = Engine(modules, monkeypatch, plain.path, lvm_guided_inproc_json_model_override_args=text)
+        assert engine.runner is not None
+
+
+@pytest.mark.parametrize("case", ["a value server", "no path", "images", "a function of one's own", "a draft model"])
+def test_everything_else_is_left_to_the_fork(modules, plain, monkeypatch, tmp_path, case):
+    """Nothing is loaded, and the fork's own way of applying guidance is taken."""
+    options, path = {}, plain.path
+    if case == "a value server":
+        options = dict(lvm_guided_inproc=False)
+    elif case == "no path":
+        options = dict(lvm_guided_inproc_model_path=None)
+    elif case == "images":
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "vision_config": {}}))
+        path = tmp_path
+    elif case == "a function of one's own":
+        options = dict(function=min)
+    else:
+        options = dict(is_draft_worker=True)
+    engine = Engine(modules, monkeypatch, path, **options)
+    assert engine.runner is None
+    calls = []
+    original = f"{GUIDED_SAMPLING}:LvmGuidedSampler.apply"
+    monkeypatch.setitem(sglang_fork._originals, original, lambda *args: calls.append(args))
+    assert engine.prefill([Request("a", prompt_of(4, 130), TILT)], [3])[1] is None
+    assert len(calls) == 1 and calls[0][0] is engine.guided_sampler and len(calls[0]) == 7
+
+
+def test_without_guidance_the_start_is_the_forks(modules, plain, monkeypatch):
+    """A server without ``--enable-lvm-guided-sampling`` has no sampler of guidance."""
+    engine = Engine(modules, monkeypatch, plain.path)
+    engine.model_runner.sampler = SimpleNamespace(lvm_guided_sampler=None)
+    calls = []
+    for name in ("initialize", "sample"):
+        monkeypatch.setitem(
+            sglang_fork._originals, f"{RUNNER}:ModelRunner.{name}", lambda *args, name=name: calls.append((name, args))
+        )
+    engine.model_runner.initialize(3.0)
+    engine.model_runner.sample("logits", "batch")
+    runner = engine.model_runner
+    assert calls == [("initialize", (runner, 3.0)), ("sample", (runner, "logits", "batch"))]
+    assert MEMORY in modules
+
+
+# --- what bench.sglang_fork counts ---
+
+
+def on_device(values):
+    return torch.tensor(values, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("reads", "count"),
+    [
+        (lambda x, mask: x.sum().item(), 1),
+        (lambda x, mask: x.tolist(), 1),
+        (lambda x, mask: bool(mask.any().item()), 1),
+        (lambda x, mask: bool((x > 1).any()), 1),
+        (lambda x, mask: x[mask], 1),
+        (lambda x, mask: x.__setitem__(mask, 0.0), 1),
+        (lambda x, mask: x.nonzero(), 1),
+        (lambda x, mask: x.repeat_interleave(mask.long()), 1),
+        (lambda x, mask: x.repeat_interleave(mask.long(), output_size=2), 0),
+        (lambda x, mask: x.cpu()[mask.cpu()].tolist(), 2),
+        (lambda x, mask: [row.tolist() for row in x.to("cpu", non_blocking=True)], 1),
+        (lambda x, mask: torch.tensor([1, 2]).tolist(), 0),
+        (lambda x, mask: torch.tensor([1, 2]).to(x.device).tolist(), 1),
+        (lambda x, mask: (torch.tensor([1, 2]) + 1).max().item(), 0),
+        (lambda x, mask: (torch.tensor([1.0, 2.0, 3.0]) + x).max().item(), 1),
+        (lambda x, mask: torch.where(mask, x, 0.0).cumsum(0)[[2, 0]], 0),
+    ],
+)
+def test_host_reads_are_counted(reads, count):
+    x, mask = on_device([1.0, 2.0, 3.0]), on_device([True, False, True])
+    counter = bench.HostReads()
+    with counter:
+        reads(x, mask)
+    assert counter.reads == count
+
+
+@pytest.mark.parametrize("guidance", bench.GUIDANCE)
+def test_what_a_step_takes(modules, monkeypatch, guidance):
+    """One forward of the candidates, and no read; after a batch of others the tokens drawn, too, not whole prompts."""
+    monkeypatch.setattr(bench, "VOCAB", 2000)
+    decode, after_prompt = bench.count_ours(3, bench.GUIDANCE[guidance])
+    assert decode == bench.Counts(forwards=1, tokens=3 * 8, reads=0, mask_bytes=0)
+    assert after_prompt == bench.Counts(forwards=1, tokens=3 * (8 + 1), reads=0, mask_bytes=0)
+
+
+def test_what_a_step_of_the_fork_takes(fork, monkeypatch):
+    """With its own runner, as a vision-language value model has it."""
+    monkeypatch.setattr(bench, "VOCAB", 2000)
+    decode, after_prompt = bench.count_fork(3, bench.GUIDANCE["a tilt"])
+    length = bench.CACHED + 2
+    assert (decode.forwards, decode.tokens, decode.mask_bytes) == (2, 3 * (1 + 8), 3 * 8 * (length + 8))
+    assert decode.reads > 0 and after_prompt.tokens == 3 * (length + 1 + 8)

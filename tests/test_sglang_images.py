@@ -1,0 +1,369 @@
+"""Images in SGLang with the plugin: which tokens the value model is given, and its values in the real server."""
+
+import base64
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+import requests
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import models as tokenizer_models
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from lenvm_kernels.adapters import settings
+from lenvm_kernels.adapters.sglang_images import PromptImages, image_tokens
+from lenvm_kernels.types import Status
+from tests.helpers.models import VISION, random_head, random_model, value_logits, value_model_of, vl_config
+from tests.helpers.sglang_server import ATOL, GENTLE, HIDDEN, SAMPLING, TINY, running_server
+
+# --- the tokens of requests with images ---
+
+PATCH_ELEMENTS = 3 * 2 * 4 * 4
+
+
+@pytest.fixture(scope="module")
+def value_model():
+    return value_model_of(random_model(Qwen2_5_VLForConditionalGeneration, vl_config()), random_head())
+
+
+class Item(SimpleNamespace):
+    """An image of so many rows and columns of tokens, at these places of a prompt."""
+
+    def __init__(self, first, rows, columns, seed=0, **changes):
+        grid = torch.tensor([[1, 2 * rows, 2 * columns]])
+        pixels = torch.randn(4 * rows * columns, PATCH_ELEMENTS, generator=torch.Generator().manual_seed(seed))
+        values = dict(
+            modality=SimpleNamespace(name="IMAGE"),
+            feature=pixels,
+            offsets=[(first, first + rows * columns - 1)],
+            model_specific_data=dict(image_grid_thw=grid),
+            image_grid_thw=grid,
+        )
+        super().__init__(**values | changes)
+
+    def is_image(self):
+        return self.modality.name == "IMAGE"
+
+
+def request(length, *items, session=None):
+    inputs = SimpleNamespace(mm_items=list(items))
+    return SimpleNamespace(session=session, multimodal_inputs=inputs, origin_input_ids=[0] * length)
+
+
+def test_tokens_of_a_prompt_and_after_it(value_model):
+    """The later of two images comes first among the items."""
+    images = PromptImages(request(10, Item(7, 1, 2), Item(1, 2, 2)), value_model)
+    assert (images.length, images.moved) == (10, 2)  # the images' six tokens have four positions
+    positions, rows = images.of_tokens(0, 13)
+    assert rows.tolist() == [-1, 2, 3, 4, 5, -1, -1, 0, 1, -1, -1, -1, -1]
+    assert positions.tolist() == [
+        [2, 3, 3, 3, 3, 5, 6, 7, 7, 9, 10, 11, 12],
+        [2, 3, 3, 4, 4, 5, 6, 7, 7, 9, 10, 11, 12],
+        [2, 3, 4, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12],
+    ]
+    for first, count in ((0, 13), (3, 5), (8, 4), (10, 2), (11, 1), (4, 0)):
+        part_positions, part_rows = images.of_tokens(first, count)
+        assert torch.equal(part_positions, positions[:, first : first + count])
+        assert torch.equal(part_rows, rows[first : first + count])
+
+
+def test_an_item_of_several_images(value_model):
+    grids = torch.tensor([[1, 2, 4], [1, 4, 2]])
+    both = Item(1, 2, 2, offsets=[(1, 2), (4, 5)], image_grid_thw=grids, model_specific_data=dict(image_grid_thw=grids))
+    positions, rows = PromptImages(request(7, both), value_model).of_tokens(0, 7)
+    assert rows.tolist() == [-1, 0, 1, -1, 2, 3, -1]
+    assert positions.tolist() == [[0, 1, 1, 3, 4, 4, 6], [0, 1, 1, 3, 4, 5, 6], [0, 1, 2, 3, 4, 4, 6]]
+
+
+def test_embeddings_are_made_when_the_tokens_that_are_left_need_them(value_model):
+    items = Item(2, 2, 3, seed=1), Item(9, 1, 2, seed=2)
+    images = PromptImages(request(14, *items), value_model)
+    images.embed(11, value_model)
+    assert images.embeds is None
+    images.embed(10, value_model)
+    pixel_values, grids = (torch.cat([getattr(item, x) for item in items]) for x in ("feature", "image_grid_thw"))
+    assert torch.equal(images.embeds, value_model.embed_images(pixel_values, grids)) and len(images.embeds) == 8
+    kept = images.embeds
+    images.embed(0, value_model)
+    assert images.embeds is kept
+
+
+def test_tokens_of_a_batch(value_model):
+    """Parts of four requests: text, an image's end, what follows another image, and a third image; and padding."""
+    ending, after, whole = (
+        PromptImages(request(9, Item(1, 2, 3)), value_model),
+        PromptImages(request(6, Item(0, 2, 2)), value_model),
+        PromptImages(request(5, Item(1, 1, 3)), value_model),
+    )
+    ending.embed(5, value_model)
+    whole.embed(0, value_model)
+    parts = [(None, 7, 2), (ending, 5, 4), (after, 4, 3), (whole, 0, 5)]
+    images = image_tokens(parts, 16, value_model)
+    assert images.rows.tolist() == [-1, -1, 4, 5, -1, -1, -1, -1, -1, -1, 6, 7, 8, -1, -1, -1]
+    assert torch.equal(images.embeds, torch.cat([ending.embeds, whole.embeds]))
+    expected = [torch.tensor([7, 8]).expand(3, 2), *(x.of_tokens(first, n)[0] for x, first, n in parts[1:])]
+    assert torch.equal(images.positions, torch.cat([*expected, torch.zeros(3, 2).long()], dim=1))
+    assert image_tokens([(None, 3, 4), (None, 0, 2)], 6, value_model) is None
+    no_pixels = image_tokens([(after, 4, 2)], 2, value_model)
+    assert no_pixels.embeds.shape == (0, value_model.config.hidden_size) and no_pixels.rows.tolist() == [-1, -1]
+
+
+VIDEO = SimpleNamespace(name="VIDEO")
+NOT_PIXELS = "videos, audio and embeddings of images cannot be combined with guidance in custom_params"
+
+
+@pytest.mark.parametrize(
+    ("req", "message"),
+    [
+        (request(9, Item(1, 2, 2), session=object()), "images in a session cannot be combined with guidance"),
+        (request(9, Item(1, 1, 2), Item(4, 1, 2, modality=VIDEO)), NOT_PIXELS),
+        (request(9, Item(1, 2, 2, feature=None)), NOT_PIXELS),
+        (request(9, Item(1, 2, 2, model_specific_data={})), NOT_PIXELS),
+        (request(9, Item(1, 2, 2, offsets=None)), NOT_PIXELS),
+        (request(9, Item(1, 2, 2, feature=torch.zeros(16, 99))), r"pixel_values must be \[16, 96\], .* got \[16, 99\]"),
+        (request(5, Item(1, 2, 2)), "a prompt must end with text"),
+        (request(9, Item(1, 2, 2, offsets=[(1, 3)])), r"an image of \(1, 2, 2\) must have 4 tokens of a prompt"),
+    ],
+)
+def test_what_the_value_model_cannot_read(value_model, req, message):
+    with pytest.raises(ValueError, match=message):
+        PromptImages(req, value_model)
+
+
+def test_a_value_model_without_a_vision_tower():
+    backbone = random_model(Qwen2_5_VLForConditionalGeneration, vl_config())
+    del backbone.model.visual
+    with pytest.raises(ValueError, match=r"images cannot be combined .*: the value model has no vision tower"):
+        PromptImages(request(9, Item(1, 2, 2)), value_model_of(backbone, random_head()))
+
+
+@pytest.mark.parametrize(("model_type", "reads"), [("qwen2_5_vl", True), ("qwen2", False)])
+def test_whether_a_value_model_reads_images(monkeypatch, tmp_path, model_type, reads):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    monkeypatch.setenv("LENVM_VALUE_MODEL", str(tmp_path))
+    monkeypatch.setattr(settings, "value_model_reads_images", settings.value_model_reads_images.__wrapped__)
+    assert settings.value_model_reads_images() is reads
+
+
+# --- the real server ---
+
+START, END, IMAGE, VIDEO_TOKEN = 500, 501, 502, 503
+SPECIAL = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+def save_models(folder):
+    """A base model and a value model that read images, both random, and their processor."""
+    transformers = pytest.importorskip("transformers")
+    text = {key: value for key, value in TINY.items() if key != "tie_word_embeddings"}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        # SGLang takes patches of other sizes for embeddings.
+        vision_config=VISION | dict(patch_size=14, window_size=56, out_hidden_size=HIDDEN),
+        image_token_id=IMAGE,
+        video_token_id=VIDEO_TOKEN,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+    )
+    words = ["<bos>", "<eos>", "<unk>", *(f"w{i}" for i in range(3, START)), *SPECIAL]
+    ids = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(tokenizer_models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    processor = transformers.Qwen2_5_VLProcessor(
+        image_processor=transformers.Qwen2VLImageProcessor(patch_size=14, min_pixels=784, max_pixels=200_000),
+        video_processor=transformers.Qwen2VLVideoProcessor(patch_size=14),
+        tokenizer=transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            unk_token="<unk>",
+            eos_token="<eos>",
+            pad_token="<eos>",
+            additional_special_tokens=SPECIAL,
+        ),
+        chat_template="{{ messages[0]['content'] }}",
+    )
+    for seed, name in enumerate(("base", "value")):
+        random_model(Qwen2_5_VLForConditionalGeneration, config, seed=seed).save_pretrained(folder / name)
+        processor.save_pretrained(folder / name)
+    save_file(random_head(2, HIDDEN), folder / "value" / "value_head.safetensors")
+
+
+def picture(width, height, seed):
+    image = pytest.importorskip("PIL.Image")
+    pixels = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return image.fromarray(pixels.numpy())
+
+
+def as_url(image):
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+class Reference:
+    """The value model in ``transformers``."""
+
+    def __init__(self, folder):
+        transformers = pytest.importorskip("transformers")
+        self.processor = transformers.AutoProcessor.from_pretrained(folder / "value")
+        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "value", dtype=torch.float32)
+        self.model, self.head = model.eval(), load_file(folder / "value" / "value_head.safetensors")
+
+    def tokens(self, text, images):
+        """Of a prompt, and what goes with them."""
+        given = self.processor(text=[text], images=images or None, return_tensors="pt")
+        return given["input_ids"], {x: given[x] for x in ("pixel_values", "image_grid_thw") if x in given}
+
+    def value(self, tokens, images, more):
+        tokens = torch.cat([tokens, torch.tensor([more])], dim=1)
+        types = dict(mm_token_type_ids=(tokens == IMAGE).int()) if images else {}
+        return value_logits(self.model, self.head, tokens, **images, **types)[0, -1].item()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
+    folder = tmp_path_factory.mktemp("models")
+    save_models(folder)
+    return folder
+
+
+def serving_images(folder, name, *options, **variables):
+    variables |= dict(SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE="tests.sglang_cpu.processors", TORCHDYNAMO_DISABLE="1")
+    return running_server(folder, name, "--mm-attention-backend", "sdpa", *options, **variables)
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    with serving_images(folder, "images", "--chunked-prefill-size", "8") as server:
+        yield server
+
+
+def send(engine, prompts, **sampling):
+    """The answers to prompts, each a text and its images."""
+    params = {**SAMPLING, "max_new_tokens": 8, "custom_params": GENTLE, **sampling}
+    images = [[as_url(image) for image in images] for _, images in prompts]
+    return engine.post(text=[text for text, _ in prompts], image_data=images, sampling_params=[params] * len(prompts))
+
+
+def check_values(folder, engine, prompts, **sampling):
+    """Every value of every step is that of a plain forward; returns the results."""
+    before = len(engine._lines())
+    response = send(engine, prompts, **sampling)
+    assert response.ok, response.text
+    results, reference, checked = response.json(), Reference(folder), 0
+    inputs = {
+        r["meta_info"]["id"]: (r["output_ids"], *reference.tokens(*p)) for r, p in zip(results, prompts, strict=True)
+    }
+    steps = dict.fromkeys(inputs, 0)
+    for line in engine._lines()[before:]:
+        for row in json.loads(line)["rows"]:
+            output, tokens, images = inputs[row["rid"]]
+            done = row["length"] - tokens.shape[1]
+            if row["status"] != Status.GUIDE or not 0 <= done < len(output):
+                continue
+            steps[row["rid"]] += 1
+            for token, value in zip(row["token_ids"], row["value_logits"], strict=True):
+                if token >= 0:
+                    assert abs(value - reference.value(tokens, images, [*output[:done], token])) < ATOL
+                    checked += 1
+    print(f"{checked} values, cached tokens:", [r["meta_info"]["cached_tokens"] for r in results])
+    assert all(n >= len(r["output_ids"]) for n, r in zip(steps.values(), results, strict=True))
+    return results
+
+
+A, B, C = (84, 56, 0), (56, 140, 1), (112, 84, 2)
+
+
+def test_every_value_after_images(folder, engine):
+    """In chunks of eight tokens, which cut images; beside a request without any. Then again from the radix cache."""
+    prompts = [
+        (f"w5 w6 {PICTURE} w9 w10 {PICTURE} w11", [picture(*A), picture(*B)]),
+        ("w7 w8 w9", []),
+        (f"{PICTURE} w12 w13 w14 w15", [picture(*C)]),
+    ]
+    first = check_values(folder, engine, prompts)
+    assert not any(result["meta_info"]["cached_tokens"] for result in first)
+    again = check_values(folder, engine, prompts)
+    for result in again:
+        assert result["meta_info"]["cached_tokens"] == result["meta_info"]["prompt_tokens"] - 1
+
+
+def test_prefixes_that_images_share_with_others(folder, engine):
+    """The same start of a prompt before images of different sizes, before text, and before the same image."""
+    start = " ".join(f"w{i}" for i in range(30, 54))
+    prompts = [
+        (f"{start} {PICTURE} w9", [picture(*A)]),
+        (f"{start} {PICTURE} w9", [picture(*B)]),
+        (f"{start} w9 w10", []),
+        (f"{start} {PICTURE} w9 w11", [picture(84, 56, 7)]),  # other pixels, as many tokens
+        (f"{start} {PICTURE} w9 w12", [picture(*A)]),
+    ]
+    cached = [check_values(folder, engine, [prompt])[0]["meta_info"]["cached_tokens"] for prompt in prompts]
+    assert cached == [0, 0, 0, 25, 33]
+
+
+def test_a_conversation_goes_on_after_an_image(folder, engine):
+    """The second turn takes the first one's prompt and answer from the radix cache."""
+    text, images = f"w20 {PICTURE} w21 w22", [picture(*C)]
+    for seed in range(9):
+        result = check_values(folder, engine, [(text, images)], max_new_tokens=12, sampling_seed=seed)[0]
+        if all(3 <= token < START for token in result["output_ids"]):  # it has drawn words alone
+            break
+    turn = " ".join([text, *(f"w{token}" for token in result["output_ids"]), "w23 w24"])
+    result = check_values(folder, engine, [(turn, images)])[0]
+    assert result["meta_info"]["cached_tokens"] == 17 + 11
+
+
+def test_strides_after_an_image(folder, engine):
+    prompts = [(f"w40 {PICTURE} w41", [picture(*A)])]
+    before = len(engine._lines())
+    response = send(engine, prompts, custom_params=GENTLE | {"value_stride": 3}, max_new_tokens=12)
+    assert response.ok
+    reference, output = Reference(folder), response.json()[0]["output_ids"]
+    tokens, images = reference.tokens(*prompts[0])
+    checked = 0
+    for line in engine._lines()[before:]:
+        for row in json.loads(line)["rows"]:
+            done = row["length"] - tokens.shape[1]
+            if row["status"] == Status.GUIDE and 0 <= done < len(output):
+                value = reference.value(tokens, images, [*output[:done], row["token_ids"][0]])
+                assert abs(row["value_logits"][0] - value) < ATOL
+                checked += 1
+    assert 2 < checked < 8
+
+
+def test_images_in_a_session_are_refused_and_harm_nobody(folder, engine):
+    session = requests.post(f"{engine.url}/open_session", json={"capacity_of_str_len": 1000}, timeout=60).json()
+    request = dict(text=f"w5 {PICTURE} w6", image_data=[as_url(picture(*A))], session_params={"id": session})
+    params = {**SAMPLING, "max_new_tokens": 2, "custom_params": GENTLE}
+    response = engine.post(**request, sampling_params=params)
+    assert response.status_code == 400 and "images in a session cannot be combined with guidance" in response.text
+    assert engine.post(**request, sampling_params=params | {"custom_params": None}).ok
+    check_values(folder, engine, [("w7 w8", []), (f"w5 {PICTURE} w6", [picture(*A)])])
+
+
+def test_retracted_requests_with_images(folder):
+    prompts = [(f"w{60 + i} {PICTURE} w9 w10", [picture(*size)]) for i, size in enumerate((A, B, C, A))]
+    with serving_images(folder, "retracting", SGLANG_TEST_RETRACT="1") as server:
+        results = check_values(folder, server, prompts, max_new_tokens=24)
+    assert any(result["meta_info"]["num_retractions"] for result in results)
+
+
+def test_a_value_model_that_reads_text(folder, tmp_path_factory):
+    """It refuses images to guided requests, and leaves the others alone."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    text_only = tmp_path_factory.mktemp("text-only")
+    (text_only / "base").symlink_to(folder / "base")
+    random_model(Qwen2ForCausalLM, Qwen2Config(**TINY), seed=1).save_pretrained(text_only / "value")
+    save_file(random_head(2, HIDDEN), text_only / "value" / "value_head.safetensors")
+    prompts = [(f"w5 {PICTURE} w6", [picture(*A)])]
+    with serving_images(text_only, "text-only") as server:
+        response = send(server, prompts)
+        assert response.status_code == 400 and "images, videos and audio cannot be combined" in response.text
+        assert send(server, prompts, custom_params=None).ok
+        assert send(server, [("w5 w6", [])]).ok

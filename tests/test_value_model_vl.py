@@ -1,0 +1,534 @@
+"""Qwen2.5-VL value models with images in prompts, against plain forwards of ``transformers`` over tiny checkpoints."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Config, Qwen2ForCausalLM
+
+from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
+from lenvm_kernels.types import Drafts, Status
+from lenvm_kernels.value_model import (
+    ImageTokens,
+    KVCache,
+    RaggedBatch,
+    ValueModel,
+    ValueModelConfig,
+    image_positions,
+    image_sizes,
+)
+from tests.helpers.engine import GUIDANCE, Engine, make_step
+from tests.helpers.models import (
+    EOS,
+    HIDDEN,
+    IMAGE,
+    TINY,
+    VIDEO,
+    VOCAB,
+    random_head,
+    random_model,
+    value_logits,
+    value_model_of,
+    vl_config,
+)
+
+ATOL = 2e-5  # on value logits of O(1), fp32 against fp32
+MERGE = 2
+# Patches of images: 2 x 3, 4 x 1, 1 x 2 and 3 x 3 tokens.
+GRIDS = torch.tensor([[1, 4, 6], [1, 8, 2], [1, 2, 4], [1, 6, 6]])
+SIZES = [6, 4, 2, 9]
+TILT = {"value_mode": "centered_exp", "value_scale": -20}
+
+
+def image(i):
+    return [IMAGE] * SIZES[i]
+
+
+# Text before, between and after images; none; only text after one that comes first.
+PROMPTS = [
+    [5, 6, 7, *image(0), 8, 9, *image(1), 10, 11, 12],
+    [13, 14],
+    [*image(2), 15],
+    [16, *image(3), 29, *image(2), 17, 18, 19, 20, 21, 22, 23],
+]
+IMAGES_OF = [[0, 1], [], [2], [3, 2]]
+
+
+def pixels(of_images, seed):
+    """Random ones of these images, all different."""
+    grids = GRIDS[of_images]
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(int(grids.prod(1).sum()), 3 * 2 * 4 * 4, generator=generator), grids
+
+
+PIXELS = [pixels(of_images, seed=i) for i, of_images in enumerate(IMAGES_OF)]
+ALL_PIXELS = torch.cat([of_prompt for of_prompt, _ in PIXELS])
+ALL_GRIDS = torch.cat([grids for _, grids in PIXELS])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A backbone of ``transformers``, its head, and the value model loaded from their checkpoint."""
+    path = tmp_path_factory.mktemp("vl")
+    backbone, head = random_model(Qwen2_5_VLForConditionalGeneration, vl_config()), random_head()
+    backbone.save_pretrained(path)
+    save_file(head, path / "value_head.safetensors")
+    return SimpleNamespace(path=path, backbone=backbone, head=head, value=ValueModel.from_pretrained(path))
+
+
+def expected_values(models, prompt, more):
+    """The value logits at the tokens ``more`` that follow the prompt with this number."""
+    tokens = torch.tensor([[*PROMPTS[prompt], *more]])
+    images = {}
+    if IMAGES_OF[prompt]:
+        pixel_values, grids = PIXELS[prompt]
+        images = dict(pixel_values=pixel_values, image_grid_thw=grids, mm_token_type_ids=(tokens == IMAGE).int())
+    return value_logits(models.backbone, models.head, tokens, **images)[0, len(PROMPTS[prompt]) :]
+
+
+def images_of(models, order):
+    """The prompts' tokens in this order of them, their :class:`ImageTokens`, and the first token of each prompt."""
+    flat = [token for i in order for token in PROMPTS[i]]
+    is_image = torch.tensor(flat) == IMAGE
+    sizes = iter(image_sizes(torch.cat([PIXELS[i][1] for i in order]), MERGE))
+    positions = [image_positions(torch.tensor(PROMPTS[i]) == IMAGE, sizes) for i in order]
+    assert next(sizes, None) is None
+    pixel_values, grids = (torch.cat(x) for x in zip(*(PIXELS[i] for i in order), strict=True))
+    embeds = models.value.embed_images(pixel_values, grids)
+    rows = torch.where(is_image, is_image.cumsum(0) - 1, -1)
+    starts = [sum(len(PROMPTS[j]) for j in order[: order.index(i)]) for i in range(len(PROMPTS))]
+    return flat, ImageTokens(torch.cat(positions, dim=1), rows, embeds), starts
+
+
+# --- checkpoints ---
+
+NAMINGS = {
+    "hub": lambda name: name,
+    "transformers": lambda name: (
+        f"model.{name}" if name.startswith("visual.") else name.replace("model.", "model.language_model.", 1)
+    ),
+    "trainer": lambda name: f"pretrained_model.{name}",
+}
+
+
+@pytest.mark.parametrize("naming", NAMINGS.values(), ids=NAMINGS)
+def test_the_vision_tower_of_a_checkpoint(models, tmp_path, naming):
+    tensors = {naming(name): tensor for name, tensor in load_file(models.path / "model.safetensors").items()}
+    (tmp_path / "config.json").write_text((models.path / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors")
+    before = torch.get_rng_state()
+    value = ValueModel.from_pretrained(tmp_path, models.head)
+    actual = value.embed_images(ALL_PIXELS, ALL_GRIDS)
+    assert torch.equal(torch.get_rng_state(), before)  # a user's draws stay what they were
+    expected = models.backbone.model.get_image_features(ALL_PIXELS, ALL_GRIDS).pooler_output
+    torch.testing.assert_close(actual, torch.cat(expected), rtol=0, atol=1e-5)
+    assert actual.shape == (6 + 4 + 2 + 9 + 2, HIDDEN) and not actual.requires_grad
+
+
+def test_a_configuration_of_the_hub_is_flat(models):
+    config = json.loads((models.path / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    flat = config | text | dict(model_type="qwen2_5_vl", rope_theta=rope["rope_theta"], tie_word_embeddings=True)
+    flat["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    read = ValueModelConfig.from_hf(type(models.backbone.config)(**flat))
+    assert read == ValueModelConfig.from_hf(models.backbone.config).__class__(
+        **{**vars(models.value.config), "tied_embeddings": True}
+    )
+    assert read.mrope_sections == (1, 2, 3) and (read.image_token_id, read.video_token_id) == (IMAGE, VIDEO)
+
+
+def test_dtype_of_the_vision_tower(models):
+    value = ValueModel.from_pretrained(models.path, dtype=torch.bfloat16)
+    actual = value.embed_images(ALL_PIXELS, ALL_GRIDS)
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.float(), models.value.embed_images(ALL_PIXELS, ALL_GRIDS), rtol=0.1, atol=0.1)
+
+
+def test_a_checkpoint_without_a_vision_tower_reads_text(models):
+    tensors = {n: t for n, t in models.backbone.state_dict().items() if "visual." not in n} | models.head
+    value = ValueModel(ValueModelConfig.from_hf(models.backbone.config), tensors)
+    with pytest.raises(ValueError, match="value_model must be a vision-language model with its vision tower"):
+        value.embed_images(ALL_PIXELS, ALL_GRIDS)
+    step, slots = make_step(value)
+    engine = Engine(step, slots).start([3], [PROMPTS[1]], [TILT])
+    check_step(models, engine, [3], [1], [[]])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.visual.merger.mlp.0.bias"), r"missing \['merger.mlp.0.bias'\], unexpected \[\]"),
+        (lambda t: t.update({"model.visual.a": torch.zeros(1)}), r"missing \[\], unexpected \['a'\]"),
+    ],
+)
+def test_broken_vision_towers_are_refused(models, change, message):
+    tensors = models.backbone.state_dict() | models.head
+    change(tensors)
+    value = ValueModel(ValueModelConfig.from_hf(models.backbone.config), tensors)
+    with pytest.raises(ValueError, match=f"the tensors do not fit the vision tower: {message}"):
+        value.embed_images(ALL_PIXELS, ALL_GRIDS)
+
+
+def test_vision_tensors_of_other_architectures_are_refused():
+    model = random_model(Qwen2ForCausalLM, Qwen2Config(**TINY))
+    tensors = model.state_dict() | random_head() | {"visual.a": torch.zeros(1)}
+    with pytest.raises(ValueError, match=r"unexpected visual\.a"):
+        ValueModel(ValueModelConfig.from_hf(model.config), tensors)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({}, r"mrope_section must be three numbers, got \[\]"),
+        ({"mrope_section": [1, 5]}, r"mrope_section must be three numbers, got \[1, 5\]"),
+        ({"mrope_section": [1, 2, 4]}, r"mrope_section must add up to half of head_dim, 6, got \[1, 2, 4\]"),
+    ],
+)
+def test_sections_that_do_not_fit(rope, message):
+    config = vl_config(rope_parameters={"rope_type": "default", "rope_theta": 1e4} | rope)
+    with pytest.raises(ValueError, match=message):
+        ValueModelConfig.from_hf(config)
+
+
+def test_pixels_that_do_not_fit_their_grid(models):
+    accepted = r"pixel_values must be \[92, 96\], a row for each patch of image_grid_thw, got "
+    for wrong in (ALL_PIXELS[1:], ALL_PIXELS[:, 1:], ALL_PIXELS.flatten()):
+        with pytest.raises(ValueError, match=accepted):
+            models.value.embed_images(wrong, ALL_GRIDS)
+
+
+# --- positions ---
+
+
+@pytest.mark.parametrize("prompt", range(len(PROMPTS)))
+def test_positions_are_those_of_transformers_moved_to_end_with_the_prompt(models, prompt):
+    tokens = torch.tensor([PROMPTS[prompt]])
+    is_image = tokens == IMAGE
+    of_prompt, further = image_sizes(GRIDS[IMAGES_OF[prompt]], MERGE), (1, 7, 7)
+    sizes = iter([*of_prompt, further])
+    found = image_positions(is_image[0], sizes)
+    expected, moved = models.backbone.model.get_rope_index(tokens, is_image.int(), GRIDS[IMAGES_OF[prompt]])
+    assert torch.equal(found, expected[:, 0] - moved[0])
+    assert found[:, -1].tolist() == [tokens.shape[1] - 1] * 3
+    assert list(sizes) == [further]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "message"),
+    [
+        ([1, IMAGE, IMAGE], [(1, 1, 2)], "a prompt must end with text, got one that ends with an image"),
+        (
+            [IMAGE, IMAGE, 1, IMAGE, 1],
+            [(1, 2, 1)],
+            "images must be given for all their tokens in prompts, 1 tokens are left",
+        ),
+        ([1, IMAGE, 1, IMAGE, 1], [(1, 2, 1)], r"an image of \(1, 2, 1\) must have 2 tokens .* in a row from token 1"),
+        ([1, 1, IMAGE, 1], [(1, 2, 1)], r"an image of \(1, 2, 1\) must have 2 tokens .* in a row from token 2"),
+    ],
+)
+def test_prompts_that_do_not_hold_their_images(tokens, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        image_positions(torch.tensor(tokens) == IMAGE, iter(sizes))
+
+
+# --- the forward ---
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_images_and_candidates_in_one_forward(models, backend):
+    """Whole prompts, out of order and with a gap between them, and their candidates."""
+    prompts, candidates = [3, 1, 0, 2], [[31, 32, 33], [34], [35, 36], [37, 38, 39, 40]]
+    order = [2, 0, 3, 1]
+    flat, images, starts = images_of(models, order)
+    value, i32 = models.value, lambda x: torch.tensor(x, dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randperm(5 * 32, generator=generator).view(5, 32).int()
+    table_rows = [4, 0, 2, 1]
+    slots = torch.zeros(len(flat), dtype=torch.int32)
+    for row, i in zip(table_rows, prompts, strict=True):
+        slots[starts[i] : starts[i] + len(PROMPTS[i])] = table[row, : len(PROMPTS[i])]
+    cache = KVCache.of_slots(value, 5 * 32)
+    batch = RaggedBatch.build(
+        i32(flat),
+        slots,
+        i32([starts[i] for i in prompts]),
+        i32([len(PROMPTS[i]) for i in prompts]),
+        i32([[*candidates[i], *[-1] * (4 - len(candidates[i]))] for i in prompts]),
+        i32([len(candidates[i]) for i in prompts]),
+        i32([0] * 4),
+        table,
+        i32(table_rows),
+        images=images,
+        backend=backend,
+    )
+    z = value.forward(batch, cache, backend=backend)
+    for row, i in zip(z, prompts, strict=True):
+        expected = torch.stack([expected_values(models, i, [token])[0] for token in candidates[i]])
+        torch.testing.assert_close(row[: len(expected)], expected, rtol=0, atol=ATOL)
+
+
+def test_tokens_outside_the_vocabulary(models):
+    """Those of images may have any id (SGLang's have); others give NaN to their own request."""
+    flat, images, starts = images_of(models, [0, 1, 2, 3])
+    flat = [VOCAB + 1000 if token == IMAGE else token for token in flat]
+    flat[starts[1]] = -3
+    i32 = lambda x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
+    lens = [len(prompt) for prompt in PROMPTS]
+    slots = torch.arange(4 * 32, dtype=torch.int32).view(4, 32)
+    of_tokens = torch.cat([row[:n] for row, n in zip(slots, lens, strict=True)])
+    sequences = (i32(flat), of_tokens, i32(starts), i32(lens), i32([[30]] * 4), i32([1] * 4), i32([0] * 4), slots)
+    batch = RaggedBatch.build(*sequences, i32([0, 1, 2, 3]), images=images)
+    z = models.value.forward(batch, KVCache.of_slots(models.value, 4 * 32))[:, 0]
+    expected = torch.stack([expected_values(models, i, [30])[0] for i in range(4)])
+    expected[1] = torch.nan
+    torch.testing.assert_close(z, expected, rtol=0, atol=ATOL, equal_nan=True)
+
+
+# --- steps ---
+
+
+def check_step(models, engine, rows, prompts, more, **options):
+    """One step after prompts that have grown: its values are those of plain forwards. Returns the tokens drawn."""
+    sequences = [[*PROMPTS[i], *tokens] for i, tokens in zip(prompts, more, strict=True)]
+    scores = torch.stack([torch.randn(VOCAB, generator=torch.Generator().manual_seed(len(s))) * 2 for s in sequences])
+    output = engine.decode(rows, sequences, scores, **options)
+    assert (output.candidates.status == Status.GUIDE).all()
+    for i, tokens, candidates, z in zip(prompts, more, output.candidates.token_ids, output.value_logits, strict=True):
+        for token, value in zip(candidates.tolist(), z.tolist(), strict=True):
+            if token >= 0:
+                assert abs(value - expected_values(models, i, [*tokens, token])[-1]) < ATOL
+    return output.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("backend", "chunk_tokens", "commit_winners"),
+    [("reference", 7, True), ("reference", 4096, False), ("triton", 7, True), ("triton", 4096, False)],
+)
+def test_every_value_of_steps_after_prompts_with_images(models, backend, chunk_tokens, commit_winners):
+    """Prompts in chunks that cut images; steps of tokens that were candidates, and of some that were not."""
+    step, slots = make_step(
+        models.value, max_candidates=4, chunk_tokens=chunk_tokens, commit_winners=commit_winners, backend=backend
+    )
+    rows, order = [6, 0, 3, 2], [3, 1, 0, 2]
+    engine = Engine(step, slots)
+    for row, i in zip(rows, order, strict=True):
+        engine.admit(row, [*PROMPTS[i], *[0] * 8], TILT, prompt_len=len(PROMPTS[i]))
+    flat, images, starts = images_of(models, [0, 1, 2, 3])
+    where = [(rows[order.index(i)], p) for i in range(4) for p in range(len(PROMPTS[i]))]
+    of_rows, positions = (engine.tensor(x) for x in zip(*where, strict=True))
+    step.extend(
+        engine.tensor(flat),
+        slots.slots(of_rows, positions),
+        engine.tensor(rows),
+        engine.tensor([starts[i] for i in order]),
+        engine.tensor([len(PROMPTS[i]) - 1 for i in order]),
+        engine.tensor([0] * 4),
+        images=images,
+    )
+    more = [[] for _ in order]
+    for number in range(4):
+        tokens = check_step(models, engine, rows, order, more)
+        tokens[number] = 50 + number  # perhaps no candidate
+        more = [[*m, t] for m, t in zip(more, tokens, strict=True)]
+    assert not step.table.faults.any()
+
+
+def test_drafts_after_an_image(models):
+    """Values at the nodes of a tree."""
+    parents = [-1, 0, -1, 1]
+    step, slots = make_step(models.value, max_candidates=4, max_drafts=4, max_delta=8)
+    engine = Engine(step, slots)
+    engine.admit(5, [*PROMPTS[3], *[0] * 8], TILT, prompt_len=len(PROMPTS[3]))
+    _, images, _ = images_of(models, [0, 1, 2, 3])
+    images = images._replace(  # one of junk first, then those of the last prompt
+        positions=torch.cat([torch.zeros(3, 1).long(), images.positions[:, -len(PROMPTS[3]) : -1]], dim=1),
+        rows=torch.cat([torch.tensor([0]), images.rows[-len(PROMPTS[3]) : -1]]),
+    )
+    engine.prefill([5], [PROMPTS[3]], images=images)
+    drafts = [41, 42, 43, 44]
+    paths = [[], [41], [41, 42], [43], [41, 42, 44]]
+    scores = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
+    output = engine.step.step(
+        scores,
+        engine.tensor([[PROMPTS[3][-1]]]),
+        engine.tensor([5]),
+        engine.tensor([len(PROMPTS[3])]),
+        new_lens=engine.tensor([1]),
+        top_k=4,
+        top_p=1.0,
+        min_p=0.0,
+        is_logits=True,
+        sample=True,
+        drafts=Drafts(torch.tensor([drafts]), torch.tensor([parents], dtype=torch.int32)),
+    )
+    for path, candidates, z in zip(paths, output.candidates.token_ids.tolist(), output.value_logits, strict=True):
+        expected = torch.stack([expected_values(models, 3, [*path, token])[-1] for token in candidates])
+        torch.testing.assert_close(z, expected, rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_requests_without_images_keep_their_bits(models, backend):
+    """Beside one with images, whose tokens are computed in the same forward."""
+
+    def values(images, rows, prompts):
+        step, slots = make_step(models.value, max_candidates=4, backend=backend)
+        engine = Engine(step, slots)
+        for row, prompt in zip(rows, prompts, strict=True):
+            engine.admit(row, [*prompt, 0], TILT, prompt_len=len(prompt))
+        engine.prefill(rows, prompts, **images)
+        sequences, scores = prompts[-1:], torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2))
+        return engine.decode(rows[-1:], sequences, scores).value_logits
+
+    text = [24, 25, 26, 27, 28]
+    _, of_prompt, _ = images_of(models, [2, 1, 0, 3])
+    first = len(PROMPTS[2]) - 1
+    positions = torch.cat([torch.zeros(3, 1).long(), of_prompt.positions[:, :first], torch.arange(4).expand(3, 4)], 1)
+    rows = torch.cat([torch.tensor([-1]), of_prompt.rows[:first], torch.full((4,), -1)])
+    images = dict(images=ImageTokens(positions, rows, of_prompt.embeds))
+    assert torch.equal(values(images, [1, 4], [PROMPTS[2], text]), values({}, [4], [text]))
+
+
+def test_images_that_extend_refuses(models):
+    step, _ = make_step(models.value)
+    text_only = value_model_of(random_model(Qwen2ForCausalLM, Qwen2Config(**TINY)), random_head())
+    of_text, _ = make_step(text_only)
+    i32 = lambda *x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
+    request = (i32(5, 6), i32(0, 1), i32(0), i32(0), i32(2), i32(0))
+    good = ImageTokens(torch.zeros(3, 2).long(), torch.tensor([0, -1]), torch.zeros(1, HIDDEN))
+    step.extend(*request, images=good)
+    with pytest.raises(ValueError, match="images must be None unless the value model is a vision-language model"):
+        of_text.extend(*request, images=good)
+    for field, wrong in (
+        ("positions", torch.zeros(2, 2).long()),
+        ("positions", torch.zeros(3, 2).int()),
+        ("rows", torch.tensor([0, -1, -1])),
+        ("embeds", torch.zeros(1, HIDDEN + 1)),
+        ("embeds", torch.zeros(1, HIDDEN, dtype=torch.bfloat16)),
+    ):
+        with pytest.raises(ValueError, match=rf"images\.{field} must "):
+            step.extend(*request, images=good._replace(**{field: wrong}))
+
+
+def test_frequencies_that_are_scaled():
+    """By YaRN, which also multiplies cosine and sine."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    config = vl_config(rope_parameters=yarn | {"rope_theta": 1e4, "mrope_section": [3, 1, 2]})
+    backbone, head = random_model(Qwen2_5_VLForConditionalGeneration, config, seed=4), random_head()
+    scaled = SimpleNamespace(backbone=backbone, head=head, value=ValueModel.from_causal_lm(backbone, head))
+    assert scaled.value.config.rope_scale > 1.1
+    step, slots = make_step(scaled.value, max_candidates=4)
+    engine = Engine(step, slots)
+    engine.admit(1, [*PROMPTS[0], 0], TILT, prompt_len=len(PROMPTS[0]))
+    _, images, _ = images_of(scaled, [0, 1, 2, 3])
+    prompt = slice(0, len(PROMPTS[0]) - 1)
+    junk_first = images.positions[:, prompt], images.rows[prompt]
+    engine.prefill(
+        [1],
+        [PROMPTS[0]],
+        images=ImageTokens(*(torch.cat([x[..., :1], x], dim=-1) for x in junk_first), images.embeds),
+    )
+    check_step(scaled, engine, [1], [0], [[]])
+
+
+# --- the adapter of transformers ---
+
+
+@pytest.fixture(scope="module")
+def base():
+    return random_model(Qwen2_5_VLForConditionalGeneration, vl_config(), seed=7)
+
+
+def padded(prompts):
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return dict(input_ids=ids, attention_mask=mask)
+
+
+@pytest.mark.parametrize("guidance", [TILT, TILT | {"value_stride": 3}, [GUIDANCE[2], TILT, None, TILT]])
+def test_generate_with_images(models, base, guidance):
+    """Every value of every step, of prompts with two images, none and one, padded on the left."""
+    inputs, steps = padded(PROMPTS), 7
+    images = dict(pixel_values=ALL_PIXELS, image_grid_thw=ALL_GRIDS)
+    processor = LenVMLogitsProcessor(
+        base, models.value, guidance, inputs["attention_mask"], max_new_tokens=steps, record=True, top_k=4, **images
+    )
+    torch.manual_seed(0)
+    mm = dict(mm_token_type_ids=(inputs["input_ids"] == IMAGE).int())
+    output = base.generate(**inputs, **images, **mm, **processor.generation_kwargs, pad_token_id=0)
+    width, checked = inputs["input_ids"].shape[1], [0] * len(PROMPTS)
+    for step, record in enumerate(processor.records):
+        for i in range(len(PROMPTS)):
+            more = output[i, width : width + step].tolist()
+            if EOS in more:
+                continue
+            for token, z in zip(record.token_ids[i].tolist(), record.value_logits[i].tolist(), strict=True):
+                if token >= 0 and z != 0:
+                    assert abs(z - expected_values(models, i, [*more, token])[-1]) < 1e-4
+                    checked[i] += 1
+    print(checked)
+    is_guided = [g is not None for g in (guidance if isinstance(guidance, list) else [guidance] * 4)]
+    assert [n > 6 for n in checked] == is_guided
+    assert processor.faults == [0] * 4
+
+
+def test_padding_may_have_the_id_of_an_image(models, base):
+    """What is masked is neither an image nor text."""
+    inputs = padded(PROMPTS)
+    values = []
+    for ids in (inputs["input_ids"], inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IMAGE)):
+        images = dict(pixel_values=ALL_PIXELS, image_grid_thw=ALL_GRIDS)
+        processor = LenVMLogitsProcessor(
+            base, models.value, TILT, inputs["attention_mask"], max_new_tokens=1, record=True, **images
+        )
+        processor(ids, torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)))
+        values.append(processor.records[0].value_logits)
+    assert torch.equal(*values) and (values[0] != 0).all()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "images", "message"),
+    [
+        (PROMPTS, None, "pixel_values and image_grid_thw must be given: prompts hold tokens of images"),
+        (PROMPTS[:3], range(4), "image_grid_thw must be of the images in prompts, got 2 more"),
+        (PROMPTS, range(3), "images must be given for all their tokens in prompts, 11 tokens are left"),
+        ([[1, VIDEO, 2]], None, "prompts must hold no videos, got tokens of one"),
+        ([[1, *image(2)]], [2], "a prompt must end with text"),
+    ],
+)
+def test_prompts_that_the_processor_refuses(models, base, prompts, images, message):
+    inputs, options = padded(prompts), {}
+    if images is not None:
+        pixel_values, grids = zip(*(PIXELS[i] for i in images), strict=True)
+        options = dict(pixel_values=torch.cat(pixel_values), image_grid_thw=torch.cat(grids))
+    processor = LenVMLogitsProcessor(base, models.value, TILT, inputs["attention_mask"], max_new_tokens=2, **options)
+    with pytest.raises(ValueError, match=message):
+        processor(inputs["input_ids"], torch.zeros(len(prompts), VOCAB))
+
+
+def test_images_that_the_processor_refuses(models, base):
+    mask, pixel_values, grids = torch.ones(1, 4), *PIXELS[0]
+    text_only = value_model_of(random_model(Qwen2ForCausalLM, Qwen2Config(**TINY)), random_head())
+    for value, options, message in (
+        (models.value, dict(pixel_values=pixel_values), "must be given together"),
+        (models.value, dict(image_grid_thw=grids), "must be given together"),
+        (text_only, dict(pixel_values=pixel_values, image_grid_thw=grids), "must be a vision-language model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LenVMLogitsProcessor(base, value, TILT, mask, max_new_tokens=2, **options)
+
+
+def test_a_text_only_value_model_reads_images_as_text(base):
+    """As it has done since before there were others."""
+    backbone, head = random_model(Qwen2ForCausalLM, Qwen2Config(**TINY)), random_head()
+    inputs = padded(PROMPTS[2:3])
+    processor = LenVMLogitsProcessor(
+        base, value_model_of(backbone, head), TILT, inputs["attention_mask"], max_new_tokens=1, record=True
+    )
+    processor(inputs["input_ids"], torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)))
+    token, z = processor.records[0].token_ids[0, 0].item(), processor.records[0].value_logits[0, 0]
+    expected = value_logits(backbone, head, torch.tensor([[*PROMPTS[2], token]]))[0, -1]
+    torch.testing.assert_close(z, expected, rtol=0, atol=ATOL)
