@@ -24,18 +24,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 
 from bench.harness.reporting import table
 from bench.harness.storing import environment, write_json
 from bench.models import make_candidates, make_config
-from lenvm_kernels.demo import HEAD, held_out_prompts
+from lenvm_kernels.demo import VALUE, held_out_prompts
 from lenvm_kernels.demo.models import Models
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.types import Candidates
 from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel, ValueModelConfig
+from lenvm_kernels.value_model.checkpoint import HEAD_FILE, with_adapter, with_head
 
 TOP_K, RANDOM_CANDIDATES = 5, 8
 SCALE = 0.8  # of the tilt
@@ -116,7 +116,7 @@ class Errors:
 
 
 def demo(contexts: int) -> Subject:
-    """SmolLM2-135M with the shipped head."""
+    """SmolLM2-135M with the shipped adapters and head."""
     models = Models.load("demo", "demo", device="cpu", dtype=torch.float32)
     prompts = held_out_prompts()
     prompts = prompts[:: max(1, len(prompts) // contexts)][:contexts]
@@ -138,8 +138,9 @@ def demo(contexts: int) -> Subject:
         torch.stack(logits), top_k=TOP_K, top_p=1.0, min_p=0.0, temperature=0.8, is_logits=True
     )
     config, eos = models.value_model.config, set(models.eos_token_ids)
-    tensors = dict(models.model.state_dict()) | load_file(HEAD)
-    return Subject("SmolLM2-135M and the demo's head", config, tensors, 0.985, found, candidates, eos)
+    tensors = with_head(with_adapter(models.model.state_dict(), VALUE), VALUE / HEAD_FILE)
+    gamma = models.value_model.lenvm_config.gamma
+    return Subject("SmolLM2-135M, the demo's value model", config, tensors, gamma, found, candidates, eos)
 
 
 def random(name: str, contexts: int, layers: int | None) -> Subject:

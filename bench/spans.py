@@ -15,10 +15,11 @@ from typing import Any
 from tqdm import tqdm
 
 from bench.harness.demo_runs import DemoRuns, parser
-from lenvm_kernels.demo.run import TARGET, Answers, answer
+from lenvm_kernels.demo.run import Answers, answer
 from lenvm_kernels.guidance import parse_guidance
 
 MAX_NEW_TOKENS = 200
+ENTROPY_THRESHOLD = 0.5  # steps where the model is sure are left alone
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Cell:
 
 def settings(budget: int, end: int) -> dict[str, dict[str, Any] | None]:
     """The guidance of each row."""
-    soft = {"entropy_threshold": TARGET["entropy_threshold"], "end_token_ids": [end]}
+    soft = {"entropy_threshold": ENTROPY_THRESHOLD, "end_token_ids": [end]}
     return {
         "none": None,
         "hard": {"end_token_ids": [end], "hard_limit": budget},

@@ -24,7 +24,7 @@ REQUESTS = [  # a prompt and its custom_params
     ("Say this three times: A comet is a ball of ice and dust.", {"value_mode": "centered_exp", "value_scale": -10}),
     (
         "Is it true that the moon goes around the earth, and the earth around the sun?",
-        {"target_length": 40, "constraint": "eq_soft", "gamma": 0.985},
+        {"target_length": 40, "constraint": "eq_soft"},
     ),
 ]
 
@@ -94,7 +94,8 @@ def arrive(table_row, text, guidance):
     """A request takes a table row and the slots of its prompt."""
     tokens = models.encode([text])["input_ids"][0].tolist()
     slots.extend(table_row, len(tokens))
-    step.add_request(table_row, parse_guidance(guidance), eos_token_ids, prompt_len=len(tokens), seed=table_row)
+    params = parse_guidance(guidance, gamma=models.value_model.lenvm_config.gamma)
+    step.add_request(table_row, params, eos_token_ids, prompt_len=len(tokens), seed=table_row)
     table_rows, prompt = int32([table_row]), int32(tokens[:-1])
     positions = torch.arange(len(prompt), device=device)
     step.extend(prompt, slots.slots(table_rows, positions), table_rows, int32([0]), int32([len(prompt)]), int32([0]))

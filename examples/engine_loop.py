@@ -21,7 +21,7 @@ FILTERS = dict(top_k=8, top_p=1.0, min_p=0.02, temperature=0.8)  # a number for 
 REQUESTS = [  # a prompt and its custom_params
     ("What is a comet?", None),
     ("What is a comet?", {"value_mode": "centered_exp", "value_scale": -60}),
-    ("Why is the sky blue?", {"target_length": 40, "gamma": 0.985, "entropy_threshold": 0.5}),
+    ("Why is the sky blue?", {"target_length": 40, "entropy_threshold": 0.5}),
 ]
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -70,7 +70,7 @@ def arrive(table_row, text, guidance, seed):
     """A request takes a table row and the slots of its prompt."""
     tokens = models.encode([text])["input_ids"][0].tolist()
     slots.extend(table_row, len(tokens))
-    params = None if guidance is None else parse_guidance(guidance)
+    params = None if guidance is None else parse_guidance(guidance, gamma=value_model.lenvm_config.gamma)
     table_rows, prompt = int32([table_row]), int32(tokens[:-1])
     positions = torch.arange(len(prompt), device=device)
 

@@ -1,12 +1,10 @@
 """A length target asked of a guided server of SGLang or vLLM, through the OpenAI client (``pip install openai``).
 
-    LENVM_VALUE_MODEL=VALUE python -m sglang.launch_server --model-path BASE   # or, with the demo's models: make serve
-    python examples/openai_client.py --prompt "What is a comet?" --target-length 60
+LENVM_VALUE_MODEL=VALUE python -m sglang.launch_server --model-path BASE   # or, with the demo's models: make serve
+python examples/openai_client.py --prompt "What is a comet?" --target-length 60
 
-    LENVM_VALUE_MODEL=VALUE vllm serve BASE
-    python examples/openai_client.py --engine vllm --url http://127.0.0.1:8000/v1
-
-``gamma`` has to be that of the value model's training, or one that was chosen for it.
+LENVM_VALUE_MODEL=VALUE vllm serve BASE
+python examples/openai_client.py --engine vllm --url http://127.0.0.1:8000/v1
 """
 
 import argparse
@@ -20,11 +18,10 @@ parser.add_argument("--engine", choices=GUIDANCE, default="sglang")
 parser.add_argument("--url", default="http://127.0.0.1:30000/v1")
 parser.add_argument("--prompt", default="What is a comet?")
 parser.add_argument("--target-length", type=int, default=60, help="tokens of the answer")
-parser.add_argument("--gamma", type=float, default=0.985, help="of the value model; this is the demo's")
 args = parser.parse_args()
 
 client = openai.OpenAI(base_url=args.url, api_key="none")
-guidance = {"target_length": args.target_length, "gamma": args.gamma}
+guidance = {"target_length": args.target_length}
 answer = client.chat.completions.create(
     model=client.models.list().data[0].id,
     messages=[{"role": "user", "content": args.prompt}],

@@ -1,6 +1,6 @@
 """Length-guided ``model.generate`` of transformers, with the value model behind ``lenvm serve``.
 
-    lenvm serve demo --gamma 0.985
+    lenvm serve demo
     python examples/remote_guidance.py --url http://127.0.0.1:30010
 
 The demo's models, the default, need ``pip install "lenvm-kernels[demo,serve]"`` and

@@ -42,7 +42,7 @@ if tokenizer.chat_template:
 for guidance in (
     None,
     {"value_mode": "centered_exp", "value_scale": -60},
-    {"target_length": 40, "gamma": 0.985, "entropy_threshold": 0.5},
+    {"target_length": 40, "entropy_threshold": 0.5},
 ):
     torch.manual_seed(0)
 

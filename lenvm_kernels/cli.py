@@ -110,12 +110,12 @@ def _add_generate(commands: Any) -> None:
         required=True,
         metavar="W",
         help="value model, which has to share the base model's vocabulary: as --model, where demo includes the shipped "
-        "value head; required",
+        "adapters and value head; required",
     )
     models.add_argument(
         "--value-head",
         metavar="FILE",
-        help="a .safetensors file with the value head (default: the one in W)",
+        help="a .safetensors file with the value head (default: the one in W); with demo, for its backbone as it is",
     )
     _add_device(models)
     models.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of both models (default: %(default)s)")

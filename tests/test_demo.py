@@ -114,13 +114,13 @@ needs_demo_model = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def packaged():
-    """SmolLM2 from its package, and the shipped head. Reading it takes half a minute."""
+    """SmolLM2 from its package, and the shipped value model. Reading it takes half a minute."""
     return Models.load("demo", "demo", device="cpu", dtype=torch.float32)
 
 
 @needs_demo_model
 def test_the_real_model(packaged):
-    """SmolLM2 loads from its package, its chat template applies, and it answers in words under the shipped head."""
+    """SmolLM2 loads from its package, its chat template applies, and answers in words under the shipped value model."""
     ids = packaged.encode(["What is the capital of France?"])["input_ids"]
     assert packaged.tokenizer.decode(ids[0]).endswith("France?<|im_end|>\n<|im_start|>assistant\n")
     answers = run.answer(packaged, held_out_prompts()[:2], run._scaled(-5.0), 6, seed=0, bar=tqdm(total=6))
@@ -139,11 +139,14 @@ def test_exported_models_are_those_of_the_demo(packaged, tmp_path, capsys):
     assert torch.equal(exported.encode(["What is the capital of France?"])["input_ids"], inputs["input_ids"])
     assert torch.equal(exported.model(**inputs).logits, packaged.model(**inputs).logits)
     assert all(map(torch.equal, exported.value_model.head, packaged.value_model.head))
+    for layer in (0, -1):
+        assert torch.equal(exported.value_model.layers[layer].o, packaged.value_model.layers[layer].o)
+    assert not torch.equal(packaged.value_model.layers[-1].o, packaged.model.model.layers[-1].self_attn.o_proj.weight)
     assert exported.eos_token_ids == packaged.eos_token_ids
     assert json.loads((Path(value) / "lenvm_config.json").read_text()) == {
-        "gamma": 0.997,  # of the training, tools/train_value_head.py
+        "gamma": 0.985,  # of the training, tools/train_value_model.py
         "target_form": "discounted_return",
     }
-    assert exported.value_model.lenvm_config == LenVMConfig(gamma=0.997)
+    assert exported.value_model.lenvm_config == LenVMConfig(gamma=0.985)
     assert cli.main(["export", str(tmp_path)]) == 2  # overwrites nothing
     assert "File exists" in capsys.readouterr().err

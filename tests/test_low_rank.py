@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lenvm_kernels.value_model import ValueModel
+from lenvm_kernels.demo import models as demo_models
+from lenvm_kernels.value_model import LenVMConfig, ValueModel
 from lenvm_kernels.value_model.low_rank import read_adapter
 from tests.helpers.models import random_head, random_pair
 
@@ -68,6 +69,26 @@ def test_given_by_its_directory(tmp_path):
     assert_same(ValueModel.from_pretrained(tmp_path / "model", head, adapter=tmp_path / "adapter"), expected)
     assert_same(ValueModel.from_causal_lm(model, head, adapter=tmp_path / "adapter"), expected)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_value_model_of_the_demo(tmp_path, monkeypatch):
+    """It has the shipped adapters, unless a head is given: that is one for the backbone as it is."""
+    model, head = random_pair("llama")
+    model.save_pretrained(tmp_path / "base")
+    expected = ValueModel.from_causal_lm(adapted(model, tmp_path / "value", **VARIANTS["plain"]), head)
+    save_file(head, tmp_path / "value" / "value_head.safetensors")
+    LenVMConfig(gamma=0.9).write(tmp_path / "value")
+    other = random_head(seed=8)
+    save_file(other, tmp_path / "other.safetensors")
+    monkeypatch.setattr(demo_models, "model_path", lambda: tmp_path / "base")
+    monkeypatch.setattr(demo_models, "VALUE", tmp_path / "value")
+    got, tokenizer = demo_models.load_value_model("demo", device="cpu", dtype=torch.float32)
+    assert_same(got, expected)
+    assert got.lenvm_config.gamma == 0.9 and tokenizer is None
+    got, _ = demo_models.load_value_model(
+        "demo", str(tmp_path / "other.safetensors"), device="cpu", dtype=torch.float32
+    )
+    assert_same(got, ValueModel.from_causal_lm(model, other))
 
 
 def test_the_head_of_an_adapter(tmp_path):

