@@ -469,8 +469,8 @@ def test_directory_without_a_model(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mistral"}, "model_type .* one of qwen2, qwen3, llama, got 'mistral'"),
-        ({"model_type": "no_such_model"}, "model_type .* one of qwen2, qwen3, llama, got 'no_such_model'"),
+        ({"model_type": "mistral"}, "model_type .* one of qwen2, qwen3, llama, qwen2_5_vl, got 'mistral'"),
+        ({"model_type": "no_such_model"}, "model_type .* one of qwen2, qwen3, llama, qwen2_5_vl, got 'no_such_model'"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         (
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None},

@@ -138,6 +138,13 @@ def check_spans(prompts, results, steps, ends, limit):
 def values_from_scratch(folder, sequences):
     """The value logit at the last token of each sequence, by ``transformers``."""
     model = AutoModelForCausalLM.from_pretrained(folder / "value", dtype=torch.float32).eval()
+    adapter = folder / "value" / "adapter_model.safetensors"
+    if adapter.exists():  # of the demo's value model, whose scale is 1
+        tensors = load_file(adapter)
+        for name in [name for name in tensors if "lora_A" in name]:
+            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            update = tensors[name.replace("lora_A", "lora_B")].float() @ tensors[name].float()
+            model.get_submodule(module).weight.data += update
     return last_value_logits(model, load_file(folder / "value" / "value_head.safetensors"), sequences)
 
 
