@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument(
         "--data", type=Path, default=Path("build/answers"), help="folder for the answers (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of two answers a prompt (default 3)")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds of two answers a prompt (default 4)")
     parser.add_argument("--minutes", type=float, default=60, help="start no round after this time (default 60)")
     args = parser.parse_args()
     for option in ("rounds", "minutes"):
