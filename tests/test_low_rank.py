@@ -17,7 +17,9 @@ EVERY_MATRIX = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 VARIANTS = {
     "plain": dict(r=3, lora_alpha=5, target_modules=EVERY_MATRIX),
     "of one layer": dict(r=2, lora_alpha=2, target_modules=["q_proj", "down_proj"], layers_to_transform=[1]),
-    "rank-stabilised": dict(r=4, lora_alpha=3, use_rslora=True, target_modules=["v_proj", "up_proj"]),
+    "rank-stabilised": dict(
+        r=4, lora_alpha=3, use_rslora=True, init_lora_weights="gaussian", target_modules=["v_proj", "up_proj"]
+    ),
     "ranks that differ": dict(r=2, lora_alpha=7, rank_pattern={"k_proj": 5}, target_modules=["k_proj", "o_proj"]),
     "a tensor trained whole": dict(r=2, lora_alpha=4, target_modules=["gate_proj"], modules_to_save=["norm"]),
 }
@@ -125,6 +127,7 @@ def test_sums_are_rounded_once(tmp_path):
         ("use_dora", True, "use_dora in .* must be False, got True"),
         ("fan_in_fan_out", True, "fan_in_fan_out in .* must be False, got True"),
         ("alpha_pattern", {"q_proj": 2}, "alpha_pattern in .* must be {}, got {'q_proj': 2}"),
+        ("init_lora_weights", "pissa_niter_4", "init_lora_weights in .* must be True, got 'pissa_niter_4'"),
         ("lora_alpha", "8", "lora_alpha in .* must be a number, got '8'"),
     ],
 )

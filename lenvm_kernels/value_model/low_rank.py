@@ -21,6 +21,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "fan_in_fan_out": (False, None),
     "alpha_pattern": ({}, None),
+    # The other ways to begin (PiSSA, OLoRA, CorDA, LoftQ) train beside changed weights of the backbone.
+    "init_lora_weights": (True, False, None, "gaussian", "eva"),
 }
 
 
