@@ -161,9 +161,11 @@ def test_values_are_those_of_a_plain_forward(make_engine, device, architecture, 
             check(future.result().values, expected_of(pair, ids, candidates) if candidates else expected(pair, ids))
 
 
-def test_calls_that_wait_are_one_forward(pair, value_model, make_engine):
+@pytest.mark.parametrize(("max_queries", "widths"), [(256, [1, 7]), (3, [1, 3, 3, 1])])
+def test_calls_that_wait_are_one_forward(pair, value_model, make_engine, max_queries, widths):
+    """As many of them as it takes at once."""
     gate = Gate(value_model)
-    engine = make_engine(gate)
+    engine = make_engine(gate, max_queries=max_queries)
     (first,) = engine.submit([Query(sequence(4), [1])])
     assert gate.entered.wait(30)
     others = [engine.submit([Query(sequence(5 + i, seed=i), [i, i + 1])])[0] for i in range(7)]
@@ -171,7 +173,7 @@ def test_calls_that_wait_are_one_forward(pair, value_model, make_engine):
     first.result(timeout=30)
     for i, future in enumerate(others):
         check(future.result(timeout=30).values, expected_of(pair, sequence(5 + i, seed=i), [i, i + 1]))
-    assert gate.widths == [1, 7] and engine.counts.forwards == 2
+    assert gate.widths == widths and engine.counts.forwards == len(widths)
 
 
 def test_a_prefix_is_computed_once(pair, make_engine):
@@ -237,7 +239,8 @@ def test_the_cache_makes_room_and_what_does_not_fit_waits(pair, make_engine):
     engine = make_engine(max_tokens=32, page_size=4, max_queries=4, max_sequences=5)
     rng = random.Random(3)
     for _ in range(20):
-        queries = [Query(sequence(rng.randint(1, 28), seed=rng.randint(0, 5)), [3]) for _ in range(6)]
+        sequences = (sequence(rng.randint(1, 28), seed=rng.randint(0, 5)) for _ in range(6))
+        queries = [Query(tokens, [3], bypass_cache=rng.random() < 0.3) for tokens in sequences]
         for query, future in zip(queries, engine.submit(queries), strict=True):
             check(future.result().values, expected_of(pair, query.token_ids, [3]))
 
@@ -247,12 +250,13 @@ def test_a_failure_is_an_error_of_its_calls_and_no_more(pair, value_model, make_
     tokens = sequence(40)
     with served(engine) as (url, _):
         assert post(url, "encode", {"input_ids": tokens}).ok
-        broken = {"input_ids": [[*tokens, 1]], "candidate_ids": [[1]]}
+        longer = [*tokens, *sequence(40, seed=2)]  # whose full pages are not computed when it fails
+        broken = {"input_ids": [longer], "candidate_ids": [[1]]}
         with monkeypatch.context() as patch:
             patch.setattr(value_model, "forward", lambda *_, **__: (_ for _ in ()).throw(ValueError("no memory")))
             answer = post(url, "tree_value", broken)
         assert answer.status_code == 500 and "the value model failed" in answer.json()["error"]["message"]
-        check(post(url, "tree_value", broken).json()["embedding"], expected_of(pair, [*tokens, 1], [1]))
+        check(post(url, "tree_value", broken).json()["embedding"], expected_of(pair, longer, [1]))
     assert "the value model failed: ValueError: no memory" in capsys.readouterr().err
 
 
@@ -352,6 +356,8 @@ def test_limits_and_the_api_key(make_engine):
         answer = post(url, "encode", {"input_ids": [1] * 3_000_000}, **key)
         assert answer.status_code == 413
         assert answer.json()["error"]["message"] == "the body must be at most 100 bytes, got 9000015"
+        for body, status in ((b'{"input_ids": [1]}'.ljust(100), 200), (b'{"input_ids": [1]}'.ljust(101), 413)):
+            assert requests.post(f"{url}/encode", data=body, timeout=30, **key).status_code == status
         parts = (b" " * 60 for _ in range(3))  # of unknown length
         assert requests.post(f"{url}/encode", data=parts, timeout=30, **key).status_code == 413
         assert requests.get(f"{url}/encode", timeout=30, **key).status_code == 405
