@@ -18,7 +18,12 @@ VARIANTS = {
     "plain": dict(r=3, lora_alpha=5, target_modules=EVERY_MATRIX),
     "of one layer": dict(r=2, lora_alpha=2, target_modules=["q_proj", "down_proj"], layers_to_transform=[1]),
     "rank-stabilised": dict(
-        r=4, lora_alpha=3, use_rslora=True, init_lora_weights="gaussian", target_modules=["v_proj", "up_proj"]
+        r=4,
+        lora_alpha=3,
+        use_rslora=True,
+        rank_pattern={"up_proj": 6},
+        init_lora_weights="gaussian",
+        target_modules=["v_proj", "up_proj"],
     ),
     "ranks that differ": dict(r=2, lora_alpha=7, rank_pattern={"k_proj": 5}, target_modules=["k_proj", "o_proj"]),
     "a tensor trained whole": dict(r=2, lora_alpha=4, target_modules=["gate_proj"], modules_to_save=["norm"]),
@@ -102,6 +107,11 @@ def test_the_head_of_an_adapter(tmp_path):
     other = random_head(seed=8)
     got = ValueModel.from_causal_lm(model, other, adapter=tmp_path).head
     assert all(map(torch.equal, got, folded_head(model, other)))
+    base = tmp_path / "base"  # with a head of its own, which is for the backbone as it is
+    model.save_pretrained(base)
+    save_file(other, base / "value_head.safetensors")
+    got = ValueModel.from_pretrained(base, adapter=tmp_path).head
+    assert all(map(torch.equal, got, folded_head(model, head)))
 
 
 def folded_head(model, head):

@@ -1,6 +1,7 @@
 """``lenvm serve``: its values against plain forwards of ``transformers``, its errors, and guidance through it."""
 
 import json
+import math
 import os
 import random
 import runpy
@@ -245,6 +246,28 @@ def test_the_cache_makes_room_and_what_does_not_fit_waits(pair, make_engine):
             check(future.result().values, expected_of(pair, query.token_ids, [3]))
 
 
+def test_what_bypasses_the_cache_leaves_its_row_once(pair, make_engine):
+    """Its pages are free at once. If they were taken from it later, its row would be free a second time."""
+    engine = make_engine(max_tokens=32, page_size=4, max_queries=3, max_sequences=3)
+    short, long = ([Query(sequence(n, seed=seed), bypass_cache=True) for seed in range(2)] for n in (8, 12))
+    for queries in (long, [Query(sequence(32))], short):
+        for query, future in zip(queries, engine.submit(queries), strict=True):
+            check(future.result().values, expected(pair, query.token_ids))
+
+
+def test_values_that_are_no_numbers_are_null(value_model, make_engine, monkeypatch):
+    forward = value_model.forward
+
+    def broken(*args, **options):
+        values = forward(*args, **options)
+        return values.masked_fill(torch.arange(values.shape[1]) % 2 == 1, math.nan)
+
+    monkeypatch.setattr(value_model, "forward", broken)
+    with served(make_engine(max_tokens=512)) as (url, _):
+        values = post(url, "encode", {"input_ids": [5, 6, 7]}).json()["embedding"]
+    assert values[1] is None and None not in values[::2]
+
+
 def test_a_failure_is_an_error_of_its_calls_and_no_more(pair, value_model, make_engine, monkeypatch, capsys):
     engine = make_engine(max_tokens=512)
     tokens = sequence(40)
@@ -280,7 +303,8 @@ def test_bodies_of_the_forks_scripts_get_the_forks_answers(pair, url):
 
 def test_other_forms(pair, url):
     a, b = sequence(9), sequence(4, seed=1)
-    single = post(url, "encode", {"input_ids": a, "rid": "mine"}).json()
+    absent = dict.fromkeys(("text", "image_data", "bypass_cache", "sampling_params"))
+    single = post(url, "encode", {"input_ids": a, "rid": "mine", **absent}).json()
     check(single["embedding"], expected(pair, a))
     assert single["meta_info"]["id"] == "mine"
     values = post(url, "token_value", {"input_ids": [a, b]}).json()
@@ -320,6 +344,7 @@ def test_other_forms(pair, url):
         ("encode", {"input_ids": [1] * 513}, "input_ids must be at most 512 tokens, got 513"),
         ("encode", {"text": "w1 w2"}, "text needs a tokenizer"),
         ("encode", {"text": [1]}, "text must be a text or a list of some, got [1]"),
+        ("encode", {"input_ids": "a" * 80}, f'got "{"a" * 39}...'),
         ("encode", {"text": "a", "image_data": "data:"}, "image_data must be absent"),
         ("token_value", {"inputs": [1]}, "inputs must be one of input_ids, text, bypass_cache, rid"),
         ("token_value", {"input_ids": [1], "bypass_cache": 1}, "bypass_cache must be true or false, or a list of 1"),

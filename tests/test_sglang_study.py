@@ -41,7 +41,7 @@ def test_a_study_on_the_real_server(tmp_path, monkeypatch):
         else:
             assert work["rows"] == work["value_seconds"] == 0 and condition["stages_ms"] == {}
     assert conditions["k5-stride1"]["work"]["guided_rows"] == 6 * 24
-    # The steps are the engine's: a request is in none that computes the prompts of others, which may be one to guide at.
+    # Steps are the engine's: a request is in none that computes the prompts of others, and such a one may be due.
     work = conditions["k5-stride4"]["work"]
     others = work["passes"] - work["decode_passes"] - 1
     assert abs(work["guided_rows"] - 6 * 24 // 4) <= 6 * others
