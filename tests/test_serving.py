@@ -544,7 +544,7 @@ class TestRemoteGuidance:
 
     def test_foreign_tokens_cost_their_own_requests_their_guidance(self, pair, make_engine, monkeypatch):
         """Of rows of different lengths, whose places in the slot table beyond their tokens hold anything."""
-        prompts, rows = [[5, 70], [6, 7], [8, *range(40, 53), 9], [10, 11]], [3, 1, 5, 2]
+        prompts, rows = [[5, 60], [6, 59], [8, *range(40, 53), 9], [10, 11]], [3, 1, 5, 2]
         with served(make_engine(max_tokens=512)) as (url, _):
             remote = RemoteValueModel(url, timeout=30)
             remote.config = replace(remote.config, vocab_size=60)
@@ -554,12 +554,12 @@ class TestRemoteGuidance:
             slots.table.fill_(2**30)
             engine = Engine(step, slots).start(rows, prompts, [self.GUIDANCE[0]] * 4)
             scores = torch.zeros(4, VOCAB)
-            for i, candidates in enumerate(([20, 21, 22], [30, 31], [32], [33, 75])):
+            for i, candidates in enumerate(([20, 21, 22], [30, 59], [32], [33, 60])):
                 scores[i, candidates] = 9.0
             scores[2, 34] = 8.5
             output = engine.decode(rows, prompts, scores)
-        assert asked == [([prompts[1], prompts[2]], [[30, 31], [32, 34]])]
-        check(output.value_logits[1, :2].tolist(), expected_of(pair, prompts[1], [30, 31]))
+        assert asked == [([prompts[1], prompts[2]], [[30, 59], [32, 34]])]
+        check(output.value_logits[1, :2].tolist(), expected_of(pair, prompts[1], [30, 59]))
         check(output.value_logits[2, :2].tolist(), expected_of(pair, prompts[2], [32, 34]))
         assert step.table.faults[rows].tolist() == [1, 0, 0, 1]
 
