@@ -21,7 +21,7 @@ import torch
 import uvicorn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lenvm_kernels import cli
+from lenvm_kernels import cli, timing
 from lenvm_kernels.adapters.remote import RemoteValueModel
 from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
 from lenvm_kernels.serving.app import create_app, listen
@@ -526,10 +526,18 @@ class TestRemoteGuidance:
         with served(engine, api_key="secret") as (url, _):
             # Small bodies, so that a step takes several calls.
             for max_body_bytes in (1_000_000, 1):
-                remote = RemoteValueModel(url, api_key="secret", timeout=30, max_body_bytes=max_body_bytes)
+                remote = RemoteValueModel(f"{url}/", api_key="secret", timeout=30, max_body_bytes=max_body_bytes)
                 assert self.generate(base, remote) == local
                 assert remote.failed_calls == remote.skipped_calls == 0
         assert engine.counts.computed_tokens < engine.counts.cached_tokens
+
+    def test_its_steps_are_timed(self, base, make_engine, monkeypatch, tmp_path):
+        monkeypatch.setenv(timing.VARIABLE, str(tmp_path / "steps.jsonl"))
+        with served(make_engine()) as (url, _):
+            self.generate(base, RemoteValueModel(url, timeout=30))
+        (file,) = tmp_path.iterdir()
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        assert lines and all(line["forward_ms"] > 10 * line["head_ms"] for line in lines[:3])
 
     def test_calls_are_as_few_as_their_size_allows(self, make_engine, monkeypatch):
         with served(make_engine()) as (url, _):
@@ -634,6 +642,13 @@ class TestRemoteGuidance:
                 with monkeypatch.context() as patch, pytest.warns(UserWarning, match="the value server failed"):
                     patch.setattr(remote, "_exchange", lambda *_, answer=answer: answer)
                     assert self.generate(base, remote)[1][0] == self.NEW
+            with monkeypatch.context() as patch, pytest.warns(UserWarning, match="to 8 candidates"):
+
+                def too_many(*call):
+                    return json.dumps({"values": [[0.5] * 20 for _ in json.loads(call[2])["candidate_ids"]]})
+
+                patch.setattr(remote, "_exchange", too_many)
+                assert self.generate(base, remote)[1][0] == self.NEW
             with monkeypatch.context() as patch:  # of a value model that has computed no number
 
                 def exchange(*call):

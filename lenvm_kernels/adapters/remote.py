@@ -131,8 +131,14 @@ class RemoteValueModel(ValueModel):
         cache.keys[0, layout.slots[kept], 0, 0] = ids[kept]
         if keep is not None:
             keep.keys[0, : len(ids), 0, 0] = ids
+        z = self._answered(batch, cache)
         if before_head is not None:
-            before_head()
+            before_head()  # the call counts as layers: the head is the server's, too
+        return z
+
+    def _answered(self, batch: RaggedBatch, cache: KVCache) -> torch.Tensor:
+        """The value logits that the server gives, NaN where it gave none."""
+        layout = batch.layout
         rows = layout.candidate_rows
         z = torch.where(rows >= 0, math.nan, 0.0).to(torch.float32)
         asked = (batch.candidate_lens > 0).nonzero()[:, 0]
