@@ -10,7 +10,7 @@ from bench.study import __main__ as cli
 from tests.helpers.sglang_server import prompts_of, write_checkpoints
 
 SERVER = ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"]
-SERVER += ["--skip-tokenizer-init", "--mem-fraction-static", "0.1", "--max-total-tokens", "4096"]
+SERVER += ["--skip-tokenizer-init", "--mem-fraction-static", "0.5", "--max-total-tokens", "4096"]
 
 
 def test_a_study_on_the_real_server(tmp_path, monkeypatch):

@@ -72,13 +72,13 @@ class FakeServer(ThreadingHTTPServer):
         self.count("lenvm:value_model_milliseconds_total", VALUE_MS * due)
         self.count(stage, BASE_SECONDS * length + VALUE_MS * due / 1e3, category="run_batch")
         if guided:
-            steps = Path(os.environ["LENVM_TIMING"])
-            with steps.with_name(f"{steps.stem}.{os.getpid()}{steps.suffix}").open("a") as file:
-                for _ in range(guided):
-                    stages = STAGE_MS | {"total": sum(STAGE_MS.values())}
-                    times = {f"{stage}_ms": ms * self.flushes for stage, ms in stages.items()}
-                    file.write(json.dumps({"step": self.steps, "rows": 1} | times) + "\n")
-                    self.steps += 1
+            steps, stages = Path(os.environ["LENVM_TIMING"]), STAGE_MS | {"total": sum(STAGE_MS.values())}
+            for rank in (1, 2):  # each takes the same steps; the second is slower
+                times = {f"{stage}_ms": ms * self.flushes * rank for stage, ms in stages.items()}
+                with steps.with_name(f"{steps.stem}.{rank}{steps.suffix}").open("a") as file:
+                    for step in range(self.steps, self.steps + guided):
+                        file.write(json.dumps({"step": step, "rows": 1} | times) + "\n")
+            self.steps += guided
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -96,7 +96,8 @@ def running_server(folder, name, *options, plugin=True, **variables):
     command += ["--sleep-on-idle"]  # else an idle server keeps a core busy
     if not (folder / "base" / "tokenizer.json").exists():
         command += ["--skip-tokenizer-init"]
-    command += ["--mem-fraction-static", "0.1", "--max-total-tokens", "4096", "--max-running-requests", "32", *options]
+    # The pool has 4,096 tokens whatever the fraction is. A small one fails when another process takes memory meanwhile.
+    command += ["--mem-fraction-static", "0.5", "--max-total-tokens", "4096", "--max-running-requests", "32", *options]
     with running(command, environment, log, f"http://127.0.0.1:{port}") as url:
         yield Server(url, trace)
 
