@@ -245,8 +245,16 @@ def test_a_server_that_passes_sigterm_over_is_killed(study, monkeypatch):
     assert [serve.resident_bytes(session) for session in sessions] == [0, 0]
 
 
+@pytest.fixture
+def interruptible():
+    """SIGINT interrupts, in tests that a script started in its background, too: the shell has it ignored there."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, former)
+
+
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_the_server(study, tmp_path, capsys, sign):
+def test_an_interrupt_ends_the_server(study, interruptible, tmp_path, capsys, sign):
     """While requests wait, and with the answers of the conditions before."""
     log, former = tmp_path / "fake.jsonl", signal.getsignal(signal.SIGTERM)
 
