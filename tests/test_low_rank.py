@@ -26,6 +26,8 @@ VARIANTS = {
         target_modules=["v_proj", "up_proj"],
     ),
     "ranks that differ": dict(r=2, lora_alpha=7, rank_pattern={"k_proj": 5}, target_modules=["k_proj", "o_proj"]),
+    "orthogonal at first": dict(r=4, lora_alpha=3, init_lora_weights="orthogonal", target_modules=["q_proj"]),
+    "minor components": dict(r=3, lora_alpha=2, init_lora_weights="mica", target_modules=["up_proj"]),
     "a tensor trained whole": dict(r=2, lora_alpha=4, target_modules=["gate_proj"], modules_to_save=["norm"]),
 }
 
@@ -137,7 +139,9 @@ def test_sums_are_rounded_once(tmp_path):
         ("use_dora", True, "use_dora in .* must be False, got True"),
         ("fan_in_fan_out", True, "fan_in_fan_out in .* must be False, got True"),
         ("alpha_pattern", {"q_proj": 2}, "alpha_pattern in .* must be {}, got {'q_proj': 2}"),
-        ("init_lora_weights", "pissa_niter_4", "init_lora_weights in .* must be True, got 'pissa_niter_4'"),
+        ("init_lora_weights", "pissa_niter_4", "must be True or False or 'gaussian' or .*, got 'pissa_niter_4'"),
+        ("init_lora_weights", "lora_ga", "init_lora_weights in .*, got 'lora_ga'"),
+        ("alora_invocation_tokens", [5, 7], r"alora_invocation_tokens in .* must be absent, got \[5, 7\]"),
         ("lora_alpha", "8", "lora_alpha in .* must be a number, got '8'"),
     ],
 )

@@ -21,8 +21,10 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "fan_in_fan_out": (False, None),
     "alpha_pattern": ({}, None),
-    # The other ways to begin (PiSSA, OLoRA, CorDA, LoftQ) train beside changed weights of the backbone.
-    "init_lora_weights": (True, False, None, "gaussian", "eva"),
+    # Ways to begin that leave the backbone as it is. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change its weights.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
+    # With it the matrices count only after certain tokens (aLoRA).
+    "alora_invocation_tokens": (None,),
 }
 
 
@@ -57,7 +59,8 @@ def read_adapter(folder: str | os.PathLike) -> Adapter:
     config = json.loads(file.read_text(encoding="utf-8"))
     for field, accepted in _PLAIN.items():
         if config.get(field) not in accepted:
-            raise ValueError(f"{field} in {file} must be {accepted[0]!r}, got {config.get(field)!r}")
+            names = " or ".join(repr(value) for value in accepted if value is not None) or "absent"
+            raise ValueError(f"{field} in {file} must be {names}, got {config.get(field)!r}")
     alpha, rslora = config.get("lora_alpha"), bool(config.get("use_rslora"))
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
         raise ValueError(f"lora_alpha in {file} must be a number, got {alpha!r}")
