@@ -24,7 +24,7 @@ BENCHES := bench.step $(patsubst bench/ops/%.py,bench.ops.%,$(wildcard bench/ops
 # On a CPU two workers whose threads spin would only get in each other's way.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help demo serve test test-sglang test-vllm races codegen fuzz lint bench docs package clean
+.PHONY: help demo serve test test-sglang test-vllm machines races codegen fuzz lint bench docs package clean
 
 help:
 	@echo "make demo    a real language model's output length, controlled (ARGS='--seed 1' adds options; lenvm demo --help)"
@@ -32,6 +32,7 @@ help:
 	@echo "make test    every test, 15 minutes on 2 cores that SGLang's tests share, twice that on slow ones"
 	@echo "make test-sglang    the plugin in the real SGLang server on a CPU, 18 minutes beside the tests"
 	@echo "make test-vllm      the logits processor in the real vLLM server on a CPU, 5 minutes"
+	@echo "make machines       tests that compare bits, and lenvm fuzz, as on four other CPUs; 4 minutes"
 	@echo "make races   races in every kernel, and the property tests with a GPU's rounding errors; under 10 minutes"
 	@echo "make codegen compiles every kernel for four GPUs that are not there, and fails on spills and slow code; 2 minutes"
 	@echo "make fuzz    lenvm fuzz for FUZZ_SECONDS=600, then every test, the property tests with FUZZ_EXAMPLES=500 examples"
@@ -91,6 +92,9 @@ $(TTSEM_INSTALLED): $(INSTALLED)
 	touch $@
 
 # Workloads in parallel, not files: nearly all of them are in one. 10 examples a property test (the profile gpu).
+machines: $(INSTALLED)
+	$(BIN)/python -m tests.machines
+
 races: $(INSTALLED) $(TTSEM_INSTALLED)
 	$(BIN)/pytest -n $(WORKERS) -m "" tests/test_races.py tests/test_race_workloads.py tests/test_rounding.py $(ARGS)
 	for seed in 1 2 3; do \

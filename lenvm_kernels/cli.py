@@ -605,14 +605,11 @@ def _fuzz(args: argparse.Namespace) -> int:
             os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
         from lenvm_kernels.fuzz import check, corpus, report
-        from lenvm_kernels.fuzz.interpreter import repair_interpreter
         from lenvm_kernels.fuzz.run import Plan, fuzz
         from lenvm_kernels.ops._common import INTERPRETED
 
         if (device == "cpu") != INTERPRETED:
             raise ValueError(f"--device {device} needs TRITON_INTERPRET={int(device == 'cpu')} when Python starts")
-        if INTERPRETED:
-            repair_interpreter()
         function, ops = None, tuple(args.ops or OPERATORS)
         if args.against is not None:
             function, ops = _function_of(args.against, args.ops)
@@ -681,3 +678,7 @@ def _token_temperatures(pairs: list[str] | None) -> dict[str, str] | None:
     if wrong := [pair for pair in pairs if "=" not in pair]:
         raise ValueError(f"--token-temperature-scale must be token ids and divisors such as 13=1.5, got {wrong[0]!r}")
     return dict(pair.split("=", 1) for pair in pairs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,12 +16,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 
-from lenvm_kernels.fuzz.interpreter import repair_interpreter
-from tests.helpers.rounding import gpu_rounding, repair_interpreter_fma
+from lenvm_kernels.ops import _operator  # noqa: F401 - repairs the interpreter, before tests change it
+from tests.helpers.rounding import gpu_rounding
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    repair_interpreter()
-    repair_interpreter_fma()
+if os.environ.get("TRITON_INTERPRET") == "1" and "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # two pytest workers on two cores; spinning threads would only get in each other's way
 
 _COMMON = dict(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.image
@@ -95,7 +96,9 @@ def test_the_command_writes_the_table_the_numbers_and_the_plot(tiny_demo, tmp_pa
 
 def test_a_seed_gives_the_same_numbers(tiny):
     first, again, other = (run.run(tiny, PROMPTS, PLAN, seed=seed) for seed in (5, 5, 6))
-    assert first == again
+    for setting, answers in first.answers.items():
+        assert replace(again.answers[setting], nll=answers.nll) == answers
+        assert again.answers[setting].nll == pytest.approx(answers.nll, rel=1e-5)
     assert first.answers != other.answers
 
 
@@ -137,7 +140,9 @@ def test_exported_models_are_those_of_the_demo(packaged, tmp_path, capsys):
     exported = Models.load(base, value, device="cpu", dtype=torch.float32)
     inputs = packaged.encode(["What is the capital of France?"])
     assert torch.equal(exported.encode(["What is the capital of France?"])["input_ids"], inputs["input_ids"])
-    assert torch.equal(exported.model(**inputs).logits, packaged.model(**inputs).logits)
+    weights = [models.model.state_dict() for models in (exported, packaged)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
     assert all(map(torch.equal, exported.value_model.head, packaged.value_model.head))
     for layer in (0, -1):
         assert torch.equal(exported.value_model.layers[layer].o, packaged.value_model.layers[layer].o)

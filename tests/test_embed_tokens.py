@@ -146,6 +146,7 @@ def test_nothing_else_is_written(device, monkeypatch, size, half):
         assert not (x[:rows] == guard).any() and (x[rows:] == guard).all()
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [96, 1536])
 def test_a_token_has_the_same_bits_in_every_batch(device, dtype, size):

@@ -13,6 +13,7 @@ from lenvm_kernels.fuzz.check import operators
 from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.types import GuidanceColumns
+from tests.helpers.matches import assert_matches
 from tests.helpers.watch import Operators
 
 BACKENDS = ["triton", "reference"]
@@ -36,11 +37,16 @@ def results(name, function, device):
     return [x for x in tree_flatten(parts)[0] if isinstance(x, torch.Tensor)]
 
 
-def assert_same(found, expected):
+def assert_same(found, expected, name, backend="triton"):
+    """To the bit, but for what the reference computes by a library's matmul."""
+    exact = backend == "triton" or name not in ("ragged_linear", "value_head", "value_tree_attention")
     assert len(found) == len(expected) > 0
     for pair in zip(found, expected, strict=True):
         actual, wanted = (x.float() if x.dtype == E4M3 else x for x in pair)
-        assert torch.equal(actual.nan_to_num(), wanted.nan_to_num())
+        if exact or not actual.is_floating_point():
+            assert torch.equal(actual.nan_to_num(), wanted.nan_to_num())
+        else:
+            assert_matches(actual, wanted, name, actual.dtype)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -49,7 +55,7 @@ def test_compiled_without_a_graph_break(device, name, backend):
     torch.compiler.reset()
     function = partial(OPERATORS[name].function, backend=backend)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    assert_same(results(name, compiled, device), results(name, function, device))
+    assert_same(results(name, compiled, device), results(name, function, device), name, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -72,7 +78,7 @@ def test_recorded_by_make_fx(device, name, backend):
         return graphs[-1](*tensors)
 
     expected = results(name, partial(OPERATORS[name].function, backend=backend), device)
-    assert_same(results(name, recorded, device), expected)
+    assert_same(results(name, recorded, device), expected, name, backend)
     targets = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
     assert targets.count(f"lenvm.{name}.default") == 1
 
@@ -86,7 +92,7 @@ def test_recorded_by_make_fx_from_real_tensors():
     hidden = torch.arange(6.0).view(2, 3)
     graph = make_fx(head_of, tracing_mode="real")(hidden)
     assert [str(node.target) for node in graph.graph.nodes].count("lenvm.value_head.default") == 1
-    assert torch.equal(graph(hidden + 1), head_of(hidden + 1))
+    torch.testing.assert_close(graph(hidden + 1), head_of(hidden + 1))
 
 
 def test_whoever_watches_operators_sees_into_ours():

@@ -157,6 +157,7 @@ def test_only_slots_of_the_cache_are_written(device, backend):
     assert_kept(inputs, k, v, 6)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(5, 3, 48), (12, 2, 128)])
 def test_a_row_has_the_same_bits_in_every_batch(device, dtype, heads, kv_heads, head_dim):

@@ -291,7 +291,8 @@ def test_bodies_of_the_forks_scripts_get_the_forks_answers(pair, url):
         check(first["embedding"], expected(pair, a))
         check(second["embedding"], expected(pair, b))
         (alone,) = post(url, "encode", {"input_ids": [a], "bypass_cache": [True]}).json()
-        assert alone["embedding"] == first["embedding"] and alone["meta_info"]["prompt_tokens"] == 9
+        check(alone["embedding"], expected(pair, a))
+        assert alone["meta_info"]["prompt_tokens"] == 9
     # Visualisation: every prefix of an answer with its next token; one row alone is no list.
     rows = post(url, "tree_value", {"input_ids": [a[:i] for i in (3, 4)], "candidate_ids": [[a[3]], [a[4]]]}).json()
     check([value for row in rows for value in row["embedding"]], expected(pair, a)[3:5])
@@ -617,7 +618,8 @@ class TestRemoteGuidance:
             remote = RemoteValueModel(url, timeout=30)
             before = list(remote._ask([query]))
         with served(make_engine(), port):
-            assert list(remote._ask([query])) == before and remote.failed_calls == 0
+            assert list(remote._ask([query])) == [(place, pytest.approx(values, rel=1e-5)) for place, values in before]
+        assert remote.failed_calls == 0
 
     def test_a_call_ends_at_its_time_out_whatever_trickles_in(self):
         def trickle():

@@ -273,6 +273,7 @@ def test_steps_with_a_cache_in_fp8(models, monkeypatch, commit_winners):
     assert (codes != cache.keys).double().mean() < 1e-3 < (codes != 0).double().mean()
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
 def test_a_row_has_the_same_bits_in_any_batch_with_a_cache_in_fp8(device, architecture):
     value_model = tiny_value_model(device, torch.bfloat16) if architecture == "qwen3" else None
@@ -917,6 +918,7 @@ def test_the_backend_reaches_every_operator(device, monkeypatch):
 # --- the same in any batch ---
 
 
+@pytest.mark.bits
 def test_batch_invariant_draws(device):
     """A request's values and draws, to the bit, alone and in batches of 2, 7 and 64, wherever it stands in them."""
     value_model = tiny_value_model(device)

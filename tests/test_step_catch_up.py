@@ -275,6 +275,7 @@ def test_values_of_every_token_in_spite_of_a_stride(models, monkeypatch):
         torch.testing.assert_close(output.remaining_lengths.cpu(), expected, rtol=0, atol=1e-3)
 
 
+@pytest.mark.bits
 def test_a_row_has_the_same_bits_whoever_is_beside_it(models):
     """Strided, waiting and plain requests: alone, in another order, in a batch padded for a graph."""
     guidance = [

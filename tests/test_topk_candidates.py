@@ -117,6 +117,7 @@ def test_rows_do_not_see_each_other(device, backend):
     assert whole.broken.sum() == 1 and whole.status[4] == Status.UNGUIDED
 
 
+@pytest.mark.bits
 def test_number_of_rows_changes_no_bit_of_a_large_vocabulary(device):
     """1,187 tiles, fewer in the last program than in the others."""
     x = torch.randn(17, 151_936, generator=torch.Generator().manual_seed(2)).to(device)

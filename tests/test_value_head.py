@@ -10,7 +10,7 @@ from lenvm_kernels.fuzz.ops.value_head import EPS, exact, make_inputs, square_su
 from lenvm_kernels.ops import value_head as ops
 from lenvm_kernels.ops.value_head import num_counters, value_head
 from tests.helpers.cases import assert_right, cases
-from tests.helpers.matches import assert_matches
+from tests.helpers.matches import assert_matches, assert_same
 from tests.helpers.wrong_tensors import assert_refuses
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -85,12 +85,14 @@ NORMS = [None, "computed", "folded"]
 MANY = 300  # outputs, so many that they take the larger tiles
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_row_has_the_same_bits_in_every_batch(device, dtype, norm):
     check_bits_of_rows(make_inputs(MANY, 192, dtype, device=device, norm=norm == "computed"), norm == "folded")
 
 
+@pytest.mark.bits
 def test_a_row_has_the_same_bits_in_every_batch_of_wide_tiles(device, wide_tiles):
     check_bits_of_rows(make_inputs(MANY, 200, torch.bfloat16, device=device, norm=True), True)
 
@@ -130,11 +132,11 @@ def test_targets_say_where_logits_go(device, backend, integers, outputs):
     targets = torch.randperm(outputs, generator=draws).to(device, integers)
     in_order = value_head(**inputs, token_rows=rows, backend=backend)
     placed = value_head(**inputs, token_rows=rows, targets=targets, backend=backend)
-    assert torch.equal(placed[targets.long()], in_order)
+    assert_same(placed[targets.long()], in_order, "value_head", backend)
     assert torch.equal(in_order == 0, (rows < 0) | (rows >= 40))
     reverse = torch.arange(39, -1, -1, device=device, dtype=integers)
     of_all = value_head(**inputs, targets=reverse, backend=backend)
-    assert torch.equal(of_all.flip(0), value_head(**inputs, backend=backend))
+    assert_same(of_all.flip(0), value_head(**inputs, backend=backend), "value_head", backend)
 
 
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64])
@@ -146,7 +148,8 @@ def test_targets_outside_are_not_written(device, monkeypatch, integers, padding)
     logits = value_head(**inputs, token_rows=rows, backend="reference")
     expected = torch.stack([logits[2], logits[0]])
     found = value_head(**inputs, token_rows=rows, targets=targets, backend="reference")
-    assert torch.equal(found[[0, 3]], expected) and (found[[1, 2, 4]] == 0).all()
+    assert_same(found[[0, 3]], expected, "value_head", "reference")
+    assert (found[[1, 2, 4]] == 0).all()
     buffers = guard_fresh_memory(monkeypatch)
     found = value_head(**inputs, token_rows=rows, targets=targets, backend="triton")
     assert_matches(found[[0, 3]], expected.double(), "value_head", torch.float32)

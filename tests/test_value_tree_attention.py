@@ -31,7 +31,7 @@ from lenvm_kernels.ops.value_tree_attention import (
     workspace_shape,
 )
 from tests.helpers.cases import assert_right, cases
-from tests.helpers.matches import assert_matches
+from tests.helpers.matches import assert_matches, assert_same
 
 SPLIT_LEN, MAX_SPLITS = SPLIT_LEN.value, MAX_SPLITS.value
 ONE_SPLIT = SPLIT_LEN + SPLIT_SLACK.value  # cached tokens that are not split
@@ -307,9 +307,10 @@ def test_malformed_parents_are_none(device, backend, seed):
     parents[offsets[-1] :] = [offsets[-1] - 1, -(2**31), 2**31 - 1]
     malformed = replace(inputs, parents=int32(parents, device))
     for actual, expected in zip(inputs.rows(malformed.run(backend)), inputs.rows(inputs.run(backend)), strict=True):
-        assert torch.equal(actual, expected)
+        assert_same(actual, expected, "value_tree_attention", backend)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("cached", [0, 45, ONE_SPLIT + 45])
 def test_a_candidate_depends_on_its_ancestors_only(device, cached):
     """Alone with its ancestors, beside other candidates, or after another request: the same bits."""
@@ -393,12 +394,14 @@ def test_nan_in_a_cache_in_e4m3_is_nan(device, backend, name):
     slot = inputs.slot_table[inputs.table_rows[0], 66]
     cache[slot, 0] = float("nan")
     result = inputs.run(backend)
-    assert result[:3].isnan().all() and torch.equal(result[3:], healthy[3:])
+    assert result[:3].isnan().all()
+    assert_same(result[3:], healthy[3:], "value_tree_attention", backend)
 
 
 # --- relations between runs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     ("dtype", "e4m3"), [(torch.float16, False), (torch.float16, True), (torch.bfloat16, True), (torch.float32, True)]
 )
@@ -445,6 +448,7 @@ def test_a_candidate_does_not_depend_on_the_others(device, cached):
     assert not torch.equal(changed[6], result[6])
 
 
+@pytest.mark.bits
 def test_candidates_in_another_order_give_the_same_bits(device):
     inputs = make_inputs([30], [1], [5], device=device, q_heads=3, dtype=torch.float16)
     order = [0, 4, 2, 5, 1, 3]
@@ -481,6 +485,7 @@ def test_delta_at_once_equals_token_by_token(device):
             k_cache[new_slots[t]], v_cache[new_slots[t]] = at_once.k_new[t], at_once.v_new[t]
 
 
+@pytest.mark.bits
 def test_whoever_merges_the_splits_gives_the_same_bits(device, monkeypatch):
     """A program takes all items in turn, or each its own: another split is the last to arrive."""
     inputs = make_inputs(

@@ -10,6 +10,13 @@ from torch.compiler import is_dynamo_compiling
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from lenvm_kernels.ops._common import INTERPRETED
+
+if INTERPRETED:
+    from lenvm_kernels.ops._interpreter import repair_interpreter
+
+    repair_interpreter()
+
 Launch = Callable[..., None]
 Operands = ParamSpec("Operands")
 

@@ -23,10 +23,9 @@ from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import numpy as np
-import triton.language as tl
 from triton.runtime import interpreter
 
-from lenvm_kernels.fuzz.interpreter import bf16_bits_to_fp32
+from lenvm_kernels.ops._interpreter import decoded, dot_in_order
 
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 _ELEMENTS_PER_THREAD = 8
@@ -90,16 +89,12 @@ def _elementwise(seed: int, name: str) -> Callable:
 def _dot(seed: int) -> Callable:
     numpy_version = interpreter.InterpreterBuilder.create_dot
 
-    def magnitudes(handle) -> np.ndarray:
-        is_bf16 = handle.dtype.scalar == tl.bfloat16
-        return np.abs(bf16_bits_to_fp32(handle.data) if is_bf16 else handle.data.astype(np.float32))
-
     def compute(self, a, b, d, *options):
         result = numpy_version(self, a, b, d, *options)
         if result.data.dtype != np.float32:
             return result
         with np.errstate(all="ignore"):
-            magnitude = np.matmul(magnitudes(a), magnitudes(b)) + np.abs(d.data)
+            magnitude = dot_in_order(np.abs(decoded(a)), np.abs(decoded(b)), np.abs(d.data))
             error = 2.0**-23 * magnitude * _noise(seed, "dot", result.data, magnitude)
             noisy = (result.data + np.where(np.isfinite(error), error, 0)).astype(np.float32)
         return interpreter.TensorHandle(noisy, result.dtype)
@@ -165,25 +160,3 @@ def gpu_rounding(seed: int) -> Iterator[None]:
         for patched in replaced:
             patches.enter_context(mock.patch.object(*patched))
         yield
-
-
-def repair_interpreter_fma() -> None:
-    """Make ``tl.fma`` round once, as a GPU does; the interpreter (seen on 3.7) rounds the product too."""
-    numpy_version = interpreter.InterpreterBuilder.create_fma
-
-    def create_fma(self, x, y, z):
-        if any(operand.data.dtype != np.float32 for operand in (x, y, z)):
-            return numpy_version(self, x, y, z)
-        with np.errstate(all="ignore"):
-            product, addend = x.data.astype(np.float64) * y.data, z.data.astype(np.float64)  # the product is exact
-            total = product + addend
-            # What the sum lost (Knuth's two-sum). Where it lost something, an odd last bit keeps the second rounding,
-            # to fp32, from taking it for a tie (Boldo and Melquiond, rounding to odd).
-            back = total - product
-            lost = (product - (total - back)) + (addend - back)
-            even = (np.ascontiguousarray(total).view(np.uint64) & np.uint64(1)) == 0
-            adjusted = np.where(lost > 0, np.nextafter(total, np.inf), np.nextafter(total, -np.inf))
-            total = np.where(np.isfinite(lost) & (lost != 0) & even, adjusted, total)
-        return interpreter.TensorHandle(total.astype(np.float32), z.dtype.scalar)
-
-    interpreter.InterpreterBuilder.create_fma = create_fma

@@ -1,0 +1,86 @@
+"""Triton's interpreter as this package repairs it: a matmul's bits are the same on every machine and in every batch."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder
+
+from lenvm_kernels import cli
+from tests.helpers import planted_dot
+from tests.machines import MACHINES, VALUES
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="is of Triton's interpreter; here the kernels are compiled"
+)
+M, K, N = 16, 64, 32
+
+
+@triton.jit
+def _dot_kernel(x_ptr, w_ptr, out_ptr, start, M: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
+    m, k, n = tl.arange(0, M)[:, None], tl.arange(0, K), tl.arange(0, N)[None, :]
+    x, w = tl.load(x_ptr + m * K + k[None, :]), tl.load(w_ptr + k[:, None] * N + n)
+    acc = tl.full((M, N), 0.0, tl.float32) + start
+    tl.store(out_ptr + m * N + n, tl.dot(x, w, acc, input_precision="ieee"))
+
+
+def dot(x, w, start=0.0):
+    out = torch.empty(len(x), w.shape[1])
+    _dot_kernel[(1,)](x.contiguous(), w.contiguous(), out, start, len(x), *w.shape)
+    return out
+
+
+def operands(dtype):
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(M, K, generator=generator).to(dtype), torch.randn(K, N, generator=generator).to(dtype)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products_are_added_one_after_the_other(dtype):
+    """As numbers of C's float would be, from the accumulator on. Another order gives other bits."""
+    x, w = operands(dtype)
+    found = dot(x, w, start=0.3)
+    a, b = x.float().numpy(), w.float().numpy()
+    for row, column in ((0, 0), (7, 31), (15, 4)):
+        total = np.float32(0.3)
+        for k in range(K):
+            total = np.float32(total + np.float32(a[row, k] * b[k, column]))
+        assert found[row, column].item() == total
+    assert not torch.equal(dot(x.flip(1), w.flip(0), start=0.3), found)
+    torch.testing.assert_close(found.double(), x.double() @ w.double() + 0.3, rtol=0, atol=2e-5)
+
+
+@pytest.mark.bits
+def test_a_row_has_the_same_bits_wherever_it_stands():
+    x, w = operands(torch.float32)
+    order = torch.randperm(M, generator=torch.Generator().manual_seed(6))
+    assert torch.equal(dot(x[order], w), dot(x, w)[order])
+    padded = torch.cat([torch.zeros(16, K), x, torch.full((32, K), torch.nan)])
+    assert torch.equal(dot(padded, w)[16:32], dot(x, w))
+
+
+def test_what_is_not_finite_stays_in_its_row():
+    x, w = operands(torch.float32)
+    healthy = dot(x, w)
+    x[3, 9], x[5, 0], x[5, 1], w[0, 2], w[1, 2] = torch.nan, torch.inf, -torch.inf, 1.0, 1.0
+    expected = dot(x, w)
+    assert expected[3].isnan().all() and expected[5, 2].isnan()
+    others = [i for i in range(M) if i not in (3, 5)]
+    columns = [j for j in range(N) if j != 2]
+    assert torch.equal(expected[others][:, columns], healthy[others][:, columns])
+
+
+def test_the_fuzzer_finds_a_dot_whose_bits_depend_on_the_batch(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", planted_dot.create_dot)
+    assert cli.main(["fuzz", "--ops", "value_head", "--cases", "20", "--seed", "3"]) == 1
+    assert "other" in capsys.readouterr().out
+
+
+def test_the_machines_take_every_value_of_every_variable():
+    for variable, values in VALUES.items():
+        assert {machine[variable] for machine in MACHINES} == set(values)
