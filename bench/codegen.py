@@ -195,10 +195,10 @@ def compile_steps(part: Part) -> list[Figures]:
     return figures
 
 
-def compile_calls(part: Part) -> list[Figures]:
-    """The figures of every kernel of the operators' calls."""
+def compile_calls(part: Part, once: bool) -> list[Figures]:
+    """The figures of every kernel of the operators' calls; with ``once`` of the first call that launches it."""
     figures, seen = [], set()
-    with compiling_for(part.target) as compiled:
+    with compiling_for(part.target, once) as compiled:
         for call_name, call in operator_calls():
             call()
             new = {kernel.hash: (name, kernel) for name, kernel in compiled if kernel.hash not in seen}
@@ -543,10 +543,12 @@ def main() -> int:
     parser.add_argument(
         "--parts", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), help="GPUs, calls (default: all)"
     )
+    parser.add_argument("--once", action="store_true", help="of the calls: each kernel's first only, in half a minute")
     parser.add_argument("--compile", choices=SUBJECTS, help=argparse.SUPPRESS)  # this process compiles, prints JSON
     args = parser.parse_args()
     if args.compile:
-        figures = (compile_calls if args.compile == CALLS else compile_steps)(SUBJECTS[args.compile])
+        part = SUBJECTS[args.compile]
+        figures = compile_calls(part, args.once) if args.compile == CALLS else compile_steps(part)
         step = step_figures() if args.compile == "sm_90" else None
         print(json.dumps({"figures": [asdict(figure) for figure in figures], "step": step}))
         return 0
@@ -556,7 +558,7 @@ def main() -> int:
         environment["AMDGCN_USE_BUFFER_OPS"] = "0"  # as users of AMD's GPUs are told to, see value_tree_attention
 
     def compiled(subject: str) -> dict:
-        command = [sys.executable, "-m", "bench.codegen", "--compile", subject]
+        command = [sys.executable, "-m", "bench.codegen", "--compile", subject, *["--once"] * args.once]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"compiling for {subject} failed:\n{done.stderr[-5000:]}")

@@ -106,11 +106,16 @@ def targeting(target: GPUTarget) -> Iterator[None]:
 
 
 @contextmanager
-def compiling_for(target: GPUTarget) -> Iterator[list[tuple[str, object]]]:
-    """In here operators on CPU tensors compile for ``target`` and launch nothing; gives (kernel, compiled) of each."""
-    compiled = []
+def compiling_for(target: GPUTarget, once: bool = False) -> Iterator[list[tuple[str, object]]]:
+    """In here operators on CPU tensors compile for ``target`` and launch nothing; gives (kernel, compiled) of each.
+
+    With ``once`` the first launch of each kernel only."""
+    compiled, names = [], set()
 
     def compile_only(name: str, launch: partial) -> object:
+        if once and name in names:
+            return None
+        names.add(name)
         kernel = launch(warmup=True)
         compiled.append((name, kernel))
         return kernel

@@ -26,7 +26,9 @@ MACHINES = [
     for core, others in zip(VALUES["OPENBLAS_CORETYPE"], product(*list(VALUES.values())[1:]), strict=True)
 ]
 NEEDS = {"Haswell": "avx2", "Zen": "avx2", "SkylakeX": "avx512f"}  # instructions of the CPU at hand
-FILES = [str(file) for file in sorted(Path(__file__).parent.glob("test_*.py")) if "pytest.mark.bits" in file.read_text()]
+FILES = [
+    str(file) for file in sorted(Path(__file__).parent.glob("test_*.py")) if "pytest.mark.bits" in file.read_text()
+]
 TESTS = ["pytest", "-q", "-m", "bits", "-p", "no:cacheprovider"]
 FUZZ = ["lenvm_kernels.cli", "fuzz", "--cases", "150"]
 PLANTED = [
