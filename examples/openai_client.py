@@ -1,7 +1,7 @@
 """A length target asked of a guided server of SGLang or vLLM, through the OpenAI client (``pip install openai``).
 
 LENVM_VALUE_MODEL=VALUE python -m sglang.launch_server --model-path BASE   # or, with the demo's models: make serve
-python examples/openai_client.py --prompt "What is a comet?" --target-length 60
+python examples/openai_client.py --prompt "What is photosynthesis?" --target-length 60
 
 LENVM_VALUE_MODEL=VALUE vllm serve BASE
 python examples/openai_client.py --engine vllm --url http://127.0.0.1:8000/v1
@@ -16,7 +16,7 @@ GUIDANCE = {"sglang": "custom_params", "vllm": "vllm_xargs"}  # what each engine
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--engine", choices=GUIDANCE, default="sglang")
 parser.add_argument("--url", default="http://127.0.0.1:30000/v1")
-parser.add_argument("--prompt", default="What is a comet?")
+parser.add_argument("--prompt", default="What is photosynthesis?")
 parser.add_argument("--target-length", type=int, default=60, help="tokens of the answer")
 args = parser.parse_args()
 
@@ -26,7 +26,9 @@ answer = client.chat.completions.create(
     model=client.models.list().data[0].id,
     messages=[{"role": "user", "content": args.prompt}],
     temperature=0.8,
-    extra_body={"top_k": 8, GUIDANCE[args.engine]: guidance},
+    max_tokens=200,
+    seed=1,
+    extra_body={"top_k": 8, "min_p": 0.1, GUIDANCE[args.engine]: guidance},
 )
 
 print(answer.choices[0].message.content)

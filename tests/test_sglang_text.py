@@ -4,8 +4,10 @@ Tests look at the trace of guided steps, and compare it with what the base model
 """
 
 import json
+import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -20,14 +22,15 @@ pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
 import jsonschema
 import openai
+import psutil
 import xgrammar
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from lenvm_kernels import GuidanceTable, LenVMConfig, parse_guidance, reweight_scatter, topk_candidates
-from lenvm_kernels.demo import VALUE, held_out_prompts, model_path
+from lenvm_kernels.demo import VALUE, held_out_prompts
 from lenvm_kernels.types import Status
-from tests.helpers.sglang_server import check_steps, running_server
+from tests.helpers.models import write_smollm2
+from tests.helpers.server import free_port, running
+from tests.helpers.sglang_server import Server, check_steps, running_server
 
 ROOT = Path(__file__).parent.parent
 SAMPLING = {"temperature": 1.0, "top_k": 5, "min_p": 0.01, "max_new_tokens": 24}
@@ -41,20 +44,8 @@ ATOL = 1e-4  # on guided probabilities, fp32
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
     """SmolLM2 and its tokenizer, and a folder with both for the server."""
-    folder, file = tmp_path_factory.mktemp("smollm2"), model_path()
-    source = dict(pretrained_model_name_or_path=file.parent, gguf_file=file.name)
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    # AutoModelForCausalLM.from_pretrained would ask for accelerate, which SGLang does without.
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**source), dtype=torch.float32).eval()
-    tensors = load_gguf_checkpoint(file, return_tensors=True, model_to_load=model)["tensors"]
-    model.load_state_dict(tensors, strict=False)  # the output layer is the embedding
-    model.save_pretrained(folder / "base")
-    tokenizer.save_pretrained(folder / "base")
-    (folder / "value").mkdir()
-    for saved in (folder / "base").iterdir():
-        (folder / "value" / saved.name).symlink_to(saved)
-    for saved in VALUE.iterdir():
-        (folder / "value" / saved.name).symlink_to(saved)
+    folder = tmp_path_factory.mktemp("smollm2")
+    model, tokenizer = write_smollm2(folder)
     yield SimpleNamespace(folder=folder, model=model, tokenizer=tokenizer)
     (folder / "base" / "model.safetensors").unlink()  # pytest keeps the folder, this is half a gigabyte of it
 
@@ -194,20 +185,53 @@ def test_openai_endpoints(smollm2, engine):
             client.completions.create(prompt="A comet is", **bad)
 
 
+@pytest.fixture(scope="module")
+def served(smollm2):
+    """The server that ``make serve`` starts."""
+    makefile, port, trace = (ROOT / "Makefile").read_text(), free_port(), smollm2.folder / "served.jsonl"
+    recipe = re.search(r"^\t(LENVM_VALUE_MODEL=.*?)\$\(ARGS\)$", makefile, re.DOTALL | re.MULTILINE)[1]
+    recipe = recipe.replace("$(SGLANG_VENV)/bin/python", sys.executable).replace("demo-models", str(smollm2.folder))
+    words = shlex.split(recipe.replace("\\\n", ""))
+    variables, command = words[: words.index(sys.executable)], words[words.index(sys.executable) :]
+    environment = os.environ | dict(variable.split("=") for variable in variables) | {"LENVM_TRACE": str(trace)}
+    environment.pop("TRITON_INTERPRET", None)
+    command += ["--port", str(port)]
+    with running(command, environment, smollm2.folder / "served.log", f"http://127.0.0.1:{port}") as url:
+        yield Server(url, trace)
+
+
+def check_answer(served, answer):
+    """There is something to read, it ends by itself, and it was guided."""
+    (choice,) = answer["choices"]
+    print(answer["usage"]["completion_tokens"], "tokens:", choice["message"]["content"])
+    assert choice["message"]["content"].strip() and choice["finish_reason"] == "stop"
+    assert traced(served, answer["id"])
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/sglang.md"])
-def test_documented_calls_run(engine, page):
-    text = (ROOT / page).read_text().replace("http://127.0.0.1:30000", engine.url)
-    call = re.search(r"^    curl \S+/generate .*?(?=\n\n)", text, re.DOTALL | re.MULTILINE)[0]
-    answer = json.loads(subprocess.run(["bash", "-c", call], check=True, capture_output=True).stdout)
-    assert traced(engine, answer["meta_info"]["id"])
+def test_documented_calls_run(served, page):
+    text = (ROOT / page).read_text().replace("http://127.0.0.1:30000", served.url)
+    call = re.search(r"^    curl .*?(?=\n\n)", text, re.DOTALL | re.MULTILINE)[0]
+    check_answer(served, json.loads(subprocess.run(["bash", "-c", call], check=True, capture_output=True).stdout))
 
 
-def test_the_openai_example_runs(engine, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["openai_client.py", "--url", f"{engine.url}/v1", "--target-length", "40"])
+def test_the_openai_example_runs(served, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["openai_client.py", "--url", f"{served.url}/v1"])
     answer = runpy.run_path(str(ROOT / "examples" / "openai_client.py"), run_name="__main__")["answer"]
-    assert traced(engine, answer.id)
-    text = f"{answer.choices[0].message.content}\n{answer.usage.completion_tokens} tokens; the target was 40\n"
+    text = f"{answer.choices[0].message.content}\n{answer.usage.completion_tokens} tokens; the target was 60\n"
     assert capsys.readouterr().out == text
+    check_answer(served, answer.model_dump())
+
+
+def test_what_make_serve_needs(smollm2, served):
+    """The 3 GiB of the README: memory of all its processes, after many answers at once. Pages that processes share
+    count once."""
+    prompts = [chat(smollm2, text) for text in held_out_prompts()[:32]]
+    answers(served, prompts, [{"custom_params": GENTLE}] * len(prompts))
+    (server,) = (child for child in psutil.Process().children() if served.url.rpartition(":")[2] in child.cmdline())
+    gib = [process.memory_full_info().pss / 2**30 for process in (server, *server.children(recursive=True))]
+    print("GiB:", *(f"{x:.2f}" for x in gib))
+    assert sum(gib) < 3
 
 
 FRUIT = r"(apple|pear|plum)(, (apple|pear|plum)){2,11}\."

@@ -5,6 +5,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -15,7 +18,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from lenvm_kernels.demo import VALUE, model_path
 from lenvm_kernels.value_model import ValueModel, ValueModelConfig
 
 VOCAB, HIDDEN = 97, 48
@@ -136,3 +141,20 @@ def save_checkpoint(path, seed, words=WORDS, value_head=False):
     if value_head:
         save_file(random_head(), path / "value_head.safetensors")
     return str(path)
+
+
+def write_smollm2(folder):
+    """Put the demo's models, in fp32, into ``base`` and ``value`` of the folder; returns the base model and the
+    tokenizer."""
+    source = dict(pretrained_model_name_or_path=model_path().parent, gguf_file=model_path().name)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    # AutoModelForCausalLM.from_pretrained would ask for accelerate, which the engines do without.
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**source), dtype=torch.float32).eval()
+    tensors = load_gguf_checkpoint(model_path(), return_tensors=True, model_to_load=model)["tensors"]
+    model.load_state_dict(tensors, strict=False)  # the output layer is the embedding
+    model.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    (folder / "value").mkdir()
+    for saved in (*(folder / "base").iterdir(), *VALUE.iterdir()):
+        (folder / "value" / saved.name).symlink_to(saved)
+    return model, tokenizer
