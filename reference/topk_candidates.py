@@ -24,6 +24,9 @@ def topk_candidates(
     entropy_threshold: torch.Tensor | None,  # [B]
     guided: torch.Tensor | None,  # [B]
     vocab_mask: torch.Tensor | None,  # [B, ceil(V / 32)]
+    end_token_ids: torch.Tensor | None,  # [R, E]
+    min_end_prob: torch.Tensor | None,  # [R]
+    table_rows: torch.Tensor | None,  # [B]
 ) -> Candidates:
     """See :func:`lenvm_kernels.ops.topk_candidates.topk_candidates`."""
     dtype, device = compute_dtype(scores), scores.device
@@ -72,10 +75,23 @@ def topk_candidates(
     if guided is not None:
         keep &= guided[:, None]
         broken &= guided
-    cut_by_columns = keep[:, -1]
-    keep = keep[:, :-1]
+    if end_token_ids is not None and min_end_prob is not None:
+        of_row = torch.arange(rows, device=device) if table_rows is None else table_rows.long()
+        ends = ends_among_candidates(x, p, end_token_ids[of_row].long(), min_end_prob[of_row], nothing, max_candidates)
+        ends = torch.where(keep[:, :1], ends, -1)  # of rows that have candidates
+        is_other = keep & ~(token[:, :, None] == ends[:, None, :]).any(dim=2)
+        room = max_candidates - (ends >= 0).sum(dim=1, keepdim=True)
+        others = is_other & (is_other.cumsum(dim=1) <= room)
+        cut_by_columns = keep[:, -1] | (is_other & ~others).any(dim=1)
+        token = torch.cat([torch.where(others, token, -1), ends], dim=1).sort(dim=1).values
+        score = torch.where(token >= 0, x.gather(1, token.clamp(min=0)), -torch.inf)
+        token = token.gather(1, score.sort(dim=1, descending=True, stable=True).indices)[:, :max_candidates]
+        keep, q = token >= 0, p.gather(1, token.clamp(min=0))
+    else:
+        cut_by_columns = keep[:, -1]
+        keep, q, token = keep[:, :-1], q[:, :-1], token[:, :-1]
 
-    q, token = torch.where(keep, q[:, :-1], 0.0), torch.where(keep, token[:, :-1], -1)
+    q, token = torch.where(keep, q, 0.0), torch.where(keep, token, -1)
     counts = keep.sum(dim=1)
     kept_mass = q.sum(dim=1)
     lost_mass = torch.where(cut_by_columns, p.sum(dim=1) - kept_mass, 0.0)
@@ -87,3 +103,25 @@ def topk_candidates(
         status = torch.where((counts > 1) & (entropy <= entropy_threshold), int(Status.SKIP), status)
     status = torch.where(counts == 1, int(Status.SINGLE), status)
     return Candidates(token.int(), q, counts.int(), status.to(torch.int8), lost_mass)
+
+
+def ends_among_candidates(
+    x: torch.Tensor,  # [B, V]
+    p: torch.Tensor,  # [B, V]
+    ends: torch.Tensor,  # int64 [B, E]
+    least: torch.Tensor,  # [B]
+    nothing: float,
+    max_candidates: int,
+) -> torch.Tensor:  # int64 [B, E]
+    """Tokens that end a row's output and are candidates whatever the filters say, else -1: those that are probable
+    enough. All columns but one may be theirs, which go to the most probable."""
+    is_token = (ends >= 0) & (ends < x.shape[1])
+    token = torch.where(is_token, ends, 0)
+    score = x.gather(1, token)
+    again = (ends[:, :, None] == ends[:, None, :]).tril(-1).any(dim=2)
+    allowed = is_token & ~again & (score > nothing) & (p.gather(1, token) >= least[:, None])
+    ahead = (score[:, None, :] > score[:, :, None]) | (
+        (score[:, None, :] == score[:, :, None]) & (token[:, None, :] < token[:, :, None])
+    )
+    rank = (ahead & allowed[:, None, :]).sum(dim=2)
+    return torch.where(allowed & (rank < max_candidates - 1), token, -1)

@@ -18,6 +18,7 @@ from torch import Tensor
 from lenvm_kernels.ops._common import (
     COLUMNS,
     FLOATS,
+    INT_DTYPES,
     MAX_CANDIDATES,
     ceil_div,
     check_tensor,
@@ -138,6 +139,9 @@ def _scan_kernel(
         "top_p_ptr",
         "min_p_ptr",
         "entropy_threshold_ptr",
+        "end_token_ids_ptr",
+        "min_end_prob_ptr",
+        "table_rows_ptr",
     ],
 )
 def _filter_kernel(
@@ -150,13 +154,20 @@ def _filter_kernel(
     top_p_ptr,  # [B]
     min_p_ptr,  # [B]
     entropy_threshold_ptr,  # [B] or None
+    end_token_ids_ptr,  # [R, E] or None
+    stride_end_token_ids_row,
+    min_end_prob_ptr,  # [R] or None
+    stride_min_end_prob_row,
+    table_rows_ptr,  # [B] or None
     scores_ptr,  # [B, V]
     stride_scores_request,
     mask_ptr,  # [B, ceil(V / 32)] or None
     stride_mask_request,
     V,
+    E,
     IS_LOGITS: tl.constexpr,
     K: tl.constexpr,
+    ENDS: tl.constexpr,  # a power of two >= E
     TILE: tl.constexpr,
     TILES: tl.constexpr,  # a power of two >= tiles
 ):
@@ -202,6 +213,28 @@ def _filter_kernel(
     )
     keys = tl.reshape(tl.where(x > nothing, _encode_key(x, token), _NO_KEY), [K * TILE], can_reorder=True)
     first = 1 / total if IS_LOGITS else best  # probability of the best token
+    room = K  # for tokens that do not end the output
+    if end_token_ids_ptr is not None:
+        # Those that are candidates whatever the filters say. All columns but one may be theirs.
+        table_row = request
+        if table_rows_ptr is not None:
+            table_row = tl.load(table_rows_ptr + request).to(tl.int64)
+        place = tl.arange(0, ENDS)
+        end = tl.load(end_token_ids_ptr + table_row * stride_end_token_ids_row + place, mask=place < E, other=-1)
+        is_token = (end >= 0) & (end < V)
+        score = _load_scores(
+            scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, request, end, is_token, IS_LOGITS
+        )
+        p = tl.exp2((score - best) * scale) / total if IS_LOGITS else score
+        least = tl.load(min_end_prob_ptr + table_row * stride_min_end_prob_row)
+        least = tl.where(usable, least, float("inf"))  # a broken request has no candidates
+        allowed = is_token & (score > nothing) & (p >= least)
+        end_keys = tl.where(allowed, _encode_key(score, end), _NO_KEY)
+        again = ((end_keys[None, :] == end_keys[:, None]) & (place[None, :] < place[:, None])).to(tl.int32)
+        end_keys = tl.where(tl.max(again, axis=1) > 0, _NO_KEY, end_keys)
+        ahead = tl.sum((end_keys[None, :] > end_keys[:, None]).to(tl.int32), axis=1)
+        end_keys = tl.where(ahead < K - 1, end_keys, _NO_KEY)
+        room = K - tl.sum((end_keys != _NO_KEY).to(tl.int32), axis=0)
     tokens, probs = tl.full([K], -1, tl.int32), tl.zeros([K], tl.float32)
     count, mass = 0, 0.0
     # One round more than K: would the next token have been kept, had there been a column for it?
@@ -216,13 +249,31 @@ def _filter_kernel(
         keep = (score > nothing) & (mass <= top_p) & (p >= min_p * first)
         keep = usable & (keep | (k == 0))
         if k < K:
-            place = tl.where(keep, k, K)
+            taken = keep
+            if end_token_ids_ptr is not None:
+                is_end = (tl.max((end_keys == key).to(tl.int32), axis=0) > 0) & (key != _NO_KEY)
+                taken = is_end | (keep & (room > 0))
+                end_keys = tl.where(end_keys == key, _NO_KEY, end_keys)
+                room -= (taken & (is_end == 0)).to(tl.int32)
+                cut_by_columns = cut_by_columns | (keep & (taken == 0))
+            place = tl.where(taken, count, K)
             tokens = tl.where(column == place, _key_token(key), tokens)
             probs = tl.where(column == place, p, probs)
-            count += keep.to(tl.int32)
-            mass += tl.where(keep, p, 0.0)
+            count += taken.to(tl.int32)
+            mass += tl.where(taken, p, 0.0)
         else:
-            cut_by_columns = keep
+            cut_by_columns = cut_by_columns | keep
+    if end_token_ids_ptr is not None:
+        for _ in range(E):
+            key = tl.max(end_keys, axis=0)
+            end_keys = tl.where(end_keys == key, _NO_KEY, end_keys)
+            taken = key != _NO_KEY
+            p = tl.exp2((_key_score(key) - best) * scale) / total if IS_LOGITS else _key_score(key)
+            place = tl.where(taken, count, K)
+            tokens = tl.where(column == place, _key_token(key), tokens)
+            probs = tl.where(column == place, p, probs)
+            count += taken.to(tl.int32)
+            mass += tl.where(taken, p, 0.0)
 
     status = tl.where(count > 0, _GUIDE, _UNGUIDED)
     if entropy_threshold_ptr is not None:
@@ -239,20 +290,24 @@ def _filter_kernel(
 
 
 def _run_reference(token_ids, probs, counts, status, lost_mass, *operands) -> None:
-    scores, guided, temperature, top_k, top_p, min_p, entropy_threshold, vocab_mask, max_candidates, is_logits = (
+    scores, guided, temperature, top_k, top_p, min_p, entropy_threshold, *of_ends, vocab_mask, columns, is_logits = (
         operands
     )
+    end_token_ids, min_end_prob, table_rows = of_ends
     candidates = _reference(
         scores,
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
-        max_candidates=max_candidates,
+        max_candidates=columns,
         temperature=temperature,
         is_logits=is_logits,
         entropy_threshold=entropy_threshold,
         guided=guided,
         vocab_mask=vocab_mask,
+        end_token_ids=end_token_ids,
+        min_end_prob=min_end_prob,
+        table_rows=table_rows,
     )
     for written, computed in zip((token_ids, probs, counts, status, lost_mass), candidates, strict=True):
         written.copy_(computed)
@@ -272,6 +327,9 @@ def _launch(
     top_p: Tensor,
     min_p: Tensor,
     entropy_threshold: Tensor | None,
+    end_token_ids: Tensor | None,
+    min_end_prob: Tensor | None,
+    table_rows: Tensor | None,
     vocab_mask: Tensor | None,
     max_candidates: int,
     is_logits: bool,
@@ -283,6 +341,7 @@ def _launch(
     tile_max = torch.empty(requests, tiles, dtype=torch.float32, device=device)
     tile_sum = torch.empty(requests, tiles, dtype=torch.float32, device=device)
     of_scores = (scores, scores.stride(0), vocab_mask, 0 if vocab_mask is None else vocab_mask.stride(0), vocab)
+    ends = 1 if end_token_ids is None else end_token_ids.shape[1]
     program_tiles = max(PROGRAM_BYTES // (TILE * scores.element_size()), 1)
     _scan_kernel[(requests, ceil_div(tiles, program_tiles))](
         tile_max,
@@ -305,9 +364,16 @@ def _launch(
         top_p,
         min_p,
         entropy_threshold,
+        end_token_ids,
+        0 if end_token_ids is None else end_token_ids.stride(0),
+        min_end_prob,
+        0 if min_end_prob is None else min_end_prob.stride(0),
+        table_rows,
         *of_scores,
+        ends,
         IS_LOGITS=is_logits,
         K=max_candidates,
+        ENDS=next_power_of_2(ends),
         TILE=TILE,
         TILES=next_power_of_2(tiles),
         num_warps=4 if max_candidates <= 16 else 8,
@@ -328,9 +394,12 @@ def topk_candidates(
     entropy_threshold: torch.Tensor | float | None = None,
     guided: torch.Tensor | None = None,
     vocab_mask: torch.Tensor | None = None,
+    end_token_ids: torch.Tensor | None = None,
+    min_end_prob: torch.Tensor | None = None,
+    table_rows: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> Candidates:
-    """Choose each request's candidate tokens: top-k, of them top-p, of them min-p.
+    """Choose each request's candidate tokens: top-k, of them top-p, of them min-p; and tokens that end the output.
 
     Tokens are ordered by score, equal scores by token id. The first one always stays. A token of probability 0 or
     logit -inf is never a candidate. A broken request (NaN or +inf among its scores, no token to choose, or a
@@ -352,6 +421,12 @@ def topk_candidates(
         guided: bool ``[B]`` (None: all). Requests not guided are not read and come back empty.
         vocab_mask: int32 ``[B, ceil(V / 32)]``, bit 1 = allowed, token ``t`` is bit ``t % 32`` of word ``t // 32`` (as
             xgrammar packs it); applied before everything else.
+        end_token_ids: int32 ``[R, E]``, last dimension contiguous (None: nothing is added); tokens that end the output
+            of a request, what is no token is none. They are candidates whatever ``top_k``, ``top_p`` and ``min_p`` say,
+            where they are as probable as ``min_end_prob``. If all columns are taken, the least probable tokens that are
+            none of them give way. The first token stays in any case.
+        min_end_prob: fp32 ``[R]``; with ``end_token_ids``. Above 1: none of them is added.
+        table_rows: int32 or int64 ``[B]``; each request's row of these two (None: request i has row i).
         backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
@@ -386,6 +461,21 @@ def topk_candidates(
     if vocab_mask is not None:
         check_tensor("vocab_mask", vocab_mask, dtypes=torch.int32, shape=(requests, ceil_div(vocab, 32)), device=device)
 
+    if (end_token_ids is None) != (min_end_prob is None):
+        raise ValueError("end_token_ids and min_end_prob must be given together")
+    if end_token_ids is not None:
+        check_tensor("end_token_ids", end_token_ids, dtypes=torch.int32, shape=(None, None), device=device)
+        rows, ends = end_token_ids.shape
+        if ends == 0:
+            raise ValueError("end_token_ids must have at least one column, got none")
+        check_tensor(
+            "min_end_prob", min_end_prob, dtypes=torch.float32, shape=(rows,), device=device, unit_stride=False
+        )
+        if table_rows is None and rows < requests:
+            raise ValueError(f"end_token_ids must have a row for each of the {requests} requests, got {rows}")
+    if table_rows is not None:
+        check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(requests,), device=device)
+
     dtype = compute_dtype(scores)
     candidates = Candidates(
         token_ids=torch.empty(requests, max_candidates, dtype=torch.int32, device=device),
@@ -394,6 +484,7 @@ def topk_candidates(
         status=torch.empty(requests, dtype=torch.int8, device=device),
         lost_mass=torch.empty(requests, dtype=dtype, device=device),
     )
-    filters = (top_k, top_p, min_p, entropy_threshold)
-    _launch(backend, *candidates, scores, guided, temperature, *filters, vocab_mask, max_candidates, is_logits)
+    filters = (top_k, top_p, min_p)
+    optional = (entropy_threshold, end_token_ids, min_end_prob, table_rows, vocab_mask)
+    _launch(backend, *candidates, scores, guided, temperature, *filters, *optional, max_candidates, is_logits)
     return candidates

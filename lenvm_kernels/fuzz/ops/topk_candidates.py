@@ -29,6 +29,7 @@ OPTIONS: dict[str, list[Any]] = {
     "entropy_threshold": [False, True],
     "guided": [False, True],
     "vocab_mask": [False, True],
+    "ends": [0, 1, 3, 5],
     "constants": ["shipped", "small"],
 }
 # Several programs a row, at the sizes that the interpreter can do.
@@ -75,6 +76,19 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     if options["vocab_mask"]:
         words = draws.bits("vocab_mask", rows, -(-vocab // 32)).int()
         arguments["vocab_mask"] = padded_rows(words, options["padding"], value=-1)
+    if options["ends"]:
+        # One of them is the best token or beside it; some are no token; some come twice.
+        ends = draws.integers("ends", rows, options["ends"], low=-2, high=min(vocab, 9) + 1)
+        best = x.nan_to_num(-INF, -INF, -INF).argmax(dim=1)
+        ends[:, 0] = torch.where(
+            draws.chance("near the best", rows, of=0.5), best + pick("beside it", [-1, 0, 1]), ends[:, 0]
+        )
+        least = pick("min_end_prob", [0.0, 1e-4, 0.01, 0.1, 0.5, INF]).float()
+        # Rows of a table in another order than the requests, whose columns lie apart.
+        table_rows = torch.arange(len(x) - 1, -1, -1, device=device)
+        arguments["end_token_ids"] = padded_rows(ends.flip(0).int(), options["padding"], value=0)
+        arguments["min_end_prob"] = torch.stack([least.flip(0), least * NAN], dim=1)[:, 0]
+        arguments["table_rows"] = table_rows
     return Inputs(padded_rows(x, options["padding"]), arguments)
 
 
@@ -122,6 +136,10 @@ def compare(given: Inputs, found: Candidates) -> list[Difference]:
     expected, fewest, most = (_reference(given, width) for width in (0.0, -BOUND_WIDTH, BOUND_WIDTH))
     listed = torch.arange(found.probs.shape[1], device=found.probs.device) < found.counts[:, None]
     clear = fewest.counts == most.counts
+    has_ends = "min_end_prob" in given.arguments
+    if has_ends:  # lists of different ends: none is the beginning of another
+        clear &= (fewest.token_ids == most.token_ids).all(1)
+    known = clear[:, None] if has_ends else torch.ones_like(listed)
     settled = clear
     if "entropy_threshold" in given.arguments:
         q = expected.probs / expected.probs.sum(1, keepdim=True)
@@ -130,11 +148,22 @@ def compare(given: Inputs, found: Candidates) -> list[Difference]:
     between = (fewest.counts <= found.counts) & (found.counts <= most.counts)
     return [
         Difference("counts", ~between, found.counts, expected.counts),
-        differs("token_ids", found.token_ids, torch.where(listed, most.token_ids, -1)),
-        beyond("probs", found.probs, torch.where(listed, most.probs, 0), tolerance),
-        differs("rows marked as broken", found.lost_mass.isnan(), expected.broken),
+        differs(
+            "token_ids", found.token_ids, torch.where(known, torch.where(listed, most.token_ids, -1), found.token_ids)
+        ),
         beyond(
-            "lost_mass", found.lost_mass, torch.where(clear, expected.lost_mass, found.lost_mass.double()), tolerance
+            "probs",
+            found.probs,
+            torch.where(known, torch.where(listed, most.probs, 0), found.probs.double()),
+            tolerance,
+        ),
+        differs("rows marked as broken", found.lost_mass.isnan(), expected.broken),
+        # What is left of 1 has the error of all that was taken off.
+        beyond(
+            "lost_mass",
+            found.lost_mass,
+            torch.where(clear, expected.lost_mass, found.lost_mass.double()),
+            (0.0, sum(tolerance)),
         ),
         differs("status", found.status, torch.where(settled, expected.status, found.status)),
     ]
@@ -145,6 +174,8 @@ def _reference(given: Inputs, width: float) -> Candidates:
     arguments = dict(given.arguments)
     arguments["top_p"] = arguments["top_p"] * (1 + width)
     arguments["min_p"] = arguments["min_p"] * (1 - width)
+    if "min_end_prob" in arguments:
+        arguments["min_end_prob"] = arguments["min_end_prob"] * (1 - width)
     return topk_candidates(given.scores.double(), **arguments, backend="reference")
 
 
