@@ -227,7 +227,7 @@ def _filter_kernel(
         )
         p = tl.exp2((score - best) * scale) / total if IS_LOGITS else score
         least = tl.load(min_end_prob_ptr + table_row * stride_min_end_prob_row)
-        least = tl.where(usable, least, float("inf"))  # a broken request has no candidates
+        least = tl.where(usable, least, float("nan"))  # a broken request has no candidates
         allowed = is_token & (score > nothing) & (p >= least)
         end_keys = tl.where(allowed, _encode_key(score, end), _NO_KEY)
         again = ((end_keys[None, :] == end_keys[:, None]) & (place[None, :] < place[:, None])).to(tl.int32)
