@@ -22,7 +22,7 @@ class Status(IntEnum):
 
 
 class Mode(IntEnum):
-    """How a request's candidates are reweighted. A target makes it one of the last six."""
+    """How a request's candidates are reweighted. A target makes it one of those from ``EQ`` on."""
 
     UNGUIDED = 0
     MUL = 1
@@ -37,6 +37,9 @@ class Mode(IntEnum):
     EQ_SOFT = 10
     GE_SOFT = 11
     LE_SOFT = 12
+    NEAR = 13
+    GE_NEAR = 14
+    LE_NEAR = 15
 
 
 class Candidates(NamedTuple):
@@ -246,7 +249,7 @@ class GuidanceColumns(NamedTuple):
 
     Attributes:
         mode: int32 ``[R]``; a :class:`Mode`.
-        scale: fp32 ``[R]``.
+        scale: fp32 ``[R]``; of the modes; of the constraints ``NEAR``, ``GE_NEAR`` and ``LE_NEAR`` their strength.
         nats_per_token: fp32 ``[R]``; ``-ln(gamma)``.
         value_min: fp32 ``[R]``; -inf for none.
         target_length: fp32 ``[R]``; tokens, 0 without a target.

@@ -84,13 +84,19 @@ def reweight_scatter(
     tilt = torch.where(mode == Mode.CENTERED_EXP, scale * span, tilt)
 
     exponent = torch.where(mode == Mode.VALUE_BIAS, scale * raw_z, tilted(w, top_w, tilt))
+    lengths = torch.nn.functional.softplus(z)
+    is_near = (mode >= Mode.NEAR) & (mode <= Mode.LE_NEAR)
+    farther = relative_distance(lengths, nats, column("nats_per_token"), mode)
+    farther = torch.where(active, farther - torch.where(active, farther, torch.inf).amin(dim=1, keepdim=True), 0.0)
+    exponent = torch.where(is_near, -scale * farther, exponent)
     result = torch.softmax(torch.where(active, q.log() + exponent, -torch.inf), dim=1).nan_to_num(0.0)
-    is_soft = mode >= Mode.EQ_SOFT
+    is_soft = (mode >= Mode.EQ_SOFT) & (mode <= Mode.LE_SOFT)
     tilts_to_target = (mode <= Mode.LENGTH_MUL) | is_soft
-    result = torch.where(tilts_to_target & unmoved, q, result)
+    equally_near = is_near & (exponent == 0).all(dim=1, keepdim=True)
+    result = torch.where((tilts_to_target & unmoved) | equally_near, q, result)
 
     # Constraints choose one candidate: the one of least cost.
-    cost = torch.where(mode == Mode.EQ, (torch.nn.functional.softplus(z) - nats).abs(), z)
+    cost = torch.where(mode == Mode.EQ, (lengths - nats).abs(), z)
     largest = ((mode == Mode.GE) & (remaining > 0)) | (is_soft & above_range)
     cost = torch.where(largest, -z, cost)
     edge = is_soft & (below_range | above_range)
@@ -117,6 +123,15 @@ def value_difference(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
 def value_logit(nats: torch.Tensor) -> torch.Tensor:
     """The logit of the value ``1 - exp(-nats)``; -inf for ``nats <= 0``."""
     return torch.where(nats > 0, nats + torch.log(-torch.expm1(-nats)), -torch.inf)
+
+
+def relative_distance(
+    lengths: torch.Tensor, target: torch.Tensor, nats_per_token: torch.Tensor, mode: torch.Tensor
+) -> torch.Tensor:
+    """``|ln((l + 2) / (r + 2))|`` of lengths and target in nats, 2 being tokens; 0 on the side a mode does not mind."""
+    distance = torch.log(lengths + 2 * nats_per_token) - torch.log(target + 2 * nats_per_token)
+    met = ((mode == Mode.LE_NEAR) & (distance <= 0)) | ((mode == Mode.GE_NEAR) & (distance >= 0))
+    return torch.where(met, 0.0, distance.abs())
 
 
 def tilted(w: torch.Tensor, top_w: torch.Tensor, tilt: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,12 @@ from tests.helpers.watch import Operators
             GuidanceParams(Mode.LE, 1.0, 0.997, None, 9, True),
         ),
         ({"target_value": 0.0, "target_length": 60, "op": "soft"}, GuidanceParams(Mode.EQ_SOFT, target_length=0.0)),
+        ({"target_length": 60, "op": "near"}, GuidanceParams(Mode.NEAR, 5.0, target_length=60.0, counts_down=True)),
+        (
+            {"target_length": 9, "op": " LE_near", "strength": "0.5", "length_mode": "remaining", "scale": 2},
+            GuidanceParams(Mode.LE_NEAR, 0.5, target_length=9.0),
+        ),
+        ({"target_value": 0, "op": "ge_near", "strength": 0}, GuidanceParams(Mode.GE_NEAR, 0.0, target_length=0.0)),
         (
             {"scale": 2, "value_min": 0.1, "entropy_threshold": 0.3},
             GuidanceParams(Mode.MUL, 2.0, 0.997, 0.1, entropy_threshold=0.3),
@@ -68,6 +74,10 @@ from tests.helpers.watch import Operators
             GuidanceParams(Mode.EQ, 1.0, 0.9, None, 0.5, True, end_token_ids=(7,), hard_limit=1),
         ),
         (
+            {"thinking_budget": 8, "end_token_ids": [7], "op": "le_near", "strength": 3e38},
+            GuidanceParams(Mode.LE_NEAR, 3e38, target_length=8.0, counts_down=True, end_token_ids=(7,), hard_limit=10),
+        ),
+        (
             {"thinking_budget": 8, "end_token_ids": [7], "hard_limit": 5, "answer_length": 3, "allow_eos": True},
             GuidanceParams(
                 Mode.LE_SOFT,
@@ -94,6 +104,9 @@ def test_every_spelling_of_the_constraints():
         Mode.EQ_SOFT: "eq_soft soft equal_soft",
         Mode.GE_SOFT: "ge_soft",
         Mode.LE_SOFT: "le_soft",
+        Mode.NEAR: "near",
+        Mode.GE_NEAR: "ge_near",
+        Mode.LE_NEAR: "le_near",
     }
     for mode, words in spellings.items():
         for word in words.split():
@@ -188,6 +201,19 @@ def test_neutral_parameters_are_unguided(mode, scale, neutral):
         ),
         ({"target_length": 5, "op": "!="}, "value_constraint must be one of eq, =, ==, .*, got '!='"),
         ({"constraint": "ge"}, "value_constraint needs a target"),
+        ({"constraint": "near", "strength": 2}, "value_constraint needs a target"),
+        *(
+            (other | {"strength": 5}, "strength needs a value_constraint of near, ge_near or le_near")
+            for other in ({}, {"scale": 2}, {"target_length": 5}, {"target_length": 5, "op": "le_soft"})
+        ),
+        *(
+            ({"target_length": 5, "op": "near", "strength": s}, f"strength must be a finite number >= 0, got {s!r}")
+            for s in (-0.1, math.nan, math.inf, -math.inf, "much", True)
+        ),
+        (
+            {"target_length": 5, "op": "near", "strength": 3.5e38},
+            r"strength must be a finite number >= 0, got 3.5e\+38",
+        ),
         ({"value_min": "low"}, "value_min must be a finite number"),
         ({"entropy_threshold": -0.1}, "value_entropy_threshold must be a finite number >= 0, got -0.1"),
         ({"scale": 2, "value_scale": 3}, "value_scale is given twice: accepted is one of value_scale, scale"),
@@ -292,12 +318,12 @@ def test_every_column_is_of_its_own_row():
         parse_guidance({"mode": "exp", "scale": 3, "entropy_threshold": 0.5, "gamma": 0.9}),
         parse_guidance({"mode": "centered_exp", "scale": -2, "entropy_threshold": 0.0, "value_min": 0.0}),
         parse_guidance({"target_length": 0, "length_mode": "remaining", "gamma": 0.5, "return_values": True}),
-        parse_guidance({"target_length": 0, "op": "le"}),
+        parse_guidance({"target_length": 0, "op": "ge_near", "strength": 2.5}),
         parse_guidance({"boosted_token_ids": [9, 3], "token_temp_divisor": 0.25}),
     ]
     table = GuidanceTable.from_params(params, [{1}, {0, 4, 2}, set(), {7}, {5}], "cpu")
-    assert table.mode.tolist() == [Mode.EXP, Mode.CENTERED_EXP, Mode.EQ, Mode.LE, Mode.UNGUIDED]
-    assert table.scale.tolist() == [3, -2, 1, 1, 1]
+    assert table.mode.tolist() == [Mode.EXP, Mode.CENTERED_EXP, Mode.EQ, Mode.GE_NEAR, Mode.UNGUIDED]
+    assert table.scale.tolist() == [3, -2, 1, 2.5, 1]
     assert str(table.entropy_threshold.tolist()) == "[0.5, 0.0, nan, nan, nan]"
     assert table.value_min.tolist() == [-math.inf, 0, -math.inf, -math.inf, -math.inf]
     assert table.target_length.tolist() == [0] * 5

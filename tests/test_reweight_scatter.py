@@ -2,8 +2,10 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
 import torch
 import triton.language as tl
@@ -151,8 +153,8 @@ def test_scatter_rewrites_guided_rows_only(device, backend, dtype, monkeypatch):
 def mixed_batch(rows, seed):
     p, z, params = hard_rows(rows, 8, seed)
     others = [{"mode": "centered_exp", "scale": -9}, {"mode": "value_bias", "scale": 2}, {"target_length": 40}]
-    others += [{"target_length": 40, "op": ">"}, {}]
-    params = [parse_guidance(others[i // 2 % 5]) if i % 2 else p for i, p in enumerate(params)]
+    others += [{"target_length": 40, "op": ">"}, {}, {"target_length": 40, "op": "near"}]
+    params = [parse_guidance(others[i // 2 % len(others)]) if i % 2 else p for i, p in enumerate(params)]
     ids = torch.where(p > 0, torch.arange(8), -1).int()
     return make_candidates(ids, p), z, params
 
@@ -395,12 +397,170 @@ def test_a_target_above_every_value_is_reached_by_no_rounding(device, backend):
     assert torch.equal(result.argmax(1), q.argmax(1)) and result.sum() == result.amax(1).sum() == 256
 
 
-# --- spans, and the answers that follow them ---
-
-
 def logit_of(nats):
     """fp64; the logit of the value ``1 - exp(-nats)``."""
     return nats + torch.log(-torch.expm1(-nats))
+
+
+# --- near a target ---
+
+FP32_MAX = torch.finfo(torch.float32).max
+NEAR = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
+LENGTHS = [0.01, 0.5, 3.0, 17.0, 18.0, 19.0, 250.0, 4000.0, 1e6]
+
+
+@pytest.mark.parametrize("gamma", [0.9, 0.997, 0.99999])
+def test_near_by_hand(device, backend, gamma):
+    """Lengths of 0, 8, 18 and 78 tokens, 18 to come: with 2 added they are 10 and 2 times less, equal, 4 times more."""
+    shorter, longer = torch.tensor([[10.0, 2, 1, 1]]), torch.tensor([[1.0, 1, 1, 4]])
+    q = torch.tensor([[0.125, 0.375, 0.25, 0.25]])
+    weights = [q * factor**-s for factor in (shorter * longer, shorter, longer) for s in (0.0, 1.0, 2.5)]
+    expected = torch.cat([w / w.sum() for w in weights])
+    of_row = [(mode, strength) for mode in NEAR for strength in (0.0, 1.0, 2.5)]
+    params = [GuidanceParams(mode, s, gamma, target_length=28.0, counts_down=True) for mode, s in of_row]
+    lengths = torch.tensor([[5.0, 8.0, 18.0, 78.0]], dtype=torch.float64)  # the first ends the output: 0
+    z, generated = logit_of(lengths * -math.log(gamma)).float(), torch.full((9,), 10, dtype=torch.int32)
+    result, _ = reweight(q.repeat(9, 1), z.repeat(9, 1), params, [{0}] * 9, device, backend, generated=generated)
+    torch.testing.assert_close(result, expected, rtol=0, atol=2e-6)
+    assert torch.equal(result[::3], q.expand(3, -1))
+
+
+def test_near_at_the_ends_of_fp32(device, backend):
+    """Lengths of 0 and 1e30 nats, targets that overflow in nats, strengths that overflow, and columns of padding."""
+
+    def z_of(*lengths, gamma=0.997):
+        return logit_of(torch.tensor(lengths, dtype=torch.float64) * -math.log(gamma)).tolist()
+
+    largest = [1 + 1e30 / (-2 * math.log(gamma)) for gamma in (0.1, 0.99999)]
+    of_row = [  # discount, target, strength, value logits, weights beside q
+        (0.997, 500.0, FP32_MAX, z_of(0.01, 1e6), [1, 0]),
+        (0.997, 5000.0, FP32_MAX, z_of(0.01, 1e6), [0, 1]),
+        (0.997, 1e6, 0.5, z_of(0.01, 1e6), [(2.01 / 1_000_002) ** 0.5, 1]),
+        (0.1, FP32_MAX, 0.1, [1e30, -1e30], [1, largest[0] ** -0.1]),
+        (0.99999, 0.0, 0.1, [1e30, -1e30], [largest[1] ** -0.1, 1]),
+        (0.99999, 1e6, FP32_MAX, z_of(999_000.0, 1_010_000.0, gamma=0.99999), [1, 0]),
+    ]
+    params = [GuidanceParams(Mode.NEAR, s, gamma, target_length=target) for gamma, target, s, _, _ in of_row]
+    z = torch.tensor([[*z, 0.0, 0.0] for *_, z, _ in of_row])
+    q = torch.tensor([[0.25, 0.75, 0.0, 0.0]])
+    expected = q * torch.tensor([[*weights, 0.0, 0.0] for *_, weights in of_row])
+    result, table = reweight(q.repeat(6, 1), z, params, [set()] * 6, device, backend)
+    torch.testing.assert_close(result, expected / expected.sum(1, keepdim=True), rtol=0, atol=2e-6)
+    assert table.faults.sum() == 0
+
+
+def near_case(case, device, mode, strength):
+    """Inputs of a case whose requests are all near a target: lengths of all sizes, many of them equal."""
+    given, draws = generator.inputs(case, device), case.draws(device)
+    rows, table = given.table_rows, given.table
+    table.mode[:], table.scale[:] = int(mode), strength
+    targets = [0.0, 0.01, 18.0, 500.0, 1e6, FP32_MAX]
+    table.target_length[rows] = draws.choose("target", case.rows, values=targets).float()
+    gamma = draws.choose("discount", case.rows, values=[0.9, 0.997, 0.99999])
+    table.nats_per_token[rows] = -gamma.log().float()
+    shape = given.value_logits.shape[1]
+    nats = draws.choose("length", case.rows, shape, values=LENGTHS) * -gamma.log()[:, None]
+    z = torch.where(draws.chance("far", case.rows, shape, of=0.1), 1e30, logit_of(nats))
+    z = torch.where(draws.chance("nothing", case.rows, shape, of=0.1), -1e30, z)
+    given.value_logits[:] = torch.where(given.value_logits.isfinite(), z.float(), given.value_logits)
+    return given
+
+
+def guided_by(given, backend):
+    """Guided probabilities; those of the reference in fp64."""
+    candidates, z = given.candidates, given.value_logits
+    if backend == "reference":
+        candidates, z = candidates._replace(probs=candidates.probs.double()), z.double()
+    return reweight_scatter(candidates, z, given.table, backend=backend, **given.arguments)
+
+
+def excess_of(given):
+    """fp64 ``ln((l + 2) / (r + 2))``, NaN for padding."""
+    two_tokens = 2 * given.table.nats_per_token[given.table_rows].double()[:, None]
+    ratio = (generator.lengths_of(given)[0] + two_tokens) / (generator.target_of(given) + two_tokens)
+    return ratio.log().where(given.candidates.probs > 0, math.nan)
+
+
+def distance_of(given, mode):
+    """fp64, what ``mode`` minds of the excess; NaN for padding."""
+    excess = excess_of(given)
+    return {Mode.NEAR: excess.abs(), Mode.GE_NEAR: (-excess).clamp(min=0), Mode.LE_NEAR: excess.clamp(min=0)}[mode]
+
+
+both_backends = pytest.mark.parametrize("backend", ["triton", "reference"])
+near_cases = partial(cases, "reweight_scatter", rows=["usual"], scatter=[False])
+modes, strengths = st.sampled_from(NEAR), st.sampled_from([0.5, 5.0, 20.0, 1e4, FP32_MAX])
+
+
+@given(case=near_cases(), mode=modes, strength=st.just(0.0) | strengths)
+def test_near_matches_the_reference(device, case, mode, strength):
+    """Targets of 0, of 1e6 tokens and out of reach, logits of +-1e30 and broken ones, answers, bounds of the value."""
+    inputs = near_case(case, device, mode, strength)
+    result = generator.run(inputs, partial(reweight_scatter, backend="triton"))
+    assert result.guided.isfinite().all()
+    for difference in generator.compare(inputs, result):
+        assert not difference.wrong.any(), difference
+
+
+@both_backends
+@given(case=near_cases(), mode=modes, strength=strengths)
+def test_near_by_nothing_is_q(device, backend, case, mode, strength):
+    """To the bit: strength 0, and any where nobody is on the wrong side."""
+    inputs = near_case(case, device, Mode.UNGUIDED, 0.0)
+    q, excess, padding = guided_by(inputs, backend), excess_of(inputs), inputs.candidates.probs == 0
+    assert torch.equal(guided_by(near_case(case, device, mode, 0.0), backend), q)
+    right = {Mode.NEAR: padding, Mode.GE_NEAR: excess > 1e-4, Mode.LE_NEAR: excess < -1e-4}[mode]
+    alone = (right | padding).all(1)
+    assert torch.equal(guided_by(near_case(case, device, mode, strength), backend)[alone], q[alone])
+
+
+@both_backends
+@given(case=near_cases(), strength=strengths)
+def test_one_sided_near_is_near_on_its_side(device, backend, case, strength):
+    """To the bit, where all candidates are longer, or all shorter."""
+    both, longer, shorter = (guided_by(near_case(case, device, mode, strength), backend) for mode in NEAR)
+    excess = excess_of(near_case(case, device, Mode.NEAR, strength))
+    all_longer, all_shorter = (excess.nan_to_num(1.0) > 1e-4).all(1), (excess.nan_to_num(-1.0) < -1e-4).all(1)
+    assert torch.equal(both[all_longer], shorter[all_longer]) and torch.equal(both[all_shorter], longer[all_shorter])
+
+
+@both_backends
+@given(case=near_cases(), mode=modes, strength=strengths)
+def test_near_keeps_the_ratios_of_equal_lengths(device, backend, case, mode, strength):
+    inputs = near_case(case, device, mode, strength)
+    p, q, lengths = guided_by(inputs, backend).double(), inputs.candidates.probs.double(), excess_of(inputs)
+    q = q / q.sum(1, keepdim=True)
+    crosswise = p[:, :, None] * q[:, None] - p[:, None] * q[:, :, None]
+    assert (crosswise[lengths[:, :, None] == lengths[:, None]].abs() <= 2e-5).all()
+
+
+@both_backends
+@given(case=near_cases(broken=[False]), mode=modes)
+def test_near_of_any_strength_chooses_the_nearest(device, backend, case, mode):
+    inputs = near_case(case, device, mode, FP32_MAX)
+    inputs.table.value_min[:] = -math.inf
+    distance = distance_of(inputs, mode).nan_to_num(math.inf)
+    farther = (distance > distance.amin(1, keepdim=True) + 1e-4) & (inputs.candidates.status == Status.GUIDE)[:, None]
+    result = guided_by(inputs, backend)
+    assert (result[farther] == 0).all()
+    torch.testing.assert_close(result.sum(1), (inputs.candidates.probs > 0).any(1).to(result.dtype))
+
+
+@both_backends
+@given(case=near_cases(), mode=modes)
+def test_near_is_monotone_in_the_strength(device, backend, case, mode):
+    """The mass of all candidates up to any distance does not fall."""
+    steps, error = ((0.0, 0.5, 2.0, 5.0, 20.0), 1e-4) if backend == "triton" else ((0.0, 0.5, 5.0, 100.0, 1e6), 1e-8)
+    before = None
+    for strength in steps:
+        inputs = near_case(case, device, mode, strength)
+        order = distance_of(inputs, mode).nan_to_num(math.inf).argsort(dim=1, stable=True)
+        mass = guided_by(inputs, backend).double().gather(1, order).cumsum(1)
+        assert before is None or (mass >= before - error).all()
+        before = mass
+
+
+# --- spans, and the answers that follow them ---
 
 
 def answered(params, answers, eos):

@@ -121,7 +121,8 @@ FIELDS = {
         Field(
             "value_constraint",
             "how a target binds: eq, nearest candidate; ge or le, longest or shortest candidate; eq_soft, on average; "
-            "ge_soft or le_soft, the same where the average is shorter or longer",
+            "ge_soft or le_soft, the same where the average is shorter or longer; near, each candidate by its "
+            "distance; ge_near or le_near, the same of shorter or longer ones only",
             ("constraint", "cmp", "op"),
             "eq",
             words=_spellings(
@@ -131,8 +132,18 @@ FIELDS = {
                 eq_soft="eq_soft soft equal_soft",
                 ge_soft="ge_soft",
                 le_soft="le_soft",
+                near="near",
+                ge_near="ge_near",
+                le_near="le_near",
             ),
             metavar="OP",
+        ),
+        Field(
+            "strength",
+            "of near, ge_near and le_near: how fast probability falls with distance from the target; 0, not at all",
+            default=5.0,
+            least=0.0,
+            metavar="S",
         ),
         Field(
             "thinking_budget",

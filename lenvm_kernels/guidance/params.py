@@ -15,6 +15,7 @@ _NAMES = {name: field.name for field in FIELDS.values() for name in field.names}
 _FP32_MAX = (2 - 2**-23) * 2.0**127
 _LIMIT_OF_BUDGET = 1.25
 END_OF_THOUGHT = "</think>"
+_NEAR_CONSTRAINTS = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class GuidanceParams:
 
     Attributes:
         mode: how candidates are reweighted; neutral parameters give ``Mode.UNGUIDED``, a target a constraint mode.
-        scale: ``value_scale``.
+        scale: ``value_scale``; of the near constraints ``strength``.
         gamma: discount of the value model, in (0, 1): a value ``v`` is a length of ``ln(1 - v) / ln(gamma)`` tokens.
         value_min: rows whose expected value is below it are left as they are; None: no bound.
         target_length: tokens; None without a target. A ``target_value`` is kept as the length it stands for.
@@ -128,6 +129,10 @@ def parse_guidance(
         raise ValueError("value_constraint needs a target: give target_length or target_value as well")
     elif _is_neutral(mode, scale):
         mode = Mode.UNGUIDED
+    if mode in _NEAR_CONSTRAINTS:
+        scale = _number(given, "strength")
+    elif "strength" in given:
+        raise ValueError("strength needs a value_constraint of near, ge_near or le_near")
     return GuidanceParams(
         mode=mode,
         scale=scale,

@@ -1,8 +1,9 @@
 """Guided probabilities of each request's candidates, and their scatter into the requests of ``[B, V]``.
 
 From ``q = p / sum(p)`` and value logits ``z`` (``v = sigmoid(z)``, 0 at the end of sequence): ``p' ~ q exp(lambda v)``
-with ``lambda`` given (``centered_exp``) or such that ``E[v]`` meets a target, ``p' ~ q exp(s z)`` (``value_bias``), or
-one-hot on the candidate a constraint chooses. Source: section 4 of the specification; ``lvm_combined_guidance`` in the
+with ``lambda`` given (``centered_exp``) or such that ``E[v]`` meets a target, ``p' ~ q exp(s z)`` (``value_bias``),
+``p' ~ q exp(-s d)`` with the relative distance ``d`` of a length from the target's (``near``), or one-hot on the
+candidate a constraint chooses. Source: section 4 of the specification; ``lvm_combined_guidance`` in the
 LenVM fork of SGLang.
 
 fp32 holds because values are never subtracted: a request works in shares of its range, ``w = (v - min v) / range`` and
@@ -10,6 +11,8 @@ fp32 holds because values are never subtracted: a request works in shares of its
 taken from the nearer end: exponents from the favoured one, deviations from the one near the mean. The root is found on
 ``logit E[w]``, which is linear in ``lambda`` for two candidates and nearly so in the tails of more, by Newton steps
 that a bracket guards. It is the root of the weights as they are rounded: their errors do not add to that of the mean.
+A relative distance is the logarithm of a quotient of two lengths, with an error of a few 1e-7. Distances count from the
+least one, so that no strength takes all weights to 0, and candidates that are equally near keep the ratios of ``q``.
 Every mode is computed for every request and the request's own is selected: no divergence, any mix.
 """
 
@@ -58,6 +61,7 @@ _EXP, _LENGTH_MUL = tl.constexpr(int(Mode.EXP)), tl.constexpr(int(Mode.LENGTH_MU
 _CENTERED_EXP, _VALUE_BIAS = tl.constexpr(int(Mode.CENTERED_EXP)), tl.constexpr(int(Mode.VALUE_BIAS))
 _EQ, _GE, _LE = tl.constexpr(int(Mode.EQ)), tl.constexpr(int(Mode.GE)), tl.constexpr(int(Mode.LE))
 _EQ_SOFT, _GE_SOFT, _LE_SOFT = (tl.constexpr(int(mode)) for mode in (Mode.EQ_SOFT, Mode.GE_SOFT, Mode.LE_SOFT))
+_NEAR, _GE_NEAR, _LE_NEAR = (tl.constexpr(int(mode)) for mode in (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR))
 
 
 @triton.jit
@@ -274,8 +278,9 @@ def _reweight(
     target_w = tl.where(at_bottom, margin, tl.where(at_top, 1 - margin, target_w))
     target_top_w = tl.where(at_bottom, 1 - margin, tl.where(at_top, margin, target_top_w))
 
-    tilts_to_target = (mode <= _LENGTH_MUL) | (mode >= _EQ_SOFT)
-    edge = (mode >= _EQ_SOFT) & (below_range | above_range)
+    is_soft = (mode >= _EQ_SOFT) & (mode <= _LE_SOFT)
+    tilts_to_target = (mode <= _LENGTH_MUL) | is_soft
+    edge = is_soft & (below_range | above_range)
     unguided = (mode == _MUL) & (scale <= 0)
     guided = guided & (faulty == 0) & (unguided == 0) & (reached == 0) & (expected_value >= value_min)
     unsolved = guided & tilts_to_target & (unmoved == 0) & (edge == 0)
@@ -287,15 +292,31 @@ def _reweight(
     favoured = tl.where(
         scale > 0, _request_max(tl.where(active, raw_z, -_BIG)), _request_min(tl.where(active, raw_z, _BIG))
     )
-    bias = tl.where(active, log_q + scale * (raw_z - favoured), -_BIG)
-    bias_weight = tl.where(active, tl.exp(bias - _request_max(bias)), 0.0)
-    weight = tl.where(mode == _VALUE_BIAS, bias_weight, weight)
+
+    # Relative distances |ln((l + 2) / (r + 2))|, of lengths in nats: no gamma makes one overflow. The target is held
+    # between the shortest and the longest candidate. That changes all distances that count by as much, and keeps those
+    # from a target out of reach small, where they have more digits. Quotients past 2**127 count as that.
+    candidate_nats, two_tokens = _softplus(z), 2 * nats_per_token
+    length = candidate_nats + two_tokens
+    shortest, longest = _request_min(tl.where(active, length, _BIG)), _request_max(tl.where(active, length, -_BIG))
+    aim = tl.maximum(tl.minimum(nats + two_tokens, longest), shortest)
+    ratio = tl.minimum(tl.div_rn(tl.maximum(length, aim), tl.minimum(length, aim)), _BIG)
+    met = ((mode == _LE_NEAR) & (length <= aim)) | ((mode == _GE_NEAR) & (length >= aim))
+    distance = tl.where(met, 0.0, tl.log(ratio))
+    distance = tl.where(active, distance - _request_min(tl.where(active, distance, _BIG)), 0.0)
+    is_near = (mode >= _NEAR) & (mode <= _LE_NEAR)
+    equally_near = is_near & (scale * _request_max(distance) == 0)
+
+    direct = tl.where(is_near, -distance, raw_z - favoured)
+    direct_logit = tl.where(active, log_q + scale * direct, -_BIG)
+    direct_weight = tl.where(active, tl.exp(direct_logit - _request_max(direct_logit)), 0.0)
+    weight = tl.where((mode == _VALUE_BIAS) | is_near, direct_weight, weight)
     result = tl.div_rn(weight, tl.maximum(_request_sum(weight), _SMALLEST))
-    result = tl.where(tilts_to_target & unmoved, q, result)
+    result = tl.where((tilts_to_target & unmoved) | equally_near, q, result)
 
     # Constraints choose one candidate: of least cost; of equal costs the most probable, then the first.
-    cost = tl.where(mode == _EQ, tl.abs(_softplus(z) - nats), z)
-    largest = ((mode == _GE) & (remaining > 0)) | ((mode >= _EQ_SOFT) & above_range)
+    cost = tl.where(mode == _EQ, tl.abs(candidate_nats - nats), z)
+    largest = ((mode == _GE) & (remaining > 0)) | (is_soft & above_range)
     cost = tl.where(active, tl.where(largest, -z, cost), _BIG)
     tied = active & (cost == _request_min(cost))
     likely = tl.where(tied, q, -1.0)
@@ -488,11 +509,11 @@ def reweight_scatter(
 ) -> Tensor:
     """Guided probabilities of the candidates; with ``probs``, also written into the requests of ``[B, V]``.
 
-    Every request has its own mode, scale, target and end-of-sequence tokens. A request of status ``SINGLE`` gives its
-    one candidate. Requests that are unguided or skipped, by status or by their table row, give ``q`` and leave
-    ``probs`` alone. A guided request with a value logit that is not finite gives ``q`` and, like a broken request of
-    the candidates, counts one up in ``table.faults``. So does, uncounted, a request whose expected value is below its
-    ``value_min``.
+    Every request has its own mode, scale, target and end-of-sequence tokens; the scale of ``near``, ``ge_near`` and
+    ``le_near`` is their strength, at least 0. A request of status ``SINGLE`` gives its one candidate. Requests that are
+    unguided or skipped, by status or by their table row, give ``q`` and leave ``probs`` alone. A guided request with a
+    value logit that is not finite gives ``q`` and, like a broken request of the candidates, counts one up in
+    ``table.faults``. So does, uncounted, a request whose expected value is below its ``value_min``.
 
     Args:
         candidates: of :func:`topk_candidates`; ``B`` requests, ``K`` columns.

@@ -37,6 +37,7 @@ def target_of(table, q, z):
     target = target.clamp(low, high)
     left_alone = (high - low < 1e-8) | ((target - mean).abs() < 1e-8)
     margin = (1e-6 * (high - low)).clamp(min=1e-12)
-    edge = (mode >= Mode.EQ_SOFT) & ((target == low) | (target == high))
+    is_soft = (mode >= Mode.EQ_SOFT) & (mode <= Mode.LE_SOFT)
+    edge = is_soft & ((target == low) | (target == high))
     target = torch.where(edge, target, target.clamp(low + margin, high - margin))
     return torch.where(left_alone & ~edge, mean, target)

@@ -1,7 +1,7 @@
 """``reweight_scatter``: every mode in one batch, ties, broken values, answers, rows that are hard to tilt."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,16 @@ from lenvm_kernels.ops._common import INTERPRETED
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.types import Candidates, Mode, Status
 
+NEAR = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
 TILTING = (Mode.MUL, Mode.LINEAR, Mode.EXP, Mode.LENGTH_MUL, Mode.EQ_SOFT, Mode.GE_SOFT, Mode.LE_SOFT)
 # A root is found to so much of the range of values; where values crowd, that moves the probabilities by as many times
 # more as they are sensitive to it. Targets, exponents and lengths of which an answer is taken off are computed in fp32,
 # with an error of so much of their size.
 ROOT_SHARE = 4e-6
+FP32_MAX = torch.finfo(torch.float32).max
 TARGET_WIDTH = LENGTH_WIDTH = 2.0**-21
 EXPONENT_ERROR = 1e-6
+USUAL_STRENGTH = 100.0
 # What is promised of every row that is tilted to a target: its expected value, however hard the row.
 EXPECTED_VALUE_ERROR = 1e-5
 # Value logits of which an answer is taken off are multiples of it: what fp32 leaves of them is in the same order.
@@ -127,12 +130,15 @@ def usual_rows(draws: Draws, rows, k: int) -> tuple[Tensor, Tensor, dict[str, Te
     z = torch.where(answer[:, None] > 0, (z / ANSWERED_STEP).round() * ANSWERED_STEP, z)
 
     mode = draws.integers("mode", rows, low=0, high=len(Mode) - 1)
-    has_target = mode >= Mode.EQ
+    has_target, near = mode >= Mode.EQ, is_one_of(mode, NEAR)
     target = pick("target_length", 0.0, 1.0, 30.0, 500.0, 32_768.0)
+    target = torch.where(near, pick("near target", 0.0, 0.01, 1.0, 30.0, 500.0, 1e6, FP32_MAX), target)
+    scale = pick("scale", -20.0, -1.0, 0.0, 0.3, 0.9, 1.0, 1.2, 2.0, 15.0)
+    gamma = pick("gamma", 0.9, 0.997, 0.9999)
     columns = {
         "mode": mode,
-        "scale": pick("scale", -20.0, -1.0, 0.0, 0.3, 0.9, 1.0, 1.2, 2.0, 15.0),
-        "nats_per_token": -pick("gamma", 0.9, 0.997, 0.9999).log(),
+        "scale": torch.where(near, pick("strength", 0.0, 0.5, 2.0, 5.0, 20.0, 100.0, 1e4, FP32_MAX), scale),
+        "nats_per_token": -torch.where(near, pick("near gamma", 0.9, 0.985, 0.997, 0.99999), gamma).log(),
         "value_min": pick("value_min", -math.inf, -math.inf, 0.2, 0.7),
         "target_length": torch.where(has_target, target, 0.0),
         "counts_down": has_target & pick("counts_down", False, True),
@@ -215,19 +221,23 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
     lower, upper = (_reference(given, width)[0] for width in (-TARGET_WIDTH, TARGET_WIDTH))
     mode = given.table.mode[given.table_rows]
     v = values_of(given)
-    tilted = is_tilting(mode)
+    tilted, near = is_one_of(mode, TILTING), is_one_of(mode, NEAR)
     relative, absolute = TOLERANCE["reweight_scatter"][torch.float32]
     moved = (upper - expected).abs() + (lower - expected).abs() + conditioning(given, v, expected)
     bent = tilted | ((mode == Mode.CENTERED_EXP) & (given.table.answer_length[given.table_rows] > 0))
     moved = moved.masked_fill(~bent[:, None], 0.0)
     mean, expected_mean = (torch.where(tilted, (p.double() * v).sum(1), 0.0) for p in (result.guided, expected))
+    total, expected_total = (torch.where(near, p.double().sum(1), 0.0) for p in (result.guided, expected))
     expected = torch.where(is_as_near(given, result.guided, expected)[:, None], result.guided.double(), expected)
+    least, most = near_bounds(given, expected)
+    expected = torch.where(near[:, None], result.guided.double().clamp(least, most), expected)
     spare = result.spare_faults
     found = [
         differs("faults", result.faults, faults),
         differs("faults of the table's other rows", spare, torch.zeros_like(spare), _nobody(spare)),
         beyond("guided probabilities", result.guided, expected, (relative, absolute + moved)),
         beyond("expected value", mean, expected_mean, (0.0, EXPECTED_VALUE_ERROR)),
+        beyond("sum of guided probabilities", total, expected_total, (0.0, absolute)),
     ]
     if result.probs is not None:
         assert result.between is not None  # it comes with probs
@@ -267,8 +277,8 @@ def _nobody(x: Tensor) -> Tensor:
     return torch.full((len(x),), -1, device=x.device)
 
 
-def is_tilting(mode: Tensor) -> Tensor:
-    return torch.isin(mode, torch.tensor([int(m) for m in TILTING], dtype=mode.dtype, device=mode.device))
+def is_one_of(mode: Tensor, modes: Collection[Mode]) -> Tensor:
+    return torch.isin(mode, torch.tensor([int(m) for m in modes], dtype=mode.dtype, device=mode.device))
 
 
 def is_eos(given: Inputs) -> Tensor:
@@ -291,16 +301,55 @@ def values_of(given: Inputs) -> Tensor:
 
 def is_as_near(given: Inputs, guided: Tensor, expected: Tensor) -> Tensor:
     """bool ``[B]``: requests of mode ``eq`` with a candidate as near the target as the one expected, as fp32 tells."""
-    remaining = _column(given, "target_length")
-    if "generated" in given.arguments:
-        left = (remaining - given.arguments["generated"].double()[:, None]).clamp(min=0)
-        remaining = torch.where(_column(given, "counts_down") > 0, left, remaining)
-    target, lengths = remaining * _column(given, "nats_per_token"), lengths_of(given)[0]
+    target, lengths = target_of(given), lengths_of(given)[0]
     distance = (lengths - target).abs()
     farther = ((guided.double() - expected) * distance).sum(1).abs()
     error = ((guided.double() + expected) * (lengths + target)).sum(1) * LENGTH_WIDTH
     is_one = (guided.amax(1) == 1) & (expected.amax(1) == 1)
     return (_column(given, "mode")[:, 0] == Mode.EQ) & is_one & (farther <= error)
+
+
+def near_bounds(given: Inputs, expected: Tensor) -> tuple[Tensor, Tensor]:
+    """``[B, K]``: least and most that a near constraint may give in fp32; as expected where it moves nothing.
+
+    fp32 resolves distances to a few 1e-7, and exponents to as many times more as the strength says. Up to
+    ``USUAL_STRENGTH`` the tolerance bears that. At 1e7 two candidates of about the same distance may have all of the
+    probability or none: only those farther away have to have nothing. A length of which an answer is taken off has
+    an error of so much of both, which counts at any strength.
+    """
+    mode, two = given.table.mode[given.table_rows][:, None], 2 * _column(given, "nats_per_token")
+    nats, answer = lengths_of(given)
+    p = given.candidates.probs.double()
+    active, length = p > 0, nats + two
+    shortest = torch.where(active, length, torch.inf).amin(1, keepdim=True)
+    longest = torch.where(active, length, 0.0).amax(1, keepdim=True)
+    distance = length.log() - (target_of(given) + two).maximum(shortest).minimum(longest).log()
+    met = ((mode == Mode.LE_NEAR) & (distance <= 0)) | ((mode == Mode.GE_NEAR) & (distance >= 0))
+    distance = torch.where(met, 0.0, distance.abs())
+    least = torch.where(active, distance, torch.inf).amin(1, keepdim=True)
+    strength = _column(given, "scale")
+    error = torch.where((answer > 0) & ~is_eos(given), (nats + 2 * answer) / length, 0.0)
+    error = strength * LENGTH_WIDTH * torch.where(strength > USUAL_STRENGTH, error + 1 + distance / 2, error)
+    error = error + torch.where(active, error, 0.0).amax(1, keepdim=True)
+
+    # The logit of each probability, from the sum of the others: both ends keep their digits.
+    log_p = torch.log_softmax(p.log() - strength * torch.where(active, distance - least, 0.0), dim=1)
+    top = torch.arange(p.shape[1], device=p.device) == log_p.argmax(1, keepdim=True)
+    others = log_p.masked_fill(top, -torch.inf).logsumexp(1, keepdim=True)
+    logit = log_p - torch.where(top, others, torch.log1p(-log_p.exp()))
+    q = torch.where(active, p / p.sum(1, keepdim=True), 0.0)
+    is_moved = is_one_of(mode, NEAR) & (expected != q).any(1, keepdim=True)
+    lower, upper = (torch.sigmoid(logit + e) for e in (-error, error))
+    return torch.where(is_moved, lower, expected), torch.where(is_moved, upper, expected)
+
+
+def target_of(given: Inputs) -> Tensor:
+    """fp64 ``[B, 1]``: what is to come by the target, in nats."""
+    remaining = _column(given, "target_length")
+    if "generated" in given.arguments:
+        left = (remaining - given.arguments["generated"].double()[:, None]).clamp(min=0)
+        remaining = torch.where(_column(given, "counts_down") > 0, left, remaining)
+    return remaining * _column(given, "nats_per_token")
 
 
 def _column(given: Inputs, name: str) -> Tensor:
