@@ -254,6 +254,7 @@ class GuidanceColumns(NamedTuple):
         value_min: fp32 ``[R]``; -inf for none.
         target_length: fp32 ``[R]``; tokens, 0 without a target.
         counts_down: bool ``[R]``; ``target_length`` is a total.
+        min_end_prob: fp32 ``[R]``; ``ending_token_ids`` are candidates from this probability on, inf for none.
         entropy_threshold: fp32 ``[R]``; nats, NaN for none.
         eos_token_ids: int32 ``[R, E]``; -2 pads.
         span_end_token_ids: int32 ``[R, S]``; tokens that end the guided span, the first of which a hard limit forces;
@@ -278,6 +279,7 @@ class GuidanceColumns(NamedTuple):
     value_min: Tensor
     target_length: Tensor
     counts_down: Tensor
+    min_end_prob: Tensor
     entropy_threshold: Tensor
     eos_token_ids: Tensor
     span_end_token_ids: Tensor

@@ -382,6 +382,9 @@ GOOD = dict(row_parameters(2), scores=torch.zeros(2, 40), is_logits=True)
         ("entropy_threshold", torch.ones(3), r"entropy_threshold must be float32 \[2\]"),
         ("guided", torch.ones(2).int(), r"guided must be bool \[2\]"),
         ("vocab_mask", torch.zeros(2, 1).int(), r"vocab_mask must be int32 \[2, 2\] on cpu, got int32 \[2, 1\]"),
+        ("end_token_ids", torch.zeros(2, 1).int(), "end_token_ids and min_end_prob must be given together"),
+        ("min_end_prob", torch.zeros(2), "end_token_ids and min_end_prob must be given together"),
+        ("table_rows", torch.zeros(3).int(), r"table_rows must be int32\|int64 \[2\] on cpu, got int32 \[3\]"),
         ("backend", "cuda", "backend must be one of auto, triton, reference, got 'cuda'"),
     ],
 )
@@ -400,12 +403,16 @@ def test_bad_arguments_are_named(name, value, message):
         ("entropy_threshold", torch.float32),
         ("guided", torch.bool),
         ("vocab_mask", torch.int32),
+        ("end_token_ids", torch.int32),
+        ("min_end_prob", torch.float32),
     ],
 )
 def test_bad_tensors_are_named(name, dtype):
     options = dict(temperature=torch.ones(2), entropy_threshold=torch.ones(2), guided=torch.ones(2).bool())
+    options |= dict(end_token_ids=torch.ones(2, 3).int(), min_end_prob=torch.ones(2))
     arguments = GOOD | options | dict(vocab_mask=torch.ones(2, 2).int())
-    assert_refuses(topk_candidates, arguments, name, dtype, strided=name not in ("guided", "vocab_mask"))
+    lists, rows = ("guided", "vocab_mask", "end_token_ids"), name == "end_token_ids"
+    assert_refuses(topk_candidates, arguments, name, dtype, strided=name not in lists, any_rows=rows)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -430,6 +437,79 @@ def test_bad_filters_cannot_be_left_out(name):
         topk_candidates(**{**GOOD, name: None})
 
 
+# --- tokens that end the output ---
+
+# Candidates of a row with ends 7 (0.02), 4 (0.0005) and 1 (0.00002), by min_end_prob, filters and columns.
+ENDS = torch.tensor([[-2, 7, 4, 1, 7, 12]], dtype=torch.int32)
+TAIL = torch.tensor([[0.06, 0.00002, 0.3, 0.0, 0.0005, 0.4, 0.11, 0.02, 0.10948]])
+LISTS = [
+    (1e-4, dict(top_k=2), 8, [5, 2, 7, 4]),
+    (1e-4, dict(top_p=0.5), 8, [5, 2, 7, 4]),
+    (1e-4, dict(min_p=0.9), 8, [5, 7, 4]),
+    (1e-2, dict(top_k=2), 8, [5, 2, 7]),
+    (0.0, dict(top_k=1), 8, [5, 7, 4, 1]),
+    (torch.inf, dict(top_k=2), 8, [5, 2]),
+    (1e-4, {}, 8, [5, 2, 6, 8, 0, 7, 4, 1]),  # the filters leave all: 1 is one of them
+    (1e-4, {}, 4, [5, 2, 7, 4]),  # 6 and 8 give way
+    (0.0, {}, 4, [5, 7, 4, 1]),
+    (0.0, {}, 2, [5, 7]),
+    (0.0, {}, 1, [5]),
+    (1e-4, dict(top_k=6), 4, [5, 2, 7, 4]),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("is_logits", [False, True])
+@pytest.mark.parametrize(("least", "filters", "columns", "expected"), LISTS)
+def test_ends_are_candidates_whatever_the_filters_say(device, backend, is_logits, least, filters, columns, expected):
+    scores = TAIL.log() / 2 + 3 if is_logits else TAIL
+    found = topk_candidates(
+        scores.to(device),
+        **{"top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters,
+        max_candidates=columns,
+        temperature=0.5 if is_logits else None,
+        is_logits=is_logits,
+        end_token_ids=ENDS.to(device),
+        min_end_prob=torch.tensor([least], device=device),
+        backend=backend,
+    )
+    assert found.token_ids[0].tolist() == expected + [-1] * (columns - len(expected))
+    assert found.counts == len(expected)
+    torch.testing.assert_close(found.probs[0, : len(expected)].cpu(), TAIL[0, expected], rtol=1e-5, atol=0)
+    assert found.status == (Status.SINGLE if len(expected) == 1 else Status.GUIDE)
+    cut = not filters or (columns, filters) == (4, dict(top_k=6))
+    lost = 1 - TAIL[0, expected].sum().item() if cut and len(expected) < 8 else 0.0
+    assert found.lost_mass.item() == pytest.approx(lost, abs=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_request_has_the_ends_of_its_table_row(device, backend):
+    """Columns of a table lie apart; a grammar's mask and a request that is not guided win; a greedy one has two."""
+    table = torch.tensor([[6, -2, 9, 9], [0, 8, 9, 9], [-2, -2, 9, 9], [2, 7, 9, 9]], dtype=torch.int32, device=device)
+    least = torch.stack([torch.tensor([0.2, 1e-4, 0.0, 1e-3]), torch.zeros(4)], dim=1).to(device)
+    allowed = torch.full((6, 1), -1, dtype=torch.int32)
+    allowed[4] = ~(1 << 7)
+    found = topk_candidates(
+        TAIL.log().repeat(6, 1).to(device),
+        top_k=torch.tensor([1, 1, 1, 1, 1, 3], dtype=torch.int32, device=device),
+        top_p=1.0,
+        min_p=0.0,
+        max_candidates=4,
+        temperature=torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0], device=device),
+        is_logits=True,
+        vocab_mask=allowed.to(device),
+        guided=torch.tensor([True, True, True, False, True, True], device=device),
+        end_token_ids=table[:, :2],
+        min_end_prob=least[:, 0],
+        table_rows=torch.tensor([3, 0, 1, 3, 3, 1], device=device),
+        backend=backend,
+    )
+    lists = [[5, 2, 7], [5], [5, 8, 0], [], [5, 2], [5, 8, 0]]
+    assert [[token for token in row if token >= 0] for row in found.token_ids.tolist()] == lists
+    status = [Status.GUIDE, Status.SINGLE, Status.GUIDE, Status.UNGUIDED, Status.GUIDE, Status.GUIDE]
+    assert found.status.tolist() == status
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_temperatures_that_are_not_finite_break_the_row(device, backend):
     temperature = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0])
@@ -438,6 +518,11 @@ def test_temperatures_that_are_not_finite_break_the_row(device, backend):
 
 
 def test_bad_argument_types_and_combinations():
+    ends = dict(end_token_ids=torch.zeros(1, 3).int(), min_end_prob=torch.zeros(1))
+    with pytest.raises(ValueError, match="end_token_ids must have a row for each of the 2 requests, got 1"):
+        topk_candidates(**GOOD, **ends)
+    with pytest.raises(ValueError, match="end_token_ids must have at least one column, got none"):
+        topk_candidates(**GOOD, **ends | {"end_token_ids": torch.zeros(1, 0).int()})
     for name, value in (("top_k", 5.0), ("top_k", True), ("top_p", "1"), ("min_p", False), ("temperature", [1.0])):
         number = "an integer" if name == "top_k" else "a number"
         with pytest.raises(TypeError, match=f"^{name} must be {number} or a tensor .*, got {type(value).__name__}$"):

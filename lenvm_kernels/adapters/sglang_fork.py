@@ -113,7 +113,8 @@ def _guidance_of(req: Req) -> tuple[GuidanceParams, set[int]]:
     if not hasattr(req, "lenvm_guidance"):
         custom_params, params = req.sampling_params.custom_params, GuidanceParams()
         try:
-            asked = parse_guidance(custom_params, gamma=_gamma) if isinstance(custom_params, dict) else params
+            given = custom_params if isinstance(custom_params, dict) else {}
+            asked = parse_guidance(given, gamma=_gamma, constraint="eq")  # the fork's default
             if asked.end_token_ids:
                 raise ValueError("end_token_ids must be absent in the fork, whose sampler does not look for them")
             params = asked

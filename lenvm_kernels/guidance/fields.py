@@ -124,7 +124,7 @@ FIELDS = {
             "ge_soft or le_soft, the same where the average is shorter or longer; near, each candidate by its "
             "distance; ge_near or le_near, the same of shorter or longer ones only",
             ("constraint", "cmp", "op"),
-            "eq",
+            "near",
             words=_spellings(
                 eq="eq = == equal equals",
                 ge="ge >= > gte greater_equal",
@@ -144,6 +144,13 @@ FIELDS = {
             default=5.0,
             least=0.0,
             metavar="S",
+        ),
+        Field(
+            "min_end_prob",
+            "with a target: tokens that end the output are candidates from this probability on, whatever top_k, top_p "
+            "and min_p say; 0.0001 with near, ge_near and le_near if nothing is said; 0, always",
+            least=0.0,
+            metavar="P",
         ),
         Field(
             "thinking_budget",

@@ -14,6 +14,8 @@ from lenvm_kernels.types import Mode
 _NAMES = {name: field.name for field in FIELDS.values() for name in field.names}
 _FP32_MAX = (2 - 2**-23) * 2.0**127
 _LIMIT_OF_BUDGET = 1.25
+# An end less probable than this would cut a sentence in two (docs/modes-and-parameters.md has what was measured).
+_MIN_END_PROB = 1e-4
 END_OF_THOUGHT = "</think>"
 _NEAR_CONSTRAINTS = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
 
@@ -29,6 +31,8 @@ class GuidanceParams:
         value_min: rows whose expected value is below it are left as they are; None: no bound.
         target_length: tokens; None without a target. A ``target_value`` is kept as the length it stands for.
         counts_down: ``target_length`` is a total, from which the tokens generated so far are taken.
+        min_end_prob: tokens that end the output are candidates from this probability on, whatever the request's
+            filters say; None: only as the filters say.
         entropy_threshold: in nats; rows whose candidates' entropy is at or below it are skipped; None: never.
         token_temperature_scale: divisor of the temperature of single tokens (their logits are multiplied by it).
         return_values: the request wants to know the lengths that its tokens are predicted to lead to.
@@ -47,6 +51,7 @@ class GuidanceParams:
     value_min: float | None = None
     target_length: float | None = None
     counts_down: bool = False
+    min_end_prob: float | None = None
     entropy_threshold: float | None = None
     token_temperature_scale: Mapping[int, float] = field(default_factory=dict)
     return_values: bool = False
@@ -63,7 +68,11 @@ class GuidanceParams:
 
 
 def parse_guidance(
-    custom_params: Mapping[str, Any], *, ends_of_thought: Sequence[int] = (), gamma: float | None = None
+    custom_params: Mapping[str, Any],
+    *,
+    ends_of_thought: Sequence[int] = (),
+    gamma: float | None = None,
+    constraint: str = "near",
 ) -> GuidanceParams:
     """Validate a request's ``custom_params``.
 
@@ -74,14 +83,15 @@ def parse_guidance(
         custom_params: values by name.
         ends_of_thought: the ``end_token_ids`` of a ``thinking_budget`` that comes without.
         gamma: that of requests that name none, as the value model has it (:class:`LenVMConfig`); None: 0.997.
+        constraint: the ``value_constraint`` of requests with a target that name none.
 
     Raises:
         TypeError: not a mapping.
         ValueError: naming the field, what came and what is accepted.
 
     Example:
-        >>> parse_guidance({"target_length": 60, "op": ">="}).mode.name
-        'GE'
+        >>> parse_guidance({"target_length": 60}).mode.name
+        'NEAR'
     """
     if not isinstance(custom_params, Mapping):
         raise TypeError(f"custom_params must be a mapping of field names to values, got {type(custom_params).__name__}")
@@ -107,7 +117,7 @@ def parse_guidance(
     target_length = _optional_number(given, "target_length")
     target_value = _optional_number(given, "target_value")
     counts_down = _word(given, "target_length_mode") == "total"
-    constraint = Mode[_word(given, "value_constraint").upper()]
+    mode_of_target = Mode[_word({"value_constraint": constraint} | given, "value_constraint").upper()]
     budget = _optional_number(given, "thinking_budget")
     if budget is not None:
         if target_length is not None or target_value is not None or not counts_down:
@@ -115,7 +125,7 @@ def parse_guidance(
         target_length, ends = budget, given.setdefault("end_token_ids", list(ends_of_thought))
         if not ends:
             raise ValueError("thinking_budget needs end_token_ids: no token is known that ends a thought")
-        constraint = constraint if "value_constraint" in given else Mode.LE_SOFT
+        mode_of_target = mode_of_target if "value_constraint" in given else Mode.LE_SOFT
         given.setdefault("hard_limit", math.ceil(_LIMIT_OF_BUDGET * budget))
     ends = _token_ids(given, "end_token_ids")
     for name in ("allow_eos", "answer_length", "hard_limit"):
@@ -124,7 +134,7 @@ def parse_guidance(
     if target_value is not None:  # takes precedence, as in the fork
         target_length, counts_down = math.log1p(-target_value) / math.log(gamma), False
     if target_length is not None:
-        mode = constraint
+        mode = mode_of_target
     elif "value_constraint" in given:
         raise ValueError("value_constraint needs a target: give target_length or target_value as well")
     elif _is_neutral(mode, scale):
@@ -133,6 +143,11 @@ def parse_guidance(
         scale = _number(given, "strength")
     elif "strength" in given:
         raise ValueError("strength needs a value_constraint of near, ge_near or le_near")
+    min_end_prob = _optional_number(given, "min_end_prob")
+    if min_end_prob is not None and target_length is None:
+        raise ValueError("min_end_prob needs a target: give target_length or target_value as well")
+    if min_end_prob is None and mode in _NEAR_CONSTRAINTS:
+        min_end_prob = _MIN_END_PROB
     return GuidanceParams(
         mode=mode,
         scale=scale,
@@ -140,6 +155,7 @@ def parse_guidance(
         value_min=_optional_number(given, "value_min"),
         target_length=target_length,
         counts_down=counts_down and target_length is not None,
+        min_end_prob=min_end_prob,
         entropy_threshold=_optional_number(given, "value_entropy_threshold"),
         token_temperature_scale=_token_divisors(given),
         return_values=_switch(given, "return_values"),

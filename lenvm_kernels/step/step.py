@@ -545,6 +545,9 @@ class GuidedStep:
             entropy_threshold=known.entropy_threshold,
             guided=known.guided,
             vocab_mask=vocab_mask,
+            end_token_ids=self.table.columns.ending_token_ids,
+            min_end_prob=self.table.columns.min_end_prob,
+            table_rows=known.table_rows,
             backend=backend,
         )
         scored = self._select(candidates, requests, drawn, backend, nodes=nodes, sample=sample)
