@@ -178,6 +178,9 @@ def test_pytorch_topk():
         entropy_threshold=None,
         guided=None,
         vocab_mask=None,
+        end_token_ids=None,
+        min_end_prob=None,
+        table_rows=None,
     )
     torch.testing.assert_close(token_ids.int(), ours.token_ids)
     torch.testing.assert_close(probs, ours.probs)

@@ -179,7 +179,10 @@ def test_chat_template_and_raw(tmp_path, value, generate):
         (["--target-length", "9", "--target-length-mode", "half"], "target_length_mode must be one of total, "),
         (["--target-length", "9", "--constraint", "nearest"], "value_constraint must be one of eq, "),
         (["--constraint", "eq"], "value_constraint needs a target"),
-        (["--target-length", "9", "--strength", "2"], "strength needs a value_constraint of near, "),
+        (
+            ["--target-length", "9", "--constraint", "eq", "--strength", "2"],
+            "strength needs a value_constraint of near, ",
+        ),
         (["--entropy-threshold", "-1"], "value_entropy_threshold"),
         (["--token-temperature-scale", "13"], "--token-temperature-scale"),
         (["--token-temperature-scale", "13=0"], "token_temperature_scale[13]"),

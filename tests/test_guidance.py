@@ -23,7 +23,15 @@ from tests.helpers.watch import Operators
         ({"scale": "0.5", "mode": " MUL "}, GuidanceParams(Mode.MUL, 0.5)),
         ({"value_mode": "centered_exp", "value_scale": -20}, GuidanceParams(Mode.CENTERED_EXP, -20.0)),
         ({"mode": "linear", "scale": 2, "length_gamma": 0.99}, GuidanceParams(Mode.LINEAR, 2.0, gamma=0.99)),
-        ({"target_length": 60}, GuidanceParams(Mode.EQ, target_length=60.0, counts_down=True)),
+        (
+            {"target_length": 60},
+            GuidanceParams(Mode.NEAR, 5.0, target_length=60.0, counts_down=True, min_end_prob=1e-4),
+        ),
+        ({"target_length": 60, "op": "eq"}, GuidanceParams(Mode.EQ, target_length=60.0, counts_down=True)),
+        (
+            {"target_length": 60, "op": "eq", "min_end_prob": "0.5"},
+            GuidanceParams(Mode.EQ, target_length=60.0, counts_down=True, min_end_prob=0.5),
+        ),
         (
             {"mode": "exp", "scale": 2, "target_length": 60, "length_mode": "remaining", "cmp": "gte"},
             GuidanceParams(Mode.GE, 2.0, target_length=60.0),
@@ -33,12 +41,18 @@ from tests.helpers.watch import Operators
             GuidanceParams(Mode.LE, 1.0, 0.997, None, 9, True),
         ),
         ({"target_value": 0.0, "target_length": 60, "op": "soft"}, GuidanceParams(Mode.EQ_SOFT, target_length=0.0)),
-        ({"target_length": 60, "op": "near"}, GuidanceParams(Mode.NEAR, 5.0, target_length=60.0, counts_down=True)),
+        (
+            {"target_length": 60, "op": "near", "min_end_prob": 0},
+            GuidanceParams(Mode.NEAR, 5.0, target_length=60.0, counts_down=True, min_end_prob=0.0),
+        ),
         (
             {"target_length": 9, "op": " LE_near", "strength": "0.5", "length_mode": "remaining", "scale": 2},
-            GuidanceParams(Mode.LE_NEAR, 0.5, target_length=9.0),
+            GuidanceParams(Mode.LE_NEAR, 0.5, target_length=9.0, min_end_prob=1e-4),
         ),
-        ({"target_value": 0, "op": "ge_near", "strength": 0}, GuidanceParams(Mode.GE_NEAR, 0.0, target_length=0.0)),
+        (
+            {"target_value": 0, "op": "ge_near", "strength": 0},
+            GuidanceParams(Mode.GE_NEAR, 0.0, target_length=0.0, min_end_prob=1e-4),
+        ),
         (
             {"scale": 2, "value_min": 0.1, "entropy_threshold": 0.3},
             GuidanceParams(Mode.MUL, 2.0, 0.997, 0.1, entropy_threshold=0.3),
@@ -49,10 +63,13 @@ from tests.helpers.watch import Operators
         ),
         ({"token_temperature_scale": {"7": 0.5}}, GuidanceParams(token_temperature_scale={7: 0.5})),
         ({"token_temperature_scale": {"0": 999_999}}, GuidanceParams(token_temperature_scale={0: 999_999.0})),
-        ({"target_length": 0}, GuidanceParams(Mode.EQ, target_length=0.0, counts_down=True)),
+        ({"target_length": 0}, GuidanceParams(Mode.NEAR, 5.0, target_length=0.0, counts_down=True, min_end_prob=1e-4)),
         ({"entropy_threshold": 0, "value_min": 0}, GuidanceParams(value_min=0.0, entropy_threshold=0.0)),
         ({"scale": 3e38, "value_min": -3e38}, GuidanceParams(Mode.MUL, 3e38, value_min=-3e38)),
-        ({"target_value": 0.5, "gamma": 0.5, "length_mode": "total"}, GuidanceParams(Mode.EQ, 1.0, 0.5, None, 1.0)),
+        (
+            {"target_value": 0.5, "gamma": 0.5, "length_mode": "total", "op": "="},
+            GuidanceParams(Mode.EQ, 1.0, 0.5, None, 1.0),
+        ),
         ({"length_mode": "total", "scale": 2}, GuidanceParams(Mode.MUL, 2.0)),
         ({"return_values": True}, GuidanceParams(return_values=True)),
         ({"value_scale": None, "budget_of_tools": 5}, GuidanceParams()),  # absent; another consumer's
@@ -75,7 +92,15 @@ from tests.helpers.watch import Operators
         ),
         (
             {"thinking_budget": 8, "end_token_ids": [7], "op": "le_near", "strength": 3e38},
-            GuidanceParams(Mode.LE_NEAR, 3e38, target_length=8.0, counts_down=True, end_token_ids=(7,), hard_limit=10),
+            GuidanceParams(
+                Mode.LE_NEAR,
+                3e38,
+                target_length=8.0,
+                counts_down=True,
+                min_end_prob=1e-4,
+                end_token_ids=(7,),
+                hard_limit=10,
+            ),
         ),
         (
             {"thinking_budget": 8, "end_token_ids": [7], "hard_limit": 5, "answer_length": 3, "allow_eos": True},
@@ -112,6 +137,12 @@ def test_every_spelling_of_the_constraints():
         for word in words.split():
             for name in ("value_constraint", "constraint", "cmp", "op"):
                 assert parse_guidance({name: word, "target_length": 5}).mode == mode
+
+
+def test_another_constraint_may_be_the_default():
+    assert parse_guidance({"target_length": 5}, constraint="eq").mode == Mode.EQ
+    assert parse_guidance({"target_length": 5, "op": "le"}, constraint="eq").mode == Mode.LE
+    assert parse_guidance({"scale": 2}, constraint="eq") == parse_guidance({"scale": 2})
 
 
 def test_values_may_be_asked_for_without_guidance():
@@ -167,7 +198,7 @@ def test_target_value_is_the_length_it_stands_for():
 def test_neutral_parameters_are_unguided(mode, scale, neutral):
     params = parse_guidance({"value_mode": mode, "value_scale": scale})
     assert (params.mode == Mode.UNGUIDED) == neutral
-    assert parse_guidance({"value_mode": mode, "value_scale": scale, "target_length": 4}).mode == Mode.EQ
+    assert parse_guidance({"value_mode": mode, "value_scale": scale, "target_length": 4}).mode == Mode.NEAR
 
 
 @pytest.mark.parametrize(
@@ -204,7 +235,7 @@ def test_neutral_parameters_are_unguided(mode, scale, neutral):
         ({"constraint": "near", "strength": 2}, "value_constraint needs a target"),
         *(
             (other | {"strength": 5}, "strength needs a value_constraint of near, ge_near or le_near")
-            for other in ({}, {"scale": 2}, {"target_length": 5}, {"target_length": 5, "op": "le_soft"})
+            for other in ({}, {"scale": 2}, {"target_length": 5, "op": "eq"}, {"target_length": 5, "op": "le_soft"})
         ),
         *(
             ({"target_length": 5, "op": "near", "strength": s}, f"strength must be a finite number >= 0, got {s!r}")
@@ -214,6 +245,11 @@ def test_neutral_parameters_are_unguided(mode, scale, neutral):
             {"target_length": 5, "op": "near", "strength": 3.5e38},
             r"strength must be a finite number >= 0, got 3.5e\+38",
         ),
+        *(
+            (other | {"min_end_prob": 0.1}, "min_end_prob needs a target: give target_length or target_value as well")
+            for other in ({}, {"scale": 2})
+        ),
+        ({"target_length": 5, "min_end_prob": -0.1}, "min_end_prob must be a finite number >= 0, got -0.1"),
         ({"value_min": "low"}, "value_min must be a finite number"),
         ({"entropy_threshold": -0.1}, "value_entropy_threshold must be a finite number >= 0, got -0.1"),
         ({"scale": 2, "value_scale": 3}, "value_scale is given twice: accepted is one of value_scale, scale"),
@@ -300,7 +336,7 @@ def test_table():
     params = [parse_guidance({"target_length": 7}), None, parse_guidance({"scale": 0.5, "value_min": 0.25})]
     table = GuidanceTable.from_params(params, [{5, 2}, set(), {9}], "cpu")
     assert table.guided.tolist() == [True, False, True]
-    assert table.mode.tolist() == [Mode.EQ, Mode.UNGUIDED, Mode.MUL]
+    assert table.mode.tolist() == [Mode.NEAR, Mode.UNGUIDED, Mode.MUL]
     assert table.eos_token_ids.tolist() == [[2, 5], [-2, -2], [9, -2]]
     assert table.value_min.tolist() == [-math.inf, -math.inf, 0.25]
     assert table.target_length.tolist() == [7, 0, 0] and table.counts_down.tolist() == [True, False, False]
@@ -318,12 +354,14 @@ def test_every_column_is_of_its_own_row():
         parse_guidance({"mode": "exp", "scale": 3, "entropy_threshold": 0.5, "gamma": 0.9}),
         parse_guidance({"mode": "centered_exp", "scale": -2, "entropy_threshold": 0.0, "value_min": 0.0}),
         parse_guidance({"target_length": 0, "length_mode": "remaining", "gamma": 0.5, "return_values": True}),
-        parse_guidance({"target_length": 0, "op": "ge_near", "strength": 2.5}),
+        parse_guidance({"target_length": 0, "op": "ge_near", "strength": 2.5, "min_end_prob": 0.25}),
         parse_guidance({"boosted_token_ids": [9, 3], "token_temp_divisor": 0.25}),
     ]
     table = GuidanceTable.from_params(params, [{1}, {0, 4, 2}, set(), {7}, {5}], "cpu")
-    assert table.mode.tolist() == [Mode.EXP, Mode.CENTERED_EXP, Mode.EQ, Mode.GE_NEAR, Mode.UNGUIDED]
-    assert table.scale.tolist() == [3, -2, 1, 2.5, 1]
+    assert table.mode.tolist() == [Mode.EXP, Mode.CENTERED_EXP, Mode.NEAR, Mode.GE_NEAR, Mode.UNGUIDED]
+    assert table.scale.tolist() == [3, -2, 5, 2.5, 1]
+    least = torch.tensor(1e-4).item()
+    assert table.min_end_prob.tolist() == [math.inf, math.inf, least, 0.25, math.inf]
     assert str(table.entropy_threshold.tolist()) == "[0.5, 0.0, nan, nan, nan]"
     assert table.value_min.tolist() == [-math.inf, 0, -math.inf, -math.inf, -math.inf]
     assert table.target_length.tolist() == [0] * 5

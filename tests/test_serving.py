@@ -578,8 +578,8 @@ class TestRemoteGuidance:
         with pytest.warns(UserWarning, match="the value server failed"):
             tokens, faults = self.generate(base, remote)
         # What is drawn is what no guidance would draw from the same candidates.
-        with_neutral = [{"value_mode": "centered_exp", "value_scale": 0} if g else None for g in self.GUIDANCE]
-        assert tokens == self.generate(base, value_model, with_neutral)[0]
+        unmoved = [{"value_mode": "centered_exp", "value_scale": 0}, None, self.GUIDANCE[2] | {"strength": 0}]
+        assert tokens == self.generate(base, value_model, unmoved)[0]
         assert faults[0] == self.NEW and faults[1] == 0 and faults[2] >= 1
         assert remote.failed_calls >= self.NEW
 

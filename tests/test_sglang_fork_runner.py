@@ -122,7 +122,7 @@ def expected_row(plain, request, probs, tokens=None):
     """What becomes of ``probs [V]`` by the specification, with values of plain forwards; and the row's status."""
     sampling, tokens = request.sampling_params, request.tokens if tokens is None else tokens
     custom_params = sampling.custom_params
-    params = parse_guidance(custom_params) if custom_params else GuidanceParams()
+    params = parse_guidance(custom_params, constraint="eq") if custom_params else GuidanceParams()
     row, column = probs[None].clone(), lambda x, dtype: torch.tensor([x], dtype=dtype)
     threshold = float("nan") if params.entropy_threshold is None else params.entropy_threshold
     candidates = topk_candidates(

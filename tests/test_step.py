@@ -627,12 +627,12 @@ def test_candidates_of_other_numbers_and_tables(models):
 def test_flush_leaves_nothing_to_write(models):
     """A caller's own graph reads what came and left before it is replayed: no write is left for the next call."""
     step, _ = make_step(models.value)
-    step.add_request(3, parse_guidance({"target_length": 5}), {EOS})
+    step.add_request(3, parse_guidance({"target_length": 5, "op": "ge"}), {EOS})
     step.add_request(1, None, {EOS}, seed=4)
     step.flush()
     with Operators() as seen:
         step.flush()
-        assert step.table.mode.tolist() == [0, 0, 0, Mode.EQ, 0, 0, 0, 0, 0] and step.table.seed[1] == 4
+        assert step.table.mode.tolist() == [0, 0, 0, Mode.GE, 0, 0, 0, 0, 0] and step.table.seed[1] == 4
     assert seen.writes == []
     step.remove_request(3)
     with Operators() as seen:

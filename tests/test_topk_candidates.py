@@ -411,8 +411,9 @@ def test_bad_tensors_are_named(name, dtype):
     options = dict(temperature=torch.ones(2), entropy_threshold=torch.ones(2), guided=torch.ones(2).bool())
     options |= dict(end_token_ids=torch.ones(2, 3).int(), min_end_prob=torch.ones(2))
     arguments = GOOD | options | dict(vocab_mask=torch.ones(2, 2).int())
-    lists, rows = ("guided", "vocab_mask", "end_token_ids"), name == "end_token_ids"
-    assert_refuses(topk_candidates, arguments, name, dtype, strided=name not in lists, any_rows=rows)
+    any_size = name == "end_token_ids"
+    strided = name not in ("guided", "vocab_mask", "end_token_ids")
+    assert_refuses(topk_candidates, arguments, name, dtype, strided=strided, any_rows=any_size, any_columns=any_size)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -64,13 +64,15 @@ def plain_step(base, value_backbone, head, prefix, guidance, generated, sampling
         min_p=torch.tensor([sampling["min_p"]]),
         temperature=torch.tensor([sampling["temperature"]]),
     )
-    candidates = topk_candidates(logits, **filters, is_logits=True, backend="reference")
+    table = GuidanceTable.from_params([parse_guidance(guidance)], [{EOS}], "cpu")
+    ends = dict(end_token_ids=table.ending_token_ids, min_end_prob=table.min_end_prob)
+    candidates = topk_candidates(logits, **filters, **ends, is_logits=True, backend="reference")
     z = [plain_value(value_backbone, head, prefix, t) if t >= 0 else 0.0 for t in candidates.token_ids[0].tolist()]
     probs = torch.zeros(1, VOCAB, dtype=torch.float64)
     reweight_scatter(
         candidates,
         torch.tensor([z], dtype=torch.float64),
-        GuidanceTable.from_params([parse_guidance(guidance)], [{EOS}], "cpu"),
+        table,
         generated=torch.tensor([generated]).int(),
         probs=probs,
         backend="reference",
@@ -98,6 +100,7 @@ SAMPLING = dict(temperature=0.7, top_k=6, top_p=0.95, min_p=0.01)
         SHORTER,
         {"value_mode": "mul", "value_scale": 0.8},
         {"target_length": 9, "constraint": "eq_soft"},
+        {"target_length": 5, "constraint": "eq"},
         {"target_length": 5},
     ],
 )

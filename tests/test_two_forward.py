@@ -119,7 +119,7 @@ ON_DEVICE = [
     {"mode": "length_mul", "value_scale": 1.1},
 ]
 ON_HOST = [
-    {"target_length": 40},
+    {"target_length": 40, "op": "eq"},
     {"target_length": 40, "op": "ge"},
     {"target_length": 40, "op": "le"},
     {"target_length": 700, "op": "eq_soft"},

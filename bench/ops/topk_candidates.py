@@ -30,7 +30,7 @@ def make_case(device: str, *, B: int, k: int, V: int, dtype: str) -> Case:
         max_candidates=triton.next_power_of_2(k),
         is_logits=True,
     )
-    unused = dict(entropy_threshold=None, guided=None, vocab_mask=None)
+    unused = dict.fromkeys(("entropy_threshold", "guided", "vocab_mask", "end_token_ids", "min_end_prob", "table_rows"))
     return Case(
         partial(topk_candidates, scores, **arguments),
         scores.nbytes,

@@ -534,6 +534,7 @@ class GuidedStep:
         known = self._rows(b, nodes).nodes
         if drafts is not None and span_ended is not None:
             known.guided.logical_and_(~span_ended)
+        table = self.table.columns
         candidates = topk_candidates(
             scores,
             top_k=top_k,
@@ -545,8 +546,8 @@ class GuidedStep:
             entropy_threshold=known.entropy_threshold,
             guided=known.guided,
             vocab_mask=vocab_mask,
-            end_token_ids=self.table.columns.ending_token_ids,
-            min_end_prob=self.table.columns.min_end_prob,
+            end_token_ids=table.ending_token_ids,
+            min_end_prob=table.min_end_prob,
             table_rows=known.table_rows,
             backend=backend,
         )
@@ -565,7 +566,7 @@ class GuidedStep:
         guided_probs = reweight_scatter_unchecked(
             candidates,
             value_logits,
-            self.table.columns,
+            table,
             table_rows=known.table_rows,
             generated=known.generated,
             probs=probs,
