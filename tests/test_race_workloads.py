@@ -105,6 +105,9 @@ def topk(rows, k, vocab, dtype, is_logits):
         entropy_threshold=random(),
         guided=torch.arange(rows) % 4 != 2,
         vocab_mask=torch.randint(-(2**31), 2**31 - 1, (rows, -(-vocab // 32)), generator=generator, dtype=torch.int32),
+        end_token_ids=padded(torch.randint(-1, vocab, (rows + 2, 3), generator=generator, dtype=torch.int32), 2),
+        min_end_prob=torch.rand(rows + 2, generator=generator) * 1e-3,
+        table_rows=torch.arange(rows).flip(0) + 1,
         backend="triton",
     )
     return [found.token_ids, found.probs, found.counts, found.status, found.lost_mass]

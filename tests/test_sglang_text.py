@@ -37,7 +37,7 @@ SAMPLING = {"temperature": 1.0, "top_k": 5, "min_p": 0.01, "max_new_tokens": 24}
 SHORTER = {"value_mode": "centered_exp", "value_scale": -60.0}
 LONGER = {"value_mode": "centered_exp", "value_scale": 20.0}
 GENTLE = {"value_mode": "centered_exp", "value_scale": -5.0}  # leaves draws a choice
-TARGET = {"target_length": 40, "value_constraint": "eq", "value_entropy_threshold": 0.5}  # the demo's
+TARGET = {"target_length": 40, "value_constraint": "eq", "value_entropy_threshold": 0.5}
 ATOL = 1e-4  # on guided probabilities, fp32
 
 

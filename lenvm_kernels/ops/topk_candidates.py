@@ -219,18 +219,18 @@ def _filter_kernel(
         table_row = request
         if table_rows_ptr is not None:
             table_row = tl.load(table_rows_ptr + request).to(tl.int64)
-        place = tl.arange(0, ENDS)
-        end = tl.load(end_token_ids_ptr + table_row * stride_end_token_ids_row + place, mask=place < E, other=-1)
+        slot = tl.arange(0, ENDS)
+        end = tl.load(end_token_ids_ptr + table_row * stride_end_token_ids_row + slot, mask=slot < E, other=-1)
         is_token = (end >= 0) & (end < V)
-        score = _load_scores(
+        end_score = _load_scores(
             scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, request, end, is_token, IS_LOGITS
         )
-        p = tl.exp2((score - best) * scale) / total if IS_LOGITS else score
+        end_p = tl.exp2((end_score - best) * scale) / total if IS_LOGITS else end_score
         least = tl.load(min_end_prob_ptr + table_row * stride_min_end_prob_row)
         least = tl.where(usable, least, float("nan"))  # a broken request has no candidates
-        allowed = is_token & (score > nothing) & (p >= least)
-        end_keys = tl.where(allowed, _encode_key(score, end), _NO_KEY)
-        again = ((end_keys[None, :] == end_keys[:, None]) & (place[None, :] < place[:, None])).to(tl.int32)
+        allowed = is_token & (end_score > nothing) & (end_p >= least)
+        end_keys = tl.where(allowed, _encode_key(end_score, end), _NO_KEY)
+        again = ((end_keys[None, :] == end_keys[:, None]) & (slot[None, :] < slot[:, None])).to(tl.int32)
         end_keys = tl.where(tl.max(again, axis=1) > 0, _NO_KEY, end_keys)
         ahead = tl.sum((end_keys[None, :] > end_keys[:, None]).to(tl.int32), axis=1)
         end_keys = tl.where(ahead < K - 1, end_keys, _NO_KEY)
