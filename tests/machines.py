@@ -1,8 +1,8 @@
 """The tests that compare bits, and the fuzzer, on machines that are not at hand: ``python -m tests.machines``.
 
-A machine is what it makes of three libraries: which kernels OpenBLAS takes (numpy's matmul), which ones ATen takes
-(torch's), and how many threads share a matmul. The variables below choose them on any CPU that has the instructions.
-Last, a matmul that depends on a row's place has to be found by the same tests and by the fuzzer.
+Machines differ here in the kernels that OpenBLAS takes (numpy's matmul), in those that ATen takes (torch's), and in how
+many threads share a matmul. The variables below choose them on any CPU that has the instructions. Last, a matmul whose
+bits depend on a row's place has to be found by the same tests and by the fuzzer.
 
 Two machines run side by side, for two cores.
 """
@@ -10,6 +10,7 @@ Two machines run side by side, for two cores.
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -30,19 +31,20 @@ FILES = [
     str(file) for file in sorted(Path(__file__).parent.glob("test_*.py")) if "pytest.mark.bits" in file.read_text()
 ]
 TESTS = ["pytest", "-q", "-m", "bits", "-p", "no:cacheprovider"]
-FUZZ = ["lenvm_kernels.cli", "fuzz", "--cases", "150"]
+FUZZ = ["lenvm_kernels.cli", "fuzz", "--cases"]
 PLANTED = [
     [*TESTS, "-x", str(Path(__file__).parent / "test_value_head.py")],
-    [*FUZZ[:-1], "20", "--ops", "value_head"],
+    [*FUZZ, "20", "--ops", "value_head"],
 ]
 
 
 def run(arguments: list[str], variables: dict[str, str], seconds: list[float]) -> subprocess.CompletedProcess:
     start = time.monotonic()
     environment = os.environ | {"OPENBLAS_NUM_THREADS": variables.get("OMP_NUM_THREADS", "1")} | variables
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = ["--corpus", f"{folder}/corpus.jsonl"] if "fuzz" in arguments else []
+        command = [sys.executable, "-m", *arguments, *corpus]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     seconds.append(time.monotonic() - start)
     return done
 
@@ -55,7 +57,7 @@ def check(machine: dict[str, str]) -> bool:
     if needed not in instructions:
         print(f"{name}: skipped, this CPU has no {needed}", flush=True)
         return True
-    for arguments in ([*TESTS, *FILES], FUZZ):
+    for arguments in ([*TESTS, *FILES], [*FUZZ, "150"]):
         done = run(arguments, machine, seconds)
         if done.returncode:
             print(f"{name}: {' '.join(arguments)} failed\n{done.stdout[-20_000:]}", flush=True)

@@ -915,6 +915,30 @@ def test_the_backend_reaches_every_operator(device, monkeypatch):
     assert output.tokens >= 0 and predicted > 0 and output.remaining_lengths > 0
 
 
+def test_ends_are_candidates_of_requests_that_have_a_target(models):
+    """Each request's own, from its own probability on, in rows out of order; a target met by now takes the end."""
+    guidance = [
+        {"target_length": 9, "min_end_prob": 0.02},
+        {"target_length": 9, "op": "eq"},
+        {"target_length": 0, "strength": 40},
+        {"value_mode": "mul", "value_scale": 0.8},
+        {"target_length": 9, "op": "eq_soft", "min_end_prob": 0},
+    ]
+    rows, ends = [6, 1, 4, 0, 3], [{41, 40}, {41}, {42}, {41}, {43, 44}]
+    engine = Engine(*make_step(models.value))
+    for row, params, eos in zip(rows, guidance, ends, strict=True):
+        engine.admit(row, [9, 10, 11, 0], params, prompt_len=3, eos=eos)
+    engine.prefill(rows, [[9, 10, 11]] * 5)
+    probs = torch.zeros(VOCAB)
+    probs[[20, 21, 40, 41, 42, 43]] = torch.tensor([0.5, 0.4, 0.03, 0.01, 0.002, 1e-6])
+    scores = (0.8 * probs.log()).repeat(5, 1)  # at the temperature of Engine.decode
+    output = engine.decode(rows, [[9, 10, 11]] * 5, scores, top_k=2)
+    candidates = [[token for token in row if token >= 0] for row in output.candidates.token_ids.tolist()]
+    assert candidates == [[20, 21, 40], [20, 21], [20, 21, 42], [20, 21], [20, 21, 43]]
+    torch.testing.assert_close(output.candidates.probs[2, 2].item(), 0.002 / probs.sum().item())
+    assert output.probs[2, 2] > 0.99 and output.tokens[2] == 42
+
+
 # --- the same in any batch ---
 
 

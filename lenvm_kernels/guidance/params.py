@@ -14,7 +14,7 @@ from lenvm_kernels.types import Mode
 _NAMES = {name: field.name for field in FIELDS.values() for name in field.names}
 _FP32_MAX = (2 - 2**-23) * 2.0**127
 _LIMIT_OF_BUDGET = 1.25
-# An end less probable than this would cut a sentence in two (docs/modes-and-parameters.md has what was measured).
+# An end less probable than this would cut a sentence in two.
 _MIN_END_PROB = 1e-4
 END_OF_THOUGHT = "</think>"
 _NEAR_CONSTRAINTS = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
