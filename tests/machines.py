@@ -34,7 +34,7 @@ TESTS = ["pytest", "-q", "-m", "bits", "-p", "no:cacheprovider"]
 FUZZ = ["lenvm_kernels.cli", "fuzz", "--cases"]
 PLANTED = [
     [*TESTS, "-x", str(Path(__file__).parent / "test_value_head.py")],
-    [*FUZZ, "20", "--ops", "value_head"],
+    [*FUZZ, "3", "--ops", "value_head", "--only", "size=64"],
 ]
 
 

@@ -273,7 +273,6 @@ def test_steps_with_a_cache_in_fp8(models, monkeypatch, commit_winners):
     assert (codes != cache.keys).double().mean() < 1e-3 < (codes != 0).double().mean()
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
 def test_a_row_has_the_same_bits_in_any_batch_with_a_cache_in_fp8(device, architecture):
     value_model = tiny_value_model(device, torch.bfloat16) if architecture == "qwen3" else None

@@ -369,7 +369,6 @@ def test_drafts_after_an_image(models):
         torch.testing.assert_close(z, expected, rtol=0, atol=ATOL)
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_requests_without_images_keep_their_values(models, backend):
     """Beside one with images, whose tokens are computed in the same forward; the kernels' to the bit."""
