@@ -233,7 +233,7 @@ def test_long_horizons_stay_apart(device, backend):
     z = (nats + torch.log(-torch.expm1(-nats))).float()
     assert torch.sigmoid(z)[0, 0] == torch.sigmoid(z)[0, 1] == 1
     for target, chosen in ((31_000, 0), (21_000, 1), (7_000, 2), (0, 3)):
-        params = [parse_guidance({"target_length": target})]
+        params = [parse_guidance({"target_length": target, "op": "eq"})]
         result, _ = reweight(torch.full((1, 4), 0.25), z, params, [set()], device, backend)
         assert result.argmax() == chosen and result.sum() == 1
 
