@@ -12,7 +12,6 @@ from triton.runtime.interpreter import InterpreterBuilder
 from lenvm_kernels.fuzz.case import Case
 from lenvm_kernels.fuzz.check import check, operators
 from tests.helpers import planted_dot
-from tests.machines import MACHINES, VALUES
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="is of Triton's interpreter; here the kernels are compiled"
@@ -81,8 +80,3 @@ def test_the_fuzzer_finds_a_dot_whose_bits_depend_on_the_batch(monkeypatch):
     assert check(case, None, device=torch.device("cpu")) is None
     monkeypatch.setattr(InterpreterBuilder, "create_dot", planted_dot.create_dot)
     assert "logits differs in another order" in str(check(case, None, device=torch.device("cpu")))
-
-
-def test_the_machines_take_every_value_of_every_variable():
-    for variable, values in VALUES.items():
-        assert {machine[variable] for machine in MACHINES} == set(values)
