@@ -138,7 +138,7 @@ def guided_step(model: ValueModel, rows: int, vocab: int, *, graph: bool) -> Sub
     step.extend(none, none, numbers, zeros, zeros, zeros + CACHED)
     arguments = step_arguments(rows, vocab)
     if graph:
-        step._graphs = NoGraphs(step._score, model.device, split=False)
+        step.values._graphs, step._has_graphs = NoGraphs(step.values._score, model.device, split=False), True
     return Subject(lambda: step.step(**arguments))
 
 

@@ -262,8 +262,8 @@ def make_step(
     options: dict[str, Any] = dict(top_k=i32, top_p=floats, min_p=floats, is_logits=True, sample=True)
     if not drafts:
         return partial(step.step, scores, zeros(requests), zeros(requests), i32, **options)
-    assert step._trees is not None
-    step._trees.columns.zero_()  # a kernel that does not run does not write them, and torch reads them
+    assert step._tensors.trees is not None
+    step._tensors.trees.columns.zero_()  # a kernel that does not run does not write them, and torch reads them
     chain = torch.arange(drafts, dtype=torch.int32).expand(requests, -1) - 1
     options |= dict(drafts=Drafts(zeros(requests, drafts), chain), verify="same_draws", new_lens=i32)
     return partial(step.step, scores, zeros(requests, 1 + drafts), zeros(requests), i32, **options)

@@ -5,13 +5,14 @@ The whole step for an engine: :class:`GuidedStep`. Its operators, in the order i
 :func:`pack_drafts`, :func:`commit_winner`, :func:`catch_up`, :func:`ragged_layout`, :func:`embed_tokens`,
 :func:`ragged_linear`, :func:`rope_cache`, :func:`value_tree_attention`, :func:`value_head`, :func:`reweight_scatter`,
 :func:`sample_candidates`, :func:`verify_drafts`. The parameters of a request: :func:`parse_guidance`,
-:class:`GuidanceTable`; the value model: :class:`ValueModel`.
+:class:`GuidanceTable`; the value model: :class:`ValueModel`. In ``transformers``, all in one call: :func:`generate`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lenvm_kernels.adapters.transformers import generate
     from lenvm_kernels.guidance.params import GuidanceParams, parse_guidance
     from lenvm_kernels.guidance.table import GuidanceTable
     from lenvm_kernels.ops.catch_up import catch_up
@@ -91,6 +92,7 @@ __all__ = [
     "empty_history",
     "expand_drafts",
     "gather_requests",
+    "generate",
     "image_positions",
     "limit_span",
     "pack_drafts",
@@ -137,6 +139,7 @@ _MODULES = {
     "ValueModel": "value_model",
     "ValueModelConfig": "value_model",
     "VerifiedTokens": "types",
+    "generate": "adapters.transformers",
     "empty_history": "ops.gather_requests",
     "image_positions": "value_model",
     "parse_guidance": "guidance",

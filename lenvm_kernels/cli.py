@@ -110,7 +110,7 @@ def _add_generate(commands: Any) -> None:
         required=True,
         metavar="W",
         help="value model, which has to share the base model's vocabulary: as --model, where demo includes the shipped "
-        "adapters and value head; required",
+        "adapters and value head; or the word none: a target is then met by the end of the text alone; required",
     )
     models.add_argument(
         "--value-head",
@@ -397,13 +397,17 @@ def _generate(args: argparse.Namespace) -> None:
             raise ValueError("--prompt must not be empty")
         import torch
 
-        from lenvm_kernels.guidance import ends_of_thought, parse_guidance
+        from lenvm_kernels.guidance import check_without_values, ends_of_thought, parse_guidance
         from lenvm_kernels.types import Mode
 
         fields = {field.name: getattr(args, field.name) for field in FIELDS.values() if field.metavar is not None}
         fields["token_temperature_scale"] = _token_temperatures(args.token_temperature_scale)
         # What is wrong is said before models are loaded. Which token ends a thought is not known before.
-        parse_guidance(fields, ends_of_thought=(0,))
+        asked = parse_guidance(fields, ends_of_thought=(0,))
+        if args.value_model == "none":
+            check_without_values(asked)
+            if args.show_values:
+                raise ValueError("--show-values needs a value model, got --value-model none")
         device = _device(args.device)
 
         from transformers import TextStreamer
@@ -416,7 +420,8 @@ def _generate(args: argparse.Namespace) -> None:
             args.model, args.value_model, args.value_head, device=device, dtype=dtype, gamma=args.gamma
         )
         ends = ends_of_thought(models.tokenizer)
-        guidance = parse_guidance(fields, ends_of_thought=ends, gamma=models.value_model.lenvm_config.gamma)
+        gamma = args.gamma if models.value_model is None else models.value_model.lenvm_config.gamma
+        guidance = parse_guidance(fields, ends_of_thought=ends, gamma=gamma)
         if args.show_values and guidance.mode == Mode.UNGUIDED:
             # An unguided row has no candidates to value. One whose every step is skipped has, and the same text.
             guidance = replace(guidance, mode=Mode.CENTERED_EXP, entropy_threshold=math.inf)

@@ -147,9 +147,9 @@ def test_another_constraint_may_be_the_default():
 
 def test_values_may_be_asked_for_without_guidance():
     params = parse_guidance({"return_values": True})
-    assert params.mode == Mode.UNGUIDED and params.return_values and params.needs_value_model
-    assert not parse_guidance({"return_values": False, "token_temperature_scale": {1: 2.0}}).needs_value_model
-    assert parse_guidance({"target_length": 5}).needs_value_model
+    assert params.mode == Mode.UNGUIDED and params.return_values and params.needs_step
+    assert not parse_guidance({"return_values": False, "token_temperature_scale": {1: 2.0}}).needs_step
+    assert parse_guidance({"target_length": 5}).needs_step
 
 
 def test_a_budget_ends_with_what_ends_a_thought():
@@ -168,7 +168,7 @@ def test_a_budget_ends_with_what_ends_a_thought():
 def test_a_span_takes_part_in_guided_steps():
     """They look for its end, though nothing is guided."""
     params = parse_guidance({"end_token_ids": [5]})
-    assert params.mode == Mode.UNGUIDED and params.needs_value_model
+    assert params.mode == Mode.UNGUIDED and params.needs_step
 
 
 def test_target_value_is_the_length_it_stands_for():

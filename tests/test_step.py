@@ -36,7 +36,7 @@ from tests.helpers.models import (
     tiny_value_model,
     value_model_of,
 )
-from tests.helpers.padded_step import PaddedGraphs
+from tests.helpers.padded_step import pad
 from tests.helpers.watch import Operators
 from tests.helpers.wrong_tensors import assert_refuses
 
@@ -668,8 +668,8 @@ def test_steps_from_graphs_of_more_rows(models, monkeypatch):
         engine = Engine(*make_step(models.value, rows=7))
         step = engine.step
         if graphs:
-            step._graphs = PaddedGraphs(step._score, models.value.device, split=False)
-            for buffer in (*step._requests, *step._scored):
+            pad(step)
+            for buffer in (*step._tensors.requests, *step._tensors.scored):
                 buffer.fill_(10**6)
         rows, prompts = [6, 2, 5, 0], [[*tokens, 40 + i] for i, tokens in enumerate(PROMPTS)]
         sequences, outputs = run_requests(engine, prompts, [GUIDANCE[0]] * 4, 4, rows=rows)
@@ -684,7 +684,7 @@ def test_steps_from_graphs_of_more_rows(models, monkeypatch):
         values = torch.cat([output.value_logits for output in outputs])
         results.append((sequences, list(deltas), values, torch.stack((step.cache.keys, step.cache.values))))
         deltas.clear()
-    assert sorted(step._graphs._captured) == [(1, 1), (4, 1)]
+    assert sorted(step.values._graphs._captured) == [(1, 1), (4, 1)]
     assert [bucket_of(b, 7) for b in (2, 3, 5, 7)] == [2, 4, 7, 7]
     assert results[0][:2] == results[1][:2]
     for without, with_graphs in zip(results[0][2:], results[1][2:], strict=True):

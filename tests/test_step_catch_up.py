@@ -13,7 +13,7 @@ from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import ValueModel
 from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step, random_scores
 from tests.helpers.models import EOS, TINY, VOCAB, last_value_logits, random_head, random_model
-from tests.helpers.padded_step import PaddedGraphs
+from tests.helpers.padded_step import pad
 
 ATOL = 2e-5  # on value logits of O(1), fp32 against fp32
 TILT = {"value_mode": "centered_exp", "value_scale": -20}
@@ -290,7 +290,7 @@ def test_a_row_has_the_same_bits_whoever_is_beside_it(models):
     def run(chosen, padded=False):
         step, slots = make_step(models.value, max_delta=4, backend="triton")
         if padded:
-            step._graphs = PaddedGraphs(step._score, models.value.device, split=False)
+            pad(step)
         engine = Engine(step, slots)
         picked = [[x[i] for i in chosen] for x in (rows, prompts, guidance)]
         engine.start(*picked, room=30)

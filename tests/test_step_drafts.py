@@ -15,7 +15,7 @@ from lenvm_kernels.types import Candidates, Drafts, Status
 from lenvm_kernels.value_model import ValueModel
 from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step
 from tests.helpers.models import EOS, TINY, VOCAB, last_value_logits, random_head, random_model, tiny_value_model
-from tests.helpers.padded_step import PaddedGraphs
+from tests.helpers.padded_step import pad
 from tests.test_step import PeakMemory, no_read_back
 from tests.test_step_catch_up import recorded_deltas
 
@@ -155,7 +155,7 @@ def run_drafted(models, rows, prompts, guidance, count, base, parents, draft, pa
     """The same with drafts; returns the tokens and how many steps it took."""
     step, slots = make_step(models.value, max_candidates=4, max_drafts=len(parents), **options)
     if padded:
-        step._graphs = PaddedGraphs(step._score, models.value.device, split=False)
+        pad(step)
     engine = Engine(step, slots).start(rows, prompts, guidance, room=60)
     sequences, new, steps = [list(tokens) for tokens in prompts], [1] * len(rows), 0
     while any(len(s) - len(p) < count for s, p in zip(sequences, prompts, strict=True)):
@@ -467,7 +467,7 @@ def test_a_prediction_computes_nothing_for_others(models, monkeypatch, max_draft
     """For requests that need no values, or that fill a batch up to its graph's size, whatever was computed before."""
     base, rows = BaseModel(), [4, 0, 6, 2]
     step, slots = make_step(models.value, max_drafts=max_drafts, max_candidates=4)
-    step._graphs = PaddedGraphs(step._score, models.value.device, split=False)
+    pad(step)
     engine = Engine(step, slots).start(rows, PROMPTS, [TILT, None, TILT, TILT], room=20)
     lens, forward = [], step.value_model.forward
 

@@ -163,7 +163,7 @@ def _serve(args: argparse.Namespace) -> int:
         raise ValueError(f"--top-k must be at most {most} (LENVM_MAX_CANDIDATES of the server), got {max(args.top_k)}")
     try:
         guidance = json.loads(args.guidance)
-        guides = parse_guidance(guidance).needs_value_model
+        guides = parse_guidance(guidance).needs_step
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"--guidance must be a JSON object of custom_params, got {args.guidance!r}: {error}"

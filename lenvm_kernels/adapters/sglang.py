@@ -201,7 +201,7 @@ class Guide:
         All of them: whether tokens are drawn after a chunk is the engine's affair. Not those of requests that are
         decoding in a mixed batch, which the step is told.
         """
-        if not needs_value_model(batch):
+        if not needs_step(batch):
             return
         with self._failing_softly(batch), self._timed():
             self._extend_ends_of_prefixes(batch)
@@ -286,7 +286,7 @@ class Guide:
         """
         if not self._stepped and info.is_all_greedy:
             self._step(logits, info, drawn, is_logits=True)
-        elif not self._stepped and needs_value_model(self._sampling):
+        elif not self._stepped and needs_step(self._sampling):
             with self._failing_softly(self._sampling):
                 raise RuntimeError("the engine drew tokens past the sampler that guidance is in")
         return self._report
@@ -302,7 +302,7 @@ class Guide:
     ) -> StepOutput | None:
         """The guided step of the batch being sampled; None if there is nothing in it to guide, or if it failed."""
         batch, b = self._sampling, len(scores)
-        if batch is None or not needs_value_model(batch):
+        if batch is None or not needs_step(batch):
             return None
         self._stepped, output = True, None
         if self.metrics is not None:
@@ -369,7 +369,7 @@ class Guide:
         with changed_once(logits, info, grammar_mask, nodes):
             with self._failing_softly(batch), self._timed():
                 self.step.scale_tokens(logits, table_rows.repeat_interleave(nodes))
-                if needs_value_model(batch):
+                if needs_step(batch):
                     drafts = drafts_of(verify_input)
                     faults = self.step.table.faults[table_rows] if self.metrics else None
                     output = self._draw_at_nodes(logits, info, drafts, table_rows, lengths)
@@ -540,7 +540,7 @@ def requested_guidance(sampling_params: SamplingParams) -> GuidanceParams | None
     params = parse_request(sampling_params.custom_params)
     if sampling_params.top_k == 1:
         params = replace(params, mode=Mode.UNGUIDED)
-    if not params.needs_value_model and not params.token_temperature_scale:
+    if not params.needs_step and not params.token_temperature_scale:
         return None
     if not -(2**63) <= (sampling_params.sampling_seed or 0) < 2**63:
         raise ValueError(f"sampling_seed must be an int64, got {sampling_params.sampling_seed}")
@@ -588,9 +588,9 @@ def drafts_a_step(options: Any) -> int:
     return (options.speculative_num_draft_tokens or 1) - 1 if options.speculative_algorithm else 0
 
 
-def needs_value_model(batch: ForwardBatch | ScheduleBatch) -> bool:
+def needs_step(batch: ForwardBatch | ScheduleBatch) -> bool:
     """Whether the value model has to see a batch."""
-    return any(req.lenvm_guidance.needs_value_model for req in batch.lenvm_reqs)
+    return any(req.lenvm_guidance.needs_step for req in batch.lenvm_reqs)
 
 
 def end_tokens(req: Req) -> set[int]:
@@ -624,13 +624,13 @@ def note_guidance(_: None, req: Req, *args: Any, **kwargs: Any) -> None:
     except ValueError as error:  # came past check_request: the engine loads no plugins in its further HTTP workers
         req.lenvm_guidance = req.input_embeds = None  # it is left with one token, and runs once to be answered
         req.set_finish_with_abort(str(error))  # status 400
-    if req.lenvm_guidance is not None and req.lenvm_guidance.needs_value_model:
+    if req.lenvm_guidance is not None and req.lenvm_guidance.needs_step:
         req.extra_key = RADIX_NAMESPACE + (req.extra_key or "")
 
 
 def note_images(_: None, req: Req, *args: Any, **kwargs: Any) -> None:
     """After a request in the scheduler was given its images, before it takes a prefix from the radix cache."""
-    if _guide is None or req.lenvm_guidance is None or not req.lenvm_guidance.needs_value_model:
+    if _guide is None or req.lenvm_guidance is None or not req.lenvm_guidance.needs_step:
         return
     try:
         req.lenvm_images = PromptImages(req, _guide.value_model)
@@ -739,7 +739,7 @@ def admit_requests(
         batch.lenvm_images = [req.lenvm_images for req in scheduled.reqs]
         new = [req for req in scheduled.reqs if id(req) not in running]
         for req in new:
-            if req.lenvm_guidance is not None and req.lenvm_guidance.needs_value_model and req.prefix_len:
+            if req.lenvm_guidance is not None and req.lenvm_guidance.needs_step and req.prefix_len:
                 end = req.get_fill_ids()[_guide._first_computed(req.prefix_len) : req.prefix_len]
                 prefix = int(req.kv.req_pool_idx), req.prefix_len, list(end), req.lenvm_images
                 batch.lenvm_prefixes.append(prefix)

@@ -153,7 +153,9 @@ def _load_runner(runner: ModelRunner) -> InprocRunner | None:
             f"got {', '.join(overrides)}: change config.json of the value model instead"
         )
     settings = Settings.from_environment(("--lvm-guided-inproc-model-path", path), max_candidates=MAX_CANDIDATES)
-    assert settings is not None  # there is a value model
+    assert settings is not None  # a path was given
+    if settings.value_model is None:
+        raise ValueError(f"--lvm-guided-inproc-model-path must be a value model for the fork, got {path!r}")
     group = runner.tp_group
 
     def free_bytes() -> float:
@@ -163,7 +165,7 @@ def _load_runner(runner: ModelRunner) -> InprocRunner | None:
 
     fraction = options.lvm_guided_inproc_mem_fraction_static or options.mem_fraction_static
     made = InprocRunner(settings, runner, mem_fraction=fraction, free_bytes=free_bytes)
-    _gamma = made.step.value_model.lenvm_config.gamma
+    _gamma = settings.gamma
     return made
 
 

@@ -1,4 +1,4 @@
-"""Length-guided ``model.generate`` of ``transformers``: a logits processor that holds a guided step."""
+"""Length-guided ``model.generate`` of ``transformers``: one call, and the logits processor that it is made of."""
 
 from __future__ import annotations
 
@@ -38,15 +38,17 @@ class StepRecord:
 
 
 class LenVMLogitsProcessor(LogitsProcessor):
-    """Guides one call of ``model.generate`` by a value model.
+    """Guides one call of ``model.generate``, by a value model or by the end tokens alone.
 
-    Make one for each call, and pass its :attr:`generation_kwargs` on: sampling parameters belong to the processor,
-    which applies them itself, so those of ``generate`` have to be neutral.
+    :func:`generate` does all that follows in one call. Make one for each call of ``model.generate``, and pass its
+    :attr:`generation_kwargs` on: sampling parameters belong to the processor, which applies them itself, so those of
+    ``generate`` have to be neutral.
 
     Args:
         model: the base model, of any architecture; its ``generation_config`` gives the end-of-sequence tokens.
         value_model: the value model, here or behind a server
             (:class:`lenvm_kernels.adapters.remote.RemoteValueModel`); it has to share the base model's vocabulary.
+            None: there is none, and only ``near``, ``ge_near`` and ``le_near`` guide (:class:`GuidedStep`).
         guidance: one request's parameters for all prompts (``custom_params`` as in :func:`parse_guidance`, or parsed),
             or a sequence with one for each prompt; None leaves a prompt unguided.
         attention_mask: ``[B, S]`` of the prompts as the tokenizer made it, padded on the left.
@@ -78,7 +80,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
     def __init__(
         self,
         model: PreTrainedModel,
-        value_model: ValueModel,
+        value_model: ValueModel | None,
         guidance: Guidance | Sequence[Guidance],
         attention_mask: torch.Tensor,
         *,
@@ -95,7 +97,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
         record: bool = False,
         backend: str = "auto",
     ) -> None:
-        check_vocabulary(model, value_model, tokenizers)
+        if value_model is not None:
+            check_vocabulary(model, value_model, tokenizers)
         _check_sampling(temperature, top_k, top_p, min_p)
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
@@ -110,18 +113,19 @@ class LenVMLogitsProcessor(LogitsProcessor):
         if len(guidance) != rows:
             raise ValueError(f"guidance must be one for all or one for each of the {rows} prompts, got {len(guidance)}")
         ends = () if tokenizers is None else ends_of_thought(tokenizers[0])
-        defaults: dict[str, Any] = dict(gamma=value_model.lenvm_config.gamma, ends_of_thought=ends)
+        gamma = None if value_model is None else value_model.lenvm_config.gamma
+        defaults: dict[str, Any] = dict(gamma=gamma, ends_of_thought=ends)
         params = [parse_guidance(g, **defaults) if isinstance(g, Mapping) else g for g in guidance]
 
         if (pixel_values is None) != (image_grid_thw is None):
             raise ValueError("pixel_values and image_grid_thw must be given together, got one of them")
         self._image_sizes: list[ImageSize] = []
         self._image_embeds: torch.Tensor | None = None
-        if pixel_values is not None and image_grid_thw is not None:
+        if value_model is not None and pixel_values is not None and image_grid_thw is not None:
             self._image_embeds = value_model.embed_images(pixel_values, image_grid_thw)
             self._image_sizes = image_sizes(image_grid_thw, value_model.config.vision.spatial_merge_size)
 
-        device = value_model.device
+        device = model.device if value_model is None else value_model.device
         eos = _eos_token_ids(model)
         self._eos_on_device = torch.tensor(sorted(eos), dtype=torch.int64, device=device)
         self._max_new_tokens, self._prompt_width = max_new_tokens, prompt_width
@@ -212,8 +216,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
         rows, width = input_ids.shape
         if rows != len(self._table_rows):
             raise ValueError(
-                f"generate runs {rows} rows for {len(self._table_rows)} prompts: beam search and num_return_sequences "
-                "are not supported (repeat the prompts instead)"
+                f"generate runs {rows} rows for {len(self._table_rows)} prompts: beam search is not supported; for "
+                "num_return_sequences use lenvm_kernels.generate, or repeat the prompts"
             )
         generated = width - self._prompt_width
         previous = self._previous
@@ -243,9 +247,10 @@ class LenVMLogitsProcessor(LogitsProcessor):
 
     def _images_of(self, tokens: torch.Tensor, first: torch.Tensor) -> ImageTokens | None:
         """Of prompts ``[B, S]`` that begin at these columns; None if the value model is to read them as text."""
-        config, embeds = self._step.value_model.config, self._image_embeds
-        if config.vision is None:
+        value_model, embeds = self._step.value_model, self._image_embeds
+        if value_model is None or value_model.config.vision is None:
             return None
+        config = value_model.config
         tokens = tokens.cpu()
         if (tokens == config.video_token_id).any():
             raise ValueError("prompts must hold no videos, got tokens of one: the value model reads text and images")
@@ -264,6 +269,88 @@ class LenVMLogitsProcessor(LogitsProcessor):
         of_image = is_image.flatten()
         rows = torch.where(of_image, of_image.cumsum(0) - 1, -1)
         return ImageTokens(positions.flatten(1).to(embeds.device), rows.to(embeds.device), embeds)
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    max_new_tokens: int,
+    target_length: float | None = None,
+    guidance: Guidance | Sequence[Guidance] = None,
+    value_model: ValueModel | None = None,
+    num_return_sequences: int = 1,
+    processor_options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """``model.generate`` with a target for the length of each output.
+
+    Tokens are sampled: ``temperature``, ``top_k``, ``top_p`` and ``min_p`` are arguments as those of
+    ``model.generate``, and are those of the model's ``generation_config`` where they are not given.
+
+    Args:
+        model: the base model, of any architecture.
+        input_ids: int64 ``[B, S]``; prompts, padded on the left.
+        attention_mask: int64 ``[B, S]``; 0 where a prompt is padded (None: nowhere).
+        max_new_tokens: the most tokens to generate.
+        target_length: new tokens to aim at, the end-of-sequence token included.
+        guidance: parameters as in :class:`LenVMLogitsProcessor`; with ``target_length`` a mapping of further ones.
+        value_model: the value model. None: the target is met by the end-of-sequence token alone.
+        num_return_sequences: outputs of each prompt, one below the other.
+        processor_options: further arguments of :class:`LenVMLogitsProcessor`, such as ``max_candidates``.
+        **kwargs: of ``model.generate``.
+
+    Returns:
+        What ``model.generate`` returns.
+
+    Raises:
+        ValueError: naming the argument, what came and what is accepted; also as :class:`LenVMLogitsProcessor`.
+
+    Example:
+        >>> inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+        >>> output = lenvm_kernels.generate(model, **inputs, target_length=60, max_new_tokens=200)
+    """
+    if num_return_sequences < 1:
+        raise ValueError(f"num_return_sequences must be at least 1, got {num_return_sequences}")
+    for name, accepted in (("do_sample", True), ("num_beams", 1), ("assistant_model", None)):
+        if kwargs.get(name, accepted) not in (accepted, None):
+            raise ValueError(f"{name} must be {accepted}: guided tokens are sampled, got {kwargs[name]!r}")
+    images = {name: kwargs[name] for name in ("pixel_values", "image_grid_thw") if kwargs.get(name) is not None}
+    if images and num_return_sequences > 1:
+        raise ValueError(f"num_return_sequences must be 1 with {next(iter(images))}, got {num_return_sequences}")
+    attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    if target_length is not None:
+        if guidance is not None and not isinstance(guidance, Mapping):
+            raise ValueError(f"target_length must be None unless guidance is a mapping or None, got {target_length}")
+        guidance = {"target_length": target_length} | dict(guidance or {})
+    if isinstance(guidance, Sequence):
+        guidance = [g for g in guidance for _ in range(num_return_sequences)]
+    config = kwargs.get("generation_config") or model.generation_config
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    sampling = {}
+    for name, value in neutral.items():
+        asked = [kwargs.pop(name, None), getattr(config, name, None), value]
+        sampling[name] = next(x for x in asked if x is not None)
+    processor = LenVMLogitsProcessor(
+        model,
+        value_model,
+        guidance,
+        attention_mask.repeat_interleave(num_return_sequences, dim=0),
+        max_new_tokens=max_new_tokens,
+        **sampling,
+        **({} if value_model is None else images),
+        **(processor_options or {}),
+    )
+    of_processor = processor.generation_kwargs
+    ours, others = of_processor["logits_processor"], kwargs.pop("logits_processor", None) or []
+    of_processor["logits_processor"] = LogitsProcessorList([*others, *ours])
+    return model.generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel lacks
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        num_return_sequences=num_return_sequences,
+        **(kwargs | of_processor),
+    )
 
 
 def check_vocabulary(

@@ -238,7 +238,7 @@ class Guide:
             self.report.collect()
         lengths = dict(zip(ctx.idx_mapping_np.tolist(), ctx.seq_lens_upper_bound_np.tolist(), strict=False))
         known = {slot: length for slot, length in lengths.items() if slot in self._requests}
-        guided = {slot: n for slot, n in known.items() if self._requests[slot].params.needs_value_model}
+        guided = {slot: n for slot, n in known.items() if self._requests[slot].params.needs_step}
         if known:
             with self._failing_softly(known):
                 self.step.scale_tokens(logits, ctx.expanded_idx_mapping.long())

@@ -36,7 +36,7 @@ def guidance_of(params: SamplingParams) -> GuidanceParams | None:
         raise ValueError("return_values must be false in vLLM, got true: the engine has no way to return values")
     if params.temperature == 0 or params.top_k == 1:
         guidance = replace(guidance, mode=Mode.UNGUIDED)
-    if not guidance.needs_value_model and not guidance.token_temperature_scale:
+    if not guidance.needs_step and not guidance.token_temperature_scale:
         return None
     for name, given, most in (
         ("stop_token_ids", params.stop_token_ids or (), MAX_STOP_TOKENS),

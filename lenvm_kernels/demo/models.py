@@ -15,6 +15,7 @@ from lenvm_kernels.demo import VALUE, model_path
 from lenvm_kernels.value_model import LenVMConfig, ValueModel
 
 DEMO = "demo"
+NONE = "none"
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Models:
     """A base model and a value model, ready to generate on one device."""
 
     model: PreTrainedModel
-    value_model: ValueModel
+    value_model: ValueModel | None
     tokenizer: PreTrainedTokenizerBase
     value_tokenizer: PreTrainedTokenizerBase
 
@@ -41,7 +42,7 @@ class Models:
 
         Args:
             model: a Hugging Face directory, a ``.gguf`` file, or ``demo`` for the packaged SmolLM2.
-            value_model: the same; ``demo`` means the shipped adapters and head, too.
+            value_model: the same; ``demo`` means the shipped adapters and head, too. ``none``: there is none.
             value_head: a ``.safetensors`` file with a head that is not in ``value_model``. With ``demo`` it is a head
                 for the packaged SmolLM2 as it is.
             device: for both.
@@ -51,13 +52,16 @@ class Models:
         Raises:
             ValueError, OSError, ImportError: a path, head, checkpoint or package that is missing or does not fit.
         """
-        path, value_path = _locate("--model", model), _locate("--value-model", value_model)
-        head, adapter = _parts(value_model, value_head)
+        path = _locate("--model", model)
+        value_path = None if value_model == NONE else _locate("--value-model", value_model)
+        head, adapter = (None, None) if value_path is None else _parts(value_model, value_head)
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         tokenizer = _load_tokenizer("--model", path)
         base = AutoModelForCausalLM.from_pretrained(**_source(path), dtype=dtype, use_safetensors=True)
         base = base.eval().to(device)
+        if value_path is None:
+            return cls(base, None, tokenizer, tokenizer)
         if value_path == path and (head or adapter):
             lenvm_config = LenVMConfig.read(adapter or value_path, gamma)
             values = ValueModel.from_causal_lm(base, head, adapter=adapter, lenvm_config=lenvm_config)

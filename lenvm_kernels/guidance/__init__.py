@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lenvm_kernels.guidance.params import GuidanceParams as GuidanceParams
+    from lenvm_kernels.guidance.params import check_without_values as check_without_values
     from lenvm_kernels.guidance.params import ends_of_thought as ends_of_thought
     from lenvm_kernels.guidance.params import parse_guidance as parse_guidance
     from lenvm_kernels.guidance.table import GuidanceTable as GuidanceTable
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 # Imported when first used: the command line reads the fields without waiting for torch.
 _MODULES = {
     "GuidanceParams": "params",
+    "check_without_values": "params",
     "ends_of_thought": "params",
     "parse_guidance": "params",
     "GuidanceTable": "table",

@@ -62,7 +62,7 @@ class GuidanceParams:
     hard_limit: int | None = None
 
     @property
-    def needs_value_model(self) -> bool:
+    def needs_step(self) -> bool:
         """Whether the request takes part in guided steps; a span does, whose end they look for."""
         return self.mode != Mode.UNGUIDED or self.return_values or bool(self.end_token_ids)
 
@@ -165,6 +165,21 @@ def parse_guidance(
         answer_length=_number(given, "answer_length"),
         hard_limit=_optional_integer(given, "hard_limit"),
     )
+
+
+def check_without_values(params: GuidanceParams) -> None:
+    """Raise ValueError, naming the field, unless a request can be guided by its end tokens alone."""
+    if params.mode in _NEAR_CONSTRAINTS or params.mode == Mode.UNGUIDED:
+        wrong = {"return_values": params.return_values, "value_min": params.value_min is not None}
+        for name, is_given in wrong.items():
+            if is_given:
+                raise ValueError(f"{name} must not be given without a value model, got {getattr(params, name)!r}")
+        return
+    name = params.mode.name.lower()
+    if params.target_length is None:
+        raise ValueError(f"value_mode {name} needs a value model; without one, give a target_length")
+    accepted = ", ".join(mode.name.lower() for mode in _NEAR_CONSTRAINTS)
+    raise ValueError(f"value_constraint must be one of {accepted} without a value model, got {name!r}")
 
 
 def ends_of_thought(tokenizer: Any) -> tuple[int, ...]:

@@ -13,13 +13,16 @@ class History:
         table_rows: R, rows of the table that requests are known by.
         max_delta: tokens that it holds of each.
         device: where it lies.
+        is_told: somebody computes the tokens of sequences and has to be told all of them. Else none is ever missing.
 
     Attributes:
         columns: what it holds.
     """
 
-    def __init__(self, table_rows: int, max_delta: int, device: torch.device) -> None:
-        self._lens = torch.zeros(2, table_rows, dtype=torch.int32, device=device)  # together: one operator forgets both
+    def __init__(self, table_rows: int, max_delta: int, device: torch.device, *, is_told: bool = True) -> None:
+        self._no_lens = 0 if is_told else 2**31 - 1
+        # Together: one operator forgets both.
+        self._lens = torch.full((2, table_rows), self._no_lens, dtype=torch.int32, device=device)
         told_lens, cached_lens = self._lens
         columns = empty_history(table_rows, max_delta, device)
         self.columns: StepHistory = columns._replace(told_lens=told_lens, cached_lens=cached_lens)
@@ -35,7 +38,7 @@ class History:
             rows, steps = torch.tensor(list(self._forgotten)), self.columns.steps
             rows = (rows.pin_memory() if steps.is_cuda else rows).to(steps.device, non_blocking=True)
             steps.index_fill_(0, rows, -1)
-            self._lens.index_fill_(1, rows, 0)
+            self._lens.index_fill_(1, rows, self._no_lens)
             self._forgotten.clear()
 
     def extend(self, table_rows: torch.Tensor, lens: torch.Tensor) -> None:

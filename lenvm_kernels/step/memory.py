@@ -9,7 +9,7 @@ from lenvm_kernels.value_model import ValueModel
 
 
 def working_bytes(
-    value_model: ValueModel,
+    value_model: ValueModel | None,
     *,
     requests: int,
     max_len: int,
@@ -30,7 +30,8 @@ def working_bytes(
     - ``B (1 + D) (V / 16 + 320 K + 64)`` for the candidates.
 
     Args:
-        value_model: whose dimensions are ``H``, ``I``, ``Hq``, ``Hkv``, ``D`` with ``e`` bytes an element.
+        value_model: whose dimensions are ``H``, ``I``, ``Hq``, ``Hkv``, ``D`` with ``e`` bytes an element. None: there
+            is none, and only the candidates take room.
         requests: B.
         max_len: tokens that a row of the slot table has room for.
         vocab_size: V.
@@ -39,7 +40,11 @@ def working_bytes(
         max_drafts: D, of a step.
         tokens: T; of an extend its ``chunk_tokens``. None: ``B (M + D + (1 + D) K)``, as in a step.
     """
-    config, k = value_model.config, max_candidates
+    k = max_candidates
+    request_bytes = requests * (1 + max_drafts) * (vocab_size // 16 + 320 * k + 64)
+    if value_model is None:
+        return request_bytes
+    config = value_model.config
     t = requests * (max_delta + tree_columns(max_drafts, k)) if tokens is None else tokens
     heads = config.num_heads + 2 * config.num_kv_heads
     parts = num_splits(config.hidden_size, config.intermediate_size)
@@ -48,7 +53,6 @@ def working_bytes(
     token_bytes = elements * value_model.dtype.itemsize + 6 * config.head_dim + 64
     token_bytes += 4 * parts * config.hidden_size if parts > 1 else 0
     token_bytes += 4 * square_sums_shape(1, config.hidden_size)[0]
-    request_bytes = vocab_size // 16 + 320 * k + 64
     attention_bytes = 4 * math.prod(workspace_shape(*sizes)) * config.num_heads * (config.head_dim + 1)
     attention_bytes += 4 * (math.prod(plan_shape(*sizes)) + num_counters(requests, config.num_kv_heads))
-    return t * token_bytes + attention_bytes + requests * (1 + max_drafts) * request_bytes
+    return t * token_bytes + attention_bytes + request_bytes

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -29,35 +26,30 @@ from lenvm_kernels.ops._common import (
     per_request,
     resolve_backend,
 )
-from lenvm_kernels.ops.catch_up import catch_up, empty_delta
-from lenvm_kernels.ops.expand_drafts import NODE_FIELDS, check_drafts, empty_nodes, expand_drafts
-from lenvm_kernels.ops.gather_requests import empty_requests, gather_requests_unchecked
+from lenvm_kernels.ops.expand_drafts import check_drafts, expand_drafts
+from lenvm_kernels.ops.gather_requests import gather_requests_unchecked
 from lenvm_kernels.ops.limit_span import limit_span
-from lenvm_kernels.ops.pack_drafts import empty_trees, pack_drafts, tree_columns
+from lenvm_kernels.ops.pack_drafts import pack_drafts
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter_unchecked
 from lenvm_kernels.ops.sample_candidates import sample_candidates_unchecked
-from lenvm_kernels.ops.select_scored import empty_scored, select_scored_unchecked
+from lenvm_kernels.ops.select_scored import select_scored_unchecked
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.ops.verify_drafts import verify_drafts
-from lenvm_kernels.step.graphs import Graphs, bucket_of
+from lenvm_kernels.step.graphs import bucket_of
 from lenvm_kernels.step.history import History
-from lenvm_kernels.step.winners import Winners
-from lenvm_kernels.timing import NO_RECORD, NO_TIMER, StepRecord, StepTimer
+from lenvm_kernels.step.model_values import ModelValues
+from lenvm_kernels.step.rows import StepTensors
+from lenvm_kernels.step.values import ConstantValues, ValueSource
+from lenvm_kernels.timing import NO_RECORD, NO_TIMER, StepTimer
 from lenvm_kernels.types import (
     Candidates,
-    CandidateTrees,
-    DeltaTokens,
     Drafts,
     Mode,
     ScoredCandidates,
     StepRequests,
     VerifiedTokens,
 )
-from lenvm_kernels.value_model import ImageTokens, KVCache, RaggedBatch, ValueModel
-
-# Of the rows of a step in which every request computes one token and all candidates that there is room for. A request
-# with five candidates of eight has six of nine.
-LIVE_SHARE = 2 / 3
+from lenvm_kernels.value_model import ImageTokens, KVCache, ValueModel
 
 
 @dataclass(frozen=True)
@@ -85,18 +77,6 @@ class StepOutput:
     verified: VerifiedTokens | None = None
 
 
-class _Rows(NamedTuple):
-    """The first rows of the tensors that a step has of its own."""
-
-    requests: StepRequests
-    nodes: StepRequests  # without drafts the requests themselves
-    scored: ScoredCandidates
-    delta: DeltaTokens
-    trees: CandidateTrees | None  # with drafts
-    all_active: torch.Tensor
-    none_drawn: torch.Tensor
-
-
 class GuidedStep:
     """Length-guided decoding of the requests of an engine.
 
@@ -116,8 +96,9 @@ class GuidedStep:
       torch's allocator holds what both have freed, in blocks of their sizes; to give them back it waits for the device.
 
     Args:
-        value_model: the value model.
-        slot_table: int32 ``[R, pages]``; the engine's, on the value model's device: token ``p`` of the request in row
+        value_model: the value model; None: there is none, and only ``near``, ``ge_near`` and ``le_near`` guide
+            (:class:`ConstantValues`). No prompt has to be told then, and slots are not looked at.
+        slot_table: int32 ``[R, pages]``; the engine's, on the device of the step: token ``p`` of the request in row
             ``r`` lives in slot ``slot_table[r, p // page_size] * page_size + p % page_size``.
         num_slots: slots there are; sizes the value model's cache.
         vocab_size: of the base model, whose scores are guided.
@@ -143,7 +124,8 @@ class GuidedStep:
 
     Attributes:
         table: :class:`GuidanceTable` of the requests.
-        cache: :class:`KVCache` of the value model.
+        values: :class:`ValueSource`, where the values come from.
+        cache: :class:`KVCache` of the value model; None without one.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is accepted; ``LENVM_TIMING`` too
@@ -157,7 +139,7 @@ class GuidedStep:
 
     def __init__(
         self,
-        value_model: ValueModel,
+        value_model: ValueModel | None,
         slot_table: torch.Tensor,
         num_slots: int,
         *,
@@ -177,7 +159,7 @@ class GuidedStep:
         graphs: bool | None = None,
         backend: str = "auto",
     ) -> None:
-        device = value_model.device
+        device = slot_table.device if value_model is None else value_model.device
         check_tensor("slot_table", slot_table, dtypes=torch.int32, shape=(None, None), device=device)
         table_rows = slot_table.shape[0]
         max_requests = table_rows if max_requests is None else max_requests
@@ -189,15 +171,15 @@ class GuidedStep:
             raise ValueError(f"max_drafts must be at least 0 and less than max_delta = {max_delta}, got {max_drafts}")
         if max_candidates not in COLUMNS:
             raise ValueError(f"max_candidates must be a power of two up to {COLUMNS[-1]}, got {max_candidates}")
-        can_have_graphs = device.type == "cuda" and value_model.runs_in_graphs
+        runs_in_graphs = value_model is not None and value_model.runs_in_graphs
+        can_have_graphs = device.type == "cuda" and runs_in_graphs
         if graphs and not can_have_graphs:
-            where = device if value_model.runs_in_graphs else "another host"
-            raise ValueError(f"graphs must be None or False unless the value model is on a GPU, got it on {where}")
-        self.value_model, self.slot_table, self.vocab_size = value_model, slot_table, vocab_size
-        self.max_requests, self.max_candidates, self.page_size = max_requests, max_candidates, page_size
-        self.chunk_tokens, self.score_all, self.backend = chunk_tokens, score_all, backend
+            where = "none" if value_model is None else f"it on {device if runs_in_graphs else 'another host'}"
+            raise ValueError(f"graphs must be None or False unless the value model is on a GPU, got {where}")
+        self.value_model, self.device, self.slot_table, self.vocab_size = value_model, device, slot_table, vocab_size
+        self.max_requests, self.max_candidates = max_requests, max_candidates
+        self.score_all, self.backend = score_all, backend
         self.max_delta, self.max_drafts, self.value_stride = max_delta, max_drafts, value_stride
-        self.cache = KVCache.of_slots(value_model, num_slots, cache)
         # One row more than the engine has: of the requests that fill a batch up to its graph's size.
         self._padding_row = table_rows
         self.table = GuidanceTable(table_rows + 1, device, max_eos=max_eos, max_scaled_tokens=max_scaled_tokens)
@@ -205,26 +187,28 @@ class GuidedStep:
         self._scaled_rows: set[int] = set()
         self._value_rows: set[int] = set()
         self._span_rows: set[int] = set()
-        self._delta_starts = torch.arange(max_requests, dtype=torch.int32, device=device) * max_delta
-        # What a forward reads has its place, where a graph looks for it. The constants spare variants of kernels.
-        nodes = 1 + max_drafts
-        self._requests = empty_requests(max_requests, device, width=nodes)
-        self._nodes = empty_nodes(self._requests, max_drafts) if max_drafts else self._requests
-        self._scored = empty_scored(max_requests * nodes, max_candidates, device)
-        self._trees = empty_trees(max_requests, max_drafts, max_candidates, device) if max_drafts else None
-        self._delta = empty_delta(max_requests, max_delta, device)
-        self._views: dict[tuple[int, int], _Rows] = {}
-        self._all_active = torch.ones(max_requests, dtype=torch.bool, device=device)
-        self._none_drawn = torch.full((max_requests * nodes,), -1, dtype=torch.int32, device=device)
-        self._history = History(table_rows + 1, max_delta, device)
-        self._winners = None
-        if commit_winners:
-            columns = tree_columns(max_drafts, max_candidates)
-            self._winners = Winners(value_model, max_requests, columns, max_delta, trees=max_drafts > 0)
+        self._tensors = StepTensors(max_requests, max_drafts, max_candidates, device, trees=value_model is not None)
+        self._history = History(table_rows + 1, max_delta, device, is_told=value_model is not None)
         self._timer = StepTimer.from_environment()
-        self._graphs = None
-        if can_have_graphs if graphs is None else graphs:
-            self._graphs = Graphs(self._score, device, split=self._timer.is_on)
+        self._has_graphs = can_have_graphs if graphs is None else graphs
+        self.values: ValueSource = ConstantValues(table_rows + 1, self._tensors, device)
+        self.cache: KVCache | None = None
+        if value_model is not None:
+            self.values = of_model = ModelValues(
+                value_model,
+                self._tensors,
+                self._history,
+                slot_table,
+                num_slots,
+                page_size=page_size,
+                chunk_tokens=chunk_tokens,
+                commit_winners=commit_winners,
+                cache=cache,
+                graphs=self._has_graphs,
+                split=self._timer.is_on,
+                backend=backend,
+            )
+            self.cache = of_model.cache
 
     def add_request(
         self,
@@ -239,7 +223,7 @@ class GuidedStep:
         """Admit a request into a row of the slot table. The device hears of it at the next call.
 
         Arguments and errors are those of :meth:`GuidanceTable.add_request`. Token temperatures of ids outside the
-        vocabulary are ignored.
+        vocabulary are ignored. ValueError, too, without a value model and for guidance that needs one.
         """
         if not 0 <= table_row < self._padding_row:
             raise IndexError(f"table_row must be in [0, {self._padding_row}), got {table_row}")
@@ -247,6 +231,7 @@ class GuidedStep:
             known = {t: scale for t, scale in params.token_temperature_scale.items() if t < self.vocab_size}
             stride = params.value_stride or self.value_stride
             params = replace(params, token_temperature_scale=known, value_stride=stride)
+        self.values.add_request(table_row, params)
         self.table.add_request(
             table_row, params, eos_token_ids, prompt_len=prompt_len, seed=seed, span_ended=span_ended
         )
@@ -277,6 +262,7 @@ class GuidedStep:
         """
         self.table.flush()
         self._history.flush()
+        self.values.flush()
 
     def told_lens(self, table_rows: torch.Tensor) -> torch.Tensor:
         """int32 ``[B]``; how many tokens of each sequence :meth:`extend` and steps have been told, without a gap.
@@ -374,7 +360,7 @@ class GuidedStep:
         Raises:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
-        device = self.value_model.device
+        device = self.device
         check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(None,), device=device)
         check_tensor("slots", slots, dtypes=INT_DTYPES, shape=tokens.shape, device=device)
         check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(None,), device=device)
@@ -388,31 +374,13 @@ class GuidedStep:
         table = self.table.columns
         needs_model = (table.mode[table_rows] != Mode.UNGUIDED) | table.return_values[table_rows]
         ends = starts + torch.where(needs_model, lens, 0)
-        no_candidates = torch.empty(len(table_rows), 0, dtype=torch.int32, device=device)
-        for first in range(0, len(tokens), self.chunk_tokens):
-            chunk = slice(first, min(first + self.chunk_tokens, len(tokens)))
-            chunk_starts, chunk_ends = (x.clamp(chunk.start, chunk.stop) for x in (starts, ends))
-            batch = RaggedBatch.build(
-                tokens[chunk],
-                slots[chunk],
-                chunk_starts - chunk.start,
-                chunk_ends - chunk_starts,
-                no_candidates,
-                torch.zeros_like(lens),
-                cached_lens + chunk_starts - starts,
-                self.slot_table,
-                table_rows,
-                page_size=self.page_size,
-                images=None if images is None else images.of_tokens(chunk),
-                backend=self.backend,
-            )
-            self.value_model.forward(batch, self.cache, backend=self.backend)
+        self.values.extend(tokens, slots, table_rows, starts, ends, cached_lens, images)
         self._history.extend(table_rows, torch.where(needs_model, cached_lens + lens, 0))
 
     def _check_images(self, images: ImageTokens, tokens: int) -> None:
         """Raise TypeError or ValueError unless these are images of so many tokens."""
-        model, device = self.value_model, self.value_model.device
-        if model.config.mrope_sections is None:
+        model, device = self.value_model, self.device
+        if model is None or model.config.mrope_sections is None:
             raise ValueError("images must be None unless the value model is a vision-language model")
         check_tensor("images.positions", images.positions, dtypes=torch.int64, shape=(3, tokens), device=device)
         check_tensor("images.rows", images.rows, dtypes=torch.int64, shape=(tokens,), device=device)
@@ -481,7 +449,7 @@ class GuidedStep:
         Raises:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
-        device = self.value_model.device
+        device = self.device
         backend = resolve_backend(self.backend, scores)
         check_tensor("scores", scores, dtypes=FLOAT_DTYPES, shape=(None, self.vocab_size), device=device)
         rows, nodes = scores.shape[0], 1 if drafts is None else 1 + self.max_drafts
@@ -529,9 +497,9 @@ class GuidedStep:
             span_ended = self._limit_spans(None, tokens, table_rows, lengths, new_lens, drafts)
         requests = self._gather(tokens, table_rows, lengths, new_lens, active, backend)
         if drafts is not None:
-            all_nodes = self._rows(requests.due.shape[0], nodes).nodes
+            all_nodes = self._tensors.rows(requests.due.shape[0], nodes).nodes
             requests = expand_drafts(requests, drafts, out=all_nodes, backend=backend)
-        known = self._rows(b, nodes).nodes
+        known = self._tensors.rows(b, nodes).nodes
         if drafts is not None and span_ended is not None:
             known.guided.logical_and_(~span_ended)
         table = self.table.columns
@@ -553,11 +521,12 @@ class GuidedStep:
         )
         scored = self._select(candidates, requests, drawn, backend, nodes=nodes, sample=sample)
         in_graph = scored.counts.shape[0] // nodes
-        if drafts is not None:
-            pack_drafts(scored, drafts, out=self._rows(in_graph, nodes).trees, backend=backend)
+        trees = self._tensors.rows(in_graph, nodes).trees
+        if drafts is not None and trees is not None:
+            pack_drafts(scored, drafts, out=trees, backend=backend)
         record.mark("candidates")
 
-        z = self._run_score(in_graph, nodes, record)[:rows]
+        z = self.values.value_logits(in_graph, nodes, record)[:rows]
         record.mark("head")
 
         wants_length, value_logits = None, z
@@ -625,7 +594,7 @@ class GuidedStep:
         Raises:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
-        device = self.value_model.device
+        device = self.device
         backend = resolve_backend(self.backend, tokens)
         is_many = new_lens is not None
         check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(None, None) if is_many else (None,), device=device)
@@ -649,11 +618,11 @@ class GuidedStep:
         nothing_new = torch.zeros_like(lengths)
         requests = self._gather(tokens_of_each, table_rows, lengths - new_lens, nothing_new, None, backend)
         self._history.columns.steps[table_rows] -= 1  # as if it had been the step before
-        known = self._rows(b).requests
+        known = self._tensors.rows(b).requests
         # Of all that need the value model: the next step then finds what it would have to compute.
         counts = torch.where(known.wants_length | known.guided, new_lens, 0)
         in_graph, nodes = requests.due.shape[0], 1 + self.max_drafts
-        rows = self._rows(in_graph, nodes)
+        rows = self._tensors.rows(in_graph, nodes)
         computed = rows.scored if rows.trees is None else rows.trees
         computed.token_ids.fill_(-1)
         computed.token_ids[:b, :columns] = tokens_of_each.int()
@@ -665,7 +634,7 @@ class GuidedStep:
             column = torch.arange(nodes, device=device)
             rows.trees.columns.fill_(-1)
             rows.trees.columns[:, 0] = column.repeat(in_graph)
-        z = self._run_score(in_graph, nodes, NO_RECORD).view(in_graph, nodes, -1)[:b, :columns, 0].flatten()
+        z = self.values.value_logits(in_graph, nodes, NO_RECORD).view(in_graph, nodes, -1)[:b, :columns, 0].flatten()
         at = table_rows[:, None].expand(-1, columns).flatten()
         found = self.table.remaining_lengths(at, z, tokens_of_each.flatten()).view(b, columns)
         is_asked = known.wants_length[:, None] & (torch.arange(columns, device=device) < new_lens[:, None])
@@ -689,7 +658,7 @@ class GuidedStep:
             probs_dtype: of the ``probs`` that :meth:`step` will get.
             progress: show a bar on stderr.
         """
-        device, vocab = self.value_model.device, self.vocab_size
+        device, vocab = self.device, self.vocab_size
         sizes = sorted({bucket_of(b, self.max_requests) for b in range(1, self.max_requests + 1)})
         # A kernel is compiled anew for an argument that is absent, and for rows that are not aligned.
         yes_or_no = (False, True)
@@ -737,10 +706,7 @@ class GuidedStep:
                         self.predict(tokens, padding, lens, new_lens=new_lens)
         finally:
             self._timer = timer
-        prompt, none = full(0, torch.int64, self.chunk_tokens), full(0, torch.int32, 1)
-        for length in self.value_model.sizes_of_every_tile(self.chunk_tokens):
-            chunk = prompt[:length]
-            self.extend(chunk, chunk, full(self._padding_row, torch.int64, 1), none, none, none)
+        self.values.warm_up(self._padding_row)
 
     def _gather(
         self,
@@ -753,17 +719,17 @@ class GuidedStep:
     ) -> StepRequests:
         """What is known of the requests, and of as many that do not exist as their graph has more."""
         b = tokens.shape[0]
-        rows = b if self._graphs is None else bucket_of(b, self.max_requests)
+        rows = bucket_of(b, self.max_requests) if self._has_graphs else b
         return gather_requests_unchecked(
             self.table.columns,
             tokens,
             table_rows,
             lengths,
             new_lens=new_lens,
-            active=self._rows(b).all_active if active is None else active,
+            active=self._tensors.rows(b).all_active if active is None else active,
             history=self._history.columns,
             padding_row=self._padding_row,
-            out=self._rows(rows).requests,
+            out=self._tensors.rows(rows).requests,
             backend=backend,
         )
 
@@ -782,70 +748,13 @@ class GuidedStep:
             candidates,
             requests,
             self.table.columns.ending_token_ids,
-            drawn=self._rows(candidates.counts.shape[0] // nodes, nodes).none_drawn if drawn is None else drawn,
+            drawn=self._tensors.rows(candidates.counts.shape[0] // nodes, nodes).none_drawn if drawn is None else drawn,
             sample=sample,
             score_all=self.score_all,
             step=self._history.columns.step,
-            out=self._rows(requests.due.shape[0] // nodes, nodes).scored,
+            out=self._tensors.rows(requests.due.shape[0] // nodes, nodes).scored,
             backend=backend,
         )
-
-    def _rows(self, rows: int, nodes: int = 1) -> _Rows:
-        """Of so many requests with so many nodes each, made once: each slice takes the host microseconds."""
-        sizes = rows, nodes
-        if sizes not in self._views:
-            requests = StepRequests(*(x[:rows] for x in self._requests))
-            of_nodes = {name: getattr(self._nodes, name)[: rows * nodes] for name in NODE_FIELDS}
-            trees = None
-            if nodes > 1 and self._trees is not None:
-                trees = CandidateTrees(*(x[:rows] for x in self._trees))
-                trees = trees._replace(columns=self._trees.columns[: rows * nodes])
-            self._views[sizes] = _Rows(
-                requests,
-                requests if nodes == 1 else requests._replace(**of_nodes),
-                ScoredCandidates(*(x[: rows * nodes] for x in self._scored)),
-                DeltaTokens(*(x[:rows] for x in self._delta)),
-                trees,
-                self._all_active[:rows],
-                self._none_drawn[: rows * nodes],
-            )
-        return self._views[sizes]
-
-    def _run_score(self, requests: int, nodes: int, record: StepRecord) -> torch.Tensor:
-        """:meth:`_score`, from a graph if there are graphs; marks the end of the layers."""
-        if self._graphs is not None:
-            return self._graphs.replay(requests, nodes, record).clone()  # the graphs share their memory
-        return self._score(requests, nodes, before_head=partial(record.mark, "forward"))
-
-    def _score(self, requests: int, nodes: int, before_head: Callable[[], None] | None = None) -> torch.Tensor:
-        """Value logits of what is scored at the nodes of the first ``requests``, fp32 ``[requests * nodes, K]``."""
-        known, _, scored, out, trees, _, _ = self._rows(requests, nodes)
-        computed = scored if trees is None else trees
-        options: dict[str, Any] = dict(page_size=self.page_size, backend=self.backend)
-        history, counts, committed = self._history.columns, computed.counts, None
-        if self._winners is not None:
-            committed = self._winners.commit(self.cache, known, self.slot_table, **options)
-        delta = catch_up(history, known, counts, self.slot_table, committed=committed, out=out, **options)
-        batch = RaggedBatch.build(
-            delta.token_ids.flatten(),
-            delta.slots.flatten(),
-            self._delta_starts[:requests],
-            delta.lens,
-            computed.token_ids,
-            counts,
-            delta.cached_lens,
-            self.slot_table,
-            known.table_rows,
-            candidate_parents=None if trees is None else trees.parents,
-            expected_rows=math.ceil(LIVE_SHARE * requests * (1 + computed.token_ids.shape[1])),
-            **options,
-        )
-        keep = None if self._winners is None else self._winners.keep(computed, batch.layout.candidate_rows)
-        z = self.value_model.forward(batch, self.cache, keep=keep, before_head=before_head, backend=self.backend)
-        if trees is None:
-            return z
-        columns = trees.columns.view(requests, -1)
-        return z.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, 0.0).view(requests * nodes, -1)
 
     def _remaining_lengths(
         self,

@@ -12,9 +12,14 @@ class PaddedGraphs(Graphs):
     """Runs what a graph would replay, on what is where the graph would look for it."""
 
     def _capture(self, requests, nodes):
-        step = self._score.__self__
-        result = torch.empty(requests * nodes, step.max_candidates, device=step.value_model.device)
+        scored = self._score.__self__._tensors.rows(requests, nodes).scored
+        result = torch.empty(scored.token_ids.shape, device=scored.token_ids.device)
         return [SimpleNamespace(replay=lambda: result.copy_(self._score(requests, nodes)))], result
+
+
+def pad(step: GuidedStep) -> None:
+    """Put these in place of the graphs of a step that was made without."""
+    step.values._graphs, step._has_graphs = PaddedGraphs(step.values._score, step.device, split=False), True
 
 
 class PaddedStep(GuidedStep):
@@ -22,4 +27,4 @@ class PaddedStep(GuidedStep):
 
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options, graphs=False)
-        self._graphs = PaddedGraphs(self._score, self.value_model.device, split=False)
+        pad(self)

@@ -1,0 +1,83 @@
+"""The tensors that a guided step has of its own, which its operators write and a CUDA graph finds in their place."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from lenvm_kernels.ops.expand_drafts import NODE_FIELDS, empty_nodes
+from lenvm_kernels.ops.gather_requests import empty_requests
+from lenvm_kernels.ops.pack_drafts import empty_trees
+from lenvm_kernels.ops.select_scored import empty_scored
+from lenvm_kernels.types import CandidateTrees, ScoredCandidates, StepRequests
+
+
+class StepRows(NamedTuple):
+    """The first rows of these tensors.
+
+    Attributes:
+        requests: of ``N`` requests.
+        nodes: of their ``N * nodes`` nodes; without drafts the requests themselves.
+        scored: candidates whose values are wanted, of each node.
+        trees: the same of each request with its drafts; None without drafts, or where nobody reads them.
+        all_active: bool ``[N]``; True.
+        none_drawn: int32 ``[N * nodes]``; -1.
+    """
+
+    requests: StepRequests
+    nodes: StepRequests
+    scored: ScoredCandidates
+    trees: CandidateTrees | None
+    all_active: torch.Tensor
+    none_drawn: torch.Tensor
+
+
+class StepTensors:
+    """The tensors of the largest step, and slices of them for smaller ones.
+
+    Args:
+        max_requests: of a step.
+        max_drafts: D, drafted tokens of a request.
+        max_candidates: K, of a node.
+        device: where they lie.
+        trees: candidates and drafts are looked at together, see :func:`pack_drafts`.
+
+    Attributes:
+        requests, scored, trees: all rows of what :class:`StepRows` has.
+    """
+
+    def __init__(
+        self, max_requests: int, max_drafts: int, max_candidates: int, device: torch.device, *, trees: bool
+    ) -> None:
+        nodes = 1 + max_drafts
+        self.requests = empty_requests(max_requests, device, width=nodes)
+        self._nodes = empty_nodes(self.requests, max_drafts) if max_drafts else self.requests
+        self.scored = empty_scored(max_requests * nodes, max_candidates, device)
+        self.trees: CandidateTrees | None = None
+        if trees and max_drafts:
+            self.trees = empty_trees(max_requests, max_drafts, max_candidates, device)
+        # The constants spare variants of kernels.
+        self._all_active = torch.ones(max_requests, dtype=torch.bool, device=device)
+        self._none_drawn = torch.full((max_requests * nodes,), -1, dtype=torch.int32, device=device)
+        self._rows: dict[tuple[int, int], StepRows] = {}
+
+    def rows(self, requests: int, nodes: int = 1) -> StepRows:
+        """Of so many requests with so many nodes each, made once: each slice takes the host microseconds."""
+        sizes = requests, nodes
+        if sizes not in self._rows:
+            of_requests = StepRequests(*(x[:requests] for x in self.requests))
+            of_nodes = {name: getattr(self._nodes, name)[: requests * nodes] for name in NODE_FIELDS}
+            trees = None
+            if nodes > 1 and self.trees is not None:
+                trees = CandidateTrees(*(x[:requests] for x in self.trees))
+                trees = trees._replace(columns=self.trees.columns[: requests * nodes])
+            self._rows[sizes] = StepRows(
+                of_requests,
+                of_requests if nodes == 1 else of_requests._replace(**of_nodes),
+                ScoredCandidates(*(x[: requests * nodes] for x in self.scored)),
+                trees,
+                self._all_active[:requests],
+                self._none_drawn[: requests * nodes],
+            )
+        return self._rows[sizes]
