@@ -344,7 +344,10 @@ def settings() -> list[Check]:
     if found is None:
         return [*checks, Check("settings", MISSING, "the plugin is off", hint="LENVM_VALUE_MODEL turns it on")]
     values = ", ".join(f"{field.name}={getattr(found, field.name)}" for field in fields(found))
-    return [*checks, Check("settings", OK, values), *_gamma(found), _value_model(found)]
+    checks.append(Check("settings", OK, values))
+    if found.value_model is not None:
+        checks += [*_gamma(found, found.value_model), _value_model(found, found.value_model)]
+    return checks
 
 
 def _unknown_variable(name: str, known: set[str]) -> Check:
@@ -354,28 +357,28 @@ def _unknown_variable(name: str, known: set[str]) -> Check:
     return Check(name, WRONG, "not a variable of the plugin", hint=hint)
 
 
-def _gamma(settings: Settings) -> list[Check]:
+def _gamma(settings: Settings, path: Path) -> list[Check]:
     """A warning where nothing says the gamma that the value model was trained with."""
     from lenvm_kernels.guidance.fields import DEFAULT_GAMMA
     from lenvm_kernels.value_model.lenvm_config import CONFIG_FILE, DISCOUNTED_RETURN, LenVMConfig
 
-    trained_with_gamma = LenVMConfig.read(settings.value_model).target_form == DISCOUNTED_RETURN
+    trained_with_gamma = LenVMConfig.read(path).target_form == DISCOUNTED_RETURN
     if settings.gamma is not None or not trained_with_gamma:
         return []
     hint = f"set LENVM_GAMMA, or gamma in {CONFIG_FILE} beside the model: with a wrong one all lengths are wrong"
     return [Check("gamma", MISSING, f"not set; requests that name none get {DEFAULT_GAMMA}", hint=hint)]
 
 
-def _value_model(settings: Settings) -> Check:
+def _value_model(settings: Settings, path: Path) -> Check:
     """Whether the value model's files fit together. On the meta device the weights of safetensors are never read."""
     try:
         from lenvm_kernels.value_model import ValueModel
 
         with _quiet():
             options: dict[str, Any] = dict(dtype=settings.dtype, device="meta", weights=settings.weights)
-            model = ValueModel.from_pretrained(settings.value_model, settings.value_head, **options)
+            model = ValueModel.from_pretrained(path, settings.value_head, **options)
     except Exception as error:  # its files may be anything
-        return Check("value model", WRONG, f"{settings.value_model} does not load", hint=_line(error))
+        return Check("value model", WRONG, f"{path} does not load", hint=_line(error))
     config = model.config
     sizes = f"{config.num_layers} layers of {config.hidden_size}, vocabulary {config.vocab_size}"
     return Check("value model", OK, f"{sizes}, {str(model.dtype).removeprefix('torch.')}, with its head")

@@ -8,8 +8,15 @@ import pytest
 import torch
 
 from lenvm_kernels import LenVMConfig
-from lenvm_kernels.adapters.settings import Settings, default_ends_of_thought, default_gamma, parse_request
+from lenvm_kernels.adapters.settings import (
+    Settings,
+    default_ends_of_thought,
+    default_gamma,
+    has_value_model,
+    parse_request,
+)
 from lenvm_kernels.adapters.vllm_requests import guidance_of
+from lenvm_kernels.types import Mode
 from tests.helpers.models import save_checkpoint
 
 
@@ -67,7 +74,7 @@ def test_an_engine_with_an_option_of_its_own(model, config, monkeypatch):
     monkeypatch.setenv("LENVM_VALUE_MODEL", "/nowhere")
     config({"value_model": "/nowhere", "max_candidates": 16, "gamma": 0.9})
     assert Settings.from_environment(option, max_candidates=64) == Settings(model, max_candidates=16, gamma=0.9)
-    with pytest.raises(ValueError, match=r"--value-model must be an existing directory or \.gguf file, got '/nowhere'"):
+    with pytest.raises(ValueError, match=r"--value-model must be an existing directory or \.gguf file, or none, got '/nowhere'"):
         Settings.from_environment(("--value-model", "/nowhere"))
 
 
@@ -89,7 +96,7 @@ def test_what_a_step_is_made_with(model):
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("VALUE_MODEL", "nowhere", "LENVM_VALUE_MODEL must be an existing directory or .gguf file, got 'nowhere'"),
+        ("VALUE_MODEL", "nowhere", "LENVM_VALUE_MODEL must be an existing directory or .gguf file, or none, got 'nowhere'"),
         ("DTYPE", "int8", "LENVM_DTYPE must be one of float32, bfloat16, float16, got 'int8'"),
         ("GAMMA", "1", "LENVM_GAMMA must be a number > 0 and < 1, got '1'"),
         ("GAMMA", "0", "LENVM_GAMMA must be a number > 0 and < 1, got '0'"),
@@ -165,6 +172,7 @@ def fresh_default():
     def clear():
         default_gamma.cache_clear()
         default_ends_of_thought.cache_clear()
+        has_value_model.cache_clear()
 
     clear()
     yield clear
@@ -185,6 +193,29 @@ def test_requests_get_the_gamma_of_the_server_unless_they_name_one(model, monkey
     monkeypatch.setenv("LENVM_GAMMA", "0.95")
     assert gamma() == 0.95
     assert gamma(gamma=0.8) == gamma(length_gamma=0.8) == 0.8
+
+
+def test_without_a_value_model(model, monkeypatch, fresh_default):
+    """The plugin is on, requests are met by their ends alone, and what needs a value model is refused by name."""
+    monkeypatch.setenv("LENVM_VALUE_MODEL", "none")
+    monkeypatch.setenv("LENVM_GAMMA", "0.9")
+    settings = Settings.from_environment()
+    assert settings == Settings(None, gamma=0.9) and Settings.are_given() and not has_value_model()
+    assert settings.load_value_model(torch.float32, "cpu") is None
+    assert parse_request({"target_length": 9}).gamma == 0.9
+    budget = parse_request({"thinking_budget": 40, "end_token_ids": [7]})
+    assert budget.hard_limit == 50 and budget.mode == Mode.LE_NEAR
+    for bad, message in (
+        ({"target_length": 9, "constraint": "le_soft"}, "value_constraint must be one of near, ge_near, le_near"),
+        ({"value_mode": "exp", "value_scale": 2}, "value_mode exp needs a value model"),
+        ({"return_values": True}, "return_values must not be given without a value model"),
+        ({"thinking_budget": 40}, "thinking_budget needs end_token_ids"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse_request(bad)
+    monkeypatch.setenv("LENVM_CACHE", "fp8")
+    with pytest.raises(ValueError, match="LENVM_CACHE must not be given without a value model, got 'fp8'"):
+        Settings.from_environment()
 
 
 @pytest.mark.parametrize(("given", "allows"), [(True, True), (1, True), (0, False)])

@@ -1093,3 +1093,85 @@ def test_tables_and_sizes_are_checked(models):
         step.predict(**prompts)
     with pytest.raises(ValueError, match=r"scores must be .* \[\*, 97\] on cpu, got float32 \[1, 96\]"):
         step.step(**good_step(1) | {"scores": torch.zeros(1, VOCAB - 1)})
+
+
+CONSTANT_GUIDANCE = [
+    {"target_length": 9, "strength": 3},
+    {"target_length": 40, "constraint": "le_near", "gamma": 0.9},
+    None,
+    {"target_length": 3, "constraint": "ge_near", "target_length_mode": "remaining", "gamma": 0.5},
+    {"target_length": 6, "end_token_ids": [7], "answer_length": 5},
+    {"target_length": 30, "value_stride": 3},
+]
+
+
+def test_without_a_value_model_only_the_end_is_apart(monkeypatch):
+    """Ends are as far from the target as it is away, all else as far as the whole target; nobody tells a prompt."""
+    rows, prompt_lens, steps = [5, 0, 6, 2, 7, 1], [4, 1, 9, 2, 30, 3], 8
+    step, slots = make_step(None, rows=8, max_len=96)
+    engine, generator = Engine(step, slots), torch.Generator().manual_seed(4)
+    monkeypatch.setattr(step, "extend", None)
+    params = [None if g is None else parse_guidance(g) for g in CONSTANT_GUIDANCE]
+    for row, g, n in zip(rows, CONSTANT_GUIDANCE, prompt_lens, strict=True):
+        engine.admit(row, [3] * (n + steps), g, prompt_len=n)
+    seen, not_due = 0, []
+    for generated in range(steps):
+        sequences = [[9] * (n + generated) for n in prompt_lens]
+        scores = torch.randn(len(rows), VOCAB, generator=generator) * 3
+        scores[:, [EOS, 7]] += 6 * (torch.rand(len(rows), 2, generator=generator) - 0.3)
+        output = engine.decode(rows, sequences, scores)
+        for i, p in enumerate(params):
+            if p is None or output.candidates.status[i] != Status.GUIDE:
+                continue
+            kept = output.candidates.token_ids[i] >= 0
+            tokens, q = output.candidates.token_ids[i][kept].tolist(), output.candidates.probs[i][kept].double()
+            left = max(0, p.target_length - generated) if p.counts_down else p.target_length
+            far = [0.0 if t in (EOS, *p.end_token_ids) else p.target_length for t in tokens]
+            d = torch.tensor([math.log((length + 2) / (left + 2)) for length in far], dtype=torch.float64)
+            d = {Mode.LE_NEAR: d.clamp(min=0), Mode.GE_NEAR: d.clamp(max=0)}.get(p.mode, d).abs()
+            expected = q * torch.exp(-p.scale * d)
+            torch.testing.assert_close(output.probs[i][kept].double(), expected / expected.sum(), rtol=0, atol=2e-5)
+            seen += len({round(x, 6) for x in d.tolist()}) > 1
+        if output.candidates.status[5] == Status.NOT_DUE:
+            not_due.append((generated + 1) % 3)
+    assert seen > 15 and 0 not in not_due and len(not_due) > 2
+    assert not step.table.faults.any()
+    assert step.cache is None and step.value_model is None
+
+
+@pytest.mark.parametrize(
+    ("guidance", "message"),
+    [
+        ({"value_scale": 0.5}, "value_mode mul needs a value model; without one, give a target_length"),
+        ({"target_length": 9, "op": "eq"}, "value_constraint must be one of near, ge_near, le_near .*, got 'eq'"),
+        ({"target_length": 9, "value_min": 0.1}, "value_min must not be given without a value model, got 0.1"),
+        ({"return_values": True}, "return_values must not be given without a value model, got True"),
+    ],
+)
+def test_without_a_value_model_what_needs_one_is_refused(guidance, message):
+    step, slots = make_step(None)
+    Engine(step, slots).admit(2, [3, 4], {"target_length": 5}, prompt_len=2)
+    with pytest.raises(ValueError, match=message):
+        step.add_request(2, parse_guidance(guidance), {EOS})
+    assert step.table.target_length[2] == 5  # the row is as it was
+
+
+def test_without_a_value_model_there_are_no_graphs_images_or_cache():
+    with pytest.raises(ValueError, match="graphs must be None or False unless the value model is on a GPU, got none"):
+        make_step(None, graphs=True)
+    assert working_bytes(None, requests=3, max_len=99, vocab_size=160, max_candidates=8, max_drafts=2) == 9 * 2634
+
+
+def test_without_a_value_model_steps_are_warmed_up_and_replay_their_draws():
+    """The draws of a request depend on its seed and length alone, in the batch and beside others."""
+    sequences = [[5, 6], [9], [10, 11, 12]]
+    guidance = [{"target_length": t} for t in (4, 30, 9)]
+    alone = []
+    for i in range(3):
+        engine = Engine(*make_step(None, max_drafts=2 * (i == 1)))
+        engine.step.warm_up(progress=False)
+        alone += run_requests(engine, sequences[i : i + 1], guidance[i : i + 1], 6, seeds=[100 + i])[0]
+    together, _ = run_requests(Engine(*make_step(None)), sequences, guidance, 6, rows=[4, 0, 7])
+    assert together == alone
+    with pytest.raises(ValueError, match="value_model must be given to predict lengths, got None"):
+        engine.step.predict(*torch.zeros(2, 1).int(), torch.ones(1).int())

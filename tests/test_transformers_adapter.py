@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
+from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor, generate
 from lenvm_kernels.guidance import GuidanceTable, ends_of_thought, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.topk_candidates import topk_candidates
@@ -422,3 +422,71 @@ def test_scores_that_are_not_finite_lose_only_their_row(base, value_model, promp
     broken = processor(prompts["input_ids"], scores)
     torch.testing.assert_close(broken[[0, 2]], clean[[0, 2]])
     assert processor.faults == [0, 1, 0]
+
+
+def outputs_of(output, prompts):
+    """The tokens that each row of an output generated before the end."""
+    new = output[:, prompts["input_ids"].shape[1] :].tolist()
+    return [row[: row.index(EOS)] if EOS in row else row for row in new]
+
+
+@pytest.mark.parametrize("has_values", [True, False])
+def test_generate_is_the_processor_and_the_call(base, value_model, prompts, has_values):
+    """Several samples of a prompt, one below the other, each with its prompt's guidance and filters."""
+    value_model = value_model if has_values else None
+    guidance = [{"target_length": 2}, None, {"target_length": 12, "strength": 9}]
+    torch.manual_seed(5)
+    output = generate(
+        base, **prompts, guidance=guidance, value_model=value_model, num_return_sequences=2, max_new_tokens=7, top_k=9,
+        pad_token_id=PAD, processor_options={"max_candidates": 4},
+    )  # fmt: skip
+    mask = prompts["attention_mask"].repeat_interleave(2, dim=0)
+    doubled = [g for g in guidance for _ in range(2)]
+    processor = LenVMLogitsProcessor(base, value_model, doubled, mask, max_new_tokens=7, top_k=9, max_candidates=4)
+    torch.manual_seed(5)
+    ids = prompts["input_ids"].repeat_interleave(2, dim=0)
+    expected = base.generate(input_ids=ids, attention_mask=mask, **processor.generation_kwargs, pad_token_id=PAD)
+    assert torch.equal(output, expected) and len(output) == 6
+    assert len({tuple(row) for row in outputs_of(output, prompts)}) > 3
+
+
+def test_generate_meets_a_target_without_a_value_model(base, prompts):
+    """With the sampling parameters of the model's configuration, and another processor before ours."""
+
+    def always_possible(ids, scores):
+        scores = scores.clone()
+        scores[:, EOS] = scores.max(dim=1).values - 3
+        return scores
+
+    arguments = dict(max_new_tokens=40, logits_processor=[always_possible], pad_token_id=PAD, num_return_sequences=8)
+    lengths = {}
+    for target in (4, 11, 26):
+        torch.manual_seed(1)
+        outputs = outputs_of(generate(base, **prompts, target_length=target, **arguments), prompts)
+        lengths[target] = torch.tensor([len(output) for output in outputs]).double()
+        assert len(outputs) == 24
+    for target, found in lengths.items():
+        assert (found - target).abs().mean() < 0.25 * target, (target, found)
+    mapping = generate(base, prompts["input_ids"], guidance={"strength": 0}, target_length=4, max_new_tokens=3)
+    assert mapping.shape[1] <= prompts["input_ids"].shape[1] + 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(num_return_sequences=0), "num_return_sequences must be at least 1, got 0"),
+        (dict(do_sample=False), "do_sample must be True: guided tokens are sampled, got False"),
+        (dict(num_beams=4), "num_beams must be 1: guided tokens are sampled, got 4"),
+        (dict(guidance=[None]), "target_length must be None unless guidance is a mapping or None, got 5"),
+        (dict(target_length=None, guidance=[None]), "guidance must be one for all or one for each of the 3 prompts"),
+        (dict(guidance={"op": "eq"}), "value_constraint must be one of near, ge_near, le_near without a value model"),
+        (dict(top_p=0.0), "top_p must be a number in"),
+        (
+            dict(pixel_values=torch.ones(1), image_grid_thw=torch.ones(1), num_return_sequences=2),
+            "num_return_sequences must be 1 with pixel_values, got 2",
+        ),
+    ],
+)
+def test_generate_names_what_is_wrong(base, prompts, changes, message):
+    with pytest.raises(ValueError, match=message):
+        generate(base, **prompts, **{"target_length": 5, "max_new_tokens": 4} | changes)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lenvm_kernels.guidance import GuidanceParams, ends_of_thought, parse_guidance
+from lenvm_kernels.guidance import GuidanceParams, check_without_values, ends_of_thought, parse_guidance
 from lenvm_kernels.value_model import LenVMConfig, ValueModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -37,9 +37,14 @@ def _accepting(parse: Callable[[str], Any], accepts: Callable[[Any], bool]) -> C
 # 0 or 1 as a variable, true or false in a file.
 _switch = {"0": False, "1": True, "False": False, "True": True}.__getitem__
 _existing = _accepting(Path, Path.exists)
+# The word in the place of a value model where there is none.
+NONE = "none"
 # How each setting is read from text, and what it accepts.
 PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "value_model": (_existing, "an existing directory or .gguf file"),
+    "value_model": (
+        lambda text: None if text == NONE else _existing(text),
+        f"an existing directory or .gguf file, or {NONE}",
+    ),
     "value_head": (_existing, "an existing .safetensors file"),
     "gamma": (_accepting(float, lambda x: 0 < x < 1), "a number > 0 and < 1"),
     "weights": ({"fp8": "fp8"}.__getitem__, "fp8"),
@@ -63,7 +68,8 @@ class Settings:
     that ``LENVM_CONFIG`` names. Variables take precedence.
 
     Attributes:
-        value_model: a directory or ``.gguf`` file (:meth:`ValueModel.from_pretrained`). Turns the plugin on.
+        value_model: a directory or ``.gguf`` file (:meth:`ValueModel.from_pretrained`); ``none``, which is None here:
+            targets are met by the end tokens alone (:class:`GuidedStep`). Turns the plugin on.
         value_head: a ``.safetensors`` file with the head, if it is not with the model.
         gamma: the value model's, of requests that name none (None: that of ``lenvm_config.json`` in its directory;
             without one, it is not known).
@@ -82,7 +88,7 @@ class Settings:
             write it.
     """
 
-    value_model: Path
+    value_model: Path | None
     value_head: Path | None = None
     gamma: float | None = None
     dtype: torch.dtype | None = None
@@ -127,10 +133,19 @@ class Settings:
         if "value_model" not in given:
             raise ValueError(f"value_model must be in {config} or in LENVM_VALUE_MODEL")
         settings = cls(**{name: _parse(name, *source) for name, source in given.items()})
+        if settings.value_model is None:
+            for name in ("value_head", "weights", "cache"):
+                if name in given:
+                    raise ValueError(
+                        f"{given[name][0]} must not be given without a value model, got {given[name][1]!r}"
+                    )
+            return settings
         return replace(settings, gamma=LenVMConfig.read(settings.value_model, settings.gamma).gamma)
 
-    def load_value_model(self, dtype: torch.dtype, device: torch.device | str) -> ValueModel:
-        """The value model on a device; ``dtype`` is the base model's."""
+    def load_value_model(self, dtype: torch.dtype, device: torch.device | str) -> ValueModel | None:
+        """The value model on a device, None without one; ``dtype`` is the base model's."""
+        if self.value_model is None:
+            return None
         return ValueModel.from_pretrained(
             self.value_model,
             self.value_head,
@@ -157,17 +172,27 @@ def parse_request(custom_params: Mapping[str, Any]) -> GuidanceParams:
     """:func:`parse_guidance` of a request to a server, with what its settings and the value model's directory say.
 
     Raises:
-        ValueError: naming the field, what came and what is accepted.
+        ValueError: naming the field, what came and what is accepted, and without a value model what needs one.
     """
     ends = default_ends_of_thought() if custom_params.get("thinking_budget") is not None else ()
-    return parse_guidance(custom_params, ends_of_thought=ends, gamma=default_gamma())
+    params = parse_guidance(custom_params, ends_of_thought=ends, gamma=default_gamma())
+    if not has_value_model():
+        check_without_values(params)
+    return params
+
+
+@functools.cache
+def has_value_model() -> bool:
+    """Whether the settings name a value model, and not ``none``."""
+    settings = Settings.from_environment()
+    return settings is None or settings.value_model is not None
 
 
 @functools.cache
 def default_ends_of_thought() -> tuple[int, ...]:
     """Of the value model's tokenizer, which has the base model's tokens; none without one."""
     settings = Settings.from_environment()
-    if settings is None or not settings.value_model.is_dir():
+    if settings is None or settings.value_model is None or not settings.value_model.is_dir():
         return ()
     from transformers import AutoTokenizer
 
@@ -190,7 +215,8 @@ def value_model_reads_images() -> bool:
     from lenvm_kernels.value_model.checkpoint import reads_images
 
     settings = Settings.from_environment()
-    return settings is not None and settings.value_model.is_dir() and reads_images(settings.value_model)
+    path = None if settings is None else settings.value_model
+    return path is not None and path.is_dir() and reads_images(path)
 
 
 def _parse(name: str, where: str, text: str) -> Any:

@@ -4,8 +4,9 @@ It is on when ``LENVM_VALUE_MODEL`` is set (:class:`Settings`), and hooks some f
 
 - a request's ``custom_params`` are validated before it is scheduled, and it is given a part of the radix cache of its
   own: a prefix that the value model has not seen is never taken for one it has;
-- the value model is loaded after the base model and gets its share of the memory; its keys and values live in the
-  slots of the engine, so that the radix cache, chunked prefill, retraction and aborts need nothing from here;
+- the value model, if there is one, is loaded after the base model and gets its share of the memory; its keys and
+  values live in the slots of the engine, so that the radix cache, chunked prefill, retraction and aborts need nothing
+  from here;
 - at every step the requests with guidance are drawn from their candidates; all others are the engine's own draws;
 - a value model that reads images is given those of prompts (:mod:`lenvm_kernels.adapters.sglang_images`);
 - with speculative decoding they are drawn at every node of the drafts (:mod:`lenvm_kernels.adapters.sglang_drafts`);
@@ -42,6 +43,7 @@ from lenvm_kernels.adapters.settings import (
     MAX_STOP_TOKENS,
     Settings,
     check_vocabulary,
+    has_value_model,
     parse_request,
     value_model_reads_images,
 )
@@ -87,7 +89,7 @@ OPTIONS = {
     "pp_size": (1, "not built"),
     "attn_cp_size": (1, _NOT_TRIED),
     "enable_pdmux": (False, "prompts and draws would be computed at the same time"),
-    "disaggregation_mode": ("null", _FOREIGN_KEYS),
+    "disaggregation_mode": ("null", "requests are guided from their prompts on"),
     "enable_hierarchical_cache": (False, _FOREIGN_KEYS),
     "enable_lmcache": (False, _FOREIGN_KEYS),
     "enable_flexkv": (False, _FOREIGN_KEYS),
@@ -98,6 +100,8 @@ OPTIONS = {
     "enable_kv_cache_sharding": (False, _OTHER_SLOTS),
     "dcp_size": (1, _OTHER_SLOTS),
 }
+# Reasons that do not hold without a value model.
+_OF_A_VALUE_MODEL = (_FOREIGN_KEYS, _OTHER_SLOTS)
 
 
 class Guide:
@@ -105,7 +109,8 @@ class Guide:
 
     Attributes:
         settings: of the plugin.
-        value_model: loaded beside the base model.
+        value_model: loaded beside the base model; None without one.
+        device: of the base model.
         drafts: drafted tokens of a request in a step.
         step: the guided step; there is none until the engine has its slots.
         runner: of the base model, likewise.
@@ -117,12 +122,14 @@ class Guide:
     step: GuidedStep
     runner: ModelRunner
 
-    def __init__(self, settings: Settings, value_model: ValueModel, drafts: int = 0) -> None:
-        self.settings, self.value_model, self.drafts = settings, value_model, drafts
+    def __init__(
+        self, settings: Settings, value_model: ValueModel | None, device: torch.device, drafts: int = 0
+    ) -> None:
+        self.settings, self.value_model, self.device, self.drafts = settings, value_model, device, drafts
         self.has_slots = False
         self.metrics: Metrics | None = None
         self.fallbacks = 0
-        self._stopwatch = Stopwatch(value_model.device)
+        self._stopwatch = Stopwatch(device)
         self._table_rows: set[int] = set()  # of the engine's slot table, whose requests are in our table
         self._ranks: torch.distributed.ProcessGroup | None = None  # of tensor parallelism; None: this one only
         # The batch that the engine is drawing tokens for, whether it has been through the step, and what that did.
@@ -132,6 +139,11 @@ class Guide:
         self._span_ended: torch.Tensor | None = None
         # With speculative decoding, by table row: the tokens that a sequence has grown by since the step knew of it.
         self._grown_by: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the values come from something that reads the tokens of sequences."""
+        return self.step.values.needs_tokens
 
     def take_slots(self, runner: ModelRunner) -> None:
         """Put the value model's cache on the slots and the slot table that the engine has just allocated."""
@@ -149,12 +161,12 @@ class Guide:
             **settings.step_options(has_graphs=not cuda_graph_fully_disabled()),
         )
         self.has_slots = True
-        if self.value_model.device.type == "cuda":
+        if self.device.type == "cuda":
             for is_logits in (False, True):  # of sampled and of greedy batches
                 self.step.warm_up(is_logits=is_logits)
         if self.drafts:
             table_rows = runner.req_to_token_pool.req_to_token.shape[0]
-            grown_by = torch.zeros(table_rows, 2 + self.drafts, dtype=torch.int32, device=self.value_model.device)
+            grown_by = torch.zeros(table_rows, 2 + self.drafts, dtype=torch.int32, device=self.device)
             self._grown_by = grown_by[:, 1:], grown_by[:, 0]
         parallel, options = get_parallel(), resolved_view(runner.server_args)
         if parallel.attn_tp_size > 1:
@@ -163,7 +175,8 @@ class Guide:
             self.metrics = Metrics(
                 model_name=options.served_model_name, dp_rank=parallel.dp_rank or 0, tp_rank=parallel.tp_rank
             )
-            self.metrics.cache_bytes.set(KVCache.num_bytes(self.value_model, slots, settings.cache))
+            if self.value_model is not None:
+                self.metrics.cache_bytes.set(KVCache.num_bytes(self.value_model, slots, settings.cache))
 
     def admit(self, batch: ForwardBatch, reqs: list[Req]) -> None:
         """Write the requests of a prefill batch into the table; a request comes again after it was retracted."""
@@ -193,6 +206,7 @@ class Guide:
         with self._timed():
             if mm_schedule.host_offload_event is not None:  # they may be there since the request was retracted
                 mm_schedule.host_offload_event.synchronize()
+            assert self.value_model is not None  # else nobody's images are read
             images.embed(self._first_computed(prefix_len), self.value_model)
 
     def extend(self, batch: ForwardBatch) -> None:
@@ -201,7 +215,7 @@ class Guide:
         All of them: whether tokens are drawn after a chunk is the engine's affair. Not those of requests that are
         decoding in a mixed batch, which the step is told.
         """
-        if not needs_step(batch):
+        if not self.reads_tokens or not needs_step(batch):
             return
         with self._failing_softly(batch), self._timed():
             self._extend_ends_of_prefixes(batch)
@@ -247,6 +261,7 @@ class Guide:
         return max(0, prefix_len - self.step.max_delta + 1)
 
     def _image_tokens(self, parts: list[tuple[PromptImages | None, int, int]], tokens: int) -> ImageTokens | None:
+        assert self.value_model is not None
         images = image_tokens(parts, tokens, self.value_model)
         if images is None:
             return None
@@ -255,7 +270,7 @@ class Guide:
 
     def _to_device(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
         """Without waiting for the device."""
-        tensor, device = torch.as_tensor(values, dtype=dtype), self.value_model.device
+        tensor, device = torch.as_tensor(values, dtype=dtype), self.device
         return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
     @contextmanager
@@ -567,16 +582,18 @@ def guidance_of(request: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput 
     if params is None:
         return None
     session = getattr(request, "session", None)
-    given = {
-        "beam_width": (request.sampling_params.beam_width or 1) > 1,  # beams are not drawn
-        # The value model reads tokens.
-        "input_embeds": getattr(request, "input_embeds", None) is not None,
-        "positional_embed_overrides": request.positional_embed_overrides is not None,
-        # Of those that the value model reads, the scheduler finds what it cannot (PromptImages).
-        "images, videos and audio": getattr(request, "mm_inputs", None) is not None and not value_model_reads_images(),
-        # Its requests share slots past the radix cache, and the value model has not seen those without guidance.
-        "a streaming session": session is not None and session.streaming,
-    }
+    given = {"beam_width": (request.sampling_params.beam_width or 1) > 1}  # beams are not drawn
+    if has_value_model():
+        given |= {
+            # The value model reads tokens.
+            "input_embeds": getattr(request, "input_embeds", None) is not None,
+            "positional_embed_overrides": request.positional_embed_overrides is not None,
+            # Of those that the value model reads, the scheduler finds what it cannot (PromptImages).
+            "images, videos and audio": getattr(request, "mm_inputs", None) is not None
+            and not value_model_reads_images(),
+            # Its requests share slots past the radix cache, and the value model has not seen those without guidance.
+            "a streaming session": session is not None and session.streaming,
+        }
     for name, is_given in given.items():
         if is_given:
             raise ValueError(f"{name} cannot be combined with guidance in custom_params")
@@ -589,7 +606,7 @@ def drafts_a_step(options: Any) -> int:
 
 
 def needs_step(batch: ForwardBatch | ScheduleBatch) -> bool:
-    """Whether the value model has to see a batch."""
+    """Whether a batch takes part in guided steps."""
     return any(req.lenvm_guidance.needs_step for req in batch.lenvm_reqs)
 
 
@@ -624,13 +641,13 @@ def note_guidance(_: None, req: Req, *args: Any, **kwargs: Any) -> None:
     except ValueError as error:  # came past check_request: the engine loads no plugins in its further HTTP workers
         req.lenvm_guidance = req.input_embeds = None  # it is left with one token, and runs once to be answered
         req.set_finish_with_abort(str(error))  # status 400
-    if req.lenvm_guidance is not None and req.lenvm_guidance.needs_step:
+    if has_value_model() and req.lenvm_guidance is not None and req.lenvm_guidance.needs_step:
         req.extra_key = RADIX_NAMESPACE + (req.extra_key or "")
 
 
 def note_images(_: None, req: Req, *args: Any, **kwargs: Any) -> None:
     """After a request in the scheduler was given its images, before it takes a prefix from the radix cache."""
-    if _guide is None or req.lenvm_guidance is None or not req.lenvm_guidance.needs_step:
+    if _guide is None or _guide.value_model is None or not (req.lenvm_guidance and req.lenvm_guidance.needs_step):
         return
     try:
         req.lenvm_images = PromptImages(req, _guide.value_model)
@@ -659,16 +676,20 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
     if options.speculative_algorithm and options.enable_mixed_chunk:
         raise ValueError(f"enable_mixed_chunk must be False together with speculative decoding, got True: {_NOT_TRIED}")
     for option, (accepted, reason) in OPTIONS.items():
-        if (given := getattr(options, option, accepted)) != accepted:
+        is_free = reason in _OF_A_VALUE_MODEL and not has_value_model()
+        if (given := getattr(options, option, accepted)) != accepted and not is_free:
             raise ValueError(f"{option} must be {accepted} together with LENVM_VALUE_MODEL, got {given}: {reason}")
     settings = Settings.from_environment()
     assert settings is not None  # else plugin() would not have hooked the engine
     device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device(runner.device)
     value_model = settings.load_value_model(runner.dtype, device)
+    _guide = Guide(settings, value_model, device, drafts=drafts_a_step(options))
+    if value_model is None:
+        logger.info("LenVM: no value model; targets are met by the end tokens alone")
+        return
     if runner.model_config.is_multimodal:
         value_model.vision_tower  # noqa: B018, loaded before the engine's pool takes the memory
     check_vocabulary(settings, value_model.config.vocab_size, runner.model_config.vocab_size, options.tokenizer_path)
-    _guide = Guide(settings, value_model, drafts=drafts_a_step(options))
     kept = value_model.weights or value_model.dtype
     logger.info("LenVM: value model %s in %s on %s", settings.value_model, kept, device)
 
@@ -686,12 +707,14 @@ def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_
         requests = configurator.resolve_max_num_reqs(pool.max_total_num_tokens)
         last_step = requests * (delta + tree_columns(drafts, settings.max_candidates)) if settings.commit_winners else 0
         slots = pool.max_total_num_tokens + configurator.page_size
-        kept = KVCache.num_bytes(model, slots, settings.cache) + KVCache.num_bytes(model, last_step)
         engine = configurator.model_config
         sizes = dict(requests=requests, max_len=engine.context_len, vocab_size=engine.vocab_size)
-        # Each keeps its memory from the other, see GuidedStep.
         of_step = dict(max_candidates=settings.max_candidates, max_delta=delta, max_drafts=drafts)
         step = working_bytes(model, **sizes, **of_step)
+        if model is None:
+            return pool, step
+        kept = KVCache.num_bytes(model, slots, settings.cache) + KVCache.num_bytes(model, last_step)
+        # Each keeps its memory from the other, see GuidedStep.
         extend = working_bytes(model, **sizes, tokens=settings.chunk_tokens)
         return pool, kept + step + extend
 
@@ -715,7 +738,7 @@ def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_
             f"LENVM_MEMORY_SHARE is {settings.memory_share:g}, but the guided step takes {share:.3f} of the "
             f"{budget_bytes / 2**30:.2f} GiB beside the weights; {remedies}"
         )
-    logger.info("LenVM: cache and steps of the value model take %.2f GiB, %.1f %%", beside / 2**30, 100 * share)
+    logger.info("LenVM: guidance takes %.2f GiB, %.1f %%", beside / 2**30, 100 * share)
     return pool
 
 
@@ -739,7 +762,8 @@ def admit_requests(
         batch.lenvm_images = [req.lenvm_images for req in scheduled.reqs]
         new = [req for req in scheduled.reqs if id(req) not in running]
         for req in new:
-            if req.lenvm_guidance is not None and req.lenvm_guidance.needs_step and req.prefix_len:
+            needs_prefix = _guide.reads_tokens and req.lenvm_guidance is not None and req.lenvm_guidance.needs_step
+            if needs_prefix and req.prefix_len:
                 end = req.get_fill_ids()[_guide._first_computed(req.prefix_len) : req.prefix_len]
                 prefix = int(req.kv.req_pool_idx), req.prefix_len, list(end), req.lenvm_images
                 batch.lenvm_prefixes.append(prefix)
@@ -785,7 +809,8 @@ def _discard_read_done(runner: ModelRunner) -> None:
     The engine's event marks the base model's last read of the table, and the value model reads it later. Without an
     event the scheduler waits for all that its forward stream has been given by then.
     """
-    runner.shared_read_done_event = None
+    if _guide is not None and _guide.reads_tokens:
+        runner.shared_read_done_event = None
 
 
 def change_logits(logits: torch.Tensor, *args: Any, **kwargs: Any) -> None:

@@ -86,6 +86,7 @@ class InprocRunner:
         free, engine = free_bytes(), runner.model_config
         self.device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else runner.device
         value_model = settings.load_value_model(runner.dtype, self.device)
+        assert value_model is not None  # the fork's option names one
         check_vocabulary(settings, value_model.config.vocab_size, engine.vocab_size, runner.server_args.tokenizer_path)
         room = int(mem_fraction * free - (free - free_bytes()))
         rows, max_len = runner.req_to_token_pool.req_to_token.shape

@@ -294,7 +294,7 @@ def generate(
         input_ids: int64 ``[B, S]``; prompts, padded on the left.
         attention_mask: int64 ``[B, S]``; 0 where a prompt is padded (None: nowhere).
         max_new_tokens: the most tokens to generate.
-        target_length: new tokens to aim at, the end-of-sequence token included.
+        target_length: new tokens to aim at, without the end-of-sequence token.
         guidance: parameters as in :class:`LenVMLogitsProcessor`; with ``target_length`` a mapping of further ones.
         value_model: the value model. None: the target is met by the end-of-sequence token alone.
         num_return_sequences: outputs of each prompt, one below the other.

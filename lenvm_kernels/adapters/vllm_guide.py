@@ -126,14 +126,17 @@ class Guide:
         self.settings, self.req_states, self.device = settings, req_states, req_states.device
         engine = vllm_config.model_config
         value_model = settings.load_value_model(engine.dtype, self.device)
-        check_vocabulary(settings, value_model.config.vocab_size, engine.get_vocab_size(), engine.tokenizer)
+        if value_model is not None:
+            check_vocabulary(settings, value_model.config.vocab_size, engine.get_vocab_size(), engine.tokenizer)
         self.drafts = vllm_config.num_speculative_tokens
         rows, max_len = req_states.max_num_reqs, engine.max_model_len
         sizes = dict(requests=rows, max_len=max_len, vocab_size=req_states.vocab_size)
         of_step = dict(max_delta=MAX_DELTA + self.drafts, max_drafts=self.drafts)
         working = working_bytes(value_model, **sizes, max_candidates=settings.max_candidates, **of_step)
-        working += working_bytes(value_model, **sizes, tokens=settings.chunk_tokens)
-        pages = self._num_pages(vllm_config, value_model, rows, max_len, working)
+        pages = rows * -(-max_len // PAGE_SIZE)  # as many as all requests can fill
+        if value_model is not None:
+            working += working_bytes(value_model, **sizes, tokens=settings.chunk_tokens)
+            pages = self._num_pages(vllm_config, value_model, pages, working)
         self.slots = PagedSlots(rows, max_len, page_size=PAGE_SIZE, num_pages=pages, device=self.device)
         self.pool = SlotPool(self.slots)
         self.step = GuidedStep(
@@ -160,23 +163,22 @@ class Guide:
         self.report: Report | None = None
         if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
             self.report = Report(Metrics(model_name=str(engine.served_model_name)), self.device)
-            self.report.metrics.cache_bytes.set(KVCache.num_bytes(value_model, self.slots.num_slots, settings.cache))
+            if value_model is not None:
+                cache_bytes = KVCache.num_bytes(value_model, self.slots.num_slots, settings.cache)
+                self.report.metrics.cache_bytes.set(cache_bytes)
         self._had_drafts = torch.zeros(rows, dtype=torch.bool, device=self.device)  # in its last step, by slot
         wrap_filters(self)
         if self.device.type == "cuda":
             self.step.warm_up()
 
-    def _num_pages(
-        self, vllm_config: VllmConfig, value_model: ValueModel, requests: int, max_len: int, working: int
-    ) -> int:
-        """Pages of the value model's cache: as many as fit its share of memory, or as all requests can fill."""
+    def _num_pages(self, vllm_config: VllmConfig, value_model: ValueModel, most: int, working: int) -> int:
+        """Pages of the value model's cache: as many as fit its share of memory, at most so many."""
         total = vllm_config.cache_config.kv_cache_memory_bytes
         if total is None and self.device.type == "cuda":
             free, of_device = torch.cuda.mem_get_info(self.device)
             total = int(free - (1 - vllm_config.cache_config.gpu_memory_utilization) * of_device)
         share = MEMORY_SHARE if self.settings.memory_share is None else self.settings.memory_share
         page_bytes = KVCache.num_bytes(value_model, PAGE_SIZE, self.settings.cache)
-        most = requests * -(-max_len // PAGE_SIZE)
         pages = most if total is None else min(most, int(share * total - working) // page_bytes)
         if pages < 1:
             raise ValueError(

@@ -125,7 +125,7 @@ def parse_guidance(
         target_length, ends = budget, given.setdefault("end_token_ids", list(ends_of_thought))
         if not ends:
             raise ValueError("thinking_budget needs end_token_ids: no token is known that ends a thought")
-        mode_of_target = mode_of_target if "value_constraint" in given else Mode.LE_SOFT
+        mode_of_target = mode_of_target if "value_constraint" in given else Mode.LE_NEAR
         given.setdefault("hard_limit", math.ceil(_LIMIT_OF_BUDGET * budget))
     ends = _token_ids(given, "end_token_ids")
     for name in ("allow_eos", "answer_length", "hard_limit"):

@@ -595,6 +595,8 @@ class GuidedStep:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
         device = self.device
+        if self.value_model is None:
+            raise ValueError("value_model must be given to predict lengths, got None")
         backend = resolve_backend(self.backend, tokens)
         is_many = new_lens is not None
         check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(None, None) if is_many else (None,), device=device)
@@ -703,7 +705,8 @@ class GuidedStep:
                             drafts=drafts,
                             verify="same_draws" if drafted else None,
                         )
-                        self.predict(tokens, padding, lens, new_lens=new_lens)
+                        if self.value_model is not None:
+                            self.predict(tokens, padding, lens, new_lens=new_lens)
         finally:
             self._timer = timer
         self.values.warm_up(self._padding_row)

@@ -21,7 +21,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graph
 
 
 def make_step(value_model, *, rows=8, max_len=96, page_size=4, num_pages=None, **options):
-    slots = PagedSlots(rows, max_len, page_size=page_size, num_pages=num_pages, device=value_model.device)
+    device = "cpu" if value_model is None else value_model.device
+    slots = PagedSlots(rows, max_len, page_size=page_size, num_pages=num_pages, device=device)
     step = GuidedStep(value_model, slots.table, slots.num_slots, vocab_size=VOCAB, page_size=page_size, **options)
     return step, slots
 
@@ -31,7 +32,7 @@ class Engine:
 
     def __init__(self, step, slots):
         self.step, self.slots = step, slots
-        self.device = step.value_model.device
+        self.device = step.device
 
     def tensor(self, values, dtype=torch.int32):
         return torch.tensor(values, dtype=dtype, device=self.device)
