@@ -24,7 +24,7 @@ from lenvm_kernels.step import working_bytes
 from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import KVCache, ValueModel
 from tests.helpers.models import write_smollm2
-from tests.helpers.sglang_server import GENTLE, MODES, VOCAB, prompts_of
+from tests.helpers.sglang_server import GENTLE, MODES, STOPS, TARGETS, VOCAB, check_targets, prompts_of
 from tests.helpers.statistics import p_value
 from tests.helpers.vllm_server import NGRAM, PIECES, WORDS, check_steps, running_server, write_checkpoints
 
@@ -282,6 +282,27 @@ def test_speculation_changes_no_distribution(engine, speculating):
     p = p_value(table.flatten(), table.double().mean(0).repeat(2), freedom=table.shape[1] - 1)
     print(f"chi-square test of {table.shape[1]} outcomes: p = {p:.3f}")
     assert p > 0.001
+
+
+def test_without_a_value_model(folder):
+    """Targets are met by the end tokens alone, whether there are drafts or not; what needs values is refused."""
+    for speculation in (None, NGRAM):
+        name = "no values" if speculation is None else "no values, drafts"
+        with running_server(folder, name, speculation=speculation, LENVM_VALUE_MODEL="none") as server:
+            options = dict(stop_token_ids=STOPS, max_tokens=80)
+            prompts = repeating(24, 14, 3, 25, 2, 5)
+            guidance = [{"target_length": target, "strength": 9} for target in TARGETS]
+            sequences, _, steps = generate(server, prompts, guidance, **options)
+            check_targets([s[len(p) :] for s, p in zip(sequences, prompts, strict=True)])
+            assert rows_of(steps, Status.GUIDE)
+            assert (speculation is not None) == any(row["node"] for row in rows_of(steps, Status.GUIDE))
+            response = server.post(prompt=prompts[0], vllm_xargs={"target_length": 9, "constraint": "eq"})
+            assert response.status_code == 400 and "value_constraint must be one of near" in response.text
+            span = {"end_token_ids": [7, 9], "thinking_budget": 6}
+            sequences, _, _ = generate(server, prompts, [span] * 5, max_tokens=24)
+            for prompt, sequence in zip(prompts, sequences, strict=True):
+                assert {7, 9} & set(sequence[len(prompt) :][:9])
+            assert server.metrics()["lenvm:fallbacks_total"] == 0
 
 
 def test_metrics(engine, speculating):

@@ -91,11 +91,12 @@ def running_server(folder, name, *options, speculation=None, value_model=True, *
     trace, log = folder / f"{name}.jsonl", folder / f"{name}.log"
     environment = {key: value for key, value in os.environ.items() if not key.startswith("LENVM_")}
     environment |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1"}
-    environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{SITE}:{os.environ.get('PYTHONPATH', '')}"} | variables
+    environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{SITE}:{os.environ.get('PYTHONPATH', '')}"}
     (folder / f"{name}.metrics").mkdir()
     environment["PROMETHEUS_MULTIPROC_DIR"] = str(folder / f"{name}.metrics")
     if value_model:
         environment |= {"LENVM_VALUE_MODEL": str(folder / "value"), "LENVM_TRACE": str(trace)}
+    environment |= variables
     # `vllm serve` looks for the version of a package of another name than the one for CPUs has.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "base")]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "base"]
