@@ -12,6 +12,7 @@ import argparse
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import lenvm_kernels
 from lenvm_kernels import ValueModel
 from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
 from lenvm_kernels.demo.models import Models
@@ -56,3 +57,7 @@ for guidance in (
         ends = (tokens == tokenizer.eos_token_id).nonzero()
         length = ends[0].item() + 1 if len(ends) else len(tokens)
         print(f"{guidance}\n{prompt}\n  {length} tokens: {tokenizer.decode(tokens, skip_special_tokens=True)}\n")
+
+# Without a value model, and with the model's own sampling parameters: one call.
+inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+output = lenvm_kernels.generate(model, **inputs, target_length=60, max_new_tokens=200)

@@ -255,6 +255,7 @@ class GuidanceColumns(NamedTuple):
         target_length: fp32 ``[R]``; tokens, 0 without a target.
         counts_down: bool ``[R]``; ``target_length`` is a total.
         min_end_prob: fp32 ``[R]``; ``ending_token_ids`` are candidates from this probability on, inf for none.
+        due_length: fp32 ``[R]``; ``target_length`` where that is a total, else inf: past it ``min_end_prob`` falls.
         entropy_threshold: fp32 ``[R]``; nats, NaN for none.
         eos_token_ids: int32 ``[R, E]``; -2 pads.
         span_end_token_ids: int32 ``[R, S]``; tokens that end the guided span, the first of which a hard limit forces;
@@ -280,6 +281,7 @@ class GuidanceColumns(NamedTuple):
     target_length: Tensor
     counts_down: Tensor
     min_end_prob: Tensor
+    due_length: Tensor
     entropy_threshold: Tensor
     eos_token_ids: Tensor
     span_end_token_ids: Tensor

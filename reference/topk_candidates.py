@@ -10,6 +10,8 @@ from lenvm_kernels.types import Candidates, Status
 
 # Below this temperature a row is greedy, as in SGLang: its one candidate is the most probable token.
 GREEDY_TEMPERATURE = 1e-6
+# Past its due length a request takes ends of half the probability with each twentieth of that length, down to 2^-120.
+HALVINGS, MOST_HALVINGS = 20.0, 120.0
 
 
 def topk_candidates(
@@ -26,6 +28,8 @@ def topk_candidates(
     vocab_mask: torch.Tensor | None,  # [B, ceil(V / 32)]
     end_token_ids: torch.Tensor | None,  # [R, E]
     min_end_prob: torch.Tensor | None,  # [R]
+    due_length: torch.Tensor | None,  # [R]
+    generated: torch.Tensor | None,  # [B]
     table_rows: torch.Tensor | None,  # [B]
 ) -> Candidates:
     """See :func:`lenvm_kernels.ops.topk_candidates.topk_candidates`."""
@@ -77,7 +81,11 @@ def topk_candidates(
         broken &= guided
     if end_token_ids is not None and min_end_prob is not None:
         of_row = torch.arange(rows, device=device) if table_rows is None else table_rows.long()
-        ends = ends_among_candidates(x, p, end_token_ids[of_row].long(), min_end_prob[of_row], nothing, max_candidates)
+        least = min_end_prob[of_row].to(dtype)
+        if due_length is not None and generated is not None:
+            late = (generated.to(dtype) / due_length[of_row].to(dtype).clamp(min=1) - 1).clamp(min=0)
+            least = least * torch.exp2(-(HALVINGS * late).clamp(max=MOST_HALVINGS))
+        ends = ends_among_candidates(x, p, end_token_ids[of_row].long(), least, nothing, max_candidates)
         ends = torch.where(keep[:, :1], ends, -1)  # of rows that have candidates
         is_other = keep & ~(token[:, :, None] == ends[:, None, :]).any(dim=2)
         room = max_candidates - (ends >= 0).sum(dim=1, keepdim=True)

@@ -180,6 +180,8 @@ def test_pytorch_topk():
         vocab_mask=None,
         end_token_ids=None,
         min_end_prob=None,
+        due_length=None,
+        generated=None,
         table_rows=None,
     )
     torch.testing.assert_close(token_ids.int(), ours.token_ids)

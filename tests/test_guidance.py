@@ -84,7 +84,15 @@ from tests.helpers.watch import Operators
         ),
         (
             {"thinking_budget": 10, "end_token_ids": [7]},
-            GuidanceParams(Mode.LE_SOFT, target_length=10.0, counts_down=True, end_token_ids=(7,), hard_limit=13),
+            GuidanceParams(
+                Mode.LE_NEAR,
+                5.0,
+                target_length=10.0,
+                counts_down=True,
+                min_end_prob=1e-4,
+                end_token_ids=(7,),
+                hard_limit=13,
+            ),
         ),
         (
             {"thinking_budget": 0.5, "end_token_ids": [7], "op": "eq", "length_mode": "total", "gamma": 0.9},
@@ -105,9 +113,11 @@ from tests.helpers.watch import Operators
         (
             {"thinking_budget": 8, "end_token_ids": [7], "hard_limit": 5, "answer_length": 3, "allow_eos": True},
             GuidanceParams(
-                Mode.LE_SOFT,
+                Mode.LE_NEAR,
+                5.0,
                 target_length=8.0,
                 counts_down=True,
+                min_end_prob=1e-4,
                 end_token_ids=(7,),
                 hard_limit=5,
                 answer_length=3.0,

@@ -22,7 +22,7 @@ from lenvm_kernels.paged_slots import OutOfSlots
 from lenvm_kernels.reference._common import of_codes, to_codes
 from lenvm_kernels.step import GuidedStep, winners, working_bytes
 from lenvm_kernels.step.graphs import bucket_of
-from lenvm_kernels.types import Mode, Status
+from lenvm_kernels.types import Drafts, Mode, Status
 from lenvm_kernels.value_model import ValueModel
 from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step, needs_gpu, random_scores, run_requests
 from tests.helpers.models import (
@@ -1175,3 +1175,34 @@ def test_without_a_value_model_steps_are_warmed_up_and_replay_their_draws():
     assert together == alone
     with pytest.raises(ValueError, match="value_model must be given to predict lengths, got None"):
         engine.step.predict(*torch.zeros(2, 1).int(), torch.ones(1).int())
+
+
+def test_who_is_late_takes_a_less_probable_end():
+    """Of 2e-6: from 6 twentieths of a target past it, where that is a total; among drafts by the node."""
+    step, slots = make_step(None, max_drafts=2, max_candidates=4)
+    engine, prompt_lens = Engine(step, slots), [3, 5, 4, 2]
+    guidance = [{"target_length": 20}, {"target_length": 20, "target_length_mode": "remaining"}]
+    guidance += [{"target_length": 8, "constraint": "le_near"}, {"target_length": 20, "min_end_prob": 1e-3}]
+    for row, (g, n) in enumerate(zip(guidance, prompt_lens, strict=True)):
+        engine.admit(row, [3] * 40, g, prompt_len=n)
+    scores = torch.zeros(4, VOCAB)
+    scores[:, 30:] = -4 + torch.arange(VOCAB - 30) / 99
+    scores[:, 9] = 5
+    scores[:, EOS] = torch.tensor(2e-6).log() + scores[:, [i for i in range(VOCAB) if i != EOS]].logsumexp(1)
+    first = {}
+    for generated in range(1, 36):
+        sequences = [[9] * (n + generated) for n in prompt_lens]
+        output = engine.decode(range(4), sequences, scores, temperature=None, top_k=2)
+        for row in (output.candidates.token_ids == EOS).any(1).nonzero()[:, 0].tolist():
+            first.setdefault(row, generated)
+    # 1e-4 / 2^5.64 and 1e-3 / 2^8.97 are 2e-6.
+    assert first == {0: 26, 2: 11, 3: 29}
+    drafts = Drafts(torch.tensor([[9, 9]] * 4), torch.tensor([[-1, 0]] * 4, dtype=torch.int32))
+    sequences = [[9] * (n + generated) for n, generated in zip(prompt_lens, (24, 24, 8, 24), strict=True)]
+    lens = torch.ones(4, dtype=torch.int32)
+    last = torch.tensor([[9, 0, 0]] * 4)
+    output = step.step(
+        scores.repeat_interleave(3, dim=0), last, torch.arange(4), torch.tensor([len(s) for s in sequences]).int(),
+        new_lens=lens, top_k=2, top_p=1.0, min_p=0.0, is_logits=True, drafts=drafts,
+    )  # fmt: skip
+    assert (output.candidates.token_ids == EOS).any(1).nonzero()[:, 0].tolist() == [2]

@@ -384,6 +384,8 @@ GOOD = dict(row_parameters(2), scores=torch.zeros(2, 40), is_logits=True)
         ("vocab_mask", torch.zeros(2, 1).int(), r"vocab_mask must be int32 \[2, 2\] on cpu, got int32 \[2, 1\]"),
         ("end_token_ids", torch.zeros(2, 1).int(), "end_token_ids and min_end_prob must be given together"),
         ("min_end_prob", torch.zeros(2), "end_token_ids and min_end_prob must be given together"),
+        ("due_length", torch.zeros(2), "due_length and generated must be given together, with end_token_ids"),
+        ("generated", torch.zeros(2).int(), "due_length and generated must be given together, with end_token_ids"),
         ("table_rows", torch.zeros(3).int(), r"table_rows must be int32\|int64 \[2\] on cpu, got int32 \[3\]"),
         ("backend", "cuda", "backend must be one of auto, triton, reference, got 'cuda'"),
     ],
@@ -405,14 +407,17 @@ def test_bad_arguments_are_named(name, value, message):
         ("vocab_mask", torch.int32),
         ("end_token_ids", torch.int32),
         ("min_end_prob", torch.float32),
+        ("due_length", torch.float32),
+        ("generated", torch.int32),
     ],
 )
 def test_bad_tensors_are_named(name, dtype):
     options = dict(temperature=torch.ones(2), entropy_threshold=torch.ones(2), guided=torch.ones(2).bool())
     options |= dict(end_token_ids=torch.ones(2, 3).int(), min_end_prob=torch.ones(2))
+    options |= dict(due_length=torch.ones(2), generated=torch.ones(2).int())
     arguments = GOOD | options | dict(vocab_mask=torch.ones(2, 2).int())
     any_size = name == "end_token_ids"
-    strided = name not in ("guided", "vocab_mask", "end_token_ids")
+    strided = name not in ("guided", "vocab_mask", "end_token_ids", "generated")
     assert_refuses(topk_candidates, arguments, name, dtype, strided=strided, any_rows=any_size, any_columns=any_size)
 
 
@@ -481,6 +486,34 @@ def test_ends_are_candidates_whatever_the_filters_say(device, backend, is_logits
     cut = not filters or (columns, filters) == (4, dict(top_k=6))
     lost = 1 - TAIL[0, expected].sum().item() if cut and len(expected) < 8 else 0.0
     assert found.lost_mass.item() == pytest.approx(lost, abs=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_who_is_late_takes_worse_ends(device, backend):
+    """The least probability halves with each twentieth of the due length past it; rows of the table in another order.
+
+    Ends are 7 (0.02), 4 (0.0005) and 1 (0.00002)."""
+    least, due = [0.03, 0.03, 0.03, 0.01, 0.01, 0.03], [40.0, 40.0, torch.inf, 20.0, 0.0, 100.0]
+    generated = [40, 42, 9999, 25, 6, 131]
+    # 0.03; 0.015; 0.03; 0.01 / 32 = 0.0003; 2^-100; 0.03 / 2^6.2 = 0.00041
+    expected = [[5], [5, 7], [5], [5, 7, 4], [5, 7, 4, 1], [5, 7, 4]]
+    order = torch.tensor([4, 0, 5, 2, 1, 3], device=device)
+    of_rows = torch.empty(6, 2, device=device)
+    of_rows[order] = torch.tensor([least, due], device=device).T
+    found = topk_candidates(
+        TAIL.repeat(6, 1).to(device),
+        top_k=1,
+        top_p=1.0,
+        min_p=0.0,
+        max_candidates=4,
+        end_token_ids=ENDS.repeat(6, 1).to(device),
+        min_end_prob=of_rows[:, 0],
+        due_length=of_rows[:, 1],
+        generated=torch.tensor(generated, dtype=torch.int32, device=device),
+        table_rows=order,
+        backend=backend,
+    )
+    assert [[token for token in row if token >= 0] for row in found.token_ids.tolist()] == expected
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

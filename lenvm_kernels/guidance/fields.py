@@ -148,13 +148,14 @@ FIELDS = {
         Field(
             "min_end_prob",
             "with a target: tokens that end the output are candidates from this probability on, whatever top_k, top_p "
-            "and min_p say; 0.0001 with near, ge_near and le_near if nothing is said; 0, always",
+            "and min_p say; 0.0001 with near, ge_near and le_near if nothing is said; 0, always; halves with each "
+            "twentieth of a total target past it",
             least=0.0,
             metavar="P",
         ),
         Field(
             "thinking_budget",
-            "tokens that a thought may take on average: a target_length with le_soft that holds up to the end of the "
+            "tokens that a thought may take on average: a target_length with le_near that holds up to the end of the "
             "thought",
             above=0.0,
             below=1e9,  # so that its hard_limit is an int32

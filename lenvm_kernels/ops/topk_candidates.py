@@ -28,7 +28,7 @@ from lenvm_kernels.ops._common import (
 )
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference._common import compute_dtype
-from lenvm_kernels.reference.topk_candidates import GREEDY_TEMPERATURE
+from lenvm_kernels.reference.topk_candidates import GREEDY_TEMPERATURE, HALVINGS, MOST_HALVINGS
 from lenvm_kernels.reference.topk_candidates import topk_candidates as _reference
 from lenvm_kernels.types import Candidates, Status
 
@@ -46,6 +46,7 @@ PROGRAM_BYTES = 8192
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _GREEDY_TEMPERATURE = tl.constexpr(GREEDY_TEMPERATURE)
+_HALVINGS, _MOST_HALVINGS = tl.constexpr(HALVINGS), tl.constexpr(MOST_HALVINGS)
 _NO_KEY = tl.constexpr(-(2**63))
 _UNGUIDED, _GUIDE = tl.constexpr(int(Status.UNGUIDED)), tl.constexpr(int(Status.GUIDE))
 _SINGLE, _SKIP = tl.constexpr(int(Status.SINGLE)), tl.constexpr(int(Status.SKIP))
@@ -141,6 +142,8 @@ def _scan_kernel(
         "entropy_threshold_ptr",
         "end_token_ids_ptr",
         "min_end_prob_ptr",
+        "due_length_ptr",
+        "generated_ptr",
         "table_rows_ptr",
     ],
 )
@@ -158,6 +161,9 @@ def _filter_kernel(
     stride_end_token_ids_row,
     min_end_prob_ptr,  # [R] or None
     stride_min_end_prob_row,
+    due_length_ptr,  # [R] or None
+    stride_due_length_row,
+    generated_ptr,  # [B] or None
     table_rows_ptr,  # [B] or None
     scores_ptr,  # [B, V]
     stride_scores_request,
@@ -227,6 +233,10 @@ def _filter_kernel(
         )
         end_p = tl.exp2((end_score - best) * scale) / total if IS_LOGITS else end_score
         least = tl.load(min_end_prob_ptr + table_row * stride_min_end_prob_row)
+        if due_length_ptr is not None:
+            due_length = tl.maximum(tl.load(due_length_ptr + table_row * stride_due_length_row), 1.0)
+            late = tl.maximum(tl.load(generated_ptr + request).to(tl.float32) / due_length - 1, 0.0)
+            least *= tl.exp2(-tl.minimum(late * _HALVINGS, _MOST_HALVINGS))
         least = tl.where(usable, least, float("nan"))  # a broken request has no candidates
         allowed = is_token & (end_score > nothing) & (end_p >= least)
         end_keys = tl.where(allowed, _encode_key(end_score, end), _NO_KEY)
@@ -293,7 +303,7 @@ def _run_reference(token_ids, probs, counts, status, lost_mass, *operands) -> No
     scores, guided, temperature, top_k, top_p, min_p, entropy_threshold, *of_ends, vocab_mask, columns, is_logits = (
         operands
     )
-    end_token_ids, min_end_prob, table_rows = of_ends
+    end_token_ids, min_end_prob, due_length, generated, table_rows = of_ends
     candidates = _reference(
         scores,
         top_k=top_k,
@@ -307,6 +317,8 @@ def _run_reference(token_ids, probs, counts, status, lost_mass, *operands) -> No
         vocab_mask=vocab_mask,
         end_token_ids=end_token_ids,
         min_end_prob=min_end_prob,
+        due_length=due_length,
+        generated=generated,
         table_rows=table_rows,
     )
     for written, computed in zip((token_ids, probs, counts, status, lost_mass), candidates, strict=True):
@@ -329,6 +341,8 @@ def _launch(
     entropy_threshold: Tensor | None,
     end_token_ids: Tensor | None,
     min_end_prob: Tensor | None,
+    due_length: Tensor | None,
+    generated: Tensor | None,
     table_rows: Tensor | None,
     vocab_mask: Tensor | None,
     max_candidates: int,
@@ -368,6 +382,9 @@ def _launch(
         0 if end_token_ids is None else end_token_ids.stride(0),
         min_end_prob,
         0 if min_end_prob is None else min_end_prob.stride(0),
+        due_length,
+        0 if due_length is None else due_length.stride(0),
+        generated,
         table_rows,
         *of_scores,
         ends,
@@ -396,6 +413,8 @@ def topk_candidates(
     vocab_mask: torch.Tensor | None = None,
     end_token_ids: torch.Tensor | None = None,
     min_end_prob: torch.Tensor | None = None,
+    due_length: torch.Tensor | None = None,
+    generated: torch.Tensor | None = None,
     table_rows: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> Candidates:
@@ -426,7 +445,10 @@ def topk_candidates(
             where they are as probable as ``min_end_prob``. If all columns are taken, the least probable tokens that are
             none of them give way. The first token stays in any case.
         min_end_prob: fp32 ``[R]``; with ``end_token_ids``. Above 1: none of them is added.
-        table_rows: int32 or int64 ``[B]``; each request's row of these two (None: request i has row i).
+        due_length: fp32 ``[R]``; tokens by which the output should have ended, inf for none (None: for nobody). With
+            each twentieth of it that is generated beyond, ``min_end_prob`` halves: who is late takes a worse end.
+        generated: int32 ``[B]``; with ``due_length``, tokens generated.
+        table_rows: int32 or int64 ``[B]``; each request's row of what has ``R`` (None: request i has row i).
         backend: ``auto``, ``triton`` or ``reference``.
 
     Returns:
@@ -463,6 +485,8 @@ def topk_candidates(
 
     if (end_token_ids is None) != (min_end_prob is None):
         raise ValueError("end_token_ids and min_end_prob must be given together")
+    if (due_length is None) != (generated is None) or (due_length is not None and end_token_ids is None):
+        raise ValueError("due_length and generated must be given together, with end_token_ids")
     if end_token_ids is not None:
         check_tensor("end_token_ids", end_token_ids, dtypes=torch.int32, shape=(None, None), device=device)
         rows, ends = end_token_ids.shape
@@ -471,6 +495,11 @@ def topk_candidates(
         check_tensor(
             "min_end_prob", min_end_prob, dtypes=torch.float32, shape=(rows,), device=device, unit_stride=False
         )
+        if due_length is not None:
+            check_tensor(
+                "due_length", due_length, dtypes=torch.float32, shape=(rows,), device=device, unit_stride=False
+            )
+            check_tensor("generated", generated, dtypes=torch.int32, shape=(requests,), device=device)
         if table_rows is None and rows < requests:
             raise ValueError(f"end_token_ids must have a row for each of the {requests} requests, got {rows}")
     if table_rows is not None:
@@ -485,6 +514,7 @@ def topk_candidates(
         lost_mass=torch.empty(requests, dtype=dtype, device=device),
     )
     filters = (top_k, top_p, min_p)
-    optional = (entropy_threshold, end_token_ids, min_end_prob, table_rows, vocab_mask)
+    of_ends = (end_token_ids, min_end_prob, due_length, generated, table_rows)
+    optional = (entropy_threshold, *of_ends, vocab_mask)
     _launch(backend, *candidates, scores, guided, temperature, *filters, *optional, max_candidates, is_logits)
     return candidates

@@ -516,6 +516,8 @@ class GuidedStep:
             vocab_mask=vocab_mask,
             end_token_ids=table.ending_token_ids,
             min_end_prob=table.min_end_prob,
+            due_length=table.due_length,
+            generated=known.generated,
             table_rows=known.table_rows,
             backend=backend,
         )

@@ -30,6 +30,7 @@ OPTIONS: dict[str, list[Any]] = {
     "guided": [False, True],
     "vocab_mask": [False, True],
     "ends": [0, 1, 3, 5],
+    "due": [False, True],
     "constants": ["shipped", "small"],
 }
 # Several programs a row, at the sizes that the interpreter can do.
@@ -89,6 +90,11 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         arguments["end_token_ids"] = padded_rows(ends.flip(0).int(), options["padding"], value=0)
         arguments["min_end_prob"] = torch.stack([least.flip(0), least * NAN], dim=1)[:, 0]
         arguments["table_rows"] = table_rows
+        if options["due"]:
+            due = pick("due_length", [0.0, 1.0, 20.0, 77.5, 4096.0, INF]).float()
+            arguments["due_length"] = torch.stack([due * NAN, due.flip(0)], dim=1)[:, 1]
+            share = pick("late", [0.0, 0.9, 1.0, 1.04, 1.3, 2.0, 90.0])
+            arguments["generated"] = torch.where(due < INF, due * share, 50 * share).int()
     return Inputs(padded_rows(x, options["padding"]), arguments)
 
 
