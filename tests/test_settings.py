@@ -74,9 +74,7 @@ def test_an_engine_with_an_option_of_its_own(model, config, monkeypatch):
     monkeypatch.setenv("LENVM_VALUE_MODEL", "/nowhere")
     config({"value_model": "/nowhere", "max_candidates": 16, "gamma": 0.9})
     assert Settings.from_environment(option, max_candidates=64) == Settings(model, max_candidates=16, gamma=0.9)
-    with pytest.raises(
-        ValueError, match=r"--value-model must be an existing directory or \.gguf file, or none, got '/nowhere'"
-    ):
+    with pytest.raises(ValueError, match=r"--value-model must be an existing directory or \.gguf file, or none, got '/nowhere'"):
         Settings.from_environment(("--value-model", "/nowhere"))
 
 
@@ -98,11 +96,7 @@ def test_what_a_step_is_made_with(model):
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        (
-            "VALUE_MODEL",
-            "nowhere",
-            "LENVM_VALUE_MODEL must be an existing directory or .gguf file, or none, got 'nowhere'",
-        ),
+        ("VALUE_MODEL", "nowhere", "LENVM_VALUE_MODEL must be an existing directory or .gguf file, or none, got 'nowhere'"),
         ("DTYPE", "int8", "LENVM_DTYPE must be one of float32, bfloat16, float16, got 'int8'"),
         ("GAMMA", "1", "LENVM_GAMMA must be a number > 0 and < 1, got '1'"),
         ("GAMMA", "0", "LENVM_GAMMA must be a number > 0 and < 1, got '0'"),

@@ -143,12 +143,11 @@ class AnswerFile:
     """
 
     def __init__(self, folder: Path, plan: Plan) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        guard, self._file = folder / "plan.json", folder / "answers.jsonl"
-        ours = json.loads(json.dumps(asdict(plan)))
-        if guard.exists():
-            theirs = json.loads(guard.read_text(encoding="utf-8"))
-            different = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
+        self._guard, self._file = folder / "plan.json", folder / "answers.jsonl"
+        self._plan = json.loads(json.dumps(asdict(plan)))
+        if self._guard.exists():
+            theirs = json.loads(self._guard.read_text(encoding="utf-8"))
+            different = [key for key in sorted({*self._plan, *theirs}) if self._plan.get(key) != theirs.get(key)]
             if different:
                 raise ValueError(
                     f"--output must be a new directory or that of the same plan, {str(folder)!r} differs in "
@@ -156,16 +155,13 @@ class AnswerFile:
                 )
         elif self._file.exists():
             raise ValueError(f"--output must hold plan.json beside answers.jsonl, {str(folder)!r} does not")
-        else:
-            guard.write_text(json.dumps(ours, indent=1) + "\n", encoding="utf-8")
         self.answers = self._read(plan)
 
     def _read(self, plan: Plan) -> dict[Key, Answer]:
         """Answers of whole units; a line that a kill cut short, and what stands of its unit, are dropped."""
         found: dict[Key, Answer] = {}
-        text = self._file.read_text(encoding="utf-8") if self._file.exists() else ""
-        whole, _, rest = text.rpartition("\n")
-        for number, line in enumerate(whole.split("\n") if whole else [], start=1):
+        whole, _, rest = (self._file.read_bytes() if self._file.exists() else b"").rpartition(b"\n")
+        for number, line in enumerate(whole.split(b"\n") if whole else [], start=1):
             try:
                 answer = Answer(**json.loads(line))
             except (TypeError, ValueError) as error:
@@ -180,7 +176,10 @@ class AnswerFile:
         return kept
 
     def add(self, answers: Sequence[Answer]) -> None:
-        """Append the answers of a unit."""
+        """Append the answers of a unit. The first one makes the directory: a run that fails before leaves nothing."""
+        if not self._guard.exists():
+            self._guard.parent.mkdir(parents=True, exist_ok=True)
+            self._guard.write_text(json.dumps(self._plan, indent=1) + "\n", encoding="utf-8")
         with self._file.open("a", encoding="utf-8") as file:
             file.write("".join(map(_line, answers)))
         self.answers |= {(a.setting, a.target, a.seed, a.prompt): a for a in answers}
