@@ -1,4 +1,4 @@
-"""``lenvm evaluate``: measures against numbers by hand, perplexity against a plain forward, resumption, servers, errors."""
+"""``lenvm evaluate``: measures by hand, perplexity by a plain forward, resumption, both servers' protocols, errors."""
 
 import json
 import math
@@ -57,7 +57,7 @@ ANSWERS = [
     answer(4, 0, list(range(20, 29)), "So it is. ", nats=0.5),
     answer(4, 1, [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3, 9], "So it is.", ended=False, nats=2.0),
     answer(0, 0, [7, EOS], "no", nats=3.0),
-    answer(0, 1, list(range(9)) + [EOS], 'a "b!"', nats=0.25),
+    answer(0, 1, [*range(9), EOS], 'a "b!"', nats=0.25),
     answer(2, 0, list(range(30, 42)), "x, y", nats=1.5),
     answer(2, 1, list(range(30, 42)), "x, y", nats=1.5),
 ]
@@ -101,7 +101,7 @@ def test_repeated_4grams_are_those_seen_before():
 
 
 @pytest.mark.parametrize(
-    "text", ["a.", "a? \n", 'a!"', "a.)**", "etc…", "好。", "好！」", "`a.`", "```\nx = 1\n```", "_a._"]
+    "text", ["a.", "a? \n", 'a!"', "a.)**", "etc…", "好。", "好\uff01」", "`a.`", "```\nx = 1\n```", "_a._"]
 )
 def test_a_sentence_ends(text):
     assert ends_sentence(text)
@@ -248,7 +248,7 @@ def test_a_run_that_was_killed_goes_on_and_gives_the_same(evaluate, monkeypatch)
 def test_a_directory_of_another_plan_is_refused(evaluate):
     code, _, folder = evaluate("--num-prompts", "1", value="none")
     before = (folder / "answers.jsonl").read_bytes()
-    code, error, _ = evaluate("--num-prompts", "1", "--min-p", "0.1", "--top-k", "5", targets=["9"], value="none")
+    code, error, _ = evaluate("--num-prompts", "1", "--min-p", "0.1", "--top-k", "5", targets=["30"], value="none")
     assert code == 2 and "--output must be a new directory or that of the same plan" in error
     assert "differs in max_new_tokens, sampling, targets" in error
     assert (folder / "answers.jsonl").read_bytes() == before
@@ -408,8 +408,10 @@ def test_a_bad_flag_is_named(evaluate, argv, named, capsys):
 
 
 def test_bad_models_and_servers_are_named(evaluate, served, base, tmp_path):
-    assert "VALUE must be a directory" in evaluate(value="nowhere")[1]
+    code, error, folder = evaluate(value="nowhere")
+    assert code == 2 and "VALUE must be a directory" in error and not folder.exists()
     assert cli.main(["evaluate", "nowhere", "none", "--output", str(tmp_path / "b")]) == 2
+    assert not (tmp_path / "b").exists()
     assert "value_constraint" in evaluate("--guidance", '{"value_constraint": "eq"}', value="none", folder="c")[1]
     _, url = served("another")
     assert "knows neither /get_model_info nor /version" in evaluate("--url", url)[1]
