@@ -198,7 +198,13 @@ def test_the_command_writes_answers_numbers_tables_and_plots(evaluate, tiny, cap
     assert {line["ended"] for line in lines} == {True, False}
     table = (folder / "table.md").read_text()
     assert "Target 4 tokens, 5 prompts, 2 seeds, at most 16 tokens" in table
-    assert f"| {result['scores']['7']['guided']['distance']:.1f} [" in table
+    found = result["scores"]["7"]["none"]
+    row = next(line for line in table.split("Target 7")[1].splitlines() if line.startswith("| none |"))
+    cells = [cell.strip().split(" ")[0] for cell in row.strip("|").split("|")]
+    assert cells[2:4] == [f"{found['mean']:.1f}", f"{found['distance']:.1f}"]
+    shares = [found[name] for name in ("within_10", "within_25", "too_short", "cut")]
+    assert cells[4:8] == [f"{100 * share:.0f}" for share in shares]
+    assert cells[11:13] == [f"{found['perplexity']:.2f}", f"{100 * found['repetition']:.1f}"]
     assert [result["curves"][name] for name in ("constant", "guided")] == [
         [[1.0, f"{name}, strength 1"], [5.0, name]] for name in ("constant", "guided")
     ]

@@ -32,7 +32,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("LD %", "length_deviation", _percent),
     ("relative error %", "relative_error", _percent),
     ("perplexity", "perplexity", _number(2)),
-    ("repeated %", "repetition", _number(3)),
+    ("repeated %", "repetition", lambda share: f"{100 * share:.1f}"),
     ("sentence ends %", "sentence_ends", _percent),
     ("distinct %", "distinct", _percent),
 )
