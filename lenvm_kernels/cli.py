@@ -1,4 +1,4 @@
-"""The ``lenvm`` command: generate text of a controlled length, show that it works, look at it, serve values, fuzz it.
+"""The ``lenvm`` command: generate text of a controlled length, show that it works, measure it, serve values, fuzz it.
 
 Nothing here imports torch before a command runs, so that ``--help`` and ``--version`` answer at once. What the user can
 mend (a flag, a path, a missing package) ends in one line on stderr and exit code 2.
@@ -13,15 +13,23 @@ import os
 import pkgutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from safetensors import SafetensorError
-
 from lenvm_kernels import __version__
+from lenvm_kernels.cli_arguments import (
+    DTYPES,
+    UsageError,
+    add_device,
+    add_seed,
+    device_of,
+    positive,
+    seed_of,
+    usage_errors,
+)
+from lenvm_kernels.evaluate import command as evaluate
 from lenvm_kernels.fuzz import OPERATORS
 from lenvm_kernels.guidance.fields import FIELDS, Field
 
@@ -30,23 +38,6 @@ if TYPE_CHECKING:
     from lenvm_kernels.demo.models import Models
     from lenvm_kernels.demo.run import Result
     from lenvm_kernels.doctor import Check
-
-DTYPES = ("float32", "bfloat16", "float16")
-
-
-class UsageError(Exception):
-    """Something the user can mend; the message is one line."""
-
-
-@contextmanager
-def _usage_errors() -> Iterator[None]:
-    """Turn the errors of checks and of loading into a :class:`UsageError`."""
-    try:
-        yield
-    except (ValueError, OSError, ImportError) as error:
-        raise UsageError(" ".join(str(error).split())) from error
-    except SafetensorError as error:  # it does not say which file
-        raise UsageError(f"a .safetensors file of --model, --value-model or --value-head is broken: {error}") from error
 
 
 class _Parser(argparse.ArgumentParser):
@@ -79,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_demo(commands)
+    evaluate.add(commands)
     _add_export(commands)
     _add_doctor(commands)
     _add_serve(commands)
@@ -117,7 +109,7 @@ def _add_generate(commands: Any) -> None:
         metavar="FILE",
         help="a .safetensors file with the value head (default: the one in W); with demo, for its backbone as it is",
     )
-    _add_device(models)
+    add_device(models)
     models.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of both models (default: %(default)s)")
 
     text = parser.add_argument_group("text")
@@ -176,7 +168,7 @@ def _add_generate(commands: Any) -> None:
         default=8,
         help="tokens that the value model looks at in a step (default: %(default)s)",
     )
-    _add_seed(sampling)
+    add_seed(sampling)
 
 
 def _add_field(group: Any, field: Field) -> None:
@@ -215,8 +207,8 @@ def _add_demo(commands: Any) -> None:
         help="where to write the plot, a PNG (default: %(default)s)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here (default: not written)")
-    _add_device(parser)
-    _add_seed(parser)
+    add_device(parser)
+    add_seed(parser)
 
 
 def _add_export(commands: Any) -> None:
@@ -269,26 +261,26 @@ def _add_serve(commands: Any) -> None:
     )
     parser.add_argument(
         "--max-body-bytes",
-        type=_positive(int),
+        type=positive(int),
         default=1_000_000,
         metavar="N",
         help="refuse requests that are longer (default: %(default)s)",
     )
     parser.add_argument(
         "--max-tokens-in-cache",
-        type=_positive(int),
+        type=positive(int),
         default=32_768,
         metavar="N",
         help="tokens whose keys and values are kept, in all sequences (default: %(default)s)",
     )
     parser.add_argument(
         "--max-length",
-        type=_positive(int),
+        type=positive(int),
         metavar="N",
         help="tokens of the longest sequence (default: --max-tokens-in-cache)",
     )
     parser.add_argument("--gamma", type=float, help="of the value model (default: that of its lenvm_config.json)")
-    _add_device(parser)
+    add_device(parser)
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the value model (default: %(default)s)")
 
 
@@ -313,16 +305,16 @@ def _add_fuzz(commands: Any) -> None:
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
         "--seconds",
-        type=_positive(float),
+        type=positive(float),
         metavar="S",
         help="how long to draw cases; making one small comes on top (default: 60)",
     )
     length.add_argument(
-        "--cases", type=_positive(int), metavar="N", help="how many cases to draw (default: as --seconds allow)"
+        "--cases", type=positive(int), metavar="N", help="how many cases to draw (default: as --seconds allow)"
     )
     parser.add_argument(
         "--seed",
-        type=_seed,
+        type=seed_of,
         default=0,
         metavar="N",
         help="the same seed and --cases draw the same cases (default: %(default)s)",
@@ -358,41 +350,8 @@ def _add_fuzz(commands: Any) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers here (default: not written)")
 
 
-def _positive(kind: type) -> Any:
-    def parse(text: str) -> Any:
-        try:
-            number = kind(text)
-        except ValueError:
-            number = 0
-        if not 0 < number < math.inf:
-            raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
-        return number
-
-    return parse
-
-
-def _add_device(parser: Any) -> None:
-    parser.add_argument("--device", help="torch device, such as cpu or cuda:1 (default: cuda where there is one)")
-
-
-def _add_seed(parser: Any) -> None:
-    parser.add_argument(
-        "--seed",
-        type=_seed,
-        default=0,
-        metavar="N",
-        help="of the sampling, >= 0; the same seed gives the same text on the same machine (default: %(default)s)",
-    )
-
-
-def _seed(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"must be an integer in [0, 2**63), got {text!r}")
-    return int(text)
-
-
 def _generate(args: argparse.Namespace) -> None:
-    with _usage_errors():
+    with usage_errors():
         if not all(prompt.strip() for prompt in args.prompt):
             raise ValueError("--prompt must not be empty")
         import torch
@@ -408,7 +367,7 @@ def _generate(args: argparse.Namespace) -> None:
             check_without_values(asked)
             if args.show_values:
                 raise ValueError("--show-values needs a value model, got --value-model none")
-        device = _device(args.device)
+        device = device_of(args.device)
 
         from transformers import TextStreamer
 
@@ -427,7 +386,7 @@ def _generate(args: argparse.Namespace) -> None:
             guidance = replace(guidance, mode=Mode.CENTERED_EXP, entropy_threshold=math.inf)
 
     for prompt in args.prompt:
-        with _usage_errors():
+        with usage_errors():
             inputs = models.encode([prompt], chat=not args.raw)
             processor = LenVMLogitsProcessor(
                 models.model,
@@ -478,7 +437,7 @@ def _print_values(models: Models, processor: LenVMLogitsProcessor, new: list[int
 
 
 def _demo(args: argparse.Namespace) -> None:
-    with _usage_errors():
+    with usage_errors():
         for flag, file in (("--plot", args.plot), ("--json", args.json)):
             if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
                 raise ValueError(f"{flag} must be a file in an existing directory, got {str(file)!r}")
@@ -492,13 +451,13 @@ def _demo(args: argparse.Namespace) -> None:
         from lenvm_kernels.demo.run import FULL, QUICK, plot, run
 
         print("loading SmolLM2-135M-Instruct: about 20 seconds ...", file=sys.stderr, flush=True)
-        models = Models.load("demo", "demo", device=_device(args.device), dtype=torch.float32)
+        models = Models.load("demo", "demo", device=device_of(args.device), dtype=torch.float32)
 
     result = run(models, held_out_prompts(), QUICK if args.quick else FULL, seed=args.seed)
     seconds = time.monotonic() - start
     _print_samples(result)
     _print_table(result)
-    with _usage_errors():
+    with usage_errors():
         plot(result, args.plot)
         print(f"\n{args.plot}: mean length against value_scale; {seconds:.0f} s in all")
         if args.json is not None:
@@ -541,7 +500,7 @@ def _print_table(result: Result) -> None:
 
 
 def _export(args: argparse.Namespace) -> None:
-    with _usage_errors():
+    with usage_errors():
         from lenvm_kernels.demo.models import export
 
         base, value = export(args.folder)
@@ -577,7 +536,7 @@ def _print_checks(checks: list[Check]) -> None:
 
 
 def _serve(args: argparse.Namespace) -> None:
-    with _usage_errors():
+    with usage_errors():
         if args.api_key == "":
             raise ValueError("--api-key and LENVM_API_KEY must not be empty; leave them out to refuse nobody")
         import torch
@@ -586,7 +545,7 @@ def _serve(args: argparse.Namespace) -> None:
         from lenvm_kernels.serving.app import create_app, listen, serve
         from lenvm_kernels.serving.engine import ValueEngine
 
-        device = _device(args.device)
+        device = device_of(args.device)
         value_model, tokenizer = load_value_model(
             args.value_model, args.value_head, device=device, dtype=getattr(torch, args.dtype), gamma=args.gamma
         )
@@ -601,11 +560,11 @@ def _serve(args: argparse.Namespace) -> None:
 
 
 def _fuzz(args: argparse.Namespace) -> int:
-    with _usage_errors():
+    with usage_errors():
         for flag, file in (("--corpus", args.corpus), ("--junit", args.junit), ("--json", args.json)):
             if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
                 raise ValueError(f"{flag} must be a file in an existing directory, got {str(file)!r}")
-        device = _device(args.device)
+        device = device_of(args.device)
         if device == "cpu":
             os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
@@ -626,7 +585,7 @@ def _fuzz(args: argparse.Namespace) -> int:
     result = fuzz(plan, known, tell=lambda line: print(line, file=sys.stderr, flush=True))
     for line in report.text(result):
         print(line)
-    with _usage_errors():
+    with usage_errors():
         if args.json is not None:
             args.json.write_text(json.dumps(report.as_json(result), indent=1) + "\n", encoding="utf-8")
         if args.junit is not None:
@@ -664,17 +623,6 @@ def _function_of(name: str, ops: list[str] | None) -> tuple[Callable, tuple[str,
             f"--against must be a function of an operator's name, or --ops must name one operator, got {name!r}"
         )
     return function, tuple(ops)
-
-
-def _device(name: str | None) -> str:
-    import torch
-
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:  # a build of torch without CUDA asserts
-        raise ValueError(f"--device must be a torch device of this machine, got {name!r}") from error
-    return name
 
 
 def _token_temperatures(pairs: list[str] | None) -> dict[str, str] | None:

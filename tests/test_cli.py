@@ -267,7 +267,8 @@ def test_an_interrupt_is_quiet(monkeypatch, generate):
 
 
 @pytest.mark.parametrize(
-    "argv", ["--version", "--help", "generate --help", "demo --help", "export --help", "doctor --help"]
+    "argv",
+    ["--version", "--help", "generate --help", "demo --help", "evaluate --help", "export --help", "doctor --help"],
 )
 def test_help_does_not_wait_for_torch(argv):
     code = (
@@ -278,7 +279,7 @@ def test_help_does_not_wait_for_torch(argv):
 
 
 def test_every_flag_has_help_with_its_default(lenvm):
-    for command in ("generate", "demo"):
+    for command in ("generate", "demo", "evaluate"):
         text = " ".join(lenvm(command, "--help")[1].split())
         flags = re.findall(r"(?<!usage: )\[?(--[a-z-]+)", text.split("options:")[0])
         assert len(flags) >= 5

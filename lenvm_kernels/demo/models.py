@@ -37,6 +37,7 @@ class Models:
         device: str,
         dtype: torch.dtype,
         gamma: float | None = None,
+        names: tuple[str, str] = ("--model", "--value-model"),
     ) -> "Models":
         """Load both models; weights that they have in common are loaded once.
 
@@ -48,16 +49,17 @@ class Models:
             device: for both.
             dtype: of both.
             gamma: of the value model, in place of that of its ``lenvm_config.json``.
+            names: what errors call the two models.
 
         Raises:
             ValueError, OSError, ImportError: a path, head, checkpoint or package that is missing or does not fit.
         """
-        path = _locate("--model", model)
-        value_path = None if value_model == NONE else _locate("--value-model", value_model)
+        path = _locate(names[0], model)
+        value_path = None if value_model == NONE else _locate(names[1], value_model)
         head, adapter = (None, None) if value_path is None else _parts(value_model, value_head)
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        tokenizer = _load_tokenizer("--model", path)
+        tokenizer = _load_tokenizer(names[0], path)
         base = AutoModelForCausalLM.from_pretrained(**_source(path), dtype=dtype, use_safetensors=True)
         base = base.eval().to(device)
         if value_path is None:
@@ -66,7 +68,7 @@ class Models:
             lenvm_config = LenVMConfig.read(adapter or value_path, gamma)
             values = ValueModel.from_causal_lm(base, head, adapter=adapter, lenvm_config=lenvm_config)
             return cls(base, values, tokenizer, tokenizer)
-        value_tokenizer = _load_tokenizer("--value-model", value_path)
+        value_tokenizer = _load_tokenizer(names[1], value_path)
         values = ValueModel.from_pretrained(value_path, head, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
         return cls(base, values, tokenizer, value_tokenizer)
 

@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 from transformers.generation.streamers import BaseStreamer
 
-from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
+from lenvm_kernels.demo.generation import sample
 from lenvm_kernels.demo.models import Models
 
 # As when the answers were sampled that the value model is trained on.
@@ -133,35 +133,24 @@ def answer(
 ) -> Answers:
     """Answer the prompts under one guidance; ``bar`` moves by ``max_new_tokens`` for each batch of ``ROWS`` prompts."""
     torch.manual_seed(seed)
-    eos = torch.tensor(models.eos_token_ids, device=models.model.device)
     lengths, texts, nll = [], [], 0.0
     for start in range(0, len(prompts), ROWS):
-        inputs = models.encode(prompts[start : start + ROWS])
-        processor = LenVMLogitsProcessor(
-            models.model,
+        sampled = sample(
+            models,
             models.value_model,
+            models.encode(prompts[start : start + ROWS]),
             guidance,
-            inputs["attention_mask"],
             max_new_tokens=max_new_tokens,
+            keep_logits=True,
+            streamer=_Progress(bar, max_new_tokens),
             **SAMPLING,
         )
-        output = models.model.generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel lacks
-            **inputs,
-            **processor.generation_kwargs,
-            pad_token_id=models.pad_token_id,
-            streamer=_Progress(bar, max_new_tokens),
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        new = output.sequences[:, inputs["input_ids"].shape[1] :]
-        ended = torch.isin(new, eos).long()
-        generated = ended.cumsum(1) - ended == 0  # up to the first end-of-sequence token
         # On a GPU, generate may run a step more than it returns.
-        for logits, tokens, counts in zip(output.logits, new.T, generated.T, strict=False):
+        for logits, tokens, counts in zip(sampled.logits, sampled.tokens.T, sampled.counts.T, strict=False):
             log_p = torch.log_softmax(logits.float(), dim=-1).gather(1, tokens[:, None])[:, 0]
             nll -= log_p[counts].sum().item()
-        lengths += generated.sum(1).tolist()
-        texts += models.tokenizer.batch_decode(new, skip_special_tokens=True)
+        lengths += sampled.counts.sum(1).tolist()
+        texts += models.tokenizer.batch_decode(sampled.tokens, skip_special_tokens=True)
     return Answers(lengths, texts, nll)
 
 

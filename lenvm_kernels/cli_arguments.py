@@ -1,0 +1,85 @@
+"""What the commands of ``lenvm`` share: flags, the numbers they accept, and errors that the user can mend.
+
+Nothing here imports torch before it is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from safetensors import SafetensorError
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class UsageError(Exception):
+    """Something the user can mend; the message is one line."""
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turn the errors of checks and of loading into a :class:`UsageError`."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        raise UsageError(" ".join(str(error).split())) from error
+    except SafetensorError as error:  # it does not say which file
+        raise UsageError(f"a .safetensors file of --model, --value-model or --value-head is broken: {error}") from error
+
+
+def positive(kind: type) -> Any:
+    """The ``type`` of a flag that takes a finite ``kind`` above 0."""
+
+    def parse(text: str) -> Any:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = 0
+        if not 0 < number < math.inf:
+            raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+        return number
+
+    return parse
+
+
+def add_device(parser: Any) -> None:
+    """Add ``--device``; :func:`device_of` reads it."""
+    parser.add_argument("--device", help="torch device, such as cpu or cuda:1 (default: cuda where there is one)")
+
+
+def add_seed(parser: Any) -> None:
+    """Add ``--seed``."""
+    parser.add_argument(
+        "--seed",
+        type=seed_of,
+        default=0,
+        metavar="N",
+        help="of the sampling, >= 0; the same seed gives the same text on the same machine (default: %(default)s)",
+    )
+
+
+def seed_of(text: str) -> int:
+    """The ``type`` of a flag that takes what torch takes for a seed."""
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"must be an integer in [0, 2**63), got {text!r}")
+    return int(text)
+
+
+def device_of(name: str | None) -> str:
+    """The device of ``--device``, or the default one.
+
+    Raises:
+        ValueError: this machine has no such device.
+    """
+    import torch
+
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # a build of torch without CUDA asserts
+        raise ValueError(f"--device must be a torch device of this machine, got {name!r}") from error
+    return name

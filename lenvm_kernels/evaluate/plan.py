@@ -1,0 +1,189 @@
+"""Which answers ``lenvm evaluate`` makes, in which order, and the file that keeps them.
+
+A unit of work is a batch of prompts under one setting, target and seed. Its seed follows from these alone: a run that
+goes on where another one stopped makes the answers that the other would have made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lenvm_kernels.evaluate.measures import Answer
+from lenvm_kernels.guidance.fields import FIELDS
+
+BASE, CUT, CONSTANT, GUIDED = "none", "hard cut", "constant", "guided"
+# What answers are told apart by: setting, target, seed, prompt.
+Key = tuple[str, int | None, int, int]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way of answering: its name, its guidance but for the target, and whether values guide it."""
+
+    name: str
+    guidance: dict[str, Any] | None
+    with_values: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that decides which answers are made; a directory holds those of one plan.
+
+    Attributes:
+        base, value: the models as they were named.
+        prompts: the texts.
+        targets: tokens.
+        seeds: each of them answers every prompt.
+        settings: those that are sampled; the hard cut is made of the base model's answers.
+        curves: by label, strengths and the names of the settings that have them.
+        max_new_tokens: the limit of every answer.
+        sampling: ``temperature``, ``top_k``, ``top_p`` and ``min_p``.
+        rows: prompts of a batch.
+        dtype: of the models in process.
+        engine, constant_engine: of the servers; None: in process.
+    """
+
+    base: str
+    value: str
+    prompts: list[str]
+    targets: list[int]
+    seeds: list[int]
+    settings: list[Setting]
+    curves: dict[str, list[tuple[float, str]]]
+    max_new_tokens: int
+    sampling: dict[str, Any]
+    rows: int
+    dtype: str
+    engine: str | None
+    constant_engine: str | None
+
+    def limit(self, target: int | None) -> int:
+        """Tokens that an answer to a target may take: no more than 2.5 times the target, in whole 16s."""
+        return self.max_new_tokens if target is None else min(self.max_new_tokens, default_limit(target))
+
+    def units(self) -> list[Unit]:
+        """In the order in which they are made."""
+        batches = [
+            range(start, min(start + self.rows, len(self.prompts))) for start in range(0, len(self.prompts), self.rows)
+        ]
+        return [
+            Unit(setting, target, seed, batch)
+            for setting in self.settings
+            for target in ([None] if setting.guidance is None else self.targets)
+            for seed in self.seeds
+            for batch in batches
+        ]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A batch of prompts, by their indices, under one setting, target and seed."""
+
+    setting: Setting
+    target: int | None
+    seed: int
+    prompts: range
+
+    def keys(self) -> list[Key]:
+        """Those of its answers."""
+        return [(self.setting.name, self.target, self.seed, prompt) for prompt in self.prompts]
+
+    def seed_of(self, *more: int) -> int:
+        """A seed below 2**31 that follows from what the unit is, and from further numbers."""
+        text = json.dumps([self.seed, self.setting.name, self.target, self.prompts.start, *more])
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") >> 1
+
+
+def default_limit(target: int) -> int:
+    """2.5 times the target, rounded up to a multiple of 16."""
+    return math.ceil(2.5 * target / 16) * 16
+
+
+def settings_of(
+    guidances: Sequence[dict[str, Any]], strengths: Sequence[float], *, with_values: bool
+) -> tuple[list[Setting], dict[str, list[tuple[float, str]]]]:
+    """The settings of a plan and the curves that they make.
+
+    Args:
+        guidances: of the guided settings; empty: the default one.
+        strengths: of the curves; empty: there are none.
+        with_values: without a value model the guided setting is the constant, and is not repeated.
+    """
+    settings = {BASE: Setting(BASE, None, False), CONSTANT: Setting(CONSTANT, {}, False)}
+    lines = {CONSTANT: settings[CONSTANT]}
+    for guidance in guidances or [{}]:
+        name = json.dumps(guidance, sort_keys=True) if guidance else GUIDED if with_values else CONSTANT
+        lines[name] = settings.setdefault(name, Setting(name, guidance, with_values))
+    curves: dict[str, list[tuple[float, str]]] = {}
+    for label, line in lines.items() if strengths else ():
+        curves[label] = []
+        for strength in sorted(set(strengths)):
+            own = (line.guidance or {}).get("strength", FIELDS["strength"].default)
+            name = label if strength == own else f"{label}, strength {strength:g}"
+            settings.setdefault(name, Setting(name, {**(line.guidance or {}), "strength": strength}, line.with_values))
+            curves[label].append((strength, name))
+    return list(settings.values()), curves
+
+
+class AnswerFile:
+    """``answers.jsonl`` of a directory, guarded by ``plan.json``.
+
+    Attributes:
+        answers: of whole units, by setting, target, seed and prompt.
+
+    Raises:
+        ValueError: the directory is that of another plan, or a line is no answer.
+    """
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self._guard, self._file = folder / "plan.json", folder / "answers.jsonl"
+        self._plan = json.loads(json.dumps(asdict(plan)))
+        if self._guard.exists():
+            theirs = json.loads(self._guard.read_text(encoding="utf-8"))
+            different = [key for key in sorted({*self._plan, *theirs}) if self._plan.get(key) != theirs.get(key)]
+            if different:
+                raise ValueError(
+                    f"--output must be a new directory or that of the same plan, {str(folder)!r} differs in "
+                    f"{', '.join(different)}"
+                )
+        elif self._file.exists():
+            raise ValueError(f"--output must hold plan.json beside answers.jsonl, {str(folder)!r} does not")
+        self.answers = self._read(plan)
+
+    def _read(self, plan: Plan) -> dict[Key, Answer]:
+        """Answers of whole units; a line that a kill cut short, and what stands of its unit, are dropped."""
+        found: dict[Key, Answer] = {}
+        whole, _, rest = (self._file.read_bytes() if self._file.exists() else b"").rpartition(b"\n")
+        for number, line in enumerate(whole.split(b"\n") if whole else [], start=1):
+            try:
+                answer = Answer(**json.loads(line))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{self._file}, line {number} must be an answer of lenvm evaluate: {error}") from error
+            found[answer.setting, answer.target, answer.seed, answer.prompt] = answer
+        units = [unit.keys() for unit in plan.units()]
+        kept = {key: found[key] for keys in units if found.keys() >= set(keys) for key in keys}
+        if rest or len(kept) < len(found):
+            new = self._file.with_suffix(".new")
+            new.write_text("".join(map(_line, kept.values())), encoding="utf-8")
+            os.replace(new, self._file)
+        return kept
+
+    def add(self, answers: Sequence[Answer]) -> None:
+        """Append the answers of a unit. The first one makes the directory: a run that fails before leaves nothing."""
+        if not self._guard.exists():
+            self._guard.parent.mkdir(parents=True, exist_ok=True)
+            self._guard.write_text(json.dumps(self._plan, indent=1) + "\n", encoding="utf-8")
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write("".join(map(_line, answers)))
+        self.answers |= {(a.setting, a.target, a.seed, a.prompt): a for a in answers}
+
+
+def _line(answer: Answer) -> str:
+    return json.dumps(asdict(answer), ensure_ascii=False) + "\n"

@@ -1,0 +1,156 @@
+"""What ``lenvm evaluate`` does: make the answers of a plan that its file does not hold yet, and sort them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from tqdm import tqdm
+
+from lenvm_kernels.demo.generation import sample
+from lenvm_kernels.demo.models import Models
+from lenvm_kernels.evaluate.measures import Answer
+from lenvm_kernels.evaluate.plan import BASE, CUT, AnswerFile, Plan, Unit
+from lenvm_kernels.evaluate.servers import Server
+
+# Tokens of a forward that computes perplexities: their logits are [tokens, vocabulary] in fp32.
+FORWARD_TOKENS = 1024
+
+
+def run(
+    plan: Plan, file: AnswerFile, models: Models, server: Server | None, constant_server: Server | None, *, workers: int
+) -> None:
+    """Make the answers of a plan that its file does not hold yet, showing progress on stderr.
+
+    Args:
+        plan: what to make.
+        file: gets the answers.
+        models: the base model, and the value model unless there is none or a server has it.
+        server: answers guided and base settings; None: they are answered in process.
+        constant_server: the same for guided settings without values.
+        workers: requests to a server at a time.
+
+    Raises:
+        ValueError: as :class:`Server` and :func:`sample`, or the base model has no end-of-sequence token.
+    """
+    if not models.eos_token_ids:
+        raise ValueError("BASE must have an eos_token_id in its generation_config, got none")
+    units = plan.units()
+    with tqdm(total=sum(len(unit.prompts) for unit in units), initial=len(file.answers), unit="answer") as bar:
+        for unit in units:
+            if unit.keys()[0] in file.answers:
+                continue
+            bar.set_description(unit.setting.name if unit.target is None else f"{unit.setting.name}, {unit.target}")
+            values_or_none = unit.setting.with_values or unit.setting.guidance is None
+            file.add(_answer(plan, unit, models, server if values_or_none else constant_server, workers))
+            bar.update(len(unit.prompts))
+
+
+def _answer(plan: Plan, unit: Unit, models: Models, server: Server | None, workers: int) -> list[Answer]:
+    """The answers of a unit, in process or by a server."""
+    inputs = models.encode([plan.prompts[i] for i in unit.prompts])
+    pairs = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+    prompts = [ids[mask.bool()].tolist() for ids, mask in pairs]
+    guidance = None
+    if unit.setting.guidance is not None:
+        guidance = {"target_length": unit.target, **unit.setting.guidance}
+    limit, eos = plan.limit(unit.target), models.eos_token_ids
+    if server is None:
+        torch.manual_seed(unit.seed_of())
+        sampled = sample(
+            models,
+            models.value_model if unit.setting.with_values else None,
+            inputs,
+            guidance,
+            max_new_tokens=limit,
+            tokenizers=(models.tokenizer, models.value_tokenizer),
+            **plan.sampling,
+        )
+        pairs = zip(sampled.tokens, sampled.counts, strict=True)
+        found = [(tokens[counts].tolist(), False) for tokens, counts in pairs]
+    else:
+
+        def ask(row: int) -> tuple[list[int], bool]:
+            seed = unit.seed_of(row)
+            return server.answer(prompts[row], guidance, max_new_tokens=limit, sampling=plan.sampling, seed=seed)
+
+        with ThreadPoolExecutor(workers) as pool:
+            found = list(pool.map(ask, range(len(prompts))))
+    whole = [with_end(ids, stopped, eos) for ids, stopped in found]
+    nlls = likelihoods(models, prompts, [ids for ids, _ in whole])
+    texts = models.tokenizer.batch_decode([ids for ids, _ in whole], skip_special_tokens=True)
+    return [
+        Answer(unit.setting.name, unit.target, unit.seed, prompt, ids, text, ended, nll)
+        for prompt, (ids, ended), text, nll in zip(unit.prompts, whole, texts, nlls, strict=True)
+    ]
+
+
+def with_end(ids: Sequence[int], stopped: bool, eos: Sequence[int]) -> tuple[list[int], bool]:
+    """The tokens of an answer up to its end, the end-of-sequence token last, and whether it ended by itself.
+
+    Engines differ in whether they return that token.
+
+    Args:
+        ids: tokens of an answer.
+        stopped: whether the engine says that it ended by itself.
+        eos: tokens that end it; the first stands for one that was not returned.
+    """
+    ends = [i for i, token in enumerate(ids) if token in eos]
+    if ends:
+        return list(ids[: ends[0] + 1]), True
+    return ([*ids, eos[0]], True) if stopped else (list(ids), False)
+
+
+@torch.no_grad()
+def likelihoods(
+    models: Models, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    """Nats of each token of each answer under the base model alone, by teacher forcing.
+
+    That is its raw distribution at temperature 1, without filters, with the softmax in fp32.
+
+    Args:
+        models: the base model.
+        prompts: tokens of each prompt, at least one.
+        answers: tokens of each answer.
+    """
+    found: list[list[float]] = []
+    while len(found) < len(prompts):
+        start, width = len(found), 0
+        rows: list[list[int]] = []
+        for prompt, answer in zip(prompts[start:], answers[start:], strict=True):
+            width = max(width, len(prompt) + len(answer))
+            if rows and width * (len(rows) + 1) > FORWARD_TOKENS:
+                break
+            rows.append([*prompt, *answer])
+        width = max(map(len, rows))
+        device = models.model.device
+        ids = torch.tensor([row + [models.pad_token_id] * (width - len(row)) for row in rows], device=device)
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+        logits = models.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        for i, row in enumerate(rows):
+            first = len(prompts[start + i])
+            log_p = torch.log_softmax(logits[i, first - 1 : len(row) - 1].float(), dim=-1)
+            nats = -log_p.gather(1, ids[i, first : len(row), None])[:, 0]
+            found.append([round(x, 6) for x in nats.tolist()])
+    return found
+
+
+def views(plan: Plan, answers: Sequence[Answer]) -> dict[str, dict[str, list[Answer]]]:
+    """Answers by target (as text, for JSON) and name of a setting, the baselines first.
+
+    The base model's answers count with the limit that other settings have at a target, and once more cut at it.
+    """
+    made: dict[tuple[str, int | None], list[Answer]] = {}
+    for answer in answers:
+        made.setdefault((answer.setting, answer.target), []).append(answer)
+    found: dict[str, dict[str, list[Answer]]] = {}
+    for target in plan.targets:
+        found[str(target)] = {
+            BASE: [answer.cut(plan.limit(target)) for answer in made[BASE, None]],
+            CUT: [answer.cut(target) for answer in made[BASE, None]],
+        }
+        guided = [setting.name for setting in plan.settings if setting.guidance is not None]
+        found[str(target)] |= {name: made[name, target] for name in guided}
+    return found

@@ -1,0 +1,432 @@
+"""``lenvm evaluate``: measures by hand, perplexity by a plain forward, resumption, both servers' protocols, errors."""
+
+import json
+import math
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+
+from lenvm_kernels import cli
+from lenvm_kernels.demo.models import Models
+from lenvm_kernels.evaluate import run
+from lenvm_kernels.evaluate.measures import Answer, bootstrap, ends_sentence, measure, repeated_4grams
+from lenvm_kernels.evaluate.plan import Setting, default_limit, settings_of
+from tests.helpers.models import EOS, save_checkpoint
+
+PROMPTS = ["w1 w2 w3", "w4", "w5 w6", "w7 w8 w9 w1", "w3 w3"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("base"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def value(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("value"), seed=1, value_head=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(base):
+    return Models.load(base, "none", device="cpu", dtype=torch.float32)
+
+
+@pytest.fixture
+def evaluate(base, value, tmp_path, capsys):
+    """Run the command on tiny models and few prompts; gives its exit code, its stderr and the directory."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+
+    def start(*argv, value=value, folder="out", targets=("4", "7")):
+        arguments = ["evaluate", base, value, "--prompts", prompts, "--targets", *targets, "--seeds", 0, 3, "--rows", 2]
+        code = cli.main([str(a) for a in (*arguments, "--device", "cpu", "--output", tmp_path / folder, *argv)])
+        return code, capsys.readouterr().err, tmp_path / folder
+
+    return start
+
+
+def answer(prompt, seed, ids, text="", ended=True, nats=1.0):
+    return Answer("x", 10, seed, prompt, ids, text, ended, [nats] * len(ids))
+
+
+ANSWERS = [
+    answer(4, 0, list(range(20, 29)), "So it is. ", nats=0.5),
+    answer(4, 1, [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3, 9], "So it is.", ended=False, nats=2.0),
+    answer(0, 0, [7, EOS], "no", nats=3.0),
+    answer(0, 1, [*range(9), EOS], 'a "b!"', nats=0.25),
+    answer(2, 0, list(range(30, 42)), "x, y", nats=1.5),
+    answer(2, 1, list(range(30, 42)), "x, y", nats=1.5),
+]
+
+
+def test_measures_are_those_by_hand():
+    found = measure(ANSWERS, 10)  # lengths 9, 14, 2, 10, 12, 12
+    assert found["answers"] == 6
+    assert found["quartiles"] == [9.25, 11.0, 12.0]
+    expected = {
+        "mean": 59 / 6,
+        "distance": 17 / 6,
+        "within_10": 2 / 6,
+        "within_25": 4 / 6,
+        "too_short": 1 / 6,
+        "cut": 1 / 6,
+        "length_score": 100 * (math.exp(-0.5) + math.exp(-0.8) + math.exp(-4) + 1 + 2 * math.exp(-0.4)) / 6,
+        "length_deviation": -1 / 60,
+        "relative_error": 17 / 60,
+        "perplexity": math.exp((4.5 + 28 + 6 + 2.5 + 18 + 18) / 59),
+        "repetition": 5 / (6 + 11 + 0 + 7 + 9 + 9),  # 1234 2345 3451 4512 5123 are new, then come 5 known ones and 1239
+        "sentence_ends": 2 / 5,
+        "distinct": 5 / 6,
+    }
+    assert expected.keys() == found.keys() - {"answers", "quartiles", "intervals"}
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-12)
+    low, high = found["intervals"]["distance"]
+    assert low == pytest.approx(2.0) and high == pytest.approx(4.0)  # all of prompt 2, all of prompt 0
+    assert measure(ANSWERS[::-1], 10)["intervals"] == found["intervals"]
+
+
+def test_where_there_is_nothing_to_divide_by_there_is_no_number():
+    found = measure([answer(0, 0, [5, 6], ended=False)], 3)
+    assert found["repetition"] is None and found["sentence_ends"] is None
+    assert found["intervals"]["sentence_ends"] is None and found["intervals"]["distance"] == [1.0, 1.0]
+
+
+def test_repeated_4grams_are_those_seen_before():
+    assert repeated_4grams([1, 1, 1, 1, 1, 1]) == (2, 3)
+    assert repeated_4grams([1, 2, 3]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "text", ["a.", "a? \n", 'a!"', "a.)**", "etc…", "好。", "好\uff01」", "`a.`", "```\nx = 1\n```", "_a._"]
+)
+def test_a_sentence_ends(text):
+    assert ends_sentence(text)
+
+
+@pytest.mark.parametrize("text", ["", "a", "a,", "a:", '"', "a. b", "x = 1`", "1.5", "(a.) b)"])
+def test_no_sentence_ends(text):
+    assert not ends_sentence(text)
+
+
+def test_the_bootstrap_draws_prompts_and_always_the_same():
+    above, below = np.array([0.0, 40.0]), np.array([40.0, 40.0])
+    assert bootstrap(above, below) == (0.0, 1.0)  # 80 answers drawn one by one would be near a half
+    above, below = np.array([3.0, 1.0, 9.0, 2.0, 5.0]), np.array([4.0, 1.0, 5.0, 0.0, 7.0])
+    low, high = bootstrap(above, below)
+    assert (low, high) == bootstrap(above, below) and low < above.sum() / below.sum() < high
+    draws = np.random.default_rng(0).multinomial(5, [0.2] * 5, size=1000)
+    ratios = [sum(n * a for n, a in zip(d, above)) / sum(n * b for n, b in zip(d, below)) for d in draws if d @ below]  # noqa: B905
+    assert (low, high) == pytest.approx(tuple(np.percentile(ratios, (2.5, 97.5))))
+
+
+def test_a_cut_answer_has_not_ended():
+    whole = answer(0, 0, [4, 5, 6, EOS], "a.", nats=2.0)
+    assert whole.cut(4) is whole
+    assert whole.cut(3) == Answer("x", 10, 0, 0, [4, 5, 6], "a.", False, [2.0] * 3)
+
+
+def test_the_end_token_is_last_whatever_the_engine_returns():
+    assert run.with_end([5, 6, EOS], True, [EOS, 9]) == ([5, 6, EOS], True)
+    assert run.with_end([5, 6], True, [EOS, 9]) == ([5, 6, EOS], True)
+    assert run.with_end([5, 9, 7, 7], False, [EOS, 9]) == ([5, 9], True)  # padding behind the end
+    assert run.with_end([5, 6], False, [EOS, 9]) == ([5, 6], False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [1, 24, 1000])
+def test_perplexity_is_that_of_a_plain_forward(tiny, monkeypatch, tokens):
+    """Rows alone, a few together, and all at once."""
+    monkeypatch.setattr(run, "FORWARD_TOKENS", tokens)
+    prompts = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
+    answers = [[20, 21, EOS], [22, 23, 24, 25, 26], [27], [28, 29, 30, 31, EOS]]
+    for prompt, new, nats in zip(prompts, answers, run.likelihoods(tiny, prompts, answers), strict=True):
+        logits = tiny.model(torch.tensor([prompt + new])).logits[0].double()
+        plain = [-torch.log_softmax(logits[len(prompt) + i - 1], -1)[token].item() for i, token in enumerate(new)]
+        assert nats == pytest.approx(plain, abs=2e-4)
+
+
+def test_settings_and_their_curves():
+    settings, curves = settings_of([], [], with_values=True)
+    assert settings == [Setting("none", None, False), Setting("constant", {}, False), Setting("guided", {}, True)]
+    assert curves == {}
+    settings, curves = settings_of([{"strength": 2, "value_stride": 3}, {}], [5.0, 2.0], with_values=True)
+    name = '{"strength": 2, "value_stride": 3}'
+    assert curves == {
+        "constant": [(2.0, "constant, strength 2"), (5.0, "constant")],
+        name: [(2.0, name), (5.0, f"{name}, strength 5")],
+        "guided": [(2.0, "guided, strength 2"), (5.0, "guided")],
+    }
+    by_name = {setting.name: setting for setting in settings}
+    assert by_name[f"{name}, strength 5"].guidance == {"strength": 5.0, "value_stride": 3}
+    assert not by_name["constant, strength 2"].with_values and by_name["guided, strength 2"].with_values
+    settings, curves = settings_of([{}, {"strength": 3}], [], with_values=False)
+    assert [s.name for s in settings] == ["none", "constant", '{"strength": 3}']
+    assert not any(s.with_values for s in settings)
+
+
+def test_the_limit_is_in_whole_16s():
+    assert [default_limit(target) for target in (1, 6, 7, 20, 160)] == [16, 16, 32, 64, 400]
+
+
+def test_the_command_writes_answers_numbers_tables_and_plots(evaluate, tiny, capsys):
+    code, error, folder = evaluate("--strengths", "5", "1", "--max-new-tokens", "24")
+    assert code == 0, error
+    lines = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    names = ["none", "constant", "guided", "constant, strength 1", "guided, strength 1"]
+    assert list(dict.fromkeys(line["setting"] for line in lines)) == names
+    assert len(lines) == 5 * 2 * (1 + 4 * 2)  # prompts, seeds; the base alone once, the others at two targets
+    result = json.loads((folder / "result.json").read_text())
+    for target, limit in ((4, 16), (7, 24)):
+        scores = result["scores"][str(target)]
+        assert list(scores) == ["none", "hard cut", *names[1:]]
+        for name, found in scores.items():
+            made = [line for line in lines if line["setting"] == (name if name != "hard cut" else "none")]
+            made = [line for line in made if line["target"] in (None, target)]
+            most = target if name == "hard cut" else limit
+            lengths = [min(len(line["ids"]), most) for line in made]
+            assert found["mean"] == pytest.approx(sum(lengths) / 10) and found["answers"] == 10
+            whole = [line["ended"] and len(line["ids"]) <= most for line in made]
+            assert found["cut"] == pytest.approx(1 - sum(whole) / 10)
+    for line in lines:
+        assert line["ended"] == (line["ids"][-1] == EOS) and EOS not in line["ids"][:-1]
+        assert len(line["nll"]) == len(line["ids"])
+        assert line["text"] == tiny.tokenizer.decode(line["ids"], skip_special_tokens=True)
+    assert {line["ended"] for line in lines} == {True, False}
+    table = (folder / "table.md").read_text()
+    assert "Target 4 tokens, 5 prompts, 2 seeds, at most 16 tokens" in table
+    found = result["scores"]["7"]["none"]
+    row = next(line for line in table.split("Target 7")[1].splitlines() if line.startswith("| none |"))
+    cells = [cell.strip().split(" ")[0] for cell in row.strip("|").split("|")]
+    assert cells[2:4] == [f"{found['mean']:.1f}", f"{found['distance']:.1f}"]
+    shares = [found[name] for name in ("within_10", "within_25", "too_short", "cut")]
+    assert cells[4:8] == [f"{100 * share:.0f}" for share in shares]
+    assert cells[11:13] == [f"{found['perplexity']:.2f}", f"{100 * found['repetition']:.1f}"]
+    assert [result["curves"][name] for name in ("constant", "guided")] == [
+        [[1.0, f"{name}, strength 1"], [5.0, name]] for name in ("constant", "guided")
+    ]
+    for picture in ("lengths.png", "curve.png"):
+        assert matplotlib.image.imread(folder / picture).std() > 0
+    assert "90/90" in error
+
+
+def test_without_a_value_model_the_constant_is_what_guides(evaluate):
+    code, error, folder = evaluate("--num-prompts", "2", value="none")
+    assert code == 0, error
+    result = json.loads((folder / "result.json").read_text())
+    assert list(result["scores"]["4"]) == ["none", "hard cut", "constant"]
+    assert not (folder / "curve.png").exists()
+    prompts = json.loads((folder / "plan.json").read_text())["prompts"]
+    assert prompts == [PROMPTS[0], PROMPTS[2]]  # spread over all
+
+
+def test_a_run_that_was_killed_goes_on_and_gives_the_same(evaluate, monkeypatch):
+    assert evaluate(folder="whole")[0] == 0
+    make, count = run._answer, [0]
+
+    def killed(*args):
+        count[0] += 1
+        if count[0] > 7:
+            raise KeyboardInterrupt
+        return make(*args)
+
+    monkeypatch.setattr(run, "_answer", killed)
+    code, _, folder = evaluate(folder="part")
+    assert code == 130
+    answers, whole = folder / "answers.jsonl", folder.parent / "whole"
+    kept = answers.read_bytes()
+    assert (whole / "answers.jsonl").read_bytes().startswith(kept) and len(kept.splitlines()) == 12  # 2 2 1, 2 2 1, 2
+    # Another kill has written one line of two, and half of the other.
+    rest = (whole / "answers.jsonl").read_bytes()[len(kept) :].splitlines(keepends=True)
+    answers.write_bytes(kept + rest[0] + rest[1][:30])
+    monkeypatch.setattr(run, "_answer", make)
+    assert evaluate(folder="part")[0] == 0
+    assert answers.read_bytes() == (whole / "answers.jsonl").read_bytes()
+    results = [json.loads((directory / "result.json").read_text()) for directory in (folder, whole)]
+    assert results[0]["scores"] == results[1]["scores"]
+    monkeypatch.setattr(run, "_answer", None)  # nothing is left to do
+    assert evaluate(folder="part")[0] == 0
+
+
+def test_a_directory_of_another_plan_is_refused(evaluate):
+    code, _, folder = evaluate("--num-prompts", "1", value="none")
+    before = (folder / "answers.jsonl").read_bytes()
+    code, error, _ = evaluate("--num-prompts", "1", "--min-p", "0.1", "--top-k", "5", targets=["30"], value="none")
+    assert code == 2 and "--output must be a new directory or that of the same plan" in error
+    assert "differs in max_new_tokens, sampling, targets" in error
+    assert (folder / "answers.jsonl").read_bytes() == before
+    (folder / "answers.jsonl").write_bytes(b'{"setting": "none"}\n' + before)
+    code, error, _ = evaluate("--num-prompts", "1", value="none")
+    assert code == 2 and "answers.jsonl, line 1 must be an answer of lenvm evaluate" in error
+    (folder / "plan.json").unlink()
+    assert "must hold plan.json beside answers.jsonl" in evaluate("--num-prompts", "1", value="none")[1]
+
+
+class FakeEngine(BaseHTTPRequestHandler):
+    """Answers as SGLang or vLLM do, in tokens that follow from the seed; keeps the requests."""
+
+    def log_message(self, *_):
+        pass
+
+    def reply(self, status, content):
+        text = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def do_GET(self):
+        path = {"sglang": "/get_model_info", "vllm": "/version"}.get(self.server.engine)
+        self.reply(200 if self.path == path else 404, {})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append((self.path, body))
+        if self.server.broken:
+            return self.reply(*self.server.broken)
+        if self.path == "/generate":
+            params = body["sampling_params"]
+            seed, limit = params["sampling_seed"], params["max_new_tokens"]
+        else:
+            seed, limit = body["seed"], body["max_tokens"]
+        length = 2 + seed % 9  # with the end token
+        ids = [5 + seed % 7] * min(length, limit)
+        stops = length <= limit
+        if self.path == "/generate":  # SGLang returns the end token here, vLLM does not
+            ids[-1] = EOS if stops else ids[-1]
+            reason = {"type": "stop", "matched": EOS} if stops else {"type": "length", "length": limit}
+            return self.reply(200, {"text": "", "output_ids": ids, "meta_info": {"finish_reason": reason}})
+        choice = {"token_ids": ids[: length - 1], "finish_reason": "stop" if stops else "length"}
+        self.reply(200, {"choices": [choice]})
+
+
+@pytest.fixture
+def served():
+    """Start fake servers, by the name of their engine."""
+    running = []
+
+    def start(engine, broken=None):
+        server = ThreadingHTTPServer(("127.0.0.1", 0), FakeEngine)
+        server.engine, server.broken, server.requests = engine, broken, []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        running.append(server)
+        return server, f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_answers_come_from_a_server(evaluate, served, tiny, engine):
+    server, url = served(engine)
+    guidance = {"strength": 7, "token_temperature_scale": {"5": 1.5}}
+    options = ["--url", url + "/", "--guidance", json.dumps(guidance), "--top-k", "0", "--max-new-tokens", "6"]
+    code, error, folder = evaluate(*options, value="of-the-server", targets=["4"])
+    assert code == 0, error
+    lines = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    name = json.dumps(guidance, sort_keys=True)
+    assert {line["setting"] for line in lines} == {"none", "constant", name}
+    assert len(server.requests) == 20  # the constant is answered in process
+    sent = {}
+    for path, body in server.requests:
+        if engine == "sglang":
+            assert path == "/generate" and set(body) == {"input_ids", "sampling_params"}
+            params = body["sampling_params"]
+            asked, prompt, seed = params.pop("custom_params", None), body["input_ids"], params.pop("sampling_seed")
+            assert params == {"temperature": 0.8, "top_k": -1, "top_p": 1.0, "min_p": 0.02, "max_new_tokens": 6}
+            wanted = {"target_length": 4, **guidance}
+        else:
+            assert path == "/v1/completions"
+            asked, prompt, seed = body.pop("vllm_xargs", None), body.pop("prompt"), body.pop("seed")
+            common = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.02}
+            assert body == common | {"max_tokens": 6, "return_token_ids": True}
+            wanted = {"target_length": 4, "strength": 7, "token_temperature_scale": '{"5": 1.5}'}
+        assert asked in (None, wanted)
+        sent.setdefault((name if asked else "none", tuple(prompt)), []).append(seed)
+    assert len({seed for seeds in sent.values() for seed in seeds}) == 20
+    for line in (line for line in lines if line["setting"] != "constant"):
+        prompt = tuple(tiny.encode([PROMPTS[line["prompt"]]])["input_ids"][0].tolist())
+        answers = []
+        for seed in sent[line["setting"], prompt]:
+            length = 2 + seed % 9
+            ended = length <= 6
+            answers.append(([5 + seed % 7] * (length - 1 if ended else 6) + [EOS] * ended, ended))
+        assert (line["ids"], line["ended"]) in answers
+        assert line["nll"] == pytest.approx(run.likelihoods(tiny, [prompt], [line["ids"]])[0], abs=1e-4)
+
+
+def test_a_server_without_values_answers_for_the_constant(evaluate, served):
+    guided, url = served("sglang")
+    constant, constant_url = served("vllm")
+    options = ["--num-prompts", "1", "--url", url, "--constant-url", constant_url]
+    assert evaluate(*options, targets=["3"])[0] == 0
+    assert [len(server.requests) for server in (guided, constant)] == [4, 2]
+    assert all(body["vllm_xargs"] == {"target_length": 3} for _, body in constant.requests)
+    code, _, folder = evaluate("--num-prompts", "1", "--url", url, targets=["3"], value="none", folder="none")
+    assert code == 0 and len(guided.requests) == 8
+    plan = json.loads((folder / "plan.json").read_text())
+    assert plan["engine"] == plan["constant_engine"] == "sglang"
+
+
+@pytest.mark.parametrize(
+    ("broken", "named"),
+    [
+        ((400, {"error": "strength must be less"}), 'answered with status 400: {"error": "strength must be less"}'),
+        ((200, [1]), "must answer with an object, got list"),
+        ((200, {"output_ids": [3], "meta_info": {"finish_reason": {"type": "abort"}}}), "gave list and 'abort'"),
+    ],
+)
+def test_what_a_server_refuses_is_told(evaluate, served, broken, named):
+    _, url = served("sglang", broken)
+    code, error, _ = evaluate("--url", url)
+    assert code == 2 and named in error and "--url" in error.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--guidance", "near"], "--guidance must be JSON objects such as {\"strength\": 8}, got 'near'"),
+        (["--guidance", "[1]"], "--guidance must be JSON objects"),
+        (["--guidance", '{"target_length": 3}'], "--guidance must leave the target to --targets, got target_length"),
+        (["--guidance", '{"strength": -1}'], "strength must be a finite number >= 0, got -1"),
+        (["--guidance", '{"value_constraint": "eq"}', "--strengths", "2"], "strength needs a value_constraint of near"),
+        (["--targets", "0"], "--targets"),
+        (["--seeds", "-1"], "--seeds"),
+        (["--num-prompts", "6"], "--num-prompts must be at most the 5 prompts that there are, got 6"),
+        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--url", "localhost:30000"], "--url must begin with http:// or https://, got 'localhost:30000'"),
+        (["--url", "http://127.0.0.1:1"], "--url must be a running server"),
+        (["--temperature", "0"], "temperature must be a finite number > 0"),
+        (["--device", "abacus"], "--device"),
+    ],
+)
+def test_a_bad_flag_is_named(evaluate, argv, named, capsys):
+    try:
+        code, error, _ = evaluate(*argv)
+    except SystemExit as exit:  # argparse
+        code, error = exit.code, capsys.readouterr().err
+    assert code == 2 and named in error.splitlines()[-1]
+
+
+def test_bad_models_and_servers_are_named(evaluate, served, base, tmp_path):
+    code, error, folder = evaluate(value="nowhere")
+    assert code == 2 and "VALUE must be a directory" in error and not folder.exists()
+    assert cli.main(["evaluate", "nowhere", "none", "--output", str(tmp_path / "b")]) == 2
+    assert not (tmp_path / "b").exists()
+    assert "value_constraint" in evaluate("--guidance", '{"value_constraint": "eq"}', value="none", folder="c")[1]
+    _, url = served("another")
+    assert "knows neither /get_model_info nor /version" in evaluate("--url", url)[1]
+
+
+@pytest.mark.parametrize("line", ["{", '{"prompt": 3}', '{"text": "w1"}', '"w1"', "", '{"prompt": " "}'])
+def test_a_bad_line_of_prompts_is_named(evaluate, tmp_path, line):
+    file = tmp_path / "mine.jsonl"
+    file.write_text(f'{{"prompt": "w1"}}\n{line}\n{{"prompt": "w2"}}\n')
+    code, error, folder = evaluate("--prompts", file)
+    assert code == 2 and not folder.exists()
+    assert f'--prompts {file}, line 2 must be an object {{"prompt": "..."}} with a text, got {line!r}' in error
