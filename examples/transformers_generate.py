@@ -39,6 +39,11 @@ if tokenizer.chat_template:
     chats = [[{"role": "user", "content": prompt}] for prompt in args.prompts]
     texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
 
+# Without a value model, and with the model's own sampling parameters: one call.
+inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+output = lenvm_kernels.generate(model, **inputs, target_length=60, max_new_tokens=200)
+print(tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+
 # As the model likes; shorter; as close to 40 tokens as its candidates get. A list would give each prompt its own.
 for guidance in (
     None,
@@ -57,7 +62,3 @@ for guidance in (
         ends = (tokens == tokenizer.eos_token_id).nonzero()
         length = ends[0].item() + 1 if len(ends) else len(tokens)
         print(f"{guidance}\n{prompt}\n  {length} tokens: {tokenizer.decode(tokens, skip_special_tokens=True)}\n")
-
-# Without a value model, and with the model's own sampling parameters: one call.
-inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
-output = lenvm_kernels.generate(model, **inputs, target_length=60, max_new_tokens=200)
