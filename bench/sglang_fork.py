@@ -342,7 +342,8 @@ def count_ours(rows: int, guidance: dict) -> tuple[Counts, Counts]:
         found = steps.run(our_sampler(steps))
     without = Steps(rows, guidance)
     sampler = our_sampler(without)
-    sampler._inproc.step.backend = "triton"
+    step = sampler._inproc.step
+    step.backend = step.values._backend = "triton"
     with without_kernels():
         read = without.run(sampler)
     for of_step, reads in zip(found, read, strict=True):

@@ -233,7 +233,7 @@ def test_a_tokens_candidates_are_committed_or_not(modules, plain, monkeypatch, f
 def test_nothing_is_read_back_to_the_host(modules, plain, monkeypatch):
     """Prompts, steps of guided, unguided and skipped rows, requests that end and lose their slots; by the kernels."""
     engine = Engine(modules, monkeypatch, plain.path)
-    engine.runner.step.backend = "triton"
+    engine.runner.step.backend = engine.runner.step.values._backend = "triton"
     a = Request("a", prompt_of(18, 20), {"value_scale": 0.7}, top_k=4)
     b = Request("b", prompt_of(5, 21), None, top_k=3)
     c = Request("c", prompt_of(9, 22), {**TILT, "entropy_threshold": 9.0}, top_k=3, min_p=0.01)
@@ -600,7 +600,7 @@ def test_the_value_model_is_loaded_at_the_start(modules, plain, monkeypatch):
     for name, value in dict(MAX_CANDIDATES=8, VALUE_STRIDE=3, CHUNK_TOKENS=7, DTYPE="bfloat16").items():
         monkeypatch.setenv(f"LENVM_{name}", str(value))
     step = Engine(modules, monkeypatch, plain.path).runner.step
-    assert (step.max_candidates, step.value_stride, step.chunk_tokens) == (8, 3, 7)
+    assert (step.max_candidates, step.value_stride, step.values._chunk_tokens) == (8, 3, 7)
     assert step.value_model.dtype == torch.bfloat16
 
 

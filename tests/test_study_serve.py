@@ -308,7 +308,7 @@ def test_numbers_of_a_gpu(study, tmp_path, monkeypatch):
         (["--guidance", "[1]"], r"--guidance must be a JSON object of custom_params, got '\[1\]'"),
         (
             ["--value-model", "/no/such"],
-            "--value-model must be an existing directory or .*, or none, got '/no/such'",
+            "--value-model must be an existing directory or .gguf file, got '/no/such'",
         ),
         (["--num-prompts", "3"], "--num-prompts must be from 1 to the 2 prompts that there are, got 3"),
         (["--prompts", "/no/such.jsonl"], "No such file or directory: '/no/such.jsonl'"),
