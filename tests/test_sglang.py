@@ -343,6 +343,7 @@ def test_the_slot_table_is_kept_until_its_last_read(monkeypatch, mode, is_delaye
     """Against the engine's own barrier, in the order of its overlapping scheduler; grammars delay the drawing."""
     forward_stream = Work()
     guide = SimpleNamespace(
+        reads_tokens=True,
         extend=lambda batch: forward_stream.append("the value model reads the table for a prompt"),
         sampling=lambda batch: nullcontext(),
         report=lambda *arguments: forward_stream.append("the value model reads the table for a step"),
