@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from bench.harness.reporting import table
 from bench.harness.storing import environment, write_json
 from bench.models import make_candidates, make_config
-from lenvm_kernels.demo import VALUE, held_out_prompts
+from lenvm_kernels.demo import VALUE, held_out_prompts, spread
 from lenvm_kernels.demo.models import Models
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
@@ -118,9 +118,7 @@ class Errors:
 def demo(contexts: int) -> Subject:
     """SmolLM2-135M with the shipped adapters and head."""
     models = Models.load("demo", "demo", device="cpu", dtype=torch.float32)
-    prompts = held_out_prompts()
-    prompts = prompts[:: max(1, len(prompts) // contexts)][:contexts]
-    inputs = models.encode(prompts)
+    inputs = models.encode(spread(held_out_prompts(), contexts))
     torch.manual_seed(0)
     sampling = dict(do_sample=True, temperature=0.8, top_k=8, pad_token_id=models.pad_token_id)
     answers = models.model.generate(**inputs, max_new_tokens=ANSWER_TOKENS, **sampling)

@@ -23,6 +23,7 @@ from lenvm_kernels.cli_arguments import (
     DTYPES,
     UsageError,
     add_device,
+    add_sampling,
     add_seed,
     device_of,
     positive,
@@ -138,26 +139,7 @@ def _add_generate(commands: Any) -> None:
             _add_field(guidance, field)
 
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="of the base model, > 0 (default: %(default)s)"
-    )
-    sampling.add_argument(
-        "--top-k", type=int, default=8, metavar="K", help="most likely tokens to keep, 0: all (default: %(default)s)"
-    )
-    sampling.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="probability mass of the most likely tokens to keep, in (0, 1] (default: %(default)s)",
-    )
-    sampling.add_argument(
-        "--min-p",
-        type=float,
-        default=0.02,
-        metavar="P",
-        help="drop tokens less likely than this share of the most likely one, in [0, 1] (default: %(default)s)",
-    )
+    add_sampling(sampling)
     sampling.add_argument(
         "--max-new-tokens", type=int, default=256, metavar="N", help="tokens to stop after (default: %(default)s)"
     )
@@ -356,6 +338,7 @@ def _generate(args: argparse.Namespace) -> None:
             raise ValueError("--prompt must not be empty")
         import torch
 
+        from lenvm_kernels.adapters.settings import NONE
         from lenvm_kernels.guidance import check_without_values, ends_of_thought, parse_guidance
         from lenvm_kernels.types import Mode
 
@@ -363,7 +346,7 @@ def _generate(args: argparse.Namespace) -> None:
         fields["token_temperature_scale"] = _token_temperatures(args.token_temperature_scale)
         # What is wrong is said before models are loaded. Which token ends a thought is not known before.
         asked = parse_guidance(fields, ends_of_thought=(0,))
-        if args.value_model == "none":
+        if args.value_model == NONE:
             check_without_values(asked)
             if args.show_values:
                 raise ValueError("--show-values needs a value model, got --value-model none")

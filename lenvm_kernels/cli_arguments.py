@@ -51,6 +51,17 @@ def add_device(parser: Any) -> None:
     parser.add_argument("--device", help="torch device, such as cpu or cuda:1 (default: cuda where there is one)")
 
 
+def add_sampling(group: Any) -> None:
+    """Add ``--temperature``, ``--top-k``, ``--top-p`` and ``--min-p``."""
+    for flag, kind, default, metavar, meaning in (
+        ("--temperature", float, 0.8, "T", "of the base model, > 0"),
+        ("--top-k", int, 8, "K", "most likely tokens to keep, 0: all"),
+        ("--top-p", float, 1.0, "P", "probability mass of the most likely tokens to keep, in (0, 1]"),
+        ("--min-p", float, 0.02, "P", "drop tokens less likely than this share of the most likely one, in [0, 1]"),
+    ):
+        group.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{meaning} (default: {default})")
+
+
 def add_seed(parser: Any) -> None:
     """Add ``--seed``."""
     parser.add_argument(

@@ -14,6 +14,9 @@ from lenvm_kernels.guidance.fields import FIELDS, markdown
 from lenvm_kernels.types import Mode
 from tests.helpers.watch import Operators
 
+# Of a thinking_budget with the token 7.
+BUDGET = dict(counts_down=True, min_end_prob=1e-4, end_token_ids=(7,))
+
 
 @pytest.mark.parametrize(
     "given, expected",
@@ -84,15 +87,7 @@ from tests.helpers.watch import Operators
         ),
         (
             {"thinking_budget": 10, "end_token_ids": [7]},
-            GuidanceParams(
-                Mode.LE_NEAR,
-                5.0,
-                target_length=10.0,
-                counts_down=True,
-                min_end_prob=1e-4,
-                end_token_ids=(7,),
-                hard_limit=13,
-            ),
+            GuidanceParams(Mode.LE_NEAR, 5.0, target_length=10.0, **BUDGET, hard_limit=13),
         ),
         (
             {"thinking_budget": 0.5, "end_token_ids": [7], "op": "eq", "length_mode": "total", "gamma": 0.9},
@@ -100,28 +95,12 @@ from tests.helpers.watch import Operators
         ),
         (
             {"thinking_budget": 8, "end_token_ids": [7], "op": "le_near", "strength": 3e38},
-            GuidanceParams(
-                Mode.LE_NEAR,
-                3e38,
-                target_length=8.0,
-                counts_down=True,
-                min_end_prob=1e-4,
-                end_token_ids=(7,),
-                hard_limit=10,
-            ),
+            GuidanceParams(Mode.LE_NEAR, 3e38, target_length=8.0, **BUDGET, hard_limit=10),
         ),
         (
             {"thinking_budget": 8, "end_token_ids": [7], "hard_limit": 5, "answer_length": 3, "allow_eos": True},
             GuidanceParams(
-                Mode.LE_NEAR,
-                5.0,
-                target_length=8.0,
-                counts_down=True,
-                min_end_prob=1e-4,
-                end_token_ids=(7,),
-                hard_limit=5,
-                answer_length=3.0,
-                allow_eos=True,
+                Mode.LE_NEAR, 5.0, target_length=8.0, **BUDGET, hard_limit=5, answer_length=3.0, allow_eos=True
             ),
         ),
         ({"thinking_budget": None, "hard_limit": None, "end_token_ids": None, "allow_eos": None}, GuidanceParams()),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lenvm_kernels.demo import held_out_prompts
+from lenvm_kernels.demo import held_out_prompts, spread
 from lenvm_kernels.demo.models import DEMO, Models
 
 
@@ -26,8 +26,7 @@ class DemoRuns:
     @classmethod
     def of(cls, args: argparse.Namespace) -> "DemoRuns":
         """By the arguments of :func:`parser`."""
-        prompts = held_out_prompts()
-        prompts = prompts[:: len(prompts) // args.prompts][: args.prompts]
+        prompts = spread(held_out_prompts(), args.prompts)
         return cls(Models.load(DEMO, DEMO, device="cpu", dtype=torch.float32), prompts, args.seeds, args.json)
 
     def write(self, command: str, rows: Sequence[Any], **about: Any) -> None:

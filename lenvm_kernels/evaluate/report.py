@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lenvm_kernels.evaluate.measures import Answer
-from lenvm_kernels.evaluate.plan import Plan
+from lenvm_kernels.evaluate.plan import BASE, CUT, Plan
 
 
 def _number(digits: int) -> Callable[[float], str]:
@@ -102,7 +102,7 @@ def plot_curves(plan: Plan, scores: Mapping[str, Mapping[str, Any]], file: Path)
             axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
             for (strength, _), point in zip(curve, points, strict=True):
                 axes.annotate(f"{strength:g}", point, textcoords="offset points", xytext=(4, 4), fontsize=7)
-        for name, marker in (("none", "s"), ("hard cut", "x")):
+        for name, marker in ((BASE, "s"), (CUT, "x")):
             axes.scatter(settings[name]["perplexity"], settings[name]["distance"], marker=marker, c="grey", label=name)
         axes.set_title(f"target {target}", fontsize=9)
         axes.set_xlabel("perplexity under the base model")

@@ -505,7 +505,47 @@ def topk_candidates(
     if table_rows is not None:
         check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(requests,), device=device)
 
-    dtype = compute_dtype(scores)
+    return topk_candidates_unchecked(
+        scores,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        max_candidates=max_candidates,
+        temperature=temperature,
+        is_logits=is_logits,
+        entropy_threshold=entropy_threshold,
+        guided=guided,
+        vocab_mask=vocab_mask,
+        end_token_ids=end_token_ids,
+        min_end_prob=min_end_prob,
+        due_length=due_length,
+        generated=generated,
+        table_rows=table_rows,
+        backend=backend,
+    )
+
+
+def topk_candidates_unchecked(
+    scores: Tensor,
+    *,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    max_candidates: int,
+    temperature: Tensor | None,
+    is_logits: bool,
+    entropy_threshold: Tensor | None,
+    guided: Tensor | None,
+    vocab_mask: Tensor | None,
+    end_token_ids: Tensor | None,
+    min_end_prob: Tensor | None,
+    due_length: Tensor | None,
+    generated: Tensor | None,
+    table_rows: Tensor | None,
+    backend: str,
+) -> Candidates:
+    """:func:`topk_candidates` for a caller who knows that the arguments are right, and has resolved the backend."""
+    (requests, _), device, dtype = scores.shape, scores.device, compute_dtype(scores)
     candidates = Candidates(
         token_ids=torch.empty(requests, max_candidates, dtype=torch.int32, device=device),
         probs=torch.empty(requests, max_candidates, dtype=dtype, device=device),

@@ -33,7 +33,7 @@ from lenvm_kernels.ops.pack_drafts import pack_drafts
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter_unchecked
 from lenvm_kernels.ops.sample_candidates import sample_candidates_unchecked
 from lenvm_kernels.ops.select_scored import select_scored_unchecked
-from lenvm_kernels.ops.topk_candidates import topk_candidates
+from lenvm_kernels.ops.topk_candidates import MAX_VOCAB, topk_candidates_unchecked
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.step.graphs import bucket_of
 from lenvm_kernels.step.history import History
@@ -169,6 +169,8 @@ class GuidedStep:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if not 0 <= max_drafts < max_delta:
             raise ValueError(f"max_drafts must be at least 0 and less than max_delta = {max_delta}, got {max_drafts}")
+        if not 1 <= vocab_size <= MAX_VOCAB:
+            raise ValueError(f"vocab_size must be from 1 to {MAX_VOCAB}, got {vocab_size}")
         if max_candidates not in COLUMNS:
             raise ValueError(f"max_candidates must be a power of two up to {COLUMNS[-1]}, got {max_candidates}")
         runs_in_graphs = value_model is not None and value_model.runs_in_graphs
@@ -191,9 +193,11 @@ class GuidedStep:
         self._history = History(table_rows + 1, max_delta, device, is_told=value_model is not None)
         self._timer = StepTimer.from_environment()
         self._has_graphs = can_have_graphs if graphs is None else graphs
-        self.values: ValueSource = ConstantValues(table_rows + 1, self._tensors, device)
+        self.values: ValueSource
         self.cache: KVCache | None = None
-        if value_model is not None:
+        if value_model is None:
+            self.values = ConstantValues(table_rows + 1, self._tensors, device)
+        else:
             self.values = of_model = ModelValues(
                 value_model,
                 self._tensors,
@@ -484,10 +488,14 @@ class GuidedStep:
             temperature = _of_nodes("temperature", temperature, torch.float32, b, nodes, device)
         if probs is not None:
             check_tensor("probs", probs, dtypes=FLOATS[backend], shape=(rows, None), device=device)
-        if drafts is not None:
-            top_k = _of_nodes("top_k", top_k, torch.int32, b, nodes, device)
-            top_p = _of_nodes("top_p", top_p, torch.float32, b, nodes, device)
-            min_p = _of_nodes("min_p", min_p, torch.float32, b, nodes, device)
+        if temperature is not None and not is_logits:
+            raise ValueError("temperature must be None when scores are probabilities (is_logits=False)")
+        top_k = _of_nodes("top_k", top_k, torch.int32, b, nodes, device)
+        top_p = _of_nodes("top_p", top_p, torch.float32, b, nodes, device)
+        min_p = _of_nodes("min_p", min_p, torch.float32, b, nodes, device)
+        if vocab_mask is not None:
+            words = ceil_div(self.vocab_size, 32)
+            check_tensor("vocab_mask", vocab_mask, dtypes=torch.int32, shape=(rows, words), device=device)
         self.flush()
         # Kernels are compiled for one dtype.
         tokens, table_rows = tokens.long(), table_rows.long()
@@ -503,7 +511,7 @@ class GuidedStep:
         if drafts is not None and span_ended is not None:
             known.guided.logical_and_(~span_ended)
         table = self.table.columns
-        candidates = topk_candidates(
+        candidates = topk_candidates_unchecked(
             scores,
             top_k=top_k,
             top_p=top_p,
