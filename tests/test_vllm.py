@@ -255,7 +255,8 @@ def test_the_earlier_of_two_budgets_ends_a_thought(folder, engine, speculating, 
     server, prompts = speculating if drafts else engine, [[*prompt, START] for prompt in repeating(16, 3, 9, 5, 20)]
     for budget, limit in ((5, 11), (11, 5)):
         span = {"end_token_ids": [END], "hard_limit": limit}
-        guidance = [GENTLE | span, {"thinking_budget": 4} | span] * 2
+        # A soft budget of strength 0 ends no thought itself.
+        guidance = [GENTLE | span, {"thinking_budget": 4, "strength": 0} | span] * 2
         sequences, _, steps = generate(server, prompts, guidance, thinking_token_budget=budget, max_tokens=20)
         assert check_steps(folder, sequences, steps) > 4 * 5
         for prompt, sequence in zip(prompts, sequences, strict=True):
