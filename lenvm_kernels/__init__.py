@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lenvm_kernels.adapters.transformers import generate
     from lenvm_kernels.guidance.params import GuidanceParams, parse_guidance
+    from lenvm_kernels.guidance.sentences import text_breaks_of
     from lenvm_kernels.guidance.table import GuidanceTable
     from lenvm_kernels.ops.catch_up import catch_up
     from lenvm_kernels.ops.commit_winner import commit_winner
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
         Status,
         StepHistory,
         StepRequests,
+        TextBreak,
         VerifiedTokens,
     )
     from lenvm_kernels.value_model import (
@@ -83,6 +85,7 @@ __all__ = [
     "StepHistory",
     "StepOutput",
     "StepRequests",
+    "TextBreak",
     "ValueModel",
     "ValueModelConfig",
     "VerifiedTokens",
@@ -104,6 +107,7 @@ __all__ = [
     "rope_cache",
     "sample_candidates",
     "select_scored",
+    "text_breaks_of",
     "topk_candidates",
     "value_head",
     "value_tree_attention",
@@ -136,6 +140,7 @@ _MODULES = {
     "StepHistory": "types",
     "StepOutput": "step",
     "StepRequests": "types",
+    "TextBreak": "types",
     "ValueModel": "value_model",
     "ValueModelConfig": "value_model",
     "VerifiedTokens": "types",
@@ -144,6 +149,7 @@ _MODULES = {
     "image_positions": "value_model",
     "parse_guidance": "guidance",
     "quantize_weight": "ops.ragged_linear",
+    "text_breaks_of": "guidance",
     "working_bytes": "step",
 }
 

@@ -42,6 +42,14 @@ class Mode(IntEnum):
     LE_NEAR = 15
 
 
+class TextBreak(IntEnum):
+    """What ends with a token, see :func:`lenvm_kernels.text_breaks_of`."""
+
+    NONE = 0
+    LINE = 1
+    SENTENCE = 2
+
+
 class Candidates(NamedTuple):
     """Candidate tokens of ``B`` requests, ``K`` columns each, in descending order of probability.
 
@@ -252,10 +260,11 @@ class GuidanceColumns(NamedTuple):
         scale: fp32 ``[R]``; of the modes; of the constraints ``NEAR``, ``GE_NEAR`` and ``LE_NEAR`` their strength.
         nats_per_token: fp32 ``[R]``; ``-ln(gamma)``.
         value_min: fp32 ``[R]``; -inf for none.
-        target_length: fp32 ``[R]``; tokens, 0 without a target.
+        target_length: fp32 ``[R]``; tokens that lengths are compared with (:attr:`GuidanceParams.aim`), 0 without a
+            target.
         counts_down: bool ``[R]``; ``target_length`` is a total.
         min_end_prob: fp32 ``[R]``; ``ending_token_ids`` are candidates from this probability on, inf for none.
-        due_length: fp32 ``[R]``; ``target_length`` where that is a total, else inf: past it ``min_end_prob`` falls.
+        due_length: fp32 ``[R]``; the target where that is a total, else inf: past it ``min_end_prob`` falls.
         entropy_threshold: fp32 ``[R]``; nats, NaN for none.
         eos_token_ids: int32 ``[R, E]``; -2 pads.
         span_end_token_ids: int32 ``[R, S]``; tokens that end the guided span, the first of which a hard limit forces;

@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from lenvm_kernels.types import TextBreak
+
 # Columns of a row whose squares are added up together.
 SQUARES_GROUP = 64
 
@@ -30,6 +32,13 @@ def sums_of_squares(x: torch.Tensor) -> torch.Tensor:
     """Of the groups of columns of ``x [T, H]``: ``[ceil(H / 64), T]``, fp32 (fp64 from fp64)."""
     squares = F.pad(x.to(compute_dtype(x)).square(), (0, -x.shape[1] % SQUARES_GROUP))
     return squares.unflatten(1, (-1, SQUARES_GROUP)).sum(2).T.contiguous()
+
+
+def breaks_of(tokens: torch.Tensor, text_breaks: torch.Tensor) -> torch.Tensor:
+    """int64, of the shape of ``tokens``: the :class:`TextBreak` of each, by that of the first tokens; others make none."""
+    is_known = (tokens >= 0) & (tokens < len(text_breaks))
+    found = text_breaks[torch.where(is_known, tokens, 0).long()].long()
+    return torch.where(is_known, found, int(TextBreak.NONE))
 
 
 def tidy_drafts(token_ids: torch.Tensor, parents: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

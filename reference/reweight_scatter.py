@@ -6,8 +6,8 @@ Source: section 4 of the specification; LenVM paper (arXiv 2604.27039), section 
 
 import torch
 
-from lenvm_kernels.reference._common import compute_dtype
-from lenvm_kernels.types import Candidates, GuidanceColumns, Mode, Status
+from lenvm_kernels.reference._common import breaks_of, compute_dtype
+from lenvm_kernels.types import Candidates, GuidanceColumns, Mode, Status, TextBreak
 
 # A row whose values differ by less, or whose target is this close to its expected value, is left as it is.
 SMALLEST_SHIFT = 1e-8
@@ -22,6 +22,7 @@ def reweight_scatter(
     *,
     table_rows: torch.Tensor | None,  # [B]
     generated: torch.Tensor | None,  # [B]
+    text_breaks: torch.Tensor | None,  # [S]
     probs: torch.Tensor | None,  # [B, V]
 ) -> torch.Tensor:
     """See :func:`lenvm_kernels.ops.reweight_scatter.reweight_scatter`."""
@@ -87,6 +88,10 @@ def reweight_scatter(
     lengths = torch.nn.functional.softplus(z)
     is_near = (mode >= Mode.NEAR) & (mode <= Mode.LE_NEAR)
     farther = relative_distance(lengths, nats, column("nats_per_token"), mode)
+    if text_breaks is not None:
+        ends_sentence = (breaks_of(candidates.token_ids, text_breaks) == TextBreak.SENTENCE) & ~eos
+        one_more = relative_distance(column("nats_per_token"), nats, column("nats_per_token"), mode)
+        farther = torch.where(ends_sentence, torch.minimum(farther, one_more), farther)
     farther = torch.where(active, farther - torch.where(active, farther, torch.inf).amin(dim=1, keepdim=True), 0.0)
     exponent = torch.where(is_near, -scale * farther, exponent)
     result = torch.softmax(torch.where(active, q.log() + exponent, -torch.inf), dim=1).nan_to_num(0.0)

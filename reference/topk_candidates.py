@@ -5,13 +5,15 @@ Source: section 1 of the specification; ``LenvmGuidance`` candidate selection in
 
 import torch
 
-from lenvm_kernels.reference._common import compute_dtype
+from lenvm_kernels.reference._common import breaks_of, compute_dtype
 from lenvm_kernels.types import Candidates, Status
 
 # Below this temperature a row is greedy, as in SGLang: its one candidate is the most probable token.
 GREEDY_TEMPERATURE = 1e-6
-# Past its due length a request takes ends of half the probability with each twentieth of that length, down to 2^-120.
-HALVINGS, MOST_HALVINGS = 20.0, 120.0
+# Past its due length a request takes ends of half the probability with each tenth of that length, down to 2^-120.
+HALVINGS, MOST_HALVINGS = 10.0, 120.0
+# What the least probability of an end is multiplied by where it is known whether a sentence or a line has ended.
+AFTER_SENTENCE, AFTER_LINE, WITHIN_LINE = 1e-4, 0.1, 100.0
 
 
 def topk_candidates(
@@ -30,6 +32,8 @@ def topk_candidates(
     min_end_prob: torch.Tensor | None,  # [R]
     due_length: torch.Tensor | None,  # [R]
     generated: torch.Tensor | None,  # [B]
+    text_breaks: torch.Tensor | None,  # [S]
+    last_tokens: torch.Tensor | None,  # [B]
     table_rows: torch.Tensor | None,  # [B]
 ) -> Candidates:
     """See :func:`lenvm_kernels.ops.topk_candidates.topk_candidates`."""
@@ -82,11 +86,18 @@ def topk_candidates(
     if end_token_ids is not None and min_end_prob is not None:
         of_row = torch.arange(rows, device=device) if table_rows is None else table_rows.long()
         least = min_end_prob[of_row].to(dtype)
+        if text_breaks is not None and last_tokens is not None:
+            scales = torch.tensor([WITHIN_LINE, AFTER_LINE, AFTER_SENTENCE], dtype=dtype, device=device)
+            least = least * scales[breaks_of(last_tokens, text_breaks)]
         if due_length is not None and generated is not None:
             late = (generated.to(dtype) / due_length[of_row].to(dtype).clamp(min=1) - 1).clamp(min=0)
             least = least * torch.exp2(-(HALVINGS * late).clamp(max=MOST_HALVINGS))
         ends = ends_among_candidates(x, p, end_token_ids[of_row].long(), least, nothing, max_candidates)
         ends = torch.where(keep[:, :1], ends, -1)  # of rows that have candidates
+        # The first token that ends nothing stays.
+        goes_on = (token[:, :, None] != end_token_ids[of_row].long()[:, None, :]).all(dim=2) & (score > nothing)
+        goes_on &= keep[:, :1] & (min_end_prob[of_row] < torch.inf)[:, None]
+        keep[:, :-1] |= (goes_on & (goes_on.cumsum(dim=1) == 1))[:, :-1]
         is_other = keep & ~(token[:, :, None] == ends[:, None, :]).any(dim=2)
         room = max_candidates - (ends >= 0).sum(dim=1, keepdim=True)
         others = is_other & (is_other.cumsum(dim=1) <= room)

@@ -182,6 +182,8 @@ def test_pytorch_topk():
         min_end_prob=None,
         due_length=None,
         generated=None,
+        text_breaks=None,
+        last_tokens=None,
         table_rows=None,
     )
     torch.testing.assert_close(token_ids.int(), ours.token_ids)

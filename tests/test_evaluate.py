@@ -13,7 +13,8 @@ import torch
 from lenvm_kernels import cli
 from lenvm_kernels.demo.models import Models
 from lenvm_kernels.evaluate import run
-from lenvm_kernels.evaluate.measures import Answer, bootstrap, ends_sentence, measure, repeated_4grams
+from lenvm_kernels.evaluate.measures import Answer, bootstrap, measure, repeated_4grams
+from lenvm_kernels.guidance.sentences import ends_sentence
 from lenvm_kernels.evaluate.plan import Setting, default_limit, settings_of
 from tests.helpers.models import EOS, save_checkpoint
 

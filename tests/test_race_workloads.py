@@ -109,6 +109,8 @@ def topk(rows, k, vocab, dtype, is_logits):
         min_end_prob=torch.rand(rows + 2, generator=generator) * 1e-3,
         due_length=torch.arange(rows + 2) * 4.0,
         generated=torch.arange(rows, dtype=torch.int32) * 5,
+        text_breaks=(torch.arange(vocab) % 3).to(torch.int8),
+        last_tokens=torch.arange(rows) - 1,
         table_rows=torch.arange(rows).flip(0) + 1,
         backend="triton",
     )

@@ -425,6 +425,28 @@ def test_near_by_hand(device, backend, gamma):
     assert torch.equal(result[::3], q.expand(3, -1))
 
 
+@pytest.mark.parametrize("mode", NEAR)
+def test_near_by_hand_where_sentences_end(device, backend, mode):
+    """Lengths of 0, 8, 98, 98 and 28 tokens, 4 to come: after the second and the fourth nothing may come but the end."""
+    factors = {  # with 2 added, of 6 tokens and what is nearest them of each, one token more among it
+        Mode.NEAR: [6 / 2, 10 / 6, 100 / 6, 6 / 3, 30 / 6],
+        Mode.LE_NEAR: [1.0, 1.0, 100 / 6, 1.0, 30 / 6],
+        Mode.GE_NEAR: [6 / 2, 1.0, 1.0, 1.0, 1.0],
+    }[mode]
+    q = torch.tensor([[0.1, 0.2, 0.3, 0.25, 0.15, 0, 0, 0]])
+    expected = q * torch.tensor([[*factors, 1.0, 1.0, 1.0]]) ** -2.0
+    lengths = torch.tensor([[5.0, 8.0, 98.0, 98.0, 28.0, 1, 1, 1]], dtype=torch.float64)
+    breaks = torch.tensor([2, 2, 1, 2, 0], dtype=torch.int8)  # the first ends the output, which counts alone
+    params, z = [GuidanceParams(mode, 2.0, 0.99, target_length=4.0)], logit_of(lengths * -math.log(0.99)).float()
+    result, _ = reweight(q, z, params, [{0}], device, backend, text_breaks=breaks.to(device))
+    torch.testing.assert_close(result, expected / expected.sum(), rtol=0, atol=2e-6)
+    # A vocabulary that ends before the fourth: its value is all that is known.
+    factors[3] = {Mode.NEAR: 100 / 6, Mode.LE_NEAR: 100 / 6, Mode.GE_NEAR: 1.0}[mode]
+    expected = q * torch.tensor([[*factors, 1.0, 1.0, 1.0]]) ** -2.0
+    result, _ = reweight(q, z, params, [{0}], device, backend, text_breaks=breaks[:3].to(device))
+    torch.testing.assert_close(result, expected / expected.sum(), rtol=0, atol=2e-6)
+
+
 def test_near_at_the_ends_of_fp32(device, backend):
     """Lengths of 0 and 1e30 nats, targets that overflow in nats, strengths that overflow, and columns of padding."""
 
@@ -481,14 +503,9 @@ def excess_of(given):
     return ratio.log().where(given.candidates.probs > 0, math.nan)
 
 
-def distance_of(given, mode):
-    """fp64, what ``mode`` minds of the excess; NaN for padding."""
-    excess = excess_of(given)
-    return {Mode.NEAR: excess.abs(), Mode.GE_NEAR: (-excess).clamp(min=0), Mode.LE_NEAR: excess.clamp(min=0)}[mode]
-
-
 both_backends = pytest.mark.parametrize("backend", ["triton", "reference"])
 near_cases = partial(cases, "reweight_scatter", rows=["usual"], scatter=[False])
+by_values = partial(near_cases, text_breaks=[0])  # alone: sentences are no shorter than these say
 modes, strengths = st.sampled_from(NEAR), st.sampled_from([0.5, 5.0, 20.0, 1e4, FP32_MAX])
 
 
@@ -503,7 +520,7 @@ def test_near_matches_the_reference(device, case, mode, strength):
 
 
 @both_backends
-@given(case=near_cases(), mode=modes, strength=strengths)
+@given(case=by_values(), mode=modes, strength=strengths)
 def test_near_by_nothing_is_q(device, backend, case, mode, strength):
     """To the bit: strength 0, and any where nobody is on the wrong side."""
     inputs = near_case(case, device, Mode.UNGUIDED, 0.0)
@@ -515,7 +532,7 @@ def test_near_by_nothing_is_q(device, backend, case, mode, strength):
 
 
 @both_backends
-@given(case=near_cases(), strength=strengths)
+@given(case=by_values(), strength=strengths)
 def test_one_sided_near_is_near_on_its_side(device, backend, case, strength):
     """To the bit, where all candidates are longer, or all shorter."""
     both, longer, shorter = (guided_by(near_case(case, device, mode, strength), backend) for mode in NEAR)
@@ -525,7 +542,7 @@ def test_one_sided_near_is_near_on_its_side(device, backend, case, strength):
 
 
 @both_backends
-@given(case=near_cases(), mode=modes, strength=strengths)
+@given(case=by_values(), mode=modes, strength=strengths)
 def test_near_keeps_the_ratios_of_equal_lengths(device, backend, case, mode, strength):
     inputs = near_case(case, device, mode, strength)
     p, q, lengths = guided_by(inputs, backend).double(), inputs.candidates.probs.double(), excess_of(inputs)
@@ -539,7 +556,7 @@ def test_near_keeps_the_ratios_of_equal_lengths(device, backend, case, mode, str
 def test_near_of_any_strength_chooses_the_nearest(device, backend, case, mode):
     inputs = near_case(case, device, mode, FP32_MAX)
     inputs.table.value_min[:] = -math.inf
-    distance = distance_of(inputs, mode).nan_to_num(math.inf)
+    distance = generator.near_distances(inputs).masked_fill(inputs.candidates.probs == 0, math.inf)
     farther = (distance > distance.amin(1, keepdim=True) + 1e-4) & (inputs.candidates.status == Status.GUIDE)[:, None]
     result = guided_by(inputs, backend)
     assert (result[farther] == 0).all()
@@ -554,7 +571,8 @@ def test_near_is_monotone_in_the_strength(device, backend, case, mode):
     before = None
     for strength in steps:
         inputs = near_case(case, device, mode, strength)
-        order = distance_of(inputs, mode).nan_to_num(math.inf).argsort(dim=1, stable=True)
+        distance = generator.near_distances(inputs).masked_fill(inputs.candidates.probs == 0, math.inf)
+        order = distance.argsort(dim=1, stable=True)
         mass = guided_by(inputs, backend).double().gather(1, order).cumsum(1)
         assert before is None or (mass >= before - error).all()
         before = mass

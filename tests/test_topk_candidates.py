@@ -12,7 +12,7 @@ from hypothesis import given
 from lenvm_kernels.fuzz.ops.topk_candidates import Inputs, compare, run
 from lenvm_kernels.ops import topk_candidates as module
 from lenvm_kernels.ops.topk_candidates import PROGRAM_BYTES, TILE, topk_candidates
-from lenvm_kernels.types import Status
+from lenvm_kernels.types import Status, TextBreak
 from tests.helpers.cases import assert_right, cases
 from tests.helpers.matches import assert_matches
 from tests.helpers.wrong_tensors import assert_refuses
@@ -386,6 +386,8 @@ GOOD = dict(row_parameters(2), scores=torch.zeros(2, 40), is_logits=True)
         ("min_end_prob", torch.zeros(2), "end_token_ids and min_end_prob must be given together"),
         ("due_length", torch.zeros(2), "due_length and generated must be given together, with end_token_ids"),
         ("generated", torch.zeros(2).int(), "due_length and generated must be given together, with end_token_ids"),
+        ("text_breaks", torch.zeros(9).to(torch.int8), "text_breaks and last_tokens must be given together, with end_"),
+        ("last_tokens", torch.zeros(2).int(), "text_breaks and last_tokens must be given together, with end_token_ids"),
         ("table_rows", torch.zeros(3).int(), r"table_rows must be int32\|int64 \[2\] on cpu, got int32 \[3\]"),
         ("backend", "cuda", "backend must be one of auto, triton, reference, got 'cuda'"),
     ],
@@ -409,16 +411,20 @@ def test_bad_arguments_are_named(name, value, message):
         ("min_end_prob", torch.float32),
         ("due_length", torch.float32),
         ("generated", torch.int32),
+        ("text_breaks", torch.int8),
+        ("last_tokens", torch.int64),
     ],
 )
 def test_bad_tensors_are_named(name, dtype):
     options = dict(temperature=torch.ones(2), entropy_threshold=torch.ones(2), guided=torch.ones(2).bool())
     options |= dict(end_token_ids=torch.ones(2, 3).int(), min_end_prob=torch.ones(2))
     options |= dict(due_length=torch.ones(2), generated=torch.ones(2).int())
+    options |= dict(text_breaks=torch.ones(2, dtype=torch.int8), last_tokens=torch.ones(2).long())
     arguments = GOOD | options | dict(vocab_mask=torch.ones(2, 2).int())
-    any_size = name == "end_token_ids"
-    strided = name not in ("guided", "vocab_mask", "end_token_ids", "generated")
-    assert_refuses(topk_candidates, arguments, name, dtype, strided=strided, any_rows=any_size, any_columns=any_size)
+    any_size = name in ("end_token_ids", "text_breaks")
+    strided = name not in ("guided", "vocab_mask", "end_token_ids", "generated", "text_breaks", "last_tokens")
+    dtypes = (dtype, torch.int32) if name == "last_tokens" else (dtype,)
+    assert_refuses(topk_candidates, arguments, name, *dtypes, strided=strided, any_rows=any_size, any_columns=any_size)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -490,11 +496,11 @@ def test_ends_are_candidates_whatever_the_filters_say(device, backend, is_logits
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_who_is_late_takes_worse_ends(device, backend):
-    """The least probability halves with each twentieth of the due length past it; rows of the table in another order.
+    """The least probability halves with each tenth of the due length past it; rows of the table in another order.
 
     Ends are 7 (0.02), 4 (0.0005) and 1 (0.00002)."""
     least, due = [0.03, 0.03, 0.03, 0.01, 0.01, 0.03], [40.0, 40.0, torch.inf, 20.0, 0.0, 100.0]
-    generated = [40, 42, 9999, 25, 6, 131]
+    generated = [40, 44, 9999, 30, 11, 162]
     # 0.03; 0.015; 0.03; 0.01 / 32 = 0.0003; 2^-100; 0.03 / 2^6.2 = 0.00041
     expected = [[5], [5, 7], [5], [5, 7, 4], [5, 7, 4, 1], [5, 7, 4]]
     order = torch.tensor([4, 0, 5, 2, 1, 3], device=device)
@@ -514,6 +520,80 @@ def test_who_is_late_takes_worse_ends(device, backend):
         backend=backend,
     )
     assert [[token for token in row if token >= 0] for row in found.token_ids.tolist()] == expected
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("ends", "filters", "columns", "expected"),
+    [
+        ([5, 1], dict(top_k=1), 8, [5, 2]),
+        ([5, 2], dict(min_p=0.9), 8, [5, 2, 6]),
+        ([5, 2], dict(top_p=0.1, temperature=0.0), 8, [5, 2, 6]),  # greedy
+        ([2, 5, 6, 8], dict(top_k=1), 4, [5, 2, 6]),  # none of the four best goes on
+        ([2, 5, 6, 8], dict(top_k=1), 8, [5, 2, 6, 8, 0]),
+        ([5, 1], dict(top_k=1), 1, [5]),
+        ([5, 1], dict(top_k=1, least=torch.inf), 8, [5]),
+        ([5, 1], dict(top_k=1, least=2.0), 8, [5, 2]),
+        ([5, 0], dict(allowed=[5]), 8, [5]),
+        ([5, 0], dict(allowed=[5, 8, 0], top_k=1), 8, [5, 8, 0]),
+    ],
+)
+def test_an_output_need_not_end(device, backend, ends, filters, columns, expected):
+    """Where the filters leave nothing but ends, the best token that is none is a candidate beside them."""
+    filters = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0, "least": 0.01, "allowed": range(9)} | filters
+    mask, least = sum(1 << token for token in filters.pop("allowed")), filters.pop("least")
+    found = topk_candidates(
+        TAIL.log().repeat(2, 1).to(device),
+        **filters,
+        max_candidates=columns,
+        is_logits=True,
+        guided=torch.tensor([True, False], device=device),
+        vocab_mask=torch.tensor([[mask]] * 2, dtype=torch.int32, device=device),
+        end_token_ids=torch.tensor([[-2, *ends]] * 2, dtype=torch.int32, device=device),
+        min_end_prob=torch.full((2,), least, device=device),
+        backend=backend,
+    )
+    assert found.token_ids[0].tolist() == expected + [-1] * (columns - len(expected))
+    assert found.status.tolist() == [Status.SINGLE if len(expected) == 1 else Status.GUIDE, Status.UNGUIDED]
+    assert found.token_ids[1].tolist() == [-1] * columns
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ends_of_sentences_take_less_probable_ends(device, backend, dtype):
+    """1/10,000 of the least probability after the end of a sentence, a tenth after that of a line, else 100 times it.
+
+    Ends are 7 (0.02), 4 (0.0005) and 1 (0.00002). Being late counts beside it."""
+    breaks = [TextBreak.LINE, TextBreak.NONE, TextBreak.SENTENCE, TextBreak.LINE]
+    of_row = [  # least probability, last token, tokens generated of 10, ends that are candidates
+        (1.5, 2, 0, [7, 4]),  # from 0.00015 on
+        (0.15, 2, 0, [7, 4, 1]),
+        (0.1, 3, 0, [7]),  # 0.01
+        (0.01, 0, 5, [7]),  # 0.001
+        (0.0003, 1, 10, []),  # 0.03
+        (0.0003, 1, 12, [7]),  # 0.03 / 4
+        (0.0003, 4, 0, []),  # no token of theirs: within a line
+        (0.0003, -1, 0, []),
+        (0.0, 1, 0, [7, 4, 1]),
+        (torch.inf, 2, 99, []),
+    ]
+    least, last, generated, expected = zip(*of_row, strict=True)
+    count = len(of_row)
+    found = topk_candidates(
+        TAIL.repeat(count, 1).to(device),
+        top_k=1,
+        top_p=1.0,
+        min_p=0.0,
+        max_candidates=4,
+        end_token_ids=ENDS.repeat(count, 1).to(device),
+        min_end_prob=torch.tensor(least, device=device),
+        due_length=torch.full((count,), 10.0, device=device),
+        generated=torch.tensor(generated, dtype=torch.int32, device=device),
+        text_breaks=torch.tensor(breaks, dtype=torch.int8, device=device),
+        last_tokens=torch.tensor(last, dtype=dtype, device=device),
+        backend=backend,
+    )
+    assert [[token for token in row if token >= 0] for row in found.token_ids.tolist()] == [[5, *x] for x in expected]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

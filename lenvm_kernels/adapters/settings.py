@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -13,8 +14,17 @@ from typing import Any
 
 import torch
 
-from lenvm_kernels.guidance import GuidanceParams, check_without_values, ends_of_thought, parse_guidance
+from lenvm_kernels.guidance import (
+    GuidanceParams,
+    check_without_values,
+    ends_of_thought,
+    parse_guidance,
+    text_breaks_of,
+)
+from lenvm_kernels.guidance.params import STRENGTH_WITHOUT_VALUES
 from lenvm_kernels.value_model import LenVMConfig, ValueModel
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CONFIG_VARIABLE = "LENVM_CONFIG"
@@ -175,7 +185,8 @@ def parse_request(custom_params: Mapping[str, Any]) -> GuidanceParams:
         ValueError: naming the field, what came and what is accepted, and without a value model what needs one.
     """
     ends = default_ends_of_thought() if custom_params.get("thinking_budget") is not None else ()
-    params = parse_guidance(custom_params, ends_of_thought=ends, gamma=default_gamma())
+    strength = None if has_value_model() else STRENGTH_WITHOUT_VALUES
+    params = parse_guidance(custom_params, ends_of_thought=ends, gamma=default_gamma(), strength=strength)
     if not has_value_model():
         check_without_values(params)
     return params
@@ -244,6 +255,24 @@ def _read_file(path: Path) -> dict[str, tuple[str, str]]:
         if value is not None:
             given[name] = f"{name} in {path}", str(value)
     return given
+
+
+def load_text_breaks(tokenizer: str | None, vocab_size: int) -> torch.Tensor | None:
+    """:func:`text_breaks_of` the base model's tokenizer; None, with a warning, where that cannot be loaded.
+
+    Args:
+        tokenizer: where it is; None: the engine has none.
+        vocab_size: of the base model.
+    """
+    if tokenizer is None:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return text_breaks_of(AutoTokenizer.from_pretrained(tokenizer), vocab_size)
+    except (OSError, ValueError) as error:
+        logger.warning("outputs may end within sentences: the tokenizer %s cannot be loaded (%s)", tokenizer, error)
+        return None
 
 
 def check_vocabulary(settings: Settings, value_size: int, base_size: int, base_tokenizer: str) -> None:

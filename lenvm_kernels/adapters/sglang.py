@@ -44,6 +44,7 @@ from lenvm_kernels.adapters.settings import (
     Settings,
     check_vocabulary,
     has_value_model,
+    load_text_breaks,
     parse_request,
     value_model_reads_images,
 )
@@ -147,7 +148,7 @@ class Guide:
 
     def take_slots(self, runner: ModelRunner) -> None:
         """Put the value model's cache on the slots and the slot table that the engine has just allocated."""
-        pool, settings = runner.token_to_kv_pool, self.settings
+        pool, settings, options = runner.token_to_kv_pool, self.settings, resolved_view(runner.server_args)
         slots = pool.size + pool.page_size  # slot 0 of the engine is for padding, the last page is full
         self.runner = runner
         self.step = GuidedStep(
@@ -158,6 +159,7 @@ class Guide:
             max_requests=runner.max_running_requests,
             max_delta=MAX_DELTA + self.drafts,
             max_drafts=self.drafts,
+            text_breaks=load_text_breaks(options.tokenizer_path, runner.model_config.vocab_size),
             **settings.step_options(has_graphs=not cuda_graph_fully_disabled()),
         )
         self.has_slots = True
@@ -168,7 +170,7 @@ class Guide:
             table_rows = runner.req_to_token_pool.req_to_token.shape[0]
             grown_by = torch.zeros(table_rows, 2 + self.drafts, dtype=torch.int32, device=self.device)
             self._grown_by = grown_by[:, 1:], grown_by[:, 0]
-        parallel, options = get_parallel(), resolved_view(runner.server_args)
+        parallel = get_parallel()
         if parallel.attn_tp_size > 1:
             self._ranks = parallel.attn_tp_group.cpu_group
         if options.enable_metrics and parallel.attn_tp_rank == 0:

@@ -18,7 +18,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lenvm_kernels.guidance import GuidanceParams, ends_of_thought, parse_guidance
+from lenvm_kernels.guidance import GuidanceParams, ends_of_thought, parse_guidance, text_breaks_of
+from lenvm_kernels.guidance.params import STRENGTH_WITHOUT_VALUES
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.types import Mode
@@ -56,9 +57,10 @@ class LenVMLogitsProcessor(LogitsProcessor):
         temperature, top_k, top_p, min_p: sampling parameters of all prompts. ``top_k`` 0 is no limit.
         max_candidates: candidates of a step, a power of two up to 64; what is guided never samples outside them.
         cache: None, or ``"fp8"``: what the value model's keys and values are kept in, see :class:`GuidedStep`.
-        tokenizers: base model's and value model's. Needed when the two models' ``vocab_size`` differ because the
-            embedding is padded, to show that the tokens are the same, and for a ``thinking_budget``, to look up which
-            token ends a thought.
+        tokenizers: base model's and value model's; without a value model the base model's twice. With them outputs end
+            where sentences do. They are needed when the two models' ``vocab_size`` differ because the embedding is
+            padded, to show that the tokens are the same, and for a ``thinking_budget``, to look up which token ends a
+            thought.
         pixel_values, image_grid_thw: of the prompts' images in their order, as the base model's processor makes them.
             The value model, a Qwen2.5-VL too, embeds them with its own vision tower.
         record: keep a :class:`StepRecord` of each step in :attr:`records`; every prompt with candidates is then valued.
@@ -114,7 +116,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
             raise ValueError(f"guidance must be one for all or one for each of the {rows} prompts, got {len(guidance)}")
         ends = () if tokenizers is None else ends_of_thought(tokenizers[0])
         gamma = None if value_model is None else value_model.lenvm_config.gamma
-        defaults: dict[str, Any] = dict(gamma=gamma, ends_of_thought=ends)
+        strength = STRENGTH_WITHOUT_VALUES if value_model is None else None
+        defaults: dict[str, Any] = dict(gamma=gamma, ends_of_thought=ends, strength=strength)
         params = [parse_guidance(g, **defaults) if isinstance(g, Mapping) else g for g in guidance]
 
         if (pixel_values is None) != (image_grid_thw is None):
@@ -140,6 +143,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
             cache=cache,
             max_scaled_tokens=max([1, *(len(p.token_temperature_scale) for p in params if p)]),
             score_all=record,
+            text_breaks=None if tokenizers is None else text_breaks_of(tokenizers[0], _vocab_size(model)),
             backend=backend,
         )
         self._prompt_lens = attention_mask.sum(dim=1).to(device, torch.int32)
@@ -280,6 +284,7 @@ def generate(
     target_length: float | None = None,
     guidance: Guidance | Sequence[Guidance] = None,
     value_model: ValueModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     num_return_sequences: int = 1,
     processor_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
@@ -297,6 +302,7 @@ def generate(
         target_length: new tokens to aim at, without the end-of-sequence token.
         guidance: parameters as in :class:`LenVMLogitsProcessor`; with ``target_length`` a mapping of further ones.
         value_model: the value model. None: the target is met by the end-of-sequence token alone.
+        tokenizer: the base model's. With it outputs end where sentences do; give it unless you have a reason not to.
         num_return_sequences: outputs of each prompt, one below the other.
         processor_options: further arguments of :class:`LenVMLogitsProcessor`, such as ``max_candidates``.
         **kwargs: of ``model.generate``.
@@ -309,7 +315,9 @@ def generate(
 
     Example:
         >>> inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
-        >>> output = lenvm_kernels.generate(model, **inputs, target_length=60, max_new_tokens=200)
+        >>> output = lenvm_kernels.generate(
+        ...     model, **inputs, tokenizer=tokenizer, target_length=60, max_new_tokens=200
+        ... )
     """
     if num_return_sequences < 1:
         raise ValueError(f"num_return_sequences must be at least 1, got {num_return_sequences}")
@@ -332,6 +340,10 @@ def generate(
     for name, value in neutral.items():
         asked = [kwargs.pop(name, None), getattr(config, name, None), value]
         sampling[name] = next(x for x in asked if x is not None)
+    options = dict(processor_options or {})
+    # Not where it would stand for a vocabulary that has to be compared.
+    if tokenizer is not None and (value_model is None or _vocab_size(model) == value_model.config.vocab_size):
+        options.setdefault("tokenizers", (tokenizer, tokenizer))
     processor = LenVMLogitsProcessor(
         model,
         value_model,
@@ -340,7 +352,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         **sampling,
         **({} if value_model is None else images),
-        **(processor_options or {}),
+        **options,
     )
     of_processor = processor.generation_kwargs
     ours, others = of_processor["logits_processor"], kwargs.pop("logits_processor", None) or []
@@ -349,6 +361,7 @@ def generate(
         input_ids=input_ids,
         attention_mask=attention_mask,
         num_return_sequences=num_return_sequences,
+        **({} if tokenizer is None else {"tokenizer": tokenizer}),
         **(kwargs | of_processor),
     )
 

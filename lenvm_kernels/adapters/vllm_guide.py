@@ -22,7 +22,13 @@ import torch
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 from lenvm_kernels.adapters.metrics import Metrics
-from lenvm_kernels.adapters.settings import MAX_END_TOKENS, MAX_SCALED_TOKENS, Settings, check_vocabulary
+from lenvm_kernels.adapters.settings import (
+    MAX_END_TOKENS,
+    MAX_SCALED_TOKENS,
+    Settings,
+    check_vocabulary,
+    load_text_breaks,
+)
 from lenvm_kernels.adapters.vllm_report import Report
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.paged_slots import PagedSlots
@@ -146,6 +152,7 @@ class Guide:
             vocab_size=req_states.vocab_size,
             max_scaled_tokens=MAX_SCALED_TOKENS,
             page_size=PAGE_SIZE,
+            text_breaks=load_text_breaks(engine.tokenizer, req_states.vocab_size),
             **of_step,
             **settings.step_options(has_graphs=not engine.enforce_eager),
         )

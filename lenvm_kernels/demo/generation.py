@@ -56,7 +56,13 @@ def sample(
         ValueError: as :class:`LenVMLogitsProcessor`.
     """
     processor = LenVMLogitsProcessor(
-        models.model, value_model, guidance, inputs["attention_mask"], max_new_tokens=max_new_tokens, **options
+        models.model,
+        value_model,
+        guidance,
+        inputs["attention_mask"],
+        max_new_tokens=max_new_tokens,
+        tokenizers=(models.tokenizer, models.value_tokenizer),
+        **options,
     )
     output = models.model.generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel lacks
         **inputs,

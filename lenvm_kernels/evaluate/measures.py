@@ -6,19 +6,19 @@ but both sums of each prompt.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from lenvm_kernels.guidance.sentences import ends_sentence
+
 RESAMPLES = 1000
 # Of LIFEBench's score: answers that are too short lose more than those that are too long.
 SHORT_DECAY, LONG_DECAY = 5.0, 2.0
 # Measures that get an interval.
 WITH_INTERVALS = ("distance", "within_10", "within_25", "perplexity", "sentence_ends")
-_SENTENCE_END = re.compile(r"""[.!?…。！？][\s"'”’»)\]}」』）】*_`]*$|```\s*$""")  # noqa: RUF001
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,6 @@ def repeated_4grams(ids: Sequence[int]) -> tuple[int, int]:
     """How many 4-grams of tokens stand earlier in the answer already, and how many there are."""
     grams = [tuple(ids[i : i + 4]) for i in range(len(ids) - 3)]
     return len(grams) - len(set(grams)), len(grams)
-
-
-def ends_sentence(text: str) -> bool:
-    """Whether a text ends where a sentence does.
-
-    It does if it ends with a full stop, an exclamation or question mark, also the Chinese ones, or an ellipsis, or with
-    the fence of a code block. Blanks and closing quotes, brackets, asterisks, underscores and backticks behind the
-    mark do not count.
-    """
-    return _SENTENCE_END.search(text) is not None
 
 
 def measure(answers: Sequence[Answer], target: int) -> dict[str, Any]:

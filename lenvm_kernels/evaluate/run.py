@@ -64,7 +64,6 @@ def _answer(plan: Plan, unit: Unit, models: Models, server: Server | None, worke
             inputs,
             guidance,
             max_new_tokens=limit,
-            tokenizers=(models.tokenizer, models.value_tokenizer),
             **plan.sampling,
         )
         pairs = zip(sampled.tokens, sampled.counts, strict=True)

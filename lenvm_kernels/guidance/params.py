@@ -17,6 +17,10 @@ _LIMIT_OF_BUDGET = 1.25
 # An end less probable than this would cut a sentence in two.
 _MIN_END_PROB = 1e-4
 END_OF_THOUGHT = "</think>"
+# Without values the strength moves nothing but ends and what they follow.
+STRENGTH_WITHOUT_VALUES = 10.0
+# What a total is undercut by, in tokens, and at most as a share of it.
+_HALF_A_SENTENCE, _SHARE_OF_TOTAL = 6.0, 0.1
 _NEAR_CONSTRAINTS = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
 
 
@@ -62,6 +66,18 @@ class GuidanceParams:
     hard_limit: int | None = None
 
     @property
+    def aim(self) -> float:
+        """Tokens that the constraint compares lengths with; 0 without a target.
+
+        Of ``near`` and ``le_near`` a little less than a total: who waits for the end of a sentence ends half of one
+        late on average.
+        """
+        length = self.target_length or 0.0
+        if self.counts_down and self.mode in (Mode.NEAR, Mode.LE_NEAR):
+            length -= min(_HALF_A_SENTENCE, _SHARE_OF_TOTAL * length)
+        return length
+
+    @property
     def needs_step(self) -> bool:
         """Whether the request takes part in guided steps; a span does, whose end they look for."""
         return self.mode != Mode.UNGUIDED or self.return_values or bool(self.end_token_ids)
@@ -73,6 +89,7 @@ def parse_guidance(
     ends_of_thought: Sequence[int] = (),
     gamma: float | None = None,
     constraint: str = "near",
+    strength: float | None = None,
 ) -> GuidanceParams:
     """Validate a request's ``custom_params``.
 
@@ -84,6 +101,7 @@ def parse_guidance(
         ends_of_thought: the ``end_token_ids`` of a ``thinking_budget`` that comes without.
         gamma: that of requests that name none, as the value model has it (:class:`LenVMConfig`); None: 0.997.
         constraint: the ``value_constraint`` of requests with a target that name none.
+        strength: that of requests that name none; None: 5.
 
     Raises:
         TypeError: not a mapping.
@@ -140,7 +158,7 @@ def parse_guidance(
     elif _is_neutral(mode, scale):
         mode = Mode.UNGUIDED
     if mode in _NEAR_CONSTRAINTS:
-        scale = _number(given, "strength")
+        scale = strength if strength is not None and "strength" not in given else _number(given, "strength")
     elif "strength" in given:
         raise ValueError("strength needs a value_constraint of near, ge_near or le_near")
     min_end_prob = _optional_number(given, "min_end_prob")

@@ -37,7 +37,7 @@ from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.reweight_scatter import SMALLEST_SHIFT, TARGET_MARGIN, TARGET_MARGIN_SHARE
 from lenvm_kernels.reference.reweight_scatter import reweight_scatter as _reference
-from lenvm_kernels.types import Candidates, GuidanceColumns, Mode, Status
+from lenvm_kernels.types import Candidates, GuidanceColumns, Mode, Status, TextBreak
 
 # Candidates a program without scatter, two a lane of its one warp: few, because a program iterates until the last of
 # its requests has converged, and because 256 of them spill registers.
@@ -61,6 +61,7 @@ _EXP, _LENGTH_MUL = tl.constexpr(int(Mode.EXP)), tl.constexpr(int(Mode.LENGTH_MU
 _CENTERED_EXP, _VALUE_BIAS = tl.constexpr(int(Mode.CENTERED_EXP)), tl.constexpr(int(Mode.VALUE_BIAS))
 _EQ, _GE, _LE = tl.constexpr(int(Mode.EQ)), tl.constexpr(int(Mode.GE)), tl.constexpr(int(Mode.LE))
 _EQ_SOFT, _GE_SOFT, _LE_SOFT = (tl.constexpr(int(mode)) for mode in (Mode.EQ_SOFT, Mode.GE_SOFT, Mode.LE_SOFT))
+_NO_BREAK, _SENTENCE = tl.constexpr(int(TextBreak.NONE)), tl.constexpr(int(TextBreak.SENTENCE))
 _NEAR, _GE_NEAR, _LE_NEAR = (tl.constexpr(int(mode)) for mode in (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR))
 
 
@@ -178,6 +179,14 @@ def _solve_tilt(log_q, w, top_w, active, target_w, target_top_w, unsolved):
 
 
 @triton.jit
+def _relative_distance(length, aim, mode):
+    """``|ln(length / aim)|``, and 0 on the side that a mode does not mind."""
+    ratio = tl.minimum(tl.div_rn(tl.maximum(length, aim), tl.minimum(length, aim)), _BIG)
+    met = ((mode == _LE_NEAR) & (length <= aim)) | ((mode == _GE_NEAR) & (length >= aim))
+    return tl.where(met, 0.0, tl.log(ratio))
+
+
+@triton.jit
 def _reweight(
     request,  # [REQUESTS, 1] int64
     valid,  # [REQUESTS, 1]: requests beyond B compute nothing that is stored
@@ -188,6 +197,8 @@ def _reweight(
     stride,  # its strides
     table_rows_ptr,  # [B] or None
     generated_ptr,  # [B] or None
+    text_breaks_ptr,  # [S] or None
+    S,
     E,
     K: tl.constexpr,
 ):
@@ -298,11 +309,16 @@ def _reweight(
     # from a target out of reach small, where they have more digits. Quotients past 2**127 count as that.
     candidate_nats, two_tokens = _softplus(z), 2 * nats_per_token
     length = candidate_nats + two_tokens
-    shortest, longest = _request_min(tl.where(active, length, _BIG)), _request_max(tl.where(active, length, -_BIG))
+    earliest = length  # another length that a candidate may lead to
+    if text_breaks_ptr is not None:
+        ended = tl.load(text_breaks_ptr + token, mask=valid & (token >= 0) & (token < S), other=_NO_BREAK)
+        earliest = tl.where((ended == _SENTENCE) & (eos == 0), nats_per_token + two_tokens, length)
+    shortest = _request_min(tl.where(active, tl.minimum(length, earliest), _BIG))
+    longest = _request_max(tl.where(active, tl.maximum(length, earliest), -_BIG))
     aim = tl.maximum(tl.minimum(nats + two_tokens, longest), shortest)
-    ratio = tl.minimum(tl.div_rn(tl.maximum(length, aim), tl.minimum(length, aim)), _BIG)
-    met = ((mode == _LE_NEAR) & (length <= aim)) | ((mode == _GE_NEAR) & (length >= aim))
-    distance = tl.where(met, 0.0, tl.log(ratio))
+    distance = _relative_distance(length, aim, mode)
+    if text_breaks_ptr is not None:
+        distance = tl.minimum(distance, _relative_distance(earliest, aim, mode))
     distance = tl.where(active, distance - _request_min(tl.where(active, distance, _BIG)), 0.0)
     is_near = (mode >= _NEAR) & (mode <= _LE_NEAR)
     equally_near = is_near & (scale * _request_max(distance) == 0)
@@ -327,8 +343,8 @@ def _reweight(
 
 
 @triton.jit(
-    do_not_specialize=["B", "E"],  # a new batch size compiles nothing
-    do_not_specialize_on_alignment=["table_rows_ptr", "generated_ptr"],
+    do_not_specialize=["B", "E", "S"],  # a new batch size compiles nothing
+    do_not_specialize_on_alignment=["table_rows_ptr", "generated_ptr", "text_breaks_ptr"],
 )
 def _reweight_kernel(
     out_ptr,  # [B, K]
@@ -339,6 +355,8 @@ def _reweight_kernel(
     stride,  # its strides
     table_rows_ptr,  # [B] or None
     generated_ptr,  # [B] or None
+    text_breaks_ptr,  # [S] or None
+    S,
     E,
     B,
     K: tl.constexpr,
@@ -356,6 +374,8 @@ def _reweight_kernel(
         stride,
         table_rows_ptr,
         generated_ptr,
+        text_breaks_ptr,
+        S,
         E,
         K,
     )
@@ -364,8 +384,8 @@ def _reweight_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["E"],
-    do_not_specialize_on_alignment=["table_rows_ptr", "generated_ptr"],
+    do_not_specialize=["E", "S"],
+    do_not_specialize_on_alignment=["table_rows_ptr", "generated_ptr", "text_breaks_ptr"],
 )
 def _reweight_scatter_kernel(
     out_ptr,  # [B, K]
@@ -378,6 +398,8 @@ def _reweight_scatter_kernel(
     stride,  # its strides
     table_rows_ptr,  # [B] or None
     generated_ptr,  # [B] or None
+    text_breaks_ptr,  # [S] or None
+    S,
     E,
     V,
     K: tl.constexpr,
@@ -412,6 +434,8 @@ def _reweight_scatter_kernel(
             stride,
             table_rows_ptr,
             generated_ptr,
+            text_breaks_ptr,
+            S,
             E,
             K,
         )
@@ -424,10 +448,10 @@ def _reweight_scatter_kernel(
 
 
 def _run_reference(out, *operands) -> None:
-    *tensors, table_rows, generated, probs = operands
+    *tensors, table_rows, generated, text_breaks, probs = operands
     candidates, (value_logits, *columns) = Candidates(*tensors[:5]), tensors[5:]
     read: dict[str, Any] = dict.fromkeys(GuidanceColumns._fields) | _Table(*columns)._asdict()
-    rows = dict(table_rows=table_rows, generated=generated)
+    rows = dict(table_rows=table_rows, generated=generated, text_breaks=text_breaks)
     out.copy_(_reference(candidates, value_logits, GuidanceColumns(**read), **rows, probs=probs))
 
 
@@ -451,6 +475,7 @@ def _launch(
     ending_token_ids: Tensor,
     table_rows: Tensor | None,
     generated: Tensor | None,
+    text_breaks: Tensor | None,
     probs: Tensor | None,
 ) -> None:
     requests, columns = out.shape
@@ -475,6 +500,8 @@ def _launch(
         _Table(*map(row_stride, table)),
         table_rows,
         generated,
+        text_breaks,
+        0 if text_breaks is None else text_breaks.shape[0],
         ending_token_ids.shape[1],
     )
     if probs is None:
@@ -504,6 +531,7 @@ def reweight_scatter(
     *,
     table_rows: Tensor | None = None,
     generated: Tensor | None = None,
+    text_breaks: Tensor | None = None,
     probs: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -522,6 +550,9 @@ def reweight_scatter(
         table: the requests' parameters, ``R`` requests.
         table_rows: int32 or int64 ``[B]``; each request's request of the table (None: request i has request i).
         generated: int32 ``[B]``; tokens generated so far, for targets that are totals (None: 0).
+        text_breaks: int8 ``[S]`` (None: not known); the :class:`TextBreak` that each token of the vocabulary makes, see
+            :func:`text_breaks_of`. To the near constraints one that ends a sentence is as near as its value says, or as
+            one token more is: the output can end after it.
         probs: fp32, bf16 or fp16 ``[B, V]``, last dimension contiguous; guided requests are rewritten in place: the
             candidates' guided probabilities, 0 elsewhere.
         backend: ``auto``, ``triton`` or ``reference``.
@@ -571,11 +602,20 @@ def reweight_scatter(
         )
     if generated is not None:
         check_tensor("generated", generated, dtypes=torch.int32, shape=(requests,), device=device)
+    if text_breaks is not None:
+        check_tensor("text_breaks", text_breaks, dtypes=torch.int8, shape=(None,), device=device)
     if probs is not None:
         check_tensor("probs", probs, dtypes=FLOATS[backend], shape=(requests, None), device=device)
 
     return reweight_scatter_unchecked(
-        candidates, value_logits, table, table_rows=table_rows, generated=generated, probs=probs, backend=backend
+        candidates,
+        value_logits,
+        table,
+        table_rows=table_rows,
+        generated=generated,
+        text_breaks=text_breaks,
+        probs=probs,
+        backend=backend,
     )
 
 
@@ -586,6 +626,7 @@ def reweight_scatter_unchecked(
     *,
     table_rows: Tensor | None,
     generated: Tensor | None,
+    text_breaks: Tensor | None,
     probs: Tensor | None,
     backend: str,
 ) -> Tensor:
@@ -603,5 +644,5 @@ def reweight_scatter_unchecked(
         table.answer_length,
         table.ending_token_ids,
     )
-    _launch(backend, out, *candidates, value_logits, *columns, table_rows, generated, probs)
+    _launch(backend, out, *candidates, value_logits, *columns, table_rows, generated, text_breaks, probs)
     return out

@@ -28,9 +28,16 @@ from lenvm_kernels.ops._common import (
 )
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference._common import compute_dtype
-from lenvm_kernels.reference.topk_candidates import GREEDY_TEMPERATURE, HALVINGS, MOST_HALVINGS
+from lenvm_kernels.reference.topk_candidates import (
+    AFTER_LINE,
+    AFTER_SENTENCE,
+    GREEDY_TEMPERATURE,
+    HALVINGS,
+    MOST_HALVINGS,
+    WITHIN_LINE,
+)
 from lenvm_kernels.reference.topk_candidates import topk_candidates as _reference
-from lenvm_kernels.types import Candidates, Status
+from lenvm_kernels.types import Candidates, Status, TextBreak
 
 MAX_VOCAB = 262_144
 
@@ -47,6 +54,8 @@ PROGRAM_BYTES = 8192
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _GREEDY_TEMPERATURE = tl.constexpr(GREEDY_TEMPERATURE)
 _HALVINGS, _MOST_HALVINGS = tl.constexpr(HALVINGS), tl.constexpr(MOST_HALVINGS)
+_AFTER_SENTENCE, _AFTER_LINE, _WITHIN = (tl.constexpr(x) for x in (AFTER_SENTENCE, AFTER_LINE, WITHIN_LINE))
+_NO_BREAK, _LINE, _SENTENCE = (tl.constexpr(int(x)) for x in TextBreak)
 _NO_KEY = tl.constexpr(-(2**63))
 _UNGUIDED, _GUIDE = tl.constexpr(int(Status.UNGUIDED)), tl.constexpr(int(Status.GUIDE))
 _SINGLE, _SKIP = tl.constexpr(int(Status.SINGLE)), tl.constexpr(int(Status.SKIP))
@@ -144,6 +153,7 @@ def _scan_kernel(
         "min_end_prob_ptr",
         "due_length_ptr",
         "generated_ptr",
+        "last_tokens_ptr",
         "table_rows_ptr",
     ],
 )
@@ -164,6 +174,9 @@ def _filter_kernel(
     due_length_ptr,  # [R] or None
     stride_due_length_row,
     generated_ptr,  # [B] or None
+    text_breaks_ptr,  # [S] or None
+    S,
+    last_tokens_ptr,  # [B] or None
     table_rows_ptr,  # [B] or None
     scores_ptr,  # [B, V]
     stride_scores_request,
@@ -203,9 +216,17 @@ def _filter_kernel(
     min_p = tl.load(min_p_ptr + request)
     limit = tl.where((top_k <= 0) | (top_k >= V), V, top_k)
     limit = tl.where(greedy, 1, limit)
+    sought = limit  # tokens to look at
+    if end_token_ids_ptr is not None:
+        table_row = request
+        if table_rows_ptr is not None:
+            table_row = tl.load(table_rows_ptr + request).to(tl.int64)
+        least = tl.load(min_end_prob_ptr + table_row * stride_min_end_prob_row)
+        has_ends = least < float("inf")
+        sought = tl.where(has_ends, V, limit)
     keys = tl.where(tile_max > nothing, _encode_key(tile_max, tile), _NO_KEY)
     chosen = tl.full([K], -1, tl.int32)
-    for k in range(tl.minimum(limit, K)):
+    for k in range(tl.minimum(sought, K)):
         key = tl.max(keys, axis=0)
         keys = tl.where(keys == key, _NO_KEY, keys)
         chosen = tl.where((column == k) & (key != _NO_KEY), _key_token(key), chosen)
@@ -220,11 +241,9 @@ def _filter_kernel(
     keys = tl.reshape(tl.where(x > nothing, _encode_key(x, token), _NO_KEY), [K * TILE], can_reorder=True)
     first = 1 / total if IS_LOGITS else best  # probability of the best token
     room = K  # for tokens that do not end the output
+    is_alone = True  # no token is taken yet that does not end the output
     if end_token_ids_ptr is not None:
         # Those that are candidates whatever the filters say. All columns but one may be theirs.
-        table_row = request
-        if table_rows_ptr is not None:
-            table_row = tl.load(table_rows_ptr + request).to(tl.int64)
         slot = tl.arange(0, ENDS)
         end = tl.load(end_token_ids_ptr + table_row * stride_end_token_ids_row + slot, mask=slot < E, other=-1)
         is_token = (end >= 0) & (end < V)
@@ -232,7 +251,10 @@ def _filter_kernel(
             scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, request, end, is_token, IS_LOGITS
         )
         end_p = tl.exp2((end_score - best) * scale) / total if IS_LOGITS else end_score
-        least = tl.load(min_end_prob_ptr + table_row * stride_min_end_prob_row)
+        if text_breaks_ptr is not None:
+            last = tl.load(last_tokens_ptr + request).to(tl.int64)
+            ended = tl.load(text_breaks_ptr + last, mask=(last >= 0) & (last < S), other=_NO_BREAK)
+            least *= tl.where(ended == _SENTENCE, _AFTER_SENTENCE, tl.where(ended == _LINE, _AFTER_LINE, _WITHIN))
         if due_length_ptr is not None:
             due_length = tl.maximum(tl.load(due_length_ptr + table_row * stride_due_length_row), 1.0)
             late = tl.maximum(tl.load(generated_ptr + request).to(tl.float32) / due_length - 1, 0.0)
@@ -249,20 +271,23 @@ def _filter_kernel(
     count, mass = 0, 0.0
     # One round more than K: would the next token have been kept, had there been a column for it?
     cut_by_columns = False
-    for k in range(tl.minimum(limit, K + 1)):
+    for k in range(tl.minimum(sought, K + 1)):
         key = tl.max(keys, axis=0)
         keys = tl.where(keys == key, _NO_KEY, keys)
         score = tl.where(key != _NO_KEY, _key_score(key), nothing)
         if k == K:
             score = tl.maximum(score, next_score)
         p = tl.exp2((score - best) * scale) / total if IS_LOGITS else score
-        keep = (score > nothing) & (mass <= top_p) & (p >= min_p * first)
+        keep = (k < limit) & (score > nothing) & (mass <= top_p) & (p >= min_p * first)
         keep = usable & (keep | (k == 0))
         if k < K:
             taken = keep
             if end_token_ids_ptr is not None:
                 is_end = (tl.max((end_keys == key).to(tl.int32), axis=0) > 0) & (key != _NO_KEY)
+                ends_output = tl.max((is_token & (end == _key_token(key))).to(tl.int32), axis=0) > 0
+                keep = keep | (usable & has_ends & is_alone & (ends_output == 0) & (key != _NO_KEY))
                 taken = is_end | (keep & (room > 0))
+                is_alone = is_alone & ((taken == 0) | ends_output)
                 end_keys = tl.where(end_keys == key, _NO_KEY, end_keys)
                 room -= (taken & (is_end == 0)).to(tl.int32)
                 cut_by_columns = cut_by_columns | (keep & (taken == 0))
@@ -303,7 +328,7 @@ def _run_reference(token_ids, probs, counts, status, lost_mass, *operands) -> No
     scores, guided, temperature, top_k, top_p, min_p, entropy_threshold, *of_ends, vocab_mask, columns, is_logits = (
         operands
     )
-    end_token_ids, min_end_prob, due_length, generated, table_rows = of_ends
+    end_token_ids, min_end_prob, due_length, generated, text_breaks, last_tokens, table_rows = of_ends
     candidates = _reference(
         scores,
         top_k=top_k,
@@ -319,6 +344,8 @@ def _run_reference(token_ids, probs, counts, status, lost_mass, *operands) -> No
         min_end_prob=min_end_prob,
         due_length=due_length,
         generated=generated,
+        text_breaks=text_breaks,
+        last_tokens=last_tokens,
         table_rows=table_rows,
     )
     for written, computed in zip((token_ids, probs, counts, status, lost_mass), candidates, strict=True):
@@ -343,6 +370,8 @@ def _launch(
     min_end_prob: Tensor | None,
     due_length: Tensor | None,
     generated: Tensor | None,
+    text_breaks: Tensor | None,
+    last_tokens: Tensor | None,
     table_rows: Tensor | None,
     vocab_mask: Tensor | None,
     max_candidates: int,
@@ -385,6 +414,9 @@ def _launch(
         due_length,
         0 if due_length is None else due_length.stride(0),
         generated,
+        text_breaks,
+        0 if text_breaks is None else text_breaks.shape[0],
+        last_tokens,
         table_rows,
         *of_scores,
         ends,
@@ -415,6 +447,8 @@ def topk_candidates(
     min_end_prob: torch.Tensor | None = None,
     due_length: torch.Tensor | None = None,
     generated: torch.Tensor | None = None,
+    text_breaks: torch.Tensor | None = None,
+    last_tokens: torch.Tensor | None = None,
     table_rows: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> Candidates:
@@ -443,11 +477,17 @@ def topk_candidates(
         end_token_ids: int32 ``[R, E]``, last dimension contiguous (None: nothing is added); tokens that end the output
             of a request, what is no token is none. They are candidates whatever ``top_k``, ``top_p`` and ``min_p`` say,
             where they are as probable as ``min_end_prob``. If all columns are taken, the least probable tokens that are
-            none of them give way. The first token stays in any case.
-        min_end_prob: fp32 ``[R]``; with ``end_token_ids``. Above 1: none of them is added.
+            none of them give way. The first token stays in any case, and so does the first one that is none of them: the
+            output need not end.
+        min_end_prob: fp32 ``[R]``; with ``end_token_ids``. Above 1 none of them is added; inf leaves all as if there were
+            none.
         due_length: fp32 ``[R]``; tokens by which the output should have ended, inf for none (None: for nobody). With
-            each twentieth of it that is generated beyond, ``min_end_prob`` halves: who is late takes a worse end.
+            each tenth of it that is generated beyond, ``min_end_prob`` halves: who is late takes a worse end.
         generated: int32 ``[B]``; with ``due_length``, tokens generated.
+        text_breaks: int8 ``[S]`` (None: not known); the :class:`TextBreak` that each token of the vocabulary makes, see
+            :func:`text_breaks_of`; any other token makes none. ``min_end_prob`` is 1/10,000 of what was given after the
+            end of a sentence, a tenth of it after that of a line, and 100 times as much elsewhere.
+        last_tokens: int32 or int64 ``[B]``; with ``text_breaks``, the token that each request's scores come after.
         table_rows: int32 or int64 ``[B]``; each request's row of what has ``R`` (None: request i has row i).
         backend: ``auto``, ``triton`` or ``reference``.
 
@@ -487,6 +527,8 @@ def topk_candidates(
         raise ValueError("end_token_ids and min_end_prob must be given together")
     if (due_length is None) != (generated is None) or (due_length is not None and end_token_ids is None):
         raise ValueError("due_length and generated must be given together, with end_token_ids")
+    if (text_breaks is None) != (last_tokens is None) or (text_breaks is not None and end_token_ids is None):
+        raise ValueError("text_breaks and last_tokens must be given together, with end_token_ids")
     if end_token_ids is not None:
         check_tensor("end_token_ids", end_token_ids, dtypes=torch.int32, shape=(None, None), device=device)
         rows, ends = end_token_ids.shape
@@ -500,6 +542,9 @@ def topk_candidates(
                 "due_length", due_length, dtypes=torch.float32, shape=(rows,), device=device, unit_stride=False
             )
             check_tensor("generated", generated, dtypes=torch.int32, shape=(requests,), device=device)
+        if text_breaks is not None:
+            check_tensor("text_breaks", text_breaks, dtypes=torch.int8, shape=(None,), device=device)
+            check_tensor("last_tokens", last_tokens, dtypes=INT_DTYPES, shape=(requests,), device=device)
         if table_rows is None and rows < requests:
             raise ValueError(f"end_token_ids must have a row for each of the {requests} requests, got {rows}")
     if table_rows is not None:
@@ -520,6 +565,8 @@ def topk_candidates(
         min_end_prob=min_end_prob,
         due_length=due_length,
         generated=generated,
+        text_breaks=text_breaks,
+        last_tokens=last_tokens,
         table_rows=table_rows,
         backend=backend,
     )
@@ -541,6 +588,8 @@ def topk_candidates_unchecked(
     min_end_prob: Tensor | None,
     due_length: Tensor | None,
     generated: Tensor | None,
+    text_breaks: Tensor | None,
+    last_tokens: Tensor | None,
     table_rows: Tensor | None,
     backend: str,
 ) -> Candidates:
@@ -554,7 +603,7 @@ def topk_candidates_unchecked(
         lost_mass=torch.empty(requests, dtype=dtype, device=device),
     )
     filters = (top_k, top_p, min_p)
-    of_ends = (end_token_ids, min_end_prob, due_length, generated, table_rows)
+    of_ends = (end_token_ids, min_end_prob, due_length, generated, text_breaks, last_tokens, table_rows)
     optional = (entropy_threshold, *of_ends, vocab_mask)
     _launch(backend, *candidates, scores, guided, temperature, *filters, *optional, max_candidates, is_logits)
     return candidates

@@ -118,6 +118,8 @@ class GuidedStep:
             follow from the value model's weights: half the bytes of bf16 to hold and to read. What it costs in values
             is in ``docs/guided-step.md``. Candidates and the tokens of a forward itself are not rounded.
         score_all: score the candidates of requests that need no values too (``SINGLE``, ``SKIP``), to look at them.
+        text_breaks: int8 ``[S]`` (:func:`text_breaks_of`); what ends with each token of the base model's vocabulary, so
+            that outputs end where sentences do. None: not known; ends need the same probability everywhere then.
         graphs: run the value model from CUDA graphs, one for each power of two of requests (None: on a GPU). They are
             captured when first needed, which stalls that step; :meth:`warm_up` captures all of them ahead.
         backend: of the operators: ``auto``, ``triton`` or ``reference``.
@@ -156,6 +158,7 @@ class GuidedStep:
         commit_winners: bool = True,
         cache: str | None = None,
         score_all: bool = False,
+        text_breaks: torch.Tensor | None = None,
         graphs: bool | None = None,
         backend: str = "auto",
     ) -> None:
@@ -178,6 +181,10 @@ class GuidedStep:
         if graphs and not can_have_graphs:
             where = "none" if value_model is None else f"it on {device if runs_in_graphs else 'another host'}"
             raise ValueError(f"graphs must be None or False unless the value model is on a GPU, got {where}")
+        if text_breaks is not None:
+            check_tensor("text_breaks", text_breaks, dtypes=torch.int8, shape=(None,), device=text_breaks.device)
+            text_breaks = text_breaks.to(device)
+        self.text_breaks = text_breaks
         self.value_model, self.device, self.slot_table, self.vocab_size = value_model, device, slot_table, vocab_size
         self.max_requests, self.max_candidates = max_requests, max_candidates
         self.score_all, self.backend = score_all, backend
@@ -526,6 +533,8 @@ class GuidedStep:
             min_end_prob=table.min_end_prob,
             due_length=table.due_length,
             generated=known.generated,
+            text_breaks=self.text_breaks,
+            last_tokens=None if self.text_breaks is None else _last_tokens(tokens, new_lens, drafts),
             table_rows=known.table_rows,
             backend=backend,
         )
@@ -548,6 +557,7 @@ class GuidedStep:
             table,
             table_rows=known.table_rows,
             generated=known.generated,
+            text_breaks=self.text_breaks,
             probs=probs,
             backend=backend,
         )
@@ -784,6 +794,16 @@ class GuidedStep:
         z = torch.where(is_next, value_logits, 0.0).sum(1)
         lengths = self.table.remaining_lengths(table_rows, z, next_tokens)
         return torch.where(wanted & is_next.any(1), lengths, math.nan)
+
+
+def _last_tokens(tokens: torch.Tensor, new_lens: torch.Tensor | None, drafts: Drafts | None) -> torch.Tensor:
+    """int64 ``[B (1 + D)]``: the token before each node; -1, or 0, where nothing is known of it."""
+    if new_lens is not None:
+        column = (new_lens.clamp(max=tokens.shape[1]) - 1).clamp(min=0)
+        tokens = tokens.gather(1, column.long()[:, None])[:, 0]
+    if drafts is None:
+        return tokens
+    return torch.cat([tokens[:, None], drafts.token_ids.long()], dim=1).flatten()
 
 
 def _of_nodes(

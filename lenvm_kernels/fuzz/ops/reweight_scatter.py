@@ -15,7 +15,7 @@ from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
 from lenvm_kernels.ops._common import INTERPRETED
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
-from lenvm_kernels.types import Candidates, Mode, Status
+from lenvm_kernels.types import Candidates, Mode, Status, TextBreak
 
 NEAR = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
 TILTING = (Mode.MUL, Mode.LINEAR, Mode.EXP, Mode.LENGTH_MUL, Mode.EQ_SOFT, Mode.GE_SOFT, Mode.LE_SOFT)
@@ -41,6 +41,7 @@ OPTIONS: dict[str, list[Any]] = {
     "broken": [False, True],
     "table_rows": ["int64", "int32", "none"],
     "generated": [False, True],
+    "text_breaks": [0, 1, 40],
     "scatter": [False, True],
     "probs": ["float32", "bfloat16", "float16"],
     "vocab": [70, 600],
@@ -106,6 +107,9 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         arguments["table_rows"] = table_rows.to(getattr(torch, options["table_rows"]))
     if options["generated"]:
         arguments["generated"] = draws.choose("generated", rows, values=[0, 10, 30, 10_000]).int()
+    if options["text_breaks"]:
+        breaks = draws.integers("text_breaks", options["text_breaks"], low=0, high=2)
+        arguments["text_breaks"] = breaks.to(torch.int8)
     if options["scatter"]:
         dense = draws.uniform("probs", rows, vocab).to(getattr(torch, options["probs"]))
         arguments["probs"] = padded_rows(dense, options["padding"], value=UNTOUCHED)
@@ -320,12 +324,7 @@ def near_bounds(given: Inputs, expected: Tensor) -> tuple[Tensor, Tensor]:
     mode, two = given.table.mode[given.table_rows][:, None], 2 * _column(given, "nats_per_token")
     nats, answer = lengths_of(given)
     p = given.candidates.probs.double()
-    active, length = p > 0, nats + two
-    shortest = torch.where(active, length, torch.inf).amin(1, keepdim=True)
-    longest = torch.where(active, length, 0.0).amax(1, keepdim=True)
-    distance = length.log() - (target_of(given) + two).maximum(shortest).minimum(longest).log()
-    met = ((mode == Mode.LE_NEAR) & (distance <= 0)) | ((mode == Mode.GE_NEAR) & (distance >= 0))
-    distance = torch.where(met, 0.0, distance.abs())
+    active, length, distance = p > 0, nats + two, near_distances(given)
     least = torch.where(active, distance, torch.inf).amin(1, keepdim=True)
     strength = _column(given, "scale")
     error = torch.where((answer > 0) & ~is_eos(given), (nats + 2 * answer) / length, 0.0)
@@ -341,6 +340,24 @@ def near_bounds(given: Inputs, expected: Tensor) -> tuple[Tensor, Tensor]:
     is_moved = is_one_of(mode, NEAR) & (expected != q).any(1, keepdim=True)
     lower, upper = (torch.sigmoid(logit + e) for e in (-error, error))
     return torch.where(is_moved, lower, expected), torch.where(is_moved, upper, expected)
+
+
+def near_distances(given: Inputs) -> Tensor:
+    """fp64 ``[B, K]``: from the target, up to a number of the row that is the same for all candidates that count."""
+    mode, nats_per_token = given.table.mode[given.table_rows][:, None], _column(given, "nats_per_token")
+    lengths = lengths_of(given)[0] + 2 * nats_per_token
+    reached = torch.stack([lengths, lengths])
+    if "text_breaks" in given.arguments:
+        ids, breaks = given.candidates.token_ids.long(), given.arguments["text_breaks"]
+        is_known = (ids >= 0) & (ids < len(breaks)) & ~is_eos(given)
+        ends_sentence = is_known & (breaks[torch.where(is_known, ids, 0)] == TextBreak.SENTENCE)
+        reached[1] = torch.where(ends_sentence, 3 * nats_per_token, lengths)
+    active = given.candidates.probs > 0
+    shortest = torch.where(active, reached, torch.inf).amin((0, 2))[:, None]
+    longest = torch.where(active, reached, 0.0).amax((0, 2))[:, None]
+    excess = reached.log() - (target_of(given) + 2 * nats_per_token).maximum(shortest).minimum(longest).log()
+    met = ((mode == Mode.LE_NEAR) & (excess <= 0)) | ((mode == Mode.GE_NEAR) & (excess >= 0))
+    return torch.where(met, 0.0, excess.abs()).amin(0)
 
 
 def target_of(given: Inputs) -> Tensor:

@@ -31,6 +31,7 @@ OPTIONS: dict[str, list[Any]] = {
     "vocab_mask": [False, True],
     "ends": [0, 1, 3, 5],
     "due": [False, True],
+    "text_breaks": [0, 1, 6],
     "constants": ["shipped", "small"],
 }
 # Several programs a row, at the sizes that the interpreter can do.
@@ -95,6 +96,10 @@ def inputs(case: Case, device: torch.device) -> Inputs:
             arguments["due_length"] = torch.stack([due * NAN, due.flip(0)], dim=1)[:, 1]
             share = pick("late", [0.0, 0.9, 1.0, 1.04, 1.3, 2.0, 90.0])
             arguments["generated"] = torch.where(due < INF, due * share, 50 * share).int()
+        if options["text_breaks"]:
+            arguments["text_breaks"] = torch.tensor([1, 2, 0, 2, 0, 1], dtype=torch.int8, device=device)
+            arguments["text_breaks"] = arguments["text_breaks"][: options["text_breaks"]]
+            arguments["last_tokens"] = draws.integers("last_tokens", rows, low=-2, high=options["text_breaks"])
     return Inputs(padded_rows(x, options["padding"]), arguments)
 
 
