@@ -260,8 +260,7 @@ class GuidanceColumns(NamedTuple):
         scale: fp32 ``[R]``; of the modes; of the constraints ``NEAR``, ``GE_NEAR`` and ``LE_NEAR`` their strength.
         nats_per_token: fp32 ``[R]``; ``-ln(gamma)``.
         value_min: fp32 ``[R]``; -inf for none.
-        target_length: fp32 ``[R]``; tokens that lengths are compared with (:attr:`GuidanceParams.aim`), 0 without a
-            target.
+        target_length: fp32 ``[R]``; tokens, 0 without a target.
         counts_down: bool ``[R]``; ``target_length`` is a total.
         min_end_prob: fp32 ``[R]``; ``ending_token_ids`` are candidates from this probability on, inf for none.
         due_length: fp32 ``[R]``; the target where that is a total, else inf: past it ``min_end_prob`` falls.

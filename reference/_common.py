@@ -35,7 +35,7 @@ def sums_of_squares(x: torch.Tensor) -> torch.Tensor:
 
 
 def breaks_of(tokens: torch.Tensor, text_breaks: torch.Tensor) -> torch.Tensor:
-    """int64, of the shape of ``tokens``: the :class:`TextBreak` of each, by that of the first tokens; others make none."""
+    """int64, of the shape of ``tokens``: the :class:`TextBreak` of each; it is none of what ``text_breaks`` lacks."""
     is_known = (tokens >= 0) & (tokens < len(text_breaks))
     found = text_breaks[torch.where(is_known, tokens, 0).long()].long()
     return torch.where(is_known, found, int(TextBreak.NONE))

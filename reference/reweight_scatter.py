@@ -11,6 +11,11 @@ from lenvm_kernels.types import Candidates, GuidanceColumns, Mode, Status, TextB
 
 # A row whose values differ by less, or whose target is this close to its expected value, is left as it is.
 SMALLEST_SHIFT = 1e-8
+# How many tokens before a total `near` and `le_near` aim, and at most which share of it: who waits for the end of a
+# sentence ends half of one late on average.
+WAIT, WAIT_SHARE = 6.0, 0.1
+# A candidate that ends a sentence, and of which not much is to come therefore, is at least so probable beside the best.
+LIKELY = 0.02
 # Targets stay this far inside [min v, max v]: absolute, and as a share of the range.
 TARGET_MARGIN, TARGET_MARGIN_SHARE = 1e-12, 1e-6
 
@@ -64,6 +69,9 @@ def reweight_scatter(
     remaining = column("target_length")
     if generated is not None:
         counts_down = table.counts_down[table_rows][:, None]
+        waits = counts_down & ((mode == Mode.NEAR) | (mode == Mode.LE_NEAR))
+        early = (WAIT_SHARE * remaining).clamp(max=WAIT)
+        remaining = torch.where(waits, remaining - early, remaining)
         remaining = torch.where(counts_down, (remaining - generated.double()[:, None]).clamp(min=0), remaining)
     nats = remaining * column("nats_per_token")  # -ln(1 - target value)
     current_nats = -torch.log(torch.sigmoid(-z_max) + expected_top_w * span)
@@ -90,6 +98,7 @@ def reweight_scatter(
     farther = relative_distance(lengths, nats, column("nats_per_token"), mode)
     if text_breaks is not None:
         ends_sentence = (breaks_of(candidates.token_ids, text_breaks) == TextBreak.SENTENCE) & ~eos
+        ends_sentence &= p >= LIKELY * p.amax(dim=1, keepdim=True)
         one_more = relative_distance(column("nats_per_token"), nats, column("nats_per_token"), mode)
         farther = torch.where(ends_sentence, torch.minimum(farther, one_more), farther)
     farther = torch.where(active, farther - torch.where(active, farther, torch.inf).amin(dim=1, keepdim=True), 0.0)

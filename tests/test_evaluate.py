@@ -14,8 +14,8 @@ from lenvm_kernels import cli
 from lenvm_kernels.demo.models import Models
 from lenvm_kernels.evaluate import run
 from lenvm_kernels.evaluate.measures import Answer, bootstrap, measure, repeated_4grams
-from lenvm_kernels.guidance.sentences import ends_sentence
 from lenvm_kernels.evaluate.plan import Setting, default_limit, settings_of
+from lenvm_kernels.guidance.sentences import ends_sentence
 from tests.helpers.models import EOS, save_checkpoint
 
 PROMPTS = ["w1 w2 w3", "w4", "w5 w6", "w7 w8 w9 w1", "w3 w3"]

@@ -1125,7 +1125,9 @@ def test_without_a_value_model_only_the_end_is_apart(monkeypatch):
                 continue
             kept = output.candidates.token_ids[i] >= 0
             tokens, q = output.candidates.token_ids[i][kept].tolist(), output.candidates.probs[i][kept].double()
-            left = max(0, p.target_length - generated) if p.counts_down else p.target_length
+            left = p.target_length
+            if p.counts_down:  # 0.1 of it is less than 6 tokens
+                left = max(0, left * (1.0 if p.mode == Mode.GE_NEAR else 0.9) - generated)
             far = [0.0 if t in (EOS, *p.end_token_ids) else p.target_length for t in tokens]
             d = torch.tensor([math.log((length + 2) / (left + 2)) for length in far], dtype=torch.float64)
             d = {Mode.LE_NEAR: d.clamp(min=0), Mode.GE_NEAR: d.clamp(max=0)}.get(p.mode, d).abs()
@@ -1178,27 +1180,27 @@ def test_without_a_value_model_steps_are_warmed_up_and_replay_their_draws():
 
 
 def test_who_is_late_takes_a_less_probable_end():
-    """Of 2e-6: from 6 twentieths of a target past it, where that is a total; among drafts by the node."""
+    """Of 2e-6: from 6 tenths of a target past it, where that is a total; among drafts by the node."""
     step, slots = make_step(None, max_drafts=2, max_candidates=4)
     engine, prompt_lens = Engine(step, slots), [3, 5, 4, 2]
     guidance = [{"target_length": 20}, {"target_length": 20, "target_length_mode": "remaining"}]
     guidance += [{"target_length": 8, "constraint": "le_near"}, {"target_length": 20, "min_end_prob": 1e-3}]
     for row, (g, n) in enumerate(zip(guidance, prompt_lens, strict=True)):
-        engine.admit(row, [3] * 40, g, prompt_len=n)
+        engine.admit(row, [3] * 48, g, prompt_len=n)
     scores = torch.zeros(4, VOCAB)
     scores[:, 30:] = -4 + torch.arange(VOCAB - 30) / 99
     scores[:, 9] = 5
     scores[:, EOS] = torch.tensor(2e-6).log() + scores[:, [i for i in range(VOCAB) if i != EOS]].logsumexp(1)
     first = {}
-    for generated in range(1, 36):
+    for generated in range(1, 40):
         sequences = [[9] * (n + generated) for n in prompt_lens]
         output = engine.decode(range(4), sequences, scores, temperature=None, top_k=2)
         for row in (output.candidates.token_ids == EOS).any(1).nonzero()[:, 0].tolist():
             first.setdefault(row, generated)
     # 1e-4 / 2^5.64 and 1e-3 / 2^8.97 are 2e-6.
-    assert first == {0: 26, 2: 11, 3: 29}
+    assert first == {0: 32, 2: 13, 3: 38}
     drafts = Drafts(torch.tensor([[9, 9]] * 4), torch.tensor([[-1, 0]] * 4, dtype=torch.int32))
-    sequences = [[9] * (n + generated) for n, generated in zip(prompt_lens, (24, 24, 8, 24), strict=True)]
+    sequences = [[9] * (n + generated) for n, generated in zip(prompt_lens, (30, 24, 10, 24), strict=True)]
     lens = torch.ones(4, dtype=torch.int32)
     last = torch.tensor([[9, 0, 0]] * 4)
     output = step.step(

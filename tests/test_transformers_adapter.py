@@ -394,6 +394,12 @@ def test_vocabulary_is_checked(value_model):
         def __init__(self, words):
             self.words = words
 
+        def __len__(self):
+            return len(self.words)
+
+        def batch_decode(self, tokens, **_):
+            return [self.words[i] for (i,) in tokens]
+
         def get_vocab(self):
             return {word: i for i, word in enumerate(self.words)}
 

@@ -149,9 +149,9 @@ FIELDS = {
         Field(
             "min_end_prob",
             "with a target: tokens that end the output are candidates from this probability on, whatever top_k, top_p "
-            "and min_p say; 0.0001 with near, ge_near and le_near if nothing is said; 0, always; a 10,000th of it after "
-            "the end of a sentence, a tenth after that of a line, 100 times as much elsewhere, and less and less of it past "
-            "a total target",
+            "and min_p say; 0.0001 with near, ge_near and le_near if nothing is said; 0, always; a 10,000th of it "
+            "after the end of a sentence, a tenth after that of a line, 100 times as much elsewhere, and less of it "
+            "past a total target",
             least=0.0,
             metavar="P",
         ),

@@ -19,8 +19,6 @@ _MIN_END_PROB = 1e-4
 END_OF_THOUGHT = "</think>"
 # Without values the strength moves nothing but ends and what they follow.
 STRENGTH_WITHOUT_VALUES = 10.0
-# What a total is undercut by, in tokens, and at most as a share of it.
-_HALF_A_SENTENCE, _SHARE_OF_TOTAL = 6.0, 0.1
 _NEAR_CONSTRAINTS = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
 
 
@@ -64,18 +62,6 @@ class GuidanceParams:
     allow_eos: bool = False
     answer_length: float = 0.0
     hard_limit: int | None = None
-
-    @property
-    def aim(self) -> float:
-        """Tokens that the constraint compares lengths with; 0 without a target.
-
-        Of ``near`` and ``le_near`` a little less than a total: who waits for the end of a sentence ends half of one
-        late on average.
-        """
-        length = self.target_length or 0.0
-        if self.counts_down and self.mode in (Mode.NEAR, Mode.LE_NEAR):
-            length -= min(_HALF_A_SENTENCE, _SHARE_OF_TOTAL * length)
-        return length
 
     @property
     def needs_step(self) -> bool:

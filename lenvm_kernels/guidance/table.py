@@ -89,7 +89,7 @@ class _RowLayout:
             "scale": params.scale,
             "nats_per_token": -math.log(params.gamma),
             "value_min": -math.inf if params.value_min is None else params.value_min,
-            "target_length": params.aim,
+            "target_length": params.target_length or 0.0,
             "min_end_prob": math.inf if params.min_end_prob is None else params.min_end_prob,
             "due_length": (params.target_length or 0.0) if params.counts_down else math.inf,
             "entropy_threshold": math.nan if params.entropy_threshold is None else params.entropy_threshold,

@@ -35,7 +35,14 @@ from lenvm_kernels.ops._common import (
 )
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference._common import compute_dtype
-from lenvm_kernels.reference.reweight_scatter import SMALLEST_SHIFT, TARGET_MARGIN, TARGET_MARGIN_SHARE
+from lenvm_kernels.reference.reweight_scatter import (
+    LIKELY,
+    SMALLEST_SHIFT,
+    TARGET_MARGIN,
+    TARGET_MARGIN_SHARE,
+    WAIT,
+    WAIT_SHARE,
+)
 from lenvm_kernels.reference.reweight_scatter import reweight_scatter as _reference
 from lenvm_kernels.types import Candidates, GuidanceColumns, Mode, Status, TextBreak
 
@@ -55,6 +62,7 @@ _BIG = tl.constexpr(2.0**127)
 _EOS_Z = tl.constexpr(-(2.0**127))
 _SMALLEST_SHIFT = tl.constexpr(SMALLEST_SHIFT)
 _TARGET_MARGIN, _TARGET_MARGIN_SHARE = tl.constexpr(TARGET_MARGIN), tl.constexpr(TARGET_MARGIN_SHARE)
+_WAIT, _WAIT_SHARE, _LIKELY = tl.constexpr(WAIT), tl.constexpr(WAIT_SHARE), tl.constexpr(LIKELY)
 _GUIDE, _SINGLE = tl.constexpr(int(Status.GUIDE)), tl.constexpr(int(Status.SINGLE))
 _UNGUIDED, _MUL, _LINEAR = tl.constexpr(int(Mode.UNGUIDED)), tl.constexpr(int(Mode.MUL)), tl.constexpr(int(Mode.LINEAR))
 _EXP, _LENGTH_MUL = tl.constexpr(int(Mode.EXP)), tl.constexpr(int(Mode.LENGTH_MUL))
@@ -214,6 +222,8 @@ def _reweight(
     if generated_ptr is not None:
         counts_down = tl.load(table.counts_down + table_row * stride.counts_down, mask=valid, other=0) != 0
         generated = tl.load(generated_ptr + request, mask=valid, other=0).to(tl.float32)
+        waits = counts_down & ((mode == _NEAR) | (mode == _LE_NEAR))
+        remaining = tl.where(waits, remaining - tl.minimum(remaining * _WAIT_SHARE, _WAIT), remaining)
         remaining = tl.where(counts_down, tl.maximum(remaining - generated, 0.0), remaining)
     status = tl.load(candidates.status + request, mask=valid, other=0)
     guided = (status == _GUIDE) & (mode != _UNGUIDED)
@@ -312,7 +322,8 @@ def _reweight(
     earliest = length  # another length that a candidate may lead to
     if text_breaks_ptr is not None:
         ended = tl.load(text_breaks_ptr + token, mask=valid & (token >= 0) & (token < S), other=_NO_BREAK)
-        earliest = tl.where((ended == _SENTENCE) & (eos == 0), nats_per_token + two_tokens, length)
+        may_end = (ended == _SENTENCE) & (eos == 0) & (p >= _request_max(p) * _LIKELY)
+        earliest = tl.where(may_end, nats_per_token + two_tokens, length)
     shortest = _request_min(tl.where(active, tl.minimum(length, earliest), _BIG))
     longest = _request_max(tl.where(active, tl.maximum(length, earliest), -_BIG))
     aim = tl.maximum(tl.minimum(nats + two_tokens, longest), shortest)
@@ -552,7 +563,8 @@ def reweight_scatter(
         generated: int32 ``[B]``; tokens generated so far, for targets that are totals (None: 0).
         text_breaks: int8 ``[S]`` (None: not known); the :class:`TextBreak` that each token of the vocabulary makes, see
             :func:`text_breaks_of`. To the near constraints one that ends a sentence is as near as its value says, or as
-            one token more is: the output can end after it.
+            one token more is, as the output can end after it; unless it has less than a fiftieth of the probability of
+            the most probable candidate.
         probs: fp32, bf16 or fp16 ``[B, V]``, last dimension contiguous; guided requests are rewritten in place: the
             candidates' guided probabilities, 0 elsewhere.
         backend: ``auto``, ``triton`` or ``reference``.

@@ -477,10 +477,10 @@ def topk_candidates(
         end_token_ids: int32 ``[R, E]``, last dimension contiguous (None: nothing is added); tokens that end the output
             of a request, what is no token is none. They are candidates whatever ``top_k``, ``top_p`` and ``min_p`` say,
             where they are as probable as ``min_end_prob``. If all columns are taken, the least probable tokens that are
-            none of them give way. The first token stays in any case, and so does the first one that is none of them: the
-            output need not end.
-        min_end_prob: fp32 ``[R]``; with ``end_token_ids``. Above 1 none of them is added; inf leaves all as if there were
-            none.
+            none of them give way. The first token stays in any case, and so does the first one that is none of them:
+            the output need not end.
+        min_end_prob: fp32 ``[R]``; with ``end_token_ids``. Above 1 none of them is added; inf leaves all as if there
+            were none.
         due_length: fp32 ``[R]``; tokens by which the output should have ended, inf for none (None: for nobody). With
             each tenth of it that is generated beyond, ``min_end_prob`` halves: who is late takes a worse end.
         generated: int32 ``[B]``; with ``due_length``, tokens generated.

@@ -61,8 +61,9 @@ class ConstantValues(ValueSource):
     """No value model: whatever the token, as much is to come as the request's target asks for.
 
     The candidates of a row have the same value but for those that end the sequence or its span, whose value is 0. So
-    ``near``, ``ge_near`` and ``le_near`` leave the ratios of all other candidates as they are: ends are held back far
-    before the target, and pushed from where fewer than about ``sqrt(2 target)`` tokens are left.
+    ``near``, ``ge_near`` and ``le_near`` leave the ratios of all other candidates as they are, but for those that end a
+    sentence: ends are held back far before the target, and pushed from where fewer than about ``sqrt(2 target)`` tokens
+    are left.
 
     Args:
         table_rows: R, rows of the table that requests are known by.

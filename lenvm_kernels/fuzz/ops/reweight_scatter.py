@@ -15,6 +15,7 @@ from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
 from lenvm_kernels.ops._common import INTERPRETED
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
+from lenvm_kernels.reference.reweight_scatter import LIKELY, WAIT, WAIT_SHARE
 from lenvm_kernels.types import Candidates, Mode, Status, TextBreak
 
 NEAR = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
@@ -350,6 +351,8 @@ def near_distances(given: Inputs) -> Tensor:
     if "text_breaks" in given.arguments:
         ids, breaks = given.candidates.token_ids.long(), given.arguments["text_breaks"]
         is_known = (ids >= 0) & (ids < len(breaks)) & ~is_eos(given)
+        p = given.candidates.probs.double()
+        is_known &= p >= LIKELY * p.amax(1, keepdim=True)
         ends_sentence = is_known & (breaks[torch.where(is_known, ids, 0)] == TextBreak.SENTENCE)
         reached[1] = torch.where(ends_sentence, 3 * nats_per_token, lengths)
     active = given.candidates.probs > 0
@@ -364,6 +367,8 @@ def target_of(given: Inputs) -> Tensor:
     """fp64 ``[B, 1]``: what is to come by the target, in nats."""
     remaining = _column(given, "target_length")
     if "generated" in given.arguments:
+        waits = (_column(given, "counts_down") > 0) & is_one_of(_column(given, "mode"), (Mode.NEAR, Mode.LE_NEAR))
+        remaining = torch.where(waits, remaining - (remaining * WAIT_SHARE).clamp(max=WAIT), remaining)
         left = (remaining - given.arguments["generated"].double()[:, None]).clamp(min=0)
         remaining = torch.where(_column(given, "counts_down") > 0, left, remaining)
     return remaining * _column(given, "nats_per_token")
