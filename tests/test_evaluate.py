@@ -15,7 +15,6 @@ from lenvm_kernels.demo.models import Models
 from lenvm_kernels.evaluate import run
 from lenvm_kernels.evaluate.measures import Answer, bootstrap, measure, repeated_4grams
 from lenvm_kernels.evaluate.plan import Setting, default_limit, settings_of
-from lenvm_kernels.guidance.sentences import ends_sentence
 from tests.helpers.models import EOS, save_checkpoint
 
 PROMPTS = ["w1 w2 w3", "w4", "w5 w6", "w7 w8 w9 w1", "w3 w3"]
@@ -99,18 +98,6 @@ def test_where_there_is_nothing_to_divide_by_there_is_no_number():
 def test_repeated_4grams_are_those_seen_before():
     assert repeated_4grams([1, 1, 1, 1, 1, 1]) == (2, 3)
     assert repeated_4grams([1, 2, 3]) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    "text", ["a.", "a? \n", 'a!"', "a.)**", "etc…", "好。", "好\uff01」", "`a.`", "```\nx = 1\n```", "_a._"]
-)
-def test_a_sentence_ends(text):
-    assert ends_sentence(text)
-
-
-@pytest.mark.parametrize("text", ["", "a", "a,", "a:", '"', "a. b", "x = 1`", "1.5", "(a.) b)"])
-def test_no_sentence_ends(text):
-    assert not ends_sentence(text)
 
 
 def test_the_bootstrap_draws_prompts_and_always_the_same():

@@ -22,7 +22,7 @@ from lenvm_kernels.paged_slots import OutOfSlots
 from lenvm_kernels.reference._common import of_codes, to_codes
 from lenvm_kernels.step import GuidedStep, winners, working_bytes
 from lenvm_kernels.step.graphs import bucket_of
-from lenvm_kernels.types import Drafts, Mode, Status
+from lenvm_kernels.types import Drafts, Mode, Status, TextBreak
 from lenvm_kernels.value_model import ValueModel
 from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step, needs_gpu, random_scores, run_requests
 from tests.helpers.models import (
@@ -1177,6 +1177,81 @@ def test_without_a_value_model_steps_are_warmed_up_and_replay_their_draws():
     assert together == alone
     with pytest.raises(ValueError, match="value_model must be given to predict lengths, got None"):
         engine.step.predict(*torch.zeros(2, 1).int(), torch.ones(1).int())
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_ends_come_after_sentences(backend):
+    """By the last token of a sequence, of several new ones, and of each draft: 11 ends a sentence, 12 a line."""
+    breaks = torch.zeros(20, dtype=torch.int8)
+    breaks[11], breaks[12] = TextBreak.SENTENCE, TextBreak.LINE
+    rows = [2, 0, 3]
+    scores = torch.zeros(3, VOCAB)
+    scores[:, 30:] = -4 + torch.arange(VOCAB - 30) / 99
+    scores[:, 9] = 5
+    scores[:, EOS] = torch.tensor(1e-6).log() + scores[:, [i for i in range(VOCAB) if i != EOS]].logsumexp(1)
+    options = dict(top_k=2, top_p=1.0, min_p=0.0, is_logits=True)
+    lengths = torch.tensor([40, 44, 41], dtype=torch.int32)
+
+    def step_of(**sizes):
+        step, slots = make_step(None, text_breaks=breaks, backend=backend, **sizes)
+        for row, least in zip(rows, (1e-4, 1e-4, 1e-6), strict=True):
+            Engine(step, slots).admit(
+                row, [3] * 50, {"target_length": 30, "min_end_prob": least}, prompt_len=lengths.tolist()[0] - 1
+            )
+        return step
+
+    def with_end(found):
+        return (found.candidates.token_ids == EOS).any(1).tolist()
+
+    step, table_rows = step_of(), torch.tensor(rows)
+    found = {token: with_end(step.step(scores, torch.tensor([token] * 3), table_rows, lengths, **options)) for token in
+             (9, 11, 12, 25)}  # fmt: skip
+    assert found == {9: [False] * 3, 11: [True] * 3, 12: [False, False, True], 25: [False] * 3}
+    step = step_of(max_drafts=2)
+    several = torch.tensor([[9, 11, 9], [11, 12, 9], [9, 9, 11]])
+    output = step.step(
+        scores, several, table_rows, lengths, new_lens=torch.tensor([2, 1, 3], dtype=torch.int32), **options
+    )
+    assert with_end(output) == [True, True, True]
+    output = step.step(
+        scores, several, table_rows, lengths + 1, new_lens=torch.tensor([3, 2, 1], dtype=torch.int32), **options
+    )
+    assert with_end(output) == [False, False, False]
+    drafts = Drafts(torch.tensor([[11, 9], [9, 11], [-1, 11]]), torch.tensor([[-1, 0]] * 3, dtype=torch.int32))
+    output = step.step(
+        scores.repeat_interleave(3, dim=0),
+        several,
+        table_rows,
+        lengths + 2,
+        new_lens=torch.tensor([1, 1, 3], dtype=torch.int32),
+        drafts=drafts,
+        **options,
+    )
+    assert with_end(output) == [False, True, False, True, False, True, True, False, False]
+
+
+def test_sentences_end_in_time():
+    """A token that ends one is drawn where little is left; without a vocabulary it is a token like any other."""
+    breaks = torch.zeros(VOCAB, dtype=torch.int8)
+    breaks[11] = TextBreak.SENTENCE
+    scores = torch.zeros(1, VOCAB)
+    scores[0, 9], scores[0, 11], scores[0, EOS] = 6.0, 4.0, -30.0
+    of_length = {}
+    for known in (breaks, None):
+        step, slots = make_step(None, text_breaks=known)
+        engine = Engine(step, slots)
+        engine.admit(3, [3] * 80, {"target_length": 40}, prompt_len=2)
+        for length in (4, 38):
+            output = engine.decode([3], [[9] * length], scores, temperature=None, top_k=2)
+            at = output.candidates.token_ids[0].tolist().index(11)
+            of_length[length, known is None] = output.probs[0, at].item() / output.candidates.probs[0, at].item()
+    assert of_length[4, False] == pytest.approx(of_length[4, True]) == pytest.approx(of_length[38, True])
+    assert of_length[38, False] > 5 * of_length[38, True]
+
+
+def test_text_breaks_are_checked():
+    with pytest.raises(ValueError, match=r"text_breaks must be int8 \[\*\] on cpu, got float32 \[9\]"):
+        make_step(None, text_breaks=torch.zeros(9))
 
 
 def test_who_is_late_takes_a_less_probable_end():

@@ -1,0 +1,58 @@
+"""Where sentences and lines end: of texts, and of the tokens of a vocabulary."""
+
+import pytest
+
+from lenvm_kernels import TextBreak, text_breaks_of
+from lenvm_kernels.demo import model_path
+from lenvm_kernels.guidance.sentences import ends_sentence
+
+
+@pytest.mark.parametrize(
+    "text", ["a.", "a? \n", 'a!"', "a.)**", "etc…", "好。", "好\uff01」", "`a.`", "```\nx = 1\n```", "_a._"]
+)
+def test_a_sentence_ends(text):
+    assert ends_sentence(text)
+
+
+@pytest.mark.parametrize("text", ["", "a", "a,", "a:", '"', "a. b", "x = 1`", "1.5", "(a.) b)"])
+def test_no_sentence_ends(text):
+    assert not ends_sentence(text)
+
+
+class Words:
+    """A tokenizer of whole words."""
+
+    def __init__(self, *words):
+        self.words = words
+
+    def __len__(self):
+        return len(self.words)
+
+    def batch_decode(self, tokens, clean_up_tokenization_spaces):
+        return ["".join(self.words[i] for i in ids) for ids in tokens]
+
+
+def test_text_breaks_by_hand():
+    words = Words("a", ".", ",\n", "b.\n", '!"', "", "\n", ":")
+    none, line, sentence = TextBreak
+    expected = [none, sentence, line, sentence, sentence, none, line, none]
+    assert text_breaks_of(words).tolist() == expected
+    assert text_breaks_of(words, 10).tolist() == [*expected, none, none]
+    assert text_breaks_of(words, 3).tolist() == expected[:3]
+    # More tokens than are decoded at a time.
+    assert text_breaks_of(Words(*["a", "?"] * 9000)).tolist() == [none, sentence] * 9000
+
+
+def test_text_breaks_of_a_real_tokenizer():
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path().parent, gguf_file=model_path().name)
+    breaks = text_breaks_of(tokenizer)
+    assert len(breaks) == 49_152 and breaks.dtype.itemsize == 1
+
+    def break_after(text):
+        return breaks[tokenizer(text).input_ids[-1]].item()
+
+    assert {break_after(text) for text in ("It rains.", "Does it?", 'He said "no."')} == {2}
+    assert {break_after(text) for text in ("- one\n", "if x:\n", "It rains.\n\n")} == {1}
+    assert {break_after(text) for text in ("It rains", "It,", "one:", "<|im_end|>")} == {0}
