@@ -42,7 +42,13 @@ torch.manual_seed(0)
 
 value_model = RemoteValueModel(args.url, api_key=os.environ.get("LENVM_API_KEY"))
 processor = LenVMLogitsProcessor(
-    model, value_model, guidance, inputs["attention_mask"], max_new_tokens=args.max_new_tokens, top_k=8
+    model,
+    value_model,
+    guidance,
+    inputs["attention_mask"],
+    max_new_tokens=args.max_new_tokens,
+    tokenizers=(tokenizer, tokenizer),
+    top_k=8,
 )
 output = model.generate(**inputs, **processor.generation_kwargs)
 

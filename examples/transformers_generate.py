@@ -41,7 +41,7 @@ if tokenizer.chat_template:
 
 # Without a value model, and with the model's own sampling parameters: one call.
 inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
-output = lenvm_kernels.generate(model, **inputs, target_length=60, max_new_tokens=200)
+output = lenvm_kernels.generate(model, **inputs, tokenizer=tokenizer, target_length=60, max_new_tokens=200)
 print(tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 # As the model likes; shorter; as close to 40 tokens as its candidates get. A list would give each prompt its own.
@@ -54,7 +54,13 @@ for guidance in (
 
     inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
     processor = LenVMLogitsProcessor(
-        model, value_model, guidance, inputs["attention_mask"], max_new_tokens=args.max_new_tokens, **SAMPLING
+        model,
+        value_model,
+        guidance,
+        inputs["attention_mask"],
+        max_new_tokens=args.max_new_tokens,
+        tokenizers=(tokenizer, tokenizer),  # so that texts end where sentences do
+        **SAMPLING,
     )
     output = model.generate(**inputs, **processor.generation_kwargs)
 

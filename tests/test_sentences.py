@@ -8,7 +8,8 @@ from lenvm_kernels.guidance.sentences import ends_sentence
 
 
 @pytest.mark.parametrize(
-    "text", ["a.", "a? \n", 'a!"', "a.)**", "etc…", "好。", "好\uff01」", "`a.`", "```\nx = 1\n```", "_a._"]
+    "text",
+    ["a.", "a? \n", 'a!"', "a.)**", "etc…", "好。", "好\uff01」", "वर्षा।", "لماذا؟", "`a.`", "```\nx = 1\n```", "_a._"],
 )
 def test_a_sentence_ends(text):
     assert ends_sentence(text)
@@ -39,6 +40,7 @@ def test_text_breaks_by_hand():
     assert text_breaks_of(words).tolist() == expected
     assert text_breaks_of(words, 10).tolist() == [*expected, none, none]
     assert text_breaks_of(words, 3).tolist() == expected[:3]
+    assert text_breaks_of(Words("a", "\n", ":")) is None
     # More tokens than are decoded at a time.
     assert text_breaks_of(Words(*["a", "?"] * 9000)).tolist() == [none, sentence] * 9000
 

@@ -13,22 +13,22 @@ from lenvm_kernels.types import TextBreak
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SENTENCE_END = re.compile(r"""[.!?…。！？][\s"'”’»)\]}」』）】*_`]*$|```\s*$""")  # noqa: RUF001
+_SENTENCE_END = re.compile(r"""[.!?…。！？｡।॥؟۔։።។။][\s"'”’»)\]}」』）】*_`]*$|```\s*$""")  # noqa: RUF001
 _TOKENS = 8192  # decoded at a time
 
 
 def ends_sentence(text: str) -> bool:
     """Whether a text ends where a sentence does.
 
-    It does if it ends with a full stop, an exclamation or question mark, also the Chinese ones, or an ellipsis, or with
-    the fence of a code block. Blanks and closing quotes, brackets, asterisks, underscores and backticks behind the
+    It does if it ends with a full stop, an exclamation or question mark, one of these in another script, an ellipsis,
+    or the fence of a code block. Blanks and closing quotes, brackets, asterisks, underscores and backticks behind the
     mark do not count.
     """
     return _SENTENCE_END.search(text) is not None
 
 
 @functools.lru_cache(maxsize=4)
-def text_breaks_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None) -> torch.Tensor:
+def text_breaks_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None) -> torch.Tensor | None:
     """What ends with each token of a vocabulary, by the token's own text.
 
     A full stop may be that of an abbreviation, and a quotation mark may close a sentence: it is the first that counts
@@ -39,7 +39,8 @@ def text_breaks_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = 
         vocab_size: of the result (None: all tokens). What the tokenizer does not have breaks nothing.
 
     Returns:
-        int8 ``[vocab_size]`` on the CPU; a :class:`TextBreak` a token.
+        int8 ``[vocab_size]`` on the CPU; a :class:`TextBreak` a token. None if no token ends a sentence: such a
+        vocabulary says nothing about texts.
     """
     count = len(tokenizer)
     breaks = []
@@ -48,5 +49,7 @@ def text_breaks_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = 
         for text in tokenizer.batch_decode(tokens, clean_up_tokenization_spaces=False):
             ends_line = TextBreak.LINE if text.endswith("\n") else TextBreak.NONE
             breaks.append(TextBreak.SENTENCE if ends_sentence(text) else ends_line)
+    if TextBreak.SENTENCE not in breaks:
+        return None
     size = count if vocab_size is None else vocab_size
     return torch.tensor([*breaks, *[TextBreak.NONE] * (size - count)], dtype=torch.int8)[:size]
