@@ -69,9 +69,10 @@ def reweight_scatter(
     remaining = column("target_length")
     if generated is not None:
         counts_down = table.counts_down[table_rows][:, None]
-        waits = counts_down & ((mode == Mode.NEAR) | (mode == Mode.LE_NEAR))
-        early = (WAIT_SHARE * remaining).clamp(max=WAIT)
-        remaining = torch.where(waits, remaining - early, remaining)
+        if text_breaks is not None:
+            waits = counts_down & ((mode == Mode.NEAR) | (mode == Mode.LE_NEAR))
+            early = (WAIT_SHARE * remaining).clamp(max=WAIT)
+            remaining = torch.where(waits, remaining - early, remaining)
         remaining = torch.where(counts_down, (remaining - generated.double()[:, None]).clamp(min=0), remaining)
     nats = remaining * column("nats_per_token")  # -ln(1 - target value)
     current_nats = -torch.log(torch.sigmoid(-z_max) + expected_top_w * span)

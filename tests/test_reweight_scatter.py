@@ -412,24 +412,16 @@ LENGTHS = [0.01, 0.5, 3.0, 17.0, 18.0, 19.0, 250.0, 4000.0, 1e6]
 
 @pytest.mark.parametrize("gamma", [0.9, 0.997, 0.99999])
 def test_near_by_hand(device, backend, gamma):
-    """Lengths of 0, 8, 18 and 78 tokens, 18 to come: with 2 added they are 10 and 2 times less, equal, 4 times more.
-
-    Of a total the constraints that mind who is longer take off a tenth, at most 6 tokens."""
+    """Lengths of 0, 8, 18 and 78 tokens, 18 to come: with 2 added they are 10 and 2 times less, equal, 4 times more."""
     shorter, longer = torch.tensor([[10.0, 2, 1, 1]]), torch.tensor([[1.0, 1, 1, 4]])
     q = torch.tensor([[0.125, 0.375, 0.25, 0.25]])
     weights = [q * factor**-s for factor in (shorter * longer, shorter, longer) for s in (0.0, 1.0, 2.5)]
     expected = torch.cat([w / w.sum() for w in weights])
     of_row = [(mode, strength) for mode in NEAR for strength in (0.0, 1.0, 2.5)]
-    totals = [(30.0 if mode == Mode.GE_NEAR else 120.0, mode, s) for mode, s in of_row]
-    params = [GuidanceParams(mode, s, gamma, target_length=t, counts_down=True) for t, mode, s in totals]
+    params = [GuidanceParams(mode, s, gamma, target_length=28.0, counts_down=True) for mode, s in of_row]
     lengths = torch.tensor([[5.0, 8.0, 18.0, 78.0]], dtype=torch.float64)  # the first ends the output: 0
-    z = logit_of(lengths * -math.log(gamma)).float()
-    generated = torch.tensor([12 if mode == Mode.GE_NEAR else 96 for mode, _ in of_row], dtype=torch.int32)
+    z, generated = logit_of(lengths * -math.log(gamma)).float(), torch.full((9,), 10, dtype=torch.int32)
     result, _ = reweight(q.repeat(9, 1), z.repeat(9, 1), params, [{0}] * 9, device, backend, generated=generated)
-    torch.testing.assert_close(result, expected, rtol=0, atol=2e-6)
-    params = [replace(p, target_length=18.0 if p.mode == Mode.GE_NEAR else 20.0) for p in params]
-    none = torch.zeros(9, dtype=torch.int32)
-    result, _ = reweight(q.repeat(9, 1), z.repeat(9, 1), params, [{0}] * 9, device, backend, generated=none)
     torch.testing.assert_close(result, expected, rtol=0, atol=2e-6)
     assert torch.equal(result[::3], q.expand(3, -1))
 
@@ -450,6 +442,13 @@ def test_near_by_hand_where_sentences_end(device, backend, mode):
     params, z = [GuidanceParams(mode, 2.0, 0.99, target_length=4.0)], logit_of(lengths * -math.log(0.99)).float()
     result, _ = reweight(q, z, params, [{0}], device, backend, text_breaks=breaks.to(device))
     torch.testing.assert_close(result, expected / expected.sum(), rtol=0, atol=2e-6)
+    # Of a total the two that mind who is longer take off a tenth, at most 6 tokens.
+    for total, early in ((20.0, 2.0), (120.0, 6.0)):
+        early = 0.0 if mode == Mode.GE_NEAR else early
+        totals = [replace(params[0], target_length=total, counts_down=True)]
+        options = dict(text_breaks=breaks, generated=torch.tensor([total - early - 4], dtype=torch.int32))
+        result, _ = reweight(q, z, totals, [{0}], device, backend, **options)
+        torch.testing.assert_close(result, expected / expected.sum(), rtol=0, atol=2e-6)
     # A vocabulary that ends before the fourth: its value is all that is known.
     factors[3] = {Mode.NEAR: 100 / 6, Mode.LE_NEAR: 100 / 6, Mode.GE_NEAR: 1.0}[mode]
     expected = q * torch.tensor([[*factors, 1.0, 1.0]]) ** -2.0

@@ -1125,9 +1125,7 @@ def test_without_a_value_model_only_the_end_is_apart(monkeypatch):
                 continue
             kept = output.candidates.token_ids[i] >= 0
             tokens, q = output.candidates.token_ids[i][kept].tolist(), output.candidates.probs[i][kept].double()
-            left = p.target_length
-            if p.counts_down:  # 0.1 of it is less than 6 tokens
-                left = max(0, left * (1.0 if p.mode == Mode.GE_NEAR else 0.9) - generated)
+            left = max(0, p.target_length - generated) if p.counts_down else p.target_length
             far = [0.0 if t in (EOS, *p.end_token_ids) else p.target_length for t in tokens]
             d = torch.tensor([math.log((length + 2) / (left + 2)) for length in far], dtype=torch.float64)
             d = {Mode.LE_NEAR: d.clamp(min=0), Mode.GE_NEAR: d.clamp(max=0)}.get(p.mode, d).abs()

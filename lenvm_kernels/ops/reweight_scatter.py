@@ -222,8 +222,9 @@ def _reweight(
     if generated_ptr is not None:
         counts_down = tl.load(table.counts_down + table_row * stride.counts_down, mask=valid, other=0) != 0
         generated = tl.load(generated_ptr + request, mask=valid, other=0).to(tl.float32)
-        waits = counts_down & ((mode == _NEAR) | (mode == _LE_NEAR))
-        remaining = tl.where(waits, remaining - tl.minimum(remaining * _WAIT_SHARE, _WAIT), remaining)
+        if text_breaks_ptr is not None:
+            waits = counts_down & ((mode == _NEAR) | (mode == _LE_NEAR))
+            remaining = tl.where(waits, remaining - tl.minimum(remaining * _WAIT_SHARE, _WAIT), remaining)
         remaining = tl.where(counts_down, tl.maximum(remaining - generated, 0.0), remaining)
     status = tl.load(candidates.status + request, mask=valid, other=0)
     guided = (status == _GUIDE) & (mode != _UNGUIDED)
@@ -564,7 +565,8 @@ def reweight_scatter(
         text_breaks: int8 ``[S]`` (None: not known); the :class:`TextBreak` that each token of the vocabulary makes, see
             :func:`text_breaks_of`. To the near constraints one that ends a sentence is as near as its value says, or as
             one token more is, as the output can end after it; unless it has less than a fiftieth of the probability of
-            the most probable candidate.
+            the most probable candidate. And ``near`` and ``le_near`` aim a little before a total: at 6 tokens less, or
+            at a tenth less if that is nearer.
         probs: fp32, bf16 or fp16 ``[B, V]``, last dimension contiguous; guided requests are rewritten in place: the
             candidates' guided probabilities, 0 elsewhere.
         backend: ``auto``, ``triton`` or ``reference``.

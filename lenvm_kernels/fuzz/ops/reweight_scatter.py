@@ -367,8 +367,9 @@ def target_of(given: Inputs) -> Tensor:
     """fp64 ``[B, 1]``: what is to come by the target, in nats."""
     remaining = _column(given, "target_length")
     if "generated" in given.arguments:
-        waits = (_column(given, "counts_down") > 0) & is_one_of(_column(given, "mode"), (Mode.NEAR, Mode.LE_NEAR))
-        remaining = torch.where(waits, remaining - (remaining * WAIT_SHARE).clamp(max=WAIT), remaining)
+        if "text_breaks" in given.arguments:
+            waits = (_column(given, "counts_down") > 0) & is_one_of(_column(given, "mode"), (Mode.NEAR, Mode.LE_NEAR))
+            remaining = torch.where(waits, remaining - (remaining * WAIT_SHARE).clamp(max=WAIT), remaining)
         left = (remaining - given.arguments["generated"].double()[:, None]).clamp(min=0)
         remaining = torch.where(_column(given, "counts_down") > 0, left, remaining)
     return remaining * _column(given, "nats_per_token")
