@@ -34,7 +34,9 @@ def make_case(device: str, *, B: int, K: int, V: int, scatter: bool, dtype: str)
         partial(reweight_scatter, *arguments, probs=probs),
         # Of a candidate: id, probability, value logit and the result.
         B * K * 4 * 4 + (probs.nbytes if scatter else 0),
-        reference=partial(reference.reweight_scatter, *arguments, table_rows=None, generated=None, probs=probs),
+        reference=partial(
+            reference.reweight_scatter, *arguments, table_rows=None, generated=None, text_breaks=None, probs=probs
+        ),
     )
 
 
