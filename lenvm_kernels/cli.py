@@ -173,7 +173,7 @@ def _add_demo(commands: Any) -> None:
         "demo",
         help="measure length control on SmolLM2-135M-Instruct",
         description="Answer held-out prompts with SmolLM2-135M-Instruct: alone, guided shorter, guided longer, and to "
-        "a target length. Prints lengths and perplexities, and plots length against guidance scale.",
+        "target lengths. Prints lengths, how answers end and perplexities, and plots lengths against targets.",
     )
     parser.set_defaults(run=_demo)
     parser.add_argument(
@@ -442,14 +442,14 @@ def _demo(args: argparse.Namespace) -> None:
     _print_table(result)
     with usage_errors():
         plot(result, args.plot)
-        print(f"\n{args.plot}: mean length against value_scale; {seconds:.0f} s in all")
+        print(f"\n{args.plot}: lengths against targets; {seconds:.0f} s in all")
         if args.json is not None:
             numbers = {
                 "settings": result.rows(),
-                "target_length": result.plan.target["target_length"],
+                "target_length": result.plan.target,
                 "prompts": len(result.prompts),
                 "max_new_tokens": result.plan.max_new_tokens,
-                "scales": [{"scale": s, "mean_length": n} for s, n in result.mean_length_of_scale.items()],
+                "lengths": {name: [len(a.ids) for a in answers] for name, answers in result.answers.items()},
                 "seed": args.seed,
                 "seconds": seconds,
             }
@@ -457,28 +457,38 @@ def _demo(args: argparse.Namespace) -> None:
 
 
 def _print_samples(result: Result, count: int = 3, width: int = 60) -> None:
-    """The first characters of some prompts' answers, setting under setting."""
+    """The first characters of some prompts' answers, setting under setting of the table."""
     for index, prompt in enumerate(result.prompts[:count]):
         print(f"\n> {prompt}")
-        for setting, answers in result.answers.items():
-            text = " ".join(answers.texts[index].split())
+        for row in result.rows():
+            if row["setting"] not in result.answers:
+                continue
+            answer = result.answers[row["setting"]][index]
+            text = " ".join(answer.text.split())
             text = text if len(text) <= width else text[:width] + "..."
-            print(f"  {setting:8} {answers.lengths[index]:>4} tokens  {text}")
+            print(f"  {answer.setting:8} {len(answer.ids):>4} tokens  {text}")
 
 
 def _print_table(result: Result) -> None:
-    target = f"|length - {result.plan.target['target_length']}|"
-    print(f"\n{'setting':12} {'mean length':>11} {target:>14} {'perplexity':>10}  guidance")
+    def percent(share: float | None) -> str:
+        return "-" if share is None else f"{100 * share:.0f} %"
+
+    target = f"|length - {result.plan.target}|"
+    print(
+        f"\n{'setting':10} {'mean length':>11} {target:>13} {'within 25 %':>11} {'sentence ends':>13} "
+        f"{'perplexity':>10}  guidance"
+    )
     for row in result.rows():
         guidance = "none" if row["guidance"] is None else " ".join(f"{k}={v}" for k, v in row["guidance"].items())
         print(
-            f"{row['setting']:12} {row['mean_length']:>11.1f} {row['length_deviation']:>14.1f} "
-            f"{row['perplexity']:>10.2f}  {guidance}"
+            f"{row['setting']:10} {row['mean_length']:>11.1f} {row['distance']:>13.1f} {percent(row['within_25']):>11} "
+            f"{percent(row['sentence_ends']):>13} {row['perplexity']:>10.2f}  {guidance}"
         )
     print(
         f"{len(result.prompts)} held-out prompts. Lengths in tokens, end-of-sequence included, at most "
-        f"{result.plan.max_new_tokens}.\n|length - target|: mean distance. Perplexity: of the output under the base "
-        "model alone, fp32, temperature 1."
+        f"{result.plan.max_new_tokens}.\n|length - target|: mean distance. Sentence ends: of answers that ended by "
+        "themselves, those that end a sentence.\nPerplexity: of the output under the base model alone, fp32, "
+        "temperature 1. constant: guided by the end of the text alone."
     )
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,19 +15,12 @@ from tqdm import tqdm
 from lenvm_kernels import LenVMConfig, cli
 from lenvm_kernels.demo import MODEL_PACKAGE, held_out_prompts, run
 from lenvm_kernels.demo.models import Models
+from lenvm_kernels.evaluate.measures import Answer, measure
 from tests.helpers.models import EOS, save_checkpoint
 
-SETTINGS = ["base", "shorter", "longer", "target_base", "target"]
+SETTINGS = ["base", "shorter", "longer", "hard cut", "eq", "constant", "target"]
 PROMPTS = ["w1 w2 w3", "w4", "w5 w6", "w7 w8 w9 w1"]
-PLAN = run.Plan(
-    prompts=3,
-    max_new_tokens=8,
-    shorter=-500.0,
-    longer=500.0,
-    target={"target_length": 4, "constraint": "eq_soft"},
-    more_scales=(-5.0,),
-    scale_prompts=2,
-)
+PLAN = run.Plan(prompts=3, max_new_tokens=8, shorter=-500.0, longer=500.0, target=4, more_targets=(2,))
 
 
 @pytest.fixture(scope="module")
@@ -60,54 +54,65 @@ def test_lengths_and_perplexity_are_those_of_a_plain_forward(tiny, monkeypatch):
 
     monkeypatch.setattr(tiny.model, "generate", keep)
     bar = tqdm(total=24, disable=False)
-    answers = run.answer(tiny, PROMPTS[:3], run._scaled(-3.0), 12, seed=3, bar=bar)
+    answers = run.answer(tiny, PROMPTS[:3], "some", run.Setting(run._scaled(-3.0), True, 12), seed=3, bar=bar)
     assert bar.n == 24  # two batches, whenever they ended
 
-    lengths, nll = [], 0.0
-    for prompt, new in sequences:
+    for i, (found, (prompt, new)) in enumerate(zip(answers, sequences, strict=True)):
         new = new[: new.index(EOS) + 1] if EOS in new else new
-        lengths.append(len(new))
         log_p = torch.log_softmax(tiny.model(torch.tensor([prompt + new])).logits[0].double(), dim=-1)
-        nll -= sum(log_p[len(prompt) + i - 1, token].item() for i, token in enumerate(new))
-    assert answers.lengths == lengths and len(set(lengths)) > 1
-    assert math.isclose(answers.perplexity, math.exp(nll / sum(lengths)), rel_tol=1e-4)
-    assert answers.texts == [tiny.tokenizer.decode(new, skip_special_tokens=True) for _, new in sequences]
+        nll = [-log_p[len(prompt) + i - 1, token].item() for i, token in enumerate(new)]
+        text = tiny.tokenizer.decode(new, skip_special_tokens=True)
+        assert replace(found, nll=[]) == Answer("some", None, 3, i, new, text, new[-1] == EOS, [])
+        assert found.nll == pytest.approx(nll, abs=1e-3)
+    assert len({len(found.ids) for found in answers}) > 1 and any(found.ended for found in answers)
 
 
 def test_the_command_writes_the_table_the_numbers_and_the_plot(tiny_demo, tmp_path, capsys):
     numbers, picture = tmp_path / "demo.json", tmp_path / "demo.png"
     assert cli.main(["demo", "--quick", "--device", "cpu", "--json", str(numbers), "--plot", str(picture)]) == 0
     text = capsys.readouterr().out
-    table = [line.split() for line in text.splitlines() if line.split(" ")[0] in SETTINGS]
+    table = [re.split(r"  +", line) for line in text.splitlines() if line[:10].rstrip() in SETTINGS]
     written = json.loads(numbers.read_text())
     assert [row["setting"] for row in written["settings"]] == [row[0] for row in table] == SETTINGS
-    for row, shown in zip(written["settings"], table, strict=True):
-        values = [row[name] for name in ("mean_length", "length_deviation", "perplexity")]
-        assert all(math.isfinite(value) for value in values)
-        assert [f"{values[0]:.1f}", f"{values[1]:.1f}", f"{values[2]:.2f}"] == shown[1:4]
     by_name = {row["setting"]: row for row in written["settings"]}
-    assert by_name["target_base"] == by_name["base"] | {"setting": "target_base"}
+    for row, shown in zip(written["settings"], table, strict=True):
+        assert all(math.isfinite(row[name]) for name in ("mean_length", "distance", "perplexity"))
+        assert [f"{row['mean_length']:.1f}", f"{row['distance']:.1f}", f"{100 * row['within_25']:.0f} %"] == shown[1:4]
+        assert shown[5] == f"{row['perplexity']:.2f}"
+    lengths = written["lengths"]
+    assert by_name["base"]["mean_length"] == pytest.approx(sum(lengths["base"]) / 3)
+    assert by_name["hard cut"]["mean_length"] == pytest.approx(sum(min(n, 4) for n in lengths["base"]) / 3)
     assert by_name["shorter"]["mean_length"] <= by_name["longer"]["mean_length"]
-    assert [point["scale"] for point in written["scales"]] == [-500.0, -5.0, 0.0, 500.0]
-    assert "value_mode=centered_exp value_scale=-500.0" in text and "target_length=4 constraint=eq_soft" in text
+    assert max(lengths["target/2"]) <= 5 and max(lengths["constant/2"]) <= 5  # 2.5 times the target
+    assert "value_mode=centered_exp value_scale=-500.0" in text and "target_length=4 constraint=eq" in text
     assert all(f"> {prompt}\n" in text for prompt in PROMPTS[:3])
     assert matplotlib.image.imread(picture).std() > 0
 
 
 def test_a_seed_gives_the_same_numbers(tiny):
-    first, again, other = (run.run(tiny, PROMPTS, PLAN, seed=seed) for seed in (5, 5, 6))
-    for setting, answers in first.answers.items():
-        assert replace(again.answers[setting], nll=answers.nll) == answers
-        assert again.answers[setting].nll == pytest.approx(answers.nll, rel=1e-5)
-    assert first.answers != other.answers
+    first, again, other = (run.run(tiny, PROMPTS, PLAN, seed=seed).answers for seed in (5, 5, 6))
+    for name, answers in first.items():
+        for found, same in zip(answers, again[name], strict=True):
+            assert replace(same, nll=found.nll) == found and same.nll == pytest.approx(found.nll, rel=1e-4, abs=1e-6)
+    assert any(a.ids != b.ids for name in first for a, b in zip(first[name], other[name], strict=True))
+
+
+def test_what_is_plotted(tiny):
+    """The base model's answers at each target, and those to it of both guided settings."""
+    result = run.run(tiny, PROMPTS, PLAN, seed=5)
+    views = result.views()
+    assert list(views) == ["2", "4"] and views["2"]["base model"] is views["4"]["base model"]
+    assert views["2"]["guided"] is result.answers["target/2"] and views["4"]["guided"] is result.answers["target"]
+    assert views["2"]["no value model"] is result.answers["constant/2"]
+    assert {answer.target for answer in views["2"]["guided"]} == {2}
 
 
 @pytest.mark.parametrize("plan", [run.QUICK, run.FULL])
 def test_the_plans_fit_the_held_out_prompts(plan):
-    assert plan.scale_prompts <= plan.prompts <= len(held_out_prompts())
-    assert 0 < plan.target["target_length"] < plan.max_new_tokens
-    scales = (plan.shorter, 0.0, plan.longer, *plan.more_scales)
-    assert len(set(scales)) == len(scales)
+    assert 0 < plan.prompts <= len(held_out_prompts())
+    assert 0 < plan.targets[0] < plan.target and plan.targets[-1] < plan.max_new_tokens
+    limits = [setting.max_new_tokens for setting in plan.settings().values()]
+    assert max(limits) == plan.max_new_tokens and min(limits) == 2.5 * plan.targets[0]
 
 
 needs_demo_model = pytest.mark.skipif(
@@ -126,10 +131,10 @@ def test_the_real_model(packaged):
     """SmolLM2 loads from its package, its chat template applies, and answers in words under the shipped value model."""
     ids = packaged.encode(["What is the capital of France?"])["input_ids"]
     assert packaged.tokenizer.decode(ids[0]).endswith("France?<|im_end|>\n<|im_start|>assistant\n")
-    answers = run.answer(packaged, held_out_prompts()[:2], run._scaled(-5.0), 6, seed=0, bar=tqdm(total=6))
-    assert all(1 <= length <= 6 for length in answers.lengths)
-    assert all(text.strip() for text in answers.texts)
-    assert 1 < answers.perplexity < 50
+    setting = run.Setting(run._scaled(-5.0), True, 6)
+    answers = run.answer(packaged, held_out_prompts()[:2], "shorter", setting, seed=0, bar=tqdm(total=6))
+    assert all(1 <= len(found.ids) <= 6 and found.text.strip() for found in answers)
+    assert 1 < measure(answers, 6)["perplexity"] < 50
 
 
 @needs_demo_model

@@ -189,7 +189,8 @@ def run_command(args: argparse.Namespace) -> None:
         (args.output / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         table = report.table(plan, scores)
         (args.output / "table.md").write_text(table, encoding="utf-8")
-        report.plot_lengths(plan, found, args.output / "lengths.png")
+        of_curves = {name for curve in curves.values() for _, name in curve} - set(curves)
+        report.plot_lengths(plan.targets, found, args.output / "lengths.png", leave_out=of_curves)
         if curves:
             report.plot_curves(plan, scores, args.output / "curve.png")
     print(table)

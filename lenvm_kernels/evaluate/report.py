@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,30 +57,36 @@ def table(plan: Plan, scores: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def plot_lengths(plan: Plan, views: Mapping[str, Mapping[str, Sequence[Answer]]], file: Path) -> None:
+def plot_lengths(
+    targets: Sequence[int],
+    views: Mapping[str, Mapping[str, Sequence[Answer]]],
+    file: Path,
+    *,
+    leave_out: Collection[str] = (),
+) -> None:
     """Write a PNG with a dot an answer, its length against the target, and a panel a setting.
 
     Args:
-        plan: of the targets.
+        targets: tokens.
         views: answers by target and name of a setting.
         file: what to write.
+        leave_out: settings without a panel.
     """
     from matplotlib import pyplot
 
-    curve_names = {name for curve in plan.curves.values() for _, name in curve} - set(plan.curves)
-    names = [name for name in views[str(plan.targets[0])] if name not in curve_names]
-    longest, gap = max(plan.targets), max(plan.targets) / 50
+    names = [name for name in views[str(targets[0])] if name not in leave_out]
+    longest, gap = max(targets), max(targets) / 50
     figure, panels = pyplot.subplots(
         1, len(names), figsize=(2.6 * len(names) + 0.8, 3.8), sharey=True, squeeze=False, layout="constrained"
     )
     for axes, name in zip(panels[0], names, strict=True):
         axes.plot([0, longest * 1.1], [0, longest * 1.1], color="grey", linewidth=1, zorder=0)
-        for target in plan.targets:
+        for target in targets:
             lengths = [len(answer.ids) for answer in views[str(target)][name]]
             places = target + gap * np.random.default_rng(0).uniform(-1, 1, len(lengths))
             axes.scatter(places, lengths, s=7, alpha=0.5, linewidths=0)
         axes.set_title(name if len(name) <= 30 else name[:29] + "…", fontsize=9)
-        axes.set_xticks(sorted(plan.targets))
+        axes.set_xticks(sorted(targets))
         axes.set_xlabel("target in tokens")
         axes.set_xlim(0, longest * 1.1)
         axes.set_ylim(bottom=0)
