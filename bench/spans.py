@@ -3,11 +3,13 @@
     python -m bench.spans [--seeds 1 2 3] [--prompts 16] [--budget 60] [--json FILE]
 
 The demo's model does not think before it answers. So the span is its whole answer, and the token that ends the sequence
-is the one that ends the span. ``hard`` forces that token at the budget; ``soft`` guides to the budget by ``le_soft``;
-``both`` is a ``thinking_budget``, with its hard limit at 1.25 times as many tokens. A span that is as long as its limit
-counts as cut. Perplexity is that of the base model, the token that was forced included.
+is the one that ends the span. ``hard`` forces that token at the budget; ``le_soft`` and ``le_near`` guide to it;
+``both`` is a ``thinking_budget``: ``le_near``, and a hard limit at 1.25 times as many tokens. ``le_soft`` leaves steps
+alone where the model is sure. A span that is as long as its limit counts as cut. Perplexity is that of the base model,
+the token that was forced included.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from bench.harness.demo_runs import DemoRuns, parser
-from lenvm_kernels.demo.run import Answers, answer
+from lenvm_kernels.demo.run import Setting, answer
 from lenvm_kernels.guidance import parse_guidance
 
 MAX_NEW_TOKENS = 200
@@ -41,12 +43,15 @@ class Cell:
 
 def settings(budget: int, end: int) -> dict[str, dict[str, Any] | None]:
     """The guidance of each row."""
-    soft = {"entropy_threshold": ENTROPY_THRESHOLD, "end_token_ids": [end]}
+    of_span = {"end_token_ids": [end]}
+    soft = {"entropy_threshold": ENTROPY_THRESHOLD, "constraint": "le_soft"}
     return {
         "none": None,
-        "hard": {"end_token_ids": [end], "hard_limit": budget},
-        "soft": soft | {"target_length": budget, "constraint": "le_soft"},
-        "both": soft | {"thinking_budget": budget},
+        "hard": of_span | {"hard_limit": budget},
+        "le_soft": of_span | soft | {"target_length": budget},
+        "le_soft and a limit": of_span | soft | {"thinking_budget": budget},
+        "le_near": of_span | {"target_length": budget, "constraint": "le_near"},
+        "both": of_span | {"thinking_budget": budget},
     }
 
 
@@ -55,14 +60,14 @@ def measure(runs: DemoRuns, setting: str, guidance: dict[str, Any] | None, bar: 
     limit = None if guidance is None else parse_guidance(guidance).hard_limit
     limit = MAX_NEW_TOKENS - 1 if limit is None else limit
     lengths: list[int] = []
-    nll = 0.0
+    nats: list[float] = []
     for seed in runs.seeds:
         bar.set_description(f"{setting}, seed {seed}")
-        answers = answer(runs.models, runs.prompts, guidance, MAX_NEW_TOKENS, seed=seed, bar=bar)
-        lengths += [length - 1 for length in answers.lengths]
-        nll += answers.nll
-    perplexity = Answers([length + 1 for length in lengths], [], nll).perplexity
-    return Cell(setting, lengths, sum(length < limit for length in lengths), perplexity)
+        asked = Setting(guidance, True, MAX_NEW_TOKENS)
+        answers = answer(runs.models, runs.prompts, setting, asked, seed=seed, bar=bar)
+        lengths += [len(found.ids) - 1 for found in answers]
+        nats += [x for found in answers for x in found.nll]
+    return Cell(setting, lengths, sum(length < limit for length in lengths), math.exp(sum(nats) / len(nats)))
 
 
 def table(cells: Sequence[Cell]) -> str:

@@ -9,7 +9,7 @@ a forward of no tokens costs its launches only, and is not counted.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from unittest.mock import patch
@@ -18,7 +18,9 @@ import torch
 from tqdm import tqdm
 
 from bench.harness.demo_runs import DemoRuns, parser
-from lenvm_kernels.demo.run import QUICK, Answers, answer
+from lenvm_kernels.demo.run import QUICK, Setting, answer
+from lenvm_kernels.evaluate.measures import Answer
+from lenvm_kernels.evaluate.measures import measure as measure_answers
 from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.step import step as step_module
 from lenvm_kernels.types import Status
@@ -98,25 +100,17 @@ class Cell:
 
 def measure(runs: DemoRuns, setting: str, stride: int, end_rule: bool, bar: tqdm) -> Cell:
     """One row: the prompts answered with every seed."""
-    guidance = QUICK.guidance()[setting]
-    guidance = guidance and guidance | {"value_stride": stride}
-    lengths: list[int] = []
-    nll = 0.0
+    guidance = QUICK.settings()[setting].guidance
+    asked = Setting(guidance and guidance | {"value_stride": stride}, True, QUICK.max_new_tokens)
+    answers: list[Answer] = []
     with counting() as work:
         for seed in runs.seeds:
             bar.set_description(f"{setting}, stride {stride}, seed {seed}")
             options = dict(seed=seed, bar=bar)
-            if end_rule:
-                answers: Answers = answer(runs.models, runs.prompts, guidance, QUICK.max_new_tokens, **options)
-            else:
-                with without_end_rule():
-                    answers = answer(runs.models, runs.prompts, guidance, QUICK.max_new_tokens, **options)
-            lengths += answers.lengths
-            nll += answers.nll
-    target = QUICK.target["target_length"]
-    all_of_them = Answers(lengths, [], nll)
-    deviation = sum(abs(length - target) for length in lengths) / len(lengths)
-    return Cell(setting, stride, end_rule, sum(lengths) / len(lengths), deviation, all_of_them.perplexity, work)
+            with nullcontext() if end_rule else without_end_rule():
+                answers += answer(runs.models, runs.prompts, setting, asked, **options)
+    found = measure_answers(answers, QUICK.target)
+    return Cell(setting, stride, end_rule, found["mean"], found["distance"], found["perplexity"], work)
 
 
 def table(cells: Sequence[Cell]) -> str:
