@@ -82,7 +82,9 @@ def test_every_mode_beside_unguided_requests(folder, engine):
     assert check_steps(folder, sequences, steps) > 12 * 16
     guided = {tuple(row["tokens"][: len(prompt)]) for row in rows_of(steps, Status.GUIDE) for prompt in prompts}
     assert guided.issuperset(map(tuple, prompts[:10])) and not guided.intersection(map(tuple, prompts[10:]))
-    assert any(len(step["rows"]) >= 12 for step in steps)
+    # A busy machine may not have all of them at once.
+    batches = [[row["status"] for row in step["rows"]] for step in steps]
+    assert any(len(batch) >= 6 and {Status.GUIDE, Status.UNGUIDED} <= {*batch} for batch in batches)
     # The others draw what they draw among themselves.
     alone, _, steps = generate(engine, prompts, [None] * 12, min_p=0.01, temperature=0.7)
     assert alone[10:] == sequences[10:] and alone[:10] != sequences[:10] and not steps
