@@ -27,6 +27,7 @@ import xgrammar
 
 from lenvm_kernels import GuidanceTable, LenVMConfig, parse_guidance, reweight_scatter, topk_candidates
 from lenvm_kernels.demo import VALUE, held_out_prompts
+from lenvm_kernels.guidance.sentences import ends_sentence
 from lenvm_kernels.types import Status
 from tests.helpers.models import write_smollm2
 from tests.helpers.server import free_port, running
@@ -146,6 +147,20 @@ def test_guidance_controls_lengths(smollm2, engine):
     assert mean(shorter) < 0.75 * mean(unguided)
     assert mean(longer) > 1.1 * mean(unguided)  # many of both reach the limit
     assert mean(abs(n - 40) for n in target) < 0.9 * mean(abs(n - 40) for n in unguided)
+
+
+def test_targets_are_met_by_whole_sentences(smollm2, engine):
+    """By a request that says nothing but its target; the server knows by its tokenizer where sentences end."""
+    prompts = [chat(smollm2, text) for text in held_out_prompts()[::10]]
+    sampling = [
+        {"max_new_tokens": 100, "sampling_seed": i, "custom_params": {"target_length": 40}} for i in range(len(prompts))
+    ]
+    results = answers(engine, prompts, sampling)
+    lengths = [result["meta_info"]["completion_tokens"] for result in results]
+    texts = [smollm2.tokenizer.decode(result["output_ids"], skip_special_tokens=True) for result in results]
+    print(*zip(lengths, texts, strict=True), sep="\n")
+    assert sum(abs(n - 40) <= 10 for n in lengths) >= 7
+    assert sum(map(ends_sentence, texts)) >= 8
 
 
 def test_openai_endpoints(smollm2, engine):
