@@ -10,8 +10,10 @@ from lenvm_kernels.types import Candidates, Status
 
 # Below this temperature a row is greedy, as in SGLang: its one candidate is the most probable token.
 GREEDY_TEMPERATURE = 1e-6
-# Past its due length a request takes ends of half the probability with each tenth of that length, down to 2^-120.
+# Past its due length a request takes ends of half the probability with each tenth of that length, and with each
+# hundredth once it is half as long again: what then goes on will not end by itself. It is 2^-120 at the least.
 HALVINGS, MOST_HALVINGS = 10.0, 120.0
+OVERDUE, HALVINGS_OVERDUE = 0.5, 100.0
 # What the least probability of an end is multiplied by where it is known whether a sentence or a line has ended.
 AFTER_SENTENCE, AFTER_LINE, WITHIN_LINE = 1e-4, 0.1, 100.0
 
@@ -91,7 +93,8 @@ def topk_candidates(
             least = least * scales[breaks_of(last_tokens, text_breaks)]
         if due_length is not None and generated is not None:
             late = (generated.to(dtype) / due_length[of_row].to(dtype).clamp(min=1) - 1).clamp(min=0)
-            least = least * torch.exp2(-(HALVINGS * late).clamp(max=MOST_HALVINGS))
+            halvings = HALVINGS * late.clamp(max=OVERDUE) + HALVINGS_OVERDUE * (late - OVERDUE).clamp(min=0)
+            least = least * torch.exp2(-halvings.clamp(max=MOST_HALVINGS))
         ends = ends_among_candidates(x, p, end_token_ids[of_row].long(), least, nothing, max_candidates)
         ends = torch.where(keep[:, :1], ends, -1)  # of rows that have candidates
         # The first token that ends nothing stays.

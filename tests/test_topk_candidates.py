@@ -496,12 +496,12 @@ def test_ends_are_candidates_whatever_the_filters_say(device, backend, is_logits
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_who_is_late_takes_worse_ends(device, backend):
-    """The least probability halves with each tenth of the due length past it; rows of the table in another order.
+    """The least probability halves with each tenth of the due length past it, and from half of it on with each hundredth.
 
-    Ends are 7 (0.02), 4 (0.0005) and 1 (0.00002)."""
+    Rows of the table are in another order. Ends are 7 (0.02), 4 (0.0005) and 1 (0.00002)."""
     least, due = [0.03, 0.03, 0.03, 0.01, 0.01, 0.03], [40.0, 40.0, torch.inf, 20.0, 0.0, 100.0]
-    generated = [40, 44, 9999, 30, 11, 162]
-    # 0.03; 0.015; 0.03; 0.01 / 32 = 0.0003; 2^-100; 0.03 / 2^6.2 = 0.00041
+    generated = [40, 44, 9999, 30, 11, 154]
+    # 0.03; 0.015; 0.03; 0.01 / 32 = 0.0003; 2^-120; 0.03 / 2^9 = 0.000059
     expected = [[5], [5, 7], [5], [5, 7, 4], [5, 7, 4, 1], [5, 7, 4]]
     order = torch.tensor([4, 0, 5, 2, 1, 3], device=device)
     of_rows = torch.empty(6, 2, device=device)

@@ -33,7 +33,9 @@ from lenvm_kernels.reference.topk_candidates import (
     AFTER_SENTENCE,
     GREEDY_TEMPERATURE,
     HALVINGS,
+    HALVINGS_OVERDUE,
     MOST_HALVINGS,
+    OVERDUE,
     WITHIN_LINE,
 )
 from lenvm_kernels.reference.topk_candidates import topk_candidates as _reference
@@ -54,6 +56,7 @@ PROGRAM_BYTES = 8192
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _GREEDY_TEMPERATURE = tl.constexpr(GREEDY_TEMPERATURE)
 _HALVINGS, _MOST_HALVINGS = tl.constexpr(HALVINGS), tl.constexpr(MOST_HALVINGS)
+_OVERDUE, _HALVINGS_OVERDUE = tl.constexpr(OVERDUE), tl.constexpr(HALVINGS_OVERDUE)
 _AFTER_SENTENCE, _AFTER_LINE, _WITHIN = (tl.constexpr(x) for x in (AFTER_SENTENCE, AFTER_LINE, WITHIN_LINE))
 _NO_BREAK, _LINE, _SENTENCE = (tl.constexpr(int(x)) for x in TextBreak)
 _NO_KEY = tl.constexpr(-(2**63))
@@ -258,7 +261,8 @@ def _filter_kernel(
         if due_length_ptr is not None:
             due_length = tl.maximum(tl.load(due_length_ptr + table_row * stride_due_length_row), 1.0)
             late = tl.maximum(tl.load(generated_ptr + request).to(tl.float32) / due_length - 1, 0.0)
-            least *= tl.exp2(-tl.minimum(late * _HALVINGS, _MOST_HALVINGS))
+            halvings = tl.minimum(late, _OVERDUE) * _HALVINGS + tl.maximum(late - _OVERDUE, 0.0) * _HALVINGS_OVERDUE
+            least *= tl.exp2(-tl.minimum(halvings, _MOST_HALVINGS))
         least = tl.where(usable, least, float("nan"))  # a broken request has no candidates
         allowed = is_token & (end_score > nothing) & (end_p >= least)
         end_keys = tl.where(allowed, _encode_key(end_score, end), _NO_KEY)
@@ -482,7 +486,8 @@ def topk_candidates(
         min_end_prob: fp32 ``[R]``; with ``end_token_ids``. Above 1 none of them is added; inf leaves all as if there
             were none.
         due_length: fp32 ``[R]``; tokens by which the output should have ended, inf for none (None: for nobody). With
-            each tenth of it that is generated beyond, ``min_end_prob`` halves: who is late takes a worse end.
+            each tenth of it that is generated beyond, ``min_end_prob`` halves, and with each hundredth beyond 1.5 times
+            as many: who is late takes a worse end.
         generated: int32 ``[B]``; with ``due_length``, tokens generated.
         text_breaks: int8 ``[S]`` (None: not known); the :class:`TextBreak` that each token of the vocabulary makes, see
             :func:`text_breaks_of`; any other token makes none. ``min_end_prob`` is 1/10,000 of what was given after the
