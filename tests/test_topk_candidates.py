@@ -496,7 +496,7 @@ def test_ends_are_candidates_whatever_the_filters_say(device, backend, is_logits
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_who_is_late_takes_worse_ends(device, backend):
-    """The least probability halves with each tenth of the due length past it, and from half of it on with each hundredth.
+    """The least probability halves with each tenth of the due length past it, from half of it on with each hundredth.
 
     Rows of the table are in another order. Ends are 7 (0.02), 4 (0.0005) and 1 (0.00002)."""
     least, due = [0.03, 0.03, 0.03, 0.01, 0.01, 0.03], [40.0, 40.0, torch.inf, 20.0, 0.0, 100.0]
