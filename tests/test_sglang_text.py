@@ -159,8 +159,9 @@ def test_targets_are_met_by_whole_sentences(smollm2, engine):
     lengths = [result["meta_info"]["completion_tokens"] for result in results]
     texts = [smollm2.tokenizer.decode(result["output_ids"], skip_special_tokens=True) for result in results]
     print(*zip(lengths, texts, strict=True), sep="\n")
-    assert sum(abs(n - 40) <= 10 for n in lengths) >= 7
-    assert sum(map(ends_sentence, texts)) >= 8
+    # 8 and 9 of 10 when this was written. Of unguided answers 8 % are as near.
+    assert sum(abs(n - 40) <= 10 for n in lengths) >= 6
+    assert sum(map(ends_sentence, texts)) >= 7
 
 
 def test_openai_endpoints(smollm2, engine):
