@@ -1,5 +1,7 @@
 """Where sentences and lines end: of texts, and of the tokens of a vocabulary."""
 
+from importlib.util import find_spec
+
 import pytest
 
 from lenvm_kernels import TextBreak, text_breaks_of
@@ -45,8 +47,8 @@ def test_text_breaks_by_hand():
     assert text_breaks_of(Words(*["a", "?"] * 9000)).tolist() == [none, sentence] * 9000
 
 
+@pytest.mark.skipif(find_spec(MODEL_PACKAGE) is None, reason=f"{MODEL_PACKAGE} is not installed")
 def test_text_breaks_of_a_real_tokenizer():
-    pytest.importorskip(MODEL_PACKAGE, reason="the demo's model is not installed")
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_path().parent, gguf_file=model_path().name)

@@ -6,6 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from lenvm_kernels import LenVMConfig
 from lenvm_kernels.adapters.settings import (
@@ -13,6 +16,7 @@ from lenvm_kernels.adapters.settings import (
     default_ends_of_thought,
     default_gamma,
     has_value_model,
+    load_text_breaks,
     parse_request,
 )
 from lenvm_kernels.adapters.vllm_requests import guidance_of
@@ -191,6 +195,7 @@ def test_requests_get_the_gamma_of_the_server_unless_they_name_one(model, monkey
         return guidance_of(SimpleNamespace(extra_args={"target_length": 9} | extra_args, **params)).gamma
 
     assert gamma() == 0.997 and default_gamma() is None
+    assert parse_request({"target_length": 9}).scale == 5
     fresh_default()
     monkeypatch.setenv("LENVM_VALUE_MODEL", str(model))
     LenVMConfig(gamma=0.9).write(model)
@@ -209,6 +214,11 @@ def test_without_a_value_model(model, monkeypatch, fresh_default):
     assert settings == Settings(None, gamma=0.9) and Settings.are_given() and not has_value_model()
     assert settings.load_value_model(torch.float32, "cpu") is None
     assert parse_request({"target_length": 9}).gamma == 0.9
+    # Nothing but ends depends on it: twice as strong as by values, unless a request says otherwise.
+    assert (
+        parse_request({"target_length": 9}).scale == 10
+        and parse_request({"target_length": 9, "strength": 3}).scale == 3
+    )
     budget = parse_request({"thinking_budget": 40, "end_token_ids": [7]})
     assert budget.hard_limit == 50 and budget.mode == Mode.LE_NEAR
     for bad, message in (
@@ -222,6 +232,16 @@ def test_without_a_value_model(model, monkeypatch, fresh_default):
     monkeypatch.setenv("LENVM_CACHE", "fp8")
     with pytest.raises(ValueError, match="LENVM_CACHE must not be given without a value model, got 'fp8'"):
         Settings.from_environment()
+
+
+def test_text_breaks_of_an_engine(tmp_path, caplog):
+    """Of the tokenizer where the engine has its own; without one, or where it cannot be loaded, nothing is known."""
+    words = Tokenizer(WordLevel({"a": 0, "b.": 1, "c\n": 2, "<unk>": 3}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(tmp_path)
+    assert load_text_breaks(str(tmp_path), 6).tolist() == [0, 2, 1, 0, 0, 0]
+    assert load_text_breaks(None, 6) is None and not caplog.records
+    assert load_text_breaks(str(tmp_path / "nowhere"), 6) is None
+    assert "outputs may end within sentences: the tokenizer" in caplog.text and "nowhere" in caplog.text
 
 
 @pytest.mark.parametrize(("given", "allows"), [(True, True), (1, True), (0, False)])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from lenvm_kernels.adapters import transformers as transformers_adapter
 from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor, generate
 from lenvm_kernels.guidance import GuidanceTable, ends_of_thought, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
@@ -435,6 +436,35 @@ def outputs_of(output, prompts):
     """The tokens that each row of an output generated before the end."""
     new = output[:, prompts["input_ids"].shape[1] :].tolist()
     return [row[: row.index(EOS)] if EOS in row else row for row in new]
+
+
+@pytest.mark.parametrize("has_values", [True, False])
+def test_generate_knows_sentences_by_the_tokenizer(base, value_model, prompts, has_values, monkeypatch):
+    """Where sentences end is what the step is told; without a tokenizer it is not."""
+
+    class Words:
+        def __len__(self):
+            return 8
+
+        def get_vocab(self):
+            return {f"w{i}": i for i in range(8)}
+
+        def batch_decode(self, tokens, **_):
+            return ["w." if i == 5 else "w\n" if i == 6 else "w" for (i,) in tokens]
+
+    seen = []
+    make_step = transformers_adapter.GuidedStep
+    monkeypatch.setattr(
+        transformers_adapter, "GuidedStep", lambda *args, **options: seen.append(options) or make_step(*args, **options)
+    )
+    arguments = dict(
+        target_length=4, max_new_tokens=3, pad_token_id=PAD, value_model=value_model if has_values else None
+    )
+    generate(base, **prompts, tokenizer=Words(), **arguments)
+    generate(base, **prompts, **arguments)
+    known, unknown = (options["text_breaks"] for options in seen)
+    size = base.get_input_embeddings().num_embeddings
+    assert known.tolist() == [0, 0, 0, 0, 0, 2, 1, *[0] * (size - 7)] and unknown is None
 
 
 @pytest.mark.parametrize("has_values", [True, False])
