@@ -339,17 +339,16 @@ def _generate(args: argparse.Namespace) -> None:
         import torch
 
         from lenvm_kernels.adapters.settings import NONE
-        from lenvm_kernels.guidance import check_without_values, ends_of_thought, parse_guidance
+        from lenvm_kernels.guidance import ends_of_thought, parse_guidance
         from lenvm_kernels.types import Mode
 
         fields = {field.name: getattr(args, field.name) for field in FIELDS.values() if field.metavar is not None}
         fields["token_temperature_scale"] = _token_temperatures(args.token_temperature_scale)
         # What is wrong is said before models are loaded. Which token ends a thought is not known before.
-        asked = parse_guidance(fields, ends_of_thought=(0,))
-        if args.value_model == NONE:
-            check_without_values(asked)
-            if args.show_values:
-                raise ValueError("--show-values needs a value model, got --value-model none")
+        has_values = args.value_model != NONE
+        parse_guidance(fields, ends_of_thought=(0,), has_values=has_values)
+        if args.show_values and not has_values:
+            raise ValueError("--show-values needs a value model, got --value-model none")
         device = device_of(args.device)
 
         from transformers import TextStreamer
@@ -363,7 +362,7 @@ def _generate(args: argparse.Namespace) -> None:
         )
         ends = ends_of_thought(models.tokenizer)
         gamma = args.gamma if models.value_model is None else models.value_model.lenvm_config.gamma
-        guidance = parse_guidance(fields, ends_of_thought=ends, gamma=gamma)
+        guidance = parse_guidance(fields, ends_of_thought=ends, gamma=gamma, has_values=has_values)
         if args.show_values and guidance.mode == Mode.UNGUIDED:
             # An unguided row has no candidates to value. One whose every step is skipped has, and the same text.
             guidance = replace(guidance, mode=Mode.CENTERED_EXP, entropy_threshold=math.inf)
@@ -460,13 +459,13 @@ def _print_samples(result: Result, count: int = 3, width: int = 60) -> None:
     """The first characters of some prompts' answers, setting under setting of the table."""
     for index, prompt in enumerate(result.prompts[:count]):
         print(f"\n> {prompt}")
-        for row in result.rows():
-            if row["setting"] not in result.answers:
+        for setting, answers in result.answers.items():
+            if "/" in setting:  # only plotted
                 continue
-            answer = result.answers[row["setting"]][index]
+            answer = answers[index]
             text = " ".join(answer.text.split())
             text = text if len(text) <= width else text[:width] + "..."
-            print(f"  {answer.setting:8} {len(answer.ids):>4} tokens  {text}")
+            print(f"  {setting:8} {len(answer.ids):>4} tokens  {text}")
 
 
 def _print_table(result: Result) -> None:

@@ -485,6 +485,16 @@ def test_the_largest_seeds_and_a_row_set_again():
     assert str([columns(table, row) for row in range(2)]) == str([columns(fresh, row) for row in range(2)])
 
 
+def test_without_values():
+    """Another strength unless one is named, and only what needs none."""
+    asked = {"target_length": 9}
+    assert parse_guidance(asked).scale == 5 and parse_guidance(asked, has_values=False).scale == 10
+    assert parse_guidance(asked | {"strength": 3}, has_values=False).scale == 3
+    assert parse_guidance({}, has_values=False).mode == Mode.UNGUIDED
+    with pytest.raises(ValueError, match="value_constraint must be one of near, ge_near, le_near without a"):
+        parse_guidance(asked | {"op": "eq"}, has_values=False)
+
+
 @pytest.mark.parametrize("table_rows", [[2], [4, 0, 3, 4, 1]])
 def test_requests_are_written_together_when_a_column_is_read(table_rows):
     """Two writes however many requests there are, of each row the last request, and none when nobody came."""

@@ -14,14 +14,7 @@ from typing import Any
 
 import torch
 
-from lenvm_kernels.guidance import (
-    GuidanceParams,
-    check_without_values,
-    ends_of_thought,
-    parse_guidance,
-    text_breaks_of,
-)
-from lenvm_kernels.guidance.params import STRENGTH_WITHOUT_VALUES
+from lenvm_kernels.guidance import GuidanceParams, ends_of_thought, parse_guidance, text_breaks_of
 from lenvm_kernels.value_model import LenVMConfig, ValueModel
 
 logger = logging.getLogger(__name__)
@@ -185,11 +178,7 @@ def parse_request(custom_params: Mapping[str, Any]) -> GuidanceParams:
         ValueError: naming the field, what came and what is accepted, and without a value model what needs one.
     """
     ends = default_ends_of_thought() if custom_params.get("thinking_budget") is not None else ()
-    strength = None if has_value_model() else STRENGTH_WITHOUT_VALUES
-    params = parse_guidance(custom_params, ends_of_thought=ends, gamma=default_gamma(), strength=strength)
-    if not has_value_model():
-        check_without_values(params)
-    return params
+    return parse_guidance(custom_params, ends_of_thought=ends, gamma=default_gamma(), has_values=has_value_model())
 
 
 @functools.cache

@@ -19,7 +19,6 @@ from transformers import (
 )
 
 from lenvm_kernels.guidance import GuidanceParams, ends_of_thought, parse_guidance, text_breaks_of
-from lenvm_kernels.guidance.params import STRENGTH_WITHOUT_VALUES
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.types import Mode
@@ -116,8 +115,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
             raise ValueError(f"guidance must be one for all or one for each of the {rows} prompts, got {len(guidance)}")
         ends = () if tokenizers is None else ends_of_thought(tokenizers[0])
         gamma = None if value_model is None else value_model.lenvm_config.gamma
-        strength = STRENGTH_WITHOUT_VALUES if value_model is None else None
-        defaults: dict[str, Any] = dict(gamma=gamma, ends_of_thought=ends, strength=strength)
+        defaults: dict[str, Any] = dict(gamma=gamma, ends_of_thought=ends, has_values=value_model is not None)
         params = [parse_guidance(g, **defaults) if isinstance(g, Mapping) else g for g in guidance]
 
         if (pixel_values is None) != (image_grid_thw is None):

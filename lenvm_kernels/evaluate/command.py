@@ -125,7 +125,7 @@ def run_command(args: argparse.Namespace) -> None:
         import transformers
 
         from lenvm_kernels.demo.models import NONE, Models, require_extras
-        from lenvm_kernels.guidance import check_without_values, parse_guidance
+        from lenvm_kernels.guidance import parse_guidance
 
         require_extras("matplotlib", "tqdm")
         import matplotlib
@@ -140,9 +140,8 @@ def run_command(args: argparse.Namespace) -> None:
         settings, curves = settings_of(guidances, args.strengths, with_values=args.value != NONE)
         for setting in settings:
             if setting.guidance is not None:  # which token ends a thought is not known before
-                asked = parse_guidance({"target_length": args.targets[0], **setting.guidance}, ends_of_thought=(0,))
-                if not setting.with_values:
-                    check_without_values(asked)
+                fields = {"target_length": args.targets[0], **setting.guidance}
+                parse_guidance(fields, ends_of_thought=(0,), has_values=setting.with_values)
         constant_url = args.constant_url or (args.url if args.value == NONE else None)
         server = None if args.url is None else Server.find("--url", args.url)
         constant_server = None if constant_url is None else Server.find("--constant-url", constant_url)

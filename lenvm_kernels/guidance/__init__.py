@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lenvm_kernels.guidance.params import GuidanceParams as GuidanceParams
-    from lenvm_kernels.guidance.params import check_without_values as check_without_values
     from lenvm_kernels.guidance.params import ends_of_thought as ends_of_thought
     from lenvm_kernels.guidance.params import parse_guidance as parse_guidance
     from lenvm_kernels.guidance.sentences import text_breaks_of as text_breaks_of
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
 # Imported when first used: the command line reads the fields without waiting for torch.
 _MODULES = {
     "GuidanceParams": "params",
-    "check_without_values": "params",
     "ends_of_thought": "params",
     "parse_guidance": "params",
     "text_breaks_of": "sentences",

@@ -18,7 +18,7 @@ _LIMIT_OF_BUDGET = 1.25
 _MIN_END_PROB = 1e-4
 END_OF_THOUGHT = "</think>"
 # Without values the strength moves nothing but ends and what they follow.
-STRENGTH_WITHOUT_VALUES = 10.0
+_STRENGTH_WITHOUT_VALUES = 10.0
 _NEAR_CONSTRAINTS = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
 
 
@@ -75,7 +75,7 @@ def parse_guidance(
     ends_of_thought: Sequence[int] = (),
     gamma: float | None = None,
     constraint: str = "near",
-    strength: float | None = None,
+    has_values: bool = True,
 ) -> GuidanceParams:
     """Validate a request's ``custom_params``.
 
@@ -87,7 +87,8 @@ def parse_guidance(
         ends_of_thought: the ``end_token_ids`` of a ``thinking_budget`` that comes without.
         gamma: that of requests that name none, as the value model has it (:class:`LenVMConfig`); None: 0.997.
         constraint: the ``value_constraint`` of requests with a target that name none.
-        strength: that of requests that name none; None: 5.
+        has_values: there is a value model. Else the ``strength`` of requests that name none is 10, and what needs
+            values is refused.
 
     Raises:
         TypeError: not a mapping.
@@ -144,7 +145,9 @@ def parse_guidance(
     elif _is_neutral(mode, scale):
         mode = Mode.UNGUIDED
     if mode in _NEAR_CONSTRAINTS:
-        scale = strength if strength is not None and "strength" not in given else _number(given, "strength")
+        if not has_values:
+            given.setdefault("strength", _STRENGTH_WITHOUT_VALUES)
+        scale = _number(given, "strength")
     elif "strength" in given:
         raise ValueError("strength needs a value_constraint of near, ge_near or le_near")
     min_end_prob = _optional_number(given, "min_end_prob")
@@ -152,7 +155,7 @@ def parse_guidance(
         raise ValueError("min_end_prob needs a target: give target_length or target_value as well")
     if min_end_prob is None and mode in _NEAR_CONSTRAINTS:
         min_end_prob = _MIN_END_PROB
-    return GuidanceParams(
+    params = GuidanceParams(
         mode=mode,
         scale=scale,
         gamma=gamma,
@@ -169,6 +172,9 @@ def parse_guidance(
         answer_length=_number(given, "answer_length"),
         hard_limit=_optional_integer(given, "hard_limit"),
     )
+    if not has_values:
+        check_without_values(params)
+    return params
 
 
 def check_without_values(params: GuidanceParams) -> None:

@@ -799,8 +799,8 @@ class GuidedStep:
 def _last_tokens(tokens: torch.Tensor, new_lens: torch.Tensor | None, drafts: Drafts | None) -> torch.Tensor:
     """int64 ``[B (1 + D)]``: the token before each node; -1, or 0, where nothing is known of it."""
     if new_lens is not None:
-        column = (new_lens.clamp(max=tokens.shape[1]) - 1).clamp(min=0)
-        tokens = tokens.gather(1, column.long()[:, None])[:, 0]
+        column = new_lens.clamp(1, tokens.shape[1]).long() - 1
+        tokens = tokens.gather(1, column[:, None])[:, 0]
     if drafts is None:
         return tokens
     return torch.cat([tokens[:, None], drafts.token_ids.long()], dim=1).flatten()
