@@ -90,8 +90,11 @@ def reweight_scatter(
     is_long_enough = below_range | (~above_range & (expected_w >= target_w))
     reached = ((mode == Mode.LE_SOFT) & is_short_enough) | ((mode == Mode.GE_SOFT) & is_long_enough)
     margin = (TARGET_MARGIN / span.clamp(min=SMALLEST_SHIFT)).clamp(min=TARGET_MARGIN_SHARE)
-    tilt = solve_tilt(q, w, top_w, target_w.clamp(margin, 1 - margin))
-    tilt = torch.where(mode == Mode.CENTERED_EXP, scale * span, tilt)
+    tilt = scale * span  # of CENTERED_EXP
+    is_soft = (mode >= Mode.EQ_SOFT) & (mode <= Mode.LE_SOFT)
+    tilts_to_target = guided & ((mode <= Mode.LENGTH_MUL) | is_soft)
+    if tilts_to_target.any():
+        tilt = torch.where(tilts_to_target, solve_tilt(q, w, top_w, target_w.clamp(margin, 1 - margin)), tilt)
 
     exponent = torch.where(mode == Mode.VALUE_BIAS, scale * raw_z, tilted(w, top_w, tilt))
     lengths = torch.nn.functional.softplus(z)
@@ -105,8 +108,6 @@ def reweight_scatter(
     farther = torch.where(active, farther - torch.where(active, farther, torch.inf).amin(dim=1, keepdim=True), 0.0)
     exponent = torch.where(is_near, -scale * farther, exponent)
     result = torch.softmax(torch.where(active, q.log() + exponent, -torch.inf), dim=1).nan_to_num(0.0)
-    is_soft = (mode >= Mode.EQ_SOFT) & (mode <= Mode.LE_SOFT)
-    tilts_to_target = (mode <= Mode.LENGTH_MUL) | is_soft
     equally_near = is_near & (exponent == 0).all(dim=1, keepdim=True)
     result = torch.where((tilts_to_target & unmoved) | equally_near, q, result)
 

@@ -44,30 +44,32 @@ def topk_candidates(
     nothing = -torch.inf if is_logits else 0.0  # the score of a token that cannot be a candidate
     x = scores.to(dtype)
     if not is_logits:
-        x = torch.where(x < 0, 0.0, x)
+        x = x.clamp(min=0)
     if vocab_mask is not None:
         token = torch.arange(vocab, device=device)
         allowed = (vocab_mask[:, token // 32] >> (token % 32)) & 1
         x = torch.where(allowed.bool(), x, nothing)
 
-    broken = (x.isnan() | (x == torch.inf)).any(dim=1) | (x == nothing).all(dim=1)
+    # One token more than K tells whether K cut the list.
+    columns = max_candidates + 1
+    listed = min(columns, vocab)
+    highest, token = x.topk(listed, dim=1)
+    top, last = highest[:, 0], highest[:, -1:]
+    if ((x >= last).sum(dim=1) > listed).any():
+        # torch.topk leaves open which of equal scores it takes: take all above the last score, then the first ones
+        # equal to it, 7 times faster than a stable sort of 4 x 151,936.
+        priority = torch.where(x > last, vocab + 1, torch.where(x == last, vocab - torch.arange(vocab, device=device), 0))
+        token = priority.topk(listed, dim=1).indices
+    token = token.sort(dim=1).values
+
+    broken = ~top.isfinite() | (top == nothing)  # the highest of scores with a NaN is NaN
     greedy = torch.zeros(rows, dtype=torch.bool, device=device)
     t = torch.ones(rows, dtype=dtype, device=device)
     if temperature is not None:
         broken |= ~temperature.isfinite()
         greedy = temperature < GREEDY_TEMPERATURE
         t = torch.where(greedy | broken, 1.0, temperature.to(dtype))
-    x = torch.where(broken[:, None], 1.0, x)  # any usable row will do: what it gives is dropped below
     p = torch.softmax(x / t[:, None], dim=1) if is_logits else x
-
-    # One token more than K tells whether K cut the list. torch.topk leaves open which of equal scores it takes, so take
-    # all above the last score, then the first ones equal to it: 7 times faster than a stable sort of 4 x 151,936.
-    columns = max_candidates + 1
-    listed = min(columns, vocab)
-    last = x.topk(listed, dim=1).values[:, -1:]
-    ids = torch.arange(vocab, device=device)
-    priority = torch.where(x > last, vocab + 1, torch.where(x == last, vocab - ids, 0))
-    token = priority.topk(listed, dim=1).indices.sort(dim=1).values
     score, order = x.gather(1, token).sort(dim=1, descending=True, stable=True)
     token = token.gather(1, order)
     score = torch.nn.functional.pad(score, (0, columns - listed), value=nothing)

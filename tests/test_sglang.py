@@ -29,10 +29,11 @@ from transformers import PreTrainedTokenizerFast
 from lenvm_kernels.adapters import sglang as sglang_adapter
 from lenvm_kernels.adapters.settings import check_vocabulary
 from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.step import working_bytes
+from lenvm_kernels.step import GuidedStep, working_bytes
 from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import KVCache, ValueModel
 from tests.helpers.sglang_server import (
+    EOS,
     GENTLE,
     MODES,
     SAMPLING,
@@ -456,6 +457,56 @@ def test_a_failing_step_ends_guidance_and_not_the_engine(guide, caplog):
         assert all(req.lenvm_guidance is None and req.skip_radix_cache_insert for req in reqs)
     assert cleared == [3, 5, 3, 5]
     assert caplog.text.count("a step failed") == 1
+
+
+NEAR = {"target_length": 9}
+
+
+@pytest.mark.parametrize(
+    ("guidance", "value_model", "is_captured", "engine_draws"),
+    [
+        ([NEAR, NEAR, NEAR], False, False, False),
+        ([NEAR, None, NEAR], False, False, True),
+        ([NEAR, NEAR, {}], False, False, True),
+        ([NEAR, {"thinking_budget": 5, "end_token_ids": [3]}, NEAR], False, False, True),
+        ([NEAR, NEAR, NEAR], False, True, True),
+        ([NEAR, NEAR, NEAR], True, False, True),
+    ],
+)
+def test_the_engine_draws_where_guidance_may_not(guide, monkeypatch, guidance, value_model, is_captured, engine_draws):
+    """Where it need not, it is spared the work, and guided requests get the same tokens."""
+    rows, lengths, scores = torch.tensor([4, 1, 3]), torch.tensor([9, 12, 30]), torch.rand(3, VOCAB).softmax(1)
+    if not value_model:
+        guide.value_model = None
+    slot_table = torch.arange(320, dtype=torch.int32).view(5, 64)
+    guide.step = GuidedStep(guide.value_model, slot_table, 320, vocab_size=VOCAB)
+    for row, length, asked in zip(rows.tolist(), lengths.tolist(), guidance, strict=True):
+        if asked is not None:
+            guide.step.add_request(row, parse_guidance(asked), {EOS}, prompt_len=length - 2, seed=row)
+    info = SimpleNamespace(
+        top_ks=torch.full([3], 6, dtype=torch.int32),
+        top_ps=torch.ones(3),
+        min_ps=torch.zeros(3),
+        sampling_mask_batch_indices=torch.tensor([1]) if is_captured else None,
+    )
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.DECODE, input_ids=torch.tensor([7, 8, 9]), req_pool_indices=rows, seq_lens=lengths
+    )
+    batch.lenvm_reqs = [SimpleNamespace(lenvm_guidance=parse_guidance(x)) for x in guidance if x is not None]
+    calls, drawn = [], torch.tensor([500, 501, 502], dtype=torch.int32)
+
+    def original(sampler, probs, info):
+        calls.append(probs)
+        return drawn, "capture"
+
+    with guide.sampling(batch):
+        tokens, capture = sglang_adapter.sample_from_probs(original, None, scores.clone(), info)
+    assert bool(calls) == engine_draws and capture == ("capture" if engine_draws else None)
+    with guide.sampling(batch):
+        assert torch.equal(tokens, guide.draw(scores, info, drawn))
+    for token, likely, of_engine, asked in zip(tokens, scores.topk(6).indices, drawn, guidance, strict=True):
+        is_guided = asked and not value_model  # the value model has not been told of anything
+        assert token in likely if is_guided else token == of_engine
 
 
 @pytest.mark.parametrize(

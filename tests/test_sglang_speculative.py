@@ -140,20 +140,25 @@ def test_the_text_is_the_same_with_drafts_of_every_kind(folder, texts, name, opt
 
 
 def test_without_a_value_model(folder):
-    """Targets are met by the end tokens alone, with drafts by the same text, and prompts are shared with everybody."""
+    """Targets are met by the end tokens alone, by the same text on two ranks as with drafts, whether the engine draws
+    for others in the batch or for nobody; prompts are shared with everybody."""
     prompts, found, options = prompts_of(40, 9, 70, 5, 12, seed=24), [], ("--enable-metrics",)
     guidance = [{"target_length": target, "strength": 9} for target in TARGETS]
     tokens = dict(sampling_seed=5, max_new_tokens=80, ignore_eos=False, stop_token_ids=STOPS)
     no_values = {"LENVM_VALUE_MODEL": "none"}
-    plain = running_server(folder, "no values", "--chunked-prefill-size", "32", *options, **no_values)
-    for server_of_kind in (plain, running_speculation(folder, "no values, drafts", *options, **no_values)):
+    two = dict(SGLANG_CPU_OMP_THREADS_BIND="0|1", TORCHDYNAMO_DISABLE="1")
+    ranks = running_server(folder, "no values", "--chunked-prefill-size", "32", "--tp", "2", *options, **no_values, **two)
+    for server_of_kind in (ranks, running_speculation(folder, "no values, drafts", *options, **no_values)):
         with server_of_kind as server:
             server.generate(prompts[:1], [None], max_new_tokens=2)
-            results, steps = server.generate(prompts, guidance, **tokens)
-            assert results[0]["meta_info"]["cached_tokens"] > 30
-            found.append([result["output_ids"] for result in results])
-            check_targets(found[-1])
-            assert Status.GUIDE in {row["status"] for step in steps for row in step["rows"]}
+            for others in (0, 2):
+                results, steps = server.generate(
+                    prompts_of(8, 30)[:others] + prompts, [None] * others + guidance, **tokens
+                )
+                assert results[others]["meta_info"]["cached_tokens"] > 30
+                found.append([result["output_ids"] for result in results[others:]])
+                check_targets(found[-1])
+                assert Status.GUIDE in {row["status"] for step in steps for row in step["rows"]}
             response = server.post(input_ids=prompts[1], sampling_params={"custom_params": {"value_scale": 0.5}})
             assert response.status_code == 400 and "value_mode mul needs a value model" in response.text
             ends = {"end_token_ids": [7, 9], "thinking_budget": 6}
@@ -162,7 +167,7 @@ def test_without_a_value_model(folder):
             assert max(places) <= 8 and results[0]["meta_info"]["cached_tokens"] > 30
             metrics = server.metrics()
             assert metrics["fallbacks_total"] == 0 and metrics["guided_steps_total"] > 20
-    assert found[0] == found[1]
+    assert found[1:] == found[:1] * 3
 
 
 def test_spans_end_among_drafts(folder, engine):

@@ -304,6 +304,26 @@ def test_grammar_and_guidance_in_a_mixed_batch(smollm2, engine, compiler):
     assert words[0] < words[1]
 
 
+def test_grammars_without_a_value_model(smollm2):
+    """An output ends near its target where its grammar lets it, and not where it does not."""
+    prompt, targets = chat(smollm2, "Name fruits."), (4, 12, 40)
+    free = r"(apple|pear|plum)( (apple|pear|plum))*"
+    sampling = [
+        {"custom_params": {"target_length": target}, "max_new_tokens": 120, "sampling_seed": target, "regex": regex}
+        for regex in (free, FRUIT)
+        for target in targets
+    ]
+    options = ("--max-total-tokens", "4096", "--mem-fraction-static", "0.4")
+    with running_server(smollm2.folder, "text, no values", *options, LENVM_VALUE_MODEL="none") as engine:
+        results = answers(engine, [prompt] * len(sampling), sampling)
+        assert all(traced(engine, result["meta_info"]["id"]) for result in results)
+    print(*(f"{r['meta_info']['completion_tokens']} tokens: {r['text']}" for r in results), sep="\n")
+    for result, params in zip(results, sampling, strict=True):
+        assert result["meta_info"]["finish_reason"]["type"] == "stop" and re.fullmatch(params["regex"], result["text"])
+    for result, target in zip(results, targets, strict=False):
+        assert 0.9 * target <= result["meta_info"]["completion_tokens"] < 2 * target  # its end is unlikely everywhere
+
+
 def test_json_schema_and_guidance(smollm2, engine, compiler):
     client = openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0)
     question = "Describe a person as JSON with name, age and likes."

@@ -296,6 +296,22 @@ class Guide:
         output = self._step(probs, info, drawn, sample=True)
         return drawn if output is None or output.tokens is None else output.tokens.to(drawn.dtype)
 
+    def draw_all(self, probs: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor | None:
+        """The next tokens where the engine need draw none, because every request of the batch is guided; else None.
+
+        Not with a value model, which may have lost a request's tokens, nor with spans, which end: only the device knows.
+        """
+        batch = self._sampling
+        if batch is None or self.reads_tokens or info.sampling_mask_batch_indices is not None:
+            return None
+        params = [req.lenvm_guidance for req in batch.lenvm_reqs]
+        if len(params) != len(probs) or any(p.mode == Mode.UNGUIDED or p.end_token_ids for p in params):
+            return None
+        output = self._step(probs, info, None, sample=True)
+        if output is None or output.tokens is None:
+            return None
+        return output.tokens.clamp(min=0)  # -1 where scores are broken, and any token will do
+
     def report(self, logits: torch.Tensor, info: SamplingBatchInfo, drawn: torch.Tensor) -> StepReport | None:
         """What to tell the host of a batch whose next tokens have been ``drawn``.
 
@@ -312,7 +328,7 @@ class Guide:
         self,
         scores: torch.Tensor,
         info: SamplingBatchInfo,
-        drawn: torch.Tensor,
+        drawn: torch.Tensor | None,
         *,
         is_logits: bool = False,
         sample: bool = False,
@@ -825,6 +841,9 @@ def sample_from_probs(
     original: Callable, sampler: Any, probs: torch.Tensor, info: SamplingBatchInfo, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, Any]:
     """Around the draw itself: guided requests get a token of their candidates, the others the one the engine draws."""
+    tokens = None if _guide is None else _guide.draw_all(probs, info)
+    if tokens is not None:
+        return tokens, None
     tokens, capture = original(sampler, probs, info, *args, **kwargs)
     return tokens if _guide is None else _guide.draw(probs, info, tokens), capture
 
