@@ -58,7 +58,9 @@ def topk_candidates(
     if ((x >= last).sum(dim=1) > listed).any():
         # torch.topk leaves open which of equal scores it takes: take all above the last score, then the first ones
         # equal to it, 7 times faster than a stable sort of 4 x 151,936.
-        priority = torch.where(x > last, vocab + 1, torch.where(x == last, vocab - torch.arange(vocab, device=device), 0))
+        priority = torch.where(
+            x > last, vocab + 1, torch.where(x == last, vocab - torch.arange(vocab, device=device), 0)
+        )
         token = priority.topk(listed, dim=1).indices
     token = token.sort(dim=1).values
 

@@ -147,7 +147,8 @@ def test_without_a_value_model(folder):
     tokens = dict(sampling_seed=5, max_new_tokens=80, ignore_eos=False, stop_token_ids=STOPS)
     no_values = {"LENVM_VALUE_MODEL": "none"}
     two = dict(SGLANG_CPU_OMP_THREADS_BIND="0|1", TORCHDYNAMO_DISABLE="1")
-    ranks = running_server(folder, "no values", "--chunked-prefill-size", "32", "--tp", "2", *options, **no_values, **two)
+    options = ("--chunked-prefill-size", "32", *options)
+    ranks = running_server(folder, "no values", "--tp", "2", *options, **no_values, **two)
     for server_of_kind in (ranks, running_speculation(folder, "no values, drafts", *options, **no_values)):
         with server_of_kind as server:
             server.generate(prompts[:1], [None], max_new_tokens=2)

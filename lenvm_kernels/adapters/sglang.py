@@ -299,7 +299,8 @@ class Guide:
     def draw_all(self, probs: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor | None:
         """The next tokens where the engine need draw none, because every request of the batch is guided; else None.
 
-        Not with a value model, which may have lost a request's tokens, nor with spans, which end: only the device knows.
+        Not with a value model, which may have lost a request's tokens, nor with spans, which end: the host does not
+        know.
         """
         batch = self._sampling
         if batch is None or self.reads_tokens or info.sampling_mask_batch_indices is not None:
