@@ -102,7 +102,7 @@ def _topk_candidates() -> Iterator[Call]:
             yield f"topk_candidates {dtype} B{rows} K{slots} {kind}", partial(call, is_logits=is_logits)
     every_option = dict(temperature=fp32(64), entropy_threshold=fp32(64), guided=i8(64).bool())
     every_option |= dict(vocab_mask=i32(64, VOCAB // 32), end_token_ids=i32(9, 12), min_end_prob=fp32(9))
-    every_option |= dict(due_length=fp32(9), generated=i32(64), table_rows=i64(64))
+    every_option |= dict(least_share=fp32(9), due_length=fp32(9), generated=i32(64), table_rows=i64(64))
     every_option |= dict(text_breaks=i8(VOCAB), last_tokens=i64(64))
     yield "topk_candidates with every option", partial(call, is_logits=True, **every_option)
 

@@ -263,6 +263,7 @@ class GuidanceColumns(NamedTuple):
         target_length: fp32 ``[R]``; tokens, 0 without a target.
         counts_down: bool ``[R]``; ``target_length`` is a total.
         min_end_prob: fp32 ``[R]``; ``ending_token_ids`` are candidates from this probability on, inf for none.
+        least_share: fp32 ``[R]``; of the largest probability, what a candidate has at least; 0 for no such limit.
         due_length: fp32 ``[R]``; the target where that is a total, else inf: past it ``min_end_prob`` falls.
         entropy_threshold: fp32 ``[R]``; nats, NaN for none.
         eos_token_ids: int32 ``[R, E]``; -2 pads.
@@ -289,6 +290,7 @@ class GuidanceColumns(NamedTuple):
     target_length: Tensor
     counts_down: Tensor
     min_end_prob: Tensor
+    least_share: Tensor
     due_length: Tensor
     entropy_threshold: Tensor
     eos_token_ids: Tensor

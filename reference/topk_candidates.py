@@ -32,6 +32,7 @@ def topk_candidates(
     vocab_mask: torch.Tensor | None,  # [B, ceil(V / 32)]
     end_token_ids: torch.Tensor | None,  # [R, E]
     min_end_prob: torch.Tensor | None,  # [R]
+    least_share: torch.Tensor | None,  # [R]
     due_length: torch.Tensor | None,  # [R]
     generated: torch.Tensor | None,  # [B]
     text_breaks: torch.Tensor | None,  # [S]
@@ -78,6 +79,9 @@ def topk_candidates(
     token = torch.nn.functional.pad(token, (0, columns - listed))
     q = torch.where(score > nothing, p.gather(1, token), 0.0)
 
+    of_row = torch.arange(rows, device=device) if table_rows is None else table_rows.long()
+    if least_share is not None:
+        min_p = torch.maximum(min_p, least_share[of_row])
     limit = torch.where((top_k <= 0) | (top_k >= vocab), vocab, top_k.long())
     limit = torch.where(greedy, 1, limit)
     column = torch.arange(columns, device=device)
@@ -90,7 +94,6 @@ def topk_candidates(
         keep &= guided[:, None]
         broken &= guided
     if end_token_ids is not None and min_end_prob is not None:
-        of_row = torch.arange(rows, device=device) if table_rows is None else table_rows.long()
         least = min_end_prob[of_row].to(dtype)
         if text_breaks is not None and last_tokens is not None:
             scales = torch.tensor([WITHIN_LINE, AFTER_LINE, AFTER_SENTENCE], dtype=dtype, device=device)

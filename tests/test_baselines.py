@@ -180,6 +180,7 @@ def test_pytorch_topk():
         vocab_mask=None,
         end_token_ids=None,
         min_end_prob=None,
+        least_share=None,
         due_length=None,
         generated=None,
         text_breaks=None,

@@ -14,8 +14,9 @@ from lenvm_kernels.guidance.fields import FIELDS, markdown
 from lenvm_kernels.types import Mode
 from tests.helpers.watch import Operators
 
+OF_NEAR = dict(min_end_prob=1e-4, least_share=0.05)
 # Of a thinking_budget with the token 7.
-BUDGET = dict(counts_down=True, min_end_prob=1e-4, end_token_ids=(7,))
+BUDGET = dict(counts_down=True, **OF_NEAR, end_token_ids=(7,))
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ BUDGET = dict(counts_down=True, min_end_prob=1e-4, end_token_ids=(7,))
         ({"mode": "linear", "scale": 2, "length_gamma": 0.99}, GuidanceParams(Mode.LINEAR, 2.0, gamma=0.99)),
         (
             {"target_length": 60},
-            GuidanceParams(Mode.NEAR, 5.0, target_length=60.0, counts_down=True, min_end_prob=1e-4),
+            GuidanceParams(Mode.NEAR, 5.0, target_length=60.0, counts_down=True, **OF_NEAR),
         ),
         ({"target_length": 60, "op": "eq"}, GuidanceParams(Mode.EQ, target_length=60.0, counts_down=True)),
         (
@@ -46,11 +47,11 @@ BUDGET = dict(counts_down=True, min_end_prob=1e-4, end_token_ids=(7,))
         ({"target_value": 0.0, "target_length": 60, "op": "soft"}, GuidanceParams(Mode.EQ_SOFT, target_length=0.0)),
         (
             {"target_length": 60, "op": "near", "min_end_prob": 0},
-            GuidanceParams(Mode.NEAR, 5.0, target_length=60.0, counts_down=True, min_end_prob=0.0),
+            GuidanceParams(Mode.NEAR, 5.0, target_length=60.0, counts_down=True, **OF_NEAR | {"min_end_prob": 0.0}),
         ),
         (
             {"target_length": 9, "op": " LE_near", "strength": "0.5", "length_mode": "remaining", "scale": 2},
-            GuidanceParams(Mode.LE_NEAR, 0.5, target_length=9.0, min_end_prob=1e-4),
+            GuidanceParams(Mode.LE_NEAR, 0.5, target_length=9.0, **OF_NEAR),
         ),
         (
             {"target_value": 0, "op": "ge_near", "strength": 0},
@@ -66,7 +67,7 @@ BUDGET = dict(counts_down=True, min_end_prob=1e-4, end_token_ids=(7,))
         ),
         ({"token_temperature_scale": {"7": 0.5}}, GuidanceParams(token_temperature_scale={7: 0.5})),
         ({"token_temperature_scale": {"0": 999_999}}, GuidanceParams(token_temperature_scale={0: 999_999.0})),
-        ({"target_length": 0}, GuidanceParams(Mode.NEAR, 5.0, target_length=0.0, counts_down=True, min_end_prob=1e-4)),
+        ({"target_length": 0}, GuidanceParams(Mode.NEAR, 5.0, target_length=0.0, counts_down=True, **OF_NEAR)),
         ({"entropy_threshold": 0, "value_min": 0}, GuidanceParams(value_min=0.0, entropy_threshold=0.0)),
         ({"scale": 3e38, "value_min": -3e38}, GuidanceParams(Mode.MUL, 3e38, value_min=-3e38)),
         (
@@ -490,6 +491,7 @@ def test_without_values():
     asked = {"target_length": 9}
     assert parse_guidance(asked).scale == 5 and parse_guidance(asked, has_values=False).scale == 10
     assert parse_guidance(asked | {"strength": 3}, has_values=False).scale == 3
+    assert parse_guidance(asked).least_share == 0.05 and parse_guidance(asked, has_values=False).least_share == 0
     assert parse_guidance({}, has_values=False).mode == Mode.UNGUIDED
     with pytest.raises(ValueError, match="value_constraint must be one of near, ge_near, le_near without a"):
         parse_guidance(asked | {"op": "eq"}, has_values=False)

@@ -110,7 +110,7 @@ NO_FLOATS = ("gather_requests", "expand_drafts", "pack_drafts", "ragged_layout",
 def test_fp64_is_accepted_on_a_cpu(name):
     """Without asking for the reference: ``auto`` is the reference there."""
     fp32_only = {"top_p", "min_p", "temperature", "entropy_threshold", "cos", "sin", "inv_freq"}
-    fp32_only |= {"key_scales", "value_scales", "min_end_prob", "due_length"}
+    fp32_only |= {"key_scales", "value_scales", "min_end_prob", "least_share", "due_length"}
     found = []
 
     def double(x):

@@ -107,6 +107,7 @@ def topk(rows, k, vocab, dtype, is_logits):
         vocab_mask=torch.randint(-(2**31), 2**31 - 1, (rows, -(-vocab // 32)), generator=generator, dtype=torch.int32),
         end_token_ids=padded(torch.randint(-1, vocab, (rows + 2, 3), generator=generator, dtype=torch.int32), 2),
         min_end_prob=torch.rand(rows + 2, generator=generator) * 1e-3,
+        least_share=torch.arange(rows + 2) * 0.01,
         due_length=torch.arange(rows + 2) * 4.0,
         generated=torch.arange(rows, dtype=torch.int32) * 5,
         text_breaks=(torch.arange(vocab) % 3).to(torch.int8),

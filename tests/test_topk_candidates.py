@@ -384,6 +384,7 @@ GOOD = dict(row_parameters(2), scores=torch.zeros(2, 40), is_logits=True)
         ("vocab_mask", torch.zeros(2, 1).int(), r"vocab_mask must be int32 \[2, 2\] on cpu, got int32 \[2, 1\]"),
         ("end_token_ids", torch.zeros(2, 1).int(), "end_token_ids and min_end_prob must be given together"),
         ("min_end_prob", torch.zeros(2), "end_token_ids and min_end_prob must be given together"),
+        ("least_share", torch.zeros(2), "least_share must be given together with end_token_ids"),
         ("due_length", torch.zeros(2), "due_length and generated must be given together, with end_token_ids"),
         ("generated", torch.zeros(2).int(), "due_length and generated must be given together, with end_token_ids"),
         ("text_breaks", torch.zeros(9).to(torch.int8), "text_breaks and last_tokens must be given together, with end_"),
@@ -409,6 +410,7 @@ def test_bad_arguments_are_named(name, value, message):
         ("vocab_mask", torch.int32),
         ("end_token_ids", torch.int32),
         ("min_end_prob", torch.float32),
+        ("least_share", torch.float32),
         ("due_length", torch.float32),
         ("generated", torch.int32),
         ("text_breaks", torch.int8),
@@ -418,7 +420,7 @@ def test_bad_arguments_are_named(name, value, message):
 def test_bad_tensors_are_named(name, dtype):
     options = dict(temperature=torch.ones(2), entropy_threshold=torch.ones(2), guided=torch.ones(2).bool())
     options |= dict(end_token_ids=torch.ones(2, 3).int(), min_end_prob=torch.ones(2))
-    options |= dict(due_length=torch.ones(2), generated=torch.ones(2).int())
+    options |= dict(least_share=torch.ones(2), due_length=torch.ones(2), generated=torch.ones(2).int())
     options |= dict(text_breaks=torch.ones(2, dtype=torch.int8), last_tokens=torch.ones(2).long())
     arguments = GOOD | options | dict(vocab_mask=torch.ones(2, 2).int())
     any_size = name in ("end_token_ids", "text_breaks")
@@ -516,6 +518,28 @@ def test_who_is_late_takes_worse_ends(device, backend):
         min_end_prob=of_rows[:, 0],
         due_length=of_rows[:, 1],
         generated=torch.tensor(generated, dtype=torch.int32, device=device),
+        table_rows=order,
+        backend=backend,
+    )
+    assert [[token for token in row if token >= 0] for row in found.token_ids.tolist()] == expected
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_least_share_is_a_least_min_p(device, backend):
+    """The larger of both holds, for all tokens but ends and the first. Token 2 has a share of 0.75, 6 of 0.275."""
+    shares = [0.0, 0.7, 0.2, 0.5, 1.0, 0.01]  # of table rows
+    min_p = [0.0, 0.9, 0.1, 0.27, 0.0]
+    order = torch.tensor([5, 0, 1, 2, 4], device=device)
+    expected = [[5, 2, 6, 8, 0, 7], [5, 7], [5, 2, 7], [5, 2, 6, 8, 7], [5, 7]]
+    found = topk_candidates(
+        TAIL.repeat(5, 1).to(device),
+        top_k=0,
+        top_p=1.0,
+        min_p=torch.tensor(min_p, device=device),
+        max_candidates=8,
+        end_token_ids=torch.full((6, 1), 7, dtype=torch.int32, device=device),
+        min_end_prob=torch.full((6,), 0.01, device=device),
+        least_share=torch.tensor([shares, [9.0] * 6], device=device).T[:, 0],
         table_rows=order,
         backend=backend,
     )

@@ -67,6 +67,7 @@ def plain_step(base, value_backbone, head, prefix, guidance, generated, sampling
     )
     table = GuidanceTable.from_params([parse_guidance(guidance)], [{EOS}], "cpu")
     ends = dict(end_token_ids=table.ending_token_ids, min_end_prob=table.min_end_prob, due_length=table.due_length)
+    ends["least_share"] = table.least_share
     ends["generated"] = torch.tensor([generated]).int()
     candidates = topk_candidates(logits, **filters, **ends, is_logits=True, backend="reference")
     z = [plain_value(value_backbone, head, prefix, t) if t >= 0 else 0.0 for t in candidates.token_ids[0].tolist()]

@@ -30,7 +30,7 @@ def make_case(device: str, *, B: int, k: int, V: int, dtype: str) -> Case:
         max_candidates=triton.next_power_of_2(k),
         is_logits=True,
     )
-    of_ends = ("end_token_ids", "min_end_prob", "due_length", "generated")
+    of_ends = ("end_token_ids", "min_end_prob", "least_share", "due_length", "generated")
     of_ends += ("text_breaks", "last_tokens", "table_rows")
     unused = dict.fromkeys(("entropy_threshold", "guided", "vocab_mask", *of_ends))
     return Case(

@@ -16,6 +16,9 @@ _FP32_MAX = (2 - 2**-23) * 2.0**127
 _LIMIT_OF_BUDGET = 1.25
 # An end less probable than this would cut a sentence in two.
 _MIN_END_PROB = 1e-4
+# A value lifts tokens of any probability, at the cost of text worth reading. Those below this share of the largest one
+# bring a length no nearer to its target (docs/modes-and-parameters.md), and need not be scored.
+_LEAST_SHARE = 0.05
 END_OF_THOUGHT = "</think>"
 # Without values the strength moves nothing but ends and what they follow.
 _STRENGTH_WITHOUT_VALUES = 10.0
@@ -35,6 +38,7 @@ class GuidanceParams:
         counts_down: ``target_length`` is a total, from which the tokens generated so far are taken.
         min_end_prob: tokens that end the output are candidates from this probability on, whatever the request's
             filters say; None: only as the filters say.
+        least_share: tokens below this share of the largest probability are no candidates.
         entropy_threshold: in nats; rows whose candidates' entropy is at or below it are skipped; None: never.
         token_temperature_scale: divisor of the temperature of single tokens (their logits are multiplied by it).
         return_values: the request wants to know the lengths that its tokens are predicted to lead to.
@@ -54,6 +58,7 @@ class GuidanceParams:
     target_length: float | None = None
     counts_down: bool = False
     min_end_prob: float | None = None
+    least_share: float = 0.0
     entropy_threshold: float | None = None
     token_temperature_scale: Mapping[int, float] = field(default_factory=dict)
     return_values: bool = False
@@ -155,6 +160,7 @@ def parse_guidance(
         raise ValueError("min_end_prob needs a target: give target_length or target_value as well")
     if min_end_prob is None and mode in _NEAR_CONSTRAINTS:
         min_end_prob = _MIN_END_PROB
+    lifts = has_values and mode in _NEAR_CONSTRAINTS and scale > 0
     params = GuidanceParams(
         mode=mode,
         scale=scale,
@@ -163,6 +169,7 @@ def parse_guidance(
         target_length=target_length,
         counts_down=counts_down and target_length is not None,
         min_end_prob=min_end_prob,
+        least_share=_LEAST_SHARE if lifts else 0.0,
         entropy_threshold=_optional_number(given, "value_entropy_threshold"),
         token_temperature_scale=_token_divisors(given),
         return_values=_switch(given, "return_values"),

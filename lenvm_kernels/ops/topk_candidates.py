@@ -154,6 +154,7 @@ def _scan_kernel(
         "entropy_threshold_ptr",
         "end_token_ids_ptr",
         "min_end_prob_ptr",
+        "least_share_ptr",
         "due_length_ptr",
         "generated_ptr",
         "last_tokens_ptr",
@@ -174,6 +175,8 @@ def _filter_kernel(
     stride_end_token_ids_row,
     min_end_prob_ptr,  # [R] or None
     stride_min_end_prob_row,
+    least_share_ptr,  # [R] or None
+    stride_least_share_row,
     due_length_ptr,  # [R] or None
     stride_due_length_row,
     generated_ptr,  # [B] or None
@@ -227,6 +230,8 @@ def _filter_kernel(
         least = tl.load(min_end_prob_ptr + table_row * stride_min_end_prob_row)
         has_ends = least < float("inf")
         sought = tl.where(has_ends, V, limit)
+        if least_share_ptr is not None:
+            min_p = tl.maximum(min_p, tl.load(least_share_ptr + table_row * stride_least_share_row))
     keys = tl.where(tile_max > nothing, _encode_key(tile_max, tile), _NO_KEY)
     chosen = tl.full([K], -1, tl.int32)
     for k in range(tl.minimum(sought, K)):
@@ -332,7 +337,7 @@ def _run_reference(token_ids, probs, counts, status, lost_mass, *operands) -> No
     scores, guided, temperature, top_k, top_p, min_p, entropy_threshold, *of_ends, vocab_mask, columns, is_logits = (
         operands
     )
-    end_token_ids, min_end_prob, due_length, generated, text_breaks, last_tokens, table_rows = of_ends
+    end_token_ids, min_end_prob, least_share, due_length, generated, text_breaks, last_tokens, table_rows = of_ends
     candidates = _reference(
         scores,
         top_k=top_k,
@@ -346,6 +351,7 @@ def _run_reference(token_ids, probs, counts, status, lost_mass, *operands) -> No
         vocab_mask=vocab_mask,
         end_token_ids=end_token_ids,
         min_end_prob=min_end_prob,
+        least_share=least_share,
         due_length=due_length,
         generated=generated,
         text_breaks=text_breaks,
@@ -372,6 +378,7 @@ def _launch(
     entropy_threshold: Tensor | None,
     end_token_ids: Tensor | None,
     min_end_prob: Tensor | None,
+    least_share: Tensor | None,
     due_length: Tensor | None,
     generated: Tensor | None,
     text_breaks: Tensor | None,
@@ -415,6 +422,8 @@ def _launch(
         0 if end_token_ids is None else end_token_ids.stride(0),
         min_end_prob,
         0 if min_end_prob is None else min_end_prob.stride(0),
+        least_share,
+        0 if least_share is None else least_share.stride(0),
         due_length,
         0 if due_length is None else due_length.stride(0),
         generated,
@@ -449,6 +458,7 @@ def topk_candidates(
     vocab_mask: torch.Tensor | None = None,
     end_token_ids: torch.Tensor | None = None,
     min_end_prob: torch.Tensor | None = None,
+    least_share: torch.Tensor | None = None,
     due_length: torch.Tensor | None = None,
     generated: torch.Tensor | None = None,
     text_breaks: torch.Tensor | None = None,
@@ -485,6 +495,7 @@ def topk_candidates(
             the output need not end.
         min_end_prob: fp32 ``[R]``; with ``end_token_ids``. Above 1 none of them is added; inf leaves all as if there
             were none.
+        least_share: fp32 ``[R]`` (None: 0); with ``end_token_ids``, a ``min_p`` that the request has at least.
         due_length: fp32 ``[R]``; tokens by which the output should have ended, inf for none (None: for nobody). With
             each tenth of it that is generated beyond, ``min_end_prob`` halves, and with each hundredth beyond 1.5 times
             as many: who is late takes a worse end.
@@ -530,6 +541,8 @@ def topk_candidates(
 
     if (end_token_ids is None) != (min_end_prob is None):
         raise ValueError("end_token_ids and min_end_prob must be given together")
+    if least_share is not None and end_token_ids is None:
+        raise ValueError("least_share must be given together with end_token_ids")
     if (due_length is None) != (generated is None) or (due_length is not None and end_token_ids is None):
         raise ValueError("due_length and generated must be given together, with end_token_ids")
     if (text_breaks is None) != (last_tokens is None) or (text_breaks is not None and end_token_ids is None):
@@ -542,6 +555,10 @@ def topk_candidates(
         check_tensor(
             "min_end_prob", min_end_prob, dtypes=torch.float32, shape=(rows,), device=device, unit_stride=False
         )
+        if least_share is not None:
+            check_tensor(
+                "least_share", least_share, dtypes=torch.float32, shape=(rows,), device=device, unit_stride=False
+            )
         if due_length is not None:
             check_tensor(
                 "due_length", due_length, dtypes=torch.float32, shape=(rows,), device=device, unit_stride=False
@@ -568,6 +585,7 @@ def topk_candidates(
         vocab_mask=vocab_mask,
         end_token_ids=end_token_ids,
         min_end_prob=min_end_prob,
+        least_share=least_share,
         due_length=due_length,
         generated=generated,
         text_breaks=text_breaks,
@@ -591,6 +609,7 @@ def topk_candidates_unchecked(
     vocab_mask: Tensor | None,
     end_token_ids: Tensor | None,
     min_end_prob: Tensor | None,
+    least_share: Tensor | None,
     due_length: Tensor | None,
     generated: Tensor | None,
     text_breaks: Tensor | None,
@@ -608,7 +627,7 @@ def topk_candidates_unchecked(
         lost_mass=torch.empty(requests, dtype=dtype, device=device),
     )
     filters = (top_k, top_p, min_p)
-    of_ends = (end_token_ids, min_end_prob, due_length, generated, text_breaks, last_tokens, table_rows)
+    of_ends = (end_token_ids, min_end_prob, least_share, due_length, generated, text_breaks, last_tokens, table_rows)
     optional = (entropy_threshold, *of_ends, vocab_mask)
     _launch(backend, *candidates, scores, guided, temperature, *filters, *optional, max_candidates, is_logits)
     return candidates

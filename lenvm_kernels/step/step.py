@@ -531,6 +531,7 @@ class GuidedStep:
             vocab_mask=vocab_mask,
             end_token_ids=table.ending_token_ids,
             min_end_prob=table.min_end_prob,
+            least_share=table.least_share,
             due_length=table.due_length,
             generated=known.generated,
             text_breaks=self.text_breaks,

@@ -30,6 +30,7 @@ OPTIONS: dict[str, list[Any]] = {
     "guided": [False, True],
     "vocab_mask": [False, True],
     "ends": [0, 1, 3, 5],
+    "least_share": [False, True],
     "due": [False, True],
     "text_breaks": [0, 1, 6],
     "constants": ["shipped", "small"],
@@ -91,6 +92,9 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         arguments["end_token_ids"] = padded_rows(ends.flip(0).int(), options["padding"], value=0)
         arguments["min_end_prob"] = torch.stack([least.flip(0), least * NAN], dim=1)[:, 0]
         arguments["table_rows"] = table_rows
+        if options["least_share"]:
+            share = pick("least_share", [0.0, 0.05, 0.3, 1.0]).float()
+            arguments["least_share"] = torch.stack([share * NAN, share.flip(0)], dim=1)[:, 1]
         if options["due"]:
             due = pick("due_length", [0.0, 1.0, 20.0, 77.5, 4096.0, INF]).float()
             arguments["due_length"] = torch.stack([due * NAN, due.flip(0)], dim=1)[:, 1]
@@ -185,8 +189,9 @@ def _reference(given: Inputs, width: float) -> Candidates:
     arguments = dict(given.arguments)
     arguments["top_p"] = arguments["top_p"] * (1 + width)
     arguments["min_p"] = arguments["min_p"] * (1 - width)
-    if "min_end_prob" in arguments:
-        arguments["min_end_prob"] = arguments["min_end_prob"] * (1 - width)
+    for name in ("min_end_prob", "least_share"):
+        if name in arguments:
+            arguments[name] = arguments[name] * (1 - width)
     return topk_candidates(given.scores.double(), **arguments, backend="reference")
 
 
