@@ -151,7 +151,7 @@ def test_guidance_controls_lengths(smollm2, engine):
 
 def test_targets_are_met_by_whole_sentences(smollm2, engine):
     """By a request that says nothing but its target; the server knows by its tokenizer where sentences end."""
-    prompts = [chat(smollm2, text) for text in held_out_prompts()[::10]]
+    prompts = [chat(smollm2, text) for text in held_out_prompts()[::4]]
     sampling = [
         {"max_new_tokens": 100, "sampling_seed": i, "custom_params": {"target_length": 40}} for i in range(len(prompts))
     ]
@@ -159,9 +159,10 @@ def test_targets_are_met_by_whole_sentences(smollm2, engine):
     lengths = [result["meta_info"]["completion_tokens"] for result in results]
     texts = [smollm2.tokenizer.decode(result["output_ids"], skip_special_tokens=True) for result in results]
     print(*zip(lengths, texts, strict=True), sep="\n")
-    # 8 and 9 of 10 when this was written. Of unguided answers 8 % are as near.
-    assert sum(abs(n - 40) <= 10 for n in lengths) >= 6
-    assert sum(map(ends_sentence, texts)) >= 7
+    print(sum(abs(n - 40) <= 10 for n in lengths), "near,", sum(map(ends_sentence, texts)), "whole, of", len(texts))
+    # Of unguided answers 8 % are as near.
+    assert sum(abs(n - 40) <= 10 for n in lengths) >= 0.5 * len(texts)
+    assert sum(map(ends_sentence, texts)) >= 0.7 * len(texts)
 
 
 def test_openai_endpoints(smollm2, engine):
