@@ -8,96 +8,74 @@ and no values, on the same prompts: where all three miss a target, it is not for
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tqdm import tqdm
-from transformers import LogitsProcessor
 
 from bench.harness.demo_runs import DemoRuns, parser
 from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
-from lenvm_kernels.demo.generation import Sampled, new_tokens
+from lenvm_kernels.demo import generation
 from lenvm_kernels.demo.models import Models
-from lenvm_kernels.demo.run import LONGEST, SAMPLING, Setting, answer, answers_of
-from lenvm_kernels.evaluate.measures import Answer
-from lenvm_kernels.evaluate.measures import measure as measure_answers
+from lenvm_kernels.demo.run import LONGEST, SAMPLING, Setting, answer
+from lenvm_kernels.evaluate.measures import Answer, measure
+from lenvm_kernels.evaluate.report import settings_table
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step.values import ValueSource
 from lenvm_kernels.timing import StepRecord
-from lenvm_kernels.types import ScoredCandidates
 
-SPARE, SPARE_SHARE = 32, 0.5
+SPARE, SPARE_SHARE, SHORTEST = 32, 0.5, 8
 
 
-class Continuations(ValueSource, LogitsProcessor):
-    """Values of the candidates of one sequence, which ``generate`` tells as the first of its processors.
+class Continuations(ValueSource):
+    """Values of the candidates of one sequence.
 
     Args:
         models: the base model, which continues.
-        scored: of the step, the candidates whose values are wanted.
+        processor: of the sequence, whose step asks.
         continuations: of each candidate.
-        limit: tokens of the whole answer that are sampled at most.
+        length: of the sequence and a continuation at most; a continuation has 8 tokens in any case.
     """
 
-    def __init__(self, models: Models, scored: ScoredCandidates, continuations: int, limit: int) -> None:
-        self.models, self.scored, self.continuations, self.limit = models, scored, continuations, limit
-        self.sequence: torch.Tensor | None = None
-        self.prompt_len = 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self.sequence is None:
-            self.prompt_len = input_ids.shape[1]
-        self.sequence = input_ids
-        return scores
+    def __init__(self, models: Models, processor: LenVMLogitsProcessor, continuations: int, length: int) -> None:
+        self.models, self.continuations, self.length = models, continuations, length
+        self._processor, self._scored = processor, processor._step._tensors.rows(1).scored
 
     def value_logits(self, requests: int, nodes: int, record: StepRecord) -> torch.Tensor:
         """See :class:`ValueSource`."""
-        assert self.sequence is not None and (requests, nodes) == (1, 1)
         record.mark("forward")
-        found = torch.zeros(1, self.scored.token_ids.shape[1])
-        count = int(self.scored.counts[0])
-        if count == 0:
+        sequence, count = self._processor._previous, int(self._scored.counts[0])
+        found = torch.zeros(1, self._scored.token_ids.shape[1])
+        if sequence is None or count == 0:
             return found
-        begun = torch.cat([self.sequence.expand(count, -1), self.scored.token_ids[0, :count, None].long()], dim=1)
-        output = self.models.model.generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel lacks
-            begun,
-            attention_mask=torch.ones_like(begun),
-            do_sample=True,
-            num_return_sequences=self.continuations,
-            max_new_tokens=max(8, self.limit - (begun.shape[1] - self.prompt_len)),
-            pad_token_id=self.models.pad_token_id,
-            **SAMPLING,
-        )
-        _, counts = new_tokens(self.models, output, begun.shape[1])
-        lengths = counts.sum(dim=1).view(count, self.continuations)
+        begun = torch.cat([sequence.expand(count, -1), self._scored.token_ids[0, :count, None].long()], dim=1)
+        begun = begun.repeat_interleave(self.continuations, dim=0)
+        inputs = {"input_ids": begun, "attention_mask": torch.ones_like(begun)}
+        limit = max(SHORTEST, self.length - begun.shape[1])
+        sampled = generation.sample(self.models, None, inputs, None, max_new_tokens=limit, **SAMPLING)
+        lengths = sampled.counts.sum(dim=1).view(count, self.continuations)
         values = -torch.expm1(lengths * math.log(self.models.value_model.lenvm_config.gamma)).mean(dim=1)
         found[0, :count] = torch.logit(values)
         return found
 
 
-def oracle_answer(models: Models, prompt: str, target: int, continuations: int) -> Sampled:
-    """One answer of at most ``LONGEST`` times its target."""
-    inputs, params = models.encode([prompt]), parse_guidance({"target_length": target})
-    processor = LenVMLogitsProcessor(
-        models.model,
-        None,
-        params,
-        inputs["attention_mask"],
-        max_new_tokens=int(LONGEST * target),
-        tokenizers=(models.tokenizer, models.value_tokenizer),
-        **SAMPLING,
-    )
-    step = processor._step
-    limit = target + int(SPARE_SHARE * target) + SPARE
-    step.values = values = Continuations(models, step._tensors.rows(1).scored, continuations, limit)
-    options = processor.generation_kwargs
-    options["logits_processor"].insert(0, values)
-    output = models.model.generate(  # type: ignore[operator]
-        **inputs, **options, pad_token_id=models.pad_token_id, return_dict_in_generate=True, output_logits=True
-    )
-    return Sampled(*new_tokens(models, output.sequences, inputs["input_ids"].shape[1]), output.logits)
+def oracle_answer(models: Models, prompt: str, asked: Setting, seed: int, continuations: int) -> Answer:
+    """An answer that such values guide."""
+
+    def processor_of(model: Any, value_model: Any, guidance: Mapping[str, Any] | None, mask: torch.Tensor, **options):
+        if guidance is None:  # of the continuations
+            return LenVMLogitsProcessor(model, value_model, guidance, mask, **options)
+        target = guidance["target_length"]
+        processor = LenVMLogitsProcessor(model, None, parse_guidance(guidance), mask, **options)
+        length = mask.shape[1] + target + int(SPARE_SHARE * target) + SPARE
+        processor._step.values = Continuations(models, processor, continuations, length)
+        return processor
+
+    with patch.object(generation, "LenVMLogitsProcessor", processor_of), tqdm(disable=True) as bar:
+        return answer(models, [prompt], "oracle", asked, seed=seed, bar=bar)[0]
 
 
 @dataclass(frozen=True)
@@ -107,23 +85,6 @@ class Cell:
     target: int
     values: str
     measures: dict[str, Any]
-
-
-def table(cells: Sequence[Cell]) -> str:
-    """Markdown."""
-    lines = [
-        "| target | values | within 25 % | within 10 % | distance | sentence ends | cut | perplexity |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for cell in cells:
-        found = cell.measures
-        shares = " | ".join(f"{found[name]:.0%}" for name in ("within_25", "within_10"))
-        ends = "" if found["sentence_ends"] is None else f"{found['sentence_ends']:.0%}"
-        lines.append(
-            f"| {cell.target} | {cell.values} | {shares} | {found['distance']:.1f} | {ends} | {found['cut']:.0%} | "
-            f"{found['perplexity']:.2f} |"
-        )
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -136,16 +97,18 @@ def main() -> None:
     for target in args.targets:
         answers: dict[str, list[Answer]] = {"oracle": [], "value model": [], "none": []}
         for seed in runs.seeds:
-            torch.manual_seed(seed)
-            for i, prompt in enumerate(tqdm(runs.prompts, desc=f"oracle, target {target}")):
-                sampled = oracle_answer(runs.models, prompt, target, args.continuations)
-                answers["oracle"] += answers_of(runs.models, sampled, "oracle", target, seed, i)
-            for name in ("value model", "none"):
-                setting = Setting({"target_length": target}, name != "none", int(LONGEST * target))
+            for name in answers:
+                asked = Setting({"target_length": target}, name == "value model", int(LONGEST * target))
+                if name == "oracle":
+                    for i, prompt in enumerate(tqdm(runs.prompts, desc=f"{name}, target {target}")):
+                        found = oracle_answer(runs.models, prompt, asked, seed, args.continuations)
+                        answers[name].append(replace(found, prompt=i))
+                    continue
                 with tqdm(disable=True) as bar:
-                    answers[name] += answer(runs.models, runs.prompts, name, setting, seed=seed, bar=bar)
-        cells += [Cell(target, name, measure_answers(found, target)) for name, found in answers.items()]
-        print(table(cells), flush=True)
+                    answers[name] += answer(runs.models, runs.prompts, name, asked, seed=seed, bar=bar)
+        measures = {name: measure(found, target) for name, found in answers.items()}
+        cells += [Cell(target, name, found) for name, found in measures.items()]
+        print(f"Target {target} tokens", "", *settings_table(measures), sep="\n", flush=True)
         runs.write("bench.oracle", cells, continuations=args.continuations)
 
 

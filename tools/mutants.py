@@ -52,6 +52,8 @@ SWAPS: dict[type, type] = {
     ast.Or: ast.And,
 }
 NAMES = {"minimum": "maximum", "maximum": "minimum", "min": "max", "max": "min", "amin": "amax", "amax": "amin"}
+# A source whose tests have to pass before any is changed.
+CONTROL = "lenvm_kernels/guidance/params.py"
 # Of pytest.
 PASSED, NO_TESTS = 0, 5
 
@@ -202,12 +204,13 @@ def tests_of(file: str) -> list[str]:
     return [path for path in paths if (ROOT / path).exists()]
 
 
-def outcome(mutant: Mutant, seconds: float, scratch: Path) -> str:
+def outcome(mutant: Mutant, seconds: float, scratch: Path | None) -> str:
     """``killed``, ``survived`` or ``gone``."""
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         copied = Path(folder) / "tree"
         skipped = shutil.ignore_patterns(".*", "results", "images", "__pycache__", "*.egg-info")
         shutil.copytree(ROOT, copied, symlinks=True, ignore=skipped)
+        (copied / "lenvm_kernels" / "reference").symlink_to(copied / "reference")  # as it is installed
         found = place(mutant, copied)
         if found is None:
             return "gone"
@@ -257,6 +260,9 @@ def main() -> None:
         lost = [mutant for mutant, found in before.items() if found == "killed" and after.get(mutant) == "survived"]
         print(*lost, sep="\n")
         sys.exit(1 if lost else 0)
+    unchanged = next(iter(statements(ast.parse((ROOT / CONTROL).read_text()))))
+    if outcome(Mutant(CONTROL, _written(unchanged), _written(unchanged)), args.seconds, None) != "survived":
+        sys.exit("tests of an unchanged tree fail: nothing can be said of mutants")
     done = {Mutant(*(line[key] for key in FIELDS)) for line in read(args.output)}
     left = [mutant for line in read(args.file) if (mutant := Mutant(**line)) not in done]
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(args.workers) as pool:

@@ -72,12 +72,6 @@ def sample(
         return_dict_in_generate=True,
         output_logits=keep_logits,
     )
-    tokens, counts = new_tokens(models, output.sequences, inputs["input_ids"].shape[1])
-    return Sampled(tokens, counts, output.logits if keep_logits else ())
-
-
-def new_tokens(models: Models, sequences: torch.Tensor, prompt_width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``tokens`` and ``counts`` of :class:`Sampled`, out of the ``[B, prompt_width + N]`` that ``generate`` returns."""
-    new = sequences[:, prompt_width:]
+    new = output.sequences[:, inputs["input_ids"].shape[1] :]
     ended = torch.isin(new, torch.tensor(models.eos_token_ids, device=new.device)).long()
-    return new, ended.cumsum(1) - ended == 0
+    return Sampled(new, ended.cumsum(1) - ended == 0, output.logits if keep_logits else ())

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers.generation.streamers import BaseStreamer
 
 from lenvm_kernels.demo import spread
-from lenvm_kernels.demo.generation import Sampled, sample
+from lenvm_kernels.demo.generation import sample
 from lenvm_kernels.demo.models import Models
 from lenvm_kernels.evaluate.measures import Answer, measure
 
@@ -161,24 +161,15 @@ def answer(
             streamer=_Progress(bar, setting.max_new_tokens),
             **SAMPLING,
         )
+        # On a GPU, generate may run a step more than it returns.
+        steps = zip(sampled.logits, sampled.tokens.T, strict=False)
+        nll = [-torch.log_softmax(logits.float(), dim=-1).gather(1, tokens[:, None])[:, 0] for logits, tokens in steps]
         target = None if setting.guidance is None else setting.guidance.get("target_length")
-        answers += answers_of(models, sampled, name, target, seed, start)
-    return answers
-
-
-def answers_of(
-    models: Models, sampled: Sampled, name: str, target: int | None, seed: int, first_prompt: int
-) -> list[Answer]:
-    """The rows of a batch with logits, of prompts one after the other."""
-    # On a GPU, generate may run a step more than it returns.
-    steps = zip(sampled.logits, sampled.tokens.T, strict=False)
-    nll = [-torch.log_softmax(logits.float(), dim=-1).gather(1, tokens[:, None])[:, 0] for logits, tokens in steps]
-    answers = []
-    for row, counts in enumerate(sampled.counts):
-        ids, of_row = sampled.tokens[row][counts].tolist(), torch.stack(nll, dim=1)[row][counts].tolist()
-        text = str(models.tokenizer.decode(ids, skip_special_tokens=True))
-        ended = ids[-1] in models.eos_token_ids
-        answers.append(Answer(name, target, seed, first_prompt + row, ids, text, ended, of_row))
+        for row, counts in enumerate(sampled.counts):
+            ids, of_row = sampled.tokens[row][counts].tolist(), torch.stack(nll, dim=1)[row][counts].tolist()
+            text = str(models.tokenizer.decode(ids, skip_special_tokens=True))
+            ended = ids[-1] in models.eos_token_ids
+            answers.append(Answer(name, target, seed, start + row, ids, text, ended, of_row))
     return answers
 
 

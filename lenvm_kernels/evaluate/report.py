@@ -44,17 +44,23 @@ def table(plan: Plan, scores: Mapping[str, Mapping[str, Any]]) -> str:
     lines = []
     for target, settings in scores.items():
         lines += [f"Target {target} tokens, {counts}, at most {plan.limit(int(target))} tokens", ""]
-        lines.append("| setting | quartiles | " + " | ".join(title for title, _, _ in COLUMNS) + " |")
-        lines.append("| --- " * (len(COLUMNS) + 2) + "|")
-        for name, found in settings.items():
-            cells = [name.replace("|", "\\|"), ", ".join(f"{length:.0f}" for length in found["quartiles"])]
-            for _, measure, write in COLUMNS:
-                cell = "-" if found[measure] is None else write(found[measure])
-                interval = found["intervals"].get(measure)
-                cells.append(cell if interval is None else f"{cell} [{', '.join(map(write, interval))}]")
-            lines.append("| " + " | ".join(cells) + " |")
+        lines += settings_table(settings)
         lines.append("")
     return "\n".join(lines)
+
+
+def settings_table(settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Lines of Markdown: a row for the measures of each setting."""
+    lines = ["| setting | quartiles | " + " | ".join(title for title, _, _ in COLUMNS) + " |"]
+    lines.append("| --- " * (len(COLUMNS) + 2) + "|")
+    for name, found in settings.items():
+        cells = [name.replace("|", "\\|"), ", ".join(f"{length:.0f}" for length in found["quartiles"])]
+        for _, measure, write in COLUMNS:
+            cell = "-" if found[measure] is None else write(found[measure])
+            interval = found["intervals"].get(measure)
+            cells.append(cell if interval is None else f"{cell} [{', '.join(map(write, interval))}]")
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
 def plot_lengths(
