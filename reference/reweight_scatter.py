@@ -16,6 +16,9 @@ SMALLEST_SHIFT = 1e-8
 WAIT, WAIT_SHARE = 6.0, 0.1
 # A candidate that ends a sentence, and of which not much is to come therefore, is at least so probable beside the best.
 LIKELY = 0.02
+# Past a total `near` and `le_near` grow stronger by so much times the share of the total that is beyond it, up to twice
+# the total: in a loop an end may be less probable than their strength makes up for.
+STRONGER, LATEST = 4.0, 1.0
 # Targets stay this far inside [min v, max v]: absolute, and as a share of the range.
 TARGET_MARGIN, TARGET_MARGIN_SHARE = 1e-12, 1e-6
 
@@ -67,10 +70,13 @@ def reweight_scatter(
     # The target of the tilting modes, as a share of the range.
     scale = column("scale")
     remaining = column("target_length")
+    times_stronger = torch.ones_like(remaining)
     if generated is not None:
         counts_down = table.counts_down[table_rows][:, None]
+        waits = counts_down & ((mode == Mode.NEAR) | (mode == Mode.LE_NEAR))
+        late = (generated.double()[:, None] / remaining.clamp(min=1) - 1).clamp(0, LATEST)
+        times_stronger = torch.where(waits, 1 + STRONGER * late, 1.0)
         if text_breaks is not None:
-            waits = counts_down & ((mode == Mode.NEAR) | (mode == Mode.LE_NEAR))
             early = (WAIT_SHARE * remaining).clamp(max=WAIT)
             remaining = torch.where(waits, remaining - early, remaining)
         remaining = torch.where(counts_down, (remaining - generated.double()[:, None]).clamp(min=0), remaining)
@@ -106,7 +112,7 @@ def reweight_scatter(
         one_more = relative_distance(column("nats_per_token"), nats, column("nats_per_token"), mode)
         farther = torch.where(ends_sentence, torch.minimum(farther, one_more), farther)
     farther = torch.where(active, farther - torch.where(active, farther, torch.inf).amin(dim=1, keepdim=True), 0.0)
-    exponent = torch.where(is_near, -scale * farther, exponent)
+    exponent = torch.where(is_near, -scale * (times_stronger * farther), exponent)
     result = torch.softmax(torch.where(active, q.log() + exponent, -torch.inf), dim=1).nan_to_num(0.0)
     equally_near = is_near & (exponent == 0).all(dim=1, keepdim=True)
     result = torch.where((tilts_to_target & unmoved) | equally_near, q, result)

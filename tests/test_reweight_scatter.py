@@ -426,6 +426,33 @@ def test_near_by_hand(device, backend, gamma):
     assert torch.equal(result[::3], q.expand(3, -1))
 
 
+def test_near_grows_stronger_past_a_total(device, backend):
+    """Lengths of 0, 8, 18 and 78 tokens and none to come: with 2 added they are 1, 5, 10 and 40 times that."""
+    q = torch.tensor([[0.01, 0.375, 0.25, 0.365]])
+    of_row = [  # mode, total, generated, times stronger
+        (Mode.NEAR, 28.0, 28, 1.0),
+        (Mode.NEAR, 28.0, 35, 2.0),
+        (Mode.LE_NEAR, 40.0, 70, 4.0),
+        (Mode.NEAR, 28.0, 56, 5.0),
+        (Mode.LE_NEAR, 28.0, 1_000, 5.0),  # no stronger than at twice the total
+        (Mode.GE_NEAR, 28.0, 56, 0.0),  # nobody is too short
+        (Mode.NEAR, 0.0, 1, 1.0),
+        (Mode.NEAR, 0.0, 2, 5.0),
+    ]
+    params = [GuidanceParams(mode, 0.5, 0.99, target_length=total, counts_down=True) for mode, total, *_ in of_row]
+    # What is to come by a target that does not count down is not late.
+    params.append(GuidanceParams(Mode.NEAR, 0.5, 0.99, target_length=0.0))
+    generated = torch.tensor([*(count for _, _, count, _ in of_row), 99], dtype=torch.int32)
+    times = torch.tensor([[times] for *_, times in of_row] + [[1.0]])
+    lengths = torch.tensor([[5.0, 8.0, 18.0, 78.0]], dtype=torch.float64)  # the first ends the output: 0
+    z, rows = logit_of(lengths * -math.log(0.99)).float(), len(params)
+    result, _ = reweight(
+        q.repeat(rows, 1), z.repeat(rows, 1), params, [{0}] * rows, device, backend, generated=generated
+    )
+    expected = q * torch.tensor([[1.0, 5.0, 10.0, 40.0]]) ** (-0.5 * times)
+    torch.testing.assert_close(result, expected / expected.sum(1, keepdim=True), rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize("mode", NEAR)
 def test_near_by_hand_where_sentences_end(device, backend, mode):
     """Lengths of 0, 8, 98, 98, 28 and 28 tokens, 4 to come: the second and the fourth may lead to a length of 1."""

@@ -36,8 +36,10 @@ from lenvm_kernels.ops._common import (
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.reweight_scatter import (
+    LATEST,
     LIKELY,
     SMALLEST_SHIFT,
+    STRONGER,
     TARGET_MARGIN,
     TARGET_MARGIN_SHARE,
     WAIT,
@@ -63,6 +65,7 @@ _EOS_Z = tl.constexpr(-(2.0**127))
 _SMALLEST_SHIFT = tl.constexpr(SMALLEST_SHIFT)
 _TARGET_MARGIN, _TARGET_MARGIN_SHARE = tl.constexpr(TARGET_MARGIN), tl.constexpr(TARGET_MARGIN_SHARE)
 _WAIT, _WAIT_SHARE, _LIKELY = tl.constexpr(WAIT), tl.constexpr(WAIT_SHARE), tl.constexpr(LIKELY)
+_STRONGER, _LATEST = tl.constexpr(STRONGER), tl.constexpr(LATEST)
 _GUIDE, _SINGLE = tl.constexpr(int(Status.GUIDE)), tl.constexpr(int(Status.SINGLE))
 _UNGUIDED, _MUL, _LINEAR = tl.constexpr(int(Mode.UNGUIDED)), tl.constexpr(int(Mode.MUL)), tl.constexpr(int(Mode.LINEAR))
 _EXP, _LENGTH_MUL = tl.constexpr(int(Mode.EXP)), tl.constexpr(int(Mode.LENGTH_MUL))
@@ -219,11 +222,15 @@ def _reweight(
     nats_per_token = tl.load(table.nats_per_token + table_row * stride.nats_per_token, mask=valid, other=1.0)
     value_min = tl.load(table.value_min + table_row * stride.value_min, mask=valid, other=0.0)
     remaining = tl.load(table.target_length + table_row * stride.target_length, mask=valid, other=0.0)
+    times_stronger = 1.0
     if generated_ptr is not None:
         counts_down = tl.load(table.counts_down + table_row * stride.counts_down, mask=valid, other=0) != 0
         generated = tl.load(generated_ptr + request, mask=valid, other=0).to(tl.float32)
+        waits = counts_down & ((mode == _NEAR) | (mode == _LE_NEAR))
+        late = tl.div_rn(generated, tl.maximum(remaining, 1.0)) - 1
+        late = tl.minimum(tl.maximum(late, 0.0), _LATEST)
+        times_stronger = tl.where(waits, 1 + late * _STRONGER, 1.0)
         if text_breaks_ptr is not None:
-            waits = counts_down & ((mode == _NEAR) | (mode == _LE_NEAR))
             remaining = tl.where(waits, remaining - tl.minimum(remaining * _WAIT_SHARE, _WAIT), remaining)
         remaining = tl.where(counts_down, tl.maximum(remaining - generated, 0.0), remaining)
     status = tl.load(candidates.status + request, mask=valid, other=0)
@@ -335,7 +342,7 @@ def _reweight(
     is_near = (mode >= _NEAR) & (mode <= _LE_NEAR)
     equally_near = is_near & (scale * _request_max(distance) == 0)
 
-    direct = tl.where(is_near, -distance, raw_z - favoured)
+    direct = tl.where(is_near, -distance * times_stronger, raw_z - favoured)
     direct_logit = tl.where(active, log_q + scale * direct, -_BIG)
     direct_weight = tl.where(active, tl.exp(direct_logit - _request_max(direct_logit)), 0.0)
     weight = tl.where((mode == _VALUE_BIAS) | is_near, direct_weight, weight)
