@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given
 
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops.commit_winner import as_integers, make_pool
@@ -10,8 +9,6 @@ from lenvm_kernels.fuzz.ops.rope_cache import make_inputs
 from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.ops.rope_cache import rope_cache
-from tests.helpers.cases import assert_right, cases
-from tests.helpers.wrong_tensors import assert_refuses
 
 BACKENDS = ["triton", "reference"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -61,11 +58,6 @@ def sliced(x, columns, around, device):
     """The same rows, ``columns`` farther apart, with a number before and after all of them."""
     memory = torch.full((len(x) + 2, x.shape[1] + columns), around, dtype=x.dtype, device=device)
     return memory[1:-1, columns - 1 : -1].copy_(x)
-
-
-@given(cases("commit_winner"))
-def test_triton_does_what_the_reference_does(device, case):
-    assert_right(case, device)
 
 
 def slots_with(value, row=2, page=9):
@@ -489,20 +481,6 @@ def test_reference_takes_fp64():
     assert torch.equal(cache[:, :, 3], as_integers(pools[1])[:, :, 6])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-def test_replays_in_a_cuda_graph(device):
-    pools = [pool.to(device) for pool in make_pools(28, 5, 8, 2, 128, torch.bfloat16)]
-    rows = {name: tensor.to(device) for name, tensor in ROW.items()}
-    commit_winner(*pools[0], *pools[1], **rows)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        committed = commit_winner(*pools[0], *pools[1], **rows)
-    rows["slot_table"][2, 9] = 4
-    graph.replay()
-    assert committed.item()
-    assert torch.equal(as_integers(pools[0])[:, :, 4], as_integers(pools[1])[:, :, 6])
-
-
 def in_layout(x, layout):
     """The values of ``x [layers, tokens, heads, head_dim]`` with other strides, among zeros."""
     layers, tokens, heads, head_dim = x.shape
@@ -650,26 +628,6 @@ SEVERAL = dict(
     slot_table=torch.ones(5, 8, dtype=torch.int32),
     table_rows=i32(4, 0, 3),
 )
-INTEGERS, ANY = (torch.int32, torch.int64), dict(any_rows=True, any_columns=True)
-
-
-@pytest.mark.parametrize(
-    "name, dtypes, allowed",
-    [
-        ("candidate_ids", [torch.int32], ANY),
-        ("candidate_rows", INTEGERS, {}),
-        ("candidate_parents", [torch.int32], {}),
-        ("candidate_positions", [torch.int32], {}),
-        ("last_rows", INTEGERS, {}),
-        ("tokens", INTEGERS, ANY),
-        ("new_lens", [torch.int32], {}),
-        ("positions", [torch.int32], {}),
-        ("slot_table", [torch.int32], ANY),
-        ("table_rows", INTEGERS, {}),
-    ],
-)
-def test_wrong_tensors_are_named(name, dtypes, allowed):
-    assert_refuses(commit_winner, good_arguments() | SEVERAL, name, *dtypes, **allowed)
 
 
 def test_several_tokens_need_a_column():
@@ -728,9 +686,3 @@ def test_a_winner_leaves_the_codes_that_its_own_forward_would(device, dtype, bac
     for cache, name in zip(caches, ("k_cache", "v_cache"), strict=True):
         expected = as_integers(forward[name]).expand(2, -1, -1, -1)
         assert torch.equal(as_integers(cache), expected)
-
-
-def test_triton_refuses_fp64(device):
-    pools = make_pools(2, 5, 8, 2, 4, torch.float64)
-    with pytest.raises(ValueError, match=r"k_cache must be float32\|bfloat16\|float16\|float8.*, got float64"):
-        commit(pools, ROW, backend="triton", device=device)

@@ -8,7 +8,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given
 from torch import nn
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
@@ -17,9 +16,7 @@ from lenvm_kernels.fuzz.ops.ragged_linear import CONSTANTS, EPS, exact, make_inp
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops import ragged_linear as ops
 from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
-from tests.helpers.cases import assert_right, cases
 from tests.helpers.matches import assert_matches
-from tests.helpers.wrong_tensors import assert_refuses
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # What a decoder layer asks for, and everything at once.
@@ -47,11 +44,6 @@ def small_limits(monkeypatch):
 @pytest.fixture
 def use_tile(monkeypatch):
     return lambda tile: monkeypatch.setattr(ops, "choose_tile", lambda *_: tile)
-
-
-@given(cases("ragged_linear"))
-def test_matches_fp64_reference(device, case):
-    assert_right(case, device)
 
 
 @pytest.mark.parametrize(
@@ -627,16 +619,6 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", ["weight", "bias", "residual", "num_rows"])
-def test_errors_name_bad_tensors(name, dtype):
-    arguments = make_inputs(3, 5, 8, dtype, bias=name == "bias", residual=True) | {"num_rows": number(2, "cpu")}
-    if name == "weight":
-        arguments.pop("residual")  # its columns are the weight's rows
-    accepted = torch.int32 if name == "num_rows" else dtype
-    assert_refuses(ragged_linear, arguments, name, accepted, any_rows=name == "weight")
-
-
 @pytest.mark.parametrize(("name", "value", "error", "message"), ERRORS)
 def test_errors_name_the_argument(name, value, error, message):
     arguments = {**make_inputs(3, 48, 64, torch.float32, **VARIANTS["all"]), "backend": "reference"} | {name: value}
@@ -689,11 +671,6 @@ def test_too_few_counters_are_refused():
     needed = ops.num_counters(300, 200, 4864)
     with pytest.raises(ValueError, match=rf"counters must be int32 \[at least {needed}\], got int32 \[{needed - 1}\]"):
         ragged_linear(x, weight, counters=torch.zeros(needed - 1, dtype=torch.int32))
-
-
-def test_triton_refuses_fp64(device):
-    with pytest.raises(ValueError, match=r"x must be float32\|bfloat16\|float16 \[\*, \*\], got float64"):
-        ragged_linear(**make_inputs(3, 48, 64, torch.float64, device=device), backend="triton")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")

@@ -12,7 +12,6 @@ from lenvm_kernels.reference.sample_candidates import philox4x32, uniform
 from lenvm_kernels.types import Candidates, Status
 from tests.helpers.cases import assert_right, cases
 from tests.helpers.statistics import p_value
-from tests.helpers.wrong_tensors import assert_refuses
 
 BACKENDS = ["triton", "reference"]
 STATUSES = [int(Status.GUIDE), int(Status.SINGLE), int(Status.UNGUIDED), int(Status.SKIP)]
@@ -183,27 +182,6 @@ def test_rows_without_a_draw_give_minus_one(device, backend, temperature):
     assert drawn.tolist() == [7, 7, -1, -1, -1, -1, 9]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-def test_replays_in_a_cuda_graph(device):
-    rows = 40
-    candidates = Candidates(
-        torch.arange(8, dtype=torch.int32, device=device).repeat(rows, 1),
-        torch.ones(rows, 8, device=device),
-        torch.full((rows,), 8, dtype=torch.int32, device=device),
-        torch.full((rows,), int(Status.GUIDE), dtype=torch.int8, device=device),
-        torch.zeros(rows, device=device),
-    )
-    inputs = torch.rand(rows, 8, device=device), *torch.zeros(2, rows, dtype=torch.int64, device=device)
-    sample_candidates(candidates, *inputs)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tokens = sample_candidates(candidates, *inputs)
-    inputs[2].copy_(torch.arange(rows))
-    graph.replay()
-    assert len(tokens.unique()) > 1
-    assert torch.equal(tokens, sample_candidates(candidates, *inputs))
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("temperature", [None, 0.0])
 def test_negative_weights_count_as_zero(device, backend, temperature):
@@ -257,15 +235,6 @@ def test_nothing_is_stored_beyond_the_rows(device, monkeypatch):
     assert drawn.tolist() == [0, 1, 2] and (buffers[0][3:] == 77).all()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="takes 8 GiB of a GPU's memory")
-def test_offsets_past_32_bits(device):
-    """Rows 2**29 weights apart, so that row 4 is 2**31 away. Pages that nothing touches take no memory on a CPU."""
-    far = 2**29
-    p = torch.empty(4 * far + 2, device=device).as_strided((5, 2), (far, 1))
-    p[:], p[4] = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
-    assert draw(p, filled(5, 0), torch.arange(5), device).tolist() == [0, 0, 0, 0, 1]
-
-
 def good_arguments():
     candidates = Candidates(
         torch.zeros(2, 4, dtype=torch.int32),
@@ -315,40 +284,3 @@ def test_bad_arguments_are_named(name, value, error, message):
 def test_bad_numbers_of_slots_are_named(columns):
     with pytest.raises(ValueError, match=f"guided_probs must have a power of two up to 64 columns, got {columns}"):
         sample_candidates(**good_arguments() | {"guided_probs": torch.zeros(2, columns)})
-
-
-@pytest.mark.parametrize(
-    "name, dtypes",
-    [
-        ("candidates.token_ids", [torch.int32]),
-        ("candidates.status", [torch.int8]),
-        ("seeds", [torch.int64]),
-        ("positions", [torch.int32, torch.int64]),
-        ("temperature", [torch.float32]),
-    ],
-)
-def test_bad_tensors_are_named(name, dtypes):
-    arguments = good_arguments() | {"temperature": torch.ones(2)}
-    fields = arguments.pop("candidates")._asdict()
-
-    def function(**arguments):
-        candidates = Candidates(**{field: arguments.pop(f"candidates.{field}") for field in fields})
-        return sample_candidates(candidates, **arguments)
-
-    arguments |= {f"candidates.{field}": tensor for field, tensor in fields.items()}
-    assert_refuses(function, arguments, name, *dtypes, rows_apart=name != "candidates.token_ids")
-
-
-@pytest.mark.parametrize(
-    "field, value, message",
-    [
-        ("token_ids", torch.zeros(2, 4), r"candidates.token_ids must be int32 \[2, 4\] on cpu, got float32"),
-        ("token_ids", torch.zeros(2, 8).int()[:, :4], "candidates.token_ids must be contiguous"),
-        ("status", torch.zeros(2).int(), r"candidates.status must be int8 \[2\] on cpu, got int32"),
-    ],
-)
-def test_bad_candidates_are_named(field, value, message):
-    arguments = good_arguments()
-    arguments["candidates"] = arguments["candidates"]._replace(**{field: value})
-    with pytest.raises(ValueError, match=message):
-        sample_candidates(**arguments)

@@ -8,7 +8,7 @@ from lenvm_kernels.fuzz.ops.select_scored import inputs
 from lenvm_kernels.ops.gather_requests import empty_requests
 from lenvm_kernels.ops.select_scored import empty_scored, select_scored
 from lenvm_kernels.types import Candidates, ScoredCandidates, Status
-from tests.helpers.cases import assert_right, cases
+from tests.helpers.cases import cases
 from tests.helpers.wrong_tensors import assert_refuses
 
 BACKENDS = ["triton", "reference"]
@@ -75,11 +75,6 @@ def lists(candidates, requests, eos_token_ids, *, drawn=None, sample=False, scor
 def assert_equal(actual, expected):
     for name, x, wanted in zip(ScoredCandidates._fields, actual, expected, strict=True):
         assert x.dtype == wanted.dtype and torch.equal(x.cpu(), wanted), name
-
-
-@given(cases("select_scored"))
-def test_kernel_matches_reference(device, case):
-    assert_right(case, device)
 
 
 @given(cases("select_scored"))
@@ -257,53 +252,6 @@ def test_every_number_of_columns(device, backend, columns):
     assert torch.equal(candidates.status.cpu(), expected_status)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_request_is_the_same_in_every_batch(device, backend):
-    b, generator = 40, torch.Generator().manual_seed(0)
-    wants_length, due = torch.rand(2, b, generator=generator) < 0.5
-    status = torch.randint(0, 5, (b,), generator=generator).tolist()
-    ids = torch.randint(0, 99, (b, 4), generator=generator, dtype=torch.int32)
-    candidates = make_candidates(ids, torch.randint(0, 5, (b,), generator=generator, dtype=torch.int32), status, device)
-    positions = torch.randint(0, 99, (b,), generator=generator).tolist()
-    requests = make_requests(positions, wants_length.tolist(), due.tolist(), device)
-    requests.table_rows.copy_(torch.randperm(50, generator=generator)[:b])
-    ends = torch.randint(0, 99, (50, 8), generator=generator, dtype=torch.int32).to(device)
-    drawn = torch.randint(-1, 9, (b,), generator=generator, dtype=torch.int32).to(device)
-
-    def select(chosen):
-        rows = candidates._make(x[chosen] for x in candidates), requests._make(x[chosen] for x in requests)
-        scored = select_scored(*rows, ends, drawn=drawn[chosen], sample=True, backend=backend)
-        return [*scored, rows[0].status]
-
-    together = select(torch.arange(b, device=device))
-    now = together[-1][(candidates.status == GUIDE) & ~requests.due]
-    assert (now == GUIDE).any() and (now == NOT_DUE).any()
-    for chosen in (torch.randperm(b, generator=generator), torch.tensor([0]), torch.tensor([39, 7])):
-        for x, wanted in zip(select(chosen.to(device)), together, strict=True):
-            assert torch.equal(x, wanted[chosen.to(device)])
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-def test_replays_in_a_cuda_graph(device):
-    candidates = make_candidates(IDS, COUNTS, STATUS, device)
-    requests = make_requests([4, 5, 6, 7, 8], [True] * 5, [True] * 5, device)
-    drawn, step = i32(3, -1, -1, 3, -1).to(device), torch.ones(1, dtype=torch.int64, device=device)
-    options = dict(drawn=drawn, step=step, sample=True, out=empty_scored(5, 2, device))
-    ends = no_ends(5, device)
-    select_scored(candidates, requests, ends, **options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        scored = select_scored(candidates, requests, ends, **options)
-    drawn.fill_(-1)
-    candidates.counts.copy_(i32(1, 1, 1, 1, 1))
-    requests.due[4] = False
-    before = step.item()
-    graph.replay()
-    assert scored.counts.tolist() == [0, 1, 1, 0, 0] and scored.alone.tolist() == [False, False, True, False, False]
-    assert candidates.status.tolist() == [UNGUIDED, GUIDE, SINGLE, SKIP, NOT_DUE]
-    assert step.item() == before + 1
-
-
 def good_arguments():
     return dict(
         candidates=make_candidates(IDS, COUNTS, STATUS),
@@ -315,36 +263,9 @@ def good_arguments():
     )
 
 
-@pytest.mark.parametrize("name", ["drawn", "step"])
-def test_wrong_tensors_are_named(name):
-    arguments = good_arguments()
-    assert_refuses(select_scored, arguments, name, arguments[name].dtype)
-
-
 def test_wrong_end_tokens_are_named():
     arguments, name = good_arguments(), "eos_token_ids"
     assert_refuses(select_scored, arguments, name, torch.int32, any_rows=True, any_columns=True)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        *(("candidates", name) for name in ("counts", "status")),
-        *(("requests", name) for name in ("positions", "table_rows", "wants_length", "due")),
-        *(("out", name) for name in ScoredCandidates._fields),
-    ],
-)
-def test_wrong_fields_are_named(owner, name):
-    arguments = good_arguments()
-
-    def select(**field):
-        return select_scored(**arguments | {owner: arguments[owner]._replace(**{name: field[f"{owner}.{name}"]})})
-
-    field = getattr(arguments[owner], name)
-    allowed = dict(any_rows=True) if name == "due" else {}
-    if (owner, name) == ("out", "token_ids"):
-        allowed = dict(rows_apart=False)
-    assert_refuses(select, {f"{owner}.{name}": field}, f"{owner}.{name}", field.dtype, **allowed)
 
 
 def candidates_with(token_ids):

@@ -2,24 +2,16 @@
 
 import pytest
 import torch
-from hypothesis import given
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lenvm_kernels.fuzz.ops.value_head import EPS, exact, make_inputs, square_sums_of
 from lenvm_kernels.ops import value_head as ops
 from lenvm_kernels.ops.value_head import num_counters, value_head
-from tests.helpers.cases import assert_right, cases
 from tests.helpers.matches import assert_matches, assert_same
-from tests.helpers.wrong_tensors import assert_refuses
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WEIGHTS = ("fc_weight", "fc_bias", "summary_weight", "summary_bias")
-
-
-@given(cases("value_head"))
-def test_matches_fp64_reference(device, case):
-    assert_right(case, device)
 
 
 @pytest.mark.parametrize(("size", "tokens"), [(896, 20), (1536, 4), (3584, 2)])
@@ -392,42 +384,8 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", [*WEIGHTS, "norm_weight", "token_rows", "targets", "square_sums"])
-def test_errors_name_bad_tensors(name, dtype):
-    arguments = make_inputs(3, 8, dtype, norm=True)
-    arguments |= {
-        "token_rows": torch.tensor([0, 2, 1]),
-        "targets": torch.tensor([2, 0, 1]),
-        "square_sums": torch.ones(1, 3),
-    }
-    integers = [torch.int32, torch.int64]
-    dtypes = {"fc_weight": [dtype], "token_rows": integers, "targets": integers}
-    dtypes |= {"square_sums": [torch.float32, torch.float64]}
-    vectors = [dtype] if dtype == torch.float64 else [dtype, torch.float32]
-    assert_refuses(value_head, arguments, name, *dtypes.get(name, vectors), any_rows=name == "token_rows")
-
-
 @pytest.mark.parametrize(("name", "value", "error", "message"), ERRORS)
 def test_errors_name_the_argument(name, value, error, message):
     arguments = {**make_inputs(3, 64, torch.float32), "backend": "reference"} | {name: value}
     with pytest.raises(error, match=message):
         value_head(**arguments)
-
-
-def test_triton_refuses_fp64(device):
-    with pytest.raises(ValueError, match=r"hidden must be float32\|bfloat16\|float16 \[\*, \*\], got float64"):
-        value_head(**make_inputs(3, 64, torch.float64, device=device), backend="triton")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-def test_replays_in_a_cuda_graph(device):
-    inputs = make_inputs(40, 576, torch.bfloat16, device=device, norm=True)
-    inputs["token_rows"] = torch.arange(-1, 39, device=device)
-    value_head(**inputs)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = value_head(**inputs)
-    inputs["hidden"].normal_()
-    graph.replay()
-    assert torch.equal(logits, value_head(**inputs))

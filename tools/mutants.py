@@ -191,7 +191,8 @@ def place(mutant: Mutant, root: Path) -> tuple[Path, str] | None:
 def tests_of(file: str) -> list[str]:
     """Test files that look at a source, those nearest to it first."""
     name, folder = Path(file).stem.strip("_"), Path(file).parent.name
-    found = [f"test_{name}", *(STEP_TESTS if folder in ("ops", "step") else ())]
+    found = [f"test_{name}", *(["test_operator_laws"] if folder in ("ops", "reference") else [])]
+    found += STEP_TESTS if folder in ("ops", "step") else ()
     if folder == "guidance":
         found += ["test_guidance", "test_reweight_scatter", *STEP_TESTS]
     elif folder == "value_model":
@@ -199,7 +200,7 @@ def tests_of(file: str) -> list[str]:
     elif folder == "adapters":
         found += ["test_settings", "test_transformers_adapter", "test_vllm_guide"]
     elif name in ("common", "device", "operator", "interpreter"):
-        found += ["test_operator", "test_interpreter", "test_topk_candidates", "test_value_tree_attention"]
+        found += ["test_operator_laws", "test_interpreter", "test_topk_candidates", "test_value_tree_attention"]
     paths = [f"tests/{test}.py" for test in dict.fromkeys(found)]
     return [path for path in paths if (ROOT / path).exists()]
 

@@ -141,6 +141,10 @@ class Operator:
         row_work: operations of Triton's interpreter that a row takes, about, by which a CPU's batch is bounded.
         classes: bool ``[rows]`` of each class of row worth counting.
         constants: settings of the operator's tuning constants, by the value of the option ``constants``.
+        free: what a tensor that is an argument, or a field of one, may be beside what it is in a case: ``rows``,
+            ``columns``, any number in its first or last dimension; ``apart``, rows that lie apart; ``strided``, numbers
+            that do; names of other dtypes, of which ``float64`` is the reference's alone.
+        reads: of an argument that is a named tuple, the fields that are read or written, unless all are.
     """
 
     name: str
@@ -155,6 +159,8 @@ class Operator:
     row_work: Callable[[Mapping[str, Any]], float]
     classes: Callable[[Any], dict[str, Tensor]]
     constants: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    free: Mapping[str, str] = field(default_factory=dict)
+    reads: Mapping[str, Collection[str]] = field(default_factory=dict)
 
     def restricted(self, only: Mapping[str, Collection[str]]) -> Operator:
         """The operator with no other values of its options than ``only`` names, as text."""

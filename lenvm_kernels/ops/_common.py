@@ -220,7 +220,7 @@ def check_fields(
     name: str,
     fields: Sequence[str],
     tensors: Sequence[Tensor],
-    dtypes: Sequence[torch.dtype],
+    dtypes: Sequence[torch.dtype | tuple[torch.dtype, ...]],
     size: int,
     device: torch.device,
     *,

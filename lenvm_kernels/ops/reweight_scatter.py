@@ -29,6 +29,7 @@ from lenvm_kernels.ops._common import (
     INT_DTYPES,
     SINGLES,
     ceil_div,
+    check_fields,
     check_tensor,
     resolve_backend,
     row_stride,
@@ -117,6 +118,10 @@ class _Table(NamedTuple):
     faults: Any
     answer_length: Any
     ending_token_ids: Any  # [R, E]
+
+
+def _columns_read(table: GuidanceColumns) -> _Table:
+    return _Table._make(getattr(table, name) for name in _Table._fields)
 
 
 @triton.jit
@@ -615,12 +620,14 @@ def reweight_scatter(
     if not isinstance(table, GuidanceColumns):
         raise TypeError(f"table must be a GuidanceTable, got {type(table).__name__}")
     check_tensor("table.mode", table.mode, dtypes=torch.int32, shape=(None,), device=device, unit_stride=False)
+    size, (*columns_read, ends) = table.mode.shape[0], _columns_read(table)
+    column_dtypes: Any = (torch.int32, *[singles] * 4, torch.bool, torch.int32, singles)
+    check_fields("table", _Table._fields[:-1], columns_read, column_dtypes, size, device, unit_stride=False)
+    check_tensor("table.ending_token_ids", ends, dtypes=torch.int32, shape=(size, None), device=device)
     if table_rows is not None:
         check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(requests,), device=device)
-    elif len(table.mode) < requests:
-        raise ValueError(
-            f"table must have a row for each of the {requests} requests, got {len(table.mode)} (or give table_rows)"
-        )
+    elif size < requests:
+        raise ValueError(f"table must have a row for each of the {requests} requests, got {size} (or give table_rows)")
     if generated is not None:
         check_tensor("generated", generated, dtypes=torch.int32, shape=(requests,), device=device)
     if text_breaks is not None:
@@ -654,16 +661,6 @@ def reweight_scatter_unchecked(
     """:func:`reweight_scatter` for a caller who knows that the arguments are right, and has resolved the backend."""
     dtype = compute_dtype(value_logits, candidates.probs)
     out = torch.empty(*value_logits.shape, dtype=dtype, device=value_logits.device)
-    columns = _Table(
-        table.mode,
-        table.scale,
-        table.nats_per_token,
-        table.value_min,
-        table.target_length,
-        table.counts_down,
-        table.faults,
-        table.answer_length,
-        table.ending_token_ids,
-    )
-    _launch(backend, out, *candidates, value_logits, *columns, table_rows, generated, text_breaks, probs)
+    of_requests = (table_rows, generated, text_breaks, probs)
+    _launch(backend, out, *candidates, value_logits, *_columns_read(table), *of_requests)
     return out

@@ -160,4 +160,9 @@ OPERATOR = Operator(
     row_work=lambda options: 20,
     classes=classes,
     constants=CONSTANTS,
+    free={"requests.tokens": "columns apart", "slot_table": "rows columns apart"},
+    reads={
+        "history": ("tokens", "told_lens", "cached_lens"),
+        "requests": ("tokens", "new_lens", "positions", "table_rows", "guided", "wants_length", "cached_lens"),
+    },
 )

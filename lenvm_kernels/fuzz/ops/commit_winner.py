@@ -225,4 +225,12 @@ OPERATOR = Operator(
     row_work=lambda o: 40 * o["layers"] * (8 if o["constants"] == "smallest" else 1),
     classes=classes,
     constants=CONSTANTS,
+    free={
+        **dict.fromkeys(("candidate_ids", "candidate_parents", "key_scales", "value_scales"), "apart"),
+        "candidate_rows": "int32 apart",
+        "last_rows": "int64",
+        "tokens": "int32 columns apart",
+        "slot_table": "rows columns apart",
+        "table_rows": "int32",
+    },
 )

@@ -168,4 +168,5 @@ OPERATOR = Operator(
     row_work=lambda options: 40 + 20 * ceil_div(options["size"], 128 if options["constants"] == "small" else 4096),
     classes=classes,
     constants=CONSTANTS,
+    free={"embedding": "float32 bfloat16 float16 float64 rows columns apart", "inv_freq": "rows"},
 )

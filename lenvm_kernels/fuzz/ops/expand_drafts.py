@@ -185,4 +185,6 @@ OPERATOR = Operator(
     row_work=lambda options: 30 + 10 * options["drafts"],
     classes=classes,
     constants=CONSTANTS,
+    free={"drafts.token_ids": "int32 apart", "drafts.parents": "apart"},
+    reads={"requests": NODE_FIELDS, "out": NODE_FIELDS},
 )

@@ -20,6 +20,7 @@ from lenvm_kernels.fuzz.case import (
     whole_memory,
 )
 from lenvm_kernels.guidance import GuidanceTable
+from lenvm_kernels.ops import gather_requests as ops
 from lenvm_kernels.ops.gather_requests import empty_history, empty_requests, gather_requests
 from lenvm_kernels.types import Mode, StepHistory, StepRequests
 
@@ -200,4 +201,11 @@ OPERATOR = Operator(
     row_work=lambda options: 20,
     classes=classes,
     constants=CONSTANTS,
+    free={
+        "tokens": "columns apart",
+        "history.tokens": "columns",
+        "out.tokens": "columns",
+    }
+    | {f"table.{name}": "strided" for name in ops._Table._fields},
+    reads={"table": ops._Table._fields},
 )

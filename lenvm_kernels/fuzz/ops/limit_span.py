@@ -23,6 +23,7 @@ from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops.expand_drafts import DRAFTS, draw_drafts
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
+from lenvm_kernels.ops import limit_span as ops
 from lenvm_kernels.ops.limit_span import limit_span
 from lenvm_kernels.types import GuidanceColumns
 
@@ -207,4 +208,14 @@ OPERATOR = Operator(
     row_work=lambda options: 60 + 15 * options["drafts"],
     classes=classes,
     constants=CONSTANTS,
+    free={
+        "logits": "float32 bfloat16 float16 float64 columns apart",
+        "tokens": "columns apart",
+        "drafts.token_ids": "int32 apart",
+        "drafts.parents": "apart",
+        "table.eos_token_ids": "columns apart",
+        "table.span_end_token_ids": "columns apart",
+    }
+    | {f"table.{name}": "strided" for name in ops._Table._fields[2:]},
+    reads={"table": ops._Table._fields},
 )

@@ -134,4 +134,6 @@ OPERATOR = Operator(
     row_size=lambda options: 4 * (1 + options["drafts"]) * (1 + options["columns"]),
     row_work=lambda options: 60 + 15 * options["drafts"],
     classes=classes,
+    free={"drafts.token_ids": "int32 apart", "drafts.parents": "apart"},
+    reads={"scored": ("token_ids", "counts", "table_rows", "positions")},
 )

@@ -172,4 +172,10 @@ OPERATOR = Operator(
     row_work=lambda options: 250,
     classes=classes,
     constants=CONSTANTS,
+    free={
+        "delta_ids": "int64",
+        "delta_slots": "int64",
+        "candidate_ids": "int64 apart",
+        "candidate_parents": "apart",
+    },
 )

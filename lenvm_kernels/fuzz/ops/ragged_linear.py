@@ -199,4 +199,10 @@ OPERATOR = Operator(
     row_work=_row_work,
     classes=classes,
     constants=CONSTANTS,
+    free={
+        **dict.fromkeys(("x", "weight", "residual"), "apart"),
+        **dict.fromkeys(("square_sums", "square_sums_out"), "float64 apart"),
+        "weight_scales": "float64",
+        "counters": "rows",
+    },
 )

@@ -13,6 +13,7 @@ from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
+from lenvm_kernels.ops import reweight_scatter as ops
 from lenvm_kernels.ops._common import INTERPRETED
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.reference.reweight_scatter import LATEST, LIKELY, STRONGER, WAIT, WAIT_SHARE
@@ -34,6 +35,8 @@ EXPECTED_VALUE_ERROR = 1e-5
 ANSWERED_STEP = 2.0**-6
 SPARE_ROWS = 3  # of the table, which no row of the batch uses
 UNTOUCHED = 0.125
+
+FLOATS = ("scale", "nats_per_token", "value_min", "target_length", "answer_length")  # columns of the table
 
 OPTIONS: dict[str, list[Any]] = {
     "columns": [1, 2, 4, 8, 16, 64],
@@ -455,4 +458,15 @@ OPERATOR = Operator(
     row_work=_row_work,
     classes=classes,
     constants=CONSTANTS,
+    free={
+        **dict.fromkeys(("candidates.probs", "candidates.lost_mass"), "float64"),
+        "value_logits": "float64 apart",
+        "table.ending_token_ids": "columns apart",
+        **{f"table.{name}": "strided" for name in ("mode", "counts_down", "faults")},
+        **{f"table.{name}": "float64 strided" for name in FLOATS},
+        "table_rows": "int32",
+        "text_breaks": "rows",
+        "probs": "float32 bfloat16 float16 float64 columns apart",
+    },
+    reads={"candidates": ("token_ids", "probs", "status", "lost_mass"), "table": ops._Table._fields},
 )

@@ -246,4 +246,8 @@ OPERATOR = Operator(
     row_size=lambda options: 3 * sum(options["heads"]) * options["head_dim"],
     row_work=lambda options: 150,
     classes=classes,
+    free={
+        **dict.fromkeys(("qkv", "cos", "sin", "k_cache", "v_cache", "qk_norm_weight", "k_out", "v_out"), "apart"),
+        "slots": "int64",
+    },
 )

@@ -109,4 +109,6 @@ OPERATOR = Operator(
     row_work=_row_work,
     classes=classes,
     constants=CONSTANTS,
+    free={"guided_probs": "float64 apart", "positions": "int32"},
+    reads={"candidates": ("token_ids", "status")},
 )

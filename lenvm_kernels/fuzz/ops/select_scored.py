@@ -159,4 +159,9 @@ OPERATOR = Operator(
     row_work=lambda options: 20,
     classes=classes,
     constants=CONSTANTS,
+    free={"eos_token_ids": "rows columns apart"},
+    reads={
+        "candidates": ("token_ids", "counts", "status"),
+        "requests": ("positions", "table_rows", "wants_length", "due"),
+    },
 )

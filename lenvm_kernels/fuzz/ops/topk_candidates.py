@@ -220,4 +220,14 @@ OPERATOR = Operator(
     row_work=_row_work,
     classes=classes,
     constants=CONSTANTS,
+    free={
+        "scores": "float32 bfloat16 float16 float64 columns apart",
+        **dict.fromkeys(("top_k", "top_p", "min_p", "temperature", "entropy_threshold"), "strided"),
+        **dict.fromkeys(("min_end_prob", "least_share", "due_length"), "strided"),
+        "vocab_mask": "apart",
+        "end_token_ids": "columns apart",
+        "text_breaks": "rows",
+        "last_tokens": "int32",
+        "table_rows": "int32",
+    },
 )

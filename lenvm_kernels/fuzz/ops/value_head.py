@@ -179,4 +179,14 @@ OPERATOR = Operator(
     row_work=_row_work,
     classes=classes,
     constants=CONSTANTS,
+    free={
+        "hidden": "apart",
+        "fc_weight": "apart",
+        **dict.fromkeys(("fc_bias", "summary_bias", "norm_weight"), "bfloat16"),
+        "summary_weight": "bfloat16 apart",
+        "token_rows": "int32",
+        "targets": "int64",
+        "square_sums": "float64 apart",
+        "counters": "rows",
+    },
 )

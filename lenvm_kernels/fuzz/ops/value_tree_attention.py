@@ -322,4 +322,10 @@ OPERATOR = Operator(
     ),
     row_work=_row_work,
     classes=classes,
+    free={
+        **dict.fromkeys(("q", "k_new", "v_new", "k_cache", "v_cache", "out"), "apart"),
+        "slot_table": "rows columns apart",
+        "table_rows": "int32",
+        "counters": "rows",
+    },
 )

@@ -75,4 +75,5 @@ OPERATOR = Operator(
     row_work=lambda options: 20 + 10 * options["drafts"],
     classes=classes,
     constants=CONSTANTS,
+    free={"drafts.token_ids": "int32 apart", "drafts.parents": "apart"},
 )

@@ -1,0 +1,333 @@
+"""What holds of every operator, by its description in ``lenvm_kernels/fuzz/ops``."""
+
+import inspect
+import re
+from dataclasses import is_dataclass, replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from bench.launches import intercept_launches
+from lenvm_kernels.fuzz.case import Case, copy_in_place
+from lenvm_kernels.fuzz.check import check, operators
+from lenvm_kernels.ops._common import E4M3
+from lenvm_kernels.ops.value_head import value_head
+from lenvm_kernels.types import GuidanceColumns
+from tests.helpers.cases import cases
+from tests.helpers.matches import assert_matches
+from tests.helpers.watch import Operators
+
+BACKENDS = ["triton", "reference"]
+OPERATORS = operators()
+DTYPES = [
+    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+]
+
+
+# --- results ---
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@given(data=st.data())
+def test_kernels_match_the_reference(device, name, data):
+    """In fp64, within the table of tolerances; what is not written stays as it is."""
+    failure = check(data.draw(cases(name)), device=device, other_batches=False)
+    assert failure is None, str(failure)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("name", OPERATORS)
+@given(data=st.data())
+@settings(max_examples=max(1, settings().max_examples // 5))
+def test_rows_have_the_same_bits_in_every_batch(device, name, data):
+    """In another order, beside more rows, and alone."""
+    failure = check(data.draw(cases(name)), device=device)
+    assert failure is None, str(failure)
+
+
+def small_case(name, **chosen):
+    """Three requests, with every tensor that is optional."""
+    wanted = {"table_rows": "int64", "token_rows": "int64", "trees": "chains", "columns": 8, "rows_not_there": "none"}
+    wanted |= chosen
+    options = {
+        option: wanted.get(option, values[min(1, len(values) - 1)])
+        for option, values in OPERATORS[name].options.items()
+    }
+    return Case(name, 11, (2, 0, 1), options)
+
+
+def results(name, function, device):
+    """Everything that a call returned or wrote, as a list of tensors."""
+    result = OPERATORS[name].run(OPERATORS[name].inputs(small_case(name), device), function)
+    return tensors_of(vars(result) if is_dataclass(result) else result)
+
+
+def tensors_of(x):
+    """All tensors in a structure."""
+    return [y for y in tree_flatten(x)[0] if isinstance(y, torch.Tensor)]
+
+
+def assert_same(found, expected, name, backend="triton"):
+    """To the bit, but for what the reference computes by a library's matmul."""
+    exact = backend == "triton" or name not in ("ragged_linear", "value_head", "value_tree_attention")
+    assert len(found) == len(expected) > 0
+    for pair in zip(found, expected, strict=True):
+        actual, wanted = (x.float() if x.dtype == E4M3 else x for x in pair)
+        if exact or not actual.is_floating_point():
+            assert torch.equal(actual.nan_to_num(), wanted.nan_to_num())
+        else:
+            assert_matches(actual, wanted, name, actual.dtype)
+
+
+# --- what an operator is to torch ---
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_compiled_without_a_graph_break(device, name, backend):
+    torch.compiler.reset()
+    function = partial(OPERATORS[name].function, backend=backend)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert_same(results(name, compiled, device), results(name, function, device), name, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_recorded_by_make_fx(device, name, backend):
+    """Recorded on tensors without data, as one operator, and then run."""
+    graphs = []
+
+    def recorded(*args, **kwargs):
+        leaves, structure = tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+        def call(*tensors):
+            given = dict(zip(places, tensors, strict=True))
+            args, kwargs = tree_unflatten([given.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
+            return OPERATORS[name].function(*args, **kwargs, backend=backend)
+
+        tensors = [leaves[i] for i in places]
+        graphs.append(make_fx(call, tracing_mode="fake")(*tensors))
+        return graphs[-1](*tensors)
+
+    expected = results(name, partial(OPERATORS[name].function, backend=backend), device)
+    assert_same(results(name, recorded, device), expected, name, backend)
+    targets = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert targets.count(f"lenvm.{name}.default") == 1
+
+
+def head_of(hidden):
+    size = hidden.shape[1]
+    return value_head(hidden, torch.eye(size), torch.zeros(size), torch.ones(1, size), torch.ones(1))
+
+
+def test_recorded_by_make_fx_from_real_tensors():
+    hidden = torch.arange(6.0).view(2, 3)
+    graph = make_fx(head_of, tracing_mode="real")(hidden)
+    assert [str(node.target) for node in graph.graph.nodes].count("lenvm.value_head.default") == 1
+    torch.testing.assert_close(graph(hidden + 1), head_of(hidden + 1))
+
+
+def test_whoever_watches_operators_sees_into_ours():
+    """A mode that records nothing, such as one that looks for waits, is no reason to hide what an operator does."""
+    with Operators() as seen:
+        head_of(torch.ones(2, 3))
+    assert "aten::silu" in seen.names and not any(name.startswith("lenvm::") for name in seen.names)
+
+
+# Operators that compute with no floating-point number.
+NO_FLOATS = ("gather_requests", "expand_drafts", "pack_drafts", "ragged_layout", "verify_drafts")
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name not in NO_FLOATS])
+def test_fp64_is_accepted_on_a_cpu(name):
+    """Without asking for the reference: ``auto`` is the reference there."""
+    fp32_only = {"top_p", "min_p", "temperature", "entropy_threshold", "cos", "sin", "inv_freq"}
+    fp32_only |= {"key_scales", "value_scales", "min_end_prob", "least_share", "due_length"}
+    found = []
+
+    def double(x):
+        if isinstance(x, GuidanceColumns):
+            return x
+
+        def double_of(x):
+            wide = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != E4M3
+            return x.double() if wide else x
+
+        return tree_map(double_of, x)
+
+    def function(*args, **kwargs):
+        given = {key: x if key in fp32_only else double(x) for key, x in kwargs.items()}
+        found.append(OPERATORS[name].function(*map(double, args), **given))
+        return OPERATORS[name].function(*args, **kwargs)
+
+    results(name, function, "cpu")
+    (result,) = found
+    if name == "embed_tokens":
+        result = result[:2]  # the angles' cosines and sines are fp32
+    floats = [x for x in tree_flatten(result)[0] if x.is_floating_point()]
+    assert all(x.dtype == torch.float64 for x in floats)
+    assert floats or name in ("limit_span", "catch_up", "commit_winner", "select_scored", "sample_candidates")
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_nothing_is_read_back_to_the_host(device, name):
+    """By what checks the arguments and launches the kernels."""
+    arguments = arguments_of(small_case(name), device)
+    with Operators() as seen, intercept_launches(lambda kernel, launch: None):
+        OPERATORS[name].function(**arguments, backend="triton")
+    assert not {"aten::_local_scalar_dense", "aten::item", "aten::nonzero"} & set(seen.names)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("name", OPERATORS)
+def test_replays_in_a_cuda_graph(device, name):
+    """With other numbers of the same shapes in the same memory."""
+    case = small_case(name)
+    arguments, others = (arguments_of(replace(case, seed=seed), device) for seed in (case.seed, case.seed + 1))
+    function = partial(OPERATORS[name].function, backend="triton")
+    expected = {argument: tree_map(clone, x) for argument, x in others.items()}
+    expected = [function(**expected), expected]
+    function(**{argument: tree_map(clone, x) for argument, x in arguments.items()})
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = function(**arguments)
+    tree_map(lambda x, y: x.copy_(y) if isinstance(x, torch.Tensor) else x, arguments, others)
+    graph.replay()
+    assert_same(tensors_of([result, arguments]), tensors_of(expected), name)
+
+
+# --- arguments ---
+
+
+def clone(x):
+    """A copy with the same strides, if it is a tensor."""
+    return copy_in_place(x) if isinstance(x, torch.Tensor) else x
+
+
+def arguments_of(case, device):
+    """The arguments of a call, by name."""
+    found = []
+
+    def record(*args, **kwargs):
+        function = OPERATORS[case.op].function
+        found.append(inspect.signature(function).bind(*args, **kwargs).arguments)
+        return function(*args, **kwargs, backend="reference")
+
+    OPERATORS[case.op].run(OPERATORS[case.op].inputs(case, torch.device(device)), record)
+    return dict(found[0])
+
+
+def tensors_in(arguments):
+    """(path, tensor) of each argument that is a tensor, and of each field of one that is a named tuple."""
+    for name, x in arguments.items():
+        if isinstance(x, torch.Tensor):
+            yield name, x
+        elif hasattr(x, "_asdict"):
+            yield from ((f"{name}.{field}", y) for field, y in x._asdict().items() if y is not None)
+
+
+def changed(arguments, path, x):
+    """The arguments with another tensor at a path."""
+    name, _, field = path.partition(".")
+    return arguments | {name: arguments[name]._replace(**{field: x}) if field else x}
+
+
+def wrong_versions(x):
+    """(what it is, tensor) of versions of a good tensor that a function refuses, unless it is free to have them."""
+    yield "device", x.to("meta")
+    for dtype in DTYPES:
+        if dtype != x.dtype:
+            yield str(dtype).removeprefix("torch."), x.to(dtype)
+    yield "dimensions", x[None]
+    if x.shape[-1] > 1:
+        yield "strided", torch.stack([x, x], dim=-1)[..., 0]
+    if x.dim() > 1:
+        yield "apart", torch.cat([x, x], dim=-1)[..., : x.shape[-1]]
+    for dim, kind in ((0, "rows"), (-1, "columns")):
+        if dim == 0 or x.dim() > 1:
+            yield kind, torch.cat([x, x], dim=dim)
+            if x.shape[dim] > 1:
+                yield f"fewer {kind}", x.narrow(dim, 0, x.shape[dim] - 1).contiguous()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_wrong_tensors_are_refused_by_name(device, name, backend):
+    """Before any launch. What the description calls free is accepted."""
+    operator, arguments = OPERATORS[name], arguments_of(small_case(name, rows_not_there="2"), device)
+    parameters = inspect.signature(operator.function).parameters
+    if "counters" in parameters:
+        arguments["counters"] = torch.zeros(4096, dtype=torch.int32, device=device)
+    left_out = {x for x, parameter in parameters.items() if "Tensor" in str(parameter.annotation)} - arguments.keys()
+    assert left_out <= {"plan"}  # which has a test of its own
+    function, launched = partial(operator.function, backend=backend), []
+    tensors = dict(tensors_in(arguments))
+    names = "|".join(re.escape(x) for x in {*tensors, *arguments})
+    free = {path: set(what.split()) for path, what in operator.free.items()}
+    assert free.keys() <= tensors.keys(), "free is what no call has"
+    with intercept_launches(lambda kernel, launch: launched.append(kernel)):
+        for path, x in tensors.items():
+            owner, _, field = path.partition(".")
+            if field and field not in operator.reads.get(owner, (field,)):
+                function(**changed(arguments, path, x.to("meta")[None]))  # nobody looks at it
+                continue
+            with pytest.raises(TypeError, match=f"^{re.escape(path)} must be (.* or )?a tensor .*, got list"):
+                function(**changed(arguments, path, x.tolist()))
+            for what, wrong in wrong_versions(x):
+                given = changed(arguments, path, wrong)
+                if what.removeprefix("fewer ") in free.get(path, ()) and (what != "float64" or backend == "reference"):
+                    if what != "fewer rows":  # which rows are used is known on the device alone
+                        function(**given)
+                    continue
+                launched.clear()
+                with pytest.raises((TypeError, ValueError), match=f"^({names})(:| must) "):
+                    function(**given)
+                assert not launched
+        for argument, x in arguments.items():
+            if hasattr(x, "_asdict"):
+                with pytest.raises(TypeError, match=f"^{argument} must be .*, got dict"):
+                    function(**arguments | {argument: x._asdict()})
+    with pytest.raises(ValueError, match=r"^backend must be one of auto, triton, reference, got 'cuda'"):
+        operator.function(**arguments, backend="cuda")
+
+
+def far_apart(x):
+    """The same numbers in rows of which the last ones are 2**31 numbers and more from the first. Pages that nothing
+    touches take no memory on a CPU."""
+    stride = min(5 * 2**29 // (len(x) - 1), 2**31 - 1)  # which is an int32 itself
+    memory = torch.empty((len(x) - 1) * stride + x[0].numel(), dtype=x.dtype, device=x.device)
+    return memory.as_strided(x.shape, (stride, *x[0].contiguous().stride())).copy_(x)
+
+
+def far_tensors():
+    """(operator, path) of each tensor whose rows may lie anywhere."""
+    for name, operator in OPERATORS.items():
+        for path, what in operator.free.items():
+            # Of the norm's weight a row is a head: no memory has so many.
+            if {"apart", "strided"} & set(what.split()) and path != "qk_norm_weight":
+                yield name, path
+
+
+@pytest.mark.parametrize(("name", "path"), list(far_tensors()))
+def test_offsets_past_32_bits(device, name, path):
+    arguments = arguments_of(replace(small_case(name), rows=(2, 0, 1, 5, 3, 4)), device)
+    x = dict(tensors_in(arguments))[path]
+    if len(x) == 1 or x.element_size() > (4 if device.type == "cpu" else 2):
+        pytest.skip("one row, or 10 GiB and more")
+    found = []
+    for version in (x.clone(), far_apart(x)):
+        given = {argument: tree_map(clone, y) for argument, y in arguments.items()}
+        try:
+            result = OPERATORS[name].function(**changed(given, path, version), backend="triton")
+        except ValueError as error:
+            assert "strides up to" in str(error)
+            return
+        found.append([*tensors_of([result, given]), version])
+    assert_same(*found, name)
