@@ -593,7 +593,6 @@ def zeros(*shape, dtype=torch.float32):
         ("table_rows", zeros(1), ValueError, r"table_rows must be int32\|int64 \[1\] on cpu, got float32"),
         ("table_rows", i32(2, 1), ValueError, r"table_rows must be int32\|int64 \[1\] on cpu, got int32 \[2\]"),
         ("positions", zeros(1).long(), ValueError, r"positions must be int32 \[1\] on cpu, got int64"),
-        ("table_rows", [2], TypeError, r"table_rows must be a tensor int32\|int64 \[1\] on cpu, got list"),
         ("tokens", i32([23, 5]), ValueError, r"new_lens must say how many of the tokens \[B, N\] are new, got None"),
         ("tokens", i32([[23]]), ValueError, r"tokens must be int32\|int64 \[\*\] on cpu, got int32 \[1, 1, 1\]"),
         ("new_lens", i32(1, 1), ValueError, r"new_lens must be int32 \[1\] on cpu, got int32 \[2\]"),

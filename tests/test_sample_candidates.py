@@ -4,13 +4,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
 
 from lenvm_kernels.ops import sample_candidates as module
 from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.reference.sample_candidates import philox4x32, uniform
 from lenvm_kernels.types import Candidates, Status
-from tests.helpers.cases import assert_right, cases
 from tests.helpers.statistics import p_value
 
 BACKENDS = ["triton", "reference"]
@@ -73,11 +71,6 @@ def test_seed_is_the_key_and_position_the_counter():
 
 
 NO_ROWS = dict(guided_probs=torch.zeros(0, 8), seeds=filled(0, 0), positions=filled(0, 0))
-
-
-@given(cases("sample_candidates"))
-def test_triton_draws_what_the_reference_draws(device, case):
-    assert_right(case, device)
 
 
 def test_no_rows(device):
@@ -263,7 +256,6 @@ def good_arguments():
         ("candidates", None, TypeError, "candidates must be the Candidates of topk_candidates, got NoneType"),
         ("candidates", {}, TypeError, "candidates must be the Candidates of topk_candidates, got dict"),
         ("seeds", torch.zeros(2).int(), ValueError, r"seeds must be int64 \[2\] on cpu, got int32"),
-        ("seeds", [0, 1], TypeError, r"seeds must be a tensor int64 \[2\] on cpu, got list"),
         ("positions", torch.zeros(2), ValueError, r"positions must be int32\|int64 \[2\] on cpu, got float32"),
         (
             "positions",

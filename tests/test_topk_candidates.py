@@ -360,7 +360,6 @@ GOOD = dict(row_parameters(2), scores=torch.zeros(2, 40), is_logits=True)
         ("text_breaks", torch.zeros(9).to(torch.int8), "text_breaks and last_tokens must be given together, with end_"),
         ("last_tokens", torch.zeros(2).int(), "text_breaks and last_tokens must be given together, with end_token_ids"),
         ("table_rows", torch.zeros(3).int(), r"table_rows must be int32\|int64 \[2\] on cpu, got int32 \[3\]"),
-        ("backend", "cuda", "backend must be one of auto, triton, reference, got 'cuda'"),
     ],
 )
 def test_bad_arguments_are_named(name, value, message):

@@ -12,7 +12,6 @@ from tests.helpers.cases import cases
 from tests.helpers.drafts import (
     BACKENDS,
     LARGEST,
-    assert_refuses_drafts,
     i32,
     listed,
     make_drafts,
@@ -176,9 +175,3 @@ def test_the_kernel_writes_its_results_and_nothing_else(device, monkeypatch):
 
 def test_no_number_of_requests_compiles_anything():
     assert variants("verify_drafts") == {"_verify_drafts_kernel": 1}
-
-
-def test_wrong_drafts_are_named():
-    drafts = random_drafts(4, 3)
-    message = r"drawn must be int32 \[32\] on cpu, got int32 \[16\] on cpu"
-    assert_refuses_drafts(lambda wrong: verify_drafts(random_draws(drafts), wrong), drafts, message)

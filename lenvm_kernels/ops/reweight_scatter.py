@@ -573,7 +573,8 @@ def reweight_scatter(
             of end-of-sequence candidates (their value is 0) in every mode but ``value_bias``.
         table: the requests' parameters, ``R`` requests.
         table_rows: int32 or int64 ``[B]``; each request's request of the table (None: request i has request i).
-        generated: int32 ``[B]``; tokens generated so far, for targets that are totals (None: 0).
+        generated: int32 ``[B]``; tokens generated so far, for targets that are totals (None: 0). Past a total ``near``
+            and ``le_near`` are stronger, up to five times at twice the total.
         text_breaks: int8 ``[S]`` (None: not known); the :class:`TextBreak` that each token of the vocabulary makes, see
             :func:`text_breaks_of`. To the near constraints one that ends a sentence is as near as its value says, or as
             one token more is, as the output can end after it; unless it has less than a fiftieth of the probability of
@@ -620,9 +621,10 @@ def reweight_scatter(
     if not isinstance(table, GuidanceColumns):
         raise TypeError(f"table must be a GuidanceTable, got {type(table).__name__}")
     check_tensor("table.mode", table.mode, dtypes=torch.int32, shape=(None,), device=device, unit_stride=False)
-    size, (*columns_read, ends) = table.mode.shape[0], _columns_read(table)
+    size, columns_read = table.mode.shape[0], _columns_read(table)
     column_dtypes: Any = (torch.int32, *[singles] * 4, torch.bool, torch.int32, singles)
-    check_fields("table", _Table._fields[:-1], columns_read, column_dtypes, size, device, unit_stride=False)
+    check_fields("table", _Table._fields[:-1], columns_read[:-1], column_dtypes, size, device, unit_stride=False)
+    ends = columns_read.ending_token_ids
     check_tensor("table.ending_token_ids", ends, dtypes=torch.int32, shape=(size, None), device=device)
     if table_rows is not None:
         check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(requests,), device=device)

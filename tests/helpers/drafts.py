@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 
-import pytest
 import torch
 
 from lenvm_kernels.types import Drafts
@@ -50,46 +49,6 @@ def listed(drafts):
                 break
             found[-1].append((token, parent + 1 if parent in range(j) else 0))
     return found
-
-
-def assert_refuses_drafts(function, drafts, message_of_rows):
-    """``function(drafts)`` works; of wrong drafts it says what is wrong. ``message_of_rows``: of twice the requests."""
-    function(drafts)
-    requests, columns = drafts.token_ids.shape
-    sizes = rf"int32 \[{requests}, {columns}\] on cpu"
-    for wrong, error, message in (
-        (tuple(drafts), TypeError, "drafts must be Drafts, got tuple"),
-        (None, TypeError, "drafts must be Drafts, got NoneType"),
-        (drafts._replace(token_ids=[[1]]), TypeError, r"drafts.token_ids must be a tensor int32\|int64 .*, got list"),
-        (drafts._replace(token_ids=drafts.token_ids.float()), ValueError, r"drafts.token_ids must be .*, got float32 "),
-        (drafts._replace(token_ids=drafts.token_ids[0]), ValueError, r"drafts.token_ids must be .* \[\*, \*\]"),
-        (Drafts(*(x[:, :0] for x in drafts)), ValueError, "drafts.token_ids must have at least one column, got none"),
-        (
-            drafts._replace(token_ids=torch.stack([drafts.token_ids] * 2, dim=-1)[..., 0]),
-            ValueError,
-            "drafts.token_ids must be contiguous in its last dimension",
-        ),
-        (drafts._replace(parents=drafts.parents.tolist()), TypeError, "drafts.parents must be a tensor int32 .* list"),
-        (drafts._replace(parents=drafts.parents.long()), ValueError, f"drafts.parents must be {sizes}, got int64"),
-        (drafts._replace(parents=drafts.parents[:-1]), ValueError, f"drafts.parents must be {sizes}, got int32"),
-        (drafts._replace(parents=drafts.parents[:, 1:]), ValueError, f"drafts.parents must be {sizes}, got int32"),
-        (drafts._replace(parents=drafts.parents.flatten()), ValueError, f"drafts.parents must be {sizes}, got int32"),
-        (
-            drafts._replace(parents=drafts.parents.to("meta")),
-            ValueError,
-            f"drafts.parents must be {sizes}, got .* meta",
-        ),
-        (
-            drafts._replace(parents=torch.stack([drafts.parents] * 2, dim=-1)[..., 0]),
-            ValueError,
-            "drafts.parents must be contiguous in its last dimension",
-        ),
-        (Drafts(*(torch.cat([x, x]) for x in drafts)), ValueError, message_of_rows),
-        (Drafts(*(x.to("meta") for x in drafts)), ValueError, r"\S+ must be .* on (meta|cpu), got .* on (meta|cpu)"),
-    ):
-        with pytest.raises(error, match=f"^{message}"):
-            function(wrong)
-    function(Drafts(drafts.token_ids.int(), drafts.parents))
 
 
 def variants(name):

@@ -11,38 +11,37 @@ DTYPES = [
 ]
 
 
-def wrong_versions(x, dtypes, any_rows=False, any_columns=False, rows_apart=True, strided=False):
-    """Of a good tensor: another device, dtype, number of dimensions, size and stride than the function accepts.
+def wrong_versions(x):
+    """(what it is, tensor) of versions of a good tensor that a function refuses, unless it is free to have them.
 
-    Args:
-        x: the good tensor.
-        dtypes: those that the function accepts.
-        any_rows: its first dimension may have any size.
-        any_columns: its last of two dimensions may have any size.
-        rows_apart: its rows may be apart by more than their length.
-        strided: its last dimension may have any stride.
+    What is free to be another is said in these words: ``device``, ``dimensions``; names of dtypes; ``strided``,
+    numbers that lie apart; ``apart``, rows that do; ``rows`` and ``columns``, their number.
     """
-    yield x.to("meta")
-    yield from (x.to(dtype) for dtype in DTYPES if dtype not in dtypes)
-    yield x[None]
-    if x.shape[-1] > 1 and not strided:
-        yield torch.stack([x, x], dim=-1)[..., 0]
-    if not any_rows:
-        yield from (torch.cat([x, x]), x[:-1])
-    if x.dim() == 2 and not any_columns:
-        yield from (torch.cat([x, x], dim=1), x[:, :-1].contiguous())
-    if not rows_apart:
-        yield torch.cat([x, x], dim=1)[:, : x.shape[1]]
+    yield "device", x.to("meta")
+    for dtype in DTYPES:
+        if dtype != x.dtype:
+            yield str(dtype).removeprefix("torch."), x.to(dtype)
+    yield "dimensions", x[None]
+    if x.shape[-1] > 1:
+        yield "strided", torch.stack([x, x], dim=-1)[..., 0]
+    if x.dim() > 1:
+        yield "apart", torch.cat([x, x], dim=-1)[..., : x.shape[-1]]
+    for dim, kind in ((0, "rows"), (-1, "columns")):
+        if dim == 0 or x.dim() > 1:
+            yield kind, torch.cat([x, x], dim=dim)
+            if x.shape[dim] > 1:
+                yield f"fewer {kind}", x.narrow(dim, 0, x.shape[dim] - 1).contiguous()
 
 
-def assert_refuses(function, arguments, name, *dtypes, **allowed):
+def assert_refuses(function, arguments, name, *free):
     """``function(**arguments)`` works; with a wrong version of one tensor it raises an error that begins with its name.
 
-    ``dtypes`` and ``allowed`` are those of :func:`wrong_versions`.
+    ``free``: what that tensor may be, in the words of :func:`wrong_versions`.
     """
     function(**arguments)
-    for wrong in wrong_versions(arguments[name], dtypes, **allowed):
-        with pytest.raises(ValueError, match=f"^{re.escape(name)} must be"):
-            function(**{**arguments, name: wrong})
+    for what, wrong in wrong_versions(arguments[name]):
+        if what.removeprefix("fewer ") not in free:
+            with pytest.raises(ValueError, match=f"^{re.escape(name)} must be"):
+                function(**arguments | {name: wrong})
     with pytest.raises(TypeError, match=f"^{re.escape(name)} must be (.* or )?a tensor .*, got list"):
-        function(**{**arguments, name: arguments[name].tolist()})
+        function(**arguments | {name: arguments[name].tolist()})
