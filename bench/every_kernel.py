@@ -20,6 +20,7 @@ from lenvm_kernels.ops.limit_span import limit_span
 from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
+from lenvm_kernels.step import Sampling, StepBatch
 from lenvm_kernels.types import Drafts
 from lenvm_kernels.value_model import ValueModelConfig
 
@@ -70,16 +71,9 @@ def run(device: str) -> list[torch.Tensor]:
     drafts = Drafts(drafted.tokens[:, None].repeat(1, 2), int32([[-1, 0]] * 2))
     output = drafted.step.step(
         drafted.scores.repeat_interleave(3, 0),
-        drafted.tokens[:, None],
-        drafted.rows,
-        drafted.lengths,
-        new_lens=int32([1, 1]),
-        top_k=5,
-        top_p=1.0,
-        min_p=0.01,
-        is_logits=True,
-        sample=True,
-        drafts=drafts,
+        StepBatch(drafted.tokens[:, None], drafted.rows, drafted.lengths, int32([1, 1])),
+        Sampling(5, 1.0, 0.01, is_logits=True, sample=True),
+        drafts,
         verify="same_draws",
     )
     results += [output.value_logits, output.probs]

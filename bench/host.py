@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from unittest import mock
@@ -41,7 +41,7 @@ from bench.launches import compiling_for, without_kernels
 from bench.models import DIMENSIONS, VOCAB, make_model
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.paged_slots import PagedSlots
-from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepConfig
 from lenvm_kernels.step.graphs import Graphs
 from lenvm_kernels.value_model import ValueModel, ValueModelConfig
 
@@ -100,23 +100,14 @@ def narrow_model(layers: int, vocab: int) -> ValueModel:
     return make_model(config, torch.bfloat16, "cpu")
 
 
-def step_arguments(rows: int, vocab: int) -> dict[str, object]:
+def step_arguments(rows: int, vocab: int) -> tuple[torch.Tensor, StepBatch, Sampling]:
     """A step of ``rows`` requests, each with ``TOP_K`` candidates of its own."""
     numbers = torch.arange(rows)
     scores = torch.full((rows, vocab), -1e4)
     scores.scatter_(1, (TOP_K * numbers[:, None] + torch.arange(TOP_K)) % vocab, 0.0)
-    return dict(
-        scores=scores,
-        tokens=numbers % vocab,
-        table_rows=numbers,
-        lengths=torch.full((rows,), CACHED + 1, dtype=torch.int32),
-        top_k=torch.full((rows,), TOP_K, dtype=torch.int32),
-        top_p=torch.ones(rows),
-        min_p=torch.full((rows,), 0.01),
-        temperature=torch.ones(rows),
-        is_logits=True,
-        sample=True,
-    )
+    batch = StepBatch(numbers % vocab, numbers, torch.full((rows,), CACHED + 1, dtype=torch.int32))
+    ones, top_k = torch.ones(rows), torch.full((rows,), TOP_K, dtype=torch.int32)
+    return scores, batch, Sampling(top_k, ones, 0.01 * ones, ones, is_logits=True, sample=True)
 
 
 class NoGraphs(Graphs):
@@ -131,20 +122,22 @@ def guided_step(model: ValueModel, rows: int, vocab: int, *, graph: bool) -> Sub
     slots = PagedSlots(rows, CACHED + 1)
     for row in range(rows):
         slots.extend(row, CACHED + 1)
-    step = GuidedStep(model, slots.table, slots.num_slots, vocab_size=vocab, backend="triton")
+    step = GuidedStep(model, slots, StepConfig(vocab_size=vocab, graphs=False, backend="triton"))
     for row in range(rows):
         step.add_request(row, parse_guidance(TILT), {0})
     none, zeros, numbers = torch.empty(0).long(), torch.zeros(rows).int(), torch.arange(rows)
     step.extend(none, none, numbers, zeros, zeros, zeros + CACHED)
     arguments = step_arguments(rows, vocab)
     if graph:
-        step.values._graphs, step._has_graphs = NoGraphs(step.values._score, model.device, split=False), True
-    return Subject(lambda: step.step(**arguments))
+        step.config = replace(step.config, graphs=True)
+        step.values._graphs = NoGraphs(step.values._score, model.device, split=False)
+    return Subject(lambda: step.step(*arguments))
 
 
 def two_forwards(model: ValueModel, rows: int, vocab: int, guidance: dict, *, outside: bool = False) -> Subject:
     """The baseline. With ``outside``, its forwards are left out, not what prepares them."""
-    step = TwoForwardStep(model, torch.empty(rows, CACHED + 1), rows * (CACHED + 1), vocab_size=vocab)
+    slots = EngineSlots(torch.empty(rows, CACHED + 1), rows * (CACHED + 1))
+    step = TwoForwardStep(model, slots, StepConfig(vocab_size=vocab))
     forward = step._forward
     step._forward = lambda batch: torch.zeros(len(batch.token_ids), model.config.hidden_size, dtype=model.dtype)
     for row in range(rows):
@@ -155,7 +148,7 @@ def two_forwards(model: ValueModel, rows: int, vocab: int, guidance: dict, *, ou
     if not outside:
         step._forward = forward
     arguments = step_arguments(rows, vocab)
-    return Subject(lambda: step.step(**arguments), lambda: [step.retract(row, CACHED) for row in range(rows)])
+    return Subject(lambda: step.step(*arguments), lambda: [step.retract(row, CACHED) for row in range(rows)])
 
 
 # What is measured, by its name in the tables.

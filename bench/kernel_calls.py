@@ -29,7 +29,7 @@ from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.ops.value_head import num_counters, value_head
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.ops.verify_drafts import verify_drafts
-from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepConfig
 from lenvm_kernels.types import Candidates, Drafts
 from lenvm_kernels.value_model import ValueModel
 
@@ -52,22 +52,16 @@ def value_model_step(name: str, rows: int, kept: str | None = None) -> None:
     config = make_config(name, vocab_size=VOCAB, num_layers=1)
     step = GuidedStep(
         ValueModel(config, {key: bf16(shape) for key, shape in config.tensor_shapes().items()}, weights=kept),
-        i32(rows, MAX_LEN // PAGE_SIZE),
-        4 * MAX_LEN,
-        vocab_size=VOCAB,
-        max_candidates=MAX_CANDIDATES,
-        page_size=PAGE_SIZE,
-        cache=kept,
-        backend="triton",
+        EngineSlots(i32(rows, MAX_LEN // PAGE_SIZE), 4 * MAX_LEN, PAGE_SIZE),
+        StepConfig(vocab_size=VOCAB, max_candidates=MAX_CANDIDATES, cache=kept, backend="triton"),
     )
     for row in range(rows):
         step.add_request(row, parse_guidance({"target_length": 100}), {0})
     numbers, ones, prompt, probs = i32(rows), torch.ones(rows), i64(16 * rows), fp32(rows, VOCAB)
     step.extend(prompt, prompt, numbers, numbers, numbers, numbers)
-    filters = dict(top_k=numbers, top_p=ones, min_p=ones, sample=True)
-    arguments = (prompt[:rows], prompt[:rows], numbers)
-    step.step(probs, *arguments, probs=probs, **filters)
-    step.step(bf16(rows, VOCAB), *arguments, temperature=ones, is_logits=True, **filters)
+    sampling, batch = Sampling(numbers, ones, ones, sample=True), StepBatch(prompt[:rows], prompt[:rows], numbers)
+    step.step(probs, batch, sampling, probs=probs)
+    step.step(bf16(rows, VOCAB), batch, sampling._replace(temperature=ones, is_logits=True))
 
 
 def operator_calls() -> Iterator[Call]:

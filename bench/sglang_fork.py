@@ -21,7 +21,7 @@ import importlib.machinery
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -343,7 +343,7 @@ def count_ours(rows: int, guidance: dict) -> tuple[Counts, Counts]:
     without = Steps(rows, guidance)
     sampler = our_sampler(without)
     step = sampler._inproc.step
-    step.backend = step.values._backend = "triton"
+    step.config, step.values._backend = replace(step.config, backend="triton"), "triton"
     with without_kernels():
         read = without.run(sampler)
     for of_step, reads in zip(found, read, strict=True):

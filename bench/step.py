@@ -18,7 +18,7 @@ and the operations of the candidates and of the last tokens that are computed. C
 """
 
 import json
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ from bench.harness.measuring import Uncaptured
 from bench.models import VOCAB, forward_floor, make_config, make_model
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.paged_slots import PagedSlots
-from lenvm_kernels.step import GuidedStep, StepOutput
+from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig, StepOutput
 from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel
 
 CACHED, MORE_CACHED = 512, 32
@@ -57,7 +57,7 @@ class Decode:
         cached: tokens that each request has in its cache at first.
         vocab_size: of the scores.
         two_forwards: take the step with :class:`TwoForwardStep`.
-        options: of :class:`GuidedStep`.
+        options: of :class:`StepConfig`.
     """
 
     def __init__(
@@ -72,8 +72,9 @@ class Decode:
     ) -> None:
         rows, device = len(counts), model.device
         slots = PagedSlots(rows, cached + MORE_CACHED, device=device)
-        make_step = TwoForwardStep if two_forwards else partial(GuidedStep, graphs=False)
-        self.step = make_step(model, slots.table, slots.num_slots, vocab_size=vocab_size, **options)
+        make_step = TwoForwardStep if two_forwards else GuidedStep
+        options = options if two_forwards else {"graphs": False, **options}
+        self.step = make_step(model, slots, StepConfig(vocab_size=vocab_size, **options))
         for row in range(rows):
             slots.extend(row, cached + MORE_CACHED)
             self.step.add_request(row, parse_guidance({"value_mode": "mul", "value_scale": 0.8}), {0})
@@ -87,11 +88,9 @@ class Decode:
         for row, count in enumerate(counts.tolist()):
             self.scores[row, first[row] : first[row] + count] = 30.0
         self.tokens = first.to(device)
-        self.filters = dict(
-            top_k=torch.full((rows,), TOP_K, dtype=torch.int32, device=device),
-            top_p=torch.ones(rows, device=device),
-            min_p=torch.full((rows,), 0.01, device=device),
-        )
+        top_k = torch.full((rows,), TOP_K, dtype=torch.int32, device=device)
+        min_p = torch.full((rows,), 0.01, device=device)
+        self.sampling = Sampling(top_k, torch.ones(rows, device=device), min_p, is_logits=True, sample=True)
         if two_forwards:
             prompts = torch.randint(vocab_size, (rows * cached,), device=device)
             zeros = torch.zeros_like(self.lengths)
@@ -102,8 +101,8 @@ class Decode:
             self.step.extend(none, none, self.rows, zeros, zeros, zeros + cached)
 
     def __call__(self, **options: object) -> StepOutput:
-        batch = (self.tokens, self.rows, self.lengths)
-        output = self.step.step(self.scores, *batch, **self.filters, is_logits=True, sample=True, **options)
+        batch = StepBatch(self.tokens, self.rows, self.lengths)
+        output = self.step.step(self.scores, batch, self.sampling, **options)
         self.lengths.copy_(torch.where(self.lengths < self.cached + MORE_CACHED, self.lengths + 1, self.cached + 1))
         return output
 

@@ -21,7 +21,7 @@ from bench.sass import Code, disassemble, instructions_of, read, registers_and_s
 from bench.step import CACHED, MORE_CACHED, candidate_counts
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.ops import value_tree_attention
-from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepConfig
 from lenvm_kernels.types import Drafts
 from lenvm_kernels.value_model import ValueModel, ValueModelConfig
 
@@ -234,7 +234,7 @@ def make_step(
 
     Args:
         weights: of :class:`ValueModel`.
-        cache: of :class:`GuidedStep`.
+        cache: of :class:`StepConfig`.
         drafts: a chain of so many a request.
     """
 
@@ -246,12 +246,8 @@ def make_step(
     model = ValueModel(config, tensors, weights=weights)
     step = GuidedStep(
         model,
-        zeros(requests, columns, dtype=torch.int32),
-        requests * columns,
-        vocab_size=VOCAB,
-        max_drafts=drafts,
-        cache=cache,
-        backend="triton",
+        EngineSlots(zeros(requests, columns, dtype=torch.int32), requests * columns),
+        StepConfig(vocab_size=VOCAB, max_drafts=drafts, cache=cache, backend="triton"),
     )
     for row in range(requests):
         step.add_request(row, parse_guidance({"value_mode": "mul", "value_scale": 0.8}), {0})
@@ -259,14 +255,14 @@ def make_step(
     floats = zeros(requests, dtype=torch.float32)
     i32 = zeros(requests, dtype=torch.int32)
     scores = zeros(requests * (1 + drafts), VOCAB, dtype=torch.float32)
-    options: dict[str, Any] = dict(top_k=i32, top_p=floats, min_p=floats, is_logits=True, sample=True)
+    sampling = Sampling(i32, floats, floats, is_logits=True, sample=True)
     if not drafts:
-        return partial(step.step, scores, zeros(requests), zeros(requests), i32, **options)
+        return partial(step.step, scores, StepBatch(zeros(requests), zeros(requests), i32), sampling)
     assert step._tensors.trees is not None
     step._tensors.trees.columns.zero_()  # a kernel that does not run does not write them, and torch reads them
     chain = torch.arange(drafts, dtype=torch.int32).expand(requests, -1) - 1
-    options |= dict(drafts=Drafts(zeros(requests, drafts), chain), verify="same_draws", new_lens=i32)
-    return partial(step.step, scores, zeros(requests, 1 + drafts), zeros(requests), i32, **options)
+    batch = StepBatch(zeros(requests, 1 + drafts), zeros(requests), i32, i32)
+    return partial(step.step, scores, batch, sampling, Drafts(zeros(requests, drafts), chain), verify="same_draws")
 
 
 class _Operators(TorchDispatchMode):
@@ -316,7 +312,7 @@ class Step:
         others: launches before and after the layers.
         operators: of torch, in a layer and in the rest.
         weights: of the layers, as in :class:`ValueModel`.
-        cache: of :class:`GuidedStep`.
+        cache: of :class:`StepConfig`.
     """
 
     model: str

@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from transformers import DynamicCache
 
-from lenvm_kernels import GuidedStep, PagedSlots, parse_guidance
+from lenvm_kernels import Drafts, GuidedStep, PagedSlots, Sampling, StepBatch, StepConfig, parse_guidance
 from lenvm_kernels.demo.models import Models
-from lenvm_kernels.types import Drafts
 
 MAX_DRAFTS, MAX_LEN, PAGE_SIZE = 4, 1024, 16  # drafts of a step, tokens of a request, slots of a page
-FILTERS = dict(top_k=8, top_p=1.0, min_p=0.02, temperature=0.6)
+SAMPLING = Sampling(top_k=8, top_p=1.0, min_p=0.02, temperature=0.6, is_logits=True, sample=True)
 REQUESTS = [  # a prompt and its custom_params
     ("Say this three times: A comet is a ball of ice and dust.", {"value_mode": "centered_exp", "value_scale": -10}),
     (
@@ -78,14 +77,7 @@ def node_logits(request, drafted):
 
 
 slots = PagedSlots(len(REQUESTS), MAX_LEN, page_size=PAGE_SIZE, device=device)
-step = GuidedStep(
-    models.value_model,
-    slots.table,
-    slots.num_slots,
-    vocab_size=vocab_size,
-    page_size=PAGE_SIZE,
-    max_drafts=MAX_DRAFTS,
-)
+step = GuidedStep(models.value_model, slots, StepConfig(vocab_size=vocab_size, max_drafts=MAX_DRAFTS))
 if device == "cuda":
     step.warm_up()
 
@@ -119,18 +111,8 @@ def decode(batch):
     drafts = Drafts(token_ids, parents=int32([range(-1, MAX_DRAFTS - 1)] * len(batch)))
 
     # A draft is taken where it is the token drawn, and the draw after the last of them.
-    output = step.step(
-        logits,
-        tokens,
-        table_rows,
-        lengths,
-        new_lens=new_lens,
-        drafts=drafts,
-        verify="same_draws",
-        **FILTERS,
-        is_logits=True,
-        sample=True,
-    )
+    batch = StepBatch(tokens, table_rows, lengths, new_lens)
+    output = step.step(logits, batch, SAMPLING, drafts, verify="same_draws")
 
     verified = zip(output.verified.tokens.tolist(), output.verified.lens.tolist(), strict=True)
     for request, (taken, count) in zip(batch, verified, strict=True):

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache
 
-from lenvm_kernels import GuidedStep, PagedSlots, parse_guidance
+from lenvm_kernels import GuidedStep, PagedSlots, Sampling, StepBatch, StepConfig, parse_guidance
 from lenvm_kernels.demo.models import Models
 
 TABLE_ROWS, MAX_LEN, PAGE_SIZE = 2, 1024, 16  # requests at a time, tokens of a request, slots of a page
-FILTERS = dict(top_k=8, top_p=1.0, min_p=0.02, temperature=0.8)  # a number for all, or a tensor with that of each
+# A number for all, or a tensor with that of each.
+SAMPLING = Sampling(top_k=8, top_p=1.0, min_p=0.02, temperature=0.8, is_logits=True, sample=True)
 REQUESTS = [  # a prompt and its custom_params
     ("What is a comet?", None),
     ("What is a comet?", {"value_mode": "centered_exp", "value_scale": -60}),
@@ -61,7 +62,7 @@ def base_logits(request):
 
 # An engine brings a slot table of its own; PagedSlots is for those that have none.
 slots = PagedSlots(TABLE_ROWS, MAX_LEN, page_size=PAGE_SIZE, device=device)
-step = GuidedStep(value_model, slots.table, slots.num_slots, vocab_size=vocab_size, page_size=PAGE_SIZE)
+step = GuidedStep(value_model, slots, StepConfig(vocab_size=vocab_size))
 if device == "cuda":
     step.warm_up()  # compiles all that steps will need, and captures a graph for 1, 2, 4, ... requests
 
@@ -85,7 +86,7 @@ def decode(batch):
     """Draw one token for every request of the batch."""
     logits = torch.stack([base_logits(request) for request in batch])
     # The engine's own draw, for requests without guidance and for steps that an entropy threshold skips.
-    top = (logits / FILTERS["temperature"]).topk(FILTERS["top_k"], dim=1)
+    top = (logits / SAMPLING.temperature).topk(SAMPLING.top_k, dim=1)
     drawn = top.indices.gather(1, torch.multinomial(top.values.softmax(1), 1))[:, 0]
 
     for request in batch:  # room for the last token's keys and values
@@ -95,7 +96,7 @@ def decode(batch):
     last_tokens = int32([request.tokens[-1] for request in batch])
 
     # Every step: one token for each request of the batch, guided or not.
-    output = step.step(logits, last_tokens, table_rows, lengths, **FILTERS, is_logits=True, sample=True, drawn=drawn)
+    output = step.step(logits, StepBatch(last_tokens, table_rows, lengths), SAMPLING, drawn=drawn)
 
     for request, token in zip(batch, output.tokens.tolist(), strict=True):
         request.tokens.append(token)

@@ -34,7 +34,15 @@ if TYPE_CHECKING:
     from lenvm_kernels.ops.value_tree_attention import value_tree_attention
     from lenvm_kernels.ops.verify_drafts import verify_drafts
     from lenvm_kernels.paged_slots import OutOfSlots, PagedSlots
-    from lenvm_kernels.step import GuidedStep, StepOutput, working_bytes
+    from lenvm_kernels.step import (
+        EngineSlots,
+        GuidedStep,
+        Sampling,
+        StepBatch,
+        StepConfig,
+        StepOutput,
+        working_bytes,
+    )
     from lenvm_kernels.types import (
         Candidates,
         CandidateTrees,
@@ -68,6 +76,7 @@ __all__ = [
     "DeltaTokens",
     "Drafts",
     "EmbeddedTokens",
+    "EngineSlots",
     "GuidanceColumns",
     "GuidanceParams",
     "GuidanceTable",
@@ -80,8 +89,11 @@ __all__ = [
     "PagedSlots",
     "RaggedBatch",
     "RaggedLayout",
+    "Sampling",
     "ScoredCandidates",
     "Status",
+    "StepBatch",
+    "StepConfig",
     "StepHistory",
     "StepOutput",
     "StepRequests",
@@ -123,6 +135,7 @@ _MODULES = {
     "DeltaTokens": "types",
     "Drafts": "types",
     "EmbeddedTokens": "types",
+    "EngineSlots": "step",
     "GuidanceColumns": "types",
     "GuidanceParams": "guidance",
     "GuidanceTable": "guidance",
@@ -135,8 +148,11 @@ _MODULES = {
     "PagedSlots": "paged_slots",
     "RaggedBatch": "value_model",
     "RaggedLayout": "types",
+    "Sampling": "step",
     "ScoredCandidates": "types",
     "Status": "types",
+    "StepBatch": "step",
+    "StepConfig": "step",
     "StepHistory": "types",
     "StepOutput": "step",
     "StepRequests": "types",

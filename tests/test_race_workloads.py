@@ -22,10 +22,10 @@ from lenvm_kernels.fuzz.check import operators
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.paged_slots import PagedSlots
-from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.step import GuidedStep, StepBatch, StepConfig
 from lenvm_kernels.value_model import ValueModelConfig
 from tests.helpers.drafts import random_drafts
-from tests.helpers.engine import Engine
+from tests.helpers.engine import Engine, take_step
 from tests.helpers.padded_step import PaddedStep
 from tests.helpers.races import check_races
 
@@ -126,14 +126,8 @@ def guided_step(step_class, k):
     slots = PagedSlots(rows, 660, page_size=4)
     step = step_class(
         make_model(CONFIG, torch.float32, "cpu"),
-        slots.table,
-        slots.num_slots,
-        vocab_size=VOCAB,
-        max_requests=rows,
-        max_candidates=k,
-        page_size=4,
-        chunk_tokens=32,
-        backend="triton",
+        slots,
+        StepConfig(vocab_size=VOCAB, max_candidates=k, chunk_tokens=32, backend="triton"),
     )
     for cache in (step.cache.keys, step.cache.values):
         cache.normal_(generator=generator)
@@ -154,14 +148,15 @@ def guided_step(step_class, k):
     prompt = torch.randint(VOCAB, (len(row_of),), generator=generator)
     step.extend(prompt, slots.slots(row_of, position), order, starts, lens[order], cached)
     last = torch.randint(VOCAB, (rows,), generator=generator, dtype=torch.int32)
-    results = [step.predict(last[order], order, lengths[order])]
+    results = [step.predict(StepBatch(last[order], order, lengths[order]))]
 
     for number, chosen in enumerate([[4, 0, 6, 2, 5, 1, 3], [5, 0, 1], [1, 3, 5, 0, 6]]):
         chosen, b = i32(chosen), len(chosen)
         logits = torch.randn(b, VOCAB, generator=generator) * 3
         logits[0, 5] = torch.nan if number == 2 else 0.0
         probs = torch.softmax(logits, 1) if number % 2 else None
-        output = step.step(
+        output = take_step(
+            step,
             logits,
             last[chosen],
             chosen,
@@ -189,16 +184,10 @@ def drafted_step(step_class, k):
     slots = PagedSlots(rows, 80, page_size=4)
     step = step_class(
         make_model(replace(CONFIG, intermediate_size=64), torch.float32, "cpu"),
-        slots.table,
-        slots.num_slots,
-        vocab_size=VOCAB,
-        max_requests=rows,
-        max_candidates=k,
-        max_drafts=width,
-        max_delta=5,
-        page_size=4,
-        chunk_tokens=32,
-        backend="triton",
+        slots,
+        StepConfig(
+            vocab_size=VOCAB, max_candidates=k, max_drafts=width, max_delta=5, chunk_tokens=32, backend="triton"
+        ),
     )
     for cache in (step.cache.keys, step.cache.values):
         cache.normal_(generator=generator)
@@ -217,7 +206,8 @@ def drafted_step(step_class, k):
         drafts = random_drafts(b, width, seed=number, tokens=VOCAB)
         # Of every other request the likeliest token after its last one is a draft.
         drafts.token_ids[::2, 0] = logits[:: 1 + width].argmax(dim=1)[::2]
-        output = step.step(
+        output = take_step(
+            step,
             logits,
             tokens[chosen],
             chosen.int(),

@@ -20,6 +20,7 @@ from lenvm_kernels.adapters.settings import (
     parse_request,
 )
 from lenvm_kernels.adapters.vllm_requests import guidance_of
+from lenvm_kernels.step import StepConfig
 from lenvm_kernels.types import Mode
 from tests.helpers.models import save_checkpoint
 
@@ -91,12 +92,14 @@ def test_what_a_step_is_made_with(model):
     expected = dict(
         max_candidates=4, max_eos=64, chunk_tokens=9, value_stride=3, commit_winners=False, cache="fp8", graphs=None
     )
-    assert settings.step_options(has_graphs=True) == expected
-    assert settings.step_options(has_graphs=False) == expected | {"graphs": False}
+    expected |= dict(vocab_size=99, max_delta=5)
+    assert settings.step_config(has_graphs=True, vocab_size=99, max_delta=5) == StepConfig(**expected)
+    expected |= {"graphs": False}
+    assert settings.step_config(has_graphs=False, vocab_size=99, max_delta=5) == StepConfig(**expected)
     for has_graphs in (False, True):
         for graphs in (False, True):
-            options = Settings(model, graphs=graphs).step_options(has_graphs=has_graphs)
-            assert options["graphs"] is graphs
+            config = Settings(model, graphs=graphs).step_config(has_graphs=has_graphs, vocab_size=9)
+            assert config.graphs is graphs
 
 
 @pytest.mark.parametrize(

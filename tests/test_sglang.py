@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast
 from lenvm_kernels.adapters import sglang as sglang_adapter
 from lenvm_kernels.adapters.settings import check_vocabulary
 from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.step import GuidedStep, working_bytes
+from lenvm_kernels.step import EngineSlots, GuidedStep, StepConfig, working_bytes
 from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import KVCache, ValueModel
 from tests.helpers.sglang_server import (
@@ -478,8 +478,8 @@ def test_the_engine_draws_where_guidance_may_not(guide, monkeypatch, guidance, v
     rows, lengths, scores = torch.tensor([4, 1, 3]), torch.tensor([9, 12, 30]), torch.rand(3, VOCAB).softmax(1)
     if not value_model:
         guide.value_model = None
-    slot_table = torch.arange(320, dtype=torch.int32).view(5, 64)
-    guide.step = GuidedStep(guide.value_model, slot_table, 320, vocab_size=VOCAB)
+    slots = EngineSlots(torch.arange(320, dtype=torch.int32).view(5, 64), 320)
+    guide.step = GuidedStep(guide.value_model, slots, StepConfig(vocab_size=VOCAB))
     for row, length, asked in zip(rows.tolist(), lengths.tolist(), guidance, strict=True):
         if asked is not None:
             guide.step.add_request(row, parse_guidance(asked), {EOS}, prompt_len=length - 2, seed=row)

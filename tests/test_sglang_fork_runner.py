@@ -6,6 +6,7 @@ more, where the fork can be imported (see tests/test_sglang_fork.py).
 
 import json
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -233,7 +234,8 @@ def test_a_tokens_candidates_are_committed_or_not(modules, plain, monkeypatch, f
 def test_nothing_is_read_back_to_the_host(modules, plain, monkeypatch):
     """Prompts, steps of guided, unguided and skipped rows, requests that end and lose their slots; by the kernels."""
     engine = Engine(modules, monkeypatch, plain.path)
-    engine.runner.step.backend = engine.runner.step.values._backend = "triton"
+    step = engine.runner.step
+    step.config, step.values._backend = replace(step.config, backend="triton"), "triton"
     a = Request("a", prompt_of(18, 20), {"value_scale": 0.7}, top_k=4)
     b = Request("b", prompt_of(5, 21), None, top_k=3)
     c = Request("c", prompt_of(9, 22), {**TILT, "entropy_threshold": 9.0}, top_k=3, min_p=0.01)
@@ -592,7 +594,8 @@ def test_the_value_model_is_loaded_at_the_start(modules, plain, monkeypatch):
     monkeypatch.setenv("LENVM_VALUE_MODEL", "/nowhere")
     engine = Engine(modules, monkeypatch, plain.path)
     step = engine.runner.step
-    assert (step.max_candidates, step.max_requests, step.vocab_size, step.max_delta) == (64, 5, VOCAB, 16)
+    config = step.config
+    assert (config.max_candidates, config.max_requests, config.vocab_size, config.max_delta) == (64, 5, VOCAB, 16)
     assert step.value_model.dtype == torch.float32 and step.table.eos_token_ids.shape == (8, 64)
     assert engine.runner.slots.table.shape == (7, 6) and engine.runner.slots.num_slots == 5 * 96
     assert engine.asked_memory == [(("cpu", 0), {"distributed": False, "cpu_group": None})] * 2
@@ -600,7 +603,7 @@ def test_the_value_model_is_loaded_at_the_start(modules, plain, monkeypatch):
     for name, value in dict(MAX_CANDIDATES=8, VALUE_STRIDE=3, CHUNK_TOKENS=7, DTYPE="bfloat16").items():
         monkeypatch.setenv(f"LENVM_{name}", str(value))
     step = Engine(modules, monkeypatch, plain.path).runner.step
-    assert (step.max_candidates, step.value_stride, step.values._chunk_tokens) == (8, 3, 7)
+    assert (step.config.max_candidates, step.config.value_stride, step.values._chunk_tokens) == (8, 3, 7)
     assert step.value_model.dtype == torch.bfloat16
 
 

@@ -4,6 +4,8 @@ import math
 import re
 import weakref
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -17,14 +19,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.sample_candidates import sample_candidates
-from lenvm_kernels.ops.topk_candidates import topk_candidates
+from lenvm_kernels.ops.topk_candidates import MAX_VOCAB, topk_candidates
 from lenvm_kernels.paged_slots import OutOfSlots
 from lenvm_kernels.reference._common import of_codes, to_codes
-from lenvm_kernels.step import GuidedStep, winners, working_bytes
+from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepConfig, winners, working_bytes
 from lenvm_kernels.step.graphs import bucket_of
 from lenvm_kernels.types import Drafts, Mode, Status, TextBreak
 from lenvm_kernels.value_model import ValueModel
-from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step, needs_gpu, random_scores, run_requests
+from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step, needs_gpu, random_scores, run_requests, take_step
 from tests.helpers.models import (
     EOS,
     TINY,
@@ -204,7 +206,7 @@ def test_a_row_used_again_forgets_its_last_request(models):
 def test_a_row_used_again_forgets_what_was_predicted(models):
     """Before the first step of all; the new request's last token is that of the old one, at the same position."""
     engine = Engine(*make_step(models.value)).start([0], [[5, 6, 7]], [GUIDANCE[0]])
-    engine.step.predict(engine.tensor([7]), engine.tensor([0]), engine.tensor([3]))
+    engine.step.predict(StepBatch(engine.tensor([7]), engine.tensor([0]), engine.tensor([3])))
     engine.step.remove_request(0)
     engine.slots.free(0)
     tokens = [30, 31, 7]
@@ -332,7 +334,7 @@ def test_remaining_lengths(models, monkeypatch, commit_winners):
         return lengths_from_scratch(models, tokens, 0.9).masked_fill(torch.tensor([t[-1] == EOS for t in tokens]), 0.0)
 
     last, lengths = (engine.tensor(x) for x in zip(*[(tokens[-1], len(tokens)) for tokens in PROMPTS], strict=True))
-    predicted = engine.step.predict(last, engine.tensor([0, 1, 2, 3]), lengths)
+    predicted = engine.step.predict(StepBatch(last, engine.tensor([0, 1, 2, 3]), lengths))
     assert torch.isnan(predicted).tolist() == [False] * 3 + [True]
     torch.testing.assert_close(predicted[:3], expected(PROMPTS[:3]), rtol=0, atol=1e-3)
     generator = torch.Generator().manual_seed(1)
@@ -403,7 +405,8 @@ def test_every_row_gets_what_its_own_request_asked_for(models, commit_winners):
         lengths = torch.tensor([len(tokens) for tokens in sequences], dtype=torch.int32)
         probs = torch.softmax(scores, dim=1)
         before = probs.clone()
-        output = engine.step.step(
+        output = take_step(
+            engine.step,
             scores,
             torch.tensor([tokens[-1] for tokens in sequences]),
             torch.tensor(rows),
@@ -539,11 +542,11 @@ def test_predict_writes_to_no_slot(models):
     assert engine.slots.slots(torch.tensor([5]), torch.tensor([0])).item() == 0
     tokens, row, i32 = torch.tensor([9]), torch.tensor([2]), engine.tensor
     before = engine.step.cache.keys.clone(), engine.step.cache.values.clone()
-    first = engine.step.predict(tokens, row, i32([1]))
+    first = engine.step.predict(StepBatch(tokens, row, i32([1])))
     assert torch.equal(engine.step.cache.keys, before[0]) and torch.equal(engine.step.cache.values, before[1])
     engine.step.extend(tokens, engine.slots.slots(row, i32([0])), row, i32([0]), i32([1]), i32([0]))
     before = engine.step.cache.keys.clone(), engine.step.cache.values.clone()
-    second = engine.step.predict(tokens, row, i32([2]))
+    second = engine.step.predict(StepBatch(tokens, row, i32([2])))
     assert torch.equal(engine.step.cache.keys, before[0]) and torch.equal(engine.step.cache.values, before[1])
     expected = lengths_from_scratch(models, [[9], [9, 9]], 0.9)
     torch.testing.assert_close(torch.cat([first, second]), expected, rtol=0, atol=1e-3)
@@ -609,7 +612,7 @@ def test_candidates_of_other_numbers_and_tables(models):
     """Two candidates a row, as many rows as there may be, end-of-sequence ids and scaled tokens up to their limits."""
     step, slots = make_step(models.value, rows=3, max_candidates=2, max_eos=2, max_scaled_tokens=1)
     engine, rows, guidance = Engine(step, slots), [2, 0, 1], [GUIDANCE[0] | {"token_temperature_scale": {8: 2.0}}] * 3
-    assert (step.max_requests, step.score_all) == (3, False)
+    assert (step.max_requests, step.config.score_all) == (3, False)
     for row, tokens, g in zip(rows, PROMPTS, guidance, strict=False):
         engine.admit(row, tokens, g, prompt_len=len(tokens), eos={1, EOS})
     engine.prefill(rows, PROMPTS[:3])
@@ -874,9 +877,9 @@ def test_sync_free_step(device, is_logits, commit_winners):
         step.extend(flat, slots.slots(row_of, position), rows, starts, lens, lens * 0)
         at = lengths
         tokens = last
-        step.predict(tokens, rows, at)
+        step.predict(StepBatch(tokens, rows, at))
         for _ in range(2):
-            output = step.step(scores, tokens, rows, at, **filters, **options)
+            output = take_step(step, scores, tokens, rows, at, **filters, **options)
             tokens, at = output.tokens.clamp(min=0), at + 1
         return output
 
@@ -908,7 +911,7 @@ def test_the_backend_reaches_every_operator(device, monkeypatch):
     monkeypatch.setattr("lenvm_kernels.reference.value_tree_attention.value_tree_attention", fail)
     engine = Engine(*make_step(tiny_value_model(device), rows=2, max_len=8, backend="triton"))
     engine.start([1], [[5, 6, 7]], [GUIDANCE[0] | {"return_values": True}])
-    predicted = engine.step.predict(engine.tensor([7]), engine.tensor([1]), engine.tensor([3]))
+    predicted = engine.step.predict(StepBatch(engine.tensor([7]), engine.tensor([1]), engine.tensor([3])))
     scores = random_scores(1).to(device)
     output = engine.decode([1], [[5, 6, 7]], scores, top_k=2)
     assert output.tokens >= 0 and predicted > 0 and output.remaining_lengths > 0
@@ -985,11 +988,11 @@ def test_graph_of_the_whole_step(device):
     engine = Engine(*make_step(tiny_value_model(device), graphs=False)).start(range(4), PROMPTS, [GUIDANCE[0]] * 4)
     scores = torch.randn(4, VOCAB, device=device)
     lengths, rows = engine.tensor([len(tokens) for tokens in PROMPTS]), engine.tensor([0, 1, 2, 3])
-    arguments = (scores, engine.tensor([tokens[-1] for tokens in PROMPTS]), rows, lengths)
-    filters = dict(top_k=lengths * 0 + 5, top_p=lengths * 0 + 1.0, min_p=lengths * 0.0)
+    batch = StepBatch(engine.tensor([tokens[-1] for tokens in PROMPTS]), rows, lengths)
+    sampling = Sampling(lengths * 0 + 5, lengths * 0 + 1.0, lengths * 0.0, is_logits=True, sample=True)
 
     def step():
-        return engine.step.step(*arguments, **filters, is_logits=True, sample=True)
+        return engine.step.step(scores, batch, sampling)
 
     expected = step()
     graph = torch.cuda.CUDAGraph()
@@ -1058,29 +1061,44 @@ GOOD_PREDICT = dict(tokens=torch.arange(2), table_rows=torch.arange(2), lengths=
     ],
 )
 def test_every_tensor_is_checked(models, method, good, name, shape, dtypes):
-    function = getattr(make_step(models.value, commit_winners=False)[0], method)
+    step = make_step(models.value, commit_winners=False)[0]
+    calls = {
+        "step": partial(take_step, step),
+        "extend": step.extend,
+        "predict": lambda **batch: step.predict(StepBatch(**batch)),
+    }
+    function, shown = calls[method], name if method == "extend" or name not in StepBatch._fields else f"batch.{name}"
     accepted = [str(dtype).removeprefix("torch.") for dtype in dtypes]
     free = ["rows"] * shape.startswith("[*") + ["columns"] * shape.endswith(", *]") + ["apart"]
-    assert_refuses(function, good, name, *accepted, *free)
-    with pytest.raises(ValueError, match=re.escape(f"{name} must be {'|'.join(accepted)} {shape} on cpu, got")):
+    assert_refuses(function, good, name, *accepted, *free, shown=shown)
+    with pytest.raises(ValueError, match=re.escape(f"{shown} must be {'|'.join(accepted)} {shape} on cpu, got")):
         function(**good | {name: good[name].to("meta")})
 
 
 def test_tables_and_sizes_are_checked(models):
-    table = torch.zeros(3, 4, dtype=torch.int32)
-    sizes = dict(num_slots=12, vocab_size=VOCAB)
-    for name, value in (("num_slots", 0), ("max_requests", 0), ("chunk_tokens", 0), ("chunk_tokens", -1)):
+    slots = EngineSlots(torch.zeros(3, 4, dtype=torch.int32), 12)
+    for name, value in (("max_requests", 0), ("chunk_tokens", 0), ("max_delta", -1), ("value_stride", 0)):
         with pytest.raises(ValueError, match=f"{name} must be at least 1, got {value}"):
-            GuidedStep(models.value, table, **sizes | {name: value})
-    for bad in (table.long(), table[0], table.to("meta")):
-        with pytest.raises(ValueError, match=r"slot_table must be int32 \[\*, \*\] on cpu, got"):
-            GuidedStep(models.value, bad, **sizes)
+            StepConfig(vocab_size=VOCAB, **{name: value})
     for number in (5, 128):
         with pytest.raises(ValueError, match=f"max_candidates must be a power of two up to 64, got {number}"):
-            GuidedStep(models.value, table, **sizes, max_candidates=number)
+            StepConfig(vocab_size=VOCAB, max_candidates=number)
+    for number in (0, 2**31):
+        with pytest.raises(ValueError, match=f"vocab_size must be from 1 to {MAX_VOCAB}, got {number}"):
+            StepConfig(vocab_size=number)
+    config = StepConfig(vocab_size=VOCAB)
+    with pytest.raises(ValueError, match="num_slots must be at least 1, got 0"):
+        GuidedStep(models.value, slots._replace(num_slots=0), config)
+    for bad in (slots.table.long(), slots.table[0], slots.table.to("meta")):
+        with pytest.raises(ValueError, match=r"slots.table must be int32 \[\*, \*\] on cpu, got"):
+            GuidedStep(models.value, slots._replace(table=bad), config)
+    with pytest.raises(TypeError, match="slots must be PagedSlots or EngineSlots, got Tensor"):
+        GuidedStep(models.value, slots.table, config)
+    with pytest.raises(TypeError, match="config must be a StepConfig, got int"):
+        GuidedStep(models.value, slots, VOCAB)
     with pytest.raises(ValueError, match="graphs must be None or False unless the value model is on a GPU"):
-        GuidedStep(models.value, table, **sizes, graphs=True)
-    step = GuidedStep(models.value, table, **sizes, max_candidates=64, max_requests=2)
+        GuidedStep(models.value, slots, replace(config, graphs=True))
+    step = GuidedStep(models.value, slots, replace(config, max_candidates=64, max_requests=2))
     for row in (-1, 3):
         with pytest.raises(IndexError, match=rf"table_row must be in \[0, 3\), got {row}"):
             step.add_request(row, None, set())
@@ -1088,12 +1106,18 @@ def test_tables_and_sizes_are_checked(models):
         step.add_request(0, None, set(range(9)))
     for rows in (0, 3):
         with pytest.raises(ValueError, match=f"scores must be of 1 to max_requests = 2 requests, got {rows}"):
-            step.step(**good_step(rows))
-    prompts = dict(tokens=torch.arange(3), table_rows=torch.arange(3), lengths=torch.ones(3, dtype=torch.int32))
+            take_step(step, **good_step(rows))
+    prompts = StepBatch(torch.arange(3), torch.arange(3), torch.ones(3, dtype=torch.int32))
     with pytest.raises(ValueError, match="tokens must be of at most max_requests = 2 requests, got 3"):
-        step.predict(**prompts)
+        step.predict(prompts)
+    sampling = Sampling(2, 1.0, 0.0)
+    for wrong, arguments in (("batch must be a StepBatch", (3, sampling)), ("sampling must be Sampling", (prompts, 3))):
+        with pytest.raises(TypeError, match=f"{wrong}, got int"):
+            step.step(torch.zeros(3, VOCAB), *arguments)
+    with pytest.raises(TypeError, match="batch must be a StepBatch, got tuple"):
+        step.predict(tuple(prompts))
     with pytest.raises(ValueError, match=r"scores must be .* \[\*, 97\] on cpu, got float32 \[1, 96\]"):
-        step.step(**good_step(1) | {"scores": torch.zeros(1, VOCAB - 1)})
+        take_step(step, **good_step(1) | {"scores": torch.zeros(1, VOCAB - 1)})
 
 
 CONSTANT_GUIDANCE = [
@@ -1175,7 +1199,7 @@ def test_without_a_value_model_steps_are_warmed_up_and_replay_their_draws():
     together, _ = run_requests(Engine(*make_step(None)), sequences, guidance, 6, rows=[4, 0, 7])
     assert together == alone
     with pytest.raises(ValueError, match="value_model must be given to predict lengths, got None"):
-        engine.step.predict(*torch.zeros(2, 1).int(), torch.ones(1).int())
+        engine.step.predict(StepBatch(*torch.zeros(2, 1).int(), torch.ones(1).int()))
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
@@ -1203,21 +1227,24 @@ def test_ends_come_after_sentences(backend):
         return (found.candidates.token_ids == EOS).any(1).tolist()
 
     step, table_rows = step_of(), torch.tensor(rows)
-    found = {token: with_end(step.step(scores, torch.tensor([token] * 3), table_rows, lengths, **options)) for token in
-             (9, 11, 12, 25)}  # fmt: skip
+    found = {
+        token: with_end(take_step(step, scores, torch.tensor([token] * 3), table_rows, lengths, **options))
+        for token in (9, 11, 12, 25)
+    }
     assert found == {9: [False] * 3, 11: [True] * 3, 12: [False, False, True], 25: [False] * 3}
     step = step_of(max_drafts=2)
     several = torch.tensor([[9, 11, 9], [11, 12, 9], [9, 9, 11]])
-    output = step.step(
-        scores, several, table_rows, lengths, new_lens=torch.tensor([2, 1, 3], dtype=torch.int32), **options
+    output = take_step(
+        step, scores, several, table_rows, lengths, new_lens=torch.tensor([2, 1, 3], dtype=torch.int32), **options
     )
     assert with_end(output) == [True, True, True]
-    output = step.step(
-        scores, several, table_rows, lengths + 1, new_lens=torch.tensor([3, 2, 1], dtype=torch.int32), **options
+    output = take_step(
+        step, scores, several, table_rows, lengths + 1, new_lens=torch.tensor([3, 2, 1], dtype=torch.int32), **options
     )
     assert with_end(output) == [False, False, False]
     drafts = Drafts(torch.tensor([[11, 9], [9, 11], [-1, 11]]), torch.tensor([[-1, 0]] * 3, dtype=torch.int32))
-    output = step.step(
+    output = take_step(
+        step,
         scores.repeat_interleave(3, dim=0),
         several,
         table_rows,
@@ -1249,7 +1276,7 @@ def test_sentences_end_in_time():
 
 
 def test_text_breaks_are_checked():
-    with pytest.raises(ValueError, match=r"text_breaks must be int8 \[\*\] on cpu, got float32 \[9\]"):
+    with pytest.raises(ValueError, match=r"text_breaks must be int8 \[\*\], got float32 \[9\] on cpu"):
         make_step(None, text_breaks=torch.zeros(9))
 
 
@@ -1277,7 +1304,8 @@ def test_who_is_late_takes_a_less_probable_end():
     sequences = [[9] * (n + generated) for n, generated in zip(prompt_lens, (29, 24, 10, 24), strict=True)]
     lens = torch.ones(4, dtype=torch.int32)
     last = torch.tensor([[9, 0, 0]] * 4)
-    output = step.step(
+    output = take_step(
+        step,
         scores.repeat_interleave(3, dim=0), last, torch.arange(4), torch.tensor([len(s) for s in sequences]).int(),
         new_lens=lens, top_k=2, top_p=1.0, min_p=0.0, is_logits=True, drafts=drafts,
     )  # fmt: skip

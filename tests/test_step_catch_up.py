@@ -11,7 +11,7 @@ from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import ValueModel
-from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step, random_scores
+from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step, random_scores, take_step
 from tests.helpers.models import EOS, TINY, VOCAB, last_value_logits, random_head, random_model
 from tests.helpers.padded_step import pad
 
@@ -161,7 +161,8 @@ def decode_many(engine, rows, sequences, new, scores, **options):
     tokens = torch.full((len(rows), max(new) + 1), -7)  # a column more than anybody needs
     for i, (sequence, n) in enumerate(zip(sequences, new, strict=True)):
         tokens[i, :n] = torch.tensor(sequence[len(sequence) - n :])
-    return engine.step.step(
+    return take_step(
+        engine.step,
         scores,
         tokens.to(engine.device),
         table_rows,
@@ -337,7 +338,7 @@ def test_new_tokens_are_checked(models, change, message):
     arguments = dict(tokens=torch.zeros(2, 3, dtype=torch.int64), table_rows=numbers)
     arguments |= dict(lengths=numbers.int() + 1, new_lens=torch.ones(2, dtype=torch.int32)) | change
     with pytest.raises(ValueError, match=message):
-        step.step(random_scores(2), **arguments, top_k=4, top_p=1.0, min_p=0.0, is_logits=True)
+        take_step(step, random_scores(2), **arguments, top_k=4, top_p=1.0, min_p=0.0, is_logits=True)
 
 
 def test_a_request_s_own_stride_goes_before_the_step_s(models):

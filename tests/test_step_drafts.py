@@ -10,10 +10,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.ops.verify_drafts import verify_drafts
-from lenvm_kernels.step import working_bytes
+from lenvm_kernels.step import StepBatch, working_bytes
 from lenvm_kernels.types import Candidates, Drafts, Status
 from lenvm_kernels.value_model import ValueModel
-from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step
+from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step, take_step
 from tests.helpers.models import EOS, TINY, VOCAB, last_value_logits, random_head, random_model, tiny_value_model
 from tests.helpers.padded_step import pad
 from tests.test_step import PeakMemory, no_read_back
@@ -62,7 +62,7 @@ def step_with(engine, rows, sequences, new, base, tokens, parents, *, draws_othe
 
     ``draws_others``: requests that are not guided get their most likely token. ``tells_ends``: the step is told where
     spans have ended, or has to look."""
-    nodes = 1 + engine.step.max_drafts
+    nodes = 1 + engine.step.config.max_drafts
     scores = torch.zeros(len(rows) * nodes, VOCAB)
     for i, sequence in enumerate(sequences):
         for j, path in enumerate(paths(tokens[i], parents[i])):
@@ -74,12 +74,13 @@ def step_with(engine, rows, sequences, new, base, tokens, parents, *, draws_othe
     options = filters | dict(is_logits=True, sample=True, verify="same_draws") | options
     sequences = dict(table_rows=engine.tensor(rows), lengths=engine.tensor([len(s) for s in sequences]))
     grown = sequences | dict(new_lens=engine.tensor(new), drafts=drafts_of(tokens, parents))
-    span_ended = engine.step.limit_spans(scores, told, **grown)
+    batch = StepBatch(told, sequences["table_rows"], sequences["lengths"], grown["new_lens"])
+    span_ended = engine.step.limit_spans(scores, batch, grown["drafts"])
     if tells_ends:
         options["span_ended"] = span_ended
     if draws_others:
         options["drawn"] = scores.argmax(1)
-    return engine.step.step(scores, told, **grown, **options)
+    return take_step(engine.step, scores, told, **grown, **options)
 
 
 def assert_values(models, output, sequences, tokens, parents):
@@ -144,7 +145,7 @@ def run_plain(models, rows, prompts, guidance, count, base, **options):
     for _ in range(count):
         scores = torch.stack([base.scores(s) for s in sequences])
         last, lengths = engine.tensor([s[-1] for s in sequences]), engine.tensor([len(s) for s in sequences])
-        engine.step.limit_spans(scores, last, engine.tensor(rows), lengths)
+        engine.step.limit_spans(scores, StepBatch(last, engine.tensor(rows), lengths))
         output = engine.decode(rows, sequences, scores, min_p=0.02, drawn=scores.argmax(1))
         sequences = [[*s, t] for s, t in zip(sequences, output.tokens.tolist(), strict=True)]
     assert not engine.step.table.faults.any()
@@ -381,11 +382,11 @@ def test_drafts_are_checked(models, options, error, message):
     arguments |= dict(
         min_p=0.0, is_logits=True, sample=True, verify="same_draws", drafts=drafts_of([[5, 6]], [[-1, 0]])
     )
-    step.step(**arguments)
+    take_step(step, **arguments)
     if options.get("drafts", 1) is None:
         options = options | {"scores": torch.zeros(1, VOCAB)}
     with pytest.raises(error, match=message):
-        step.step(**arguments | options)
+        take_step(step, **arguments | options)
 
 
 def test_the_number_of_drafts_is_checked(models):
@@ -450,7 +451,7 @@ def test_lengths_after_tokens_that_were_taken(models, monkeypatch, commit_winner
         for i, more in enumerate(taken):
             table[i, : len(more)] = torch.tensor(more)
         lengths = engine.tensor([len(s) for s in sequences])
-        found = step.predict(table, engine.tensor([2, 7, 4]), lengths, new_lens=engine.tensor(new))
+        found = step.predict(StepBatch(table, engine.tensor([2, 7, 4]), lengths, engine.tensor(new)))
         ends = [sequences[0][: len(sequences[0]) - i] for i in (2, 1, 0)] + [sequences[2]]
         z = last_value_logits(models.backbone, models.head, ends)
         expected = torch.nn.functional.softplus(z) / -torch.log(torch.tensor([0.9, 0.9, 0.9, 0.8]))
@@ -485,9 +486,10 @@ def test_a_prediction_computes_nothing_for_others(models, monkeypatch, max_draft
     new = [1 + max_drafts, 1, 1]
     tokens, lengths = torch.full((3, 1 + max_drafts), 50), engine.tensor([len(s) for s in sequences[:3]])
     if max_drafts:
-        step.predict(tokens, engine.tensor(rows[:3]), lengths + engine.tensor(new), new_lens=engine.tensor(new))
+        grown = engine.tensor(new)
+        step.predict(StepBatch(tokens, engine.tensor(rows[:3]), lengths + grown, grown))
     else:
-        step.predict(tokens[:, 0], engine.tensor(rows[:3]), lengths + 1)
+        step.predict(StepBatch(tokens[:, 0], engine.tensor(rows[:3]), lengths + 1))
     assert lens[-1] == [1 + max_drafts, 0, 1, 0]
 
 
@@ -495,7 +497,7 @@ def test_a_prediction_computes_nothing_for_others(models, monkeypatch, max_draft
     ("max_drafts", "change", "message"),
     [
         (2, {"tokens": torch.zeros(2, 4).long()}, r"tokens must have 1 to 1 \+ max_drafts = 3 columns, got 4"),
-        (2, {"tokens": torch.zeros(2, 0).long()}, r"tokens must have 1 to 1 \+ max_drafts = 3 columns, got 0"),
+        (2, {"tokens": torch.zeros(2, 0).long()}, "tokens must have at least one column, got none"),
         (0, {"tokens": torch.zeros(2, 2).long()}, r"tokens must have 1 to 1 \+ max_drafts = 1 columns, got 2"),
         (2, {"tokens": torch.zeros(2).long()}, r"tokens must be int32\|int64 \[\*, \*\] on cpu, got int64 \[2\]"),
         (2, {"new_lens": None}, r"tokens must be int32\|int64 \[\*\] on cpu, got int64 \[2, "),
@@ -508,9 +510,9 @@ def test_tokens_of_a_prediction_are_checked(models, max_drafts, change, message)
     ones = torch.ones(2, dtype=torch.int32)
     arguments = dict(tokens=torch.zeros(2, 1 + max_drafts).long(), table_rows=torch.arange(2))
     arguments |= dict(lengths=ones, new_lens=ones)
-    step.predict(**arguments)
-    with pytest.raises(ValueError, match=f"^{message}"):
-        step.predict(**arguments | change)
+    step.predict(StepBatch(**arguments))
+    with pytest.raises(ValueError, match=f"^batch.{message}"):
+        step.predict(StepBatch(**arguments | change))
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -526,8 +528,8 @@ def test_memory_is_as_stated_and_nothing_is_read_back(device, rows):
     arguments = dict(scores=scores, tokens=last, table_rows=engine.tensor(list(range(rows))), lengths=lengths)
     arguments |= dict(new_lens=torch.ones_like(lengths), top_k=4, top_p=1.0, min_p=0.0)
     with PeakMemory() as memory, no_read_back():
-        output = step.step(
-            **arguments, is_logits=True, sample=True, drafts=Drafts(tokens, parents), verify="same_draws"
+        output = take_step(
+            step, **arguments, is_logits=True, sample=True, drafts=Drafts(tokens, parents), verify="same_draws"
         )
     assert (output.verified.lens > 0).all()
     stated = working_bytes(step.value_model, requests=rows, max_len=96, vocab_size=VOCAB, **options)

@@ -7,6 +7,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lenvm_kernels.guidance import parse_guidance
+from lenvm_kernels.step import StepBatch
 from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import ValueModel
 from tests.helpers.engine import PROMPTS, Engine, make_step
@@ -153,7 +154,7 @@ def test_wrong_ends_are_named_and_nobody_looks_without_spans(models, monkeypatch
     rows, lengths = engine.tensor([3, 1]), engine.tensor([len(p) for p in PROMPTS[:2]])
     logits = torch.zeros(2, VOCAB)
     assert not engine.step.has_spans
-    assert engine.step.limit_spans(logits, engine.tensor([8, 9]), rows, lengths) is None and not logits.any()
+    assert engine.step.limit_spans(logits, StepBatch(engine.tensor([8, 9]), rows, lengths)) is None and not logits.any()
     monkeypatch.setattr(engine.step, "_limit_spans", None)
     engine.decode([3, 1], PROMPTS[:2], logits)
     for wrong in (torch.zeros(3, dtype=torch.bool), torch.zeros(2)):

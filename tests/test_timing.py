@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lenvm_kernels import timing
-from lenvm_kernels.step import step
+from lenvm_kernels.step import StepBatch, step
 from lenvm_kernels.step.graphs import Graphs
 from lenvm_kernels.timing import STAGES, StepRecord, StepTimer, file_of_process
 from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step, needs_gpu, run_requests
@@ -62,7 +62,7 @@ def test_steps_of_a_process_share_its_file(file, monkeypatch):
     check_lines(lines_of(file), [4] * 4)
     with monkeypatch.context() as patch:  # a record of a step may still wait to be read: nothing else may touch it
         patch.setattr(StepRecord, "mark", None)
-        engine.step.predict(*(engine.tensor([x]) for x in (5, 0, 4)))
+        engine.step.predict(StepBatch(*(engine.tensor([x]) for x in (5, 0, 4))))
         engine.step.warm_up(progress=False)  # whose steps serve nobody
     assert len(lines_of(file)) == 4
     engine.decode([0], [[5, 6, 7, 8]], torch.zeros(1, VOCAB))  # goes on after it

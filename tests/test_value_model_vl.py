@@ -19,7 +19,7 @@ from lenvm_kernels.value_model import (
     image_positions,
     image_sizes,
 )
-from tests.helpers.engine import GUIDANCE, Engine, make_step
+from tests.helpers.engine import GUIDANCE, Engine, make_step, take_step
 from tests.helpers.models import (
     EOS,
     HIDDEN,
@@ -351,7 +351,8 @@ def test_drafts_after_an_image(models):
     drafts = [41, 42, 43, 44]
     paths = [[], [41], [41, 42], [43], [41, 42, 44]]
     scores = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
-    output = engine.step.step(
+    output = take_step(
+        engine.step,
         scores,
         engine.tensor([[PROMPTS[3][-1]]]),
         engine.tensor([5]),

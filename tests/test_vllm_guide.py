@@ -1,5 +1,6 @@
 """What the vLLM processor does in a worker, without the engine around it: what it reads, writes and shares."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -114,7 +115,8 @@ def is_guided(logits):
 def test_nothing_is_read_back(value_model):
     """Prompts in chunks and whole, a first step, later ones, with drafts for some and none."""
     engine = Engine(value_model, drafts=3)
-    engine.guide.step.backend = engine.guide.step.values._backend = "triton"  # the references do
+    step = engine.guide.step
+    step.config, step.values._backend = replace(step.config, backend="triton"), "triton"  # the references do
     assert engine.add(4, PROMPT, TILT) and engine.add(1, PROMPT[3:9], TILT) and not engine.add(0, PROMPT[:7], None)
     step = engine.step
     with no_read_back_in(engine.guide):

@@ -35,7 +35,7 @@ from bench.study.result import Run, Stages, stages_of
 from lenvm_kernels import timing
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.paged_slots import PagedSlots
-from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.step import GuidedStep, Sampling, StepBatch
 from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel
 
@@ -221,17 +221,13 @@ class Guided(Plain):
             torch.zeros_like(base.prompt_lens),
         )
         ones = torch.ones(rows, device=first.device)
-        self._filters = dict(
-            top_k=torch.full_like(base.prompt_lens, self.top_k),
-            top_p=ones,
-            min_p=ones * MIN_P,
-            temperature=ones * TEMPERATURE,
-        )
+        top_k = torch.full_like(base.prompt_lens, self.top_k)
+        self._sampling = Sampling(top_k, ones, ones * MIN_P, ones * TEMPERATURE, is_logits=True, sample=True)
 
     def draw(self, logits: torch.Tensor, tokens: torch.Tensor, step: int) -> torch.Tensor:
         """int ``[B]``: the next tokens, of the guided distribution."""
-        lengths = self._base.prompt_lens + step
-        output = self._step.step(logits, tokens, self._rows, lengths, **self._filters, is_logits=True, sample=True)
+        batch = StepBatch(tokens, self._rows, self._base.prompt_lens + step)
+        output = self._step.step(logits, batch, self._sampling)
         self._outputs.append(output)
         return output.tokens
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lenvm_kernels.guidance import GuidanceParams, ends_of_thought, parse_guidance, text_breaks_of
+from lenvm_kernels.step import StepConfig
 from lenvm_kernels.value_model import LenVMConfig, ValueModel
 
 logger = logging.getLogger(__name__)
@@ -158,9 +159,12 @@ class Settings:
             weights=self.weights,
         )
 
-    def step_options(self, *, has_graphs: bool) -> dict[str, Any]:
-        """Arguments of :class:`GuidedStep`; ``has_graphs`` says whether the engine has CUDA graphs of its own."""
-        return dict(
+    def step_config(self, *, has_graphs: bool, **sizes: Any) -> StepConfig:
+        """What these settings and the ``sizes`` of an engine make of a :class:`GuidedStep`.
+
+        ``has_graphs`` says whether the engine has CUDA graphs of its own.
+        """
+        return StepConfig(
             max_candidates=self.max_candidates,
             max_eos=MAX_END_TOKENS,
             chunk_tokens=self.chunk_tokens,
@@ -168,6 +172,7 @@ class Settings:
             commit_winners=self.commit_winners,
             cache=self.cache,
             graphs=self.graphs if has_graphs or self.graphs is not None else False,
+            **sizes,
         )
 
 

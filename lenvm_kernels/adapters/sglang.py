@@ -54,7 +54,7 @@ from lenvm_kernels.adapters.sglang_images import PromptImages, image_tokens
 from lenvm_kernels.adapters.sglang_report import StepReport, without_empty_keys
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.ops.pack_drafts import tree_columns
-from lenvm_kernels.step import GuidedStep, StepOutput, working_bytes
+from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepOutput, working_bytes
 from lenvm_kernels.types import Drafts, Mode
 from lenvm_kernels.value_model import ImageTokens, KVCache, ValueModel
 
@@ -153,14 +153,15 @@ class Guide:
         self.runner = runner
         self.step = GuidedStep(
             self.value_model,
-            runner.req_to_token_pool.req_to_token,
-            slots,
-            vocab_size=runner.model_config.vocab_size,
-            max_requests=runner.max_running_requests,
-            max_delta=MAX_DELTA + self.drafts,
-            max_drafts=self.drafts,
-            text_breaks=load_text_breaks(options.tokenizer_path, runner.model_config.vocab_size),
-            **settings.step_options(has_graphs=not cuda_graph_fully_disabled()),
+            EngineSlots(runner.req_to_token_pool.req_to_token, slots),
+            settings.step_config(
+                has_graphs=not cuda_graph_fully_disabled(),
+                vocab_size=runner.model_config.vocab_size,
+                max_requests=runner.max_running_requests,
+                max_delta=MAX_DELTA + self.drafts,
+                max_drafts=self.drafts,
+                text_breaks=load_text_breaks(options.tokenizer_path, runner.model_config.vocab_size),
+            ),
         )
         self.has_slots = True
         if self.device.type == "cuda":
@@ -260,7 +261,7 @@ class Guide:
 
     def _first_computed(self, prefix_len: int) -> int:
         """Of a prefix out of the radix cache, the first token that is computed anew."""
-        return max(0, prefix_len - self.step.max_delta + 1)
+        return max(0, prefix_len - self.step.config.max_delta + 1)
 
     def _image_tokens(self, parts: list[tuple[PromptImages | None, int, int]], tokens: int) -> ImageTokens | None:
         assert self.value_model is not None
@@ -289,7 +290,7 @@ class Guide:
         if self._sampling is not None:
             self.step.scale_tokens(logits, self._sampling.req_pool_indices[: len(logits)])
             if self.step.has_spans:
-                self._span_ended = self.step.limit_spans(logits, *last_tokens(self._sampling, len(logits)))
+                self._span_ended = self.step.limit_spans(logits, last_tokens(self._sampling, len(logits)))
 
     def draw(self, probs: torch.Tensor, info: SamplingBatchInfo, drawn: torch.Tensor) -> torch.Tensor:
         """The next tokens: of guided requests from their candidates, of others those that the engine has ``drawn``."""
@@ -344,23 +345,13 @@ class Guide:
         with self._failing_softly(batch):
             wants_values = any(req.lenvm_guidance.return_values for req in batch.lenvm_reqs)
             is_prompt = not batch.forward_mode.is_decode()
-            tokens, table_rows, lengths = last_tokens(batch, b)
+            sequences = last_tokens(batch, b)
+            table_rows = sequences.table_rows
             faults = self.step.table.faults[table_rows] if self.metrics else None
+            sampling = Sampling(info.top_ks, info.top_ps, info.min_ps, is_logits=is_logits, sample=sample)
             with self._timed():
-                prompt_lengths = self.step.predict(tokens, table_rows, lengths) if wants_values and is_prompt else None
-                output = self.step.step(
-                    scores,
-                    tokens,
-                    table_rows,
-                    lengths,
-                    top_k=info.top_ks,
-                    top_p=info.top_ps,
-                    min_p=info.min_ps,
-                    is_logits=is_logits,
-                    sample=sample,
-                    drawn=drawn,
-                    span_ended=self._span_ended,
-                )
+                prompt_lengths = self.step.predict(sequences) if wants_values and is_prompt else None
+                output = self.step.step(scores, sequences, sampling, drawn=drawn, span_ended=self._span_ended)
             if self.metrics is not None or wants_values:
                 self._report = StepReport(
                     output.candidates.status[:, None],
@@ -426,7 +417,7 @@ class Guide:
             count[table_rows] = lens
             if wants_values:
                 with self._timed():
-                    remaining = self.step.predict(tokens, table_rows, lengths + lens, new_lens=lens)
+                    remaining = self.step.predict(StepBatch(tokens, table_rows, lengths + lens, lens))
             if self.metrics is not None:
                 self.metrics.guided_steps.inc()
             if self.metrics is not None or wants_values:
@@ -456,21 +447,11 @@ class Guide:
     ) -> StepOutput:
         assert self._grown_by is not None
         tokens, new_lens = (x[table_rows] for x in self._grown_by)
-        span_ended = self.step.limit_spans(logits, tokens, table_rows, lengths, new_lens=new_lens, drafts=drafts)
+        batch = StepBatch(tokens, table_rows, lengths, new_lens)
+        filters = info.top_ks, info.top_ps, info.min_ps, info.temperatures.flatten()
+        span_ended = self.step.limit_spans(logits, batch, drafts)
         return self.step.step(
-            logits,
-            tokens,
-            table_rows,
-            lengths,
-            new_lens=new_lens,
-            top_k=info.top_ks,
-            top_p=info.top_ps,
-            min_p=info.min_ps,
-            temperature=info.temperatures.flatten(),
-            is_logits=True,
-            sample=True,
-            drafts=drafts,
-            span_ended=span_ended,
+            logits, batch, Sampling(*filters, is_logits=True, sample=True), drafts, span_ended=span_ended
         )
 
     def _timed(self) -> AbstractContextManager[None]:

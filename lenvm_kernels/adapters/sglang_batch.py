@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
+from lenvm_kernels.step import StepBatch
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
-def last_tokens(batch: ForwardBatch, requests: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The last token of each sequence of a batch, the requests' table rows, and the sequences' lengths.
+def last_tokens(batch: ForwardBatch, requests: int) -> StepBatch:
+    """The sequences of a batch with the last token of each, as they are on the device.
 
-    All ``[requests]`` and as they are on the device: under the overlapping scheduler the host does not know the tokens.
+    Under the overlapping scheduler the host does not know the tokens.
     """
     last: Any = slice(0, requests)
     if not batch.forward_mode.is_decode():
         last = (batch.extend_start_loc + batch.extend_seq_lens - 1).long()
-    return batch.input_ids[last], batch.req_pool_indices[:requests], batch.seq_lens[:requests].int()
+    return StepBatch(batch.input_ids[last], batch.req_pool_indices[:requests], batch.seq_lens[:requests].int())

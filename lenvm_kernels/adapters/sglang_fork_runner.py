@@ -22,7 +22,7 @@ from lenvm_kernels.adapters.sglang_batch import last_tokens
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.slot_pool import SlotPool
-from lenvm_kernels.step import GuidedStep, working_bytes
+from lenvm_kernels.step import GuidedStep, Sampling, working_bytes
 from lenvm_kernels.types import Mode, Status
 from lenvm_kernels.value_model import KVCache, ValueModel
 
@@ -95,14 +95,14 @@ class InprocRunner:
         self.pool = SlotPool(self.slots)
         self.step = GuidedStep(
             value_model,
-            self.slots.table,
-            self.slots.num_slots,
-            vocab_size=engine.vocab_size,
-            max_requests=runner.max_running_requests,
-            max_scaled_tokens=1,  # the engine's logits have them already
-            page_size=PAGE_SIZE,
-            max_delta=MAX_DELTA,
-            **settings.step_options(has_graphs=not runner.server_args.disable_cuda_graph),
+            self.slots,
+            settings.step_config(
+                has_graphs=not runner.server_args.disable_cuda_graph,
+                vocab_size=engine.vocab_size,
+                max_requests=runner.max_running_requests,
+                max_scaled_tokens=1,  # the engine's logits have them already
+                max_delta=MAX_DELTA,
+            ),
         )
         self._stride = settings.value_stride
         self._requests: dict[int, _Request] = {}  # by table row
@@ -146,9 +146,8 @@ class InprocRunner:
             return None
         self._extend([prompt for prompt in prompts if prompt.table_row in guided])
 
-        tokens, table_rows, device_lengths = last_tokens(batch, len(reqs))
         filters: dict[str, Any] = dict(top_k=top_k.int(), top_p=top_p.float(), min_p=min_p.float())
-        output = self.step.step(probs, tokens, table_rows, device_lengths, **filters, probs=probs)
+        output = self.step.step(probs, last_tokens(batch, len(reqs)), Sampling(**filters), probs=probs)
         rows = [i for i, req in enumerate(reqs) if self._may_keep_filters(req, guided)]
         if rows:
             if rows != self._filtered[0]:
@@ -195,12 +194,12 @@ class InprocRunner:
 
     def _add(self, req: Req, row: int, length: int) -> _Prompt:
         params, eos = req.lenvm_guidance
-        if req.sampling_params.top_k > self.step.max_candidates:
+        if req.sampling_params.top_k > self.step.config.max_candidates:
             self._warn_once(
                 "LenVM: requests with a top_k above %d, or none, are drawn from their %d most probable tokens at most: "
                 "lower top_k, or raise LENVM_MAX_CANDIDATES up to 64",
-                self.step.max_candidates,
-                self.step.max_candidates,
+                self.step.config.max_candidates,
+                self.step.config.max_candidates,
             )
         # The engine may not know the last token on the host yet. The step reads it on the device.
         tokens = [*req.origin_input_ids, *req.output_ids][: length - 1]
@@ -259,7 +258,7 @@ class InprocRunner:
     def _may_keep_filters(self, req: Req, guided: Mapping[int, int]) -> bool:
         """Whether a row of the batch may have to be drawn by its own filters. Which one is, only the device knows."""
         sampling = req.sampling_params
-        if sampling.top_k >= self.step.vocab_size and sampling.top_p >= 1 and sampling.min_p <= 0:
+        if sampling.top_k >= self.step.config.vocab_size and sampling.top_p >= 1 and sampling.min_p <= 0:
             return False  # it has none
         params = req.lenvm_guidance[0]
         may_skip = params.entropy_threshold is not None or (params.value_stride or self._stride) > 1

@@ -20,7 +20,7 @@ from transformers import (
 
 from lenvm_kernels.guidance import GuidanceParams, ends_of_thought, parse_guidance, text_breaks_of
 from lenvm_kernels.paged_slots import PagedSlots
-from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig
 from lenvm_kernels.types import Mode
 from lenvm_kernels.value_model import ValueModel
 from lenvm_kernels.value_model.images import ImageSize, ImageTokens, image_positions, image_sizes
@@ -133,16 +133,17 @@ class LenVMLogitsProcessor(LogitsProcessor):
         self._slots = PagedSlots(rows, prompt_width + max_new_tokens, device=device)
         self._step = GuidedStep(
             value_model,
-            self._slots.table,
-            self._slots.num_slots,
-            vocab_size=_vocab_size(model),
-            max_candidates=max_candidates,
-            max_eos=max(1, len(eos)),
-            cache=cache,
-            max_scaled_tokens=max([1, *(len(p.token_temperature_scale) for p in params if p)]),
-            score_all=record,
-            text_breaks=None if tokenizers is None else text_breaks_of(tokenizers[0], _vocab_size(model)),
-            backend=backend,
+            self._slots,
+            StepConfig(
+                vocab_size=_vocab_size(model),
+                max_candidates=max_candidates,
+                max_eos=max(1, len(eos)),
+                cache=cache,
+                max_scaled_tokens=max([1, *(len(p.token_temperature_scale) for p in params if p)]),
+                score_all=record,
+                text_breaks=None if tokenizers is None else text_breaks_of(tokenizers[0], _vocab_size(model)),
+                backend=backend,
+            ),
         )
         self._prompt_lens = attention_mask.sum(dim=1).to(device, torch.int32)
         for row, (p, prompt_len) in enumerate(zip(params, self._prompt_lens.tolist(), strict=True)):
@@ -150,13 +151,13 @@ class LenVMLogitsProcessor(LogitsProcessor):
             self._step.add_request(row, p, eos, prompt_len=prompt_len)
         self._needs_steps = any(p is not None and p.mode != Mode.UNGUIDED for p in params)
         self._table_rows = torch.arange(rows, device=device)
-        filters = dict(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
+
+        def of_rows(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.full((rows,), value, dtype=dtype, device=device)
+
         # As tensors, once: a step would make them of numbers anew.
-        dtypes = {"top_k": torch.int32}
-        self._filters: dict[str, Any] = {
-            name: torch.full((rows,), value, dtype=dtypes.get(name, torch.float32), device=device)
-            for name, value in filters.items()
-        }
+        filters = of_rows(top_k, torch.int32), of_rows(top_p), of_rows(min_p), of_rows(temperature)
+        self._sampling = Sampling(*filters, is_logits=True)
         self._unguided = _warpers(temperature, top_k, top_p, min_p)
         self._active = torch.ones(rows, dtype=torch.bool, device=device)
         self._previous: torch.Tensor | None = None
@@ -190,7 +191,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
         tokens, logits = input_ids.to(device), scores.to(device, torch.float32, copy=True)
         lengths = self._prompt_lens + generated
         step.scale_tokens(logits, self._table_rows)
-        span_ended = step.limit_spans(logits, tokens[:, -1], self._table_rows, lengths)
+        batch = StepBatch(tokens[:, -1].contiguous(), self._table_rows, lengths, active=self._active)
+        span_ended = step.limit_spans(logits, batch)
         filtered = self._unguided(tokens, logits)  # type: ignore[arg-type]  # wants one of torch's old tensor types
         probs = torch.softmax(filtered, dim=-1)  # guided rows are rewritten
         if self._needs_steps:
@@ -198,17 +200,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
                 self._extend_prompts(tokens)
             else:
                 self._active &= ~torch.isin(tokens[:, -1], self._eos_on_device)
-            output = step.step(
-                logits,
-                tokens[:, -1].contiguous(),
-                self._table_rows,
-                lengths,
-                **self._filters,
-                is_logits=True,
-                active=self._active,
-                probs=probs,
-                span_ended=span_ended,
-            )
+            output = step.step(logits, batch, self._sampling, probs=probs, span_ended=span_ended)
             if self._record:
                 self.records.append(StepRecord(output.candidates.token_ids, output.value_logits, output.probs))
         return probs.log().to(scores.device)

@@ -33,7 +33,7 @@ from lenvm_kernels.adapters.vllm_report import Report
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.slot_pool import SlotPool
-from lenvm_kernels.step import GuidedStep, StepOutput, working_bytes
+from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepOutput, working_bytes
 from lenvm_kernels.types import Drafts, Status
 from lenvm_kernels.value_model import KVCache, ValueModel
 
@@ -147,14 +147,14 @@ class Guide:
         self.pool = SlotPool(self.slots)
         self.step = GuidedStep(
             value_model,
-            self.slots.table,
-            self.slots.num_slots,
-            vocab_size=req_states.vocab_size,
-            max_scaled_tokens=MAX_SCALED_TOKENS,
-            page_size=PAGE_SIZE,
-            text_breaks=load_text_breaks(engine.tokenizer, req_states.vocab_size),
-            **of_step,
-            **settings.step_options(has_graphs=not engine.enforce_eager),
+            self.slots,
+            settings.step_config(
+                has_graphs=not engine.enforce_eager,
+                vocab_size=req_states.vocab_size,
+                max_scaled_tokens=MAX_SCALED_TOKENS,
+                text_breaks=load_text_breaks(engine.tokenizer, req_states.vocab_size),
+                **of_step,
+            ),
         )
         # The engine sizes its own cache by what is free: what a step takes is kept from it until there is one.
         self._kept_free: torch.Tensor | None = torch.empty(working, dtype=torch.uint8, device=self.device)
@@ -327,22 +327,14 @@ class Guide:
             if self.drafts:  # all that can be new: after a request was restarted nobody knows which of them are
                 latest = lengths.clamp(max=1 + self.drafts)
                 of_spans = self._new_tokens(slots, lengths, latest)
-            span_ended = self.step.limit_spans(scores, of_spans, slots, lengths, new_lens=latest, drafts=drafts)
+            span_ended = self.step.limit_spans(scores, StepBatch(of_spans, slots, lengths, latest), drafts)
             if scores is not logits:
                 logits.copy_(scores[layout.at])
         return self.step.step(
             scores,
-            tokens,
-            slots,
-            lengths,
-            new_lens=new_lens,
-            top_k=top_k.int(),
-            top_p=top_p,
-            min_p=min_p,
-            temperature=temperature,
-            is_logits=True,
-            active=is_drawn,
-            drafts=drafts,
+            StepBatch(tokens, slots, lengths, new_lens, is_drawn),
+            Sampling(top_k.int(), top_p, min_p, temperature, is_logits=True),
+            drafts,
             span_ended=span_ended,
         )
 

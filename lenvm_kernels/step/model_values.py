@@ -13,6 +13,7 @@ from lenvm_kernels.ops.catch_up import catch_up, empty_delta
 from lenvm_kernels.ops.pack_drafts import tree_columns
 from lenvm_kernels.step.graphs import Graphs
 from lenvm_kernels.step.history import History
+from lenvm_kernels.step.inputs import SlotTable, StepConfig
 from lenvm_kernels.step.rows import StepTensors
 from lenvm_kernels.step.values import ValueSource
 from lenvm_kernels.step.winners import Winners
@@ -32,8 +33,7 @@ class ModelValues(ValueSource):
         value_model: the value model.
         tensors: of the step.
         history: of the step.
-        slot_table, num_slots, page_size, chunk_tokens, commit_winners, cache, graphs, backend: as in
-            :class:`GuidedStep`.
+        slots, config: as in :class:`GuidedStep`; ``graphs`` is set.
         split: marks of time are wanted between the layers and the head.
 
     Attributes:
@@ -47,29 +47,23 @@ class ModelValues(ValueSource):
         value_model: ValueModel,
         tensors: StepTensors,
         history: History,
-        slot_table: torch.Tensor,
-        num_slots: int,
+        slots: SlotTable,
+        config: StepConfig,
         *,
-        page_size: int,
-        chunk_tokens: int,
-        commit_winners: bool,
-        cache: str | None,
-        graphs: bool,
         split: bool,
-        backend: str,
     ) -> None:
-        self._model, self._tensors, self._history, self._slot_table = value_model, tensors, history, slot_table
-        self._page_size, self._chunk_tokens, self._backend = page_size, chunk_tokens, backend
-        self.cache = KVCache.of_slots(value_model, num_slots, cache)
+        self._model, self._tensors, self._history, self._slot_table = value_model, tensors, history, slots.table
+        self._page_size, self._chunk_tokens, self._backend = slots.page_size, config.chunk_tokens, config.backend
+        self.cache = KVCache.of_slots(value_model, slots.num_slots, config.cache)
         max_requests, nodes = tensors.requests.tokens.shape
         max_delta, device = history.columns.tokens.shape[1], value_model.device
         self._delta = empty_delta(max_requests, max_delta, device)
         self._delta_starts = torch.arange(max_requests, dtype=torch.int32, device=device) * max_delta
         self._winners = None
-        if commit_winners:
+        if config.commit_winners:
             columns = tree_columns(nodes - 1, tensors.scored.token_ids.shape[1])
             self._winners = Winners(value_model, max_requests, columns, max_delta, trees=nodes > 1)
-        self._graphs = Graphs(self._score, device, split=split) if graphs else None
+        self._graphs = Graphs(self._score, device, split=split) if config.graphs else None
 
     def value_logits(self, requests: int, nodes: int, record: StepRecord) -> torch.Tensor:
         """See :class:`ValueSource`; from a graph if there are graphs."""

@@ -16,27 +16,19 @@ from tqdm import tqdm
 
 from lenvm_kernels.guidance.params import GuidanceParams
 from lenvm_kernels.guidance.table import GuidanceTable
-from lenvm_kernels.ops._common import (
-    COLUMNS,
-    FLOAT_DTYPES,
-    FLOATS,
-    INT_DTYPES,
-    ceil_div,
-    check_tensor,
-    per_request,
-    resolve_backend,
-)
-from lenvm_kernels.ops.expand_drafts import check_drafts, expand_drafts
+from lenvm_kernels.ops._common import FLOATS, INT_DTYPES, ceil_div, check_tensor, resolve_backend
+from lenvm_kernels.ops.expand_drafts import expand_drafts
 from lenvm_kernels.ops.gather_requests import gather_requests_unchecked
 from lenvm_kernels.ops.limit_span import limit_span
 from lenvm_kernels.ops.pack_drafts import pack_drafts
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter_unchecked
 from lenvm_kernels.ops.sample_candidates import sample_candidates_unchecked
 from lenvm_kernels.ops.select_scored import select_scored_unchecked
-from lenvm_kernels.ops.topk_candidates import MAX_VOCAB, topk_candidates_unchecked
+from lenvm_kernels.ops.topk_candidates import topk_candidates_unchecked
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.step.graphs import bucket_of
 from lenvm_kernels.step.history import History
+from lenvm_kernels.step.inputs import Sampling, SlotTable, StepBatch, StepConfig, check_kinds, num_requests
 from lenvm_kernels.step.model_values import ModelValues
 from lenvm_kernels.step.rows import StepTensors
 from lenvm_kernels.step.values import ConstantValues, ValueSource
@@ -98,33 +90,11 @@ class GuidedStep:
     Args:
         value_model: the value model; None: there is none, and only ``near``, ``ge_near`` and ``le_near`` guide
             (:class:`ConstantValues`). No prompt has to be told then, and slots are not looked at.
-        slot_table: int32 ``[R, pages]``; the engine's, on the device of the step: token ``p`` of the request in row
-            ``r`` lives in slot ``slot_table[r, p // page_size] * page_size + p % page_size``.
-        num_slots: slots there are; sizes the value model's cache.
-        vocab_size: of the base model, whose scores are guided.
-        max_requests: the largest batch of :meth:`step` (None: ``R``).
-        max_candidates: K, candidates a request: a power of two up to 64.
-        max_eos, max_scaled_tokens: end-of-sequence ids, and tokens with a temperature of their own, of a request.
-        page_size: slots in a page.
-        chunk_tokens: tokens of :meth:`extend` that are computed at a time; bounds its memory.
-        max_delta: M, tokens of a request that a step computes at most. Requests that need no values in a step (one
-            candidate, an entropy threshold, a stride) wait until as many are missing; 1: nobody waits. With drafts they
-            wait as long as there is room for ``1 + max_drafts`` more.
-        max_drafts: D, drafted tokens of a request that a step takes.
-        value_stride: of requests that ask for none.
-        commit_winners: keep the candidates' keys and values until the next step, and move those of the token drawn to
-            its slot instead of computing them again.
-        cache: what keys and values are kept in: None for the value model's dtype, ``"fp8"`` for e4m3 with scales that
-            follow from the value model's weights: half the bytes of bf16 to hold and to read. What it costs in values
-            is in ``docs/guided-step.md``. Candidates and the tokens of a forward itself are not rounded.
-        score_all: score the candidates of requests that need no values too (``SINGLE``, ``SKIP``), to look at them.
-        text_breaks: int8 ``[S]`` (:func:`text_breaks_of`); what ends with each token of the base model's vocabulary, so
-            that outputs end where sentences do. None: not known; ends need the same probability everywhere then.
-        graphs: run the value model from CUDA graphs, one for each power of two of requests (None: on a GPU). They are
-            captured when first needed, which stalls that step; :meth:`warm_up` captures all of them ahead.
-        backend: of the operators: ``auto``, ``triton`` or ``reference``.
+        slots: where the engine keeps tokens: :class:`PagedSlots`, or :class:`EngineSlots` of an engine's own.
+        config: :class:`StepConfig`.
 
     Attributes:
+        config: of the step, with ``max_requests`` and ``graphs`` as they turned out.
         table: :class:`GuidanceTable` of the requests.
         values: :class:`ValueSource`, where the values come from.
         cache: :class:`KVCache` of the value model; None without one.
@@ -135,89 +105,54 @@ class GuidedStep:
 
     Example:
         >>> slots = PagedSlots(8, max_len=2048, device="cuda")
-        >>> step = GuidedStep(value_model, slots.table, slots.num_slots, vocab_size=151_936)
+        >>> step = GuidedStep(value_model, slots, StepConfig(vocab_size=151_936))
         >>> step.add_request(3, parse_guidance({"target_length": 200}), eos_token_ids={151_645}, prompt_len=17)
     """
 
-    def __init__(
-        self,
-        value_model: ValueModel | None,
-        slot_table: torch.Tensor,
-        num_slots: int,
-        *,
-        vocab_size: int,
-        max_requests: int | None = None,
-        max_candidates: int = 8,
-        max_eos: int = 8,
-        max_scaled_tokens: int = 32,
-        page_size: int = 1,
-        chunk_tokens: int = 4096,
-        max_delta: int = 16,
-        max_drafts: int = 0,
-        value_stride: int = 1,
-        commit_winners: bool = True,
-        cache: str | None = None,
-        score_all: bool = False,
-        text_breaks: torch.Tensor | None = None,
-        graphs: bool | None = None,
-        backend: str = "auto",
-    ) -> None:
-        device = slot_table.device if value_model is None else value_model.device
-        check_tensor("slot_table", slot_table, dtypes=torch.int32, shape=(None, None), device=device)
-        table_rows = slot_table.shape[0]
-        max_requests = table_rows if max_requests is None else max_requests
-        sizes = dict(num_slots=num_slots, max_requests=max_requests, chunk_tokens=chunk_tokens, max_delta=max_delta)
-        for name, value in (sizes | {"value_stride": value_stride}).items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if not 0 <= max_drafts < max_delta:
-            raise ValueError(f"max_drafts must be at least 0 and less than max_delta = {max_delta}, got {max_drafts}")
-        if not 1 <= vocab_size <= MAX_VOCAB:
-            raise ValueError(f"vocab_size must be from 1 to {MAX_VOCAB}, got {vocab_size}")
-        if max_candidates not in COLUMNS:
-            raise ValueError(f"max_candidates must be a power of two up to {COLUMNS[-1]}, got {max_candidates}")
+    def __init__(self, value_model: ValueModel | None, slots: SlotTable, config: StepConfig) -> None:
+        if not isinstance(config, StepConfig):
+            raise TypeError(f"config must be a StepConfig, got {type(config).__name__}")
+        if not isinstance(slots, SlotTable):
+            raise TypeError(f"slots must be PagedSlots or EngineSlots, got {type(slots).__name__}")
+        device = slots.table.device if value_model is None else value_model.device
+        check_tensor("slots.table", slots.table, dtypes=torch.int32, shape=(None, None), device=device)
+        if slots.num_slots < 1:
+            raise ValueError(f"slots.num_slots must be at least 1, got {slots.num_slots}")
+        table_rows = slots.table.shape[0]
         runs_in_graphs = value_model is not None and value_model.runs_in_graphs
         can_have_graphs = device.type == "cuda" and runs_in_graphs
-        if graphs and not can_have_graphs:
+        if config.graphs and not can_have_graphs:
             where = "none" if value_model is None else f"it on {device if runs_in_graphs else 'another host'}"
             raise ValueError(f"graphs must be None or False unless the value model is on a GPU, got {where}")
-        if text_breaks is not None:
-            check_tensor("text_breaks", text_breaks, dtypes=torch.int8, shape=(None,), device=text_breaks.device)
-            text_breaks = text_breaks.to(device)
-        self.text_breaks = text_breaks
-        self.value_model, self.device, self.slot_table, self.vocab_size = value_model, device, slot_table, vocab_size
-        self.max_requests, self.max_candidates = max_requests, max_candidates
-        self.score_all, self.backend = score_all, backend
-        self.max_delta, self.max_drafts, self.value_stride = max_delta, max_drafts, value_stride
+        breaks = config.text_breaks
+        self.max_requests = table_rows if config.max_requests is None else config.max_requests
+        self.config = config = replace(
+            config,
+            max_requests=self.max_requests,
+            text_breaks=None if breaks is None else breaks.to(device),
+            graphs=can_have_graphs if config.graphs is None else config.graphs,
+        )
+        self.value_model, self.device, self.slot_table = value_model, device, slots.table
         # One row more than the engine has: of the requests that fill a batch up to its graph's size.
         self._padding_row = table_rows
-        self.table = GuidanceTable(table_rows + 1, device, max_eos=max_eos, max_scaled_tokens=max_scaled_tokens)
+        self.table = GuidanceTable(
+            table_rows + 1, device, max_eos=config.max_eos, max_scaled_tokens=config.max_scaled_tokens
+        )
         # What the host knows of the requests, to leave out launches that none of them needs.
         self._scaled_rows: set[int] = set()
         self._value_rows: set[int] = set()
         self._span_rows: set[int] = set()
-        self._tensors = StepTensors(max_requests, max_drafts, max_candidates, device, trees=value_model is not None)
-        self._history = History(table_rows + 1, max_delta, device, is_told=value_model is not None)
+        sizes = self.max_requests, config.max_drafts, config.max_candidates
+        self._tensors = StepTensors(*sizes, device, trees=value_model is not None)
+        self._history = History(table_rows + 1, config.max_delta, device, is_told=value_model is not None)
         self._timer = StepTimer.from_environment()
-        self._has_graphs = can_have_graphs if graphs is None else graphs
         self.values: ValueSource
         self.cache: KVCache | None = None
         if value_model is None:
             self.values = ConstantValues(table_rows + 1, self._tensors, device)
         else:
             self.values = of_model = ModelValues(
-                value_model,
-                self._tensors,
-                self._history,
-                slot_table,
-                num_slots,
-                page_size=page_size,
-                chunk_tokens=chunk_tokens,
-                commit_winners=commit_winners,
-                cache=cache,
-                graphs=self._has_graphs,
-                split=self._timer.is_on,
-                backend=backend,
+                value_model, self._tensors, self._history, slots, config, split=self._timer.is_on
             )
             self.cache = of_model.cache
 
@@ -239,8 +174,8 @@ class GuidedStep:
         if not 0 <= table_row < self._padding_row:
             raise IndexError(f"table_row must be in [0, {self._padding_row}), got {table_row}")
         if params is not None:
-            known = {t: scale for t, scale in params.token_temperature_scale.items() if t < self.vocab_size}
-            stride = params.value_stride or self.value_stride
+            known = {t: scale for t, scale in params.token_temperature_scale.items() if t < self.config.vocab_size}
+            stride = params.value_stride or self.config.value_stride
             params = replace(params, token_temperature_scale=known, value_stride=stride)
         self.values.add_request(table_row, params)
         self.table.add_request(
@@ -298,16 +233,7 @@ class GuidedStep:
         return bool(self._span_rows)
 
     @torch.no_grad()
-    def limit_spans(
-        self,
-        logits: torch.Tensor,
-        tokens: torch.Tensor,
-        table_rows: torch.Tensor,
-        lengths: torch.Tensor,
-        *,
-        new_lens: torch.Tensor | None = None,
-        drafts: Drafts | None = None,
-    ) -> torch.Tensor | None:
+    def limit_spans(self, logits: torch.Tensor, batch: StepBatch, drafts: Drafts | None = None) -> torch.Tensor | None:
         """Keep open spans (``end_token_ids``) from ending the sequence, and end those at their ``hard_limit``.
 
         In ``logits``, in place, before all else that reads them but :meth:`scale_tokens`. Arguments and errors are
@@ -318,27 +244,20 @@ class GuidedStep:
         """
         if not self.has_spans:
             return None
-        return self._limit_spans(logits, tokens, table_rows, lengths, new_lens, drafts)
+        check_kinds(batch)
+        return self._limit_spans(logits, batch.checked(None, self.device), drafts)
 
-    def _limit_spans(
-        self,
-        logits: torch.Tensor | None,
-        tokens: torch.Tensor,
-        table_rows: torch.Tensor,
-        lengths: torch.Tensor,
-        new_lens: torch.Tensor | None,
-        drafts: Drafts | None,
-    ) -> torch.Tensor:
+    def _limit_spans(self, logits: torch.Tensor | None, batch: StepBatch, drafts: Drafts | None) -> torch.Tensor:
         """bool, a node: the span has ended there."""
         return limit_span(
             logits,
             self.table.columns,
-            (tokens[:, None] if tokens.dim() == 1 else tokens).long(),
-            table_rows.long(),
-            lengths,
-            new_lens=new_lens,
+            batch.tokens[:, None] if batch.tokens.dim() == 1 else batch.tokens,
+            batch.table_rows,
+            batch.lengths,
+            new_lens=batch.new_lens,
             drafts=drafts,
-            backend=self.backend,
+            backend=self.config.backend,
         )
 
     @torch.no_grad()
@@ -402,22 +321,12 @@ class GuidedStep:
     def step(
         self,
         scores: torch.Tensor,
-        tokens: torch.Tensor,
-        table_rows: torch.Tensor,
-        lengths: torch.Tensor,
-        *,
-        new_lens: torch.Tensor | None = None,
-        top_k: torch.Tensor | int,
-        top_p: torch.Tensor | float,
-        min_p: torch.Tensor | float,
-        temperature: torch.Tensor | float | None = None,
-        is_logits: bool = False,
-        vocab_mask: torch.Tensor | None = None,
-        active: torch.Tensor | None = None,
-        probs: torch.Tensor | None = None,
-        sample: bool = False,
-        drawn: torch.Tensor | None = None,
+        batch: StepBatch,
+        sampling: Sampling,
         drafts: Drafts | None = None,
+        *,
+        probs: torch.Tensor | None = None,
+        drawn: torch.Tensor | None = None,
         verify: str | None = None,
         span_ended: torch.Tensor | None = None,
     ) -> StepOutput:
@@ -429,26 +338,20 @@ class GuidedStep:
         back to the host.
 
         With ``drafts`` a token is drawn at each node of a request (:class:`Drafts`), from the distribution that
-        verification has to use. ``scores``, ``vocab_mask``, ``probs`` and ``drawn`` have a row a node then, those of
-        request ``i`` from row ``i * (1 + D)`` on. Drafts are not tokens of a sequence: those that it takes have to be
-        told to the next step.
+        verification has to use. ``scores``, ``sampling.vocab_mask``, ``probs`` and ``drawn`` have a row a node then,
+        those of request ``i`` from row ``i * (1 + D)`` on. Drafts are not tokens of a sequence: those that it takes
+        have to be told to the next step.
 
         Args:
             scores: fp32, bf16 or fp16 ``[B, V]``; scores of the next token: probabilities or logits.
-            tokens: int32 or int64 ``[B]``; the last token of each sequence, the one the scores follow; or ``[B, N]``,
-                the tokens that it has grown by, from column 0 on.
-            table_rows: int32 or int64 ``[B]``; the requests' rows of the slot table, all different.
-            lengths: int32 ``[B]``; tokens of each sequence, the last one included. The slot table has the slots of all.
-            new_lens: int32 ``[B]``; with ``tokens [B, N]``, how many of its row each sequence has grown by, 0 to N.
-            top_k, top_p, min_p, temperature, is_logits, vocab_mask: as in :func:`topk_candidates`.
-            active: bool ``[B]`` (None: all); requests to leave out of this and all later steps as if they had no
-                guidance are False: those whose sequences have ended.
+            batch: the requests (:class:`StepBatch`).
+            sampling: how their next tokens are drawn (:class:`Sampling`). An engine whose filters stay the same keeps
+                it.
+            drafts: ``[B, max_drafts]``; tokens that may come next.
             probs: fp32, bf16 or fp16 ``[B, V]``; rows of requests that are guided or have a single candidate are
                 rewritten in place (:func:`reweight_scatter`). May be ``scores``.
-            sample: draw tokens from the candidates. The draws of a request depend on its seed and its length only.
             drawn: int32 or int64 ``[B]``; what the requests' own filters drew: the next tokens of those that are not
                 drawn from their candidates. Such requests have no remaining length without it.
-            drafts: ``[B, max_drafts]``; tokens that may come next.
             verify: ``"same_draws"``: take the drafts that were drawn in their place, and the draw after the last of
                 them: the text is the same as without drafts (:func:`verify_drafts`). None: that is the caller's affair.
             span_ended: bool ``[B]``, with drafts ``[B (1 + D)]``; what :meth:`limit_spans` has returned for this step
@@ -460,57 +363,28 @@ class GuidedStep:
         Raises:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
-        device = self.device
-        backend = resolve_backend(self.backend, scores)
-        check_tensor("scores", scores, dtypes=FLOAT_DTYPES, shape=(None, self.vocab_size), device=device)
-        rows, nodes = scores.shape[0], 1 if drafts is None else 1 + self.max_drafts
-        b, rest = divmod(rows, nodes)
-        if rest:
-            raise ValueError(f"scores must have 1 + max_drafts = {nodes} rows a request, got {rows}")
-        if not 1 <= b <= self.max_requests:
-            raise ValueError(f"scores must be of 1 to max_requests = {self.max_requests} requests, got {b}")
-        if drafts is not None:
-            check_drafts(drafts, b, device)
-            if drafts.token_ids.shape[1] != self.max_drafts:
-                came = drafts.token_ids.shape[1]
-                raise ValueError(f"drafts must have max_drafts = {self.max_drafts} columns, got {came}")
-        if verify not in (None, "same_draws") or (verify and (drafts is None or not sample)):
+        config, device = self.config, self.device
+        check_kinds(batch, sampling)
+        backend = resolve_backend(config.backend, scores)
+        b = num_requests(scores, drafts, config, self.max_requests, device)
+        rows, nodes = scores.shape[0], scores.shape[0] // b
+        if verify not in (None, "same_draws") or (verify and (drafts is None or not sampling.sample)):
             raise ValueError(f"verify must be None, or 'same_draws' with drafts and sample, got {verify!r}")
         record = self._timer.begin(b, device)
-        is_many = new_lens is not None
-        check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(b, None) if is_many else (b,), device=device)
-        check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(b,), device=device)
-        check_tensor("lengths", lengths, dtypes=torch.int32, shape=(b,), device=device)
-        if is_many:
-            check_tensor("new_lens", new_lens, dtypes=torch.int32, shape=(b,), device=device)
-            if tokens.shape[1] == 0:
-                raise ValueError("tokens must have at least one column, got none")
+        batch = batch.checked(b, device)
+        top_k, top_p, min_p, temperature = sampling.of_nodes(b, nodes, config.vocab_size, device)
         if drawn is not None:
             check_tensor("drawn", drawn, dtypes=INT_DTYPES, shape=(rows,), device=device)
-        if active is not None:
-            check_tensor("active", active, dtypes=torch.bool, shape=(b,), device=device)
+            drawn = drawn.int()
         if span_ended is not None:
             check_tensor("span_ended", span_ended, dtypes=torch.bool, shape=(rows,), device=device)
-        if temperature is not None:
-            temperature = _of_nodes("temperature", temperature, torch.float32, b, nodes, device)
         if probs is not None:
             check_tensor("probs", probs, dtypes=FLOATS[backend], shape=(rows, None), device=device)
-        if temperature is not None and not is_logits:
-            raise ValueError("temperature must be None when scores are probabilities (is_logits=False)")
-        top_k = _of_nodes("top_k", top_k, torch.int32, b, nodes, device)
-        top_p = _of_nodes("top_p", top_p, torch.float32, b, nodes, device)
-        min_p = _of_nodes("min_p", min_p, torch.float32, b, nodes, device)
-        if vocab_mask is not None:
-            words = ceil_div(self.vocab_size, 32)
-            check_tensor("vocab_mask", vocab_mask, dtypes=torch.int32, shape=(rows, words), device=device)
         self.flush()
-        # Kernels are compiled for one dtype.
-        tokens, table_rows = tokens.long(), table_rows.long()
-        drawn = None if drawn is None else drawn.int()
 
         if self.has_spans and span_ended is None:
-            span_ended = self._limit_spans(None, tokens, table_rows, lengths, new_lens, drafts)
-        requests = self._gather(tokens, table_rows, lengths, new_lens, active, backend)
+            span_ended = self._limit_spans(None, batch, drafts)
+        requests = self._gather(batch, backend)
         if drafts is not None:
             all_nodes = self._tensors.rows(requests.due.shape[0], nodes).nodes
             requests = expand_drafts(requests, drafts, out=all_nodes, backend=backend)
@@ -523,23 +397,23 @@ class GuidedStep:
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
-            max_candidates=self.max_candidates,
+            max_candidates=config.max_candidates,
             temperature=temperature,
-            is_logits=is_logits,
+            is_logits=sampling.is_logits,
             entropy_threshold=known.entropy_threshold,
             guided=known.guided,
-            vocab_mask=vocab_mask,
+            vocab_mask=sampling.vocab_mask,
             end_token_ids=table.ending_token_ids,
             min_end_prob=table.min_end_prob,
             least_share=table.least_share,
             due_length=table.due_length,
             generated=known.generated,
-            text_breaks=self.text_breaks,
-            last_tokens=None if self.text_breaks is None else _last_tokens(tokens, new_lens, drafts),
+            text_breaks=config.text_breaks,
+            last_tokens=None if config.text_breaks is None else batch.last_tokens(drafts),
             table_rows=known.table_rows,
             backend=backend,
         )
-        scored = self._select(candidates, requests, drawn, backend, nodes=nodes, sample=sample)
+        scored = self._select(candidates, requests, drawn, backend, nodes=nodes, sample=sampling.sample)
         in_graph = scored.counts.shape[0] // nodes
         trees = self._tensors.rows(in_graph, nodes).trees
         if drafts is not None and trees is not None:
@@ -550,7 +424,7 @@ class GuidedStep:
         record.mark("head")
 
         wants_length, value_logits = None, z
-        if self._value_rows and (sample or drawn is not None):
+        if self._value_rows and (sampling.sample or drawn is not None):
             wants_length, value_logits = known.wants_length, z.masked_fill(scored.alone[:rows, None], 0.0)
         guided_probs = reweight_scatter_unchecked(
             candidates,
@@ -558,14 +432,14 @@ class GuidedStep:
             table,
             table_rows=known.table_rows,
             generated=known.generated,
-            text_breaks=self.text_breaks,
+            text_breaks=config.text_breaks,
             probs=probs,
             backend=backend,
         )
         record.mark("reweight")
 
         next_tokens = drawn
-        if sample:
+        if sampling.sample:
             next_tokens = sample_candidates_unchecked(
                 candidates,
                 guided_probs,
@@ -587,26 +461,16 @@ class GuidedStep:
         return StepOutput(candidates, value_logits, guided_probs, next_tokens, remaining_lengths, verified)
 
     @torch.no_grad()
-    def predict(
-        self,
-        tokens: torch.Tensor,
-        table_rows: torch.Tensor,
-        lengths: torch.Tensor,
-        *,
-        new_lens: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def predict(self, batch: StepBatch) -> torch.Tensor:
         """Predict output lengths after given tokens: of prompts, by their last token, before anything is drawn.
 
         Nothing is told by it: the next :meth:`step` is from the same tokens, and does not compute them again. It is not
         counted as a step (``value_stride``).
 
         Args:
-            tokens: int32 or int64 ``[B]``; the last token of each sequence; or ``[B, N]``, the last ones, from column 0
-                on, up to ``1 + max_drafts``.
-            table_rows: int32 or int64 ``[B]``; the requests' rows of the slot table, all different.
-            lengths: int32 ``[B]``; tokens of each sequence, these included. All others were told to :meth:`extend` or
-                to a step.
-            new_lens: int32 ``[B]``; with ``tokens [B, N]``, how many of its row are of each sequence.
+            batch: the requests (:class:`StepBatch`). ``tokens`` are the last of each sequence, up to
+                ``1 + max_drafts``; all others were told to :meth:`extend` or to a step. ``new_lens`` says how many of a
+                row are of its sequence. ``active`` is not looked at.
 
         Returns:
             fp32 of the shape of ``tokens``; tokens predicted to follow each, NaN for requests that do not ask for it
@@ -615,40 +479,35 @@ class GuidedStep:
         Raises:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
-        device = self.device
+        config, device = self.config, self.device
         if self.value_model is None:
             raise ValueError("value_model must be given to predict lengths, got None")
-        backend = resolve_backend(self.backend, tokens)
-        is_many = new_lens is not None
-        check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(None, None) if is_many else (None,), device=device)
-        b = tokens.shape[0]
-        check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(b,), device=device)
-        check_tensor("lengths", lengths, dtypes=torch.int32, shape=(b,), device=device)
+        check_kinds(batch)
+        batch, backend = batch.checked(None, device), resolve_backend(config.backend, batch.tokens)
+        shape = batch.tokens.shape
+        b = shape[0]
         if b > self.max_requests:
-            raise ValueError(f"tokens must be of at most max_requests = {self.max_requests} requests, got {b}")
+            raise ValueError(f"batch.tokens must be of at most max_requests = {self.max_requests} requests, got {b}")
+        tokens, table_rows, lengths, new_lens, _ = batch
         if new_lens is None:
-            tokens_of_each, new_lens = tokens[:, None].long(), torch.ones_like(lengths)
-        else:
-            check_tensor("new_lens", new_lens, dtypes=torch.int32, shape=(b,), device=device)
-            tokens_of_each = tokens.long()
-        columns = tokens_of_each.shape[1]
-        if not 1 <= columns <= 1 + self.max_drafts:
-            raise ValueError(f"tokens must have 1 to 1 + max_drafts = {1 + self.max_drafts} columns, got {columns}")
+            tokens, new_lens = tokens[:, None], torch.ones_like(lengths)
+        columns, nodes = tokens.shape[1], 1 + config.max_drafts
+        if columns > nodes:
+            raise ValueError(f"batch.tokens must have 1 to 1 + max_drafts = {nodes} columns, got {columns}")
         self.flush()
-        table_rows = table_rows.long()
 
         # They are scored as a chain of candidates in their own places: nothing is kept but the candidates.
         nothing_new = torch.zeros_like(lengths)
-        requests = self._gather(tokens_of_each, table_rows, lengths - new_lens, nothing_new, None, backend)
+        requests = self._gather(StepBatch(tokens, table_rows, lengths - new_lens, nothing_new), backend)
         self._history.columns.steps[table_rows] -= 1  # as if it had been the step before
         known = self._tensors.rows(b).requests
         # Of all that need the value model: the next step then finds what it would have to compute.
         counts = torch.where(known.wants_length | known.guided, new_lens, 0)
-        in_graph, nodes = requests.due.shape[0], 1 + self.max_drafts
+        in_graph = requests.due.shape[0]
         rows = self._tensors.rows(in_graph, nodes)
         computed = rows.scored if rows.trees is None else rows.trees
         computed.token_ids.fill_(-1)
-        computed.token_ids[:b, :columns] = tokens_of_each.int()
+        computed.token_ids[:b, :columns] = tokens.int()
         computed.counts.zero_()
         computed.counts[:b] = counts
         computed.positions.copy_(requests.positions + 1)
@@ -659,9 +518,9 @@ class GuidedStep:
             rows.trees.columns[:, 0] = column.repeat(in_graph)
         z = self.values.value_logits(in_graph, nodes, NO_RECORD).view(in_graph, nodes, -1)[:b, :columns, 0].flatten()
         at = table_rows[:, None].expand(-1, columns).flatten()
-        found = self.table.remaining_lengths(at, z, tokens_of_each.flatten()).view(b, columns)
+        found = self.table.remaining_lengths(at, z, tokens.flatten()).view(b, columns)
         is_asked = known.wants_length[:, None] & (torch.arange(columns, device=device) < new_lens[:, None])
-        return torch.where(is_asked, found, math.nan).view(tokens.shape)
+        return torch.where(is_asked, found, math.nan).view(shape)
 
     def warm_up(
         self,
@@ -681,13 +540,13 @@ class GuidedStep:
             probs_dtype: of the ``probs`` that :meth:`step` will get.
             progress: show a bar on stderr.
         """
-        device, vocab = self.device, self.vocab_size
+        device, vocab, max_drafts = self.device, self.config.vocab_size, self.config.max_drafts
         sizes = sorted({bucket_of(b, self.max_requests) for b in range(1, self.max_requests + 1)})
         # A kernel is compiled anew for an argument that is absent, and for rows that are not aligned.
         yes_or_no = (False, True)
         strides = {vocab, 16 * ceil_div(vocab, 16)}
         # Drafts of a request, and tokens that it is told.
-        told = {(0, 1), (0, 1 + self.max_drafts), (self.max_drafts, 1 + self.max_drafts)}
+        told = {(0, 1), (0, 1 + max_drafts), (max_drafts, 1 + max_drafts)}
         variants = list(itertools.product(sorted(told), strides, {False, is_logits}, yes_or_no, yes_or_no))
 
         def full(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -699,58 +558,42 @@ class GuidedStep:
                 for size in bar:  # the largest first: the graphs after it find room in its memory
                     for (drafted, width), stride, has_temperature, has_mask, has_probs in variants:
                         rows = size * (1 + drafted)
-                        mask = full(0, torch.int32, rows, ceil_div(vocab, 32))
+                        mask = full(0, torch.int32, rows, ceil_div(vocab, 32)) if has_mask else None
                         scores, probs = (
                             full(0, dtype, rows, stride)[:, :vocab] for dtype in (scores_dtype, probs_dtype)
                         )
                         none, lens = full(-1, torch.int32, size, drafted), full(0, torch.int32, size)
                         tokens = full(0, torch.int64, *((size, width) if width > 1 else (size,)))
-                        padding, new_lens = full(self._padding_row, torch.int64, size), lens if width > 1 else None
+                        padding = full(self._padding_row, torch.int64, size)
+                        batch = StepBatch(tokens, padding, lens, lens if width > 1 else None)
                         drafts = Drafts(none, none) if drafted else None
                         for logits in (None, scores) if is_logits else (None,):
-                            self._limit_spans(logits, tokens, padding, lens, new_lens, drafts)
+                            self._limit_spans(logits, batch, drafts)
                         self.step(
                             scores,
-                            tokens,
-                            padding,
-                            lens,
-                            new_lens=new_lens,
-                            top_k=0,
-                            top_p=1.0,
-                            min_p=0.0,
-                            temperature=1.0 if has_temperature else None,
-                            is_logits=is_logits,
-                            vocab_mask=mask if has_mask else None,
+                            batch,
+                            Sampling(0, 1.0, 0.0, 1.0 if has_temperature else None, is_logits, mask, sample=True),
+                            drafts,
                             probs=probs if has_probs else None,
-                            sample=True,
-                            drafts=drafts,
                             verify="same_draws" if drafted else None,
                         )
                         if self.value_model is not None:
-                            self.predict(tokens, padding, lens, new_lens=new_lens)
+                            self.predict(batch)
         finally:
             self._timer = timer
         self.values.warm_up(self._padding_row)
 
-    def _gather(
-        self,
-        tokens: torch.Tensor,
-        table_rows: torch.Tensor,
-        lengths: torch.Tensor,
-        new_lens: torch.Tensor | None,
-        active: torch.Tensor | None,
-        backend: str,
-    ) -> StepRequests:
+    def _gather(self, batch: StepBatch, backend: str) -> StepRequests:
         """What is known of the requests, and of as many that do not exist as their graph has more."""
-        b = tokens.shape[0]
-        rows = bucket_of(b, self.max_requests) if self._has_graphs else b
+        b = batch.tokens.shape[0]
+        rows = bucket_of(b, self.max_requests) if self.config.graphs else b
         return gather_requests_unchecked(
             self.table.columns,
-            tokens,
-            table_rows,
-            lengths,
-            new_lens=new_lens,
-            active=self._tensors.rows(b).all_active if active is None else active,
+            batch.tokens,
+            batch.table_rows,
+            batch.lengths,
+            new_lens=batch.new_lens,
+            active=self._tensors.rows(b).all_active if batch.active is None else batch.active,
             history=self._history.columns,
             padding_row=self._padding_row,
             out=self._tensors.rows(rows).requests,
@@ -774,7 +617,7 @@ class GuidedStep:
             self.table.columns.ending_token_ids,
             drawn=self._tensors.rows(candidates.counts.shape[0] // nodes, nodes).none_drawn if drawn is None else drawn,
             sample=sample,
-            score_all=self.score_all,
+            score_all=self.config.score_all,
             step=self._history.columns.step,
             out=self._tensors.rows(requests.due.shape[0] // nodes, nodes).scored,
             backend=backend,
@@ -795,21 +638,3 @@ class GuidedStep:
         z = torch.where(is_next, value_logits, 0.0).sum(1)
         lengths = self.table.remaining_lengths(table_rows, z, next_tokens)
         return torch.where(wanted & is_next.any(1), lengths, math.nan)
-
-
-def _last_tokens(tokens: torch.Tensor, new_lens: torch.Tensor | None, drafts: Drafts | None) -> torch.Tensor:
-    """int64 ``[B (1 + D)]``: the token before each node; -1, or 0, where nothing is known of it."""
-    if new_lens is not None:
-        column = new_lens.clamp(1, tokens.shape[1]).long() - 1
-        tokens = tokens.gather(1, column[:, None])[:, 0]
-    if drafts is None:
-        return tokens
-    return torch.cat([tokens[:, None], drafts.token_ids.long()], dim=1).flatten()
-
-
-def _of_nodes(
-    name: str, value: torch.Tensor | float, dtype: torch.dtype, requests: int, nodes: int, device: torch.device
-) -> torch.Tensor:
-    """What an argument says of each request, for each of its nodes."""
-    of_requests = per_request(name, value, dtype, requests, device)
-    return of_requests if nodes == 1 else of_requests[:, None].expand(-1, nodes).flatten()

@@ -5,7 +5,7 @@ import torch
 
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.paged_slots import PagedSlots
-from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig
 from tests.helpers.models import EOS, VOCAB
 
 GUIDANCE = [
@@ -23,8 +23,15 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graph
 def make_step(value_model, *, rows=8, max_len=96, page_size=4, num_pages=None, **options):
     device = "cpu" if value_model is None else value_model.device
     slots = PagedSlots(rows, max_len, page_size=page_size, num_pages=num_pages, device=device)
-    step = GuidedStep(value_model, slots.table, slots.num_slots, vocab_size=VOCAB, page_size=page_size, **options)
-    return step, slots
+    return GuidedStep(value_model, slots, StepConfig(vocab_size=VOCAB, **options)), slots
+
+
+def take_step(step, scores, tokens, table_rows, lengths, **options):
+    """``GuidedStep.step`` by the names of all that it is told."""
+    batch, sampling = (
+        {field: options.pop(field) for field in kind._fields if field in options} for kind in (StepBatch, Sampling)
+    )
+    return step.step(scores, StepBatch(tokens, table_rows, lengths, **batch), Sampling(**sampling), **options)
 
 
 class Engine:
@@ -76,7 +83,8 @@ class Engine:
             min_p=self.tensor([min_p] * b, torch.float32),
             temperature=self.tensor([0.8] * b, torch.float32),
         )
-        return self.step.step(
+        return take_step(
+            self.step,
             scores,
             self.tensor([tokens[-1] for tokens in sequences]),
             row_numbers,

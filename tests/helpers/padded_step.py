@@ -1,5 +1,6 @@
 """The guided step as its CUDA graphs run it, without a GPU."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -19,12 +20,13 @@ class PaddedGraphs(Graphs):
 
 def pad(step: GuidedStep) -> None:
     """Put these in place of the graphs of a step that was made without."""
-    step.values._graphs, step._has_graphs = PaddedGraphs(step.values._score, step.device, split=False), True
+    step.values._graphs = PaddedGraphs(step.values._score, step.device, split=False)
+    step.config = replace(step.config, graphs=True)
 
 
 class PaddedStep(GuidedStep):
     """A step with these in place of its graphs."""
 
-    def __init__(self, *args, **options) -> None:
-        super().__init__(*args, **options, graphs=False)
+    def __init__(self, value_model, slots, config) -> None:
+        super().__init__(value_model, slots, replace(config, graphs=False))
         pad(self)

@@ -19,9 +19,10 @@ from triton.backends.compiler import GPUTarget
 from bench.launches import intercept_launches, targeting
 from bench.models import make_config
 from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.step import EngineSlots, GuidedStep, StepBatch, StepConfig
 from lenvm_kernels.types import Drafts
 from lenvm_kernels.value_model import ValueModel
+from tests.helpers.engine import take_step
 from tests.helpers.padded_step import PaddedStep
 
 MAX_ROWS = 19
@@ -56,12 +57,15 @@ def calls(step, rows, vocab):
     padded = torch.zeros(rows, -(-vocab // 16) * 16)[:, :vocab]
 
     def guide(scores, *, rows=numbers, integers=i64, **options):
-        return partial(step.step, scores, integers, rows, i32, top_k=i32, top_p=one, min_p=one, **options)
+        options = dict(top_k=i32, top_p=one, min_p=one) | options
+        return partial(take_step, step, scores, integers, rows, i32, **options)
 
     logits = dict(is_logits=True)
-    if step.max_drafts:
-        nodes = 1 + step.max_drafts
+    prompts, max_drafts = StepBatch(i64, numbers, i32), step.config.max_drafts
+    if max_drafts:
+        nodes = 1 + max_drafts
         tokens = torch.zeros(rows, nodes, dtype=torch.int32)
+        told = StepBatch(tokens, numbers, i32, i32)
         drafts = Drafts(tokens[:, 1:], torch.zeros_like(tokens)[:, 1:])  # as the engine's are: strided
         many = guide(
             torch.zeros(rows * nodes, vocab), integers=tokens, new_lens=i32, drafts=drafts, sample=True, **logits
@@ -69,20 +73,18 @@ def calls(step, rows, vocab):
         return {
             "SGLang verifies": partial(many, temperature=one),
             "same draws": partial(many, verify="same_draws"),
-            "SGLang, prompts": partial(step.predict, i64, numbers, i32),
-            "SGLang, verified tokens": partial(step.predict, tokens, numbers, i32, new_lens=i32),
+            "SGLang, prompts": partial(step.predict, prompts),
+            "SGLang, verified tokens": partial(step.predict, told),
             "SGLang draws after prompts": guide(x, drawn=i64, sample=True),
-            "SGLang, spans after prompts": partial(step.limit_spans, x, i64, numbers, i32),
-            "SGLang, spans": partial(
-                step.limit_spans, torch.zeros(rows * nodes, vocab), tokens, numbers, i32, new_lens=i32, drafts=drafts
-            ),
+            "SGLang, spans after prompts": partial(step.limit_spans, x, prompts),
+            "SGLang, spans": partial(step.limit_spans, torch.zeros(rows * nodes, vocab), told, drafts),
             "vLLM without drafts": guide(x, integers=tokens, new_lens=i32, temperature=one, active=active, **logits),
-            "vLLM, spans without drafts": partial(step.limit_spans, x, tokens, numbers, i32, new_lens=i32),
+            "vLLM, spans without drafts": partial(step.limit_spans, x, told),
         }
     return {
         "SGLang draws": guide(x, drawn=i64, sample=True),
         "SGLang, greedy": guide(x, drawn=i64, **logits),
-        "SGLang, prompts": partial(step.predict, i64, numbers, i32),
+        "SGLang, prompts": partial(step.predict, prompts),
         "SGLang, prefill": partial(step.extend, prompt.long(), prompt.long(), numbers, i32, i32, i32),
         "prefill in int32": partial(step.extend, prompt, prompt, numbers.int(), i32, i32, i32),
         "transformers": guide(x, temperature=one, active=active, probs=x, **logits),
@@ -93,8 +95,8 @@ def calls(step, rows, vocab):
         "logits in bf16": guide(bf16, temperature=one, sample=True, **logits),
         "padded logits": guide(padded, probs=padded.clone(), **logits),
         "int32 batch": guide(x, rows=numbers.int(), integers=i32, drawn=i32, sample=True),
-        "spans": partial(step.limit_spans, x, i64, numbers, i32),
-        "spans in bf16": partial(step.limit_spans, bf16, i32, numbers.int(), i32),
+        "spans": partial(step.limit_spans, x, prompts),
+        "spans in bf16": partial(step.limit_spans, bf16, StepBatch(i32, numbers.int(), i32)),
     }
 
 
@@ -117,9 +119,9 @@ def serve(vocab):
     ):
         model = ValueModel(config, tensors, weights=weights)
         keys.clear()
-        table = torch.zeros(MAX_ROWS, 1024, dtype=torch.int32)
+        slots = EngineSlots(torch.zeros(MAX_ROWS, 1024, dtype=torch.int32), 1000)
         options |= dict(vocab_size=vocab, chunk_tokens=CHUNK_TOKENS, backend="triton")
-        step = kind(model, table, 1000, **options)
+        step = kind(model, slots, StepConfig(**options))
         for is_logits in (False, True):
             step.warm_up(is_logits=is_logits, progress=False)
         step.warm_up(torch.bfloat16, progress=False)

@@ -33,15 +33,16 @@ def wrong_versions(x):
                 yield f"fewer {kind}", x.narrow(dim, 0, x.shape[dim] - 1).contiguous()
 
 
-def assert_refuses(function, arguments, name, *free):
+def assert_refuses(function, arguments, name, *free, shown=None):
     """``function(**arguments)`` works; with a wrong version of one tensor it raises an error that begins with its name.
 
-    ``free``: what that tensor may be, in the words of :func:`wrong_versions`.
+    ``free``: what that tensor may be, in the words of :func:`wrong_versions`. ``shown``: its name in errors.
     """
+    shown = re.escape(shown or name)
     function(**arguments)
     for what, wrong in wrong_versions(arguments[name]):
         if what.removeprefix("fewer ") not in free:
-            with pytest.raises(ValueError, match=f"^{re.escape(name)} must be"):
+            with pytest.raises(ValueError, match=f"^{shown} must be"):
                 function(**arguments | {name: wrong})
-    with pytest.raises(TypeError, match=f"^{re.escape(name)} must be (.* or )?a tensor .*, got list"):
+    with pytest.raises(TypeError, match=f"^{shown} must be (.* or )?a tensor .*, got list"):
         function(**arguments | {name: arguments[name].tolist()})

@@ -1,0 +1,237 @@
+"""What a guided step is given: once (:class:`StepConfig`), of each batch (:class:`StepBatch`), of its draws
+(:class:`Sampling`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from lenvm_kernels.ops._common import (
+    COLUMNS,
+    FLOAT_DTYPES,
+    INT_DTYPES,
+    ceil_div,
+    check_tensor,
+    per_request,
+)
+from lenvm_kernels.ops.expand_drafts import check_drafts
+from lenvm_kernels.ops.topk_candidates import MAX_VOCAB
+from lenvm_kernels.types import Drafts
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """Sizes and choices of a :class:`GuidedStep`, for as long as it lives.
+
+    Attributes:
+        vocab_size: of the base model, whose scores are guided.
+        max_requests: the largest batch of :meth:`GuidedStep.step` (None: rows of the slot table).
+        max_candidates: K, candidates a request: a power of two up to 64.
+        max_eos, max_scaled_tokens: end-of-sequence ids, and tokens with a temperature of their own, of a request.
+        chunk_tokens: tokens of :meth:`GuidedStep.extend` that are computed at a time; bounds its memory.
+        max_delta: M, tokens of a request that a step computes at most. Requests that need no values in a step (one
+            candidate, an entropy threshold, a stride) wait until as many are missing; 1: nobody waits. With drafts they
+            wait as long as there is room for ``1 + max_drafts`` more.
+        max_drafts: D, drafted tokens of a request that a step takes.
+        value_stride: of requests that ask for none.
+        commit_winners: keep the candidates' keys and values until the next step, and move those of the token drawn to
+            its slot instead of computing them again.
+        cache: what keys and values are kept in: None for the value model's dtype, ``"fp8"`` for e4m3 with scales that
+            follow from the value model's weights: half the bytes of bf16 to hold and to read. What it costs in values
+            is in ``docs/guided-step.md``. Candidates and the tokens of a forward itself are not rounded.
+        score_all: score the candidates of requests that need no values too (``SINGLE``, ``SKIP``), to look at them.
+        text_breaks: int8 ``[S]`` (:func:`text_breaks_of`); what ends with each token of the base model's vocabulary, so
+            that outputs end where sentences do. None: not known; ends need the same probability everywhere then.
+        graphs: run the value model from CUDA graphs, one for each power of two of requests (None: on a GPU). They are
+            captured when first needed, which stalls that step; :meth:`GuidedStep.warm_up` captures all of them ahead.
+        backend: of the operators: ``auto``, ``triton`` or ``reference``.
+
+    Raises:
+        ValueError: naming the field, what came and what is accepted.
+    """
+
+    vocab_size: int
+    max_requests: int | None = None
+    max_candidates: int = 8
+    max_eos: int = 8
+    max_scaled_tokens: int = 32
+    chunk_tokens: int = 4096
+    max_delta: int = 16
+    max_drafts: int = 0
+    value_stride: int = 1
+    commit_winners: bool = True
+    cache: str | None = None
+    score_all: bool = False
+    text_breaks: torch.Tensor | None = None
+    graphs: bool | None = None
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "chunk_tokens", "max_delta", "value_stride"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if not 0 <= self.max_drafts < self.max_delta:
+            accepted = f"at least 0 and less than max_delta = {self.max_delta}"
+            raise ValueError(f"max_drafts must be {accepted}, got {self.max_drafts}")
+        if not 1 <= self.vocab_size <= MAX_VOCAB:
+            raise ValueError(f"vocab_size must be from 1 to {MAX_VOCAB}, got {self.vocab_size}")
+        if self.max_candidates not in COLUMNS:
+            raise ValueError(f"max_candidates must be a power of two up to {COLUMNS[-1]}, got {self.max_candidates}")
+        if self.text_breaks is not None:
+            check_tensor("text_breaks", self.text_breaks, dtypes=torch.int8, shape=(None,))
+
+
+@runtime_checkable
+class SlotTable(Protocol):
+    """The slots of an engine: :class:`PagedSlots`, or :class:`EngineSlots` where an engine has its own."""
+
+    @property
+    def table(self) -> torch.Tensor: ...
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+
+class EngineSlots(NamedTuple):
+    """The slots that an engine has given to its requests.
+
+    Attributes:
+        table: int32 ``[R, pages]``; the engine's, on the device of the step: token ``p`` of the request in row ``r``
+            lives in slot ``table[r, p // page_size] * page_size + p % page_size``.
+        num_slots: slots there are; sizes the value model's cache.
+        page_size: slots in a page.
+    """
+
+    table: torch.Tensor
+    num_slots: int
+    page_size: int = 1
+
+
+class StepBatch(NamedTuple):
+    """The sequences of ``B`` requests, as an engine knows them before it draws their next tokens.
+
+    Attributes:
+        tokens: int32 or int64 ``[B]``; the last token of each sequence, the one the scores follow; or ``[B, N]``, the
+            tokens that it has grown by, from column 0 on.
+        table_rows: int32 or int64 ``[B]``; the requests' rows of the slot table, all different.
+        lengths: int32 ``[B]``; tokens of each sequence, the last one included. The slot table has the slots of all.
+        new_lens: int32 ``[B]``; with ``tokens [B, N]``, how many of its row each sequence has grown by, 0 to N.
+        active: bool ``[B]`` (None: all); requests to leave out of this and all later steps as if they had no guidance
+            are False: those whose sequences have ended.
+    """
+
+    tokens: torch.Tensor
+    table_rows: torch.Tensor
+    lengths: torch.Tensor
+    new_lens: torch.Tensor | None = None
+    active: torch.Tensor | None = None
+
+    def checked(self, requests: int | None, device: torch.device) -> StepBatch:
+        """The batch with token ids and rows as int64: kernels are compiled for one dtype.
+
+        Raises:
+            TypeError, ValueError: naming the field, what came and what is accepted.
+        """
+        is_many = self.new_lens is not None
+        shape = (requests, None) if is_many else (requests,)
+        check_tensor("batch.tokens", self.tokens, dtypes=INT_DTYPES, shape=shape, device=device)
+        b = self.tokens.shape[0]
+        check_tensor("batch.table_rows", self.table_rows, dtypes=INT_DTYPES, shape=(b,), device=device)
+        check_tensor("batch.lengths", self.lengths, dtypes=torch.int32, shape=(b,), device=device)
+        if is_many:
+            check_tensor("batch.new_lens", self.new_lens, dtypes=torch.int32, shape=(b,), device=device)
+            if self.tokens.shape[1] == 0:
+                raise ValueError("batch.tokens must have at least one column, got none")
+        if self.active is not None:
+            check_tensor("batch.active", self.active, dtypes=torch.bool, shape=(b,), device=device)
+        return self._replace(tokens=self.tokens.long(), table_rows=self.table_rows.long())
+
+    def last_tokens(self, drafts: Drafts | None) -> torch.Tensor:
+        """int64 ``[B (1 + D)]``: the token before each node; -1, or 0, where nothing is known of it."""
+        tokens = self.tokens
+        if self.new_lens is not None:
+            column = self.new_lens.clamp(1, tokens.shape[1]).long() - 1
+            tokens = tokens.gather(1, column[:, None])[:, 0]
+        if drafts is None:
+            return tokens
+        return torch.cat([tokens[:, None], drafts.token_ids.long()], dim=1).flatten()
+
+
+class Sampling(NamedTuple):
+    """How the next tokens are drawn from a batch's scores.
+
+    Attributes:
+        top_k, top_p, min_p, temperature, is_logits, vocab_mask: as in :func:`topk_candidates`. With drafts
+            ``vocab_mask`` has a row a node; the others are of requests.
+        sample: draw tokens from the candidates. The draws of a request depend on its seed and its length only.
+    """
+
+    top_k: torch.Tensor | int
+    top_p: torch.Tensor | float
+    min_p: torch.Tensor | float
+    temperature: torch.Tensor | float | None = None
+    is_logits: bool = False
+    vocab_mask: torch.Tensor | None = None
+    sample: bool = False
+
+    def of_nodes(
+        self, requests: int, nodes: int, vocab_size: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """``top_k``, ``top_p``, ``min_p`` and ``temperature`` as tensors, of every node of every request.
+
+        Raises:
+            TypeError, ValueError: naming the field, what came and what is accepted.
+        """
+        if self.temperature is not None and not self.is_logits:
+            raise ValueError("sampling.temperature must be None when scores are probabilities (is_logits=False)")
+        if self.vocab_mask is not None:
+            shape = (requests * nodes, ceil_div(vocab_size, 32))
+            check_tensor("sampling.vocab_mask", self.vocab_mask, dtypes=torch.int32, shape=shape, device=device)
+
+        def of_each(name: str, value: torch.Tensor | float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            of_requests = per_request(f"sampling.{name}", value, dtype, requests, device)
+            return of_requests if nodes == 1 else of_requests[:, None].expand(-1, nodes).flatten()
+
+        return (
+            of_each("top_k", self.top_k, torch.int32),
+            of_each("top_p", self.top_p),
+            of_each("min_p", self.min_p),
+            None if self.temperature is None else of_each("temperature", self.temperature),
+        )
+
+
+def check_kinds(batch: StepBatch, sampling: Sampling | None = None) -> None:
+    """Raise TypeError unless these are what they are called."""
+    if not isinstance(batch, StepBatch):
+        raise TypeError(f"batch must be a StepBatch, got {type(batch).__name__}")
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling must be Sampling, got {type(sampling).__name__}")
+
+
+def num_requests(
+    scores: torch.Tensor, drafts: Drafts | None, config: StepConfig, max_requests: int, device: torch.device
+) -> int:
+    """B, of the scores of a step and its drafts.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what is accepted.
+    """
+    check_tensor("scores", scores, dtypes=FLOAT_DTYPES, shape=(None, config.vocab_size), device=device)
+    rows, nodes = scores.shape[0], 1 if drafts is None else 1 + config.max_drafts
+    requests, rest = divmod(rows, nodes)
+    if rest:
+        raise ValueError(f"scores must have 1 + max_drafts = {nodes} rows a request, got {rows}")
+    if not 1 <= requests <= max_requests:
+        raise ValueError(f"scores must be of 1 to max_requests = {max_requests} requests, got {requests}")
+    if drafts is not None:
+        check_drafts(drafts, requests, device)
+        if drafts.token_ids.shape[1] != config.max_drafts:
+            came = drafts.token_ids.shape[1]
+            raise ValueError(f"drafts must have max_drafts = {config.max_drafts} columns, got {came}")
+    return requests
