@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lenvm_kernels import doctor
+if TYPE_CHECKING:
+    from lenvm_kernels.doctor.check import Check
 
 
 def add(commands: Any) -> None:
@@ -25,23 +26,26 @@ def add(commands: Any) -> None:
 
 def run_command(args: argparse.Namespace) -> int:
     """Look at section after section and return the exit code: 1 if something is wrong."""
-    sections = {}
-    for section in doctor.SECTIONS:
+    from lenvm_kernels.doctor.check import WRONG
+    from lenvm_kernels.doctor.sections import SECTIONS, examine
+
+    found = {}
+    for section in SECTIONS:
         if not args.json:  # at once: importing SGLang takes a while
             print(section, flush=True)
-        sections[section] = doctor.examine(section)
+        found[section] = examine(section)
         if not args.json:
-            _print_checks(sections[section])
-    wrong = sum(check.mark == doctor.WRONG for checks in sections.values() for check in checks)
+            _print_checks(found[section])
+    wrong = sum(check.mark == WRONG for checks in found.values() for check in checks)
     if args.json:
-        found = {section: [asdict(check) for check in checks] for section, checks in sections.items()}
-        print(json.dumps({"ok": not wrong, **found}, indent=1))
+        as_json = {section: [asdict(check) for check in checks] for section, checks in found.items()}
+        print(json.dumps({"ok": not wrong, **as_json}, indent=1))
     else:
         print(f"{wrong} wrong" if wrong else "nothing is wrong")
     return int(wrong > 0)
 
 
-def _print_checks(checks: list[doctor.Check]) -> None:
+def _print_checks(checks: list[Check]) -> None:
     width = max(len(check.name) for check in checks)
     for check in checks:
         accepted = f"  (accepted: {check.accepted})" if check.accepted else ""
