@@ -138,15 +138,15 @@ def two_forwards(model: ValueModel, rows: int, vocab: int, guidance: dict, *, ou
     """The baseline. With ``outside``, its forwards are left out, not what prepares them."""
     slots = EngineSlots(torch.empty(rows, CACHED + 1), rows * (CACHED + 1))
     step = TwoForwardStep(model, slots, StepConfig(vocab_size=vocab))
-    forward = step._forward
-    step._forward = lambda batch: torch.zeros(len(batch.token_ids), model.config.hidden_size, dtype=model.dtype)
+    forward, size = step.forward.hidden_states, model.config.hidden_size
+    step.forward.hidden_states = lambda batch: torch.zeros(len(batch.token_ids), size, dtype=model.dtype)
     for row in range(rows):
         step.add_request(row, parse_guidance(guidance), {0})
     lens = torch.full((rows,), CACHED, dtype=torch.int32)
     numbers = torch.arange(rows)
     step.extend(torch.zeros(rows * CACHED, dtype=torch.int64), None, numbers, CACHED * numbers, lens, 0 * lens)
     if not outside:
-        step._forward = forward
+        step.forward.hidden_states = forward
     arguments = step_arguments(rows, vocab)
     return Subject(lambda: step.step(*arguments), lambda: [step.retract(row, CACHED) for row in range(rows)])
 

@@ -72,9 +72,8 @@ class Decode:
     ) -> None:
         rows, device = len(counts), model.device
         slots = PagedSlots(rows, cached + MORE_CACHED, device=device)
-        make_step = TwoForwardStep if two_forwards else GuidedStep
-        options = options if two_forwards else {"graphs": False, **options}
-        self.step = make_step(model, slots, StepConfig(vocab_size=vocab_size, **options))
+        config = StepConfig(vocab_size=vocab_size, **{"graphs": False, **options})
+        self.step = (TwoForwardStep if two_forwards else GuidedStep)(model, slots, config)
         for row in range(rows):
             slots.extend(row, cached + MORE_CACHED)
             self.step.add_request(row, parse_guidance({"value_mode": "mul", "value_scale": 0.8}), {0})

@@ -9,6 +9,7 @@ import argparse
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
@@ -51,6 +52,11 @@ def add_device(parser: Any) -> None:
     parser.add_argument("--device", help="torch device, such as cpu or cuda:1 (default: cuda where there is one)")
 
 
+def add_dtype(parser: Any, of: str) -> None:
+    """Add ``--dtype``, which is that of the models named."""
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help=f"of {of} (default: %(default)s)")
+
+
 def add_sampling(group: Any) -> None:
     """Add ``--temperature``, ``--top-k``, ``--top-p`` and ``--min-p``."""
     for flag, kind, default, metavar, meaning in (
@@ -78,6 +84,17 @@ def seed_of(text: str) -> int:
     if not text.isdecimal() or int(text) >= 2**63:
         raise argparse.ArgumentTypeError(f"must be an integer in [0, 2**63), got {text!r}")
     return int(text)
+
+
+def check_output_files(**files: Path | None) -> None:
+    """Check the files of flags of these names, before the work whose results they get.
+
+    Raises:
+        ValueError: a file cannot be written.
+    """
+    for name, file in files.items():
+        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+            raise ValueError(f"--{name} must be a file in an existing directory, got {str(file)!r}")
 
 
 def device_of(name: str | None) -> str:

@@ -14,7 +14,11 @@ import triton
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import lenvm_kernels
-from lenvm_kernels import LenVMConfig, cli, doctor
+from lenvm_kernels import LenVMConfig, cli
+from lenvm_kernels.doctor import device as gpu
+from lenvm_kernels.doctor import kernels, sections, vllm
+from lenvm_kernels.doctor.check import OK, WRONG, Check
+from lenvm_kernels.doctor.sections import examine
 from tests.helpers.models import random_model
 from tests.helpers.sglang_server import TINY, write_checkpoints
 
@@ -80,7 +84,7 @@ def distribution(name, version, **files):
 
 
 def look(section, name):
-    (check,) = [check for check in doctor.examine(section) if check.name == name]
+    (check,) = [check for check in examine(section) if check.name == name]
     return check
 
 
@@ -89,8 +93,8 @@ def look(section, name):
 
 def test_a_sound_installation_has_nothing_wrong(no_sglang):
     for section in ("installed", "kernels", "settings", "hooks"):
-        assert [check for check in doctor.examine(section) if check.mark == doctor.WRONG] == []
-    names = [check.name for check in doctor.examine("installed")]
+        assert [check for check in examine(section) if check.mark == WRONG] == []
+    names = [check.name for check in examine("installed")]
     required = ["torch", "triton", "numpy", "transformers", "safetensors"]
     engines = ["sglang", "SGLang plugin", "vllm", "vLLM processor"]
     assert {"lenvm-kernels", "python", *required, *engines} <= set(names)
@@ -98,8 +102,8 @@ def test_a_sound_installation_has_nothing_wrong(no_sglang):
 
 def test_json_says_what_the_lines_say(no_sglang, monkeypatch, lenvm_doctor):
     monkeypatch.setenv("LENVM_DTPYE", "float16")
-    monkeypatch.setattr(doctor, "OPERATORS", {})  # their milliseconds differ
-    monkeypatch.setitem(doctor.SECTIONS, "kernels", lambda: [doctor.Check("kernel", doctor.OK, "fine")])
+    monkeypatch.setattr(kernels, "OPERATORS", {})  # their milliseconds differ
+    monkeypatch.setitem(sections.SECTIONS, "kernels", lambda: [Check("kernel", OK, "fine")])
     code, text, error = lenvm_doctor()
     json_code, printed, json_error = lenvm_doctor("--json")
     assert (code, error) == (json_code, json_error) == (1, "")
@@ -119,8 +123,8 @@ def test_json_says_what_the_lines_say(no_sglang, monkeypatch, lenvm_doctor):
 
 @pytest.mark.parametrize(("marks", "code"), [(["ok", "missing"], 0), (["ok", "wrong", "missing"], 1)])
 def test_only_what_is_wrong_fails(marks, code, monkeypatch, lenvm_doctor):
-    checks = [doctor.Check(mark, mark, "") for mark in marks]
-    monkeypatch.setattr(doctor, "SECTIONS", {"one": lambda: checks})
+    checks = [Check(mark, mark, "") for mark in marks]
+    monkeypatch.setattr(sections, "SECTIONS", {"one": lambda: checks})
     assert lenvm_doctor()[0] == code
     assert lenvm_doctor("--json")[0] == code
     assert json.loads(lenvm_doctor("--json")[1])["ok"] is (code == 0)
@@ -130,8 +134,8 @@ def test_a_section_that_breaks_is_a_check(monkeypatch):
     def broken():
         raise RuntimeError("no torch today\nand more")
 
-    monkeypatch.setattr(doctor, "SECTIONS", {"device": broken})
-    (check,) = doctor.examine("device")
+    monkeypatch.setattr(sections, "SECTIONS", {"device": broken})
+    (check,) = examine("device")
     assert (check.mark, check.found) == ("wrong", "no torch today")
 
 
@@ -139,10 +143,10 @@ def test_every_wrong_check_says_what_to_do_in_one_line(monkeypatch, site):
     site(distribution("torch", "1.0") | distribution("triton", "9.0") | distribution("sglang", "0.1"))
     site({"sglang/__init__.py": "raise OSError('no libcudart\\nat all')"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor, "GPU_FILES", __file__)
+    monkeypatch.setattr(gpu, "GPU_FILES", __file__)
     monkeypatch.setenv("LENVM_X", "1")
     monkeypatch.setenv("LENVM_VALUE_MODEL", "nowhere")
-    wrong = [check for section in doctor.SECTIONS for check in doctor.examine(section) if check.mark == doctor.WRONG]
+    wrong = [check for section in sections.SECTIONS for check in examine(section) if check.mark == WRONG]
     assert [check.name for check in wrong] == ["torch", "triton", "sglang", "GPU", "LENVM_X", "settings", "sglang"]
     assert all(check.hint and "\n" not in check.hint + check.found for check in wrong)
 
@@ -206,7 +210,7 @@ def test_vllm_and_its_runner(site, monkeypatch):
     check = look("vllm", "model runner")
     assert (check.mark, check.found) == ("wrong", "the first") and "VLLM_USE_V2_MODEL_RUNNER=1" in check.hint
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    assert [check.mark for check in doctor.examine("vllm")] == ["ok"] * 3
+    assert [check.mark for check in examine("vllm")] == ["ok"] * 3
     monkeypatch.setattr(sys.modules["vllm.v1.worker.gpu.sample.states"].SamplingStates, "apply_min_p", None)
     check = look("vllm", "SamplingStates.apply_min_p")
     assert (check.mark, check.found) == ("wrong", "is not there") and "this vLLM differs" in check.hint
@@ -215,9 +219,9 @@ def test_vllm_and_its_runner(site, monkeypatch):
 def test_no_vllm_or_one_that_does_not_import(site, monkeypatch):
     for name in [name for name in sys.modules if name.startswith(("vllm", "lenvm_kernels.adapters.vllm"))]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    monkeypatch.setattr(vllm, "version_of", lambda name: None)
     assert look("vllm", "vllm").mark == "missing"
-    monkeypatch.setattr(doctor, "_version", lambda name: "0.32.0")
+    monkeypatch.setattr(vllm, "version_of", lambda name: "0.32.0")
     site({"vllm/__init__.py": "raise OSError('no CUDA')"})
     check = look("vllm", "vllm")
     assert check.mark == "wrong" and check.found == "importing vLLM failed: no CUDA"
@@ -241,18 +245,18 @@ def test_not_installed_at_all(monkeypatch):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "distribution", none)
-    (check,) = doctor.examine("installed")
+    (check,) = examine("installed")
     assert (check.name, check.mark) == ("lenvm-kernels", "wrong")
 
 
 def test_without_packaging(monkeypatch):
     monkeypatch.setitem(sys.modules, "packaging.requirements", None)
-    check = doctor.examine("installed")[-1]
+    check = examine("installed")[-1]
     assert (check.name, check.mark, check.hint) == ("packaging", "wrong", "pip install packaging")
 
 
 def test_two_tritons(site):
-    assert "module triton" not in [check.name for check in doctor.examine("installed")]
+    assert "module triton" not in [check.name for check in examine("installed")]
     site(distribution("pytorch-triton", "3.6.0", top_level="triton\n"))
     check = look("installed", "module triton")
     assert check.mark == "wrong" and "pytorch-triton 3.6.0 and triton 3." in check.found
@@ -278,7 +282,7 @@ def test_the_fork_is_told_from_a_release_that_is_too_old(site):
     check = look("installed", "sglang")
     assert (check.mark, check.found) == ("ok", "0.5.8, the LenVM fork")
     assert "lenvm_kernels.adapters.sglang_fork.install()" in check.hint
-    (check,) = doctor.examine("hooks")
+    (check,) = examine("hooks")
     assert check.mark == "missing" and "sglang_fork" in check.hint
 
 
@@ -294,7 +298,7 @@ def test_a_gpu(monkeypatch, tmp_path, capability, mark):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     driver = tmp_path / "version"
     driver.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\nGCC 12.3.0\n")
-    monkeypatch.setattr(doctor, "DRIVER_FILE", driver)
+    monkeypatch.setattr(gpu, "DRIVER_FILE", driver)
     check = look("device", "GPU 1")
     assert (check.mark, check.accepted) == (mark, "sm_80 or later")
     assert check.found == f"Test 1, sm_{capability[0]}{capability[1]}"
@@ -302,7 +306,7 @@ def test_a_gpu(monkeypatch, tmp_path, capability, mark):
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     assert look("device", "TRITON_INTERPRET").mark == "wrong"
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    assert "TRITON_INTERPRET" not in [check.name for check in doctor.examine("device")]
+    assert "TRITON_INTERPRET" not in [check.name for check in examine("device")]
 
 
 def test_no_gpu(monkeypatch, tmp_path):
@@ -313,7 +317,7 @@ def test_no_gpu(monkeypatch, tmp_path):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", no_driver)
-    monkeypatch.setattr(doctor, "GPU_FILES", str(tmp_path / "nvidia[0-9]*"))
+    monkeypatch.setattr(gpu, "GPU_FILES", str(tmp_path / "nvidia[0-9]*"))
     check = look("device", "GPU")
     assert check.mark == "missing"
     assert check.hint == "operators run the PyTorch reference (Found no NVIDIA driver)"
@@ -330,24 +334,24 @@ def test_no_gpu(monkeypatch, tmp_path):
 
 
 def test_operators_are_those_of_the_device(device):
-    checks = doctor.examine("kernels")
-    assert [check.name for check in checks] == list(doctor.OPERATORS)
+    checks = examine("kernels")
+    assert [check.name for check in checks] == list(kernels.OPERATORS)
     for check in checks:
         assert check.mark == "ok"
         assert ("no GPU: reference" if device.type == "cpu" else "kernel, first call") in check.found
 
 
-@pytest.mark.parametrize("name", doctor.OPERATORS)
+@pytest.mark.parametrize("name", kernels.OPERATORS)
 def test_an_operator_that_is_off(monkeypatch, name):
-    operator = doctor.OPERATORS[name]
+    operator = kernels.OPERATORS[name]
     for wrong in (lambda x: x + 1e-3, lambda x: torch.where(x == x.max(), torch.nan, x)):
 
         def off(where, dtype, backend, wrong=wrong):
             results = operator(where, dtype, backend)
             return results if backend == "reference" else wrong(results)
 
-        monkeypatch.setitem(doctor.OPERATORS, name, off)
-        assert [check.name for check in doctor.examine("kernels") if check.mark == "wrong"] == [name]
+        monkeypatch.setitem(kernels.OPERATORS, name, off)
+        assert [check.name for check in examine("kernels") if check.mark == "wrong"] == [name]
 
 
 def test_an_operator_that_does_not_run(monkeypatch):
@@ -371,12 +375,12 @@ def value_model(tmp_path_factory):
 
 
 def test_settings_are_printed_and_the_value_model_looked_at(monkeypatch, value_model):
-    (check,) = doctor.examine("settings")
+    (check,) = examine("settings")
     assert (check.mark, check.found) == ("missing", "the plugin is off")
     monkeypatch.setenv("LENVM_VALUE_MODEL", str(value_model))
     monkeypatch.setenv("LENVM_DTYPE", "bfloat16")
     monkeypatch.setenv("LENVM_MAX_CANDIDATES", "16")
-    settings, gamma, model = doctor.examine("settings")
+    settings, gamma, model = examine("settings")
     assert settings.mark == model.mark == "ok"
     assert (gamma.name, gamma.mark) == ("gamma", "missing")
     for part in (f"value_model={value_model}", "dtype=torch.bfloat16", "max_candidates=16", "commit_winners=True"):
@@ -388,7 +392,7 @@ def test_settings_of_a_file(monkeypatch, tmp_path, value_model):
     content = {"value_model": str(value_model), "chunk_tokens": 77, "gamma": 0.95}
     (tmp_path / "lenvm.json").write_text(json.dumps(content))
     monkeypatch.setenv("LENVM_CONFIG", str(tmp_path / "lenvm.json"))
-    settings, model = doctor.examine("settings")
+    settings, model = examine("settings")
     assert settings.mark == model.mark == "ok" and "chunk_tokens=77" in settings.found
 
 
@@ -400,7 +404,7 @@ def test_a_gamma_that_nobody_set_is_a_warning(monkeypatch, tmp_path, value_model
     assert check.hint.startswith("set LENVM_GAMMA, or gamma in lenvm_config.json")
 
     def found():
-        return {check.name: check for check in doctor.examine("settings")}
+        return {check.name: check for check in examine("settings")}
 
     monkeypatch.setenv("LENVM_GAMMA", "0.95")
     assert "gamma" not in found() and "gamma=0.95" in found()["settings"].found
@@ -439,13 +443,13 @@ def test_documented_variables_are_known(monkeypatch):
     assert {"LENVM_VALUE_MODEL", "LENVM_TIMING", "LENVM_TRACE"} < documented
     for name in documented:
         monkeypatch.setenv(name, "1")
-    assert not documented & {check.name for check in doctor.examine("settings")}
+    assert not documented & {check.name for check in examine("settings")}
 
 
 def test_refused_settings(monkeypatch, value_model):
     monkeypatch.setenv("LENVM_VALUE_MODEL", str(value_model))
     monkeypatch.setenv("LENVM_DTYPE", "int4")
-    (check,) = doctor.examine("settings")
+    (check,) = examine("settings")
     assert check.mark == "wrong" and check.hint.startswith("LENVM_DTYPE must be one of float32, ")
 
 
@@ -470,11 +474,11 @@ def test_value_models_that_do_not_load(monkeypatch, tmp_path, value_model):
 def test_an_sglang_that_does_not_import(site, capsys):
     site(distribution("sglang", "0.5.23"))
     site({"sglang/__init__.py": "print('loud'); raise OSError('libcudart.so.12: cannot open\\nTraceback')"})
-    (check,) = doctor.examine("hooks")
+    (check,) = examine("hooks")
     assert (check.mark, check.found) == ("wrong", "importing SGLang failed: libcudart.so.12: cannot open")
     assert capsys.readouterr() == ("", "")
 
 
 def test_no_sglang(no_sglang):
-    (check,) = doctor.examine("hooks")
+    (check,) = examine("hooks")
     assert check.mark == "missing" and 'pip install "lenvm-kernels[sglang]"' in check.hint

@@ -7,7 +7,14 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # From the top; a module belongs to the first that its name begins with. Modules of one layer may import each other.
 LAYERS = [
-    ("lenvm_kernels.cli", "lenvm_kernels.doctor", "lenvm_kernels.demo", "lenvm_kernels.evaluate", "lenvm_kernels.fuzz"),
+    (
+        "lenvm_kernels.cli",
+        "lenvm_kernels.doctor",
+        "lenvm_kernels.demo",
+        "lenvm_kernels.evaluate",
+        "lenvm_kernels.fuzz",
+        "lenvm_kernels.serving.command",
+    ),
     ("lenvm_kernels.serving",),
     ("lenvm_kernels.adapters",),
     ("lenvm_kernels.step",),

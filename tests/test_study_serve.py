@@ -15,8 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 from bench.study import __main__ as cli
-from bench.study import flops, serve, served
+from bench.study import flops, monitor, serve, served, server
 from bench.study.flops import Architecture, Guidance, Workload
+from bench.study.prompts import demo_prompts, read_prompts
 from bench.study.served import Answer, Condition, Counters, Load, Models, Result, Sample, Work
 from tests.helpers import fake_sglang
 from tests.helpers.fake_sglang import (
@@ -238,11 +239,11 @@ def test_a_server_without_the_plugin_is_no_guided_one(study, capsys):
 
 def test_a_server_that_passes_sigterm_over_is_killed(study, monkeypatch):
     """With all of its processes."""
-    monkeypatch.setattr(serve, "GRACE", 0.2)
+    monkeypatch.setattr(server, "GRACE", 0.2)
     status, _, log = study(*ONE, stubborn=True)
     sessions = [line["started"] for line in log if "started" in line]
     assert status == 0 and len(sessions) == 2
-    assert [serve.resident_bytes(session) for session in sessions] == [0, 0]
+    assert [monitor.resident_bytes(session) for session in sessions] == [0, 0]
 
 
 @pytest.fixture
@@ -345,10 +346,10 @@ def test_prompts_of_every_form(tmp_path):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why é?"}]
     lines = [{"prompt": "What?", "answer": 4}, {"messages": chat}, {"input_ids": [0, 7], "id": "x"}]
     file.write_text("\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines), encoding="utf-8")
-    assert serve.read_prompts(file, lambda: CHAT) == [[5], [9, 6], [0, 7]]
+    assert read_prompts(file, lambda: CHAT) == [[5], [9, 6], [0, 7]]
     file.write_text('{"input_ids": [4, 5]}\n')
-    assert serve.read_prompts(file, None) == [[4, 5]]  # needs no tokenizer
-    assert serve.demo_prompts(lambda: CHAT)[0] == [len("What are four symptoms of dehydration?")]
+    assert read_prompts(file, None) == [[4, 5]]  # needs no tokenizer
+    assert demo_prompts(lambda: CHAT)[0] == [len("What are four symptoms of dehydration?")]
 
 
 @pytest.mark.parametrize(
@@ -377,20 +378,20 @@ def test_bad_prompts_are_named(tmp_path, line, message):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"input_ids": [1]}\n' + line + "\n")
     with pytest.raises(ValueError, match=message):
-        serve.read_prompts(file, lambda: CHAT)
+        read_prompts(file, lambda: CHAT)
 
 
 def test_files_without_prompts(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n \n")
     with pytest.raises(ValueError, match=r"prompts.jsonl must hold at least one prompt, got none"):
-        serve.read_prompts(file, None)
+        read_prompts(file, None)
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"prompts.jsonl must be text in UTF-8"):
-        serve.read_prompts(file, None)
+        read_prompts(file, None)
     file.write_text('{"prompt": "x"}\n')
     with pytest.raises(ValueError, match=r"line 1 of .* must have input_ids: the tokenizer .* has no chat template"):
-        serve.read_prompts(file, lambda: SimpleNamespace(chat_template=None))
+        read_prompts(file, lambda: SimpleNamespace(chat_template=None))
 
 
 # --- requests ---
@@ -435,11 +436,11 @@ def test_counters():
 
 
 def test_a_server_that_does_not_come_to_rest(monkeypatch):
-    monkeypatch.setattr(serve, "SETTLING", 0.3)
-    monkeypatch.setattr(serve, "exchange", lambda *_: f"{served.IDLE_SECONDS} 4\n")
-    server = serve.Server(SimpleNamespace(pid=1), 1, None)
+    monkeypatch.setattr(server, "SETTLING", 0.3)
+    monkeypatch.setattr(server, "exchange", lambda *_: f"{served.IDLE_SECONDS} 4\n")
+    busy = server.Server(SimpleNamespace(pid=1), 1, None)
     with pytest.raises(TimeoutError, match=r"has not counted .* for 0.3 seconds: it is not idle"):
-        server.settled_counters()
+        busy.settled_counters()
 
 
 # --- memory and utilisation ---
@@ -461,12 +462,12 @@ def test_resident_memory_is_that_of_the_session():
     try:
         lines = [alone.stdout.readline(), both.stdout.readline(), both.stdout.readline()]
         assert lines == ["up\n"] * 3
-        bare, loaded = (serve.resident_bytes(process.pid) / 2**20 for process in (alone, both))
+        bare, loaded = (monitor.resident_bytes(process.pid) / 2**20 for process in (alone, both))
         assert 2 < bare < 40 and 2 * bare + 55 < loaded < 2 * bare + 75
     finally:
         for process in (alone, both):
             process.communicate("")
-    assert serve.resident_bytes(both.pid) == 0
+    assert monitor.resident_bytes(both.pid) == 0
 
 
 def fake_nvidia_smi(folder, monkeypatch, script):
@@ -481,31 +482,31 @@ def test_loads_of_gpus(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(tmp_path))
-        assert serve.gpu_loads() == []
+        assert monitor.gpu_loads() == []
     fake_nvidia_smi(tmp_path, monkeypatch, f'echo "$@" > {tmp_path}/arguments; echo "100, 50"; echo "8.5, [N/A]"')
-    assert serve.gpu_loads() == [(100.0, 50.0), (8.5, None)]
+    assert monitor.gpu_loads() == [(100.0, 50.0), (8.5, None)]
     query = "--query-gpu=memory.used,utilization.gpu --format=csv,noheader,nounits"
     assert (tmp_path / "arguments").read_text() == f"{query}\n"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    serve.gpu_loads()
+    monitor.gpu_loads()
     assert (tmp_path / "arguments").read_text() == f"{query} --id=2,3\n"
     fake_nvidia_smi(tmp_path, monkeypatch, "echo broken; exit 9")
-    assert serve.gpu_loads() == []
+    assert monitor.gpu_loads() == []
 
 
 def test_samples_are_taken_in_time(monkeypatch):
     """At once, once a period, and at the end, whatever a sample takes."""
     numbers = iter(range(1, 1000))
-    monkeypatch.setattr(serve, "PERIOD", 0.2)
-    monkeypatch.setattr(serve, "resident_bytes", lambda session: session * next(numbers) * serve.MIB)
-    monkeypatch.setattr(serve, "gpu_loads", lambda: time.sleep(0.1) or [])
-    with serve.Monitor(7) as monitor:
+    monkeypatch.setattr(monitor, "PERIOD", 0.2)
+    monkeypatch.setattr(monitor, "resident_bytes", lambda session: session * next(numbers) * monitor.MIB)
+    monkeypatch.setattr(monitor, "gpu_loads", lambda: time.sleep(0.1) or [])
+    with monitor.Monitor(7) as watch:
         time.sleep(1.1)
-    mib = [sample.resident_mib for sample in monitor.samples]
+    mib = [sample.resident_mib for sample in watch.samples]
     assert mib == [7 * number for number in range(1, len(mib) + 1)] and len(mib) in (7, 8)
-    for number, sample in enumerate(monitor.samples[:5]):
+    for number, sample in enumerate(watch.samples[:5]):
         assert sample.seconds == pytest.approx(0.2 * number, abs=0.15)
-    assert monitor.samples[-1].seconds >= 1.1
+    assert watch.samples[-1].seconds >= 1.1
 
 
 def test_sums_over_gpus():

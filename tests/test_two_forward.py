@@ -10,13 +10,17 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from bench.baselines.two_forward import NO_TOP_K, TwoForwardStep, reweighted, row_reweighted, tree_mask
+from bench.baselines.two_forward import TwoForwardStep
+from bench.baselines.two_forward.candidates import NO_TOP_K
+from bench.baselines.two_forward.forward import tree_mask
+from bench.baselines.two_forward.guidance import reweighted, row_reweighted
 from lenvm_kernels.guidance import parse_guidance
+from lenvm_kernels.ops._common import next_power_of_2
 from lenvm_kernels.paged_slots import PagedSlots
-from lenvm_kernels.step import GuidedStep
+from lenvm_kernels.step import EngineSlots, GuidedStep, StepConfig
 from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import ValueModel, ValueModelConfig
-from tests.helpers.engine import Engine
+from tests.helpers.engine import Engine, take_step
 from tests.helpers.models import ARCHITECTURES, TINY, VOCAB, random_pair, value_model_of
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -46,8 +50,8 @@ def make_both(model, guidance, *, top_k=8):
     engines = []
     for cls in (TwoForwardStep, GuidedStep):
         slots = PagedSlots(len(guidance), 48, page_size=4, device=model.device)
-        options = dict(chunk_tokens=6, max_candidates=top_k, page_size=4)
-        engine = Engine(cls(model, slots.table, slots.num_slots, vocab_size=VOCAB, **options), slots)
+        config = StepConfig(vocab_size=VOCAB, chunk_tokens=6, max_candidates=top_k)
+        engine = Engine(cls(model, slots, config), slots)
         for row, params in enumerate(guidance):
             engine.admit(row, [0] * 40, params, prompt_len=len(PROMPTS[row]))
         engine.prefill(range(len(guidance)), PROMPTS[: len(guidance)])
@@ -82,7 +86,7 @@ def check_cache(engines, sequences, length):
         positions = torch.arange(n, device=ours.device)
         slots = ours.slots.slots(positions * 0 + row, positions)
         for name in ("keys", "values"):
-            theirs = getattr(baseline.step.cache, name)[:, baseline.step.slot_table[row, :n]]
+            theirs = getattr(baseline.step.cache.kv, name)[:, baseline.step.cache.table[row, :n]]
             expected = getattr(ours.step.cache, name)[:, slots]
             assert n and (expected != 0).any(dim=(0, 2, 3)).all()
             torch.testing.assert_close(theirs, expected, rtol=0, atol=ATOL)
@@ -177,18 +181,18 @@ def test_requests_come_and_go(device):
     model = make_model("qwen2", device)
     engines = make_both(model, [{"mode": "centered_exp", "value_scale": -5}] * 3)
     baseline = engines[0].step
-    slots = len(baseline._free)
+    slots = len(baseline.cache.free)
     theirs, _, _ = decode_both(engines, PROMPTS[:3], random_scores(3, 1, device))
-    assert len(baseline._free) == slots - 3
+    assert len(baseline.cache.free) == slots - 3
     assert (theirs.probs.gather(1, theirs.tokens[:, None].long()) > 0).all()
     assert [token in ids for token, ids in zip(theirs.tokens.tolist(), theirs.candidate_ids, strict=True)] == [True] * 3
     baseline.remove_request(1)
-    assert len(baseline._free) == slots - 2 + len(PROMPTS[1]) - 1
+    assert len(baseline.cache.free) == slots - 2 + len(PROMPTS[1]) - 1
     unguided, _, _ = decode_both(engines, PROMPTS[:3], random_scores(3, 2, device))  # rows 0 and 2 from where they were
     assert unguided.rows == [0, 2]
     baseline.remove_request(0)
     baseline.remove_request(2)
-    assert sorted(baseline._free.tolist()) == list(range(baseline.cache.keys.shape[1]))
+    assert sorted(baseline.cache.free.tolist()) == list(range(baseline.cache.kv.keys.shape[1]))
     nothing = engines[0].decode([0, 1, 2], PROMPTS[:3], random_scores(3, 2, device))
     assert nothing.tokens is None and nothing.rows == []
 
@@ -227,12 +231,12 @@ def test_golden_candidates(device):
     for pair in golden("candidates"):
         probs, expected = torch.tensor([pair["probs"]], device=device), pair["expected"]
         model = make_model_of_vocab(pair["vocab"], device)
-        step = TwoForwardStep(
-            model, torch.zeros(1, 8), 8, vocab_size=pair["vocab"], max_candidates=max(pair["top_k"], 1)
-        )
+        config = StepConfig(vocab_size=pair["vocab"], max_candidates=next_power_of_2(max(pair["top_k"], 1)))
+        step = TwoForwardStep(model, EngineSlots(torch.zeros(1, 8), 8), config)
         step.add_request(0, parse_guidance({"value_scale": 0.9, "entropy_threshold": pair["entropy_threshold"]}), set())
         numbers = dict(dtype=torch.int32, device=device)
-        output = step.step(
+        output = take_step(
+            step,
             probs,
             torch.tensor([1], **numbers),
             torch.tensor([0], **numbers),

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 from bench.harness import storing
-from bench.study import flops, report, run, serve, served
+from bench.study import flops, report, run, serve, served, server
+from bench.study.prompts import demo_prompts, read_prompts
 from lenvm_kernels.guidance import parse_guidance
 
 # What is not given, by device.
@@ -178,14 +179,14 @@ def _serve(args: argparse.Namespace) -> int:
 
         return AutoTokenizer.from_pretrained(args.model)
 
-    prompts = serve.read_prompts(args.prompts, tokenizer) if args.prompts else serve.demo_prompts(tokenizer)
+    prompts = read_prompts(args.prompts, tokenizer) if args.prompts else demo_prompts(tokenizer)
     _fill(args, SERVED[args.device] | {"num_prompts": min(SERVED[args.device]["num_prompts"], len(prompts))})
     if args.num_prompts > len(prompts):
         there = f"the {len(prompts)} prompts that there are"
         raise ValueError(f"--num-prompts must be from 1 to {there}, got {args.num_prompts}")
     load = served.Load(prompts[: args.num_prompts], args.samples, args.max_tokens, args.concurrency)
     models = served.Models(served.dimensions(args.model), served.dimensions(str(args.value_model)))
-    setup = serve.Setup(args.model, args.value_model, args.python, args.device, args.options, args.startup_seconds)
+    setup = server.Setup(args.model, args.value_model, args.python, args.device, args.options, args.startup_seconds)
     where = storing.environment("cuda" if torch.cuda.is_available() else "cpu")
     where |= {"command": " ".join(["python -m bench.study", *sys.argv[1:]]), "server device": args.device}
     study = serve.Study(setup, load, models, args.out, where)

@@ -35,7 +35,7 @@ from bench.study.result import Run, Stages, stages_of
 from lenvm_kernels import timing
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.paged_slots import PagedSlots
-from lenvm_kernels.step import GuidedStep, Sampling, StepBatch
+from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig
 from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel
 
@@ -199,8 +199,8 @@ class Guided(Plain):
         self._slots = PagedSlots(rows, width + steps + 1, device=device)
         for row, length in enumerate(base.prompt_lens.tolist()):
             self._slots.extend(row, length + steps)
-        options = dict(vocab_size=base.vocab_size, max_candidates=MAX_CANDIDATES)
-        self._step = make_step(model, self._slots.table, self._slots.num_slots, **options)
+        config = StepConfig(vocab_size=base.vocab_size, max_candidates=MAX_CANDIDATES)
+        self._step = make_step(model, self._slots, config)
         self._outputs: list[Any] = []
 
     def start(self) -> None:

@@ -1,7 +1,7 @@
 """The demonstration: SmolLM2-135M-Instruct, guided by a value model that was trained for it and is shipped here.
 
-This module says where the files are and imports nothing heavy; :mod:`.models` loads, :mod:`.run` generates and
-measures.
+This module says where the files are and imports nothing heavy; :mod:`.command` has the commands ``lenvm demo`` and
+``lenvm export``, :mod:`.models` loads, :mod:`.run` generates and measures.
 """
 
 import importlib.util

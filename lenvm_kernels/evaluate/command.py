@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lenvm_kernels import __version__
-from lenvm_kernels.cli_arguments import DTYPES, add_device, add_sampling, device_of, positive, seed_of, usage_errors
+from lenvm_kernels.cli_arguments import add_device, add_dtype, add_sampling, device_of, positive, seed_of, usage_errors
 from lenvm_kernels.demo import held_out_prompts, spread
 
 OWN_FIELDS = ("target_length", "target_length_mode", "length_mode", "target_value")
@@ -110,7 +110,7 @@ def add(commands: Any) -> None:
         help="requests to a server at a time, no more than --rows (default: %(default)s)",
     )
     add_device(where)
-    where.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the models (default: %(default)s)")
+    add_dtype(where, "the models")
 
 
 def run_command(args: argparse.Namespace) -> None:

@@ -2,7 +2,7 @@
 
 ``ops/`` has a file for each operator: what its inputs can be, how they are made, how a result is compared. The property
 tests draw from the same. ``check.py`` runs one case, ``shrink.py`` makes a failing one small, ``run.py`` goes on until
-the time is up, ``report.py`` says what was found.
+the time is up, ``report.py`` says what was found, ``command.py`` is the command.
 """
 
 # In the order in which a guided step calls them.

@@ -1,1 +1,4 @@
-"""A value model behind HTTP: ``engine.py`` computes what calls wait for, ``app.py`` answers them."""
+"""A value model behind HTTP: ``engine.py`` computes what calls wait for, ``app.py`` answers them.
+
+``command.py`` is ``lenvm serve``, which starts both; it imports them when it runs.
+"""

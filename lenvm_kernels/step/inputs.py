@@ -150,7 +150,7 @@ class StepBatch(NamedTuple):
                 raise ValueError("batch.tokens must have at least one column, got none")
         if self.active is not None:
             check_tensor("batch.active", self.active, dtypes=torch.bool, shape=(b,), device=device)
-        return self._replace(tokens=self.tokens.long(), table_rows=self.table_rows.long())
+        return StepBatch(self.tokens.long(), self.table_rows.long(), self.lengths, self.new_lens, self.active)
 
     def last_tokens(self, drafts: Drafts | None) -> torch.Tensor:
         """int64 ``[B (1 + D)]``: the token before each node; -1, or 0, where nothing is known of it."""

@@ -126,3 +126,14 @@ def embed_images(tower: torch.nn.Module, pixel_values: torch.Tensor, grid_thw: t
     output = tower(pixel_values.to(weight.device, weight.dtype), grid_thw=grid_thw.to(weight.device))
     # transformers 4.57 returns the embeddings themselves.
     return output if isinstance(output, torch.Tensor) else output.pooler_output
+
+
+def embedding_with_images(
+    token_ids: torch.Tensor, embedding: torch.Tensor, images: ImageTokens
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An embedding of these tokens alone, the images' among them, and their ids in it; -1 if they have none."""
+    is_image, is_known = images.rows >= 0, (token_ids >= 0) & (token_ids < len(embedding))
+    of_text = embedding[torch.where(is_known, token_ids, 0)]
+    rows = torch.where(is_image[:, None], images.embeds[images.rows.clamp(min=0)], of_text)
+    row = torch.arange(len(token_ids), device=token_ids.device)
+    return torch.where(is_image | is_known, row, -1), rows

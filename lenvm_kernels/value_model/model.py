@@ -12,13 +12,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from lenvm_kernels.ops._common import E4M3, FLOAT_DTYPES, check_e4m3
+from lenvm_kernels.ops._common import FLOAT_DTYPES, check_e4m3
 from lenvm_kernels.ops.embed_tokens import embed_tokens
-from lenvm_kernels.ops.ragged_linear import Tile, choose_tile, num_splits, quantize_weight, ragged_linear
+from lenvm_kernels.ops.ragged_linear import Tile, choose_tile, num_splits, ragged_linear
 from lenvm_kernels.ops.ragged_linear import num_counters as linear_counters
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.value_head import num_counters as value_head_counters
@@ -37,35 +37,14 @@ from lenvm_kernels.value_model.checkpoint import (
     with_adapter,
     with_head,
 )
-from lenvm_kernels.value_model.images import ImageTokens, embed_images, load_vision_tower
+from lenvm_kernels.value_model.images import embed_images, embedding_with_images, load_vision_tower
 from lenvm_kernels.value_model.lenvm_config import DISCOUNTED_RETURN, LenVMConfig
 from lenvm_kernels.value_model.ragged_batch import KVCache, RaggedBatch
+from lenvm_kernels.value_model.weights import WEIGHTS, FusedWeights
 
 # Counters that launches of a forward share, one launch at a time: those of a prompt of 64k tokens, or of 4,096 requests
 # with 8 key/value heads. Operators that need more make their own.
 _COUNTERS = 1 << 16
-# Of the layers' matrices: the dtype of the model, or e4m3.
-WEIGHTS = (None, "fp8")
-
-
-class _Layer(NamedTuple):
-    """Weights of one decoder layer. q, k, v and gate, up are one matrix each, times the weight of the norm before.
-
-    A matrix in 8 bits has scales, fp32, one a row."""
-
-    qkv: torch.Tensor  # [(Hq + 2 Hkv) * D, H]
-    qkv_scales: torch.Tensor | None
-    qkv_bias: torch.Tensor | None
-    qk_norm: torch.Tensor | None  # [Hq + Hkv, D], the same row for all query heads and for all key heads
-    o: torch.Tensor  # [H, Hq * D]
-    o_scales: torch.Tensor | None
-    o_bias: torch.Tensor | None
-    gate_up: torch.Tensor  # [2 I, H]
-    gate_up_scales: torch.Tensor | None
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor  # [H, I]
-    down_scales: torch.Tensor | None
-    down_bias: torch.Tensor | None
 
 
 class ValueModel:
@@ -131,76 +110,10 @@ class ValueModel:
             check_e4m3("weights", self.dtype, "triton")
         self.weights = weights
 
-        def get(name: str) -> torch.Tensor:
-            return tensors[name].detach().to(self.device, self.dtype)
-
-        def stacked(names: list[str]) -> torch.Tensor | None:
-            """The named tensors one below the other; ``None`` where the architecture has none (biases)."""
-            if names[0] not in tensors:
-                return None
-            return get(names[0]) if len(names) == 1 else torch.cat([get(name) for name in names])
-
-        def folded(name: str, norm: str | None) -> torch.Tensor:
-            """The named matrix in fp32, to be applied to what the norm before it, if any, has divided by its RMS."""
-            weight = tensors[name].detach().to(self.device, torch.float32)
-            return weight if norm is None else weight * tensors[f"{norm}.weight"].detach().to(weight)
-
-        def normed(names: list[str], norm: str) -> torch.Tensor:
-            """The named matrices one below the other, folded and rounded once."""
-            rows = [tensors[name].shape[0] for name in names]
-            out = torch.empty(sum(rows), config.hidden_size, dtype=self.dtype, device=self.device)
-            for part, name in zip(out.split(rows), names, strict=True):
-                part.copy_(folded(name, norm))
-            return out
-
-        def matrix(names: list[str], norm: str | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-            """The named matrices one below the other, folded, and the scales of their rows if they are in 8 bits."""
-            if weights is None:
-                return get(names[0]) if norm is None else normed(names, norm), None
-            rows = [tensors[name].shape[0] for name in names]
-            out = torch.empty(sum(rows), tensors[names[0]].shape[1], dtype=E4M3, device=self.device)
-            scales = torch.empty(sum(rows), dtype=torch.float32, device=self.device)
-            # One after the other: each is fp32 for a while.
-            for part, part_scales, name in zip(out.split(rows), scales.split(rows), names, strict=True):
-                quantized, of_rows = quantize_weight(folded(name, norm))
-                part.copy_(quantized)
-                part_scales.copy_(of_rows)
-            return out, scales
-
-        def load_layer(layer: str) -> _Layer:
-            qk_norm = None
-            if config.qk_norm:
-                q_norm, k_norm = (get(f"{layer}.self_attn.{x}_norm.weight") for x in "qk")
-                qk_norm = torch.cat((q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1)))
-            qkv = [f"{layer}.self_attn.{x}_proj" for x in "qkv"]
-            gate_up = [f"{layer}.mlp.{x}_proj" for x in ("gate", "up")]
-            qkv_weight, qkv_scales = matrix([f"{x}.weight" for x in qkv], f"{layer}.input_layernorm")
-            o_weight, o_scales = matrix([f"{layer}.self_attn.o_proj.weight"])
-            norm = f"{layer}.post_attention_layernorm"
-            gate_up_weight, gate_up_scales = matrix([f"{x}.weight" for x in gate_up], norm)
-            down_weight, down_scales = matrix([f"{layer}.mlp.down_proj.weight"])
-            return _Layer(
-                qkv=qkv_weight,
-                qkv_scales=qkv_scales,
-                qkv_bias=stacked([f"{x}.bias" for x in qkv]),
-                qk_norm=qk_norm,
-                o=o_weight,
-                o_scales=o_scales,
-                o_bias=stacked([f"{layer}.self_attn.o_proj.bias"]),
-                gate_up=gate_up_weight,
-                gate_up_scales=gate_up_scales,
-                gate_up_bias=stacked([f"{x}.bias" for x in gate_up]),
-                down=down_weight,
-                down_scales=down_scales,
-                down_bias=stacked([f"{layer}.mlp.down_proj.bias"]),
-            )
-
-        self.embedding = get("embed_tokens.weight")
-        self.layers = [load_layer(f"layers.{i}") for i in range(config.num_layers)]
-        # The vectors of the head are kept in fp32, which the operator takes: lengths are decided there.
-        vectors = (tensors[f"v_head.{x}"] for x in ("fc.bias", "summary.weight", "summary.bias"))
-        fc_weight = normed(["v_head.fc.weight"], "norm")
-        self.head = (fc_weight, *(x.detach().to(self.device, torch.float32) for x in vectors))
+        fused = FusedWeights(config, tensors, self.dtype, self.device, weights)
+        self.embedding = fused.get("embed_tokens.weight")
+        self.layers = [fused.layer(f"layers.{i}") for i in range(config.num_layers)]
+        self.head = fused.head()
         self._inv_freq = torch.tensor(config.rope_inv_freq, dtype=torch.float32, device=self.device)
         if config.mrope_sections is not None:  # which of a token's three positions each frequency turns with
             sections = torch.tensor(config.mrope_sections)
@@ -427,7 +340,7 @@ class ValueModel:
         layout, images, config = batch.layout, batch.images, self.config
         token_ids, embedding = layout.token_ids, self.embedding
         if images is not None and len(images.embeds):
-            token_ids, embedding = _with_images(token_ids, embedding, images)
+            token_ids, embedding = embedding_with_images(token_ids, embedding, images)
         embedded = embed_tokens(
             token_ids,
             layout.positions,
@@ -529,14 +442,3 @@ class ValueModel:
             counters=self._zeros(value_head_counters(len(token_rows))),
             backend=backend,
         )
-
-
-def _with_images(
-    token_ids: torch.Tensor, embedding: torch.Tensor, images: ImageTokens
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """An embedding of these tokens alone, the images' among them, and their ids in it; -1 if they have none."""
-    is_image, is_known = images.rows >= 0, (token_ids >= 0) & (token_ids < len(embedding))
-    of_text = embedding[torch.where(is_known, token_ids, 0)]
-    rows = torch.where(is_image[:, None], images.embeds[images.rows.clamp(min=0)], of_text)
-    row = torch.arange(len(token_ids), device=token_ids.device)
-    return torch.where(is_image | is_known, row, -1), rows

@@ -1,0 +1,86 @@
+"""``lenvm serve`` as a command: its flags, and the server that they ask for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from lenvm_kernels.cli_arguments import add_device, add_dtype, device_of, positive, usage_errors
+
+
+def add(commands: Any) -> None:
+    """Add the command to those of ``lenvm``."""
+    parser = commands.add_parser(
+        "serve",
+        help="answer with values over HTTP",
+        description="Answer /encode, /token_value, /tree_value and /candidate_value with the value logits of a value "
+        "model, in the forms of the fork of SGLang of LenVM's authors. Calls that come at the same time are computed "
+        "together. SIGTERM ends it when the calls that are running are answered.",
+        epilog="example: lenvm serve path/to/value-model --port 30010",
+    )
+    parser.set_defaults(run=run_command)
+    parser.add_argument("value_model", metavar="VALUE", help="a Hugging Face directory, a .gguf file, or the word demo")
+    parser.add_argument(
+        "--value-head", metavar="FILE", help="a .safetensors file with the value head (default: the one in VALUE)"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=int, default=30010, metavar="N", help="port to listen at, 0: any (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("LENVM_API_KEY"),
+        metavar="KEY",
+        help="refuse requests without it; other users of the machine see flags, but not the variable LENVM_API_KEY, "
+        "which is the default (default: refuse none)",
+    )
+    parser.add_argument(
+        "--max-body-bytes",
+        type=positive(int),
+        default=1_000_000,
+        metavar="N",
+        help="refuse requests that are longer (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-tokens-in-cache",
+        type=positive(int),
+        default=32_768,
+        metavar="N",
+        help="tokens whose keys and values are kept, in all sequences (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-length",
+        type=positive(int),
+        metavar="N",
+        help="tokens of the longest sequence (default: --max-tokens-in-cache)",
+    )
+    parser.add_argument("--gamma", type=float, help="of the value model (default: that of its lenvm_config.json)")
+    add_device(parser)
+    add_dtype(parser, "the value model")
+
+
+def run_command(args: argparse.Namespace) -> None:
+    """Load the value model and answer until a signal ends it."""
+    with usage_errors():
+        if args.api_key == "":
+            raise ValueError("--api-key and LENVM_API_KEY must not be empty; leave them out to refuse nobody")
+        import torch
+
+        from lenvm_kernels.demo.models import load_value_model
+        from lenvm_kernels.serving.app import create_app, listen, serve
+        from lenvm_kernels.serving.engine import ValueEngine
+
+        device = device_of(args.device)
+        value_model, tokenizer = load_value_model(
+            args.value_model, args.value_head, device=device, dtype=getattr(torch, args.dtype), gamma=args.gamma
+        )
+        engine = ValueEngine(value_model, max_tokens=args.max_tokens_in_cache, max_len=args.max_length)
+        if value_model.device.type != "cpu":
+            engine.warm_up()
+        app = create_app(engine, tokenizer=tokenizer, api_key=args.api_key, max_body_bytes=args.max_body_bytes)
+        listener = listen(args.host, args.port)
+    host, port = listener.getsockname()[:2]
+    print(f"listening at http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
+    serve(app, listener)
