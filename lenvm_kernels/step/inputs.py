@@ -150,7 +150,9 @@ class StepBatch(NamedTuple):
                 raise ValueError("batch.tokens must have at least one column, got none")
         if self.active is not None:
             check_tensor("batch.active", self.active, dtypes=torch.bool, shape=(b,), device=device)
-        return StepBatch(self.tokens.long(), self.table_rows.long(), self.lengths, self.new_lens, self.active)
+        if self.tokens.dtype is torch.int64 and self.table_rows.dtype is torch.int64:
+            return self
+        return self._replace(tokens=self.tokens.long(), table_rows=self.table_rows.long())
 
     def last_tokens(self, drafts: Drafts | None) -> torch.Tensor:
         """int64 ``[B (1 + D)]``: the token before each node; -1, or 0, where nothing is known of it."""
@@ -194,23 +196,23 @@ class Sampling(NamedTuple):
             shape = (requests * nodes, ceil_div(vocab_size, 32))
             check_tensor("sampling.vocab_mask", self.vocab_mask, dtypes=torch.int32, shape=shape, device=device)
 
-        def of_each(name: str, value: torch.Tensor | float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            of_requests = per_request(f"sampling.{name}", value, dtype, requests, device)
-            return of_requests if nodes == 1 else of_requests[:, None].expand(-1, nodes).flatten()
-
-        return (
-            of_each("top_k", self.top_k, torch.int32),
-            of_each("top_p", self.top_p),
-            of_each("min_p", self.min_p),
-            None if self.temperature is None else of_each("temperature", self.temperature),
-        )
+        top_k = per_request("sampling.top_k", self.top_k, torch.int32, requests, device)
+        top_p = per_request("sampling.top_p", self.top_p, torch.float32, requests, device)
+        min_p = per_request("sampling.min_p", self.min_p, torch.float32, requests, device)
+        temperature = self.temperature
+        if temperature is not None:
+            temperature = per_request("sampling.temperature", temperature, torch.float32, requests, device)
+        if nodes > 1:
+            top_k, top_p, min_p = (x.repeat_interleave(nodes) for x in (top_k, top_p, min_p))
+            temperature = None if temperature is None else temperature.repeat_interleave(nodes)
+        return top_k, top_p, min_p, temperature
 
 
 def check_kinds(batch: StepBatch, sampling: Sampling | None = None) -> None:
     """Raise TypeError unless these are what they are called."""
-    if not isinstance(batch, StepBatch):
+    if batch.__class__ is not StepBatch:  # without a call: a step makes few
         raise TypeError(f"batch must be a StepBatch, got {type(batch).__name__}")
-    if sampling is not None and not isinstance(sampling, Sampling):
+    if sampling is not None and sampling.__class__ is not Sampling:
         raise TypeError(f"sampling must be Sampling, got {type(sampling).__name__}")
 
 
