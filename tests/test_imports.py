@@ -1,6 +1,8 @@
-"""Dependencies point one way (docs/design.md): no circle of imports, and no import of what is further up."""
+"""Dependencies point one way (docs/design.md): no circle of imports, no import of what is further up, no path that
+is not there."""
 
 import ast
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -72,3 +74,27 @@ def test_no_circle_and_no_way_up():
         if layer_of(target) < layer_of(name)
     ]
     assert not upward
+
+
+def test_the_map_shows_the_house():
+    """Every path in docs/design.md is there, and its floors have all that the package has, in the order of LAYERS."""
+    text = (ROOT / "docs/design.md").read_text()
+    floors = text.split("```")[1]
+    named = re.findall(r"(\w+/(?= )|\w+\.py)", floors)
+    package = {
+        path.name + "/" * path.is_dir() for path in (ROOT / "lenvm_kernels").iterdir() if path.name[0] not in "_."
+    }
+    assert {*named} | {"py.typed", "cli_arguments.py", "command.py"} == package | {"command.py", "reference/"}
+    modules = [name.removesuffix("/").removesuffix(".py") for name in named if name != "command.py"]
+    layers = [layer_of(f"lenvm_kernels.{name}") for name in modules]
+    assert layers == sorted(layers)
+    paths = [
+        *re.findall(r"\]\(\.\./([^)#]+)", text),
+        *re.findall(r"`((?:lenvm_kernels|reference|tests|bench|docs)/[\w/.]+)`", text),
+    ]
+    assert len(paths) > 30
+    assert not [path for path in paths if not (ROOT / path).exists()]
+    operators = {file.stem for file in (ROOT / "lenvm_kernels/ops").glob("[a-z]*.py")}
+    assert operators == {
+        Path(path).stem for path in paths if path.startswith("lenvm_kernels/ops/") and path.endswith(".py")
+    }

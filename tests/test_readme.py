@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import lenvm_kernels
+from bench.__main__ import commands
 
 ROOT = Path(__file__).parent.parent
 
@@ -50,6 +51,14 @@ def test_links_lead_somewhere(page):
             target = page.parent / file if file else page
             assert target.exists(), link
             assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_benchmarks_of_the_pages_are_listed(page):
+    """By ``python -m bench``, in a line each."""
+    listed = commands()
+    assert set(re.findall(r"python -m (bench\.[\w.]*\w)", page.read_text())) <= listed.keys()
+    assert "bench.study" in listed and "bench.kernel_calls" not in listed and all(listed.values())
 
 
 def test_every_page_is_in_the_site():
