@@ -27,6 +27,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from lenvm_kernels.adapters import sglang as sglang_adapter
+from lenvm_kernels.adapters import sglang_guide
 from lenvm_kernels.adapters.settings import check_vocabulary
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import EngineSlots, GuidedStep, StepConfig, working_bytes
@@ -288,7 +289,7 @@ def test_what_guidance_does_not_go_with_is_refused_at_start(folder):
 def guide(folder, monkeypatch):
     """The guidance of this process, as if an engine had loaded the value model."""
     settings = sglang_adapter.Settings(folder / "value", chunk_tokens=64)
-    guide = sglang_adapter.Guide(settings, ValueModel.from_pretrained(folder / "value"), torch.device("cpu"))
+    guide = sglang_guide.Guide(settings, ValueModel.from_pretrained(folder / "value"), torch.device("cpu"))
     monkeypatch.setattr(sglang_adapter, "_guide", guide)
     return guide
 
@@ -313,9 +314,9 @@ def test_the_pool_leaves_room_for_the_step(guide, cap, cache):
     pool = sglang_adapter.leave_room(original, Configurator(), budget)
     tokens, rows = pool.max_total_num_tokens, Configurator().resolve_max_num_reqs(pool.max_total_num_tokens)
     sizes = dict(requests=rows, max_len=512, vocab_size=VOCAB)
-    working = working_bytes(guide.value_model, **sizes, max_candidates=8, max_delta=sglang_adapter.MAX_DELTA)
+    working = working_bytes(guide.value_model, **sizes, max_candidates=8, max_delta=sglang_guide.MAX_DELTA)
     working += working_bytes(guide.value_model, **sizes, tokens=64)
-    of_a_step = rows * (sglang_adapter.MAX_DELTA + 8)
+    of_a_step = rows * (sglang_guide.MAX_DELTA + 8)
     kept = KVCache.num_bytes(guide.value_model, tokens + 1, cache) + KVCache.num_bytes(guide.value_model, of_a_step)
     used = tokens * cell + kept + working
     assert used <= budget
@@ -531,7 +532,7 @@ def test_requests_that_do_not_fit_the_table_are_refused(sampling, custom_params,
 def test_end_tokens_are_those_that_the_engine_ends_at():
     def end_tokens(ignore_eos=False, tokenizer=None):
         params = SimpleNamespace(ignore_eos=ignore_eos, stop_token_ids=[5])
-        return sglang_adapter.end_tokens(
+        return sglang_guide.end_tokens(
             SimpleNamespace(sampling_params=params, eos_token_ids={1, 2}, tokenizer=tokenizer)
         )
 
