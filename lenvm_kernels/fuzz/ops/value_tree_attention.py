@@ -128,6 +128,7 @@ class Inputs:
         extremes = torch.tensor([-1, -2, -(2**31), 2**31 - 1])[:, None].expand(-1, len(row))
         choices = torch.cat([torch.stack([row, row + 1, before, firsts - 1]), extremes])
         chosen = choices.gather(0, Draws(seed).integers("malformed", 1, len(row), low=0, high=len(choices) - 1))[0]
+        assert self.parents is not None
         parents = torch.where(self.parents.cpu() < 0, chosen, self.parents.cpu())
         return replace(self, parents=parents.int().to(self.q.device))
 
@@ -286,8 +287,9 @@ def inputs(case: Case, device: torch.device) -> Call:
     elif options["layout"] == "values apart":
         made = replace(made, v_new=made.v_new.contiguous(), v_cache=made.v_cache.contiguous())
     elif options["layout"] == "each its own":
-        names = ("q", "k_new", "v_new", "k_cache", "v_cache")
-        made = replace(made, **{name: _among_nan(getattr(made, name), i) for i, name in enumerate(names)})
+        every = ("q", "k_new", "v_new", "k_cache", "v_cache")
+        spread: dict[str, Any] = {name: _among_nan(getattr(made, name), i) for i, name in enumerate(every)}
+        made = replace(made, **spread)
     made = replace(made, table_rows=made.table_rows.to(getattr(torch, options["table_rows"])))
     return Call(made, {"sm_scale": options["sm_scale"]}, options["layout"] == "each its own")
 
