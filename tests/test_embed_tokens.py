@@ -15,10 +15,6 @@ BACKENDS = ["triton", "reference"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def i64(*values):
-    return torch.tensor(values)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reference_matches_transformers(dtype):
     config = Qwen2Config(hidden_size=64, num_attention_heads=2, max_position_embeddings=131_072, rope_theta=1e6)
@@ -29,16 +25,6 @@ def test_reference_matches_transformers(dtype):
     assert torch.equal(embedded.cos, 1.5 * cos[0, :, :16]) and torch.equal(embedded.sin, 1.5 * sin[0, :, :16])
     assert torch.equal(embedded.hidden, torch.nn.Embedding.from_pretrained(inputs["embedding"])(inputs["token_ids"]))
     assert embedded.hidden.dtype == dtype and embedded.square_sums.dtype == torch.float32
-
-
-def test_reference_computes_in_fp64():
-    inputs = make_inputs(5, 130, 8, torch.float64)
-    embedded = embed_tokens(**inputs)
-    assert embedded.hidden.dtype == embedded.square_sums.dtype == torch.float64
-    assert embedded.cos.dtype == embedded.sin.dtype == torch.float32
-    squares = embedded.hidden.square()
-    for group, columns in enumerate((slice(0, 64), slice(64, 128), slice(128, 130))):
-        torch.testing.assert_close(embedded.square_sums[group], squares[:, columns].sum(1), rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -95,32 +81,18 @@ def test_angles_of_far_positions(device, backend):
         torch.testing.assert_close(x.cpu().double(), 1.25 * expected, rtol=0, atol=3e-7)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("num_rows", [None, -1, 0, 1, 4, 6, 7])
-def test_only_the_tokens_that_are_there_count(device, backend, num_rows):
-    tokens = 6
-    inputs = make_inputs(tokens, 130, 5, torch.float32, device=device)
-    expected = embed_tokens(**inputs, backend=backend)
+@pytest.mark.parametrize("size", [1, 130, MAX_BLOCK_H + 1])
+@pytest.mark.parametrize("num_rows", [None, -1, 0, 2, 4, 5])
+def test_only_the_tokens_that_are_there_count(device, monkeypatch, size, num_rows):
+    """The kernel writes nothing else, neither around the results nor of other tokens, and all of those there are."""
+    tokens, guard, margin, buffers, empty = 4, -77.0, 2 * MAX_BLOCK_H, [], torch.empty
+    inputs = make_inputs(tokens, size, 5, torch.float32, device=device)
+    expected = embed_tokens(**inputs, backend="reference")
     rows = tokens if num_rows is None else min(max(num_rows, 0), tokens)
     inputs["token_ids"][rows:] = 2**62
     inputs["positions"][rows:] = 2**62
     if num_rows is not None:
         inputs["num_rows"] = torch.tensor([num_rows], dtype=torch.int32, device=device)
-    embedded = embed_tokens(**inputs, backend=backend)
-    for x, wanted in zip(embedded, expected, strict=True):
-        assert x.shape == wanted.shape
-    for name in ("hidden", "cos", "sin"):
-        assert torch.equal(getattr(embedded, name)[:rows], getattr(expected, name)[:rows])
-    assert torch.equal(embedded.square_sums[:, :rows], expected.square_sums[:, :rows])
-
-
-@pytest.mark.parametrize("size", [1, 130, 192, MAX_BLOCK_H + 1])
-@pytest.mark.parametrize("half", [1, 5, 8])
-def test_nothing_else_is_written(device, monkeypatch, size, half):
-    """Neither what is around the results, nor the tokens that are not there; of the others, everything."""
-    tokens, rows, guard, margin, buffers, empty = 4, 2, -77.0, 2 * MAX_BLOCK_H, [], torch.empty
-    inputs = make_inputs(tokens, size, half, torch.float32, device=device)
-    inputs["num_rows"] = torch.tensor([rows], dtype=torch.int32, device=device)
 
     def guarded_empty(shape, *, dtype, device):
         count = math.prod(shape)
@@ -128,25 +100,18 @@ def test_nothing_else_is_written(device, monkeypatch, size, half):
         buffers.append((buffer, count))
         return buffer[margin : margin + count].view(shape)
 
-    monkeypatch.setattr(torch, "empty", guarded_empty)
-    embedded = embed_tokens(**inputs, backend="triton")
-    monkeypatch.undo()
+    reference = embed_tokens(**inputs, backend="reference")
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", guarded_empty)
+        found = embed_tokens(**inputs, backend="triton")
+    for embedded in (found, reference):
+        for x, wanted in zip(*(e._replace(square_sums=e.square_sums.T) for e in (embedded, expected)), strict=True):
+            torch.testing.assert_close(x[:rows], wanted[:rows], rtol=1e-5, atol=1e-6)
     assert len(buffers) == len(EmbeddedTokens._fields)
     for buffer, count in buffers:
         assert (buffer[:margin] == guard).all() and (buffer[margin + count :] == guard).all()
-    for x in embedded._replace(square_sums=embedded.square_sums.T):
-        assert not (x[:rows] == guard).any() and (x[rows:] == guard).all()
-
-
-def test_offsets_past_32_bits(device):
-    """Row 2 of the embedding is 2**31 away. Pages that nothing touches take no memory on a CPU."""
-    far, size = 2**30, 8
-    memory = torch.empty(2 * far + size, dtype=torch.float16, device=device)
-    embedding = memory.as_strided((3, size), (far, 1))
-    embedding.copy_(torch.arange(3 * size).view(3, size))
-    ids = torch.tensor([2, 0, 1], device=device)
-    embedded = embed_tokens(ids, ids, embedding, torch.ones(1, device=device), backend="triton")
-    assert embedded.hidden[:, 0].tolist() == [16, 0, 8] and torch.equal(embedded.hidden, embedding[ids])
+    for x in found._replace(square_sums=found.square_sums.T):
+        assert (x[rows:] == guard).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -155,25 +120,16 @@ def test_no_tokens(device, backend):
     assert [tuple(x.shape) for x in embedded] == [(0, 130), (3, 0), (0, 5), (0, 5)]
 
 
-def good_arguments():
-    inputs = make_inputs(3, 16, 4, torch.float32)
-    return inputs | {"num_rows": torch.tensor([3], dtype=torch.int32), "rope_scale": 1}
-
-
 @pytest.mark.parametrize(
-    ("name", "value", "error", "message"),
+    ("name", "value", "message"),
     [
-        ("token_ids", i64(1, 2, 3).int(), ValueError, r"token_ids must be int64 \[\*\], got int32 \[3\] on cpu"),
-        ("token_ids", i64([1, 2, 3]), ValueError, r"token_ids must be int64 \[\*\], got int64 \[1, 3\]"),
-        ("token_ids", torch.arange(6)[::2], ValueError, "token_ids must be contiguous in its last dimension"),
-        ("token_ids", i64(1, 2), ValueError, r"positions must be int64 \[2\] on cpu, got int64 \[3\]"),
-        ("embedding", torch.zeros(0, 16), ValueError, r"embedding must have .* and column, got shape \[0, 16\]"),
-        ("embedding", torch.zeros(5, 0), ValueError, r"embedding must have .* and column, got shape \[5, 0\]"),
-        ("inv_freq", torch.zeros(0), ValueError, "inv_freq must have at least one element, got none"),
-        ("rope_scale", "1", TypeError, "rope_scale must be a number, got str"),
-        ("rope_scale", True, TypeError, "rope_scale must be a number, got bool"),
+        ("embedding", torch.zeros(0, 16), r"embedding must have at least one row and column, got shape \[0, 16\]"),
+        ("embedding", torch.zeros(5, 0), r"embedding must have at least one row and column, got shape \[5, 0\]"),
+        ("inv_freq", torch.zeros(0), "inv_freq must have at least one element, got none"),
+        ("rope_scale", "1", "rope_scale must be a number, got str"),
+        ("rope_scale", True, "rope_scale must be a number, got bool"),
     ],
 )
-def test_errors_name_the_argument(name, value, error, message):
-    with pytest.raises(error, match=f"^{message}"):
-        embed_tokens(**good_arguments() | {name: value})
+def test_errors_name_the_argument(name, value, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        embed_tokens(**make_inputs(3, 16, 4, torch.float32) | {name: value})

@@ -56,10 +56,8 @@ def lists(
     padding_row=0,
     history=None,
 ):
-    """The columns of ``rows`` requests, request by request. The history and the table's faults are brought up to date.
-
-    The result has room for ``width`` tokens of each. ``places`` and ``cached_lens`` are -1 and 0 without history.
-    """
+    """The columns of ``rows`` requests, with room for ``width`` tokens each, request by request. The history and the
+    table's faults are brought up to date. ``places`` and ``cached_lens`` are -1 and 0 without history."""
     fields = {name: [] for name in StepRequests._fields}
     for i in range(rows):
         row = table_rows[i].item() if i < len(tokens) else padding_row
@@ -86,7 +84,7 @@ def lists(
                     history.told_lens[row] = max(told_len, length)
                 for position, token in zip(range(length - new, length), columns[:new], strict=True):
                     if position >= 0:
-                        history.tokens[row, position % held] = token
+                        history.tokens[row, position % held] = torch.tensor(token).int()  # its low 32 bits
             found = (
                 (columns[:new] + [0] * width)[:width],
                 new,
@@ -108,7 +106,7 @@ def lists(
     return StepRequests(*(torch.tensor(x, dtype=e.dtype).view(e.shape) for x, e in found))
 
 
-def assert_equal(actual, expected, names=StepRequests._fields):
+def assert_equal(actual, expected, names):
     for name in names:
         x, wanted = getattr(actual, name).cpu(), getattr(expected, name)
         assert x.dtype == wanted.dtype and torch.equal(x.nan_to_num(-7.0), wanted.nan_to_num(-7.0)), name
@@ -116,102 +114,76 @@ def assert_equal(actual, expected, names=StepRequests._fields):
 
 @given(cases("gather_requests"))
 def test_reference_matches_lists(case):
+    """Without a history what is of it is left alone."""
     arguments = inputs(case, torch.device("cpu")).arguments
     out, history, table = (arguments.pop(name, None) for name in ("out", "history", "table"))
     rows, width = (len(arguments["tokens"]), 1) if out is None else out.tokens.shape
     known = None if history is None else StepHistory(*(x.clone() for x in history))
+    before = None if out is None else StepRequests(*(x.clone() for x in out))
     counted = table._replace(faults=table.faults.clone())
     found = gather_requests(table, **arguments, out=out, history=history, backend="reference")
     expected = lists(counted, **arguments, history=known, rows=rows, width=width)
+    assert out is None or found is out
     of_history = ("places", "cached_lens")
     assert_equal(found, expected, [x for x in StepRequests._fields if x not in of_history or history is not None])
     assert torch.equal(table.faults, counted.faults)
     if history is not None:
-        for name, x, wanted in zip(StepHistory._fields, history, known, strict=True):
-            assert torch.equal(x, wanted), name
+        assert_equal(history, known, StepHistory._fields)
+    elif out is not None:
+        assert_equal(found, before, of_history)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_step_of_three_requests(device, backend):
+def test_a_step_of_five_requests(device, backend):
+    """The third one guided, the fourth past the end of its span, the last not active and of one token more."""
     table = guidance_table(device)
+    table.span_ended[6] = table.span_ended[4] = True
     history = make_history(7, device, step=4)
     history.places.copy_(torch.arange(10, 17))
     history.steps.copy_(i64(3, 3, 3, 3, 2, 3, 3))
     history.told_lens.copy_(i32(10, 98, 30, 40, 42, 60, 69))
     history.cached_lens.copy_(i32(9, 97, 29, 39, 41, 59, 67))
+    table.value_stride.copy_(i32(1, 2, 3, 1, 1, 4, 0))
     requests = gather_requests(
         table,
-        i64(11, 12, 13).to(device),
-        i64(6, 4, 1).to(device),
-        i32(70, 43, 99).to(device),
-        active=torch.tensor([True, True, False], device=device),
+        i64([11, 7], [12, 7], [13, 14], [15, 7], [16, 17]).to(device),
+        i64(0, 4, 1, 6, 2).to(device),
+        i32(11, 43, 100, 70, 32).to(device),
+        new_lens=i32(1, 1, 2, 1, 9).to(device),
+        active=torch.tensor([True, True, True, True, False], device=device),
         history=history,
         padding_row=5,
-        out=empty_requests(5, device),
+        out=empty_requests(7, device, 3),
         backend=backend,
     )
-    assert requests.tokens.tolist() == [[11], [12], [13], [0], [0]]
-    assert requests.new_lens.tolist() == [1, 1, 1, 0, 0]
-    assert requests.positions.tolist() == [69, 42, 98, -1, -1]
-    assert requests.table_rows.tolist() == [6, 4, 1, 5, 5]
-    assert requests.places.tolist() == [16, -1, 11, -1, -1]  # row 4 was not in step 3
-    assert requests.guided.tolist() == [True, False, False, False, False]
-    assert requests.wants_length.tolist() == [True, True, False, False, False]
-    assert requests.entropy_threshold.isnan().tolist() == [True, True, False, True, True]
-    assert requests.entropy_threshold[2].item() == 0.5  # what is not active keeps its other parameters
-    assert requests.generated.tolist() == [10, 3, 89, 0, 0]
-    assert requests.seeds.tolist() == [2**40 + 6, 2**40 + 4, 2**40 + 1, 0, 0]
-    assert requests.due.tolist() == [True, True, True, False, False]
-    assert requests.cached_lens.tolist() == [67, 41, 97, 0, 0]
-    assert history.places.tolist() == [10, 2, 12, 13, 1, 15, 0]
-    assert history.steps.tolist() == [3, 4, 3, 3, 4, 3, 4]
+    no = [0, 0, 0]
+    assert requests.tokens.tolist() == [[11, 0, 0], [12, 0, 0], [13, 14, 0], [15, 0, 0], [16, 17, 0], no, no]
+    assert requests.new_lens.tolist() == [1, 1, 2, 1, 2, 0, 0]
+    assert requests.positions.tolist() == [10, 42, 99, 69, 31, -1, -1]
+    assert requests.table_rows.tolist() == [0, 4, 1, 6, 2, 5, 5]
+    assert requests.places.tolist() == [10, -1, 11, 16, 12, -1, -1]  # row 4 was not in step 3
+    assert requests.guided.tolist() == [False, False, True, False, False, False, False]
+    assert requests.wants_length.tolist() == [False, True, False, True, False, False, False]
+    assert requests.entropy_threshold.isnan().tolist() == [True, True, False, True, True, True, True]
+    assert requests.entropy_threshold[2].item() == 0.5
+    assert requests.generated.tolist() == [11, 3, 90, 10, 32, 0, 0]
+    assert requests.seeds.tolist() == [0, 2**40 + 4, 2**40 + 1, 2**40 + 6, 0, 0, 0]
+    assert requests.due.tolist() == [True, True, True, True, False, False, False]
+    assert requests.cached_lens.tolist() == [9, 41, 97, 67, 29, 0, 0]
+    assert history.places.tolist() == [0, 2, 4, 13, 1, 15, 3]
+    assert history.steps.tolist() == [4, 4, 4, 3, 4, 3, 4]
     assert history.step.item() == 4  # select_scored counts
-    assert history.tokens.tolist() == [[-7] * 3, [-7, -7, 13], [-7] * 3, [-7] * 3, [12, -7, -7], [-7] * 3, [11, -7, -7]]
-    assert history.told_lens.tolist() == [10, 99, 30, 40, 43, 60, 70]
+    no = [-7, -7, -7]
+    assert history.tokens.tolist() == [[-7, 11, -7], [14, -7, 13], [16, 17, -7], no, [12, -7, -7], no, [15, -7, -7]]
+    assert history.told_lens.tolist() == [11, 100, 32, 40, 43, 60, 70]
     assert history.cached_lens.tolist() == [9, 97, 29, 39, 41, 59, 67]  # catch_up brings them up to date
     assert table.faults.tolist() == [0] * 7
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_places_are_those_of_the_step_before(device, backend):
-    """Requests come and leave, sit out a step, stand elsewhere; row 0 and place 0 are like any other."""
-    table, history, now = guidance_table(device), make_history(7, device), {}
-    steps = [[4, 1, 0, 6], [0, 6, 4, 1], [1, 6], [6, 4, 1, 0], [2], [], [2, 3], [3, 2], [0, 2, 3, 6, 5, 4, 1]]
-    for rows in steps:
-        b = len(rows)
-        numbers = torch.zeros(b, dtype=torch.int64, device=device)
-        requests = gather_requests(
-            table,
-            numbers,
-            torch.tensor(rows, dtype=torch.int64, device=device),
-            numbers.int(),
-            history=history,
-            out=empty_requests(b + 2, device),
-            backend=backend,
-        )
-        assert requests.places.tolist() == [now.get(row, -1) for row in rows] + [-1, -1]
-        now = {row: place for place, row in enumerate(rows)}
-        history.step.add_(1)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_forgotten_request_was_nowhere(device, backend):
-    """Whatever the number of the step: that of none is -1."""
-    table, numbers = guidance_table(device), torch.zeros(1, dtype=torch.int64, device=device)
-    for step in (1, 2, 2**40):
-        history = make_history(7, device, step)
-        history.places.fill_(3)
-        requests = gather_requests(table, numbers, numbers, numbers.int(), history=history, backend=backend)
-        assert requests.places.item() == -1 and history.places.tolist() == [0, *[3] * 6]
-
-
-NEW = i64([21, 22, 23], [31, 32, 33], [41, 42, 43], [51, 52, 53])  # of four requests
-
-
-def tell(table, history, rows, lengths, new_lens, *, tokens=NEW, backend, **options):
+def tell(table, history, rows, lengths, new_lens, *, backend, **options):
     """A step of requests in the rows of the table; the next one is another step."""
     device, b = history.step.device, len(rows)
-    batch = (tokens[:b].to(device), i64(*rows).to(device), i32(*lengths).to(device))
+    batch = (torch.arange(3 * b, device=device).view(b, 3), i64(*rows).to(device), i32(*lengths).to(device))
     requests = gather_requests(
         table, *batch, new_lens=i32(*new_lens).to(device), history=history, backend=backend, **options
     )
@@ -220,134 +192,16 @@ def tell(table, history, rows, lengths, new_lens, *, tokens=NEW, backend, **opti
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_several_new_tokens_are_held_by_their_positions(device, backend):
-    """After the last column comes the first; the columns of ``tokens`` beyond ``new_lens`` are nobody's."""
-    table, history = guidance_table(device), make_history(7, device, held=4)
-    out = empty_requests(4, device, 3)
-    requests = tell(table, history, [6, 1, 3, 0], [6, 9, 2, 1], [3, 1, 2, 3], out=out, backend=backend)
-    assert history.tokens.tolist() == [
-        [53, -7, -7, -7],  # the two before it would be at negative positions
-        [31, -7, -7, -7],
-        [-7, -7, -7, -7],
-        [41, 42, -7, -7],
-        [-7, -7, -7, -7],
-        [-7, -7, -7, -7],
-        [22, 23, -7, 21],
-    ]
-    assert requests.tokens.tolist() == [[21, 22, 23], [31, 0, 0], [41, 42, 0], [51, 52, 53]]
-    assert requests.new_lens.tolist() == [3, 1, 2, 3]
-    assert requests.positions.tolist() == [5, 8, 1, 0] and requests.guided.tolist() == [True, True, False, False]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("held", "length", "wanted"),
-    [
-        (1, 9, [14]),
-        (2, 9, [14, 13]),
-        (3, 7, [14, 12, 13]),
-        (4, 7, [12, 13, 14, 11]),
-        (7, 10, [12, 13, 14, 99, 99, 10, 11]),
-    ],
+    [(1, 9, [2]), (2, 9, [2, 1]), (3, 7, [2, 0, 1]), (4, 2, [1, 2, -7, -7]), (7, 9, [1, 2, -7, -7, -7, -7, 0])],
 )
-def test_of_more_new_tokens_than_are_held_the_last_count(device, backend, held, length, wanted):
+def test_the_last_new_tokens_are_held_by_their_positions(device, backend, held, length, wanted):
+    """After the last column comes the first. Of a sequence of two tokens, the first new one is at no position."""
     table, history = guidance_table(device), make_history(7, device, held=held)
-    history.tokens.fill_(99)
-    requests = tell(table, history, [4], [length], [5], tokens=torch.arange(10, 15)[None], backend=backend)
+    tell(table, history, [4], [length], [3], backend=backend)
     assert history.tokens[4].tolist() == wanted
-    assert requests.tokens.tolist() == [[10]] and requests.new_lens.tolist() == [5]
-    assert (history.tokens[[0, 1, 2, 3, 5, 6]] == 99).all()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_of_new_tokens_may_be_strided(device, backend):
-    memory = torch.full((4, 9), 77)
-    memory[:, 5:8] = NEW
-    table, history = guidance_table(device), make_history(7, device)
-    tokens = memory.to(device)[:, 5:8]
-    assert tokens.stride() == (9, 1)
-    options = dict(tokens=tokens, out=empty_requests(4, device, 3), backend=backend)
-    requests = tell(table, history, [2, 6, 0, 5], [3, 4, 5, 6], [1, 3, 2, 3], **options)
-    assert requests.tokens.tolist() == [[21, 0, 0], [31, 32, 33], [41, 42, 0], [51, 52, 53]]
-    assert history.tokens.tolist() == [
-        [41, 42, -7],
-        [-7, -7, -7],
-        [-7, -7, 21],
-        [-7, -7, -7],
-        [-7, -7, -7],
-        [51, 52, 53],
-        [33, 31, 32],
-    ]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("has_history", [False, True])
-@pytest.mark.parametrize(
-    ("width", "wanted"),
-    [
-        (1, [[31], [0], [21], [41], [0], [0]]),
-        (2, [[31, 32], [0, 0], [21, 22], [41, 0], [0, 0], [0, 0]]),
-        (3, [[31, 32, 0], [0, 0, 0], [21, 22, 23], [41, 0, 0], [0, 0, 0], [0, 0, 0]]),
-        (5, [[31, 32, 0, 0, 0], [0] * 5, [21, 22, 23, 0, 0], [41, 0, 0, 0, 0], [0] * 5, [0] * 5]),
-    ],
-)
-def test_the_first_new_tokens_are_given_as_far_as_there_is_room(device, backend, has_history, width, wanted):
-    """How many are new is said in any case. Nothing of the columns beyond them is given, nor of any that was there."""
-    table, history = guidance_table(device), make_history(7, device) if has_history else None
-    memory = torch.full((4, 7), 77)
-    memory[:, 3:6] = NEW[[1, 3, 0, 2]]
-    out = StepRequests(*(x.fill_(1) for x in empty_requests(6, device, width)))
-    rows, lengths, new_lens = i64(2, 6, 0, 5), i32(30, 4, 9, 60), i32(2, 0, 3, 1)
-    batch = (memory.to(device)[:, 3:6], rows.to(device), lengths.to(device))
-    options = dict(new_lens=new_lens.to(device), history=history, padding_row=3, out=out, backend=backend)
-    requests = gather_requests(table, *batch, **options)
-    assert requests is out and requests.tokens.tolist() == wanted
-    assert requests.new_lens.tolist() == [2, 0, 3, 1, 0, 0]
-    assert requests.positions.tolist() == [29, 3, 8, 59, -1, -1]
-    assert requests.table_rows.tolist() == [2, 6, 0, 5, 3, 3]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("width", [1, 3])
-def test_a_token_each_fills_the_first_column(device, backend, width):
-    """Without ``new_lens`` it is new, else it may not be. Tokens past 32 bits are given whole."""
-    table, out = guidance_table(device), empty_requests(4, device, width)
-    batch = (i64(2**33 + 5, 0, 2**40).to(device), i64(6, 0, 4).to(device), i32(8, 7, 9).to(device))
-    for new_lens, wanted, lens in (
-        (None, [2**33 + 5, 0, 2**40, 0], [1, 1, 1, 0]),
-        (i32(1, 3, -1).to(device), [2**33 + 5, 0, 0, 0], [1, 1, 0, 0]),
-    ):
-        for x in out:
-            x.fill_(1)
-        requests = gather_requests(table, *batch, new_lens=new_lens, out=out, backend=backend)
-        assert requests.tokens.tolist() == [[token] + [0] * (width - 1) for token in wanted]
-        assert requests.new_lens.tolist() == lens
-    assert gather_requests(table, *batch, backend=backend).tokens.tolist() == [[2**33 + 5], [0], [2**40]]
-
-
-def test_empty_requests_have_the_room_asked_for(device):
-    for options, width in (({}, 1), (dict(width=4), 4)):
-        requests = empty_requests(3, device, **options)
-        assert [list(x.shape) for x in requests] == [[3, width]] + [[3]] * 11
-        assert {x.device.type for x in requests} == {device.type}
-        assert requests.tokens.dtype == torch.int64 and requests.new_lens.dtype == torch.int32
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_new_tells_nothing(device, backend):
-    """Also where their number is negative; one that is too large means every column."""
-    table, history = guidance_table(device), make_history(7, device, held=4, told=50)
-    requests = tell(table, history, [4, 6, 1], [50, 49, 53], [0, -3, 9], backend=backend)
-    assert requests.new_lens.tolist() == [0, 0, 3] and requests.tokens.tolist() == [[0], [0], [41]]
-    assert history.tokens.tolist() == [[-7] * 4, [43, -7, 41, 42], *[[-7] * 4] * 5]
-    assert history.told_lens.tolist() == [50, 53, 50, 50, 50, 50, 50]
-    assert requests.positions.tolist() == [49, 48, 52] and table.faults.tolist() == [0] * 7
-    assert requests.guided.tolist() == [False, True, True] and requests.wants_length.tolist() == [True, True, False]
-    # Of one column too.
-    one = i64(61, 62).to(device), i64(4, 1).to(device), i32(50, 54).to(device)
-    requests = gather_requests(table, *one, new_lens=i32(0, 1).to(device), history=history, backend=backend)
-    assert history.tokens.tolist() == [[-7] * 4, [43, 62, 41, 42], *[[-7] * 4] * 5]
-    assert requests.tokens.tolist() == [[0], [62]] and requests.new_lens.tolist() == [0, 1]
+    assert (history.tokens[[0, 1, 2, 3, 5, 6]] == -7).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -393,116 +247,45 @@ def test_more_uncomputed_tokens_than_are_held_lose_guidance(device, backend, hel
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("step", [1, 4, 12, 30, 2**33 + 1])
-def test_requests_are_due_by_their_stride(device, backend, step):
-    """Whether guided or not. A stride below 1 is no stride."""
-    strides = [3, 1, 2**31 - 1, 0, 5, -2, 4]
-    table, history = guidance_table(device), make_history(7, device, step)
-    table.value_stride.copy_(i32(*strides))
-    rows = [5, 2, 0, 6, 1, 4, 3]
-    numbers = torch.zeros(7, dtype=torch.int64, device=device)
-    batch = (numbers, i64(*rows).to(device), numbers.int())
-    out = empty_requests(9, device)
-    requests = gather_requests(table, *batch, history=history, out=out, backend=backend)
-    assert requests.due.tolist() == [step % max(strides[row], 1) == 0 for row in rows] + [False] * 2
-    assert requests.due.any() and not requests.due.all()
-    requests = gather_requests(table, *batch, out=out, backend=backend)
-    assert requests.due.tolist() == [True] * 7 + [False] * 2
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nobody_is_guided_after_the_end_of_a_span(device, backend):
-    """Lengths are predicted still."""
-    table = guidance_table(device)
-    table.span_ended.copy_(torch.tensor([True, False, True, False, True, True, True]))
-    rows = torch.tensor([6, 1, 0, 4], device=device)
-    requests = gather_requests(table, rows, rows, rows.int(), backend=backend)
-    assert requests.guided.tolist() == [False, True, False, False]
-    assert requests.wants_length.tolist() == [True, False, False, True]
-    table.span_ended.logical_not_()
-    requests = gather_requests(table, rows, rows, rows.int(), backend=backend)
-    assert requests.guided.tolist() == [True, False, False, False]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_without_history_what_is_of_it_is_left_alone(device, backend):
-    """And nobody lacks a token, though the result said so before."""
-    out = empty_requests(4, device)
-    out.places.fill_(77)
-    out.cached_lens.fill_(-78)
-    numbers, table = torch.zeros(2, dtype=torch.int64, device=device), guidance_table(device)
-    rows, lengths = torch.tensor([3, 1], device=device), i32(9, 90).to(device)
-    found = gather_requests(table, numbers, rows, lengths, out=out, backend=backend)
-    assert found is out and out.table_rows.tolist() == [3, 1, 0, 0]
-    assert out.places.tolist() == [77] * 4 and out.cached_lens.tolist() == [-78] * 4
-    assert out.guided.tolist() == [False, True, False, False] and table.faults.tolist() == [0] * 7
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_no_requests(device, backend):
-    numbers = torch.zeros(0, dtype=torch.int64, device=device)
-    table = guidance_table(device)
-    arguments = (table, numbers, numbers, numbers.int())
-    assert [len(x) for x in gather_requests(*arguments, backend=backend)] == [0] * 12
-    history = make_history(7, device)
-    found = gather_requests(*arguments, history=history, padding_row=6, out=empty_requests(33, device), backend=backend)
-    assert_equal(found, lists(table, *(x.cpu() for x in arguments[1:]), rows=33, padding_row=6))
-    for name, x, wanted in zip(StepHistory._fields, history, make_history(7, device), strict=True):
-        assert torch.equal(x, wanted), name
+    numbers, table, history = i64().long().to(device), guidance_table(device), make_history(7, device)
+    batch = (table, numbers, numbers, numbers.int())
+    assert [len(x) for x in gather_requests(*batch, backend=backend)] == [0] * 12
+    out = empty_requests(33, device)
+    found = gather_requests(*batch, history=history, padding_row=6, out=out, backend=backend)
+    assert found.table_rows.tolist() == [6] * 33 and found.places.tolist() == found.positions.tolist() == [-1] * 33
+    assert found.entropy_threshold.isnan().all() and not found.guided.any() and not found.tokens.any()
+    assert_equal(history, make_history(7, "cpu"), StepHistory._fields)
     assert table.faults.tolist() == [0] * 7
 
 
-def test_an_empty_history_knows_nobody(device):
+def test_what_is_empty(device):
+    """Results have the room asked for; a history knows nobody."""
+    for options, width in (({}, 1), (dict(width=4), 4)):
+        requests = empty_requests(3, device, **options)
+        assert [list(x.shape) for x in requests] == [[3, width]] + [[3]] * 11
+        assert requests.tokens.dtype == torch.int64 and requests.new_lens.dtype == torch.int32
     history = empty_history(5, 3, device)
     assert history.places.tolist() == history.steps.tolist() == [-1] * 5 and history.step.tolist() == [1]
     assert history.tokens.tolist() == [[0] * 3] * 5
     assert history.told_lens.tolist() == history.cached_lens.tolist() == [0] * 5
     assert [x.dtype for x in history] == [torch.int64] * 3 + [torch.int32] * 3
-    assert {x.device.type for x in history} == {device.type}
-
-
-def good_arguments():
-    table = guidance_table("cpu")
-    return dict(
-        table=table.columns,
-        tokens=i64(5, 6, 7),
-        table_rows=i64(6, 0, 4),
-        lengths=i32(80, 90, 100),
-        new_lens=i32(1, 0, 1),
-        active=torch.tensor([True, False, True]),
-        history=make_history(7, "cpu"),
-        out=empty_requests(4, torch.device("cpu"), 2),
-    )
-
-
-def test_a_history_without_room_for_tokens_is_named():
-    arguments = good_arguments()
-    history = arguments["history"]._replace(tokens=torch.zeros(7, 0, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"^history.tokens must be contiguous and have a column, got \[7, 0\]"):
-        gather_requests(**arguments | {"history": history})
+    assert {x.device.type for x in (*history, *requests)} == {device.type}
 
 
 @pytest.mark.parametrize(
     ("name", "value", "error", "message"),
     [
-        ("tokens", i32(5, 6, 7), ValueError, r"tokens must be int64 \[\*\], got int32 \[3\] on cpu"),
-        ("tokens", i32([5], [6], [7]), ValueError, r"tokens must be int64 \[\*, \*\], got int32 \[3, 1\] on cpu"),
-        ("tokens", i64([[5]]), ValueError, r"tokens must be int64 \[\*\], got int64 \[1, 1, 1\] on cpu"),
-        ("tokens", i64([5, 6, 7]), ValueError, r"new_lens must be int32 \[1\] on cpu, got int32 \[3\]"),
         ("tokens", i64([], [], []).long(), ValueError, "tokens must have at least one column, got none"),
-        ("tokens", i64([5, 6, 7], [8, 9, 1]).T, ValueError, "tokens must be contiguous in its last dimension"),
-        ("tokens", torch.arange(6)[::2], ValueError, "tokens must be contiguous in its last dimension"),
-        ("tokens", i64(5, 6), ValueError, r"new_lens must be int32 \[2\] on cpu, got int32 \[3\]"),
+        ("new_lens", None, ValueError, r"new_lens must say how many of the tokens \[B, N\] are new, got None"),
         ("table", {"mode": 1}, TypeError, "table must be a GuidanceTable, got dict"),
-        ("history", (1, 2, 3), TypeError, "history must be a StepHistory, got tuple"),
-        ("out", list(empty_requests(4, torch.device("cpu"))), TypeError, "out must be StepRequests, got list"),
-        ("out", empty_requests(2, torch.device("cpu")), ValueError, "out must have a row for each of the 3 .*, got 2"),
         (
-            "out",
-            empty_requests(4, torch.device("cpu"))._replace(tokens=torch.zeros(4, dtype=torch.int64)),
+            "history",
+            empty_history(7, 0, torch.device("cpu")),
             ValueError,
-            r"out.tokens must be int64 \[\*, \*\] on cpu, got int64 \[4\] on cpu",
+            r"history.tokens must be contiguous and have a column, got \[7, 0\]",
         ),
+        ("out", empty_requests(2, torch.device("cpu")), ValueError, "out must have a row for each of the 3 .*, got 2"),
         ("padding_row", 7, ValueError, r"padding_row must be in \[0, 7\), got 7"),
         ("padding_row", -1, ValueError, r"padding_row must be in \[0, 7\), got -1"),
         ("padding_row", 1.0, TypeError, "padding_row must be an int, got float"),
@@ -510,11 +293,7 @@ def test_a_history_without_room_for_tokens_is_named():
     ],
 )
 def test_errors_name_the_argument(name, value, error, message):
+    batch = dict(tokens=i64([5], [6], [7]), table_rows=i64(6, 0, 4), lengths=i32(80, 90, 100), new_lens=i32(1, 0, 1))
+    arguments = dict(table=guidance_table("cpu").columns, **batch, history=make_history(7, "cpu"))
     with pytest.raises(error, match=f"^{message}"):
-        gather_requests(**good_arguments() | {name: value})
-
-
-def test_several_tokens_need_their_number():
-    arguments = good_arguments() | {"tokens": i64([5], [6], [7]), "new_lens": None}
-    with pytest.raises(ValueError, match=r"^new_lens must say how many of the tokens \[B, N\] are new, got None"):
-        gather_requests(**arguments)
+        gather_requests(**arguments | {name: value})

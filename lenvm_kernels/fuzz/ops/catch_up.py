@@ -26,7 +26,7 @@ SPARE_ROWS = 2  # of the table, which no request of the batch has
 LONGEST = 70  # tokens of a sequence
 
 OPTIONS: dict[str, list[Any]] = {
-    "held": [1, 2, 5, 16],
+    "held": [1, 2, 3, 5, 16, 64],
     "width": [1, 1, 2, 5],
     "page_size": [1, 4, 16],
     "padding": [0, 1, 40],  # requests that do not exist
@@ -50,7 +50,9 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     total = count + options["padding"]
     table_rows = draws.places("table_rows", rows, SPARE_ROWS)
     lengths = draws.integers("lengths", rows, low=1, high=LONGEST)
-    missing = draws.choose("missing", rows, values=[-1, 0, 1, 1, 2, held - options["width"], held - 1, held])
+    missing = draws.choose(
+        "missing", rows, values=[-9, -1, 0, 1, 1, 2, held - options["width"], held - 1, held, held + 1]
+    )
     cached_lens = (lengths - missing).clamp(min=0)
     # Often all that is missing is new.
     new_lens = torch.where(draws.chance("all new", rows, of=0.7), missing.clamp(min=0), 1)
@@ -75,7 +77,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     history.tokens[table_rows] = draws.choose("tokens", rows, held, values=[0, 7, 151_642, 2**31 - 1]).int()
     pages = -(-LONGEST // page_size)
     slot_table = torch.zeros(count + SPARE_ROWS, pages + 3, dtype=torch.int32, device=device)[:, :pages]
-    slot_table[table_rows] = draws.choose("pages", rows, pages, values=[0, 1, 17, 2**26]).int()
+    slot_table[table_rows] = draws.choose("pages", rows, pages, values=[0, 1, 17, 2**26, 2**31 - 1]).int()
     counts = torch.zeros(total, dtype=torch.int32, device=device)
     counts[:count] = draws.choose("counts", rows, values=[0, 0, 1, 5]).int()
     committed = torch.zeros(total, dtype=torch.int32, device=device)

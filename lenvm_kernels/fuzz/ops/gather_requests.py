@@ -62,7 +62,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         "entropy_threshold": draws.choose("entropy_threshold", rows, values=[math.nan, -1.0, 0.0, 0.7]),
         "prompt_len": draws.integers("prompt_len", rows, low=0, high=100_000),
         "seed": draws.bits("seed", rows),
-        "value_stride": draws.choose("value_stride", rows, values=[1, 1, 2, 3, 2**31 - 1]),
+        "value_stride": draws.choose("value_stride", rows, values=[1, 1, 2, 3, 2**31 - 1, 0, -2]),
         "span_ended": draws.chance("span_ended", rows, of=0.2),
         "faults": draws.integers("faults", rows, low=0, high=9),
     }
@@ -79,7 +79,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     lengths = torch.where(draws.chance("short", rows, of=0.1), draws.integers("few", rows, low=0, high=5), lengths)
     is_active = draws.chance("active", rows, of=0.7)
     new = 1 if options["tokens"] == "one" else int(options["tokens"])
-    tokens = draws.choose("tokens", rows, new, values=[0, 1, 151_642, 2**31 - 1])
+    tokens = draws.choose("tokens", rows, new, values=[0, 1, 151_642, 2**31 - 1, 2**33 + 5])
     per_request = {
         "tokens": tokens[:, 0].contiguous() if options["tokens"] == "one" else tokens,
         "table_rows": table_rows,

@@ -14,10 +14,10 @@ from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.types import RaggedLayout
 
 OPTIONS: dict[str, list[Any]] = {
-    "columns": [0, 1, 2, 7, 8],
+    "columns": [0, 1, 2, 7, 8, 17],
     "longest": [1, 2, 70],
     "unreferenced": [0, 1, 40],
-    "dtype": ["int64", "int32"],
+    "dtype": ["int64", "int32", "mixed"],
     "candidate_lens": ["in range", "any"],
     "parents": ["none", "tree", "chain", "any"],
     "constants": ["shipped", "small", "smallest"],
@@ -89,11 +89,18 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         candidate_lens,
         columns,
         unreferenced=options["unreferenced"],
-        dtype=getattr(torch, options["dtype"]),
+        dtype=torch.int32 if options["dtype"] == "int32" else torch.int64,
         device=device,
         seed=case.seed,
         rows=rows,
     )
+    if options["dtype"] == "int64":
+        for name in ("delta_ids", "delta_slots", "candidate_ids"):
+            arguments[name] += 2**40
+    elif options["dtype"] == "mixed":
+        arguments["candidate_ids"] = arguments["candidate_ids"].int()
+    far = draws.chance("far", rows, of=0.2)
+    arguments["cached_lens"] += torch.where(far, 2**31 - 100_200, 0).int()
     if options["parents"] != "none":  # in rows farther apart than the candidates'
         arguments["candidate_parents"] = apart(draw_parents(draws, options["parents"], rows, columns), 2)
     return Inputs(arguments)

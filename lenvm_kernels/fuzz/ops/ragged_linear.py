@@ -69,16 +69,17 @@ def make_inputs(
 
     columns = 2 * outputs if swiglu else outputs
     # with the norm the rows' sizes must not matter
-    sizes = 10 ** draws.uniform("sizes", tokens, 1, low=-2, high=2) if norm else 1.0
+    sizes = draws.choose("sizes", tokens, 1, values=[0.0, 1e-2, 1.0, 30.0, 1e4]) if norm else 1.0
+    weight_padding = row_padding // 3  # strides of their own
     inputs = {
         "x": normal("x", tokens, size + row_padding, sizes)[:, :size],
-        "weight": normal("weight", columns, size + row_padding, size**-0.5)[:, :size],
+        "weight": normal("weight", columns, size + weight_padding, size**-0.5)[:, :size],
         "swiglu": swiglu,
     }
     if e4m3:
         weight, scales = quantize_weight(inputs["weight"])
         # What follows a row are NaN; the scales of rows are not alike.
-        padded = torch.full((columns, size + row_padding), 0x7F, dtype=torch.uint8, device=device).view(weight.dtype)
+        padded = torch.full((columns, size + weight_padding), 0x7F, dtype=torch.uint8, device=device).view(weight.dtype)
         padded[:, :size] = weight
         spread = draws.uniform("weight_scales", columns, low=0.5, high=2.0).float()
         inputs |= {"weight": padded[:, :size], "weight_scales": scales * spread}

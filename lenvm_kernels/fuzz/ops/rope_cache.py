@@ -84,10 +84,11 @@ def make_inputs(
     rows = draws.rows(tokens)
     columns = (heads + 2 * kv_heads) * head_dim
     angle = 100 * draws.normal("angle", rows, head_dim // 2 + row_padding).float()
+    sizes = draws.choose("sizes", rows, 1, values=[1.0, 1.0, 1.0, 0.0, 1e-4, 5e3])
     slots = draws.places("slots", rows, num_slots - len(rows))
     slots = slots.masked_fill(draws.chance("not kept", rows, of=0.3), -1)
     inputs = {
-        "qkv": (3 * draws.normal("qkv", rows, columns + row_padding)).to(dtype)[:, :columns],
+        "qkv": (3 * sizes * draws.normal("qkv", rows, columns + row_padding)).to(dtype)[:, :columns],
         "cos": angle.cos()[:, : head_dim // 2],
         "sin": angle.sin()[:, : head_dim // 2].contiguous(),
         "slots": slots,

@@ -24,6 +24,7 @@ OPTIONS: dict[str, list[Any]] = {
     "size": [64, 80, 96, 100, 576],
     "dtype": ["float32", "bfloat16", "float16"],
     "norm": [False, True, "folded"],  # folded: its weight is in that of the matmul
+    "norm_eps": [EPS, 0.1],
     "square_sums": [False, True],
     "targets": [False, True],
     "fp32_vectors": [False, True],
@@ -54,7 +55,7 @@ def make_inputs(
     vector_dtype = torch.float32 if fp32_vectors else dtype
     inputs = {
         "hidden": normal("hidden", tokens, size + row_padding)[:, :size],
-        "fc_weight": normal("fc_weight", size, size + row_padding, size**-0.5)[:, :size],
+        "fc_weight": normal("fc_weight", size, size + row_padding // 3, size**-0.5)[:, :size],
         "fc_bias": normal("fc_bias", 1, size, 0.1, vector_dtype)[0],
         "summary_weight": normal("summary_weight", 1, size, 2 * size**-0.5, vector_dtype),
         "summary_bias": normal("summary_bias", 1, 1, dtype=vector_dtype)[0],
@@ -93,6 +94,8 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     if options["norm"] == "folded" or (options["norm"] and options["square_sums"]):
         sums = square_sums_of(arguments["hidden"])
         arguments["square_sums"] = F.pad(sums, (0, options["row_padding"]), value=float("nan"))[:, : sums.shape[1]]
+    if options["norm"]:
+        arguments["norm_eps"] = options["norm_eps"]
     if options["norm"] and options["targets"]:
         integers = torch.int64 if options["token_rows"] == "int32" else torch.int32
         arguments["targets"] = draws.places("targets", rows).to(integers)

@@ -11,7 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, differs, dtype_of, expect, powers_of_2
+from lenvm_kernels.fuzz.case import (
+    Case,
+    Difference,
+    Operator,
+    Output,
+    beyond,
+    copy_in_place,
+    differs,
+    dtype_of,
+    expect,
+    powers_of_2,
+    whole_memory,
+)
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.value_tree_attention import SPLIT_LEN, SPLIT_SLACK, value_tree_attention
@@ -28,19 +40,21 @@ OPTIONS: dict[str, list[Any]] = {
     "cached": ["short", "any", "long"],
     "delta": [1, 2, 40],
     "candidates": [1, 5, 16],
-    "trees": ["none", "roots", "wide", "chains"],
-    "group": [1, 3, 4, 6, 7, 8],
+    "trees": ["none", "roots", "wide", "chains", "malformed"],
+    "group": [1, 3, 4, 6, 7, 8, 64],
     "kv_heads": [1, 2],
     "head_dim": [16, 48, 64, 96, 128],
     "dtype": ["float32", "bfloat16", "float16"],
     "e4m3": [False, True],
-    "layout": ["as projected", "heads first", "values apart"],
+    "layout": ["as projected", "heads first", "values apart", "each its own"],
     "page_size": [1, 16, 64],
     "sm_scale": [None, 0.2, -0.1],
     "padding": [0, 2, 30],
     "table_rows": ["int64", "int32"],
+    "constants": ["shipped", "few programs"],
 }
-_REACH = {"wide": 8, "chains": 1}
+CONSTANTS = {"few programs": {"MAX_PROGRAMS": 3}}  # some take several items each
+_REACH = {"wide": 8, "chains": 1, "malformed": 3}
 
 
 @dataclass(frozen=True)
@@ -104,6 +118,19 @@ class Inputs:
             first = end - len(tree)
             parents[first:end] = int32([-1 if parent < 0 else first + parent for parent in tree])
         return replace(self, parents=parents.to(self.q.device))
+
+    def with_malformed_parents(self, seed: int) -> Inputs:
+        """For each parent that is none, delta tokens' and padding's too, a number that cannot be one either."""
+        row, new_lens = torch.arange(len(self.q)), self.q_offsets.diff().cpu()
+        firsts = (self.q_offsets[1:] - self.candidate_lens).cpu().repeat_interleave(new_lens)  # candidates
+        firsts = torch.nn.functional.pad(firsts, (0, len(row) - len(firsts)), value=len(row))
+        before = torch.where(row < firsts, row - 1, firsts - 1)  # a delta token, or the request before
+        extremes = torch.tensor([-1, -2, -(2**31), 2**31 - 1])[:, None].expand(-1, len(row))
+        choices = torch.cat([torch.stack([row, row + 1, before, firsts - 1]), extremes])
+        chosen = choices.gather(0, Draws(seed).integers("malformed", 1, len(row), low=0, high=len(choices) - 1))[0]
+        assert self.parents is not None
+        parents = torch.where(self.parents.cpu() < 0, chosen, self.parents.cpu())
+        return replace(self, parents=parents.int().to(self.q.device))
 
 
 def int32(values: list[int], device: torch.device | str = "cpu") -> Tensor:
@@ -211,6 +238,7 @@ def random_tree(candidates: int, reach: int, seed: int | str) -> list[int]:
 class Call:
     inputs: Inputs
     keywords: dict[str, Any]
+    out_is_apart: bool = False
 
 
 def inputs(case: Case, device: torch.device) -> Call:
@@ -251,18 +279,35 @@ def inputs(case: Case, device: torch.device) -> Call:
         reach = _REACH[options["trees"]]
         trees = [random_tree(n, reach, f"{case.seed} {row}") for n, row in zip(candidates.tolist(), rows, strict=True)]
         made = made.with_trees(trees)
+    if options["trees"] == "malformed":
+        made = made.with_malformed_parents(case.seed)
     if options["layout"] == "heads first":
         names = ("q", "k_cache", "v_cache")
         made = replace(made, **{n: getattr(made, n).transpose(0, 1).contiguous().transpose(0, 1) for n in names})
     elif options["layout"] == "values apart":
         made = replace(made, v_new=made.v_new.contiguous(), v_cache=made.v_cache.contiguous())
+    elif options["layout"] == "each its own":
+        every = ("q", "k_new", "v_new", "k_cache", "v_cache")
+        spread: dict[str, Any] = {name: _among_nan(getattr(made, name), i) for i, name in enumerate(every)}
+        made = replace(made, **spread)
     made = replace(made, table_rows=made.table_rows.to(getattr(torch, options["table_rows"])))
-    return Call(made, {"sm_scale": options["sm_scale"]})
+    return Call(made, {"sm_scale": options["sm_scale"]}, options["layout"] == "each its own")
+
+
+def _among_nan(x: Tensor, more: int) -> Tensor:
+    """The same numbers ``[tokens, heads, D]``, in rows and heads that are ``more`` apart."""
+    code = 0x7F if x.element_size() == 1 else float("nan")
+    x = x.contiguous()
+    wider = x.view(torch.uint8) if x.element_size() == 1 else x
+    wider = torch.nn.functional.pad(wider, (0, more, 0, more // 2), value=code).view(x.dtype)
+    return wider[:, : x.shape[1], : x.shape[2]]
 
 
 def run(call: Call, function) -> Tensor:
     q = call.inputs.q
     out = torch.full_like(q, UNTOUCHED)
+    if call.out_is_apart:
+        out = torch.nn.functional.pad(out, (0, 5, 0, 3), value=UNTOUCHED)[:, : q.shape[1], : q.shape[2]]
     result = function(**vars(call.inputs), **call.keywords, out=out)
     return expect("the result", result, dtype=q.dtype, shape=q.shape)
 
@@ -283,9 +328,13 @@ def compare(call: Call, result: Tensor) -> list[Difference]:
     expected = call.inputs.expected(**call.keywords, out=torch.full_like(result, UNTOUCHED, dtype=torch.float64))
     tolerance = TOLERANCE["value_tree_attention"][result.dtype]
     padding = (owners < 0)[:, None, None]
+    around = whole_memory(copy_in_place(result).fill_(UNTOUCHED))
     return [
         beyond("the result", result, expected, tolerance, owners),
         differs("rows past the last request", result, torch.where(padding, UNTOUCHED, result), owners),
+        differs(
+            "memory around the result", around, torch.full_like(around, UNTOUCHED), -torch.ones_like(around).long()
+        ),
     ]
 
 
@@ -304,7 +353,7 @@ def classes(call: Call) -> dict[str, Tensor]:
 def _row_work(options: Mapping[str, Any]) -> float:
     tiles = 1 + 1.5 * options["delta"] * options["group"] / 64
     keys = {"short": 1, "any": 6, "long": 14}[options["cached"]]
-    levels = {"none": 1, "roots": 2, "wide": 4, "chains": 6}[options["trees"]]
+    levels = {"none": 1, "roots": 2, "wide": 4, "chains": 6, "malformed": 5}[options["trees"]]
     return 200 * options["kv_heads"] * tiles * (1 + keys) * levels
 
 
@@ -322,6 +371,7 @@ OPERATOR = Operator(
     ),
     row_work=_row_work,
     classes=classes,
+    constants=CONSTANTS,
     free={
         **dict.fromkeys(("q", "k_new", "v_new", "k_cache", "v_cache", "out"), "apart"),
         "slot_table": "rows columns apart",
