@@ -522,135 +522,7 @@ def test_every_tensor_has_strides_of_its_own(device, turn, backend):
         assert torch.equal(as_integers(x), expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("columns", [1, 2, 3, 33, 64, 100])
-def test_every_number_of_candidates(device, columns, backend):
-    """The first and the last of them. What lies around them in memory would match."""
-    pools = make_pools(2, 5, 110, 1, 8, torch.bfloat16)
-    for token, around in ((0, columns), (columns - 1, columns), (columns, columns), (columns - 1, columns - 1)):
-        step = dict(
-            candidate_ids=sliced(torch.arange(columns - 1, -1, -1).int()[None], 40, around, device),
-            candidate_rows=sliced(torch.arange(5, 5 + columns)[None], 40, 3, device),
-            candidate_positions=i32(9),
-        )
-        drawn = dict(last_rows=i32(0), tokens=i32(token), positions=i32(9))
-        slots = dict(slot_table=slots_with(1), table_rows=i32(2))
-        committed, cache = commit(pools, step | drawn | slots, backend=backend, device=device)
-        is_candidate = token < columns
-        assert committed.tolist() == [int(is_candidate)]
-        assert torch.equal(cache, moved(pools, [(1, 5 + columns - 1 - token)] if is_candidate else []))
-
-
-def good_arguments():
-    cache, last = make_pools(2, 5, 8, 2, 4, torch.float32)
-    return dict(zip((*CACHES, *LAST), (*cache, *last), strict=True)) | ROW
-
-
-def zeros(*shape, dtype=torch.float32):
-    return torch.zeros(shape, dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    "name, value, error, message",
-    [
-        ("k_cache", None, TypeError, "k_cache must be a tensor float32.*, got NoneType"),
-        ("k_cache", zeros(2, 5, 8), ValueError, r"k_cache must be .* \[\*, \*, \*, \*\], got float32 \[2, 5, 8\]"),
-        ("k_cache", zeros(2, 5, 2, 4).int(), ValueError, "k_cache must be float32.*, got int32"),
-        ("k_cache", zeros(0, 5, 2, 4), ValueError, "k_cache must have at least one layer, head and column"),
-        ("k_cache", zeros(2, 5, 4, 2).transpose(2, 3), ValueError, "k_cache must be contiguous in its last dimension"),
-        ("k_cache", zeros(2, 2, 5, 4).transpose(1, 2), ValueError, "k_cache must be contiguous in its last two dim"),
-        (
-            "v_last",
-            zeros(2, 2, 8, 4).transpose(1, 2),
-            ValueError,
-            "v_last must be contiguous in its last two dimensions",
-        ),
-        ("v_cache", zeros(2, 2, 5, 4).transpose(1, 2), ValueError, "v_cache must be contiguous in its last two dim"),
-        ("k_last", zeros(2, 2, 8, 4).transpose(1, 2), ValueError, "k_last must be contiguous in its last two dim"),
-        ("v_cache", zeros(2, 5, 2, 4).half(), ValueError, "v_cache must be float32 .*, got float16"),
-        ("v_last", zeros(2, 8, 2, 4).half(), ValueError, "v_last must be float32 .*, got float16"),
-        ("k_last", zeros(2, 8, 2, 4).to(E4M3), ValueError, "k_last must be float32 .*, got float8_e4m3fn"),
-        ("key_scales", zeros(2, 2), ValueError, "key_scales must be None unless k_cache is float8_e4m3fn, .* float32"),
-        ("value_scales", zeros(2, 2), ValueError, "value_scales must be None unless k_cache is float8_e4m3fn"),
-        ("v_cache", zeros(2, 6, 2, 4), ValueError, r"v_cache must be float32 \[2, 5, 2, 4\] on cpu, got .* \[2, 6"),
-        ("k_last", zeros(3, 8, 2, 4), ValueError, r"k_last must be float32 \[2, \*, 2, 4\] on cpu, got .* \[3, 8"),
-        ("k_last", zeros(2, 8, 2, 4).half(), ValueError, r"k_last must be float32 .*, got float16"),
-        ("v_last", zeros(2, 7, 2, 4), ValueError, r"v_last must be float32 \[2, 8, 2, 4\] on cpu, got .* \[2, 7"),
-        ("candidate_ids", zeros(2, 4).long(), ValueError, r"candidate_ids must be int32 \[\*, \*\] on cpu, got int64"),
-        ("candidate_ids", zeros(2, 0).int(), ValueError, "candidate_ids must have at least one column, got none"),
-        ("candidate_rows", zeros(2, 2).int(), ValueError, r"candidate_rows must be int32\|int64 \[2, 4\] on cpu, got"),
-        ("candidate_rows", zeros(4, 2).int().T, ValueError, "candidate_rows must be contiguous in its last dimension"),
-        ("candidate_positions", i32(1), ValueError, r"candidate_positions must be int32 \[2\] on cpu, got int32 \[1\]"),
-        ("last_rows", i32(1, 2), ValueError, r"last_rows must be int32\|int64 \[1\] on cpu, got int32 \[2\]"),
-        ("tokens", zeros(1), ValueError, r"tokens must be int32\|int64 \[\*\] on cpu, got float32"),
-        ("last_rows", zeros(1), ValueError, r"last_rows must be int32\|int64 \[1\] on cpu, got float32"),
-        ("candidate_rows", zeros(2, 4), ValueError, r"candidate_rows must be int32\|int64 \[2, 4\] .*, got float32"),
-        ("candidate_positions", zeros(2).long(), ValueError, r"candidate_positions must be int32 \[2\] .*, got int64"),
-        ("positions", i32(9, 9), ValueError, r"positions must be int32 \[1\] on cpu, got int32 \[2\]"),
-        ("slot_table", zeros(3, 12), ValueError, r"slot_table must be int32 \[\*, \*\] on cpu, got float32 \[3, 12\]"),
-        ("slot_table", i32(3, 3), ValueError, r"slot_table must be int32 \[\*, \*\] on cpu, got int32 \[2\]"),
-        ("slot_table", zeros(9, 2).int().T, ValueError, "slot_table must be contiguous in its last dimension"),
-        ("table_rows", zeros(1), ValueError, r"table_rows must be int32\|int64 \[1\] on cpu, got float32"),
-        ("table_rows", i32(2, 1), ValueError, r"table_rows must be int32\|int64 \[1\] on cpu, got int32 \[2\]"),
-        ("positions", zeros(1).long(), ValueError, r"positions must be int32 \[1\] on cpu, got int64"),
-        ("tokens", i32([23, 5]), ValueError, r"new_lens must say how many of the tokens \[B, N\] are new, got None"),
-        ("tokens", i32([[23]]), ValueError, r"tokens must be int32\|int64 \[\*\] on cpu, got int32 \[1, 1, 1\]"),
-        ("new_lens", i32(1, 1), ValueError, r"new_lens must be int32 \[1\] on cpu, got int32 \[2\]"),
-        (
-            "candidate_parents",
-            i32([1, 2]),
-            ValueError,
-            r"candidate_parents must be int32 \[2, 4\] on cpu, got .* \[1, 2",
-        ),
-        *(
-            ("page_size", value, ValueError, f"page_size must be an int of at least 1, got {value!r}")
-            for value in (0, -4, 2.0, True, "4")
-        ),
-        ("backend", "gpu", ValueError, "backend must be one of"),
-    ],
-)
-def test_bad_arguments_are_named(name, value, error, message):
-    with pytest.raises(error, match=f"^{message}"):
-        commit_winner(**{**good_arguments(), name: value})
-
-
 # Of three requests, four of the step before.
-SEVERAL = dict(
-    candidate_ids=torch.ones(4, 3, dtype=torch.int32),
-    candidate_rows=torch.ones(4, 3, dtype=torch.int64),
-    candidate_parents=torch.ones(4, 3, dtype=torch.int32),
-    candidate_positions=i32(3, 2, 4, 5),
-    last_rows=i32(3, 0, 2),
-    tokens=torch.ones(3, 2, dtype=torch.int64),
-    new_lens=i32(2, 0, 1),
-    positions=i32(6, 5, 4),
-    slot_table=torch.ones(5, 8, dtype=torch.int32),
-    table_rows=i32(4, 0, 3),
-)
-
-
-def test_several_tokens_need_a_column():
-    tokens = torch.ones(3, 0, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"^tokens must have at least one column, got none"):
-        commit_winner(**good_arguments() | SEVERAL | {"tokens": tokens})
-
-
-@pytest.mark.parametrize(
-    "name, value, error, message",
-    [
-        ("key_scales", None, TypeError, r"key_scales must be a tensor float32 \[2, 3\] on cpu, got NoneType"),
-        ("value_scales", zeros(3, 2), ValueError, r"value_scales must be float32 \[2, 3\] on cpu, got .* \[3, 2\]"),
-        ("key_scales", zeros(2, 3).half(), ValueError, "key_scales must be float32 .*, got float16"),
-        ("k_last", zeros(2, 8, 3, 4).to(E4M3), ValueError, r"k_last must be float32\|bfloat16\|.*, got float8_e4m3fn"),
-        ("v_last", zeros(2, 8, 3, 4).half(), ValueError, "v_last must be float32 .*, got float16"),
-    ],
-)
-def test_bad_scales_are_named(name, value, error, message):
-    cache, last = zeros(2, 5, 3, 4).to(E4M3), zeros(2, 8, 3, 4)
-    arguments = dict(k_cache=cache, v_cache=cache.clone(), k_last=last, v_last=last.clone(), **ROW)
-    scales = dict(key_scales=zeros(2, 3), value_scales=zeros(2, 3))
-    with pytest.raises(error, match=f"^{message}"):
-        commit_winner(**{**arguments, **scales, name: value})
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -685,3 +557,47 @@ def test_a_winner_leaves_the_codes_that_its_own_forward_would(device, dtype, bac
     for cache, name in zip(caches, ("k_cache", "v_cache"), strict=True):
         expected = as_integers(forward[name]).expand(2, -1, -1, -1)
         assert torch.equal(as_integers(cache), expected)
+
+
+SCALES = dict(key_scales=torch.zeros(2, 2), value_scales=torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("e4m3", "changed", "error", "message"),
+    [
+        (False, {"k_cache": torch.zeros(0, 5, 2, 4)}, ValueError, "k_cache must have at least one layer, head and col"),
+        (False, {"candidate_ids": i32([], [])}, ValueError, "candidate_ids must have at least one column, got none"),
+        (False, {"tokens": i32([23, 5])}, ValueError, r"new_lens must say how many of the tokens \[B, N\] are new"),
+        (
+            False,
+            {"tokens": torch.ones(1, 0, dtype=torch.int64), "new_lens": i32(0)},
+            ValueError,
+            "tokens must have at least one column, got none",
+        ),
+        (
+            False,
+            {"tokens": i32([[23]])},
+            ValueError,
+            r"tokens must be int32\|int64 \[\*\] on cpu, got int32 \[1, 1, 1\]",
+        ),
+        *(
+            (False, {"page_size": value}, ValueError, f"page_size must be an int of at least 1, got {value!r}")
+            for value in (0, -4, 2.0, True, "4")
+        ),
+        *(
+            (False, {name: x}, ValueError, f"{name} must be None unless k_cache is float8")
+            for name, x in SCALES.items()
+        ),
+        *(
+            (True, {name: None}, TypeError, rf"{name} must be a tensor float32 \[2, 2\] .*, got None")
+            for name in SCALES
+        ),
+        (True, {"k_last": torch.zeros(2, 8, 2, 4).to(E4M3)}, ValueError, "k_last must be float32.*, got float8_e4m3fn"),
+    ],
+)
+def test_bad_arguments_are_named(e4m3, changed, error, message):
+    cache, last = make_pools(2, 5, 8, 2, 4, torch.float32)
+    cache = cache.to(E4M3) if e4m3 else cache
+    arguments = dict(zip((*CACHES, *LAST), (*cache, *last), strict=True)) | ROW | (SCALES if e4m3 else {})
+    with pytest.raises(error, match=f"^{message}"):
+        commit_winner(**arguments | changed)

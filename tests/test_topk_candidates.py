@@ -11,7 +11,7 @@ from hypothesis import given
 
 from lenvm_kernels.fuzz.ops.topk_candidates import Inputs, compare, run
 from lenvm_kernels.ops import topk_candidates as module
-from lenvm_kernels.ops.topk_candidates import PROGRAM_BYTES, TILE, topk_candidates
+from lenvm_kernels.ops.topk_candidates import TILE, topk_candidates
 from lenvm_kernels.types import Status, TextBreak
 from tests.helpers.cases import assert_right, cases
 from tests.helpers.matches import assert_matches
@@ -89,28 +89,6 @@ def test_largest_vocabulary_and_most_candidates(device, vocab, slots):
     assert expected.lost_mass > 0.2
 
 
-@pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_rows_do_not_see_each_other(device, backend):
-    """Permuted rows, more rows and one alone: the same bits."""
-    rng = torch.Generator().manual_seed(1)
-    rows = 19
-    x = torch.randn(rows, PROGRAM_BYTES // 4 + 2 * TILE + 16, generator=rng)
-    x[4, 3] = torch.nan
-    arguments = dict(row_parameters(rows, 6, 0.9, 0.01), entropy_threshold=torch.full((rows,), 1.0))
-    whole = topk_candidates(x.to(device), **on(device, arguments), is_logits=True, backend=backend)
-
-    def taken(indices):
-        picked = {name: a[indices] for name, a in arguments.items()}
-        part = topk_candidates(x[indices].to(device), **on(device, picked), is_logits=True, backend=backend)
-        expected = type(whole)(*(x[indices.to(device)] for x in whole))
-        assert_same_bits(part, expected)
-
-    taken(torch.randperm(rows, generator=rng))
-    taken(torch.tensor([4, 7, 2]))
-    taken(torch.tensor([rows - 1]))
-    assert whole.broken.sum() == 1 and whole.status[4] == Status.UNGUIDED
-
-
 @pytest.mark.bits
 def test_number_of_rows_changes_no_bit_of_a_large_vocabulary(device):
     """1,187 tiles, fewer in the last program than in the others."""
@@ -172,30 +150,6 @@ def small_tiles(monkeypatch):
     """Tiles of 32 tokens, in fp32 four to a program."""
     for name, value in dict(TILE=32, PROGRAM_BYTES=512).items():
         monkeypatch.setattr(module, name, value)
-
-
-def scores_of_many_tiles(rows, vocab, is_logits):
-    """Rows whose best tokens stand anywhere: ties, few tokens that can be candidates, ascending, descending."""
-    rng = torch.Generator().manual_seed(11)
-    x = torch.randn(rows, vocab, generator=rng)
-    x[1::4] = (3 * x[1::4]).round()
-    x[2] = torch.linspace(-4, 4, vocab)
-    x[6] = torch.linspace(4, -4, vocab)
-    x[3::4][torch.rand(len(x[3::4]), vocab, generator=rng) < 0.97] = -torch.inf
-    return x if is_logits else torch.softmax(x, dim=1)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("is_logits", [True, False])
-def test_programs_of_several_tiles(device, small_tiles, backend, is_logits):
-    """Seven tiles in two programs, the last tile and the last program shorter; against the fp64 reference."""
-    rows, vocab = 8, 6 * 32 + 19
-    x = scores_of_many_tiles(rows, vocab, is_logits)
-    parameters = row_parameters(rows)
-    parameters["top_k"][4:6] = torch.tensor([3, 7])
-    parameters["top_p"][7], parameters["min_p"][6] = 0.02, 0.7
-    actual = choose(x, parameters, device, backend, is_logits=is_logits)
-    assert_matches_reference(Inputs(x, parameters | dict(max_candidates=SLOTS, is_logits=is_logits)), actual)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -326,47 +280,6 @@ def test_every_output_is_written(device, dirty_memory, small_tiles, monkeypatch,
 GOOD = dict(row_parameters(2), scores=torch.zeros(2, 40), is_logits=True)
 
 
-@pytest.mark.parametrize(
-    "name, value, message",
-    [
-        (
-            "scores",
-            torch.zeros(2, 40).int(),
-            r"scores must be float32\|bfloat16\|float16\|float64 \[\*, \*\], got int32 \[2, 40\]",
-        ),
-        ("scores", torch.zeros(2, 40, dtype=torch.int64), "scores must be float32"),
-        ("scores", torch.zeros(40), r"scores must be .* \[\*, \*\], got float32 \[40\]"),
-        ("scores", torch.zeros(40, 2).T, "scores must be contiguous in its last dimension"),
-        ("scores", torch.zeros(2, 0), "scores must have between 1 and 262144 columns, got 0"),
-        ("scores", torch.zeros(2, 300_000), "scores must have between 1 and 262144 columns, got 300000"),
-        ("top_k", torch.zeros(2).long(), r"top_k must be int32 \[2\] on cpu, got int64 \[2\] on cpu"),
-        ("top_k", torch.zeros(3).int(), r"top_k must be int32 \[2\] on cpu, got int32 \[3\]"),
-        ("top_k", torch.zeros(2, device="meta").int(), r"top_k must be int32 \[2\] on cpu, got .* on meta"),
-        ("top_p", torch.ones(2).double(), r"top_p must be float32 \[2\]"),
-        ("min_p", torch.ones(1), r"min_p must be float32 \[2\]"),
-        ("scores", torch.zeros(2, 262_145), "scores must have between 1 and 262144 columns, got 262145"),
-        ("max_candidates", 0, "max_candidates must be a power of two up to 64, got 0"),
-        ("max_candidates", 12, "max_candidates must be a power of two up to 64, got 12"),
-        ("max_candidates", 128, "max_candidates must be a power of two up to 64, got 128"),
-        ("temperature", torch.ones(2, 1), r"temperature must be float32 \[2\]"),
-        ("entropy_threshold", torch.ones(3), r"entropy_threshold must be float32 \[2\]"),
-        ("guided", torch.ones(2).int(), r"guided must be bool \[2\]"),
-        ("vocab_mask", torch.zeros(2, 1).int(), r"vocab_mask must be int32 \[2, 2\] on cpu, got int32 \[2, 1\]"),
-        ("end_token_ids", torch.zeros(2, 1).int(), "end_token_ids and min_end_prob must be given together"),
-        ("min_end_prob", torch.zeros(2), "end_token_ids and min_end_prob must be given together"),
-        ("least_share", torch.zeros(2), "least_share must be given together with end_token_ids"),
-        ("due_length", torch.zeros(2), "due_length and generated must be given together, with end_token_ids"),
-        ("generated", torch.zeros(2).int(), "due_length and generated must be given together, with end_token_ids"),
-        ("text_breaks", torch.zeros(9).to(torch.int8), "text_breaks and last_tokens must be given together, with end_"),
-        ("last_tokens", torch.zeros(2).int(), "text_breaks and last_tokens must be given together, with end_token_ids"),
-        ("table_rows", torch.zeros(3).int(), r"table_rows must be int32\|int64 \[2\] on cpu, got int32 \[3\]"),
-    ],
-)
-def test_bad_arguments_are_named(name, value, message):
-    with pytest.raises(ValueError, match=message):
-        topk_candidates(**{**GOOD, name: value})
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_numbers_and_strided_tensors(device, backend):
     scores = 3 * torch.randn(3, 40, generator=torch.Generator().manual_seed(2)).to(device)
@@ -381,12 +294,6 @@ def test_numbers_and_strided_tensors(device, backend):
     for filters in (numbers, strided):
         assert_same_bits(topk_candidates(scores, **filters, is_logits=True, backend=backend), expected)
     assert len(expected.counts.unique()) > 1
-
-
-@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p"])
-def test_bad_filters_cannot_be_left_out(name):
-    with pytest.raises(TypeError, match=f"{name} must be an? .* or a tensor .*, got NoneType"):
-        topk_candidates(**{**GOOD, name: None})
 
 
 # --- tokens that end the output ---
@@ -593,18 +500,56 @@ def test_temperatures_that_are_not_finite_break_the_row(device, backend):
     assert found.broken.tolist() == [True, True, True, False] and found.counts.tolist() == [0, 0, 0, 3]
 
 
-def test_bad_argument_types_and_combinations():
-    ends = dict(end_token_ids=torch.zeros(1, 3).int(), min_end_prob=torch.zeros(1))
-    with pytest.raises(ValueError, match="end_token_ids must have a row for each of the 2 requests, got 1"):
-        topk_candidates(**GOOD, **ends)
-    with pytest.raises(ValueError, match="end_token_ids must have at least one column, got none"):
-        topk_candidates(**GOOD, **ends | {"end_token_ids": torch.zeros(1, 0).int()})
-    for name, value in (("top_k", 5.0), ("top_k", True), ("top_p", "1"), ("min_p", False), ("temperature", [1.0])):
-        number = "an integer" if name == "top_k" else "a number"
-        with pytest.raises(TypeError, match=f"^{name} must be {number} or a tensor .*, got {type(value).__name__}$"):
-            topk_candidates(**{**GOOD, "is_logits": True, name: value})
-    for value in (2**31, -(2**31) - 1):
-        with pytest.raises(ValueError, match=f"top_k must be an int32, got {value}"):
-            topk_candidates(**{**GOOD, "top_k": value})
-    with pytest.raises(ValueError, match="temperature must be None when scores are probabilities"):
-        topk_candidates(**{**GOOD, "is_logits": False, "temperature": torch.ones(2)})
+NO_ENDS = torch.zeros(1, 0).int()
+PAIRS = (
+    ("due_length", "generated", "due_length and generated must be given together, with end_token_ids"),
+    ("text_breaks", "last_tokens", "text_breaks and last_tokens must be given together, with end_token_ids"),
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        *(
+            ({"scores": torch.zeros(2, n)}, ValueError, f"scores must have between 1 and 262144 columns, got {n}")
+            for n in (0, 262_145)
+        ),
+        *(
+            ({"max_candidates": n}, ValueError, f"max_candidates must be a power of two up to 64, got {n}")
+            for n in (0, 12, 128)
+        ),
+        *(({name: torch.zeros(2)}, ValueError, message) for *names, message in PAIRS for name in names),
+        ({"end_token_ids": ENDS}, ValueError, "end_token_ids and min_end_prob must be given together"),
+        ({"min_end_prob": torch.zeros(2)}, ValueError, "end_token_ids and min_end_prob must be given together"),
+        ({"least_share": torch.zeros(2)}, ValueError, "least_share must be given together with end_token_ids"),
+        (
+            {"end_token_ids": ENDS, "min_end_prob": torch.zeros(1)},
+            ValueError,
+            "end_token_ids must have a row for each of the 2 requests, got 1",
+        ),
+        (
+            {"end_token_ids": NO_ENDS, "min_end_prob": torch.zeros(1)},
+            ValueError,
+            "end_token_ids must have at least one column, got none",
+        ),
+        *(
+            ({name: value}, TypeError, f"{name} must be {number} or a tensor .*, got {type(value).__name__}$")
+            for name, number, values in (
+                ("top_k", "an integer", (5.0, True, None)),
+                ("top_p", "a number", ("1", None)),
+                ("min_p", "a number", (False, None)),
+                ("temperature", "a number", ([1.0],)),
+            )
+            for value in values
+        ),
+        *(({"top_k": n}, ValueError, f"top_k must be an int32, got {n}") for n in (2**31, -(2**31) - 1)),
+        (
+            {"is_logits": False, "temperature": torch.ones(2)},
+            ValueError,
+            "temperature must be None when scores are probabilities",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(changed, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        topk_candidates(**GOOD | changed)
