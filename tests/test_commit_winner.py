@@ -146,15 +146,6 @@ def test_rows_outside_the_last_step_are_not_read(device, backend):
     assert committed.tolist() == [0, 1, 0] and torch.equal(cache, moved(pools, [(2, 6)]))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_of_a_token_listed_twice_the_first_that_was_computed_counts(device, backend):
-    pools = make_pools(2, 5, 8, 1, 16, torch.float32)
-    for rows, wanted in (([8, -1, 7, 2], 7), ([2, 7, -1, 8], 2), ([-1, 8, -2, 5], 5)):
-        twice = ROW | dict(candidate_ids=i32([5] * 4, [23, 23, 23, 23]), candidate_rows=i32([0] * 4, rows))
-        committed, cache = commit(pools, twice, backend=backend, device=device)
-        assert committed.tolist() == [1] and torch.equal(cache, moved(pools, [(3, wanted)]))
-
-
 # A tree: below 23 are 5 and 7, below that 5 are 5 and 9, below that 5 are 23 and 7. 41 has nobody below it. Tokens -1
 # pad, whatever else is said of them.
 TREE_IDS = i32(5, 23, 7, 5, 7, 41, 23, 9, -1, -1, -1)
@@ -335,18 +326,6 @@ def test_a_slot_outside_the_cache_ends_the_walk(device, pages, slots, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_token_that_was_not_computed_ends_the_walk(device, backend):
-    pools = make_pools(2, 7, 8, 2, 4, torch.float32)
-    rows = [4, 0, 6, 2]
-    for column, count in ((1, 0), (3, 1), (0, 2), (2, 3)):
-        for row in (-1, 8, 2**31 - 1):
-            chain = CHAIN | dict(rows=[row if i == column else rows[i] for i in range(4)])
-            committed, cache = commit(pools, path_of([23, 5, 7, 9], **chain), backend=backend, device=device)
-            assert committed.tolist() == [count]
-            assert torch.equal(cache, moved(pools, [(2, 0), (3, 2), (6, 4)][:count]))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("first, count", [(0, 4), (-1, 0), (-3, 0), (-4, 0)])
 def test_a_sequence_begins_at_position_0(device, first, count, backend):
     """More tokens may be said to be new than the sequence has: nothing commits. The memory around has slots too."""
@@ -388,62 +367,6 @@ def test_several_tokens_keep_their_codes(device, dtype, backend):
     codes = (last[0] / scales[:, None, :, None].to(dtype)).float().to(E4M3)
     assert committed.tolist() == [4]
     assert torch.equal(found, moved((cache, codes.expand(2, -1, -1, -1, -1)), [(2, 0), (3, 2), (6, 4), (5, 6)]))
-
-
-@pytest.mark.parametrize("name", ["candidate_ids", "candidate_rows", "candidate_parents", "tokens", "slot_table"])
-def test_rows_past_32_bits(device, name):
-    """Row 2 is 2**31 away. Pages that nothing touches take no memory on a CPU."""
-    far = 2**30
-    pools = make_pools(2, 7, 8, 2, 4, torch.float32)
-    arguments = path_of([23, 5, 7, 9], **CHAIN)
-    for other in arguments:
-        if other in ("last_rows", "table_rows"):
-            arguments[other] = i32(0, 1, 2)
-        elif other != "slot_table":
-            arguments[other] = arguments[other].repeat(3, *[1] * (arguments[other].dim() - 1))
-    arguments["new_lens"] = i32(0, 0, 4)
-    arguments["slot_table"] = i32([0] * 7, [0] * 7, [4, 1, 0, 2, 3, 6, 5])
-    spread = torch.empty(2 * far + 8, dtype=torch.int32, device=device)
-    spread = spread.as_strided(arguments[name].shape, (far, 1))
-    arguments[name] = spread.copy_(arguments[name])
-    # Not by ``commit``, whose copies would be of all the memory.
-    cache, last = (pool.to(device, copy=True) for pool in pools)
-    rows = {key: x.to(device) if key != name else x for key, x in arguments.items()}
-    committed = commit_winner(*cache, *last, **rows, backend="triton")
-    assert committed.tolist() == [0, 0, 4]
-    assert torch.equal(as_integers(cache.cpu()), moved(pools, [(2, 0), (3, 2), (6, 4), (5, 6)]))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_do_not_see_each_other(device, backend):
-    """All rows at once, or one after the other in any order: the same bytes."""
-    rows, columns, pages = 12, 4, 15
-    rng = torch.Generator().manual_seed(2)
-    pools = make_pools(4, 2 * rows * pages, rows * columns, 2, 16, torch.bfloat16)
-    step = dict(
-        candidate_ids=torch.arange(rows * columns, dtype=torch.int32).view(rows, columns),
-        candidate_rows=torch.randperm(rows * columns, generator=rng).view(rows, columns),
-        candidate_positions=torch.arange(rows, dtype=torch.int32),
-        candidate_parents=i32([-1, 0, 1, 1]).expand(rows, -1).contiguous(),
-        slot_table=torch.randperm(rows * pages, generator=rng).int().view(rows, pages),
-        page_size=2,
-    )
-    last, new_lens = torch.randperm(rows, generator=rng), torch.randint(0, 4, (rows,), generator=rng).int()
-    below = i32(1, 2) + (torch.rand(rows, 2, generator=rng) < 0.3) * i32(1, 2)
-    drawn = dict(
-        last_rows=last,
-        tokens=last[:, None] * columns + torch.nn.functional.pad(below, (1, 0)),  # some of the next row
-        new_lens=new_lens,
-        positions=last.int() + new_lens - 1,
-        table_rows=torch.randperm(rows, generator=rng),
-    )
-    committed, whole = commit(pools, step | drawn, backend=backend, device=device)
-    assert set(committed.tolist()) == {0, 1, 2, 3}
-    for i in torch.randperm(rows, generator=rng).tolist():
-        one, cache = commit(pools, step | {k: v[[i]] for k, v in drawn.items()}, backend=backend, device=device)
-        assert one[0] == committed[i]
-        pools[0] = cache.view(pools[0].dtype)
-    assert torch.equal(as_integers(pools[0]), whole)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -12,7 +12,7 @@ from hypothesis import given
 from lenvm_kernels.fuzz.ops.topk_candidates import Inputs, compare, run
 from lenvm_kernels.ops import topk_candidates as module
 from lenvm_kernels.ops.topk_candidates import TILE, topk_candidates
-from lenvm_kernels.types import Status, TextBreak
+from lenvm_kernels.types import Candidates, Status, TextBreak
 from tests.helpers.cases import assert_right, cases
 from tests.helpers.matches import assert_matches
 
@@ -317,24 +317,25 @@ LISTS = [
 ]
 
 
+def with_ends(device, backend, rows, *, scores=TAIL, **options):
+    """(the candidates of so many rows, their tokens); of each row ends are 7 (0.02), 4 (0.0005) and 1 (0.00002)."""
+    options = dict(top_k=1, top_p=1.0, min_p=0.0, max_candidates=4, end_token_ids=ENDS.repeat(rows, 1)) | options
+    found = topk_candidates(scores.repeat(rows, 1).to(device), **on(device, options), backend=backend)
+    assert found.token_ids.shape == (rows, options["max_candidates"])
+    lists = [row[:count] for row, count in zip(found.token_ids.tolist(), found.counts.tolist(), strict=True)]
+    assert (found.token_ids >= 0).sum() == found.counts.sum()
+    return Candidates(*(x.cpu() for x in found)), lists
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_logits", [False, True])
 @pytest.mark.parametrize(("least", "filters", "columns", "expected"), LISTS)
 def test_ends_are_candidates_whatever_the_filters_say(device, backend, is_logits, least, filters, columns, expected):
-    scores = TAIL.log() / 2 + 3 if is_logits else TAIL
-    found = topk_candidates(
-        scores.to(device),
-        **{"top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters,
-        max_candidates=columns,
-        temperature=0.5 if is_logits else None,
-        is_logits=is_logits,
-        end_token_ids=ENDS.to(device),
-        min_end_prob=torch.tensor([least], device=device),
-        backend=backend,
-    )
-    assert found.token_ids[0].tolist() == expected + [-1] * (columns - len(expected))
-    assert found.counts == len(expected)
-    torch.testing.assert_close(found.probs[0, : len(expected)].cpu(), TAIL[0, expected], rtol=1e-5, atol=0)
+    options = dict(scores=TAIL.log() / 2 + 3, temperature=0.5, is_logits=True) if is_logits else {}
+    options |= {"top_k": 0} | filters | {"max_candidates": columns, "min_end_prob": torch.tensor([least])}
+    found, lists = with_ends(device, backend, 1, **options)
+    assert lists == [expected]
+    torch.testing.assert_close(found.probs[0, : len(expected)], TAIL[0, expected], rtol=1e-5, atol=0)
     assert found.status == (Status.SINGLE if len(expected) == 1 else Status.GUIDE)
     cut = not filters or (columns, filters) == (4, dict(top_k=6))
     lost = 1 - TAIL[0, expected].sum().item() if cut and len(expected) < 8 else 0.0
@@ -345,50 +346,41 @@ def test_ends_are_candidates_whatever_the_filters_say(device, backend, is_logits
 def test_who_is_late_takes_worse_ends(device, backend):
     """The least probability halves with each tenth of the due length past it, from half of it on with each hundredth.
 
-    Rows of the table are in another order. Ends are 7 (0.02), 4 (0.0005) and 1 (0.00002)."""
-    least, due = [0.03, 0.03, 0.03, 0.01, 0.01, 0.03], [40.0, 40.0, torch.inf, 20.0, 0.0, 100.0]
-    generated = [40, 44, 9999, 30, 11, 154]
-    # 0.03; 0.015; 0.03; 0.01 / 32 = 0.0003; 2^-120; 0.03 / 2^9 = 0.000059
-    expected = [[5], [5, 7], [5], [5, 7, 4], [5, 7, 4, 1], [5, 7, 4]]
-    order = torch.tensor([4, 0, 5, 2, 1, 3], device=device)
-    of_rows = torch.empty(6, 2, device=device)
-    of_rows[order] = torch.tensor([least, due], device=device).T
-    found = topk_candidates(
-        TAIL.repeat(6, 1).to(device),
-        top_k=1,
-        top_p=1.0,
-        min_p=0.0,
-        max_candidates=4,
-        end_token_ids=ENDS.repeat(6, 1).to(device),
-        min_end_prob=of_rows[:, 0],
-        due_length=of_rows[:, 1],
-        generated=torch.tensor(generated, dtype=torch.int32, device=device),
-        table_rows=order,
-        backend=backend,
+    Rows of the table are in another order."""
+    least, due, generated, expected = zip(
+        (0.03, 40.0, 40, [5]),
+        (0.03, 40.0, 44, [5, 7]),  # 0.015
+        (0.03, torch.inf, 9999, [5]),
+        (0.01, 20.0, 30, [5, 7, 4]),  # 0.01 / 32 = 0.0003
+        (0.01, 0.0, 11, [5, 7, 4, 1]),  # 2^-120
+        (0.03, 100.0, 154, [5, 7, 4]),  # 0.03 / 2^9 = 0.000059
+        strict=True,
     )
-    assert [[token for token in row if token >= 0] for row in found.token_ids.tolist()] == expected
+    order = torch.tensor([4, 0, 5, 2, 1, 3])
+    of_rows = torch.empty(6, 2)
+    of_rows[order] = torch.tensor([least, due]).T
+    options = dict(min_end_prob=of_rows[:, 0], due_length=of_rows[:, 1], table_rows=order)
+    _, lists = with_ends(device, backend, 6, generated=torch.tensor(generated, dtype=torch.int32), **options)
+    assert lists == list(expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_least_share_is_a_least_min_p(device, backend):
     """The larger of both holds, for all tokens but ends and the first. Token 2 has a share of 0.75, 6 of 0.275."""
-    shares = [0.0, 0.7, 0.2, 0.5, 1.0, 0.01]  # of table rows
-    min_p = [0.0, 0.9, 0.1, 0.27, 0.0]
-    order = torch.tensor([5, 0, 1, 2, 4], device=device)
-    expected = [[5, 2, 6, 8, 0, 7], [5, 7], [5, 2, 7], [5, 2, 6, 8, 7], [5, 7]]
-    found = topk_candidates(
-        TAIL.repeat(5, 1).to(device),
+    shares = torch.tensor([[0.0, 0.7, 0.2, 0.5, 1.0, 0.01], [9.0] * 6])  # of table rows
+    _, lists = with_ends(
+        device,
+        backend,
+        5,
         top_k=0,
-        top_p=1.0,
-        min_p=torch.tensor(min_p, device=device),
+        min_p=torch.tensor([0.0, 0.9, 0.1, 0.27, 0.0]),
         max_candidates=8,
-        end_token_ids=torch.full((6, 1), 7, dtype=torch.int32, device=device),
-        min_end_prob=torch.full((6,), 0.01, device=device),
-        least_share=torch.tensor([shares, [9.0] * 6], device=device).T[:, 0],
-        table_rows=order,
-        backend=backend,
+        end_token_ids=torch.full((6, 1), 7, dtype=torch.int32),
+        min_end_prob=torch.full((6,), 0.01),
+        least_share=shares.T[:, 0],
+        table_rows=torch.tensor([5, 0, 1, 2, 4]),
     )
-    assert [[token for token in row if token >= 0] for row in found.token_ids.tolist()] == expected
+    assert lists == [[5, 2, 6, 8, 0, 7], [5, 7], [5, 2, 7], [5, 2, 6, 8, 7], [5, 7]]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -409,22 +401,23 @@ def test_the_least_share_is_a_least_min_p(device, backend):
 )
 def test_an_output_need_not_end(device, backend, ends, filters, columns, expected):
     """Where the filters leave nothing but ends, the best token that is none is a candidate beside them."""
-    filters = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0, "least": 0.01, "allowed": range(9)} | filters
+    filters = {"top_k": 0, "temperature": 1.0, "least": 0.01, "allowed": range(9)} | filters
     mask, least = sum(1 << token for token in filters.pop("allowed")), filters.pop("least")
-    found = topk_candidates(
-        TAIL.log().repeat(2, 1).to(device),
+    found, lists = with_ends(
+        device,
+        backend,
+        2,
+        scores=TAIL.log(),
         **filters,
         max_candidates=columns,
         is_logits=True,
-        guided=torch.tensor([True, False], device=device),
-        vocab_mask=torch.tensor([[mask]] * 2, dtype=torch.int32, device=device),
-        end_token_ids=torch.tensor([[-2, *ends]] * 2, dtype=torch.int32, device=device),
-        min_end_prob=torch.full((2,), least, device=device),
-        backend=backend,
+        guided=torch.tensor([True, False]),
+        vocab_mask=torch.tensor([[mask]] * 2, dtype=torch.int32),
+        end_token_ids=torch.tensor([[-2, *ends]] * 2, dtype=torch.int32),
+        min_end_prob=torch.full((2,), least),
     )
-    assert found.token_ids[0].tolist() == expected + [-1] * (columns - len(expected))
+    assert lists == [expected, []]
     assert found.status.tolist() == [Status.SINGLE if len(expected) == 1 else Status.GUIDE, Status.UNGUIDED]
-    assert found.token_ids[1].tolist() == [-1] * columns
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -432,9 +425,9 @@ def test_an_output_need_not_end(device, backend, ends, filters, columns, expecte
 def test_ends_of_sentences_take_less_probable_ends(device, backend, dtype):
     """1/10,000 of the least probability after the end of a sentence, a tenth after that of a line, else 100 times it.
 
-    Ends are 7 (0.02), 4 (0.0005) and 1 (0.00002). Being late counts beside it."""
+    Being late counts beside it."""
     breaks = [TextBreak.LINE, TextBreak.NONE, TextBreak.SENTENCE, TextBreak.LINE]
-    of_row = [  # least probability, last token, tokens generated of 10, ends that are candidates
+    least, last, generated, expected = zip(  # tokens generated of 10, ends that are candidates
         (1.5, 2, 0, [7, 4]),  # from 0.00015 on
         (0.15, 2, 0, [7, 4, 1]),
         (0.1, 3, 0, [7]),  # 0.01
@@ -445,50 +438,42 @@ def test_ends_of_sentences_take_less_probable_ends(device, backend, dtype):
         (0.0003, -1, 0, []),
         (0.0, 1, 0, [7, 4, 1]),
         (torch.inf, 2, 99, []),
-    ]
-    least, last, generated, expected = zip(*of_row, strict=True)
-    count = len(of_row)
-    found = topk_candidates(
-        TAIL.repeat(count, 1).to(device),
-        top_k=1,
-        top_p=1.0,
-        min_p=0.0,
-        max_candidates=4,
-        end_token_ids=ENDS.repeat(count, 1).to(device),
-        min_end_prob=torch.tensor(least, device=device),
-        due_length=torch.full((count,), 10.0, device=device),
-        generated=torch.tensor(generated, dtype=torch.int32, device=device),
-        text_breaks=torch.tensor(breaks, dtype=torch.int8, device=device),
-        last_tokens=torch.tensor(last, dtype=dtype, device=device),
-        backend=backend,
+        strict=True,
     )
-    assert [[token for token in row if token >= 0] for row in found.token_ids.tolist()] == [[5, *x] for x in expected]
+    _, lists = with_ends(
+        device,
+        backend,
+        10,
+        min_end_prob=torch.tensor(least),
+        due_length=torch.full((10,), 10.0),
+        generated=torch.tensor(generated, dtype=torch.int32),
+        text_breaks=torch.tensor(breaks, dtype=torch.int8),
+        last_tokens=torch.tensor(last, dtype=dtype),
+    )
+    assert lists == [[5, *ends] for ends in expected]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_request_has_the_ends_of_its_table_row(device, backend):
     """Columns of a table lie apart; a grammar's mask and a request that is not guided win; a greedy one has two."""
     table = torch.tensor([[6, -2, 9, 9], [0, 8, 9, 9], [-2, -2, 9, 9], [2, 7, 9, 9]], dtype=torch.int32, device=device)
-    least = torch.stack([torch.tensor([0.2, 1e-4, 0.0, 1e-3]), torch.zeros(4)], dim=1).to(device)
     allowed = torch.full((6, 1), -1, dtype=torch.int32)
     allowed[4] = ~(1 << 7)
-    found = topk_candidates(
-        TAIL.log().repeat(6, 1).to(device),
-        top_k=torch.tensor([1, 1, 1, 1, 1, 3], dtype=torch.int32, device=device),
-        top_p=1.0,
-        min_p=0.0,
-        max_candidates=4,
-        temperature=torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0], device=device),
+    found, lists = with_ends(
+        device,
+        backend,
+        6,
+        scores=TAIL.log(),
+        top_k=torch.tensor([1, 1, 1, 1, 1, 3], dtype=torch.int32),
+        temperature=torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0]),
         is_logits=True,
-        vocab_mask=allowed.to(device),
-        guided=torch.tensor([True, True, True, False, True, True], device=device),
+        vocab_mask=allowed,
+        guided=torch.tensor([True, True, True, False, True, True]),
         end_token_ids=table[:, :2],
-        min_end_prob=least[:, 0],
-        table_rows=torch.tensor([3, 0, 1, 3, 3, 1], device=device),
-        backend=backend,
+        min_end_prob=torch.tensor([[0.2, 1e-4, 0.0, 1e-3], [0.0] * 4], device=device).T[:, 0],
+        table_rows=torch.tensor([3, 0, 1, 3, 3, 1]),
     )
-    lists = [[5, 2, 7], [5], [5, 8, 0], [], [5, 2], [5, 8, 0]]
-    assert [[token for token in row if token >= 0] for row in found.token_ids.tolist()] == lists
+    assert lists == [[5, 2, 7], [5], [5, 8, 0], [], [5, 2], [5, 8, 0]]
     status = [Status.GUIDE, Status.SINGLE, Status.GUIDE, Status.UNGUIDED, Status.GUIDE, Status.GUIDE]
     assert found.status.tolist() == status
 
