@@ -5,21 +5,12 @@ import math
 import pytest
 import torch
 
-from lenvm_kernels.fuzz.case import Case
-from lenvm_kernels.fuzz.check import operators
-from lenvm_kernels.fuzz.ops.limit_span import inputs
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
 from lenvm_kernels.ops.limit_span import limit_span
 from tests.helpers.drafts import BACKENDS, i32, make_drafts, variants
 
 OUT, IN = -1e4, 2e4  # what is added to the logit of a token that is excluded, or forced
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def drawn(requests, *, seed=0, device="cpu", **options):
-    """Arguments of the fuzzer."""
-    options = {name: values[0] for name, values in operators()["limit_span"].options.items()} | options
-    return inputs(Case("limit_span", seed, tuple(range(requests)), options), torch.device(device)).arguments
 
 
 VOCAB = 10

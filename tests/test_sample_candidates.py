@@ -70,18 +70,10 @@ def test_seed_is_the_key_and_position_the_counter():
     assert uniform(seed, (high << 32) + low).item() == (first >> 8) / 2**24
 
 
-NO_ROWS = dict(guided_probs=torch.zeros(0, 8), seeds=filled(0, 0), positions=filled(0, 0))
-
-
-def test_no_rows(device):
-    assert draw(**NO_ROWS, device=device).tolist() == []
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("slots", [1, 2, 8, 64])
-def test_equal_candidates_divide_the_unit_interval(device, large_tiles, backend, slots):
+@pytest.mark.parametrize(("rows", "slots"), [(2000, 1), (2000, 2), (2000, 8), (2000, 64), (0, 8)])
+def test_equal_candidates_divide_the_unit_interval(device, large_tiles, backend, rows, slots):
     """All sums are exact whether they end at 1 or at 3 * 2^20: the slot drawn is the integer part of ``K u``."""
-    rows = 2000
     seeds, positions = torch.arange(rows) // 50, torch.arange(rows)
     expected = (uniform(seeds, positions) * slots).int()
     for total in (1.0, 3 * 2.0**20):
@@ -111,25 +103,16 @@ def test_ends_of_the_unit_interval_draw_candidates_only(device, backend):
         assert drawn[0] == (last if math.inf in p else first)  # 0 * inf is no threshold
 
 
-@pytest.mark.parametrize("varies", ["position", "seed"])
-def test_draws_follow_the_probabilities(device, large_tiles, varies):
-    rows = 40_000
-    p = torch.tensor([0.4, 0.05, 0.2, 0.1, 0.01, 0.14, 0.06, 0.04])
-    order, fixed = torch.arange(rows), filled(rows, 1234)
-    seeds, positions = (fixed, order) if varies == "position" else (order, fixed)
-    observed = draw((p * 0.7).repeat(rows, 1), seeds, positions, device).bincount(minlength=8)
-    assert p_value(observed, p * rows) > 0.001
-
-
 @pytest.mark.parametrize("varies", ["position", "seed", "high word of the seed"])
-def test_neighbouring_draws_are_independent(device, large_tiles, varies):
+def test_draws_follow_the_probabilities_and_are_independent(device, large_tiles, varies):
+    """Of neighbours. The probabilities need not sum to 1."""
     rows = 40_000
     p = torch.tensor([0.4, 0.3, 0.2, 0.1])
     order, fixed = torch.arange(rows), filled(rows, 99)
     seeds, positions = (fixed, order) if varies == "position" else (order, fixed)
     if varies == "high word of the seed":
         seeds = seeds << 32
-    drawn = draw(p.repeat(rows, 1), seeds, positions, device)
+    drawn = draw((0.7 * p).repeat(rows, 1), seeds, positions, device)
     pairs = (drawn[0::2] * 4 + drawn[1::2]).bincount(minlength=16)
     assert p_value(pairs, torch.outer(p, p).flatten() * rows / 2) > 0.001
 
