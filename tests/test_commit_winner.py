@@ -50,6 +50,14 @@ def moved(pools, moves):
     return expected
 
 
+def assert_moves(rows, moves, *, device, backend, slots=7, tokens=8, dtype=torch.float32, committed=None):
+    """So many tokens commit, of one request where nothing is said, and the cache changes by ``moves`` only."""
+    pools = make_pools(2, slots, tokens, 2, 4, dtype)
+    found, cache = commit(pools, rows, backend=backend, device=device)
+    assert found.tolist() == ([len(moves)] if committed is None else committed)
+    assert torch.equal(cache, moved(pools, moves))
+
+
 def i32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
@@ -80,9 +88,11 @@ ROW = dict(
 )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("reference", torch.float64), *((b, dtype) for dtype in DTYPES for b in BACKENDS)],
+)
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_drawn_candidate_is_moved_in_every_layer(device, dtype, interleaved, backend):
     pools = make_pools(10, 5, 8, 2, 64, dtype, interleaved=interleaved)
     committed, cache = commit(pools, ROW, backend=backend, device=device)
@@ -126,24 +136,20 @@ def test_a_drawn_candidate_is_moved_in_every_layer(device, dtype, interleaved, b
     ids=", ".join,
 )
 def test_nothing_is_moved_otherwise(device, changed, backend):
-    pools = make_pools(3, 5, 8, 2, 16, torch.float32)
-    committed, cache = commit(pools, ROW | changed, backend=backend, device=device)
-    assert committed.tolist() == [0]
-    assert torch.equal(cache, as_integers(pools[0]))
+    assert_moves(ROW | changed, [], slots=5, backend=backend, device=device)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_outside_the_last_step_are_not_read(device, backend):
     """The candidates lie between others in memory that would match."""
-    pools = make_pools(2, 5, 8, 2, 4, torch.float32)
     memory = dict(
         candidate_ids=i32(*[[23, 5]] * 3), candidate_rows=i32(*[[6, 5]] * 3), candidate_positions=i32(9, 9, 9)
     )
     step = {name: x.to(device)[1:2] for name, x in memory.items()}
     drawn = dict(last_rows=i32(-1, 0, 1), tokens=i32(23, 23, 23), positions=i32(9, 9, 9))
     slots = dict(slot_table=i32([4] * 9 + [2], [4] * 9 + [1], [4] * 9 + [0]), table_rows=i32(2, 0, 1))
-    committed, cache = commit(pools, step | drawn | slots, backend=backend, device=device)
-    assert committed.tolist() == [0, 1, 0] and torch.equal(cache, moved(pools, [(2, 6)]))
+    rows = step | drawn | slots
+    assert_moves(rows, [(2, 6)], committed=[0, 1, 0], slots=5, backend=backend, device=device)
 
 
 # A tree: below 23 are 5 and 7, below that 5 are 5 and 9, below that 5 are 23 and 7. 41 has nobody below it. Tokens -1
@@ -260,27 +266,22 @@ def path_of(tokens, *, ids, rows, parents, first=3, slots=(4, 1, 0, 2, 3, 6, 5))
 )
 def test_of_a_token_listed_twice_below_its_parent_the_first_counts(device, rows, wanted, backend):
     """And what is below the second does not, unless the first was not computed."""
-    pools = make_pools(3, 7, 8, 2, 4, torch.bfloat16)
-    tree = dict(ids=[8, 3, 3, 8, 6, 6], parents=[-1, 0, 0, -1, 2, 1], rows=rows)
-    committed, cache = commit(pools, path_of([8, 3, 6], **tree), backend=backend, device=device)
-    assert committed.tolist() == [len(wanted)]
-    assert torch.equal(cache, moved(pools, zip([2, 3, 6], wanted, strict=False)))
+    tree = path_of([8, 3, 6], ids=[8, 3, 3, 8, 6, 6], parents=[-1, 0, 0, -1, 2, 1], rows=rows)
+    moves = list(zip([2, 3, 6], wanted, strict=False))
+    assert_moves(tree, moves, dtype=torch.bfloat16, backend=backend, device=device)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("parents", [None, [-1, -1, -1]])
 def test_without_parents_one_token_commits_at_most(device, parents, backend):
-    pools = make_pools(3, 7, 8, 2, 4, torch.float16)
     for tokens, moves in (([6, 6, 3], [(2, 4)]), ([3, 8], [(2, 7)]), ([5, 3], [])):
         arguments = path_of(tokens, ids=[8, 3, 6], rows=[1, 7, 4], parents=parents)
-        committed, cache = commit(pools, arguments, backend=backend, device=device)
-        assert committed.tolist() == [len(moves)] and torch.equal(cache, moved(pools, moves))
+        assert_moves(arguments, moves, dtype=torch.float16, backend=backend, device=device)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_parents_that_are_no_column_are_nobody(device, backend):
     """Nor is a candidate below itself, or two below each other. The tokens before them commit."""
-    pools = make_pools(2, 7, 8, 1, 4, torch.float32)
     tree = dict(ids=[9, 4, 5, 6, 7, 8, 2], parents=[6, 7, -2, 3, 5, 4, -1], rows=[2, 0, 1, 6, 3, 5, 7])
     for tokens, moves in (
         ([2, 9], [(2, 7), (3, 2)]),
@@ -293,8 +294,7 @@ def test_parents_that_are_no_column_are_nobody(device, backend):
         ([6, 6], []),
         ([7, 8], []),
     ):
-        committed, cache = commit(pools, path_of(tokens, **tree), backend=backend, device=device)
-        assert committed.tolist() == [len(moves)] and torch.equal(cache, moved(pools, moves))
+        assert_moves(path_of(tokens, **tree), moves, backend=backend, device=device)
 
 
 CHAIN = dict(ids=[7, 23, 9, 5], parents=[3, -1, 0, 1], rows=[4, 0, 6, 2])  # 23, 5, 7, 9
@@ -318,29 +318,22 @@ CHAIN = dict(ids=[7, 23, 9, 5], parents=[3, -1, 0, 1], rows=[4, 0, 6, 2])  # 23,
 )
 def test_a_slot_outside_the_cache_ends_the_walk(device, pages, slots, backend):
     """Positions 3 to 6 in pages of two, of a cache of 11 slots."""
-    pools = make_pools(2, 11, 8, 2, 4, torch.float32)
     arguments = path_of([23, 5, 7, 9], **CHAIN, slots=pages) | dict(page_size=2)
-    committed, cache = commit(pools, arguments, backend=backend, device=device)
-    assert committed.tolist() == [len(slots)]
-    assert torch.equal(cache, moved(pools, zip(slots, [0, 2, 4, 6], strict=False)))
+    assert_moves(arguments, list(zip(slots, [0, 2, 4, 6], strict=False)), slots=11, backend=backend, device=device)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("first, count", [(0, 4), (-1, 0), (-3, 0), (-4, 0)])
 def test_a_sequence_begins_at_position_0(device, first, count, backend):
     """More tokens may be said to be new than the sequence has: nothing commits. The memory around has slots too."""
-    pools = make_pools(2, 11, 8, 2, 4, torch.float32)
     arguments = path_of([23, 5, 7, 9], **CHAIN, first=first, slots=[8, 5, 3, 10])
     arguments["slot_table"] = sliced(arguments["slot_table"], 6, 2, device)
-    committed, cache = commit(pools, arguments, backend=backend, device=device)
-    assert committed.tolist() == [count]
-    assert torch.equal(cache, moved(pools, [(8, 0), (5, 2), (3, 4), (10, 6)][:count]))
+    assert_moves(arguments, [(8, 0), (5, 2), (3, 4), (10, 6)][:count], slots=11, backend=backend, device=device)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_requests_that_do_not_exist_commit_nothing(device, backend):
     """Their row need not be in the slot table, nor need one of other requests that commit nothing."""
-    pools = make_pools(2, 5, 8, 2, 4, torch.float32)
     drawn = dict(
         last_rows=i32(-1, 1, 1, 1),
         tokens=i32([0], [23], [99], [23]),
@@ -348,8 +341,7 @@ def test_requests_that_do_not_exist_commit_nothing(device, backend):
         positions=i32(-1, 9, 9, 8),
         table_rows=i32(3, 2, 10**6, -1),
     )
-    committed, cache = commit(pools, ROW | drawn, backend=backend, device=device)
-    assert committed.tolist() == [0, 1, 0, 0] and torch.equal(cache, moved(pools, [(3, 6)]))
+    assert_moves(ROW | drawn, [(3, 6)], committed=[0, 1, 0, 0], slots=5, backend=backend, device=device)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -372,14 +364,11 @@ def test_several_tokens_keep_their_codes(device, dtype, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("empty", ["step", "last step", "last forward"])
 def test_nothing_to_move(device, backend, empty):
-    pools = make_pools(2, 5, 0 if empty == "last forward" else 8, 2, 4, torch.float32)
-    rows = dict(ROW)
     of_step = ["last_rows", "tokens", "positions", "slot_table", "table_rows"]
-    for name in {"step": of_step, "last step": list(ROW)[:3], "last forward": []}[empty]:
-        rows[name] = rows[name][:0]
-    committed, cache = commit(pools, rows, backend=backend, device=device)
-    assert committed.tolist() == ([] if empty == "step" else [0])
-    assert torch.equal(cache, as_integers(pools[0]))
+    names = {"step": of_step, "last step": list(ROW)[:3], "last forward": []}[empty]
+    rows, committed = ROW | {name: ROW[name][:0] for name in names}, [] if empty == "step" else [0]
+    tokens = 0 if empty == "last forward" else 8
+    assert_moves(rows, [], committed=committed, slots=5, tokens=tokens, backend=backend, device=device)
 
 
 @pytest.mark.parametrize("far_dim", ["layers", "slots and rows"])
@@ -396,12 +385,6 @@ def test_offsets_past_32_bits(device, far_dim):
     assert commit_winner(*spread, **{name: x.to(device) for name, x in rows.items()}, backend="triton").item()
     assert (k_cache[:, 2] == 2).all() and (v_cache[:, 2] == 3).all()
     assert (k_cache[:, :2] == 0).all() and (v_cache[:, :2] == 1).all() and (k_last == 2).all() and (v_last == 3).all()
-
-
-def test_reference_takes_fp64():
-    pools = make_pools(2, 5, 8, 2, 4, torch.float64)
-    _, cache = commit(pools, ROW, backend="reference")
-    assert torch.equal(cache[:, :, 3], as_integers(pools[1])[:, :, 6])
 
 
 def in_layout(x, layout):
@@ -443,9 +426,6 @@ def test_every_tensor_has_strides_of_its_own(device, turn, backend):
         expected = as_integers(before)
         expected[:, [3, 6, 0]] = as_integers(source)[:, [7, 3, 0]]
         assert torch.equal(as_integers(x), expected)
-
-
-# Of three requests, four of the step before.
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
