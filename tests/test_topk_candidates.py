@@ -341,13 +341,14 @@ def test_who_is_late_takes_worse_ends(device, backend):
         (0.01, 20.0, 30, [5, 7, 4]),  # 0.01 / 32 = 0.0003
         (0.01, 0.0, 11, [5, 7, 4, 1]),  # 2^-120
         (0.03, 100.0, 154, [5, 7, 4]),  # 0.03 / 2^9 = 0.000059
+        (0.02, 40.0, 0, [5, 7]),  # met exactly
         strict=True,
     )
-    order = torch.tensor([4, 0, 5, 2, 1, 3])
-    of_rows = torch.empty(6, 2)
+    order = torch.tensor([4, 0, 6, 2, 1, 3, 5])
+    of_rows = torch.empty(7, 2)
     of_rows[order] = torch.tensor([least, due]).T
     options = dict(min_end_prob=of_rows[:, 0], due_length=of_rows[:, 1], table_rows=order)
-    _, lists = with_ends(device, backend, 6, generated=torch.tensor(generated, dtype=torch.int32), **options)
+    _, lists = with_ends(device, backend, 7, generated=torch.tensor(generated, dtype=torch.int32), **options)
     assert lists == list(expected)
 
 
