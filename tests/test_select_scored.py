@@ -137,9 +137,10 @@ def test_requests_that_do_not_exist_have_nothing_to_score(device, backend):
     out = empty_scored(70, 4, torch.device(device))
     for x in out:
         x.fill_(9)
-    options = dict(drawn=i32(8).to(device), sample=True, score_all=True)
+    step = torch.tensor([2**32 - 1], device=device)
+    options = dict(drawn=i32(8).to(device), sample=True, score_all=True, step=step)
     found = select_scored(candidates, requests, no_ends(70, device), **options, out=out, backend=backend)
-    assert found is out
+    assert found is out and step.item() == 2**32  # counted once, however many programs there are
     assert found.token_ids.tolist() == [[5, 6, -1, -1]] + [[-1] * 4] * 69
     for x, first in ((out.counts, 2), (out.positions, 5), (out.alone, 0)):
         assert x.tolist() == [first] + [0] * 69
