@@ -27,6 +27,7 @@ SPANS = [
     (THOUGHT, {0}, [2, 7], [], [], [True], {}),
     (THOUGHT, {0}, [2, 7, 7], [], [], [False], {0: {0: OUT}}),  # of the prompt
     (THOUGHT, {0}, [5, 2, 7, 7], [], [], [False], {0: {0: OUT}}),
+    (THOUGHT, {0}, [7, 7, 2, 7, 7], [], [], [True], {}),  # more are new than are told
     (THOUGHT, {0}, [], [], [], [False], {0: {0: OUT}}),
     (NOBODY, {0}, [5], [5, 2], [-1, 0], [False] * 3, {}),
     (None, {0}, [5], [5, 2], [-1, 0], [False] * 3, {}),
@@ -69,7 +70,7 @@ def test_what_ends_a_span(device, backend, dtype, turn):
         table.add_request(i + 1, None if params is None else parse_guidance(params), ids, prompt_len=4)
 
     def filled(lists, width, value):
-        return torch.tensor([[*x, *[value] * (width - len(x))] for x in lists])
+        return torch.tensor([[*x, *[value] * width][:width] for x in lists])
 
     drafts = make_drafts(filled(token_ids, 2, -1), filled(parents, 2, -1), device=device)
     logits = torch.randn(3 * len(SPANS), VOCAB).to(dtype)

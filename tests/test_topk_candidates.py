@@ -435,7 +435,7 @@ def test_ends_of_sentences_take_less_probable_ends(device, backend, dtype):
         min_end_prob=torch.tensor(least),
         due_length=torch.full((10,), 10.0),
         generated=torch.tensor(generated, dtype=torch.int32),
-        text_breaks=torch.tensor(breaks, dtype=torch.int8),
+        text_breaks=torch.tensor([*breaks, TextBreak.SENTENCE], dtype=torch.int8, device=device)[:4],
         last_tokens=torch.tensor(last, dtype=dtype),
     )
     assert lists == [[5, *ends] for ends in expected]
