@@ -50,6 +50,14 @@ def moved(pools, moves):
     return expected
 
 
+def assert_moves(rows, moves, *, device, backend, slots=7, tokens=8, dtype=torch.float32, committed=None):
+    """So many tokens commit, of one request where nothing is said, and the cache changes by ``moves`` only."""
+    pools = make_pools(2, slots, tokens, 2, 4, dtype)
+    found, cache = commit(pools, rows, backend=backend, device=device)
+    assert found.tolist() == ([len(moves)] if committed is None else committed)
+    assert torch.equal(cache, moved(pools, moves))
+
+
 def i32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
@@ -80,9 +88,11 @@ ROW = dict(
 )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("reference", torch.float64), *((b, dtype) for dtype in DTYPES for b in BACKENDS)],
+)
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_drawn_candidate_is_moved_in_every_layer(device, dtype, interleaved, backend):
     pools = make_pools(10, 5, 8, 2, 64, dtype, interleaved=interleaved)
     committed, cache = commit(pools, ROW, backend=backend, device=device)
@@ -126,33 +136,20 @@ def test_a_drawn_candidate_is_moved_in_every_layer(device, dtype, interleaved, b
     ids=", ".join,
 )
 def test_nothing_is_moved_otherwise(device, changed, backend):
-    pools = make_pools(3, 5, 8, 2, 16, torch.float32)
-    committed, cache = commit(pools, ROW | changed, backend=backend, device=device)
-    assert committed.tolist() == [0]
-    assert torch.equal(cache, as_integers(pools[0]))
+    assert_moves(ROW | changed, [], slots=5, backend=backend, device=device)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_outside_the_last_step_are_not_read(device, backend):
     """The candidates lie between others in memory that would match."""
-    pools = make_pools(2, 5, 8, 2, 4, torch.float32)
     memory = dict(
         candidate_ids=i32(*[[23, 5]] * 3), candidate_rows=i32(*[[6, 5]] * 3), candidate_positions=i32(9, 9, 9)
     )
     step = {name: x.to(device)[1:2] for name, x in memory.items()}
     drawn = dict(last_rows=i32(-1, 0, 1), tokens=i32(23, 23, 23), positions=i32(9, 9, 9))
     slots = dict(slot_table=i32([4] * 9 + [2], [4] * 9 + [1], [4] * 9 + [0]), table_rows=i32(2, 0, 1))
-    committed, cache = commit(pools, step | drawn | slots, backend=backend, device=device)
-    assert committed.tolist() == [0, 1, 0] and torch.equal(cache, moved(pools, [(2, 6)]))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_of_a_token_listed_twice_the_first_that_was_computed_counts(device, backend):
-    pools = make_pools(2, 5, 8, 1, 16, torch.float32)
-    for rows, wanted in (([8, -1, 7, 2], 7), ([2, 7, -1, 8], 2), ([-1, 8, -2, 5], 5)):
-        twice = ROW | dict(candidate_ids=i32([5] * 4, [23, 23, 23, 23]), candidate_rows=i32([0] * 4, rows))
-        committed, cache = commit(pools, twice, backend=backend, device=device)
-        assert committed.tolist() == [1] and torch.equal(cache, moved(pools, [(3, wanted)]))
+    rows = step | drawn | slots
+    assert_moves(rows, [(2, 6)], committed=[0, 1, 0], slots=5, backend=backend, device=device)
 
 
 # A tree: below 23 are 5 and 7, below that 5 are 5 and 9, below that 5 are 23 and 7. 41 has nobody below it. Tokens -1
@@ -269,27 +266,22 @@ def path_of(tokens, *, ids, rows, parents, first=3, slots=(4, 1, 0, 2, 3, 6, 5))
 )
 def test_of_a_token_listed_twice_below_its_parent_the_first_counts(device, rows, wanted, backend):
     """And what is below the second does not, unless the first was not computed."""
-    pools = make_pools(3, 7, 8, 2, 4, torch.bfloat16)
-    tree = dict(ids=[8, 3, 3, 8, 6, 6], parents=[-1, 0, 0, -1, 2, 1], rows=rows)
-    committed, cache = commit(pools, path_of([8, 3, 6], **tree), backend=backend, device=device)
-    assert committed.tolist() == [len(wanted)]
-    assert torch.equal(cache, moved(pools, zip([2, 3, 6], wanted, strict=False)))
+    tree = path_of([8, 3, 6], ids=[8, 3, 3, 8, 6, 6], parents=[-1, 0, 0, -1, 2, 1], rows=rows)
+    moves = list(zip([2, 3, 6], wanted, strict=False))
+    assert_moves(tree, moves, dtype=torch.bfloat16, backend=backend, device=device)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("parents", [None, [-1, -1, -1]])
 def test_without_parents_one_token_commits_at_most(device, parents, backend):
-    pools = make_pools(3, 7, 8, 2, 4, torch.float16)
     for tokens, moves in (([6, 6, 3], [(2, 4)]), ([3, 8], [(2, 7)]), ([5, 3], [])):
         arguments = path_of(tokens, ids=[8, 3, 6], rows=[1, 7, 4], parents=parents)
-        committed, cache = commit(pools, arguments, backend=backend, device=device)
-        assert committed.tolist() == [len(moves)] and torch.equal(cache, moved(pools, moves))
+        assert_moves(arguments, moves, dtype=torch.float16, backend=backend, device=device)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_parents_that_are_no_column_are_nobody(device, backend):
     """Nor is a candidate below itself, or two below each other. The tokens before them commit."""
-    pools = make_pools(2, 7, 8, 1, 4, torch.float32)
     tree = dict(ids=[9, 4, 5, 6, 7, 8, 2], parents=[6, 7, -2, 3, 5, 4, -1], rows=[2, 0, 1, 6, 3, 5, 7])
     for tokens, moves in (
         ([2, 9], [(2, 7), (3, 2)]),
@@ -302,8 +294,7 @@ def test_parents_that_are_no_column_are_nobody(device, backend):
         ([6, 6], []),
         ([7, 8], []),
     ):
-        committed, cache = commit(pools, path_of(tokens, **tree), backend=backend, device=device)
-        assert committed.tolist() == [len(moves)] and torch.equal(cache, moved(pools, moves))
+        assert_moves(path_of(tokens, **tree), moves, backend=backend, device=device)
 
 
 CHAIN = dict(ids=[7, 23, 9, 5], parents=[3, -1, 0, 1], rows=[4, 0, 6, 2])  # 23, 5, 7, 9
@@ -327,41 +318,22 @@ CHAIN = dict(ids=[7, 23, 9, 5], parents=[3, -1, 0, 1], rows=[4, 0, 6, 2])  # 23,
 )
 def test_a_slot_outside_the_cache_ends_the_walk(device, pages, slots, backend):
     """Positions 3 to 6 in pages of two, of a cache of 11 slots."""
-    pools = make_pools(2, 11, 8, 2, 4, torch.float32)
     arguments = path_of([23, 5, 7, 9], **CHAIN, slots=pages) | dict(page_size=2)
-    committed, cache = commit(pools, arguments, backend=backend, device=device)
-    assert committed.tolist() == [len(slots)]
-    assert torch.equal(cache, moved(pools, zip(slots, [0, 2, 4, 6], strict=False)))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_token_that_was_not_computed_ends_the_walk(device, backend):
-    pools = make_pools(2, 7, 8, 2, 4, torch.float32)
-    rows = [4, 0, 6, 2]
-    for column, count in ((1, 0), (3, 1), (0, 2), (2, 3)):
-        for row in (-1, 8, 2**31 - 1):
-            chain = CHAIN | dict(rows=[row if i == column else rows[i] for i in range(4)])
-            committed, cache = commit(pools, path_of([23, 5, 7, 9], **chain), backend=backend, device=device)
-            assert committed.tolist() == [count]
-            assert torch.equal(cache, moved(pools, [(2, 0), (3, 2), (6, 4)][:count]))
+    assert_moves(arguments, list(zip(slots, [0, 2, 4, 6], strict=False)), slots=11, backend=backend, device=device)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("first, count", [(0, 4), (-1, 0), (-3, 0), (-4, 0)])
 def test_a_sequence_begins_at_position_0(device, first, count, backend):
     """More tokens may be said to be new than the sequence has: nothing commits. The memory around has slots too."""
-    pools = make_pools(2, 11, 8, 2, 4, torch.float32)
     arguments = path_of([23, 5, 7, 9], **CHAIN, first=first, slots=[8, 5, 3, 10])
     arguments["slot_table"] = sliced(arguments["slot_table"], 6, 2, device)
-    committed, cache = commit(pools, arguments, backend=backend, device=device)
-    assert committed.tolist() == [count]
-    assert torch.equal(cache, moved(pools, [(8, 0), (5, 2), (3, 4), (10, 6)][:count]))
+    assert_moves(arguments, [(8, 0), (5, 2), (3, 4), (10, 6)][:count], slots=11, backend=backend, device=device)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_requests_that_do_not_exist_commit_nothing(device, backend):
     """Their row need not be in the slot table, nor need one of other requests that commit nothing."""
-    pools = make_pools(2, 5, 8, 2, 4, torch.float32)
     drawn = dict(
         last_rows=i32(-1, 1, 1, 1),
         tokens=i32([0], [23], [99], [23]),
@@ -369,8 +341,7 @@ def test_requests_that_do_not_exist_commit_nothing(device, backend):
         positions=i32(-1, 9, 9, 8),
         table_rows=i32(3, 2, 10**6, -1),
     )
-    committed, cache = commit(pools, ROW | drawn, backend=backend, device=device)
-    assert committed.tolist() == [0, 1, 0, 0] and torch.equal(cache, moved(pools, [(3, 6)]))
+    assert_moves(ROW | drawn, [(3, 6)], committed=[0, 1, 0, 0], slots=5, backend=backend, device=device)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -390,73 +361,14 @@ def test_several_tokens_keep_their_codes(device, dtype, backend):
     assert torch.equal(found, moved((cache, codes.expand(2, -1, -1, -1, -1)), [(2, 0), (3, 2), (6, 4), (5, 6)]))
 
 
-@pytest.mark.parametrize("name", ["candidate_ids", "candidate_rows", "candidate_parents", "tokens", "slot_table"])
-def test_rows_past_32_bits(device, name):
-    """Row 2 is 2**31 away. Pages that nothing touches take no memory on a CPU."""
-    far = 2**30
-    pools = make_pools(2, 7, 8, 2, 4, torch.float32)
-    arguments = path_of([23, 5, 7, 9], **CHAIN)
-    for other in arguments:
-        if other in ("last_rows", "table_rows"):
-            arguments[other] = i32(0, 1, 2)
-        elif other != "slot_table":
-            arguments[other] = arguments[other].repeat(3, *[1] * (arguments[other].dim() - 1))
-    arguments["new_lens"] = i32(0, 0, 4)
-    arguments["slot_table"] = i32([0] * 7, [0] * 7, [4, 1, 0, 2, 3, 6, 5])
-    spread = torch.empty(2 * far + 8, dtype=torch.int32, device=device)
-    spread = spread.as_strided(arguments[name].shape, (far, 1))
-    arguments[name] = spread.copy_(arguments[name])
-    # Not by ``commit``, whose copies would be of all the memory.
-    cache, last = (pool.to(device, copy=True) for pool in pools)
-    rows = {key: x.to(device) if key != name else x for key, x in arguments.items()}
-    committed = commit_winner(*cache, *last, **rows, backend="triton")
-    assert committed.tolist() == [0, 0, 4]
-    assert torch.equal(as_integers(cache.cpu()), moved(pools, [(2, 0), (3, 2), (6, 4), (5, 6)]))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_do_not_see_each_other(device, backend):
-    """All rows at once, or one after the other in any order: the same bytes."""
-    rows, columns, pages = 12, 4, 15
-    rng = torch.Generator().manual_seed(2)
-    pools = make_pools(4, 2 * rows * pages, rows * columns, 2, 16, torch.bfloat16)
-    step = dict(
-        candidate_ids=torch.arange(rows * columns, dtype=torch.int32).view(rows, columns),
-        candidate_rows=torch.randperm(rows * columns, generator=rng).view(rows, columns),
-        candidate_positions=torch.arange(rows, dtype=torch.int32),
-        candidate_parents=i32([-1, 0, 1, 1]).expand(rows, -1).contiguous(),
-        slot_table=torch.randperm(rows * pages, generator=rng).int().view(rows, pages),
-        page_size=2,
-    )
-    last, new_lens = torch.randperm(rows, generator=rng), torch.randint(0, 4, (rows,), generator=rng).int()
-    below = i32(1, 2) + (torch.rand(rows, 2, generator=rng) < 0.3) * i32(1, 2)
-    drawn = dict(
-        last_rows=last,
-        tokens=last[:, None] * columns + torch.nn.functional.pad(below, (1, 0)),  # some of the next row
-        new_lens=new_lens,
-        positions=last.int() + new_lens - 1,
-        table_rows=torch.randperm(rows, generator=rng),
-    )
-    committed, whole = commit(pools, step | drawn, backend=backend, device=device)
-    assert set(committed.tolist()) == {0, 1, 2, 3}
-    for i in torch.randperm(rows, generator=rng).tolist():
-        one, cache = commit(pools, step | {k: v[[i]] for k, v in drawn.items()}, backend=backend, device=device)
-        assert one[0] == committed[i]
-        pools[0] = cache.view(pools[0].dtype)
-    assert torch.equal(as_integers(pools[0]), whole)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("empty", ["step", "last step", "last forward"])
 def test_nothing_to_move(device, backend, empty):
-    pools = make_pools(2, 5, 0 if empty == "last forward" else 8, 2, 4, torch.float32)
-    rows = dict(ROW)
     of_step = ["last_rows", "tokens", "positions", "slot_table", "table_rows"]
-    for name in {"step": of_step, "last step": list(ROW)[:3], "last forward": []}[empty]:
-        rows[name] = rows[name][:0]
-    committed, cache = commit(pools, rows, backend=backend, device=device)
-    assert committed.tolist() == ([] if empty == "step" else [0])
-    assert torch.equal(cache, as_integers(pools[0]))
+    names = {"step": of_step, "last step": list(ROW)[:3], "last forward": []}[empty]
+    rows, committed = ROW | {name: ROW[name][:0] for name in names}, [] if empty == "step" else [0]
+    tokens = 0 if empty == "last forward" else 8
+    assert_moves(rows, [], committed=committed, slots=5, tokens=tokens, backend=backend, device=device)
 
 
 @pytest.mark.parametrize("far_dim", ["layers", "slots and rows"])
@@ -473,12 +385,6 @@ def test_offsets_past_32_bits(device, far_dim):
     assert commit_winner(*spread, **{name: x.to(device) for name, x in rows.items()}, backend="triton").item()
     assert (k_cache[:, 2] == 2).all() and (v_cache[:, 2] == 3).all()
     assert (k_cache[:, :2] == 0).all() and (v_cache[:, :2] == 1).all() and (k_last == 2).all() and (v_last == 3).all()
-
-
-def test_reference_takes_fp64():
-    pools = make_pools(2, 5, 8, 2, 4, torch.float64)
-    _, cache = commit(pools, ROW, backend="reference")
-    assert torch.equal(cache[:, :, 3], as_integers(pools[1])[:, :, 6])
 
 
 def in_layout(x, layout):
@@ -523,137 +429,6 @@ def test_every_tensor_has_strides_of_its_own(device, turn, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("columns", [1, 2, 3, 33, 64, 100])
-def test_every_number_of_candidates(device, columns, backend):
-    """The first and the last of them. What lies around them in memory would match."""
-    pools = make_pools(2, 5, 110, 1, 8, torch.bfloat16)
-    for token, around in ((0, columns), (columns - 1, columns), (columns, columns), (columns - 1, columns - 1)):
-        step = dict(
-            candidate_ids=sliced(torch.arange(columns - 1, -1, -1).int()[None], 40, around, device),
-            candidate_rows=sliced(torch.arange(5, 5 + columns)[None], 40, 3, device),
-            candidate_positions=i32(9),
-        )
-        drawn = dict(last_rows=i32(0), tokens=i32(token), positions=i32(9))
-        slots = dict(slot_table=slots_with(1), table_rows=i32(2))
-        committed, cache = commit(pools, step | drawn | slots, backend=backend, device=device)
-        is_candidate = token < columns
-        assert committed.tolist() == [int(is_candidate)]
-        assert torch.equal(cache, moved(pools, [(1, 5 + columns - 1 - token)] if is_candidate else []))
-
-
-def good_arguments():
-    cache, last = make_pools(2, 5, 8, 2, 4, torch.float32)
-    return dict(zip((*CACHES, *LAST), (*cache, *last), strict=True)) | ROW
-
-
-def zeros(*shape, dtype=torch.float32):
-    return torch.zeros(shape, dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    "name, value, error, message",
-    [
-        ("k_cache", None, TypeError, "k_cache must be a tensor float32.*, got NoneType"),
-        ("k_cache", zeros(2, 5, 8), ValueError, r"k_cache must be .* \[\*, \*, \*, \*\], got float32 \[2, 5, 8\]"),
-        ("k_cache", zeros(2, 5, 2, 4).int(), ValueError, "k_cache must be float32.*, got int32"),
-        ("k_cache", zeros(0, 5, 2, 4), ValueError, "k_cache must have at least one layer, head and column"),
-        ("k_cache", zeros(2, 5, 4, 2).transpose(2, 3), ValueError, "k_cache must be contiguous in its last dimension"),
-        ("k_cache", zeros(2, 2, 5, 4).transpose(1, 2), ValueError, "k_cache must be contiguous in its last two dim"),
-        (
-            "v_last",
-            zeros(2, 2, 8, 4).transpose(1, 2),
-            ValueError,
-            "v_last must be contiguous in its last two dimensions",
-        ),
-        ("v_cache", zeros(2, 2, 5, 4).transpose(1, 2), ValueError, "v_cache must be contiguous in its last two dim"),
-        ("k_last", zeros(2, 2, 8, 4).transpose(1, 2), ValueError, "k_last must be contiguous in its last two dim"),
-        ("v_cache", zeros(2, 5, 2, 4).half(), ValueError, "v_cache must be float32 .*, got float16"),
-        ("v_last", zeros(2, 8, 2, 4).half(), ValueError, "v_last must be float32 .*, got float16"),
-        ("k_last", zeros(2, 8, 2, 4).to(E4M3), ValueError, "k_last must be float32 .*, got float8_e4m3fn"),
-        ("key_scales", zeros(2, 2), ValueError, "key_scales must be None unless k_cache is float8_e4m3fn, .* float32"),
-        ("value_scales", zeros(2, 2), ValueError, "value_scales must be None unless k_cache is float8_e4m3fn"),
-        ("v_cache", zeros(2, 6, 2, 4), ValueError, r"v_cache must be float32 \[2, 5, 2, 4\] on cpu, got .* \[2, 6"),
-        ("k_last", zeros(3, 8, 2, 4), ValueError, r"k_last must be float32 \[2, \*, 2, 4\] on cpu, got .* \[3, 8"),
-        ("k_last", zeros(2, 8, 2, 4).half(), ValueError, r"k_last must be float32 .*, got float16"),
-        ("v_last", zeros(2, 7, 2, 4), ValueError, r"v_last must be float32 \[2, 8, 2, 4\] on cpu, got .* \[2, 7"),
-        ("candidate_ids", zeros(2, 4).long(), ValueError, r"candidate_ids must be int32 \[\*, \*\] on cpu, got int64"),
-        ("candidate_ids", zeros(2, 0).int(), ValueError, "candidate_ids must have at least one column, got none"),
-        ("candidate_rows", zeros(2, 2).int(), ValueError, r"candidate_rows must be int32\|int64 \[2, 4\] on cpu, got"),
-        ("candidate_rows", zeros(4, 2).int().T, ValueError, "candidate_rows must be contiguous in its last dimension"),
-        ("candidate_positions", i32(1), ValueError, r"candidate_positions must be int32 \[2\] on cpu, got int32 \[1\]"),
-        ("last_rows", i32(1, 2), ValueError, r"last_rows must be int32\|int64 \[1\] on cpu, got int32 \[2\]"),
-        ("tokens", zeros(1), ValueError, r"tokens must be int32\|int64 \[\*\] on cpu, got float32"),
-        ("last_rows", zeros(1), ValueError, r"last_rows must be int32\|int64 \[1\] on cpu, got float32"),
-        ("candidate_rows", zeros(2, 4), ValueError, r"candidate_rows must be int32\|int64 \[2, 4\] .*, got float32"),
-        ("candidate_positions", zeros(2).long(), ValueError, r"candidate_positions must be int32 \[2\] .*, got int64"),
-        ("positions", i32(9, 9), ValueError, r"positions must be int32 \[1\] on cpu, got int32 \[2\]"),
-        ("slot_table", zeros(3, 12), ValueError, r"slot_table must be int32 \[\*, \*\] on cpu, got float32 \[3, 12\]"),
-        ("slot_table", i32(3, 3), ValueError, r"slot_table must be int32 \[\*, \*\] on cpu, got int32 \[2\]"),
-        ("slot_table", zeros(9, 2).int().T, ValueError, "slot_table must be contiguous in its last dimension"),
-        ("table_rows", zeros(1), ValueError, r"table_rows must be int32\|int64 \[1\] on cpu, got float32"),
-        ("table_rows", i32(2, 1), ValueError, r"table_rows must be int32\|int64 \[1\] on cpu, got int32 \[2\]"),
-        ("positions", zeros(1).long(), ValueError, r"positions must be int32 \[1\] on cpu, got int64"),
-        ("tokens", i32([23, 5]), ValueError, r"new_lens must say how many of the tokens \[B, N\] are new, got None"),
-        ("tokens", i32([[23]]), ValueError, r"tokens must be int32\|int64 \[\*\] on cpu, got int32 \[1, 1, 1\]"),
-        ("new_lens", i32(1, 1), ValueError, r"new_lens must be int32 \[1\] on cpu, got int32 \[2\]"),
-        (
-            "candidate_parents",
-            i32([1, 2]),
-            ValueError,
-            r"candidate_parents must be int32 \[2, 4\] on cpu, got .* \[1, 2",
-        ),
-        *(
-            ("page_size", value, ValueError, f"page_size must be an int of at least 1, got {value!r}")
-            for value in (0, -4, 2.0, True, "4")
-        ),
-        ("backend", "gpu", ValueError, "backend must be one of"),
-    ],
-)
-def test_bad_arguments_are_named(name, value, error, message):
-    with pytest.raises(error, match=f"^{message}"):
-        commit_winner(**{**good_arguments(), name: value})
-
-
-# Of three requests, four of the step before.
-SEVERAL = dict(
-    candidate_ids=torch.ones(4, 3, dtype=torch.int32),
-    candidate_rows=torch.ones(4, 3, dtype=torch.int64),
-    candidate_parents=torch.ones(4, 3, dtype=torch.int32),
-    candidate_positions=i32(3, 2, 4, 5),
-    last_rows=i32(3, 0, 2),
-    tokens=torch.ones(3, 2, dtype=torch.int64),
-    new_lens=i32(2, 0, 1),
-    positions=i32(6, 5, 4),
-    slot_table=torch.ones(5, 8, dtype=torch.int32),
-    table_rows=i32(4, 0, 3),
-)
-
-
-def test_several_tokens_need_a_column():
-    tokens = torch.ones(3, 0, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"^tokens must have at least one column, got none"):
-        commit_winner(**good_arguments() | SEVERAL | {"tokens": tokens})
-
-
-@pytest.mark.parametrize(
-    "name, value, error, message",
-    [
-        ("key_scales", None, TypeError, r"key_scales must be a tensor float32 \[2, 3\] on cpu, got NoneType"),
-        ("value_scales", zeros(3, 2), ValueError, r"value_scales must be float32 \[2, 3\] on cpu, got .* \[3, 2\]"),
-        ("key_scales", zeros(2, 3).half(), ValueError, "key_scales must be float32 .*, got float16"),
-        ("k_last", zeros(2, 8, 3, 4).to(E4M3), ValueError, r"k_last must be float32\|bfloat16\|.*, got float8_e4m3fn"),
-        ("v_last", zeros(2, 8, 3, 4).half(), ValueError, "v_last must be float32 .*, got float16"),
-    ],
-)
-def test_bad_scales_are_named(name, value, error, message):
-    cache, last = zeros(2, 5, 3, 4).to(E4M3), zeros(2, 8, 3, 4)
-    arguments = dict(k_cache=cache, v_cache=cache.clone(), k_last=last, v_last=last.clone(), **ROW)
-    scales = dict(key_scales=zeros(2, 3), value_scales=zeros(2, 3))
-    with pytest.raises(error, match=f"^{message}"):
-        commit_winner(**{**arguments, **scales, name: value})
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_winner_leaves_the_codes_that_its_own_forward_would(device, dtype, backend):
     """A token committed from its candidate, or computed as a delta by rope_cache: the cache is the same to the bit."""
@@ -685,3 +460,47 @@ def test_a_winner_leaves_the_codes_that_its_own_forward_would(device, dtype, bac
     for cache, name in zip(caches, ("k_cache", "v_cache"), strict=True):
         expected = as_integers(forward[name]).expand(2, -1, -1, -1)
         assert torch.equal(as_integers(cache), expected)
+
+
+SCALES = dict(key_scales=torch.zeros(2, 2), value_scales=torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("e4m3", "changed", "error", "message"),
+    [
+        (False, {"k_cache": torch.zeros(0, 5, 2, 4)}, ValueError, "k_cache must have at least one layer, head and col"),
+        (False, {"candidate_ids": i32([], [])}, ValueError, "candidate_ids must have at least one column, got none"),
+        (False, {"tokens": i32([23, 5])}, ValueError, r"new_lens must say how many of the tokens \[B, N\] are new"),
+        (
+            False,
+            {"tokens": torch.ones(1, 0, dtype=torch.int64), "new_lens": i32(0)},
+            ValueError,
+            "tokens must have at least one column, got none",
+        ),
+        (
+            False,
+            {"tokens": i32([[23]])},
+            ValueError,
+            r"tokens must be int32\|int64 \[\*\] on cpu, got int32 \[1, 1, 1\]",
+        ),
+        *(
+            (False, {"page_size": value}, ValueError, f"page_size must be an int of at least 1, got {value!r}")
+            for value in (0, -4, 2.0, True, "4")
+        ),
+        *(
+            (False, {name: x}, ValueError, f"{name} must be None unless k_cache is float8")
+            for name, x in SCALES.items()
+        ),
+        *(
+            (True, {name: None}, TypeError, rf"{name} must be a tensor float32 \[2, 2\] .*, got None")
+            for name in SCALES
+        ),
+        (True, {"k_last": torch.zeros(2, 8, 2, 4).to(E4M3)}, ValueError, "k_last must be float32.*, got float8_e4m3fn"),
+    ],
+)
+def test_bad_arguments_are_named(e4m3, changed, error, message):
+    cache, last = make_pools(2, 5, 8, 2, 4, torch.float32)
+    cache = cache.to(E4M3) if e4m3 else cache
+    arguments = dict(zip((*CACHES, *LAST), (*cache, *last), strict=True)) | ROW | (SCALES if e4m3 else {})
+    with pytest.raises(error, match=f"^{message}"):
+        commit_winner(**arguments | changed)

@@ -70,18 +70,10 @@ def test_seed_is_the_key_and_position_the_counter():
     assert uniform(seed, (high << 32) + low).item() == (first >> 8) / 2**24
 
 
-NO_ROWS = dict(guided_probs=torch.zeros(0, 8), seeds=filled(0, 0), positions=filled(0, 0))
-
-
-def test_no_rows(device):
-    assert draw(**NO_ROWS, device=device).tolist() == []
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("slots", [1, 2, 8, 64])
-def test_equal_candidates_divide_the_unit_interval(device, large_tiles, backend, slots):
+@pytest.mark.parametrize(("rows", "slots"), [(2000, 1), (2000, 2), (2000, 8), (2000, 64), (0, 8)])
+def test_equal_candidates_divide_the_unit_interval(device, large_tiles, backend, rows, slots):
     """All sums are exact whether they end at 1 or at 3 * 2^20: the slot drawn is the integer part of ``K u``."""
-    rows = 2000
     seeds, positions = torch.arange(rows) // 50, torch.arange(rows)
     expected = (uniform(seeds, positions) * slots).int()
     for total in (1.0, 3 * 2.0**20):
@@ -111,42 +103,18 @@ def test_ends_of_the_unit_interval_draw_candidates_only(device, backend):
         assert drawn[0] == (last if math.inf in p else first)  # 0 * inf is no threshold
 
 
-@pytest.mark.parametrize("varies", ["position", "seed"])
-def test_draws_follow_the_probabilities(device, large_tiles, varies):
-    rows = 40_000
-    p = torch.tensor([0.4, 0.05, 0.2, 0.1, 0.01, 0.14, 0.06, 0.04])
-    order, fixed = torch.arange(rows), filled(rows, 1234)
-    seeds, positions = (fixed, order) if varies == "position" else (order, fixed)
-    observed = draw((p * 0.7).repeat(rows, 1), seeds, positions, device).bincount(minlength=8)
-    assert p_value(observed, p * rows) > 0.001
-
-
 @pytest.mark.parametrize("varies", ["position", "seed", "high word of the seed"])
-def test_neighbouring_draws_are_independent(device, large_tiles, varies):
+def test_draws_follow_the_probabilities_and_are_independent(device, large_tiles, varies):
+    """Of neighbours. The probabilities need not sum to 1."""
     rows = 40_000
     p = torch.tensor([0.4, 0.3, 0.2, 0.1])
     order, fixed = torch.arange(rows), filled(rows, 99)
     seeds, positions = (fixed, order) if varies == "position" else (order, fixed)
     if varies == "high word of the seed":
         seeds = seeds << 32
-    drawn = draw(p.repeat(rows, 1), seeds, positions, device)
+    drawn = draw((0.7 * p).repeat(rows, 1), seeds, positions, device)
     pairs = (drawn[0::2] * 4 + drawn[1::2]).bincount(minlength=16)
     assert p_value(pairs, torch.outer(p, p).flatten() * rows / 2) > 0.001
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_do_not_see_each_other(device, backend):
-    rows = 70
-    rng = torch.Generator().manual_seed(5)
-    p = torch.softmax(torch.randn(rows, 8, generator=rng), 1)
-    p[3], p[40] = math.nan, math.inf
-    seeds, positions = torch.randint(0, 2**62, (2, rows), generator=rng)
-    temperature = torch.where(torch.arange(rows) % 3 == 0, 0.0, 1.0)
-    whole = draw(p, seeds, positions, device, temperature=temperature, backend=backend)
-    assert len(whole.unique()) == 9  # -1 and all slots
-    for taken in (torch.randperm(rows, generator=rng), torch.tensor([69, 2, 40]), torch.tensor([33])):
-        part = draw(p[taken], seeds[taken], positions[taken], device, temperature=temperature[taken], backend=backend)
-        assert torch.equal(part, whole[taken])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -228,51 +196,14 @@ def test_nothing_is_stored_beyond_the_rows(device, monkeypatch):
     assert drawn.tolist() == [0, 1, 2] and (buffers[0][3:] == 77).all()
 
 
-def good_arguments():
-    candidates = Candidates(
-        torch.zeros(2, 4, dtype=torch.int32),
-        torch.zeros(2, 4),
-        torch.zeros(2, dtype=torch.int32),
-        torch.zeros(2, dtype=torch.int8),
-        torch.zeros(2),
-    )
-    return dict(candidates=candidates, guided_probs=torch.zeros(2, 4), seeds=filled(2, 0), positions=filled(2, 0))
-
-
-@pytest.mark.parametrize(
-    "name, value, error, message",
-    [
-        ("guided_probs", torch.zeros(2, 4).half(), ValueError, r"guided_probs must be float32\|float64 .* got float16"),
-        ("guided_probs", torch.zeros(2, 4).int(), ValueError, r"guided_probs must be float32\|float64 .* got int32"),
-        ("guided_probs", torch.zeros(4), ValueError, r"guided_probs must be float32\|float64 \[\*, \*\]"),
-        (
-            "guided_probs",
-            torch.zeros(2, 3),
-            ValueError,
-            "guided_probs must have a power of two up to 64 columns, got 3",
-        ),
-        ("guided_probs", torch.zeros(4, 2).T, ValueError, "guided_probs must be contiguous in its last dimension"),
-        ("guided_probs", torch.zeros(3, 4), ValueError, r"candidates.token_ids must be int32 \[3, 4\]"),
-        ("candidates", None, TypeError, "candidates must be the Candidates of topk_candidates, got NoneType"),
-        ("candidates", {}, TypeError, "candidates must be the Candidates of topk_candidates, got dict"),
-        ("seeds", torch.zeros(2).int(), ValueError, r"seeds must be int64 \[2\] on cpu, got int32"),
-        ("positions", torch.zeros(2), ValueError, r"positions must be int32\|int64 \[2\] on cpu, got float32"),
-        (
-            "positions",
-            torch.zeros(3).int(),
-            ValueError,
-            r"positions must be int32\|int64 \[2\] on cpu, got int32 \[3\]",
-        ),
-        ("temperature", torch.zeros(2).double(), ValueError, r"temperature must be float32 \[2\] on cpu, got float64"),
-        ("backend", "gpu", ValueError, "backend must be one of"),
-    ],
-)
-def test_bad_arguments_are_named(name, value, error, message):
-    with pytest.raises(error, match=message):
-        sample_candidates(**{**good_arguments(), name: value})
-
-
-@pytest.mark.parametrize("columns", [0, 128])
+@pytest.mark.parametrize("columns", [0, 3, 128])
 def test_bad_numbers_of_slots_are_named(columns):
     with pytest.raises(ValueError, match=f"guided_probs must have a power of two up to 64 columns, got {columns}"):
-        sample_candidates(**good_arguments() | {"guided_probs": torch.zeros(2, columns)})
+        draw(torch.zeros(2, columns), filled(2, 0), filled(2, 0), "cpu")
+
+
+@pytest.mark.parametrize("candidates", [None, {}])
+def test_candidates_of_another_type_are_named(candidates):
+    name = type(candidates).__name__
+    with pytest.raises(TypeError, match=f"candidates must be the Candidates of topk_candidates, got {name}"):
+        sample_candidates(candidates, torch.zeros(2, 4), filled(2, 0), filled(2, 0))

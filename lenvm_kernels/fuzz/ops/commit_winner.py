@@ -31,7 +31,7 @@ OPTIONS: dict[str, list[Any]] = {
     "layers": [1, 2, 5],
     "heads": [1, 2, 3],
     "head_dim": [1, 3, 8, 16],
-    "candidates": [1, 2, 5, 8, 16],
+    "candidates": [1, 2, 5, 8, 16, 33, 64],
     "new": ["one", "1", "4"],  # columns of tokens
     "parents": [False, True],
     "page_size": [1, 2, 4],

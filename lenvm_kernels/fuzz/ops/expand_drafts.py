@@ -66,7 +66,8 @@ def draw_drafts(draws: Draws, rows, options: Mapping[str, Any]) -> Drafts:
     lens = torch.where(draws.chance("all drafts", rows, of=0.5), columns, lens)[:, None]
     some_after = draws.chance("some after", rows, of=0.5)[:, None]
     is_absent = torch.where(some_after, column == lens, column >= lens)
-    absent = draws.choose("absent", rows, columns, values=[-1, -1, -2, -(2**31)])
+    wide = -(2**32) + 5 if options["dtype"] == "int64" else -2  # of which the low 32 bits are a token
+    absent = draws.choose("absent", rows, columns, values=[-1, -1, wide, -(2**31)])
     token_ids = draws.choose("draft_ids", rows, columns, values=VOCABULARY[:DRAFTED])
     token_ids = torch.where(is_absent, absent, token_ids).to(dtype_of(options))
     parents = draw_parents(draws, options["parents"], rows, columns)

@@ -39,7 +39,7 @@ UNTOUCHED = 0.125
 FLOATS = ("scale", "nats_per_token", "value_min", "target_length", "answer_length")  # columns of the table
 
 OPTIONS: dict[str, list[Any]] = {
-    "columns": [1, 2, 4, 8, 16, 64],
+    "columns": [1, 2, 4, 8, 16, 32, 64],
     "rows": ["usual", "hard to tilt"],
     "order": ["descending", "any"],
     "broken": [False, True],

@@ -23,7 +23,7 @@ from lenvm_kernels.ops.select_scored import empty_scored, select_scored
 from lenvm_kernels.types import Candidates, ScoredCandidates, Status
 
 OPTIONS: dict[str, list[Any]] = {
-    "columns": [1, 2, 4, 8, 64],
+    "columns": [1, 2, 4, 8, 16, 32, 64],
     "eos": [1, 3, 8],
     "padding": ["no out", "0", "1", "40"],  # rows of the result beyond the requests
     "drawn": [False, True],
