@@ -1,14 +1,17 @@
-"""``reweight_scatter``: the fork's pairs, cases computed by hand, and the root on 10,000 hard rows."""
+"""``reweight_scatter``: the fork's pairs, cases computed by hand, properties of ``near``, the root on hard rows."""
 
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops import reweight_scatter as generator
@@ -16,6 +19,7 @@ from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
 from lenvm_kernels.ops import reweight_scatter as module
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.types import Candidates, Mode, Status
+from tests.helpers.cases import cases
 from tests.helpers.targets import expectation, target_of
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "guidance.jsonl").open()]
@@ -380,6 +384,108 @@ def test_near_at_the_ends_of_fp32(device, backend):
 
 
 # --- spans, and the answers that follow them ---
+
+
+# --- what holds of near, whatever the numbers ---
+
+LENGTHS = [0.01, 0.5, 3.0, 17.0, 18.0, 19.0, 250.0, 4000.0, 1e6]
+
+
+def near_case(case, device, mode, strength):
+    """Inputs of a case whose requests are all near a target: lengths of all sizes, many of them equal."""
+    given, draws = generator.inputs(case, device), case.draws(device)
+    rows, table = given.table_rows, given.table
+    table.mode[:], table.scale[:] = int(mode), strength
+    targets = [0.0, 0.01, 18.0, 500.0, 1e6, HUGE]
+    table.target_length[rows] = draws.choose("target", case.rows, values=targets).float()
+    gamma = draws.choose("discount", case.rows, values=[0.9, 0.997, 0.99999])
+    table.nats_per_token[rows] = -gamma.log().float()
+    shape = given.value_logits.shape[1]
+    nats = draws.choose("length", case.rows, shape, values=LENGTHS) * -gamma.log()[:, None]
+    z = torch.where(draws.chance("far", case.rows, shape, of=0.1), 1e30, logit_of(nats))
+    z = torch.where(draws.chance("nothing", case.rows, shape, of=0.1), -1e30, z)
+    given.value_logits[:] = torch.where(given.value_logits.isfinite(), z.float(), given.value_logits)
+    return given
+
+
+def guided_by(given, backend):
+    """Guided probabilities; those of the reference in fp64."""
+    candidates, z = given.candidates, given.value_logits
+    if backend == "reference":
+        candidates, z = candidates._replace(probs=candidates.probs.double()), z.double()
+    return reweight_scatter(candidates, z, given.table, backend=backend, **given.arguments)
+
+
+def excess_of(given):
+    """fp64 ``ln((l + 2) / (r + 2))``, NaN for padding."""
+    two_tokens = 2 * given.table.nats_per_token[given.table_rows].double()[:, None]
+    ratio = (generator.lengths_of(given)[0] + two_tokens) / (generator.target_of(given) + two_tokens)
+    return ratio.log().where(given.candidates.probs > 0, math.nan)
+
+
+both_backends = pytest.mark.parametrize("backend", ["triton", "reference"])
+near_cases = partial(cases, "reweight_scatter", rows=["usual"], scatter=[False])
+by_values = partial(near_cases, text_breaks=[0])  # alone: sentences are no shorter than these say
+modes, strengths = st.sampled_from(NEAR), st.sampled_from([0.5, 5.0, 20.0, 1e4, HUGE])
+
+
+@both_backends
+@given(case=by_values(), mode=modes, strength=strengths)
+def test_near_by_nothing_is_q(device, backend, case, mode, strength):
+    """To the bit: strength 0, and any where nobody is on the wrong side."""
+    inputs = near_case(case, device, Mode.UNGUIDED, 0.0)
+    q, excess, padding = guided_by(inputs, backend), excess_of(inputs), inputs.candidates.probs == 0
+    assert torch.equal(guided_by(near_case(case, device, mode, 0.0), backend), q)
+    right = {Mode.NEAR: padding, Mode.GE_NEAR: excess > 1e-4, Mode.LE_NEAR: excess < -1e-4}[mode]
+    alone = (right | padding).all(1)
+    assert torch.equal(guided_by(near_case(case, device, mode, strength), backend)[alone], q[alone])
+
+
+@both_backends
+@given(case=by_values(), strength=strengths)
+def test_one_sided_near_is_near_on_its_side(device, backend, case, strength):
+    """To the bit, where all candidates are longer, or all shorter."""
+    both, longer, shorter = (guided_by(near_case(case, device, mode, strength), backend) for mode in NEAR)
+    excess = excess_of(near_case(case, device, Mode.NEAR, strength))
+    all_longer, all_shorter = (excess.nan_to_num(1.0) > 1e-4).all(1), (excess.nan_to_num(-1.0) < -1e-4).all(1)
+    assert torch.equal(both[all_longer], shorter[all_longer]) and torch.equal(both[all_shorter], longer[all_shorter])
+
+
+@both_backends
+@given(case=by_values(), mode=modes, strength=strengths)
+def test_near_keeps_the_ratios_of_equal_lengths(device, backend, case, mode, strength):
+    inputs = near_case(case, device, mode, strength)
+    p, q, lengths = guided_by(inputs, backend).double(), inputs.candidates.probs.double(), excess_of(inputs)
+    q = q / q.sum(1, keepdim=True)
+    crosswise = p[:, :, None] * q[:, None] - p[:, None] * q[:, :, None]
+    assert (crosswise[lengths[:, :, None] == lengths[:, None]].abs() <= 2e-5).all()
+
+
+@both_backends
+@given(case=near_cases(broken=[False]), mode=modes)
+def test_near_of_any_strength_chooses_the_nearest(device, backend, case, mode):
+    inputs = near_case(case, device, mode, HUGE)
+    inputs.table.value_min[:] = -math.inf
+    distance = generator.near_distances(inputs).masked_fill(inputs.candidates.probs == 0, math.inf)
+    farther = (distance > distance.amin(1, keepdim=True) + 1e-4) & (inputs.candidates.status == Status.GUIDE)[:, None]
+    result = guided_by(inputs, backend)
+    assert (result[farther] == 0).all()
+    torch.testing.assert_close(result.sum(1), (inputs.candidates.probs > 0).any(1).to(result.dtype))
+
+
+@both_backends
+@given(case=near_cases(), mode=modes)
+def test_near_is_monotone_in_the_strength(device, backend, case, mode):
+    """The mass of all candidates up to any distance does not fall."""
+    steps, error = ((0.0, 0.5, 2.0, 5.0, 20.0), 1e-4) if backend == "triton" else ((0.0, 0.5, 5.0, 100.0, 1e6), 1e-8)
+    before = None
+    for strength in steps:
+        inputs = near_case(case, device, mode, strength)
+        distance = generator.near_distances(inputs).masked_fill(inputs.candidates.probs == 0, math.inf)
+        order = distance.argsort(dim=1, stable=True)
+        mass = guided_by(inputs, backend).double().gather(1, order).cumsum(1)
+        assert before is None or (mass >= before - error).all()
+        before = mass
 
 
 @pytest.mark.parametrize("precise", [False, True])

@@ -39,18 +39,6 @@ def random_drafts(requests, columns, *, seed=0, tokens=5, device="cpu"):
     return make_drafts(token_ids, parents, device=device)
 
 
-def listed(drafts):
-    """(token, number of its parent's node) of each draft that is there, request by request."""
-    found = []
-    for token_ids, parents in zip(drafts.token_ids.tolist(), drafts.parents.tolist(), strict=True):
-        found.append([])
-        for j, (token, parent) in enumerate(zip(token_ids, parents, strict=True)):
-            if token < 0:
-                break
-            found[-1].append((token, parent + 1 if parent in range(j) else 0))
-    return found
-
-
 def variants(name):
     """What :mod:`tests.helpers.draft_variants` prints: how many variants of its kernel an operator asks for."""
     # Another process, because this one may interpret.
