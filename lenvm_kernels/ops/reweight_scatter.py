@@ -155,8 +155,7 @@ def _solve_tilt(log_q, w, top_w, active, target_w, target_top_w, unsolved):
     A request stops when it has converged, whatever the others do: its result does not depend on them.
 
     The loop ends by a number that every thread of the program computes from its own copies of the request's sums, and
-    it
-    has barriers: the copies must be equal to the bit. They are not where a product is fused with the first addition
+    it has barriers: the copies must be equal to the bit. They are not where a product is fused with the first addition
     of a sum across threads. Launches therefore set ``enable_fp_fusion=False``; `bench.codegen` reads the instructions.
     """
     target_logit = tl.log(target_w) - tl.log(target_top_w)
