@@ -111,8 +111,8 @@ def decode(batch):
     drafts = Drafts(token_ids, parents=int32([range(-1, MAX_DRAFTS - 1)] * len(batch)))
 
     # A draft is taken where it is the token drawn, and the draw after the last of them.
-    batch = StepBatch(tokens, table_rows, lengths, new_lens)
-    output = step.step(logits, batch, SAMPLING, drafts, verify="same_draws")
+    told = StepBatch(tokens, table_rows, lengths, new_lens)
+    output = step.step(logits, told, SAMPLING, drafts, verify="same_draws")
 
     verified = zip(output.verified.tokens.tolist(), output.verified.lens.tolist(), strict=True)
     for request, (taken, count) in zip(batch, verified, strict=True):

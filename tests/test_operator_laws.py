@@ -322,5 +322,5 @@ def test_offsets_past_32_bits(device, name, path):
         except ValueError as error:
             assert "strides up to" in str(error)
             return
-        found.append([*tensors_of([result, given]), version])
+        found.append(tensors_of([result, given, version]))
     assert_same(*found, name)

@@ -299,7 +299,11 @@ def test_rows_that_ended_are_left_out(base, value_model, prompts, monkeypatch):
     monkeypatch.setattr(base.generation_config, "eos_token_id", [EOS, 33])
     processor = make(base, value_model, attention_mask=prompts["attention_mask"], max_new_tokens=4)
     active, step = [], processor._step.step
-    record = lambda *args, **kwargs: (active.append(kwargs["active"].tolist()), step(*args, **kwargs))[1]  # noqa: E731
+
+    def record(scores, batch, *args, **options):
+        active.append(batch.active.tolist())
+        return step(scores, batch, *args, **options)
+
     monkeypatch.setattr(processor._step, "step", record)
     tokens, scores = prompts["input_ids"], torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
     processor(tokens, scores)
@@ -455,15 +459,13 @@ def test_generate_knows_sentences_by_the_tokenizer(base, value_model, prompts, h
 
     seen = []
     make_step = transformers_adapter.GuidedStep
-    monkeypatch.setattr(
-        transformers_adapter, "GuidedStep", lambda *args, **options: seen.append(options) or make_step(*args, **options)
-    )
+    monkeypatch.setattr(transformers_adapter, "GuidedStep", lambda *args: seen.append(args[-1]) or make_step(*args))
     arguments = dict(
         target_length=4, max_new_tokens=3, pad_token_id=PAD, value_model=value_model if has_values else None
     )
     generate(base, **prompts, tokenizer=Words(), **arguments)
     generate(base, **prompts, **arguments)
-    known, unknown = (options["text_breaks"] for options in seen)
+    known, unknown = (config.text_breaks for config in seen)
     size = base.get_input_embeddings().num_embeddings
     assert known.tolist() == [0, 0, 0, 0, 0, 2, 1, *[0] * (size - 7)] and unknown is None
 
