@@ -122,7 +122,7 @@ def guided_step(model: ValueModel, rows: int, vocab: int, *, graph: bool) -> Sub
     slots = PagedSlots(rows, CACHED + 1)
     for row in range(rows):
         slots.extend(row, CACHED + 1)
-    step = GuidedStep(model, slots, StepConfig(vocab_size=vocab, graphs=False, backend="triton"))
+    step = GuidedStep(model, slots, StepConfig(vocab_size=vocab, backend="triton"))
     for row in range(rows):
         step.add_request(row, parse_guidance(TILT), {0})
     none, zeros, numbers = torch.empty(0).long(), torch.zeros(rows).int(), torch.arange(rows)

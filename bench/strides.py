@@ -55,11 +55,10 @@ def counting() -> Iterator[Work]:
     step, forward = GuidedStep.step, ValueModel.forward
 
     @wraps(step)
-    def counted_step(self, *args, **options):
-        output = step(self, *args, **options)
-        active = options["active"]
-        work.rows += int(active.sum())
-        work.due += int((active & (output.candidates.status == Status.GUIDE)).sum())
+    def counted_step(self, scores, batch, *args, **options):
+        output = step(self, scores, batch, *args, **options)
+        work.rows += int(batch.active.sum())
+        work.due += int((batch.active & (output.candidates.status == Status.GUIDE)).sum())
         return output
 
     @wraps(forward)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from bench import strides
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.types import Status
@@ -339,6 +340,16 @@ def test_new_tokens_are_checked(models, change, message):
     arguments |= dict(lengths=numbers.int() + 1, new_lens=torch.ones(2, dtype=torch.int32)) | change
     with pytest.raises(ValueError, match=message):
         take_step(step, random_scores(2), **arguments, top_k=4, top_p=1.0, min_p=0.0, is_logits=True)
+
+
+def test_what_a_stride_costs_is_counted(models):
+    """By ``bench.strides``: rows that have not ended, those that are guided, and the tokens computed for them."""
+    engine = Engine(*make_step(models.value)).start([3, 0, 2], PROMPTS[:3], [TILT, TILT, None], room=9)
+    scores = torch.zeros(3, VOCAB)
+    scores[:, 20:24] = 5.0
+    with strides.counting() as work:
+        engine.decode([3, 0, 2], PROMPTS[:3], scores, top_k=4, active=torch.tensor([True, False, True]))
+    assert work == strides.Work(rows=2, due=1, steps=1, forwards=1, tokens=1 + 4)
 
 
 def test_a_request_s_own_stride_goes_before_the_step_s(models):

@@ -72,15 +72,14 @@ def step_with(engine, rows, sequences, new, base, tokens, parents, *, draws_othe
         told[i, :n] = torch.tensor(sequence[len(sequence) - n :])
     filters = dict(top_k=engine.tensor([6] * len(rows)), top_p=1.0, min_p=0.02, temperature=0.8)
     options = filters | dict(is_logits=True, sample=True, verify="same_draws") | options
-    sequences = dict(table_rows=engine.tensor(rows), lengths=engine.tensor([len(s) for s in sequences]))
-    grown = sequences | dict(new_lens=engine.tensor(new), drafts=drafts_of(tokens, parents))
-    batch = StepBatch(told, sequences["table_rows"], sequences["lengths"], grown["new_lens"])
-    span_ended = engine.step.limit_spans(scores, batch, grown["drafts"])
+    lengths, drafts = engine.tensor([len(s) for s in sequences]), drafts_of(tokens, parents)
+    batch = StepBatch(told, engine.tensor(rows), lengths, engine.tensor(new))
+    span_ended = engine.step.limit_spans(scores, batch, drafts)
     if tells_ends:
         options["span_ended"] = span_ended
     if draws_others:
         options["drawn"] = scores.argmax(1)
-    return take_step(engine.step, scores, told, **grown, **options)
+    return take_step(engine.step, scores, *batch[:3], new_lens=batch.new_lens, drafts=drafts, **options)
 
 
 def assert_values(models, output, sequences, tokens, parents):

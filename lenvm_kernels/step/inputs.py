@@ -8,14 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from lenvm_kernels.ops._common import (
-    COLUMNS,
-    FLOAT_DTYPES,
-    INT_DTYPES,
-    ceil_div,
-    check_tensor,
-    per_request,
-)
+from lenvm_kernels.ops._common import COLUMNS, FLOAT_DTYPES, INT_DTYPES, ceil_div, check_tensor, per_request
 from lenvm_kernels.ops.expand_drafts import check_drafts
 from lenvm_kernels.ops.topk_candidates import MAX_VOCAB
 from lenvm_kernels.types import Drafts
