@@ -26,9 +26,6 @@ any = $(subst $(space), or ,$(strip $(1)))
 ROUNDED := topk_candidates reweight_scatter sample_candidates value_head value_tree_attention rope_cache ragged_linear
 BENCHES := bench.step $(patsubst bench/ops/%.py,bench.ops.%,$(wildcard bench/ops/[a-z]*.py))
 
-# On a CPU two workers whose threads spin would only get in each other's way.
-export OMP_WAIT_POLICY ?= passive
-
 .PHONY: help demo serve test test-sglang test-vllm machines races codegen fuzz lint bench docs package clean
 
 help:
@@ -62,7 +59,7 @@ demo: $(INSTALLED)
 # tokens and weights in bf16 all processes take less than 3 GiB, as test_sglang_text.py checks. ARGS win over these.
 serve: $(INSTALLED) $(SGLANG_INSTALLED)
 	test -d demo-models || $(BIN)/lenvm export demo-models
-	LENVM_VALUE_MODEL=demo-models/value SGLANG_USE_CPU_ENGINE=1 $(SGLANG_VENV)/bin/python -m sglang.launch_server \
+	GOMP_SPINCOUNT=5000 LENVM_VALUE_MODEL=demo-models/value SGLANG_USE_CPU_ENGINE=1 $(SGLANG_VENV)/bin/python -m sglang.launch_server \
 		--model-path demo-models/base --device cpu --dtype bfloat16 --max-running-requests 32 --max-total-tokens 4096 \
 		--chunked-prefill-size 512 --sleep-on-idle $(ARGS)
 

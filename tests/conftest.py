@@ -7,6 +7,9 @@ for before Triton is imported (this file is imported first).
 import os
 from collections.abc import Iterator
 
+# Two workers on two cores, and what they start: threads that spin would only get in each other's way.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 if not torch.cuda.is_available():
@@ -20,7 +23,7 @@ from lenvm_kernels.ops import _operator  # noqa: F401 - repairs the interpreter,
 from tests.helpers.rounding import gpu_rounding
 
 if os.environ.get("TRITON_INTERPRET") == "1" and "OMP_NUM_THREADS" not in os.environ:
-    torch.set_num_threads(1)  # two pytest workers on two cores; spinning threads would only get in each other's way
+    torch.set_num_threads(1)  # a worker a core
 
 _COMMON = dict(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 settings.register_profile("ci", derandomize=True, max_examples=50, print_blob=True, **_COMMON)

@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="fewer prompts and tokens: 5 minutes on 2 cores (default: all prompts, about a quarter of an hour)",
+        help="fewer prompts and tokens: 4 minutes on 2 cores (default: all prompts, about a quarter of an hour)",
     )
     parser.add_argument(
         "--plot",
