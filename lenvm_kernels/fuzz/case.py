@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -47,6 +48,10 @@ class Case:
 
     def draws(self, device: torch.device | str) -> Draws:
         return Draws(self.seed, device)
+
+    def rows_and(self, others: str) -> tuple[int, ...]:
+        """The rows, and after them so many others, unless ``others`` is no number."""
+        return *self.rows, *(-1 - i for i in range(int(others) if others.isdigit() else 0))
 
     def to_json(self) -> dict[str, Any]:
         """A whole batch is written as its number of rows."""
@@ -129,17 +134,16 @@ class Operator:
     """An operator under test.
 
     Attributes:
-        name: of the public function and of its modules.
-        function: the public function.
+        function: the public function, of the name that its modules have.
         options: the values of each option of a case, the simplest first. Sizes are options; the number of rows is not.
         inputs: of a case on a device.
         run: call a function on inputs, which stay as they are; the function's whole result.
         outputs: the parts of a result that belong to rows.
         compare: the result with the fp64 reference's.
-        most_rows: of a batch, on a GPU.
         row_size: numbers in a row of the inputs, by which a GPU's batch is bounded too.
         row_work: operations of Triton's interpreter that a row takes, about, by which a CPU's batch is bounded.
         classes: bool ``[rows]`` of each class of row worth counting.
+        most_rows: of a batch, on a GPU.
         constants: settings of the operator's tuning constants, by the value of the option ``constants``.
         free: what a tensor that is an argument, or a field of one, may be beside what it is in a case: ``rows``,
             ``columns``, any number in its first or last dimension; ``apart``, rows that lie apart; ``strided``, numbers
@@ -147,20 +151,27 @@ class Operator:
         reads: of an argument that is a named tuple, the fields that are read or written, unless all are.
     """
 
-    name: str
     function: Callable
     options: Mapping[str, Sequence]
     inputs: Callable[[Case, torch.device], Any]
     run: Callable[[Any, Callable], Any]
     outputs: Callable[[Any, Any], list[Output]]
     compare: Callable[[Any, Any], list[Difference]]
-    most_rows: int
     row_size: Callable[[Mapping[str, Any]], int]
     row_work: Callable[[Mapping[str, Any]], float]
     classes: Callable[[Any], dict[str, Tensor]]
+    most_rows: int = 4096
     constants: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     free: Mapping[str, str] = field(default_factory=dict)
     reads: Mapping[str, Collection[str]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    def expected(self, given: Any) -> Any:
+        """The result of the reference on the same inputs."""
+        return self.run(given, partial(self.function, backend="reference"))
 
     def restricted(self, only: Mapping[str, Collection[str]]) -> Operator:
         """The operator with no other values of its options than ``only`` names, as text."""
@@ -278,6 +289,24 @@ def whole_memory(x: Tensor) -> Tensor:
 def copy_in_place(x: Tensor) -> Tensor:
     """A copy with the same strides and surroundings."""
     return torch.as_strided(whole_memory(x).clone(), x.shape, x.stride(), x.storage_offset())
+
+
+def poisoned(draws: Draws, rows: Any, x: Tensor, of: float) -> Tensor:
+    """A number of some rows, NaN or infinite, in place of what ``x`` has there."""
+    poison = draws.choose("poison", rows, values=[math.nan, math.inf, -math.inf])[:, None]
+    column = draws.integers("poisoned column", rows, low=0, high=x.shape[1] - 1)[:, None]
+    is_poisoned = draws.chance("poisoned", rows, of=of)[:, None]
+    here = is_poisoned & (torch.arange(x.shape[1], device=x.device) == column)
+    return torch.where(here, poison.to(x.dtype), x)
+
+
+def fill(fields: Any, rows: Any, values: Mapping[str, Tensor], elsewhere: int | None = None) -> None:
+    """Write rows of the tensors of these names. What they hold elsewhere shows who reads it."""
+    for name, x in values.items():
+        column = getattr(fields, name)
+        if elsewhere is not None:
+            column.fill_(elsewhere)
+        column[rows] = x.to(column.dtype)
 
 
 def results_to_fill(empty: Sequence[Tensor], *, in_slices: bool) -> list[Tensor]:

@@ -1,26 +1,14 @@
 """``catch_up``: requests with nothing, some and too many tokens missing, whose slots lie in pages in no order."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import (
-    Case,
-    Difference,
-    Operator,
-    Output,
-    copy_in_place,
-    differs,
-    expect,
-    results_to_fill,
-    slice_of_longer,
-    whole_memory,
-)
+from lenvm_kernels.fuzz.calls import Form, Inputs, exact_operator, forms, owners_in_table, to_fill
+from lenvm_kernels.fuzz.case import Case, fill, slice_of_longer
 from lenvm_kernels.ops.catch_up import catch_up, empty_delta
 from lenvm_kernels.ops.gather_requests import empty_history, empty_requests
-from lenvm_kernels.types import DeltaTokens, StepHistory
 
 SPARE_ROWS = 2  # of the table, which no request of the batch has
 LONGEST = 70  # tokens of a sequence
@@ -36,12 +24,6 @@ OPTIONS: dict[str, list[Any]] = {
     "constants": ["shipped", "small"],
 }
 CONSTANTS = {"small": {"REQUESTS": 2}}  # several programs
-
-
-@dataclass(frozen=True)
-class Inputs:
-    arguments: dict[str, Any]
-    count: int  # requests that exist
 
 
 def inputs(case: Case, device: torch.device) -> Inputs:
@@ -62,15 +44,15 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         x.zero_()
     requests.positions[count:] = -1
     requests.table_rows[count:] = count + SPARE_ROWS  # the last row, beyond the slot table
-    for name, values in (
-        ("positions", lengths - 1),
-        ("new_lens", new_lens),
-        ("table_rows", table_rows),
-        ("guided", draws.chance("guided", rows, of=0.6)),
-        ("wants_length", draws.chance("wants_length", rows, of=0.3)),
-        ("cached_lens", cached_lens),
-    ):
-        getattr(requests, name)[:count] = values
+    of_requests = {
+        "positions": lengths - 1,
+        "new_lens": new_lens,
+        "table_rows": table_rows,
+        "guided": draws.chance("guided", rows, of=0.6),
+        "wants_length": draws.chance("wants_length", rows, of=0.3),
+        "cached_lens": cached_lens,
+    }
+    fill(requests, slice(count), of_requests)
     history = empty_history(count + SPARE_ROWS + 1, held, device)
     history.cached_lens.fill_(3)  # the spare rows': what writes them shows
     history.cached_lens[table_rows] = cached_lens.int()
@@ -89,75 +71,35 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         arguments |= {name: slice_of_longer(arguments[name]) for name in ("counts", "committed") if name in arguments}
     arguments["page_size"] = page_size
     if options["out"]:
-        out = results_to_fill(empty_delta(total, held, device), in_slices=options["slices"])
-        arguments["out"] = DeltaTokens(*out)
+        arguments["out"] = to_fill(empty_delta(total, held, device), in_slices=options["slices"])
     return Inputs(arguments, count)
 
 
-@dataclass(frozen=True)
-class Result:
-    delta: DeltaTokens
-    history: StepHistory
-    around: list[Tensor]  # all that holds ``out``, which is to be left alone around it
+def returns(given: Inputs) -> dict[str, Form]:
+    rows, held = len(given.arguments["counts"]), given.arguments["history"].tokens.shape[1]
+    return forms(empty_delta(rows, held, torch.device("cpu")))
 
 
-def run(given: Inputs, function) -> Result:
-    arguments, around = dict(given.arguments), []
-    arguments["history"] = history = StepHistory(*map(copy_in_place, arguments["history"]))
-    if "out" in arguments:
-        arguments["out"] = out = DeltaTokens(*map(copy_in_place, arguments["out"]))
-        around = [whole_memory(x) for x in out]
-    delta = function(**arguments)
-    shape = len(arguments["counts"]), history.tokens.shape[1]
-    for name, wanted in empty_delta(*shape, torch.device("cpu"))._asdict().items():
-        expect(name, getattr(delta, name, None), dtype=wanted.dtype, shape=wanted.shape)
-    return Result(delta, history, around)
-
-
-def outputs(given: Inputs, result: Result) -> list[Output]:
-    """Without the slots, which the slot table has."""
-    cached_lens = Output("history", result.history.cached_lens[given.arguments["requests"].table_rows[: given.count]])
-    return [cached_lens, *(Output(name, x[: given.count]) for name, x in result.delta._asdict().items())]
-
-
-def compare(given: Inputs, result: Result) -> list[Difference]:
-    expected = run(given, _reference)
-    owners = torch.arange(len(result.delta.lens), device=result.delta.lens.device)
-    owners[given.count :] = -1
-    found = [
-        differs(name, getattr(result.delta, name), wanted, owners) for name, wanted in expected.delta._asdict().items()
-    ]
-    for name, memory, wanted in zip(DeltaTokens._fields, result.around, expected.around, strict=False):
-        found.append(differs(f"memory around {name}", memory, wanted, torch.full_like(memory, -1, dtype=torch.int64)))
-    of_rows = torch.full((len(expected.history.cached_lens),), -1, device=owners.device)
-    of_rows[given.arguments["requests"].table_rows[: given.count]] = torch.arange(given.count, device=owners.device)
-    for name, wanted in expected.history._asdict().items():
-        found.append(
-            differs(f"history.{name}", getattr(result.history, name), wanted, None if name == "step" else of_rows)
-        )
-    return found
-
-
-def _reference(**arguments) -> DeltaTokens:
-    return catch_up(**arguments, backend="reference")
+def owners(given: Inputs) -> dict[str, Tensor]:
+    history, table_rows = given.arguments["history"], given.arguments["requests"].table_rows[: given.rows]
+    of_table = owners_in_table(table_rows, len(history.cached_lens))
+    return {"history": of_table, "history.step": torch.full((1,), -1, device=of_table.device)}
 
 
 def classes(given: Inputs) -> dict[str, Tensor]:
-    result, requests = run(given, _reference), given.arguments["requests"]
-    lens, missing = result.delta.lens, requests.positions + 1 - result.delta.cached_lens
+    result, requests = OPERATOR.expected(given).tensors, given.arguments["requests"]
+    lens, missing = result["lens"], requests.positions + 1 - result["cached_lens"]
     found = {"computes one": lens == 1, "computes several": lens > 1, "waits": (missing > 0) & (lens == 0)}
-    return {name: x[: given.count] for name, x in found.items()}
+    return {name: x[: given.rows] for name, x in found.items()}
 
 
-OPERATOR = Operator(
-    name="catch_up",
-    function=catch_up,
+OPERATOR = exact_operator(
+    catch_up,
     options=OPTIONS,
     inputs=inputs,
-    run=run,
-    outputs=outputs,
-    compare=compare,
-    most_rows=4096,
+    returns=returns,
+    writes=("history", "out"),
+    owners=owners,
     row_size=lambda options: 4 * options["held"] + LONGEST,
     row_work=lambda options: 20,
     classes=classes,

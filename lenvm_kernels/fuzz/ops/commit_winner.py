@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lenvm_kernels.fuzz.calls import nobody, with_copies
 from lenvm_kernels.fuzz.case import (
     Case,
     Difference,
     Operator,
     Output,
     as_codes,
-    copy_in_place,
     differs,
     dtype_of,
     expect,
@@ -67,7 +67,7 @@ def as_integers(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Inputs:
-    pools: list[Tensor]  # k_cache, v_cache, k_last, v_last
+    pools: dict[str, Tensor]  # k_cache, v_cache, k_last, v_last
     rows: dict[str, Any]
     slot_owners: Tensor  # the row of the batch that each slot of the cache is for
 
@@ -94,7 +94,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     computed_ids = (ids[:, None] * columns + torch.arange(columns, device=device)).flatten()
     computed = draws.places("candidate_rows", computed_ids, SPARE_TOKENS)
     tokens = len(computed) + SPARE_TOKENS
-    pools = []
+    pools: dict[str, Tensor] = {}
     in_page = torch.arange(options["page_size"], device=device)
     slot = (page[:, None] * options["page_size"] + in_page).flatten()
     slot_ids = (page_ids[:, None] * options["page_size"] + in_page).flatten()
@@ -104,7 +104,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     ):
         at = _owner_ids(owner_ids, places, spare)
         k, v = make_pool(draws, name, at, *sizes, dtypes[name], interleaved=options[name] != "layers first")
-        pools += [k, v.contiguous() if options[name] == "values apart" else v]
+        pools |= {f"k_{name}": k, f"v_{name}": v.contiguous() if options[name] == "values apart" else v}
 
     def placed(values, padding):
         """Rows of the last step where they are in it."""
@@ -182,10 +182,10 @@ class Result:
 
 
 def run(given: Inputs, function) -> Result:
-    pools = [copy_in_place(x) for x in given.pools]
-    committed = function(*pools, **given.rows)
+    arguments, pools = with_copies(given.pools | given.rows, tuple(given.pools))
+    committed = function(**arguments)
     expect("committed", committed, dtype=torch.int32, shape=given.rows["positions"].shape)
-    by_token = [as_integers(x.movedim(1, 0)) for x in pools]
+    by_token = [as_integers(x.movedim(1, 0)) for x in pools.values()]
     return Result(committed, torch.stack(by_token[:2], 1), torch.stack(by_token[2:], 1))
 
 
@@ -194,26 +194,20 @@ def outputs(given: Inputs, result: Result) -> list[Output]:
 
 
 def compare(given: Inputs, result: Result) -> list[Difference]:
-    expected = run(given, _reference)
-    nobody = torch.full((len(result.last),), -1, device=result.last.device)
+    expected = OPERATOR.expected(given)
     return [
         differs("committed", result.committed, expected.committed),
         differs("the cache", result.cache, expected.cache, given.slot_owners),
-        differs("the last forward", result.last, expected.last, nobody),
+        differs("the last forward", result.last, expected.last, nobody(result.last)),
     ]
 
 
-def _reference(*arguments, **keywords) -> Tensor:
-    return commit_winner(*arguments, **keywords, backend="reference")
-
-
 def classes(given: Inputs) -> dict[str, Tensor]:
-    committed = run(given, _reference).committed
+    committed = OPERATOR.expected(given).committed
     return {"commits one": committed == 1, "commits several": committed > 1, "does not": committed == 0}
 
 
 OPERATOR = Operator(
-    name="commit_winner",
     function=commit_winner,
     options=OPTIONS,
     inputs=inputs,

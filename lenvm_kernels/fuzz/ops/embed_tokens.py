@@ -1,12 +1,12 @@
 """``embed_tokens``: widths that fill no group or block, tokens that are not there, ids that no vocabulary has."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lenvm_kernels.fuzz.calls import Inputs
 from lenvm_kernels.fuzz.case import (
     Case,
     Difference,
@@ -66,17 +66,9 @@ def make_inputs(
     }
 
 
-@dataclass(frozen=True)
-class Inputs:
-    arguments: dict[str, Any]
-    rows: int  # that are there
-
-
 def inputs(case: Case, device: torch.device) -> Inputs:
     options, draws, there = case.options, case.draws(device), len(case.rows)
-    absent = options["rows_not_there"]
-    rows = [*case.rows, *(-1 - i for i in range(0 if absent == "none" else int(absent)))]
-    vocab = options["vocab"]
+    rows, vocab = case.rows_and(options["rows_not_there"]), options["vocab"]
     arguments = make_inputs(
         rows,
         options["size"],
@@ -95,7 +87,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         is_poisoned = draws.chance("poisoned", vocab, of=0.1)
         embedding = arguments["embedding"]
         embedding[:, 0] = torch.where(is_poisoned, poison.to(embedding.dtype), embedding[:, 0])
-    if absent != "none":
+    if options["rows_not_there"] != "none":
         arguments["num_rows"] = torch.tensor([there], dtype=torch.int32, device=device)
         arguments["token_ids"][there:] = 2**62
     if options["slices"]:
@@ -156,7 +148,6 @@ def classes(given: Inputs) -> dict[str, Tensor]:
 
 
 OPERATOR = Operator(
-    name="embed_tokens",
     function=embed_tokens,
     options=OPTIONS,
     inputs=inputs,

@@ -1,29 +1,17 @@
 """``expand_drafts``: chains, trees and drafts that are none, of all requests or of the first of them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import (
-    Case,
-    Difference,
-    Operator,
-    Output,
-    copy_in_place,
-    differs,
-    dtype_of,
-    expect,
-    results_to_fill,
-    slice_of_longer,
-    whole_memory,
-)
+from lenvm_kernels.fuzz.calls import Form, Inputs, exact_operator
+from lenvm_kernels.fuzz.case import Case, dtype_of, fill, results_to_fill, slice_of_longer
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.ops.expand_drafts import NODE_FIELDS, empty_nodes, expand_drafts
 from lenvm_kernels.ops.gather_requests import empty_requests
-from lenvm_kernels.types import Drafts, StepRequests
+from lenvm_kernels.types import Drafts
 
 # Of the drafts of every operator that takes some.
 DRAFTS: dict[str, list[Any]] = {
@@ -79,12 +67,6 @@ def apart(x: Tensor, more: int) -> Tensor:
     return torch.nn.functional.pad(x, (1, more, 1, 1), value=2)[1:-1, 1:-more]
 
 
-def with_padding(draws: Draws, rows, padding: str) -> Tensor:
-    """Ids of the rows, and of so many others after them."""
-    others = 0 if padding == "no out" else int(padding)
-    return torch.cat([draws.rows(rows), -1 - torch.arange(others, device=draws.device)])
-
-
 def owners_of_nodes(requests: int, drafts: int, count: int, device: torch.device) -> Tensor:
     """The row that each node belongs to; -1 for those of requests beyond the first ``count``."""
     owners = torch.arange(requests, device=device)
@@ -92,79 +74,40 @@ def owners_of_nodes(requests: int, drafts: int, count: int, device: torch.device
     return owners.repeat_interleave(1 + drafts)
 
 
-@dataclass(frozen=True)
-class Inputs:
-    arguments: dict[str, Any]
-
-
 def inputs(case: Case, device: torch.device) -> Inputs:
     options, draws = case.options, case.draws(device)
-    rows = with_padding(draws, case.rows, options["padding"])
+    rows = case.rows_and(options["padding"])
     requests = empty_requests(len(rows), device)
     for x in requests:
         x.fill_(1)
-    for name, values in (
-        ("positions", draws.integers("positions", rows, low=-1, high=100_000)),
-        ("table_rows", draws.integers("table_rows", rows, low=0, high=2**40)),
-        ("guided", draws.chance("guided", rows, of=0.6)),
-        ("wants_length", draws.chance("wants_length", rows, of=0.5)),
-        ("entropy_threshold", draws.choose("entropy_threshold", rows, values=[float("nan"), -1.0, 0.0, 0.7])),
-        ("generated", draws.integers("generated", rows, low=0, high=3000)),
-        ("seeds", draws.bits("seeds", rows)),
-        ("due", draws.chance("due", rows, of=0.4)),
-    ):
-        getattr(requests, name).copy_(values)
+    columns = {
+        "positions": draws.integers("positions", rows, low=-1, high=100_000),
+        "table_rows": draws.integers("table_rows", rows, low=0, high=2**40),
+        "guided": draws.chance("guided", rows, of=0.6),
+        "wants_length": draws.chance("wants_length", rows, of=0.5),
+        "entropy_threshold": draws.choose("entropy_threshold", rows, values=[float("nan"), -1.0, 0.0, 0.7]),
+        "generated": draws.integers("generated", rows, low=0, high=3000),
+        "seeds": draws.bits("seeds", rows),
+        "due": draws.chance("due", rows, of=0.4),
+    }
+    fill(requests, slice(None), columns)
     arguments: dict[str, Any] = {"requests": requests, "drafts": draw_drafts(draws, case.rows, options)}
     if options["slices"]:
-        arguments["requests"] = StepRequests(*map(slice_of_longer, requests))
+        arguments["requests"] = requests._make(map(slice_of_longer, requests))
     if options["padding"] != "no out":
         nodes = empty_nodes(requests, options["drafts"])
         fields = results_to_fill([getattr(nodes, name) for name in NODE_FIELDS], in_slices=options["slices"])
         arguments["out"] = nodes._replace(**dict(zip(NODE_FIELDS, fields, strict=True)))
-    return Inputs(arguments)
+    return Inputs(arguments, len(case.rows))
 
 
-@dataclass(frozen=True)
-class Result:
-    nodes: list[Tensor]  # fields of NODE_FIELDS
-    around: list[Tensor]  # all that holds ``out``, which is to be left alone around it
+def owners(given: Inputs) -> dict[str, Tensor]:
+    drafts, positions = given.arguments["drafts"].token_ids.shape[1], given.arguments["requests"].positions
+    return dict.fromkeys(NODE_FIELDS, owners_of_nodes(len(positions), drafts, given.rows, positions.device))
 
 
-def run(given: Inputs, function) -> Result:
-    arguments, around = dict(given.arguments), []
-    if "out" in arguments:
-        fields = {name: copy_in_place(getattr(arguments["out"], name)) for name in NODE_FIELDS}
-        arguments["out"] = arguments["out"]._replace(**fields)
-        around = [whole_memory(x) for x in fields.values()]
-    nodes = function(**arguments)
-    rows = len(arguments["requests"].positions) * (1 + arguments["drafts"].token_ids.shape[1])
-    found = [expect(name, getattr(nodes, name, None), dtype=d, shape=(rows,)) for name, d in NODE_FIELDS.items()]
-    return Result(found, around)
-
-
-def _owners(given: Inputs) -> Tensor:
-    (count, drafts), positions = given.arguments["drafts"].token_ids.shape, given.arguments["requests"].positions
-    return owners_of_nodes(len(positions), drafts, count, positions.device)
-
-
-def outputs(given: Inputs, result: Result) -> list[Output]:
-    return [Output(name, x, _owners(given)) for name, x in zip(NODE_FIELDS, result.nodes, strict=True)]
-
-
-def compare(given: Inputs, result: Result) -> list[Difference]:
-    expected = run(given, _reference)
-    owners = _owners(given)
-    found = [
-        differs(name, x, wanted, owners)
-        for name, x, wanted in zip(NODE_FIELDS, result.nodes, expected.nodes, strict=True)
-    ]
-    for name, memory, wanted in zip(NODE_FIELDS, result.around, expected.around, strict=False):
-        found.append(differs(f"memory around {name}", memory, wanted, torch.full_like(memory, -1, dtype=torch.int64)))
-    return found
-
-
-def _reference(**arguments) -> StepRequests:
-    return expand_drafts(**arguments, backend="reference")
+def returns(given: Inputs) -> dict[str, Form]:
+    return {name: (dtype, owners(given)[name].shape) for name, dtype in NODE_FIELDS.items()}
 
 
 def classes(given: Inputs) -> dict[str, Tensor]:
@@ -173,15 +116,13 @@ def classes(given: Inputs) -> dict[str, Tensor]:
     return {"all drafts": is_there.all(dim=1), "no drafts": ~is_there.any(dim=1)}
 
 
-OPERATOR = Operator(
-    name="expand_drafts",
-    function=expand_drafts,
+OPERATOR = exact_operator(
+    expand_drafts,
     options=OPTIONS,
     inputs=inputs,
-    run=run,
-    outputs=outputs,
-    compare=compare,
-    most_rows=4096,
+    returns=returns,
+    writes=("out",),
+    owners=owners,
     row_size=lambda options: 20 * options["drafts"],
     row_work=lambda options: 30 + 10 * options["drafts"],
     classes=classes,

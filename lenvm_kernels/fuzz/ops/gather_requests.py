@@ -1,28 +1,17 @@
 """``gather_requests``: table rows in no order, requests that do not exist, histories of many steps and tokens."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import (
-    Case,
-    Difference,
-    Operator,
-    Output,
-    copy_in_place,
-    differs,
-    expect,
-    results_to_fill,
-    slice_of_longer,
-    whole_memory,
-)
+from lenvm_kernels.fuzz.calls import Form, Inputs, exact_operator, forms, owners_in_table, to_fill
+from lenvm_kernels.fuzz.case import Case, fill, slice_of_longer
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.ops import gather_requests as ops
-from lenvm_kernels.ops.gather_requests import empty_history, empty_requests, gather_requests
-from lenvm_kernels.types import Mode, StepHistory, StepRequests
+from lenvm_kernels.ops.gather_requests import empty_history, empty_requests
+from lenvm_kernels.types import Mode
 
 SPARE_ROWS = 3  # of the table, which no request of the batch has
 
@@ -45,12 +34,6 @@ def _strided(x: Tensor, more: int) -> Tensor:
     return torch.cat([x[:, None], torch.ones_like(x)[:, None].expand(-1, more)], dim=1)[:, 0]
 
 
-@dataclass(frozen=True)
-class Inputs:
-    arguments: dict[str, Any]
-    is_active: Tensor  # also where the function is not told
-
-
 def inputs(case: Case, device: torch.device) -> Inputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     count = len(rows)
@@ -66,11 +49,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         "span_ended": draws.chance("span_ended", rows, of=0.2),
         "faults": draws.integers("faults", rows, low=0, high=9),
     }
-    for name, values in columns.items():
-        column = getattr(table, name)
-        column.fill_(3)  # the spare rows': what reads them shows
-        column[table_rows] = values.to(column.dtype)
-
+    fill(table, table_rows, columns, elsewhere=3)
     parameters = table.columns
     if options["table"] == "columns apart":  # each with a stride of its own
         parameters = parameters._replace(**{name: _strided(getattr(table, name), i) for i, name in enumerate(columns)})
@@ -110,93 +89,43 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         arguments["history"] = history
     if options["padding"] != "no out":
         out = empty_requests(count + int(options["padding"]), device, options["width"])
-        arguments["out"] = StepRequests(*results_to_fill(out, in_slices=options["slices"]))
-    return Inputs(arguments, is_active if options["active"] else torch.ones_like(is_active))
+        arguments["out"] = to_fill(out, in_slices=options["slices"])
+    return Inputs(arguments, count)
 
 
-@dataclass(frozen=True)
-class Result:
-    requests: StepRequests
-    history: StepHistory | None
-    faults: Tensor
-    around: list[Tensor]  # all that holds ``out``, which is to be left alone around it
+def returns(given: Inputs) -> dict[str, Form]:
+    out = given.arguments.get("out")
+    rows, width = (given.rows, 1) if out is None else out.tokens.shape
+    return forms(empty_requests(rows, torch.device("cpu"), width))
 
 
-def run(given: Inputs, function) -> Result:
-    arguments, around = dict(given.arguments), []
-    history, out = arguments.get("history"), arguments.get("out")
-    faults = copy_in_place(arguments["table"].faults)
-    arguments["table"] = arguments["table"]._replace(faults=faults)
-    if history is not None:
-        arguments["history"] = history = StepHistory(*map(copy_in_place, history))
-    if out is not None:
-        arguments["out"] = out = StepRequests(*map(copy_in_place, out))
-        around = [whole_memory(x) for x in out]
-    requests = function(**arguments)
-    rows, width = (len(arguments["tokens"]), 1) if out is None else out.tokens.shape
-    for name, wanted in empty_requests(rows, torch.device("cpu"), width)._asdict().items():
-        expect(name, getattr(requests, name, None), dtype=wanted.dtype, shape=wanted.shape)
-    return Result(requests, history, faults, around)
-
-
-def _fields(given: Inputs) -> list[str]:
-    """Those that are written."""
-    of_history = ("places", "cached_lens")
-    return [name for name in StepRequests._fields if name not in of_history or "history" in given.arguments]
-
-
-def outputs(given: Inputs, result: Result) -> list[Output]:
-    count = len(given.arguments["tokens"])  # the table's rows differ in other batches
-    faults = Output("faults", result.faults[given.arguments["table_rows"]])
-    names = [name for name in _fields(given) if name != "table_rows"]
-    return [faults, *(Output(name, getattr(result.requests, name)[:count]) for name in names)]
-
-
-def compare(given: Inputs, result: Result) -> list[Difference]:
-    expected = run(given, _reference)
-    owners = torch.arange(len(result.requests.tokens), device=result.requests.tokens.device)
-    owners[len(given.arguments["tokens"]) :] = -1
-    found = [
-        differs(name, getattr(result.requests, name), getattr(expected.requests, name), owners)
-        for name in _fields(given)
-    ]
-    for name, memory, wanted in zip(StepRequests._fields, result.around, expected.around, strict=False):
-        found.append(differs(f"memory around {name}", memory, wanted, torch.full_like(memory, -1, dtype=torch.int64)))
-    owners = torch.full((len(expected.faults),), -1, device=expected.faults.device)
-    owners[given.arguments["table_rows"]] = torch.arange(len(given.is_active), device=owners.device)
-    found.append(differs("faults", result.faults, expected.faults, owners))
-    if expected.history is not None:
-        for name, wanted in expected.history._asdict().items():
-            found.append(
-                differs(f"history.{name}", getattr(result.history, name), wanted, None if name == "step" else owners)
-            )
-    return found
-
-
-def _reference(**arguments) -> StepRequests:
-    return gather_requests(**arguments, backend="reference")
+def owners(given: Inputs) -> dict[str, Tensor]:
+    table, table_rows = given.arguments["table"], given.arguments["table_rows"]
+    of_table = owners_in_table(table_rows, len(table.faults))
+    return {"faults": of_table, "history": of_table, "history.step": torch.full((1,), -1, device=of_table.device)}
 
 
 def classes(given: Inputs) -> dict[str, Tensor]:
     table, rows = given.arguments["table"], given.arguments["table_rows"]
+    is_active = given.arguments.get("active", torch.ones_like(table.span_ended[rows]))
     is_guided = (table.mode[rows] != Mode.UNGUIDED) & ~table.span_ended[rows]
-    found = {"guided": is_guided, "asks for lengths": table.return_values[rows], "not active": ~given.is_active}
+    found = {"guided": is_guided, "asks for lengths": table.return_values[rows], "not active": ~is_active}
     history = given.arguments.get("history")
     if history is None:
         return found
-    lost = run(given, _reference).faults[rows] > table.faults[rows]
+    lost = OPERATOR.expected(given).tensors["faults"][rows] > table.faults[rows]
     return found | {"was there": history.steps[rows] == history.step - 1, "lacks a token": lost}
 
 
-OPERATOR = Operator(
-    name="gather_requests",
-    function=gather_requests,
+OPERATOR = exact_operator(
+    ops.gather_requests,
     options=OPTIONS,
     inputs=inputs,
-    run=run,
-    outputs=outputs,
-    compare=compare,
-    most_rows=4096,
+    returns=returns,
+    writes=("table.faults", "history", "out"),
+    owners=owners,
+    moved=("table_rows", "history.places"),
+    unwritten=lambda given: () if "history" in given.arguments else ("places", "cached_lens"),
     row_size=lambda options: 30,
     row_work=lambda options: 20,
     classes=classes,

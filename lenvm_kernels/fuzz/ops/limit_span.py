@@ -1,30 +1,18 @@
 """``limit_span``: open and ended spans, none, prompts with their end tokens, ends of sequence that end spans, too."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import (
-    Case,
-    Difference,
-    Operator,
-    Output,
-    copy_in_place,
-    differs,
-    dtype_of,
-    expect,
-    slice_of_longer,
-    whole_memory,
-)
+from lenvm_kernels.fuzz.calls import Inputs, exact_operator, owners_in_table
+from lenvm_kernels.fuzz.case import Case, dtype_of, fill, slice_of_longer
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops.expand_drafts import DRAFTS, draw_drafts
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
 from lenvm_kernels.ops import limit_span as ops
-from lenvm_kernels.ops.limit_span import limit_span
 from lenvm_kernels.types import GuidanceColumns
 
 SPARE_ROWS = 3  # of the table, which no request of the batch has
@@ -44,11 +32,6 @@ OPTIONS: dict[str, list[Any]] = DRAFTS | {
     "constants": ["shipped", "small"],
 }
 CONSTANTS = {"small": {"REQUESTS": 2}}  # several programs
-
-
-@dataclass(frozen=True)
-class Inputs:
-    arguments: dict[str, Any]
 
 
 def inputs(case: Case, device: torch.device) -> Inputs:
@@ -82,7 +65,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     arguments: dict[str, Any] = {"logits": logits, "table": columns, **per_request}
     if width:
         arguments["drafts"] = draw_drafts(draws, rows, options)
-    return Inputs(arguments)
+    return Inputs(arguments, count)
 
 
 def _table(draws: Draws, rows, table_rows: Tensor, ids: list[int], eos: int) -> tuple[GuidanceTable, Tensor]:
@@ -108,10 +91,7 @@ def _table(draws: Draws, rows, table_rows: Tensor, ids: list[int], eos: int) -> 
         "span_ended": draws.chance("span_ended", rows, of=0.2),
     }
     table = GuidanceTable(len(table_rows) + SPARE_ROWS, device, max_eos=eos)
-    for name, values in columns.items():
-        column = getattr(table, name)
-        column.fill_(3)  # the spare rows': what reads them shows
-        column[table_rows] = values.to(column.dtype)
+    fill(table, table_rows, columns, elsewhere=3)
     spare = torch.ones(len(table), dtype=torch.bool, device=device)
     spare[table_rows] = False
     table.span_ended[spare] = torch.arange(SPARE_ROWS, device=device) % 2 == 0  # what writes them shows
@@ -130,80 +110,38 @@ def _apart(table: GuidanceColumns) -> GuidanceColumns:
     return table._replace(**read)
 
 
-@dataclass(frozen=True)
-class Result:
-    ended: Tensor  # [B * (1 + D)]
-    span_ended: Tensor  # [R]
-    logits: Tensor | None
-    around: list[Tensor]  # all that holds what is written, which is to be left alone beside it
-
-
-def run(given: Inputs, function) -> Result:
-    arguments = dict(given.arguments)
-    span_ended, logits = copy_in_place(arguments["table"].span_ended), arguments["logits"]
-    arguments["table"] = arguments["table"]._replace(span_ended=span_ended)
-    around = [whole_memory(span_ended).view(torch.uint8)]
-    if logits is not None:
-        arguments["logits"] = logits = copy_in_place(logits)
-        around.append(whole_memory(logits))
-    ended = expect("ended", function(**arguments), dtype=torch.bool, shape=(len(_owners(given)),))
-    return Result(ended, span_ended, logits, around)
-
-
-def _owners(given: Inputs) -> Tensor:
-    """The row that each node belongs to."""
-    tokens, drafts = given.arguments["tokens"], given.arguments.get("drafts")
-    width = 0 if drafts is None else drafts.token_ids.shape[1]
-    return torch.arange(len(tokens), device=tokens.device).repeat_interleave(1 + width)
-
-
-def outputs(given: Inputs, result: Result) -> list[Output]:
-    owners, table_rows = _owners(given), given.arguments["table_rows"]
-    found = [Output("ended", result.ended, owners), Output("span_ended", result.span_ended[table_rows])]
-    return found if result.logits is None else [*found, Output("logits", result.logits, owners)]
-
-
-def compare(given: Inputs, result: Result) -> list[Difference]:
-    expected = run(given, _reference)
-    found = [differs("ended", result.ended, expected.ended, _owners(given))]
-    owners = torch.full((len(expected.span_ended),), -1, device=expected.span_ended.device)
-    owners[given.arguments["table_rows"]] = torch.arange(len(given.arguments["tokens"]), device=owners.device)
-    found.append(differs("span_ended", result.span_ended, expected.span_ended, owners))
-    if expected.logits is not None:
-        assert result.logits is not None  # it comes with those expected
-        found.append(differs("logits", result.logits, expected.logits, _owners(given)))
-    for name, memory, wanted in zip(("span_ended", "logits"), result.around, expected.around, strict=False):
-        found.append(differs(f"memory around {name}", memory, wanted, torch.full_like(memory, -1, dtype=torch.int64)))
-    return found
-
-
-def _reference(**arguments) -> Tensor:
-    return limit_span(**arguments, backend="reference")
+def owners(given: Inputs) -> dict[str, Tensor]:
+    table, table_rows, drafts = (given.arguments.get(name) for name in ("table", "table_rows", "drafts"))
+    assert table is not None and table_rows is not None
+    of_nodes = torch.arange(given.rows, device=table_rows.device)
+    of_nodes = of_nodes.repeat_interleave(1 + (0 if drafts is None else drafts.token_ids.shape[1]))
+    return {
+        "ended": of_nodes,
+        "logits": of_nodes,
+        "span_ended": owners_in_table(table_rows, len(table.span_ended)),
+    }
 
 
 def classes(given: Inputs) -> dict[str, Tensor]:
     table, table_rows = given.arguments["table"], given.arguments["table_rows"]
     has_span = table.span_end_token_ids[table_rows, 0] >= 0
-    result = run(given, _reference)
-    ended = result.span_ended[table_rows]
+    result = OPERATOR.expected(given).tensors
+    ended = result["span_ended"][table_rows]
     was_ended = table.span_ended[table_rows]
     found = {"no span": ~has_span, "open span": has_span & ~ended, "span ends": has_span & ended & ~was_ended}
-    if result.logits is not None:
-        by_row = (len(table_rows), -1)
-        changed = (result.logits - given.arguments["logits"]).nan_to_num(0.0).view(by_row)
+    if "logits" in result:
+        changed = (result["logits"] - given.arguments["logits"]).nan_to_num(0.0).view(len(table_rows), -1)
         found |= {"end forced": (changed > 1).any(1), "end of sequence excluded": (changed < -1).any(1)}
     return found
 
 
-OPERATOR = Operator(
-    name="limit_span",
-    function=limit_span,
+OPERATOR = exact_operator(
+    ops.limit_span,
     options=OPTIONS,
     inputs=inputs,
-    run=run,
-    outputs=outputs,
-    compare=compare,
-    most_rows=4096,
+    returns=lambda given: {"ended": (torch.bool, owners(given)["ended"].shape)},
+    writes=("table.span_ended", "logits"),
+    owners=owners,
     row_size=lambda options: (1 + options["drafts"]) * (options["vocab"] + options["padding"]),
     row_work=lambda options: 60 + 15 * options["drafts"],
     classes=classes,

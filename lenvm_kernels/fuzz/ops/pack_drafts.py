@@ -1,26 +1,15 @@
 """``pack_drafts``: candidates that are drafts and others, of all nodes, some or none, beside equal siblings."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import (
-    Case,
-    Difference,
-    Operator,
-    Output,
-    copy_in_place,
-    differs,
-    expect,
-    results_to_fill,
-    slice_of_longer,
-    whole_memory,
-)
-from lenvm_kernels.fuzz.ops.expand_drafts import DRAFTS, VOCABULARY, draw_drafts, owners_of_nodes, with_padding
+from lenvm_kernels.fuzz.calls import Form, Inputs, exact_operator, forms, to_fill
+from lenvm_kernels.fuzz.case import Case, slice_of_longer
+from lenvm_kernels.fuzz.ops.expand_drafts import DRAFTS, VOCABULARY, draw_drafts, owners_of_nodes
 from lenvm_kernels.ops.pack_drafts import empty_trees, pack_drafts
-from lenvm_kernels.types import CandidateTrees, ScoredCandidates
+from lenvm_kernels.types import ScoredCandidates
 
 OPTIONS: dict[str, list[Any]] = DRAFTS | {
     "columns": [1, 2, 4, 8],
@@ -29,14 +18,9 @@ OPTIONS: dict[str, list[Any]] = DRAFTS | {
 }
 
 
-@dataclass(frozen=True)
-class Inputs:
-    arguments: dict[str, Any]
-
-
 def inputs(case: Case, device: torch.device) -> Inputs:
     options, draws = case.options, case.draws(device)
-    rows, columns, nodes = with_padding(draws, case.rows, options["padding"]), options["columns"], 1 + options["drafts"]
+    rows, columns, nodes = case.rows_and(options["padding"]), options["columns"], 1 + options["drafts"]
     count = len(case.rows)
     drafts = draw_drafts(draws, case.rows, options)
 
@@ -58,79 +42,45 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     arguments: dict[str, Any] = {"scored": ScoredCandidates(*flat), "drafts": drafts}
     if options["padding"] != "no out":
         out = empty_trees(len(rows), options["drafts"], columns, device)
-        arguments["out"] = CandidateTrees(*results_to_fill(out, in_slices=options["slices"]))
-    return Inputs(arguments)
+        arguments["out"] = to_fill(out, in_slices=options["slices"])
+    return Inputs(arguments, count)
 
 
-@dataclass(frozen=True)
-class Result:
-    trees: CandidateTrees
-    around: list[Tensor]  # all that holds ``out``, which is to be left alone around it
+def _sizes(given: Inputs) -> tuple[int, int, int]:
+    """Requests, those beyond the batch too, drafts, and candidates of a node."""
+    (nodes, columns), drafts = given.arguments["scored"].token_ids.shape, given.arguments["drafts"].token_ids.shape[1]
+    return nodes // (1 + drafts), drafts, columns
 
 
-def run(given: Inputs, function) -> Result:
-    arguments, around = dict(given.arguments), []
-    if "out" in arguments:
-        arguments["out"] = out = CandidateTrees(*map(copy_in_place, arguments["out"]))
-        around = [whole_memory(x) for x in out]
-    trees = function(**arguments)
-    (nodes, columns), drafts = arguments["scored"].token_ids.shape, arguments["drafts"].token_ids.shape[1]
-    for name, wanted in empty_trees(nodes // (1 + drafts), drafts, columns, torch.device("cpu"))._asdict().items():
-        expect(name, getattr(trees, name, None), dtype=wanted.dtype, shape=wanted.shape)
-    return Result(trees, around)
+def returns(given: Inputs) -> dict[str, Form]:
+    return forms(empty_trees(*_sizes(given), torch.device("cpu")))
 
 
-def _owners(given: Inputs) -> dict[str, Tensor]:
-    """The row that each item of each field belongs to."""
-    count, drafts = given.arguments["drafts"].token_ids.shape
-    counts = given.arguments["scored"].counts
-    of_nodes = owners_of_nodes(len(counts) // (1 + drafts), drafts, count, counts.device)
-    return dict.fromkeys(CandidateTrees._fields, of_nodes[:: 1 + drafts]) | {"columns": of_nodes}
-
-
-def outputs(given: Inputs, result: Result) -> list[Output]:
-    owners = _owners(given)
-    return [Output(name, x, owners[name]) for name, x in result.trees._asdict().items()]
-
-
-def compare(given: Inputs, result: Result) -> list[Difference]:
-    expected = run(given, _reference)
-    owners = _owners(given)
-    found = [
-        differs(name, getattr(result.trees, name), wanted, owners[name])
-        for name, wanted in expected.trees._asdict().items()
-    ]
-    for name, memory, wanted in zip(CandidateTrees._fields, result.around, expected.around, strict=False):
-        found.append(differs(f"memory around {name}", memory, wanted, torch.full_like(memory, -1, dtype=torch.int64)))
-    return found
-
-
-def _reference(**arguments) -> CandidateTrees:
-    return pack_drafts(**arguments, backend="reference")
+def owners(given: Inputs) -> dict[str, Tensor]:
+    requests, drafts, _ = _sizes(given)
+    return {"columns": owners_of_nodes(requests, drafts, given.rows, given.arguments["scored"].counts.device)}
 
 
 def classes(given: Inputs) -> dict[str, Tensor]:
     token_ids = given.arguments["drafts"].token_ids
     count = len(token_ids)
-    trees = run(given, _reference).trees
+    trees = OPERATOR.expected(given).tensors
     is_there = (token_ids >= 0).int().cumprod(dim=1).bool()
-    columns = trees.columns.view(len(trees.counts), -1)[:count]
+    columns = trees["columns"].view(len(trees["counts"]), -1)[:count]
     return {
-        "nothing scored": trees.counts[:count] == 0,
+        "nothing scored": trees["counts"][:count] == 0,
         "no drafts": ~is_there.any(dim=1),
         "a candidate is a draft": ((columns >= 0) & (columns < is_there.sum(dim=1)[:, None])).any(dim=1),
     }
 
 
-OPERATOR = Operator(
-    name="pack_drafts",
-    function=pack_drafts,
+OPERATOR = exact_operator(
+    pack_drafts,
     options=OPTIONS,
     inputs=inputs,
-    run=run,
-    outputs=outputs,
-    compare=compare,
-    most_rows=4096,
+    returns=returns,
+    writes=("out",),
+    owners=owners,
     row_size=lambda options: 4 * (1 + options["drafts"]) * (1 + options["columns"]),
     row_work=lambda options: 60 + 15 * options["drafts"],
     classes=classes,

@@ -1,13 +1,13 @@
 """``ragged_layout``: requests of any lengths, their tokens in any order with tokens of nobody between; trees."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, differs, expect
+from lenvm_kernels.fuzz.calls import Inputs, Result, exact_operator, forms
+from lenvm_kernels.fuzz.case import Case, Output
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops.expand_drafts import apart, draw_parents
 from lenvm_kernels.ops.ragged_layout import ragged_layout
@@ -71,11 +71,6 @@ def _number(draws: Draws, name: str, rows: Tensor, *shape: int) -> Tensor:
     return draws.integers(name, rows, *shape, low=1, high=2**31 - 1)
 
 
-@dataclass(frozen=True)
-class Inputs:
-    arguments: dict[str, Tensor]
-
-
 def inputs(case: Case, device: torch.device) -> Inputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     columns = options["columns"]
@@ -103,57 +98,41 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     arguments["cached_lens"] += torch.where(far, 2**31 - 100_200, 0).int()
     if options["parents"] != "none":  # in rows farther apart than the candidates'
         arguments["candidate_parents"] = apart(draw_parents(draws, options["parents"], rows, columns), 2)
-    return Inputs(arguments)
-
-
-def run(given: Inputs, function) -> RaggedLayout:
-    layout = function(**given.arguments)
-    expected = _reference(given)
-    for name, wanted in _tensors(expected).items():
-        expect(name, getattr(layout, name, None), dtype=wanted.dtype, shape=wanted.shape)
-    return layout
+    return Inputs(arguments, len(rows))
 
 
 def _reference(given: Inputs) -> RaggedLayout:
     return ragged_layout(**given.arguments, backend="reference")
 
 
-def _tensors(layout: RaggedLayout) -> dict[str, Tensor]:
-    return {name: x for name, x in layout._asdict().items() if x is not None}
-
-
-def owners_of(layout: RaggedLayout) -> Tensor:
+def owners_of_tokens(token_ids: Tensor, q_offsets: Tensor) -> Tensor:
     """The request of each row of the forward, -1 for padding."""
-    row = torch.arange(len(layout.token_ids), device=layout.token_ids.device)
-    owner = torch.searchsorted(layout.q_offsets[1:].long(), row, right=True)
-    return owner.masked_fill(owner >= len(layout.q_offsets) - 1, -1)
+    row = torch.arange(len(token_ids), device=token_ids.device)
+    owner = torch.searchsorted(q_offsets[1:].long(), row, right=True)
+    return owner.masked_fill(owner >= len(q_offsets) - 1, -1)
 
 
-def outputs(given: Inputs, layout: RaggedLayout) -> list[Output]:
-    owners = owners_of(layout)
-    relative = torch.where(layout.candidate_rows < 0, -1, layout.candidate_rows - layout.q_offsets[:-1, None])
-    found = [
-        Output("token_ids", layout.token_ids, owners),
-        Output("positions", layout.positions, owners),
-        Output("slots", layout.slots, owners),
-        Output("candidate_rows from the request's first on", relative),
-    ]
-    if layout.parents is not None:
-        first_rows = layout.q_offsets[owners]  # of padding, which has no parents, any
-        from_first = torch.where(layout.parents < 0, -1, layout.parents - first_rows)
+def owners(given: Inputs) -> dict[str, Tensor]:
+    layout = _reference(given)
+    of_tokens = owners_of_tokens(layout.token_ids, layout.q_offsets)
+    return dict.fromkeys(("token_ids", "positions", "slots", "parents"), of_tokens) | {
+        "head_rows": torch.full_like(layout.head_rows, -1),
+        "q_offsets": torch.arange(-1, given.rows, device=of_tokens.device),
+    }
+
+
+def outputs(given: Inputs, result: Result) -> list[Output]:
+    layout = result.tensors
+    q_offsets, rows = layout["q_offsets"], layout["candidate_rows"]
+    owners = owners_of_tokens(layout["token_ids"], q_offsets)
+    relative = torch.where(rows < 0, -1, rows - q_offsets[:-1, None])
+    found = [Output(name, layout[name], owners) for name in ("token_ids", "positions", "slots")]
+    found.append(Output("candidate_rows from the request's first on", relative))
+    if "parents" in layout:
+        first_rows = q_offsets[owners]  # of padding, which has no parents, any
+        from_first = torch.where(layout["parents"] < 0, -1, layout["parents"] - first_rows)
         found.append(Output("parents from the request's first row on", from_first, owners))
     return found
-
-
-def compare(given: Inputs, layout: RaggedLayout) -> list[Difference]:
-    expected = _reference(given)
-    owners = owners_of(expected)
-    nobody = torch.full_like(expected.head_rows, -1)
-    by_name = {"token_ids": owners, "positions": owners, "slots": owners, "parents": owners, "head_rows": nobody}
-    by_name["q_offsets"] = torch.arange(-1, len(expected.q_offsets) - 1, device=owners.device)
-    return [
-        differs(name, getattr(layout, name), wanted, by_name.get(name)) for name, wanted in _tensors(expected).items()
-    ]
 
 
 def classes(given: Inputs) -> dict[str, Tensor]:
@@ -166,15 +145,13 @@ def classes(given: Inputs) -> dict[str, Tensor]:
     }
 
 
-OPERATOR = Operator(
-    name="ragged_layout",
-    function=ragged_layout,
+OPERATOR = exact_operator(
+    ragged_layout,
     options=OPTIONS,
     inputs=inputs,
-    run=run,
+    returns=lambda given: forms(_reference(given)),
+    owners=owners,
     outputs=outputs,
-    compare=compare,
-    most_rows=4096,
     row_size=lambda options: options["longest"] + options["columns"],
     row_work=lambda options: 250,
     classes=classes,

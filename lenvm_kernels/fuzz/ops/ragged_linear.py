@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lenvm_kernels.fuzz.calls import Inputs, with_copies
 from lenvm_kernels.fuzz.case import (
     Case,
     Difference,
@@ -17,6 +18,7 @@ from lenvm_kernels.fuzz.case import (
     dtype_of,
     expect,
     padded_rows,
+    poisoned,
     results_to_fill,
 )
 from lenvm_kernels.fuzz.draws import Draws
@@ -93,13 +95,6 @@ def make_inputs(
 
 
 @dataclass(frozen=True)
-class Inputs:
-    arguments: dict[str, Any]
-    rows: int  # that are there
-    square_sums_out: bool = False
-
-
-@dataclass(frozen=True)
 class Result:
     y: Tensor
     square_sums: Tensor | None  # [T, ceil(N / 64)], a view
@@ -107,8 +102,7 @@ class Result:
 
 def inputs(case: Case, device: torch.device) -> Inputs:
     options, draws = case.options, case.draws(device)
-    absent = options["rows_not_there"]
-    rows = [*case.rows, *(-1 - i for i in range(0 if absent == "none" else int(absent)))]
+    rows = case.rows_and(options["rows_not_there"])
     names = ("bias", "norm", "swiglu", "residual", "row_padding")
     chosen = {name: options[name] for name in names}
     dtype = dtype_of(options)
@@ -121,30 +115,26 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         # Not those of x: it shows whose are taken.
         arguments["square_sums"] = padded_rows(sums_of_squares(x) * others.T.float(), options["row_padding"])
     if options["broken"]:
-        poison = draws.choose("poison", rows, values=[float("nan"), float("inf"), -float("inf")])[:, None]
-        column = draws.integers("poisoned column", rows, low=0, high=options["size"] - 1)[:, None]
-        poisoned = draws.chance("poisoned", rows, of=0.2)[:, None]
-        here = poisoned & (torch.arange(options["size"], device=device) == column)
-        x.copy_(torch.where(here, poison.to(dtype), x))
-    if absent != "none":
+        x.copy_(poisoned(draws, rows, x, of=0.2))
+    if options["rows_not_there"] != "none":
         arguments["num_rows"] = torch.tensor([there], dtype=torch.int32, device=device)
         x[there:] = float("nan")
         if "residual" in arguments:
             arguments["residual"][there:] = float("nan")
         if "square_sums" in arguments:
             arguments["square_sums"][:, there:] = float("nan")
-    return Inputs(arguments, there, options["square_sums_out"])
+    if options["square_sums_out"]:
+        empty = x.new_empty(square_sums_shape(len(x), options["outputs"]), dtype=torch.float32)
+        (arguments["square_sums_out"],) = results_to_fill([empty], in_slices=True)
+    return Inputs(arguments, there)
 
 
 def run(given: Inputs, function) -> Result:
-    x, weight = given.arguments["x"], given.arguments["weight"]
-    columns = weight.shape[0] // 2 if given.arguments["swiglu"] else weight.shape[0]
-    options: dict[str, Tensor] = {}
-    if given.square_sums_out:
-        empty = x.new_empty(square_sums_shape(len(x), columns), dtype=torch.float32)
-        (options["square_sums_out"],) = results_to_fill([empty], in_slices=True)
-    y = expect("the result", function(**given.arguments, **options), dtype=x.dtype, shape=[len(x), columns])
-    return Result(y, options["square_sums_out"].T if options else None)
+    arguments, written = with_copies(given.arguments, ("square_sums_out",))
+    x, weight = arguments["x"], arguments["weight"]
+    columns = weight.shape[0] // 2 if arguments["swiglu"] else weight.shape[0]
+    y = expect("the result", function(**arguments), dtype=x.dtype, shape=[len(x), columns])
+    return Result(y, written["square_sums_out"].T if written else None)
 
 
 def outputs(given: Inputs, result: Result) -> list[Output]:
@@ -172,7 +162,7 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
 
 def exact(x: Tensor, weight: Tensor, **inputs) -> Tensor:
     """The reference in fp64 on the same inputs."""
-    inputs = {k: v.double() if k in ("bias", "residual") else v for k, v in inputs.items()}
+    inputs = {k: v.double() if k in ("bias", "residual") else v for k, v in inputs.items() if k != "square_sums_out"}
     weight = weight if "weight_scales" in inputs else weight.double()
     return ragged_linear(x.double(), weight, **inputs, backend="reference")
 
@@ -188,7 +178,6 @@ def _row_work(options: Mapping[str, Any]) -> float:
 
 
 OPERATOR = Operator(
-    name="ragged_linear",
     function=ragged_linear,
     options=OPTIONS,
     inputs=inputs,

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, differs, expect, padded_rows
+from lenvm_kernels.fuzz.calls import nobody
+from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, differs, expect, fill, padded_rows
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
@@ -101,9 +102,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     table.mode[:] = int(Mode.VALUE_BIAS)  # the spare rows': what reads them shows
     table.scale[:] = 3.0
     table.answer_length[:] = 40.0
-    for name, values in columns.items():
-        column = getattr(table, name)
-        column[table_rows] = values.to(column.dtype)
+    fill(table, table_rows, columns)
 
     candidates = Candidates(torch.where(listed, ids, -1).int(), p, counts, status.to(torch.int8), lost_mass)
     arguments = {}
@@ -242,7 +241,7 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
     spare = result.spare_faults
     found = [
         differs("faults", result.faults, faults),
-        differs("faults of the table's other rows", spare, torch.zeros_like(spare), _nobody(spare)),
+        differs("faults of the table's other rows", spare, torch.zeros_like(spare), nobody(spare)),
         beyond("guided probabilities", result.guided, expected, (relative, absolute + moved)),
         beyond("expected value", mean, expected_mean, (0.0, EXPECTED_VALUE_ERROR)),
         beyond("sum of guided probabilities", total, expected_total, (0.0, absolute)),
@@ -279,10 +278,6 @@ def _reference(given: Inputs, width: float) -> tuple[Tensor, Tensor]:
     arguments = {name: x for name, x in given.arguments.items() if name != "probs"}
     guided = reweight_scatter(candidates, given.value_logits.double(), table, **arguments, backend="reference")
     return guided, table.faults[given.table_rows]
-
-
-def _nobody(x: Tensor) -> Tensor:
-    return torch.full((len(x),), -1, device=x.device)
 
 
 def is_one_of(mode: Tensor, modes: Collection[Mode]) -> Tensor:
@@ -446,7 +441,6 @@ def _row_work(options: Mapping[str, Any]) -> float:
 
 
 OPERATOR = Operator(
-    name="reweight_scatter",
     function=reweight_scatter,
     options=OPTIONS,
     inputs=inputs,

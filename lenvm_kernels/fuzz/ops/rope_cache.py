@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lenvm_kernels.fuzz.calls import Inputs, memory_of, nobody, with_copies
 from lenvm_kernels.fuzz.case import (
     Case,
     Difference,
@@ -19,12 +20,10 @@ from lenvm_kernels.fuzz.case import (
     Output,
     as_codes,
     beyond,
-    copy_in_place,
     differs,
     dtype_of,
     expect,
     powers_of_2,
-    whole_memory,
 )
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
@@ -105,17 +104,10 @@ def make_inputs(
     return inputs
 
 
-@dataclass(frozen=True)
-class Inputs:
-    arguments: dict[str, Any]  # with empty caches
-    rows: int  # that are there
-
-
 def inputs(case: Case, device: torch.device) -> Inputs:
     options, draws, there = case.options, case.draws(device), len(case.rows)
     heads, kv_heads = options["heads"]
-    absent = options["rows_not_there"]
-    rows = [*case.rows, *(-1 - i for i in range(0 if absent == "none" else int(absent)))]
+    rows = case.rows_and(options["rows_not_there"])
     dtype, head_dim = dtype_of(options), options["head_dim"]
     arguments = make_inputs(
         rows,
@@ -138,7 +130,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         poisoned = draws.chance("poisoned", rows, of=0.2)
         arguments["qkv"][poisoned, 0] = float("nan")
         arguments["qkv"][poisoned, -1] = float("nan")
-    if absent != "none":
+    if options["rows_not_there"] != "none":
         arguments["num_rows"] = torch.tensor([there], dtype=torch.int32, device=device)
         for name in ("qkv", "cos", "sin"):
             arguments[name][there:] = float("nan")
@@ -157,18 +149,12 @@ class Result:
     v: Tensor
     k_cache: Tensor
     v_cache: Tensor
-    around: list[Tensor]  # all that holds k_out and v_out, which are to be left alone around them
+    around: dict[str, Tensor]  # all that holds k_out and v_out, which are to be left alone around them
 
 
 def run(given: Inputs, function) -> Result:
-    arguments = dict(given.arguments)
-    for name in ("k_cache", "v_cache"):
-        arguments[name] = copy_in_place(arguments[name])
-    around = []
-    for name in ("k_out", "v_out"):
-        if name in arguments:
-            arguments[name] = copy_in_place(arguments[name])
-            around.append(whole_memory(arguments[name]))
+    arguments, written = with_copies(given.arguments, ("k_cache", "v_cache", "k_out", "v_out"))
+    around = {name: memory_of(x) for name, x in written.items() if name.endswith("_out")}
     q, k, v = function(**arguments)
     tokens, (_, kv_heads, head_dim) = len(arguments["qkv"]), arguments["k_cache"].shape
     for name, x, heads in (("q", q, arguments["num_heads"]), ("k", k, kv_heads), ("v", v, kv_heads)):
@@ -200,13 +186,12 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
         owners = torch.full((len(cache),), -1, device=cache.device)
         owners[slots[kept]] = kept.nonzero()[:, 0]
         found.append(differs(name, cache, expected, owners))
-    for name, memory in zip(("k_out", "v_out"), result.around, strict=False):
+    for name, memory in result.around.items():
         view = given.arguments[name]
         expected = torch.full_like(memory, UNTOUCHED)
         place = torch.as_strided(expected, view.shape, view.stride(), view.storage_offset())
         place[:rows] = (result.k if name == "k_out" else result.v)[:rows]
-        nobody = torch.full((len(memory),), -1, device=memory.device)
-        found.append(differs(f"memory around {name}", memory, expected, nobody))
+        found.append(differs(f"memory around {name}", memory, expected, nobody(memory)))
     return found
 
 
@@ -236,7 +221,6 @@ def classes(given: Inputs) -> dict[str, Tensor]:
 
 
 OPERATOR = Operator(
-    name="rope_cache",
     function=rope_cache,
     options=OPTIONS,
     inputs=inputs,

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, differs, expect, padded_rows
+from lenvm_kernels.fuzz.calls import Inputs, exact_operator
+from lenvm_kernels.fuzz.case import Case, padded_rows
 from lenvm_kernels.ops._common import INTERPRETED
 from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.types import Candidates, Status
@@ -25,14 +25,6 @@ OPTIONS: dict[str, list[Any]] = {
 # The interpreter takes as long for a tile of 8,192 rows as for one of 32; a compiler would take minutes.
 CONSTANTS = {"large": {"TILE": 8192 if INTERPRETED else 64}}
 _SPREAD = {"normal": 1.0, "ties": 0.0, "peaked": 8.0}
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The arguments, and the same on the reference: draws are defined in the order of fp32 sums, to the bit."""
-
-    candidates: Candidates
-    arguments: dict[str, Any]
 
 
 def inputs(case: Case, device: torch.device) -> Inputs:
@@ -61,30 +53,13 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         lost_mass=torch.zeros_like(p[:, 0]),
     )
     p = padded_rows(p, options["padding"], value=1.0)
-    arguments = dict(guided_probs=p, seeds=seeds, positions=positions, temperature=temperature)
-    return Inputs(candidates, arguments)
-
-
-def run(given: Inputs, function) -> Tensor:
-    tokens = function(given.candidates, **given.arguments)
-    return expect("tokens", tokens, dtype=torch.int32, shape=given.candidates.status.shape)
-
-
-def outputs(given: Inputs, tokens: Tensor) -> list[Output]:
-    return [Output("tokens", tokens)]
-
-
-def compare(given: Inputs, tokens: Tensor) -> list[Difference]:
-    return [differs("tokens", tokens, run(given, _reference))]
-
-
-def _reference(*arguments, **keywords) -> Tensor:
-    return sample_candidates(*arguments, **keywords, backend="reference")
+    of_rows = dict(candidates=candidates, guided_probs=p, seeds=seeds, positions=positions, temperature=temperature)
+    return Inputs(of_rows, len(rows))
 
 
 def classes(given: Inputs) -> dict[str, Tensor]:
     p, temperature = given.arguments["guided_probs"], given.arguments["temperature"]
-    status = given.candidates.status
+    status = given.arguments["candidates"].status
     found = {f"status {s.name.lower()}": status == s for s in Status}
     found["nothing to draw"] = ~(p > 0).any(dim=1)
     found["greedy"] = torch.zeros_like(status, dtype=torch.bool) if temperature is None else temperature < 1e-6
@@ -96,14 +71,12 @@ def _row_work(options: Mapping[str, Any]) -> float:
     return (250 + 16 * options["columns"]) / rows
 
 
-OPERATOR = Operator(
-    name="sample_candidates",
-    function=sample_candidates,
+# Draws are defined in the order of fp32 sums, to the bit.
+OPERATOR = exact_operator(
+    sample_candidates,
     options=OPTIONS,
     inputs=inputs,
-    run=run,
-    outputs=outputs,
-    compare=compare,
+    returns=lambda given: {"tokens": (torch.int32, given.arguments["candidates"].status.shape)},
     most_rows=65_536,
     row_size=lambda options: 8 * options["columns"],
     row_work=_row_work,

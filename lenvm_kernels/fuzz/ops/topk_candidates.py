@@ -7,7 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, differs, dtype_of, expect, padded_rows
+from lenvm_kernels.fuzz.case import (
+    Case,
+    Difference,
+    Operator,
+    Output,
+    beyond,
+    differs,
+    dtype_of,
+    expect,
+    padded_rows,
+    poisoned,
+)
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.types import Candidates, Status
@@ -53,10 +64,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         x = torch.softmax(x, dim=1)
     x = x.to(dtype)
     if options["broken"]:
-        poison = draws.choose("poison", rows, values=[NAN, INF, -INF])[:, None].to(dtype)
-        column = draws.integers("poisoned column", rows, low=0, high=vocab - 1)[:, None]
-        poisoned = draws.chance("poisoned", rows, of=0.3)[:, None]
-        x = torch.where(poisoned & (torch.arange(vocab, device=device) == column), poison, x)
+        x = poisoned(draws, rows, x, of=0.3)
 
     def pick(name, values):
         return draws.choose(name, rows, values=values)
@@ -208,7 +216,6 @@ def _row_work(options: Mapping[str, Any]) -> float:
 
 
 OPERATOR = Operator(
-    name="topk_candidates",
     function=topk_candidates,
     options=OPTIONS,
     inputs=inputs,

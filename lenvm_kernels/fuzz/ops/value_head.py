@@ -1,14 +1,15 @@
 """``value_head``: hidden states in any rows, padding among them, with and without the final RMSNorm."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, dtype_of, expect
+from lenvm_kernels.fuzz.calls import Inputs
+from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, dtype_of, expect, poisoned
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.value_head import value_head
@@ -65,11 +66,6 @@ def make_inputs(
     return inputs
 
 
-@dataclass(frozen=True)
-class Inputs:
-    arguments: dict[str, Any]
-
-
 def inputs(case: Case, device: torch.device) -> Inputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     names = ("norm", "fp32_vectors", "row_padding")
@@ -77,11 +73,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     arguments = make_inputs(rows, options["size"], dtype_of(options), device=device, seed=case.seed, **chosen)
     hidden = arguments["hidden"]
     if options["broken"]:
-        poison = draws.choose("poison", rows, values=[float("nan"), float("inf"), -float("inf")])[:, None]
-        column = draws.integers("poisoned column", rows, low=0, high=options["size"] - 1)[:, None]
-        poisoned = draws.chance("poisoned", rows, of=0.2)[:, None]
-        here = poisoned & (torch.arange(options["size"], device=device) == column)
-        hidden.copy_(torch.where(here, poison.to(hidden.dtype), hidden))
+        hidden.copy_(poisoned(draws, rows, hidden, of=0.2))
     if options["token_rows"] != "none":
         places = draws.places("token_rows", rows, SPARE_ROWS)
         wider = torch.full((len(rows) + SPARE_ROWS, hidden.stride(0)), float("nan"), dtype=hidden.dtype, device=device)
@@ -99,7 +91,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     if options["norm"] and options["targets"]:
         integers = torch.int64 if options["token_rows"] == "int32" else torch.int32
         arguments["targets"] = draws.places("targets", rows).to(integers)
-    return Inputs(arguments)
+    return Inputs(arguments, len(rows))
 
 
 def square_sums_of(hidden: Tensor) -> Tensor:
@@ -170,7 +162,6 @@ def _row_work(options: Mapping[str, Any]) -> float:
 
 
 OPERATOR = Operator(
-    name="value_head",
     function=value_head,
     options=OPTIONS,
     inputs=inputs,

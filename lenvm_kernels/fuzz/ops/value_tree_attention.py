@@ -358,7 +358,6 @@ def _row_work(options: Mapping[str, Any]) -> float:
 
 
 OPERATOR = Operator(
-    name="value_tree_attention",
     function=value_tree_attention,
     options=OPTIONS,
     inputs=inputs,

@@ -1,23 +1,17 @@
 """``verify_drafts``: draws that follow the drafts a long way, a short way, and not at all."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, differs, expect, slice_of_longer
+from lenvm_kernels.fuzz.calls import Form, Inputs, exact_operator
+from lenvm_kernels.fuzz.case import Case, slice_of_longer
 from lenvm_kernels.fuzz.ops.expand_drafts import DRAFTED, DRAFTS, VOCABULARY, draw_drafts
 from lenvm_kernels.ops.verify_drafts import verify_drafts
-from lenvm_kernels.types import VerifiedTokens
 
 OPTIONS: dict[str, list[Any]] = DRAFTS | {"slices": [False, True], "constants": ["shipped", "small"]}
 CONSTANTS = {"small": {"REQUESTS": 2}}  # several programs
-
-
-@dataclass(frozen=True)
-class Inputs:
-    arguments: dict[str, Any]
 
 
 def inputs(case: Case, device: torch.device) -> Inputs:
@@ -33,44 +27,25 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         is_taken = follows.gather(1, node)[:, 0] & (token >= 0) & draws.chance(f"draft {j}", rows, of=0.7)
         drawn.scatter_(1, node, torch.where(is_taken, token, drawn.gather(1, node)[:, 0])[:, None])
     drawn = drawn.flatten().int()
-    return Inputs({"drawn": slice_of_longer(drawn) if options["slices"] else drawn, "drafts": drafts})
+    return Inputs({"drawn": slice_of_longer(drawn) if options["slices"] else drawn, "drafts": drafts}, len(rows))
 
 
-def run(given: Inputs, function) -> VerifiedTokens:
-    verified = function(**given.arguments)
+def returns(given: Inputs) -> dict[str, Form]:
     count, drafts = given.arguments["drafts"].token_ids.shape
-    for name, shape in (("tokens", (count, 1 + drafts)), ("lens", (count,)), ("nodes", (count, 1 + drafts))):
-        expect(name, getattr(verified, name, None), dtype=torch.int32, shape=shape)
-    return verified
-
-
-def outputs(given: Inputs, verified: VerifiedTokens) -> list[Output]:
-    return [Output(name, x) for name, x in verified._asdict().items()]
-
-
-def compare(given: Inputs, verified: VerifiedTokens) -> list[Difference]:
-    expected = run(given, _reference)
-    return [differs(name, getattr(verified, name), wanted) for name, wanted in expected._asdict().items()]
-
-
-def _reference(**arguments) -> VerifiedTokens:
-    return verify_drafts(**arguments, backend="reference")
+    shapes = {"tokens": (count, 1 + drafts), "lens": (count,), "nodes": (count, 1 + drafts)}
+    return {name: (torch.int32, shape) for name, shape in shapes.items()}
 
 
 def classes(given: Inputs) -> dict[str, Tensor]:
-    lens = run(given, _reference).lens
+    lens = OPERATOR.expected(given).tensors["lens"]
     return {"nothing drawn": lens == 0, "no draft drawn": lens == 1, "drafts drawn": lens > 1}
 
 
-OPERATOR = Operator(
-    name="verify_drafts",
-    function=verify_drafts,
+OPERATOR = exact_operator(
+    verify_drafts,
     options=OPTIONS,
     inputs=inputs,
-    run=run,
-    outputs=outputs,
-    compare=compare,
-    most_rows=4096,
+    returns=returns,
     row_size=lambda options: 8 * options["drafts"],
     row_work=lambda options: 20 + 10 * options["drafts"],
     classes=classes,

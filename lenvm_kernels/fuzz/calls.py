@@ -1,0 +1,154 @@
+"""Calls by argument names, and all that they return and write.
+
+Most operators compute with integers, or in an order that is defined. Of these a description says what is returned, what
+is written, and which row owns what; how they are called and compared follows from that.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lenvm_kernels.fuzz.case import (
+    Difference,
+    Operator,
+    Output,
+    copy_in_place,
+    differs,
+    expect,
+    results_to_fill,
+    whole_memory,
+)
+
+Form = tuple[torch.dtype, Sequence[int]]  # of a tensor that is returned
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments by name, and how many rows there are: what comes after so many items of a tensor is no row's."""
+
+    arguments: dict[str, Any]
+    rows: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a call returned and wrote, and all the memory that holds what it wrote: it is to be left alone beside it."""
+
+    tensors: dict[str, Tensor]
+    around: dict[str, Tensor]
+
+
+def exact_operator(
+    function: Callable,
+    *,
+    returns: Callable[[Inputs], Mapping[str, Form]],
+    writes: Sequence[str] = (),
+    owners: Callable[[Inputs], Mapping[str, Tensor]] = lambda given: {},
+    moved: Collection[str] = (),
+    unwritten: Callable[[Inputs], Collection[str]] = lambda given: (),
+    outputs: Callable[[Inputs, Result], list[Output]] | None = None,
+    **described: Any,
+) -> Operator:
+    """The description of an operator that agrees with its reference to the bit.
+
+    Args:
+        function: the public function.
+        returns: dtype and shape of what comes of a call, by name: of its fields, or of the one tensor.
+        writes: arguments that are written, and fields of arguments. ``out`` is returned, too.
+        owners: place in the batch of the row that each item of a tensor belongs to, and -1 for no row; by name, or by
+            what stands before the dot. Without: item i belongs to row i.
+        moved: what holds places in the batch: it differs where the same rows are in another batch.
+        unwritten: what is returned and holds nothing: only its dtype and shape are compared.
+        outputs: as in :class:`Operator`, where they are not all tensors as they are.
+        described: other attributes of :class:`Operator`.
+    """
+
+    def run(given: Inputs, function: Callable) -> Result:
+        arguments, written = with_copies(given.arguments, writes)
+        returned, wanted = function(**arguments), returns(given)
+        found = {}
+        for name, (dtype, shape) in wanted.items():
+            x = returned if len(wanted) == 1 else getattr(returned, name, None)
+            found[name] = expect(name, x, dtype=dtype, shape=shape)
+        found |= {name: x for name, x in written.items() if not name.startswith("out.")}
+        for name in unwritten(given):
+            del found[name]
+        return Result(found, {name.removeprefix("out."): memory_of(x) for name, x in written.items()})
+
+    def owners_of(given: Inputs, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        known = owners(given)
+        return {
+            name: known.get(name, known.get(name.partition(".")[0], owners_of_rows(x, given.rows)))
+            for name, x in tensors.items()
+        }
+
+    def all_tensors(given: Inputs, result: Result) -> list[Output]:
+        owned = owners_of(given, result.tensors)
+        return [Output(name, x, owned[name]) for name, x in result.tensors.items() if name not in moved]
+
+    def compare(given: Inputs, result: Result) -> list[Difference]:
+        expected = operator.expected(given)
+        owned = owners_of(given, expected.tensors)
+        found = [differs(name, result.tensors[name], x, owned[name]) for name, x in expected.tensors.items()]
+        return found + [unchanged_around(name, result.around[name], x) for name, x in expected.around.items()]
+
+    operator = Operator(function=function, run=run, outputs=outputs or all_tensors, compare=compare, **described)
+    return operator
+
+
+def with_copies(arguments: Mapping[str, Any], writes: Sequence[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The arguments with a copy of each that is written, and these copies by name. A field goes by its own name."""
+    arguments, written = dict(arguments), {}
+    for path in writes:
+        argument, _, field = path.partition(".")
+        x = arguments.get(argument)
+        if x is None:
+            continue
+        if field:
+            written[field] = copy_in_place(getattr(x, field))
+            arguments[argument] = x._replace(**{field: written[field]})
+        elif isinstance(x, Tensor):
+            arguments[argument] = written[argument] = copy_in_place(x)
+        else:
+            arguments[argument] = x._make(map(copy_in_place, x))
+            written |= {f"{argument}.{name}": y for name, y in arguments[argument]._asdict().items()}
+    return arguments, written
+
+
+def memory_of(x: Tensor) -> Tensor:
+    """All the memory around a tensor, in which what is no bool may lie beside one."""
+    return whole_memory(x).view(torch.uint8) if x.dtype == torch.bool else whole_memory(x)
+
+
+def unchanged_around(name: str, memory: Tensor, expected: Tensor) -> Difference:
+    return differs(f"memory around {name}", memory, expected, nobody(memory))
+
+
+def nobody(x: Tensor) -> Tensor:
+    """Of items that belong to no row."""
+    return torch.full((len(x),), -1, device=x.device)
+
+
+def owners_of_rows(x: Tensor, rows: int) -> Tensor:
+    """Item i belongs to row i, those after so many rows to none."""
+    return torch.arange(len(x), device=x.device).masked_fill(torch.arange(len(x), device=x.device) >= rows, -1)
+
+
+def owners_in_table(table_rows: Tensor, size: int) -> Tensor:
+    """Of the rows of a table of that size: the row of the batch whose row of the table it is."""
+    owners = torch.full((size,), -1, device=table_rows.device)
+    owners[table_rows] = torch.arange(len(table_rows), device=owners.device)
+    return owners
+
+
+def forms(tensors: Any) -> dict[str, Form]:
+    """Of the fields of a tuple of tensors, unless they are None."""
+    return {name: (x.dtype, x.shape) for name, x in tensors._asdict().items() if x is not None}
+
+
+def to_fill(empty: Any, *, in_slices: bool) -> Any:
+    """A tuple of tensors for an operator to write over: :func:`results_to_fill` of each."""
+    return empty._make(results_to_fill(empty, in_slices=in_slices))
