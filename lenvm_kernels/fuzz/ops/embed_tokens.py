@@ -1,6 +1,7 @@
 """``embed_tokens``: widths that fill no group or block, tokens that are not there, ids that no vocabulary has."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ CONSTANTS = {"small": {"MAX_BLOCK_H": 128}}  # several blocks
 
 
 def make_inputs(
-    tokens: int | list[int],
+    tokens: int | Sequence[int],
     size: int,
     half: int,
     dtype: torch.dtype,

@@ -11,7 +11,7 @@ from lenvm_kernels.fuzz.case import Case, dtype_of, fill, results_to_fill, slice
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.ops.expand_drafts import NODE_FIELDS, empty_nodes, expand_drafts
 from lenvm_kernels.ops.gather_requests import empty_requests
-from lenvm_kernels.types import Drafts
+from lenvm_kernels.types import Drafts, StepRequests
 
 # Of the drafts of every operator that takes some.
 DRAFTS: dict[str, list[Any]] = {
@@ -93,7 +93,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     fill(requests, slice(None), columns)
     arguments: dict[str, Any] = {"requests": requests, "drafts": draw_drafts(draws, case.rows, options)}
     if options["slices"]:
-        arguments["requests"] = requests._make(map(slice_of_longer, requests))
+        arguments["requests"] = StepRequests(*map(slice_of_longer, requests))
     if options["padding"] != "no out":
         nodes = empty_nodes(requests, options["drafts"])
         fields = results_to_fill([getattr(nodes, name) for name in NODE_FIELDS], in_slices=options["slices"])
