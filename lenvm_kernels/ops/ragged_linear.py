@@ -21,9 +21,7 @@ Long sums are split over programs. The last one to store its part of a tile adds
 one launch, with a small one before it where nobody has left the sums of squares.
 """
 
-import functools
 import math
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -43,19 +41,41 @@ from lenvm_kernels.ops._common import (
     resolve_backend,
 )
 from lenvm_kernels.ops._device import arrives_last, prefetch, wait_for_inputs
+from lenvm_kernels.ops._linear_tiles import (
+    BLOCK_K_BYTES,
+    LEAST_BLOCK_M,
+    LEAST_BLOCK_N,
+    NUM_WARPS_SM_100,
+    TILE,
+    TILE_E4M3,
+    TILE_SWIGLU,
+    TILE_WIDE,
+    TILES,
+    TILES_E4M3,
+    Tile,
+    _fetching_least,
+    prefetch_len,
+)
 from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.ops._ragged_linear import (
+    _finish,
+    _first,
+    _live_rows,
+    _store_square_sums,
+    _Strides,
+    _sum_parts,
+    _sums_of_squares,
+    _Tensors,
+    _weight_row,
+    _widened,
+    square_sums_shape,
+)
 from lenvm_kernels.reference._common import E4M3_MAX, SQUARES_GROUP
 from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference
 
 # The numbers below are estimates for an H100 or H200 (132 multiprocessors, 3.35 or 4.8 TB/s; 990 Tflop/s in bf16; L2
 # sends each 34 bytes a cycle, and twice that if few ask) and are not measured yet.
 
-# Columns whose squares are added up together by who stores them. No tile has fewer columns of the result.
-GROUP, LOG2_GROUP = tl.constexpr(SQUARES_GROUP), tl.constexpr(SQUARES_GROUP.bit_length() - 1)
-# The order of a row's sums: products in blocks of so many bytes of x, whole cache lines, and splits. Both depend on the
-# weight alone, so that the same row gives the same bits in any batch and in any tile. Twice as long blocks of a weight
-# in e4m3 are predicted to take 1 to 2 us less for few rows, but 128 x 256 then spills on Triton 3.6 and 3.9.
-BLOCK_K_BYTES = 128
 # A long sum over few columns (down: N = 1536, K = 8960, 28 MB, 8 us of HBM) is split over more programs, of few rows at
 # most one a multiprocessor: 5 * 24. More parts would gain little there and cost most where rows are many: each writes
 # and reads 8 N bytes a row. The loads of five parts of a piece of a tile are all on their way at once.
@@ -63,110 +83,16 @@ SPLIT_FROM = 3840
 MAX_SPLITS, MAX_SPLIT_PROGRAMS = 5, 132
 # A piece of a tile whose parts are added at once.
 SUM_ROWS, SUM_COLUMNS = 64, SQUARES_GROUP
-
-
-class Tile(NamedTuple):
-    """Rows and columns of the matmul's result that a program computes at once, and how."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-
-# The tiles of sm_90, by size. For each k a tile fetches a number of each of its rows and columns from L2, which bounds
-# most launches: 128 x 256 fetches 71 % of what its matmul would hide, 128 x 128 53 %, 128 x 64 35 %. So a launch takes
-# the tile with which a multiprocessor fetches least, of several such the largest. Launches of few rows have no more
-# tiles than MULTIPROCESSORS, and a program has one for itself, with 128 to 192 KB of tiles on their way. The exception
-# is 64 x 128: gate_up of 64 rows (N = 2 * 8960) is 140 programs, which must all run at once, two to a multiprocessor.
-TILES = (
-    Tile(128, 256, num_warps=8, num_stages=4),
-    Tile(128, 128, num_warps=8, num_stages=6),
-    Tile(128, 64, num_warps=8, num_stages=8),
-    Tile(64, 128, num_warps=4, num_stages=4),
-    Tile(64, 64, num_warps=4, num_stages=8),
-)
-# Of weights in e4m3, whose columns weigh half as much. Their products are transposed: an instruction takes 64 columns,
-# and may have few rows, so that a tile of 32 wastes nothing.
-TILES_E4M3 = (
-    Tile(128, 256, num_warps=8, num_stages=6),
-    Tile(128, 128, num_warps=8, num_stages=8),
-    Tile(64, 128, num_warps=8, num_stages=6),
-    Tile(64, 64, num_warps=4, num_stages=8),
-    Tile(32, 256, num_warps=8, num_stages=5),
-    Tile(32, 64, num_warps=4, num_stages=8),
-)
-LEAST_BLOCK_M = min(tile.block_m for tile in TILES + TILES_E4M3)
-LEAST_BLOCK_N = min(tile.block_n for tile in TILES + TILES_E4M3)
+LINE_BYTES = tl.constexpr(128)  # of the L2 cache: one thread asks for one ahead of time
 MULTIPROCESSORS = 132
-# The tiles of other GPUs and of fp32, which has no tensor cores: wide ones for many columns. With as many stages (24 or
-# 32 KB each) as leave room for two programs. Four warps for the narrow ones of 16 bits on sm_100, where eight spill.
-WIDE_FROM = 4096
-TILE, TILE_WIDE = Tile(128, 64, num_warps=8, num_stages=4), Tile(128, 128, num_warps=8, num_stages=3)
-TILE_SWIGLU = Tile(64, 128, num_warps=8, num_stages=4)  # gate and up are two columns for one of the result
-TILE_E4M3 = Tile(64, 128, num_warps=8, num_stages=4)  # of 16 KB
-NUM_WARPS_SM_100 = 4
+WIDE_FROM = 4096  # columns for which other GPUs than sm_90, and fp32, take wide tiles
 # Programs of a launch, four a multiprocessor. With more tiles each takes several in turn; with a program for every tile
 # that could be live, ending the thousands that are not would take longer than a small batch's work.
 MAX_PROGRAMS = 528
-# Of a weight, that a launch asks for before the launch before it has ended: what HBM brings in 3 us. Much more might
-# delay what the matmul begins with. A line of the L2 cache is what one thread asks for.
-PREFETCH_BYTES, LINE_BYTES = 10_000_000, tl.constexpr(128)
 # The launch for the norm moves some KB a program, 4 rows by 1024 columns. It is over in one wave of programs, of which
 # a multiprocessor holds 16.
 NORM_ROWS, NORM_BLOCK_K = 4, 1024
 MAX_SMALL_PROGRAMS = 2048
-
-
-@triton.jit
-def _live_rows(num_rows_ptr, T):
-    return T if num_rows_ptr is None else tl.minimum(tl.load(num_rows_ptr), T)
-
-
-@triton.jit
-def _sums_of_squares(x):  # fp32 [ROWS, COLUMNS] -> fp32 [ROWS, COLUMNS / GROUP]
-    """Of each group of columns. Neighbours are added until one number is left: each addition has two operands, so that
-    no layout, and hence no tile, can change its result."""
-    ROWS: tl.constexpr = x.shape[0]
-    GROUPS: tl.constexpr = x.shape[1] // GROUP
-    sums = x * x
-    for halving in tl.static_range(LOG2_GROUP):
-        sums = tl.sum(tl.reshape(sums, [ROWS, GROUPS, GROUP >> (halving + 1), 2]), axis=3)
-    return tl.reshape(sums, [ROWS, GROUPS])
-
-
-@triton.jit
-def _store_square_sums(sums, first_column, m, rows, square_sums_ptr, stride_square_sums_group, COLUMNS: tl.constexpr):
-    group = first_column // GROUP + tl.arange(0, sums.shape[1])
-    offset = group.to(tl.int64)[None, :] * stride_square_sums_group + m[:, None]
-    mask = (m < rows)[:, None] & (group * GROUP < COLUMNS)[None, :]
-    tl.store(square_sums_ptr + offset, sums, mask=mask)
-
-
-@triton.jit
-def _inv_rms(m, rows, square_sums_ptr, stride_square_sums_group, norm_eps, K: tl.constexpr):
-    total = tl.zeros([m.shape[0]], tl.float32)
-    for group in range(0, (K + GROUP - 1) // GROUP):
-        total += tl.load(square_sums_ptr + tl.cast(group, tl.int64) * stride_square_sums_group + m, m < rows, other=0.0)
-    return tl.rsqrt(total / K + norm_eps)
-
-
-@triton.jit
-def _widened(weight, DTYPE: tl.constexpr):
-    """e4m3 as 16 or 32 bits, exactly. By way of fp16, into which a GPU takes two numbers with one instruction."""
-    return weight.to(tl.float16).to(tl.float32).to(DTYPE)
-
-
-@triton.jit
-def _first(first_row, first_column, N: tl.constexpr):
-    """Where a tile of a contiguous [*, N] begins. Offsets within a tile are 32-bit, which spares registers."""
-    return tl.cast(first_row, tl.int64) * N + first_column
-
-
-@triton.jit
-def _weight_row(column, N: tl.constexpr, SWIGLU: tl.constexpr):
-    """With SwiGLU gate and up of a column stand side by side, where one thread holds both."""
-    return column // 2 + column % 2 * N if SWIGLU else column
 
 
 # num_rows may be one element of a tensor of offsets, and the others part of larger tensors: their alignment then
@@ -196,95 +122,6 @@ def _square_sums_kernel(
             k = start + tl.arange(0, BLOCK_K)
             x = tl.load(x_rows + k[None, :], mask=(m < rows)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
             _store_square_sums(_sums_of_squares(x), start, m, rows, square_sums_ptr, stride_square_sums_group, K)
-
-
-class _Tensors(NamedTuple):
-    """What the matmul reads and writes, but for what may be part of a larger tensor."""
-
-    out: Any  # [T, N]
-    x: Any  # [T, K]
-    weight: Any  # [N, K], or [2 N, K]
-    weight_scales: Any  # fp32 [N] or [2 N] where weight is e4m3, else None
-    bias: Any  # [N] or [2 N], or None
-    residual: Any  # [T, N], or None
-    partial: Any  # fp32 [SPLITS, T, N], or None
-
-
-class _Strides(NamedTuple):
-    """From one row to the next."""
-
-    x: int
-    residual: int
-
-
-@triton.jit
-def _finish(
-    y,  # fp32 [BLOCK_M, COLUMNS]: sums
-    first_row,
-    first_column,
-    rows,
-    ptr,  # _Tensors
-    stride,  # _Strides
-    square_sums_ptr,
-    stride_square_sums_group,
-    square_sums_out_ptr,
-    stride_square_sums_out_group,
-    norm_eps,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    SWIGLU: tl.constexpr,
-):
-    """What stands around the matmul, for some columns of a tile: scales, adds, rounds and stores them."""
-    BLOCK_M: tl.constexpr = y.shape[0]
-    COLUMNS: tl.constexpr = y.shape[1]
-    OUTPUTS: tl.constexpr = COLUMNS // 2 if SWIGLU else COLUMNS
-    first_output = first_column // 2 if SWIGLU else first_column
-    m = first_row + tl.arange(0, BLOCK_M)
-    n = first_output + tl.arange(0, OUTPUTS)
-    is_output = (m < rows)[:, None] & (n < N)[None, :]
-    column = first_column + tl.arange(0, COLUMNS)
-    weight_row, is_column = _weight_row(column, N, SWIGLU), column < (2 * N if SWIGLU else N)
-    if ptr.weight_scales is not None:
-        y *= tl.load(ptr.weight_scales + weight_row, mask=is_column, other=0.0)[None, :]
-    if square_sums_ptr is not None:
-        y *= _inv_rms(m, rows, square_sums_ptr, stride_square_sums_group, norm_eps, K)[:, None]
-    if ptr.bias is not None:
-        bias = tl.load(ptr.bias + weight_row, mask=is_column, other=0.0)
-        y += bias.to(tl.float32)[None, :]
-    if SWIGLU:
-        gate, up = tl.split(tl.reshape(y, [BLOCK_M, OUTPUTS, 2]))
-        y = gate * tl.sigmoid(gate) * up
-    if ptr.residual is not None:
-        residual = tl.load(
-            ptr.residual + m.to(tl.int64)[:, None] * stride.residual + n[None, :], mask=is_output, other=0.0
-        )
-        y += residual.to(tl.float32)
-    y = y.to(ptr.out.dtype.element_ty)
-    out_ptr = ptr.out + _first(first_row, first_output, N)
-    offsets = tl.arange(0, BLOCK_M)[:, None] * N + tl.arange(0, OUTPUTS)[None, :]
-    tl.store(out_ptr + offsets, y, mask=is_output)
-    if square_sums_out_ptr is not None:
-        sums = _sums_of_squares(tl.where((n < N)[None, :], y.to(tl.float32), 0.0))
-        _store_square_sums(sums, first_output, m, rows, square_sums_out_ptr, stride_square_sums_out_group, N)
-
-
-@triton.jit
-def _sum_parts(
-    partial_ptr, rows, columns, T, N: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """fp32 [ROWS, COLUMNS]: the parts of some sums, added in the order of the splits.
-
-    Four neighbours are a dimension of their own: a thread then loads 16 bytes beside the 16 of the next. In the layout
-    of the result it would load 32 bytes by two instructions, each of which would move half of every sector for nothing.
-    """
-    m = tl.arange(0, ROWS)[:, None, None]
-    n = 4 * tl.arange(0, COLUMNS // 4)[None, :, None] + tl.arange(0, 4)[None, None, :]
-    mask = (m < rows) & (n < columns)
-    y = tl.zeros([ROWS, COLUMNS // 4, 4], tl.float32)
-    for part in tl.static_range(SPLITS):
-        part_ptr = partial_ptr + tl.cast(T, tl.int64) * N * part
-        y += tl.load(part_ptr + (m * N + n), mask=mask, other=0.0, cache_modifier=".cg")
-    return tl.reshape(y, [ROWS, COLUMNS])
 
 
 @triton.jit
@@ -420,26 +257,6 @@ def choose_tile(rows: int, columns: int, splits: int, swiglu: bool, dtype: torch
     return _fetching_least(tiles, rows, columns, splits, swiglu, dtype.itemsize, MULTIPROCESSORS)
 
 
-@functools.lru_cache(4096)  # a step without a graph asks four times a layer
-def _fetching_least(
-    tiles: tuple[Tile, ...], rows: int, columns: int, splits: int, swiglu: bool, itemsize: int, multiprocessors: int
-) -> Tile:
-    def fetched(tile: Tile) -> int:
-        """Bytes for each k, by the busiest multiprocessor."""
-        count = ceil_div(rows, tile.block_m) * ceil_div(columns, tile.block_n) * splits
-        return ceil_div(count, multiprocessors) * (2 * tile.block_m + itemsize * tile.block_n)
-
-    least, smallest = (2 if swiglu else 1) * SQUARES_GROUP, tiles[-1].block_m
-    fits = [t for t in tiles if t.block_n >= least and (rows > t.block_m // 2 or t.block_m == smallest)]
-    return min(fits, key=fetched)  # the first of equal ones
-
-
-def prefetch_len(weight: Tensor, splits: int, split_len: int) -> int:
-    """Columns of each split whose weights a launch asks for while it waits for the launches before it."""
-    bytes_of_column = weight.shape[0] * splits * weight.element_size()
-    return min(split_len, PREFETCH_BYTES // bytes_of_column)
-
-
 def num_counters(tokens: int, columns: int, size: int, swiglu: bool = False) -> int:
     """Counters that a call with ``tokens`` rows needs, or any with fewer: 0 where the sums are not split.
 
@@ -454,11 +271,6 @@ def num_counters(tokens: int, columns: int, size: int, swiglu: bool = False) -> 
     if num_splits(columns, size, swiglu) == 1:
         return 0
     return ceil_div(tokens, LEAST_BLOCK_M) * ceil_div(columns, LEAST_BLOCK_N)
-
-
-def square_sums_shape(tokens: int, columns: int) -> tuple[int, int]:
-    """Of the sums of squares of ``tokens`` rows of ``columns`` columns."""
-    return ceil_div(columns, SQUARES_GROUP), tokens
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:

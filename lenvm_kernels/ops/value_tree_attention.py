@@ -21,53 +21,65 @@ What there is to do is a list, the plan: an item is one split of one tile. It is
 """
 
 import math
-from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lenvm_kernels.ops._attention_tiles import (
+    MERGE_COLUMNS,
+    _attend,
+    _launch_config,
+    _load_pages,
+    _merge_splits,
+    _parent_row,
+    _Strides,
+    _Tensors,
+    _to_fp16,
+)
 from lenvm_kernels.ops._common import (
     E4M3,
     FLOATS,
     INT_DTYPES,
-    architecture,
-    ceil_div,
     check_cache_scales,
     check_tensor,
-    next_power_of_2,
     overlapping,
     resolve_backend,
 )
 from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.ops.plan_attention import (
+    BLOCK_M,
+    MAX_SPLITS,
+    PLAN_BLOCK,
+    SPLIT_LEN,
+    SPLIT_SLACK,
+    SPLIT_TILES,
+    _launch_plan,
+    _load_item,
+    _num_splits,
+    num_counters,
+    plan_attention,
+    plan_shape,
+    workspace_shape,
+)
 from lenvm_kernels.reference import value_tree_attention as reference
 
-# Rows of a query tile: (token, head of the group) pairs. The least for which sm_90 uses its warp-group matmul (HGMMA).
-BLOCK_M = tl.constexpr(64)
-# Cached tokens of a split. A program takes about 2.5 us to have its first keys, 2 us more if it has partial results to
-# merge, and reads some 40 KB of keys and values a microsecond (D 128: 80 keys); an H100 reads 23 for each processor.
-# Partial results of a split are 18 KB, written and read, beside 512 bytes of keys and values a cached token. Estimated
-# for 2 key/value heads of 128, 6 new tokens and 512 cached ones, in us a layer: B 8 takes 9 with one split, 7.5 with
-# two, 6.5 with four; B 64 takes 14, 16, 18; B 256 takes 48, 53, 60. For 4,096 cached tokens and splits of 512 the
-# partial results are 7 % of the traffic, 14 % with splits of 256, and B 8 already fills 128 of 132 processors. Not
-# measured yet.
-SPLIT_LEN = tl.constexpr(512)
-# A request that is longer by no more than this is not split once more: a program reads so many keys in the time that a
-# merge takes.
-SPLIT_SLACK = tl.constexpr(128)
-# Splits a request has at most. Bounds the workspace; one request of 8k tokens still fills 16 programs a key/value head.
-MAX_SPLITS = tl.constexpr(16)
-# Only the first tiles of a request are split: two hold delta 1 and 8 candidates even for groups of 8 heads. Requests
-# with more tokens have more tiles to run side by side, and would need a workspace as large as a prompt.
-SPLIT_TILES = tl.constexpr(2)
-# Requests whose items are added up at once, and items written at once, when a plan is made.
-PLAN_BLOCK = tl.constexpr(256)
-# Columns of the results that are merged at once: with 128, D 128 spills.
-MERGE_COLUMNS = tl.constexpr(64)
-# Numbers of an item of the plan, see _load_item. A read of 32 bytes.
-ITEM_SIZE = tl.constexpr(8)
+__all__ = [  # the plan's names, too
+    "BLOCK_M",
+    "MAX_SPLITS",
+    "MERGE_COLUMNS",
+    "PLAN_BLOCK",
+    "SPLIT_LEN",
+    "SPLIT_SLACK",
+    "num_counters",
+    "plan_attention",
+    "plan_shape",
+    "value_tree_attention",
+    "workspace_shape",
+]
+
 # Programs of a launch. The slot table allows far more splits than most requests have, and a launch sized for all of
 # them would spend longer on programs without work than on attention. This is about four times what 132 processors hold.
 MAX_PROGRAMS = 1024
@@ -75,202 +87,6 @@ MAX_PROGRAMS = 1024
 MAX_HEAD_DIM = 256
 # Offsets within a query tile are 32-bit.
 MAX_STRIDE = (2**31 - 1) // BLOCK_M.value
-
-
-@triton.jit
-def _num_splits(cached):
-    return tl.minimum(tl.maximum(tl.cdiv(cached - SPLIT_SLACK, SPLIT_LEN), 1), MAX_SPLITS)
-
-
-@triton.jit
-def _count_items(request, q_offsets_ptr, cached_lens_ptr, num_requests, TOKENS: tl.constexpr):
-    """(tiles, splits, items) of some requests: an item for each split of their first tiles, one for each other tile."""
-    exists = request < num_requests
-    start = tl.load(q_offsets_ptr + request, mask=exists, other=0)
-    end = tl.load(q_offsets_ptr + request + 1, mask=exists, other=0)
-    splits = _num_splits(tl.load(cached_lens_ptr + request, mask=exists, other=0))
-    tiles = tl.cdiv(end - start, TOKENS)
-    return tiles, splits, tiles + tl.minimum(tiles, SPLIT_TILES) * (splits - 1)
-
-
-# Callers pass slices of longer tensors: none of the inputs may compile anew where its alignment changes.
-@triton.jit(
-    do_not_specialize=["num_requests", "most_items"],
-    do_not_specialize_on_alignment=["table_rows_ptr", "cached_lens_ptr", "q_offsets_ptr", "candidate_lens_ptr"],
-)
-def _plan_attention_kernel(
-    plan_ptr,  # int32 [1 + most_items, ITEM_SIZE]
-    table_rows_ptr,  # int32|int64 [B]
-    cached_lens_ptr,  # int32 [B]
-    q_offsets_ptr,  # int32 [B + 1]
-    candidate_lens_ptr,  # int32 [B]
-    num_requests,
-    most_items,
-    TOKENS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    wait_for_inputs(OVERLAPS)
-    request = tl.program_id(0)
-    block = tl.arange(0, PLAN_BLOCK)
-    first_item, num_items = 0, 0
-    for first_request in range(0, num_requests, PLAN_BLOCK):
-        other = first_request + block
-        _, _, items = _count_items(other, q_offsets_ptr, cached_lens_ptr, num_requests, TOKENS)
-        num_items += tl.sum(items)
-        first_item += tl.sum(tl.where(other < request, items, 0))
-
-    tl.store(plan_ptr, tl.minimum(num_items, most_items), mask=request == 0)
-
-    table_row = tl.load(table_rows_ptr + request).to(tl.int32)
-    first_row = tl.load(q_offsets_ptr + request)
-    tokens = tl.load(q_offsets_ptr + request + 1) - first_row
-    delta = tokens - tl.load(candidate_lens_ptr + request)
-    cached = tl.load(cached_lens_ptr + request)
-    tiles, splits, items = _count_items(request, q_offsets_ptr, cached_lens_ptr, num_requests, TOKENS)
-    # All splits of the first tile, of the second, ..., then the tiles that are not split.
-    split_items = tl.minimum(tiles, SPLIT_TILES) * splits
-    for first in range(0, items, PLAN_BLOCK):
-        item = first + block
-        is_split = item < split_items
-        tile = tl.where(is_split, item // splits, item - split_items + SPLIT_TILES)
-        split = tl.where(is_split, item % splits, 0)
-        is_item = (item < items) & (first_item + item < most_items)
-        item_ptr = plan_ptr + (first_item + item + 1) * ITEM_SIZE
-        tl.store(item_ptr, request, mask=is_item)
-        tl.store(item_ptr + 1, table_row, mask=is_item)
-        tl.store(item_ptr + 2, first_row, mask=is_item)
-        tl.store(item_ptr + 3, tokens, mask=is_item)
-        tl.store(item_ptr + 4, delta, mask=is_item)
-        tl.store(item_ptr + 5, cached, mask=is_item)
-        tl.store(item_ptr + 6, tile, mask=is_item)
-        tl.store(item_ptr + 7, split, mask=is_item)
-
-
-@triton.jit
-def _load_item(plan_ptr, item):
-    """Request, its row of the slot table, its first row of ``q``, its new, delta and cached tokens; tile and split."""
-    item_ptr = plan_ptr + (item + 1) * ITEM_SIZE
-    request, table_row, first_row = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
-    tokens, delta, cached = tl.load(item_ptr + 3), tl.load(item_ptr + 4), tl.load(item_ptr + 5)
-    return request, table_row, first_row, tokens, delta, cached, tl.load(item_ptr + 6), tl.load(item_ptr + 7)
-
-
-@triton.jit
-def _load_pages(pages_ptr, block, cached_blocks, cached, first_row, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pages of a block of cached keys; rows of a block of new ones, which follow the cached ones. [BLOCK_N]"""
-    is_new = block >= cached_blocks
-    key = (block - tl.where(is_new, cached_blocks, 0)) * BLOCK_N + tl.arange(0, BLOCK_N)
-    return tl.load(pages_ptr + key // PAGE_SIZE, mask=(key < cached) & (block < cached_blocks), other=first_row + key)
-
-
-@triton.jit
-def _attend(q, k, v, visible, scale_log2, running_max, running_sum, acc):
-    """One step of the online softmax: ``k`` and ``v`` [BLOCK_N, BLOCK_D], ``visible`` [1 | BLOCK_M, BLOCK_N].
-
-    Every row sees a key in the first block it meets (a cached token, or delta token 0) or starts from its own, so its
-    maximum is finite from then on and no difference of infinities can arise."""
-    scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2  # [BLOCK_M, BLOCK_N]
-    scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(running_max, tl.max(scores, axis=1))
-    weights = tl.exp2(scores - new_max[:, None])
-    decay = tl.exp2(running_max - new_max)
-    running_sum = running_sum * decay + tl.sum(weights, axis=1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-    return new_max, running_sum, acc
-
-
-@triton.jit
-def _to_fp16(q):
-    """bf16 queries in fp16, and what to multiply their scores by, fp32 [BLOCK_M, 1]: the power of two that brings a
-    query's largest number to 2**14 at least and below 2**15, inverted. Numbers 2**28 times smaller lose bits, which the
-    fp32 sum of their products would lose anyway."""
-    q = q.to(tl.float32)
-    exponent = tl.max(tl.abs(q), axis=1).to(tl.int32, bitcast=True) >> 23  # biased by 127; 255 of an infinity
-    exponent = tl.maximum(exponent, 15)
-    factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-    inverse = ((exponent - 14) << 23).to(tl.float32, bitcast=True)[:, None]
-    return (q * factor).to(tl.float16), inverse
-
-
-@triton.jit
-def _parent_row(row, parents_ptr, first_candidate_row):
-    """Rows of the parents of candidates, -1 for none; row -1 has none either. Whatever the pointer says, a parent is an
-    earlier candidate of the same request: every walk ends, and none leaves its request."""
-    parent = tl.load(parents_ptr + row, mask=row >= 0, other=-1)
-    return tl.where((parent >= first_candidate_row) & (parent < row), parent, -1)
-
-
-class _Tensors(NamedTuple):
-    """What the attention reads and writes."""
-
-    out: Any  # [T, Hq, D]
-    q: Any  # [T, Hq, D]
-    k_new: Any  # [T, Hkv, D]
-    v_new: Any  # [T, Hkv, D]
-    k_cache: Any  # [S, Hkv, D]
-    v_cache: Any  # [S, Hkv, D]
-    slot_table: Any  # int32 [R, max pages]
-    parents: Any  # int32 [T], or None
-    plan: Any  # int32 [1 + most items, ITEM_SIZE]
-    partial_out: Any  # fp32 [max splits, Hkv, W, Hq / Hkv, D]
-    partial_lse: Any  # fp32 [max splits, Hkv, W, Hq / Hkv], base 2
-
-
-class _Strides(NamedTuple):
-    """Of the tensors' first two dimensions."""
-
-    out_token: int
-    out_head: int
-    q_token: int
-    q_head: int
-    k_new_token: int
-    k_new_head: int
-    v_new_token: int
-    v_new_head: int
-    k_cache_slot: int
-    k_cache_head: int
-    v_cache_slot: int
-    v_cache_head: int
-    table_row: int
-
-
-@triton.jit
-def _merge_splits(
-    out_ptr,  # [BLOCK_M]
-    partial_out_ptr,
-    partial_lse_ptr,
-    stride_split,
-    splits,
-    is_row,  # [BLOCK_M]
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MERGE_STAGES: tl.constexpr,
-):
-    """Merge the results of a tile's splits, in their order: ``out = sum_s softmax_s(lse_s) partial_out_s``.
-
-    L1 may not have what other programs wrote: all is read from L2."""
-    m = tl.arange(0, BLOCK_M)
-    s = tl.arange(0, MAX_SPLITS)[None, :]
-    lse = tl.load(
-        partial_lse_ptr + m[:, None] + s * stride_split,
-        mask=is_row[:, None] & (s < splits),
-        other=float("-inf"),
-        cache_modifier=".cg",
-    )  # [BLOCK_M, MAX_SPLITS]
-    weight = tl.exp2(lse - tl.where(is_row, tl.max(lse, axis=1), 0.0)[:, None])
-    weight *= (1.0 / tl.where(is_row, tl.sum(weight, axis=1), 1.0))[:, None]
-    COLUMNS: tl.constexpr = min(BLOCK_D, MERGE_COLUMNS)
-    for first_column in range(0, BLOCK_D, COLUMNS):
-        column = first_column + tl.arange(0, COLUMNS)
-        mask = is_row[:, None] & (column < HEAD_DIM)[None, :]
-        partial_ptr = partial_out_ptr + (m * HEAD_DIM)[:, None] + column[None, :]
-        acc = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
-        for split in tl.range(0, splits, num_stages=MERGE_STAGES):
-            partial = tl.load(
-                partial_ptr + split * (stride_split * HEAD_DIM), mask=mask, other=0.0, cache_modifier=".cg"
-            )
-            acc += partial * tl.sum(tl.where(s == split, weight, 0.0), axis=1)[:, None]
-        tl.store(out_ptr[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(
@@ -469,98 +285,6 @@ def _value_tree_attention_kernel(
                 )
 
 
-def _launch_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Blocks, warps and pipeline depth. In bf16 and fp16 nothing spills on the GPUs of :mod:`bench.codegen` but at
-    D 256, and 8 bytes on sm_80 with Triton 3.6. On sm_90 shared memory and registers hold two programs a processor up
-    to D 128, each with 32 KB of keys and values on their way while it waits for the next block: more than the 20 KB
-    that 4.8 TB/s need. Elsewhere a block of 64 keys would spill at D 128, or ask for more shared memory than there is,
-    and so do more stages. fp32 spills at most a few bytes, but some 900 from D 96 on beside a cache in e4m3, which is
-    for models of 16 bits. A block of e4m3 has half the bytes, so that more of them fit.
-
-    Raises:
-        RuntimeError: an AMD GPU, and a Triton that needs an environment variable for it."""
-    if architecture() == "hip" and triton.__version__.startswith("3.6.") and triton.knobs.amd.use_buffer_ops:
-        raise RuntimeError(
-            "value_tree_attention: Triton 3.6 fails to compile it for AMD's GPUs with buffer operations; set "
-            "AMDGCN_USE_BUFFER_OPS=0, or take Triton 3.7"
-        )
-    block_d = max(16, next_power_of_2(head_dim))
-    if dtype == torch.float32:  # no tensor cores in full fp32: operands live in registers, more so the wider the head
-        warps = max(8, block_d // 8)
-        return dict(BLOCK_D=block_d, BLOCK_N=16, E4M3_STAGES=2, MERGE_STAGES=1, num_warps=warps, num_stages=2)
-    on_sm_90 = architecture() in ("sm_90", "")  # in the interpreter as there
-    stages = 4 if on_sm_90 and block_d <= 64 else 3
-    stages = 2 if architecture() == "sm_100" else stages
-    return dict(
-        BLOCK_D=block_d,
-        BLOCK_N=64 if block_d <= 64 or (on_sm_90 and block_d == 128) else 32,
-        E4M3_STAGES=stages + 1,
-        MERGE_STAGES=3 if on_sm_90 else 1,
-        num_warps=4 if block_d <= 128 else 8,
-        num_stages=stages,
-    )
-
-
-def _most_splits(max_len: int) -> int:
-    """Splits that a request of up to ``max_len`` cached tokens can have."""
-    return min(MAX_SPLITS.value, max(1, ceil_div(max_len - SPLIT_SLACK.value, SPLIT_LEN.value)))
-
-
-def workspace_shape(total_tokens: int, num_requests: int, group: int, max_len: int) -> tuple[int, int]:
-    """(splits, tokens W) of the partial results, fp32 ``[splits, Hkv, W, group, D + 1]``; W is 0 where one split does.
-
-    ``group`` is ``Hq / Hkv``, ``max_len`` the tokens that the slot table has room for in a row."""
-    splits = _most_splits(max_len)
-    split_tokens = SPLIT_TILES.value * (BLOCK_M.value // group)
-    return splits, min(total_tokens, num_requests * split_tokens) if splits > 1 else 0
-
-
-def plan_shape(total_tokens: int, num_requests: int, group: int, max_len: int) -> tuple[int, int]:
-    """Of the int32 tensor that :func:`plan_attention` returns: a row, and one for every item that there can be."""
-    tiles = min(total_tokens, total_tokens // (BLOCK_M.value // group) + num_requests) if num_requests else 0
-    split_tiles = min(tiles, SPLIT_TILES.value * num_requests)
-    return 1 + tiles + split_tiles * (_most_splits(max_len) - 1), ITEM_SIZE.value
-
-
-def num_counters(num_requests: int, kv_heads: int) -> int:
-    """Least size of ``counters`` of :func:`value_tree_attention`."""
-    return num_requests * SPLIT_TILES.value * kv_heads
-
-
-def _run_plan_reference(plan, *operands) -> None:
-    *tensors, group = operands
-    tile_tokens = BLOCK_M.value // group
-    computed = reference.plan_attention(
-        *tensors, tile_tokens=tile_tokens, split_tiles=SPLIT_TILES.value, num_splits=_most_splits
-    )
-    plan.zero_()[: len(computed)] = computed
-
-
-@operator(name="plan_attention", mutates=["plan"], reference=_run_plan_reference)
-def _launch_plan(
-    plan: Tensor,
-    table_rows: Tensor,
-    cached_lens: Tensor,
-    q_offsets: Tensor,
-    candidate_lens: Tensor,
-    group: int,
-) -> None:
-    if len(table_rows) == 0:
-        plan.zero_()
-        return
-    _plan_attention_kernel[(len(table_rows),)](
-        plan,
-        table_rows,
-        cached_lens,
-        q_offsets,
-        candidate_lens,
-        len(table_rows),
-        len(plan) - 1,
-        TOKENS=BLOCK_M.value // group,
-        **overlapping(),
-    )
-
-
 def _run_reference(out, counters, *operands) -> None:
     *tensors, parents, key_scales, value_scales, _plan, page_size, sm_scale = operands
     options = dict(parents=parents, key_scales=key_scales, value_scales=value_scales)
@@ -619,61 +343,6 @@ def _launch(
         **_launch_config(head_dim, q.dtype),
         **overlapping(),
     )
-
-
-def plan_attention(
-    table_rows: Tensor,  # int32|int64 [B]
-    cached_lens: Tensor,  # int32 [B]
-    q_offsets: Tensor,  # int32 [B + 1]
-    candidate_lens: Tensor,  # int32 [B]
-    *,
-    total_tokens: int,
-    max_len: int,
-    group: int,
-    backend: str = "auto",
-) -> Tensor:  # int32 [1 + items, 8]
-    """List the work of :func:`value_tree_attention`, for all its launches with the same requests: a step's layers.
-
-    Args:
-        table_rows, cached_lens, q_offsets, candidate_lens: as there.
-        total_tokens: rows of ``q``.
-        max_len: tokens that a row of the slot table has room for, ``max pages * page_size``.
-        group: query heads that share a key/value head, 1 to 64.
-        backend: ``auto``, ``triton`` or ``reference``.
-
-    Returns:
-        int32 of the shape ``plan_shape(total_tokens, B, group, max_len)``. The first number is that of the items, which
-        are in the rows from the second on. An item is one split of one tile of queries: request, table row, first row
-        of ``q``, new tokens, delta tokens, cached tokens, tile, split. The rest is arbitrary.
-
-    Raises:
-        ValueError, TypeError: an argument is malformed; the message names it, what is accepted, and what came.
-
-    Example:
-        >>> row, cached, offsets, candidates = (torch.tensor(x, dtype=torch.int32) for x in ([4], [700], [0, 3], [2]))
-        >>> plan_attention(row, cached, offsets, candidates, total_tokens=3, max_len=1024, group=2)
-        tensor([[  2,   0,   0,   0,   0,   0,   0,   0],
-                [  0,   4,   0,   3,   1, 700,   0,   0],
-                [  0,   4,   0,   3,   1, 700,   0,   1]], dtype=torch.int32)
-    """
-    backend = resolve_backend(backend, table_rows)
-    check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(None,))
-    num_requests, device = table_rows.shape[0], table_rows.device
-    check_tensor("cached_lens", cached_lens, dtypes=torch.int32, shape=(num_requests,), device=device)
-    check_tensor("q_offsets", q_offsets, dtypes=torch.int32, shape=(num_requests + 1,), device=device)
-    check_tensor("candidate_lens", candidate_lens, dtypes=torch.int32, shape=(num_requests,), device=device)
-    for name, value, least, most in (
-        ("total_tokens", total_tokens, 0, 2**31 - 1),
-        ("max_len", max_len, 0, 2**31 - 1),
-        ("group", group, 1, BLOCK_M.value),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int from {least} to {most}, got {type(value).__name__}")
-        if not least <= value <= most:
-            raise ValueError(f"{name} must be an int from {least} to {most}, got {value}")
-    plan = torch.empty(plan_shape(total_tokens, num_requests, group, max_len), dtype=torch.int32, device=device)
-    _launch_plan(backend, plan, table_rows, cached_lens, q_offsets, candidate_lens, group)
-    return plan
 
 
 def value_tree_attention(

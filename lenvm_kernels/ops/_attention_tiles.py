@@ -1,0 +1,163 @@
+"""What the kernel of :mod:`lenvm_kernels.ops.value_tree_attention` does with a tile of queries."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from lenvm_kernels.ops._common import architecture, next_power_of_2
+from lenvm_kernels.ops.plan_attention import BLOCK_M, MAX_SPLITS
+
+# Columns of the results that are merged at once: with 128, D 128 spills.
+MERGE_COLUMNS = tl.constexpr(64)
+
+
+class _Tensors(NamedTuple):
+    """What the attention reads and writes."""
+
+    out: Any  # [T, Hq, D]
+    q: Any  # [T, Hq, D]
+    k_new: Any  # [T, Hkv, D]
+    v_new: Any  # [T, Hkv, D]
+    k_cache: Any  # [S, Hkv, D]
+    v_cache: Any  # [S, Hkv, D]
+    slot_table: Any  # int32 [R, max pages]
+    parents: Any  # int32 [T], or None
+    plan: Any  # int32 [1 + most items, ITEM_SIZE]
+    partial_out: Any  # fp32 [max splits, Hkv, W, Hq / Hkv, D]
+    partial_lse: Any  # fp32 [max splits, Hkv, W, Hq / Hkv], base 2
+
+
+class _Strides(NamedTuple):
+    """Of the tensors' first two dimensions."""
+
+    out_token: int
+    out_head: int
+    q_token: int
+    q_head: int
+    k_new_token: int
+    k_new_head: int
+    v_new_token: int
+    v_new_head: int
+    k_cache_slot: int
+    k_cache_head: int
+    v_cache_slot: int
+    v_cache_head: int
+    table_row: int
+
+
+@triton.jit
+def _load_pages(pages_ptr, block, cached_blocks, cached, first_row, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pages of a block of cached keys; rows of a block of new ones, which follow the cached ones. [BLOCK_N]"""
+    is_new = block >= cached_blocks
+    key = (block - tl.where(is_new, cached_blocks, 0)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    return tl.load(pages_ptr + key // PAGE_SIZE, mask=(key < cached) & (block < cached_blocks), other=first_row + key)
+
+
+@triton.jit
+def _attend(q, k, v, visible, scale_log2, running_max, running_sum, acc):
+    """One step of the online softmax: ``k`` and ``v`` [BLOCK_N, BLOCK_D], ``visible`` [1 | BLOCK_M, BLOCK_N].
+
+    Every row sees a key in the first block it meets (a cached token, or delta token 0) or starts from its own, so its
+    maximum is finite from then on and no difference of infinities can arise."""
+    scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2  # [BLOCK_M, BLOCK_N]
+    scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(running_max, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - new_max[:, None])
+    decay = tl.exp2(running_max - new_max)
+    running_sum = running_sum * decay + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return new_max, running_sum, acc
+
+
+@triton.jit
+def _to_fp16(q):
+    """bf16 queries in fp16, and what to multiply their scores by, fp32 [BLOCK_M, 1]: the power of two that brings a
+    query's largest number to 2**14 at least and below 2**15, inverted. Numbers 2**28 times smaller lose bits, which the
+    fp32 sum of their products would lose anyway."""
+    q = q.to(tl.float32)
+    exponent = tl.max(tl.abs(q), axis=1).to(tl.int32, bitcast=True) >> 23  # biased by 127; 255 of an infinity
+    exponent = tl.maximum(exponent, 15)
+    factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    inverse = ((exponent - 14) << 23).to(tl.float32, bitcast=True)[:, None]
+    return (q * factor).to(tl.float16), inverse
+
+
+@triton.jit
+def _parent_row(row, parents_ptr, first_candidate_row):
+    """Rows of the parents of candidates, -1 for none; row -1 has none either. Whatever the pointer says, a parent is an
+    earlier candidate of the same request: every walk ends, and none leaves its request."""
+    parent = tl.load(parents_ptr + row, mask=row >= 0, other=-1)
+    return tl.where((parent >= first_candidate_row) & (parent < row), parent, -1)
+
+
+@triton.jit
+def _merge_splits(
+    out_ptr,  # [BLOCK_M]
+    partial_out_ptr,
+    partial_lse_ptr,
+    stride_split,
+    splits,
+    is_row,  # [BLOCK_M]
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MERGE_STAGES: tl.constexpr,
+):
+    """Merge the results of a tile's splits, in their order: ``out = sum_s softmax_s(lse_s) partial_out_s``.
+
+    L1 may not have what other programs wrote: all is read from L2."""
+    m = tl.arange(0, BLOCK_M)
+    s = tl.arange(0, MAX_SPLITS)[None, :]
+    lse = tl.load(
+        partial_lse_ptr + m[:, None] + s * stride_split,
+        mask=is_row[:, None] & (s < splits),
+        other=float("-inf"),
+        cache_modifier=".cg",
+    )  # [BLOCK_M, MAX_SPLITS]
+    weight = tl.exp2(lse - tl.where(is_row, tl.max(lse, axis=1), 0.0)[:, None])
+    weight *= (1.0 / tl.where(is_row, tl.sum(weight, axis=1), 1.0))[:, None]
+    COLUMNS: tl.constexpr = min(BLOCK_D, MERGE_COLUMNS)
+    for first_column in range(0, BLOCK_D, COLUMNS):
+        column = first_column + tl.arange(0, COLUMNS)
+        mask = is_row[:, None] & (column < HEAD_DIM)[None, :]
+        partial_ptr = partial_out_ptr + (m * HEAD_DIM)[:, None] + column[None, :]
+        acc = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
+        for split in tl.range(0, splits, num_stages=MERGE_STAGES):
+            partial = tl.load(
+                partial_ptr + split * (stride_split * HEAD_DIM), mask=mask, other=0.0, cache_modifier=".cg"
+            )
+            acc += partial * tl.sum(tl.where(s == split, weight, 0.0), axis=1)[:, None]
+        tl.store(out_ptr[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _launch_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Blocks, warps and pipeline depth. In bf16 and fp16 nothing spills on the GPUs of :mod:`bench.codegen` but at
+    D 256, and 8 bytes on sm_80 with Triton 3.6. On sm_90 shared memory and registers hold two programs a processor up
+    to D 128, each with 32 KB of keys and values on their way while it waits for the next block: more than the 20 KB
+    that 4.8 TB/s need. Elsewhere a block of 64 keys would spill at D 128, or ask for more shared memory than there is,
+    and so do more stages. fp32 spills at most a few bytes, but some 900 from D 96 on beside a cache in e4m3, which is
+    for models of 16 bits. A block of e4m3 has half the bytes, so that more of them fit.
+
+    Raises:
+        RuntimeError: an AMD GPU, and a Triton that needs an environment variable for it."""
+    if architecture() == "hip" and triton.__version__.startswith("3.6.") and triton.knobs.amd.use_buffer_ops:
+        raise RuntimeError(
+            "value_tree_attention: Triton 3.6 fails to compile it for AMD's GPUs with buffer operations; set "
+            "AMDGCN_USE_BUFFER_OPS=0, or take Triton 3.7"
+        )
+    block_d = max(16, next_power_of_2(head_dim))
+    if dtype == torch.float32:  # no tensor cores in full fp32: operands live in registers, more so the wider the head
+        warps = max(8, block_d // 8)
+        return dict(BLOCK_D=block_d, BLOCK_N=16, E4M3_STAGES=2, MERGE_STAGES=1, num_warps=warps, num_stages=2)
+    on_sm_90 = architecture() in ("sm_90", "")  # in the interpreter as there
+    stages = 4 if on_sm_90 and block_d <= 64 else 3
+    stages = 2 if architecture() == "sm_100" else stages
+    return dict(
+        BLOCK_D=block_d,
+        BLOCK_N=64 if block_d <= 64 or (on_sm_90 and block_d == 128) else 32,
+        E4M3_STAGES=stages + 1,
+        MERGE_STAGES=3 if on_sm_90 else 1,
+        num_warps=4 if block_d <= 128 else 8,
+        num_stages=stages,
+    )

@@ -1,0 +1,157 @@
+"""What the kernels of :mod:`lenvm_kernels.ops.ragged_linear` are made of: all but the loop over products."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from lenvm_kernels.ops._common import ceil_div
+from lenvm_kernels.reference._common import SQUARES_GROUP
+
+# Columns whose squares are added up together by who stores them. No tile has fewer columns of the result.
+GROUP, LOG2_GROUP = tl.constexpr(SQUARES_GROUP), tl.constexpr(SQUARES_GROUP.bit_length() - 1)
+
+
+@triton.jit
+def _live_rows(num_rows_ptr, T):
+    return T if num_rows_ptr is None else tl.minimum(tl.load(num_rows_ptr), T)
+
+
+@triton.jit
+def _sums_of_squares(x):  # fp32 [ROWS, COLUMNS] -> fp32 [ROWS, COLUMNS / GROUP]
+    """Of each group of columns. Neighbours are added until one number is left: each addition has two operands, so that
+    no layout, and hence no tile, can change its result."""
+    ROWS: tl.constexpr = x.shape[0]
+    GROUPS: tl.constexpr = x.shape[1] // GROUP
+    sums = x * x
+    for halving in tl.static_range(LOG2_GROUP):
+        sums = tl.sum(tl.reshape(sums, [ROWS, GROUPS, GROUP >> (halving + 1), 2]), axis=3)
+    return tl.reshape(sums, [ROWS, GROUPS])
+
+
+@triton.jit
+def _store_square_sums(sums, first_column, m, rows, square_sums_ptr, stride_square_sums_group, COLUMNS: tl.constexpr):
+    group = first_column // GROUP + tl.arange(0, sums.shape[1])
+    offset = group.to(tl.int64)[None, :] * stride_square_sums_group + m[:, None]
+    mask = (m < rows)[:, None] & (group * GROUP < COLUMNS)[None, :]
+    tl.store(square_sums_ptr + offset, sums, mask=mask)
+
+
+@triton.jit
+def _inv_rms(m, rows, square_sums_ptr, stride_square_sums_group, norm_eps, K: tl.constexpr):
+    total = tl.zeros([m.shape[0]], tl.float32)
+    for group in range(0, (K + GROUP - 1) // GROUP):
+        total += tl.load(square_sums_ptr + tl.cast(group, tl.int64) * stride_square_sums_group + m, m < rows, other=0.0)
+    return tl.rsqrt(total / K + norm_eps)
+
+
+@triton.jit
+def _widened(weight, DTYPE: tl.constexpr):
+    """e4m3 as 16 or 32 bits, exactly. By way of fp16, into which a GPU takes two numbers with one instruction."""
+    return weight.to(tl.float16).to(tl.float32).to(DTYPE)
+
+
+@triton.jit
+def _first(first_row, first_column, N: tl.constexpr):
+    """Where a tile of a contiguous [*, N] begins. Offsets within a tile are 32-bit, which spares registers."""
+    return tl.cast(first_row, tl.int64) * N + first_column
+
+
+@triton.jit
+def _weight_row(column, N: tl.constexpr, SWIGLU: tl.constexpr):
+    """With SwiGLU gate and up of a column stand side by side, where one thread holds both."""
+    return column // 2 + column % 2 * N if SWIGLU else column
+
+
+class _Tensors(NamedTuple):
+    """What the matmul reads and writes, but for what may be part of a larger tensor."""
+
+    out: Any  # [T, N]
+    x: Any  # [T, K]
+    weight: Any  # [N, K], or [2 N, K]
+    weight_scales: Any  # fp32 [N] or [2 N] where weight is e4m3, else None
+    bias: Any  # [N] or [2 N], or None
+    residual: Any  # [T, N], or None
+    partial: Any  # fp32 [SPLITS, T, N], or None
+
+
+class _Strides(NamedTuple):
+    """From one row to the next."""
+
+    x: int
+    residual: int
+
+
+@triton.jit
+def _finish(
+    y,  # fp32 [BLOCK_M, COLUMNS]: sums
+    first_row,
+    first_column,
+    rows,
+    ptr,  # _Tensors
+    stride,  # _Strides
+    square_sums_ptr,
+    stride_square_sums_group,
+    square_sums_out_ptr,
+    stride_square_sums_out_group,
+    norm_eps,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    SWIGLU: tl.constexpr,
+):
+    """What stands around the matmul, for some columns of a tile: scales, adds, rounds and stores them."""
+    BLOCK_M: tl.constexpr = y.shape[0]
+    COLUMNS: tl.constexpr = y.shape[1]
+    OUTPUTS: tl.constexpr = COLUMNS // 2 if SWIGLU else COLUMNS
+    first_output = first_column // 2 if SWIGLU else first_column
+    m = first_row + tl.arange(0, BLOCK_M)
+    n = first_output + tl.arange(0, OUTPUTS)
+    is_output = (m < rows)[:, None] & (n < N)[None, :]
+    column = first_column + tl.arange(0, COLUMNS)
+    weight_row, is_column = _weight_row(column, N, SWIGLU), column < (2 * N if SWIGLU else N)
+    if ptr.weight_scales is not None:
+        y *= tl.load(ptr.weight_scales + weight_row, mask=is_column, other=0.0)[None, :]
+    if square_sums_ptr is not None:
+        y *= _inv_rms(m, rows, square_sums_ptr, stride_square_sums_group, norm_eps, K)[:, None]
+    if ptr.bias is not None:
+        bias = tl.load(ptr.bias + weight_row, mask=is_column, other=0.0)
+        y += bias.to(tl.float32)[None, :]
+    if SWIGLU:
+        gate, up = tl.split(tl.reshape(y, [BLOCK_M, OUTPUTS, 2]))
+        y = gate * tl.sigmoid(gate) * up
+    if ptr.residual is not None:
+        residual = tl.load(
+            ptr.residual + m.to(tl.int64)[:, None] * stride.residual + n[None, :], mask=is_output, other=0.0
+        )
+        y += residual.to(tl.float32)
+    y = y.to(ptr.out.dtype.element_ty)
+    out_ptr = ptr.out + _first(first_row, first_output, N)
+    offsets = tl.arange(0, BLOCK_M)[:, None] * N + tl.arange(0, OUTPUTS)[None, :]
+    tl.store(out_ptr + offsets, y, mask=is_output)
+    if square_sums_out_ptr is not None:
+        sums = _sums_of_squares(tl.where((n < N)[None, :], y.to(tl.float32), 0.0))
+        _store_square_sums(sums, first_output, m, rows, square_sums_out_ptr, stride_square_sums_out_group, N)
+
+
+@triton.jit
+def _sum_parts(
+    partial_ptr, rows, columns, T, N: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """fp32 [ROWS, COLUMNS]: the parts of some sums, added in the order of the splits.
+
+    Four neighbours are a dimension of their own: a thread then loads 16 bytes beside the 16 of the next. In the layout
+    of the result it would load 32 bytes by two instructions, each of which would move half of every sector for nothing.
+    """
+    m = tl.arange(0, ROWS)[:, None, None]
+    n = 4 * tl.arange(0, COLUMNS // 4)[None, :, None] + tl.arange(0, 4)[None, None, :]
+    mask = (m < rows) & (n < columns)
+    y = tl.zeros([ROWS, COLUMNS // 4, 4], tl.float32)
+    for part in tl.static_range(SPLITS):
+        part_ptr = partial_ptr + tl.cast(T, tl.int64) * N * part
+        y += tl.load(part_ptr + (m * N + n), mask=mask, other=0.0, cache_modifier=".cg")
+    return tl.reshape(y, [ROWS, COLUMNS])
+
+
+def square_sums_shape(tokens: int, columns: int) -> tuple[int, int]:
+    """Of the sums of squares of ``tokens`` rows of ``columns`` columns."""
+    return ceil_div(columns, SQUARES_GROUP), tokens

@@ -1,0 +1,260 @@
+"""The second launch of :mod:`lenvm_kernels.ops.topk_candidates`: the best tokens of the best tiles, and the filters."""
+
+import triton
+import triton.language as tl
+
+from lenvm_kernels.reference.topk_candidates import (
+    AFTER_LINE,
+    AFTER_SENTENCE,
+    GREEDY_TEMPERATURE,
+    HALVINGS,
+    HALVINGS_OVERDUE,
+    MOST_HALVINGS,
+    OVERDUE,
+    WITHIN_LINE,
+)
+from lenvm_kernels.types import Status, TextBreak
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_GREEDY_TEMPERATURE = tl.constexpr(GREEDY_TEMPERATURE)
+_HALVINGS, _MOST_HALVINGS = tl.constexpr(HALVINGS), tl.constexpr(MOST_HALVINGS)
+_OVERDUE, _HALVINGS_OVERDUE = tl.constexpr(OVERDUE), tl.constexpr(HALVINGS_OVERDUE)
+_AFTER_SENTENCE, _AFTER_LINE, _WITHIN = (tl.constexpr(x) for x in (AFTER_SENTENCE, AFTER_LINE, WITHIN_LINE))
+_NO_BREAK, _LINE, _SENTENCE = (tl.constexpr(int(x)) for x in TextBreak)
+_NO_KEY = tl.constexpr(-(2**63))
+_UNGUIDED, _GUIDE = tl.constexpr(int(Status.UNGUIDED)), tl.constexpr(int(Status.GUIDE))
+_SINGLE, _SKIP = tl.constexpr(int(Status.SINGLE)), tl.constexpr(int(Status.SKIP))
+
+
+# A key holds a score and its token in one int64 that sorts as candidates do: score first, then the lower token id.
+
+
+@triton.jit
+def _encode_key(score, token):
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0 equals +0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+
+
+@triton.jit
+def _key_score(key):
+    ordered = (key >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _key_token(key):
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _exponent_scale(temperature_ptr, request):
+    """(log2(e) / temperature, request is greedy, temperature is finite)"""
+    temperature = tl.full([], 1.0, tl.float32)
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + request)
+    greedy = temperature < _GREEDY_TEMPERATURE
+    return _LOG2_E / tl.where(greedy, 1.0, temperature), greedy, tl.abs(temperature) < float("inf")
+
+
+@triton.jit
+def _load_scores(scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, request, token, is_there, IS_LOGITS):
+    """fp32 scores of a request's tokens; those that are masked out or not there score as what is no candidate."""
+    nothing = -float("inf") if IS_LOGITS else 0.0
+    x = tl.load(scores_ptr + request * stride_scores_request + token, mask=is_there, other=nothing).to(tl.float32)
+    if not IS_LOGITS:
+        x = tl.where(x < 0, 0.0, x)  # tl.maximum would drop a NaN
+    if mask_ptr is not None:
+        word = tl.load(mask_ptr + request * stride_mask_request + token // 32, mask=is_there, other=0)
+        x = tl.where((word >> (token % 32)) & 1 == 1, x, nothing)
+    return x
+
+
+# The filters are a caller's, and may be slices: no kernel is compiled anew where their alignment changes.
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "guided_ptr",
+        "temperature_ptr",
+        "top_k_ptr",
+        "top_p_ptr",
+        "min_p_ptr",
+        "entropy_threshold_ptr",
+        "end_token_ids_ptr",
+        "min_end_prob_ptr",
+        "least_share_ptr",
+        "due_length_ptr",
+        "generated_ptr",
+        "last_tokens_ptr",
+        "table_rows_ptr",
+    ],
+)
+def _filter_kernel(
+    candidates,  # Candidates, written
+    tile_max_ptr,  # [B, tiles]
+    tile_sum_ptr,  # [B, tiles]
+    guided_ptr,  # [B] or None
+    temperature_ptr,  # [B] or None
+    top_k_ptr,  # [B]
+    top_p_ptr,  # [B]
+    min_p_ptr,  # [B]
+    entropy_threshold_ptr,  # [B] or None
+    end_token_ids_ptr,  # [R, E] or None
+    stride_end_token_ids_row,
+    min_end_prob_ptr,  # [R] or None
+    stride_min_end_prob_row,
+    least_share_ptr,  # [R] or None
+    stride_least_share_row,
+    due_length_ptr,  # [R] or None
+    stride_due_length_row,
+    generated_ptr,  # [B] or None
+    text_breaks_ptr,  # [S] or None
+    S,
+    last_tokens_ptr,  # [B] or None
+    table_rows_ptr,  # [B] or None
+    scores_ptr,  # [B, V]
+    stride_scores_request,
+    mask_ptr,  # [B, ceil(V / 32)] or None
+    stride_mask_request,
+    V,
+    E,
+    IS_LOGITS: tl.constexpr,
+    K: tl.constexpr,
+    ENDS: tl.constexpr,  # a power of two >= E
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,  # a power of two >= tiles
+):
+    request = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, K)
+    if guided_ptr is not None:  # noqa: SIM102 - a None pointer must not reach the load
+        if not tl.load(guided_ptr + request):
+            tl.store(candidates.token_ids + request * K + column, tl.full([K], -1, tl.int32))
+            tl.store(candidates.probs + request * K + column, tl.zeros([K], tl.float32))
+            tl.store(candidates.counts + request, 0)
+            tl.store(candidates.status + request, _UNGUIDED)
+            tl.store(candidates.lost_mass + request, 0.0)
+            return
+    nothing = -float("inf") if IS_LOGITS else 0.0
+    scale, greedy, usable = _exponent_scale(temperature_ptr, request)
+    tiles = tl.cdiv(V, TILE)
+    tile = tl.arange(0, TILES)
+    tile_max = tl.load(tile_max_ptr + request * tiles + tile, mask=tile < tiles, other=nothing)
+    tile_sum = tl.load(tile_sum_ptr + request * tiles + tile, mask=tile < tiles, other=0.0)
+    best = tl.max(tile_max, axis=0)
+    if IS_LOGITS:
+        tile_sum = tl.where(tile_max == nothing, tile_sum, tile_sum * tl.exp2((tile_max - best) * scale))
+    total = tl.sum(tile_sum, axis=0)
+    usable = usable & (total < float("inf")) & (best > nothing)  # NaN compares false
+
+    top_k, top_p = tl.load(top_k_ptr + request), tl.load(top_p_ptr + request)
+    min_p = tl.load(min_p_ptr + request)
+    limit = tl.where((top_k <= 0) | (top_k >= V), V, top_k)
+    limit = tl.where(greedy, 1, limit)
+    sought = limit  # tokens to look at
+    if end_token_ids_ptr is not None:
+        table_row = request
+        if table_rows_ptr is not None:
+            table_row = tl.load(table_rows_ptr + request).to(tl.int64)
+        least = tl.load(min_end_prob_ptr + table_row * stride_min_end_prob_row)
+        has_ends = least < float("inf")
+        sought = tl.where(has_ends, V, limit)
+        if least_share_ptr is not None:
+            min_p = tl.maximum(min_p, tl.load(least_share_ptr + table_row * stride_least_share_row))
+    keys = tl.where(tile_max > nothing, _encode_key(tile_max, tile), _NO_KEY)
+    chosen = tl.full([K], -1, tl.int32)
+    for k in range(tl.minimum(sought, K)):
+        key = tl.max(keys, axis=0)
+        keys = tl.where(keys == key, _NO_KEY, keys)
+        chosen = tl.where((column == k) & (key != _NO_KEY), _key_token(key), chosen)
+    next_key = tl.max(keys, axis=0)
+    next_score = tl.where(next_key != _NO_KEY, _key_score(next_key), nothing)  # the best one of the tiles not chosen
+
+    token = chosen[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    is_there = (chosen >= 0)[:, None] & (token < V)
+    x = _load_scores(
+        scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, request, token, is_there, IS_LOGITS
+    )
+    keys = tl.reshape(tl.where(x > nothing, _encode_key(x, token), _NO_KEY), [K * TILE], can_reorder=True)
+    first = 1 / total if IS_LOGITS else best  # probability of the best token
+    room = K  # for tokens that do not end the output
+    is_alone = True  # no token is taken yet that does not end the output
+    if end_token_ids_ptr is not None:
+        # Those that are candidates whatever the filters say. All columns but one may be theirs.
+        slot = tl.arange(0, ENDS)
+        end = tl.load(end_token_ids_ptr + table_row * stride_end_token_ids_row + slot, mask=slot < E, other=-1)
+        is_token = (end >= 0) & (end < V)
+        end_score = _load_scores(
+            scores_ptr, stride_scores_request, mask_ptr, stride_mask_request, request, end, is_token, IS_LOGITS
+        )
+        end_p = tl.exp2((end_score - best) * scale) / total if IS_LOGITS else end_score
+        if text_breaks_ptr is not None:
+            last = tl.load(last_tokens_ptr + request).to(tl.int64)
+            ended = tl.load(text_breaks_ptr + last, mask=(last >= 0) & (last < S), other=_NO_BREAK)
+            least *= tl.where(ended == _SENTENCE, _AFTER_SENTENCE, tl.where(ended == _LINE, _AFTER_LINE, _WITHIN))
+        if due_length_ptr is not None:
+            due_length = tl.maximum(tl.load(due_length_ptr + table_row * stride_due_length_row), 1.0)
+            late = tl.maximum(tl.load(generated_ptr + request).to(tl.float32) / due_length - 1, 0.0)
+            halvings = tl.minimum(late, _OVERDUE) * _HALVINGS + tl.maximum(late - _OVERDUE, 0.0) * _HALVINGS_OVERDUE
+            least *= tl.exp2(-tl.minimum(halvings, _MOST_HALVINGS))
+        least = tl.where(usable, least, float("nan"))  # a broken request has no candidates
+        allowed = is_token & (end_score > nothing) & (end_p >= least)
+        end_keys = tl.where(allowed, _encode_key(end_score, end), _NO_KEY)
+        again = ((end_keys[None, :] == end_keys[:, None]) & (slot[None, :] < slot[:, None])).to(tl.int32)
+        end_keys = tl.where(tl.max(again, axis=1) > 0, _NO_KEY, end_keys)
+        ahead = tl.sum((end_keys[None, :] > end_keys[:, None]).to(tl.int32), axis=1)
+        end_keys = tl.where(ahead < K - 1, end_keys, _NO_KEY)
+        room = K - tl.sum((end_keys != _NO_KEY).to(tl.int32), axis=0)
+    tokens, probs = tl.full([K], -1, tl.int32), tl.zeros([K], tl.float32)
+    count, mass = 0, 0.0
+    # One round more than K: would the next token have been kept, had there been a column for it?
+    cut_by_columns = False
+    for k in range(tl.minimum(sought, K + 1)):
+        key = tl.max(keys, axis=0)
+        keys = tl.where(keys == key, _NO_KEY, keys)
+        score = tl.where(key != _NO_KEY, _key_score(key), nothing)
+        if k == K:
+            score = tl.maximum(score, next_score)
+        p = tl.exp2((score - best) * scale) / total if IS_LOGITS else score
+        keep = (k < limit) & (score > nothing) & (mass <= top_p) & (p >= min_p * first)
+        keep = usable & (keep | (k == 0))
+        if k < K:
+            taken = keep
+            if end_token_ids_ptr is not None:
+                is_end = (tl.max((end_keys == key).to(tl.int32), axis=0) > 0) & (key != _NO_KEY)
+                ends_output = tl.max((is_token & (end == _key_token(key))).to(tl.int32), axis=0) > 0
+                keep = keep | (usable & has_ends & is_alone & (ends_output == 0) & (key != _NO_KEY))
+                taken = is_end | (keep & (room > 0))
+                is_alone = is_alone & ((taken == 0) | ends_output)
+                end_keys = tl.where(end_keys == key, _NO_KEY, end_keys)
+                room -= (taken & (is_end == 0)).to(tl.int32)
+                cut_by_columns = cut_by_columns | (keep & (taken == 0))
+            place = tl.where(taken, count, K)
+            tokens = tl.where(column == place, _key_token(key), tokens)
+            probs = tl.where(column == place, p, probs)
+            count += taken.to(tl.int32)
+            mass += tl.where(taken, p, 0.0)
+        else:
+            cut_by_columns = cut_by_columns | keep
+    if end_token_ids_ptr is not None:
+        for _ in range(E):
+            key = tl.max(end_keys, axis=0)
+            end_keys = tl.where(end_keys == key, _NO_KEY, end_keys)
+            taken = key != _NO_KEY
+            p = tl.exp2((_key_score(key) - best) * scale) / total if IS_LOGITS else _key_score(key)
+            place = tl.where(taken, count, K)
+            tokens = tl.where(column == place, _key_token(key), tokens)
+            probs = tl.where(column == place, p, probs)
+            count += taken.to(tl.int32)
+            mass += tl.where(taken, p, 0.0)
+
+    status = tl.where(count > 0, _GUIDE, _UNGUIDED)
+    if entropy_threshold_ptr is not None:
+        share = tl.where(probs > 0, probs / mass, 1.0)  # 1 contributes nothing
+        entropy = -tl.sum(share * tl.log(share), axis=0)
+        status = tl.where((count > 1) & (entropy <= tl.load(entropy_threshold_ptr + request)), _SKIP, status)
+    status = tl.where(count == 1, _SINGLE, status)
+    lost_mass = tl.where(cut_by_columns, (1.0 if IS_LOGITS else total) - mass, 0.0)
+    tl.store(candidates.token_ids + request * K + column, tokens)
+    tl.store(candidates.probs + request * K + column, probs)
+    tl.store(candidates.counts + request, count)
+    tl.store(candidates.status + request, status)
+    tl.store(candidates.lost_mass + request, tl.where(usable, lost_mass, float("nan")))

@@ -1,0 +1,227 @@
+"""The work of :mod:`lenvm_kernels.ops.value_tree_attention` as a list: tiles of queries, and the keys each meets."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lenvm_kernels.ops._common import INT_DTYPES, ceil_div, check_tensor, overlapping, resolve_backend
+from lenvm_kernels.ops._device import wait_for_inputs
+from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.reference import value_tree_attention as reference
+
+# Rows of a query tile: (token, head of the group) pairs. The least for which sm_90 uses its warp-group matmul (HGMMA).
+BLOCK_M = tl.constexpr(64)
+# Cached tokens of a split. A program takes about 2.5 us to have its first keys, 2 us more if it has partial results to
+# merge, and reads some 40 KB of keys and values a microsecond (D 128: 80 keys); an H100 reads 23 for each processor.
+# Partial results of a split are 18 KB, written and read, beside 512 bytes of keys and values a cached token. Estimated
+# for 2 key/value heads of 128, 6 new tokens and 512 cached ones, in us a layer: B 8 takes 9 with one split, 7.5 with
+# two, 6.5 with four; B 64 takes 14, 16, 18; B 256 takes 48, 53, 60. For 4,096 cached tokens and splits of 512 the
+# partial results are 7 % of the traffic, 14 % with splits of 256, and B 8 already fills 128 of 132 processors. Not
+# measured yet.
+SPLIT_LEN = tl.constexpr(512)
+# A request that is longer by no more than this is not split once more: a program reads so many keys in the time that a
+# merge takes.
+SPLIT_SLACK = tl.constexpr(128)
+# Splits a request has at most. Bounds the workspace; one request of 8k tokens still fills 16 programs a key/value head.
+MAX_SPLITS = tl.constexpr(16)
+# Only the first tiles of a request are split: two hold delta 1 and 8 candidates even for groups of 8 heads. Requests
+# with more tokens have more tiles to run side by side, and would need a workspace as large as a prompt.
+SPLIT_TILES = tl.constexpr(2)
+# Requests whose items are added up at once, and items written at once, when a plan is made.
+PLAN_BLOCK = tl.constexpr(256)
+# Numbers of an item of the plan, see _load_item. A read of 32 bytes.
+ITEM_SIZE = tl.constexpr(8)
+
+
+@triton.jit
+def _num_splits(cached):
+    return tl.minimum(tl.maximum(tl.cdiv(cached - SPLIT_SLACK, SPLIT_LEN), 1), MAX_SPLITS)
+
+
+@triton.jit
+def _count_items(request, q_offsets_ptr, cached_lens_ptr, num_requests, TOKENS: tl.constexpr):
+    """(tiles, splits, items) of some requests: an item for each split of their first tiles, one for each other tile."""
+    exists = request < num_requests
+    start = tl.load(q_offsets_ptr + request, mask=exists, other=0)
+    end = tl.load(q_offsets_ptr + request + 1, mask=exists, other=0)
+    splits = _num_splits(tl.load(cached_lens_ptr + request, mask=exists, other=0))
+    tiles = tl.cdiv(end - start, TOKENS)
+    return tiles, splits, tiles + tl.minimum(tiles, SPLIT_TILES) * (splits - 1)
+
+
+# Callers pass slices of longer tensors: none of the inputs may compile anew where its alignment changes.
+@triton.jit(
+    do_not_specialize=["num_requests", "most_items"],
+    do_not_specialize_on_alignment=["table_rows_ptr", "cached_lens_ptr", "q_offsets_ptr", "candidate_lens_ptr"],
+)
+def _plan_attention_kernel(
+    plan_ptr,  # int32 [1 + most_items, ITEM_SIZE]
+    table_rows_ptr,  # int32|int64 [B]
+    cached_lens_ptr,  # int32 [B]
+    q_offsets_ptr,  # int32 [B + 1]
+    candidate_lens_ptr,  # int32 [B]
+    num_requests,
+    most_items,
+    TOKENS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    wait_for_inputs(OVERLAPS)
+    request = tl.program_id(0)
+    block = tl.arange(0, PLAN_BLOCK)
+    first_item, num_items = 0, 0
+    for first_request in range(0, num_requests, PLAN_BLOCK):
+        other = first_request + block
+        _, _, items = _count_items(other, q_offsets_ptr, cached_lens_ptr, num_requests, TOKENS)
+        num_items += tl.sum(items)
+        first_item += tl.sum(tl.where(other < request, items, 0))
+
+    tl.store(plan_ptr, tl.minimum(num_items, most_items), mask=request == 0)
+
+    table_row = tl.load(table_rows_ptr + request).to(tl.int32)
+    first_row = tl.load(q_offsets_ptr + request)
+    tokens = tl.load(q_offsets_ptr + request + 1) - first_row
+    delta = tokens - tl.load(candidate_lens_ptr + request)
+    cached = tl.load(cached_lens_ptr + request)
+    tiles, splits, items = _count_items(request, q_offsets_ptr, cached_lens_ptr, num_requests, TOKENS)
+    # All splits of the first tile, of the second, ..., then the tiles that are not split.
+    split_items = tl.minimum(tiles, SPLIT_TILES) * splits
+    for first in range(0, items, PLAN_BLOCK):
+        item = first + block
+        is_split = item < split_items
+        tile = tl.where(is_split, item // splits, item - split_items + SPLIT_TILES)
+        split = tl.where(is_split, item % splits, 0)
+        is_item = (item < items) & (first_item + item < most_items)
+        item_ptr = plan_ptr + (first_item + item + 1) * ITEM_SIZE
+        tl.store(item_ptr, request, mask=is_item)
+        tl.store(item_ptr + 1, table_row, mask=is_item)
+        tl.store(item_ptr + 2, first_row, mask=is_item)
+        tl.store(item_ptr + 3, tokens, mask=is_item)
+        tl.store(item_ptr + 4, delta, mask=is_item)
+        tl.store(item_ptr + 5, cached, mask=is_item)
+        tl.store(item_ptr + 6, tile, mask=is_item)
+        tl.store(item_ptr + 7, split, mask=is_item)
+
+
+@triton.jit
+def _load_item(plan_ptr, item):
+    """Request, its row of the slot table, its first row of ``q``, its new, delta and cached tokens; tile and split."""
+    item_ptr = plan_ptr + (item + 1) * ITEM_SIZE
+    request, table_row, first_row = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
+    tokens, delta, cached = tl.load(item_ptr + 3), tl.load(item_ptr + 4), tl.load(item_ptr + 5)
+    return request, table_row, first_row, tokens, delta, cached, tl.load(item_ptr + 6), tl.load(item_ptr + 7)
+
+
+def _most_splits(max_len: int) -> int:
+    """Splits that a request of up to ``max_len`` cached tokens can have."""
+    return min(MAX_SPLITS.value, max(1, ceil_div(max_len - SPLIT_SLACK.value, SPLIT_LEN.value)))
+
+
+def workspace_shape(total_tokens: int, num_requests: int, group: int, max_len: int) -> tuple[int, int]:
+    """(splits, tokens W) of the partial results, fp32 ``[splits, Hkv, W, group, D + 1]``; W is 0 where one split does.
+
+    ``group`` is ``Hq / Hkv``, ``max_len`` the tokens that the slot table has room for in a row."""
+    splits = _most_splits(max_len)
+    split_tokens = SPLIT_TILES.value * (BLOCK_M.value // group)
+    return splits, min(total_tokens, num_requests * split_tokens) if splits > 1 else 0
+
+
+def plan_shape(total_tokens: int, num_requests: int, group: int, max_len: int) -> tuple[int, int]:
+    """Of the int32 tensor that :func:`plan_attention` returns: a row, and one for every item that there can be."""
+    tiles = min(total_tokens, total_tokens // (BLOCK_M.value // group) + num_requests) if num_requests else 0
+    split_tiles = min(tiles, SPLIT_TILES.value * num_requests)
+    return 1 + tiles + split_tiles * (_most_splits(max_len) - 1), ITEM_SIZE.value
+
+
+def num_counters(num_requests: int, kv_heads: int) -> int:
+    """Least size of ``counters`` of :func:`value_tree_attention`."""
+    return num_requests * SPLIT_TILES.value * kv_heads
+
+
+def _run_plan_reference(plan, *operands) -> None:
+    *tensors, group = operands
+    tile_tokens = BLOCK_M.value // group
+    computed = reference.plan_attention(
+        *tensors, tile_tokens=tile_tokens, split_tiles=SPLIT_TILES.value, num_splits=_most_splits
+    )
+    plan.zero_()[: len(computed)] = computed
+
+
+@operator(name="plan_attention", mutates=["plan"], reference=_run_plan_reference)
+def _launch_plan(
+    plan: Tensor,
+    table_rows: Tensor,
+    cached_lens: Tensor,
+    q_offsets: Tensor,
+    candidate_lens: Tensor,
+    group: int,
+) -> None:
+    if len(table_rows) == 0:
+        plan.zero_()
+        return
+    _plan_attention_kernel[(len(table_rows),)](
+        plan,
+        table_rows,
+        cached_lens,
+        q_offsets,
+        candidate_lens,
+        len(table_rows),
+        len(plan) - 1,
+        TOKENS=BLOCK_M.value // group,
+        **overlapping(),
+    )
+
+
+def plan_attention(
+    table_rows: Tensor,  # int32|int64 [B]
+    cached_lens: Tensor,  # int32 [B]
+    q_offsets: Tensor,  # int32 [B + 1]
+    candidate_lens: Tensor,  # int32 [B]
+    *,
+    total_tokens: int,
+    max_len: int,
+    group: int,
+    backend: str = "auto",
+) -> Tensor:  # int32 [1 + items, 8]
+    """List the work of :func:`value_tree_attention`, for all its launches with the same requests: a step's layers.
+
+    Args:
+        table_rows, cached_lens, q_offsets, candidate_lens: as there.
+        total_tokens: rows of ``q``.
+        max_len: tokens that a row of the slot table has room for, ``max pages * page_size``.
+        group: query heads that share a key/value head, 1 to 64.
+        backend: ``auto``, ``triton`` or ``reference``.
+
+    Returns:
+        int32 of the shape ``plan_shape(total_tokens, B, group, max_len)``. The first number is that of the items, which
+        are in the rows from the second on. An item is one split of one tile of queries: request, table row, first row
+        of ``q``, new tokens, delta tokens, cached tokens, tile, split. The rest is arbitrary.
+
+    Raises:
+        ValueError, TypeError: an argument is malformed; the message names it, what is accepted, and what came.
+
+    Example:
+        >>> row, cached, offsets, candidates = (torch.tensor(x, dtype=torch.int32) for x in ([4], [700], [0, 3], [2]))
+        >>> plan_attention(row, cached, offsets, candidates, total_tokens=3, max_len=1024, group=2)
+        tensor([[  2,   0,   0,   0,   0,   0,   0,   0],
+                [  0,   4,   0,   3,   1, 700,   0,   0],
+                [  0,   4,   0,   3,   1, 700,   0,   1]], dtype=torch.int32)
+    """
+    backend = resolve_backend(backend, table_rows)
+    check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(None,))
+    num_requests, device = table_rows.shape[0], table_rows.device
+    check_tensor("cached_lens", cached_lens, dtypes=torch.int32, shape=(num_requests,), device=device)
+    check_tensor("q_offsets", q_offsets, dtypes=torch.int32, shape=(num_requests + 1,), device=device)
+    check_tensor("candidate_lens", candidate_lens, dtypes=torch.int32, shape=(num_requests,), device=device)
+    for name, value, least, most in (
+        ("total_tokens", total_tokens, 0, 2**31 - 1),
+        ("max_len", max_len, 0, 2**31 - 1),
+        ("group", group, 1, BLOCK_M.value),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int from {least} to {most}, got {type(value).__name__}")
+        if not least <= value <= most:
+            raise ValueError(f"{name} must be an int from {least} to {most}, got {value}")
+    plan = torch.empty(plan_shape(total_tokens, num_requests, group, max_len), dtype=torch.int32, device=device)
+    _launch_plan(backend, plan, table_rows, cached_lens, q_offsets, candidate_lens, group)
+    return plan
