@@ -15,6 +15,7 @@ GUIDANCE = [
     {"target_length": 12, "entropy_threshold": 0.8},
     None,
 ]
+TILT = GUIDANCE[0]
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18], [19, 20]]
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
@@ -74,19 +75,29 @@ class Engine:
             **options,
         )
 
-    def decode(self, rows, sequences, scores, *, top_k=6, min_p=0.05, **options):
+    def told(self, sequences, new):
+        """The last ``new`` tokens of each sequence, of its own number, in a table with a column that nobody needs."""
+        tokens = torch.full((len(sequences), max(new) + 1), -7)
+        for i, (sequence, n) in enumerate(zip(sequences, new, strict=True)):
+            tokens[i, :n] = torch.tensor(sequence[len(sequence) - n :])
+        return tokens.to(self.device)
+
+    def decode(self, rows, sequences, scores, *, top_k=6, min_p=0.05, new=None, **options):
+        """A step after each sequence has grown by a token, or by ``new`` tokens of its own number."""
         lengths, row_numbers = self.tensor([len(tokens) for tokens in sequences]), self.tensor(rows)
-        b = len(rows)
+        if new is not None:
+            options["new_lens"] = self.tensor(new)
+        of_each = lambda x, dtype: x if isinstance(x, torch.Tensor) else self.tensor([x] * len(rows), dtype)  # noqa: E731
         filters = dict(
-            top_k=self.tensor([top_k] * b),
-            top_p=self.tensor([1.0] * b, torch.float32),
-            min_p=self.tensor([min_p] * b, torch.float32),
-            temperature=self.tensor([0.8] * b, torch.float32),
+            top_k=of_each(top_k, torch.int32),
+            top_p=of_each(1.0, torch.float32),
+            min_p=of_each(min_p, torch.float32),
+            temperature=of_each(0.8, torch.float32),
         )
         return take_step(
             self.step,
             scores,
-            self.tensor([tokens[-1] for tokens in sequences]),
+            self.tensor([tokens[-1] for tokens in sequences]) if new is None else self.told(sequences, new),
             row_numbers,
             lengths,
             **{**filters, "is_logits": True, "sample": True, **options},
