@@ -33,7 +33,10 @@ ROOT = Path(__file__).parent.parent
 SHARES = {"ops": 10, "step": 4, "guidance": 3, "value_model": 4, "adapters": 3}
 # They need an engine, or are of one that is not published.
 NOT_HERE = ("sglang", "vllm_guide", "vllm.py", "vllm_report", "metrics", "remote", "images")
-STEP_TESTS = ("test_step", "test_step_drafts", "test_step_spans", "test_step_catch_up", "test_transformers_adapter")
+STEP_TESTS = (
+    *("test_step", "test_step_lengths", "test_step_drafts", "test_step_spans", "test_step_catch_up", "test_step_ends"),
+    *("test_step_device", "test_step_arguments", "test_transformers_adapter"),
+)
 SWAPS: dict[type, type] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
