@@ -168,8 +168,7 @@ def test_a_candidate_at_another_position_is_computed_again(models):
     engine = Engine(*make_step(models.value)).start([4, 1], [[5, 6, 7]] * 2, [TILT] * 2, room=2)
     scores = random_scores(2)
     token = engine.decode([4, 1], [[5, 6, 7]] * 2, scores).tokens[1].item()
-    row, i32 = torch.tensor([1]), engine.tensor
-    engine.step.extend(i32([40]), engine.slots.slots(row, i32([3])), row, i32([0]), i32([1]), i32([3]))
+    engine.step.extend(*engine.prompts([1], [[40]], [3]))
     tokens = [[5, 6, 7, 40, token]]
     assert models.assert_guided(engine.decode([1], tokens, scores[:1]), tokens, [TILT], [3])
 
@@ -184,16 +183,7 @@ def test_a_prompt_may_come_in_parts(models):
             engine.admit(row, tokens, TILT, prompt_len=len(tokens))
         for first, end in pairwise(parts):
             pieces = [tokens[first:end] for tokens in prompts]
-            lens, cached = [len(piece) for piece in pieces], [min(first, len(tokens)) for tokens in prompts]
-            position = [c + i for c, n in zip(cached, lens, strict=True) for i in range(n)]
-            engine.step.extend(
-                engine.tensor([token for piece in pieces for token in piece]),
-                engine.slots.slots(engine.tensor(rows).repeat_interleave(engine.tensor(lens)), engine.tensor(position)),
-                engine.tensor(rows),
-                engine.tensor([sum(lens[:i]) for i in range(3)]),
-                engine.tensor(lens),
-                engine.tensor(cached),
-            )
+            engine.step.extend(*engine.prompts(rows, pieces, [min(first, len(tokens)) for tokens in prompts]))
         caches.append(torch.stack((engine.step.cache.keys, engine.step.cache.values)))
     for cache in caches[1:]:
         torch.testing.assert_close(cache, caches[0], rtol=0, atol=ATOL)

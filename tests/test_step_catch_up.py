@@ -1,7 +1,5 @@
 """Steps in which the value model computes several tokens of a request: those that waited, and those told together."""
 
-from collections import Counter
-
 import pytest
 import torch
 
@@ -9,9 +7,8 @@ from bench import strides
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.types import Status
-from tests.helpers.engine import GUIDANCE, PROMPTS, TILT, Engine, make_step
+from tests.helpers.engine import PROMPTS, TILT, Engine, make_step
 from tests.helpers.models import EOS, VOCAB
-from tests.helpers.padded_step import pad
 from tests.helpers.step_models import StepModels
 from tests.helpers.watch import watch_forwards
 
@@ -206,33 +203,6 @@ def test_values_of_every_token_in_spite_of_a_stride(models):
         assert output.candidates.status.tolist() == [Status.NOT_DUE if number % 3 else Status.GUIDE]
         sequence.append(output.tokens.item())
         torch.testing.assert_close(output.remaining_lengths, models.lengths([sequence], 0.9), rtol=0, atol=1e-3)
-
-
-@pytest.mark.bits
-def test_a_row_has_the_same_bits_whoever_is_beside_it(models):
-    """Strided, waiting and plain requests: alone, in another order, in a batch padded for a graph."""
-    skipped = TILT | {"entropy_threshold": 1.5, "value_stride": 2}
-    guidance = [TILT | {"value_stride": 3}, TILT, skipped, GUIDANCE[2], None]
-    prompts, rows = [*PROMPTS, [40, 41, 42]], [4, 0, 6, 2, 5]
-
-    def run(chosen, padded=False):
-        of_rows, asked, told = ([x[i] for i in chosen] for x in (rows, guidance, prompts))
-        engine, sequences = models.start(of_rows, asked, prompts=told, max_delta=4, backend="triton")
-        if padded:
-            pad(engine.step)
-        found = []
-        for number in range(1, 8):
-            scores, drawn = (x[chosen] for x in (scores_of(5, number, end=number % 7), own_draws(5, number)))
-            output = engine.decode(of_rows, sequences, scores, drawn=drawn)
-            found.append((output.candidates.status, output.value_logits, output.tokens))
-            sequences = [[*s, t] for s, t in zip(sequences, output.tokens.tolist(), strict=True)]
-        return [torch.stack(x) for x in zip(*found, strict=True)]
-
-    together = run([0, 1, 2, 3, 4])
-    assert Counter(together[0].flatten().tolist()).keys() >= {Status.UNGUIDED, Status.GUIDE, Status.NOT_DUE}
-    for chosen, padded in (([2], False), ([4, 2, 0, 3, 1], False), ([1, 3, 0], True)):
-        for x, whole in zip(run(chosen, padded), together, strict=True):
-            assert torch.equal(x, whole[:, chosen])
 
 
 def test_what_a_stride_costs_is_counted(models):

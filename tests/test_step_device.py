@@ -5,6 +5,7 @@ import torch
 
 from lenvm_kernels.step import Sampling, StepBatch, working_bytes
 from lenvm_kernels.step.graphs import bucket_of
+from lenvm_kernels.types import Status
 from tests.helpers.engine import (
     GUIDANCE,
     PROMPTS,
@@ -127,10 +128,7 @@ def test_sync_free_step(device, is_logits, commit_winners):
         )
     rows, lengths = engine.tensor([0, 1, 2, 3]), engine.tensor([len(tokens) for tokens in PROMPTS])
     last = engine.tensor([tokens[-1] for tokens in PROMPTS])
-    lens, flat = lengths - 1, engine.tensor([token for tokens in PROMPTS for token in tokens])
-    starts = engine.tensor([sum(map(len, PROMPTS[:i])) for i in range(4)])
-    position = engine.tensor([p for tokens in PROMPTS for p in range(len(tokens))])
-    row_of = engine.tensor([row for row, tokens in enumerate(PROMPTS) for _ in tokens])
+    lens, prompts = lengths - 1, engine.prompts([0, 1, 2, 3], [tokens[:-1] for tokens in PROMPTS])
     scores = random_scores(4).to(device)
     scores = scores if is_logits else torch.softmax(scores, dim=1)
     probs, filters = torch.softmax(scores, dim=1), dict(top_k=lens * 0 + 5, top_p=lens * 0 + 1.0, min_p=lens * 0.0)
@@ -141,9 +139,8 @@ def test_sync_free_step(device, is_logits, commit_winners):
 
     def serve():
         step.scale_tokens(scores, rows)
-        step.extend(flat, slots.slots(row_of, position), rows, starts, lens, lens * 0)
-        at = lengths
-        tokens = last
+        step.extend(*prompts)
+        tokens, at = last, lengths
         step.predict(StepBatch(tokens, rows, at))
         for _ in range(2):
             output = take_step(step, scores, tokens, rows, at, **filters, **options)
@@ -184,46 +181,54 @@ def test_the_backend_reaches_every_operator(device, monkeypatch):
     assert output.tokens >= 0 and predicted > 0 and output.remaining_lengths > 0
 
 
+STRIDED = [TILT | {"value_stride": 3}, TILT, TILT | {"entropy_threshold": 1.5, "value_stride": 2}, GUIDANCE[2], None]
+IN_FP8 = dict(guidance=GUIDANCE, options={"cache": "fp8"}, batches=[(range(4), 3), ([2, 0, 3, 1], 3), ([1], 3)])
+
+
 @pytest.mark.bits
-def test_batch_invariant_draws(device):
-    """A request's values and draws, to the bit, alone and in batches of 2, 7 and 64, wherever it stands in them."""
-    value_model = tiny_value_model(device)
-    request, prompt, seed = TILT, [5, 6, 7, 8, 9], 1234
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "guidance", "options", "batches"),
+    [
+        ("qwen3", None, GUIDANCE, {}, [(range(7), 3), ([3], 3), ([5, 3], 3), (range(63, -1, -1), 1)]),
+        ("qwen2", torch.float16, *IN_FP8.values()),
+        ("qwen3", torch.bfloat16, *IN_FP8.values()),
+        (
+            "qwen3",
+            None,
+            STRIDED,
+            {"max_delta": 4},
+            [(range(5), 7), ([2], 7), ([4, 2, 0, 3, 1], 7), ([1, 3, 0], 7, pad)],
+        ),
+    ],
+    ids=["many", "fp8-qwen2", "fp8-qwen3", "strides"],
+)
+def test_a_request_has_the_same_bits_in_any_batch(device, architecture, dtype, guidance, options, batches):
+    """Values and draws, alone, in batches of up to 64, in another order and row, and padded for a graph."""
+    if architecture == "qwen3":
+        value_model = tiny_value_model(device, dtype)
+    else:
+        value_model = value_model_of(*random_pair(architecture), device=device, dtype=dtype)
+    prompts = [*PROMPTS, *([11 + i % 50] * (1 + i % 3) for i in range(4, 64))]
     results = []
-    for batch, place, steps in ((1, 0, 3), (2, 1, 3), (7, 3, 3), (64, 41, 1)):
-        engine = Engine(*make_step(value_model, rows=64, max_len=16, backend="triton"))
-        prompts = [[11 + i % 50] * (1 + i % 3) for i in range(batch)]
-        guidance, seeds = [GUIDANCE[i % len(GUIDANCE)] for i in range(batch)], list(range(batch))
-        prompts[place], guidance[place], seeds[place] = prompt, request, seed
-        rows = torch.randperm(64, generator=torch.Generator().manual_seed(batch))[:batch].tolist()
-        sequences, outputs = run_requests(engine, prompts, guidance, steps, seeds=seeds, rows=rows, min_p=0.02)
-        results.append((sequences[place], torch.stack([output.value_logits[place] for output in outputs]).cpu()))
-    alone = results[0]
-    for sequence, values in results[1:]:
-        assert sequence == alone[0][: len(sequence)]
-        assert torch.equal(values, alone[1][: len(values)])
-    assert (alone[1] != 0).sum() > 4  # it did have candidates to score
-
-
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
-def test_a_row_has_the_same_bits_in_any_batch_with_a_cache_in_fp8(device, architecture):
-    value_model = tiny_value_model(device, torch.bfloat16) if architecture == "qwen3" else None
-    if value_model is None:
-        model, head = random_pair(architecture)
-        value_model = value_model_of(model, head, device=device, dtype=torch.float16)
-    options = dict(rows=4, cache="fp8", backend="triton")
-
-    def run(rows):
-        engine = Engine(*make_step(value_model, **options))
-        sequences = [PROMPTS[row] for row in rows]
-        return run_requests(engine, sequences, [GUIDANCE[row] for row in rows], 3, seeds=[100 + row for row in rows])
-
-    together, outputs = run([0, 1, 2, 3])
-    for rows in ([2, 0, 3, 1], [1]):
-        sequences, of_rows = run(rows)
-        assert sequences == [together[row] for row in rows]
-        for one, other in zip(of_rows, outputs, strict=True):
-            assert torch.equal(one.value_logits, other.value_logits[rows])
+    for chosen, steps, *prepare in batches:
+        engine = Engine(*make_step(value_model, rows=64, max_len=24, backend="triton", **options))
+        for function in prepare:
+            function(engine.step)
+        rows = torch.randperm(64, generator=torch.Generator().manual_seed(len(chosen)))[: len(chosen)].tolist()
+        asked, seeds = [guidance[i % 5] for i in chosen], [100 + i for i in chosen]
+        _, outputs = run_requests(
+            engine, [prompts[i] for i in chosen], asked, steps, seeds=seeds, rows=rows, min_p=0.02
+        )
+        found = [(x.candidates.status.tolist(), x.value_logits.tolist(), x.tokens.tolist()) for x in outputs]
+        results.append({i: [[x[place] for x in step] for step in found] for place, i in enumerate(chosen)})
+    first = results[0]
+    for other in results[1:]:
+        for i in first.keys() & other.keys():
+            assert other[i] == first[i][: len(other[i])]
+    of_steps = [step for steps in first.values() for step in steps]
+    expected = {Status.GUIDE} | ({Status.UNGUIDED, Status.NOT_DUE} if guidance is STRIDED else set())
+    assert {status for status, *_ in of_steps} >= expected
+    assert sum(z != 0 for _, values, _ in of_steps for z in values) > 20
 
 
 def test_steps_from_graphs_of_more_rows(models, monkeypatch):

@@ -172,5 +172,5 @@ def test_predict_writes_to_no_slot(models):
         found.append(engine.step.predict(StepBatch(tokens, row, i32([length]))))
         assert torch.equal(cache.keys, before[0]) and torch.equal(cache.values, before[1])
         if length == 1:
-            engine.step.extend(tokens, engine.slots.slots(row, i32([0])), row, i32([0]), i32([1]), i32([0]))
+            engine.step.extend(*engine.prompts([2], [[9]]))
     torch.testing.assert_close(torch.cat(found), models.lengths([[9], [9, 9]], 0.9), rtol=0, atol=1e-3)

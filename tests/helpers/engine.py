@@ -59,20 +59,21 @@ class Engine:
         return self
 
     def prefill(self, rows, sequences, **options):
-        """All tokens but the last of new requests, after junk that no request refers to."""
-        lens = [len(tokens) - 1 for tokens in sequences]
-        flat = [0] + [token for tokens in sequences for token in tokens[:-1]]
-        starts = [1 + sum(lens[:i]) for i in range(len(lens))]
+        """Compute all tokens but the last of new requests."""
+        self.step.extend(*self.prompts(rows, [tokens[:-1] for tokens in sequences]), **options)
+
+    def prompts(self, rows, pieces, cached=None):
+        """What ``GuidedStep.extend`` takes: tokens after those ``cached``, behind junk that no request refers to."""
+        lens, cached = [len(tokens) for tokens in pieces], [0] * len(rows) if cached is None else cached
         row_of = self.tensor([rows[0]] + [row for row, n in zip(rows, lens, strict=True) for _ in range(n)])
-        position = self.tensor([0] + [p for n in lens for p in range(n)])
-        self.step.extend(
-            self.tensor(flat),
+        position = self.tensor([0] + [c + i for c, n in zip(cached, lens, strict=True) for i in range(n)])
+        return (
+            self.tensor([0] + [token for tokens in pieces for token in tokens]),
             self.slots.slots(row_of, position),
             self.tensor(rows),
-            self.tensor(starts),
+            self.tensor([1 + sum(lens[:i]) for i in range(len(lens))]),
             self.tensor(lens),
-            self.tensor([0] * len(rows)),
-            **options,
+            self.tensor(cached),
         )
 
     def told(self, sequences, new):
