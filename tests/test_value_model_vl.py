@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2_5_VLForConditionalGeneration
 
 from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
-from lenvm_kernels.types import Drafts, Status
+from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import (
     ImageTokens,
     KVCache,
@@ -19,27 +19,25 @@ from lenvm_kernels.value_model import (
     image_positions,
     image_sizes,
 )
-from tests.helpers.engine import GUIDANCE, Engine, make_step, take_step
+from tests.helpers.drafts import make_drafts
+from tests.helpers.engine import GUIDANCE, TILT, Engine, make_step
 from tests.helpers.models import (
     EOS,
     HIDDEN,
     IMAGE,
-    TINY,
     VIDEO,
     VOCAB,
     random_head,
     random_model,
     value_logits,
-    value_model_of,
     vl_config,
 )
+from tests.helpers.step_models import ATOL, StepModels
 
-ATOL = 2e-5  # on value logits of O(1), fp32 against fp32
 MERGE = 2
 # Patches of images: 2 x 3, 4 x 1, 1 x 2 and 3 x 3 tokens.
 GRIDS = torch.tensor([[1, 4, 6], [1, 8, 2], [1, 2, 4], [1, 6, 6]])
 SIZES = [6, 4, 2, 9]
-TILT = {"value_mode": "centered_exp", "value_scale": -20}
 
 
 def image(i):
@@ -100,6 +98,19 @@ def images_of(models, order):
     rows = torch.where(is_image, is_image.cumsum(0) - 1, -1)
     starts = [sum(len(PROMPTS[j]) for j in order[: order.index(i)]) for i in range(len(PROMPTS))]
     return flat, ImageTokens(torch.cat(positions, dim=1), rows, embeds), starts
+
+
+def images_of_prefill(models, prompt):
+    """Of what ``Engine.prefill`` tells of one prompt among others: junk first, and all tokens but the last."""
+    _, images, starts = images_of(models, [0, 1, 2, 3])
+    told = [0, *range(starts[prompt], starts[prompt] + len(PROMPTS[prompt]) - 1)]
+    return images._replace(positions=images.positions[:, told], rows=images.rows[told])
+
+
+@pytest.fixture(scope="module")
+def text_only():
+    """A backbone that knows no images, its head, and the value model of both."""
+    return StepModels()
 
 
 # --- checkpoints ---
@@ -172,11 +183,10 @@ def test_broken_vision_towers_are_refused(models, change, message):
         value.embed_images(ALL_PIXELS, ALL_GRIDS)
 
 
-def test_vision_tensors_of_other_architectures_are_refused():
-    model = random_model(Qwen2ForCausalLM, Qwen2Config(**TINY))
-    tensors = model.state_dict() | random_head() | {"visual.a": torch.zeros(1)}
+def test_vision_tensors_of_other_architectures_are_refused(text_only):
+    tensors = text_only.backbone.state_dict() | text_only.head | {"visual.a": torch.zeros(1)}
     with pytest.raises(ValueError, match=r"unexpected visual\.a"):
-        ValueModel(ValueModelConfig.from_hf(model.config), tensors)
+        ValueModel(ValueModelConfig.from_hf(text_only.backbone.config), tensors)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +260,6 @@ def test_images_and_candidates_in_one_forward(models, backend):
     slots = torch.zeros(len(flat), dtype=torch.int32)
     for row, i in zip(table_rows, prompts, strict=True):
         slots[starts[i] : starts[i] + len(PROMPTS[i])] = table[row, : len(PROMPTS[i])]
-    cache = KVCache.of_slots(value, 5 * 32)
     batch = RaggedBatch.build(
         i32(flat),
         slots,
@@ -264,7 +273,7 @@ def test_images_and_candidates_in_one_forward(models, backend):
         images=images,
         backend=backend,
     )
-    z = value.forward(batch, cache, backend=backend)
+    z = value.forward(batch, KVCache.of_slots(value, 5 * 32), backend=backend)
     for row, i in zip(z, prompts, strict=True):
         expected = torch.stack([expected_values(models, i, [token])[0] for token in candidates[i]])
         torch.testing.assert_close(row[: len(expected)], expected, rtol=0, atol=ATOL)
@@ -340,31 +349,11 @@ def test_drafts_after_an_image(models):
     """Values at the nodes of a tree."""
     parents = [-1, 0, -1, 1]
     step, slots = make_step(models.value, max_candidates=4, max_drafts=4, max_delta=8)
-    engine = Engine(step, slots)
-    engine.admit(5, [*PROMPTS[3], *[0] * 8], TILT, prompt_len=len(PROMPTS[3]))
-    _, images, _ = images_of(models, [0, 1, 2, 3])
-    images = images._replace(  # one of junk first, then those of the last prompt
-        positions=torch.cat([torch.zeros(3, 1).long(), images.positions[:, -len(PROMPTS[3]) : -1]], dim=1),
-        rows=torch.cat([torch.tensor([0]), images.rows[-len(PROMPTS[3]) : -1]]),
-    )
-    engine.prefill([5], [PROMPTS[3]], images=images)
-    drafts = [41, 42, 43, 44]
+    engine = Engine(step, slots).start([5], PROMPTS[3:], [TILT], room=8, images=images_of_prefill(models, 3))
     paths = [[], [41], [41, 42], [43], [41, 42, 44]]
     scores = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
-    output = take_step(
-        engine.step,
-        scores,
-        engine.tensor([[PROMPTS[3][-1]]]),
-        engine.tensor([5]),
-        engine.tensor([len(PROMPTS[3])]),
-        new_lens=engine.tensor([1]),
-        top_k=4,
-        top_p=1.0,
-        min_p=0.0,
-        is_logits=True,
-        sample=True,
-        drafts=Drafts(torch.tensor([drafts]), torch.tensor([parents], dtype=torch.int32)),
-    )
+    drafts = make_drafts([[41, 42, 43, 44]], [parents])
+    output = engine.decode([5], PROMPTS[3:], scores, new=[1], drafts=drafts, top_k=4, min_p=0.0)
     for path, candidates, z in zip(paths, output.candidates.token_ids.tolist(), output.value_logits, strict=True):
         expected = torch.stack([expected_values(models, 3, [*path, token])[-1] for token in candidates])
         torch.testing.assert_close(z, expected, rtol=0, atol=ATOL)
@@ -376,10 +365,7 @@ def test_requests_without_images_keep_their_values(models, backend):
 
     def values(images, rows, prompts):
         step, slots = make_step(models.value, max_candidates=4, backend=backend)
-        engine = Engine(step, slots)
-        for row, prompt in zip(rows, prompts, strict=True):
-            engine.admit(row, [*prompt, 0], TILT, prompt_len=len(prompt))
-        engine.prefill(rows, prompts, **images)
+        engine = Engine(step, slots).start(rows, prompts, [TILT] * len(rows), **images)
         sequences, scores = prompts[-1:], torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2))
         return engine.decode(rows[-1:], sequences, scores).value_logits
 
@@ -393,10 +379,8 @@ def test_requests_without_images_keep_their_values(models, backend):
     torch.testing.assert_close(beside, alone, rtol=0, atol=0 if backend == "triton" else ATOL)
 
 
-def test_images_that_extend_refuses(models):
-    step, _ = make_step(models.value)
-    text_only = value_model_of(random_model(Qwen2ForCausalLM, Qwen2Config(**TINY)), random_head())
-    of_text, _ = make_step(text_only)
+def test_images_that_extend_refuses(models, text_only):
+    (step, _), (of_text, _) = make_step(models.value), make_step(text_only.value)
     i32 = lambda *x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
     request = (i32(5, 6), i32(0, 1), i32(0), i32(0), i32(2), i32(0))
     good = ImageTokens(torch.zeros(3, 2).long(), torch.tensor([0, -1]), torch.zeros(1, HIDDEN))
@@ -421,17 +405,8 @@ def test_frequencies_that_are_scaled():
     backbone, head = random_model(Qwen2_5_VLForConditionalGeneration, config, seed=4), random_head()
     scaled = SimpleNamespace(backbone=backbone, head=head, value=ValueModel.from_causal_lm(backbone, head))
     assert scaled.value.config.rope_scale > 1.1
-    step, slots = make_step(scaled.value, max_candidates=4)
-    engine = Engine(step, slots)
-    engine.admit(1, [*PROMPTS[0], 0], TILT, prompt_len=len(PROMPTS[0]))
-    _, images, _ = images_of(scaled, [0, 1, 2, 3])
-    prompt = slice(0, len(PROMPTS[0]) - 1)
-    junk_first = images.positions[:, prompt], images.rows[prompt]
-    engine.prefill(
-        [1],
-        [PROMPTS[0]],
-        images=ImageTokens(*(torch.cat([x[..., :1], x], dim=-1) for x in junk_first), images.embeds),
-    )
+    engine = Engine(*make_step(scaled.value, max_candidates=4))
+    engine.start([1], PROMPTS[:1], [TILT], images=images_of_prefill(scaled, 0))
     check_step(scaled, engine, [1], [0], [[]])
 
 
@@ -471,7 +446,6 @@ def test_generate_with_images(models, base, guidance):
                 if token >= 0 and z != 0:
                     assert abs(z - expected_values(models, i, [*more, token])[-1]) < 1e-4
                     checked[i] += 1
-    print(checked)
     is_guided = [g is not None for g in (guidance if isinstance(guidance, list) else [guidance] * 4)]
     assert [n > 6 for n in checked] == is_guided
     assert processor.faults == [0] * 4
@@ -512,26 +486,23 @@ def test_prompts_that_the_processor_refuses(models, base, prompts, images, messa
         processor(inputs["input_ids"], torch.zeros(len(prompts), VOCAB))
 
 
-def test_images_that_the_processor_refuses(models, base):
+def test_images_that_the_processor_refuses(models, text_only, base):
     mask, pixel_values, grids = torch.ones(1, 4), *PIXELS[0]
-    text_only = value_model_of(random_model(Qwen2ForCausalLM, Qwen2Config(**TINY)), random_head())
     for value, options, message in (
         (models.value, dict(pixel_values=pixel_values), "must be given together"),
         (models.value, dict(image_grid_thw=grids), "must be given together"),
-        (text_only, dict(pixel_values=pixel_values, image_grid_thw=grids), "must be a vision-language model"),
+        (text_only.value, dict(pixel_values=pixel_values, image_grid_thw=grids), "must be a vision-language model"),
     ):
         with pytest.raises(ValueError, match=message):
             LenVMLogitsProcessor(base, value, TILT, mask, max_new_tokens=2, **options)
 
 
-def test_a_text_only_value_model_reads_images_as_text(base):
+def test_a_text_only_value_model_reads_images_as_text(text_only, base):
     """As it has done since before there were others."""
-    backbone, head = random_model(Qwen2ForCausalLM, Qwen2Config(**TINY)), random_head()
     inputs = padded(PROMPTS[2:3])
     processor = LenVMLogitsProcessor(
-        base, value_model_of(backbone, head), TILT, inputs["attention_mask"], max_new_tokens=1, record=True
+        base, text_only.value, TILT, inputs["attention_mask"], max_new_tokens=1, record=True
     )
     processor(inputs["input_ids"], torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)))
     token, z = processor.records[0].token_ids[0, 0].item(), processor.records[0].value_logits[0, 0]
-    expected = value_logits(backbone, head, torch.tensor([[*PROMPTS[2], token]]))[0, -1]
-    torch.testing.assert_close(z, expected, rtol=0, atol=ATOL)
+    torch.testing.assert_close(z, text_only.values([[*PROMPTS[2], token]])[0], rtol=0, atol=ATOL)

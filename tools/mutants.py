@@ -197,9 +197,10 @@ def tests_of(file: str) -> list[str]:
     found = [f"test_{name}", *(["test_operator_laws"] if folder in ("ops", "reference") else [])]
     found += STEP_TESTS if folder in ("ops", "step") else ()
     if folder == "guidance":
-        found += ["test_guidance", "test_reweight_scatter", *STEP_TESTS]
+        found += ["test_guidance", "test_guidance_table", "test_reweight_scatter", *STEP_TESTS]
     elif folder == "value_model":
-        found += ["test_value_model", "test_low_rank", "test_quantization", "test_lenvm_config", *STEP_TESTS]
+        found += ["test_value_model", "test_value_model_checkpoint", "test_value_model_eight_bits", "test_low_rank"]
+        found += ["test_quantization", "test_lenvm_config", *STEP_TESTS]
     elif folder == "adapters":
         found += ["test_settings", "test_transformers_adapter", "test_vllm_guide"]
     elif name in ("common", "device", "operator", "interpreter"):
