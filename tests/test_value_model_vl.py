@@ -64,6 +64,7 @@ def pixels(of_images, seed):
 PIXELS = [pixels(of_images, seed=i) for i, of_images in enumerate(IMAGES_OF)]
 ALL_PIXELS = torch.cat([of_prompt for of_prompt, _ in PIXELS])
 ALL_GRIDS = torch.cat([grids for _, grids in PIXELS])
+IMAGES = dict(pixel_values=ALL_PIXELS, image_grid_thw=ALL_GRIDS)
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +164,7 @@ def test_a_checkpoint_without_a_vision_tower_reads_text(models):
     value = ValueModel(ValueModelConfig.from_hf(models.backbone.config), tensors)
     with pytest.raises(ValueError, match="value_model must be a vision-language model with its vision tower"):
         value.embed_images(ALL_PIXELS, ALL_GRIDS)
-    step, slots = make_step(value)
-    engine = Engine(step, slots).start([3], [PROMPTS[1]], [TILT])
+    engine = Engine(*make_step(value)).start([3], [PROMPTS[1]], [TILT])
     check_step(models, engine, [3], [1], [[]])
 
 
@@ -254,8 +254,7 @@ def test_images_and_candidates_in_one_forward(models, backend):
     order = [2, 0, 3, 1]
     flat, images, starts = images_of(models, order)
     value, i32 = models.value, lambda x: torch.tensor(x, dtype=torch.int32)
-    generator = torch.Generator().manual_seed(0)
-    table = torch.randperm(5 * 32, generator=generator).view(5, 32).int()
+    table = torch.randperm(5 * 32, generator=torch.Generator().manual_seed(0)).view(5, 32).int()
     table_rows = [4, 0, 2, 1]
     slots = torch.zeros(len(flat), dtype=torch.int32)
     for row, i in zip(table_rows, prompts, strict=True):
@@ -318,11 +317,9 @@ def check_step(models, engine, rows, prompts, more, **options):
 )
 def test_every_value_of_steps_after_prompts_with_images(models, backend, chunk_tokens, commit_winners):
     """Prompts in chunks that cut images; steps of tokens that were candidates, and of some that were not."""
-    step, slots = make_step(
-        models.value, max_candidates=4, chunk_tokens=chunk_tokens, commit_winners=commit_winners, backend=backend
-    )
-    rows, order = [6, 0, 3, 2], [3, 1, 0, 2]
-    engine = Engine(step, slots)
+    options = dict(chunk_tokens=chunk_tokens, commit_winners=commit_winners, backend=backend)
+    step, slots = make_step(models.value, max_candidates=4, **options)
+    engine, rows, order = Engine(step, slots), [6, 0, 3, 2], [3, 1, 0, 2]
     for row, i in zip(rows, order, strict=True):
         engine.admit(row, [*PROMPTS[i], *[0] * 8], TILT, prompt_len=len(PROMPTS[i]))
     flat, images, starts = images_of(models, [0, 1, 2, 3])
@@ -348,8 +345,8 @@ def test_every_value_of_steps_after_prompts_with_images(models, backend, chunk_t
 def test_drafts_after_an_image(models):
     """Values at the nodes of a tree."""
     parents = [-1, 0, -1, 1]
-    step, slots = make_step(models.value, max_candidates=4, max_drafts=4, max_delta=8)
-    engine = Engine(step, slots).start([5], PROMPTS[3:], [TILT], room=8, images=images_of_prefill(models, 3))
+    engine = Engine(*make_step(models.value, max_candidates=4, max_drafts=4, max_delta=8))
+    engine.start([5], PROMPTS[3:], [TILT], room=8, images=images_of_prefill(models, 3))
     paths = [[], [41], [41, 42], [43], [41, 42, 44]]
     scores = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
     drafts = make_drafts([[41, 42, 43, 44]], [parents])
@@ -364,23 +361,20 @@ def test_requests_without_images_keep_their_values(models, backend):
     """Beside one with images, whose tokens are computed in the same forward; the kernels' to the bit."""
 
     def values(images, rows, prompts):
-        step, slots = make_step(models.value, max_candidates=4, backend=backend)
-        engine = Engine(step, slots).start(rows, prompts, [TILT] * len(rows), **images)
+        engine = Engine(*make_step(models.value, max_candidates=4, backend=backend))
+        engine.start(rows, prompts, [TILT] * len(rows), **images)
         sequences, scores = prompts[-1:], torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2))
         return engine.decode(rows[-1:], sequences, scores).value_logits
 
-    text = [24, 25, 26, 27, 28]
-    _, of_prompt, _ = images_of(models, [2, 1, 0, 3])
-    first = len(PROMPTS[2]) - 1
-    positions = torch.cat([torch.zeros(3, 1).long(), of_prompt.positions[:, :first], torch.arange(4).expand(3, 4)], 1)
-    rows = torch.cat([torch.tensor([-1]), of_prompt.rows[:first], torch.full((4,), -1)])
-    images = dict(images=ImageTokens(positions, rows, of_prompt.embeds))
-    beside, alone = values(images, [1, 4], [PROMPTS[2], text]), values({}, [4], [text])
+    text, of_prompt = [24, 25, 26, 27, 28], images_of_prefill(models, 2)
+    positions = torch.cat([of_prompt.positions, torch.arange(4).expand(3, 4)], dim=1)
+    images = ImageTokens(positions, torch.cat([of_prompt.rows, torch.full((4,), -1)]), of_prompt.embeds)
+    beside, alone = values(dict(images=images), [1, 4], [PROMPTS[2], text]), values({}, [4], [text])
     torch.testing.assert_close(beside, alone, rtol=0, atol=0 if backend == "triton" else ATOL)
 
 
 def test_images_that_extend_refuses(models, text_only):
-    (step, _), (of_text, _) = make_step(models.value), make_step(text_only.value)
+    step, of_text = make_step(models.value)[0], make_step(text_only.value)[0]
     i32 = lambda *x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
     request = (i32(5, 6), i32(0, 1), i32(0), i32(0), i32(2), i32(0))
     good = ImageTokens(torch.zeros(3, 2).long(), torch.tensor([0, -1]), torch.zeros(1, HIDDEN))
@@ -425,17 +419,19 @@ def padded(prompts):
     return dict(input_ids=ids, attention_mask=mask)
 
 
+def processor_of(base, value_model, inputs, guidance=TILT, **options):
+    options = {"max_new_tokens": 2, "record": True} | options
+    return LenVMLogitsProcessor(base, value_model, guidance, inputs["attention_mask"], **options)
+
+
 @pytest.mark.parametrize("guidance", [TILT, TILT | {"value_stride": 3}, [GUIDANCE[2], TILT, None, TILT]])
 def test_generate_with_images(models, base, guidance):
     """Every value of every step, of prompts with two images, none and one, padded on the left."""
-    inputs, steps = padded(PROMPTS), 7
-    images = dict(pixel_values=ALL_PIXELS, image_grid_thw=ALL_GRIDS)
-    processor = LenVMLogitsProcessor(
-        base, models.value, guidance, inputs["attention_mask"], max_new_tokens=steps, record=True, top_k=4, **images
-    )
+    inputs = padded(PROMPTS)
+    processor = processor_of(base, models.value, inputs, guidance, max_new_tokens=7, top_k=4, **IMAGES)
     torch.manual_seed(0)
     mm = dict(mm_token_type_ids=(inputs["input_ids"] == IMAGE).int())
-    output = base.generate(**inputs, **images, **mm, **processor.generation_kwargs, pad_token_id=0)
+    output = base.generate(**inputs, **IMAGES, **mm, **processor.generation_kwargs, pad_token_id=0)
     width, checked = inputs["input_ids"].shape[1], [0] * len(PROMPTS)
     for step, record in enumerate(processor.records):
         for i in range(len(PROMPTS)):
@@ -456,10 +452,7 @@ def test_padding_may_have_the_id_of_an_image(models, base):
     inputs = padded(PROMPTS)
     values = []
     for ids in (inputs["input_ids"], inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IMAGE)):
-        images = dict(pixel_values=ALL_PIXELS, image_grid_thw=ALL_GRIDS)
-        processor = LenVMLogitsProcessor(
-            base, models.value, TILT, inputs["attention_mask"], max_new_tokens=1, record=True, **images
-        )
+        processor = processor_of(base, models.value, inputs, max_new_tokens=1, **IMAGES)
         processor(ids, torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)))
         values.append(processor.records[0].value_logits)
     torch.testing.assert_close(*values, rtol=0, atol=ATOL)
@@ -481,28 +474,26 @@ def test_prompts_that_the_processor_refuses(models, base, prompts, images, messa
     if images is not None:
         pixel_values, grids = zip(*(PIXELS[i] for i in images), strict=True)
         options = dict(pixel_values=torch.cat(pixel_values), image_grid_thw=torch.cat(grids))
-    processor = LenVMLogitsProcessor(base, models.value, TILT, inputs["attention_mask"], max_new_tokens=2, **options)
+    processor = processor_of(base, models.value, inputs, **options)
     with pytest.raises(ValueError, match=message):
         processor(inputs["input_ids"], torch.zeros(len(prompts), VOCAB))
 
 
 def test_images_that_the_processor_refuses(models, text_only, base):
-    mask, pixel_values, grids = torch.ones(1, 4), *PIXELS[0]
+    inputs, (pixel_values, grids) = padded(PROMPTS[:1]), PIXELS[0]
     for value, options, message in (
         (models.value, dict(pixel_values=pixel_values), "must be given together"),
         (models.value, dict(image_grid_thw=grids), "must be given together"),
         (text_only.value, dict(pixel_values=pixel_values, image_grid_thw=grids), "must be a vision-language model"),
     ):
         with pytest.raises(ValueError, match=message):
-            LenVMLogitsProcessor(base, value, TILT, mask, max_new_tokens=2, **options)
+            processor_of(base, value, inputs, **options)
 
 
 def test_a_text_only_value_model_reads_images_as_text(text_only, base):
     """As it has done since before there were others."""
     inputs = padded(PROMPTS[2:3])
-    processor = LenVMLogitsProcessor(
-        base, text_only.value, TILT, inputs["attention_mask"], max_new_tokens=1, record=True
-    )
+    processor = processor_of(base, text_only.value, inputs, max_new_tokens=1)
     processor(inputs["input_ids"], torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)))
     token, z = processor.records[0].token_ids[0, 0].item(), processor.records[0].value_logits[0, 0]
     torch.testing.assert_close(z, text_only.values([[*PROMPTS[2], token]])[0], rtol=0, atol=ATOL)
