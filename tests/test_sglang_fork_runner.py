@@ -33,7 +33,7 @@ from tests.helpers.sglang_fork import (
     install_in_fork,
     use_stand_in,
 )
-from tests.test_step import no_read_back
+from tests.helpers.watch import no_read_back
 
 ATOL = 2e-5  # of probabilities, which follow from value logits of O(1) in fp32
 TILT = {"value_mode": "centered_exp", "value_scale": -8}

@@ -1,57 +1,21 @@
 """Steps in which the value model computes several tokens of a request: those that waited, and those told together."""
 
-from collections import Counter
-from types import SimpleNamespace
-
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from bench import strides
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.types import Status
-from lenvm_kernels.value_model import ValueModel
-from tests.helpers.engine import GUIDANCE, PROMPTS, Engine, make_step, random_scores, take_step
-from tests.helpers.models import EOS, TINY, VOCAB, last_value_logits, random_head, random_model
-from tests.helpers.padded_step import pad
-
-ATOL = 2e-5  # on value logits of O(1), fp32 against fp32
-TILT = {"value_mode": "centered_exp", "value_scale": -20}
+from tests.helpers.engine import PROMPTS, TILT, Engine, make_step
+from tests.helpers.models import EOS, VOCAB
+from tests.helpers.step_models import StepModels
+from tests.helpers.watch import watch_forwards
 
 
 @pytest.fixture(scope="module")
 def models():
-    backbone, head = random_model(Qwen2ForCausalLM, Qwen2Config(**TINY)), random_head()
-    return SimpleNamespace(backbone=backbone, head=head, value=ValueModel.from_causal_lm(backbone, head))
-
-
-def assert_values(models, output, sequences, rows=None):
-    """The values of the rows that are guided are those of plain forwards; returns how many there are."""
-    count = 0
-    for i in range(len(sequences)) if rows is None else rows:
-        if output.candidates.status[i] == Status.GUIDE:
-            ids = [t for t in output.candidates.token_ids[i].tolist() if t >= 0]
-            expected = last_value_logits(models.backbone, models.head, [[*sequences[i], t] for t in ids])
-            torch.testing.assert_close(output.value_logits[i, : len(ids)].cpu(), expected, rtol=0, atol=ATOL)
-            count += len(ids)
-        else:
-            assert (output.value_logits[i] == 0).all()
-    return count
-
-
-def recorded_deltas(step, monkeypatch):
-    """A list that every step adds its requests' delta lengths to."""
-    deltas, forward = [], step.value_model.forward
-
-    def recording(batch, *args, **kwargs):
-        if batch.layout.candidate_rows.shape[1]:
-            rows = batch.layout.q_offsets.diff() - batch.candidate_lens
-            deltas.append(rows.tolist())
-        return forward(batch, *args, **kwargs)
-
-    monkeypatch.setattr(step.value_model, "forward", recording)
-    return deltas
+    return StepModels()
 
 
 def scores_of(rows, step, end=None):
@@ -75,19 +39,15 @@ def test_strides(models, monkeypatch, commit_winners):
     """Rows of strides 1, 2, 3 and of none in one batch, and one whose own is None: each is guided at its steps, with
     the values of plain forwards, and its tokens are computed together then."""
     strides, rows = [1, 2, 3, None], [4, 1, 6, 3]
-    step, slots = make_step(models.value, commit_winners=commit_winners, value_stride=5)
-    engine = Engine(step, slots)
-    prompts = [list(tokens) for tokens in PROMPTS]
     guidance = [TILT | ({} if n is None else {"value_stride": n}) for n in strides]
-    engine.start(rows, prompts, guidance, room=30)
-    deltas, sequences = recorded_deltas(step, monkeypatch), [list(tokens) for tokens in prompts]
-    waiting, scored = [1] * 4, 0
+    engine, sequences = models.start(rows, guidance, commit_winners=commit_winners, value_stride=5)
+    deltas, waiting, scored = watch_forwards(models.value, monkeypatch).deltas, [1] * 4, 0
     for number in range(1, 21):
         drawn = own_draws(4, number)
         output = engine.decode(rows, sequences, scores_of(4, number), drawn=drawn)
         due = [number % (n or 5) == 0 for n in strides]
         assert output.candidates.status.tolist() == [Status.GUIDE if is_due else Status.NOT_DUE for is_due in due]
-        scored += assert_values(models, output, sequences)
+        scored += models.assert_values(output, sequences)
         assert deltas[-1] == [waiting[i] if is_due else 0 for i, is_due in enumerate(due)]
         for i, token in enumerate(output.tokens.tolist()):
             assert token in output.candidates.token_ids[i] if due[i] else token == drawn[i]
@@ -95,13 +55,12 @@ def test_strides(models, monkeypatch, commit_winners):
             # A winner needs no forward.
             waiting[i] = (0 if commit_winners else 1) if due[i] else waiting[i] + 1
     assert scored == 5 * (20 + 10 + 6 + 4)
-    assert not step.table.faults.any()
+    assert not engine.step.table.faults.any()
 
 
-def test_a_row_that_might_end_is_due(models, monkeypatch):
+def test_a_row_that_might_end_is_due(models):
     """By one of its own end tokens among its candidates, at whatever step; not by another request's."""
-    step, slots = make_step(models.value)
-    engine = Engine(step, slots)
+    engine = Engine(*make_step(models.value))
     guidance = TILT | {"value_stride": 1000}
     for row, eos in ((5, {EOS}), (2, {EOS, 3}), (0, {3})):
         engine.admit(row, [9, 10, 11, *[0] * 9], guidance, prompt_len=3, eos=eos)
@@ -115,7 +74,7 @@ def test_a_row_that_might_end_is_due(models, monkeypatch):
         output = engine.decode([5, 2, 0], sequences, scores, drawn=own_draws(3, number))
         assert (output.candidates.status == Status.GUIDE).tolist() == [bool(x) for x in due]
         assert (output.candidates.status == Status.NOT_DUE).tolist() == [not x for x in due]
-        assert_values(models, output, sequences)
+        models.assert_values(output, sequences)
         sequences = [[*s, t] for s, t in zip(sequences, output.tokens.tolist(), strict=True)]
     # An end token that the filters leave no candidate does not count.
     scores = scores_of(3, 9)
@@ -127,11 +86,9 @@ def test_a_row_that_might_end_is_due(models, monkeypatch):
 def test_what_needs_no_values_waits_until_as_many_are_missing(models, monkeypatch):
     """Rows with one candidate, with too little entropy and not due are not computed one by one; ``max_delta`` tokens
     are, at once."""
-    step, slots = make_step(models.value, max_delta=3)
-    engine = Engine(step, slots)
     guidance = [TILT, TILT | {"entropy_threshold": 100.0}, TILT | {"value_stride": 1000}, None]
-    engine.start([3, 0, 7, 5], PROMPTS, guidance, room=20)
-    deltas, sequences = recorded_deltas(step, monkeypatch), [list(tokens) for tokens in PROMPTS]
+    engine, sequences = models.start([3, 0, 7, 5], guidance, max_delta=3)
+    deltas = watch_forwards(models.value, monkeypatch).deltas
     for number in range(1, 9):
         scores = scores_of(4, number)
         scores[0] = torch.where(scores[0] == 2.0, 30.0, -20.0)
@@ -141,80 +98,55 @@ def test_what_needs_no_values_waits_until_as_many_are_missing(models, monkeypatc
         sequences = [[*s, t] for s, t in zip(sequences, output.tokens.tolist(), strict=True)]
     # The two that wait are computed with the one that comes, once values are needed.
     output = engine.decode([3], sequences[:1], scores_of(1, 99))
-    assert deltas[-1] == [3] and assert_values(models, output, sequences[:1]) == 5
-    assert not step.table.faults.any()
+    assert deltas[-1] == [3] and models.assert_values(output, sequences[:1]) == 5
+    assert not engine.step.table.faults.any()
 
 
 def test_with_a_delta_of_one_nobody_waits(models, monkeypatch):
-    step, slots = make_step(models.value, max_delta=1, commit_winners=False)
-    engine = Engine(step, slots).start([3, 0], PROMPTS[:2], [TILT, TILT | {"value_stride": 4}], room=20)
-    deltas, sequences = recorded_deltas(step, monkeypatch), [list(tokens) for tokens in PROMPTS[:2]]
+    guidance = [TILT, TILT | {"value_stride": 4}]
+    engine, sequences = models.start([3, 0], guidance, max_delta=1, commit_winners=False)
+    deltas = watch_forwards(models.value, monkeypatch).deltas
     for number in range(1, 9):
         output = engine.decode([3, 0], sequences, scores_of(2, number), drawn=own_draws(2, number))
         assert deltas[-1] == [1, 1]
-        assert_values(models, output, sequences)
+        models.assert_values(output, sequences)
         sequences = [[*s, t] for s, t in zip(sequences, output.tokens.tolist(), strict=True)]
-
-
-def decode_many(engine, rows, sequences, new, scores, **options):
-    """A step after each sequence has grown by ``new`` tokens of its own number."""
-    lengths, table_rows = engine.tensor([len(s) for s in sequences]), engine.tensor(rows)
-    tokens = torch.full((len(rows), max(new) + 1), -7)  # a column more than anybody needs
-    for i, (sequence, n) in enumerate(zip(sequences, new, strict=True)):
-        tokens[i, :n] = torch.tensor(sequence[len(sequence) - n :])
-    return take_step(
-        engine.step,
-        scores,
-        tokens.to(engine.device),
-        table_rows,
-        lengths,
-        new_lens=engine.tensor(new),
-        top_k=6,
-        top_p=1.0,
-        min_p=0.05,
-        is_logits=True,
-        sample=True,
-        **options,
-    )
 
 
 def test_several_new_tokens_are_as_good_as_so_many_steps(models, monkeypatch):
     """Each request has grown by a number of its own, one by none since its prompt."""
     more = [[20, 21, 22, 23, 24], [30], [], [40, 41, 42]]
-    engine = Engine(*make_step(models.value)).start([6, 1, 4, 2], PROMPTS, [TILT] * 4, room=20)
-    deltas = recorded_deltas(engine.step, monkeypatch)
+    engine, _ = models.start([6, 1, 4, 2], [TILT] * 4)
+    deltas = watch_forwards(models.value, monkeypatch).deltas
     sequences = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, more, strict=True)]
     # The last token of a prompt is new to the step: extend was given all others.
-    output = decode_many(engine, [6, 1, 4, 2], sequences, [6, 2, 1, 4], scores_of(4, 3))
+    output = engine.decode([6, 1, 4, 2], sequences, scores_of(4, 3), new=[6, 2, 1, 4])
     assert deltas == [[6, 2, 1, 4]]
-    assert assert_values(models, output, sequences) == 20
+    assert models.assert_values(output, sequences) == 20
     sequences = [[*s, *more] for s, more in zip(sequences, ([90], [91, 92], [93], [94] * 16), strict=True)]
-    output = decode_many(engine, [6, 1, 4, 2], sequences, [1, 2, 1, 16], scores_of(4, 4))
+    output = engine.decode([6, 1, 4, 2], sequences, scores_of(4, 4), new=[1, 2, 1, 16])
     assert deltas[-1] == [1, 2, 1, 16]
-    assert assert_values(models, output, sequences) == 20 and not engine.step.table.faults.any()
+    assert models.assert_values(output, sequences) == 20 and not engine.step.table.faults.any()
 
 
 def test_new_tokens_wait_too(models, monkeypatch):
     """Told several at a time, at steps at which nothing is due, in a ring that they go around."""
-    engine = Engine(*make_step(models.value, max_delta=5)).start(
-        [6], PROMPTS[:1], [TILT | {"value_stride": 4}], room=40
-    )
-    deltas, sequence = recorded_deltas(engine.step, monkeypatch), list(PROMPTS[0])
+    engine, (sequence,) = models.start([6], [TILT | {"value_stride": 4}], max_delta=5)
+    deltas = watch_forwards(models.value, monkeypatch).deltas
     told = [1, 2, 1, 1, 2, 2, 0, 1, 1, 1, 1, 2]
     expected = [0, 0, 0, 5, 0, 0, 0, 5, 0, 0, 0, 5]
     token = 60
     for number, (n, delta) in enumerate(zip(told, expected, strict=True), start=1):
         new = [token + i for i in range(n if number > 1 else 0)]
         token, sequence = token + len(new), [*sequence, *new]
-        output = decode_many(engine, [6], [sequence], [n], scores_of(1, number), drawn=torch.tensor([0]))
+        output = engine.decode([6], [sequence], scores_of(1, number), new=[n], drawn=torch.tensor([0]))
         assert deltas[-1] == [delta]
-        assert assert_values(models, output, [sequence]) == (5 if number % 4 == 0 else 0)
+        assert models.assert_values(output, [sequence]) == (5 if number % 4 == 0 else 0)
     assert not engine.step.table.faults.any()
 
 
 def test_a_missing_token_ends_guidance_until_a_prompt_tells_it(models):
-    engine = Engine(*make_step(models.value, max_delta=3)).start([6, 1], PROMPTS[:2], [TILT] * 2, room=40)
-    sequences = [list(tokens) for tokens in PROMPTS[:2]]
+    engine, sequences = models.start([6, 1], [TILT] * 2, max_delta=3)
     engine.decode([6, 1], sequences, scores_of(2, 0))
     faults = lambda: engine.step.table.faults[[6, 1]].tolist()  # noqa: E731
     sequences[0] += [20, 21]  # of which only the last is told
@@ -223,21 +155,21 @@ def test_a_missing_token_ends_guidance_until_a_prompt_tells_it(models):
         output = engine.decode([6, 1], sequences, scores_of(2, number), drawn=own_draws(2, number))
         assert output.candidates.status.tolist() == [Status.UNGUIDED, Status.GUIDE]
         assert output.tokens[0] == own_draws(2, number)[0] and faults() == [number, 0]
-        assert assert_values(models, output, sequences) == 5
+        assert models.assert_values(output, sequences) == 5
         sequences = [[*s, t] for s, t in zip(sequences, output.tokens.tolist(), strict=True)]
     # Four new tokens are more than are held of a sequence.
     sequences[1] += [23, 24, 25]
-    output = decode_many(engine, [6, 1], sequences, [1, 4], scores_of(2, 3), drawn=own_draws(2, 3))
+    output = engine.decode([6, 1], sequences, scores_of(2, 3), new=[1, 4], drawn=own_draws(2, 3))
     assert output.candidates.status.tolist() == [Status.UNGUIDED] * 2 and faults() == [3, 1]
     engine.prefill([6, 1], sequences)
     output = engine.decode([6, 1], sequences, scores_of(2, 4))
-    assert assert_values(models, output, sequences) == 10 and faults() == [3, 1]
+    assert models.assert_values(output, sequences) == 10 and faults() == [3, 1]
 
 
 def test_a_row_used_again_has_none_of_its_last_request_s_tokens(models):
     """A request whose prompt nobody told is not guided, though the row's last one had more tokens."""
     engine = Engine(*make_step(models.value)).start([6], PROMPTS[2:3], [TILT])
-    assert assert_values(models, engine.decode([6], PROMPTS[2:3], scores_of(1, 0)), PROMPTS[2:3]) == 5
+    assert models.assert_values(engine.decode([6], PROMPTS[2:3], scores_of(1, 0)), PROMPTS[2:3]) == 5
     assert engine.step.told_lens(engine.tensor([6, 1])).tolist() == [len(PROMPTS[2]), 0]
     engine.step.remove_request(6)
     engine.slots.free(6)
@@ -246,100 +178,31 @@ def test_a_row_used_again_has_none_of_its_last_request_s_tokens(models):
     output = engine.decode([6], [[20, 21, 22]], scores_of(1, 1), drawn=own_draws(1, 1))
     assert output.candidates.status.tolist() == [Status.UNGUIDED] and engine.step.table.faults[6] == 1
     engine.prefill([6], [[20, 21, 22]])
-    assert assert_values(models, engine.decode([6], [[20, 21, 22]], scores_of(1, 2)), [[20, 21, 22]]) == 5
+    assert models.assert_values(engine.decode([6], [[20, 21, 22]], scores_of(1, 2)), [[20, 21, 22]]) == 5
 
 
 @pytest.mark.parametrize("again", [0, 2])
 def test_a_prompt_told_again_takes_nothing_back(models, monkeypatch, again):
     """Of a request between its steps: its first tokens, or none where a batch has it without any."""
-    engine = Engine(*make_step(models.value)).start([6, 1], PROMPTS[:2], [TILT] * 2, room=20)
-    deltas, sequences = recorded_deltas(engine.step, monkeypatch), [list(tokens) for tokens in PROMPTS[:2]]
+    engine, sequences = models.start([6, 1], [TILT] * 2)
+    deltas = watch_forwards(models.value, monkeypatch).deltas
     for number in range(3):
         output = engine.decode([6, 1], sequences, scores_of(2, number))
-        assert assert_values(models, output, sequences) == 10
+        assert models.assert_values(output, sequences) == 10
         sequences = [[*s, t] for s, t in zip(sequences, output.tokens.tolist(), strict=True)]
         engine.prefill([6], [sequences[0][: again + 1]])
     assert deltas == [[1, 1], [0, 0], [0, 0]] and not engine.step.table.faults.any()
 
 
-def test_values_of_every_token_in_spite_of_a_stride(models, monkeypatch):
+def test_values_of_every_token_in_spite_of_a_stride(models):
     """Lengths are asked for of every token: each is scored, and guidance keeps its stride."""
-    step, slots = make_step(models.value)
     guidance = TILT | {"value_stride": 3, "return_values": True, "gamma": 0.9}
-    engine = Engine(step, slots).start([5], PROMPTS[2:3], [guidance], room=20)
-    sequence = list(PROMPTS[2])
+    engine, (sequence,) = models.start([5], [guidance], prompts=PROMPTS[2:])
     for number in range(1, 8):
         output = engine.decode([5], [sequence], scores_of(1, number), drawn=own_draws(1, number))
         assert output.candidates.status.tolist() == [Status.NOT_DUE if number % 3 else Status.GUIDE]
         sequence.append(output.tokens.item())
-        z = last_value_logits(models.backbone, models.head, [sequence])
-        expected = torch.nn.functional.softplus(z) / -torch.log(torch.tensor(0.9))
-        torch.testing.assert_close(output.remaining_lengths.cpu(), expected, rtol=0, atol=1e-3)
-
-
-@pytest.mark.bits
-def test_a_row_has_the_same_bits_whoever_is_beside_it(models):
-    """Strided, waiting and plain requests: alone, in another order, in a batch padded for a graph."""
-    guidance = [
-        TILT | {"value_stride": 3},
-        TILT,
-        TILT | {"entropy_threshold": 1.5, "value_stride": 2},
-        GUIDANCE[2],
-        None,
-    ]
-    prompts, rows = [*PROMPTS, [40, 41, 42]], [4, 0, 6, 2, 5]
-
-    def run(chosen, padded=False):
-        step, slots = make_step(models.value, max_delta=4, backend="triton")
-        if padded:
-            pad(step)
-        engine = Engine(step, slots)
-        picked = [[x[i] for i in chosen] for x in (rows, prompts, guidance)]
-        engine.start(*picked, room=30)
-        sequences, found = [list(tokens) for tokens in picked[1]], []
-        for number in range(1, 8):
-            scores, drawn = (x[chosen] for x in (scores_of(5, number, end=number % 7), own_draws(5, number)))
-            output = engine.decode(picked[0], sequences, scores, drawn=drawn)
-            found.append((output.candidates.status, output.value_logits, output.tokens))
-            sequences = [[*s, t] for s, t in zip(sequences, output.tokens.tolist(), strict=True)]
-        return [torch.stack(x) for x in zip(*found, strict=True)]
-
-    together = run([0, 1, 2, 3, 4])
-    assert Counter(together[0].flatten().tolist()).keys() >= {Status.UNGUIDED, Status.GUIDE, Status.NOT_DUE}
-    for chosen, padded in (([2], False), ([4, 2, 0, 3, 1], False), ([1, 3, 0], True)):
-        for x, whole in zip(run(chosen, padded), together, strict=True):
-            assert torch.equal(x, whole[:, chosen])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_delta": 0}, "max_delta must be at least 1, got 0"),
-        ({"value_stride": 0}, "value_stride must be at least 1, got 0"),
-    ],
-)
-def test_sizes_are_checked(models, options, message):
-    with pytest.raises(ValueError, match=message):
-        make_step(models.value, **options)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tokens": torch.zeros(2, dtype=torch.int64)}, r"tokens must be .* \[2, \*\]"),
-        ({"tokens": torch.zeros(2, 0, dtype=torch.int64)}, "tokens must have at least one column, got none"),
-        ({"new_lens": torch.zeros(3, dtype=torch.int32)}, r"new_lens must be int32 \[2\]"),
-        ({"new_lens": torch.zeros(2, dtype=torch.int64)}, r"new_lens must be int32 \[2\]"),
-        ({"new_lens": None}, r"tokens must be .* \[2\]"),
-    ],
-)
-def test_new_tokens_are_checked(models, change, message):
-    step, _ = make_step(models.value)
-    numbers = torch.arange(2)
-    arguments = dict(tokens=torch.zeros(2, 3, dtype=torch.int64), table_rows=numbers)
-    arguments |= dict(lengths=numbers.int() + 1, new_lens=torch.ones(2, dtype=torch.int32)) | change
-    with pytest.raises(ValueError, match=message):
-        take_step(step, random_scores(2), **arguments, top_k=4, top_p=1.0, min_p=0.0, is_logits=True)
+        torch.testing.assert_close(output.remaining_lengths, models.lengths([sequence], 0.9), rtol=0, atol=1e-3)
 
 
 def test_what_a_stride_costs_is_counted(models):

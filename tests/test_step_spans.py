@@ -1,18 +1,15 @@
 """Spans of guided steps: what ends them, what they keep from ending, and what comes after."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import StepBatch
 from lenvm_kernels.types import Status
-from lenvm_kernels.value_model import ValueModel
+from tests.helpers.drafted_steps import BaseModel, run_drafted, run_plain, step_with
 from tests.helpers.engine import PROMPTS, Engine, make_step
-from tests.helpers.models import EOS, TINY, VOCAB, random_head, random_model
-from tests.test_step_drafts import BaseModel, run_drafted, run_plain, step_with
+from tests.helpers.models import EOS, VOCAB
+from tests.helpers.step_models import StepModels
 
 END, OTHER_END = 11, 60
 TILT = {"value_mode": "centered_exp", "value_scale": -6}
@@ -21,8 +18,7 @@ SOFT = {"target_length": 8, "op": "le_soft", "gamma": 0.9}
 
 @pytest.fixture(scope="module")
 def models():
-    backbone, head = random_model(Qwen2ForCausalLM, Qwen2Config(**TINY)), random_head()
-    return SimpleNamespace(value=ValueModel.from_causal_lm(backbone, head))
+    return StepModels()
 
 
 class EndingModel(BaseModel):
@@ -113,15 +109,14 @@ def test_the_text_with_spans_is_the_same_with_and_without_drafts(models, options
 @pytest.mark.parametrize("tells_ends", [True, False])
 def test_nodes_after_an_end_are_not_guided(models, monkeypatch, tells_ends):
     """Along the tree, and at the number of tokens that each has behind it. Who is told looks for no ends again."""
-    step, slots = make_step(models.value, max_drafts=5, max_candidates=4)
     guidance = [TILT | {"end_token_ids": [END], "hard_limit": 2}, TILT | {"end_token_ids": [7, END]}, TILT]
-    engine = Engine(step, slots).start([5, 1, 3], PROMPTS[:3], guidance, room=20)
+    engine, sequences = models.start([5, 1, 3], guidance, max_drafts=5, max_candidates=4)
+    step = engine.step
     tokens = [[20, END, 21, 22, 23], [7, 8, 9, END, -1], [END, 7, 8, EOS, 9]]
     parents = [[-1, -1, 0, 1, 2], [-1, 0, -1, 2, 3], [-1, 0, 1, 2, 3]]
     looked, limit_spans = [], step._limit_spans
     monkeypatch.setattr(step, "_limit_spans", lambda logits, *args: looked.append(logits) or limit_spans(logits, *args))
-    sequences, options = [list(p) for p in PROMPTS[:3]], dict(tells_ends=tells_ends)
-    output = step_with(engine, [5, 1, 3], sequences, [1] * 3, EndingModel(), tokens, parents, **options)
+    output = step_with(engine, [5, 1, 3], sequences, [1] * 3, EndingModel(), tokens, parents, tells_ends=tells_ends)
     assert [logits is None for logits in looked] == [False] + [True] * (not tells_ends)
     is_guided = (output.candidates.status != Status.UNGUIDED).view(3, 6).tolist()
     assert is_guided == [
@@ -139,9 +134,8 @@ def test_nodes_after_an_end_are_not_guided(models, monkeypatch, tells_ends):
 
 def test_a_step_at_which_a_span_might_end_is_due(models):
     """Whatever the stride is; where the sequence might end, too, and nowhere else."""
-    engine = Engine(*make_step(models.value))
     guidance = TILT | {"end_token_ids": [END, OTHER_END], "allow_eos": True, "value_stride": 999_999}
-    engine.start([3, 1, 5, 2], PROMPTS, [guidance] * 4, room=9)
+    engine, _ = models.start([3, 1, 5, 2], [guidance] * 4)
     scores = torch.zeros(4, VOCAB)
     scores[:, 20:23] = 5.0
     scores[[1, 2, 3], [OTHER_END, EOS, END]] = 5.0
@@ -150,7 +144,7 @@ def test_a_step_at_which_a_span_might_end_is_due(models):
 
 
 def test_wrong_ends_are_named_and_nobody_looks_without_spans(models, monkeypatch):
-    engine = Engine(*make_step(models.value)).start([3, 1], PROMPTS[:2], [TILT] * 2, room=9)
+    engine, _ = models.start([3, 1], [TILT] * 2)
     rows, lengths = engine.tensor([3, 1]), engine.tensor([len(p) for p in PROMPTS[:2]])
     logits = torch.zeros(2, VOCAB)
     assert not engine.step.has_spans

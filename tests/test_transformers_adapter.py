@@ -31,11 +31,8 @@ def value_backbone():
 
 @pytest.fixture(scope="module")
 def head():
-    generator = torch.Generator().manual_seed(2)
-    shapes = {"fc.weight": (HIDDEN, HIDDEN), "fc.bias": (HIDDEN,), "summary.weight": (1, HIDDEN), "summary.bias": (1,)}
-    return {
-        f"v_head.{name}": torch.randn(shape, generator=generator) * HIDDEN**-0.5 * 2 for name, shape in shapes.items()
-    }
+    generator, shapes = torch.Generator().manual_seed(2), models.head_shapes(HIDDEN)
+    return {name: torch.randn(shape, generator=generator) * HIDDEN**-0.5 * 2 for name, shape in shapes.items()}
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +80,16 @@ def plain_step(base, value_backbone, head, prefix, guidance, generated, sampling
     return probs[0]
 
 
+def run(base, value_model, prompts, guidance, steps, **options):
+    """A processor after ``generate``, and what that returned, with the scores of every step."""
+    mask = prompts["attention_mask"]
+    processor = LenVMLogitsProcessor(base, value_model, guidance, mask, max_new_tokens=steps, **options)
+    output = base.generate(
+        **prompts, **processor.generation_kwargs, return_dict_in_generate=True, output_scores=True, pad_token_id=PAD
+    )
+    return processor, output
+
+
 def steps_of(output, prompts):
     """(step, tokens before it, its scores, token drawn) of every row of ``generate``'s output, until the row ended."""
     width = prompts["input_ids"].shape[1]
@@ -108,14 +115,8 @@ SAMPLING = dict(temperature=0.7, top_k=6, top_p=0.95, min_p=0.01)
     ],
 )
 def test_every_step_samples_from_the_guided_distribution(base, value_backbone, head, value_model, prompts, guidance):
-    steps = 8
     torch.manual_seed(0)
-    processor = LenVMLogitsProcessor(
-        base, value_model, guidance, prompts["attention_mask"], max_new_tokens=steps, **SAMPLING
-    )
-    output = base.generate(
-        **prompts, **processor.generation_kwargs, return_dict_in_generate=True, output_scores=True, pad_token_id=PAD
-    )
+    processor, output = run(base, value_model, prompts, guidance, 8, **SAMPLING)
     for step, prefix, scores, token in steps_of(output, prompts):
         expected = plain_step(base, value_backbone, head, prefix, guidance, step, SAMPLING)
         torch.testing.assert_close(scores.exp().double(), expected, atol=1e-4, rtol=0)
@@ -131,12 +132,7 @@ def test_spans_and_what_comes_after(base, value_model, prompts):
         {"end_token_ids": [22], "hard_limit": 3},
     ]
     torch.manual_seed(0)
-    processor = LenVMLogitsProcessor(
-        base, value_model, guidance, prompts["attention_mask"], max_new_tokens=16, temperature=0.7
-    )
-    output = base.generate(
-        **prompts, **processor.generation_kwargs, return_dict_in_generate=True, output_scores=True, pad_token_id=PAD
-    )
+    processor, output = run(base, value_model, prompts, guidance, 16, temperature=0.7)
     after, can_end = 0, [False] * 3
     for step, prefix, scores, _ in steps_of(output, prompts):
         row = [5, 11, 14].index(prefix[0])
@@ -177,11 +173,9 @@ def test_the_token_that_ends_a_thought_is_looked_up(base, value_model, tmp_path)
 
 def test_unguided_rows_are_generated_as_without_the_processor(base, value_model, prompts):
     """Rows without guidance keep the base model's distribution and filters, beside a guided row."""
-    processor = LenVMLogitsProcessor(
-        base, value_model, [None, SHORTER, {}], prompts["attention_mask"], max_new_tokens=1, **SAMPLING
-    )
+    _, output = run(base, value_model, prompts, [None, SHORTER, {}], 1, **SAMPLING)
+    guided = output.scores[0]
     keep_scores = dict(return_dict_in_generate=True, output_scores=True, pad_token_id=PAD)
-    guided = base.generate(**prompts, **processor.generation_kwargs, **keep_scores).scores[0]
     plain = base.generate(**prompts, max_new_tokens=1, do_sample=True, **SAMPLING, **keep_scores).scores[0]
     for row, same in enumerate((True, False, True)):
         close = torch.allclose(torch.softmax(guided[row], 0), torch.softmax(plain[row], 0), atol=1e-6)
@@ -191,9 +185,7 @@ def test_unguided_rows_are_generated_as_without_the_processor(base, value_model,
 def test_a_cache_in_fp8(base, value_model, prompts):
     def generate(**options):
         torch.manual_seed(0)
-        mask = prompts["attention_mask"]
-        processor = LenVMLogitsProcessor(base, value_model, SHORTER, mask, max_new_tokens=3, record=True, **options)
-        base.generate(**prompts, **processor.generation_kwargs, pad_token_id=PAD)
+        processor, _ = run(base, value_model, prompts, SHORTER, 3, record=True, **options)
         return processor.records[0].value_logits
 
     rounded, plain = generate(cache="fp8"), generate()
@@ -206,12 +198,7 @@ def test_a_cache_in_fp8(base, value_model, prompts):
 def test_values_stay_right_after_skipped_steps(base, value_backbone, head, value_model, prompts):
     """An entropy threshold skips rows; their later steps still see every token."""
     torch.manual_seed(1)
-    processor = LenVMLogitsProcessor(
-        base, value_model, SHORTER | {"entropy_threshold": 1.2}, prompts["attention_mask"], max_new_tokens=12
-    )
-    output = base.generate(
-        **prompts, **processor.generation_kwargs, return_dict_in_generate=True, output_scores=True, pad_token_id=PAD
-    )
+    _, output = run(base, value_model, prompts, SHORTER | {"entropy_threshold": 1.2}, 12)
     sampling = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
     skipped, guided_after_skipped = set(), 0
     for step, prefix, scores, _ in steps_of(output, prompts):
@@ -226,13 +213,10 @@ def test_values_stay_right_after_skipped_steps(base, value_backbone, head, value
 
 
 def test_records_hold_every_step(base, value_model, prompts):
-    processor = LenVMLogitsProcessor(
-        base, value_model, SHORTER, prompts["attention_mask"], max_new_tokens=4, record=True, **SAMPLING
-    )
-    output = base.generate(**prompts, **processor.generation_kwargs, pad_token_id=PAD)
-    assert len(processor.records) == output.shape[1] - 6
+    processor, output = run(base, value_model, prompts, SHORTER, 4, record=True, **SAMPLING)
+    assert len(processor.records) == output.sequences.shape[1] - 6
     for step, record in enumerate(processor.records):
-        chosen = output[:, 6 + step, None]
+        chosen = output.sequences[:, 6 + step, None]
         assert (record.token_ids[0] == chosen[0]).any()
         assert record.guided_probs.shape == record.value_logits.shape == (3, 8)
 
@@ -257,11 +241,8 @@ def test_length_control_on_the_tiny_model(base, value_model):
     lengths = {}
     for name, guidance in (("base", None), ("le", {"target_length": 1, "op": "le"})):
         torch.manual_seed(0)
-        processor = LenVMLogitsProcessor(
-            base, value_model, guidance, inputs["attention_mask"], max_new_tokens=40, max_candidates=32
-        )
-        new = base.generate(**inputs, **processor.generation_kwargs, pad_token_id=PAD)[:, 4:]
-        lengths[name] = (new != PAD).sum(1).double().mean()
+        _, output = run(base, value_model, inputs, guidance, 40, max_candidates=32)
+        lengths[name] = (output.sequences[:, 4:] != PAD).sum(1).double().mean()
     assert lengths["le"] < 0.5 * lengths["base"]
 
 
@@ -274,12 +255,7 @@ def test_every_row_is_guided_by_its_own_parameters(base, value_backbone, head, v
     """Targets that count down from prompts of different lengths, and everything else different, row by row."""
     guidance = [{"target_length": 6, "op": "eq_soft", "gamma": 0.9}, SHORTER, {"target_length": 3, "gamma": 0.8}]
     torch.manual_seed(3)
-    processor = LenVMLogitsProcessor(
-        base, value_model, guidance, prompts["attention_mask"], max_new_tokens=6, record=True, **SAMPLING
-    )
-    output = base.generate(
-        **prompts, **processor.generation_kwargs, return_dict_in_generate=True, output_scores=True, pad_token_id=PAD
-    )
+    processor, output = run(base, value_model, prompts, guidance, 6, record=True, **SAMPLING)
     steps = 0
     for step, prefix, scores, _ in steps_of(output, prompts):
         row = [5, 11, 14].index(prefix[0])
@@ -391,24 +367,26 @@ def test_the_backend_is_the_step_s(base, value_model, prompts):
         processor(prompts["input_ids"], torch.zeros(3, VOCAB))
 
 
+class Tokenizer:
+    """A token a word."""
+
+    def __init__(self, words):
+        self.words = words
+
+    def __len__(self):
+        return len(self.words)
+
+    def batch_decode(self, tokens, **_):
+        return [self.words[i] for (i,) in tokens]
+
+    def get_vocab(self):
+        return {word: i for i, word in enumerate(self.words)}
+
+
 def test_vocabulary_is_checked(value_model):
     other = LlamaForCausalLM(LlamaConfig(**{**TINY, "vocab_size": VOCAB + 3}))
     with pytest.raises(ValueError, match="value_model must share the base model's vocabulary of 64 tokens, got 61"):
         make(other, value_model)
-
-    class Tokenizer:
-        def __init__(self, words):
-            self.words = words
-
-        def __len__(self):
-            return len(self.words)
-
-        def batch_decode(self, tokens, **_):
-            return [self.words[i] for (i,) in tokens]
-
-        def get_vocab(self):
-            return {word: i for i, word in enumerate(self.words)}
-
     assert make(other, value_model, tokenizers=(Tokenizer("abc"), Tokenizer("abc")))
     with pytest.raises(ValueError, match=r"2 tokens differ, 'b' among them \(ids 1 and 2\)"):
         make(other, value_model, tokenizers=(Tokenizer("abc"), Tokenizer("acb")))
@@ -446,24 +424,13 @@ def outputs_of(output, prompts):
 @pytest.mark.parametrize("has_values", [True, False])
 def test_generate_knows_sentences_by_the_tokenizer(base, value_model, prompts, has_values, monkeypatch):
     """Where sentences end is what the step is told; without a tokenizer it is not."""
-
-    class Words:
-        def __len__(self):
-            return 8
-
-        def get_vocab(self):
-            return {f"w{i}": i for i in range(8)}
-
-        def batch_decode(self, tokens, **_):
-            return ["w." if i == 5 else "w\n" if i == 6 else "w" for (i,) in tokens]
-
     seen = []
     make_step = transformers_adapter.GuidedStep
     monkeypatch.setattr(transformers_adapter, "GuidedStep", lambda *args: seen.append(args[-1]) or make_step(*args))
     arguments = dict(
         target_length=4, max_new_tokens=3, pad_token_id=PAD, value_model=value_model if has_values else None
     )
-    generate(base, **prompts, tokenizer=Words(), **arguments)
+    generate(base, **prompts, tokenizer=Tokenizer(["a", "b", "c", "d", "e", "f.", "g\n", "h"]), **arguments)
     generate(base, **prompts, **arguments)
     known, unknown = (config.text_breaks for config in seen)
     size = base.get_input_embeddings().num_embeddings

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2_5_VLForConditionalGeneration
 
 from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
-from lenvm_kernels.types import Drafts, Status
+from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import (
     ImageTokens,
     KVCache,
@@ -19,27 +19,25 @@ from lenvm_kernels.value_model import (
     image_positions,
     image_sizes,
 )
-from tests.helpers.engine import GUIDANCE, Engine, make_step, take_step
+from tests.helpers.drafts import make_drafts
+from tests.helpers.engine import GUIDANCE, TILT, Engine, make_step
 from tests.helpers.models import (
     EOS,
     HIDDEN,
     IMAGE,
-    TINY,
     VIDEO,
     VOCAB,
     random_head,
     random_model,
     value_logits,
-    value_model_of,
     vl_config,
 )
+from tests.helpers.step_models import ATOL, StepModels
 
-ATOL = 2e-5  # on value logits of O(1), fp32 against fp32
 MERGE = 2
 # Patches of images: 2 x 3, 4 x 1, 1 x 2 and 3 x 3 tokens.
 GRIDS = torch.tensor([[1, 4, 6], [1, 8, 2], [1, 2, 4], [1, 6, 6]])
 SIZES = [6, 4, 2, 9]
-TILT = {"value_mode": "centered_exp", "value_scale": -20}
 
 
 def image(i):
@@ -66,6 +64,7 @@ def pixels(of_images, seed):
 PIXELS = [pixels(of_images, seed=i) for i, of_images in enumerate(IMAGES_OF)]
 ALL_PIXELS = torch.cat([of_prompt for of_prompt, _ in PIXELS])
 ALL_GRIDS = torch.cat([grids for _, grids in PIXELS])
+IMAGES = dict(pixel_values=ALL_PIXELS, image_grid_thw=ALL_GRIDS)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +99,19 @@ def images_of(models, order):
     rows = torch.where(is_image, is_image.cumsum(0) - 1, -1)
     starts = [sum(len(PROMPTS[j]) for j in order[: order.index(i)]) for i in range(len(PROMPTS))]
     return flat, ImageTokens(torch.cat(positions, dim=1), rows, embeds), starts
+
+
+def images_of_prefill(models, prompt):
+    """Of what ``Engine.prefill`` tells of one prompt among others: junk first, and all tokens but the last."""
+    _, images, starts = images_of(models, [0, 1, 2, 3])
+    told = [0, *range(starts[prompt], starts[prompt] + len(PROMPTS[prompt]) - 1)]
+    return images._replace(positions=images.positions[:, told], rows=images.rows[told])
+
+
+@pytest.fixture(scope="module")
+def text_only():
+    """A backbone that knows no images, its head, and the value model of both."""
+    return StepModels()
 
 
 # --- checkpoints ---
@@ -152,8 +164,7 @@ def test_a_checkpoint_without_a_vision_tower_reads_text(models):
     value = ValueModel(ValueModelConfig.from_hf(models.backbone.config), tensors)
     with pytest.raises(ValueError, match="value_model must be a vision-language model with its vision tower"):
         value.embed_images(ALL_PIXELS, ALL_GRIDS)
-    step, slots = make_step(value)
-    engine = Engine(step, slots).start([3], [PROMPTS[1]], [TILT])
+    engine = Engine(*make_step(value)).start([3], [PROMPTS[1]], [TILT])
     check_step(models, engine, [3], [1], [[]])
 
 
@@ -172,11 +183,10 @@ def test_broken_vision_towers_are_refused(models, change, message):
         value.embed_images(ALL_PIXELS, ALL_GRIDS)
 
 
-def test_vision_tensors_of_other_architectures_are_refused():
-    model = random_model(Qwen2ForCausalLM, Qwen2Config(**TINY))
-    tensors = model.state_dict() | random_head() | {"visual.a": torch.zeros(1)}
+def test_vision_tensors_of_other_architectures_are_refused(text_only):
+    tensors = text_only.backbone.state_dict() | text_only.head | {"visual.a": torch.zeros(1)}
     with pytest.raises(ValueError, match=r"unexpected visual\.a"):
-        ValueModel(ValueModelConfig.from_hf(model.config), tensors)
+        ValueModel(ValueModelConfig.from_hf(text_only.backbone.config), tensors)
 
 
 @pytest.mark.parametrize(
@@ -244,13 +254,11 @@ def test_images_and_candidates_in_one_forward(models, backend):
     order = [2, 0, 3, 1]
     flat, images, starts = images_of(models, order)
     value, i32 = models.value, lambda x: torch.tensor(x, dtype=torch.int32)
-    generator = torch.Generator().manual_seed(0)
-    table = torch.randperm(5 * 32, generator=generator).view(5, 32).int()
+    table = torch.randperm(5 * 32, generator=torch.Generator().manual_seed(0)).view(5, 32).int()
     table_rows = [4, 0, 2, 1]
     slots = torch.zeros(len(flat), dtype=torch.int32)
     for row, i in zip(table_rows, prompts, strict=True):
         slots[starts[i] : starts[i] + len(PROMPTS[i])] = table[row, : len(PROMPTS[i])]
-    cache = KVCache.of_slots(value, 5 * 32)
     batch = RaggedBatch.build(
         i32(flat),
         slots,
@@ -264,7 +272,7 @@ def test_images_and_candidates_in_one_forward(models, backend):
         images=images,
         backend=backend,
     )
-    z = value.forward(batch, cache, backend=backend)
+    z = value.forward(batch, KVCache.of_slots(value, 5 * 32), backend=backend)
     for row, i in zip(z, prompts, strict=True):
         expected = torch.stack([expected_values(models, i, [token])[0] for token in candidates[i]])
         torch.testing.assert_close(row[: len(expected)], expected, rtol=0, atol=ATOL)
@@ -309,11 +317,9 @@ def check_step(models, engine, rows, prompts, more, **options):
 )
 def test_every_value_of_steps_after_prompts_with_images(models, backend, chunk_tokens, commit_winners):
     """Prompts in chunks that cut images; steps of tokens that were candidates, and of some that were not."""
-    step, slots = make_step(
-        models.value, max_candidates=4, chunk_tokens=chunk_tokens, commit_winners=commit_winners, backend=backend
-    )
-    rows, order = [6, 0, 3, 2], [3, 1, 0, 2]
-    engine = Engine(step, slots)
+    options = dict(chunk_tokens=chunk_tokens, commit_winners=commit_winners, backend=backend)
+    step, slots = make_step(models.value, max_candidates=4, **options)
+    engine, rows, order = Engine(step, slots), [6, 0, 3, 2], [3, 1, 0, 2]
     for row, i in zip(rows, order, strict=True):
         engine.admit(row, [*PROMPTS[i], *[0] * 8], TILT, prompt_len=len(PROMPTS[i]))
     flat, images, starts = images_of(models, [0, 1, 2, 3])
@@ -339,32 +345,12 @@ def test_every_value_of_steps_after_prompts_with_images(models, backend, chunk_t
 def test_drafts_after_an_image(models):
     """Values at the nodes of a tree."""
     parents = [-1, 0, -1, 1]
-    step, slots = make_step(models.value, max_candidates=4, max_drafts=4, max_delta=8)
-    engine = Engine(step, slots)
-    engine.admit(5, [*PROMPTS[3], *[0] * 8], TILT, prompt_len=len(PROMPTS[3]))
-    _, images, _ = images_of(models, [0, 1, 2, 3])
-    images = images._replace(  # one of junk first, then those of the last prompt
-        positions=torch.cat([torch.zeros(3, 1).long(), images.positions[:, -len(PROMPTS[3]) : -1]], dim=1),
-        rows=torch.cat([torch.tensor([0]), images.rows[-len(PROMPTS[3]) : -1]]),
-    )
-    engine.prefill([5], [PROMPTS[3]], images=images)
-    drafts = [41, 42, 43, 44]
+    engine = Engine(*make_step(models.value, max_candidates=4, max_drafts=4, max_delta=8))
+    engine.start([5], PROMPTS[3:], [TILT], room=8, images=images_of_prefill(models, 3))
     paths = [[], [41], [41, 42], [43], [41, 42, 44]]
     scores = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
-    output = take_step(
-        engine.step,
-        scores,
-        engine.tensor([[PROMPTS[3][-1]]]),
-        engine.tensor([5]),
-        engine.tensor([len(PROMPTS[3])]),
-        new_lens=engine.tensor([1]),
-        top_k=4,
-        top_p=1.0,
-        min_p=0.0,
-        is_logits=True,
-        sample=True,
-        drafts=Drafts(torch.tensor([drafts]), torch.tensor([parents], dtype=torch.int32)),
-    )
+    drafts = make_drafts([[41, 42, 43, 44]], [parents])
+    output = engine.decode([5], PROMPTS[3:], scores, new=[1], drafts=drafts, top_k=4, min_p=0.0)
     for path, candidates, z in zip(paths, output.candidates.token_ids.tolist(), output.value_logits, strict=True):
         expected = torch.stack([expected_values(models, 3, [*path, token])[-1] for token in candidates])
         torch.testing.assert_close(z, expected, rtol=0, atol=ATOL)
@@ -375,28 +361,20 @@ def test_requests_without_images_keep_their_values(models, backend):
     """Beside one with images, whose tokens are computed in the same forward; the kernels' to the bit."""
 
     def values(images, rows, prompts):
-        step, slots = make_step(models.value, max_candidates=4, backend=backend)
-        engine = Engine(step, slots)
-        for row, prompt in zip(rows, prompts, strict=True):
-            engine.admit(row, [*prompt, 0], TILT, prompt_len=len(prompt))
-        engine.prefill(rows, prompts, **images)
+        engine = Engine(*make_step(models.value, max_candidates=4, backend=backend))
+        engine.start(rows, prompts, [TILT] * len(rows), **images)
         sequences, scores = prompts[-1:], torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2))
         return engine.decode(rows[-1:], sequences, scores).value_logits
 
-    text = [24, 25, 26, 27, 28]
-    _, of_prompt, _ = images_of(models, [2, 1, 0, 3])
-    first = len(PROMPTS[2]) - 1
-    positions = torch.cat([torch.zeros(3, 1).long(), of_prompt.positions[:, :first], torch.arange(4).expand(3, 4)], 1)
-    rows = torch.cat([torch.tensor([-1]), of_prompt.rows[:first], torch.full((4,), -1)])
-    images = dict(images=ImageTokens(positions, rows, of_prompt.embeds))
-    beside, alone = values(images, [1, 4], [PROMPTS[2], text]), values({}, [4], [text])
+    text, of_prompt = [24, 25, 26, 27, 28], images_of_prefill(models, 2)
+    positions = torch.cat([of_prompt.positions, torch.arange(4).expand(3, 4)], dim=1)
+    images = ImageTokens(positions, torch.cat([of_prompt.rows, torch.full((4,), -1)]), of_prompt.embeds)
+    beside, alone = values(dict(images=images), [1, 4], [PROMPTS[2], text]), values({}, [4], [text])
     torch.testing.assert_close(beside, alone, rtol=0, atol=0 if backend == "triton" else ATOL)
 
 
-def test_images_that_extend_refuses(models):
-    step, _ = make_step(models.value)
-    text_only = value_model_of(random_model(Qwen2ForCausalLM, Qwen2Config(**TINY)), random_head())
-    of_text, _ = make_step(text_only)
+def test_images_that_extend_refuses(models, text_only):
+    step, of_text = make_step(models.value)[0], make_step(text_only.value)[0]
     i32 = lambda *x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
     request = (i32(5, 6), i32(0, 1), i32(0), i32(0), i32(2), i32(0))
     good = ImageTokens(torch.zeros(3, 2).long(), torch.tensor([0, -1]), torch.zeros(1, HIDDEN))
@@ -421,17 +399,8 @@ def test_frequencies_that_are_scaled():
     backbone, head = random_model(Qwen2_5_VLForConditionalGeneration, config, seed=4), random_head()
     scaled = SimpleNamespace(backbone=backbone, head=head, value=ValueModel.from_causal_lm(backbone, head))
     assert scaled.value.config.rope_scale > 1.1
-    step, slots = make_step(scaled.value, max_candidates=4)
-    engine = Engine(step, slots)
-    engine.admit(1, [*PROMPTS[0], 0], TILT, prompt_len=len(PROMPTS[0]))
-    _, images, _ = images_of(scaled, [0, 1, 2, 3])
-    prompt = slice(0, len(PROMPTS[0]) - 1)
-    junk_first = images.positions[:, prompt], images.rows[prompt]
-    engine.prefill(
-        [1],
-        [PROMPTS[0]],
-        images=ImageTokens(*(torch.cat([x[..., :1], x], dim=-1) for x in junk_first), images.embeds),
-    )
+    engine = Engine(*make_step(scaled.value, max_candidates=4))
+    engine.start([1], PROMPTS[:1], [TILT], images=images_of_prefill(scaled, 0))
     check_step(scaled, engine, [1], [0], [[]])
 
 
@@ -450,17 +419,19 @@ def padded(prompts):
     return dict(input_ids=ids, attention_mask=mask)
 
 
+def processor_of(base, value_model, inputs, guidance=TILT, **options):
+    options = {"max_new_tokens": 2, "record": True} | options
+    return LenVMLogitsProcessor(base, value_model, guidance, inputs["attention_mask"], **options)
+
+
 @pytest.mark.parametrize("guidance", [TILT, TILT | {"value_stride": 3}, [GUIDANCE[2], TILT, None, TILT]])
 def test_generate_with_images(models, base, guidance):
     """Every value of every step, of prompts with two images, none and one, padded on the left."""
-    inputs, steps = padded(PROMPTS), 7
-    images = dict(pixel_values=ALL_PIXELS, image_grid_thw=ALL_GRIDS)
-    processor = LenVMLogitsProcessor(
-        base, models.value, guidance, inputs["attention_mask"], max_new_tokens=steps, record=True, top_k=4, **images
-    )
+    inputs = padded(PROMPTS)
+    processor = processor_of(base, models.value, inputs, guidance, max_new_tokens=7, top_k=4, **IMAGES)
     torch.manual_seed(0)
     mm = dict(mm_token_type_ids=(inputs["input_ids"] == IMAGE).int())
-    output = base.generate(**inputs, **images, **mm, **processor.generation_kwargs, pad_token_id=0)
+    output = base.generate(**inputs, **IMAGES, **mm, **processor.generation_kwargs, pad_token_id=0)
     width, checked = inputs["input_ids"].shape[1], [0] * len(PROMPTS)
     for step, record in enumerate(processor.records):
         for i in range(len(PROMPTS)):
@@ -471,7 +442,6 @@ def test_generate_with_images(models, base, guidance):
                 if token >= 0 and z != 0:
                     assert abs(z - expected_values(models, i, [*more, token])[-1]) < 1e-4
                     checked[i] += 1
-    print(checked)
     is_guided = [g is not None for g in (guidance if isinstance(guidance, list) else [guidance] * 4)]
     assert [n > 6 for n in checked] == is_guided
     assert processor.faults == [0] * 4
@@ -482,10 +452,7 @@ def test_padding_may_have_the_id_of_an_image(models, base):
     inputs = padded(PROMPTS)
     values = []
     for ids in (inputs["input_ids"], inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IMAGE)):
-        images = dict(pixel_values=ALL_PIXELS, image_grid_thw=ALL_GRIDS)
-        processor = LenVMLogitsProcessor(
-            base, models.value, TILT, inputs["attention_mask"], max_new_tokens=1, record=True, **images
-        )
+        processor = processor_of(base, models.value, inputs, max_new_tokens=1, **IMAGES)
         processor(ids, torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)))
         values.append(processor.records[0].value_logits)
     torch.testing.assert_close(*values, rtol=0, atol=ATOL)
@@ -507,31 +474,26 @@ def test_prompts_that_the_processor_refuses(models, base, prompts, images, messa
     if images is not None:
         pixel_values, grids = zip(*(PIXELS[i] for i in images), strict=True)
         options = dict(pixel_values=torch.cat(pixel_values), image_grid_thw=torch.cat(grids))
-    processor = LenVMLogitsProcessor(base, models.value, TILT, inputs["attention_mask"], max_new_tokens=2, **options)
+    processor = processor_of(base, models.value, inputs, **options)
     with pytest.raises(ValueError, match=message):
         processor(inputs["input_ids"], torch.zeros(len(prompts), VOCAB))
 
 
-def test_images_that_the_processor_refuses(models, base):
-    mask, pixel_values, grids = torch.ones(1, 4), *PIXELS[0]
-    text_only = value_model_of(random_model(Qwen2ForCausalLM, Qwen2Config(**TINY)), random_head())
+def test_images_that_the_processor_refuses(models, text_only, base):
+    inputs, (pixel_values, grids) = padded(PROMPTS[:1]), PIXELS[0]
     for value, options, message in (
         (models.value, dict(pixel_values=pixel_values), "must be given together"),
         (models.value, dict(image_grid_thw=grids), "must be given together"),
-        (text_only, dict(pixel_values=pixel_values, image_grid_thw=grids), "must be a vision-language model"),
+        (text_only.value, dict(pixel_values=pixel_values, image_grid_thw=grids), "must be a vision-language model"),
     ):
         with pytest.raises(ValueError, match=message):
-            LenVMLogitsProcessor(base, value, TILT, mask, max_new_tokens=2, **options)
+            processor_of(base, value, inputs, **options)
 
 
-def test_a_text_only_value_model_reads_images_as_text(base):
+def test_a_text_only_value_model_reads_images_as_text(text_only, base):
     """As it has done since before there were others."""
-    backbone, head = random_model(Qwen2ForCausalLM, Qwen2Config(**TINY)), random_head()
     inputs = padded(PROMPTS[2:3])
-    processor = LenVMLogitsProcessor(
-        base, value_model_of(backbone, head), TILT, inputs["attention_mask"], max_new_tokens=1, record=True
-    )
+    processor = processor_of(base, text_only.value, inputs, max_new_tokens=1)
     processor(inputs["input_ids"], torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)))
     token, z = processor.records[0].token_ids[0, 0].item(), processor.records[0].value_logits[0, 0]
-    expected = value_logits(backbone, head, torch.tensor([[*PROMPTS[2], token]]))[0, -1]
-    torch.testing.assert_close(z, expected, rtol=0, atol=ATOL)
+    torch.testing.assert_close(z, text_only.values([[*PROMPTS[2], token]])[0], rtol=0, atol=ATOL)

@@ -21,7 +21,7 @@ from lenvm_kernels.adapters.vllm_requests import guidance_of
 from lenvm_kernels.types import Status
 from tests.helpers.models import VOCAB, save_checkpoint
 from tests.helpers.statistics import p_value
-from tests.test_step import no_read_back
+from tests.helpers.watch import no_read_back
 
 WORDS = [f"w{i}" for i in range(VOCAB)]
 SLOTS, MAX_LEN = 6, 128

@@ -33,7 +33,10 @@ ROOT = Path(__file__).parent.parent
 SHARES = {"ops": 10, "step": 4, "guidance": 3, "value_model": 4, "adapters": 3}
 # They need an engine, or are of one that is not published.
 NOT_HERE = ("sglang", "vllm_guide", "vllm.py", "vllm_report", "metrics", "remote", "images")
-STEP_TESTS = ("test_step", "test_step_drafts", "test_step_spans", "test_step_catch_up", "test_transformers_adapter")
+STEP_TESTS = (
+    *("test_step", "test_step_lengths", "test_step_drafts", "test_step_spans", "test_step_catch_up", "test_step_ends"),
+    *("test_step_device", "test_step_arguments", "test_transformers_adapter"),
+)
 SWAPS: dict[type, type] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -194,9 +197,10 @@ def tests_of(file: str) -> list[str]:
     found = [f"test_{name}", *(["test_operator_laws"] if folder in ("ops", "reference") else [])]
     found += STEP_TESTS if folder in ("ops", "step") else ()
     if folder == "guidance":
-        found += ["test_guidance", "test_reweight_scatter", *STEP_TESTS]
+        found += ["test_guidance", "test_guidance_table", "test_reweight_scatter", *STEP_TESTS]
     elif folder == "value_model":
-        found += ["test_value_model", "test_low_rank", "test_quantization", "test_lenvm_config", *STEP_TESTS]
+        found += ["test_value_model", "test_value_model_checkpoint", "test_value_model_eight_bits", "test_low_rank"]
+        found += ["test_quantization", "test_lenvm_config", *STEP_TESTS]
     elif folder == "adapters":
         found += ["test_settings", "test_transformers_adapter", "test_vllm_guide"]
     elif name in ("common", "device", "operator", "interpreter"):

@@ -15,6 +15,7 @@ GUIDANCE = [
     {"target_length": 12, "entropy_threshold": 0.8},
     None,
 ]
+TILT = GUIDANCE[0]
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18], [19, 20]]
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
@@ -50,43 +51,54 @@ class Engine:
         params = None if guidance is None else parse_guidance(guidance)
         self.step.add_request(row, params, set(eos), prompt_len=prompt_len, seed=seed)
 
-    def start(self, rows, prompts, guidance, *, room=1):
+    def start(self, rows, prompts, guidance, *, room=1, **options):
         """Admit requests with room for so many tokens more, and compute their prompts; returns this engine."""
         for row, tokens, g in zip(rows, prompts, guidance, strict=True):
             self.admit(row, [*tokens, *[0] * room], g, prompt_len=len(tokens))
-        self.prefill(rows, prompts)
+        self.prefill(rows, prompts, **options)
         return self
 
     def prefill(self, rows, sequences, **options):
-        """All tokens but the last of new requests, after junk that no request refers to."""
-        lens = [len(tokens) - 1 for tokens in sequences]
-        flat = [0] + [token for tokens in sequences for token in tokens[:-1]]
-        starts = [1 + sum(lens[:i]) for i in range(len(lens))]
+        """Compute all tokens but the last of new requests."""
+        self.step.extend(*self.prompts(rows, [tokens[:-1] for tokens in sequences]), **options)
+
+    def prompts(self, rows, pieces, cached=None):
+        """What ``GuidedStep.extend`` takes: tokens after those ``cached``, behind junk that no request refers to."""
+        lens, cached = [len(tokens) for tokens in pieces], [0] * len(rows) if cached is None else cached
         row_of = self.tensor([rows[0]] + [row for row, n in zip(rows, lens, strict=True) for _ in range(n)])
-        position = self.tensor([0] + [p for n in lens for p in range(n)])
-        self.step.extend(
-            self.tensor(flat),
+        position = self.tensor([0] + [c + i for c, n in zip(cached, lens, strict=True) for i in range(n)])
+        return (
+            self.tensor([0] + [token for tokens in pieces for token in tokens]),
             self.slots.slots(row_of, position),
             self.tensor(rows),
-            self.tensor(starts),
+            self.tensor([1 + sum(lens[:i]) for i in range(len(lens))]),
             self.tensor(lens),
-            self.tensor([0] * len(rows)),
-            **options,
+            self.tensor(cached),
         )
 
-    def decode(self, rows, sequences, scores, *, top_k=6, min_p=0.05, **options):
+    def told(self, sequences, new):
+        """The last ``new`` tokens of each sequence, of its own number, in a table with a column that nobody needs."""
+        tokens = torch.full((len(sequences), max(new) + 1), -7)
+        for i, (sequence, n) in enumerate(zip(sequences, new, strict=True)):
+            tokens[i, :n] = torch.tensor(sequence[len(sequence) - n :])
+        return tokens.to(self.device)
+
+    def decode(self, rows, sequences, scores, *, top_k=6, min_p=0.05, new=None, **options):
+        """A step after each sequence has grown by a token, or by ``new`` tokens of its own number."""
         lengths, row_numbers = self.tensor([len(tokens) for tokens in sequences]), self.tensor(rows)
-        b = len(rows)
+        if new is not None:
+            options["new_lens"] = self.tensor(new)
+        of_each = lambda x, dtype: x if isinstance(x, torch.Tensor) else self.tensor([x] * len(rows), dtype)  # noqa: E731
         filters = dict(
-            top_k=self.tensor([top_k] * b),
-            top_p=self.tensor([1.0] * b, torch.float32),
-            min_p=self.tensor([min_p] * b, torch.float32),
-            temperature=self.tensor([0.8] * b, torch.float32),
+            top_k=of_each(top_k, torch.int32),
+            top_p=of_each(1.0, torch.float32),
+            min_p=of_each(min_p, torch.float32),
+            temperature=of_each(0.8, torch.float32),
         )
         return take_step(
             self.step,
             scores,
-            self.tensor([tokens[-1] for tokens in sequences]),
+            self.tensor([tokens[-1] for tokens in sequences]) if new is None else self.told(sequences, new),
             row_numbers,
             lengths,
             **{**filters, "is_logits": True, "sample": True, **options},

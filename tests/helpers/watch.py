@@ -1,6 +1,13 @@
-"""Which operators run."""
+"""Which operators run, what they read back to the host, and how much memory they take; what a value model computes."""
 
+import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class Operators(TorchDispatchMode):
@@ -15,3 +22,86 @@ class Operators(TorchDispatchMode):
         if function._schema.is_mutable:
             self.writes.append(function._schema.name)
         return function(*args, **(kwargs or {}))
+
+
+class PeakMemory(TorchDispatchMode):
+    """The most bytes that the tensors made under it hold at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.alive = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for x in tree_leaves(result):
+            if not isinstance(x, torch.Tensor):
+                continue
+            storage = x.untyped_storage()
+            address, size = storage.data_ptr(), storage.nbytes()
+            if size and address not in given | self.alive:
+                self.alive.add(address)
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.freed, address, size)
+        return result
+
+    def freed(self, address, size):
+        self.alive.discard(address)
+        self.now -= size
+
+
+# What reads a value back, or sizes a tensor by values: operators, and methods that call no operator on a CPU.
+READ_BACK = (
+    "local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "equal",
+    "is_nonzero",
+    "repeat_interleave",
+    "bincount",
+)
+READ_BACK_METHODS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+
+
+class NoOperatorReadsBack(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.split(".")[0].lstrip("_")
+        masks = name.startswith("index") and any(
+            isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8) for x in tree_leaves(args[1:])
+        )
+        if masks or any(name.startswith(forbidden) for forbidden in READ_BACK):
+            raise AssertionError(f"{function} reads back from the device")
+        return function(*args, **(kwargs or {}))
+
+
+class NoMethodReadsBack(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in READ_BACK_METHODS:
+            raise AssertionError(f"{function} reads back from the device")
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_read_back():
+    """Fails what reads a value back to the host or sizes a tensor by values."""
+    with NoOperatorReadsBack(), NoMethodReadsBack():
+        yield
+
+
+def watch_forwards(value_model, monkeypatch, *, of_prompts=False):
+    """Lists that every forward adds the numbers of its requests' delta tokens and candidates to.
+
+    ``of_prompts``: those without candidates, too."""
+    seen, forward = SimpleNamespace(deltas=[], candidates=[]), value_model.forward
+
+    def watched(batch, *args, **options):
+        if of_prompts or batch.layout.candidate_rows.shape[1]:
+            seen.deltas.append((batch.layout.q_offsets.diff() - batch.candidate_lens).tolist())
+            seen.candidates.append(batch.candidate_lens.tolist())
+        return forward(batch, *args, **options)
+
+    monkeypatch.setattr(value_model, "forward", watched)
+    return seen

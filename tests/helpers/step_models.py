@@ -1,0 +1,68 @@
+"""A value model of guided steps, and what its values have to be by plain forwards of ``transformers``."""
+
+import math
+
+import torch
+from torch.nn.functional import softplus
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from lenvm_kernels.guidance import GuidanceTable, parse_guidance
+from lenvm_kernels.ops.reweight_scatter import reweight_scatter
+from lenvm_kernels.types import Status
+from lenvm_kernels.value_model import ValueModel
+from tests.helpers.engine import PROMPTS, Engine, make_step
+from tests.helpers.models import EOS, TINY, last_value_logits, random_head, random_model
+
+ATOL = 2e-5  # on value logits of O(1), fp32 against fp32
+
+
+class StepModels:
+    """A ``transformers`` backbone, its head, and the value model of both."""
+
+    def __init__(self):
+        self.backbone, self.head = random_model(Qwen2ForCausalLM, Qwen2Config(**TINY)), random_head()
+        self.value = ValueModel.from_causal_lm(self.backbone, self.head)
+
+    def values(self, sequences):
+        """The value logit at the last token of each sequence."""
+        return last_value_logits(self.backbone, self.head, sequences)
+
+    def lengths(self, sequences, gamma):
+        """How many tokens follow each sequence, by those values."""
+        return softplus(self.values(sequences)) / -math.log(gamma)
+
+    def assert_values(self, output, sequences):
+        """The values of candidates of guided rows are those from scratch, all others 0; returns how many there are.
+
+        ``sequences``: what is before the candidates of each row. None: the row is nobody's."""
+        ids, status = output.candidates.token_ids.tolist(), output.candidates.status.tolist()
+        wanted = [(i, j) for i, s in enumerate(status) if s == Status.GUIDE for j, t in enumerate(ids[i]) if t >= 0]
+        expected = torch.zeros_like(output.value_logits)
+        if wanted:
+            expected[tuple(zip(*wanted, strict=True))] = self.values([[*sequences[i], ids[i][j]] for i, j in wanted])
+        torch.testing.assert_close(output.value_logits, expected, rtol=0, atol=ATOL)
+        return len(wanted)
+
+    def assert_guided(self, output, sequences, guidance, prompt_lens):
+        """Besides, guided probabilities are those of the values, and tokens are drawn from them; returns as much."""
+        ids, status = output.candidates.token_ids.tolist(), output.candidates.status.tolist()
+        count = self.assert_values(output, sequences)
+        params = [None if g is None else parse_guidance(g) for g in guidance]
+        generated = [len(tokens) - n for tokens, n in zip(sequences, prompt_lens, strict=True)]
+        probs = reweight_scatter(
+            output.candidates,
+            output.value_logits,
+            GuidanceTable.from_params(params, [{EOS}] * len(params), "cpu"),
+            generated=torch.tensor(generated, dtype=torch.int32),
+        )
+        torch.testing.assert_close(output.probs, probs, rtol=0, atol=1e-5)
+        for i, token in enumerate(output.tokens.tolist()):
+            assert (token >= 0) == (status[i] in (Status.GUIDE, Status.SINGLE))
+            assert token < 0 or output.probs[i, ids[i].index(token)] > 0
+        return count
+
+    def start(self, rows, guidance, *, prompts=PROMPTS, **options):
+        """An engine that was told the first prompts, with room for more tokens, and the sequences so far."""
+        prompts = prompts[: len(rows)]
+        engine = Engine(*make_step(self.value, **options)).start(rows, prompts, guidance, room=60)
+        return engine, [list(tokens) for tokens in prompts]

@@ -1,0 +1,103 @@
+"""Requests of a value model with a cache of scattered pages, against plain forwards of ``transformers``."""
+
+import torch
+
+from lenvm_kernels.value_model import KVCache, RaggedBatch
+from tests.helpers.models import (
+    VOCAB,
+    value_logits,
+)
+
+ATOL = 1e-5  # on logits of O(1), fp32 against fp32
+
+
+def expected_values(model, head, tokens):
+    """fp32 ``[len(tokens)]``: the value logit at every token."""
+    return value_logits(model, head, torch.tensor([tokens]))[0]
+
+
+def random_tokens(count, seed):
+    return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class Requests:
+    """Requests with scattered pages of a cache, extended by deltas: the host's view of what a batch must mean."""
+
+    def __init__(self, value_model, rows, max_len=64, page_size=1, fill=0.0, cache=None, backend="auto"):
+        self.value_model, self.page_size, self.backend = value_model, page_size, backend
+        generator = torch.Generator().manual_seed(5)
+        pages = -(-max_len // page_size)
+        table = torch.randperm((rows + 2) * pages, generator=generator).view(rows + 2, pages).int()
+        self.table = table.to(value_model.device)
+        self.cache = KVCache.of_slots(value_model, table.numel() * page_size, cache)
+        self.cache.keys.fill_(fill)
+        self.cache.values.fill_(fill)
+        self.table_rows = torch.randperm(rows + 2, generator=generator)[:rows].to(value_model.device)
+        self.prefixes = [[] for _ in range(rows)]
+
+    def slot(self, request, position):
+        page = self.table[self.table_rows[request], position // self.page_size].item()
+        return page * self.page_size + position % self.page_size
+
+    def batch(self, deltas, candidates, width=None, spare_deltas=0, parents=None):
+        """The ragged batch of these deltas and candidates, with room for ``spare_deltas`` more delta tokens."""
+        width = max(map(len, candidates)) if width is None else width
+        i32 = lambda x: torch.tensor(x, dtype=torch.int32, device=self.value_model.device)  # noqa: E731
+        padded = lambda lists: i32([x + [-1] * (width - len(x)) for x in lists]).view(len(lists), width)  # noqa: E731
+        lens = [len(delta) for delta in deltas]
+        cached = [len(prefix) for prefix in self.prefixes]
+        slots = [self.slot(i, cached[i] + j) for i, n in enumerate(lens) for j in range(n)]
+        return RaggedBatch.build(
+            i32([token for delta in deltas for token in delta] + [VOCAB] * spare_deltas),
+            i32(slots + [0] * spare_deltas),
+            i32([sum(lens[:i]) for i in range(len(lens))]),
+            i32(lens),
+            padded(candidates),
+            i32([len(tokens) for tokens in candidates]),
+            i32(cached),
+            self.table,
+            self.table_rows,
+            candidate_parents=None if parents is None else padded(parents),
+            page_size=self.page_size,
+            backend=self.backend,
+        )
+
+    def step(self, deltas, candidates, **layout):
+        z = self.value_model.forward(self.batch(deltas, candidates, **layout), self.cache, backend=self.backend)
+        self.append(deltas)
+        return z
+
+    def step_rows(self, deltas, candidates, **layout):
+        """The candidates' values among those of all rows, and all rows'."""
+        batch = self.batch(deltas, candidates, **layout)
+        model, row = self.value_model, torch.arange(len(batch.layout.token_ids), device=self.value_model.device)
+        hidden, square_sums = model._run_layers(batch, self.cache, None, self.backend)
+        live_rows = torch.where(row < batch.layout.q_offsets[-1:], row, -1)
+        rows = model._run_head(hidden, square_sums, live_rows, None, self.backend)
+        self.append(deltas)
+        return torch.where(batch.layout.candidate_rows < 0, 0.0, rows[batch.layout.candidate_rows]), rows
+
+    def append(self, deltas):
+        for prefix, delta in zip(self.prefixes, deltas, strict=True):
+            prefix += delta
+
+    def check(self, z, candidates, model, head, atol=ATOL):
+        """Every candidate's value is that of a full forward over its request's prefix and it; padding is 0."""
+        assert z.dtype == torch.float32
+        expected = torch.zeros(z.shape)
+        for i, (prefix, tokens) in enumerate(zip(self.prefixes, candidates, strict=True)):
+            for j, token in enumerate(tokens):
+                expected[i, j] = expected_values(model, head, [*prefix, token])[-1]
+        torch.testing.assert_close(z.cpu(), expected, rtol=0, atol=atol)
+
+
+MIXED_PREFIXES = [0, 3, 17, 33, 1, 20]
+MIXED_DELTAS = [random_tokens(n, seed=20 + n) for n in (9, 1, 0, 5, 1, 18)]
+MIXED_CANDIDATES = [random_tokens(n, seed=50 + n) for n in (3, 8, 4, 0, 1, 7)]
+
+
+def mixed_requests(value_model, **options):
+    """Six requests after a first forward that gave each its prefix."""
+    requests = Requests(value_model, len(MIXED_PREFIXES), **options)
+    requests.step([random_tokens(n, seed=n) for n in MIXED_PREFIXES], [[] for _ in MIXED_PREFIXES])
+    return requests

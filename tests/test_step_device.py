@@ -1,0 +1,302 @@
+"""What a guided step asks of a device: its memory, nothing read back, the same bits in any batch, its graphs."""
+
+import pytest
+import torch
+
+from lenvm_kernels.step import Sampling, StepBatch, working_bytes
+from lenvm_kernels.step.graphs import bucket_of
+from lenvm_kernels.types import Status
+from tests.helpers.engine import (
+    GUIDANCE,
+    PROMPTS,
+    TILT,
+    Engine,
+    make_step,
+    needs_gpu,
+    random_scores,
+    run_requests,
+    take_step,
+)
+from tests.helpers.models import (
+    VOCAB,
+    random_pair,
+    tiny_value_model,
+    value_model_of,
+)
+from tests.helpers.padded_step import pad
+from tests.helpers.step_models import ATOL, StepModels
+from tests.helpers.watch import PeakMemory, no_read_back, watch_forwards
+
+
+@pytest.fixture(scope="module")
+def models():
+    return StepModels()
+
+
+def test_working_bytes_of_a_step_by_hand(models):
+    """H 48, I 80, Hq 4, Hkv 2, D 12, fp32. 512 cached tokens are one split, 1153 are three."""
+    token = 4 * (2 * 48 + 80 + 2 * (4 + 2 * 2) * 12) + 4 + 6 * 12 + 64
+    row = VOCAB // 16 + 320 * 8 + 64
+    sizes = dict(requests=3, vocab_size=VOCAB)
+    counters = 4 * 3 * 2 * 2
+    step = 27 * token + 3 * row + counters
+    ours = dict(max_candidates=8, max_delta=1)
+    assert working_bytes(models.value, max_len=512, **ours, **sizes) == step + 32 * (1 + 3)
+    split = 4 * 3 * 27 * 4 * 13
+    assert working_bytes(models.value, max_len=1153, **ours, **sizes) == step + 32 * (1 + 3 * 3) + split
+    # Two drafts a request, and eight candidates at each of its three nodes; a tile of queries takes 32 tokens.
+    drafted = 3 * (1 + 2 + 24) * token + 9 * row + counters + 32 * (1 + 81 // 32 + 3)
+    assert working_bytes(models.value, max_len=512, max_drafts=2, **ours, **sizes) == drafted
+    # 16 tokens a request beside its candidates.
+    step += 45 * token
+    assert working_bytes(models.value, max_len=512, max_candidates=8, **sizes) == step + 32 * (1 + 72 // 32 + 3)
+    row = VOCAB // 16 + 64
+    extend = 50 * token + 3 * row + counters + 32 * (1 + 50 // 32 + 3)
+    assert working_bytes(models.value, max_len=512, tokens=50, **sizes) == extend
+    assert working_bytes(None, requests=3, max_len=99, vocab_size=160, max_candidates=8, max_drafts=2) == 9 * 2634
+
+
+@pytest.mark.parametrize(("rows", "max_len"), [(1, 400), (5, 400), (2, 1200)])
+def test_memory_of_a_step_is_as_stated(device, rows, max_len):
+    """What a step and a prompt of several chunks take, against the formula; twice as much would be a poor bound."""
+    engine = Engine(
+        *make_step(tiny_value_model(device), max_len=max_len, chunk_tokens=64, backend="triton", graphs=False)
+    )
+    peaks = {}
+
+    def measured(name, function):
+        def call(*args, **kwargs):
+            with PeakMemory() as memory:
+                result = function(*args, **kwargs)
+            peaks[name] = memory.peak
+            return result
+
+        return call
+
+    engine.step.extend = measured("extend", engine.step.extend)
+    engine.step.step = measured("step", engine.step.step)
+    prompts = [[3] * 70] * rows
+    engine.start(range(rows), prompts, [TILT] * rows)
+    engine.decode(range(rows), prompts, torch.randn(rows, VOCAB, device=device))
+    sizes = dict(requests=rows, max_len=max_len, vocab_size=VOCAB)
+    stated = {
+        "extend": working_bytes(engine.step.value_model, **sizes, tokens=64),
+        "step": working_bytes(engine.step.value_model, **sizes, max_candidates=8),
+    }
+    for name, peak in peaks.items():
+        assert 0.5 * stated[name] < peak <= stated[name], (name, peak, stated[name])
+
+
+X = torch.tensor([1.0, 0.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    "reads_back",
+    [
+        lambda: X.sum().item(),
+        lambda: X.int().tolist(),
+        lambda: X.numpy(),
+        lambda: bool(X[0] > 0),
+        lambda: X.nonzero(),
+        lambda: X.masked_select(X > 0),
+        lambda: X[X > 0],
+        lambda: X.clone().__setitem__(X > 0, X[:2]),
+        lambda: X.unique(),
+        lambda: torch.equal(X, X + 1),
+        lambda: X.repeat_interleave(X.long()),
+        lambda: torch.where(X > 0),
+    ],
+)
+def test_sync_mode_catches(reads_back):
+    """The test below is worth something only if it sees every way to read back."""
+    with pytest.raises(AssertionError, match="reads back"), no_read_back():
+        reads_back()
+
+
+@pytest.mark.parametrize("is_logits", [True, False])
+@pytest.mark.parametrize("commit_winners", [True, False])
+def test_sync_free_step(device, is_logits, commit_winners):
+    """Prompts, and steps of guided and unguided rows with everything a step can do, through the Triton kernels."""
+    step, slots = make_step(tiny_value_model(device), commit_winners=commit_winners, chunk_tokens=8, backend="triton")
+    engine = Engine(step, slots)
+    for row, tokens in enumerate(PROMPTS):
+        engine.admit(
+            row,
+            [*tokens, 0],
+            GUIDANCE[row + 1] and {"token_temperature_scale": {5: 2.0}, "return_values": row == 1} | GUIDANCE[row + 1],
+            prompt_len=len(tokens),
+        )
+    rows, lengths = engine.tensor([0, 1, 2, 3]), engine.tensor([len(tokens) for tokens in PROMPTS])
+    last = engine.tensor([tokens[-1] for tokens in PROMPTS])
+    lens, prompts = lengths - 1, engine.prompts([0, 1, 2, 3], [tokens[:-1] for tokens in PROMPTS])
+    scores = random_scores(4).to(device)
+    scores = scores if is_logits else torch.softmax(scores, dim=1)
+    probs, filters = torch.softmax(scores, dim=1), dict(top_k=lens * 0 + 5, top_p=lens * 0 + 1.0, min_p=lens * 0.0)
+    options = dict(is_logits=is_logits, sample=True, probs=probs, active=lens >= 0)
+    options |= dict(temperature=lens * 0 + 0.9) if is_logits else {}
+    options |= dict(drawn=lens * 0 + 7)
+    options |= dict(vocab_mask=torch.full((4, -(-VOCAB // 32)), -1, dtype=torch.int32, device=device))
+
+    def serve():
+        step.scale_tokens(scores, rows)
+        step.extend(*prompts)
+        tokens, at = last, lengths
+        step.predict(StepBatch(tokens, rows, at))
+        for _ in range(2):
+            output = take_step(step, scores, tokens, rows, at, **filters, **options)
+            tokens, at = output.tokens.clamp(min=0), at + 1
+        return output
+
+    sync_debug = torch.cuda.set_sync_debug_mode if device.type == "cuda" else lambda mode: None
+    if device.type == "cuda":
+        step.warm_up(is_logits=is_logits, progress=False)
+        serve()
+    sync_debug("error")
+    try:
+        with no_read_back():
+            output = serve()
+    finally:
+        sync_debug("default")
+    own = (output.candidates.token_ids == output.tokens[:, None]).any(1).tolist()
+    assert own == [True, True, True, False] and output.tokens[3] == 7
+    assert output.remaining_lengths.isnan().tolist() == [True, False, True, True]
+
+
+def test_the_backend_reaches_every_operator(device, monkeypatch):
+    """With ``triton`` no reference runs, in prompts, predictions and steps."""
+
+    def fail(*args, **kwargs):
+        raise AssertionError("a reference ran")
+
+    operators = "gather_requests topk_candidates select_scored commit_winner catch_up ragged_layout embed_tokens"
+    operators += " ragged_linear rope_cache value_head reweight_scatter sample_candidates"
+    for name in operators.split():
+        monkeypatch.setattr(f"lenvm_kernels.ops.{name}._reference", fail)
+    monkeypatch.setattr("lenvm_kernels.reference.value_tree_attention.value_tree_attention", fail)
+    engine = Engine(*make_step(tiny_value_model(device), rows=2, max_len=8, backend="triton"))
+    engine.start([1], [[5, 6, 7]], [TILT | {"return_values": True}])
+    predicted = engine.step.predict(StepBatch(engine.tensor([7]), engine.tensor([1]), engine.tensor([3])))
+    scores = random_scores(1).to(device)
+    output = engine.decode([1], [[5, 6, 7]], scores, top_k=2)
+    assert output.tokens >= 0 and predicted > 0 and output.remaining_lengths > 0
+
+
+STRIDED = [TILT | {"value_stride": 3}, TILT, TILT | {"entropy_threshold": 1.5, "value_stride": 2}, GUIDANCE[2], None]
+IN_FP8 = dict(guidance=GUIDANCE, options={"cache": "fp8"}, batches=[(range(4), 3), ([2, 0, 3, 1], 3), ([1], 3)])
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "guidance", "options", "batches"),
+    [
+        ("qwen3", None, GUIDANCE, {}, [(range(7), 3), ([3], 3), ([5, 3], 3), (range(63, -1, -1), 1)]),
+        ("qwen2", torch.float16, *IN_FP8.values()),
+        ("qwen3", torch.bfloat16, *IN_FP8.values()),
+        (
+            "qwen3",
+            None,
+            STRIDED,
+            {"max_delta": 4},
+            [(range(5), 7), ([2], 7), ([4, 2, 0, 3, 1], 7), ([1, 3, 0], 7, pad)],
+        ),
+    ],
+    ids=["many", "fp8-qwen2", "fp8-qwen3", "strides"],
+)
+def test_a_request_has_the_same_bits_in_any_batch(device, architecture, dtype, guidance, options, batches):
+    """Values and draws, alone, in batches of up to 64, in another order and row, and padded for a graph."""
+    if architecture == "qwen3":
+        value_model = tiny_value_model(device, dtype)
+    else:
+        value_model = value_model_of(*random_pair(architecture), device=device, dtype=dtype)
+    prompts = [*PROMPTS, *([11 + i % 50] * (1 + i % 3) for i in range(4, 64))]
+    results = []
+    for chosen, steps, *prepare in batches:
+        engine = Engine(*make_step(value_model, rows=64, max_len=24, backend="triton", **options))
+        for function in prepare:
+            function(engine.step)
+        rows = torch.randperm(64, generator=torch.Generator().manual_seed(len(chosen)))[: len(chosen)].tolist()
+        asked, seeds = [guidance[i % 5] for i in chosen], [100 + i for i in chosen]
+        _, outputs = run_requests(
+            engine, [prompts[i] for i in chosen], asked, steps, seeds=seeds, rows=rows, min_p=0.02
+        )
+        found = [(x.candidates.status.tolist(), x.value_logits.tolist(), x.tokens.tolist()) for x in outputs]
+        results.append({i: [[x[place] for x in step] for step in found] for place, i in enumerate(chosen)})
+    first = results[0]
+    for other in results[1:]:
+        for i in first.keys() & other.keys():
+            assert other[i] == first[i][: len(other[i])]
+    of_steps = [step for steps in first.values() for step in steps]
+    expected = {Status.GUIDE} | ({Status.UNGUIDED, Status.NOT_DUE} if guidance is STRIDED else set())
+    assert {status for status, *_ in of_steps} >= expected
+    assert sum(z != 0 for _, values, _ in of_steps for z in values) > 20
+
+
+def test_steps_from_graphs_of_more_rows(models, monkeypatch):
+    """The rows that fill a graph's batch up write nothing, whatever an earlier batch left where the graph looks.
+
+    A graph is a function here, that scores what is in the inputs at the time."""
+
+    results, seen = [], watch_forwards(models.value, monkeypatch)
+    for graphs in (False, True):
+        engine = Engine(*make_step(models.value, rows=7))
+        step = engine.step
+        if graphs:
+            pad(step)
+            for buffer in (*step._tensors.requests, *step._tensors.scored):
+                buffer.fill_(10**6)
+        rows, prompts = [6, 2, 5, 0], [[*tokens, 40 + i] for i, tokens in enumerate(PROMPTS)]
+        sequences, outputs = run_requests(engine, prompts, [TILT] * 4, 4, rows=rows)
+        scores = random_scores(4)
+        for batch in ([1, 2, 3], [2, 1, 3], [0]):  # indices of rows
+            now = [sequences[i] for i in batch]
+            for i, tokens in zip(batch, now, strict=True):
+                engine.slots.extend(rows[i], len(tokens) + 1)
+            outputs.append(engine.decode([rows[i] for i in batch], now, scores[batch]))
+            for tokens, token in zip(now, outputs[-1].tokens.tolist(), strict=True):
+                tokens.append(token)
+        values = torch.cat([output.value_logits for output in outputs])
+        deltas = [sum(of_rows) for of_rows in seen.deltas]
+        results.append((sequences, deltas, values, torch.stack((step.cache.keys, step.cache.values))))
+        seen.deltas.clear()
+    assert sorted(step.values._graphs._captured) == [(1, 1), (4, 1)]
+    assert [bucket_of(b, 7) for b in (2, 3, 5, 7)] == [2, 4, 7, 7]
+    assert results[0][:2] == results[1][:2]
+    for without, with_graphs in zip(results[0][2:], results[1][2:], strict=True):
+        torch.testing.assert_close(with_graphs, without, rtol=0, atol=ATOL)
+
+
+@needs_gpu
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_graph_gives_what_launches_give(device, batch):
+    value_model = tiny_value_model(device)
+    prompts = [PROMPTS[i % 4] for i in range(batch)]
+    both = []
+    for graphs in (True, False):
+        engine = Engine(*make_step(value_model, graphs=graphs))
+        guidance = [GUIDANCE[i % len(GUIDANCE)] for i in range(batch)]
+        sequences, outputs = run_requests(engine, prompts, guidance, 6)
+        both.append((sequences, torch.stack([output.value_logits for output in outputs])))
+    assert both[0][0] == both[1][0] and torch.equal(both[0][1], both[1][1])
+
+
+@needs_gpu
+def test_graph_of_the_whole_step(device):
+    """A caller can capture all of a step in a graph of its own."""
+    engine = Engine(*make_step(tiny_value_model(device), graphs=False)).start(range(4), PROMPTS, [TILT] * 4)
+    scores = torch.randn(4, VOCAB, device=device)
+    lengths, rows = engine.tensor([len(tokens) for tokens in PROMPTS]), engine.tensor([0, 1, 2, 3])
+    batch = StepBatch(engine.tensor([tokens[-1] for tokens in PROMPTS]), rows, lengths)
+    sampling = Sampling(lengths * 0 + 5, lengths * 0 + 1.0, lengths * 0.0, is_logits=True, sample=True)
+
+    def step():
+        return engine.step.step(scores, batch, sampling)
+
+    expected = step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = step()
+    scores.copy_(scores.flip(0))
+    graph.replay()
+    flipped = step()
+    assert torch.equal(output.tokens, flipped.tokens) and torch.equal(output.value_logits, flipped.value_logits)
+    assert not torch.equal(output.value_logits, expected.value_logits)

@@ -1,0 +1,186 @@
+"""Steps without a value model, and which ends are candidates when."""
+
+import math
+
+import pytest
+import torch
+
+from lenvm_kernels.guidance import parse_guidance
+from lenvm_kernels.types import Mode, Status, TextBreak
+from tests.helpers.drafts import i32, make_drafts
+from tests.helpers.engine import (
+    Engine,
+    make_step,
+    run_requests,
+    take_step,
+)
+from tests.helpers.models import (
+    EOS,
+    VOCAB,
+)
+from tests.helpers.step_models import StepModels
+
+
+@pytest.fixture(scope="module")
+def models():
+    return StepModels()
+
+
+CONSTANT_GUIDANCE = [
+    {"target_length": 9, "strength": 3},
+    {"target_length": 40, "constraint": "le_near", "gamma": 0.9},
+    None,
+    {"target_length": 3, "constraint": "ge_near", "target_length_mode": "remaining", "gamma": 0.5},
+    {"target_length": 6, "end_token_ids": [7], "answer_length": 5},
+    {"target_length": 30, "value_stride": 3},
+]
+
+
+def test_without_a_value_model_only_the_end_is_apart(monkeypatch):
+    """Ends are as far from the target as it is away, all else as far as the whole target; nobody tells a prompt."""
+    rows, prompt_lens, steps = [5, 0, 6, 2, 7, 1], [4, 1, 9, 2, 30, 3], 8
+    step, slots = make_step(None, rows=8, max_len=96)
+    engine, generator = Engine(step, slots), torch.Generator().manual_seed(4)
+    monkeypatch.setattr(step, "extend", None)
+    params = [None if g is None else parse_guidance(g) for g in CONSTANT_GUIDANCE]
+    for row, g, n in zip(rows, CONSTANT_GUIDANCE, prompt_lens, strict=True):
+        engine.admit(row, [3] * (n + steps), g, prompt_len=n)
+    seen, not_due = 0, []
+    for generated in range(steps):
+        sequences = [[9] * (n + generated) for n in prompt_lens]
+        scores = torch.randn(len(rows), VOCAB, generator=generator) * 3
+        scores[:, [EOS, 7]] += 6 * (torch.rand(len(rows), 2, generator=generator) - 0.3)
+        output = engine.decode(rows, sequences, scores)
+        for i, p in enumerate(params):
+            if p is None or output.candidates.status[i] != Status.GUIDE:
+                continue
+            kept = output.candidates.token_ids[i] >= 0
+            tokens, q = output.candidates.token_ids[i][kept].tolist(), output.candidates.probs[i][kept].double()
+            left = max(0, p.target_length - generated) if p.counts_down else p.target_length
+            far = [0.0 if t in (EOS, *p.end_token_ids) else p.target_length for t in tokens]
+            d = torch.tensor([math.log((length + 2) / (left + 2)) for length in far], dtype=torch.float64)
+            d = {Mode.LE_NEAR: d.clamp(min=0), Mode.GE_NEAR: d.clamp(max=0)}.get(p.mode, d).abs()
+            expected = q * torch.exp(-p.scale * d)
+            torch.testing.assert_close(output.probs[i][kept].double(), expected / expected.sum(), rtol=0, atol=2e-5)
+            seen += len({round(x, 6) for x in d.tolist()}) > 1
+        if output.candidates.status[5] == Status.NOT_DUE:
+            not_due.append((generated + 1) % 3)
+    assert seen > 15 and 0 not in not_due and len(not_due) > 2
+    assert not step.table.faults.any()
+    assert step.cache is None and step.value_model is None
+
+
+def test_without_a_value_model_steps_are_warmed_up_and_replay_their_draws():
+    """The draws of a request depend on its seed and length alone, in the batch and beside others."""
+    sequences = [[5, 6], [9], [10, 11, 12]]
+    guidance = [{"target_length": t} for t in (4, 30, 9)]
+    alone = []
+    for i in range(3):
+        engine = Engine(*make_step(None, max_drafts=2 * (i == 1)))
+        engine.step.warm_up(progress=False)
+        alone += run_requests(engine, sequences[i : i + 1], guidance[i : i + 1], 6, seeds=[100 + i])[0]
+    together, _ = run_requests(Engine(*make_step(None)), sequences, guidance, 6, rows=[4, 0, 7])
+    assert together == alone
+
+
+def test_ends_are_candidates_of_requests_that_have_a_target(models):
+    """Each request's own, from its own probability on, in rows out of order; a target met by now takes the end."""
+    guidance = [
+        {"target_length": 9, "min_end_prob": 0.02},
+        {"target_length": 9, "op": "eq"},
+        {"target_length": 0, "strength": 40},
+        {"value_mode": "mul", "value_scale": 0.8},
+        {"target_length": 9, "op": "eq_soft", "min_end_prob": 0},
+    ]
+    rows, ends = [6, 1, 4, 0, 3], [{41, 40}, {41}, {42}, {41}, {43, 44}]
+    engine = Engine(*make_step(models.value))
+    for row, params, eos in zip(rows, guidance, ends, strict=True):
+        engine.admit(row, [9, 10, 11, 0], params, prompt_len=3, eos=eos)
+    engine.prefill(rows, [[9, 10, 11]] * 5)
+    probs = torch.zeros(VOCAB)
+    probs[[20, 21, 40, 41, 42, 43]] = torch.tensor([0.5, 0.4, 0.03, 0.01, 0.002, 1e-6])
+    scores = (0.8 * probs.log()).repeat(5, 1)  # at the temperature of Engine.decode
+    output = engine.decode(rows, [[9, 10, 11]] * 5, scores, top_k=2)
+    candidates = [[token for token in row if token >= 0] for row in output.candidates.token_ids.tolist()]
+    assert candidates == [[20, 21, 40], [20, 21], [20, 21, 42], [20, 21], [20, 21, 43]]
+    torch.testing.assert_close(output.candidates.probs[2, 2].item(), 0.002 / probs.sum().item())
+    assert output.probs[2, 2] > 0.99 and output.tokens[2] == 42
+
+
+def scores_of_a_rare_end(rows, prob):
+    """Logits that make a token likely, some unlikely, and the end of the sequence as probable as ``prob`` to them."""
+    scores = torch.zeros(rows, VOCAB)
+    scores[:, 30:] = -4 + torch.arange(VOCAB - 30) / 99
+    scores[:, 9] = 5
+    scores[:, EOS] = torch.tensor(prob).log() + scores[:, [i for i in range(VOCAB) if i != EOS]].logsumexp(1)
+    return scores
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_ends_come_after_sentences(backend):
+    """By the last token of a sequence, of several new ones, and of each draft: 11 ends a sentence, 12 a line."""
+    breaks = torch.zeros(20, dtype=torch.int8)
+    breaks[11], breaks[12] = TextBreak.SENTENCE, TextBreak.LINE
+    rows, scores, lengths = [2, 0, 3], scores_of_a_rare_end(3, 1e-6), i32(40, 44, 41)
+
+    def step_of(**sizes):
+        step, slots = make_step(None, text_breaks=breaks, backend=backend, **sizes)
+        for row, least in zip(rows, (1e-4, 1e-4, 1e-6), strict=True):
+            Engine(step, slots).admit(row, [3] * 50, {"target_length": 30, "min_end_prob": least}, prompt_len=39)
+        return step
+
+    def with_end(step, tokens, more, scores=scores, **told):
+        told |= dict(top_k=2, top_p=1.0, min_p=0.0, is_logits=True)
+        output = take_step(step, scores, torch.tensor(tokens), torch.tensor(rows), lengths + more, **told)
+        return (output.candidates.token_ids == EOS).any(1).tolist()
+
+    step = step_of()
+    found = {token: with_end(step, [token] * 3, 0) for token in (9, 11, 12, 25)}
+    assert found == {9: [False] * 3, 11: [True] * 3, 12: [False, False, True], 25: [False] * 3}
+    step, several = step_of(max_drafts=2), [[9, 11, 9], [11, 12, 9], [9, 9, 11]]
+    assert with_end(step, several, 0, new_lens=i32(2, 1, 3)) == [True, True, True]
+    assert with_end(step, several, 1, new_lens=i32(3, 2, 1)) == [False, False, False]
+    drafts = make_drafts([[11, 9], [9, 11], [-1, 11]], [[-1, 0]] * 3)
+    of_nodes = with_end(step, several, 2, scores.repeat_interleave(3, dim=0), new_lens=i32(1, 1, 3), drafts=drafts)
+    assert of_nodes == [False, True, False, True, False, True, True, False, False]
+
+
+def test_sentences_end_in_time():
+    """A token that ends one is drawn where little is left; without a vocabulary it is a token like any other."""
+    breaks = torch.zeros(VOCAB, dtype=torch.int8)
+    breaks[11] = TextBreak.SENTENCE
+    scores = torch.zeros(1, VOCAB)
+    scores[0, 9], scores[0, 11], scores[0, EOS] = 6.0, 4.0, -30.0
+    of_length = {}
+    for known in (breaks, None):
+        step, slots = make_step(None, text_breaks=known)
+        engine = Engine(step, slots)
+        engine.admit(3, [3] * 80, {"target_length": 40}, prompt_len=2)
+        for length in (4, 38):
+            output = engine.decode([3], [[9] * length], scores, temperature=None, top_k=2)
+            at = output.candidates.token_ids[0].tolist().index(11)
+            of_length[length, known is None] = output.probs[0, at].item() / output.candidates.probs[0, at].item()
+    assert of_length[4, False] == pytest.approx(of_length[4, True]) == pytest.approx(of_length[38, True])
+    assert of_length[38, False] > 5 * of_length[38, True]
+
+
+def test_who_is_late_takes_a_less_probable_end():
+    """Of 2e-6: from half of a target past it, where that is a total; among drafts by the node."""
+    step, slots = make_step(None, max_drafts=2, max_candidates=4)
+    engine, prompt_lens = Engine(step, slots), [3, 5, 4, 2]
+    guidance = [{"target_length": 20}, {"target_length": 20, "target_length_mode": "remaining"}]
+    guidance += [{"target_length": 8, "constraint": "le_near"}, {"target_length": 20, "min_end_prob": 1e-3}]
+    for row, (g, n) in enumerate(zip(guidance, prompt_lens, strict=True)):
+        engine.admit(row, [3] * 48, g, prompt_len=n)
+    scores, first = scores_of_a_rare_end(4, 2e-6), {}
+    for generated in range(1, 40):
+        sequences = [[9] * (n + generated) for n in prompt_lens]
+        output = engine.decode(range(4), sequences, scores, temperature=None, top_k=2)
+        for row in (output.candidates.token_ids == EOS).any(1).nonzero()[:, 0].tolist():
+            first.setdefault(row, generated)
+    # 2e-6 is between 1e-4 / 2^5 and / 2^10, and 1e-3 / 2^5 and / 2^10.
+    assert first == {0: 31, 2: 13, 3: 31}
+    sequences = [[9] * (n + generated) for n, generated in zip(prompt_lens, (29, 24, 10, 24), strict=True)]
+    told = dict(new=[1] * 4, drafts=make_drafts([[9, 9]] * 4, [[-1, 0]] * 4), temperature=None, top_k=2)
+    output = engine.decode(range(4), sequences, scores.repeat_interleave(3, dim=0), **told)
+    assert (output.candidates.token_ids == EOS).any(1).nonzero()[:, 0].tolist() == [2]

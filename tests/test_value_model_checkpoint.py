@@ -1,0 +1,338 @@
+"""Checkpoints of value models: by which names their tensors are found, and which are refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from lenvm_kernels.value_model import ValueModel, ValueModelConfig
+from tests.helpers.models import (
+    ARCHITECTURES,
+    TINY,
+    VOCAB,
+    random_head,
+    random_model,
+    random_pair,
+    value_model_of,
+)
+from tests.helpers.value_requests import (
+    Requests,
+    random_tokens,
+)
+
+
+def check_checkpoint(path, model, head, head_argument=None, **options):
+    value_model = ValueModel.from_pretrained(path, head_argument, **options)
+    requests = Requests(value_model, rows=2)
+    candidates = [[1, 2, 3], [4]]
+    requests.check(requests.step([random_tokens(40, seed=1), [5]], candidates), candidates, model, head)
+    return value_model
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = YARN | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config"),
+    [
+        (LlamaForCausalLM, LlamaConfig(**TINY, rope_scaling={"rope_type": "linear", "factor": 4.0})),
+        (LlamaForCausalLM, LlamaConfig(**TINY, rope_scaling=LLAMA3)),
+        (LlamaForCausalLM, LlamaConfig(**TINY, rope_scaling=YARN)),
+        (LlamaForCausalLM, LlamaConfig(**TINY, attention_bias=True, mlp_bias=True, head_dim=8)),
+        (Qwen3ForCausalLM, Qwen3Config(**TINY, attention_bias=True, head_dim=8)),
+        (Qwen2ForCausalLM, Qwen2Config(**{**TINY, "num_key_value_heads": 4}, rope_theta=1e6)),
+    ],
+    ids=["linear", "llama3", "yarn", "llama-biases", "qwen3-biases", "qwen2-all-heads"],
+)
+def test_variants_of_the_architectures(tmp_path, model_class, config):
+    model, head = random_model(model_class, config), random_head()
+    model.save_pretrained(tmp_path)
+    value_model = check_checkpoint(tmp_path, model, head, head)
+    if config.rope_parameters["rope_type"] != "default":
+        plain = ValueModelConfig.from_hf(LlamaConfig(**TINY))
+        assert value_model.config.rope_inv_freq != plain.rope_inv_freq
+
+
+@pytest.mark.parametrize("kept", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_tied_embeddings_are_saved_under_one_of_two_names(tmp_path, kept):
+    model, head = random_model(LlamaForCausalLM, LlamaConfig(**{**TINY, "tie_word_embeddings": True})), random_head()
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[kept] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    check_checkpoint(tmp_path, model, head, head)
+
+
+def test_shards_with_the_head_among_them(tmp_path):
+    """Several shards and their index, the head in a shard of its own."""
+    model, head = random_pair("qwen2")
+    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    save_file(head, tmp_path / "head-shard.safetensors")
+    index["weight_map"] |= dict.fromkeys(head, "head-shard.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_checkpoint(tmp_path, model, head)
+
+
+def test_which_head_wins(tmp_path):
+    """The argument over the shards, the shards over the file beside them."""
+    model = random_model(*ARCHITECTURES["qwen2"])
+    given_head, shard_head, file_head = (random_head(seed) for seed in (11, 12, 13))
+    model.save_pretrained(tmp_path)
+    save_file(file_head, tmp_path / "value_head.safetensors")
+    save_file(given_head, tmp_path / "given.safetensors")
+    check_checkpoint(tmp_path, model, file_head)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, **shard_head}, tmp_path / "model.safetensors")
+    check_checkpoint(tmp_path, model, shard_head)
+    check_checkpoint(tmp_path, model, given_head, tmp_path / "given.safetensors")
+    check_checkpoint(tmp_path, model, given_head, given_head)
+
+
+def test_backbone_without_the_prefix(tmp_path):
+    """The backbone alone saves ``layers.0...`` for ``model.layers.0...``; old Llama files hold rotary buffers."""
+    model, head = random_pair("llama")
+    model.model.save_pretrained(tmp_path)
+    model.config.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
+    save_file(tensors, tmp_path / "model.safetensors")
+    check_checkpoint(tmp_path, model, head, head)
+
+
+NAMINGS = {
+    "none": lambda name: name.removeprefix("model."),
+    "pretrained": lambda name: f"pretrained_model.{name}",
+    "text": lambda name: name.replace("model.", "model.language_model.", 1),
+    "pretrained-text": lambda name: "pretrained_model." + name.replace("model.", "model.language_model.", 1),
+}
+
+
+@pytest.mark.parametrize("naming", NAMINGS.values(), ids=NAMINGS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_prefixes_of_names(tmp_path, naming, tied):
+    """As trainers and models with further parts name them. Tied weights may be the head's alone."""
+    model = random_model(LlamaForCausalLM, LlamaConfig(**{**TINY, "tie_word_embeddings": tied}))
+    model.save_pretrained(tmp_path / "plain")
+    save_file(random_head(), tmp_path / "plain" / "value_head.safetensors")
+    shutil.copytree(tmp_path / "plain", tmp_path / "renamed")
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    if tied:
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    assert "lm_head.weight" in tensors
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
+    save_file({naming(name): tensor for name, tensor in tensors.items()}, tmp_path / "renamed" / "model.safetensors")
+    plain, renamed = (ValueModel.from_pretrained(tmp_path / name) for name in ("plain", "renamed"))
+    assert torch.equal(plain.embedding, renamed.embedding)
+    assert all(map(torch.equal, plain.head, renamed.head))
+    for one, other in zip(plain.layers, renamed.layers, strict=True):
+        assert all(x is y is None or torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+def test_from_causal_lm_shares_memory():
+    model, head = random_pair("llama")
+    value_model = ValueModel.from_causal_lm(model, head)
+    requests = Requests(value_model, rows=1)
+    requests.check(requests.step([[1, 2]], [[3, 4]]), [[3, 4]], model, head)
+    layer = model.model.layers[1]
+    for mine, theirs in (
+        (value_model.embedding, model.model.embed_tokens.weight),
+        (value_model.layers[1].o, layer.self_attn.o_proj.weight),
+        (value_model.layers[1].down, layer.mlp.down_proj.weight),
+    ):
+        assert mine.data_ptr() == theirs.data_ptr() and not mine.requires_grad
+
+
+def test_weights_are_rounded_once():
+    """In bf16 from an fp32 checkpoint: norms are multiplied in before the rounding, the head's vectors stay fp32."""
+    model, head = random_pair("qwen3")
+    value_model = value_model_of(model, head, dtype=torch.bfloat16)
+    attention, mlp, layer = model.model.layers[1].self_attn, model.model.layers[1].mlp, value_model.layers[1]
+    qkv = torch.cat([x.weight for x in (attention.q_proj, attention.k_proj, attention.v_proj)])
+    assert torch.equal(layer.qkv, (qkv * model.model.layers[1].input_layernorm.weight).bfloat16())
+    gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+    assert torch.equal(layer.gate_up, (gate_up * model.model.layers[1].post_attention_layernorm.weight).bfloat16())
+    assert layer.qk_norm.shape == (6, 16)
+    for row, weight in enumerate([attention.q_norm.weight] * 4 + [attention.k_norm.weight] * 2):
+        assert torch.equal(layer.qk_norm[row], weight.bfloat16())
+    assert torch.equal(value_model.head[0], (head["v_head.fc.weight"] * model.model.norm.weight).bfloat16())
+    for mine, name in zip(value_model.head[1:], ("fc.bias", "summary.weight", "summary.bias"), strict=True):
+        assert torch.equal(mine, head[f"v_head.{name}"])
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A good checkpoint to break."""
+    random_model(*ARCHITECTURES["qwen3"]).save_pretrained(tmp_path)
+    save_file(random_head(), tmp_path / "value_head.safetensors")
+    return tmp_path
+
+
+def cut(rows, dtype):
+    """Another shape or dtype of a matrix."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    return lambda tensors: tensors.update({name: tensors[name][:rows].to(dtype).clone()})
+
+
+def mix_up(tensors):
+    del tensors["model.layers.1.self_attn.q_norm.weight"], tensors["model.norm.weight"]
+    tensors |= {"model.layers.7.odd": torch.zeros(1), "visual.patch.weight": torch.zeros(1)}
+
+
+def of_rope(**rope):
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | rope}
+
+
+ARCHITECTURES_ARE = "model_type .* one of qwen2, qwen3, llama, qwen2_5_vl, got"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda tensors: tensors.update(
+                {"pretrained_model.model.norm.weight": tensors["model.norm.weight"].clone()}
+            ),
+            r"each tensor once, got (pretrained_model\.)?model\.norm\.weight and another",
+        ),
+        (mix_up, r"missing model\.layers\.1\.self_attn\.q_norm\.weight, model\.norm\.weight;"),
+        (mix_up, r"unexpected model\.layers\.7\.odd, visual\.patch\.weight"),
+        (
+            lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1" in name],
+            r"missing model\.layers\.1\.input_layernorm\.weight, .* \(11 in all\)$",
+        ),
+        (cut(79, torch.float32), r"layers\.0\.mlp\.up_proj\.weight must be .* \[80, 48\], got float32 \[79, 48\]"),
+        (cut(80, torch.int8), r"layers\.0\.mlp\.up_proj\.weight must be .* \[80, 48\], got int8 \[80, 48\]"),
+        ({"vocab_size": VOCAB + 7}, r"embed_tokens\.weight must be .* \[104, 48\], got float32 \[97, 48\]"),
+        ({"model_type": "mistral"}, f"{ARCHITECTURES_ARE} 'mistral'"),
+        ({"model_type": "no_such_model"}, f"{ARCHITECTURES_ARE} 'no_such_model'"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None},
+            r"layer_types must all be 'full_attention' .* got \['sliding_attention'\]",
+        ),
+        (of_rope(rope_type="dynamic", factor=2.0), "rope_type .*got 'dynamic'"),
+        # The layout of transformers 4.57.
+        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type .*got 'dynamic'"),
+        (of_rope(partial_rotary_factor=0.5), "partial_rotary_factor must be 1 or absent, got 0.5"),
+    ],
+)
+def test_what_does_not_fit_is_refused(checkpoint, change, message):
+    """In the tensors of a checkpoint, or in its configuration."""
+    if callable(change):
+        file = checkpoint / "model.safetensors"
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file)
+    else:
+        config = json.loads((checkpoint / "config.json").read_text()) | change
+        (checkpoint / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    with pytest.raises(ValueError, match=message):
+        ValueModel.from_pretrained(checkpoint)
+
+
+def test_missing_and_broken_heads(checkpoint):
+    (checkpoint / "value_head.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"missing v_head\.fc\.weight, .*head="):
+        ValueModel.from_pretrained(checkpoint)
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.safetensors must be an existing \.safetensors file"):
+        ValueModel.from_pretrained(checkpoint, checkpoint / "nowhere.safetensors")
+    with pytest.raises(ValueError, match=r"unexpected v_head\.extra"):
+        ValueModel.from_pretrained(checkpoint, {**random_head(), "v_head.extra": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"head must hold only v_head\.\* tensors, got .*\(25 in all\)"):
+        ValueModel.from_pretrained(checkpoint, checkpoint / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "value_head.pt"])
+def test_pickles_are_refused(checkpoint, name):
+    torch.save({}, checkpoint / name)
+    with pytest.raises(FileNotFoundError, match=rf"{name} must be an existing \.safetensors file"):
+        ValueModel.from_causal_lm(random_model(*ARCHITECTURES["qwen3"]), checkpoint / name)
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=rf"must hold model\.safetensors .* found {name}; pickled"):
+        ValueModel.from_pretrained(checkpoint)
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(FileNotFoundError, match=rf"{name} must be an existing \.safetensors file"):
+        ValueModel.from_pretrained(checkpoint)
+
+
+def test_directory_without_a_model(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"must be a directory with config\.json"):
+        ValueModel.from_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"must be an existing \.gguf file"):
+        ValueModel.from_pretrained(tmp_path / "model.gguf")
+
+
+def test_unsupported_models_and_dtypes():
+    with pytest.raises(ValueError, match="model_type must be one of"):
+        ValueModel.from_causal_lm(MistralForCausalLM(MistralConfig(**TINY)), random_head())
+    model = random_model(*ARCHITECTURES["llama"])
+    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16, got float64"):
+        ValueModel.from_causal_lm(model.double(), random_head())
+
+
+def test_an_embedding_that_is_not_tied_is_not_replaced():
+    model, head = random_pair("qwen2")
+    tensors = {**model.state_dict(), **head}
+    del tensors["model.embed_tokens.weight"]
+    with pytest.raises(ValueError, match=r"missing model\.embed_tokens\.weight"):
+        ValueModel(ValueModelConfig.from_hf(model.config), tensors)
+
+
+def write_gguf(path: Path, model) -> None:
+    """The weights of a tiny Qwen2 in a GGUF file, unquantised."""
+    import gguf
+
+    config = model.config
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(config.vocab_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf(tmp_path):
+    pytest.importorskip("gguf")
+    model, head = random_pair("qwen2")
+    write_gguf(tmp_path / "tiny.gguf", model)
+    check_checkpoint(tmp_path / "tiny.gguf", model, head, head)
+    save_file(head, tmp_path / "value_head.safetensors")
+    check_checkpoint(tmp_path / "tiny.gguf", model, head)
+
+
+def test_gguf_without_its_packages(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise ImportError("no gguf")
+
+    (tmp_path / "tiny.gguf").touch()
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(ImportError, match=r"pip install \"lenvm-kernels\[demo\]\""):
+        ValueModel.from_pretrained(tmp_path / "tiny.gguf", random_head())
