@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sam
 from lenvm_kernels.adapters import vllm_guide
 from lenvm_kernels.adapters.settings import Settings
 from lenvm_kernels.adapters.vllm import LenVMProcessor
+from lenvm_kernels.adapters.vllm_filters import rewrite
 from lenvm_kernels.adapters.vllm_guide import PAGE_SIZE, Guide
 from lenvm_kernels.adapters.vllm_requests import guidance_of
 from lenvm_kernels.types import Status
@@ -215,16 +216,16 @@ def test_the_engines_filters_leave_guided_rows_alone(value_model):
     engine.add(5, PROMPT[:6], None)
     _, logits, context = engine.step({5: 6, 2: 9})
     top_k, top_p = torch.tensor([3, 2], dtype=torch.int32), torch.tensor([0.5, 0.1])
-    guide, of_rows = engine.guide, context.expanded_idx_mapping
-    found = guide.after_top_k_top_p(of_rows, top_k, top_p)
+    filters, of_rows = engine.guide.filters, context.expanded_idx_mapping
+    found = filters.after_top_k_top_p(of_rows, top_k, top_p)
     assert found[0].tolist() == [3, VOCAB] and found[1].tolist() == [0.5, 1.0]
-    assert guide.after_top_k_top_p(of_rows, None, None) == (None, None)
-    assert guide.after_top_k_top_p(of_rows.clone(), top_k, top_p)[0] is top_k
+    assert filters.after_top_k_top_p(of_rows, None, None) == (None, None)
+    assert filters.after_top_k_top_p(of_rows.clone(), top_k, top_p)[0] is top_k
     before = logits.clone()
-    with guide.around_min_p(logits, of_rows):
+    with filters.around_min_p(logits, of_rows):
         logits[:] = -torch.inf
     assert logits[0].isinf().all() and torch.equal(logits[1], before[1])
-    with guide.around_min_p(logits, of_rows.clone()):
+    with filters.around_min_p(logits, of_rows.clone()):
         logits[:] = -torch.inf
     assert logits.isinf().all()
 
@@ -358,7 +359,7 @@ def test_statuses_that_are_rewritten():
     )
     output = SimpleNamespace(candidates=candidates, probs=torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
     logits = torch.arange(10.0).view(2, 5)
-    vllm_guide._write(logits, output, torch.tensor([0, 1]), torch.tensor([[2.0], [2.0]]), None)
+    rewrite(logits, output, torch.tensor([0, 1]), torch.tensor([[2.0], [2.0]]), None)
     inf = torch.inf
     assert logits.tolist() == [[-inf, -inf, -inf, 0.0, -inf], [5.0, 6.0, 7.0, 8.0, 9.0]]
 

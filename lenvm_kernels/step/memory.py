@@ -1,15 +1,4 @@
-"""The memory of a guided step, by formula.
-
-In bytes, for a value model of ``N`` layers and dimensions ``H``, ``I``, ``Hq``, ``Hkv``, ``D`` with ``e`` bytes an
-element, ``S`` slots, and ``T = B (M + C)`` tokens a step (``chunk_tokens`` in :meth:`GuidedStep.extend`), where ``C``
-is ``D + (1 + D) K`` with ``D`` drafts, ``K`` without:
-
-- always: the cache, ``2 N S Hkv D e`` (in fp8 ``2 N S Hkv D``), and with ``commit_winners`` ``2 N T Hkv D e`` for a
-  step of ``max_requests``;
-- while it runs: at most :func:`working_bytes` of a step of ``max_requests`` plus that of an extend. They never run at
-  once, but each keeps its memory from the other: with graphs the step's stays allocated. Without, torch's allocator
-  holds what both have freed, in blocks of their sizes; to give them back it waits for the device.
-"""
+"""The memory of a guided step, by formula."""
 
 import math
 
@@ -32,7 +21,13 @@ def working_bytes(
 ) -> int:
     """Bytes that a step takes while it runs, or a :meth:`GuidedStep.extend`, at most.
 
-    An engine needs room for both (:mod:`lenvm_kernels.step.memory`). Each is the sum of
+    An engine needs room for both, with ``max_requests``. They never run at once, but each keeps its memory from the
+    other: with graphs the step's stays allocated. Without, torch's allocator holds what both have freed, in blocks of
+    their sizes; to give them back it waits for the device. Beside them a :class:`GuidedStep` always has, of ``N``
+    layers and ``S`` slots, the cache, ``2 N S Hkv D e`` (in fp8 ``2 N S Hkv D``), and with ``commit_winners`` ``2 N T
+    Hkv D e``.
+
+    Each is the sum of
 
     - ``T (e (2 H + I + 2 (Hq + 2 Hkv) D) + 4 P H + 4 G + 6 D + 64)``, with ``P <= 5`` parts of the sums over ``I``
       (0 if there is one part) and ``G = H / 64`` groups of squares (:func:`ragged_linear`);

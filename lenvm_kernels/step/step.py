@@ -47,7 +47,7 @@ class GuidedStep:
     tokens, and :meth:`remove_request` when the request leaves. Requests without guidance may be in any batch; they cost
     nothing.
 
-    What it takes of the memory is in :mod:`lenvm_kernels.step.memory`.
+    The memory that it takes is that of its cache and :func:`working_bytes`, which says both.
 
     Args:
         value_model: the value model; None: there is none, and only ``near``, ``ge_near`` and ``le_near`` guide
