@@ -42,7 +42,7 @@ def site(tmp_path, monkeypatch):
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+    for name in [name for name in sys.modules if name.startswith(("sglang", "vllm", "lenvm_kernels.adapters.vllm"))]:
         monkeypatch.delitem(sys.modules, name)
 
     def fill(files):
@@ -96,8 +96,8 @@ def test_a_sound_installation_has_nothing_wrong(no_sglang):
         assert [check for check in examine(section) if check.mark == WRONG] == []
     names = [check.name for check in examine("installed")]
     required = ["torch", "triton", "numpy", "transformers", "safetensors"]
-    engines = ["sglang", "SGLang plugin", "vllm", "vLLM processor"]
-    assert {"lenvm-kernels", "python", *required, *engines} <= set(names)
+    of_engines = ["sglang", "SGLang plugin", "vllm", "vLLM processor"]
+    assert {"lenvm-kernels", "python", *required, *of_engines} <= set(names)
 
 
 def test_json_says_what_the_lines_say(no_sglang, monkeypatch, lenvm_doctor):
@@ -200,12 +200,8 @@ FAKE_VLLM = {
 
 
 def test_vllm_and_its_runner(site, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith(("vllm", "lenvm_kernels.adapters.vllm"))]:
-        monkeypatch.delitem(sys.modules, name)
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    hide(monkeypatch, "vllm")
-    hidden = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda name: "0.32.0" if name == "vllm" else hidden(name))
+    monkeypatch.setattr(engines, "version_of", {"vllm": "0.32.0"}.get)
     site(FAKE_VLLM)
     check = look("vllm", "model runner")
     assert (check.mark, check.found) == ("wrong", "the first") and "VLLM_USE_V2_MODEL_RUNNER=1" in check.hint
@@ -217,11 +213,9 @@ def test_vllm_and_its_runner(site, monkeypatch):
 
 
 def test_no_vllm_or_one_that_does_not_import(site, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith(("vllm", "lenvm_kernels.adapters.vllm"))]:
-        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(engines, "version_of", lambda name: None)
     assert look("vllm", "vllm").mark == "missing"
-    monkeypatch.setattr(engines, "version_of", lambda name: "0.32.0")
+    monkeypatch.setattr(engines, "version_of", {"vllm": "0.32.0"}.get)
     site({"vllm/__init__.py": "raise OSError('no CUDA')"})
     check = look("vllm", "vllm")
     assert check.mark == "wrong" and check.found == "importing vLLM failed: no CUDA"
