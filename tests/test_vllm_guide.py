@@ -113,23 +113,28 @@ def is_guided(logits):
     return logits.isinf().sum(1) >= VOCAB - 8
 
 
-def test_nothing_is_read_back(value_model):
+def test_nothing_is_read_back(value_model, monkeypatch):
     """Prompts in chunks and whole, a first step, later ones, with drafts for some and none."""
     engine = Engine(value_model, drafts=3)
     step = engine.guide.step
     step.config, step.values._backend = replace(step.config, backend="triton"), "triton"  # the references do
     assert engine.add(4, PROMPT, TILT) and engine.add(1, PROMPT[3:9], TILT) and not engine.add(0, PROMPT[:7], None)
-    step = engine.step
-    with no_read_back_in(engine.guide):
-        step({4: 20, 1: 6, 0: 7})
-        engine.grow(1, 6, [9])
-        engine.grow(0, 7, [3])
-        step({1: 7, 4: 45, 0: 8})
-        engine.grow(1, 7, [8])
-        _, changed, _ = step({1: 8, 4: 60, 0: 9}, {1: [3, 4, 5], 0: [1, 2, 3]})
-        engine.grow(1, 8, [3, 4])
-        engine.grow(4, 60, [7])
-        _, full, _ = step({1: 10, 4: 61}, {1: [3, 4, 5], 4: [6, 7, 8]})
+    step, apply = engine.step, engine.guide.apply
+
+    def checked(*args):
+        with no_read_back():
+            return apply(*args)
+
+    monkeypatch.setattr(engine.guide, "apply", checked)
+    step({4: 20, 1: 6, 0: 7})
+    engine.grow(1, 6, [9])
+    engine.grow(0, 7, [3])
+    step({1: 7, 4: 45, 0: 8})
+    engine.grow(1, 7, [8])
+    _, changed, _ = step({1: 8, 4: 60, 0: 9}, {1: [3, 4, 5], 0: [1, 2, 3]})
+    engine.grow(1, 8, [3, 4])
+    engine.grow(4, 60, [7])
+    _, full, _ = step({1: 10, 4: 61}, {1: [3, 4, 5], 4: [6, 7, 8]})
     assert is_guided(changed).tolist() == [True] * 4 + [True] + [False] * 4
     assert is_guided(full).all() and not engine.guide.step.table.faults.any() and not engine.guide.fallbacks
 
@@ -170,23 +175,6 @@ def test_drafts_leave_the_distribution_as_it_is(value_model, use_block_verificat
         counts = sampled[reached, node].bincount(minlength=VOCAB).double()
         assert counts.sum() > 50 and not counts[expected[node] == 0].any()
         assert p_value(counts, expected[node] * counts.sum()) > 0.001
-
-
-class no_read_back_in:
-    """Calls of ``apply`` in here fail if they read anything back."""
-
-    def __init__(self, guide):
-        self.guide, self.apply = guide, guide.apply
-
-    def __enter__(self):
-        def apply(*args):
-            with no_read_back():
-                return self.apply(*args)
-
-        self.guide.apply = apply
-
-    def __exit__(self, *_):
-        self.guide.apply = self.apply
 
 
 def test_guided_rows_leave_their_candidates_and_other_rows_are_untouched(value_model):
@@ -316,18 +304,21 @@ def test_a_failure_ends_the_guidance_of_a_batch_only(value_model, monkeypatch):
         assert is_guided(after).item() == guided
 
 
-def test_options_that_guidance_does_not_go_with(value_model):
+@pytest.mark.parametrize(
+    ("part", "option", "given", "message"),
+    [
+        ("parallel_config", "tensor_parallel_size", 2, "must be 1 together with LENVM_VALUE_MODEL, got 2: not tried"),
+        ("speculative_config", "enable_adaptive_verification", True, r"must be False .*, got True: not tried"),
+        ("", "watermark_config", "some", "must be None together with LENVM_VALUE_MODEL, got some"),
+    ],
+)
+def test_options_that_guidance_does_not_go_with(value_model, part, option, given, message):
     engine = Engine(value_model)
-    engine.config.parallel_config.tensor_parallel_size = 2
-    with pytest.raises(ValueError, match="tensor_parallel_size must be 1 together with LENVM_VALUE_MODEL, got 2"):
-        vllm_guide.check_options(engine.config)
-    engine.config.parallel_config.tensor_parallel_size = 1
-    engine.config.speculative_config = SimpleNamespace(enable_adaptive_verification=True)
-    with pytest.raises(ValueError, match=r"enable_adaptive_verification must be False .*, got True: not tried"):
-        vllm_guide.check_options(engine.config)
-    engine.config.speculative_config.enable_adaptive_verification = False
-    engine.config.watermark_config = "some"
-    with pytest.raises(ValueError, match="watermark_config must be None together with LENVM_VALUE_MODEL, got some"):
+    if part:
+        setattr(engine.config, part, SimpleNamespace(**{option: given}))
+    else:
+        setattr(engine.config, option, given)
+    with pytest.raises(ValueError, match=f"{option} {message}"):
         vllm_guide.check_options(engine.config)
 
 
