@@ -12,168 +12,92 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lenvm_kernels.adapters.transformers import generate
-    from lenvm_kernels.guidance.params import GuidanceParams, parse_guidance
-    from lenvm_kernels.guidance.sentences import text_breaks_of
-    from lenvm_kernels.guidance.table import GuidanceTable
-    from lenvm_kernels.ops.catch_up import catch_up
-    from lenvm_kernels.ops.commit_winner import commit_winner
-    from lenvm_kernels.ops.embed_tokens import embed_tokens
-    from lenvm_kernels.ops.expand_drafts import expand_drafts
-    from lenvm_kernels.ops.gather_requests import empty_history, gather_requests
-    from lenvm_kernels.ops.limit_span import limit_span
-    from lenvm_kernels.ops.pack_drafts import pack_drafts
-    from lenvm_kernels.ops.ragged_layout import ragged_layout
-    from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
-    from lenvm_kernels.ops.reweight_scatter import reweight_scatter
-    from lenvm_kernels.ops.rope_cache import rope_cache
-    from lenvm_kernels.ops.sample_candidates import sample_candidates
-    from lenvm_kernels.ops.select_scored import select_scored
-    from lenvm_kernels.ops.topk_candidates import topk_candidates
-    from lenvm_kernels.ops.value_head import value_head
-    from lenvm_kernels.ops.value_tree_attention import value_tree_attention
-    from lenvm_kernels.ops.verify_drafts import verify_drafts
-    from lenvm_kernels.paged_slots import OutOfSlots, PagedSlots
-    from lenvm_kernels.step import (
-        EngineSlots,
-        GuidedStep,
-        Sampling,
-        StepBatch,
-        StepConfig,
-        StepOutput,
-        working_bytes,
-    )
-    from lenvm_kernels.types import (
-        Candidates,
-        CandidateTrees,
-        DeltaTokens,
-        Drafts,
-        EmbeddedTokens,
-        GuidanceColumns,
-        Mode,
-        RaggedLayout,
-        ScoredCandidates,
-        Status,
-        StepHistory,
-        StepRequests,
-        TextBreak,
-        VerifiedTokens,
-    )
-    from lenvm_kernels.value_model import (
-        ImageTokens,
-        KVCache,
-        LenVMConfig,
-        RaggedBatch,
-        ValueModel,
-        ValueModelConfig,
-        image_positions,
-    )
+    from lenvm_kernels.adapters.transformers import generate as generate
+    from lenvm_kernels.guidance.params import GuidanceParams as GuidanceParams
+    from lenvm_kernels.guidance.params import parse_guidance as parse_guidance
+    from lenvm_kernels.guidance.sentences import text_breaks_of as text_breaks_of
+    from lenvm_kernels.guidance.table import GuidanceTable as GuidanceTable
+    from lenvm_kernels.ops.catch_up import catch_up as catch_up
+    from lenvm_kernels.ops.commit_winner import commit_winner as commit_winner
+    from lenvm_kernels.ops.embed_tokens import embed_tokens as embed_tokens
+    from lenvm_kernels.ops.expand_drafts import expand_drafts as expand_drafts
+    from lenvm_kernels.ops.gather_requests import empty_history as empty_history
+    from lenvm_kernels.ops.gather_requests import gather_requests as gather_requests
+    from lenvm_kernels.ops.limit_span import limit_span as limit_span
+    from lenvm_kernels.ops.pack_drafts import pack_drafts as pack_drafts
+    from lenvm_kernels.ops.ragged_layout import ragged_layout as ragged_layout
+    from lenvm_kernels.ops.ragged_linear import quantize_weight as quantize_weight
+    from lenvm_kernels.ops.ragged_linear import ragged_linear as ragged_linear
+    from lenvm_kernels.ops.reweight_scatter import reweight_scatter as reweight_scatter
+    from lenvm_kernels.ops.rope_cache import rope_cache as rope_cache
+    from lenvm_kernels.ops.sample_candidates import sample_candidates as sample_candidates
+    from lenvm_kernels.ops.select_scored import select_scored as select_scored
+    from lenvm_kernels.ops.topk_candidates import topk_candidates as topk_candidates
+    from lenvm_kernels.ops.value_head import value_head as value_head
+    from lenvm_kernels.ops.value_tree_attention import value_tree_attention as value_tree_attention
+    from lenvm_kernels.ops.verify_drafts import verify_drafts as verify_drafts
+    from lenvm_kernels.paged_slots import OutOfSlots as OutOfSlots
+    from lenvm_kernels.paged_slots import PagedSlots as PagedSlots
+    from lenvm_kernels.step import EngineSlots as EngineSlots
+    from lenvm_kernels.step import GuidedStep as GuidedStep
+    from lenvm_kernels.step import Sampling as Sampling
+    from lenvm_kernels.step import StepBatch as StepBatch
+    from lenvm_kernels.step import StepConfig as StepConfig
+    from lenvm_kernels.step import StepOutput as StepOutput
+    from lenvm_kernels.step import working_bytes as working_bytes
+    from lenvm_kernels.types import Candidates as Candidates
+    from lenvm_kernels.types import CandidateTrees as CandidateTrees
+    from lenvm_kernels.types import DeltaTokens as DeltaTokens
+    from lenvm_kernels.types import Drafts as Drafts
+    from lenvm_kernels.types import EmbeddedTokens as EmbeddedTokens
+    from lenvm_kernels.types import GuidanceColumns as GuidanceColumns
+    from lenvm_kernels.types import Mode as Mode
+    from lenvm_kernels.types import RaggedLayout as RaggedLayout
+    from lenvm_kernels.types import ScoredCandidates as ScoredCandidates
+    from lenvm_kernels.types import Status as Status
+    from lenvm_kernels.types import StepHistory as StepHistory
+    from lenvm_kernels.types import StepRequests as StepRequests
+    from lenvm_kernels.types import TextBreak as TextBreak
+    from lenvm_kernels.types import VerifiedTokens as VerifiedTokens
+    from lenvm_kernels.value_model import ImageTokens as ImageTokens
+    from lenvm_kernels.value_model import KVCache as KVCache
+    from lenvm_kernels.value_model import LenVMConfig as LenVMConfig
+    from lenvm_kernels.value_model import RaggedBatch as RaggedBatch
+    from lenvm_kernels.value_model import ValueModel as ValueModel
+    from lenvm_kernels.value_model import ValueModelConfig as ValueModelConfig
+    from lenvm_kernels.value_model import image_positions as image_positions
 
 __version__ = "0.1.0"
-__all__ = [
-    "CandidateTrees",
-    "Candidates",
-    "DeltaTokens",
-    "Drafts",
-    "EmbeddedTokens",
-    "EngineSlots",
-    "GuidanceColumns",
-    "GuidanceParams",
-    "GuidanceTable",
-    "GuidedStep",
-    "ImageTokens",
-    "KVCache",
-    "LenVMConfig",
-    "Mode",
-    "OutOfSlots",
-    "PagedSlots",
-    "RaggedBatch",
-    "RaggedLayout",
-    "Sampling",
-    "ScoredCandidates",
-    "Status",
-    "StepBatch",
-    "StepConfig",
-    "StepHistory",
-    "StepOutput",
-    "StepRequests",
-    "TextBreak",
-    "ValueModel",
-    "ValueModelConfig",
-    "VerifiedTokens",
-    "catch_up",
-    "commit_winner",
-    "embed_tokens",
-    "empty_history",
-    "expand_drafts",
-    "gather_requests",
-    "generate",
-    "image_positions",
-    "limit_span",
-    "pack_drafts",
-    "parse_guidance",
-    "quantize_weight",
-    "ragged_layout",
-    "ragged_linear",
-    "reweight_scatter",
-    "rope_cache",
-    "sample_candidates",
-    "select_scored",
-    "text_breaks_of",
-    "topk_candidates",
-    "value_head",
-    "value_tree_attention",
-    "verify_drafts",
-    "working_bytes",
-]
 
-# Where they are; an operator is in the file of its own name. Imported when first used: `lenvm --help` must not wait for
-# torch and transformers.
+# Where they are. Imported when first used: `lenvm --help` must not wait for torch and transformers.
 _MODULES = {
-    "CandidateTrees": "types",
-    "Candidates": "types",
-    "DeltaTokens": "types",
-    "Drafts": "types",
-    "EmbeddedTokens": "types",
-    "EngineSlots": "step",
-    "GuidanceColumns": "types",
-    "GuidanceParams": "guidance",
-    "GuidanceTable": "guidance",
-    "GuidedStep": "step",
-    "ImageTokens": "value_model",
-    "KVCache": "value_model",
-    "LenVMConfig": "value_model",
-    "Mode": "types",
-    "OutOfSlots": "paged_slots",
-    "PagedSlots": "paged_slots",
-    "RaggedBatch": "value_model",
-    "RaggedLayout": "types",
-    "Sampling": "step",
-    "ScoredCandidates": "types",
-    "Status": "types",
-    "StepBatch": "step",
-    "StepConfig": "step",
-    "StepHistory": "types",
-    "StepOutput": "step",
-    "StepRequests": "types",
-    "TextBreak": "types",
-    "ValueModel": "value_model",
-    "ValueModelConfig": "value_model",
-    "VerifiedTokens": "types",
-    "generate": "adapters.transformers",
-    "empty_history": "ops.gather_requests",
-    "image_positions": "value_model",
-    "parse_guidance": "guidance",
-    "quantize_weight": "ops.ragged_linear",
-    "text_breaks_of": "guidance",
-    "working_bytes": "step",
+    "adapters.transformers": "generate",
+    "guidance": "GuidanceParams GuidanceTable parse_guidance text_breaks_of",
+    "ops.gather_requests": "empty_history",
+    "ops.ragged_linear": "quantize_weight",
+    "paged_slots": "OutOfSlots PagedSlots",
+    "step": "EngineSlots GuidedStep Sampling StepBatch StepConfig StepOutput working_bytes",
+    "types": (
+        "CandidateTrees Candidates DeltaTokens Drafts EmbeddedTokens GuidanceColumns Mode RaggedLayout "
+        "ScoredCandidates Status StepHistory StepRequests TextBreak VerifiedTokens"
+    ),
+    "value_model": "ImageTokens KVCache LenVMConfig RaggedBatch ValueModel ValueModelConfig image_positions",
 }
+# An operator is in the file of its own name.
+_OPERATORS = (
+    "catch_up commit_winner embed_tokens expand_drafts gather_requests limit_span pack_drafts ragged_layout "
+    "ragged_linear reweight_scatter rope_cache sample_candidates select_scored topk_candidates value_head "
+    "value_tree_attention verify_drafts"
+)
+_MODULE_OF = {name: f"ops.{name}" for name in _OPERATORS.split()}
+_MODULE_OF |= {name: module for module, names in _MODULES.items() for name in names.split()}
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES.get(name, f'ops.{name}')}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -32,8 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     ``lenvm doctor`` and ``lenvm fuzz`` return 1 when something is wrong.
     """
-    # Before torch is imported: a thread waits some 20 us before it sleeps, and nothing may wait for a network. Asleep at
-    # once, `lenvm demo` takes half as long again; awake for long, a second process on the same cores takes seven times.
+    # Before torch is imported: a thread waits some 20 us before it sleeps, and nothing may wait for a network. Asleep
+    # at once, `lenvm demo` takes half as long again; awake for long, a second process on the same cores takes seven
+    # times.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     os.environ["HF_HUB_OFFLINE"] = "1"

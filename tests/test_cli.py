@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -264,6 +265,16 @@ def test_an_interrupt_is_quiet(monkeypatch, generate):
 
     monkeypatch.setattr("lenvm_kernels.demo.models.Models.load", interrupted)
     assert generate() == (130, "", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, None)]
+)
+def test_threads_wait_a_little_unless_somebody_said_how_long(lenvm, monkeypatch, given, spins):
+    environment = dict(given)
+    monkeypatch.setattr(os, "environ", environment)
+    assert lenvm("--version")[0] == 0
+    assert (environment.get("GOMP_SPINCOUNT"), environment["HF_HUB_OFFLINE"]) == (spins, "1")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import lenvm_kernels
 from lenvm_kernels import LenVMConfig, cli
 from lenvm_kernels.doctor import device as gpu
-from lenvm_kernels.doctor import kernels, sections, vllm
+from lenvm_kernels.doctor import engines, sections
 from lenvm_kernels.doctor.check import OK, WRONG, Check
 from lenvm_kernels.doctor.sections import examine
 from tests.helpers.models import random_model
@@ -42,7 +42,7 @@ def site(tmp_path, monkeypatch):
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+    for name in [name for name in sys.modules if name.startswith(("sglang", "vllm", "lenvm_kernels.adapters.vllm"))]:
         monkeypatch.delitem(sys.modules, name)
 
     def fill(files):
@@ -96,13 +96,13 @@ def test_a_sound_installation_has_nothing_wrong(no_sglang):
         assert [check for check in examine(section) if check.mark == WRONG] == []
     names = [check.name for check in examine("installed")]
     required = ["torch", "triton", "numpy", "transformers", "safetensors"]
-    engines = ["sglang", "SGLang plugin", "vllm", "vLLM processor"]
-    assert {"lenvm-kernels", "python", *required, *engines} <= set(names)
+    of_engines = ["sglang", "SGLang plugin", "vllm", "vLLM processor"]
+    assert {"lenvm-kernels", "python", *required, *of_engines} <= set(names)
 
 
 def test_json_says_what_the_lines_say(no_sglang, monkeypatch, lenvm_doctor):
     monkeypatch.setenv("LENVM_DTPYE", "float16")
-    monkeypatch.setattr(kernels, "OPERATORS", {})  # their milliseconds differ
+    monkeypatch.setattr(gpu, "OPERATORS", {})  # their milliseconds differ
     monkeypatch.setitem(sections.SECTIONS, "kernels", lambda: [Check("kernel", OK, "fine")])
     code, text, error = lenvm_doctor()
     json_code, printed, json_error = lenvm_doctor("--json")
@@ -200,12 +200,8 @@ FAKE_VLLM = {
 
 
 def test_vllm_and_its_runner(site, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith(("vllm", "lenvm_kernels.adapters.vllm"))]:
-        monkeypatch.delitem(sys.modules, name)
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    hide(monkeypatch, "vllm")
-    hidden = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda name: "0.32.0" if name == "vllm" else hidden(name))
+    monkeypatch.setattr(engines, "version_of", {"vllm": "0.32.0"}.get)
     site(FAKE_VLLM)
     check = look("vllm", "model runner")
     assert (check.mark, check.found) == ("wrong", "the first") and "VLLM_USE_V2_MODEL_RUNNER=1" in check.hint
@@ -217,11 +213,9 @@ def test_vllm_and_its_runner(site, monkeypatch):
 
 
 def test_no_vllm_or_one_that_does_not_import(site, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith(("vllm", "lenvm_kernels.adapters.vllm"))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(vllm, "version_of", lambda name: None)
+    monkeypatch.setattr(engines, "version_of", lambda name: None)
     assert look("vllm", "vllm").mark == "missing"
-    monkeypatch.setattr(vllm, "version_of", lambda name: "0.32.0")
+    monkeypatch.setattr(engines, "version_of", {"vllm": "0.32.0"}.get)
     site({"vllm/__init__.py": "raise OSError('no CUDA')"})
     check = look("vllm", "vllm")
     assert check.mark == "wrong" and check.found == "importing vLLM failed: no CUDA"
@@ -335,22 +329,22 @@ def test_no_gpu(monkeypatch, tmp_path):
 
 def test_operators_are_those_of_the_device(device):
     checks = examine("kernels")
-    assert [check.name for check in checks] == list(kernels.OPERATORS)
+    assert [check.name for check in checks] == list(gpu.OPERATORS)
     for check in checks:
         assert check.mark == "ok"
         assert ("no GPU: reference" if device.type == "cpu" else "kernel, first call") in check.found
 
 
-@pytest.mark.parametrize("name", kernels.OPERATORS)
+@pytest.mark.parametrize("name", gpu.OPERATORS)
 def test_an_operator_that_is_off(monkeypatch, name):
-    operator = kernels.OPERATORS[name]
+    operator = gpu.OPERATORS[name]
     for wrong in (lambda x: x + 1e-3, lambda x: torch.where(x == x.max(), torch.nan, x)):
 
         def off(where, dtype, backend, wrong=wrong):
             results = operator(where, dtype, backend)
             return results if backend == "reference" else wrong(results)
 
-        monkeypatch.setitem(kernels.OPERATORS, name, off)
+        monkeypatch.setitem(gpu.OPERATORS, name, off)
         assert [check.name for check in examine("kernels") if check.mark == "wrong"] == [name]
 
 

@@ -87,15 +87,11 @@ def served(engine, port=None, **options):
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs=dict(sockets=[listener]))
     thread.start()
-
-    def stop():
-        server.should_exit = True
-        thread.join()
-
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", server
     finally:
-        stop()
+        server.should_exit = True
+        thread.join()
 
 
 @pytest.fixture
@@ -114,6 +110,15 @@ def expected(pair, tokens):
 
 def expected_of(pair, tokens, candidates):
     return torch.stack([expected(pair, [*tokens, candidate])[-1] for candidate in candidates])
+
+
+def ask(engine, pair, *queries):
+    """The answers to queries that come together; their values are those of plain forwards."""
+    answers = [future.result(timeout=30) for future in engine.submit(queries)]
+    for query, answer in zip(queries, answers, strict=True):
+        ids, candidates = query.token_ids, query.candidate_ids
+        check(answer.values, expected_of(pair, ids, candidates) if candidates else expected(pair, ids))
+    return answers
 
 
 def post(url, path, body, **options):
@@ -157,9 +162,7 @@ def test_values_are_those_of_a_plain_forward(make_engine, device, architecture, 
         Query(sequence(3, seed=1)),
     ]
     for _ in range(2):  # the second time from the cache
-        for query, future in zip(queries, engine.submit(queries), strict=True):
-            ids, candidates = query.token_ids, query.candidate_ids
-            check(future.result().values, expected_of(pair, ids, candidates) if candidates else expected(pair, ids))
+        ask(engine, pair, *queries)
 
 
 @pytest.mark.parametrize(("max_queries", "widths"), [(256, [1, 7]), (3, [1, 3, 3, 1])])
@@ -181,26 +184,22 @@ def test_a_prefix_is_computed_once(pair, make_engine):
     engine = make_engine(max_tokens=512, page_size=4)
     tokens = sequence(64)
 
-    def ask(*queries):
-        before = engine.counts.computed_tokens
-        answers = [future.result() for future in engine.submit(queries)]
-        return answers, engine.counts.computed_tokens - before
+    def computed(*queries):
+        before, answers = engine.counts.computed_tokens, ask(engine, pair, *queries)
+        count = engine.counts.computed_tokens - before
+        assert sum(answer.cached_tokens for answer in answers) == sum(len(q.token_ids) for q in queries) - count
+        return count
 
-    assert ask(Query(tokens[:40], [1]))[1] == 40
+    assert computed(Query(tokens[:40], [1])) == 40
     # Decoding: what is computed is at most a page's rest and the new token.
     for length in range(41, 60):
-        (answer,), computed = ask(Query(tokens[:length], [1, 2]))
-        assert computed <= 4 and answer.cached_tokens == length - computed
-        check(answer.values, expected_of(pair, tokens[:length], [1, 2]))
+        assert computed(Query(tokens[:length], [1, 2])) <= 4
     # Sequences of one call share what the first of them computes; their values from the cache are whole.
-    answers, computed = ask(*(Query([7, *tokens[:length]]) for length in (30, 31, 33)))
-    assert computed == 31 + 4 + 2
-    for answer, length in zip(answers, (30, 31, 33), strict=True):
-        check(answer.values, expected(pair, [7, *tokens[:length]]))
-    assert ask(Query(tokens[:56], bypass_cache=True))[1] == 56
+    assert computed(*(Query([7, *tokens[:length]]) for length in (30, 31, 33))) == 31 + 4 + 2
+    assert computed(Query(tokens[:56], bypass_cache=True)) == 56
     engine.flush_cache()
-    assert ask(Query(tokens[:56]))[1] == 56
-    assert ask(Query(tokens[:56]))[1] == 0
+    assert computed(Query(tokens[:56])) == 56
+    assert computed(Query(tokens[:56])) == 0
 
 
 def test_a_sequence_that_grows_takes_nobodys_place(make_engine):
@@ -214,18 +213,13 @@ def test_a_sequence_that_grows_takes_nobodys_place(make_engine):
 def test_a_sequence_that_comes_twice_is_kept_once(pair, make_engine):
     """Its second row is free again, and has no pages that the row could lose later."""
     engine = make_engine(max_tokens=32, page_size=4, max_queries=5, max_sequences=5)
-
-    def ask(*queries):
-        for query, future in zip(queries, engine.submit(queries), strict=True):
-            check(future.result().values, expected(pair, query.token_ids))
-
     for seed in range(6):
-        ask(*[Query(sequence(4, seed=seed))] * 2)
+        ask(engine, pair, *[Query(sequence(4, seed=seed))] * 2)
     grown = sequence(32, seed=9)
-    ask(*[Query(sequence(4, seed=7))] * 2, Query(grown[:24]))
+    ask(engine, pair, *[Query(sequence(4, seed=7))] * 2, Query(grown[:24]))
     for length in range(25, 33):
-        ask(Query(grown[:length]))
-    ask(*(Query(sequence(4, seed=seed)) for seed in range(10, 15)))
+        ask(engine, pair, Query(grown[:length]))
+    ask(engine, pair, *(Query(sequence(4, seed=seed)) for seed in range(10, 15)))
 
 
 def test_a_forward_has_room_for_so_many_tokens(make_engine):
@@ -241,9 +235,7 @@ def test_the_cache_makes_room_and_what_does_not_fit_waits(pair, make_engine):
     rng = random.Random(3)
     for _ in range(20):
         sequences = (sequence(rng.randint(1, 28), seed=rng.randint(0, 5)) for _ in range(6))
-        queries = [Query(tokens, [3], bypass_cache=rng.random() < 0.3) for tokens in sequences]
-        for query, future in zip(queries, engine.submit(queries), strict=True):
-            check(future.result().values, expected_of(pair, query.token_ids, [3]))
+        ask(engine, pair, *(Query(tokens, [3], bypass_cache=rng.random() < 0.3) for tokens in sequences))
 
 
 def test_what_bypasses_the_cache_leaves_its_row_once(pair, make_engine):
@@ -251,8 +243,7 @@ def test_what_bypasses_the_cache_leaves_its_row_once(pair, make_engine):
     engine = make_engine(max_tokens=32, page_size=4, max_queries=3, max_sequences=3)
     short, long = ([Query(sequence(n, seed=seed), bypass_cache=True) for seed in range(3)] for n in (8, 10))
     for queries in (long, [Query(sequence(32))], short):
-        for query, future in zip(queries, engine.submit(queries), strict=True):
-            check(future.result().values, expected(pair, query.token_ids))
+        ask(engine, pair, *queries)
 
 
 def test_values_that_are_no_numbers_are_null(value_model, make_engine, monkeypatch):
@@ -354,11 +345,7 @@ def test_other_forms(pair, url):
         ("tree_value", {"input_ids": [1], "candidate_ids": [[1]]}, "input_ids[0] must be a list of token ids, got 1"),
         ("tree_value", {"input_ids": [[1]], "candidate_ids": [[1], [2]]}, "for each of the 1 in input_ids, got 2"),
         ("candidate_value", {"input_ids": [[1]], "candidate_ids": [[]]}, "candidate_ids[0] must have at least one"),
-        (
-            "candidate_value",
-            {"input_ids": [[1]], "candidate_ids": [[97]]},
-            "candidate_ids must be token ids in [0, 97)",
-        ),
+        ("candidate_value", {"input_ids": [[1]], "candidate_ids": [[97]]}, "candidate_ids must be token ids in [0, 97"),
         ("candidate_value", {"input_ids": [[1] * 512], "candidate_ids": [[1]]}, "a candidate included, got 513"),
         ("candidate_value", {"input_ids": [[1]], "candidate_ids": [[1]], "text": "a"}, "text must be one of"),
     ],
@@ -441,17 +428,7 @@ def test_the_command_serves_and_stops_on_sigterm(tmp_path):
     value = save_checkpoint(tmp_path, seed=1, value_head=True)
     port = free_port()
     command = [sys.executable, "-c", "import sys; from lenvm_kernels.cli import main; sys.exit(main())", "serve"]
-    command += [
-        value,
-        "--port",
-        str(port),
-        "--device",
-        "cpu",
-        "--max-body-bytes",
-        "1000",
-        "--max-tokens-in-cache",
-        "64",
-    ]
+    command += [value, *f"--port {port} --device cpu --max-body-bytes 1000 --max-tokens-in-cache 64".split()]
     environment = os.environ | {"LENVM_API_KEY": "secret", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     try:
@@ -460,10 +437,8 @@ def test_the_command_serves_and_stops_on_sigterm(tmp_path):
         assert post(url, "encode", {"text": "w1 w2"}).status_code == 401
         model = LlamaForCausalLM.from_pretrained(value)
         tokens = PreTrainedTokenizerFast.from_pretrained(value)("w1 w2 w3")["input_ids"]
-        check(
-            post(url, "encode", {"text": "w1 w2 w3"}, **key).json()["embedding"],
-            expected((model, random_head()), tokens),
-        )
+        embedding = post(url, "encode", {"text": "w1 w2 w3"}, **key).json()["embedding"]
+        check(embedding, expected((model, random_head()), tokens))
         # A call of which the server has half when it is told to stop.
         body = json.dumps({"input_ids": tokens}).encode()
         head = "POST /encode HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer secret\r\nExpect: 100-continue\r\n"
@@ -483,24 +458,21 @@ def test_the_command_serves_and_stops_on_sigterm(tmp_path):
 
 
 def test_the_commands_errors_are_one_line(tmp_path, capsys, monkeypatch):
-    def serve(*arguments):
-        code = cli.main(["serve", *arguments, "--device", "cpu"])
-        return code, capsys.readouterr().err
+    def refused(message, *arguments):
+        capsys.readouterr()
+        assert cli.main(["serve", *arguments, "--device", "cpu"]) == 2
+        error = capsys.readouterr().err
+        assert error.splitlines()[-1].startswith("lenvm serve: error: ") and message in error
 
-    code, error = serve(str(tmp_path))
-    assert code == 2 and error.startswith("lenvm serve: error: VALUE must be a directory with config.json")
+    refused("error: VALUE must be a directory with config.json", str(tmp_path))
     value = save_checkpoint(tmp_path, seed=1, value_head=True)
     with listen("127.0.0.1", 0) as taken:
-        code, error = serve(value, "--port", str(taken.getsockname()[1]))
-        assert code == 2 and "--host and --port must be an address that is free" in error
-    code, error = serve(value, "--max-length", "99", "--max-tokens-in-cache", "64")
-    assert code == 2 and "max_len must be in [1, 64]" in error
-    code, error = serve(value, "--api-key", "")
-    assert code == 2 and "must not be empty" in error
+        refused("--host and --port must be an address that is free", value, "--port", str(taken.getsockname()[1]))
+    refused("max_len must be in [1, 64]", value, "--max-length", "99", "--max-tokens-in-cache", "64")
+    refused("must not be empty", value, "--api-key", "")
     monkeypatch.delitem(sys.modules, "lenvm_kernels.serving.app")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    code, error = serve(value)
-    assert code == 2 and 'must be installed: pip install "lenvm-kernels[serve]"' in error
+    refused('must be installed: pip install "lenvm-kernels[serve]"', value)
 
 
 class TestRemoteGuidance:
@@ -637,26 +609,21 @@ class TestRemoteGuidance:
                 RemoteValueModel(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.4)
             thread.join()
 
-    def test_wrong_answers_and_foreign_tokens_are_no_guidance(self, base, value_model, make_engine, monkeypatch):
+    def test_wrong_answers_and_foreign_tokens_are_no_guidance(self, base, make_engine, monkeypatch):
+        def of_each(values):
+            return lambda *call: json.dumps({"values": [values(c) for c in json.loads(call[2])["candidate_ids"]]})
+
+        fixed = [b"[]", b"{}", b'{"values": [[1]]}', b'{"values": 3}', b"nothing"]
+        wrong = [(lambda *_, answer=answer: answer, "the value server failed") for answer in fixed]
+        wrong.append((of_each(lambda c: [0.5] * 20), "to 8 candidates"))
         with served(make_engine()) as (url, _):
             remote = RemoteValueModel(url, timeout=30, retry_after=0)
-            for answer in (b"[]", b"{}", b'{"values": [[1]]}', b'{"values": 3}', b"nothing"):
-                with monkeypatch.context() as patch, pytest.warns(UserWarning, match="the value server failed"):
-                    patch.setattr(remote, "_exchange", lambda *_, answer=answer: answer)
+            for exchange, message in wrong:
+                with monkeypatch.context() as patch, pytest.warns(UserWarning, match=message):
+                    patch.setattr(remote, "_exchange", exchange)
                     assert self.generate(base, remote)[1][0] == self.NEW
-            with monkeypatch.context() as patch, pytest.warns(UserWarning, match="to 8 candidates"):
-
-                def too_many(*call):
-                    return json.dumps({"values": [[0.5] * 20 for _ in json.loads(call[2])["candidate_ids"]]})
-
-                patch.setattr(remote, "_exchange", too_many)
-                assert self.generate(base, remote)[1][0] == self.NEW
             with monkeypatch.context() as patch:  # of a value model that has computed no number
-
-                def exchange(*call):
-                    return json.dumps({"values": [[None] * len(c) for c in json.loads(call[2])["candidate_ids"]]})
-
-                patch.setattr(remote, "_exchange", exchange)
+                patch.setattr(remote, "_exchange", of_each(lambda c: [None] * len(c)))
                 assert self.generate(base, remote)[1][0] == self.NEW
             # A base model whose embedding is padded further than the value model's.
             remote.config = type(remote.config)(**{**vars(remote.config), "vocab_size": 60})
@@ -665,15 +632,15 @@ class TestRemoteGuidance:
             assert self.generate(base, remote)[1][0] > 0
             assert remote.failed_calls == failed
 
-    def test_it_says_what_is_wrong(self, make_engine, value_model, base):
+    def test_it_says_what_is_wrong(self, make_engine, base):
         for bad, message in (
             (dict(url="127.0.0.1:1"), "url must be that of a server"),
-            (dict(url="http://127.0.0.1:1", timeout=0), "timeout must be"),
-            (dict(url="http://127.0.0.1:1", retry_after=-1), "retry_after must be"),
-            (dict(url="http://127.0.0.1:1", max_body_bytes=0), "max_body_bytes must be"),
+            (dict(timeout=0), "timeout must be"),
+            (dict(retry_after=-1), "retry_after must be"),
+            (dict(max_body_bytes=0), "max_body_bytes must be"),
         ):
             with pytest.raises(ValueError, match=message):
-                RemoteValueModel(**bad)
+                RemoteValueModel(**{"url": "http://127.0.0.1:1"} | bad)
         with pytest.raises(ConnectionError, match="url must be that of a lenvm serve that is up"):
             RemoteValueModel(f"http://127.0.0.1:{free_port()}")
         with served(make_engine(), api_key="secret") as (url, _):

@@ -84,6 +84,17 @@ def modules(request, monkeypatch):
     return modules
 
 
+@pytest.fixture
+def make(modules, plain, monkeypatch):
+    """Makes an engine after ``install()``, with the value model unless it is given another path."""
+    return lambda path=plain.path, **options: Checked(plain, modules, monkeypatch, path, **options)
+
+
+@pytest.fixture
+def engine(make):
+    return make()
+
+
 @pytest.fixture(autouse=True)
 def nothing_yet(monkeypatch):
     """No value model is loaded, and no setting is given."""
@@ -145,23 +156,43 @@ def expected_row(plain, request, probs, tokens=None):
     return row[0], status
 
 
-def check(plain, requests, before, after):
-    """Each row of a step against :func:`expected_row`; the rows' statuses."""
-    rows, statuses = zip(*(expected_row(plain, *pair) for pair in zip(requests, before, strict=True)), strict=True)
-    assert after is not None
-    torch.testing.assert_close(after, torch.stack(rows), rtol=0, atol=ATOL)
-    return statuses
+class Checked(Engine):
+    """An engine, and the value model's plain forwards."""
+
+    def __init__(self, plain, *args, **options):
+        super().__init__(*args, **options)
+        self.plain = plain
+
+    def check(self, requests, before, after, left=()):
+        """Each row of a step against :func:`expected_row`, of those ``left`` alone exactly; the rows' statuses."""
+        assert after is not None
+        statuses = []
+        for request, row, found in zip(requests, before, after, strict=True):
+            if request in left:
+                assert torch.equal(found, with_own_filters(request, row))
+                continue
+            expected, status = expected_row(self.plain, request, row)
+            torch.testing.assert_close(found, expected, rtol=0, atol=ATOL)
+            statuses.append(status)
+        return statuses
+
+    def go(self, requests, rows=None, left=(), **options):
+        """A step of prompts in ``rows``, or of decoding: checked, then the tokens are drawn. The rows' statuses."""
+        before, after = self.decode(requests) if rows is None else self.prefill(requests, rows, **options)
+        statuses = self.check(requests, before, after, left)
+        self.draw(requests, after)
+        return statuses
 
 
 # --- steps ---
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_requests_join_and_leave(modules, plain, monkeypatch, forwards, lag):
+def test_requests_join_and_leave(make, forwards, lag):
     """Requests of several lengths and filters, in rows and batches of another order, with and without the host knowing
     the last tokens. All probabilities of all steps are those of plain forwards, and a step of decoding is one forward.
     """
-    engine = Engine(modules, monkeypatch, plain.path, lag=lag)
+    engine = make(lag=lag)
     a = Request("a", prompt_of(23, 1), TILT, top_k=5)
     b = Request("b", prompt_of(1, 2), {**TILT, "entropy_threshold": 0.1}, top_k=9, min_p=0.1)
     c = Request("c", prompt_of(40, 3), None, top_k=3)
@@ -173,16 +204,12 @@ def test_requests_join_and_leave(modules, plain, monkeypatch, forwards, lag):
     statuses = []
 
     def prefill(requests, rows, **options):
-        before, after = engine.prefill(requests, rows, **options)
-        statuses.extend(check(plain, requests, before, after))
-        engine.draw(requests, after)
+        statuses.extend(engine.go(requests, rows, **options))
 
     def decode(*requests):
         forwards.clear()
-        before, after = engine.decode(requests)
-        statuses.extend(check(plain, requests, before, after))
+        statuses.extend(engine.go(requests))
         assert len(forwards) == 1
-        engine.draw(requests, after)
 
     prefill([a, b], [4, 1], prefixes=[16, 0])
     decode(b, a)
@@ -211,12 +238,11 @@ def test_requests_join_and_leave(modules, plain, monkeypatch, forwards, lag):
     )
 
 
-def test_a_tokens_candidates_are_committed_or_not(modules, plain, monkeypatch, forwards):
+def test_a_tokens_candidates_are_committed_or_not(engine, forwards):
     """What is drawn need not be a candidate, nor in the candidates' order: the next step is right all the same."""
-    engine = Engine(modules, monkeypatch, plain.path)
     requests = [Request(str(i), prompt_of(3 + 5 * i, 10 + i), TILT, top_k=4 + i) for i in range(3)]
     before, after = engine.prefill(requests, [5, 0, 2])
-    check(plain, requests, before, after)
+    engine.check(requests, before, after)
     for step in range(6):
         for i, request in enumerate(requests):
             ranked = after[i].argsort(descending=True).tolist()
@@ -225,39 +251,37 @@ def test_a_tokens_candidates_are_committed_or_not(modules, plain, monkeypatch, f
         order = [2, 0, 1]
         requests = [requests[i] for i in order]
         before, after = engine.decode(requests)
-        check(plain, requests, before, after)
+        engine.check(requests, before, after)
         candidates = sum(r.sampling_params.top_k for r in requests)
         drawn_elsewhere = sum(bool((step + order[i]) % 3 == 0) for i in range(3))
         assert forwards == [candidates + drawn_elsewhere]
 
 
-def test_nothing_is_read_back_to_the_host(modules, plain, monkeypatch):
+def test_nothing_is_read_back_to_the_host(engine):
     """Prompts, steps of guided, unguided and skipped rows, requests that end and lose their slots; by the kernels."""
-    engine = Engine(modules, monkeypatch, plain.path)
     step = engine.runner.step
     step.config, step.values._backend = replace(step.config, backend="triton"), "triton"
     a = Request("a", prompt_of(18, 20), {"value_scale": 0.7}, top_k=4)
     b = Request("b", prompt_of(5, 21), None, top_k=3)
     c = Request("c", prompt_of(9, 22), {**TILT, "entropy_threshold": 9.0}, top_k=3, min_p=0.01)
 
-    def check_reads(requests, *rows):
+    def go(requests, *rows):
         with no_read_back():
             before, after = engine.prefill(requests, *rows) if rows else engine.decode(requests)
-        check(plain, requests, before, after)
+        engine.check(requests, before, after)
         engine.draw(requests, after)
 
-    check_reads([a, b], [4, 1])
-    check_reads([b, a])
-    check_reads([c], [2])
-    check_reads([a, c, b])
+    go([a, b], [4, 1])
+    go([b, a])
+    go([c], [2])
+    go([a, c, b])
     a.finished_reason = "stop"
-    check_reads([c, b])
+    go([c, b])
     assert set(engine.runner._requests) == {2}
 
 
-def test_nothing_to_guide(modules, plain, monkeypatch, forwards):
+def test_nothing_to_guide(engine, forwards):
     """The engine's own sampling stays; nor does a single candidate, or one that is not guided, take slots."""
-    engine = Engine(modules, monkeypatch, plain.path)
     requests = [
         Request("a", prompt_of(8, 30), None, top_k=3),
         Request("b", prompt_of(9, 31), {"value_mode": "centered_exp", "value_scale": 0}),
@@ -271,235 +295,187 @@ def test_nothing_to_guide(modules, plain, monkeypatch, forwards):
     requests = [requests[2], guided, requests[0]]
     before, after = engine.prefill(requests, [4, 1, 2])
     assert after[0].nonzero()[:, 0].tolist() == [before[0].argmax()]
-    check(plain, requests[1:], before[1:], after[1:])
+    engine.check(requests[1:], before[1:], after[1:])
     assert set(engine.runner._requests) == {1}
 
 
-def test_chunks_of_a_prompt(modules, plain, monkeypatch, forwards):
+def test_chunks_of_a_prompt(engine, forwards):
     """Nothing is computed before the last chunk, which may be in another row; others are guided meanwhile."""
-    engine = Engine(modules, monkeypatch, plain.path)
-    other = Request("other", prompt_of(5, 40), TILT)
-    _, after = engine.prefill([other], [3])
-    engine.draw([other], after)
-    long = Request("long", prompt_of(50, 41), TILT, top_k=7)
+    other, long = Request("other", prompt_of(5, 40), TILT), Request("long", prompt_of(50, 41), TILT, top_k=7)
+    engine.go([other], [3])
     assert engine.prefill([long], [1], ends=[20])[1] is None
     forwards.clear()
     before, after = engine.prefill([long, other], [1, 3], prefixes=[20, 5], ends=[41, 6])  # a mixed batch
-    check(plain, [other], before[1:], after[1:])
+    engine.check([other], before[1:], after[1:])
     assert forwards == [9] or forwards == [8]
     engine.draw([other], after[1:])
-    before, after = engine.prefill([other, long], [3, 6], prefixes=[6, 41])
-    check(plain, [other, long], before, after)
+    engine.go([other, long], [3, 6], prefixes=[6, 41])
     assert forwards[1] == 49 and len(forwards) == 3
-    engine.draw([other, long], after)
-    before, after = engine.decode([long, other])
-    check(plain, [long, other], before, after)
+    engine.go([long, other])
 
 
-def test_a_retracted_request_in_its_old_row(modules, plain, monkeypatch, forwards):
+def test_a_retracted_request_in_its_old_row(make, forwards):
     """It goes on where it was; if a token of it was thrown away, it is computed anew, but for the full pages."""
-    engine = Engine(modules, monkeypatch, plain.path, lag=1)
+    engine = make(lag=1)
     request = Request("a", prompt_of(37, 50), {"target_length": 30, "constraint": "eq_soft", "gamma": 0.98}, top_k=6)
-    for step in range(4):
-        before, after = engine.decode([request]) if step else engine.prefill([request], [2])
-        check(plain, [request], before, after)
-        engine.draw([request], after)
+    engine.go([request], [2])
+    for _ in range(3):
+        engine.go([request])
     forwards.clear()
-    before, after = engine.prefill([request], [2])
-    check(plain, [request], before, after)
+    engine.go([request], [2])
     assert forwards == [6]
 
-    engine.draw([request], after)
     request.tokens.pop()
     forwards.clear()
-    before, after = engine.prefill([request], [2])
-    check(plain, [request], before, after)
-    assert forwards == [len(request.tokens) - 1 - 2 * PAGE, 7]
+    engine.go([request], [2])
+    assert forwards == [len(request.tokens) - 2 - 2 * PAGE, 7]
 
 
-def test_a_retracted_request_in_another_row_and_in_chunks(modules, plain, monkeypatch, forwards):
+def test_a_retracted_request_in_another_row_and_in_chunks(engine, forwards):
     """Its old slots are free; nothing is guided before all of its tokens are there, those it had generated included."""
-    engine = Engine(modules, monkeypatch, plain.path)
     request, other = Request("a", prompt_of(21, 52), TILT, top_k=6), Request("b", prompt_of(4, 53), TILT, top_k=3)
-    before, after = engine.prefill([request, other], [2, 5])
-    for _ in range(4):
-        engine.draw([request, other], after)
-        before, after = engine.decode([request, other])
-        check(plain, [request, other], before, after)
+    engine.go([request, other], [2, 5])
+    for _ in range(3):
+        engine.go([request, other])
+    before, after = engine.decode([request, other])
+    engine.check([request, other], before, after)
     engine.draw([other], after[1:])
     forwards.clear()
     before, after = engine.prefill([other, request], [5, 1], ends=[len(other.tokens), 23], prefixes=[8, 0])
-    check(plain, [other], before[:1], after[:1])
-    assert torch.equal(after[1], with_own_filters(request, before[1])) and len(forwards) == 1
-    assert set(engine.runner._requests) == {5}
+    engine.check([other, request], before, after, left=[request])
+    assert len(forwards) == 1 and set(engine.runner._requests) == {5}
     engine.draw([other], after[:1])
-    before, after = engine.prefill([other, request], [5, 3], prefixes=[9, 23])
-    check(plain, [other, request], before, after)
-    engine.draw([other, request], after)
+    engine.go([other, request], [5, 3], prefixes=[9, 23])
     engine.prefill([other, request], [5, 0], prefixes=[10, 0])  # in another row, all at once
     assert set(engine.runner._requests) == {5, 0}
 
 
-def test_rows_are_taken_over(modules, plain, monkeypatch):
+def test_rows_are_taken_over(engine):
     """By a request whose length is that of the next step of who was there, and by one that is not guided."""
-    engine = Engine(modules, monkeypatch, plain.path)
     first = Request("a", prompt_of(20, 55), TILT, top_k=5)
-    _, after = engine.prefill([first], [3])
-    engine.draw([first], after)
+    engine.go([first], [3])
     engine.decode([first])
     first.finished_reason = "stop"
     second = Request("a", prompt_of(22, 56), TILT, top_k=4)
-    check(plain, [second], *engine.prefill([second], [3]))
+    engine.go([second], [3])
 
     unguided, other = Request("c", prompt_of(5, 57), None, top_k=3), Request("d", prompt_of(7, 58), TILT)
-    check(plain, [unguided, other], *engine.prefill([unguided, other], [3, 6]))  # the second was retracted
+    engine.go([unguided, other], [3, 6])  # the second was retracted
     assert set(engine.runner._requests) == {6}
 
 
-def test_what_a_request_has_beside_guidance(modules, plain, monkeypatch):
+def test_what_a_request_has_beside_guidance(engine):
     """Token temperatures are in the logits already, lengths have no way back, and there is room for 64 end tokens."""
-    engine = Engine(modules, monkeypatch, plain.path)
     beside = {"token_temperature_scale": {"5": 2.0, "6": 0.5}, "return_values": True}
     request = Request("a", prompt_of(9, 59), {**TILT, **beside}, top_k=6)
     request.eos_token_ids = {EOS, *range(1000, 1080)}
-    check(plain, [request], *engine.prefill([request], [4]))
+    engine.go([request], [4])
     table = engine.runner.step.table
     assert table.token_scales.unique().tolist() == [1.0] and not table.return_values.any()
     assert table.eos_token_ids[4].tolist() == [EOS, *range(1000, 1063)]
 
 
-def test_requests_share_the_pages_of_a_prompt(modules, plain, monkeypatch, forwards):
-    engine = Engine(modules, monkeypatch, plain.path)
+def test_requests_share_the_pages_of_a_prompt(engine, forwards):
     prompt = prompt_of(2 * PAGE + 5, 60)
     first = Request("first", prompt, TILT, top_k=3)
     second = Request("second", [*prompt[: 2 * PAGE + 1], 7, 8], TILT, top_k=5)
-    check(plain, [first], *engine.prefill([first], [5]))
+    engine.go([first], [5])
     first.finished_reason = "stop"
     forwards.clear()
-    check(plain, [second], *engine.prefill([second], [0]))
+    engine.go([second], [0])
     assert forwards == [2, 1 + 5]
     assert set(engine.runner._requests) == {0}
 
 
-def test_slots_are_taken_from_who_is_in_no_batch(modules, plain, monkeypatch, forwards):
+def test_slots_are_taken_from_who_is_in_no_batch(make, monkeypatch):
     """Its tokens are computed anew when it is back."""
     monkeypatch.setattr(sglang_fork_runner, "_num_pages", lambda *args: 5)
-    engine = Engine(modules, monkeypatch, plain.path)
+    engine = make()
     a, b, c = (Request(name, prompt_of(n, 70 + n), TILT, top_k=5) for name, n in (("a", 30), ("b", 20), ("c", 18)))
-    for requests, rows in (([a], [3]), ([b], [1])):
-        before, after = engine.prefill(requests, rows)
-        engine.draw(requests, after)
-    before, after = engine.decode([a, b])
-    engine.draw([a, b], after)
-    before, after = engine.prefill([c], [2])  # a and b have two pages each
-    check(plain, [c], before, after)
-    engine.draw([c], after)
+    engine.go([a], [3])
+    engine.go([b], [1])
+    engine.go([a, b])
+    engine.go([c], [2])  # a and b have two pages each
     assert set(engine.runner._requests) == {2, 3}
     c.finished_reason = "stop"
-    before, after = engine.decode([b, a])
-    check(plain, [b, a], before, after)
-    engine.draw([b, a], after)
-    before, after = engine.decode([a, b])
-    check(plain, [a, b], before, after)
+    engine.go([b, a])
+    engine.go([a, b])
     assert set(engine.runner._requests) == {1, 3}
 
 
-def test_without_room_a_request_is_not_guided(modules, plain, monkeypatch, forwards, caplog):
+def test_without_room_a_request_is_not_guided(make, monkeypatch, forwards, caplog):
     """Nor later, when there would be room; its prompt is not computed."""
     monkeypatch.setattr(sglang_fork_runner, "_num_pages", lambda *args: 3)
     monkeypatch.setenv("LENVM_CHUNK_TOKENS", "16")
-    engine = Engine(modules, monkeypatch, plain.path)
+    engine = make()
     long = Request("long", prompt_of(28, 80), {"value_scale": 0.5}, top_k=3)
     short, other = (Request(str(n), prompt_of(n, 80 + n), {"value_scale": 0.5}, top_k=5) for n in (12, 3))
-    requests = [short, long, other]
-    before, after = engine.prefill(requests, [1, 4, 0])
+    engine.go([short, long, other], [1, 4, 0], left=[long])
     assert len(forwards) == 2  # of one chunk, and of the step
-    for _ in range(2):
-        check(plain, [short, other], before[[0, 2]], after[[0, 2]])
-        assert torch.equal(after[1], with_own_filters(long, before[1]))
-        engine.draw(requests, after)
-        before, after = engine.decode(requests)
+    engine.go([short, long, other], left=[long])
+    engine.go([short, long, other], left=[long])
     short.finished_reason = "stop"
-    engine.draw(requests, after)
-    before, after = engine.decode([long, other])
-    check(plain, [other], before[1:], after[1:])
-    assert torch.equal(after[0], with_own_filters(long, before[0]))
+    engine.go([long, other], left=[long])
     short.finished_reason = None
-    engine.draw([long, other], after)
-    check(plain, [short, other], *engine.decode([short, other]))
+    engine.go([short, other])
     assert caplog.text.count("cache is full") == 1 and set(engine.runner._requests) == {0, 1}
 
 
 @pytest.mark.parametrize("asked_by", ["request", "server"])
-def test_value_stride(modules, plain, monkeypatch, asked_by):
+def test_value_stride(make, monkeypatch, asked_by):
     """Every third step of the engine is guided, or one at which the sequence may end; in between the row's own filters
     count. The tokens of these steps are computed together."""
     if asked_by == "server":
         monkeypatch.setenv("LENVM_VALUE_STRIDE", "3")
-    engine = Engine(modules, monkeypatch, plain.path)
+    engine = make()
     stride = {"value_stride": 3} if asked_by == "request" else {}
     request = Request("a", prompt_of(8, 90), {**TILT, **stride}, top_k=4)
     always = Request("b", prompt_of(4, 91), {**TILT, "value_stride": 1}, top_k=3)
-    before, after = engine.prefill([request, always], [6, 2])
-    guided = []
+    requests, guided = [request, always], 0
+    before, after = engine.prefill(requests, [6, 2])
     for _ in range(12):
-        check(plain, [always], before[1:], after[1:])
-        own = with_own_filters(request, before[0])
-        guided.append(not torch.equal(after[0], own))
-        if guided[-1]:
-            check(plain, [request], before[:1], after[:1])
-        engine.draw([request, always], after)
-        before, after = engine.decode([request, always])
-    assert 4 <= sum(guided) < 9
+        is_guided = not torch.equal(after[0], with_own_filters(request, before[0]))
+        engine.check(requests, before, after, left=() if is_guided else [request])
+        guided += is_guided
+        engine.draw(requests, after)
+        before, after = engine.decode(requests)
+    assert 4 <= guided < 9
 
 
 @pytest.mark.parametrize("filters", [dict(top_k=3), dict(top_p=0.5), dict(min_p=0.3)])
-def test_each_filter_of_an_unguided_request(modules, plain, monkeypatch, filters):
-    engine = Engine(modules, monkeypatch, plain.path)
+def test_each_filter_of_an_unguided_request(engine, filters):
     unguided, guided = (
         Request(name, prompt_of(5, seed), params, **{"top_k": ALL, **filters})
         for name, seed, params in (("a", 92, None), ("b", 93, TILT))
     )
     before, after = engine.prefill([guided, unguided], [1, 5])
-    expected = with_own_filters(unguided, before[1])
-    assert torch.equal(after[1], expected) and 1 < (expected > 0).sum() < VOCAB
-    check(plain, [guided], before[:1], after[:1])
+    engine.check([guided, unguided], before, after, left=[unguided])
+    assert 1 < (after[1] > 0).sum() < VOCAB
 
 
 @pytest.mark.parametrize("name", ["multimodal_inputs", "input_embeds"])
-def test_what_the_value_model_cannot_read_is_not_guided(modules, plain, monkeypatch, caplog, name):
-    engine = Engine(modules, monkeypatch, plain.path)
+def test_what_the_value_model_cannot_read_is_not_guided(engine, monkeypatch, caplog, name):
     request, other = Request("a", [10**6, 5], TILT, top_k=3), Request("b", prompt_of(4, 95), TILT)
     setattr(request, name, object())
-    before = torch.softmax(torch.zeros(1, VOCAB), dim=1)
     monkeypatch.setattr("tests.helpers.sglang_fork.BY_TOKEN", torch.zeros(10**6 + 1, VOCAB))
-    for run in (lambda: engine.prefill([request, other], [3, 0]), lambda: engine.decode([request, other])):
-        before, after = run()
-        assert torch.equal(after[0], with_own_filters(request, before[0]))
-        check(plain, [other], before[1:], after[1:])
-        engine.draw([request, other], after)
+    engine.go([request, other], [3, 0], left=[request])
+    engine.go([request, other], left=[request])
     assert caplog.text.count(f"request a has {name}, which the value model cannot read: not guided") == 1
 
 
-def test_a_bad_request_harms_nobody(modules, plain, monkeypatch, caplog):
-    engine = Engine(modules, monkeypatch, plain.path)
+def test_a_bad_request_harms_nobody(engine, caplog):
     bad, other = Request("a", prompt_of(3, 96), {"mode": "loud"}, top_k=3), Request("b", prompt_of(4, 97), TILT)
-    before, after = engine.prefill([bad, other], [3, 0])
-    assert torch.equal(after[0], with_own_filters(bad, before[0]))
-    check(plain, [other], before[1:], after[1:])
+    engine.go([bad, other], [3, 0], left=[bad])
     assert "request a has bad custom_params and is not guided: value_mode must be one of" in caplog.text
 
 
-def test_more_candidates_than_there_is_room_for(modules, plain, monkeypatch, caplog):
+def test_more_candidates_than_there_is_room_for(make, monkeypatch, caplog):
     monkeypatch.setenv("LENVM_MAX_CANDIDATES", "4")
-    engine = Engine(modules, monkeypatch, plain.path)
+    engine = make()
+    warning = "requests with a top_k above 4, or none, are drawn from their 4 most probable"
     for name, top_k, count in (("a", 4, 0), ("b", 5, 1), ("c", ALL, 1)):
-        request = Request(name, prompt_of(4, 98), TILT, top_k=top_k)
-        _, after = engine.prefill([request], [3])
-        assert (after[0] > 0).sum() == 4
-        assert (
-            caplog.text.count("requests with a top_k above 4, or none, are drawn from their 4 most probable") == count
-        )
+        _, after = engine.prefill([Request(name, prompt_of(4, 98), TILT, top_k=top_k)], [3])
+        assert (after[0] > 0).sum() == 4 and caplog.text.count(warning) == count
 
 
 # --- against the fork's own sampler ---
@@ -589,10 +565,10 @@ def test_the_forks_sampler_draws_by_it(fork, plain, monkeypatch):
 # --- loading ---
 
 
-def test_the_value_model_is_loaded_at_the_start(modules, plain, monkeypatch):
+def test_the_value_model_is_loaded_at_the_start(make, monkeypatch):
     """From the fork's option, in the base model's dtype, with the settings of the environment but for the model."""
     monkeypatch.setenv("LENVM_VALUE_MODEL", "/nowhere")
-    engine = Engine(modules, monkeypatch, plain.path)
+    engine = make()
     step = engine.runner.step
     config = step.config
     assert (config.max_candidates, config.max_requests, config.vocab_size, config.max_delta) == (64, 5, VOCAB, 16)
@@ -602,30 +578,31 @@ def test_the_value_model_is_loaded_at_the_start(modules, plain, monkeypatch):
 
     for name, value in dict(MAX_CANDIDATES=8, VALUE_STRIDE=3, CHUNK_TOKENS=7, DTYPE="bfloat16").items():
         monkeypatch.setenv(f"LENVM_{name}", str(value))
-    step = Engine(modules, monkeypatch, plain.path).runner.step
+    step = make().runner.step
     assert (step.config.max_candidates, step.config.value_stride, step.values._chunk_tokens) == (8, 3, 7)
     assert step.value_model.dtype == torch.bfloat16
 
 
-def test_the_gamma_of_the_value_model_is_that_of_requests_without(modules, plain, monkeypatch, tmp_path):
+def test_the_gamma_of_the_value_model_is_that_of_requests_without(make, plain, tmp_path):
     for file in plain.path.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "lenvm_config.json").write_text(json.dumps({"gamma": 0.9}))
-    engine = Engine(modules, monkeypatch, tmp_path)
+    engine = make(tmp_path)
     target = {"target_length": 6, "op": "eq_soft"}
     request = Request("a", prompt_of(4, 120), target)
     before, after = engine.prefill([request], [3])
     request.sampling_params.custom_params = {**target, "gamma": 0.9}
-    check(plain, [request], before, after)
+    engine.check([request], before, after)
 
 
-def test_memory(modules, plain, monkeypatch):
+def test_memory(make, monkeypatch):
     """The option's share of what was free, without what the weights took; all ranks take the least of them."""
     free, weights, fraction = 2_500_000, 400_000, 0.7
     options = dict(lvm_guided_inproc_mem_fraction_static=fraction, free=[free, free - weights])
+    sizes_of_engine = dict(max_requests=30, rows=31)
     monkeypatch.setenv("LENVM_MAX_CANDIDATES", "4")
     monkeypatch.setenv("LENVM_CHUNK_TOKENS", "64")
-    engine = Engine(modules, monkeypatch, plain.path, max_requests=30, rows=31, **options)
+    engine = make(**sizes_of_engine, **options)
     model, sizes = engine.runner.step.value_model, dict(requests=30, max_len=90, vocab_size=VOCAB)
     taken = working_bytes(model, **sizes, max_candidates=4) + working_bytes(model, **sizes, tokens=64)
     taken += KVCache.num_bytes(model, 30 * (16 + 4))
@@ -635,23 +612,21 @@ def test_memory(modules, plain, monkeypatch):
     assert KVCache.num_bytes(model, slots) <= room < KVCache.num_bytes(model, slots + PAGE)
 
     monkeypatch.setenv("LENVM_COMMIT_WINNERS", "0")
-    more = Engine(modules, monkeypatch, plain.path, max_requests=30, rows=31, **options).runner.slots.num_slots
+    more = make(**sizes_of_engine, **options).runner.slots.num_slots
     assert more - slots in (30 * 20 // PAGE * PAGE, (30 * 20 // PAGE + 1) * PAGE)
     options["free"] = [free, free - 1_700_000]
     with pytest.raises(ValueError, match=r"--lvm-guided-inproc-mem-fraction-static leaves 0\.00 GiB"):
-        Engine(modules, monkeypatch, plain.path, max_requests=30, rows=31, **options)
+        make(**sizes_of_engine, **options)
 
     # Without the option, the share of the base model's.
     monkeypatch.setenv("LENVM_COMMIT_WINNERS", "1")
     options = dict(
         lvm_guided_inproc_mem_fraction_static=None, mem_fraction_static=fraction, free=[free, free - weights]
     )
-    engine = Engine(modules, monkeypatch, plain.path, max_requests=30, rows=31, **options)
-    assert engine.runner.slots.num_slots == slots
+    assert make(**sizes_of_engine, **options).runner.slots.num_slots == slots
 
 
-def test_ranks_ask_for_the_memory_of_all(modules, plain, monkeypatch):
-    engine = Engine(modules, monkeypatch, plain.path)
+def test_ranks_ask_for_the_memory_of_all(engine):
     engine.model_runner.tp_group = SimpleNamespace(world_size=2, cpu_group="group")
     engine.asked_memory.clear()
     engine.model_runner.initialize(0.0)
@@ -668,34 +643,30 @@ def test_ranks_ask_for_the_memory_of_all(modules, plain, monkeypatch):
         ),
     ],
 )
-def test_bad_options_end_the_start(modules, plain, monkeypatch, options, message):
+def test_bad_options_end_the_start(make, options, message):
     with pytest.raises(ValueError, match=message):
-        Engine(modules, monkeypatch, plain.path, **options)
+        make(**options)
 
 
-def test_overridden_architectures_change_nothing(modules, plain, monkeypatch):
-    architectures = '{"architectures": ["Qwen3ForLengthValueModel"]}'
-    for text in (architectures, "", None):
-        engine = Engine(modules, monkeypatch, plain.path, lvm_guided_inproc_json_model_override_args=text)
-        assert engine.runner is not None
+def test_overridden_architectures_change_nothing(make):
+    for text in ('{"architectures": ["Qwen3ForLengthValueModel"]}', "", None):
+        assert make(lvm_guided_inproc_json_model_override_args=text).runner is not None
 
 
-@pytest.mark.parametrize("case", ["a value server", "no path", "images", "a function of one's own", "a draft model"])
-def test_everything_else_is_left_to_the_fork(modules, plain, monkeypatch, tmp_path, case):
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(lvm_guided_inproc=False),  # a value server
+        dict(lvm_guided_inproc_model_path=None),
+        dict(path="images"),
+        dict(function=min),  # one's own
+        dict(is_draft_worker=True),
+    ],
+)
+def test_everything_else_is_left_to_the_fork(make, monkeypatch, tmp_path, options):
     """Nothing is loaded, and the fork's own way of applying guidance is taken."""
-    options, path = {}, plain.path
-    if case == "a value server":
-        options = dict(lvm_guided_inproc=False)
-    elif case == "no path":
-        options = dict(lvm_guided_inproc_model_path=None)
-    elif case == "images":
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "vision_config": {}}))
-        path = tmp_path
-    elif case == "a function of one's own":
-        options = dict(function=min)
-    else:
-        options = dict(is_draft_worker=True)
-    engine = Engine(modules, monkeypatch, path, **options)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "vision_config": {}}))
+    engine = make(**{"path": tmp_path} if "path" in options else options)
     assert engine.runner is None
     calls = []
     original = f"{GUIDED_SAMPLING}:LvmGuidedSampler.apply"
@@ -704,9 +675,8 @@ def test_everything_else_is_left_to_the_fork(modules, plain, monkeypatch, tmp_pa
     assert len(calls) == 1 and calls[0][0] is engine.guided_sampler and len(calls[0]) == 7
 
 
-def test_without_guidance_the_start_is_the_forks(modules, plain, monkeypatch):
+def test_without_guidance_the_start_is_the_forks(modules, engine, monkeypatch):
     """A server without ``--enable-lvm-guided-sampling`` has no sampler of guidance."""
-    engine = Engine(modules, monkeypatch, plain.path)
     engine.model_runner.sampler = SimpleNamespace(lvm_guided_sampler=None)
     calls = []
     for name in ("initialize", "sample"):

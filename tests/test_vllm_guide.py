@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sam
 from lenvm_kernels.adapters import vllm_guide
 from lenvm_kernels.adapters.settings import Settings
 from lenvm_kernels.adapters.vllm import LenVMProcessor
+from lenvm_kernels.adapters.vllm_filters import rewrite
 from lenvm_kernels.adapters.vllm_guide import PAGE_SIZE, Guide
 from lenvm_kernels.adapters.vllm_requests import guidance_of
 from lenvm_kernels.types import Status
@@ -112,23 +113,28 @@ def is_guided(logits):
     return logits.isinf().sum(1) >= VOCAB - 8
 
 
-def test_nothing_is_read_back(value_model):
+def test_nothing_is_read_back(value_model, monkeypatch):
     """Prompts in chunks and whole, a first step, later ones, with drafts for some and none."""
     engine = Engine(value_model, drafts=3)
     step = engine.guide.step
     step.config, step.values._backend = replace(step.config, backend="triton"), "triton"  # the references do
     assert engine.add(4, PROMPT, TILT) and engine.add(1, PROMPT[3:9], TILT) and not engine.add(0, PROMPT[:7], None)
-    step = engine.step
-    with no_read_back_in(engine.guide):
-        step({4: 20, 1: 6, 0: 7})
-        engine.grow(1, 6, [9])
-        engine.grow(0, 7, [3])
-        step({1: 7, 4: 45, 0: 8})
-        engine.grow(1, 7, [8])
-        _, changed, _ = step({1: 8, 4: 60, 0: 9}, {1: [3, 4, 5], 0: [1, 2, 3]})
-        engine.grow(1, 8, [3, 4])
-        engine.grow(4, 60, [7])
-        _, full, _ = step({1: 10, 4: 61}, {1: [3, 4, 5], 4: [6, 7, 8]})
+    step, apply = engine.step, engine.guide.apply
+
+    def checked(*args):
+        with no_read_back():
+            return apply(*args)
+
+    monkeypatch.setattr(engine.guide, "apply", checked)
+    step({4: 20, 1: 6, 0: 7})
+    engine.grow(1, 6, [9])
+    engine.grow(0, 7, [3])
+    step({1: 7, 4: 45, 0: 8})
+    engine.grow(1, 7, [8])
+    _, changed, _ = step({1: 8, 4: 60, 0: 9}, {1: [3, 4, 5], 0: [1, 2, 3]})
+    engine.grow(1, 8, [3, 4])
+    engine.grow(4, 60, [7])
+    _, full, _ = step({1: 10, 4: 61}, {1: [3, 4, 5], 4: [6, 7, 8]})
     assert is_guided(changed).tolist() == [True] * 4 + [True] + [False] * 4
     assert is_guided(full).all() and not engine.guide.step.table.faults.any() and not engine.guide.fallbacks
 
@@ -171,23 +177,6 @@ def test_drafts_leave_the_distribution_as_it_is(value_model, use_block_verificat
         assert p_value(counts, expected[node] * counts.sum()) > 0.001
 
 
-class no_read_back_in:
-    """Calls of ``apply`` in here fail if they read anything back."""
-
-    def __init__(self, guide):
-        self.guide, self.apply = guide, guide.apply
-
-    def __enter__(self):
-        def apply(*args):
-            with no_read_back():
-                return self.apply(*args)
-
-        self.guide.apply = apply
-
-    def __exit__(self, *_):
-        self.guide.apply = self.apply
-
-
 def test_guided_rows_leave_their_candidates_and_other_rows_are_untouched(value_model):
     engine = Engine(value_model)
     engine.add(2, PROMPT[:9], TILT, temperature=0.5, top_k=4)
@@ -215,16 +204,16 @@ def test_the_engines_filters_leave_guided_rows_alone(value_model):
     engine.add(5, PROMPT[:6], None)
     _, logits, context = engine.step({5: 6, 2: 9})
     top_k, top_p = torch.tensor([3, 2], dtype=torch.int32), torch.tensor([0.5, 0.1])
-    guide, of_rows = engine.guide, context.expanded_idx_mapping
-    found = guide.after_top_k_top_p(of_rows, top_k, top_p)
+    filters, of_rows = engine.guide.filters, context.expanded_idx_mapping
+    found = filters.after_top_k_top_p(of_rows, top_k, top_p)
     assert found[0].tolist() == [3, VOCAB] and found[1].tolist() == [0.5, 1.0]
-    assert guide.after_top_k_top_p(of_rows, None, None) == (None, None)
-    assert guide.after_top_k_top_p(of_rows.clone(), top_k, top_p)[0] is top_k
+    assert filters.after_top_k_top_p(of_rows, None, None) == (None, None)
+    assert filters.after_top_k_top_p(of_rows.clone(), top_k, top_p)[0] is top_k
     before = logits.clone()
-    with guide.around_min_p(logits, of_rows):
+    with filters.around_min_p(logits, of_rows):
         logits[:] = -torch.inf
     assert logits[0].isinf().all() and torch.equal(logits[1], before[1])
-    with guide.around_min_p(logits, of_rows.clone()):
+    with filters.around_min_p(logits, of_rows.clone()):
         logits[:] = -torch.inf
     assert logits.isinf().all()
 
@@ -315,18 +304,21 @@ def test_a_failure_ends_the_guidance_of_a_batch_only(value_model, monkeypatch):
         assert is_guided(after).item() == guided
 
 
-def test_options_that_guidance_does_not_go_with(value_model):
+@pytest.mark.parametrize(
+    ("part", "option", "given", "message"),
+    [
+        ("parallel_config", "tensor_parallel_size", 2, "must be 1 together with LENVM_VALUE_MODEL, got 2: not tried"),
+        ("speculative_config", "enable_adaptive_verification", True, r"must be False .*, got True: not tried"),
+        ("", "watermark_config", "some", "must be None together with LENVM_VALUE_MODEL, got some"),
+    ],
+)
+def test_options_that_guidance_does_not_go_with(value_model, part, option, given, message):
     engine = Engine(value_model)
-    engine.config.parallel_config.tensor_parallel_size = 2
-    with pytest.raises(ValueError, match="tensor_parallel_size must be 1 together with LENVM_VALUE_MODEL, got 2"):
-        vllm_guide.check_options(engine.config)
-    engine.config.parallel_config.tensor_parallel_size = 1
-    engine.config.speculative_config = SimpleNamespace(enable_adaptive_verification=True)
-    with pytest.raises(ValueError, match=r"enable_adaptive_verification must be False .*, got True: not tried"):
-        vllm_guide.check_options(engine.config)
-    engine.config.speculative_config.enable_adaptive_verification = False
-    engine.config.watermark_config = "some"
-    with pytest.raises(ValueError, match="watermark_config must be None together with LENVM_VALUE_MODEL, got some"):
+    if part:
+        setattr(engine.config, part, SimpleNamespace(**{option: given}))
+    else:
+        setattr(engine.config, option, given)
+    with pytest.raises(ValueError, match=f"{option} {message}"):
         vllm_guide.check_options(engine.config)
 
 
@@ -358,7 +350,7 @@ def test_statuses_that_are_rewritten():
     )
     output = SimpleNamespace(candidates=candidates, probs=torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
     logits = torch.arange(10.0).view(2, 5)
-    vllm_guide._write(logits, output, torch.tensor([0, 1]), torch.tensor([[2.0], [2.0]]), None)
+    rewrite(logits, output, torch.tensor([0, 1]), torch.tensor([[2.0], [2.0]]), None)
     inf = torch.inf
     assert logits.tolist() == [[-inf, -inf, -inf, 0.0, -inf], [5.0, 6.0, 7.0, 8.0, 9.0]]
 

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 # Folders of the package, and the share of all mutants that each gets.
 SHARES = {"ops": 10, "step": 4, "guidance": 3, "value_model": 4, "adapters": 3}
 # They need an engine, or are of one that is not published.
-NOT_HERE = ("sglang", "vllm_guide", "vllm.py", "vllm_report", "metrics", "remote", "images")
+NOT_HERE = ("sglang", "vllm_guide", "vllm_filters", "vllm.py", "vllm_report", "trace", "metrics", "remote", "images")
 STEP_TESTS = (
     *("test_step", "test_step_lengths", "test_step_drafts", "test_step_spans", "test_step_catch_up", "test_step_ends"),
     *("test_step_device", "test_step_arguments", "test_transformers_adapter"),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lenvm_kernels.guidance import GuidanceParams, ends_of_thought, parse_guidance, text_breaks_of
-from lenvm_kernels.step import StepConfig
+from lenvm_kernels.step import StepConfig, working_bytes
 from lenvm_kernels.value_model import LenVMConfig, ValueModel
 
 logger = logging.getLogger(__name__)
@@ -158,6 +158,19 @@ class Settings:
             device=device,
             weights=self.weights,
         )
+
+    def working_bytes(
+        self, value_model: ValueModel | None, *, requests: int, max_len: int, vocab_size: int, **of_step: int
+    ) -> int:
+        """Bytes of an engine's steps and of its prompts (:func:`working_bytes`): each keeps its own from the other.
+
+        ``of_step`` are ``max_delta`` and ``max_drafts``.
+        """
+        sizes = dict(requests=requests, max_len=max_len, vocab_size=vocab_size)
+        step = working_bytes(value_model, **sizes, max_candidates=self.max_candidates, **of_step)
+        if value_model is None:  # nobody computes prompts
+            return step
+        return step + working_bytes(value_model, **sizes, tokens=self.chunk_tokens)
 
     def step_config(self, *, has_graphs: bool, **sizes: Any) -> StepConfig:
         """What these settings and the ``sizes`` of an engine make of a :class:`GuidedStep`.

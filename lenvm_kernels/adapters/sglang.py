@@ -42,7 +42,6 @@ from lenvm_kernels.adapters.sglang_images import PromptImages
 from lenvm_kernels.adapters.sglang_report import without_empty_keys
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.ops.pack_drafts import tree_columns
-from lenvm_kernels.step import working_bytes
 from lenvm_kernels.types import Mode
 from lenvm_kernels.value_model import KVCache
 
@@ -239,14 +238,10 @@ def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_
         slots = pool.max_total_num_tokens + configurator.page_size
         engine = configurator.model_config
         sizes = dict(requests=requests, max_len=engine.context_len, vocab_size=engine.vocab_size)
-        of_step = dict(max_candidates=settings.max_candidates, max_delta=delta, max_drafts=drafts)
-        step = working_bytes(model, **sizes, **of_step)
+        working = settings.working_bytes(model, **sizes, max_delta=delta, max_drafts=drafts)
         if model is None:
-            return pool, step
-        kept = KVCache.num_bytes(model, slots, settings.cache) + KVCache.num_bytes(model, last_step)
-        # Each keeps its memory from the other, see GuidedStep.
-        extend = working_bytes(model, **sizes, tokens=settings.chunk_tokens)
-        return pool, kept + step + extend
+            return pool, working
+        return pool, working + KVCache.num_bytes(model, slots, settings.cache) + KVCache.num_bytes(model, last_step)
 
     # Slots grow with the pool's bytes, and with them what the value model takes: the largest pool that leaves room is
     # found by bisection.

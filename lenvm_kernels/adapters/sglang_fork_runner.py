@@ -22,7 +22,7 @@ from lenvm_kernels.adapters.sglang_batch import last_tokens
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.slot_pool import SlotPool
-from lenvm_kernels.step import GuidedStep, Sampling, working_bytes
+from lenvm_kernels.step import GuidedStep, Sampling
 from lenvm_kernels.types import Mode, Status
 from lenvm_kernels.value_model import KVCache, ValueModel
 
@@ -306,8 +306,7 @@ def _num_pages(settings: Settings, value_model: ValueModel, runner: ModelRunner,
     """Pages of the value model's cache: as many as fit beside its steps, or as all requests can fill."""
     requests, max_len = runner.max_running_requests, runner.req_to_token_pool.req_to_token.shape[1]
     sizes = dict(requests=requests, max_len=max_len, vocab_size=runner.model_config.vocab_size)
-    taken = working_bytes(value_model, **sizes, max_candidates=settings.max_candidates, max_delta=MAX_DELTA)
-    taken += working_bytes(value_model, **sizes, tokens=settings.chunk_tokens)
+    taken = settings.working_bytes(value_model, **sizes, max_delta=MAX_DELTA)
     if settings.commit_winners:
         taken += KVCache.num_bytes(value_model, requests * (MAX_DELTA + settings.max_candidates))
     page_bytes = KVCache.num_bytes(value_model, PAGE_SIZE, settings.cache)

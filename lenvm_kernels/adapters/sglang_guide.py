@@ -7,7 +7,6 @@ overlapping scheduler stays ahead.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,6 +26,7 @@ from lenvm_kernels.adapters.sglang_batch import last_tokens
 from lenvm_kernels.adapters.sglang_drafts import changed_once, drafts_of, leave_only
 from lenvm_kernels.adapters.sglang_images import PromptImages, image_tokens
 from lenvm_kernels.adapters.sglang_report import StepReport
+from lenvm_kernels.adapters.trace import columns_of, write_line
 from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepOutput
 from lenvm_kernels.types import Drafts, Mode
 from lenvm_kernels.value_model import ImageTokens, KVCache, ValueModel
@@ -446,13 +446,10 @@ def _trace(trace: Path, batch: ForwardBatch, output: StepOutput) -> None:
     columns = dict(
         rid=batch.rids,
         length=batch.seq_lens.tolist(),
-        status=output.candidates.status.tolist(),
-        token_ids=output.candidates.token_ids.tolist(),
-        value_logits=output.value_logits.tolist(),
-        probs=output.probs.tolist(),
+        **columns_of(output),
         token=output.tokens.tolist(),
     )
-    _write_trace(trace, batch.forward_mode.name, columns)
+    write_line(trace, columns, mode=batch.forward_mode.name)
 
 
 def _trace_drafts(trace: Path, batch: ScheduleBatch, output: StepOutput, verified: Any) -> None:
@@ -464,20 +461,10 @@ def _trace_drafts(trace: Path, batch: ScheduleBatch, output: StepOutput, verifie
     columns = dict(
         rid=[batch.reqs[i].rid for i, _ in nodes],
         length=lengths,
-        status=output.candidates.status[at].tolist(),
-        token_ids=output.candidates.token_ids[at].tolist(),
-        value_logits=output.value_logits[at].tolist(),
-        probs=output.probs[at].tolist(),
+        **columns_of(output, at),
         token=[predict[node] for node in at],
     )
-    _write_trace(trace, "TARGET_VERIFY", columns)
-
-
-def _write_trace(trace: Path, mode: str, columns: dict[str, list[Any]]) -> None:
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    line = json.dumps({"mode": mode, "rows": rows}) + "\n"
-    with trace.open("ab", buffering=0) as file:  # one write a line: ranks write to the same file
-        file.write(line.encode())
+    write_line(trace, columns, mode="TARGET_VERIFY")
 
 
 def needs_step(batch: ForwardBatch | ScheduleBatch) -> bool:

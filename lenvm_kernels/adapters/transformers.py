@@ -127,7 +127,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
             self._image_sizes = image_sizes(image_grid_thw, value_model.config.vision.spatial_merge_size)
 
         device = model.device if value_model is None else value_model.device
-        eos = _eos_token_ids(model)
+        eos = set(eos_token_ids(model))
         self._eos_on_device = torch.tensor(sorted(eos), dtype=torch.int64, device=device)
         self._max_new_tokens, self._prompt_width = max_new_tokens, prompt_width
         self._slots = PagedSlots(rows, prompt_width + max_new_tokens, device=device)
@@ -394,9 +394,10 @@ def _check_sampling(temperature: float, top_k: int, top_p: float, min_p: float) 
             raise ValueError(f"{name} must be {accepted}, got {value!r}")
 
 
-def _eos_token_ids(model: PreTrainedModel) -> set[int]:
+def eos_token_ids(model: PreTrainedModel) -> list[int]:
+    """The tokens that end an output of a model."""
     ids = model.generation_config.eos_token_id
-    return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
 def _warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> LogitsProcessorList:

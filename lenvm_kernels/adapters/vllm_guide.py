@@ -7,19 +7,16 @@ tokens, and how many. From these the value model computes what it has not seen, 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 from lenvm_kernels.adapters.metrics import Metrics
 from lenvm_kernels.adapters.settings import (
@@ -29,12 +26,14 @@ from lenvm_kernels.adapters.settings import (
     check_vocabulary,
     load_text_breaks,
 )
+from lenvm_kernels.adapters.trace import columns_of, write_line
+from lenvm_kernels.adapters.vllm_filters import Filters, rewrite
 from lenvm_kernels.adapters.vllm_report import Report
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.slot_pool import SlotPool
-from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepOutput, working_bytes
-from lenvm_kernels.types import Drafts, Status
+from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepOutput
+from lenvm_kernels.types import Drafts
 from lenvm_kernels.value_model import KVCache, ValueModel
 
 if TYPE_CHECKING:
@@ -80,20 +79,6 @@ class _Request:
     is_running: bool = False
 
 
-class _Rewritten(NamedTuple):
-    """The rows that the last call has rewritten.
-
-    Attributes:
-        of_rows: the engine's own tensor, which tells its steps apart.
-        rows: bool ``[rows]``.
-        token_ids: int64 ``[rows, K]``; their candidates; in other rows any tokens.
-    """
-
-    of_rows: torch.Tensor
-    rows: torch.Tensor
-    token_ids: torch.Tensor
-
-
 class _Layout(NamedTuple):
     """Where the rows of a step are: a request's last token and its drafts are its *nodes*.
 
@@ -119,6 +104,7 @@ class Guide:
     Attributes:
         step: the guided step.
         pool: the value model's slots.
+        filters: the engine's, in rows that are guided.
         without_room: requests that lost their guidance because the value model's cache was too small.
         fallbacks: failures that ended the guidance of a batch.
         report: counts what steps do; None without ``PROMETHEUS_MULTIPROC_DIR``.
@@ -138,10 +124,9 @@ class Guide:
         rows, max_len = req_states.max_num_reqs, engine.max_model_len
         sizes = dict(requests=rows, max_len=max_len, vocab_size=req_states.vocab_size)
         of_step = dict(max_delta=MAX_DELTA + self.drafts, max_drafts=self.drafts)
-        working = working_bytes(value_model, **sizes, max_candidates=settings.max_candidates, **of_step)
+        working = settings.working_bytes(value_model, **sizes, **of_step)
         pages = rows * -(-max_len // PAGE_SIZE)  # as many as all requests can fill
         if value_model is not None:
-            working += working_bytes(value_model, **sizes, tokens=settings.chunk_tokens)
             pages = self._num_pages(vllm_config, value_model, pages, working)
         self.slots = PagedSlots(rows, max_len, page_size=PAGE_SIZE, num_pages=pages, device=self.device)
         self.pool = SlotPool(self.slots)
@@ -160,11 +145,10 @@ class Guide:
         self._kept_free: torch.Tensor | None = torch.empty(working, dtype=torch.uint8, device=self.device)
         self._requests: dict[int, _Request] = {}
         # temperature, top_p, min_p, top_k of each request.
-        self._host_filters = torch.tensor([[1.0, 1.0, 0.0, 0.0]]).repeat(rows, 1)
-        self._filters = self._host_filters.to(self.device)
-        self._filters_changed = False
+        self._host_sampling = torch.tensor([[1.0, 1.0, 0.0, 0.0]]).repeat(rows, 1)
+        self._sampling = self._host_sampling.to(self.device)
+        self._sampling_changed = False
         self._places = torch.zeros(rows, dtype=torch.int64, device=self.device)  # of the requests in a batch
-        self._rewritten: _Rewritten | None = None
         self.without_room = self.fallbacks = 0
         # With it set, the engine's /metrics shows what all of its processes count.
         self.report: Report | None = None
@@ -174,7 +158,7 @@ class Guide:
                 cache_bytes = KVCache.num_bytes(value_model, self.slots.num_slots, settings.cache)
                 self.report.metrics.cache_bytes.set(cache_bytes)
         self._had_drafts = torch.zeros(rows, dtype=torch.bool, device=self.device)  # in its last step, by slot
-        wrap_filters(self)
+        self.filters = Filters(req_states.vocab_size)
         if self.device.type == "cuda":
             self.step.warm_up()
 
@@ -221,8 +205,8 @@ class Guide:
             prompt_len=prompt_len,
             span_ended=not set(guidance.end_token_ids).isdisjoint(tokens[prompt_len:]),  # before it was preempted
         )
-        self._host_filters[slot] = torch.tensor([params.temperature, params.top_p, params.min_p, max(params.top_k, 0)])
-        self._filters_changed = True
+        self._host_sampling[slot] = torch.tensor([params.temperature, params.top_p, params.min_p, max(params.top_k, 0)])
+        self._sampling_changed = True
         return True
 
     def _restart(self, slots: Iterable[int]) -> None:
@@ -242,7 +226,7 @@ class Guide:
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """Write the guided probabilities of a step into its logits, as ``temperature * log p``."""
-        self._rewritten = self._kept_free = None
+        self.filters.rewritten = self._kept_free = None
         if self.report is not None:
             self.report.collect()
         lengths = dict(zip(ctx.idx_mapping_np.tolist(), ctx.seq_lens_upper_bound_np.tolist(), strict=False))
@@ -273,9 +257,9 @@ class Guide:
             del guided[slot]
 
     def _guide(self, logits: torch.Tensor, ctx: LogitsContext, guided: dict[int, int]) -> None:
-        if self._filters_changed:
-            self._filters.copy_(self._to_device(self._host_filters), non_blocking=True)
-            self._filters_changed = False
+        if self._sampling_changed:
+            self._sampling.copy_(self._to_device(self._host_sampling), non_blocking=True)
+            self._sampling_changed = False
         layout, slots, slots_of_rows = self._layout(ctx), ctx.idx_mapping.long(), ctx.expanded_idx_mapping.long()
         lengths = ctx.pos[layout.first_rows].int() + 1
         faults = None if self.report is None else self.step.table.faults[slots]
@@ -284,8 +268,8 @@ class Guide:
             is_drawn = None if goes_on is None else ~goes_on
             new_lens = self._new_lens(slots, lengths) if self.drafts else None
             output = self._step(logits, ctx, layout, lengths, new_lens, is_drawn)
-        temperature = self._filters[slots_of_rows, :1]
-        self._rewritten = _write(logits, output, layout.at, temperature, ctx.expanded_idx_mapping)
+        temperature = self._sampling[slots_of_rows, :1]
+        self.filters.rewritten = rewrite(logits, output, layout.at, temperature, ctx.expanded_idx_mapping)
         if self.report is not None:
             assert faults is not None
             first = layout.at[layout.first_rows]
@@ -312,7 +296,7 @@ class Guide:
     ) -> StepOutput:
         """The guided step of a batch."""
         slots, drafts, scores = ctx.idx_mapping.long(), None, logits
-        temperature, top_p, min_p, top_k = (x.contiguous() for x in self._filters[slots].unbind(1))
+        temperature, top_p, min_p, top_k = (x.contiguous() for x in self._sampling[slots].unbind(1))
         tokens = ctx.input_ids[layout.first_rows]
         if new_lens is not None:
             tokens = self._new_tokens(slots, lengths, new_lens)
@@ -428,30 +412,6 @@ class Guide:
                 self.report.metrics.fallbacks.inc()
             self._end([slot for slot in slots if slot in self._requests])
 
-    # --- the engine's filters, after it ---
-
-    def after_top_k_top_p(
-        self, of_rows: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The engine's filters ``[rows]``, off in rows that are guided: they have chosen the candidates already."""
-        rewritten = self._rewritten
-        if rewritten is None or rewritten.of_rows is not of_rows:
-            return top_k, top_p
-        top_k = None if top_k is None else top_k.masked_fill(rewritten.rows, self.req_states.vocab_size)
-        return top_k, None if top_p is None else top_p.masked_fill(rewritten.rows, 1.0)
-
-    @contextmanager
-    def around_min_p(self, logits: torch.Tensor, of_rows: torch.Tensor) -> Iterator[None]:
-        """What the engine's filter does in here to the candidates of guided rows is undone."""
-        rewritten = self._rewritten
-        if rewritten is None or rewritten.of_rows is not of_rows:
-            yield
-            return
-        before = logits.gather(1, rewritten.token_ids)
-        yield
-        after = logits.gather(1, rewritten.token_ids)
-        logits.scatter_(1, rewritten.token_ids, torch.where(rewritten.rows[:, None], before, after))
-
 
 def _tokens_of_request(req_states: LogitsProcRequestState, slot: int) -> list[int]:
     """The tokens of a request that the engine has just added, which are on their way to the device."""
@@ -461,30 +421,6 @@ def _tokens_of_request(req_states: LogitsProcRequestState, slot: int) -> list[in
             start = tokens._staged_write_cu_lens[i - 1] if i else 0
             return tokens._staged_write_contents[start : tokens._staged_write_cu_lens[i]]
     return []
-
-
-def _write(
-    logits: torch.Tensor, output: StepOutput, at: torch.Tensor, temperature: torch.Tensor, of_rows: torch.Tensor
-) -> _Rewritten:
-    """Leave the candidates alone in guided rows, with the logits that give their probabilities; no other row changes.
-
-    Args:
-        logits: fp32 ``[rows, V]``.
-        output: of the step.
-        at: the row of each in the step.
-        temperature: fp32 ``[rows, 1]``; the engine divides by it.
-        of_rows: what :class:`_Rewritten` keeps.
-    """
-    status, token_ids = output.candidates.status[at], output.candidates.token_ids[at].long()
-    rows = (status == Status.GUIDE) | (status == Status.SINGLE)
-    # Columns without a candidate repeat the first one.
-    is_listed = token_ids >= 0
-    token_ids = torch.where(is_listed, token_ids, token_ids[:, :1]).clamp(min=0)
-    probs = torch.where(is_listed, output.probs[at], output.probs[at][:, :1])
-    before = logits.gather(1, token_ids)
-    logits.masked_fill_(rows[:, None], -torch.inf)
-    logits.scatter_(1, token_ids, torch.where(rows[:, None], temperature * probs.log(), before))
-    return _Rewritten(of_rows, rows, token_ids)
 
 
 def _trace(trace: Path, all_token_ids: torch.Tensor, ctx: LogitsContext, output: StepOutput, at: torch.Tensor) -> None:
@@ -498,17 +434,7 @@ def _trace(trace: Path, all_token_ids: torch.Tensor, ctx: LogitsContext, output:
         strict=True,
     ):
         tokens.append([*tokens[-1], last] if node else all_token_ids[slot, : position + 1].tolist())
-    columns = dict(
-        tokens=tokens,
-        node=ctx.expanded_local_pos.tolist(),
-        status=output.candidates.status[at].tolist(),
-        token_ids=output.candidates.token_ids[at].tolist(),
-        value_logits=output.value_logits[at].tolist(),
-        probs=output.probs[at].tolist(),
-    )
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    with trace.open("ab", buffering=0) as file:
-        file.write((json.dumps({"rows": rows}) + "\n").encode())
+    write_line(trace, dict(tokens=tokens, node=ctx.expanded_local_pos.tolist(), **columns_of(output, at)))
 
 
 def check_options(vllm_config: VllmConfig) -> None:
@@ -517,36 +443,3 @@ def check_options(vllm_config: VllmConfig) -> None:
         given = getattr(getattr(vllm_config, part) if part else vllm_config, option, accepted)
         if given != accepted:
             raise ValueError(f"{option} must be {accepted} together with LENVM_VALUE_MODEL, got {given}: {reason}")
-
-
-# One a process.
-_guide: Guide | None = None
-
-
-def wrap_filters(guide: Guide) -> None:
-    """Have the engine's top-k, top-p and min-p leave guided rows alone.
-
-    It applies them after the processors, and would cut off again what guidance has made less likely.
-    """
-    global _guide
-    is_wrapped, _guide = _guide is not None, guide
-    if is_wrapped:
-        return
-    top_k_top_p: Callable = SamplingStates.get_top_k_top_p
-    min_p: Callable = SamplingStates.apply_min_p
-
-    @wraps(top_k_top_p)
-    def get_top_k_top_p(self: SamplingStates, of_rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        filters = top_k_top_p(self, of_rows, *args, **kwargs)
-        return filters if _guide is None else _guide.after_top_k_top_p(of_rows, *filters)
-
-    @wraps(min_p)
-    def apply_min_p(
-        self: SamplingStates, logits: torch.Tensor, of_rows: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> None:
-        if _guide is None:
-            return min_p(self, logits, of_rows, *args, **kwargs)
-        with _guide.around_min_p(logits, of_rows):
-            return min_p(self, logits, of_rows, *args, **kwargs)
-
-    SamplingStates.get_top_k_top_p, SamplingStates.apply_min_p = get_top_k_top_p, apply_min_p

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from lenvm_kernels.adapters.settings import NONE
+from lenvm_kernels.adapters.transformers import eos_token_ids
 from lenvm_kernels.demo import VALUE, model_path
 from lenvm_kernels.value_model import LenVMConfig, ValueModel
 
@@ -57,8 +58,7 @@ class Models:
         path = _locate(names[0], model)
         value_path = None if value_model == NONE else _locate(names[1], value_model)
         head, adapter = (None, None) if value_path is None else _parts(value_model, value_head)
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
+        _quiet()
         tokenizer = _load_tokenizer(names[0], path)
         base = AutoModelForCausalLM.from_pretrained(**_source(path), dtype=dtype, use_safetensors=True)
         base = base.eval().to(device)
@@ -103,8 +103,7 @@ class Models:
     @property
     def eos_token_ids(self) -> list[int]:
         """The tokens that end an output of the base model."""
-        ids = self.model.generation_config.eos_token_id
-        return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+        return eos_token_ids(self.model)
 
     @property
     def pad_token_id(self) -> int:
@@ -126,8 +125,7 @@ def load_value_model(
     Arguments and errors are those of :meth:`Models.load`; ``name`` is its ``value_model``.
     """
     path, (head, adapter) = _locate("VALUE", name), _parts(name, value_head)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    _quiet()
     values = ValueModel.from_pretrained(path, head, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
     try:
         return values, _load_tokenizer("VALUE", path)
@@ -152,8 +150,7 @@ def export(folder: str | os.PathLike) -> tuple[Path, Path]:
     base, value = Path(folder) / "base", Path(folder) / "value"
     for directory in (base, value):
         directory.mkdir(parents=True)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    _quiet()
     source = _source(_locate("--model", DEMO))
     dequantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # transformers takes a model for quantized that it read from a GGUF file, and would not save it.
@@ -167,6 +164,12 @@ def export(folder: str | os.PathLike) -> tuple[Path, Path]:
     for file in VALUE.iterdir():
         shutil.copyfile(file, value / file.name)
     return base, value
+
+
+def _quiet() -> None:
+    """Of what transformers says while it loads, errors alone."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def _locate(flag: str, name: str) -> Path:

@@ -17,13 +17,12 @@ from lenvm_kernels.demo import spread
 from lenvm_kernels.demo.generation import sample
 from lenvm_kernels.demo.models import Models
 from lenvm_kernels.evaluate.measures import Answer, measure
+from lenvm_kernels.evaluate.plan import LONGEST
 
 # As when the answers were sampled that the value model is trained on.
 SAMPLING: dict[str, Any] = dict(temperature=0.8, top_k=8, min_p=0.02)
 # Rows of a batch: more are no faster on a CPU, where a step is bound by arithmetic, and each costs memory for logits.
 ROWS = 16
-# Answers to a target take at most so many times as many tokens.
-LONGEST = 2.5
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,19 @@
-"""The sections of ``lenvm doctor``: a module each, of which :func:`examine` looks at one. Nothing here raises."""
+"""The sections of ``lenvm doctor``, of which :func:`examine` looks at one. Nothing here raises."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from lenvm_kernels.doctor import device, hooks, installed, kernels, settings, vllm
+from lenvm_kernels.doctor import device, engines, installed
 from lenvm_kernels.doctor.check import WRONG, Check, first_line
 
 SECTIONS: dict[str, Callable[[], list[Check]]] = {
     "installed": installed.look,
-    "device": device.look,
-    "kernels": kernels.look,
-    "settings": settings.look,
-    "hooks": hooks.look,
-    "vllm": vllm.look,
+    "device": device.look_at_devices,
+    "kernels": device.look_at_kernels,
+    "settings": engines.look_at_settings,
+    "hooks": engines.look_at_hooks,
+    "vllm": engines.look_at_vllm,
 }
 
 

@@ -19,6 +19,8 @@ from lenvm_kernels.evaluate.measures import Answer
 from lenvm_kernels.guidance.fields import FIELDS
 
 BASE, CUT, CONSTANT, GUIDED = "none", "hard cut", "constant", "guided"
+# Answers to a target take at most so many times as many tokens.
+LONGEST = 2.5
 # What answers are told apart by: setting, target, seed, prompt.
 Key = tuple[str, int | None, int, int]
 
@@ -103,7 +105,7 @@ class Unit:
 
 def default_limit(target: int) -> int:
     """2.5 times the target, rounded up to a multiple of 16."""
-    return math.ceil(2.5 * target / 16) * 16
+    return math.ceil(LONGEST * target / 16) * 16
 
 
 def settings_of(

@@ -8,8 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from lenvm_kernels.ops._common import COLUMNS, FLOAT_DTYPES, INT_DTYPES, ceil_div, check_tensor, per_request
-from lenvm_kernels.ops.expand_drafts import check_drafts
+from lenvm_kernels.ops._common import COLUMNS, INT_DTYPES, ceil_div, check_tensor, per_request
 from lenvm_kernels.ops.topk_candidates import MAX_VOCAB
 from lenvm_kernels.types import Drafts
 
@@ -147,6 +146,12 @@ class StepBatch(NamedTuple):
             return self
         return self._replace(tokens=self.tokens.long(), table_rows=self.table_rows.long())
 
+    def grown_by(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens as ``[B, N]``, and how many of each row are of its sequence."""
+        if self.new_lens is None:
+            return self.tokens[:, None], torch.ones_like(self.lengths)
+        return self.tokens, self.new_lens
+
     def last_tokens(self, drafts: Drafts | None) -> torch.Tensor:
         """int64 ``[B (1 + D)]``: the token before each node; -1, or 0, where nothing is known of it."""
         tokens = self.tokens
@@ -199,34 +204,3 @@ class Sampling(NamedTuple):
             top_k, top_p, min_p = (x.repeat_interleave(nodes) for x in (top_k, top_p, min_p))
             temperature = None if temperature is None else temperature.repeat_interleave(nodes)
         return top_k, top_p, min_p, temperature
-
-
-def check_kinds(batch: StepBatch, sampling: Sampling | None = None) -> None:
-    """Raise TypeError unless these are what they are called."""
-    if batch.__class__ is not StepBatch:  # without a call: a step makes few
-        raise TypeError(f"batch must be a StepBatch, got {type(batch).__name__}")
-    if sampling is not None and sampling.__class__ is not Sampling:
-        raise TypeError(f"sampling must be Sampling, got {type(sampling).__name__}")
-
-
-def num_requests(
-    scores: torch.Tensor, drafts: Drafts | None, config: StepConfig, max_requests: int, device: torch.device
-) -> int:
-    """B, of the scores of a step and its drafts.
-
-    Raises:
-        TypeError, ValueError: naming the argument, what came and what is accepted.
-    """
-    check_tensor("scores", scores, dtypes=FLOAT_DTYPES, shape=(None, config.vocab_size), device=device)
-    rows, nodes = scores.shape[0], 1 if drafts is None else 1 + config.max_drafts
-    requests, rest = divmod(rows, nodes)
-    if rest:
-        raise ValueError(f"scores must have 1 + max_drafts = {nodes} rows a request, got {rows}")
-    if not 1 <= requests <= max_requests:
-        raise ValueError(f"scores must be of 1 to max_requests = {max_requests} requests, got {requests}")
-    if drafts is not None:
-        check_drafts(drafts, requests, device)
-        if drafts.token_ids.shape[1] != config.max_drafts:
-            came = drafts.token_ids.shape[1]
-            raise ValueError(f"drafts must have max_drafts = {config.max_drafts} columns, got {came}")
-    return requests

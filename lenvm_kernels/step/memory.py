@@ -21,7 +21,13 @@ def working_bytes(
 ) -> int:
     """Bytes that a step takes while it runs, or a :meth:`GuidedStep.extend`, at most.
 
-    An engine needs room for both (:class:`GuidedStep`). Each is the sum of
+    An engine needs room for both, with ``max_requests``. They never run at once, but each keeps its memory from the
+    other: with graphs the step's stays allocated. Without, torch's allocator holds what both have freed, in blocks of
+    their sizes; to give them back it waits for the device. Beside them a :class:`GuidedStep` always has, of ``N``
+    layers and ``S`` slots, the cache, ``2 N S Hkv D e`` (in fp8 ``2 N S Hkv D``), and with ``commit_winners`` ``2 N T
+    Hkv D e``.
+
+    Each is the sum of
 
     - ``T (e (2 H + I + 2 (Hq + 2 Hkv) D) + 4 P H + 4 G + 6 D + 64)``, with ``P <= 5`` parts of the sums over ``I``
       (0 if there is one part) and ``G = H / 64`` groups of squares (:func:`ragged_linear`);

@@ -32,6 +32,25 @@ class StepRows(NamedTuple):
     all_active: torch.Tensor
     none_drawn: torch.Tensor
 
+    def score_chains(self, tokens: torch.Tensor, counts: torch.Tensor) -> None:
+        """Have the first ``counts [B]`` of the tokens ``[B, C]`` scored, each after those before it.
+
+        What is known of the requests ends before them. Nothing is kept of the tokens but as candidates.
+        """
+        b, columns = tokens.shape
+        computed = self.scored if self.trees is None else self.trees
+        computed.token_ids.fill_(-1)
+        computed.token_ids[:b, :columns] = tokens.int()
+        computed.counts.zero_()
+        computed.counts[:b] = counts
+        computed.positions.copy_(self.requests.positions + 1)
+        if self.trees is not None:
+            requests, most = self.trees.parents.shape
+            self.trees.parents.copy_(torch.arange(most, device=tokens.device) - 1)
+            nodes = len(self.trees.columns) // requests
+            self.trees.columns.fill_(-1)
+            self.trees.columns[:, 0] = torch.arange(nodes, device=tokens.device).repeat(requests)
+
 
 class StepTensors:
     """The tensors of the largest step, and slices of them for smaller ones.

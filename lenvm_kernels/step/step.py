@@ -7,16 +7,15 @@ slots of an engine; what it knows of a request is in a table on the device, writ
 
 from __future__ import annotations
 
-import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from tqdm import tqdm
 
 from lenvm_kernels.guidance.params import GuidanceParams
 from lenvm_kernels.guidance.table import GuidanceTable
-from lenvm_kernels.ops._common import FLOATS, INT_DTYPES, ceil_div, check_tensor, resolve_backend
+from lenvm_kernels.ops._common import resolve_backend
 from lenvm_kernels.ops.expand_drafts import expand_drafts
 from lenvm_kernels.ops.gather_requests import gather_requests_unchecked
 from lenvm_kernels.ops.limit_span import limit_span
@@ -26,47 +25,18 @@ from lenvm_kernels.ops.sample_candidates import sample_candidates_unchecked
 from lenvm_kernels.ops.select_scored import select_scored_unchecked
 from lenvm_kernels.ops.topk_candidates import topk_candidates_unchecked
 from lenvm_kernels.ops.verify_drafts import verify_drafts
+from lenvm_kernels.step import checks
+from lenvm_kernels.step.every_kind import calls_of_every_kind
 from lenvm_kernels.step.graphs import bucket_of
 from lenvm_kernels.step.history import History
-from lenvm_kernels.step.inputs import Sampling, SlotTable, StepBatch, StepConfig, check_kinds, num_requests
+from lenvm_kernels.step.inputs import Sampling, SlotTable, StepBatch, StepConfig
 from lenvm_kernels.step.model_values import ModelValues
+from lenvm_kernels.step.outputs import StepOutput, lengths_after
 from lenvm_kernels.step.rows import StepTensors
 from lenvm_kernels.step.values import ConstantValues, ValueSource
 from lenvm_kernels.timing import NO_RECORD, NO_TIMER, StepTimer
-from lenvm_kernels.types import (
-    Candidates,
-    Drafts,
-    Mode,
-    ScoredCandidates,
-    StepRequests,
-    VerifiedTokens,
-)
+from lenvm_kernels.types import Candidates, Drafts, Mode, ScoredCandidates, StepRequests
 from lenvm_kernels.value_model import ImageTokens, KVCache, ValueModel
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """What a guided step computed, all on the device.
-
-    With drafts each node of a request has a row of its own (:class:`Drafts`): ``B`` is ``B (1 + D)`` then.
-
-    Attributes:
-        candidates: of each request; ``status`` says what became of it, ``lost_mass`` what was cut off.
-        value_logits: fp32 ``[B, K]``; 0 where a candidate was not scored.
-        probs: fp32 ``[B, K]``; guided probabilities of the candidates.
-        tokens: int32 ``[B]``; the next tokens: with ``sample`` drawn from the candidates, else those of ``drawn``. -1
-            for requests to be drawn by their own filters if that is not given; None without both.
-        remaining_lengths: fp32 ``[B]``; tokens that are predicted to follow ``tokens``, NaN for requests that do not
-            ask for it (``return_values``); None when no request does, or without ``tokens``.
-        verified: with ``verify``, the tokens that the sequences grow by; else None.
-    """
-
-    candidates: Candidates
-    value_logits: torch.Tensor
-    probs: torch.Tensor
-    tokens: torch.Tensor | None
-    remaining_lengths: torch.Tensor | None
-    verified: VerifiedTokens | None = None
 
 
 class GuidedStep:
@@ -77,15 +47,7 @@ class GuidedStep:
     tokens, and :meth:`remove_request` when the request leaves. Requests without guidance may be in any batch; they cost
     nothing.
 
-    Memory, in bytes, for a value model of ``N`` layers and dimensions ``H``, ``I``, ``Hq``, ``Hkv``, ``D`` with ``e``
-    bytes an element, ``S`` slots, and ``T = B (M + C)`` tokens a step (``chunk_tokens`` in :meth:`extend`), where ``C``
-    is ``D + (1 + D) K`` with ``D`` drafts, ``K`` without:
-
-    - always: the cache, ``2 N S Hkv D e`` (in fp8 ``2 N S Hkv D``), and with ``commit_winners`` ``2 N T Hkv D e`` for a
-      step of ``max_requests``;
-    - while it runs: at most :func:`working_bytes` of a step of ``max_requests`` plus that of an :meth:`extend`. They
-      never run at once, but each keeps its memory from the other: with graphs the step's stays allocated. Without,
-      torch's allocator holds what both have freed, in blocks of their sizes; to give them back it waits for the device.
+    The memory that it takes is that of its cache and :func:`working_bytes`, which says both.
 
     Args:
         value_model: the value model; None: there is none, and only ``near``, ``ge_near`` and ``le_near`` guide
@@ -110,28 +72,9 @@ class GuidedStep:
     """
 
     def __init__(self, value_model: ValueModel | None, slots: SlotTable, config: StepConfig) -> None:
-        if not isinstance(config, StepConfig):
-            raise TypeError(f"config must be a StepConfig, got {type(config).__name__}")
-        if not isinstance(slots, SlotTable):
-            raise TypeError(f"slots must be PagedSlots or EngineSlots, got {type(slots).__name__}")
-        device = slots.table.device if value_model is None else value_model.device
-        check_tensor("slots.table", slots.table, dtypes=torch.int32, shape=(None, None), device=device)
-        if slots.num_slots < 1:
-            raise ValueError(f"slots.num_slots must be at least 1, got {slots.num_slots}")
-        table_rows = slots.table.shape[0]
-        runs_in_graphs = value_model is not None and value_model.runs_in_graphs
-        can_have_graphs = device.type == "cuda" and runs_in_graphs
-        if config.graphs and not can_have_graphs:
-            where = "none" if value_model is None else f"it on {device if runs_in_graphs else 'another host'}"
-            raise ValueError(f"graphs must be None or False unless the value model is on a GPU, got {where}")
-        breaks = config.text_breaks
-        self.max_requests = table_rows if config.max_requests is None else config.max_requests
-        self.config = config = replace(
-            config,
-            max_requests=self.max_requests,
-            text_breaks=None if breaks is None else breaks.to(device),
-            graphs=can_have_graphs if config.graphs is None else config.graphs,
-        )
+        self.config = config = checks.completed(config, value_model, slots)
+        device, table_rows = slots.table.device, slots.table.shape[0]
+        self.max_requests = config.max_requests or table_rows
         self.value_model, self.device, self.slot_table = value_model, device, slots.table
         # One row more than the engine has: of the requests that fill a batch up to its graph's size.
         self._padding_row = table_rows
@@ -244,7 +187,7 @@ class GuidedStep:
         """
         if not self.has_spans:
             return None
-        check_kinds(batch)
+        checks.check_kinds(batch)
         return self._limit_spans(logits, batch.checked(None, self.device), drafts)
 
     def _limit_spans(self, logits: torch.Tensor | None, batch: StepBatch, drafts: Drafts | None) -> torch.Tensor:
@@ -290,14 +233,9 @@ class GuidedStep:
         Raises:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
-        device = self.device
-        check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(None,), device=device)
-        check_tensor("slots", slots, dtypes=INT_DTYPES, shape=tokens.shape, device=device)
-        check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(None,), device=device)
-        for name, tensor in (("starts", starts), ("lens", lens), ("cached_lens", cached_lens)):
-            check_tensor(name, tensor, dtypes=torch.int32, shape=table_rows.shape, device=device)
+        checks.check_prompts(tokens, slots, table_rows, starts, lens, cached_lens, self.device)
         if images is not None:
-            self._check_images(images, len(tokens))
+            checks.check_images(images, len(tokens), self.value_model)
         self.flush()
         # Kernels are compiled for one dtype.
         tokens, slots, table_rows = tokens.long(), slots.long(), table_rows.long()
@@ -306,16 +244,6 @@ class GuidedStep:
         ends = starts + torch.where(needs_model, lens, 0)
         self.values.extend(tokens, slots, table_rows, starts, ends, cached_lens, images)
         self._history.extend(table_rows, torch.where(needs_model, cached_lens + lens, 0))
-
-    def _check_images(self, images: ImageTokens, tokens: int) -> None:
-        """Raise TypeError or ValueError unless these are images of so many tokens."""
-        model, device = self.value_model, self.device
-        if model is None or model.config.mrope_sections is None:
-            raise ValueError("images must be None unless the value model is a vision-language model")
-        check_tensor("images.positions", images.positions, dtypes=torch.int64, shape=(3, tokens), device=device)
-        check_tensor("images.rows", images.rows, dtypes=torch.int64, shape=(tokens,), device=device)
-        shape = (None, model.config.hidden_size)
-        check_tensor("images.embeds", images.embeds, dtypes=model.dtype, shape=shape, device=device)
 
     @torch.no_grad()
     def step(
@@ -357,29 +285,21 @@ class GuidedStep:
             span_ended: bool ``[B]``, with drafts ``[B (1 + D)]``; what :meth:`limit_spans` has returned for this step
                 (None: spans are looked at here, no logits are changed).
 
-        Returns:
-            :class:`StepOutput`.
-
         Raises:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
         config, device = self.config, self.device
-        check_kinds(batch, sampling)
+        checks.check_kinds(batch, sampling)
         backend = resolve_backend(config.backend, scores)
-        b = num_requests(scores, drafts, config, self.max_requests, device)
+        b = checks.num_requests(scores, drafts, config, self.max_requests, device)
         rows, nodes = scores.shape[0], scores.shape[0] // b
         if verify not in (None, "same_draws") or (verify and (drafts is None or not sampling.sample)):
             raise ValueError(f"verify must be None, or 'same_draws' with drafts and sample, got {verify!r}")
         record = self._timer.begin(b, device)
         batch = batch.checked(b, device)
         top_k, top_p, min_p, temperature = sampling.of_nodes(b, nodes, config.vocab_size, device)
-        if drawn is not None:
-            check_tensor("drawn", drawn, dtypes=INT_DTYPES, shape=(rows,), device=device)
-            drawn = drawn.int()
-        if span_ended is not None:
-            check_tensor("span_ended", span_ended, dtypes=torch.bool, shape=(rows,), device=device)
-        if probs is not None:
-            check_tensor("probs", probs, dtypes=FLOATS[backend], shape=(rows, None), device=device)
+        checks.check_step(rows, device, probs=probs, drawn=drawn, span_ended=span_ended, backend=backend)
+        drawn = None if drawn is None else drawn.int()
         self.flush()
 
         if self.has_spans and span_ended is None:
@@ -452,7 +372,8 @@ class GuidedStep:
                 next_tokens = torch.where(next_tokens >= 0, next_tokens, drawn)
         remaining_lengths = None
         if wants_length is not None and next_tokens is not None:
-            remaining_lengths = self._remaining_lengths(known.table_rows, next_tokens, scored, z, wants_length)
+            of_next = scored, z, wants_length
+            remaining_lengths = lengths_after(next_tokens, self.table, known.table_rows, *of_next)
         verified = None
         if drafts is not None and verify is not None and next_tokens is not None:
             verified = verify_drafts(next_tokens, drafts, backend=backend)
@@ -482,45 +403,26 @@ class GuidedStep:
         config, device = self.config, self.device
         if self.value_model is None:
             raise ValueError("value_model must be given to predict lengths, got None")
-        check_kinds(batch)
+        checks.check_kinds(batch)
         batch, backend = batch.checked(None, device), resolve_backend(config.backend, batch.tokens)
-        shape = batch.tokens.shape
-        b = shape[0]
-        if b > self.max_requests:
-            raise ValueError(f"batch.tokens must be of at most max_requests = {self.max_requests} requests, got {b}")
-        tokens, table_rows, lengths, new_lens, _ = batch
-        if new_lens is None:
-            tokens, new_lens = tokens[:, None], torch.ones_like(lengths)
-        columns, nodes = tokens.shape[1], 1 + config.max_drafts
-        if columns > nodes:
-            raise ValueError(f"batch.tokens must have 1 to 1 + max_drafts = {nodes} columns, got {columns}")
+        checks.check_predict(batch.tokens, config, self.max_requests)
+        table_rows, lengths, (tokens, new_lens) = batch.table_rows, batch.lengths, batch.grown_by()
+        (b, columns), nodes = tokens.shape, 1 + config.max_drafts
         self.flush()
 
-        # They are scored as a chain of candidates in their own places: nothing is kept but the candidates.
-        nothing_new = torch.zeros_like(lengths)
-        requests = self._gather(StepBatch(tokens, table_rows, lengths - new_lens, nothing_new), backend)
+        # They are scored as candidates in their own places: the sequence ends before them.
+        requests = self._gather(StepBatch(tokens, table_rows, lengths - new_lens, torch.zeros_like(lengths)), backend)
         self._history.columns.steps[table_rows] -= 1  # as if it had been the step before
         known = self._tensors.rows(b).requests
         # Of all that need the value model: the next step then finds what it would have to compute.
         counts = torch.where(known.wants_length | known.guided, new_lens, 0)
         in_graph = requests.due.shape[0]
-        rows = self._tensors.rows(in_graph, nodes)
-        computed = rows.scored if rows.trees is None else rows.trees
-        computed.token_ids.fill_(-1)
-        computed.token_ids[:b, :columns] = tokens.int()
-        computed.counts.zero_()
-        computed.counts[:b] = counts
-        computed.positions.copy_(requests.positions + 1)
-        if rows.trees is not None:
-            rows.trees.parents.copy_(torch.arange(rows.trees.parents.shape[1], device=device) - 1)
-            column = torch.arange(nodes, device=device)
-            rows.trees.columns.fill_(-1)
-            rows.trees.columns[:, 0] = column.repeat(in_graph)
+        self._tensors.rows(in_graph, nodes).score_chains(tokens, counts)
         z = self.values.value_logits(in_graph, nodes, NO_RECORD).view(in_graph, nodes, -1)[:b, :columns, 0].flatten()
         at = table_rows[:, None].expand(-1, columns).flatten()
         found = self.table.remaining_lengths(at, z, tokens.flatten()).view(b, columns)
         is_asked = known.wants_length[:, None] & (torch.arange(columns, device=device) < new_lens[:, None])
-        return torch.where(is_asked, found, math.nan).view(shape)
+        return torch.where(is_asked, found, math.nan).view(batch.tokens.shape)
 
     def warm_up(
         self,
@@ -540,45 +442,18 @@ class GuidedStep:
             probs_dtype: of the ``probs`` that :meth:`step` will get.
             progress: show a bar on stderr.
         """
-        device, vocab, max_drafts = self.device, self.config.vocab_size, self.config.max_drafts
         sizes = sorted({bucket_of(b, self.max_requests) for b in range(1, self.max_requests + 1)})
-        # A kernel is compiled anew for an argument that is absent, and for rows that are not aligned.
-        yes_or_no = (False, True)
-        strides = {vocab, 16 * ceil_div(vocab, 16)}
-        # Drafts of a request, and tokens that it is told.
-        told = {(0, 1), (0, 1 + max_drafts), (max_drafts, 1 + max_drafts)}
-        variants = list(itertools.product(sorted(told), strides, {False, is_logits}, yes_or_no, yes_or_no))
-
-        def full(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-            return torch.full(shape, value, dtype=dtype, device=device)
-
         timer, self._timer = self._timer, NO_TIMER
         try:
             with tqdm(sizes[::-1], desc="warming up", unit="size", disable=not progress) as bar:
                 for size in bar:  # the largest first: the graphs after it find room in its memory
-                    for (drafted, width), stride, has_temperature, has_mask, has_probs in variants:
-                        rows = size * (1 + drafted)
-                        mask = full(0, torch.int32, rows, ceil_div(vocab, 32)) if has_mask else None
-                        scores, probs = (
-                            full(0, dtype, rows, stride)[:, :vocab] for dtype in (scores_dtype, probs_dtype)
-                        )
-                        none, lens = full(-1, torch.int32, size, drafted), full(0, torch.int32, size)
-                        tokens = full(0, torch.int64, *((size, width) if width > 1 else (size,)))
-                        padding = full(self._padding_row, torch.int64, size)
-                        batch = StepBatch(tokens, padding, lens, lens if width > 1 else None)
-                        drafts = Drafts(none, none) if drafted else None
-                        for logits in (None, scores) if is_logits else (None,):
-                            self._limit_spans(logits, batch, drafts)
-                        self.step(
-                            scores,
-                            batch,
-                            Sampling(0, 1.0, 0.0, 1.0 if has_temperature else None, is_logits, mask, sample=True),
-                            drafts,
-                            probs=probs if has_probs else None,
-                            verify="same_draws" if drafted else None,
-                        )
+                    rows = torch.full((size,), self._padding_row, dtype=torch.int64, device=self.device)
+                    for call in calls_of_every_kind(self.config, rows, scores_dtype, probs_dtype, is_logits=is_logits):
+                        for logits in (None, call.scores) if is_logits else (None,):
+                            self._limit_spans(logits, call.batch, call.drafts)
+                        self.step(*call[:4], probs=call.probs, verify=call.verify)
                         if self.value_model is not None:
-                            self.predict(batch)
+                            self.predict(call.batch)
         finally:
             self._timer = timer
         self.values.warm_up(self._padding_row)
@@ -622,19 +497,3 @@ class GuidedStep:
             out=self._tensors.rows(requests.due.shape[0] // nodes, nodes).scored,
             backend=backend,
         )
-
-    def _remaining_lengths(
-        self,
-        table_rows: torch.Tensor,
-        next_tokens: torch.Tensor,
-        scored: ScoredCandidates,
-        value_logits: torch.Tensor,
-        wanted: torch.Tensor,
-    ) -> torch.Tensor:
-        """fp32 ``[B]``: of ``next_tokens``, found among the tokens scored; NaN where not ``wanted``."""
-        b, k = value_logits.shape
-        is_scored = torch.arange(k, device=value_logits.device) < scored.counts[:b, None]
-        is_next = is_scored & (scored.token_ids[:b] == next_tokens[:, None])
-        z = torch.where(is_next, value_logits, 0.0).sum(1)
-        lengths = self.table.remaining_lengths(table_rows, z, next_tokens)
-        return torch.where(wanted & is_next.any(1), lengths, math.nan)

@@ -4,11 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lenvm_kernels.value_model.checkpoint import HEAD_FILE as HEAD_FILE
     from lenvm_kernels.value_model.checkpoint import ValueModelConfig as ValueModelConfig
     from lenvm_kernels.value_model.images import ImageTokens as ImageTokens
     from lenvm_kernels.value_model.images import image_positions as image_positions
-    from lenvm_kernels.value_model.images import image_sizes as image_sizes
     from lenvm_kernels.value_model.lenvm_config import LenVMConfig as LenVMConfig
     from lenvm_kernels.value_model.model import ValueModel as ValueModel
     from lenvm_kernels.value_model.ragged_batch import KVCache as KVCache
@@ -16,7 +14,6 @@ if TYPE_CHECKING:
 
 # Imported when first used: an engine's front end reads a model's configuration without the operators.
 _MODULES = {
-    "HEAD_FILE": "checkpoint",
     "ImageTokens": "images",
     "KVCache": "ragged_batch",
     "LenVMConfig": "lenvm_config",
@@ -24,7 +21,6 @@ _MODULES = {
     "ValueModel": "model",
     "ValueModelConfig": "checkpoint",
     "image_positions": "images",
-    "image_sizes": "images",
 }
 
 

@@ -1,0 +1,121 @@
+"""vLLM's own filters, which it applies after the processors: they leave the rows alone that guidance has rewritten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+
+from lenvm_kernels.step import StepOutput
+from lenvm_kernels.types import Status
+
+
+class Rewritten(NamedTuple):
+    """The rows that a step has rewritten.
+
+    Attributes:
+        of_rows: the engine's own tensor, which tells its steps apart.
+        rows: bool ``[rows]``.
+        token_ids: int64 ``[rows, K]``; their candidates; in other rows any tokens.
+    """
+
+    of_rows: torch.Tensor
+    rows: torch.Tensor
+    token_ids: torch.Tensor
+
+
+def rewrite(
+    logits: torch.Tensor, output: StepOutput, at: torch.Tensor, temperature: torch.Tensor, of_rows: torch.Tensor
+) -> Rewritten:
+    """Leave the candidates alone in guided rows, with the logits that give their probabilities; no other row changes.
+
+    Args:
+        logits: fp32 ``[rows, V]``.
+        output: of the step.
+        at: the row of each in the step.
+        temperature: fp32 ``[rows, 1]``; the engine divides by it.
+        of_rows: what :class:`Rewritten` keeps.
+    """
+    status, token_ids = output.candidates.status[at], output.candidates.token_ids[at].long()
+    rows = (status == Status.GUIDE) | (status == Status.SINGLE)
+    # Columns without a candidate repeat the first one.
+    is_listed = token_ids >= 0
+    token_ids = torch.where(is_listed, token_ids, token_ids[:, :1]).clamp(min=0)
+    probs = torch.where(is_listed, output.probs[at], output.probs[at][:, :1])
+    before = logits.gather(1, token_ids)
+    logits.masked_fill_(rows[:, None], -torch.inf)
+    logits.scatter_(1, token_ids, torch.where(rows[:, None], temperature * probs.log(), before))
+    return Rewritten(of_rows, rows, token_ids)
+
+
+class Filters:
+    """The engine's top-k, top-p and min-p, which would cut off again what guidance has made less likely.
+
+    The one that was made last is in their place.
+
+    Args:
+        vocab_size: a top-k that is off.
+
+    Attributes:
+        rewritten: the rows that they leave alone; None: none.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self.rewritten: Rewritten | None = None
+        _wrap(self)
+
+    def after_top_k_top_p(
+        self, of_rows: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The engine's filters ``[rows]``, off in rows that are guided: they have chosen the candidates already."""
+        rewritten = self.rewritten
+        if rewritten is None or rewritten.of_rows is not of_rows:
+            return top_k, top_p
+        top_k = None if top_k is None else top_k.masked_fill(rewritten.rows, self._vocab_size)
+        return top_k, None if top_p is None else top_p.masked_fill(rewritten.rows, 1.0)
+
+    @contextmanager
+    def around_min_p(self, logits: torch.Tensor, of_rows: torch.Tensor) -> Iterator[None]:
+        """What the engine's filter does in here to the candidates of guided rows is undone."""
+        rewritten = self.rewritten
+        if rewritten is None or rewritten.of_rows is not of_rows:
+            yield
+            return
+        before = logits.gather(1, rewritten.token_ids)
+        yield
+        after = logits.gather(1, rewritten.token_ids)
+        logits.scatter_(1, rewritten.token_ids, torch.where(rewritten.rows[:, None], before, after))
+
+
+# One a process.
+_filters: Filters | None = None
+
+
+def _wrap(filters: Filters) -> None:
+    global _filters
+    is_wrapped, _filters = _filters is not None, filters
+    if is_wrapped:
+        return
+    top_k_top_p: Callable = SamplingStates.get_top_k_top_p
+    min_p: Callable = SamplingStates.apply_min_p
+
+    @wraps(top_k_top_p)
+    def get_top_k_top_p(self: SamplingStates, of_rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = top_k_top_p(self, of_rows, *args, **kwargs)
+        return found if _filters is None else _filters.after_top_k_top_p(of_rows, *found)
+
+    @wraps(min_p)
+    def apply_min_p(
+        self: SamplingStates, logits: torch.Tensor, of_rows: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        if _filters is None:
+            return min_p(self, logits, of_rows, *args, **kwargs)
+        with _filters.around_min_p(logits, of_rows):
+            return min_p(self, logits, of_rows, *args, **kwargs)
+
+    SamplingStates.get_top_k_top_p, SamplingStates.apply_min_p = get_top_k_top_p, apply_min_p

@@ -1,0 +1,120 @@
+"""The checks of a guided step's arguments.
+
+They raise TypeError or ValueError, naming the argument, what came and what is accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from lenvm_kernels.ops._common import FLOAT_DTYPES, FLOATS, INT_DTYPES, check_tensor
+from lenvm_kernels.ops.expand_drafts import check_drafts
+from lenvm_kernels.step.inputs import Sampling, SlotTable, StepBatch, StepConfig
+from lenvm_kernels.types import Drafts
+from lenvm_kernels.value_model import ImageTokens, ValueModel
+
+
+def check_kinds(batch: StepBatch, sampling: Sampling | None = None) -> None:
+    """Raise unless these are what they are called."""
+    if batch.__class__ is not StepBatch:  # without a call: a step makes few
+        raise TypeError(f"batch must be a StepBatch, got {type(batch).__name__}")
+    if sampling is not None and sampling.__class__ is not Sampling:
+        raise TypeError(f"sampling must be Sampling, got {type(sampling).__name__}")
+
+
+def num_requests(
+    scores: torch.Tensor, drafts: Drafts | None, config: StepConfig, max_requests: int, device: torch.device
+) -> int:
+    """B, of the scores of a step and its drafts."""
+    check_tensor("scores", scores, dtypes=FLOAT_DTYPES, shape=(None, config.vocab_size), device=device)
+    rows, nodes = scores.shape[0], 1 if drafts is None else 1 + config.max_drafts
+    requests, rest = divmod(rows, nodes)
+    if rest:
+        raise ValueError(f"scores must have 1 + max_drafts = {nodes} rows a request, got {rows}")
+    if not 1 <= requests <= max_requests:
+        raise ValueError(f"scores must be of 1 to max_requests = {max_requests} requests, got {requests}")
+    if drafts is not None:
+        check_drafts(drafts, requests, device)
+        if drafts.token_ids.shape[1] != config.max_drafts:
+            came = drafts.token_ids.shape[1]
+            raise ValueError(f"drafts must have max_drafts = {config.max_drafts} columns, got {came}")
+    return requests
+
+
+def check_step(
+    rows: int,
+    device: torch.device,
+    *,
+    probs: torch.Tensor | None,
+    drawn: torch.Tensor | None,
+    span_ended: torch.Tensor | None,
+    backend: str,
+) -> None:
+    """Raise unless what a step of so many rows is given of each fits."""
+    if drawn is not None:
+        check_tensor("drawn", drawn, dtypes=INT_DTYPES, shape=(rows,), device=device)
+    if span_ended is not None:
+        check_tensor("span_ended", span_ended, dtypes=torch.bool, shape=(rows,), device=device)
+    if probs is not None:
+        check_tensor("probs", probs, dtypes=FLOATS[backend], shape=(rows, None), device=device)
+
+
+def check_predict(tokens: torch.Tensor, config: StepConfig, max_requests: int) -> None:
+    """Raise unless :meth:`GuidedStep.predict` takes as many tokens of as many requests."""
+    b, columns, nodes = len(tokens), 1 if tokens.dim() == 1 else tokens.shape[1], 1 + config.max_drafts
+    if b > max_requests:
+        raise ValueError(f"batch.tokens must be of at most max_requests = {max_requests} requests, got {b}")
+    if columns > nodes:
+        raise ValueError(f"batch.tokens must have 1 to 1 + max_drafts = {nodes} columns, got {columns}")
+
+
+def completed(config: StepConfig, value_model: ValueModel | None, slots: SlotTable) -> StepConfig:
+    """A step's configuration with ``max_requests`` and ``graphs`` set, and its tensors on the step's device."""
+    if not isinstance(config, StepConfig):
+        raise TypeError(f"config must be a StepConfig, got {type(config).__name__}")
+    if not isinstance(slots, SlotTable):
+        raise TypeError(f"slots must be PagedSlots or EngineSlots, got {type(slots).__name__}")
+    device = slots.table.device if value_model is None else value_model.device
+    check_tensor("slots.table", slots.table, dtypes=torch.int32, shape=(None, None), device=device)
+    if slots.num_slots < 1:
+        raise ValueError(f"slots.num_slots must be at least 1, got {slots.num_slots}")
+    runs_in_graphs = value_model is not None and value_model.runs_in_graphs
+    can_have_graphs = device.type == "cuda" and runs_in_graphs
+    if config.graphs and not can_have_graphs:
+        where = "none" if value_model is None else f"it on {device if runs_in_graphs else 'another host'}"
+        raise ValueError(f"graphs must be None or False unless the value model is on a GPU, got {where}")
+    return replace(
+        config,
+        max_requests=config.max_requests or slots.table.shape[0],
+        text_breaks=None if config.text_breaks is None else config.text_breaks.to(device),
+        graphs=can_have_graphs if config.graphs is None else config.graphs,
+    )
+
+
+def check_prompts(
+    tokens: torch.Tensor,
+    slots: torch.Tensor,
+    table_rows: torch.Tensor,
+    starts: torch.Tensor,
+    lens: torch.Tensor,
+    cached_lens: torch.Tensor,
+    device: torch.device,
+) -> None:
+    """Raise unless these are arguments of :meth:`GuidedStep.extend`."""
+    check_tensor("tokens", tokens, dtypes=INT_DTYPES, shape=(None,), device=device)
+    check_tensor("slots", slots, dtypes=INT_DTYPES, shape=tokens.shape, device=device)
+    check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(None,), device=device)
+    for name, tensor in (("starts", starts), ("lens", lens), ("cached_lens", cached_lens)):
+        check_tensor(name, tensor, dtypes=torch.int32, shape=table_rows.shape, device=device)
+
+
+def check_images(images: ImageTokens, tokens: int, model: ValueModel | None) -> None:
+    """Raise unless these are images of so many tokens, for this value model."""
+    if model is None or model.config.mrope_sections is None:
+        raise ValueError("images must be None unless the value model is a vision-language model")
+    device, shape = model.device, (None, model.config.hidden_size)
+    check_tensor("images.positions", images.positions, dtypes=torch.int64, shape=(3, tokens), device=device)
+    check_tensor("images.rows", images.rows, dtypes=torch.int64, shape=(tokens,), device=device)
+    check_tensor("images.embeds", images.embeds, dtypes=model.dtype, shape=shape, device=device)
