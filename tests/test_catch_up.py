@@ -11,8 +11,6 @@ from lenvm_kernels.ops.gather_requests import empty_history, empty_requests, gat
 from lenvm_kernels.types import DeltaTokens, StepHistory
 from tests.helpers.cases import cases
 
-BACKENDS = ["triton", "reference"]
-
 
 def i32(*values):
     return torch.tensor(values, dtype=torch.int32)
@@ -108,7 +106,6 @@ WHO_COMPUTES = [
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("page_size", [1, 5])
 def test_who_computes_what(device, backend, page_size):
     """Each row's pages are its own, and the slot table has room for more. Slots are past 32 bits where pages are."""
@@ -150,7 +147,6 @@ COMMITTED = [
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_committed_tokens_count_from_the_first_new_one_on(device, backend):
     """Also of a request that nobody guides any more."""
     asked, cached_lens, expected = zip(*COMMITTED, strict=True)
@@ -168,14 +164,6 @@ def test_committed_tokens_count_from_the_first_new_one_on(device, backend):
         assert history.cached_lens[rows[i]] == cached_lens[i] + len(positions)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_requests(device, backend):
-    history, slot_table = make_history(3, 4, device), i32([0], [0], [0]).to(device)
-    delta = catch_up(history, make_requests([], [], [], device=device), i32().to(device), slot_table, backend=backend)
-    assert [list(x.shape) for x in delta] == [[0, 4], [0, 4], [0], [0]] and history.cached_lens.tolist() == [-5] * 3
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_request_over_many_steps(device, backend):
     """With another one beside it, of row 0, that is scored at every step and computes its last token each time.
 

@@ -100,7 +100,6 @@ def test_a_drawn_candidate_is_moved_in_every_layer(device, dtype, interleaved, b
     assert torch.equal(cache, moved(pools, [(3, 6)]))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "changed",
     [
@@ -139,7 +138,6 @@ def test_nothing_is_moved_otherwise(device, changed, backend):
     assert_moves(ROW | changed, [], slots=5, backend=backend, device=device)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_outside_the_last_step_are_not_read(device, backend):
     """The candidates lie between others in memory that would match."""
     memory = dict(
@@ -186,7 +184,6 @@ def relabelled(order):
     return TREE_IDS[order], places[TREE_PARENTS[order].long()].int(), TREE_ROWS[order]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "page_size, dtypes, sizes",
     [
@@ -252,7 +249,6 @@ def path_of(tokens, *, ids, rows, parents, first=3, slots=(4, 1, 0, 2, 3, 6, 5))
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "rows, wanted",
     [
@@ -271,7 +267,6 @@ def test_of_a_token_listed_twice_below_its_parent_the_first_counts(device, rows,
     assert_moves(tree, moves, dtype=torch.bfloat16, backend=backend, device=device)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("parents", [None, [-1, -1, -1]])
 def test_without_parents_one_token_commits_at_most(device, parents, backend):
     for tokens, moves in (([6, 6, 3], [(2, 4)]), ([3, 8], [(2, 7)]), ([5, 3], [])):
@@ -279,7 +274,6 @@ def test_without_parents_one_token_commits_at_most(device, parents, backend):
         assert_moves(arguments, moves, dtype=torch.float16, backend=backend, device=device)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_parents_that_are_no_column_are_nobody(device, backend):
     """Nor is a candidate below itself, or two below each other. The tokens before them commit."""
     tree = dict(ids=[9, 4, 5, 6, 7, 8, 2], parents=[6, 7, -2, 3, 5, 4, -1], rows=[2, 0, 1, 6, 3, 5, 7])
@@ -300,7 +294,6 @@ def test_parents_that_are_no_column_are_nobody(device, backend):
 CHAIN = dict(ids=[7, 23, 9, 5], parents=[3, -1, 0, 1], rows=[4, 0, 6, 2])  # 23, 5, 7, 9
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "pages, slots",
     [
@@ -322,7 +315,6 @@ def test_a_slot_outside_the_cache_ends_the_walk(device, pages, slots, backend):
     assert_moves(arguments, list(zip(slots, [0, 2, 4, 6], strict=False)), slots=11, backend=backend, device=device)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("first, count", [(0, 4), (-1, 0), (-3, 0), (-4, 0)])
 def test_a_sequence_begins_at_position_0(device, first, count, backend):
     """More tokens may be said to be new than the sequence has: nothing commits. The memory around has slots too."""
@@ -331,7 +323,6 @@ def test_a_sequence_begins_at_position_0(device, first, count, backend):
     assert_moves(arguments, [(8, 0), (5, 2), (3, 4), (10, 6)][:count], slots=11, backend=backend, device=device)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_requests_that_do_not_exist_commit_nothing(device, backend):
     """Their row need not be in the slot table, nor need one of other requests that commit nothing."""
     drawn = dict(
@@ -344,7 +335,6 @@ def test_requests_that_do_not_exist_commit_nothing(device, backend):
     assert_moves(ROW | drawn, [(3, 6)], committed=[0, 1, 0, 0], slots=5, backend=backend, device=device)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_several_tokens_keep_their_codes(device, dtype, backend):
     """In a cache in e4m3, with scales by layer and head, in layers that are apart."""
@@ -361,7 +351,6 @@ def test_several_tokens_keep_their_codes(device, dtype, backend):
     assert torch.equal(found, moved((cache, codes.expand(2, -1, -1, -1, -1)), [(2, 0), (3, 2), (6, 4), (5, 6)]))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("empty", ["step", "last step", "last forward"])
 def test_nothing_to_move(device, backend, empty):
     of_step = ["last_rows", "tokens", "positions", "slot_table", "table_rows"]
@@ -399,7 +388,6 @@ def in_layout(x, layout):
     return y.copy_(x)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("turn", range(4))
 def test_every_tensor_has_strides_of_its_own(device, turn, backend):
     """Keys and values, of the cache and of the last forward, ids and rows of candidates: no two laid out alike.
@@ -428,7 +416,6 @@ def test_every_tensor_has_strides_of_its_own(device, turn, backend):
         assert torch.equal(as_integers(x), expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_winner_leaves_the_codes_that_its_own_forward_would(device, dtype, backend):
     """A token committed from its candidate, or computed as a delta by rope_cache: the cache is the same to the bit."""

@@ -12,8 +12,6 @@ from lenvm_kernels.ops.gather_requests import empty_history, empty_requests, gat
 from lenvm_kernels.types import Mode, StepHistory, StepRequests
 from tests.helpers.cases import cases
 
-BACKENDS = ["triton", "reference"]
-
 
 def i32(*values):
     return torch.tensor(values, dtype=torch.int32)
@@ -133,7 +131,6 @@ def test_reference_matches_lists(case):
         assert_equal(found, before, of_history)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_step_of_five_requests(device, backend):
     """The third one guided, the fourth past the end of its span, the last not active and of one token more."""
     table = guidance_table(device)
@@ -191,7 +188,6 @@ def tell(table, history, rows, lengths, new_lens, *, backend, **options):
     return requests
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("held", "length", "wanted"),
     [(1, 9, [2]), (2, 9, [2, 1]), (3, 7, [2, 0, 1]), (4, 2, [1, 2, -7, -7]), (7, 9, [1, 2, -7, -7, -7, -7, 0])],
@@ -204,7 +200,6 @@ def test_the_last_new_tokens_are_held_by_their_positions(device, backend, held, 
     assert (history.tokens[[0, 1, 2, 3, 5, 6]] == -7).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_gap_loses_guidance_until_it_is_mended(device, backend):
     """The token at position 10 of row 6 is missing, row 3 is nobody's, and row 1 is left out of the step."""
     table, history = guidance_table(device), make_history(7, device, held=16, told=10)
@@ -225,7 +220,6 @@ def test_a_gap_loses_guidance_until_it_is_mended(device, backend):
     assert table.faults.tolist() == [0] * 6 + [3] and history.told_lens.tolist() == [10, 10, 10, 10, 16, 10, 18]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("held", [1, 3, 16])
 def test_more_uncomputed_tokens_than_are_held_lose_guidance(device, backend, held):
     """As long as they are: nothing is wrong with what is told, and what is cached may catch up."""
@@ -246,7 +240,6 @@ def test_more_uncomputed_tokens_than_are_held_lose_guidance(device, backend, hel
     assert step(43) == ([True, False, False], [True, False, False], [2, 2, 0])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_no_requests(device, backend):
     numbers, table, history = i64().long().to(device), guidance_table(device), make_history(7, device)
     batch = (table, numbers, numbers, numbers.int())

@@ -7,7 +7,7 @@ import torch
 
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
 from lenvm_kernels.ops.limit_span import limit_span
-from tests.helpers.drafts import BACKENDS, i32, make_drafts, variants
+from tests.helpers.drafts import i32, make_drafts
 
 OUT, IN = -1e4, 2e4  # what is added to the logit of a token that is excluded, or forced
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -58,7 +58,6 @@ SPANS = [
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("turn", range(3))
 def test_what_ends_a_span(device, backend, dtype, turn):
@@ -95,7 +94,6 @@ def test_what_ends_a_span(device, backend, dtype, turn):
     assert table.span_ended.tolist() == [False, *(x[0] for x in ended)]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_span_ends_once(device, backend):
     """The table remembers it; a sequence of several steps, in a batch with another one that goes on."""
     table = GuidanceTable(5, device)
@@ -122,7 +120,6 @@ def test_a_span_ends_once(device, backend):
     ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_only_spans_are_remembered(device, backend):
     """What a row says of a span it does not have is neither used nor changed."""
     table = GuidanceTable(2, device)
@@ -150,7 +147,6 @@ def of_nodes(logits, device, dtype, **asked):
 NEVER = -math.inf
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("asked", "logits", "possible"),
@@ -181,10 +177,6 @@ def test_what_may_be_drawn(device, backend, dtype, asked, logits, possible):
     assert arguments["logits"].isneginf().cpu()[0].tolist() == before.isneginf().tolist()
 
 
-def test_no_number_of_requests_compiles_anything():
-    assert variants("limit_span") == {"_limit_span_kernel": 1}
-
-
 def test_compiled_with_the_columns_of_a_table():
     """They lie in the same memory, of which one is written."""
     torch.compiler.reset()
@@ -196,15 +188,6 @@ def test_compiled_with_the_columns_of_a_table():
     assert torch.equal(ended, limit_span(**expected)) and ended.all()
     for name, column in arguments["table"]._asdict().items():
         assert torch.equal(column.nan_to_num(), getattr(expected["table"], name).nan_to_num()), name
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_requests(device, backend):
-    none = torch.zeros(0, 5, dtype=torch.int64, device=device)
-    arguments = of_nodes([1.0] * 5, device, torch.float32) | dict(
-        logits=none.float(), tokens=none[:, :1], table_rows=none[:, 0], lengths=none[:, 0].int()
-    )
-    assert limit_span(**arguments, backend=backend).shape == (0,)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from lenvm_kernels.ops import _common
 from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.rope_cache import rope_cache
 
-BACKENDS = ["triton", "reference"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -60,7 +59,6 @@ def test_reference_matches_transformers(dtype, norm):
             assert (x != expected).double().mean() < 0.01
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_rows", [None, -1, 0, 1, 5, 9, 10])
 def test_only_rows_that_are_there_and_slots_of_the_cache_are_written(device, backend, num_rows):
     """Nothing else is read, either."""
@@ -92,7 +90,6 @@ def nearest_codes(x):
     return (nearest * even_first).argmax(1) + 0x80 * x.signbit()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_codes_are_of_the_nearest_numbers(device, dtype, backend):
     """Every number of e4m3, whatever lies between two and next to that, subnormal ones, and those beyond 448."""
@@ -117,7 +114,6 @@ def test_codes_are_of_the_nearest_numbers(device, dtype, backend):
         assert torch.equal(codes, nearest_codes(of_cache.flatten()).int())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_stays_nan_and_infinities_are_cut_off(device, dtype, backend):
     inputs = make_inputs(2, 1, 1, 4, dtype, e4m3=True, device=device)
@@ -150,15 +146,6 @@ def test_heads_past_32_bits(device):
         assert torch.equal(spread[name][plain["slots"]], x)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_tokens(device, backend):
-    inputs = make_inputs(0, 3, 2, 16, torch.float32, device=device, norm=True)
-    q, k, v = rope_cache(**inputs, backend=backend)
-    assert q.shape == (0, 3, 16) and k.shape == v.shape == (0, 2, 16)
-    assert_kept(inputs, k, v, 0)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_epsilon_is_added_to_the_mean_of_squares(device, backend):
     """Two query heads and a key head of 1, 2 and 4, and weights of 1, 2 and 3, all constant over the head."""
     head_dim, eps = 6, 0.5

@@ -16,7 +16,6 @@ from lenvm_kernels.types import Candidates, Status, TextBreak
 from tests.helpers.cases import assert_right, cases
 from tests.helpers.matches import assert_matches
 
-BACKENDS = ["triton", "reference"]
 SLOTS = 4
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "candidates.jsonl").open()]
 
@@ -126,7 +125,6 @@ def test_rows_not_guided_are_not_read(device):
     assert not found.broken.any()
 
 
-@pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_lost_mass_only_where_the_slots_end_the_list(device, backend):
     parameters = dict(top_k=torch.tensor([0, 4, 0]).int(), top_p=torch.tensor([1.0, 1.0, 0.35]), min_p=0.0)
     found = choose(torch.full((3, 10), 0.1), parameters, device, backend)
@@ -141,7 +139,6 @@ def small_tiles(monkeypatch):
         monkeypatch.setattr(module, name, value)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_logits", [True, False])
 def test_next_token_after_the_last_slot_is_found_in_any_tile(device, small_tiles, backend, is_logits):
     """The fifth token is in the tile of one of the four, in that of three, in a tile that is not chosen."""
@@ -157,7 +154,6 @@ def test_next_token_after_the_last_slot_is_found_in_any_tile(device, small_tiles
     torch.testing.assert_close(found.lost_mass, torch.tensor([0.1] * 4 + [0.0] * 2 + [0.1] * 6))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_top_p_and_min_p_met_exactly(device, backend):
     p = [[0.25, 0.5, 0.25], [0.25, 0.25, 0.5]]
     top_p = row_parameters(2) | dict(top_p=torch.tensor([0.5, 0.4999]))
@@ -170,7 +166,6 @@ def test_top_p_and_min_p_met_exactly(device, backend):
     assert found.probs[1].tolist() == [0.25] * 4 and found.lost_mass.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_greedy_below_a_temperature_of_1e_6(device, backend):
     limit = torch.tensor(1e-6)
     temperature = torch.stack([limit, limit.nextafter(limit - 1), torch.tensor(-1.0), torch.tensor(2.0)])
@@ -185,7 +180,6 @@ def test_greedy_below_a_temperature_of_1e_6(device, backend):
     torch.testing.assert_close(found.probs[1:3, 0], expected.repeat(2))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_entropy_equal_to_the_threshold_skips(device, backend):
     p = torch.tensor([[0.25, 0.25], [0.25, 0.25], [0.25, 0.25], [0.0, 0.25], [0.25, 0.0]])
     limit = torch.tensor(2.0).log()
@@ -195,7 +189,6 @@ def test_entropy_equal_to_the_threshold_skips(device, backend):
     assert found.token_ids[:, :2].tolist() == [[0, 1]] * 3 + [[1, -1], [0, -1]]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_logits", [True, False])
 def test_vocab_masks_and_scores_with_padded_rows(device, backend, is_logits):
     """Rows of scores and of the mask apart by different amounts; a mask of its own for each row, all 32 bits used."""
@@ -220,7 +213,6 @@ def test_vocab_masks_and_scores_with_padded_rows(device, backend, is_logits):
     assert found.status.tolist() == [Status.GUIDE] * 3 + [Status.UNGUIDED, Status.SINGLE]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_scores_that_are_no_probabilities(device, backend):
     """Negative ones and -inf count as 0, of equal ones the lower token comes first, -0 equals 0, NaN breaks the row."""
     nan, inf = torch.nan, torch.inf
@@ -269,7 +261,6 @@ def test_every_output_is_written(device, dirty_memory, small_tiles, monkeypatch,
 GOOD = dict(row_parameters(2), scores=torch.zeros(2, 40), is_logits=True)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_number_is_that_of_all_requests(device, backend):
     scores = 3 * torch.randn(3, 40, generator=torch.Generator().manual_seed(2)).to(device)
     numbers = dict(top_k=6, top_p=0.9, min_p=0.05, temperature=0.7, entropy_threshold=1.2)
@@ -314,7 +305,6 @@ def with_ends(device, backend, rows, *, scores=TAIL, **options):
     return Candidates(*(x.cpu() for x in found)), lists
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_logits", [False, True])
 @pytest.mark.parametrize(("least", "filters", "columns", "expected"), LISTS)
 def test_ends_are_candidates_whatever_the_filters_say(device, backend, is_logits, least, filters, columns, expected):
@@ -329,7 +319,6 @@ def test_ends_are_candidates_whatever_the_filters_say(device, backend, is_logits
     assert found.lost_mass.item() == pytest.approx(lost, abs=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_who_is_late_takes_worse_ends(device, backend):
     """The least probability halves with each tenth of the due length past it, from half of it on with each hundredth.
 
@@ -352,7 +341,6 @@ def test_who_is_late_takes_worse_ends(device, backend):
     assert lists == list(expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_least_share_is_a_least_min_p(device, backend):
     """The larger of both holds, for all tokens but ends and the first. Token 2 has a share of 0.75, 6 of 0.275."""
     shares = torch.tensor([[0.0, 0.7, 0.2, 0.5, 1.0, 0.01], [9.0] * 6])  # of table rows
@@ -371,7 +359,6 @@ def test_the_least_share_is_a_least_min_p(device, backend):
     assert lists == [[5, 2, 6, 8, 0, 7], [5, 7], [5, 2, 7], [5, 2, 6, 8, 7], [5, 7]]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("ends", "filters", "columns", "expected"),
     [
@@ -408,7 +395,6 @@ def test_an_output_need_not_end(device, backend, ends, filters, columns, expecte
     assert found.status.tolist() == [Status.SINGLE if len(expected) == 1 else Status.GUIDE, Status.UNGUIDED]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_ends_of_sentences_take_less_probable_ends(device, backend, dtype):
     """1/10,000 of the least probability after the end of a sentence, a tenth after that of a line, else 100 times it.
@@ -441,7 +427,6 @@ def test_ends_of_sentences_take_less_probable_ends(device, backend, dtype):
     assert lists == [[5, *ends] for ends in expected]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_each_request_has_the_ends_of_its_table_row(device, backend):
     """Columns of a table lie apart; a grammar's mask and a request that is not guided win; a greedy one has two."""
     table = torch.tensor([[6, -2, 9, 9], [0, 8, 9, 9], [-2, -2, 9, 9], [2, 7, 9, 9]], dtype=torch.int32, device=device)
@@ -466,7 +451,6 @@ def test_each_request_has_the_ends_of_its_table_row(device, backend):
     assert found.status.tolist() == status
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_temperatures_that_are_not_finite_break_the_row(device, backend):
     temperature = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0])
     found = choose(torch.zeros(4, 3), row_parameters(4), device, backend, temperature=temperature, is_logits=True)

@@ -12,7 +12,6 @@ from lenvm_kernels.ops import value_head as ops
 from lenvm_kernels.ops.value_head import num_counters, value_head
 from tests.helpers.matches import assert_matches, assert_same
 
-BACKENDS = ["triton", "reference"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WEIGHTS = ("fc_weight", "fc_bias", "summary_weight", "summary_bias")
 MANY = 300  # outputs, so many that they take the larger tiles
@@ -86,7 +85,6 @@ def test_rows_of_many_blocks_have_the_bits_of_few(device, monkeypatch, norm, wid
     assert torch.equal(logits_of(everything, token_rows=repeated, targets=targets)[targets], logits[repeated])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64])
 @pytest.mark.parametrize("outputs", [37, MANY])
 def test_targets_say_where_logits_go(device, backend, integers, outputs):
@@ -178,7 +176,6 @@ def test_saturated_activations(device, dtype):
     assert_matches(value_head(**inputs, backend="triton"), exact(**inputs), "value_head", dtype)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_no_rows(device, backend):
     inputs = make_inputs(0, 64, torch.float32, device=device)
     assert value_head(**inputs, backend=backend).shape == (0,)

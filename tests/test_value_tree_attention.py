@@ -101,7 +101,6 @@ def test_reference_is_dense_attention_under_trees(requests, heads, e4m3, malform
         torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("cached", [[], [5]])
 @pytest.mark.parametrize("padding", [0, 2])
 def test_no_requests_or_tokens(device, backend, cached, padding):
@@ -247,7 +246,6 @@ def test_queries_of_any_size_meet_keys_in_e4m3(device, exponent):
         check_against_reference(replace(inputs, q=q), sm_scale=scale)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
 def test_nan_in_a_cache_in_e4m3_is_nan(device, backend, name):
     inputs = make_inputs([70, 5], [1, 1], [2, 1], device=device, dtype=torch.float16, e4m3=True)
