@@ -1,16 +1,11 @@
 """``gather_requests``: what is looked up for whom, requests that do not exist, and histories over many steps."""
 
-import math
-
 import pytest
 import torch
-from hypothesis import given
 
-from lenvm_kernels.fuzz.ops.gather_requests import inputs
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.gather_requests import empty_history, empty_requests, gather_requests
-from lenvm_kernels.types import Mode, StepHistory, StepRequests
-from tests.helpers.cases import cases
+from lenvm_kernels.types import StepHistory
 
 
 def i32(*values):
@@ -41,94 +36,10 @@ def make_history(rows, device, step=1, held=3, told=100_000):
     return history
 
 
-def lists(
-    table,
-    tokens,
-    table_rows,
-    lengths,
-    *,
-    rows,
-    width=1,
-    new_lens=None,
-    active=None,
-    padding_row=0,
-    history=None,
-):
-    """The columns of ``rows`` requests, with room for ``width`` tokens each, request by request. The history and the
-    table's faults are brought up to date. ``places`` and ``cached_lens`` are -1 and 0 without history."""
-    fields = {name: [] for name in StepRequests._fields}
-    for i in range(rows):
-        row = table_rows[i].item() if i < len(tokens) else padding_row
-        found = ([0] * width, 0, -1, row, -1, False, False, math.nan, 0, 0, False, 0)
-        if i < len(tokens):
-            is_active = active is None or active[i].item()
-            guided = is_active and table.mode[row].item() != Mode.UNGUIDED and not table.span_ended[row].item()
-            wants_length = is_active and table.return_values[row].item()
-            columns = tokens[i].reshape(-1).tolist()
-            new = 1 if new_lens is None else min(max(new_lens[i].item(), 0), len(columns))
-            length, place, due, cached_len = lengths[i].item(), -1, True, 0
-            if history is not None:
-                step, held = history.step.item(), history.tokens.shape[1]
-                if history.steps[row].item() == step - 1:
-                    place = history.places[row].item()
-                history.places[row], history.steps[row] = i, step
-                due = step % max(table.value_stride[row].item(), 1) == 0
-                told_len, cached_len = history.told_lens[row].item(), history.cached_lens[row].item()
-                is_gap = told_len < length - new
-                if (guided or wants_length) and (is_gap or length - cached_len > held):
-                    guided = wants_length = False
-                    table.faults[row] += 1
-                if not is_gap:
-                    history.told_lens[row] = max(told_len, length)
-                for position, token in zip(range(length - new, length), columns[:new], strict=True):
-                    if position >= 0:
-                        history.tokens[row, position % held] = torch.tensor(token).int()  # its low 32 bits
-            found = (
-                (columns[:new] + [0] * width)[:width],
-                new,
-                length - 1,
-                row,
-                place,
-                guided,
-                wants_length,
-                table.entropy_threshold[row].item(),
-                length - table.prompt_len[row].item(),
-                table.seed[row].item(),
-                due,
-                cached_len,
-            )
-        for name, value in zip(fields, found, strict=True):
-            fields[name].append(value)
-    empty = empty_requests(rows, torch.device("cpu"), width)
-    found = zip(fields.values(), empty, strict=True)
-    return StepRequests(*(torch.tensor(x, dtype=e.dtype).view(e.shape) for x, e in found))
-
-
 def assert_equal(actual, expected, names):
     for name in names:
         x, wanted = getattr(actual, name).cpu(), getattr(expected, name)
         assert x.dtype == wanted.dtype and torch.equal(x.nan_to_num(-7.0), wanted.nan_to_num(-7.0)), name
-
-
-@given(cases("gather_requests"))
-def test_reference_matches_lists(case):
-    """Without a history what is of it is left alone."""
-    arguments = inputs(case, torch.device("cpu")).arguments
-    out, history, table = (arguments.pop(name, None) for name in ("out", "history", "table"))
-    rows, width = (len(arguments["tokens"]), 1) if out is None else out.tokens.shape
-    known = None if history is None else StepHistory(*(x.clone() for x in history))
-    before = None if out is None else StepRequests(*(x.clone() for x in out))
-    counted = table._replace(faults=table.faults.clone())
-    found = gather_requests(table, **arguments, out=out, history=history, backend="reference")
-    expected = lists(counted, **arguments, history=known, rows=rows, width=width)
-    assert out is None or found is out
-    of_history = ("places", "cached_lens")
-    assert_equal(found, expected, [x for x in StepRequests._fields if x not in of_history or history is not None])
-    assert torch.equal(table.faults, counted.faults)
-    if history is not None:
-        assert_equal(history, known, StepHistory._fields)
-    elif out is not None:
-        assert_equal(found, before, of_history)
 
 
 def test_a_step_of_five_requests(device, backend):

@@ -4,16 +4,15 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lenvm_kernels.fuzz.check import check, operators
 from tests.helpers.cases import cases
 from tests.helpers.drafts import variants
+from tests.helpers.memory import GuardedMemory
 
 OPERATORS = operators()
-MARGIN = 4096  # of numbers, more than the largest tile of a row
 # The operator that has to have a request, and says so.
 NEVER_EMPTY = "ragged_layout"
 
@@ -29,44 +28,16 @@ def test_a_batch_may_be_empty(device, name, backend, data):
     assert failure is None, str(failure)
 
 
-def in_guarded_memory(function, buffers):
-    """The function with fresh memory that holds something, as a GPU's does, in the middle of memory to be left alone.
-
-    ``buffers``: is given the bytes before and after each tensor, as the call leaves them and as they were.
-    """
-    empty, new_empty = torch.empty, torch.Tensor.new_empty
-
-    def guarded(*shape, dtype, device):
-        size = torch.Size(shape[0] if isinstance(shape[0], (tuple, list)) else shape)
-        memory = empty(size.numel() + 2 * MARGIN, dtype=dtype, device=device)
-        memory.fill_(float("nan") if dtype.is_floating_point else 77)
-        for around in (memory[:MARGIN], memory[-MARGIN:]):
-            buffers.append((around.view(torch.uint8), around.clone().view(torch.uint8)))
-        return memory[MARGIN : MARGIN + size.numel()].view(size)
-
-    def guarded_new(x, *shape, dtype=None, device=None):
-        return guarded(*shape, dtype=dtype or x.dtype, device=device or x.device)
-
-    def call(*args, **kwargs):
-        torch.empty, torch.Tensor.new_empty = guarded, guarded_new
-        try:
-            return function(*args, **kwargs)
-        finally:
-            torch.empty, torch.Tensor.new_empty = empty, new_empty
-
-    return call
-
-
 @pytest.mark.parametrize("name", OPERATORS)
 @given(data=st.data())
 @settings(max_examples=max(1, settings().max_examples // 5))
 def test_fresh_memory_is_filled_and_nothing_beside_it(device, name, data):
     """Results are right whatever lay there. Rows and columns of a tile that are none are not stored."""
-    buffers = []
-    function = in_guarded_memory(partial(OPERATORS[name].function, backend="triton"), buffers)
+    memory = GuardedMemory()
+    function = partial(memory.call, OPERATORS[name].function, backend="triton")
     failure = check(data.draw(cases(name)), function, device=device, other_batches=False)
     assert failure is None, str(failure)
-    assert all(torch.equal(found, before) for found, before in buffers)
+    memory.assert_kept()
 
 
 def test_no_number_of_requests_compiles_anything():

@@ -11,6 +11,7 @@ from lenvm_kernels.fuzz.ops.value_head import exact, make_inputs, square_sums_of
 from lenvm_kernels.ops import value_head as ops
 from lenvm_kernels.ops.value_head import num_counters, value_head
 from tests.helpers.matches import assert_matches, assert_same
+from tests.helpers.memory import GuardedMemory
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WEIGHTS = ("fc_weight", "fc_bias", "summary_weight", "summary_bias")
@@ -107,28 +108,20 @@ def test_targets_say_where_logits_go(device, backend, integers, outputs):
 
 @pytest.mark.parametrize("outputs", [5, 33, 127])
 @pytest.mark.parametrize("padding", [False, True])
-def test_nothing_beside_fresh_memory_is_written(device, monkeypatch, outputs, padding):
+def test_nothing_beside_fresh_memory_is_written(device, outputs, padding):
     """It holds NaN at first, around it, too. A logit with a target outside of the result goes nowhere."""
     inputs = make_inputs(5, 2 * ops.BLOCK_N + 20, torch.float32, device=device)
     rows = torch.full((outputs,), -1) if padding else torch.arange(outputs) % 7 - 1  # -1 and 5 are padding
     targets = torch.arange(outputs).flip(0)
     targets[:4] = torch.tensor([outputs, -1, 2**31 - 1, -(2**31)])
-    rows, targets, buffers = rows.to(device), targets.to(device), []
-
-    def guarded_empty(*shape, dtype, device):
-        buffers.append(torch.full((shape[0] + 128, *shape[1:]), float("nan"), dtype=dtype, device=device))
-        return buffers[-1][: shape[0]]
-
-    reference = value_head(**inputs, token_rows=rows, targets=targets, backend="reference")
-    with monkeypatch.context() as patched:
-        patched.setattr(ops.torch, "empty", guarded_empty)
-        logits = value_head(**inputs, token_rows=rows, targets=targets, backend="triton")
-    expected = exact(**inputs, token_rows=rows)
+    chosen, memory = dict(token_rows=rows.to(device), targets=targets.to(device)), GuardedMemory()
+    reference = value_head(**inputs, **chosen, backend="reference")
+    logits = memory.call(value_head, **inputs, **chosen, backend="triton")
+    memory.assert_kept()
+    expected = exact(**inputs, token_rows=chosen["token_rows"])
     assert logits[outputs - 4 :].isnan().all() and (reference[outputs - 4 :] == 0).all()
     for found in (logits, reference):
         assert_matches(found[: outputs - 4].flip(0), expected[4:], "value_head", torch.float32)
-    for buffer in buffers:
-        assert buffer[-128:].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
