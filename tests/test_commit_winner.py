@@ -10,7 +10,6 @@ from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.ops.rope_cache import rope_cache
 
-BACKENDS = ["triton", "reference"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CACHES, LAST = ("k_cache", "v_cache"), ("k_last", "v_last")
 
@@ -26,20 +25,13 @@ def make_pools(layers, slots, last_tokens, heads, head_dim, dtype, *, interleave
 
 
 def commit(pools, rows, *, backend, device="cpu"):
-    """(committed, the pool of the cache afterwards as integers); the pools given stay as they are.
-
-    What the kernel does is what the reference does, to the bit.
-    """
+    """(committed, the pool of the cache afterwards as integers); the pools given stay as they are."""
     cache, last = (pool.to(device, copy=True) for pool in pools)
     assert cache.stride() == pools[0].stride()
     rows = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in rows.items()}
     committed = commit_winner(*cache, *last, **rows, backend=backend)
     assert committed.dtype == torch.int32 and torch.equal(as_integers(last.cpu()), as_integers(pools[1]))
-    found = committed.cpu(), as_integers(cache.cpu())
-    if backend == "triton":
-        for x, wanted in zip(found, commit(pools, rows, backend="reference", device=device), strict=True):
-            assert torch.equal(x, wanted)
-    return found
+    return committed.cpu(), as_integers(cache.cpu())
 
 
 def moved(pools, moves):
@@ -88,12 +80,11 @@ ROW = dict(
 )
 
 
-@pytest.mark.parametrize(
-    ("backend", "dtype"),
-    [("reference", torch.float64), *((b, dtype) for dtype in DTYPES for b in BACKENDS)],
-)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_a_drawn_candidate_is_moved_in_every_layer(device, dtype, interleaved, backend):
+    if dtype == torch.float64 and backend == "triton":
+        pytest.skip("the kernels move no fp64")
     pools = make_pools(10, 5, 8, 2, 64, dtype, interleaved=interleaved)
     committed, cache = commit(pools, ROW, backend=backend, device=device)
     assert committed.tolist() == [1]
@@ -426,68 +417,38 @@ def test_a_winner_leaves_the_codes_that_its_own_forward_would(device, dtype, bac
     scales = {name: forward[name].expand(2, 3).contiguous() for name in ("key_scales", "value_scales")}
     kept = (forward["slots"] >= 0).nonzero()[:, 0]
     caches = [torch.full((2, 8, 3, 24), -7.0, device=device).to(E4M3) for _ in range(2)]
-    count = len(kept)
-    places = torch.arange(count, dtype=torch.int32, device=device)
-    committed = commit_winner(
-        *caches,
-        k.expand(2, *k.shape),
-        v.expand(2, *v.shape),
-        places[:, None].contiguous(),
-        kept[:, None].contiguous(),
-        places,
-        places.flip(0).contiguous(),
-        places.flip(0).contiguous(),
-        places.flip(0).contiguous(),
-        forward["slots"][kept].int()[None],
-        torch.zeros_like(places),
-        **scales,
-        backend=backend,
-    )
-    assert committed.tolist() == [1] * count
+    places = torch.arange(len(kept), dtype=torch.int32, device=device)
+    candidates = (places[:, None].contiguous(), kept[:, None].contiguous(), places)
+    drawn = [places.flip(0).contiguous()] * 3  # rows of the last step, tokens and positions
+    slots = (forward["slots"][kept].int()[None], torch.zeros_like(places))
+    of_forward = (k.expand(2, *k.shape), v.expand(2, *v.shape))
+    committed = commit_winner(*caches, *of_forward, *candidates, *drawn, *slots, **scales, backend=backend)
+    assert committed.tolist() == [1] * len(kept)
     for cache, name in zip(caches, ("k_cache", "v_cache"), strict=True):
         expected = as_integers(forward[name]).expand(2, -1, -1, -1)
         assert torch.equal(as_integers(cache), expected)
 
 
 SCALES = dict(key_scales=torch.zeros(2, 2), value_scales=torch.zeros(2, 2))
+CODES = {name: torch.zeros(2, 5, 2, 4).to(E4M3) for name in CACHES} | SCALES
+NO_TOKENS = {"tokens": torch.ones(1, 0, dtype=torch.int64), "new_lens": i32(0)}
+PAGE_SIZE = "page_size must be an int of at least 1, got"
+ERRORS = [
+    (ValueError, "k_cache must have at least one layer, head and col", {"k_cache": torch.zeros(0, 5, 2, 4)}),
+    (ValueError, "candidate_ids must have at least one column, got none", {"candidate_ids": i32([], [])}),
+    (ValueError, r"new_lens must say how many of the tokens \[B, N\] are new", {"tokens": i32([23, 5])}),
+    (ValueError, "tokens must have at least one column, got none", NO_TOKENS),
+    (ValueError, r"tokens must be int32\|int64 \[\*\] on cpu, got int32 \[1, 1, 1\]", {"tokens": i32([[23]])}),
+    *((ValueError, f"{PAGE_SIZE} {value!r}", {"page_size": value}) for value in (0, -4, 2.0, True, "4")),
+    *((ValueError, f"{name} must be None unless k_cache is float8", {name: x}) for name, x in SCALES.items()),
+    *((TypeError, rf"{x} must be a tensor float32 \[2, 2\] .*, got None", CODES | {x: None}) for x in SCALES),
+    (ValueError, "k_last must be float32.*, got float8_e4m3fn", CODES | {"k_last": torch.zeros(2, 8, 2, 4).to(E4M3)}),
+]
 
 
-@pytest.mark.parametrize(
-    ("e4m3", "changed", "error", "message"),
-    [
-        (False, {"k_cache": torch.zeros(0, 5, 2, 4)}, ValueError, "k_cache must have at least one layer, head and col"),
-        (False, {"candidate_ids": i32([], [])}, ValueError, "candidate_ids must have at least one column, got none"),
-        (False, {"tokens": i32([23, 5])}, ValueError, r"new_lens must say how many of the tokens \[B, N\] are new"),
-        (
-            False,
-            {"tokens": torch.ones(1, 0, dtype=torch.int64), "new_lens": i32(0)},
-            ValueError,
-            "tokens must have at least one column, got none",
-        ),
-        (
-            False,
-            {"tokens": i32([[23]])},
-            ValueError,
-            r"tokens must be int32\|int64 \[\*\] on cpu, got int32 \[1, 1, 1\]",
-        ),
-        *(
-            (False, {"page_size": value}, ValueError, f"page_size must be an int of at least 1, got {value!r}")
-            for value in (0, -4, 2.0, True, "4")
-        ),
-        *(
-            (False, {name: x}, ValueError, f"{name} must be None unless k_cache is float8")
-            for name, x in SCALES.items()
-        ),
-        *(
-            (True, {name: None}, TypeError, rf"{name} must be a tensor float32 \[2, 2\] .*, got None")
-            for name in SCALES
-        ),
-        (True, {"k_last": torch.zeros(2, 8, 2, 4).to(E4M3)}, ValueError, "k_last must be float32.*, got float8_e4m3fn"),
-    ],
-)
-def test_bad_arguments_are_named(e4m3, changed, error, message):
+@pytest.mark.parametrize(("error", "message", "changed"), ERRORS)
+def test_bad_arguments_are_named(error, message, changed):
     cache, last = make_pools(2, 5, 8, 2, 4, torch.float32)
-    cache = cache.to(E4M3) if e4m3 else cache
-    arguments = dict(zip((*CACHES, *LAST), (*cache, *last), strict=True)) | ROW | (SCALES if e4m3 else {})
+    arguments = dict(zip((*CACHES, *LAST), (*cache, *last), strict=True)) | ROW
     with pytest.raises(error, match=f"^{message}"):
         commit_winner(**arguments | changed)

@@ -161,36 +161,27 @@ def test_epsilon_is_added_to_the_mean_of_squares(device, backend):
 
 PLAIN = {"k_cache": torch.zeros(8, 1, 16), "v_cache": torch.zeros(8, 1, 16)}
 CODES = {name: x.to(E4M3) for name, x in PLAIN.items()} | dict.fromkeys(("key_scales", "value_scales"), torch.ones(1))
+ERRORS = [
+    (r"k_cache must have .* an even last dimension, got .* \[8, 1, 15\]", {"k_cache": torch.zeros(8, 1, 15)}),
+    (r"k_cache must have at least one head .*, got .* \[8, 0, 16\]", {"k_cache": torch.zeros(8, 0, 16)}),
+    ("k_cache must have .* an even last dimension", {"k_cache": torch.zeros(8, 1, 0)}),
+    (r"v_cache must be float32 \[8, 1, 16\] on cpu, got float32 \[8, 2", {"v_cache": torch.zeros(8, 2, 16)}),
+    ("v_cache must be float32 .*, got float8_e4m3fn", {"v_cache": CODES["v_cache"]}),
+    ("key_scales must be None unless k_cache is float8_e4m3fn, .* float32", {"key_scales": torch.ones(1)}),
+    ("value_scales must be None unless k_cache is float8_e4m3fn", {"value_scales": torch.ones(1)}),
+    ("v_cache must be float8_e4m3fn .*, got float32", CODES | {"v_cache": torch.zeros(8, 1, 16)}),
+    (r"key_scales must be a tensor float32 \[1\] on cpu, got NoneType", CODES | {"key_scales": None}),
+    (r"value_scales must be a tensor float32 \[1\] on cpu, got NoneType", CODES | {"value_scales": None}),
+    ("num_heads must be an int of at least 1, got float", {"num_heads": 2.0}),
+    ("num_heads must be an int of at least 1, got bool", {"num_heads": True}),
+    ("num_heads must be an int of at least 1, got 0", {"num_heads": 0}),
+    *((f"norm_eps must be a positive number, got {x!r}", {"norm_eps": x}) for x in (0.0, "1e-6", math.inf, math.nan)),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            PLAIN | {"k_cache": torch.zeros(8, 1, 15)},
-            r"k_cache must have .* an even last dimension, got .* \[8, 1, 15\]",
-        ),
-        (PLAIN | {"k_cache": torch.zeros(8, 0, 16)}, r"k_cache must have at least one head .*, got .* \[8, 0, 16\]"),
-        (PLAIN | {"k_cache": torch.zeros(8, 1, 0)}, "k_cache must have .* an even last dimension"),
-        (
-            PLAIN | {"v_cache": torch.zeros(8, 2, 16)},
-            r"v_cache must be float32 \[8, 1, 16\] on cpu, got float32 \[8, 2",
-        ),
-        (PLAIN | {"v_cache": CODES["v_cache"]}, "v_cache must be float32 .*, got float8_e4m3fn"),
-        (PLAIN | {"key_scales": torch.ones(1)}, "key_scales must be None unless k_cache is float8_e4m3fn, .* float32"),
-        (PLAIN | {"value_scales": torch.ones(1)}, "value_scales must be None unless k_cache is float8_e4m3fn"),
-        (CODES | {"v_cache": torch.zeros(8, 1, 16)}, "v_cache must be float8_e4m3fn .*, got float32"),
-        (CODES | {"key_scales": None}, r"key_scales must be a tensor float32 \[1\] on cpu, got NoneType"),
-        (CODES | {"value_scales": None}, r"value_scales must be a tensor float32 \[1\] on cpu, got NoneType"),
-        (PLAIN | {"num_heads": 2.0}, "num_heads must be an int of at least 1, got float"),
-        (PLAIN | {"num_heads": True}, "num_heads must be an int of at least 1, got bool"),
-        (PLAIN | {"num_heads": 0}, "num_heads must be an int of at least 1, got 0"),
-        *((PLAIN | {"norm_eps": x}, f"norm_eps must be a positive number, got {x!r}") for x in (0.0, "1e-6")),
-        *((PLAIN | {"norm_eps": x}, f"norm_eps must be a positive number, got {x!r}") for x in (math.inf, math.nan)),
-    ],
-)
-def test_errors_name_the_argument(changes, message):
-    inputs = make_inputs(3, 2, 1, 16, torch.float32, norm=True)
+@pytest.mark.parametrize(("message", "changes"), ERRORS)
+def test_errors_name_the_argument(message, changes):
+    inputs = make_inputs(3, 2, 1, 16, torch.float32, norm=True) | PLAIN
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         rope_cache(**inputs | changes)
 
