@@ -172,22 +172,18 @@ def test_a_request_over_many_steps(device, backend):
     assert table.faults.tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"requests": [1, 2]}, TypeError, "requests must be the StepRequests of gather_requests, got list"),
-        (
-            {"slot_table": torch.zeros(5, 9).int()},
-            ValueError,
-            "slot_table must have at least 6 rows, got 5",
-        ),
-        *(
-            ({"page_size": x}, ValueError, f"page_size must be an int of at least 1, got {x!r}")
-            for x in (0, -4, 2.0, True, "4")
-        ),
-    ],
-)
-def test_errors_name_the_argument(changes, error, message):
+ERRORS = [
+    (TypeError, "requests must be the StepRequests of gather_requests, got list", {"requests": [1, 2]}),
+    (ValueError, "slot_table must have at least 6 rows, got 5", {"slot_table": torch.zeros(5, 9).int()}),
+    *(
+        (ValueError, f"page_size must be an int of at least 1, got {x!r}", {"page_size": x})
+        for x in (0, -4, 2.0, True, "4")
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "changes"), ERRORS)
+def test_errors_name_the_argument(error, message, changes):
     arguments = dict(history=make_history(7, 3), counts=i32(1, 0), slot_table=torch.zeros(6, 9, dtype=torch.int32))
     arguments |= {"requests": make_requests([4, 4], [2, 2], [5, 0])}
     catch_up(**arguments)

@@ -95,7 +95,7 @@ def test_only_the_tokens_that_are_there_count(device, size, num_rows):
         for x, wanted in zip(*(e._replace(square_sums=e.square_sums.T) for e in (embedded, expected)), strict=True):
             torch.testing.assert_close(x[:rows], wanted[:rows], rtol=1e-5, atol=1e-6)
     memory.assert_kept()
-    assert memory.tensors == len(EmbeddedTokens._fields)
+    assert len(memory.tensors) == len(EmbeddedTokens._fields)
     for x in found._replace(square_sums=found.square_sums.T):
         assert x[rows:].isnan().all()
 

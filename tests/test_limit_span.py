@@ -144,7 +144,7 @@ def of_nodes(logits, device, dtype, **asked):
     )
 
 
-NEVER = -math.inf
+NEVER, NO_ENDS = -math.inf, torch.zeros(1, 0, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -190,30 +190,20 @@ def test_compiled_with_the_columns_of_a_table():
         assert torch.equal(column.nan_to_num(), getattr(expected["table"], name).nan_to_num()), name
 
 
-@pytest.mark.parametrize(
-    ("changed", "error", "message"),
-    [
-        ({"tokens": torch.zeros(1, 0).long()}, ValueError, "tokens must have at least one column, got none"),
-        (
-            {"tokens": torch.zeros(1, 3).long()},
-            ValueError,
-            "new_lens must be given with tokens of several .*, got 3",
-        ),
-        ({"table": {"eos": 1}}, TypeError, "table must be a GuidanceTable, got dict"),
-        (
-            {"logits": torch.zeros(4, 5)},  # of four nodes, of which none are said to be drafts
-            ValueError,
-            r"logits must be .* \[1, \*\] on cpu, got float32 \[4, 5\] on cpu",
-        ),
-    ],
-)
-def test_errors_name_the_argument(changed, error, message):
-    with pytest.raises(error, match=f"^{message}"):
-        limit_span(**of_nodes([1.0] * 5, "cpu", torch.float32) | changed)
+ERRORS = [
+    (ValueError, "tokens must have at least one column, got none", {"tokens": torch.zeros(1, 0).long()}),
+    (ValueError, "new_lens must be given with tokens of several .*, got 3", {"tokens": torch.zeros(1, 3).long()}),
+    (TypeError, "table must be a GuidanceTable, got dict", {"table": {"eos": 1}}),
+    # Of four nodes, of which none are said to be drafts.
+    (ValueError, r"logits must be .* \[1, \*\] on cpu, got float32 \[4, 5\] on cpu", {"logits": torch.zeros(4, 5)}),
+    (ValueError, "table.span_end_token_ids must have at least one column, got none", {"span_end_token_ids": NO_ENDS}),
+]
 
 
-def test_a_table_without_room_for_ends_is_named():
+@pytest.mark.parametrize(("error", "message", "changed"), ERRORS)
+def test_errors_name_the_argument(error, message, changed):
     arguments = of_nodes([1.0] * 5, "cpu", torch.float32)
-    table = arguments["table"].columns._replace(span_end_token_ids=torch.zeros(1, 0, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"^table.span_end_token_ids must have at least one column, got none"):
-        limit_span(**arguments | {"table": table})
+    if "span_end_token_ids" in changed:
+        changed = {"table": arguments["table"].columns._replace(**changed)}
+    with pytest.raises(error, match=f"^{message}"):
+        limit_span(**arguments | changed)

@@ -31,7 +31,7 @@ def test_broken_lengths_touch_nothing_else(device, name, values, trees):
     memory = GuardedMemory()
     layout = memory.call(ragged_layout, **inputs, backend="triton")
     memory.assert_kept()
-    assert memory.tensors == len(RaggedLayout._fields) - (not trees)
+    assert len(memory.tensors) == len(RaggedLayout._fields) - (not trees)
     # Every element is written, whatever the lengths.
     assert (layout.parents is not None) == trees
     assert not any((tensor == INTEGER).any() for tensor in layout if tensor is not None)

@@ -16,8 +16,8 @@ from lenvm_kernels.fuzz.ops.ragged_linear import CONSTANTS, exact, make_inputs
 from lenvm_kernels.ops import ragged_linear as ops
 from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
 from tests.helpers.matches import assert_matches
+from tests.helpers.memory import GuardedMemory
 
-BACKENDS = ["triton", "reference"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 E4M3 = torch.float8_e4m3fn
 # What a decoder layer asks for, and everything at once. Of 320 columns, in tests that split sums, only those without
@@ -259,7 +259,7 @@ def added_in_pairs(y):
 
 @pytest.mark.parametrize("variant", ["o and down", "all", "qkv, e4m3"])
 @pytest.mark.parametrize("num_rows", [-5, 0, 129, 170, 2**31 - 1])
-def test_rows_that_do_not_exist_are_neither_read_nor_written(device, small_limits, monkeypatch, variant, num_rows):
+def test_rows_that_do_not_exist_are_neither_read_nor_written(device, backend, small_limits, variant, num_rows):
     """Nor is what is around the result, the workspace and the sums of squares, which are exact to the bit."""
     tokens, dtype = 170, torch.float16 if "e4m3" in variant else torch.float32
     rows = max(0, min(num_rows, tokens))
@@ -268,28 +268,20 @@ def test_rows_that_do_not_exist_are_neither_read_nor_written(device, small_limit
     for name in inputs.keys() & {"x", "residual"}:
         inputs[name][rows:] = float("nan")
     inputs["num_rows"] = number(num_rows, device)
-    guarded, sums = [], {name: torch.full((4, tokens + 7), 77.0, device=device) for name in BACKENDS}
-
-    def guarded_empty(*shape, dtype, device):
-        guarded.append(torch.full((shape[0] + 2, *shape[1:]), 77.0, dtype=dtype, device=device))
-        return guarded[-1][1:-1]
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ops.torch, "empty", guarded_empty)
-        y = ragged_linear(**inputs, square_sums_out=sums["triton"][1:3, :tokens], backend="triton")
-    workspace = guarded[1:]
-    assert len(workspace) == ("norm_eps" in inputs) + (not inputs["swiglu"])  # sums of squares, and parts of sums
+    memory, sums = GuardedMemory(), torch.full((4, tokens + 7), 77.0, device=device)
+    y = memory.call(ragged_linear, **inputs, square_sums_out=sums[1:3, :tokens], backend=backend)
     assert_matches(y[:rows], healthy[:rows], "ragged_linear", dtype)
-    assert (y[rows:] == 77).all() and all((buffer[[0, -1]] == 77).all() for buffer in guarded)
-    assert all((buffer[1:-1, rows:] == 77).all() for buffer in workspace)
-    reference = ragged_linear(**inputs, square_sums_out=sums["reference"][1:3, :tokens], backend="reference")
-    assert_matches(reference[:rows], healthy[:rows], "ragged_linear", dtype)
-    assert not reference[rows:].any()
-    assert torch.equal(sums["triton"][1:3, :rows], added_in_pairs(y[:rows]))
-    torch.testing.assert_close(sums["reference"][1:3, :rows], added_in_pairs(reference[:rows]), rtol=1e-4, atol=1e-5)
-    for x in sums.values():
-        x[1:3, :rows] = 77
-        assert (x == 77).all()
+    if backend == "triton":
+        memory.assert_kept()
+        _, *workspace = memory.tensors
+        assert len(workspace) == ("norm_eps" in inputs) + (not inputs["swiglu"])  # sums of squares, and parts of sums
+        assert y[rows:].isnan().all() and all(x[:, rows:].isnan().all() for x in workspace)
+        assert torch.equal(sums[1:3, :rows], added_in_pairs(y[:rows]))
+    else:
+        assert not y[rows:].any()
+        torch.testing.assert_close(sums[1:3, :rows], added_in_pairs(y[:rows]), rtol=1e-4, atol=1e-5)
+    sums[1:3, :rows] = 77
+    assert (sums == 77).all()
 
 
 @pytest.mark.parametrize("variant", ["qkv", "all"])

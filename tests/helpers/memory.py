@@ -11,7 +11,7 @@ class GuardedMemory:
 
     def __init__(self):
         self.around = []  # (bytes before or after a tensor, what they were)
-        self.tensors = 0  # that came from torch.empty
+        self.tensors = []  # of torch.empty
 
     def call(self, function, *args, **kwargs):
         empty, new_empty = torch.empty, torch.Tensor.new_empty
@@ -24,14 +24,14 @@ class GuardedMemory:
                 self.around.append((x.view(torch.uint8), x.clone().view(torch.uint8)))
             return memory[MARGIN : MARGIN + size.numel()].view(size)
 
-        def counted(*shape, **options):
-            self.tensors += 1
-            return guarded(*shape, **options)
+        def noted(*shape, **options):
+            self.tensors.append(guarded(*shape, **options))
+            return self.tensors[-1]
 
         def guarded_new(x, *shape, dtype=None, device=None):
             return guarded(*shape, dtype=dtype or x.dtype, device=device or x.device)
 
-        torch.empty, torch.Tensor.new_empty = counted, guarded_new
+        torch.empty, torch.Tensor.new_empty = noted, guarded_new
         try:
             return function(*args, **kwargs)
         finally:
