@@ -5,7 +5,6 @@ import torch
 
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.gather_requests import empty_history, empty_requests, gather_requests
-from lenvm_kernels.types import StepHistory
 
 
 def i32(*values):
@@ -149,18 +148,6 @@ def test_more_uncomputed_tokens_than_are_held_lose_guidance(device, backend, hel
     assert step(42) == ([False, False, False], [False, False, False], [2, 1, 0])
     history.cached_lens[6] = 43 - held
     assert step(43) == ([True, False, False], [True, False, False], [2, 2, 0])
-
-
-def test_no_requests(device, backend):
-    numbers, table, history = i64().long().to(device), guidance_table(device), make_history(7, device)
-    batch = (table, numbers, numbers, numbers.int())
-    assert [len(x) for x in gather_requests(*batch, backend=backend)] == [0] * 12
-    out = empty_requests(33, device)
-    found = gather_requests(*batch, history=history, padding_row=6, out=out, backend=backend)
-    assert found.table_rows.tolist() == [6] * 33 and found.places.tolist() == found.positions.tolist() == [-1] * 33
-    assert found.entropy_threshold.isnan().all() and not found.guided.any() and not found.tokens.any()
-    assert_equal(history, make_history(7, "cpu"), StepHistory._fields)
-    assert table.faults.tolist() == [0] * 7
 
 
 def test_what_is_empty(device):

@@ -316,12 +316,9 @@ def test_near_grows_stronger_past_a_total(device, backend):
         for mode, total, *_ in of_row
     ]
     generated = torch.tensor([row[2] for row in of_row], dtype=torch.int32)
-    result, _ = reweight(
-        q, logit_of(TOKENS * -math.log(0.99)).float(), params, {0}, device, backend, generated=generated
-    )
-    assert_weights(
-        result, q * torch.tensor([[1.0, 5.0, 10.0, 40.0]]) ** (torch.tensor([row[3:] for row in of_row]) * -0.5)
-    )
+    z, stronger = logit_of(TOKENS * -math.log(0.99)).float(), torch.tensor([row[3:] for row in of_row])
+    result, _ = reweight(q, z, params, {0}, device, backend, generated=generated)
+    assert_weights(result, q * torch.tensor([[1.0, 5.0, 10.0, 40.0]]) ** (stronger * -0.5))
 
 
 @pytest.mark.parametrize(
@@ -554,25 +551,20 @@ def test_status_decides_faults_and_writes(device, backend, probs, monkeypatch):
     assert torch.equal(memory.cpu(), expected.to(probs))
 
 
-@pytest.mark.parametrize(
-    "name, value, message",
-    [
-        *(
-            ("value_logits", torch.zeros(2, n), f"value_logits must have a power of two up to 64 columns, got {n}")
-            for n in (0, 3, 128)
-        ),
-        ("candidates", None, "candidates must be the Candidates of topk_candidates, got NoneType"),
-        ("table", [], "table must be a GuidanceTable, got list"),
-        (
-            "table",
-            GuidanceTable.from_params([None], [set()], "cpu"),
-            r"table must have a row for each of the 2 requests, got 1 \(or give table_rows\)",
-        ),
-    ],
-)
-def test_bad_arguments_are_named(name, value, message):
+SMALL = GuidanceTable.from_params([None], [set()], "cpu")
+COLUMNS = "value_logits must have a power of two up to 64 columns, got"
+ERRORS = [
+    *((f"{COLUMNS} {n}", {"value_logits": torch.zeros(2, n)}) for n in (0, 3, 128)),
+    ("candidates must be the Candidates of topk_candidates, got NoneType", {"candidates": None}),
+    ("table must be a GuidanceTable, got list", {"table": []}),
+    (r"table must have a row for each of the 2 requests, got 1 \(or give table_rows\)", {"table": SMALL}),
+]
+
+
+@pytest.mark.parametrize(("message", "changed"), ERRORS)
+def test_bad_arguments_are_named(message, changed):
     table = GuidanceTable.from_params([None, None], [set(), set()], "cpu")
     candidates = candidates_of(torch.zeros(2, 4).int(), torch.full((2, 4), 0.25), "cpu")
     arguments = dict(candidates=candidates, value_logits=torch.zeros(2, 4), table=table)
     with pytest.raises((TypeError, ValueError), match=f"^{message}$"):
-        reweight_scatter(**arguments | {name: value})
+        reweight_scatter(**arguments | changed)

@@ -142,15 +142,6 @@ def test_requests_that_do_not_exist_have_nothing_to_score(device, backend):
         assert x.tolist() == [first] + [0] * 69
 
 
-@pytest.mark.parametrize("rows", [0, 70])
-def test_no_requests(device, backend, rows):
-    candidates = make_candidates(torch.zeros(0, 8, dtype=torch.int32), i32(), [], device)
-    requests = make_requests([3] * rows, [True] * rows, [False] * rows, device)
-    scored = select_scored(candidates, requests, no_ends(rows, device), backend=backend)
-    assert scored.token_ids.tolist() == [[-1] * 8] * rows
-    assert all(not x.any() for x in scored[1:])
-
-
 @pytest.mark.parametrize(
     ("columns", "rows", "message"),
     [

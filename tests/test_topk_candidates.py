@@ -289,18 +289,10 @@ def test_who_is_late_takes_worse_ends(device, backend):
 def test_the_least_share_is_a_least_min_p(device, backend):
     """The larger of both holds, for all tokens but ends and the first. Token 2 has a share of 0.75, 6 of 0.275."""
     shares = torch.tensor([[0.0, 0.7, 0.2, 0.5, 1.0, 0.01], [9.0] * 6])  # of table rows
-    _, lists = with_ends(
-        device,
-        backend,
-        5,
-        top_k=0,
-        min_p=torch.tensor([0.0, 0.9, 0.1, 0.27, 0.0]),
-        max_candidates=8,
-        end_token_ids=torch.full((6, 1), 7, dtype=torch.int32),
-        min_end_prob=torch.full((6,), 0.01),
-        least_share=shares.T[:, 0],
-        table_rows=torch.tensor([5, 0, 1, 2, 4]),
-    )
+    filters = dict(top_k=0, min_p=torch.tensor([0.0, 0.9, 0.1, 0.27, 0.0]), max_candidates=8)
+    ends = dict(end_token_ids=torch.full((6, 1), 7, dtype=torch.int32), min_end_prob=torch.full((6,), 0.01))
+    of_rows = dict(least_share=shares.T[:, 0], table_rows=torch.tensor([5, 0, 1, 2, 4]))
+    _, lists = with_ends(device, backend, 5, **filters, **ends, **of_rows)
     assert lists == [[5, 2, 6, 8, 0, 7], [5, 7], [5, 2, 7], [5, 2, 6, 8, 7], [5, 7]]
 
 
@@ -323,19 +315,11 @@ def test_an_output_need_not_end(device, backend, ends, filters, columns, expecte
     """Where the filters leave nothing but ends, the best token that is none is a candidate beside them."""
     filters = {"top_k": 0, "temperature": 1.0, "least": 0.01, "allowed": range(9)} | filters
     mask, least = sum(1 << token for token in filters.pop("allowed")), filters.pop("least")
-    found, lists = with_ends(
-        device,
-        backend,
-        2,
-        scores=TAIL.log(),
-        **filters,
-        max_candidates=columns,
-        is_logits=True,
-        guided=torch.tensor([True, False]),
-        vocab_mask=torch.tensor([[mask]] * 2, dtype=torch.int32),
-        end_token_ids=torch.tensor([[-2, *ends]] * 2, dtype=torch.int32),
-        min_end_prob=torch.full((2,), least),
-    )
+    ends = torch.tensor([[-2, *ends]] * 2, dtype=torch.int32)
+    options = dict(scores=TAIL.log(), max_candidates=columns, is_logits=True, guided=torch.tensor([True, False]))
+    options |= dict(end_token_ids=ends, min_end_prob=torch.full((2,), least))
+    options |= dict(vocab_mask=torch.tensor([[mask]] * 2, dtype=torch.int32))
+    found, lists = with_ends(device, backend, 2, **filters, **options)
     assert lists == [expected, []]
     assert found.status.tolist() == [Status.SINGLE if len(expected) == 1 else Status.GUIDE, Status.UNGUIDED]
 
@@ -359,16 +343,10 @@ def test_ends_of_sentences_take_less_probable_ends(device, backend, dtype):
         (torch.inf, 2, 99, []),
         strict=True,
     )
-    _, lists = with_ends(
-        device,
-        backend,
-        10,
-        min_end_prob=torch.tensor(least),
-        due_length=torch.full((10,), 10.0),
-        generated=torch.tensor(generated, dtype=torch.int32),
-        text_breaks=torch.tensor([*breaks, TextBreak.SENTENCE], dtype=torch.int8, device=device)[:4],
-        last_tokens=torch.tensor(last, dtype=dtype),
-    )
+    breaks = torch.tensor([*breaks, TextBreak.SENTENCE], dtype=torch.int8, device=device)[:4]
+    options = dict(min_end_prob=torch.tensor(least), due_length=torch.full((10,), 10.0), text_breaks=breaks)
+    options |= dict(generated=torch.tensor(generated, dtype=torch.int32), last_tokens=torch.tensor(last, dtype=dtype))
+    _, lists = with_ends(device, backend, 10, **options)
     assert lists == [[5, *ends] for ends in expected]
 
 
@@ -377,20 +355,12 @@ def test_each_request_has_the_ends_of_its_table_row(device, backend):
     table = torch.tensor([[6, -2, 9, 9], [0, 8, 9, 9], [-2, -2, 9, 9], [2, 7, 9, 9]], dtype=torch.int32, device=device)
     allowed = torch.full((6, 1), -1, dtype=torch.int32)
     allowed[4] = ~(1 << 7)
-    found, lists = with_ends(
-        device,
-        backend,
-        6,
-        scores=TAIL.log(),
-        top_k=torch.tensor([1, 1, 1, 1, 1, 3], dtype=torch.int32),
-        temperature=torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0]),
-        is_logits=True,
-        vocab_mask=allowed,
-        guided=torch.tensor([True, True, True, False, True, True]),
-        end_token_ids=table[:, :2],
-        min_end_prob=torch.tensor([[0.2, 1e-4, 0.0, 1e-3], [0.0] * 4], device=device).T[:, 0],
-        table_rows=torch.tensor([3, 0, 1, 3, 3, 1]),
-    )
+    temperature, guided = torch.tensor([1.0] * 5 + [0.0]), torch.tensor([True, True, True, False, True, True])
+    options = dict(scores=TAIL.log(), temperature=temperature, is_logits=True, vocab_mask=allowed, guided=guided)
+    options |= dict(top_k=torch.tensor([1, 1, 1, 1, 1, 3], dtype=torch.int32), end_token_ids=table[:, :2])
+    least = torch.tensor([[0.2, 1e-4, 0.0, 1e-3], [0.0] * 4], device=device).T[:, 0]
+    rows = torch.tensor([3, 0, 1, 3, 3, 1])
+    found, lists = with_ends(device, backend, 6, **options, min_end_prob=least, table_rows=rows)
     assert lists == [[5, 2, 7], [5], [5, 8, 0], [], [5, 2], [5, 8, 0]]
     status = [Status.GUIDE, Status.SINGLE, Status.GUIDE, Status.UNGUIDED, Status.GUIDE, Status.GUIDE]
     assert found.status.tolist() == status

@@ -169,13 +169,10 @@ def test_saturated_activations(device, dtype):
     assert_matches(value_head(**inputs, backend="triton"), exact(**inputs), "value_head", dtype)
 
 
-def test_no_rows(device, backend):
+def test_rows_of_nothing_are_padding(device, backend):
     inputs = make_inputs(0, 64, torch.float32, device=device)
-    assert value_head(**inputs, backend=backend).shape == (0,)
-    only_padding = torch.tensor([-1, 0, 3], device=device)
-    assert value_head(**inputs, token_rows=only_padding, backend=backend).tolist() == [0, 0, 0]
-    inputs = make_inputs(3, 64, torch.float32, device=device)
-    assert value_head(**inputs, token_rows=only_padding[:0], backend=backend).shape == (0,)
+    rows = torch.tensor([-1, 0, 3], device=device)
+    assert value_head(**inputs, token_rows=rows, backend=backend).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
