@@ -9,7 +9,6 @@ import torch
 
 from lenvm_kernels.types import Drafts
 
-BACKENDS = ["triton", "reference"]
 LARGEST = 2**31 - 1
 
 
