@@ -59,7 +59,7 @@ BENCHES = {
     "limit_span": 5,
 }
 SECONDS = {"ceilings": 15, "tests": 124, **BENCHES, "sanitizer": 60}
-TESTED = ("operator_laws", *(name for name in BENCHES if name != "step"), "value_model", "step")
+TESTED = ("operator_laws", "operator_edges", *(name for name in BENCHES if name != "step"), "value_model", "step")
 DRY_TESTS = ("tests/test_topk_candidates.py", "tests/test_value_head.py", "-k", "bad_arguments or errors_name")
 RESERVE = 10  # seconds for the report
 GRACE = 8  # seconds before a benchmark is ended, in which it starts nothing more

@@ -58,3 +58,9 @@ def _rounding(request: pytest.FixtureRequest) -> Iterator[None]:
 def device() -> torch.device:
     """Where the Triton kernels under test run: the GPU, or the CPU through the interpreter."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session", params=["triton", "reference"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """The two that every operator has. Of the session, because Hypothesis does not set up anything for an example."""
+    return request.param

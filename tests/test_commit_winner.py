@@ -10,7 +10,6 @@ from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.ops.rope_cache import rope_cache
 
-BACKENDS = ["triton", "reference"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CACHES, LAST = ("k_cache", "v_cache"), ("k_last", "v_last")
 
@@ -26,20 +25,13 @@ def make_pools(layers, slots, last_tokens, heads, head_dim, dtype, *, interleave
 
 
 def commit(pools, rows, *, backend, device="cpu"):
-    """(committed, the pool of the cache afterwards as integers); the pools given stay as they are.
-
-    What the kernel does is what the reference does, to the bit.
-    """
+    """(committed, the pool of the cache afterwards as integers); the pools given stay as they are."""
     cache, last = (pool.to(device, copy=True) for pool in pools)
     assert cache.stride() == pools[0].stride()
     rows = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in rows.items()}
     committed = commit_winner(*cache, *last, **rows, backend=backend)
     assert committed.dtype == torch.int32 and torch.equal(as_integers(last.cpu()), as_integers(pools[1]))
-    found = committed.cpu(), as_integers(cache.cpu())
-    if backend == "triton":
-        for x, wanted in zip(found, commit(pools, rows, backend="reference", device=device), strict=True):
-            assert torch.equal(x, wanted)
-    return found
+    return committed.cpu(), as_integers(cache.cpu())
 
 
 def moved(pools, moves):
@@ -88,19 +80,17 @@ ROW = dict(
 )
 
 
-@pytest.mark.parametrize(
-    ("backend", "dtype"),
-    [("reference", torch.float64), *((b, dtype) for dtype in DTYPES for b in BACKENDS)],
-)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_a_drawn_candidate_is_moved_in_every_layer(device, dtype, interleaved, backend):
+    if dtype == torch.float64 and backend == "triton":
+        pytest.skip("the kernels move no fp64")
     pools = make_pools(10, 5, 8, 2, 64, dtype, interleaved=interleaved)
     committed, cache = commit(pools, ROW, backend=backend, device=device)
     assert committed.tolist() == [1]
     assert torch.equal(cache, moved(pools, [(3, 6)]))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "changed",
     [
@@ -139,7 +129,6 @@ def test_nothing_is_moved_otherwise(device, changed, backend):
     assert_moves(ROW | changed, [], slots=5, backend=backend, device=device)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_outside_the_last_step_are_not_read(device, backend):
     """The candidates lie between others in memory that would match."""
     memory = dict(
@@ -186,7 +175,6 @@ def relabelled(order):
     return TREE_IDS[order], places[TREE_PARENTS[order].long()].int(), TREE_ROWS[order]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "page_size, dtypes, sizes",
     [
@@ -252,7 +240,6 @@ def path_of(tokens, *, ids, rows, parents, first=3, slots=(4, 1, 0, 2, 3, 6, 5))
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "rows, wanted",
     [
@@ -271,7 +258,6 @@ def test_of_a_token_listed_twice_below_its_parent_the_first_counts(device, rows,
     assert_moves(tree, moves, dtype=torch.bfloat16, backend=backend, device=device)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("parents", [None, [-1, -1, -1]])
 def test_without_parents_one_token_commits_at_most(device, parents, backend):
     for tokens, moves in (([6, 6, 3], [(2, 4)]), ([3, 8], [(2, 7)]), ([5, 3], [])):
@@ -279,7 +265,6 @@ def test_without_parents_one_token_commits_at_most(device, parents, backend):
         assert_moves(arguments, moves, dtype=torch.float16, backend=backend, device=device)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_parents_that_are_no_column_are_nobody(device, backend):
     """Nor is a candidate below itself, or two below each other. The tokens before them commit."""
     tree = dict(ids=[9, 4, 5, 6, 7, 8, 2], parents=[6, 7, -2, 3, 5, 4, -1], rows=[2, 0, 1, 6, 3, 5, 7])
@@ -300,7 +285,6 @@ def test_parents_that_are_no_column_are_nobody(device, backend):
 CHAIN = dict(ids=[7, 23, 9, 5], parents=[3, -1, 0, 1], rows=[4, 0, 6, 2])  # 23, 5, 7, 9
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "pages, slots",
     [
@@ -322,7 +306,6 @@ def test_a_slot_outside_the_cache_ends_the_walk(device, pages, slots, backend):
     assert_moves(arguments, list(zip(slots, [0, 2, 4, 6], strict=False)), slots=11, backend=backend, device=device)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("first, count", [(0, 4), (-1, 0), (-3, 0), (-4, 0)])
 def test_a_sequence_begins_at_position_0(device, first, count, backend):
     """More tokens may be said to be new than the sequence has: nothing commits. The memory around has slots too."""
@@ -331,7 +314,6 @@ def test_a_sequence_begins_at_position_0(device, first, count, backend):
     assert_moves(arguments, [(8, 0), (5, 2), (3, 4), (10, 6)][:count], slots=11, backend=backend, device=device)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_requests_that_do_not_exist_commit_nothing(device, backend):
     """Their row need not be in the slot table, nor need one of other requests that commit nothing."""
     drawn = dict(
@@ -344,7 +326,6 @@ def test_requests_that_do_not_exist_commit_nothing(device, backend):
     assert_moves(ROW | drawn, [(3, 6)], committed=[0, 1, 0, 0], slots=5, backend=backend, device=device)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_several_tokens_keep_their_codes(device, dtype, backend):
     """In a cache in e4m3, with scales by layer and head, in layers that are apart."""
@@ -361,7 +342,6 @@ def test_several_tokens_keep_their_codes(device, dtype, backend):
     assert torch.equal(found, moved((cache, codes.expand(2, -1, -1, -1, -1)), [(2, 0), (3, 2), (6, 4), (5, 6)]))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("empty", ["step", "last step", "last forward"])
 def test_nothing_to_move(device, backend, empty):
     of_step = ["last_rows", "tokens", "positions", "slot_table", "table_rows"]
@@ -399,7 +379,6 @@ def in_layout(x, layout):
     return y.copy_(x)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("turn", range(4))
 def test_every_tensor_has_strides_of_its_own(device, turn, backend):
     """Keys and values, of the cache and of the last forward, ids and rows of candidates: no two laid out alike.
@@ -428,7 +407,6 @@ def test_every_tensor_has_strides_of_its_own(device, turn, backend):
         assert torch.equal(as_integers(x), expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_winner_leaves_the_codes_that_its_own_forward_would(device, dtype, backend):
     """A token committed from its candidate, or computed as a delta by rope_cache: the cache is the same to the bit."""
@@ -439,68 +417,38 @@ def test_a_winner_leaves_the_codes_that_its_own_forward_would(device, dtype, bac
     scales = {name: forward[name].expand(2, 3).contiguous() for name in ("key_scales", "value_scales")}
     kept = (forward["slots"] >= 0).nonzero()[:, 0]
     caches = [torch.full((2, 8, 3, 24), -7.0, device=device).to(E4M3) for _ in range(2)]
-    count = len(kept)
-    places = torch.arange(count, dtype=torch.int32, device=device)
-    committed = commit_winner(
-        *caches,
-        k.expand(2, *k.shape),
-        v.expand(2, *v.shape),
-        places[:, None].contiguous(),
-        kept[:, None].contiguous(),
-        places,
-        places.flip(0).contiguous(),
-        places.flip(0).contiguous(),
-        places.flip(0).contiguous(),
-        forward["slots"][kept].int()[None],
-        torch.zeros_like(places),
-        **scales,
-        backend=backend,
-    )
-    assert committed.tolist() == [1] * count
+    places = torch.arange(len(kept), dtype=torch.int32, device=device)
+    candidates = (places[:, None].contiguous(), kept[:, None].contiguous(), places)
+    drawn = [places.flip(0).contiguous()] * 3  # rows of the last step, tokens and positions
+    slots = (forward["slots"][kept].int()[None], torch.zeros_like(places))
+    of_forward = (k.expand(2, *k.shape), v.expand(2, *v.shape))
+    committed = commit_winner(*caches, *of_forward, *candidates, *drawn, *slots, **scales, backend=backend)
+    assert committed.tolist() == [1] * len(kept)
     for cache, name in zip(caches, ("k_cache", "v_cache"), strict=True):
         expected = as_integers(forward[name]).expand(2, -1, -1, -1)
         assert torch.equal(as_integers(cache), expected)
 
 
 SCALES = dict(key_scales=torch.zeros(2, 2), value_scales=torch.zeros(2, 2))
+CODES = {name: torch.zeros(2, 5, 2, 4).to(E4M3) for name in CACHES} | SCALES
+NO_TOKENS = {"tokens": torch.ones(1, 0, dtype=torch.int64), "new_lens": i32(0)}
+PAGE_SIZE = "page_size must be an int of at least 1, got"
+ERRORS = [
+    (ValueError, "k_cache must have at least one layer, head and col", {"k_cache": torch.zeros(0, 5, 2, 4)}),
+    (ValueError, "candidate_ids must have at least one column, got none", {"candidate_ids": i32([], [])}),
+    (ValueError, r"new_lens must say how many of the tokens \[B, N\] are new", {"tokens": i32([23, 5])}),
+    (ValueError, "tokens must have at least one column, got none", NO_TOKENS),
+    (ValueError, r"tokens must be int32\|int64 \[\*\] on cpu, got int32 \[1, 1, 1\]", {"tokens": i32([[23]])}),
+    *((ValueError, f"{PAGE_SIZE} {value!r}", {"page_size": value}) for value in (0, -4, 2.0, True, "4")),
+    *((ValueError, f"{name} must be None unless k_cache is float8", {name: x}) for name, x in SCALES.items()),
+    *((TypeError, rf"{x} must be a tensor float32 \[2, 2\] .*, got None", CODES | {x: None}) for x in SCALES),
+    (ValueError, "k_last must be float32.*, got float8_e4m3fn", CODES | {"k_last": torch.zeros(2, 8, 2, 4).to(E4M3)}),
+]
 
 
-@pytest.mark.parametrize(
-    ("e4m3", "changed", "error", "message"),
-    [
-        (False, {"k_cache": torch.zeros(0, 5, 2, 4)}, ValueError, "k_cache must have at least one layer, head and col"),
-        (False, {"candidate_ids": i32([], [])}, ValueError, "candidate_ids must have at least one column, got none"),
-        (False, {"tokens": i32([23, 5])}, ValueError, r"new_lens must say how many of the tokens \[B, N\] are new"),
-        (
-            False,
-            {"tokens": torch.ones(1, 0, dtype=torch.int64), "new_lens": i32(0)},
-            ValueError,
-            "tokens must have at least one column, got none",
-        ),
-        (
-            False,
-            {"tokens": i32([[23]])},
-            ValueError,
-            r"tokens must be int32\|int64 \[\*\] on cpu, got int32 \[1, 1, 1\]",
-        ),
-        *(
-            (False, {"page_size": value}, ValueError, f"page_size must be an int of at least 1, got {value!r}")
-            for value in (0, -4, 2.0, True, "4")
-        ),
-        *(
-            (False, {name: x}, ValueError, f"{name} must be None unless k_cache is float8")
-            for name, x in SCALES.items()
-        ),
-        *(
-            (True, {name: None}, TypeError, rf"{name} must be a tensor float32 \[2, 2\] .*, got None")
-            for name in SCALES
-        ),
-        (True, {"k_last": torch.zeros(2, 8, 2, 4).to(E4M3)}, ValueError, "k_last must be float32.*, got float8_e4m3fn"),
-    ],
-)
-def test_bad_arguments_are_named(e4m3, changed, error, message):
+@pytest.mark.parametrize(("error", "message", "changed"), ERRORS)
+def test_bad_arguments_are_named(error, message, changed):
     cache, last = make_pools(2, 5, 8, 2, 4, torch.float32)
-    cache = cache.to(E4M3) if e4m3 else cache
-    arguments = dict(zip((*CACHES, *LAST), (*cache, *last), strict=True)) | ROW | (SCALES if e4m3 else {})
+    arguments = dict(zip((*CACHES, *LAST), (*cache, *last), strict=True)) | ROW
     with pytest.raises(error, match=f"^{message}"):
         commit_winner(**arguments | changed)

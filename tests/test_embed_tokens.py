@@ -1,7 +1,5 @@
 """``embed_tokens``: kernel against reference, reference against transformers, ids of no vocabulary, other rows."""
 
-import math
-
 import pytest
 import torch
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
@@ -10,8 +8,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from lenvm_kernels.fuzz.ops.embed_tokens import make_inputs
 from lenvm_kernels.ops.embed_tokens import MAX_BLOCK_H, embed_tokens
 from lenvm_kernels.types import EmbeddedTokens
+from tests.helpers.memory import GuardedMemory
 
-BACKENDS = ["triton", "reference"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -27,7 +25,6 @@ def test_reference_matches_transformers(dtype):
     assert embedded.hidden.dtype == dtype and embedded.square_sums.dtype == torch.float32
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 64, 65, 200, MAX_BLOCK_H + 70])
 def test_sums_of_small_integers_are_exact(device, backend, dtype, size):
@@ -42,7 +39,6 @@ def test_sums_of_small_integers_are_exact(device, backend, dtype, size):
     assert embedded.square_sums.is_contiguous() and torch.equal(embedded.square_sums.cpu(), expected.float())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens_outside_of_the_vocabulary_are_nan(device, backend, dtype):
     """And those at its ends are not; nor are their neighbours. What lies around the vocabulary is not read."""
@@ -62,7 +58,6 @@ def test_tokens_outside_of_the_vocabulary_are_nan(device, backend, dtype):
     assert embedded.cos.isfinite().all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_angles_of_far_positions(device, backend):
     """The angle is the fp32 product, as in transformers; its cosine and sine are right to fp32's last bits."""
     positions = [0, 1, 2, 1000, 32_767, 99_999, 100_000, 105_700, 131_071, 2**24 + 2, 2**33]
@@ -83,9 +78,9 @@ def test_angles_of_far_positions(device, backend):
 
 @pytest.mark.parametrize("size", [1, 130, MAX_BLOCK_H + 1])
 @pytest.mark.parametrize("num_rows", [None, -1, 0, 2, 4, 5])
-def test_only_the_tokens_that_are_there_count(device, monkeypatch, size, num_rows):
+def test_only_the_tokens_that_are_there_count(device, size, num_rows):
     """The kernel writes nothing else, neither around the results nor of other tokens, and all of those there are."""
-    tokens, guard, margin, buffers, empty = 4, -77.0, 2 * MAX_BLOCK_H, [], torch.empty
+    tokens, memory = 4, GuardedMemory()
     inputs = make_inputs(tokens, size, 5, torch.float32, device=device)
     expected = embed_tokens(**inputs, backend="reference")
     rows = tokens if num_rows is None else min(max(num_rows, 0), tokens)
@@ -94,30 +89,15 @@ def test_only_the_tokens_that_are_there_count(device, monkeypatch, size, num_row
     if num_rows is not None:
         inputs["num_rows"] = torch.tensor([num_rows], dtype=torch.int32, device=device)
 
-    def guarded_empty(shape, *, dtype, device):
-        count = math.prod(shape)
-        buffer = empty(count + 2 * margin, dtype=dtype, device=device).fill_(guard)
-        buffers.append((buffer, count))
-        return buffer[margin : margin + count].view(shape)
-
     reference = embed_tokens(**inputs, backend="reference")
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "empty", guarded_empty)
-        found = embed_tokens(**inputs, backend="triton")
+    found = memory.call(embed_tokens, **inputs, backend="triton")
     for embedded in (found, reference):
         for x, wanted in zip(*(e._replace(square_sums=e.square_sums.T) for e in (embedded, expected)), strict=True):
             torch.testing.assert_close(x[:rows], wanted[:rows], rtol=1e-5, atol=1e-6)
-    assert len(buffers) == len(EmbeddedTokens._fields)
-    for buffer, count in buffers:
-        assert (buffer[:margin] == guard).all() and (buffer[margin + count :] == guard).all()
+    memory.assert_kept()
+    assert len(memory.tensors) == len(EmbeddedTokens._fields)
     for x in found._replace(square_sums=found.square_sums.T):
-        assert (x[rows:] == guard).all()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_tokens(device, backend):
-    embedded = embed_tokens(**make_inputs(0, 130, 5, torch.bfloat16, device=device), backend=backend)
-    assert [tuple(x.shape) for x in embedded] == [(0, 130), (3, 0), (0, 5), (0, 5)]
+        assert x[rows:].isnan().all()
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,7 @@ import torch
 from lenvm_kernels.ops.expand_drafts import empty_nodes, expand_drafts
 from lenvm_kernels.ops.gather_requests import empty_requests
 from lenvm_kernels.types import Drafts
-from tests.helpers.drafts import (
-    BACKENDS,
-    LARGEST,
-    make_drafts,
-    random_drafts,
-    variants,
-)
+from tests.helpers.drafts import LARGEST, make_drafts, random_drafts
 
 OTHERS = ("tokens", "new_lens", "places", "cached_lens")
 
@@ -32,7 +26,6 @@ def make_requests(rows, *, seed=0, device="cpu"):
     return requests
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_each_node_is_as_far_as_it_has_drafts_behind_it(device, backend):
     """A tree, a chain that ends, a request whose first draft is not there, and one that has none."""
     requests = make_requests(4, device=device)
@@ -66,7 +59,6 @@ def test_each_node_is_as_far_as_it_has_drafts_behind_it(device, backend):
     assert thresholds[[0, 2, 3]].tolist() == [[0.5] * 6, [0.25] * 6, [2.0] * 6]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("parent", [-1, -2, -(2**31), 3, 4, 5, 99, LARGEST])
 def test_what_is_no_earlier_draft_is_no_parent(device, backend, parent):
     """Of the fourth draft: itself, later ones and none. What follows it counts from there."""
@@ -76,7 +68,6 @@ def test_what_is_no_earlier_draft_is_no_parent(device, backend, parent):
     assert (nodes.generated - nodes.generated[0]).tolist()[:7] == [0, 1, 2, 3, 1, 2, 3]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_belongs_to_sequences_is_left_as_it_is(device, backend):
     requests, drafts = make_requests(3, device=device), random_drafts(2, 4, device=device)
     before, out = [x.clone() for x in requests], empty_nodes(requests, 4)
@@ -84,10 +75,6 @@ def test_what_belongs_to_sequences_is_left_as_it_is(device, backend):
     assert all(getattr(nodes, name) is getattr(requests, name) for name in OTHERS)
     assert expand_drafts(requests, drafts, out=out, backend=backend) is out
     assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(requests, before, strict=True))
-
-
-def test_no_number_of_requests_compiles_anything():
-    assert variants("expand_drafts") == {"_expand_drafts_kernel": 1}
 
 
 def good_arguments():
@@ -108,7 +95,6 @@ def test_errors_name_the_argument(name, value, message):
         expand_drafts(**good_arguments() | {name: value})
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", [0, 3])
 def test_no_request_has_drafts(device, backend, rows):
     requests = make_requests(rows, device=device)

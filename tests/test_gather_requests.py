@@ -1,18 +1,10 @@
 """``gather_requests``: what is looked up for whom, requests that do not exist, and histories over many steps."""
 
-import math
-
 import pytest
 import torch
-from hypothesis import given
 
-from lenvm_kernels.fuzz.ops.gather_requests import inputs
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.gather_requests import empty_history, empty_requests, gather_requests
-from lenvm_kernels.types import Mode, StepHistory, StepRequests
-from tests.helpers.cases import cases
-
-BACKENDS = ["triton", "reference"]
 
 
 def i32(*values):
@@ -43,97 +35,12 @@ def make_history(rows, device, step=1, held=3, told=100_000):
     return history
 
 
-def lists(
-    table,
-    tokens,
-    table_rows,
-    lengths,
-    *,
-    rows,
-    width=1,
-    new_lens=None,
-    active=None,
-    padding_row=0,
-    history=None,
-):
-    """The columns of ``rows`` requests, with room for ``width`` tokens each, request by request. The history and the
-    table's faults are brought up to date. ``places`` and ``cached_lens`` are -1 and 0 without history."""
-    fields = {name: [] for name in StepRequests._fields}
-    for i in range(rows):
-        row = table_rows[i].item() if i < len(tokens) else padding_row
-        found = ([0] * width, 0, -1, row, -1, False, False, math.nan, 0, 0, False, 0)
-        if i < len(tokens):
-            is_active = active is None or active[i].item()
-            guided = is_active and table.mode[row].item() != Mode.UNGUIDED and not table.span_ended[row].item()
-            wants_length = is_active and table.return_values[row].item()
-            columns = tokens[i].reshape(-1).tolist()
-            new = 1 if new_lens is None else min(max(new_lens[i].item(), 0), len(columns))
-            length, place, due, cached_len = lengths[i].item(), -1, True, 0
-            if history is not None:
-                step, held = history.step.item(), history.tokens.shape[1]
-                if history.steps[row].item() == step - 1:
-                    place = history.places[row].item()
-                history.places[row], history.steps[row] = i, step
-                due = step % max(table.value_stride[row].item(), 1) == 0
-                told_len, cached_len = history.told_lens[row].item(), history.cached_lens[row].item()
-                is_gap = told_len < length - new
-                if (guided or wants_length) and (is_gap or length - cached_len > held):
-                    guided = wants_length = False
-                    table.faults[row] += 1
-                if not is_gap:
-                    history.told_lens[row] = max(told_len, length)
-                for position, token in zip(range(length - new, length), columns[:new], strict=True):
-                    if position >= 0:
-                        history.tokens[row, position % held] = torch.tensor(token).int()  # its low 32 bits
-            found = (
-                (columns[:new] + [0] * width)[:width],
-                new,
-                length - 1,
-                row,
-                place,
-                guided,
-                wants_length,
-                table.entropy_threshold[row].item(),
-                length - table.prompt_len[row].item(),
-                table.seed[row].item(),
-                due,
-                cached_len,
-            )
-        for name, value in zip(fields, found, strict=True):
-            fields[name].append(value)
-    empty = empty_requests(rows, torch.device("cpu"), width)
-    found = zip(fields.values(), empty, strict=True)
-    return StepRequests(*(torch.tensor(x, dtype=e.dtype).view(e.shape) for x, e in found))
-
-
 def assert_equal(actual, expected, names):
     for name in names:
         x, wanted = getattr(actual, name).cpu(), getattr(expected, name)
         assert x.dtype == wanted.dtype and torch.equal(x.nan_to_num(-7.0), wanted.nan_to_num(-7.0)), name
 
 
-@given(cases("gather_requests"))
-def test_reference_matches_lists(case):
-    """Without a history what is of it is left alone."""
-    arguments = inputs(case, torch.device("cpu")).arguments
-    out, history, table = (arguments.pop(name, None) for name in ("out", "history", "table"))
-    rows, width = (len(arguments["tokens"]), 1) if out is None else out.tokens.shape
-    known = None if history is None else StepHistory(*(x.clone() for x in history))
-    before = None if out is None else StepRequests(*(x.clone() for x in out))
-    counted = table._replace(faults=table.faults.clone())
-    found = gather_requests(table, **arguments, out=out, history=history, backend="reference")
-    expected = lists(counted, **arguments, history=known, rows=rows, width=width)
-    assert out is None or found is out
-    of_history = ("places", "cached_lens")
-    assert_equal(found, expected, [x for x in StepRequests._fields if x not in of_history or history is not None])
-    assert torch.equal(table.faults, counted.faults)
-    if history is not None:
-        assert_equal(history, known, StepHistory._fields)
-    elif out is not None:
-        assert_equal(found, before, of_history)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_step_of_five_requests(device, backend):
     """The third one guided, the fourth past the end of its span, the last not active and of one token more."""
     table = guidance_table(device)
@@ -191,7 +98,6 @@ def tell(table, history, rows, lengths, new_lens, *, backend, **options):
     return requests
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("held", "length", "wanted"),
     [(1, 9, [2]), (2, 9, [2, 1]), (3, 7, [2, 0, 1]), (4, 2, [1, 2, -7, -7]), (7, 9, [1, 2, -7, -7, -7, -7, 0])],
@@ -204,7 +110,6 @@ def test_the_last_new_tokens_are_held_by_their_positions(device, backend, held, 
     assert (history.tokens[[0, 1, 2, 3, 5, 6]] == -7).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_gap_loses_guidance_until_it_is_mended(device, backend):
     """The token at position 10 of row 6 is missing, row 3 is nobody's, and row 1 is left out of the step."""
     table, history = guidance_table(device), make_history(7, device, held=16, told=10)
@@ -225,7 +130,6 @@ def test_a_gap_loses_guidance_until_it_is_mended(device, backend):
     assert table.faults.tolist() == [0] * 6 + [3] and history.told_lens.tolist() == [10, 10, 10, 10, 16, 10, 18]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("held", [1, 3, 16])
 def test_more_uncomputed_tokens_than_are_held_lose_guidance(device, backend, held):
     """As long as they are: nothing is wrong with what is told, and what is cached may catch up."""
@@ -246,19 +150,6 @@ def test_more_uncomputed_tokens_than_are_held_lose_guidance(device, backend, hel
     assert step(43) == ([True, False, False], [True, False, False], [2, 2, 0])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_requests(device, backend):
-    numbers, table, history = i64().long().to(device), guidance_table(device), make_history(7, device)
-    batch = (table, numbers, numbers, numbers.int())
-    assert [len(x) for x in gather_requests(*batch, backend=backend)] == [0] * 12
-    out = empty_requests(33, device)
-    found = gather_requests(*batch, history=history, padding_row=6, out=out, backend=backend)
-    assert found.table_rows.tolist() == [6] * 33 and found.places.tolist() == found.positions.tolist() == [-1] * 33
-    assert found.entropy_threshold.isnan().all() and not found.guided.any() and not found.tokens.any()
-    assert_equal(history, make_history(7, "cpu"), StepHistory._fields)
-    assert table.faults.tolist() == [0] * 7
-
-
 def test_what_is_empty(device):
     """Results have the room asked for; a history knows nobody."""
     for options, width in (({}, 1), (dict(width=4), 4)):
@@ -273,27 +164,24 @@ def test_what_is_empty(device):
     assert {x.device.type for x in (*history, *requests)} == {device.type}
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "error", "message"),
-    [
-        ("tokens", i64([], [], []).long(), ValueError, "tokens must have at least one column, got none"),
-        ("new_lens", None, ValueError, r"new_lens must say how many of the tokens \[B, N\] are new, got None"),
-        ("table", {"mode": 1}, TypeError, "table must be a GuidanceTable, got dict"),
-        (
-            "history",
-            empty_history(7, 0, torch.device("cpu")),
-            ValueError,
-            r"history.tokens must be contiguous and have a column, got \[7, 0\]",
-        ),
-        ("out", empty_requests(2, torch.device("cpu")), ValueError, "out must have a row for each of the 3 .*, got 2"),
-        ("padding_row", 7, ValueError, r"padding_row must be in \[0, 7\), got 7"),
-        ("padding_row", -1, ValueError, r"padding_row must be in \[0, 7\), got -1"),
-        ("padding_row", 1.0, TypeError, "padding_row must be an int, got float"),
-        ("padding_row", True, TypeError, "padding_row must be an int, got bool"),
-    ],
-)
-def test_errors_name_the_argument(name, value, error, message):
+CPU = torch.device("cpu")
+NO_HISTORY = empty_history(7, 0, CPU)
+ERRORS = [
+    (ValueError, "tokens must have at least one column, got none", {"tokens": i64([], [], []).long()}),
+    (ValueError, r"new_lens must say how many of the tokens \[B, N\] are new, got None", {"new_lens": None}),
+    (TypeError, "table must be a GuidanceTable, got dict", {"table": {"mode": 1}}),
+    (ValueError, r"history.tokens must be contiguous and have a column, got \[7, 0\]", {"history": NO_HISTORY}),
+    (ValueError, "out must have a row for each of the 3 .*, got 2", {"out": empty_requests(2, CPU)}),
+    (ValueError, r"padding_row must be in \[0, 7\), got 7", {"padding_row": 7}),
+    (ValueError, r"padding_row must be in \[0, 7\), got -1", {"padding_row": -1}),
+    (TypeError, "padding_row must be an int, got float", {"padding_row": 1.0}),
+    (TypeError, "padding_row must be an int, got bool", {"padding_row": True}),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "changed"), ERRORS)
+def test_errors_name_the_argument(error, message, changed):
     batch = dict(tokens=i64([5], [6], [7]), table_rows=i64(6, 0, 4), lengths=i32(80, 90, 100), new_lens=i32(1, 0, 1))
     arguments = dict(table=guidance_table("cpu").columns, **batch, history=make_history(7, "cpu"))
     with pytest.raises(error, match=f"^{message}"):
-        gather_requests(**arguments | {name: value})
+        gather_requests(**arguments | changed)

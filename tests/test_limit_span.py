@@ -7,7 +7,7 @@ import torch
 
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
 from lenvm_kernels.ops.limit_span import limit_span
-from tests.helpers.drafts import BACKENDS, i32, make_drafts, variants
+from tests.helpers.drafts import i32, make_drafts
 
 OUT, IN = -1e4, 2e4  # what is added to the logit of a token that is excluded, or forced
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -58,7 +58,6 @@ SPANS = [
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("turn", range(3))
 def test_what_ends_a_span(device, backend, dtype, turn):
@@ -95,7 +94,6 @@ def test_what_ends_a_span(device, backend, dtype, turn):
     assert table.span_ended.tolist() == [False, *(x[0] for x in ended)]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_span_ends_once(device, backend):
     """The table remembers it; a sequence of several steps, in a batch with another one that goes on."""
     table = GuidanceTable(5, device)
@@ -122,7 +120,6 @@ def test_a_span_ends_once(device, backend):
     ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_only_spans_are_remembered(device, backend):
     """What a row says of a span it does not have is neither used nor changed."""
     table = GuidanceTable(2, device)
@@ -147,10 +144,9 @@ def of_nodes(logits, device, dtype, **asked):
     )
 
 
-NEVER = -math.inf
+NEVER, NO_ENDS = -math.inf, torch.zeros(1, 0, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("asked", "logits", "possible"),
@@ -181,10 +177,6 @@ def test_what_may_be_drawn(device, backend, dtype, asked, logits, possible):
     assert arguments["logits"].isneginf().cpu()[0].tolist() == before.isneginf().tolist()
 
 
-def test_no_number_of_requests_compiles_anything():
-    assert variants("limit_span") == {"_limit_span_kernel": 1}
-
-
 def test_compiled_with_the_columns_of_a_table():
     """They lie in the same memory, of which one is written."""
     torch.compiler.reset()
@@ -198,39 +190,20 @@ def test_compiled_with_the_columns_of_a_table():
         assert torch.equal(column.nan_to_num(), getattr(expected["table"], name).nan_to_num()), name
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_requests(device, backend):
-    none = torch.zeros(0, 5, dtype=torch.int64, device=device)
-    arguments = of_nodes([1.0] * 5, device, torch.float32) | dict(
-        logits=none.float(), tokens=none[:, :1], table_rows=none[:, 0], lengths=none[:, 0].int()
-    )
-    assert limit_span(**arguments, backend=backend).shape == (0,)
+ERRORS = [
+    (ValueError, "tokens must have at least one column, got none", {"tokens": torch.zeros(1, 0).long()}),
+    (ValueError, "new_lens must be given with tokens of several .*, got 3", {"tokens": torch.zeros(1, 3).long()}),
+    (TypeError, "table must be a GuidanceTable, got dict", {"table": {"eos": 1}}),
+    # Of four nodes, of which none are said to be drafts.
+    (ValueError, r"logits must be .* \[1, \*\] on cpu, got float32 \[4, 5\] on cpu", {"logits": torch.zeros(4, 5)}),
+    (ValueError, "table.span_end_token_ids must have at least one column, got none", {"span_end_token_ids": NO_ENDS}),
+]
 
 
-@pytest.mark.parametrize(
-    ("changed", "error", "message"),
-    [
-        ({"tokens": torch.zeros(1, 0).long()}, ValueError, "tokens must have at least one column, got none"),
-        (
-            {"tokens": torch.zeros(1, 3).long()},
-            ValueError,
-            "new_lens must be given with tokens of several .*, got 3",
-        ),
-        ({"table": {"eos": 1}}, TypeError, "table must be a GuidanceTable, got dict"),
-        (
-            {"logits": torch.zeros(4, 5)},  # of four nodes, of which none are said to be drafts
-            ValueError,
-            r"logits must be .* \[1, \*\] on cpu, got float32 \[4, 5\] on cpu",
-        ),
-    ],
-)
-def test_errors_name_the_argument(changed, error, message):
-    with pytest.raises(error, match=f"^{message}"):
-        limit_span(**of_nodes([1.0] * 5, "cpu", torch.float32) | changed)
-
-
-def test_a_table_without_room_for_ends_is_named():
+@pytest.mark.parametrize(("error", "message", "changed"), ERRORS)
+def test_errors_name_the_argument(error, message, changed):
     arguments = of_nodes([1.0] * 5, "cpu", torch.float32)
-    table = arguments["table"].columns._replace(span_end_token_ids=torch.zeros(1, 0, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"^table.span_end_token_ids must have at least one column, got none"):
-        limit_span(**arguments | {"table": table})
+    if "span_end_token_ids" in changed:
+        changed = {"table": arguments["table"].columns._replace(**changed)}
+    with pytest.raises(error, match=f"^{message}"):
+        limit_span(**arguments | changed)

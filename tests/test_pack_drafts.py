@@ -5,14 +5,7 @@ import torch
 
 from lenvm_kernels.ops.pack_drafts import empty_trees, pack_drafts, tree_columns
 from lenvm_kernels.types import ScoredCandidates
-from tests.helpers.drafts import (
-    BACKENDS,
-    LARGEST,
-    i32,
-    make_drafts,
-    random_drafts,
-    variants,
-)
+from tests.helpers.drafts import LARGEST, i32, make_drafts, random_drafts
 
 
 def make_scored(token_ids, counts, *, positions=None, device="cpu"):
@@ -23,7 +16,6 @@ def make_scored(token_ids, counts, *, positions=None, device="cpu"):
     return ScoredCandidates(*(x.to(device) for x in fields))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_drafts_then_candidates(device, backend):
     """A tree with equal siblings, a chain that ends, a request of which nothing is scored, and one without drafts.
 
@@ -65,7 +57,6 @@ def test_drafts_then_candidates(device, backend):
     ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("node", range(4))
 def test_one_candidate_anywhere_takes_all_drafts(device, backend, node):
     """Of the middle one of three requests; the others have nothing scored."""
@@ -82,7 +73,6 @@ def test_one_candidate_anywhere_takes_all_drafts(device, backend, node):
     assert trees.columns.sum() == 3 - 47
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_of_equal_siblings_the_first_takes_the_candidate(device, backend):
     """Those of other parents do not."""
     drafts = make_drafts([[7, 7, 7, 7, 7]], [[-1, 0, 0, -1, 2]], device=device)
@@ -93,7 +83,6 @@ def test_of_equal_siblings_the_first_takes_the_candidate(device, backend):
     assert trees.token_ids.tolist() == [[7, 7, 7, 7, 7, 2, 2, 2, 7, 2, 2, 7, 2, 7, -1, -1, -1]]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("parent", [-1, -2, -(2**31), 2, 3, 4, LARGEST])
 def test_what_is_no_earlier_draft_is_no_parent(device, backend, parent):
     """Of the third draft: itself, later ones and none. It takes the candidate after the sequence."""
@@ -103,7 +92,6 @@ def test_what_is_no_earlier_draft_is_no_parent(device, backend, parent):
     assert trees.parents.tolist() == [[-1, 0, -1, 2, 0, 1, 2, 3, -1]]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("node", range(3))
 def test_a_draft_after_one_that_is_not_there_takes_no_candidate(device, backend, node):
     """Though it is a candidate of the node that it says it follows."""
@@ -116,11 +104,6 @@ def test_a_draft_after_one_that_is_not_there_takes_no_candidate(device, backend,
     assert trees.columns.tolist() == [[2 if i == node else -1, -1] for i in range(6)]
 
 
-def test_no_number_of_requests_compiles_anything():
-    assert variants("pack_drafts") == {"_pack_drafts_kernel": 1}
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("columns", [16, 64])
 def test_many_candidates(device, backend, columns):
     """Of two nodes; the draft is the last candidate of the first node."""
@@ -133,7 +116,6 @@ def test_many_candidates(device, backend, columns):
     assert trees.counts.tolist() == [2 * columns] and trees.token_ids.shape[1] == tree_columns(1, columns)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", [0, 1])
 def test_no_request_has_drafts(device, backend, rows):
     drafts, out = make_drafts(torch.empty(0, 2), torch.empty(0, 2), device=device), empty_trees(rows, 2, 2, device)

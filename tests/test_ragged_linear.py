@@ -16,8 +16,8 @@ from lenvm_kernels.fuzz.ops.ragged_linear import CONSTANTS, exact, make_inputs
 from lenvm_kernels.ops import ragged_linear as ops
 from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
 from tests.helpers.matches import assert_matches
+from tests.helpers.memory import GuardedMemory
 
-BACKENDS = ["triton", "reference"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 E4M3 = torch.float8_e4m3fn
 # What a decoder layer asks for, and everything at once. Of 320 columns, in tests that split sums, only those without
@@ -78,7 +78,6 @@ def test_reference_keeps_the_dtype_and_rounds_once(dtype):
         assert_matches(y, exact(**inputs), "ragged_linear", dtype)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_square_sums_replace_those_of_x(device, backend):
     """Eight groups, which the kernel adds in order: in another the 1 of the first would not be lost beside 2^30."""
     x = torch.eye(3, 512, device=device)
@@ -134,7 +133,6 @@ def test_quantized_weights_are_near(dtype):
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_broken_weight_breaks_its_column(device, broken, backend):
     weight = torch.ones(5, 40, device=device)
     weight[3, 20] = broken
@@ -261,7 +259,7 @@ def added_in_pairs(y):
 
 @pytest.mark.parametrize("variant", ["o and down", "all", "qkv, e4m3"])
 @pytest.mark.parametrize("num_rows", [-5, 0, 129, 170, 2**31 - 1])
-def test_rows_that_do_not_exist_are_neither_read_nor_written(device, small_limits, monkeypatch, variant, num_rows):
+def test_rows_that_do_not_exist_are_neither_read_nor_written(device, backend, small_limits, variant, num_rows):
     """Nor is what is around the result, the workspace and the sums of squares, which are exact to the bit."""
     tokens, dtype = 170, torch.float16 if "e4m3" in variant else torch.float32
     rows = max(0, min(num_rows, tokens))
@@ -270,28 +268,20 @@ def test_rows_that_do_not_exist_are_neither_read_nor_written(device, small_limit
     for name in inputs.keys() & {"x", "residual"}:
         inputs[name][rows:] = float("nan")
     inputs["num_rows"] = number(num_rows, device)
-    guarded, sums = [], {name: torch.full((4, tokens + 7), 77.0, device=device) for name in BACKENDS}
-
-    def guarded_empty(*shape, dtype, device):
-        guarded.append(torch.full((shape[0] + 2, *shape[1:]), 77.0, dtype=dtype, device=device))
-        return guarded[-1][1:-1]
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ops.torch, "empty", guarded_empty)
-        y = ragged_linear(**inputs, square_sums_out=sums["triton"][1:3, :tokens], backend="triton")
-    workspace = guarded[1:]
-    assert len(workspace) == ("norm_eps" in inputs) + (not inputs["swiglu"])  # sums of squares, and parts of sums
+    memory, sums = GuardedMemory(), torch.full((4, tokens + 7), 77.0, device=device)
+    y = memory.call(ragged_linear, **inputs, square_sums_out=sums[1:3, :tokens], backend=backend)
     assert_matches(y[:rows], healthy[:rows], "ragged_linear", dtype)
-    assert (y[rows:] == 77).all() and all((buffer[[0, -1]] == 77).all() for buffer in guarded)
-    assert all((buffer[1:-1, rows:] == 77).all() for buffer in workspace)
-    reference = ragged_linear(**inputs, square_sums_out=sums["reference"][1:3, :tokens], backend="reference")
-    assert_matches(reference[:rows], healthy[:rows], "ragged_linear", dtype)
-    assert not reference[rows:].any()
-    assert torch.equal(sums["triton"][1:3, :rows], added_in_pairs(y[:rows]))
-    torch.testing.assert_close(sums["reference"][1:3, :rows], added_in_pairs(reference[:rows]), rtol=1e-4, atol=1e-5)
-    for x in sums.values():
-        x[1:3, :rows] = 77
-        assert (x == 77).all()
+    if backend == "triton":
+        memory.assert_kept()
+        _, *workspace = memory.tensors
+        assert len(workspace) == ("norm_eps" in inputs) + (not inputs["swiglu"])  # sums of squares, and parts of sums
+        assert y[rows:].isnan().all() and all(x[:, rows:].isnan().all() for x in workspace)
+        assert torch.equal(sums[1:3, :rows], added_in_pairs(y[:rows]))
+    else:
+        assert not y[rows:].any()
+        torch.testing.assert_close(sums[1:3, :rows], added_in_pairs(y[:rows]), rtol=1e-4, atol=1e-5)
+    sums[1:3, :rows] = 77
+    assert (sums == 77).all()
 
 
 @pytest.mark.parametrize("variant", ["qkv", "all"])
@@ -310,13 +300,6 @@ def test_saturated_gates(device, dtype):
     inputs["bias"][1:48:8] = 3e4  # silu is the identity
     inputs["weight"][48:] *= 0.1  # keeps 3e4 * up within fp16
     assert_matches(ragged_linear(**inputs, backend="triton"), exact(**inputs), "ragged_linear", dtype)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_rows(device, backend):
-    inputs = make_inputs(0, 48, 64, torch.float32, device=device, **VARIANTS["all"])
-    for count in (None, number(3, device)):
-        assert ragged_linear(**inputs, num_rows=count, backend=backend).shape == (0, 48)
 
 
 # --- prefetch ---------------------------------------------------------------------------------------------------------

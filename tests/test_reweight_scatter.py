@@ -28,11 +28,6 @@ HUGE = torch.finfo(torch.float32).max
 NEAR = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
 
 
-@pytest.fixture(params=["triton", "reference"])
-def backend(request):
-    return request.param
-
-
 def candidates_of(token_ids, probs, device, status=None):
     counts = (token_ids >= 0).sum(1).int()
     if status is None:
@@ -192,14 +187,6 @@ def test_constraints_break_ties_by_probability_then_slot(device, backend):
         assert result.sum() == result.amax(1).sum() == 4
 
 
-def test_soft_targets_at_the_ends_choose_one_candidate(device, backend):
-    """A target equal to the largest or the smallest value is outside; 1 - exp(-100) has the logit 100."""
-    params = [GuidanceParams(Mode.EQ_SOFT, target_length=target) for target in (100.0, 100.0, 0.0)]
-    z = [[1.0, 100.0, 3.0, 2.0], [300.0, 101.0, 100.0, 110.0], [5.0, 1.0, 0.0, 0.0]]
-    result, _ = reweight([[0.4, 0.1, 0.2, 0.3]], z, params, [{0}, set(), {0}], device, backend, answers=0.0)
-    assert result.tolist() == [[0, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0]]
-
-
 def test_one_sided_targets_move_rows_towards_them_only(device, backend):
     """As eq_soft where the expected value is on the wrong side; else q to the bit, beyond the range of values, too."""
     z, q = [[-1.0, 0.5, 2.0, 1.0]], [[0.375, 0.25, 0.25, 0.125]]  # E[v] = 0.568
@@ -219,15 +206,18 @@ def test_one_sided_targets_move_rows_towards_them_only(device, backend):
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [
-        (Mode.LE_SOFT, [[0.25, 0.75], [0, 1], [0.25, 0.75], [1, 0]]),
-        (Mode.GE_SOFT, [[0.25, 0.75], [0.25, 0.75], [0, 1], [0.25, 0.75]]),
+        (Mode.EQ_SOFT, [[0, 1], [0, 1], [0, 1], [1, 0], [0, 1]]),
+        (Mode.LE_SOFT, [[0.25, 0.75], [0, 1], [0.25, 0.75], [1, 0], [0, 1]]),
+        (Mode.GE_SOFT, [[0.25, 0.75], [0.25, 0.75], [0, 1], [0.25, 0.75], [0.25, 0.75]]),
     ],
 )
-def test_one_sided_targets_at_the_ends_of_the_values(device, backend, mode, expected):
-    """Met exactly by a row of one value; rows that end the sequence have the value 0, which a target of 0 is met by."""
-    z = [[100.0, 100.0], [100.0, 100.0], [3.0, 100.0], [-1.0, 9.0]]
-    params = [GuidanceParams(mode, target_length=length) for length in (100.0, 99.0, 100.0, 0.0)]
-    result, _ = reweight([[0.25, 0.75]], z, params, [set(), set(), set(), {0}], device, backend, answers=0.0)
+def test_targets_at_the_ends_of_the_values(device, backend, mode, expected):
+    """There one candidate is chosen, as outside of them: 1 - exp(-100) has the logit 100. A row of one value meets it;
+    rows that end the sequence have the value 0, which a target of 0 is met by."""
+    z = [[100.0, 100.0], [100.0, 100.0], [3.0, 100.0], [-1.0, 9.0], [300.0, 100.0]]
+    params = [GuidanceParams(mode, target_length=length) for length in (100.0, 99.0, 100.0, 0.0, 100.0)]
+    eos = [set(), set(), set(), {0}, set()]
+    result, _ = reweight([[0.25, 0.75]], z, params, eos, device, backend, answers=0.0)
     assert result.tolist() == expected
 
 
@@ -326,12 +316,9 @@ def test_near_grows_stronger_past_a_total(device, backend):
         for mode, total, *_ in of_row
     ]
     generated = torch.tensor([row[2] for row in of_row], dtype=torch.int32)
-    result, _ = reweight(
-        q, logit_of(TOKENS * -math.log(0.99)).float(), params, {0}, device, backend, generated=generated
-    )
-    assert_weights(
-        result, q * torch.tensor([[1.0, 5.0, 10.0, 40.0]]) ** (torch.tensor([row[3:] for row in of_row]) * -0.5)
-    )
+    z, stronger = logit_of(TOKENS * -math.log(0.99)).float(), torch.tensor([row[3:] for row in of_row])
+    result, _ = reweight(q, z, params, {0}, device, backend, generated=generated)
+    assert_weights(result, q * torch.tensor([[1.0, 5.0, 10.0, 40.0]]) ** (stronger * -0.5))
 
 
 @pytest.mark.parametrize(
@@ -383,9 +370,6 @@ def test_near_at_the_ends_of_fp32(device, backend):
     assert sum(faults) == 0
 
 
-# --- spans, and the answers that follow them ---
-
-
 # --- what holds of near, whatever the numbers ---
 
 LENGTHS = [0.01, 0.5, 3.0, 17.0, 18.0, 19.0, 250.0, 4000.0, 1e6]
@@ -423,35 +407,28 @@ def excess_of(given):
     return ratio.log().where(given.candidates.probs > 0, math.nan)
 
 
-both_backends = pytest.mark.parametrize("backend", ["triton", "reference"])
 near_cases = partial(cases, "reweight_scatter", rows=["usual"], scatter=[False])
 by_values = partial(near_cases, text_breaks=[0])  # alone: sentences are no shorter than these say
 modes, strengths = st.sampled_from(NEAR), st.sampled_from([0.5, 5.0, 20.0, 1e4, HUGE])
 
 
-@both_backends
-@given(case=by_values(), mode=modes, strength=strengths)
-def test_near_by_nothing_is_q(device, backend, case, mode, strength):
-    """To the bit: strength 0, and any where nobody is on the wrong side."""
+@given(case=by_values(), strength=strengths)
+def test_near_by_nothing_is_q(device, backend, case, strength):
+    """To the bit: strength 0, and any where nobody is on the wrong side. Where all are, both kinds are the same."""
     inputs = near_case(case, device, Mode.UNGUIDED, 0.0)
     q, excess, padding = guided_by(inputs, backend), excess_of(inputs), inputs.candidates.probs == 0
-    assert torch.equal(guided_by(near_case(case, device, mode, 0.0), backend), q)
-    right = {Mode.NEAR: padding, Mode.GE_NEAR: excess > 1e-4, Mode.LE_NEAR: excess < -1e-4}[mode]
-    alone = (right | padding).all(1)
-    assert torch.equal(guided_by(near_case(case, device, mode, strength), backend)[alone], q[alone])
+    is_longer, is_shorter = (((sign * excess > 1e-4) | padding).all(1) for sign in (1, -1))
+    both = guided_by(near_case(case, device, Mode.NEAR, strength), backend)
+    for mode, right, wrong in (
+        (Mode.NEAR, padding.all(1), padding.all(1)),
+        (Mode.GE_NEAR, is_longer, is_shorter),
+        (Mode.LE_NEAR, is_shorter, is_longer),
+    ):
+        assert torch.equal(guided_by(near_case(case, device, mode, 0.0), backend), q)
+        found = guided_by(near_case(case, device, mode, strength), backend)
+        assert torch.equal(found[right], q[right]) and torch.equal(found[wrong], both[wrong])
 
 
-@both_backends
-@given(case=by_values(), strength=strengths)
-def test_one_sided_near_is_near_on_its_side(device, backend, case, strength):
-    """To the bit, where all candidates are longer, or all shorter."""
-    both, longer, shorter = (guided_by(near_case(case, device, mode, strength), backend) for mode in NEAR)
-    excess = excess_of(near_case(case, device, Mode.NEAR, strength))
-    all_longer, all_shorter = (excess.nan_to_num(1.0) > 1e-4).all(1), (excess.nan_to_num(-1.0) < -1e-4).all(1)
-    assert torch.equal(both[all_longer], shorter[all_longer]) and torch.equal(both[all_shorter], longer[all_shorter])
-
-
-@both_backends
 @given(case=by_values(), mode=modes, strength=strengths)
 def test_near_keeps_the_ratios_of_equal_lengths(device, backend, case, mode, strength):
     inputs = near_case(case, device, mode, strength)
@@ -461,7 +438,6 @@ def test_near_keeps_the_ratios_of_equal_lengths(device, backend, case, mode, str
     assert (crosswise[lengths[:, :, None] == lengths[:, None]].abs() <= 2e-5).all()
 
 
-@both_backends
 @given(case=near_cases(broken=[False]), mode=modes)
 def test_near_of_any_strength_chooses_the_nearest(device, backend, case, mode):
     inputs = near_case(case, device, mode, HUGE)
@@ -473,7 +449,6 @@ def test_near_of_any_strength_chooses_the_nearest(device, backend, case, mode):
     torch.testing.assert_close(result.sum(1), (inputs.candidates.probs > 0).any(1).to(result.dtype))
 
 
-@both_backends
 @given(case=near_cases(), mode=modes)
 def test_near_is_monotone_in_the_strength(device, backend, case, mode):
     """The mass of all candidates up to any distance does not fall."""
@@ -576,47 +551,20 @@ def test_status_decides_faults_and_writes(device, backend, probs, monkeypatch):
     assert torch.equal(memory.cpu(), expected.to(probs))
 
 
-def test_fresh_memory_is_filled_and_nothing_beside_it(device, monkeypatch):
-    """Rows of a tile that are beyond the batch are not stored; padding and rows without candidates are 0."""
-    buffers = []
-
-    def guarded_empty(*shape, dtype, device):
-        buffers.append(torch.full((shape[0] + 64, *shape[1:]), 77.0, dtype=dtype, device=device))
-        return buffers[-1][: shape[0]]
-
-    probs = torch.tensor([[0.5, 0.25, 0.0, 0.0], [0.0] * 4, [0.5, 0.0, 0.0, 0.0]])
-    status = torch.tensor([Status.GUIDE, Status.UNGUIDED, Status.SINGLE]).to(torch.int8)
-    params = [parse_guidance({"scale": 0.5})] * 3
-    table = GuidanceTable.from_params(params, [{0}] * 3, device)
-    ids = torch.where(probs > 0, torch.arange(4), -1).int()
-    candidates, z = candidates_of(ids, probs, device, status), torch.zeros(3, 4, device=device)
-    monkeypatch.setattr(module.torch, "empty", guarded_empty)
-    result = reweight_scatter(candidates, z, table, backend="triton")
-    (buffer,) = buffers
-    assert (buffer[3:] == 77).all()
-    assert (result[0, :2] > 0).all() and result[0, 2:].tolist() == [0, 0]
-    assert result[1:].tolist() == [[0] * 4, [1, 0, 0, 0]]
+SMALL = GuidanceTable.from_params([None], [set()], "cpu")
+COLUMNS = "value_logits must have a power of two up to 64 columns, got"
+ERRORS = [
+    *((f"{COLUMNS} {n}", {"value_logits": torch.zeros(2, n)}) for n in (0, 3, 128)),
+    ("candidates must be the Candidates of topk_candidates, got NoneType", {"candidates": None}),
+    ("table must be a GuidanceTable, got list", {"table": []}),
+    (r"table must have a row for each of the 2 requests, got 1 \(or give table_rows\)", {"table": SMALL}),
+]
 
 
-@pytest.mark.parametrize(
-    "name, value, message",
-    [
-        *(
-            ("value_logits", torch.zeros(2, n), f"value_logits must have a power of two up to 64 columns, got {n}")
-            for n in (0, 3, 128)
-        ),
-        ("candidates", None, "candidates must be the Candidates of topk_candidates, got NoneType"),
-        ("table", [], "table must be a GuidanceTable, got list"),
-        (
-            "table",
-            GuidanceTable.from_params([None], [set()], "cpu"),
-            r"table must have a row for each of the 2 requests, got 1 \(or give table_rows\)",
-        ),
-    ],
-)
-def test_bad_arguments_are_named(name, value, message):
+@pytest.mark.parametrize(("message", "changed"), ERRORS)
+def test_bad_arguments_are_named(message, changed):
     table = GuidanceTable.from_params([None, None], [set(), set()], "cpu")
     candidates = candidates_of(torch.zeros(2, 4).int(), torch.full((2, 4), 0.25), "cpu")
     arguments = dict(candidates=candidates, value_logits=torch.zeros(2, 4), table=table)
     with pytest.raises((TypeError, ValueError), match=f"^{message}$"):
-        reweight_scatter(**arguments | {name: value})
+        reweight_scatter(**arguments | changed)

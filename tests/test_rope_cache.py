@@ -11,7 +11,6 @@ from lenvm_kernels.ops import _common
 from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.rope_cache import rope_cache
 
-BACKENDS = ["triton", "reference"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -60,7 +59,6 @@ def test_reference_matches_transformers(dtype, norm):
             assert (x != expected).double().mean() < 0.01
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_rows", [None, -1, 0, 1, 5, 9, 10])
 def test_only_rows_that_are_there_and_slots_of_the_cache_are_written(device, backend, num_rows):
     """Nothing else is read, either."""
@@ -92,7 +90,6 @@ def nearest_codes(x):
     return (nearest * even_first).argmax(1) + 0x80 * x.signbit()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_codes_are_of_the_nearest_numbers(device, dtype, backend):
     """Every number of e4m3, whatever lies between two and next to that, subnormal ones, and those beyond 448."""
@@ -117,7 +114,6 @@ def test_codes_are_of_the_nearest_numbers(device, dtype, backend):
         assert torch.equal(codes, nearest_codes(of_cache.flatten()).int())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_stays_nan_and_infinities_are_cut_off(device, dtype, backend):
     inputs = make_inputs(2, 1, 1, 4, dtype, e4m3=True, device=device)
@@ -150,15 +146,6 @@ def test_heads_past_32_bits(device):
         assert torch.equal(spread[name][plain["slots"]], x)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_tokens(device, backend):
-    inputs = make_inputs(0, 3, 2, 16, torch.float32, device=device, norm=True)
-    q, k, v = rope_cache(**inputs, backend=backend)
-    assert q.shape == (0, 3, 16) and k.shape == v.shape == (0, 2, 16)
-    assert_kept(inputs, k, v, 0)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_epsilon_is_added_to_the_mean_of_squares(device, backend):
     """Two query heads and a key head of 1, 2 and 4, and weights of 1, 2 and 3, all constant over the head."""
     head_dim, eps = 6, 0.5
@@ -174,36 +161,27 @@ def test_epsilon_is_added_to_the_mean_of_squares(device, backend):
 
 PLAIN = {"k_cache": torch.zeros(8, 1, 16), "v_cache": torch.zeros(8, 1, 16)}
 CODES = {name: x.to(E4M3) for name, x in PLAIN.items()} | dict.fromkeys(("key_scales", "value_scales"), torch.ones(1))
+ERRORS = [
+    (r"k_cache must have .* an even last dimension, got .* \[8, 1, 15\]", {"k_cache": torch.zeros(8, 1, 15)}),
+    (r"k_cache must have at least one head .*, got .* \[8, 0, 16\]", {"k_cache": torch.zeros(8, 0, 16)}),
+    ("k_cache must have .* an even last dimension", {"k_cache": torch.zeros(8, 1, 0)}),
+    (r"v_cache must be float32 \[8, 1, 16\] on cpu, got float32 \[8, 2", {"v_cache": torch.zeros(8, 2, 16)}),
+    ("v_cache must be float32 .*, got float8_e4m3fn", {"v_cache": CODES["v_cache"]}),
+    ("key_scales must be None unless k_cache is float8_e4m3fn, .* float32", {"key_scales": torch.ones(1)}),
+    ("value_scales must be None unless k_cache is float8_e4m3fn", {"value_scales": torch.ones(1)}),
+    ("v_cache must be float8_e4m3fn .*, got float32", CODES | {"v_cache": torch.zeros(8, 1, 16)}),
+    (r"key_scales must be a tensor float32 \[1\] on cpu, got NoneType", CODES | {"key_scales": None}),
+    (r"value_scales must be a tensor float32 \[1\] on cpu, got NoneType", CODES | {"value_scales": None}),
+    ("num_heads must be an int of at least 1, got float", {"num_heads": 2.0}),
+    ("num_heads must be an int of at least 1, got bool", {"num_heads": True}),
+    ("num_heads must be an int of at least 1, got 0", {"num_heads": 0}),
+    *((f"norm_eps must be a positive number, got {x!r}", {"norm_eps": x}) for x in (0.0, "1e-6", math.inf, math.nan)),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            PLAIN | {"k_cache": torch.zeros(8, 1, 15)},
-            r"k_cache must have .* an even last dimension, got .* \[8, 1, 15\]",
-        ),
-        (PLAIN | {"k_cache": torch.zeros(8, 0, 16)}, r"k_cache must have at least one head .*, got .* \[8, 0, 16\]"),
-        (PLAIN | {"k_cache": torch.zeros(8, 1, 0)}, "k_cache must have .* an even last dimension"),
-        (
-            PLAIN | {"v_cache": torch.zeros(8, 2, 16)},
-            r"v_cache must be float32 \[8, 1, 16\] on cpu, got float32 \[8, 2",
-        ),
-        (PLAIN | {"v_cache": CODES["v_cache"]}, "v_cache must be float32 .*, got float8_e4m3fn"),
-        (PLAIN | {"key_scales": torch.ones(1)}, "key_scales must be None unless k_cache is float8_e4m3fn, .* float32"),
-        (PLAIN | {"value_scales": torch.ones(1)}, "value_scales must be None unless k_cache is float8_e4m3fn"),
-        (CODES | {"v_cache": torch.zeros(8, 1, 16)}, "v_cache must be float8_e4m3fn .*, got float32"),
-        (CODES | {"key_scales": None}, r"key_scales must be a tensor float32 \[1\] on cpu, got NoneType"),
-        (CODES | {"value_scales": None}, r"value_scales must be a tensor float32 \[1\] on cpu, got NoneType"),
-        (PLAIN | {"num_heads": 2.0}, "num_heads must be an int of at least 1, got float"),
-        (PLAIN | {"num_heads": True}, "num_heads must be an int of at least 1, got bool"),
-        (PLAIN | {"num_heads": 0}, "num_heads must be an int of at least 1, got 0"),
-        *((PLAIN | {"norm_eps": x}, f"norm_eps must be a positive number, got {x!r}") for x in (0.0, "1e-6")),
-        *((PLAIN | {"norm_eps": x}, f"norm_eps must be a positive number, got {x!r}") for x in (math.inf, math.nan)),
-    ],
-)
-def test_errors_name_the_argument(changes, message):
-    inputs = make_inputs(3, 2, 1, 16, torch.float32, norm=True)
+@pytest.mark.parametrize(("message", "changes"), ERRORS)
+def test_errors_name_the_argument(message, changes):
+    inputs = make_inputs(3, 2, 1, 16, torch.float32, norm=True) | PLAIN
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         rope_cache(**inputs | changes)
 

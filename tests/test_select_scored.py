@@ -7,7 +7,6 @@ from lenvm_kernels.ops.gather_requests import empty_requests
 from lenvm_kernels.ops.select_scored import empty_scored, select_scored
 from lenvm_kernels.types import Candidates, Status
 
-BACKENDS = ["triton", "reference"]
 UNGUIDED, GUIDE, SINGLE, SKIP, NOT_DUE = (int(status) for status in Status)
 
 
@@ -46,7 +45,6 @@ STATUS = [UNGUIDED, GUIDE, SINGLE, SKIP, GUIDE]
 DUE = [False, True, False, False, False]  # the last one's status becomes NOT_DUE
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("options", "token_ids", "counts", "alone"),
     [
@@ -98,7 +96,6 @@ def test_what_is_scored_of_each_status(device, backend, options, token_ids, coun
     assert candidates.status.tolist() == [UNGUIDED, GUIDE, SINGLE, SKIP, NOT_DUE]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("turn", range(4))
 def test_candidates_that_end_a_request_make_it_due(device, backend, turn):
     """None of the requests is due. In any order, which takes end tokens of a table whose rows are apart."""
@@ -129,7 +126,6 @@ def test_candidates_that_end_a_request_make_it_due(device, backend, turn):
     assert scored.counts.tolist() == torch.where(wanted == GUIDE, i32(*counts)[order], 0).tolist()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_requests_that_do_not_exist_have_nothing_to_score(device, backend):
     """Whatever their rows of ``requests`` and of the result hold, in the same program and in one of their own."""
     candidates = make_candidates(i32([5, 6, -1, -1]), i32(2), [GUIDE], device)
@@ -144,16 +140,6 @@ def test_requests_that_do_not_exist_have_nothing_to_score(device, backend):
     assert found.token_ids.tolist() == [[5, 6, -1, -1]] + [[-1] * 4] * 69
     for x, first in ((out.counts, 2), (out.positions, 5), (out.alone, 0)):
         assert x.tolist() == [first] + [0] * 69
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rows", [0, 70])
-def test_no_requests(device, backend, rows):
-    candidates = make_candidates(torch.zeros(0, 8, dtype=torch.int32), i32(), [], device)
-    requests = make_requests([3] * rows, [True] * rows, [False] * rows, device)
-    scored = select_scored(candidates, requests, no_ends(rows, device), backend=backend)
-    assert scored.token_ids.tolist() == [[-1] * 8] * rows
-    assert all(not x.any() for x in scored[1:])
 
 
 @pytest.mark.parametrize(

@@ -9,36 +9,26 @@ import torch
 import triton
 from hypothesis import given
 
-from lenvm_kernels.fuzz.ops.topk_candidates import Inputs, compare, run
 from lenvm_kernels.ops import topk_candidates as module
 from lenvm_kernels.ops.topk_candidates import TILE, topk_candidates
 from lenvm_kernels.types import Candidates, Status, TextBreak
 from tests.helpers.cases import assert_right, cases
 from tests.helpers.matches import assert_matches
 
-BACKENDS = ["triton", "reference"]
 SLOTS = 4
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "candidates.jsonl").open()]
-
-
-def row_parameters(rows, top_k=0, top_p=1.0, min_p=0.0):
-    return dict(
-        top_k=torch.full((rows,), top_k, dtype=torch.int32),
-        top_p=torch.full((rows,), top_p),
-        min_p=torch.full((rows,), min_p),
-    )
 
 
 def on(device, arguments):
     return {name: a.to(device) if isinstance(a, torch.Tensor) else a for name, a in arguments.items()}
 
 
-def choose(x, parameters, device, backend, **options):
-    """Candidates of one list of scores a row, back on the CPU."""
+def choose(x, device, backend, **options):
+    """Candidates of one list of scores a row, without filters where nothing is said, back on the CPU."""
     x = x if isinstance(x, torch.Tensor) else torch.tensor(x)
-    arguments = parameters | {"max_candidates": SLOTS} | options
-    found = topk_candidates(x.to(device), **on(device, arguments), backend=backend)
-    return type(found)(*(x.cpu() for x in found))
+    options = dict(top_k=0, top_p=1.0, min_p=0.0, max_candidates=SLOTS) | options
+    found = topk_candidates(x.to(device), **on(device, options), backend=backend)
+    return Candidates(*(x.cpu() for x in found))
 
 
 def assert_same_bits(actual, expected):
@@ -51,24 +41,17 @@ def assert_same_bits(actual, expected):
 def test_golden_pairs_of_the_fork(backend, dtype, device):
     for pair in GOLDEN:
         expected = pair["expected"]
-        found = topk_candidates(
-            torch.tensor([pair["probs"]], dtype=getattr(torch, dtype), device=device),
-            **on(device, row_parameters(1, pair["top_k"], pair["top_p"], pair["min_p"])),
-            max_candidates=triton.next_power_of_2(pair["top_k"]),
-            entropy_threshold=torch.tensor([pair["entropy_threshold"] or torch.nan], device=device),
-            backend=backend,
-        )
+        scores, filters = torch.tensor([pair["probs"]], dtype=getattr(torch, dtype)), ("top_k", "top_p", "min_p")
+        options = {name: pair[name] for name in filters} | {"max_candidates": triton.next_power_of_2(pair["top_k"])}
+        threshold = torch.tensor([pair["entropy_threshold"] or torch.nan])
+        found = choose(scores, device, backend, **options, entropy_threshold=threshold)
         count = found.counts.item()
         assert Status(found.status.item()).name.lower() == expected["kind"]
         if expected["kind"] != "skip":
             assert found.token_ids[0, :count].tolist() == expected["ids"]
         if expected["kind"] == "guide":
-            ratio = found.probs[0, :count].double().cpu() / torch.tensor(expected["probs"], dtype=torch.float64)
+            ratio = found.probs[0, :count].double() / torch.tensor(expected["probs"], dtype=torch.float64)
             torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=1e-5, atol=0)
-
-
-def assert_matches_reference(given, found):
-    assert not [difference.what for difference in compare(given, found) if difference.wrong.any()]
 
 
 @given(cases("topk_candidates"))
@@ -76,24 +59,13 @@ def test_fp32_reference_matches_fp64_reference(case):
     assert_right(case, "cpu", partial(topk_candidates, backend="reference"))
 
 
-@pytest.mark.parametrize(
-    "x, options",
-    [(torch.zeros(2, 1), {}), (torch.zeros(0, 7), {}), (torch.full((1, 5), -torch.inf), {"is_logits": True})],
-)
-def test_rows_of_nothing_and_no_rows(device, x, options):
-    arguments = {"max_candidates": 8} | on(device, row_parameters(len(x))) | options
-    given = Inputs(x.to(device), arguments)
-    assert_matches_reference(given, run(given, partial(topk_candidates, backend="triton")))
-
-
 @pytest.mark.parametrize("vocab, slots", [(262_144, 4), (70 * TILE + 9, 64)])
 def test_largest_vocabulary_and_most_candidates(device, vocab, slots):
     x = torch.randn(1, vocab, generator=torch.Generator().manual_seed(0)).bfloat16()  # many ties
     x[0, vocab - 7] = 9.0
-    arguments = dict(row_parameters(1), max_candidates=slots, is_logits=True)
-    actual = topk_candidates(x.to(device), **on(device, arguments), backend="triton")
-    expected = topk_candidates(x.double(), **arguments, backend="reference")
-    assert torch.equal(actual.token_ids.cpu(), expected.token_ids) and expected.token_ids[0, 0] == vocab - 7
+    actual = choose(x, device, "triton", max_candidates=slots, is_logits=True)
+    expected = choose(x.double(), "cpu", "reference", max_candidates=slots, is_logits=True)
+    assert torch.equal(actual.token_ids, expected.token_ids) and expected.token_ids[0, 0] == vocab - 7
     assert_matches(actual.probs, expected.probs, "topk_candidates", x.dtype)
     assert_matches(actual.lost_mass, expected.lost_mass, "topk_candidates", x.dtype)
     assert expected.lost_mass > 0.2
@@ -105,31 +77,16 @@ def test_number_of_rows_changes_no_bit_of_a_large_vocabulary(device):
     x = torch.randn(17, 151_936, generator=torch.Generator().manual_seed(2)).to(device)
     guided = torch.arange(17, device=device) == 11  # one row: the others take the interpreter's time
     few, many = (
-        topk_candidates(
-            x[rows],
-            **on(device, row_parameters(len(x[rows]), 6)),
-            is_logits=True,
-            guided=guided[rows],
-            backend="triton",
-        )
+        choose(x[rows], device, "triton", top_k=6, max_candidates=64, is_logits=True, guided=guided[rows])
         for rows in (slice(11, 12), slice(None))
     )
     assert_same_bits(few, type(many)(*(x[11:12] for x in many)))
     assert many.counts.tolist() == [6 * is_guided for is_guided in guided.tolist()]
 
 
-def test_rows_not_guided_are_not_read(device):
-    x = torch.full((2, 9), torch.nan)
-    x[1] = torch.arange(9.0)
-    found = choose(x, row_parameters(2), device, "triton", is_logits=True, guided=torch.tensor([False, True]))
-    assert found.counts.tolist() == [0, 4] and found.token_ids.tolist() == [[-1] * 4, [8, 7, 6, 5]]
-    assert not found.broken.any()
-
-
-@pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_lost_mass_only_where_the_slots_end_the_list(device, backend):
-    parameters = dict(top_k=torch.tensor([0, 4, 0]).int(), top_p=torch.tensor([1.0, 1.0, 0.35]), min_p=0.0)
-    found = choose(torch.full((3, 10), 0.1), parameters, device, backend)
+    filters = dict(top_k=torch.tensor([0, 4, 0]).int(), top_p=torch.tensor([1.0, 1.0, 0.35]))
+    found = choose(torch.full((3, 10), 0.1), device, backend, **filters)
     assert found.counts.tolist() == [4, 4, 4]
     torch.testing.assert_close(found.lost_mass, torch.tensor([0.6, 0.0, 0.0]))
 
@@ -141,7 +98,6 @@ def small_tiles(monkeypatch):
         monkeypatch.setattr(module, name, value)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_logits", [True, False])
 def test_next_token_after_the_last_slot_is_found_in_any_tile(device, small_tiles, backend, is_logits):
     """The fifth token is in the tile of one of the four, in that of three, in a tile that is not chosen."""
@@ -149,33 +105,30 @@ def test_next_token_after_the_last_slot_is_found_in_any_tile(device, small_tiles
     p[:6, [3, 34, 35, 70]] = torch.tensor([0.3, 0.2, 0.25, 0.15])
     p[torch.arange(6), [5, 80, 120, 200, 120, 120]] = 0.1
     p[6:] = p[:6].flip(1)  # so that the list is filled from the last tiles
-    parameters = row_parameters(12)
-    parameters["min_p"][4], parameters["top_p"][5] = 0.34, 0.89  # of these rows the fifth token is none
+    min_p, top_p = torch.zeros(12), torch.ones(12)
+    min_p[4], top_p[5] = 0.34, 0.89  # of these rows the fifth token is none
     x = p.log() if is_logits else p
-    found = choose(x, parameters, device, backend, is_logits=is_logits)
+    found = choose(x, device, backend, min_p=min_p, top_p=top_p, is_logits=is_logits)
     assert found.token_ids.tolist() == [[3, 35, 34, 70]] * 6 + [[220, 188, 189, 153]] * 6
     torch.testing.assert_close(found.lost_mass, torch.tensor([0.1] * 4 + [0.0] * 2 + [0.1] * 6))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_top_p_and_min_p_met_exactly(device, backend):
     p = [[0.25, 0.5, 0.25], [0.25, 0.25, 0.5]]
-    top_p = row_parameters(2) | dict(top_p=torch.tensor([0.5, 0.4999]))
-    assert choose(p, top_p, device, backend).token_ids.tolist() == [[1, 0, -1, -1], [2, -1, -1, -1]]
-    min_p = row_parameters(2) | dict(min_p=torch.tensor([0.5, 0.5001]))
-    assert choose(p, min_p, device, backend).token_ids.tolist() == [[1, 0, 2, -1], [2, -1, -1, -1]]
-    equal = row_parameters(2) | dict(top_p=torch.tensor([0.5, 0.75]), min_p=torch.ones(2))
-    found = choose(torch.zeros(2, 4), equal, device, backend, is_logits=True)
+    found = choose(p, device, backend, top_p=torch.tensor([0.5, 0.4999]))
+    assert found.token_ids.tolist() == [[1, 0, -1, -1], [2, -1, -1, -1]]
+    found = choose(p, device, backend, min_p=torch.tensor([0.5, 0.5001]))
+    assert found.token_ids.tolist() == [[1, 0, 2, -1], [2, -1, -1, -1]]
+    found = choose(torch.zeros(2, 4), device, backend, top_p=torch.tensor([0.5, 0.75]), min_p=1.0, is_logits=True)
     assert found.token_ids.tolist() == [[0, 1, 2, -1], [0, 1, 2, 3]]
     assert found.probs[1].tolist() == [0.25] * 4 and found.lost_mass.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_greedy_below_a_temperature_of_1e_6(device, backend):
     limit = torch.tensor(1e-6)
     temperature = torch.stack([limit, limit.nextafter(limit - 1), torch.tensor(-1.0), torch.tensor(2.0)])
     x = torch.tensor([[1.0, 3.0, 3.0, 3.0]]).repeat(4, 1)
-    found = choose(x, row_parameters(4, min_p=0.01), device, backend, temperature=temperature, is_logits=True)
+    found = choose(x, device, backend, min_p=0.01, temperature=temperature, is_logits=True)
     assert found.counts.tolist() == [3, 1, 1, 4]
     assert found.token_ids[:, 0].tolist() == [1] * 4
     assert found.status.tolist() == [Status.GUIDE, Status.SINGLE, Status.SINGLE, Status.GUIDE]
@@ -185,17 +138,15 @@ def test_greedy_below_a_temperature_of_1e_6(device, backend):
     torch.testing.assert_close(found.probs[1:3, 0], expected.repeat(2))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_entropy_equal_to_the_threshold_skips(device, backend):
     p = torch.tensor([[0.25, 0.25], [0.25, 0.25], [0.25, 0.25], [0.0, 0.25], [0.25, 0.0]])
     limit = torch.tensor(2.0).log()
     threshold = torch.stack([limit.nextafter(limit - 1), limit, torch.tensor(torch.nan), limit, limit])
-    found = choose(p, row_parameters(5), device, backend, entropy_threshold=threshold)
+    found = choose(p, device, backend, entropy_threshold=threshold)
     assert found.status.tolist() == [Status.GUIDE, Status.SKIP, Status.GUIDE, Status.SINGLE, Status.SINGLE]
     assert found.token_ids[:, :2].tolist() == [[0, 1]] * 3 + [[1, -1], [0, -1]]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_logits", [True, False])
 def test_vocab_masks_and_scores_with_padded_rows(device, backend, is_logits):
     """Rows of scores and of the mask apart by different amounts; a mask of its own for each row, all 32 bits used."""
@@ -208,8 +159,7 @@ def test_vocab_masks_and_scores_with_padded_rows(device, backend, is_logits):
     bits[3], bits[4] = False, torch.arange(96) == 0
     words = (bits.view(rows, 3, 32).long() << torch.arange(32)).sum(2)
     mask = torch.nn.functional.pad(words.int(), (0, 4), value=-1)[:, :3].to(device)
-    parameters = row_parameters(rows)
-    found = choose(x, parameters, device, backend, is_logits=is_logits, vocab_mask=mask, max_candidates=64)
+    found = choose(x, device, backend, is_logits=is_logits, vocab_mask=mask, max_candidates=64)
     for row in range(rows):
         allowed = bits[row, :vocab].nonzero()[:, 0]
         order = x[row, allowed].argsort(descending=True, stable=True)
@@ -220,7 +170,6 @@ def test_vocab_masks_and_scores_with_padded_rows(device, backend, is_logits):
     assert found.status.tolist() == [Status.GUIDE] * 3 + [Status.UNGUIDED, Status.SINGLE]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_scores_that_are_no_probabilities(device, backend):
     """Negative ones and -inf count as 0, of equal ones the lower token comes first, -0 equals 0, NaN breaks the row."""
     nan, inf = torch.nan, torch.inf
@@ -230,32 +179,26 @@ def test_scores_that_are_no_probabilities(device, backend):
         [0.5, nan, 0.2, 0.1, 0.2],
         [0.5, 0.1, 0.0, 0.0, inf],
     ]
-    found = choose(p, row_parameters(4), device, backend)
+    found = choose(p, device, backend)
     assert found.token_ids.tolist() == [[2, 4, -1, -1]] + [[-1] * 4] * 3
     assert found.broken.tolist() == [False, True, True, True] and found.counts.tolist() == [2, 0, 0, 0]
     assert found.status.tolist() == [Status.GUIDE] + [Status.UNGUIDED] * 3 and (found.probs[1:] == 0).all()
-    cut = choose([[-1.0, 0.5, 0.1, 0.1, 0.1, 0.1, 0.1, -7.0]], row_parameters(1), device, backend)
+    cut = choose([[-1.0, 0.5, 0.1, 0.1, 0.1, 0.1, 0.1, -7.0]], device, backend)
     torch.testing.assert_close(cut.lost_mass, torch.tensor([0.2]))
-    zeros = choose([[-0.0, -1.0, 0.0, -0.0, -2.0]], row_parameters(1), device, backend, is_logits=True)
+    zeros = choose([[-0.0, -1.0, 0.0, -0.0, -2.0]], device, backend, is_logits=True)
     assert zeros.token_ids.tolist() == [[0, 2, 3, 1]]
 
 
-@pytest.fixture
-def dirty_memory(monkeypatch):
-    """Fresh memory holds something, as it does on a GPU."""
-    empty = torch.empty
-    monkeypatch.setattr(module.torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(77))
-
-
 @pytest.mark.parametrize("program_bytes", [64, 256, 1024])
-def test_every_output_is_written(device, dirty_memory, small_tiles, monkeypatch, program_bytes):
-    """Rows not guided, broken, of fewer candidates than slots, of more; one tile a program, two, more than it has."""
+def test_rows_of_every_kind(device, backend, small_tiles, monkeypatch, program_bytes):
+    """Not guided, broken, of fewer candidates than slots, of more; one tile a program, two, more than it has.
+
+    Scores of rows that are not guided are not looked at."""
     monkeypatch.setattr(module, "PROGRAM_BYTES", program_bytes)
     x = torch.full((5, 3 * 32), -torch.inf)
-    x[0, 7], x[1, 70], x[2, [1, 95]], x[4, 3:90] = 1.0, torch.nan, torch.tensor([2.0, 3.0]), 1.0
+    x[0, 7], x[1, 70], x[2, [1, 95]], x[4, 3:90] = torch.nan, torch.nan, torch.tensor([2.0, 3.0]), 1.0
     guided = torch.tensor([False, True, True, True, True])
-    options = dict(is_logits=True, guided=guided, entropy_threshold=torch.full((5,), 0.1))
-    found = choose(x, row_parameters(5), device, "triton", **options)
+    found = choose(x, device, backend, is_logits=True, guided=guided, entropy_threshold=0.1)
     torch.testing.assert_close(found.probs[2], torch.softmax(torch.tensor([3.0, 2.0, -1e9, -1e9]), dim=0))
     torch.testing.assert_close(found.probs[4], torch.full((4,), 1 / 87))
     assert (found.probs[[0, 1, 3]] == 0).all()
@@ -266,18 +209,11 @@ def test_every_output_is_written(device, dirty_memory, small_tiles, monkeypatch,
     assert found.broken.tolist() == [False, True, False, True, False]
 
 
-GOOD = dict(row_parameters(2), scores=torch.zeros(2, 40), is_logits=True)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_number_is_that_of_all_requests(device, backend):
     scores = 3 * torch.randn(3, 40, generator=torch.Generator().manual_seed(2)).to(device)
     numbers = dict(top_k=6, top_p=0.9, min_p=0.05, temperature=0.7, entropy_threshold=1.2)
-    dtypes = {"top_k": torch.int32}
-    tensors = {
-        name: torch.full((3,), number, dtype=dtypes.get(name, torch.float32), device=device)
-        for name, number in numbers.items()
-    }
+    tensors = {name: torch.full((3,), number, device=device) for name, number in numbers.items()}
+    tensors["top_k"] = tensors["top_k"].int()
     expected = topk_candidates(scores, **tensors, is_logits=True, backend=backend)
     assert_same_bits(topk_candidates(scores, **numbers, is_logits=True, backend=backend), expected)
     assert len(expected.counts.unique()) > 1
@@ -306,15 +242,14 @@ LISTS = [
 
 def with_ends(device, backend, rows, *, scores=TAIL, **options):
     """(the candidates of so many rows, their tokens); of each row ends are 7 (0.02), 4 (0.0005) and 1 (0.00002)."""
-    options = dict(top_k=1, top_p=1.0, min_p=0.0, max_candidates=4, end_token_ids=ENDS.repeat(rows, 1)) | options
-    found = topk_candidates(scores.repeat(rows, 1).to(device), **on(device, options), backend=backend)
-    assert found.token_ids.shape == (rows, options["max_candidates"])
+    options = dict(top_k=1, end_token_ids=ENDS.repeat(rows, 1)) | options
+    found = choose(scores.repeat(rows, 1), device, backend, **options)
+    assert found.token_ids.shape == (rows, options.get("max_candidates", SLOTS))
     lists = [row[:count] for row, count in zip(found.token_ids.tolist(), found.counts.tolist(), strict=True)]
     assert (found.token_ids >= 0).sum() == found.counts.sum()
-    return Candidates(*(x.cpu() for x in found)), lists
+    return found, lists
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_logits", [False, True])
 @pytest.mark.parametrize(("least", "filters", "columns", "expected"), LISTS)
 def test_ends_are_candidates_whatever_the_filters_say(device, backend, is_logits, least, filters, columns, expected):
@@ -329,7 +264,6 @@ def test_ends_are_candidates_whatever_the_filters_say(device, backend, is_logits
     assert found.lost_mass.item() == pytest.approx(lost, abs=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_who_is_late_takes_worse_ends(device, backend):
     """The least probability halves with each tenth of the due length past it, from half of it on with each hundredth.
 
@@ -352,26 +286,16 @@ def test_who_is_late_takes_worse_ends(device, backend):
     assert lists == list(expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_least_share_is_a_least_min_p(device, backend):
     """The larger of both holds, for all tokens but ends and the first. Token 2 has a share of 0.75, 6 of 0.275."""
     shares = torch.tensor([[0.0, 0.7, 0.2, 0.5, 1.0, 0.01], [9.0] * 6])  # of table rows
-    _, lists = with_ends(
-        device,
-        backend,
-        5,
-        top_k=0,
-        min_p=torch.tensor([0.0, 0.9, 0.1, 0.27, 0.0]),
-        max_candidates=8,
-        end_token_ids=torch.full((6, 1), 7, dtype=torch.int32),
-        min_end_prob=torch.full((6,), 0.01),
-        least_share=shares.T[:, 0],
-        table_rows=torch.tensor([5, 0, 1, 2, 4]),
-    )
+    filters = dict(top_k=0, min_p=torch.tensor([0.0, 0.9, 0.1, 0.27, 0.0]), max_candidates=8)
+    ends = dict(end_token_ids=torch.full((6, 1), 7, dtype=torch.int32), min_end_prob=torch.full((6,), 0.01))
+    of_rows = dict(least_share=shares.T[:, 0], table_rows=torch.tensor([5, 0, 1, 2, 4]))
+    _, lists = with_ends(device, backend, 5, **filters, **ends, **of_rows)
     assert lists == [[5, 2, 6, 8, 0, 7], [5, 7], [5, 2, 7], [5, 2, 6, 8, 7], [5, 7]]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("ends", "filters", "columns", "expected"),
     [
@@ -391,24 +315,15 @@ def test_an_output_need_not_end(device, backend, ends, filters, columns, expecte
     """Where the filters leave nothing but ends, the best token that is none is a candidate beside them."""
     filters = {"top_k": 0, "temperature": 1.0, "least": 0.01, "allowed": range(9)} | filters
     mask, least = sum(1 << token for token in filters.pop("allowed")), filters.pop("least")
-    found, lists = with_ends(
-        device,
-        backend,
-        2,
-        scores=TAIL.log(),
-        **filters,
-        max_candidates=columns,
-        is_logits=True,
-        guided=torch.tensor([True, False]),
-        vocab_mask=torch.tensor([[mask]] * 2, dtype=torch.int32),
-        end_token_ids=torch.tensor([[-2, *ends]] * 2, dtype=torch.int32),
-        min_end_prob=torch.full((2,), least),
-    )
+    ends = torch.tensor([[-2, *ends]] * 2, dtype=torch.int32)
+    options = dict(scores=TAIL.log(), max_candidates=columns, is_logits=True, guided=torch.tensor([True, False]))
+    options |= dict(end_token_ids=ends, min_end_prob=torch.full((2,), least))
+    options |= dict(vocab_mask=torch.tensor([[mask]] * 2, dtype=torch.int32))
+    found, lists = with_ends(device, backend, 2, **filters, **options)
     assert lists == [expected, []]
     assert found.status.tolist() == [Status.SINGLE if len(expected) == 1 else Status.GUIDE, Status.UNGUIDED]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_ends_of_sentences_take_less_probable_ends(device, backend, dtype):
     """1/10,000 of the least probability after the end of a sentence, a tenth after that of a line, else 100 times it.
@@ -428,101 +343,74 @@ def test_ends_of_sentences_take_less_probable_ends(device, backend, dtype):
         (torch.inf, 2, 99, []),
         strict=True,
     )
-    _, lists = with_ends(
-        device,
-        backend,
-        10,
-        min_end_prob=torch.tensor(least),
-        due_length=torch.full((10,), 10.0),
-        generated=torch.tensor(generated, dtype=torch.int32),
-        text_breaks=torch.tensor([*breaks, TextBreak.SENTENCE], dtype=torch.int8, device=device)[:4],
-        last_tokens=torch.tensor(last, dtype=dtype),
-    )
+    breaks = torch.tensor([*breaks, TextBreak.SENTENCE], dtype=torch.int8, device=device)[:4]
+    options = dict(min_end_prob=torch.tensor(least), due_length=torch.full((10,), 10.0), text_breaks=breaks)
+    options |= dict(generated=torch.tensor(generated, dtype=torch.int32), last_tokens=torch.tensor(last, dtype=dtype))
+    _, lists = with_ends(device, backend, 10, **options)
     assert lists == [[5, *ends] for ends in expected]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_each_request_has_the_ends_of_its_table_row(device, backend):
     """Columns of a table lie apart; a grammar's mask and a request that is not guided win; a greedy one has two."""
     table = torch.tensor([[6, -2, 9, 9], [0, 8, 9, 9], [-2, -2, 9, 9], [2, 7, 9, 9]], dtype=torch.int32, device=device)
     allowed = torch.full((6, 1), -1, dtype=torch.int32)
     allowed[4] = ~(1 << 7)
-    found, lists = with_ends(
-        device,
-        backend,
-        6,
-        scores=TAIL.log(),
-        top_k=torch.tensor([1, 1, 1, 1, 1, 3], dtype=torch.int32),
-        temperature=torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0]),
-        is_logits=True,
-        vocab_mask=allowed,
-        guided=torch.tensor([True, True, True, False, True, True]),
-        end_token_ids=table[:, :2],
-        min_end_prob=torch.tensor([[0.2, 1e-4, 0.0, 1e-3], [0.0] * 4], device=device).T[:, 0],
-        table_rows=torch.tensor([3, 0, 1, 3, 3, 1]),
-    )
+    temperature, guided = torch.tensor([1.0] * 5 + [0.0]), torch.tensor([True, True, True, False, True, True])
+    options = dict(scores=TAIL.log(), temperature=temperature, is_logits=True, vocab_mask=allowed, guided=guided)
+    options |= dict(top_k=torch.tensor([1, 1, 1, 1, 1, 3], dtype=torch.int32), end_token_ids=table[:, :2])
+    least = torch.tensor([[0.2, 1e-4, 0.0, 1e-3], [0.0] * 4], device=device).T[:, 0]
+    rows = torch.tensor([3, 0, 1, 3, 3, 1])
+    found, lists = with_ends(device, backend, 6, **options, min_end_prob=least, table_rows=rows)
     assert lists == [[5, 2, 7], [5], [5, 8, 0], [], [5, 2], [5, 8, 0]]
     status = [Status.GUIDE, Status.SINGLE, Status.GUIDE, Status.UNGUIDED, Status.GUIDE, Status.GUIDE]
     assert found.status.tolist() == status
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_temperatures_that_are_not_finite_break_the_row(device, backend):
     temperature = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0])
-    found = choose(torch.zeros(4, 3), row_parameters(4), device, backend, temperature=temperature, is_logits=True)
+    found = choose(torch.zeros(4, 3), device, backend, temperature=temperature, is_logits=True)
     assert found.broken.tolist() == [True, True, True, False] and found.counts.tolist() == [0, 0, 0, 3]
 
 
-NO_ENDS = torch.zeros(1, 0).int()
-PAIRS = (
-    ("due_length", "generated", "due_length and generated must be given together, with end_token_ids"),
-    ("text_breaks", "last_tokens", "text_breaks and last_tokens must be given together, with end_token_ids"),
-)
+GOOD = dict(scores=torch.zeros(2, 40), top_k=0, top_p=1.0, min_p=0.0, is_logits=True)
+PER_REQUEST, NO_ENDS, OF_ONE = torch.zeros(2), torch.zeros(1, 0).int(), {"min_end_prob": torch.zeros(1)}
+ERRORS = [
+    ("scores must have between 1 and 262144 columns, got 0", {"scores": torch.zeros(2, 0)}),
+    ("scores must have between 1 and 262144 columns, got 262145", {"scores": torch.zeros(2, 262_145)}),
+    *((f"max_candidates must be a power of two up to 64, got {n}", {"max_candidates": n}) for n in (0, 12, 128)),
+    *((f"top_k must be an int32, got {n}", {"top_k": n}) for n in (2**31, -(2**31) - 1)),
+    ("due_length and generated must be given together, with end_token_ids", {"due_length": PER_REQUEST}),
+    ("due_length and generated must be given together, with end_token_ids", {"generated": PER_REQUEST}),
+    ("text_breaks and last_tokens must be given together, with end_token_ids", {"text_breaks": PER_REQUEST}),
+    ("text_breaks and last_tokens must be given together, with end_token_ids", {"last_tokens": PER_REQUEST}),
+    ("end_token_ids and min_end_prob must be given together", {"end_token_ids": ENDS}),
+    ("end_token_ids and min_end_prob must be given together", {"min_end_prob": PER_REQUEST}),
+    ("least_share must be given together with end_token_ids", {"least_share": PER_REQUEST}),
+    (
+        "end_token_ids must have a row for each of the 2 requests, got 1",
+        {"end_token_ids": ENDS} | OF_ONE,
+    ),
+    ("end_token_ids must have at least one column, got none", {"end_token_ids": NO_ENDS} | OF_ONE),
+    ("temperature must be None when scores are probabilities", {"is_logits": False, "temperature": torch.ones(2)}),
+]
+
+
+@pytest.mark.parametrize(("message", "changed"), ERRORS)
+def test_bad_arguments_are_named(message, changed):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        topk_candidates(**GOOD | changed)
 
 
 @pytest.mark.parametrize(
-    ("changed", "error", "message"),
+    ("name", "number", "value"),
     [
-        *(
-            ({"scores": torch.zeros(2, n)}, ValueError, f"scores must have between 1 and 262144 columns, got {n}")
-            for n in (0, 262_145)
-        ),
-        *(
-            ({"max_candidates": n}, ValueError, f"max_candidates must be a power of two up to 64, got {n}")
-            for n in (0, 12, 128)
-        ),
-        *(({name: torch.zeros(2)}, ValueError, message) for *names, message in PAIRS for name in names),
-        ({"end_token_ids": ENDS}, ValueError, "end_token_ids and min_end_prob must be given together"),
-        ({"min_end_prob": torch.zeros(2)}, ValueError, "end_token_ids and min_end_prob must be given together"),
-        ({"least_share": torch.zeros(2)}, ValueError, "least_share must be given together with end_token_ids"),
-        (
-            {"end_token_ids": ENDS, "min_end_prob": torch.zeros(1)},
-            ValueError,
-            "end_token_ids must have a row for each of the 2 requests, got 1",
-        ),
-        (
-            {"end_token_ids": NO_ENDS, "min_end_prob": torch.zeros(1)},
-            ValueError,
-            "end_token_ids must have at least one column, got none",
-        ),
-        *(
-            ({name: value}, TypeError, f"{name} must be {number} or a tensor .*, got {type(value).__name__}$")
-            for name, number, values in (
-                ("top_k", "an integer", (5.0, True, None)),
-                ("top_p", "a number", ("1", None)),
-                ("min_p", "a number", (False, None)),
-                ("temperature", "a number", ([1.0],)),
-            )
-            for value in values
-        ),
-        *(({"top_k": n}, ValueError, f"top_k must be an int32, got {n}") for n in (2**31, -(2**31) - 1)),
-        (
-            {"is_logits": False, "temperature": torch.ones(2)},
-            ValueError,
-            "temperature must be None when scores are probabilities",
-        ),
+        *(("top_k", "an integer", value) for value in (5.0, True, None)),
+        *(("top_p", "a number", value) for value in ("1", None)),
+        ("min_p", "a number", False),
+        ("min_p", "a number", None),
+        ("temperature", "a number", [1.0]),
     ],
 )
-def test_bad_arguments_are_named(changed, error, message):
-    with pytest.raises(error, match=f"^{message}"):
-        topk_candidates(**GOOD | changed)
+def test_other_types_are_named(name, number, value):
+    with pytest.raises(TypeError, match=f"^{name} must be {number} or a tensor .*, got {type(value).__name__}$"):
+        topk_candidates(**GOOD | {name: value})

@@ -101,7 +101,6 @@ def test_reference_is_dense_attention_under_trees(requests, heads, e4m3, malform
         torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("cached", [[], [5]])
 @pytest.mark.parametrize("padding", [0, 2])
 def test_no_requests_or_tokens(device, backend, cached, padding):
@@ -247,7 +246,6 @@ def test_queries_of_any_size_meet_keys_in_e4m3(device, exponent):
         check_against_reference(replace(inputs, q=q), sm_scale=scale)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
 def test_nan_in_a_cache_in_e4m3_is_nan(device, backend, name):
     inputs = make_inputs([70, 5], [1, 1], [2, 1], device=device, dtype=torch.float16, e4m3=True)
@@ -273,61 +271,46 @@ def test_scores_far_from_0_with_trees(device, sign, cached):
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
-PLAIN = dict(q_heads=4, kv_heads=2, head_dim=8)
-CACHES = {"k_cache": torch.zeros(9, 2, 8), "v_cache": torch.zeros(9, 2, 8)}
-PLAN = dict(table_rows=int32([0]), cached_lens=int32([5]), q_offsets=int32([0, 3]), candidate_lens=int32([2]))
-PLAN |= dict(total_tokens=3, max_len=9, group=2)
+PLAIN = dict(q_heads=4, kv_heads=2, head_dim=8, e4m3=False)
+CACHE, HEADS = torch.zeros(9, 2, 8), "q must have a multiple of the heads of k_new, got"
+FEWER, CODES = {"k_cache": CACHE, "v_cache": CACHE[:, :1].clone()}, {"k_cache": CACHE.to(E4M3), "v_cache": CACHE}
+ERRORS = [
+    (f"{HEADS} 3 query and 2 key/value", {"q": torch.zeros(3, 3, 8)}),
+    (f"{HEADS} 0 query and 2 key/value", {"q": torch.zeros(3, 0, 8)}),
+    (f"{HEADS} 4 query and 0 key", {"k_new": torch.zeros(3, 0, 8)}),
+    (r"v_new must be float32 \[3, 2, 8\] on cpu, got float32 \[3, 1, 8\]", {"v_new": torch.zeros(3, 1, 8)}),
+    (r"k_cache must be float32\|.* \[\*, 2, 8\] on cpu, got float32", {"k_cache": FEWER["v_cache"]}),
+    (r"v_cache must be float32 \[9, 2, 8\] on cpu, got float32", FEWER),
+    ("v_cache must be float8_e4m3fn .*, got float32", CODES),
+    ("v_cache must be float32 .*, got float8_e4m3fn", {"k_cache": CODES["v_cache"], "v_cache": CODES["k_cache"]}),
+    (r"counters must be int32 \[4 or more\], got int32 \[3\]", {"counters": torch.zeros(3).int()}),
+    *((f"page_size must be an int of at least 1, got {x}", {"page_size": x}) for x in (0, -1)),
+    *(("page_size must be an int of at least 1, got (bool|float)", {"page_size": x}) for x in (True, 1.0)),
+    *((f"sm_scale must be a finite number or None, got {x}", {"sm_scale": x}) for x in (math.inf, math.nan)),
+    *(("sm_scale must be a finite number or None, got (bool|str)", {"sm_scale": x}) for x in (True, "1")),
+    ("key_scales must be None unless k_cache is float8_e4m3fn, .* float32", {"key_scales": torch.ones(2)}),
+    ("value_scales must be None unless k_cache is float8_e4m3fn", {"value_scales": torch.ones(2)}),
+    (r"key_scales must be a tensor float32 \[2\] on cpu, got NoneType", {"e4m3": True, "key_scales": None}),
+    (r"value_scales must be a tensor float32 \[2\] on cpu, got NoneType", {"e4m3": True, "value_scales": None}),
+    ("q must have a last dimension of at least 1, got 0", {"head_dim": 0}),
+    ("q must have a last dimension of 1 to 256 for .* 'triton', got 257", {"head_dim": 257, "backend": "triton"}),
+    (
+        "q must have at most 64 heads per head of k_new for .*, got 65",
+        {"q_heads": 65, "kv_heads": 1, "backend": "triton"},
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "changes", "message"),
-    [
-        (
-            PLAIN,
-            {"q": torch.zeros(3, 3, 8)},
-            "q must have a multiple of the heads of k_new, got 3 query and 2 key/value",
-        ),
-        (
-            PLAIN,
-            {"q": torch.zeros(3, 0, 8)},
-            "q must have a multiple of the heads of k_new, got 0 query and 2 key/value",
-        ),
-        (PLAIN, {"k_new": torch.zeros(3, 0, 8)}, "q must have a multiple of the heads of k_new, got 4 query and 0 key"),
-        (PLAIN, {"v_new": torch.zeros(3, 1, 8)}, r"v_new must be float32 \[3, 2, 8\] on cpu, got float32 \[3, 1, 8\]"),
-        (
-            PLAIN,
-            CACHES | {"k_cache": torch.zeros(9, 1, 8)},
-            r"k_cache must be float32\|.* \[\*, 2, 8\] on cpu, got float32",
-        ),
-        (PLAIN, CACHES | {"v_cache": torch.zeros(9, 1, 8)}, r"v_cache must be float32 \[9, 2, 8\] on cpu, got float32"),
-        (PLAIN, CACHES | {"k_cache": torch.zeros(9, 2, 8).to(E4M3)}, "v_cache must be float8_e4m3fn .*, got float32"),
-        (PLAIN, CACHES | {"v_cache": torch.zeros(9, 2, 8).to(E4M3)}, "v_cache must be float32 .*, got float8_e4m3fn"),
-        (PLAIN, {"counters": torch.zeros(3).int()}, r"counters must be int32 \[4 or more\], got int32 \[3\]"),
-        *((PLAIN, {"page_size": x}, f"page_size must be an int of at least 1, got {x}") for x in (0, -1)),
-        *((PLAIN, {"page_size": x}, "page_size must be an int of at least 1, got (bool|float)") for x in (True, 1.0)),
-        *((PLAIN, {"sm_scale": x}, f"sm_scale must be a finite number or None, got {x}") for x in (math.inf, math.nan)),
-        *((PLAIN, {"sm_scale": x}, "sm_scale must be a finite number or None, got (bool|str)") for x in (True, "1")),
-        (PLAIN, {"key_scales": torch.ones(2)}, "key_scales must be None unless k_cache is float8_e4m3fn, .* float32"),
-        (PLAIN, {"value_scales": torch.ones(2)}, "value_scales must be None unless k_cache is float8_e4m3fn"),
-        (
-            PLAIN | {"e4m3": True},
-            {"key_scales": None},
-            r"key_scales must be a tensor float32 \[2\] on cpu, got NoneType",
-        ),
-        (
-            PLAIN | {"e4m3": True},
-            {"value_scales": None},
-            r"value_scales must be a tensor float32 \[2\] on cpu, got NoneType",
-        ),
-        ({"head_dim": 0}, {}, "q must have a last dimension of at least 1, got 0"),
-        ({"head_dim": 257}, {"backend": "triton"}, "q must have a last dimension of 1 to 256 for .* 'triton', got 257"),
-        ({"q_heads": 65}, {"backend": "triton"}, "q must have at most 64 heads per head of k_new for .*, got 65"),
-    ],
-)
-def test_errors_name_the_argument(sizes, changes, message):
+@pytest.mark.parametrize(("message", "changes"), ERRORS)
+def test_errors_name_the_argument(message, changes):
+    sizes = {name: changes.get(name, size) for name, size in PLAIN.items()}
     arguments = vars(make_inputs([5], [1], [2], **sizes)) | {"backend": "reference"}
     with pytest.raises((ValueError, TypeError), match=f"^{message}"):
-        value_tree_attention(**arguments | changes)
+        value_tree_attention(**arguments | {name: x for name, x in changes.items() if name not in sizes})
+
+
+PLAN = dict(table_rows=int32([0]), cached_lens=int32([5]), q_offsets=int32([0, 3]), candidate_lens=int32([2]))
+PLAN |= dict(total_tokens=3, max_len=9, group=2)
 
 
 @pytest.mark.parametrize(

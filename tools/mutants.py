@@ -194,7 +194,7 @@ def place(mutant: Mutant, root: Path) -> tuple[Path, str] | None:
 def tests_of(file: str) -> list[str]:
     """Test files that look at a source, those nearest to it first."""
     name, folder = Path(file).stem.strip("_"), Path(file).parent.name
-    found = [f"test_{name}", *(["test_operator_laws"] if folder in ("ops", "reference") else [])]
+    found = [f"test_{name}", *(["test_operator_laws", "test_operator_edges"] if folder in ("ops", "reference") else [])]
     found += STEP_TESTS if folder in ("ops", "step") else ()
     if folder == "guidance":
         found += ["test_guidance", "test_guidance_table", "test_reweight_scatter", *STEP_TESTS]

@@ -1,7 +1,7 @@
-"""Which compiled variants an operator on drafts asks for, of any number of requests, on tensors and slices.
+"""Which compiled variants operators on drafts ask for, of any number of requests, on tensors and slices.
 
-``python -m tests.helpers.draft_variants NAME`` (without TRITON_INTERPRET) prints, as JSON, the number of variants of
-each kernel. Nothing is compiled or launched.
+``python -m tests.helpers.draft_variants NAME ...`` (without TRITON_INTERPRET) prints, as JSON, the number of variants
+of each kernel. Nothing is compiled or launched.
 """
 
 import json
@@ -59,7 +59,8 @@ def main() -> None:
     with targeting(GPUTarget("cuda", 90, 32)), intercept_launches(note_key):
         for rows, with_drafts in sizes:
             for changed in (lambda x: x, slice_of_longer, strided_slice):
-                calls(sys.argv[1], rows, with_drafts, 3, changed)
+                for name in sys.argv[1:]:
+                    calls(name, rows, with_drafts, 3, changed)
     print(json.dumps({kernel: len(found) for kernel, found in keys.items()}))
 
 

@@ -9,7 +9,6 @@ import torch
 
 from lenvm_kernels.types import Drafts
 
-BACKENDS = ["triton", "reference"]
 LARGEST = 2**31 - 1
 
 
@@ -39,11 +38,11 @@ def random_drafts(requests, columns, *, seed=0, tokens=5, device="cpu"):
     return make_drafts(token_ids, parents, device=device)
 
 
-def variants(name):
-    """What :mod:`tests.helpers.draft_variants` prints: how many variants of its kernel an operator asks for."""
+def variants(*names):
+    """What :mod:`tests.helpers.draft_variants` prints: how many variants of their kernels operators ask for."""
     # Another process, because this one may interpret.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.helpers.draft_variants", name]
+    command = [sys.executable, "-m", "tests.helpers.draft_variants", *names]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-5000:]
     return json.loads(done.stdout)

@@ -1,0 +1,42 @@
+"""Fresh memory that is not empty, for tests of what an operator writes and what it leaves alone."""
+
+import torch
+
+MARGIN = 4096  # of numbers, more than the largest tile of a row
+INTEGER = -77  # what integers hold; floating-point numbers are NaN
+
+
+class GuardedMemory:
+    """Calls a function with fresh memory that holds something, as a GPU's does, amid memory to be left alone."""
+
+    def __init__(self):
+        self.around = []  # (bytes before or after a tensor, what they were)
+        self.tensors = []  # of torch.empty
+
+    def call(self, function, *args, **kwargs):
+        empty, new_empty = torch.empty, torch.Tensor.new_empty
+
+        def guarded(*shape, dtype, device):
+            size = torch.Size(shape[0] if isinstance(shape[0], (tuple, list)) else shape)
+            memory = empty(size.numel() + 2 * MARGIN, dtype=dtype, device=device)
+            memory.fill_(float("nan") if dtype.is_floating_point else INTEGER)
+            for x in (memory[:MARGIN], memory[-MARGIN:]):
+                self.around.append((x.view(torch.uint8), x.clone().view(torch.uint8)))
+            return memory[MARGIN : MARGIN + size.numel()].view(size)
+
+        def noted(*shape, **options):
+            self.tensors.append(guarded(*shape, **options))
+            return self.tensors[-1]
+
+        def guarded_new(x, *shape, dtype=None, device=None):
+            return guarded(*shape, dtype=dtype or x.dtype, device=device or x.device)
+
+        torch.empty, torch.Tensor.new_empty = noted, guarded_new
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.empty, torch.Tensor.new_empty = empty, new_empty
+
+    def assert_kept(self):
+        """Nothing around the tensors has changed."""
+        assert all(torch.equal(found, before) for found, before in self.around)
