@@ -33,6 +33,7 @@ TRIAL_SECONDS = 0.02  # of a measurement in a dry run
 BROKEN = 3  # exit status: this process can use the device no more, another one may go on
 # Relative errors ||x - y|| / ||y|| past which a result is not that of the operator, by dtype of the operands.
 ERROR_LIMITS = {"float32": 1e-3, "bfloat16": 2e-2, "float16": 5e-3}
+FLOATS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # by their names in forms of launch
 
 
 @dataclass
