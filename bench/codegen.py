@@ -51,6 +51,8 @@ from pathlib import Path
 import torch
 import triton
 
+from bench.harness import flags
+from bench.harness.storing import write_json
 from bench.kernel_calls import VALUE_MODELS, operator_calls, value_model_step
 from bench.kernel_model import GPUS, PARTS, Block, Part, Rates
 from bench.launches import compiling_for, kernels
@@ -537,7 +539,7 @@ def step_table(step: dict[str, dict]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__)
     parser.add_argument("--check", action="store_true", help="fail on the faults above")
     parser.add_argument("--update", action="store_true", help=f"write {RESULTS.name} for this version of Triton")
     parser.add_argument(
@@ -596,7 +598,7 @@ def main() -> int:
         if step:
             about = {key: results[triton.__version__][key] for key in ("command", "device", "date")}
             step_results[triton.__version__] = about | step
-            STEP_RESULTS.write_text(json.dumps(dict(sorted(step_results.items())), indent=1) + "\n")
+            write_json(STEP_RESULTS, dict(sorted(step_results.items())))
     print("\n".join(found) or "no faults")
     return int(args.check and bool(found))
 

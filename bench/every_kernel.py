@@ -8,18 +8,14 @@ import sys
 from functools import partial
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from bench.harness.measuring import limit_memory
+from bench.kernel_calls import operators
 from bench.launches import intercept_launches, kernels
 from bench.models import make_model
 from bench.step import Decode
 from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.ops._common import E4M3
-from lenvm_kernels.ops.commit_winner import commit_winner
-from lenvm_kernels.ops.limit_span import limit_span
-from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
-from lenvm_kernels.ops.rope_cache import rope_cache
-from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.step import Sampling, StepBatch
 from lenvm_kernels.types import Drafts
 from lenvm_kernels.value_model import ValueModelConfig
@@ -37,6 +33,18 @@ CONFIG = ValueModelConfig(
     rope_inv_freq=tuple(1e6 ** (-i / 8) for i in range(8)),
     qkv_bias=False,
     qk_norm=True,
+)
+# What the steps of such a model do not launch: a tree and a path of it, numbers in 8 bits, a norm of rows of which
+# nobody left the sums of squares, as a layer's operators do, and drafts where logits are limited.
+_LAYER = dict(heads=(4, 2, 16), cache="fp8")
+SMALL = (
+    ("value_tree_attention", dict(heads=(4, 2, 16), B=1, L=64, branches=2, levels=4, is_tree=True)),
+    ("value_tree_attention", dict(_LAYER, B=1, L=64, branches=8)),
+    ("commit_winner", dict(layers=1, heads=2, head_dim=16, B=1, K=9, new=3, is_tree=True, columns=3)),
+    ("rope_cache", dict(_LAYER, T=9, slots=64)),
+    ("ragged_linear", dict(outputs=9, size=64, tokens=9, given=["norm_eps"])),
+    ("ragged_linear", dict(outputs=4, size=16, tokens=9, dtype="float16", weights="fp8")),
+    ("limit_span", dict(B=3, D=2, V=CONFIG.vocab_size, new=2, hard_limit=2000)),
 )
 CACHED = 650  # more than 640 make attention split them
 GUIDANCE = ({"value_scale": 0.7}, {"target_length": 60}, {"target_length": 60, "op": "soft", "end_token_ids": [3]})
@@ -78,37 +86,10 @@ def run(device: str) -> list[torch.Tensor]:
     )
     results += [output.value_logits, output.probs]
 
-    q, new = (torch.randn(9, heads, 16, dtype=dtype, device=device) for heads in (4, 2))
-    cache = torch.randn(64, 2, 16, dtype=dtype, device=device)
-    lengths = (int32([0]), int32([64]), int32([0, 9]), int32([8]))
-    table, parents = int32([list(range(64))]), int32([-1, 0, 0, 1, 1, 2, 3, 4, 5])
-    results.append(value_tree_attention(q, new, new, cache, cache, table, *lengths, parents=parents, backend="triton"))
-    # Of that tree a path, computed in the last forward.
-    nodes, moved = int32([list(range(9))]), torch.zeros_like(cache).repeat(2, 1, 1, 1, 1)
-    path = (int32([0]), int32([0]), int32([[0, 1, 3]]), int32([2]), table, int32([0]))
-    options = dict(new_lens=int32([3]), candidate_parents=parents[None], backend="triton")
-    commit_winner(*moved, *new.repeat(2, 1, 1, 1, 1), nodes, nodes, *path, **options)
-    results += moved
-    scale = torch.full((2,), 2.0**-6, device=device)
-    of_cache = dict(key_scales=scale, value_scales=scale)
-    codes = (cache / scale[0]).to(E4M3)
-    results.append(value_tree_attention(q, new, new, codes, codes, table, *lengths, **of_cache, backend="triton"))
-    kept = torch.zeros(2, 64, 2, 16, dtype=E4M3, device=device)
-    angles, places = torch.zeros(9, 8, device=device), torch.arange(9, device=device)
-    rope_cache(
-        q.repeat(1, 2, 1).flatten(1), angles.cos(), angles, places, *kept, num_heads=4, **of_cache, backend="triton"
-    )
-    results += kept.float()
-    # Nobody left the sums of its squares, as a layer's operators do.
-    results.append(ragged_linear(q.flatten(1), q.flatten(1), norm_eps=1e-6, backend="triton"))
-    weight, scales = quantize_weight(q[0])
-    x = torch.randn(9, 16, device=device).half()
-    results.append(ragged_linear(x, weight, weight_scales=scales, backend="triton"))
-    logits, tokens = torch.zeros(9, vocab, device=device), decode.tokens[:, None].repeat(1, 2)
-    of_requests = (decode.step.table, tokens, decode.rows, decode.lengths)
-    drafts = Drafts(tokens, int32([[-1, 0]] * 3))
-    limit_span(logits, *of_requests, new_lens=int32([1, 2, 2]), drafts=drafts, backend="triton")
-    results.append(logits)
+    for name, sizes in SMALL:
+        floats = {} if "dtype" in sizes else {"dtype": str(dtype).removeprefix("torch.")}
+        call = operators()[name].make_call(device, **sizes, **floats)
+        results += [x for x in tree_leaves((call(backend="triton"), call.args)) if torch.is_tensor(x)]
     if decode.step.table.faults.any():
         raise ValueError(f"rows lost their guidance: {decode.step.table.faults.tolist()}")
     return results
@@ -124,7 +105,7 @@ def main() -> int:
 
     with intercept_launches(record):
         results = run("cuda" if torch.cuda.is_available() else "cpu")
-    not_finite = sum(not result.isfinite().all() for result in results)
+    not_finite = sum(not result.float().isfinite().all() for result in results)
     missing = sorted(set(found) - launched)
     print(
         f"{len(found) - len(missing)} of {len(found)} kernels launched; {len(results)} results, {not_finite} not finite"

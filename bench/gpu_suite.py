@@ -15,7 +15,6 @@ before 70.1 with wheel), and no network. Peers that are not installed are report
 suite without a GPU, on tiny shapes.
 """
 
-import argparse
 import importlib.util
 import os
 import re
@@ -31,6 +30,7 @@ from pathlib import Path
 import torch
 
 from bench.baselines import describe, flashinfer
+from bench.harness import flags
 from bench.harness.cases import TRIAL_SECONDS
 from bench.harness.measuring import MEMORY_SHARE
 from bench.harness.reporting import plot, short_table, summary
@@ -284,7 +284,7 @@ class Suite:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__)
     parser.add_argument(
         "--out", type=Path, help="folder for the results (default: bench/results/ and the device's name)"
     )

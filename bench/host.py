@@ -16,14 +16,12 @@ device that reading back brings.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from types import FrameType, SimpleNamespace
 from unittest import mock
 
@@ -35,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from bench import launches
 from bench.baselines.two_forward import TwoForwardStep
 from bench.codegen import PARTS
+from bench.harness import flags
 from bench.harness.reporting import table
 from bench.harness.storing import environment, write_json
 from bench.launches import compiling_for, without_kernels
@@ -348,9 +347,8 @@ baseline computes on the host. Views are not among the operators. The model is n
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, json="write the results to this file, and a page to the .md beside it")
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="batch sizes (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write the results to this file, and a page to the .md beside it")
     args = parser.parse_args()
     if min(args.rows) < 1:
         parser.error(f"--rows must be at least 1, got {min(args.rows)}")

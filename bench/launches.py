@@ -64,9 +64,14 @@ def kernels_on_cpu(architecture: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def empty_is_zero() -> Iterator[None]:
-    """In here ``torch.empty`` gives zeros. What a kernel that is not launched has not written may be an index."""
-    with mock.patch.object(torch, "empty", torch.zeros), mock.patch.object(torch, "empty_like", torch.zeros_like):
+def empty_is_zero(random: bool = False) -> Iterator[None]:
+    """In here ``torch.empty`` gives zeros. What a kernel that is not launched has not written may be an index.
+
+    With ``random`` so do ``torch.rand`` and ``torch.randn``: nothing looks at the values, and zeros take no time."""
+    with ExitStack() as patches:
+        for name in ("empty", *(("rand", "randn") if random else ())):
+            patches.enter_context(mock.patch.object(torch, name, torch.zeros))
+        patches.enter_context(mock.patch.object(torch, "empty_like", torch.zeros_like))
         yield
 
 

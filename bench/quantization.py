@@ -16,15 +16,14 @@ is computed by the references, which round as the kernels do: to the model's dty
 is a yardstick: what a model loses by what is in use anyway.
 """
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from bench.harness import flags
 from bench.harness.reporting import table
 from bench.harness.storing import environment, write_json
 from bench.models import make_candidates, make_config
@@ -278,8 +277,7 @@ def subjects(quick: bool) -> Iterator[Subject]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the numbers to a file")
+    parser = flags.parser(__doc__, json="write the numbers to a file")
     parser.add_argument("--quick", action="store_true", help="few requests, and a layer of the smallest model")
     args = parser.parse_args()
     torch.set_grad_enabled(False)

@@ -15,7 +15,6 @@ counted of the step after ``install()`` is the whole step; for its host reads it
 
 from __future__ import annotations
 
-import argparse
 import importlib.abc
 import importlib.machinery
 import sys
@@ -31,7 +30,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from bench.harness.reporting import table
+from bench.harness import flags
+from bench.harness.reporting import text_table
 from bench.harness.storing import environment, write_json
 from bench.host import narrow_model
 from bench.launches import without_kernels
@@ -371,13 +371,12 @@ def tables(results: list[dict]) -> str:
     for r in results:
         numbers = [*r["decode"].values(), r["after_prompt"]["tokens"]]
         rows.append((r["what"], r["guidance"], r["requests"], *(f"{n:,}" for n in numbers)))
-    return "\n".join(table(columns, rows))
+    return text_table(columns, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, json="write the results to this file")
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="batch sizes (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     sys.meta_path.insert(0, _NoKernels())

@@ -16,6 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from bench.harness import reporting
 from bench.harness.demo_runs import DemoRuns, parser
 from lenvm_kernels.demo.run import Setting, answer
 from lenvm_kernels.guidance import parse_guidance
@@ -72,17 +73,13 @@ def measure(runs: DemoRuns, setting: str, guidance: dict[str, Any] | None, bar: 
 
 def table(cells: Sequence[Cell]) -> str:
     """Markdown."""
-    lines = [
-        "| budget | mean length | median | longest | ended by a token of its own | perplexity |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    columns = ("budget", "mean length", "median", "longest", "ended by a token of its own", "perplexity")
+    rows = []
     for cell in cells:
         lengths = sorted(cell.lengths)
-        lines.append(
-            f"| {cell.setting} | {sum(lengths) / len(lengths):.1f} | {lengths[len(lengths) // 2]} | {lengths[-1]} | "
-            f"{cell.ended / len(lengths):.0%} | {cell.perplexity:.2f} |"
-        )
-    return "\n".join(lines)
+        of_lengths = (f"{sum(lengths) / len(lengths):.1f}", lengths[len(lengths) // 2], lengths[-1])
+        rows.append((cell.setting, *of_lengths, f"{cell.ended / len(lengths):.0%}", f"{cell.perplexity:.2f}"))
+    return reporting.text_table(columns, rows)
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ model assumes to the times in it: the share of HBM's bandwidth, the share of the
 launches. It prints them and what is left, and writes them to the device's results, where the model reads them.
 """
 
-import argparse
 import json
 import platform
 import subprocess
@@ -19,6 +18,8 @@ from pathlib import Path
 import torch
 import triton
 
+from bench.harness import flags
+from bench.harness.reporting import table
 from bench.kernel_model import GPUS, Cost, Gpu, Rates
 from bench.models import VOCAB
 from bench.step import CACHED
@@ -29,6 +30,7 @@ RESULT = Path(__file__).parent / "results" / "step-model.md"
 BEFORE = RESULT.with_name("step-model-before.json")
 MODELS, SIZES = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B"), (1, 8, 64, 256, 512)
 DETAILED, DETAILED_SIZES = "Qwen2.5-1.5B", (8, 64, 256)
+BATCHES = [f"B {requests}" for requests in DETAILED_SIZES]
 
 Numbers = dict[str, dict]  # model -> "requests GPU" -> see numbers_of
 
@@ -73,28 +75,28 @@ def launch_table(part: str, now: Numbers, before: Numbers, gpu: str) -> list[str
     """Markdown: microseconds of the launches of a ``layer``, or of the ``others``."""
     sides = [[side[DETAILED][f"{requests} {gpu}"][part] for requests in DETAILED_SIZES] for side in (now, before)]
     labels = dict.fromkeys(label for side in sides for times in side for label in times)
-    sizes = [f"B {requests}" for requests in DETAILED_SIZES]
-    lines = [_row(["launch", *sizes, "bound by", *(f"before, {size}" for size in sizes)]), _row(["---"] * 8)]
+    rows = []
     for label in labels:
         new, old = ([f"{times[label][0]:.1f}" if label in times else "-" for times in side] for side in sides)
         bounds = dict.fromkeys(times[label][1] for times in sides[0] if label in times)
-        lines.append(_row([label, *new, ", ".join(bounds), *old]))
+        rows.append([label, *new, ", ".join(bounds), *old])
     sums = [[f"{sum(microseconds for microseconds, _ in times.values()):.1f}" for times in side] for side in sides]
-    return [*lines, _row(["**together**", *sums[0], "", *sums[1]])]
+    rows.append(["**together**", *sums[0], "", *sums[1]])
+    return table(["launch", *BATCHES, "bound by", *(f"before, {size}" for size in BATCHES)], rows)
 
 
 def step_table(now: Numbers, before: Numbers) -> list[str]:
     """Markdown: milliseconds of steps, and their floors."""
     columns = ("model", "B", "GPU", "launches", "before", "at rates ms", "step ms", "before ms", "at rates / step")
-    lines = [_row([*columns, "before"]), _row(["---"] * (len(columns) + 1))]
+    rows = []
     for model, by_size in now.items():
         for key, n in by_size.items():
             requests, gpu = key.split()
             old = before[model][key]
             shares = [f"{numbers['floor'] / numbers['milliseconds']:.0%}" for numbers in (n, old)]
             times = [f"{value:.2f}" for value in (n["floor"], n["milliseconds"], old["milliseconds"])]
-            lines.append(_row([model, requests, gpu, str(n["launches"]), str(old["launches"]), *times, *shares]))
-    return lines
+            rows.append([model, requests, gpu, n["launches"], old["launches"], *times, *shares])
+    return table([*columns, "before"], rows)
 
 
 def fp8_tables(plain: Numbers, quantized: Numbers) -> list[str]:
@@ -102,28 +104,22 @@ def fp8_tables(plain: Numbers, quantized: Numbers) -> list[str]:
     lines = []
     for gpu in GPUS:
         sides = [[side[DETAILED][f"{requests} {gpu}"] for requests in DETAILED_SIZES] for side in (quantized, plain)]
-        sizes = [f"B {requests}" for requests in DETAILED_SIZES]
-        lines += [f"### {gpu}\n", _row(["", *sizes, *(f"bf16, {size}" for size in sizes)]), _row(["---"] * 7)]
-        for name in sides[0][0]["layer"]:
-            lines.append(_row([f"{name}, us", *(f"{step['layer'][name][0]:.1f}" for side in sides for step in side)]))
-        lines.append(_row(["**a step, ms**", *(f"{step['milliseconds']:.2f}" for side in sides for step in side)]))
-        lines += [_row(["at rates, ms", *(f"{step['floor']:.2f}" for side in sides for step in side)]), ""]
+        steps = [step for side in sides for step in side]
+        rows = [[f"{name}, us", *(f"{step['layer'][name][0]:.1f}" for step in steps)] for name in steps[0]["layer"]]
+        rows.append(["**a step, ms**", *(f"{step['milliseconds']:.2f}" for step in steps)])
+        rows.append(["at rates, ms", *(f"{step['floor']:.2f}" for step in steps)])
+        lines += [f"### {gpu}\n", *table(["", *BATCHES, *(f"bf16, {size}" for size in BATCHES)], rows)]
     return lines
 
 
 def drafts_table(plain: Numbers, drafted: Numbers) -> list[str]:
     """Markdown: milliseconds of a step with drafts beside those of as many steps as it has nodes."""
-    steps = 1 + DRAFTS
-    lines = [_row(["B", "GPU", "launches", f"with {DRAFTS} drafts", f"{steps} steps", "share"]), _row(["---"] * 6)]
+    steps, rows = 1 + DRAFTS, []
     for key, of_step in drafted[DETAILED].items():
         together, single = of_step["milliseconds"], plain[DETAILED][key]["milliseconds"] * steps
         numbers = (str(of_step["launches"]), f"{together:.2f}", f"{single:.2f}", f"{together / single:.0%}")
-        lines.append(_row([*key.split(), *numbers]))
-    return lines
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+        rows.append([*key.split(), *numbers])
+    return table(["B", "GPU", "launches", f"with {DRAFTS} drafts", f"{steps} steps", "share"], rows)
 
 
 def page(now: Numbers, quantized: Numbers, drafted: Numbers, before: dict, rates: dict[str, Rates]) -> str:
@@ -146,7 +142,7 @@ Counted and computed, not measured: no GPU has run the step yet. [measuring.md](
     ]
     for gpu in GPUS:
         for part, title in (("layer", "of a layer"), ("others", "of the rest of a step")):
-            lines += [f"### {gpu}, {title}\n", *launch_table(part, now, before["models"], gpu), ""]
+            lines += [f"### {gpu}, {title}\n", *launch_table(part, now, before["models"], gpu)]
     lines += [
         f"""## Weights and cache in fp8
 
@@ -159,8 +155,7 @@ The matrices of the layers, keys and values in e4m3, the rest as above; {DETAILE
 milliseconds. How many of these tokens are accepted depends on the drafts.
 """,
         *drafts_table(now, drafted),
-        f"""
-## Steps
+        f"""## Steps
 
 `at rates` is the larger of bytes at {COPY_SHARE:.0%} of the data sheet's bandwidth and operations at \
 {MATMUL_SHARE:.0%} of its tensor rate,
@@ -168,7 +163,7 @@ about what a copy and cuBLAS reach. The aim is a step of at most 1.35 times that
 """,
         *step_table(now, before["models"]),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def dump(numbers: dict) -> str:
@@ -184,10 +179,9 @@ def dump(numbers: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__, json="write the numbers of this commit to a file, and no page")
     parser.add_argument("--out", type=Path, default=RESULT, help="where to write the page (default: %(default)s)")
     parser.add_argument("--before", type=Path, default=BEFORE, help="numbers to set beside (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write the numbers of this commit to a file, and no page")
     parser.add_argument("--calibrate", type=Path, metavar="FOLDER", help="fit the rates to a GPU suite's results")
     args = parser.parse_args()
     if args.calibrate:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 
@@ -111,9 +110,8 @@ def _matmuls(results: Results, gpu: Gpu) -> Iterator[Measured]:
     empty = results.ceilings.launch_cold or 0.0
     for case in results.cases:
         if case.times and case.times.cold and case.shape["dtype"] == "bfloat16":
-            run = ragged_linear.make_case("cpu", **case.shape).run
-            with patch.object(ragged_linear, "ragged_linear", partial(ragged_linear.ragged_linear, backend="triton")):
-                launches = launches_of(run, Live(case.shape["rows"]))
+            call = ragged_linear.call_of("cpu", **case.shape)
+            launches = launches_of(partial(call, backend="triton"), Live(case.shape["rows"]))
 
             def model(rates: Rates, launches=launches) -> float:
                 kernels = sum(cost.seconds for cost in costs_of(launches, gpu, rates))

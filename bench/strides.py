@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 from tqdm import tqdm
 
+from bench.harness import reporting
 from bench.harness.demo_runs import DemoRuns, parser
 from lenvm_kernels.demo.run import QUICK, Setting, answer
 from lenvm_kernels.evaluate.measures import Answer
@@ -114,26 +115,21 @@ def measure(runs: DemoRuns, setting: str, stride: int, end_rule: bool, bar: tqdm
 
 def table(cells: Sequence[Cell]) -> str:
     """Markdown."""
-    lines = [
-        "| guidance | stride | end rule | mean length | distance from target | perplexity | due | tokens | forwards |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    columns = ("guidance", "stride", "end rule", "mean length", "distance from target", "perplexity")
+    rows = []
     for cell in cells:
+        found = (f"{cell.mean_length:.1f}", f"{cell.length_deviation:.1f}", f"{cell.perplexity:.2f}")
         if cell.setting == "base":
-            found = f"{cell.mean_length:.1f} | {cell.length_deviation:.1f} | {cell.perplexity:.2f}"
-            lines.append(f"| none | | | {found} | | | |")
+            rows.append(("none", "", "", *found, "", "", ""))
             continue
         first = next(c.work for c in cells if (c.setting, c.stride) == (cell.setting, 1))
         work = cell.work
         # Runs differ in how long they are: what a row cost, beside what it cost with stride 1.
         tokens = work.tokens / work.rows / (first.tokens / first.rows)
         forwards = work.forwards / work.steps / (first.forwards / first.steps)
-        lines.append(
-            f"| {cell.setting} | {cell.stride} | {'yes' if cell.end_rule else 'no'} | {cell.mean_length:.1f} | "
-            f"{cell.length_deviation:.1f} | {cell.perplexity:.2f} | {work.due / work.rows:.0%} | {tokens:.0%} | "
-            f"{forwards:.0%} |"
-        )
-    return "\n".join(lines)
+        shares = (f"{share:.0%}" for share in (work.due / work.rows, tokens, forwards))
+        rows.append((cell.setting, cell.stride, "yes" if cell.end_rule else "no", *found, *shares))
+    return reporting.text_table((*columns, "due", "tokens", "forwards"), rows)
 
 
 def main() -> None:

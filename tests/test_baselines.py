@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 import bench.baselines
 from bench.baselines import Absent, Tree, flag_gems, flashinfer, load, pytorch, sglang, vllm
+from bench.ops.topk_candidates import OPTIONS
 from lenvm_kernels.reference.topk_candidates import topk_candidates
 from lenvm_kernels.reference.value_head import value_head
 from lenvm_kernels.reference.value_tree_attention import value_tree_attention
@@ -167,26 +168,8 @@ def test_pytorch_topk():
     scores = torch.randn(3, 400, generator=torch.Generator().manual_seed(0))
     ones, top_k = torch.ones(3), torch.full((3,), 8, dtype=torch.int32)
     probs, token_ids = pytorch.topk_candidates(scores, 8)()
-    ours = topk_candidates(
-        scores,
-        top_k=top_k,
-        top_p=ones,
-        min_p=0 * ones,
-        max_candidates=8,
-        temperature=None,
-        is_logits=True,
-        entropy_threshold=None,
-        guided=None,
-        vocab_mask=None,
-        end_token_ids=None,
-        min_end_prob=None,
-        least_share=None,
-        due_length=None,
-        generated=None,
-        text_breaks=None,
-        last_tokens=None,
-        table_rows=None,
-    )
+    options = dict.fromkeys(OPTIONS) | dict(top_k=top_k, top_p=ones, min_p=0 * ones, max_candidates=8, is_logits=True)
+    ours = topk_candidates(scores, **options)
     torch.testing.assert_close(token_ids.int(), ours.token_ids)
     torch.testing.assert_close(probs, ours.probs)
 
@@ -347,37 +330,38 @@ def test_flashinfer_is_absent_until_it_is_compiled(tmp_path, monkeypatch):
     flashinfer._require_compiled("top_k")
 
 
+@pytest.fixture
+def compile_ahead(tmp_path, monkeypatch):
+    """Runs the command that compiles FlashInfer's kernels with ``call_once`` in place of a call; its exit status."""
+
+    def command(call_once, *kernels):
+        monkeypatch.setattr(flashinfer, "OUTCOMES", tmp_path / "kernels")
+        monkeypatch.setattr(flashinfer, "_call_once", call_once)
+        monkeypatch.setattr(sys, "argv", ["flashinfer", *kernels])
+        return flashinfer.main()
+
+    return command
+
+
 @pytest.mark.parametrize("name", ["topk", "attention-fa2", "attention-fa2-float32-64", "../top_k"])
-def test_flashinfer_refuses_kernels_it_does_not_know(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(flashinfer, "OUTCOMES", tmp_path / "kernels")
-    monkeypatch.setattr(flashinfer, "_call_once", None)
-    monkeypatch.setattr(sys, "argv", ["flashinfer", "top_k", name])
+def test_flashinfer_refuses_kernels_it_does_not_know(compile_ahead, name, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
-        flashinfer.main()
+        compile_ahead(None, "top_k", name)
     assert not (tmp_path / "kernels").exists() and f"got {name}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments, called", [([], flashinfer.KERNELS), (["attention-fa3-float16-64"], ("attention-fa3-float16-64",))]
-)
-def test_flashinfer_compiles_what_it_is_asked_to(arguments, called, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kernels", [(), ("attention-fa3-float16-64",)])
+def test_flashinfer_compiles_what_it_is_asked_to(compile_ahead, kernels):
     calls = []
-    monkeypatch.setattr(flashinfer, "OUTCOMES", tmp_path / "kernels")
-    monkeypatch.setattr(flashinfer, "_call_once", calls.append)
-    monkeypatch.setattr(sys, "argv", ["flashinfer", *arguments])
-    assert flashinfer.main() == 0 and calls == [*called]
+    assert compile_ahead(calls.append, *kernels) == 0 and calls == [*(kernels or flashinfer.KERNELS)]
 
 
-def test_flashinfer_compiles_ahead_what_it_can(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(flashinfer, "OUTCOMES", tmp_path / "kernels")
-    monkeypatch.setattr(sys, "argv", ["flashinfer", "top_k", "sampling"])
-
+def test_flashinfer_compiles_ahead_what_it_can(compile_ahead, tmp_path, capsys):
     def call_once(kernels):
         if kernels == "top_k":
             raise RuntimeError("Ninja build failed.\n[1/2] nvcc\ntopk.cu(3): error: no such type\nninja: stopped")
 
-    monkeypatch.setattr(flashinfer, "_call_once", call_once)
-    assert flashinfer.main() == 1
+    assert compile_ahead(call_once, "top_k", "sampling") == 1
     assert (tmp_path / "kernels" / "top_k").read_text() == "topk.cu(3): error: no such type"
     assert (tmp_path / "kernels" / "sampling").read_text() == ""
     assert "Ninja build failed." in capsys.readouterr().out

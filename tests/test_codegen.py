@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from bench import codegen
+from bench.kernel_calls import operator_calls, operators
 from bench.kernel_model import Block
 from bench.launches import kernels
 from bench.sass import loops_of
@@ -44,6 +45,16 @@ def test_every_kernel_compiles_into_what_it_should():
     assert lines[-1] == "no faults"
     for kernel in kernels():
         assert sum(f" {kernel} " in line for line in lines) == 1
+
+
+def test_forms_of_launch_have_names_of_their_own():
+    """By the operator beside whose benchmark they stand; what one of them makes is a call of that operator."""
+    names = [name for name, _ in operator_calls()]
+    assert len(set(names)) == len(names) > 300
+    for operator, module in operators().items():
+        assert all(re.match(rf"{operator}\b", name) for name in module.FORMS) and module.BENCHMARK.operator == operator
+        call = module.make_call("cpu", **module.FORMS[f"{operator}, every size 1"])
+        assert call.func.__name__ == operator
 
 
 def test_good_figures_have_no_faults():

@@ -5,7 +5,6 @@ for it: ``python -m bench.baselines.flashinfer [KERNELS ...]`` compiles ahead, a
 is compiled, and why what fails does, stays in ``build/peers``.
 """
 
-import argparse
 import os
 import re
 import sys
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.baselines import UNPACKED, Absent, Run, Tree, describe, load, require_cuda, require_dtype
+from bench.harness import flags
 
 KERNELS = ("top_k", "sampling", "attention-fa2-bfloat16-128", "attention-fa2-bfloat16-64")
 # Attention has more than those: other backends, dtypes and head dimensions are compiled when they are named.
@@ -207,7 +207,7 @@ def _call_once(kernels: str) -> None:
 
 def main() -> int:
     """Compile ahead."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(__doc__)
     parser.add_argument("kernels", nargs="*", metavar="KERNELS", help=f"default: {' '.join(KERNELS)}")
     args = parser.parse_args()
     if unknown := [kernels for kernels in args.kernels if not KNOWN.fullmatch(kernels)]:

@@ -16,13 +16,12 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 
 import __main__
 from bench.baselines import Absent, describe, pytorch
-from bench.harness import measuring, reporting
+from bench.harness import flags, measuring, reporting
 from bench.harness.measuring import NotCapturableError, Run, Uncaptured, is_device_broken, relative_error
 from bench.harness.storing import CaseResult, Measurement, Results, Shape, case_name, environment, write_json
 
@@ -33,6 +32,7 @@ TRIAL_SECONDS = 0.02  # of a measurement in a dry run
 BROKEN = 3  # exit status: this process can use the device no more, another one may go on
 # Relative errors ||x - y|| / ||y|| past which a result is not that of the operator, by dtype of the operands.
 ERROR_LIMITS = {"float32": 1e-3, "bfloat16": 2e-2, "float16": 5e-3}
+FLOATS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # by their names in forms of launch
 
 
 @dataclass
@@ -147,7 +147,7 @@ def peer(module: str, function: str, *args: object, **kwargs: object) -> Callabl
 
 def parse_args(description: str | None) -> argparse.Namespace:
     """The options common to all benchmarks."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.parser(description, json="also write the results to this file, after every measurement")
     parser.add_argument(
         "--device",
         choices=["cuda", "cpu"],
@@ -156,7 +156,6 @@ def parse_args(description: str | None) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=list(ERROR_LIMITS), default="bfloat16", help="of weights and activations")
     parser.add_argument("--quick", action="store_true", help="only a few small shapes")
-    parser.add_argument("--json", type=Path, help="also write the results to this file, after every measurement")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing after so many seconds")
     parser.add_argument("--resume", action="store_true", help="go on with the results in the file of --json")
     parser.add_argument(

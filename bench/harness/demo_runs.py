@@ -1,15 +1,16 @@
 """What benchmarks on the demo's models share: their arguments, the prompts, and the file of numbers."""
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.harness import flags
+from bench.harness.storing import write_json
 from lenvm_kernels.demo import held_out_prompts, spread
 from lenvm_kernels.demo.models import DEMO, Models
 
@@ -35,13 +36,12 @@ class DemoRuns:
             return
         content = dict(command=f"python -m {command}", date=time.strftime("%Y-%m-%d"), seeds=self.seeds)
         content |= dict(prompts=len(self.prompts), **about, torch=torch.__version__)
-        self.json.write_text(json.dumps(content | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        write_json(self.json, content | {"rows": rows})
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The arguments of all of them."""
-    arguments = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = flags.parser(description, json="write the numbers to a file")
     arguments.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     arguments.add_argument("--prompts", type=int, default=16, help="held-out prompts to answer with each seed")
-    arguments.add_argument("--json", type=Path, help="write the numbers to a file")
     return arguments

@@ -11,7 +11,6 @@ it waits for the host, is called and timed as it is ("eager"): its launches and 
 a CPU the wall time of a call is taken, and there is no cold.
 """
 
-import argparse
 import json
 import math
 import os
@@ -21,10 +20,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 import triton
+
+from bench.harness import flags
 
 Run = Callable[[], object]
 
@@ -291,8 +291,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="also write the ceilings to this file")
+    parser = flags.parser(__doc__, json="also write the ceilings to this file")
     parser.add_argument("--seconds", type=float, help="that each measurement takes, about (default: 0.2, on a CPU 0.3)")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -100,6 +100,15 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]
     ]
 
 
+def text_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """:func:`table` as text; None is an empty cell, and floats get four significant digits."""
+
+    def cell(value: object) -> object:
+        return "" if value is None else f"{value:.4g}" if isinstance(value, float) else value
+
+    return "\n".join(table(columns, ([cell(value) for value in row] for row in rows))[:-1])
+
+
 def operator_section(results: Results) -> list[str]:
     """Where it comes from, the table of all cases, and why what is missing is missing."""
     entries, where = results.cases, results.environment

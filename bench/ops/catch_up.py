@@ -17,34 +17,60 @@ from lenvm_kernels.ops.catch_up import catch_up, empty_delta
 from lenvm_kernels.ops.gather_requests import empty_history, empty_requests
 from lenvm_kernels.reference import catch_up as reference
 
-LENGTH, PAGE_SIZE = 1000, 16
+LENGTH = 1000  # of a sequence
 # A request's position, table row, whether it is guided and wants lengths, tokens cached (read, and written once more
 # into the history), tokens scored, new ones and those committed.
 BYTES = 4 + 8 + 1 + 1 + 4 + 4 + 4 + 4 + 4
 TOKEN_BYTES = 4 + 4  # of a token computed: its id and its page
 
 
-def make_case(device: str, *, B: int, M: int, missing: int, R: int, dtype: str) -> Case:
+def make_call(
+    device: str,
+    *,
+    B: int,
+    M: int,
+    R: int,
+    missing: int = 1,
+    length: int = LENGTH,
+    page_size: int = 16,
+    has_committed: bool = True,
+) -> partial:
+    """A call in which each of ``B`` requests lacks so many of its ``length`` tokens."""
     requests, history = empty_requests(B, torch.device(device)), empty_history(R, M, torch.device(device))
     for x in requests:
         x.fill_(1)
-    requests.positions.fill_(LENGTH - 1)
-    requests.cached_lens.fill_(LENGTH - missing)
+    requests.positions.fill_(length - 1)
+    requests.cached_lens.fill_(length - missing)
     requests.table_rows.copy_(torch.randperm(R, device=device)[:B])
-    pages = -(-LENGTH // PAGE_SIZE)
+    pages = -(-length // page_size)
     slot_table = torch.randperm(R * pages, dtype=torch.int32, device=device).view(R, pages)
     counts = torch.full((B,), 8, dtype=torch.int32, device=device)
-    committed = torch.zeros(B, dtype=torch.int32, device=device)
+    options = dict(committed=torch.zeros_like(counts)) if has_committed else {}
+    return partial(catch_up, history, requests, counts, slot_table, page_size=page_size, **options)
+
+
+def make_case(device: str, *, B: int, M: int, missing: int, R: int, dtype: str) -> Case:
+    call = make_call(device, B=B, M=M, R=R, missing=missing)
+    (history, requests, counts, slot_table), committed = call.args, call.keywords["committed"]
     out = empty_delta(B, M, torch.device(device))
     of_history = (history.tokens, history.cached_lens)
     of_requests = (requests.new_lens, requests.positions, requests.table_rows, requests.guided, requests.wants_length)
-    others = (requests.cached_lens, counts, committed, slot_table, PAGE_SIZE)
+    others = (requests.cached_lens, counts, committed, slot_table, call.keywords["page_size"], 1)
     return Case(
-        partial(catch_up, history, requests, counts, slot_table, committed=committed, page_size=PAGE_SIZE, out=out),
+        partial(call, out=out),
         B * (BYTES + missing * TOKEN_BYTES) + sum(x.nbytes for x in out),
         reference=partial(reference.catch_up, *of_history, *of_requests, *others, out=out),
     )
 
+
+FORMS = {
+    f"catch_up M{M}, pages of {page_size}{', with committed' * has_committed}": dict(
+        B=64, M=M, R=64, length=4096, page_size=page_size, has_committed=has_committed
+    )
+    for M, page_size in ((1, 1), (5, 4), (16, 1), (16, 16), (64, 64))
+    for has_committed in (False, True)
+}
+FORMS["catch_up, every size 1"] = dict(B=1, M=1, R=1, length=1, page_size=1)
 
 BENCHMARK = Benchmark(
     "catch_up",

@@ -19,24 +19,37 @@ from lenvm_kernels.types import Drafts
 ROW_BYTES = sum(dtype.itemsize for dtype in NODE_FIELDS.values())  # of a request, read, and of a node, written
 
 
-def chains(B: int, D: int, device: str) -> Drafts:
-    """A chain of so many drafts for each request."""
+def chains(B: int, D: int, device: str, index: torch.dtype = torch.int64) -> Drafts:
+    """A chain of so many drafts for each request, whose tokens are ``index`` numbers."""
     parents = torch.arange(D, dtype=torch.int32, device=device).expand(B, -1) - 1
-    return Drafts(torch.randint(1000, (B, D), device=device), parents.contiguous())
+    return Drafts(torch.randint(1000, (B, D), dtype=index, device=device), parents.contiguous())
 
 
-def make_case(device: str, *, B: int, D: int, dtype: str) -> Case:
+def make_call(device: str, *, B: int, D: int, index: torch.dtype = torch.int64) -> partial:
+    """A call with such chains."""
     requests = empty_requests(B, torch.device(device))
     for x in requests:
         x.fill_(1)
-    drafts, out = chains(B, D, device), empty_nodes(requests, D)
+    return partial(expand_drafts, requests, chains(B, D, device, index))
+
+
+def make_case(device: str, *, B: int, D: int, dtype: str) -> Case:
+    call = make_call(device, B=B, D=D)
+    requests, drafts = call.args
     known = (getattr(requests, name) for name in NODE_FIELDS)
     return Case(
-        partial(expand_drafts, requests, drafts, out=out),
+        partial(call, out=empty_nodes(requests, D)),
         B * ROW_BYTES + B * (1 + D) * ROW_BYTES + sum(x.nbytes for x in drafts),
         reference=partial(reference.expand_drafts, *known, *drafts),
     )
 
+
+FORMS = {
+    "expand_drafts D1": dict(B=64, D=1, index=torch.int32),
+    "expand_drafts D4": dict(B=64, D=4),
+    "expand_drafts D15": dict(B=64, D=15),
+    "expand_drafts, every size 1": dict(B=1, D=1, index=torch.int32),
+}
 
 BENCHMARK = Benchmark(
     "expand_drafts",

@@ -8,6 +8,7 @@ requests, each with room for one new token. There are next to no bytes: the time
 Nothing is of a float dtype but the thresholds, whatever ``--dtype`` is. The reference is some sixty launches.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,32 +26,61 @@ HISTORY_BYTES = 2 * (8 + 8 + 4) + 4  # its place, step and tokens told, read and
 TOKEN_BYTES = 8 + 4  # a new one, read and held
 
 
-def make_case(device: str, *, B: int, N: int, R: int, new: int, dtype: str) -> Case:
+def make_call(
+    device: str,
+    *,
+    B: int,
+    N: int | None = None,
+    R: int,
+    new: int = 1,
+    held: int = HELD,
+    width: int = 1,
+    given: Sequence[str] = (),
+) -> partial:
+    """A call with some of the options. ``N`` rows (None: ``B``) are written, each of so many tokens."""
     guidance = parse_guidance({"target_length": 100})
     table = GuidanceTable.from_params([guidance] * R, [{0}] * R, device)
     rows = torch.randperm(R, device=device)[:B]
     tokens = torch.randint(1000, (B,) if new == 1 else (B, new), device=device)
     lengths = torch.full((B,), LENGTH, dtype=torch.int32, device=device)
-    history = empty_history(R, HELD, torch.device(device))
+    history = empty_history(R, held, torch.device(device))
     history.places.copy_(torch.arange(R))
     history.steps.zero_()
     history.told_lens.fill_(LENGTH - new)
     history.cached_lens.fill_(LENGTH - 1)
-    out = empty_requests(N, torch.device(device))
     options: dict[str, Any] = dict(
-        active=torch.ones(B, dtype=torch.bool, device=device), history=history, padding_row=R - 1, out=out
+        active=torch.ones(B, dtype=torch.bool, device=device),
+        history=history,
+        padding_row=R - 1,
+        out=empty_requests(B if N is None else N, torch.device(device), width),
+        new_lens=torch.full((B,), new, dtype=torch.int32, device=device),
     )
-    if new > 1:
-        options["new_lens"] = torch.full((B,), new, dtype=torch.int32, device=device)
-    moved = B * (BYTES + TABLE_BYTES + HISTORY_BYTES + new * TOKEN_BYTES) + sum(x.nbytes for x in out)
+    return partial(gather_requests, table, tokens, rows, lengths, **{name: options[name] for name in given})
+
+
+def make_case(device: str, *, B: int, N: int, R: int, new: int, dtype: str) -> Case:
+    given = ["active", "history", "padding_row", "out", *(["new_lens"] if new > 1 else [])]
+    call = make_call(device, B=B, N=N, R=R, new=new, given=given)
+    table = call.args[0]
+    written = sum(x.nbytes for x in call.keywords["out"])
     columns = (table.mode, table.return_values, table.entropy_threshold, table.prompt_len, table.seed)
     columns += (table.value_stride, table.span_ended, table.faults)
     return Case(
-        partial(gather_requests, table, tokens, rows, lengths, **options),
-        moved,
-        reference=partial(reference.gather_requests, *columns, tokens, rows, lengths, **options),
+        call,
+        B * (BYTES + TABLE_BYTES + HISTORY_BYTES + new * TOKEN_BYTES) + written,
+        reference=partial(reference.gather_requests, *columns, *call.args[1:], **call.keywords),
     )
 
+
+_EVERY = ("active", "history", "out")
+FORMS = {"gather_requests": dict(B=64, R=64), "gather_requests with every option": dict(B=64, R=64, given=_EVERY)}
+FORMS |= {
+    f"gather_requests of several tokens, with room for {width}": dict(
+        B=64, R=64, new=4, given=(*_EVERY, "new_lens"), width=width
+    )
+    for width in (1, 4)
+}
+FORMS["gather_requests, every size 1"] = dict(B=1, R=1, held=1, given=["history"])
 
 BENCHMARK = Benchmark(
     "gather_requests",

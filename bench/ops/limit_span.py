@@ -13,39 +13,77 @@ from typing import Any
 
 import torch
 
-from bench.harness.cases import Benchmark, Case
+from bench.harness.cases import FLOATS, Benchmark, Case
 from bench.models import VOCAB
 from bench.ops.expand_drafts import chains
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.limit_span import limit_span
 from lenvm_kernels.reference import limit_span as reference
 
-EOS, ENDS = {VOCAB - 1, VOCAB - 2}, [VOCAB - 3]  # no drafts
+EOS, ENDS = 2, 1  # tokens of a request that end its sequence, and its span
 BYTES = 8 + 8 + 4  # a request's token, table row and length
 # What is read of a row of the table: the tokens that end something, the limit, the length of the prompt and a switch;
 # and whether the span has ended, read and written.
-TABLE_BYTES = 4 * (len(EOS) + len(ENDS)) + 4 + 4 + 1 + 2
+TABLE_BYTES = 4 * (EOS + ENDS) + 4 + 4 + 1 + 2
+
+
+def make_call(
+    device: str,
+    *,
+    B: int,
+    D: int = 0,
+    V: int = VOCAB,
+    dtype: str | None = "float32",
+    new: int | None = None,
+    index: torch.dtype = torch.int64,
+    hard_limit: int = 1,
+    room: tuple[int, int] | None = None,
+) -> partial:
+    """A call with logits of ``dtype`` (None: without), and ``new`` tokens of a request (None: one, and no lengths).
+
+    The requests have a chain of ``D`` drafts, whose tokens are ``index`` numbers. With ``room`` for so many end tokens
+    and temperatures of tokens the table is an engine's, and has no request yet."""
+    if room is not None:
+        table = GuidanceTable(B, device, max_eos=room[0], max_scaled_tokens=room[1])
+    else:
+        of_span = {"target_length": 100, "end_token_ids": [V - 3], "hard_limit": hard_limit}
+        table = GuidanceTable.from_params([parse_guidance(of_span)] * B, [{V - 1, V - 2}] * B, device)  # no drafts
+    logits = None
+    if dtype is not None:
+        logits = torch.randn(B * (1 + D), V, dtype=getattr(torch, dtype), device=device)
+    tokens = torch.zeros(B, new or 1, dtype=torch.int64, device=device)
+    options: dict[str, Any] = dict(drafts=chains(B, D, device, index)) if D else {}
+    if new is not None:
+        options["new_lens"] = torch.ones(B, dtype=torch.int32, device=device)
+    lengths = torch.full((B,), 1000, dtype=torch.int32, device=device)
+    return partial(limit_span, logits, table, tokens, torch.randperm(B, device=device), lengths, **options)
 
 
 def make_case(device: str, *, B: int, D: int, dtype: str) -> Case:
-    guidance = parse_guidance({"target_length": 100, "end_token_ids": ENDS, "hard_limit": 1})
-    table = GuidanceTable.from_params([guidance] * B, [EOS] * B, device)
-    logits = torch.randn(B * (1 + D), VOCAB, device=device).to(getattr(torch, dtype))
-    tokens, rows = torch.zeros(B, 1, dtype=torch.int64, device=device), torch.randperm(B, device=device)
-    lengths = torch.full((B,), 1000, dtype=torch.int32, device=device)
-    drafts = chains(B, D, device) if D else None
+    call = make_call(device, B=B, D=D, dtype=dtype)
+    logits, table, tokens, rows, lengths = call.args
     columns = (table.eos_token_ids, table.span_end_token_ids, table.hard_limit, table.prompt_len, table.allows_eos)
+    drafts = call.keywords.get("drafts")
     of_drafts: Any = drafts or (None, None)
     # Of a node the result, and its logits that are changed, read and written.
-    of_nodes = B * (1 + D) * (1 + 2 * logits.itemsize * (len(EOS) + 1))
+    of_nodes = B * (1 + D) * (1 + 2 * logits.itemsize * (EOS + 1))
     return Case(
-        partial(limit_span, logits, table, tokens, rows, lengths, drafts=drafts),
+        call,
         B * (BYTES + TABLE_BYTES) + of_nodes + sum(x.nbytes for x in drafts or ()),
         reference=partial(
             reference.limit_span, logits, *columns, table.span_ended, tokens, None, rows, lengths, *of_drafts
         ),
     )
 
+
+_TABLE = dict(B=64, room=(8, 32))
+FORMS: dict[str, dict[str, Any]] = {"limit_span without logits": dict(_TABLE, dtype=None)}
+FORMS |= {f"limit_span {dtype}": dict(_TABLE, dtype=FLOATS[dtype]) for dtype in FLOATS}
+FORMS |= {
+    f"limit_span fp16 D{D}": dict(_TABLE, D=D, dtype="float16", new=5, index=index)
+    for D, index in ((1, torch.int32), (4, torch.int64), (15, torch.int64))
+}
+FORMS["limit_span, every size 1"] = dict(B=1, V=1, room=(1, 1))
 
 BENCHMARK = Benchmark(
     "limit_span",

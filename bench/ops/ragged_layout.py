@@ -16,22 +16,40 @@ from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.reference import ragged_layout as reference
 
 
-def make_case(device: str, *, B: int, K: int, delta: int, dtype: str) -> Case:
+def make_call(
+    device: str, *, B: int, K: int, delta: int = 1, index: torch.dtype = torch.int64, is_tree: bool = False
+) -> partial:
+    """A call with ``index`` numbers as tokens and slots. ``is_tree``: each candidate's parent is the one before it."""
     i32 = partial(torch.full, (B,), dtype=torch.int32, device=device)
     arguments = (
-        torch.randint(VOCAB, (B * delta,), device=device),
-        torch.randperm(B * delta, device=device),
+        torch.randint(VOCAB, (B * delta,), dtype=index, device=device),
+        torch.randperm(B * delta, dtype=index, device=device),
         torch.arange(0, B * delta, delta, dtype=torch.int32, device=device),
         i32(delta),
         torch.randint(VOCAB, (B, K), dtype=torch.int32, device=device),
         i32(K),
         i32(1000),
     )
-    layout = [x for x in ragged_layout(*arguments) if x is not None]  # there are no trees
-    moved = sum(tensor.nbytes for tensor in (*arguments, *layout))
-    ours, theirs = (partial(function, *arguments) for function in (ragged_layout, reference.ragged_layout))
-    return Case(ours, moved, reference=theirs)
+    parents = (torch.arange(K, dtype=torch.int32, device=device) - 1).repeat(B, 1)
+    return partial(ragged_layout, *arguments, **(dict(candidate_parents=parents) if is_tree else {}))
 
+
+def make_case(device: str, *, B: int, K: int, delta: int, dtype: str) -> Case:
+    call = make_call(device, B=B, K=K, delta=delta)
+    layout = [x for x in call() if x is not None]  # there are no trees
+    moved = sum(tensor.nbytes for tensor in (*call.args, *layout))
+    return Case(call, moved, reference=partial(reference.ragged_layout, *call.args))
+
+
+FORMS = {
+    f"ragged_layout {index} K{K}": dict(B=64, K=K, index=index)
+    for index in (torch.int32, torch.int64)
+    for K in (0, 8, 64)
+}
+# The latter of four drafts, and eight candidates at each node.
+FORMS |= {f"ragged_layout torch.int64 K{K}, trees": dict(B=64, K=K, is_tree=True) for K in (8, 44)}
+FORMS["ragged_layout, every size 1"] = dict(B=1, K=1, index=torch.int32)
+FORMS["ragged_layout of trees, every size 1"] = FORMS["ragged_layout, every size 1"] | dict(is_tree=True)
 
 BENCHMARK = Benchmark(
     "ragged_layout",

@@ -8,83 +8,131 @@ told the number of rows: "(cuBLAS, bare)" computes the matmul alone, "cuBLAS and
 Their weights are in 16 bits also where ours are in 8 (``weights fp8``).
 """
 
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
-from bench.harness.cases import Benchmark, Case
+from bench.harness.cases import FLOATS, Benchmark, Case
 from bench.models import DIMENSIONS
-from lenvm_kernels.ops.ragged_linear import (
-    SQUARES_GROUP,
-    num_counters,
-    quantize_weight,
-    ragged_linear,
-    square_sums_shape,
-)
+from lenvm_kernels.ops.ragged_linear import num_counters, quantize_weight, ragged_linear, square_sums_shape
 from lenvm_kernels.reference import ragged_linear as reference
+from lenvm_kernels.reference._common import sums_of_squares
 
 EPS = 1e-6
 
 
-def make_case(device: str, *, model: str, layer: str, rows: int, room: float, weights: str, dtype: str) -> Case:
+def shape_of(layer: str, model: str) -> dict[str, Any]:
+    """The matmul of a layer, and what goes with it. Who stores the residual stream leaves the sums of its squares,
+    which a norm then takes."""
     hidden, intermediate, _, heads, kv_heads, head_dim, _ = DIMENSIONS[model]
-    # Columns of the result, columns of x, and what goes with the matmul.
-    outputs, size, norm, swiglu, has_residual = {
-        "qkv": ((heads + 2 * kv_heads) * head_dim, hidden, True, False, False),
-        "o": (hidden, heads * head_dim, False, False, True),
-        "gate_up": (intermediate, hidden, True, True, False),
-        "down": (hidden, intermediate, False, False, True),
+    bias = ["bias"] if model.startswith("Qwen2") else []
+    return {
+        "qkv": dict(outputs=(heads + 2 * kv_heads) * head_dim, size=hidden, given=[*bias, "norm_eps", "square_sums"]),
+        "o": dict(outputs=hidden, size=heads * head_dim, given=["residual", "square_sums_out"]),
+        "gate_up": dict(outputs=intermediate, size=hidden, swiglu=True, given=["norm_eps", "square_sums"]),
+        "down": dict(outputs=hidden, size=intermediate, given=["residual", "square_sums_out"]),
     }[layer]
-    columns, tokens = outputs * (1 + swiglu), int(rows * room)
-    random = {"dtype": getattr(torch, dtype), "device": device}
-    weight = torch.randn(columns, size, **random) * size**-0.5
-    x = torch.randn(tokens, size, **random)
-    bias = torch.randn(columns, **random) if layer == "qkv" and model.startswith("Qwen2") else None
-    residual = torch.randn(tokens, outputs, **random) if has_residual else None
-    num_rows = torch.tensor([rows], dtype=torch.int32, device=device)
-    options = {"norm_eps": EPS if norm else None, "swiglu": swiglu}
-    live = {"residual": None if residual is None else residual[:rows], "bias": bias}
-    # As in a layer: who stores the residual stream leaves the sums of its squares, which a norm then takes.
-    extra = {"counters": torch.zeros(num_counters(tokens, columns, size, swiglu), dtype=torch.int32, device=device)}
-    if norm:
-        squares = F.pad(x.float().square(), (0, -size % SQUARES_GROUP)).unflatten(1, (-1, SQUARES_GROUP))
-        extra["square_sums"] = squares.sum(2).T.contiguous()
-    if has_residual:
-        extra["square_sums_out"] = torch.empty(square_sums_shape(tokens, outputs), device=device)
 
-    kept = weight
+
+def make_call(
+    device: str,
+    *,
+    outputs: int,
+    size: int,
+    tokens: int,
+    dtype: str,
+    live: int | None = None,
+    swiglu: bool = False,
+    weights: str = "dtype",
+    given: Sequence[str] = (),
+) -> partial:
+    """A call with room for so many ``tokens``, of which ``live`` are there, and some of the options."""
+    columns = outputs * (1 + swiglu)
+    random = partial(torch.randn, dtype=getattr(torch, dtype), device=device)
+    x, weight = random(tokens, size), random(columns, size) * size**-0.5
+    options: dict[str, Any] = dict(
+        bias=random(columns),
+        norm_eps=EPS,
+        square_sums=sums_of_squares(x),
+        residual=random(tokens, outputs),
+        counters=torch.zeros(num_counters(tokens, columns, size, swiglu), dtype=torch.int32, device=device),
+        square_sums_out=torch.empty(square_sums_shape(tokens, outputs), device=device),
+        num_rows=torch.tensor([live], dtype=torch.int32, device=device) if live is not None else None,
+        expected_rows=live,
+    )
+    options = {name: options[name] for name in given} | dict(swiglu=swiglu)
     if weights == "fp8":
-        kept, extra["weight_scales"] = quantize_weight(weight)
+        weight, options["weight_scales"] = quantize_weight(weight)
+    return partial(ragged_linear, x, weight, **options)
 
-    def run() -> torch.Tensor:
-        return ragged_linear(
-            x, kept, bias, num_rows=num_rows, expected_rows=rows, residual=residual, **options, **extra
-        )[:rows]
+
+def call_of(device: str, *, model: str, layer: str, rows: int, room: float, weights: str, dtype: str) -> partial:
+    """The call of a layer of a model."""
+    shape = shape_of(layer, model)
+    shape["given"] += ["num_rows", "expected_rows", "counters"]
+    return make_call(device, **shape, tokens=int(rows * room), live=rows, weights=weights, dtype=dtype)
+
+
+def make_case(device: str, *, model: str, layer: str, rows: int, room: float, weights: str, dtype: str) -> Case:
+    call = call_of(device, model=model, layer=layer, rows=rows, room=room, weights=weights, dtype=dtype)
+    x, kept = call.args[0][:rows], call.args[1]
+    options = {name: call.keywords.get(name) for name in ("norm_eps", "swiglu", "weight_scales")}
+    scales, swiglu = options["weight_scales"], options["swiglu"]
+    weight = kept if scales is None else (kept.float() * scales[:, None]).to(x.dtype)
+    bias, residual = call.keywords.get("bias"), call.keywords.get("residual")
+    live = {"residual": None if residual is None else residual[:rows], "bias": bias}
 
     def expected() -> torch.Tensor:
         doubled = {name: tensor if tensor is None else tensor.double() for name, tensor in live.items()}
-        scales = {name: extra[name] for name in extra if name == "weight_scales"}
-        matrix = kept if scales else weight.double()
-        return reference.ragged_linear(x[:rows].double(), matrix, **doubled, **scales, **options)
+        return reference.ragged_linear(x.double(), kept.double() if scales is None else kept, **doubled, **options)
 
     def bare() -> tuple[torch.Tensor]:  # no tensor, as it is not the result to compare
-        return (F.linear(x[:rows], weight, bias),)
+        return (F.linear(x, weight, bias),)
 
     def unfused() -> torch.Tensor:
-        y = F.linear(F.rms_norm(x[:rows], (size,), eps=EPS) if norm else x[:rows], weight, bias)
+        y = F.linear(F.rms_norm(x, x.shape[1:], eps=EPS) if options["norm_eps"] else x, weight, bias)
         if swiglu:
             gate, up = y.chunk(2, 1)
             y = F.silu(gate) * up
-        return y if residual is None else y + residual[:rows]
+        return y if residual is None else y + live["residual"]
 
-    moved = sum(tensor.nbytes for tensor in (x[:rows], kept, *live.values()) if tensor is not None)
+    moved = sum(tensor.nbytes for tensor in (x, kept, *live.values()) if tensor is not None)
+    outputs = len(kept) // (1 + swiglu)
     return Case(
-        run,
+        lambda: call()[:rows],
         moved + rows * outputs * x.itemsize,
-        2 * rows * columns * size,
+        2 * rows * kept.numel(),
         peers={"(cuBLAS, bare)": lambda: bare, "cuBLAS and operators": lambda: unfused},
         expected=expected,
     )
 
+
+def _forms() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of each layer, and of one with everything. Every tile of 16-bit numbers, by the rows there is room for."""
+    layers = {layer: shape_of(layer, "Qwen2.5-1.5B") for layer in ("qkv", "o", "gate_up", "down")}
+    layers["qkv alone"] = layers["qkv"] | dict(given=["bias", "norm_eps"])
+    every = ["bias", "norm_eps", "square_sums", "residual", "square_sums_out"]
+    layers["everything"] = layers["gate_up"] | dict(given=every)
+    for dtype, rows in (("fp32", 384), ("fp16", 384), *(("bf16", rows) for rows in (9, 72, 144, 288, 576, 1152, 2304))):
+        for layer, shape in layers.items():
+            given = [*shape["given"], "num_rows", "expected_rows"]
+            form = shape | dict(tokens=rows, live=math.ceil(2 / 3 * rows), dtype=FLOATS[dtype], given=given)
+            yield f"ragged_linear {dtype} {layer}, {rows} rows", form
+            if dtype != "fp32" and layer != "qkv alone":
+                yield f"ragged_linear {dtype} {layer}, {rows} rows, e4m3", form | dict(weights="fp8")
+    one = dict(outputs=1, size=1, tokens=1, live=1, dtype="float32", given=["norm_eps", "residual", "num_rows"])
+    column = dict(outputs=1, size=8960, tokens=1, dtype="float32")
+    yield "ragged_linear, every size 1", one | dict(given=[*one["given"], "bias"])
+    yield "ragged_linear with swiglu, every size 1", one | dict(swiglu=True, given=[*one["given"], "bias"])
+    yield "ragged_linear of one column, every size 1", column
+    yield "ragged_linear of one column in e4m3, every size 1", column | dict(dtype="bfloat16", weights="fp8")
+
+
+FORMS = dict(_forms())
 
 BENCHMARK = Benchmark(
     "ragged_linear",

@@ -7,11 +7,12 @@ one delta token and five candidates a request; a prompt keeps all. Which rows ar
 in the dtype of all else, or in fp8 (e4m3), which the peer does not know.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from bench.harness.cases import Benchmark, Case
+from bench.harness.cases import FLOATS, Benchmark, Case
 from bench.models import DIMENSIONS
 from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.rope_cache import rope_cache
@@ -20,20 +21,50 @@ from lenvm_kernels.reference.rope_cache import rms_norm, rotate
 SLOTS = 65_536
 
 
-def make_case(device: str, *, model: str, T: int, kept: str, cache: str, dtype: str) -> Case:
-    _, _, _, heads, kv_heads, head_dim, has_norm = DIMENSIONS[model]
+def make_call(
+    device: str,
+    *,
+    heads: tuple[int, int, int],
+    T: int,
+    slots: int = SLOTS,
+    dtype: str,
+    cache: str = "dtype",
+    index: torch.dtype = torch.int64,
+    given: Sequence[str] = (),
+) -> partial:
+    """A call with ``heads`` of queries, of keys and values, and their dimension; and some of the options."""
+    num_heads, kv_heads, head_dim = heads
     random = partial(torch.randn, dtype=getattr(torch, dtype), device=device)
-    k_cache, v_cache = (random(SLOTS, kv_heads, head_dim) for _ in range(2))
+    k_cache, v_cache = (random(slots, kv_heads, head_dim) for _ in range(2))
     scales = {}
     if cache == "fp8":
         k_cache, v_cache = (torch.zeros_like(x, dtype=E4M3) for x in (k_cache, v_cache))
         scales = {name: torch.ones(kv_heads, device=device) for name in ("key_scales", "value_scales")}
-    weight = random(heads + kv_heads, head_dim) if has_norm else None
-    qkv = random(T, (heads + 2 * kv_heads) * head_dim)
+    options = dict(
+        qk_norm_weight=random(num_heads + kv_heads, head_dim),
+        num_rows=torch.tensor([T], dtype=torch.int32, device=device),
+        k_out=random(T, kv_heads, head_dim),
+        v_out=random(T, kv_heads, head_dim),
+    )
     angle = torch.rand(T, head_dim // 2, device=device)
-    cos, sin = angle.cos(), angle.sin()
+    places = torch.randperm(slots, device=device)[:T].to(index)
+    return partial(
+        rope_cache,
+        *(random(T, (num_heads + 2 * kv_heads) * head_dim), angle.cos(), angle.sin(), places, k_cache, v_cache),
+        num_heads=num_heads,
+        **{name: options[name] for name in given},
+        **scales,
+    )
+
+
+def make_case(device: str, *, model: str, T: int, kept: str, cache: str, dtype: str) -> Case:
+    _, _, _, heads, kv_heads, head_dim, has_norm = DIMENSIONS[model]
+    given = ["qk_norm_weight"] if has_norm else []
+    call = make_call(device, heads=(heads, kv_heads, head_dim), T=T, dtype=dtype, cache=cache, given=given)
+    qkv, cos, sin, slots, k_cache, v_cache = call.args
+    weight = call.keywords.get("qk_norm_weight")
     is_kept = torch.arange(T, device=device) % int(kept.removeprefix("1 in ")) == 0
-    slots = torch.where(is_kept, torch.randperm(SLOTS, device=device)[:T], -1)
+    slots.masked_fill_(~is_kept, -1)
     kept_rows = is_kept.nonzero()[:, 0]
     kept_slots = slots[kept_rows]
     kept_bytes = len(kept_rows) * 2 * kv_heads * head_dim * k_cache.itemsize
@@ -48,11 +79,33 @@ def make_case(device: str, *, model: str, T: int, kept: str, cache: str, dtype: 
         return q, k, v
 
     return Case(
-        partial(rope_cache, qkv, cos, sin, slots, k_cache, v_cache, num_heads=heads, qk_norm_weight=weight, **scales),
+        call,
         2 * qkv.nbytes + sum(x.nbytes for x in (cos, sin, slots)) + kept_bytes + (weight.nbytes if has_norm else 0),
-        peers={} if scales else {"separate operators": lambda: separate},
+        peers={} if cache == "fp8" else {"separate operators": lambda: separate},
     )
 
+
+_EVERY = ("qk_norm_weight", "num_rows", "k_out", "v_out")
+FORMS = {
+    f"rope_cache {dtype} {heads[0]}/{heads[1]} D{heads[2]}{' with every option' * bool(given)}{end}": dict(
+        heads=heads, T=48, slots=4096, dtype=FLOATS[dtype], cache=cache, given=given
+    )
+    for dtype, heads, given in (
+        ("bf16", (9, 3, 64), ()),
+        ("bf16", (12, 2, 128), ()),
+        ("bf16", (16, 8, 128), _EVERY),
+        ("bf16", (28, 4, 128), ()),
+        ("bf16", (32, 32, 96), _EVERY),
+        ("bf16", (64, 8, 256), _EVERY),
+        ("fp16", (16, 8, 128), _EVERY),
+        ("fp32", (16, 8, 128), _EVERY),
+    )
+    for cache, end in (("dtype", ""), ("fp8", ", cache in e4m3"))
+}
+FORMS["rope_cache, every size 1"] = dict(
+    heads=(1, 1, 2), T=1, slots=1, dtype="float32", index=torch.int32, given=_EVERY
+)
+FORMS["rope_cache to e4m3, every size 1"] = FORMS["rope_cache, every size 1"] | dict(cache="fp8")
 
 BENCHMARK = Benchmark(
     "rope_cache",

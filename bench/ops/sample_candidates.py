@@ -15,11 +15,19 @@ from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.reference import sample_candidates as reference
 
 
-def make_case(device: str, *, B: int, K: int, V: int, dtype: str) -> Case:
+def make_call(
+    device: str, *, B: int, K: int, V: int = 256, index: torch.dtype = torch.int32, has_temperature: bool = True
+) -> partial:
+    """A call with ``index`` numbers as positions."""
     candidates = make_candidates(B, K, V, device)
-    seeds, positions = torch.arange(B, device=device), torch.arange(B, dtype=torch.int32, device=device)
-    arguments = (candidates, candidates.probs, seeds, positions)
-    temperature = torch.ones(B, device=device)
+    of_requests = (torch.arange(B, device=device), torch.arange(B, dtype=index, device=device))
+    options = dict(temperature=torch.ones(B, device=device)) if has_temperature else {}
+    return partial(sample_candidates, candidates, candidates.probs, *of_requests, **options)
+
+
+def make_case(device: str, *, B: int, K: int, V: int, dtype: str) -> Case:
+    call = make_call(device, B=B, K=K, V=V)
+    candidates = call.args[0]
 
     def dense():
         probs = torch.zeros(B, V, device=device).scatter_(1, candidates.token_ids.long(), candidates.probs)
@@ -28,13 +36,20 @@ def make_case(device: str, *, B: int, K: int, V: int, dtype: str) -> Case:
         return lambda: probs.div(noise.exponential_()).argmax(1)
 
     return Case(
-        partial(sample_candidates, *arguments, temperature=temperature),
+        call,
         # Of a row: its probabilities, seed, position, temperature and status; the token drawn, read and written.
         B * (K * 4 + 8 + 4 + 4 + 1 + 4 + 4),
         peers={"draw from [B, V]": dense},
-        reference=partial(reference.sample_candidates, *arguments, temperature=temperature),
+        reference=partial(reference.sample_candidates, *call.args, **call.keywords),
     )
 
+
+FORMS = {
+    f"sample_candidates K{K}{name}": dict(B=64, K=K, **form)
+    for K in (8, 64)
+    for name, form in {"": dict(index=torch.int64, has_temperature=False), " with temperature": {}}.items()
+}
+FORMS["sample_candidates, every size 1"] = dict(B=1, K=1, V=1, has_temperature=False)
 
 BENCHMARK = Benchmark(
     "sample_candidates",

@@ -8,7 +8,9 @@ status stays, so that each call does the same. There are next to no bytes: the t
 loads. All is of integers, whatever ``--dtype`` is. The reference is some forty launches.
 """
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -22,7 +24,9 @@ from lenvm_kernels.types import Candidates, Status
 BYTES = 4 + 1 + 4 + 1 + 1 + 4
 
 
-def make_case(device: str, *, B: int, K: int, E: int, dtype: str) -> Case:
+def make_call(device: str, *, B: int, K: int, E: int = 8, given: Sequence[str] = ()) -> partial:
+    """A call with some of the options."""
+
     def full(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.full(shape, value, dtype=dtype, device=device)
 
@@ -40,22 +44,37 @@ def make_case(device: str, *, B: int, K: int, E: int, dtype: str) -> Case:
     requests.table_rows.copy_(torch.randperm(B, device=device))
     eos_token_ids = full(-2, torch.int32, B, E)
     eos_token_ids[requests.table_rows, -1] = candidates.token_ids[:, -1]
-    out = empty_scored(B, K, torch.device(device))
-    options = dict(
+    options: dict[str, Any] = dict(
         drawn=torch.randint(1000, (B,), dtype=torch.int32, device=device),
         sample=True,
-        out=out,
+        score_all=True,
+        step=full(1, torch.int64, 1),
+        out=empty_scored(B, K, torch.device(device)),
     )
+    return partial(select_scored, candidates, requests, eos_token_ids, **{name: options[name] for name in given})
+
+
+def make_case(device: str, *, B: int, K: int, E: int, dtype: str) -> Case:
+    call = make_call(device, B=B, K=K, E=E, given=["drawn", "sample", "step", "out"])
+    (candidates, requests, eos_token_ids), options = call.args, dict(call.keywords)
+    del options["step"]
     guides = int((candidates.status == Status.GUIDE).sum())  # of these the table row and its end tokens are read too
-    moved = B * BYTES + guides * (8 + 4 * E) + candidates.token_ids.nbytes + sum(x.nbytes for x in out)
+    written = sum(x.nbytes for x in options["out"])
     of_candidates = (candidates.token_ids, candidates.counts, candidates.status)
     of_requests = (requests.positions, requests.table_rows, requests.wants_length, requests.due)
     return Case(
-        partial(select_scored, candidates, requests, eos_token_ids, step=full(1, torch.int64, 1), **options),
-        moved,
+        call,
+        B * BYTES + guides * (8 + 4 * E) + candidates.token_ids.nbytes + written,
         reference=partial(reference.select_scored, *of_candidates, *of_requests, eos_token_ids, **options),
     )
 
+
+FORMS = {
+    f"select_scored K{K}{name}": dict(B=64, K=K, given=given)
+    for K in (8, 64)
+    for name, given in {"": (), " with every option": ("drawn", "sample", "score_all", "step")}.items()
+}
+FORMS["select_scored, every size 1"] = dict(B=1, K=1, E=1, given=["drawn", "step"])
 
 BENCHMARK = Benchmark(
     "select_scored",

@@ -7,41 +7,71 @@ which are what a step calls: the norm's factor comes from sums of squares that t
 weights are cold and the hidden states, which the model has just written, are warm.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from bench.harness.cases import Benchmark, Case, peer
+from bench.harness.cases import FLOATS, Benchmark, Case, peer
 from bench.models import DIMENSIONS
 from lenvm_kernels.ops.value_head import num_counters, value_head
 from lenvm_kernels.reference import value_head as reference
 from lenvm_kernels.reference._common import sums_of_squares
 
 
-def make_case(device: str, *, model: str, M: int, in_step: bool, dtype: str) -> Case:
-    size = DIMENSIONS[model][0]
+def make_call(
+    device: str,
+    *,
+    size: int,
+    M: int,
+    dtype: str,
+    outputs: int | None = None,
+    index: torch.dtype = torch.int64,
+    given: Sequence[str] = (),
+) -> partial:
+    """A call for ``outputs`` of ``M`` rows (None: all), with some of the options."""
     random = partial(torch.randn, dtype=getattr(torch, dtype), device=device)
     weights = [random(*dimensions) * size**-0.5 for dimensions in ((size, size), (size,), (1, size), (1,))]
-    hidden, options, peers = random(M, size), {}, {}
-    if in_step:
-        options = dict(
-            token_rows=torch.randperm(M, device=device),
-            targets=torch.randperm(M, device=device),
-            square_sums=sums_of_squares(hidden),
-        )
-    else:
-        peers = {"cuBLAS + SiLU + GEMV": peer("pytorch", "value_head", hidden, *weights)}
-    tensors = (hidden, *weights, *options.values())
-    counters = torch.zeros(num_counters(M), dtype=torch.int32, device=device)
+    hidden, outputs = random(M, size), M if outputs is None else outputs
+    options = dict(
+        token_rows=torch.randperm(M, device=device)[:outputs].to(index),
+        targets=torch.randperm(outputs, device=device).to(index),
+        square_sums=sums_of_squares(hidden),
+        norm_weight=random(size),
+        counters=torch.zeros(num_counters(outputs), dtype=torch.int32, device=device),
+    )
+    return partial(value_head, hidden, *weights, **{name: options[name] for name in given})
+
+
+def make_case(device: str, *, model: str, M: int, in_step: bool, dtype: str) -> Case:
+    size, of_step = DIMENSIONS[model][0], ["token_rows", "targets", "square_sums"]
+    call = make_call(device, size=size, M=M, dtype=dtype, given=["counters", *(of_step if in_step else [])])
+    hidden, *weights = call.args
+    options = {name: call.keywords[name] for name in of_step if in_step}
     return Case(
-        partial(value_head, hidden, *weights, **options, counters=counters),
-        sum(tensor.nbytes for tensor in tensors) + M * 4,
+        call,
+        sum(tensor.nbytes for tensor in (*call.args, *options.values())) + M * 4,
         2 * M * size * (size + 1),
-        peers=peers,
-        reference=None if in_step else partial(reference.value_head, hidden, *weights),
+        peers={} if in_step else {"cuBLAS + SiLU + GEMV": peer("pytorch", "value_head", *call.args)},
+        reference=None if in_step else partial(reference.value_head, *call.args),
         expected=lambda: reference.value_head(hidden.double(), *weights, **options),
     )
 
+
+_OF_MODEL = ("token_rows", "targets", "counters", "square_sums")
+FORMS = {
+    f"value_head {dtype} M{M} H{size}{name}": dict(size=size, M=M, dtype=FLOATS[dtype], **form)
+    for dtype in FLOATS
+    for size in (1536, 3584)
+    for M in (64, 512)  # either tile
+    for name, form in {
+        "": {},
+        " with gather and norm": dict(outputs=M - 24, given=("token_rows", "norm_weight")),
+        " with gather, scatter and sums of squares": dict(outputs=M - 24, index=torch.int32, given=_OF_MODEL),
+        " with every option": dict(outputs=M - 24, index=torch.int32, given=(*_OF_MODEL, "norm_weight")),
+    }.items()
+}
+FORMS["value_head, every size 1"] = dict(size=1, M=1, dtype="float32", given=("square_sums", "counters"))
 
 BENCHMARK = Benchmark(
     "value_head",

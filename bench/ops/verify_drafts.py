@@ -17,16 +17,30 @@ from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.reference import verify_drafts as reference
 
 
-def make_case(device: str, *, B: int, D: int, dtype: str) -> Case:
-    drafts = chains(B, D, device)
+def make_call(device: str, *, B: int, D: int, index: torch.dtype = torch.int64) -> partial:
+    """A call with chains of drafts, whose tokens are ``index`` numbers."""
+    drafts = chains(B, D, device, index)
     drawn = torch.cat((drafts.token_ids, drafts.token_ids[:, :1]), dim=1).int().flatten()
+    return partial(verify_drafts, drawn, drafts)
+
+
+def make_case(device: str, *, B: int, D: int, dtype: str) -> Case:
+    call = make_call(device, B=B, D=D)
+    drawn, drafts = call.args
     written = 4 * B * (2 * (1 + D) + 1)
     return Case(
-        partial(verify_drafts, drawn, drafts),
+        call,
         drawn.nbytes + sum(x.nbytes for x in drafts) + written,
         reference=partial(reference.verify_drafts, drawn, *drafts),
     )
 
+
+FORMS = {
+    "verify_drafts D1": dict(B=64, D=1, index=torch.int32),
+    "verify_drafts D4": dict(B=64, D=4),
+    "verify_drafts D15": dict(B=64, D=15),
+    "verify_drafts, every size 1": dict(B=1, D=1, index=torch.int32),
+}
 
 BENCHMARK = Benchmark(
     "verify_drafts",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.harness import reporting
+from bench.harness.reporting import text_table as table
+from bench.harness.storing import write_json
 from bench.study import flops
 from bench.study.flops import Architecture, Figure, Guidance, Workload
 from bench.study.result import Components, Ratios, Run
@@ -39,7 +39,7 @@ def write(folder: Path) -> int:
         "estimated_ratios": estimated,
         "failed": {run.name: run.error for run in failed},
     }
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    write_json(folder / "summary.json", summary)
     sections = ["# Decoding with and without guidance"]
     sections += ["\n".join(f"- {key}: {value}" for key, value in facts.items()) for facts in environments]
     if any(facts["operators"] != "Triton kernels" for facts in environments):
@@ -164,15 +164,6 @@ def _measured_sections(runs: Sequence[Run], ratios: dict[str, Ratios | None]) ->
         " of its own base part, to the same of the base run: what else the machine did weighs on both parts.",
         run_table(over_k, [run for run in runs if run.computed]),
     ]
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table; floats get four significant digits."""
-
-    def cell(value: Any) -> str:
-        return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-    return "\n".join(reporting.table(columns, [[cell(value) for value in row] for row in rows])[:-1])
 
 
 def run_table(columns: dict[str, Callable[[Run], Any]], runs: Sequence[Run]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections import Counter
@@ -11,9 +10,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.harness.reporting import text_table as table
+from bench.harness.storing import write_json
 from bench.study import flops
 from bench.study.flops import Architecture, Guidance, Workload
-from bench.study.report import table
 from bench.study.run import MIN_P, TEMPERATURE
 
 LENGTHS = ("fixed", "free")
@@ -398,7 +398,7 @@ def write_summary(
         "conditions": [described(result, load, models) for result in results],
         "failed": failures,
     }
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    write_json(folder / "summary.json", summary)
 
 
 def _sweep(results: Sequence[Result], numbers: dict[int, dict[str, float | None]]) -> list[str]:
