@@ -20,8 +20,9 @@ from bench.harness.demo_runs import DemoRuns, parser
 from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
 from lenvm_kernels.demo import generation
 from lenvm_kernels.demo.models import Models
-from lenvm_kernels.demo.run import LONGEST, SAMPLING, Setting, answer
+from lenvm_kernels.demo.run import SAMPLING, Setting, answer
 from lenvm_kernels.evaluate.measures import Answer, measure
+from lenvm_kernels.evaluate.plan import LONGEST
 from lenvm_kernels.evaluate.report import settings_table
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step.values import ValueSource

@@ -22,8 +22,7 @@ NEVER_EMPTY = "ragged_layout"
 @settings(max_examples=max(1, settings().max_examples // 10))
 def test_a_batch_may_be_empty(device, name, backend, data):
     """As it is between two requests. A step without requests is none: nothing is counted."""
-    accepted = {"step": ["none"]} if name == "select_scored" else {}
-    case = replace(data.draw(cases(name, **accepted)), rows=())
+    case = replace(data.draw(cases(name)), rows=())
     failure = check(case, partial(OPERATORS[name].function, backend=backend), device=device)
     assert failure is None, str(failure)
 

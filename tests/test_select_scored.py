@@ -153,3 +153,12 @@ def test_errors_name_the_argument(columns, rows, message):
     requests = make_requests([4] * rows, [True] * rows)
     with pytest.raises(ValueError, match=f"^{message}"):
         select_scored(make_candidates(IDS[:, columns], COUNTS, STATUS), requests, no_ends(rows))
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_a_step_without_rows_is_not_counted(backend, device, rows):
+    """Requests that do not exist make a step: their rows of the results are written."""
+    nobody = make_candidates(torch.zeros(0, 2, dtype=torch.int32), i32(), [], device)
+    requests, step = make_requests([0] * rows, [False] * rows, device=device), torch.tensor([6], device=device)
+    select_scored(nobody, requests, no_ends(4, device), step=step, backend=backend)
+    assert step.item() == 6 + (rows > 0)

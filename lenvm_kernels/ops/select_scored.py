@@ -98,7 +98,7 @@ def _run_reference(*operands) -> None:
     out, (step, *inputs) = ScoredCandidates(*operands[:4]), operands[4:]
     candidates, requests, (drawn, sample, score_all) = inputs[:3], inputs[3:8], inputs[8:]
     _reference(*candidates, *requests, drawn=drawn, sample=sample, score_all=score_all, out=out)
-    if step is not None:
+    if step is not None and len(out.counts) > 0:
         step += 1
 
 
@@ -181,7 +181,7 @@ def select_scored(
         drawn: int32 [B] (``None``: nobody knows); the next tokens of requests that are not drawn from their candidates.
         sample: the next token of a request with a single candidate is that.
         score_all: score all candidates, not only those of requests that are to be reweighted.
-        step: int64 [1]; counted up by one (``None``: no history is kept), :attr:`StepHistory.step`.
+        step: int64 [1]; counted up by one if there is a row (``None``: no history is kept), :attr:`StepHistory.step`.
         out: result tensors to reuse, contiguous, of as many rows as ``requests``; ``None`` allocates them.
         backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
 
