@@ -13,7 +13,7 @@ VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 TTSEM_VENV := .venv-ttsem
 TTSEM_INSTALLED := $(TTSEM_VENV)/.installed
-OPERATORS := $(basename $(filter-out _%,$(notdir $(wildcard lenvm_kernels/ops/*.py))))
+OPERATORS := $(basename $(notdir $(wildcard lenvm_kernels/fuzz/ops/[a-z]*.py)))
 # Whose programs read what others of the launch have stored, in an order that atomic updates give. ttsem reports any two
 # programs that touch the same element; the race checker in Triton's interpreter knows of such orders.
 ORDERED_BY_ATOMICS := $(basename $(notdir $(shell grep -l arrives_last lenvm_kernels/ops/[a-z]*.py)))
