@@ -17,8 +17,8 @@ from lenvm_kernels.value_model import (
     ValueModel,
     ValueModelConfig,
     image_positions,
-    image_sizes,
 )
+from lenvm_kernels.value_model.images import image_sizes
 from tests.helpers.drafts import make_drafts
 from tests.helpers.engine import GUIDANCE, TILT, Engine, make_step
 from tests.helpers.models import (
