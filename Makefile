@@ -59,9 +59,9 @@ demo: $(INSTALLED)
 # tokens and weights in bf16 all processes take less than 3 GiB, as test_sglang_text.py checks. ARGS win over these.
 serve: $(INSTALLED) $(SGLANG_INSTALLED)
 	test -d demo-models || $(BIN)/lenvm export demo-models
-	LENVM_VALUE_MODEL=demo-models/value SGLANG_USE_CPU_ENGINE=1 GOMP_SPINCOUNT=5000 $(SGLANG_VENV)/bin/python -m sglang.launch_server \
-		--model-path demo-models/base --device cpu --dtype bfloat16 --max-running-requests 32 --max-total-tokens 4096 \
-		--chunked-prefill-size 512 --sleep-on-idle $(ARGS)
+	LENVM_VALUE_MODEL=demo-models/value SGLANG_USE_CPU_ENGINE=1 GOMP_SPINCOUNT=5000 \
+		$(SGLANG_VENV)/bin/python -m sglang.launch_server --model-path demo-models/base --device cpu --dtype bfloat16 \
+		--max-running-requests 32 --max-total-tokens 4096 --chunked-prefill-size 512 --sleep-on-idle $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
