@@ -69,7 +69,9 @@ def test_every_page_is_in_the_site():
 OPERATORS = sorted(f"ops.{file.stem}" for file in (ROOT / "lenvm_kernels" / "ops").glob("[a-z]*.py"))
 
 
-@pytest.mark.parametrize("module", ["guidance.params", "guidance.table", "paged_slots", *OPERATORS])
+@pytest.mark.parametrize(
+    "module", ["guidance.params", "guidance.table", "paged_slots", "ops._plan_attention", *OPERATORS]
+)
 def test_docstring_examples_run(module):
     failed, tried = doctest.testmod(importlib.import_module(f"lenvm_kernels.{module}"))
     assert tried and not failed

@@ -14,19 +14,8 @@ from lenvm_kernels.paged_slots import OutOfSlots
 from lenvm_kernels.reference._common import of_codes, to_codes
 from lenvm_kernels.step import StepBatch, winners
 from lenvm_kernels.types import Mode, Status
-from tests.helpers.engine import (
-    GUIDANCE,
-    PROMPTS,
-    TILT,
-    Engine,
-    make_step,
-    random_scores,
-    run_requests,
-)
-from tests.helpers.models import (
-    EOS,
-    VOCAB,
-)
+from tests.helpers.engine import GUIDANCE, PROMPTS, TILT, Engine, make_step, random_scores, run_requests
+from tests.helpers.models import EOS, VOCAB
 from tests.helpers.step_models import ATOL, StepModels
 from tests.helpers.watch import Operators, watch_forwards
 

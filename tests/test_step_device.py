@@ -17,12 +17,7 @@ from tests.helpers.engine import (
     run_requests,
     take_step,
 )
-from tests.helpers.models import (
-    VOCAB,
-    random_pair,
-    tiny_value_model,
-    value_model_of,
-)
+from tests.helpers.models import VOCAB, random_pair, tiny_value_model, value_model_of
 from tests.helpers.padded_step import pad
 from tests.helpers.step_models import ATOL, StepModels
 from tests.helpers.watch import PeakMemory, no_read_back, watch_forwards

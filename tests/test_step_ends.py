@@ -8,16 +8,8 @@ import torch
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.types import Mode, Status, TextBreak
 from tests.helpers.drafts import i32, make_drafts
-from tests.helpers.engine import (
-    Engine,
-    make_step,
-    run_requests,
-    take_step,
-)
-from tests.helpers.models import (
-    EOS,
-    VOCAB,
-)
+from tests.helpers.engine import Engine, make_step, run_requests, take_step
+from tests.helpers.models import EOS, VOCAB
 from tests.helpers.step_models import StepModels
 
 

@@ -20,19 +20,8 @@ from transformers import (
 )
 
 from lenvm_kernels.value_model import ValueModel, ValueModelConfig
-from tests.helpers.models import (
-    ARCHITECTURES,
-    TINY,
-    VOCAB,
-    random_head,
-    random_model,
-    random_pair,
-    value_model_of,
-)
-from tests.helpers.value_requests import (
-    Requests,
-    random_tokens,
-)
+from tests.helpers.models import ARCHITECTURES, TINY, VOCAB, random_head, random_model, random_pair, value_model_of
+from tests.helpers.value_requests import Requests, random_tokens
 
 
 def check_checkpoint(path, model, head, head_argument=None, **options):

@@ -11,18 +11,8 @@ from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.reference._common import of_codes, to_codes
 from lenvm_kernels.value_model import KVCache, ValueModel
 from lenvm_kernels.value_model.cache_scales import key_and_value_bounds, scales_of
-from tests.helpers.models import (
-    ARCHITECTURES,
-    random_pair,
-    tiny_value_model,
-    value_model_of,
-)
-from tests.helpers.value_requests import (
-    ATOL,
-    MIXED_CANDIDATES,
-    MIXED_DELTAS,
-    mixed_requests,
-)
+from tests.helpers.models import ARCHITECTURES, random_pair, tiny_value_model, value_model_of
+from tests.helpers.value_requests import ATOL, MIXED_CANDIDATES, MIXED_DELTAS, mixed_requests
 
 
 @pytest.fixture(scope="module")

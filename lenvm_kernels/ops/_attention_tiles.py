@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from lenvm_kernels.ops._common import architecture, next_power_of_2
-from lenvm_kernels.ops.plan_attention import BLOCK_M, MAX_SPLITS
+from lenvm_kernels.ops._plan_attention import BLOCK_M, MAX_SPLITS
 
 # Columns of the results that are merged at once: with 128, D 128 spills.
 MERGE_COLUMNS = tl.constexpr(64)

@@ -49,7 +49,7 @@ from lenvm_kernels.ops._common import (
 )
 from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
-from lenvm_kernels.ops.plan_attention import (
+from lenvm_kernels.ops._plan_attention import (
     BLOCK_M,
     MAX_SPLITS,
     PLAN_BLOCK,
