@@ -19,6 +19,7 @@ from lenvm_kernels.doctor import command as doctor
 from lenvm_kernels.evaluate import command as evaluate
 from lenvm_kernels.fuzz import command as fuzz
 from lenvm_kernels.serving import command as serve
+from lenvm_kernels.training import command as train
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,7 +53,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="lenvm", description="Length-guided decoding with a length value model (LenVM).")
     parser.add_argument("--version", action="version", version=f"lenvm-kernels {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (cli_generate.add, demo.add, evaluate.add, demo.add_export, doctor.add, serve.add, fuzz.add):
+    for add in (
+        *(cli_generate.add, demo.add, evaluate.add, train.add, demo.add_export),
+        *(doctor.add, serve.add, fuzz.add),
+    ):
         add(commands)
     return parser
 

@@ -32,6 +32,11 @@ def spread(prompts: Sequence[str], count: int) -> list[str]:
     return list(prompts[:: max(1, len(prompts) // count)][:count])
 
 
+def training_prompts() -> list[str]:
+    """The prompts that the value model is trained on."""
+    return json.loads(PROMPTS.read_text(encoding="utf-8"))["train"]
+
+
 def held_out_prompts() -> list[str]:
     """The prompts that neither trained the value model nor chose settings of its training or of the demo."""
     return json.loads(PROMPTS.read_text(encoding="utf-8"))["test"]

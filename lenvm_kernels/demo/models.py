@@ -55,12 +55,12 @@ class Models:
         Raises:
             ValueError, OSError, ImportError: a path, head, checkpoint or package that is missing or does not fit.
         """
-        path = _locate(names[0], model)
-        value_path = None if value_model == NONE else _locate(names[1], value_model)
+        path = locate(names[0], model)
+        value_path = None if value_model == NONE else locate(names[1], value_model)
         head, adapter = (None, None) if value_path is None else _parts(value_model, value_head)
-        _quiet()
-        tokenizer = _load_tokenizer(names[0], path)
-        base = AutoModelForCausalLM.from_pretrained(**_source(path), dtype=dtype, use_safetensors=True)
+        quiet()
+        tokenizer = load_tokenizer(names[0], path)
+        base = AutoModelForCausalLM.from_pretrained(**source_of(path), dtype=dtype, use_safetensors=True)
         base = base.eval().to(device)
         if value_path is None:
             return cls(base, None, tokenizer, tokenizer)
@@ -68,7 +68,7 @@ class Models:
             lenvm_config = LenVMConfig.read(adapter or value_path, gamma)
             values = ValueModel.from_causal_lm(base, head, adapter=adapter, lenvm_config=lenvm_config)
             return cls(base, values, tokenizer, tokenizer)
-        value_tokenizer = _load_tokenizer(names[1], value_path)
+        value_tokenizer = load_tokenizer(names[1], value_path)
         values = ValueModel.from_pretrained(value_path, head, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
         return cls(base, values, tokenizer, value_tokenizer)
 
@@ -82,20 +82,12 @@ class Models:
         Raises:
             ValueError: a prompt without tokens.
         """
-        templated = chat and self.tokenizer.chat_template is not None
-        if templated:
-            prompts = [
-                self.tokenizer.apply_chat_template(  # type: ignore[misc]  # a string without tokenize
-                    [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-                )
-                for prompt in prompts
-            ]
-        # A template writes the special tokens itself.
-        rows = [self.tokenizer(prompt, add_special_tokens=not templated)["input_ids"] for prompt in prompts]
-        if not all(rows):
-            raise ValueError("the prompt has no tokens")
+        return self.padded(tokens_of(self.tokenizer, prompts, chat=chat))
+
+    def padded(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+        """``input_ids`` and ``attention_mask`` of rows of tokens, padded on the left."""
         width = max(map(len, rows))
-        ids = [[self.pad_token_id] * (width - len(row)) + row for row in rows]
+        ids = [[self.pad_token_id] * (width - len(row)) + list(row) for row in rows]
         mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
         device = self.model.device
         return dict(input_ids=torch.tensor(ids, device=device), attention_mask=torch.tensor(mask, device=device))
@@ -112,6 +104,23 @@ class Models:
         return pad if pad is not None else next(iter(self.eos_token_ids), 0)
 
 
+def tokens_of(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], *, chat: bool) -> list[list[int]]:
+    """The tokens of each prompt; arguments and errors are those of :meth:`Models.encode`."""
+    templated = chat and tokenizer.chat_template is not None
+    if templated:
+        prompts = [
+            tokenizer.apply_chat_template(  # type: ignore[misc]  # a string without tokenize
+                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+            )
+            for prompt in prompts
+        ]
+    # A template writes the special tokens itself.
+    rows = [tokenizer(prompt, add_special_tokens=not templated)["input_ids"] for prompt in prompts]
+    if not all(rows):
+        raise ValueError("the prompt has no tokens")
+    return rows
+
+
 def load_value_model(
     name: str,
     value_head: str | None = None,
@@ -124,11 +133,11 @@ def load_value_model(
 
     Arguments and errors are those of :meth:`Models.load`; ``name`` is its ``value_model``.
     """
-    path, (head, adapter) = _locate("VALUE", name), _parts(name, value_head)
-    _quiet()
+    path, (head, adapter) = locate("VALUE", name), _parts(name, value_head)
+    quiet()
     values = ValueModel.from_pretrained(path, head, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
     try:
-        return values, _load_tokenizer("VALUE", path)
+        return values, load_tokenizer("VALUE", path)
     except ValueError:
         return values, None
 
@@ -150,8 +159,8 @@ def export(folder: str | os.PathLike) -> tuple[Path, Path]:
     base, value = Path(folder) / "base", Path(folder) / "value"
     for directory in (base, value):
         directory.mkdir(parents=True)
-    _quiet()
-    source = _source(_locate("--model", DEMO))
+    quiet()
+    source = source_of(locate("--model", DEMO))
     dequantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # transformers takes a model for quantized that it read from a GGUF file, and would not save it.
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**source), dtype=torch.float32)
@@ -166,13 +175,14 @@ def export(folder: str | os.PathLike) -> tuple[Path, Path]:
     return base, value
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Of what transformers says while it loads, errors alone."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
 
-def _locate(flag: str, name: str) -> Path:
+def locate(flag: str, name: str) -> Path:
+    """Where a model is: a Hugging Face directory or a ``.gguf`` file; errors name the flag."""
     path = model_path() if name == DEMO else Path(name)
     if not (path.is_file() if path.suffix == ".gguf" else (path / "config.json").is_file()):
         raise FileNotFoundError(
@@ -198,15 +208,16 @@ def require_extras(*packages: str) -> None:
         raise ImportError(f'{", ".join(missing)} must be installed: pip install "lenvm-kernels[demo]"')
 
 
-def _source(path: Path) -> dict[str, str]:
+def source_of(path: Path) -> dict[str, str]:
     """How ``from_pretrained`` is told to read a directory or a GGUF file."""
     if path.suffix == ".gguf":
         return dict(pretrained_model_name_or_path=str(path.parent), gguf_file=path.name)
     return dict(pretrained_model_name_or_path=str(path))
 
 
-def _load_tokenizer(flag: str, path: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(flag: str, path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model's weights; errors name the flag."""
     try:
-        return AutoTokenizer.from_pretrained(**_source(path))
+        return AutoTokenizer.from_pretrained(**source_of(path))
     except (OSError, ValueError) as error:
         raise ValueError(f"{flag} must hold a tokenizer beside the weights, {path} has none that loads") from error

@@ -13,6 +13,7 @@ from typing import Any
 from lenvm_kernels import __version__
 from lenvm_kernels.cli_arguments import add_device, add_dtype, add_sampling, device_of, positive, seed_of, usage_errors
 from lenvm_kernels.demo import held_out_prompts, spread
+from lenvm_kernels.prompts import read_prompts
 
 OWN_FIELDS = ("target_length", "target_length_mode", "length_mode", "target_value")
 
@@ -213,22 +214,9 @@ def _prompts(file: Path | None, count: int | None) -> list[str]:
     if file is None:
         prompts = held_out_prompts()
     else:
-        lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-        prompts = [_prompt(line, f"--prompts {file}, line {number}") for number, line in enumerate(lines, start=1)]
+        prompts = [prompt.text for prompt in read_prompts(file)]
     if count is None:
         return prompts
     if count > len(prompts):
         raise ValueError(f"--num-prompts must be at most the {len(prompts)} prompts that there are, got {count}")
     return spread(prompts, count)
-
-
-def _prompt(line: str, where: str) -> str:
-    """The prompt of a line."""
-    try:
-        found = json.loads(line)
-    except json.JSONDecodeError:
-        found = None
-    prompt = found.get("prompt") if isinstance(found, dict) else None
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError(f'{where} must be an object {{"prompt": "..."}} with a text, got {line[:100]!r}')
-    return prompt

@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lenvm_kernels.evaluate.measures import Answer
+from lenvm_kernels.guarded_lines import GuardedLines
 from lenvm_kernels.guidance.fields import FIELDS
 
 BASE, CUT, CONSTANT, GUIDED = "none", "hard cut", "constant", "guided"
@@ -145,47 +145,26 @@ class AnswerFile:
     """
 
     def __init__(self, folder: Path, plan: Plan) -> None:
-        self._guard, self._file = folder / "plan.json", folder / "answers.jsonl"
-        self._plan = json.loads(json.dumps(asdict(plan)))
-        if self._guard.exists():
-            theirs = json.loads(self._guard.read_text(encoding="utf-8"))
-            different = [key for key in sorted({*self._plan, *theirs}) if self._plan.get(key) != theirs.get(key)]
-            if different:
-                raise ValueError(
-                    f"--output must be a new directory or that of the same plan, {str(folder)!r} differs in "
-                    f"{', '.join(different)}"
-                )
-        elif self._file.exists():
-            raise ValueError(f"--output must hold plan.json beside answers.jsonl, {str(folder)!r} does not")
+        self._lines = GuardedLines(folder, asdict(plan))
         self.answers = self._read(plan)
 
     def _read(self, plan: Plan) -> dict[Key, Answer]:
-        """Answers of whole units; a line that a kill cut short, and what stands of its unit, are dropped."""
+        """Answers of whole units; what stands of a unit that a kill cut short is dropped."""
         found: dict[Key, Answer] = {}
-        whole, _, rest = (self._file.read_bytes() if self._file.exists() else b"").rpartition(b"\n")
-        for number, line in enumerate(whole.split(b"\n") if whole else [], start=1):
+        for number, line in enumerate(self._lines.read(), start=1):
             try:
-                answer = Answer(**json.loads(line))
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{self._file}, line {number} must be an answer of lenvm evaluate: {error}") from error
+                answer = Answer(**line)
+            except TypeError as error:
+                where = f"{self._lines.file}, line {number}"
+                raise ValueError(f"{where} must be an answer of lenvm evaluate: {error}") from error
             found[answer.setting, answer.target, answer.seed, answer.prompt] = answer
         units = [unit.keys() for unit in plan.units()]
         kept = {key: found[key] for keys in units if found.keys() >= set(keys) for key in keys}
-        if rest or len(kept) < len(found):
-            new = self._file.with_suffix(".new")
-            new.write_text("".join(map(_line, kept.values())), encoding="utf-8")
-            os.replace(new, self._file)
+        if len(kept) < len(found):
+            self._lines.replace(map(asdict, kept.values()))
         return kept
 
     def add(self, answers: Sequence[Answer]) -> None:
         """Append the answers of a unit. The first one makes the directory: a run that fails before leaves nothing."""
-        if not self._guard.exists():
-            self._guard.parent.mkdir(parents=True, exist_ok=True)
-            self._guard.write_text(json.dumps(self._plan, indent=1) + "\n", encoding="utf-8")
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write("".join(map(_line, answers)))
+        self._lines.add(map(asdict, answers))
         self.answers |= {(a.setting, a.target, a.seed, a.prompt): a for a in answers}
-
-
-def _line(answer: Answer) -> str:
-    return json.dumps(asdict(answer), ensure_ascii=False) + "\n"

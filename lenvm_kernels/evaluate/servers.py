@@ -15,6 +15,10 @@ SECONDS = 600  # that an answer may take
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
+class Unreachable(ValueError):
+    """A server did not answer, or failed by itself: asked again, it may answer."""
+
+
 @dataclass(frozen=True)
 class Server:
     """A server and how to ask it.
@@ -71,7 +75,8 @@ class Server:
             The tokens as the server gave them, and whether it says that the answer ended by itself.
 
         Raises:
-            ValueError: the server refuses, fails or answers in another form; the message has its words.
+            Unreachable: the server does not answer, or with a status from 500 on.
+            ValueError: the server refuses or answers in another form; the message has its words.
         """
         if self.engine == "sglang":
             params: dict[str, Any] = {**sampling, "max_new_tokens": max_new_tokens, "sampling_seed": seed}
@@ -104,9 +109,10 @@ class Server:
                 found = json.loads(response.read())
         except urllib.error.HTTPError as error:
             words = error.read().decode(errors="replace")[:500]
-            raise ValueError(f"{self.flag}: {self.url}{path} answered with status {error.code}: {words}") from error
+            kind = Unreachable if error.code >= 500 else ValueError
+            raise kind(f"{self.flag}: {self.url}{path} answered with status {error.code}: {words}") from error
         except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-            raise ValueError(f"{self.flag}: {self.url}{path} failed: {error}") from error
+            raise Unreachable(f"{self.flag}: {self.url}{path} failed: {error}") from error
         if not isinstance(found, dict):
             raise ValueError(f"{self.flag}: {self.url}{path} must answer with an object, got {type(found).__name__}")
         return found

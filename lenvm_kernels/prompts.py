@@ -1,0 +1,52 @@
+"""Files of prompts, as ``lenvm evaluate`` and ``lenvm train`` read them: a line of JSON each."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+TRAIN, TEST = SPLITS = ("train", "test")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A user's message.
+
+    Attributes:
+        text: what it says.
+        split: ``"train"`` or ``"test"``, what a value model's training may do with it; None if the file does not say.
+    """
+
+    text: str
+    split: str | None = None
+
+
+def read_prompts(file: Path, flag: str = "--prompts") -> list[Prompt]:
+    """Read lines of ``{"prompt": "..."}``, which may say ``"split": "train"`` or ``"split": "test"``.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line is something else, or some lines have a split and others none; the message names the flag,
+            the file and the line.
+    """
+    lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    prompts = [_prompt(line, f"{flag} {file}, line {number}") for number, line in enumerate(lines, start=1)]
+    without = [number for number, prompt in enumerate(prompts, start=1) if prompt.split is None]
+    if 0 < len(without) < len(prompts):
+        raise ValueError(f'{flag} {file}, line {without[0]} must have a "split" as other lines have, or none may')
+    return prompts
+
+
+def _prompt(line: str, where: str) -> Prompt:
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError:
+        found = None
+    prompt = found.get("prompt") if isinstance(found, dict) else None
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise ValueError(f'{where} must be an object {{"prompt": "..."}} with a text, got {line[:100]!r}')
+    split = found.get("split")
+    if split is not None and split not in SPLITS:
+        raise ValueError(f'{where} must have a "split" of {" or ".join(SPLITS)}, or none, got {split!r}')
+    return Prompt(prompt, split)

@@ -1,0 +1,195 @@
+"""Sampling the answers that a value model is trained on, in process or by a server.
+
+Which answer has which seed, target and place in a batch follows from the plan alone: a run that goes on where another
+one stopped makes the answers that the other would have made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from lenvm_kernels.demo.generation import sample
+from lenvm_kernels.demo.models import Models
+from lenvm_kernels.evaluate.plan import default_limit
+from lenvm_kernels.evaluate.run import with_end
+from lenvm_kernels.evaluate.servers import Server, Unreachable
+from lenvm_kernels.prompts import Prompt
+from lenvm_kernels.training.answers import Answer, AnswerStore, Key
+
+# Seconds between the attempts at a server that does not answer.
+PAUSES = (1, 2, 4, 8, 15, 30, 60)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that decides which answers are made.
+
+    Attributes:
+        base: as it was named.
+        value: what guides, as it was named; None: nothing does.
+        prompts: the users' messages, each with a split.
+        samples: answers to each.
+        max_new_tokens: at which an answer is cut.
+        targets: the least and the most tokens that guidance aims at, between which targets are drawn by their logarithm;
+            None: nothing guides.
+        sampling: ``temperature``, ``top_k``, ``top_p`` and ``min_p``.
+        seed: of everything that is drawn.
+        rows: prompts of a batch in process.
+        dtype: of the models in process.
+        engine: of the server; None: in process.
+    """
+
+    base: str
+    value: str | None
+    prompts: list[Prompt]
+    samples: int
+    max_new_tokens: int
+    targets: tuple[int, int] | None
+    sampling: dict[str, Any]
+    seed: int
+    rows: int
+    dtype: str
+    engine: str | None
+
+    def described(self, ids: list[list[int]]) -> dict[str, Any]:
+        """The plan as it is kept, with the tokens of each prompt."""
+        prompts = [{**asdict(prompt), "ids": of_prompt} for prompt, of_prompt in zip(self.prompts, ids, strict=True)]
+        return {**asdict(self), "prompts": prompts}
+
+    def requests(self) -> list[Request]:
+        """In the order in which they are made: each prompt's first answers before the second ones; guided ones by their
+        target, because a batch takes as long as its longest answer."""
+        found = [Request(self, prompt, i) for i in range(self.samples) for prompt in range(len(self.prompts))]
+        return found if self.targets is None else sorted(found, key=lambda request: (request.target, request.key))
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer to make."""
+
+    plan: Plan
+    prompt: int
+    number: int
+
+    @property
+    def key(self) -> Key:
+        return self.prompt, self.number
+
+    @property
+    def target(self) -> int | None:
+        """Tokens to aim at."""
+        if self.plan.targets is None:
+            return None
+        least, most = map(math.log, self.plan.targets)
+        return round(math.exp(least + (most - least) * self.seed("target") / 2**31))
+
+    @property
+    def limit(self) -> int:
+        """Tokens at which the answer is cut."""
+        most = self.plan.max_new_tokens
+        return most if self.target is None else min(most, default_limit(self.target))
+
+    def seed(self, purpose: str) -> int:
+        """A seed below 2**31 that follows from what the request is."""
+        text = json.dumps([self.plan.seed, self.prompt, self.number, purpose])
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") >> 1
+
+
+def collect(plan: Plan, store: AnswerStore, models: Models, server: Server | None, *, workers: int) -> None:
+    """Make the answers of a plan that its directory does not hold yet, showing progress on stderr.
+
+    Args:
+        plan: what to make.
+        store: gets the answers.
+        models: the base model and its tokenizer, and the value model if one guides in process.
+        server: answers; None: they are made in process.
+        workers: requests to the server at a time.
+
+    Raises:
+        ValueError: the server refuses a request, or has not answered for two minutes; or as :func:`sample`.
+        OSError: the disk is full. Answers of whole batches stay.
+    """
+    requests = plan.requests()
+    made = sum(request.key in store.answers for request in requests)
+    with tqdm(total=len(requests), initial=made, unit="answer", desc="collect") as bar:
+
+        def keep(answers: list[Answer]) -> None:
+            store.add(answers)
+            bar.update(len(answers))
+
+        if server is not None:
+            _ask(plan, store, server, models.eos_token_ids, workers, keep)
+            return
+        for start in range(0, len(requests), plan.rows):
+            batch = requests[start : start + plan.rows]
+            if any(request.key not in store.answers for request in batch):
+                keep(_sample(plan, store, models, batch))
+
+
+def _sample(plan: Plan, store: AnswerStore, models: Models, batch: list[Request]) -> list[Answer]:
+    """The answers of a batch, in process."""
+    inputs = models.padded([store.prompts[request.prompt]["ids"] for request in batch])
+    torch.manual_seed(batch[0].seed("sampling"))
+    found = sample(
+        models,
+        None if plan.targets is None else models.value_model,
+        inputs,
+        None if plan.targets is None else [{"target_length": request.target} for request in batch],
+        max_new_tokens=max(request.limit for request in batch),
+        **plan.sampling,
+    )
+    rows = [tokens[counts].tolist() for tokens, counts in zip(found.tokens, found.counts, strict=True)]
+    return [_answer(request, ids, False, models.eos_token_ids) for request, ids in zip(batch, rows, strict=True)]
+
+
+def _answer(request: Request, ids: list[int], stopped: bool, eos: list[int]) -> Answer:
+    ids, finished = with_end(ids, stopped, eos)
+    is_cut = len(ids) > request.limit  # others of the batch had a higher one
+    ids, finished = ids[: request.limit], finished and not is_cut
+    return Answer(request.prompt, request.number, request.target, request.limit, ids, finished)
+
+
+def _ask(
+    plan: Plan, store: AnswerStore, server: Server, eos: list[int], workers: int, keep: Callable[[list[Answer]], None]
+) -> None:
+    """The answers of a server. Each is kept as soon as it is there; one failure ends the run."""
+    failed = threading.Event()
+
+    def ask(request: Request) -> Answer:
+        guidance = None if request.target is None else {"target_length": request.target}
+        for pause in (*PAUSES, None):
+            try:
+                ids, stopped = server.answer(
+                    store.prompts[request.prompt]["ids"],
+                    guidance,
+                    max_new_tokens=request.limit,
+                    sampling=plan.sampling,
+                    seed=request.seed("sampling"),
+                )
+                return _answer(request, ids, stopped, eos)
+            except Unreachable:
+                if pause is None or failed.wait(pause):
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    with ThreadPoolExecutor(workers) as pool:
+        missing = [request for request in plan.requests() if request.key not in store.answers]
+        futures = [pool.submit(ask, request) for request in missing]
+        try:
+            for future in as_completed(futures):
+                keep([future.result()])
+        finally:  # what is asked already is waited for and kept
+            failed.set()
+            pool.shutdown(cancel_futures=True)
+            answers = [future.result() for future in futures if not future.cancelled() and not future.exception()]
+            keep([answer for answer in answers if answer.key not in store.answers])

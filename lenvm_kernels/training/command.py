@@ -1,0 +1,238 @@
+"""``lenvm collect``, ``lenvm fit`` and ``lenvm train`` as commands: their flags, and what they check before they begin."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from lenvm_kernels.cli_arguments import add_device, add_dtype, add_sampling, add_seed, device_of, positive, usage_errors
+
+BASE_HELP = "a Hugging Face directory, a .gguf file, or the word demo"
+LEARNING_RATE_FULL, LEARNING_RATE_ADAPTERS, LEARNING_RATE_HEAD = 2e-5, 2e-4, 5e-4
+
+
+def add(commands: Any) -> None:
+    """Add the three commands to those of ``lenvm``."""
+    _add_collect(commands)
+    _add_fit(commands)
+    _add_train(commands)
+
+
+def _add_collect(commands: Any) -> None:
+    parser = commands.add_parser(
+        "collect",
+        help="sample the answers that a value model is trained on",
+        description="Have a base model answer prompts, and keep the tokens. A run that was ended goes on where it "
+        "stopped: nothing is sampled twice.",
+        epilog="example: lenvm collect demo --output answers --num-prompts 50 --max-new-tokens 256",
+    )
+    parser.set_defaults(run=_run_collect)
+    parser.add_argument("base", metavar="BASE", help=f"the base model: {BASE_HELP}")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="gets the answers; required")
+    _add_answers(parser.add_argument_group("what is sampled"))
+    group = parser.add_argument_group("guidance")
+    group.add_argument("--value", metavar="VALUE", help="a value model that guides, as BASE (default: nothing does)")
+    _add_targets(group)
+    where = parser.add_argument_group("where answers are made")
+    where.add_argument("--url", metavar="SERVER", help="of SGLang or vLLM, with LENVM_VALUE_MODEL=VALUE if one guides")
+    _add_places(where)
+
+
+def _add_fit(commands: Any) -> None:
+    parser = commands.add_parser(
+        "fit",
+        help="train a value model on collected answers",
+        description="Train a value head and low-rank adapters of a backbone, or all its weights, to predict how many "
+        "tokens are still to come. Ctrl-C ends it, and the same command goes on. Several GPUs: accelerate launch -m "
+        "lenvm_kernels.cli fit ...",
+        epilog="example: lenvm fit demo --answers answers --output fitted",
+    )
+    parser.set_defaults(run=_run_fit)
+    parser.add_argument(
+        "backbone", metavar="BACKBONE", help=f"{BASE_HELP}; it has to share the base model's vocabulary"
+    )
+    parser.add_argument(
+        "--answers", type=Path, nargs="+", required=True, metavar="DIR", help="of lenvm collect; required"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="gets value/, which engines load, adapter/, and report.json; required",
+    )
+    parser.add_argument(
+        "--initial", type=Path, metavar="DIR", help="go on from the adapters of an adapter/ (default: new ones)"
+    )
+    _add_training(parser.add_argument_group("training"))
+    add_seed(parser)
+    add_device(parser)
+    add_dtype(parser, "weights that are not trained; bfloat16 also computes in it")
+
+
+def _add_train(commands: Any) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="make a value model for a base model: collect, fit and evaluate",
+        description="Collect answers of a base model, fit a value model to them, collect answers that it guides, fit "
+        "again, and measure how well target lengths are met. Each stage goes on where it was ended.",
+        epilog="example: lenvm train demo --output trained --num-prompts 50 --max-new-tokens 256 --adapters 8 "
+        "--dtype bfloat16",
+    )
+    parser.set_defaults(run=_run_train)
+    parser.add_argument("base", metavar="BASE", help=f"the base model: {BASE_HELP}")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="gets everything; required")
+    parser.add_argument(
+        "--backbone", default="base", metavar="NAME", help=f"of the value model: {BASE_HELP}, or base (default)"
+    )
+    parser.add_argument(
+        "--rounds", type=positive(int), default=2, metavar="N", help="the first is not guided (default 2)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print tokens, FLOPs, hours on an H100 and GiB, and do nothing"
+    )
+    parser.add_argument(
+        "--evaluate-prompts",
+        type=int,
+        default=24,
+        metavar="N",
+        help="held-out prompts that are answered to targets at the end, 0: none (default: %(default)s)",
+    )
+    _add_answers(parser.add_argument_group("what is sampled"))
+    _add_targets(parser.add_argument_group("guidance of the rounds from the second on"))
+    _add_training(parser.add_argument_group("training"))
+    where = parser.add_argument_group("where answers are made")
+    where.add_argument("--url", metavar="SERVER", help="of SGLang or vLLM, for the first round (default: in process)")
+    where.add_argument(
+        "--guided-url",
+        metavar="SERVER",
+        help="the same with LENVM_VALUE_MODEL=DIR/round-1/value, for the second (default: in process)",
+    )
+    _add_places(where)
+
+
+def _add_answers(group: Any) -> None:
+    group.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help='lines of {"prompt": "..."}, each a user\'s message, with "split": "train" or "test" or without (default: '
+        "those of the demo)",
+    )
+    group.add_argument("--num-prompts", type=positive(int), metavar="N", help="so many of each split (default: all)")
+    group.add_argument(
+        "--held-out",
+        type=float,
+        default=0.1,
+        metavar="SHARE",
+        help="of prompts without a split, drawn by the seed, that nothing is trained on (default: %(default)s)",
+    )
+    group.add_argument(
+        "--answers-per-prompt", type=positive(int), default=4, metavar="N", help="in a round (default: %(default)s)"
+    )
+    group.add_argument(
+        "--max-new-tokens", type=positive(int), default=1024, metavar="N", help="cuts an answer (default: %(default)s)"
+    )
+    group.add_argument(
+        "--plain-prompts", action="store_true", help="prompts are texts to go on with: no chat template is applied"
+    )
+    add_sampling(group)
+
+
+def _add_targets(group: Any) -> None:
+    group.add_argument(
+        "--targets",
+        type=positive(int),
+        nargs=2,
+        default=[20, 2000],
+        metavar=("LOW", "HIGH"),
+        help="tokens between which targets are drawn, evenly by their logarithm; no more than --max-new-tokens (default: "
+        "20 2000)",
+    )
+
+
+def _add_training(group: Any) -> None:
+    what = group.add_mutually_exclusive_group()
+    what.add_argument(
+        "--adapters", type=positive(int), default=16, metavar="RANK", help="train adapters of this rank (default: 16)"
+    )
+    what.add_argument("--full", action="store_true", help="train all weights")
+    group.add_argument(
+        "--first-layer", type=int, default=0, metavar="N", help="the lowest layer with adapters (default: %(default)s)"
+    )
+    group.add_argument(
+        "--gamma",
+        default="auto",
+        metavar="G",
+        help="discount in (0, 1); auto: the 99th percentile of the training answers' lengths gets the value 0.99",
+    )
+    group.add_argument("--epochs", type=positive(int), default=2, metavar="N", help="(default: %(default)s)")
+    group.add_argument(
+        "--learning-rate",
+        type=positive(float),
+        metavar="R",
+        help=f"(default: {LEARNING_RATE_ADAPTERS:g} of adapters, {LEARNING_RATE_FULL:g} of all weights)",
+    )
+    group.add_argument(
+        "--head-learning-rate",
+        type=positive(float),
+        default=LEARNING_RATE_HEAD,
+        metavar="R",
+        help="(default: %(default)s)",
+    )
+    group.add_argument(
+        "--batch-tokens", type=positive(int), default=16384, metavar="N", help="of a step (default: %(default)s)"
+    )
+    group.add_argument(
+        "--row-tokens", type=positive(int), metavar="N", help="of a row of answers (default: 4096, on a CPU 512)"
+    )
+    group.add_argument(
+        "--forward-tokens", type=positive(int), metavar="N", help="of a forward (default: 16384, on a CPU 1536)"
+    )
+    group.add_argument("--checkpointing", action="store_true", help="less memory for a third more time")
+
+
+def _add_places(where: Any) -> None:
+    where.add_argument(
+        "--rows",
+        type=positive(int),
+        default=64,
+        metavar="N",
+        help="prompts of a batch in process (default: %(default)s)",
+    )
+    where.add_argument(
+        "--concurrency",
+        type=positive(int),
+        default=64,
+        metavar="N",
+        help="requests to a server at a time (default: 64)",
+    )
+    add_seed(where)
+    add_device(where)
+    add_dtype(where, "models in process")
+
+
+def _run_collect(args: argparse.Namespace) -> None:
+    with usage_errors():
+        from lenvm_kernels.training.stages import Collecting, collect_stage
+
+        collect_stage(Collecting.of(args), args.base, args.output, seed=args.seed, value=args.value, url=args.url)
+
+
+def _run_fit(args: argparse.Namespace) -> None:
+    command = shlex.join(["lenvm", *sys.argv[1:]])
+    with usage_errors():
+        from lenvm_kernels.training.stages import Fitting, fit_stage, table
+
+        how = Fitting.of(args, device_of(args.device))
+        print(table(fit_stage(how, args.backbone, args.answers, args.output, initial=args.initial, command=command)))
+
+
+def _run_train(args: argparse.Namespace) -> None:
+    with usage_errors():
+        from lenvm_kernels.training.stages import train
+
+        train(args, shlex.join(["lenvm", *sys.argv[1:]]))

@@ -1,0 +1,74 @@
+"""How well predicted values are those of answers that nothing was trained on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from lenvm_kernels.training.answers import Answer
+
+
+def measure(
+    values: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], answers: Sequence[Answer], gamma: float
+) -> dict[str, float | int | None]:
+    """Errors over all states of answers; those that were cut have the expected target.
+
+    Args:
+        values, targets: fp32 ``[len(ids)]`` of each answer.
+        answers: at least one.
+        gamma: the discount of the values.
+
+    Returns:
+        By name: ``answers``, ``states``, ``cut`` (share of the answers), ``mse``, ``r2`` (over the variance of these
+        targets, so a constant fitted to other prompts may be below 0), ``correlation``,
+        ``rank_correlation_within_prompts`` (Spearman's over the states of a prompt, its mean over prompts),
+        ``correlation_at_a_position`` (of what is left after the mean of a prompt's answers at a position is taken off:
+        guidance compares candidates of one position) and ``mae_tokens`` (of lengths in tokens, of answers that ended).
+        None stands where nothing varies.
+    """
+    v, y = torch.cat(list(values)).double(), torch.cat(list(targets)).double()
+    counts = torch.tensor([len(answer.ids) for answer in answers])
+    prompt = torch.tensor([answer.prompt for answer in answers]).repeat_interleave(counts)
+    position = torch.cat([torch.arange(count) for count in counts.tolist()])
+    ended = torch.tensor([answer.finished for answer in answers]).repeat_interleave(counts)
+
+    of_prompts = [pearson(ranks(v[prompt == p]), ranks(y[prompt == p])) for p in prompt.unique()]
+    of_prompts = [found for found in of_prompts if found is not None]
+    _, group = torch.unique(prompt * (int(counts.max()) + 1) + position, return_inverse=True)
+    size = torch.bincount(group)
+    at_position = (x - (torch.bincount(group, x) / size)[group] for x in (v, y))
+    variance = float((y - y.mean()).square().mean())
+    mse = float((v - y).square().mean())
+    off = (lengths(v, gamma) - lengths(y, gamma)).abs()[ended]
+    return {
+        "answers": len(answers),
+        "states": len(v),
+        "cut": sum(not answer.finished for answer in answers) / len(answers),
+        "mse": mse,
+        "r2": 1 - mse / variance if variance > 0 else None,
+        "correlation": pearson(v, y),
+        "rank_correlation_within_prompts": sum(of_prompts) / len(of_prompts) if of_prompts else None,
+        "correlation_at_a_position": pearson(*at_position),
+        "mae_tokens": float(off.mean()) if len(off) else None,
+    }
+
+
+def lengths(values: torch.Tensor, gamma: float) -> torch.Tensor:
+    """Remaining tokens that belong to values."""
+    return torch.log1p(-values.clamp(0, 1 - 1e-6)) / math.log(gamma)
+
+
+def ranks(x: torch.Tensor) -> torch.Tensor:
+    """Ranks, fp64; the mean of them where values are equal."""
+    _, place, count = torch.unique(x, return_inverse=True, return_counts=True)
+    return (count.cumsum(0) - (count - 1) / 2).double()[place]
+
+
+def pearson(a: torch.Tensor, b: torch.Tensor) -> float | None:
+    """The correlation of two vectors; None if one of them does not vary."""
+    a, b = a - a.mean(), b - b.mean()
+    norms = float((a.square().sum() * b.square().sum()).sqrt())
+    # What rounding leaves of a constant is no variation.
+    return float((a * b).sum()) / norms if norms > 1e-12 * len(a) else None

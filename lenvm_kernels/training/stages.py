@@ -1,0 +1,378 @@
+"""What the commands do: check everything first, then collect, fit and evaluate."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import platform
+import time
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from lenvm_kernels.cli_arguments import device_of
+from lenvm_kernels.demo import held_out_prompts, spread, training_prompts
+from lenvm_kernels.demo.models import Models, load_tokenizer, locate, quiet, source_of, tokens_of
+from lenvm_kernels.evaluate.servers import Server
+from lenvm_kernels.prompts import TEST, TRAIN, Prompt, read_prompts
+from lenvm_kernels.training import collect as collecting
+from lenvm_kernels.training.answers import AnswerStore
+from lenvm_kernels.training.checkpoint import ADAPTER, VALUE, write
+from lenvm_kernels.training.fit import Schedule, Training, standardise, values_of
+from lenvm_kernels.training.measures import measure
+from lenvm_kernels.training.network import Adapters, ValueNetwork
+from lenvm_kernels.training.targets import gamma_of, split_of
+from lenvm_kernels.value_model import LenVMConfig, ValueModelConfig
+
+REPORT = "report.json"
+# Of all weights the authors' (LlamaFactory-LenVM, arXiv 2604.27039); adapters want some ten times as much.
+RATE_FULL, RATE_ADAPTERS, RATE_HEAD = 2e-5, 2e-4, 5e-4
+
+
+@dataclass(frozen=True)
+class Collecting:
+    """How answers are sampled; fields are the flags of ``lenvm collect``."""
+
+    prompts: list[Prompt]
+    answers_per_prompt: int
+    max_new_tokens: int
+    targets: tuple[int, int]
+    sampling: dict[str, Any]
+    chat: bool
+    rows: int
+    concurrency: int
+    device: str
+    dtype: str
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Collecting:
+        """Read the prompts, and check.
+
+        Raises:
+            ValueError, OSError: a flag that does not fit, by name.
+        """
+        low, high = args.targets
+        if not low <= high or low > args.max_new_tokens:
+            raise ValueError(f"--targets must be LOW <= HIGH with LOW at most --max-new-tokens, got {low} {high}")
+        if not 0 < args.held_out < 1:
+            raise ValueError(f"--held-out must be a share in (0, 1), got {args.held_out}")
+        return cls(
+            prompts=_prompts(args.prompts, args.num_prompts, args.held_out, args.seed),
+            answers_per_prompt=args.answers_per_prompt,
+            max_new_tokens=args.max_new_tokens,
+            targets=(low, min(high, args.max_new_tokens)),
+            sampling=dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p),
+            chat=not args.plain_prompts,
+            rows=args.rows,
+            concurrency=args.concurrency,
+            device=device_of(args.device),
+            dtype=args.dtype,
+        )
+
+
+def _prompts(file: Path | None, count: int | None, held_out: float, seed: int) -> list[Prompt]:
+    """Those of a file or of the demo, each with a split; ``count`` of each split."""
+    if file is None:
+        texts = {TRAIN: training_prompts(), TEST: held_out_prompts()}
+        prompts = [Prompt(text, split) for split, of_split in texts.items() for text in of_split]
+    else:
+        prompts = read_prompts(file)
+        if prompts[0].split is None:
+            if len(prompts) < 2:
+                raise ValueError(f"--prompts must be at least two, one to train on and one to test, got {len(prompts)}")
+            # By the text: more prompts in the file leave those that were held out where they were.
+            order = sorted(range(len(prompts)), key=lambda i: _hash([seed, prompts[i].text]))
+            test = set(order[: max(1, min(round(held_out * len(prompts)), len(prompts) - 1))])
+            prompts = [replace(p, split=TEST if i in test else TRAIN) for i, p in enumerate(prompts)]
+    by_split = [[prompt for prompt in prompts if prompt.split == split] for split in (TRAIN, TEST)]
+    if not all(by_split):
+        raise ValueError(f"--prompts must have prompts of the split train and of test, {file} has those of one")
+    if count is not None:
+        by_split = [spread(of_split, count) for of_split in by_split]
+    return [prompt for of_split in by_split for prompt in of_split]
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def vocabulary(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What tokenizers with the same tokens have in common."""
+    return _hash(sorted(tokenizer.get_vocab().items()))[:16]
+
+
+def check_backbone(name: str, flag: str) -> Path:
+    """Where a backbone is, if the value model runs its architecture and reads text alone.
+
+    Raises:
+        ValueError, OSError: it does not, or there is none; by the flag's name.
+    """
+    path = locate(flag, name)
+    config = AutoConfig.from_pretrained(**source_of(path))
+    try:
+        facts = ValueModelConfig.from_hf(config)
+    except ValueError as error:
+        raise ValueError(f"{flag} must be of an architecture that the value model runs: {error}") from error
+    if facts.vision is not None:
+        raise ValueError(f"{flag} must be a model of text to be trained, {name!r} is a {config.model_type}")
+    return path
+
+
+def collect_stage(
+    how: Collecting, base: str, folder: Path, *, seed: int, value: str | None = None, url: str | None = None
+) -> AnswerStore:
+    """Make the answers that a directory lacks.
+
+    Args:
+        how: what is sampled.
+        base: the base model.
+        folder: gets the answers.
+        seed: of everything that is drawn.
+        value: a value model that guides.
+        url: of a server that answers.
+    """
+    quiet()
+    path = locate("BASE", base)
+    tokenizer = load_tokenizer("BASE", path)
+    if how.chat and tokenizer.chat_template is None:
+        raise ValueError(f"BASE must have a chat template, {base!r} has none; --plain-prompts does without")
+    server = None if url is None else Server.find("--url", url)
+    plan = collecting.Plan(
+        base=base,
+        value=value,
+        prompts=how.prompts,
+        samples=how.answers_per_prompt,
+        max_new_tokens=how.max_new_tokens,
+        targets=None if value is None else how.targets,
+        sampling=how.sampling,
+        seed=seed,
+        rows=how.rows,
+        dtype=how.dtype,
+        engine=None if server is None else server.engine,
+    )
+    ids = tokens_of(tokenizer, [prompt.text for prompt in how.prompts], chat=how.chat)
+    described = {**plan.described(ids), "vocabulary": vocabulary(tokenizer)}
+    store = AnswerStore(folder, described)
+    if all(request.key in store.answers for request in plan.requests()):
+        return store
+    in_process = value if server is None and value is not None else "none"
+    models = Models.load(
+        base, in_process, device=how.device, dtype=getattr(torch, how.dtype), names=("BASE", "--value")
+    )
+    if not models.eos_token_ids:
+        raise ValueError("BASE must have an eos_token_id in its generation_config, got none")
+    collecting.collect(plan, store, models, server, workers=how.concurrency)
+    return store
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """How a value model is fitted; fields are the flags of ``lenvm fit``."""
+
+    adapters: Adapters | None
+    gamma: float | None
+    schedule: Schedule
+    checkpointing: bool
+    dtype: str
+    on_cpu: bool
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, device: str) -> Fitting:
+        """Check.
+
+        Args:
+            args: of the command.
+            device: where training runs, by which rows and forwards are sized.
+
+        Raises:
+            ValueError: a flag that does not fit, by name.
+        """
+        gamma = None
+        if args.gamma != "auto":
+            try:
+                gamma = float(args.gamma)
+            except ValueError:
+                gamma = math.nan
+            if not 0 < gamma < 1:
+                raise ValueError(f"--gamma must be auto or a number in (0, 1), got {args.gamma!r}")
+        if args.first_layer < 0:
+            raise ValueError(f"--first-layer must be at least 0, got {args.first_layer}")
+        on_cpu = device == "cpu"
+        schedule = Schedule(
+            epochs=args.epochs,
+            learning_rate=args.learning_rate or (RATE_FULL if args.full else RATE_ADAPTERS),
+            head_learning_rate=args.head_learning_rate,
+            batch_tokens=args.batch_tokens,
+            row_tokens=args.row_tokens or (512 if on_cpu else 4096),
+            forward_tokens=args.forward_tokens or (1536 if on_cpu else 16384),
+            seed=args.seed,
+        )
+        adapters = None if args.full else Adapters(args.adapters, args.first_layer)
+        return cls(adapters, gamma, schedule, args.checkpointing, args.dtype, on_cpu)
+
+
+def fit_stage(
+    how: Fitting, backbone: str, folders: list[Path], output: Path, *, initial: Path | None = None, command: str
+) -> dict[str, Any]:
+    """Train a value model on the answers of directories, unless it is there, and return its report.
+
+    Args:
+        how: the training.
+        backbone: of the value model.
+        folders: of :func:`collect_stage`, one a round.
+        output: gets ``value``, ``adapter`` and ``report.json``.
+        initial: adapters to go on from.
+        command: for the report.
+
+    Raises:
+        ValueError: answers of another vocabulary, or as :class:`Training`.
+    """
+    quiet()
+    path = check_backbone(backbone, "BACKBONE")
+    tokenizer = load_tokenizer("BACKBONE", path)
+    stores = [AnswerStore.open(folder, "--answers") for folder in folders]
+    for folder, store in zip(folders, stores, strict=True):
+        if store.plan["vocabulary"] != vocabulary(tokenizer):
+            raise ValueError(
+                f"BACKBONE must have the vocabulary of the base model {store.plan['base']!r} that answered in "
+                f"{str(folder)!r}, {backbone!r} has another"
+            )
+    gamma = how.gamma
+    if gamma is None and initial is not None:
+        gamma = LenVMConfig.read(initial).gamma
+    if gamma is None:
+        gamma = gamma_of([answer for store in stores for answer in store.of_split(TRAIN)])
+    training = [split_of(store, TRAIN, gamma) for store in stores]
+    test = [split_of(store, TEST, gamma) for store in stores]
+    examples = [example for split in training for example in split.examples]
+    if not examples:
+        raise ValueError("--answers must have answers to training prompts, got none")
+    plan = {
+        "backbone": backbone,
+        "answers": [_hash([asdict(answer) for answer in split.answers])[:16] for split in training],
+        "initial": None if initial is None else str(initial),
+        "gamma": gamma,
+        "adapters": None if how.adapters is None else asdict(how.adapters),
+        "schedule": asdict(how.schedule),
+        "dtype": how.dtype,
+    }
+    report_file = output / REPORT
+    if report_file.exists():
+        report = json.loads(report_file.read_text(encoding="utf-8"))
+        if report["plan"] == json.loads(json.dumps(plan)):
+            return report
+        raise ValueError(f"--output must be a new directory or that of the same training, {str(output)!r} has another")
+
+    began = time.monotonic()
+    mixed = "bf16" if how.dtype == "bfloat16" else "fp16" if how.dtype == "float16" else "no"
+    accelerator = Accelerator(cpu=how.on_cpu, mixed_precision=mixed)
+    torch.manual_seed(how.schedule.seed)
+    network = ValueNetwork(path, how.adapters, getattr(torch, how.dtype), how.checkpointing)
+    standardise(network, examples, how.schedule, accelerator)
+    if initial is not None:
+        network.take(initial)
+    run = Training(network, examples, how.schedule, output, plan, accelerator)
+    run.run()
+
+    report = {}
+    if accelerator.is_main_process:
+        mean = torch.cat([example.targets for example in examples]).mean()
+        measured = {}
+        for folder, split in zip(folders, test, strict=True):
+            if not split.answers:
+                continue
+            wanted = [example.targets for example in split.examples]
+            constant = [mean.expand_as(values) for values in wanted]
+            found = values_of(network, split.examples, how.schedule, accelerator, "measure")
+            measured[str(folder)] = {
+                "guided": split.answers[0].target is not None,
+                "constant": measure(constant, wanted, split.answers, gamma),
+                "value model": measure(found, wanted, split.answers, gamma),
+            }
+        write(network, path, tokenizer, gamma, output)
+        report = {
+            "command": command,
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "minutes": round((time.monotonic() - began) / 60, 1),
+            "versions": {
+                name: version(name) for name in ("lenvm-kernels", "torch", "transformers", "peft", "accelerate")
+            }
+            | {"python": platform.python_version()},
+            "device": str(accelerator.device),
+            "plan": plan,
+            "training": {
+                "answers": len(examples),
+                "states": sum(len(example.targets) for example in examples),
+                "steps": len(run.losses),
+                "mean squared error": [
+                    round(sum(run.losses[i : i + 50]) / len(run.losses[i : i + 50]), 6)
+                    for i in range(0, len(run.losses), 50)
+                ],
+                "parameters": sum(parameter.numel() for parameter in network.trained().values()),
+            },
+            "test": measured,
+        }
+        report_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        run.done()
+    accelerator.wait_for_everyone()
+    return report
+
+
+MEASURES = {
+    "r2": "R^2",
+    "rank_correlation_within_prompts": "rank correlation within a prompt",
+    "correlation_at_a_position": "at a position",
+    "mae_tokens": "mean error, tokens",
+}
+
+
+def table(report: dict[str, Any]) -> str:
+    """The measures of held-out answers as a table in Markdown."""
+    lines = [
+        f"| held-out answers | values | {' | '.join(MEASURES.values())} |",
+        f"| --- | --- |{' --- |' * len(MEASURES)}",
+    ]
+    for folder, found in report["test"].items():
+        kind = "guided" if found["guided"] else "plain"
+        for name in ("constant", "value model"):
+            cells = [found[name][measure] for measure in MEASURES]
+            texts = " | ".join("-" if cell is None else f"{cell:.2f}" for cell in cells)
+            lines.append(f"| {folder}: {found[name]['answers']} {kind} | {name} | {texts} |")
+    return "\n".join(lines) + "\n"
+
+
+def train(args: argparse.Namespace, command: str) -> None:
+    """All stages of ``lenvm train``, one after the other; each goes on where it was ended."""
+    how = Collecting.of(args)
+    fitting = Fitting.of(args, how.device)
+    backbone = args.base if args.backbone == "base" else args.backbone
+    check_backbone(backbone, "--backbone")
+    tokenizers = [
+        load_tokenizer(flag, locate(flag, name)) for flag, name in (("BASE", args.base), ("--backbone", backbone))
+    ]
+    if vocabulary(tokenizers[0]) != vocabulary(tokenizers[1]):
+        raise ValueError(
+            f"--backbone must share the base model's vocabulary, {backbone!r} has another than {args.base!r}"
+        )
+    folders: list[Path] = []
+    value = None
+    for number in range(1, args.rounds + 1):
+        folder = args.output / f"round-{number}"
+        folders.append(folder / "answers")
+        url = args.url if number == 1 else args.guided_url if number == 2 else None
+        collect_stage(how, args.base, folders[-1], seed=args.seed + number - 1, value=value, url=url)
+        initial, start = None, backbone
+        if number > 1 and fitting.adapters is not None:
+            initial = args.output / f"round-{number - 1}" / ADAPTER
+        elif number > 1:
+            start = value
+        report = fit_stage(fitting, start, folders, folder, initial=initial, command=command)
+        print(f"round {number}:\n{table(report)}", flush=True)
+        value = str(folder / VALUE)
