@@ -2,8 +2,6 @@
 
 import json
 import math
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import matplotlib.image
 import numpy as np
@@ -15,6 +13,7 @@ from lenvm_kernels.demo.models import Models
 from lenvm_kernels.evaluate import run
 from lenvm_kernels.evaluate.measures import Answer, bootstrap, measure, repeated_4grams
 from lenvm_kernels.evaluate.plan import Setting, default_limit, settings_of
+from tests.helpers.fake_engine import fake_engines
 from tests.helpers.models import EOS, save_checkpoint
 
 PROMPTS = ["w1 w2 w3", "w4", "w5 w6", "w7 w8 w9 w1", "w3 w3"]
@@ -253,60 +252,11 @@ def test_a_directory_of_another_plan_is_refused(evaluate):
     assert "must hold plan.json beside answers.jsonl" in evaluate("--num-prompts", "1", value="none")[1]
 
 
-class FakeEngine(BaseHTTPRequestHandler):
-    """Answers as SGLang or vLLM do, in tokens that follow from the seed; keeps the requests."""
-
-    def log_message(self, *_):
-        pass
-
-    def reply(self, status, content):
-        text = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def do_GET(self):
-        path = {"sglang": "/get_model_info", "vllm": "/version"}.get(self.server.engine)
-        self.reply(200 if self.path == path else 404, {})
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append((self.path, body))
-        if self.server.broken:
-            return self.reply(*self.server.broken)
-        if self.path == "/generate":
-            params = body["sampling_params"]
-            seed, limit = params["sampling_seed"], params["max_new_tokens"]
-        else:
-            seed, limit = body["seed"], body["max_tokens"]
-        length = 2 + seed % 9  # with the end token
-        ids = [5 + seed % 7] * min(length, limit)
-        stops = length <= limit
-        if self.path == "/generate":  # SGLang returns the end token here, vLLM does not
-            ids[-1] = EOS if stops else ids[-1]
-            reason = {"type": "stop", "matched": EOS} if stops else {"type": "length", "length": limit}
-            return self.reply(200, {"text": "", "output_ids": ids, "meta_info": {"finish_reason": reason}})
-        choice = {"token_ids": ids[: length - 1], "finish_reason": "stop" if stops else "length"}
-        self.reply(200, {"choices": [choice]})
-
-
 @pytest.fixture
 def served():
     """Start fake servers, by the name of their engine."""
-    running = []
-
-    def start(engine, broken=None):
-        server = ThreadingHTTPServer(("127.0.0.1", 0), FakeEngine)
-        server.engine, server.broken, server.requests = engine, broken, []
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        running.append(server)
-        return server, f"http://127.0.0.1:{server.server_port}"
-
-    yield start
-    for server in running:
-        server.shutdown()
-        server.server_close()
+    with fake_engines() as start:
+        yield start
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])

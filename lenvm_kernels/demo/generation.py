@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
+from lenvm_kernels.adapters.transformers import Guidance, LenVMLogitsProcessor
 from lenvm_kernels.demo.models import Models
 from lenvm_kernels.value_model import ValueModel
 
@@ -33,7 +33,7 @@ def sample(
     models: Models,
     value_model: ValueModel | None,
     inputs: Mapping[str, torch.Tensor],
-    guidance: Mapping[str, Any] | None,
+    guidance: Guidance | Sequence[Guidance],
     *,
     max_new_tokens: int,
     keep_logits: bool = False,
@@ -46,7 +46,7 @@ def sample(
         models: the base model.
         value_model: what guides; None: the end of the text alone.
         inputs: of :meth:`Models.encode`.
-        guidance: of all prompts; None: none.
+        guidance: of all prompts, or of each; None: none.
         max_new_tokens: the limit of an answer.
         keep_logits: return the logits, too.
         streamer: told of every step.

@@ -90,6 +90,8 @@ class AnswerStore:
         return [answer for _, answer in sorted(self.answers.items()) if self.prompts[answer.prompt]["split"] == split]
 
     def add(self, answers: list[Answer]) -> None:
-        """Append answers; they count once all of their lines are written."""
-        self._lines.add(map(asdict, answers))
-        self.answers |= {answer.key: answer for answer in answers}
+        """Append those that are not there yet; they count once all of their lines are written."""
+        new = [answer for answer in answers if answer.key not in self.answers]
+        if new:
+            self._lines.add(map(asdict, new))
+            self.answers |= {answer.key: answer for answer in new}

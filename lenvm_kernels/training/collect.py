@@ -25,6 +25,7 @@ from lenvm_kernels.evaluate.run import with_end
 from lenvm_kernels.evaluate.servers import Server, Unreachable
 from lenvm_kernels.prompts import Prompt
 from lenvm_kernels.training.answers import Answer, AnswerStore, Key
+from lenvm_kernels.training.decode import decode
 
 # Seconds between the attempts at a server that does not answer.
 PAUSES = (1, 2, 4, 8, 15, 30, 60)
@@ -125,7 +126,7 @@ def collect(plan: Plan, store: AnswerStore, models: Models, server: Server | Non
 
         def keep(answers: list[Answer]) -> None:
             store.add(answers)
-            bar.update(len(answers))
+            bar.update(len(store.answers) - bar.n)
 
         if server is not None:
             _ask(plan, store, server, models.eos_token_ids, workers, keep)
@@ -138,17 +139,15 @@ def collect(plan: Plan, store: AnswerStore, models: Models, server: Server | Non
 
 def _sample(plan: Plan, store: AnswerStore, models: Models, batch: list[Request]) -> list[Answer]:
     """The answers of a batch, in process."""
-    inputs = models.padded([store.prompts[request.prompt]["ids"] for request in batch])
+    prompts = [store.prompts[request.prompt]["ids"] for request in batch]
+    limit = max(request.limit for request in batch)
     torch.manual_seed(batch[0].seed("sampling"))
-    found = sample(
-        models,
-        None if plan.targets is None else models.value_model,
-        inputs,
-        None if plan.targets is None else [{"target_length": request.target} for request in batch],
-        max_new_tokens=max(request.limit for request in batch),
-        **plan.sampling,
-    )
-    rows = [tokens[counts].tolist() for tokens, counts in zip(found.tokens, found.counts, strict=True)]
+    if plan.targets is None:
+        rows = decode(models, prompts, plan.sampling, max_new_tokens=limit)
+    else:
+        inputs, guidance = models.padded(prompts), [{"target_length": request.target} for request in batch]
+        found = sample(models, models.value_model, inputs, guidance, max_new_tokens=limit, **plan.sampling)
+        rows = [tokens[counts].tolist() for tokens, counts in zip(found.tokens, found.counts, strict=True)]
     return [_answer(request, ids, False, models.eos_token_ids) for request, ids in zip(batch, rows, strict=True)]
 
 
@@ -192,4 +191,4 @@ def _ask(
             failed.set()
             pool.shutdown(cancel_futures=True)
             answers = [future.result() for future in futures if not future.cancelled() and not future.exception()]
-            keep([answer for answer in answers if answer.key not in store.answers])
+            keep(answers)

@@ -135,11 +135,11 @@ class Training:
         self._steps = steps_of(examples, schedule, accelerator.num_processes)
         self.losses: list[float] = []
         self._network = network
-        head = set(network.head.parameters())
-        body = [parameter for parameter in network.trained().values() if parameter not in head]
+        head = list(network.head.parameters())
+        body = [parameter for name, parameter in network.trained().items() if not name.startswith("head.")]
         groups = [
             {"params": body, "highest": schedule.learning_rate},
-            {"params": list(head), "highest": schedule.head_learning_rate},
+            {"params": head, "highest": schedule.head_learning_rate},
         ]
         optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), weight_decay=0.01)
         self._module, self._optimizer = accelerator.prepare(network, optimizer)
@@ -193,9 +193,7 @@ class Training:
             with nullcontext() if is_last else accelerator.no_sync(self._module):
                 # A process without rows left takes part with a weight of 0.
                 made = pack(self._examples, rows or [self._some_row()]).to(accelerator.device)
-                with accelerator.autocast():
-                    logits = self._module(made)
-                error = (logits.sigmoid() - made.targets).square().sum() * bool(rows) / states
+                error = (self._module(made).sigmoid() - made.targets).square().sum() * bool(rows) / states
                 accelerator.backward(error * accelerator.num_processes)  # which averages over processes
             total += error.detach()
         loss = float(accelerator.reduce(total, "sum"))
@@ -264,7 +262,7 @@ def standardise(
     network.to(accelerator.device)
     count = 0
     for row in rows:
-        with torch.no_grad(), accelerator.autocast():
+        with torch.no_grad():
             found.append(network.states(pack(examples, [row]).to(accelerator.device)).float())
         count += len(found[-1])
         if count >= MEASURED_STATES:
@@ -284,8 +282,7 @@ def values_of(
     lengths = [(tokens_of(examples, row), row) for row in rows]
     for forward in tqdm(_forwards(lengths, schedule.forward_tokens, 1)[0], desc=name, unit="forward"):
         made = pack(examples, forward).to(accelerator.device)
-        with accelerator.autocast():
-            values = network(made).sigmoid().cpu()
+        values = network(made).sigmoid().cpu()
         for index in made.examples.unique().tolist():
             found[index] = values[(made.examples == index).cpu()]
     return found

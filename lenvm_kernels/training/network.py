@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from lenvm_kernels.training.packs import Pack
 from lenvm_kernels.value_model.checkpoint import HEAD_FILE
 from lenvm_kernels.value_model.low_rank import ADAPTER_FILE
 
+# What PEFT puts before the names of the model that it wraps.
+PEFT = "base_model.model."
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -46,9 +49,8 @@ class ValueHead(torch.nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Value logits fp32 ``[N]`` of states ``[N, H]``."""
-        with torch.autocast(states.device.type, enabled=False):
-            x = functional.silu(self.fc((states.float() - self.mean) / self.std))
-            return self.summary(x).squeeze(-1)
+        x = functional.silu(self.fc((states.float() - self.mean) / self.std))
+        return self.summary(x).squeeze(-1)
 
     @torch.no_grad()
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -96,41 +98,65 @@ class ValueNetwork(torch.nn.Module):
     """Backbone and head.
 
     Args:
-        backbone: a Hugging Face directory or a ``.gguf`` file.
+        model: the backbone's language model, changed in place.
         adapters: None: all weights of the backbone are trained.
-        dtype: of the backbone's frozen weights; what is trained is fp32.
+        autocast: what the backbone's matrix products compute in, if not in the dtype of its weights.
         checkpointing: keep of a layer its input alone, and compute the rest again for the gradient.
-
-    Attributes:
-        model: the language model with its adapters.
     """
 
-    def __init__(self, backbone: Path, adapters: Adapters | None, dtype: torch.dtype, checkpointing: bool) -> None:
+    def __init__(
+        self,
+        model: Any,
+        adapters: Adapters | None,
+        *,
+        autocast: torch.dtype | None = None,
+        checkpointing: bool = False,
+    ) -> None:
         super().__init__()
-        of_weights = torch.float32 if adapters is None else dtype
-        self.adapters = adapters
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            **source_of(backbone), dtype=of_weights, attn_implementation="sdpa", use_safetensors=True
-        )
+        self.model, self.adapters, self._autocast = model, adapters, autocast
         if adapters is None:
-            if not self.model.config.tie_word_embeddings:
-                self.model.lm_head.requires_grad_(False)
+            if not model.config.tie_word_embeddings:
+                model.lm_head.requires_grad_(False)
         else:
-            self.model.requires_grad_(False)
-            self.peft_config = adapters.config(self.model.config.num_hidden_layers)
-            inject_adapter_in_model(self.peft_config, self.model)
-            for parameter in self.model.parameters():
+            model.requires_grad_(False)
+            self.peft_config = adapters.config(model.config.num_hidden_layers)
+            inject_adapter_in_model(self.peft_config, model)
+            for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.float()
         if checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.head = ValueHead(self.model.config.hidden_size)
+            enable = getattr(model, "activation_checkpointing_enable", None)  # its name from transformers 5.2x on
+            (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        self.head = ValueHead(model.config.hidden_size)
+
+    @classmethod
+    def load(
+        cls, backbone: Path, adapters: Adapters | None, dtype: torch.dtype, *, checkpointing: bool
+    ) -> ValueNetwork:
+        """Of a Hugging Face directory or a ``.gguf`` file.
+
+        Args:
+            backbone: where it is.
+            adapters: as of the class.
+            dtype: float32 or bfloat16, of weights that are not trained and of what is computed; weights that are
+                trained are fp32.
+            checkpointing: as of the class.
+        """
+        model = AutoModelForCausalLM.from_pretrained(
+            **source_of(backbone),
+            dtype=torch.float32 if adapters is None else dtype,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+        )
+        autocast = None if dtype == torch.float32 else dtype
+        return cls(model, adapters, autocast=autocast, checkpointing=checkpointing)
 
     def states(self, pack: Pack) -> torch.Tensor:
         """The hidden states ``[T, H]`` after which there are values to predict."""
-        hidden = self.model.model(
-            input_ids=pack.ids, attention_mask=pack.mask(), position_ids=pack.positions, use_cache=False
-        ).last_hidden_state
+        with nullcontext() if self._autocast is None else torch.autocast(pack.ids.device.type, self._autocast):
+            hidden = self.model.model(
+                input_ids=pack.ids, attention_mask=pack.mask(), position_ids=pack.positions, use_cache=False
+            ).last_hidden_state
         return hidden.flatten(0, 1)[pack.states]
 
     def forward(self, pack: Pack) -> torch.Tensor:
@@ -144,7 +170,7 @@ class ValueNetwork(torch.nn.Module):
     def adapter_tensors(self) -> dict[str, torch.Tensor]:
         """The adapters' matrices as PEFT names them in a file."""
         found = get_peft_model_state_dict(self.model)
-        return {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in found.items()}
+        return {f"{PEFT}{name}": tensor.detach().cpu().contiguous() for name, tensor in found.items()}
 
     def take(self, folder: Path) -> None:
         """Go on from the adapters and the head of a directory.
@@ -153,13 +179,12 @@ class ValueNetwork(torch.nn.Module):
             ValueError: they do not fit.
         """
         if self.adapters is not None:
-            tensors = {
-                name.removeprefix("base_model.model."): t for name, t in load_file(folder / ADAPTER_FILE).items()
-            }
-            found = set_peft_model_state_dict(self.model, tensors)
+            tensors = {name.removeprefix(PEFT): tensor for name, tensor in load_file(folder / ADAPTER_FILE).items()}
             own = get_peft_model_state_dict(self.model)
-            if found.unexpected_keys or own.keys() != tensors.keys():
+            shapes = [{name: tensor.shape for name, tensor in of.items()} for of in (tensors, own)]
+            if shapes[0] != shapes[1]:
                 raise ValueError(
                     f"--initial must hold adapters of the same layers and rank, {str(folder)!r} has others"
                 )
+            set_peft_model_state_dict(self.model, tensors)
         self.head.take(load_file(folder / HEAD_FILE))

@@ -20,11 +20,14 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from lenvm_kernels.cli_arguments import device_of
 from lenvm_kernels.demo import held_out_prompts, spread, training_prompts
 from lenvm_kernels.demo.models import Models, load_tokenizer, locate, quiet, source_of, tokens_of
+from lenvm_kernels.evaluate import command as evaluate
 from lenvm_kernels.evaluate.servers import Server
 from lenvm_kernels.prompts import TEST, TRAIN, Prompt, read_prompts
 from lenvm_kernels.training import collect as collecting
+from lenvm_kernels.training import cost
 from lenvm_kernels.training.answers import AnswerStore
 from lenvm_kernels.training.checkpoint import ADAPTER, VALUE, write
+from lenvm_kernels.training.command import RATE_ADAPTERS, RATE_FULL
 from lenvm_kernels.training.fit import Schedule, Training, standardise, values_of
 from lenvm_kernels.training.measures import measure
 from lenvm_kernels.training.network import Adapters, ValueNetwork
@@ -32,8 +35,7 @@ from lenvm_kernels.training.targets import gamma_of, split_of
 from lenvm_kernels.value_model import LenVMConfig, ValueModelConfig
 
 REPORT = "report.json"
-# Of all weights the authors' (LlamaFactory-LenVM, arXiv 2604.27039); adapters want some ten times as much.
-RATE_FULL, RATE_ADAPTERS, RATE_HEAD = 2e-5, 2e-4, 5e-4
+EVALUATED = (20, 40, 80, 160, 320, 640)  # targets in tokens
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ class Collecting:
         Raises:
             ValueError, OSError: a flag that does not fit, by name.
         """
-        low, high = args.targets
-        if not low <= high or low > args.max_new_tokens:
+        low, high = args.targets or (min(20, args.max_new_tokens), 2000)
+        if not low <= min(high, args.max_new_tokens):
             raise ValueError(f"--targets must be LOW <= HIGH with LOW at most --max-new-tokens, got {low} {high}")
         if not 0 < args.held_out < 1:
             raise ValueError(f"--held-out must be a share in (0, 1), got {args.held_out}")
@@ -108,8 +110,8 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase) -> str:
     return _hash(sorted(tokenizer.get_vocab().items()))[:16]
 
 
-def check_backbone(name: str, flag: str) -> Path:
-    """Where a backbone is, if the value model runs its architecture and reads text alone.
+def check_backbone(name: str, flag: str, adapters: Adapters | None) -> Path:
+    """Where a backbone is, if the value model runs its architecture, and it reads text alone and has the layers.
 
     Raises:
         ValueError, OSError: it does not, or there is none; by the flag's name.
@@ -122,6 +124,10 @@ def check_backbone(name: str, flag: str) -> Path:
         raise ValueError(f"{flag} must be of an architecture that the value model runs: {error}") from error
     if facts.vision is not None:
         raise ValueError(f"{flag} must be a model of text to be trained, {name!r} is a {config.model_type}")
+    if adapters is not None and adapters.first_layer >= facts.num_layers:
+        raise ValueError(
+            f"--first-layer must be below the {facts.num_layers} layers of {name!r}, got {adapters.first_layer}"
+        )
     return path
 
 
@@ -202,6 +208,8 @@ class Fitting:
                 gamma = math.nan
             if not 0 < gamma < 1:
                 raise ValueError(f"--gamma must be auto or a number in (0, 1), got {args.gamma!r}")
+        if args.dtype == "float16":
+            raise ValueError("--dtype must be float32 or bfloat16 where something is trained, got 'float16'")
         if args.first_layer < 0:
             raise ValueError(f"--first-layer must be at least 0, got {args.first_layer}")
         on_cpu = device == "cpu"
@@ -235,7 +243,7 @@ def fit_stage(
         ValueError: answers of another vocabulary, or as :class:`Training`.
     """
     quiet()
-    path = check_backbone(backbone, "BACKBONE")
+    path = check_backbone(backbone, "BACKBONE", how.adapters)
     tokenizer = load_tokenizer("BACKBONE", path)
     stores = [AnswerStore.open(folder, "--answers") for folder in folders]
     for folder, store in zip(folders, stores, strict=True):
@@ -271,10 +279,9 @@ def fit_stage(
         raise ValueError(f"--output must be a new directory or that of the same training, {str(output)!r} has another")
 
     began = time.monotonic()
-    mixed = "bf16" if how.dtype == "bfloat16" else "fp16" if how.dtype == "float16" else "no"
-    accelerator = Accelerator(cpu=how.on_cpu, mixed_precision=mixed)
+    accelerator = Accelerator(cpu=how.on_cpu)
     torch.manual_seed(how.schedule.seed)
-    network = ValueNetwork(path, how.adapters, getattr(torch, how.dtype), how.checkpointing)
+    network = ValueNetwork.load(path, how.adapters, getattr(torch, how.dtype), checkpointing=how.checkpointing)
     standardise(network, examples, how.schedule, accelerator)
     if initial is not None:
         network.take(initial)
@@ -349,18 +356,31 @@ def table(report: dict[str, Any]) -> str:
 
 
 def train(args: argparse.Namespace, command: str) -> None:
-    """All stages of ``lenvm train``, one after the other; each goes on where it was ended."""
+    """All stages of ``lenvm train``, one after the other; each goes on where it was ended.
+
+    Args:
+        args: of the command.
+        command: for the reports.
+
+    Raises:
+        ValueError, OSError: what a stage raises; all that can be checked is checked first.
+    """
+    if args.evaluate_prompts < 0:
+        raise ValueError(f"--evaluate-prompts must be at least 0, got {args.evaluate_prompts}")
     how = Collecting.of(args)
     fitting = Fitting.of(args, how.device)
     backbone = args.base if args.backbone == "base" else args.backbone
-    check_backbone(backbone, "--backbone")
-    tokenizers = [
-        load_tokenizer(flag, locate(flag, name)) for flag, name in (("BASE", args.base), ("--backbone", backbone))
-    ]
-    if vocabulary(tokenizers[0]) != vocabulary(tokenizers[1]):
-        raise ValueError(
-            f"--backbone must share the base model's vocabulary, {backbone!r} has another than {args.base!r}"
-        )
+    quiet()
+    check_backbone(backbone, "--backbone", fitting.adapters)
+    base, value_tokenizer = (
+        load_tokenizer(f, locate(f, n)) for f, n in (("BASE", args.base), ("--backbone", backbone))
+    )
+    if vocabulary(base) != vocabulary(value_tokenizer):
+        raise ValueError(f"--backbone must share the vocabulary of {args.base!r}, {backbone!r} has another")
+    if args.dry_run:
+        print(dry_run(how, fitting, args.base, backbone, args.rounds, base))
+        return
+
     folders: list[Path] = []
     value = None
     for number in range(1, args.rounds + 1):
@@ -369,10 +389,75 @@ def train(args: argparse.Namespace, command: str) -> None:
         url = args.url if number == 1 else args.guided_url if number == 2 else None
         collect_stage(how, args.base, folders[-1], seed=args.seed + number - 1, value=value, url=url)
         initial, start = None, backbone
-        if number > 1 and fitting.adapters is not None:
-            initial = args.output / f"round-{number - 1}" / ADAPTER
-        elif number > 1:
+        if value is not None and fitting.adapters is not None:
+            initial = Path(value).parent / ADAPTER
+        elif value is not None:
             start = value
         report = fit_stage(fitting, start, folders, folder, initial=initial, command=command)
         print(f"round {number}:\n{table(report)}", flush=True)
         value = str(folder / VALUE)
+    assert value is not None
+    link = args.output / VALUE
+    link.unlink(missing_ok=True)
+    link.symlink_to(Path(value).relative_to(args.output))
+    if args.evaluate_prompts and how.chat:
+        _evaluate(args, how, link)
+
+
+def _evaluate(args: argparse.Namespace, how: Collecting, value: Path) -> None:
+    """``lenvm evaluate`` on held-out prompts."""
+    texts = spread([prompt.text for prompt in how.prompts if prompt.split == TEST], args.evaluate_prompts)
+    file = args.output / "evaluation-prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
+    parser = argparse.ArgumentParser()
+    evaluate.add(parser.add_subparsers())
+    argv = ["evaluate", args.base, str(value), "--prompts", str(file), "--output", str(args.output / "evaluation")]
+    targets = sorted({target for target in EVALUATED if target <= how.max_new_tokens} or {how.max_new_tokens})
+    argv += ["--targets", *map(str, targets), "--seeds", "0", "--dtype", how.dtype, "--device", how.device]
+    argv += [part for name, setting in how.sampling.items() for part in (f"--{name.replace('_', '-')}", str(setting))]
+    found = parser.parse_args(argv)
+    found.run(found)
+
+
+def dry_run(
+    how: Collecting, fitting: Fitting, base: str, backbone: str, rounds: int, tokenizer: PreTrainedTokenizerBase
+) -> str:
+    """A table of what each stage takes on one H100, if every answer is as long as it may be."""
+    paths = locate("BASE", base), locate("--backbone", backbone)
+    row_tokens = fitting.schedule.row_tokens
+    of_base = cost.model_cost(paths[0], Adapters(1), row_tokens)
+    of_value = cost.model_cost(paths[1], fitting.adapters, row_tokens, checkpointing=fitting.checkpointing)
+    prompt_tokens = [len(ids) for ids in tokens_of(tokenizer, [p.text for p in how.prompts], chat=how.chat)]
+    shares = {split: sum(prompt.split == split for prompt in how.prompts) for split in (TRAIN, TEST)}
+    low, high = how.targets
+    # Of the logarithm's even distribution between two targets.
+    mean_target = (high - low) / math.log(high / low) if high > low else low
+    lines = [
+        f"{shares[TRAIN]} training and {shares[TEST]} held-out prompts of {sum(prompt_tokens) / len(prompt_tokens):.0f} "
+        f"tokens, {how.answers_per_prompt} answers a round",
+        f"value model: {of_value.parameters / 1e6:.1f} million parameters, {of_value.trained / 1e6:.2f} million trained",
+        "Answers count with --max-new-tokens, guided ones with their mean target. Hours are computed for one H100 at "
+        f"{cost.SHARE_OF_FLOPS:.0%} of its operations and {cost.SHARE_OF_BANDWIDTH:.0%} of its bandwidth; nothing was "
+        "measured.",
+        "",
+        "| stage | tokens | FLOPs | hours | GiB |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    fitted = 0.0
+    for number in range(1, rounds + 1):
+        guided = number > 1
+        length = mean_target if guided else how.max_new_tokens
+        tokens = len(how.prompts) * how.answers_per_prompt * length
+        context = sum(prompt_tokens) / len(prompt_tokens) + length / 2
+        rows = how.concurrency
+        kv = cost.kv_bytes(paths[0])
+        flops = tokens * (of_base.forward + (1 + cost.CANDIDATES) * of_value.forward * guided)
+        hours = cost.collect_hours(of_base, kv, of_value if guided else None, tokens, context, rows)
+        gib = (2 * (of_base.parameters + of_value.parameters * guided) + rows * 2 * context * kv) / cost.GIB
+        lines.append(f"| collect, round {number} | {tokens:.3g} | {flops:.3g} | {hours:.2g} | {gib:.1f} |")
+        share = shares[TRAIN] / len(how.prompts)
+        fitted += fitting.schedule.epochs * (tokens + sum(prompt_tokens)) * share
+        gib = cost.fit_gib(of_value, fitting.schedule.forward_tokens)
+        hours = cost.fit_hours(of_value, fitted)
+        lines.append(f"| fit, round {number} | {fitted:.3g} | {fitted * of_value.step:.3g} | {hours:.2g} | {gib:.1f} |")
+    return "\n".join(lines)

@@ -1,0 +1,424 @@
+"""``lenvm collect``, ``lenvm fit`` and ``lenvm train`` on tiny models: what they write, what a kill leaves, bad input."""
+
+import json
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+import lenvm_kernels
+from lenvm_kernels import cli
+from lenvm_kernels.demo.models import Models
+from lenvm_kernels.training import collect, decode, fit
+from lenvm_kernels.training.answers import AnswerStore
+from lenvm_kernels.value_model import LenVMConfig, ValueModel
+from tests.helpers.fake_engine import fake_engines
+from tests.helpers.models import EOS, WORDS, save_checkpoint
+
+TEMPLATE = "{% for message in messages %}{{ 'w1 ' + message['content'] + ' w2' }}{% endfor %}"
+TEXTS = [f"w{3 + i} w{4 + i % 5}" + " w9" * (i % 3) for i in range(12)]
+
+
+def checkpoint(path, seed, **options):
+    save_checkpoint(path, seed, **options)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return checkpoint(tmp_path_factory.mktemp("base"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    return file
+
+
+@pytest.fixture
+def lenvm(capsys):
+    """Run a command; gives its exit code, its output and its errors."""
+
+    def run(*argv):
+        try:
+            code = cli.main([*map(str, argv), "--device", "cpu"])
+        except SystemExit as exit:  # argparse
+            code = exit.code
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+COLLECT = ("--answers-per-prompt", 3, "--max-new-tokens", 14, "--rows", 5, "--temperature", 1.5, "--top-k", 0)
+FIT = ("--adapters", 2, "--batch-tokens", 60, "--row-tokens", 40, "--forward-tokens", 80, "--learning-rate", 0.01)
+
+
+@pytest.fixture(scope="module")
+def answers(base, prompts, tmp_path_factory):
+    """A directory of answers."""
+    folder = tmp_path_factory.mktemp("collected") / "answers"
+    assert cli.main([str(a) for a in ("collect", base, "--prompts", prompts, "--output", folder, *COLLECT)]) == 0
+    return folder
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+
+
+def test_collected_answers(answers, base):
+    lines, plan = lines_of(answers), json.loads((answers / "plan.json").read_text())
+    assert sorted((line["prompt"], line["sample"]) for line in lines) == [(p, s) for p in range(12) for s in range(3)]
+    assert {line["finished"] for line in lines} == {True, False}
+    for line in lines:
+        assert line["finished"] == (line["ids"][-1] == EOS) and EOS not in line["ids"][:-1]
+        assert len(line["ids"]) <= line["limit"] == 14 and (line["finished"] or len(line["ids"]) == 14)
+        assert line["target"] is None
+    assert len({tuple(line["ids"]) for line in lines}) > 30
+    # One in ten is held out; the template says what is read.
+    assert [prompt["split"] for prompt in plan["prompts"]].count("test") == 1
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    by_text = {prompt["text"]: tokenizer.decode(prompt["ids"]) for prompt in plan["prompts"]}
+    assert by_text == {text: f"w1 {text} w2" for text in TEXTS}
+
+
+def test_a_killed_collection_goes_on_and_gives_the_same(lenvm, answers, base, prompts, tmp_path, monkeypatch):
+    folder = tmp_path / "answers"
+    calls = []
+
+    def killed(*args, **options):
+        calls.append(args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return decode.decode(*args, **options)
+
+    monkeypatch.setattr(collect, "decode", killed)
+    command = ("collect", base, "--prompts", prompts, "--output", folder, *COLLECT)
+    assert lenvm(*command)[0] == 130
+    kept = (folder / "answers.jsonl").read_bytes()
+    assert len(kept.splitlines()) == 15
+    (folder / "answers.jsonl").write_bytes(kept[:-20])  # the last line of a batch, cut short
+    assert lenvm(*command)[0] == 0
+    assert len(calls) == 3 + 1 + 6  # of eight batches two are whole
+
+    def order(of):
+        return sorted(lines_of(of), key=lambda line: (line["prompt"], line["sample"]))
+
+    assert order(folder) == order(answers)
+    assert lenvm(*command)[0] == 0 and len(calls) == 10
+    code, _, error = lenvm(*command, "--seed", 1, "--min-p", 0.1)
+    assert code == 2 and "same plan" in error and "differs in prompts, sampling, seed" in error
+
+
+def test_guided_answers_have_targets(lenvm, base, prompts, tmp_path):
+    value, folder = checkpoint(tmp_path / "value", seed=1, value_head=True), tmp_path / "answers"
+    command = ("collect", base, "--prompts", prompts, "--output", folder, *COLLECT, "--value", value)
+    code, _, error = lenvm(*command, "--targets", 3, 900, "--max-new-tokens", 30)
+    assert code == 0, error
+    lines = lines_of(folder)
+    targets = [line["target"] for line in lines]
+    assert targets == sorted(targets) and 3 <= targets[0] <= 5 and 20 < targets[-1] <= 30
+    for line in lines:
+        assert line["limit"] == min(30, -(-5 * line["target"] // 32) * 16)  # 2.5 times as much in whole 16s
+        assert len(line["ids"]) <= line["limit"]
+        assert line["finished"] == (line["ids"][-1] == EOS)
+    half = len(lines) // 2
+    short, long = (sum(len(line["ids"]) for line in part) for part in (lines[:half], lines[half:]))
+    assert short < 0.75 * long
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_server_that_stops_half_way(lenvm, base, prompts, tmp_path, engine, monkeypatch):
+    monkeypatch.setattr(collect, "PAUSES", (0.01, 0.02))
+    folder = tmp_path / "answers"
+    with fake_engines() as start:
+        server, url = start(engine)
+        command = (
+            "collect",
+            base,
+            "--prompts",
+            prompts,
+            "--output",
+            folder,
+            "--url",
+            url,
+            "--concurrency",
+            3,
+            *COLLECT,
+        )
+        reply, count = server.RequestHandlerClass.reply, [0]
+
+        def stops(handler, status, content):
+            if handler.command == "POST":
+                count[0] += 1
+                if 5 < count[0] <= 7:  # for a moment
+                    return reply(handler, 503, {"error": "busy"})
+                if count[0] > 20:
+                    return reply(handler, 500, {"error": "out of memory"})
+            return reply(handler, status, content)
+
+        monkeypatch.setattr(server.RequestHandlerClass, "reply", stops)
+        code, _, error = lenvm(*command)
+        assert code == 2 and "answered with status 500" in error and "out of memory" in error
+        done = {(line["prompt"], line["sample"]) for line in lines_of(folder)}
+        assert len(done) == 18
+        monkeypatch.setattr(server.RequestHandlerClass, "reply", reply)
+        before = len(server.requests)
+        assert lenvm(*command)[0] == 0
+        assert len(server.requests) - before == 36 - 18
+        lines = lines_of(folder)
+        assert len({(line["prompt"], line["sample"]) for line in lines}) == len(lines) == 36
+        plan = json.loads((folder / "plan.json").read_text())
+        for line in lines:  # as the fake one makes answers of the seed and the limit
+            request = collect.Request(None, line["prompt"], line["sample"])
+            assert line["finished"] and line["ids"][-1] == EOS and len(set(line["ids"][:-1])) == 1, request
+        asked = {tuple(body.get("input_ids") or body["prompt"]) for _, body in server.requests}
+        assert asked == {tuple(prompt["ids"]) for prompt in plan["prompts"]}
+
+
+def test_a_server_that_refuses_is_not_asked_again(lenvm, base, prompts, tmp_path):
+    with fake_engines() as start:
+        server, url = start("sglang", broken=(400, {"error": "too long"}))
+        command = ("collect", base, "--prompts", prompts, "--output", tmp_path / "a", "--url", url, *COLLECT)
+        code, _, error = lenvm(*command, "--concurrency", 1)
+        assert code == 2 and "status 400" in error and "too long" in error
+        assert len(server.requests) < 4 and not (tmp_path / "a").exists()
+
+
+def test_a_fitted_model_gives_the_values_that_were_measured(lenvm, answers, base, tmp_path):
+    """value/ and adapter/ are the network that was trained, in the runtime."""
+    folder = tmp_path / "fitted"
+    code, out, error = lenvm("fit", base, "--answers", answers, "--output", folder, *FIT)
+    assert code == 0, error
+    report = json.loads((folder / "report.json").read_text())
+    found = report["test"][str(answers)]
+    assert found["value model"]["answers"] == 3 and not found["guided"]
+    assert f"{found['value model']['r2']:.2f}" in out
+    assert not (folder / "state.pt").exists()
+    whole = Models.load(base, str(folder / "value"), device="cpu", dtype=torch.float32)
+    parts = ValueModel.from_pretrained(base, adapter=folder / "adapter")
+    config = LenVMConfig.read(folder / "value")
+    assert whole.value_model.lenvm_config == parts.lenvm_config == config and config.gamma == report["plan"]["gamma"]
+    for found, wanted in zip(whole.value_model.head, parts.head, strict=True):
+        assert torch.equal(found, wanted)
+    for found, wanted in zip(whole.value_model.layers, parts.layers, strict=True):
+        assert torch.equal(found.o, wanted.o) and torch.equal(found.qkv, wanted.qkv)
+    adapters = load_file(folder / "adapter" / "adapter_model.safetensors")
+    assert {tensor.shape[0] for name, tensor in adapters.items() if "lora_A" in name} == {2}
+    assert all(tensor.abs().max() > 0 for tensor in adapters.values())
+
+
+def test_lengths_that_the_prompt_tells_are_learned(lenvm, base, tmp_path):
+    """Prompts with w5 are answered by 4 tokens, those with w6 by 16, all of them the same word."""
+    prompts = [
+        {"text": "", "split": "test" if i >= 12 else "train", "ids": [7 + i, 8 if i % 2 else 9, 5]} for i in range(16)
+    ]
+    plan = {"prompts": prompts, "base": base, "vocabulary": vocabulary_of(base)}
+    store = AnswerStore(tmp_path / "answers", plan)
+    store.add([collect.Answer(i, 0, None, 20, [10] * (3 if i % 2 else 15) + [EOS], True) for i in range(16)])
+    folder = tmp_path / "fitted"
+    options = ("--full", "--learning-rate", 3e-3, "--epochs", 40, "--batch-tokens", 60, "--gamma", 0.9)
+    code, _, error = lenvm("fit", base, "--answers", tmp_path / "answers", "--output", folder, *options)
+    assert code == 0, error
+    report = json.loads((folder / "report.json").read_text())
+    found = report["test"][str(tmp_path / "answers")]
+    assert found["value model"]["r2"] > 0.8 > 0.1 > found["constant"]["r2"]
+    assert report["plan"]["gamma"] == 0.9
+    assert ValueModel.from_pretrained(folder / "value").dtype == torch.bfloat16
+    assert not (folder / "adapter").exists()
+
+
+def vocabulary_of(base):
+    from lenvm_kernels.training.stages import vocabulary
+
+    return vocabulary(AutoTokenizer.from_pretrained(base))
+
+
+def test_ctrl_c_and_a_kill_go_on_to_the_same_bits(lenvm, answers, base, tmp_path, monkeypatch):
+    def command(folder):
+        return ("fit", base, "--answers", answers, "--output", tmp_path / folder, *FIT)
+
+    assert lenvm(*command("whole"))[0] == 0
+    step, done = fit.Training._step, []
+
+    def pressed(self, number):
+        done.append(number)
+        if len(done) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        if len(done) == 6:
+            raise RuntimeError("killed")
+        return step(self, number)
+
+    monkeypatch.setattr(fit.Training, "_step", pressed)
+    assert lenvm(*command("part"))[0] == 130
+    assert (tmp_path / "part" / "state.pt").exists() and done == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="killed"):  # what has not been written is done again
+        lenvm(*command("part"))
+    assert done == [0, 1, 2, 3, 4, 5]
+    assert lenvm(*command("part"))[0] == 0
+    assert done[6] == 3
+    for name in ("adapter/adapter_model.safetensors", "adapter/value_head.safetensors", "value/model.safetensors"):
+        found, wanted = (load_file(tmp_path / folder / name) for folder in ("part", "whole"))
+        assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+    again = len(done)
+    assert lenvm(*command("part"))[0] == 0 and len(done) == again  # it is there
+    code, _, error = lenvm(*command("part"), "--epochs", 3)
+    assert code == 2 and "--output must be a new directory" in error
+
+
+def test_a_state_of_another_training_is_refused(lenvm, answers, base, tmp_path, monkeypatch):
+    command = ("fit", base, "--answers", answers, "--output", tmp_path, *FIT)
+    monkeypatch.setattr(fit.Training, "_step", lambda *_: os.kill(os.getpid(), signal.SIGINT) or 0.5)
+    assert lenvm(*command)[0] == 130
+    code, _, error = lenvm(*command, "--seed", 4, "--gamma", "0.5")
+    assert code == 2 and "state.pt' differs in gamma, schedule" in error
+
+
+def test_a_loss_that_is_no_number_keeps_the_last_good_state(lenvm, answers, base, tmp_path, monkeypatch):
+    saved = torch.tensor(0.0)
+    step = fit.Training._step
+
+    def breaks(self, number):
+        if number == 2:
+            self._save()
+            saved.copy_(self._network.head.fc.weight.sum())
+        if number == 3:
+            self._network.head.summary.bias.data.fill_(torch.nan)
+        return step(self, number)
+
+    monkeypatch.setattr(fit.Training, "_step", breaks)
+    code, _, error = lenvm("fit", base, "--answers", answers, "--output", tmp_path, *FIT)
+    assert code == 2 and "the loss of step 4 is nan" in error and "--learning-rate" in error
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert len(state["losses"]) == 2 and torch.equal(state["trained"]["head.fc.weight"].sum(), saved)
+    assert not (tmp_path / "value").exists()
+
+
+def test_a_full_disk_leaves_the_state_that_was_there(lenvm, answers, base, tmp_path, monkeypatch):
+    save, step = torch.save, fit.Training._step
+
+    def full(content, file):
+        if file.parent.joinpath("state.pt").exists():
+            file.write_bytes(b"half")
+            raise RuntimeError("PytorchStreamWriter failed writing file: No space left on device")
+        save(content, file)
+
+    def saves(self, number):
+        if number:
+            self._save()
+        return step(self, number)
+
+    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(fit.Training, "_step", saves)
+    code, _, error = lenvm("fit", base, "--answers", answers, "--output", tmp_path, *FIT)
+    assert code == 2 and "state.new could not be written" in error and "No space left" in error
+    assert len(torch.load(tmp_path / "state.pt", weights_only=True)["losses"]) == 1
+    assert not (tmp_path / "state.new").exists()
+
+
+def test_two_rounds_from_prompts_to_a_guided_server(lenvm, base, prompts, tmp_path):
+    """``lenvm train`` end to end, and what it leaves answers through ``lenvm serve`` and ``generate``."""
+    folder = tmp_path / "trained"
+    command = ("train", base, "--prompts", prompts, "--output", folder, *COLLECT, *FIT, "--targets", 3, 12)
+    code, out, error = lenvm(*command, "--evaluate-prompts", 2)
+    assert code == 0, error
+    first, second = (json.loads((folder / f"round-{i}" / "report.json").read_text()) for i in (1, 2))
+    assert [found["guided"] for found in second["test"].values()] == [False, True]
+    assert second["plan"]["initial"] == str(folder / "round-1" / "adapter")
+    assert second["plan"]["gamma"] == first["plan"]["gamma"]
+    assert second["training"]["answers"] == 2 * first["training"]["answers"] == 66
+    assert {line["target"] for line in lines_of(folder / "round-2" / "answers")} <= set(range(3, 13))
+    assert "round 2:" in out and "Target 14 tokens" in out
+    assert (folder / "evaluation" / "table.md").exists()
+    before = {file: file.stat().st_mtime_ns for file in folder.rglob("*.safetensors")}
+    assert lenvm(*command, "--evaluate-prompts", 2)[0] == 0  # nothing is made twice
+    assert before == {file: file.stat().st_mtime_ns for file in folder.rglob("*.safetensors")}
+
+    models = Models.load(base, str(folder / "value"), device="cpu", dtype=torch.float32)
+    inputs = models.encode(TEXTS[:4])
+    found = []
+    for target in (4, 16):
+        torch.manual_seed(0)
+        options = dict(max_new_tokens=40, target_length=target, temperature=1.0, top_k=0)
+        answered = lenvm_kernels.generate(models.model, **inputs, value_model=models.value_model, **options)
+        new = answered[:, inputs["input_ids"].shape[1] :].tolist()
+        found.append(sum(row.index(EOS) + 1 if EOS in row else 40 for row in new) / 4)
+    assert abs(found[0] - 4) < 3 and abs(found[1] - 16) < 6
+
+
+def test_a_dry_run_prints_costs_and_does_nothing(lenvm, base, prompts, tmp_path):
+    command = ("train", base, "--prompts", prompts, "--output", tmp_path / "t", *COLLECT, *FIT, "--dry-run")
+    code, out, error = lenvm(*command)
+    assert code == 0 and not (tmp_path / "t").exists(), error
+    rows = [line.split("|") for line in out.splitlines() if "round" in line and line.startswith("|")]
+    assert [row[1].strip() for row in rows] == [f"{stage}, round {i}" for i in (1, 2) for stage in ("collect", "fit")]
+    assert float(rows[0][2]) == 12 * 3 * 14
+    prompt_tokens = sum(2 + len(text.split()) for text in TEXTS)
+    assert float(rows[1][2]) == pytest.approx(2 * (12 * 3 * 14 + prompt_tokens) * 11 / 12, rel=0.01)
+    assert all(float(cell) > 0 for row in rows for cell in row[2:5])
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        (["--targets", "9", "4"], "--targets must be LOW <= HIGH"),
+        (["--targets", "15", "40"], "with LOW at most --max-new-tokens, got 15 40"),
+        (["--held-out", "1.5"], "--held-out must be a share in (0, 1), got 1.5"),
+        (["--gamma", "1.5"], "--gamma must be auto or a number in (0, 1), got '1.5'"),
+        (["--gamma", "much"], "--gamma must be auto or a number in (0, 1), got 'much'"),
+        (["--first-layer", "-1"], "--first-layer must be at least 0"),
+        (["--first-layer", "1"], "--first-layer must be below the 1 layers"),
+        (["--backbone", "nowhere"], "--backbone must be a directory with config.json"),
+        (["--evaluate-prompts", "-1"], "--evaluate-prompts must be at least 0"),
+        (["--full", "--adapters", "4"], "not allowed with argument"),
+        (["--dtype", "float16"], "--dtype must be float32 or bfloat16"),
+        (["--num-prompts", "0"], "--num-prompts"),
+    ],
+)
+def test_bad_flags_are_named_before_anything_is_sampled(lenvm, base, prompts, tmp_path, options, named):
+    command = ("train", base, "--prompts", prompts, "--output", tmp_path / "t", *COLLECT, *options)
+    code, _, error = lenvm(*command)
+    assert code == 2 and named in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "t").exists()
+
+
+def test_bad_models_are_named_before_anything_is_sampled(lenvm, base, prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr(collect, "collect", None)
+    out = tmp_path / "t"
+    other = checkpoint(tmp_path / "other", seed=1, words=[*WORDS[:-1], "else"])
+    code, _, error = lenvm("train", base, "--backbone", other, "--prompts", prompts, "--output", out)
+    assert code == 2 and "--backbone must share the vocabulary" in error
+    save_checkpoint(tmp_path / "bare", seed=1)
+    code, _, error = lenvm("train", tmp_path / "bare", "--prompts", prompts, "--output", out)
+    assert code == 2 and "BASE must have a chat template" in error and "--plain-prompts" in error
+    config = tmp_path / "other" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "gemma"}))
+    code, _, error = lenvm("train", base, "--backbone", other, "--prompts", prompts, "--output", out)
+    assert code == 2 and "--backbone must be of an architecture that the value model runs" in error and "gemma" in error
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "w1"}\n{"prompt"\n')
+    code, _, error = lenvm("train", base, "--prompts", bad, "--output", out)
+    assert code == 2 and f"{bad}, line 2" in error
+    assert not out.exists()
+
+
+def test_answers_that_do_not_fit_are_named(lenvm, answers, base, tmp_path):
+    other = checkpoint(tmp_path / "other", seed=1, words=[*WORDS[:-1], "else"])
+    code, _, error = lenvm("fit", other, "--answers", answers, "--output", tmp_path / "o")
+    assert code == 2 and "BACKBONE must have the vocabulary of the base model" in error and str(answers) in error
+    code, _, error = lenvm("fit", base, "--answers", tmp_path, "--output", tmp_path / "o")
+    assert code == 2 and "--answers must be directories that lenvm collect has written" in error
+    assert lenvm("fit", base, "--answers", answers, "--output", tmp_path / "two", *FIT)[0] == 0
+    initial = ("--initial", tmp_path / "two" / "adapter")
+    code, _, error = lenvm(
+        "fit", base, "--answers", answers, "--output", tmp_path / "o", *FIT, *initial, "--adapters", 3
+    )
+    assert code == 2 and "--initial must hold adapters of the same layers and rank" in error
