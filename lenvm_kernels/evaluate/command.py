@@ -211,10 +211,7 @@ def _guidance(text: str) -> dict[str, Any]:
 
 def _prompts(file: Path | None, count: int | None) -> list[str]:
     """The prompts of a file, or the demo's, of which ``count`` are taken evenly."""
-    if file is None:
-        prompts = held_out_prompts()
-    else:
-        prompts = [prompt.text for prompt in read_prompts(file)]
+    prompts = held_out_prompts() if file is None else [prompt.text for prompt in read_prompts(file)]
     if count is None:
         return prompts
     if count > len(prompts):

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from lenvm_kernels.demo.models import source_of
-from lenvm_kernels.training.network import ValueNetwork
+from lenvm_kernels.training.network import MODEL_FILE, ValueNetwork
 from lenvm_kernels.value_model import LenVMConfig
 from lenvm_kernels.value_model.checkpoint import HEAD_FILE, read_checkpoint
 from lenvm_kernels.value_model.low_rank import ADAPTER_FILE
@@ -55,7 +55,7 @@ def write(
         _, merged = read_checkpoint(backbone, head, adapter)
         tied = network.model.config.tie_word_embeddings
         tensors = {n: t.contiguous() for n, t in merged.items() if not (tied and n.endswith("lm_head.weight"))}
-    save_file(tensors, new / "model.safetensors", {"format": "pt"})
+    save_file(tensors, new / MODEL_FILE, {"format": "pt"})
     config = AutoConfig.from_pretrained(**source_of(backbone))
     config.save_pretrained(new)
     tokenizer.save_pretrained(new)

@@ -41,8 +41,8 @@ class Plan:
         prompts: the users' messages, each with a split.
         samples: answers to each.
         max_new_tokens: at which an answer is cut.
-        targets: the least and the most tokens that guidance aims at, between which targets are drawn by their logarithm;
-            None: nothing guides.
+        targets: the least and the most tokens that guidance aims at. Targets are drawn between them, evenly by their
+            logarithm. None: nothing guides.
         sampling: ``temperature``, ``top_k``, ``top_p`` and ``min_p``.
         seed: of everything that is drawn.
         rows: prompts of a batch in process.

@@ -192,6 +192,13 @@ def _add_training(group: Any) -> None:
     group.add_argument(
         "--forward-tokens", type=positive(int), metavar="N", help="of a forward (default: 16384, on a CPU 1536)"
     )
+    group.add_argument(
+        "--save-seconds",
+        type=positive(float),
+        default=300,
+        metavar="S",
+        help="between two writings of what a run that was killed goes on from (default: %(default)s)",
+    )
     group.add_argument("--checkpointing", action="store_true", help="less memory for a third more time")
 
 
@@ -228,11 +235,13 @@ def _run_fit(args: argparse.Namespace) -> None:
         from lenvm_kernels.training.stages import Fitting, fit_stage, table
 
         how = Fitting.of(args, device_of(args.device))
-        print(table(fit_stage(how, args.backbone, args.answers, args.output, initial=args.initial, command=command)))
+        report = fit_stage(how, args.backbone, args.answers, args.output, initial=args.initial, command=command)
+        if report:  # of several processes the first one has it
+            print(table(report))
 
 
 def _run_train(args: argparse.Namespace) -> None:
     with usage_errors():
-        from lenvm_kernels.training.stages import train
+        from lenvm_kernels.training.train import train
 
         train(args, shlex.join(["lenvm", *sys.argv[1:]]))

@@ -58,7 +58,7 @@ def model_cost(path: Path, adapters: Adapters | None, row_tokens: int, *, checkp
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
         network = ValueNetwork(model, adapters, checkpointing=checkpointing).train()
-    for name, parameter in network.model.named_parameters():
+    for parameter in network.model.parameters():
         parameter.data = parameter.data.bfloat16()  # as autocast computes, which has no rules for this device
     weights = {parameter.untyped_storage()._cdata for parameter in network.parameters()}
     example = Example([0], [0] * row_tokens, torch.zeros(row_tokens))
@@ -111,6 +111,6 @@ def fit_hours(cost: ModelCost, tokens: float) -> float:
 
 
 def fit_gib(cost: ModelCost, forward_tokens: int) -> float:
-    """Weights that are frozen in bf16; of trained ones weight, gradient and two moments in fp32; what a forward keeps."""
+    """Frozen weights in bf16, trained ones with gradient and two moments in fp32, and what a forward keeps."""
     fixed = 2 * (cost.parameters - cost.trained) + 16 * cost.trained
     return (fixed + forward_tokens * cost.kept) / GIB

@@ -1,7 +1,7 @@
 """Answers of the base model alone, in process.
 
-``generate`` of transformers draws from the whole vocabulary and carries rows that have ended to the end of the batch; on
-a CPU both cost more than the model.
+``generate`` of transformers draws from the whole vocabulary, and carries rows that have ended to the end of the batch.
+On a CPU both cost more than the model.
 """
 
 from __future__ import annotations

@@ -164,12 +164,12 @@ class Training:
                 self.losses.append(self._step(len(self.losses)))
                 bar.update()
                 bar.set_postfix(loss=f"{sum(self.losses[-50:]) / len(self.losses[-50:]):.5f}")
-                if interrupted():
-                    self._save()
-                    raise KeyboardInterrupt
-                if time.monotonic() - saved > self._save_seconds:
+                ends, is_due = self._any(interrupted(), time.monotonic() - saved > self._save_seconds)
+                if ends or is_due:
                     self._save()
                     saved = time.monotonic()
+                if ends:
+                    raise KeyboardInterrupt
 
     def _step(self, number: int) -> float:
         """One step of the optimizer; the mean squared error before it."""
@@ -206,6 +206,13 @@ class Training:
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss
+
+    def _any(self, *flags: bool) -> list[bool]:
+        """Each flag, set if it is in one of the processes: they save together."""
+        if self._accelerator.num_processes == 1:
+            return list(flags)
+        found = torch.tensor(flags, dtype=torch.float32, device=self._accelerator.device)
+        return (self._accelerator.reduce(found, "sum") > 0).tolist()
 
     def _some_row(self) -> list[list[int]]:
         return [[min(range(len(self._examples)), key=lambda i: tokens_of(self._examples, [[i]]))]]

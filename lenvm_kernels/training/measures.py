@@ -34,8 +34,8 @@ def measure(
     position = torch.cat([torch.arange(count) for count in counts.tolist()])
     ended = torch.tensor([answer.finished for answer in answers]).repeat_interleave(counts)
 
-    of_prompts = [pearson(ranks(v[prompt == p]), ranks(y[prompt == p])) for p in prompt.unique()]
-    of_prompts = [found for found in of_prompts if found is not None]
+    correlations = (pearson(ranks(v[prompt == p]), ranks(y[prompt == p])) for p in prompt.unique())
+    of_prompts = [found for found in correlations if found is not None]
     _, group = torch.unique(prompt * (int(counts.max()) + 1) + position, return_inverse=True)
     size = torch.bincount(group)
     at_position = (x - (torch.bincount(group, x) / size)[group] for x in (v, y))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -19,6 +20,8 @@ from lenvm_kernels.training.packs import Pack
 from lenvm_kernels.value_model.checkpoint import HEAD_FILE
 from lenvm_kernels.value_model.low_rank import ADAPTER_FILE
 
+# Of a whole value model.
+MODEL_FILE = "model.safetensors"
 # What PEFT puts before the names of the model that it wraps.
 PEFT = "base_model.model."
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -173,7 +176,7 @@ class ValueNetwork(torch.nn.Module):
         return {f"{PEFT}{name}": tensor.detach().cpu().contiguous() for name, tensor in found.items()}
 
     def take(self, folder: Path) -> None:
-        """Go on from the adapters and the head of a directory.
+        """Go on from the adapters and the head of a directory, or from the head in a whole value model.
 
         Raises:
             ValueError: they do not fit.
@@ -187,4 +190,6 @@ class ValueNetwork(torch.nn.Module):
                     f"--initial must hold adapters of the same layers and rank, {str(folder)!r} has others"
                 )
             set_peft_model_state_dict(self.model, tensors)
-        self.head.take(load_file(folder / HEAD_FILE))
+        file = folder / HEAD_FILE
+        with safe_open(file if file.exists() else folder / MODEL_FILE, "pt") as tensors:
+            self.head.take({name: tensors.get_tensor(name) for name in tensors.keys() if "v_head." in name})  # noqa: SIM118

@@ -123,7 +123,9 @@ def pack(examples: Sequence[Example], rows: Sequence[Sequence[Sequence[int]]]) -
     states, targets, members = [], [], []
     for number, row in enumerate(rows):
         ids: list[int] = []
-        positions, group_of, branches = [], [], []
+        positions: list[int] = []
+        group_of: list[int] = []
+        branches: list[int] = []
         for group_number, group in enumerate(row):
             prompt = examples[group[0]].prompt
             last = len(ids) + len(prompt) - 1
@@ -142,4 +144,6 @@ def pack(examples: Sequence[Example], rows: Sequence[Sequence[Sequence[int]]]) -
         padding = width - len(ids)
         for column, found, fill in zip(columns, (ids, positions, group_of, branches), (0, 0, -1, 0), strict=True):
             column.append(found + [fill] * padding)
-    return Pack(*map(torch.tensor, columns), torch.tensor(states), torch.cat(targets), torch.tensor(members))
+    ids_, positions_, groups_, branches_ = map(torch.tensor, columns)
+    states_, targets_, members_ = torch.tensor(states), torch.cat(targets), torch.tensor(members)
+    return Pack(ids_, positions_, groups_, branches_, states_, targets_, members_)

@@ -1,4 +1,4 @@
-"""What the commands do: check everything first, then collect, fit and evaluate."""
+"""The stages of a training: what ``lenvm collect`` and ``lenvm fit`` do, after all that can be checked."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from lenvm_kernels.cli_arguments import device_of
 from lenvm_kernels.demo import held_out_prompts, spread, training_prompts
 from lenvm_kernels.demo.models import Models, load_tokenizer, locate, quiet, source_of, tokens_of
-from lenvm_kernels.evaluate import command as evaluate
 from lenvm_kernels.evaluate.servers import Server
 from lenvm_kernels.prompts import TEST, TRAIN, Prompt, read_prompts
 from lenvm_kernels.training import collect as collecting
-from lenvm_kernels.training import cost
 from lenvm_kernels.training.answers import AnswerStore
-from lenvm_kernels.training.checkpoint import ADAPTER, VALUE, write
+from lenvm_kernels.training.checkpoint import write
 from lenvm_kernels.training.command import RATE_ADAPTERS, RATE_FULL
 from lenvm_kernels.training.fit import Schedule, Training, standardise, values_of
 from lenvm_kernels.training.measures import measure
@@ -35,7 +33,6 @@ from lenvm_kernels.training.targets import gamma_of, split_of
 from lenvm_kernels.value_model import LenVMConfig, ValueModelConfig
 
 REPORT = "report.json"
-EVALUATED = (20, 40, 80, 160, 320, 640)  # targets in tokens
 
 
 @dataclass(frozen=True)
@@ -188,6 +185,7 @@ class Fitting:
     checkpointing: bool
     dtype: str
     on_cpu: bool
+    save_seconds: float
 
     @classmethod
     def of(cls, args: argparse.Namespace, device: str) -> Fitting:
@@ -223,7 +221,7 @@ class Fitting:
             seed=args.seed,
         )
         adapters = None if args.full else Adapters(args.adapters, args.first_layer)
-        return cls(adapters, gamma, schedule, args.checkpointing, args.dtype, on_cpu)
+        return cls(adapters, gamma, schedule, args.checkpointing, args.dtype, on_cpu, args.save_seconds)
 
 
 def fit_stage(
@@ -285,7 +283,7 @@ def fit_stage(
     standardise(network, examples, how.schedule, accelerator)
     if initial is not None:
         network.take(initial)
-    run = Training(network, examples, how.schedule, output, plan, accelerator)
+    run = Training(network, examples, how.schedule, output, plan, accelerator, save_seconds=how.save_seconds)
     run.run()
 
     report = {}
@@ -353,111 +351,3 @@ def table(report: dict[str, Any]) -> str:
             texts = " | ".join("-" if cell is None else f"{cell:.2f}" for cell in cells)
             lines.append(f"| {folder}: {found[name]['answers']} {kind} | {name} | {texts} |")
     return "\n".join(lines) + "\n"
-
-
-def train(args: argparse.Namespace, command: str) -> None:
-    """All stages of ``lenvm train``, one after the other; each goes on where it was ended.
-
-    Args:
-        args: of the command.
-        command: for the reports.
-
-    Raises:
-        ValueError, OSError: what a stage raises; all that can be checked is checked first.
-    """
-    if args.evaluate_prompts < 0:
-        raise ValueError(f"--evaluate-prompts must be at least 0, got {args.evaluate_prompts}")
-    how = Collecting.of(args)
-    fitting = Fitting.of(args, how.device)
-    backbone = args.base if args.backbone == "base" else args.backbone
-    quiet()
-    check_backbone(backbone, "--backbone", fitting.adapters)
-    base, value_tokenizer = (
-        load_tokenizer(f, locate(f, n)) for f, n in (("BASE", args.base), ("--backbone", backbone))
-    )
-    if vocabulary(base) != vocabulary(value_tokenizer):
-        raise ValueError(f"--backbone must share the vocabulary of {args.base!r}, {backbone!r} has another")
-    if args.dry_run:
-        print(dry_run(how, fitting, args.base, backbone, args.rounds, base))
-        return
-
-    folders: list[Path] = []
-    value = None
-    for number in range(1, args.rounds + 1):
-        folder = args.output / f"round-{number}"
-        folders.append(folder / "answers")
-        url = args.url if number == 1 else args.guided_url if number == 2 else None
-        collect_stage(how, args.base, folders[-1], seed=args.seed + number - 1, value=value, url=url)
-        initial, start = None, backbone
-        if value is not None and fitting.adapters is not None:
-            initial = Path(value).parent / ADAPTER
-        elif value is not None:
-            start = value
-        report = fit_stage(fitting, start, folders, folder, initial=initial, command=command)
-        print(f"round {number}:\n{table(report)}", flush=True)
-        value = str(folder / VALUE)
-    assert value is not None
-    link = args.output / VALUE
-    link.unlink(missing_ok=True)
-    link.symlink_to(Path(value).relative_to(args.output))
-    if args.evaluate_prompts and how.chat:
-        _evaluate(args, how, link)
-
-
-def _evaluate(args: argparse.Namespace, how: Collecting, value: Path) -> None:
-    """``lenvm evaluate`` on held-out prompts."""
-    texts = spread([prompt.text for prompt in how.prompts if prompt.split == TEST], args.evaluate_prompts)
-    file = args.output / "evaluation-prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
-    parser = argparse.ArgumentParser()
-    evaluate.add(parser.add_subparsers())
-    argv = ["evaluate", args.base, str(value), "--prompts", str(file), "--output", str(args.output / "evaluation")]
-    targets = sorted({target for target in EVALUATED if target <= how.max_new_tokens} or {how.max_new_tokens})
-    argv += ["--targets", *map(str, targets), "--seeds", "0", "--dtype", how.dtype, "--device", how.device]
-    argv += [part for name, setting in how.sampling.items() for part in (f"--{name.replace('_', '-')}", str(setting))]
-    found = parser.parse_args(argv)
-    found.run(found)
-
-
-def dry_run(
-    how: Collecting, fitting: Fitting, base: str, backbone: str, rounds: int, tokenizer: PreTrainedTokenizerBase
-) -> str:
-    """A table of what each stage takes on one H100, if every answer is as long as it may be."""
-    paths = locate("BASE", base), locate("--backbone", backbone)
-    row_tokens = fitting.schedule.row_tokens
-    of_base = cost.model_cost(paths[0], Adapters(1), row_tokens)
-    of_value = cost.model_cost(paths[1], fitting.adapters, row_tokens, checkpointing=fitting.checkpointing)
-    prompt_tokens = [len(ids) for ids in tokens_of(tokenizer, [p.text for p in how.prompts], chat=how.chat)]
-    shares = {split: sum(prompt.split == split for prompt in how.prompts) for split in (TRAIN, TEST)}
-    low, high = how.targets
-    # Of the logarithm's even distribution between two targets.
-    mean_target = (high - low) / math.log(high / low) if high > low else low
-    lines = [
-        f"{shares[TRAIN]} training and {shares[TEST]} held-out prompts of {sum(prompt_tokens) / len(prompt_tokens):.0f} "
-        f"tokens, {how.answers_per_prompt} answers a round",
-        f"value model: {of_value.parameters / 1e6:.1f} million parameters, {of_value.trained / 1e6:.2f} million trained",
-        "Answers count with --max-new-tokens, guided ones with their mean target. Hours are computed for one H100 at "
-        f"{cost.SHARE_OF_FLOPS:.0%} of its operations and {cost.SHARE_OF_BANDWIDTH:.0%} of its bandwidth; nothing was "
-        "measured.",
-        "",
-        "| stage | tokens | FLOPs | hours | GiB |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    fitted = 0.0
-    for number in range(1, rounds + 1):
-        guided = number > 1
-        length = mean_target if guided else how.max_new_tokens
-        tokens = len(how.prompts) * how.answers_per_prompt * length
-        context = sum(prompt_tokens) / len(prompt_tokens) + length / 2
-        rows = how.concurrency
-        kv = cost.kv_bytes(paths[0])
-        flops = tokens * (of_base.forward + (1 + cost.CANDIDATES) * of_value.forward * guided)
-        hours = cost.collect_hours(of_base, kv, of_value if guided else None, tokens, context, rows)
-        gib = (2 * (of_base.parameters + of_value.parameters * guided) + rows * 2 * context * kv) / cost.GIB
-        lines.append(f"| collect, round {number} | {tokens:.3g} | {flops:.3g} | {hours:.2g} | {gib:.1f} |")
-        share = shares[TRAIN] / len(how.prompts)
-        fitted += fitting.schedule.epochs * (tokens + sum(prompt_tokens)) * share
-        gib = cost.fit_gib(of_value, fitting.schedule.forward_tokens)
-        hours = cost.fit_hours(of_value, fitted)
-        lines.append(f"| fit, round {number} | {fitted:.3g} | {fitted * of_value.step:.3g} | {hours:.2g} | {gib:.1f} |")
-    return "\n".join(lines)

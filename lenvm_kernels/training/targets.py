@@ -4,9 +4,9 @@ The value of a state is ``1 - gamma^remaining`` (arXiv 2604.27039), where ``rema
 end-of-sequence included: of an answer of ``L`` tokens it is ``L`` at the last token of the prompt and 1 at the token
 before the end. The end itself has value 0 by definition, and nothing is trained there.
 
-An answer that was cut at its limit has an unknown tail. Its length is taken as geometric, with the rate at which answers
-end in the second half of their limit, and the target is the expectation under it. Leaving these answers out would teach
-that long ones do not exist.
+An answer that was cut at its limit has an unknown tail. Its length is taken as geometric, with the rate at which
+answers end in the second half of their limit, and the target is the expectation under it. Leaving these answers out
+would teach that long ones do not exist.
 """
 
 from __future__ import annotations

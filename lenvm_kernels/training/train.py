@@ -1,0 +1,138 @@
+"""``lenvm train``: the stages one after the other, and what they would take."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from lenvm_kernels.demo import spread
+from lenvm_kernels.demo.models import load_tokenizer, locate, quiet, tokens_of
+from lenvm_kernels.evaluate import command as evaluate
+from lenvm_kernels.prompts import TEST, TRAIN
+from lenvm_kernels.training import cost
+from lenvm_kernels.training.checkpoint import ADAPTER, VALUE
+from lenvm_kernels.training.network import Adapters
+from lenvm_kernels.training.stages import (
+    Collecting,
+    Fitting,
+    check_backbone,
+    collect_stage,
+    fit_stage,
+    table,
+    vocabulary,
+)
+
+EVALUATED = (20, 40, 80, 160, 320, 640)  # targets in tokens
+
+
+def train(args: argparse.Namespace, command: str) -> None:
+    """All stages of ``lenvm train``, one after the other; each goes on where it was ended.
+
+    Args:
+        args: of the command.
+        command: for the reports.
+
+    Raises:
+        ValueError, OSError: what a stage raises; all that can be checked is checked first.
+    """
+    if args.evaluate_prompts < 0:
+        raise ValueError(f"--evaluate-prompts must be at least 0, got {args.evaluate_prompts}")
+    how = Collecting.of(args)
+    fitting = Fitting.of(args, how.device)
+    backbone = args.base if args.backbone == "base" else args.backbone
+    quiet()
+    check_backbone(backbone, "--backbone", fitting.adapters)
+    base, value_tokenizer = (
+        load_tokenizer(f, locate(f, n)) for f, n in (("BASE", args.base), ("--backbone", backbone))
+    )
+    if vocabulary(base) != vocabulary(value_tokenizer):
+        raise ValueError(f"--backbone must share the vocabulary of {args.base!r}, {backbone!r} has another")
+    if args.dry_run:
+        print(dry_run(how, fitting, args.base, backbone, args.rounds, base))
+        return
+
+    folders: list[Path] = []
+    value = None
+    for number in range(1, args.rounds + 1):
+        folder = args.output / f"round-{number}"
+        folders.append(folder / "answers")
+        url = args.url if number == 1 else args.guided_url if number == 2 else None
+        collect_stage(how, args.base, folders[-1], seed=args.seed + number - 1, value=value, url=url)
+        start, initial = backbone, None
+        if value is not None and fitting.adapters is not None:
+            initial = Path(value).parent / ADAPTER
+        elif value is not None:
+            start, initial = value, Path(value)
+        report = fit_stage(fitting, start, folders, folder, initial=initial, command=command)
+        print(f"round {number}:\n{table(report)}", flush=True)
+        value = str(folder / VALUE)
+    assert value is not None
+    link = args.output / VALUE
+    link.unlink(missing_ok=True)
+    link.symlink_to(Path(value).relative_to(args.output))
+    if args.evaluate_prompts and how.chat:
+        _evaluate(args, how, link)
+
+
+def _evaluate(args: argparse.Namespace, how: Collecting, value: Path) -> None:
+    """``lenvm evaluate`` on held-out prompts."""
+    texts = spread([prompt.text for prompt in how.prompts if prompt.split == TEST], args.evaluate_prompts)
+    file = args.output / "evaluation-prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
+    parser = argparse.ArgumentParser()
+    evaluate.add(parser.add_subparsers())
+    argv = ["evaluate", args.base, str(value), "--prompts", str(file), "--output", str(args.output / "evaluation")]
+    targets = sorted({target for target in EVALUATED if target <= how.max_new_tokens} or {how.max_new_tokens})
+    argv += ["--targets", *map(str, targets), "--seeds", "0", "--dtype", how.dtype, "--device", how.device]
+    argv += [part for name, setting in how.sampling.items() for part in (f"--{name.replace('_', '-')}", str(setting))]
+    found = parser.parse_args(argv)
+    found.run(found)
+
+
+def dry_run(
+    how: Collecting, fitting: Fitting, base: str, backbone: str, rounds: int, tokenizer: PreTrainedTokenizerBase
+) -> str:
+    """A table of what each stage takes on one H100, if every answer is as long as it may be."""
+    paths = locate("BASE", base), locate("--backbone", backbone)
+    row_tokens = fitting.schedule.row_tokens
+    of_base = cost.model_cost(paths[0], Adapters(1), row_tokens)
+    of_value = cost.model_cost(paths[1], fitting.adapters, row_tokens, checkpointing=fitting.checkpointing)
+    prompt_tokens = [len(ids) for ids in tokens_of(tokenizer, [p.text for p in how.prompts], chat=how.chat)]
+    mean_prompt = sum(prompt_tokens) / len(prompt_tokens)
+    shares = {split: sum(prompt.split == split for prompt in how.prompts) for split in (TRAIN, TEST)}
+    low, high = how.targets
+    # Of the logarithm's even distribution between two targets.
+    mean_target = (high - low) / math.log(high / low) if high > low else low
+    lines = [
+        f"{shares[TRAIN]} training and {shares[TEST]} held-out prompts of {mean_prompt:.0f} tokens, "
+        f"{how.answers_per_prompt} answers a round",
+        f"value model: {of_value.parameters / 1e6:.1f}M parameters, {of_value.trained / 1e6:.2f}M trained",
+        "Answers count with --max-new-tokens, guided ones with their mean target. Hours are computed for one H100 at "
+        f"{cost.SHARE_OF_FLOPS:.0%} of its operations and {cost.SHARE_OF_BANDWIDTH:.0%} of its bandwidth; nothing was "
+        "measured.",
+        "",
+        "| stage | tokens | FLOPs | hours | GiB |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    fitted = 0.0
+    for number in range(1, rounds + 1):
+        guided = number > 1
+        length = mean_target if guided else how.max_new_tokens
+        tokens = len(how.prompts) * how.answers_per_prompt * length
+        context = mean_prompt + length / 2
+        rows = how.concurrency
+        kv = cost.kv_bytes(paths[0])
+        flops = tokens * (of_base.forward + (1 + cost.CANDIDATES) * of_value.forward * guided)
+        hours = cost.collect_hours(of_base, kv, of_value if guided else None, tokens, context, rows)
+        gib = (2 * (of_base.parameters + of_value.parameters * guided) + rows * 2 * context * kv) / cost.GIB
+        lines.append(f"| collect, round {number} | {tokens:.3g} | {flops:.3g} | {hours:.2g} | {gib:.1f} |")
+        share = shares[TRAIN] / len(how.prompts)
+        fitted += fitting.schedule.epochs * (tokens + sum(prompt_tokens)) * share
+        gib = cost.fit_gib(of_value, fitting.schedule.forward_tokens)
+        hours = cost.fit_hours(of_value, fitted)
+        lines.append(f"| fit, round {number} | {fitted:.3g} | {fitted * of_value.step:.3g} | {hours:.2g} | {gib:.1f} |")
+    return "\n".join(lines)
