@@ -14,6 +14,7 @@ LAYERS = [
         "lenvm_kernels.doctor",
         "lenvm_kernels.demo",
         "lenvm_kernels.evaluate",
+        "lenvm_kernels.training",
         "lenvm_kernels.fuzz",
         "lenvm_kernels.serving.command",
     ),

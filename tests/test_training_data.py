@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lenvm_kernels.adapters.transformers import _warpers
-from lenvm_kernels.prompts import Prompt, read_prompts
+from lenvm_kernels.evaluate.prompts import Prompt, read_prompts
 from lenvm_kernels.training.answers import Answer
 from lenvm_kernels.training.decode import decode, filtered
 from lenvm_kernels.training.fit import Schedule, steps_of

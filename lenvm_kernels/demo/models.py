@@ -202,10 +202,10 @@ def _parts(value_model: str, value_head: str | None) -> tuple[str | None, Path |
     return value_head, None
 
 
-def require_extras(*packages: str) -> None:
+def require_extras(*packages: str, extra: str = "demo") -> None:
     """Raise ImportError, saying how to install them, unless the packages are there."""
     if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
-        raise ImportError(f'{", ".join(missing)} must be installed: pip install "lenvm-kernels[demo]"')
+        raise ImportError(f'{", ".join(missing)} must be installed: pip install "lenvm-kernels[{extra}]"')
 
 
 def source_of(path: Path) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 from lenvm_kernels import __version__
 from lenvm_kernels.cli_arguments import add_device, add_dtype, add_sampling, device_of, positive, seed_of, usage_errors
 from lenvm_kernels.demo import held_out_prompts, spread
-from lenvm_kernels.prompts import read_prompts
+from lenvm_kernels.evaluate.prompts import read_prompts
 
 OWN_FIELDS = ("target_length", "target_length_mode", "length_mode", "target_value")
 

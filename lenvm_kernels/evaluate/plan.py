@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lenvm_kernels.evaluate.guarded_lines import GuardedLines
 from lenvm_kernels.evaluate.measures import Answer
-from lenvm_kernels.guarded_lines import GuardedLines
 from lenvm_kernels.guidance.fields import FIELDS
 
 BASE, CUT, CONSTANT, GUIDED = "none", "hard cut", "constant", "guided"

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lenvm_kernels.guarded_lines import GuardedLines
+from lenvm_kernels.evaluate.guarded_lines import GuardedLines
 
 # Answer of a prompt: the prompt's index, and which of its answers.
 Key = tuple[int, int]

@@ -21,9 +21,9 @@ from tqdm import tqdm
 from lenvm_kernels.demo.generation import sample
 from lenvm_kernels.demo.models import Models
 from lenvm_kernels.evaluate.plan import default_limit
+from lenvm_kernels.evaluate.prompts import Prompt
 from lenvm_kernels.evaluate.run import with_end
 from lenvm_kernels.evaluate.servers import Server, Unreachable
-from lenvm_kernels.prompts import Prompt
 from lenvm_kernels.training.answers import Answer, AnswerStore, Key
 from lenvm_kernels.training.decode import decode
 

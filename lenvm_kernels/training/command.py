@@ -224,6 +224,7 @@ def _add_places(where: Any) -> None:
 
 def _run_collect(args: argparse.Namespace) -> None:
     with usage_errors():
+        _prepare(args)
         from lenvm_kernels.training.stages import Collecting, collect_stage
 
         collect_stage(Collecting.of(args), args.base, args.output, seed=args.seed, value=args.value, url=args.url)
@@ -232,6 +233,7 @@ def _run_collect(args: argparse.Namespace) -> None:
 def _run_fit(args: argparse.Namespace) -> None:
     command = shlex.join(["lenvm", *sys.argv[1:]])
     with usage_errors():
+        _prepare(args)
         from lenvm_kernels.training.stages import Fitting, fit_stage, table
 
         how = Fitting.of(args, device_of(args.device))
@@ -242,6 +244,16 @@ def _run_fit(args: argparse.Namespace) -> None:
 
 def _run_train(args: argparse.Namespace) -> None:
     with usage_errors():
+        _prepare(args)
         from lenvm_kernels.training.train import train
 
         train(args, shlex.join(["lenvm", *sys.argv[1:]]))
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    """What has to be installed, and the default that another flag decides."""
+    from lenvm_kernels.demo.models import require_extras
+
+    require_extras("accelerate", "peft", extra="train")
+    if getattr(args, "learning_rate", 0) is None:
+        args.learning_rate = RATE_FULL if args.full else RATE_ADAPTERS

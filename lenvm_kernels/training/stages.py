@@ -20,12 +20,11 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from lenvm_kernels.cli_arguments import device_of
 from lenvm_kernels.demo import held_out_prompts, spread, training_prompts
 from lenvm_kernels.demo.models import Models, load_tokenizer, locate, quiet, source_of, tokens_of
+from lenvm_kernels.evaluate.prompts import TEST, TRAIN, Prompt, read_prompts
 from lenvm_kernels.evaluate.servers import Server
-from lenvm_kernels.prompts import TEST, TRAIN, Prompt, read_prompts
 from lenvm_kernels.training import collect as collecting
 from lenvm_kernels.training.answers import AnswerStore
 from lenvm_kernels.training.checkpoint import write
-from lenvm_kernels.training.command import RATE_ADAPTERS, RATE_FULL
 from lenvm_kernels.training.fit import Schedule, Training, standardise, values_of
 from lenvm_kernels.training.measures import measure
 from lenvm_kernels.training.network import Adapters, ValueNetwork
@@ -213,7 +212,7 @@ class Fitting:
         on_cpu = device == "cpu"
         schedule = Schedule(
             epochs=args.epochs,
-            learning_rate=args.learning_rate or (RATE_FULL if args.full else RATE_ADAPTERS),
+            learning_rate=args.learning_rate,
             head_learning_rate=args.head_learning_rate,
             batch_tokens=args.batch_tokens,
             row_tokens=args.row_tokens or (512 if on_cpu else 4096),

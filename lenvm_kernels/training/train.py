@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from lenvm_kernels.demo import spread
 from lenvm_kernels.demo.models import load_tokenizer, locate, quiet, tokens_of
 from lenvm_kernels.evaluate import command as evaluate
-from lenvm_kernels.prompts import TEST, TRAIN
+from lenvm_kernels.evaluate.prompts import TEST, TRAIN
 from lenvm_kernels.training import cost
 from lenvm_kernels.training.checkpoint import ADAPTER, VALUE
 from lenvm_kernels.training.network import Adapters
