@@ -212,6 +212,12 @@ def test_a_fitted_model_gives_the_values_that_were_measured(lenvm, answers, base
         assert torch.equal(found, wanted)
     for found, wanted in zip(whole.value_model.layers, parts.layers, strict=True):
         assert torch.equal(found.o, wanted.o) and torch.equal(found.qkv, wanted.qkv)
+    # The same numbers once more, of what was written: gamma is that of what it goes on from.
+    again = ("fit", base, "--answers", answers, "--output", tmp_path / "again", *FIT, "--initial", folder / "adapter")
+    assert lenvm(*again, "--epochs", 0)[0] == 0
+    measured = json.loads((tmp_path / "again" / "report.json").read_text())
+    again, first = (of["test"][str(answers)]["value model"] for of in (measured, report))
+    assert again == pytest.approx(first, rel=0.02, abs=1e-3)
     adapters = load_file(folder / "adapter" / "adapter_model.safetensors")
     assert {tensor.shape[0] for name, tensor in adapters.items() if "lora_A" in name} == {2}
     assert all(tensor.abs().max() > 0 for tensor in adapters.values())
@@ -412,6 +418,7 @@ def test_a_dry_run_prints_costs_and_does_nothing(lenvm, base, prompts, tmp_path)
         (["--held-out", "1.5"], "--held-out must be a share in (0, 1), got 1.5"),
         (["--gamma", "1.5"], "--gamma must be auto or a number in (0, 1), got '1.5'"),
         (["--gamma", "much"], "--gamma must be auto or a number in (0, 1), got 'much'"),
+        (["--epochs", "-1"], "--epochs must be at least 0, got -1"),
         (["--first-layer", "-1"], "--first-layer must be at least 0"),
         (["--first-layer", "1"], "--first-layer must be below the 1 layers"),
         (["--backbone", "nowhere"], "--backbone must be a directory with config.json"),

@@ -169,7 +169,13 @@ def _add_training(group: Any) -> None:
         metavar="G",
         help="discount in (0, 1); auto: the 99th percentile of the training answers' lengths gets the value 0.99",
     )
-    group.add_argument("--epochs", type=positive(int), default=2, metavar="N", help="(default: %(default)s)")
+    group.add_argument(
+        "--epochs",
+        type=int,
+        default=2,
+        metavar="N",
+        help="0 measures what --initial has on the held-out answers (default: %(default)s)",
+    )
     group.add_argument(
         "--learning-rate",
         type=positive(float),

@@ -207,6 +207,8 @@ class Fitting:
                 raise ValueError(f"--gamma must be auto or a number in (0, 1), got {args.gamma!r}")
         if args.dtype == "float16":
             raise ValueError("--dtype must be float32 or bfloat16 where something is trained, got 'float16'")
+        if args.epochs < 0:
+            raise ValueError(f"--epochs must be at least 0, got {args.epochs}")
         if args.first_layer < 0:
             raise ValueError(f"--first-layer must be at least 0, got {args.first_layer}")
         on_cpu = device == "cpu"
