@@ -18,11 +18,15 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from lenvm_kernels.training.network import ValueNetwork
-from lenvm_kernels.training.packs import Example, filled, pack, tokens_of
+from lenvm_kernels.training.packs import Example, Row, filled, pack, tokens_of
 
 STATE_FILE = "state.pt"
 # States that the standardisation is measured on, at least.
 MEASURED_STATES = 16384
+
+Forward = list[Row]
+# What each process does before the weights change.
+Step = list[list[Forward]]
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,10 @@ class Schedule:
         return 0.5 * (1 + math.cos(math.pi * (step - warm_up + 1) / (steps - warm_up + 1)))
 
 
-def steps_of(
-    examples: Sequence[Example], schedule: Schedule, processes: int = 1
-) -> list[list[list[list[list[list[int]]]]]]:
-    """Every step of a training as a list of forwards for each process; a forward is a list of rows.
+def steps_of(examples: Sequence[Example], schedule: Schedule, processes: int = 1) -> list[Step]:
+    """Every step of a training.
 
-    Rows of a step have nearly the same length, and all processes make as many forwards.
+    Rows of a forward have nearly the same length, and all processes make as many forwards: some may have no row.
     """
     steps = []
     for epoch in range(schedule.epochs):
@@ -82,12 +84,10 @@ def steps_of(
     return steps
 
 
-def _forwards(
-    rows: list[tuple[int, list[list[int]]]], most_tokens: int, processes: int
-) -> list[list[list[list[list[int]]]]]:
-    """By process, forwards of at most so many tokens, padding counted."""
+def _forwards(rows: list[tuple[int, Row]], most_tokens: int, processes: int) -> Step:
+    """Deal rows, each with its length, to forwards of at most so many tokens, padding counted."""
     rows = sorted(rows, key=lambda row: -row[0])
-    forwards: list[list[list[list[int]]]] = []
+    forwards: list[Forward] = []
     while rows:
         count = max(1, most_tokens // rows[0][0])
         # Enough forwards for all processes, if there are enough rows.
@@ -214,7 +214,7 @@ class Training:
         found = torch.tensor(flags, dtype=torch.float32, device=self._accelerator.device)
         return (self._accelerator.reduce(found, "sum") > 0).tolist()
 
-    def _some_row(self) -> list[list[int]]:
+    def _some_row(self) -> Row:
         return [[min(range(len(self._examples)), key=lambda i: tokens_of(self._examples, [[i]]))]]
 
     def _save(self) -> None:

@@ -11,6 +11,10 @@ import torch
 # Rows that are looked at for a group that may still fit.
 OPEN_ROWS = 64
 
+# Answers to one prompt, by their indices in a list of examples.
+Group = list[int]
+Row = list[Group]
+
 
 @dataclass(frozen=True)
 class Example:
@@ -63,7 +67,7 @@ class Pack:
         return Pack(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
-def grouped(examples: Sequence[Example], most_tokens: int) -> list[list[int]]:
+def grouped(examples: Sequence[Example], most_tokens: int) -> list[Group]:
     """Indices of examples with the same prompt, in their order, together as long as they fit.
 
     Args:
@@ -75,7 +79,7 @@ def grouped(examples: Sequence[Example], most_tokens: int) -> list[list[int]]:
         by_prompt.setdefault(tuple(example.prompt), []).append(index)
     found = []
     for prompt, members in by_prompt.items():
-        group: list[int] = []
+        group: Group = []
         length = len(prompt)
         for index in members:
             more = len(examples[index].ids) - 1
@@ -88,12 +92,12 @@ def grouped(examples: Sequence[Example], most_tokens: int) -> list[list[int]]:
     return found
 
 
-def filled(examples: Sequence[Example], most_tokens: int, seed: int | None = None) -> list[list[list[int]]]:
+def filled(examples: Sequence[Example], most_tokens: int, seed: int | None = None) -> list[Row]:
     """Rows of groups, each group in the fullest row that it fits; shuffled first, by a seed if there is one."""
     groups = grouped(examples, most_tokens)
     if seed is not None:
         random.Random(seed).shuffle(groups)
-    rows: list[list[list[int]]] = []
+    rows: list[Row] = []
     room: list[tuple[int, int]] = []  # of rows that are not full: tokens left, and the row
     for group in groups:
         tokens = tokens_of(examples, [group])
@@ -109,14 +113,14 @@ def filled(examples: Sequence[Example], most_tokens: int, seed: int | None = Non
     return rows
 
 
-def tokens_of(examples: Sequence[Example], groups: Iterable[Sequence[int]]) -> int:
+def tokens_of(examples: Sequence[Example], groups: Iterable[Group]) -> int:
     """How many tokens groups take in a row."""
     return sum(
         len(examples[group[0]].prompt) + sum(len(examples[index].ids) - 1 for index in group) for group in groups
     )
 
 
-def pack(examples: Sequence[Example], rows: Sequence[Sequence[Sequence[int]]]) -> Pack:
+def pack(examples: Sequence[Example], rows: Sequence[Row]) -> Pack:
     """Lay out the groups of some rows."""
     width = max(tokens_of(examples, row) for row in rows)
     columns: list[list[list[int]]] = [[], [], [], []]
