@@ -52,9 +52,10 @@ def add_device(parser: Any) -> None:
     parser.add_argument("--device", help="torch device, such as cpu or cuda:1 (default: cuda where there is one)")
 
 
-def add_dtype(parser: Any, of: str) -> None:
-    """Add ``--dtype``, which is that of the models named."""
-    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help=f"of {of} (default: %(default)s)")
+def add_dtype(parser: Any, of: str, *, by_device: bool = False) -> None:
+    """Add ``--dtype``, which is that of the models named; None if the device is to decide."""
+    default, said = (None, "bfloat16, on a CPU float32") if by_device else (DTYPES[0], DTYPES[0])
+    parser.add_argument("--dtype", choices=DTYPES, default=default, help=f"of {of} (default: {said})")
 
 
 def add_sampling(group: Any) -> None:

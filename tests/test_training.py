@@ -215,7 +215,7 @@ def test_a_fitted_model_gives_the_values_that_were_measured(lenvm, answers, base
     assert code == 0, error
     report = json.loads((folder / "report.json").read_text())
     found = report["test"][str(answers)]
-    assert found["value model"]["answers"] == 9 and not found["guided"]
+    assert found["value model"]["answers"] == 9 and report["guided"] == {str(answers): False}
     assert f"{found['value model']['r2']:.2f}" in out
     assert not (folder / "state.pt").exists()
     whole = Models.load(base, str(folder / "value"), device="cpu", dtype=torch.float32)
@@ -230,6 +230,7 @@ def test_a_fitted_model_gives_the_values_that_were_measured(lenvm, answers, base
     again = ("fit", base, "--answers", answers, "--output", tmp_path / "again", *FIT, "--initial", folder / "adapter")
     assert lenvm(*again, "--epochs", 0)[0] == 0
     measured = json.loads((tmp_path / "again" / "report.json").read_text())
+    assert measured["test"][str(answers)]["initial"] == measured["test"][str(answers)]["value model"]
     again, first = (of["test"][str(answers)]["value model"] for of in (measured, report))
     assert again == {name: value and pytest.approx(value, rel=0.02, abs=1e-3) for name, value in first.items()}
     adapters = load_file(folder / "adapter" / "adapter_model.safetensors")
@@ -312,8 +313,10 @@ def test_two_processes_train_what_one_trains(lenvm, answers, base, tmp_path):
         one, two = (load_file(tmp_path / folder / "adapter" / f"{name}.safetensors") for folder in ("one", "two"))
         for key, tensor in one.items():
             torch.testing.assert_close(two[key], tensor, rtol=1e-2, atol=1e-4)
-    reports = [json.loads((tmp_path / folder / "report.json").read_text()) for folder in ("one", "two")]
-    assert reports[0]["training"] == reports[1]["training"]
+    one, two = (json.loads((tmp_path / folder / "report.json").read_text()) for folder in ("one", "two"))
+    assert one["training"] == two["training"]
+    found, wanted = (of["test"][str(answers)]["value model"] for of in (one, two))
+    assert found == {name: value and pytest.approx(value, rel=0.01, abs=1e-3) for name, value in wanted.items()}
 
 
 def test_a_state_of_another_training_is_refused(lenvm, answers, base, tmp_path, monkeypatch):
@@ -373,7 +376,12 @@ def test_two_rounds_from_prompts_to_a_guided_server(lenvm, base, prompts, tmp_pa
     code, out, error = lenvm(*command, "--evaluate-prompts", 2)
     assert code == 0, error
     first, second = (json.loads((folder / f"round-{i}" / "report.json").read_text()) for i in (1, 2))
-    assert [found["guided"] for found in second["test"].values()] == [False, True]
+    assert list(second["guided"].values()) == [False, True]
+    assert [list(found) for found in second["test"].values()] == [["constant", "initial", "value model"]] * 2
+    plain = str(folder / "round-1" / "answers")
+    assert second["test"][plain]["initial"]["mse"] == pytest.approx(
+        first["test"][plain]["value model"]["mse"], rel=0.05
+    )
     assert second["plan"]["initial"] == str(folder / "round-1" / "adapter")
     assert second["plan"]["gamma"] == first["plan"]["gamma"]
     assert second["training"]["answers"] == 2 * first["training"]["answers"] == 54

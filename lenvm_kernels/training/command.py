@@ -71,7 +71,7 @@ def _add_fit(commands: Any) -> None:
     _add_training(parser.add_argument_group("training"))
     add_seed(parser)
     add_device(parser)
-    add_dtype(parser, "weights that are not trained; bfloat16 also computes in it")
+    add_dtype(parser, "what is computed, and of weights that are not trained", by_device=True)
 
 
 def _add_train(commands: Any) -> None:
@@ -225,7 +225,7 @@ def _add_places(where: Any) -> None:
     )
     add_seed(where)
     add_device(where)
-    add_dtype(where, "models in process")
+    add_dtype(where, "models in process and of what is computed", by_device=True)
 
 
 def _run_collect(args: argparse.Namespace) -> None:
@@ -242,7 +242,7 @@ def _run_fit(args: argparse.Namespace) -> None:
         _prepare(args)
         from lenvm_kernels.training.stages import Fitting, fit_stage, table
 
-        how = Fitting.of(args, device_of(args.device))
+        how = Fitting.of(args)
         report = fit_stage(how, args.backbone, args.answers, args.output, initial=args.initial, command=command)
         if report:  # of several processes the first one has it
             print(table(report))
@@ -257,9 +257,11 @@ def _run_train(args: argparse.Namespace) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    """What has to be installed, and the default that another flag decides."""
+    """What has to be installed, and the defaults that other flags and the device decide."""
     from lenvm_kernels.demo.models import require_extras
 
     require_extras("accelerate", "peft", extra="train")
     if getattr(args, "learning_rate", 0) is None:
         args.learning_rate = RATE_FULL if args.full else RATE_ADAPTERS
+    args.device = device_of(args.device)
+    args.dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from tqdm import tqdm
 
 from lenvm_kernels.training.network import ValueNetwork
@@ -280,19 +281,20 @@ def standardise(
 
 @torch.no_grad()
 def values_of(
-    network: ValueNetwork, examples: Sequence[Example], schedule: Schedule, accelerator: Accelerator, name: str
+    network: ValueNetwork, examples: Sequence[Example], schedule: Schedule, accelerator: Accelerator
 ) -> list[torch.Tensor]:
-    """The predicted values of every state of answers, fp32 ``[len(ids)]`` each."""
+    """The predicted values of every state of answers, fp32 ``[len(ids)]`` each; processes share the work."""
     network.eval()
-    rows = sorted(filled(examples, schedule.row_tokens), key=lambda row: -tokens_of(examples, row))
-    found: list[torch.Tensor] = [torch.empty(0)] * len(examples)
-    lengths = [(tokens_of(examples, row), row) for row in rows]
-    for forward in tqdm(_forwards(lengths, schedule.forward_tokens, 1)[0], desc=name, unit="forward"):
-        made = pack(examples, forward).to(accelerator.device)
-        values = network(made).sigmoid().cpu()
-        for index in made.examples.unique().tolist():
-            found[index] = values[(made.examples == index).cpu()]
-    return found
+    rows = [(tokens_of(examples, row), row) for row in filled(examples, schedule.row_tokens)]
+    mine = _forwards(rows, schedule.forward_tokens, accelerator.num_processes)[accelerator.process_index]
+    found: dict[int, torch.Tensor] = {}
+    for forward in tqdm(mine, desc="measure", unit="forward", disable=not accelerator.is_main_process):
+        if forward:
+            made = pack(examples, forward)
+            values = network(made.to(accelerator.device)).sigmoid().cpu()
+            found |= {index: values[made.examples == index] for index in made.examples.unique().tolist()}
+    everywhere = {index: values for of_process in gather_object([found]) for index, values in of_process.items()}
+    return [everywhere[index] for index in range(len(examples))]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import json
 import math
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +18,6 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from lenvm_kernels.cli_arguments import device_of
 from lenvm_kernels.demo import held_out_prompts, spread, training_prompts
 from lenvm_kernels.demo.models import Models, load_tokenizer, locate, quiet, source_of, tokens_of
 from lenvm_kernels.evaluate.prompts import TEST, TRAIN, Prompt, read_prompts
@@ -28,10 +28,12 @@ from lenvm_kernels.training.checkpoint import write
 from lenvm_kernels.training.fit import Schedule, Training, standardise, values_of
 from lenvm_kernels.training.measures import measure
 from lenvm_kernels.training.network import Adapters, ValueNetwork
-from lenvm_kernels.training.targets import gamma_of, split_of
+from lenvm_kernels.training.targets import Split, gamma_of, split_of
 from lenvm_kernels.value_model import LenVMConfig, ValueModelConfig
 
 REPORT = "report.json"
+# What is measured: the mean of the training targets, what training goes on from, and what comes of it.
+CONSTANT, INITIAL, FITTED = "constant", "initial", "value model"
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Collecting:
             chat=not args.plain_prompts,
             rows=args.rows,
             concurrency=args.concurrency,
-            device=device_of(args.device),
+            device=args.device,
             dtype=args.dtype,
         )
 
@@ -187,12 +189,8 @@ class Fitting:
     save_seconds: float
 
     @classmethod
-    def of(cls, args: argparse.Namespace, device: str) -> Fitting:
-        """Check.
-
-        Args:
-            args: of the command.
-            device: where training runs, by which rows and forwards are sized.
+    def of(cls, args: argparse.Namespace) -> Fitting:
+        """Check; the device sizes rows and forwards.
 
         Raises:
             ValueError: a flag that does not fit, by name.
@@ -211,7 +209,7 @@ class Fitting:
             raise ValueError(f"--epochs must be at least 0, got {args.epochs}")
         if args.first_layer < 0:
             raise ValueError(f"--first-layer must be at least 0, got {args.first_layer}")
-        on_cpu = device == "cpu"
+        on_cpu = args.device == "cpu"
         schedule = Schedule(
             epochs=args.epochs,
             learning_rate=args.learning_rate,
@@ -282,26 +280,30 @@ def fit_stage(
     torch.manual_seed(how.schedule.seed)
     network = ValueNetwork.load(path, how.adapters, getattr(torch, how.dtype), checkpointing=how.checkpointing)
     standardise(network, examples, how.schedule, accelerator)
+    measured: dict[str, dict[str, Any]] = {
+        str(folder): {} for folder, split in zip(folders, test, strict=True) if split.answers
+    }
+
+    def measure_as(name: str, values: Callable[[Split], list[torch.Tensor]]) -> None:
+        for folder, split in zip(folders, test, strict=True):
+            if split.answers:
+                wanted = [example.targets for example in split.examples]
+                measured[str(folder)][name] = measure(values(split), wanted, split.answers, gamma)
+
+    def predicted(split: Split) -> list[torch.Tensor]:
+        return values_of(network, split.examples, how.schedule, accelerator)
+
+    mean = torch.cat([example.targets for example in examples]).mean()
+    measure_as(CONSTANT, lambda split: [mean.expand_as(example.targets) for example in split.examples])
     if initial is not None:
         network.take(initial)
+        measure_as(INITIAL, predicted)
     run = Training(network, examples, how.schedule, output, plan, accelerator, save_seconds=how.save_seconds)
     run.run()
+    measure_as(FITTED, predicted)
 
     report = {}
     if accelerator.is_main_process:
-        mean = torch.cat([example.targets for example in examples]).mean()
-        measured = {}
-        for folder, split in zip(folders, test, strict=True):
-            if not split.answers:
-                continue
-            wanted = [example.targets for example in split.examples]
-            constant = [mean.expand_as(values) for values in wanted]
-            found = values_of(network, split.examples, how.schedule, accelerator, "measure")
-            measured[str(folder)] = {
-                "guided": split.answers[0].target is not None,
-                "constant": measure(constant, wanted, split.answers, gamma),
-                "value model": measure(found, wanted, split.answers, gamma),
-            }
         write(network, path, tokenizer, gamma, output)
         report = {
             "command": command,
@@ -324,6 +326,7 @@ def fit_stage(
                 "parameters": sum(parameter.numel() for parameter in network.trained().values()),
             },
             "test": measured,
+            "guided": {str(f): split.answers[0].target is not None for f, split in zip(folders, training, strict=True)},
         }
         report_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         run.done()
@@ -346,9 +349,9 @@ def table(report: dict[str, Any]) -> str:
         f"| --- | --- |{' --- |' * len(MEASURES)}",
     ]
     for folder, found in report["test"].items():
-        kind = "guided" if found["guided"] else "plain"
-        for name in ("constant", "value model"):
-            cells = [found[name][measure] for measure in MEASURES]
+        kind = "guided" if report["guided"][folder] else "plain"
+        for name, measures in found.items():
+            cells = [measures[measure] for measure in MEASURES]
             texts = " | ".join("-" if cell is None else f"{cell:.2f}" for cell in cells)
-            lines.append(f"| {folder}: {found[name]['answers']} {kind} | {name} | {texts} |")
+            lines.append(f"| {folder}: {measures['answers']} {kind} | {name} | {texts} |")
     return "\n".join(lines) + "\n"

@@ -42,7 +42,7 @@ def train(args: argparse.Namespace, command: str) -> None:
     if args.evaluate_prompts < 0:
         raise ValueError(f"--evaluate-prompts must be at least 0, got {args.evaluate_prompts}")
     how = Collecting.of(args)
-    fitting = Fitting.of(args, how.device)
+    fitting = Fitting.of(args)
     backbone = args.base if args.backbone == "base" else args.backbone
     quiet()
     check_backbone(backbone, "--backbone", fitting.adapters)
