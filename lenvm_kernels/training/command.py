@@ -240,7 +240,8 @@ def _run_fit(args: argparse.Namespace) -> None:
     command = shlex.join(["lenvm", *sys.argv[1:]])
     with usage_errors():
         _prepare(args)
-        from lenvm_kernels.training.stages import Fitting, fit_stage, table
+        from lenvm_kernels.training.report import table
+        from lenvm_kernels.training.stages import Fitting, fit_stage
 
         how = Fitting.of(args)
         report = fit_stage(how, args.backbone, args.answers, args.output, initial=args.initial, command=command)

@@ -8,7 +8,6 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -26,14 +25,13 @@ from lenvm_kernels.training import collect as collecting
 from lenvm_kernels.training.answers import AnswerStore
 from lenvm_kernels.training.checkpoint import write
 from lenvm_kernels.training.fit import Schedule, Training, standardise, values_of
-from lenvm_kernels.training.measures import measure
 from lenvm_kernels.training.network import Adapters, ValueNetwork
+from lenvm_kernels.training.report import CONSTANT, FITTED, INITIAL, Measured, means
 from lenvm_kernels.training.targets import Split, gamma_of, split_of
 from lenvm_kernels.value_model import LenVMConfig, ValueModelConfig
 
 REPORT = "report.json"
-# What is measured: the mean of the training targets, what training goes on from, and what comes of it.
-CONSTANT, INITIAL, FITTED = "constant", "initial", "value model"
+PACKAGES = ("lenvm-kernels", "torch", "transformers", "peft", "accelerate")
 
 
 @dataclass(frozen=True)
@@ -280,27 +278,19 @@ def fit_stage(
     torch.manual_seed(how.schedule.seed)
     network = ValueNetwork.load(path, how.adapters, getattr(torch, how.dtype), checkpointing=how.checkpointing)
     standardise(network, examples, how.schedule, accelerator)
-    measured: dict[str, dict[str, Any]] = {
-        str(folder): {} for folder, split in zip(folders, test, strict=True) if split.answers
-    }
-
-    def measure_as(name: str, values: Callable[[Split], list[torch.Tensor]]) -> None:
-        for folder, split in zip(folders, test, strict=True):
-            if split.answers:
-                wanted = [example.targets for example in split.examples]
-                measured[str(folder)][name] = measure(values(split), wanted, split.answers, gamma)
+    measured = Measured(folders, test, gamma)
 
     def predicted(split: Split) -> list[torch.Tensor]:
         return values_of(network, split.examples, how.schedule, accelerator)
 
     mean = torch.cat([example.targets for example in examples]).mean()
-    measure_as(CONSTANT, lambda split: [mean.expand_as(example.targets) for example in split.examples])
+    measured.add(CONSTANT, lambda split: [mean.expand_as(example.targets) for example in split.examples])
     if initial is not None:
         network.take(initial)
-        measure_as(INITIAL, predicted)
+        measured.add(INITIAL, predicted)
     run = Training(network, examples, how.schedule, output, plan, accelerator, save_seconds=how.save_seconds)
     run.run()
-    measure_as(FITTED, predicted)
+    measured.add(FITTED, predicted)
 
     report = {}
     if accelerator.is_main_process:
@@ -309,49 +299,20 @@ def fit_stage(
             "command": command,
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "minutes": round((time.monotonic() - began) / 60, 1),
-            "versions": {
-                name: version(name) for name in ("lenvm-kernels", "torch", "transformers", "peft", "accelerate")
-            }
-            | {"python": platform.python_version()},
+            "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
             "device": str(accelerator.device),
             "plan": plan,
             "training": {
                 "answers": len(examples),
                 "states": sum(len(example.targets) for example in examples),
                 "steps": len(run.losses),
-                "mean squared error": [
-                    round(sum(run.losses[i : i + 50]) / len(run.losses[i : i + 50]), 6)
-                    for i in range(0, len(run.losses), 50)
-                ],
+                "mean squared error": means(run.losses, 50),
                 "parameters": sum(parameter.numel() for parameter in network.trained().values()),
             },
-            "test": measured,
-            "guided": {str(f): split.answers[0].target is not None for f, split in zip(folders, training, strict=True)},
+            "guided": {str(f): store.plan.get("targets") is not None for f, store in zip(folders, stores, strict=True)},
+            "test": measured.found,
         }
         report_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         run.done()
     accelerator.wait_for_everyone()
     return report
-
-
-MEASURES = {
-    "r2": "R^2",
-    "rank_correlation_within_prompts": "rank correlation within a prompt",
-    "correlation_at_a_position": "at a position",
-    "mae_tokens": "mean error, tokens",
-}
-
-
-def table(report: dict[str, Any]) -> str:
-    """The measures of held-out answers as a table in Markdown."""
-    lines = [
-        f"| held-out answers | values | {' | '.join(MEASURES.values())} |",
-        f"| --- | --- |{' --- |' * len(MEASURES)}",
-    ]
-    for folder, found in report["test"].items():
-        kind = "guided" if report["guided"][folder] else "plain"
-        for name, measures in found.items():
-            cells = [measures[measure] for measure in MEASURES]
-            texts = " | ".join("-" if cell is None else f"{cell:.2f}" for cell in cells)
-            lines.append(f"| {folder}: {measures['answers']} {kind} | {name} | {texts} |")
-    return "\n".join(lines) + "\n"

@@ -16,13 +16,13 @@ from lenvm_kernels.evaluate.prompts import TEST, TRAIN
 from lenvm_kernels.training import cost
 from lenvm_kernels.training.checkpoint import ADAPTER, VALUE
 from lenvm_kernels.training.network import Adapters
+from lenvm_kernels.training.report import table
 from lenvm_kernels.training.stages import (
     Collecting,
     Fitting,
     check_backbone,
     collect_stage,
     fit_stage,
-    table,
     vocabulary,
 )
 
