@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 import lenvm_kernels
 from lenvm_kernels import cli
 from lenvm_kernels.demo.models import Models
+from lenvm_kernels.evaluate.plan import seed_from
 from lenvm_kernels.training import collect, decode, fit
 from lenvm_kernels.training.answers import AnswerStore
 from lenvm_kernels.value_model import LenVMConfig, ValueModel
@@ -50,7 +51,7 @@ def lenvm(capsys):
 
     def run(*argv):
         try:
-            code = cli.main([*map(str, argv), "--device", "cpu"])
+            code = cli.main([argv[0], "--device", "cpu", *map(str, argv[1:])])
         except SystemExit as exit:  # argparse
             code = exit.code
         said = capsys.readouterr()
@@ -193,8 +194,8 @@ def test_a_server_that_stops_half_way(lenvm, base, prompts, tmp_path, engine, mo
         assert len({(line["prompt"], line["sample"]) for line in lines}) == len(lines) == 36
         plan = json.loads((folder / "plan.json").read_text())
         for line in lines:  # as the fake one makes answers of the seed and the limit
-            request = collect.Request(None, line["prompt"], line["sample"])
-            assert line["finished"] and line["ids"][-1] == EOS and len(set(line["ids"][:-1])) == 1, request
+            seed = seed_from(0, line["prompt"], line["sample"], "sampling")
+            assert line["ids"] == [5 + seed % 7] * (1 + seed % 9) + [EOS] and line["finished"]
         asked = {tuple(body.get("input_ids") or body["prompt"]) for _, body in server.requests}
         assert asked == {tuple(prompt["ids"]) for prompt in plan["prompts"]}
 
@@ -230,7 +231,7 @@ def test_a_fitted_model_gives_the_values_that_were_measured(lenvm, answers, base
     again = ("fit", base, "--answers", answers, "--output", tmp_path / "again", *FIT, "--initial", folder / "adapter")
     assert lenvm(*again, "--epochs", 0)[0] == 0
     measured = json.loads((tmp_path / "again" / "report.json").read_text())
-    assert measured["test"][str(answers)]["initial"] == measured["test"][str(answers)]["value model"]
+    assert list(measured["test"][str(answers)]) == ["constant", "value model"]
     again, first = (of["test"][str(answers)]["value model"] for of in (measured, report))
     assert again == {name: value and pytest.approx(value, rel=0.02, abs=1e-3) for name, value in first.items()}
     adapters = load_file(folder / "adapter" / "adapter_model.safetensors")
@@ -446,6 +447,7 @@ def test_a_dry_run_prints_costs_and_does_nothing(lenvm, base, prompts, tmp_path)
         (["--backbone", "nowhere"], "--backbone must be a directory with config.json"),
         (["--evaluate-prompts", "-1"], "--evaluate-prompts must be at least 0"),
         (["--full", "--adapters", "4"], "not allowed with argument"),
+        (["--device", "meta"], "--device must be cpu or cuda where something is trained, got 'meta'"),
         (["--dtype", "float16"], "--dtype must be float32 or bfloat16"),
         (["--num-prompts", "0"], "--num-prompts"),
     ],

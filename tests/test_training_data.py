@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lenvm_kernels.adapters.transformers import _warpers
 from lenvm_kernels.evaluate.prompts import Prompt, read_prompts
+from lenvm_kernels.training import cost
 from lenvm_kernels.training.answers import Answer
 from lenvm_kernels.training.decode import decode, filtered
 from lenvm_kernels.training.fit import Schedule, steps_of
@@ -18,7 +19,7 @@ from lenvm_kernels.training.measures import lengths, measure
 from lenvm_kernels.training.network import Adapters, ValueHead, ValueNetwork
 from lenvm_kernels.training.packs import Example, filled, grouped, pack, tokens_of
 from lenvm_kernels.training.targets import gamma_of, tail_factor, targets
-from tests.helpers.models import EOS, random_pair
+from tests.helpers.models import EOS, WORDS, random_pair, save_checkpoint
 
 
 def example(prompt, ids):
@@ -232,3 +233,32 @@ def test_bad_prompts_are_named(tmp_path, lines, named):
     with pytest.raises(ValueError, match="--these") as error:
         read_prompts(file, "--these")
     assert named in str(error.value) and str(file) in str(error.value)
+
+
+def test_costs_by_hand(tmp_path):
+    save_checkpoint(tmp_path, seed=0)
+    hidden, inter, kv, words, row = 48, 64, 24, len(WORDS), 32
+    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inter
+    head = hidden * hidden + hidden
+    attention = 4 * row * hidden  # all pairs of tokens, scores and sums
+    full = cost.model_cost(tmp_path, None, row)
+    assert full.parameters == layer + head + 2 * words * hidden + 3 * hidden + hidden + 1  # norms, the head's biases
+    assert full.trained == full.parameters - words * hidden  # the output layer is no part of it
+    assert full.forward == 2 * (layer + head) + attention
+    # Of the first products' inputs, the embeddings, there are gradients, too.
+    assert full.step == pytest.approx(3 * full.forward, rel=0.02)
+    low_rank = cost.model_cost(tmp_path, Adapters(2), row)
+    added = 2 * (2 * 2 * hidden + 2 * (hidden + kv) + 3 * (hidden + inter))
+    assert low_rank.trained == added + head + hidden + 1 and low_rank.forward == full.forward + 2 * added
+    assert 2 * full.forward < low_rank.step < full.step
+    assert cost.model_cost(tmp_path, None, row, checkpointing=True).kept < 0.5 * full.kept
+
+    assert cost.kv_bytes(tmp_path) == 2 * 2 * kv  # keys and values of one layer, two bytes each
+    base, value = (cost.ModelCost(int(n * 1e9), 0, 2e9 * n, 6e9 * n, 0.0) for n in (7, 1))
+    read = (14e9 + 10 * 500 * 1000) / (3.35e12 * 0.6)
+    assert cost.collect_hours(base, 1000, None, 3600 * 10, 500, 10) == pytest.approx(read * 3600 * 10 / 10 / 3600)
+    computed = 1000 * (14e9 + 9 * 2e9) / (989e12 * 0.4)
+    assert cost.collect_hours(base, 1000, value, 7200, 500, 1000) == pytest.approx(computed * 7.2 / 3600)
+    assert cost.fit_hours(value, 3600) == pytest.approx(6e9 / (989e12 * 0.4))
+    found = cost.fit_gib(cost.ModelCost(10 * 2**30, 2**30, 0.0, 0.0, 2**20), 2048)
+    assert found == pytest.approx(9 * 2 + 16 + 2)

@@ -6,7 +6,9 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class GuardedLines:
@@ -25,31 +27,25 @@ class GuardedLines:
         self._guard, self.file = folder / "plan.json", folder / "answers.jsonl"
         self._plan = json.loads(json.dumps(plan))
         if self._guard.exists():
-            theirs = json.loads(self._guard.read_text(encoding="utf-8"))
-            different = [key for key in sorted({*self._plan, *theirs}) if self._plan.get(key) != theirs.get(key)]
-            if different:
-                raise ValueError(
-                    f"{flag} must be a new directory or that of the same plan, {str(folder)!r} differs in "
-                    f"{', '.join(different)}"
-                )
+            check_plan(plan, json.loads(self._guard.read_text(encoding="utf-8")), folder, flag)
         elif self.file.exists():
             raise ValueError(f"{flag} must hold plan.json beside answers.jsonl, {str(folder)!r} does not")
 
-    def read(self) -> list[Any]:
-        """The whole lines; what a kill has left of the last one is cut off.
+    def read(self, kind: type[T], of: str) -> list[T]:
+        """The whole lines, each the fields of a ``kind``; what a kill has left of the last one is cut off.
 
         Raises:
-            ValueError: a line is no JSON; it is named.
+            ValueError: a line is something else than what the command ``of`` writes; it is named.
         """
         whole, newline, rest = (self.file.read_bytes() if self.file.exists() else b"").rpartition(b"\n")
         found = []
         for number, line in enumerate(whole.split(b"\n") if newline else [], start=1):
             try:
-                found.append(json.loads(line))
-            except ValueError as error:
-                raise ValueError(f"{self.file}, line {number} must be JSON: {error}") from error
+                found.append(kind(**json.loads(line)))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{self.file}, line {number} must be an answer of {of}: {error}") from error
         if rest:
-            self.replace(found)
+            self.replace(map(vars, found))
         return found
 
     def replace(self, lines: Iterable[Any]) -> None:
@@ -67,6 +63,19 @@ class GuardedLines:
             os.replace(new, self._guard)
         with self.file.open("a", encoding="utf-8") as file:
             file.write("".join(map(_line, lines)))
+
+
+def check_plan(plan: Mapping[str, Any], theirs: Mapping[str, Any], where: Path, flag: str = "--output") -> None:
+    """Compare a plan with the one, read from JSON, of which there is something already.
+
+    Raises:
+        ValueError: naming the fields that differ.
+    """
+    ours = json.loads(json.dumps(plan))
+    if different := [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]:
+        raise ValueError(
+            f"{flag} must be a new directory or that of the same plan, {str(where)!r} differs in {', '.join(different)}"
+        )
 
 
 def _line(content: Any) -> str:

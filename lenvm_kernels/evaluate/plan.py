@@ -99,8 +99,12 @@ class Unit:
 
     def seed_of(self, *more: int) -> int:
         """A seed below 2**31 that follows from what the unit is, and from further numbers."""
-        text = json.dumps([self.seed, self.setting.name, self.target, self.prompts.start, *more])
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") >> 1
+        return seed_from(self.seed, self.setting.name, self.target, self.prompts.start, *more)
+
+
+def seed_from(*content: Any) -> int:
+    """A seed below 2**31 that follows from what goes into JSON."""
+    return int.from_bytes(hashlib.sha256(json.dumps(content).encode()).digest()[:4], "little") >> 1
 
 
 def default_limit(target: int) -> int:
@@ -150,14 +154,8 @@ class AnswerFile:
 
     def _read(self, plan: Plan) -> dict[Key, Answer]:
         """Answers of whole units; what stands of a unit that a kill cut short is dropped."""
-        found: dict[Key, Answer] = {}
-        for number, line in enumerate(self._lines.read(), start=1):
-            try:
-                answer = Answer(**line)
-            except TypeError as error:
-                where = f"{self._lines.file}, line {number}"
-                raise ValueError(f"{where} must be an answer of lenvm evaluate: {error}") from error
-            found[answer.setting, answer.target, answer.seed, answer.prompt] = answer
+        lines = self._lines.read(Answer, "lenvm evaluate")
+        found: dict[Key, Answer] = {(a.setting, a.target, a.seed, a.prompt): a for a in lines}
         units = [unit.keys() for unit in plan.units()]
         kept = {key: found[key] for keys in units if found.keys() >= set(keys) for key in keys}
         if len(kept) < len(found):

@@ -59,14 +59,7 @@ class AnswerStore:
         self._lines = GuardedLines(folder, plan, flag)
         self.plan = plan
         self.prompts: list[dict[str, Any]] = plan["prompts"]
-        self.answers: dict[Key, Answer] = {}
-        for number, line in enumerate(self._lines.read(), start=1):
-            try:
-                answer = Answer(**line)
-            except TypeError as error:
-                where = f"{self._lines.file}, line {number}"
-                raise ValueError(f"{where} must be an answer of lenvm collect: {error}") from error
-            self.answers[answer.key] = answer
+        self.answers: dict[Key, Answer] = {a.key: a for a in self._lines.read(Answer, "lenvm collect")}
 
     @classmethod
     def open(cls, folder: Path, flag: str) -> AnswerStore:

@@ -6,8 +6,6 @@ one stopped makes the answers that the other would have made.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import threading
 from collections.abc import Callable
@@ -20,7 +18,7 @@ from tqdm import tqdm
 
 from lenvm_kernels.demo.generation import sample
 from lenvm_kernels.demo.models import Models
-from lenvm_kernels.evaluate.plan import default_limit
+from lenvm_kernels.evaluate.plan import default_limit, seed_from
 from lenvm_kernels.evaluate.prompts import Prompt
 from lenvm_kernels.evaluate.run import with_end
 from lenvm_kernels.evaluate.servers import Server, Unreachable
@@ -102,8 +100,7 @@ class Request:
 
     def seed(self, purpose: str) -> int:
         """A seed below 2**31 that follows from what the request is."""
-        text = json.dumps([self.plan.seed, self.prompt, self.number, purpose])
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") >> 1
+        return seed_from(self.plan.seed, self.prompt, self.number, purpose)
 
 
 def collect(plan: Plan, store: AnswerStore, models: Models, server: Server | None, *, workers: int) -> None:

@@ -32,7 +32,6 @@ class ModelCost:
         parameters, trained: how many, the head's included.
         forward, step: operations a token of a forward, and of forward and backward.
         kept: bytes a token that a forward keeps for its gradient, in bf16.
-        row_tokens: of the rows that were counted.
     """
 
     parameters: int
@@ -40,7 +39,6 @@ class ModelCost:
     forward: float
     step: float
     kept: float
-    row_tokens: int
 
 
 def model_cost(path: Path, adapters: Adapters | None, row_tokens: int, *, checkpointing: bool = False) -> ModelCost:
@@ -74,7 +72,6 @@ def model_cost(path: Path, adapters: Adapters | None, row_tokens: int, *, checkp
         forward / row_tokens,
         counter.get_total_flops() / row_tokens,
         sum(size for _, size in kept.values()) / row_tokens,
-        row_tokens,
     )
 
 

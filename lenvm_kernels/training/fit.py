@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
+from lenvm_kernels.evaluate.guarded_lines import check_plan
 from lenvm_kernels.training.network import ValueNetwork
 from lenvm_kernels.training.packs import Example, Row, filled, pack, tokens_of
 
@@ -100,10 +101,6 @@ def _forwards(rows: list[tuple[int, Row]], most_tokens: int, processes: int) -> 
     return [found + [[]] * (most - len(found)) for found in of_process]
 
 
-class Diverged(ValueError):
-    """The loss is no longer a number."""
-
-
 class Training:
     """A training that may be ended and gone on with.
 
@@ -132,7 +129,7 @@ class Training:
         save_seconds: float = 300,
     ) -> None:
         self._examples, self._schedule, self._accelerator = examples, schedule, accelerator
-        self._file, self._plan, self._save_seconds = folder / STATE_FILE, json.loads(json.dumps(plan)), save_seconds
+        self._file, self._plan, self._save_seconds = folder / STATE_FILE, plan, save_seconds
         self._steps = steps_of(examples, schedule, accelerator.num_processes)
         self.losses: list[float] = []
         self._network = network
@@ -151,7 +148,7 @@ class Training:
         """Train to the end. Ctrl-C ends it after the step that is under way, with the state written.
 
         Raises:
-            Diverged: a loss or a gradient is not finite; the state is that of the last writing before.
+            ValueError: a loss or a gradient is not finite; the state is that of the last writing before.
             KeyboardInterrupt: the run goes on from here the next time.
         """
         self._module.train()
@@ -200,7 +197,7 @@ class Training:
         loss = float(accelerator.reduce(total, "sum"))
         norm = accelerator.clip_grad_norm_(self._module.parameters(), 1.0)
         if not (math.isfinite(loss) and math.isfinite(float(norm))):
-            raise Diverged(
+            raise ValueError(
                 f"the loss of step {number + 1} is {loss} and its gradient {float(norm)}; {self._file} keeps the last "
                 "good state, and a lower --learning-rate in a new --output may help"
             )
@@ -240,13 +237,7 @@ class Training:
 
     def _load(self) -> None:
         state = torch.load(self._file, map_location=self._accelerator.device, weights_only=True)
-        theirs = json.loads(state["plan"])
-        different = [key for key in sorted({*self._plan, *theirs}) if self._plan.get(key) != theirs.get(key)]
-        if different:
-            raise ValueError(
-                f"--output must be a new directory or that of the same training, {str(self._file)!r} differs in "
-                f"{', '.join(different)}"
-            )
+        check_plan(self._plan, json.loads(state["plan"]), self._file)
         with torch.no_grad():
             for name, parameter in self._network.trained().items():
                 parameter.copy_(state["trained"][name])

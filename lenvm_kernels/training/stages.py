@@ -19,12 +19,13 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from lenvm_kernels.demo import held_out_prompts, spread, training_prompts
 from lenvm_kernels.demo.models import Models, load_tokenizer, locate, quiet, source_of, tokens_of
+from lenvm_kernels.evaluate.guarded_lines import check_plan
 from lenvm_kernels.evaluate.prompts import TEST, TRAIN, Prompt, read_prompts
 from lenvm_kernels.evaluate.servers import Server
 from lenvm_kernels.training import collect as collecting
 from lenvm_kernels.training.answers import AnswerStore
 from lenvm_kernels.training.checkpoint import write
-from lenvm_kernels.training.fit import Schedule, Training, standardise, values_of
+from lenvm_kernels.training.fit import STATE_FILE, Schedule, Training, standardise, values_of
 from lenvm_kernels.training.network import Adapters, ValueNetwork
 from lenvm_kernels.training.report import CONSTANT, FITTED, INITIAL, Measured, means
 from lenvm_kernels.training.targets import Split, gamma_of, split_of
@@ -201,6 +202,8 @@ class Fitting:
                 gamma = math.nan
             if not 0 < gamma < 1:
                 raise ValueError(f"--gamma must be auto or a number in (0, 1), got {args.gamma!r}")
+        if args.device not in ("cpu", "cuda"):  # each process takes the GPU of its number
+            raise ValueError(f"--device must be cpu or cuda where something is trained, got {args.device!r}")
         if args.dtype == "float16":
             raise ValueError("--dtype must be float32 or bfloat16 where something is trained, got 'float16'")
         if args.epochs < 0:
@@ -269,15 +272,15 @@ def fit_stage(
     report_file = output / REPORT
     if report_file.exists():
         report = json.loads(report_file.read_text(encoding="utf-8"))
-        if report["plan"] == json.loads(json.dumps(plan)):
-            return report
-        raise ValueError(f"--output must be a new directory or that of the same training, {str(output)!r} has another")
+        check_plan(plan, report["plan"], output)
+        return report
 
     began = time.monotonic()
     accelerator = Accelerator(cpu=how.on_cpu)
     torch.manual_seed(how.schedule.seed)
     network = ValueNetwork.load(path, how.adapters, getattr(torch, how.dtype), checkpointing=how.checkpointing)
-    standardise(network, examples, how.schedule, accelerator)
+    if not (output / STATE_FILE).exists():  # which has what is measured here
+        standardise(network, examples, how.schedule, accelerator)
     measured = Measured(folders, test, gamma)
 
     def predicted(split: Split) -> list[torch.Tensor]:
@@ -286,8 +289,9 @@ def fit_stage(
     mean = torch.cat([example.targets for example in examples]).mean()
     measured.add(CONSTANT, lambda split: [mean.expand_as(example.targets) for example in split.examples])
     if initial is not None:
-        network.take(initial)
-        measured.add(INITIAL, predicted)
+        network.to(accelerator.device).take(initial)
+        if how.schedule.epochs:
+            measured.add(INITIAL, predicted)
     run = Training(network, examples, how.schedule, output, plan, accelerator, save_seconds=how.save_seconds)
     run.run()
     measured.add(FITTED, predicted)
