@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 import lenvm_kernels
 from lenvm_kernels import cli
+from lenvm_kernels.demo import generation
 from lenvm_kernels.demo.models import Models
 from lenvm_kernels.evaluate.plan import seed_from
 from lenvm_kernels.training import collect, decode, fit
@@ -96,7 +97,7 @@ def test_collected_answers(answers, base):
     for line in lines:
         assert line["finished"] == (line["ids"][-1] == EOS) and EOS not in line["ids"][:-1]
         assert len(line["ids"]) <= line["limit"] == 14 and (line["finished"] or len(line["ids"]) == 14)
-        assert line["target"] is None
+        assert line["target"] is None and line["guided"] == 0
     assert len({tuple(line["ids"]) for line in lines}) > 30
     # A quarter is held out, wherever it stands; the template says what is read.
     assert [prompt["split"] for prompt in plan["prompts"]] == ["train"] * 9 + ["test"] * 3
@@ -134,21 +135,49 @@ def test_a_killed_collection_goes_on_and_gives_the_same(lenvm, answers, base, pr
     assert code == 2 and "same plan" in error and "differs in prompts, sampling, seed" in error
 
 
-def test_guided_answers_have_targets(lenvm, base, prompts, tmp_path):
+def test_guidance_begins_answers_and_the_base_model_ends_them(lenvm, base, prompts, tmp_path, monkeypatch):
+    asked = []
+
+    def noted(models, value_model, inputs, guidance, **options):
+        found = generation.sample(models, value_model, inputs, guidance, **options)
+        prompts = [ids[mask.bool()].tolist() for ids, mask in zip(*inputs.values(), strict=True)]
+        answers = [row[counts].tolist() for row, counts in zip(found.tokens, found.counts, strict=True)]
+        asked.extend((p, g["target_length"], a) for p, g, a in zip(prompts, guidance, answers, strict=True))
+        return found
+
+    def went_on(models, begun, *args, **options):
+        found = decode.decode(models, begun, *args, **options)
+        ends.extend(zip(begun, found, strict=True))
+        return found
+
+    ends = []
+    monkeypatch.setattr(collect, "sample", noted)
+    monkeypatch.setattr(collect, "decode", went_on)
     value, folder = checkpoint(tmp_path / "value", seed=1, value_head=True), tmp_path / "answers"
     command = ("collect", base, "--prompts", prompts, "--output", folder, *COLLECT, "--value", value)
     code, _, error = lenvm(*command, "--targets", 3, 900, "--max-new-tokens", 30)
     assert code == 0, error
     lines = lines_of(folder)
-    targets = [line["target"] for line in lines]
-    assert targets == sorted(targets) and 3 <= targets[0] <= 5 and 20 < targets[-1] <= 30
+    targets = sorted(line["target"] for line in lines)
+    assert 3 <= targets[0] <= 5 and 20 < targets[-1] <= 30
+    prompts_ids = [prompt["ids"] for prompt in json.loads((folder / "plan.json").read_text())["prompts"]]
+    kinds = set()
     for line in lines:
-        assert line["limit"] == min(30, -(-5 * line["target"] // 32) * 16)  # 2.5 times as much in whole 16s
-        assert len(line["ids"]) <= line["limit"]
-        assert line["finished"] == (line["ids"][-1] == EOS)
-    half = len(lines) // 2
-    short, long = (sum(len(line["ids"]) for line in part) for part in (lines[:half], lines[half:]))
-    assert short < 0.75 * long
+        prompt, target, ids, guided = (line[name] for name in ("prompt", "target", "ids", "guided"))
+        prompt = prompts_ids[prompt]
+        first = seed_from(0, line["prompt"], line["sample"], "guided") % target
+        assert guided == min(first, len(ids)) and line["limit"] == 30
+        assert line["finished"] == (ids[-1] == EOS) and (line["finished"] or len(ids) == 30)
+        begun = [found[:first] for p, t, found in asked if (p, t) == (prompt, target)]
+        assert ids[:guided] in begun or not begun  # a batch without guidance is not asked for any
+        if guided and ids[guided - 1] == EOS:
+            kinds.add("ended under guidance")
+            assert guided == len(ids)
+            continue
+        kinds.add("guided" if guided else "not guided")
+        rest = [found[: 30 - guided] for p, found in ends if p == prompt + ids[:guided]]
+        assert ids[guided:] in rest
+    assert kinds == {"ended under guidance", "guided", "not guided"}
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
@@ -198,6 +227,45 @@ def test_a_server_that_stops_half_way(lenvm, base, prompts, tmp_path, engine, mo
             assert line["ids"] == [5 + seed % 7] * (1 + seed % 9) + [EOS] and line["finished"]
         asked = {tuple(body.get("input_ids") or body["prompt"]) for _, body in server.requests}
         assert asked == {tuple(prompt["ids"]) for prompt in plan["prompts"]}
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_server_that_guides_is_asked_twice(lenvm, base, prompts, tmp_path, engine):
+    folder = tmp_path / "answers"
+    with fake_engines() as start:
+        server, url = start(engine)
+        command = ("collect", base, "--prompts", prompts, "--output", folder, "--url", url, "--value", "somewhere")
+        assert lenvm(*command, *COLLECT, "--targets", 2, 14)[0] == 0
+    plan = json.loads((folder / "plan.json").read_text())
+    wanted = []
+    for line in lines_of(folder):
+        ids = plan["prompts"][line["prompt"]]["ids"]
+        first, seeds = seed_from(0, line["prompt"], line["sample"], "guided") % line["target"], []
+        for purpose in ("guidance", "sampling"):
+            seeds.append(seed_from(0, line["prompt"], line["sample"], purpose))
+        # As the fake one makes answers: 1 to 9 tokens and an end, if the limit leaves room for it.
+        begun = ([5 + seeds[0] % 7] * (1 + seeds[0] % 9) + [EOS])[:first]
+        if first:
+            wanted.append((ids, first, seeds[0], line["target"]))
+        assert line["ids"][: len(begun)] == begun and line["guided"] == len(begun)
+        if EOS in begun:
+            assert line["ids"] == begun and line["finished"]
+            continue
+        wanted.append((ids + begun, 14 - len(begun), seeds[1], None))
+        rest = ([5 + seeds[1] % 7] * (1 + seeds[1] % 9) + [EOS])[: 14 - len(begun)]
+        assert line["ids"] == begun + rest and line["finished"] == (rest[-1] == EOS)
+    assert sorted(map(str, wanted)) == sorted(str(_asked(path, body)) for path, body in server.requests)
+    assert len(wanted) > 36
+
+
+def _asked(path, body):
+    """Prompt, limit, seed and target of a request."""
+    if path == "/generate":
+        params = body["sampling_params"]
+        target = params.get("custom_params", {}).get("target_length")
+        return body["input_ids"], params["max_new_tokens"], params["sampling_seed"], target
+    target = body.get("vllm_xargs", {}).get("target_length")
+    return body["prompt"], body["max_tokens"], body["seed"], target
 
 
 def test_a_server_that_refuses_is_not_asked_again(lenvm, base, prompts, tmp_path):
@@ -374,6 +442,7 @@ def test_two_rounds_from_prompts_to_a_guided_server(lenvm, base, prompts, tmp_pa
     """``lenvm train`` end to end, and what it leaves answers through ``lenvm serve`` and ``generate``."""
     folder = tmp_path / "trained"
     command = ("train", base, "--prompts", prompts, "--output", folder, *COLLECT, *FIT, "--targets", 3, 12)
+    command += ("--guided-answers-per-prompt", 2)
     code, out, error = lenvm(*command, "--evaluate-prompts", 2)
     assert code == 0, error
     first, second = (json.loads((folder / f"round-{i}" / "report.json").read_text()) for i in (1, 2))
@@ -385,7 +454,10 @@ def test_two_rounds_from_prompts_to_a_guided_server(lenvm, base, prompts, tmp_pa
     )
     assert second["plan"]["initial"] == str(folder / "round-1" / "adapter")
     assert second["plan"]["gamma"] == first["plan"]["gamma"]
-    assert second["training"]["answers"] == 2 * first["training"]["answers"] == 54
+    guided = [line for line in lines_of(folder / "round-2" / "answers") if line["prompt"] < 9]
+    learned = sum(len(line["ids"]) > line["guided"] for line in guided)
+    assert first["training"]["answers"] == 27 and len(guided) == 18 and learned < 18
+    assert second["training"]["answers"] == 27 + learned
     assert {line["target"] for line in lines_of(folder / "round-2" / "answers")} <= set(range(3, 13))
     assert "round 2:" in out and "Target 14 tokens" in out
     assert (folder / "evaluation" / "table.md").exists()

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,13 +13,13 @@ from hypothesis import strategies as st
 from lenvm_kernels.adapters.transformers import _warpers
 from lenvm_kernels.evaluate.prompts import Prompt, read_prompts
 from lenvm_kernels.training import cost
-from lenvm_kernels.training.answers import Answer
+from lenvm_kernels.training.answers import Answer, AnswerStore
 from lenvm_kernels.training.decode import decode, filtered
 from lenvm_kernels.training.fit import Schedule, steps_of
 from lenvm_kernels.training.measures import lengths, measure
 from lenvm_kernels.training.network import Adapters, ValueHead, ValueNetwork
 from lenvm_kernels.training.packs import Example, filled, grouped, pack, tokens_of
-from lenvm_kernels.training.targets import gamma_of, tail_factor, targets
+from lenvm_kernels.training.targets import Split, gamma_of, split_of, tail_factor, targets
 from tests.helpers.models import EOS, WORDS, random_pair, save_checkpoint
 
 
@@ -47,6 +48,12 @@ def test_a_row_by_hand():
     prompt = [0, 1, 2]
     answers = [[*prompt, 3], [*prompt, 3, 4], [*prompt, 3, 4, 5], [*prompt, 6], [*prompt, 6, 7]]
     assert seen == [[0], [0, 1], prompt, *answers, [8], [8, 9], [8, 9, 10]]
+    # An answer that has values of its last states alone: they are the same states.
+    late = [*EXAMPLES[:3], replace(EXAMPLES[3], targets=torch.tensor([0.7, 0.6])), EXAMPLES[4]]
+    made_late = pack(late, [[[0, 4], [1]], [[3]]])
+    assert made_late.states.tolist() == [2, 3, 4, 5, 2, 6, 7, 9, 10, 18, 19]
+    assert made_late.examples.tolist() == [0] * 4 + [4] * 3 + [1] * 2 + [3] * 2
+    assert torch.equal(made_late.targets[-2:], torch.tensor([0.7, 0.6])) and torch.equal(made_late.ids, made.ids)
     assert made.mask()[1, 0].diagonal().all()  # a row of a softmax without any column would be NaN
 
 
@@ -126,8 +133,8 @@ def test_the_head_with_its_standardisation_is_a_plain_head():
     torch.testing.assert_close(other(states), head(states), rtol=1e-4, atol=1e-5)
 
 
-def answer(length, finished=True, limit=10, prompt=0, sample=0):
-    return Answer(prompt, sample, None, limit, [7] * length, finished)
+def answer(length, finished=True, limit=10, prompt=0, sample=0, guided=0):
+    return Answer(prompt, sample, 5 if guided else None, guided, limit, [7] * length, finished)
 
 
 def test_targets_by_hand():
@@ -135,6 +142,19 @@ def test_targets_by_hand():
     torch.testing.assert_close(found, torch.tensor([1 - 0.9**3, 1 - 0.9**2, 1 - 0.9]))
     found = targets(answer(3, finished=False), 0.9, tail=0.25)
     torch.testing.assert_close(found, torch.tensor([1 - 0.25 * 0.9**3, 1 - 0.25 * 0.9**2, 1 - 0.25 * 0.9]))
+    # Guidance chose three of five tokens: nothing is known of the states before them, two are learned from.
+    found = targets(answer(5, guided=3), 0.9, tail=0.25)
+    torch.testing.assert_close(found, torch.tensor([1 - 0.9**2, 1 - 0.9]))
+
+
+def test_answers_that_ended_under_guidance_are_left_out(tmp_path):
+    prompts = [dict(text=text, split=split, ids=[i]) for i, (text, split) in enumerate([("a", "train"), ("b", "test")])]
+    store = AnswerStore(tmp_path / "answers", {"prompts": prompts})
+    made = [answer(4, guided=4, sample=1), answer(4, guided=1, sample=2), answer(3, guided=3, prompt=1)]
+    store.add(made)
+    split = split_of(store, "train", 0.9)
+    assert split.answers == [made[1]] and split.examples[0].targets.shape == (3,)
+    assert split_of(store, "test", 0.9) == Split([], [])
 
 
 def test_the_tail_of_answers_that_were_cut():
@@ -143,6 +163,11 @@ def test_the_tail_of_answers_that_were_cut():
     rate = 2 / 12
     by_sum = sum(rate * (1 - rate) ** (t - 1) * 0.9**t for t in range(1, 2000))
     assert tail_factor(answers, 0.9) == pytest.approx(by_sum, rel=1e-9)
+    # Guidance kept two more from ending: behind it there are a token and an end, and none at all.
+    guided = [answer(9, guided=7), answer(8, guided=8)]
+    rate = 3 / 14
+    by_sum = sum(rate * (1 - rate) ** (t - 1) * 0.9**t for t in range(1, 2000))
+    assert tail_factor(answers + guided, 0.9) == pytest.approx(by_sum, rel=1e-9)
     assert tail_factor([answer(4)], 0.9) == 1.0
     assert tail_factor([answer(10, finished=False)], 0.9) == 0.0  # none ends: they go on for ever
 
@@ -172,6 +197,9 @@ def test_measures_by_hand():
     off = [abs(math.log2(1 - a) - math.log2(1 - b)) for a, b in ((0.5, 0.4), (0.3, 0.2), (0.5, 0.5), (0.2, 0.1))]
     assert got["mae_tokens"] == pytest.approx(sum(off) / 4, rel=1e-5)
     assert lengths(torch.tensor(0.75), 0.5) == pytest.approx(2.0)
+    # Of an answer that begins guided, its first value is one of a later position: no two are of one position any more.
+    answers[0] = answer(5, prompt=3, guided=3)
+    assert measure(found, wanted, answers, 0.5)["correlation_at_a_position"] is None
     constant = measure([torch.full_like(x, 0.5) for x in found], wanted, answers, 0.5)
     assert constant["rank_correlation_within_prompts"] is constant["correlation"] is None
 

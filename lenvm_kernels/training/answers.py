@@ -21,6 +21,7 @@ class Answer:
         prompt: the prompt's index.
         sample: which of the prompt's answers.
         target: tokens that guidance aimed at; None: it was not guided.
+        guided: how many of its first tokens guidance chose; the base model alone chose the others.
         limit: tokens at which it would have been cut.
         ids: its tokens, the end-of-sequence token last if it finished.
         finished: whether it ended by itself.
@@ -29,6 +30,7 @@ class Answer:
     prompt: int
     sample: int
     target: int | None
+    guided: int
     limit: int
     ids: list[int]
     finished: bool

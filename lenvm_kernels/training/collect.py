@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from lenvm_kernels.demo.generation import sample
 from lenvm_kernels.demo.models import Models
-from lenvm_kernels.evaluate.plan import default_limit, seed_from
+from lenvm_kernels.evaluate.plan import seed_from
 from lenvm_kernels.evaluate.prompts import Prompt
 from lenvm_kernels.evaluate.run import with_end
 from lenvm_kernels.evaluate.servers import Server, Unreachable
@@ -40,7 +40,7 @@ class Plan:
         samples: answers to each.
         max_new_tokens: at which an answer is cut.
         targets: the least and the most tokens that guidance aims at. Targets are drawn between them, evenly by their
-            logarithm. None: nothing guides.
+            logarithm, and guidance ends before the target, anywhere evenly. None: nothing guides.
         sampling: ``temperature``, ``top_k``, ``top_p`` and ``min_p``.
         seed: of everything that is drawn.
         rows: prompts of a batch in process.
@@ -66,10 +66,10 @@ class Plan:
         return {**asdict(self), "prompts": prompts}
 
     def requests(self) -> list[Request]:
-        """In the order in which they are made: each prompt's first answers before the second ones; guided ones by their
-        target, because a batch takes as long as its longest answer."""
+        """In the order in which they are made: each prompt's first answers before the second ones; guided ones by the
+        tokens that are guided, because guidance of a batch takes as long as that of its longest row."""
         found = [Request(self, prompt, i) for i in range(self.samples) for prompt in range(len(self.prompts))]
-        return found if self.targets is None else sorted(found, key=lambda request: (request.target, request.key))
+        return found if self.targets is None else sorted(found, key=lambda request: (request.guided, request.key))
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,9 @@ class Request:
         return round(math.exp(least + (most - least) * self.seed("target") / 2**31))
 
     @property
-    def limit(self) -> int:
-        """Tokens at which the answer is cut."""
-        most = self.plan.max_new_tokens
-        return most if self.target is None else min(most, default_limit(self.target))
+    def guided(self) -> int:
+        """Tokens after which the base model goes on alone."""
+        return 0 if self.target is None else self.seed("guided") % self.target
 
     def seed(self, purpose: str) -> int:
         """A seed below 2**31 that follows from what the request is."""
@@ -137,22 +136,35 @@ def collect(plan: Plan, store: AnswerStore, models: Models, server: Server | Non
 def _sample(plan: Plan, store: AnswerStore, models: Models, batch: list[Request]) -> list[Answer]:
     """The answers of a batch, in process."""
     prompts = [store.prompts[request.prompt]["ids"] for request in batch]
-    limit = max(request.limit for request in batch)
     torch.manual_seed(batch[0].seed("sampling"))
-    if plan.targets is None:
-        rows = decode(models, prompts, plan.sampling, max_new_tokens=limit)
-    else:
+    begun: list[list[int]] = [[] for _ in batch]
+    most = max(request.guided for request in batch)
+    if most > 0:
         inputs, guidance = models.padded(prompts), [{"target_length": request.target} for request in batch]
-        found = sample(models, models.value_model, inputs, guidance, max_new_tokens=limit, **plan.sampling)
-        rows = [tokens[counts].tolist() for tokens, counts in zip(found.tokens, found.counts, strict=True)]
-    return [_answer(request, ids, False, models.eos_token_ids) for request, ids in zip(batch, rows, strict=True)]
+        found = sample(models, models.value_model, inputs, guidance, max_new_tokens=most, **plan.sampling)
+        for row, request in enumerate(batch):
+            begun[row] = found.tokens[row][found.counts[row]][: request.guided].tolist()
+    whole = [*begun]
+    going_on = [row for row, ids in enumerate(begun) if not ids or ids[-1] not in models.eos_token_ids]
+    if going_on:
+        rows = decode(
+            models,
+            [prompts[row] + begun[row] for row in going_on],
+            plan.sampling,
+            max_new_tokens=plan.max_new_tokens - min(len(begun[row]) for row in going_on),
+        )
+        for row, ids in zip(going_on, rows, strict=True):
+            whole[row] = (begun[row] + ids)[: plan.max_new_tokens]
+    eos = models.eos_token_ids
+    return [
+        _answer(request, ids, len(of_guidance), ids[-1] in eos)
+        for request, of_guidance, ids in zip(batch, begun, whole, strict=True)
+    ]
 
 
-def _answer(request: Request, ids: list[int], stopped: bool, eos: list[int]) -> Answer:
-    ids, finished = with_end(ids, stopped, eos)
-    is_cut = len(ids) > request.limit  # others of the batch had a higher one
-    ids, finished = ids[: request.limit], finished and not is_cut
-    return Answer(request.prompt, request.number, request.target, request.limit, ids, finished)
+def _answer(request: Request, ids: list[int], guided: int, finished: bool) -> Answer:
+    limit = request.plan.max_new_tokens
+    return Answer(request.prompt, request.number, request.target, guided, limit, ids, finished)
 
 
 def _ask(
@@ -161,22 +173,33 @@ def _ask(
     """The answers of a server. Each is kept as soon as it is there; one failure ends the run."""
     failed = threading.Event()
 
-    def ask(request: Request) -> Answer:
-        guidance = None if request.target is None else {"target_length": request.target}
+    def tokens(
+        prompt: list[int], guidance: dict[str, Any] | None, max_new_tokens: int, seed: int
+    ) -> tuple[list[int], bool]:
+        """What a request is answered with, and whether it ended by itself; a server that is silent is asked again."""
         for pause in (*PAUSES, None):
             try:
                 ids, stopped = server.answer(
-                    store.prompts[request.prompt]["ids"],
-                    guidance,
-                    max_new_tokens=request.limit,
-                    sampling=plan.sampling,
-                    seed=request.seed("sampling"),
+                    prompt, guidance, max_new_tokens=max_new_tokens, sampling=plan.sampling, seed=seed
                 )
-                return _answer(request, ids, stopped, eos)
+                return with_end(ids, stopped, eos)
             except Unreachable:
                 if pause is None or failed.wait(pause):
                     raise
         raise AssertionError("the last attempt returns or raises")
+
+    def ask(request: Request) -> Answer:
+        prompt = store.prompts[request.prompt]["ids"]
+        ids: list[int] = []
+        finished = False
+        if request.guided > 0:
+            guidance = {"target_length": request.target}
+            ids, finished = tokens(prompt, guidance, request.guided, request.seed("guidance"))
+        guided = len(ids)
+        if not finished:
+            more, finished = tokens(prompt + ids, None, plan.max_new_tokens - guided, request.seed("sampling"))
+            ids = ids + more
+        return _answer(request, ids, guided, finished)
 
     with ThreadPoolExecutor(workers) as pool:
         missing = [request for request in plan.requests() if request.key not in store.answers]

@@ -103,7 +103,11 @@ def _add_train(commands: Any) -> None:
         help="held-out prompts that are answered to targets at the end, 0: none (default: %(default)s)",
     )
     _add_answers(parser.add_argument_group("what is sampled"))
-    _add_targets(parser.add_argument_group("guidance of the rounds from the second on"))
+    guided = parser.add_argument_group("guidance of the rounds from the second on")
+    guided.add_argument(
+        "--guided-answers-per-prompt", type=positive(int), metavar="N", help="(default: as --answers-per-prompt)"
+    )
+    _add_targets(guided)
     _add_training(parser.add_argument_group("training"))
     where = parser.add_argument_group("where answers are made")
     where.add_argument("--url", metavar="SERVER", help="of SGLang or vLLM, for the first round (default: in process)")
@@ -149,8 +153,8 @@ def _add_targets(group: Any) -> None:
         type=positive(int),
         nargs=2,
         metavar=("LOW", "HIGH"),
-        help="tokens between which targets are drawn, evenly by their logarithm, no more than --max-new-tokens "
-        "(default: 20 2000)",
+        help="tokens between which targets are drawn, evenly by their logarithm, no more than --max-new-tokens; an "
+        "answer is guided for a random part of its target, and then goes on alone (default: 20 2000)",
     )
 
 

@@ -274,7 +274,7 @@ def standardise(
 def values_of(
     network: ValueNetwork, examples: Sequence[Example], schedule: Schedule, accelerator: Accelerator
 ) -> list[torch.Tensor]:
-    """The predicted values of every state of answers, fp32 ``[len(ids)]`` each; processes share the work."""
+    """The predicted values of every state of answers that has a target; processes share the work."""
     network.eval()
     rows = [(tokens_of(examples, row), row) for row in filled(examples, schedule.row_tokens)]
     mine = _forwards(rows, schedule.forward_tokens, accelerator.num_processes)[accelerator.process_index]

@@ -16,7 +16,7 @@ def measure(
     """Errors over all states of answers; those that were cut have the expected target.
 
     Args:
-        values, targets: fp32 ``[len(ids)]`` of each answer.
+        values, targets: fp32 ``[len(ids) - guided]`` of each answer.
         answers: at least one.
         gamma: the discount of the values.
 
@@ -29,14 +29,14 @@ def measure(
         None stands where nothing varies.
     """
     v, y = torch.cat(list(values)).double(), torch.cat(list(targets)).double()
-    counts = torch.tensor([len(answer.ids) for answer in answers])
+    counts = torch.tensor([len(answer.ids) - answer.guided for answer in answers])
     prompt = torch.tensor([answer.prompt for answer in answers]).repeat_interleave(counts)
-    position = torch.cat([torch.arange(count) for count in counts.tolist()])
+    position = torch.cat([torch.arange(answer.guided, len(answer.ids)) for answer in answers])
     ended = torch.tensor([answer.finished for answer in answers]).repeat_interleave(counts)
 
     correlations = (pearson(ranks(v[prompt == p]), ranks(y[prompt == p])) for p in prompt.unique())
     of_prompts = [found for found in correlations if found is not None]
-    _, group = torch.unique(prompt * (int(counts.max()) + 1) + position, return_inverse=True)
+    _, group = torch.unique(prompt * (int(position.max()) + 1) + position, return_inverse=True)
     size = torch.bincount(group)
     at_position = (x - (torch.bincount(group, x) / size)[group] for x in (v, y))
     variance = float((y - y.mean()).square().mean())

@@ -23,7 +23,8 @@ class Example:
     Attributes:
         prompt: the tokens of its prompt.
         ids: the tokens of the answer. The last one is not read: nothing is drawn after it.
-        targets: fp32 ``[len(ids)]``; of the state after the prompt and after each token but the last, the value.
+        targets: fp32 ``[T]``, at least one and at most ``len(ids)``; the values of the last ``T`` of the states after
+            the prompt and after each token but the last.
     """
 
     prompt: Sequence[int]
@@ -138,9 +139,11 @@ def pack(examples: Sequence[Example], rows: Sequence[Row]) -> Pack:
             branches += [0] * len(prompt)
             for branch, index in enumerate(group, start=1):
                 read = list(examples[index].ids[:-1])
-                states += [number * width + place for place in (last, *range(len(ids), len(ids) + len(read)))]
-                targets.append(examples[index].targets)
-                members += [index] * (1 + len(read))
+                values = examples[index].targets
+                places = (last, *range(len(ids), len(ids) + len(read)))
+                states += [number * width + place for place in places[-len(values) :]]
+                targets.append(values)
+                members += [index] * len(values)
                 ids += read
                 positions += range(len(prompt), len(prompt) + len(read))
                 branches += [branch] * len(read)

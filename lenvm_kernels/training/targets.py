@@ -4,6 +4,9 @@ The value of a state is ``1 - gamma^remaining`` (arXiv 2604.27039), where ``rema
 end-of-sequence included: of an answer of ``L`` tokens it is ``L`` at the last token of the prompt and 1 at the token
 before the end. The end itself has value 0 by definition, and nothing is trained there.
 
+What guidance chose tells nothing of how the base model goes on, so there is no value before the last token that guidance
+chose: guidance only leads to where answers are learned from.
+
 An answer that was cut at its limit has an unknown tail. Its length is taken as geometric, with the rate at which
 answers end in the second half of their limit, and the target is the expectation under it. Leaving these answers out
 would teach that long ones do not exist.
@@ -35,7 +38,7 @@ def tail_factor(answers: Sequence[Answer], gamma: float) -> float:
     """``E[gamma^tail]`` of a geometric tail of at least one token; 1 if no answer reached half of its limit."""
     late = ended = 0
     for answer in answers:
-        tokens = len(answer.ids) - answer.limit // 2
+        tokens = len(answer.ids) - max(answer.limit // 2, answer.guided)
         if tokens > 0:
             late += tokens
             ended += answer.finished
@@ -46,8 +49,8 @@ def tail_factor(answers: Sequence[Answer], gamma: float) -> float:
 
 
 def targets(answer: Answer, gamma: float, tail: float) -> torch.Tensor:
-    """Values of the states of an answer, the first one that after the prompt: fp32 ``[len(ids)]``."""
-    remaining = torch.arange(len(answer.ids), 0, -1, dtype=torch.float64)
+    """Values of the states of an answer, the first one after the last guided token: fp32 ``[len(ids) - guided]``."""
+    remaining = torch.arange(len(answer.ids) - answer.guided, 0, -1, dtype=torch.float64)
     return (1 - gamma**remaining * (1.0 if answer.finished else tail)).float()
 
 
@@ -56,7 +59,7 @@ class Split:
     """The answers of one split of one directory.
 
     Attributes:
-        answers: those whose prompts are of the split.
+        answers: those whose prompts are of the split, without the ones that ended under guidance.
         examples: the same with their targets.
     """
 
@@ -67,5 +70,5 @@ class Split:
 def split_of(store: AnswerStore, split: str, gamma: float) -> Split:
     """The answers to the prompts of a split, with targets. Tails are estimated on the training prompts alone."""
     tail = tail_factor(store.of_split(TRAIN), gamma)
-    answers, prompts = store.of_split(split), store.prompts
+    answers, prompts = [a for a in store.of_split(split) if len(a.ids) > a.guided], store.prompts
     return Split(answers, [Example(prompts[a.prompt]["ids"], a.ids, targets(a, gamma, tail)) for a in answers])

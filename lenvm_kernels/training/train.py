@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -42,6 +43,7 @@ def train(args: argparse.Namespace, command: str) -> None:
     if args.evaluate_prompts < 0:
         raise ValueError(f"--evaluate-prompts must be at least 0, got {args.evaluate_prompts}")
     how = Collecting.of(args)
+    guided = replace(how, answers_per_prompt=args.guided_answers_per_prompt or how.answers_per_prompt)
     fitting = Fitting.of(args)
     backbone = args.base if args.backbone == "base" else args.backbone
     quiet()
@@ -52,7 +54,7 @@ def train(args: argparse.Namespace, command: str) -> None:
     if vocabulary(base) != vocabulary(value_tokenizer):
         raise ValueError(f"--backbone must share the vocabulary of {args.base!r}, {backbone!r} has another")
     if args.dry_run:
-        print(dry_run(how, fitting, args.base, backbone, args.rounds, base))
+        print(dry_run(how, guided, fitting, args.base, backbone, args.rounds, base))
         return
 
     folders: list[Path] = []
@@ -61,7 +63,7 @@ def train(args: argparse.Namespace, command: str) -> None:
         folder = args.output / f"round-{number}"
         folders.append(folder / "answers")
         url = args.url if number == 1 else args.guided_url if number == 2 else None
-        collect_stage(how, args.base, folders[-1], seed=args.seed + number - 1, value=value, url=url)
+        collect_stage(how if number == 1 else guided, args.base, folders[-1], seed=args.seed + number - 1, value=value, url=url)
         start, initial = backbone, None
         if value is not None and fitting.adapters is not None:
             initial = Path(value).parent / ADAPTER
@@ -94,9 +96,24 @@ def _evaluate(args: argparse.Namespace, how: Collecting, value: Path) -> None:
 
 
 def dry_run(
-    how: Collecting, fitting: Fitting, base: str, backbone: str, rounds: int, tokenizer: PreTrainedTokenizerBase
+    how: Collecting,
+    guided: Collecting,
+    fitting: Fitting,
+    base: str,
+    backbone: str,
+    rounds: int,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> str:
-    """A table of what each stage takes on one H100, if every answer is as long as it may be."""
+    """A table of what each stage takes on one H100, if every answer is as long as it may be.
+
+    Args:
+        how: the first round.
+        guided: the others.
+        fitting: of all rounds.
+        base, backbone: names of the models.
+        rounds: how many.
+        tokenizer: of both.
+    """
     paths = locate("BASE", base), locate("--backbone", backbone)
     row_tokens = fitting.schedule.row_tokens
     of_base = cost.model_cost(paths[0], Adapters(1), row_tokens)
@@ -109,9 +126,9 @@ def dry_run(
     mean_target = (high - low) / math.log(high / low) if high > low else low
     lines = [
         f"{shares[TRAIN]} training and {shares[TEST]} held-out prompts of {mean_prompt:.0f} tokens, "
-        f"{how.answers_per_prompt} answers a round",
+        f"{how.answers_per_prompt} answers each in the first round and {guided.answers_per_prompt} in others",
         f"value model: {of_value.parameters / 1e6:.1f}M parameters, {of_value.trained / 1e6:.2f}M trained",
-        "Answers count with --max-new-tokens, guided ones with their mean target. Hours are computed for one H100 at "
+        "Answers count with --max-new-tokens, half of the mean target guided. Hours are computed for one H100 at "
         f"{cost.SHARE_OF_FLOPS:.0%} of its operations and {cost.SHARE_OF_BANDWIDTH:.0%} of its bandwidth; nothing was "
         "measured.",
         "",
@@ -120,15 +137,17 @@ def dry_run(
     ]
     fitted = 0.0
     for number in range(1, rounds + 1):
-        guided = number > 1
-        length = mean_target if guided else how.max_new_tokens
-        tokens = len(how.prompts) * how.answers_per_prompt * length
-        context = mean_prompt + length / 2
+        answers = len(how.prompts) * (how if number == 1 else guided).answers_per_prompt
+        tokens = answers * how.max_new_tokens
+        under_guidance = answers * mean_target / 2 if number > 1 else 0
+        context = mean_prompt + how.max_new_tokens / 2
         rows = how.concurrency
         kv = cost.kv_bytes(paths[0])
-        flops = tokens * (of_base.forward + (1 + cost.CANDIDATES) * of_value.forward * guided)
-        hours = cost.collect_hours(of_base, kv, of_value if guided else None, tokens, context, rows)
-        gib = (2 * (of_base.parameters + of_value.parameters * guided) + rows * 2 * context * kv) / cost.GIB
+        flops = tokens * of_base.forward + under_guidance * (1 + cost.CANDIDATES) * of_value.forward
+        hours = cost.collect_hours(of_base, kv, None, tokens - under_guidance, context, rows)
+        hours += cost.collect_hours(of_base, kv, of_value, under_guidance, mean_prompt + mean_target / 4, rows)
+        models = of_base.parameters + of_value.parameters * (number > 1)
+        gib = (2 * models + rows * 2 * context * kv) / cost.GIB
         lines.append(f"| collect, round {number} | {tokens:.3g} | {flops:.3g} | {hours:.2g} | {gib:.1f} |")
         share = shares[TRAIN] / len(how.prompts)
         fitted += fitting.schedule.epochs * (tokens + sum(prompt_tokens)) * share
