@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
+from peft.helpers import disable_input_dtype_casting
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.nn import functional
@@ -156,7 +157,9 @@ class ValueNetwork(torch.nn.Module):
 
     def states(self, pack: Pack) -> torch.Tensor:
         """The hidden states ``[T, H]`` after which there are values to predict."""
-        with nullcontext() if self._autocast is None else torch.autocast(pack.ids.device.type, self._autocast):
+        autocast = None if self._autocast is None else torch.autocast(pack.ids.device.type, self._autocast)
+        # What PEFT casts to the adapters' dtype, autocast would only cast back.
+        with autocast or nullcontext(), disable_input_dtype_casting(self.model, active=autocast is not None):
             hidden = self.model.model(
                 input_ids=pack.ids, attention_mask=pack.mask(), position_ids=pack.positions, use_cache=False
             ).last_hidden_state
