@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from lenvm_kernels.adapters.transformers import Guidance, LenVMLogitsProcessor
@@ -20,7 +21,7 @@ class Sampled:
 
     Attributes:
         tokens: int64 ``[B, N]``; new tokens, and padding behind the end.
-        counts: bool ``[B, N]``; tokens up to the first end-of-sequence token, that one included.
+        counts: bool ``[B, N]``; tokens up to the first end-of-sequence token, that one included, or to the limit.
         logits: the base model's own at each step, in its dtype ``[B, V]``; none unless they were asked for.
     """
 
@@ -35,7 +36,7 @@ def sample(
     inputs: Mapping[str, torch.Tensor],
     guidance: Guidance | Sequence[Guidance],
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     keep_logits: bool = False,
     streamer: BaseStreamer | None = None,
     **options: Any,
@@ -47,7 +48,7 @@ def sample(
         value_model: what guides; None: the end of the text alone.
         inputs: of :meth:`Models.encode`.
         guidance: of all prompts, or of each; None: none.
-        max_new_tokens: the limit of an answer.
+        max_new_tokens: the limit of an answer, or of each.
         keep_logits: return the logits, too.
         streamer: told of every step.
         **options: sampling parameters and further arguments of :class:`LenVMLogitsProcessor`.
@@ -55,23 +56,29 @@ def sample(
     Raises:
         ValueError: as :class:`LenVMLogitsProcessor`.
     """
+    limits = [max_new_tokens] if isinstance(max_new_tokens, int) else max_new_tokens
+    last = inputs["input_ids"].shape[1] + torch.tensor(limits, device=inputs["input_ids"].device)
     processor = LenVMLogitsProcessor(
         models.model,
         value_model,
         guidance,
         inputs["attention_mask"],
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=max(limits),
         tokenizers=(models.tokenizer, models.value_tokenizer),
         **options,
     )
     output = models.model.generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel lacks
         **inputs,
         **processor.generation_kwargs,
-        pad_token_id=models.pad_token_id,
+        # Behind its limit a row counts as ended: no values are computed for it any more.
+        pad_token_id=next(iter(models.eos_token_ids), models.pad_token_id),
+        stopping_criteria=StoppingCriteriaList([lambda ids, scores: (ids.shape[1] >= last).expand(len(ids))]),
         streamer=streamer,
         return_dict_in_generate=True,
         output_logits=keep_logits,
     )
     new = output.sequences[:, inputs["input_ids"].shape[1] :]
     ended = torch.isin(new, torch.tensor(models.eos_token_ids, device=new.device)).long()
-    return Sampled(new, ended.cumsum(1) - ended == 0, output.logits if keep_logits else ())
+    place = inputs["input_ids"].shape[1] + torch.arange(new.shape[1], device=new.device)
+    counts = (ended.cumsum(1) - ended == 0) & (place < last[:, None])
+    return Sampled(new, counts, output.logits if keep_logits else ())

@@ -138,12 +138,11 @@ def _sample(plan: Plan, store: AnswerStore, models: Models, batch: list[Request]
     prompts = [store.prompts[request.prompt]["ids"] for request in batch]
     torch.manual_seed(batch[0].seed("sampling"))
     begun: list[list[int]] = [[] for _ in batch]
-    most = max(request.guided for request in batch)
-    if most > 0:
+    limits = [request.guided for request in batch]
+    if max(limits) > 0:
         inputs, guidance = models.padded(prompts), [{"target_length": request.target} for request in batch]
-        found = sample(models, models.value_model, inputs, guidance, max_new_tokens=most, **plan.sampling)
-        for row, request in enumerate(batch):
-            begun[row] = found.tokens[row][found.counts[row]][: request.guided].tolist()
+        found = sample(models, models.value_model, inputs, guidance, max_new_tokens=limits, **plan.sampling)
+        begun = [tokens[counts].tolist() for tokens, counts in zip(found.tokens, found.counts, strict=True)]
     whole = [*begun]
     going_on = [row for row, ids in enumerate(begun) if not ids or ids[-1] not in models.eos_token_ids]
     if going_on:
