@@ -4,7 +4,7 @@ The value of a state is ``1 - gamma^remaining`` (arXiv 2604.27039), where ``rema
 end-of-sequence included: of an answer of ``L`` tokens it is ``L`` at the last token of the prompt and 1 at the token
 before the end. The end itself has value 0 by definition, and nothing is trained there.
 
-What guidance chose tells nothing of how the base model goes on, so there is no value before the last token that guidance
+What guidance chose tells nothing of how the base model goes on, so nothing is trained before the last token that it
 chose: guidance only leads to where answers are learned from.
 
 An answer that was cut at its limit has an unknown tail. Its length is taken as geometric, with the rate at which

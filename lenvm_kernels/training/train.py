@@ -63,7 +63,8 @@ def train(args: argparse.Namespace, command: str) -> None:
         folder = args.output / f"round-{number}"
         folders.append(folder / "answers")
         url = args.url if number == 1 else args.guided_url if number == 2 else None
-        collect_stage(how if number == 1 else guided, args.base, folders[-1], seed=args.seed + number - 1, value=value, url=url)
+        of_round = how if number == 1 else guided
+        collect_stage(of_round, args.base, folders[-1], seed=args.seed + number - 1, value=value, url=url)
         start, initial = backbone, None
         if value is not None and fitting.adapters is not None:
             initial = Path(value).parent / ADAPTER
