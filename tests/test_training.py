@@ -314,7 +314,7 @@ def test_lengths_that_the_prompt_tells_are_learned(lenvm, base, tmp_path):
     ]
     plan = {"prompts": prompts, "base": base, "vocabulary": vocabulary_of(base)}
     store = AnswerStore(tmp_path / "answers", plan)
-    store.add([collect.Answer(i, 0, None, 20, [10] * (3 if i % 2 else 15) + [EOS], True) for i in range(16)])
+    store.add([collect.Answer(i, 0, None, 0, 20, [10] * (3 if i % 2 else 15) + [EOS], True) for i in range(16)])
     folder = tmp_path / "fitted"
     options = ("--full", "--learning-rate", 3e-3, "--epochs", 40, "--batch-tokens", 60, "--gamma", 0.9)
     code, _, error = lenvm("fit", base, "--answers", tmp_path / "answers", "--output", folder, *options)
