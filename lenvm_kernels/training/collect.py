@@ -135,7 +135,7 @@ def collect(plan: Plan, store: AnswerStore, models: Models, server: Server | Non
 
 def _sample(plan: Plan, store: AnswerStore, models: Models, batch: list[Request]) -> list[Answer]:
     """The answers of a batch, in process."""
-    prompts = [store.prompts[request.prompt]["ids"] for request in batch]
+    prompts, eos = [store.prompts[request.prompt]["ids"] for request in batch], models.eos_token_ids
     torch.manual_seed(batch[0].seed("sampling"))
     begun: list[list[int]] = [[] for _ in batch]
     limits = [request.guided for request in batch]
@@ -144,7 +144,7 @@ def _sample(plan: Plan, store: AnswerStore, models: Models, batch: list[Request]
         found = sample(models, models.value_model, inputs, guidance, max_new_tokens=limits, **plan.sampling)
         begun = [tokens[counts].tolist() for tokens, counts in zip(found.tokens, found.counts, strict=True)]
     whole = [*begun]
-    going_on = [row for row, ids in enumerate(begun) if not ids or ids[-1] not in models.eos_token_ids]
+    going_on = [row for row, ids in enumerate(begun) if not ids or ids[-1] not in eos]
     if going_on:
         rows = decode(
             models,
@@ -154,7 +154,6 @@ def _sample(plan: Plan, store: AnswerStore, models: Models, batch: list[Request]
         )
         for row, ids in zip(going_on, rows, strict=True):
             whole[row] = (begun[row] + ids)[: plan.max_new_tokens]
-    eos = models.eos_token_ids
     return [
         _answer(request, ids, len(of_guidance), ids[-1] in eos)
         for request, of_guidance, ids in zip(batch, begun, whole, strict=True)

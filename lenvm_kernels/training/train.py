@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def train(args: argparse.Namespace, command: str) -> None:
         raise ValueError(f"--evaluate-prompts must be at least 0, got {args.evaluate_prompts}")
     how = Collecting.of(args)
     guided = replace(how, answers_per_prompt=args.guided_answers_per_prompt or how.answers_per_prompt)
+    rounds = [how, *[guided] * (args.rounds - 1)]
     fitting = Fitting.of(args)
     backbone = args.base if args.backbone == "base" else args.backbone
     quiet()
@@ -54,16 +56,15 @@ def train(args: argparse.Namespace, command: str) -> None:
     if vocabulary(base) != vocabulary(value_tokenizer):
         raise ValueError(f"--backbone must share the vocabulary of {args.base!r}, {backbone!r} has another")
     if args.dry_run:
-        print(dry_run(how, guided, fitting, args.base, backbone, args.rounds, base))
+        print(dry_run(rounds, fitting, args.base, backbone, base))
         return
 
     folders: list[Path] = []
     value = None
-    for number in range(1, args.rounds + 1):
+    for number, of_round in enumerate(rounds, start=1):
         folder = args.output / f"round-{number}"
         folders.append(folder / "answers")
         url = args.url if number == 1 else args.guided_url if number == 2 else None
-        of_round = how if number == 1 else guided
         collect_stage(of_round, args.base, folders[-1], seed=args.seed + number - 1, value=value, url=url)
         start, initial = backbone, None
         if value is not None and fitting.adapters is not None:
@@ -97,24 +98,17 @@ def _evaluate(args: argparse.Namespace, how: Collecting, value: Path) -> None:
 
 
 def dry_run(
-    how: Collecting,
-    guided: Collecting,
-    fitting: Fitting,
-    base: str,
-    backbone: str,
-    rounds: int,
-    tokenizer: PreTrainedTokenizerBase,
+    rounds: Sequence[Collecting], fitting: Fitting, base: str, backbone: str, tokenizer: PreTrainedTokenizerBase
 ) -> str:
     """A table of what each stage takes on one H100, if every answer is as long as it may be.
 
     Args:
-        how: the first round.
-        guided: the others.
+        rounds: how the answers of each are sampled; they differ in their number alone.
         fitting: of all rounds.
         base, backbone: names of the models.
-        rounds: how many.
         tokenizer: of both.
     """
+    how = rounds[0]
     paths = locate("BASE", base), locate("--backbone", backbone)
     row_tokens = fitting.schedule.row_tokens
     of_base = cost.model_cost(paths[0], Adapters(1), row_tokens)
@@ -127,7 +121,7 @@ def dry_run(
     mean_target = (high - low) / math.log(high / low) if high > low else low
     lines = [
         f"{shares[TRAIN]} training and {shares[TEST]} held-out prompts of {mean_prompt:.0f} tokens, "
-        f"{how.answers_per_prompt} answers each in the first round and {guided.answers_per_prompt} in others",
+        f"answers to each in a round: {', '.join(str(of_round.answers_per_prompt) for of_round in rounds)}",
         f"value model: {of_value.parameters / 1e6:.1f}M parameters, {of_value.trained / 1e6:.2f}M trained",
         "Answers count with --max-new-tokens, half of the mean target guided. Hours are computed for one H100 at "
         f"{cost.SHARE_OF_FLOPS:.0%} of its operations and {cost.SHARE_OF_BANDWIDTH:.0%} of its bandwidth; nothing was "
@@ -137,8 +131,8 @@ def dry_run(
         "| --- | --- | --- | --- | --- |",
     ]
     fitted = 0.0
-    for number in range(1, rounds + 1):
-        answers = len(how.prompts) * (how if number == 1 else guided).answers_per_prompt
+    for number, of_round in enumerate(rounds, start=1):
+        answers = len(how.prompts) * of_round.answers_per_prompt
         tokens = answers * how.max_new_tokens
         under_guidance = answers * mean_target / 2 if number > 1 else 0
         context = mean_prompt + how.max_new_tokens / 2
