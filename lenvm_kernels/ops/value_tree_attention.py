@@ -224,6 +224,9 @@ def _value_tree_attention_kernel(
                 next_page = _load_pages(pages_ptr, block + 1, cached_blocks, cached, first_row, PAGE_SIZE, BLOCK_N)
                 key = block * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
                 slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
+                # Triton 3.6 takes this sum for a multiple of PAGE_SIZE (triton#9297), and would copy 16 bytes at once
+                # whatever the stride between slots.
+                slot = tl.multiple_of(slot, 1)
                 kv_mask = (key < cached)[:, None] & is_dim[None, :]
                 k = tl.load(k_cache_ptr + (slot * stride.k_cache_slot)[:, None] + d[None, :], mask=kv_mask, other=0.0)
                 v = tl.load(v_cache_ptr + (slot * stride.v_cache_slot)[:, None] + d[None, :], mask=kv_mask, other=0.0)
