@@ -209,6 +209,6 @@ def expand_drafts(
         shape = (rows * (1 + columns),)
         check_tensor(f"out.{name}", getattr(out, name), dtypes=dtype, shape=shape, device=device)
     operands: list[Any] = [getattr(x, name) for x in (out, requests) for name in NODE_FIELDS]
-    operands += drafts
+    operands += [drafts.token_ids, drafts.parents]
     _launch(backend, *operands)
     return out
