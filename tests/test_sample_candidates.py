@@ -178,9 +178,9 @@ def test_reference_takes_fp64():
 
 
 @pytest.mark.parametrize("columns", [0, 3, 128])
-def test_bad_numbers_of_slots_are_named(columns):
+def test_bad_numbers_of_slots_are_named(device, columns):
     with pytest.raises(ValueError, match=f"guided_probs must have a power of two up to 64 columns, got {columns}"):
-        draw(torch.zeros(2, columns), filled(2, 0), filled(2, 0), "cpu")
+        draw(torch.zeros(2, columns), filled(2, 0), filled(2, 0), device)
 
 
 @pytest.mark.parametrize("candidates", [None, {}])

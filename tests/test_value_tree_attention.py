@@ -302,8 +302,9 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("message", "changes"), ERRORS)
-def test_errors_name_the_argument(message, changes):
+def test_errors_name_the_argument(device, message, changes):
     sizes = {name: changes.get(name, size) for name, size in PLAIN.items()}
+    sizes["device"] = device if "backend" in changes else "cpu"
     arguments = vars(make_inputs([5], [1], [2], **sizes)) | {"backend": "reference"}
     with pytest.raises((ValueError, TypeError), match=f"^{message}"):
         value_tree_attention(**arguments | {name: x for name, x in changes.items() if name not in sizes})
