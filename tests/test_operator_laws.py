@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+import lenvm_kernels.ops._common as ops_common
 from bench.launches import intercept_launches
 from lenvm_kernels.fuzz.case import Case, copy_in_place
 from lenvm_kernels.fuzz.check import check, operators
@@ -289,6 +290,16 @@ def test_wrong_tensors_are_refused_by_name(device, name, backend):
                     function(**arguments | {argument: tuple(x)})
     with pytest.raises(ValueError, match=r"^backend must be one of auto, triton, reference, got 'cuda'"):
         operator.function(**arguments, backend="cuda")
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_tensors_on_no_gpu_are_named(monkeypatch, name):
+    """Where the kernels are compiled."""
+    monkeypatch.setattr(ops_common, "INTERPRETED", False)
+    arguments = arguments_of(small_case(name), "cpu")
+    names = "|".join(re.escape(x) for x, _ in tensors_in(arguments))
+    with pytest.raises(ValueError, match=rf"^({names}) must be on a GPU for backend 'triton' \(.*\), got cpu"):
+        OPERATORS[name].function(**arguments, backend="triton")
 
 
 def far_apart(x):

@@ -23,8 +23,8 @@ COLUMNS = (1, 2, 4, 8, 16, 32, MAX_CANDIDATES)
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def resolve_backend(backend: str, tensor: object) -> str:
-    """Return ``"triton"`` or ``"reference"`` for a requested backend and an operator's first tensor.
+def resolve_backend(backend: str, name: str, tensor: object) -> str:
+    """Return ``"triton"`` or ``"reference"`` for a requested backend and an operator's first tensor, of that name.
 
     ``auto`` is the Triton kernels for GPU tensors and the reference for CPU tensors. What is no tensor is left to
     :func:`check_tensor`.
@@ -41,8 +41,8 @@ def resolve_backend(backend: str, tensor: object) -> str:
         return "triton" if on_gpu else "reference"
     if backend == "triton" and isinstance(tensor, Tensor):
         raise ValueError(
-            "backend 'triton' needs GPU tensors (or TRITON_INTERPRET=1 set before Python starts), "
-            f"got tensors on {tensor.device}"
+            f"{name} must be on a GPU for backend 'triton' (or TRITON_INTERPRET=1 set before Python starts), "
+            f"got {tensor.device}"
         )
     return backend
 

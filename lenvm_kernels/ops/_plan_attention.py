@@ -207,7 +207,7 @@ def plan_attention(
                 [  0,   4,   0,   3,   1, 700,   0,   0],
                 [  0,   4,   0,   3,   1, 700,   0,   1]], dtype=torch.int32)
     """
-    backend = resolve_backend(backend, table_rows)
+    backend = resolve_backend(backend, "table_rows", table_rows)
     check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(None,))
     num_requests, device = table_rows.shape[0], table_rows.device
     check_tensor("cached_lens", cached_lens, dtypes=torch.int32, shape=(num_requests,), device=device)

@@ -197,7 +197,7 @@ def catch_up(
         raise TypeError(f"history must be a StepHistory, got {type(history).__name__}")
     if not isinstance(requests, StepRequests):
         raise TypeError(f"requests must be the StepRequests of gather_requests, got {type(requests).__name__}")
-    backend = resolve_backend(backend, counts)
+    backend = resolve_backend(backend, "counts", counts)
     device = check_tensor("counts", counts, dtypes=torch.int32, shape=(None,)).device
     rows = counts.shape[0]
     for name, dtype in _REQUEST_DTYPES.items():

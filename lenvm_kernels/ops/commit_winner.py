@@ -339,7 +339,7 @@ def commit_winner(
         >>> k_cache.flatten(), v_cache.flatten()
         (tensor([0., 0., 2., 0.]), tensor([0., 0., 4., 0.]))
     """
-    backend = resolve_backend(backend, k_cache)
+    backend = resolve_backend(backend, "k_cache", k_cache)
     check_tensor("k_cache", k_cache, dtypes=(*FLOATS[backend], E4M3), shape=(None, None, None, None))
     (layers, _, heads, head_dim), device = k_cache.shape, k_cache.device
     if not layers * heads * head_dim:

@@ -169,7 +169,7 @@ def embed_tokens(
         tensor([[1.0000],
                 [0.5403]])
     """
-    backend = resolve_backend(backend, token_ids)
+    backend = resolve_backend(backend, "token_ids", token_ids)
     device = check_tensor("token_ids", token_ids, dtypes=torch.int64, shape=(None,)).device
     tokens = token_ids.shape[0]
     check_tensor("positions", positions, dtypes=torch.int64, shape=(tokens,), device=device)

@@ -195,7 +195,7 @@ def expand_drafts(
     if not isinstance(requests, StepRequests):
         raise TypeError(f"requests must be the StepRequests of gather_requests, got {type(requests).__name__}")
     check_drafts(drafts, None, None)
-    backend = resolve_backend(backend, drafts.token_ids)
+    backend = resolve_backend(backend, "drafts.token_ids", drafts.token_ids)
     (count, columns), device = drafts.token_ids.shape, drafts.token_ids.device
     rows = check_tensor("requests.positions", requests.positions, dtypes=torch.int32, shape=(None,)).shape[0]
     if rows < count:

@@ -324,7 +324,7 @@ def gather_requests(
         >>> requests.guided, requests.generated
         (tensor([False,  True]), tensor([4, 2], dtype=torch.int32))
     """
-    backend = resolve_backend(backend, tokens)
+    backend = resolve_backend(backend, "tokens", tokens)
     is_many = isinstance(tokens, Tensor) and tokens.dim() == 2
     device = check_tensor("tokens", tokens, dtypes=torch.int64, shape=(None, None) if is_many else (None,)).device
     count = tokens.shape[0]

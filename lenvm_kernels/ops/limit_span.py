@@ -273,7 +273,7 @@ def limit_span(
         >>> logits  # the sequence cannot end
         tensor([[-10000.,      0.,      0.,      0.]])
     """
-    backend = resolve_backend(backend, tokens)
+    backend = resolve_backend(backend, "tokens", tokens)
     check_tensor("tokens", tokens, dtypes=torch.int64, shape=(None, None))
     (requests, new), device = tokens.shape, tokens.device
     if new == 0:

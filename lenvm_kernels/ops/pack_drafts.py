@@ -185,7 +185,7 @@ def pack_drafts(
     if not isinstance(scored, ScoredCandidates):
         raise TypeError(f"scored must be the ScoredCandidates of select_scored, got {type(scored).__name__}")
     check_drafts(drafts, None, None)
-    backend = resolve_backend(backend, scored.token_ids)
+    backend = resolve_backend(backend, "scored.token_ids", scored.token_ids)
     token_ids = check_tensor("scored.token_ids", scored.token_ids, dtypes=torch.int32, shape=(None, None))
     (nodes, columns), device = token_ids.shape, token_ids.device
     if columns not in COLUMNS:

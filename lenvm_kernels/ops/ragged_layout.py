@@ -253,7 +253,7 @@ def ragged_layout(
         >>> layout.head_targets
         tensor([0, 1, 2, 3])
     """
-    backend = resolve_backend(backend, delta_ids)
+    backend = resolve_backend(backend, "delta_ids", delta_ids)
     device = check_tensor("delta_ids", delta_ids, dtypes=INT_DTYPES, shape=(None,)).device
     check_tensor("delta_slots", delta_slots, dtypes=INT_DTYPES, shape=delta_ids.shape, device=device)
     check_tensor("candidate_ids", candidate_ids, dtypes=INT_DTYPES, shape=(None, None), device=device)

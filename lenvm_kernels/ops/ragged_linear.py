@@ -448,7 +448,7 @@ def ragged_linear(
                 [2., 1.],
                 [0., 0.]])
     """
-    backend, swiglu = resolve_backend(backend, x), bool(swiglu)
+    backend, swiglu = resolve_backend(backend, "x", x), bool(swiglu)
     check_tensor("x", x, dtypes=FLOATS[backend], shape=(None, None))
     dtype, device, (tokens, size) = x.dtype, x.device, x.shape
     if size == 0:

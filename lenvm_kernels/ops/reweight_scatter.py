@@ -292,7 +292,7 @@ def reweight_scatter(
         >>> reweight_scatter(candidates, torch.zeros(1, 2), table)  # token 2 ends the output: the shortest
         tensor([[0., 1.]])
     """
-    backend = resolve_backend(backend, value_logits)
+    backend = resolve_backend(backend, "value_logits", value_logits)
     singles = SINGLES[backend]
     check_tensor("value_logits", value_logits, dtypes=singles, shape=(None, None))
     (requests, columns), device = value_logits.shape, value_logits.device

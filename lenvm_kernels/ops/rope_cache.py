@@ -298,7 +298,7 @@ def rope_cache(
         >>> k_cache[2], v_cache[2]
         (tensor([[-5.,  4.]]), tensor([[6., 7.]]))
     """
-    backend = resolve_backend(backend, qkv)
+    backend = resolve_backend(backend, "qkv", qkv)
     check_tensor("qkv", qkv, dtypes=FLOATS[backend], shape=(None, None))
     dtype, device, tokens = qkv.dtype, qkv.device, qkv.shape[0]
     check_tensor("k_cache", k_cache, dtypes=(dtype, E4M3), shape=(None, None, None), device=device)

@@ -164,7 +164,7 @@ def sample_candidates(
         >>> [sample_candidates(candidates, guided_probs, seeds, torch.tensor([i])).item() for i in range(8)]
         [2, 2, 0, 2, 2, 2, 2, 2]
     """
-    backend = resolve_backend(backend, guided_probs)
+    backend = resolve_backend(backend, "guided_probs", guided_probs)
     check_tensor("guided_probs", guided_probs, dtypes=SINGLES[backend], shape=(None, None))
     (requests, columns), device = guided_probs.shape, guided_probs.device
     if not isinstance(candidates, Candidates):

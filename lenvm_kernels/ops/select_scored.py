@@ -211,7 +211,7 @@ def select_scored(
         raise TypeError(f"candidates must be the Candidates of topk_candidates, got {type(candidates).__name__}")
     if not isinstance(requests, StepRequests):
         raise TypeError(f"requests must be the StepRequests of gather_requests, got {type(requests).__name__}")
-    backend = resolve_backend(backend, candidates.token_ids)
+    backend = resolve_backend(backend, "candidates.token_ids", candidates.token_ids)
     token_ids = check_tensor("candidates.token_ids", candidates.token_ids, dtypes=torch.int32, shape=(None, None))
     (count, columns), device = token_ids.shape, token_ids.device
     if columns not in COLUMNS:

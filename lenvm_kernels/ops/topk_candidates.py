@@ -267,7 +267,7 @@ def topk_candidates(
         >>> topk_candidates(logits, top_k=3, top_p=1.0, min_p=0.0, max_candidates=4, is_logits=True).token_ids
         tensor([[ 2,  0,  1, -1]], dtype=torch.int32)
     """
-    backend = resolve_backend(backend, scores)
+    backend = resolve_backend(backend, "scores", scores)
     check_tensor("scores", scores, dtypes=FLOATS[backend], shape=(None, None))
     (requests, vocab), device = scores.shape, scores.device
     if not 1 <= vocab <= MAX_VOCAB:

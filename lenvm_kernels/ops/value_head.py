@@ -291,7 +291,7 @@ def value_head(
         >>> value_head(hidden, weight, torch.zeros(64), torch.ones(1, 64), torch.ones(1), token_rows=rows)
         tensor([47.7878,  0.0000])
     """
-    backend = resolve_backend(backend, hidden)
+    backend = resolve_backend(backend, "hidden", hidden)
     check_tensor("hidden", hidden, dtypes=FLOATS[backend], shape=(None, None))
     dtype, device, (tokens, size) = hidden.dtype, hidden.device, hidden.shape
     if size == 0:

@@ -434,7 +434,7 @@ def value_tree_attention(
         >>> value_tree_attention(q, new, new, cache, cache, *lens, parents=parents).shape
         torch.Size([3, 2, 16])
     """
-    backend = resolve_backend(backend, q)
+    backend = resolve_backend(backend, "q", q)
     check_tensor("q", q, dtypes=FLOATS[backend], shape=(None, None, None))
     total_tokens, q_heads, head_dim = q.shape
     device = q.device

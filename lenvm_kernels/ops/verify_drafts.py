@@ -122,7 +122,7 @@ def verify_drafts(
 nodes=tensor([[ 0,  1,  2, -1]], dtype=torch.int32))
     """
     check_drafts(drafts, None, None)
-    backend = resolve_backend(backend, drawn)
+    backend = resolve_backend(backend, "drawn", drawn)
     (rows, width), device = drafts.token_ids.shape, drafts.token_ids.device
     check_tensor("drawn", drawn, dtypes=torch.int32, shape=(rows * (1 + width),), device=device)
     verified = VerifiedTokens(

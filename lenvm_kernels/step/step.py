@@ -290,7 +290,7 @@ class GuidedStep:
         """
         config, device = self.config, self.device
         checks.check_kinds(batch, sampling)
-        backend = resolve_backend(config.backend, scores)
+        backend = resolve_backend(config.backend, "scores", scores)
         b = checks.num_requests(scores, drafts, config, self.max_requests, device)
         rows, nodes = scores.shape[0], scores.shape[0] // b
         if verify not in (None, "same_draws") or (verify and (drafts is None or not sampling.sample)):
@@ -404,7 +404,7 @@ class GuidedStep:
         if self.value_model is None:
             raise ValueError("value_model must be given to predict lengths, got None")
         checks.check_kinds(batch)
-        batch, backend = batch.checked(None, device), resolve_backend(config.backend, batch.tokens)
+        batch, backend = batch.checked(None, device), resolve_backend(config.backend, "batch.tokens", batch.tokens)
         checks.check_predict(batch.tokens, config, self.max_requests)
         table_rows, lengths, (tokens, new_lens) = batch.table_rows, batch.lengths, batch.grown_by()
         (b, columns), nodes = tokens.shape, 1 + config.max_drafts
