@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -45,6 +46,32 @@ def test_every_kernel_compiles_into_what_it_should():
     assert lines[-1] == "no faults"
     for kernel in kernels():
         assert sum(f" {kernel} " in line for line in lines) == 1
+
+
+# Attention over a cache whose slots are an odd number of numbers apart.
+SLOTS_APART = """
+from bench.kernel_model import PARTS
+from bench.launches import compiling_for
+from bench.ops.value_tree_attention import make_call
+
+for cache in ("dtype", "fp8"):
+    sizes = dict(heads=(12, 2, 64), B=8, L=512, branches=5, page_size=16, cache=cache, dtype="bfloat16")
+    call = make_call("cpu", **sizes)
+    caches = [x.new_zeros(len(x), 129)[:, :128].unflatten(1, (2, 64)) for x in call.args[3:5]]
+    with compiling_for(PARTS["sm_90"].target) as compiled:
+        call.func(*call.args[:3], *caches, *call.args[5:], **call.keywords, backend="triton")
+    print(*(kernel.asm["ttgir"] for _, kernel in compiled))
+"""
+
+
+def test_no_copy_is_wider_than_a_stride_allows():
+    """Triton 3.6 took the sum of a page and of a place in it for a multiple of the page's size."""
+    compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", SLOTS_APART], env=compiling, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert done.stdout.count("tt.func public @_value_tree_attention_kernel") == 2
+    copies = re.findall(r"async_copy_global_to_local .*tensor<\w+x!tt.ptr<(\w+)>", done.stdout)
+    assert set(copies) == {"f32"}  # partial results only
 
 
 def test_forms_of_launch_have_names_of_their_own():
