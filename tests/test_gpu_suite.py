@@ -107,17 +107,39 @@ def test_every_operators_case_runs(name):
     assert case.bytes > 0
 
 
-def test_the_reference_is_a_peer_and_compiled_at_the_production_point(monkeypatch):
+def test_the_reference_is_a_peer_and_compiled_at_the_production_point():
     case = Case(None, 1, peers={"peer": None}, reference="the reference")
     benchmark = Benchmark("made_up", None, {"B": 2, "V": 3})
     production, other = ({"B": B, "V": 3, "dtype": "float32"} for B in (2, 1))
-    assert [*benchmark.peers(case, production, "cuda")] == ["peer", "reference", "reference, compiled"]
-    for shape, device in ((production, "cpu"), (other, "cuda")):
-        assert [*benchmark.peers(case, shape, device)] == ["peer", "reference"]
-    monkeypatch.setattr(cases.pytorch, "compiled", lambda reference: f"{reference}, compiled")
-    peers = benchmark.peers(case, production, "cuda")
-    assert peers["reference"]() == "the reference" and peers["reference, compiled"]() == "the reference, compiled"
-    assert [*benchmark.peers(replace(case, reference=None), production, "cuda")] == ["peer"]
+    assert [*benchmark.peers(case)] == ["peer", "reference"] and benchmark.peers(case)["reference"]() == "the reference"
+    assert [*benchmark.peers(replace(case, reference=None))] == ["peer"]
+    assert benchmark.compiles(production, "cuda")
+    assert not benchmark.compiles(production, "cpu") and not benchmark.compiles(other, "cuda")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_ours_come_first_and_what_is_compiled_last(times, monkeypatch, tmp_path, resume):
+    order = []
+
+    def call(label):
+        return lambda: order.append(label) or (1.0, 1.0)
+
+    def make_case(shape):
+        reference = None if shape["B"] == 3 else call(f"reference {shape['B']}")
+        return Case(
+            call(f"ours {shape['B']}"), 10, peers={"peer": lambda: call(f"peer {shape['B']}")}, reference=reference
+        )
+
+    monkeypatch.setattr(cases.pytorch, "compiled", lambda reference: call("compiled"))
+    monkeypatch.setattr(Benchmark, "compiles", lambda self, shape, device: shape["B"] != 2)
+    shapes, path = [{"B": b} for b in (1, 2, 3)], tmp_path / "r.json"
+    _, results = run(make_case, shapes, path)
+    expected = ["ours 1", "ours 2", "ours 3", "peer 1", "reference 1", "peer 2", "reference 2", "peer 3", "compiled"]
+    assert list(dict.fromkeys(order)) == expected
+    assert "reference, compiled" in results.cases[0].peers
+    if resume:
+        order.clear()
+        assert run(make_case, shapes, path, resume=True)[1].cases == results.cases and not order
 
 
 def test_share_of_floor_and_ratios(times, tmp_path):
@@ -218,9 +240,9 @@ def test_relative_error():
     "seconds, measured, with_peers",
     [
         (-1.0, 0, []),
-        (5.0, 1, ["slow"]),  # the peers of the first case before the others
-        (12.5, 3, ["slow, later"]),
-        (15.0, 4, ["slow, later", "slow"]),
+        (2.5, 3, []),  # ours of all cases before any peer
+        (5.0, 4, ["slow"]),
+        (16.0, 4, ["slow, later", "slow"]),
         (99.0, 4, ["slow, later"] * 4),
     ],
 )
@@ -498,6 +520,14 @@ def test_a_step_is_ended_at_its_limit_and_the_others_keep_theirs(tmp_path):
     assert suite.execute(jobs, 1.0) == {"slow": None, "quick": 3}
     assert not Path("/proc", (tmp_path / "slow.txt").read_text().splitlines()[-1]).exists()
     assert (tmp_path / "quick.txt").read_text().endswith("said\n")
+
+
+def test_time_that_a_step_has_left_is_shared_by_all_that_follow(monkeypatch, tmp_path):
+    suite, limits = gpu_suite.Suite(tmp_path, 540.0, dry_run=True), []
+    monkeypatch.setattr(suite, "bench", lambda name, limit: str(limits.append(limit)))
+    monkeypatch.setitem(gpu_suite.SECONDS, "catch_up", 3 * gpu_suite.SECONDS["pack_drafts"])
+    suite.run(["limit_span", "catch_up", "pack_drafts"])  # as long as pack_drafts, and three times as long
+    assert limits == pytest.approx([530 / 5, 530 * 3 / 4, 530], abs=10)
 
 
 @pytest.mark.parametrize("cores", [2, 16, 192])

@@ -29,6 +29,8 @@ Expected = Callable[[], torch.Tensor]
 
 MEASUREMENT_LIMIT = 60.0  # seconds, with what a peer compiles; then the process ends, and a resumed one leaves it out
 TRIAL_SECONDS = 0.02  # of a measurement in a dry run
+# What is measured of all shapes, one after the other.
+STAGES = ("ours", "peers", "reference, compiled")
 BROKEN = 3  # exit status: this process can use the device no more, another one may go on
 # Relative errors ||x - y|| / ||y|| past which a result is not that of the operator, by dtype of the operands.
 ERROR_LIMITS = {"float32": 1e-3, "bfloat16": 2e-2, "float16": 5e-3}
@@ -94,7 +96,7 @@ class Benchmark:
     def run(self, args: argparse.Namespace) -> None:
         """Measure the cases, print a line each, and write the file of results. Exits with 1 if one of ours failed.
 
-        Everything about the first shape comes first, then ours for all shapes, then the peers for all.
+        Ours for all shapes come first, then the peers for all, then what takes many seconds to compile.
 
         Args:
             args: of :func:`parse_args`.
@@ -105,20 +107,19 @@ class Benchmark:
             self._warm_up(shapes, args)
             return
         runner = Runner(self, shapes, args)
-        for part, wants_peers in ((shapes[:1], True), (shapes, False), (shapes, True)):
-            for shape in part:
-                runner.run(shape, wants_peers=wants_peers)
+        for stage in STAGES:
+            for shape in shapes:
+                runner.run(shape, stage)
         if runner.finish():
             sys.exit(1)
 
-    def peers(self, case: Case, shape: Shape, device: str) -> dict[str, Callable[[], Run]]:
-        """The case's own peers, and its reference. Compiling takes long, so that is done at one shape only."""
-        if case.reference is None:
-            return case.peers
-        peers = case.peers | {"reference": lambda: case.reference}
-        if device == "cuda" and shape.items() >= self.production.items():
-            peers["reference, compiled"] = lambda: pytorch.compiled(case.reference)
-        return peers
+    def peers(self, case: Case) -> dict[str, Callable[[], Run]]:
+        """The case's own peers, and its reference."""
+        return case.peers if case.reference is None else case.peers | {"reference": lambda: case.reference}
+
+    def compiles(self, shape: Shape, device: str) -> bool:
+        """Whether the reference is compiled, too. That takes long, so it is done at one shape only."""
+        return device == "cuda" and shape.items() >= self.production.items()
 
     def _warm_up(self, shapes: Sequence[Shape], args: argparse.Namespace) -> None:
         """Call ours once for each shape that leaves other processes room on the GPU, until the time is up."""
@@ -216,12 +217,12 @@ class Runner:
             print(f"out of time: {left_out} of {planned} cases left out")
         return bool(self.results.failed)
 
-    def run(self, shape: Shape, *, wants_peers: bool) -> None:
-        """Measure what is still to be measured of a case."""
+    def run(self, shape: Shape, stage: str) -> None:
+        """Measure what is still to be measured of a case in one of :data:`STAGES`."""
         name = case_name(shape)
         entry = next((entry for entry in self.results.cases if entry.case == name), None)
         is_timed = entry is None or entry.ours is None
-        if not is_timed and (not wants_peers or entry.peers_done or entry.times is None):
+        if not is_timed and (entry.times is None or not self._lacks(entry, stage)):
             return
         if time.monotonic() > self.deadline:
             return
@@ -245,11 +246,19 @@ class Runner:
         elif found.failed:
             print(f"{name}: cannot be made again for its peers: {found.missing}", flush=True)
             return
-        if wants_peers and made and entry.times:
-            peers = self.benchmark.peers(made[0], shape, self.args.device)
-            if peers and not is_timed:
+        if stage != "ours" and made and entry.times:
+            case = made[0]
+            compiled = {stage: lambda: pytorch.compiled(case.reference)}
+            peers = self.benchmark.peers(case) if stage == "peers" else compiled
+            if peers:
                 print(f"{name}, peers:", flush=True)
-            self._run_peers(entry, peers, made[0].expected)
+            self._run_peers(entry, peers, case.expected)
+
+    def _lacks(self, entry: CaseResult, stage: str) -> bool:
+        if stage == "reference, compiled":
+            has_reference = "reference" in entry.peers and stage not in entry.peers
+            return has_reference and self.benchmark.compiles(entry.shape, self.args.device)
+        return stage == "peers" and not entry.peers_done
 
     def _run_peers(self, entry: CaseResult, peers: dict[str, Callable[[], Run]], expected: Expected | None) -> None:
         fatal = {label: case.case for case in self.results.cases for label, p in case.peers.items() if p.fatal}
