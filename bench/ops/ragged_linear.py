@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from bench.harness.cases import FLOATS, Benchmark, Case
 from bench.models import DIMENSIONS
-from lenvm_kernels.ops.ragged_linear import num_counters, quantize_weight, ragged_linear, square_sums_shape
+from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear, square_sums_shape
 from lenvm_kernels.reference import ragged_linear as reference
 from lenvm_kernels.reference._common import sums_of_squares
 
@@ -59,7 +59,6 @@ def make_call(
         norm_eps=EPS,
         square_sums=sums_of_squares(x),
         residual=random(tokens, outputs),
-        counters=torch.zeros(num_counters(tokens, columns, size, swiglu), dtype=torch.int32, device=device),
         square_sums_out=torch.empty(square_sums_shape(tokens, outputs), device=device),
         num_rows=torch.tensor([live], dtype=torch.int32, device=device) if live is not None else None,
         expected_rows=live,
@@ -73,7 +72,7 @@ def make_call(
 def call_of(device: str, *, model: str, layer: str, rows: int, room: float, weights: str, dtype: str) -> partial:
     """The call of a layer of a model."""
     shape = shape_of(layer, model)
-    shape["given"] += ["num_rows", "expected_rows", "counters"]
+    shape["given"] += ["num_rows", "expected_rows"]
     return make_call(device, **shape, tokens=int(rows * room), live=rows, weights=weights, dtype=dtype)
 
 

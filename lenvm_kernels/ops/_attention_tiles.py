@@ -93,6 +93,15 @@ def _parent_row(row, parents_ptr, first_candidate_row):
 
 
 @triton.jit
+def _load_partial(lse_ptr, out_ptr, split, splits, stride_split, is_row, is_column, HEAD_DIM: tl.constexpr):
+    """A split's lse and result, -inf and 0 where there is none."""
+    there = is_row & (split < splits)
+    lse = tl.load(lse_ptr + split * stride_split, mask=there, other=float("-inf"), cache_modifier=".cg")
+    mask = there[:, None] & is_column
+    return lse, tl.load(out_ptr + split * (stride_split * HEAD_DIM), mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
 def _merge_splits(
     out_ptr,  # [BLOCK_M]
     partial_out_ptr,
@@ -102,7 +111,6 @@ def _merge_splits(
     is_row,  # [BLOCK_M]
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    MERGE_STAGES: tl.constexpr,
 ):
     """Merge the results of a tile's splits, in their order: ``out = sum_s softmax_s(lse_s) partial_out_s``.
 
@@ -115,20 +123,29 @@ def _merge_splits(
         other=float("-inf"),
         cache_modifier=".cg",
     )  # [BLOCK_M, MAX_SPLITS]
-    weight = tl.exp2(lse - tl.where(is_row, tl.max(lse, axis=1), 0.0)[:, None])
-    weight *= (1.0 / tl.where(is_row, tl.sum(weight, axis=1), 1.0))[:, None]
+    top = tl.where(is_row, tl.max(lse, axis=1), 0.0)
+    factor = 1.0 / tl.where(is_row, tl.sum(tl.exp2(lse - top[:, None]), axis=1), 1.0)
     COLUMNS: tl.constexpr = min(BLOCK_D, MERGE_COLUMNS)
     for first_column in range(0, BLOCK_D, COLUMNS):
         column = first_column + tl.arange(0, COLUMNS)
-        mask = is_row[:, None] & (column < HEAD_DIM)[None, :]
+        is_column = (column < HEAD_DIM)[None, :]
         partial_ptr = partial_out_ptr + (m * HEAD_DIM)[:, None] + column[None, :]
         acc = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
-        for split in tl.range(0, splits, num_stages=MERGE_STAGES):
-            partial = tl.load(
-                partial_ptr + split * (stride_split * HEAD_DIM), mask=mask, other=0.0, cache_modifier=".cg"
-            )
-            acc += partial * tl.sum(tl.where(s == split, weight, 0.0), axis=1)[:, None]
-        tl.store(out_ptr[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+        # Four splits are on their way at once. Software pipelining would take as many times longer: it copies through
+        # shared memory, and waits for it.
+        for split in tl.range(0, splits, 4, num_stages=1):
+            a, b = split + 0, split + 1
+            c, d = split + 2, split + 3
+            lse_a, x_a = _load_partial(partial_lse_ptr + m, partial_ptr, a, splits, stride_split, is_row, is_column, HEAD_DIM)
+            lse_b, x_b = _load_partial(partial_lse_ptr + m, partial_ptr, b, splits, stride_split, is_row, is_column, HEAD_DIM)
+            lse_c, x_c = _load_partial(partial_lse_ptr + m, partial_ptr, c, splits, stride_split, is_row, is_column, HEAD_DIM)
+            lse_d, x_d = _load_partial(partial_lse_ptr + m, partial_ptr, d, splits, stride_split, is_row, is_column, HEAD_DIM)
+            acc += x_a * tl.exp2(lse_a - top)[:, None]
+            acc += x_b * tl.exp2(lse_b - top)[:, None]
+            acc += x_c * tl.exp2(lse_c - top)[:, None]
+            acc += x_d * tl.exp2(lse_d - top)[:, None]
+        acc *= factor[:, None]
+        tl.store(out_ptr[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column)
 
 
 def _launch_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
@@ -149,7 +166,7 @@ def _launch_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     block_d = max(16, next_power_of_2(head_dim))
     if dtype == torch.float32:  # no tensor cores in full fp32: operands live in registers, more so the wider the head
         warps = max(8, block_d // 8)
-        return dict(BLOCK_D=block_d, BLOCK_N=16, E4M3_STAGES=2, MERGE_STAGES=1, num_warps=warps, num_stages=2)
+        return dict(BLOCK_D=block_d, BLOCK_N=16, E4M3_STAGES=2, num_warps=warps, num_stages=2)
     on_sm_90 = architecture() in ("sm_90", "")  # in the interpreter as there
     stages = 4 if on_sm_90 and block_d <= 64 else 3
     stages = 2 if architecture() == "sm_100" else stages
@@ -157,7 +174,6 @@ def _launch_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
         BLOCK_D=block_d,
         BLOCK_N=64 if block_d <= 64 or (on_sm_90 and block_d == 128) else 32,
         E4M3_STAGES=stages + 1,
-        MERGE_STAGES=3 if on_sm_90 else 1,
         num_warps=4 if block_d <= 128 else 8,
         num_stages=stages,
     )

@@ -32,6 +32,7 @@ TILES = (
     Tile(128, 256, num_warps=8, num_stages=4),
     Tile(128, 128, num_warps=8, num_stages=6),
     Tile(128, 64, num_warps=8, num_stages=8),
+    Tile(64, 256, num_warps=8, num_stages=4),
     Tile(64, 128, num_warps=4, num_stages=4),
     Tile(64, 64, num_warps=4, num_stages=8),
 )
@@ -45,8 +46,6 @@ TILES_E4M3 = (
     Tile(32, 256, num_warps=8, num_stages=5),
     Tile(32, 64, num_warps=4, num_stages=8),
 )
-LEAST_BLOCK_M = min(tile.block_m for tile in TILES + TILES_E4M3)
-LEAST_BLOCK_N = min(tile.block_n for tile in TILES + TILES_E4M3)
 # The tiles of other GPUs and of fp32, which has no tensor cores: wide ones for many columns. With as many stages (24 or
 # 32 KB each) as leave room for two programs. Four warps for the narrow ones of 16 bits on sm_100, where eight spill.
 TILE, TILE_WIDE = Tile(128, 64, num_warps=8, num_stages=4), Tile(128, 128, num_warps=8, num_stages=3)

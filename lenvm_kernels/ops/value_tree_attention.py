@@ -108,7 +108,6 @@ def _value_tree_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     E4M3_STAGES: tl.constexpr,  # of the loop over a cache in e4m3
-    MERGE_STAGES: tl.constexpr,  # partial results on their way while splits are merged
     OVERLAPS: tl.constexpr,
 ):
     TOKENS: tl.constexpr = BLOCK_M // GROUP
@@ -284,7 +283,6 @@ def _value_tree_attention_kernel(
                     is_row,
                     HEAD_DIM,
                     BLOCK_D,
-                    MERGE_STAGES,
                 )
 
 

@@ -19,7 +19,6 @@ import torch
 from lenvm_kernels.ops._common import FLOAT_DTYPES, check_e4m3
 from lenvm_kernels.ops.embed_tokens import embed_tokens
 from lenvm_kernels.ops.ragged_linear import Tile, choose_tile, num_splits, ragged_linear
-from lenvm_kernels.ops.ragged_linear import num_counters as linear_counters
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.value_head import num_counters as value_head_counters
 from lenvm_kernels.ops.value_head import value_head
@@ -303,7 +302,6 @@ class ValueModel:
         # What a layer adds to the residual stream leaves the sums of its squares for the norm that follows.
         norm: dict[str, Any] = dict(norm_eps=config.rms_norm_eps, square_sums=square_sums)
         adds: dict[str, Any] = dict(square_sums_out=square_sums)
-        down_counters = linear_counters(len(hidden), config.hidden_size, config.intermediate_size)
         for i, layer in enumerate(self.layers):
             # Nested, so that what one operator leaves to the next is freed as soon as that has read it.
             hidden = ragged_linear(
@@ -329,7 +327,6 @@ class ValueModel:
                 layer.down_bias,
                 weight_scales=layer.down_scales,
                 residual=hidden,
-                counters=self._zeros(down_counters),
                 **adds,
                 **live,
             )
