@@ -27,7 +27,7 @@ def each(**values: list[object]) -> list[Constants]:
 
 def attention(block_n: int, warps: int, stages: int) -> Constants:
     """A launch configuration of the attention, whatever the head dimension (128 in the cases below)."""
-    config = dict(BLOCK_D=128, BLOCK_N=block_n, MERGE_STAGES=3, num_warps=warps, num_stages=stages)
+    config = dict(BLOCK_D=128, BLOCK_N=block_n, num_warps=warps, num_stages=stages)
     config |= dict(E4M3_STAGES=stages + 1)
     return {"_launch_config": lambda head_dim, dtype: config}
 

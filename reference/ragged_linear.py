@@ -22,7 +22,6 @@ def ragged_linear(
     residual: Tensor | None = None,  # [T, N]
     square_sums: Tensor | None = None,  # fp32 [ceil(K / 64), T]
     square_sums_out: Tensor | None = None,  # fp32 [ceil(N / 64), T]
-    counters: Tensor | None = None,  # of the kernels: not used here
 ) -> Tensor:  # [T, N]
     """See :func:`lenvm_kernels.ops.ragged_linear.ragged_linear`."""
     rows = x.shape[0] if num_rows is None else max(0, min(int(num_rows), x.shape[0]))

@@ -175,8 +175,9 @@ def test_tiles_follow_from_rows_and_weight(monkeypatch):
 
     monkeypatch.setattr("lenvm_kernels.ops._common.ARCHITECTURE", "sm_90")
     small = (64, 64)
-    assert tiles(1) == tiles(8) == [small, small, (64, 128), small]
+    assert tiles(1) == tiles(8) == [small, small, (64, 256), small]
     assert tiles(16) == [small, small, (128, 256), (128, 64)]
+    assert tiles(32) == [small, small, (64, 256), (128, 128)]
     assert tiles(64) == [(128, 64), (128, 64), (128, 256), (128, 256)]
     assert tiles(128) == [(128, 128), (128, 128), (128, 256), (128, 256)]
     assert tiles(256) == tiles(4096) == [(128, 256)] * 4
@@ -194,10 +195,8 @@ def test_tiles_follow_from_rows_and_weight(monkeypatch):
 
 def test_every_tile_holds_whole_groups():
     for tile in (*ops.TILES, *ops.TILES_E4M3, ops.TILE, ops.TILE_WIDE, ops.TILE_SWIGLU, ops.TILE_E4M3):
-        assert tile.block_n % ops.SUM_COLUMNS == tile.block_m % min(ops.SUM_ROWS, tile.block_m) == 0
-        assert ops.num_counters(tile.block_m, tile.block_n, 8960) >= 1
-        assert ops.num_counters(tile.block_m + 1, tile.block_n, 8960) >= 2
-        assert ops.num_counters(tile.block_m, tile.block_n + 1, 8960) >= 2
+        assert tile.block_n % ops.SQUARES_GROUP == 0
+    assert ops.ADD_COLUMNS % ops.SQUARES_GROUP == 0
     for dtype in (*DTYPES, E4M3):
         assert ops.choose_tile(1, 2, 1, True, dtype).block_n >= 2 * ops.SQUARES_GROUP
 
@@ -230,19 +229,44 @@ def test_no_tile_changes_a_bit(device, small_limits, monkeypatch, variant, size)
     assert asked == [tokens, *(0, rows, 10**6, tokens + 1, 7)[: len(tiles)], 1]
 
 
-@pytest.mark.parametrize("variant", ["o and down", "gate_up", "qkv, e4m3"])
-def test_counters_are_zero_again(device, small_limits, variant):
-    """Given ones give the same bits as none; more than are needed are left alone."""
-    dtype = torch.float16 if "e4m3" in variant else torch.float32
-    inputs = make_inputs(150, 100, 160, dtype, device=device, **VARIANTS[variant])
-    needed = ops.num_counters(150, 100, 160, inputs["swiglu"])
-    assert (needed > 0) == (not inputs["swiglu"])
-    counters = torch.tensor([0] * needed + [5] * 3, dtype=torch.int32, device=device)
-    for rows in (150, 0, 129, 7):
-        count = number(rows, device)
-        y = ragged_linear(**inputs, num_rows=count, counters=counters, backend="triton")
-        assert counters.tolist() == [0] * needed + [5] * 3
-        assert torch.equal(y[:rows], ragged_linear(**inputs, num_rows=count, backend="triton")[:rows])
+@pytest.mark.bits
+@pytest.mark.parametrize("variant", ["o and down", "all but swiglu", "qkv, e4m3"])
+def test_the_parts_of_a_sum_are_added_in_one_order(device, small_limits, monkeypatch, variant):
+    """However many rows there are, on either side of where a block of them ends: of those that are multiplied at once,
+    and of those whose parts are added at once. Whichever rows are expected, and however far apart rows lie."""
+    options = VARIANTS.get(variant) or VARIANTS["all"] | {"swiglu": False}
+    inputs = make_inputs(150, 97, 320, torch.bfloat16, device=device, row_padding=48, **options)
+    padded = {name: inputs[name] for name in ("x", "residual") if name in inputs}
+    assert ops.num_splits(97, 320) == 5 and not any(x.is_contiguous() for x in padded.values())
+    launched = []
+    choose, tiles = ops.choose_tile, ops.TILES_E4M3 if "weight_scales" in inputs else ops.TILES
+    monkeypatch.setattr(ops, "choose_tile", lambda *given: launched.append(choose(*given)) or launched[-1])
+
+    def run(tokens, rows, expected_rows, **other):
+        there = {name: x[:tokens] for name, x in padded.items()} | other
+        sums = torch.zeros(2, tokens, device=device)
+        options = dict(num_rows=number(rows, device), square_sums_out=sums, expected_rows=expected_rows)
+        y = ragged_linear(**inputs | there, **options, backend="triton")
+        return torch.cat([y.float(), sums.T], 1)[:rows]
+
+    expected = run(150, 150, None)
+    for tokens, rows, expected_rows in [
+        (150, 1, 0),
+        (150, 4, 150),
+        (9, 5, 9),
+        (128, 63, 1),
+        (65, 64, 1),
+        (150, 65, 64),
+    ]:
+        assert torch.equal(run(tokens, rows, expected_rows), expected[:rows])
+    for tokens, rows, expected_rows in [(150, 127, 33), (128, 128, 65), (129, 129, 10**6), (150, 149, 30)]:
+        assert torch.equal(run(tokens, rows, expected_rows), expected[:rows])
+    dense = {name: x.contiguous() for name, x in padded.items()}
+    assert torch.equal(run(150, 150, 7, **dense), expected)
+    assert len(set(launched)) > 1
+    for tile in tiles:
+        monkeypatch.setattr(ops, "choose_tile", lambda *_, tile=tile: tile)
+        assert torch.equal(run(150, tile.block_m + 1, None), expected[: tile.block_m + 1])
 
 
 # --- what is written --------------------------------------------------------------------------------------------------
@@ -368,8 +392,6 @@ def test_a_launch_asks_for_what_comes_in_three_microseconds(columns, splits, dty
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 X, WEIGHT = torch.zeros(3, 64), torch.zeros(96, 64)
-LONG = {"x": torch.zeros(300, 4864), "weight": torch.zeros(200, 4864)}
-NEEDED = ops.num_counters(300, 200, 4864)
 
 
 @pytest.mark.parametrize(
@@ -388,10 +410,6 @@ NEEDED = ops.num_counters(300, 200, 4864)
         *(({"norm_eps": x}, f"norm_eps must be a positive number or None, got {x!r}") for x in (0.0, math.inf, "1e-6")),
         ({"norm_eps": math.nan}, "norm_eps must be a positive number or None, got nan"),
         ({"square_sums": torch.zeros(1, 3)}, "square_sums are those of the norm: norm_eps must be given too"),
-        (
-            LONG | {"counters": torch.zeros(NEEDED - 1, dtype=torch.int32)},
-            rf"counters must be int32 \[at least {NEEDED}\], got int32 \[{NEEDED - 1}\]",
-        ),
     ],
 )
 def test_errors_name_the_argument(arguments, message):

@@ -193,6 +193,5 @@ OPERATOR = Operator(
         **dict.fromkeys(("x", "weight", "residual"), "apart"),
         **dict.fromkeys(("square_sums", "square_sums_out"), "float64 apart"),
         "weight_scales": "float64",
-        "counters": "rows",
     },
 )
