@@ -90,9 +90,16 @@ def _linear(a: Arguments, live: Live) -> Work:
     )
     if a["SPLITS"] == 1:
         return work
-    parts = live.rows * columns * a["SPLITS"] * 4  # written, and read again
-    pieces = a["BLOCK_M"] // a["SUM_ROWS"] * (a["BLOCK_N"] // a["SUM_COLUMNS"])
-    return replace(work, hbm=moved + 2 * _spilled(parts), merges=pieces / a["SPLITS"])
+    return replace(work, hbm=moved + _spilled(_bytes_of_parts(a, live)))
+
+
+def _bytes_of_parts(a: Arguments, live: Live) -> int:
+    return live.rows * a["N"] * a["SPLITS"] * 4
+
+
+def _add_parts(a: Arguments, live: Live) -> Work:
+    items = _ceil(live.rows, a["ROWS"]) * _ceil(a["N"], a["COLUMNS"])
+    return Work(items, hbm=_spilled(_bytes_of_parts(a, live)))
 
 
 def _attention(a: Arguments, live: Live) -> Work:
@@ -122,6 +129,7 @@ def _rope_cache(a: Arguments, live: Live) -> Work:
 
 WORK: dict[str, Callable[[Arguments, Live], Work]] = {
     "_ragged_linear_kernel": _linear,
+    "_add_parts_kernel": _add_parts,
     "_value_tree_attention_kernel": _attention,
     "_scan_kernel": _scan,
     "_value_head_kernel": _head,

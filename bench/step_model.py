@@ -128,7 +128,8 @@ def page(now: Numbers, quantized: Numbers, drafted: Numbers, before: dict, rates
     lines = [
         f"""# A guided step, computed from its machine code
 
-Counted and computed, not measured: no GPU has run the step yet. [measuring.md](../../docs/measuring.md) says how.
+Counted and computed, not measured: [measuring.md](../../docs/measuring.md) says how. What an H200 took is in
+[its results](nvidia-h200/tuning.md).
 
 - command: `python -m bench.step_model`, {time.strftime("%Y-%m-%d")}
 - torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}, on a CPU
@@ -159,7 +160,8 @@ milliseconds. How many of these tokens are accepted depends on the drafts.
 
 `at rates` is the larger of bytes at {COPY_SHARE:.0%} of the data sheet's bandwidth and operations at \
 {MATMUL_SHARE:.0%} of its tensor rate,
-about what a copy and cuBLAS reach. The aim is a step of at most 1.35 times that, a share of 74 %.
+about what a copy and cuBLAS were expected to reach; on an H200 it was 56 % and 70 %.
+The aim is a step of at most 1.35 times that, a share of 74 %.
 """,
         *step_table(now, before["models"]),
     ]

@@ -1,9 +1,10 @@
 """Time the kernels with other tuning constants than they have: ``python -m bench.variants [--json FILE] [--quick]``.
 
-What the constants at the top of ``lenvm_kernels/ops/*.py`` are was estimated for a H200, and this is how to choose them
-by measurement. Each case of a few production shapes is timed as it is, and then with each alternative in place of one
-constant or a few; the ratio is the alternative's time over ours, below 1 where it is faster. Results are compared with
-the fp64 reference as in the benchmarks, and an alternative that does not compile or does not fit is reported so.
+What the constants at the top of ``lenvm_kernels/ops/*.py`` are was estimated for an H200 or measured there, and this is
+how to choose them by measurement. Each case of a few production shapes is timed as it is, and then with each
+alternative in place of one constant or a few; the ratio is the alternative's time over ours, below 1 where it is
+faster. Results are compared with the fp64 reference as in the benchmarks, and an alternative that does not compile or
+does not fit is reported so.
 
 Constants that a kernel reads itself (``tl.constexpr`` of a module, as the split length of the attention) cannot be
 replaced in a running process and are not here.

@@ -450,6 +450,10 @@ def test_a_real_step_is_compiled_and_its_work_counted():
     linears = [work for name, *work in layer if name == "_ragged_linear_kernel"]
     sizes = ((1152, 896), (896, 896), (2 * 4864, 896), (896, 4864))
     assert [weights for *_, weights in linears] == [2 * columns * size for columns, size in sizes]
+    # The parts of the last one's sums, of each row it has: of 4 rows by 64 columns at once.
+    at = [name for name, *_ in layer].index("_add_parts_kernel")
+    assert layer[at - 1][0] == "_ragged_linear_kernel" and layer[at - 1][3] == linears[-1][2]
+    assert layer[at][1:] == [10 * 14, 1, 0]
     (attention,) = (work for name, *work in layer if name == "_value_tree_attention_kernel")
     items, passes, moved = attention
     assert moved == 8 * 513 * 2 * 64 * 2 * 2  # requests, tokens, heads, dimensions, keys and values, bytes

@@ -116,8 +116,8 @@ _PDL_IS_OFF = os.environ.get(PDL_VARIABLE, "1") == "0"
 def overlapping() -> dict[str, bool]:
     """Launch options of kernels that begin with ``wait_for_inputs``: programmatic dependent launch, from sm_90 on.
 
-    A kernel starts while the one before it still runs, and waits there. That is predicted to spare most of the 1.2 us
-    between two launches of a CUDA graph; no GPU has run it yet."""
+    A kernel starts while the one before it still runs, and waits there. That is predicted to spare most of the time
+    between two launches of a CUDA graph; what it spares is not measured yet."""
     return _overlapping(architecture())
 
 

@@ -12,13 +12,11 @@ from lenvm_kernels.reference import value_tree_attention as reference
 
 # Rows of a query tile: (token, head of the group) pairs. The least for which sm_90 uses its warp-group matmul (HGMMA).
 BLOCK_M = tl.constexpr(64)
-# Cached tokens of a split. A program takes about 2.5 us to have its first keys, 2 us more if it has partial results to
-# merge, and reads some 40 KB of keys and values a microsecond (D 128: 80 keys); an H100 reads 23 for each processor.
-# Partial results of a split are 18 KB, written and read, beside 512 bytes of keys and values a cached token. Estimated
-# for 2 key/value heads of 128, 6 new tokens and 512 cached ones, in us a layer: B 8 takes 9 with one split, 7.5 with
-# two, 6.5 with four; B 64 takes 14, 16, 18; B 256 takes 48, 53, 60. For 4,096 cached tokens and splits of 512 the
-# partial results are 7 % of the traffic, 14 % with splits of 256, and B 8 already fills 128 of 132 processors. Not
-# measured yet.
+# Cached tokens of a split. Few requests want short ones, to fill the GPU, and many long ones: partial results of a
+# split are 18 KB, written and read, beside 512 bytes of keys and values a cached token (2 key/value heads of 128, 6 new
+# tokens). Splits may not depend on the batch. Measured on an H200, us with splits of 256, 512 and 1,024: 2,048 cached
+# tokens take B 1 17, 20, 29 and B 64 80, 63, 50; 8,192 take B 64 246, 248, 180; 512, which only 256 splits, take B 1
+# 14, 16, 16, B 64 21, 22, 22 and B 256 82, 55, 55.
 SPLIT_LEN = tl.constexpr(512)
 # A request that is longer by no more than this is not split once more: a program reads so many keys in the time that a
 # merge takes.

@@ -32,11 +32,11 @@ from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.commit_winner import commit_winner as _reference
 
 # Elements of keys, and as many of values, in a program's registers at a time: as much of a token's row as fits, then
-# as many layers. It bounds the registers whatever the model's sizes are. Estimated for an H200, not measured yet: to
-# keep 4.8 TB/s busy over some 700 ns takes 3 MB in flight. 64 rows of a model of 28 layers and 512 bytes a row are
+# as many layers. It bounds the registers whatever the model's sizes are. Estimated for an H200: to keep
+# 4.8 TB/s busy over some 700 ns takes 3 MB in flight. 64 rows of a model of 28 layers and 512 bytes a row are
 # 1.8 MB; as 448 programs of 4 KB each they are all in flight at once, 4 programs a multiprocessor. Half the tile
 # would have no more in flight and load the candidates twice as often; with twice the tile, 1 to 8 rows, whose time is
-# latency alone, would have half the programs.
+# latency alone, would have half the programs. Measured there: 2.1 us for 1 row, 2.6 for 64, 6.1 for 512.
 TILE = 1024
 # One warp: finding the candidate needs no shared memory and no barrier, and each lane has eight 16-byte loads
 # of bf16 in flight.

@@ -34,7 +34,8 @@ from lenvm_kernels.types import Candidates, GuidanceColumns
 # Candidates a program without scatter, two a lane of its one warp: few, because a program iterates until the last of
 # its requests has converged, and because 256 of them spill registers.
 TILE = 64
-# Elements of [B, V] a program of the scatter zeroes: 64 KB of fp32. Not measured yet.
+# Elements of [B, V] a program of the scatter zeroes: 64 KB of fp32. Measured on an H200, V = 151,936: 19 us at B 64,
+# 74 % of copy bandwidth, and 50 at B 256, 113 %. Other sizes are not measured.
 SLICE = 16_384
 # The slowest of the million requests of hard_rows(10_000, 8, seed 0 to 99) in tests/test_reweight_scatter.py took 43.
 MAX_STEPS = tl.constexpr(64)
