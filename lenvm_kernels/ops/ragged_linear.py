@@ -186,8 +186,8 @@ def _ragged_linear_kernel(
     rows = _live_rows(num_rows_ptr, T)
     row_blocks = tl.cdiv(rows, BLOCK_M)
     tiles = row_blocks * COLUMN_BLOCKS * SPLITS
-    # Nothing is worth keeping from one tile to the next: registers are scarce. Nor is one begun before the last has ended:
-    # where the sum is a single block of products, this would be the loop that is pipelined, with more memory than there is.
+    # Nothing is worth keeping from one tile to the next: registers are scarce. And none begins before the last has
+    # ended: where a sum is a single block of products, this would be the loop that is pipelined, in too much memory.
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1, disable_licm=True):
         # Row blocks vary fastest: the programs that run together share few columns of W, so that HBM is read once.
         block_m = tile % row_blocks
