@@ -48,55 +48,56 @@ def test_every_kernel_compiles_into_what_it_should():
         assert sum(f" {kernel} " in line for line in lines) == 1
 
 
-# Attention over a cache whose slots are an odd number of numbers apart.
-SLOTS_APART = """
-from bench.kernel_model import PARTS
-from bench.launches import compiling_for
-from bench.ops.value_tree_attention import make_call
-
-for cache in ("dtype", "fp8"):
-    sizes = dict(heads=(12, 2, 64), B=8, L=512, branches=5, page_size=16, cache=cache, dtype="bfloat16")
-    call = make_call("cpu", **sizes)
-    caches = [x.new_zeros(len(x), 129)[:, :128].unflatten(1, (2, 64)) for x in call.args[3:5]]
-    with compiling_for(PARTS["sm_90"].target) as compiled:
-        call.func(*call.args[:3], *caches, *call.args[5:], **call.keywords, backend="triton")
-    print(*(kernel.asm["ttgir"] for _, kernel in compiled))
-"""
+def compiled_for_sm_90(script):
+    """What a script prints that compiles kernels, in a process without the interpreter."""
+    compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILING + script], env=compiling, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return done.stdout
 
 
-# Parts of sums that are no longer than what a program multiplies at once, as in the tests of small sizes.
-SHORT_SUM = """
+COMPILING = """
 import torch
 from bench.kernel_model import PARTS
 from bench.launches import compiling_for
+from bench.ops.value_tree_attention import make_call
 from lenvm_kernels.ops import ragged_linear as ops
-
+sm_90 = PARTS["sm_90"].target
+"""
+# Parts of sums that are no longer than what a program multiplies at once, as in the tests of small sizes.
+SHORT_SUM = """
 ops.SPLIT_FROM = 128
 for tile in ops.TILES:
     ops.choose_tile = lambda *_: tile
-    with compiling_for(PARTS["sm_90"].target) as compiled:
+    with compiling_for(sm_90) as compiled:
         ops.ragged_linear(torch.zeros(300, 320).half(), torch.zeros(100, 320).half(), backend="triton")
     print(*(kernel.metadata.shared for _, kernel in compiled))
+"""
+# Attention over a cache whose slots lie 128 numbers apart, and then an odd number.
+SLOTS_APART = """
+for apart in (128, 129):
+    for cache in ("dtype", "fp8"):
+        sizes = dict(heads=(12, 2, 64), B=8, L=512, branches=5, page_size=16, cache=cache, dtype="bfloat16")
+        call = make_call("cpu", **sizes)
+        caches = [x.new_zeros(len(x), apart)[:, :128].unflatten(1, (2, 64)) for x in call.args[3:5]]
+        with compiling_for(sm_90) as compiled:
+            call.func(*call.args[:3], *caches, *call.args[5:], **call.keywords, backend="triton")
+        print("apart", apart, *(kernel.asm["ttgir"] for _, kernel in compiled))
 """
 
 
 def test_a_short_sum_has_room():
     """Without a loop of its own it would be pipelined with the loop over tiles: more shared memory than there is."""
-    compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", SHORT_SUM], env=compiling, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-5000:]
-    needed = [int(shared) for shared in done.stdout.split()]
+    needed = [int(shared) for shared in compiled_for_sm_90(SHORT_SUM).split()]
     assert len(needed) > 4 and max(needed) <= 227 * 1024
 
 
 def test_no_copy_is_wider_than_a_stride_allows():
-    """Triton 3.6 took the sum of a page and of a place in it for a multiple of the page's size."""
-    compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", SLOTS_APART], env=compiling, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-5000:]
-    assert done.stdout.count("tt.func public @_value_tree_attention_kernel") == 2
-    copies = re.findall(r"async_copy_global_to_local .*tensor<\w+x!tt.ptr<(\w+)>", done.stdout)
-    assert copies == []
+    """Triton 3.6 took the sum of a page and of a place in it for a multiple of the page's size; later ones do not."""
+    even, odd = compiled_for_sm_90(SLOTS_APART).split("apart 129", 1)
+    for text, types in ((even, {"bf16", "f8E4M3FN"}), (odd, set())):
+        assert text.count("tt.func public @_value_tree_attention_kernel") == 2
+        assert set(re.findall(r"async_copy_global_to_local .*tensor<\w+x!tt.ptr<(\w+)>", text)) == types
 
 
 def test_forms_of_launch_have_names_of_their_own():

@@ -36,8 +36,8 @@ MAX_VOCAB = 262_144
 
 # Tokens of a tile: in fp32 each lane of a warp holds four of them, in 16 bits each lane of half a warp eight, so both
 # its reductions are shuffles, without a barrier. Smaller tiles are more for the second launch to choose from (1,187 of
-# V = 151,936), larger ones more to read again. Measured on an H200 with k = 5: 14.2 us at B 64, 99 % of
-# copy bandwidth (67 % where nothing is in the L2 cache), and 7.1 at B 1. Others, and of the constant below, are not.
+# V = 151,936), larger ones more to read again. Measured on an H200 with k = 5: 14.2 us at B 64, 99 % of copy bandwidth
+# (67 % where nothing is in the L2 cache), and 7.1 at B 1. Other sizes of tiles and of programs are not measured yet.
 TILE = 128
 # What a program of the first launch reads. The compiler gives it some 32 registers a thread, so that 64 warps share a
 # multiprocessor, each with one to three loads of 512 bytes on their way: 32 KB and more, without asynchronous copies.

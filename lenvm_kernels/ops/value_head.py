@@ -38,8 +38,8 @@ from lenvm_kernels.reference.value_head import value_head as _reference
 
 # The same row must give the same bits in any batch. The sum over the columns of W1 follows from BLOCK_N, the sums over
 # those of h from BLOCK_K: H alone decides both. The rows of a tile may follow M, as long as as many warps share the
-# columns of one (bench.codegen looks). What decides the numbers, for an H200 (estimated from bytes; measured
-# are, of these numbers alone, H = 1536 and 1 to 128 rows, 8.3 us, 320 rows, 17, and 4,096, 50):
+# columns of one (bench.codegen looks). What decides the numbers, for an H200, estimated from bytes. Measured there with
+# H = 1536: 8.3 us for 1 to 128 rows, 17 for 320, 50 for 4,096.
 # - M <= 64: a multiprocessor draws about 110 GB/s, so W1 is read at full rate only if H / BLOCK_N, the number of
 #   programs, is some tens. At H = 1536 64 columns give 24 programs of 0.2 MB each: 2 to 4 us, so narrower blocks would
 #   gain 1 us at most. Splitting the sum over H instead would need the [M, H] activations in memory, because SiLU
