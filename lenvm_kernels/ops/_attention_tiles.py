@@ -151,12 +151,12 @@ def _merge_splits(
 
 def _launch_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Blocks, warps and pipeline depth. In bf16 and fp16 nothing spills on the GPUs of :mod:`bench.codegen` but at
-    D 256, and 8 bytes on sm_80 with Triton 3.6. On sm_90 shared memory and registers hold two programs a processor up
-    to D 128, each with 32 KB of keys and values on their way while it waits for the next block: more than the 20 KB
-    that 4.8 TB/s need. Measured on an H200 (D 128, B 64, 2,048 cached tokens), 8 warps take 88 us instead of 63.
-    Elsewhere a block of 64 keys would spill at D 128, or ask for more shared memory than there is, and so do more
-    stages. fp32 spills at most a few bytes, but some 900 from D 96 on beside a cache in e4m3, which is for models of 16
-    bits. A block of e4m3 has half the bytes, so that more of them fit.
+    D 256. On sm_90 shared memory and registers hold two programs a processor up to D 128, each with 32 KB of keys and
+    values on their way while it waits for the next block: more than the 20 KB that 4.8 TB/s need. Measured on an H200
+    (D 128, B 64, 2,048 cached tokens), 8 warps take 88 us instead of 63. Elsewhere a block of 64 keys would spill at
+    D 128, or ask for more shared memory than there is, and so do more stages. fp32 spills at most a few bytes, but some
+    900 from D 96 on beside a cache in e4m3, which is for models of 16 bits. A block of e4m3 has half the bytes, so that
+    more of them fit.
 
     Raises:
         RuntimeError: an AMD GPU, and a Triton that needs an environment variable for it."""
