@@ -162,14 +162,6 @@ def test_calls_may_spill_a_little_and_have_to_launch_every_kernel():
     assert codegen.faults("calls", every[1:]) == [f"calls: {every[0].kernel} is launched by none of them"]
 
 
-def test_the_attention_may_spill_two_registers_on_sm_80():
-    attention = replace(GOOD, kernel="_value_tree_attention_kernel 1", spilled=8)
-    assert codegen.faults("sm_80", [attention]) == []
-    for part, figure in (("sm_80", replace(attention, spilled=12)), ("sm_90", attention), ("sm_80", GOOD)):
-        found = codegen.faults(part, [replace(figure, spilled=max(8, figure.spilled))])
-        assert len(found) == 1 and found[0].endswith(f"{max(8, figure.spilled)} bytes spilled")
-
-
 def test_angles_may_be_reduced_in_fp64_and_on_the_stack():
     """By the kernel that takes cosines and sines only, and no more than the two functions need."""
     of_angles = dict(tensor_cores={}, async_copies=0, spilled=32, fp64=6)
