@@ -23,7 +23,8 @@ LAWS := tests/test_operator_laws.py
 space := $(subst ,, )
 any = $(subst $(space), or ,$(strip $(1)))
 # Whose results a GPU's rounding could change.
-ROUNDED := topk_candidates reweight_scatter sample_candidates value_head value_tree_attention rope_cache ragged_linear
+ROUNDED := topk_candidates candidate_values reweight_scatter sample_candidates value_head value_tree_attention rope_cache \
+	ragged_linear
 BENCHES := bench.step $(patsubst bench/ops/%.py,bench.ops.%,$(wildcard bench/ops/[a-z]*.py))
 
 .PHONY: help demo serve test test-sglang test-vllm machines races codegen fuzz lint bench docs package clean

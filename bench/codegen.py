@@ -86,6 +86,7 @@ LIMITS = {
     "torch operators of a step": 3,
     "launches of a step with drafts": 222,
     "torch operators of a step with drafts": 11,
+    "launches of a step with a trunk": 9,
 }
 STEP_TOLERANCE = 0.05
 STEP_RESULTS = RESULTS.with_name("step-model.json")
@@ -467,6 +468,11 @@ def step_figures() -> dict[str, dict]:
     launches["torch operators of a step with drafts"] = drafted.num_operators
     for gpu in GPUS.values():
         milliseconds[f"B {STEP_SIZES[0]} {gpu.name}, drafts"] = round(drafted.seconds(gpu, Rates()) * 1e3, 3)
+    for requests in STEP_SIZES:
+        with_trunk = Step.of_trunk(requests)
+        launches["launches of a step with a trunk"] = with_trunk.num_launches
+        for gpu in GPUS.values():
+            milliseconds[f"B {requests} {gpu.name}, trunk"] = round(with_trunk.seconds(gpu, Rates()) * 1e3, 3)
     return {"launches": launches, "milliseconds": milliseconds}
 
 

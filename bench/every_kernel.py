@@ -44,6 +44,7 @@ SMALL = (
     ("rope_cache", dict(_LAYER, T=9, slots=64)),
     ("ragged_linear", dict(outputs=9, size=64, tokens=9, given=["norm_eps"])),
     ("ragged_linear", dict(outputs=4, size=16, tokens=9, dtype="float16", weights="fp8")),
+    ("candidate_values", dict(B=3, K=4, vocab=50, size=24, outputs=70, bins=5, dtype="float32")),
     ("limit_span", dict(B=3, D=2, V=CONFIG.vocab_size, new=2, hard_limit=2000)),
 )
 CACHED = 650  # more than 640 make attention split them

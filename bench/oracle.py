@@ -45,13 +45,15 @@ class Continuations(ValueSource):
         self.models, self.continuations, self.length = models, continuations, length
         self._processor, self._scored = processor, processor._step._tensors.rows(1).scored
 
-    def value_logits(self, requests: int, nodes: int, record: StepRecord) -> torch.Tensor:
+    def value_logits(
+        self, requests: int, nodes: int, record: StepRecord, states: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`ValueSource`."""
         record.mark("forward")
         sequence, count = self._processor._previous, int(self._scored.counts[0])
         found = torch.zeros(1, self._scored.token_ids.shape[1])
         if sequence is None or count == 0:
-            return found
+            return found, found
         begun = torch.cat([sequence.expand(count, -1), self._scored.token_ids[0, :count, None].long()], dim=1)
         begun = begun.repeat_interleave(self.continuations, dim=0)
         inputs = {"input_ids": begun, "attention_mask": torch.ones_like(begun)}
@@ -60,7 +62,7 @@ class Continuations(ValueSource):
         lengths = sampled.counts.sum(dim=1).view(count, self.continuations)
         values = -torch.expm1(lengths * math.log(self.models.value_model.lenvm_config.gamma)).mean(dim=1)
         found[0, :count] = torch.logit(values)
-        return found
+        return found, found
 
 
 def oracle_answer(models: Models, prompt: str, asked: Setting, seed: int, continuations: int) -> Answer:

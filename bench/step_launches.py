@@ -6,6 +6,7 @@ what repeats is a layer. A step is a layer's launches times the layers, and the 
 operator of torch counts as a gap and a short kernel.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -16,14 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.kernel_model import OVERLAPPED, PARTS, Block, Cost, Gpu, Rates, Work, launch_cost
 from bench.launches import intercept_launches, kernels_on_cpu, targeting
-from bench.models import VOCAB, forward_floor, make_config
+from bench.models import DIMENSIONS, VOCAB, forward_floor, make_config
 from bench.sass import Code, disassemble, instructions_of, read, registers_and_stack
 from bench.step import CACHED, MORE_CACHED, candidate_counts
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.ops import value_tree_attention
 from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepConfig
 from lenvm_kernels.types import Drafts
-from lenvm_kernels.value_model import ValueModel, ValueModelConfig
+from lenvm_kernels.value_model import Trunk, ValueModel, ValueModelConfig
+from lenvm_kernels.value_model.trunk import TrunkConfig
 
 # Of the data sheet's rates those that a copy and a large matmul of cuBLAS reach: the base of the aim of 1.35.
 COPY_SHARE, MATMUL_SHARE = 0.85, 0.70
@@ -32,6 +34,8 @@ TORCH_OPERATOR = 1.5e-6  # seconds of a small kernel of torch: assumed
 NO_LAUNCH = ("detach", "_unsafe_view", "lift_fresh", "scalar_tensor")
 PART = PARTS["sm_90"]
 DRAFTS = 4  # of a request, where a step has any
+# The trunk of a step that has one: its base model, the layers whose states it reads, and the sizes of what ships.
+TRUNK_BASE, TRUNK_LAYERS, TRUNK_SIZE, TRUNK_OUTPUTS, TRUNK_BINS = "Qwen2.5-7B", (14, 21, 28), 128, 128, 33
 L2_HOLDS = 25e6  # bytes of its 50 MB that outlast a kernel which streams more: assumed
 
 
@@ -123,6 +127,14 @@ def _head(a: Arguments, live: Live) -> Work:
     return Work(tiles, a["H"] / a["BLOCK_K"], weights, share, merges=1 / _ceil(a["H"], a["BLOCK_N"]))
 
 
+def _candidate_values(a: Arguments, live: Live) -> Work:
+    rows, blocks = live.requests * live.nodes * a["K"], _ceil(a["E"], a["BLOCK_N"])
+    moved = (
+        rows * a["D"] * a["embedding_ptr"].element_size() + a["head"].fc_weight.nbytes + a["head"].bins_weight.nbytes
+    )
+    return Work(_ceil(rows, a["BLOCK_M"]) * blocks, a["D"] / a["BLOCK_K"], moved, merges=1 / blocks)
+
+
 def _rope_cache(a: Arguments, live: Live) -> Work:
     return Work(live.rows)
 
@@ -133,6 +145,7 @@ WORK: dict[str, Callable[[Arguments, Live], Work]] = {
     "_value_tree_attention_kernel": _attention,
     "_scan_kernel": _scan,
     "_value_head_kernel": _head,
+    "_candidate_values_kernel": _candidate_values,
     "_rope_cache_kernel": _rope_cache,
 }
 
@@ -193,7 +206,7 @@ class Launch:
 def costs_of(launches: Sequence[Launch], gpu: Gpu, rates: Rates, repeat: bool = False) -> list[Cost]:
     """What launches cost that follow each other; with ``repeat`` the first follows the last."""
     costs: list[Cost] = []
-    before = (launches[-1], launches[-1].cost(gpu, rates)) if repeat else None
+    before = (launches[-1], launches[-1].cost(gpu, rates)) if repeat and launches else None
     for launch in launches:
         costs.append(launch.cost(gpu, rates, before))
         before = launch, costs[-1]
@@ -228,6 +241,57 @@ def launches_of(call: Callable[[], object], live: Live) -> list[Launch]:
     return found
 
 
+def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def _guided_step(source: ValueModel | Trunk, requests: int, columns: int, **options: Any) -> GuidedStep:
+    """With requests that are all guided."""
+    slots = EngineSlots(zeros(requests, columns, dtype=torch.int32), requests * columns)
+    step = GuidedStep(source, slots, StepConfig(vocab_size=VOCAB, backend="triton", **options))
+    for row in range(requests):
+        step.add_request(row, parse_guidance({"value_mode": "mul", "value_scale": 0.8}), {0})
+    step.flush()
+    return step
+
+
+def _sampling(requests: int) -> Sampling:
+    floats = zeros(requests, dtype=torch.float32)
+    return Sampling(zeros(requests, dtype=torch.int32), floats, floats, is_logits=True, sample=True)
+
+
+def trunk_shapes(hidden_size: int) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of the trunk of :data:`TRUNK_BASE`, or of another base model of this size."""
+    weights = {
+        "projection": (2 * TRUNK_SIZE, len(TRUNK_LAYERS) * hidden_size),
+        "embedding": (TRUNK_SIZE, hidden_size),
+        "fc": (TRUNK_OUTPUTS, TRUNK_SIZE),
+        "bins": (TRUNK_BINS, TRUNK_OUTPUTS),
+    }
+    return {
+        f"{name}.{kind}": of for name, shape in weights.items() for kind, of in (("weight", shape), ("bias", shape[:1]))
+    }
+
+
+@cache
+def _trunk() -> Trunk:
+    hidden, _, layers, *_ = DIMENSIONS[TRUNK_BASE]
+    edges = tuple(range(1, TRUNK_BINS + 2))
+    config = TrunkConfig(TRUNK_BASE, TRUNK_LAYERS, layers, hidden, VOCAB, "of zeros", edges)
+    tensors = {name: zeros(*shape, dtype=torch.float32) for name, shape in trunk_shapes(hidden).items()}
+    return Trunk(config, tensors, zeros(1, hidden, dtype=torch.bfloat16).expand(VOCAB, -1))
+
+
+def make_trunk_step(requests: int) -> Callable[[], object]:
+    """What takes a step with a trunk, likewise."""
+    trunk = _trunk()
+    step = _guided_step(trunk, requests, CACHED + MORE_CACHED)
+    states = zeros(requests, trunk.config.state_size, dtype=torch.bfloat16)
+    lengths = zeros(requests, dtype=torch.int32)
+    batch = StepBatch(zeros(requests), zeros(requests), lengths, states=states)
+    return partial(step.step, zeros(requests, VOCAB, dtype=torch.float32), batch, _sampling(requests))
+
+
 def make_step(
     name: str,
     requests: int,
@@ -246,24 +310,13 @@ def make_step(
         drafts: a chain of so many a request.
     """
 
-    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype)
-
     config, columns = make_config(name, vocab_size=2**11, num_layers=layers), cached + MORE_CACHED
     tensors = {key: zeros(*shape, dtype=torch.bfloat16) for key, shape in config.tensor_shapes().items()}
     model = ValueModel(config, tensors, weights=weights)
-    step = GuidedStep(
-        model,
-        EngineSlots(zeros(requests, columns, dtype=torch.int32), requests * columns),
-        StepConfig(vocab_size=VOCAB, max_drafts=drafts, cache=cache, backend="triton"),
-    )
-    for row in range(requests):
-        step.add_request(row, parse_guidance({"value_mode": "mul", "value_scale": 0.8}), {0})
-    step.flush()
-    floats = zeros(requests, dtype=torch.float32)
+    step = _guided_step(model, requests, columns, max_drafts=drafts, cache=cache)
     i32 = zeros(requests, dtype=torch.int32)
     scores = zeros(requests * (1 + drafts), VOCAB, dtype=torch.float32)
-    sampling = Sampling(i32, floats, floats, is_logits=True, sample=True)
+    sampling = _sampling(requests)
     if not drafts:
         return partial(step.step, scores, StepBatch(zeros(requests), zeros(requests), i32), sampling)
     assert step._tensors.trees is not None
@@ -298,23 +351,28 @@ def layer_of(names: Sequence[str]) -> slice:
     raise ValueError("no launches repeat from one layer to the next")
 
 
+def _names_of(step: Callable[[], object]) -> list[str]:
+    """Of the kernels and of torch's operators that a step launches, in their order."""
+    names: list[str] = []
+    with kernels_on_cpu("sm_90"), intercept_launches(lambda kernel, launch: names.append(kernel)), _Operators(names):
+        step()
+    return names
+
+
 @cache
 def operators_of_step(name: str, drafts: int = 0) -> tuple[int, int]:
     """Torch operators (of a layer, of the rest of a step) that launch a kernel."""
-    names: list[str] = []
-    step = make_step(name, 1, 2, drafts=drafts)
-    with kernels_on_cpu("sm_90"), intercept_launches(lambda kernel, launch: names.append(kernel)), _Operators(names):
-        step()
+    names = _names_of(make_step(name, 1, 2, drafts=drafts))
     of_layer = sum(name.startswith("torch") for name in names[layer_of(names)])
     return of_layer, sum(name.startswith("torch") for name in names) - 2 * of_layer
 
 
 @dataclass(frozen=True)
 class Step:
-    """A guided step of a value model.
+    """A guided step of a value model, or of the trunk of a base model, which has no layers of its own.
 
     Attributes:
-        model: its name.
+        model: the value model's name, or the base model's.
         live: what of it there is.
         layer: launches of a layer.
         others: launches before and after the layers.
@@ -350,6 +408,15 @@ class Step:
         others = launches[: layer.start] + launches[2 * layer.stop - layer.start :]
         return cls(model, live, launches[layer], others, operators_of_step(model, drafts), weights, cache)
 
+    @classmethod
+    def of_trunk(cls, requests: int) -> "Step":
+        """With the trunk of :data:`TRUNK_BASE`."""
+        step = make_trunk_step(requests)
+        operators = sum(name.startswith("torch") for name in _names_of(step))
+        return cls(
+            TRUNK_BASE, Live(requests, requests), [], launches_of(step, Live(requests, requests)), (0, operators)
+        )
+
     @property
     def config(self) -> ValueModelConfig:
         return make_config(self.model, vocab_size=VOCAB)
@@ -382,15 +449,27 @@ class Step:
     def floor(self, gpu: Gpu, copy: float = COPY_SHARE, matmul: float = MATMUL_SHARE) -> float:
         """Seconds that its bytes or its operations take at shares of the data sheet's rates."""
         live = self.live
-        moved, operations = forward_floor(
-            self.config,
-            torch.bfloat16,
-            live.rows,
-            live.rows,
-            live.requests,
-            live.cached,
-            weights=self.weights,
-            cache=self.cache,
-        )
+        if self.layer:
+            moved, operations = forward_floor(
+                self.config,
+                torch.bfloat16,
+                live.rows,
+                live.rows,
+                live.requests,
+                live.cached,
+                weights=self.weights,
+                cache=self.cache,
+            )
+        else:
+            moved, operations = self._trunk_floor()
         scores = live.requests * live.nodes * VOCAB * 4
         return max((moved + scores) / (gpu.bandwidth * copy), operations / (gpu.tensor_rate * matmul))
+
+    def _trunk_floor(self) -> tuple[int, int]:
+        """(bytes, operations) of weights, states and candidates' projected embeddings in bf16."""
+        weights = {name: math.prod(shape) for name, shape in trunk_shapes(self.config.hidden_size).items()}
+        projection, k = weights["projection.weight"], StepConfig(vocab_size=VOCAB).max_candidates
+        head = weights["fc.weight"] + weights["bins.weight"]
+        of_states = len(TRUNK_LAYERS) * self.config.hidden_size + k * TRUNK_SIZE
+        moved = 2 * (projection + head + self.live.requests * of_states)
+        return moved, 2 * self.live.requests * (projection + k * head)

@@ -23,7 +23,7 @@ from bench.harness.reporting import table
 from bench.kernel_model import GPUS, Cost, Gpu, Rates
 from bench.models import VOCAB
 from bench.step import CACHED
-from bench.step_launches import COPY_SHARE, DRAFTS, MATMUL_SHARE, TORCH_OPERATOR, Launch, Step
+from bench.step_launches import COPY_SHARE, DRAFTS, MATMUL_SHARE, TORCH_OPERATOR, TRUNK_BASE, Launch, Step
 from bench.step_rates import CalibrationError, calibrate
 
 RESULT = Path(__file__).parent / "results" / "step-model.md"
@@ -122,7 +122,36 @@ def drafts_table(plain: Numbers, drafted: Numbers) -> list[str]:
     return table(["B", "GPU", "launches", f"with {DRAFTS} drafts", f"{steps} steps", "share"], rows)
 
 
-def page(now: Numbers, quantized: Numbers, drafted: Numbers, before: dict, rates: dict[str, Rates]) -> str:
+def trunk_numbers(rates: dict[str, Rates]) -> dict[str, dict]:
+    """:func:`numbers_of` of a step with a trunk, by requests and GPU."""
+    steps = {requests: Step.of_trunk(requests) for requests in DETAILED_SIZES}
+    return {
+        f"{requests} {gpu.name}": numbers_of(step, gpu, rates[gpu.name])
+        for requests, step in steps.items()
+        for gpu in GPUS.values()
+    }
+
+
+def trunk_tables(of_trunk: dict[str, dict]) -> list[str]:
+    """Markdown: microseconds of the launches of a step with a trunk, and of the step."""
+    lines = []
+    for gpu in GPUS:
+        steps = [of_trunk[f"{requests} {gpu}"] for requests in DETAILED_SIZES]
+        rows = [[label, *(f"{step['others'][label][0]:.1f}" for step in steps)] for label in steps[0]["others"]]
+        rows.append(["**a step**", *(f"{step['milliseconds'] * 1e3:.0f}" for step in steps)])
+        rows.append(["at rates", *(f"{step['floor'] * 1e3:.0f}" for step in steps)])
+        lines += [f"### {gpu}\n", *table([f"{steps[0]['launches']} launches", *BATCHES], rows)]
+    return lines
+
+
+def page(
+    now: Numbers,
+    quantized: Numbers,
+    drafted: Numbers,
+    of_trunk: dict[str, dict],
+    before: dict,
+    rates: dict[str, Rates],
+) -> str:
     """The page of results."""
     of_rates = "\n".join(f"- {gpu}: {of_gpu}" for gpu, of_gpu in rates.items())
     lines = [
@@ -156,6 +185,12 @@ The matrices of the layers, keys and values in e4m3, the rest as above; {DETAILE
 milliseconds. How many of these tokens are accepted depends on the drafts.
 """,
         *drafts_table(now, drafted),
+        f"""## A trunk instead of a value model
+
+Of {TRUNK_BASE}, with the states of three of its layers; microseconds of a whole step, candidates, reweighting and the
+draw of a token among them. Handing the states over is not counted.
+""",
+        *trunk_tables(of_trunk),
         f"""## Steps
 
 `at rates` is the larger of bytes at {COPY_SHARE:.0%} of the data sheet's bandwidth and operations at \
@@ -207,7 +242,7 @@ def main() -> None:
         return
     quantized = predict((DETAILED,), DETAILED_SIZES, rates, "fp8")
     drafted = predict((DETAILED,), DETAILED_SIZES, rates, drafts=DRAFTS)
-    text = page(now, quantized, drafted, json.loads(args.before.read_text()), rates)
+    text = page(now, quantized, drafted, trunk_numbers(rates), json.loads(args.before.read_text()), rates)
     args.out.write_text(text)
     print(text, end="")
 

@@ -3,7 +3,8 @@
 The whole step for an engine: :class:`GuidedStep`. Its operators, in the order in which it calls them:
 :func:`limit_span`, :func:`gather_requests`, :func:`expand_drafts`, :func:`topk_candidates`, :func:`select_scored`,
 :func:`pack_drafts`, :func:`commit_winner`, :func:`catch_up`, :func:`ragged_layout`, :func:`embed_tokens`,
-:func:`ragged_linear`, :func:`rope_cache`, :func:`value_tree_attention`, :func:`value_head`, :func:`reweight_scatter`,
+:func:`ragged_linear`, :func:`rope_cache`, :func:`value_tree_attention`, :func:`value_head`, or in place
+of the seven before it :func:`candidate_values`; :func:`reweight_scatter`,
 :func:`sample_candidates`, :func:`verify_drafts`. The parameters of a request: :func:`parse_guidance`,
 :class:`GuidanceTable`; the value model: :class:`ValueModel`. In ``transformers``, all in one call: :func:`generate`.
 """
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from lenvm_kernels.guidance.params import parse_guidance as parse_guidance
     from lenvm_kernels.guidance.sentences import text_breaks_of as text_breaks_of
     from lenvm_kernels.guidance.table import GuidanceTable as GuidanceTable
+    from lenvm_kernels.ops.candidate_values import candidate_values as candidate_values
     from lenvm_kernels.ops.catch_up import catch_up as catch_up
     from lenvm_kernels.ops.commit_winner import commit_winner as commit_winner
     from lenvm_kernels.ops.embed_tokens import embed_tokens as embed_tokens
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
     from lenvm_kernels.value_model import KVCache as KVCache
     from lenvm_kernels.value_model import LenVMConfig as LenVMConfig
     from lenvm_kernels.value_model import RaggedBatch as RaggedBatch
+    from lenvm_kernels.value_model import Trunk as Trunk
     from lenvm_kernels.value_model import ValueModel as ValueModel
     from lenvm_kernels.value_model import ValueModelConfig as ValueModelConfig
     from lenvm_kernels.value_model import image_positions as image_positions
@@ -81,13 +84,13 @@ _MODULES = {
         "CandidateTrees Candidates DeltaTokens Drafts EmbeddedTokens GuidanceColumns Mode RaggedLayout "
         "ScoredCandidates Status StepHistory StepRequests TextBreak VerifiedTokens"
     ),
-    "value_model": "ImageTokens KVCache LenVMConfig RaggedBatch ValueModel ValueModelConfig image_positions",
+    "value_model": "ImageTokens KVCache LenVMConfig RaggedBatch Trunk ValueModel ValueModelConfig image_positions",
 }
 # An operator is in the file of its own name.
 _OPERATORS = (
-    "catch_up commit_winner embed_tokens expand_drafts gather_requests limit_span pack_drafts ragged_layout "
-    "ragged_linear reweight_scatter rope_cache sample_candidates select_scored topk_candidates value_head "
-    "value_tree_attention verify_drafts"
+    "candidate_values catch_up commit_winner embed_tokens expand_drafts gather_requests limit_span pack_drafts "
+    "ragged_layout ragged_linear reweight_scatter rope_cache sample_candidates select_scored topk_candidates "
+    "value_head value_tree_attention verify_drafts"
 )
 _MODULE_OF = {name: f"ops.{name}" for name in _OPERATORS.split()}
 _MODULE_OF |= {name: module for module, names in _MODULES.items() for name in names.split()}

@@ -14,6 +14,8 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+# What lenvm fit and train make.
+VALUE_MODEL, TRUNK = KINDS = ("value-model", "trunk")
 DTYPES = ("float32", "bfloat16", "float16")
 
 

@@ -41,7 +41,8 @@ def add(commands: Any) -> None:
         required=True,
         metavar="W",
         help="value model, which has to share the base model's vocabulary: as --model, where demo includes the shipped "
-        "adapters and value head; or the word none: a target is then met by the end of the text alone; required",
+        "adapters and value head; or a trunk of the base model, demo-trunk for that of demo; or none: a target is then "
+        "met by the end of the text alone; required",
     )
     models.add_argument(
         "--value-head",
@@ -130,14 +131,16 @@ def run_command(args: argparse.Namespace) -> None:
 
         from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
         from lenvm_kernels.demo.models import Models
+        from lenvm_kernels.value_model import LenVMConfig
 
         dtype = getattr(torch, args.dtype)
         models = Models.load(
             args.model, args.value_model, args.value_head, device=device, dtype=dtype, gamma=args.gamma
         )
         ends = ends_of_thought(models.tokenizer)
-        gamma = args.gamma if models.value_model is None else models.value_model.lenvm_config.gamma
-        guidance = parse_guidance(fields, ends_of_thought=ends, gamma=gamma, has_values=has_values)
+        config = LenVMConfig(gamma=args.gamma) if models.value_model is None else models.value_model.lenvm_config
+        defaults: dict[str, Any] = dict(gamma=config.gamma, strength=config.strength, has_values=has_values)
+        guidance = parse_guidance(fields, ends_of_thought=ends, **defaults)
         if args.show_values and guidance.mode == Mode.UNGUIDED:
             # An unguided row has no candidates to value. One whose every step is skipped has, and the same text.
             guidance = replace(guidance, mode=Mode.CENTERED_EXP, entropy_threshold=math.inf)

@@ -73,13 +73,8 @@ def reweight_scatter(
     times_stronger = torch.ones_like(remaining)
     if generated is not None:
         counts_down = table.counts_down[table_rows][:, None]
-        waits = counts_down & ((mode == Mode.NEAR) | (mode == Mode.LE_NEAR))
-        late = (generated.double()[:, None] / remaining.clamp(min=1) - 1).clamp(0, LATEST)
-        times_stronger = torch.where(waits, 1 + STRONGER * late, 1.0)
-        if text_breaks is not None:
-            early = (WAIT_SHARE * remaining).clamp(max=WAIT)
-            remaining = torch.where(waits, remaining - early, remaining)
-        remaining = torch.where(counts_down, (remaining - generated.double()[:, None]).clamp(min=0), remaining)
+        of_total = mode, counts_down, generated.double()[:, None]
+        remaining, times_stronger = remaining_of_total(remaining, *of_total, aims_early=text_breaks is not None)
     nats = remaining * column("nats_per_token")  # -ln(1 - target value)
     current_nats = -torch.log(torch.sigmoid(-z_max) + expected_top_w * span)
     target_z = value_logit(torch.where(mode == Mode.LENGTH_MUL, scale * current_nats, nats))
@@ -134,6 +129,18 @@ def reweight_scatter(
         ids = torch.where(active, candidates.token_ids, 0).long()[written]
         probs[written] = dense.scatter_add_(1, ids, result[written].to(probs.dtype))  # padding adds 0
     return result
+
+
+def remaining_of_total(
+    target: torch.Tensor, mode: torch.Tensor, counts_down: torch.Tensor, generated: torch.Tensor, *, aims_early: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens that are left of a target, and how many times stronger the near constraints are past it."""
+    waits = counts_down & ((mode == Mode.NEAR) | (mode == Mode.LE_NEAR))
+    late = (generated / target.clamp(min=1) - 1).clamp(0, LATEST)
+    times_stronger = torch.where(waits, 1 + STRONGER * late, 1.0)
+    if aims_early:
+        target = torch.where(waits, target - (WAIT_SHARE * target).clamp(max=WAIT), target)
+    return torch.where(counts_down, (target - generated).clamp(min=0), target), times_stronger
 
 
 def value_difference(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:

@@ -141,7 +141,7 @@ def test_the_real_model(packaged):
 @torch.no_grad()
 def test_exported_models_are_those_of_the_demo(packaged, tmp_path, capsys):
     assert cli.main(["export", str(tmp_path)]) == 0
-    base, value = (line.split(": ")[1] for line in capsys.readouterr().out.splitlines())
+    base, value, trunk = (line.split(": ")[1] for line in capsys.readouterr().out.splitlines())
     exported = Models.load(base, value, device="cpu", dtype=torch.float32)
     inputs = packaged.encode(["What is the capital of France?"])
     assert torch.equal(exported.encode(["What is the capital of France?"])["input_ids"], inputs["input_ids"])
@@ -158,5 +158,11 @@ def test_exported_models_are_those_of_the_demo(packaged, tmp_path, capsys):
         "target_form": "discounted_return",
     }
     assert exported.value_model.lenvm_config == LenVMConfig(gamma=0.9821718891880378)
+    # The trunk is the shipped one, and knows its base model by either.
+    of_trunk = [
+        Models.load(*of, device="cpu", dtype=torch.bfloat16).value_model
+        for of in ((base, trunk), ("demo", "demo-trunk"))
+    ]
+    assert of_trunk[0].config == of_trunk[1].config and of_trunk[0].config.layers == (30,)
     assert cli.main(["export", str(tmp_path)]) == 2  # overwrites nothing
     assert "File exists" in capsys.readouterr().err

@@ -21,6 +21,7 @@ from lenvm_kernels.doctor.check import OK, WRONG, Check
 from lenvm_kernels.doctor.sections import examine
 from tests.helpers.models import random_model
 from tests.helpers.sglang_server import TINY, write_checkpoints
+from tests.helpers.trunks import write_random_trunk
 
 
 @pytest.fixture(autouse=True)
@@ -380,6 +381,22 @@ def test_settings_are_printed_and_the_value_model_looked_at(monkeypatch, value_m
     for part in (f"value_model={value_model}", "dtype=torch.bfloat16", "max_candidates=16", "commit_winners=True"):
         assert part in settings.found
     assert model.found == "2 layers of 64, vocabulary 512, bfloat16, with its head"
+
+
+def test_a_trunk_is_looked_at(monkeypatch, tmp_path):
+    base = random_model(Qwen2ForCausalLM, Qwen2Config(**TINY))
+    write_random_trunk(tmp_path, base, (1, 2))
+    monkeypatch.setenv("LENVM_VALUE_MODEL", str(tmp_path))
+    check = look("settings", "trunk")
+    assert check.mark == "ok" and check.found == "of tiny, reads layers 1, 2 of 2, 0.0M parameters"
+    (tmp_path / "trunk.safetensors").unlink()
+    check = look("settings", "trunk")
+    assert check.mark == "wrong" and "trunk.safetensors" in check.hint
+    (tmp_path / "trunk_config.json").write_text("{}")
+    check = look("settings", "trunk")
+    assert check.mark == "wrong" and "must hold the fields" in check.hint
+    monkeypatch.setenv("LENVM_WEIGHTS", "fp8")
+    assert "LENVM_WEIGHTS must not be given with a trunk, got 'fp8'" in look("settings", "settings").hint
 
 
 def test_settings_of_a_file(monkeypatch, tmp_path, value_model):

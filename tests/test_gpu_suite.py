@@ -697,7 +697,7 @@ def test_dry_run_end_to_end(tmp_path):
     text = (tmp_path / "summary.md").read_text()
     for expected in (" -m bench.gpu_suite", "DRY RUN", *(where[key] for key in ("device", "torch", "date"))):
         assert expected in text
-    assert "22 of 22 kernels launched" in (tmp_path / "sanitizer.txt").read_text()
+    assert "23 of 23 kernels launched" in (tmp_path / "sanitizer.txt").read_text()
     table = done.stdout.splitlines()[len(steps) :]
     assert len(table) <= 60 and any("DRY RUN" in line for line in table)
 

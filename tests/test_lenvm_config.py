@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,7 +33,8 @@ def trained_lengths(config, outputs):
 
 
 def test_what_is_written_is_read(tmp_path):
-    for config in (LenVMConfig(), LenVMConfig(gamma=0.9), *FORMS.values()):
+    strong = LenVMConfig(strength=8.5), replace(FORMS["softplus"], strength=0.0)
+    for config in (LenVMConfig(), LenVMConfig(gamma=0.9), *FORMS.values(), *strong):
         config.write(tmp_path)
         assert LenVMConfig.read(tmp_path) == LenVMConfig.read(str(tmp_path / "model.gguf")) == config
         assert LenVMConfig.read(tmp_path, gamma=0.95).gamma == 0.95
@@ -54,12 +56,15 @@ def test_without_a_file(tmp_path):
         ({"gama": 0.9}, r"gama in .*lenvm_config.json is not a field; did you mean gamma\?"),
         (
             {"lam": 1},
-            r"lam in .* is not a field; accepted are gamma, target_form, length_normalizer, length_activation",
+            r"lam in .* is not a field; accepted are gamma, target_form, length_normalizer, length_activation, str",
         ),
         ({"gamma": 1}, r"lenvm_config.json: gamma must be a number > 0 and < 1, got 1"),
         ({"gamma": 0}, r"gamma must be a number > 0 and < 1, got 0"),
         ({"gamma": math.nan}, r"gamma must be a number > 0 and < 1, got nan"),
         ({"gamma": "0.9"}, r"gamma must be a number > 0 and < 1, got '0.9'"),
+        ({"strength": -1}, r"lenvm_config.json: strength must be a finite number >= 0, got -1"),
+        ({"strength": math.inf}, r"strength must be a finite number >= 0, got inf"),
+        ({"strength": "5"}, r"strength must be a finite number >= 0, got '5'"),
         ({"target_form": "value"}, r"target_form must be one of discounted_return, length, log_length, got 'value'"),
         ({"target_form": ["length"]}, r"target_form must be one of .*, got \['length'\]"),
         ({"target_form": "length", "length_normalizer": 0}, r"length_normalizer must be a finite number > 0, got 0"),
@@ -185,6 +190,17 @@ def test_requests_of_transformers_get_the_gamma_of_the_value_model(checkpoint, p
         processor = LenVMLogitsProcessor(pair[0], value_model, guidance, mask, max_new_tokens=4)
         nats = processor._step.table.nats_per_token[:3]
         torch.testing.assert_close(nats, -torch.tensor([first, 0.8, 0.7]).log())
+
+
+def test_the_strength_of_a_value_model_is_that_of_requests_that_name_none(pair):
+    near, mask = {"target_length": 9}, torch.ones(3, 4, dtype=torch.long)
+    for config, expected in ((LenVMConfig(), 5), (LenVMConfig(strength=8.5), 8.5)):
+        value_model = ValueModel.from_causal_lm(*pair, lenvm_config=config)
+        guidance = [near, near | {"strength": 2}, near | {"op": "le_near"}]
+        processor = LenVMLogitsProcessor(pair[0], value_model, guidance, mask, max_new_tokens=4)
+        assert processor._step.table.scale[:3].tolist() == [expected, 2, expected]
+    assert parse_guidance(near, strength=7, has_values=False).scale == 10  # there is no value model that has it
+    assert parse_guidance({"value_scale": 2}, strength=7).scale == 2
 
 
 def test_the_default_gamma_of_a_request_is_checked_and_turns_values_into_lengths():

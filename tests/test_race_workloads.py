@@ -15,6 +15,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.launches import kernels
 from bench.models import make_model
@@ -23,11 +24,13 @@ from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep, StepBatch, StepConfig
-from lenvm_kernels.value_model import ValueModelConfig
+from lenvm_kernels.value_model import Trunk, ValueModelConfig
 from tests.helpers.drafts import random_drafts
 from tests.helpers.engine import Engine, take_step
+from tests.helpers.models import TINY, random_model
 from tests.helpers.padded_step import PaddedStep
 from tests.helpers.races import check_races
+from tests.helpers.trunks import model_sizes, write_random_trunk
 
 pytestmark = [
     pytest.mark.races,
@@ -239,6 +242,50 @@ def drafted_step(step_class, k):
     return [*results, step.cache.keys, step.cache.values, step.table.faults]
 
 
+def trunk_step(trunk):
+    """Steps of changing subsets of the rows in changing order, whose values are of the states of a base model."""
+    generator, width, rows = torch.Generator().manual_seed(4), 2, len(REQUESTS)
+    config = StepConfig(vocab_size=VOCAB, max_candidates=4, max_drafts=width, backend="triton")
+    step = GuidedStep(trunk, PagedSlots(rows, 700, page_size=4), config)
+    guidance = [{"target_length": 30}, None, {"target_length": 3, "op": "ge_near"}, *(one for one, _ in REQUESTS[3:])]
+    for row, (params, (_, prompt_len)) in enumerate(zip(guidance, REQUESTS, strict=True)):
+        parsed = None if params is None else parse_guidance(params)
+        step.add_request(row, parsed, EOS, prompt_len=prompt_len, seed=row + 90)
+    lengths, results = i32([prompt_len for _, prompt_len in REQUESTS]), []
+    for number, chosen in enumerate([[4, 0, 6, 2, 5, 1, 3], [5, 0, 2]]):
+        chosen = torch.tensor(chosen)
+        nodes = len(chosen) * (1 + width)
+        output = take_step(
+            step,
+            torch.randn(nodes, VOCAB, generator=generator) * 3,
+            torch.randint(VOCAB, (len(chosen),), generator=generator, dtype=torch.int32),
+            chosen.int(),
+            lengths[chosen],
+            states=torch.randn(nodes, trunk.config.state_size, generator=generator),
+            top_k=i32([4, 3][number : number + 1] * len(chosen)),
+            top_p=torch.full((len(chosen),), 0.98),
+            min_p=torch.full((len(chosen),), 1e-3),
+            temperature=torch.full((len(chosen),), 0.9),
+            is_logits=True,
+            sample=True,
+            drawn=torch.randint(VOCAB, (nodes,), generator=generator),
+            drafts=random_drafts(len(chosen), width, seed=number, tokens=VOCAB),
+            verify="same_draws",
+        )
+        results += [output.candidates.token_ids, output.value_logits, output.probs, output.tokens]
+        lengths[chosen] += output.verified.lens
+    return [*results, step.table.faults]
+
+
+def test_no_races_in_a_step_with_a_trunk(tmp_path):
+    base = random_model(LlamaForCausalLM, LlamaConfig(**TINY | {"vocab_size": VOCAB}), seed=0)
+    write_random_trunk(tmp_path, base)
+    trunk = Trunk.from_pretrained(tmp_path, *model_sizes(base))
+    launched = set(check_races(lambda: trunk_step(trunk)))
+    assert launched >= {"_candidate_values_kernel", "_ragged_linear_kernel", "_verify_drafts_kernel"}
+    assert not launched & {"_embed_tokens_kernel", "_value_tree_attention_kernel", "_value_head_kernel"}
+
+
 def test_no_races_in_a_step_with_drafts():
     launched = set(check_races(lambda: drafted_step(PaddedStep, 4)))
     assert launched >= {*DRAFT_KERNELS, "_ragged_layout_kernel", "_value_tree_attention_kernel"}
@@ -246,6 +293,6 @@ def test_no_races_in_a_step_with_drafts():
 
 @pytest.mark.parametrize(("step_class", "k"), [(GuidedStep, 8), (PaddedStep, 4)])
 def test_no_races_in_a_step(step_class, k):
-    """All kernels, but that in a step whoever stores a row leaves the sums of its squares."""
+    """All kernels of a value model, but that in a step whoever stores a row leaves the sums of its squares."""
     launched = set(check_races(lambda: guided_step(step_class, k)))
-    assert launched == set(kernels()) - DRAFT_KERNELS - {"_square_sums_kernel"}
+    assert launched == set(kernels()) - DRAFT_KERNELS - {"_square_sums_kernel", "_candidate_values_kernel"}

@@ -15,6 +15,8 @@ from lenvm_kernels.adapters.settings import (
     Settings,
     default_ends_of_thought,
     default_gamma,
+    default_strength,
+    has_trunk,
     has_value_model,
     load_text_breaks,
     parse_request,
@@ -184,8 +186,10 @@ def fresh_default():
 
     def clear():
         default_gamma.cache_clear()
+        default_strength.cache_clear()
         default_ends_of_thought.cache_clear()
         has_value_model.cache_clear()
+        has_trunk.cache_clear()
 
     clear()
     yield clear
@@ -207,6 +211,15 @@ def test_requests_get_the_gamma_of_the_server_unless_they_name_one(model, monkey
     monkeypatch.setenv("LENVM_GAMMA", "0.95")
     assert gamma() == 0.95
     assert gamma(gamma=0.8) == gamma(length_gamma=0.8) == 0.8
+
+
+def test_requests_get_the_strength_of_the_value_model_unless_they_name_one(model, monkeypatch, fresh_default):
+    monkeypatch.setenv("LENVM_VALUE_MODEL", str(model))
+    assert default_strength() is None and parse_request({"target_length": 9}).scale == 5
+    fresh_default()
+    LenVMConfig(gamma=0.9, strength=8.5).write(model)
+    assert parse_request({"target_length": 9}).scale == 8.5
+    assert parse_request({"target_length": 9, "strength": 3}).scale == 3
 
 
 def test_without_a_value_model(model, monkeypatch, fresh_default):

@@ -470,6 +470,7 @@ NEAR = {"target_length": 9}
         ([NEAR, None, NEAR], False, False, True),
         ([NEAR, NEAR, {}], False, False, True),
         ([NEAR, {"thinking_budget": 5, "end_token_ids": [3]}, NEAR], False, False, True),
+        ([NEAR, NEAR, NEAR | {"value_entropy_threshold": 100.0}], False, False, True),
         ([NEAR, NEAR, NEAR], False, True, True),
         ([NEAR, NEAR, NEAR], True, False, True),
     ],
@@ -507,7 +508,8 @@ def test_the_engine_draws_where_guidance_may_not(guide, monkeypatch, guidance, v
     with guide.sampling(batch):
         assert torch.equal(tokens, guide.draw(scores, info, drawn))
     for token, likely, of_engine, asked in zip(tokens, scores.topk(6).indices, drawn, guidance, strict=True):
-        is_guided = asked and not value_model  # the value model has not been told of anything
+        # The value model has not been told of anything.
+        is_guided = asked and not value_model and "value_entropy_threshold" not in asked
         assert token in (*likely, EOS) if is_guided else token == of_engine  # the end is a candidate, too
 
 

@@ -11,14 +11,12 @@ import torch
 
 pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
-from safetensors.torch import save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lenvm_kernels.types import Status
 from tests.helpers.models import random_model
 from tests.helpers.sglang_server import (
     GENTLE,
-    HIDDEN,
     MODES,
     STOPS,
     TARGETS,
@@ -31,6 +29,7 @@ from tests.helpers.sglang_server import (
     running_speculation,
     values_from_scratch,
     write_checkpoints,
+    write_eagle,
 )
 
 GUIDANCE = [
@@ -57,17 +56,6 @@ def folder(tmp_path_factory):
     draft.save_pretrained(folder / "draft")
     write_eagle(folder / "eagle")
     return folder
-
-
-def write_eagle(folder):
-    """A draft model of EAGLE that hands on the base's hidden states, all but unchanged."""
-    config = Qwen2Config(**TINY | {"num_hidden_layers": 1}, architectures=["Qwen2ForCausalLMEagle"])
-    config.save_pretrained(folder)
-    layer = random_model(Qwen2ForCausalLM, config, seed=2).model.layers[0]
-    weights = {f"layers.0.{name}": weight * 0.1 for name, weight in layer.state_dict().items()}
-    del weights["layers.0.input_layernorm.weight"]
-    weights |= {"fc.weight": torch.eye(HIDDEN, 2 * HIDDEN).roll(HIDDEN, 1), "fc.bias": torch.zeros(HIDDEN)}
-    save_file(weights, folder / "model.safetensors")
 
 
 def greedy(server):

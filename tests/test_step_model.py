@@ -410,7 +410,8 @@ def test_the_page_sets_the_numbers_beside_those_before():
     for numbers in drafted[step_model.DETAILED].values():
         numbers["milliseconds"] *= 2
         numbers["launches"] = 99
-    text = step_model.page(now, quantized, drafted, before, rates)
+    of_trunk = {key: numbers | {"launches": 5, "floor": 0.0123} for key, numbers in sizes.items()}
+    text = step_model.page(now, quantized, drafted, of_trunk, before, rates)
     assert json.loads(step_model.dump(before)) == before
     a, b = (now[step_model.DETAILED]["8 H100"]["layer"][label][0] for label in "ab")
     assert f"| a | {a:.1f} |" in text and f"| b | {b:.1f} |" in text
@@ -422,6 +423,11 @@ def test_the_page_sets_the_numbers_beside_those_before():
     assert text.count("| ragged_linear 8 x 4, us | 7.2 | 7.2 | 7.2 | 9.5 | 9.5 | 9.5 |") == 2
     assert f" {0.75 * ms:.2f} |" in text
     assert f"| 64 | H200 | 99 | {2 * ms:.2f} | {5 * ms:.2f} | 40% |" in text
+    with_trunk = text[text.index("## A trunk") : text.index("## Steps")]
+    c = n["others"]["c"][0]
+    assert "| 5 launches | B 8 | B 64 | B 256 |" in with_trunk and f"| c | {c:.1f} | {c:.1f} | {c:.1f} |" in with_trunk
+    steps = " | ".join(f"{of_trunk[f'{b} H200']['milliseconds'] * 1e3:.0f}" for b in (8, 64, 256))
+    assert f"| **a step** | {steps} |\n| at rates | 12 | 12 | 12 |" in with_trunk
 
 
 def test_the_committed_numbers_before_are_whole():
@@ -441,12 +447,16 @@ print(json.dumps([[[x.name, x.work.items, x.work.passes, x.work.hbm] for x in pa
 """
 
 
-def test_a_real_step_is_compiled_and_its_work_counted():
-    """Another process, because this one may interpret."""
+def printed_by(source):
+    """What a program prints as JSON. In another process, because this one may interpret."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", REAL_STEP], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-5000:]
-    layer, others = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_real_step_is_compiled_and_its_work_counted():
+    layer, others = printed_by(REAL_STEP)
     linears = [work for name, *work in layer if name == "_ragged_linear_kernel"]
     sizes = ((1152, 896), (896, 896), (2 * 4864, 896), (896, 4864))
     assert [weights for *_, weights in linears] == [2 * columns * size for columns, size in sizes]
@@ -460,6 +470,29 @@ def test_a_real_step_is_compiled_and_its_work_counted():
     assert items >= 8 * 2 and items * passes * 128 >= 8 * 2 * 513  # programs for each request and head, 128 keys a pass
     (scan,) = (work for name, *work in others if name == "_scan_kernel")
     assert scan[2] == 8 * 151_936 * 4 and scan[0] * scan[1] >= 8 * 151_936 / 4096
+
+
+STEP_WITH_TRUNK = """
+import json
+from bench.kernel_model import GPUS
+from bench.step_launches import Step
+step = Step.of_trunk(20)
+works = [[x.name, x.work.items, x.work.passes, x.work.hbm] for x in step.others]
+print(json.dumps([works, len(step.layer), step.num_launches, step.num_operators, step.floor(GPUS["H100"], 1.0, 1.0)]))
+"""
+
+
+def test_a_real_step_with_a_trunk_has_no_layers():
+    """Of 20 requests by 8 candidates, beside a base model of 28 layers of 3,584 numbers, of which three are read."""
+    works, of_layer, launches, operators, floor = printed_by(STEP_WITH_TRUNK)
+    assert of_layer == operators == 0 and launches == len(works)
+    work = {name: others for name, *others in works}
+    assert work["_ragged_linear_kernel"][2] == 256 * 3 * 3584 * 2
+    # Tiles of 16 candidates by 64 of 128 outputs, and a pass over 64 of 128 inputs.
+    head = 128 * 128 + 33 * 128
+    assert work["_candidate_values_kernel"] == [160 / 16 * 128 / 64, 128 / 64, 160 * 128 * 2 + 2 * head]
+    moved = 2 * (256 * 3 * 3584 + head + 20 * (3 * 3584 + 8 * 128)) + 20 * 151_936 * 4
+    assert floor == pytest.approx(moved / GPUS["H100"].bandwidth)
 
 
 # --- calibration ---

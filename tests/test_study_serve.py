@@ -60,14 +60,15 @@ def study(tmp_path, monkeypatch):
         smaller |= {} if hidden == 24 else dict(num_key_value_heads=1)
         (tmp_path / name / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": hidden} | smaller))
 
-    def run(*options, prompts=((3, 9, 9, 9), (5, 8)), **facts):
+    def run(*options, command="serve", prompts=((3, 9, 9, 9), (5, 8)), **facts):
         file, log, out = tmp_path / "prompts.jsonl", tmp_path / "fake.jsonl", tmp_path / "out"
         file.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in prompts))
         log.unlink(missing_ok=True)
         monkeypatch.setenv("FAKE_SGLANG", json.dumps({"log": str(log), **facts}))
-        where = ["--model", tmp_path / "base", "--value-model", tmp_path / "value", "--prompts", file]
+        where = ["--model", tmp_path / "base", "--prompts", file]
+        where += ["--value-model", tmp_path / "value"] if command == "serve" else []
         size = ["--samples", "2", "--max-tokens", "4", "--device", "cpu", "--out", out]
-        monkeypatch.setattr("sys.argv", ["study", "serve", *map(str, where + size), *options])
+        monkeypatch.setattr("sys.argv", ["study", command, *map(str, where + size), *options])
         status = cli.main()
         return status, out, [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
@@ -326,6 +327,71 @@ def test_the_first_prompts(study):
     assert status == 0
     assert {tuple(line["request"]["input_ids"]) for line in log if "request" in line} == {(3, 9, 9, 9)}
     assert [line["requests"] for line in lines_of(out / "conditions.jsonl")] == [2, 2, 2]
+
+
+# --- sources side by side ---
+
+GUIDE = ["--guidance", '{"target_length": 7, "value_stride": 1}']
+
+
+def test_sources_side_by_side(study, tmp_path):
+    """All servers are up at once, and decode the same in turn; the first round does not count."""
+    options = ["--sources", str(tmp_path / "value"), "none", "--top-k", "3", "2", "--rounds", "2", *GUIDE]
+    status, out, log = study(*options, "--", "--tp", "2", command="sources")
+    assert status == 0
+    starts = [line for line in log if "started" in line]
+    models = [line["variables"].get("LENVM_VALUE_MODEL") for line in starts]
+    assert models == [None, str(tmp_path / "value"), "none"]
+    assert all(line["arguments"][-2:] == ["--tp", "2"] for line in starts)
+    assert ["started" in line for line in log[:3]] == [True] * 3  # none has ended
+    assert sorted(line["ended"] for line in log if "ended" in line) == sorted(line["started"] for line in starts)
+
+    of_rounds = [line for line in log if "request" in line or "flushed" in line]
+    for number, measured in enumerate(of_rounds[begin : begin + 5] for begin in range(0, len(of_rounds), 5)):
+        *requests, flushed = measured
+        assert flushed == {"flushed": True}
+        for body in (line["request"] for line in requests):
+            sampling = body["sampling_params"]
+            assert sampling["ignore_eos"] and sampling["top_k"] == (3 if number // 3 % 2 == 0 else 2)
+            guidance = None if number % 3 == 0 else {"target_length": 7, "value_stride": 1}
+            assert sampling.get("custom_params") == guidance
+    assert number + 1 == 3 * 2 * 3  # sources, limits, rounds
+
+    rounds = lines_of(out / "rounds.jsonl")
+    assert [(line["round"], line["top_k"], line["source"]) for line in rounds] == [
+        (number, k, source) for number in range(3) for k in (3, 2) for source in ("plain", "value", "none")
+    ]
+    assert {line["tokens"] for line in rounds} == {16} and not any(line["failed"] for line in rounds)
+    found = json.loads((out / "sources.json").read_text())
+    assert found["failed"] == [] and found["environment"]["sglang"] == "0.fake"
+    seconds = {(line["round"], line["top_k"], line["source"]): line["seconds"] for line in rounds}
+    for row in found["sources"]:
+        times = [seconds[number, row["k"], row["source"]] for number in (1, 2)]
+        ratios = [took / seconds[number, row["k"], "plain"] for number, took in zip((1, 2), times, strict=True)]
+        assert row["ms / token"] == pytest.approx(sum(times) / 2 / 16 * 1e3)
+        assert [row["least"], row["most"]] == pytest.approx(sorted(ratios))
+        assert row["over plain"] == pytest.approx(sum(ratios) / 2)
+    assert [(row["k"], row["source"]) for row in found["sources"]] == [
+        (k, source) for k in (3, 2) for source in ("plain", "value", "none")
+    ]
+    text = (out / "sources.md").read_text()
+    assert "Prompts at once: 2, samples of each: 2, tokens of a sample: 4." in text and "Medians of 2 rounds" in text
+
+
+def test_failures_of_sources(study, capsys):
+    options = ["--sources", "none", "--rounds", "1", *GUIDE]
+    status, out, _ = study(*options, command="sources", prompts=[(REFUSED, 1), (3, 1)])
+    assert status == 1 and "none: OSError: status 400" in (out / "sources.md").read_text()
+    status, _, log = study(*options, command="sources", without_plugin=True)
+    assert status == 2 and "--python must be of an environment with lenvm-kernels" in capsys.readouterr().err
+    assert not any(is_running(line["started"]) for line in log if "started" in line)
+
+
+@pytest.mark.parametrize("given", [["a/plain"], ["a/value", "b/value"]])
+def test_sources_of_one_name_are_refused(study, capsys, given):
+    status, _, log = study("--sources", *given, command="sources")
+    assert status == 2 and log == []
+    assert "--sources must differ in their last part, none of them plain" in capsys.readouterr().err
 
 
 # --- prompts ---

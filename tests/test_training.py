@@ -1,6 +1,7 @@
 """``lenvm collect``, ``fit`` and ``train`` on tiny models: what they write, what a kill leaves, bad input."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -12,13 +13,17 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import lenvm_kernels
-from lenvm_kernels import cli
+from lenvm_kernels import GuidanceTable, cli
 from lenvm_kernels.demo import generation
 from lenvm_kernels.demo.models import Models
 from lenvm_kernels.evaluate.plan import seed_from
+from lenvm_kernels.evaluate.prompts import TEST
 from lenvm_kernels.training import collect, decode, fit
 from lenvm_kernels.training.answers import AnswerStore
+from lenvm_kernels.training.measures import measure
+from lenvm_kernels.training.targets import split_of
 from lenvm_kernels.value_model import LenVMConfig, ValueModel
+from lenvm_kernels.value_model.trunk import is_trunk
 from tests.helpers.fake_engine import fake_engines
 from tests.helpers.models import EOS, WORDS, save_checkpoint
 
@@ -325,6 +330,105 @@ def test_lengths_that_the_prompt_tells_are_learned(lenvm, base, tmp_path):
     assert report["plan"]["gamma"] == 0.9
     assert ValueModel.from_pretrained(folder / "value").dtype == torch.bfloat16
     assert not (folder / "adapter").exists()
+
+
+@pytest.mark.parametrize("layers", [(), (1,), (2, 1)])
+def test_a_trunk_gives_the_values_that_were_measured(lenvm, answers, tmp_path, layers):
+    """value/ is the network that was trained, for the base model whose states taught it."""
+    base = checkpoint(tmp_path / "base", seed=2, layers=2)
+    folder = tmp_path / "fitted"
+    command = ("fit", base, "--kind", "trunk", "--answers", answers, "--output", folder, "--batch-tokens", 40)
+    command += (*(("--layers", *layers) if layers else ()), "--forward-tokens", 60)
+    code, out, error = lenvm(*command)
+    assert code == 0, error
+    report = json.loads((folder / "report.json").read_text())
+    measured = report["test"][str(answers)]["value model"]
+    assert f"{measured['r2']:.2f}" in out and len(report["training"]["negative log-likelihood"]) == 2
+    assert lenvm(*command)[0] == 0  # it is there
+
+    models = Models.load(base, str(folder / "value"), device="cpu", dtype=torch.float32)
+    trunk, store = models.value_model, AnswerStore.open(answers, "--answers")
+    assert trunk.config.layers == (layers or (2,)) and trunk.lenvm_config.gamma == report["plan"]["gamma"]
+    table = GuidanceTable.from_params([None], [set()], "cpu")
+    table.nats_per_token[:] = -math.log(trunk.lenvm_config.gamma)
+    split = split_of(store, TEST, report["plan"]["gamma"], of_prompts=False)
+    found = []
+    for answer in split.answers:  # each alone, and none padded
+        prompt = store.prompts[answer.prompt]["ids"]
+        outputs = models.model(torch.tensor([[*prompt, *answer.ids]]), output_hidden_states=True)
+        states = torch.cat([outputs.hidden_states[i][0] for i in trunk.config.layers], dim=1)
+        states = states[len(prompt) - 1 : len(prompt) + len(answer.ids) - 2].detach().contiguous()
+        rows = dict(table_rows=torch.zeros(len(states)).int(), generated=torch.zeros(len(states)).int())
+        _, mean = trunk.value_logits(states, torch.tensor(answer.ids[:-1])[:, None], table.columns, **rows)
+        found.append(mean[:, 0].sigmoid())
+    again = measure(found, [example.targets for example in split.examples], split.answers, report["plan"]["gamma"])
+    assert again == {name: value and pytest.approx(value, rel=0.01, abs=2e-3) for name, value in measured.items()}
+
+
+def test_a_trunk_learns_lengths_that_a_token_tells(lenvm, base, tmp_path):
+    """Answers of 4 tokens begin with w5 and those of 16 with w6; the rest of them is the same word."""
+    prompts = [{"text": "", "split": "test" if i >= 12 else "train", "ids": [7 + i, 8]} for i in range(16)]
+    store = AnswerStore(tmp_path / "answers", {"prompts": prompts, "base": base, "vocabulary": vocabulary_of(base)})
+    store.add(
+        [
+            collect.Answer(
+                i, s, None, 0, 20, [9 if (i + s) % 2 else 11] + [10] * (2 if (i + s) % 2 else 14) + [EOS], True
+            )
+            for i in range(16)
+            for s in range(4)
+        ]
+    )
+    command = ("fit", base, "--kind", "trunk", "--answers", tmp_path / "answers", "--output", tmp_path / "fitted")
+    code, _, error = lenvm(*command, "--epochs", 60, "--batch-tokens", 32)
+    assert code == 0, error
+    found = json.loads((tmp_path / "fitted" / "report.json").read_text())["test"][str(tmp_path / "answers")]
+    assert found["value model"]["r2"] > 0.7 > 0.1 > found["constant"]["r2"]
+    # Two answers to a prompt are told apart at the same position: the candidate's embedding says which it is.
+    assert found["value model"]["correlation_at_a_position"] > 0.8
+
+
+def test_a_trunk_needs_answers_to_learn_from(lenvm, base, tmp_path):
+    """Of the training prompts there is one of a single token, and one that only chooses the epoch."""
+    prompts = [{"text": "", "split": "test" if i == 0 else "train", "ids": [7, 8]} for i in range(20)]
+    store = AnswerStore(tmp_path / "answers", {"prompts": prompts, "base": base, "vocabulary": vocabulary_of(base)})
+    store.add([collect.Answer(i, 0, None, 0, 20, ids, True) for i, ids in ((0, [9, EOS]), (3, [EOS]), (19, [9, EOS]))])
+    command = ("fit", base, "--kind", "trunk", "--answers", tmp_path / "answers", "--output", tmp_path / "fitted")
+    code, _, error = lenvm(*command)
+    assert code == 2 and "--answers must have answers to training prompts, got none of two tokens or more" in error
+
+
+def test_two_rounds_of_a_trunk(lenvm, base, prompts, tmp_path):
+    """``lenvm train --kind trunk`` end to end: the first round's trunk guides the second round's answers."""
+    folder = tmp_path / "trained"
+    command = ("train", base, "--kind", "trunk", "--prompts", prompts, "--output", folder, *COLLECT)
+    command += ("--targets", 3, 12, "--batch-tokens", 40)
+    code, out, error = lenvm(*command, "--evaluate-prompts", 2)
+    assert code == 0, error
+    reports = [json.loads((folder / f"round-{i}" / "report.json").read_text()) for i in (1, 2)]
+    assert list(reports[1]["guided"].values()) == [False, True]
+    assert reports[1]["training"]["states"] > reports[0]["training"]["states"] > 100
+    assert is_trunk(folder / "value") and "round 2:" in out and "Target 14 tokens" in out
+    code, out, error = lenvm(*command, "--dry-run", "--layers", 1)
+    rows = [line.split("|") for line in out.splitlines() if "round" in line and line.startswith("|")]
+    assert code == 0 and "trunk: " in out and len(rows) == 4, error
+    assert all(float(cell) > 0 for row in rows for cell in row[2:5])
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--full"], "--full and --initial must not be given with --kind trunk"),
+        (["--backbone", "demo"], "--backbone must be base with --kind trunk, got 'demo'"),
+        (["--epochs", "0"], "--epochs must be at least 1 with --kind trunk, got 0"),
+        (["--layers", "3"], "--layers must be at most the 1 layers of"),
+        (["--gamma", "2"], "--gamma must be auto or a number in (0, 1), got '2'"),
+    ],
+)
+def test_bad_flags_of_a_trunk_are_named_before_anything_is_sampled(lenvm, base, prompts, tmp_path, options, named):
+    command = ("train", base, "--kind", "trunk", "--prompts", prompts, "--output", tmp_path / "t", *COLLECT, *options)
+    code, _, error = lenvm(*command)
+    assert code == 2 and named in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "t").exists()
 
 
 def vocabulary_of(base):

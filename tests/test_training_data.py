@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from lenvm_kernels.adapters.transformers import _warpers
 from lenvm_kernels.evaluate.prompts import Prompt, read_prompts
-from lenvm_kernels.training import cost
+from lenvm_kernels.training import cost, trunk
 from lenvm_kernels.training.answers import Answer, AnswerStore
 from lenvm_kernels.training.decode import decode, filtered
 from lenvm_kernels.training.fit import Schedule, steps_of
@@ -172,6 +173,30 @@ def test_the_tail_of_answers_that_were_cut():
     assert tail_factor([answer(10, finished=False)], 0.9) == 0.0  # none ends: they go on for ever
 
 
+@pytest.mark.parametrize("longest", [1, 2, 5, 16, 400, 2048, 32768])
+def test_bins_hold_every_length(longest):
+    edges = trunk.edges_of(longest)
+    widths = [high - low for low, high in pairwise(edges)]
+    assert edges[0] == 1 and edges[-1] >= 1.5 * longest and 1 <= len(widths) <= 64
+    assert widths == sorted(widths) and widths[0] == 1
+    assert all(width <= 0.6 * low + 1 for low, width in zip(edges, widths, strict=False))
+
+
+def test_what_a_trunk_learns_of_an_answer():
+    """All tokens but the last; of a guided answer from the last one on that guidance chose."""
+    assert [*trunk.tokens_valued(answer(4))] == [0, 1, 2] == [*trunk.tokens_valued(answer(4, finished=False))]
+    assert [*trunk.tokens_valued(answer(5, guided=2))] == [1, 2, 3]
+    assert [*trunk.tokens_valued(answer(2, guided=2))] == [] == [*trunk.tokens_valued(answer(1))]
+
+
+def test_likelihoods_by_hand():
+    """Bins of 1, of 2 to 3 and of 4 to 9 tokens; of an answer that was cut, all bins from the known length on."""
+    logits = torch.tensor([0.2, 0.5, 0.3]).log().expand(6, 3)
+    remaining, is_cut = torch.tensor([1, 3, 9, 2, 4, 50]), torch.tensor([False, False, False, True, True, False])
+    found = trunk.likelihood(logits, remaining, is_cut, torch.tensor([1, 2, 4, 10]))
+    torch.testing.assert_close((-found).exp(), torch.tensor([0.2, 0.5, 0.3, 0.8, 0.3, 0.3]))
+
+
 def test_gamma_gives_the_99th_percentile_of_lengths_the_value_0_99():
     answers = [answer(length) for length in range(1, 101)]
     assert 1 - gamma_of(answers) ** 99.01 == pytest.approx(0.99, rel=1e-12)
@@ -287,6 +312,6 @@ def test_costs_by_hand(tmp_path):
     assert cost.collect_hours(base, 1000, None, 3600 * 10, 500, 10) == pytest.approx(read * 3600 * 10 / 10 / 3600)
     computed = 1000 * (14e9 + 9 * 2e9) / (989e12 * 0.4)
     assert cost.collect_hours(base, 1000, value, 7200, 500, 1000) == pytest.approx(computed * 7.2 / 3600)
-    assert cost.fit_hours(value, 3600) == pytest.approx(6e9 / (989e12 * 0.4))
+    assert cost.hours_of(3600 * value.step) == pytest.approx(6e9 / (989e12 * 0.4))
     found = cost.fit_gib(cost.ModelCost(10 * 2**30, 2**30, 0.0, 0.0, 2**20), 2048)
     assert found == pytest.approx(9 * 2 + 16 + 2)

@@ -18,14 +18,16 @@ import torch
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import openai
+from transformers import AutoModelForCausalLM
 
 from lenvm_kernels.adapters.vllm_guide import PAGE_SIZE
 from lenvm_kernels.step import working_bytes
 from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import KVCache, ValueModel
 from tests.helpers.models import write_smollm2
-from tests.helpers.sglang_server import GENTLE, MODES, STOPS, TARGETS, VOCAB, check_targets, prompts_of
+from tests.helpers.sglang_server import ATOL, GENTLE, MODES, STOPS, TARGETS, VOCAB, check_targets, prompts_of
 from tests.helpers.statistics import p_value
+from tests.helpers.trunks import trunk_values, write_random_trunk
 from tests.helpers.vllm_server import NGRAM, PIECES, WORDS, check_steps, running_server, write_checkpoints
 
 ROOT = Path(__file__).parent.parent
@@ -308,6 +310,47 @@ def test_without_a_value_model(folder):
             _, steps = answers_to_schema(server, guidance)
             assert rows_of(steps, Status.GUIDE)
             assert server.metrics()["lenvm:fallbacks_total"] == 0
+
+
+def check_trunk_steps(folder, prompts, guidance, steps):
+    """As :func:`check_steps`, for prompts that begin differently; returns the values."""
+    rows, values = [], []
+    for row in rows_of(steps, Status.GUIDE):
+        (i,) = (i for i, prompt in enumerate(prompts) if row["tokens"][: len(prompt)] == prompt)
+        rows.append((guidance[i], len(prompts[i]), row["tokens"], row["token_ids"]))
+        values.append(row["value_logits"])
+    found = torch.tensor(values)
+    torch.testing.assert_close(found, trunk_values(folder / "base", folder / "trunk", rows), rtol=0, atol=ATOL)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("is_tied", "layers", "speculation"), [(False, None, None), (True, (3, 1, 2), None), (True, (2, 3), NGRAM)]
+)
+def test_a_trunk(tmp_path, is_tied, layers, speculation):
+    """Values of the base model's own states: prompts in chunks, in batches whose other requests come and go, drafts,
+    and requests for which the output layer is asked for more than the next token."""
+    write_checkpoints(tmp_path, tie_word_embeddings=is_tied, num_hidden_layers=3)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    write_random_trunk(tmp_path / "trunk", base, layers)
+    options = dict(speculation=speculation, LENVM_VALUE_MODEL=str(tmp_path / "trunk"))
+    with running_server(tmp_path, "engine", **options) as server:
+        prompts = repeating(24, 3, 5, 9, 20, 30, 4, 6, 11, 2, 7)
+        guidance = [*MODES[:4], None, *MODES[6:], {"target_length": 9, "answer_length": 4.0, "end_token_ids": [7]}]
+        _, _, steps = generate(server, prompts, guidance, max_tokens=24)
+        values = check_trunk_steps(tmp_path, prompts, guidance, steps)
+        assert len(values) > 24 * 5 and values.std() > 0.1
+        assert (speculation is not None) == any(row["node"] for row in rows_of(steps, Status.GUIDE))
+        assert max(len(step["rows"]) for step in steps) >= 6
+        _, responses, steps = generate(server, prompts[:4], guidance[:4], prompt_logprobs=2)
+        assert len(check_trunk_steps(tmp_path, prompts[:4], guidance[:4], steps)) >= 4 * 15
+        assert len(responses[3]["choices"][0]["prompt_logprobs"]) == len(prompts[3])
+        sequences, steps = answers_to_schema(server, MODES[:6])
+        assert len(check_trunk_steps(tmp_path, [s[:3] for s in sequences], MODES[:6], steps)) > 10
+        response = server.post(prompt=prompts[0], vllm_xargs={"target_length": 9, "value_min": 0.5})
+        assert response.status_code == 400 and "value_min must be absent with near and a trunk" in response.text
+        found = server.metrics()
+        assert found["lenvm:fallbacks_total"] == 0 and "lenvm:cache_bytes" not in found
 
 
 def test_metrics(engine, speculating):

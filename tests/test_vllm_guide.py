@@ -10,7 +10,11 @@ import torch
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from vllm import SamplingParams
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from lenvm_kernels.adapters import vllm_guide
@@ -19,9 +23,11 @@ from lenvm_kernels.adapters.vllm import LenVMProcessor
 from lenvm_kernels.adapters.vllm_filters import rewrite
 from lenvm_kernels.adapters.vllm_guide import PAGE_SIZE, Guide
 from lenvm_kernels.adapters.vllm_requests import guidance_of
+from lenvm_kernels.adapters.vllm_states import show_layers
 from lenvm_kernels.types import Status
-from tests.helpers.models import VOCAB, save_checkpoint
+from tests.helpers.models import ARCHITECTURES, HIDDEN, TINY, VOCAB, random_model, save_checkpoint
 from tests.helpers.statistics import p_value
+from tests.helpers.trunks import write_random_trunk
 from tests.helpers.watch import no_read_back
 
 WORDS = [f"w{i}" for i in range(VOCAB)]
@@ -34,10 +40,32 @@ def value_model(tmp_path_factory):
     return save_checkpoint(tmp_path_factory.mktemp("value"), seed=1, words=WORDS, value_head=True)
 
 
+class Embedding(VocabParallelEmbedding):
+    """What it is made of but the weight needs an engine."""
+
+    def __init__(self, weight):
+        torch.nn.Module.__init__(self)
+        self.weight = torch.nn.Parameter(weight)
+
+
+class Head(ParallelLMHead):
+    __init__ = Embedding.__init__
+
+
+class Runner(GPUModelRunner):
+    """What a trunk needs of the engine's model runner."""
+
+    def __init__(self, req_states, model):
+        self.req_states, self.model, self.speculator = req_states, model, None
+
+    def sample_tokens(self, draw):
+        return draw()
+
+
 class Engine:
     """The part of vLLM that a processor sees: requests in slots, their tokens, and the rows of a step."""
 
-    def __init__(self, value_model, *, drafts=0, **settings):
+    def __init__(self, value_model, *, drafts=0, base=None, **settings):
         self.tokens = torch.full((SLOTS, MAX_LEN), 10**9, dtype=torch.int32)  # stale ones are anything
         self.staged = SimpleNamespace(
             gpu=self.tokens, _staged_write_indices=[], _staged_write_cu_lens=[], _staged_write_contents=[]
@@ -53,7 +81,12 @@ class Engine:
             prefill_len=lens[1],
         )
         model_config = SimpleNamespace(
-            dtype=torch.float32, max_model_len=MAX_LEN, enforce_eager=True, get_vocab_size=lambda: VOCAB, tokenizer=""
+            dtype=torch.float32,
+            max_model_len=MAX_LEN,
+            enforce_eager=True,
+            get_vocab_size=lambda: VOCAB,
+            tokenizer="",
+            get_total_num_hidden_layers=lambda: TINY["num_hidden_layers"],
         )
         self.config = SimpleNamespace(
             model_config=model_config,
@@ -62,6 +95,7 @@ class Engine:
             num_speculative_tokens=drafts,
             speculative_config=None,
         )
+        self.runner = Runner(self.req_states, base)
         self.guide = Guide(Settings(value_model, **settings), self.config, self.req_states)
 
     def add(self, slot, prompt, guidance, prompt_len=None, **params):
@@ -357,3 +391,78 @@ def test_statuses_that_are_rewritten():
 
 def test_the_value_model_has_the_gamma_of_the_settings(value_model):
     assert Engine(value_model, gamma=0.95).guide.step.value_model.lenvm_config.gamma == 0.95
+
+
+@pytest.fixture(scope="module")
+def trunk(tmp_path_factory):
+    """A directory with one, and its base model's modules as the engine has them; the embedding has more rows."""
+    base, folder = random_model(*ARCHITECTURES["qwen2"]), tmp_path_factory.mktemp("trunk")
+    write_random_trunk(folder, base)
+    weight = torch.cat([base.get_input_embeddings().weight.detach(), torch.ones(7, HIDDEN)])
+    return folder, torch.nn.ModuleList([Head(weight + 1), Embedding(weight)])
+
+
+def test_states_of_the_rows_of_a_step(trunk, monkeypatch):
+    """Those that the engine's logits are made of, where drafts are verified some requests at a time, too.
+
+    And the token before each row, though nobody is told the tokens of a sequence.
+    """
+    folder, base = trunk
+    engine, seen = Engine(folder, drafts=3, base=base), []
+    for slot, prompt in ((4, PROMPT), (1, PROMPT[3:9]), (2, PROMPT[:5])):
+        engine.add(slot, prompt, None if slot == 2 else TILT)
+    step = engine.guide.step.step
+
+    def keeping(scores, batch, *args, **options):
+        seen.append((batch.states, batch.last_tokens(None).tolist()))
+        return step(scores, batch, *args, **options)
+
+    monkeypatch.setattr(engine.guide.step, "step", keeping)
+
+    def take_step(rows, *parts, drafts=None):
+        """States of requests with so many rows, row by row, in a step of such parts; and which rows are guided."""
+        count = sum(rows.values())
+        generator = torch.Generator().manual_seed(count)
+        at, hidden = torch.randperm(40, generator=generator)[:count], torch.randn(40, HIDDEN, generator=generator)
+        batch = SimpleNamespace(
+            idx_mapping_np=np.array([*rows]), cu_num_logits_np=np.cumsum([0, *rows.values()]), logits_indices=at
+        )
+        engine.runner.execute_model_state = SimpleNamespace(
+            input_batch=batch, hidden_states=hidden, aux_hidden_states=None
+        )
+        seen.clear()
+        guided = engine.runner.sample_tokens(lambda: [is_guided(engine.step(part, drafts)[1]) for part in parts])
+        return hidden[at], torch.cat(guided).tolist()
+
+    states, guided = take_step({4: 1, 2: 1, 1: 1}, {4: 60, 2: 5, 1: 6})
+    assert torch.equal(seen[0][0], states) and guided == [True, False, True]
+    engine.grow(1, 6, [9])
+    engine.grow(4, 60, [8])
+    drafts = {1: [3, 4, 5], 4: [6]}
+    states, guided = take_step({1: 4, 2: 1, 4: 2}, {1: 7}, {2: 6, 4: 61}, drafts=drafts)
+    of_absent = torch.zeros(3, HIDDEN)
+    assert torch.equal(seen[0][0], states[:4]) and seen[0][1] == [9]
+    assert torch.equal(seen[1][0], torch.cat([states[4:5], of_absent, states[5:], of_absent[1:]]))
+    assert seen[1][1][1] == 8
+    assert guided == [True] * 4 + [False] + [True] * 2
+    # Only the second part has a guided request.
+    states, guided = take_step({2: 1, 1: 4}, {2: 7}, {1: 11}, drafts=drafts)
+    assert torch.equal(seen[0][0], states[1:]) and guided == [False] + [True] * 4 and not engine.guide.fallbacks
+
+
+def test_a_trunk_of_another_base_model_or_of_inner_layers(trunk, tmp_path):
+    folder, base = trunk
+    with pytest.raises(ValueError, match="the base model must be 'tiny', got one with another embedding"):
+        Engine(folder, base=torch.nn.ModuleList([Embedding(base[1].weight.detach().flip(0))]))
+    with pytest.raises(ValueError, match="a trunk with this base model: ModuleList has no input embedding"):
+        Engine(folder, base=base[:1])
+    write_random_trunk(tmp_path, random_model(*ARCHITECTURES["qwen2"]), layers=(1, 2))
+    message = r"a trunk of the last layer alone here, got one of layers \[1\], too: ModuleList shows no others"
+    with pytest.raises(ValueError, match=message):
+        Engine(tmp_path, base=base)
+    engine = Engine(folder, base=base)
+    engine.runner.model, engine.runner.speculator = object.__new__(Qwen2ForCausalLM), object.__new__(EagleSpeculator)
+    with pytest.raises(
+        ValueError, match=r"got one of layers \[1\], too: the model that drafts would be given others, too"
+    ):
+        show_layers(engine.runner, [1])

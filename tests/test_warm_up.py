@@ -17,6 +17,9 @@ def test_serving_compiles_nothing():
     assert done.returncode == 0, done.stderr[-5000:]
     report = json.loads(done.stdout)
     kinds = ("with graphs", "without graphs", "in fp8", "with drafts")
+    of_trunk = report.pop("with a trunk")
+    assert of_trunk["new"] == {} and of_trunk["warm"]["_candidate_values_kernel"] == 1
+    assert of_trunk["warm"]["_ragged_linear_kernel"] >= 1
     assert {name: served["new"] for name, served in report.items()} == {kind: {} for kind in kinds}
     for served in report.values():
         assert served["warm"].keys() >= {"_scan_kernel", "_reweight_kernel", "_value_tree_attention_kernel"}

@@ -5,6 +5,7 @@ python -m bench.study run --out DIR                 decode in each way; per-step
 python -m bench.study run --out DIR --top-k 1 2 3 4 5      the sweep over the limit on candidates
 python -m bench.study report DIR                    tables and plots of what is there: DIR/summary.md
 python -m bench.study serve --model M --value-model W --out DIR     the same in the SGLang server, over HTTP
+python -m bench.study sources --model M --sources none TRUNK W --out DIR    what a source of values costs there a token
 python -m bench.study COMMAND --help                options
 """
 
@@ -12,13 +13,14 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bench.harness import storing
-from bench.study import flops, report, run, serve, served, server
+from bench.study import flops, report, run, serve, served, server, sources
 from bench.study.prompts import demo_prompts, read_prompts
 from lenvm_kernels.guidance import parse_guidance
 
@@ -39,7 +41,7 @@ SERVED = {
 def parse_args() -> argparse.Namespace:
     options = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
     parser = argparse.ArgumentParser(prog="python -m bench.study", description=__doc__, **options)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="flops | run | report | serve")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="flops | run | report | serve | sources")
 
     add = commands.add_parser("flops", help=flops.__doc__.splitlines()[0]).add_argument
     add("--check", action="store_true", help="compare with the published figures; fails if they differ")
@@ -82,15 +84,32 @@ def parse_args() -> argparse.Namespace:
 
     text = serve.__doc__
     add = commands.add_parser("serve", help=text.splitlines()[0], description=text, **options).add_argument
+    _add_served(add)
+    add("--value-model", type=Path, required=True, help="value model: a directory or .gguf file")
+    add("--lengths", nargs="+", choices=served.LENGTHS, default=served.LENGTHS, help="of the outputs (default: both)")
+    add("--top-k", nargs="+", type=_positive, default=[1, 2, 3, 4, 5], help="limits on candidates (default: 1 to 5)")
+    add("--stride", nargs="+", type=_positive, default=[1, 4], help="strides of guidance (default: 1 and 4)")
+    add("--concurrency", type=_positive, help="requests that wait at once (default: all)")
+
+    text = sources.__doc__
+    add = commands.add_parser("sources", help=text.splitlines()[0], description=text, **options).add_argument
+    _add_served(add)
+    add("--sources", nargs="+", required=True, metavar="SOURCE", help="what LENVM_VALUE_MODEL is, of each server")
+    add("--top-k", nargs="+", type=_positive, default=[5, 8], help="limits on candidates (default: 5 and 8)")
+    add("--rounds", type=_positive, default=5, help=f"that count {default}")
+    return parser.parse_args()
+
+
+def _add_served(add: Callable[..., Any]) -> None:
+    """Arguments of all commands that start servers."""
     by_device = {
         name: f"(default: {value} on a GPU, else {SERVED['cpu'][name]})" for name, value in SERVED["cuda"].items()
     }
     add("--out", type=Path, required=True, help="folder for the results; made if it is not there")
     add("--model", required=True, help="base model: a directory, or a name that the server knows")
-    add("--value-model", type=Path, required=True, help="value model: a directory or .gguf file")
     add("--python", default=sys.executable, help="Python of the server's environment (default: this one)")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--prompts", type=Path, metavar="FILE", help="JSONL file of prompts, see above (default: those of the demo)")
+    add("--prompts", type=Path, metavar="FILE", help="JSONL file of prompts, see serve (default: those of the demo)")
     add("--num-prompts", type=_positive, help=f"first prompts of the file {by_device['num_prompts']}")
     add("--samples", type=_positive, help=f"samples of each prompt {by_device['samples']}")
     add(
@@ -98,21 +117,17 @@ def parse_args() -> argparse.Namespace:
         type=_positive,
         help=f"tokens of a sample, at most where its length is free {by_device['max_tokens']}",
     )
-    add("--lengths", nargs="+", choices=served.LENGTHS, default=served.LENGTHS, help="of the outputs (default: both)")
-    add("--top-k", nargs="+", type=_positive, default=[1, 2, 3, 4, 5], help="limits on candidates (default: 1 to 5)")
-    add("--stride", nargs="+", type=_positive, default=[1, 4], help="strides of guidance (default: 1 and 4)")
     guidance = json.dumps(run.GUIDANCE)
     add("--guidance", default=guidance, help="custom_params of guided requests, as JSON (default: %(default)s)")
-    add("--concurrency", type=_positive, help="requests that wait at once (default: all)")
-    add("--startup-seconds", type=_positive, default=1200, help=f"that the server has to come up {default}")
+    add("--startup-seconds", type=_positive, default=1200, help="that a server has to come up (default: %(default)s)")
     add("options", nargs="*", metavar="-- OPTION", help="options of sglang.launch_server, behind two dashes")
-    return parser.parse_args()
 
 
 def main() -> int:
     args = parse_args()
     try:
-        commands = {"flops": _flops, "run": _run, "report": lambda args: report.write(args.folder), "serve": _serve}
+        commands = {"flops": _flops, "run": _run, "report": lambda args: report.write(args.folder)}
+        commands |= {"serve": _serve, "sources": _sources}
         return commands[args.command](args)
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -159,6 +174,29 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    guidance = _checked_guidance(args)
+    if not args.value_model.exists():
+        raise ValueError(f"--value-model must be an existing directory or .gguf file, got {str(args.value_model)!r}")
+    load = _load(args, args.concurrency)
+    models = served.Models(served.dimensions(args.model), served.dimensions(str(args.value_model)))
+    study = serve.Study(_setup(args, str(args.value_model)), load, models, args.out, _where(args))
+    plain = served.plain_conditions(args.lengths)
+    guided = served.guided_conditions(args.lengths, args.top_k, args.stride, guidance)
+    return _until_interrupted(args, lambda: study.run(plain, guided))
+
+
+def _sources(args: argparse.Namespace) -> int:
+    guidance = _checked_guidance(args)
+    named = {Path(source).name: source for source in args.sources}
+    if len(named) < len(args.sources) or sources.PLAIN in named:
+        raise ValueError(f"--sources must differ in their last part, none of them {sources.PLAIN}, got {args.sources}")
+    load, setup, where = _load(args), _setup(args, None), _where(args)
+    return _until_interrupted(
+        args, lambda: sources.compare(setup, named, load, args.top_k, args.rounds, guidance, args.out, where)
+    )
+
+
+def _checked_guidance(args: argparse.Namespace) -> dict[str, Any]:
     most = int(os.environ.get("LENVM_MAX_CANDIDATES", run.MAX_CANDIDATES))
     if max(args.top_k) > most:
         raise ValueError(f"--top-k must be at most {most} (LENVM_MAX_CANDIDATES of the server), got {max(args.top_k)}")
@@ -171,9 +209,10 @@ def _serve(args: argparse.Namespace) -> int:
         ) from error
     if not guides:
         raise ValueError(f"--guidance must guide, got {args.guidance!r}, which is neutral")
-    if not args.value_model.exists():
-        raise ValueError(f"--value-model must be an existing directory or .gguf file, got {str(args.value_model)!r}")
+    return guidance
 
+
+def _load(args: argparse.Namespace, concurrency: int | None = None) -> served.Load:
     def tokenizer():
         from transformers import AutoTokenizer
 
@@ -184,17 +223,23 @@ def _serve(args: argparse.Namespace) -> int:
     if args.num_prompts > len(prompts):
         there = f"the {len(prompts)} prompts that there are"
         raise ValueError(f"--num-prompts must be from 1 to {there}, got {args.num_prompts}")
-    load = served.Load(prompts[: args.num_prompts], args.samples, args.max_tokens, args.concurrency)
-    models = served.Models(served.dimensions(args.model), served.dimensions(str(args.value_model)))
-    setup = server.Setup(args.model, args.value_model, args.python, args.device, args.options, args.startup_seconds)
-    where = storing.environment("cuda" if torch.cuda.is_available() else "cpu")
-    where |= {"command": " ".join(["python -m bench.study", *sys.argv[1:]]), "server device": args.device}
-    study = serve.Study(setup, load, models, args.out, where)
-    plain = served.plain_conditions(args.lengths)
-    guided = served.guided_conditions(args.lengths, args.top_k, args.stride, guidance)
+    return served.Load(prompts[: args.num_prompts], args.samples, args.max_tokens, concurrency)
+
+
+def _setup(args: argparse.Namespace, value_model: str | None) -> server.Setup:
+    return server.Setup(args.model, value_model, args.python, args.device, args.options, args.startup_seconds)
+
+
+def _where(args: argparse.Namespace) -> dict[str, Any]:
+    command = " ".join(["python -m bench.study", *sys.argv[1:]])
+    environment = storing.environment("cuda" if torch.cuda.is_available() else "cpu")
+    return environment | {"command": command, "server device": args.device}
+
+
+def _until_interrupted(args: argparse.Namespace, study: Callable[[], int]) -> int:
     try:
         with serve.ending_on_sigterm():
-            return study.run(plain, guided)
+            return study()
     except KeyboardInterrupt:
         print(f"interrupted; what was measured before is in {args.out}", file=sys.stderr)
         return 130

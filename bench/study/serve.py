@@ -38,7 +38,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,15 +123,14 @@ class Study:
 
     def _lifecycle(self, name: str, steps: Path | None, conditions: Sequence[Condition]) -> None:
         port = free_port()
-        command, log = self._setup.command(port), self._out / f"{name}.log"
+        setup = self._setup if steps is not None else replace(self._setup, value_model=None)
+        command, log = setup.command(port), self._out / f"{name}.log"
         print(f"{name} server: {' '.join(command)}", flush=True)
-        with running(command, self._setup.environment(steps), log, port, self._setup.startup_seconds) as server:
+        with running(command, setup.environment(steps), log, port, setup.startup_seconds) as server:
             info = json.loads(exchange(port, "GET", "/server_info"))
             self._environment["sglang"] = info.get("version")
-            if steps is not None and "lenvm:guided_steps_total" not in server.counters():
-                raise ValueError(
-                    f"--python must be of an environment with lenvm-kernels installed: {command[0]} has none"
-                )
+            if steps is not None:
+                server.check_plugin()
             for condition in conditions:
                 self._measure(server, condition)
 

@@ -33,7 +33,7 @@ class Setup:
 
     Attributes:
         model: as the server takes it.
-        value_model: a directory or ``.gguf`` file.
+        value_model: what ``LENVM_VALUE_MODEL`` is where the plugin is wanted.
         python: of the server's environment.
         device: ``cuda`` or ``cpu``.
         options: further ones of the server, which take precedence.
@@ -41,7 +41,7 @@ class Setup:
     """
 
     model: str
-    value_model: Path
+    value_model: str | None
     python: str
     device: str
     options: Sequence[str] = ()
@@ -54,13 +54,14 @@ class Setup:
             command += ["--dtype", "float32", "--max-running-requests", "32", "--sleep-on-idle"]
         return [*command, *self.options]
 
-    def environment(self, steps: Path | None) -> dict[str, str]:
-        """Of the server, with the plugin if there is a file for its steps."""
+    def environment(self, steps: Path | None = None) -> dict[str, str]:
+        """Of the server, with the plugin if there is a value model; ``steps`` is the file of its timed steps."""
         # The device timer needs events of a GPU.
         of_device = "SGLANG_USE_CPU_ENGINE" if self.device == "cpu" else "SGLANG_ENABLE_METRICS_DEVICE_TIMER"
         variables = {**os.environ, of_device: "1"}
-        if steps is not None:
-            return variables | {"LENVM_VALUE_MODEL": str(self.value_model), timing.VARIABLE: str(steps)}
+        if self.value_model is not None:
+            of_steps = {timing.VARIABLE: str(steps)} if steps is not None else {}
+            return variables | {"LENVM_VALUE_MODEL": self.value_model} | of_steps
         return {name: text for name, text in variables.items() if name not in ("LENVM_VALUE_MODEL", CONFIG_VARIABLE)}
 
 
@@ -102,6 +103,12 @@ class Server:
     def counters(self) -> Counters:
         """What it has counted."""
         return Counters(exchange(self.port, "GET", "/metrics"))
+
+    def check_plugin(self) -> None:
+        """Raise ValueError if lenvm-kernels is not in its environment."""
+        if "lenvm:guided_steps_total" not in self.counters():
+            python = self._process.args[0]
+            raise ValueError(f"--python must be of an environment with lenvm-kernels installed: {python} has none")
 
     def settled_counters(self) -> Counters:
         """What it has counted once it has nothing left to do.

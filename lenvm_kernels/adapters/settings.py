@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from lenvm_kernels.guidance import GuidanceParams, ends_of_thought, parse_guidance, text_breaks_of
+from lenvm_kernels.guidance.params import check_with_trunk
 from lenvm_kernels.step import StepConfig, working_bytes
-from lenvm_kernels.value_model import LenVMConfig, ValueModel
+from lenvm_kernels.value_model import LenVMConfig, Trunk, ValueModel
+from lenvm_kernels.value_model.trunk import is_trunk
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +74,9 @@ class Settings:
     that ``LENVM_CONFIG`` names. Variables take precedence.
 
     Attributes:
-        value_model: a directory or ``.gguf`` file (:meth:`ValueModel.from_pretrained`); ``none``, which is None here:
-            targets are met by the end tokens alone (:class:`GuidedStep`). Turns the plugin on.
+        value_model: a directory or ``.gguf`` file (:meth:`ValueModel.from_pretrained`), or the directory of a trunk
+            (:meth:`Trunk.from_pretrained`); ``none``, which is None here: targets are met by the end tokens alone
+            (:class:`GuidedStep`). Turns the plugin on.
         value_head: a ``.safetensors`` file with the head, if it is not with the model.
         gamma: the value model's, of requests that name none (None: that of ``lenvm_config.json`` in its directory;
             without one, it is not known).
@@ -137,18 +140,37 @@ class Settings:
         if "value_model" not in given:
             raise ValueError(f"value_model must be in {config} or in LENVM_VALUE_MODEL")
         settings = cls(**{name: _parse(name, *source) for name, source in given.items()})
-        if settings.value_model is None:
+        if settings.value_model is None or settings.has_trunk:
+            source = "without a value model" if settings.value_model is None else "with a trunk"
             for name in ("value_head", "weights", "cache"):
                 if name in given:
-                    raise ValueError(
-                        f"{given[name][0]} must not be given without a value model, got {given[name][1]!r}"
-                    )
+                    raise ValueError(f"{given[name][0]} must not be given {source}, got {given[name][1]!r}")
+        if settings.value_model is None:
             return settings
         return replace(settings, gamma=LenVMConfig.read(settings.value_model, settings.gamma).gamma)
 
+    @property
+    def has_trunk(self) -> bool:
+        """Whether ``value_model`` is a trunk, which :meth:`load_trunk` loads."""
+        return self.value_model is not None and is_trunk(self.value_model)
+
+    def load_trunk(self, num_layers: int, embedding: torch.Tensor) -> Trunk:
+        """The trunk, for a base model with so many layers and this input embedding ``[V, H]``, on its device.
+
+        Raises:
+            ValueError: ``LENVM_DTYPE`` is not that of the embedding, in which an engine has its states; or as
+                :meth:`Trunk.from_pretrained`.
+        """
+        assert self.value_model is not None
+        if self.dtype not in (None, embedding.dtype):
+            names = {dtype: name for name, dtype in DTYPES.items()}
+            came = names[self.dtype]
+            raise ValueError(f"LENVM_DTYPE must be absent with a trunk, or {embedding.dtype} as its base, got {came}")
+        return Trunk.from_pretrained(self.value_model, num_layers, embedding, gamma=self.gamma)
+
     def load_value_model(self, dtype: torch.dtype, device: torch.device | str) -> ValueModel | None:
-        """The value model on a device, None without one; ``dtype`` is the base model's."""
-        if self.value_model is None:
+        """The value model on a device, None without one or with a trunk; ``dtype`` is the base model's."""
+        if self.value_model is None or self.has_trunk:
             return None
         return ValueModel.from_pretrained(
             self.value_model,
@@ -193,17 +215,34 @@ def parse_request(custom_params: Mapping[str, Any]) -> GuidanceParams:
     """:func:`parse_guidance` of a request to a server, with what its settings and the value model's directory say.
 
     Raises:
-        ValueError: naming the field, what came and what is accepted, and without a value model what needs one.
+        ValueError: naming the field, what came and what is accepted; also what a value model or a trunk that is
+            there, or not, cannot give.
     """
     ends = default_ends_of_thought() if custom_params.get("thinking_budget") is not None else ()
-    return parse_guidance(custom_params, ends_of_thought=ends, gamma=default_gamma(), has_values=has_value_model())
+    defaults: dict[str, Any] = dict(gamma=default_gamma(), strength=default_strength(), has_values=has_value_model())
+    params = parse_guidance(custom_params, ends_of_thought=ends, **defaults)
+    if has_trunk():
+        check_with_trunk(params)
+    return params
 
 
 @functools.cache
 def has_value_model() -> bool:
-    """Whether the settings name a value model, and not ``none``."""
+    """Whether the settings name a value model or a trunk, and not ``none``."""
     settings = Settings.from_environment()
     return settings is None or settings.value_model is not None
+
+
+@functools.cache
+def has_trunk() -> bool:
+    """Whether the settings name a trunk."""
+    settings = Settings.from_environment()
+    return settings is not None and settings.has_trunk
+
+
+def value_model_reads_tokens() -> bool:
+    """Whether the settings name a value model that reads the tokens of sequences: not ``none``, and no trunk."""
+    return has_value_model() and not has_trunk()
 
 
 @functools.cache
@@ -225,6 +264,14 @@ def default_gamma() -> float | None:
     """``gamma`` of requests that name none; None: it is not known. Looked up once a process, as requests come often."""
     settings = Settings.from_environment()
     return None if settings is None else settings.gamma
+
+
+@functools.cache
+def default_strength() -> float | None:
+    """``strength`` of requests that name none, as the file beside the value model has it; None: it has none."""
+    settings = Settings.from_environment()
+    path = None if settings is None else settings.value_model
+    return None if path is None else LenVMConfig.read(path).strength
 
 
 @functools.cache

@@ -9,6 +9,8 @@ It is on when ``LENVM_VALUE_MODEL`` is set (:class:`Settings`), and hooks some f
   from here;
 - at every step the requests with guidance are drawn from their candidates; all others are the engine's own draws;
 - a value model that reads images is given those of prompts (:mod:`lenvm_kernels.adapters.sglang_images`);
+- a trunk in its place is given the base model's states (:mod:`lenvm_kernels.adapters.sglang_states`), and needs none of
+  what is said above of the value model;
 - with speculative decoding they are drawn at every node of the drafts (:mod:`lenvm_kernels.adapters.sglang_drafts`);
 - what the steps did is counted (``--enable-metrics``), and requests get the lengths that they asked for
   (:mod:`lenvm_kernels.adapters.sglang_report`).
@@ -19,7 +21,7 @@ What the hooks do for a batch is in :mod:`lenvm_kernels.adapters.sglang_guide`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,20 +35,21 @@ from lenvm_kernels.adapters.settings import (
     MAX_STOP_TOKENS,
     Settings,
     check_vocabulary,
-    has_value_model,
     parse_request,
     value_model_reads_images,
+    value_model_reads_tokens,
 )
 from lenvm_kernels.adapters.sglang_guide import MAX_DELTA, Guide
 from lenvm_kernels.adapters.sglang_images import PromptImages
 from lenvm_kernels.adapters.sglang_report import without_empty_keys
+from lenvm_kernels.adapters.sglang_states import SampledStates, input_embedding
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.ops.pack_drafts import tree_columns
 from lenvm_kernels.types import Mode
 from lenvm_kernels.value_model import KVCache
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
     from sglang.srt.managers.io_struct import TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
@@ -63,6 +66,7 @@ _NO_SAMPLER = "it never reaches the sampler that guidance is in"
 _NOT_TRIED = "not tried"
 _FOREIGN_KEYS = "the value model has no keys and values for prompts that come from elsewhere"
 _OTHER_SLOTS = "the value model lives in the slots of the engine's own pool"
+_OTHER_LAYERS = "it has the base model hand over what other layers read"
 SPECULATIVE_ALGORITHMS = (None, "EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
 # Options of the engine: what is accepted, and why.
 OPTIONS = {
@@ -83,7 +87,12 @@ OPTIONS = {
     "enable_kv_cache_sharding": (False, _OTHER_SLOTS),
     "dcp_size": (1, _OTHER_SLOTS),
 }
-# Reasons that do not hold without a value model.
+# Further ones beside a trunk.
+TRUNK_OPTIONS = {
+    "enable_torch_compile": (False, _NOT_TRIED),
+    "startup_weight_load_mode": ("serial", "a trunk is loaded for the weights of the base model's embedding"),
+}
+# Reasons that do not hold without a value model, nor with a trunk.
 _OF_A_VALUE_MODEL = (_FOREIGN_KEYS, _OTHER_SLOTS)
 
 
@@ -132,9 +141,8 @@ def guidance_of(request: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput 
         return None
     session = getattr(request, "session", None)
     given = {"beam_width": (request.sampling_params.beam_width or 1) > 1}  # beams are not drawn
-    if has_value_model():
+    if value_model_reads_tokens():
         given |= {
-            # The value model reads tokens.
             "input_embeds": getattr(request, "input_embeds", None) is not None,
             "positional_embed_overrides": request.positional_embed_overrides is not None,
             # Of those that the value model reads, the scheduler finds what it cannot (PromptImages).
@@ -170,7 +178,7 @@ def note_guidance(_: None, req: Req, *args: Any, **kwargs: Any) -> None:
     except ValueError as error:  # came past check_request: the engine loads no plugins in its further HTTP workers
         req.lenvm_guidance = req.input_embeds = None  # it is left with one token, and runs once to be answered
         req.set_finish_with_abort(str(error))  # status 400
-    if has_value_model() and req.lenvm_guidance is not None and req.lenvm_guidance.needs_step:
+    if value_model_reads_tokens() and req.lenvm_guidance is not None and req.lenvm_guidance.needs_step:
         req.extra_key = RADIX_NAMESPACE + (req.extra_key or "")
 
 
@@ -204,15 +212,17 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
         )
     if options.speculative_algorithm and options.enable_mixed_chunk:
         raise ValueError(f"enable_mixed_chunk must be False together with speculative decoding, got True: {_NOT_TRIED}")
-    for option, (accepted, reason) in OPTIONS.items():
-        is_free = reason in _OF_A_VALUE_MODEL and not has_value_model()
-        if (given := getattr(options, option, accepted)) != accepted and not is_free:
-            raise ValueError(f"{option} must be {accepted} together with LENVM_VALUE_MODEL, got {given}: {reason}")
+    free_reasons = () if value_model_reads_tokens() else _OF_A_VALUE_MODEL
+    check_options(options, OPTIONS, "LENVM_VALUE_MODEL", free_reasons)
     settings = Settings.from_environment()
     assert settings is not None  # else plugin() would not have hooked the engine
     device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device(runner.device)
     value_model = settings.load_value_model(runner.dtype, device)
-    _guide = Guide(settings, value_model, device, drafts=drafts_a_step(options))
+    states = load_trunk(settings, runner, options) if settings.has_trunk else None
+    _guide = Guide(settings, value_model, device, drafts=drafts_a_step(options), states=states)
+    if states is not None:
+        logger.info("LenVM: trunk %s in %s on %s", settings.value_model, states.trunk.dtype, states.trunk.device)
+        return
     if value_model is None:
         logger.info("LenVM: no value model; targets are met by the end tokens alone")
         return
@@ -221,6 +231,28 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
     check_vocabulary(settings, value_model.config.vocab_size, runner.model_config.vocab_size, options.tokenizer_path)
     kept = value_model.weights or value_model.dtype
     logger.info("LenVM: value model %s in %s on %s", settings.value_model, kept, device)
+
+
+def check_options(
+    options: Any, accepted_ones: Mapping[str, tuple[Any, str]], what: str, free_reasons: Sequence[str] = ()
+) -> None:
+    """Raise ValueError unless each option of the engine is as ``what`` accepts it; some reasons may not hold."""
+    for option, (accepted, reason) in accepted_ones.items():
+        if (given := getattr(options, option, accepted)) != accepted and reason not in free_reasons:
+            raise ValueError(f"{option} must be {accepted} together with {what}, got {given}: {reason}")
+
+
+def load_trunk(settings: Settings, runner: ModelRunner, options: Any) -> SampledStates:
+    """The trunk, and what it reads of the base model."""
+    check_options(options, TRUNK_OPTIONS, "a trunk")
+    trunk = settings.load_trunk(runner.model_config.num_hidden_layers, input_embedding(runner.model))
+    layers = trunk.config.layers
+    if set(layers) != {trunk.config.num_layers}:
+        inner = f"a trunk of layers {list(layers)}"
+        if options.speculative_algorithm == "EAGLE3":
+            raise ValueError(f"speculative_algorithm must not be EAGLE3 together with {inner}: {_OTHER_LAYERS}")
+        check_options(options, {"enable_return_aux_hidden_states": (False, _OTHER_LAYERS)}, inner)
+    return SampledStates(runner.model, trunk)
 
 
 def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_tokens: int | None = None) -> Any:
@@ -239,6 +271,7 @@ def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_
         engine = configurator.model_config
         sizes = dict(requests=requests, max_len=engine.context_len, vocab_size=engine.vocab_size)
         working = settings.working_bytes(model, **sizes, max_delta=delta, max_drafts=drafts)
+        working += _guide.states_bytes(requests)
         if model is None:
             return pool, working
         return pool, working + KVCache.num_bytes(model, slots, settings.cache) + KVCache.num_bytes(model, last_step)
@@ -293,6 +326,22 @@ def admit_requests(
                 prefix = int(req.kv.req_pool_idx), req.prefix_len, list(end), req.lenvm_images
                 batch.lenvm_prefixes.append(prefix)
         _guide.admit(batch, new)
+
+
+def hide_inner_states(original: Callable, processor: LogitsProcessor, *args: Any, **kwargs: Any) -> Any:
+    """Around the making of logits from the base model's states."""
+    states = None if _guide is None else _guide.states
+    if states is None or not states.has_inner or not states.are_of(processor):
+        return original(processor, *args, **kwargs)
+    return states.hide_inner(original, processor, *args, **kwargs)
+
+
+def keep_states(original: Callable, processor: LogitsProcessor, *args: Any, **kwargs: Any) -> tuple:
+    """Around the choice of those that logits are made of."""
+    states = None if _guide is None else _guide.states
+    if states is None or not states.are_of(processor):
+        return original(processor, *args, **kwargs)
+    return states.prune(original, processor, *args, **kwargs)
 
 
 def extend_prompts(_: Any, runner: ModelRunner, batch: ForwardBatch, *args: Any, **kwargs: Any) -> None:
@@ -376,6 +425,7 @@ def verify_drafts(
 
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_PROCESSOR = "sglang.srt.layers.logits_processor.LogitsProcessor"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler"
 HOOKS = {
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object": ("AFTER", check_request),
@@ -386,6 +436,8 @@ HOOKS = {
     "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.config_from_budget": ("AROUND", leave_room),
     f"{_RUNNER}.alloc_memory_pool": ("AFTER", take_slots),
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": ("AFTER", admit_requests),
+    f"{_PROCESSOR}.forward": ("AROUND", hide_inner_states),
+    f"{_PROCESSOR}._get_pruned_states": ("AROUND", keep_states),
     f"{_RUNNER}.forward": ("AFTER", extend_prompts),
     f"{_RUNNER}.sample": ("AROUND", sample),
     "sglang.srt.managers.scheduler.Scheduler.launch_batch_sample_if_needed": ("AROUND", sample_delayed),

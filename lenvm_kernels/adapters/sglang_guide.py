@@ -26,7 +26,9 @@ from lenvm_kernels.adapters.sglang_batch import last_tokens
 from lenvm_kernels.adapters.sglang_drafts import changed_once, drafts_of, leave_only
 from lenvm_kernels.adapters.sglang_images import PromptImages, image_tokens
 from lenvm_kernels.adapters.sglang_report import StepReport
+from lenvm_kernels.adapters.sglang_states import SampledStates
 from lenvm_kernels.adapters.trace import columns_of, write_line
+from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepOutput
 from lenvm_kernels.types import Drafts, Mode
 from lenvm_kernels.value_model import ImageTokens, KVCache, ValueModel
@@ -52,7 +54,8 @@ class Guide:
 
     Attributes:
         settings: of the plugin.
-        value_model: loaded beside the base model; None without one.
+        value_model: loaded beside the base model; None without one, and with a trunk.
+        states: of the base model, and the trunk that reads them; None without one.
         device: of the base model.
         drafts: drafted tokens of a request in a step.
         step: the guided step; there is none until the engine has its slots.
@@ -66,9 +69,15 @@ class Guide:
     runner: ModelRunner
 
     def __init__(
-        self, settings: Settings, value_model: ValueModel | None, device: torch.device, drafts: int = 0
+        self,
+        settings: Settings,
+        value_model: ValueModel | None,
+        device: torch.device,
+        drafts: int = 0,
+        states: SampledStates | None = None,
     ) -> None:
         self.settings, self.value_model, self.device, self.drafts = settings, value_model, device, drafts
+        self.states = states
         self.has_slots = False
         self.metrics: Metrics | None = None
         self.fallbacks = 0
@@ -88,13 +97,17 @@ class Guide:
         """Whether the values come from something that reads the tokens of sequences."""
         return self.step.values.needs_tokens
 
+    def states_bytes(self, requests: int) -> int:
+        """Of the states of a step of so many requests."""
+        return 0 if self.states is None else requests * (1 + self.drafts) * self.states.row_bytes
+
     def take_slots(self, runner: ModelRunner) -> None:
         """Put the value model's cache on the slots and the slot table that the engine has just allocated."""
         pool, settings, options = runner.token_to_kv_pool, self.settings, resolved_view(runner.server_args)
         slots = pool.size + pool.page_size  # slot 0 of the engine is for padding, the last page is full
         self.runner = runner
         self.step = GuidedStep(
-            self.value_model,
+            self.value_model if self.states is None else self.states.trunk,
             EngineSlots(runner.req_to_token_pool.req_to_token, slots),
             settings.step_config(
                 has_graphs=not cuda_graph_fully_disabled(),
@@ -105,6 +118,8 @@ class Guide:
                 text_breaks=load_text_breaks(options.tokenizer_path, runner.model_config.vocab_size),
             ),
         )
+        if self.states is not None:  # before the engine captures its graphs
+            self.states.allocate(self.step.max_requests * (1 + self.drafts))
         self.has_slots = True
         if self.device.type == "cuda":
             for is_logits in (False, True):  # of sampled and of greedy batches
@@ -242,19 +257,24 @@ class Guide:
     def draw_all(self, probs: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor | None:
         """The next tokens where the engine need draw none, because every request of the batch is guided; else None.
 
-        Not with a value model, which may have lost a request's tokens, nor with spans, which end: the host does not
-        know.
+        Not with a value model that reads tokens, which may have lost some of a request, nor with spans, which end, nor
+        where guidance may leave out a step: the host does not know.
         """
         batch = self._sampling
         if batch is None or self.reads_tokens or info.sampling_mask_batch_indices is not None:
             return None
         params = [req.lenvm_guidance for req in batch.lenvm_reqs]
-        if len(params) != len(probs) or any(p.mode == Mode.UNGUIDED or p.end_token_ids for p in params):
+        if len(params) != len(probs) or any(self._may_leave_out(p) for p in params):
             return None
         output = self._step(probs, info, None, sample=True)
         if output is None or output.tokens is None:
             return None
         return output.tokens.clamp(min=0)  # -1 where scores are broken, and any token will do
+
+    def _may_leave_out(self, params: GuidanceParams) -> bool:
+        """Whether a request's token may be the engine's to draw."""
+        leaves_out = params.entropy_threshold is not None or (params.value_stride or self.settings.value_stride) > 1
+        return params.mode == Mode.UNGUIDED or bool(params.end_token_ids) or leaves_out
 
     def report(self, logits: torch.Tensor, info: SamplingBatchInfo, drawn: torch.Tensor) -> StepReport | None:
         """What to tell the host of a batch whose next tokens have been ``drawn``.
@@ -287,12 +307,13 @@ class Guide:
         with self._failing_softly(batch):
             wants_values = any(req.lenvm_guidance.return_values for req in batch.lenvm_reqs)
             is_prompt = not batch.forward_mode.is_decode()
-            sequences = last_tokens(batch, b)
+            sequences = last_tokens(batch, b)._replace(states=self._states_of(b))
             table_rows = sequences.table_rows
             faults = self.step.table.faults[table_rows] if self.metrics else None
             sampling = Sampling(info.top_ks, info.top_ps, info.min_ps, is_logits=is_logits, sample=sample)
             with self._timed():
-                prompt_lengths = self.step.predict(sequences) if wants_values and is_prompt else None
+                predicts = wants_values and is_prompt and self.reads_tokens
+                prompt_lengths = self.step.predict(sequences) if predicts else None
                 output = self.step.step(scores, sequences, sampling, drawn=drawn, span_ended=self._span_ended)
             if self.metrics is not None or wants_values:
                 self._report = StepReport(
@@ -357,7 +378,9 @@ class Guide:
             grown, count = self._grown_by
             grown[table_rows, : tokens.shape[1]] = tokens
             count[table_rows] = lens
-            if wants_values:
+            if wants_values and not self.reads_tokens:
+                remaining = None if output.remaining_lengths is None else output.remaining_lengths[path]
+            elif wants_values:
                 with self._timed():
                     remaining = self.step.predict(StepBatch(tokens, table_rows, lengths + lens, lens))
             if self.metrics is not None:
@@ -389,12 +412,16 @@ class Guide:
     ) -> StepOutput:
         assert self._grown_by is not None
         tokens, new_lens = (x[table_rows] for x in self._grown_by)
-        batch = StepBatch(tokens, table_rows, lengths, new_lens)
+        batch = StepBatch(tokens, table_rows, lengths, new_lens, states=self._states_of(len(logits)))
         filters = info.top_ks, info.top_ps, info.min_ps, info.temperatures.flatten()
         span_ended = self.step.limit_spans(logits, batch, drafts)
         return self.step.step(
             logits, batch, Sampling(*filters, is_logits=True, sample=True), drafts, span_ended=span_ended
         )
+
+    def _states_of(self, rows: int) -> torch.Tensor | None:
+        """What the step needs of the base model's last forward."""
+        return None if self.states is None else self.states.of(rows)
 
     def _timed(self) -> AbstractContextManager[None]:
         return nullcontext() if self.metrics is None else self._stopwatch.running()

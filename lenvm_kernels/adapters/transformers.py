@@ -18,11 +18,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from lenvm_kernels.adapters.trunk_states import TrunkStates
 from lenvm_kernels.guidance import GuidanceParams, ends_of_thought, parse_guidance, text_breaks_of
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig
 from lenvm_kernels.types import Mode
-from lenvm_kernels.value_model import ValueModel
+from lenvm_kernels.value_model import LenVMConfig, Trunk, ValueModel
 from lenvm_kernels.value_model.images import ImageSize, ImageTokens, image_positions, image_sizes
 
 Guidance = Mapping[str, Any] | GuidanceParams | None
@@ -47,7 +48,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
     Args:
         model: the base model, of any architecture; its ``generation_config`` gives the end-of-sequence tokens.
         value_model: the value model, here or behind a server
-            (:class:`lenvm_kernels.adapters.remote.RemoteValueModel`); it has to share the base model's vocabulary.
+            (:class:`lenvm_kernels.adapters.remote.RemoteValueModel`); it has to share the base model's vocabulary. Or a
+            :class:`Trunk` of the base model, whose layers get hooks for as long as the processor lives.
             None: there is none, and only ``near``, ``ge_near`` and ``le_near`` guide (:class:`GuidedStep`).
         guidance: one request's parameters for all prompts (``custom_params`` as in :func:`parse_guidance`, or parsed),
             or a sequence with one for each prompt; None leaves a prompt unguided.
@@ -81,7 +83,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
     def __init__(
         self,
         model: PreTrainedModel,
-        value_model: ValueModel | None,
+        value_model: ValueModel | Trunk | None,
         guidance: Guidance | Sequence[Guidance],
         attention_mask: torch.Tensor,
         *,
@@ -98,7 +100,10 @@ class LenVMLogitsProcessor(LogitsProcessor):
         record: bool = False,
         backend: str = "auto",
     ) -> None:
-        if value_model is not None:
+        self._states: TrunkStates | None = None
+        if isinstance(value_model, Trunk):
+            self._states = TrunkStates(model, value_model.config.layers, last=True)
+        elif value_model is not None:
             check_vocabulary(model, value_model, tokenizers)
         _check_sampling(temperature, top_k, top_p, min_p)
         if max_new_tokens < 1:
@@ -114,15 +119,16 @@ class LenVMLogitsProcessor(LogitsProcessor):
         if len(guidance) != rows:
             raise ValueError(f"guidance must be one for all or one for each of the {rows} prompts, got {len(guidance)}")
         ends = () if tokenizers is None else ends_of_thought(tokenizers[0])
-        gamma = None if value_model is None else value_model.lenvm_config.gamma
-        defaults: dict[str, Any] = dict(gamma=gamma, ends_of_thought=ends, has_values=value_model is not None)
+        config = LenVMConfig() if value_model is None else value_model.lenvm_config
+        defaults: dict[str, Any] = dict(gamma=config.gamma, strength=config.strength, ends_of_thought=ends)
+        defaults["has_values"] = value_model is not None
         params = [parse_guidance(g, **defaults) if isinstance(g, Mapping) else g for g in guidance]
 
         if (pixel_values is None) != (image_grid_thw is None):
             raise ValueError("pixel_values and image_grid_thw must be given together, got one of them")
         self._image_sizes: list[ImageSize] = []
         self._image_embeds: torch.Tensor | None = None
-        if value_model is not None and pixel_values is not None and image_grid_thw is not None:
+        if isinstance(value_model, ValueModel) and pixel_values is not None and image_grid_thw is not None:
             self._image_embeds = value_model.embed_images(pixel_values, image_grid_thw)
             self._image_sizes = image_sizes(image_grid_thw, value_model.config.vision.spatial_merge_size)
 
@@ -191,7 +197,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
         tokens, logits = input_ids.to(device), scores.to(device, torch.float32, copy=True)
         lengths = self._prompt_lens + generated
         step.scale_tokens(logits, self._table_rows)
-        batch = StepBatch(tokens[:, -1].contiguous(), self._table_rows, lengths, active=self._active)
+        states = None if self._states is None else self._states.take()
+        batch = StepBatch(tokens[:, -1].contiguous(), self._table_rows, lengths, active=self._active, states=states)
         span_ended = step.limit_spans(logits, batch)
         filtered = self._unguided(tokens, logits)  # type: ignore[arg-type]  # wants one of torch's old tensor types
         probs = torch.softmax(filtered, dim=-1)  # guided rows are rewritten
@@ -273,7 +280,7 @@ def generate(
     max_new_tokens: int,
     target_length: float | None = None,
     guidance: Guidance | Sequence[Guidance] = None,
-    value_model: ValueModel | None = None,
+    value_model: ValueModel | Trunk | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     num_return_sequences: int = 1,
     processor_options: Mapping[str, Any] | None = None,
@@ -291,7 +298,8 @@ def generate(
         max_new_tokens: the most tokens to generate.
         target_length: new tokens to aim at, without the end-of-sequence token.
         guidance: parameters as in :class:`LenVMLogitsProcessor`; with ``target_length`` a mapping of further ones.
-        value_model: the value model. None: the target is met by the end-of-sequence token alone.
+        value_model: the value model, or a :class:`Trunk` of the base model. None: the target is met by the
+            end-of-sequence token alone.
         tokenizer: the base model's. With it outputs end where sentences do; give it unless you have a reason not to.
         num_return_sequences: outputs of each prompt, one below the other.
         processor_options: further arguments of :class:`LenVMLogitsProcessor`, such as ``max_candidates``.
@@ -332,7 +340,8 @@ def generate(
         sampling[name] = next(x for x in asked if x is not None)
     options = dict(processor_options or {})
     # Not where it would stand for a vocabulary that has to be compared.
-    if tokenizer is not None and (value_model is None or _vocab_size(model) == value_model.config.vocab_size):
+    is_other = isinstance(value_model, ValueModel) and _vocab_size(model) != value_model.config.vocab_size
+    if tokenizer is not None and not is_other:
         options.setdefault("tokenizers", (tokenizer, tokenizer))
     processor = LenVMLogitsProcessor(
         model,
@@ -341,7 +350,7 @@ def generate(
         attention_mask.repeat_interleave(num_return_sequences, dim=0),
         max_new_tokens=max_new_tokens,
         **sampling,
-        **({} if value_model is None else images),
+        **(images if isinstance(value_model, ValueModel) else {}),
         **options,
     )
     of_processor = processor.generation_kwargs

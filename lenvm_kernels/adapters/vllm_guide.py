@@ -92,6 +92,11 @@ class _Layout(NamedTuple):
     at: torch.Tensor
     first_rows: torch.Tensor
 
+    def of_nodes(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of something of all rows that of all nodes; 0 at those that there are not."""
+        nodes = len(self.first_rows) * self.nodes
+        return rows if len(rows) == nodes else rows.new_zeros(nodes, rows.shape[1]).index_copy_(0, self.at, rows)
+
 
 class Guide:
     """The guidance of one worker.
@@ -118,7 +123,14 @@ class Guide:
         self.settings, self.req_states, self.device = settings, req_states, req_states.device
         engine = vllm_config.model_config
         value_model = settings.load_value_model(engine.dtype, self.device)
-        if value_model is not None:
+        trunk, self._states = None, None
+        if settings.has_trunk:
+            from lenvm_kernels.adapters.vllm_states import BaseStates, load_trunk, runner_of
+
+            runner = runner_of(req_states)
+            trunk = load_trunk(settings, engine, runner.get_model())
+            self._states = BaseStates(runner, trunk)
+        elif value_model is not None:
             check_vocabulary(settings, value_model.config.vocab_size, engine.get_vocab_size(), engine.tokenizer)
         self.drafts = vllm_config.num_speculative_tokens
         rows, max_len = req_states.max_num_reqs, engine.max_model_len
@@ -131,7 +143,7 @@ class Guide:
         self.slots = PagedSlots(rows, max_len, page_size=PAGE_SIZE, num_pages=pages, device=self.device)
         self.pool = SlotPool(self.slots)
         self.step = GuidedStep(
-            value_model,
+            value_model if trunk is None else trunk,
             self.slots,
             settings.step_config(
                 has_graphs=not engine.enforce_eager,
@@ -295,16 +307,16 @@ class Guide:
         is_drawn: torch.Tensor | None,
     ) -> StepOutput:
         """The guided step of a batch."""
-        slots, drafts, scores = ctx.idx_mapping.long(), None, logits
+        slots, drafts, scores = ctx.idx_mapping.long(), None, layout.of_nodes(logits)
+        states = None if self._states is None else layout.of_nodes(self._states.of_rows(ctx))
         temperature, top_p, min_p, top_k = (x.contiguous() for x in self._sampling[slots].unbind(1))
         tokens = ctx.input_ids[layout.first_rows]
         if new_lens is not None:
+            if not self.step.values.needs_tokens:  # nor does it know which are new
+                new_lens = torch.ones_like(new_lens)
             tokens = self._new_tokens(slots, lengths, new_lens)
         if layout.nodes > 1:
             drafts = self._drafts(ctx, layout, len(slots))
-            if len(logits) != len(slots) * layout.nodes:
-                scores = logits.new_zeros(len(slots) * layout.nodes, logits.shape[1])
-                scores[layout.at] = logits
         span_ended = None
         if self.step.has_spans:
             latest, of_spans = None, tokens
@@ -316,7 +328,7 @@ class Guide:
                 logits.copy_(scores[layout.at])
         return self.step.step(
             scores,
-            StepBatch(tokens, slots, lengths, new_lens, is_drawn),
+            StepBatch(tokens, slots, lengths, new_lens, is_drawn, states),
             Sampling(top_k.int(), top_p, min_p, temperature, is_logits=True),
             drafts,
             span_ended=span_ended,
@@ -357,24 +369,24 @@ class Guide:
         if not slots:
             return None
         firsts = np.cumsum(rooms) - rooms
-        at = np.repeat(slots, rooms)
-        positions = np.arange(len(at)) + np.repeat(np.array(starts) - firsts, rooms)
-        of_tokens = self._to_device(torch.from_numpy(np.stack((at, positions))))
         numbers = np.array([slots, [places[slot] for slot in slots], firsts, starts, goes_on])
-        of_rows, of_positions = of_tokens.unbind()
         table_rows, place, first, start, is_chunk = self._to_device(torch.from_numpy(numbers)).unbind()
-        computed = start.int()
-        lens = (lengths[place] - 1 + is_chunk.int() - computed).clamp(min=0)
-        self.step.extend(
-            self.req_states.all_token_ids.gpu[of_rows, of_positions],
-            self.slots.slots(of_rows, of_positions),
-            table_rows,
-            first.int(),
-            lens,
-            computed,
-        )
-        for slot in slots:
-            self.pool.computed(slot, self._requests[slot].computed)
+        if self.step.values.needs_tokens:
+            at = np.repeat(slots, rooms)
+            positions = np.arange(len(at)) + np.repeat(np.array(starts) - firsts, rooms)
+            of_rows, of_positions = self._to_device(torch.from_numpy(np.stack((at, positions)))).unbind()
+            computed = start.int()
+            lens = (lengths[place] - 1 + is_chunk.int() - computed).clamp(min=0)
+            self.step.extend(
+                self.req_states.all_token_ids.gpu[of_rows, of_positions],
+                self.slots.slots(of_rows, of_positions),
+                table_rows,
+                first.int(),
+                lens,
+                computed,
+            )
+            for slot in slots:
+                self.pool.computed(slot, self._requests[slot].computed)
         if not any(goes_on):
             return None
         return torch.zeros(len(lengths), dtype=torch.bool, device=self.device).scatter_(0, place, is_chunk.bool())

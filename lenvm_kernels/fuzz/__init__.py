@@ -21,6 +21,7 @@ OPERATORS = (
     "rope_cache",
     "value_tree_attention",
     "value_head",
+    "candidate_values",
     "reweight_scatter",
     "sample_candidates",
     "verify_drafts",

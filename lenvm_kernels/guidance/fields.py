@@ -140,8 +140,8 @@ FIELDS = {
         ),
         Field(
             "strength",
-            "of near, ge_near and le_near: how fast probability falls with distance from the target; 0, not at all; 10 "
-            "without a value model if nothing is said",
+            "of near, ge_near and le_near: how fast probability falls with distance from the target; 0, not at all; if "
+            "nothing is said 10 without a value model, and with one that of lenvm_config.json, if it has any",
             default=5.0,
             least=0.0,
             metavar="S",

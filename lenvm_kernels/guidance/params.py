@@ -22,7 +22,7 @@ _LEAST_SHARE = 0.05
 END_OF_THOUGHT = "</think>"
 # Without values the strength moves nothing but ends and what they follow.
 _STRENGTH_WITHOUT_VALUES = 10.0
-_NEAR_CONSTRAINTS = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
+NEAR_CONSTRAINTS = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ def parse_guidance(
     *,
     ends_of_thought: Sequence[int] = (),
     gamma: float | None = None,
+    strength: float | None = None,
     constraint: str = "near",
     has_values: bool = True,
 ) -> GuidanceParams:
@@ -91,6 +92,7 @@ def parse_guidance(
         custom_params: values by name.
         ends_of_thought: the ``end_token_ids`` of a ``thinking_budget`` that comes without.
         gamma: that of requests that name none, as the value model has it (:class:`LenVMConfig`); None: 0.997.
+        strength: that of near constraints that name none, as the value model has it, likewise; None: 5.
         constraint: the ``value_constraint`` of requests with a target that name none.
         has_values: there is a value model. Else the ``strength`` of requests that name none is 10, and what needs
             values is refused.
@@ -149,18 +151,19 @@ def parse_guidance(
         raise ValueError("value_constraint needs a target: give target_length or target_value as well")
     elif _is_neutral(mode, scale):
         mode = Mode.UNGUIDED
-    if mode in _NEAR_CONSTRAINTS:
-        if not has_values:
-            given.setdefault("strength", _STRENGTH_WITHOUT_VALUES)
+    if mode in NEAR_CONSTRAINTS:
+        default = strength if has_values else _STRENGTH_WITHOUT_VALUES
+        if default is not None:
+            given.setdefault("strength", default)
         scale = _number(given, "strength")
     elif "strength" in given:
         raise ValueError("strength needs a value_constraint of near, ge_near or le_near")
     min_end_prob = _optional_number(given, "min_end_prob")
     if min_end_prob is not None and target_length is None:
         raise ValueError("min_end_prob needs a target: give target_length or target_value as well")
-    if min_end_prob is None and mode in _NEAR_CONSTRAINTS:
+    if min_end_prob is None and mode in NEAR_CONSTRAINTS:
         min_end_prob = _MIN_END_PROB
-    lifts = has_values and mode in _NEAR_CONSTRAINTS and scale > 0
+    lifts = has_values and mode in NEAR_CONSTRAINTS and scale > 0
     params = GuidanceParams(
         mode=mode,
         scale=scale,
@@ -186,7 +189,7 @@ def parse_guidance(
 
 def check_without_values(params: GuidanceParams) -> None:
     """Raise ValueError, naming the field, unless a request can be guided by its end tokens alone."""
-    if params.mode in _NEAR_CONSTRAINTS or params.mode == Mode.UNGUIDED:
+    if params.mode in NEAR_CONSTRAINTS or params.mode == Mode.UNGUIDED:
         wrong = {"return_values": params.return_values, "value_min": params.value_min is not None}
         for name, is_given in wrong.items():
             if is_given:
@@ -195,8 +198,16 @@ def check_without_values(params: GuidanceParams) -> None:
     name = params.mode.name.lower()
     if params.target_length is None:
         raise ValueError(f"value_mode {name} needs a value model; without one, give a target_length")
-    accepted = ", ".join(mode.name.lower() for mode in _NEAR_CONSTRAINTS)
+    accepted = ", ".join(mode.name.lower() for mode in NEAR_CONSTRAINTS)
     raise ValueError(f"value_constraint must be one of {accepted} without a value model, got {name!r}")
+
+
+def check_with_trunk(params: GuidanceParams) -> None:
+    """Raise ValueError, naming the field, unless a request can be guided by a trunk's values."""
+    if params.mode in NEAR_CONSTRAINTS and params.value_min is not None:
+        # What guides there is not what predicts.
+        name = params.mode.name.lower()
+        raise ValueError(f"value_min must be absent with {name} and a trunk, got {params.value_min}")
 
 
 def ends_of_thought(tokenizer: Any) -> tuple[int, ...]:

@@ -152,6 +152,17 @@ def _relative_distance(length, aim, mode):
 
 
 @triton.jit
+def _remaining_of_total(target, mode, counts_down, generated, AIMS_EARLY: tl.constexpr):
+    """Tokens that are left of a target, and how many times stronger the near constraints are past it."""
+    waits = counts_down & ((mode == _NEAR) | (mode == _LE_NEAR))
+    late = tl.div_rn(generated, tl.maximum(target, 1.0)) - 1
+    times_stronger = tl.where(waits, 1 + tl.minimum(tl.maximum(late, 0.0), _LATEST) * _STRONGER, 1.0)
+    if AIMS_EARLY:
+        target = tl.where(waits, target - tl.minimum(target * _WAIT_SHARE, _WAIT), target)
+    return tl.where(counts_down, tl.maximum(target - generated, 0.0), target), times_stronger
+
+
+@triton.jit
 def _reweight(
     request,  # [REQUESTS, 1] int64
     valid,  # [REQUESTS, 1]: requests beyond B compute nothing that is stored
@@ -181,13 +192,9 @@ def _reweight(
     if generated_ptr is not None:
         counts_down = tl.load(table.counts_down + table_row * stride.counts_down, mask=valid, other=0) != 0
         generated = tl.load(generated_ptr + request, mask=valid, other=0).to(tl.float32)
-        waits = counts_down & ((mode == _NEAR) | (mode == _LE_NEAR))
-        late = tl.div_rn(generated, tl.maximum(remaining, 1.0)) - 1
-        late = tl.minimum(tl.maximum(late, 0.0), _LATEST)
-        times_stronger = tl.where(waits, 1 + late * _STRONGER, 1.0)
-        if text_breaks_ptr is not None:
-            remaining = tl.where(waits, remaining - tl.minimum(remaining * _WAIT_SHARE, _WAIT), remaining)
-        remaining = tl.where(counts_down, tl.maximum(remaining - generated, 0.0), remaining)
+        remaining, times_stronger = _remaining_of_total(
+            remaining, mode, counts_down, generated, text_breaks_ptr is not None
+        )
     status = tl.load(candidates.status + request, mask=valid, other=0)
     guided = (status == _GUIDE) & (mode != _UNGUIDED)
 

@@ -23,6 +23,7 @@ small launch comes before where nobody has left the sums of squares.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -276,6 +277,20 @@ def choose_tile(rows: int, columns: int, splits: int, swiglu: bool, dtype: torch
         return tile._replace(num_warps=NUM_WARPS_SM_100) if name == "sm_100" else tile
     tiles = TILES_E4M3 if dtype.itemsize == 1 else TILES
     return _fetching_least(tiles, rows, columns, splits, swiglu, dtype.itemsize, MULTIPROCESSORS)
+
+
+def rows_of_every_tile(most: int, shapes: Sequence[tuple[int, int, bool, torch.dtype]]) -> list[int]:
+    """Numbers of rows up to ``most`` with which linear layers compile what they need for any other number.
+
+    Args:
+        most: rows.
+        shapes: of each layer ``columns``, ``size``, ``swiglu`` and ``dtype`` of its weight.
+    """
+    of_layers = [(columns, num_splits(columns, size, swiglu), swiglu, dtype) for columns, size, swiglu, dtype in shapes]
+    first: dict[tuple[Tile, ...], int] = {}
+    for rows in range(1, most + 1):
+        first.setdefault(tuple(choose_tile(rows, *layer) for layer in of_layers), rows)
+    return list(first.values())
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:

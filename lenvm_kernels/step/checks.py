@@ -61,6 +61,16 @@ def check_step(
         check_tensor("probs", probs, dtypes=FLOATS[backend], shape=(rows, None), device=device)
 
 
+def check_states(
+    states: torch.Tensor | None, rows: int, device: torch.device, needed: tuple[int, torch.dtype] | None
+) -> None:
+    """Raise unless a step of so many rows is given the states that its source of values needs."""
+    if needed is not None:
+        check_tensor("batch.states", states, dtypes=needed[1], shape=(rows, needed[0]), device=device)
+    elif states is not None:
+        raise ValueError("batch.states must be None unless values are made of the base model's states, got some")
+
+
 def check_predict(tokens: torch.Tensor, config: StepConfig, max_requests: int) -> None:
     """Raise unless :meth:`GuidedStep.predict` takes as many tokens of as many requests."""
     b, columns, nodes = len(tokens), 1 if tokens.dim() == 1 else tokens.shape[1], 1 + config.max_drafts

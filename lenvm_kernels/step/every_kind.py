@@ -29,6 +29,7 @@ def calls_of_every_kind(
     table_rows: torch.Tensor,
     scores_dtype: torch.dtype,
     probs_dtype: torch.dtype,
+    states: tuple[int, torch.dtype] | None,
     *,
     is_logits: bool,
 ) -> Iterator[StepCall]:
@@ -39,6 +40,7 @@ def calls_of_every_kind(
         table_rows: int64 ``[B]``; what the requests are known by.
         scores_dtype, is_logits: of the scores.
         probs_dtype: of the ``probs``.
+        states: as :class:`ValueSource` needs them.
     """
     size, device, vocab, max_drafts = len(table_rows), table_rows.device, config.vocab_size, config.max_drafts
     # A kernel is compiled anew for an argument that is absent, and for rows that are not aligned.
@@ -60,7 +62,13 @@ def calls_of_every_kind(
         tokens = full(0, torch.int64, *((size, width) if width > 1 else (size,)))
         yield StepCall(
             scores,
-            StepBatch(tokens, table_rows, lens, lens if width > 1 else None),
+            StepBatch(
+                tokens,
+                table_rows,
+                lens,
+                lens if width > 1 else None,
+                states=None if states is None else full(0, states[1], rows, states[0]),
+            ),
             Sampling(0, 1.0, 0.0, 1.0 if has_temperature else None, is_logits, mask, sample=True),
             Drafts(none, none) if drafted else None,
             probs if has_probs else None,

@@ -116,6 +116,8 @@ class StepBatch(NamedTuple):
         new_lens: int32 ``[B]``; with ``tokens [B, N]``, how many of its row each sequence has grown by, 0 to N.
         active: bool ``[B]`` (None: all); requests to leave out of this and all later steps as if they had no guidance
             are False: those whose sequences have ended.
+        states: with a :class:`Trunk` ``[B, L H]`` in its dtype, with drafts ``[B (1 + D), L H]``; what the ``L`` layers
+            that it reads say after each token that scores follow, one layer's behind the other's. None without one.
     """
 
     tokens: torch.Tensor
@@ -123,6 +125,7 @@ class StepBatch(NamedTuple):
     lengths: torch.Tensor
     new_lens: torch.Tensor | None = None
     active: torch.Tensor | None = None
+    states: torch.Tensor | None = None
 
     def checked(self, requests: int | None, device: torch.device) -> StepBatch:
         """The batch with token ids and rows as int64: kernels are compiled for one dtype.

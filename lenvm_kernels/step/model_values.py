@@ -65,11 +65,15 @@ class ModelValues(ValueSource):
             self._winners = Winners(value_model, max_requests, columns, max_delta, trees=nodes > 1)
         self._graphs = Graphs(self._score, device, split=split) if config.graphs else None
 
-    def value_logits(self, requests: int, nodes: int, record: StepRecord) -> torch.Tensor:
+    def value_logits(
+        self, requests: int, nodes: int, record: StepRecord, states: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`ValueSource`; from a graph if there are graphs."""
         if self._graphs is not None:
-            return self._graphs.replay(requests, nodes, record).clone()  # the graphs share their memory
-        return self._score(requests, nodes, before_head=partial(record.mark, "forward"))
+            z = self._graphs.replay(requests, nodes, record).clone()  # the graphs share their memory
+        else:
+            z = self._score(requests, nodes, before_head=partial(record.mark, "forward"))
+        return z, z
 
     def _score(self, requests: int, nodes: int, before_head: Callable[[], None] | None = None) -> torch.Tensor:
         rows = self._tensors.rows(requests, nodes)

@@ -33,10 +33,10 @@ from lenvm_kernels.step.inputs import Sampling, SlotTable, StepBatch, StepConfig
 from lenvm_kernels.step.model_values import ModelValues
 from lenvm_kernels.step.outputs import StepOutput, lengths_after
 from lenvm_kernels.step.rows import StepTensors
-from lenvm_kernels.step.values import ConstantValues, ValueSource
+from lenvm_kernels.step.values import ConstantValues, TrunkValues, ValueSource
 from lenvm_kernels.timing import NO_RECORD, NO_TIMER, StepTimer
 from lenvm_kernels.types import Candidates, Drafts, Mode, ScoredCandidates, StepRequests
-from lenvm_kernels.value_model import ImageTokens, KVCache, ValueModel
+from lenvm_kernels.value_model import ImageTokens, KVCache, Trunk, ValueModel
 
 
 class GuidedStep:
@@ -50,8 +50,9 @@ class GuidedStep:
     The memory that it takes is that of its cache and :func:`working_bytes`, which says both.
 
     Args:
-        value_model: the value model; None: there is none, and only ``near``, ``ge_near`` and ``le_near`` guide
-            (:class:`ConstantValues`). No prompt has to be told then, and slots are not looked at.
+        value_model: the value model; or a :class:`Trunk`, which makes values of the base model's states that each step
+            is given; None: there is none, and only ``near``, ``ge_near`` and ``le_near`` guide
+            (:class:`ConstantValues`). Of the last two no prompt has to be told, and slots are not looked at.
         slots: where the engine keeps tokens: :class:`PagedSlots`, or :class:`EngineSlots` of an engine's own.
         config: :class:`StepConfig`.
 
@@ -71,8 +72,11 @@ class GuidedStep:
         >>> step.add_request(3, parse_guidance({"target_length": 200}), eos_token_ids={151_645}, prompt_len=17)
     """
 
-    def __init__(self, value_model: ValueModel | None, slots: SlotTable, config: StepConfig) -> None:
+    def __init__(self, value_model: ValueModel | Trunk | None, slots: SlotTable, config: StepConfig) -> None:
+        trunk, value_model = (value_model, None) if isinstance(value_model, Trunk) else (None, value_model)
         self.config = config = checks.completed(config, value_model, slots)
+        if trunk is not None and trunk.device != slots.table.device:
+            raise ValueError(f"value_model must be on {slots.table.device} as the slots, got one on {trunk.device}")
         device, table_rows = slots.table.device, slots.table.shape[0]
         self.max_requests = config.max_requests or table_rows
         self.value_model, self.device, self.slot_table = value_model, device, slots.table
@@ -91,7 +95,9 @@ class GuidedStep:
         self._timer = StepTimer.from_environment()
         self.values: ValueSource
         self.cache: KVCache | None = None
-        if value_model is None:
+        if trunk is not None:
+            self.values = TrunkValues(trunk, self._tensors, self.table, config)
+        elif value_model is None:
             self.values = ConstantValues(table_rows + 1, self._tensors, device)
         else:
             self.values = of_model = ModelValues(
@@ -297,6 +303,7 @@ class GuidedStep:
             raise ValueError(f"verify must be None, or 'same_draws' with drafts and sample, got {verify!r}")
         record = self._timer.begin(b, device)
         batch = batch.checked(b, device)
+        checks.check_states(batch.states, rows, device, self.values.needs_states)
         top_k, top_p, min_p, temperature = sampling.of_nodes(b, nodes, config.vocab_size, device)
         checks.check_step(rows, device, probs=probs, drawn=drawn, span_ended=span_ended, backend=backend)
         drawn = None if drawn is None else drawn.int()
@@ -340,7 +347,7 @@ class GuidedStep:
             pack_drafts(scored, drafts, out=trees, backend=backend)
         record.mark("candidates")
 
-        z = self.values.value_logits(in_graph, nodes, record)[:rows]
+        z, predicted = (x[:rows] for x in self.values.value_logits(in_graph, nodes, record, batch.states))
         record.mark("head")
 
         wants_length, value_logits = None, z
@@ -372,7 +379,7 @@ class GuidedStep:
                 next_tokens = torch.where(next_tokens >= 0, next_tokens, drawn)
         remaining_lengths = None
         if wants_length is not None and next_tokens is not None:
-            of_next = scored, z, wants_length
+            of_next = scored, predicted, wants_length
             remaining_lengths = lengths_after(next_tokens, self.table, known.table_rows, *of_next)
         verified = None
         if drafts is not None and verify is not None and next_tokens is not None:
@@ -402,7 +409,7 @@ class GuidedStep:
         """
         config, device = self.config, self.device
         if self.value_model is None:
-            raise ValueError("value_model must be given to predict lengths, got None")
+            raise ValueError("value_model must read tokens to predict lengths before any is drawn, got none that does")
         checks.check_kinds(batch)
         batch, backend = batch.checked(None, device), resolve_backend(config.backend, "batch.tokens", batch.tokens)
         checks.check_predict(batch.tokens, config, self.max_requests)
@@ -418,7 +425,8 @@ class GuidedStep:
         counts = torch.where(known.wants_length | known.guided, new_lens, 0)
         in_graph = requests.due.shape[0]
         self._tensors.rows(in_graph, nodes).score_chains(tokens, counts)
-        z = self.values.value_logits(in_graph, nodes, NO_RECORD).view(in_graph, nodes, -1)[:b, :columns, 0].flatten()
+        z, _ = self.values.value_logits(in_graph, nodes, NO_RECORD)
+        z = z.view(in_graph, nodes, -1)[:b, :columns, 0].flatten()
         at = table_rows[:, None].expand(-1, columns).flatten()
         found = self.table.remaining_lengths(at, z, tokens.flatten()).view(b, columns)
         is_asked = known.wants_length[:, None] & (torch.arange(columns, device=device) < new_lens[:, None])
@@ -448,7 +456,10 @@ class GuidedStep:
             with tqdm(sizes[::-1], desc="warming up", unit="size", disable=not progress) as bar:
                 for size in bar:  # the largest first: the graphs after it find room in its memory
                     rows = torch.full((size,), self._padding_row, dtype=torch.int64, device=self.device)
-                    for call in calls_of_every_kind(self.config, rows, scores_dtype, probs_dtype, is_logits=is_logits):
+                    kinds = calls_of_every_kind(
+                        self.config, rows, scores_dtype, probs_dtype, self.values.needs_states, is_logits=is_logits
+                    )
+                    for call in kinds:
                         for logits in (None, call.scores) if is_logits else (None,):
                             self._limit_spans(logits, call.batch, call.drafts)
                         self.step(*call[:4], probs=call.probs, verify=call.verify)

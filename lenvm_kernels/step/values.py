@@ -1,16 +1,20 @@
-"""Where the values of a guided step come from, and the source that needs no model."""
+"""Where the values of a guided step come from, and the sources that need no second model."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 
-from lenvm_kernels.guidance.params import GuidanceParams, check_without_values
+from lenvm_kernels.guidance.params import GuidanceParams, check_with_trunk, check_without_values
+from lenvm_kernels.guidance.table import GuidanceTable
+from lenvm_kernels.ops.candidate_values import num_counters
+from lenvm_kernels.step.inputs import StepConfig
 from lenvm_kernels.step.rows import StepTensors
 from lenvm_kernels.timing import StepRecord
-from lenvm_kernels.value_model import ImageTokens
+from lenvm_kernels.value_model import ImageTokens, Trunk
 
 
 class ValueSource(ABC):
@@ -18,21 +22,28 @@ class ValueSource(ABC):
 
     Attributes:
         needs_tokens: it reads the tokens of sequences, which :meth:`extend` and steps have to tell.
+        needs_states: columns of the base model's states that each step has to tell, and their dtype; None: it reads
+            none.
     """
 
     needs_tokens = False
+    needs_states: tuple[int, torch.dtype] | None = None
 
     @abstractmethod
-    def value_logits(self, requests: int, nodes: int, record: StepRecord) -> torch.Tensor:
+    def value_logits(
+        self, requests: int, nodes: int, record: StepRecord, states: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Value logits of the candidates of a step.
 
         Args:
             requests: rows of the step's tensors (:class:`StepTensors`), those of padding included.
             nodes: of each request.
             record: gets the mark ``forward`` before the last part of the work.
+            states: those of the batch (:class:`StepBatch`).
 
         Returns:
-            fp32 ``[requests * nodes, K]``; anything where a candidate is not among those scored.
+            fp32 ``[requests * nodes, K]``, those that guide and those that predict lengths; anything where a candidate
+            is not among those scored. They are the same tensor unless the source knows a distribution.
         """
 
     def add_request(self, table_row: int, params: GuidanceParams | None) -> None:  # noqa: B027, most forget nobody
@@ -94,7 +105,66 @@ class ConstantValues(ValueSource):
         self._of_rows[staged[0].long()] = staged[1, :, None].float()
         self._staged.clear()
 
-    def value_logits(self, requests: int, nodes: int, record: StepRecord) -> torch.Tensor:
+    def value_logits(
+        self, requests: int, nodes: int, record: StepRecord, states: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`ValueSource`."""
         record.mark("forward")
-        return self._of_rows[self._tensors.rows(requests, nodes).nodes.table_rows]
+        z = self._of_rows[self._tensors.rows(requests, nodes).nodes.table_rows]
+        return z, z
+
+
+class TrunkValues(ValueSource):
+    """A trunk's: from the base model's own states, which every step is given.
+
+    Args:
+        trunk: what makes values of them.
+        tensors: of the step.
+        table: of its requests.
+        config: of the step.
+    """
+
+    def __init__(self, trunk: Trunk, tensors: StepTensors, table: GuidanceTable, config: StepConfig) -> None:
+        self._trunk, self._tensors, self._table = trunk, tensors, table
+        rows, columns = tensors.scored.token_ids.shape
+        self._options: dict[str, Any] = dict(
+            aims_early=config.text_breaks is not None,
+            counters=torch.zeros(num_counters(rows, columns), dtype=torch.int32, device=trunk.device),
+            backend=config.backend,
+        )
+        self.needs_states: tuple[int, torch.dtype] = (trunk.config.state_size, trunk.dtype)
+
+    def add_request(self, table_row: int, params: GuidanceParams | None) -> None:
+        """See :class:`ValueSource`."""
+        if params is not None:
+            check_with_trunk(params)
+
+    def value_logits(
+        self, requests: int, nodes: int, record: StepRecord, states: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`ValueSource`."""
+        assert states is not None
+        record.mark("forward")
+        rows = self._tensors.rows(requests, nodes)
+        return self._trunk.value_logits(
+            states,
+            rows.scored.token_ids,
+            self._table.columns,
+            table_rows=rows.nodes.table_rows,
+            generated=rows.nodes.generated,
+            **self._options,
+        )
+
+    def warm_up(self, table_row: int) -> None:
+        """See :class:`ValueSource`."""
+        scored, known = self._tensors.scored.token_ids, self._tensors.rows(1).nodes
+        (size, dtype), device = self.needs_states, scored.device
+        for rows in self._trunk.rows_of_every_tile(len(scored)):
+            self._trunk.value_logits(
+                torch.zeros(rows, size, dtype=dtype, device=device),
+                torch.full_like(scored[:rows], -1),
+                self._table.columns,
+                table_rows=torch.full((rows,), table_row, dtype=known.table_rows.dtype, device=device),
+                generated=torch.zeros(rows, dtype=known.generated.dtype, device=device),
+                **self._options,
+            )

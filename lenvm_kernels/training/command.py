@@ -8,11 +8,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lenvm_kernels.cli_arguments import add_device, add_dtype, add_sampling, add_seed, device_of, positive, usage_errors
+from lenvm_kernels.cli_arguments import (
+    KINDS,
+    TRUNK,
+    VALUE_MODEL,
+    add_device,
+    add_dtype,
+    add_sampling,
+    add_seed,
+    device_of,
+    positive,
+    usage_errors,
+)
 
 BASE_HELP = "a Hugging Face directory, a .gguf file, or the word demo"
 # Of all weights the authors' (arXiv 2604.27039); adapters want some ten times as much.
-RATE_FULL, RATE_ADAPTERS, RATE_HEAD = 2e-5, 2e-4, 5e-4
+RATE_FULL, RATE_ADAPTERS, RATE_HEAD, RATE_TRUNK = 2e-5, 2e-4, 5e-4, 2e-3
 
 
 def add(commands: Any) -> None:
@@ -159,6 +170,27 @@ def _add_targets(group: Any) -> None:
 
 
 def _add_training(group: Any) -> None:
+    group.add_argument(
+        "--kind",
+        choices=KINDS,
+        default=VALUE_MODEL,
+        help="a value model, or a trunk: a small network on the base model's own states (default: %(default)s)",
+    )
+    group.add_argument(
+        "--layers",
+        type=positive(int),
+        nargs="+",
+        metavar="N",
+        help="of a trunk: which states it reads, those that layer N reads; as many as the base model has layers: those "
+        "that its output layer reads (default)",
+    )
+    group.add_argument(
+        "--states",
+        type=positive(int),
+        default=1_000_000,
+        metavar="N",
+        help="of a trunk: tokens that it learns from at most, which are kept in memory (default: %(default)s)",
+    )
     what = group.add_mutually_exclusive_group()
     what.add_argument(
         "--adapters", type=positive(int), default=16, metavar="RANK", help="train adapters of this rank (default: 16)"
@@ -176,15 +208,15 @@ def _add_training(group: Any) -> None:
     group.add_argument(
         "--epochs",
         type=int,
-        default=2,
         metavar="N",
-        help="0 measures what --initial has on the held-out answers (default: %(default)s)",
+        default=2,
+        help="0 measures what --initial has on held-out answers; the best of a trunk is kept (default: %(default)s)",
     )
     group.add_argument(
         "--learning-rate",
         type=positive(float),
         metavar="R",
-        help=f"(default: {RATE_ADAPTERS:g} of adapters, {RATE_FULL:g} of all weights)",
+        help=f"(default: {RATE_ADAPTERS:g} of adapters, {RATE_FULL:g} of all weights, {RATE_TRUNK:g} of a trunk)",
     )
     group.add_argument(
         "--head-learning-rate",
@@ -194,7 +226,7 @@ def _add_training(group: Any) -> None:
         help="(default: %(default)s)",
     )
     group.add_argument(
-        "--batch-tokens", type=positive(int), default=16384, metavar="N", help="of a step (default: %(default)s)"
+        "--batch-tokens", type=positive(int), metavar="N", help="of a step (default: 16384, of a trunk 4096)"
     )
     group.add_argument(
         "--row-tokens", type=positive(int), metavar="N", help="of a row of answers (default: 4096, on a CPU 512)"
@@ -245,10 +277,13 @@ def _run_fit(args: argparse.Namespace) -> None:
     with usage_errors():
         _prepare(args)
         from lenvm_kernels.training.report import table
-        from lenvm_kernels.training.stages import Fitting, fit_stage
+        from lenvm_kernels.training.stages import Fitting, TrunkFitting, fit_stage, fit_trunk_stage
 
-        how = Fitting.of(args)
-        report = fit_stage(how, args.backbone, args.answers, args.output, initial=args.initial, command=command)
+        if args.kind == TRUNK:
+            report = fit_trunk_stage(TrunkFitting.of(args), args.backbone, args.answers, args.output, command=command)
+        else:
+            how = Fitting.of(args)
+            report = fit_stage(how, args.backbone, args.answers, args.output, initial=args.initial, command=command)
         if report:  # of several processes the first one has it
             print(table(report))
 
@@ -266,7 +301,14 @@ def _prepare(args: argparse.Namespace) -> None:
     from lenvm_kernels.demo.models import require_extras
 
     require_extras("accelerate", "peft", extra="train")
-    if getattr(args, "learning_rate", 0) is None:
-        args.learning_rate = RATE_FULL if args.full else RATE_ADAPTERS
+    if hasattr(args, "kind"):
+        is_trunk = args.kind == TRUNK
+        defaults = {
+            "learning_rate": RATE_TRUNK if is_trunk else RATE_FULL if args.full else RATE_ADAPTERS,
+            "batch_tokens": 4096 if is_trunk else 16384,
+        }
+        for name, default in defaults.items():
+            if getattr(args, name) is None:
+                setattr(args, name, default)
     args.device = device_of(args.device)
     args.dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")

@@ -14,8 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lenvm_kernels.demo.models import source_of
+from lenvm_kernels.ops.candidate_values import MAX_BINS
 from lenvm_kernels.training.network import Adapters, ValueNetwork
 from lenvm_kernels.training.packs import Example, pack
+from lenvm_kernels.training.trunk import OUTPUTS, SIZE
 from lenvm_kernels.value_model import ValueModelConfig
 
 # Of an H100 (SXM): dense bf16 operations and bytes of memory a second, and the shares of them that are reckoned with.
@@ -102,12 +104,24 @@ def collect_hours(
     return tokens / rows * seconds / 3600
 
 
-def fit_hours(cost: ModelCost, tokens: float) -> float:
+def hours_of(flops: float) -> float:
     """On one H100."""
-    return tokens * cost.step / (FLOPS * SHARE_OF_FLOPS) / 3600
+    return flops / (FLOPS * SHARE_OF_FLOPS) / 3600
 
 
 def fit_gib(cost: ModelCost, forward_tokens: int) -> float:
     """Frozen weights in bf16, trained ones with gradient and two moments in fp32, and what a forward keeps."""
     fixed = 2 * (cost.parameters - cost.trained) + 16 * cost.trained
     return (fixed + forward_tokens * cost.kept) / GIB
+
+
+def trunk_cost(path: Path, layers: int) -> tuple[int, int]:
+    """Parameters of a trunk that reads so many layers of a base model, and bytes of the states of a token in bf16."""
+    hidden = AutoConfig.from_pretrained(**source_of(path)).get_text_config().hidden_size
+    of_head = OUTPUTS * (SIZE + 1) + MAX_BINS * (OUTPUTS + 1)
+    return 2 * SIZE * (layers * hidden + 1) + SIZE * hidden + of_head, 2 * layers * hidden
+
+
+def trunk_fit_flops(base: ModelCost, parameters: int, tokens: float, states: int, epochs: int) -> float:
+    """Operations of a forward of the base model over so many tokens, and of a trunk's training on states of them."""
+    return tokens * base.forward + 6 * parameters * min(states, tokens) * epochs

@@ -16,7 +16,7 @@ def measure(
     """Errors over all states of answers; those that were cut have the expected target.
 
     Args:
-        values, targets: fp32 ``[len(ids) - guided]`` of each answer.
+        values, targets: fp32 of each answer, of its last states: at most ``[len(ids) - guided]``.
         answers: at least one.
         gamma: the discount of the values.
 
@@ -29,9 +29,9 @@ def measure(
         None stands where nothing varies.
     """
     v, y = torch.cat(list(values)).double(), torch.cat(list(targets)).double()
-    counts = torch.tensor([len(answer.ids) - answer.guided for answer in answers])
+    lens, counts = (torch.tensor([len(x) for x in of_answers]) for of_answers in ((a.ids for a in answers), values))
     prompt = torch.tensor([answer.prompt for answer in answers]).repeat_interleave(counts)
-    position = torch.cat([torch.arange(answer.guided, len(answer.ids)) for answer in answers])
+    position = torch.cat([torch.arange(n - count, n) for n, count in zip(lens.tolist(), counts.tolist(), strict=True)])
     ended = torch.tensor([answer.finished for answer in answers]).repeat_interleave(counts)
 
     correlations = (pearson(ranks(v[prompt == p]), ranks(y[prompt == p])) for p in prompt.unique())

@@ -31,12 +31,13 @@ class Measured:
         gamma: the discount of the values.
 
     Attributes:
+        folders: as given.
         found: by directory with held-out answers and by name, as :func:`measure` returns them.
     """
 
     def __init__(self, folders: Sequence[Path], splits: Sequence[Split], gamma: float) -> None:
         self._splits = {str(folder): split for folder, split in zip(folders, splits, strict=True) if split.answers}
-        self._gamma = gamma
+        self.folders, self._gamma = folders, gamma
         self.found: dict[str, dict[str, Any]] = {folder: {} for folder in self._splits}
 
     def add(self, name: str, values: Callable[[Split], list[torch.Tensor]]) -> None:

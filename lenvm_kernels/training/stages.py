@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import platform
+import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -17,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from lenvm_kernels.adapters.settings import NONE
 from lenvm_kernels.demo import held_out_prompts, spread, training_prompts
 from lenvm_kernels.demo.models import Models, load_tokenizer, locate, quiet, source_of, tokens_of
 from lenvm_kernels.evaluate.guarded_lines import check_plan
@@ -24,14 +26,28 @@ from lenvm_kernels.evaluate.prompts import TEST, TRAIN, Prompt, read_prompts
 from lenvm_kernels.evaluate.servers import Server
 from lenvm_kernels.training import collect as collecting
 from lenvm_kernels.training.answers import AnswerStore
-from lenvm_kernels.training.checkpoint import write
+from lenvm_kernels.training.checkpoint import VALUE, write
 from lenvm_kernels.training.fit import STATE_FILE, Schedule, Training, standardise, values_of
 from lenvm_kernels.training.network import Adapters, ValueNetwork
 from lenvm_kernels.training.report import CONSTANT, FITTED, INITIAL, Measured, means
 from lenvm_kernels.training.targets import Split, gamma_of, split_of
+from lenvm_kernels.training.trunk import (
+    STANDARDISED,
+    TrunkHead,
+    TrunkSchedule,
+    config_of,
+    edges_of,
+    fit_trunk,
+    rows_of,
+    tokens_valued,
+)
+from lenvm_kernels.training.trunk import values_of as trunk_values_of
 from lenvm_kernels.value_model import LenVMConfig, ValueModelConfig
+from lenvm_kernels.value_model.trunk import write_trunk
 
 REPORT = "report.json"
+# One in so many prompts chooses which epoch of a trunk is kept.
+CHOOSES = 20
 PACKAGES = ("lenvm-kernels", "torch", "transformers", "peft", "accelerate")
 
 
@@ -128,6 +144,19 @@ def check_backbone(name: str, flag: str, adapters: Adapters | None) -> Path:
     return path
 
 
+def check_trunk(name: str, layers: tuple[int, ...] | None) -> Path:
+    """Where a base model is, if it has the layers that a trunk is to read.
+
+    Raises:
+        ValueError, OSError: it does not, or there is none; by the flag's name.
+    """
+    path = locate("BASE", name)
+    count = AutoConfig.from_pretrained(**source_of(path)).get_text_config().num_hidden_layers
+    if layers is not None and max(layers) > count:
+        raise ValueError(f"--layers must be at most the {count} layers of {name!r}, got {max(layers)}")
+    return path
+
+
 def collect_stage(
     how: Collecting, base: str, folder: Path, *, seed: int, value: str | None = None, url: str | None = None
 ) -> AnswerStore:
@@ -194,14 +223,7 @@ class Fitting:
         Raises:
             ValueError: a flag that does not fit, by name.
         """
-        gamma = None
-        if args.gamma != "auto":
-            try:
-                gamma = float(args.gamma)
-            except ValueError:
-                gamma = math.nan
-            if not 0 < gamma < 1:
-                raise ValueError(f"--gamma must be auto or a number in (0, 1), got {args.gamma!r}")
+        gamma = _gamma(args.gamma)
         if args.device not in ("cpu", "cuda"):  # each process takes the GPU of its number
             raise ValueError(f"--device must be cpu or cuda where something is trained, got {args.device!r}")
         if args.dtype == "float16":
@@ -243,13 +265,7 @@ def fit_stage(
     quiet()
     path = check_backbone(backbone, "BACKBONE", how.adapters)
     tokenizer = load_tokenizer("BACKBONE", path)
-    stores = [AnswerStore.open(folder, "--answers") for folder in folders]
-    for folder, store in zip(folders, stores, strict=True):
-        if store.plan["vocabulary"] != vocabulary(tokenizer):
-            raise ValueError(
-                f"BACKBONE must have the vocabulary of the base model {store.plan['base']!r} that answered in "
-                f"{str(folder)!r}, {backbone!r} has another"
-            )
+    stores = _opened(folders, backbone, tokenizer)
     gamma = how.gamma
     if gamma is None and initial is not None:
         gamma = LenVMConfig.read(initial).gamma
@@ -269,10 +285,7 @@ def fit_stage(
         "schedule": asdict(how.schedule),
         "dtype": how.dtype,
     }
-    report_file = output / REPORT
-    if report_file.exists():
-        report = json.loads(report_file.read_text(encoding="utf-8"))
-        check_plan(plan, report["plan"], output)
+    if (report := _report_of(output, plan)) is not None:
         return report
 
     began = time.monotonic()
@@ -299,24 +312,193 @@ def fit_stage(
     report = {}
     if accelerator.is_main_process:
         write(network, path, tokenizer, gamma, output)
-        report = {
-            "command": command,
-            "date": time.strftime("%Y-%m-%d", time.gmtime()),
-            "minutes": round((time.monotonic() - began) / 60, 1),
-            "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
-            "device": str(accelerator.device),
-            "plan": plan,
-            "training": {
-                "answers": len(examples),
-                "states": sum(len(example.targets) for example in examples),
-                "steps": len(run.losses),
-                "mean squared error": means(run.losses, 50),
-                "parameters": sum(parameter.numel() for parameter in network.trained().values()),
-            },
-            "guided": {str(f): store.plan.get("targets") is not None for f, store in zip(folders, stores, strict=True)},
-            "test": measured.found,
+        training_of_it = {
+            "answers": len(examples),
+            "states": sum(len(example.targets) for example in examples),
+            "steps": len(run.losses),
+            "mean squared error": means(run.losses, 50),
+            "parameters": sum(parameter.numel() for parameter in network.trained().values()),
         }
-        report_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        of_run = dict(command=command, began=began, device=accelerator.device, plan=plan, training=training_of_it)
+        report = _written(output, measured, stores, **of_run)
         run.done()
     accelerator.wait_for_everyone()
+    return report
+
+
+@dataclass(frozen=True)
+class TrunkFitting:
+    """How a trunk is fitted; fields are the flags of ``lenvm fit --kind trunk``."""
+
+    layers: tuple[int, ...] | None
+    gamma: float | None
+    states: int
+    schedule: TrunkSchedule
+    forward_tokens: int
+    device: str
+    dtype: str
+    seed: int
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> TrunkFitting:
+        """Check.
+
+        Raises:
+            ValueError: a flag that does not fit, by name.
+        """
+        if args.full or getattr(args, "initial", None) is not None:
+            raise ValueError("--full and --initial must not be given with --kind trunk")
+        if args.epochs < 1:
+            raise ValueError(f"--epochs must be at least 1 with --kind trunk, got {args.epochs}")
+        return cls(
+            layers=None if args.layers is None else tuple(args.layers),
+            gamma=_gamma(args.gamma),
+            states=args.states,
+            schedule=TrunkSchedule(args.epochs, args.learning_rate, args.batch_tokens),
+            forward_tokens=args.forward_tokens or (1536 if args.device == "cpu" else 16384),
+            device=args.device,
+            dtype=args.dtype,
+            seed=args.seed,
+        )
+
+
+def fit_trunk_stage(how: TrunkFitting, base: str, folders: list[Path], output: Path, *, command: str) -> dict[str, Any]:
+    """Fit a trunk to the answers of directories, unless it is there, and return its report.
+
+    Args:
+        how: the training.
+        base: the base model, whose answers they are.
+        folders: of :func:`collect_stage`, one a round.
+        output: gets ``value`` and ``report.json``.
+        command: for the report.
+
+    Raises:
+        ValueError: answers of another vocabulary, or layers that the base model does not have.
+    """
+    quiet()
+    path = check_trunk(base, how.layers)
+    stores = _opened(folders, base, load_tokenizer("BASE", path))
+    of_split = {split: [store.of_split(split) for store in stores] for split in (TRAIN, TEST)}
+    answered = [
+        (store.prompts[answer.prompt]["ids"], answer)
+        for store, answers in zip(stores, of_split[TRAIN], strict=True)
+        for answer in answers
+    ]
+    chooses = torch.tensor([answer.prompt % CHOOSES == CHOOSES - 1 for _, answer in answered])
+    valued = [bool(tokens_valued(answer)) for _, answer in answered]
+    if not (torch.tensor(valued) & ~chooses).any():
+        raise ValueError("--answers must have answers to training prompts, got none of two tokens or more")
+    gamma = gamma_of([answer for _, answer in answered]) if how.gamma is None else how.gamma
+    plan = {
+        "kind": "trunk",
+        "base": base,
+        "answers": [_hash([asdict(answer) for answer in answers])[:16] for answers in of_split[TRAIN]],
+        "gamma": gamma,
+        "layers": how.layers,
+        "states": how.states,
+        "schedule": asdict(how.schedule),
+        "dtype": how.dtype,
+        "seed": how.seed,
+    }
+    plan = json.loads(json.dumps(plan))  # as the report has it
+    if (report := _report_of(output, plan)) is not None:
+        return report
+
+    began = time.monotonic()
+    models = Models.load(base, NONE, device=how.device, dtype=getattr(torch, how.dtype), names=("BASE", "--value"))
+    torch.manual_seed(how.seed)
+    num_layers, embedding = models.of_trunk()
+    edges = edges_of(max(len(answer.ids) for _, answer in answered))
+    config = config_of(models, base, how.layers or (num_layers,), edges)
+    of_rows: dict[str, Any] = dict(most=how.states, forward_tokens=how.forward_tokens)
+    rows = rows_of(models, config.layers, answered, **of_rows)
+    is_training = ~chooses[rows.answers]
+    training = rows.of(is_training)
+    head = TrunkHead(training.states[torch.randperm(len(training))[:STANDARDISED]], embedding, len(edges) - 1)
+    head.to(how.device)
+    losses = fit_trunk(head, training, rows.of(~is_training), embedding, edges, how.schedule)
+    write_trunk(config, head.tensors(), gamma, output / VALUE)
+
+    splits = [split_of(store, TEST, gamma, of_prompts=False) for store in stores]
+    measured = Measured(folders, splits, gamma)
+    mean = 1 - gamma ** training.remaining[~training.is_cut]
+    measured.add(CONSTANT, lambda split: [mean.mean().expand_as(example.targets) for example in split.examples])
+
+    def predicted(split: Split) -> list[torch.Tensor]:
+        of_answers = [(example.prompt, answer) for example, answer in zip(split.examples, split.answers, strict=True)]
+        found = rows_of(models, config.layers, of_answers, most=sys.maxsize, forward_tokens=how.forward_tokens)
+        values = trunk_values_of(head, found, embedding, edges, gamma)
+        return list(values.split(torch.bincount(found.answers, minlength=len(of_answers)).tolist()))
+
+    measured.add(FITTED, predicted)
+    of_training = {
+        "answers": len(answered),
+        "states": len(training),
+        "negative log-likelihood": losses,
+        "parameters": sum(parameter.numel() for parameter in head.parameters()),
+    }
+    of_run = dict(command=command, began=began, device=how.device, plan=plan, training=of_training)
+    return _written(output, measured, stores, **of_run)
+
+
+def _gamma(text: str) -> float | None:
+    """Of ``--gamma``; None: of the answers."""
+    if text == "auto":
+        return None
+    try:
+        gamma = float(text)
+    except ValueError:
+        gamma = math.nan
+    if not 0 < gamma < 1:
+        raise ValueError(f"--gamma must be auto or a number in (0, 1), got {text!r}")
+    return gamma
+
+
+def _opened(folders: list[Path], model: str, tokenizer: PreTrainedTokenizerBase) -> list[AnswerStore]:
+    """The answers of directories, if their tokens are those of the model."""
+    stores = [AnswerStore.open(folder, "--answers") for folder in folders]
+    for folder, store in zip(folders, stores, strict=True):
+        if store.plan["vocabulary"] != vocabulary(tokenizer):
+            raise ValueError(
+                f"BACKBONE must have the vocabulary of the base model {store.plan['base']!r} that answered in "
+                f"{str(folder)!r}, {model!r} has another"
+            )
+    return stores
+
+
+def _report_of(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
+    """That of a training which has been done, if it was this one."""
+    file = output / REPORT
+    if not file.exists():
+        return None
+    report = json.loads(file.read_text(encoding="utf-8"))
+    check_plan(plan, report["plan"], output)
+    return report
+
+
+def _written(
+    output: Path,
+    measured: Measured,
+    stores: list[AnswerStore],
+    *,
+    command: str,
+    began: float,
+    device: Any,
+    plan: dict[str, Any],
+    training: dict[str, Any],
+) -> dict[str, Any]:
+    """The report of a training that began then, in its file."""
+    guided = [store.plan.get("targets") is not None for store in stores]
+    report = {
+        "command": command,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "minutes": round((time.monotonic() - began) / 60, 1),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "device": str(device),
+        "plan": plan,
+        "training": training,
+        "guided": dict(zip(map(str, measured.folders), guided, strict=True)),
+        "test": measured.found,
+    }
+    (output / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return report

@@ -67,8 +67,15 @@ class Split:
     examples: list[Example]
 
 
-def split_of(store: AnswerStore, split: str, gamma: float) -> Split:
-    """The answers to the prompts of a split, with targets. Tails are estimated on the training prompts alone."""
+def split_of(store: AnswerStore, split: str, gamma: float, *, of_prompts: bool = True) -> Split:
+    """The answers to the prompts of a split, with targets. Tails are estimated on the training prompts alone.
+
+    Without ``of_prompts`` a prompt's last token has none: only tokens that were candidates are valued.
+    """
     tail = tail_factor(store.of_split(TRAIN), gamma)
-    answers, prompts = [a for a in store.of_split(split) if len(a.ids) > a.guided], store.prompts
-    return Split(answers, [Example(prompts[a.prompt]["ids"], a.ids, targets(a, gamma, tail)) for a in answers])
+    first = {a.key: 0 if of_prompts or a.guided else 1 for a in store.of_split(split)}
+    answers = [a for a in store.of_split(split) if len(a.ids) > a.guided + first[a.key]]
+    return Split(
+        answers,
+        [Example(store.prompts[a.prompt]["ids"], a.ids, targets(a, gamma, tail)[first[a.key] :]) for a in answers],
+    )

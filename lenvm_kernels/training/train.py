@@ -11,6 +11,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from lenvm_kernels.cli_arguments import TRUNK
 from lenvm_kernels.demo import spread
 from lenvm_kernels.demo.models import load_tokenizer, locate, quiet, tokens_of
 from lenvm_kernels.evaluate import command as evaluate
@@ -22,9 +23,12 @@ from lenvm_kernels.training.report import table
 from lenvm_kernels.training.stages import (
     Collecting,
     Fitting,
+    TrunkFitting,
     check_backbone,
+    check_trunk,
     collect_stage,
     fit_stage,
+    fit_trunk_stage,
     vocabulary,
 )
 
@@ -46,10 +50,15 @@ def train(args: argparse.Namespace, command: str) -> None:
     how = Collecting.of(args)
     guided = replace(how, answers_per_prompt=args.guided_answers_per_prompt or how.answers_per_prompt)
     rounds = [how, *[guided] * (args.rounds - 1)]
-    fitting = Fitting.of(args)
+    fitting = TrunkFitting.of(args) if args.kind == TRUNK else Fitting.of(args)
     backbone = args.base if args.backbone == "base" else args.backbone
     quiet()
-    check_backbone(backbone, "--backbone", fitting.adapters)
+    if isinstance(fitting, TrunkFitting):
+        if args.backbone != "base":
+            raise ValueError(f"--backbone must be base with --kind trunk, got {args.backbone!r}")
+        check_trunk(args.base, fitting.layers)
+    else:
+        check_backbone(backbone, "--backbone", fitting.adapters)
     base, value_tokenizer = (
         load_tokenizer(f, locate(f, n)) for f, n in (("BASE", args.base), ("--backbone", backbone))
     )
@@ -66,12 +75,15 @@ def train(args: argparse.Namespace, command: str) -> None:
         folders.append(folder / "answers")
         url = args.url if number == 1 else args.guided_url if number == 2 else None
         collect_stage(of_round, args.base, folders[-1], seed=args.seed + number - 1, value=value, url=url)
-        start, initial = backbone, None
-        if value is not None and fitting.adapters is not None:
-            initial = Path(value).parent / ADAPTER
-        elif value is not None:
-            start, initial = value, Path(value)
-        report = fit_stage(fitting, start, folders, folder, initial=initial, command=command)
+        if isinstance(fitting, TrunkFitting):
+            report = fit_trunk_stage(fitting, args.base, folders, folder, command=command)
+        else:
+            start, initial = backbone, None
+            if value is not None and fitting.adapters is not None:
+                initial = Path(value).parent / ADAPTER
+            elif value is not None:
+                start, initial = value, Path(value)
+            report = fit_stage(fitting, start, folders, folder, initial=initial, command=command)
         print(f"round {number}:\n{table(report)}", flush=True)
         value = str(folder / VALUE)
     assert value is not None
@@ -98,7 +110,11 @@ def _evaluate(args: argparse.Namespace, how: Collecting, value: Path) -> None:
 
 
 def dry_run(
-    rounds: Sequence[Collecting], fitting: Fitting, base: str, backbone: str, tokenizer: PreTrainedTokenizerBase
+    rounds: Sequence[Collecting],
+    fitting: Fitting | TrunkFitting,
+    base: str,
+    backbone: str,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> str:
     """A table of what each stage takes on one H100, if every answer is as long as it may be.
 
@@ -110,9 +126,15 @@ def dry_run(
     """
     how = rounds[0]
     paths = locate("BASE", base), locate("--backbone", backbone)
-    row_tokens = fitting.schedule.row_tokens
+    row_tokens = 4096 if isinstance(fitting, TrunkFitting) else fitting.schedule.row_tokens
     of_base = cost.model_cost(paths[0], Adapters(1), row_tokens)
-    of_value = cost.model_cost(paths[1], fitting.adapters, row_tokens, checkpointing=fitting.checkpointing)
+    of_value: cost.ModelCost | None = None
+    if isinstance(fitting, TrunkFitting):
+        parameters, state_bytes = cost.trunk_cost(paths[0], len(fitting.layers or [0]))
+        trained = f"trunk: {parameters / 1e6:.1f}M parameters"
+    else:
+        of_value = cost.model_cost(paths[1], fitting.adapters, row_tokens, checkpointing=fitting.checkpointing)
+        trained = f"value model: {of_value.parameters / 1e6:.1f}M parameters, {of_value.trained / 1e6:.2f}M trained"
     prompt_tokens = [len(ids) for ids in tokens_of(tokenizer, [p.text for p in how.prompts], chat=how.chat)]
     mean_prompt = sum(prompt_tokens) / len(prompt_tokens)
     shares = {split: sum(prompt.split == split for prompt in how.prompts) for split in (TRAIN, TEST)}
@@ -122,7 +144,7 @@ def dry_run(
     lines = [
         f"{shares[TRAIN]} training and {shares[TEST]} held-out prompts of {mean_prompt:.0f} tokens, "
         f"answers to each in a round: {', '.join(str(of_round.answers_per_prompt) for of_round in rounds)}",
-        f"value model: {of_value.parameters / 1e6:.1f}M parameters, {of_value.trained / 1e6:.2f}M trained",
+        trained,
         "Answers count with --max-new-tokens, half of the mean target guided. Hours are computed for one H100 at "
         f"{cost.SHARE_OF_FLOPS:.0%} of its operations and {cost.SHARE_OF_BANDWIDTH:.0%} of its bandwidth; nothing was "
         "measured.",
@@ -130,7 +152,7 @@ def dry_run(
         "| stage | tokens | FLOPs | hours | GiB |",
         "| --- | --- | --- | --- | --- |",
     ]
-    fitted = 0.0
+    answered = 0.0  # tokens of all answers so far, and of their prompts
     for number, of_round in enumerate(rounds, start=1):
         answers = len(how.prompts) * of_round.answers_per_prompt
         tokens = answers * how.max_new_tokens
@@ -138,15 +160,25 @@ def dry_run(
         context = mean_prompt + how.max_new_tokens / 2
         rows = how.concurrency
         kv = cost.kv_bytes(paths[0])
-        flops = tokens * of_base.forward + under_guidance * (1 + cost.CANDIDATES) * of_value.forward
+        flops = tokens * of_base.forward
+        if of_value is not None:
+            flops += under_guidance * (1 + cost.CANDIDATES) * of_value.forward
         hours = cost.collect_hours(of_base, kv, None, tokens - under_guidance, context, rows)
         hours += cost.collect_hours(of_base, kv, of_value, under_guidance, mean_prompt + mean_target / 4, rows)
-        models = of_base.parameters + of_value.parameters * (number > 1)
+        models = of_base.parameters + (of_value.parameters if of_value is not None and number > 1 else 0)
         gib = (2 * models + rows * 2 * context * kv) / cost.GIB
         lines.append(f"| collect, round {number} | {tokens:.3g} | {flops:.3g} | {hours:.2g} | {gib:.1f} |")
         share = shares[TRAIN] / len(how.prompts)
-        fitted += fitting.schedule.epochs * (tokens + sum(prompt_tokens)) * share
-        gib = cost.fit_gib(of_value, fitting.schedule.forward_tokens)
-        hours = cost.fit_hours(of_value, fitted)
-        lines.append(f"| fit, round {number} | {fitted:.3g} | {fitted * of_value.step:.3g} | {hours:.2g} | {gib:.1f} |")
+        answered += (tokens + sum(prompt_tokens)) * share
+        if isinstance(fitting, TrunkFitting):  # a forward of the base model, and the head's training
+            fitted = answered
+            flops = cost.trunk_fit_flops(of_base, parameters, answered, fitting.states, fitting.schedule.epochs)
+            gib = (2 * of_base.parameters + state_bytes * min(fitting.states, answered)) / cost.GIB
+        else:
+            assert of_value is not None
+            fitted = fitting.schedule.epochs * answered
+            flops = fitted * of_value.step
+            gib = cost.fit_gib(of_value, fitting.schedule.forward_tokens)
+        hours = cost.hours_of(flops)
+        lines.append(f"| fit, round {number} | {fitted:.3g} | {flops:.3g} | {hours:.2g} | {gib:.1f} |")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The value model: its checkpoint, the tokens of a forward, and the forward."""
+"""The value model: its checkpoint, the tokens of a forward, and the forward; and the trunk, which needs none."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lenvm_kernels.value_model.model import ValueModel as ValueModel
     from lenvm_kernels.value_model.ragged_batch import KVCache as KVCache
     from lenvm_kernels.value_model.ragged_batch import RaggedBatch as RaggedBatch
+    from lenvm_kernels.value_model.trunk import Trunk as Trunk
 
 # Imported when first used: an engine's front end reads a model's configuration without the operators.
 _MODULES = {
@@ -18,6 +19,7 @@ _MODULES = {
     "KVCache": "ragged_batch",
     "LenVMConfig": "lenvm_config",
     "RaggedBatch": "ragged_batch",
+    "Trunk": "trunk",
     "ValueModel": "model",
     "ValueModelConfig": "checkpoint",
     "image_positions": "images",

@@ -42,6 +42,8 @@ class LenVMConfig:
         target_form: what the value head was trained to predict.
         length_normalizer: tokens in which the form ``length`` counts, > 0.
         length_activation: what the form ``length`` puts ``x`` through.
+        strength: the ``strength`` that its values call for, of requests that name none, >= 0; None: that of
+            :func:`parse_guidance`.
 
     Raises:
         ValueError: naming the field, what came and what is accepted.
@@ -51,10 +53,13 @@ class LenVMConfig:
     target_form: str = DISCOUNTED_RETURN
     length_normalizer: float = 1.0
     length_activation: str = SOFTPLUS
+    strength: float | None = None
 
     def __post_init__(self) -> None:
         if self.gamma is not None and not (_is_number(self.gamma) and 0 < self.gamma < 1):
             raise ValueError(f"gamma must be a number > 0 and < 1, got {self.gamma!r}")
+        if self.strength is not None and not (_is_number(self.strength) and 0 <= self.strength < math.inf):
+            raise ValueError(f"strength must be a finite number >= 0, got {self.strength!r}")
         if self.target_form not in TARGET_FORMS:
             raise ValueError(f"target_form must be one of {', '.join(TARGET_FORMS)}, got {self.target_form!r}")
         if not (_is_number(self.length_normalizer) and 0 < self.length_normalizer < math.inf):
@@ -108,8 +113,9 @@ class LenVMConfig:
 
     def write(self, folder: str | os.PathLike) -> None:
         """Into the directory of a value model, over what is there."""
-        of_all_forms = ("gamma", "target_form")
-        content = {k: x for k, x in asdict(self).items() if k in of_all_forms or self.target_form == LENGTH}
+        of_all_forms = ("gamma", "target_form") if self.strength is None else ("gamma", "target_form", "strength")
+        of_length = ("length_normalizer", "length_activation") if self.target_form == LENGTH else ()
+        content = {k: x for k, x in asdict(self).items() if k in of_all_forms + of_length}
         (Path(folder) / CONFIG_FILE).write_text(json.dumps(content) + "\n", encoding="utf-8")
 
     @property

@@ -18,7 +18,7 @@ import torch
 
 from lenvm_kernels.ops._common import FLOAT_DTYPES, check_e4m3
 from lenvm_kernels.ops.embed_tokens import embed_tokens
-from lenvm_kernels.ops.ragged_linear import Tile, choose_tile, num_splits, ragged_linear
+from lenvm_kernels.ops.ragged_linear import ragged_linear, rows_of_every_tile
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.ops.value_head import num_counters as value_head_counters
 from lenvm_kernels.ops.value_head import value_head
@@ -271,11 +271,7 @@ class ValueModel:
         """Numbers of token rows, up to ``most`` and all in use, whose forwards compile what those of any other need."""
         layer = self.layers[0]
         weights = [(layer.qkv, False), (layer.o, False), (layer.gate_up, True), (layer.down, False)]
-        shapes = [(len(w), num_splits(len(w), w.shape[1], swiglu), swiglu, w.dtype) for w, swiglu in weights]
-        first: dict[tuple[Tile, ...], int] = {}
-        for tokens in range(1, most + 1):
-            first.setdefault(tuple(choose_tile(tokens, *shape) for shape in shapes), tokens)
-        return list(first.values())
+        return rows_of_every_tile(most, [(*w.shape, swiglu, w.dtype) for w, swiglu in weights])
 
     def _zeros(self, count: int) -> torch.Tensor | None:
         """So many counters, or None if there are not as many."""

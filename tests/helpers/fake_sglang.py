@@ -71,7 +71,7 @@ class FakeServer(ThreadingHTTPServer):
         self.count("lenvm:rows_total", guided - due, status="not_due")
         self.count("lenvm:value_model_milliseconds_total", VALUE_MS * due)
         self.count(stage, BASE_SECONDS * length + VALUE_MS * due / 1e3, category="run_batch")
-        if guided:
+        if guided and "LENVM_TIMING" in os.environ:
             steps, stages = Path(os.environ["LENVM_TIMING"]), STAGE_MS | {"total": sum(STAGE_MS.values())}
             for rank in (1, 2):  # each takes the same steps; the second is slower
                 times = {f"{stage}_ms": ms * self.flushes * rank for stage, ms in stages.items()}

@@ -128,9 +128,9 @@ def tiny_value_model(device, dtype=None):
     return value_model_of(random_model(Qwen3ForCausalLM, config), random_head(), device=device, dtype=dtype)
 
 
-def save_checkpoint(path, seed, words=WORDS, value_head=False):
+def save_checkpoint(path, seed, words=WORDS, value_head=False, layers=1):
     """A tiny Llama with a tokenizer whose words are ``words``, and a value head beside it if asked."""
-    sizes = TINY | dict(vocab_size=len(words), intermediate_size=64, num_hidden_layers=1)
+    sizes = TINY | dict(vocab_size=len(words), intermediate_size=64, num_hidden_layers=layers)
     config = LlamaConfig(**sizes, eos_token_id=EOS, pad_token_id=0, bos_token_id=None)
     random_model(LlamaForCausalLM, config, seed=seed).save_pretrained(path)
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from lenvm_kernels.fuzz.check import operators
+from lenvm_kernels.fuzz.ops.candidate_values import exact as exact_candidate_values
 from lenvm_kernels.reference._common import sums_of_squares
 
 # The part of a result that a fault is planted in.
@@ -19,6 +20,7 @@ PARTS = {
     "ragged_layout": lambda layout: layout.positions,
     "rope_cache": lambda heads: heads[0],
     "verify_drafts": lambda verified: verified.lens,
+    "candidate_values": lambda logits: logits[0],
 }
 
 
@@ -60,7 +62,13 @@ def ragged_linear(*, x, weight, square_sums_out=None, **keywords):
     return y
 
 
+def candidate_values(**keywords):
+    """With the matmul's operand rounded as the kernel rounds it, which no wider dtype does."""
+    return tuple(x.float() for x in exact_candidate_values(**keywords))
+
+
 EXACT = {
+    "candidate_values": candidate_values,
     "topk_candidates": topk_candidates,
     "embed_tokens": embed_tokens,
     "value_head": rounded_once("value_head", lambda keywords: torch.float32),

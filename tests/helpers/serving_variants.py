@@ -21,7 +21,8 @@ from bench.models import make_config
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import EngineSlots, GuidedStep, StepBatch, StepConfig
 from lenvm_kernels.types import Drafts
-from lenvm_kernels.value_model import ValueModel
+from lenvm_kernels.value_model import Trunk, ValueModel
+from lenvm_kernels.value_model.trunk import TrunkConfig
 from tests.helpers.engine import take_step
 from tests.helpers.padded_step import PaddedStep
 
@@ -56,12 +57,22 @@ def calls(step, rows, vocab):
     x, bf16 = torch.zeros(rows, vocab), torch.zeros(rows, vocab, dtype=torch.bfloat16)
     padded = torch.zeros(rows, -(-vocab // 16) * 16)[:, :vocab]
 
+    needed = step.values.needs_states
+
     def guide(scores, *, rows=numbers, integers=i64, **options):
         options = dict(top_k=i32, top_p=one, min_p=one) | options
+        if needed is not None:
+            options["states"] = slice_of_longer(torch.zeros(len(scores), needed[0], dtype=needed[1]))
         return partial(take_step, step, scores, integers, rows, i32, **options)
 
     logits = dict(is_logits=True)
     prompts, max_drafts = StepBatch(i64, numbers, i32), step.config.max_drafts
+    if needed is not None:
+        return {
+            "SGLang draws": guide(x, drawn=i64, sample=True),
+            "vLLM": guide(x, temperature=one, active=active, **logits),
+            "int32 batch": guide(x, rows=numbers.int(), integers=i32, drawn=i32, sample=True),
+        }
     if max_drafts:
         nodes = 1 + max_drafts
         tokens = torch.zeros(rows, nodes, dtype=torch.int32)
@@ -100,6 +111,15 @@ def calls(step, rows, vocab):
     }
 
 
+def random_trunk(size):
+    """Of a base model whose states have so many numbers."""
+    trunk = TrunkConfig("none", (1,), 1, size, 600, "", tuple(range(1, 31)))
+    shapes = {"projection": (2 * 256, size), "embedding": (256, size), "fc": (128, 256), "bins": (29, 128)}
+    tensors = {f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+    tensors |= {f"{name}.bias": torch.zeros(shape[0]) for name, shape in shapes.items()}
+    return Trunk(trunk, tensors, torch.zeros(600, size, dtype=torch.bfloat16))
+
+
 def main() -> None:
     vocab = int(sys.argv[1])
     with targeting(GPUTarget("cuda", 90, 32)), intercept_launches(note_key):
@@ -116,8 +136,9 @@ def serve(vocab):
         ("without graphs", GuidedStep, None, {}),
         ("in fp8", PaddedStep, "fp8", {"cache": "fp8"}),
         ("with drafts", PaddedStep, None, {"max_drafts": 3}),
+        ("with a trunk", GuidedStep, None, {}),
     ):
-        model = ValueModel(config, tensors, weights=weights)
+        model = random_trunk(512) if name == "with a trunk" else ValueModel(config, tensors, weights=weights)
         keys.clear()
         slots = EngineSlots(torch.zeros(MAX_ROWS, 1024, dtype=torch.int32), 1000)
         options |= dict(vocab_size=vocab, chunk_tokens=CHUNK_TOKENS, backend="triton")

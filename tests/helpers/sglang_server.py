@@ -44,6 +44,17 @@ def write_checkpoints(folder):
     save_file(random_head(2, HIDDEN), folder / "value" / "value_head.safetensors")
 
 
+def write_eagle(folder):
+    """A draft model of EAGLE that hands on the base's hidden states, all but unchanged."""
+    config = Qwen2Config(**TINY | {"num_hidden_layers": 1}, architectures=["Qwen2ForCausalLMEagle"])
+    config.save_pretrained(folder)
+    layer = random_model(Qwen2ForCausalLM, config, seed=2).model.layers[0]
+    weights = {f"layers.0.{name}": weight * 0.1 for name, weight in layer.state_dict().items()}
+    del weights["layers.0.input_layernorm.weight"]
+    weights |= {"fc.weight": torch.eye(HIDDEN, 2 * HIDDEN).roll(HIDDEN, 1), "fc.bias": torch.zeros(HIDDEN)}
+    save_file(weights, folder / "model.safetensors")
+
+
 class Server:
     """A running server, and the file that its guided steps are traced to."""
 

@@ -40,9 +40,12 @@ SAMPLING = {"temperature": 1.0, "top_k": 6, "max_tokens": 16, "ignore_eos": True
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 
 
-def write_checkpoints(folder):
-    """Put a base model and a value model, both random, where :func:`running_server` looks for them."""
-    random_model(Qwen2ForCausalLM, Qwen2Config(**BASE), seed=0).save_pretrained(folder / "base")
+def write_checkpoints(folder, **changes):
+    """Put a base model and a value model, both random, where :func:`running_server` looks for them.
+
+    ``changes`` are of the base model's configuration.
+    """
+    random_model(Qwen2ForCausalLM, Qwen2Config(**BASE | changes), seed=0).save_pretrained(folder / "base")
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = dict(pad_token="<pad>", unk_token="<unk>", eos_token="<eos>")

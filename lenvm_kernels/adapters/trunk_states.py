@@ -1,0 +1,72 @@
+"""The states of a ``transformers`` model that a trunk reads, caught on their way through its layers."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+
+class TrunkStates:
+    """What some layers of a model said in its last forward.
+
+    Hooks stay on the model for as long as this object lives.
+
+    Args:
+        model: a causal language model of ``transformers``.
+        layers: as in :class:`TrunkConfig`.
+        last: keep those of the last position alone.
+
+    Raises:
+        ValueError: the model has no list of as many layers as its configuration says.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: tuple[int, ...], *, last: bool) -> None:
+        modules, count = layers_of(model), model.config.get_text_config().num_hidden_layers
+        kept: list[torch.Tensor | None] = [None] * len(layers)
+
+        def keep(place: int, x: torch.Tensor) -> None:
+            kept[place] = x[:, -1] if last else x
+
+        handles = []
+        for place, layer in enumerate(layers):
+
+            def before(module: torch.nn.Module, args: Any, kwargs: Any, place: int = place) -> None:
+                keep(place, args[0] if args else kwargs["hidden_states"])
+
+            def after(module: torch.nn.Module, args: Any, output: Any, place: int = place) -> None:
+                keep(place, output[0])
+
+            if layer == count:
+                handles.append(model.get_decoder().register_forward_hook(after))
+            else:
+                handles.append(modules[layer].register_forward_pre_hook(before, with_kwargs=True))
+        self._kept = kept
+        weakref.finalize(self, lambda: [handle.remove() for handle in handles])
+
+    def take(self) -> torch.Tensor:
+        """``[B, L H]``, or of all positions ``[B, S, L H]``; each forward is taken once.
+
+        Raises:
+            RuntimeError: there was none.
+        """
+        found = [x for x in self._kept if x is not None]
+        if len(found) < len(self._kept):
+            raise RuntimeError("the base model has not run since its states were taken")
+        self._kept[:] = [None] * len(found)
+        return torch.cat(found, dim=-1)
+
+
+def layers_of(model: PreTrainedModel) -> torch.nn.ModuleList:
+    """The decoder layers of a causal language model.
+
+    Raises:
+        ValueError: there is no list of as many modules as its configuration says.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [m for m in model.get_decoder().modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
+    if not lists:
+        raise ValueError(f"model must have a list of its {count} layers, {type(model).__name__} has none")
+    return lists[0]

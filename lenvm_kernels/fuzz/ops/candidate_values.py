@@ -1,0 +1,187 @@
+"""``candidate_values``: candidates that are there and padding, rows that lie apart, sizes that fill no block, and every
+rule that a request may have."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lenvm_kernels.fuzz.calls import Inputs
+from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, dtype_of, expect, fill, padded_rows
+from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.fuzz.tolerances import TOLERANCE
+from lenvm_kernels.guidance import GuidanceTable
+from lenvm_kernels.ops import candidate_values as ops
+from lenvm_kernels.ops.candidate_values import candidate_values
+from lenvm_kernels.reference.candidate_values import standing_for
+from lenvm_kernels.types import Mode
+
+SPARE_ROWS = 3  # of the table, which no row of the batch uses
+NEAR = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
+FP32_MAX = torch.finfo(torch.float32).max
+FLOATS = ("scale", "nats_per_token", "target_length", "answer_length")  # columns of the table
+NAMES = ("value logits", "logits of the mean")
+
+OPTIONS: dict[str, list[Any]] = {
+    "size": [64, 96, 100, 512],
+    "outputs": [64, 1, 100, 256],
+    "bins": [29, 1, 16, 64],
+    "columns": [8, 1, 5, 32],
+    "vocab": [50, 1],
+    "dtype": ["float32", "bfloat16", "float16"],
+    "fp32_vectors": [False, True],
+    "row_padding": [0, 16, 3],
+    "index": ["int32", "int64"],
+    "aims_early": [False, True],
+    "broken": [False, True],
+}
+
+
+def make_inputs(
+    rows: int | Sequence[int],
+    dtype: torch.dtype,
+    *,
+    size: int = 96,
+    outputs: int = 100,
+    bins: int = 29,
+    columns: int = 8,
+    vocab: int = 50,
+    fp32_vectors: bool = False,
+    row_padding: int = 0,
+    aims_early: bool = False,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Arguments of candidate_values by name, with logits of O(1). ``rows``: how many, or their ids."""
+    draws = Draws(seed, device)
+    vector_dtype = torch.float32 if fp32_vectors else dtype
+    ids = draws.rows(rows)
+
+    def normal(name, rows, columns, scale=1.0, dtype=dtype):
+        return padded_rows((draws.normal(name, rows, columns) * scale).to(dtype), row_padding)
+
+    def pick(name, *values):
+        return draws.choose(name, ids, values=values)
+
+    # Narrow bins and then wider ones, some of them of a single token.
+    widths = 1 + (draws.uniform("widths", 1, bins)[0] * 1.2 ** torch.arange(bins, device=device)).floor()
+    table_rows = draws.places("table_rows", ids, SPARE_ROWS)
+    table = GuidanceTable(len(ids) + SPARE_ROWS, device)
+    table.mode[:], table.scale[:], table.target_length[:] = int(Mode.NEAR), 7.0, 77.0  # what reads the spare rows shows
+    of_rows = {
+        "mode": pick("mode", *map(int, [*NEAR, *NEAR, *Mode])),
+        "scale": pick("strength", 0.0, 0.5, 3.0, 10.0, 100.0, 1e4, FP32_MAX),
+        "nats_per_token": -pick("gamma", 0.9, 0.985, 0.997, 0.99999).log(),
+        "target_length": pick("target_length", 0.0, 0.01, 1.0, 30.0, 500.0, 1e6, FP32_MAX),
+        "counts_down": pick("counts_down", False, True),
+        "answer_length": pick("answer_length", 0.0, 0.0, 1.0, 10.0, 300.0),
+    }
+    fill(table, table_rows, of_rows)
+    return {
+        "token_ids": draws.integers("token_ids", ids, columns, low=0, high=vocab - 1),
+        "scale": normal("scale", ids, size, dtype=vector_dtype),
+        "shift": normal("shift", ids, size, dtype=vector_dtype),
+        "embedding": normal("embedding", vocab, size),
+        "fc_weight": normal("fc_weight", outputs, size, 2 * size**-0.5),
+        "fc_bias": draws.normal("fc_bias", 1, outputs)[0].to(vector_dtype),
+        "bins_weight": normal("bins_weight", bins, outputs, 2 * outputs**-0.5),
+        "bins_bias": draws.normal("bins_bias", 1, bins)[0].to(vector_dtype),
+        "bin_edges": F.pad(widths.cumsum(0), (1, 0)).float() + draws.integers("first edge", 1, low=1, high=3),
+        "table": table.columns,
+        "table_rows": table_rows,
+        "generated": pick("generated", 0, 10, 30, 45, 10_000).int(),
+        "aims_early": aims_early,
+    }
+
+
+def inputs(case: Case, device: torch.device) -> Inputs:
+    options, draws, rows = case.options, case.draws(device), case.rows
+    names = ("size", "outputs", "bins", "columns", "vocab", "fp32_vectors", "row_padding", "aims_early")
+    chosen = {name: options[name] for name in names}
+    arguments = make_inputs(rows, dtype_of(options), device=device, seed=case.seed, **chosen)
+    ids = arguments["token_ids"]
+    padding = draws.choose("padding", rows, ids.shape[1], values=[-1, -7, options["vocab"], 2**31 - 1])
+    # Of some rows, all candidates are padding; of most, those from some column on.
+    first = draws.integers("candidates", rows, 1, low=0, high=ids.shape[1])
+    ids = torch.where(torch.arange(ids.shape[1], device=device) < first, ids, padding)
+    index = getattr(torch, options["index"])
+    arguments["token_ids"] = padded_rows(ids.to(index), options["row_padding"], 0)
+    arguments["table_rows"] = arguments["table_rows"].to(index)
+    if options["broken"]:
+        for name in ("scale", "shift"):
+            poison = draws.choose("poison", rows, values=[math.nan, math.inf, -math.inf]).to(arguments[name].dtype)
+            is_poisoned = draws.chance(f"poisoned {name}", rows, of=0.1)
+            arguments[name][:, -1] = torch.where(is_poisoned, poison, arguments[name][:, -1])
+    return Inputs(arguments, len(rows))
+
+
+def run(given: Inputs, function) -> tuple[Tensor, Tensor]:
+    shape = given.arguments["token_ids"].shape
+    first, second = function(**given.arguments)
+    described: dict[str, Any] = dict(dtype=torch.float32, shape=shape)
+    return expect(NAMES[0], first, **described), expect(NAMES[1], second, **described)
+
+
+def outputs(given: Inputs, logits: tuple[Tensor, Tensor]) -> list[Output]:
+    return [Output(name, x) for name, x in zip(NAMES, logits, strict=True)]
+
+
+def compare(given: Inputs, logits: tuple[Tensor, Tensor]) -> list[Difference]:
+    tolerance = TOLERANCE["candidate_values"][given.arguments["embedding"].dtype]
+    expected = exact(**given.arguments)
+    return [beyond(name, x, y, tolerance) for name, x, y in zip(NAMES, logits, expected, strict=True)]
+
+
+def exact(
+    token_ids, scale, shift, embedding, fc_weight, fc_bias, bins_weight, bins_bias, bin_edges, table, **of_rows
+) -> tuple[Tensor, Tensor]:
+    """The reference in fp64 on the same inputs, but that the matmul's operand is rounded as the kernel rounds it."""
+    is_candidate = (token_ids >= 0) & (token_ids < len(embedding))
+    e = embedding[token_ids.where(is_candidate, 0).long()].double()
+    x = F.silu(shift.double()[:, None] + scale.double()[:, None] * e).to(embedding.dtype).double()
+    hidden = F.silu(F.linear(x, fc_weight.double(), fc_bias.double()))
+    log_probs = F.linear(hidden, bins_weight.double(), bins_bias.double()).log_softmax(-1)
+    logits, mean_logits = standing_for(log_probs, bin_edges, table, **of_rows)
+    return logits.where(is_candidate, 0.0), mean_logits.where(is_candidate, 0.0)
+
+
+def classes(given: Inputs) -> dict[str, Tensor]:
+    ids, vocab = given.arguments["token_ids"], len(given.arguments["embedding"])
+    is_candidate = (ids >= 0) & (ids < vocab)
+    broken = ~(given.arguments["scale"].isfinite().all(1) & given.arguments["shift"].isfinite().all(1))
+    some = is_candidate.any(1)
+    return {"candidates": some & ~broken, "broken": some & broken, "no candidate": ~some}
+
+
+def _row_work(options: Mapping[str, Any]) -> float:
+    tiles = -(-options["outputs"] // 64) * options["columns"] / 16
+    return tiles * (30 * -(-options["size"] // 32) + 40) + 1
+
+
+OPERATOR = Operator(
+    function=candidate_values,
+    options=OPTIONS,
+    inputs=inputs,
+    run=run,
+    outputs=outputs,
+    compare=compare,
+    row_size=lambda options: 2 * options["size"],
+    row_work=_row_work,
+    classes=classes,
+    free={
+        **dict.fromkeys(("scale", "shift"), "bfloat16 apart"),
+        "embedding": "rows apart",
+        **dict.fromkeys(("fc_weight", "bins_weight"), "apart"),
+        "token_ids": "int32 columns apart",
+        "bin_edges": "float64",
+        **{f"table.{name}": "strided" for name in ("mode", "counts_down")},
+        **{f"table.{name}": "float64 strided" for name in FLOATS},
+        "table_rows": "int32",
+        **dict.fromkeys(("fc_bias", "bins_bias"), "bfloat16"),
+        "counters": "rows",
+    },
+    reads={"table": ops._Table._fields},
+)

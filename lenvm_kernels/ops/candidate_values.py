@@ -1,0 +1,435 @@
+"""Values of candidates from a base model's own states: how ``W2 silu(W1 silu(shift + scale * e) + b1) + b2`` says that
+the lengths to come are distributed, and the length that stands for them.
+
+``e`` is a candidate's row of a table, ``scale`` and ``shift`` are what the state of its request says. One launch: a
+matmul whose left operand is made of the three in its loop, and whose epilogue applies SiLU and multiplies the columns
+of its tile with W2. The last of a row block's programs to finish adds these, in the order of the column blocks, without
+atomics, and makes lengths of them.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lenvm_kernels.ops._common import (
+    FLOATS,
+    INT_DTYPES,
+    SINGLES,
+    ceil_div,
+    check_fields,
+    check_tensor,
+    overlapping,
+    resolve_backend,
+)
+from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
+from lenvm_kernels.ops._operator import operator
+from lenvm_kernels.ops._reweight import _GE_NEAR, _LE_NEAR, _NEAR, _SMALLEST, _one_minus_exp, _remaining_of_total
+from lenvm_kernels.reference._common import compute_dtype
+from lenvm_kernels.reference.candidate_values import (
+    LARGEST_NATS,
+    LARGEST_REMAINING,
+    LARGEST_STRENGTH,
+    SHORTEST,
+    SMALLEST_WIDTH,
+)
+from lenvm_kernels.reference.candidate_values import candidate_values as _reference
+from lenvm_kernels.types import GuidanceColumns
+
+# Not measured yet. Of the sizes that training takes, W1 is 32 KB in bf16 (128 x 128): 64 requests of 8 candidates are
+# 64 programs, which read 16 KB of it each. Wider blocks would make the left operand once, on half the multiprocessors.
+BLOCK_M, BLOCK_N = 16, 64
+# 128 bytes of a row of W1: the left operand is made of three loads, whose time two stages hide.
+BLOCK_K_BYTES = 128
+STAGES, NUM_WARPS = 3, 4
+# Of lengths; a program keeps 16 x 64 of their logits at most.
+MAX_BINS = 64
+_SMALLEST_WIDTH, _LARGEST_REMAINING = tl.constexpr(SMALLEST_WIDTH), tl.constexpr(LARGEST_REMAINING)
+_LARGEST_NATS = tl.constexpr(LARGEST_NATS)
+_SHORTEST, _LARGEST_STRENGTH = tl.constexpr(SHORTEST), tl.constexpr(LARGEST_STRENGTH)
+# Of the bins that there are not.
+_NO_LOGIT = tl.constexpr(-(2.0**126))
+
+
+class _Head(NamedTuple):
+    """What stays where it is from launch to launch."""
+
+    fc_weight: Any  # [E, D]
+    fc_bias: Any  # [E]
+    bins_weight: Any  # [N, E]
+    bins_bias: Any  # [N]
+    bin_edges: Any  # [N + 1]
+
+
+class _Table(NamedTuple):
+    """Columns of the requests' table, ``[R]`` each."""
+
+    mode: Any
+    scale: Any
+    nats_per_token: Any
+    target_length: Any
+    counts_down: Any
+    answer_length: Any
+
+
+def _columns_read(table: GuidanceColumns) -> _Table:
+    return _Table._make(getattr(table, name) for name in _Table._fields)
+
+
+@triton.jit
+def _silu(x):
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def _mean_decay(x):
+    """The mean of ``exp(-t)`` for ``t`` from 0 to ``x``."""
+    return tl.where(x > 0, tl.div_rn(_one_minus_exp(x), tl.maximum(x, _SMALLEST)), 1.0)
+
+
+@triton.jit
+def _log_sum_exp(x):
+    largest = tl.max(x, axis=1)
+    return largest + tl.log(tl.sum(tl.exp(x - largest[:, None]), axis=1))
+
+
+@triton.jit
+def _standing_for(
+    bin_logits,  # [BLOCK_M, BLOCK_BINS]
+    bin_edges_ptr,  # [N + 1]
+    table,  # _Table
+    stride,  # its strides
+    table_row,  # [BLOCK_M]
+    generated,
+    N: tl.constexpr,
+    BLOCK_BINS: tl.constexpr,
+    AIMS_EARLY: tl.constexpr,
+):
+    """(value logits, value logits of the mean) of candidates, from the distributions of their lengths."""
+    n = tl.arange(0, BLOCK_BINS)
+    log_probs = bin_logits - _log_sum_exp(bin_logits)[:, None]
+    # Of bins that there are not, edges as of those before them: no infinity comes of them.
+    first = tl.load(bin_edges_ptr + tl.minimum(n, N - 1))
+    behind = tl.load(bin_edges_ptr + tl.minimum(n, N - 1) + 1)
+    mode = tl.load(table.mode + table_row * stride.mode)
+    nats_per_token = tl.load(table.nats_per_token + table_row * stride.nats_per_token)
+    target = tl.load(table.target_length + table_row * stride.target_length)
+    counts_down = tl.load(table.counts_down + table_row * stride.counts_down) != 0
+    strength = tl.load(table.scale + table_row * stride.scale)
+    answer = tl.load(table.answer_length + table_row * stride.answer_length)
+    of_bins = nats_per_token[:, None] * ((first + behind - 1) * 0.5)[None, :]
+    mean_value = tl.sum(tl.exp(log_probs) * _one_minus_exp(of_bins), axis=1)
+    # As ln(v / (1 - v)): values near 0 keep their digits, and so do those near 1.
+    mean_logits = tl.log(mean_value) - _log_sum_exp(log_probs - of_bins)
+
+    remaining, times_stronger = _remaining_of_total(target, mode, counts_down, generated, AIMS_EARLY)
+    remaining = tl.minimum(remaining, _LARGEST_REMAINING)
+    strength = tl.minimum(strength * times_stronger, _LARGEST_STRENGTH)
+    aim = tl.log(remaining + 2)[:, None]
+    # A whole number of tokens is the middle of an interval.
+    start = tl.log(tl.maximum(first[None, :] - 0.5 - answer[:, None], 0.0) + 2) - aim
+    end = tl.log(tl.maximum(behind[None, :] - 0.5 - answer[:, None], 0.0) + 2) - aim
+    minds_below, minds_above = (mode != _LE_NEAR)[:, None], (mode != _GE_NEAR)[:, None]
+    width = end - start
+    above = tl.div_rn(tl.maximum(end, 0.0) - tl.maximum(start, 0.0), tl.maximum(width, _SMALLEST_WIDTH))
+    nearest = tl.where(minds_below, tl.maximum(-end, 0.0), 0.0) + tl.where(minds_above, tl.maximum(start, 0.0), 0.0)
+    steps = strength[:, None] * width
+    mean_below = tl.where(minds_below, _mean_decay(steps * (1 - above)), 1.0)
+    mean_above = tl.where(minds_above, _mean_decay(steps * above), 1.0)
+    mean = tl.where(width < _SMALLEST_WIDTH, 1.0, (1 - above) * mean_below + above * mean_above)
+    closeness = _log_sum_exp(log_probs + tl.log(mean) - strength[:, None] * nearest)
+    is_near = (mode >= _NEAR) & (mode <= _LE_NEAR) & (strength > 0)
+    distance = tl.div_rn(-closeness, tl.where(is_near, strength, 1.0))
+    distance = tl.where(mode == _GE_NEAR, -distance, distance)
+    # What is not a number stays none: reweighting counts it as a fault.
+    length = tl.maximum((remaining + 2) * tl.exp(distance) - 2, _SHORTEST, propagate_nan=tl.PropagateNan.ALL)
+    nats = tl.minimum((length + answer) * nats_per_token, _LARGEST_NATS, propagate_nan=tl.PropagateNan.ALL)
+    near_logits = nats + tl.log(_one_minus_exp(nats))
+    return tl.where(is_near, near_logits, mean_logits), mean_logits
+
+
+# What describes the batch may be slices of larger tensors: no kernel is compiled anew where their alignment changes.
+@triton.jit(
+    do_not_specialize=["stride_token_ids_row", "B", "V"],
+    do_not_specialize_on_alignment=["token_ids_ptr", "table_rows_ptr", "generated_ptr", "counters_ptr"],
+)
+def _candidate_values_kernel(
+    logits_ptr,  # [2, B, K]: value logits, and those of the mean
+    partial_ptr,  # [ceil(E / BLOCK_N), B K, BLOCK_BINS]
+    counters_ptr,  # [ceil(B K / BLOCK_M)], zeros
+    token_ids_ptr,  # [B, K]
+    stride_token_ids_row,
+    scale_ptr,  # [B, D]
+    stride_scale_row,
+    shift_ptr,  # [B, D]
+    stride_shift_row,
+    embedding_ptr,  # [V, D]
+    stride_embedding_token,
+    head,  # _Head
+    stride_fc_weight_out,
+    stride_bins_weight_bin,
+    table,  # _Table
+    stride,  # its strides
+    table_rows_ptr,  # [B]
+    generated_ptr,  # [B]
+    B,
+    V,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    AIMS_EARLY: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_BINS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    wait_for_inputs(OVERLAPS)
+    COLUMN_BLOCKS: tl.constexpr = (E + BLOCK_N - 1) // BLOCK_N
+    block_n, block_m = tl.program_id(0), tl.program_id(1)
+    m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside, row = m < B * K, (m // K).to(tl.int64)
+    token = tl.load(token_ids_ptr + row * stride_token_ids_row + m % K, mask=inside, other=-1).to(tl.int64)
+    is_candidate = (token >= 0) & (token < V)
+    if tl.max(is_candidate.to(tl.int32), axis=0) == 0:  # no program of this row block counts itself
+        if block_n == 0:
+            nothing = tl.zeros([BLOCK_M], tl.float32)
+            tl.store(logits_ptr + m, nothing, mask=inside)
+            tl.store(logits_ptr + B * K + m, nothing, mask=inside)
+        return
+
+    scales = scale_ptr + row[:, None] * stride_scale_row
+    shifts = shift_ptr + row[:, None] * stride_shift_row
+    embeddings = embedding_ptr + token[:, None] * stride_embedding_token
+    weight_rows = head.fc_weight + n[None, :].to(tl.int64) * stride_fc_weight_out
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, D, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        is_read = is_candidate[:, None] & (k < D)[None, :]
+        e = tl.load(embeddings + k[None, :], mask=is_read, other=0.0).to(tl.float32)
+        scale = tl.load(scales + k[None, :], mask=is_read, other=0.0).to(tl.float32)
+        shift = tl.load(shifts + k[None, :], mask=is_read, other=0.0).to(tl.float32)
+        weight = tl.load(weight_rows + k[:, None], mask=(n < E)[None, :] & (k < D)[:, None], other=0.0)
+        x = _silu(shift + scale * e)
+        acc = tl.dot(x.to(weight.dtype), weight, acc, input_precision="ieee")
+
+    acc += tl.load(head.fc_bias + n, mask=n < E, other=0.0).to(tl.float32)[None, :]
+    of_bin = tl.arange(0, BLOCK_BINS)
+    bins_rows = head.bins_weight + of_bin[None, :].to(tl.int64) * stride_bins_weight_bin
+    bins_weight = tl.load(bins_rows + n[:, None], mask=(of_bin < N)[None, :] & (n < E)[:, None], other=0.0)
+    # In fp32: the logits of bins are few sums of few numbers, and a rounding of one would show.
+    part = tl.dot(_silu(acc), bins_weight.to(tl.float32), input_precision="ieee")
+    partials = partial_ptr + m[:, None].to(tl.int64) * BLOCK_BINS + of_bin[None, :]
+    tl.store(partials + block_n.to(tl.int64) * B * K * BLOCK_BINS, part, mask=inside[:, None])
+    if arrives_last(counters_ptr + block_m, COLUMN_BLOCKS):
+        bin_logits = tl.zeros([BLOCK_M, BLOCK_BINS], tl.float32)
+        for block in tl.static_range(COLUMN_BLOCKS):
+            of_block = partials + tl.cast(block, tl.int64) * B * K * BLOCK_BINS
+            bin_logits += tl.load(of_block, mask=inside[:, None], other=0.0, cache_modifier=".cg")
+        bin_logits += tl.load(head.bins_bias + of_bin, mask=of_bin < N, other=0.0).to(tl.float32)[None, :]
+        bin_logits = tl.where((of_bin < N)[None, :], bin_logits, _NO_LOGIT)
+        row = tl.where(inside, row, 0)
+        table_row = tl.load(table_rows_ptr + row).to(tl.int64)
+        generated = tl.load(generated_ptr + row).to(tl.float32)
+        of_table = table, stride, table_row, generated
+        logits, mean_logits = _standing_for(bin_logits, head.bin_edges, *of_table, N, BLOCK_BINS, AIMS_EARLY)
+        tl.store(logits_ptr + m, tl.where(is_candidate, logits, 0.0), mask=inside)
+        tl.store(logits_ptr + B * K + m, tl.where(is_candidate, mean_logits, 0.0), mask=inside)
+
+
+def _run_reference(logits, counters, aims_early, token_ids, scale, shift, embedding, *others) -> None:
+    head, columns, (table_rows, generated) = others[:5], others[5:-2], others[-2:]
+    of_rows = dict(table_rows=table_rows, generated=generated, aims_early=aims_early)
+    operands: Any = token_ids, scale, shift, embedding, *head, _Table._make(columns)
+    logits.copy_(torch.stack(_reference(*operands, **of_rows)))
+
+
+@operator(mutates=["logits", "counters"], reference=_run_reference)
+def _launch(
+    logits: Tensor,
+    counters: Tensor | None,
+    aims_early: bool,
+    token_ids: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    embedding: Tensor,
+    fc_weight: Tensor,
+    fc_bias: Tensor,
+    bins_weight: Tensor,
+    bins_bias: Tensor,
+    bin_edges: Tensor,
+    table_mode: Tensor,  # a schema cannot have a `mode`
+    strength: Tensor,
+    nats_per_token: Tensor,
+    target_length: Tensor,
+    counts_down: Tensor,
+    answer_length: Tensor,
+    table_rows: Tensor,
+    generated: Tensor,
+) -> None:
+    (rows, columns), (outputs, size), device = token_ids.shape, fc_weight.shape, token_ids.device
+    if logits.numel() == 0:
+        return
+    column_blocks, row_blocks = ceil_div(outputs, BLOCK_N), num_counters(rows, columns)
+    bins = bins_weight.shape[0]
+    block_bins = max(16, triton.next_power_of_2(bins))
+    table = _Table(table_mode, strength, nats_per_token, target_length, counts_down, answer_length)
+    _candidate_values_kernel[(column_blocks, row_blocks)](
+        logits,
+        torch.empty(column_blocks, rows * columns, block_bins, dtype=torch.float32, device=device),
+        torch.zeros(row_blocks, dtype=torch.int32, device=device) if counters is None else counters,
+        token_ids,
+        token_ids.stride(0),
+        scale,
+        scale.stride(0),
+        shift,
+        shift.stride(0),
+        embedding,
+        embedding.stride(0),
+        _Head(fc_weight, fc_bias, bins_weight, bins_bias, bin_edges),
+        fc_weight.stride(0),
+        bins_weight.stride(0),
+        table,
+        _Table._make(column.stride(0) for column in table),
+        table_rows,
+        generated,
+        rows,
+        embedding.shape[0],
+        K=columns,
+        D=size,
+        E=outputs,
+        N=bins,
+        AIMS_EARLY=aims_early,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K_BYTES // fc_weight.element_size(),
+        BLOCK_BINS=block_bins,
+        num_warps=NUM_WARPS,
+        num_stages=STAGES,
+        enable_fp_fusion=False,
+        **overlapping(),
+    )
+
+
+def num_counters(rows: int, columns: int) -> int:
+    """Counters that :func:`candidate_values` needs for so many candidates: ``ceil(B K / 16)``."""
+    return ceil_div(rows * columns, BLOCK_M)
+
+
+def candidate_values(
+    token_ids: Tensor,  # int32|int64 [B, K]
+    scale: Tensor,  # [B, D]
+    shift: Tensor,  # [B, D]
+    embedding: Tensor,  # [V, D]
+    fc_weight: Tensor,  # [E, D]
+    fc_bias: Tensor,  # [E]
+    bins_weight: Tensor,  # [N, E]
+    bins_bias: Tensor,  # [N]
+    bin_edges: Tensor,  # fp32 [N + 1]
+    table: GuidanceColumns,  # R requests
+    *,
+    table_rows: Tensor,  # int32|int64 [B]
+    generated: Tensor,  # int32 [B]
+    aims_early: bool = False,
+    counters: Tensor | None = None,  # int32 [>= num_counters(B, K)]
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fp32 [B, K] twice
+    """Value logits of candidates from the distribution of the lengths to come that a small network predicts.
+
+    The network says the probabilities of ``N`` bins of lengths, ``softmax(W2 silu(W1 silu(shift + scale * e) + b1) +
+    b2)``. ``e`` is the candidate's row of ``embedding``, ``scale`` and ``shift`` are those of its request (feature-wise
+    linear modulation, arXiv 1709.07871). Two value logits stand for a distribution:
+
+    * that of the mean value, ``E[1 - gamma^L]``, with which lengths are predicted;
+    * that of the length ``l`` that the request's rule treats as it would treat the distribution. Of the near
+      constraints it is as close to the ``r`` tokens that remain as the lengths are on average, ``exp(-S d(l)) =
+      E[exp(-S d(L))]`` with ``d(l) = |ln((l + 2) / (r + 2))|`` and the request's strength ``S``: of ``near`` it is at
+      least ``r``. Of all other modes, and of a strength of 0, it is the first.
+
+    Within a bin the logarithm of ``L + 2`` is evenly distributed for the distance, and every length is the middle one
+    for the mean. The same candidate of the same request gives the same bits whatever else is in the batch. Nothing is
+    read back to the host, and no new number of requests compiles anything.
+
+    Args:
+        token_ids: candidates, int32 or int64 [B, K]. The logits of -1, and of any id outside ``[0, V)``, are exactly 0.
+            Rows may be strided.
+        scale, shift: of each request [B, D], in the dtype of ``embedding`` or fp32. Rows may be strided.
+        embedding: of each token [V, D], fp32, bf16 or fp16 (fp64 too on the reference). Rows may be strided.
+        fc_weight: W1 [E, D] as ``nn.Linear`` keeps it (out, in); the dtype of ``embedding``, in which its products'
+            other operand is rounded. Rows may be strided, like those of ``bins_weight``.
+        fc_bias: b1 [E]; the dtype of ``embedding`` or fp32, like ``bins_bias``.
+        bins_weight: W2 [N, E], of 1 to 64 bins; the dtype of ``embedding``. Its products are fp32.
+        bins_bias: b2 [N].
+        bin_edges: fp32 [N + 1], tokens, ascending and at least 1: bin ``i`` has the lengths from ``bin_edges[i]`` on,
+            and less than ``bin_edges[i + 1]``.
+        table: the requests' parameters, as of :func:`reweight_scatter`.
+        table_rows: int32 or int64 [B]; each request's row of the table.
+        generated: int32 [B]; tokens generated so far.
+        aims_early: the step knows ``text_breaks``, with which :func:`reweight_scatter` aims a little before a total.
+        counters: int32, at least :func:`num_counters` ``(B, K)``, all 0, and 0 again afterwards. Not for two launches
+            that may run at once (``None``: allocated, which takes a launch more).
+        backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
+
+    Returns:
+        ``(value_logits, mean_logits)``, fp32 [B, K]: what guides, and what predicts. Accumulated in fp32; fp64 from
+        fp64 inputs.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above. Checked before any launch.
+
+    Example:
+        >>> from lenvm_kernels import GuidanceTable, parse_guidance
+        >>> table = GuidanceTable.from_params([parse_guidance({"target_length": 9, "gamma": 0.9})], [{2}], "cpu")
+        >>> of_rows = dict(table_rows=torch.tensor([0]), generated=torch.tensor([3], dtype=torch.int32))
+        >>> tokens = torch.tensor([[0, 1]]), torch.ones(1, 2), torch.zeros(1, 2), 8 * torch.eye(2)
+        >>> head = torch.eye(2), torch.zeros(2), torch.eye(2), torch.zeros(2), torch.tensor([1.0, 2.0, 20.0])
+        >>> _, mean_logits = candidate_values(*tokens, *head, table, **of_rows)
+        >>> mean_logits.sigmoid()  # after token 0 the end follows, after token 1 more than that
+        tensor([[0.1002, 0.6690]])
+    """
+    backend = resolve_backend(backend, "token_ids", token_ids)
+    check_tensor("embedding", embedding, dtypes=FLOATS[backend], shape=(None, None))
+    dtype, device, size = embedding.dtype, embedding.device, embedding.shape[1]
+    if size == 0:
+        raise ValueError(f"embedding must have at least one column, got shape {list(embedding.shape)}")
+    vector_dtypes = (dtype,) if dtype in (torch.float32, torch.float64) else (dtype, torch.float32)
+    check_tensor("token_ids", token_ids, dtypes=INT_DTYPES, shape=(None, None), device=device)
+    rows, columns = token_ids.shape
+    for name, x in (("scale", scale), ("shift", shift)):
+        check_tensor(name, x, dtypes=vector_dtypes, shape=(rows, size), device=device)
+    check_tensor("fc_weight", fc_weight, dtypes=dtype, shape=(None, size), device=device)
+    outputs = fc_weight.shape[0]
+    if outputs == 0:
+        raise ValueError(f"fc_weight must have at least one row, got shape {list(fc_weight.shape)}")
+    check_tensor("fc_bias", fc_bias, dtypes=vector_dtypes, shape=(outputs,), device=device)
+    check_tensor("bins_weight", bins_weight, dtypes=dtype, shape=(None, outputs), device=device)
+    bins = bins_weight.shape[0]
+    if not 1 <= bins <= MAX_BINS:
+        raise ValueError(f"bins_weight must have 1 to {MAX_BINS} rows, got {bins}")
+    check_tensor("bins_bias", bins_bias, dtypes=vector_dtypes, shape=(bins,), device=device)
+    singles = SINGLES[backend]
+    check_tensor("bin_edges", bin_edges, dtypes=singles, shape=(bins + 1,), device=device)
+    table = getattr(table, "columns", table)
+    if not isinstance(table, GuidanceColumns):
+        raise TypeError(f"table must be a GuidanceTable, got {type(table).__name__}")
+    check_tensor("table.mode", table.mode, dtypes=torch.int32, shape=(None,), device=device, unit_stride=False)
+    columns_read = _columns_read(table)
+    column_dtypes: Any = (torch.int32, *[singles] * 3, torch.bool, singles)
+    of_table = table.mode.shape[0], device
+    check_fields("table", _Table._fields, columns_read, column_dtypes, *of_table, unit_stride=False)
+    check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(rows,), device=device)
+    check_tensor("generated", generated, dtypes=torch.int32, shape=(rows,), device=device)
+    if counters is not None:
+        check_tensor("counters", counters, dtypes=torch.int32, shape=(None,), device=device)
+        if counters.shape[0] < num_counters(rows, columns):
+            raise ValueError(f"counters must be at least {num_counters(rows, columns)}, got {counters.shape[0]}")
+    logits = torch.empty(2, rows, columns, dtype=compute_dtype(embedding), device=device)
+    head = (fc_weight, fc_bias, bins_weight, bins_bias, bin_edges)
+    operands = (token_ids, scale, shift, embedding, *head, *columns_read, table_rows, generated)
+    _launch(backend, logits, counters, aims_early, *operands)
+    value_logits, mean_logits = logits.unbind(0)
+    return value_logits, mean_logits

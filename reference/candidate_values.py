@@ -1,0 +1,112 @@
+"""Values of candidates from a base model's own states, in plain PyTorch: a small network of what a state says and a
+candidate's embedding predicts how the lengths to come are distributed."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lenvm_kernels.reference._common import compute_dtype
+from lenvm_kernels.reference.reweight_scatter import remaining_of_total
+from lenvm_kernels.types import GuidanceColumns, Mode
+
+# A bin that an answer's length leaves nothing of is taken for a point.
+SMALLEST_WIDTH = 1e-6
+# What remains of a target, in tokens, and nats: beyond, fp32 overflows.
+LARGEST_REMAINING, LARGEST_NATS = 2.0**100, 2.0**120
+# In tokens, where nothing is left of a request's target: what is less is rounding error, and 0 would be an end's.
+SHORTEST = 2.0**-6
+# More makes no difference but to numbers, which overflow.
+LARGEST_STRENGTH = 1e6
+
+
+def candidate_values(
+    token_ids: Tensor,  # [B, K]
+    scale: Tensor,  # [B, D]
+    shift: Tensor,  # [B, D]
+    embedding: Tensor,  # [V, D]
+    fc_weight: Tensor,  # [E, D], as nn.Linear: [out, in]
+    fc_bias: Tensor,  # [E]
+    bins_weight: Tensor,  # [N, E]
+    bins_bias: Tensor,  # [N]
+    bin_edges: Tensor,  # [N + 1]
+    table: GuidanceColumns,
+    *,
+    table_rows: Tensor,  # [B]
+    generated: Tensor,  # [B]
+    aims_early: bool = False,
+) -> tuple[Tensor, Tensor]:  # [B, K] twice
+    """See :func:`lenvm_kernels.ops.candidate_values.candidate_values`."""
+    weights = (fc_weight, fc_bias, bins_weight, bins_bias)
+    dtype = compute_dtype(scale, shift, embedding, *weights)
+    fc_weight, fc_bias, bins_weight, bins_bias = (w.to(dtype) for w in weights)
+    is_candidate = (token_ids >= 0) & (token_ids < len(embedding))
+    e = embedding[token_ids.where(is_candidate, 0).long()].to(dtype)  # padding reads a row that nobody looks at
+    x = F.silu(shift.to(dtype)[:, None] + scale.to(dtype)[:, None] * e)
+    hidden = F.silu(F.linear(x, fc_weight, fc_bias))
+    log_probs = F.log_softmax(F.linear(hidden, bins_weight, bins_bias), dim=-1)
+    logits, mean_logits = standing_for(
+        log_probs, bin_edges, table, table_rows=table_rows, generated=generated, aims_early=aims_early
+    )
+    return logits.where(is_candidate, 0.0), mean_logits.where(is_candidate, 0.0)
+
+
+def standing_for(
+    log_probs: Tensor,  # [B, K, N]
+    bin_edges: Tensor,  # [N + 1]
+    table: GuidanceColumns,
+    *,
+    table_rows: Tensor,  # [B]
+    generated: Tensor,  # [B]
+    aims_early: bool,
+) -> tuple[Tensor, Tensor]:  # [B, K] twice
+    """Value logits that stand for distributions of lengths: of the length that a request's rule would treat as it would
+    treat the distribution, and of the mean value."""
+    dtype = log_probs.dtype
+
+    def column(name: str) -> Tensor:
+        return getattr(table, name)[table_rows.long()][:, None]  # [B, 1]
+
+    mode, nats_per_token = column("mode"), column("nats_per_token").to(dtype)
+    edges = bin_edges.to(dtype)
+    middles = (edges[:-1] + edges[1:] - 1) / 2
+    of_bins = nats_per_token[..., None] * middles
+    mean_value = (log_probs.exp() * -torch.expm1(-of_bins)).sum(-1)
+    # As ln(v / (1 - v)): values near 0 keep their digits, and so do those near 1.
+    mean_logits = mean_value.log() - torch.logsumexp(log_probs - of_bins, dim=-1)
+
+    of_total = mode, column("counts_down"), generated.to(dtype)[:, None]
+    remaining, stronger = remaining_of_total(column("target_length").to(dtype), *of_total, aims_early=aims_early)
+    remaining = remaining.clamp(max=LARGEST_REMAINING)
+    strength = (column("scale").to(dtype) * stronger).clamp(max=LARGEST_STRENGTH)
+    answer = column("answer_length").to(dtype)
+    # Where the bins begin and end by ln((l + 2) / (r + 2)), a whole number of tokens being the middle of an interval.
+    at = ((edges - 0.5 - answer).clamp(min=0) + 2).log() - (remaining + 2).log()  # [B, N + 1]
+    log_weights = log_mean_closeness(at[:, :-1], at[:, 1:], strength, mode)
+    is_near = (mode >= Mode.NEAR) & (mode <= Mode.LE_NEAR) & (strength > 0)
+    distance = -torch.logsumexp(log_probs + log_weights[:, None], dim=-1) / torch.where(is_near, strength, 1.0)
+    length = (remaining + 2) * torch.where(mode == Mode.GE_NEAR, -distance, distance).exp() - 2
+    nats = ((length.clamp(min=SHORTEST) + answer) * nats_per_token).clamp(max=LARGEST_NATS)
+    near_logits = nats + torch.log(-torch.expm1(-nats))
+    return torch.where(is_near, near_logits, mean_logits), mean_logits
+
+
+def log_mean_closeness(start: Tensor, end: Tensor, strength: Tensor, mode: Tensor) -> Tensor:
+    """``ln`` of the mean of ``exp(-S d)`` over ``start`` to ``end``, with the distance ``d`` from 0 that a mode minds.
+
+    ``[B, N]`` and ``[B, 1]``.
+    """
+    minds_below, minds_above = mode != Mode.LE_NEAR, mode != Mode.GE_NEAR
+    width = end - start
+    above = (end.clamp(min=0) - start.clamp(min=0)) / width.clamp(min=SMALLEST_WIDTH)  # which share is
+    nearest = torch.where(minds_below, -end, 0.0).clamp(min=0) + torch.where(minds_above, start, 0.0).clamp(min=0)
+    of_parts = [
+        share * torch.where(minds, mean_decay(strength * width * share), 1.0)
+        for share, minds in ((1 - above, minds_below), (above, minds_above))
+    ]
+    mean = torch.where(width < SMALLEST_WIDTH, 1.0, sum(of_parts))
+    return mean.log() - strength * nearest
+
+
+def mean_decay(x: Tensor) -> Tensor:
+    """The mean of ``exp(-t)`` for ``t`` from 0 to ``x``."""
+    return torch.where(x > 0, -torch.expm1(-x) / x.clamp(min=torch.finfo(x.dtype).tiny), 1.0)

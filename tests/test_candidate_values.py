@@ -1,0 +1,210 @@
+"""Candidate values: by hand, against torch.nn and an integral over lengths, padding, saturation, and counters."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lenvm_kernels import GuidanceTable, parse_guidance
+from lenvm_kernels.fuzz.ops.candidate_values import exact, make_inputs
+from lenvm_kernels.ops import candidate_values as ops
+from lenvm_kernels.ops.candidate_values import candidate_values, num_counters
+from lenvm_kernels.reference.candidate_values import SHORTEST
+from lenvm_kernels.types import GuidanceColumns
+from tests.helpers.matches import assert_matches
+from tests.helpers.memory import GuardedMemory
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def silu(x):
+    return x / (1 + math.exp(-x))
+
+
+def table_of(*requests, answer_length=0.0):
+    params = [parse_guidance(request) if request else None for request in requests]
+    table = GuidanceTable.from_params(params, [set()] * len(params), "cpu")
+    table.answer_length[:] = answer_length
+    return table.columns
+
+
+def nats_of(logits):
+    return nn.functional.softplus(logits.double())
+
+
+def test_a_candidate_by_hand(device, backend):
+    """Two bins, of one token and of two or three; nobody is guided."""
+    token_ids = torch.tensor([[2, -1], [0, 2]], device=device)
+    scale, shift = torch.tensor([[2.0, 0.5], [1.0, -1.0]]), torch.tensor([[0.25, -1.0], [0.0, 3.0]])
+    embedding = torch.tensor([[1.0, 4.0], [9.0, 9.0], [-0.5, 2.0]])
+    fc_weight, fc_bias = torch.tensor([[1.0, 2.0], [0.5, -1.0], [3.0, 0.0]]), torch.tensor([0.1, 0.2, 0.3])
+    bins_weight, bins_bias = torch.tensor([[1.0, -2.0, 0.5], [0.0, 1.0, -1.0]]), torch.tensor([0.7, -0.2])
+
+    def by_hand(x, y):
+        x, y = silu(x), silu(y)
+        hidden = silu(x + 2 * y + 0.1), silu(0.5 * x - y + 0.2), silu(3 * x + 0.3)
+        first = math.exp(hidden[0] - 2 * hidden[1] + 0.5 * hidden[2] + 0.7)
+        second = math.exp(hidden[1] - hidden[2] - 0.2)
+        value = 1 - (first * 0.997 + second * 0.997**2.5) / (first + second)
+        return math.log(value / (1 - value))
+
+    table = GuidanceTable.from_params([None, None], [set(), set()], device)
+    table.nats_per_token[:] = -math.log(0.997)
+    head = (scale, shift, embedding, fc_weight, fc_bias, bins_weight, bins_bias, torch.tensor([1.0, 2.0, 4.0]))
+    of_rows = dict(table_rows=torch.tensor([1, 0], device=device), generated=torch.zeros(2, device=device).int())
+    found, mean = candidate_values(token_ids, *(x.to(device) for x in head), table, **of_rows, backend=backend)
+    # Of token 2 in row 0: 0.25 + 2 * -0.5 and -1 + 0.5 * 2; of tokens 0 and 2 in row 1: 1 and 3 - 4, -0.5 and 3 - 2.
+    expected = torch.tensor([[by_hand(-0.75, 0.0), 0.0], [by_hand(1.0, -1.0), by_hand(-0.5, 1.0)]])
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(found, mean)
+
+
+def test_the_network_is_that_of_torch_modules():
+    """A bin a token, and the probabilities are read from the values of two requests with other discounts."""
+    inputs = make_inputs(5, torch.float64, size=48, outputs=20, bins=2)
+    fc, bins = nn.Linear(48, 20), nn.Linear(20, 2)
+    for module, name in ((fc, "fc"), (bins, "bins")):
+        module.weight.data, module.bias.data = inputs[f"{name}_weight"], inputs[f"{name}_bias"]
+    of_candidates = nn.functional.embedding(inputs["token_ids"], inputs["embedding"])
+    x = torch.addcmul(inputs["shift"][:, None], inputs["scale"][:, None], of_candidates)
+    edges = torch.tensor([4.0, 5.0, 6.0])
+    with torch.no_grad():
+        probs = nn.Sequential(nn.SiLU(), fc, nn.SiLU(), bins)(x).softmax(-1)
+    _, mean = candidate_values(**inputs | {"bin_edges": edges})
+    discounts = (-inputs["table"].nats_per_token[inputs["table_rows"]].double()).exp()[:, None]
+    expected = probs[..., 0] * discounts**4 + probs[..., 1] * discounts**5
+    torch.testing.assert_close((-nats_of(mean)).exp(), expected)
+
+
+EDGES = [1, 2, 3, 5, 9, 17, 40, 90, 200]
+CLOSENESS = {
+    "near": lambda s, y: math.exp(-s * abs(y)),
+    "le_near": lambda s, y: math.exp(-s * max(y, 0.0)),
+    "ge_near": lambda s, y: math.exp(-s * max(-y, 0.0)),
+}
+
+
+@pytest.mark.parametrize("constraint", CLOSENESS)
+@pytest.mark.parametrize(
+    ("target", "generated", "strength", "answer", "aims_early"),
+    [
+        (80, 30, 5.0, 0, False),
+        (80, 30, 0.7, 0, True),  # at 6 tokens less
+        (30, 12, 3.0, 0, True),  # at a tenth less
+        (20, 25, 4.0, 0, True),  # past the target: 1 + 4 / 4 times as strong
+        (20, 90, 2.0, 0, False),  # five times as strong, and no more
+        (60, 10, 3.0, 10, False),  # of the lengths up to 10 nothing is left
+        (500, 0, 3.0, 300, False),  # of all of them
+    ],
+)
+def test_the_length_that_stands_is_as_close_as_the_lengths_are(
+    device, backend, constraint, target, generated, strength, answer, aims_early
+):
+    """Against an integral by a sum, over a distribution with probability on both sides of what remains."""
+    params = {"target_length": target, "value_constraint": constraint, "strength": strength, "gamma": 0.99}
+    table = table_of(None, params, answer_length=answer)
+    probs = torch.tensor([0.02, 0.08, 0.05, 0.1, 0.2, 0.25, 0.2, 0.1])
+    inputs = make_inputs(1, torch.float32, size=4, outputs=4, bins=8, columns=1)
+    inputs |= {"fc_weight": torch.zeros(4, 4), "bins_weight": torch.zeros(8, 4), "bins_bias": probs.log()}
+    inputs |= {"bin_edges": torch.tensor(EDGES).float(), "table": GuidanceColumns(*(x.to(device) for x in table))}
+    inputs |= {"table_rows": torch.tensor([1]), "generated": torch.tensor([generated]).int(), "aims_early": aims_early}
+    inputs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    found, mean = candidate_values(**inputs, backend=backend)
+
+    waits = constraint != "ge_near"
+    aim = target - min(6.0, 0.1 * target) if aims_early and waits else target
+    remaining = max(aim - generated, 0)
+    if waits:
+        strength *= 1 + 4 * min(max(generated / target - 1, 0), 1)
+    closeness, discounted, steps = 0.0, 0.0, 2000
+    for p, low, high in zip(probs.tolist(), EDGES[:-1], EDGES[1:], strict=True):
+        start, end = (math.log((max(x - 0.5 - answer, 0) + 2) / (remaining + 2)) for x in (low, high))
+        points = [start + (end - start) * (i + 0.5) / steps for i in range(steps)]
+        closeness += p * sum(CLOSENESS[constraint](strength, y) for y in points) / steps
+        discounted += p * 0.99 ** ((low + high - 1) / 2)
+    length = nats_of(found).item() / -math.log(0.99) - answer
+    distance = math.log((length + 2) / (remaining + 2))
+    if length > 1.01 * SHORTEST:
+        assert CLOSENESS[constraint](strength, distance) == pytest.approx(closeness, rel=1e-3)
+        assert distance <= 0 if constraint == "ge_near" else distance >= 0
+    else:  # all lengths are close enough, or nothing is left of any
+        assert constraint == "ge_near" and (remaining == 0 or answer == 300)
+    assert math.exp(-nats_of(mean).item()) == pytest.approx(discounted, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "params", [{"target_length": 40, "strength": 0}, {"target_length": 40, "value_constraint": "eq"}]
+)
+def test_what_is_not_near_is_guided_by_the_mean(params):
+    inputs = make_inputs(1, torch.float32)
+    found, mean = candidate_values(**inputs | {"table": table_of(params), "table_rows": torch.tensor([0])})
+    assert torch.equal(found, mean)
+
+
+@pytest.mark.parametrize("columns", [1, 5, 16])
+def test_padding_is_zero_and_reads_nothing(device, backend, columns):
+    """Whole blocks of rows are padding; what a clamped id would read is NaN."""
+    inputs = make_inputs(70, torch.float32, columns=columns, device=device)
+    inputs["token_ids"] = 1 + inputs["token_ids"] % 48
+    inputs["embedding"][[0, 49]] = float("nan")
+    expected = torch.stack(candidate_values(**inputs, backend=backend))
+    ids = inputs["token_ids"].clone()
+    nowhere = torch.tensor([-1, 50, -(2**40), 2**40, 2**62], device=device)
+    is_padding = (torch.arange(ids.numel(), device=device) % 3 != 1).view(ids.shape)
+    is_padding[20:50] = True
+    ids[is_padding] = nowhere.repeat(ids.numel())[: int(is_padding.sum())]
+    for name in ("scale", "shift"):  # nor is anything read of a row without candidates
+        inputs[name][20:50] = float("nan")
+    found = torch.stack(candidate_values(**inputs | {"token_ids": ids}, backend=backend))
+    assert found[:, is_padding].eq(0).all() and (expected != 0).all()
+    if backend == "triton":
+        assert torch.equal(found[:, ~is_padding], expected[:, ~is_padding])
+    else:
+        torch.testing.assert_close(found[:, ~is_padding], expected[:, ~is_padding])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_saturated_activations(device, dtype):
+    inputs = make_inputs(9, dtype, fp32_vectors=True, device=device)
+    inputs["shift"][::2] = -6e4  # exp(6e4) overflows: silu is 0
+    inputs["fc_bias"][1::8] = 6e4  # silu is the identity
+    for found, expected in zip(candidate_values(**inputs, backend="triton"), exact(**inputs), strict=True):
+        assert_matches(found, expected, "candidate_values", dtype)
+        assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 33, 70])
+def test_counters_are_zero_afterwards(device, rows):
+    """Twice with the same ones; the first blocks of rows are only padding. What follows stays."""
+    inputs = make_inputs(rows, torch.float32, outputs=2 * ops.BLOCK_N + 20, device=device)
+    inputs["token_ids"][: min(rows - 1, 9)] = -1
+    expected = candidate_values(**inputs, backend="triton")
+    counters = torch.cat([torch.zeros(num_counters(rows, 8)), torch.full((3,), 7)]).to(device, torch.int32)
+    for _ in range(2):
+        found = candidate_values(**inputs, counters=counters, backend="triton")
+        assert all(map(torch.equal, found, expected))
+        assert counters[:-3].eq(0).all() and counters[-3:].eq(7).all()
+    assert_matches(expected[1], exact(**inputs)[1], "candidate_values", torch.float32)
+
+
+def test_nothing_beside_fresh_memory_is_written(device):
+    inputs, memory = make_inputs(7, torch.float32, columns=5, device=device), GuardedMemory()
+    found = memory.call(candidate_values, **inputs, backend="triton")
+    memory.assert_kept()
+    assert_matches(found[0], exact(**inputs)[0], "candidate_values", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"embedding": torch.zeros(3, 0)}, "embedding must have at least one column"),
+        ({"fc_weight": torch.zeros(0, 96)}, "fc_weight must have at least one row"),
+        ({"bins_weight": torch.zeros(65, 100)}, "bins_weight must have 1 to 64 rows, got 65"),
+        ({"bin_edges": torch.zeros(29)}, r"bin_edges must be .* \[30\] on cpu, got float32 \[29\] on cpu"),
+        ({"counters": torch.zeros(1).int()}, "counters must be at least 2, got 1"),
+    ],
+)
+def test_errors_name_the_argument(changes, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        candidate_values(**make_inputs(3, torch.float32) | changes)

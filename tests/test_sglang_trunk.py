@@ -1,0 +1,428 @@
+"""A trunk in the SGLang plugin, in the real server on a CPU and without it. Elsewhere skipped."""
+
+import json
+import math
+import time
+from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
+
+from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from lenvm_kernels.adapters import settings, sglang_guide
+from lenvm_kernels.adapters import sglang as sglang_adapter
+from lenvm_kernels.adapters.settings import Settings
+from lenvm_kernels.adapters.sglang_states import SampledStates, input_embedding
+from lenvm_kernels.guidance import GuidanceTable, parse_guidance
+from lenvm_kernels.types import Status
+from lenvm_kernels.value_model import Trunk
+from tests.helpers.models import random_model
+from tests.helpers.sglang_server import (
+    GENTLE,
+    HIDDEN,
+    MODES,
+    SAMPLING,
+    TINY,
+    prompts_of,
+    running_server,
+    running_speculation,
+    write_checkpoints,
+    write_eagle,
+)
+from tests.helpers.trunks import write_random_trunk
+
+LAYERS, GAMMA = 3, 0.9
+TRUNKS = {"last": (LAYERS,), "deep": (2, LAYERS, 1)}
+NEAR = [{"target_length": 12}, {"target_length": 40, "op": "ge_near"}, {"target_length": 30, "op": "le_near"}]
+ATOL = 5e-4  # on value logits of O(1), fp32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The models of every other test, and two trunks of the base: of its last state, and of what else it says, too."""
+    folder = tmp_path_factory.mktemp("models")
+    write_checkpoints(folder)
+    write_base(folder, Qwen2ForCausalLM, Qwen2Config(**TINY | {"num_hidden_layers": LAYERS}))
+    write_eagle(folder / "eagle")
+    return folder
+
+
+def write_base(folder, model_class, config):
+    base = random_model(model_class, config, seed=0)
+    base.save_pretrained(folder / "base")
+    for name, layers in TRUNKS.items():
+        write_random_trunk(folder / name, base, layers, gamma=GAMMA)
+
+
+def base_of(folder):
+    return AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    options = ("--chunked-prefill-size", "32", "--enable-mixed-chunk", "--enable-metrics")
+    with running_server(folder, "engine", *options, LENVM_VALUE_MODEL=str(folder / "deep")) as server:
+        yield server
+
+
+def load_trunk(folder, base):
+    return Trunk.from_pretrained(folder / "deep", LAYERS, base.get_input_embeddings().weight.detach())
+
+
+@torch.no_grad()
+def states_of(base, config, sequence):
+    """``[S, L H]`` of a sequence, by ``transformers``."""
+    states = base(torch.tensor([sequence]), output_hidden_states=True).hidden_states
+    return torch.cat([states[layer][0] for layer in config.layers], dim=1)
+
+
+def check_steps(folder, prompts, guidance, results, steps):
+    """Every value of every traced step is what the trunk says of a plain forward; returns how many there were."""
+    base = base_of(folder)
+    trunk = load_trunk(folder, base)
+    found, expected = [], []
+    for prompt, params, result in zip(prompts, guidance, results, strict=True):
+        sequence = [*prompt, *result["output_ids"]]
+        rows = [row for step in steps for row in step["rows"] if row["rid"] == result["meta_info"]["id"]]
+        # The engine throws away the draws of a prompt's chunks but the last, and the overlapping scheduler computes a
+        # step more than a request returns.
+        rows = [r for r in rows if r["status"] == Status.GUIDE and len(prompt) <= r["length"] < len(sequence)]
+        if not rows:
+            assert not params
+            continue
+        assert all(sequence[row["length"]] in row["token_ids"] for row in rows)
+        ids, values = (torch.tensor([row[name] for row in rows]) for name in ("token_ids", "value_logits"))
+        lengths = torch.tensor([row["length"] for row in rows])
+        parsed = parse_guidance(params, gamma=GAMMA, strength=trunk.lenvm_config.strength)
+        table = GuidanceTable.from_params([parsed], [set()], "cpu")
+        z, _ = trunk.value_logits(
+            states_of(base, trunk.config, sequence)[lengths - 1],
+            ids,
+            table.columns,
+            table_rows=torch.zeros(len(rows), dtype=torch.int64),
+            generated=(lengths - len(prompt)).int(),
+        )
+        found.append(values[ids >= 0])
+        expected.append(z[ids >= 0])
+    found, expected = torch.cat(found), torch.cat(expected)
+    assert expected.std() > 100 * ATOL, "other states would give these values, too"
+    torch.testing.assert_close(found, expected, rtol=0, atol=ATOL)
+    return len(found)
+
+
+def test_every_mode_beside_unguided_requests(folder, engine):
+    """Prompts shorter and longer than a chunk, then out of the radix cache, which all requests share."""
+    guidance = [*MODES, *NEAR, None, {}]
+    prompts = prompts_of(*range(3, 90, 6))
+    engine.generate(prompts[9:10], [None], max_new_tokens=1)
+    for is_cached in (False, True):
+        results, steps = engine.generate(prompts, guidance)
+        assert check_steps(folder, prompts, guidance, results, steps) > 13 * 16
+        lens = {result["meta_info"]["id"]: len(prompt) for prompt, result in zip(prompts, results, strict=True)}
+        batches = [{row["length"] > lens[row["rid"]] for row in step["rows"]} for step in steps]
+        assert {True} in batches and (is_cached or {True, False} in batches)
+        cached = [result["meta_info"]["cached_tokens"] > 0 for result in results]
+        assert all(cached) if is_cached else cached[9]
+
+
+def test_log_probabilities_of_prompts(folder, engine):
+    """The engine then makes logits of all states of a prompt, and samples from the last."""
+    prompts, guidance = prompts_of(9, 40, 14, 22, seed=1), [GENTLE, NEAR[0], None, MODES[0]]
+    before = len(engine._lines())
+    params = [{**SAMPLING, "custom_params": asked} for asked in guidance]
+    starts = [0, 3, 0, 21]
+    response = engine.post(input_ids=prompts, sampling_params=params, return_logprob=True, logprob_start_len=starts)
+    assert response.ok, response.text
+    results = response.json()
+    for prompt, start, result in zip(prompts, starts, results, strict=True):
+        assert len(result["meta_info"]["input_token_logprobs"]) == len(prompt) - start
+    steps = [json.loads(line) for line in engine._lines()[before:]]
+    assert check_steps(folder, prompts, guidance, results, steps) > 3 * 16
+
+
+def test_predicted_lengths(folder, engine):
+    """Of the tokens that were drawn, guided or not; nothing says how long an output is before its first."""
+    wants = {"return_values": True, "gamma": GAMMA}
+    prompts, guidance = prompts_of(9, 40, 14, seed=2), [wants, wants | NEAR[0], wants | GENTLE]
+    results, _ = engine.generate(prompts, guidance)
+    base = base_of(folder)
+    trunk = load_trunk(folder, base)
+    for prompt, params, result in zip(prompts, guidance, results, strict=True):
+        sequence = [*prompt, *result["output_ids"]]
+        table = GuidanceTable.from_params([parse_guidance(params)], [set()], "cpu")
+        _, z = trunk.value_logits(
+            states_of(base, trunk.config, sequence)[len(prompt) - 1 : -1],
+            torch.tensor(result["output_ids"])[:, None],
+            table.columns,
+            table_rows=torch.zeros(16, dtype=torch.int64),
+            generated=torch.arange(16, dtype=torch.int32),
+        )
+        lengths = torch.nn.functional.softplus(z[:, 0]) / -math.log(GAMMA)
+        found = torch.tensor(result["meta_info"]["predicted_remaining_lengths"])
+        torch.testing.assert_close(found, lengths, rtol=0, atol=5e-3)
+        assert "predicted_output_length" not in result["meta_info"]
+
+
+def test_what_a_trunk_cannot_give_is_refused(engine):
+    custom_params = {"target_length": 9, "value_min": 0.1}
+    response = engine.post(input_ids=[5, 6], sampling_params={**SAMPLING, "custom_params": custom_params})
+    assert response.status_code == 400
+    assert "value_min must be absent with near and a trunk, got 0.1" in response.json()["error"]["message"]
+    assert engine.metrics()["fallbacks_total"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("tree", {"algorithm": "EAGLE", "draft": "eagle", "shape": {"steps": 3, "topk": 2, "tokens": 6}}),
+        ("ngram", {"algorithm": "NGRAM", "draft": None}),
+    ],
+)
+def test_the_text_is_the_same_with_drafts(folder, engine, name, more):
+    """The draft model of EAGLE gets the states that it always gets, and its drafts are accepted."""
+    prompts, tokens = prompts_of(*range(4, 70, 12), seed=20), dict(sampling_seed=5, max_new_tokens=24)
+    guidance = [GENTLE, MODES[1], *NEAR, GENTLE | {"return_values": True}]
+    plain, _ = engine.generate(prompts, guidance, **tokens)
+    with running_speculation(folder, name, LENVM_VALUE_MODEL=str(folder / "deep"), **more) as server:
+        for others in (0, 2):
+            asked = [*guidance, *[None] * others]
+            results, steps = server.generate([*prompts, *prompts_of(9, 14)[:others]], asked, **tokens)
+            assert [r["output_ids"] for r in results[:6]] == [r["output_ids"] for r in plain]
+            assert check_steps(folder, prompts, guidance, results[:6], steps) > 200
+            assert any(step["mode"] == "TARGET_VERIFY" for step in steps)
+            assert len(results[5]["meta_info"]["predicted_remaining_lengths"]) == 24
+        unguided, _ = server.generate(prompts, [None] * 6, temperature=0.0, max_new_tokens=24)
+        assert sum(result["meta_info"]["spec_num_correct_drafts"] for result in unguided) > 0
+
+
+def ask_ranks(folder, name, *options):
+    """Check a server of two ranks; returns the lines of its trace."""
+    prompts, guidance = prompts_of(*range(3, 72, 6)), [*MODES, NEAR[0], None]
+    variables = {
+        "LENVM_VALUE_MODEL": str(folder / "deep"),
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.sglang_cpu.patches",
+    }
+    with running_server(folder, name, "--tp", "2", "--chunked-prefill-size", "32", *options, **variables) as server:
+        results, _ = server.generate(prompts, guidance)
+        time.sleep(2)  # the second rank comes to its last step after the first has answered
+        lines = server._lines()
+    steps = [json.loads(line) for line in dict.fromkeys(lines)]
+    assert check_steps(folder, prompts, guidance, results, steps) > 11 * 16
+    return lines
+
+
+def test_tensor_parallel_ranks_agree(folder):
+    """Each has a part of the embedding."""
+    assert set(Counter(ask_ranks(folder, "ranks")).values()) == {2}
+
+
+def test_data_parallel_attention(tmp_path):
+    """Each rank has the whole embedding and requests of its own, in batches that the engine pads to the same size."""
+    sizes = TINY | {"num_hidden_layers": LAYERS, "head_dim": HIDDEN // 4}
+    write_base(tmp_path, Qwen3ForCausalLM, Qwen3Config(**sizes))
+    assert ask_ranks(tmp_path, "attention", "--dp", "2", "--enable-dp-attention")
+
+
+# --- the adapter without an engine ---
+
+
+class Base(torch.nn.Module):
+    """What the adapter looks at in a base model of the engine."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.embed_tokens = SimpleNamespace(weight=weight)
+        self.logits_processor = LogitsProcessor.__new__(LogitsProcessor)
+        torch.nn.Module.__init__(self.logits_processor)
+        self.layers_to_capture = []
+
+    def get_input_embeddings(self):
+        return self.embed_tokens
+
+
+class DeepBase(Base):
+    """One that hands over what its layers read."""
+
+    def set_eagle3_layers_to_capture(self, layer_ids):
+        self.layers_to_capture = [layer + 1 for layer in layer_ids]
+
+
+class OtherBase(Base):
+    """One that takes the numbers for those of the layers themselves."""
+
+    def set_eagle3_layers_to_capture(self, layer_ids):
+        self.layers_to_capture = list(layer_ids)
+
+
+@pytest.fixture
+def weight(folder):
+    return base_of(folder).get_input_embeddings().weight.detach()
+
+
+@pytest.fixture
+def guide(folder, weight, monkeypatch):
+    """The guidance of this process, as if an engine had loaded the trunk of several layers for a base model."""
+    base = DeepBase(weight)
+    states = SampledStates(base, Trunk.from_pretrained(folder / "deep", LAYERS, weight))
+    guide = sglang_guide.Guide(Settings(folder / "deep"), None, torch.device("cpu"), drafts=2, states=states)
+    guide.processor = base.logits_processor
+    monkeypatch.setattr(sglang_adapter, "_guide", guide)
+    return guide
+
+
+def rows_of(count, seed=0):
+    """States of every layer ``[count, H]``, all different: what two layers read, and the last ones."""
+    return list(torch.randn(3, count, HIDDEN, generator=torch.Generator().manual_seed(seed)))
+
+
+def prune(processor, states, metadata):
+    """As the engine's forward does; returns what becomes of its choice, and what it knows of inner states."""
+    found = []
+
+    def original(processor, input_ids, hidden_states, lm_head, metadata, aux_hidden_states):
+        found.append(aux_hidden_states)
+        arguments = processor, hidden_states, None, aux_hidden_states, metadata
+        return sglang_adapter.keep_states(LogitsProcessor._get_pruned_states, *arguments)
+
+    first, second, last = states
+    pruned = sglang_adapter.hide_inner_states(original, processor, None, last, None, metadata, [first, second])
+    return pruned, found[0]
+
+
+def prompts_metadata(lens, starts):
+    return LogitsMetadata(
+        ForwardMode.EXTEND,
+        extend_return_logprob=starts is not None,
+        extend_seq_lens=torch.tensor(lens),
+        extend_seq_lens_cpu=lens,
+        extend_logprob_start_lens_cpu=starts,
+    )
+
+
+@pytest.mark.parametrize(
+    ("metadata", "sampled"),
+    [
+        (LogitsMetadata(ForwardMode.DECODE), [*range(9)]),  # padded: there is room for seven
+        (LogitsMetadata(ForwardMode.TARGET_VERIFY), [*range(9)]),
+        (prompts_metadata([4, 2, 3], None), [3, 5, 8]),
+        (prompts_metadata([4, 2, 3], [1, 2, 0]), [3, 5, 8]),
+    ],
+)
+def test_states_of_the_rows_that_are_sampled(guide, metadata, sampled):
+    """In the trunk's order of the layers; the engine finds its own states, and nothing of the inner ones."""
+    states = rows_of(9)
+    guide.states.allocate(7)
+    pruned, inner = prune(guide.processor, states, metadata)
+    first, second, last = (layer[sampled][:7] for layer in states)
+    assert torch.equal(guide.states.of(len(first)), torch.cat([second, last, first], dim=1))
+    assert inner is None and pruned[2] is None
+    expected = LogitsProcessor._get_pruned_states(guide.processor, states[2], None, None, metadata)
+    assert torch.equal(pruned[0], expected[0])
+    assert guide.states_bytes(5) == 15 * 3 * HIDDEN * 4
+
+
+def test_the_states_of_a_draft_model_are_its_own(guide):
+    guide.states.allocate(7)
+    pruned, inner = prune(Base(torch.zeros(1)).logits_processor, rows_of(4), LogitsMetadata(ForwardMode.DECODE))
+    assert len(inner) == len(pruned[2]) == 2 and guide.states.of(7).eq(0).all()
+
+
+def test_a_replayed_graph_keeps_states_without_a_hook(guide, monkeypatch):
+    """The operations that were captured in batches of several sizes, of which each replays with other states."""
+    guide.states.allocate(6)
+    metadata = LogitsMetadata(ForwardMode.DECODE)
+    graphs = {
+        size: make_fx(lambda *states: prune(guide.processor, states, metadata)[0][0])(*rows_of(size))
+        for size in (8, 4, 2)
+    }
+    kept = guide.states.of(6)
+    monkeypatch.setattr(sglang_adapter, "_guide", None)
+    for size, rows in ((4, 3), (8, 6), (2, 2), (4, 4)):
+        first, second, last = states = rows_of(size, seed=size + rows)
+        graphs[size](*states)
+        assert torch.equal(guide.states.of(rows), torch.cat([second, last, first], dim=1)[:rows])
+        assert kept.data_ptr() == guide.states.of(rows).data_ptr()
+
+
+def sharded(parts, rank, **more):
+    """An embedding as each rank of tensor parallelism has a part of it."""
+    group = SimpleNamespace(all_gather=lambda part, dim: torch.cat(parts, dim=dim))
+    sizes = dict(tp_size=len(parts), num_added_embeddings=0, org_vocab_size=10)
+    return SimpleNamespace(weight=parts[rank], tp_group=group, **sizes | more)
+
+
+def test_the_embedding_of_a_base_model():
+    """Whole out of the parts of ranks, without padding; what is no plain tensor is refused."""
+    rows = torch.arange(24.0).view(12, 2)
+    base = Base(rows)
+    assert torch.equal(input_embedding(base), rows)
+    for rank in (0, 1):
+        base.embed_tokens = sharded(rows.split(6), rank)
+        assert torch.equal(input_embedding(base), rows[:10])
+    assert torch.equal(input_embedding(SimpleNamespace(model=Base(rows))), rows)  # of a model that does not say which
+    base.embed_tokens = sharded(rows.split(6), 0, num_added_embeddings=2)
+    with pytest.raises(ValueError, match="must have no tokens added for LoRA, got 2"):
+        input_embedding(base)
+    base.embed_tokens = SimpleNamespace(weight=rows.to(torch.int8))
+    with pytest.raises(ValueError, match=r"must have an input embedding in float32, .* got torch\.int8"):
+        input_embedding(base)
+    with pytest.raises(ValueError, match="got NoneType in Identity"):
+        input_embedding(torch.nn.Identity())
+
+
+@pytest.mark.parametrize(
+    ("trunk", "base", "given", "message"),
+    [
+        ("last", Base, {"enable_torch_compile": True}, "enable_torch_compile must be False together with a trunk"),
+        (
+            "last",
+            Base,
+            {"startup_weight_load_mode": "overlap"},
+            "startup_weight_load_mode must be serial",
+        ),
+        ("deep", DeepBase, {"speculative_algorithm": "EAGLE3"}, r"must not be EAGLE3 .* trunk of layers \[2, 3, 1\]"),
+        ("deep", DeepBase, {"enable_return_aux_hidden_states": True}, "enable_return_aux_hidden_states must be False"),
+        ("deep", Base, {}, r"must be a trunk of the last state alone for a Base, .* reads layers \[1, 2\]"),
+        ("deep", OtherBase, {}, "must be a trunk of the last state alone for a OtherBase"),
+        ("last", Base, {"layers": 4}, "the base model must be 'tiny' with 3 layers, got one with 4"),
+        ("last", Base, {"speculative_algorithm": "EAGLE3"}, None),
+        ("deep", DeepBase, {"speculative_algorithm": "EAGLE"}, None),
+    ],
+)
+def test_what_a_trunk_does_not_go_with_is_refused_at_start(folder, weight, trunk, base, given, message):
+    layers = given.pop("layers", LAYERS)
+    runner = SimpleNamespace(model=base(weight), model_config=SimpleNamespace(num_hidden_layers=layers))
+    options = dict(enable_torch_compile=False, startup_weight_load_mode="serial", speculative_algorithm=None)
+    options = SimpleNamespace(**options | {"enable_return_aux_hidden_states": False} | given)
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        sglang_adapter.load_trunk(Settings(folder / trunk), runner, options)
+
+
+@pytest.mark.parametrize("reads_tokens", [False, True])
+def test_requests_beside_a_trunk(folder, monkeypatch, reads_tokens):
+    """What a value model has to read or to have seen is nothing to it."""
+    monkeypatch.setenv("LENVM_VALUE_MODEL", str(folder / ("value" if reads_tokens else "last")))
+    caches = (settings.has_value_model, settings.has_trunk, settings.default_gamma, settings.default_strength)
+    caches += (settings.value_model_reads_images,)
+    for cache in caches:
+        cache.cache_clear()
+    sampling = SimpleNamespace(custom_params=GENTLE, top_k=5, sampling_seed=None, stop_token_ids=None, beam_width=None)
+    req = dict(sampling_params=sampling, input_embeds=[0.5], positional_embed_overrides=None, extra_key="mine")
+    req = SimpleNamespace(**req, set_finish_with_abort=lambda message: errors.append(message))
+    errors = []
+    sglang_adapter.note_guidance(None, req)
+    for cache in caches:
+        cache.cache_clear()
+    assert errors == ["input_embeds cannot be combined with guidance in custom_params"] * reads_tokens
+    assert req.extra_key == "mine"
+    assert (req.lenvm_guidance is None) == reads_tokens
