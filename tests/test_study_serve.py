@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -385,6 +386,17 @@ def test_failures_of_sources(study, capsys):
     status, _, log = study(*options, command="sources", without_plugin=True)
     assert status == 2 and "--python must be of an environment with lenvm-kernels" in capsys.readouterr().err
     assert not any(is_running(line["started"]) for line in log if "started" in line)
+
+
+def test_studies_side_by_side_take_ports_of_their_own():
+    """A port is taken from when it is looked for, not from when a server listens there."""
+    with server.reserved_port() as first:
+        show = "from bench.study.server import reserved_port\nwith reserved_port() as port: print(port)"
+        other = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
+        assert int(other.stdout) != first
+        of_server = socket.create_server((server.HOST, first))
+    with of_server, server.reserved_port() as port:
+        assert port != first
 
 
 @pytest.mark.parametrize("given", [["a/plain"], ["a/value", "b/value"]])

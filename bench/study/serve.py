@@ -57,7 +57,7 @@ from bench.study.served import (
     label,
     write_summary,
 )
-from bench.study.server import FAULTS, Server, Setup, exchange, free_port, running
+from bench.study.server import FAULTS, Server, Setup, exchange, reserved_port, running
 
 
 def ask(port: int, load: Load, condition: Condition, prompt: int, sample: int) -> Answer:
@@ -122,17 +122,17 @@ class Study:
         return int(bool(failures_of(self._results)))
 
     def _lifecycle(self, name: str, steps: Path | None, conditions: Sequence[Condition]) -> None:
-        port = free_port()
         setup = self._setup if steps is not None else replace(self._setup, value_model=None)
-        command, log = setup.command(port), self._out / f"{name}.log"
-        print(f"{name} server: {' '.join(command)}", flush=True)
-        with running(command, setup.environment(steps), log, port, setup.startup_seconds) as server:
-            info = json.loads(exchange(port, "GET", "/server_info"))
-            self._environment["sglang"] = info.get("version")
-            if steps is not None:
-                server.check_plugin()
-            for condition in conditions:
-                self._measure(server, condition)
+        with reserved_port() as port:
+            command, log = setup.command(port), self._out / f"{name}.log"
+            print(f"{name} server: {' '.join(command)}", flush=True)
+            with running(command, setup.environment(steps), log, port, setup.startup_seconds) as server:
+                info = json.loads(exchange(port, "GET", "/server_info"))
+                self._environment["sglang"] = info.get("version")
+                if steps is not None:
+                    server.check_plugin()
+                for condition in conditions:
+                    self._measure(server, condition)
 
     def _measure(self, server: Server, condition: Condition) -> None:
         load, name = self._load, label(condition)

@@ -192,11 +192,22 @@ def last_lines(log: Path) -> str:
     return "\n".join([f"the last lines of {log}:", *lines])
 
 
-def free_port() -> int:
-    """A port that nothing listens at: else another server might answer. SGLang takes more of them above its own."""
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port that nothing listens at, and that no other study takes meanwhile: else another server might answer.
+
+    A server listens long after it was started, so a study that looks for a port holds it by a datagram socket, which no
+    server wants. SGLang takes more ports above its own.
+    """
     for port in range(FIRST_PORT, FIRST_PORT + 2_000, 100):
-        with socket.socket() as tried, suppress(OSError):
+        with socket.socket(type=socket.SOCK_DGRAM) as reserved, socket.socket() as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: closed connections linger
-            tried.bind((HOST, port))
-            return port
+            try:
+                reserved.bind((HOST, port))
+                tried.bind((HOST, port))
+            except OSError:
+                continue
+            tried.close()
+            yield port
+            return
     raise OSError(f"no port from {FIRST_PORT} on is free")

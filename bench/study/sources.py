@@ -22,7 +22,7 @@ from bench.harness.reporting import text_table
 from bench.harness.storing import write_json
 from bench.study.serve import ask_all
 from bench.study.served import Condition, Load
-from bench.study.server import Server, Setup, exchange, free_port, running
+from bench.study.server import Server, Setup, exchange, reserved_port, running
 
 PLAIN = "plain"
 
@@ -58,7 +58,7 @@ def compare(
     with ExitStack() as stack, (out / "rounds.jsonl").open("w") as file:
         servers: dict[str, Server] = {}
         for name, source in {PLAIN: None, **sources}.items():
-            of_source, port = replace(setup, value_model=source), free_port()
+            of_source, port = replace(setup, value_model=source), stack.enter_context(reserved_port())
             arguments = of_source.command(port), of_source.environment(), out / f"{name}.log"
             servers[name] = stack.enter_context(running(*arguments, port, setup.startup_seconds))
             if source is not None:
