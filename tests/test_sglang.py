@@ -86,14 +86,25 @@ def test_a_cached_prefix_is_one_that_the_value_model_has_seen(folder, engine):
     assert results[0]["meta_info"]["cached_tokens"] > 0
 
 
-def test_a_cached_prefix_whose_end_waited_is_computed(folder, engine):
-    """A conversation's second turn takes its first out of the radix cache, and the value model had not seen its end."""
+def test_the_end_of_an_answer_that_waited_is_nobodys_prefix(folder, engine):
+    """A conversation's second turn takes of its first what the value model had computed by then, and nothing else."""
     prompts = prompts_of(30, seed=11)
-    first, steps = engine.generate(prompts, [GENTLE | {"value_stride": 999_999}])
+    first, steps = engine.generate(prompts, [GENTLE | {"value_stride": 999_999}], max_new_tokens=40)
     assert {row["status"] for step in steps for row in step["rows"]} == {Status.NOT_DUE}
     longer = [[*prompts[0], *first[0]["output_ids"], 5, 6]]
     results, steps = engine.generate(longer, [GENTLE])
-    assert results[0]["meta_info"]["cached_tokens"] > len(prompts[0]) + 10
+    assert results[0]["meta_info"]["cached_tokens"] == 30 + 39 - sglang_guide.MAX_WAITING
+    assert check_steps(folder, longer, results, steps)
+
+
+def test_what_comes_after_a_span_is_nobodys_prefix(folder, engine):
+    """The value model is not told of it."""
+    prompts, span = prompts_of(30, seed=14), GENTLE | {"end_token_ids": [7], "hard_limit": 20}
+    first, steps = engine.generate(prompts, [span], max_new_tokens=60)
+    (place,) = check_spans(prompts, first, steps, [7], 20)
+    longer = [[*prompts[0], *first[0]["output_ids"], 5, 6]]
+    results, steps = engine.generate(longer, [GENTLE])
+    assert results[0]["meta_info"]["cached_tokens"] == 30 + max(0, place - sglang_guide.MAX_WAITING)
     assert check_steps(folder, longer, results, steps)
 
 
@@ -436,6 +447,39 @@ def test_embeddings_padded_differently_are_accepted_and_other_tokens_are_not(fol
     save_tokenizer(value, {"a": 0, "c": 1})
     with pytest.raises(ValueError, match="sizes are 64 and 32, and the tokenizers differ"):
         check_vocabulary(*arguments)
+
+
+SPAN = parse_guidance(GENTLE | {"end_token_ids": [7, 9], "hard_limit": 50}, ends_of_thought=())
+
+
+@pytest.mark.parametrize(
+    ("params", "output", "prefilled", "protected", "expected"),
+    [
+        (parse_guidance(GENTLE), range(40, 70), 20, 16, 45),  # 30 tokens of the answer, 15 of which may wait
+        (parse_guidance(GENTLE), range(40, 50), 30, 16, 30),  # all of the prompt is computed at once
+        (parse_guidance(GENTLE), range(40, 70), 50, 48, 50),  # it has been retracted
+        (parse_guidance(GENTLE), range(40, 70), 0, 48, 48),  # and has its prefix out of the cache
+        (parse_guidance(GENTLE), range(40, 60), 20, 16, 35),  # the step under way has more tokens than are known
+        (SPAN, [*range(40, 60), 9, 50, 7, *range(60, 70)], 20, 16, 35),  # 20 tokens before the first that ends it
+        (SPAN, range(40, 70), 20, 16, 45),
+        (parse_guidance({}), range(40, 70), 20, 16, 60),  # no step, and another part of the cache
+        (None, range(40, 70), 20, 16, 60),
+    ],
+)
+def test_what_is_computed_for_sure(guide, params, output, prefilled, protected, expected):
+    req = SimpleNamespace(
+        lenvm_guidance=params,
+        lenvm_prefilled=prefilled,
+        origin_input_ids=[3] * 30,
+        output_ids=list(output),
+        kv=SimpleNamespace(cache_protected_len=protected),
+    )
+    guide.step = SimpleNamespace(values=SimpleNamespace(needs_tokens=True))
+    given = []
+    checkpoint = lambda tree, req, *, up_to: given.append(up_to)  # noqa: E731
+    guide.has_slots = True
+    sglang_adapter.checkpoint(checkpoint, None, req, up_to=60)
+    assert given == [expected]
 
 
 def test_a_failing_step_ends_guidance_and_not_the_engine(guide, caplog):

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -172,7 +173,7 @@ def check_request(result: Any, *args: Any, **kwargs: Any) -> None:
 
 def note_guidance(_: None, req: Req, *args: Any, **kwargs: Any) -> None:
     """After a request was made in the scheduler: parse its guidance, give it its part of the radix cache."""
-    req.lenvm_images = None
+    req.lenvm_images, req.lenvm_prefilled = None, 0
     try:
         req.lenvm_guidance = guidance_of(req)
     except ValueError as error:  # came past check_request: the engine loads no plugins in its further HTTP workers
@@ -310,7 +311,7 @@ def admit_requests(
     batch: ForwardBatch, _: type, scheduled: ScheduleBatch, runner: ModelRunner, *args: Any, **kwargs: Any
 ) -> None:
     """After a batch was made ready for a model."""
-    batch.lenvm_reqs, batch.lenvm_decoding, batch.lenvm_prefixes, batch.lenvm_images = [], [], [], []
+    batch.lenvm_reqs, batch.lenvm_decoding, batch.lenvm_images = [], [], []
     if _guide is None or not _guide.has_slots or runner.is_draft_worker:
         return
     batch.lenvm_reqs = [req for req in scheduled.reqs if req.lenvm_guidance is not None]
@@ -318,14 +319,14 @@ def admit_requests(
         running = {id(req) for req in scheduled.decoding_reqs or ()}  # in a mixed batch
         batch.lenvm_decoding = [id(req) in running for req in scheduled.reqs]
         batch.lenvm_images = [req.lenvm_images for req in scheduled.reqs]
-        new = [req for req in scheduled.reqs if id(req) not in running]
-        for req in new:
-            needs_prefix = _guide.reads_tokens and req.lenvm_guidance is not None and req.lenvm_guidance.needs_step
-            if needs_prefix and req.prefix_len:
-                end = req.get_fill_ids()[_guide._first_computed(req.prefix_len) : req.prefix_len]
-                prefix = int(req.kv.req_pool_idx), req.prefix_len, list(end), req.lenvm_images
-                batch.lenvm_prefixes.append(prefix)
-        _guide.admit(batch, new)
+        _guide.admit(batch, [req for req in scheduled.reqs if id(req) not in running])
+
+
+def checkpoint(original: Callable, tree: BasePrefixCache, req: Req, *, up_to: int, **kwargs: Any) -> None:
+    """Around the handing over of a request's first tokens to the radix cache: not those that the value model has not
+    computed, so that all that is there it has."""
+    computed = up_to if _guide is None or not _guide.has_slots else _guide.computed_len(req, up_to)
+    original(tree, req, up_to=computed, **kwargs)
 
 
 def hide_inner_states(original: Callable, processor: LogitsProcessor, *args: Any, **kwargs: Any) -> Any:
@@ -427,15 +428,18 @@ def verify_drafts(
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _PROCESSOR = "sglang.srt.layers.logits_processor.LogitsProcessor"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler"
+_CACHE = "sglang.srt.mem_cache"
 HOOKS = {
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object": ("AFTER", check_request),
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info": ("AROUND", without_empty_keys),
     "sglang.srt.managers.schedule_batch.Req.__init__": ("AFTER", note_guidance),
     "sglang.srt.managers.schedule_batch.Req.extend_image_inputs": ("AFTER", note_images),
     f"{_RUNNER}.load_model": ("AFTER", load_value_model),
-    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.config_from_budget": ("AROUND", leave_room),
+    f"{_CACHE}.kv_cache_configurator.KVCacheConfigurator.config_from_budget": ("AROUND", leave_room),
     f"{_RUNNER}.alloc_memory_pool": ("AFTER", take_slots),
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": ("AFTER", admit_requests),
+    f"{_CACHE}.radix_cache.RadixCache.checkpoint": ("AROUND", checkpoint),
+    f"{_CACHE}.unified_radix_cache.UnifiedRadixCache.checkpoint": ("AROUND", checkpoint),
     f"{_PROCESSOR}.forward": ("AROUND", hide_inner_states),
     f"{_PROCESSOR}._get_pruned_states": ("AROUND", keep_states),
     f"{_RUNNER}.forward": ("AFTER", extend_prompts),

@@ -43,10 +43,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Tokens of a request that wait at most for the value model, beside those of the drafts. Those that wait when it ends
-# are in the radix cache, and the value model has not seen them: who takes a prefix from there computes as many tokens
-# of its end anew.
+# Tokens of a request that a step's value model takes at most, beside those of the drafts, and that wait for it at most.
 MAX_DELTA = 16
+MAX_WAITING = MAX_DELTA - 1
 
 
 class Guide:
@@ -144,7 +143,7 @@ class Guide:
             return
         with self._failing_softly(batch):
             for req in reqs:
-                table_row, params = int(req.kv.req_pool_idx), req.lenvm_guidance
+                table_row, params, req.lenvm_prefilled = int(req.kv.req_pool_idx), req.lenvm_guidance, req.extend_end
                 if params is not None:
                     seed = req.sampling_params.sampling_seed
                     self.step.add_request(
@@ -153,7 +152,7 @@ class Guide:
                         end_tokens(req),
                         prompt_len=len(req.origin_input_ids),
                         seed=seed_of_request(req.rid) if seed is None else seed,
-                        span_ended=not set(params.end_token_ids).isdisjoint(req.output_ids),  # before it was retracted
+                        span_ended=span_len(req) < len(req.output_ids),  # before it was retracted
                     )
                     self._table_rows.add(table_row)
                     if req.lenvm_images is not None:
@@ -167,7 +166,7 @@ class Guide:
             if mm_schedule.host_offload_event is not None:  # they may be there since the request was retracted
                 mm_schedule.host_offload_event.synchronize()
             assert self.value_model is not None  # else nobody's images are read
-            images.embed(self._first_computed(prefix_len), self.value_model)
+            images.embed(prefix_len, self.value_model)
 
     def extend(self, batch: ForwardBatch) -> None:
         """Give the value model the tokens of a prefill batch, or of a chunk of it.
@@ -178,7 +177,6 @@ class Guide:
         if not self.reads_tokens or not needs_step(batch):
             return
         with self._failing_softly(batch), self._timed():
-            self._extend_ends_of_prefixes(batch)
             lens = batch.extend_seq_lens.int()
             parts: list[tuple[PromptImages | None, int, int]] = []
             if any(images is not None for images in batch.lenvm_images):  # the lengths of a padded batch are more
@@ -200,25 +198,17 @@ class Guide:
                 if images is not None and prefix_len + count >= images.length:
                     images.embeds = None
 
-    def _extend_ends_of_prefixes(self, batch: ForwardBatch) -> None:
-        """The ends of prefixes out of the radix cache: who left them there may not have computed their last tokens."""
-        if not batch.lenvm_prefixes:
-            return
-        rows, prefix_lens, ends, images = zip(*batch.lenvm_prefixes, strict=True)
-        lens = [len(tokens) for tokens in ends]
-        starts = [prefix_len - count for prefix_len, count in zip(prefix_lens, lens, strict=True)]
-        where = [(row, first + i) for row, first, n in zip(rows, starts, lens, strict=True) for i in range(n)]
-        tokens = self._to_device([token for end in ends for token in end], torch.int64)
-        of_rows, positions = self._to_device(where, torch.int64).unbind(1)
-        first_tokens = [sum(lens[:i]) for i in range(len(lens))]
-        sizes = self._to_device([first_tokens, lens, starts], torch.int32)
-        slots = self.step.slot_table[of_rows, positions]
-        of_images = self._image_tokens(list(zip(images, starts, lens, strict=True)), len(tokens))
-        self.step.extend(tokens, slots, self._to_device(rows, torch.int64), *sizes, images=of_images)
+    def computed_len(self, req: Req, length: int) -> int:
+        """How many of a request's first tokens, no more than ``length``, the value model has for sure.
 
-    def _first_computed(self, prefix_len: int) -> int:
-        """Of a prefix out of the radix cache, the first token that is computed anew."""
-        return max(0, prefix_len - self.step.config.max_delta + 1)
+        It has all of the last prefill, and of the rest what comes before the end of the span, but for as many as may
+        wait. What the request took from the radix cache it had before.
+        """
+        params = req.lenvm_guidance
+        if params is None or not params.needs_step or not self.reads_tokens:
+            return length  # the prefixes are shared with none that the value model reads
+        of_answer = min(length, len(req.origin_input_ids) + span_len(req))
+        return min(length, max(req.lenvm_prefilled, req.kv.cache_protected_len, of_answer - MAX_WAITING - self.drafts))
 
     def _image_tokens(self, parts: list[tuple[PromptImages | None, int, int]], tokens: int) -> ImageTokens | None:
         assert self.value_model is not None
@@ -497,6 +487,12 @@ def _trace_drafts(trace: Path, batch: ScheduleBatch, output: StepOutput, verifie
 def needs_step(batch: ForwardBatch | ScheduleBatch) -> bool:
     """Whether a batch takes part in guided steps."""
     return any(req.lenvm_guidance.needs_step for req in batch.lenvm_reqs)
+
+
+def span_len(req: Req) -> int:
+    """Tokens of a request's answer before the one that ended its span; all of them if it has not ended."""
+    ends = req.lenvm_guidance.end_token_ids
+    return next((i for i, token in enumerate(req.output_ids) if token in ends), len(req.output_ids))
 
 
 def end_tokens(req: Req) -> set[int]:
