@@ -80,7 +80,9 @@ COLLECT = (
     "--top-k",
     0,
 )
-FIT = ("--adapters", 2, "--batch-tokens", 60, "--row-tokens", 40, "--forward-tokens", 80, "--learning-rate", 0.01)
+OF_VALUE_MODEL = ("--kind", "value-model")
+FIT = (*OF_VALUE_MODEL, "--adapters", 2, "--batch-tokens", 60, "--row-tokens", 40, "--forward-tokens", 80)
+FIT += ("--learning-rate", 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -321,7 +323,7 @@ def test_lengths_that_the_prompt_tells_are_learned(lenvm, base, tmp_path):
     store = AnswerStore(tmp_path / "answers", plan)
     store.add([collect.Answer(i, 0, None, 0, 20, [10] * (3 if i % 2 else 15) + [EOS], True) for i in range(16)])
     folder = tmp_path / "fitted"
-    options = ("--full", "--learning-rate", 3e-3, "--epochs", 40, "--batch-tokens", 60, "--gamma", 0.9)
+    options = (*OF_VALUE_MODEL, "--full", "--learning-rate", 3e-3, "--epochs", 40, "--batch-tokens", 60, "--gamma", 0.9)
     code, _, error = lenvm("fit", base, "--answers", tmp_path / "answers", "--output", folder, *options)
     assert code == 0, error
     report = json.loads((folder / "report.json").read_text())
@@ -337,12 +339,12 @@ def test_a_trunk_gives_the_values_that_were_measured(lenvm, answers, tmp_path, l
     """value/ is the network that was trained, for the base model whose states taught it."""
     base = checkpoint(tmp_path / "base", seed=2, layers=2)
     folder = tmp_path / "fitted"
-    command = ("fit", base, "--kind", "trunk", "--answers", answers, "--output", folder, "--batch-tokens", 40)
+    command = ("fit", base, "--answers", answers, "--output", folder, "--batch-tokens", 40)
     command += (*(("--layers", *layers) if layers else ()), "--forward-tokens", 60)
     code, out, error = lenvm(*command)
     assert code == 0, error
     report = json.loads((folder / "report.json").read_text())
-    measured = report["test"][str(answers)]["value model"]
+    measured = report["test"][str(answers)]["trunk"]
     assert f"{measured['r2']:.2f}" in out and len(report["training"]["negative log-likelihood"]) == 2
     assert lenvm(*command)[0] == 0  # it is there
 
@@ -378,13 +380,13 @@ def test_a_trunk_learns_lengths_that_a_token_tells(lenvm, base, tmp_path):
             for s in range(4)
         ]
     )
-    command = ("fit", base, "--kind", "trunk", "--answers", tmp_path / "answers", "--output", tmp_path / "fitted")
+    command = ("fit", base, "--answers", tmp_path / "answers", "--output", tmp_path / "fitted")
     code, _, error = lenvm(*command, "--epochs", 60, "--batch-tokens", 32)
     assert code == 0, error
     found = json.loads((tmp_path / "fitted" / "report.json").read_text())["test"][str(tmp_path / "answers")]
-    assert found["value model"]["r2"] > 0.7 > 0.1 > found["constant"]["r2"]
+    assert found["trunk"]["r2"] > 0.7 > 0.1 > found["constant"]["r2"]
     # Two answers to a prompt are told apart at the same position: the candidate's embedding says which it is.
-    assert found["value model"]["correlation_at_a_position"] > 0.8
+    assert found["trunk"]["correlation_at_a_position"] > 0.8
 
 
 def test_a_trunk_needs_answers_to_learn_from(lenvm, base, tmp_path):
@@ -392,7 +394,7 @@ def test_a_trunk_needs_answers_to_learn_from(lenvm, base, tmp_path):
     prompts = [{"text": "", "split": "test" if i == 0 else "train", "ids": [7, 8]} for i in range(20)]
     store = AnswerStore(tmp_path / "answers", {"prompts": prompts, "base": base, "vocabulary": vocabulary_of(base)})
     store.add([collect.Answer(i, 0, None, 0, 20, ids, True) for i, ids in ((0, [9, EOS]), (3, [EOS]), (19, [9, EOS]))])
-    command = ("fit", base, "--kind", "trunk", "--answers", tmp_path / "answers", "--output", tmp_path / "fitted")
+    command = ("fit", base, "--answers", tmp_path / "answers", "--output", tmp_path / "fitted")
     code, _, error = lenvm(*command)
     assert code == 2 and "--answers must have answers to training prompts, got none of two tokens or more" in error
 
@@ -400,7 +402,7 @@ def test_a_trunk_needs_answers_to_learn_from(lenvm, base, tmp_path):
 def test_two_rounds_of_a_trunk(lenvm, base, prompts, tmp_path):
     """``lenvm train --kind trunk`` end to end: the first round's trunk guides the second round's answers."""
     folder = tmp_path / "trained"
-    command = ("train", base, "--kind", "trunk", "--prompts", prompts, "--output", folder, *COLLECT)
+    command = ("train", base, "--prompts", prompts, "--output", folder, *COLLECT)
     command += ("--targets", 3, 12, "--batch-tokens", 40)
     code, out, error = lenvm(*command, "--evaluate-prompts", 2)
     assert code == 0, error
@@ -417,7 +419,9 @@ def test_two_rounds_of_a_trunk(lenvm, base, prompts, tmp_path):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--full"], "--full and --initial must not be given with --kind trunk"),
+        (["--full"], "--full must not be given with --kind trunk, only with --kind value-model"),
+        (["--head-learning-rate", "0.1"], "--head-learning-rate must not be given with --kind trunk"),
+        (["--adapters", "2"], "--adapters must not be given with --kind trunk"),
         (["--backbone", "demo"], "--backbone must be base with --kind trunk, got 'demo'"),
         (["--epochs", "0"], "--epochs must be at least 1 with --kind trunk, got 0"),
         (["--layers", "3"], "--layers must be at most the 1 layers of"),
@@ -425,7 +429,7 @@ def test_two_rounds_of_a_trunk(lenvm, base, prompts, tmp_path):
     ],
 )
 def test_bad_flags_of_a_trunk_are_named_before_anything_is_sampled(lenvm, base, prompts, tmp_path, options, named):
-    command = ("train", base, "--kind", "trunk", "--prompts", prompts, "--output", tmp_path / "t", *COLLECT, *options)
+    command = ("train", base, "--prompts", prompts, "--output", tmp_path / "t", *COLLECT, *options)
     code, _, error = lenvm(*command)
     assert code == 2 and named in error and len(error.splitlines()) == 1
     assert not (tmp_path / "t").exists()
@@ -582,7 +586,7 @@ def test_two_rounds_from_prompts_to_a_guided_server(lenvm, base, prompts, tmp_pa
 
 
 def test_all_weights_in_two_rounds(lenvm, base, prompts, tmp_path):
-    options = ("--full", "--batch-tokens", 100, "--evaluate-prompts", 0, "--targets", 3, 12)
+    options = (*OF_VALUE_MODEL, "--full", "--batch-tokens", 100, "--evaluate-prompts", 0, "--targets", 3, 12)
     code, _, error = lenvm("train", base, "--prompts", prompts, "--output", tmp_path / "t", *COLLECT, *options)
     assert code == 0, error
     first, second = (json.loads((tmp_path / "t" / f"round-{i}" / "report.json").read_text()) for i in (1, 2))
@@ -623,13 +627,15 @@ def test_a_dry_run_prints_costs_and_does_nothing(lenvm, base, prompts, tmp_path)
         (["--backbone", "nowhere"], "--backbone must be a directory with config.json"),
         (["--evaluate-prompts", "-1"], "--evaluate-prompts must be at least 0"),
         (["--full", "--adapters", "4"], "not allowed with argument"),
+        (["--layers", "1"], "--layers must not be given with --kind value-model, only with --kind trunk"),
+        (["--states", "9"], "--states must not be given with --kind value-model"),
         (["--device", "meta"], "--device must be cpu or cuda where something is trained, got 'meta'"),
         (["--dtype", "float16"], "--dtype must be float32 or bfloat16"),
         (["--num-prompts", "0"], "--num-prompts"),
     ],
 )
 def test_bad_flags_are_named_before_anything_is_sampled(lenvm, base, prompts, tmp_path, options, named):
-    command = ("train", base, "--prompts", prompts, "--output", tmp_path / "t", *COLLECT, *options)
+    command = ("train", base, *OF_VALUE_MODEL, "--prompts", prompts, "--output", tmp_path / "t", *COLLECT, *options)
     code, _, error = lenvm(*command)
     assert code == 2 and named in error and len(error.splitlines()) == 1
     assert not (tmp_path / "t").exists()
@@ -639,14 +645,14 @@ def test_bad_models_are_named_before_anything_is_sampled(lenvm, base, prompts, t
     monkeypatch.setattr(collect, "collect", None)
     out = tmp_path / "t"
     other = checkpoint(tmp_path / "other", seed=1, words=[*WORDS[:-1], "else"])
-    code, _, error = lenvm("train", base, "--backbone", other, "--prompts", prompts, "--output", out)
+    code, _, error = lenvm("train", base, *OF_VALUE_MODEL, "--backbone", other, "--prompts", prompts, "--output", out)
     assert code == 2 and "--backbone must share the vocabulary" in error
     save_checkpoint(tmp_path / "bare", seed=1)
     code, _, error = lenvm("train", tmp_path / "bare", "--prompts", prompts, "--output", out)
     assert code == 2 and "BASE must have a chat template" in error and "--plain-prompts" in error
     config = tmp_path / "other" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "gemma"}))
-    code, _, error = lenvm("train", base, "--backbone", other, "--prompts", prompts, "--output", out)
+    code, _, error = lenvm("train", base, *OF_VALUE_MODEL, "--backbone", other, "--prompts", prompts, "--output", out)
     assert code == 2 and "--backbone must be of an architecture that the value model runs" in error and "gemma" in error
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "w1"}\n{"prompt"\n')
@@ -658,7 +664,7 @@ def test_bad_models_are_named_before_anything_is_sampled(lenvm, base, prompts, t
 def test_answers_that_do_not_fit_are_named(lenvm, answers, base, tmp_path):
     other = checkpoint(tmp_path / "other", seed=1, words=[*WORDS[:-1], "else"])
     code, _, error = lenvm("fit", other, "--answers", answers, "--output", tmp_path / "o")
-    assert code == 2 and "BACKBONE must have the vocabulary of the base model" in error and str(answers) in error
+    assert code == 2 and "BASE must have the vocabulary of the base model" in error and str(answers) in error
     code, _, error = lenvm("fit", base, "--answers", tmp_path, "--output", tmp_path / "o")
     assert code == 2 and "--answers must be directories that lenvm collect has written" in error
     assert lenvm("fit", base, "--answers", answers, "--output", tmp_path / "two", *FIT)[0] == 0

@@ -24,6 +24,20 @@ from lenvm_kernels.cli_arguments import (
 BASE_HELP = "a Hugging Face directory, a .gguf file, or the word demo"
 # Of all weights the authors' (arXiv 2604.27039); adapters want some ten times as much.
 RATE_FULL, RATE_ADAPTERS, RATE_HEAD, RATE_TRUNK = 2e-5, 2e-4, 5e-4, 2e-3
+# Flags that only one kind has, and what they are where they are not given.
+OF_KIND: dict[str, dict[str, Any]] = {
+    VALUE_MODEL: {
+        "initial": None,
+        "full": False,
+        "adapters": 16,
+        "first_layer": 0,
+        "head_learning_rate": RATE_HEAD,
+        "row_tokens": None,
+        "save_seconds": 300,
+        "checkpointing": False,
+    },
+    TRUNK: {"layers": None, "states": 1_000_000},
+}
 
 
 def add(commands: Any) -> None:
@@ -36,7 +50,7 @@ def add(commands: Any) -> None:
 def _add_collect(commands: Any) -> None:
     parser = commands.add_parser(
         "collect",
-        help="sample the answers that a value model is trained on",
+        help="sample the answers that lenvm fit learns from",
         description="Have a base model answer prompts, and keep the tokens. A run that was ended goes on where it "
         "stopped: nothing is sampled twice.",
         epilog="example: lenvm collect demo --output answers --num-prompts 50 --max-new-tokens 256",
@@ -46,7 +60,9 @@ def _add_collect(commands: Any) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="gets the answers; required")
     _add_answers(parser.add_argument_group("what is sampled"))
     group = parser.add_argument_group("guidance")
-    group.add_argument("--value", metavar="VALUE", help="a value model that guides, as BASE (default: nothing does)")
+    group.add_argument(
+        "--value", metavar="VALUE", help="a trunk or a value model that guides, as BASE (default: nothing does)"
+    )
     _add_targets(group)
     where = parser.add_argument_group("where answers are made")
     where.add_argument("--url", metavar="SERVER", help="of SGLang or vLLM, with LENVM_VALUE_MODEL=VALUE if one guides")
@@ -56,15 +72,18 @@ def _add_collect(commands: Any) -> None:
 def _add_fit(commands: Any) -> None:
     parser = commands.add_parser(
         "fit",
-        help="train a value model on collected answers",
-        description="Train a value head and low-rank adapters of a backbone, or all its weights, to predict how many "
-        "tokens are still to come. Ctrl-C ends it, and the same command goes on. Several GPUs: accelerate launch -m "
+        help="train on collected answers what predicts lengths",
+        description="Train a trunk, which predicts from the base model's own states how many tokens are still to come; "
+        f"or, with --kind {VALUE_MODEL}, a value head and low-rank adapters of a backbone, or all its weights. That "
+        "training ends with Ctrl-C, goes on with the same command, and takes several GPUs: accelerate launch -m "
         "lenvm_kernels.cli fit ...",
         epilog="example: lenvm fit demo --answers answers --output fitted",
     )
     parser.set_defaults(run=_run_fit)
     parser.add_argument(
-        "backbone", metavar="BACKBONE", help=f"{BASE_HELP}; it has to share the base model's vocabulary"
+        "backbone",
+        metavar="BASE",
+        help=f"the base model: {BASE_HELP}; with --kind {VALUE_MODEL} another one with its vocabulary, if you like",
     )
     parser.add_argument(
         "--answers", type=Path, nargs="+", required=True, metavar="DIR", help="of lenvm collect; required"
@@ -74,12 +93,15 @@ def _add_fit(commands: Any) -> None:
         type=Path,
         required=True,
         metavar="DIR",
-        help="gets value/, which engines load, adapter/, and report.json; required",
-    )
-    parser.add_argument(
-        "--initial", type=Path, metavar="DIR", help="go on from the adapters of an adapter/ (default: new ones)"
+        help="gets value/, which engines load, and report.json; required",
     )
     _add_training(parser.add_argument_group("training"))
+    _add_trunk(parser.add_argument_group("training of a trunk"))
+    of_value_model = parser.add_argument_group(f"training with --kind {VALUE_MODEL}")
+    _add_value_model(of_value_model)
+    of_value_model.add_argument(
+        "--initial", type=Path, metavar="DIR", help="go on from the adapters of an adapter/ (default: new ones)"
+    )
     add_seed(parser)
     add_device(parser)
     add_dtype(parser, "what is computed, and of weights that are not trained", by_device=True)
@@ -88,18 +110,14 @@ def _add_fit(commands: Any) -> None:
 def _add_train(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
-        help="make a value model for a base model: collect, fit and evaluate",
-        description="Collect answers of a base model, fit a value model to them, collect answers that it guides, fit "
-        "again, and measure how well target lengths are met. Each stage goes on where it was ended.",
-        epilog="example: lenvm train demo --output trained --num-prompts 50 --max-new-tokens 256 --adapters 8 "
-        "--dtype bfloat16",
+        help="make values for a base model: collect, fit and evaluate",
+        description="Collect answers of a base model, fit a trunk or a value model to them, collect answers that it "
+        "guides, fit again, and measure how well target lengths are met. Each stage goes on where it was ended.",
+        epilog="example: lenvm train demo --output trained --num-prompts 50 --max-new-tokens 256 --dtype bfloat16",
     )
     parser.set_defaults(run=_run_train)
     parser.add_argument("base", metavar="BASE", help=f"the base model: {BASE_HELP}")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="gets everything; required")
-    parser.add_argument(
-        "--backbone", default="base", metavar="NAME", help=f"of the value model: {BASE_HELP}, or base (default)"
-    )
     parser.add_argument(
         "--rounds", type=positive(int), default=2, metavar="N", help="the first is not guided (default 2)"
     )
@@ -120,6 +138,10 @@ def _add_train(commands: Any) -> None:
     )
     _add_targets(guided)
     _add_training(parser.add_argument_group("training"))
+    _add_trunk(parser.add_argument_group("training of a trunk"))
+    of_value_model = parser.add_argument_group(f"training with --kind {VALUE_MODEL}")
+    _add_value_model(of_value_model)
+    of_value_model.add_argument("--backbone", default="base", metavar="NAME", help=f"{BASE_HELP}, or base (default)")
     where = parser.add_argument_group("where answers are made")
     where.add_argument("--url", metavar="SERVER", help="of SGLang or vLLM, for the first round (default: in process)")
     where.add_argument(
@@ -173,31 +195,8 @@ def _add_training(group: Any) -> None:
     group.add_argument(
         "--kind",
         choices=KINDS,
-        default=VALUE_MODEL,
-        help="a value model, or a trunk: a small network on the base model's own states (default: %(default)s)",
-    )
-    group.add_argument(
-        "--layers",
-        type=positive(int),
-        nargs="+",
-        metavar="N",
-        help="of a trunk: which states it reads, those that layer N reads; as many as the base model has layers: those "
-        "that its output layer reads (default)",
-    )
-    group.add_argument(
-        "--states",
-        type=positive(int),
-        default=1_000_000,
-        metavar="N",
-        help="of a trunk: tokens that it learns from at most, which are kept in memory (default: %(default)s)",
-    )
-    what = group.add_mutually_exclusive_group()
-    what.add_argument(
-        "--adapters", type=positive(int), default=16, metavar="RANK", help="train adapters of this rank (default: 16)"
-    )
-    what.add_argument("--full", action="store_true", help="train all weights")
-    group.add_argument(
-        "--first-layer", type=int, default=0, metavar="N", help="the lowest layer with adapters (default: %(default)s)"
+        default=TRUNK,
+        help="a trunk: a small network on the base model's own states; or a value model (default: %(default)s)",
     )
     group.add_argument(
         "--gamma",
@@ -210,7 +209,7 @@ def _add_training(group: Any) -> None:
         type=int,
         metavar="N",
         default=2,
-        help="0 measures what --initial has on held-out answers; the best of a trunk is kept (default: %(default)s)",
+        help="of a trunk the best is kept; 0 measures what --initial has on held-out answers (default: %(default)s)",
     )
     group.add_argument(
         "--learning-rate",
@@ -219,29 +218,57 @@ def _add_training(group: Any) -> None:
         help=f"(default: {RATE_ADAPTERS:g} of adapters, {RATE_FULL:g} of all weights, {RATE_TRUNK:g} of a trunk)",
     )
     group.add_argument(
-        "--head-learning-rate",
-        type=positive(float),
-        default=RATE_HEAD,
-        metavar="R",
-        help="(default: %(default)s)",
-    )
-    group.add_argument(
         "--batch-tokens", type=positive(int), metavar="N", help="of a step (default: 16384, of a trunk 4096)"
-    )
-    group.add_argument(
-        "--row-tokens", type=positive(int), metavar="N", help="of a row of answers (default: 4096, on a CPU 512)"
     )
     group.add_argument(
         "--forward-tokens", type=positive(int), metavar="N", help="of a forward (default: 16384, on a CPU 1536)"
     )
+
+
+def _add_trunk(group: Any) -> None:
+    group.add_argument(
+        "--layers",
+        type=positive(int),
+        nargs="+",
+        metavar="N",
+        help="which states it reads, those that layer N reads; as many as the base model has layers: those that its "
+        "output layer reads (default)",
+    )
+    group.add_argument(
+        "--states",
+        type=positive(int),
+        metavar="N",
+        help=f"tokens that it learns from at most, which are kept in memory (default: {OF_KIND[TRUNK]['states']})",
+    )
+
+
+def _add_value_model(group: Any) -> None:
+    defaults = OF_KIND[VALUE_MODEL]
+    what = group.add_mutually_exclusive_group()
+    what.add_argument(
+        "--adapters",
+        type=positive(int),
+        metavar="RANK",
+        help=f"train adapters of this rank (default: {defaults['adapters']})",
+    )
+    what.add_argument("--full", action="store_true", default=None, help="train all weights")
+    group.add_argument(
+        "--first-layer",
+        type=int,
+        metavar="N",
+        help=f"the lowest layer with adapters (default: {defaults['first_layer']})",
+    )
+    group.add_argument("--head-learning-rate", type=positive(float), metavar="R", help=f"(default: {RATE_HEAD:g})")
+    group.add_argument(
+        "--row-tokens", type=positive(int), metavar="N", help="of a row of answers (default: 4096, on a CPU 512)"
+    )
     group.add_argument(
         "--save-seconds",
         type=positive(float),
-        default=300,
         metavar="S",
-        help="between two writings of what a run that was killed goes on from (default: %(default)s)",
+        help=f"between two writings of what a run that was killed goes on from (default: {defaults['save_seconds']})",
     )
-    group.add_argument("--checkpointing", action="store_true", help="less memory for a third more time")
+    group.add_argument("--checkpointing", action="store_true", default=None, help="less memory for a third more time")
 
 
 def _add_places(where: Any) -> None:
@@ -303,6 +330,13 @@ def _prepare(args: argparse.Namespace) -> None:
     require_extras("accelerate", "peft", extra="train")
     if hasattr(args, "kind"):
         is_trunk = args.kind == TRUNK
+        for kind, flags in OF_KIND.items():
+            for name, default in flags.items():
+                if getattr(args, name, None) is None:
+                    setattr(args, name, default)
+                elif kind != args.kind:
+                    flag = f"--{name.replace('_', '-')}"
+                    raise ValueError(f"{flag} must not be given with --kind {args.kind}, only with --kind {kind}")
         defaults = {
             "learning_rate": RATE_TRUNK if is_trunk else RATE_FULL if args.full else RATE_ADAPTERS,
             "batch_tokens": 4096 if is_trunk else 16384,

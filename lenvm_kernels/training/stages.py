@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from lenvm_kernels.adapters.settings import NONE
+from lenvm_kernels.cli_arguments import TRUNK
 from lenvm_kernels.demo import held_out_prompts, spread, training_prompts
 from lenvm_kernels.demo.models import Models, load_tokenizer, locate, quiet, source_of, tokens_of
 from lenvm_kernels.evaluate.guarded_lines import check_plan
@@ -206,7 +207,7 @@ def collect_stage(
 
 @dataclass(frozen=True)
 class Fitting:
-    """How a value model is fitted; fields are the flags of ``lenvm fit``."""
+    """How a value model is fitted; fields are the flags of ``lenvm fit --kind value-model``."""
 
     adapters: Adapters | None
     gamma: float | None
@@ -328,7 +329,7 @@ def fit_stage(
 
 @dataclass(frozen=True)
 class TrunkFitting:
-    """How a trunk is fitted; fields are the flags of ``lenvm fit --kind trunk``."""
+    """How a trunk is fitted; fields are the flags of ``lenvm fit``."""
 
     layers: tuple[int, ...] | None
     gamma: float | None
@@ -346,8 +347,6 @@ class TrunkFitting:
         Raises:
             ValueError: a flag that does not fit, by name.
         """
-        if args.full or getattr(args, "initial", None) is not None:
-            raise ValueError("--full and --initial must not be given with --kind trunk")
         if args.epochs < 1:
             raise ValueError(f"--epochs must be at least 1 with --kind trunk, got {args.epochs}")
         return cls(
@@ -430,7 +429,7 @@ def fit_trunk_stage(how: TrunkFitting, base: str, folders: list[Path], output: P
         values = trunk_values_of(head, found, embedding, edges, gamma)
         return list(values.split(torch.bincount(found.answers, minlength=len(of_answers)).tolist()))
 
-    measured.add(FITTED, predicted)
+    measured.add(TRUNK, predicted)
     of_training = {
         "answers": len(answered),
         "states": len(training),
@@ -460,7 +459,7 @@ def _opened(folders: list[Path], model: str, tokenizer: PreTrainedTokenizerBase)
     for folder, store in zip(folders, stores, strict=True):
         if store.plan["vocabulary"] != vocabulary(tokenizer):
             raise ValueError(
-                f"BACKBONE must have the vocabulary of the base model {store.plan['base']!r} that answered in "
+                f"BASE must have the vocabulary of the base model {store.plan['base']!r} that answered in "
                 f"{str(folder)!r}, {model!r} has another"
             )
     return stores
