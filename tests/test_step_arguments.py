@@ -81,6 +81,13 @@ def test_every_tensor_is_checked(models, method, good, name, shape, dtypes):
         function(**good | {name: good[name].to("meta")})
 
 
+@pytest.mark.parametrize("begins", [[2, 1], [-1], [0, 4]])
+def test_places_where_no_request_can_begin_are_refused(models, begins):
+    step = make_step(models.value)[0]
+    with pytest.raises(ValueError, match=rf"begins must be ascending places of 0 to 3.* got {re.escape(str(begins))}"):
+        step.extend(**GOOD_EXTEND, begins=begins)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

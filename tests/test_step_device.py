@@ -5,6 +5,7 @@ import torch
 
 from lenvm_kernels.step import Sampling, StepBatch, working_bytes
 from lenvm_kernels.step.graphs import bucket_of
+from lenvm_kernels.step.model_values import chunks_of
 from lenvm_kernels.types import Status
 from tests.helpers.engine import (
     GUIDANCE,
@@ -155,6 +156,43 @@ def test_sync_free_step(device, is_logits, commit_winners):
     own = (output.candidates.token_ids == output.tokens[:, None]).any(1).tolist()
     assert own == [True, True, True, False] and output.tokens[3] == 7
     assert output.remaining_lengths.isnan().tolist() == [True, False, True, True]
+
+
+@pytest.mark.parametrize("others", [[], [9], [13, 2], [0, 7]])
+def test_keys_are_the_same_whoever_is_beside_a_prompt(device, others):
+    """To the bit, where prompts are computed in parts: the first of 20 tokens, in parts of 8."""
+    caches = []
+    for lens in ([20], [*others, 20, 3]):
+        value_model = tiny_value_model(device, layers=2)  # the second has keys of what the first makes of all tokens
+        step, slots = make_step(value_model, rows=6, max_len=24, chunk_tokens=8, backend="triton")
+        engine, rows = Engine(step, slots), [4, 1, 0, 3][-len(lens) :]
+        prompts = [[3 + (7 * n + 5 * i) % 50 for i in range(n)] for n in lens]
+        for row, tokens in zip(rows, prompts, strict=True):
+            engine.admit(row, tokens, TILT, prompt_len=len(tokens))
+        begins = [1 + sum(lens[:i]) for i in range(len(lens))]
+        step.extend(*engine.prompts(rows, prompts), begins=begins)
+        row = rows[lens.index(20)]
+        own = slots.slots(engine.tensor([row] * 20), engine.tensor(list(range(20))))
+        caches.append((step.cache.keys[:, own], step.cache.values[:, own]))
+    assert all(torch.equal(alone, beside) for alone, beside in zip(*caches, strict=True))
+    assert caches[0][0].abs().sum(dim=(0, 2, 3)).min() > 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "begins", "expected"),
+    [
+        (20, [0], [(0, 8), (8, 16), (16, 20)]),
+        (20, [3], [(3, 11), (11, 19), (19, 20)]),
+        (20, [0, 2, 5, 9, 9], [(0, 5), (5, 9), (9, 17), (17, 20)]),
+        (20, [0, 1, 13], [(0, 1), (1, 9), (9, 13), (13, 20)]),  # 4 left of the second, and 7 are too many beside
+        (20, [0, 12, 16], [(0, 8), (8, 16), (16, 20)]),  # 4 left of the first, and 4 more
+        (8, [0, 8], [(0, 8)]),
+        (3, [], []),
+        (0, [0], []),
+    ],
+)
+def test_parts_of_prompts(tokens, begins, expected):
+    assert [(part.start, part.stop) for part in chunks_of(tokens, begins, 8)] == expected
 
 
 def test_the_backend_reaches_every_operator(device, monkeypatch):

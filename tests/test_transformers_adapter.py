@@ -297,7 +297,7 @@ def test_the_value_model_gets_the_prompts_without_padding_and_last_token(base, v
     extended = {}
     monkeypatch.setattr(processor._step, "extend", lambda *args, **kwargs: extended.update(kwargs))
     processor(prompts["input_ids"], torch.zeros(3, VOCAB))
-    assert extended.pop("images") is None
+    assert extended.pop("images") is None and extended.pop("begins") == [0, 9, 17]
     assert {name: x.tolist() for name, x in extended.items()} == {
         "starts": [0, 9, 17],
         "lens": [5, 2, 0],

@@ -251,6 +251,7 @@ class InprocRunner:
             self.slots.slots(table_rows, positions_there),
             of_requests[0],
             *of_requests[1:].int(),
+            begins=starts.tolist(),
         )
         for prompt in prompts:
             self.pool.computed(prompt.table_row, len(prompt.token_ids))

@@ -10,6 +10,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,6 +193,7 @@ class Guide:
                 lens,
                 # Of those decoding, nothing is to be taken for cached.
                 batch.extend_prefix_lens.int().masked_fill(lens == 0, 0),
+                begins=[0, *accumulate(batch.extend_seq_lens_cpu[: len(batch.lenvm_decoding) - 1])],
                 images=self._image_tokens(parts, len(batch.input_ids)),
             )
             for images, prefix_len, count in parts:

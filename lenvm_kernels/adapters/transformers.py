@@ -240,9 +240,10 @@ class LenVMLogitsProcessor(LogitsProcessor):
             tokens.flatten(),
             self._slots.slots(self._table_rows[:, None], positions).flatten(),
             self._table_rows,
-            starts=(self._table_rows * width + first).int(),
+            starts=(starts := (self._table_rows * width + first).int()),
             lens=self._prompt_lens - 1,
             cached_lens=torch.zeros_like(self._prompt_lens),
+            begins=starts.tolist(),
             images=self._images_of(tokens, first),
         )
 

@@ -384,6 +384,7 @@ class Guide:
                 first.int(),
                 lens,
                 computed,
+                begins=firsts.tolist(),
             )
             for slot in slots:
                 self.pool.computed(slot, self._requests[slot].computed)

@@ -5,6 +5,7 @@ They raise TypeError or ValueError, naming the argument, what came and what is a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -118,6 +119,16 @@ def check_prompts(
     check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(None,), device=device)
     for name, tensor in (("starts", starts), ("lens", lens), ("cached_lens", cached_lens)):
         check_tensor(name, tensor, dtypes=torch.int32, shape=table_rows.shape, device=device)
+
+
+def check_begins(begins: Sequence[int] | None, tokens: int) -> list[int]:
+    """Where requests begin in so many tokens; one at the first if that is not known."""
+    if begins is None:
+        return [0]
+    found = [int(begin) for begin in begins]
+    if found != sorted(found) or not all(0 <= begin <= tokens for begin in found):
+        raise ValueError(f"begins must be ascending places of 0 to {tokens}, the number of tokens, got {found}")
+    return found
 
 
 def check_images(images: ImageTokens, tokens: int, model: ValueModel | None) -> None:

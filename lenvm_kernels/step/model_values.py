@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -114,12 +115,12 @@ class ModelValues(ValueSource):
         starts: torch.Tensor,
         ends: torch.Tensor,
         cached_lens: torch.Tensor,
+        begins: Sequence[int],
         images: ImageTokens | None,
     ) -> None:
-        """See :class:`ValueSource`; ``chunk_tokens`` at a time."""
+        """See :class:`ValueSource`; at most ``chunk_tokens`` at a time."""
         no_candidates = torch.empty(len(table_rows), 0, dtype=torch.int32, device=tokens.device)
-        for first in range(0, len(tokens), self._chunk_tokens):
-            chunk = slice(first, min(first + self._chunk_tokens, len(tokens)))
+        for chunk in chunks_of(len(tokens), begins, self._chunk_tokens):
             chunk_starts, chunk_ends = (x.clamp(chunk.start, chunk.stop) for x in (starts, ends))
             batch = RaggedBatch.build(
                 tokens[chunk],
@@ -143,4 +144,23 @@ class ModelValues(ValueSource):
         prompt = torch.zeros(self._chunk_tokens, dtype=torch.int64, device=self._model.device)
         for length in self._model.sizes_of_every_tile(self._chunk_tokens):
             chunk = prompt[:length]
-            self.extend(chunk, chunk, torch.full_like(prompt[:1], table_row), none, none, none, None)
+            self.extend(chunk, chunk, torch.full_like(prompt[:1], table_row), none, none, none, [0], None)
+
+
+def chunks_of(tokens: int, begins: Sequence[int], most: int) -> Iterator[slice]:
+    """All tokens in slices: whole requests, and of one that is longer than a slice parts that its own length decides.
+
+    Args:
+        tokens: of all requests.
+        begins: ascending; where they begin. What comes before the first is nobody's.
+        most: tokens of a slice.
+    """
+    ends = [end for begin, after in pairwise([*begins, tokens]) for end in (*range(begin + most, after, most), after)]
+    first = last = begins[0] if begins else tokens
+    for end in ends:
+        if end - first > most:
+            yield slice(first, last)
+            first = last
+        last = end
+    if last > first:
+        yield slice(first, last)

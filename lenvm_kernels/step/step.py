@@ -8,6 +8,7 @@ slots of an engine; what it knows of a request is in a table on the device, writ
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -219,6 +220,7 @@ class GuidedStep:
         lens: torch.Tensor,
         cached_lens: torch.Tensor,
         *,
+        begins: Sequence[int] | None = None,
         images: ImageTokens | None = None,
     ) -> None:
         """Compute and keep keys and values of tokens whose candidates nobody asks for: those of prompts.
@@ -233,6 +235,9 @@ class GuidedStep:
             starts: int32 ``[B]``; the first token of each request in ``tokens``.
             lens: int32 ``[B]``; how many are to be kept, 0 or more.
             cached_lens: int32 ``[B]``; tokens of each request that were kept before, by whoever had its slots.
+            begins: the places in ``tokens`` where requests begin, ascending, on the host. With them a request that is
+                computed in parts is cut at multiples of ``chunk_tokens`` of its own, so that its keys and values are
+                the same to the bit whoever is beside it. None: parts end wherever ``chunk_tokens`` do.
             images: of the ``D`` tokens, where some prompts have images (None: all are text). Positions have to be moved
                 as :func:`image_positions` does: to all other calls a token's position is its place in its sequence.
 
@@ -240,6 +245,7 @@ class GuidedStep:
             TypeError, ValueError: naming the argument, what came and what is accepted.
         """
         checks.check_prompts(tokens, slots, table_rows, starts, lens, cached_lens, self.device)
+        begins = checks.check_begins(begins, len(tokens))
         if images is not None:
             checks.check_images(images, len(tokens), self.value_model)
         self.flush()
@@ -248,7 +254,7 @@ class GuidedStep:
         table = self.table.columns
         needs_model = (table.mode[table_rows] != Mode.UNGUIDED) | table.return_values[table_rows]
         ends = starts + torch.where(needs_model, lens, 0)
-        self.values.extend(tokens, slots, table_rows, starts, ends, cached_lens, images)
+        self.values.extend(tokens, slots, table_rows, starts, ends, cached_lens, begins, images)
         self._history.extend(table_rows, torch.where(needs_model, cached_lens + lens, 0))
 
     @torch.no_grad()

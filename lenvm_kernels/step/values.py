@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class ValueSource(ABC):
         starts: torch.Tensor,
         ends: torch.Tensor,
         cached_lens: torch.Tensor,
+        begins: Sequence[int],
         images: ImageTokens | None,
     ) -> None:
         """Learn the tokens ``starts`` to ``ends`` of prompts, see :meth:`GuidedStep.extend`."""

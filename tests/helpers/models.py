@@ -122,9 +122,9 @@ def last_value_logits(model, head, sequences):
     return value_logits(model, head, padded)[torch.arange(len(lens)), lens - 1]
 
 
-def tiny_value_model(device, dtype=None):
-    """One layer, of widths that the kernels' tiles do not divide; Qwen3, which has every operation of a layer."""
-    config = Qwen3Config(**{**TINY, "num_hidden_layers": 1}, head_dim=16)
+def tiny_value_model(device, dtype=None, layers=1):
+    """Of widths that the kernels' tiles do not divide; Qwen3, which has every operation of a layer."""
+    config = Qwen3Config(**{**TINY, "num_hidden_layers": layers}, head_dim=16)
     return value_model_of(random_model(Qwen3ForCausalLM, config), random_head(), device=device, dtype=dtype)
 
 
