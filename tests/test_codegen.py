@@ -57,11 +57,13 @@ def compiled_for_sm_90(script):
 
 
 COMPILING = """
+import hashlib
 import torch
 from bench.kernel_model import PARTS
 from bench.launches import compiling_for
 from bench.ops.value_tree_attention import make_call
 from lenvm_kernels.ops import ragged_linear as ops
+from lenvm_kernels.ops.topk_candidates import topk_candidates
 sm_90 = PARTS["sm_90"].target
 """
 # Parts of sums that are no longer than what a program multiplies at once, as in the tests of small sizes.
@@ -86,6 +88,19 @@ for apart in (128, 129):
 """
 
 
+# Candidates out of one row and of several, as far apart as the vocabulary and farther.
+ROWS_APART = """
+for vocab, apart in ((50_257, 50_304), (50_304, 50_320)):
+    for rows in (1, 3):
+        for scores in (torch.zeros(rows, vocab), torch.zeros(rows, apart)[:, :vocab]):
+            for mask in (None, torch.zeros(rows, apart, dtype=torch.int32)[:, : -(-vocab // 32)]):
+                with compiling_for(sm_90) as compiled:
+                    topk_candidates(scores, top_k=5, top_p=1.0, min_p=0.0, vocab_mask=mask, backend="triton")
+                (kernel,) = (kernel for name, kernel in compiled if name == "_scan_kernel")
+                print(vocab, mask is None, hashlib.md5(kernel.asm["ptx"].encode()).hexdigest(), sep=",")
+"""
+
+
 def test_a_short_sum_has_room():
     """Without a loop of its own it would be pipelined with the loop over tiles: more shared memory than there is."""
     needed = [int(shared) for shared in compiled_for_sm_90(SHORT_SUM).split()]
@@ -98,6 +113,11 @@ def test_no_copy_is_wider_than_a_stride_allows():
     for text, types in ((even, {"bf16", "f8E4M3FN"}), (odd, set())):
         assert text.count("tt.func public @_value_tree_attention_kernel") == 2
         assert set(re.findall(r"async_copy_global_to_local .*tensor<\w+x!tt.ptr<(\w+)>", text)) == types
+
+
+def test_a_row_is_summed_in_one_order_however_far_the_next_one_is():
+    found = compiled_for_sm_90(ROWS_APART).split()
+    assert len(found) == 16 and len(set(found)) == 4
 
 
 def test_forms_of_launch_have_names_of_their_own():

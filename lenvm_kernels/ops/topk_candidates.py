@@ -44,9 +44,16 @@ TILE = 128
 # Half as much would double the share of a program that only begins and ends, twice as much leave more multiprocessors
 # idle at B = 1. The same for any batch: Triton 3.6 would divide a tile with a vocab_mask otherwise among other threads.
 PROGRAM_BYTES = 8192
+# Scores. Of a vocabulary that is a multiple of it every row begins at one, if the engine's rows do.
+ALIGNMENT = 16
 
 
-@triton.jit(do_not_specialize_on_alignment=["guided_ptr", "temperature_ptr"])
+# Rows of a batch of one may be as far apart as nobody else's. So ROWS_ALIGNED decides how wide loads are and, with that,
+# which thread adds what, and no stride does.
+@triton.jit(
+    do_not_specialize=["stride_scores_request", "stride_mask_request"],
+    do_not_specialize_on_alignment=["guided_ptr", "temperature_ptr"],
+)
 def _scan_kernel(
     tile_max_ptr,  # [B, tiles]
     tile_sum_ptr,  # [B, tiles]
@@ -58,10 +65,14 @@ def _scan_kernel(
     stride_mask_request,
     V,
     IS_LOGITS: tl.constexpr,
+    ROWS_ALIGNED: tl.constexpr,  # each begins at a multiple of ALIGNMENT
+    ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
     PROGRAM_TILES: tl.constexpr,
 ):
     tiles = tl.cdiv(V, TILE)
+    if ROWS_ALIGNED:
+        stride_scores_request = stride_scores_request // ALIGNMENT * ALIGNMENT
     request = tl.program_id(0).to(tl.int64)
     if guided_ptr is not None:  # noqa: SIM102 - a None pointer must not reach the load
         if not tl.load(guided_ptr + request):
@@ -154,6 +165,8 @@ def _launch(
         temperature,
         *of_scores,
         IS_LOGITS=is_logits,
+        ROWS_ALIGNED=vocab % ALIGNMENT == 0 and (requests == 1 or scores.stride(0) % ALIGNMENT == 0),
+        ALIGNMENT=ALIGNMENT,
         TILE=TILE,
         PROGRAM_TILES=program_tiles,
         num_warps=4,
