@@ -14,6 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
@@ -257,9 +258,9 @@ def test_requests_share_the_pages_of_a_common_prefix(value_model, monkeypatch):
     engine, extended = Engine(value_model), []
     extend = engine.guide.step.extend
 
-    def recorded(tokens, slots, table_rows, starts, lens, cached_lens):
+    def recorded(tokens, slots, table_rows, starts, lens, cached_lens, **options):
         extended.append(int(lens.sum()))
-        return extend(tokens, slots, table_rows, starts, lens, cached_lens)
+        return extend(tokens, slots, table_rows, starts, lens, cached_lens, **options)
 
     monkeypatch.setattr(engine.guide.step, "extend", recorded)
     prompts = [[*PROMPT[:50], 1, 2, 3], [*PROMPT[:50], 9, 8], PROMPT[1:40]]
@@ -354,6 +355,25 @@ def test_options_that_guidance_does_not_go_with(value_model, part, option, given
         setattr(engine.config, option, given)
     with pytest.raises(ValueError, match=f"{option} {message}"):
         vllm_guide.check_options(engine.config)
+
+
+def test_batches_that_would_be_verified_in_parts_are_refused(value_model, monkeypatch):
+    """vLLM makes parts of 1 GiB of scores: 353 requests with four drafts each, of a vocabulary of 151,936."""
+    vllm_guide.check_one_part(353, 4, 151_936)
+    vllm_guide.check_one_part(9999, 0, 151_936)
+    with pytest.raises(ValueError, match=r"max_num_seqs must be at most 353 .* and 4 drafted tokens, got 354: vLLM"):
+        vllm_guide.check_one_part(354, 4, 151_936)
+    monkeypatch.setattr(rejection_sampler, "MAX_CHUNK_BYTES", 3 * (SLOTS - 1) * VOCAB * 4)
+    with pytest.raises(ValueError, match=f"max_num_seqs must be at most {SLOTS - 1} .*, got {SLOTS}"):
+        Engine(value_model, drafts=2)
+
+
+def test_memory_is_kept_for_the_scores_of_drafts(value_model):
+    """The engine's logits have rows of the drafts that there are, and a step's scores of those that there can be."""
+    guide = Engine(value_model, drafts=3).guide
+    sizes = dict(requests=SLOTS, max_len=MAX_LEN, vocab_size=VOCAB, max_delta=vllm_guide.MAX_DELTA + 3, max_drafts=3)
+    of_step = guide.settings.working_bytes(guide.step.value_model, **sizes)
+    assert guide._kept_free.numel() - of_step == SLOTS * (1 + 3) * VOCAB * 4
 
 
 def test_a_cache_without_memory(value_model):

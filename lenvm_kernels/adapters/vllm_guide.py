@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
 from lenvm_kernels.adapters.metrics import Metrics
 from lenvm_kernels.adapters.settings import (
@@ -134,9 +135,12 @@ class Guide:
             check_vocabulary(settings, value_model.config.vocab_size, engine.get_vocab_size(), engine.tokenizer)
         self.drafts = vllm_config.num_speculative_tokens
         rows, max_len = req_states.max_num_reqs, engine.max_model_len
+        check_one_part(rows, self.drafts, req_states.vocab_size)
         sizes = dict(requests=rows, max_len=max_len, vocab_size=req_states.vocab_size)
         of_step = dict(max_delta=MAX_DELTA + self.drafts, max_drafts=self.drafts)
         working = settings.working_bytes(value_model, **sizes, **of_step)
+        if self.drafts:  # the scores of all nodes, in a batch where not every request has as many drafts
+            working += rows * (1 + self.drafts) * req_states.vocab_size * torch.float32.itemsize
         pages = rows * -(-max_len // PAGE_SIZE)  # as many as all requests can fill
         if value_model is not None:
             pages = self._num_pages(vllm_config, value_model, pages, working)
@@ -448,6 +452,16 @@ def _trace(trace: Path, all_token_ids: torch.Tensor, ctx: LogitsContext, output:
     ):
         tokens.append([*tokens[-1], last] if node else all_token_ids[slot, : position + 1].tolist())
     write_line(trace, dict(tokens=tokens, node=ctx.expanded_local_pos.tolist(), **columns_of(output, at)))
+
+
+def check_one_part(requests: int, drafts: int, vocab_size: int) -> None:
+    """Raise ValueError if vLLM might verify drafts in several parts, each of which would come as a step of its own."""
+    most = get_max_chunk_logits(vocab_size) // (1 + drafts)
+    if drafts and requests > most:
+        raise ValueError(
+            f"max_num_seqs must be at most {most} together with LENVM_VALUE_MODEL and {drafts} drafted tokens, got "
+            f"{requests}: vLLM verifies more in several parts"
+        )
 
 
 def check_options(vllm_config: VllmConfig) -> None:

@@ -48,8 +48,8 @@ PROGRAM_BYTES = 8192
 ALIGNMENT = 16
 
 
-# Rows of a batch of one may be as far apart as nobody else's. So ROWS_ALIGNED decides how wide loads are and, with that,
-# which thread adds what, and no stride does.
+# Rows of a batch of one may be as far apart as nobody else's. So no stride decides how wide loads are and, with that,
+# which thread adds what, but ROWS_ALIGNED.
 @triton.jit(
     do_not_specialize=["stride_scores_request", "stride_mask_request"],
     do_not_specialize_on_alignment=["guided_ptr", "temperature_ptr"],
