@@ -19,6 +19,7 @@ from lenvm_kernels.doctor import device as gpu
 from lenvm_kernels.doctor import engines, sections
 from lenvm_kernels.doctor.check import OK, WRONG, Check
 from lenvm_kernels.doctor.sections import examine
+from tests.helpers.engine_stubs import stubs
 from tests.helpers.models import random_model
 from tests.helpers.sglang_server import TINY, write_checkpoints
 from tests.helpers.trunks import write_random_trunk
@@ -169,7 +170,8 @@ def test_every_wrong_check_says_what_to_do_in_one_line(monkeypatch, site):
         ("sglang", "0.6.0", "wrong"),
         ("vllm", "0.31.2", "wrong"),
         ("vllm", "0.32.1", "ok"),
-        ("vllm", "0.33.0", "wrong"),
+        ("vllm", "0.33.0", "ok"),
+        ("vllm", "0.34.0", "wrong"),
     ],
 )
 def test_versions_are_held_against_the_metadata(site, name, version, mark):
@@ -191,13 +193,13 @@ def test_vllm_for_cpus_is_of_another_name(site):
     assert (look("installed", "vllm").mark, look("installed", "vllm").found) == ("ok", "0.32.0")
 
 
-STATES = "vllm/v1/worker/gpu/sample/states.py"
+INTERFACE = "vllm/v1/worker/gpu/sample/logits_processor/interface.py"
 FAKE_VLLM = {
     "vllm/__init__.py": "",
     "vllm/triton_utils.py": "HAS_TRITON = False",
-    "vllm/v1/worker/gpu/sample/logits_processor/interface.py": "class LogitsProcessor:\n    pass",
-    STATES: "class SamplingStates:\n    def get_top_k_top_p(self): ...\n    def apply_min_p(self): ...",
+    **stubs("vllm", "0.33.0"),
 }
+FAKE_VLLM[INTERFACE] += "class LogitsProcessor:\n    pass\n"
 
 
 def test_vllm_and_its_runner(site, monkeypatch):
@@ -207,10 +209,10 @@ def test_vllm_and_its_runner(site, monkeypatch):
     check = look("vllm", "model runner")
     assert (check.mark, check.found) == ("wrong", "the first") and "VLLM_USE_V2_MODEL_RUNNER=1" in check.hint
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    assert [check.mark for check in examine("vllm")] == ["ok"] * 3
-    monkeypatch.setattr(sys.modules["vllm.v1.worker.gpu.sample.states"].SamplingStates, "apply_min_p", None)
+    assert [check.mark for check in examine("vllm")] == ["ok"] * 2
+    monkeypatch.delattr(sys.modules["vllm.v1.worker.gpu.sample.states"].SamplingStates, "apply_min_p")
     check = look("vllm", "SamplingStates.apply_min_p")
-    assert (check.mark, check.found) == ("wrong", "is not there") and "this vLLM differs" in check.hint
+    assert (check.mark, check.found) == ("wrong", "is not there") and "this engine differs" in check.hint
 
 
 def test_no_vllm_or_one_that_does_not_import(site, monkeypatch):

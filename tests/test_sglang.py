@@ -18,7 +18,7 @@ import torch
 
 pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
-from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.custom_logit_processor import ThinkingBudgetLogitProcessor

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang: make test-sglang")
 
+from lenvm_kernels.adapters.engine_signatures import USED, recorded
 from lenvm_kernels.adapters.sglang import HOOKS
 from tests.helpers.sglang_server import write_checkpoints
 
@@ -31,7 +32,8 @@ def test_every_hook_takes(tmp_path):
     write_checkpoints(tmp_path)
     code, found = run_doctor(LENVM_VALUE_MODEL=str(tmp_path / "value"), LENVM_GAMMA="0.9")
     assert [(check["name"], check["mark"], check["found"]) for check in found["hooks"]] == [
-        (target, "ok", "took") for target in HOOKS
+        *((target, "ok", "took") for target in HOOKS),
+        ("signatures", "ok", f"{len(USED['sglang'])} as in {', '.join(recorded('sglang'))}"),
     ]
     assert [check["mark"] for check in found["settings"]] == ["ok", "ok"]
     assert {check["name"]: check["mark"] for check in found["installed"]}["sglang"] == "ok"
@@ -47,9 +49,10 @@ def test_an_engine_that_has_moved_a_function(tmp_path):
         after="import os; assert 'LENVM_VALUE_MODEL' not in os.environ",
     )
     wrong = [check for check in found["hooks"] if check["mark"] == "wrong"]
-    assert [check["name"] for check in wrong] == [target]
+    assert [check["name"] for check in wrong] == [target, "Sampler._preprocess_logits"]
+    assert wrong[1]["found"] == "is not there"
     assert wrong[0]["found"] == "type object 'Sampler' has no attribute '_preprocess_logits'"
-    assert len(found["hooks"]) == len(HOOKS)
+    assert len(found["hooks"]) == len(HOOKS) + 1
     assert code == 1
 
 

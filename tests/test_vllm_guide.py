@@ -14,11 +14,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
-from lenvm_kernels.adapters import vllm_guide
+from lenvm_kernels.adapters import engine_signatures, vllm_filters, vllm_guide
 from lenvm_kernels.adapters.settings import Settings
 from lenvm_kernels.adapters.vllm import LenVMProcessor
 from lenvm_kernels.adapters.vllm_filters import rewrite
@@ -240,6 +241,7 @@ def test_the_engines_filters_leave_guided_rows_alone(value_model):
     _, logits, context = engine.step({5: 6, 2: 9})
     top_k, top_p = torch.tensor([3, 2], dtype=torch.int32), torch.tensor([0.5, 0.1])
     filters, of_rows = engine.guide.filters, context.expanded_idx_mapping
+    assert engine_signatures.differences("vllm") == {}  # with what is wrapped
     found = filters.after_top_k_top_p(of_rows, top_k, top_p)
     assert found[0].tolist() == [3, VOCAB] and found[1].tolist() == [0.5, 1.0]
     assert filters.after_top_k_top_p(of_rows, None, None) == (None, None)
@@ -251,6 +253,31 @@ def test_the_engines_filters_leave_guided_rows_alone(value_model):
     with filters.around_min_p(logits, of_rows.clone()):
         logits[:] = -torch.inf
     assert logits.isinf().all()
+
+
+FILTERS = torch.tensor([3]), torch.tensor([0.5])
+
+
+def filters_of_0_32(self, expanded_idx_mapping, idx_mapping_np):
+    return FILTERS
+
+
+def filters_of_0_33(self, expanded_idx_mapping, idx_mapping_np, vocab_size):
+    return *FILTERS, (self, vocab_size)
+
+
+@pytest.mark.parametrize(("get_top_k_top_p", "sizes"), [(filters_of_0_32, ()), (filters_of_0_33, (VOCAB,))])
+def test_what_else_the_engines_filters_say_is_handed_on(value_model, monkeypatch, get_top_k_top_p, sizes):
+    monkeypatch.setattr(vllm_filters, "_filters", None)
+    monkeypatch.setattr(SamplingStates, "get_top_k_top_p", get_top_k_top_p)
+    monkeypatch.setattr(SamplingStates, "apply_min_p", SamplingStates.apply_min_p)  # what wraps it goes, too
+    engine = Engine(value_model)
+    engine.add(2, PROMPT[:9], TILT)
+    _, _, context = engine.step({2: 9})
+    given = context.expanded_idx_mapping, context.idx_mapping_np, *sizes
+    top_k, top_p, *others = SamplingStates.get_top_k_top_p("states", *given)
+    assert top_k.tolist() == [VOCAB] and top_p.tolist() == [1.0]
+    assert others == ([("states", VOCAB)] if sizes else [])
 
 
 def test_requests_share_the_pages_of_a_common_prefix(value_model, monkeypatch):

@@ -26,10 +26,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from lenvm_kernels.adapters import engine_signatures
 from lenvm_kernels.adapters.settings import (
     MAX_SCALED_TOKENS,
     MAX_STOP_TOKENS,
@@ -205,6 +206,7 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
     missing = [target for target in HOOKS if target not in HookRegistry._patched]
     if missing:
         raise RuntimeError(f"LenVM does not fit this SGLang: it could not hook {', '.join(missing)}")
+    engine_signatures.check("sglang")
     options = resolved_view(runner.server_args)  # with the engine's choices for what was not given
     if options.speculative_algorithm not in SPECULATIVE_ALGORITHMS:
         raise ValueError(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.managers import mm_schedule
 from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled

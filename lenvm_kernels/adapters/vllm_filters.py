@@ -107,7 +107,10 @@ def _wrap(filters: Filters) -> None:
     @wraps(top_k_top_p)
     def get_top_k_top_p(self: SamplingStates, of_rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found = top_k_top_p(self, of_rows, *args, **kwargs)
-        return found if _filters is None else _filters.after_top_k_top_p(of_rows, *found)
+        if _filters is None:
+            return found
+        top_k, top_p, *others = found  # vLLM 0.33 says, too, whether a top-p may be alone in a row
+        return (*_filters.after_top_k_top_p(of_rows, top_k, top_p), *others)
 
     @wraps(min_p)
     def apply_min_p(

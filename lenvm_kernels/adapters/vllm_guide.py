@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
+from lenvm_kernels.adapters import engine_signatures
 from lenvm_kernels.adapters.metrics import Metrics
 from lenvm_kernels.adapters.settings import (
     MAX_END_TOKENS,
@@ -117,9 +118,11 @@ class Guide:
 
     Raises:
         ValueError: naming a setting or an option of the engine, what came and what is accepted.
+        RuntimeError: naming what the engine has otherwise than it was tried.
     """
 
     def __init__(self, settings: Settings, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
+        engine_signatures.check("vllm")
         check_options(vllm_config)
         self.settings, self.req_states, self.device = settings, req_states, req_states.device
         engine = vllm_config.model_config
@@ -135,7 +138,8 @@ class Guide:
             check_vocabulary(settings, value_model.config.vocab_size, engine.get_vocab_size(), engine.tokenizer)
         self.drafts = vllm_config.num_speculative_tokens
         rows, max_len = req_states.max_num_reqs, engine.max_model_len
-        check_one_part(rows, self.drafts, req_states.vocab_size)
+        if value_model is not None:
+            check_one_part(rows, self.drafts, req_states.vocab_size)
         sizes = dict(requests=rows, max_len=max_len, vocab_size=req_states.vocab_size)
         of_step = dict(max_delta=MAX_DELTA + self.drafts, max_drafts=self.drafts)
         working = settings.working_bytes(value_model, **sizes, **of_step)

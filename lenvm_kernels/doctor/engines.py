@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from lenvm_kernels.adapters.settings import Settings
 
 
+DIFFERS = f"this engine differs: use a release that {PACKAGE} accepts, or a later {PACKAGE}"
+
+
 def look_at_settings() -> list[Check]:
     """A check of each wrong variable, of the settings, and of the value model."""
     from lenvm_kernels import timing
@@ -115,13 +118,13 @@ def look_at_hooks() -> list[Check]:
         load_plugins()
     if not all(target in HookRegistry._hooks for target in adapter.HOOKS):
         return [Check("SGLang plugin", WRONG, "did not run", hint=_why_it_did_not_run(errors))]
-    differs = f"this SGLang differs: use a release that {PACKAGE} accepts, or a later {PACKAGE}"
-    return [
+    hooks = [
         Check(target, OK, "took")
         if target in HookRegistry._patched
-        else Check(target, WRONG, first_line(errors[target]) if target in errors else "did not take", hint=differs)
+        else Check(target, WRONG, first_line(errors[target]) if target in errors else "did not take", hint=DIFFERS)
         for target in adapter.HOOKS
     ]
+    return [*hooks, *_signatures("sglang")]
 
 
 def _why_it_did_not_run(errors: dict[str, BaseException]) -> str:
@@ -183,6 +186,17 @@ def _logged_errors(name: str) -> Iterator[dict[str, BaseException]]:
         logger.removeHandler(handler)
 
 
+def _signatures(engine: str) -> list[Check]:
+    """Whether what the plugins use of an engine is as it was where they were tried."""
+    from lenvm_kernels.adapters import engine_signatures
+
+    wrong = engine_signatures.differences(engine)
+    if wrong:
+        return [Check(target.split(":")[1], WRONG, what, hint=DIFFERS) for target, what in wrong.items()]
+    used = len(engine_signatures.USED[engine])
+    return [Check("signatures", OK, f"{used} as in {', '.join(engine_signatures.recorded(engine))}")]
+
+
 def look_at_vllm() -> list[Check]:
     """Whether this vLLM runs logits processors of its second model runner, and has what ours wraps."""
     if version_of("vllm") is None:
@@ -191,19 +205,12 @@ def look_at_vllm() -> list[Check]:
     try:
         with quiet():
             from vllm.triton_utils import HAS_TRITON
-            from vllm.v1.worker.gpu.sample.states import SamplingStates
 
             importlib.import_module(VLLM_ADAPTER)
     except Exception as error:
         hint = 'vLLM cannot start either: mend it, or pip install "lenvm-kernels[vllm]" into a new environment'
         return [Check("vllm", WRONG, f"importing vLLM failed: {first_line(error)}", hint=hint)]
-    differs = f"this vLLM differs: use a release that {PACKAGE} accepts, or a later {PACKAGE}"
-    checks = [
-        Check(f"SamplingStates.{name}", OK, "is there")
-        if callable(getattr(SamplingStates, name, None))
-        else Check(f"SamplingStates.{name}", WRONG, "is not there", hint=differs)
-        for name in ("get_top_k_top_p", "apply_min_p")
-    ]
+    checks = _signatures("vllm")
     name, given = "VLLM_USE_V2_MODEL_RUNNER", os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
     if given == "1" or (given is None and HAS_TRITON):
         return [*checks, Check("model runner", OK, "the second")]

@@ -1,0 +1,128 @@
+"""What the plugins use of their engines, against what was recorded. The engines' own tests look at the real ones."""
+
+import re
+import sys
+
+import pytest
+
+from lenvm_kernels.adapters import engine_signatures
+from lenvm_kernels.adapters.engine_signatures import USED, recorded, signature_of
+from tests.helpers.engine_stubs import stubs
+from tools import engine_signatures as tool
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Puts files below a folder that is looked into first; returns it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] in ("sglang", "vllm", "made_up")]:
+        monkeypatch.delitem(sys.modules, name)
+
+    def write(files):
+        for path, text in files.items():
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(text)
+        return tmp_path
+
+    return write
+
+
+def test_all_that_is_used_is_recorded():
+    for engine, targets in USED.items():
+        assert list(targets) == sorted(set(targets)) and recorded(engine)
+        for version in recorded(engine).values():
+            assert sorted(version) == sorted(targets)
+    filters = "vllm.v1.worker.gpu.sample.states:SamplingStates.get_top_k_top_p"
+    assert {version: of[filters] for version, of in recorded("vllm").items()} == {
+        "0.32.0": "expanded_idx_mapping, idx_mapping_np",
+        "0.33.0": "expanded_idx_mapping, idx_mapping_np, vocab_size",
+    }
+
+
+SOURCE = """
+import dataclasses, functools
+
+def plain(): ...
+def positional(a, /, b, c=3, *more, d, e=5, **others): ...
+def keywords(a=1, *, b, c=2): ...
+async def later(x): ...
+
+def wrapping(f):
+    @functools.wraps(f)
+    def inner(*args, **kwargs): ...
+    return inner
+
+class Outer:
+    def __init__(self, anything): ...
+    @wrapping
+    def method(self, a, b=2): ...
+    @classmethod
+    def made(cls, x): ...
+    @staticmethod
+    def free(x, y): ...
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    \"\"\"Text.\"\"\"
+    first: int
+    second: float = 2.0
+    def method(self): ...
+"""
+WRITTEN = {
+    "plain": "",
+    "positional": "a, b, c=, *more, d, e=, **others",
+    "keywords": "a=, *, b, c=",
+    "later": "x",
+    "Outer.__init__": "...",
+    "Outer.method": "a, b=",
+    "Outer.made": "x",
+    "Outer.free": "x, y",
+    "Facts": "first, second=",
+}
+
+
+def test_sources_say_what_the_loaded_package_says(package):
+    folder = package({"made_up/inner.py": SOURCE})
+    for name, expected in WRITTEN.items():
+        target = f"made_up.inner:{name}"
+        assert tool.signature_in(folder, target) == signature_of(target) == expected, name
+    for target in ("made_up.inner:none", "made_up.inner:Outer.none", "made_up.none:plain"):
+        assert tool.signature_in(folder, target) is signature_of(target) is None
+
+
+@pytest.mark.parametrize(("engine", "version"), [(engine, version) for engine in USED for version in recorded(engine)])
+def test_what_was_recorded_fits(package, engine, version):
+    package(stubs(engine, version))
+    assert engine_signatures.differences(engine) == {}
+    engine_signatures.check(engine)
+
+
+def test_what_does_not_fit_is_named(package):
+    files = stubs("vllm", "0.33.0", get_top_k_top_p="expanded_idx_mapping, vocab_size")
+    (states,) = (path for path in files if path.endswith("states.py"))
+    files[states] = re.sub("apply_min_p", "apply_min_q", files[states])
+    package(files)
+    with pytest.raises(
+        RuntimeError, match=r"does not fit this vllm, only 0.32.0, 0.33.0: \S+apply_min_p is not ther"
+    ) as e:
+        engine_signatures.check("vllm")
+    assert "SamplingStates.get_top_k_top_p takes (expanded_idx_mapping, vocab_size), not (expanded_idx_map" in str(
+        e.value
+    )
+    assert str(e.value).count(";") == 1
+
+
+def test_the_tool_adds_a_version(package, tmp_path, monkeypatch, capsys):
+    file, versions = tmp_path / "signatures.json", recorded("vllm")
+    for version in versions:
+        package({f"{version}/{path}": text for path, text in stubs("vllm", version).items()})
+    for module in (tool, engine_signatures):
+        monkeypatch.setattr(module, "FILE", file)
+    for version in versions:
+        monkeypatch.setattr("sys.argv", ["tool", "vllm", version, str(tmp_path / version)])
+        tool.main()
+    assert recorded("vllm") == versions
+    monkeypatch.setattr("sys.argv", ["tool", "sglang", "9", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        tool.main()
+    assert f"{tmp_path} has no sglang.srt" in capsys.readouterr().err and "sglang" not in file.read_text()
