@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from lenvm_kernels.ops._common import next_power_of_2
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.slot_pool import SlotPool
 from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel
@@ -171,8 +172,9 @@ class ValueEngine:
     def warm_up(self) -> None:
         """Compile what the forwards of any query need, so that none of serving does."""
         for length in self.value_model.sizes_of_every_tile(min(self._chunk_tokens, self.max_len - 1)):
-            for query in (Query([0] * length, bypass_cache=True), Query([0] * length, [0], bypass_cache=True)):
-                self.submit([query])[0].result()
+            self.submit([Query([0] * length, bypass_cache=True)])[0].result()
+        for columns in sorted({next_power_of_2(count) for count in range(1, _COLUMNS + 1)}):
+            self.submit([Query([0], [0] * columns, bypass_cache=True)])[0].result()
 
     def close(self) -> None:
         """Answer what waits, then end."""
@@ -304,6 +306,8 @@ class ValueEngine:
         """A forward that values every token row, and which of them are to be kept."""
         device = self.value_model.device
         columns = max(len(candidates) for _, _, candidates in parts)
+        if columns and self._backend != "reference" and device.type == "cuda":  # a kernel is compiled for each
+            columns = next_power_of_2(columns)
         delta_lens = [len(delta) for _, delta, _ in parts]
         positions = [p for row, delta, _ in parts for p in range(row.computed, row.computed + len(delta))]
 

@@ -44,6 +44,11 @@ def num_requests(
     return requests
 
 
+def of_one_dtype(drafts: Drafts | None) -> Drafts | None:
+    """Drafts with token ids as int32, whatever they came as: kernels are compiled for one dtype."""
+    return None if drafts is None else drafts._replace(token_ids=drafts.token_ids.int())
+
+
 def check_step(
     rows: int,
     device: torch.device,

@@ -195,7 +195,10 @@ class GuidedStep:
         if not self.has_spans:
             return None
         checks.check_kinds(batch)
-        return self._limit_spans(logits, batch.checked(None, self.device), drafts)
+        batch = batch.checked(None, self.device)
+        if drafts is not None:
+            checks.check_drafts(drafts, len(batch.tokens), self.device)
+        return self._limit_spans(logits, batch, checks.of_one_dtype(drafts))
 
     def _limit_spans(self, logits: torch.Tensor | None, batch: StepBatch, drafts: Drafts | None) -> torch.Tensor:
         """bool, a node: the span has ended there."""
@@ -305,6 +308,7 @@ class GuidedStep:
         backend = resolve_backend(config.backend, "scores", scores)
         b = checks.num_requests(scores, drafts, config, self.max_requests, device)
         rows, nodes = scores.shape[0], scores.shape[0] // b
+        drafts = checks.of_one_dtype(drafts)
         if verify not in (None, "same_draws") or (verify and (drafts is None or not sampling.sample)):
             raise ValueError(f"verify must be None, or 'same_draws' with drafts and sample, got {verify!r}")
         record = self._timer.begin(b, device)

@@ -77,12 +77,13 @@ def calls(step, rows, vocab):
         nodes = 1 + max_drafts
         tokens = torch.zeros(rows, nodes, dtype=torch.int32)
         told = StepBatch(tokens, numbers, i32, i32)
-        drafts = Drafts(tokens[:, 1:], torch.zeros_like(tokens)[:, 1:])  # as the engine's are: strided
+        drafts = Drafts(tokens.long()[:, 1:], torch.zeros_like(tokens)[:, 1:])  # as the engine's are: strided
         many = guide(
             torch.zeros(rows * nodes, vocab), integers=tokens, new_lens=i32, drafts=drafts, sample=True, **logits
         )
         return {
             "SGLang verifies": partial(many, temperature=one),
+            "drafts in int32": partial(many, drafts=Drafts(tokens[:, 1:], tokens[:, 1:])),
             "same draws": partial(many, verify="same_draws"),
             "SGLang, prompts": partial(step.predict, prompts),
             "SGLang, verified tokens": partial(step.predict, told),
