@@ -157,6 +157,7 @@ class StepHistory(NamedTuple):
         places: int64 ``[R]``; place of the request in the last step it was in.
         steps: int64 ``[R]``; number of that step, -1 for none.
         step: int64 ``[1]``; number of the step that comes.
+        uncounted: int64 ``[1]``; how many before it are none that a ``value_stride`` counts.
         tokens: int32 ``[R, M]``; the last tokens of its sequence: the one at position ``p`` in column ``p % M``.
         told_lens: int32 ``[R]``; tokens of its sequence that steps or prompts have told, without a gap.
         cached_lens: int32 ``[R]``; tokens of its sequence that the value model has: these are in its cache.
@@ -165,6 +166,7 @@ class StepHistory(NamedTuple):
     places: Tensor
     steps: Tensor
     step: Tensor
+    uncounted: Tensor
     tokens: Tensor
     told_lens: Tensor
     cached_lens: Tensor

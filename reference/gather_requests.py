@@ -51,7 +51,7 @@ def gather_requests(
         lost = (guided | wants_length) & (is_gap | (lengths - cached_lens > held.shape[1]))
         faults[table_rows] += lost.int()
         guided, wants_length = guided & ~lost, wants_length & ~lost
-        due = history.step % value_stride[table_rows].clamp(min=1) == 0
+        due = (history.step - history.uncounted) % value_stride[table_rows].clamp(min=1) == 0
         history.told_lens[table_rows] = torch.where(is_gap, told_lens, torch.maximum(told_lens, lengths))
         write(out.cached_lens, cached_lens, 0)
         for i in range(tokens.shape[1]):

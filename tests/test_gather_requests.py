@@ -45,9 +45,10 @@ def test_a_step_of_five_requests(device, backend):
     """The third one guided, the fourth past the end of its span, the last not active and of one token more."""
     table = guidance_table(device)
     table.span_ended[6] = table.span_ended[4] = True
-    history = make_history(7, device, step=4)
+    history = make_history(7, device, step=6)
+    history.uncounted.fill_(2)
     history.places.copy_(torch.arange(10, 17))
-    history.steps.copy_(i64(3, 3, 3, 3, 2, 3, 3))
+    history.steps.copy_(i64(5, 5, 5, 5, 4, 5, 5))
     history.told_lens.copy_(i32(10, 98, 30, 40, 42, 60, 69))
     history.cached_lens.copy_(i32(9, 97, 29, 39, 41, 59, 67))
     table.value_stride.copy_(i32(1, 2, 3, 1, 1, 4, 0))
@@ -68,7 +69,7 @@ def test_a_step_of_five_requests(device, backend):
     assert requests.new_lens.tolist() == [1, 1, 2, 1, 2, 0, 0]
     assert requests.positions.tolist() == [10, 42, 99, 69, 31, -1, -1]
     assert requests.table_rows.tolist() == [0, 4, 1, 6, 2, 5, 5]
-    assert requests.places.tolist() == [10, -1, 11, 16, 12, -1, -1]  # row 4 was not in step 3
+    assert requests.places.tolist() == [10, -1, 11, 16, 12, -1, -1]  # row 4 was not in step 5
     assert requests.guided.tolist() == [False, False, True, False, False, False, False]
     assert requests.wants_length.tolist() == [False, True, False, True, False, False, False]
     assert requests.entropy_threshold.isnan().tolist() == [True, True, False, True, True, True, True]
@@ -78,8 +79,8 @@ def test_a_step_of_five_requests(device, backend):
     assert requests.due.tolist() == [True, True, True, True, False, False, False]
     assert requests.cached_lens.tolist() == [9, 41, 97, 67, 29, 0, 0]
     assert history.places.tolist() == [0, 2, 4, 13, 1, 15, 3]
-    assert history.steps.tolist() == [4, 4, 4, 3, 4, 3, 4]
-    assert history.step.item() == 4  # select_scored counts
+    assert history.steps.tolist() == [6, 6, 6, 5, 6, 5, 6]
+    assert history.step.item() == 6 and history.uncounted.item() == 2  # select_scored counts
     no = [-7, -7, -7]
     assert history.tokens.tolist() == [[-7, 11, -7], [14, -7, 13], [16, 17, -7], no, [12, -7, -7], no, [15, -7, -7]]
     assert history.told_lens.tolist() == [11, 100, 32, 40, 43, 60, 70]
@@ -160,7 +161,8 @@ def test_what_is_empty(device):
     assert history.places.tolist() == history.steps.tolist() == [-1] * 5 and history.step.tolist() == [1]
     assert history.tokens.tolist() == [[0] * 3] * 5
     assert history.told_lens.tolist() == history.cached_lens.tolist() == [0] * 5
-    assert [x.dtype for x in history] == [torch.int64] * 3 + [torch.int32] * 3
+    assert history.uncounted.tolist() == [0]
+    assert [x.dtype for x in history] == [torch.int64] * 4 + [torch.int32] * 3
     assert {x.device.type for x in (*history, *requests)} == {device.type}
 
 

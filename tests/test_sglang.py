@@ -4,10 +4,12 @@ Every test looks at the trace of guided steps: a server that never guided would 
 """
 
 import itertools
+import json
 import math
 import re
 import shutil
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -120,6 +122,24 @@ def test_strides(folder):
         due = [i for i, row in enumerate(rows) if row["status"] == Status.GUIDE]
         assert {row["status"] for row in rows} <= {Status.GUIDE, Status.NOT_DUE}
         assert {after - before for before, after in itertools.pairwise(due)} == {stride}
+
+
+def test_prompts_of_others_are_no_steps_of_a_stride(folder, engine):
+    """They come between the steps of a request, which is guided at each second one of these all the same."""
+    prompts, wants = prompts_of(9, 30, seed=15), {"max_new_tokens": 120, "ignore_eos": True}
+    with ThreadPoolExecutor() as pool:
+        before = len(engine._lines())
+        strided = [SAMPLING | wants | {"custom_params": GENTLE | {"value_stride": 2}}]
+        running = pool.submit(engine.post, input_ids=prompts[:1], sampling_params=strided)
+        for _ in range(5):
+            assert engine.post(input_ids=prompts[1:], sampling_params=[SAMPLING | {"max_new_tokens": 3}]).ok
+        (result,) = running.result().json()
+    steps = [json.loads(line) for line in engine._lines()[before:]]
+    rows = [row for step in steps for row in step["rows"] if row["rid"] == result["meta_info"]["id"]]
+    first, *due = [row["status"] == Status.GUIDE for row in rows]
+    assert len(due) >= 119 and first == due[0]  # its own prompt is none either
+    assert due == [first ^ bool(i % 2) for i in range(len(due))]
+    assert sum(step["mode"] == "EXTEND" for step in steps) >= 1
 
 
 def test_spans(folder, engine):

@@ -58,6 +58,22 @@ def test_strides(models, monkeypatch, commit_winners):
     assert not engine.step.table.faults.any()
 
 
+@pytest.mark.parametrize("commit_winners", [False, True])
+def test_a_step_that_is_not_counted_moves_no_stride(models, commit_winners):
+    """Of another request, between any two steps; it is due itself as the one that follows."""
+    guidance = [TILT | {"value_stride": 2}, TILT | {"value_stride": 2}]
+    engine, sequences = models.start([4, 1], guidance, commit_winners=commit_winners)
+    for number, between in enumerate((0, 2, 1, 0, 3, 1, 0, 1), start=1):
+        of_steps = [(1, False)] * between + [(0, True)]
+        for which, counts in of_steps:
+            of_one, rows = [sequences[which]], [[4, 1][which]]
+            output = engine.decode(rows, of_one, scores_of(1, number), drawn=own_draws(1, number), counts=counts)
+            assert output.candidates.status.tolist() == [[Status.GUIDE, Status.NOT_DUE][number % 2]]
+            models.assert_values(output, of_one)
+            sequences[which].append(output.tokens.item())
+    assert not engine.step.table.faults.any()
+
+
 def test_a_row_that_might_end_is_due(models):
     """By one of its own end tokens among its candidates, at whatever step; not by another request's."""
     engine = Engine(*make_step(models.value))

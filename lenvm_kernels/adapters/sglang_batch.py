@@ -18,4 +18,6 @@ def last_tokens(batch: ForwardBatch, requests: int) -> StepBatch:
     last: Any = slice(0, requests)
     if not batch.forward_mode.is_decode():
         last = (batch.extend_start_loc + batch.extend_seq_lens - 1).long()
-    return StepBatch(batch.input_ids[last], batch.req_pool_indices[:requests], batch.seq_lens[:requests].int())
+    of_requests = batch.input_ids[last], batch.req_pool_indices[:requests], batch.seq_lens[:requests].int()
+    # Prompts come between the steps of those that decode, or with them.
+    return StepBatch(*of_requests, counts=batch.forward_mode.is_decode() or batch.forward_mode.is_mixed())

@@ -126,12 +126,13 @@ def _gather_requests_kernel(
     guided, wants_length, due = active & (mode != _UNGUIDED) & (span_ended == 0), active & wants_length, exists
     if history is not None:
         step = tl.load(history.step)
+        counted = step - tl.load(history.uncounted)
         last_step = tl.load(history.steps + table_row, mask=exists, other=-1)
         last_place = tl.load(history.places + table_row, mask=exists, other=-1)
         told_len = tl.load(history.told_lens + table_row, mask=exists, other=0)
         cached_len = tl.load(history.cached_lens + table_row, mask=exists, other=0)
         tl.debug_barrier()  # what was read is read before it is overwritten
-        due = exists & (step % tl.maximum(value_stride, 1) == 0)
+        due = exists & (counted % tl.maximum(value_stride, 1) == 0)
         first_new = length - new_len
         is_gap = told_len < first_new
         is_lost = (guided | wants_length) & (is_gap | (length - cached_len > HELD))
@@ -203,6 +204,7 @@ def _launch(
     history_places: Tensor | None,
     history_steps: Tensor | None,
     history_step: Tensor | None,
+    history_uncounted: Tensor | None,
     history_tokens: Tensor | None,
     history_told_lens: Tensor | None,
     history_cached_lens: Tensor | None,
@@ -217,7 +219,8 @@ def _launch(
     columns = (table_mode, return_values, table_entropy_threshold, prompt_len, seed, value_stride, span_ended, faults)
     table = _Table(*columns)
     known = (tokens, new_lens, positions, table_rows, places, guided, wants_length, entropy_threshold, generated)
-    history: Any = (history_places, history_steps, history_step, history_tokens, history_told_lens, history_cached_lens)
+    of_steps = history_places, history_steps, history_step, history_uncounted
+    history: Any = (*of_steps, history_tokens, history_told_lens, history_cached_lens)
     _gather_requests_kernel[(ceil_div(rows, REQUESTS),)](
         StepRequests(*known, seeds, due, cached_lens),
         table,
@@ -267,6 +270,7 @@ def empty_history(table_rows: int, max_delta: int, device: torch.device) -> Step
         places=full(-1, table_rows, dtype=torch.int64),
         steps=full(-1, table_rows, dtype=torch.int64),
         step=full(1, 1, dtype=torch.int64),
+        uncounted=full(0, 1, dtype=torch.int64),
         tokens=full(0, table_rows, max_delta),
         told_lens=full(0, table_rows),
         cached_lens=full(0, table_rows),
@@ -349,7 +353,8 @@ def gather_requests(
             raise TypeError(f"history must be a StepHistory, got {type(history).__name__}")
         check_tensor("history.places", history.places, dtypes=torch.int64, shape=(table_size,), device=device)
         check_tensor("history.steps", history.steps, dtypes=torch.int64, shape=(table_size,), device=device)
-        check_tensor("history.step", history.step, dtypes=torch.int64, shape=(1,), device=device)
+        for name in ("step", "uncounted"):
+            check_tensor(f"history.{name}", getattr(history, name), dtypes=torch.int64, shape=(1,), device=device)
         check_history(history, table_size, device)
     if isinstance(padding_row, bool) or not isinstance(padding_row, int):
         raise TypeError(f"padding_row must be an int, got {type(padding_row).__name__}")

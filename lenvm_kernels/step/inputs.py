@@ -118,6 +118,7 @@ class StepBatch(NamedTuple):
             are False: those whose sequences have ended.
         states: with a :class:`Trunk` ``[B, L H]`` in its dtype, with drafts ``[B (1 + D), L H]``; what the ``L`` layers
             that it reads say after each token that scores follow, one layer's behind the other's. None without one.
+        counts: a ``value_stride`` counts this step. False: it is of first tokens alone, between steps of the others.
     """
 
     tokens: torch.Tensor
@@ -126,6 +127,7 @@ class StepBatch(NamedTuple):
     new_lens: torch.Tensor | None = None
     active: torch.Tensor | None = None
     states: torch.Tensor | None = None
+    counts: bool = True
 
     def checked(self, requests: int | None, device: torch.device) -> StepBatch:
         """The batch with token ids and rows as int64: kernels are compiled for one dtype.

@@ -351,6 +351,8 @@ class GuidedStep:
             backend=backend,
         )
         scored = self._select(candidates, requests, drawn, backend, nodes=nodes, sample=sampling.sample)
+        if not batch.counts:
+            self._history.columns.uncounted.add_(1)
         in_graph = scored.counts.shape[0] // nodes
         trees = self._tensors.rows(in_graph, nodes).trees
         if drafts is not None and trees is not None:

@@ -83,7 +83,8 @@ def returns(given: Inputs) -> dict[str, Form]:
 def owners(given: Inputs) -> dict[str, Tensor]:
     history, table_rows = given.arguments["history"], given.arguments["requests"].table_rows[: given.rows]
     of_table = owners_in_table(table_rows, len(history.cached_lens))
-    return {"history": of_table, "history.step": torch.full((1,), -1, device=of_table.device)}
+    nobody = torch.full((1,), -1, device=of_table.device)
+    return {"history": of_table, "history.step": nobody, "history.uncounted": nobody}
 
 
 def classes(given: Inputs) -> dict[str, Tensor]:

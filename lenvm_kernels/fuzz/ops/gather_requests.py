@@ -79,6 +79,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         history.places.fill_(5)
         history.steps.fill_(step - 1)
         history.step.fill_(step)
+        history.uncounted.copy_(draws.integers("uncounted", 1, low=0, high=min(step, 5)))
         history.places[table_rows] = draws.integers("last_place", rows, low=0, high=10_000)
         history.steps[table_rows] = last_steps
         history.tokens[table_rows] = draws.integers("held", rows, options["held"], low=0, high=99).int()
@@ -102,7 +103,8 @@ def returns(given: Inputs) -> dict[str, Form]:
 def owners(given: Inputs) -> dict[str, Tensor]:
     table, table_rows = given.arguments["table"], given.arguments["table_rows"]
     of_table = owners_in_table(table_rows, len(table.faults))
-    return {"faults": of_table, "history": of_table, "history.step": torch.full((1,), -1, device=of_table.device)}
+    nobody = torch.full((1,), -1, device=of_table.device)
+    return {"faults": of_table, "history": of_table, "history.step": nobody, "history.uncounted": nobody}
 
 
 def classes(given: Inputs) -> dict[str, Tensor]:
