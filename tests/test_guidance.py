@@ -9,6 +9,7 @@ from hypothesis import given
 
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
 from lenvm_kernels.guidance.fields import FIELDS, markdown
+from lenvm_kernels.guidance.params import CLOSED_WITHIN
 from lenvm_kernels.types import Mode
 
 OF_NEAR = dict(min_end_prob=1e-4, least_share=0.05)
@@ -334,3 +335,28 @@ def test_without_values():
     assert parse_guidance({}, has_values=False).mode == Mode.UNGUIDED
     with pytest.raises(ValueError, match="value_constraint must be one of near, ge_near, le_near without a"):
         parse_guidance(asked | {"op": "eq"}, has_values=False)
+
+
+THINK, END_OF_THINK, BREAK, TURN, WORD = range(90, 95)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "expected"),
+    [
+        ([TURN, WORD, BREAK, THINK, BREAK, END_OF_THINK, BREAK], [], 0),  # Qwen3 without thinking
+        ([TURN, WORD, BREAK, THINK, BREAK, END_OF_THINK, BREAK], [WORD, WORD], 0),
+        ([WORD, END_OF_THINK], [WORD], 0),  # DeepSeek V3.1 without
+        ([TURN, WORD, BREAK, THINK, BREAK], [WORD, WORD], None),  # DeepSeek R1: the prompt opens the thought
+        ([TURN, WORD, BREAK], [THINK, WORD, END_OF_THINK, WORD, END_OF_THINK], 2),  # Qwen3: the model does
+        ([TURN, WORD, BREAK], [END_OF_THINK], 0),
+        ([TURN, WORD, BREAK], [], None),
+        # What an earlier turn has thought.
+        ([END_OF_THINK, BREAK, WORD, TURN, BREAK, TURN, WORD, BREAK], [WORD], None),
+        ([END_OF_THINK, TURN, BREAK, WORD, BREAK], [WORD], None),
+        ([], [WORD], None),
+    ],
+)
+def test_where_a_span_has_ended(prompt, output, expected):
+    params = GuidanceParams(end_token_ids=(7, END_OF_THINK))
+    assert params.span_end(prompt, output) == params.span_end(prompt[-CLOSED_WITHIN:], output) == expected
+    assert GuidanceParams().span_end(prompt, output) is None

@@ -102,8 +102,8 @@ def test_the_end_of_an_answer_that_waited_is_nobodys_prefix(folder, engine):
 def test_what_comes_after_a_span_is_nobodys_prefix(folder, engine):
     """The value model is not told of it."""
     prompts, span = prompts_of(30, seed=14), GENTLE | {"end_token_ids": [7], "hard_limit": 20}
-    first, steps = engine.generate(prompts, [span], max_new_tokens=60)
-    (place,) = check_spans(prompts, first, steps, [7], 20)
+    first, _ = engine.generate(prompts, [span], max_new_tokens=60)
+    place = first[0]["output_ids"].index(7)
     longer = [[*prompts[0], *first[0]["output_ids"], 5, 6]]
     results, steps = engine.generate(longer, [GENTLE])
     assert results[0]["meta_info"]["cached_tokens"] == 30 + max(0, place - sglang_guide.MAX_WAITING)
@@ -467,6 +467,22 @@ def test_embeddings_padded_differently_are_accepted_and_other_tokens_are_not(fol
     save_tokenizer(value, {"a": 0, "c": 1})
     with pytest.raises(ValueError, match="sizes are 64 and 32, and the tokenizers differ"):
         check_vocabulary(*arguments)
+
+
+def test_a_prompt_that_leaves_no_span_open(folder, engine):
+    """As a chat template makes it that is told not to think: nothing is guided or forced, and the answer may end."""
+    (prompt,), span = prompts_of(9, seed=16), GENTLE | {"end_token_ids": [7], "hard_limit": 4}
+    prompts, stops = [[*prompt, 7, 12], [*prompt, 7, 12, 13, 14, 15]], list(range(200, 248))
+    options = dict(ignore_eos=False, stop_token_ids=stops, max_new_tokens=40, min_p=0.0)
+    for seed in range(20):
+        (closed, opened), steps = engine.generate(prompts, [span, span], sampling_seed=seed, **options)
+        rows = [row for step in steps for row in step["rows"] if row["rid"] == closed["meta_info"]["id"]]
+        assert {row["status"] for row in rows} == {Status.UNGUIDED}
+        assert opened["output_ids"].index(7) <= 4
+        if 7 not in closed["output_ids"] and closed["output_ids"][-1] in stops:
+            break
+    else:
+        raise AssertionError("the span was taken to be open")
 
 
 SPAN = parse_guidance(GENTLE | {"end_token_ids": [7, 9], "hard_limit": 50}, ends_of_thought=())

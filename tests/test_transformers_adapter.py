@@ -155,6 +155,27 @@ def test_spans_and_what_comes_after(base, value_model, prompts):
     assert after > 12 and can_end == [False, True, False] and processor.faults == [0, 0, 0]
 
 
+def test_a_prompt_that_leaves_no_span_open(base, value_model, prompts):
+    """As a chat template makes it that is told not to think: nothing is guided there or forced."""
+    closed = prompts["input_ids"].clone()
+    closed[1, -2] = 20
+    guidance = [SHORTER | {"end_token_ids": [20], "hard_limit": 2}] * 3
+    torch.manual_seed(0)
+    closed = dict(prompts) | {"input_ids": closed}
+    processor, output = run(base, value_model, closed, guidance, 4, temperature=0.7)
+    for step, prefix, scores, _ in steps_of(output, closed):
+        found = torch.softmax(scores, 0)
+        with torch.no_grad():
+            plain = torch.softmax(base(torch.tensor([prefix])).logits[0, -1] / 0.7, 0)
+        if prefix[0] == 11:
+            torch.testing.assert_close(found, plain, atol=1e-5, rtol=0)
+        elif step < 2 and 20 not in prefix[-step - 1 :]:
+            assert found[EOS] == 0 and (found - plain).abs().max() > 1e-3
+        elif step == 2 and 20 not in prefix[-2:]:
+            assert found[20] == 1
+    assert processor.faults == [0, 0, 0]
+
+
 def test_the_token_that_ends_a_thought_is_looked_up(base, value_model, tmp_path):
     words = [f"w{i}" for i in range(VOCAB)]
     plain, thinking = (

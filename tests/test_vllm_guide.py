@@ -310,9 +310,18 @@ def test_requests_share_the_pages_of_a_common_prefix(value_model, monkeypatch):
     assert not engine.guide.fallbacks and not engine.guide.step.table.faults.any()
 
 
+def test_a_prompt_that_leaves_no_span_open(value_model):
+    """As a chat template makes it that is told not to think; another request of the step has one."""
+    engine, logits = Engine(value_model), torch.zeros(2, VOCAB)
+    for slot, prompt in ((4, [*PROMPT[:6], 7, 9]), (2, PROMPT[:8])):
+        engine.add(slot, prompt, TILT | {"end_token_ids": [7], "hard_limit": 4})
+    _, changed, _ = engine.step({4: 8, 2: 8}, logits=logits)
+    assert is_guided(changed).tolist() == [False, True] and torch.equal(changed[0], logits[0])
+
+
 def test_spans_are_ended_at_their_nodes_and_stay_ended(value_model):
     """With fewer drafts than there can be, in rows of other requests; after slots were taken, and after preemption."""
-    end, eos = 7, 3
+    end, eos = 2, 3
     guidance = TILT | {"end_token_ids": [end], "hard_limit": 4}
     engine = Engine(value_model, drafts=3)
     for slot, prompt in ((4, PROMPT[:9]), (1, PROMPT[3:9]), (2, PROMPT[:5])):  # slot 1 has no span
@@ -340,11 +349,11 @@ def test_spans_are_ended_at_their_nodes_and_stay_ended(value_model):
     engine.grow(4, 13, [21])
     _, changed, _ = engine.step({4: 14}, logits=logits[:1])
     assert torch.equal(changed, logits[:1])
-    # It comes again, with what it has generated.
-    sequence = engine.tokens[4, :14].tolist()
-    for prompt_len, is_ended in ((9, True), (13, False)):
+    # It comes again, with what it has generated; or the end is one of an earlier turn in the prompt.
+    sequence = [*engine.tokens[4, :14].tolist(), *[20] * 4]
+    for prompt_len, is_ended in ((9, True), (17, False)):
         engine.add(0, sequence, guidance, prompt_len=prompt_len)
-        _, changed, _ = engine.step({0: 14}, logits=logits[:1])
+        _, changed, _ = engine.step({0: 18}, logits=logits[:1])
         assert is_guided(changed).item() != is_ended
     assert not engine.guide.fallbacks
 

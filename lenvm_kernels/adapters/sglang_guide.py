@@ -153,7 +153,7 @@ class Guide:
                         end_tokens(req),
                         prompt_len=len(req.origin_input_ids),
                         seed=seed_of_request(req.rid) if seed is None else seed,
-                        span_ended=span_len(req) < len(req.output_ids),  # before it was retracted
+                        span_ended=span_end(req) is not None,
                     )
                     self._table_rows.add(table_row)
                     if req.lenvm_images is not None:
@@ -209,8 +209,9 @@ class Guide:
         params = req.lenvm_guidance
         if params is None or not params.needs_step or not self.reads_tokens:
             return length  # the prefixes are shared with none that the value model reads
-        of_answer = min(length, len(req.origin_input_ids) + span_len(req))
-        return min(length, max(req.lenvm_prefilled, req.kv.cache_protected_len, of_answer - MAX_WAITING - self.drafts))
+        end, waiting = span_end(req), MAX_WAITING + self.drafts
+        told = len(req.origin_input_ids) + (len(req.output_ids) if end is None else end)
+        return min(length, max(req.lenvm_prefilled, req.kv.cache_protected_len, min(length, told) - waiting))
 
     def _image_tokens(self, parts: list[tuple[PromptImages | None, int, int]], tokens: int) -> ImageTokens | None:
         assert self.value_model is not None
@@ -491,10 +492,9 @@ def needs_step(batch: ForwardBatch | ScheduleBatch) -> bool:
     return any(req.lenvm_guidance.needs_step for req in batch.lenvm_reqs)
 
 
-def span_len(req: Req) -> int:
-    """Tokens of a request's answer before the one that ended its span; all of them if it has not ended."""
-    ends = req.lenvm_guidance.end_token_ids
-    return next((i for i, token in enumerate(req.output_ids) if token in ends), len(req.output_ids))
+def span_end(req: Req) -> int | None:
+    """Where a request's span has ended, of its answer's tokens."""
+    return req.lenvm_guidance.span_end(req.origin_input_ids, req.output_ids)
 
 
 def end_tokens(req: Req) -> set[int]:

@@ -20,6 +20,7 @@ from transformers import (
 
 from lenvm_kernels.adapters.trunk_states import TrunkStates
 from lenvm_kernels.guidance import GuidanceParams, ends_of_thought, parse_guidance, text_breaks_of
+from lenvm_kernels.guidance.params import CLOSED_WITHIN
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig
 from lenvm_kernels.types import Mode
@@ -155,6 +156,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
         for row, (p, prompt_len) in enumerate(zip(params, self._prompt_lens.tolist(), strict=True)):
             self._slots.extend(row, prompt_len + max_new_tokens)
             self._step.add_request(row, p, eos, prompt_len=prompt_len)
+        self._spans = {row: p for row, p in enumerate(params) if p is not None and p.end_token_ids}
         self._needs_steps = any(p is not None and p.mode != Mode.UNGUIDED for p in params)
         self._table_rows = torch.arange(rows, device=device)
 
@@ -196,6 +198,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
         step, device = self._step, self._table_rows.device
         tokens, logits = input_ids.to(device), scores.to(device, torch.float32, copy=True)
         lengths = self._prompt_lens + generated
+        if generated == 0 and self._spans:
+            self._close_spans(tokens[:, -CLOSED_WITHIN:].tolist())
         step.scale_tokens(logits, self._table_rows)
         states = None if self._states is None else self._states.take()
         batch = StepBatch(tokens[:, -1].contiguous(), self._table_rows, lengths, active=self._active, states=states)
@@ -211,6 +215,13 @@ class LenVMLogitsProcessor(LogitsProcessor):
             if self._record:
                 self.records.append(StepRecord(output.candidates.token_ids, output.value_logits, output.probs))
         return probs.log().to(scores.device)
+
+    def _close_spans(self, ends_of_prompts: Sequence[Sequence[int]]) -> None:
+        """Those that a prompt does not leave open, which was not known before."""
+        prompt_lens, eos = self._prompt_lens.tolist(), set(self._eos_on_device.tolist())
+        for row, params in self._spans.items():
+            if params.span_end(ends_of_prompts[row]) is not None:
+                self._step.add_request(row, params, eos, prompt_len=prompt_lens[row], span_ended=True)
 
     def _check_progress(self, input_ids: torch.Tensor) -> int:
         """Tokens generated so far."""

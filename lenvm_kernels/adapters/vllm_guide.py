@@ -223,7 +223,7 @@ class Guide:
             guidance,
             set(sorted(params.all_stop_token_ids)[:MAX_END_TOKENS]),
             prompt_len=prompt_len,
-            span_ended=not set(guidance.end_token_ids).isdisjoint(tokens[prompt_len:]),  # before it was preempted
+            span_ended=guidance.span_end(tokens[:prompt_len], tokens[prompt_len:]) is not None,
         )
         self._host_sampling[slot] = torch.tensor([params.temperature, params.top_p, params.min_p, max(params.top_k, 0)])
         self._sampling_changed = True

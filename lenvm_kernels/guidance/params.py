@@ -25,6 +25,10 @@ _STRENGTH_WITHOUT_VALUES = 10.0
 NEAR_CONSTRAINTS = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
 
 
+# A prompt of whose last tokens one ends a span leaves none open. Those of an earlier turn are further away.
+CLOSED_WITHIN = 4
+
+
 @dataclass(frozen=True)
 class GuidanceParams:
     """A request's validated parameters. Make it with :func:`parse_guidance`.
@@ -72,6 +76,16 @@ class GuidanceParams:
     def needs_step(self) -> bool:
         """Whether the request takes part in guided steps; a span does, whose end they look for."""
         return self.mode != Mode.UNGUIDED or self.return_values or bool(self.end_token_ids)
+
+    def span_end(self, prompt: Sequence[int], output: Sequence[int] = ()) -> int | None:
+        """The place in ``output`` of the token that has ended the span; None: the span is open.
+
+        It is 0 where the prompt, of which the last :data:`CLOSED_WITHIN` tokens suffice, leaves no span open: a chat
+        template that is told not to think puts ``<think></think>`` there, and a line break or two.
+        """
+        if not set(self.end_token_ids).isdisjoint(prompt[-CLOSED_WITHIN:]):
+            return 0
+        return next((i for i, token in enumerate(output) if token in self.end_token_ids), None)
 
 
 def parse_guidance(
