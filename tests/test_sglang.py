@@ -436,7 +436,16 @@ def test_an_idle_engine_draws_nothing():
             {"speculative_algorithm": "EAGLE", "enable_mixed_chunk": True},
             "enable_mixed_chunk must be False .* speculative",
         ),
+        ({"speculative_algorithm": "DSPARK"}, "speculative_algorithm must be one of .* got DSPARK: not tried"),
+        (
+            {"speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True},
+            "enable_multi_layer_eagle must be False",
+        ),
         ({"speculative_algorithm": None, "pp_size": 2}, "pp_size must be 1 together .*, got 2: not built"),
+        (
+            {"speculative_algorithm": None, "startup_weight_load_mode": "overlap"},
+            "startup_weight_load_mode must be serial together with LENVM_VALUE_MODEL, got overlap",
+        ),
     ],
 )
 def test_options_that_guidance_does_not_go_with(monkeypatch, given, message):
@@ -446,6 +455,18 @@ def test_options_that_guidance_does_not_go_with(monkeypatch, given, message):
     runner = SimpleNamespace(is_draft_worker=False, server_args=SimpleNamespace(**given))
     with pytest.raises(ValueError, match=message):
         sglang_adapter.load_value_model(None, runner)
+
+
+@pytest.mark.parametrize(("has_windows", "has_states"), [(True, False), (False, True), (False, False)])
+def test_base_models_with_other_pools_are_refused(folder, monkeypatch, has_windows, has_states):
+    """A value model is; a trunk has no slots."""
+    monkeypatch.setattr(sglang_adapter, "mambaish_config", lambda config: {"layers": 3} if has_states else None)
+    runner = SimpleNamespace(is_hybrid_swa=has_windows, model_config=None)
+    is_refused = has_windows or has_states
+    which = "sliding windows" if has_windows else "layers with a state"
+    message = f"LENVM_VALUE_MODEL must be a trunk or none with this base model, which has {which}"
+    with pytest.raises(ValueError, match=message) if is_refused else nullcontext():
+        sglang_adapter.check_pool(runner)
 
 
 def save_tokenizer(folder, vocabulary):

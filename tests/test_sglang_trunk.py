@@ -384,12 +384,6 @@ def test_the_embedding_of_a_base_model():
     ("trunk", "base", "given", "message"),
     [
         ("last", Base, {"enable_torch_compile": True}, "enable_torch_compile must be False together with a trunk"),
-        (
-            "last",
-            Base,
-            {"startup_weight_load_mode": "overlap"},
-            "startup_weight_load_mode must be serial",
-        ),
         ("deep", DeepBase, {"speculative_algorithm": "EAGLE3"}, r"must not be EAGLE3 .* trunk of layers \[2, 3, 1\]"),
         ("deep", DeepBase, {"enable_return_aux_hidden_states": True}, "enable_return_aux_hidden_states must be False"),
         ("deep", Base, {}, r"must be a trunk of the last state alone for a Base, .* reads layers \[1, 2\]"),
@@ -402,7 +396,7 @@ def test_the_embedding_of_a_base_model():
 def test_what_a_trunk_does_not_go_with_is_refused_at_start(folder, weight, trunk, base, given, message):
     layers = given.pop("layers", LAYERS)
     runner = SimpleNamespace(model=base(weight), model_config=SimpleNamespace(num_hidden_layers=layers))
-    options = dict(enable_torch_compile=False, startup_weight_load_mode="serial", speculative_algorithm=None)
+    options = dict(enable_torch_compile=False, speculative_algorithm=None)
     options = SimpleNamespace(**options | {"enable_return_aux_hidden_states": False} | given)
     with nullcontext() if message is None else pytest.raises(ValueError, match=message):
         sglang_adapter.load_trunk(Settings(folder / trunk), runner, options)

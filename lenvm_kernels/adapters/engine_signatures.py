@@ -21,6 +21,7 @@ ANYTHING = "..."
 USED: dict[str, tuple[str, ...]] = {
     "sglang": (
         f"{_SGLANG}.arg_groups.model_override_base:resolved_view",
+        f"{_SGLANG}.configs.hybrid_arch:mambaish_config",
         f"{_SGLANG}.layers.logits_processor:LogitsProcessor._get_pruned_states",
         f"{_SGLANG}.layers.logits_processor:LogitsProcessor.forward",
         f"{_SGLANG}.layers.sampler:Sampler._preprocess_logits",

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.arg_groups.model_override_base import resolved_view
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -76,6 +77,7 @@ OPTIONS = {
     "enable_multi_layer_eagle": (False, _NOT_TRIED),
     "dllm_algorithm": (None, _NO_SAMPLER),
     "pp_size": (1, "not built"),
+    "startup_weight_load_mode": ("serial", "weights are read, and graphs captured, when the base model's are there"),
     "attn_cp_size": (1, _NOT_TRIED),
     "enable_pdmux": (False, "prompts and draws would be computed at the same time"),
     "disaggregation_mode": ("null", "requests are guided from their prompts on"),
@@ -92,7 +94,6 @@ OPTIONS = {
 # Further ones beside a trunk.
 TRUNK_OPTIONS = {
     "enable_torch_compile": (False, _NOT_TRIED),
-    "startup_weight_load_mode": ("serial", "a trunk is loaded for the weights of the base model's embedding"),
 }
 # Reasons that do not hold without a value model, nor with a trunk.
 _OF_A_VALUE_MODEL = (_FOREIGN_KEYS, _OTHER_SLOTS)
@@ -217,6 +218,8 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
         raise ValueError(f"enable_mixed_chunk must be False together with speculative decoding, got True: {_NOT_TRIED}")
     free_reasons = () if value_model_reads_tokens() else _OF_A_VALUE_MODEL
     check_options(options, OPTIONS, "LENVM_VALUE_MODEL", free_reasons)
+    if value_model_reads_tokens():
+        check_pool(runner)
     settings = Settings.from_environment()
     assert settings is not None  # else plugin() would not have hooked the engine
     device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device(runner.device)
@@ -243,6 +246,19 @@ def check_options(
     for option, (accepted, reason) in accepted_ones.items():
         if (given := getattr(options, option, accepted)) != accepted and reason not in free_reasons:
             raise ValueError(f"{option} must be {accepted} together with {what}, got {given}: {reason}")
+
+
+def check_pool(runner: ModelRunner) -> None:
+    """Raise ValueError unless every layer of the base model keeps all keys and values, in slots of one pool."""
+    kinds = {
+        "sliding windows": runner.is_hybrid_swa,
+        "layers with a state": mambaish_config(runner.model_config) is not None,
+    }
+    for kind, is_there in kinds.items():
+        if is_there:
+            raise ValueError(
+                f"LENVM_VALUE_MODEL must be a trunk or none with this base model, which has {kind}: {_OTHER_SLOTS}"
+            )
 
 
 def load_trunk(settings: Settings, runner: ModelRunner, options: Any) -> SampledStates:
