@@ -3,7 +3,10 @@
 ``sglang_cpu/patches/speculation.py`` stands in for the kernels that the engine needs.
 """
 
+import json
 import math
+import re
+from functools import partial
 
 import pytest
 import requests
@@ -19,6 +22,7 @@ from tests.helpers.models import random_model
 from tests.helpers.sglang_server import (
     GENTLE,
     MODES,
+    SAMPLING,
     STOPS,
     TARGETS,
     TINY,
@@ -32,6 +36,7 @@ from tests.helpers.sglang_server import (
     write_checkpoints,
     write_eagle,
 )
+from tests.helpers.vllm_server import WORDS, save_tokenizer
 
 GUIDANCE = [
     GENTLE,
@@ -196,3 +201,28 @@ def test_the_end_of_an_answer_that_waited_is_nobodys_prefix(folder, engine):
     results, steps = engine.generate(longer, [GENTLE])
     assert 30 < results[0]["meta_info"]["cached_tokens"] <= 30 + 39 - MAX_WAITING
     assert check_steps(folder, longer, results, steps)
+
+
+# Of 17 tokens to 41, or of 7 to 9.
+LIST, OBJECT = r'"long"(,("long"|"short")){8,20}', r'\{"n":[0-9]{1,3},"kind":("long"|"short")\}'
+
+
+def test_grammars_and_drafts(tmp_path):
+    """Guided answers are what a grammar allows, and the same with drafts, some of which are taken."""
+    write_checkpoints(tmp_path)
+    save_tokenizer(tmp_path / "base")
+    asked = [(LIST, {"target_length": 8}), (LIST, {"target_length": 20}), (OBJECT, GENTLE), (LIST, GENTLE)]
+    sampling = SAMPLING | {"ignore_eos": False, "max_new_tokens": 60, "min_p": 0.0, "top_k": 20, "sampling_seed": 7}
+    sampling = [sampling | {"regex": regex, "custom_params": params} for regex, params in asked]
+    prompts, texts = prompts_of(9, 12, 40, 5, seed=24), []
+    drafting = partial(running_speculation, algorithm="NGRAM", draft=None)
+    for name, start in (("grammar", running_server), ("grammar and drafts", drafting)):
+        with start(tmp_path, name, "--skip-server-warmup") as server:
+            response = server.post(input_ids=prompts, sampling_params=sampling)
+            assert response.ok, response.text
+            results, rows = response.json(), [row for line in server._lines() for row in json.loads(line)["rows"]]
+        assert {r["meta_info"]["id"] for r in results} <= {row["rid"] for row in rows if row["status"] == Status.GUIDE}
+        texts.append(["".join(WORDS[token] for token in result["output_ids"]) for result in results])
+    assert texts[0] == texts[1] and sum(r["meta_info"]["spec_num_correct_drafts"] for r in results) > 5
+    for text, (regex, _) in zip(texts[0], asked, strict=True):
+        assert re.fullmatch(regex, text.removesuffix("<eos>")), text

@@ -404,6 +404,16 @@ def test_json_schema(folder, engine):
     assert check_steps(folder, sequences, steps) > 30
 
 
+def test_json_schema_with_drafts(folder, speculating):
+    """Of a target, in every mode and without guidance, all at once."""
+    before = speculating.metrics()
+    guidance = [{"target_length": 8}, *MODES[1:5], None]
+    sequences, steps = answers_to_schema(speculating, guidance)
+    assert check_steps(folder, sequences, steps) > 30
+    name = "vllm:spec_decode_num_draft_tokens_total"
+    assert speculating.metrics()[name] > before[name]
+
+
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
     """The server with the demo's models, which have something to say."""

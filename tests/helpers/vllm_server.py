@@ -46,14 +46,19 @@ def write_checkpoints(folder, **changes):
     ``changes`` are of the base model's configuration.
     """
     random_model(Qwen2ForCausalLM, Qwen2Config(**BASE | changes), seed=0).save_pretrained(folder / "base")
+    save_tokenizer(folder / "base")
+    random_model(Qwen2ForCausalLM, Qwen2Config(**TINY), seed=1).save_pretrained(folder / "value")
+    save_file(random_head(2, HIDDEN), folder / "value" / "value_head.safetensors")
+
+
+def save_tokenizer(path):
+    """Of :data:`WORDS`, which a text has blanks between."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = dict(pad_token="<pad>", unk_token="<unk>", eos_token="<eos>")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
-    tokenizer.save_pretrained(folder / "base")
-    random_model(Qwen2ForCausalLM, Qwen2Config(**TINY), seed=1).save_pretrained(folder / "value")
-    save_file(random_head(2, HIDDEN), folder / "value" / "value_head.safetensors")
+    tokenizer.save_pretrained(path)
 
 
 class Server:
