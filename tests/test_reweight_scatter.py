@@ -175,6 +175,8 @@ def test_constraints_break_ties_by_probability_then_slot(device, backend):
     for op, length, chosen in (
         ("le", 99, smallest),
         ("ge", 99, largest),
+        ("ge", 1, largest),
+        ("ge", 0.25, largest),
         ("ge", 0, smallest),
         ("eq", 0, smallest),
         ("eq", 9999, largest),
