@@ -230,7 +230,7 @@ class Engine:
         return self._run(
             requests,
             ends,
-            forward_mode=SimpleNamespace(is_decode=lambda: False),
+            forward_mode=SimpleNamespace(is_decode=lambda: False, is_mixed=lambda: False),
             input_ids=torch.tensor([token for part in parts for token in part]),
             extend_seq_lens=lens,
             extend_start_loc=lens.cumsum(0, dtype=torch.int32) - lens,
@@ -244,7 +244,7 @@ class Engine:
         return self._run(
             requests,
             [len(r.tokens) for r in requests],
-            forward_mode=SimpleNamespace(is_decode=lambda: True),
+            forward_mode=SimpleNamespace(is_decode=lambda: True, is_mixed=lambda: False),
             input_ids=torch.tensor([r.tokens[-1] for r in requests] + [VOCAB - 1]),  # with padding
         )
 
