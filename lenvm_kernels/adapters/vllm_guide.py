@@ -411,8 +411,8 @@ class Guide:
         return all_token_ids[slots[:, None], positions.clamp(max=all_token_ids.shape[1] - 1)]
 
     def _drafts(self, ctx: LogitsContext, layout: _Layout, requests: int) -> Drafts:
-        token_ids = torch.full((requests * layout.nodes,), -1, dtype=torch.int32, device=self.device)
-        token_ids[layout.at] = ctx.input_ids.int()
+        token_ids = torch.full((requests * layout.nodes,), -1, device=self.device)
+        token_ids[layout.at] = ctx.input_ids.long()
         chain = torch.arange(-1, self.drafts - 1, dtype=torch.int32, device=self.device).repeat(requests, 1)
         return Drafts(token_ids.view(requests, -1)[:, 1:], chain)
 

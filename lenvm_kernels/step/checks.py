@@ -45,8 +45,8 @@ def num_requests(
 
 
 def of_one_dtype(drafts: Drafts | None) -> Drafts | None:
-    """Drafts with token ids as int32, whatever they came as: kernels are compiled for one dtype."""
-    return None if drafts is None else drafts._replace(token_ids=drafts.token_ids.int())
+    """Drafts with token ids as int64, whatever they came as: kernels are compiled for one dtype."""
+    return None if drafts is None else drafts._replace(token_ids=drafts.token_ids.long())
 
 
 def check_step(

@@ -70,7 +70,7 @@ def calls_of_every_kind(
                 states=None if states is None else full(0, states[1], rows, states[0]),
             ),
             Sampling(0, 1.0, 0.0, 1.0 if has_temperature else None, is_logits, mask, sample=True),
-            Drafts(none, none) if drafted else None,
+            Drafts(none.long(), none) if drafted else None,
             probs if has_probs else None,
             "same_draws" if drafted else None,
         )
