@@ -261,11 +261,12 @@ def test_images_and_candidates_in_one_forward(models, backend):
         torch.testing.assert_close(row[: len(expected)], expected, rtol=0, atol=ATOL)
 
 
-def test_tokens_outside_the_vocabulary(models):
+@pytest.mark.parametrize("outside", [-3, VOCAB])
+def test_tokens_outside_the_vocabulary(models, outside):
     """Those of images may have any id (SGLang's have); others give NaN to their own request."""
     flat, images, starts = images_of(models, [0, 1, 2, 3])
     flat = [VOCAB + 1000 if token == IMAGE else token for token in flat]
-    flat[starts[1]] = -3
+    flat[starts[1]] = outside
     i32 = lambda x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
     lens = [len(prompt) for prompt in PROMPTS]
     slots = torch.arange(4 * 32, dtype=torch.int32).view(4, 32)

@@ -35,7 +35,7 @@ SHARES = {"ops": 10, "step": 4, "guidance": 3, "value_model": 4, "adapters": 3}
 NOT_HERE = ("sglang", "vllm_guide", "vllm_filters", "vllm.py", "vllm_report", "trace", "metrics", "remote", "images")
 STEP_TESTS = (
     *("test_step", "test_step_lengths", "test_step_drafts", "test_step_spans", "test_step_catch_up", "test_step_ends"),
-    *("test_step_device", "test_step_arguments", "test_transformers_adapter"),
+    *("test_step_device", "test_step_arguments", "test_transformers_adapter", "test_warm_up", "test_value_model_vl"),
 )
 SWAPS: dict[type, type] = {
     ast.Lt: ast.LtE,
