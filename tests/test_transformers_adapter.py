@@ -518,3 +518,15 @@ def test_generate_meets_a_target_without_a_value_model(base, prompts):
 def test_generate_names_what_is_wrong(base, prompts, changes, message):
     with pytest.raises(ValueError, match=message):
         generate(base, **prompts, **{"target_length": 5, "max_new_tokens": 4} | changes)
+
+
+@pytest.mark.parametrize(("changed", "more"), [((1, 2), 1), ((0, 5), 1), (None, 0), (None, 2)])
+def test_sequences_that_go_on_from_others_are_refused(base, value_model, prompts, changed, more):
+    """Those with other tokens than before, and those that have not grown by one."""
+    processor, ids = make(base, value_model, attention_mask=prompts["attention_mask"]), prompts["input_ids"]
+    processor(ids, torch.zeros(3, VOCAB))
+    grown = torch.cat([ids, torch.full((3, more), 30)], dim=1)
+    if changed is not None:
+        grown[changed] += 1
+    with pytest.raises(ValueError, match="expected the prompts and 1 new tokens, got"):
+        processor(grown, torch.zeros(3, VOCAB))
