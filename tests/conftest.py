@@ -5,6 +5,7 @@ for before Triton is imported (this file is imported first).
 """
 
 import os
+import sys
 from collections.abc import Iterator
 
 # Two workers on two cores, and what they start: threads that spin would only get in each other's way.
@@ -64,3 +65,22 @@ def device() -> torch.device:
 def backend(request: pytest.FixtureRequest) -> str:
     """The two that every operator has. Of the session, because Hypothesis does not set up anything for an example."""
     return request.param
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A directory of packages that come before the installed ones; fills it, path below it -> text, and returns it."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    names = ("sglang", "vllm", "made_up", "lenvm_kernels.adapters.vllm")
+    for name in [name for name in sys.modules if name.startswith(names)]:
+        monkeypatch.delitem(sys.modules, name)
+
+    def fill(files):
+        for path, text in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text)
+        return folder
+
+    return fill

@@ -39,23 +39,6 @@ def no_sglang(monkeypatch):
 
 
 @pytest.fixture
-def site(tmp_path, monkeypatch):
-    """A directory of packages that come before the installed ones; fills it: path below it -> text."""
-    folder = tmp_path / "site"
-    folder.mkdir()
-    monkeypatch.syspath_prepend(folder)
-    for name in [name for name in sys.modules if name.startswith(("sglang", "vllm", "lenvm_kernels.adapters.vllm"))]:
-        monkeypatch.delitem(sys.modules, name)
-
-    def fill(files):
-        for path, text in files.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text(text)
-
-    return fill
-
-
-@pytest.fixture
 def lenvm_doctor(capsys):
     """Run the command in this process; returns its exit code, stdout and stderr."""
 

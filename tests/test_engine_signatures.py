@@ -1,7 +1,6 @@
 """What the plugins use of their engines, against what was recorded. The engines' own tests look at the real ones."""
 
 import re
-import sys
 
 import pytest
 
@@ -9,22 +8,6 @@ from lenvm_kernels.adapters import engine_signatures
 from lenvm_kernels.adapters.engine_signatures import USED, recorded, signature_of
 from tests.helpers.engine_stubs import stubs
 from tools import engine_signatures as tool
-
-
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    """Puts files below a folder that is looked into first; returns it."""
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in [name for name in sys.modules if name.split(".")[0] in ("sglang", "vllm", "made_up")]:
-        monkeypatch.delitem(sys.modules, name)
-
-    def write(files):
-        for path, text in files.items():
-            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / path).write_text(text)
-        return tmp_path
-
-    return write
 
 
 def test_all_that_is_used_is_recorded():
@@ -81,8 +64,8 @@ WRITTEN = {
 }
 
 
-def test_sources_say_what_the_loaded_package_says(package):
-    folder = package({"made_up/inner.py": SOURCE})
+def test_sources_say_what_the_loaded_package_says(site):
+    folder = site({"made_up/inner.py": SOURCE})
     for name, expected in WRITTEN.items():
         target = f"made_up.inner:{name}"
         assert tool.signature_in(folder, target) == signature_of(target) == expected, name
@@ -91,17 +74,17 @@ def test_sources_say_what_the_loaded_package_says(package):
 
 
 @pytest.mark.parametrize(("engine", "version"), [(engine, version) for engine in USED for version in recorded(engine)])
-def test_what_was_recorded_fits(package, engine, version):
-    package(stubs(engine, version))
+def test_what_was_recorded_fits(site, engine, version):
+    site(stubs(engine, version))
     assert engine_signatures.differences(engine) == {}
     engine_signatures.check(engine)
 
 
-def test_what_does_not_fit_is_named(package):
+def test_what_does_not_fit_is_named(site):
     files = stubs("vllm", "0.33.0", get_top_k_top_p="expanded_idx_mapping, vocab_size")
     (states,) = (path for path in files if path.endswith("states.py"))
     files[states] = re.sub("apply_min_p", "apply_min_q", files[states])
-    package(files)
+    site(files)
     with pytest.raises(
         RuntimeError, match=r"does not fit this vllm, only 0.32.0, 0.33.0: \S+apply_min_p is not ther"
     ) as e:
@@ -112,14 +95,14 @@ def test_what_does_not_fit_is_named(package):
     assert str(e.value).count(";") == 1
 
 
-def test_the_tool_adds_a_version(package, tmp_path, monkeypatch, capsys):
+def test_the_tool_adds_a_version(site, tmp_path, monkeypatch, capsys):
     file, versions = tmp_path / "signatures.json", recorded("vllm")
     for version in versions:
-        package({f"{version}/{path}": text for path, text in stubs("vllm", version).items()})
+        site({f"{version}/{path}": text for path, text in stubs("vllm", version).items()})
     for module in (tool, engine_signatures):
         monkeypatch.setattr(module, "FILE", file)
     for version in versions:
-        monkeypatch.setattr("sys.argv", ["tool", "vllm", version, str(tmp_path / version)])
+        monkeypatch.setattr("sys.argv", ["tool", "vllm", version, str(tmp_path / "site" / version)])
         tool.main()
     assert recorded("vllm") == versions
     monkeypatch.setattr("sys.argv", ["tool", "sglang", "9", str(tmp_path)])

@@ -23,8 +23,6 @@ END_OF_THOUGHT = "</think>"
 # Without values the strength moves nothing but ends and what they follow.
 _STRENGTH_WITHOUT_VALUES = 10.0
 NEAR_CONSTRAINTS = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
-
-
 # A prompt of whose last tokens one ends a span leaves none open. Those of an earlier turn are further away.
 CLOSED_WITHIN = 4
 
@@ -83,6 +81,8 @@ class GuidanceParams:
         It is 0 where the prompt, of which the last :data:`CLOSED_WITHIN` tokens suffice, leaves no span open: a chat
         template that is told not to think puts ``<think></think>`` there, and a line break or two.
         """
+        if not self.end_token_ids:
+            return None
         if not set(self.end_token_ids).isdisjoint(prompt[-CLOSED_WITHIN:]):
             return 0
         return next((i for i, token in enumerate(output) if token in self.end_token_ids), None)
