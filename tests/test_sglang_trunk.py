@@ -149,7 +149,7 @@ def test_log_probabilities_of_prompts(folder, engine):
 
 
 def test_predicted_lengths(folder, engine):
-    """Of the tokens that were drawn, guided or not; nothing says how long an output is before its first."""
+    """Of the tokens that were drawn, guided or not; an output's length is known with its first."""
     wants = {"return_values": True, "gamma": GAMMA}
     prompts, guidance = prompts_of(9, 40, 14, seed=2), [wants, wants | NEAR[0], wants | GENTLE]
     results, _ = engine.generate(prompts, guidance)
@@ -168,7 +168,7 @@ def test_predicted_lengths(folder, engine):
         lengths = torch.nn.functional.softplus(z[:, 0]) / -math.log(GAMMA)
         found = torch.tensor(result["meta_info"]["predicted_remaining_lengths"])
         torch.testing.assert_close(found, lengths, rtol=0, atol=5e-3)
-        assert "predicted_output_length" not in result["meta_info"]
+        assert result["meta_info"]["predicted_output_length"] == pytest.approx([1 + found[0].item()], abs=2e-3)
 
 
 def test_what_a_trunk_cannot_give_is_refused(engine):

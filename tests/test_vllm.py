@@ -351,6 +351,8 @@ def test_a_trunk(tmp_path, is_tied, layers, speculation):
         assert response.status_code == 400 and "value_min must be absent with near and a trunk" in response.text
         found = server.metrics()
         assert found["lenvm:fallbacks_total"] == 0 and "lenvm:cache_bytes" not in found
+        verified, times = found["lenvm:verified_tokens_total yes"], found["lenvm:verifications_total yes"]
+        assert times < verified < times * (1 + 3) if speculation else verified == times == 0
 
 
 def test_metrics(engine, speculating):

@@ -1,7 +1,9 @@
 """What the vLLM processor does in a worker, without the engine around it: what it reads, writes and shares."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -391,6 +393,31 @@ def test_options_that_guidance_does_not_go_with(value_model, part, option, given
         setattr(engine.config, option, given)
     with pytest.raises(ValueError, match=f"{option} {message}"):
         vllm_guide.check_options(engine.config)
+
+
+@pytest.mark.parametrize("has_model", [False, True])
+def test_what_drafts_brought_is_counted(value_model, has_model):
+    """Tokens since the step that had drafts; not by whoever was in the slot before."""
+    engine, noted = Engine(value_model if has_model else None, drafts=2), []
+    engine.guide.report = SimpleNamespace(
+        metrics=MagicMock(),
+        collect=lambda: None,
+        timed=nullcontext,
+        note=lambda *rows: noted.append([x.tolist() for x in rows[4:]]),
+    )
+    for slot, prompt in ((4, [5, 6, 7]), (1, [9, 8, 7, 6])):
+        engine.add(slot, prompt, {"target_length": 9})
+    engine.tokens[[4, 1], 3:12] = torch.arange(18, dtype=torch.int32).view(2, 9)
+    engine.step({4: 3, 1: 4})
+    engine.step({4: 4, 1: 5}, {4: [3, 4], 1: [8, 9]})
+    engine.step({1: 6, 4: 7}, {4: [3], 1: [8, 9]})
+    engine.add(4, [5, 6, 7, 8, 9], {"target_length": 12})
+    engine.step({4: 5, 1: 8})
+    (had, since), before = noted[2], [row for row, _ in noted[:2]]
+    assert before == [[False] * 2] * 2 and had == [True, True] and since == [1, 3]
+    had, since = noted[3]
+    assert had == [False, True] and since[1] == 2
+    assert not engine.guide.fallbacks
 
 
 def test_batches_that_would_be_verified_in_parts_are_refused(value_model, monkeypatch):

@@ -305,9 +305,11 @@ class Guide:
             faults = self.step.table.faults[table_rows] if self.metrics else None
             sampling = Sampling(info.top_ks, info.top_ps, info.min_ps, is_logits=is_logits, sample=sample)
             with self._timed():
-                predicts = wants_values and is_prompt and self.reads_tokens
-                prompt_lengths = self.step.predict(sequences) if predicts else None
+                predicts = wants_values and is_prompt
+                prompt_lengths = self.step.predict(sequences) if predicts and self.reads_tokens else None
                 output = self.step.step(scores, sequences, sampling, drawn=drawn, span_ended=self._span_ended)
+                if predicts and not self.reads_tokens:  # a trunk has values of candidates only
+                    prompt_lengths = 1 + output.remaining_lengths
             if self.metrics is not None or wants_values:
                 self._report = StepReport(
                     output.candidates.status[:, None],

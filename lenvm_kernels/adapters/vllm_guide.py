@@ -177,7 +177,8 @@ class Guide:
             if value_model is not None:
                 cache_bytes = KVCache.num_bytes(value_model, self.slots.num_slots, settings.cache)
                 self.report.metrics.cache_bytes.set(cache_bytes)
-        self._had_drafts = torch.zeros(rows, dtype=torch.bool, device=self.device)  # in its last step, by slot
+        # By slot: the length of a sequence at its last step; 0 if there were no drafts in that.
+        self._drafted_at = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self.filters = Filters(req_states.vocab_size)
         if self.device.type == "cuda":
             self.step.warm_up()
@@ -227,6 +228,7 @@ class Guide:
         )
         self._host_sampling[slot] = torch.tensor([params.temperature, params.top_p, params.min_p, max(params.top_k, 0)])
         self._sampling_changed = True
+        self._drafted_at[slot] = 0
         return True
 
     def _restart(self, slots: Iterable[int]) -> None:
@@ -298,10 +300,10 @@ class Guide:
                 output.candidates.lost_mass[first],
                 self.step.table.faults[slots] > faults,
                 torch.ones_like(slots, dtype=torch.bool) if is_drawn is None else is_drawn,
-                self._had_drafts[slots],
-                torch.ones_like(slots) if new_lens is None else new_lens,
+                self._drafted_at[slots] > 0,
+                lengths - self._drafted_at[slots],
             )
-            self._had_drafts[slots] = layout.nodes > 1
+            self._drafted_at[slots] = lengths if layout.nodes > 1 else 0
         if self.settings.trace is not None:
             _trace(self.settings.trace, self.req_states.all_token_ids.gpu, ctx, output, layout.at)
 
@@ -320,8 +322,6 @@ class Guide:
         temperature, top_p, min_p, top_k = (x.contiguous() for x in self._sampling[slots].unbind(1))
         tokens = ctx.input_ids[layout.first_rows]
         if new_lens is not None:
-            if not self.step.values.needs_tokens:  # nor does it know which are new
-                new_lens = torch.ones_like(new_lens)
             tokens = self._new_tokens(slots, lengths, new_lens)
         if layout.nodes > 1:
             drafts = self._drafts(ctx, layout, len(slots))
@@ -401,7 +401,9 @@ class Guide:
         return torch.zeros(len(lengths), dtype=torch.bool, device=self.device).scatter_(0, place, is_chunk.bool())
 
     def _new_lens(self, slots: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """int32 ``[B]``; how many tokens sequences have grown by since the step knew of them."""
+        """int32 ``[B]``; how many tokens sequences have grown by since the step knew of them; 1 if it is told none."""
+        if not self.step.values.needs_tokens:
+            return torch.ones_like(lengths)
         return (lengths - self.step.told_lens(slots)).clamp(0, 1 + self.drafts)
 
     def _new_tokens(self, slots: torch.Tensor, lengths: torch.Tensor, new_lens: torch.Tensor) -> torch.Tensor:
