@@ -13,6 +13,7 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from lenvm_kernels.fuzz.ops.ragged_linear import CONSTANTS, exact, make_inputs
+from lenvm_kernels.ops import _ragged_linear
 from lenvm_kernels.ops import ragged_linear as ops
 from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
 from tests.helpers.matches import assert_matches
@@ -339,7 +340,7 @@ def _asking_kernel(
     PREFETCH_LEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    ops._prefetch_weight(weight_ptr, K, N, SWIGLU, STRIDE, SPLITS, SPLIT_LEN, PREFETCH_LEN, BLOCK_N)
+    _ragged_linear._prefetch_weight(weight_ptr, K, N, SWIGLU, STRIDE, SPLITS, SPLIT_LEN, PREFETCH_LEN, BLOCK_N)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter marks what a GPU prefetches")
@@ -355,7 +356,7 @@ def _asking_kernel(
 )
 def test_a_launch_asks_for_the_first_lines_of_each_row(monkeypatch, dtype, size, outputs, swiglu, splits, length):
     """Two lines of 128 bytes at a time, of each split; of nothing beside the weight."""
-    monkeypatch.setattr(ops, "prefetch", _mark)
+    monkeypatch.setattr(_ragged_linear, "prefetch", _mark)
     columns, line, split_len = outputs * (1 + swiglu), 128 // dtype.itemsize, 64 * math.ceil(size / splits / 64)
     buffer = torch.zeros(columns + 128, size + 24, dtype=dtype)
     weight = buffer[64 : 64 + columns, 8 : 8 + size]

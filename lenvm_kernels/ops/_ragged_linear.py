@@ -6,10 +6,12 @@ import triton
 import triton.language as tl
 
 from lenvm_kernels.ops._common import ceil_div
+from lenvm_kernels.ops._device import prefetch
 from lenvm_kernels.reference._common import SQUARES_GROUP
 
 # Columns whose squares are added up together by who stores them. No tile has fewer columns of the result.
 GROUP, LOG2_GROUP = tl.constexpr(SQUARES_GROUP), tl.constexpr(SQUARES_GROUP.bit_length() - 1)
+LINE_BYTES = tl.constexpr(128)  # of the L2 cache: one thread asks for one ahead of time
 
 
 @triton.jit
@@ -61,6 +63,30 @@ def _first(first_row, first_column, N: tl.constexpr):
 def _weight_row(column, N: tl.constexpr, SWIGLU: tl.constexpr):
     """With SwiGLU gate and up of a column stand side by side, where one thread holds both."""
     return column // 2 + column % 2 * N if SWIGLU else column
+
+
+@triton.jit
+def _prefetch_weight(
+    weight_ptr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    STRIDE_WEIGHT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_LEN: tl.constexpr,
+    PREFETCH_LEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """What of the weight the program's first tile begins with, if all rows are one block: how many there are is not
+    known yet. With more blocks a tile of another program does, and they are as good."""
+    COLUMNS: tl.constexpr = 2 * N if SWIGLU else N
+    LINE: tl.constexpr = LINE_BYTES * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
+    split = tl.program_id(0) % SPLITS
+    column = tl.program_id(0) // SPLITS * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = weight_ptr + _weight_row(column, N, SWIGLU).to(tl.int64)[:, None] * STRIDE_WEIGHT
+    for start in range(0, PREFETCH_LEN, 2 * LINE):
+        k = split * SPLIT_LEN + start + LINE * tl.arange(0, 2)
+        prefetch(rows + k[None, :], (column < COLUMNS)[:, None] & (k < K)[None, :])
 
 
 class _Tensors(NamedTuple):

@@ -42,7 +42,7 @@ from lenvm_kernels.ops._common import (
     overlapping,
     resolve_backend,
 )
-from lenvm_kernels.ops._device import prefetch, wait_for_inputs
+from lenvm_kernels.ops._device import wait_for_inputs
 from lenvm_kernels.ops._linear_tiles import (
     BLOCK_K_BYTES,
     NUM_WARPS_SM_100,
@@ -61,6 +61,7 @@ from lenvm_kernels.ops._ragged_linear import (
     _finish,
     _first,
     _live_rows,
+    _prefetch_weight,
     _store_square_sums,
     _Strides,
     _sum_parts,
@@ -86,7 +87,6 @@ MAX_SPLITS, MAX_SPLIT_PROGRAMS = 5, 132
 ADD_ROWS, ADD_COLUMNS = 4, SQUARES_GROUP
 # With as many of AMD's warps, which are twice as wide, a thread would load 16 bits at a time.
 ADD_WARPS, ADD_WARPS_HIP = 4, 2
-LINE_BYTES = tl.constexpr(128)  # of the L2 cache: one thread asks for one ahead of time
 MULTIPROCESSORS = 132
 WIDE_FROM = 4096  # columns for which other GPUs than sm_90, and fp32, take wide tiles
 # Programs of a launch, four a multiprocessor. With more tiles each takes several in turn; with a program for every tile
@@ -125,30 +125,6 @@ def _square_sums_kernel(
             k = start + tl.arange(0, BLOCK_K)
             x = tl.load(x_rows + k[None, :], mask=(m < rows)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
             _store_square_sums(_sums_of_squares(x), start, m, rows, square_sums_ptr, stride_square_sums_group, K)
-
-
-@triton.jit
-def _prefetch_weight(
-    weight_ptr,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    SWIGLU: tl.constexpr,
-    STRIDE_WEIGHT: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_LEN: tl.constexpr,
-    PREFETCH_LEN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """What of the weight the program's first tile begins with, if all rows are one block: how many there are is not
-    known yet. With more blocks a tile of another program does, and they are as good."""
-    COLUMNS: tl.constexpr = 2 * N if SWIGLU else N
-    LINE: tl.constexpr = LINE_BYTES * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
-    split = tl.program_id(0) % SPLITS
-    column = tl.program_id(0) // SPLITS * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = weight_ptr + _weight_row(column, N, SWIGLU).to(tl.int64)[:, None] * STRIDE_WEIGHT
-    for start in range(0, PREFETCH_LEN, 2 * LINE):
-        k = split * SPLIT_LEN + start + LINE * tl.arange(0, 2)
-        prefetch(rows + k[None, :], (column < COLUMNS)[:, None] & (k < K)[None, :])
 
 
 @triton.jit(
