@@ -115,14 +115,14 @@ def run_command(args: argparse.Namespace) -> None:
         import torch
 
         from lenvm_kernels.adapters.settings import NONE
-        from lenvm_kernels.guidance import ends_of_thought, parse_guidance
+        from lenvm_kernels.guidance import Thoughts, parse_guidance
         from lenvm_kernels.types import Mode
 
         fields = {field.name: getattr(args, field.name) for field in FIELDS.values() if field.metavar is not None}
         fields["token_temperature_scale"] = _token_temperatures(args.token_temperature_scale)
         # Which token ends a thought is not known before models are loaded.
         has_values = args.value_model != NONE
-        parse_guidance(fields, ends_of_thought=(0,), has_values=has_values)
+        parse_guidance(fields, thoughts=Thoughts(ends=((0,),)), has_values=has_values)
         if args.show_values and not has_values:
             raise ValueError("--show-values needs a value model, got --value-model none")
         device = device_of(args.device)
@@ -137,10 +137,10 @@ def run_command(args: argparse.Namespace) -> None:
         models = Models.load(
             args.model, args.value_model, args.value_head, device=device, dtype=dtype, gamma=args.gamma
         )
-        ends = ends_of_thought(models.tokenizer)
+        thoughts = Thoughts.of(models.tokenizer)
         config = LenVMConfig(gamma=args.gamma) if models.value_model is None else models.value_model.lenvm_config
         defaults: dict[str, Any] = dict(gamma=config.gamma, strength=config.strength, has_values=has_values)
-        guidance = parse_guidance(fields, ends_of_thought=ends, **defaults)
+        guidance = parse_guidance(fields, thoughts=thoughts, **defaults)
         if args.show_values and guidance.mode == Mode.UNGUIDED:
             # An unguided row has no candidates to value. One whose every step is skipped has, and the same text.
             guidance = replace(guidance, mode=Mode.CENTERED_EXP, entropy_threshold=math.inf)

@@ -118,6 +118,19 @@ class EmbeddedTokens(NamedTuple):
     sin: Tensor
 
 
+class SpanNodes(NamedTuple):
+    """Where spans stand at the nodes of ``B`` requests (:class:`Drafts`; without drafts each has one).
+
+    Attributes:
+        ended: bool ``[B (1 + D)]``; the request has a span, and none is open: nothing is to be guided there.
+        generated: int32 ``[B (1 + D)]``; tokens since the span began, of requests without one since their prompts. 0
+            where there is no node.
+    """
+
+    ended: Tensor
+    generated: Tensor
+
+
 class StepRequests(NamedTuple):
     """What a step has to know of its ``B`` requests, in tensors of ``N`` rows; those from ``B`` on are padding.
 
@@ -128,7 +141,7 @@ class StepRequests(NamedTuple):
         table_rows: int64 ``[N]``; row of the request in the slot table and the guidance table.
         places: int64 ``[N]``; place of the request in the step before, -1 if it was not in it.
         guided: bool ``[N]``; it has guidance.
-        wants_length: bool ``[N]``; it asks for predicted lengths.
+        wants_length: bool ``[N]``; it asks for predicted lengths, or is between two spans and has to be read on.
         entropy_threshold: fp32 ``[N]``; nats, NaN for none.
         generated: int32 ``[N]``; tokens generated.
         seeds: int64 ``[N]``; of its draws.
@@ -269,16 +282,26 @@ class GuidanceColumns(NamedTuple):
         due_length: fp32 ``[R]``; the target where that is a total, else inf: past it ``min_end_prob`` falls.
         entropy_threshold: fp32 ``[R]``; nats, NaN for none.
         eos_token_ids: int32 ``[R, E]``; -2 pads.
-        span_end_token_ids: int32 ``[R, S]``; tokens that end the guided span, the first of which a hard limit forces;
-            -2 pads.
+        span_end_token_ids: int32 ``[R, S]``; tokens that end the guided span, or are the first of several that do; -2
+            pads.
         ending_token_ids: int32 ``[R, E + S]``; both, in the same memory: tokens whose value is 0.
         scaled_token_ids: int64 ``[R, W]``; tokens with a temperature of their own, 0 pads.
         token_scales: fp32 ``[R, W]``; what their logits are multiplied by, 1 pads.
-        prompt_len: int32 ``[R]``; tokens of the request that do not count as generated.
+        span_token_ids: int32 ``[R, P]``; the tokens of all sequences that end or begin a span, one behind the other
+            (:class:`SpanPatterns`); -2 pads.
+        span_first_bits, span_end_bits, span_start_bits: int32 ``[R]``; which of these are the first of a sequence, the
+            last of one that ends a span, and the last of one that begins one.
+        closing_token_ids: int32 ``[R, C]``; what a hard limit forces, one after the other; -2 pads.
+        prompt_len: int32 ``[R]``; tokens of the request that do not count as generated. Written by :func:`limit_span`
+            where a span begins: those before it.
         hard_limit: int32 ``[R]``; tokens generated at which an open span is ended, the largest int32 for none.
+        hard_limit_grace: int32 ``[R]``; tokens for which that waits for the end of a line.
         answer_length: fp32 ``[R]``; tokens that are to follow the span.
         allows_eos: bool ``[R]``; the sequence may end while its span is open.
-        span_ended: bool ``[R]``; written by :func:`limit_span`.
+        span_ended: bool ``[R]``; no span is open. Written by :func:`limit_span`, as are
+        span_seen: int32 ``[R]``; tokens of the sequence that have been looked through,
+        span_match: int32 ``[R]``; bits of the tokens that a sequence may be at after these,
+        closing_from: int32 ``[R]``; tokens of the sequence from which its end is forced, -1 for not yet.
         seed: int64 ``[R]``; of the request's draws.
         return_values: bool ``[R]``; predicted lengths are wanted.
         value_stride: int32 ``[R]``; the request is guided at steps whose number is a multiple of it.
@@ -297,14 +320,23 @@ class GuidanceColumns(NamedTuple):
     entropy_threshold: Tensor
     eos_token_ids: Tensor
     span_end_token_ids: Tensor
+    span_token_ids: Tensor
+    span_first_bits: Tensor
+    span_end_bits: Tensor
+    span_start_bits: Tensor
+    closing_token_ids: Tensor
     ending_token_ids: Tensor
     scaled_token_ids: Tensor
     token_scales: Tensor
     prompt_len: Tensor
     hard_limit: Tensor
+    hard_limit_grace: Tensor
     answer_length: Tensor
     allows_eos: Tensor
     span_ended: Tensor
+    span_seen: Tensor
+    span_match: Tensor
+    closing_from: Tensor
     seed: Tensor
     return_values: Tensor
     value_stride: Tensor

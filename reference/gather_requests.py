@@ -16,6 +16,7 @@ def gather_requests(
     seed: Tensor,  # int64 [R]
     value_stride: Tensor,  # int32 [R]
     span_ended: Tensor,  # bool [R]
+    span_start_bits: Tensor,  # int32 [R]
     faults: Tensor,  # int32 [R]
     tokens: Tensor,  # int64 [B] or [B, N]
     table_rows: Tensor,  # int64 [B]
@@ -37,8 +38,10 @@ def gather_requests(
         target[:count] = values
         target[count:] = padding
 
-    guided = active & (mode[table_rows] != Mode.UNGUIDED) & ~span_ended[table_rows]
-    wants_length = active & return_values[table_rows]
+    has_mode, ended = mode[table_rows] != Mode.UNGUIDED, span_ended[table_rows]
+    guided = active & has_mode & ~ended
+    # A span that may begin anew has to find what came before it.
+    wants_length = active & (return_values[table_rows] | (has_mode & ended & (span_start_bits[table_rows] != 0)))
     due = torch.ones_like(active)
     if history is not None:
         was_there = history.steps[table_rows] == history.step - 1

@@ -1,71 +1,135 @@
-"""Where guided spans have ended, and what ends them, in plain PyTorch."""
+"""Where guided spans have begun and ended, and what ends them, in plain PyTorch."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lenvm_kernels.reference._common import tidy_drafts
+from lenvm_kernels.types import TextBreak
 
 # What is taken off the logit of a token that is not to be drawn, and added to that of one that is. fp16 has both.
 EXCLUDED, FORCED = 1e4, 2e4
+
+
+class _Span(NamedTuple):
+    """Where requests stand, ``[B]`` each, see :class:`GuidanceColumns`."""
+
+    ended: Tensor
+    begin: Tensor
+    match: Tensor
+    closing_from: Tensor
+
+    def where(self, condition: Tensor, other: "_Span") -> "_Span":
+        """This where the condition holds, else the other."""
+        return _Span(*(torch.where(condition, mine, others) for mine, others in zip(self, other, strict=True)))
 
 
 def limit_span(
     logits: Tensor | None,  # [B * (1 + D), V]
     eos_token_ids: Tensor,  # int32 [R, E]
     span_end_token_ids: Tensor,  # int32 [R, S]
+    span_token_ids: Tensor,  # int32 [R, P]
+    closing_token_ids: Tensor,  # int32 [R, C]
+    span_first_bits: Tensor,  # int32 [R]
+    span_end_bits: Tensor,  # int32 [R]
+    span_start_bits: Tensor,  # int32 [R]
     hard_limit: Tensor,  # int32 [R]
-    prompt_len: Tensor,  # int32 [R]
+    hard_limit_grace: Tensor,  # int32 [R]
     allows_eos: Tensor,  # bool [R]
+    prompt_len: Tensor,  # int32 [R]
     span_ended: Tensor,  # bool [R]
+    span_seen: Tensor,  # int32 [R]
+    span_match: Tensor,  # int32 [R]
+    closing_from: Tensor,  # int32 [R]
     tokens: Tensor,  # int64 [B, N]
     new_lens: Tensor | None,  # int32 [B]
     table_rows: Tensor,  # int64 [B]
     lengths: Tensor,  # int32 [B]
     draft_ids: Tensor | None,  # [B, D]
     draft_parents: Tensor | None,  # int32 [B, D]
-) -> Tensor:  # bool [B * (1 + D)]
+    text_breaks: Tensor | None,  # int8 [W]
+) -> tuple[Tensor, Tensor]:  # bool, int32 [B * (1 + D)]
     """See :func:`lenvm_kernels.ops.limit_span.limit_span`; the table by the columns that are read."""
     (requests, new), device = tokens.shape, tokens.device
-    ends, eos = span_end_token_ids[table_rows], eos_token_ids[table_rows]
+    ends, eos, patterns = span_end_token_ids[table_rows], eos_token_ids[table_rows], span_token_ids[table_rows]
+    first_bits, end_bits, start_bits = (x[table_rows] for x in (span_first_bits, span_end_bits, span_start_bits))
+    limit, grace = hard_limit[table_rows], hard_limit_grace[table_rows]
     has_span = ends[:, 0] >= 0
-    ends = ends.where((ends >= 0) & has_span[:, None], -2)
+    bits = 1 << torch.arange(patterns.shape[1], dtype=torch.int32, device=device)
 
-    def is_end(ids: Tensor) -> Tensor:
-        return (ids[:, :, None] == ends[:, None]).any(2)
+    def after(span: _Span, token: Tensor, place: Tensor, is_told: Tensor, is_new: Tensor) -> _Span:
+        """After a token, the last of ``place``. One that is not new is asked only whether it ends a line."""
+        is_pattern = (patterns == token[:, None]) & (patterns >= 0)
+        match = ((span.match << 1) | first_bits) & torch.where(is_pattern, bits, 0).sum(1, dtype=torch.int32)
+        ends_now = ~span.ended & ((match & end_bits) != 0)
+        begins_now = span.ended & ((match & start_bits) != 0)
+        begun = _Span(
+            (span.ended | ends_now) & ~begins_now,
+            torch.where(begins_now, place, span.begin),
+            match,
+            torch.where(begins_now, -1, span.closing_from),
+        )
+        span = begun.where(is_new, span)
+        over = place - span.begin - limit
+        is_line = torch.zeros_like(is_told)
+        if text_breaks is not None:
+            is_known = (token >= 0) & (token < len(text_breaks))
+            is_line = is_known & (text_breaks[torch.where(is_known, token, 0).long()] == TextBreak.LINE)
+        closes = is_told & ~span.ended & (span.closing_from < 0) & (over >= 0) & ((over >= grace) | is_line)
+        return span._replace(closing_from=torch.where(closes, place, span.closing_from))
 
+    span = _Span(span_ended[table_rows], prompt_len[table_rows], span_match[table_rows], closing_from[table_rows])
+    seen = span_seen[table_rows]
     new_lens = torch.ones_like(lengths) if new_lens is None else new_lens.clamp(0, new)
-    column = torch.arange(new, device=device)
-    position = (lengths - new_lens)[:, None] + column
-    is_generated = (column < new_lens[:, None]) & (position >= prompt_len[table_rows, None])
-    ended = (span_ended[table_rows] & has_span) | (is_generated & is_end(tokens)).any(1)
-    span_ended[table_rows] |= ended
+    for i in range(new):
+        place = lengths - new_lens + i + 1
+        is_told = has_span & (i < new_lens) & (place > 0)
+        span = after(span, tokens[:, i], place, is_told, is_told & (place > seen))
+    for column, now, before in (
+        (span_ended, span.ended, span_ended[table_rows]),
+        (prompt_len, span.begin, prompt_len[table_rows]),
+        (span_match, span.match, span_match[table_rows]),
+        (closing_from, span.closing_from, closing_from[table_rows]),
+        (span_seen, torch.maximum(seen, lengths), seen),
+    ):
+        column[table_rows] = torch.where(has_span, now, before)
 
-    # Of each node: whether it is there, how many drafts it has behind it, and whether the span has ended.
-    is_there, depth, found = [torch.ones_like(ended)], [torch.zeros_like(lengths)], [ended]
+    # Of each node: whether it is there, how many drafts it has behind it, and where its span stands.
+    nothing = torch.zeros_like(has_span)
+    is_there, depth, found = [~nothing], [torch.zeros_like(lengths)], [span]
     if draft_ids is not None and draft_parents is not None:
         token_ids, parents = tidy_drafts(draft_ids, draft_parents, requests)
-        row, draft_ends = torch.arange(requests, device=device), is_end(token_ids)
+        row = torch.arange(requests, device=device)
         for j in range(token_ids.shape[1]):
             is_draft, parent = token_ids[:, j] >= 0, parents[:, j].long() + 1
             is_there.append(is_draft)
             depth.append(torch.where(is_draft, torch.stack(depth, 1)[row, parent] + 1, 0))
-            found.append(is_draft & (draft_ends[:, j] | torch.stack(found, 1)[row, parent]))
-    nodes_ended = torch.stack(found, 1)
+            behind = _Span(*(torch.stack(x, 1)[row, parent] for x in zip(*found, strict=True)))
+            reads = has_span & is_draft
+            found.append(after(behind, token_ids[:, j], lengths + depth[-1], reads, reads))
+    exists = torch.stack(is_there, 1)
+    ended, begin, _, closing = (torch.stack(x, 1) for x in zip(*found, strict=True))
+    ended, places = ended & exists & has_span[:, None], lengths[:, None] + torch.stack(depth, 1)
     if logits is not None:
         vocab = logits.shape[1]
-        by_node = logits.view(*nodes_ended.shape, vocab)
+        by_node = logits.view(*ended.shape, vocab)
 
         def add(number: float, ids: Tensor, nodes: Tensor) -> None:
-            """To the logits of a token of each request, at some of its nodes."""
+            """To the logits of a token ``[B, 1 + D]``, at some of the nodes."""
             is_token = (ids >= 0) & (ids < vocab)
-            index = torch.where(is_token, ids, 0).long()[:, None, None].expand(-1, nodes.shape[1], -1)
+            index = torch.where(is_token, ids, 0).long()[:, :, None]
             x = by_node.gather(2, index)
-            by_node.scatter_(2, index, torch.where((nodes & is_token[:, None])[:, :, None], x + number, x))
+            by_node.scatter_(2, index, torch.where((nodes & is_token)[:, :, None], x + number, x))
 
-        is_open = has_span[:, None] & torch.stack(is_there, 1) & ~nodes_ended
-        generated = (lengths - prompt_len[table_rows])[:, None] + torch.stack(depth, 1)
-        add(FORCED, ends[:, 0], is_open & (generated >= hard_limit[table_rows, None]))
-        is_excluded = ~allows_eos[table_rows, None] & ~is_end(eos)
+        is_open = has_span[:, None] & exists & ~ended
+        closing_ids = closing_token_ids[table_rows]
+        last = (closing_ids >= 0).sum(1, keepdim=True) - 1
+        forced = closing_ids.gather(1, (places - closing).clamp(min=0).minimum(last).clamp(min=0).long())
+        add(FORCED, forced, is_open & (closing >= 0))
+        is_excluded = ~allows_eos[table_rows, None] & ~((eos[:, :, None] == ends[:, None]) & (ends >= 0)[:, None]).any(
+            2
+        )
         for ids, excluded in zip(eos.unbind(1), is_excluded.unbind(1), strict=True):
-            add(-EXCLUDED, ids, is_open & excluded[:, None])
-    return nodes_ended.flatten()
+            add(-EXCLUDED, ids[:, None].expand_as(ended), is_open & excluded[:, None])
+    return ended.flatten(), torch.where(exists, places - begin, 0).flatten()

@@ -7,9 +7,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
+from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, Thoughts, parse_guidance
 from lenvm_kernels.guidance.fields import FIELDS, markdown
-from lenvm_kernels.guidance.params import CLOSED_WITHIN
 from lenvm_kernels.types import Mode
 
 OF_NEAR = dict(min_end_prob=1e-4, least_share=0.05)
@@ -17,6 +16,7 @@ OF_NEAR = dict(min_end_prob=1e-4, least_share=0.05)
 
 # Of a thinking_budget with the token 7.
 BUDGET = dict(counts_down=True, **OF_NEAR, end_token_ids=(7,))
+LIMIT = {"end_token_ids": [[7, 3]], "hard_limit": 9}
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,14 @@ BUDGET = dict(counts_down=True, **OF_NEAR, end_token_ids=(7,))
         ({"return_values": True}, GuidanceParams(return_values=True)),
         ({"value_scale": None, "budget_of_tools": 5}, GuidanceParams()),  # absent; another consumer's
         ({"end_token_ids": [7, 3, 7]}, GuidanceParams(end_token_ids=(7, 3))),
+        (
+            {"end_token_ids": [[7, 3], 9, [4], (7, 3)], "start_token_ids": [[5, 5]]},
+            GuidanceParams(end_token_ids=((7, 3), 9, 4), start_token_ids=((5, 5),)),
+        ),
+        (
+            {"end_token_ids": [7], "hard_limit": 9, "hard_limit_grace": 4, "end_message": [1, 0]},
+            GuidanceParams(end_token_ids=(7,), hard_limit=9, hard_limit_grace=4, end_message=(1, 0)),
+        ),
         (
             {"scale": 0.5, "end_token_ids": (2**31 - 1, 0, 1, 2), "allow_eos": True, "hard_limit": 1},
             GuidanceParams(Mode.MUL, 0.5, end_token_ids=(2**31 - 1, 0, 1, 2), allow_eos=True, hard_limit=1),
@@ -147,11 +155,17 @@ def test_who_takes_part_in_a_step_without_guidance():
 
 def test_a_budget_ends_with_what_ends_a_thought():
     """Unless it says what else; other requests have no span."""
-    ends = dict(ends_of_thought=(9, 4))
+    ends = dict(thoughts=Thoughts(ends=((9,), (4,))))
     params = parse_guidance({"thinking_budget": 100}, **ends)
     assert (params.end_token_ids, params.hard_limit, params.target_length) == ((9, 4), 125, 100.0)
     assert parse_guidance({"thinking_budget": 100, "end_token_ids": [3]}, **ends).end_token_ids == (3,)
     assert parse_guidance({"target_length": 100}, **ends) == parse_guidance({"target_length": 100})
+    # The tokenizer's start goes with its end, and goes with no other.
+    thoughts = Thoughts(ends=((9, 4),), starts=((8,),))
+    for asked, starts in (({}, (8,)), ({"start_token_ids": []}, ()), ({"start_token_ids": [3]}, (3,))):
+        params = parse_guidance({"thinking_budget": 100} | asked, thoughts=thoughts)
+        assert (params.end_token_ids, params.start_token_ids) == (((9, 4),), starts)
+    assert parse_guidance({"thinking_budget": 100, "end_token_ids": [3]}, thoughts=thoughts).start_token_ids == ()
     with pytest.raises(ValueError, match="hard_limit needs end_token_ids, or a thinking_budget"):
         parse_guidance({"target_length": 100, "hard_limit": 5}, **ends)
     largest = parse_guidance({"thinking_budget": 999_999_999}, **ends)  # the table holds its limit
@@ -257,10 +271,28 @@ def test_neutral_parameters_are_unguided(mode, scale, neutral):
             {"end_token_ids": [1, 2, 3, 4, 5]},
             r"end_token_ids must be a list of 1 to 4 token ids, got \[1, 2, 3, 4, 5\]",
         ),
-        ({"end_token_ids": [-1]}, r"end_token_ids must hold token ids >= 0, got \[-1\]"),
-        ({"end_token_ids": [2**31]}, r"end_token_ids must hold token ids >= 0, got \[2147483648\]"),
-        ({"end_token_ids": [1.0]}, r"end_token_ids must hold token ids >= 0, got \[1.0\]"),
-        ({"end_token_ids": [True]}, r"end_token_ids must hold token ids >= 0, got \[True\]"),
+        ({"end_token_ids": [-1]}, r"end_token_ids must hold token ids >= 0, or lists of them, got \[-1\]"),
+        ({"end_token_ids": [2**31]}, r"end_token_ids must hold token ids >= 0, or lists of them, got \[2147483648\]"),
+        ({"end_token_ids": [1.0]}, r"end_token_ids must hold token ids >= 0, or lists of them, got \[1.0\]"),
+        ({"end_token_ids": [True]}, r"end_token_ids must hold token ids >= 0, or lists of them, got \[True\]"),
+        ({"end_token_ids": [[]]}, r"end_token_ids must hold token ids >= 0, or lists of them, got \[\[\]\]"),
+        ({"end_token_ids": [[3, [4]]]}, r"end_token_ids must hold token ids >= 0, or lists of them, got \[\[3, \[4"),
+        ({"end_token_ids": [1], "start_token_ids": 5}, "start_token_ids must be a list of 0 to 4 token ids, got 5"),
+        (
+            {"end_token_ids": [[1] * 16], "start_token_ids": [[1] * 16]},
+            "end_token_ids and start_token_ids must be of at most 31 tokens together, got 32",
+        ),
+        ({"start_token_ids": [3]}, "start_token_ids needs end_token_ids, or a thinking_budget"),
+        ({"end_token_ids": [1], "hard_limit_grace": 3}, "hard_limit_grace needs a hard_limit, or a thinking_budget"),
+        ({"end_token_ids": [1], "end_message": [3]}, "end_message needs a hard_limit, or a thinking_budget"),
+        ({"end_message": [-3], **LIMIT}, r"end_message must be a text, or a list of token ids >= 0, got \[-3\]"),
+        ({"end_message": 3, **LIMIT}, "end_message must be a text, or a list of token ids >= 0, got 3"),
+        (
+            {"end_message": "So.", **LIMIT},
+            "end_message must be a list of token ids where no tokenizer is known, got 'So.'",
+        ),
+        ({"end_message": [3] * 31, **LIMIT}, "end_message must be of at most 30 tokens, got 31"),
+        ({"hard_limit_grace": -1, **LIMIT}, r"hard_limit_grace must be an integer >= 0 and < 1e\+06, got -1"),
         ({"allow_eos": True}, "allow_eos needs end_token_ids, or a thinking_budget"),
         ({"answer_length": 5, "target_length": 9}, "answer_length needs end_token_ids, or a thinking_budget"),
         ({"hard_limit": 5}, "hard_limit needs end_token_ids, or a thinking_budget"),
@@ -335,28 +367,3 @@ def test_without_values():
     assert parse_guidance({}, has_values=False).mode == Mode.UNGUIDED
     with pytest.raises(ValueError, match="value_constraint must be one of near, ge_near, le_near without a"):
         parse_guidance(asked | {"op": "eq"}, has_values=False)
-
-
-THINK, END_OF_THINK, BREAK, TURN, WORD = range(90, 95)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "output", "expected"),
-    [
-        ([TURN, WORD, BREAK, THINK, BREAK, END_OF_THINK, BREAK], [], 0),  # Qwen3 without thinking
-        ([TURN, WORD, BREAK, THINK, BREAK, END_OF_THINK, BREAK], [WORD, WORD], 0),
-        ([WORD, END_OF_THINK], [WORD], 0),  # DeepSeek V3.1 without
-        ([TURN, WORD, BREAK, THINK, BREAK], [WORD, WORD], None),  # DeepSeek R1: the prompt opens the thought
-        ([TURN, WORD, BREAK], [THINK, WORD, END_OF_THINK, WORD, END_OF_THINK], 2),  # Qwen3: the model does
-        ([TURN, WORD, BREAK], [END_OF_THINK], 0),
-        ([TURN, WORD, BREAK], [], None),
-        # What an earlier turn has thought.
-        ([END_OF_THINK, BREAK, WORD, TURN, BREAK, TURN, WORD, BREAK], [WORD], None),
-        ([END_OF_THINK, TURN, BREAK, WORD, BREAK], [WORD], None),
-        ([], [WORD], None),
-    ],
-)
-def test_where_a_span_has_ended(prompt, output, expected):
-    params = GuidanceParams(end_token_ids=(7, END_OF_THINK))
-    assert params.span_end(prompt, output) == params.span_end(prompt[-CLOSED_WITHIN:], output) == expected
-    assert GuidanceParams().span_end(prompt, output) is None

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
+from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, SpanState, parse_guidance
 from lenvm_kernels.types import Mode
 from tests.helpers.watch import Operators
 
@@ -71,11 +71,11 @@ def test_spans_in_the_table():
 def test_a_request_begins_with_an_open_span():
     """Unless it says that it has ended; what the request before has left is gone."""
     params, table = parse_guidance({"end_token_ids": [9]}), GuidanceTable(3, "cpu")
-    table.add_request(2, params, {0}, span_ended=True)
+    table.add_request(2, params, {0}, span=SpanState(9, 4, end=8))
     table.add_request(1, params, {0})
     assert table.span_ended.tolist() == [False, False, True]
     table.span_ended.fill_(True)  # as limit_span does it
-    table.add_request(0, params, {0}, span_ended=True)
+    table.add_request(0, params, {0}, span=SpanState(9, 4, end=8))
     table.add_request(1, params, {0})
     assert table.span_ended.tolist() == [True, False, True]
     table.remove_request(2)
@@ -149,13 +149,14 @@ def test_the_largest_seeds_and_a_row_set_again():
     """A new request in a row leaves nothing of the one before."""
     table = GuidanceTable(2, "cpu", max_eos=3, max_scaled_tokens=3)
     full = {"target_length": 5, "entropy_threshold": 0.5, "value_min": 0.1, "return_values": True, "gamma": 0.5}
-    full |= {"end_token_ids": [1, 2, 3], "hard_limit": 9, "answer_length": 5, "allow_eos": True}
+    full |= {"end_token_ids": [1, [2, 9], 3], "hard_limit": 9, "answer_length": 5, "allow_eos": True}
+    full |= {"start_token_ids": [[5, 6], 4], "hard_limit_grace": 3, "end_message": [7, 7]}
     table.add_request(
         1,
         parse_guidance(full | {"token_temperature_scale": {1: 2, 2: 3, 3: 4}}),
         {4, 5, 6},
         seed=2**63 - 1,
-        span_ended=True,
+        span=SpanState(9, 4, end=8, match=3, closing_from=6),
     )
     assert table.seed.tolist() == [0, 2**63 - 1] and table.return_values.tolist() == [False, True]
     table.faults += 2
@@ -164,6 +165,7 @@ def test_the_largest_seeds_and_a_row_set_again():
     fresh.faults += 2
     fresh.mode[1], fresh.scale[1], fresh.eos_token_ids[1, 0] = Mode.MUL, 0.5, 8
     fresh.prompt_len[1], fresh.seed[1], fresh.faults[1] = 3, -(2**63), 0
+    fresh.span_seen[1] = 3
     assert str([columns(table, row) for row in range(2)]) == str([columns(fresh, row) for row in range(2)])
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
+from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, SpanState, parse_guidance
 from lenvm_kernels.ops.limit_span import limit_span
 from tests.helpers.drafts import i32, make_drafts
 
@@ -89,7 +89,7 @@ def test_what_ends_a_span(device, backend, dtype, turn):
         drafts=drafts,
         backend=backend,
     )
-    assert found.view(-1, 3).tolist() == [x + [False] * (3 - len(x)) for x in ended]
+    assert found.ended.view(-1, 3).tolist() == [x + [False] * (3 - len(x)) for x in ended]
     assert torch.equal(changed.cpu(), expected)
     assert table.span_ended.tolist() == [False, *(x[0] for x in ended)]
 
@@ -105,7 +105,7 @@ def test_a_span_ends_once(device, backend):
         logits = torch.zeros(2, 4, device=device)
         lengths = torch.full((2,), 1 + step, dtype=torch.int32, device=device)
         tokens = torch.tensor(tokens, device=device)[:, None]
-        ended = limit_span(logits, table, tokens, rows, lengths, backend=backend).tolist()
+        ended = limit_span(logits, table, tokens, rows, lengths, backend=backend).ended.tolist()
         found.append((ended, logits.argmax(1).tolist(), (logits[:, 0] < 0).tolist()))
         assert table.span_ended.tolist() == [False, ended[1], False, ended[0], False]
     nobody = [False, False]
@@ -120,15 +120,91 @@ def test_a_span_ends_once(device, backend):
     ]
 
 
+LINE, PLAIN = 3, 4  # a token that ends a line, and one that the model draws otherwise
+CLOSING = {"end_token_ids": [[7, 9], 2], "hard_limit": 3, "end_message": [5, 6]}
+CLOSED = [5, 6, 7, 9]
+# What is asked for, what the model would draw, and what comes of it.
+CLOSINGS = [
+    (CLOSING, [PLAIN] * 9, [*[PLAIN] * 3, *CLOSED, PLAIN, PLAIN]),
+    (CLOSING, [PLAIN, 7, 9, *[PLAIN] * 6], [PLAIN, 7, 9, *[PLAIN] * 6]),
+    (CLOSING, [PLAIN, 7, PLAIN, 9, *[PLAIN] * 5], [PLAIN, 7, PLAIN, *CLOSED, PLAIN, PLAIN]),
+    (CLOSING, [PLAIN, PLAIN, 7, 2, *[PLAIN] * 5], [PLAIN, PLAIN, 7, *CLOSED, PLAIN, PLAIN]),  # the message comes first
+    (CLOSING | {"hard_limit_grace": 2}, [PLAIN] * 9, [*[PLAIN] * 5, *CLOSED]),
+    (CLOSING | {"hard_limit_grace": 2}, [*[PLAIN] * 3, LINE, *[PLAIN] * 5], [*[PLAIN] * 3, LINE, *CLOSED, PLAIN]),
+    (
+        CLOSING | {"hard_limit_grace": 2},
+        [PLAIN, PLAIN, LINE, *[PLAIN] * 6],
+        [PLAIN, PLAIN, LINE, *CLOSED, PLAIN, PLAIN],
+    ),
+    (CLOSING | {"hard_limit_grace": 2}, [PLAIN, LINE, *[PLAIN] * 7], [PLAIN, LINE, *[PLAIN] * 3, *CLOSED]),
+    # The second thought has a limit of its own; between the two there is none.
+    (
+        {"end_token_ids": [2], "start_token_ids": [[8, 8]], "hard_limit": 2},
+        [PLAIN, PLAIN, PLAIN, 8, 8, PLAIN, PLAIN, PLAIN, 8, 8, PLAIN, PLAIN, 1],
+        [PLAIN, PLAIN, PLAIN, 8, 8, PLAIN, PLAIN, 2, 8, 8, PLAIN, PLAIN, 2],
+    ),
+    (
+        {"end_token_ids": [2], "start_token_ids": [8], "hard_limit": 3, "hard_limit_grace": 1, "end_message": [8]},
+        [8, PLAIN, PLAIN, PLAIN, PLAIN, PLAIN, PLAIN, 8, PLAIN, PLAIN, LINE, PLAIN, PLAIN],
+        [8, PLAIN, PLAIN, PLAIN, PLAIN, 8, 2, 8, PLAIN, PLAIN, LINE, 8, 2],
+    ),
+]
+
+
+@pytest.mark.parametrize(("asked", "drawn", "expected"), CLOSINGS)
+def test_a_closing_is_forced_token_by_token(device, backend, asked, drawn, expected):
+    """In steps of one token, and at the nodes of drafts, of which some are right and some are not."""
+    params, prompt = parse_guidance(asked), 2
+    breaks = torch.tensor([0, 0, 2, 1, 0], dtype=torch.int8, device=device)  # no token from 5 on ends a line
+
+    def table():
+        made = GuidanceTable(2, device)
+        made.add_request(1, params, {0}, prompt_len=prompt, span=params.span_state([1] * prompt))
+        return made
+
+    def next_tokens(table, text, new, depths=(0,), drafts=None):
+        """What is drawn at nodes of these depths after a text, of which some tokens are told; how long spans are."""
+        logits = torch.zeros(len(depths), 10, device=device)
+        for node, depth in enumerate(depths):
+            logits[node, drawn[min(len(text) + depth, len(drawn) - 1)]] = 5.0
+        sequence = [*[1] * prompt, *text]
+        found = limit_span(
+            logits,
+            table,
+            torch.tensor([sequence[-new:]], device=device),
+            torch.tensor([1], device=device),
+            torch.tensor([len(sequence)], dtype=torch.int32, device=device),
+            new_lens=i32(new).to(device),
+            drafts=drafts,
+            text_breaks=breaks,
+            backend=backend,
+        )
+        return logits.argmax(1).tolist(), found.generated.tolist()
+
+    step_by_step, text, generated = table(), [], []
+    while len(text) < len(expected):
+        (token,), (count,) = next_tokens(step_by_step, text, 1)
+        text.append(token)
+        generated.append(count)
+    assert text == expected
+
+    drafted = table()
+    for at in range(0, len(text) - 2, 2):
+        drafts = make_drafts([[0, *text[at : at + 2]]], [[-1, -1, 1]], device=device)
+        tokens, counts = next_tokens(drafted, text[:at], 2, (0, 1, 1, 2), drafts)
+        del tokens[1], counts[1]  # of the wrong one
+        assert tokens == text[at : at + 3] and counts == generated[at : at + 3]
+
+
 def test_only_spans_are_remembered(device, backend):
     """What a row says of a span it does not have is neither used nor changed."""
     table = GuidanceTable(2, device)
     for row in range(2):
-        table.add_request(row, parse_guidance(NOBODY), {0}, span_ended=row == 0)
+        table.add_request(row, parse_guidance(NOBODY), {0}, span=SpanState(0, 0, end=0 if row == 0 else None))
     rows, tokens = torch.arange(2, device=device), torch.zeros(2, 1, dtype=torch.int64, device=device)
     logits = torch.ones(2, 3, device=device)
     ended = limit_span(logits, table, tokens, rows, rows.int(), backend=backend)
-    assert ended.tolist() == [False, False] and (logits == 1).all() and table.span_ended.tolist() == [True, False]
+    assert ended.ended.tolist() == [False, False] and (logits == 1).all() and table.span_ended.tolist() == [True, False]
 
 
 def of_nodes(logits, device, dtype, **asked):
@@ -168,7 +244,7 @@ def test_what_may_be_drawn(device, backend, dtype, asked, logits, possible):
     arguments = of_nodes(logits, device, dtype, **asked)
     before = arguments["logits"].float().cpu()[0]
     for _ in range(2):
-        assert limit_span(**arguments, backend=backend).tolist() == [False]
+        assert limit_span(**arguments, backend=backend).ended.tolist() == [False]
         for temperature in (0.01, 1.0, 20.0):
             p = torch.softmax(arguments["logits"].float().cpu()[0] / temperature, 0)
             wanted = torch.zeros(5)
@@ -185,7 +261,7 @@ def test_compiled_with_the_columns_of_a_table():
     for either in (arguments, expected):
         either["table"], either["tokens"] = either["table"].columns, torch.tensor([[2]])
     ended = torch.compile(limit_span, fullgraph=True, backend="aot_eager")(**arguments)
-    assert torch.equal(ended, limit_span(**expected)) and ended.all()
+    assert torch.equal(ended.ended, limit_span(**expected).ended) and ended.ended.all()
     for name, column in arguments["table"]._asdict().items():
         assert torch.equal(column.nan_to_num(), getattr(expected["table"], name).nan_to_num()), name
 

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from lenvm_kernels import LenVMConfig
 from lenvm_kernels.adapters.settings import (
     Settings,
-    default_ends_of_thought,
     default_gamma,
     default_strength,
+    default_thoughts,
     has_trunk,
     has_value_model,
     load_text_breaks,
@@ -187,7 +187,7 @@ def fresh_default():
     def clear():
         default_gamma.cache_clear()
         default_strength.cache_clear()
-        default_ends_of_thought.cache_clear()
+        default_thoughts.cache_clear()
         has_value_model.cache_clear()
         has_trunk.cache_clear()
 
@@ -275,7 +275,7 @@ def test_the_end_of_a_thought_is_looked_up_beside_the_value_model(model, tmp_pat
         monkeypatch.setenv("LENVM_VALUE_MODEL", str(folder))
         fresh_default()
         parse_request({"target_length": 9, "thinking_budget": None})
-        assert default_ends_of_thought.cache_info().misses == 0  # a tokenizer takes seconds
+        assert default_thoughts.cache_info().misses == 0  # a tokenizer takes seconds
         if expected is not None:
             assert parse_request({"thinking_budget": 9}).end_token_ids == expected
         else:

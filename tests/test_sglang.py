@@ -506,7 +506,7 @@ def test_a_prompt_that_leaves_no_span_open(folder, engine):
         raise AssertionError("the span was taken to be open")
 
 
-SPAN = parse_guidance(GENTLE | {"end_token_ids": [7, 9], "hard_limit": 50}, ends_of_thought=())
+SPAN = parse_guidance(GENTLE | {"end_token_ids": [7, 9], "hard_limit": 50})
 
 
 @pytest.mark.parametrize(

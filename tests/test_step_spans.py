@@ -1,11 +1,13 @@
 """Spans of guided steps: what ends them, what they keep from ending, and what comes after."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
-from lenvm_kernels.guidance import parse_guidance
+from lenvm_kernels.guidance import SpanState, parse_guidance
 from lenvm_kernels.step import StepBatch
-from lenvm_kernels.types import Status
+from lenvm_kernels.types import SpanNodes, Status
 from tests.helpers.drafted_steps import BaseModel, run_drafted, run_plain, step_with
 from tests.helpers.engine import PROMPTS, Engine, make_step
 from tests.helpers.models import EOS, VOCAB
@@ -78,18 +80,52 @@ def test_a_span_in_the_prompt_is_none_of_the_request(models):
     status = engine.decode([3, 1], [[5, END, 7, 8, 9], [END, END, 4]], scores).candidates.status
     assert status.tolist() == [Status.GUIDE, Status.UNGUIDED] and not engine.step.table.faults.any()
     # The row's next request has a span of its own, which has ended if the engine says so.
-    for span_ended, expected in ((False, Status.GUIDE), (True, Status.UNGUIDED)):
+    for end, expected in ((None, Status.GUIDE), (2, Status.UNGUIDED)):
         engine.admit(1, [9, 9, 9, 9], guidance, prompt_len=1)
-        engine.step.add_request(1, parse_guidance(guidance), {EOS}, prompt_len=1, span_ended=span_ended)
+        engine.step.add_request(1, parse_guidance(guidance), {EOS}, prompt_len=1, span=SpanState(2, 1, end))
         engine.prefill([1], [[9, 8]])
         assert engine.decode([1], [[9, 8]], scores[:1]).candidates.status.item() == expected
 
 
+# Several spans, what begins and ends them of several tokens, and closings. What would end the sequence begins the next.
+SEVERAL = [
+    TILT | {"end_token_ids": [[END, OTHER_END], 9], "start_token_ids": [EOS], "hard_limit": 4},
+    SOFT | {"end_token_ids": [END], "start_token_ids": [[EOS, EOS], 8], "hard_limit": 3, "end_message": [70, 71]},
+    TILT | {"end_token_ids": [[3, 4]], "hard_limit": 5, "hard_limit_grace": 4, "end_message": [END]},
+    {"end_token_ids": [OTHER_END], "start_token_ids": [[EOS, EOS, EOS]], "hard_limit": 2, "end_message": [5, END]},
+    TILT | {"return_values": True},
+]
+BREAKS = (torch.arange(VOCAB) % 4 == 1).to(torch.int8)
+
+
+def test_several_spans_and_closings(models):
+    """Each span has its own limit. The value model misses nothing of what is between two."""
+    base, count = EndingModel(), 60
+    texts = run_plain(models, [4, 0, 6, 2, 5], PROMPTS_OF_ALL, SEVERAL, count, base, max_delta=6, text_breaks=BREAKS)
+    for text, prompt, asked in zip(texts[:4], PROMPTS_OF_ALL, SEVERAL, strict=False):
+        params, spans, guided = parse_guidance(asked), 0, 0
+        states = [params.span_state(prompt, text[:i]) for i in range(count + 1)]
+        for i, (before, after) in enumerate(pairwise(states)):
+            spans += before.end is not None and after.end is None
+            if before.end is None:
+                guided += 1
+                assert text[i] != EOS
+                at_most = params.hard_limit + params.hard_limit_grace
+                assert len(prompt) + i - before.begin < at_most + len(params.closing_token_ids)
+        if params.start_token_ids:
+            assert spans > 1 and guided < count
+    closed = parse_guidance(SEVERAL[2]).closing_token_ids
+    start = next(i for i in range(5, 10) if tuple(texts[2][i : i + 3]) == closed)
+    assert start == 9 or BREAKS[texts[2][start - 1]] == 1
+
+
+@pytest.mark.parametrize("guidance", [GUIDANCE, SEVERAL], ids=["one span", "several"])
 @pytest.mark.parametrize("options", [{}, {"commit_winners": False}, {"backend": "triton", "max_delta": 7}])
-def test_the_text_with_spans_is_the_same_with_and_without_drafts(models, options):
+def test_the_text_with_spans_is_the_same_with_and_without_drafts(models, options, guidance):
     """Among the drafts are ends of spans and what comes after them."""
     base, rows, count = EndingModel(), [4, 0, 6, 2, 5], 14 if options.get("backend") else 30
-    plain = run_plain(models, rows, PROMPTS_OF_ALL, GUIDANCE, count, base, **options)
+    options = options | {"text_breaks": BREAKS}
+    plain = run_plain(models, rows, PROMPTS_OF_ALL, guidance, count, base, **options)
 
     def draft(i, sequence):
         done = len(sequence) - len(PROMPTS_OF_ALL[i])
@@ -101,7 +137,7 @@ def test_the_text_with_spans_is_the_same_with_and_without_drafts(models, options
         ][(i + done) % 3]
 
     drafted, steps = run_drafted(
-        models, rows, PROMPTS_OF_ALL, GUIDANCE, count, base, [-1, -1, 1, 1, 0, 2], draft, **options
+        models, rows, PROMPTS_OF_ALL, guidance, count, base, [-1, -1, 1, 1, 0, 2], draft, **options
     )
     assert drafted == plain and steps < count * 0.8
 
@@ -151,6 +187,9 @@ def test_wrong_ends_are_named_and_nobody_looks_without_spans(models, monkeypatch
     assert engine.step.limit_spans(logits, StepBatch(engine.tensor([8, 9]), rows, lengths)) is None and not logits.any()
     monkeypatch.setattr(engine.step, "_limit_spans", None)
     engine.decode([3, 1], PROMPTS[:2], logits)
+    generated = torch.zeros(2, dtype=torch.int32)
     for wrong in (torch.zeros(3, dtype=torch.bool), torch.zeros(2)):
-        with pytest.raises(ValueError, match=r"span_ended must be bool \[2\] on cpu, got"):
-            engine.decode([3, 1], PROMPTS[:2], logits, span_ended=wrong)
+        with pytest.raises(ValueError, match=r"spans.ended must be bool \[2\] on cpu, got"):
+            engine.decode([3, 1], PROMPTS[:2], logits, spans=SpanNodes(wrong, generated))
+    with pytest.raises(TypeError, match="spans must be SpanNodes, got Tensor"):
+        engine.decode([3, 1], PROMPTS[:2], logits, spans=generated)

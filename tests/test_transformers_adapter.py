@@ -6,7 +6,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Conf
 
 from lenvm_kernels.adapters import transformers as transformers_adapter
 from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor, generate
-from lenvm_kernels.guidance import GuidanceTable, ends_of_thought, parse_guidance
+from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.value_model import ValueModel
@@ -176,17 +176,18 @@ def test_a_prompt_that_leaves_no_span_open(base, value_model, prompts):
     assert processor.faults == [0, 0, 0]
 
 
-def test_the_token_that_ends_a_thought_is_looked_up(base, value_model, tmp_path):
+def test_what_begins_and_ends_a_thought_is_looked_up(base, value_model, tmp_path):
     words = [f"w{i}" for i in range(VOCAB)]
     plain, thinking = (
         AutoTokenizer.from_pretrained(models.save_checkpoint(tmp_path / name, seed=0, words=names))
-        for name, names in (("plain", words), ("thinking", [*words[:17], "</think>", *words[18:]]))
+        for name, names in (("plain", words), ("thinking", ["<think>", *words[1:17], "</think>", *words[18:]]))
     )
-    assert ends_of_thought(thinking) == (17,) and ends_of_thought(plain) == ()
-    budget = dict(guidance={"thinking_budget": 9.0})
+    budget = dict(guidance={"thinking_budget": 9.0, "end_message": "w3 w5"})
     processor = make(base, value_model, **budget, tokenizers=(thinking, thinking))
-    assert processor._step.table.span_end_token_ids[0].tolist() == [17, -2, -2, -2]
-    assert processor._step.table.hard_limit[0] == 12
+    table = processor._step.table
+    assert table.span_end_token_ids[0].tolist() == [17, -2, -2, -2] and table.hard_limit[0] == 12
+    assert table.span_token_ids[0, :3].tolist() == [17, 0, -2] and table.span_start_bits[0] == 2
+    assert table.closing_token_ids[0, :4].tolist() == [3, 5, 17, -2]
     for tokenizers in (None, (plain, plain)):
         with pytest.raises(ValueError, match="thinking_budget needs end_token_ids: no token is known"):
             make(base, value_model, **budget, tokenizers=tokenizers)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lenvm_kernels.guidance import GuidanceParams, ends_of_thought, parse_guidance, text_breaks_of
+from lenvm_kernels.guidance import GuidanceParams, Thoughts, parse_guidance, text_breaks_of
 from lenvm_kernels.guidance.params import check_with_trunk
 from lenvm_kernels.step import StepConfig, working_bytes
 from lenvm_kernels.value_model import LenVMConfig, Trunk, ValueModel
@@ -62,6 +62,7 @@ PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "value_stride": (_accepting(int, lambda n: n >= 1), "an integer of at least 1"),
     "graphs": (_switch, "0 or 1"),
     "commit_winners": (_switch, "0 or 1"),
+    "tokenizer": (str, "a directory or a name"),
     "trace": (Path, "a file"),
 }
 
@@ -90,6 +91,8 @@ class Settings:
             what they get (None: 0.2).
         value_stride: of requests that ask for none: they are guided at every n-th step of the engine.
         graphs: 1 or 0: CUDA graphs of the value model (None: on a GPU, if the engine has its own).
+        tokenizer: where the base model's tokenizer is, for a ``thinking_budget`` without ``end_token_ids`` and an
+            ``end_message`` in words (None: in SGLang the engine's own, else that in the value model's directory).
         commit_winners: 1 or 0, see :class:`lenvm_kernels.step.GuidedStep`.
         trace: a file that gets a JSON line a guided step, to look for faults with: the engine waits for the device to
             write it.
@@ -107,6 +110,7 @@ class Settings:
     value_stride: int = 1
     graphs: bool | None = None
     commit_winners: bool = True
+    tokenizer: str | None = None
     trace: Path | None = None
 
     @staticmethod
@@ -218,9 +222,10 @@ def parse_request(custom_params: Mapping[str, Any]) -> GuidanceParams:
         ValueError: naming the field, what came and what is accepted; also what a value model or a trunk that is
             there, or not, cannot give.
     """
-    ends = default_ends_of_thought() if custom_params.get("thinking_budget") is not None else ()
+    has_words = isinstance(custom_params.get("end_message"), str)
+    thoughts = default_thoughts() if has_words or custom_params.get("thinking_budget") is not None else None
     defaults: dict[str, Any] = dict(gamma=default_gamma(), strength=default_strength(), has_values=has_value_model())
-    params = parse_guidance(custom_params, ends_of_thought=ends, **defaults)
+    params = parse_guidance(custom_params, thoughts=thoughts, **defaults)
     if has_trunk():
         check_with_trunk(params)
     return params
@@ -245,18 +250,30 @@ def value_model_reads_tokens() -> bool:
     return has_value_model() and not has_trunk()
 
 
+# Of the engine that this process belongs to, where it says.
+_engine_tokenizer: str | None = None
+
+
+def use_tokenizer(path: str | None) -> None:
+    """The engine's tokenizer is here: requests are parsed with it."""
+    global _engine_tokenizer
+    _engine_tokenizer = path
+
+
 @functools.cache
-def default_ends_of_thought() -> tuple[int, ...]:
-    """Of the value model's tokenizer, which has the base model's tokens; none without one."""
+def default_thoughts() -> Thoughts | None:
+    """What the base model's tokenizer says of thoughts; None where there is none. A tokenizer takes seconds to load."""
     settings = Settings.from_environment()
-    if settings is None or settings.value_model is None or not settings.value_model.is_dir():
-        return ()
+    beside = None if settings is None or settings.value_model is None else str(settings.value_model)
+    path = (settings and settings.tokenizer) or _engine_tokenizer or beside
+    if path is None:
+        return None
     from transformers import AutoTokenizer
 
     try:
-        return ends_of_thought(AutoTokenizer.from_pretrained(settings.value_model))
+        return Thoughts.of(AutoTokenizer.from_pretrained(path))
     except (OSError, ValueError):
-        return ()
+        return None
 
 
 @functools.cache

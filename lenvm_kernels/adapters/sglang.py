@@ -38,6 +38,7 @@ from lenvm_kernels.adapters.settings import (
     Settings,
     check_vocabulary,
     parse_request,
+    use_tokenizer,
     value_model_reads_images,
     value_model_reads_tokens,
 )
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -168,8 +170,9 @@ def drafts_a_step(options: Any) -> int:
 # --- hooks: arguments are those of the hooked function, after its result (AFTER) or itself (AROUND) ---
 
 
-def check_request(result: Any, *args: Any, **kwargs: Any) -> None:
+def check_request(result: Any, manager: TokenizerManager, *args: Any, **kwargs: Any) -> None:
     """After a request was tokenized: refuse what cannot be guided, which the servers answer with status 400."""
+    use_tokenizer(manager.server_args.tokenizer_path)
     guidance_of(result)
 
 
@@ -209,6 +212,7 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
         raise RuntimeError(f"LenVM does not fit this SGLang: it could not hook {', '.join(missing)}")
     engine_signatures.check("sglang")
     options = resolved_view(runner.server_args)  # with the engine's choices for what was not given
+    use_tokenizer(options.tokenizer_path)
     if options.speculative_algorithm not in SPECULATIVE_ALGORITHMS:
         raise ValueError(
             f"speculative_algorithm must be one of {', '.join(map(str, SPECULATIVE_ALGORITHMS))} together with "

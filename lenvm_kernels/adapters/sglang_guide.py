@@ -31,7 +31,7 @@ from lenvm_kernels.adapters.sglang_states import SampledStates
 from lenvm_kernels.adapters.trace import columns_of, write_line
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepOutput
-from lenvm_kernels.types import Drafts, Mode
+from lenvm_kernels.types import Drafts, Mode, SpanNodes
 from lenvm_kernels.value_model import ImageTokens, KVCache, ValueModel
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Guide:
         self._sampling: ForwardBatch | None = None
         self._stepped = False
         self._report: StepReport | None = None
-        self._span_ended: torch.Tensor | None = None
+        self._spans: SpanNodes | None = None
         # With speculative decoding, by table row: the tokens that a sequence has grown by since the step knew of it.
         self._grown_by: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -153,7 +153,7 @@ class Guide:
                         end_tokens(req),
                         prompt_len=len(req.origin_input_ids),
                         seed=seed_of_request(req.rid) if seed is None else seed,
-                        span_ended=span_end(req) is not None,
+                        span=params.span_state(req.origin_input_ids, req.output_ids),
                     )
                     self._table_rows.add(table_row)
                     if req.lenvm_images is not None:
@@ -203,15 +203,17 @@ class Guide:
     def computed_len(self, req: Req, length: int) -> int:
         """How many of a request's first tokens, no more than ``length``, the value model has for sure.
 
-        It has all of the last prefill, and of the rest what comes before the end of the span, but for as many as may
-        wait. What the request took from the radix cache it had before.
+        It has all of the last prefill, and of the rest what comes before the end of the span, unless another may begin,
+        but for as many as may wait. What the request took from the radix cache it had before.
         """
         params = req.lenvm_guidance
         if params is None or not params.needs_step or not self.reads_tokens:
             return length  # the prefixes are shared with none that the value model reads
-        end, waiting = span_end(req), MAX_WAITING + self.drafts
-        told = len(req.origin_input_ids) + (len(req.output_ids) if end is None else end)
-        return min(length, max(req.lenvm_prefilled, req.kv.cache_protected_len, min(length, told) - waiting))
+        told, waiting = length, MAX_WAITING + self.drafts
+        if not params.start_token_ids:
+            end = params.span_state(req.origin_input_ids, req.output_ids).end
+            told = length if end is None else min(length, end - 1)
+        return min(length, max(req.lenvm_prefilled, req.kv.cache_protected_len, told - waiting))
 
     def _image_tokens(self, parts: list[tuple[PromptImages | None, int, int]], tokens: int) -> ImageTokens | None:
         assert self.value_model is not None
@@ -229,7 +231,7 @@ class Guide:
     @contextmanager
     def sampling(self, batch: ForwardBatch) -> Iterator[None]:
         """While the engine draws the tokens of a batch."""
-        self._sampling, self._stepped, self._report, self._span_ended = batch, False, None, None
+        self._sampling, self._stepped, self._report, self._spans = batch, False, None, None
         try:
             yield
         finally:
@@ -240,7 +242,7 @@ class Guide:
         if self._sampling is not None:
             self.step.scale_tokens(logits, self._sampling.req_pool_indices[: len(logits)])
             if self.step.has_spans:
-                self._span_ended = self.step.limit_spans(logits, last_tokens(self._sampling, len(logits)))
+                self._spans = self.step.limit_spans(logits, last_tokens(self._sampling, len(logits)))
 
     def draw(self, probs: torch.Tensor, info: SamplingBatchInfo, drawn: torch.Tensor) -> torch.Tensor:
         """The next tokens: of guided requests from their candidates, of others those that the engine has ``drawn``."""
@@ -307,7 +309,7 @@ class Guide:
             with self._timed():
                 predicts = wants_values and is_prompt
                 prompt_lengths = self.step.predict(sequences) if predicts and self.reads_tokens else None
-                output = self.step.step(scores, sequences, sampling, drawn=drawn, span_ended=self._span_ended)
+                output = self.step.step(scores, sequences, sampling, drawn=drawn, spans=self._spans)
                 if predicts and not self.reads_tokens:  # a trunk has values of candidates only
                     prompt_lengths = 1 + output.remaining_lengths
             if self.metrics is not None or wants_values:
@@ -409,10 +411,8 @@ class Guide:
         tokens, new_lens = (x[table_rows] for x in self._grown_by)
         batch = StepBatch(tokens, table_rows, lengths, new_lens, states=self._states_of(len(logits)))
         filters = info.top_ks, info.top_ps, info.min_ps, info.temperatures.flatten()
-        span_ended = self.step.limit_spans(logits, batch, drafts)
-        return self.step.step(
-            logits, batch, Sampling(*filters, is_logits=True, sample=True), drafts, span_ended=span_ended
-        )
+        spans = self.step.limit_spans(logits, batch, drafts)
+        return self.step.step(logits, batch, Sampling(*filters, is_logits=True, sample=True), drafts, spans=spans)
 
     def _states_of(self, rows: int) -> torch.Tensor | None:
         """What the step needs of the base model's last forward."""
@@ -492,11 +492,6 @@ def _trace_drafts(trace: Path, batch: ScheduleBatch, output: StepOutput, verifie
 def needs_step(batch: ForwardBatch | ScheduleBatch) -> bool:
     """Whether a batch takes part in guided steps."""
     return any(req.lenvm_guidance.needs_step for req in batch.lenvm_reqs)
-
-
-def span_end(req: Req) -> int | None:
-    """Where a request's span has ended, of its answer's tokens."""
-    return req.lenvm_guidance.span_end(req.origin_input_ids, req.output_ids)
 
 
 def end_tokens(req: Req) -> set[int]:

@@ -19,8 +19,7 @@ from transformers import (
 )
 
 from lenvm_kernels.adapters.trunk_states import TrunkStates
-from lenvm_kernels.guidance import GuidanceParams, ends_of_thought, parse_guidance, text_breaks_of
-from lenvm_kernels.guidance.params import CLOSED_WITHIN
+from lenvm_kernels.guidance import GuidanceParams, Thoughts, parse_guidance, text_breaks_of
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig
 from lenvm_kernels.types import Mode
@@ -61,8 +60,8 @@ class LenVMLogitsProcessor(LogitsProcessor):
         cache: None, or ``"fp8"``: what the value model's keys and values are kept in, see :class:`GuidedStep`.
         tokenizers: base model's and value model's; without a value model the base model's twice. With them outputs end
             where sentences do. They are needed when the two models' ``vocab_size`` differ because the embedding is
-            padded, to show that the tokens are the same, and for a ``thinking_budget``, to look up which token ends a
-            thought.
+            padded, to show that the tokens are the same; for a ``thinking_budget``, to look up which tokens begin and
+            end a thought; and for an ``end_message`` in words.
         pixel_values, image_grid_thw: of the prompts' images in their order, as the base model's processor makes them.
             The value model, a Qwen2.5-VL too, embeds them with its own vision tower.
         record: keep a :class:`StepRecord` of each step in :attr:`records`; every prompt with candidates is then valued.
@@ -119,9 +118,9 @@ class LenVMLogitsProcessor(LogitsProcessor):
             guidance = [guidance] * rows
         if len(guidance) != rows:
             raise ValueError(f"guidance must be one for all or one for each of the {rows} prompts, got {len(guidance)}")
-        ends = () if tokenizers is None else ends_of_thought(tokenizers[0])
+        thoughts = None if tokenizers is None else Thoughts.of(tokenizers[0])
         config = LenVMConfig() if value_model is None else value_model.lenvm_config
-        defaults: dict[str, Any] = dict(gamma=config.gamma, strength=config.strength, ends_of_thought=ends)
+        defaults: dict[str, Any] = dict(gamma=config.gamma, strength=config.strength, thoughts=thoughts)
         defaults["has_values"] = value_model is not None
         params = [parse_guidance(g, **defaults) if isinstance(g, Mapping) else g for g in guidance]
 
@@ -199,11 +198,11 @@ class LenVMLogitsProcessor(LogitsProcessor):
         tokens, logits = input_ids.to(device), scores.to(device, torch.float32, copy=True)
         lengths = self._prompt_lens + generated
         if generated == 0 and self._spans:
-            self._close_spans(tokens[:, -CLOSED_WITHIN:].tolist())
+            self._begin_spans(tokens.tolist())
         step.scale_tokens(logits, self._table_rows)
         states = None if self._states is None else self._states.take()
         batch = StepBatch(tokens[:, -1].contiguous(), self._table_rows, lengths, active=self._active, states=states)
-        span_ended = step.limit_spans(logits, batch)
+        spans = step.limit_spans(logits, batch)
         filtered = self._unguided(tokens, logits)  # type: ignore[arg-type]  # wants one of torch's old tensor types
         probs = torch.softmax(filtered, dim=-1)  # guided rows are rewritten
         if self._needs_steps:
@@ -211,17 +210,18 @@ class LenVMLogitsProcessor(LogitsProcessor):
                 self._extend_prompts(tokens)
             else:
                 self._active &= ~torch.isin(tokens[:, -1], self._eos_on_device)
-            output = step.step(logits, batch, self._sampling, probs=probs, span_ended=span_ended)
+            output = step.step(logits, batch, self._sampling, probs=probs, spans=spans)
             if self._record:
                 self.records.append(StepRecord(output.candidates.token_ids, output.value_logits, output.probs))
         return probs.log().to(scores.device)
 
-    def _close_spans(self, ends_of_prompts: Sequence[Sequence[int]]) -> None:
-        """Those that a prompt does not leave open, which was not known before."""
+    def _begin_spans(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Look through the prompts, padded on the left, for spans that they leave open."""
         prompt_lens, eos = self._prompt_lens.tolist(), set(self._eos_on_device.tolist())
         for row, params in self._spans.items():
-            if params.span_end(ends_of_prompts[row]) is not None:
-                self._step.add_request(row, params, eos, prompt_len=prompt_lens[row], span_ended=True)
+            prompt_len = prompt_lens[row]
+            span = params.span_state(prompts[row][-prompt_len:])
+            self._step.add_request(row, params, eos, prompt_len=prompt_len, span=span)
 
     def _check_progress(self, input_ids: torch.Tensor) -> int:
         """Tokens generated so far."""

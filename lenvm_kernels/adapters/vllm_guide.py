@@ -224,7 +224,7 @@ class Guide:
             guidance,
             set(sorted(params.all_stop_token_ids)[:MAX_END_TOKENS]),
             prompt_len=prompt_len,
-            span_ended=guidance.span_end(tokens[:prompt_len], tokens[prompt_len:]) is not None,
+            span=guidance.span_state(tokens[:prompt_len], tokens[prompt_len:]) if tokens else None,
         )
         self._host_sampling[slot] = torch.tensor([params.temperature, params.top_p, params.min_p, max(params.top_k, 0)])
         self._sampling_changed = True
@@ -325,13 +325,13 @@ class Guide:
             tokens = self._new_tokens(slots, lengths, new_lens)
         if layout.nodes > 1:
             drafts = self._drafts(ctx, layout, len(slots))
-        span_ended = None
+        spans = None
         if self.step.has_spans:
             latest, of_spans = None, tokens
             if self.drafts:  # all that can be new: after a request was restarted nobody knows which of them are
                 latest = lengths.clamp(max=1 + self.drafts)
                 of_spans = self._new_tokens(slots, lengths, latest)
-            span_ended = self.step.limit_spans(scores, StepBatch(of_spans, slots, lengths, latest), drafts)
+            spans = self.step.limit_spans(scores, StepBatch(of_spans, slots, lengths, latest), drafts)
             if scores is not logits:
                 logits.copy_(scores[layout.at])
         return self.step.step(
@@ -339,7 +339,7 @@ class Guide:
             StepBatch(tokens, slots, lengths, new_lens, is_drawn, states),
             Sampling(top_k.int(), top_p, min_p, temperature, is_logits=True),
             drafts,
-            span_ended=span_ended,
+            spans=spans,
         )
 
     def _layout(self, ctx: LogitsContext) -> _Layout:

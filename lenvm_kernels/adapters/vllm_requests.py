@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +13,12 @@ from lenvm_kernels.types import Mode
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-# Fields whose value is an object. In ``vllm_xargs`` there are none: they are given as JSON text.
-_OBJECTS = ("token_temperature_scale",)
+# Fields whose value may be an object, or a list of lists. ``vllm_xargs`` has none: they are given as JSON text.
+_AS_TEXT: dict[str, tuple[type, str]] = {
+    "token_temperature_scale": (dict, 'object in a text, such as "{\\"13\\": 0.5}"'),
+    "end_token_ids": (list, 'list in a text, such as "[[7, 3], 9]"'),
+    "start_token_ids": (list, 'list in a text, such as "[[7, 3], 9]"'),
+}
 # Fields that are true or false. vLLM makes them 1 or 0.
 _SWITCHES = ("return_values", "allow_eos")
 
@@ -51,12 +54,13 @@ def _decoded(name: str, value: Any) -> Any:
     """A field of ``vllm_xargs``, which are numbers, texts and lists, as it would be in ``custom_params``."""
     if name in _SWITCHES and value in (0, 1):
         return bool(value)
-    if name not in _OBJECTS or not isinstance(value, str):
+    if name not in _AS_TEXT or not isinstance(value, str):
         return value
+    kind, accepted = _AS_TEXT[name]
     try:
         decoded = json.loads(value)
     except ValueError:
         decoded = None
-    if not isinstance(decoded, Mapping):
-        raise ValueError(f'{name} must be a JSON object in a text, such as "{{\\"13\\": 0.5}}", got {value!r}')
+    if not isinstance(decoded, kind):
+        raise ValueError(f"{name} must be a JSON {accepted}, got {value!r}")
     return decoded

@@ -126,7 +126,7 @@ def run_command(args: argparse.Namespace) -> None:
         import transformers
 
         from lenvm_kernels.demo.models import NONE, Models, require_extras
-        from lenvm_kernels.guidance import parse_guidance
+        from lenvm_kernels.guidance import Thoughts, parse_guidance
 
         require_extras("matplotlib", "tqdm")
         import matplotlib
@@ -142,7 +142,7 @@ def run_command(args: argparse.Namespace) -> None:
         for setting in settings:
             if setting.guidance is not None:  # which token ends a thought is not known before
                 fields = {"target_length": args.targets[0], **setting.guidance}
-                parse_guidance(fields, ends_of_thought=(0,), has_values=setting.with_values)
+                parse_guidance(fields, thoughts=Thoughts(ends=((0,),)), has_values=setting.with_values)
         constant_url = args.constant_url or (args.url if args.value == NONE else None)
         server = None if args.url is None else Server.find("--url", args.url)
         constant_server = None if constant_url is None else Server.find("--constant-url", constant_url)

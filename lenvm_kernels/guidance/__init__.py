@@ -5,16 +5,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lenvm_kernels.guidance.params import GuidanceParams as GuidanceParams
-    from lenvm_kernels.guidance.params import ends_of_thought as ends_of_thought
     from lenvm_kernels.guidance.params import parse_guidance as parse_guidance
     from lenvm_kernels.guidance.sentences import text_breaks_of as text_breaks_of
+    from lenvm_kernels.guidance.spans import SpanState as SpanState
+    from lenvm_kernels.guidance.spans import Thoughts as Thoughts
     from lenvm_kernels.guidance.table import GuidanceTable as GuidanceTable
 
 # Imported when first used: the command line reads the fields without waiting for torch.
 _MODULES = {
     "GuidanceParams": "params",
-    "ends_of_thought": "params",
     "parse_guidance": "params",
+    "SpanState": "spans",
+    "Thoughts": "spans",
     "text_breaks_of": "sentences",
     "GuidanceTable": "table",
 }

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 DEFAULT_GAMMA = 0.997  # as in the fork
 MAX_DIVISOR = 1e6  # so that no logit becomes infinite
-MAX_SPAN_ENDS = 4  # tokens that end the guided span of a request
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,13 @@ FIELDS = {
         ),
         Field(
             "end_token_ids",
-            f"a list of up to {MAX_SPAN_ENDS} tokens that end what is guided, such as a thought, and have value 0",
+            "a list of up to 4 tokens that end what is guided, such as a thought, and have value 0; several that do so "
+            "one after the other are a list of their own, whose first has value 0",
+        ),
+        Field(
+            "start_token_ids",
+            "likewise, what begins it, also anew once it has ended; without, it begins with the answer, once; <think> "
+            "for a thinking_budget without end_token_ids, if that is a token",
         ),
         Field("allow_eos", "let the sequence end before one of end_token_ids", default=False),
         Field(
@@ -177,11 +182,26 @@ FIELDS = {
         ),
         Field(
             "hard_limit",
-            "tokens at which the first of end_token_ids is forced; 1.25 times the thinking_budget if there is one",
+            "tokens of what is guided at which the first of end_token_ids is forced; 1.25 times the thinking_budget if "
+            "there is one",
             least=1.0,
             below=2.0**31 - 1,
             is_integer=True,
             metavar="TOKENS",
+        ),
+        Field(
+            "hard_limit_grace",
+            "tokens for which the hard_limit waits for the end of a line",
+            default=0,
+            least=0.0,
+            below=1e6,
+            is_integer=True,
+            metavar="TOKENS",
+        ),
+        Field(
+            "end_message",
+            "words, or a list of token ids, that are forced before the end that the hard_limit forces; up to 32 tokens "
+            "with it",
         ),
         Field("value_min", "leave a step alone whose expected value is below this", metavar="V"),
         Field(

@@ -6,9 +6,19 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from lenvm_kernels.guidance.fields import DEFAULT_GAMMA, FIELDS, MAX_SPAN_ENDS, Field
+from lenvm_kernels.guidance.fields import DEFAULT_GAMMA, FIELDS, Field
+from lenvm_kernels.guidance.spans import (
+    MAX_CLOSING_TOKENS,
+    MAX_SPAN_ENDS,
+    MAX_SPAN_TOKENS,
+    SpanPatterns,
+    SpanState,
+    Thoughts,
+    TokenSequences,
+)
 from lenvm_kernels.types import Mode
 
 _NAMES = {name: field.name for field in FIELDS.values() for name in field.names}
@@ -19,12 +29,9 @@ _MIN_END_PROB = 1e-4
 # A value lifts tokens of any probability, at the cost of text worth reading. Those below this share of the largest one
 # bring a length no nearer to its target (docs/modes-and-parameters.md), and need not be scored.
 _LEAST_SHARE = 0.05
-END_OF_THOUGHT = "</think>"
 # Without values the strength moves nothing but ends and what they follow.
 _STRENGTH_WITHOUT_VALUES = 10.0
 NEAR_CONSTRAINTS = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
-# A prompt of whose last tokens one ends a span leaves none open. Those of an earlier turn are further away.
-CLOSED_WITHIN = 4
 
 
 @dataclass(frozen=True)
@@ -46,11 +53,15 @@ class GuidanceParams:
         return_values: the request wants to know the lengths that its tokens are predicted to lead to.
         value_stride: it is guided at steps whose number is a multiple of this, and where it might end; None: as the
             step is told (:class:`GuidedStep`).
-        end_token_ids: tokens that end what is guided, the *span* of the request; empty: it has none. Guidance is off
-            after one of them.
+        end_token_ids: tokens, or tuples of several, that end what is guided, the *span* of the request; empty: it has
+            none. Guidance is off after one of them.
+        start_token_ids: likewise, what begins a span, and the next one after it has ended; empty: the span begins with
+            the answer, and is the only one.
         allow_eos: the sequence may end while its span is open.
         answer_length: tokens that are to follow the span.
-        hard_limit: tokens generated at which the first of ``end_token_ids`` is forced; None: never.
+        hard_limit: tokens of a span at which its end is forced, the first of ``end_token_ids``; None: never.
+        hard_limit_grace: tokens for which that waits for the end of a line.
+        end_message: tokens that are forced before that end.
     """
 
     mode: Mode = Mode.UNGUIDED
@@ -65,33 +76,40 @@ class GuidanceParams:
     token_temperature_scale: Mapping[int, float] = field(default_factory=dict)
     return_values: bool = False
     value_stride: int | None = None
-    end_token_ids: tuple[int, ...] = ()
+    end_token_ids: tuple[int | tuple[int, ...], ...] = ()
+    start_token_ids: tuple[int | tuple[int, ...], ...] = ()
     allow_eos: bool = False
     answer_length: float = 0.0
     hard_limit: int | None = None
+    hard_limit_grace: int = 0
+    end_message: tuple[int, ...] = ()
 
     @property
     def needs_step(self) -> bool:
         """Whether the request takes part in guided steps; a span does, whose end they look for."""
         return self.mode != Mode.UNGUIDED or self.return_values or bool(self.end_token_ids)
 
-    def span_end(self, prompt: Sequence[int], output: Sequence[int] = ()) -> int | None:
-        """The place in ``output`` of the token that has ended the span; None: the span is open.
-
-        It is 0 where the prompt, of which the last :data:`CLOSED_WITHIN` tokens suffice, leaves no span open: a chat
-        template that is told not to think puts ``<think></think>`` there, and a line break or two.
-        """
+    @cached_property
+    def span_patterns(self) -> SpanPatterns | None:
+        """What begins and ends a span; None: the request has none."""
         if not self.end_token_ids:
             return None
-        if not set(self.end_token_ids).isdisjoint(prompt[-CLOSED_WITHIN:]):
-            return 0
-        return next((i for i, token in enumerate(output) if token in self.end_token_ids), None)
+        return SpanPatterns.of(_sequences(self.end_token_ids), _sequences(self.start_token_ids))
+
+    @property
+    def closing_token_ids(self) -> tuple[int, ...]:
+        """What a hard limit forces, one token after the other: ``end_message``, and the first end."""
+        return (*self.end_message, *_sequences(self.end_token_ids[:1])[0]) if self.end_token_ids else ()
+
+    def span_state(self, prompt: Sequence[int], output: Sequence[int] = ()) -> SpanState:
+        """Where the request stands in its span, see :meth:`SpanState.of`."""
+        return SpanState.of(self, prompt, output)
 
 
 def parse_guidance(
     custom_params: Mapping[str, Any],
     *,
-    ends_of_thought: Sequence[int] = (),
+    thoughts: Thoughts | None = None,
     gamma: float | None = None,
     strength: float | None = None,
     constraint: str = "near",
@@ -104,7 +122,8 @@ def parse_guidance(
 
     Args:
         custom_params: values by name.
-        ends_of_thought: the ``end_token_ids`` of a ``thinking_budget`` that comes without.
+        thoughts: what the tokenizer says of thoughts, for a ``thinking_budget`` without ``end_token_ids``, and for an
+            ``end_message`` in words (:meth:`Thoughts.of`); None: neither is accepted.
         gamma: that of requests that name none, as the value model has it (:class:`LenVMConfig`); None: 0.997.
         strength: that of near constraints that name none, as the value model has it, likewise; None: 5.
         constraint: the ``value_constraint`` of requests with a target that name none.
@@ -148,15 +167,30 @@ def parse_guidance(
     if budget is not None:
         if target_length is not None or target_value is not None or not counts_down:
             raise ValueError("thinking_budget is a target_length of its own: give no other target with it")
-        target_length, ends = budget, given.setdefault("end_token_ids", list(ends_of_thought))
-        if not ends:
+        target_length, known = budget, thoughts or Thoughts()
+        if "end_token_ids" not in given:
+            given["end_token_ids"] = known.ends
+            given.setdefault("start_token_ids", known.starts)
+        if not given["end_token_ids"]:
             raise ValueError("thinking_budget needs end_token_ids: no token is known that ends a thought")
         mode_of_target = mode_of_target if "value_constraint" in given else Mode.LE_NEAR
         given.setdefault("hard_limit", math.ceil(_LIMIT_OF_BUDGET * budget))
-    ends = _token_ids(given, "end_token_ids")
-    for name in ("allow_eos", "answer_length", "hard_limit"):
+    ends, starts = _token_ids(given, "end_token_ids"), _token_ids(given, "start_token_ids", may_be_empty=True)
+    for name in ("start_token_ids", "allow_eos", "answer_length", "hard_limit"):
         if name in given and not ends:
             raise ValueError(f"{name} needs end_token_ids, or a thinking_budget")
+    for name in ("hard_limit_grace", "end_message"):
+        if name in given and "hard_limit" not in given:
+            raise ValueError(f"{name} needs a hard_limit, or a thinking_budget")
+    total = sum(map(len, _sequences(ends + starts)))
+    if total > MAX_SPAN_TOKENS:
+        raise ValueError(
+            f"end_token_ids and start_token_ids must be of at most {MAX_SPAN_TOKENS} tokens together, got {total}"
+        )
+    message = _message(given, thoughts)
+    if message and len(message) + len(_sequences(ends)[0]) > MAX_CLOSING_TOKENS:
+        most = MAX_CLOSING_TOKENS - len(_sequences(ends)[0])
+        raise ValueError(f"end_message must be of at most {most} tokens, got {len(message)}")
     if target_value is not None:  # takes precedence, as in the fork
         target_length, counts_down = math.log1p(-target_value) / math.log(gamma), False
     if target_length is not None:
@@ -192,9 +226,12 @@ def parse_guidance(
         return_values=_switch(given, "return_values"),
         value_stride=_optional_integer(given, "value_stride"),
         end_token_ids=ends,
+        start_token_ids=starts,
         allow_eos=_switch(given, "allow_eos"),
         answer_length=_number(given, "answer_length"),
         hard_limit=_optional_integer(given, "hard_limit"),
+        hard_limit_grace=_optional_integer(given, "hard_limit_grace") or 0,
+        end_message=message,
     )
     if not has_values:
         check_without_values(params)
@@ -222,12 +259,6 @@ def check_with_trunk(params: GuidanceParams) -> None:
         # What guides there is not what predicts.
         name = params.mode.name.lower()
         raise ValueError(f"value_min must be absent with {name} and a trunk, got {params.value_min}")
-
-
-def ends_of_thought(tokenizer: Any) -> tuple[int, ...]:
-    """The token that ends a thought, of a tokenizer of ``transformers``; none if it has no such token."""
-    token_id = tokenizer.get_vocab().get(END_OF_THOUGHT)
-    return () if token_id is None else (token_id,)
 
 
 def _is_neutral(mode: Mode, scale: float) -> bool:
@@ -288,14 +319,41 @@ def _checked_number(field: Field, name: str, given: Any) -> float:
     return number
 
 
-def _token_ids(given: dict[str, Any], name: str) -> tuple[int, ...]:
-    """Of a field that is a list of token ids; empty without."""
+def _token_ids(given: dict[str, Any], name: str, *, may_be_empty: bool = False) -> tuple[int | tuple[int, ...], ...]:
+    """Of a field that lists token ids, and lists of them; empty without. A list of one is that one."""
     ids = given.get(name, ())
-    if not isinstance(ids, Sequence) or isinstance(ids, str) or len(ids) > MAX_SPAN_ENDS or (name in given and not ids):
-        raise ValueError(f"{name} must be a list of 1 to {MAX_SPAN_ENDS} token ids, got {ids!r}")
-    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**31 for i in ids):
-        raise ValueError(f"{name} must hold token ids >= 0, got {ids!r}")
-    return tuple(dict.fromkeys(ids))
+    is_list = isinstance(ids, Sequence) and not isinstance(ids, str) and len(ids) <= MAX_SPAN_ENDS
+    if not is_list or (name in given and not ids and not may_be_empty):
+        least = 0 if may_be_empty else 1
+        raise ValueError(f"{name} must be a list of {least} to {MAX_SPAN_ENDS} token ids, got {ids!r}")
+    found: list[int | tuple[int, ...]] = []
+    for each in ids:
+        several = each if isinstance(each, Sequence) and not isinstance(each, str) else [each]
+        if not several or not all(map(_is_token_id, several)):
+            raise ValueError(f"{name} must hold token ids >= 0, or lists of them, got {ids!r}")
+        found.append(several[0] if len(several) == 1 else tuple(several))
+    return tuple(dict.fromkeys(found))
+
+
+def _is_token_id(given: Any) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 2**31
+
+
+def _sequences(ids: tuple[int | tuple[int, ...], ...]) -> TokenSequences:
+    """Each as a tuple."""
+    return tuple((i,) if isinstance(i, int) else i for i in ids)
+
+
+def _message(given: dict[str, Any], thoughts: Thoughts | None) -> tuple[int, ...]:
+    """The tokens of ``end_message``; none without."""
+    message = given.get("end_message", ())
+    if isinstance(message, str):
+        if thoughts is None or thoughts.encode is None:
+            raise ValueError(f"end_message must be a list of token ids where no tokenizer is known, got {message!r}")
+        message = list(thoughts.encode(message))
+    if not isinstance(message, Sequence) or not all(map(_is_token_id, message)):
+        raise ValueError(f"end_message must be a text, or a list of token ids >= 0, got {message!r}")
+    return tuple(message)
 
 
 def _token_divisors(given: dict[str, Any]) -> dict[int, float]:

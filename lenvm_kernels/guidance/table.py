@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
 from lenvm_kernels.guidance.params import GuidanceParams
+from lenvm_kernels.guidance.spans import MAX_CLOSING_TOKENS, MAX_SPAN_ENDS, MAX_SPAN_TOKENS, SpanPatterns, SpanState
 from lenvm_kernels.types import GuidanceColumns, Mode
 
-# Padding of end-of-sequence ids; -1 is that of candidates.
-_NO_EOS = -2
+# Padding of token ids; -1 is that of candidates.
+_NO_TOKEN = -2
 _NO_LIMIT = 2**31 - 1
 # Columns in the order in which they lie in a row, the widest first, so that every one is aligned. What is not here is
 # kept apart: kernels write it.
@@ -24,6 +24,14 @@ _DTYPES = {
     "token_scales": torch.float32,
     "eos_token_ids": torch.int32,
     "span_end_token_ids": torch.int32,
+    "span_token_ids": torch.int32,
+    "closing_token_ids": torch.int32,
+    "span_first_bits": torch.int32,
+    "span_end_bits": torch.int32,
+    "span_start_bits": torch.int32,
+    "span_seen": torch.int32,
+    "span_match": torch.int32,
+    "closing_from": torch.int32,
     "mode": torch.int32,
     "scale": torch.float32,
     "nats_per_token": torch.float32,
@@ -36,6 +44,7 @@ _DTYPES = {
     "answer_length": torch.float32,
     "prompt_len": torch.int32,
     "hard_limit": torch.int32,
+    "hard_limit_grace": torch.int32,
     "value_stride": torch.int32,
     "counts_down": torch.bool,
     "return_values": torch.bool,
@@ -54,6 +63,8 @@ class _RowLayout:
         self._lists = {
             "eos_token_ids": max_eos,
             "span_end_token_ids": MAX_SPAN_ENDS,
+            "span_token_ids": MAX_SPAN_TOKENS,
+            "closing_token_ids": MAX_CLOSING_TOKENS,
             "scaled_token_ids": max_scaled_tokens,
             "token_scales": max_scaled_tokens,
         }
@@ -68,9 +79,12 @@ class _RowLayout:
         *,
         prompt_len: int,
         seed: int,
-        span_ended: bool = False,
+        span: SpanState | None = None,
     ) -> torch.Tensor:
         """A row, on the host. Raises what :meth:`GuidanceTable.add_request` raises."""
+        span = span or SpanState(prompt_len, prompt_len)
+        patterns = params.span_patterns or SpanPatterns.of((), ())
+        firsts = [i if isinstance(i, int) else i[0] for i in params.end_token_ids]
         scales = sorted(params.token_temperature_scale.items())
         if len(eos_token_ids) > self.max_eos:
             raise ValueError(f"eos_token_ids must be at most {self.max_eos} ids, got {len(eos_token_ids)}")
@@ -84,8 +98,16 @@ class _RowLayout:
             "seed": seed,
             "scaled_token_ids": [token for token, _ in scales] + [0] * (self.max_scaled_tokens - len(scales)),
             "token_scales": [scale for _, scale in scales] + [1.0] * (self.max_scaled_tokens - len(scales)),
-            "eos_token_ids": sorted(eos_token_ids) + [_NO_EOS] * (self.max_eos - len(eos_token_ids)),
-            "span_end_token_ids": [*params.end_token_ids, *[_NO_EOS] * (MAX_SPAN_ENDS - len(params.end_token_ids))],
+            "eos_token_ids": _padded(sorted(eos_token_ids), self.max_eos),
+            "span_end_token_ids": _padded([*dict.fromkeys(firsts)], MAX_SPAN_ENDS),
+            "span_token_ids": _padded(patterns.token_ids, MAX_SPAN_TOKENS),
+            "closing_token_ids": _padded(params.closing_token_ids, MAX_CLOSING_TOKENS),
+            "span_first_bits": patterns.first_bits,
+            "span_end_bits": patterns.end_bits,
+            "span_start_bits": patterns.start_bits,
+            "span_seen": span.seen,
+            "span_match": span.match,
+            "closing_from": -1 if span.closing_from is None else span.closing_from,
             "mode": params.mode,
             "scale": params.scale,
             "nats_per_token": -math.log(params.gamma),
@@ -96,13 +118,14 @@ class _RowLayout:
             "due_length": (params.target_length or 0.0) if params.counts_down else math.inf,
             "entropy_threshold": math.nan if params.entropy_threshold is None else params.entropy_threshold,
             "answer_length": params.answer_length,
-            "prompt_len": prompt_len,
+            "prompt_len": span.begin,
             "hard_limit": _NO_LIMIT if params.hard_limit is None else params.hard_limit,
+            "hard_limit_grace": params.hard_limit_grace,
             "value_stride": params.value_stride or 1,
             "counts_down": params.counts_down,
             "return_values": params.return_values,
             "allows_eos": params.allow_eos,
-            "span_ended": span_ended,
+            "span_ended": span.end is not None,
         }
         flat = [x for name in _DTYPES for x in (values[name] if name in self._lists else (values[name],))]
         try:
@@ -126,6 +149,10 @@ class _RowLayout:
                 columns["ending_token_ids"] = row_bytes[:, first : start + size].view(dtype)
             start += size
         return columns
+
+
+def _padded(token_ids: Sequence[int], size: int) -> list[int]:
+    return [*token_ids, *[_NO_TOKEN] * (size - len(token_ids))]
 
 
 class GuidanceTable:
@@ -216,7 +243,7 @@ class GuidanceTable:
         *,
         prompt_len: int = 0,
         seed: int = 0,
-        span_ended: bool = False,
+        span: SpanState | None = None,
     ) -> None:
         """Write a request into a row when it arrives.
 
@@ -226,7 +253,8 @@ class GuidanceTable:
             eos_token_ids: the ids that end its output.
             prompt_len: tokens of its sequence that do not count as generated (targets that are totals count the rest).
             seed: of its draws (:func:`sample_candidates`), any int64.
-            span_ended: one of its ``end_token_ids`` has been generated before.
+            span: where it stands in its span (:meth:`GuidanceParams.span_state`), if it has one; None: one is open that
+                begins after ``prompt_len`` tokens, of which nothing has been generated.
 
         Raises:
             IndexError: no such row.
@@ -236,7 +264,7 @@ class GuidanceTable:
         if not 0 <= table_row < len(self):
             raise IndexError(f"table_row must be in [0, {len(self)}), got {table_row}")
         self._staged[table_row] = self._layout.pack(
-            params or GuidanceParams(), eos_token_ids, prompt_len=prompt_len, seed=seed, span_ended=span_ended
+            params or GuidanceParams(), eos_token_ids, prompt_len=prompt_len, seed=seed, span=span
         )
 
     def remove_request(self, table_row: int) -> None:

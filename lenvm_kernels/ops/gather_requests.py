@@ -39,6 +39,7 @@ class _Table(NamedTuple):
     seed: Any  # int64 [R]
     value_stride: Any  # int32 [R]
     span_ended: Any  # bool [R]
+    span_start_bits: Any  # int32 [R]
     faults: Any  # int32 [R], written
 
 
@@ -51,6 +52,7 @@ _TABLE_DTYPES = (
     torch.int64,
     torch.int32,
     torch.bool,
+    torch.int32,
     torch.int32,
 )
 # Of the fields of StepRequests, in their order.
@@ -123,7 +125,10 @@ def _gather_requests_kernel(
     seed = tl.load(table.seed + table_row * stride.seed, mask=exists, other=0)
     value_stride = tl.load(table.value_stride + table_row * stride.value_stride, mask=exists, other=1)
     span_ended = tl.load(table.span_ended + table_row * stride.span_ended, mask=exists, other=False)
-    guided, wants_length, due = active & (mode != _UNGUIDED) & (span_ended == 0), active & wants_length, exists
+    start_bits = tl.load(table.span_start_bits + table_row * stride.span_start_bits, mask=exists, other=0)
+    has_mode = mode != _UNGUIDED
+    guided, due = active & has_mode & (span_ended == 0), exists
+    wants_length = active & (wants_length | (has_mode & (start_bits != 0) & span_ended))
     if history is not None:
         step = tl.load(history.step)
         counted = step - tl.load(history.uncounted)
@@ -166,8 +171,8 @@ def _gather_requests_kernel(
 
 
 def _run_reference(*operands) -> None:
-    out, inputs, columns = StepRequests(*operands[:12]), operands[12:15], operands[15:23]
-    *of_history, new_lens, active, padding_row = operands[23:]
+    out, inputs, columns = StepRequests(*operands[:12]), operands[12:15], operands[15:24]
+    *of_history, new_lens, active, padding_row = operands[24:]
     history = None if of_history[0] is None else StepHistory(*of_history)
     options = dict(new_lens=new_lens, active=active, history=history, padding_row=padding_row)
     _reference(*columns, *inputs, **options, out=out)
@@ -200,6 +205,7 @@ def _launch(
     seed: Tensor,
     value_stride: Tensor,
     span_ended: Tensor,
+    span_start_bits: Tensor,
     faults: Tensor,
     history_places: Tensor | None,
     history_steps: Tensor | None,
@@ -216,8 +222,8 @@ def _launch(
     if rows == 0:
         return
     new = 1 if last_tokens.dim() == 1 else last_tokens.shape[1]
-    columns = (table_mode, return_values, table_entropy_threshold, prompt_len, seed, value_stride, span_ended, faults)
-    table = _Table(*columns)
+    of_span = prompt_len, seed, value_stride, span_ended, span_start_bits
+    table = _Table(table_mode, return_values, table_entropy_threshold, *of_span, faults)
     known = (tokens, new_lens, positions, table_rows, places, guided, wants_length, entropy_threshold, generated)
     of_steps = history_places, history_steps, history_step, history_uncounted
     history: Any = (*of_steps, history_tokens, history_told_lens, history_cached_lens)

@@ -1,9 +1,9 @@
-"""Where the guided span of each request has ended, and what ends it, in one launch.
+"""Where the guided span of each request begins and has ended, and what ends it, in one launch.
 
-A request may have tokens that end its guided span: a thought, which an answer follows. Until one of them is drawn the
-model's own end of sequence is left out, and from a hard limit on the first of them is forced. Both are additions to
-single logits, so large that no other token is drawn: one that a grammar has forbidden stays forbidden, and one that is
-all that it allows stays possible.
+A request may have tokens that end its guided span: a thought, which an answer follows. Until they are drawn the model's
+own end of sequence is left out, and from a hard limit on the tokens of a closing are forced, of which the last end the
+span. All that is done are additions to single logits, so large that no other token is drawn: one that a grammar has
+forbidden stays forbidden, and one that is all that it allows stays possible.
 """
 
 from typing import Any, NamedTuple
@@ -26,12 +26,13 @@ from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops.expand_drafts import check_drafts
 from lenvm_kernels.reference.limit_span import EXCLUDED, FORCED
 from lenvm_kernels.reference.limit_span import limit_span as _reference
-from lenvm_kernels.types import Drafts, GuidanceColumns
+from lenvm_kernels.types import Drafts, GuidanceColumns, SpanNodes, TextBreak
 
 # Requests a program. With four drafts each a warp's threads have two nodes.
 REQUESTS = 8
 
 _EXCLUDED, _FORCED = tl.constexpr(EXCLUDED), tl.constexpr(FORCED)
+_LINE = tl.constexpr(int(TextBreak.LINE))
 
 
 class _Table(NamedTuple):
@@ -39,14 +40,74 @@ class _Table(NamedTuple):
 
     eos_token_ids: Any  # int32 [R, E]
     span_end_token_ids: Any  # int32 [R, S]
+    span_token_ids: Any  # int32 [R, P]
+    closing_token_ids: Any  # int32 [R, C]
+    span_first_bits: Any  # int32 [R]
+    span_end_bits: Any  # int32 [R]
+    span_start_bits: Any  # int32 [R]
     hard_limit: Any  # int32 [R]
-    prompt_len: Any  # int32 [R]
+    hard_limit_grace: Any  # int32 [R]
     allows_eos: Any  # bool [R]
-    span_ended: Any  # bool [R], written
+    # Written, too.
+    prompt_len: Any  # int32 [R]
+    span_ended: Any  # bool [R]
+    span_seen: Any  # int32 [R]
+    span_match: Any  # int32 [R]
+    closing_from: Any  # int32 [R]
 
 
-# Of the columns above that are no lists.
-_TABLE_DTYPES = (torch.int32, torch.int32, torch.bool, torch.bool)
+# Of the columns above: those that are lists, those that are written, and the dtypes of those that are no lists.
+_LISTS, _WRITTEN = _Table._fields[:4], _Table._fields[-5:]
+_TABLE_DTYPES = (*[torch.int32] * 5, torch.bool, torch.int32, torch.bool, *[torch.int32] * 3)
+
+
+class _Span(NamedTuple):
+    """Where the spans of requests stand, ``[REQUESTS]`` each."""
+
+    ended: Any
+    begin: Any
+    match: Any
+    closing_from: Any
+
+
+@triton.jit
+def _of(column_ptr, stride, table_row, exists):
+    return tl.load(column_ptr + table_row * stride, mask=exists, other=0)
+
+
+@triton.jit
+def _after(
+    span,  # _Span
+    token,
+    place,  # tokens of the sequence then
+    is_told,
+    is_new,  # else it was read before, and is only asked whether it ends a line
+    patterns,  # int32 [REQUESTS, PATTERNS], -2 pads
+    first_bits,
+    end_bits,
+    start_bits,
+    hard_limit,
+    grace,
+    text_breaks_ptr,
+    W,
+    PATTERNS: tl.constexpr,
+):
+    """Where the spans stand after a token."""
+    column = tl.arange(0, PATTERNS)[None, :]
+    is_pattern = (patterns == token[:, None]) & (patterns >= 0)
+    match = ((span.match << 1) | first_bits) & tl.sum(tl.where(is_pattern, 1 << column, 0), axis=1)
+    ends = is_new & (span.ended == 0) & ((match & end_bits) != 0)
+    begins = is_new & span.ended & ((match & start_bits) != 0)
+    ended = (span.ended | ends) & (begins == 0)
+    begin = tl.where(begins, place, span.begin)
+    closing_from = tl.where(begins, -1, span.closing_from)
+    over = place - begin - hard_limit
+    is_due = over >= grace
+    if text_breaks_ptr is not None:
+        is_known = is_told & (token >= 0) & (token < W)
+        is_due = is_due | (tl.load(text_breaks_ptr + token, mask=is_known, other=0) == _LINE)
+    closes = is_told & (ended == 0) & (closing_from < 0) & (over >= 0) & is_due
+    return _Span(ended, begin, tl.where(is_new, match, span.match), tl.where(closes, place, closing_from))
 
 
 # The inputs are a caller's, and may be slices: nothing is compiled anew where their alignment changes. (Triton heeds
@@ -59,6 +120,7 @@ _TABLE_DTYPES = (torch.int32, torch.int32, torch.bool, torch.bool)
         "stride_parents_request",
         "B",
         "V",
+        "W",
     ],
     do_not_specialize_on_alignment=[
         "logits_ptr",
@@ -68,10 +130,12 @@ _TABLE_DTYPES = (torch.int32, torch.int32, torch.bool, torch.bool)
         "lengths_ptr",
         "draft_ids_ptr",
         "draft_parents_ptr",
+        "text_breaks_ptr",
     ],
 )
 def _limit_span_kernel(
     ended_ptr,  # bool [B * (1 + D)], written
+    generated_ptr,  # int32 [B * (1 + D)], written
     logits_ptr,  # [B * (1 + D), V], changed, or None
     stride_logits_row,
     table,  # _Table
@@ -85,13 +149,19 @@ def _limit_span_kernel(
     stride_ids_request,
     draft_parents_ptr,  # int32 [B, D] or None
     stride_parents_request,
+    text_breaks_ptr,  # int8 [W] or None
     B,
     V,
+    W,
     NEW: tl.constexpr,
     E: tl.constexpr,
     S: tl.constexpr,
-    EOS: tl.constexpr,  # a power of two >= E
-    SPAN_ENDS: tl.constexpr,  # a power of two >= S
+    P: tl.constexpr,
+    C: tl.constexpr,
+    EOS: tl.constexpr,  # a power of two >= E, and so on
+    SPAN_ENDS: tl.constexpr,
+    PATTERNS: tl.constexpr,
+    CLOSING: tl.constexpr,
     D: tl.constexpr,  # 0 without drafts
     NODES: tl.constexpr,  # a power of two > D
     REQUESTS: tl.constexpr,
@@ -103,51 +173,122 @@ def _limit_span_kernel(
     new_len = tl.full([REQUESTS], 1, tl.int32)
     if new_lens_ptr is not None:
         new_len = tl.minimum(tl.maximum(tl.load(new_lens_ptr + request, mask=exists, other=0), 0), NEW)
-    prompt_len = tl.load(table.prompt_len + table_row * stride.prompt_len, mask=exists, other=0)
-    hard_limit = tl.load(table.hard_limit + table_row * stride.hard_limit, mask=exists, other=0)
-    allows_eos = tl.load(table.allows_eos + table_row * stride.allows_eos, mask=exists, other=False)
     column = tl.arange(0, SPAN_ENDS)[None, :]
     ends_ptr = table.span_end_token_ids + (table_row * stride.span_end_token_ids)[:, None] + column
     ends = tl.load(ends_ptr, mask=exists[:, None] & (column < S), other=-2)
-    forced_id = tl.sum(tl.where(column == 0, ends, 0), axis=1)
-    has_span = forced_id >= 0
-    ended = tl.load(table.span_ended + table_row * stride.span_ended, mask=has_span, other=False)
+    has_span = tl.sum(tl.where(column == 0, ends, 0), axis=1) >= 0
+    column = tl.arange(0, PATTERNS)[None, :]
+    patterns_ptr = table.span_token_ids + (table_row * stride.span_token_ids)[:, None] + column
+    patterns = tl.load(patterns_ptr, mask=has_span[:, None] & (column < P), other=-2)
+    first_bits = _of(table.span_first_bits, stride.span_first_bits, table_row, has_span)
+    end_bits = _of(table.span_end_bits, stride.span_end_bits, table_row, has_span)
+    start_bits = _of(table.span_start_bits, stride.span_start_bits, table_row, has_span)
+    hard_limit = _of(table.hard_limit, stride.hard_limit, table_row, has_span)
+    grace = _of(table.hard_limit_grace, stride.hard_limit_grace, table_row, has_span)
+    allows_eos = _of(table.allows_eos, stride.allows_eos, table_row, has_span)
+    begin = _of(table.prompt_len, stride.prompt_len, table_row, exists)
+    ended = _of(table.span_ended, stride.span_ended, table_row, has_span)
+    seen = _of(table.span_seen, stride.span_seen, table_row, has_span)
+    match = _of(table.span_match, stride.span_match, table_row, has_span)
+    closing_from = _of(table.closing_from, stride.closing_from, table_row, has_span)
     tl.debug_barrier()  # what was read is read before it is written, here and below
 
-    # Tokens that are not there are -1, which ends nothing.
-    ends = tl.where((ends >= 0) & has_span[:, None], ends, -2)
+    span = _Span(ended != 0, begin, match, closing_from)
     for i in range(NEW):
-        is_new = has_span & (i < new_len) & (length - new_len + i >= prompt_len)
-        token = tl.load(tokens_ptr + request * stride_tokens_request + i, mask=is_new, other=-1)
-        ended = ended | (tl.max((ends == token[:, None]).to(tl.int32), axis=1) > 0)
-    tl.store(table.span_ended + table_row * stride.span_ended, ended, mask=has_span)
+        place = length - new_len + i + 1
+        is_told = has_span & (i < new_len) & (place > 0)
+        token = tl.load(tokens_ptr + request * stride_tokens_request + i, mask=is_told, other=-1)
+        is_new = is_told & (place > seen)
+        span = _after(
+            span,
+            token,
+            place,
+            is_told,
+            is_new,
+            patterns,
+            first_bits,
+            end_bits,
+            start_bits,
+            hard_limit,
+            grace,
+            text_breaks_ptr,
+            W,
+            PATTERNS,
+        )
+    tl.store(table.prompt_len + table_row * stride.prompt_len, span.begin, mask=has_span)
+    tl.store(table.span_ended + table_row * stride.span_ended, span.ended, mask=has_span)
+    tl.store(table.span_seen + table_row * stride.span_seen, tl.maximum(seen, length), mask=has_span)
+    tl.store(table.span_match + table_row * stride.span_match, span.match, mask=has_span)
+    tl.store(table.closing_from + table_row * stride.closing_from, span.closing_from, mask=has_span)
 
-    # Of each node: how many drafts it has behind it, and whether one of them or an earlier token ends the span.
+    # Of each node: how many drafts it has behind it, and where its span stands.
     node = tl.arange(0, NODES)[None, :]
-    depth, node_ended = tl.zeros([REQUESTS, NODES], tl.int32), (node == 0) & ended[:, None]
-    is_draft, count = has_span, tl.zeros([REQUESTS], tl.int32)
+    is_root = node == 0
+    depth, node_ended = tl.zeros([REQUESTS, NODES], tl.int32), is_root & span.ended[:, None]
+    node_begin = tl.where(is_root, span.begin[:, None], 0)
+    node_match, node_closing = (
+        tl.where(is_root, span.match[:, None], 0),
+        tl.where(is_root, span.closing_from[:, None], 0),
+    )
+    is_draft, count = exists, tl.zeros([REQUESTS], tl.int32)
     if draft_ids_ptr is not None:
         for j in range(D):
             token = tl.load(draft_ids_ptr + request * stride_ids_request + j, mask=is_draft, other=-1)
             parent = tl.load(draft_parents_ptr + request * stride_parents_request + j, mask=is_draft, other=-1)
             is_draft = is_draft & (token >= 0)
             count += is_draft.to(tl.int32)
-            is_end = tl.max((ends == token[:, None]).to(tl.int32), axis=1) > 0
             parent = tl.where((parent >= 0) & (parent < j), parent, -1)
             is_parent = node == (parent + 1)[:, None]
-            behind = tl.sum(tl.where(is_parent, depth, 0), axis=1)
-            parent_ended = tl.max(tl.where(is_parent, node_ended.to(tl.int32), 0), axis=1) > 0
+            behind = _Span(
+                tl.max(tl.where(is_parent, node_ended.to(tl.int32), 0), axis=1) > 0,
+                tl.sum(tl.where(is_parent, node_begin, 0), axis=1),
+                tl.sum(tl.where(is_parent, node_match, 0), axis=1),
+                tl.sum(tl.where(is_parent, node_closing, 0), axis=1),
+            )
+            new_depth = tl.sum(tl.where(is_parent, depth, 0), axis=1) + 1
+            reads = is_draft & has_span
+            behind = _after(
+                behind,
+                token.to(tl.int64),
+                length + new_depth,
+                reads,
+                reads,
+                patterns,
+                first_bits,
+                end_bits,
+                start_bits,
+                hard_limit,
+                grace,
+                text_breaks_ptr,
+                W,
+                PATTERNS,
+            )
             is_node = (node == j + 1) & is_draft[:, None]
-            depth = tl.where(is_node, behind[:, None] + 1, depth)
-            node_ended = tl.where(is_node, (parent_ended | is_end)[:, None], node_ended)
+            depth = tl.where(is_node, new_depth[:, None], depth)
+            node_ended = tl.where(is_node, behind.ended[:, None], node_ended)
+            node_begin = tl.where(is_node, behind.begin[:, None], node_begin)
+            node_match = tl.where(is_node, behind.match[:, None], node_match)
+            node_closing = tl.where(is_node, behind.closing_from[:, None], node_closing)
 
     row = request[:, None] * (D + 1) + node
-    tl.store(ended_ptr + row, node_ended, mask=exists[:, None] & (node <= D))
+    is_row = exists[:, None] & (node <= D)
+    is_node = node <= count[:, None]
+    node_ended = node_ended & has_span[:, None]
+    generated = tl.where(is_node, length[:, None] + depth - node_begin, 0)
+    tl.store(ended_ptr + row, node_ended, mask=is_row)
+    tl.store(generated_ptr + row, generated, mask=is_row)
     if logits_ptr is not None:
-        is_open = has_span[:, None] & (node <= count[:, None]) & (node_ended == 0)
-        is_forced = is_open & ((length - prompt_len)[:, None] + depth >= hard_limit[:, None])
-        forced_ptr = logits_ptr + row * stride_logits_row + forced_id[:, None]
-        is_raised = is_forced & (forced_id < V)[:, None]
+        is_open = has_span[:, None] & is_node & (node_ended == 0)
+        # What is forced: a token for each that comes after the place where the closing begins, and then its last.
+        column = tl.arange(0, CLOSING)[None, :]
+        closing_ptr = table.closing_token_ids + (table_row * stride.closing_token_ids)[:, None]
+        closing = tl.load(closing_ptr + column, mask=has_span[:, None] & (column < C), other=-2)
+        last = tl.sum((closing >= 0).to(tl.int32), axis=1) - 1
+        index = tl.maximum(tl.minimum(length[:, None] + depth - node_closing, last[:, None]), 0)
+        is_forced = is_open & (node_closing >= 0)
+        forced_id = tl.load(closing_ptr + index, mask=is_forced, other=-2)
+        forced_ptr = logits_ptr + row * stride_logits_row + forced_id
+        is_raised = is_forced & (forced_id >= 0) & (forced_id < V)
         x = tl.load(forced_ptr, mask=is_raised, other=0.0)
         tl.debug_barrier()
         tl.store(forced_ptr, (x.to(tl.float32) + _FORCED).to(x.dtype), mask=is_raised)
@@ -167,34 +308,50 @@ def _limit_span_kernel(
             tl.store(excluded_ptr, (y.to(tl.float32) - _EXCLUDED).to(y.dtype), mask=is_lowered)
 
 
-def _run_reference(ended, logits, *operands) -> None:
-    ended.copy_(_reference(logits, *operands))
+def _run_reference(ended, generated, logits, *operands) -> None:
+    for out, found in zip((ended, generated), _reference(logits, *operands), strict=True):
+        out.copy_(found)
 
 
-@operator(mutates=["ended", "logits", "span_ended"], reference=_run_reference)
+@operator(mutates=["ended", "generated", "logits", *_WRITTEN], reference=_run_reference)
 def _launch(
     ended: Tensor,
+    generated: Tensor,
     logits: Tensor | None,
     eos_token_ids: Tensor,
     span_end_token_ids: Tensor,
+    span_token_ids: Tensor,
+    closing_token_ids: Tensor,
+    span_first_bits: Tensor,
+    span_end_bits: Tensor,
+    span_start_bits: Tensor,
     hard_limit: Tensor,
-    prompt_len: Tensor,
+    hard_limit_grace: Tensor,
     allows_eos: Tensor,
+    prompt_len: Tensor,
     span_ended: Tensor,
+    span_seen: Tensor,
+    span_match: Tensor,
+    closing_from: Tensor,
     tokens: Tensor,
     new_lens: Tensor | None,
     table_rows: Tensor,
     lengths: Tensor,
     draft_ids: Tensor | None,
     draft_parents: Tensor | None,
+    text_breaks: Tensor | None,
 ) -> None:
     requests, new = tokens.shape
     if requests == 0:
         return
-    table = _Table(eos_token_ids, span_end_token_ids, hard_limit, prompt_len, allows_eos, span_ended)
+    lists = eos_token_ids, span_end_token_ids, span_token_ids, closing_token_ids
+    bits = span_first_bits, span_end_bits, span_start_bits
+    written = prompt_len, span_ended, span_seen, span_match, closing_from
+    table = _Table(*lists, *bits, hard_limit, hard_limit_grace, allows_eos, *written)
     drafts = 0 if draft_ids is None else draft_ids.shape[1]
     _limit_span_kernel[(ceil_div(requests, REQUESTS),)](
         ended,
+        generated,
         logits,
         0 if logits is None else logits.stride(0),
         table,
@@ -208,13 +365,16 @@ def _launch(
         0 if draft_ids is None else draft_ids.stride(0),
         draft_parents,
         0 if draft_parents is None else draft_parents.stride(0),
+        text_breaks,
         requests,
         0 if logits is None else logits.shape[1],
+        0 if text_breaks is None else text_breaks.shape[0],
         NEW=new,
-        E=eos_token_ids.shape[1],
-        S=span_end_token_ids.shape[1],
+        **{name: x.shape[1] for name, x in zip("ESPC", lists, strict=True)},
         EOS=next_power_of_2(eos_token_ids.shape[1]),
         SPAN_ENDS=next_power_of_2(span_end_token_ids.shape[1]),
+        PATTERNS=next_power_of_2(span_token_ids.shape[1]),
+        CLOSING=next_power_of_2(closing_token_ids.shape[1]),
         D=drafts,
         NODES=next_power_of_2(drafts + 1),
         REQUESTS=REQUESTS,
@@ -231,16 +391,20 @@ def limit_span(
     *,
     new_lens: Tensor | None = None,  # int32 [B]
     drafts: Drafts | None = None,  # [B, D]
+    text_breaks: Tensor | None = None,  # int8 [W]
     backend: str = "auto",
-) -> Tensor:  # bool [B * (1 + D)]
-    """Say where guided spans have ended; before that, keep the model from ending the sequence, and end long spans.
+) -> SpanNodes:
+    """Say where guided spans stand; keep the model from ending a sequence with an open one, and end long ones.
 
-    A request has a span if it has ``span_end_token_ids``. The span ends with the first of these among the tokens it has
-    generated, which ``span_ended`` of the table keeps. While it is open
+    A request has a span if it has ``span_end_token_ids``. An open span ends after the last token of one of its end
+    sequences, and a new one begins after the last token of a start sequence (``span_token_ids``). The table keeps where
+    it stands, and how many tokens were read for that (``span_seen``): those that are told again change nothing. While a
+    span is open
 
-    - its ``eos_token_ids`` are excluded, unless it ``allows_eos`` or they end the span, too: their logits are lowered
-      by so much that any other token is drawn in their place;
-    - once ``hard_limit`` tokens are generated its first end token is raised in the same way.
+    - the request's ``eos_token_ids`` are excluded, unless it ``allows_eos`` or they end the span, too: their logits are
+      lowered by so much that any other token is drawn in their place;
+    - once it has ``hard_limit`` tokens, and a token has ended a line or ``hard_limit_grace`` more were generated, the
+      ``closing_token_ids`` are raised in the same way, one after the other; then the last of them.
 
     Requests without a span are left as they are. Called again for the same step it changes nothing that is drawn.
     Nothing is read back to the host, and no new number of requests compiles anything.
@@ -248,17 +412,20 @@ def limit_span(
     Args:
         logits: fp32, bf16 or fp16 ``[B * (1 + D), V]``, last dimension contiguous, changed in place: of the next tokens
             at each node (:class:`Drafts`), without drafts of each request. ``None``: they were changed before, and only
-            the ends are wanted.
-        table: the requests' parameters, ``R`` requests; ``span_ended`` is written.
+            what is returned is wanted.
+        table: the requests' parameters, ``R`` requests; ``prompt_len``, ``span_ended``, ``span_seen``, ``span_match``
+            and ``closing_from`` are written.
         tokens: int64 ``[B, N]``; the tokens that each sequence has grown by, from column 0 on.
         table_rows: int64 ``[B]``; each request's row of the table, all different.
         lengths: int32 ``[B]``; tokens of each sequence, these included.
         new_lens: int32 ``[B]``; how many of ``tokens`` are of each sequence (None: 1).
         drafts: of the requests; None: nobody has any.
+        text_breaks: int8 ``[W]``; the :class:`TextBreak` that each token of the vocabulary makes; None: no token ends a
+            line.
         backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
 
     Returns:
-        bool ``[B * (1 + D)]``; True at nodes that come after the end of a span: nothing is to be guided there.
+        The :class:`SpanNodes`.
 
     Raises:
         TypeError, ValueError: an argument is not as above. Checked before any launch.
@@ -269,7 +436,7 @@ def limit_span(
         >>> table = GuidanceTable.from_params([params], [{0}], "cpu")
         >>> logits = torch.zeros(1, 4)
         >>> limit_span(logits, table, torch.tensor([[3]]), torch.tensor([0]), torch.tensor([4], dtype=torch.int32))
-        tensor([False])
+        SpanNodes(ended=tensor([False]), generated=tensor([4], dtype=torch.int32))
         >>> logits  # the sequence cannot end
         tensor([[-10000.,      0.,      0.,      0.]])
     """
@@ -287,18 +454,23 @@ def limit_span(
     if not isinstance(table, GuidanceColumns):
         raise TypeError(f"table must be a GuidanceTable, got {type(table).__name__}")
     columns = _Table._make(getattr(table, name) for name in _Table._fields)
-    eos, ends = columns[:2]
-    size = check_tensor("table.eos_token_ids", eos, dtypes=torch.int32, shape=(None, None), device=device).shape[0]
-    check_tensor("table.span_end_token_ids", ends, dtypes=torch.int32, shape=(size, None), device=device)
-    if ends.shape[1] == 0:
-        raise ValueError("table.span_end_token_ids must have at least one column, got none")
-    check_fields("table", _Table._fields[2:], columns[2:], _TABLE_DTYPES, size, device, unit_stride=False)
+    size = None
+    for name, column in zip(_LISTS, columns[: len(_LISTS)], strict=True):
+        check_tensor(f"table.{name}", column, dtypes=torch.int32, shape=(size, None), device=device)
+        size = column.shape[0]
+        if column.shape[1] == 0:
+            raise ValueError(f"table.{name} must have at least one column, got none")
+    of_numbers = _Table._fields[len(_LISTS) :], columns[len(_LISTS) :], _TABLE_DTYPES
+    check_fields("table", *of_numbers, size, device, unit_stride=False)
     check_tensor("table_rows", table_rows, dtypes=torch.int64, shape=(requests,), device=device)
     check_tensor("lengths", lengths, dtypes=torch.int32, shape=(requests,), device=device)
     if new_lens is not None:
         check_tensor("new_lens", new_lens, dtypes=torch.int32, shape=(requests,), device=device)
     elif new != 1:
         raise ValueError(f"new_lens must be given with tokens of several columns, got {new} columns")
-    ended = torch.empty(requests * nodes, dtype=torch.bool, device=device)
-    _launch(backend, ended, logits, *columns, tokens, new_lens, table_rows, lengths, *(drafts or (None, None)))
-    return ended
+    if text_breaks is not None:
+        check_tensor("text_breaks", text_breaks, dtypes=torch.int8, shape=(None,), device=device)
+    found = SpanNodes(*(torch.empty(requests * nodes, dtype=x, device=device) for x in (torch.bool, torch.int32)))
+    operands = tokens, new_lens, table_rows, lengths, *(drafts or (None, None)), text_breaks
+    _launch(backend, *found, logits, *columns, *operands)
+    return found

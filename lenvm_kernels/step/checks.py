@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from lenvm_kernels.ops._common import FLOAT_DTYPES, FLOATS, INT_DTYPES, check_tensor
+from lenvm_kernels.ops._common import FLOAT_DTYPES, FLOATS, INT_DTYPES, check_fields, check_tensor
 from lenvm_kernels.ops.expand_drafts import check_drafts
 from lenvm_kernels.step.inputs import Sampling, SlotTable, StepBatch, StepConfig
-from lenvm_kernels.types import Drafts
+from lenvm_kernels.types import Drafts, SpanNodes
 from lenvm_kernels.value_model import ImageTokens, ValueModel
 
 
@@ -55,14 +55,16 @@ def check_step(
     *,
     probs: torch.Tensor | None,
     drawn: torch.Tensor | None,
-    span_ended: torch.Tensor | None,
+    spans: SpanNodes | None,
     backend: str,
 ) -> None:
     """Raise unless what a step of so many rows is given of each fits."""
     if drawn is not None:
         check_tensor("drawn", drawn, dtypes=INT_DTYPES, shape=(rows,), device=device)
-    if span_ended is not None:
-        check_tensor("span_ended", span_ended, dtypes=torch.bool, shape=(rows,), device=device)
+    if spans is not None:
+        if not isinstance(spans, SpanNodes):
+            raise TypeError(f"spans must be SpanNodes, got {type(spans).__name__}")
+        check_fields("spans", SpanNodes._fields, spans, (torch.bool, torch.int32), rows, device)
     if probs is not None:
         check_tensor("probs", probs, dtypes=FLOATS[backend], shape=(rows, None), device=device)
 

@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from lenvm_kernels.guidance.params import GuidanceParams
+from lenvm_kernels.guidance.spans import SpanState
 from lenvm_kernels.guidance.table import GuidanceTable
 from lenvm_kernels.ops._common import resolve_backend
 from lenvm_kernels.ops.expand_drafts import expand_drafts
@@ -36,7 +37,7 @@ from lenvm_kernels.step.outputs import StepOutput, lengths_after
 from lenvm_kernels.step.rows import StepTensors
 from lenvm_kernels.step.values import ConstantValues, TrunkValues, ValueSource
 from lenvm_kernels.timing import NO_RECORD, NO_TIMER, StepTimer
-from lenvm_kernels.types import Candidates, Drafts, Mode, ScoredCandidates, StepRequests
+from lenvm_kernels.types import Candidates, Drafts, Mode, ScoredCandidates, SpanNodes, StepRequests
 from lenvm_kernels.value_model import ImageTokens, KVCache, Trunk, ValueModel
 
 
@@ -114,7 +115,7 @@ class GuidedStep:
         *,
         prompt_len: int = 0,
         seed: int = 0,
-        span_ended: bool = False,
+        span: SpanState | None = None,
     ) -> None:
         """Admit a request into a row of the slot table. The device hears of it at the next call.
 
@@ -128,9 +129,7 @@ class GuidedStep:
             stride = params.value_stride or self.config.value_stride
             params = replace(params, token_temperature_scale=known, value_stride=stride)
         self.values.add_request(table_row, params)
-        self.table.add_request(
-            table_row, params, eos_token_ids, prompt_len=prompt_len, seed=seed, span_ended=span_ended
-        )
+        self.table.add_request(table_row, params, eos_token_ids, prompt_len=prompt_len, seed=seed, span=span)
         asked = GuidanceParams() if params is None else params
         for rows, is_one in (
             (self._scaled_rows, asked.token_temperature_scale),
@@ -183,14 +182,14 @@ class GuidedStep:
         return bool(self._span_rows)
 
     @torch.no_grad()
-    def limit_spans(self, logits: torch.Tensor, batch: StepBatch, drafts: Drafts | None = None) -> torch.Tensor | None:
+    def limit_spans(self, logits: torch.Tensor, batch: StepBatch, drafts: Drafts | None = None) -> SpanNodes | None:
         """Keep open spans (``end_token_ids``) from ending the sequence, and end those at their ``hard_limit``.
 
         In ``logits``, in place, before all else that reads them but :meth:`scale_tokens`. Arguments and errors are
         those of :meth:`step`, whose next call follows; it need not follow where nobody is guided.
 
         Returns:
-            The ``span_ended`` of that step; None if no request has a span.
+            The ``spans`` of that step; None if no request has a span.
         """
         if not self.has_spans:
             return None
@@ -200,8 +199,7 @@ class GuidedStep:
             checks.check_drafts(drafts, len(batch.tokens), self.device)
         return self._limit_spans(logits, batch, checks.of_one_dtype(drafts))
 
-    def _limit_spans(self, logits: torch.Tensor | None, batch: StepBatch, drafts: Drafts | None) -> torch.Tensor:
-        """bool, a node: the span has ended there."""
+    def _limit_spans(self, logits: torch.Tensor | None, batch: StepBatch, drafts: Drafts | None) -> SpanNodes:
         return limit_span(
             logits,
             self.table.columns,
@@ -210,6 +208,7 @@ class GuidedStep:
             batch.lengths,
             new_lens=batch.new_lens,
             drafts=drafts,
+            text_breaks=self.config.text_breaks,
             backend=self.config.backend,
         )
 
@@ -271,7 +270,7 @@ class GuidedStep:
         probs: torch.Tensor | None = None,
         drawn: torch.Tensor | None = None,
         verify: str | None = None,
-        span_ended: torch.Tensor | None = None,
+        spans: SpanNodes | None = None,
     ) -> StepOutput:
         """Guide the next token of each request.
 
@@ -297,8 +296,8 @@ class GuidedStep:
                 drawn from their candidates. Such requests have no remaining length without it.
             verify: ``"same_draws"``: take the drafts that were drawn in their place, and the draw after the last of
                 them: the text is the same as without drafts (:func:`verify_drafts`). None: that is the caller's affair.
-            span_ended: bool ``[B]``, with drafts ``[B (1 + D)]``; what :meth:`limit_spans` has returned for this step
-                (None: spans are looked at here, no logits are changed).
+            spans: what :meth:`limit_spans` has returned for this step (None: spans are looked at here, no logits are
+                changed).
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what is accepted.
@@ -315,20 +314,22 @@ class GuidedStep:
         batch = batch.checked(b, device)
         checks.check_states(batch.states, rows, device, self.values.needs_states)
         top_k, top_p, min_p, temperature = sampling.of_nodes(b, nodes, config.vocab_size, device)
-        checks.check_step(rows, device, probs=probs, drawn=drawn, span_ended=span_ended, backend=backend)
+        checks.check_step(rows, device, probs=probs, drawn=drawn, spans=spans, backend=backend)
         drawn = None if drawn is None else drawn.int()
         self.flush()
 
-        if self.has_spans and span_ended is None:
-            span_ended = self._limit_spans(None, batch, drafts)
+        if self.has_spans and spans is None:
+            spans = self._limit_spans(None, batch, drafts)
         requests = self._gather(batch, backend)
         if drafts is not None:
             all_nodes = self._tensors.rows(requests.due.shape[0], nodes).nodes
             requests = expand_drafts(requests, drafts, out=all_nodes, backend=backend)
-        known = self._tensors.rows(b, nodes).nodes
-        if drafts is not None and span_ended is not None:
-            known.guided.logical_and_(~span_ended)
-        table = self.table.columns
+        known, table = self._tensors.rows(b, nodes).nodes, self.table.columns
+        if drafts is not None and spans is not None:
+            # Of a request between two spans what is known is whether it is read on: a draft may begin the next.
+            may_begin = (table.span_start_bits[known.table_rows] != 0) & (table.mode[known.table_rows] != Mode.UNGUIDED)
+            known.guided.logical_or_(may_begin & known.wants_length).logical_and_(~spans.ended)
+            known.generated.copy_(spans.generated)
         candidates = topk_candidates_unchecked(
             scores,
             top_k=top_k,
@@ -364,7 +365,8 @@ class GuidedStep:
 
         wants_length, value_logits = None, z
         if self._value_rows and (sampling.sample or drawn is not None):
-            wants_length, value_logits = known.wants_length, z.masked_fill(scored.alone[:rows, None], 0.0)
+            is_asked = known.wants_length & table.return_values[known.table_rows]
+            wants_length, value_logits = is_asked, z.masked_fill(scored.alone[:rows, None], 0.0)
         guided_probs = reweight_scatter_unchecked(
             candidates,
             value_logits,
@@ -441,7 +443,8 @@ class GuidedStep:
         z = z.view(in_graph, nodes, -1)[:b, :columns, 0].flatten()
         at = table_rows[:, None].expand(-1, columns).flatten()
         found = self.table.remaining_lengths(at, z, tokens.flatten()).view(b, columns)
-        is_asked = known.wants_length[:, None] & (torch.arange(columns, device=device) < new_lens[:, None])
+        is_asked = (known.wants_length & self.table.columns.return_values[table_rows])[:, None]
+        is_asked = is_asked & (torch.arange(columns, device=device) < new_lens[:, None])
         return torch.where(is_asked, found, math.nan).view(batch.tokens.shape)
 
     def warm_up(

@@ -45,10 +45,10 @@ def step_with(engine, rows, sequences, new, base, tokens, parents, *, draws_othe
     scores = torch.stack([torch.zeros(VOCAB) if node is None else base.scores(node) for node in nodes])
     lengths = engine.tensor([len(s) for s in sequences])
     batch = StepBatch(engine.told(sequences, new), engine.tensor(rows), lengths, engine.tensor(new))
-    span_ended = engine.step.limit_spans(scores, batch, drafts)
+    spans = engine.step.limit_spans(scores, batch, drafts)
     options = dict(min_p=0.02, top_p=1.0, temperature=0.8, verify="same_draws") | options
     if tells_ends:
-        options["span_ended"] = span_ended
+        options["spans"] = spans
     if draws_others:
         options["drawn"] = scores.argmax(1)
     return engine.decode(rows, sequences, scores, new=new, drafts=drafts, **options)

@@ -46,7 +46,8 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         "prompt_len": draws.integers("prompt_len", rows, low=0, high=100_000),
         "seed": draws.bits("seed", rows),
         "value_stride": draws.choose("value_stride", rows, values=[1, 1, 2, 3, 2**31 - 1, 0, -2]),
-        "span_ended": draws.chance("span_ended", rows, of=0.2),
+        "span_ended": draws.chance("span_ended", rows, of=0.4),
+        "span_start_bits": draws.choose("span_start_bits", rows, values=[0, 0, 2, 2**30]),
         "faults": draws.integers("faults", rows, low=0, high=9),
     }
     fill(table, table_rows, columns, elsewhere=3)
@@ -112,6 +113,8 @@ def classes(given: Inputs) -> dict[str, Tensor]:
     is_active = given.arguments.get("active", torch.ones_like(table.span_ended[rows]))
     is_guided = (table.mode[rows] != Mode.UNGUIDED) & ~table.span_ended[rows]
     found = {"guided": is_guided, "asks for lengths": table.return_values[rows], "not active": ~is_active}
+    may_begin = (table.mode[rows] != Mode.UNGUIDED) & table.span_ended[rows] & (table.span_start_bits[rows] != 0)
+    found |= {"between two spans": may_begin & ~table.return_values[rows]}
     history = given.arguments.get("history")
     if history is None:
         return found

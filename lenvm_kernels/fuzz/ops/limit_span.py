@@ -1,6 +1,7 @@
-"""``limit_span``: open and ended spans, none, prompts with their end tokens, ends of sequence that end spans, too."""
+"""``limit_span``: spans that begin, end and are ended, by a token or several; none; ends of sequence that end spans."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,13 +12,19 @@ from lenvm_kernels.fuzz.case import Case, dtype_of, fill, slice_of_longer
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops.expand_drafts import DRAFTS, draw_drafts
 from lenvm_kernels.guidance import GuidanceTable
-from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
+from lenvm_kernels.guidance.spans import (
+    MAX_CLOSING_TOKENS,
+    MAX_SPAN_ENDS,
+    MAX_SPAN_TOKENS,
+    SpanPatterns,
+    TokenSequences,
+)
 from lenvm_kernels.ops import limit_span as ops
 from lenvm_kernels.types import GuidanceColumns
 
 SPARE_ROWS = 3  # of the table, which no request of the batch has
 NO_LIMIT = 2**31 - 1
-OTHER_TOKEN = 4  # ends nothing
+OTHER_TOKEN = 4  # ends nothing but lines
 UNTOUCHED = 0.125
 
 OPTIONS: dict[str, list[Any]] = DRAFTS | {
@@ -28,6 +35,7 @@ OPTIONS: dict[str, list[Any]] = DRAFTS | {
     "padding": [0, 5],  # between the rows of logits
     "eos": [1, 3],  # columns of the table
     "table": ["whole", "columns apart"],
+    "text_breaks": [None, 4, 700],
     "slices": [False, True],
     "constants": ["shipped", "small"],
 }
@@ -41,10 +49,10 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     # Tokens that end something, some of which are drafts, too, and some beyond the vocabulary.
     ids = [0, 3, 7, vocab - 1, vocab, vocab + 3, NO_LIMIT]
     table_rows = draws.places("table_rows", rows, SPARE_ROWS)
-    table, prompt_len = _table(draws, rows, table_rows, ids, options["eos"])
+    table = _table(draws, rows, table_rows, vocab, ids, options["eos"])
     # Some prompts are as long as the sequence, or longer.
-    lengths = (prompt_len + draws.integers("generated", rows, low=-2, high=9)).clamp(min=1)
-    is_id = draws.chance("is id", rows, new, of=0.3)
+    lengths = (table.prompt_len[table_rows] + draws.integers("generated", rows, low=-2, high=9)).clamp(min=1)
+    is_id = draws.chance("is id", rows, new, of=0.6)
     per_request = {
         "tokens": torch.where(is_id, draws.choose("tokens", rows, new, values=ids), OTHER_TOKEN),
         "table_rows": table_rows,
@@ -65,48 +73,75 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     arguments: dict[str, Any] = {"logits": logits, "table": columns, **per_request}
     if width:
         arguments["drafts"] = draw_drafts(draws, rows, options)
+    if options["text_breaks"]:
+        arguments["text_breaks"] = draws.choose("text_breaks", options["text_breaks"], values=[0, 0, 1, 2]).to(
+            torch.int8
+        )
     return Inputs(arguments, count)
 
 
-def _table(draws: Draws, rows, table_rows: Tensor, ids: list[int], eos: int) -> tuple[GuidanceTable, Tensor]:
-    """A table, and the prompt lengths of its requests."""
-    device = draws.device
+def _spans(vocab: int) -> list[tuple[TokenSequences, TokenSequences]]:
+    """End and start sequences of requests: none, one or several, of one token or several."""
+    return [
+        ((), ()),
+        (((3,),), ()),
+        (((vocab - 1,), (7,)), ()),
+        (((3, 7),), ()),
+        (((7,),), ((3,),)),
+        (((3, 3), (0,)), ((7, 3),)),
+        (((3, 7, 3), (vocab + 3,), (0,), (vocab,)), ((7,), (vocab - 1, 3))),
+        (((NO_LIMIT,), (0,)), ((vocab + 3,), (3, 0, 3))),
+    ]
 
-    def listed(tokens: Tensor, lens: Tensor) -> Tensor:
-        return torch.where(torch.arange(tokens.shape[1], device=device) < lens[:, None], tokens, -2)
 
+def _padded(lists: Sequence[Sequence[int]], size: int, device: torch.device) -> Tensor:
+    return torch.tensor([[*ids, *[-2] * (size - len(ids))] for ids in lists], device=device)
+
+
+def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], eos: int) -> GuidanceTable:
+    """A table, in which the requests' sequences have come to be of any length, or are shorter than their prompts."""
+    device, spans = draws.device, _spans(vocab)
+    patterns = [SpanPatterns.of(*span) for span in spans]
+    kind = draws.integers("span", rows, low=0, high=len(spans) - 1)
+    closing = draws.choose("closing", rows, values=range(4))
     # Those of a request are different ones.
     order = draws.uniform("eos", rows, len(ids)).argsort(dim=1)[:, :eos]
+    is_eos = torch.arange(eos, device=device) < draws.integers("eos ids", rows, low=0, high=eos)[:, None]
     columns = {
-        "eos_token_ids": listed(
-            torch.tensor(ids, device=device)[order], draws.integers("eos ids", rows, low=0, high=eos)
-        ),
-        "span_end_token_ids": listed(
-            draws.choose("ends", rows, MAX_SPAN_ENDS, values=ids),
-            draws.choose("ends of a span", rows, values=[0, 1, 1, 2, MAX_SPAN_ENDS]),
-        ),
+        "eos_token_ids": torch.where(is_eos, torch.tensor(ids, device=device)[order], -2),
+        "span_end_token_ids": _padded([[end[0] for end in ends] for ends, _ in spans], MAX_SPAN_ENDS, device)[kind],
+        "span_token_ids": _padded([x.token_ids for x in patterns], MAX_SPAN_TOKENS, device)[kind],
+        "closing_token_ids": _padded([[], [3], [5, vocab, 3, 7], [0, 3]], MAX_CLOSING_TOKENS, device)[closing],
+        **{
+            f"span_{name}": torch.tensor([getattr(x, name) for x in patterns], device=device)[kind]
+            for name in ("first_bits", "end_bits", "start_bits")
+        },
         "hard_limit": draws.choose("hard_limit", rows, values=[1, 3, 6, 9, NO_LIMIT, NO_LIMIT]),
-        "prompt_len": draws.integers("prompt_len", rows, low=0, high=20),
+        "hard_limit_grace": draws.choose("grace", rows, values=[0, 0, 1, 3, 9]),
         "allows_eos": draws.chance("allows_eos", rows, of=0.3),
-        "span_ended": draws.chance("span_ended", rows, of=0.2),
+        "prompt_len": draws.integers("prompt_len", rows, low=0, high=20),
+        "span_ended": draws.chance("span_ended", rows, of=0.3),
+        "span_seen": draws.integers("span_seen", rows, low=0, high=25),
+        "span_match": draws.integers("span_match", rows, low=0, high=63),
+        "closing_from": draws.choose("closing_from", rows, values=[-1, -1, -1, 0, 5, 12]),
     }
     table = GuidanceTable(len(table_rows) + SPARE_ROWS, device, max_eos=eos)
     fill(table, table_rows, columns, elsewhere=3)
     spare = torch.ones(len(table), dtype=torch.bool, device=device)
     spare[table_rows] = False
     table.span_ended[spare] = torch.arange(SPARE_ROWS, device=device) % 2 == 0  # what writes them shows
-    return table, columns["prompt_len"]
+    return table
 
 
 def _apart(table: GuidanceColumns) -> GuidanceColumns:
     """The columns that are read, each in memory of its own and with a stride of its own."""
     read = {}
-    for i, name in enumerate(("hard_limit", "prompt_len", "allows_eos", "span_ended")):
-        column = getattr(table, name)[:, None]
-        read[name] = torch.cat([column, *[torch.ones_like(column)] * i], dim=1)[:, 0]
-    for name in ("eos_token_ids", "span_end_token_ids"):
+    for i, name in enumerate(ops._Table._fields):
         column = getattr(table, name)
-        read[name] = torch.nn.functional.pad(column, (0, 1), value=3)[:, : column.shape[1]]
+        if name in ops._LISTS:
+            read[name] = torch.nn.functional.pad(column, (0, 1), value=3)[:, : column.shape[1]]
+        else:
+            read[name] = torch.cat([column[:, None], *[torch.ones_like(column)[:, None]] * i], dim=1)[:, 0]
     return table._replace(**read)
 
 
@@ -117,8 +152,9 @@ def owners(given: Inputs) -> dict[str, Tensor]:
     of_nodes = of_nodes.repeat_interleave(1 + (0 if drafts is None else drafts.token_ids.shape[1]))
     return {
         "ended": of_nodes,
+        "generated": of_nodes,
         "logits": of_nodes,
-        "span_ended": owners_in_table(table_rows, len(table.span_ended)),
+        **dict.fromkeys(ops._WRITTEN, owners_in_table(table_rows, len(table.span_ended))),
     }
 
 
@@ -129,6 +165,8 @@ def classes(given: Inputs) -> dict[str, Tensor]:
     ended = result["span_ended"][table_rows]
     was_ended = table.span_ended[table_rows]
     found = {"no span": ~has_span, "open span": has_span & ~ended, "span ends": has_span & ended & ~was_ended}
+    found |= {"span begins": has_span & was_ended & ~ended}
+    found |= {"end is forced from now on": result["closing_from"][table_rows] > table.closing_from[table_rows]}
     if "logits" in result:
         changed = (result["logits"] - given.arguments["logits"]).nan_to_num(0.0).view(len(table_rows), -1)
         found |= {"end forced": (changed > 1).any(1), "end of sequence excluded": (changed < -1).any(1)}
@@ -139,8 +177,11 @@ OPERATOR = exact_operator(
     ops.limit_span,
     options=OPTIONS,
     inputs=inputs,
-    returns=lambda given: {"ended": (torch.bool, owners(given)["ended"].shape)},
-    writes=("table.span_ended", "logits"),
+    returns=lambda given: {
+        "ended": (torch.bool, owners(given)["ended"].shape),
+        "generated": (torch.int32, owners(given)["ended"].shape),
+    },
+    writes=(*(f"table.{name}" for name in ops._WRITTEN), "logits"),
     owners=owners,
     row_size=lambda options: (1 + options["drafts"]) * (options["vocab"] + options["padding"]),
     row_work=lambda options: 60 + 15 * options["drafts"],
@@ -151,9 +192,8 @@ OPERATOR = exact_operator(
         "tokens": "columns apart",
         "drafts.token_ids": "int32 apart",
         "drafts.parents": "apart",
-        "table.eos_token_ids": "columns apart",
-        "table.span_end_token_ids": "columns apart",
+        "text_breaks": "rows",
     }
-    | {f"table.{name}": "strided" for name in ops._Table._fields[2:]},
+    | {f"table.{name}": "columns apart" if name in ops._LISTS else "strided" for name in ops._Table._fields},
     reads={"table": ops._Table._fields},
 )

@@ -13,7 +13,7 @@ from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, 
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
-from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
+from lenvm_kernels.guidance.spans import MAX_SPAN_ENDS
 from lenvm_kernels.ops import reweight_scatter as ops
 from lenvm_kernels.ops._common import INTERPRETED
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter

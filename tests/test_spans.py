@@ -1,0 +1,158 @@
+"""Where a request stands in its span, as its tokens say: on the host, and on a device that is told them bit by bit."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, SpanState, Thoughts, parse_guidance
+from lenvm_kernels.ops.limit_span import limit_span
+
+THINK, END_OF_THINK, BREAK, TURN, WORD, END = range(90, 96)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "starts", "expected"),
+    [
+        # Qwen3 without thinking: the prompt closes the thought. DeepSeek V3.1 without.
+        ([TURN, WORD, BREAK, THINK, BREAK, END_OF_THINK, BREAK], [], (), (7, 7)),
+        ([TURN, WORD, BREAK, THINK, BREAK, END_OF_THINK, BREAK], [WORD, WORD], (THINK,), (7, 7)),
+        ([WORD, END_OF_THINK], [WORD], (), (2, 2)),
+        # DeepSeek R1 and Qwen3 of July 2025: the prompt opens the thought.
+        ([TURN, WORD, BREAK, THINK, BREAK], [WORD, WORD], (), (5, None)),
+        ([TURN, WORD, BREAK, THINK, BREAK], [WORD, WORD], (THINK,), (5, None)),
+        ([THINK], [WORD, END_OF_THINK, WORD], (THINK,), (1, 3)),
+        # Qwen3: the model does; until then there is none, if it is known what opens one.
+        ([TURN, WORD, BREAK], [THINK, WORD, END_OF_THINK, WORD, END_OF_THINK], (), (3, 6)),
+        ([TURN, WORD, BREAK], [THINK, WORD, END_OF_THINK, WORD, END_OF_THINK], (THINK,), (4, 6)),
+        ([TURN, WORD, BREAK], [WORD, WORD], (THINK,), (3, 3)),
+        ([TURN, WORD, BREAK], [END_OF_THINK], (), (3, 4)),
+        ([TURN, WORD, BREAK], [], (), (3, None)),
+        # Several thoughts.
+        ([TURN], [THINK, WORD, END_OF_THINK, WORD, THINK, WORD], (THINK,), (6, None)),
+        ([TURN, THINK], [THINK, END_OF_THINK, THINK, END_OF_THINK], (THINK,), (5, 6)),
+        # What an earlier turn has thought.
+        ([END_OF_THINK, BREAK, WORD, TURN, BREAK, TURN, WORD, BREAK], [WORD], (), (8, None)),
+        ([END_OF_THINK, TURN, BREAK, WORD, BREAK], [WORD], (), (5, None)),
+        ([THINK, END_OF_THINK, BREAK, WORD, TURN, BREAK, TURN, WORD], [WORD], (THINK,), (8, 8)),
+        ([THINK, BREAK, WORD, END_OF_THINK, TURN, THINK, WORD, BREAK, WORD, WORD], [], (THINK,), (10, None)),
+        # An end of two tokens, one of which the prompt has.
+        ([TURN, WORD], [WORD, END, END, WORD], (), (2, 5)),
+        ([TURN, END], [END, WORD], (), (2, 3)),
+        ([WORD, END, END, BREAK], [WORD], (), (4, 4)),
+        ([], [WORD], (), (0, None)),
+    ],
+)
+def test_where_a_span_begins_and_ends(prompt, output, starts, expected):
+    params = GuidanceParams(end_token_ids=(7, END_OF_THINK, (END, END)), start_token_ids=starts)
+    state = params.span_state(prompt, output)
+    assert (state.begin, state.end) == expected and state.seen == len(prompt) + len(output)
+    assert GuidanceParams().span_state(prompt, output) == SpanState(len(prompt), len(prompt))
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ([1, 1], None),
+        ([1, 1, 5], 5),
+        ([1, 1, 1, 5, 6], 6),
+        ([1, 1, 1, 1, 5], 7),
+        ([1, 1, 1, 1, 1, 5], None),  # the message has begun too late
+        ([1, 5, 6], None),
+        ([1, 1, 5, 1], None),
+        ([1, 1, 5, 6, 7, 9], None),  # the end that was forced has ended it
+    ],
+)
+def test_how_far_a_forced_end_has_come(output, expected):
+    """As its tokens show: the message and the end after it begin within the grace."""
+    params = GuidanceParams(end_token_ids=((7, 9),), hard_limit=2, hard_limit_grace=2, end_message=(5, 6))
+    assert params.closing_token_ids == (5, 6, 7, 9)
+    assert params.span_state([3, 3, 3], output).closing_from == expected
+
+
+def ends_with(tokens, sequences):
+    return any(tokens[-len(s) :] == list(s) for s in sequences)
+
+
+def naive_state(ends, starts, prompt, output):
+    """Of a prompt that leaves a span open unless something begins one: the last place of an end or a start decides."""
+    begin, end = len(prompt), len(prompt) if starts else None
+    tokens = list(prompt)
+    for token in output:
+        tokens.append(token)
+        if end is None and ends_with(tokens, ends):
+            end = len(tokens)
+        elif end is not None and ends_with(tokens, starts):
+            begin, end = len(tokens), None
+    return begin, end
+
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple), max_size=3, unique=True)
+
+
+@given(
+    ends=SEQUENCES.filter(bool),
+    starts=SEQUENCES,
+    output=st.lists(st.integers(0, 2), max_size=24),
+    cuts=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 2)), min_size=24, max_size=24),
+    known=st.integers(0, 24),
+)
+def test_host_and_device_agree(ends, starts, output, cuts, known):
+    """With some tokens told again. The rows of another request, which is told nothing, stay as they are."""
+    params = GuidanceParams(end_token_ids=tuple(ends), start_token_ids=tuple(starts))
+    prompt, known = [9, 9], min(known, len(output))
+    table = GuidanceTable(3, "cpu")
+    table.add_request(1, params, {8}, prompt_len=2, span=params.span_state(prompt, output[:known]))
+    table.add_request(2, params, {8}, prompt_len=2, span=params.span_state(prompt))
+    sequence, at = [*prompt, *output], 2 + known
+    for count, again in cuts:
+        if at == len(sequence):
+            break
+        start, at = max(at - again, 0), min(at + count, len(sequence))
+        told = torch.tensor([[*sequence[start:at], *[7] * 6][:6]])
+        found = limit_span(
+            None,
+            table,
+            told,
+            torch.tensor([1]),
+            torch.tensor([at], dtype=torch.int32),
+            new_lens=torch.tensor([at - start], dtype=torch.int32),
+        )
+        state = params.span_state(prompt, sequence[2:at])
+        assert (state.begin, state.end) == naive_state(ends, starts, prompt, sequence[2:at])
+        assert found.ended.tolist() == [state.end is not None] and found.generated.tolist() == [at - state.begin]
+        columns = (table.prompt_len, table.span_ended, table.span_seen, table.span_match)
+        assert [x[1].item() for x in columns] == [state.begin, state.end is not None, state.seen, state.match]
+    assert [x[2].item() for x in (table.prompt_len, table.span_seen)] == [2, 2]
+
+
+def tokenizer_of(vocab, template=None):
+    """What a tokenizer says: a token a character, but for those of the vocabulary."""
+
+    def encode(given, add_special_tokens):
+        assert not add_special_tokens
+        return [ord(x) for x in given.replace(">\n", "}")]
+
+    return SimpleNamespace(get_vocab=lambda: dict(vocab), chat_template=template, encode=encode)
+
+
+def test_what_a_tokenizer_says_of_thoughts():
+    """Ends of several tokens, with a line break that becomes part of the last; of no model that does not think."""
+    of_one = Thoughts.of(tokenizer_of({"<think>": 3, "</think>": 4}))
+    assert (of_one.ends, of_one.starts, of_one.encode("ab")) == (((4,),), ((3,),), [97, 98])
+    of_several = Thoughts.of(tokenizer_of({}, "{{ '<think>' }} {{ content.split('</think>')[-1] }}"))
+    text = [ord(x) for x in "</think"]
+    assert (
+        of_several.ends == ((*text, ord(">")), (*text, ord("}")), (*text, ord("}"), ord("\n")))
+        and not of_several.starts
+    )
+    none = Thoughts.of(tokenizer_of({}, "{{ content }}"))
+    assert (none.ends, none.starts) == ((), ())
+    params = parse_guidance({"thinking_budget": 8, "end_message": "So", "hard_limit": 5}, thoughts=of_several)
+    assert params.closing_token_ids == (83, 111, *text, ord(">")) and len(params.span_patterns.token_ids) == 25
+    assert parse_guidance({"thinking_budget": 8}, thoughts=of_one) == replace(
+        parse_guidance({"thinking_budget": 8, "end_token_ids": [4]}), start_token_ids=(3,)
+    )
