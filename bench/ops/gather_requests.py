@@ -21,7 +21,7 @@ from lenvm_kernels.reference import gather_requests as reference
 
 LENGTH, HELD = 1000, 16
 BYTES = 8 + 4 + 1  # a request's table row, length and whether it is active
-TABLE_BYTES = 4 + 1 + 4 + 4 + 8 + 4 + 1  # what is read of its row
+TABLE_BYTES = 4 + 1 + 4 + 4 + 8 + 4 + 1 + 4  # what is read of its row
 HISTORY_BYTES = 2 * (8 + 8 + 4) + 4  # its place, step and tokens told, read and written; and those cached, read
 TOKEN_BYTES = 8 + 4  # a new one, read and held
 
@@ -64,7 +64,7 @@ def make_case(device: str, *, B: int, N: int, R: int, new: int, dtype: str) -> C
     table = call.args[0]
     written = sum(x.nbytes for x in call.keywords["out"])
     columns = (table.mode, table.return_values, table.entropy_threshold, table.prompt_len, table.seed)
-    columns += (table.value_stride, table.span_ended, table.faults)
+    columns += (table.value_stride, table.span_ended, table.span_start_bits, table.faults)
     return Case(
         call,
         B * (BYTES + TABLE_BYTES + HISTORY_BYTES + new * TOKEN_BYTES) + written,

@@ -17,14 +17,15 @@ from bench.harness.cases import FLOATS, Benchmark, Case
 from bench.models import VOCAB
 from bench.ops.expand_drafts import chains
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
-from lenvm_kernels.ops.limit_span import limit_span
+from lenvm_kernels.guidance.spans import MAX_CLOSING_TOKENS, MAX_SPAN_TOKENS
+from lenvm_kernels.ops import limit_span as ops
 from lenvm_kernels.reference import limit_span as reference
 
-EOS, ENDS = 2, 1  # tokens of a request that end its sequence, and its span
-BYTES = 8 + 8 + 4  # a request's token, table row and length
-# What is read of a row of the table: the tokens that end something, the limit, the length of the prompt and a switch;
-# and whether the span has ended, read and written.
-TABLE_BYTES = 4 * (EOS + ENDS) + 4 + 4 + 1 + 2
+EOS = 2  # tokens of a request that end its sequence
+BYTES = 8 + 8 + 4 + 1  # a request's token, table row and length, and whether the token ends a line
+# Of a row of the table: the tokens that end the sequence and the span, and those of its patterns and its closing; three
+# columns of bits, two limits and a switch; and where the span stands, read and written.
+TABLE_BYTES = 4 * (EOS + 1 + MAX_SPAN_TOKENS + MAX_CLOSING_TOKENS) + 4 * 3 + 4 * 2 + 1 + 2 * (4 * 4 + 1)
 
 
 def make_call(
@@ -37,12 +38,14 @@ def make_call(
     new: int | None = None,
     index: torch.dtype = torch.int64,
     hard_limit: int = 1,
+    breaks: bool = True,
     room: tuple[int, int] | None = None,
 ) -> partial:
     """A call with logits of ``dtype`` (None: without), and ``new`` tokens of a request (None: one, and no lengths).
 
-    The requests have a chain of ``D`` drafts, whose tokens are ``index`` numbers. With ``room`` for so many end tokens
-    and temperatures of tokens the table is an engine's, and has no request yet."""
+    The requests have a chain of ``D`` drafts, whose tokens are ``index`` numbers. ``breaks``: it is known which tokens
+    end lines. With ``room`` for so many end tokens and temperatures of tokens the table is an engine's, and has no
+    request yet."""
     if room is not None:
         table = GuidanceTable(B, device, max_eos=room[0], max_scaled_tokens=room[1])
     else:
@@ -55,23 +58,33 @@ def make_call(
     options: dict[str, Any] = dict(drafts=chains(B, D, device, index)) if D else {}
     if new is not None:
         options["new_lens"] = torch.ones(B, dtype=torch.int32, device=device)
+    if breaks:
+        options["text_breaks"] = torch.zeros(V, dtype=torch.int8, device=device)
     lengths = torch.full((B,), 1000, dtype=torch.int32, device=device)
-    return partial(limit_span, logits, table, tokens, torch.randperm(B, device=device), lengths, **options)
+    return partial(ops.limit_span, logits, table, tokens, torch.randperm(B, device=device), lengths, **options)
 
 
 def make_case(device: str, *, B: int, D: int, dtype: str) -> Case:
     call = make_call(device, B=B, D=D, dtype=dtype)
     logits, table, tokens, rows, lengths = call.args
-    columns = (table.eos_token_ids, table.span_end_token_ids, table.hard_limit, table.prompt_len, table.allows_eos)
+    columns = [getattr(table, name) for name in ops._Table._fields]
     drafts = call.keywords.get("drafts")
     of_drafts: Any = drafts or (None, None)
-    # Of a node the result, and its logits that are changed, read and written.
-    of_nodes = B * (1 + D) * (1 + 2 * logits.itemsize * (EOS + 1))
+    # Of a node the results, and its logits that are changed, read and written.
+    of_nodes = B * (1 + D) * (1 + 4 + 2 * logits.itemsize * (EOS + 1))
     return Case(
         call,
         B * (BYTES + TABLE_BYTES) + of_nodes + sum(x.nbytes for x in drafts or ()),
         reference=partial(
-            reference.limit_span, logits, *columns, table.span_ended, tokens, None, rows, lengths, *of_drafts
+            reference.limit_span,
+            logits,
+            *columns,
+            tokens,
+            None,
+            rows,
+            lengths,
+            *of_drafts,
+            call.keywords["text_breaks"],
         ),
     )
 
@@ -84,6 +97,7 @@ FORMS |= {
     for D, index in ((1, torch.int32), (4, torch.int64), (15, torch.int64))
 }
 FORMS["limit_span, every size 1"] = dict(B=1, V=1, room=(1, 1))
+FORMS["limit_span without lines"] = dict(_TABLE, breaks=False)
 
 BENCHMARK = Benchmark(
     "limit_span",

@@ -311,6 +311,7 @@ class Guide:
                 prompt_lengths = self.step.predict(sequences) if predicts and self.reads_tokens else None
                 output = self.step.step(scores, sequences, sampling, drawn=drawn, spans=self._spans)
                 if predicts and not self.reads_tokens:  # a trunk has values of candidates only
+                    assert output.remaining_lengths is not None  # somebody asks for them, and a token is drawn
                     prompt_lengths = 1 + output.remaining_lengths
             if self.metrics is not None or wants_values:
                 self._report = StepReport(

@@ -103,7 +103,14 @@ class GuidanceParams:
 
     def span_state(self, prompt: Sequence[int], output: Sequence[int] = ()) -> SpanState:
         """Where the request stands in its span, see :meth:`SpanState.of`."""
-        return SpanState.of(self, prompt, output)
+        return SpanState.of(
+            self.span_patterns,
+            prompt,
+            output,
+            closing=self.closing_token_ids,
+            hard_limit=self.hard_limit,
+            grace=self.hard_limit_grace,
+        )
 
 
 def parse_guidance(

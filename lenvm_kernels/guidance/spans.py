@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from lenvm_kernels.guidance.params import GuidanceParams
+from typing import Any, NamedTuple
 
 MAX_SPAN_ENDS = 4  # sequences that end a span; as many may begin one
 MAX_SPAN_TOKENS = 31  # of all of these: bits of an int32
@@ -54,7 +51,7 @@ class SpanPatterns(NamedTuple):
                 last_bits[kind] |= 1 << len(token_ids) - 1
         for i, token in enumerate(token_ids):
             bits_of[token] = bits_of.get(token, 0) | 1 << i
-        return cls(tuple(token_ids), first_bits, *last_bits, bits_of)
+        return cls(tuple(token_ids), first_bits, last_bits[0], last_bits[1], bits_of)
 
     def after(self, match: int, token: int) -> int:
         """Bits of the tokens that a sequence may be at after ``token``, by those of before."""
@@ -87,14 +84,28 @@ class SpanState:
     closing_from: int | None = None
 
     @classmethod
-    def of(cls, params: GuidanceParams, prompt: Sequence[int], output: Sequence[int] = ()) -> SpanState:
+    def of(
+        cls,
+        patterns: SpanPatterns | None,
+        prompt: Sequence[int],
+        output: Sequence[int] = (),
+        *,
+        closing: Sequence[int] = (),
+        hard_limit: int | None = None,
+        grace: int = 0,
+    ) -> SpanState:
         """That of a request which has generated ``output`` after ``prompt``.
 
         A prompt leaves no span open where an end is within its last :data:`CLOSED_WITHIN` tokens: a chat template that
         is told not to think puts ``<think></think>`` there, and a line break or two. With start sequences it leaves one
         open only where its last start comes after its last end.
+
+        Args:
+            patterns: what begins and ends its spans; None: nothing does.
+            prompt, output: tokens.
+            closing, hard_limit, grace: what is forced when a span has so many tokens, or that many more.
         """
-        begin, patterns = len(prompt), params.span_patterns
+        begin = len(prompt)
         if patterns is None:
             return cls(begin, begin)
         end = None if _leaves_open(patterns, prompt) else begin
@@ -106,9 +117,8 @@ class SpanState:
             elif end is not None and match & patterns.start_bits:
                 begin, end = place, None
         closing_from = None
-        if end is None and params.hard_limit is not None:
-            span = list(output[begin - len(prompt) :])
-            closing_from = _closing_from(params.closing_token_ids, span, params.hard_limit, params.hard_limit_grace)
+        if end is None and hard_limit is not None:
+            closing_from = _closing_from(closing, output[begin - len(prompt) :], hard_limit, grace)
         return cls(
             len(prompt) + len(output),
             begin,

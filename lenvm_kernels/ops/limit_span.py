@@ -454,10 +454,9 @@ def limit_span(
     if not isinstance(table, GuidanceColumns):
         raise TypeError(f"table must be a GuidanceTable, got {type(table).__name__}")
     columns = _Table._make(getattr(table, name) for name in _Table._fields)
-    size = None
+    size = check_tensor("table.eos_token_ids", columns[0], dtypes=torch.int32, shape=(None, None)).shape[0]
     for name, column in zip(_LISTS, columns[: len(_LISTS)], strict=True):
         check_tensor(f"table.{name}", column, dtypes=torch.int32, shape=(size, None), device=device)
-        size = column.shape[0]
         if column.shape[1] == 0:
             raise ValueError(f"table.{name} must have at least one column, got none")
     of_numbers = _Table._fields[len(_LISTS) :], columns[len(_LISTS) :], _TABLE_DTYPES
