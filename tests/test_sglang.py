@@ -48,6 +48,7 @@ from tests.helpers.sglang_server import (
     values_from_scratch,
     write_checkpoints,
 )
+from tests.helpers.spans import LIKELY, SEVERAL, check_several
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +158,22 @@ def test_spans(folder, engine):
     assert any(output[-1] in stops for output in outputs)
     results, _ = engine.generate(prompts, [span | {"allow_eos": True}] * 6, **options)
     assert any(result["output_ids"][-1] in stops and len(result["output_ids"]) < 12 for result in results)
+
+
+def test_several_spans_and_closings(folder, engine):
+    """The value model reads on between two; what it has read is in the radix cache for the next turn."""
+    prompts, guidance = prompts_of(9, 40, 5, seed=17), [GENTLE | asked for asked in SEVERAL]
+    results, steps = engine.generate(prompts, guidance, max_new_tokens=60, logit_bias=LIKELY)
+    assert check_steps(folder, prompts, results, steps) > 60
+    for asked, prompt, result, spans in zip(SEVERAL, prompts, results, (3, 3, 1), strict=True):
+        rows = [row for step in steps for row in step["rows"] if row["rid"] == result["meta_info"]["id"]]
+        statuses = {row["length"]: row["status"] for row in rows}
+        assert check_several(asked, prompt, result["output_ids"], statuses) >= spans
+    longer = [[*prompts[1], *results[1]["output_ids"], 5, 6]]
+    results, steps = engine.generate(longer, [GENTLE])
+    assert results[0]["meta_info"]["cached_tokens"] == 40 + 59 - sglang_guide.MAX_WAITING
+    assert check_steps(folder, longer, results, steps)
+    assert engine.metrics()["fallbacks_total"] == 0
 
 
 def test_the_earlier_of_two_budgets_ends_a_thought(folder, engine):
@@ -519,6 +536,7 @@ SPAN = parse_guidance(GENTLE | {"end_token_ids": [7, 9], "hard_limit": 50})
         (parse_guidance(GENTLE), range(40, 60), 20, 16, 35),  # the step under way has more tokens than are known
         (SPAN, [*range(40, 60), 9, 50, 7, *range(60, 70)], 20, 16, 35),  # 20 tokens before the first that ends it
         (SPAN, range(40, 70), 20, 16, 45),
+        (replace(SPAN, start_token_ids=(8,)), [8, *range(40, 60), 9, 50, 7, *range(60, 66)], 20, 16, 45),  # it reads on
         (parse_guidance({}), range(40, 70), 20, 16, 60),  # no step, and another part of the cache
         (None, range(40, 70), 20, 16, 60),
     ],

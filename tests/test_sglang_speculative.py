@@ -36,6 +36,7 @@ from tests.helpers.sglang_server import (
     write_checkpoints,
     write_eagle,
 )
+from tests.helpers.spans import LIKELY, SEVERAL, check_several
 from tests.helpers.vllm_server import WORDS, save_tokenizer
 
 GUIDANCE = [
@@ -171,6 +172,26 @@ def test_spans_end_among_drafts(folder, engine):
     results, steps = engine.generate(PROMPTS, [span] * len(PROMPTS), **TOKENS | {"max_new_tokens": 40})
     assert check_steps(folder, PROMPTS, results, steps) > 6 * 6
     check_spans(PROMPTS, results, steps, span["end_token_ids"], 11)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("chain", {}),
+        ("ngram", {"algorithm": "NGRAM", "draft": None}),
+        ("tree", {"algorithm": "EAGLE", "draft": "eagle", "shape": TREE}),
+    ],
+)
+def test_several_spans_and_closings(folder, name, more):
+    """Between two the engine verifies as for anybody who is not guided, and the value model reads on."""
+    prompts, guidance = PROMPTS[:3], [GENTLE | asked for asked in SEVERAL]
+    with running_speculation(folder, f"several, {name}", **more) as server:
+        results, steps = server.generate(prompts, guidance, max_new_tokens=60, logit_bias=LIKELY)
+    assert check_steps(folder, prompts, results, steps) > 60
+    for asked, prompt, result, spans in zip(SEVERAL, prompts, results, (3, 3, 1), strict=True):
+        rows = [row for step in steps for row in step["rows"] if row["rid"] == result["meta_info"]["id"]]
+        statuses = {row["length"]: row["status"] for row in rows}
+        assert check_several(asked, prompt, result["output_ids"], statuses) >= spans
 
 
 def test_strides_and_predicted_lengths(folder, engine):

@@ -50,7 +50,7 @@ def test_where_a_span_begins_and_ends(prompt, output, starts, expected):
     params = GuidanceParams(end_token_ids=(7, END_OF_THINK, (END, END)), start_token_ids=starts)
     state = params.span_state(prompt, output)
     assert (state.begin, state.end) == expected and state.seen == len(prompt) + len(output)
-    assert GuidanceParams().span_state(prompt, output) == SpanState(len(prompt), len(prompt))
+    assert GuidanceParams().span_state(prompt, output) == SpanState(state.seen, len(prompt))
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,15 @@ from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import KVCache, ValueModel
 from tests.helpers.models import write_smollm2
 from tests.helpers.sglang_server import ATOL, GENTLE, MODES, STOPS, TARGETS, VOCAB, check_targets, prompts_of
+from tests.helpers.spans import FEW, SEVERAL, check_several
 from tests.helpers.statistics import p_value
 from tests.helpers.trunks import trunk_values, write_random_trunk
 from tests.helpers.vllm_server import NGRAM, PIECES, WORDS, check_steps, running_server, write_checkpoints
 
 ROOT = Path(__file__).parent.parent
 # What begins and ends a thought, for the engine's own budget. Of other words its tokenizer makes several tokens.
+# Fields whose lists of lists are given as JSON text.
+LISTS = ("end_token_ids", "start_token_ids")
 START, END = WORDS.index("<unk>"), WORDS.index("<pad>")
 REASONING = json.dumps({"reasoning_start_str": WORDS[START], "reasoning_end_str": WORDS[END]})
 
@@ -251,6 +254,19 @@ def test_spans(folder, engine, speculating, drafts):
         assert places[-1] < limit or output[limit] == ends[0]
     assert max(places) == limit
     assert any(response["choices"][0]["finish_reason"] == "stop" for response in responses)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_several_spans_and_closings(folder, engine, speculating, drafts):
+    """The value model reads on between two."""
+    server, prompts = speculating if drafts else engine, repeating(18, 9, 20, 5)
+    guidance = [{k: json.dumps(v) if k in LISTS else v for k, v in (GENTLE | asked).items()} for asked in SEVERAL]
+    sequences, _, steps = generate(server, prompts, guidance, max_tokens=60, allowed_token_ids=FEW, temperature=2.0)
+    assert check_steps(folder, sequences, steps) > 40
+    for asked, prompt, sequence, spans in zip(SEVERAL, prompts, sequences, (3, 3, 1), strict=True):
+        rows = [row for row in rows_of(steps) if row["tokens"] == sequence[: len(row["tokens"])]]
+        statuses = {len(row["tokens"]): row["status"] for row in rows}
+        assert check_several(asked, prompt, sequence[len(prompt) :], statuses) >= spans
 
 
 @pytest.mark.parametrize("drafts", [False, True])

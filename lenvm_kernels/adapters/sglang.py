@@ -212,7 +212,6 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
         raise RuntimeError(f"LenVM does not fit this SGLang: it could not hook {', '.join(missing)}")
     engine_signatures.check("sglang")
     options = resolved_view(runner.server_args)  # with the engine's choices for what was not given
-    use_tokenizer(options.tokenizer_path)
     if options.speculative_algorithm not in SPECULATIVE_ALGORITHMS:
         raise ValueError(
             f"speculative_algorithm must be one of {', '.join(map(str, SPECULATIVE_ALGORITHMS))} together with "
@@ -226,6 +225,7 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
         check_pool(runner)
     settings = Settings.from_environment()
     assert settings is not None  # else plugin() would not have hooked the engine
+    use_tokenizer(options.tokenizer_path)
     device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device(runner.device)
     value_model = settings.load_value_model(runner.dtype, device)
     states = load_trunk(settings, runner, options) if settings.has_trunk else None

@@ -105,9 +105,9 @@ class SpanState:
             prompt, output: tokens.
             closing, hard_limit, grace: what is forced when a span has so many tokens, or that many more.
         """
-        begin = len(prompt)
+        begin, seen = len(prompt), len(prompt) + len(output)
         if patterns is None:
-            return cls(begin, begin)
+            return cls(seen, begin)
         end = None if _leaves_open(patterns, prompt) else begin
         match = patterns.at_end_of(prompt)
         for place, token in enumerate(output, len(prompt) + 1):
@@ -119,13 +119,7 @@ class SpanState:
         closing_from = None
         if end is None and hard_limit is not None:
             closing_from = _closing_from(closing, output[begin - len(prompt) :], hard_limit, grace)
-        return cls(
-            len(prompt) + len(output),
-            begin,
-            end,
-            match,
-            None if closing_from is None else begin + closing_from,
-        )
+        return cls(seen, begin, end, match, None if closing_from is None else begin + closing_from)
 
 
 def _leaves_open(patterns: SpanPatterns, prompt: Sequence[int]) -> bool:
