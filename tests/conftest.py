@@ -84,3 +84,11 @@ def site(tmp_path, monkeypatch):
         return folder
 
     return fill
+
+
+@pytest.fixture(scope="module")
+def models():
+    """A value model for guided steps, and what its values have to be."""
+    from tests.helpers.step_models import StepModels  # takes a while
+
+    return StepModels()

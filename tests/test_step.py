@@ -16,13 +16,8 @@ from lenvm_kernels.step import StepBatch, winners
 from lenvm_kernels.types import Mode, Status
 from tests.helpers.engine import GUIDANCE, PROMPTS, TILT, Engine, make_step, random_scores, run_requests
 from tests.helpers.models import EOS, VOCAB
-from tests.helpers.step_models import ATOL, StepModels
+from tests.helpers.step_models import ATOL
 from tests.helpers.watch import Operators, watch_forwards
-
-
-@pytest.fixture(scope="module")
-def models():
-    return StepModels()
 
 
 @pytest.mark.parametrize("commit_winners", [True, False])

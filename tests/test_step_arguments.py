@@ -13,13 +13,7 @@ from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, Ste
 from tests.helpers.drafts import make_drafts
 from tests.helpers.engine import Engine, make_step, random_scores, take_step
 from tests.helpers.models import EOS, VOCAB
-from tests.helpers.step_models import StepModels
 from tests.helpers.wrong_tensors import assert_refuses
-
-
-@pytest.fixture(scope="module")
-def models():
-    return StepModels()
 
 
 def good_step(rows=2):

@@ -9,13 +9,7 @@ from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.types import Status
 from tests.helpers.engine import PROMPTS, TILT, Engine, make_step
 from tests.helpers.models import EOS, VOCAB
-from tests.helpers.step_models import StepModels
 from tests.helpers.watch import watch_forwards
-
-
-@pytest.fixture(scope="module")
-def models():
-    return StepModels()
 
 
 def scores_of(rows, step, end=None):

@@ -20,13 +20,8 @@ from tests.helpers.engine import (
 )
 from tests.helpers.models import VOCAB, random_pair, tiny_value_model, value_model_of
 from tests.helpers.padded_step import pad
-from tests.helpers.step_models import ATOL, StepModels
+from tests.helpers.step_models import ATOL
 from tests.helpers.watch import PeakMemory, no_read_back, watch_forwards
-
-
-@pytest.fixture(scope="module")
-def models():
-    return StepModels()
 
 
 def test_working_bytes_of_a_step_by_hand(models):

@@ -15,16 +15,10 @@ from tests.helpers.engine import GUIDANCE, PROMPTS, TILT, Engine, make_step
 from tests.helpers.models import EOS, VOCAB, tiny_value_model
 from tests.helpers.padded_step import pad
 from tests.helpers.statistics import p_value
-from tests.helpers.step_models import StepModels
 from tests.helpers.watch import PeakMemory, no_read_back, watch_forwards
 
 # Two branches from the root, one of which forks; listed so that no number of a parent is that of its place.
 TREE = [-1, -1, 0, 0, 1, 3]
-
-
-@pytest.fixture(scope="module")
-def models():
-    return StepModels()
 
 
 def likely(base, sequence, parents, rank):

@@ -10,13 +10,6 @@ from lenvm_kernels.types import Mode, Status, TextBreak
 from tests.helpers.drafts import i32, make_drafts
 from tests.helpers.engine import Engine, make_step, run_requests, take_step
 from tests.helpers.models import EOS, VOCAB
-from tests.helpers.step_models import StepModels
-
-
-@pytest.fixture(scope="module")
-def models():
-    return StepModels()
-
 
 CONSTANT_GUIDANCE = [
     {"target_length": 9, "strength": 3},

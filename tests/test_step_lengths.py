@@ -7,13 +7,8 @@ from lenvm_kernels.step import StepBatch
 from lenvm_kernels.types import Status
 from tests.helpers.engine import PROMPTS, TILT, Engine, make_step, random_scores
 from tests.helpers.models import EOS, VOCAB
-from tests.helpers.step_models import ATOL, StepModels
+from tests.helpers.step_models import ATOL
 from tests.helpers.watch import watch_forwards
-
-
-@pytest.fixture(scope="module")
-def models():
-    return StepModels()
 
 
 @pytest.mark.parametrize("commit_winners", [True, False])
