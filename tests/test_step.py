@@ -306,12 +306,9 @@ def test_every_row_gets_what_its_own_request_asked_for(models, commit_winners):
 def test_candidates_of_other_numbers_and_tables(models):
     """Two candidates a row, as many rows as there may be, end-of-sequence ids and scaled tokens up to their limits."""
     step, slots = make_step(models.value, rows=3, max_candidates=2, max_eos=2, max_scaled_tokens=1)
-    engine, rows, guidance = Engine(step, slots), [2, 0, 1], [TILT | {"token_temperature_scale": {8: 2.0}}] * 3
+    rows, guidance, scores = [2, 0, 1], [TILT | {"token_temperature_scale": {8: 2.0}}] * 3, random_scores(3)
     assert (step.max_requests, step.config.score_all) == (3, False)
-    for row, tokens, g in zip(rows, PROMPTS, guidance, strict=False):
-        engine.admit(row, tokens, g, prompt_len=len(tokens), eos={1, EOS})
-    engine.prefill(rows, PROMPTS[:3])
-    scores = random_scores(3)
+    engine = Engine(step, slots).start(rows, PROMPTS[:3], guidance, room=0, eos=[{1, EOS}] * 3)
     output = engine.decode(rows, PROMPTS[:3], scores)
     assert output.probs.shape == (3, 2)
     assert models.assert_guided(output, PROMPTS[:3], guidance, [len(tokens) for tokens in PROMPTS[:3]]) == 6

@@ -342,16 +342,9 @@ def test_verified_tokens_are_distributed_as_the_guided_probabilities_say():
 
 def test_ends_are_candidates_at_every_node(models):
     """Of the request that the node belongs to, whatever row of the table that is."""
-    base = BaseModel()
-    step, slots = make_step(models.value, max_drafts=2)
-    rows = [6, 1]
-    engine = Engine(step, slots)
-    for row, prompt, end in zip(rows, PROMPTS[:2], (50, 60), strict=True):
-        engine.admit(
-            row, [*prompt, *[0] * 8], {"target_length": 9, "min_end_prob": 0}, prompt_len=len(prompt), eos={end}
-        )
-    engine.prefill(rows, PROMPTS[:2])
-    sequences = [list(tokens) for tokens in PROMPTS[:2]]
+    base, rows, sequences = BaseModel(), [6, 1], PROMPTS[:2]
+    engine = Engine(*make_step(models.value, max_drafts=2))
+    engine.start(rows, sequences, [{"target_length": 9, "min_end_prob": 0}] * 2, room=8, eos=[{50}, {60}])
     output = step_with(engine, rows, sequences, [1, 1], base, [[30, 31], [32, 33]], [[-1, 0], [-1, -1]], top_k=2)
     ends = [[token in row for token in (50, 60)] for row in output.candidates.token_ids.tolist()]
     assert ends == [[True, False]] * 3 + [[False, True]] * 3
