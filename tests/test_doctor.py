@@ -165,11 +165,7 @@ def test_vllm_for_cpus_is_of_another_name(site):
 
 
 INTERFACE = "vllm/v1/worker/gpu/sample/logits_processor/interface.py"
-FAKE_VLLM = {
-    "vllm/__init__.py": "",
-    "vllm/triton_utils.py": "HAS_TRITON = False",
-    **stubs("vllm", "0.33.0"),
-}
+FAKE_VLLM = {"vllm/__init__.py": "", "vllm/triton_utils.py": "HAS_TRITON = False", **stubs("vllm", "0.33.0")}
 FAKE_VLLM[INTERFACE] += "class LogitsProcessor:\n    pass\n"
 
 
