@@ -25,9 +25,8 @@ def test_500_steps_of_requests_that_come_and_go(models, commit_winners):
     """Arrivals, departures, aborts, retractions under a pool that is too small, slots and rows used again."""
     generator = torch.Generator().manual_seed(int(commit_winners))
     randint = lambda low, high: torch.randint(low, high, (), generator=generator).item()  # noqa: E731
-    step, slots = make_step(
-        models.value, rows=6, max_len=60, page_size=4, num_pages=30, chunk_tokens=7, commit_winners=commit_winners
-    )
+    sizes = dict(rows=6, max_len=60, page_size=4, num_pages=30, chunk_tokens=7)
+    step, slots = make_step(models.value, commit_winners=commit_winners, **sizes)
     engine = Engine(step, slots)
     waiting, running, steps, scored, retractions, finished = [], {}, 0, 0, 0, 0
 
@@ -42,9 +41,8 @@ def test_500_steps_of_requests_that_come_and_go(models, commit_winners):
         sequences = [r["tokens"] for r in requests]
         scores = torch.randn(len(rows), VOCAB, generator=generator) * 3
         output = engine.decode(rows, sequences, scores)
-        scored += models.assert_guided(
-            output, sequences, [r["guidance"] for r in requests], [r["prompt_len"] for r in requests]
-        )
+        guidance, prompt_lens = ([r[name] for r in requests] for name in ("guidance", "prompt_len"))
+        scored += models.assert_guided(output, sequences, guidance, prompt_lens)
         for request, token in zip(requests, output.tokens.tolist(), strict=True):
             # Now and then what follows is not what was drawn: a stop string, a grammar, another sampler.
             request["tokens"] = [*request["tokens"], randint(0, VOCAB) if token < 0 or randint(0, 8) == 0 else token]
@@ -211,9 +209,8 @@ def test_steps_with_a_cache_in_fp8(models, monkeypatch, commit_winners):
     """Beside steps whose cache is rounded by hand after whatever writes it: the same values and the same tokens.
 
     Candidates and the tokens of a forward itself are not rounded before later forwards read them."""
-    coded, plain = (
-        Engine(*make_step(models.value, rows=4, commit_winners=commit_winners, cache=cache)) for cache in ("fp8", None)
-    )
+    options = dict(rows=4, commit_winners=commit_winners)
+    coded, plain = (Engine(*make_step(models.value, cache=cache, **options)) for cache in ("fp8", None))
     sequences, outputs = run_requests(coded, PROMPTS, GUIDANCE[:4], 9)
     scales = coded.step.cache.key_scales, coded.step.cache.value_scales
     cache = plain.step.cache
@@ -281,9 +278,8 @@ def test_every_row_gets_what_its_own_request_asked_for(models, commit_winners):
         probs = torch.softmax(scores, dim=1)
         before = probs.clone()
         output = engine.decode(rows, sequences, scores, **filters, probs=probs, drawn=drawn)
-        candidates = topk_candidates(
-            scores, **filters, is_logits=True, guided=table.guided, entropy_threshold=table.entropy_threshold
-        )
+        of_rows = dict(guided=table.guided, entropy_threshold=table.entropy_threshold)
+        candidates = topk_candidates(scores, **filters, **of_rows, is_logits=True)
         for name, found, expected in zip(candidates._fields, output.candidates, candidates, strict=True):
             assert torch.equal(found, expected), name
         models.assert_values(output, sequences)

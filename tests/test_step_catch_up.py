@@ -72,9 +72,8 @@ def test_a_row_that_might_end_is_due(models):
     """By one of its own end tokens among its candidates, at whatever step; not by another request's."""
     sequences, guidance, eos = [[9, 10, 11]] * 3, [TILT | {"value_stride": 1000}] * 3, [{EOS}, {EOS, 3}, {3}]
     engine = Engine(*make_step(models.value)).start([5, 2, 0], sequences, guidance, room=9, eos=eos)
-    for number, (tokens, due) in enumerate(
-        [([EOS], [1, 1, 0]), ([3], [0, 1, 1]), ([4], [0, 0, 0]), ([EOS, 3], [1] * 3)]
-    ):
+    of_steps = [([EOS], [1, 1, 0]), ([3], [0, 1, 1]), ([4], [0, 0, 0]), ([EOS, 3], [1] * 3)]
+    for number, (tokens, due) in enumerate(of_steps):
         scores = scores_of(3, number)
         scores[:, tokens] = 1.2
         output = engine.decode([5, 2, 0], sequences, scores, drawn=own_draws(3, number))

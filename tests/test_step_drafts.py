@@ -76,9 +76,8 @@ def test_the_text_is_the_same_with_and_without_drafts(models, options, padded):
             [-1] * 6,
         ][(i + done) % 4]
 
-    drafted, steps = run_drafted(
-        models, rows, prompts, guidance, count, base, [-1, -1, 1, 1, 0, 2], draft, padded, **options
-    )
+    parents = [-1, -1, 1, 1, 0, 2]
+    drafted, steps = run_drafted(models, rows, prompts, guidance, count, base, parents, draft, padded, **options)
     assert drafted == plain
     assert count / 4 < steps < count * 0.8
 
