@@ -84,3 +84,43 @@ def site(tmp_path, monkeypatch):
         return folder
 
     return fill
+
+
+@pytest.fixture(scope="module")
+def models():
+    """A value model for guided steps, and what its values have to be."""
+    from tests.helpers.step_models import StepModels  # takes a while
+
+    return StepModels()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The directory of a tiny base model."""
+    from tests.helpers.models import save_checkpoint
+
+    return save_checkpoint(tmp_path_factory.mktemp("base"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def value(tmp_path_factory):
+    """The directory of a tiny value model."""
+    from tests.helpers.models import save_checkpoint
+
+    return save_checkpoint(tmp_path_factory.mktemp("value"), seed=1, value_head=True)
+
+
+@pytest.fixture
+def lenvm(capsys):
+    """Run the command in this process; returns its exit code, stdout and stderr."""
+    from lenvm_kernels import cli
+
+    def run(*argv):
+        capsys.readouterr()
+        try:
+            code = cli.main([str(argument) for argument in argv])
+        except SystemExit as exit:  # argparse
+            code = exit.code
+        return code, *capsys.readouterr()
+
+    return run

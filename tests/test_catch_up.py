@@ -6,10 +6,7 @@ import torch
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.catch_up import catch_up
 from lenvm_kernels.ops.gather_requests import empty_history, empty_requests, gather_requests
-
-
-def i32(*values):
-    return torch.tensor(values, dtype=torch.int32)
+from tests.helpers.drafts import i32
 
 
 def make_requests(lengths, cached_lens, table_rows, *, new_lens=None, guided=None, wants_length=None, device="cpu"):

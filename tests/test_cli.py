@@ -14,34 +14,9 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerFast
 
 import lenvm_kernels.demo
-from lenvm_kernels import LenVMConfig, cli
+from lenvm_kernels import LenVMConfig
 from lenvm_kernels.guidance.fields import FIELDS
 from tests.helpers.models import WORDS, head_shapes, random_head, save_checkpoint
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("base"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def value(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("value"), seed=1, value_head=True)
-
-
-@pytest.fixture
-def lenvm(capsys):
-    """Run the command in this process; returns its exit code, stdout and stderr."""
-
-    def run(*argv):
-        capsys.readouterr()
-        try:
-            code = cli.main([str(argument) for argument in argv])
-        except SystemExit as exit:  # argparse
-            code = exit.code
-        return code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture

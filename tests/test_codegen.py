@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from bench.kernel_calls import operator_calls, operators
 from bench.kernel_model import Block
 from bench.launches import kernels
 from bench.sass import loops_of
+from tests.helpers.interpreter import run_compiling
 
 GOOD = codegen.Figures(
     model="Qwen2.5-1.5B",
@@ -49,11 +49,8 @@ def test_every_kernel_compiles_into_what_it_should():
 
 
 def compiled_for_sm_90(script):
-    """What a script prints that compiles kernels, in a process without the interpreter."""
-    compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILING + script], env=compiling, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return done.stdout
+    """What a script prints that compiles kernels."""
+    return run_compiling("-c", COMPILING + script)
 
 
 COMPILING = """
@@ -130,10 +127,17 @@ def test_forms_of_launch_have_names_of_their_own():
         assert call.func.__name__ == operator
 
 
+def faults_of(part="sm_90", **changed):
+    """Those of the good figures with changes."""
+    return codegen.faults(part, [replace(GOOD, **changed)])
+
+
 def test_good_figures_have_no_faults():
     for name, kind in (("sm_80", "HMMA"), ("sm_90", "HGMMA"), ("sm_100", "UTCHMMA"), ("gfx942", "mfma")):
-        copies = 0 if name == "gfx942" else 24
-        assert codegen.faults(name, [replace(GOOD, tensor_cores={kind: 16}, async_copies=copies)]) == []
+        assert faults_of(name, tensor_cores={kind: 16}, async_copies=0 if name == "gfx942" else 24) == []
+
+
+ON_THEIR_WAY = "bytes of copies on their way on a multiprocessor"
 
 
 @pytest.mark.parametrize(
@@ -155,22 +159,18 @@ def test_good_figures_have_no_faults():
         ("sm_90", {"asks_before_wait": 0}, "asks for no weights before it waits for earlier launches"),
         ("gfx942", {"batch_dependent_sums": True}, "the layout of a sum depends on the number of requests"),
         ("sm_90", {"waits_for_all": 2}, "2 loops wait for all of their asynchronous copies"),
-        (
-            "sm_90",
-            {"bytes_in_flight": 19_999},
-            "39998 bytes of copies on their way on a multiprocessor, an H200 needs 40000",
-        ),
+        ("sm_90", {"bytes_in_flight": 19_999}, f"39998 {ON_THEIR_WAY}, an H200 needs 40000"),
         (
             "sm_90",
             {"bytes_in_flight": 24_999, "programs": 1},
-            "24999 bytes of copies on their way on a multiprocessor, an H100 needs 25000, an H200 needs 40000",
+            f"24999 {ON_THEIR_WAY}, an H100 needs 25000, an H200 needs 40000",
         ),
         ("sm_90", {"tensor_over_issue": 0.89}, "0.89 tensor cycles for a cycle of issue in its loop, at least 0.9"),
         ("sm_90", {"tensor_over_issue": None}, "None tensor cycles for a cycle of issue in its loop, at least 0.9"),
     ],
 )
 def test_each_fault_is_found(part, change, message):
-    found = codegen.faults(part, [replace(GOOD, **change)])
+    found = faults_of(part, **change)
     assert found[0] == f"{part} Qwen2.5-1.5B _ragged_linear_kernel 1: {message}"
     assert len(found) == 1 or part == "calls"
 
@@ -184,25 +184,22 @@ def test_calls_may_spill_a_little_and_have_to_launch_every_kernel():
 
 def test_angles_may_be_reduced_in_fp64_and_on_the_stack():
     """By the kernel that takes cosines and sines only, and no more than the two functions need."""
-    of_angles = dict(tensor_cores={}, async_copies=0, spilled=32, fp64=6)
-    embed = replace(GOOD, kernel="_embed_tokens_kernel 1", **of_angles)
-    assert codegen.faults("sm_90", [embed]) == []
+    angles = dict(kernel="_embed_tokens_kernel 1", tensor_cores={}, async_copies=0, spilled=32, fp64=6)
+    assert faults_of(**angles) == []
     for change, message in ((dict(spilled=36), "36 bytes spilled"), (dict(fp64=7), "7 instructions in fp64")):
-        (found,) = codegen.faults("sm_90", [replace(embed, **change)])
+        (found,) = faults_of(**angles | change)
         assert found == f"sm_90 Qwen2.5-1.5B _embed_tokens_kernel 1: {message}"
-    found = codegen.faults("sm_90", [replace(embed, kernel="_rope_cache_kernel 1")])
+    found = faults_of(**angles | dict(kernel="_rope_cache_kernel 1"))
     assert [line.partition(": ")[2] for line in found] == ["32 bytes spilled", "6 instructions in fp64"]
 
 
 def test_sums_that_decide_no_branch_may_differ_between_threads():
-    assert (
-        codegen.faults("sm_90", [replace(GOOD, kernel="_value_tree_attention_kernel 1", fused_into_shuffles=3)]) == []
-    )
+    assert faults_of(kernel="_value_tree_attention_kernel 1", fused_into_shuffles=3) == []
 
 
 def test_only_matmuls_of_16_bit_numbers_need_tensor_cores():
     for change in ({"kernel": "_scan_kernel 1"}, {"is_half": False}):
-        assert codegen.faults("sm_90", [replace(GOOD, tensor_cores={}, async_copies=0, **change)]) == []
+        assert faults_of(tensor_cores={}, async_copies=0, **change) == []
 
 
 # A loop of 8 warps with two groups of copies a pass, 8 KB each, and 128 cycles of the tensor cores.
@@ -232,7 +229,7 @@ def test_a_loop_is_read():
     figures = {"loop_instructions": 12, "loop_copies": 4, "loop_wait": 4, "bytes_in_flight": 2 * 4 * 16 * 256}
     assert loop_figures(LOOP) == figures | {"tensor_over_issue": round(128 / 24, 3), "waits_for_all": 0}
     assert loop_figures(["FADD R1, R1, R1", "EXIT"]) == {"bytes_in_flight": 0, "waits_for_all": 0}
-    assert codegen.faults("sm_90", [replace(GOOD, **loop_figures(LOOP))]) == []
+    assert faults_of(**loop_figures(LOOP)) == []
 
 
 def test_a_loop_that_waits_for_all_of_its_copies_is_found_wherever_it_is():
@@ -248,43 +245,38 @@ def test_a_loop_that_waits_for_all_of_its_copies_is_found_wherever_it_is():
     assert loop_figures(LOOP[:12] + moved(shorter, 12))["waits_for_all"] == 1
     assert loop_figures(waiting + moved(shorter, 12))["waits_for_all"] == 2
     assert loop_figures([*LOOP[:13], "@P1 BRA 0x0"])["waits_for_all"] == 0
-    faults = codegen.faults("sm_90", [replace(GOOD, **loop_figures(waiting))])
-    assert faults[0].endswith("1 loops wait for all of their asynchronous copies")
+    assert faults_of(**loop_figures(waiting))[0].endswith("1 loops wait for all of their asynchronous copies")
 
 
 def test_a_loop_with_too_few_stages_is_found():
     """One pass's copies on their way are 16 KB: two programs a multiprocessor are enough for an H100."""
-    (fault,) = codegen.faults("sm_90", [replace(GOOD, **loop_figures([LOOP[0].replace("4", "2"), *LOOP[1:]]))])
-    assert fault.endswith("32768 bytes of copies on their way on a multiprocessor, an H200 needs 40000")
+    (fault,) = faults_of(**loop_figures([LOOP[0].replace("4", "2"), *LOOP[1:]]))
+    assert fault.endswith(f"32768 {ON_THEIR_WAY}, an H200 needs 40000")
 
 
 def test_a_loop_that_its_instructions_bound_is_found():
-    (fault,) = codegen.faults("sm_90", [replace(GOOD, **loop_figures(LOOP[:1] + ["FADD R1, R1, R1"] * 60 + LOOP[1:]))])
+    (fault,) = faults_of(**loop_figures(LOOP[:1] + ["FADD R1, R1, R1"] * 60 + LOOP[1:]))
     assert fault.endswith("0.889 tensor cycles for a cycle of issue in its loop, at least 0.9")
 
 
 def test_widening_may_take_most_of_the_instructions():
     """Of a loop whose weight is in e4m3, to a limit."""
     for ratio, found in ((0.34, 0), (0.32, 1)):
-        assert len(codegen.faults("sm_90", [replace(GOOD, tensor_over_issue=ratio, is_e4m3=True)])) == found
-        assert len(codegen.faults("sm_90", [replace(GOOD, tensor_over_issue=ratio)])) == 1
+        assert len(faults_of(tensor_over_issue=ratio, is_e4m3=True)) == found
+        assert len(faults_of(tensor_over_issue=ratio)) == 1
 
 
 def test_only_what_streams_on_sm_90_needs_copies_in_flight():
     slow = {"bytes_in_flight": 0, "tensor_over_issue": 0.1}
     for kernel in ("_value_tree_attention_kernel 1", "_value_head_kernel 1"):
-        (fault,) = codegen.faults("sm_90", [replace(GOOD, kernel=kernel, **slow)])
-        assert "0 bytes of copies on their way" in fault
-    assert codegen.faults("sm_90", [replace(GOOD, kernel="_scan_kernel 1", **slow)]) == []
-    for subject in ("sm_80", "sm_100"):
-        kind = {"sm_80": "HMMA", "sm_100": "UTCHMMA"}[subject]
-        assert codegen.faults(subject, [replace(GOOD, tensor_cores={kind: 16}, waits_for_all=1, **slow)]) == []
+        (fault,) = faults_of(kernel=kernel, **slow)
+        assert f"0 {ON_THEIR_WAY}" in fault
+    assert faults_of(kernel="_scan_kernel 1", **slow) == []
+    for part, kind in (("sm_80", "HMMA"), ("sm_100", "UTCHMMA")):
+        assert faults_of(part, tensor_cores={kind: 16}, waits_for_all=1, **slow) == []
 
 
-STEP = {
-    "launches": dict(codegen.LIMITS),
-    "milliseconds": {"B 8 H100": 2.0, "B 64 H100": 3.0},
-}
+STEP = {"launches": dict(codegen.LIMITS), "milliseconds": {"B 8 H100": 2.0, "B 64 H100": 3.0}}
 
 
 @pytest.mark.parametrize("name", codegen.LIMITS)
@@ -297,16 +289,17 @@ def test_a_step_may_launch_no_more_than_its_limits(name):
 
 def test_a_step_may_take_five_percent_longer_by_the_model():
     committed = STEP["milliseconds"]
-    for milliseconds, faults in (
-        (2.1, []),
-        (1.0, []),
-        (2.101, ["step B 8 H100: 2.0 ms -> 2.101 ms by bench.step_model"]),
-    ):
+    longer = ["step B 8 H100: 2.0 ms -> 2.101 ms by bench.step_model"]
+    for milliseconds, faults in ((2.1, []), (1.0, []), (2.101, longer)):
         step = STEP | {"milliseconds": committed | {"B 8 H100": milliseconds}}
         assert codegen.step_regressions(step, committed) == faults
-    assert codegen.step_regressions(STEP, {"B 8 H100": 2.0}) == [
-        "step B 64 H100 is not among the committed times: --update writes them"
-    ]
+    (found,) = codegen.step_regressions(STEP, {"B 8 H100": 2.0})
+    assert found == "step B 64 H100 is not among the committed times: --update writes them"
+
+
+def regressions(changed, committed=GOOD):
+    """Those of the good figures with changes."""
+    return codegen.regressions("sm_90", [replace(GOOD, **changed)], [committed])
 
 
 @pytest.mark.parametrize(
@@ -321,8 +314,8 @@ def test_a_step_may_take_five_percent_longer_by_the_model():
     ],
 )
 def test_a_figure_may_get_ten_percent_worse(figure, passes, fails):
-    assert codegen.regressions("sm_90", [replace(GOOD, **{figure: passes})], [GOOD]) == []
-    (found,) = codegen.regressions("sm_90", [replace(GOOD, **{figure: fails})], [GOOD])
+    assert regressions({figure: passes}) == []
+    (found,) = regressions({figure: fails})
     assert found.endswith(f"{figure} {getattr(GOOD, figure)} -> {fails}")
 
 
@@ -330,21 +323,18 @@ def test_figures_of_a_loop_that_one_side_lacks_are_not_compared():
     """Files of before they were read have none of them."""
     without = {name: None for name in ("programs", "bytes_in_flight", "tensor_over_issue", "waits_for_all")}
     old = {name: value for name, value in asdict(GOOD).items() if name not in without}
-    assert codegen.regressions("sm_90", [GOOD], [codegen.Figures(**old)]) == []
-    assert codegen.regressions("sm_90", [replace(GOOD, **without)], [GOOD]) == []
-    (found,) = codegen.regressions(
-        "sm_90", [replace(GOOD, loop_instructions=111)], [replace(GOOD, loop_instructions=100)]
-    )
+    assert regressions({}, codegen.Figures(**old)) == []
+    assert regressions(without) == []
+    (found,) = regressions({"loop_instructions": 111}, replace(GOOD, loop_instructions=100))
     assert found.endswith("loop_instructions 100 -> 111")
 
 
 def test_better_figures_are_no_regression():
-    assert codegen.regressions("sm_90", [replace(GOOD, registers=64, shared=0, occupancy=1.0)], [GOOD]) == []
+    assert regressions(dict(registers=64, shared=0, occupancy=1.0)) == []
 
 
 def test_kernels_on_one_side_only_are_named():
-    found = codegen.regressions("sm_90", [replace(GOOD, kernel="_linear_kernel 1")], [GOOD])
-    assert sorted(found) == [
+    assert sorted(regressions({"kernel": "_linear_kernel 1"})) == [
         "sm_90 Qwen2.5-1.5B _linear_kernel 1 is not among the committed figures: --update writes them",
         "sm_90 Qwen2.5-1.5B _ragged_linear_kernel 1 is no longer compiled but among the committed figures: "
         "--update writes them",

@@ -12,11 +12,11 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from lenvm_kernels import LenVMConfig, cli
+from lenvm_kernels import LenVMConfig
 from lenvm_kernels.demo import MODEL_PACKAGE, held_out_prompts, run
 from lenvm_kernels.demo.models import Models
 from lenvm_kernels.evaluate.measures import Answer, measure
-from tests.helpers.models import EOS, save_checkpoint
+from tests.helpers.models import EOS
 
 SETTINGS = ["base", "shorter", "longer", "hard cut", "eq", "constant", "target"]
 PROMPTS = ["w1 w2 w3", "w4", "w5 w6", "w7 w8 w9 w1"]
@@ -24,9 +24,7 @@ PLAN = run.Plan(prompts=3, max_new_tokens=8, shorter=-500.0, longer=500.0, targe
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    base = save_checkpoint(tmp_path_factory.mktemp("base"), seed=0)
-    value = save_checkpoint(tmp_path_factory.mktemp("value"), seed=1, value_head=True)
+def tiny(base, value):
     return Models.load(base, value, device="cpu", dtype=torch.float32)
 
 
@@ -67,10 +65,10 @@ def test_lengths_and_perplexity_are_those_of_a_plain_forward(tiny, monkeypatch):
     assert len({len(found.ids) for found in answers}) > 1 and any(found.ended for found in answers)
 
 
-def test_the_command_writes_the_table_the_numbers_and_the_plot(tiny_demo, tmp_path, capsys):
+def test_the_command_writes_the_table_the_numbers_and_the_plot(tiny_demo, tmp_path, lenvm):
     numbers, picture = tmp_path / "demo.json", tmp_path / "demo.png"
-    assert cli.main(["demo", "--quick", "--device", "cpu", "--json", str(numbers), "--plot", str(picture)]) == 0
-    text = capsys.readouterr().out
+    code, text, _ = lenvm("demo", "--quick", "--device", "cpu", "--json", numbers, "--plot", picture)
+    assert code == 0
     table = [re.split(r"  +", line) for line in text.splitlines() if line[:10].rstrip() in SETTINGS]
     written = json.loads(numbers.read_text())
     assert [row["setting"] for row in written["settings"]] == [row[0] for row in table] == SETTINGS
@@ -139,9 +137,10 @@ def test_the_real_model(packaged):
 
 @needs_demo_model
 @torch.no_grad()
-def test_exported_models_are_those_of_the_demo(packaged, tmp_path, capsys):
-    assert cli.main(["export", str(tmp_path)]) == 0
-    base, value, trunk = (line.split(": ")[1] for line in capsys.readouterr().out.splitlines())
+def test_exported_models_are_those_of_the_demo(packaged, tmp_path, lenvm):
+    code, text, _ = lenvm("export", tmp_path)
+    base, value, trunk = (line.split(": ")[1] for line in text.splitlines())
+    assert code == 0
     exported = Models.load(base, value, device="cpu", dtype=torch.float32)
     inputs = packaged.encode(["What is the capital of France?"])
     assert torch.equal(exported.encode(["What is the capital of France?"])["input_ids"], inputs["input_ids"])
@@ -164,5 +163,5 @@ def test_exported_models_are_those_of_the_demo(packaged, tmp_path, capsys):
         for of in ((base, trunk), ("demo", "demo-trunk"))
     ]
     assert of_trunk[0].config == of_trunk[1].config and of_trunk[0].config.layers == (30,)
-    assert cli.main(["export", str(tmp_path)]) == 2  # overwrites nothing
-    assert "File exists" in capsys.readouterr().err
+    code, _, error = lenvm("export", tmp_path)
+    assert code == 2 and "File exists" in error  # it overwrites nothing

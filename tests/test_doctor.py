@@ -14,7 +14,7 @@ import triton
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import lenvm_kernels
-from lenvm_kernels import LenVMConfig, cli
+from lenvm_kernels import LenVMConfig
 from lenvm_kernels.doctor import device as gpu
 from lenvm_kernels.doctor import engines, sections
 from lenvm_kernels.doctor.check import OK, WRONG, Check
@@ -36,18 +36,6 @@ def clean_environment(monkeypatch):
 def no_sglang(monkeypatch):
     """As if there were no SGLang, wherever these tests run."""
     hide(monkeypatch, "sglang")
-
-
-@pytest.fixture
-def lenvm_doctor(capsys):
-    """Run the command in this process; returns its exit code, stdout and stderr."""
-
-    def run(*argv):
-        capsys.readouterr()
-        code = cli.main(["doctor", *argv])
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def hide(monkeypatch, package):
@@ -85,12 +73,12 @@ def test_a_sound_installation_has_nothing_wrong(no_sglang):
     assert {"lenvm-kernels", "python", *required, *of_engines} <= set(names)
 
 
-def test_json_says_what_the_lines_say(no_sglang, monkeypatch, lenvm_doctor):
+def test_json_says_what_the_lines_say(no_sglang, monkeypatch, lenvm):
     monkeypatch.setenv("LENVM_DTPYE", "float16")
     monkeypatch.setattr(gpu, "OPERATORS", {})  # their milliseconds differ
     monkeypatch.setitem(sections.SECTIONS, "kernels", lambda: [Check("kernel", OK, "fine")])
-    code, text, error = lenvm_doctor()
-    json_code, printed, json_error = lenvm_doctor("--json")
+    code, text, error = lenvm("doctor")
+    json_code, printed, json_error = lenvm("doctor", "--json")
     assert (code, error) == (json_code, json_error) == (1, "")
     found = json.loads(printed)
     assert found.pop("ok") is False
@@ -107,12 +95,12 @@ def test_json_says_what_the_lines_say(no_sglang, monkeypatch, lenvm_doctor):
 
 
 @pytest.mark.parametrize(("marks", "code"), [(["ok", "missing"], 0), (["ok", "wrong", "missing"], 1)])
-def test_only_what_is_wrong_fails(marks, code, monkeypatch, lenvm_doctor):
+def test_only_what_is_wrong_fails(marks, code, monkeypatch, lenvm):
     checks = [Check(mark, mark, "") for mark in marks]
     monkeypatch.setattr(sections, "SECTIONS", {"one": lambda: checks})
-    assert lenvm_doctor()[0] == code
-    assert lenvm_doctor("--json")[0] == code
-    assert json.loads(lenvm_doctor("--json")[1])["ok"] is (code == 0)
+    assert lenvm("doctor")[0] == code
+    assert lenvm("doctor", "--json")[0] == code
+    assert json.loads(lenvm("doctor", "--json")[1])["ok"] is (code == 0)
 
 
 def test_a_section_that_breaks_is_a_check(monkeypatch):
@@ -177,11 +165,7 @@ def test_vllm_for_cpus_is_of_another_name(site):
 
 
 INTERFACE = "vllm/v1/worker/gpu/sample/logits_processor/interface.py"
-FAKE_VLLM = {
-    "vllm/__init__.py": "",
-    "vllm/triton_utils.py": "HAS_TRITON = False",
-    **stubs("vllm", "0.33.0"),
-}
+FAKE_VLLM = {"vllm/__init__.py": "", "vllm/triton_utils.py": "HAS_TRITON = False", **stubs("vllm", "0.33.0")}
 FAKE_VLLM[INTERFACE] += "class LogitsProcessor:\n    pass\n"
 
 

@@ -8,25 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from lenvm_kernels import cli
 from lenvm_kernels.demo.models import Models
 from lenvm_kernels.evaluate import run
 from lenvm_kernels.evaluate.measures import Answer, bootstrap, measure, repeated_4grams
 from lenvm_kernels.evaluate.plan import Setting, default_limit, settings_of
 from tests.helpers.fake_engine import fake_engines
-from tests.helpers.models import EOS, save_checkpoint
+from tests.helpers.models import EOS
 
 PROMPTS = ["w1 w2 w3", "w4", "w5 w6", "w7 w8 w9 w1", "w3 w3"]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("base"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def value(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("value"), seed=1, value_head=True)
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +24,15 @@ def tiny(base):
 
 
 @pytest.fixture
-def evaluate(base, value, tmp_path, capsys):
+def evaluate(base, value, tmp_path, lenvm):
     """Run the command on tiny models and few prompts; gives its exit code, its stderr and the directory."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
 
     def start(*argv, value=value, folder="out", targets=("4", "7")):
         arguments = ["evaluate", base, value, "--prompts", prompts, "--targets", *targets, "--seeds", 0, 3, "--rows", 2]
-        code = cli.main([str(a) for a in (*arguments, "--device", "cpu", "--output", tmp_path / folder, *argv)])
-        return code, capsys.readouterr().err, tmp_path / folder
+        code, _, error = lenvm(*arguments, "--device", "cpu", "--output", tmp_path / folder, *argv)
+        return code, error, tmp_path / folder
 
     return start
 
@@ -343,18 +332,15 @@ def test_what_a_server_refuses_is_told(evaluate, served, broken, named):
         (["--device", "abacus"], "--device"),
     ],
 )
-def test_a_bad_flag_is_named(evaluate, argv, named, capsys):
-    try:
-        code, error, _ = evaluate(*argv)
-    except SystemExit as exit:  # argparse
-        code, error = exit.code, capsys.readouterr().err
+def test_a_bad_flag_is_named(evaluate, argv, named):
+    code, error, _ = evaluate(*argv)
     assert code == 2 and named in error.splitlines()[-1]
 
 
-def test_bad_models_and_servers_are_named(evaluate, served, base, tmp_path):
+def test_bad_models_and_servers_are_named(evaluate, lenvm, served, tmp_path):
     code, error, folder = evaluate(value="nowhere")
     assert code == 2 and "VALUE must be a directory" in error and not folder.exists()
-    assert cli.main(["evaluate", "nowhere", "none", "--output", str(tmp_path / "b")]) == 2
+    assert lenvm("evaluate", "nowhere", "none", "--output", tmp_path / "b")[0] == 2
     assert not (tmp_path / "b").exists()
     assert "value_constraint" in evaluate("--guidance", '{"value_constraint": "eq"}', value="none", folder="c")[1]
     _, url = served("another")

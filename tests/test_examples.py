@@ -16,11 +16,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lenvm_kernels import GuidanceTable, cli, parse_guidance
+from lenvm_kernels import GuidanceTable, parse_guidance
 from lenvm_kernels.fuzz.case import Case
 from lenvm_kernels.fuzz.check import operators
 from lenvm_kernels.ops.topk_candidates import topk_candidates
-from tests.helpers.models import EOS, save_checkpoint
+from tests.helpers.models import EOS
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # What transformers_generate.py and engine_loop.py print of a request.
@@ -40,10 +40,8 @@ def run(monkeypatch, capsys):
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
+def checkpoints(base, value):
     """The arguments that name a tiny base model and a tiny value model."""
-    base = save_checkpoint(tmp_path_factory.mktemp("base"), seed=0)
-    value = save_checkpoint(tmp_path_factory.mktemp("value"), seed=1, value_head=True)
     return "--model", base, "--value-model", value
 
 
@@ -109,15 +107,15 @@ def test_draft_loop(run, checkpoints, tmp_path):
 
 
 @pytest.mark.parametrize("setting", [{"dtype": "float32"}, {"dtype": "bfloat16", "token_rows": "int32", "size": 100}])
-def test_fuzz_own_kernel(setting, tmp_path, monkeypatch, capsys):
+def test_fuzz_own_kernel(setting, tmp_path, monkeypatch, lenvm):
     """The command in its docstring, on a case of few rows."""
     monkeypatch.chdir(EXAMPLES)
     options = {option: values[0] for option, values in operators()["value_head"].options.items()} | setting
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(json.dumps(Case("value_head", 3, tuple(range(6)), options).to_json()) + "\n")
     command = re.search(r"^    lenvm (fuzz .*)$", (EXAMPLES / "fuzz_own_kernel.py").read_text(), re.MULTILINE)[1]
-    assert cli.main([*command.split(), "--seconds", "1e-9", "--corpus", str(corpus)]) == 0
-    assert "1 cases (1 from the corpus), 6 rows" in capsys.readouterr().out
+    code, out, _ = lenvm(*command.split(), "--seconds", "1e-9", "--corpus", corpus)
+    assert code == 0 and "1 cases (1 from the corpus), 6 rows" in out
 
 
 def test_fork_guidance(monkeypatch):

@@ -93,11 +93,3 @@ def good_arguments():
 def test_errors_name_the_argument(name, value, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         expand_drafts(**good_arguments() | {name: value})
-
-
-@pytest.mark.parametrize("rows", [0, 3])
-def test_no_request_has_drafts(device, backend, rows):
-    requests = make_requests(rows, device=device)
-    nodes = expand_drafts(requests, random_drafts(0, 2, device=device), backend=backend)
-    assert nodes.guided.tolist() == [x for guided in requests.guided.tolist() for x in (guided, False, False)]
-    assert nodes.seeds.tolist() == requests.seeds.repeat_interleave(3).tolist()

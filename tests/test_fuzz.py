@@ -4,12 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
-from lenvm_kernels import cli
 from lenvm_kernels.fuzz import OPERATORS
 from lenvm_kernels.fuzz.case import VERSION, Case, CaseError
 from lenvm_kernels.fuzz.check import operators
@@ -33,18 +33,10 @@ MORE = {("ties", "reweight_scatter"): ("--only", "rows=usual", "scatter=False", 
 
 
 @pytest.fixture
-def fuzz(capsys, tmp_path, monkeypatch):
+def fuzz(lenvm, tmp_path, monkeypatch):
     """Run the command in this process and an empty directory; returns its exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        try:
-            code = cli.main(["fuzz", *map(str, arguments)])
-        except SystemExit as exit:
-            code = exit.code
-        return code, *capsys.readouterr()
-
-    return run
+    return partial(lenvm, "fuzz")
 
 
 @pytest.mark.parametrize(("fault", "name"), PLANTED)

@@ -5,10 +5,7 @@ import torch
 
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.gather_requests import empty_history, empty_requests, gather_requests
-
-
-def i32(*values):
-    return torch.tensor(values, dtype=torch.int32)
+from tests.helpers.drafts import i32
 
 
 def i64(*values):

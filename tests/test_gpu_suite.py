@@ -71,14 +71,8 @@ def run(make_case, shapes, path, **changed):
 
 
 def test_shapes_have_the_production_point_first_and_nothing_twice():
-    benchmark = Benchmark(
-        "made_up",
-        None,
-        {"B": 64, "V": 9},
-        {"B": [1, 64], "V": [5, 9]},
-        [{"B": 1, "V": 5}, {"V": 5}],
-        ({"B": 2}, {"V": 7}),
-    )
+    axes, more, quick = {"B": [1, 64], "V": [5, 9]}, [{"B": 1, "V": 5}, {"V": 5}], ({"B": 2}, {"V": 7})
+    benchmark = Benchmark("made_up", None, {"B": 64, "V": 9}, axes, more, quick)
     shapes = [{"B": 64, "V": 9}, {"B": 1, "V": 9}, {"B": 64, "V": 5}, {"B": 1, "V": 5}]
     assert benchmark.shapes() == shapes
     assert benchmark.shapes(quick=True) == [{"B": 2, "V": 9}, {"B": 2, "V": 7}]
@@ -126,9 +120,8 @@ def test_ours_come_first_and_what_is_compiled_last(times, monkeypatch, tmp_path,
 
     def make_case(shape):
         reference = None if shape["B"] == 3 else call(f"reference {shape['B']}")
-        return Case(
-            call(f"ours {shape['B']}"), 10, peers={"peer": lambda: call(f"peer {shape['B']}")}, reference=reference
-        )
+        peers = {"peer": lambda: call(f"peer {shape['B']}")}
+        return Case(call(f"ours {shape['B']}"), 10, peers=peers, reference=reference)
 
     monkeypatch.setattr(cases.pytorch, "compiled", lambda reference: call("compiled"))
     monkeypatch.setattr(Benchmark, "compiles", lambda self, shape, device: shape["B"] != 2)
@@ -165,9 +158,8 @@ def test_a_cpu_has_no_cold_shares_and_ratios():
 
 
 def test_the_larger_of_the_two_floors(times, tmp_path):
-    status, results = run(
-        lambda _: Case(lambda: (1.0, 1.0), 10**12, 10**12), [{"dtype": "float32"}], tmp_path / "r.json"
-    )
+    case = Case(lambda: (1.0, 1.0), 10**12, 10**12)
+    status, results = run(lambda _: case, [{"dtype": "float32"}], tmp_path / "r.json")
     assert status == 0 and results.cases[0].floor == pytest.approx(1.0)
 
 
@@ -585,9 +577,8 @@ def test_outcomes_of_tests_and_of_a_run_cut_short(tmp_path):
     assert set(found.failures) == {"test_made_up.py::test_fails[2]", "test_made_up.py::test_without_set_up"}
     lines = (tmp_path / "outcomes.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "cut.jsonl").write_text("".join(lines[:3]) + lines[3][:10])
-    assert summarize(tmp_path / "cut.jsonl").total() == replace(
-        Counts(passed=2, not_run=3), seconds=pytest.approx(0, abs=5)
-    )
+    expected = Counts(passed=2, not_run=3, seconds=pytest.approx(0, abs=5))
+    assert summarize(tmp_path / "cut.jsonl").total() == expected
     none = summarize(tmp_path / "none.jsonl")
     assert none.modules == {} and none.total() == Counts()
 
@@ -647,10 +638,8 @@ def test_tables_of_synthetic_results():
     text = reporting.summary(suite, {"value_head": results})
     assert "python -m bench.x" in text and "NVIDIA H200, 2026-11-21; torch 2.11.0, triton 3.6.0, Python 3.12.3" in text
     assert "| value_head | 4 of 5 cases | 3 | value_head.txt |" in text
-    assert (
-        "| A | 64 | bfloat16 | 10.0 | 20.0 | 3% | 10.00 | 1.00 | 10.0 | 100% | 50% | 2.50 / 3.00 | 0.75 / 1.00 e "
-        "| 0.80 / 0.80 | 0.20 / 0.20 | absent |"
-    ) in text
+    row = "| A | 64 | bfloat16 | 10.0 | 20.0 | 3% | 10.00 | 1.00 | 10.0 | 100% | 50% | 2.50 / 3.00 | 0.75 / 1.00 e "
+    assert row + "| 0.80 / 0.80 | 0.20 / 0.20 | absent |" in text
     assert "- left out, out of time: 1 of 5 cases" in text and "DRY RUN" not in text
     assert "base alone 16 us, with the step 20 us (+25.0%); the step alone is 25.0% of the base (cold)" in text
     short = reporting.short_table(suite, {"value_head": results})
@@ -662,10 +651,8 @@ def test_tables_of_synthetic_results():
 def test_a_plot_has_the_axes_that_were_swept(tmp_path):
     results = synthetic()
     axes = reporting.swept_axes(results.cases)
-    assert {axis: [entry.shape[axis] for entry in line] for axis, line in axes.items()} == {
-        "model": ["A", "B"],
-        "M": [1, 8, 64],
-    }
+    swept = {axis: [entry.shape[axis] for entry in line] for axis, line in axes.items()}
+    assert swept == {"model": ["A", "B"], "M": [1, 8, 64]}
     assert reporting.plot(results, tmp_path / "plot.png") and (tmp_path / "plot.png").stat().st_size > 10_000
     del results.cases[1:]
     assert not reporting.plot(results, tmp_path / "none.png")

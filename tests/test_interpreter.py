@@ -1,7 +1,5 @@
 """Triton's interpreter as this package repairs it: a matmul's bits are the same on every machine and in every batch."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -12,10 +10,9 @@ from triton.runtime.interpreter import InterpreterBuilder
 from lenvm_kernels.fuzz.case import Case
 from lenvm_kernels.fuzz.check import check, operators
 from tests.helpers import planted_dot
+from tests.helpers.interpreter import needs_interpreter
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="is of Triton's interpreter; here the kernels are compiled"
-)
+pytestmark = needs_interpreter
 M, K, N = 16, 64, 32
 
 

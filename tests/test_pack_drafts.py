@@ -109,20 +109,12 @@ def test_many_candidates(device, backend, columns):
     """Of two nodes; the draft is the last candidate of the first node."""
     token_ids = torch.arange(2 * columns).view(2, columns)
     drafts = make_drafts([[columns - 1]], [[-1]], device=device)
-    trees = pack_drafts(make_scored(token_ids, [columns] * 2, device=device), drafts, backend=backend)
+    scored, trees = make_scored(token_ids, [columns] * 2, device=device), empty_trees(1, 1, columns, device)
+    assert pack_drafts(scored, drafts, out=trees, backend=backend) is trees
     assert trees.columns.flatten().tolist() == [*range(1, columns), 0, *range(columns, 2 * columns)]
     assert trees.token_ids.tolist() == [[columns - 1, *range(columns - 1), *range(columns, 2 * columns), -1]]
     assert trees.parents.tolist() == [[-1] * columns + [0] * columns + [-1]]
     assert trees.counts.tolist() == [2 * columns] and trees.token_ids.shape[1] == tree_columns(1, columns)
-
-
-@pytest.mark.parametrize("rows", [0, 1])
-def test_no_request_has_drafts(device, backend, rows):
-    drafts, out = make_drafts(torch.empty(0, 2), torch.empty(0, 2), device=device), empty_trees(rows, 2, 2, device)
-    token_ids = torch.tensor([[8, 5], [1, 2], [3, 4]]).repeat(rows, 1)
-    scored = make_scored(token_ids, [2, 0, 0] * rows, device=device)
-    assert pack_drafts(scored, drafts, out=out, backend=backend) is out
-    assert out.token_ids.tolist() == [[8, 5, *[-1] * 6]] * rows and out.counts.tolist() == [2] * rows
 
 
 @pytest.mark.parametrize(

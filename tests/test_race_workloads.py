@@ -4,7 +4,6 @@
 from each other everywhere: a kernel that mixes them up touches what belongs to another program.
 """
 
-import os
 import random
 import sys
 from collections import Counter
@@ -27,15 +26,13 @@ from lenvm_kernels.step import GuidedStep, StepBatch, StepConfig
 from lenvm_kernels.value_model import Trunk, ValueModelConfig
 from tests.helpers.drafts import random_drafts
 from tests.helpers.engine import Engine, take_step
+from tests.helpers.interpreter import needs_interpreter
 from tests.helpers.models import TINY, random_model
 from tests.helpers.padded_step import PaddedStep
 from tests.helpers.races import check_races
 from tests.helpers.trunks import model_sizes, write_random_trunk
 
-pytestmark = [
-    pytest.mark.races,
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="here the kernels are compiled"),
-]
+pytestmark = [pytest.mark.races, needs_interpreter]
 
 OPERATORS = operators()
 CASES, MOST_ROWS = 16, 12  # of an operator; requests of a case
@@ -173,19 +170,21 @@ def guided_step(step_class, k):
             chosen,
             lengths[chosen],
             top_k=i32([0, 5, k][number % 3 : number % 3 + 1] * b),
-            top_p=torch.full((b,), 0.98),
-            min_p=torch.full((b,), 1e-3),
-            temperature=torch.full((b,), 0.9),
-            is_logits=True,
             probs=probs,
-            sample=True,
             drawn=torch.randint(VOCAB, (b,), generator=generator),
+            **sampling_of(b),
         )
         results += [output.candidates.token_ids, output.candidates.probs, output.value_logits, output.probs]
         results += [output.tokens, output.remaining_lengths] + ([] if probs is None else [probs])
         last[chosen.long()] = output.tokens.int()
         lengths[chosen.long()] += 1
     return [*results, step.cache.keys, step.cache.values, step.table.faults]
+
+
+def sampling_of(requests):
+    """What each of so many requests samples by, but for ``top_k``."""
+    filters = dict(top_p=0.98, min_p=1e-3, temperature=0.9)
+    return dict(is_logits=True, sample=True) | {name: torch.full((requests,), x) for name, x in filters.items()}
 
 
 def drafted_step(step_class, k):
@@ -225,14 +224,10 @@ def drafted_step(step_class, k):
             lengths[chosen],
             new_lens=new_lens[chosen],
             top_k=i32([5, k][number : number + 1] * b),
-            top_p=torch.full((b,), 0.98),
-            min_p=torch.full((b,), 1e-3),
-            temperature=torch.full((b,), 0.9),
-            is_logits=True,
-            sample=True,
             drawn=torch.randint(VOCAB, (nodes,), generator=generator),
             drafts=drafts,
             verify="same_draws",
+            **sampling_of(b),
         )
         results += [output.candidates.token_ids, output.candidates.probs, output.value_logits, output.probs]
         results += [output.tokens, output.remaining_lengths, *output.verified]
@@ -263,14 +258,10 @@ def trunk_step(trunk):
             lengths[chosen],
             states=torch.randn(nodes, trunk.config.state_size, generator=generator),
             top_k=i32([4, 3][number : number + 1] * len(chosen)),
-            top_p=torch.full((len(chosen),), 0.98),
-            min_p=torch.full((len(chosen),), 1e-3),
-            temperature=torch.full((len(chosen),), 0.9),
-            is_logits=True,
-            sample=True,
             drawn=torch.randint(VOCAB, (nodes,), generator=generator),
             drafts=random_drafts(len(chosen), width, seed=number, tokens=VOCAB),
             verify="same_draws",
+            **sampling_of(len(chosen)),
         )
         results += [output.candidates.token_ids, output.value_logits, output.probs, output.tokens]
         lengths[chosen] += output.verified.lens

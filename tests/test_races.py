@@ -1,17 +1,14 @@
 """The race checker: every planted fault is found, and nothing else is."""
 
-import os
-
 import pytest
 import torch
 import triton
 import triton.language as tl
 
+from tests.helpers.interpreter import needs_interpreter
 from tests.helpers.races import LaunchChecker, check_races
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="changes Triton's interpreter; here the kernels are compiled"
-)
+pytestmark = needs_interpreter
 
 
 @triton.jit

@@ -1,7 +1,6 @@
 """Ragged linear: the reference against torch.nn, weights in 8 bits, tiles, and what is left alone."""
 
 import math
-import os
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from lenvm_kernels.fuzz.ops.ragged_linear import CONSTANTS, exact, make_inputs
 from lenvm_kernels.ops import _ragged_linear
 from lenvm_kernels.ops import ragged_linear as ops
 from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
+from tests.helpers.interpreter import needs_interpreter
 from tests.helpers.matches import assert_matches
 from tests.helpers.memory import GuardedMemory
 
@@ -343,7 +343,7 @@ def _asking_kernel(
     _ragged_linear._prefetch_weight(weight_ptr, K, N, SWIGLU, STRIDE, SPLITS, SPLIT_LEN, PREFETCH_LEN, BLOCK_N)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter marks what a GPU prefetches")
+@needs_interpreter  # which marks what a GPU prefetches
 @pytest.mark.parametrize(
     ("dtype", "size", "outputs", "swiglu", "splits", "length"),
     [

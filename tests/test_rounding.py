@@ -1,18 +1,15 @@
 """The interpreter with a GPU's rounding errors: as large as they should be, and no larger."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 
+from tests.helpers.interpreter import needs_interpreter
 from tests.helpers.rounding import gpu_rounding
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="changes Triton's interpreter; here the kernels are compiled"
-)
+pytestmark = needs_interpreter
 SIZE = 4096
 
 

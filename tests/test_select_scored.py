@@ -6,12 +6,9 @@ import torch
 from lenvm_kernels.ops.gather_requests import empty_requests
 from lenvm_kernels.ops.select_scored import empty_scored, select_scored
 from lenvm_kernels.types import Candidates, Status
+from tests.helpers.drafts import i32
 
 UNGUIDED, GUIDE, SINGLE, SKIP, NOT_DUE = (int(status) for status in Status)
-
-
-def i32(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def make_candidates(token_ids, counts, status, device="cpu"):

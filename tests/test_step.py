@@ -16,13 +16,8 @@ from lenvm_kernels.step import StepBatch, winners
 from lenvm_kernels.types import Mode, Status
 from tests.helpers.engine import GUIDANCE, PROMPTS, TILT, Engine, make_step, random_scores, run_requests
 from tests.helpers.models import EOS, VOCAB
-from tests.helpers.step_models import ATOL, StepModels
+from tests.helpers.step_models import ATOL
 from tests.helpers.watch import Operators, watch_forwards
-
-
-@pytest.fixture(scope="module")
-def models():
-    return StepModels()
 
 
 @pytest.mark.parametrize("commit_winners", [True, False])
@@ -30,9 +25,8 @@ def test_500_steps_of_requests_that_come_and_go(models, commit_winners):
     """Arrivals, departures, aborts, retractions under a pool that is too small, slots and rows used again."""
     generator = torch.Generator().manual_seed(int(commit_winners))
     randint = lambda low, high: torch.randint(low, high, (), generator=generator).item()  # noqa: E731
-    step, slots = make_step(
-        models.value, rows=6, max_len=60, page_size=4, num_pages=30, chunk_tokens=7, commit_winners=commit_winners
-    )
+    sizes = dict(rows=6, max_len=60, page_size=4, num_pages=30, chunk_tokens=7)
+    step, slots = make_step(models.value, commit_winners=commit_winners, **sizes)
     engine = Engine(step, slots)
     waiting, running, steps, scored, retractions, finished = [], {}, 0, 0, 0, 0
 
@@ -47,9 +41,8 @@ def test_500_steps_of_requests_that_come_and_go(models, commit_winners):
         sequences = [r["tokens"] for r in requests]
         scores = torch.randn(len(rows), VOCAB, generator=generator) * 3
         output = engine.decode(rows, sequences, scores)
-        scored += models.assert_guided(
-            output, sequences, [r["guidance"] for r in requests], [r["prompt_len"] for r in requests]
-        )
+        guidance, prompt_lens = ([r[name] for r in requests] for name in ("guidance", "prompt_len"))
+        scored += models.assert_guided(output, sequences, guidance, prompt_lens)
         for request, token in zip(requests, output.tokens.tolist(), strict=True):
             # Now and then what follows is not what was drawn: a stop string, a grammar, another sampler.
             request["tokens"] = [*request["tokens"], randint(0, VOCAB) if token < 0 or randint(0, 8) == 0 else token]
@@ -216,9 +209,8 @@ def test_steps_with_a_cache_in_fp8(models, monkeypatch, commit_winners):
     """Beside steps whose cache is rounded by hand after whatever writes it: the same values and the same tokens.
 
     Candidates and the tokens of a forward itself are not rounded before later forwards read them."""
-    coded, plain = (
-        Engine(*make_step(models.value, rows=4, commit_winners=commit_winners, cache=cache)) for cache in ("fp8", None)
-    )
+    options = dict(rows=4, commit_winners=commit_winners)
+    coded, plain = (Engine(*make_step(models.value, cache=cache, **options)) for cache in ("fp8", None))
     sequences, outputs = run_requests(coded, PROMPTS, GUIDANCE[:4], 9)
     scales = coded.step.cache.key_scales, coded.step.cache.value_scales
     cache = plain.step.cache
@@ -286,9 +278,8 @@ def test_every_row_gets_what_its_own_request_asked_for(models, commit_winners):
         probs = torch.softmax(scores, dim=1)
         before = probs.clone()
         output = engine.decode(rows, sequences, scores, **filters, probs=probs, drawn=drawn)
-        candidates = topk_candidates(
-            scores, **filters, is_logits=True, guided=table.guided, entropy_threshold=table.entropy_threshold
-        )
+        of_rows = dict(guided=table.guided, entropy_threshold=table.entropy_threshold)
+        candidates = topk_candidates(scores, **filters, **of_rows, is_logits=True)
         for name, found, expected in zip(candidates._fields, output.candidates, candidates, strict=True):
             assert torch.equal(found, expected), name
         models.assert_values(output, sequences)
@@ -311,12 +302,9 @@ def test_every_row_gets_what_its_own_request_asked_for(models, commit_winners):
 def test_candidates_of_other_numbers_and_tables(models):
     """Two candidates a row, as many rows as there may be, end-of-sequence ids and scaled tokens up to their limits."""
     step, slots = make_step(models.value, rows=3, max_candidates=2, max_eos=2, max_scaled_tokens=1)
-    engine, rows, guidance = Engine(step, slots), [2, 0, 1], [TILT | {"token_temperature_scale": {8: 2.0}}] * 3
+    rows, guidance, scores = [2, 0, 1], [TILT | {"token_temperature_scale": {8: 2.0}}] * 3, random_scores(3)
     assert (step.max_requests, step.config.score_all) == (3, False)
-    for row, tokens, g in zip(rows, PROMPTS, guidance, strict=False):
-        engine.admit(row, tokens, g, prompt_len=len(tokens), eos={1, EOS})
-    engine.prefill(rows, PROMPTS[:3])
-    scores = random_scores(3)
+    engine = Engine(step, slots).start(rows, PROMPTS[:3], guidance, room=0, eos=[{1, EOS}] * 3)
     output = engine.decode(rows, PROMPTS[:3], scores)
     assert output.probs.shape == (3, 2)
     assert models.assert_guided(output, PROMPTS[:3], guidance, [len(tokens) for tokens in PROMPTS[:3]]) == 6

@@ -13,13 +13,7 @@ from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, Ste
 from tests.helpers.drafts import make_drafts
 from tests.helpers.engine import Engine, make_step, random_scores, take_step
 from tests.helpers.models import EOS, VOCAB
-from tests.helpers.step_models import StepModels
 from tests.helpers.wrong_tensors import assert_refuses
-
-
-@pytest.fixture(scope="module")
-def models():
-    return StepModels()
 
 
 def good_step(rows=2):
@@ -235,9 +229,8 @@ def test_drafts_are_checked(models, options, error, message):
     step, _ = make_step(models.value, max_drafts=2)
     one = torch.ones(1, dtype=torch.int32)
     arguments = dict(scores=torch.zeros(3, VOCAB), tokens=one, table_rows=one, lengths=one, top_k=4, top_p=1.0)
-    arguments |= dict(
-        min_p=0.0, is_logits=True, sample=True, verify="same_draws", drafts=make_drafts([[5, 6]], [[-1, 0]])
-    )
+    arguments |= dict(min_p=0.0, is_logits=True, sample=True, verify="same_draws")
+    arguments["drafts"] = make_drafts([[5, 6]], [[-1, 0]])
     take_step(step, **arguments)
     if options.get("drafts", 1) is None:
         options = options | {"scores": torch.zeros(1, VOCAB)}

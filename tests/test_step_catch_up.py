@@ -9,13 +9,7 @@ from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.types import Status
 from tests.helpers.engine import PROMPTS, TILT, Engine, make_step
 from tests.helpers.models import EOS, VOCAB
-from tests.helpers.step_models import StepModels
 from tests.helpers.watch import watch_forwards
-
-
-@pytest.fixture(scope="module")
-def models():
-    return StepModels()
 
 
 def scores_of(rows, step, end=None):
@@ -76,15 +70,10 @@ def test_a_step_that_is_not_counted_moves_no_stride(models, commit_winners):
 
 def test_a_row_that_might_end_is_due(models):
     """By one of its own end tokens among its candidates, at whatever step; not by another request's."""
-    engine = Engine(*make_step(models.value))
-    guidance = TILT | {"value_stride": 1000}
-    for row, eos in ((5, {EOS}), (2, {EOS, 3}), (0, {3})):
-        engine.admit(row, [9, 10, 11, *[0] * 9], guidance, prompt_len=3, eos=eos)
-    engine.prefill([5, 2, 0], [[9, 10, 11]] * 3)
-    sequences = [[9, 10, 11]] * 3
-    for number, (tokens, due) in enumerate(
-        [([EOS], [1, 1, 0]), ([3], [0, 1, 1]), ([4], [0, 0, 0]), ([EOS, 3], [1] * 3)]
-    ):
+    sequences, guidance, eos = [[9, 10, 11]] * 3, [TILT | {"value_stride": 1000}] * 3, [{EOS}, {EOS, 3}, {3}]
+    engine = Engine(*make_step(models.value)).start([5, 2, 0], sequences, guidance, room=9, eos=eos)
+    of_steps = [([EOS], [1, 1, 0]), ([3], [0, 1, 1]), ([4], [0, 0, 0]), ([EOS, 3], [1] * 3)]
+    for number, (tokens, due) in enumerate(of_steps):
         scores = scores_of(3, number)
         scores[:, tokens] = 1.2
         output = engine.decode([5, 2, 0], sequences, scores, drawn=own_draws(3, number))

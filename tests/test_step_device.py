@@ -20,13 +20,8 @@ from tests.helpers.engine import (
 )
 from tests.helpers.models import VOCAB, random_pair, tiny_value_model, value_model_of
 from tests.helpers.padded_step import pad
-from tests.helpers.step_models import ATOL, StepModels
+from tests.helpers.step_models import ATOL
 from tests.helpers.watch import PeakMemory, no_read_back, watch_forwards
-
-
-@pytest.fixture(scope="module")
-def models():
-    return StepModels()
 
 
 def test_working_bytes_of_a_step_by_hand(models):
@@ -55,10 +50,8 @@ def test_working_bytes_of_a_step_by_hand(models):
 @pytest.mark.parametrize(("rows", "max_len"), [(1, 400), (5, 400), (2, 1200)])
 def test_memory_of_a_step_is_as_stated(device, rows, max_len):
     """What a step and a prompt of several chunks take, against the formula; twice as much would be a poor bound."""
-    engine = Engine(
-        *make_step(tiny_value_model(device), max_len=max_len, chunk_tokens=64, backend="triton", graphs=False)
-    )
-    peaks = {}
+    options, peaks = dict(chunk_tokens=64, backend="triton", graphs=False), {}
+    engine = Engine(*make_step(tiny_value_model(device), max_len=max_len, **options))
 
     def measured(name, function):
         def call(*args, **kwargs):
@@ -115,13 +108,9 @@ def test_sync_free_step(device, is_logits, commit_winners):
     """Prompts, and steps of guided and unguided rows with everything a step can do, through the Triton kernels."""
     step, slots = make_step(tiny_value_model(device), commit_winners=commit_winners, chunk_tokens=8, backend="triton")
     engine = Engine(step, slots)
-    for row, tokens in enumerate(PROMPTS):
-        engine.admit(
-            row,
-            [*tokens, 0],
-            GUIDANCE[row + 1] and {"token_temperature_scale": {5: 2.0}, "return_values": row == 1} | GUIDANCE[row + 1],
-            prompt_len=len(tokens),
-        )
+    for row, (tokens, guidance) in enumerate(zip(PROMPTS, GUIDANCE[1:], strict=True)):
+        more = {"token_temperature_scale": {5: 2.0}, "return_values": row == 1}
+        engine.admit(row, [*tokens, 0], guidance and more | guidance, prompt_len=len(tokens))
     rows, lengths = engine.tensor([0, 1, 2, 3]), engine.tensor([len(tokens) for tokens in PROMPTS])
     last = engine.tensor([tokens[-1] for tokens in PROMPTS])
     lens, prompts = lengths - 1, engine.prompts([0, 1, 2, 3], [tokens[:-1] for tokens in PROMPTS])
@@ -249,9 +238,8 @@ def test_a_request_has_the_same_bits_in_any_batch(device, architecture, dtype, g
             function(engine.step)
         rows = torch.randperm(64, generator=torch.Generator().manual_seed(len(chosen)))[: len(chosen)].tolist()
         asked, seeds = [guidance[i % 5] for i in chosen], [100 + i for i in chosen]
-        _, outputs = run_requests(
-            engine, [prompts[i] for i in chosen], asked, steps, seeds=seeds, rows=rows, min_p=0.02
-        )
+        sequences = [prompts[i] for i in chosen]
+        _, outputs = run_requests(engine, sequences, asked, steps, seeds=seeds, rows=rows, min_p=0.02)
         found = [(x.candidates.status.tolist(), x.value_logits.tolist(), x.tokens.tolist()) for x in outputs]
         results.append({i: [[x[place] for x in step] for step in found] for place, i in enumerate(chosen)})
     first = results[0]

@@ -15,16 +15,10 @@ from tests.helpers.engine import GUIDANCE, PROMPTS, TILT, Engine, make_step
 from tests.helpers.models import EOS, VOCAB, tiny_value_model
 from tests.helpers.padded_step import pad
 from tests.helpers.statistics import p_value
-from tests.helpers.step_models import StepModels
 from tests.helpers.watch import PeakMemory, no_read_back, watch_forwards
 
 # Two branches from the root, one of which forks; listed so that no number of a parent is that of its place.
 TREE = [-1, -1, 0, 0, 1, 3]
-
-
-@pytest.fixture(scope="module")
-def models():
-    return StepModels()
 
 
 def likely(base, sequence, parents, rank):
@@ -82,9 +76,8 @@ def test_the_text_is_the_same_with_and_without_drafts(models, options, padded):
             [-1] * 6,
         ][(i + done) % 4]
 
-    drafted, steps = run_drafted(
-        models, rows, prompts, guidance, count, base, [-1, -1, 1, 1, 0, 2], draft, padded, **options
-    )
+    parents = [-1, -1, 1, 1, 0, 2]
+    drafted, steps = run_drafted(models, rows, prompts, guidance, count, base, parents, draft, padded, **options)
     assert drafted == plain
     assert count / 4 < steps < count * 0.8
 
@@ -348,16 +341,9 @@ def test_verified_tokens_are_distributed_as_the_guided_probabilities_say():
 
 def test_ends_are_candidates_at_every_node(models):
     """Of the request that the node belongs to, whatever row of the table that is."""
-    base = BaseModel()
-    step, slots = make_step(models.value, max_drafts=2)
-    rows = [6, 1]
-    engine = Engine(step, slots)
-    for row, prompt, end in zip(rows, PROMPTS[:2], (50, 60), strict=True):
-        engine.admit(
-            row, [*prompt, *[0] * 8], {"target_length": 9, "min_end_prob": 0}, prompt_len=len(prompt), eos={end}
-        )
-    engine.prefill(rows, PROMPTS[:2])
-    sequences = [list(tokens) for tokens in PROMPTS[:2]]
+    base, rows, sequences = BaseModel(), [6, 1], PROMPTS[:2]
+    engine = Engine(*make_step(models.value, max_drafts=2))
+    engine.start(rows, sequences, [{"target_length": 9, "min_end_prob": 0}] * 2, room=8, eos=[{50}, {60}])
     output = step_with(engine, rows, sequences, [1, 1], base, [[30, 31], [32, 33]], [[-1, 0], [-1, -1]], top_k=2)
     ends = [[token in row for token in (50, 60)] for row in output.candidates.token_ids.tolist()]
     assert ends == [[True, False]] * 3 + [[False, True]] * 3

@@ -10,13 +10,6 @@ from lenvm_kernels.types import Mode, Status, TextBreak
 from tests.helpers.drafts import i32, make_drafts
 from tests.helpers.engine import Engine, make_step, run_requests, take_step
 from tests.helpers.models import EOS, VOCAB
-from tests.helpers.step_models import StepModels
-
-
-@pytest.fixture(scope="module")
-def models():
-    return StepModels()
-
 
 CONSTANT_GUIDANCE = [
     {"target_length": 9, "strength": 3},
@@ -85,10 +78,7 @@ def test_ends_are_candidates_of_requests_that_have_a_target(models):
         {"target_length": 9, "op": "eq_soft", "min_end_prob": 0},
     ]
     rows, ends = [6, 1, 4, 0, 3], [{41, 40}, {41}, {42}, {41}, {43, 44}]
-    engine = Engine(*make_step(models.value))
-    for row, params, eos in zip(rows, guidance, ends, strict=True):
-        engine.admit(row, [9, 10, 11, 0], params, prompt_len=3, eos=eos)
-    engine.prefill(rows, [[9, 10, 11]] * 5)
+    engine = Engine(*make_step(models.value)).start(rows, [[9, 10, 11]] * 5, guidance, eos=ends)
     probs = torch.zeros(VOCAB)
     probs[[20, 21, 40, 41, 42, 43]] = torch.tensor([0.5, 0.4, 0.03, 0.01, 0.002, 1e-6])
     scores = (0.8 * probs.log()).repeat(5, 1)  # at the temperature of Engine.decode

@@ -7,13 +7,8 @@ from lenvm_kernels.step import StepBatch
 from lenvm_kernels.types import Status
 from tests.helpers.engine import PROMPTS, TILT, Engine, make_step, random_scores
 from tests.helpers.models import EOS, VOCAB
-from tests.helpers.step_models import ATOL, StepModels
+from tests.helpers.step_models import ATOL
 from tests.helpers.watch import watch_forwards
-
-
-@pytest.fixture(scope="module")
-def models():
-    return StepModels()
 
 
 @pytest.mark.parametrize("commit_winners", [True, False])
@@ -75,9 +70,7 @@ def test_token_0_is_a_token(models, monkeypatch, commit_winners):
     guidance = [wants, wants | {"target_length": 1, "op": "le"}, wants | {"target_length": 1000, "op": "ge"}, wants]
     rows, drawn = [6, 1, 4, 3], torch.tensor([0, 7, 7, 0])
     engine = Engine(*make_step(models.value, max_delta=1, commit_winners=commit_winners))
-    for row, tokens, g in zip(rows, PROMPTS, guidance, strict=True):
-        engine.admit(row, [*tokens, 0], g, prompt_len=len(tokens), eos={0} if row == 1 else {EOS})
-    engine.prefill(rows, PROMPTS)
+    engine.start(rows, PROMPTS, guidance, eos=[{EOS}, {0}, {EOS}, {EOS}])
     seen = watch_forwards(models.value, monkeypatch)
     scores = torch.full((4, VOCAB), -20.0)
     scores[:2, [8, 0]] = torch.tensor([3.0, 2.0])  # row 1 takes the end of its sequence

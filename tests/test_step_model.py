@@ -5,9 +5,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -19,6 +16,7 @@ from bench.harness.storing import CaseResult, Measurement, Results, case_name, w
 from bench.kernel_model import GPUS, HBM_LATENCY, L2_LATENCY, PARTS, START, Block, Cost, Rates, Work, launch_cost
 from bench.sass import Code, Section, read
 from bench.step_launches import Launch, Live, Step, _tiles, costs_of, layer_of
+from tests.helpers.interpreter import run_compiling
 
 H100 = GPUS["H100"]
 EXACT = Rates(copy=1.0, chip=1.0, gap=0.0)
@@ -97,9 +95,8 @@ def test_what_only_the_last_program_to_arrive_runs_is_apart(branch):
     end = () if "BRA" in branch else ("FADD R9, R9, R9", "EXIT")
     assert code.of_last.lines == (*merge, "NOP", "NOP", *end)
     assert code.rest.lines == (*lines, branch, *([] if end else ["FADD R9, R9, R9", "EXIT"]))
-    assert (
-        parsed([line.replace("ADD.STRONG", "EXCH.STRONG") for line in lines] + [branch, *merge, "EXIT"]).of_last is None
-    )
+    exchange = [line.replace("ADD.STRONG", "EXCH.STRONG") for line in lines]
+    assert parsed([*exchange, branch, *merge, "EXIT"]).of_last is None
 
 
 def test_a_loop_that_reads_e4m3_is_the_main_one():
@@ -138,11 +135,10 @@ def test_the_strictest_of_several_waits_counts_and_that_of_a_warp_group_does_not
 def test_the_main_loop_is_the_innermost_with_most_copies():
     """A search loop before, and a persistent loop around."""
     search = ["LDG.E.128 R4, desc[UR10][R6.64]", "@!P0 BRA 0x0"]
-    around = [
-        line.replace("0x50", "0x80") for line in [*search, "FADD R1, R1, R1", *MATMUL[:18], "@P1 BRA 0x20", "EXIT"]
-    ]
+    lines = [*search, "FADD R1, R1, R1", *MATMUL[:18], "@P1 BRA 0x20", "EXIT"]
+    around = [line.replace("0x50", "0x80") for line in lines]
     assert parsed(around).loop.lines == tuple(around[8:21])
-    assert parsed(search * 1).loop.lines == tuple(search)
+    assert parsed(search).loop.lines == tuple(search)
     assert parsed(["FADD R1, R1, R1", "@!P0 BRA 0x0", "EXIT"]).loop is None  # it loads nothing
 
 
@@ -151,9 +147,8 @@ def test_a_warp_waits_where_an_operand_is_not_ready():
     assert independent.stalled() == 3
     for user in ("FADD R9, R2, R8", "@P0 FADD R9, R8, R2", "STG.E desc[UR4][R8.64], R2"):
         assert section("LDG.E R2, desc[UR4][R4.64]", user).stalled(700) == 1 + 700
-    assert (
-        section("LDG.E.128 R4, desc[UR4][R2.64]", "FADD R9, R7, R8").stalled(700) == 701
-    )  # the fourth of its registers
+    # The fourth of its registers.
+    assert section("LDG.E.128 R4, desc[UR4][R2.64]", "FADD R9, R7, R8").stalled(700) == 701
     assert section("LDG.E.64 R4, desc[UR4][R2.64]", "FADD R9, R6, R8").stalled(700) == 2
     assert section("ISETP.GE.AND P0, PT, R2, R3, PT", "@!P0 BRA 0x10").stalled() == 1 + 5
     assert section("SHFL.BFLY PT, R3, R4, 0x1, 0x1f", "FADD R9, R3, R8").stalled() == 1 + 24
@@ -303,9 +298,8 @@ def a_step(requests, layers=2, operators=(1, 3)):
         Launch("_a_kernel", code, 10**4, Block(128, 0, 8), Work(40 * requests, 24, 2e7)),
         Launch("_b_kernel", ISSUE, 1, SMALL, Work(1)),
     ]
-    step = Step(
-        "Qwen2.5-0.5B", Live.of_step(requests), layer, [Launch("_c_kernel", ISSUE, 1, SMALL, Work(1))], operators
-    )
+    others = [Launch("_c_kernel", ISSUE, 1, SMALL, Work(1))]
+    step = Step("Qwen2.5-0.5B", Live.of_step(requests), layer, others, operators)
     assert step.config.num_layers == 24
     return step
 
@@ -395,22 +389,23 @@ def test_the_page_sets_the_numbers_beside_those_before():
     rates = dict.fromkeys(GPUS, Rates())
     sizes = {f"{b} {gpu}": step_model.numbers_of(a_step(b), GPUS[gpu], Rates()) for b in (8, 64, 256) for gpu in GPUS}
     now = {step_model.DETAILED: sizes}
-    old = json.loads(json.dumps(now))
-    for numbers in old[step_model.DETAILED].values():
-        numbers["milliseconds"] *= 2
+
+    def changed(times=1.0, **others):
+        """The numbers with so many times the milliseconds, and with others."""
+        return {
+            key: json.loads(json.dumps(numbers | {"milliseconds": times * numbers["milliseconds"]} | others))
+            for key, numbers in sizes.items()
+        }
+
+    old = changed(2)
+    for numbers in old.values():
         numbers["layer"]["gone"] = numbers["layer"].pop("b")
-    before = {"commit": "abcdef0", "command": "command", "date": "2026-01-01", "models": old}
-    quantized = json.loads(json.dumps(now))
-    for numbers in quantized[step_model.DETAILED].values():
-        numbers["milliseconds"] *= 0.75
-        numbers["layer"] = {"ragged_linear 8 x 4": [7.25, "HBM"]}
-    for numbers in now[step_model.DETAILED].values():
+    models = {step_model.DETAILED: old}
+    before = {"commit": "abcdef0", "command": "command", "date": "2026-01-01", "models": models}
+    for numbers in sizes.values():
         numbers["layer"]["ragged_linear 8 x 4"] = [9.5, "HBM"]
-    drafted = json.loads(json.dumps(now))
-    for numbers in drafted[step_model.DETAILED].values():
-        numbers["milliseconds"] *= 2
-        numbers["launches"] = 99
-    of_trunk = {key: numbers | {"launches": 5, "floor": 0.0123} for key, numbers in sizes.items()}
+    quantized = {step_model.DETAILED: changed(0.75, layer={"ragged_linear 8 x 4": [7.25, "HBM"]})}
+    drafted, of_trunk = {step_model.DETAILED: changed(2, launches=99)}, changed(launches=5, floor=0.0123)
     text = step_model.page(now, quantized, drafted, of_trunk, before, rates)
     assert json.loads(step_model.dump(before)) == before
     a, b = (now[step_model.DETAILED]["8 H100"]["layer"][label][0] for label in "ab")
@@ -448,11 +443,8 @@ print(json.dumps([[[x.name, x.work.items, x.work.passes, x.work.hbm] for x in pa
 
 
 def printed_by(source):
-    """What a program prints as JSON. In another process, because this one may interpret."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    """What a program that compiles kernels prints as JSON."""
+    return json.loads(run_compiling("-c", source).splitlines()[-1])
 
 
 def test_a_real_step_is_compiled_and_its_work_counted():
@@ -516,9 +508,8 @@ def suite(tmp_path, monkeypatch):
         measured = dict(winners="committed", launch="graph")
         cases = [case(a_step(b).seconds(H100, KNOWN), B=b, **common, **measured) for b in sizes]
         # What the model does not describe, and what was not measured.
-        cases += [
-            case(1.0, B=8, **common, **measured | other) for other in ({"winners": "computed"}, {"launch": "python"})
-        ]
+        others = ({"winners": "computed"}, {"launch": "python"})
+        cases += [case(1.0, B=8, **common, **measured | other) for other in others]
         cases.append(replace(cases[0], ours=Measurement(missing="left out: no time")))
         ceilings = Ceilings(0.91 * H100.bandwidth, {"bfloat16": 7e14}, 2e-6, 3e-6)
         folder = tmp_path / "suite"
@@ -546,12 +537,9 @@ def test_calibration_takes_a_file_of_the_folder(suite):
 def test_the_fit_is_the_least_squares_of_inexact_times():
     """Times with errors of 5 % leave rates near the known ones, from which no step makes the errors smaller."""
     steps = [a_step(b) for b in (1, 8, 64, 256, 512)]
-    times = [
-        step.seconds(H100, KNOWN) * factor for step, factor in zip(steps, (1.05, 0.95, 1.0, 1.05, 0.97), strict=True)
-    ]
     measured = [
-        step_rates.Measured("", seconds, lambda rates, step=step: step.seconds(H100, rates))
-        for step, seconds in zip(steps, times, strict=True)
+        step_rates.Measured("", step.seconds(H100, KNOWN) * factor, lambda rates, step=step: step.seconds(H100, rates))
+        for step, factor in zip(steps, (1.05, 0.95, 1.0, 1.05, 0.97), strict=True)
     ]
 
     def errors(rates):

@@ -55,11 +55,10 @@ def study(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
     for name in ("LENVM_CONFIG", "LENVM_VALUE_MODEL", "LENVM_MAX_CANDIDATES"):
         monkeypatch.delenv(name, raising=False)
-    for name, hidden in (("base", 24), ("value", 12)):
+    smaller = dict(hidden_size=12, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2)
+    for name, changed in (("base", {}), ("value", smaller | {"num_key_value_heads": 1})):
         (tmp_path / name).mkdir()
-        smaller = {} if hidden == 24 else dict(intermediate_size=20, num_hidden_layers=2, num_attention_heads=2)
-        smaller |= {} if hidden == 24 else dict(num_key_value_heads=1)
-        (tmp_path / name / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": hidden} | smaller))
+        (tmp_path / name / "config.json").write_text(json.dumps(CONFIG | changed))
 
     def run(*options, command="serve", prompts=((3, 9, 9, 9), (5, 8)), **facts):
         file, log, out = tmp_path / "prompts.jsonl", tmp_path / "fake.jsonl", tmp_path / "out"
@@ -95,14 +94,9 @@ def test_a_whole_study(study, monkeypatch, tmp_path):
     for line in starts:
         assert line["arguments"][-2:] == ["--tp", "2"] and "--enable-metrics" in line["arguments"]
         assert line["arguments"][:4] == ["--model-path", str(tmp_path / "base"), "--device", "cpu"]
-    assert [line["variables"] for line in starts] == [
-        {"SGLANG_USE_CPU_ENGINE": "1"},
-        {
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "LENVM_CONFIG": "of the user",
-            "LENVM_VALUE_MODEL": str(tmp_path / "value"),
-        },
-    ]
+    of_all = {"SGLANG_USE_CPU_ENGINE": "1"}
+    of_guided = {"LENVM_CONFIG": "of the user", "LENVM_VALUE_MODEL": str(tmp_path / "value")}
+    assert [line["variables"] for line in starts] == [of_all, of_all | of_guided]
 
     guided = [f"k{k}-stride{stride}" for stride in (1, 3) for k in (1, 3)]
     names = [("plain", "fixed"), ("plain", "free")]
@@ -149,20 +143,14 @@ def test_a_whole_study(study, monkeypatch, tmp_path):
         estimated = flops.operations_per_output_token(TINY, work, *more) / 1e9
         assert result["figures"]["estimated GFLOP / output token"] == pytest.approx(estimated)
         # Steps of the warm-up were before the flush.
-        mean = {**STAGE_MS, "total": sum(STAGE_MS.values())} if rows else {}
-        flushes = number - 1  # of the second server
-        assert {stage: of["mean"] for stage, of in result["stages_ms"].items()} == {
-            stage: ms * flushes for stage, ms in mean.items()
-        }
+        of_flush = {**STAGE_MS, "total": sum(STAGE_MS.values())} if rows else {}
+        means = {stage: ms * (number - 1) for stage, ms in of_flush.items()}  # those of the second server
+        assert {stage: of["mean"] for stage, of in result["stages_ms"].items()} == means
 
     answers = lines_of(out / "requests.jsonl")
     assert len(answers) == 4 * len(names) and answers[-1]["condition"] == "k3-stride3, free"
-    assert [(line["prompt"], line["sample"], line["output_tokens"]) for line in answers[-4:]] == [
-        (0, 0, 3),
-        (0, 1, 3),
-        (1, 0, 4),
-        (1, 1, 4),
-    ]
+    found = [(line["prompt"], line["sample"], line["output_tokens"]) for line in answers[-4:]]
+    assert found == [(0, 0, 3), (0, 1, 3), (1, 0, 4), (1, 1, 4)]
     samples = lines_of(out / "samples.jsonl")
     assert {line["condition"] for line in samples} == {f"{name}, {lengths}" for name, lengths in names}
     assert min(line["resident_mib"] for line in samples) > 5
@@ -288,9 +276,8 @@ def test_numbers_of_a_gpu(study, tmp_path, monkeypatch):
     fake_nvidia_smi(tmp_path, monkeypatch, 'echo "1000, 60"; echo "500, 20"')
     status, out, log = study(*ONE, "--device", "cuda", gpu=True)
     assert status == 0
-    assert [line["variables"].get("SGLANG_ENABLE_METRICS_DEVICE_TIMER") for line in log if "started" in line] == [
-        "1"
-    ] * 2
+    timer = "SGLANG_ENABLE_METRICS_DEVICE_TIMER"
+    assert [line["variables"].get(timer) for line in log if "started" in line] == ["1"] * 2
     assert not any("SGLANG_USE_CPU_ENGINE" in line.get("variables", ()) for line in log)
     for result in lines_of(out / "conditions.jsonl"):
         assert result["work"]["base_seconds"] == pytest.approx(16 * DEVICE_SECONDS)
@@ -309,10 +296,7 @@ def test_numbers_of_a_gpu(study, tmp_path, monkeypatch):
         (["--guidance", '{"value_scale": "x"}'], "--guidance must be a JSON object of custom_params.* value_scale"),
         (["--guidance", "{"], "--guidance must be a JSON object of custom_params, got '{'"),
         (["--guidance", "[1]"], r"--guidance must be a JSON object of custom_params, got '\[1\]'"),
-        (
-            ["--value-model", "/no/such"],
-            "--value-model must be an existing directory or .gguf file, got '/no/such'",
-        ),
+        (["--value-model", "/no/such"], "--value-model must be an existing directory or .gguf file, got '/no/such'"),
         (["--num-prompts", "3"], "--num-prompts must be from 1 to the 2 prompts that there are, got 3"),
         (["--prompts", "/no/such.jsonl"], "No such file or directory: '/no/such.jsonl'"),
         (["--python", "/no/such/python"], "No such file or directory: '/no/such/python'"),
@@ -359,9 +343,9 @@ def test_sources_side_by_side(study, tmp_path):
     assert number + 1 == 3 * 2 * 3  # sources, limits, rounds
 
     rounds = lines_of(out / "rounds.jsonl")
-    assert [(line["round"], line["top_k"], line["source"]) for line in rounds] == [
-        (number, k, source) for number in range(3) for k in (3, 2) for source in ("plain", "value", "none")
-    ]
+    names = [(k, source) for k in (3, 2) for source in ("plain", "value", "none")]
+    found = [(line["round"], line["top_k"], line["source"]) for line in rounds]
+    assert found == [(number, *name) for number in range(3) for name in names]
     assert {line["tokens"] for line in rounds} == {16} and not any(line["failed"] for line in rounds)
     found = json.loads((out / "sources.json").read_text())
     assert found["failed"] == [] and found["environment"]["sglang"] == "0.fake"
@@ -372,9 +356,7 @@ def test_sources_side_by_side(study, tmp_path):
         assert row["ms / token"] == pytest.approx(sum(times) / 2 / 16 * 1e3)
         assert [row["least"], row["most"]] == pytest.approx(sorted(ratios))
         assert row["over plain"] == pytest.approx(sum(ratios) / 2)
-    assert [(row["k"], row["source"]) for row in found["sources"]] == [
-        (k, source) for k in (3, 2) for source in ("plain", "value", "none")
-    ]
+    assert [(row["k"], row["source"]) for row in found["sources"]] == names
     text = (out / "sources.md").read_text()
     assert "Prompts at once: 2, samples of each: 2, tokens of a sample: 4." in text and "Medians of 2 rounds" in text
 
@@ -613,6 +595,7 @@ def test_figures_by_hand():
     found = served.figures(result, LOAD, Models(TINY, SMALLER))
     work, guidance = Workload(2, 1, 12.0, 4.0), Guidance(4 * 0.25, 0.75)
     operations = sum(flops.operations(TINY, work, SMALLER, guidance).values())
+    per_token = flops.operations_per_output_token(TINY, work, SMALLER, guidance)
     assert found == {
         "end-to-end wall clock (s)": 2.0,
         "output tokens": 8,
@@ -625,9 +608,7 @@ def test_figures_by_hand():
         "value model (ms / pass)": 62.5,
         "other (ms / pass)": 312.5,
         "rows with values (%)": 25.0,
-        "estimated GFLOP / output token": pytest.approx(
-            flops.operations_per_output_token(TINY, work, SMALLER, guidance) / 1e9
-        ),
+        "estimated GFLOP / output token": pytest.approx(per_token / 1e9),
         "achieved GFLOP/s": pytest.approx(operations / 2.0 / 1e9),
         "memory of the server's processes, peak (MiB)": 90.0,
         "room in the server's cache (tokens)": 900,

@@ -386,10 +386,7 @@ ERRORS = [
     ("end_token_ids and min_end_prob must be given together", {"end_token_ids": ENDS}),
     ("end_token_ids and min_end_prob must be given together", {"min_end_prob": PER_REQUEST}),
     ("least_share must be given together with end_token_ids", {"least_share": PER_REQUEST}),
-    (
-        "end_token_ids must have a row for each of the 2 requests, got 1",
-        {"end_token_ids": ENDS} | OF_ONE,
-    ),
+    ("end_token_ids must have a row for each of the 2 requests, got 1", {"end_token_ids": ENDS} | OF_ONE),
     ("end_token_ids must have at least one column, got none", {"end_token_ids": NO_ENDS} | OF_ONE),
     ("temperature must be None when scores are probabilities", {"is_logits": False, "temperature": torch.ones(2)}),
 ]

@@ -21,6 +21,7 @@ from lenvm_kernels.evaluate.prompts import TEST
 from lenvm_kernels.training import collect, decode, fit
 from lenvm_kernels.training.answers import AnswerStore
 from lenvm_kernels.training.measures import measure
+from lenvm_kernels.training.stages import vocabulary
 from lenvm_kernels.training.targets import split_of
 from lenvm_kernels.value_model import LenVMConfig, ValueModel
 from lenvm_kernels.value_model.trunk import is_trunk
@@ -52,34 +53,27 @@ def prompts(tmp_path_factory):
 
 
 @pytest.fixture
-def lenvm(capsys):
-    """Run a command; gives its exit code, its output and its errors."""
-
-    def run(*argv):
-        try:
-            code = cli.main([argv[0], "--device", "cpu", *map(str, argv[1:])])
-        except SystemExit as exit:  # argparse
-            code = exit.code
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return run
+def lenvm(lenvm):
+    """Run a command on the CPU; gives its exit code, its output and its errors."""
+    return lambda command, *argv: lenvm(command, "--device", "cpu", *argv)
 
 
-COLLECT = (
-    "--held-out",
-    0.25,
-    "--answers-per-prompt",
-    3,
-    "--max-new-tokens",
-    14,
-    "--rows",
-    5,
-    "--temperature",
-    1.5,
-    "--top-k",
-    0,
-)
+def succeeds(lenvm, *argv):
+    """The output of a command that succeeds."""
+    code, out, error = lenvm(*argv)
+    assert code == 0, error
+    return out
+
+
+def refused(lenvm, *argv):
+    """The errors of a command that ends with exit code 2."""
+    code, _, error = lenvm(*argv)
+    assert code == 2, error
+    return error
+
+
+COLLECT = ("--held-out", 0.25, "--answers-per-prompt", 3, "--max-new-tokens", 14, "--rows", 5)
+COLLECT += ("--temperature", 1.5, "--top-k", 0)
 OF_VALUE_MODEL = ("--kind", "value-model")
 FIT = (*OF_VALUE_MODEL, "--adapters", 2, "--batch-tokens", 60, "--row-tokens", 40, "--forward-tokens", 80)
 FIT += ("--learning-rate", 0.01)
@@ -95,6 +89,22 @@ def answers(base, prompts, tmp_path_factory):
 
 def lines_of(folder):
     return [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+
+
+def report_of(folder):
+    return json.loads((folder / "report.json").read_text())
+
+
+def reports_of(folder):
+    """Of both rounds."""
+    return [report_of(folder / f"round-{i}") for i in (1, 2)]
+
+
+def store_answers(folder, base, prompts, is_held_out, answers):
+    """Write down answers: (prompt, sample, tokens); ``prompts`` are those of each prompt."""
+    prompts = [{"text": "", "split": "test" if is_held_out(i) else "train", "ids": x} for i, x in enumerate(prompts)]
+    plan = {"prompts": prompts, "base": base, "vocabulary": vocabulary(AutoTokenizer.from_pretrained(base))}
+    AnswerStore(folder, plan).add([collect.Answer(i, j, None, 0, 20, ids, True) for i, j, ids in answers])
 
 
 def test_collected_answers(answers, base):
@@ -138,8 +148,8 @@ def test_a_killed_collection_goes_on_and_gives_the_same(lenvm, answers, base, pr
 
     assert order(folder) == order(answers)
     assert lenvm(*command)[0] == 0 and len(calls) == 10
-    code, _, error = lenvm(*command, "--seed", 1, "--min-p", 0.1)
-    assert code == 2 and "same plan" in error and "differs in prompts, sampling, seed" in error
+    error = refused(lenvm, *command, "--seed", 1, "--min-p", 0.1)
+    assert "same plan" in error and "differs in prompts, sampling, seed" in error
 
 
 def test_guidance_begins_answers_and_the_base_model_ends_them(lenvm, base, prompts, tmp_path, monkeypatch):
@@ -162,8 +172,7 @@ def test_guidance_begins_answers_and_the_base_model_ends_them(lenvm, base, promp
     monkeypatch.setattr(collect, "decode", went_on)
     value, folder = checkpoint(tmp_path / "value", seed=1, value_head=True), tmp_path / "answers"
     command = ("collect", base, "--prompts", prompts, "--output", folder, *COLLECT, "--value", value)
-    code, _, error = lenvm(*command, "--targets", 3, 900, "--max-new-tokens", 30)
-    assert code == 0, error
+    succeeds(lenvm, *command, "--targets", 3, 900, "--max-new-tokens", 30)
     lines = lines_of(folder)
     targets = sorted(line["target"] for line in lines)
     assert 3 <= targets[0] <= 5 and 20 < targets[-1] <= 30
@@ -218,8 +227,8 @@ def test_a_server_that_stops_half_way(lenvm, base, prompts, tmp_path, engine, mo
             return reply(handler, status, content)
 
         monkeypatch.setattr(server.RequestHandlerClass, "reply", stops)
-        code, _, error = lenvm(*command)
-        assert code == 2 and "answered with status 500" in error and "out of memory" in error
+        error = refused(lenvm, *command)
+        assert "answered with status 500" in error and "out of memory" in error
         done = {(line["prompt"], line["sample"]) for line in lines_of(folder)}
         assert len(done) == 18
         monkeypatch.setattr(server.RequestHandlerClass, "reply", reply)
@@ -279,17 +288,15 @@ def test_a_server_that_refuses_is_not_asked_again(lenvm, base, prompts, tmp_path
     with fake_engines() as start:
         server, url = start("sglang", broken=(400, {"error": "too long"}))
         command = ("collect", base, "--prompts", prompts, "--output", tmp_path / "a", "--url", url, *COLLECT)
-        code, _, error = lenvm(*command, "--concurrency", 1)
-        assert code == 2 and "status 400" in error and "too long" in error
+        error = refused(lenvm, *command, "--concurrency", 1)
+        assert "status 400" in error and "too long" in error
         assert len(server.requests) < 4 and not (tmp_path / "a").exists()
 
 
 def test_a_fitted_model_gives_the_values_that_were_measured(lenvm, answers, base, tmp_path):
     """value/ and adapter/ are the network that was trained, in the runtime."""
     folder = tmp_path / "fitted"
-    code, out, error = lenvm("fit", base, "--answers", answers, "--output", folder, *FIT)
-    assert code == 0, error
-    report = json.loads((folder / "report.json").read_text())
+    out, report = succeeds(lenvm, "fit", base, "--answers", answers, "--output", folder, *FIT), report_of(folder)
     found = report["test"][str(answers)]
     assert found["value model"]["answers"] == 9 and report["guided"] == {str(answers): False}
     assert f"{found['value model']['r2']:.2f}" in out
@@ -304,8 +311,8 @@ def test_a_fitted_model_gives_the_values_that_were_measured(lenvm, answers, base
         assert torch.equal(found.o, wanted.o) and torch.equal(found.qkv, wanted.qkv)
     # The same numbers once more, of what was written: gamma is that of what it goes on from.
     again = ("fit", base, "--answers", answers, "--output", tmp_path / "again", *FIT, "--initial", folder / "adapter")
-    assert lenvm(*again, "--epochs", 0)[0] == 0
-    measured = json.loads((tmp_path / "again" / "report.json").read_text())
+    succeeds(lenvm, *again, "--epochs", 0)
+    measured = report_of(tmp_path / "again")
     assert list(measured["test"][str(answers)]) == ["constant", "value model"]
     again, first = (of["test"][str(answers)]["value model"] for of in (measured, report))
     assert again == {name: value and pytest.approx(value, rel=0.02, abs=1e-3) for name, value in first.items()}
@@ -316,18 +323,13 @@ def test_a_fitted_model_gives_the_values_that_were_measured(lenvm, answers, base
 
 def test_lengths_that_the_prompt_tells_are_learned(lenvm, base, tmp_path):
     """Prompts with w5 are answered by 4 tokens, those with w6 by 16, all of them the same word."""
-    prompts = [
-        {"text": "", "split": "test" if i >= 12 else "train", "ids": [7 + i, 8 if i % 2 else 9, 5]} for i in range(16)
-    ]
-    plan = {"prompts": prompts, "base": base, "vocabulary": vocabulary_of(base)}
-    store = AnswerStore(tmp_path / "answers", plan)
-    store.add([collect.Answer(i, 0, None, 0, 20, [10] * (3 if i % 2 else 15) + [EOS], True) for i in range(16)])
-    folder = tmp_path / "fitted"
+    answers, folder = tmp_path / "answers", tmp_path / "fitted"
+    found = [(i, 0, [10] * (3 if i % 2 else 15) + [EOS]) for i in range(16)]
+    store_answers(answers, base, [[7 + i, 8 if i % 2 else 9, 5] for i in range(16)], lambda i: i >= 12, found)
     options = (*OF_VALUE_MODEL, "--full", "--learning-rate", 3e-3, "--epochs", 40, "--batch-tokens", 60, "--gamma", 0.9)
-    code, _, error = lenvm("fit", base, "--answers", tmp_path / "answers", "--output", folder, *options)
-    assert code == 0, error
-    report = json.loads((folder / "report.json").read_text())
-    found = report["test"][str(tmp_path / "answers")]
+    succeeds(lenvm, "fit", base, "--answers", answers, "--output", folder, *options)
+    report = report_of(folder)
+    found = report["test"][str(answers)]
     assert found["value model"]["r2"] > 0.8 > 0.1 > found["constant"]["r2"]
     assert report["plan"]["gamma"] == 0.9
     assert ValueModel.from_pretrained(folder / "value").dtype == torch.bfloat16
@@ -341,12 +343,10 @@ def test_a_trunk_gives_the_values_that_were_measured(lenvm, answers, tmp_path, l
     folder = tmp_path / "fitted"
     command = ("fit", base, "--answers", answers, "--output", folder, "--batch-tokens", 40)
     command += (*(("--layers", *layers) if layers else ()), "--forward-tokens", 60)
-    code, out, error = lenvm(*command)
-    assert code == 0, error
-    report = json.loads((folder / "report.json").read_text())
+    out, report = succeeds(lenvm, *command), report_of(folder)
     measured = report["test"][str(answers)]["trunk"]
     assert f"{measured['r2']:.2f}" in out and len(report["training"]["negative log-likelihood"]) == 2
-    assert lenvm(*command)[0] == 0  # it is there
+    succeeds(lenvm, *command)  # it is there
 
     models = Models.load(base, str(folder / "value"), device="cpu", dtype=torch.float32)
     trunk, store = models.value_model, AnswerStore.open(answers, "--answers")
@@ -369,21 +369,12 @@ def test_a_trunk_gives_the_values_that_were_measured(lenvm, answers, tmp_path, l
 
 def test_a_trunk_learns_lengths_that_a_token_tells(lenvm, base, tmp_path):
     """Answers of 4 tokens begin with w5 and those of 16 with w6; the rest of them is the same word."""
-    prompts = [{"text": "", "split": "test" if i >= 12 else "train", "ids": [7 + i, 8]} for i in range(16)]
-    store = AnswerStore(tmp_path / "answers", {"prompts": prompts, "base": base, "vocabulary": vocabulary_of(base)})
-    store.add(
-        [
-            collect.Answer(
-                i, s, None, 0, 20, [9 if (i + s) % 2 else 11] + [10] * (2 if (i + s) % 2 else 14) + [EOS], True
-            )
-            for i in range(16)
-            for s in range(4)
-        ]
-    )
-    command = ("fit", base, "--answers", tmp_path / "answers", "--output", tmp_path / "fitted")
-    code, _, error = lenvm(*command, "--epochs", 60, "--batch-tokens", 32)
-    assert code == 0, error
-    found = json.loads((tmp_path / "fitted" / "report.json").read_text())["test"][str(tmp_path / "answers")]
+    answers, kinds = tmp_path / "answers", ([11, *[10] * 14, EOS], [9, *[10] * 2, EOS])
+    found = [(i, sample, kinds[(i + sample) % 2]) for i in range(16) for sample in range(4)]
+    store_answers(answers, base, [[7 + i, 8] for i in range(16)], lambda i: i >= 12, found)
+    command = ("fit", base, "--answers", answers, "--output", tmp_path / "fitted")
+    succeeds(lenvm, *command, "--epochs", 60, "--batch-tokens", 32)
+    found = report_of(tmp_path / "fitted")["test"][str(answers)]
     assert found["trunk"]["r2"] > 0.7 > 0.1 > found["constant"]["r2"]
     # Two answers to a prompt are told apart at the same position: the candidate's embedding says which it is.
     assert found["trunk"]["correlation_at_a_position"] > 0.8
@@ -391,12 +382,10 @@ def test_a_trunk_learns_lengths_that_a_token_tells(lenvm, base, tmp_path):
 
 def test_a_trunk_needs_answers_to_learn_from(lenvm, base, tmp_path):
     """Of the training prompts there is one of a single token, and one that only chooses the epoch."""
-    prompts = [{"text": "", "split": "test" if i == 0 else "train", "ids": [7, 8]} for i in range(20)]
-    store = AnswerStore(tmp_path / "answers", {"prompts": prompts, "base": base, "vocabulary": vocabulary_of(base)})
-    store.add([collect.Answer(i, 0, None, 0, 20, ids, True) for i, ids in ((0, [9, EOS]), (3, [EOS]), (19, [9, EOS]))])
-    command = ("fit", base, "--answers", tmp_path / "answers", "--output", tmp_path / "fitted")
-    code, _, error = lenvm(*command)
-    assert code == 2 and "--answers must have answers to training prompts, got none of two tokens or more" in error
+    answers = [(0, 0, [9, EOS]), (3, 0, [EOS]), (19, 0, [9, EOS])]
+    store_answers(tmp_path / "answers", base, [[7, 8]] * 20, lambda i: i == 0, answers)
+    error = refused(lenvm, "fit", base, "--answers", tmp_path / "answers", "--output", tmp_path / "fitted")
+    assert "--answers must have answers to training prompts, got none of two tokens or more" in error
 
 
 def test_two_rounds_of_a_trunk(lenvm, base, prompts, tmp_path):
@@ -404,41 +393,13 @@ def test_two_rounds_of_a_trunk(lenvm, base, prompts, tmp_path):
     folder = tmp_path / "trained"
     command = ("train", base, "--prompts", prompts, "--output", folder, *COLLECT)
     command += ("--targets", 3, 12, "--batch-tokens", 40)
-    code, out, error = lenvm(*command, "--evaluate-prompts", 2)
-    assert code == 0, error
-    reports = [json.loads((folder / f"round-{i}" / "report.json").read_text()) for i in (1, 2)]
-    assert list(reports[1]["guided"].values()) == [False, True]
-    assert reports[1]["training"]["states"] > reports[0]["training"]["states"] > 100
+    out = succeeds(lenvm, *command, "--evaluate-prompts", 2)
+    first, second = reports_of(folder)
+    assert list(second["guided"].values()) == [False, True]
+    assert second["training"]["states"] > first["training"]["states"] > 100
     assert is_trunk(folder / "value") and "round 2:" in out and "Target 14 tokens" in out
-    code, out, error = lenvm(*command, "--dry-run", "--layers", 1)
-    rows = [line.split("|") for line in out.splitlines() if "round" in line and line.startswith("|")]
-    assert code == 0 and "trunk: " in out and len(rows) == 4, error
-    assert all(float(cell) > 0 for row in rows for cell in row[2:5])
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--full"], "--full must not be given with --kind trunk, only with --kind value-model"),
-        (["--head-learning-rate", "0.1"], "--head-learning-rate must not be given with --kind trunk"),
-        (["--adapters", "2"], "--adapters must not be given with --kind trunk"),
-        (["--backbone", "demo"], "--backbone must be base with --kind trunk, got 'demo'"),
-        (["--epochs", "0"], "--epochs must be at least 1 with --kind trunk, got 0"),
-        (["--layers", "3"], "--layers must be at most the 1 layers of"),
-        (["--gamma", "2"], "--gamma must be auto or a number in (0, 1), got '2'"),
-    ],
-)
-def test_bad_flags_of_a_trunk_are_named_before_anything_is_sampled(lenvm, base, prompts, tmp_path, options, named):
-    command = ("train", base, "--prompts", prompts, "--output", tmp_path / "t", *COLLECT, *options)
-    code, _, error = lenvm(*command)
-    assert code == 2 and named in error and len(error.splitlines()) == 1
-    assert not (tmp_path / "t").exists()
-
-
-def vocabulary_of(base):
-    from lenvm_kernels.training.stages import vocabulary
-
-    return vocabulary(AutoTokenizer.from_pretrained(base))
+    out = succeeds(lenvm, *command, "--dry-run", "--layers", 1)
+    assert "trunk: " in out and len(costs_of(out)) == 4
 
 
 def test_ctrl_c_and_a_kill_go_on_to_the_same_bits(lenvm, answers, base, tmp_path, monkeypatch):
@@ -469,8 +430,7 @@ def test_ctrl_c_and_a_kill_go_on_to_the_same_bits(lenvm, answers, base, tmp_path
         assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
     again = len(done)
     assert lenvm(*command("part"))[0] == 0 and len(done) == again  # it is there
-    code, _, error = lenvm(*command("part"), "--epochs", 3)
-    assert code == 2 and "--output must be a new directory" in error
+    assert "--output must be a new directory" in refused(lenvm, *command("part"), "--epochs", 3)
 
 
 def test_two_processes_train_what_one_trains(lenvm, answers, base, tmp_path):
@@ -490,7 +450,7 @@ def test_two_processes_train_what_one_trains(lenvm, answers, base, tmp_path):
         one, two = (load_file(tmp_path / folder / "adapter" / f"{name}.safetensors") for folder in ("one", "two"))
         for key, tensor in one.items():
             torch.testing.assert_close(two[key], tensor, rtol=1e-2, atol=1e-4)
-    one, two = (json.loads((tmp_path / folder / "report.json").read_text()) for folder in ("one", "two"))
+    one, two = (report_of(tmp_path / folder) for folder in ("one", "two"))
     assert one["training"] == two["training"]
     found, wanted = (of["test"][str(answers)]["value model"] for of in (one, two))
     assert found == {name: value and pytest.approx(value, rel=0.01, abs=1e-3) for name, value in wanted.items()}
@@ -500,8 +460,7 @@ def test_a_state_of_another_training_is_refused(lenvm, answers, base, tmp_path, 
     command = ("fit", base, "--answers", answers, "--output", tmp_path, *FIT)
     monkeypatch.setattr(fit.Training, "_step", lambda *_: os.kill(os.getpid(), signal.SIGINT) or 0.5)
     assert lenvm(*command)[0] == 130
-    code, _, error = lenvm(*command, "--seed", 4, "--gamma", "0.5")
-    assert code == 2 and "state.pt' differs in gamma, schedule" in error
+    assert "state.pt' differs in gamma, schedule" in refused(lenvm, *command, "--seed", 4, "--gamma", "0.5")
 
 
 def test_a_loss_that_is_no_number_keeps_the_last_good_state(lenvm, answers, base, tmp_path, monkeypatch):
@@ -517,8 +476,8 @@ def test_a_loss_that_is_no_number_keeps_the_last_good_state(lenvm, answers, base
         return step(self, number)
 
     monkeypatch.setattr(fit.Training, "_step", breaks)
-    code, _, error = lenvm("fit", base, "--answers", answers, "--output", tmp_path, *FIT)
-    assert code == 2 and "the loss of step 4 is nan" in error and "--learning-rate" in error
+    error = refused(lenvm, "fit", base, "--answers", answers, "--output", tmp_path, *FIT)
+    assert "the loss of step 4 is nan" in error and "--learning-rate" in error
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     assert len(state["losses"]) == 2 and torch.equal(state["trained"]["head.fc.weight"].sum(), saved)
     assert not (tmp_path / "value").exists()
@@ -540,8 +499,8 @@ def test_a_full_disk_leaves_the_state_that_was_there(lenvm, answers, base, tmp_p
 
     monkeypatch.setattr(torch, "save", full)
     monkeypatch.setattr(fit.Training, "_step", saves)
-    code, _, error = lenvm("fit", base, "--answers", answers, "--output", tmp_path, *FIT)
-    assert code == 2 and "state.new could not be written" in error and "No space left" in error
+    error = refused(lenvm, "fit", base, "--answers", answers, "--output", tmp_path, *FIT)
+    assert "state.new could not be written" in error and "No space left" in error
     assert len(torch.load(tmp_path / "state.pt", weights_only=True)["losses"]) == 1
     assert not (tmp_path / "state.new").exists()
 
@@ -551,15 +510,13 @@ def test_two_rounds_from_prompts_to_a_guided_server(lenvm, base, prompts, tmp_pa
     folder = tmp_path / "trained"
     command = ("train", base, "--prompts", prompts, "--output", folder, *COLLECT, *FIT, "--targets", 3, 12)
     command += ("--guided-answers-per-prompt", 2)
-    code, out, error = lenvm(*command, "--evaluate-prompts", 2)
-    assert code == 0, error
-    first, second = (json.loads((folder / f"round-{i}" / "report.json").read_text()) for i in (1, 2))
+    out = succeeds(lenvm, *command, "--evaluate-prompts", 2)
+    first, second = reports_of(folder)
     assert list(second["guided"].values()) == [False, True]
     assert [list(found) for found in second["test"].values()] == [["constant", "initial", "value model"]] * 2
     plain = str(folder / "round-1" / "answers")
-    assert second["test"][plain]["initial"]["mse"] == pytest.approx(
-        first["test"][plain]["value model"]["mse"], rel=0.05
-    )
+    errors = second["test"][plain]["initial"]["mse"], first["test"][plain]["value model"]["mse"]
+    assert errors[0] == pytest.approx(errors[1], rel=0.05)
     assert second["plan"]["initial"] == str(folder / "round-1" / "adapter")
     assert second["plan"]["gamma"] == first["plan"]["gamma"]
     guided = [line for line in lines_of(folder / "round-2" / "answers") if line["prompt"] < 9]
@@ -570,7 +527,7 @@ def test_two_rounds_from_prompts_to_a_guided_server(lenvm, base, prompts, tmp_pa
     assert "round 2:" in out and "Target 14 tokens" in out
     assert (folder / "evaluation" / "table.md").exists()
     before = {file: file.stat().st_mtime_ns for file in folder.rglob("*.safetensors")}
-    assert lenvm(*command, "--evaluate-prompts", 2)[0] == 0  # nothing is made twice
+    succeeds(lenvm, *command, "--evaluate-prompts", 2)  # nothing is made twice
     assert before == {file: file.stat().st_mtime_ns for file in folder.rglob("*.safetensors")}
 
     models = Models.load(base, str(folder / "value"), device="cpu", dtype=torch.float32)
@@ -587,9 +544,8 @@ def test_two_rounds_from_prompts_to_a_guided_server(lenvm, base, prompts, tmp_pa
 
 def test_all_weights_in_two_rounds(lenvm, base, prompts, tmp_path):
     options = (*OF_VALUE_MODEL, "--full", "--batch-tokens", 100, "--evaluate-prompts", 0, "--targets", 3, 12)
-    code, _, error = lenvm("train", base, "--prompts", prompts, "--output", tmp_path / "t", *COLLECT, *options)
-    assert code == 0, error
-    first, second = (json.loads((tmp_path / "t" / f"round-{i}" / "report.json").read_text()) for i in (1, 2))
+    succeeds(lenvm, "train", base, "--prompts", prompts, "--output", tmp_path / "t", *COLLECT, *options)
+    first, second = reports_of(tmp_path / "t")
     assert first["plan"]["initial"] is None and first["plan"]["schedule"]["learning_rate"] == 2e-5
     assert second["plan"]["initial"] == second["plan"]["backbone"] == str(tmp_path / "t" / "round-1" / "value")
     assert second["plan"]["gamma"] == first["plan"]["gamma"]
@@ -601,75 +557,86 @@ def test_all_weights_in_two_rounds(lenvm, base, prompts, tmp_path):
         assert 0 < (first - second).abs().max() < 0.1 * first.abs().max()
 
 
+def costs_of(out):
+    """Rows of the table that a dry run prints, all of whose costs are above 0."""
+    rows = [line.split("|") for line in out.splitlines() if "round" in line and line.startswith("|")]
+    assert all(float(cell) > 0 for row in rows for cell in row[2:5])
+    return rows
+
+
 def test_a_dry_run_prints_costs_and_does_nothing(lenvm, base, prompts, tmp_path):
     command = ("train", base, "--prompts", prompts, "--output", tmp_path / "t", *COLLECT, *FIT, "--dry-run")
-    code, out, error = lenvm(*command, "--guided-answers-per-prompt", 2)
-    assert code == 0 and not (tmp_path / "t").exists(), error
-    rows = [line.split("|") for line in out.splitlines() if "round" in line and line.startswith("|")]
+    rows = costs_of(succeeds(lenvm, *command, "--guided-answers-per-prompt", 2))
+    assert not (tmp_path / "t").exists()
     assert [row[1].strip() for row in rows] == [f"{stage}, round {i}" for i in (1, 2) for stage in ("collect", "fit")]
     assert float(rows[0][2]) == 12 * 3 * 14 and float(rows[2][2]) == 12 * 2 * 14
     prompt_tokens = sum(2 + len(text.split()) for text in TEXTS)
     assert float(rows[1][2]) == pytest.approx(2 * (12 * 3 * 14 + prompt_tokens) * 9 / 12, rel=0.01)
-    assert all(float(cell) > 0 for row in rows for cell in row[2:5])
 
 
 @pytest.mark.parametrize(
-    "options, named",
+    ("options", "named"),
     [
-        (["--targets", "9", "4"], "--targets must be LOW <= HIGH"),
-        (["--targets", "15", "40"], "with LOW at most --max-new-tokens, got 15 40"),
-        (["--held-out", "1.5"], "--held-out must be a share in (0, 1), got 1.5"),
-        (["--gamma", "1.5"], "--gamma must be auto or a number in (0, 1), got '1.5'"),
-        (["--gamma", "much"], "--gamma must be auto or a number in (0, 1), got 'much'"),
-        (["--epochs", "-1"], "--epochs must be at least 0, got -1"),
-        (["--first-layer", "-1"], "--first-layer must be at least 0"),
-        (["--first-layer", "1"], "--first-layer must be below the 1 layers"),
-        (["--backbone", "nowhere"], "--backbone must be a directory with config.json"),
-        (["--evaluate-prompts", "-1"], "--evaluate-prompts must be at least 0"),
-        (["--full", "--adapters", "4"], "not allowed with argument"),
-        (["--layers", "1"], "--layers must not be given with --kind value-model, only with --kind trunk"),
-        (["--states", "9"], "--states must not be given with --kind value-model"),
-        (["--device", "meta"], "--device must be cpu or cuda where something is trained, got 'meta'"),
-        (["--dtype", "float16"], "--dtype must be float32 or bfloat16"),
-        (["--num-prompts", "0"], "--num-prompts"),
+        (["--full"], "--full must not be given with --kind trunk, only with --kind value-model"),
+        (["--head-learning-rate", "0.1"], "--head-learning-rate must not be given with --kind trunk"),
+        (["--adapters", "2"], "--adapters must not be given with --kind trunk"),
+        (["--backbone", "demo"], "--backbone must be base with --kind trunk, got 'demo'"),
+        (["--epochs", "0"], "--epochs must be at least 1 with --kind trunk, got 0"),
+        (["--layers", "3"], "--layers must be at most the 1 layers of"),
+        (["--gamma", "2"], "--gamma must be auto or a number in (0, 1), got '2'"),
+        ([*OF_VALUE_MODEL, "--targets", "9", "4"], "--targets must be LOW <= HIGH"),
+        ([*OF_VALUE_MODEL, "--targets", "15", "40"], "with LOW at most --max-new-tokens, got 15 40"),
+        ([*OF_VALUE_MODEL, "--held-out", "1.5"], "--held-out must be a share in (0, 1), got 1.5"),
+        ([*OF_VALUE_MODEL, "--gamma", "1.5"], "--gamma must be auto or a number in (0, 1), got '1.5'"),
+        ([*OF_VALUE_MODEL, "--gamma", "much"], "--gamma must be auto or a number in (0, 1), got 'much'"),
+        ([*OF_VALUE_MODEL, "--epochs", "-1"], "--epochs must be at least 0, got -1"),
+        ([*OF_VALUE_MODEL, "--first-layer", "-1"], "--first-layer must be at least 0"),
+        ([*OF_VALUE_MODEL, "--first-layer", "1"], "--first-layer must be below the 1 layers"),
+        ([*OF_VALUE_MODEL, "--backbone", "nowhere"], "--backbone must be a directory with config.json"),
+        ([*OF_VALUE_MODEL, "--evaluate-prompts", "-1"], "--evaluate-prompts must be at least 0"),
+        ([*OF_VALUE_MODEL, "--full", "--adapters", "4"], "not allowed with argument"),
+        (
+            [*OF_VALUE_MODEL, "--layers", "1"],
+            "--layers must not be given with --kind value-model, only with --kind trunk",
+        ),
+        ([*OF_VALUE_MODEL, "--states", "9"], "--states must not be given with --kind value-model"),
+        ([*OF_VALUE_MODEL, "--device", "meta"], "--device must be cpu or cuda where something is trained, got 'meta'"),
+        ([*OF_VALUE_MODEL, "--dtype", "float16"], "--dtype must be float32 or bfloat16"),
+        ([*OF_VALUE_MODEL, "--num-prompts", "0"], "--num-prompts"),
     ],
 )
 def test_bad_flags_are_named_before_anything_is_sampled(lenvm, base, prompts, tmp_path, options, named):
-    command = ("train", base, *OF_VALUE_MODEL, "--prompts", prompts, "--output", tmp_path / "t", *COLLECT, *options)
-    code, _, error = lenvm(*command)
-    assert code == 2 and named in error and len(error.splitlines()) == 1
+    error = refused(lenvm, "train", base, "--prompts", prompts, "--output", tmp_path / "t", *COLLECT, *options)
+    assert named in error and len(error.splitlines()) == 1
     assert not (tmp_path / "t").exists()
 
 
 def test_bad_models_are_named_before_anything_is_sampled(lenvm, base, prompts, tmp_path, monkeypatch):
     monkeypatch.setattr(collect, "collect", None)
-    out = tmp_path / "t"
+    out = ("--output", tmp_path / "t")
     other = checkpoint(tmp_path / "other", seed=1, words=[*WORDS[:-1], "else"])
-    code, _, error = lenvm("train", base, *OF_VALUE_MODEL, "--backbone", other, "--prompts", prompts, "--output", out)
-    assert code == 2 and "--backbone must share the vocabulary" in error
+    of_other = ("train", base, *OF_VALUE_MODEL, "--backbone", other, "--prompts", prompts, *out)
+    assert "--backbone must share the vocabulary" in refused(lenvm, *of_other)
     save_checkpoint(tmp_path / "bare", seed=1)
-    code, _, error = lenvm("train", tmp_path / "bare", "--prompts", prompts, "--output", out)
-    assert code == 2 and "BASE must have a chat template" in error and "--plain-prompts" in error
+    error = refused(lenvm, "train", tmp_path / "bare", "--prompts", prompts, *out)
+    assert "BASE must have a chat template" in error and "--plain-prompts" in error
     config = tmp_path / "other" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "gemma"}))
-    code, _, error = lenvm("train", base, *OF_VALUE_MODEL, "--backbone", other, "--prompts", prompts, "--output", out)
-    assert code == 2 and "--backbone must be of an architecture that the value model runs" in error and "gemma" in error
+    error = refused(lenvm, *of_other)
+    assert "--backbone must be of an architecture that the value model runs" in error and "gemma" in error
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "w1"}\n{"prompt"\n')
-    code, _, error = lenvm("train", base, "--prompts", bad, "--output", out)
-    assert code == 2 and f"{bad}, line 2" in error
-    assert not out.exists()
+    assert f"{bad}, line 2" in refused(lenvm, "train", base, "--prompts", bad, *out)
+    assert not out[1].exists()
 
 
 def test_answers_that_do_not_fit_are_named(lenvm, answers, base, tmp_path):
     other = checkpoint(tmp_path / "other", seed=1, words=[*WORDS[:-1], "else"])
-    code, _, error = lenvm("fit", other, "--answers", answers, "--output", tmp_path / "o")
-    assert code == 2 and "BASE must have the vocabulary of the base model" in error and str(answers) in error
-    code, _, error = lenvm("fit", base, "--answers", tmp_path, "--output", tmp_path / "o")
-    assert code == 2 and "--answers must be directories that lenvm collect has written" in error
-    assert lenvm("fit", base, "--answers", answers, "--output", tmp_path / "two", *FIT)[0] == 0
-    initial = ("--initial", tmp_path / "two" / "adapter")
-    code, _, error = lenvm(
-        "fit", base, "--answers", answers, "--output", tmp_path / "o", *FIT, *initial, "--adapters", 3
-    )
-    assert code == 2 and "--initial must hold adapters of the same layers and rank" in error
+    error = refused(lenvm, "fit", other, "--answers", answers, "--output", tmp_path / "o")
+    assert "BASE must have the vocabulary of the base model" in error and str(answers) in error
+    error = refused(lenvm, "fit", base, "--answers", tmp_path, "--output", tmp_path / "o")
+    assert "--answers must be directories that lenvm collect has written" in error
+    succeeds(lenvm, "fit", base, "--answers", answers, "--output", tmp_path / "two", *FIT)
+    initial = ("--initial", tmp_path / "two" / "adapter", "--adapters", 3)
+    error = refused(lenvm, "fit", base, "--answers", answers, "--output", tmp_path / "o", *FIT, *initial)
+    assert "--initial must hold adapters of the same layers and rank" in error

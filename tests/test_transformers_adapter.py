@@ -17,6 +17,7 @@ VOCAB, HIDDEN, EOS, PAD = 61, 32, 2, 0
 TINY = models.TINY | dict(vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, max_position_embeddings=128)
 TINY |= dict(eos_token_id=EOS, pad_token_id=PAD)
 SHORTER = {"value_mode": "centered_exp", "value_scale": -20}
+KEEP_SCORES = dict(return_dict_in_generate=True, output_scores=True, pad_token_id=PAD)
 
 
 @pytest.fixture(scope="module")
@@ -56,27 +57,16 @@ def plain_step(base, value_backbone, head, prefix, guidance, generated, sampling
     """The distribution the next token is drawn from, for one row alone, without cache or batch."""
     with torch.no_grad():
         logits = base(torch.tensor([prefix])).logits[:, -1].double()
-    filters = dict(
-        top_k=torch.tensor([sampling["top_k"]]).int(),
-        top_p=torch.tensor([sampling["top_p"]]),
-        min_p=torch.tensor([sampling["min_p"]]),
-        temperature=torch.tensor([sampling["temperature"]]),
-    )
+    filters = {name: torch.tensor([number]) for name, number in sampling.items()}
+    filters["top_k"] = filters["top_k"].int()
     table = GuidanceTable.from_params([parse_guidance(guidance)], [{EOS}], "cpu")
     ends = dict(end_token_ids=table.ending_token_ids, min_end_prob=table.min_end_prob, due_length=table.due_length)
     ends["least_share"] = table.least_share
     ends["generated"] = torch.tensor([generated]).int()
     candidates = topk_candidates(logits, **filters, **ends, is_logits=True, backend="reference")
     z = [plain_value(value_backbone, head, prefix, t) if t >= 0 else 0.0 for t in candidates.token_ids[0].tolist()]
-    probs = torch.zeros(1, VOCAB, dtype=torch.float64)
-    reweight_scatter(
-        candidates,
-        torch.tensor([z], dtype=torch.float64),
-        table,
-        generated=torch.tensor([generated]).int(),
-        probs=probs,
-        backend="reference",
-    )
+    z, probs = torch.tensor([z], dtype=torch.float64), torch.zeros(1, VOCAB, dtype=torch.float64)
+    reweight_scatter(candidates, z, table, generated=ends["generated"], probs=probs, backend="reference")
     return probs[0]
 
 
@@ -84,10 +74,7 @@ def run(base, value_model, prompts, guidance, steps, **options):
     """A processor after ``generate``, and what that returned, with the scores of every step."""
     mask = prompts["attention_mask"]
     processor = LenVMLogitsProcessor(base, value_model, guidance, mask, max_new_tokens=steps, **options)
-    output = base.generate(
-        **prompts, **processor.generation_kwargs, return_dict_in_generate=True, output_scores=True, pad_token_id=PAD
-    )
-    return processor, output
+    return processor, base.generate(**prompts, **processor.generation_kwargs, **KEEP_SCORES)
 
 
 def steps_of(output, prompts):
@@ -197,8 +184,7 @@ def test_unguided_rows_are_generated_as_without_the_processor(base, value_model,
     """Rows without guidance keep the base model's distribution and filters, beside a guided row."""
     _, output = run(base, value_model, prompts, [None, SHORTER, {}], 1, **SAMPLING)
     guided = output.scores[0]
-    keep_scores = dict(return_dict_in_generate=True, output_scores=True, pad_token_id=PAD)
-    plain = base.generate(**prompts, max_new_tokens=1, do_sample=True, **SAMPLING, **keep_scores).scores[0]
+    plain = base.generate(**prompts, max_new_tokens=1, do_sample=True, **SAMPLING, **KEEP_SCORES).scores[0]
     for row, same in enumerate((True, False, True)):
         close = torch.allclose(torch.softmax(guided[row], 0), torch.softmax(plain[row], 0), atol=1e-6)
         assert close == same
@@ -232,15 +218,6 @@ def test_values_stay_right_after_skipped_steps(base, value_backbone, head, value
         expected = plain_step(base, value_backbone, head, prefix, SHORTER, step, sampling)
         torch.testing.assert_close(scores.exp().double(), expected, atol=1e-4, rtol=0)
     assert guided_after_skipped > 2
-
-
-def test_records_hold_every_step(base, value_model, prompts):
-    processor, output = run(base, value_model, prompts, SHORTER, 4, record=True, **SAMPLING)
-    assert len(processor.records) == output.sequences.shape[1] - 6
-    for step, record in enumerate(processor.records):
-        chosen = output.sequences[:, 6 + step, None]
-        assert (record.token_ids[0] == chosen[0]).any()
-        assert record.guided_probs.shape == record.value_logits.shape == (3, 8)
 
 
 def test_token_temperature_scale(base, value_model, prompts):
@@ -278,12 +255,14 @@ def test_every_row_is_guided_by_its_own_parameters(base, value_backbone, head, v
     guidance = [{"target_length": 6, "op": "eq_soft", "gamma": 0.9}, SHORTER, {"target_length": 3, "gamma": 0.8}]
     torch.manual_seed(3)
     processor, output = run(base, value_model, prompts, guidance, 6, record=True, **SAMPLING)
+    assert len(processor.records) == len(output.scores) == output.sequences.shape[1] - 6
     steps = 0
-    for step, prefix, scores, _ in steps_of(output, prompts):
+    for step, prefix, scores, chosen in steps_of(output, prompts):
         row = [5, 11, 14].index(prefix[0])
         expected = plain_step(base, value_backbone, head, prefix, guidance[row], step, SAMPLING)
         torch.testing.assert_close(scores.exp().double(), expected, atol=1e-4, rtol=0)
         record = processor.records[step]
+        assert chosen in record.token_ids[row] and record.guided_probs.shape == record.value_logits.shape == (3, 8)
         for token, z, p in zip(*(x[row].tolist() for x in vars(record).values()), strict=True):
             if token >= 0:
                 assert abs(z - plain_value(value_backbone, head, prefix, token)) < 1e-4
@@ -320,11 +299,8 @@ def test_the_value_model_gets_the_prompts_without_padding_and_last_token(base, v
     monkeypatch.setattr(processor._step, "extend", lambda *args, **kwargs: extended.update(kwargs))
     processor(prompts["input_ids"], torch.zeros(3, VOCAB))
     assert extended.pop("images") is None and extended.pop("begins") == [0, 9, 17]
-    assert {name: x.tolist() for name, x in extended.items()} == {
-        "starts": [0, 9, 17],
-        "lens": [5, 2, 0],
-        "cached_lens": [0, 0, 0],
-    }
+    found = {name: x.tolist() for name, x in extended.items()}
+    assert found == {"starts": [0, 9, 17], "lens": [5, 2, 0], "cached_lens": [0, 0, 0]}
 
 
 def test_a_model_without_an_end_of_sequence(base, value_model, prompts, monkeypatch):
@@ -449,9 +425,8 @@ def test_generate_knows_sentences_by_the_tokenizer(base, value_model, prompts, h
     seen = []
     make_step = transformers_adapter.GuidedStep
     monkeypatch.setattr(transformers_adapter, "GuidedStep", lambda *args: seen.append(args[-1]) or make_step(*args))
-    arguments = dict(
-        target_length=4, max_new_tokens=3, pad_token_id=PAD, value_model=value_model if has_values else None
-    )
+    arguments = dict(target_length=4, max_new_tokens=3, pad_token_id=PAD)
+    arguments["value_model"] = value_model if has_values else None
     generate(base, **prompts, tokenizer=Tokenizer(["a", "b", "c", "d", "e", "f.", "g\n", "h"]), **arguments)
     generate(base, **prompts, **arguments)
     known, unknown = (config.text_breaks for config in seen)

@@ -1,21 +1,15 @@
 """After ``GuidedStep.warm_up`` serving compiles nothing."""
 
 import json
-import os
-import subprocess
-import sys
+
+from tests.helpers.interpreter import run_compiling
 
 # Of 18 tiles, so that ranges have several; rows are not aligned, those of padded tensors are.
 VOCAB = 17_411
 
 
 def test_serving_compiles_nothing():
-    # Another process, because this one may interpret.
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.helpers.serving_variants", str(VOCAB)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-5000:]
-    report = json.loads(done.stdout)
+    report = json.loads(run_compiling("-m", "tests.helpers.serving_variants", str(VOCAB)))
     kinds = ("with graphs", "without graphs", "in fp8", "with drafts")
     of_trunk = report.pop("with a trunk")
     assert of_trunk["new"] == {} and of_trunk["warm"]["_candidate_values_kernel"] == 1

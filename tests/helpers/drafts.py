@@ -1,13 +1,11 @@
 """Drafts for the tests of the operators that take some."""
 
 import json
-import os
-import subprocess
-import sys
 
 import torch
 
 from lenvm_kernels.types import Drafts
+from tests.helpers.interpreter import run_compiling
 
 LARGEST = 2**31 - 1
 
@@ -16,9 +14,9 @@ def i32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def apart(x, more):
+def apart(x, more, around=2):
     """The same numbers in a larger tensor, with more memory before, between and after its rows."""
-    memory = torch.full((x.shape[0] + 2, x.shape[1] + more), 2, dtype=x.dtype, device=x.device)
+    memory = torch.full((x.shape[0] + 2, x.shape[1] + more), around, dtype=x.dtype, device=x.device)
     return memory[1:-1, 1 : 1 + x.shape[1]].copy_(x)
 
 
@@ -40,9 +38,4 @@ def random_drafts(requests, columns, *, seed=0, tokens=5, device="cpu"):
 
 def variants(*names):
     """What :mod:`tests.helpers.draft_variants` prints: how many variants of their kernels operators ask for."""
-    # Another process, because this one may interpret.
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.helpers.draft_variants", *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout)
+    return json.loads(run_compiling("-m", "tests.helpers.draft_variants", *names))

@@ -1,0 +1,20 @@
+"""Tests of Triton's interpreter, and programs that compile kernels where the tests' own process interprets them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+needs_interpreter = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="is of Triton's interpreter; here the kernels are compiled"
+)
+
+
+def run_compiling(*arguments, **options):
+    """What Python prints in a process without the interpreter, which has to succeed."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
+    return done.stdout
