@@ -400,19 +400,18 @@ def test_the_page_sets_the_numbers_beside_those_before():
         numbers["milliseconds"] *= 2
         numbers["layer"]["gone"] = numbers["layer"].pop("b")
     before = {"commit": "abcdef0", "command": "command", "date": "2026-01-01", "models": old}
-    quantized = json.loads(json.dumps(now))
-    for numbers in quantized[step_model.DETAILED].values():
+    quantized = json.loads(json.dumps(sizes))
+    for numbers in quantized.values():
         numbers["milliseconds"] *= 0.75
         numbers["layer"] = {"ragged_linear 8 x 4": [7.25, "HBM"]}
     for numbers in now[step_model.DETAILED].values():
         numbers["layer"]["ragged_linear 8 x 4"] = [9.5, "HBM"]
-    drafted = json.loads(json.dumps(now))
-    for numbers in drafted[step_model.DETAILED].values():
+    drafted = json.loads(json.dumps(sizes))
+    for numbers in drafted.values():
         numbers["milliseconds"] *= 2
         numbers["launches"] = 99
     of_trunk = {key: numbers | {"launches": 5, "floor": 0.0123} for key, numbers in sizes.items()}
     text = step_model.page(now, quantized, drafted, of_trunk, before, rates)
-    assert json.loads(step_model.dump(before)) == before
     a, b = (now[step_model.DETAILED]["8 H100"]["layer"][label][0] for label in "ab")
     assert f"| a | {a:.1f} |" in text and f"| b | {b:.1f} |" in text
     assert "| gone | - | - | - |  |" in text
@@ -432,7 +431,7 @@ def test_the_page_sets_the_numbers_beside_those_before():
 
 def test_the_committed_numbers_before_are_whole():
     before = json.loads(step_model.BEFORE.read_text())
-    assert step_model.dump(before) == step_model.BEFORE.read_text()
+    assert step_model.dump(before, 3) == step_model.BEFORE.read_text()
     assert set(before["models"]) == set(step_model.MODELS)
     for by_size in before["models"].values():
         assert set(by_size) == {f"{b} {gpu}" for b in step_model.SIZES for gpu in GPUS}
