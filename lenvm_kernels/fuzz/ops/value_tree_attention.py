@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -84,32 +83,6 @@ class Inputs:
         doubles = {name: x.double() for name, x in vars(self).items() if getattr(x, "dtype", None) == self.q.dtype}
         doubles |= dict(key_scales=self.key_scales, value_scales=self.value_scales)
         return replace(self, **doubles).run("reference", **keywords)
-
-    def rows(self, result: Tensor) -> list[Tensor]:
-        """A result cut into its requests, without the padding."""
-        return [result[start:end] for start, end in pairwise(self.q_offsets.tolist())]
-
-    def select(self, order: list[int]) -> Inputs:
-        """The same requests in another order, or fewer of them."""
-        offsets = self.q_offsets.tolist()
-        rows = [row for i in order for row in range(offsets[i], offsets[i + 1])]
-        lens = [offsets[i + 1] - offsets[i] for i in order]
-        new_offsets = [0, *torch.tensor(lens).cumsum(0).tolist()]
-        parents = self.parents
-        if parents is not None:
-            shifts = [new - offsets[i] for i, new, n in zip(order, new_offsets, lens, strict=False) for _ in range(n)]
-            parents = parents[rows] + int32(shifts, self.q.device)
-        return replace(
-            self,
-            q=self.q[rows],
-            k_new=self.k_new[rows],
-            v_new=self.v_new[rows],
-            table_rows=self.table_rows[order],
-            cached_lens=self.cached_lens[order],
-            candidate_lens=self.candidate_lens[order],
-            q_offsets=int32(new_offsets, self.q.device),
-            parents=parents,
-        )
 
     def with_trees(self, trees: list[list[int]]) -> Inputs:
         """The same requests with a tree each: the parent of each candidate, counted from its first one, or -1."""
