@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import Inputs
-from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, dtype_of, expect, fill, padded_rows
+from lenvm_kernels.fuzz.calls import Inputs, Result, named_operator
+from lenvm_kernels.fuzz.case import Case, Difference, beyond, dtype_of, fill, padded_rows
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
@@ -118,21 +118,10 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     return Inputs(arguments, len(rows))
 
 
-def run(given: Inputs, function) -> tuple[Tensor, Tensor]:
-    shape = given.arguments["token_ids"].shape
-    first, second = function(**given.arguments)
-    described: dict[str, Any] = dict(dtype=torch.float32, shape=shape)
-    return expect(NAMES[0], first, **described), expect(NAMES[1], second, **described)
-
-
-def outputs(given: Inputs, logits: tuple[Tensor, Tensor]) -> list[Output]:
-    return [Output(name, x) for name, x in zip(NAMES, logits, strict=True)]
-
-
-def compare(given: Inputs, logits: tuple[Tensor, Tensor]) -> list[Difference]:
+def compare(given: Inputs, result: Result) -> list[Difference]:
     tolerance = TOLERANCE["candidate_values"][given.arguments["embedding"].dtype]
     expected = exact(**given.arguments)
-    return [beyond(name, x, y, tolerance) for name, x, y in zip(NAMES, logits, expected, strict=True)]
+    return [beyond(name, result.tensors[name], x, tolerance) for name, x in zip(NAMES, expected, strict=True)]
 
 
 def exact(
@@ -161,12 +150,11 @@ def _row_work(options: Mapping[str, Any]) -> float:
     return tiles * (30 * -(-options["size"] // 32) + 40) + 1
 
 
-OPERATOR = Operator(
-    function=candidate_values,
+OPERATOR = named_operator(
+    candidate_values,
     options=OPTIONS,
     inputs=inputs,
-    run=run,
-    outputs=outputs,
+    returns=lambda given: dict.fromkeys(NAMES, (torch.float32, given.arguments["token_ids"].shape)),
     compare=compare,
     row_size=lambda options: 2 * options["size"],
     row_work=_row_work,

@@ -2,25 +2,13 @@
 that are not there."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import Inputs, with_copies
-from lenvm_kernels.fuzz.case import (
-    Case,
-    Difference,
-    Operator,
-    Output,
-    beyond,
-    dtype_of,
-    expect,
-    padded_rows,
-    poisoned,
-    results_to_fill,
-)
+from lenvm_kernels.fuzz.calls import Form, Inputs, Result, named_operator
+from lenvm_kernels.fuzz.case import Case, Difference, Output, beyond, dtype_of, padded_rows, poisoned, results_to_fill
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear, square_sums_shape
@@ -94,12 +82,6 @@ def make_inputs(
     return inputs
 
 
-@dataclass(frozen=True)
-class Result:
-    y: Tensor
-    square_sums: Tensor | None  # [T, ceil(N / 64)], a view
-
-
 def inputs(case: Case, device: torch.device) -> Inputs:
     options, draws = case.options, case.draws(device)
     rows = case.rows_and(options["rows_not_there"])
@@ -129,35 +111,28 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     return Inputs(arguments, there)
 
 
-def run(given: Inputs, function) -> Result:
-    arguments, written = with_copies(given.arguments, ("square_sums_out",))
-    x, weight = arguments["x"], arguments["weight"]
-    columns = weight.shape[0] // 2 if arguments["swiglu"] else weight.shape[0]
-    y = expect("the result", function(**arguments), dtype=x.dtype, shape=[len(x), columns])
-    return Result(y, written["square_sums_out"].T if written else None)
+def returns(given: Inputs) -> dict[str, Form]:
+    x, columns = given.arguments["x"], len(given.arguments["weight"])
+    return {"the result": (x.dtype, [len(x), columns // 2 if given.arguments["swiglu"] else columns])}
 
 
 def outputs(given: Inputs, result: Result) -> list[Output]:
-    found = [Output("the result", result.y[: given.rows])]
-    if result.square_sums is not None:
-        found.append(Output("the sums of its squares", result.square_sums[: given.rows]))
-    return found
+    y, sums = result.tensors["the result"], result.tensors.get("square_sums_out")
+    found = [Output("the result", y[: given.rows])]
+    return found if sums is None else [*found, Output("the sums of its squares", sums.T[: given.rows])]
 
 
 def compare(given: Inputs, result: Result) -> list[Difference]:
-    tolerance = TOLERANCE["ragged_linear"][result.y.dtype]
+    actual, *sums_out = (output.values for output in outputs(given, result))
+    tolerance = TOLERANCE["ragged_linear"][actual.dtype]
     expected = exact(**given.arguments)[: given.rows]
-    actual = result.y[: given.rows]
     # A row with an infinity or NaN has no finite result; which of them it is depends on the order of the sums.
     broken = ~given.arguments["x"][: given.rows].isfinite().all(1)[:, None]
     expected = torch.where(broken & ~actual.isfinite(), actual.double(), expected)
     found = [beyond("the result", actual, expected, tolerance)]
-    if result.square_sums is not None:
-        # Of the result as it was rounded.
-        sums = sums_of_squares(actual.double()).T
-        tolerance = TOLERANCE["embed_tokens"][torch.float32]
-        found.append(beyond("the sums of its squares", result.square_sums[: given.rows], sums, tolerance))
-    return found
+    # Of the result as it was rounded.
+    sums, tolerance = sums_of_squares(actual.double()).T, TOLERANCE["embed_tokens"][torch.float32]
+    return found + [beyond("the sums of its squares", x, sums, tolerance) for x in sums_out]
 
 
 def exact(x: Tensor, weight: Tensor, **inputs) -> Tensor:
@@ -177,11 +152,12 @@ def _row_work(options: Mapping[str, Any]) -> float:
     return 40 * -(-options["size"] // 32) * -(-columns // 64) / 128 + 1
 
 
-OPERATOR = Operator(
-    function=ragged_linear,
+OPERATOR = named_operator(
+    ragged_linear,
     options=OPTIONS,
     inputs=inputs,
-    run=run,
+    returns=returns,
+    writes=("square_sums_out",),
     outputs=outputs,
     compare=compare,
     most_rows=16_384,

@@ -6,25 +6,13 @@ of fp32, which now and then end on the other side of a rounding: one ulp of what
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import Inputs, memory_of, nobody, with_copies
-from lenvm_kernels.fuzz.case import (
-    Case,
-    Difference,
-    Operator,
-    Output,
-    as_codes,
-    beyond,
-    differs,
-    dtype_of,
-    expect,
-    powers_of_2,
-)
+from lenvm_kernels.fuzz.calls import Form, Inputs, Result, named_operator, unchanged_around
+from lenvm_kernels.fuzz.case import Case, Difference, as_codes, beyond, differs, dtype_of, powers_of_2
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops._common import E4M3
@@ -34,6 +22,7 @@ from lenvm_kernels.reference._common import to_codes
 SLOTS = 40
 EPS = 1e-6
 UNTOUCHED = -7.0  # what caches and buffers hold before a call
+WRITTEN = ("k_cache", "v_cache", "k_out", "v_out")
 LAYOUTS = ["plain", "layer of many", "keys beside values", "heads first"]  # of caches in servers
 
 OPTIONS: dict[str, list[Any]] = {
@@ -142,56 +131,38 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     return Inputs(arguments, there)
 
 
-@dataclass(frozen=True)
-class Result:
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    around: dict[str, Tensor]  # all that holds k_out and v_out, which are to be left alone around them
-
-
-def run(given: Inputs, function) -> Result:
-    arguments, written = with_copies(given.arguments, ("k_cache", "v_cache", "k_out", "v_out"))
-    around = {name: memory_of(x) for name, x in written.items() if name.endswith("_out")}
-    q, k, v = function(**arguments)
-    tokens, (_, kv_heads, head_dim) = len(arguments["qkv"]), arguments["k_cache"].shape
-    for name, x, heads in (("q", q, arguments["num_heads"]), ("k", k, kv_heads), ("v", v, kv_heads)):
-        expect(name, x, dtype=arguments["qkv"].dtype, shape=[tokens, heads, head_dim])
-    return Result(q, k, v, arguments["k_cache"], arguments["v_cache"], around)
-
-
-def outputs(given: Inputs, result: Result) -> list[Output]:
-    return [Output(name, getattr(result, name)[: given.rows]) for name in ("q", "k", "v")]
+def returns(given: Inputs) -> dict[str, Form]:
+    qkv, (_, kv_heads, head_dim) = given.arguments["qkv"], given.arguments["k_cache"].shape
+    heads = {"q": given.arguments["num_heads"], "k": kv_heads, "v": kv_heads}
+    return {name: (qkv.dtype, [len(qkv), number, head_dim]) for name, number in heads.items()}
 
 
 def compare(given: Inputs, result: Result) -> list[Difference]:
     rows = given.rows
-    dtype = result.q.dtype
-    q, k, v = expected_of(given.arguments)
+    dtype = given.arguments["qkv"].dtype
+    q, k, v = (x[:rows] for x in expected_of(given.arguments))
+    new = {name: result.tensors[name][:rows] for name in ("q", "k", "v")}
     found = [
-        rotated("q", result.q[:rows], q[:rows], dtype),
-        rotated("k", result.k[:rows], k[:rows], dtype),
-        differs("v", result.v[:rows], v[:rows].to(dtype)),
+        rotated("q", new["q"], q, dtype),
+        rotated("k", new["k"], k, dtype),
+        differs("v", new["v"], v.to(dtype)),
     ]
-    for name, new in (("k_cache", result.k), ("v_cache", result.v)):
-        cache, slots = getattr(result, name), given.arguments["slots"][:rows].long()
+    for name, scales_of in (("k_cache", "key_scales"), ("v_cache", "value_scales")):
+        cache, slots = result.tensors[name], given.arguments["slots"][:rows].long()
         expected = torch.full_like(cache, UNTOUCHED)
         kept = (slots >= 0) & (slots < len(cache))
-        scales = given.arguments.get({"k_cache": "key_scales", "v_cache": "value_scales"}[name])
-        expected[slots[kept]] = new[:rows][kept] if scales is None else to_codes(new[:rows][kept], scales)
+        scales, written = given.arguments.get(scales_of), new[name[0]][kept]
+        expected[slots[kept]] = written if scales is None else to_codes(written, scales)
         if scales is not None:
             cache, expected = as_codes(cache), as_codes(expected)
         owners = torch.full((len(cache),), -1, device=cache.device)
         owners[slots[kept]] = kept.nonzero()[:, 0]
         found.append(differs(name, cache, expected, owners))
-    for name, memory in result.around.items():
-        view = given.arguments[name]
+    for name in result.around.keys() & {"k_out", "v_out"}:
+        view, memory = given.arguments[name], result.around[name]
         expected = torch.full_like(memory, UNTOUCHED)
-        place = torch.as_strided(expected, view.shape, view.stride(), view.storage_offset())
-        place[:rows] = (result.k if name == "k_out" else result.v)[:rows]
-        found.append(differs(f"memory around {name}", memory, expected, nobody(memory)))
+        torch.as_strided(expected, view.shape, view.stride(), view.storage_offset())[:rows] = new[name[0]]
+        found.append(unchanged_around(name, memory, expected))
     return found
 
 
@@ -220,12 +191,13 @@ def classes(given: Inputs) -> dict[str, Tensor]:
     return {"kept": kept, "not kept": ~kept, "broken": broken}
 
 
-OPERATOR = Operator(
-    function=rope_cache,
+OPERATOR = named_operator(
+    rope_cache,
     options=OPTIONS,
     inputs=inputs,
-    run=run,
-    outputs=outputs,
+    returns=returns,
+    writes=WRITTEN,
+    moved=WRITTEN,
     compare=compare,
     most_rows=8192,
     row_size=lambda options: 3 * sum(options["heads"]) * options["head_dim"],
