@@ -105,9 +105,9 @@ def _reference(given: Inputs) -> RaggedLayout:
     return ragged_layout(**given.arguments, backend="reference")
 
 
-def owners_of_tokens(token_ids: Tensor, q_offsets: Tensor) -> Tensor:
-    """The request of each row of the forward, -1 for padding."""
-    row = torch.arange(len(token_ids), device=token_ids.device)
+def owners_of_tokens(rows: Tensor, q_offsets: Tensor) -> Tensor:
+    """The request of each of the rows of a forward, -1 for padding."""
+    row = torch.arange(len(rows), device=rows.device)
     owner = torch.searchsorted(q_offsets[1:].long(), row, right=True)
     return owner.masked_fill(owner >= len(q_offsets) - 1, -1)
 

@@ -24,6 +24,7 @@ from lenvm_kernels.fuzz.case import (
     whole_memory,
 )
 from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.fuzz.ops.ragged_layout import owners_of_tokens
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.value_tree_attention import SPLIT_LEN, SPLIT_SLACK, value_tree_attention
 from lenvm_kernels.reference._common import to_codes
@@ -285,19 +286,12 @@ def run(call: Call, function) -> Tensor:
     return expect("the result", result, dtype=q.dtype, shape=q.shape)
 
 
-def owners_of(call: Call) -> Tensor:
-    offsets = call.inputs.q_offsets.long()
-    row = torch.arange(len(call.inputs.q), device=offsets.device)
-    owner = torch.searchsorted(offsets[1:], row, right=True)
-    return owner.masked_fill(owner >= len(offsets) - 1, -1)
-
-
 def outputs(call: Call, result: Tensor) -> list[Output]:
-    return [Output("the result", result, owners_of(call))]
+    return [Output("the result", result, owners_of_tokens(result, call.inputs.q_offsets))]
 
 
 def compare(call: Call, result: Tensor) -> list[Difference]:
-    owners = owners_of(call)
+    owners = owners_of_tokens(result, call.inputs.q_offsets)
     expected = call.inputs.expected(**call.keywords, out=torch.full_like(result, UNTOUCHED, dtype=torch.float64))
     tolerance = TOLERANCE["value_tree_attention"][result.dtype]
     padding = (owners < 0)[:, None, None]
