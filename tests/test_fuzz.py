@@ -228,7 +228,7 @@ def test_a_row_is_the_same_in_any_batch():
         ("reweight_scatter", {}, lambda given: given.table_rows),
         ("value_head", {"token_rows": "int64"}, lambda given: given.arguments["token_rows"]),
         ("rope_cache", {}, lambda given: given.arguments["slots"]),
-        ("commit_winner", {}, lambda given: given.rows["last_rows"]),
+        ("commit_winner", {}, lambda given: given.arguments["last_rows"]),
         ("ragged_layout", {"longest": 70}, lambda given: given.arguments["delta_starts"]),
         ("value_tree_attention", {}, lambda call: call.inputs.table_rows),
     ],

@@ -45,12 +45,12 @@ def named_operator(
     function: Callable,
     *,
     returns: Callable[[Inputs], Mapping[str, Form]],
-    compare: Callable[[Inputs, Result], list[Difference]] | None = None,
+    compare: Callable[[Any, Result], list[Difference]] | None = None,
     writes: Sequence[str] = (),
     owners: Callable[[Inputs], Mapping[str, Tensor]] = lambda given: {},
     moved: Collection[str] = (),
     unwritten: Callable[[Inputs], Collection[str]] = lambda given: (),
-    outputs: Callable[[Inputs, Result], list[Output]] | None = None,
+    outputs: Callable[[Any, Result], list[Output]] | None = None,
     **described: Any,
 ) -> Operator:
     """The description of an operator whose results have names.
