@@ -52,7 +52,7 @@ import torch
 import triton
 
 from bench.harness import flags
-from bench.harness.storing import write_json
+from bench.harness.storing import dump, write_json
 from bench.kernel_calls import VALUE_MODELS, operator_calls, value_model_step
 from bench.kernel_model import GPUS, PARTS, Block, Part, Rates
 from bench.launches import compiling_for, kernels
@@ -456,23 +456,25 @@ def step_figures() -> dict[str, dict]:
     """Of guided steps on sm_90: the launches that ``LIMITS`` limits, and milliseconds by requests and GPU."""
     launches: dict[str, int] = dict.fromkeys(LIMITS, 0)
     milliseconds = {}
+
+    def add_times(step: Step, requests: int, what: str) -> None:
+        for gpu in GPUS.values():
+            milliseconds[f"B {requests} {gpu.name}{what}"] = round(step.seconds(gpu, Rates()) * 1e3, 3)
+
     for kept, requests in product((None, "fp8"), STEP_SIZES):
         step = Step.of(STEP_MODEL, requests, weights=kept, cache=kept)
         counts = (len(step.layer) + step.operators[0], step.num_launches, step.num_operators)
         for name, count in zip(LIMITS, counts, strict=False):
             launches[name] = max(count, launches[name])
-        for gpu in GPUS.values():
-            milliseconds[label(f"B {requests} {gpu.name}", kept)] = round(step.seconds(gpu, Rates()) * 1e3, 3)
+        add_times(step, requests, label("", kept))
     drafted = Step.of(STEP_MODEL, STEP_SIZES[0], drafts=DRAFTS)
     launches["launches of a step with drafts"] = drafted.num_launches
     launches["torch operators of a step with drafts"] = drafted.num_operators
-    for gpu in GPUS.values():
-        milliseconds[f"B {STEP_SIZES[0]} {gpu.name}, drafts"] = round(drafted.seconds(gpu, Rates()) * 1e3, 3)
+    add_times(drafted, STEP_SIZES[0], ", drafts")
     for requests in STEP_SIZES:
         with_trunk = Step.of_trunk(requests)
         launches["launches of a step with a trunk"] = with_trunk.num_launches
-        for gpu in GPUS.values():
-            milliseconds[f"B {requests} {gpu.name}, trunk"] = round(with_trunk.seconds(gpu, Rates()) * 1e3, 3)
+        add_times(with_trunk, requests, ", trunk")
     return {"launches": launches, "milliseconds": milliseconds}
 
 
@@ -597,23 +599,13 @@ def main() -> int:
             "date": time.strftime("%Y-%m-%d"),
             "parts": known | steps,
         }
-        RESULTS.write_text(dump(results))
+        RESULTS.write_text(dump(dict(sorted(results.items())), 4))
         if step:
             about = {key: results[triton.__version__][key] for key in ("command", "device", "date")}
             step_results[triton.__version__] = about | step
             write_json(STEP_RESULTS, dict(sorted(step_results.items())))
     print("\n".join(found) or "no faults")
     return int(args.check and bool(found))
-
-
-def dump(results: dict) -> str:
-    """JSON with a line a kernel, so that a diff shows which ones changed."""
-    kernels_as_text = {
-        version: entry | {"parts": {part: [json.dumps(f) for f in figures] for part, figures in entry["parts"].items()}}
-        for version, entry in sorted(results.items())
-    }
-    text = json.dumps(kernels_as_text, indent=1)
-    return re.sub(r'^( +)("\{.*\}")(,?)$', lambda m: m[1] + json.loads(m[2]) + m[3], text, flags=re.MULTILINE) + "\n"
 
 
 if __name__ == "__main__":

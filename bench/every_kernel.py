@@ -13,27 +13,15 @@ from torch.utils._pytree import tree_leaves
 from bench.harness.measuring import limit_memory
 from bench.kernel_calls import operators
 from bench.launches import intercept_launches, kernels
-from bench.models import make_model
+from bench.models import make_config, make_model
 from bench.step import Decode
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import Sampling, StepBatch
 from lenvm_kernels.types import Drafts
-from lenvm_kernels.value_model import ValueModelConfig
 
 # Narrow, but wide enough where a width decides which kernels are launched: the sums over I are split.
-CONFIG = ValueModelConfig(
-    hidden_size=64,
-    intermediate_size=4096,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab_size=2048,
-    rms_norm_eps=1e-6,
-    rope_inv_freq=tuple(1e6 ** (-i / 8) for i in range(8)),
-    qkv_bias=False,
-    qk_norm=True,
-)
+_WIDTHS = dict(hidden_size=64, intermediate_size=4096, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16)
+CONFIG = make_config("Qwen3-1.7B", vocab_size=2048, **_WIDTHS)
 # What the steps of such a model do not launch: a tree and a path of it, numbers in 8 bits, a norm of rows of which
 # nobody left the sums of squares, as a layer's operators do, and drafts where logits are limited.
 _LAYER = dict(heads=(4, 2, 16), cache="fp8")

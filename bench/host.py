@@ -37,12 +37,12 @@ from bench.harness import flags
 from bench.harness.reporting import table
 from bench.harness.storing import environment, write_json
 from bench.launches import compiling_for, without_kernels
-from bench.models import DIMENSIONS, VOCAB, make_model
+from bench.models import DIMENSIONS, VOCAB, make_config, make_model
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepConfig
 from lenvm_kernels.step.graphs import Graphs
-from lenvm_kernels.value_model import ValueModel, ValueModelConfig
+from lenvm_kernels.value_model import ValueModel
 
 NAME = "Qwen2.5-1.5B"
 CACHED, TOP_K = 512, 5
@@ -83,20 +83,8 @@ class Cost:
 
 def narrow_model(layers: int, vocab: int) -> ValueModel:
     """A value model of so many layers, with the heads of Qwen2.5-1.5B, as narrow as its kernels can be."""
-    head_dim = 16
-    config = ValueModelConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_layers=layers,
-        num_heads=DIMENSIONS[NAME][3],
-        num_kv_heads=DIMENSIONS[NAME][4],
-        head_dim=head_dim,
-        vocab_size=vocab,
-        rms_norm_eps=1e-6,
-        rope_inv_freq=tuple(1e6 ** (-2 * i / head_dim) for i in range(head_dim // 2)),
-        qkv_bias=True,
-    )
-    return make_model(config, torch.bfloat16, "cpu")
+    narrow = dict(hidden_size=64, intermediate_size=128, head_dim=16)
+    return make_model(make_config(NAME, vocab_size=vocab, num_layers=layers, **narrow), torch.bfloat16, "cpu")
 
 
 def step_arguments(rows: int, vocab: int) -> tuple[torch.Tensor, StepBatch, Sampling]:

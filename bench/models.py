@@ -1,5 +1,7 @@
 """Value models of real dimensions with random weights for benchmarks: not what they compute matters but how long."""
 
+from typing import Any
+
 import torch
 
 from lenvm_kernels.types import Candidates, Status
@@ -18,21 +20,17 @@ DIMENSIONS = {
 }
 
 
-def make_config(name: str, *, vocab_size: int, num_layers: int | None = None) -> ValueModelConfig:
-    """The architecture ``name``, with another vocabulary and, if given, another number of layers."""
-    hidden, intermediate, layers, heads, kv_heads, head_dim, qk_norm = DIMENSIONS[name]
+def make_config(name: str, *, vocab_size: int, **changed: int) -> ValueModelConfig:
+    """The architecture ``name``, with another vocabulary and what else is changed."""
+    fields = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "qk_norm")
+    dimensions: dict[str, Any] = dict(zip(fields, DIMENSIONS[name], strict=True)) | changed
+    head_dim = dimensions["head_dim"]
     return ValueModelConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_layers=layers if num_layers is None else num_layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        **dimensions,
         vocab_size=vocab_size,
         rms_norm_eps=1e-6,
         rope_inv_freq=tuple(1e6 ** (-2 * i / head_dim) for i in range(head_dim // 2)),
         qkv_bias=name.startswith("Qwen2"),
-        qk_norm=qk_norm,
     )
 
 

@@ -142,7 +142,7 @@ def demo(contexts: int) -> Subject:
 
 def random(name: str, contexts: int, layers: int | None) -> Subject:
     """The dimensions of ``name``: activations of O(1), what a layer adds smaller the deeper the model."""
-    config = make_config(name, vocab_size=4096, num_layers=layers)
+    config = make_config(name, vocab_size=4096, **({} if layers is None else {"num_layers": layers}))
     generator = torch.Generator().manual_seed(0)
     added = (2 * config.num_layers) ** -0.5  # by o and down, so that the residual stream stays of O(1)
 

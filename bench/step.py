@@ -120,16 +120,9 @@ class Decode:
     def floor(self) -> tuple[int, int]:
         """(bytes, operations) of a step."""
         model, scored = self.step.value_model, int(self.counts[self.counts > 1].sum())
-        moved, operations = forward_floor(
-            model.config,
-            model.dtype,
-            self.num_tokens(),
-            scored,
-            len(self.counts),
-            self.cached,
-            weights=model.weights,
-            cache=self.options.get("cache"),
-        )
+        sizes = (self.num_tokens(), scored, len(self.counts), self.cached)
+        kept = dict(weights=model.weights, cache=self.options.get("cache"))
+        moved, operations = forward_floor(model.config, model.dtype, *sizes, **kept)
         return moved + self.scores.nbytes, operations
 
 

@@ -8,7 +8,7 @@ operator of torch counts as a gap and a short kernel.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -377,8 +377,7 @@ class Step:
         layer: launches of a layer.
         others: launches before and after the layers.
         operators: of torch, in a layer and in the rest.
-        weights: of the layers, as in :class:`ValueModel`.
-        cache: of :class:`StepConfig`.
+        kept: ``weights`` of the layers and ``cache``, as for :func:`make_step`.
     """
 
     model: str
@@ -386,8 +385,7 @@ class Step:
     layer: list[Launch]
     others: list[Launch]
     operators: tuple[int, int]
-    weights: str | None = None
-    cache: str | None = None
+    kept: dict[str, str | None] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -397,16 +395,14 @@ class Step:
         counts: str = "full",
         cached: int = CACHED,
         *,
-        weights: str | None = None,
-        cache: str | None = None,
         drafts: int = 0,
+        **kept: str | None,
     ) -> "Step":
         live = Live.of_step(requests, counts, cached, drafts)
-        call = make_step(model, requests, 2, cached, weights=weights, cache=cache, drafts=drafts)
-        launches = launches_of(call, live)
+        launches = launches_of(make_step(model, requests, 2, cached, drafts=drafts, **kept), live)
         layer = layer_of([launch.label for launch in launches])
         others = launches[: layer.start] + launches[2 * layer.stop - layer.start :]
-        return cls(model, live, launches[layer], others, operators_of_step(model, drafts), weights, cache)
+        return cls(model, live, launches[layer], others, operators_of_step(model, drafts), kept)
 
     @classmethod
     def of_trunk(cls, requests: int) -> "Step":
@@ -450,16 +446,8 @@ class Step:
         """Seconds that its bytes or its operations take at shares of the data sheet's rates."""
         live = self.live
         if self.layer:
-            moved, operations = forward_floor(
-                self.config,
-                torch.bfloat16,
-                live.rows,
-                live.rows,
-                live.requests,
-                live.cached,
-                weights=self.weights,
-                cache=self.cache,
-            )
+            sizes = (live.rows, live.rows, live.requests, live.cached)
+            moved, operations = forward_floor(self.config, torch.bfloat16, *sizes, **self.kept)
         else:
             moved, operations = self._trunk_floor()
         scores = live.requests * live.nodes * VOCAB * 4

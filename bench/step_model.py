@@ -12,7 +12,8 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ import triton
 
 from bench.harness import flags
 from bench.harness.reporting import table
+from bench.harness.storing import dump
 from bench.kernel_model import GPUS, Cost, Gpu, Rates
 from bench.models import VOCAB
 from bench.step import CACHED
@@ -57,18 +59,14 @@ def numbers_of(step: Step, gpu: Gpu, rates: Rates) -> dict[str, object]:
     }
 
 
-def predict(
-    models: Sequence[str], sizes: Sequence[int], rates: dict[str, Rates], kept: str | None = None, drafts: int = 0
-) -> Numbers:
-    """:func:`numbers_of` by model, then by requests and GPU. ``kept`` is ``fp8`` for weights and a cache in 8 bits."""
-    numbers: Numbers = {}
-    for model in models:
-        for requests in sizes:
-            step = Step.of(model, requests, weights=kept, cache=kept, drafts=drafts)
-            for gpu in GPUS.values():
-                key = f"{requests} {gpu.name}"
-                numbers.setdefault(model, {})[key] = numbers_of(step, gpu, rates[gpu.name])
-    return numbers
+def predict(make_step: Callable[[int], Step], sizes: Sequence[int], rates: dict[str, Rates]) -> dict[str, dict]:
+    """:func:`numbers_of` of steps of so many requests, by requests and GPU."""
+    steps = ((requests, make_step(requests)) for requests in sizes)
+    return {
+        f"{requests} {gpu.name}": numbers_of(step, gpu, rates[gpu.name])
+        for requests, step in steps
+        for gpu in GPUS.values()
+    }
 
 
 def launch_table(part: str, now: Numbers, before: Numbers, gpu: str) -> list[str]:
@@ -99,12 +97,11 @@ def step_table(now: Numbers, before: Numbers) -> list[str]:
     return table([*columns, "before"], rows)
 
 
-def fp8_tables(plain: Numbers, quantized: Numbers) -> list[str]:
+def fp8_tables(plain: dict[str, dict], quantized: dict[str, dict]) -> list[str]:
     """Markdown: what weights and a cache in fp8 make of the launches of a layer, and of a step."""
     lines = []
     for gpu in GPUS:
-        sides = [[side[DETAILED][f"{requests} {gpu}"] for requests in DETAILED_SIZES] for side in (quantized, plain)]
-        steps = [step for side in sides for step in side]
+        steps = [side[f"{requests} {gpu}"] for side in (quantized, plain) for requests in DETAILED_SIZES]
         rows = [[f"{name}, us", *(f"{step['layer'][name][0]:.1f}" for step in steps)] for name in steps[0]["layer"]]
         rows.append(["**a step, ms**", *(f"{step['milliseconds']:.2f}" for step in steps)])
         rows.append(["at rates, ms", *(f"{step['floor']:.2f}" for step in steps)])
@@ -112,24 +109,14 @@ def fp8_tables(plain: Numbers, quantized: Numbers) -> list[str]:
     return lines
 
 
-def drafts_table(plain: Numbers, drafted: Numbers) -> list[str]:
+def drafts_table(plain: dict[str, dict], drafted: dict[str, dict]) -> list[str]:
     """Markdown: milliseconds of a step with drafts beside those of as many steps as it has nodes."""
     steps, rows = 1 + DRAFTS, []
-    for key, of_step in drafted[DETAILED].items():
-        together, single = of_step["milliseconds"], plain[DETAILED][key]["milliseconds"] * steps
+    for key, of_step in drafted.items():
+        together, single = of_step["milliseconds"], plain[key]["milliseconds"] * steps
         numbers = (str(of_step["launches"]), f"{together:.2f}", f"{single:.2f}", f"{together / single:.0%}")
         rows.append([*key.split(), *numbers])
     return table(["B", "GPU", "launches", f"with {DRAFTS} drafts", f"{steps} steps", "share"], rows)
-
-
-def trunk_numbers(rates: dict[str, Rates]) -> dict[str, dict]:
-    """:func:`numbers_of` of a step with a trunk, by requests and GPU."""
-    steps = {requests: Step.of_trunk(requests) for requests in DETAILED_SIZES}
-    return {
-        f"{requests} {gpu.name}": numbers_of(step, gpu, rates[gpu.name])
-        for requests, step in steps.items()
-        for gpu in GPUS.values()
-    }
 
 
 def trunk_tables(of_trunk: dict[str, dict]) -> list[str]:
@@ -146,8 +133,8 @@ def trunk_tables(of_trunk: dict[str, dict]) -> list[str]:
 
 def page(
     now: Numbers,
-    quantized: Numbers,
-    drafted: Numbers,
+    quantized: dict[str, dict],
+    drafted: dict[str, dict],
     of_trunk: dict[str, dict],
     before: dict,
     rates: dict[str, Rates],
@@ -178,13 +165,13 @@ Counted and computed, not measured: [measuring.md](../../docs/measuring.md) says
 
 The matrices of the layers, keys and values in e4m3, the rest as above; {DETAILED}.
 """,
-        *fp8_tables(now, quantized),
+        *fp8_tables(now[DETAILED], quantized),
         f"""## Drafts
 
 {DETAILED}, a chain of {DRAFTS} drafts a request, all of which are candidates, and five candidates at each of its nodes;
 milliseconds. How many of these tokens are accepted depends on the drafts.
 """,
-        *drafts_table(now, drafted),
+        *drafts_table(now[DETAILED], drafted),
         f"""## A trunk instead of a value model
 
 Of {TRUNK_BASE}, with the states of three of its layers; microseconds of a whole step, candidates, reweighting and the
@@ -203,18 +190,6 @@ The aim is a step of at most 1.35 times that, a share of 74 %.
     return "\n".join(lines)
 
 
-def dump(numbers: dict) -> str:
-    """JSON with a line a step."""
-    models = [
-        f"  {json.dumps(model)}: {{\n"
-        + ",\n".join(f"   {json.dumps(key)}: {json.dumps(of_step)}" for key, of_step in by_size.items())
-        + "\n  }"
-        for model, by_size in numbers["models"].items()
-    ]
-    about = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in numbers.items() if key != "models")
-    return "{\n" + about + ' "models": {\n' + ",\n".join(models) + "\n }\n}\n"
-
-
 def main() -> None:
     parser = flags.parser(__doc__, json="write the numbers of this commit to a file, and no page")
     parser.add_argument("--out", type=Path, default=RESULT, help="where to write the page (default: %(default)s)")
@@ -228,7 +203,7 @@ def main() -> None:
             parser.error(str(error))
         return
     rates = {gpu.name: Rates.of(gpu) for gpu in GPUS.values()}
-    now = predict(MODELS, SIZES, rates)
+    now = {model: predict(partial(Step.of, model), SIZES, rates) for model in MODELS}
     if args.json:
         command = ["git", "rev-parse", "--short", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True, check=True, cwd=RESULT.parent).stdout.strip()
@@ -238,11 +213,12 @@ def main() -> None:
             "date": time.strftime("%Y-%m-%d"),
         }
         about |= {"torch": torch.__version__, "triton": triton.__version__}
-        args.json.write_text(dump(about | {"models": now}))
+        args.json.write_text(dump(about | {"models": now}, 3))
         return
-    quantized = predict((DETAILED,), DETAILED_SIZES, rates, "fp8")
-    drafted = predict((DETAILED,), DETAILED_SIZES, rates, drafts=DRAFTS)
-    text = page(now, quantized, drafted, trunk_numbers(rates), json.loads(args.before.read_text()), rates)
+    detailed = partial(Step.of, DETAILED)
+    steps = (partial(detailed, weights="fp8", cache="fp8"), partial(detailed, drafts=DRAFTS), Step.of_trunk)
+    quantized, drafted, of_trunk = (predict(make_step, DETAILED_SIZES, rates) for make_step in steps)
+    text = page(now, quantized, drafted, of_trunk, json.loads(args.before.read_text()), rates)
     args.out.write_text(text)
     print(text, end="")
 

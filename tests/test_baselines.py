@@ -292,11 +292,7 @@ def test_flashinfer_masks_are_ours(requests, monkeypatch):
     install(monkeypatch, "flashinfer", BatchPrefillWithPagedKVCacheWrapper=PagedPrefill)
     tree = make_tree(requests, torch.device("cpu"))
     expected = value_tree_attention(*tree)
-    for run in (
-        flashinfer._masked_attention(tree),
-        flashinfer._multi_item_attention(tree, "fa2"),
-        flashinfer._multi_item_attention(tree, "fa3"),
-    ):
+    for run in (flashinfer._masked_attention(tree), flashinfer._multi_item_attention(tree)):
         torch.testing.assert_close(run(), expected, **TOLERANCE)
 
 
@@ -350,7 +346,7 @@ def test_flashinfer_refuses_kernels_it_does_not_know(compile_ahead, name, tmp_pa
     assert not (tmp_path / "kernels").exists() and f"got {name}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kernels", [(), ("attention-fa3-float16-64",)])
+@pytest.mark.parametrize("kernels", [(), ("attention-fa2-float16-64",)])
 def test_flashinfer_compiles_what_it_is_asked_to(compile_ahead, kernels):
     calls = []
     assert compile_ahead(calls.append, *kernels) == 0 and calls == [*(kernels or flashinfer.KERNELS)]

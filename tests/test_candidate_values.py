@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from lenvm_kernels import GuidanceTable, parse_guidance
-from lenvm_kernels.fuzz.ops.candidate_values import exact, make_inputs
+from lenvm_kernels.fuzz.ops.candidate_values import exact
 from lenvm_kernels.ops import candidate_values as ops
 from lenvm_kernels.ops.candidate_values import candidate_values, num_counters
 from lenvm_kernels.reference.candidate_values import SHORTEST
 from lenvm_kernels.types import GuidanceColumns
+from tests.helpers.cases import simple_arguments
 from tests.helpers.matches import assert_matches
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -57,6 +58,13 @@ def test_a_candidate_by_hand(device, backend):
     expected = torch.tensor([[by_hand(-0.75, 0.0), 0.0], [by_hand(1.0, -1.0), by_hand(-0.5, 1.0)]])
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(found, mean)
+
+
+def make_inputs(rows, dtype, **options):
+    """Arguments by name, without padding."""
+    sizes = dict(size=96, outputs=100, index="int64") | options
+    inputs = simple_arguments("candidate_values", rows, dtype=dtype, **sizes)
+    return inputs | {"token_ids": inputs["token_ids"].clamp(0, len(inputs["embedding"]) - 1)}
 
 
 def test_the_network_is_that_of_torch_modules():

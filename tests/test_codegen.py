@@ -528,7 +528,7 @@ def test_sums_that_the_batch_decides_are_found():
 def test_committed_figures_are_whole():
     text = codegen.RESULTS.read_text()
     results = json.loads(text)
-    assert codegen.dump(results) == text
+    assert codegen.dump(results, 4) == text
     for entry in results.values():
         for part in codegen.PARTS:
             figures = [codegen.Figures(**figure) for figure in entry["parts"][part]]

@@ -5,10 +5,10 @@ import torch
 
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops.commit_winner import as_integers, make_pool
-from lenvm_kernels.fuzz.ops.rope_cache import make_inputs
 from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.commit_winner import commit_winner
 from lenvm_kernels.ops.rope_cache import rope_cache
+from tests.helpers.cases import simple_arguments
 from tests.helpers.drafts import apart, i32
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -361,7 +361,8 @@ def test_offsets_past_32_bits(device, far_dim):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_winner_leaves_the_codes_that_its_own_forward_would(device, dtype, backend):
     """A token committed from its candidate, or computed as a delta by rope_cache: the cache is the same to the bit."""
-    forward = make_inputs(8, 4, 3, 24, dtype, e4m3=True, norm=True, device=device, num_slots=8)
+    sizes = dict(heads=[4, 3], head_dim=24, dtype=dtype, e4m3=True, norm=True)
+    forward = simple_arguments("rope_cache", 8, device=device, **sizes)
     forward["slots"] = torch.tensor([5, -1, 2, 0, -1, 7, 4, 1], device=device)
     forward["value_scales"] = forward["key_scales"].flip(0)
     _, k, v = rope_cache(**forward, backend=backend)
@@ -376,7 +377,7 @@ def test_a_winner_leaves_the_codes_that_its_own_forward_would(device, dtype, bac
     committed = commit_winner(*caches, *of_forward, *candidates, *drawn, *slots, **scales, backend=backend)
     assert committed.tolist() == [1] * len(kept)
     for cache, name in zip(caches, ("k_cache", "v_cache"), strict=True):
-        expected = as_integers(forward[name]).expand(2, -1, -1, -1)
+        expected = as_integers(forward[name][:8]).expand(2, -1, -1, -1)
         assert torch.equal(as_integers(cache), expected)
 
 

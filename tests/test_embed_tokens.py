@@ -1,15 +1,18 @@
 """``embed_tokens``: kernel against reference, reference against transformers, ids of no vocabulary, other rows."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
-from lenvm_kernels.fuzz.ops.embed_tokens import make_inputs
 from lenvm_kernels.ops.embed_tokens import MAX_BLOCK_H, embed_tokens
 from lenvm_kernels.types import EmbeddedTokens
+from tests.helpers.cases import simple_arguments
 from tests.helpers.memory import GuardedMemory
 
+make_inputs = partial(simple_arguments, "embed_tokens")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -17,7 +20,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def test_reference_matches_transformers(dtype):
     config = Qwen2Config(hidden_size=64, num_attention_heads=2, max_position_embeddings=131_072, rope_theta=1e6)
     rotary = Qwen2RotaryEmbedding(config)
-    inputs = make_inputs(9, 64, 16, dtype) | {"inv_freq": rotary.inv_freq, "rope_scale": 1.5}
+    inputs = make_inputs(9, size=64, half=16, dtype=dtype) | {"inv_freq": rotary.inv_freq, "rope_scale": 1.5}
     embedded = embed_tokens(**inputs, backend="reference")
     cos, sin = rotary(torch.zeros(1), inputs["positions"][None])
     assert torch.equal(embedded.cos, 1.5 * cos[0, :, :16]) and torch.equal(embedded.sin, 1.5 * sin[0, :, :16])
@@ -81,7 +84,7 @@ def test_angles_of_far_positions(device, backend):
 def test_only_the_tokens_that_are_there_count(device, size, num_rows):
     """The kernel writes nothing else, neither around the results nor of other tokens, and all of those there are."""
     tokens, memory = 4, GuardedMemory()
-    inputs = make_inputs(tokens, size, 5, torch.float32, device=device)
+    inputs = make_inputs(tokens, size=size, half=5, dtype=torch.float32, device=device)
     expected = embed_tokens(**inputs, backend="reference")
     rows = tokens if num_rows is None else min(max(num_rows, 0), tokens)
     inputs["token_ids"][rows:] = 2**62
@@ -112,4 +115,4 @@ def test_only_the_tokens_that_are_there_count(device, size, num_rows):
 )
 def test_errors_name_the_argument(name, value, message):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-        embed_tokens(**make_inputs(3, 16, 4, torch.float32) | {name: value})
+        embed_tokens(**make_inputs(3, size=16, half=4, dtype=torch.float32) | {name: value})

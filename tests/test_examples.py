@@ -17,9 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lenvm_kernels import GuidanceTable, parse_guidance
-from lenvm_kernels.fuzz.case import Case
-from lenvm_kernels.fuzz.check import operators
 from lenvm_kernels.ops.topk_candidates import topk_candidates
+from tests.helpers.cases import simplest
 from tests.helpers.models import EOS
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -110,9 +109,8 @@ def test_draft_loop(run, checkpoints, tmp_path):
 def test_fuzz_own_kernel(setting, tmp_path, monkeypatch, lenvm):
     """The command in its docstring, on a case of few rows."""
     monkeypatch.chdir(EXAMPLES)
-    options = {option: values[0] for option, values in operators()["value_head"].options.items()} | setting
     corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text(json.dumps(Case("value_head", 3, tuple(range(6)), options).to_json()) + "\n")
+    corpus.write_text(json.dumps(simplest("value_head", 6, seed=3, **setting).to_json()) + "\n")
     command = re.search(r"^    lenvm (fuzz .*)$", (EXAMPLES / "fuzz_own_kernel.py").read_text(), re.MULTILINE)[1]
     code, out, _ = lenvm(*command.split(), "--seconds", "1e-9", "--corpus", corpus)
     assert code == 0 and "1 cases (1 from the corpus), 6 rows" in out

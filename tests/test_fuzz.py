@@ -14,6 +14,7 @@ from lenvm_kernels.fuzz import OPERATORS
 from lenvm_kernels.fuzz.case import VERSION, Case, CaseError
 from lenvm_kernels.fuzz.check import operators
 from lenvm_kernels.fuzz.draws import Draws
+from tests.helpers.cases import simplest
 
 FAULTS = "tests.helpers.planted_faults"
 # Whose results are compared as they are.
@@ -74,8 +75,7 @@ def test_the_rows_that_a_fault_needs_are_kept_and_no_other(fuzz, tmp_path):
     code, *_ = fuzz("--against", f"{FAULTS}:many.value_head", "--cases", 8)
     case = json.loads((tmp_path / "lenvm-fuzz.jsonl").read_text().splitlines()[0])
     assert code == 1 and (case["rows"] == 5 or len(case["rows"]) == 5)
-    simplest = {option: values[0] for option, values in operators()["value_head"].options.items()}
-    assert case["options"] == simplest
+    assert case["options"] == simplest("value_head", 5).options
 
 
 def test_bits_in_other_batches_can_be_left_out(fuzz):
@@ -165,8 +165,7 @@ def test_mistakes_end_in_one_line(fuzz, arguments, message):
 
 
 def good_case():
-    options = {option: values[0] for option, values in operators()["value_head"].options.items()}
-    return Case("value_head", 7, (3, 1), options).to_json()
+    return simplest("value_head", (3, 1), seed=7).to_json()
 
 
 @pytest.mark.parametrize(
@@ -221,7 +220,7 @@ def test_a_row_is_the_same_in_any_batch():
         ("reweight_scatter", {}, lambda given: given.table_rows),
         ("value_head", {"token_rows": "int64"}, lambda given: given.arguments["token_rows"]),
         ("rope_cache", {}, lambda given: given.arguments["slots"]),
-        ("commit_winner", {}, lambda given: given.rows["last_rows"]),
+        ("commit_winner", {}, lambda given: given.arguments["last_rows"]),
         ("ragged_layout", {"longest": 70}, lambda given: given.arguments["delta_starts"]),
         ("value_tree_attention", {}, lambda call: call.inputs.table_rows),
     ],

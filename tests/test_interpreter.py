@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder
 
-from lenvm_kernels.fuzz.case import Case
-from lenvm_kernels.fuzz.check import check, operators
+from lenvm_kernels.fuzz.check import check
 from tests.helpers import planted_dot
+from tests.helpers.cases import simplest
 from tests.helpers.interpreter import needs_interpreter
 
 pytestmark = needs_interpreter
@@ -72,8 +72,7 @@ def test_what_is_not_finite_stays_in_its_row():
 
 
 def test_the_fuzzer_finds_a_dot_whose_bits_depend_on_the_batch(monkeypatch):
-    options = {name: values[0] for name, values in operators()["value_head"].options.items()}
-    case = Case("value_head", 3, tuple(range(5)), options)
+    case = simplest("value_head", 5, seed=3)
     assert check(case, None, device=torch.device("cpu")) is None
     monkeypatch.setattr(InterpreterBuilder, "create_dot", planted_dot.create_dot)
     assert "logits differs in another order" in str(check(case, None, device=torch.device("cpu")))

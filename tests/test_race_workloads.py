@@ -17,13 +17,13 @@ import triton.language as tl
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.launches import kernels
-from bench.models import make_model
+from bench.models import make_config, make_model
 from lenvm_kernels.fuzz.check import operators
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep, StepBatch, StepConfig
-from lenvm_kernels.value_model import Trunk, ValueModelConfig
+from lenvm_kernels.value_model import Trunk
 from tests.helpers.drafts import random_drafts
 from tests.helpers.engine import Engine, take_step
 from tests.helpers.interpreter import needs_interpreter
@@ -100,19 +100,8 @@ def test_splits_merged_without_order_are_found(faulty, monkeypatch):
 # Of steps with drafts.
 DRAFT_KERNELS = {"_expand_drafts_kernel", "_pack_drafts_kernel", "_verify_drafts_kernel"}
 # So many intermediate columns that their sum is taken in parts.
-CONFIG = ValueModelConfig(
-    hidden_size=32,
-    intermediate_size=4096,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab_size=512,
-    rms_norm_eps=1e-6,
-    rope_inv_freq=tuple(1e6 ** (-i / 8) for i in range(8)),
-    qkv_bias=True,
-    qk_norm=True,
-)
+_WIDTHS = dict(hidden_size=32, intermediate_size=4096, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16)
+CONFIG = replace(make_config("Qwen3-1.7B", vocab_size=512, **_WIDTHS), qkv_bias=True)
 VOCAB, EOS = 300, {7, 8}
 # By row of the slot table: what a request asks for, and the length of its prompt.
 REQUESTS = [

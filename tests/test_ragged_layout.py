@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lenvm_kernels.fuzz.ops.ragged_layout import make_inputs
 from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.types import RaggedLayout
+from tests.helpers.cases import simple_arguments
 from tests.helpers.drafts import i32
 from tests.helpers.memory import INTEGER, MARGIN, GuardedMemory
 
@@ -20,7 +20,16 @@ BROKEN = {
 @pytest.mark.parametrize("trees", [False, True])
 @pytest.mark.parametrize(("name", "values"), [(name, values) for name, many in BROKEN.items() for values in many])
 def test_broken_lengths_touch_nothing_else(device, name, values, trees):
-    inputs = make_inputs([2, 3, 1], [2, 0, 1], 2, unreferenced=1, device=device)
+    inputs = {
+        "delta_ids": torch.arange(1, 8),
+        "delta_slots": torch.arange(11, 18),
+        "delta_starts": i32(4, 0, 6),  # nobody's is the fourth token
+        "delta_lens": i32(2, 3, 1),
+        "candidate_ids": torch.arange(21, 27).view(3, 2),
+        "candidate_lens": i32(2, 0, 1),
+        "cached_lens": i32(5, 900, 0),
+    }
+    inputs = {name: x.to(device) for name, x in inputs.items()}
     if trees:
         inputs["candidate_parents"] = i32([-1, 0], [7, -9], [-1, 0]).to(device)
     inputs[name] = torch.tensor(values, dtype=torch.int32, device=device)
@@ -66,6 +75,6 @@ def test_candidates_in_trees(device, backend):
 
 
 def test_no_request_is_refused():
-    arguments = make_inputs([2, 1], [1, 3], 3) | {"candidate_ids": torch.zeros(0, 3).int()}
+    arguments = simple_arguments("ragged_layout", 2, columns=3) | {"candidate_ids": torch.zeros(0, 3).int()}
     with pytest.raises(ValueError, match=r"^candidate_ids must have a row for each request, at least one, got none"):
         ragged_layout(**arguments)

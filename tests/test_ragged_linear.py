@@ -1,6 +1,7 @@
 """Ragged linear: the reference against torch.nn, weights in 8 bits, tiles, and what is left alone."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,14 +12,16 @@ from torch import nn
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from lenvm_kernels.fuzz.ops.ragged_linear import CONSTANTS, exact, make_inputs
+from lenvm_kernels.fuzz.ops.ragged_linear import CONSTANTS, exact
 from lenvm_kernels.ops import _ragged_linear
 from lenvm_kernels.ops import ragged_linear as ops
 from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
+from tests.helpers.cases import simple_arguments
 from tests.helpers.interpreter import needs_interpreter
 from tests.helpers.matches import assert_matches
 from tests.helpers.memory import GuardedMemory
 
+make_inputs = partial(simple_arguments, "ragged_linear")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 E4M3 = torch.float8_e4m3fn
 # What a decoder layer asks for, and everything at once. Of 320 columns, in tests that split sums, only those without
@@ -71,7 +74,7 @@ def test_reference_matches_torch_modules(num_rows):
 def test_reference_keeps_the_dtype_and_rounds_once(dtype):
     """The scales of a weight in 8 bits are those of its rows; they scale no bias."""
     for variant in VARIANTS.values():
-        inputs = make_inputs(9, 48, 64, dtype, **variant)
+        inputs = make_inputs(9, outputs=48, size=64, dtype=dtype, **variant)
         y = ragged_linear(**inputs, backend="reference")
         if "weight_scales" in inputs:
             inputs["weight"] = inputs["weight"].double() * inputs.pop("weight_scales").double()[:, None]
@@ -209,7 +212,7 @@ def test_no_tile_changes_a_bit(device, small_limits, monkeypatch, variant, size)
     """Of a row, in any place of several blocks of them, nor of the sums of its squares. The rows that are expected
     choose the tile; where nobody says what to expect, it is all T of them."""
     tokens, rows = 150, 141
-    inputs = make_inputs(tokens, 100, size, torch.bfloat16, device=device, **VARIANTS[variant])
+    inputs = make_inputs(tokens, outputs=100, size=size, dtype=torch.bfloat16, device=device, **VARIANTS[variant])
     tiles = ops.TILES_E4M3 if "weight_scales" in inputs else ops.TILES
     tiles = [tile for tile in tiles if tile.block_n >= 64 * (1 + inputs["swiglu"])]
     asked = []
@@ -236,7 +239,7 @@ def test_the_parts_of_a_sum_are_added_in_one_order(device, small_limits, monkeyp
     """However many rows there are, on either side of where a block of them ends: of those that are multiplied at once,
     and of those whose parts are added at once. Whichever rows are expected, and however far apart rows lie."""
     options = VARIANTS.get(variant) or VARIANTS["all"] | {"swiglu": False}
-    inputs = make_inputs(150, 97, 320, torch.bfloat16, device=device, row_padding=48, **options)
+    inputs = make_inputs(150, outputs=97, size=320, dtype=torch.bfloat16, device=device, row_padding=48, **options)
     padded = {name: inputs[name] for name in ("x", "residual") if name in inputs}
     assert ops.num_splits(97, 320) == 5 and not any(x.is_contiguous() for x in padded.values())
     launched = []
@@ -281,7 +284,7 @@ def test_rows_that_do_not_exist_are_neither_read_nor_written(device, backend, sm
     """Nor is what is around the result, the workspace and the sums of squares, which are exact to the bit."""
     tokens, dtype = 170, torch.float16 if "e4m3" in variant else torch.float32
     rows = max(0, min(num_rows, tokens))
-    inputs = make_inputs(tokens, 100, 320, dtype, device=device, **VARIANTS[variant])
+    inputs = make_inputs(tokens, outputs=100, size=320, dtype=dtype, device=device, **VARIANTS[variant])
     healthy = exact(**inputs)
     for name in inputs.keys() & {"x", "residual"}:
         inputs[name][rows:] = float("nan")
@@ -305,7 +308,7 @@ def test_rows_that_do_not_exist_are_neither_read_nor_written(device, backend, sm
 @pytest.mark.parametrize("variant", ["qkv", "all"])
 def test_given_square_sums_are_as_good_as_none(device, variant):
     """The same bits, whoever adds the squares."""
-    inputs = make_inputs(150, 97, 200, torch.bfloat16, device=device, **VARIANTS[variant])
+    inputs = make_inputs(150, outputs=97, size=200, dtype=torch.bfloat16, device=device, **VARIANTS[variant])
     sums = added_in_pairs(inputs["x"]).contiguous()
     y = ragged_linear(**inputs, square_sums=sums, backend="triton")
     assert torch.equal(y, ragged_linear(**inputs, backend="triton"))
@@ -313,7 +316,7 @@ def test_given_square_sums_are_as_good_as_none(device, variant):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_saturated_gates(device, dtype):
-    inputs = make_inputs(9, 48, 96, dtype, device=device, bias=True, swiglu=True)
+    inputs = make_inputs(9, outputs=48, size=96, dtype=dtype, device=device, bias=True, swiglu=True)
     inputs["bias"][:48:2] = -6e4  # exp(6e4) overflows: silu is 0
     inputs["bias"][1:48:8] = 3e4  # silu is the identity
     inputs["weight"][48:] *= 0.1  # keeps 3e4 * up within fp16
@@ -412,11 +415,10 @@ def test_errors_name_the_argument(arguments, message):
 
 
 def test_triton_takes_e4m3_where_it_can(device, monkeypatch):
-    inputs = make_inputs(3, 48, 64, torch.float32, device=device, e4m3=True)
+    inputs = make_inputs(3, outputs=48, size=64, dtype=torch.float16, device=device, e4m3=True)
     by_16_bits = "weight_scales: the kernels multiply e4m3 by bfloat16 or float16, got float32"
     with pytest.raises(ValueError, match=by_16_bits):
-        ragged_linear(**inputs, backend="triton")
-    inputs["x"] = inputs["x"].half()
+        ragged_linear(**inputs | {"x": inputs["x"].float()}, backend="triton")
     for gpu in ("sm_80", "sm_86"):
         monkeypatch.setattr("lenvm_kernels.ops._common.ARCHITECTURE", gpu)
         with pytest.raises(ValueError, match=f"weight_scales: the kernels take e4m3 on GPUs from sm_89 on, got {gpu}"):

@@ -1,16 +1,19 @@
 """``rope_cache``: kernel against reference, reference against transformers, and what stays untouched."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from lenvm_kernels.fuzz.ops.rope_cache import EPS, SLOTS, UNTOUCHED, expected_of, make_inputs
+from lenvm_kernels.fuzz.ops.rope_cache import EPS, UNTOUCHED, expected_of
 from lenvm_kernels.ops import _common
 from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.rope_cache import rope_cache
+from tests.helpers.cases import simple_arguments
 
+make_inputs = partial(simple_arguments, "rope_cache")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -28,7 +31,7 @@ def assert_kept(inputs, k, v, rows):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(12, 2, 128), (9, 3, 256)])
 def test_rounds_where_the_reference_rounds(device, heads, kv_heads, head_dim, dtype, norm):
-    inputs = make_inputs(4, heads, kv_heads, head_dim, dtype, device=device, norm=norm)
+    inputs = make_inputs(4, heads=[heads, kv_heads], head_dim=head_dim, dtype=dtype, device=device, norm=norm)
     expected_q, expected_k, _ = expected_of(inputs)
     q, k, _ = rope_cache(**inputs, backend="triton")
     different = torch.cat([(q != expected_q).flatten(), (k != expected_k).flatten()]).double().mean()
@@ -39,7 +42,7 @@ def test_rounds_where_the_reference_rounds(device, heads, kv_heads, head_dim, dt
 @pytest.mark.parametrize("norm", [False, True])
 def test_reference_matches_transformers(dtype, norm):
     tokens, heads, kv_heads, head_dim = 7, 4, 2, 32
-    inputs = make_inputs(tokens, heads, kv_heads, head_dim, dtype)
+    inputs = make_inputs(tokens, heads=[heads, kv_heads], head_dim=head_dim, dtype=dtype)
     states = inputs["qkv"].view(tokens, -1, head_dim)
     q, k, v = states.split([heads, kv_heads, kv_heads], dim=1)
     if norm:
@@ -63,8 +66,9 @@ def test_reference_matches_transformers(dtype, norm):
 def test_only_rows_that_are_there_and_slots_of_the_cache_are_written(device, backend, num_rows):
     """Nothing else is read, either."""
     tokens = 9
-    inputs = make_inputs(tokens, 3, 2, 16, torch.float32, norm=True, device=device)
-    inputs["slots"] = torch.tensor([SLOTS, 7, -1, 2**40, SLOTS - 1, 2, -(2**40), 0, 3], device=device)
+    inputs = make_inputs(tokens, heads=[3, 2], head_dim=16, dtype=torch.float32, norm=True, device=device)
+    slots = len(inputs["k_cache"])
+    inputs["slots"] = torch.tensor([slots, 7, -1, 2**40, slots - 1, 2, -(2**40), 0, 3], device=device)
     expected = expected_of(inputs)
     rows = tokens if num_rows is None else min(max(num_rows, 0), tokens)
     if num_rows is not None:
@@ -100,7 +104,7 @@ def test_codes_are_of_the_nearest_numbers(device, dtype, backend):
     x = torch.cat([x, torch.where(x == 0, x, -x)])  # a rotation need not keep the sign of 0
     x = torch.nn.functional.pad(x, (0, -len(x) % 16)).to(dtype).double()
     scales = torch.tensor([2.0**-3, 2.0])
-    inputs = make_inputs(len(x) // 16, 1, 2, 16, dtype, e4m3=True, device=device, num_slots=len(x) // 16)
+    inputs = make_inputs(len(x) // 16, heads=[1, 2], head_dim=16, dtype=dtype, e4m3=True, device=device)
     inputs |= dict(key_scales=scales.to(device), value_scales=scales.flip(0).to(device))
     # No rotation, so that keys are what came. Each head has the numbers times its scale, rounded where fp16 has to.
     by_head = torch.tensor([1.0, *scales, *scales.flip(0)]).double()[:, None]
@@ -110,28 +114,28 @@ def test_codes_are_of_the_nearest_numbers(device, dtype, backend):
     rope_cache(**inputs, backend=backend)
     came = (qkv.double() / by_head).flip(0)
     for name, of_cache in (("k_cache", came[:, 1:3]), ("v_cache", came[:, 3:])):
-        codes = inputs[name].contiguous().view(torch.uint8).cpu().flatten().int()
+        codes = inputs[name][: len(came)].contiguous().view(torch.uint8).cpu().flatten().int()
         assert torch.equal(codes, nearest_codes(of_cache.flatten()).int())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_stays_nan_and_infinities_are_cut_off(device, dtype, backend):
-    inputs = make_inputs(2, 1, 1, 4, dtype, e4m3=True, device=device)
+    inputs = make_inputs(2, heads=[1, 1], head_dim=4, dtype=dtype, e4m3=True, device=device)
     nan, inf = float("nan"), float("inf")
     inputs["qkv"] = torch.tensor([[1] * 4 + [nan, 1, 2, 3] + [nan, inf, -inf, -nan]] * 2, dtype=dtype, device=device)
-    inputs |= dict(slots=torch.tensor([5, -1], device=device), sin=inputs["sin"] * 0, cos=inputs["cos"] * 0 + 1)
+    inputs |= dict(slots=torch.tensor([4, -1], device=device), sin=inputs["sin"] * 0, cos=inputs["cos"] * 0 + 1)
     inputs |= {name: torch.full((1,), 2.0**-4, device=device) for name in ("key_scales", "value_scales")}
     rope_cache(**inputs, backend=backend)
     # A rotation takes both numbers of a pair: NaN times 0 is NaN.
     expected = torch.tensor([[nan, 16, nan, 48], [nan, 448, -448, nan]])
-    kept = torch.cat([inputs["k_cache"][5], inputs["v_cache"][5]]).float().cpu()
+    kept = torch.cat([inputs["k_cache"][4], inputs["v_cache"][4]]).float().cpu()
     torch.testing.assert_close(kept, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_heads_past_32_bits(device):
     """Strides of 2**30, so that the third head is 2**31 away. Pages that nothing touches take no memory on a CPU."""
     rows, kv_heads, head_dim, far = 3, 3, 8, 2**30
-    plain = make_inputs(rows, 2, kv_heads, head_dim, torch.float16, device=device)
+    plain = make_inputs(rows, heads=[2, kv_heads], head_dim=head_dim, dtype=torch.float16, device=device)
     plain["slots"] = torch.tensor([1, 2, 0], device=device)
     expected = rope_cache(**plain, backend="triton")
     memory, names = (
@@ -149,7 +153,7 @@ def test_heads_past_32_bits(device):
 def test_epsilon_is_added_to_the_mean_of_squares(device, backend):
     """Two query heads and a key head of 1, 2 and 4, and weights of 1, 2 and 3, all constant over the head."""
     head_dim, eps = 6, 0.5
-    inputs = make_inputs(1, 2, 1, head_dim, torch.float32, device=device, norm=True)
+    inputs = make_inputs(1, heads=[2, 1], head_dim=head_dim, dtype=torch.float32, device=device, norm=True)
     inputs["qkv"] = torch.tensor([1.0, 2.0, 4.0, 5.0], device=device).repeat_interleave(head_dim)[None]
     inputs["qk_norm_weight"] = torch.tensor([1.0, 2.0, 3.0], device=device)[:, None].repeat(1, head_dim)
     inputs["cos"], inputs["sin"] = (torch.full((1, head_dim // 2), x, device=device) for x in (1.0, 0.0))
@@ -181,14 +185,14 @@ ERRORS = [
 
 @pytest.mark.parametrize(("message", "changes"), ERRORS)
 def test_errors_name_the_argument(message, changes):
-    inputs = make_inputs(3, 2, 1, 16, torch.float32, norm=True) | PLAIN
+    inputs = make_inputs(3, heads=[2, 1], head_dim=16, dtype=torch.float32, norm=True) | PLAIN
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         rope_cache(**inputs | changes)
 
 
 def test_kernels_need_a_gpu_that_knows_e4m3(device, monkeypatch):
     monkeypatch.setattr(_common, "ARCHITECTURE", "sm_86")
-    inputs = make_inputs(3, 2, 2, 16, torch.float32, e4m3=True, device=device)
+    inputs = make_inputs(3, heads=[2, 2], head_dim=16, dtype=torch.float32, e4m3=True, device=device)
     with pytest.raises(ValueError, match="k_cache: the kernels take e4m3 on GPUs from sm_89 on, got sm_86"):
         rope_cache(**inputs, backend="triton")
     rope_cache(**inputs, backend="reference")

@@ -400,14 +400,12 @@ def test_the_page_sets_the_numbers_beside_those_before():
     old = changed(2)
     for numbers in old.values():
         numbers["layer"]["gone"] = numbers["layer"].pop("b")
-    models = {step_model.DETAILED: old}
-    before = {"commit": "abcdef0", "command": "command", "date": "2026-01-01", "models": models}
+    before = {"commit": "abcdef0", "command": "command", "date": "2026-01-01", "models": {step_model.DETAILED: old}}
     for numbers in sizes.values():
         numbers["layer"]["ragged_linear 8 x 4"] = [9.5, "HBM"]
-    quantized = {step_model.DETAILED: changed(0.75, layer={"ragged_linear 8 x 4": [7.25, "HBM"]})}
-    drafted, of_trunk = {step_model.DETAILED: changed(2, launches=99)}, changed(launches=5, floor=0.0123)
+    quantized = changed(0.75, layer={"ragged_linear 8 x 4": [7.25, "HBM"]})
+    drafted, of_trunk = changed(2, launches=99), changed(launches=5, floor=0.0123)
     text = step_model.page(now, quantized, drafted, of_trunk, before, rates)
-    assert json.loads(step_model.dump(before)) == before
     a, b = (now[step_model.DETAILED]["8 H100"]["layer"][label][0] for label in "ab")
     assert f"| a | {a:.1f} |" in text and f"| b | {b:.1f} |" in text
     assert "| gone | - | - | - |  |" in text
@@ -427,7 +425,7 @@ def test_the_page_sets_the_numbers_beside_those_before():
 
 def test_the_committed_numbers_before_are_whole():
     before = json.loads(step_model.BEFORE.read_text())
-    assert step_model.dump(before) == step_model.BEFORE.read_text()
+    assert step_model.dump(before, 3) == step_model.BEFORE.read_text()
     assert set(before["models"]) == set(step_model.MODELS)
     for by_size in before["models"].values():
         assert set(by_size) == {f"{b} {gpu}" for b in step_model.SIZES for gpu in GPUS}

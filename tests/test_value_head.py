@@ -1,18 +1,21 @@
 """Value head: the reference against torch.nn, where logits go, sums of squares, and rows of many blocks."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from lenvm_kernels.fuzz.ops.value_head import exact, make_inputs, square_sums_of
+from lenvm_kernels.fuzz.ops.value_head import exact, square_sums_of
 from lenvm_kernels.ops import value_head as ops
 from lenvm_kernels.ops.value_head import num_counters, value_head
+from tests.helpers.cases import simple_arguments
 from tests.helpers.matches import assert_matches, assert_same
 from tests.helpers.memory import GuardedMemory
 
+make_inputs = partial(simple_arguments, "value_head")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WEIGHTS = ("fc_weight", "fc_bias", "summary_weight", "summary_bias")
 MANY = 300  # outputs, so many that they take the larger tiles
@@ -20,7 +23,7 @@ MANY = 300  # outputs, so many that they take the larger tiles
 
 def test_reference_matches_torch_modules():
     size, eps = 96, 0.3
-    inputs = make_inputs(17, size, torch.float64, norm=True) | {"norm_eps": eps}
+    inputs = make_inputs(17, size=size, dtype=torch.float64, norm=True) | {"norm_eps": eps}
     norm, fc, summary = LlamaRMSNorm(size, eps), nn.Linear(size, size), nn.Linear(size, 1)
     parameters = (norm.weight, fc.weight, fc.bias, summary.weight, summary.bias)
     for parameter, name in zip(parameters, ("norm_weight", *WEIGHTS), strict=True):
@@ -52,7 +55,7 @@ def test_reference_matches_torch_modules():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_fused_norm_is_as_exact_as_the_module(device, dtype):
-    inputs = make_inputs(128, 96, dtype, device=device, norm=True)
+    inputs = make_inputs(128, size=96, dtype=dtype, device=device, norm=True)
     doubles = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
     truth, fused = value_head(**doubles, backend="reference"), value_head(**inputs, backend="triton")
     norm = LlamaRMSNorm(96, inputs["norm_eps"]).to(device)
@@ -69,7 +72,7 @@ def test_fused_norm_is_as_exact_as_the_module(device, dtype):
 def test_rows_of_many_blocks_have_the_bits_of_few(device, monkeypatch, norm, wide_from):
     """Alone, in the smaller tiles, in another order, repeated, and wherever their logits go."""
     monkeypatch.setattr(ops, "WIDE_FROM", wide_from)
-    inputs = make_inputs(MANY, 100, torch.bfloat16, device=device, norm=norm == "computed")
+    inputs = make_inputs(MANY, size=100, dtype=torch.bfloat16, device=device, norm=norm == "computed")
     hidden, order = inputs.pop("hidden"), torch.randperm(MANY, generator=torch.Generator().manual_seed(1)).to(device)
 
     def logits_of(rows, **options):
@@ -90,7 +93,7 @@ def test_rows_of_many_blocks_have_the_bits_of_few(device, monkeypatch, norm, wid
 @pytest.mark.parametrize("outputs", [37, MANY])
 def test_targets_say_where_logits_go(device, backend, integers, outputs):
     """The second block of rows is only padding. What a clamped row, or one from the end on, would read is NaN."""
-    inputs = make_inputs(40, 64, torch.float32, device=device, norm=True)
+    inputs = make_inputs(40, size=64, dtype=torch.float32, device=device, norm=True)
     inputs["hidden"][[0, 39]] = float("nan")
     draws = torch.Generator().manual_seed(3)
     nowhere = torch.tensor([-1, -2, 40, 2**40, -(2**40)])
@@ -110,7 +113,7 @@ def test_targets_say_where_logits_go(device, backend, integers, outputs):
 @pytest.mark.parametrize("padding", [False, True])
 def test_nothing_beside_fresh_memory_is_written(device, outputs, padding):
     """It holds NaN at first, around it, too. A logit with a target outside of the result goes nowhere."""
-    inputs = make_inputs(5, 2 * ops.BLOCK_N + 20, torch.float32, device=device)
+    inputs = make_inputs(5, size=2 * ops.BLOCK_N + 20, dtype=torch.float32, device=device)
     rows = torch.full((outputs,), -1) if padding else torch.arange(outputs) % 7 - 1  # -1 and 5 are padding
     targets = torch.arange(outputs).flip(0)
     targets[:4] = torch.tensor([outputs, -1, 2**31 - 1, -(2**31)])
@@ -127,7 +130,7 @@ def test_nothing_beside_fresh_memory_is_written(device, outputs, padding):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_square_sums_are_added_one_group_after_the_other(device, dtype):
     """2**-24 added to 1 is lost; two of them are not, had they been added first."""
-    inputs = make_inputs(3, 5 * 64 - 10, dtype, device=device)
+    inputs = make_inputs(3, size=5 * 64 - 10, dtype=dtype, device=device)
     sums = torch.zeros(5, 3, device=device)
     sums[0] = 1.0
     expected = value_head(**inputs, square_sums=sums, backend="triton")
@@ -140,7 +143,7 @@ def test_square_sums_are_added_one_group_after_the_other(device, dtype):
 @pytest.mark.parametrize("outputs", [1, 64, 65, 200, MANY])
 def test_counters_are_zero_afterwards(device, outputs):
     """Twice with the same ones; the first block of rows is only padding, the last one has some. What follows stays."""
-    inputs = make_inputs(9, 2 * ops.BLOCK_N + 20, torch.float32, device=device, norm=True)
+    inputs = make_inputs(9, size=2 * ops.BLOCK_N + 20, dtype=torch.float32, device=device, norm=True)
     rows = torch.arange(outputs, device=device) % 13 - 2
     rows[: min(128, outputs - 10)] = -1
     expected = value_head(**inputs, token_rows=rows, backend="triton")
@@ -154,7 +157,7 @@ def test_counters_are_zero_afterwards(device, outputs):
 
 @pytest.mark.parametrize("magnitude", [6e4, 300.0, 1e-2, 1e-4])
 def test_fp16_norm_of_extreme_rows(device, magnitude):
-    inputs = make_inputs(9, 96, torch.float16, device=device, norm=True)
+    inputs = make_inputs(9, size=96, dtype=torch.float16, device=device, norm=True)
     hidden = inputs["hidden"].float()
     inputs["hidden"] = (hidden / hidden.abs().amax(-1, keepdim=True) * magnitude).half()
     inputs["norm_weight"] *= 16  # h * w up to 2e6, far beyond fp16
@@ -163,14 +166,14 @@ def test_fp16_norm_of_extreme_rows(device, magnitude):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_saturated_activations(device, dtype):
-    inputs = make_inputs(9, 96, dtype, device=device)
+    inputs = make_inputs(9, size=96, dtype=dtype, device=device)
     inputs["fc_bias"][::2] = -6e4  # exp(6e4) overflows: silu is 0
     inputs["fc_bias"][1::8] = 6e4  # silu is the identity
     assert_matches(value_head(**inputs, backend="triton"), exact(**inputs), "value_head", dtype)
 
 
 def test_rows_of_nothing_are_padding(device, backend):
-    inputs = make_inputs(0, 64, torch.float32, device=device)
+    inputs = make_inputs(0, size=64, dtype=torch.float32, device=device)
     rows = torch.tensor([-1, 0, 3], device=device)
     assert value_head(**inputs, token_rows=rows, backend=backend).tolist() == [0, 0, 0]
 
@@ -185,4 +188,4 @@ def test_rows_of_nothing_are_padding(device, backend):
 )
 def test_errors_name_the_argument(changes, message):
     with pytest.raises(ValueError, match=f"^{message}"):
-        value_head(**make_inputs(3, 64, torch.float32) | changes)
+        value_head(**make_inputs(3, size=64, dtype=torch.float32) | changes)

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,13 @@ TILE = ops.BLOCK_M.value // 3  # tokens, where three query heads share one of ke
 GOLDEN = Path(__file__).parent / "golden" / "tree_mask.jsonl"
 
 
+def rows_of(inputs: Inputs, result: torch.Tensor) -> list[torch.Tensor]:
+    """A result cut into its requests, without the padding."""
+    return [result[start:end] for start, end in pairwise(inputs.q_offsets.tolist())]
+
+
 def check_against_reference(inputs: Inputs, **keywords) -> None:
-    found, expected = (inputs.rows(x) for x in (inputs.run(**keywords), inputs.expected(**keywords)))
+    found, expected = (rows_of(inputs, x) for x in (inputs.run(**keywords), inputs.expected(**keywords)))
     for actual, wanted in zip(found, expected, strict=True):
         assert_matches(actual, wanted, "value_tree_attention", inputs.q.dtype)
 
@@ -96,7 +102,7 @@ def test_reference_is_dense_attention_under_trees(requests, heads, e4m3, malform
     sizes = dict(q_heads=heads[0], kv_heads=heads[1], head_dim=4, page_size=3, padding=seed % 3, seed=seed)
     inputs = make_inputs(cached, delta, candidates, dtype=torch.float64, e4m3=e4m3, **sizes).with_trees(trees)
     inputs = inputs.with_malformed_parents(seed) if malformed else inputs
-    found = inputs.rows(inputs.run("auto", sm_scale=sm_scale))
+    found = rows_of(inputs, inputs.run("auto", sm_scale=sm_scale))
     for actual, expected in zip(found, dense_attention(inputs, trees, sm_scale or 0.5), strict=True):
         torch.testing.assert_close(actual, expected)
 
@@ -210,12 +216,13 @@ def test_a_candidate_depends_on_its_ancestors_only(device, cached):
     for path in ([3], [0, 1, 6], [0, 4, 5, 8], [0, 1, 2, 7, 10, 11]):
         rows = [0, 1, *(2 + candidate for candidate in path)]
         tensors = {name: getattr(inputs, name)[rows] for name in ("q", "k_new", "v_new")}
+        tensors |= {name: getattr(inputs, name)[:1] for name in ("table_rows", "cached_lens")}
         tensors |= dict(q_offsets=int32([0, len(rows)], device), candidate_lens=int32([len(path)], device))
-        alone = replace(inputs.select([0]), **tensors).with_trees([[-1, *range(len(path) - 1)]])
+        alone = replace(inputs, **tensors).with_trees([[-1, *range(len(path) - 1)]])
         assert torch.equal(alone.run(), result[rows])
 
         others = [row for row in range(14) if row not in rows]
-        changed = inputs.select([0, 1])
+        changed = replace(inputs, **{x: getattr(inputs, x).clone() for x in ("q", "k_new", "v_new", "parents")})
         for x in (changed.q, changed.k_new, changed.v_new):
             x[others] = 3.0 - x[others]
         changed.parents[others] = 2

@@ -17,8 +17,9 @@ from bench.baselines import UNPACKED, Absent, Run, Tree, describe, load, require
 from bench.harness import flags
 
 KERNELS = ("top_k", "sampling", "attention-fa2-bfloat16-128", "attention-fa2-bfloat16-64")
-# Attention has more than those: other backends, dtypes and head dimensions are compiled when they are named.
-KNOWN = re.compile(r"top_k|sampling|attention-(fa2|fa3)-(bfloat16|float16)-[1-9]\d*")
+# Attention has more than those: other dtypes and head dimensions are compiled when they are named. fa2 packs the query
+# heads of a group into a tile, and splits long prefixes over programs; FlashInfer's fa3 does neither.
+KNOWN = re.compile(r"top_k|sampling|attention-fa2-(bfloat16|float16)-[1-9]\d*")
 # FlashInfer's own recommendation is 128 MiB; a large batch whose prefixes are split over programs needs more.
 WORKSPACE_BYTES = 256 * 2**20
 
@@ -90,7 +91,7 @@ def masked_attention(*args: torch.Tensor, **kwargs: torch.Tensor) -> Run:
         Absent: FlashInfer is not there or not compiled, no GPU, another dtype, or a mask beyond 32-bit offsets.
     """
     tree = Tree(*args, **kwargs)
-    _prepare_attention(tree, "fa2")
+    _prepare_attention(tree)
     return _masked_attention(tree)
 
 
@@ -98,10 +99,10 @@ def _masked_attention(tree: Tree) -> Run:
     mask = tree.masks()
     if len(mask) >= 2**31:
         raise Absent(f"the masks have {len(mask)} entries, more than 32-bit offsets address")
-    return _attention(tree, "fa2", custom_mask=mask)
+    return _attention(tree, custom_mask=mask)
 
 
-def multi_item_attention(*args: torch.Tensor, backend: str = "fa2", **kwargs: torch.Tensor) -> Run:
+def multi_item_attention(*args: torch.Tensor, **kwargs: torch.Tensor) -> Run:
     """Paged prefill with multi-item scoring, which says our mask without building it; ``run`` returns ``[T, Hq, D]``.
 
     Items are what is scored side by side behind a shared prefix. Here the prefix is the cached and the delta tokens,
@@ -110,23 +111,20 @@ def multi_item_attention(*args: torch.Tensor, backend: str = "fa2", **kwargs: to
 
     Args:
         args, kwargs: the tensors of :class:`~bench.baselines.Tree`, fp16 or bf16.
-        backend: "fa2" packs the query heads of a group into a tile and splits long prefixes over programs; "fa3" does
-            neither, but is written for sm_90 and what FlashInfer chooses there by itself.
 
     Raises:
         Absent: FlashInfer is not there or not compiled, no GPU, or another dtype.
     """
     tree = Tree(*args, **kwargs)
-    _prepare_attention(tree, backend)
-    return _multi_item_attention(tree, backend)
+    _prepare_attention(tree)
+    return _multi_item_attention(tree)
 
 
-def _multi_item_attention(tree: Tree, backend: str) -> Run:
+def _multi_item_attention(tree: Tree) -> Run:
     requests, most = len(tree.candidate_lens), max(1, int(tree.candidate_lens.max()))
     ones = torch.ones(requests * most, dtype=torch.int16, device=tree.q.device).view(torch.uint16)
     return _attention(
         tree,
-        backend,
         # A token after the prefix sees the prefix and the last `position` tokens up to itself. Position 0 is for the
         # delimiters between items, which do not even see themselves; items need none between them.
         prefix_len_ptr=(tree.cached_lens + tree.q_offsets.diff() - tree.candidate_lens).view(torch.uint32),
@@ -136,13 +134,13 @@ def _multi_item_attention(tree: Tree, backend: str) -> Run:
     )
 
 
-def _prepare_attention(tree: Tree, backend: str) -> None:
+def _prepare_attention(tree: Tree) -> None:
     require_cuda(tree.q)
     require_dtype(tree.q, torch.bfloat16, torch.float16)
-    _require_compiled(f"attention-{backend}-{str(tree.q.dtype).removeprefix('torch.')}-{tree.q.shape[-1]}")
+    _require_compiled(f"attention-fa2-{str(tree.q.dtype).removeprefix('torch.')}-{tree.q.shape[-1]}")
 
 
-def _attention(tree: Tree, backend: str, **mask: object) -> Run:
+def _attention(tree: Tree, **mask: object) -> Run:
     """Plan paged prefill over a copy of the cache that holds the new keys and values too."""
     q, slots_before_new = tree.q, len(tree.k_cache)
     pages = [
@@ -154,7 +152,7 @@ def _attention(tree: Tree, backend: str, **mask: object) -> Run:
         torch.cat(pair).unsqueeze(1) for pair in ((tree.k_cache, tree.k_new), (tree.v_cache, tree.v_new))
     )  # [S + T, 1 token a page, Hkv, D]
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
-    wrapper = load("flashinfer").BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
+    wrapper = load("flashinfer").BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
     wrapper.plan(
         tree.q_offsets,
         page_offsets.int(),
@@ -193,15 +191,14 @@ def _call_once(kernels: str) -> None:
         for top_k in (8, torch.full((1,), 8, dtype=torch.int32, device=device)):
             _top_k_top_p_sample(scores, top_k, top_p)()
     else:
-        backend, dtype, head_dim = options[0], getattr(torch, options[1]), int(options[2])
+        dtype, head_dim = getattr(torch, options[1]), int(options[2])
         shapes = ((3, 2, head_dim), (3, 1, head_dim), (4, 1, head_dim))
         q, k, cache = (torch.randn(shape, dtype=dtype, device=device) for shape in shapes)
         integers = ([[0, 1, 2, 3]], [0], [4], [0, 3], [2])  # one request: 4 cached tokens, 1 delta token, 2 candidates
         i32 = (torch.tensor(values, dtype=torch.int32, device=device) for values in integers)
         tree = Tree(q, k, k, cache, cache, *i32)
-        _multi_item_attention(tree, backend)()
-        if backend == "fa2":
-            _masked_attention(tree)()
+        _multi_item_attention(tree)()
+        _masked_attention(tree)()
     torch.cuda.synchronize()
 
 

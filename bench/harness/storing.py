@@ -186,6 +186,18 @@ def write_json(path: Path, data: object) -> None:
     os.replace(unfinished, path)
 
 
+def dump(data: object, depth: int, indent: int = 0) -> str:
+    """JSON in which what lies so deep takes a line each, so that a diff shows what changed."""
+    if depth == 0 or not data or not isinstance(data, dict | list):
+        return json.dumps(data)
+    inner = [dump(x, depth - 1, indent + 1) for x in (data.values() if isinstance(data, dict) else data)]
+    if isinstance(data, dict):
+        inner = [f"{json.dumps(key)}: {text}" for key, text in zip(data, inner, strict=True)]
+    lines = ",".join(f"\n{' ' * (indent + 1)}{text}" for text in inner)
+    opening, closing = "{}" if isinstance(data, dict) else "[]"
+    return f"{opening}{lines}\n{' ' * indent}{closing}" + ("" if indent else "\n")
+
+
 def read_folder(folder: Path) -> dict[str, Results]:
     """Operator -> results, of all benchmarks whose files are in the folder."""
     files = (file for file in sorted(folder.glob("*.json")) if "operator" in json.loads(file.read_text()))

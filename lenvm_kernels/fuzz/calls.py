@@ -1,7 +1,7 @@
 """Calls by argument names, and all that they return and write.
 
-Most operators compute with integers, or in an order that is defined. Of these a description says what is returned, what
-is written, and which row owns what; how they are called and compared follows from that.
+A description says what is returned, what is written, and which row owns what; how the operator is called follows from
+that. Most operators compute with integers, or in an order that is defined: how they are compared follows, too.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -41,22 +41,25 @@ class Result:
     around: dict[str, Tensor]
 
 
-def exact_operator(
+def named_operator(
     function: Callable,
     *,
     returns: Callable[[Inputs], Mapping[str, Form]],
+    compare: Callable[[Any, Result], list[Difference]] | None = None,
     writes: Sequence[str] = (),
     owners: Callable[[Inputs], Mapping[str, Tensor]] = lambda given: {},
     moved: Collection[str] = (),
     unwritten: Callable[[Inputs], Collection[str]] = lambda given: (),
-    outputs: Callable[[Inputs, Result], list[Output]] | None = None,
+    outputs: Callable[[Any, Result], list[Output]] | None = None,
     **described: Any,
 ) -> Operator:
-    """The description of an operator that agrees with its reference to the bit.
+    """The description of an operator whose results have names.
 
     Args:
         function: the public function.
-        returns: dtype and shape of what comes of a call, by name: of its fields, or of the one tensor.
+        returns: dtype and shape of what comes of a call, by name: of its fields, of a tuple's items, or of the one
+            tensor.
+        compare: as in :class:`Operator`. Without: the result is that of the reference to the bit.
         writes: arguments that are written, and fields of arguments. ``out`` is returned, too.
         owners: place in the batch of the row that each item of a tensor belongs to, and -1 for no row; by name, or by
             what stands before the dot. Without: item i belongs to row i.
@@ -70,8 +73,9 @@ def exact_operator(
         arguments, written = with_copies(given.arguments, writes)
         returned, wanted = function(**arguments), returns(given)
         found = {}
+        items = dict(zip(wanted, returned, strict=False)) if type(returned) is tuple else {}
         for name, (dtype, shape) in wanted.items():
-            x = returned if len(wanted) == 1 else getattr(returned, name, None)
+            x = returned if len(wanted) == 1 else items.get(name, getattr(returned, name, None))
             found[name] = expect(name, x, dtype=dtype, shape=shape)
         found |= {name: x for name, x in written.items() if not name.startswith("out.")}
         for name in unwritten(given):
@@ -89,14 +93,21 @@ def exact_operator(
         owned = owners_of(given, result.tensors)
         return [Output(name, x, owned[name]) for name, x in result.tensors.items() if name not in moved]
 
-    def compare(given: Inputs, result: Result) -> list[Difference]:
+    def compare_bits(given: Inputs, result: Result) -> list[Difference]:
         expected = operator.expected(given)
         owned = owners_of(given, expected.tensors)
         found = [differs(name, result.tensors[name], x, owned[name]) for name, x in expected.tensors.items()]
         return found + [unchanged_around(name, result.around[name], x) for name, x in expected.around.items()]
 
-    operator = Operator(function=function, run=run, outputs=outputs or all_tensors, compare=compare, **described)
+    operator = Operator(
+        function=function, run=run, outputs=outputs or all_tensors, compare=compare or compare_bits, **described
+    )
     return operator
+
+
+def exact_operator(function: Callable, **described: Any) -> Operator:
+    """The description of an operator that agrees with its reference to the bit; see :func:`named_operator`."""
+    return named_operator(function, **described)
 
 
 def with_copies(arguments: Mapping[str, Any], writes: Sequence[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -14,21 +14,15 @@ from lenvm_kernels.fuzz.check import Failure
 SECONDS = 60.0
 
 
-def shrink(
-    failure: Failure,
-    test: Callable[[Case], Failure | None],
-    options: Mapping[str, Sequence],
-    seconds: float = SECONDS,
-) -> Failure:
-    """The smallest case found that fails in the same way.
+def shrink(failure: Failure, test: Callable[[Case], Failure | None], options: Mapping[str, Sequence]) -> Failure:
+    """The smallest case found in :data:`SECONDS` that fails in the same way.
 
     Args:
         failure: of a case that fails.
         test: what is wrong with a case.
         options: the values that each option may have, the simplest first.
-        seconds: to look for at most.
     """
-    search = _Search(failure, test, options, time.monotonic() + seconds)
+    search = _Search(failure, test, options, time.monotonic() + SECONDS)
     before = None
     while before != search.found.case:
         before = search.found.case

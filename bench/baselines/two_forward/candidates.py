@@ -1,4 +1,4 @@
-"""Candidates as the fork finds them: by ``topk`` on the device, or in a whole row that the host sorts."""
+"""Candidates as the fork finds them: by ``topk`` on the device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def candidates_of(
     """Candidates of the guided rows of ``probs [B, V]``.
 
     Raises:
-        ValueError: a row has more than ``max_candidates``.
+        ValueError: a row has more than ``max_candidates``, or no top-k; or some rows have a target, and others none.
     """
     guided = [i for i, request in enumerate(requests) if request is not None]
     pending = Pending()
@@ -49,15 +49,15 @@ def candidates_of(
     index = torch.tensor(guided, device=probs.device)
     top_k, top_p, min_p = (x.index_select(0, index) for x in (top_k.long(), top_p.float(), min_p.float()))
     unlimited = (top_k <= 0) | (top_k >= NO_TOP_K)
-    any_unlimited = bool(unlimited.any())
-    pending.on_device = not any_unlimited and all(requests[i].params.target_length is None for i in guided)
+    if bool(unlimited.any()):
+        raise ValueError("every row must have a top_k")
+    without_target = {requests[i].params.target_length is None for i in guided}
+    if len(without_target) > 1:
+        raise ValueError("all rows must have a target, or none")
+    pending.on_device = without_target == {True}
     if bool((~unlimited).any()):
         limited = ~unlimited
         _select(pending, probs, requests, index[limited], top_k[limited], top_p[limited], min_p[limited])
-    if any_unlimited:
-        filters = (x[unlimited].tolist() for x in (index, top_p, min_p))
-        for i, row_top_p, row_min_p in zip(*filters, strict=True):
-            _sort_on_host(pending, probs[i], i, requests[i], row_top_p, row_min_p)
     for i, ids in zip(pending.rows, pending.candidate_ids, strict=True):
         if len(ids) > max_candidates:
             room = f"room is for max_candidates = {max_candidates}"
@@ -68,7 +68,7 @@ def candidates_of(
 def _select(
     pending: Pending, probs: Tensor, requests: Sequence[Request | None], index: Tensor, *filters: Tensor
 ) -> None:
-    """Candidates of rows with a top-k, all at once on the device: rows ``index [G]`` of ``probs [B, V]``."""
+    """Candidates of rows ``index [G]`` of ``probs [B, V]``, all at once on the device."""
     top_k, top_p, min_p = filters
     top_k = top_k.clamp(max=probs.shape[1])
     most, ids = probs.index_select(0, index).topk(int(top_k.max()), dim=-1)
@@ -119,28 +119,6 @@ def _select(
             pending.candidate_probs.append(p_host[j][kept].tolist())
     if pending.on_device:
         pending.probs, pending.ids = torch.cat(p_rows), torch.cat(id_rows)
-
-
-def _sort_on_host(pending: Pending, probs: Tensor, i: int, request: Request, top_p: float, min_p: float) -> None:
-    """Candidates of a row without a top-k; ``probs [V]``."""
-    row = probs.cpu()
-    p, ids = row.sort(descending=True)
-    if top_p < 1:
-        before = p.cumsum(-1) - p
-        p[before > top_p] = 0.0
-    if min_p > 0:
-        p[p < p.max() * min_p] = 0.0
-    kept = (p > 0).nonzero(as_tuple=True)[0]
-    ids, p = ids[kept].tolist(), p[kept].tolist()
-    if len(ids) == 1:
-        pending.single.append((i, ids[0]))
-        return
-    threshold = request.params.entropy_threshold
-    if threshold is not None and _entropy(torch.tensor(p, dtype=torch.float64)).item() <= threshold:
-        return
-    pending.rows.append(i)
-    pending.candidate_ids.append(ids)
-    pending.candidate_probs.append(p)
 
 
 def _entropy(p: Tensor) -> Tensor:

@@ -71,18 +71,21 @@ class TwoForwardStep:
         seed: int = 0,
     ) -> None:
         """Admit a request into a row of the slot table; arguments as in :meth:`GuidedStep.add_request`, ``seed``
-        unused."""
+        unused. Without ``params`` the row's request leaves, and gives back its slots.
+
+        Raises:
+            IndexError: no such row.
+            ValueError: guidance other than by a scale (``mul``) or to a target (``eq``).
+        """
         if not 0 <= table_row < len(self.cache.table):
             raise IndexError(f"table_row must be in [0, {len(self.cache.table)}), got {table_row}")
+        if params is not None and params.mode not in (Mode.UNGUIDED, Mode.MUL, Mode.EQ):
+            raise ValueError(f"guidance must be mul or eq, got {params.mode.name.lower()}")
         if table_row in self._requests:
             self.retract(table_row, 0)
             del self._requests[table_row]
         if params is not None and params.mode != Mode.UNGUIDED:
             self._requests[table_row] = Request(table_row, params, eos_token_ids, prompt_len)
-
-    def remove_request(self, table_row: int) -> None:
-        """Give back the slots of a request that leaves."""
-        self.add_request(table_row, None, set())
 
     def retract(self, row: int, length: int) -> None:
         """Forget all but the first ``length`` tokens of a guided request, and give back their slots."""
@@ -130,8 +133,9 @@ class TwoForwardStep:
         """Guide the next token of each row; arguments as in :meth:`GuidedStep.step`, filters as tensors.
 
         Raises:
-            ValueError: a row whose tokens are not known, or one with more candidates than there is room for.
-            RuntimeError: what the fork fails on (see the package), or no free slots.
+            ValueError: a row whose tokens are not known, or one with more candidates than there is room for; a row
+                without a top-k, or rows with a target beside others.
+            RuntimeError: no free slots.
         """
         # Stands for the engine's own read of what it drew, through which the fork knows its requests' tokens.
         numbers = torch.stack([x.long() for x in (batch.table_rows, batch.tokens, batch.lengths)], 1).tolist()

@@ -2,16 +2,15 @@
 rule that a request may have."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import Inputs
-from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, dtype_of, expect, fill, padded_rows
-from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.fuzz.calls import Inputs, Result, named_operator
+from lenvm_kernels.fuzz.case import Case, Difference, beyond, dtype_of, fill, padded_rows
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.ops import candidate_values as ops
@@ -40,36 +39,23 @@ OPTIONS: dict[str, list[Any]] = {
 }
 
 
-def make_inputs(
-    rows: int | Sequence[int],
-    dtype: torch.dtype,
-    *,
-    size: int = 96,
-    outputs: int = 100,
-    bins: int = 29,
-    columns: int = 8,
-    vocab: int = 50,
-    fp32_vectors: bool = False,
-    row_padding: int = 0,
-    aims_early: bool = False,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Arguments of candidate_values by name, with logits of O(1). ``rows``: how many, or their ids."""
-    draws = Draws(seed, device)
-    vector_dtype = torch.float32 if fp32_vectors else dtype
-    ids = draws.rows(rows)
+def inputs(case: Case, device: torch.device) -> Inputs:
+    options, draws, rows = case.options, case.draws(device), case.rows
+    names = ("size", "outputs", "bins", "columns", "vocab", "row_padding")
+    size, outputs, bins, columns, vocab, row_padding = (options[name] for name in names)
+    dtype, index = dtype_of(options), getattr(torch, options["index"])
+    vector_dtype = torch.float32 if options["fp32_vectors"] else dtype
 
     def normal(name, rows, columns, scale=1.0, dtype=dtype):
         return padded_rows((draws.normal(name, rows, columns) * scale).to(dtype), row_padding)
 
     def pick(name, *values):
-        return draws.choose(name, ids, values=values)
+        return draws.choose(name, rows, values=values)
 
     # Narrow bins and then wider ones, some of them of a single token.
     widths = 1 + (draws.uniform("widths", 1, bins)[0] * 1.2 ** torch.arange(bins, device=device)).floor()
-    table_rows = draws.places("table_rows", ids, SPARE_ROWS)
-    table = GuidanceTable(len(ids) + SPARE_ROWS, device)
+    table_rows = draws.places("table_rows", rows, SPARE_ROWS)
+    table = GuidanceTable(len(rows) + SPARE_ROWS, device)
     table.mode[:], table.scale[:], table.target_length[:] = int(Mode.NEAR), 7.0, 77.0  # what reads the spare rows shows
     of_rows = {
         "mode": pick("mode", *map(int, [*NEAR, *NEAR, *Mode])),
@@ -80,10 +66,16 @@ def make_inputs(
         "answer_length": pick("answer_length", 0.0, 0.0, 1.0, 10.0, 300.0),
     }
     fill(table, table_rows, of_rows)
-    return {
-        "token_ids": draws.integers("token_ids", ids, columns, low=0, high=vocab - 1),
-        "scale": normal("scale", ids, size, dtype=vector_dtype),
-        "shift": normal("shift", ids, size, dtype=vector_dtype),
+    # Of some rows, all candidates are padding; of most, those from some column on.
+    token_ids = draws.integers("token_ids", rows, columns, low=0, high=vocab - 1)
+    padding = draws.choose("padding", rows, columns, values=[-1, -7, vocab, 2**31 - 1])
+    first = draws.integers("candidates", rows, 1, low=0, high=columns)
+    token_ids = torch.where(torch.arange(columns, device=device) < first, token_ids, padding)
+    # Logits are O(1).
+    arguments: dict[str, Any] = {
+        "token_ids": padded_rows(token_ids.to(index), row_padding, 0),
+        "scale": normal("scale", rows, size, dtype=vector_dtype),
+        "shift": normal("shift", rows, size, dtype=vector_dtype),
         "embedding": normal("embedding", vocab, size),
         "fc_weight": normal("fc_weight", outputs, size, 2 * size**-0.5),
         "fc_bias": draws.normal("fc_bias", 1, outputs)[0].to(vector_dtype),
@@ -91,25 +83,10 @@ def make_inputs(
         "bins_bias": draws.normal("bins_bias", 1, bins)[0].to(vector_dtype),
         "bin_edges": F.pad(widths.cumsum(0), (1, 0)).float() + draws.integers("first edge", 1, low=1, high=3),
         "table": table.columns,
-        "table_rows": table_rows,
+        "table_rows": table_rows.to(index),
         "generated": pick("generated", 0, 10, 30, 45, 10_000).int(),
-        "aims_early": aims_early,
+        "aims_early": options["aims_early"],
     }
-
-
-def inputs(case: Case, device: torch.device) -> Inputs:
-    options, draws, rows = case.options, case.draws(device), case.rows
-    names = ("size", "outputs", "bins", "columns", "vocab", "fp32_vectors", "row_padding", "aims_early")
-    chosen = {name: options[name] for name in names}
-    arguments = make_inputs(rows, dtype_of(options), device=device, seed=case.seed, **chosen)
-    ids = arguments["token_ids"]
-    padding = draws.choose("padding", rows, ids.shape[1], values=[-1, -7, options["vocab"], 2**31 - 1])
-    # Of some rows, all candidates are padding; of most, those from some column on.
-    first = draws.integers("candidates", rows, 1, low=0, high=ids.shape[1])
-    ids = torch.where(torch.arange(ids.shape[1], device=device) < first, ids, padding)
-    index = getattr(torch, options["index"])
-    arguments["token_ids"] = padded_rows(ids.to(index), options["row_padding"], 0)
-    arguments["table_rows"] = arguments["table_rows"].to(index)
     if options["broken"]:
         for name in ("scale", "shift"):
             poison = draws.choose("poison", rows, values=[math.nan, math.inf, -math.inf]).to(arguments[name].dtype)
@@ -118,21 +95,10 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     return Inputs(arguments, len(rows))
 
 
-def run(given: Inputs, function) -> tuple[Tensor, Tensor]:
-    shape = given.arguments["token_ids"].shape
-    first, second = function(**given.arguments)
-    described: dict[str, Any] = dict(dtype=torch.float32, shape=shape)
-    return expect(NAMES[0], first, **described), expect(NAMES[1], second, **described)
-
-
-def outputs(given: Inputs, logits: tuple[Tensor, Tensor]) -> list[Output]:
-    return [Output(name, x) for name, x in zip(NAMES, logits, strict=True)]
-
-
-def compare(given: Inputs, logits: tuple[Tensor, Tensor]) -> list[Difference]:
+def compare(given: Inputs, result: Result) -> list[Difference]:
     tolerance = TOLERANCE["candidate_values"][given.arguments["embedding"].dtype]
     expected = exact(**given.arguments)
-    return [beyond(name, x, y, tolerance) for name, x, y in zip(NAMES, logits, expected, strict=True)]
+    return [beyond(name, result.tensors[name], x, tolerance) for name, x in zip(NAMES, expected, strict=True)]
 
 
 def exact(
@@ -161,12 +127,11 @@ def _row_work(options: Mapping[str, Any]) -> float:
     return tiles * (30 * -(-options["size"] // 32) + 40) + 1
 
 
-OPERATOR = Operator(
-    function=candidate_values,
+OPERATOR = named_operator(
+    candidate_values,
     options=OPTIONS,
     inputs=inputs,
-    run=run,
-    outputs=outputs,
+    returns=lambda given: dict.fromkeys(NAMES, (torch.float32, given.arguments["token_ids"].shape)),
     compare=compare,
     row_size=lambda options: 2 * options["size"],
     row_work=_row_work,

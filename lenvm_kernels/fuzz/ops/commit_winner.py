@@ -6,18 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import nobody, with_copies
-from lenvm_kernels.fuzz.case import (
-    Case,
-    Difference,
-    Operator,
-    Output,
-    as_codes,
-    differs,
-    dtype_of,
-    expect,
-    powers_of_2,
-)
+from lenvm_kernels.fuzz import calls
+from lenvm_kernels.fuzz.case import Case, Difference, Output, as_codes, differs, dtype_of, powers_of_2
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.commit_winner import commit_winner
@@ -66,9 +56,7 @@ def as_integers(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Inputs:
-    pools: dict[str, Tensor]  # k_cache, v_cache, k_last, v_last
-    rows: dict[str, Any]
+class Inputs(calls.Inputs):
     slot_owners: Tensor  # the row of the batch that each slot of the cache is for
 
 
@@ -164,7 +152,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
             row_arguments[name] = powers_of_2(draws, name, *sizes[:2], exponents=[-20, 0, 20])
     owners = torch.full((len(slot) + SPARE_SLOTS * options["page_size"],), -1, device=device)
     owners[slot] = torch.arange(count, device=device).repeat_interleave(LONGEST)
-    return Inputs(pools, row_arguments, owners)
+    return Inputs(pools | row_arguments, count, owners)
 
 
 def _owner_ids(ids: Tensor, places: Tensor, spare: int) -> Tensor:
@@ -174,44 +162,37 @@ def _owner_ids(ids: Tensor, places: Tensor, spare: int) -> Tensor:
     return at
 
 
-@dataclass(frozen=True)
-class Result:
-    committed: Tensor
-    cache: Tensor  # [slots, 2, layers, ...], as integers
-    last: Tensor
+def of_pools(result: calls.Result, which: str) -> Tensor:
+    """``[tokens, 2, layers, ...]``: the keys and values of the cache or of the last forward, as integers."""
+    return torch.stack([as_integers(result.tensors[f"{x}_{which}"].movedim(1, 0)) for x in "kv"], 1)
 
 
-def run(given: Inputs, function) -> Result:
-    arguments, pools = with_copies(given.pools | given.rows, tuple(given.pools))
-    committed = function(**arguments)
-    expect("committed", committed, dtype=torch.int32, shape=given.rows["positions"].shape)
-    by_token = [as_integers(x.movedim(1, 0)) for x in pools.values()]
-    return Result(committed, torch.stack(by_token[:2], 1), torch.stack(by_token[2:], 1))
+def outputs(given: Inputs, result: calls.Result) -> list[Output]:
+    cache = Output("the cache", of_pools(result, "cache"), given.slot_owners)
+    return [Output("committed", result.tensors["committed"]), cache]
 
 
-def outputs(given: Inputs, result: Result) -> list[Output]:
-    return [Output("committed", result.committed), Output("the cache", result.cache, given.slot_owners)]
-
-
-def compare(given: Inputs, result: Result) -> list[Difference]:
+def compare(given: Inputs, result: calls.Result) -> list[Difference]:
     expected = OPERATOR.expected(given)
+    last = of_pools(result, "last")
     return [
-        differs("committed", result.committed, expected.committed),
-        differs("the cache", result.cache, expected.cache, given.slot_owners),
-        differs("the last forward", result.last, expected.last, nobody(result.last)),
+        differs("committed", result.tensors["committed"], expected.tensors["committed"]),
+        differs("the cache", of_pools(result, "cache"), of_pools(expected, "cache"), given.slot_owners),
+        differs("the last forward", last, of_pools(expected, "last"), calls.nobody(last)),
     ]
 
 
 def classes(given: Inputs) -> dict[str, Tensor]:
-    committed = OPERATOR.expected(given).committed
+    committed = OPERATOR.expected(given).tensors["committed"]
     return {"commits one": committed == 1, "commits several": committed > 1, "does not": committed == 0}
 
 
-OPERATOR = Operator(
-    function=commit_winner,
+OPERATOR = calls.named_operator(
+    commit_winner,
     options=OPTIONS,
     inputs=inputs,
-    run=run,
+    returns=lambda given: {"committed": (torch.int32, given.arguments["positions"].shape)},
+    writes=("k_cache", "v_cache", "k_last", "v_last"),
     outputs=outputs,
     compare=compare,
     most_rows=8192,

@@ -1,7 +1,6 @@
 """``embed_tokens``: widths that fill no group or block, tokens that are not there, ids that no vocabulary has."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from lenvm_kernels.fuzz.case import (
     padded_rows,
     slice_of_longer,
 )
-from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.embed_tokens import embed_tokens
@@ -43,44 +41,17 @@ OPTIONS: dict[str, list[Any]] = {
 CONSTANTS = {"small": {"MAX_BLOCK_H": 128}}  # several blocks
 
 
-def make_inputs(
-    tokens: int | Sequence[int],
-    size: int,
-    half: int,
-    dtype: torch.dtype,
-    *,
-    vocab: int = 50,
-    row_padding: int = 0,
-    longest: int = 100_000,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Arguments of embed_tokens by name. ``tokens``: how many, or their ids."""
-    draws = Draws(seed, device)
-    rows = draws.rows(tokens)
-    embedding = draws.normal("embedding", vocab, size) * draws.choose("magnitude", vocab, 1, values=[0.02, 1.0, 30.0])
-    return {
-        "token_ids": draws.integers("token_ids", rows, low=0, high=vocab - 1),
-        "positions": draws.integers("positions", rows, low=0, high=longest),
-        "embedding": padded_rows(embedding.to(dtype), row_padding),
-        "inv_freq": 1e6 ** -(torch.arange(half, device=device) / half),
-    }
-
-
 def inputs(case: Case, device: torch.device) -> Inputs:
     options, draws, there = case.options, case.draws(device), len(case.rows)
-    rows, vocab = case.rows_and(options["rows_not_there"]), options["vocab"]
-    arguments = make_inputs(
-        rows,
-        options["size"],
-        options["half"],
-        dtype_of(options),
-        vocab=vocab,
-        row_padding=options["row_padding"],
-        longest=options["longest"],
-        device=device,
-        seed=case.seed,
-    )
+    rows, vocab, half = case.rows_and(options["rows_not_there"]), options["vocab"], options["half"]
+    magnitude = draws.choose("magnitude", vocab, 1, values=[0.02, 1.0, 30.0])
+    embedding = (draws.normal("embedding", vocab, options["size"]) * magnitude).to(dtype_of(options))
+    arguments: dict[str, Any] = {
+        "token_ids": draws.integers("token_ids", rows, low=0, high=vocab - 1),
+        "positions": draws.integers("positions", rows, low=0, high=options["longest"]),
+        "embedding": padded_rows(embedding, options["row_padding"]),
+        "inv_freq": 1e6 ** -(torch.arange(half, device=device) / half),
+    }
     if options["broken"]:
         outside = draws.choose("outside", rows, values=[-1, vocab, -(2**40), 2**32, 2**62])
         arguments["token_ids"] = torch.where(draws.chance("unknown", rows, of=0.2), outside, arguments["token_ids"])

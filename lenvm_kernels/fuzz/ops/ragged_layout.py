@@ -1,6 +1,5 @@
 """``ragged_layout``: requests of any lengths, their tokens in any order with tokens of nobody between; trees."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,70 +24,42 @@ OPTIONS: dict[str, list[Any]] = {
 CONSTANTS = {"small": {"TILE": 16}, "smallest": {"TILE": 4}}  # several steps of every loop
 
 
-def make_inputs(
-    delta_lens: Sequence[int] | Tensor,
-    candidate_lens: Sequence[int] | Tensor,
-    columns: int,
-    *,
-    unreferenced: int = 0,
-    dtype: torch.dtype = torch.int64,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
-    rows: Sequence[int] | None = None,
-) -> dict[str, Tensor]:
-    """Keyword arguments of ragged_layout, the deltas in any order with unreferenced tokens before, between and after.
-
-    No two tokens or slots are equal, so that any misplaced one shows. ``rows``: the requests' ids.
-    """
-    draws = Draws(seed, device)
-    requests = draws.rows(len(delta_lens) if rows is None else rows)
-    lens = draws.rows(delta_lens)
-    count, tokens = len(lens), int(lens.sum()) + unreferenced
-
-    # Requests, and unreferenced tokens as requests of one token, in shuffled order.
-    owners = torch.cat([requests, -1 - torch.arange(unreferenced, device=requests.device)])
-    lengths = torch.cat([lens, torch.ones_like(owners[count:])])
-    order = draws.bits("order", owners).argsort()
-    starts = torch.empty_like(lengths)
-    starts[order] = lengths[order].cumsum(0) - lengths[order]
-
-    owner = torch.repeat_interleave(owners[order], lengths[order])
-    token = torch.arange(tokens, device=requests.device) - torch.repeat_interleave(starts[order], lengths[order])
-    token_keys = owner * 2**20 + token
-    return {
-        "delta_ids": _number(draws, "delta_ids", token_keys).to(dtype),
-        "delta_slots": _number(draws, "delta_slots", token_keys).to(dtype),
-        "delta_starts": starts[:count].int(),
-        "delta_lens": lens.int(),
-        "candidate_ids": _number(draws, "candidate_ids", requests, columns).to(dtype),
-        "candidate_lens": draws.rows(candidate_lens).int(),
-        "cached_lens": draws.integers("cached_lens", requests, low=0, high=100_000).int(),
-    }
-
-
 def _number(draws: Draws, name: str, rows: Tensor, *shape: int) -> Tensor:
     """Different numbers from 1 on, as far as 31 random bits are."""
     return draws.integers(name, rows, *shape, low=1, high=2**31 - 1)
 
 
 def inputs(case: Case, device: torch.device) -> Inputs:
-    options, draws, rows = case.options, case.draws(device), case.rows
-    columns = options["columns"]
+    """Deltas in any order, with unreferenced tokens before, between and after. No two tokens or slots are equal, so
+    that any misplaced one shows."""
+    options, draws, count = case.options, case.draws(device), len(case.rows)
+    rows, columns, spare = draws.rows(case.rows), options["columns"], options["unreferenced"]
     short = draws.chance("short", rows, of=0.5)
     longest = torch.where(short, min(2, options["longest"]), options["longest"])
-    delta_lens = draws.integers("delta_lens", rows, low=0, high=2**30) % (longest + 1)
+    lens = draws.integers("delta_lens", rows, low=0, high=2**30) % (longest + 1)
     beyond = 0 if options["candidate_lens"] == "in range" else 2
     candidate_lens = draws.integers("candidate_lens", rows, low=-beyond, high=columns + beyond)
-    arguments = make_inputs(
-        delta_lens,
-        candidate_lens,
-        columns,
-        unreferenced=options["unreferenced"],
-        dtype=torch.int32 if options["dtype"] == "int32" else torch.int64,
-        device=device,
-        seed=case.seed,
-        rows=rows,
-    )
+
+    # Requests, and unreferenced tokens as requests of one token, in shuffled order.
+    owners = torch.cat([rows, -1 - torch.arange(spare, device=device)])
+    lengths = torch.cat([lens, torch.ones_like(owners[count:])])
+    order = draws.bits("order", owners).argsort()
+    starts = torch.empty_like(lengths)
+    starts[order] = lengths[order].cumsum(0) - lengths[order]
+
+    owner = torch.repeat_interleave(owners[order], lengths[order])
+    token = torch.arange(len(owner), device=device) - torch.repeat_interleave(starts[order], lengths[order])
+    token_keys = owner * 2**20 + token
+    dtype = torch.int32 if options["dtype"] == "int32" else torch.int64
+    arguments = {
+        "delta_ids": _number(draws, "delta_ids", token_keys).to(dtype),
+        "delta_slots": _number(draws, "delta_slots", token_keys).to(dtype),
+        "delta_starts": starts[:count].int(),
+        "delta_lens": lens.int(),
+        "candidate_ids": _number(draws, "candidate_ids", rows, columns).to(dtype),
+        "candidate_lens": candidate_lens.int(),
+        "cached_lens": draws.integers("cached_lens", rows, low=0, high=100_000).int(),
+    }
     if options["dtype"] == "int64":
         for name in ("delta_ids", "delta_slots", "candidate_ids"):
             arguments[name] += 2**40
@@ -98,16 +69,16 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     arguments["cached_lens"] += torch.where(far, 2**31 - 100_200, 0).int()
     if options["parents"] != "none":  # in rows farther apart than the candidates'
         arguments["candidate_parents"] = apart(draw_parents(draws, options["parents"], rows, columns), 2)
-    return Inputs(arguments, len(rows))
+    return Inputs(arguments, count)
 
 
 def _reference(given: Inputs) -> RaggedLayout:
     return ragged_layout(**given.arguments, backend="reference")
 
 
-def owners_of_tokens(token_ids: Tensor, q_offsets: Tensor) -> Tensor:
-    """The request of each row of the forward, -1 for padding."""
-    row = torch.arange(len(token_ids), device=token_ids.device)
+def owners_of_tokens(rows: Tensor, q_offsets: Tensor) -> Tensor:
+    """The request of each of the rows of a forward, -1 for padding."""
+    row = torch.arange(len(rows), device=rows.device)
     owner = torch.searchsorted(q_offsets[1:].long(), row, right=True)
     return owner.masked_fill(owner >= len(q_offsets) - 1, -1)
 

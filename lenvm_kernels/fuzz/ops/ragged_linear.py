@@ -1,27 +1,14 @@
 """``ragged_linear``: bias, norm, SwiGLU, residual, sums of squares and weights in 8 bits in every combination, and rows
 that are not there."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import Inputs, with_copies
-from lenvm_kernels.fuzz.case import (
-    Case,
-    Difference,
-    Operator,
-    Output,
-    beyond,
-    dtype_of,
-    expect,
-    padded_rows,
-    poisoned,
-    results_to_fill,
-)
-from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.fuzz.calls import Form, Inputs, Result, named_operator
+from lenvm_kernels.fuzz.case import Case, Difference, Output, beyond, dtype_of, padded_rows, poisoned, results_to_fill
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear, square_sums_shape
 from lenvm_kernels.reference._common import sums_of_squares
@@ -48,72 +35,37 @@ OPTIONS: dict[str, list[Any]] = {
 CONSTANTS = {"small": dict(MULTIPROCESSORS=1, WIDE_FROM=128, SPLIT_FROM=144, MAX_PROGRAMS=2, MAX_SMALL_PROGRAMS=3)}
 
 
-def make_inputs(
-    tokens: int | Sequence[int],
-    outputs: int,
-    size: int,
-    dtype: torch.dtype,
-    *,
-    device: torch.device | str = "cpu",
-    bias: bool = False,
-    norm: bool = False,
-    swiglu: bool = False,
-    residual: bool = False,
-    e4m3: bool = False,
-    row_padding: int = 0,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Keyword arguments of ragged_linear whose results are O(1). ``tokens``: how many, or their ids."""
-    draws = Draws(seed, device)
+def inputs(case: Case, device: torch.device) -> Inputs:
+    options, draws, there = case.options, case.draws(device), len(case.rows)
+    rows, width, size = case.rows_and(options["rows_not_there"]), options["outputs"], options["size"]
+    dtype, padding, columns = dtype_of(options), options["row_padding"], width * (1 + options["swiglu"])
 
     def normal(name, rows, columns, scale=1.0):
         return (draws.normal(name, rows, columns) * scale).to(dtype)
 
-    columns = 2 * outputs if swiglu else outputs
-    # with the norm the rows' sizes must not matter
-    sizes = draws.choose("sizes", tokens, 1, values=[0.0, 1e-2, 1.0, 30.0, 1e4]) if norm else 1.0
-    weight_padding = row_padding // 3  # strides of their own
-    inputs = {
-        "x": normal("x", tokens, size + row_padding, sizes)[:, :size],
-        "weight": normal("weight", columns, size + weight_padding, size**-0.5)[:, :size],
-        "swiglu": swiglu,
-    }
-    if e4m3:
-        weight, scales = quantize_weight(inputs["weight"])
+    # Results are O(1); with the norm the rows' sizes must not matter.
+    sizes = draws.choose("sizes", rows, 1, values=[0.0, 1e-2, 1.0, 30.0, 1e4]) if options["norm"] else 1.0
+    weight_padding = padding // 3  # strides of their own
+    x = normal("x", rows, size + padding, sizes)[:, :size]
+    weight = normal("weight", columns, size + weight_padding, size**-0.5)[:, :size]
+    arguments: dict[str, Any] = {"x": x, "weight": weight, "swiglu": options["swiglu"]}
+    if options["e4m3"] and dtype.itemsize == 2:
+        codes, scales = quantize_weight(weight)
         # What follows a row are NaN; the scales of rows are not alike.
-        padded = torch.full((columns, size + weight_padding), 0x7F, dtype=torch.uint8, device=device).view(weight.dtype)
-        padded[:, :size] = weight
+        padded = torch.full((columns, size + weight_padding), 0x7F, dtype=torch.uint8, device=device).view(codes.dtype)
+        padded[:, :size] = codes
         spread = draws.uniform("weight_scales", columns, low=0.5, high=2.0).float()
-        inputs |= {"weight": padded[:, :size], "weight_scales": scales * spread}
-    if bias:
-        inputs["bias"] = normal("bias", 1, columns, 0.5)[0]
-    if norm:
-        inputs["norm_eps"] = EPS
-    if residual:
-        inputs["residual"] = normal("residual", tokens, outputs + 2 * row_padding)[:, :outputs]
-    return inputs
-
-
-@dataclass(frozen=True)
-class Result:
-    y: Tensor
-    square_sums: Tensor | None  # [T, ceil(N / 64)], a view
-
-
-def inputs(case: Case, device: torch.device) -> Inputs:
-    options, draws = case.options, case.draws(device)
-    rows = case.rows_and(options["rows_not_there"])
-    names = ("bias", "norm", "swiglu", "residual", "row_padding")
-    chosen = {name: options[name] for name in names}
-    dtype = dtype_of(options)
-    chosen["e4m3"] = options["e4m3"] and dtype.itemsize == 2
-    arguments = make_inputs(rows, options["outputs"], options["size"], dtype, device=device, seed=case.seed, **chosen)
-    there = len(case.rows)
-    x = arguments["x"]
+        arguments |= {"weight": padded[:, :size], "weight_scales": scales * spread}
+    if options["bias"]:
+        arguments["bias"] = normal("bias", 1, columns, 0.5)[0]
+    if options["norm"]:
+        arguments["norm_eps"] = EPS
+    if options["residual"]:
+        arguments["residual"] = normal("residual", rows, width + 2 * padding)[:, :width]
     if options["norm"] and options["square_sums"]:
-        others = draws.uniform("square_sums", rows, square_sums_shape(0, options["size"])[0], low=0.5, high=2.0)
+        others = draws.uniform("square_sums", rows, square_sums_shape(0, size)[0], low=0.5, high=2.0)
         # Not those of x: it shows whose are taken.
-        arguments["square_sums"] = padded_rows(sums_of_squares(x) * others.T.float(), options["row_padding"])
+        arguments["square_sums"] = padded_rows(sums_of_squares(x) * others.T.float(), padding)
     if options["broken"]:
         x.copy_(poisoned(draws, rows, x, of=0.2))
     if options["rows_not_there"] != "none":
@@ -124,40 +76,33 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         if "square_sums" in arguments:
             arguments["square_sums"][:, there:] = float("nan")
     if options["square_sums_out"]:
-        empty = x.new_empty(square_sums_shape(len(x), options["outputs"]), dtype=torch.float32)
+        empty = x.new_empty(square_sums_shape(len(x), width), dtype=torch.float32)
         (arguments["square_sums_out"],) = results_to_fill([empty], in_slices=True)
     return Inputs(arguments, there)
 
 
-def run(given: Inputs, function) -> Result:
-    arguments, written = with_copies(given.arguments, ("square_sums_out",))
-    x, weight = arguments["x"], arguments["weight"]
-    columns = weight.shape[0] // 2 if arguments["swiglu"] else weight.shape[0]
-    y = expect("the result", function(**arguments), dtype=x.dtype, shape=[len(x), columns])
-    return Result(y, written["square_sums_out"].T if written else None)
+def returns(given: Inputs) -> dict[str, Form]:
+    x, columns = given.arguments["x"], len(given.arguments["weight"])
+    return {"the result": (x.dtype, [len(x), columns // 2 if given.arguments["swiglu"] else columns])}
 
 
 def outputs(given: Inputs, result: Result) -> list[Output]:
-    found = [Output("the result", result.y[: given.rows])]
-    if result.square_sums is not None:
-        found.append(Output("the sums of its squares", result.square_sums[: given.rows]))
-    return found
+    y, sums = result.tensors["the result"], result.tensors.get("square_sums_out")
+    found = [Output("the result", y[: given.rows])]
+    return found if sums is None else [*found, Output("the sums of its squares", sums.T[: given.rows])]
 
 
 def compare(given: Inputs, result: Result) -> list[Difference]:
-    tolerance = TOLERANCE["ragged_linear"][result.y.dtype]
+    actual, *sums_out = (output.values for output in outputs(given, result))
+    tolerance = TOLERANCE["ragged_linear"][actual.dtype]
     expected = exact(**given.arguments)[: given.rows]
-    actual = result.y[: given.rows]
     # A row with an infinity or NaN has no finite result; which of them it is depends on the order of the sums.
     broken = ~given.arguments["x"][: given.rows].isfinite().all(1)[:, None]
     expected = torch.where(broken & ~actual.isfinite(), actual.double(), expected)
     found = [beyond("the result", actual, expected, tolerance)]
-    if result.square_sums is not None:
-        # Of the result as it was rounded.
-        sums = sums_of_squares(actual.double()).T
-        tolerance = TOLERANCE["embed_tokens"][torch.float32]
-        found.append(beyond("the sums of its squares", result.square_sums[: given.rows], sums, tolerance))
-    return found
+    # Of the result as it was rounded.
+    sums, tolerance = sums_of_squares(actual.double()).T, TOLERANCE["embed_tokens"][torch.float32]
+    return found + [beyond("the sums of its squares", x, sums, tolerance) for x in sums_out]
 
 
 def exact(x: Tensor, weight: Tensor, **inputs) -> Tensor:
@@ -177,11 +122,12 @@ def _row_work(options: Mapping[str, Any]) -> float:
     return 40 * -(-options["size"] // 32) * -(-columns // 64) / 128 + 1
 
 
-OPERATOR = Operator(
-    function=ragged_linear,
+OPERATOR = named_operator(
+    ragged_linear,
     options=OPTIONS,
     inputs=inputs,
-    run=run,
+    returns=returns,
+    writes=("square_sums_out",),
     outputs=outputs,
     compare=compare,
     most_rows=16_384,

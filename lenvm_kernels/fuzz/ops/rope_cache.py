@@ -5,35 +5,21 @@ part of the definition, so the reference computes in the same dtype. Kernel and 
 of fp32, which now and then end on the other side of a rounding: one ulp of what is rounded, rarely.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import Inputs, memory_of, nobody, with_copies
-from lenvm_kernels.fuzz.case import (
-    Case,
-    Difference,
-    Operator,
-    Output,
-    as_codes,
-    beyond,
-    differs,
-    dtype_of,
-    expect,
-    powers_of_2,
-)
-from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.fuzz.calls import Form, Inputs, Result, named_operator, unchanged_around
+from lenvm_kernels.fuzz.case import Case, Difference, as_codes, beyond, differs, dtype_of, powers_of_2
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.reference._common import to_codes
 
-SLOTS = 40
 EPS = 1e-6
 UNTOUCHED = -7.0  # what caches and buffers hold before a call
+WRITTEN = ("k_cache", "v_cache", "k_out", "v_out")
 LAYOUTS = ["plain", "layer of many", "keys beside values", "heads first"]  # of caches in servers
 
 OPTIONS: dict[str, list[Any]] = {
@@ -52,7 +38,7 @@ OPTIONS: dict[str, list[Any]] = {
 }
 
 
-def make_cache(layout: str, kv_heads: int, head_dim: int, dtype, device, slots: int = SLOTS) -> Tensor:
+def make_cache(layout: str, kv_heads: int, head_dim: int, dtype, device, slots: int) -> Tensor:
     """[slots, Hkv, D] in one of LAYOUTS."""
     shape, select = {
         "plain": ((slots, kv_heads, head_dim), lambda x: x),
@@ -63,69 +49,32 @@ def make_cache(layout: str, kv_heads: int, head_dim: int, dtype, device, slots: 
     return select(torch.full(shape, UNTOUCHED, dtype=dtype, device=device))
 
 
-def make_inputs(
-    tokens: int | Sequence[int],
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    *,
-    device: torch.device | str = "cpu",
-    e4m3: bool = False,
-    norm: bool = False,
-    row_padding: int = 0,
-    layouts: tuple[str, str] = ("plain", "plain"),
-    num_slots: int = SLOTS,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Arguments of rope_cache by name; about a third of the tokens are not kept. ``tokens``: how many, or their ids."""
-    draws = Draws(seed, device)
-    rows = draws.rows(tokens)
-    columns = (heads + 2 * kv_heads) * head_dim
-    angle = 100 * draws.normal("angle", rows, head_dim // 2 + row_padding).float()
-    sizes = draws.choose("sizes", rows, 1, values=[1.0, 1.0, 1.0, 0.0, 1e-4, 5e3])
-    slots = draws.places("slots", rows, num_slots - len(rows))
-    slots = slots.masked_fill(draws.chance("not kept", rows, of=0.3), -1)
-    inputs = {
-        "qkv": (3 * sizes * draws.normal("qkv", rows, columns + row_padding)).to(dtype)[:, :columns],
-        "cos": angle.cos()[:, : head_dim // 2],
-        "sin": angle.sin()[:, : head_dim // 2].contiguous(),
-        "slots": slots,
-        "k_cache": make_cache(layouts[0], kv_heads, head_dim, E4M3 if e4m3 else dtype, device, num_slots),
-        "v_cache": make_cache(layouts[1], kv_heads, head_dim, E4M3 if e4m3 else dtype, device, num_slots),
-        "num_heads": heads,
-    }
-    if e4m3:  # which cut numbers off, keep all, or leave subnormal ones
-        for name in ("key_scales", "value_scales"):
-            inputs[name] = powers_of_2(draws, name, kv_heads, exponents=[-8, -5, 0, 7])
-    if norm:
-        weight = 1 + 0.3 * draws.normal("qk_norm_weight", heads + kv_heads, head_dim + row_padding)
-        inputs |= {"qk_norm_weight": weight.to(dtype)[:, :head_dim], "norm_eps": EPS}
-    return inputs
-
-
 def inputs(case: Case, device: torch.device) -> Inputs:
     options, draws, there = case.options, case.draws(device), len(case.rows)
-    heads, kv_heads = options["heads"]
-    rows = case.rows_and(options["rows_not_there"])
-    dtype, head_dim = dtype_of(options), options["head_dim"]
-    arguments = make_inputs(
-        rows,
-        heads,
-        kv_heads,
-        head_dim,
-        dtype,
-        device=device,
-        e4m3=options["e4m3"],
-        norm=options["norm"],
-        row_padding=options["row_padding"],
-        layouts=(options["keys"], options["values"]),
-        num_slots=len(rows) + 3,
-        seed=case.seed,
-    )
-    slots = arguments["slots"]
-    outside = draws.choose("outside", rows, values=[-1, -9, len(rows) + 3, 2**31 - 1])
-    arguments["slots"] = torch.where(slots < 0, outside, slots).to(getattr(torch, options["slots"]))
+    rows, dtype, padding = case.rows_and(options["rows_not_there"]), dtype_of(options), options["row_padding"]
+    (heads, kv_heads), head_dim = options["heads"], options["head_dim"]
+    columns, num_slots = (heads + 2 * kv_heads) * head_dim, len(rows) + 3
+    angle = 100 * draws.normal("angle", rows, head_dim // 2 + padding).float()
+    sizes = draws.choose("sizes", rows, 1, values=[1.0, 1.0, 1.0, 0.0, 1e-4, 5e3])
+    # About a third of the tokens are not kept.
+    outside = draws.choose("outside", rows, values=[-1, -9, num_slots, 2**31 - 1])
+    slots = torch.where(draws.chance("not kept", rows, of=0.3), outside, draws.places("slots", rows, 3))
+    of_cache = (kv_heads, head_dim, E4M3 if options["e4m3"] else dtype, device, num_slots)
+    arguments: dict[str, Any] = {
+        "qkv": (3 * sizes * draws.normal("qkv", rows, columns + padding)).to(dtype)[:, :columns],
+        "cos": angle.cos()[:, : head_dim // 2],
+        "sin": angle.sin()[:, : head_dim // 2].contiguous(),
+        "slots": slots.to(getattr(torch, options["slots"])),
+        "k_cache": make_cache(options["keys"], *of_cache),
+        "v_cache": make_cache(options["values"], *of_cache),
+        "num_heads": heads,
+    }
+    if options["e4m3"]:  # which cut numbers off, keep all, or leave subnormal ones
+        for name in ("key_scales", "value_scales"):
+            arguments[name] = powers_of_2(draws, name, kv_heads, exponents=[-8, -5, 0, 7])
+    if options["norm"]:
+        weight = 1 + 0.3 * draws.normal("qk_norm_weight", heads + kv_heads, head_dim + padding)
+        arguments |= {"qk_norm_weight": weight.to(dtype)[:, :head_dim], "norm_eps": EPS}
     if options["broken"]:
         poisoned = draws.chance("poisoned", rows, of=0.2)
         arguments["qkv"][poisoned, 0] = float("nan")
@@ -136,62 +85,44 @@ def inputs(case: Case, device: torch.device) -> Inputs:
             arguments[name][there:] = float("nan")
     if options["buffers"]:
         for name, more in (("k_out", 1), ("v_out", 2)):
-            width = head_dim + more * options["row_padding"]
+            width = head_dim + more * padding
             wider = torch.full((len(rows), kv_heads + more, width), UNTOUCHED, dtype=dtype, device=device)
             arguments[name] = wider[:, more:, :head_dim]
     return Inputs(arguments, there)
 
 
-@dataclass(frozen=True)
-class Result:
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    around: dict[str, Tensor]  # all that holds k_out and v_out, which are to be left alone around them
-
-
-def run(given: Inputs, function) -> Result:
-    arguments, written = with_copies(given.arguments, ("k_cache", "v_cache", "k_out", "v_out"))
-    around = {name: memory_of(x) for name, x in written.items() if name.endswith("_out")}
-    q, k, v = function(**arguments)
-    tokens, (_, kv_heads, head_dim) = len(arguments["qkv"]), arguments["k_cache"].shape
-    for name, x, heads in (("q", q, arguments["num_heads"]), ("k", k, kv_heads), ("v", v, kv_heads)):
-        expect(name, x, dtype=arguments["qkv"].dtype, shape=[tokens, heads, head_dim])
-    return Result(q, k, v, arguments["k_cache"], arguments["v_cache"], around)
-
-
-def outputs(given: Inputs, result: Result) -> list[Output]:
-    return [Output(name, getattr(result, name)[: given.rows]) for name in ("q", "k", "v")]
+def returns(given: Inputs) -> dict[str, Form]:
+    qkv, (_, kv_heads, head_dim) = given.arguments["qkv"], given.arguments["k_cache"].shape
+    heads = {"q": given.arguments["num_heads"], "k": kv_heads, "v": kv_heads}
+    return {name: (qkv.dtype, [len(qkv), number, head_dim]) for name, number in heads.items()}
 
 
 def compare(given: Inputs, result: Result) -> list[Difference]:
     rows = given.rows
-    dtype = result.q.dtype
-    q, k, v = expected_of(given.arguments)
+    dtype = given.arguments["qkv"].dtype
+    q, k, v = (x[:rows] for x in expected_of(given.arguments))
+    new = {name: result.tensors[name][:rows] for name in ("q", "k", "v")}
     found = [
-        rotated("q", result.q[:rows], q[:rows], dtype),
-        rotated("k", result.k[:rows], k[:rows], dtype),
-        differs("v", result.v[:rows], v[:rows].to(dtype)),
+        rotated("q", new["q"], q, dtype),
+        rotated("k", new["k"], k, dtype),
+        differs("v", new["v"], v.to(dtype)),
     ]
-    for name, new in (("k_cache", result.k), ("v_cache", result.v)):
-        cache, slots = getattr(result, name), given.arguments["slots"][:rows].long()
+    for name, scales_of in (("k_cache", "key_scales"), ("v_cache", "value_scales")):
+        cache, slots = result.tensors[name], given.arguments["slots"][:rows].long()
         expected = torch.full_like(cache, UNTOUCHED)
         kept = (slots >= 0) & (slots < len(cache))
-        scales = given.arguments.get({"k_cache": "key_scales", "v_cache": "value_scales"}[name])
-        expected[slots[kept]] = new[:rows][kept] if scales is None else to_codes(new[:rows][kept], scales)
+        scales, written = given.arguments.get(scales_of), new[name[0]][kept]
+        expected[slots[kept]] = written if scales is None else to_codes(written, scales)
         if scales is not None:
             cache, expected = as_codes(cache), as_codes(expected)
         owners = torch.full((len(cache),), -1, device=cache.device)
         owners[slots[kept]] = kept.nonzero()[:, 0]
         found.append(differs(name, cache, expected, owners))
-    for name, memory in result.around.items():
-        view = given.arguments[name]
+    for name in result.around.keys() & {"k_out", "v_out"}:
+        view, memory = given.arguments[name], result.around[name]
         expected = torch.full_like(memory, UNTOUCHED)
-        place = torch.as_strided(expected, view.shape, view.stride(), view.storage_offset())
-        place[:rows] = (result.k if name == "k_out" else result.v)[:rows]
-        found.append(differs(f"memory around {name}", memory, expected, nobody(memory)))
+        torch.as_strided(expected, view.shape, view.stride(), view.storage_offset())[:rows] = new[name[0]]
+        found.append(unchanged_around(name, memory, expected))
     return found
 
 
@@ -220,12 +151,13 @@ def classes(given: Inputs) -> dict[str, Tensor]:
     return {"kept": kept, "not kept": ~kept, "broken": broken}
 
 
-OPERATOR = Operator(
-    function=rope_cache,
+OPERATOR = named_operator(
+    rope_cache,
     options=OPTIONS,
     inputs=inputs,
-    run=run,
-    outputs=outputs,
+    returns=returns,
+    writes=WRITTEN,
+    moved=WRITTEN,
     compare=compare,
     most_rows=8192,
     row_size=lambda options: 3 * sum(options["heads"]) * options["head_dim"],

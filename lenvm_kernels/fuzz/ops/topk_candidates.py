@@ -1,24 +1,13 @@
 """``topk_candidates``: rows of scores with ties, extremes and broken numbers, each with filters of its own."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import (
-    Case,
-    Difference,
-    Operator,
-    Output,
-    beyond,
-    differs,
-    dtype_of,
-    expect,
-    padded_rows,
-    poisoned,
-)
+from lenvm_kernels.fuzz.calls import Form, Inputs, Result, named_operator
+from lenvm_kernels.fuzz.case import Case, Difference, beyond, differs, dtype_of, padded_rows, poisoned
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.types import Candidates, Status
@@ -50,12 +39,6 @@ OPTIONS: dict[str, list[Any]] = {
 CONSTANTS = {"small": {"TILE": 32, "PROGRAM_BYTES": 256}}
 
 
-@dataclass(frozen=True)
-class Inputs:
-    scores: Tensor
-    arguments: dict[str, Any]
-
-
 def inputs(case: Case, device: torch.device) -> Inputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     vocab, dtype, is_logits = options["vocab"], dtype_of(options), options["scores"] == "logits"
@@ -69,7 +52,8 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     def pick(name, values):
         return draws.choose(name, rows, values=values)
 
-    arguments = dict(
+    arguments: dict[str, Any] = dict(
+        scores=padded_rows(x, options["padding"]),
         top_k=pick("top_k", [0, -1, 1, 2, 5, 50, vocab, 1 << 30]).int(),
         top_p=pick("top_p", [1.0, 1.0, 0.95, 0.5, 0.1, 1e-9]).float(),
         min_p=pick("min_p", [0.0, 0.0, 0.01, 0.3, 1.0]).float(),
@@ -112,7 +96,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
             arguments["text_breaks"] = torch.tensor([1, 2, 0, 2, 0, 1], dtype=torch.int8, device=device)
             arguments["text_breaks"] = arguments["text_breaks"][: options["text_breaks"]]
             arguments["last_tokens"] = draws.integers("last_tokens", rows, low=-2, high=options["text_breaks"])
-    return Inputs(padded_rows(x, options["padding"]), arguments)
+    return Inputs(arguments, len(rows))
 
 
 def scores_of(draws, rows, vocab: int, kind: str, largest: float) -> Tensor:
@@ -135,27 +119,20 @@ def scores_of(draws, rows, vocab: int, kind: str, largest: float) -> Tensor:
     return sum(of_rows, start=torch.zeros_like(x))
 
 
-def run(given: Inputs, function) -> Candidates:
-    found = function(given.scores, **given.arguments)
-    rows, slots = given.scores.shape[0], given.arguments["max_candidates"]
-    for name, dtype, shape in (
-        ("token_ids", torch.int32, [rows, slots]),
-        ("probs", torch.float32, [rows, slots]),
-        ("counts", torch.int32, [rows]),
-        ("status", torch.int8, [rows]),
-        ("lost_mass", torch.float32, [rows]),
-    ):
-        expect(name, getattr(found, name, None), dtype=dtype, shape=shape)
-    return found
+def returns(given: Inputs) -> dict[str, Form]:
+    slots = given.arguments["max_candidates"]
+    return {
+        "token_ids": (torch.int32, [given.rows, slots]),
+        "probs": (torch.float32, [given.rows, slots]),
+        "counts": (torch.int32, [given.rows]),
+        "status": (torch.int8, [given.rows]),
+        "lost_mass": (torch.float32, [given.rows]),
+    }
 
 
-def outputs(given: Inputs, found: Candidates) -> list[Output]:
-    return [Output(name, values) for name, values in found._asdict().items()]
-
-
-def compare(given: Inputs, found: Candidates) -> list[Difference]:
+def compare(given: Inputs, result: Result) -> list[Difference]:
     """A token within BOUND_WIDTH of a filter's bound may fall on either side; all else is as in fp64."""
-    tolerance = TOLERANCE["topk_candidates"][given.scores.dtype]
+    found, tolerance = Candidates(**result.tensors), TOLERANCE["topk_candidates"][given.arguments["scores"].dtype]
     expected, fewest, most = (_reference(given, width) for width in (0.0, -BOUND_WIDTH, BOUND_WIDTH))
     listed = torch.arange(found.probs.shape[1], device=found.probs.device) < found.counts[:, None]
     clear = fewest.counts == most.counts
@@ -194,13 +171,13 @@ def compare(given: Inputs, found: Candidates) -> list[Difference]:
 
 def _reference(given: Inputs, width: float) -> Candidates:
     """In fp64, with each filter's bound moved by ``width``: outwards where positive."""
-    arguments = dict(given.arguments)
+    arguments = given.arguments | {"scores": given.arguments["scores"].double()}
     arguments["top_p"] = arguments["top_p"] * (1 + width)
     arguments["min_p"] = arguments["min_p"] * (1 - width)
     for name in ("min_end_prob", "least_share"):
         if name in arguments:
             arguments[name] = arguments[name] * (1 - width)
-    return topk_candidates(given.scores.double(), **arguments, backend="reference")
+    return topk_candidates(**arguments, backend="reference")
 
 
 def classes(given: Inputs) -> dict[str, Tensor]:
@@ -215,12 +192,11 @@ def _row_work(options: Mapping[str, Any]) -> float:
     return 4 * 40 + programs * 30 + 40 * slots
 
 
-OPERATOR = Operator(
-    function=topk_candidates,
+OPERATOR = named_operator(
+    topk_candidates,
     options=OPTIONS,
     inputs=inputs,
-    run=run,
-    outputs=outputs,
+    returns=returns,
     compare=compare,
     most_rows=16_384,
     row_size=lambda options: options["vocab"],

@@ -1,6 +1,6 @@
 """``value_head``: hidden states in any rows, padding among them, with and without the final RMSNorm."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lenvm_kernels.fuzz.calls import Inputs
 from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, dtype_of, expect, poisoned
-from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.reference._common import sums_of_squares
@@ -36,48 +35,31 @@ OPTIONS: dict[str, list[Any]] = {
 }
 
 
-def make_inputs(
-    tokens: int | Sequence[int],
-    size: int,
-    dtype: torch.dtype,
-    *,
-    device: torch.device | str = "cpu",
-    norm: bool = False,
-    fp32_vectors: bool = False,
-    row_padding: int = 0,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Keyword arguments of value_head whose logits are O(1). ``tokens``: how many, or their ids."""
-    draws = Draws(seed, device)
+def inputs(case: Case, device: torch.device) -> Inputs:
+    options, draws, rows = case.options, case.draws(device), case.rows
+    size, padding, dtype = options["size"], options["row_padding"], dtype_of(options)
+    vector_dtype = torch.float32 if options["fp32_vectors"] else dtype
 
     def normal(name, rows, columns, scale=1.0, dtype=dtype):
         return (draws.normal(name, rows, columns) * scale).to(dtype)
 
-    vector_dtype = torch.float32 if fp32_vectors else dtype
-    inputs = {
-        "hidden": normal("hidden", tokens, size + row_padding)[:, :size],
-        "fc_weight": normal("fc_weight", size, size + row_padding // 3, size**-0.5)[:, :size],
+    hidden = normal("hidden", rows, size + padding)[:, :size]
+    # Logits are then O(1).
+    arguments: dict[str, Any] = {
+        "hidden": hidden,
+        "fc_weight": normal("fc_weight", size, size + padding // 3, size**-0.5)[:, :size],
         "fc_bias": normal("fc_bias", 1, size, 0.1, vector_dtype)[0],
         "summary_weight": normal("summary_weight", 1, size, 2 * size**-0.5, vector_dtype),
         "summary_bias": normal("summary_bias", 1, 1, dtype=vector_dtype)[0],
     }
-    if norm:
-        inputs |= {"norm_weight": 1 + normal("norm_weight", 1, size, 0.5, vector_dtype)[0], "norm_eps": EPS}
-    return inputs
-
-
-def inputs(case: Case, device: torch.device) -> Inputs:
-    options, draws, rows = case.options, case.draws(device), case.rows
-    names = ("norm", "fp32_vectors", "row_padding")
-    chosen = {name: options[name] for name in names} | {"norm": options["norm"] is True}
-    arguments = make_inputs(rows, options["size"], dtype_of(options), device=device, seed=case.seed, **chosen)
-    hidden = arguments["hidden"]
+    if options["norm"] is True:
+        arguments["norm_weight"] = 1 + normal("norm_weight", 1, size, 0.5, vector_dtype)[0]
     if options["broken"]:
         hidden.copy_(poisoned(draws, rows, hidden, of=0.2))
     if options["token_rows"] != "none":
         places = draws.places("token_rows", rows, SPARE_ROWS)
         wider = torch.full((len(rows) + SPARE_ROWS, hidden.stride(0)), float("nan"), dtype=hidden.dtype, device=device)
-        arguments["hidden"] = wider[:, : options["size"]]
+        arguments["hidden"] = wider[:, :size]
         arguments["hidden"][places] = hidden
         nowhere = draws.choose("nowhere", rows, values=[-1, -7, len(wider), 2**31 - 1])
         places = torch.where(draws.chance("is padding", rows, of=0.2), nowhere, places)
@@ -85,7 +67,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     # A kernel without the norm (examples/fuzz_own_kernel.py) need not know either of these.
     if options["norm"] == "folded" or (options["norm"] and options["square_sums"]):
         sums = square_sums_of(arguments["hidden"])
-        arguments["square_sums"] = F.pad(sums, (0, options["row_padding"]), value=float("nan"))[:, : sums.shape[1]]
+        arguments["square_sums"] = F.pad(sums, (0, padding), value=float("nan"))[:, : sums.shape[1]]
     if options["norm"]:
         arguments["norm_eps"] = options["norm_eps"]
     if options["norm"] and options["targets"]:

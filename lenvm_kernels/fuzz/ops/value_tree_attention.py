@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from lenvm_kernels.fuzz.case import (
     whole_memory,
 )
 from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.fuzz.ops.ragged_layout import owners_of_tokens
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.value_tree_attention import SPLIT_LEN, SPLIT_SLACK, value_tree_attention
 from lenvm_kernels.reference._common import to_codes
@@ -84,32 +84,6 @@ class Inputs:
         doubles = {name: x.double() for name, x in vars(self).items() if getattr(x, "dtype", None) == self.q.dtype}
         doubles |= dict(key_scales=self.key_scales, value_scales=self.value_scales)
         return replace(self, **doubles).run("reference", **keywords)
-
-    def rows(self, result: Tensor) -> list[Tensor]:
-        """A result cut into its requests, without the padding."""
-        return [result[start:end] for start, end in pairwise(self.q_offsets.tolist())]
-
-    def select(self, order: list[int]) -> Inputs:
-        """The same requests in another order, or fewer of them."""
-        offsets = self.q_offsets.tolist()
-        rows = [row for i in order for row in range(offsets[i], offsets[i + 1])]
-        lens = [offsets[i + 1] - offsets[i] for i in order]
-        new_offsets = [0, *torch.tensor(lens).cumsum(0).tolist()]
-        parents = self.parents
-        if parents is not None:
-            shifts = [new - offsets[i] for i, new, n in zip(order, new_offsets, lens, strict=False) for _ in range(n)]
-            parents = parents[rows] + int32(shifts, self.q.device)
-        return replace(
-            self,
-            q=self.q[rows],
-            k_new=self.k_new[rows],
-            v_new=self.v_new[rows],
-            table_rows=self.table_rows[order],
-            cached_lens=self.cached_lens[order],
-            candidate_lens=self.candidate_lens[order],
-            q_offsets=int32(new_offsets, self.q.device),
-            parents=parents,
-        )
 
     def with_trees(self, trees: list[list[int]]) -> Inputs:
         """The same requests with a tree each: the parent of each candidate, counted from its first one, or -1."""
@@ -312,19 +286,12 @@ def run(call: Call, function) -> Tensor:
     return expect("the result", result, dtype=q.dtype, shape=q.shape)
 
 
-def owners_of(call: Call) -> Tensor:
-    offsets = call.inputs.q_offsets.long()
-    row = torch.arange(len(call.inputs.q), device=offsets.device)
-    owner = torch.searchsorted(offsets[1:], row, right=True)
-    return owner.masked_fill(owner >= len(offsets) - 1, -1)
-
-
 def outputs(call: Call, result: Tensor) -> list[Output]:
-    return [Output("the result", result, owners_of(call))]
+    return [Output("the result", result, owners_of_tokens(result, call.inputs.q_offsets))]
 
 
 def compare(call: Call, result: Tensor) -> list[Difference]:
-    owners = owners_of(call)
+    owners = owners_of_tokens(result, call.inputs.q_offsets)
     expected = call.inputs.expected(**call.keywords, out=torch.full_like(result, UNTOUCHED, dtype=torch.float64))
     tolerance = TOLERANCE["value_tree_attention"][result.dtype]
     padding = (owners < 0)[:, None, None]
