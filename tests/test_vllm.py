@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -369,6 +370,43 @@ def test_a_trunk(tmp_path, is_tied, layers, speculation):
         assert found["lenvm:fallbacks_total"] == 0 and "lenvm:cache_bytes" not in found
         verified, times = found["lenvm:verified_tokens_total yes"], found["lenvm:verifications_total yes"]
         assert times < verified < times * (1 + 3) if speculation else verified == times == 0
+
+
+# The engine would compile, with no Triton for a CPU, how a rank looks up its part of an embedding.
+TWO = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1"}
+
+
+@pytest.mark.parametrize("source", ["value model", "trunk"])
+def test_tensor_parallel_ranks_agree(tmp_path, source):
+    """Each has a value model or a trunk of its own, and a part of the base model; one of them counts."""
+    write_checkpoints(tmp_path, num_hidden_layers=3)
+    options = dict(speculation=NGRAM, **TWO)
+    if source == "trunk":
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+        write_random_trunk(tmp_path / "trunk", base, (2, 3))
+        options["LENVM_VALUE_MODEL"] = str(tmp_path / "trunk")
+    with running_server(tmp_path, "ranks", "--tensor-parallel-size", "2", **options) as server:
+        prompts, guidance = repeating(26, 3, 60, 5, 9, 20, 30), [*MODES[:4], None, MODES[7]]
+        sequences, _, _ = generate(server, prompts, guidance, max_tokens=24)
+        time.sleep(2)  # the second rank comes to its last step after the first has answered
+        lines = Counter(server.trace.read_text().splitlines())
+        assert set(lines.values()) == {2}
+        steps = [json.loads(line) for line in lines]
+        if source == "trunk":
+            assert len(check_trunk_steps(tmp_path, prompts, guidance, steps)) > 24 * 3
+        else:
+            assert check_steps(tmp_path, sequences, steps) > 24 * 3
+        found = server.metrics()
+        assert found["lenvm:fallbacks_total"] == 0 and found["lenvm:guided_steps_total"] <= len(lines)
+
+
+def test_pipeline_parallel_ranks(folder):
+    """The last one guides."""
+    with running_server(folder, "pipeline", "--pipeline-parallel-size", "2", **TWO) as server:
+        prompts, guidance = prompts_of(3, 60, 5, 9, seed=27), [*MODES[:3], None]
+        sequences, _, steps = generate(server, prompts, guidance, max_tokens=24)
+        assert check_steps(folder, sequences, steps) > 24 * 2
+        assert server.metrics()["lenvm:fallbacks_total"] == 0
 
 
 def test_metrics(engine, speculating):

@@ -49,7 +49,7 @@ class Embedding(VocabParallelEmbedding):
 
     def __init__(self, weight):
         torch.nn.Module.__init__(self)
-        self.weight = torch.nn.Parameter(weight)
+        self.weight, self.tp_size = torch.nn.Parameter(weight), 1
 
 
 class Head(ParallelLMHead):
@@ -69,7 +69,7 @@ class Runner(GPUModelRunner):
 class Engine:
     """The part of vLLM that a processor sees: requests in slots, their tokens, and the rows of a step."""
 
-    def __init__(self, value_model, *, drafts=0, base=None, **settings):
+    def __init__(self, value_model, *, drafts=0, base=None, pipeline=1, **settings):
         self.tokens = torch.full((SLOTS, MAX_LEN), 10**9, dtype=torch.int32)  # stale ones are anything
         self.staged = SimpleNamespace(
             gpu=self.tokens, _staged_write_indices=[], _staged_write_cu_lens=[], _staged_write_contents=[]
@@ -94,7 +94,7 @@ class Engine:
         )
         self.config = SimpleNamespace(
             model_config=model_config,
-            parallel_config=SimpleNamespace(),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=pipeline),
             cache_config=SimpleNamespace(kv_cache_memory_bytes=None),
             num_speculative_tokens=drafts,
             speculative_config=None,
@@ -377,10 +377,30 @@ def test_a_failure_ends_the_guidance_of_a_batch_only(value_model, monkeypatch):
         assert is_guided(after).item() == guided
 
 
+def test_ranks_agree_on_what_fails(value_model, monkeypatch):
+    """Another one has failed here: this one stops guiding, too, and only those requests."""
+    engine, asked, others = Engine(value_model), [], []
+
+    def all_reduce(number, operation, group):
+        asked.append((number.item(), operation, group))
+        number.fill_(max(number.item(), others[-1]))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    engine.guide._ranks = "ranks"
+    for slot in (1, 3):
+        engine.add(slot, PROMPT[:9], TILT)
+    for slot, fails, guided in ((3, 0, True), (1, 1, True), (1, 0, False), (3, 0, True)):
+        others.append(fails)
+        _, after, _ = engine.step({slot: 9})
+        assert is_guided(after).item() == guided
+    assert engine.guide.fallbacks == 1
+    assert asked == [(0, torch.distributed.ReduceOp.MAX, "ranks")] * 3
+
+
 @pytest.mark.parametrize(
     ("part", "option", "given", "message"),
     [
-        ("parallel_config", "tensor_parallel_size", 2, "must be 1 together with LENVM_VALUE_MODEL, got 2: not tried"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "must be 1 together .*, got 2: not tried"),
         ("speculative_config", "enable_adaptive_verification", True, r"must be False .*, got True: not tried"),
         ("", "watermark_config", "some", "must be None together with LENVM_VALUE_MODEL, got some"),
     ],
@@ -537,6 +557,8 @@ def test_a_trunk_of_another_base_model_or_of_inner_layers(trunk, tmp_path):
     folder, base = trunk
     with pytest.raises(ValueError, match="the base model must be 'tiny', got one with another embedding"):
         Engine(folder, base=torch.nn.ModuleList([Embedding(base[1].weight.detach().flip(0))]))
+    with pytest.raises(ValueError, match="pipeline_parallel_size must be 1 together with a trunk, got 2"):
+        Engine(folder, base=base, pipeline=2)
     with pytest.raises(ValueError, match="a trunk with this base model: ModuleList has no input embedding"):
         Engine(folder, base=base[:1])
     write_random_trunk(tmp_path, random_model(*ARCHITECTURES["qwen2"]), layers=(1, 2))

@@ -45,6 +45,7 @@ USED: dict[str, tuple[str, ...]] = {
         f"{_SGLANG}.speculative.eagle_utils:eagle_sample",
     ),
     "vllm": (
+        "vllm.distributed.parallel_state:get_tp_group",
         "vllm.model_executor.models.interfaces:supports_eagle3",
         f"{_VLLM}.model_runner:GPUModelRunner.sample_tokens",
         f"{_VLLM}.sample.logits_processor.interface:LogitsContext",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
 from lenvm_kernels.adapters import engine_signatures
@@ -54,8 +55,6 @@ MEMORY_SHARE = 0.2
 _NOT_TRIED = "not tried"
 # Options of the engine, by the part of its configuration: what is accepted, and why.
 OPTIONS: dict[tuple[str, str], tuple[Any, str]] = {
-    ("parallel_config", "tensor_parallel_size"): (1, _NOT_TRIED),
-    ("parallel_config", "pipeline_parallel_size"): (1, _NOT_TRIED),
     ("parallel_config", "prefill_context_parallel_size"): (1, _NOT_TRIED),
     ("parallel_config", "decode_context_parallel_size"): (1, _NOT_TRIED),
     ("parallel_config", "enable_batch_sharded_sampling"): (False, _NOT_TRIED),
@@ -129,6 +128,9 @@ class Guide:
         value_model = settings.load_value_model(engine.dtype, self.device)
         trunk, self._states = None, None
         if settings.has_trunk:
+            if (ranks := vllm_config.parallel_config.pipeline_parallel_size) > 1:
+                reason = "the last rank does not have the states of all layers"
+                raise ValueError(f"pipeline_parallel_size must be 1 together with a trunk, got {ranks}: {reason}")
             from lenvm_kernels.adapters.vllm_states import BaseStates, load_trunk, runner_of
 
             runner = runner_of(req_states)
@@ -136,6 +138,9 @@ class Guide:
             self._states = BaseStates(runner, trunk)
         elif value_model is not None:
             check_vocabulary(settings, value_model.config.vocab_size, engine.get_vocab_size(), engine.tokenizer)
+        # Of tensor parallelism, which draw the same tokens; None: this one only.
+        group = get_tp_group() if vllm_config.parallel_config.tensor_parallel_size > 1 else None
+        self._ranks = None if group is None else group.cpu_group
         self.drafts = vllm_config.num_speculative_tokens
         rows, max_len = req_states.max_num_reqs, engine.max_model_len
         if value_model is not None:
@@ -172,7 +177,7 @@ class Guide:
         self.without_room = self.fallbacks = 0
         # With it set, the engine's /metrics shows what all of its processes count.
         self.report: Report | None = None
-        if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+        if os.environ.get("PROMETHEUS_MULTIPROC_DIR") and (group is None or group.rank_in_group == 0):
             self.report = Report(Metrics(model_name=str(engine.served_model_name)), self.device)
             if value_model is not None:
                 cache_bytes = KVCache.num_bytes(value_model, self.slots.num_slots, settings.cache)
@@ -192,6 +197,7 @@ class Guide:
         share = MEMORY_SHARE if self.settings.memory_share is None else self.settings.memory_share
         page_bytes = KVCache.num_bytes(value_model, PAGE_SIZE, self.settings.cache)
         pages = most if total is None else min(most, int(share * total - working) // page_bytes)
+        pages = self._of_all_ranks(pages, torch.distributed.ReduceOp.MIN)
         if pages < 1:
             raise ValueError(
                 f"LENVM_MEMORY_SHARE must be above {working / total:.3f}: it is {share:g} of the {total / 2**30:.2f} "
@@ -424,16 +430,28 @@ class Guide:
 
     @contextmanager
     def _failing_softly(self, slots: Iterable[int]) -> Iterator[None]:
-        """An error in here ends the guidance of the requests of a step, not the engine."""
+        """An error in here ends the guidance of the requests of a step on all of their ranks, not the engine."""
+        failed = False
         try:
             yield
         except Exception:
+            failed = True
             if not self.fallbacks:
                 logger.exception("LenVM: a step failed; its requests go on without guidance. Further ones are counted.")
-            self.fallbacks += 1
-            if self.report is not None:
-                self.report.metrics.fallbacks.inc()
-            self._end([slot for slot in slots if slot in self._requests])
+        if not self._of_all_ranks(failed, torch.distributed.ReduceOp.MAX):
+            return
+        self.fallbacks += 1
+        if self.report is not None:
+            self.report.metrics.fallbacks.inc()
+        self._end([slot for slot in slots if slot in self._requests])
+
+    def _of_all_ranks(self, number: int, operation: torch.distributed.ReduceOp.RedOpType) -> int:
+        """What ranks that draw the same tokens agree on, from host to host: no device is waited for."""
+        if self._ranks is None:
+            return number
+        agreed = torch.tensor([number], dtype=torch.int64)
+        torch.distributed.all_reduce(agreed, operation, self._ranks)
+        return int(agreed)
 
 
 def _tokens_of_request(req_states: LogitsProcRequestState, slot: int) -> list[int]:

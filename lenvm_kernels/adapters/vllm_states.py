@@ -10,6 +10,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -45,7 +46,12 @@ def load_trunk(settings: Settings, config: ModelConfig, model: torch.nn.Module) 
             f"LENVM_VALUE_MODEL must not be a trunk with this base model: {type(model).__name__} has no input "
             "embedding that is not quantized"
         )
-    return settings.load_trunk(config.get_total_num_hidden_layers(), weight.detach())
+    weight = weight.detach()
+    if embedding.tp_size > 1:  # each rank has a part, and padding
+        if added := embedding.num_added_embeddings:
+            raise ValueError(f"the base model's embedding must have no tokens added for LoRA, got {added}")
+        weight = get_tp_group().all_gather(weight, dim=0)[: embedding.org_vocab_size]
+    return settings.load_trunk(config.get_total_num_hidden_layers(), weight)
 
 
 def show_layers(runner: GPUModelRunner, layers: list[int]) -> None:

@@ -50,5 +50,20 @@ def lengths_after(
     is_scored = torch.arange(k, device=value_logits.device) < scored.counts[:b, None]
     is_next = is_scored & (scored.token_ids[:b] == next_tokens[:, None])
     z = torch.where(is_next, value_logits, 0.0).sum(1)
-    lengths = table.remaining_lengths(table_rows, z, next_tokens)
-    return torch.where(wanted & is_next.any(1), lengths, math.nan)
+    return lengths_of(z, next_tokens, table, table_rows, wanted & is_next.any(1))
+
+
+def lengths_of(
+    value_logits: torch.Tensor,
+    tokens: torch.Tensor,
+    table: GuidanceTable,
+    table_rows: torch.Tensor,
+    wanted: torch.Tensor,
+) -> torch.Tensor:
+    """fp32 ``[B]`` or ``[B, N]``: predicted after ``tokens`` by their value logits; NaN where not ``wanted``.
+
+    Nor is it where nobody asks: requests between two spans are read on without that.
+    """
+    rows = table_rows.view(-1, *[1] * (tokens.dim() - 1)).expand_as(tokens)
+    lengths = table.remaining_lengths(rows.flatten(), value_logits.flatten(), tokens.flatten()).view(tokens.shape)
+    return torch.where(wanted & table.columns.return_values[rows], lengths, math.nan)

@@ -10,7 +10,7 @@ from lenvm_kernels.ops.expand_drafts import NODE_FIELDS, empty_nodes
 from lenvm_kernels.ops.gather_requests import empty_requests
 from lenvm_kernels.ops.pack_drafts import empty_trees
 from lenvm_kernels.ops.select_scored import empty_scored
-from lenvm_kernels.types import CandidateTrees, ScoredCandidates, StepRequests
+from lenvm_kernels.types import CandidateTrees, GuidanceColumns, Mode, ScoredCandidates, SpanNodes, StepRequests
 
 
 class StepRows(NamedTuple):
@@ -50,6 +50,17 @@ class StepRows(NamedTuple):
             nodes = len(self.trees.columns) // requests
             self.trees.columns.fill_(-1)
             self.trees.columns[:, 0] = torch.arange(nodes, device=tokens.device).repeat(requests)
+
+
+def apply_spans(nodes: StepRequests, spans: SpanNodes, table: GuidanceColumns) -> None:
+    """Guide the nodes of requests where a span is open, and by how many tokens that has.
+
+    Of a request between two spans it is known that it is read on: a draft may begin the next.
+    """
+    rows = nodes.table_rows
+    may_begin = (table.span_start_bits[rows] != 0) & (table.mode[rows] != Mode.UNGUIDED) & nodes.wants_length
+    nodes.guided.logical_or_(may_begin).logical_and_(~spans.ended)
+    nodes.generated.copy_(spans.generated)
 
 
 class StepTensors:

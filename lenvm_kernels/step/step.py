@@ -7,7 +7,6 @@ slots of an engine; what it knows of a request is in a table on the device, writ
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -33,11 +32,11 @@ from lenvm_kernels.step.graphs import bucket_of
 from lenvm_kernels.step.history import History
 from lenvm_kernels.step.inputs import Sampling, SlotTable, StepBatch, StepConfig
 from lenvm_kernels.step.model_values import ModelValues
-from lenvm_kernels.step.outputs import StepOutput, lengths_after
-from lenvm_kernels.step.rows import StepTensors
+from lenvm_kernels.step.outputs import StepOutput, lengths_after, lengths_of
+from lenvm_kernels.step.rows import StepTensors, apply_spans
 from lenvm_kernels.step.values import ConstantValues, TrunkValues, ValueSource
 from lenvm_kernels.timing import NO_RECORD, NO_TIMER, StepTimer
-from lenvm_kernels.types import Candidates, Drafts, Mode, ScoredCandidates, SpanNodes, StepRequests
+from lenvm_kernels.types import Drafts, Mode, SpanNodes, StepRequests
 from lenvm_kernels.value_model import ImageTokens, KVCache, Trunk, ValueModel
 
 
@@ -326,10 +325,7 @@ class GuidedStep:
             requests = expand_drafts(requests, drafts, out=all_nodes, backend=backend)
         known, table = self._tensors.rows(b, nodes).nodes, self.table.columns
         if drafts is not None and spans is not None:
-            # Of a request between two spans what is known is whether it is read on: a draft may begin the next.
-            may_begin = (table.span_start_bits[known.table_rows] != 0) & (table.mode[known.table_rows] != Mode.UNGUIDED)
-            known.guided.logical_or_(may_begin & known.wants_length).logical_and_(~spans.ended)
-            known.generated.copy_(spans.generated)
+            apply_spans(known, spans, table)
         candidates = topk_candidates_unchecked(
             scores,
             top_k=top_k,
@@ -351,11 +347,22 @@ class GuidedStep:
             table_rows=known.table_rows,
             backend=backend,
         )
-        scored = self._select(candidates, requests, drawn, backend, nodes=nodes, sample=sampling.sample)
+        in_graph = requests.due.shape[0] // nodes
+        of_graph = self._tensors.rows(in_graph, nodes)
+        scored, trees = of_graph.scored, of_graph.trees
+        select_scored_unchecked(
+            candidates,
+            requests,
+            table.ending_token_ids,
+            drawn=self._tensors.rows(b, nodes).none_drawn if drawn is None else drawn,
+            sample=sampling.sample,
+            score_all=config.score_all,
+            step=self._history.columns.step,
+            out=scored,
+            backend=backend,
+        )
         if not batch.counts:
             self._history.columns.uncounted.add_(1)
-        in_graph = scored.counts.shape[0] // nodes
-        trees = self._tensors.rows(in_graph, nodes).trees
         if drafts is not None and trees is not None:
             pack_drafts(scored, drafts, out=trees, backend=backend)
         record.mark("candidates")
@@ -363,10 +370,8 @@ class GuidedStep:
         z, predicted = (x[:rows] for x in self.values.value_logits(in_graph, nodes, record, batch.states))
         record.mark("head")
 
-        wants_length, value_logits = None, z
-        if self._value_rows and (sampling.sample or drawn is not None):
-            is_asked = known.wants_length & table.return_values[known.table_rows]
-            wants_length, value_logits = is_asked, z.masked_fill(scored.alone[:rows, None], 0.0)
+        wants_lengths = bool(self._value_rows) and (sampling.sample or drawn is not None)
+        value_logits = z.masked_fill(scored.alone[:rows, None], 0.0) if wants_lengths else z
         guided_probs = reweight_scatter_unchecked(
             candidates,
             value_logits,
@@ -391,12 +396,11 @@ class GuidedStep:
             )
             if drawn is not None:
                 next_tokens = torch.where(next_tokens >= 0, next_tokens, drawn)
-        remaining_lengths = None
-        if wants_length is not None and next_tokens is not None:
-            of_next = scored, predicted, wants_length
+        remaining_lengths = verified = None
+        if next_tokens is not None and wants_lengths:
+            of_next = scored, predicted, known.wants_length
             remaining_lengths = lengths_after(next_tokens, self.table, known.table_rows, *of_next)
-        verified = None
-        if drafts is not None and verify is not None and next_tokens is not None:
+        if next_tokens is not None and drafts is not None and verify is not None:
             verified = verify_drafts(next_tokens, drafts, backend=backend)
         record.mark("sample")
         self._timer.end(record)
@@ -440,12 +444,10 @@ class GuidedStep:
         in_graph = requests.due.shape[0]
         self._tensors.rows(in_graph, nodes).score_chains(tokens, counts)
         z, _ = self.values.value_logits(in_graph, nodes, NO_RECORD)
-        z = z.view(in_graph, nodes, -1)[:b, :columns, 0].flatten()
-        at = table_rows[:, None].expand(-1, columns).flatten()
-        found = self.table.remaining_lengths(at, z, tokens.flatten()).view(b, columns)
-        is_asked = (known.wants_length & self.table.columns.return_values[table_rows])[:, None]
-        is_asked = is_asked & (torch.arange(columns, device=device) < new_lens[:, None])
-        return torch.where(is_asked, found, math.nan).view(batch.tokens.shape)
+        z = z.view(in_graph, nodes, -1)[:b, :columns, 0]
+        is_known = torch.arange(columns, device=device) < new_lens[:, None]
+        found = lengths_of(z, tokens, self.table, table_rows, known.wants_length[:, None] & is_known)
+        return found.view(batch.tokens.shape)
 
     def warm_up(
         self,
@@ -498,28 +500,5 @@ class GuidedStep:
             history=self._history.columns,
             padding_row=self._padding_row,
             out=self._tensors.rows(rows).requests,
-            backend=backend,
-        )
-
-    def _select(
-        self,
-        candidates: Candidates,
-        requests: StepRequests,
-        drawn: torch.Tensor | None,
-        backend: str,
-        *,
-        nodes: int = 1,
-        sample: bool,
-    ) -> ScoredCandidates:
-        """What the value model computes for the requests, each of which has so many nodes."""
-        return select_scored_unchecked(
-            candidates,
-            requests,
-            self.table.columns.ending_token_ids,
-            drawn=self._tensors.rows(candidates.counts.shape[0] // nodes, nodes).none_drawn if drawn is None else drawn,
-            sample=sample,
-            score_all=self.config.score_all,
-            step=self._history.columns.step,
-            out=self._tensors.rows(requests.due.shape[0] // nodes, nodes).scored,
             backend=backend,
         )

@@ -50,8 +50,8 @@ class Engine:
         self.slots.extend(row, len(tokens))
         params = None if guidance is None else parse_guidance(guidance)
         begins = params is not None and params.start_token_ids  # else one is open, whatever the prompt
-        span = params.span_state(tokens[:prompt_len]) if begins else None
-        self.step.add_request(row, params, set(eos), prompt_len=prompt_len, seed=seed, span=span)
+        span = {"span": params.span_state(tokens[:prompt_len])} if begins else {}
+        self.step.add_request(row, params, set(eos), prompt_len=prompt_len, seed=seed, **span)
 
     def start(self, rows, prompts, guidance, *, room=1, eos=None, **options):
         """Admit requests with room for so many tokens more, and compute their prompts; returns this engine.
