@@ -30,7 +30,7 @@ from tests.helpers.sglang_server import ATOL, GENTLE, MODES, STOPS, TARGETS, VOC
 from tests.helpers.spans import FEW, SEVERAL, check_several
 from tests.helpers.statistics import p_value
 from tests.helpers.trunks import trunk_values, write_random_trunk
-from tests.helpers.vllm_server import NGRAM, PIECES, WORDS, check_steps, running_server, write_checkpoints
+from tests.helpers.vllm_server import NGRAM, PIECES, WORDS, check_steps, running_server, write_checkpoints, write_eagle
 
 ROOT = Path(__file__).parent.parent
 # What begins and ends a thought, for the engine's own budget. Of other words its tokenizer makes several tokens.
@@ -284,6 +284,23 @@ def test_the_earlier_of_two_budgets_ends_a_thought(folder, engine, speculating, 
             assert sequence.index(END) == len(prompt) + 5
             after = [row for row in rows_of(steps) if row["tokens"][: len(prompt) + 6] == sequence[: len(prompt) + 6]]
             assert {row["status"] for row in after} == {Status.UNGUIDED}
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_drafts_of_a_model(folder, method):
+    """The base model's own, and those of a head on its states; in batches whose other requests are not guided."""
+    model = folder / ("base" if method == "draft_model" else "eagle")
+    if method == "eagle":
+        write_eagle(model)
+    speculation = {"method": method, "model": str(model), "num_speculative_tokens": 3}
+    with running_server(folder, method, speculation=speculation, TORCHDYNAMO_DISABLE="1") as server:
+        prompts, guidance = repeating(26, 3, 60, 5, 9), [*MODES[:3], None]
+        sequences, _, steps = generate(server, prompts, guidance, max_tokens=24)
+        assert check_steps(folder, sequences, steps) > 24 * 3
+        assert sum(row["node"] > 0 for row in rows_of(steps, Status.GUIDE)) > 100
+        found = server.metrics()
+        verified, times = found["lenvm:verified_tokens_total yes"], found["lenvm:verifications_total yes"]
+        assert found["lenvm:fallbacks_total"] == 0 and verified > times * (1.1 if method == "draft_model" else 1)
 
 
 def test_speculation_changes_no_distribution(engine, speculating):

@@ -11,7 +11,7 @@ import requests
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from lenvm_kernels.types import Status
 from tests.helpers.models import random_head, random_model
@@ -49,6 +49,18 @@ def write_checkpoints(folder, **changes):
     save_tokenizer(folder / "base")
     random_model(Qwen2ForCausalLM, Qwen2Config(**TINY), seed=1).save_pretrained(folder / "value")
     save_file(random_head(2, HIDDEN), folder / "value" / "value_head.safetensors")
+
+
+def write_eagle(folder):
+    """A draft model of EAGLE that hands on the base's hidden states, all but unchanged."""
+    config = LlamaConfig(**BASE | {"num_hidden_layers": 1}, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(folder)
+    layer, hidden = random_model(LlamaForCausalLM, config, seed=2).model.layers[0], config.hidden_size
+    weights = {f"layers.0.{name}": weight * 0.1 for name, weight in layer.state_dict().items()}
+    del weights["layers.0.input_layernorm.weight"]
+    weights["fc.weight"] = torch.eye(hidden, 2 * hidden).roll(hidden, 1)
+    save_file(weights, folder / "model.safetensors")
+    save_tokenizer(folder)
 
 
 def save_tokenizer(path):
