@@ -17,8 +17,8 @@ import json
 import random
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -198,19 +198,17 @@ class Load:
 
     def held(self) -> dict[str, float]:
         """What the server holds now."""
-        found = dict(self._metrics())
-        if self.pid is not None:
-            first = psutil.Process(self.pid)
-            found["MiB"] = sum(p.memory_info().rss for p in [first, *first.children(recursive=True)]) / 2**20
-        return found
-
-    def _metrics(self) -> Iterator[tuple[str, float]]:
+        found: defaultdict[str, float] = defaultdict(float)
         status, text = self._ask("GET", "/metrics", None)
         for line in text.splitlines() if status == 200 else ():
             name, _, number = line.rpartition(" ")
             short = name.partition("{")[0].partition(":")[2]
-            if short in HELD + FAULTS:
-                yield short, float(number)
+            if short in HELD + FAULTS and not line.startswith("#"):
+                found[short] += float(number)
+        if self.pid is not None:
+            first = psutil.Process(self.pid)
+            found["MiB"] = sum(p.memory_info().rss for p in [first, *first.children(recursive=True)]) / 2**20
+        return found
 
     def _answer(self, request: Request) -> str:
         status, text = self._ask("POST", "/v1/chat/completions", request.body)

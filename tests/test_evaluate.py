@@ -251,7 +251,7 @@ def served():
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_answers_come_from_a_server(evaluate, served, tiny, engine):
     server, url = served(engine)
-    guidance = {"strength": 7, "token_temperature_scale": {"5": 1.5}}
+    guidance = {"strength": 7, "token_temperature_scale": {"5": 1.5}, "end_token_ids": [[3, 9], 4]}
     options = ["--url", url + "/", "--guidance", json.dumps(guidance), "--top-k", "0", "--max-new-tokens", "6"]
     code, error, folder = evaluate(*options, value="of-the-server", targets=["4"])
     assert code == 0, error
@@ -272,7 +272,8 @@ def test_answers_come_from_a_server(evaluate, served, tiny, engine):
             asked, prompt, seed = body.pop("vllm_xargs", None), body.pop("prompt"), body.pop("seed")
             common = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.02}
             assert body == common | {"max_tokens": 6, "return_token_ids": True}
-            wanted = {"target_length": 4, "strength": 7, "token_temperature_scale": '{"5": 1.5}'}
+            as_text = {"token_temperature_scale": '{"5": 1.5}', "end_token_ids": "[[3, 9], 4]"}
+            wanted = {"target_length": 4, "strength": 7, **as_text}
         assert asked in (None, wanted)
         sent.setdefault((name if asked else "none", tuple(prompt)), []).append(seed)
     assert len({seed for seeds in sent.values() for seed in seeds}) == 20

@@ -25,8 +25,10 @@ import openai
 import psutil
 import xgrammar
 
+from bench.load import Load
 from lenvm_kernels import GuidanceTable, LenVMConfig, parse_guidance, reweight_scatter, topk_candidates
 from lenvm_kernels.demo import VALUE, held_out_prompts
+from lenvm_kernels.evaluate.servers import Server as FoundServer
 from lenvm_kernels.guidance.sentences import ends_sentence
 from lenvm_kernels.types import Status
 from tests.helpers.models import write_smollm2
@@ -323,6 +325,15 @@ def test_grammars_without_a_value_model(smollm2):
         assert result["meta_info"]["finish_reason"]["type"] == "stop" and re.fullmatch(params["regex"], result["text"])
     for result, target in zip(results, targets, strict=False):
         assert 0.9 * target <= result["meta_info"]["completion_tokens"] < 2 * target  # its end is unlikely everywhere
+
+
+def test_answers_under_load_are_those_of_a_quiet_server(engine):
+    """Among requests that are wrong and others whose client hangs up, with schemas, spans and shared prefixes."""
+    load = Load(FoundServer.find("URL", engine.url))
+    asked = load.requests(grammars=True, values=True, span_end=28, max_tokens=16)
+    report = load.run(load.quiet(asked[::3]), 20, workers=4)
+    assert not report.wrong and not report.different, report.markdown()
+    assert report.answers.total() > 20 and report.answers["refused"]
 
 
 def test_json_schema_and_guidance(smollm2, engine, compiler):

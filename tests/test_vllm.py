@@ -21,7 +21,9 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 import openai
 from transformers import AutoModelForCausalLM
 
+from bench.load import Load
 from lenvm_kernels.adapters.vllm_guide import PAGE_SIZE
+from lenvm_kernels.evaluate.servers import Server as FoundServer
 from lenvm_kernels.step import working_bytes
 from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import KVCache, ValueModel
@@ -424,6 +426,16 @@ def test_pipeline_parallel_ranks(folder):
         sequences, _, steps = generate(server, prompts, guidance, max_tokens=24)
         assert check_steps(folder, sequences, steps) > 24 * 2
         assert server.metrics()["lenvm:fallbacks_total"] == 0
+
+
+def test_answers_under_load_are_those_of_a_quiet_server(speculating):
+    """Among requests that are wrong and others whose client hangs up, with schemas, spans and shared prefixes."""
+    load = Load(FoundServer.find("URL", speculating.url), model="base")
+    asked = load.requests(grammars=True, values=False, span_end=7, max_tokens=24)
+    report = load.run(load.quiet(asked), 15, workers=4)
+    assert not report.wrong and not report.different, report.markdown()
+    assert report.answers.total() > 30 and report.answers["refused"] and report.answers["aborted"]
+    assert report.after["num_requests_running"] == 0 and report.after["kv_cache_usage_perc"] == 0
 
 
 def test_metrics(engine, speculating):

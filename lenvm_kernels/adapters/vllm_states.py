@@ -47,6 +47,7 @@ def load_trunk(settings: Settings, config: ModelConfig, model: torch.nn.Module) 
             "embedding that is not quantized"
         )
     weight = weight.detach()
+    assert embedding is not None
     if embedding.tp_size > 1:  # each rank has a part, and padding
         if added := embedding.num_added_embeddings:
             raise ValueError(f"the base model's embedding must have no tokens added for LoRA, got {added}")

@@ -90,8 +90,7 @@ class Server:
             body: dict[str, Any] = {**sampling, "prompt": list(prompt), "max_tokens": max_new_tokens, "seed": seed}
             body["return_token_ids"] = True
             if guidance is not None:
-                # Objects are not among the values that vLLM accepts, their text is.
-                body["vllm_xargs"] = {k: json.dumps(v) if isinstance(v, dict) else v for k, v in guidance.items()}
+                body["vllm_xargs"] = {name: _as_accepted(value) for name, value in guidance.items()}
             choice = (self._post("/v1/completions", body).get("choices") or [{}])[0]
             ids, reason = choice.get("token_ids"), choice.get("finish_reason")
         if not isinstance(ids, list) or reason not in ("stop", "length"):
@@ -116,3 +115,9 @@ class Server:
         if not isinstance(found, dict):
             raise ValueError(f"{self.flag}: {self.url}{path} must answer with an object, got {type(found).__name__}")
         return found
+
+
+def _as_accepted(value: Any) -> Any:
+    """Objects and lists of lists are not among the values that vLLM accepts, their text is."""
+    is_nested = isinstance(value, list) and any(isinstance(x, list) for x in value)
+    return json.dumps(value) if is_nested or isinstance(value, dict) else value
