@@ -305,15 +305,21 @@ def test_drafts_of_a_model(folder, method):
         assert found["lenvm:fallbacks_total"] == 0 and verified > times * (1.1 if method == "draft_model" else 1)
 
 
-def test_speculation_changes_no_distribution(engine, speculating):
+@pytest.mark.parametrize("has_grammar", [False, True])
+def test_speculation_changes_no_distribution(engine, speculating, has_grammar):
     """The same requests without and with drafts: a chi-square test of three tokens, the last two of them drafted."""
-    prompt, draws, counts = repeating(10, 4)[0], 200, []
+    prompt, draws, counts, grammar = repeating(10, 4)[0], 200, [], {}
+    if has_grammar:  # whose digits the prompt repeats
+        digits = [WORDS.index(digit) for digit in "131421"]
+        prompt, grammar = digits * 3, {"structured_outputs": {"regex": "[1-4]{9}"}}
     for server in (engine, speculating):
         before = server.metrics().get("vllm:spec_decode_num_accepted_tokens_total", 0.0)
         response = server.post(
-            prompt=prompt, vllm_xargs=GENTLE, n=draws, seed=5, top_k=2, max_tokens=3, temperature=0.7
+            prompt=prompt, vllm_xargs=GENTLE, n=draws, seed=5, top_k=2, max_tokens=3, temperature=0.7, **grammar
         ).json()
         counts.append(Counter(tuple(choice["token_ids"]) for choice in response["choices"]))
+        allowed = {WORDS.index(digit) for digit in "1234"} if has_grammar else set(range(VOCAB))
+        assert all(allowed.issuperset(tokens) for tokens in counts[-1])
         accepted = server.metrics().get("vllm:spec_decode_num_accepted_tokens_total", 0.0) - before
         assert (accepted > draws / 10) == (server is speculating)
     assert [sum(found.values()) for found in counts] == [draws, draws] and len(counts[0] | counts[1]) >= 6
