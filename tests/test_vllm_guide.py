@@ -377,6 +377,15 @@ def test_a_failure_ends_the_guidance_of_a_batch_only(value_model, monkeypatch):
         assert is_guided(after).item() == guided
 
 
+def test_what_cannot_be_counted_stops_no_step(value_model, caplog):
+    engine = Engine(value_model)
+    engine.guide.report = MagicMock(collect=MagicMock(side_effect=ValueError("on purpose")))
+    engine.add(1, PROMPT[:9], TILT)
+    with caplog.at_level("ERROR"):
+        _, after, _ = engine.step({1: 9})
+    assert is_guided(after).item() and engine.guide.report is None and "could not be counted" in caplog.text
+
+
 def test_ranks_agree_on_what_fails(value_model, monkeypatch):
     """Another one has failed here: this one stops guiding, too, and only those requests."""
     engine, asked, others = Engine(value_model), [], []
@@ -417,7 +426,7 @@ def test_options_that_guidance_does_not_go_with(value_model, part, option, given
 
 @pytest.mark.parametrize("has_model", [False, True])
 def test_what_drafts_brought_is_counted(value_model, has_model):
-    """Tokens since the step that had drafts; not by whoever was in the slot before."""
+    """Tokens since the step that had drafts; not by who was in the slot before, nor by those that are not guided."""
     engine, noted = Engine(value_model if has_model else None, drafts=2), []
     engine.guide.report = SimpleNamespace(
         metrics=MagicMock(),
@@ -433,10 +442,15 @@ def test_what_drafts_brought_is_counted(value_model, has_model):
     engine.step({1: 6, 4: 7}, {4: [3], 1: [8, 9]})
     engine.add(4, [5, 6, 7, 8, 9], {"target_length": 12})
     engine.step({4: 5, 1: 8})
+    engine.add(5, PROMPT, None)
+    engine.step({1: 9, 5: 9}, {1: [8, 9], 5: [3, 4]})
+    engine.add(5, [4, 4], None)
+    engine.step({5: 3, 1: 11}, {1: [8, 9], 5: [3]})
     (had, since), before = noted[2], [row for row, _ in noted[:2]]
     assert before == [[False] * 2] * 2 and had == [True, True] and since == [1, 3]
     had, since = noted[3]
     assert had == [False, True] and since[1] == 2
+    assert [row for row, _ in noted[4:]] == [[False, False], [False, True]] and noted[5][1][1] == 2
     assert not engine.guide.fallbacks
 
 

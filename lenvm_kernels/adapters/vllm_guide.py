@@ -182,8 +182,8 @@ class Guide:
             if value_model is not None:
                 cache_bytes = KVCache.num_bytes(value_model, self.slots.num_slots, settings.cache)
                 self.report.metrics.cache_bytes.set(cache_bytes)
-        # By slot: the length of a sequence at its last step; 0 if there were no drafts in that.
-        self._drafted_at = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        # By slot: the length of a sequence at its last step; 0 if there were no drafts in that, -1 if it is not guided.
+        self._drafted_at = torch.full((rows,), -1, dtype=torch.int32, device=self.device)
         self.filters = Filters(req_states.vocab_size)
         if self.device.type == "cuda":
             self.step.warm_up()
@@ -219,6 +219,7 @@ class Guide:
 
     def add_request(self, slot: int, params: SamplingParams, guidance: GuidanceParams | None) -> bool:
         """A request is in a slot of the engine; nobody says when one leaves it. Returns whether it is guided."""
+        self._drafted_at[slot] = -1 if guidance is None else 0
         if guidance is None:
             if slot in self._requests:
                 self._end([slot])
@@ -234,7 +235,6 @@ class Guide:
         )
         self._host_sampling[slot] = torch.tensor([params.temperature, params.top_p, params.min_p, max(params.top_k, 0)])
         self._sampling_changed = True
-        self._drafted_at[slot] = 0
         return True
 
     def _restart(self, slots: Iterable[int]) -> None:
@@ -247,6 +247,7 @@ class Guide:
         """These requests go on without guidance."""
         for slot in slots:
             del self._requests[slot]
+            self._drafted_at[slot] = -1
             self.step.remove_request(slot)
             self.pool.release(slot)
 
@@ -256,7 +257,11 @@ class Guide:
         """Write the guided probabilities of a step into its logits, as ``temperature * log p``."""
         self.filters.rewritten = self._kept_free = None
         if self.report is not None:
-            self.report.collect()
+            try:
+                self.report.collect()
+            except Exception:
+                logger.exception("LenVM: steps could not be counted; metrics stay as they are")
+                self.report = None
         lengths = dict(zip(ctx.idx_mapping_np.tolist(), ctx.seq_lens_upper_bound_np.tolist(), strict=False))
         known = {slot: length for slot, length in lengths.items() if slot in self._requests}
         guided = {slot: n for slot, n in known.items() if self._requests[slot].params.needs_step}
@@ -306,10 +311,11 @@ class Guide:
                 output.candidates.lost_mass[first],
                 self.step.table.faults[slots] > faults,
                 torch.ones_like(slots, dtype=torch.bool) if is_drawn is None else is_drawn,
-                self._drafted_at[slots] > 0,
-                lengths - self._drafted_at[slots],
+                (drafted_at := self._drafted_at[slots]) > 0,
+                lengths - drafted_at,
             )
-            self._drafted_at[slots] = lengths if layout.nodes > 1 else 0
+            drafted_now = lengths if layout.nodes > 1 else torch.zeros_like(lengths)
+            self._drafted_at[slots] = torch.where(drafted_at < 0, drafted_at, drafted_now)
         if self.settings.trace is not None:
             _trace(self.settings.trace, self.req_states.all_token_ids.gpu, ctx, output, layout.at)
 
