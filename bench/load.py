@@ -68,6 +68,7 @@ class Report:
 
     Attributes:
         engine: which the server is.
+        about: the command, the server's, and the date.
         seconds: that the traffic took.
         answers: by kind.
         different: answers that were not the quiet server's, by kind.
@@ -76,6 +77,7 @@ class Report:
     """
 
     engine: str
+    about: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     answers: Counter[str] = field(default_factory=Counter)
     different: Counter[str] = field(default_factory=Counter)
@@ -88,7 +90,9 @@ class Report:
 
     def markdown(self) -> str:
         """Tables of the answers and of what is held."""
-        lines = [f"{self.seconds:.0f} seconds against {self.engine}.", "", "| requests | answers | different |"]
+        lines = [f"# {self.seconds:.0f} seconds of mixed traffic against {self.engine}", ""]
+        lines += [f"- {name}: {text}" for name, text in self.about.items()]
+        lines += ["", "| requests | answers | different |"]
         lines += ["| --- | --- | --- |"]
         lines += [f"| {kind} | {n} | {self.different[kind]} |" for kind, n in sorted(self.answers.items())]
         lines += ["", "| held | before | after |", "| --- | --- | --- |"]
@@ -258,6 +262,7 @@ def main() -> None:
     parser.add_argument("--grammars", action="store_true", help="ask for JSON schemas, too")
     parser.add_argument("--values", action="store_true", help="ask for predicted lengths, too")
     parser.add_argument("--span-end", type=int, help="a token: ask for spans that it ends, too")
+    parser.add_argument("--server", default="", help="how the server was started, for the page")
     parser.add_argument("--output", type=Path, help="a folder for load.json and load.md")
     args = parser.parse_args()
     load = Load(Server.find("URL", args.url), pid=args.pid, model=args.model)
@@ -265,6 +270,14 @@ def main() -> None:
         grammars=args.grammars, values=args.values, span_end=args.span_end, max_tokens=args.max_tokens
     )
     report = load.run(load.quiet(asked), 60 * args.minutes, workers=args.workers)
+    flags = f"--minutes {args.minutes:g} --workers {args.workers} --max-tokens {args.max_tokens}"
+    flags += " --grammars" * args.grammars + " --values" * args.values
+    flags += "" if args.span_end is None else f" --span-end {args.span_end}"
+    report.about = {
+        "command": f"python -m bench.load {args.url} {flags} --pid PID",
+        "server": args.server,
+        "date": time.strftime("%Y-%m-%d"),
+    }
     print(report.markdown(), end="")
     if args.output is not None:
         args.output.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +27,7 @@ from lenvm_kernels.adapters.sglang_drafts import changed_once, drafts_of, leave_
 from lenvm_kernels.adapters.sglang_images import PromptImages, image_tokens
 from lenvm_kernels.adapters.sglang_report import StepReport
 from lenvm_kernels.adapters.sglang_states import SampledStates
-from lenvm_kernels.adapters.trace import columns_of, write_line
+from lenvm_kernels.adapters.trace import trace_batch, trace_drafts
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepOutput
 from lenvm_kernels.types import Drafts, Mode, SpanNodes
@@ -324,7 +323,7 @@ class Guide:
         if not batch.lenvm_reqs:  # it failed, perhaps on another rank
             return None
         if self.settings.trace is not None:
-            _trace(self.settings.trace, batch, output)
+            trace_batch(self.settings.trace, batch, output)
         return output
 
     def note_drawn(self, batch: ForwardBatch, tokens: torch.Tensor) -> None:
@@ -395,7 +394,7 @@ class Guide:
                 others = logits_output.auxiliary_device_output
                 logits_output.auxiliary_device_output = append_auxiliary_output(others, report)
         if batch.lenvm_reqs and self.settings.trace is not None:
-            _trace_drafts(self.settings.trace, batch, output, verified)
+            trace_drafts(self.settings.trace, batch, output, verified)
         return verified
 
     def _draw_at_nodes(
@@ -460,32 +459,6 @@ class Guide:
     def _clear(self, table_row: int) -> None:
         self.step.remove_request(table_row)
         self._table_rows.discard(table_row)
-
-
-def _trace(trace: Path, batch: ForwardBatch, output: StepOutput) -> None:
-    assert output.tokens is not None  # the step was told what the engine has drawn
-    columns = dict(
-        rid=batch.rids,
-        length=batch.seq_lens.tolist(),
-        **columns_of(output),
-        token=output.tokens.tolist(),
-    )
-    write_line(trace, columns, mode=batch.forward_mode.name)
-
-
-def _trace_drafts(trace: Path, batch: ScheduleBatch, output: StepOutput, verified: Any) -> None:
-    """A row for each node that is on the way."""
-    predict, lens, index = (x.tolist() for x in verified)
-    nodes = [(i, node) for i, count in enumerate(lens) for node in index[i][:count]]
-    lengths = [n + 1 + j for n, count in zip(batch.seq_lens.tolist(), lens, strict=True) for j in range(count)]
-    at = [node for _, node in nodes]
-    columns = dict(
-        rid=[batch.reqs[i].rid for i, _ in nodes],
-        length=lengths,
-        **columns_of(output, at),
-        token=[predict[node] for node in at],
-    )
-    write_line(trace, columns, mode="TARGET_VERIFY")
 
 
 def needs_step(batch: ForwardBatch | ScheduleBatch) -> bool:

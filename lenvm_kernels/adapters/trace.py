@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lenvm_kernels.step import StepOutput
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 def columns_of(output: StepOutput, at: Any = slice(None)) -> dict[str, list[Any]]:
@@ -25,3 +29,30 @@ def write_line(file: Path, columns: dict[str, list[Any]], **of_step: Any) -> Non
     line = json.dumps(of_step | {"rows": rows}) + "\n"
     with file.open("ab", buffering=0) as trace:  # one write a line: ranks write to the same file
         trace.write(line.encode())
+
+
+def trace_batch(file: Path, batch: ForwardBatch, output: StepOutput) -> None:
+    """A line of a batch of SGLang's, whose tokens the step was told or has drawn."""
+    assert output.tokens is not None  # the step was told what the engine has drawn
+    columns = dict(
+        rid=batch.rids,
+        length=batch.seq_lens.tolist(),
+        **columns_of(output),
+        token=output.tokens.tolist(),
+    )
+    write_line(file, columns, mode=batch.forward_mode.name)
+
+
+def trace_drafts(file: Path, batch: ScheduleBatch, output: StepOutput, verified: Any) -> None:
+    """The same of a batch with drafts: a row for each node that is on the way."""
+    predict, lens, index = (x.tolist() for x in verified)
+    nodes = [(i, node) for i, count in enumerate(lens) for node in index[i][:count]]
+    lengths = [n + 1 + j for n, count in zip(batch.seq_lens.tolist(), lens, strict=True) for j in range(count)]
+    at = [node for _, node in nodes]
+    columns = dict(
+        rid=[batch.reqs[i].rid for i, _ in nodes],
+        length=lengths,
+        **columns_of(output, at),
+        token=[predict[node] for node in at],
+    )
+    write_line(file, columns, mode="TARGET_VERIFY")

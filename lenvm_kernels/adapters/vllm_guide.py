@@ -314,8 +314,7 @@ class Guide:
                 (drafted_at := self._drafted_at[slots]) > 0,
                 lengths - drafted_at,
             )
-            drafted_now = lengths if layout.nodes > 1 else torch.zeros_like(lengths)
-            self._drafted_at[slots] = torch.where(drafted_at < 0, drafted_at, drafted_now)
+            self._drafted_at[slots] = torch.where(drafted_at < 0, drafted_at, lengths if layout.nodes > 1 else 0)
         if self.settings.trace is not None:
             _trace(self.settings.trace, self.req_states.all_token_ids.gpu, ctx, output, layout.at)
 
@@ -332,9 +331,8 @@ class Guide:
         slots, drafts, scores = ctx.idx_mapping.long(), None, layout.of_nodes(logits)
         states = None if self._states is None else layout.of_nodes(self._states.of_rows(ctx))
         temperature, top_p, min_p, top_k = (x.contiguous() for x in self._sampling[slots].unbind(1))
-        tokens = ctx.input_ids[layout.first_rows]
-        if new_lens is not None:
-            tokens = self._new_tokens(slots, lengths, new_lens)
+        last_tokens = ctx.input_ids[layout.first_rows]
+        tokens = last_tokens if new_lens is None else self._new_tokens(slots, lengths, new_lens)
         if layout.nodes > 1:
             drafts = self._drafts(ctx, layout, len(slots))
         spans = None

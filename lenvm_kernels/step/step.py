@@ -87,9 +87,7 @@ class GuidedStep:
             table_rows + 1, device, max_eos=config.max_eos, max_scaled_tokens=config.max_scaled_tokens
         )
         # What the host knows of the requests, to leave out launches that none of them needs.
-        self._scaled_rows: set[int] = set()
-        self._value_rows: set[int] = set()
-        self._span_rows: set[int] = set()
+        self._scaled_rows, self._value_rows, self._span_rows = set[int](), set[int](), set[int]()
         sizes = self.max_requests, config.max_drafts, config.max_candidates
         self._tensors = StepTensors(*sizes, device, trees=value_model is not None)
         self._history = History(table_rows + 1, config.max_delta, device, is_told=value_model is not None)
@@ -473,10 +471,8 @@ class GuidedStep:
             with tqdm(sizes[::-1], desc="warming up", unit="size", disable=not progress) as bar:
                 for size in bar:  # the largest first: the graphs after it find room in its memory
                     rows = torch.full((size,), self._padding_row, dtype=torch.int64, device=self.device)
-                    kinds = calls_of_every_kind(
-                        self.config, rows, scores_dtype, probs_dtype, self.values.needs_states, is_logits=is_logits
-                    )
-                    for call in kinds:
+                    of_engine = self.config, rows, scores_dtype, probs_dtype, self.values.needs_states
+                    for call in calls_of_every_kind(*of_engine, is_logits=is_logits):
                         for logits in (None, call.scores) if is_logits else (None,):
                             self._limit_spans(logits, call.batch, call.drafts)
                         self.step(*call[:4], probs=call.probs, verify=call.verify)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import platform
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -444,13 +444,10 @@ def _gamma(text: str) -> float | None:
     """Of ``--gamma``; None: of the answers."""
     if text == "auto":
         return None
-    try:
-        gamma = float(text)
-    except ValueError:
-        gamma = math.nan
-    if not 0 < gamma < 1:
-        raise ValueError(f"--gamma must be auto or a number in (0, 1), got {text!r}")
-    return gamma
+    with suppress(ValueError):
+        if 0 < (gamma := float(text)) < 1:
+            return gamma
+    raise ValueError(f"--gamma must be auto or a number in (0, 1), got {text!r}")
 
 
 def _opened(folders: list[Path], model: str, tokenizer: PreTrainedTokenizerBase) -> list[AnswerStore]:
@@ -467,10 +464,9 @@ def _opened(folders: list[Path], model: str, tokenizer: PreTrainedTokenizerBase)
 
 def _report_of(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
     """That of a training which has been done, if it was this one."""
-    file = output / REPORT
-    if not file.exists():
+    if not (output / REPORT).exists():
         return None
-    report = json.loads(file.read_text(encoding="utf-8"))
+    report = json.loads((output / REPORT).read_text(encoding="utf-8"))
     check_plan(plan, report["plan"], output)
     return report
 
@@ -492,7 +488,7 @@ def _written(
         "command": command,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "minutes": round((time.monotonic() - began) / 60, 1),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
         "device": str(device),
         "plan": plan,
         "training": training,
