@@ -20,6 +20,7 @@ from lenvm_kernels.adapters.settings import (
     has_value_model,
     load_text_breaks,
     parse_request,
+    writes_predictions,
 )
 from lenvm_kernels.adapters.vllm_requests import guidance_of
 from lenvm_kernels.step import StepConfig
@@ -190,6 +191,7 @@ def fresh_default():
         default_thoughts.cache_clear()
         has_value_model.cache_clear()
         has_trunk.cache_clear()
+        writes_predictions.cache_clear()
 
     clear()
     yield clear

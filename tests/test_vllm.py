@@ -4,6 +4,7 @@ Every test looks at the trace of guided steps: a server that never guided would 
 """
 
 import json
+import math
 import re
 import runpy
 import subprocess
@@ -28,7 +29,17 @@ from lenvm_kernels.step import working_bytes
 from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import KVCache, ValueModel
 from tests.helpers.models import write_smollm2
-from tests.helpers.sglang_server import ATOL, GENTLE, MODES, STOPS, TARGETS, VOCAB, check_targets, prompts_of
+from tests.helpers.sglang_server import (
+    ATOL,
+    GENTLE,
+    MODES,
+    STOPS,
+    TARGETS,
+    VOCAB,
+    check_targets,
+    prompts_of,
+    values_from_scratch,
+)
 from tests.helpers.spans import FEW, SEVERAL, check_several
 from tests.helpers.statistics import p_value
 from tests.helpers.trunks import trunk_values, write_random_trunk
@@ -150,7 +161,7 @@ def test_bad_parameters_are_refused_and_harm_nobody(folder, engine):
         ({"mode": "loud"}, "value_mode must be one of"),
         ({"gamma": 1.5}, "gamma must be a finite number > 0 and < 1, got 1.5"),
         ({"target_lenght": 5}, "target_lenght is not a guidance parameter; did you mean target_length"),
-        ({"return_values": 1}, "return_values must be false in vLLM"),
+        ({"return_values": 1}, "return_values must be false in vLLM without LENVM_PREDICTIONS"),
         ({"thinking_budget": 5}, "thinking_budget needs end_token_ids: no token is known that ends a thought"),
         ({"token_temperature_scale": "13=0.5"}, "token_temperature_scale must be a JSON object in a text"),
         ({"token_temperature_scale": str({i: 2.0 for i in range(40)}).replace(" ", "").replace("{", '{"')}, "token_te"),
@@ -442,6 +453,36 @@ def test_answers_under_load_are_those_of_a_quiet_server(speculating):
     assert not report.wrong and not report.different, report.markdown()
     assert report.answers.total() > 30 and report.answers["refused"] and report.answers["aborted"]
     assert report.after["num_requests_running"] == 0 and report.after["kv_cache_usage_perc"] == 0
+
+
+@pytest.mark.parametrize("source", ["value model", "trunk"])
+def test_predicted_lengths_are_in_a_file(tmp_path, source):
+    """A line a request that asks, guided or not, by the engine's own name of it; of prompts in chunks, among drafts."""
+    write_checkpoints(tmp_path, num_hidden_layers=3)
+    file, gamma = tmp_path / "predictions.jsonl", 0.9
+    options = dict(speculation=NGRAM, LENVM_PREDICTIONS=str(file), LENVM_GAMMA=str(gamma))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    if source == "trunk":
+        write_random_trunk(tmp_path / "trunk", base, (2, 3))
+        options["LENVM_VALUE_MODEL"] = str(tmp_path / "trunk")
+    with running_server(tmp_path, "lengths", **options) as server:
+        prompts, wants = repeating(28, 3, 60, 5, 9, 20), {"return_values": 1}
+        guidance = [wants, GENTLE | wants, GENTLE, {"target_length": 9} | wants, None]
+        _, responses, _ = generate(server, prompts, guidance, max_tokens=12)
+        assert server.metrics()["lenvm:fallbacks_total"] == 0
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(lines) == 3
+    for i in (0, 1, 3):
+        (line,) = (line for line in lines if line["request_id"].startswith(responses[i]["id"]))
+        assert line["prompt_tokens"] == len(prompts[i])
+        if source == "trunk":
+            likeliest = base(torch.tensor([prompts[i]])).logits[0, -1].argmax().item()
+            row = [({"return_values": True, "gamma": gamma}, len(prompts[i]), prompts[i], [likeliest])]
+            z = trunk_values(tmp_path / "base", tmp_path / "trunk", row)[0, :1]
+        else:
+            z = values_from_scratch(tmp_path, [prompts[i]])
+        expected = (source == "trunk") + (torch.nn.functional.softplus(z) / -math.log(gamma)).item()
+        assert line["predicted_output_length"] == pytest.approx(expected, abs=2e-3)
 
 
 def test_metrics(engine, speculating):

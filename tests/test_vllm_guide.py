@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
-from lenvm_kernels.adapters import engine_signatures, vllm_filters, vllm_guide
+from lenvm_kernels.adapters import engine_signatures, vllm_filters, vllm_guide, vllm_options
 from lenvm_kernels.adapters.settings import Settings
 from lenvm_kernels.adapters.vllm import LenVMProcessor
 from lenvm_kernels.adapters.vllm_filters import rewrite
@@ -421,7 +421,7 @@ def test_options_that_guidance_does_not_go_with(value_model, part, option, given
     else:
         setattr(engine.config, option, given)
     with pytest.raises(ValueError, match=f"{option} {message}"):
-        vllm_guide.check_options(engine.config)
+        vllm_options.check_options(engine.config)
 
 
 @pytest.mark.parametrize("has_model", [False, True])
@@ -456,10 +456,10 @@ def test_what_drafts_brought_is_counted(value_model, has_model):
 
 def test_batches_that_would_be_verified_in_parts_are_refused(value_model, monkeypatch):
     """vLLM makes parts of 1 GiB of scores: 353 requests with four drafts each, of a vocabulary of 151,936."""
-    vllm_guide.check_one_part(353, 4, 151_936)
-    vllm_guide.check_one_part(9999, 0, 151_936)
+    vllm_options.check_one_part(353, 4, 151_936)
+    vllm_options.check_one_part(9999, 0, 151_936)
     with pytest.raises(ValueError, match=r"max_num_seqs must be at most 353 .* and 4 drafted tokens, got 354: vLLM"):
-        vllm_guide.check_one_part(354, 4, 151_936)
+        vllm_options.check_one_part(354, 4, 151_936)
     monkeypatch.setattr(rejection_sampler, "MAX_CHUNK_BYTES", 3 * (SLOTS - 1) * VOCAB * 4)
     with pytest.raises(ValueError, match=f"max_num_seqs must be at most {SLOTS - 1} .*, got {SLOTS}"):
         Engine(value_model, drafts=2)

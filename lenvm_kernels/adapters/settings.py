@@ -63,6 +63,7 @@ PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "graphs": (_switch, "0 or 1"),
     "commit_winners": (_switch, "0 or 1"),
     "tokenizer": (str, "a directory or a name"),
+    "predictions": (Path, "a file"),
     "trace": (Path, "a file"),
 }
 
@@ -94,6 +95,7 @@ class Settings:
         tokenizer: where the base model's tokenizer is, for a ``thinking_budget`` without ``end_token_ids`` and an
             ``end_message`` in words (None: in SGLang the engine's own, else that in the value model's directory).
         commit_winners: 1 or 0, see :class:`lenvm_kernels.step.GuidedStep`.
+        predictions: a file of vLLM's that gets a JSON line for each request with ``return_values``.
         trace: a file that gets a JSON line a guided step, to look for faults with: the engine waits for the device to
             write it.
     """
@@ -111,6 +113,7 @@ class Settings:
     graphs: bool | None = None
     commit_winners: bool = True
     tokenizer: str | None = None
+    predictions: Path | None = None
     trace: Path | None = None
 
     @staticmethod
@@ -243,6 +246,13 @@ def has_trunk() -> bool:
     """Whether the settings name a trunk."""
     settings = Settings.from_environment()
     return settings is not None and settings.has_trunk
+
+
+@functools.cache
+def writes_predictions() -> bool:
+    """Whether the settings name a file for predicted lengths."""
+    settings = Settings.from_environment()
+    return settings is not None and settings.predictions is not None
 
 
 def value_model_reads_tokens() -> bool:

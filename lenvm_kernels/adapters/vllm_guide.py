@@ -13,12 +13,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
 from lenvm_kernels.adapters import engine_signatures
 from lenvm_kernels.adapters.metrics import Metrics
@@ -31,7 +30,9 @@ from lenvm_kernels.adapters.settings import (
 )
 from lenvm_kernels.adapters.trace import columns_of, write_line
 from lenvm_kernels.adapters.vllm_filters import Filters, rewrite
-from lenvm_kernels.adapters.vllm_report import Report
+from lenvm_kernels.adapters.vllm_options import check_one_part, check_options
+from lenvm_kernels.adapters.vllm_report import Predictions, Report
+from lenvm_kernels.adapters.vllm_states import BaseStates, load_trunk, runner_of
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.slot_pool import SlotPool
@@ -52,18 +53,6 @@ MAX_DELTA = 16
 # Of the memory that is left for caches, if LENVM_MEMORY_SHARE says nothing.
 MEMORY_SHARE = 0.2
 
-_NOT_TRIED = "not tried"
-# Options of the engine, by the part of its configuration: what is accepted, and why.
-OPTIONS: dict[tuple[str, str], tuple[Any, str]] = {
-    ("parallel_config", "prefill_context_parallel_size"): (1, _NOT_TRIED),
-    ("parallel_config", "decode_context_parallel_size"): (1, _NOT_TRIED),
-    ("parallel_config", "enable_batch_sharded_sampling"): (False, _NOT_TRIED),
-    ("speculative_config", "enable_adaptive_verification"): (False, _NOT_TRIED),
-    ("model_config", "return_sampling_mask"): (False, "guided rows have no mask of filters"),
-    ("model_config", "enable_sleep_mode"): (False, "the value model would not wake up"),
-    ("", "watermark_config"): (None, "its sampler draws from other logits"),
-}
-
 
 @dataclass
 class _Request:
@@ -73,11 +62,13 @@ class _Request:
         params: its guidance.
         computed: tokens from its first on that the value model was given, while they are given in prompts.
         is_running: the step knows all of its tokens since.
+        is_predicted: the length of its output has been.
     """
 
     params: GuidanceParams
     computed: int = 0
     is_running: bool = False
+    is_predicted: bool = False
 
 
 class _Layout(NamedTuple):
@@ -114,6 +105,7 @@ class Guide:
         without_room: requests that lost their guidance because the value model's cache was too small.
         fallbacks: failures that ended the guidance of a batch.
         report: counts what steps do; None without ``PROMETHEUS_MULTIPROC_DIR``.
+        predictions: writes predicted lengths; None without ``LENVM_PREDICTIONS``.
 
     Raises:
         ValueError: naming a setting or an option of the engine, what came and what is accepted.
@@ -131,8 +123,6 @@ class Guide:
             if (ranks := vllm_config.parallel_config.pipeline_parallel_size) > 1:
                 reason = "the last rank does not have the states of all layers"
                 raise ValueError(f"pipeline_parallel_size must be 1 together with a trunk, got {ranks}: {reason}")
-            from lenvm_kernels.adapters.vllm_states import BaseStates, load_trunk, runner_of
-
             runner = runner_of(req_states)
             trunk = load_trunk(settings, engine, runner.get_model())
             self._states = BaseStates(runner, trunk)
@@ -177,6 +167,11 @@ class Guide:
         self.without_room = self.fallbacks = 0
         # With it set, the engine's /metrics shows what all of its processes count.
         self.report: Report | None = None
+        self.predictions: Predictions | None = None
+        if settings.predictions is not None and (group is None or group.rank_in_group == 0):
+            request_ids = runner_of(req_states).req_states.index_to_req_id
+            self.predictions = Predictions(settings.predictions, request_ids)
+        self._begun: list[int] = []  # of the requests of a step, the slots of those whose prompt ends with it
         if os.environ.get("PROMETHEUS_MULTIPROC_DIR") and (group is None or group.rank_in_group == 0):
             self.report = Report(Metrics(model_name=str(engine.served_model_name)), self.device)
             if value_model is not None:
@@ -262,6 +257,8 @@ class Guide:
             except Exception:
                 logger.exception("LenVM: steps could not be counted; metrics stay as they are")
                 self.report = None
+        if self.predictions is not None:
+            self.predictions.collect()
         lengths = dict(zip(ctx.idx_mapping_np.tolist(), ctx.seq_lens_upper_bound_np.tolist(), strict=False))
         known = {slot: length for slot, length in lengths.items() if slot in self._requests}
         guided = {slot: n for slot, n in known.items() if self._requests[slot].params.needs_step}
@@ -344,13 +341,22 @@ class Guide:
             spans = self.step.limit_spans(scores, StepBatch(of_spans, slots, lengths, latest), drafts)
             if scores is not logits:
                 logits.copy_(scores[layout.at])
-        return self.step.step(
-            scores,
-            StepBatch(tokens, slots, lengths, new_lens, is_drawn, states),
-            Sampling(top_k.int(), top_p, min_p, temperature, is_logits=True),
-            drafts,
-            spans=spans,
-        )
+        batch = StepBatch(tokens, slots, lengths, new_lens, is_drawn, states)
+        sampling = Sampling(top_k.int(), top_p, min_p, temperature, is_logits=True)
+        found = drawn = None
+        if self._begun and self.step.values.needs_tokens:
+            found = self.step.predict(batch).view(len(slots), -1)[:, 0]
+        elif self._begun:  # a trunk values tokens only: the likeliest first one stands for all
+            drawn = scores.argmax(1)
+        output = self.step.step(scores, batch, sampling, drafts, drawn=drawn, spans=spans)
+        if drawn is not None:
+            assert output.remaining_lengths is not None  # somebody asks for them
+            found = 1 + output.remaining_lengths.view(len(slots), -1)[:, 0]
+        if found is not None and self.predictions is not None:
+            places = [ctx.idx_mapping_np.tolist().index(slot) for slot in self._begun]
+            prompts = {slot: int(self.req_states.prompt_len.np[slot]) for slot in self._begun}
+            self.predictions.note(prompts, found[self._to_device(torch.tensor(places))])
+        return output
 
     def _layout(self, ctx: LogitsContext) -> _Layout:
         rows, requests = len(ctx.pos), len(ctx.idx_mapping)
@@ -373,6 +379,7 @@ class Guide:
         """
         places = {slot: i for i, slot in enumerate(ctx.idx_mapping_np.tolist())}
         slots, starts, rooms, goes_on = [], [], [], []
+        self._begun = []
         for slot, length in guided.items():
             request = self._requests[slot]
             if request.is_running:
@@ -384,6 +391,9 @@ class Guide:
             rooms.append(max(length - is_whole - request.computed, 0))
             goes_on.append(not is_whole)
             request.computed, request.is_running = max(request.computed, length - is_whole), is_whole
+            if is_whole and request.params.return_values and not request.is_predicted:
+                self._begun.append(slot)
+                request.is_predicted = True
         if not slots:
             return None
         firsts = np.cumsum(rooms) - rooms
@@ -480,21 +490,3 @@ def _trace(trace: Path, all_token_ids: torch.Tensor, ctx: LogitsContext, output:
     ):
         tokens.append([*tokens[-1], last] if node else all_token_ids[slot, : position + 1].tolist())
     write_line(trace, dict(tokens=tokens, node=ctx.expanded_local_pos.tolist(), **columns_of(output, at)))
-
-
-def check_one_part(requests: int, drafts: int, vocab_size: int) -> None:
-    """Raise ValueError if vLLM might verify drafts in several parts, each of which would come as a step of its own."""
-    most = get_max_chunk_logits(vocab_size) // (1 + drafts)
-    if drafts and requests > most:
-        raise ValueError(
-            f"max_num_seqs must be at most {most} together with LENVM_VALUE_MODEL and {drafts} drafted tokens, got "
-            f"{requests}: vLLM verifies more in several parts"
-        )
-
-
-def check_options(vllm_config: VllmConfig) -> None:
-    """Raise ValueError for an option of the engine that guidance does not go with."""
-    for (part, option), (accepted, reason) in OPTIONS.items():
-        given = getattr(getattr(vllm_config, part) if part else vllm_config, option, accepted)
-        if given != accepted:
-            raise ValueError(f"{option} must be {accepted} together with LENVM_VALUE_MODEL, got {given}: {reason}")

@@ -2,15 +2,57 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from lenvm_kernels.adapters.metrics import BROKEN, STATUS_NAMES, Metrics, Stopwatch
 from lenvm_kernels.types import Status
+
+
+class Predictions:
+    """A file with a JSON line a request: how long its output is predicted to be, once the device has computed it.
+
+    Args:
+        file: that is appended to.
+        request_ids: the engine's, by slot.
+    """
+
+    def __init__(self, file: Path, request_ids: Mapping[int, str]) -> None:
+        self._file, self._request_ids = file, request_ids
+        self._waiting: deque[tuple[list[dict[str, Any]], torch.Tensor, torch.cuda.Event | None]] = deque()
+
+    def note(self, prompts: Mapping[int, int], lengths: torch.Tensor) -> None:
+        """Predicted ``lengths``, fp32 ``[B]``, of the outputs of requests; by slot the lengths of their prompts."""
+        lines = [{"request_id": self._request_ids[slot], "prompt_tokens": count} for slot, count in prompts.items()]
+        numbers = lengths.to("cpu", non_blocking=True)
+        self._waiting.append((lines, numbers, _event(lengths)))
+        self.collect()
+
+    def collect(self) -> None:
+        """Write what has arrived by now; nothing of a request that lost its guidance."""
+        while self._waiting and ((arrived := self._waiting[0][2]) is None or arrived.query()):
+            lines, numbers, _ = self._waiting.popleft()
+            for line, number in zip(lines, numbers.tolist(), strict=True):
+                if math.isfinite(number):
+                    line["predicted_output_length"] = round(number, 3)
+                    with self._file.open("ab", buffering=0) as file:
+                        file.write(json.dumps(line).encode() + b"\n")
+
+
+def _event(tensor: torch.Tensor) -> torch.cuda.Event | None:
+    """That is done when what was launched by now is; None: it is."""
+    if not tensor.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 class _Step(NamedTuple):
@@ -66,10 +108,7 @@ class Report:
         """
         rows = (status, lost_mass, broken, is_counted, had_drafts, new_lens)
         numbers = torch.stack([x.float() for x in rows]).to("cpu", non_blocking=True)
-        arrived = torch.cuda.Event() if status.is_cuda else None
-        if arrived is not None:
-            arrived.record()
-        self._steps.append(_Step(numbers, arrived, self._stopwatch.take()))
+        self._steps.append(_Step(numbers, _event(status), self._stopwatch.take()))
 
     def collect(self) -> None:
         """Count the steps that have been done by now."""

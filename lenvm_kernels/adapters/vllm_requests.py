@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lenvm_kernels.adapters.settings import MAX_SCALED_TOKENS, MAX_STOP_TOKENS, parse_request
+from lenvm_kernels.adapters.settings import MAX_SCALED_TOKENS, MAX_STOP_TOKENS, parse_request, writes_predictions
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.types import Mode
 
@@ -35,8 +35,8 @@ def guidance_of(params: SamplingParams) -> GuidanceParams | None:
         return None
     custom_params = {name: _decoded(name, value) for name, value in params.extra_args.items()}
     guidance = parse_request(custom_params)
-    if guidance.return_values:
-        raise ValueError("return_values must be false in vLLM, got true: the engine has no way to return values")
+    if guidance.return_values and not writes_predictions():
+        raise ValueError("return_values must be false in vLLM without LENVM_PREDICTIONS, a file for them, got true")
     if params.temperature == 0 or params.top_k == 1:
         guidance = replace(guidance, mode=Mode.UNGUIDED)
     if not guidance.needs_step and not guidance.token_temperature_scale:

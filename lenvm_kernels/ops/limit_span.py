@@ -292,6 +292,7 @@ def _limit_span_kernel(
         x = tl.load(forced_ptr, mask=is_raised, other=0.0)
         tl.debug_barrier()
         tl.store(forced_ptr, (x.to(tl.float32) + _FORCED).to(x.dtype), mask=is_raised)
+        tl.debug_barrier()  # a token of a message may be one that ends the sequence
 
         column = tl.arange(0, EOS)[None, :]
         eos_ptr = table.eos_token_ids + (table_row * stride.eos_token_ids)[:, None] + column
