@@ -214,7 +214,8 @@ class Guide:
 
     def add_request(self, slot: int, params: SamplingParams, guidance: GuidanceParams | None) -> bool:
         """A request is in a slot of the engine; nobody says when one leaves it. Returns whether it is guided."""
-        self._drafted_at[slot] = -1 if guidance is None else 0
+        if self.report is not None:
+            self._drafted_at[slot] = -1 if guidance is None else 0
         if guidance is None:
             if slot in self._requests:
                 self._end([slot])
@@ -242,7 +243,8 @@ class Guide:
         """These requests go on without guidance."""
         for slot in slots:
             del self._requests[slot]
-            self._drafted_at[slot] = -1
+            if self.report is not None:
+                self._drafted_at[slot] = -1
             self.step.remove_request(slot)
             self.pool.release(slot)
 
@@ -251,14 +253,7 @@ class Guide:
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """Write the guided probabilities of a step into its logits, as ``temperature * log p``."""
         self.filters.rewritten = self._kept_free = None
-        if self.report is not None:
-            try:
-                self.report.collect()
-            except Exception:
-                logger.exception("LenVM: steps could not be counted; metrics stay as they are")
-                self.report = None
-        if self.predictions is not None:
-            self.predictions.collect()
+        self._collect()
         lengths = dict(zip(ctx.idx_mapping_np.tolist(), ctx.seq_lens_upper_bound_np.tolist(), strict=False))
         known = {slot: length for slot, length in lengths.items() if slot in self._requests}
         guided = {slot: n for slot, n in known.items() if self._requests[slot].params.needs_step}
@@ -269,7 +264,18 @@ class Guide:
                     self._make_room(guided)
                 if guided:
                     self._guide(logits, ctx, guided)
+            self._collect()
         return logits
+
+    def _collect(self) -> None:
+        """Count and write what the device has done by now. What goes wrong there ends that alone."""
+        try:
+            for kept in (self.report, self.predictions):
+                if kept is not None:
+                    kept.collect()
+        except Exception:
+            logger.exception("LenVM: steps could not be counted; neither metrics nor predicted lengths go on")
+            self.report = self.predictions = None
 
     def _make_room(self, guided: dict[int, int]) -> None:
         """Slots for the requests of a step, which are taken out of ``guided`` where there are none."""

@@ -33,7 +33,6 @@ class Predictions:
         lines = [{"request_id": self._request_ids[slot], "prompt_tokens": count} for slot, count in prompts.items()]
         numbers = lengths.to("cpu", non_blocking=True)
         self._waiting.append((lines, numbers, _event(lengths)))
-        self.collect()
 
     def collect(self) -> None:
         """Write what has arrived by now; nothing of a request that lost its guidance."""
