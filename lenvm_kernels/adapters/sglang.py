@@ -37,6 +37,7 @@ from lenvm_kernels.adapters.settings import (
     MAX_STOP_TOKENS,
     Settings,
     check_vocabulary,
+    default_thoughts,
     parse_request,
     use_tokenizer,
     value_model_reads_images,
@@ -226,6 +227,7 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
     settings = Settings.from_environment()
     assert settings is not None  # else plugin() would not have hooked the engine
     use_tokenizer(options.tokenizer_path)
+    default_thoughts()  # loads the tokenizer, which no request has to wait for then
     device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device(runner.device)
     value_model = settings.load_value_model(runner.dtype, device)
     states = load_trunk(settings, runner, options) if settings.has_trunk else None

@@ -26,6 +26,7 @@ from lenvm_kernels.adapters.settings import (
     MAX_SCALED_TOKENS,
     Settings,
     check_vocabulary,
+    default_thoughts,
     load_text_breaks,
 )
 from lenvm_kernels.adapters.trace import columns_of, write_line
@@ -115,6 +116,7 @@ class Guide:
     def __init__(self, settings: Settings, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         engine_signatures.check("vllm")
         check_options(vllm_config)
+        default_thoughts()  # loads a tokenizer, which no request has to wait for then
         self.settings, self.req_states, self.device = settings, req_states, req_states.device
         engine = vllm_config.model_config
         value_model = settings.load_value_model(engine.dtype, self.device)
