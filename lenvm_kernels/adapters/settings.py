@@ -282,7 +282,8 @@ def default_thoughts() -> Thoughts | None:
 
     try:
         return Thoughts.of(AutoTokenizer.from_pretrained(path))
-    except (OSError, ValueError):
+    except Exception as error:  # guidance works without it
+        logger.info("no tokenizer says what a thought is: that of %s cannot be loaded (%s)", path, error)
         return None
 
 
