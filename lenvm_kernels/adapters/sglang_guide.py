@@ -208,8 +208,10 @@ class Guide:
         params = req.lenvm_guidance
         if params is None or not params.needs_step or not self.reads_tokens:
             return length  # the prefixes are shared with none that the value model reads
-        span, waiting = params.span_state(req.origin_input_ids, req.output_ids), MAX_WAITING + self.drafts
-        told = span.seen if span.end is None or params.start_token_ids else span.end - 1
+        told, waiting = len(req.origin_input_ids) + len(req.output_ids), MAX_WAITING + self.drafts
+        if not params.start_token_ids:  # else a prompt would be looked through for each of its chunks
+            end = params.span_state(req.origin_input_ids, req.output_ids).end
+            told = told if end is None else end - 1
         return min(length, max(req.lenvm_prefilled, req.kv.cache_protected_len, min(length, told) - waiting))
 
     def _image_tokens(self, parts: list[tuple[PromptImages | None, int, int]], tokens: int) -> ImageTokens | None:

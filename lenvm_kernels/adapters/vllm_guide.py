@@ -255,7 +255,6 @@ class Guide:
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """Write the guided probabilities of a step into its logits, as ``temperature * log p``."""
         self.filters.rewritten = self._kept_free = None
-        self._collect()
         lengths = dict(zip(ctx.idx_mapping_np.tolist(), ctx.seq_lens_upper_bound_np.tolist(), strict=False))
         known = {slot: length for slot, length in lengths.items() if slot in self._requests}
         guided = {slot: n for slot, n in known.items() if self._requests[slot].params.needs_step}
@@ -266,7 +265,7 @@ class Guide:
                     self._make_room(guided)
                 if guided:
                     self._guide(logits, ctx, guided)
-            self._collect()
+        self._collect()
         return logits
 
     def _collect(self) -> None:

@@ -70,6 +70,19 @@ class _Span(NamedTuple):
     closing_from: Any
 
 
+class _Rules(NamedTuple):
+    """What moves them."""
+
+    patterns: Any  # int32 [REQUESTS, PATTERNS], -2 pads
+    first_bits: Any
+    end_bits: Any
+    start_bits: Any
+    hard_limit: Any
+    grace: Any
+    text_breaks_ptr: Any  # int8 [W] or None
+    W: Any
+
+
 @triton.jit
 def _of(column_ptr, stride, table_row, exists):
     return tl.load(column_ptr + table_row * stride, mask=exists, other=0)
@@ -82,30 +95,22 @@ def _after(
     place,  # tokens of the sequence then
     is_told,
     is_new,  # else it was read before, and is only asked whether it ends a line
-    patterns,  # int32 [REQUESTS, PATTERNS], -2 pads
-    first_bits,
-    end_bits,
-    start_bits,
-    hard_limit,
-    grace,
-    text_breaks_ptr,
-    W,
-    PATTERNS: tl.constexpr,
+    rules,  # _Rules
 ):
     """Where the spans stand after a token."""
-    column = tl.arange(0, PATTERNS)[None, :]
-    is_pattern = (patterns == token[:, None]) & (patterns >= 0)
-    match = ((span.match << 1) | first_bits) & tl.sum(tl.where(is_pattern, 1 << column, 0), axis=1)
-    ends = is_new & (span.ended == 0) & ((match & end_bits) != 0)
-    begins = is_new & span.ended & ((match & start_bits) != 0)
+    column = tl.arange(0, rules.patterns.shape[1])[None, :]
+    is_pattern = (rules.patterns == token[:, None]) & (rules.patterns >= 0)
+    match = ((span.match << 1) | rules.first_bits) & tl.sum(tl.where(is_pattern, 1 << column, 0), axis=1)
+    ends = is_new & (span.ended == 0) & ((match & rules.end_bits) != 0)
+    begins = is_new & span.ended & ((match & rules.start_bits) != 0)
     ended = (span.ended | ends) & (begins == 0)
     begin = tl.where(begins, place, span.begin)
     closing_from = tl.where(begins, -1, span.closing_from)
-    over = place - begin - hard_limit
-    is_due = over >= grace
-    if text_breaks_ptr is not None:
-        is_known = is_told & (token >= 0) & (token < W)
-        is_due = is_due | (tl.load(text_breaks_ptr + token, mask=is_known, other=0) == _LINE)
+    over = place - begin - rules.hard_limit
+    is_due = over >= rules.grace
+    if rules.text_breaks_ptr is not None:
+        is_known = is_told & (token >= 0) & (token < rules.W)
+        is_due = is_due | (tl.load(rules.text_breaks_ptr + token, mask=is_known, other=0) == _LINE)
     closes = is_told & (ended == 0) & (closing_from < 0) & (over >= 0) & is_due
     return _Span(ended, begin, tl.where(is_new, match, span.match), tl.where(closes, place, closing_from))
 
@@ -193,28 +198,13 @@ def _limit_span_kernel(
     closing_from = _of(table.closing_from, stride.closing_from, table_row, has_span)
     tl.debug_barrier()  # what was read is read before it is written, here and below
 
+    rules = _Rules(patterns, first_bits, end_bits, start_bits, hard_limit, grace, text_breaks_ptr, W)
     span = _Span(ended != 0, begin, match, closing_from)
     for i in range(NEW):
         place = length - new_len + i + 1
         is_told = has_span & (i < new_len) & (place > 0)
         token = tl.load(tokens_ptr + request * stride_tokens_request + i, mask=is_told, other=-1)
-        is_new = is_told & (place > seen)
-        span = _after(
-            span,
-            token,
-            place,
-            is_told,
-            is_new,
-            patterns,
-            first_bits,
-            end_bits,
-            start_bits,
-            hard_limit,
-            grace,
-            text_breaks_ptr,
-            W,
-            PATTERNS,
-        )
+        span = _after(span, token, place, is_told, is_told & (place > seen), rules)
     tl.store(table.prompt_len + table_row * stride.prompt_len, span.begin, mask=has_span)
     tl.store(table.span_ended + table_row * stride.span_ended, span.ended, mask=has_span)
     tl.store(table.span_seen + table_row * stride.span_seen, tl.maximum(seen, length), mask=has_span)
@@ -247,22 +237,7 @@ def _limit_span_kernel(
             )
             new_depth = tl.sum(tl.where(is_parent, depth, 0), axis=1) + 1
             reads = is_draft & has_span
-            behind = _after(
-                behind,
-                token.to(tl.int64),
-                length + new_depth,
-                reads,
-                reads,
-                patterns,
-                first_bits,
-                end_bits,
-                start_bits,
-                hard_limit,
-                grace,
-                text_breaks_ptr,
-                W,
-                PATTERNS,
-            )
+            behind = _after(behind, token.to(tl.int64), length + new_depth, reads, reads, rules)
             is_node = (node == j + 1) & is_draft[:, None]
             depth = tl.where(is_node, new_depth[:, None], depth)
             node_ended = tl.where(is_node, behind.ended[:, None], node_ended)

@@ -29,3 +29,11 @@ def check_several(asked, prompt, output, statuses):
         if state.end is None and over >= 0:
             assert token == closing[min(over, len(closing) - 1)], (state, token)
     return ended
+
+
+def check_answers_of_several(prompts, results, steps):
+    """:func:`check_several` of SGLang's answers to :data:`SEVERAL`; each has as many spans as it is asked for."""
+    for asked, prompt, result, spans in zip(SEVERAL, prompts, results, (3, 3, 1), strict=True):
+        rows = [row for step in steps for row in step["rows"] if row["rid"] == result["meta_info"]["id"]]
+        statuses = {row["length"]: row["status"] for row in rows}
+        assert check_several(asked, prompt, result["output_ids"], statuses) >= spans
