@@ -1,5 +1,6 @@
 """The study on a server: whole ones with a stand-in, and their parts; test_sglang_study.py has a real server."""
 
+import csv
 import json
 import os
 import re
@@ -16,12 +17,12 @@ from types import SimpleNamespace
 import pytest
 
 from bench.study import __main__ as cli
-from bench.study import flops, monitor, serve, served, server
+from bench.study import flops, monitor, serve, served, served_report, server
 from bench.study.flops import Architecture, Guidance, Workload
 from bench.study.prompts import demo_prompts, read_prompts
-from bench.study.served import Answer, Condition, Counters, Load, Models, Result, Sample, Work
-from tests.helpers import fake_sglang
-from tests.helpers.fake_sglang import (
+from bench.study.served import Answer, Condition, Counters, Load, Models, Peak, Result, Sample, Work
+from tests.helpers import fake_servers
+from tests.helpers.fake_servers import (
     ABORTED,
     BASE_SECONDS,
     DEADLY,
@@ -48,11 +49,11 @@ SMALLER = Architecture("value", 12, 20, 2, 2, 1, 6, 50)
 @pytest.fixture
 def study(tmp_path, monkeypatch):
     """Runs a study against the stand-in; gives the exit status, the folder, and what the stand-in wrote."""
-    package = tmp_path / "fake" / "sglang"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    shutil.copy(fake_sglang.__file__, package / "launch_server.py")
-    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    for module in ("sglang/launch_server.py", "vllm/entrypoints/openai/api_server.py"):
+        (tmp_path / "fake" / module).parent.mkdir(parents=True)
+        shutil.copy(fake_servers.__file__, tmp_path / "fake" / module)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
+    monkeypatch.setattr(server, "VLLM_ON_CPU", tmp_path / "nothing")
     for name in ("LENVM_CONFIG", "LENVM_VALUE_MODEL", "LENVM_MAX_CANDIDATES"):
         monkeypatch.delenv(name, raising=False)
     smaller = dict(hidden_size=12, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2)
@@ -64,7 +65,7 @@ def study(tmp_path, monkeypatch):
         file, log, out = tmp_path / "prompts.jsonl", tmp_path / "fake.jsonl", tmp_path / "out"
         file.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in prompts))
         log.unlink(missing_ok=True)
-        monkeypatch.setenv("FAKE_SGLANG", json.dumps({"log": str(log), **facts}))
+        monkeypatch.setenv("FAKE_SERVER", json.dumps({"log": str(log), **facts}))
         where = ["--model", tmp_path / "base", "--prompts", file]
         where += ["--value-model", tmp_path / "value"] if command == "serve" else []
         size = ["--samples", "2", "--max-tokens", "4", "--device", "cpu", "--out", out]
@@ -79,29 +80,41 @@ def lines_of(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def conditions_of(out):
+    return json.loads((out / "summary.json").read_text())["conditions"]
+
+
 # --- whole studies ---
 
 
-def test_a_whole_study(study, monkeypatch, tmp_path):
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_whole_study(study, monkeypatch, tmp_path, engine):
     """Every request, and every number, by hand."""
     monkeypatch.setenv("LENVM_CONFIG", "of the user")
-    guidance = ["--guidance", '{"target_length": 7, "value_stride": 9}']  # the stride is that of the condition
-    status, out, log = study("--top-k", "1", "3", "--stride", "1", "3", *guidance, "--", "--tp", "2")
+    options = ["--engine", engine, "--temperature", "0.75", "--top-p", "0.9", "--peak", "2:8"]
+    options += ["--guidance", '{"target_length": 7, "value_stride": 9}']  # the stride is that of the condition
+    status, out, log = study("--top-k", "1", "3", "--stride", "1", "3", *options, "--", "--tp", "2")
     assert status == 0
 
     starts, ends = [line for line in log if "started" in line], [line["ended"] for line in log if "ended" in line]
     assert [line["started"] for line in starts] == ends and len(ends) == 2
+    is_vllm, base = engine == "vllm", str(tmp_path / "base")
     for line in starts:
-        assert line["arguments"][-2:] == ["--tp", "2"] and "--enable-metrics" in line["arguments"]
-        assert line["arguments"][:4] == ["--model-path", str(tmp_path / "base"), "--device", "cpu"]
+        assert line["arguments"][-2:] == ["--tp", "2"]
+        if is_vllm:
+            assert line["arguments"][:3] == ["--model", base, "--enable-logging-iteration-details"]
+        else:
+            assert line["arguments"][:5] == ["--model-path", base, "--device", "cpu", "--enable-metrics"]
     of_all = {"SGLANG_USE_CPU_ENGINE": "1"}
+    if is_vllm:
+        of_all = {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_SERVER_DEV_MODE": "1"}
     of_guided = {"LENVM_CONFIG": "of the user", "LENVM_VALUE_MODEL": str(tmp_path / "value")}
     assert [line["variables"] for line in starts] == [of_all, of_all | of_guided]
 
+    names = [(name, lengths) for lengths in ("fixed", "free") for name in ("plain", "plain-k1", "plain-k3")]
     guided = [f"k{k}-stride{stride}" for stride in (1, 3) for k in (1, 3)]
-    names = [("plain", "fixed"), ("plain", "free")]
     names += [(name, lengths) for lengths in ("fixed", "free") for name in ("neutral", *guided)]
-    conditions = lines_of(out / "conditions.jsonl")
+    conditions = conditions_of(out)
     assert [(line["name"], line["lengths"]) for line in conditions] == names
 
     # A request warms up, and the cache is emptied, before the others.
@@ -109,17 +122,32 @@ def test_a_whole_study(study, monkeypatch, tmp_path):
     for number, (name, lengths) in enumerate(names):
         warm_up, flushed, *others = requests[6 * number : 6 * number + 6]
         assert flushed == {"flushed": True} and warm_up in others
-        others = sorted((line["request"] for line in others), key=lambda body: body["sampling_params"]["sampling_seed"])
-        assert [body["input_ids"] for body in others] == [[3, 9, 9, 9]] * 2 + [[5, 8]] * 2
-        assert [body["sampling_params"].pop("sampling_seed") for body in others] == [0, 1, 2, 3]
-        (sampling,) = {json.dumps(body["sampling_params"]): body["sampling_params"] for body in others}.values()
-        expected = {"temperature": 1.0, "min_p": 0.01, "top_k": -1, "max_new_tokens": 4}
-        expected |= {"ignore_eos": lengths == "fixed"}
+        bodies = [line["request"] for line in others]
+        found, params, ignored = [], "custom_params", set()
+        for body in bodies:
+            assert body.pop("stream")
+            if is_vllm:
+                assert body.pop("stream_options") == {"include_usage": True, "continuous_usage_stats": True}
+                prompt, sampling, params = body.pop("prompt"), body, "vllm_xargs"
+                sampling["max_new_tokens"], sampling["sampling_seed"] = sampling.pop("max_tokens"), sampling.pop("seed")
+                assert sampling.pop("return_token_ids")
+            else:
+                prompt, sampling = body["input_ids"], body["sampling_params"]
+            ignored.add(sampling["ignore_eos"])
+            found.append((sampling.pop("sampling_seed"), prompt))
+        assert sorted(found) == [(0, [3, 9, 9, 9]), (1, [3, 9, 9, 9]), (2, [5, 8]), (3, [5, 8])]
+        assert ignored == {lengths == "fixed"}
+        (sampling,) = {
+            json.dumps(body): body for body in (body if is_vllm else body["sampling_params"] for body in bodies)
+        }.values()
+        k, stride = re.fullmatch(r"\D*(\d?)(?:-stride(\d))?", name).groups()
+        top_k = int(k) if k else 0 if is_vllm else -1
+        expected = {"temperature": 0.75, "min_p": 0.01, "top_p": 0.9, "top_k": top_k, "max_new_tokens": 4}
+        expected["ignore_eos"] = lengths == "fixed"
         if name == "neutral":
-            expected["custom_params"] = {"value_mode": "centered_exp", "value_scale": 0.0}
-        elif name != "plain":
-            k, stride = map(int, re.fullmatch(r"k(\d)-stride(\d)", name).groups())
-            expected |= {"top_k": k, "custom_params": {"target_length": 7, "value_stride": stride}}
+            expected[params] = {"value_mode": "centered_exp", "value_scale": 0.0}
+        elif stride:
+            expected[params] = {"target_length": 7, "value_stride": int(stride)}
         assert sampling == expected
 
         result = conditions[number]
@@ -136,15 +164,22 @@ def test_a_whole_study(study, monkeypatch, tmp_path):
             "guided_rows": due,
             "failed_steps": 0,
         }
-        assert result["figures"]["output tokens"] == sum(tokens)
-        assert result["figures"]["room in the server's cache (tokens)"] == 4321 + (name != "plain")
+        figures = result["figures"]
+        assert figures["output tokens"] == sum(tokens)
+        slots = 9 * 16 if is_vllm else 4321 + (not name.startswith("plain"))
+        assert figures["room in the server's cache (tokens)"] == slots
         work = Workload(2, 2, 3.0, sum(tokens) / 4)
         more = (SMALLER, Guidance(3 * due / rows, 1 - due / rows)) if rows else ()
         estimated = flops.operations_per_output_token(TINY, work, *more) / 1e9
-        assert result["figures"]["estimated GFLOP / output token"] == pytest.approx(estimated)
-        # Steps of the warm-up were before the flush.
+        assert figures["estimated GFLOP / output token"] == pytest.approx(estimated)
+        assert 0 < figures["time to first token, median (ms)"] <= 1e3 * figures["end-to-end wall clock (s)"]
+        share = figures["achieved GFLOP/s"] / 2e3 * 100
+        assert figures["FLOP/s, share of 2 TFLOP/s, 8 GB/s (%)"] == pytest.approx(share)
+        share = figures["achieved GB/s"] / 8 * 100
+        assert figures["bytes/s, share of 2 TFLOP/s, 8 GB/s (%)"] == pytest.approx(share)
+        # Steps of the warm-up were before the flush; those of the second server are the fourth condition's and later.
         of_flush = {**STAGE_MS, "total": sum(STAGE_MS.values())} if rows else {}
-        means = {stage: ms * (number - 1) for stage, ms in of_flush.items()}  # those of the second server
+        means = {stage: ms * (number - 5) for stage, ms in of_flush.items()}
         assert {stage: of["mean"] for stage, of in result["stages_ms"].items()} == means
 
     answers = lines_of(out / "requests.jsonl")
@@ -156,18 +191,26 @@ def test_a_whole_study(study, monkeypatch, tmp_path):
     assert min(line["resident_mib"] for line in samples) > 5
 
     summary, text = json.loads((out / "summary.json").read_text()), (out / "summary.md").read_text()
-    assert summary["failed"] == [] and summary["conditions"] == conditions
-    assert summary["environment"]["sglang"] == "0.fake" and summary["environment"]["server device"] == "cpu"
+    title = f"{'vLLM' if is_vllm else 'SGLang'} 0.fake"
+    assert summary["failed"] == [] and f"# Decoding with and without guidance in {title}\n" in text
+    assert summary["environment"]["engine"] == title and summary["environment"]["server device"] == "cpu"
     for lengths, tokens in (("fixed", 16), ("free", 14)):
         passes = summary["tables"][lengths]["forward passes of the base model"]
-        assert passes == {"plain": tokens, "guided": tokens, "ratio": 1.0}
+        assert passes == {"plain": tokens, "guided": tokens, "guided / plain": 1.0}
         assert f"## Outputs of {lengths} length, k = 3, stride 1" in text
         assert f"| output tokens | {tokens} | {tokens} | 1 |" in text
-        assert summary["tables"][lengths]["value model (ms / pass)"] == {"plain": 0, "guided": 2.0, "ratio": None}
+        value = summary["tables"][lengths]["value model (ms / pass)"]
+        assert value == {"plain": 0, "guided": pytest.approx(2.0), "guided / plain": None}
         assert "GPU memory, peak (MiB)" not in summary["tables"][lengths]
     assert "Prompts: 2, samples of each: 2, 4 tokens each, ends of sequence passed over." in text
     assert "- command: python -m bench.study serve --model" in text
-    assert "With k = 1 the engine decodes greedily" in text and "| k3-stride3, free | head | 5 | 5 | 5 |" in text
+    assert "With k = 1 the engine decodes greedily" in text
+    assert {file.name for file in out.glob("*.png")} == {"ratios.png", "shares.png"}
+    with (out / "summary.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["engine"], row["condition"], row["lengths"]) for row in rows] == [(title, *name) for name in names]
+    assert rows[-1]["forward (ms / guided step)"] == str(STAGE_MS["forward"] * (len(names) - 6))
+    assert rows[3]["top_k"] == "0" and rows[-1]["stride"] == "3" and rows[3]["stride"] == ""
 
 
 ONE = ["--top-k", "2", "--stride", "1", "--lengths", "fixed"]
@@ -176,8 +219,9 @@ ONE = ["--top-k", "2", "--stride", "1", "--lengths", "fixed"]
 def test_failed_requests_are_counted_and_shown(study, capsys):
     status, out, _ = study(*ONE, prompts=[(REFUSED, 1), (3, 1), (ABORTED, 1), (4, 1)])
     assert status == 1
-    plain, neutral, guided = lines_of(out / "conditions.jsonl")
-    for result in (plain, neutral, guided):
+    conditions = conditions_of(out)
+    assert len(conditions) == 4
+    for result in conditions:
         assert result["requests"] == 8 and result["failed_requests"] == 4 and result["figures"]["output tokens"] == 16
     text, printed = (out / "summary.md").read_text(), capsys.readouterr().err
     for message in (
@@ -185,13 +229,13 @@ def test_failed_requests_are_counted_and_shown(study, capsys):
         "plain, fixed: 2 of 8 requests: OSError: aborted: no room",
     ):
         assert f"- {message}\n" in text and message in printed
-    assert plain["figures"]["time per output token of a request (ms)"] > 0
+        assert result["figures"]["time per output token of a request, median (ms)"] > 0
 
 
 def test_when_every_request_fails_there_are_no_rates(study):
     status, out, _ = study(*ONE, prompts=[(REFUSED, 1)])
     assert status == 1 and "## Every condition" in (out / "summary.md").read_text()
-    for result in lines_of(out / "conditions.jsonl"):
+    for result in conditions_of(out):
         assert result["figures"]["throughput (output tokens/s)"] == 0
         assert result["figures"]["time per output token (ms)"] is None
         assert result["figures"]["estimated GFLOP / output token"] is None
@@ -214,7 +258,7 @@ def test_a_server_that_is_never_healthy_is_ended(study, capsys):
 def test_a_server_that_ends_meanwhile(study, capsys):
     """What was measured before stays."""
     status, out, _ = study(*ONE, prompts=[(2, 1), (DEADLY, 1)])
-    assert status == 2 and [line["name"] for line in lines_of(out / "conditions.jsonl")] == ["plain"]
+    assert status == 2 and [line["name"] for line in conditions_of(out)] == ["plain", "plain-k2"]
     assert "| plain, fixed |" in (out / "summary.md").read_text()
     assert re.search(r"error: the server has ended with status 3\n.*guided.log:\na bad end", capsys.readouterr().err)
 
@@ -222,7 +266,7 @@ def test_a_server_that_ends_meanwhile(study, capsys):
 def test_a_server_without_the_plugin_is_no_guided_one(study, capsys):
     status, out, log = study(*ONE, without_plugin=True)
     assert status == 2 and "--python must be of an environment with lenvm-kernels" in capsys.readouterr().err
-    assert [line["name"] for line in lines_of(out / "conditions.jsonl")] == ["plain"]
+    assert [line["name"] for line in conditions_of(out)] == ["plain", "plain-k2"]
     assert "| plain, fixed |" in (out / "summary.md").read_text()
     assert not is_running(log[-1]["ended"])
 
@@ -264,7 +308,7 @@ def test_an_interrupt_ends_the_server(study, interruptible, tmp_path, capsys, si
 
 def test_an_earlier_study_is_replaced(study, tmp_path):
     (tmp_path / "out").mkdir()
-    for name in ("conditions.jsonl", "requests.jsonl", "samples.jsonl", "steps.4711.jsonl"):
+    for name in ("requests.jsonl", "samples.jsonl", "steps.4711.jsonl"):
         (tmp_path / "out" / name).write_text('{"of": "before"}\n')
     status, out, _ = study(*ONE)
     assert status == 0 and not (out / "steps.4711.jsonl").exists()
@@ -279,7 +323,7 @@ def test_numbers_of_a_gpu(study, tmp_path, monkeypatch):
     timer = "SGLANG_ENABLE_METRICS_DEVICE_TIMER"
     assert [line["variables"].get(timer) for line in log if "started" in line] == ["1"] * 2
     assert not any("SGLANG_USE_CPU_ENGINE" in line.get("variables", ()) for line in log)
-    for result in lines_of(out / "conditions.jsonl"):
+    for result in conditions_of(out):
         assert result["work"]["base_seconds"] == pytest.approx(16 * DEVICE_SECONDS)
         assert result["work"]["decode_passes"] == 12
         assert result["figures"]["GPU memory, peak (MiB)"] == 1500
@@ -298,6 +342,8 @@ def test_numbers_of_a_gpu(study, tmp_path, monkeypatch):
         (["--guidance", "[1]"], r"--guidance must be a JSON object of custom_params, got '\[1\]'"),
         (["--value-model", "/no/such"], "--value-model must be an existing directory or .gguf file, got '/no/such'"),
         (["--num-prompts", "3"], "--num-prompts must be from 1 to the 2 prompts that there are, got 3"),
+        (["--peak", "1:0"], "--peak must be one of H100, H200, or TFLOP/s:GB/s as 312:2039, got '1:0'"),
+        (["--top-p", "1.5"], "--top-p must be above 0 and at most 1, got 1.5"),
         (["--prompts", "/no/such.jsonl"], "No such file or directory: '/no/such.jsonl'"),
         (["--python", "/no/such/python"], "No such file or directory: '/no/such/python'"),
     ],
@@ -311,7 +357,7 @@ def test_the_first_prompts(study):
     status, out, log = study(*ONE, "--num-prompts", "1", "--concurrency", "1")
     assert status == 0
     assert {tuple(line["request"]["input_ids"]) for line in log if "request" in line} == {(3, 9, 9, 9)}
-    assert [line["requests"] for line in lines_of(out / "conditions.jsonl")] == [2, 2, 2]
+    assert [line["requests"] for line in conditions_of(out)] == [2] * 4
 
 
 # --- sources side by side ---
@@ -348,7 +394,7 @@ def test_sources_side_by_side(study, tmp_path):
     assert found == [(number, *name) for number in range(3) for name in names]
     assert {line["tokens"] for line in rounds} == {16} and not any(line["failed"] for line in rounds)
     found = json.loads((out / "sources.json").read_text())
-    assert found["failed"] == [] and found["environment"]["sglang"] == "0.fake"
+    assert found["failed"] == [] and found["environment"]["engine"] == "SGLang 0.fake"
     seconds = {(line["round"], line["top_k"], line["source"]): line["seconds"] for line in rounds}
     for row in found["sources"]:
         times = [seconds[number, row["k"], row["source"]] for number in (1, 2)]
@@ -457,6 +503,11 @@ def test_files_without_prompts(tmp_path):
 # --- requests ---
 
 
+def event(prompt_tokens, tokens, reason=None):
+    facts = dict(prompt_tokens=prompt_tokens, completion_tokens=tokens, finish_reason=reason)
+    return {"meta_info": facts}
+
+
 class Gate:
     """Answers of a server only when so many requests wait at once."""
 
@@ -470,18 +521,39 @@ class Gate:
         self.barrier.wait(20)
         with self.lock:
             self.waiting -= 1
-        return json.dumps({"meta_info": {"prompt_tokens": 2, "completion_tokens": 3, "finish_reason": None}})
+        return [event(2, 3)]
+
+
+SGLANG = server.SGLang(SimpleNamespace(pid=1), 1, None)
 
 
 @pytest.mark.parametrize(("concurrency", "together"), [(None, 6), (2, 2), (1, 1)])
 def test_requests_wait_at_once(monkeypatch, concurrency, together):
     gate = Gate(together)
-    monkeypatch.setattr(serve, "exchange", gate)
+    monkeypatch.setattr(serve, "events", gate)
     load = Load([[5], [6, 7], [8]], 2, 4, concurrency)
-    seconds, answers = serve.ask_all(1, load, Condition("plain", "free"))
+    seconds, answers = serve.ask_all(SGLANG, load, Condition("plain", "free"))
     assert gate.most == together and 0 < max(answer.seconds for answer in answers) <= seconds
     assert [(answer.prompt, answer.sample) for answer in answers] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     assert {answer.error for answer in answers} == {None}
+
+
+def test_the_first_token_is_when_one_has_come(monkeypatch):
+    """Not when the answer begins; and each after it counts, however many come at once."""
+
+    def events(*_):
+        for wait, tokens in ((0.05, 0), (0.15, 2), (0.1, 5), (0.1, 5)):
+            time.sleep(wait)
+            yield event(7, tokens, {"type": "stop"} if tokens == 5 and wait else None)
+
+    monkeypatch.setattr(serve, "events", events)
+    answer = serve.ask(SGLANG, Load([[5]], 1, 8), Condition("plain", "free"), 0, 0)
+    assert (answer.prompt_tokens, answer.output_tokens, answer.finish_reason) == (7, 5, "stop")
+    assert 0.2 <= answer.first_seconds < 0.4 <= answer.seconds
+    assert answer.token_seconds == pytest.approx((answer.seconds - answer.first_seconds) / 4)
+    monkeypatch.setattr(serve, "events", lambda *_: [event(7, 0)])
+    answer = serve.ask(SGLANG, Load([[5]], 1, 8), Condition("plain", "free"), 0, 0)
+    assert answer.error == "OSError: no token came" and answer.token_seconds is None
 
 
 # --- counters ---
@@ -495,12 +567,14 @@ def test_counters():
     assert counters.total("absent") == 0 and "a:b" in counters and "a:" not in counters
 
 
-def test_a_server_that_does_not_come_to_rest(monkeypatch):
+def test_a_server_that_does_not_come_to_rest(monkeypatch, tmp_path):
     monkeypatch.setattr(server, "SETTLING", 0.3)
-    monkeypatch.setattr(server, "exchange", lambda *_: f"{served.IDLE_SECONDS} 4\n")
-    busy = server.Server(SimpleNamespace(pid=1), 1, None)
+    monkeypatch.setattr(server, "exchange", lambda *_: f"{server.IDLE_SECONDS} 4\nvllm:num_requests_running 2\n")
     with pytest.raises(TimeoutError, match=r"has not counted .* for 0.3 seconds: it is not idle"):
-        busy.settled_counters()
+        SGLANG.settled()
+    (tmp_path / "log").touch()
+    with pytest.raises(TimeoutError, match=r"still runs requests after 0.3 seconds"):
+        server.VLLM(SimpleNamespace(pid=1), 1, tmp_path / "log").settled()
 
 
 # --- memory and utilisation ---
@@ -579,10 +653,10 @@ def test_sums_over_gpus():
 # --- numbers and tables ---
 
 
-def result_of(condition, *, seconds, tokens=(3, 5), work, errors=(), samples=()):
-    answers = [Answer(i, 0, 0.5 * (i + 1), 10 + 4 * i, n, "stop") for i, n in enumerate(tokens)]
+def result_of(condition, *, seconds, tokens=(3, 5), work, errors=(), samples=(), stages=None):
+    answers = [Answer(i, 0, 0.5 * (i + 1), 0.1 + 0.02 * i, 10 + 4 * i, n, "stop") for i, n in enumerate(tokens)]
     answers += [Answer(9, 0, 4.0, error=error) for error in errors]
-    return Result(condition, seconds, answers, Work(*work), list(samples), 900, {}, 0.5)
+    return Result(condition, seconds, answers, Work(*work), list(samples), 900, stages or {}, 0.5)
 
 
 PLAIN, GUIDED = Condition("plain", "free"), Condition("k4-stride2", "free", 4, 2, {})
@@ -592,16 +666,25 @@ LOAD = Load([[1], [2]], 1, 8)
 
 def test_figures_by_hand():
     result = result_of(GUIDED, seconds=2.0, work=(4, 3, 0.5, 0.25, 8, 2, 0), samples=SAMPLES)
-    found = served.figures(result, LOAD, Models(TINY, SMALLER))
+    found = served.figures(result, LOAD, Models(TINY, SMALLER, 4, Peak("X", 1e6, 5e5)))
     work, guidance = Workload(2, 1, 12.0, 4.0), Guidance(4 * 0.25, 0.75)
     operations = sum(flops.operations(TINY, work, SMALLER, guidance).values())
     per_token = flops.operations_per_output_token(TINY, work, SMALLER, guidance)
+    # A quarter of the passes have values: one. Outputs see 13 to 16 tokens each, and prompts are read once.
+    seen, tokens = 2 * (13 + 14 + 15 + 16) + 24, 8 + 24
+    elements = 4 * (TINY.layer_weights + TINY.lm_head_weights) + TINY.kv_elements * (seen + tokens)
+    elements += SMALLER.layer_weights + SMALLER.value_head_weights
+    elements += SMALLER.kv_elements * (seen / 4 + 8 * (1 + 0.75) + 24)
     assert found == {
         "end-to-end wall clock (s)": 2.0,
         "output tokens": 8,
         "throughput (output tokens/s)": 4.0,
         "time per output token (ms)": 250.0,
-        "time per output token of a request (ms)": pytest.approx((500 / 3 + 1000 / 5) / 2),
+        "time to first token, median (ms)": pytest.approx(110),
+        "time to first token, 99th percentile (ms)": pytest.approx(119.8),
+        # 400 / 2 and 880 / 4
+        "time per output token of a request, median (ms)": pytest.approx(210),
+        "time per output token of a request, 99th percentile (ms)": pytest.approx(219.8),
         "forward passes of the base model": 4,
         "requests a decoding pass": 2.0,
         "base model (ms / pass)": 125.0,
@@ -610,10 +693,13 @@ def test_figures_by_hand():
         "rows with values (%)": 25.0,
         "estimated GFLOP / output token": pytest.approx(per_token / 1e9),
         "achieved GFLOP/s": pytest.approx(operations / 2.0 / 1e9),
+        "achieved GB/s": pytest.approx(elements * 4 / 2.0 / 1e9),
         "memory of the server's processes, peak (MiB)": 90.0,
         "room in the server's cache (tokens)": 900,
         "GPU memory, peak (MiB)": 50.0,
         "GPU utilisation, mean (%)": 35.0,
+        "FLOP/s, share of X (%)": pytest.approx(operations / 2.0 / 1e6 * 100),
+        "bytes/s, share of X (%)": pytest.approx(elements * 4 / 2.0 / 5e5 * 100),
     }
     for models in (Models(None, SMALLER), Models(TINY, None)):
         assert served.figures(result, LOAD, models)["achieved GFLOP/s"] is None
@@ -637,41 +723,75 @@ def test_dimensions(tmp_path, capsys):
 def test_the_published_form():
     plain = {"a": 4.0, "b": 0.0, "c": None, "d": None, "e": 3}
     guided = {"a": 6.0, "b": 2.0, "c": 5.0, "d": None, "e": 3}
-    assert served.compared(plain, guided) == {
-        "a": {"plain": 4.0, "guided": 6.0, "ratio": 1.5},
-        "b": {"plain": 0.0, "guided": 2.0, "ratio": None},
-        "c": {"plain": None, "guided": 5.0, "ratio": None},
-        "e": {"plain": 3, "guided": 3, "ratio": 1.0},
+    assert served_report.compared(plain, guided) == {
+        "a": {"plain": 4.0, "guided": 6.0, "guided / plain": 1.5},
+        "b": {"plain": 0.0, "guided": 2.0, "guided / plain": None},
+        "c": {"plain": None, "guided": 5.0, "guided / plain": None},
+        "e": {"plain": 3, "guided": 3, "guided / plain": 1.0},
     }
 
 
 def test_the_headline_is_of_the_smallest_stride_and_the_largest_k():
+    """Beside the plain run with the same k."""
+
     def of(name, lengths, *more):
         return result_of(Condition(name, lengths, *more), seconds=1.0, work=[0] * 7)
 
-    plain, others = of("plain", "free"), [of("plain", "fixed"), of("neutral", "free", -1, None, {})]
-    guided = [of("x", "free", k, stride) for k, stride in ((7, 2), (3, 1), (5, 1), (4, 1))] + [of("x", "fixed", 8, 1)]
-    assert served.headline([*others, *guided, plain], "free") == (plain, guided[2])
-    assert served.headline([*others, plain], "free") is None and served.headline(guided, "free") is None
+    plain = [of("plain", "free"), of("plain-k4", "free", 4), of("plain-k5", "free", 5), of("plain-k5", "fixed", 5)]
+    others = [of("neutral", "free", 0, None, {})]
+    guided = [of("x", "free", k, stride, {}) for k, stride in ((7, 2), (3, 1), (5, 1), (4, 1))] + [
+        of("x", "fixed", 8, 1, {})
+    ]
+    assert served_report.headline([*others, *guided, *plain], "free") == (plain[2], guided[2])
+    assert served_report.headline([*others, *plain], "free") is None
+    assert served_report.headline(guided + plain[:2], "free") is None
+    assert served_report.headline([*guided, *plain], "fixed") is None
 
 
-def test_the_summary_compares_with_the_plain_run_of_these_lengths(tmp_path):
+def test_the_summary_compares_with_the_plain_runs_of_these_lengths(tmp_path):
     fixed = result_of(Condition("plain", "fixed"), seconds=8.0, tokens=(4, 4), work=(4, 3, 0.5, 0.0, 0, 0, 0))
     plain = result_of(PLAIN, seconds=2.0, work=(4, 3, 0.5, 0.0, 0, 0, 0), samples=SAMPLES)
-    guided = result_of(GUIDED, seconds=3.0, tokens=(1, 1), work=(4, 3, 0.5, 0.25, 8, 2, 3), samples=SAMPLES)
-    where = {"server device": "cuda", "command": "x"}
-    served.write_summary(tmp_path, where, LOAD, Models(None, None), [fixed, plain, guided])
+    same = result_of(Condition("plain-k4", "free", 4), seconds=4.0, tokens=(1, 4), work=(4, 3, 0.5, 0.0, 0, 0, 0))
+    times = {"candidates": [1.0, 3.0], "forward": [40.0, 60.0], "total": [41.0, 63.0]}
+    work = (4, 3, 0.5, 0.25, 8, 2, 3)
+    guided = result_of(GUIDED, seconds=3.0, tokens=(1, 1), work=work, samples=SAMPLES, stages=times)
+    where = {"server device": "cuda", "engine": "X 1", "command": "x"}
+    results = [fixed, plain, same, guided]
+    served_report.write_summary(tmp_path, where, LOAD, Models(None, None), results)
     text = (tmp_path / "summary.md").read_text()
     assert "- k4-stride2, free: guidance failed in 3 steps, see the server's log" in text
     assert "## Outputs of free length, k = 4, stride 2" in text and "Outputs of fixed length" not in text
     assert "8 tokens each at most: outputs differ in length, so that only rates compare." in text
     for row in (
-        "| time per output token (ms) | 250 | 1500 | 6 |",
-        "| plain, fixed | 0.5 | 8 | 8 | 1 | 1000 | 187.5 | 4 | 125 | 0 | 1875 |  |  | 1 |",
-        "| plain, free | 0.5 | 2 | 8 | 4 | 250 | 183.3 | 4 | 125 | 0 | 375 |  | 90 | 1 |",
-        "| k4-stride2, free | 0.5 | 3 | 2 | 0.6667 | 1500 | 750 | 4 | 125 | 62.5 | 562.5 | 25 | 90 | 6 |",
+        "| time per output token (ms) | 800 | 1500 | 1.875 |",
+        "| plain, fixed | 0.5 | 8 | 8 | 1 | 1000 | 110 | 119.8 | 213.3 | 291.7 | 4 |  |  | 1 | 1 |",
+        "| plain, free | 0.5 | 2 | 8 | 4 | 250 | 110 | 119.8 | 210 | 219.8 | 4 |  | 90 | 1 | 1 |",
+        "| plain-k4, free | 0.5 | 4 | 5 | 1.25 | 800 | 110 | 119.8 | 293.3 | 293.3 | 4 |  |  | 1 | 3.2 |",
+        "| k4-stride2, free | 0.5 | 3 | 2 | 0.6667 | 1500 | 110 | 119.8 |  |  | 4 | 25 | 90 | 1.875 | 6 |",
+        "| plain, free | 125 | 0 | 375 |  |  |  |  |  |  |  |  |  |",
+        "| k4-stride2, free | 125 | 62.5 | 562.5 | 2 | 2 | 50 |  |  |  | 52 | 52 | 61.9 |",
     ):
         assert row in text
     assert "greedily" not in text and "GFLOP" not in text and "PyTorch reference" not in text
     tables = json.loads((tmp_path / "summary.json").read_text())["tables"]
-    assert tables["free"]["end-to-end wall clock (s)"] == {"plain": 2.0, "guided": 3.0, "ratio": 1.5}
+    assert tables["free"]["end-to-end wall clock (s)"] == {"plain": 4.0, "guided": 3.0, "guided / plain": 0.75}
+    # What the value model took beside its steps, 146 of 250 ms, were prompts.
+    parts = served_report.shares(results)["k4-stride2, free"]
+    expected = {"base model": 0.5, "candidates": 0.004, "forward": 0.1, "head": 0.0, "reweight": 0.0, "sample": 0.0}
+    expected |= {"value model's prompts": 0.146, "other": 2.25}
+    assert parts == pytest.approx({name: seconds / 3 * 100 for name, seconds in expected.items()})
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "expected"),
+    [
+        ("H200", "", Peak("H200", 989e12, 4.8e12)),
+        (None, "NVIDIA H100 80GB HBM3", Peak("H100", 989e12, 3.35e12)),
+        ("0.5:20", "NVIDIA H100", Peak("0.5 TFLOP/s, 20 GB/s", 0.5e12, 20e9)),
+        (None, "another", None),
+    ],
+)
+def test_peaks(monkeypatch, given, device, expected):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: device)
+    assert cli._peak(given) == expected

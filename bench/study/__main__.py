@@ -4,13 +4,14 @@ python -m bench.study flops --check                 operations and bytes by the 
 python -m bench.study run --out DIR                 decode in each way; per-step JSON lines, and what each run was
 python -m bench.study run --out DIR --top-k 1 2 3 4 5      the sweep over the limit on candidates
 python -m bench.study report DIR                    tables and plots of what is there: DIR/summary.md
-python -m bench.study serve --model M --value-model W --out DIR     the same in the SGLang server, over HTTP
+python -m bench.study serve --model M --value-model W --out DIR     the same in a server, over HTTP
 python -m bench.study sources --model M --sources none TRUNK W --out DIR    what a source of values costs there a token
 python -m bench.study COMMAND --help                options
 """
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -20,8 +21,10 @@ from typing import Any
 import torch
 
 from bench.harness import storing
+from bench.kernel_model import GPUS
 from bench.study import flops, report, run, serve, served, server, sources
 from bench.study.prompts import demo_prompts, read_prompts
+from lenvm_kernels.cli_arguments import positive
 from lenvm_kernels.guidance import parse_guidance
 
 # What is not given, by device.
@@ -90,6 +93,12 @@ def parse_args() -> argparse.Namespace:
     add("--top-k", nargs="+", type=_positive, default=[1, 2, 3, 4, 5], help="limits on candidates (default: 1 to 5)")
     add("--stride", nargs="+", type=_positive, default=[1, 4], help="strides of guidance (default: 1 and 4)")
     add("--concurrency", type=_positive, help="requests that wait at once (default: all)")
+    add(
+        "--peak",
+        metavar="GPU",
+        help=f"{', '.join(GPUS)}, or TFLOP/s:GB/s of a data sheet: rates are shown as shares of it (default: by the "
+        "GPU's name)",
+    )
 
     text = sources.__doc__
     add = commands.add_parser("sources", help=text.splitlines()[0], description=text, **options).add_argument
@@ -106,6 +115,7 @@ def _add_served(add: Callable[..., Any]) -> None:
         name: f"(default: {value} on a GPU, else {SERVED['cpu'][name]})" for name, value in SERVED["cuda"].items()
     }
     add("--out", type=Path, required=True, help="folder for the results; made if it is not there")
+    add("--engine", choices=server.ENGINES, default="sglang", help="whose server it is (default: %(default)s)")
     add("--model", required=True, help="base model: a directory, or a name that the server knows")
     add("--python", default=sys.executable, help="Python of the server's environment (default: this one)")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
@@ -117,10 +127,12 @@ def _add_served(add: Callable[..., Any]) -> None:
         type=_positive,
         help=f"tokens of a sample, at most where its length is free {by_device['max_tokens']}",
     )
+    add("--temperature", type=positive(float), default=run.TEMPERATURE, help="of all requests (default: %(default)s)")
+    add("--top-p", type=float, default=1.0, help="of all requests (default: %(default)s)")
     guidance = json.dumps(run.GUIDANCE)
     add("--guidance", default=guidance, help="custom_params of guided requests, as JSON (default: %(default)s)")
     add("--startup-seconds", type=_positive, default=1200, help="that a server has to come up (default: %(default)s)")
-    add("options", nargs="*", metavar="-- OPTION", help="options of sglang.launch_server, behind two dashes")
+    add("options", nargs="*", metavar="-- OPTION", help="options of the server, behind two dashes")
 
 
 def main() -> int:
@@ -178,9 +190,12 @@ def _serve(args: argparse.Namespace) -> int:
     if not args.value_model.exists():
         raise ValueError(f"--value-model must be an existing directory or .gguf file, got {str(args.value_model)!r}")
     load = _load(args, args.concurrency)
-    models = served.Models(served.dimensions(args.model), served.dimensions(str(args.value_model)))
-    study = serve.Study(_setup(args, str(args.value_model)), load, models, args.out, _where(args))
-    plain = served.plain_conditions(args.lengths)
+    setup = _setup(args, str(args.value_model))
+    size = 4 if "float32" in setup.command(0) else 2
+    dimensions = served.dimensions(args.model), served.dimensions(str(args.value_model))
+    models = served.Models(*dimensions, size, _peak(args.peak))
+    study = serve.Study(setup, load, models, args.out, _where(args))
+    plain = served.plain_conditions(args.lengths, args.top_k)
     guided = served.guided_conditions(args.lengths, args.top_k, args.stride, guidance)
     return _until_interrupted(args, lambda: study.run(plain, guided))
 
@@ -194,6 +209,25 @@ def _sources(args: argparse.Namespace) -> int:
     return _until_interrupted(
         args, lambda: sources.compare(setup, named, load, args.top_k, args.rounds, guidance, args.out, where)
     )
+
+
+def _peak(given: str | None) -> served.Peak | None:
+    """What rates are compared with."""
+    if given is None:
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        given = next((name for name in GPUS if name in device), None)
+    if given is None:
+        return None
+    if given in GPUS:
+        return served.Peak(given, GPUS[given].tensor_rate, GPUS[given].bandwidth)
+    try:
+        tera, giga = map(float, given.split(":"))
+        if not (0 < tera < math.inf and 0 < giga < math.inf):
+            raise ValueError
+    except ValueError:
+        names = ", ".join(GPUS)
+        raise ValueError(f"--peak must be one of {names}, or TFLOP/s:GB/s as 312:2039, got {given!r}") from None
+    return served.Peak(f"{tera:g} TFLOP/s, {giga:g} GB/s", tera * 1e12, giga * 1e9)
 
 
 def _checked_guidance(args: argparse.Namespace) -> dict[str, Any]:
@@ -223,11 +257,16 @@ def _load(args: argparse.Namespace, concurrency: int | None = None) -> served.Lo
     if args.num_prompts > len(prompts):
         there = f"the {len(prompts)} prompts that there are"
         raise ValueError(f"--num-prompts must be from 1 to {there}, got {args.num_prompts}")
-    return served.Load(prompts[: args.num_prompts], args.samples, args.max_tokens, concurrency)
+    if not 0 < args.top_p <= 1:
+        raise ValueError(f"--top-p must be above 0 and at most 1, got {args.top_p}")
+    sampling = dict(temperature=args.temperature, top_p=args.top_p)
+    return served.Load(prompts[: args.num_prompts], args.samples, args.max_tokens, concurrency, **sampling)
 
 
 def _setup(args: argparse.Namespace, value_model: str | None) -> server.Setup:
-    return server.Setup(args.model, value_model, args.python, args.device, args.options, args.startup_seconds)
+    return server.Setup(
+        args.engine, args.model, value_model, args.python, args.device, args.options, args.startup_seconds
+    )
 
 
 def _where(args: argparse.Namespace) -> dict[str, Any]:

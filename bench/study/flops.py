@@ -224,6 +224,31 @@ def step_bytes(
     return {name: count * element_size for name, count in elements.items()}
 
 
+def run_bytes(
+    base: Architecture,
+    work: Workload,
+    value: Architecture | None = None,
+    guidance: Guidance | None = None,
+    *,
+    element_size: int,
+    passes: float,
+    value_passes: float = 0.0,
+) -> float:
+    """Bytes that a run moves at least.
+
+    ``passes`` and ``value_passes``: forwards of the base model and of the value model, which read the weights.
+    """
+    seen = work.seen_in_outputs + work.prefilled
+    tokens = work.outputs + work.prefilled
+    elements = passes * (base.layer_weights + base.lm_head_weights) + base.kv_elements * (seen + tokens)
+    if value is not None and guidance is not None:
+        shares = value_passes / passes if passes else 0.0
+        written = work.outputs * (guidance.candidates + guidance.extended) + work.prefilled
+        elements += value_passes * (value.layer_weights + value.value_head_weights)
+        elements += value.kv_elements * (seen * shares + written)
+    return elements * element_size
+
+
 # --- the published figures ---
 
 # Qwen2.5-7B with the 1.5B value model on 50 questions of GSM8K, 16 samples each. 237,724 output tokens are published,

@@ -52,8 +52,8 @@ def write(folder: Path) -> int:
     if runs:
         sections += _measured_sections(runs, ratios)
         means = {run.name: {n: float(np.mean(ms)) for n, ms in run.stages.items() if n != "total"} for run in runs}
-        _plot_bars(folder / "stages.png", "ms a step", means)
-        _plot_bars(folder / "operations.png", "GFLOP an output token", _gigaflop(runs))
+        plot_bars(folder / "stages.png", "ms a step", means)
+        plot_bars(folder / "operations.png", "GFLOP an output token", _gigaflop(runs))
     sections += [
         f"Estimated: ratio of operations to {flops.PUBLISHED_BASE} alone, {_in_words(flops.PUBLISHED_WORK)}."
         " ![](ratios.png)",
@@ -227,8 +227,8 @@ def estimated_ratios() -> dict[str, list[float]]:
     }
 
 
-def _plot_bars(file: Path, unit: str, bars: dict[str, Components]) -> None:
-    """One stacked bar for each run."""
+def plot_bars(file: Path, unit: str, bars: dict[str, Components], *, totals: bool = True) -> None:
+    """One stacked bar for each run, and its total beside it."""
     from matplotlib import figure
 
     plot = figure.Figure(figsize=(8, 1.5 + 0.32 * len(bars)), layout="constrained")
@@ -237,7 +237,7 @@ def _plot_bars(file: Path, unit: str, bars: dict[str, Components]) -> None:
         values = np.array([parts.get(name, 0.0) for parts in bars.values()])
         axes.barh(list(bars), values, left=left, label=name, color=f"C{i}")
         left += values
-    for place, total in enumerate(left):
+    for place, total in enumerate(left if totals else ()):
         axes.text(total, place, f" {total:.3g}", va="center", fontsize="small")
     axes.invert_yaxis()
     axes.set_xlabel(unit)

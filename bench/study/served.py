@@ -1,4 +1,4 @@
-"""What a study on a server asks for, what was measured of it, and the tables of that."""
+"""What a study on a server asks for, what was measured of it, and what that comes to."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.harness.reporting import text_table as table
-from bench.harness.storing import write_json
+import numpy as np
+
 from bench.study import flops
 from bench.study.flops import Architecture, Guidance, Workload
+from bench.study.result import Stages
 from bench.study.run import MIN_P, TEMPERATURE
+from lenvm_kernels.evaluate import servers as asked
 
 LENGTHS = ("fixed", "free")
 NEUTRAL = {"value_mode": "centered_exp", "value_scale": 0.0}  # as the published runs were guided
@@ -24,11 +26,11 @@ NEUTRAL = {"value_mode": "centered_exp", "value_scale": 0.0}  # as the published
 
 @dataclass(frozen=True)
 class Condition:
-    """What all requests of a run ask for. ``custom_params`` of None: nothing of the plugin."""
+    """What all requests of a run ask for. ``top_k`` of 0: all; ``custom_params`` of None: nothing of the plugin."""
 
     name: str
     lengths: str
-    top_k: int = -1
+    top_k: int = 0
     stride: int | None = None
     custom_params: dict[str, Any] | None = None
 
@@ -36,10 +38,15 @@ class Condition:
     def is_guided(self) -> bool:
         return self.stride is not None
 
+    @property
+    def is_plain(self) -> bool:
+        return self.custom_params is None
 
-def plain_conditions(lengths: Sequence[str]) -> list[Condition]:
-    """Those of the server without the plugin."""
-    return [Condition("plain", of) for of in lengths]
+
+def plain_conditions(lengths: Sequence[str], top_ks: Sequence[int]) -> list[Condition]:
+    """Those of the server without the plugin: over the whole vocabulary, and with the filters of guided runs."""
+    names = {"plain": 0} | {f"plain-k{k}": k for k in top_ks}
+    return [Condition(name, of, k) for of in lengths for name, k in names.items()]
 
 
 def guided_conditions(
@@ -64,6 +71,7 @@ class Load:
         samples: of each prompt.
         max_tokens: of each sample; where the lengths are fixed exactly so many.
         concurrency: requests that wait at once; None: all.
+        temperature, top_p: of every request, plain ones too.
         timeout: seconds of a request.
     """
 
@@ -71,26 +79,23 @@ class Load:
     samples: int
     max_tokens: int
     concurrency: int | None = None
+    temperature: float = TEMPERATURE
+    top_p: float = 1.0
     timeout: float = 3600.0
 
-    def body(self, condition: Condition, prompt: int, sample: int) -> dict[str, Any]:
-        """Of a request to ``/generate``."""
-        sampling: dict[str, Any] = {
-            "temperature": TEMPERATURE,
-            "min_p": MIN_P,
-            "top_k": condition.top_k,
-            "max_new_tokens": self.max_tokens,
-            "ignore_eos": condition.lengths == "fixed",
-            "sampling_seed": prompt * self.samples + sample,
-        }
-        if condition.custom_params is not None:
-            sampling["custom_params"] = condition.custom_params
-        return {"input_ids": list(self.prompts[prompt]), "sampling_params": sampling}
+    def request(self, engine: str, condition: Condition, prompt: int, sample: int) -> tuple[str, dict[str, Any]]:
+        """The path and the body of a request."""
+        sampling = dict(temperature=self.temperature, top_k=condition.top_k, top_p=self.top_p, min_p=MIN_P)
+        return asked.Server("", "", engine).request(
+            self.prompts[prompt],
+            condition.custom_params,
+            max_new_tokens=self.max_tokens,
+            sampling=sampling,
+            seed=prompt * self.samples + sample,
+        )
 
 
 # --- what was measured ---
-
-IDLE_SECONDS = "sglang:scheduler_idle_seconds_total"
 
 
 class Counters:
@@ -107,6 +112,31 @@ class Counters:
     def total(self, name: str, **labels: str) -> float:
         """The sum over all of this name and these labels; 0 without any."""
         return sum(value for of, has, value in self._samples if of == name and labels.items() <= has.items())
+
+    def labels(self, name: str) -> dict[str, str]:
+        """Of the first metric of this name; empty if there is none."""
+        return next((has for of, has, _ in self._samples if of == name), {})
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a server has counted until a moment.
+
+    Attributes:
+        counters: its metrics, with those of the plugin.
+        passes: of the base model, over prompts and to decode.
+        decode_passes: in which requests decode.
+        seconds: of these passes.
+        includes_value: whether these include the value model's.
+        slots: tokens that it has room for in its cache.
+    """
+
+    counters: Counters
+    passes: float
+    decode_passes: float
+    seconds: float
+    includes_value: bool
+    slots: int
 
 
 @dataclass
@@ -132,19 +162,15 @@ class Work:
     failed_steps: int
 
     @classmethod
-    def between(cls, before: Counters, after: Counters) -> Work:
+    def between(cls, before: Counted, after: Counted) -> Work:
         def grown(name: str, **labels: str) -> float:
-            return after.total(name, **labels) - before.total(name, **labels)
+            return after.counters.total(name, **labels) - before.counters.total(name, **labels)
 
-        passes = "sglang:cuda_graph_passes_total"
-        decode = [int(grown(passes, mode=mode)) for mode in ("decode_none", "decode_cuda_graph")]
         value = grown("lenvm:value_model_milliseconds_total") / 1e3
-        forward = "sglang:forward_execution_seconds_total"  # of a GPU
-        in_batches = grown("sglang:scheduler_stage_seconds_total", category="run_batch") - value
         return cls(
-            passes=int(grown(passes)),
-            decode_passes=sum(decode),
-            base_seconds=grown(forward) if forward in after else in_batches,
+            passes=int(after.passes - before.passes),
+            decode_passes=int(after.decode_passes - before.decode_passes),
+            base_seconds=after.seconds - before.seconds - value * after.includes_value,
             value_seconds=value,
             rows=int(grown("lenvm:rows_total")),
             guided_rows=int(grown("lenvm:rows_total", status="guide")),
@@ -175,15 +201,28 @@ class Sample:
 
 @dataclass(frozen=True)
 class Answer:
-    """To one request; ``seconds`` from sending it to the last byte. A failed one has an ``error``, and no tokens."""
+    """To one request. A failed one has an ``error``, and no tokens.
+
+    Attributes:
+        seconds: from sending it to the last byte.
+        first_seconds: from sending it to the first token.
+    """
 
     prompt: int
     sample: int
     seconds: float
+    first_seconds: float | None = None
     prompt_tokens: int = 0
     output_tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
+
+    @property
+    def token_seconds(self) -> float | None:
+        """Of each token after the first."""
+        if self.first_seconds is None or self.output_tokens < 2:
+            return None
+        return (self.seconds - self.first_seconds) / (self.output_tokens - 1)
 
 
 @dataclass
@@ -195,7 +234,7 @@ class Result:
         work: of the server meanwhile.
         samples: taken meanwhile.
         slots: tokens that the server has room for in its cache.
-        stages: mean, median and 95th percentile of the milliseconds of each stage of the guided steps.
+        stages: milliseconds of each stage of each guided step.
         load_average: of the machine, over the minute before the end.
     """
 
@@ -205,7 +244,7 @@ class Result:
     work: Work
     samples: list[Sample] = field(repr=False)
     slots: int
-    stages: dict[str, dict[str, float]]
+    stages: Stages
     load_average: float
 
     @property
@@ -238,22 +277,56 @@ class Result:
         share = self.work.guided_rows / self.work.rows
         return Guidance(self.condition.top_k * share, 1 - share)
 
+    @property
+    def value_passes(self) -> float:
+        """Passes that values were computed in, if all rows of a step are due at once."""
+        return self.work.passes * self.work.guided_rows / self.work.rows if self.work.rows else 0
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a device could do, by its data sheet or as measured."""
+
+    name: str
+    operations: float  # a second
+    bandwidth: float  # bytes a second
+
 
 @dataclass(frozen=True)
 class Models:
-    """The dimensions of both, where they are known."""
+    """The dimensions of both, where they are known.
+
+    Attributes:
+        base, value: the models.
+        element_size: bytes of an element of weights and cache.
+        peak: of the device; None: unknown.
+    """
 
     base: Architecture | None
     value: Architecture | None
+    element_size: int = 2
+    peak: Peak | None = None
 
-    def operations(self, result: Result, load: Load) -> tuple[float, float] | None:
-        """Of one output token without prompts, and of the whole run; None where dimensions are not known."""
+    def _counted(self, result: Result, load: Load) -> tuple[Architecture, Workload, Architecture | None] | None:
+        """What is counted of a run: the base model, tokens, and the value model if it computed any; None: unknown."""
         work, guidance = result.workload(len(load.prompts), load.samples), result.guidance
         if work is None or self.base is None or (guidance is not None and self.value is None):
             return None
-        value = self.value if guidance is not None else None
-        token = flops.operations_per_output_token(self.base, work, value, guidance)
-        return token, sum(flops.operations(self.base, work, value, guidance).values())
+        return self.base, work, self.value if guidance is not None else None
+
+    def operations(self, result: Result, load: Load) -> tuple[float, float] | None:
+        """Of one output token without prompts, and of the whole run; None where dimensions are not known."""
+        if (counted := self._counted(result, load)) is None:
+            return None
+        token = flops.operations_per_output_token(*counted, result.guidance)
+        return token, sum(flops.operations(*counted, result.guidance).values())
+
+    def bytes(self, result: Result, load: Load) -> float | None:
+        """That the whole run moved at least; None likewise."""
+        if (counted := self._counted(result, load)) is None:
+            return None
+        passes = dict(passes=result.work.passes, value_passes=result.value_passes)
+        return flops.run_bytes(*counted, result.guidance, element_size=self.element_size, **passes)
 
 
 def dimensions(model: str) -> Architecture | None:
@@ -271,22 +344,31 @@ def figures(result: Result, load: Load, models: Models) -> dict[str, float | Non
     """The numbers of a condition by the names that they have in the table; None: there is no such number."""
     tokens, work, seconds = result.output_tokens, result.work, result.seconds
     other = seconds - work.base_seconds - work.value_seconds
-    operations = models.operations(result, load)
+    operations, moved = models.operations(result, load), models.bytes(result, load)
 
-    def share(number: float, of: float, scale: float = 1.0) -> float | None:
-        return number / of * scale if of else None
+    def share(number: float | None, of: float, scale: float = 1.0) -> float | None:
+        return number / of * scale if of and number is not None else None
 
     def largest(numbers: Iterable[float | None]) -> float | None:
         return max((number for number in numbers if number is not None), default=None)
 
-    of_requests = [answer.seconds / answer.output_tokens for answer in result.finished if answer.output_tokens]
+    def percentile(numbers: Iterable[float | None], percent: float) -> float | None:
+        """In milliseconds, linear between neighbours."""
+        known = [number for number in numbers if number is not None]
+        return float(np.percentile(known, percent)) * 1e3 if known else None
+
+    first = [answer.first_seconds for answer in result.finished]
+    of_token = [answer.token_seconds for answer in result.finished]
     utilisation = [sample.gpu_utilisation for sample in result.samples if sample.gpu_utilisation is not None]
-    return {
+    found = {
         "end-to-end wall clock (s)": seconds,
         "output tokens": tokens,
         "throughput (output tokens/s)": share(tokens, seconds),
         "time per output token (ms)": share(seconds, tokens, 1e3),
-        "time per output token of a request (ms)": share(sum(of_requests), len(of_requests), 1e3),
+        "time to first token, median (ms)": percentile(first, 50),
+        "time to first token, 99th percentile (ms)": percentile(first, 99),
+        "time per output token of a request, median (ms)": percentile(of_token, 50),
+        "time per output token of a request, 99th percentile (ms)": percentile(of_token, 99),
         "forward passes of the base model": work.passes,
         "requests a decoding pass": share(tokens - len(result.finished), work.decode_passes),
         "base model (ms / pass)": share(work.base_seconds, work.passes, 1e3),
@@ -295,158 +377,16 @@ def figures(result: Result, load: Load, models: Models) -> dict[str, float | Non
         "rows with values (%)": share(work.guided_rows, work.rows, 100),
         "estimated GFLOP / output token": operations and operations[0] / 1e9,
         "achieved GFLOP/s": operations and operations[1] / seconds / 1e9,
+        "achieved GB/s": share(moved, seconds, 1e-9),
         "memory of the server's processes, peak (MiB)": largest(sample.resident_mib for sample in result.samples),
         "room in the server's cache (tokens)": result.slots,
         "GPU memory, peak (MiB)": largest(sample.gpu_mib for sample in result.samples),
         "GPU utilisation, mean (%)": share(sum(utilisation), len(utilisation)),
     }
-
-
-# --- tables ---
-
-TIME_PER_TOKEN = "time per output token (ms)"
-SWEEP = {  # columns of the table of all conditions, and whose numbers they have
-    "s": "end-to-end wall clock (s)",
-    "tokens": "output tokens",
-    "tokens/s": "throughput (output tokens/s)",
-    "ms / token": TIME_PER_TOKEN,
-    "of a request": "time per output token of a request (ms)",
-    "passes": "forward passes of the base model",
-    "base ms / pass": "base model (ms / pass)",
-    "value ms / pass": "value model (ms / pass)",
-    "other ms / pass": "other (ms / pass)",
-    "rows with values, %": "rows with values (%)",
-    "MiB": "memory of the server's processes, peak (MiB)",
-}
-
-
-def compared(plain: dict[str, float | None], guided: dict[str, float | None]) -> dict[str, dict[str, float | None]]:
-    """The published form: each number without and with guidance, and the second over the first.
-
-    Numbers that neither has are left out.
-    """
-    rows = {}
-    for name in plain:
-        without, with_guidance = plain[name], guided[name]
-        if without is not None or with_guidance is not None:
-            ratio = with_guidance / without if without and with_guidance is not None else None
-            rows[name] = {"plain": without, "guided": with_guidance, "ratio": ratio}
-    return rows
-
-
-def headline(results: Sequence[Result], lengths: str) -> tuple[Result, Result] | None:
-    """The plain run of these lengths, and the one that is guided most: by the smallest stride, of these the largest k.
-
-    None if there is none of them.
-    """
-    alike = [result for result in results if result.condition.lengths == lengths]
-    plain = [result for result in alike if result.condition.name == "plain"]
-    guided = [result for result in alike if result.condition.is_guided]
-    if not plain or not guided:
-        return None
-    return plain[0], max(guided, key=lambda result: (-(result.condition.stride or 0), result.condition.top_k))
-
-
-def write_summary(
-    folder: Path, environment: dict[str, Any], load: Load, models: Models, results: Sequence[Result]
-) -> None:
-    """Write ``summary.md`` and ``summary.json`` of the conditions measured so far."""
-    numbers = {id(result): figures(result, load, models) for result in results}
-    tables = {}
-    requests = f"Prompts: {len(load.prompts)}, samples of each: {load.samples}"
-    sections = ["# Decoding with and without guidance in the server"]
-    sections.append("\n".join(f"- {name}: {value}" for name, value in environment.items()))
-    if environment["server device"] == "cpu":
-        sections.append(
-            "On a CPU the operators are the PyTorch reference, written to be read: these times show what the study"
-            " measures, not what the kernels cost."
-        )
-    if failures := failures_of(results):
-        sections.append("Failed:\n\n" + "\n".join(f"- {failure}" for failure in failures))
-    for lengths in LENGTHS:
-        if (pair := headline(results, lengths)) is None:
-            continue
-        plain, guided = pair
-        tables[lengths] = compared(numbers[id(plain)], numbers[id(guided)])
-        outputs = (
-            f"{load.max_tokens} tokens each, ends of sequence passed over"
-            if lengths == "fixed"
-            else f"{load.max_tokens} tokens each at most: outputs differ in length, so that only rates compare"
-        )
-        where = f"k = {guided.condition.top_k}, stride {guided.condition.stride}"
-        sections += [
-            f"## Outputs of {lengths} length, {where}",
-            f"{requests}, {outputs}.",
-            table(
-                ("metric", "plain", "guided", "ratio"), [(name, *row.values()) for name, row in tables[lengths].items()]
-            ),
-        ]
-    if results:
-        sections += ["## Every condition", *_sweep(results, numbers)]
-    if stages := [
-        (label(result.condition), stage, *ms.values()) for result in results for stage, ms in result.stages.items()
-    ]:
-        sections += [
-            "## Stages of a guided step",
-            "Milliseconds: mean, median, 95th percentile.",
-            table(("condition", "stage", "mean", "p50", "p95"), stages),
-        ]
-    (folder / "summary.md").write_text("\n\n".join(sections) + "\n")
-    summary = {
-        "environment": environment,
-        "tables": tables,
-        "conditions": [described(result, load, models) for result in results],
-        "failed": failures,
-    }
-    write_json(folder / "summary.json", summary)
-
-
-def _sweep(results: Sequence[Result], numbers: dict[int, dict[str, float | None]]) -> list[str]:
-    plain_times = {
-        result.condition.lengths: numbers[id(result)][TIME_PER_TOKEN]
-        for result in results
-        if result.condition.name == "plain"
-    }
-    rows = []
-    for result in results:
-        has, plain = numbers[id(result)], plain_times.get(result.condition.lengths)
-        own = has[TIME_PER_TOKEN]
-        ratio = own / plain if own is not None and plain else None
-        rows.append((label(result.condition), result.load_average, *(has[name] for name in SWEEP.values()), ratio))
-    paragraphs = [
-        "Load is the machine's mean of the last minute, 1 a busy core. The ratio is of the time per output token to"
-        " that of the plain run. MiB: pages that processes share count for each.",
-        table(("condition", "load", *SWEEP, "ratio"), rows),
-    ]
-    if any(result.condition.top_k == 1 for result in results):
-        paragraphs.append(
-            "With k = 1 the engine decodes greedily: there is nothing to guide, and no value is computed."
-        )
-    return paragraphs
-
-
-def failures_of(results: Sequence[Result]) -> list[str]:
-    """What failed, a line for each way in each condition."""
-    lines = []
-    for result in results:
-        name, count = label(result.condition), len(result.answers)
-        lines += [f"{name}: {times} of {count} requests: {error}" for error, times in result.errors.items()]
-        if failed := result.work.failed_steps:
-            lines.append(f"{name}: guidance failed in {failed} steps, see the server's log")
-    return lines
-
-
-def described(result: Result, load: Load, models: Models) -> dict[str, Any]:
-    """A condition in ``summary.json`` and ``conditions.jsonl``."""
-    return {
-        **asdict(result.condition),
-        "requests": len(result.answers),
-        "failed_requests": sum(result.errors.values()),
-        "load_average": result.load_average,
-        "work": asdict(result.work),
-        "figures": figures(result, load, models),
-        "stages_ms": result.stages,
-    }
+    if (peak := models.peak) is not None:
+        found[f"FLOP/s, share of {peak.name} (%)"] = operations and operations[1] / seconds / peak.operations * 100
+        found[f"bytes/s, share of {peak.name} (%)"] = share(moved, seconds, 100 / peak.bandwidth)
+    return found
 
 
 def label(condition: Condition) -> str:

@@ -22,7 +22,7 @@ from bench.harness.reporting import text_table
 from bench.harness.storing import write_json
 from bench.study.serve import ask_all
 from bench.study.served import Condition, Load
-from bench.study.server import Server, Setup, exchange, reserved_port, running
+from bench.study.server import Server, Setup, reserved_port, running
 
 PLAIN = "plain"
 
@@ -59,17 +59,16 @@ def compare(
         servers: dict[str, Server] = {}
         for name, source in {PLAIN: None, **sources}.items():
             of_source, port = replace(setup, value_model=source), stack.enter_context(reserved_port())
-            arguments = of_source.command(port), of_source.environment(), out / f"{name}.log"
-            servers[name] = stack.enter_context(running(*arguments, port, setup.startup_seconds))
+            servers[name] = stack.enter_context(running(of_source, out / f"{name}.log", port))
             if source is not None:
                 servers[name].check_plugin()
             print(f"{name}: up", flush=True)
-        environment["sglang"] = json.loads(exchange(servers[PLAIN].port, "GET", "/server_info")).get("version")
+        environment["engine"] = servers[PLAIN].version()
         for number in range(rounds + 1):
             for k in top_ks:
                 for name, server in servers.items():
                     params = None if name == PLAIN else guidance
-                    took, answers = ask_all(server.port, load, Condition(name, "fixed", k, custom_params=params))
+                    took, answers = ask_all(server, load, Condition(name, "fixed", k, custom_params=params))
                     server.forget()
                     errors = [f"{name}: {answer.error}" for answer in answers if answer.error is not None]
                     failed += errors

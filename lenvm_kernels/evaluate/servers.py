@@ -78,20 +78,13 @@ class Server:
             Unreachable: the server does not answer, or with a status from 500 on.
             ValueError: the server refuses or answers in another form; the message has its words.
         """
+        path, body = self.request(prompt, guidance, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
+        found = self._post(path, body)
         if self.engine == "sglang":
-            params: dict[str, Any] = {**sampling, "max_new_tokens": max_new_tokens, "sampling_seed": seed}
-            params["top_k"] = sampling["top_k"] or -1  # as it spells all
-            if guidance is not None:
-                params["custom_params"] = dict(guidance)
-            found = self._post("/generate", {"input_ids": list(prompt), "sampling_params": params})
             reason = found.get("meta_info", {}).get("finish_reason") or {}
             ids, reason = found.get("output_ids"), reason.get("type")
         else:
-            body: dict[str, Any] = {**sampling, "prompt": list(prompt), "max_tokens": max_new_tokens, "seed": seed}
-            body["return_token_ids"] = True
-            if guidance is not None:
-                body["vllm_xargs"] = {name: _as_accepted(value) for name, value in guidance.items()}
-            choice = (self._post("/v1/completions", body).get("choices") or [{}])[0]
+            choice = (found.get("choices") or [{}])[0]
             ids, reason = choice.get("token_ids"), choice.get("finish_reason")
         if not isinstance(ids, list) or reason not in ("stop", "length"):
             raise ValueError(
@@ -99,6 +92,28 @@ class Server:
                 f"{type(ids).__name__} and {reason!r}"
             )
         return ids, reason == "stop"
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        guidance: Mapping[str, Any] | None,
+        *,
+        max_new_tokens: int,
+        sampling: Mapping[str, float],
+        seed: int,
+    ) -> tuple[str, dict[str, Any]]:
+        """The path and the body of a request that :meth:`answer` sends, with its arguments."""
+        if self.engine == "sglang":
+            params: dict[str, Any] = {**sampling, "max_new_tokens": max_new_tokens, "sampling_seed": seed}
+            params["top_k"] = sampling["top_k"] or -1  # as it spells all
+            if guidance is not None:
+                params["custom_params"] = dict(guidance)
+            return "/generate", {"input_ids": list(prompt), "sampling_params": params}
+        body: dict[str, Any] = {**sampling, "prompt": list(prompt), "max_tokens": max_new_tokens, "seed": seed}
+        body["return_token_ids"] = True
+        if guidance is not None:
+            body["vllm_xargs"] = {name: _as_accepted(value) for name, value in guidance.items()}
+        return "/v1/completions", body
 
     def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         data = json.dumps(body).encode()
