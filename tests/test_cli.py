@@ -175,7 +175,7 @@ def test_chat_template_and_raw(tmp_path, value, generate):
         (["--model", "nowhere"], "--model must be a directory"),
         (["--model", "nowhere.gguf"], "--model must be a directory"),
         (["--value-model", "nowhere"], "--value-model must be a directory"),
-        (["--value-head", "nowhere.safetensors"], "--value-head must be an existing .safetensors file"),
+        (["--value-head", "nowhere.safetensors"], "--value-head must be an existing .safetensors or .bin file"),
         (["--loud"], "--loud"),
     ],
 )

@@ -444,7 +444,7 @@ def test_value_models_that_do_not_load(monkeypatch, tmp_path, value_model):
     headless = tmp_path / "headless"
     random_model(Qwen2ForCausalLM, Qwen2Config(**TINY), seed=0).save_pretrained(headless)
     assert "missing v_head.fc.weight" in wrong(headless)
-    assert wrong(headless, value_model / "config.json").endswith("must be an existing .safetensors file")
+    assert wrong(headless, value_model / "config.json").endswith("must be an existing .safetensors or .bin file")
     (tmp_path / "empty").mkdir()
     assert "must be a directory with config.json" in wrong(tmp_path / "empty")
     (headless / "model.safetensors").write_bytes(b"cut off")

@@ -20,12 +20,13 @@ from lenvm_kernels.adapters.settings import (
     has_value_model,
     load_text_breaks,
     parse_request,
+    value_model_reads_images,
     writes_predictions,
 )
 from lenvm_kernels.adapters.vllm_requests import guidance_of
 from lenvm_kernels.step import StepConfig
 from lenvm_kernels.types import Mode
-from tests.helpers.models import save_checkpoint
+from tests.helpers.models import put_into_cache, save_checkpoint
 
 
 @pytest.fixture
@@ -82,10 +83,22 @@ def test_an_engine_with_an_option_of_its_own(model, config, monkeypatch):
     monkeypatch.setenv("LENVM_VALUE_MODEL", "/nowhere")
     config({"value_model": "/nowhere", "max_candidates": 16, "gamma": 0.9})
     assert Settings.from_environment(option, max_candidates=64) == Settings(model, max_candidates=16, gamma=0.9)
-    with pytest.raises(
-        ValueError, match=r"--value-model must be an existing directory or \.gguf file, or none, got '/nowhere'"
-    ):
+    with pytest.raises(ValueError, match=r"--value-model must be an existing .* or none, got '/nowhere'$"):
         Settings.from_environment(("--value-model", "/nowhere"))
+
+
+def test_names_in_the_hugging_face_cache(model, tmp_path, monkeypatch):
+    (model / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    (model / "value_head.bin").touch()
+    LenVMConfig(gamma=0.75).write(model)
+    snapshot = put_into_cache(monkeypatch, tmp_path / "hub", "namezz/lvm-x", model)
+    monkeypatch.setenv("LENVM_VALUE_MODEL", "namezz/lvm-x")
+    monkeypatch.setenv("LENVM_VALUE_HEAD", "namezz/lvm-x")
+    assert Settings.from_environment() == Settings(snapshot, snapshot, gamma=0.75)
+    assert value_model_reads_images.__wrapped__()
+    monkeypatch.setenv("LENVM_VALUE_MODEL", "namezz/lvm-y")
+    with pytest.raises(ValueError, match=r"^LENVM_VALUE_MODEL must be .*: namezz/lvm-y is no .*/hub, .*`hf download "):
+        Settings.from_environment()
 
 
 def test_what_a_step_is_made_with(model):

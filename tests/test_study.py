@@ -1,5 +1,6 @@
 """The study: its estimator against loops and published figures, reports on made-up steps, and a whole small study."""
 
+import itertools
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import matplotlib.image
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from bench import models
 from bench.study import __main__ as cli
@@ -36,6 +38,9 @@ TINY_CONFIG = dict(
     num_key_value_heads=2,
     vocab_size=50,
 )
+
+
+MIXTURE = dict(model_type="qwen3_moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12)
 
 
 @pytest.fixture
@@ -130,6 +135,55 @@ def test_bytes_of_a_step():
     assert list(flops.step_bytes(TINY, work, element_size=2)) == list(moved)[:3]
 
 
+SHARED = MIXTURE | dict(shared_expert_intermediate_size=20, mlp_only_layers=[1], num_hidden_layers=7)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "more", "experts_size"),
+    [
+        (Qwen3MoeConfig, MIXTURE | dict(head_dim=8), 12),
+        (Qwen3MoeConfig, MIXTURE | dict(head_dim=8, num_hidden_layers=5, decoder_sparse_step=2), 12),
+        (Qwen2MoeConfig, SHARED | dict(model_type="qwen2_moe", decoder_sparse_step=2), 12),
+        (MixtralConfig, dict(num_local_experts=5, num_experts_per_tok=3, tie_word_embeddings=True), 40),
+    ],
+)
+def test_mixtures_are_those_of_transformers(tmp_path, config_class, more, experts_size):
+    """Matrices of the layers, by the models themselves; of those of experts a token is multiplied with a share."""
+    config = config_class(**TINY_CONFIG | {k: v for k, v in more.items() if k != "model_type"})
+    config.save_pretrained(tmp_path)
+    model = Architecture.load(str(tmp_path))
+    with torch.device("meta"):
+        found = AutoModelForCausalLM.from_config(config)
+    sizes = {name: weight.numel() for name, weight in found.named_parameters() if weight.dim() > 1}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    layers = sum(size for name, size in sizes.items() if ".layers." in name)
+    assert experts > 0 and experts % (3 * 24 * experts_size) == 0 and model.parameters == sum(sizes.values())
+    share = config.num_experts_per_tok / model.num_experts
+    assert model.active_weights == layers - experts + experts * share
+    assert model.touched_weights(1) == pytest.approx(model.active_weights)
+    assert model.touched_weights(1e3) == pytest.approx(layers)
+    work = Workload(prompts=2, samples=3, prompt_tokens=5, output_tokens=4)
+    assert flops.operations(model, work, model, Guidance(3, 0))["base linear"] == 2 * model.active_weights * 34
+    assert flops.operations(model, work, model, Guidance(3, 0))["LenVM prefill"] > 2 * model.active_weights * 10
+
+
+def test_experts_that_a_step_reads():
+    """The mean over all ways to route three rows to two of four experts."""
+    model = replace(TINY, expert_layers=2, num_experts=4, experts_per_token=2, expert_size=7)
+    routes = list(itertools.product(itertools.combinations(range(4), 2), repeat=3))
+    distinct = sum(len(set().union(*route)) for route in routes) / len(routes)
+    dense = 3 * 24 * 8 * 12 + 3 * 24 * 40
+    moved = flops.step_bytes(model, Workload(3, 1, 9, 4), element_size=2)["base weights"]
+    assert moved == pytest.approx(2 * (dense + 2 * (24 * 4 + 3 * 24 * 7 * distinct) + 24 * 50))
+
+
+def test_a_mixture_is_a_base_and_no_value_model(study, capsys):
+    assert study("flops", "--base", "Qwen3-30B-A3B", "--value-model", "Qwen3-1.7B") == 0
+    assert "- Qwen3-30B-A3B: 30.53 billion parameters, 3.35 of them for a token\n" in capsys.readouterr().out
+    assert study("flops", "--value-model", "Qwen3-30B-A3B") == 2
+    assert "--value-model must be a dense model, Qwen3-30B-A3B is" in capsys.readouterr().err
+
+
 # --- architectures ---
 
 
@@ -156,7 +210,11 @@ def test_configurations(tmp_path, more, expected):
         ({"vocab_size": None}, "vocab_size in the configuration of .* must be an integer of at least 1, got None"),
         ({"num_hidden_layers": "3"}, "num_hidden_layers in .* got '3'"),
         ({"head_dim": 0}, "head_dim in .* got 0"),
-        ({"num_experts": 64}, "must be a dense model, its configuration has num_experts"),
+        ({"num_experts": 64}, "model_type .* mixtral, qwen2_moe, qwen3_moe for a model with num_experts, got None"),
+        ({"n_routed_experts": 64, "model_type": "deepseek_v3"}, "with n_routed_experts, got 'deepseek_v3'"),
+        (MIXTURE | {"num_experts_per_tok": 7}, "num_experts_per_tok of .* must be at most 6, got 7"),
+        (MIXTURE | {"mlp_only_layers": 2}, "mlp_only_layers in .* must be a list of layers, got 2"),
+        (MIXTURE | {"moe_intermediate_size": None}, "moe_intermediate_size in .* got None"),
         ({"hidden_size": ...}, "hidden_size in the configuration of .* got nothing"),
         (b"{'hidden_size': 24}", "config.json must be JSON: Expecting property name"),
         (b"", "config.json must be JSON: Expecting value"),
@@ -188,6 +246,7 @@ def test_missing_models_are_named():
         ("Qwen2.5-3B", 3.09),
         ("Qwen2.5-7B", 7.61),
         ("SmolLM2-135M", 0.135),
+        ("Qwen3-30B-A3B", 30.5),
     ],
 )
 def test_parameters_are_those_of_the_checkpoints(name, billions):

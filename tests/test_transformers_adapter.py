@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from lenvm_kernels.adapters import transformers as transformers_adapter
 from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor, generate
@@ -109,6 +117,12 @@ def test_every_step_samples_from_the_guided_distribution(base, value_backbone, h
         torch.testing.assert_close(scores.exp().double(), expected, atol=1e-4, rtol=0)
         assert expected[token] > 0
     assert processor.faults == [0, 0, 0]
+
+
+def test_a_base_that_is_a_mixture_of_experts(value_backbone, head, value_model, prompts):
+    sizes = dict(moe_intermediate_size=24, num_experts=6, num_experts_per_tok=2, head_dim=8, mlp_only_layers=[0])
+    moe = random_model(Qwen3MoeForCausalLM, Qwen3MoeConfig(**TINY, **sizes), seed=4)
+    test_every_step_samples_from_the_guided_distribution(moe, value_backbone, head, value_model, prompts, SHORTER)
 
 
 def test_spans_and_what_comes_after(base, value_model, prompts):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import lenvm_kernels
 from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
@@ -286,8 +286,9 @@ def test_tensors_are_checked_by_name(base, tmp_path):
 
 
 def test_another_family_of_models(tmp_path):
-    """``lenvm_kernels.generate`` with a Qwen2 and its trunk."""
-    model = random_model(Qwen2ForCausalLM, Qwen2Config(**TINY | {"num_hidden_layers": 2}), seed=4)
+    """``lenvm_kernels.generate`` with a mixture of experts and its trunk."""
+    sizes = TINY | dict(num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+    model = random_model(Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes), seed=4)
     write_random_trunk(tmp_path, model, (1, 2))
     trunk = Trunk.from_pretrained(tmp_path, *model_sizes(model))
     inputs = dict(input_ids=torch.tensor([[5, 6, 7], [8, 9, 10]]), attention_mask=torch.ones(2, 3).long())

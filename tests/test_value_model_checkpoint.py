@@ -1,9 +1,11 @@
 """Checkpoints of value models: by which names their tensors are found, and which are refused."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,8 +21,18 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lenvm_kernels.value_model import ValueModel, ValueModelConfig
-from tests.helpers.models import ARCHITECTURES, TINY, VOCAB, random_head, random_model, random_pair, value_model_of
+from lenvm_kernels.value_model import LenVMConfig, ValueModel, ValueModelConfig
+from lenvm_kernels.value_model.checkpoint import local_path
+from tests.helpers.models import (
+    ARCHITECTURES,
+    TINY,
+    VOCAB,
+    put_into_cache,
+    random_head,
+    random_model,
+    random_pair,
+    value_model_of,
+)
 from tests.helpers.value_requests import Requests, random_tokens
 
 
@@ -92,6 +104,69 @@ def test_which_head_wins(tmp_path):
     check_checkpoint(tmp_path, model, shard_head)
     check_checkpoint(tmp_path, model, given_head, tmp_path / "given.safetensors")
     check_checkpoint(tmp_path, model, given_head, given_head)
+
+
+@pytest.mark.parametrize("name", ["value_head.bin", "length-head.bin", "length-head.safetensors"])
+def test_heads_by_other_names(tmp_path, name):
+    """Found whatever they are called, beside files that are no heads; a conventional name wins."""
+    (model, head), (other, given) = random_pair("qwen2"), (random_head(seed) for seed in (12, 13))
+    model.save_pretrained(tmp_path)
+    save = torch.save if name.endswith(".bin") else save_file
+    save(head, tmp_path / name)
+    torch.save(Path("no tensors"), tmp_path / "training_args.bin")  # which torch does not read safely
+    torch.save({"v_head.fc.bias": torch.ones(1), "step": torch.ones(1)}, tmp_path / "a.bin")
+    save_file({"v_heads": torch.ones(1)}, tmp_path / "b.safetensors")
+    (tmp_path / "c.safetensors").write_text("cut off")
+    check_checkpoint(tmp_path, model, head)
+    check_checkpoint(tmp_path, model, head, tmp_path / name)
+    save_file(other, tmp_path / "another.safetensors")
+    if name == "value_head.bin":
+        check_checkpoint(tmp_path, model, head)
+    else:
+        with pytest.raises(ValueError, match=rf"{tmp_path} must have one .*, got another\.safetensors, {name}"):
+            ValueModel.from_pretrained(tmp_path)
+    save_file(given, tmp_path / "value_head.safetensors")
+    check_checkpoint(tmp_path, model, given)
+
+
+def test_names_in_the_hugging_face_cache(tmp_path, monkeypatch):
+    """A model, its adapter and its head, each in a repository; an existing path wins over a name."""
+    (model, head), adapted, cache = random_pair("qwen2"), tmp_path / "adapted", tmp_path / "hub"
+    for folder in ("model", "head"):
+        (tmp_path / folder).mkdir()
+    model.save_pretrained(tmp_path / "model")
+    save_file(head, tmp_path / "head" / "value_head.safetensors")
+    lora = peft.LoraConfig(r=2, target_modules=["down_proj"], init_lora_weights=False)
+    peft.get_peft_model(copy.deepcopy(model), lora).save_pretrained(adapted)
+    LenVMConfig(gamma=0.75).write(adapted)
+    by_path = ValueModel.from_pretrained(tmp_path / "model", head, adapter=adapted)
+    plain = ValueModel.from_pretrained(tmp_path / "model", head)
+    assert not torch.equal(by_path.layers[0].down, plain.layers[0].down)
+
+    config = json.loads((adapted / "adapter_config.json").read_text())
+    (adapted / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "owner/model-1.5B"}))
+    names = {"owner/model-1.5B": "model", "owner/lora": "adapted", "owner/head": "head"}
+    for name, folder in names.items():
+        put_into_cache(monkeypatch, cache, name, tmp_path / folder)
+    alone = ValueModel.from_pretrained("owner/lora", "owner/head")
+    beside = ValueModel.from_pretrained("owner/model-1.5B", "owner/head", adapter="owner/lora")
+    for found in (alone, beside, ValueModel.from_causal_lm(model, "owner/head", adapter="owner/lora")):
+        assert torch.equal(found.layers[0].down, by_path.layers[0].down)
+        assert torch.equal(found.head[0], by_path.head[0])
+    assert alone.lenvm_config.gamma == beside.lenvm_config.gamma == LenVMConfig.read("owner/lora").gamma == 0.75
+
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tmp_path / "model", "owner/model-1.5B")
+    assert local_path("owner/model-1.5B") == Path("owner/model-1.5B")
+    for path in ("owner/model.gguf", "a/b/c", "model-2", "../owner/model", tmp_path / "nowhere"):
+        assert local_path(path) == Path(path)
+    for missing in ("owner/model-2", Path("owner/model-2")):
+        message = f"owner/model-2 is no existing path.*{cache}, has no .*`hf download owner/model-2`"
+        with pytest.raises(FileNotFoundError, match=message):
+            ValueModel.from_pretrained(missing)
+    (adapted / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/no/such"}))
+    with pytest.raises(FileNotFoundError, match=r"base_model_name_or_path in .*adapted/.* got '/no/such'"):
+        ValueModel.from_pretrained(adapted)
 
 
 def test_backbone_without_the_prefix(tmp_path):
@@ -240,7 +315,7 @@ def test_missing_and_broken_heads(checkpoint):
     (checkpoint / "value_head.safetensors").unlink()
     with pytest.raises(ValueError, match=r"missing v_head\.fc\.weight, .*head="):
         ValueModel.from_pretrained(checkpoint)
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.safetensors must be an existing \.safetensors file"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.safetensors must be an existing \.safetensors or"):
         ValueModel.from_pretrained(checkpoint, checkpoint / "nowhere.safetensors")
     with pytest.raises(ValueError, match=r"unexpected v_head\.extra"):
         ValueModel.from_pretrained(checkpoint, {**random_head(), "v_head.extra": torch.zeros(1)})
@@ -248,11 +323,19 @@ def test_missing_and_broken_heads(checkpoint):
         ValueModel.from_pretrained(checkpoint, checkpoint / "model.safetensors")
 
 
+@pytest.mark.parametrize("content", [Path("not safe"), [1.5], None])
+def test_heads_in_pickles_hold_nothing_but_tensors(checkpoint, content):
+    torch.save(content, checkpoint / "head.bin")
+    with pytest.raises(ValueError, match=r"head\.bin must hold tensors by name, and nothing else"):
+        ValueModel.from_pretrained(checkpoint, checkpoint / "head.bin")
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "value_head.pt"])
 def test_pickles_are_refused(checkpoint, name):
     torch.save({}, checkpoint / name)
-    with pytest.raises(FileNotFoundError, match=rf"{name} must be an existing \.safetensors file"):
-        ValueModel.from_causal_lm(random_model(*ARCHITECTURES["qwen3"]), checkpoint / name)
+    if name == "value_head.pt":
+        with pytest.raises(FileNotFoundError, match=rf"{name} must be an existing \.safetensors or \.bin file"):
+            ValueModel.from_causal_lm(random_model(*ARCHITECTURES["qwen3"]), checkpoint / name)
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=rf"must hold model\.safetensors .* found {name}; pickled"):
         ValueModel.from_pretrained(checkpoint)

@@ -26,6 +26,7 @@ from bench.study import flops, report, run, serve, served, server, sources
 from bench.study.prompts import demo_prompts, read_prompts
 from lenvm_kernels.cli_arguments import positive
 from lenvm_kernels.guidance import parse_guidance
+from lenvm_kernels.value_model.checkpoint import local_path
 
 # What is not given, by device.
 DEFAULTS = {
@@ -48,7 +49,7 @@ def parse_args() -> argparse.Namespace:
 
     add = commands.add_parser("flops", help=flops.__doc__.splitlines()[0]).add_argument
     add("--check", action="store_true", help="compare with the published figures; fails if they differ")
-    model = "config.json, a folder with one, or a name of bench.models (default: %(default)s)"
+    model = "config.json, a folder with one, or a name that is known (default: %(default)s)"
     add("--base", default=flops.PUBLISHED_BASE, help=f"base model: {model}")
     add("--value-model", default=flops.PUBLISHED_VALUE, help=model)
     work, default = flops.PUBLISHED_WORK, "(default: %(default)s)"
@@ -158,6 +159,8 @@ def _flops(args: argparse.Namespace) -> int:
         print(report.figures_table(figures))
         return int(not all(figure.agrees for figure in figures))
     base, value = flops.Architecture.load(args.base), flops.Architecture.load(args.value_model)
+    if value.num_experts:
+        raise ValueError(f"--value-model must be a dense model, {args.value_model} is a mixture of experts")
     work = flops.Workload(args.prompts, args.samples, args.prompt_tokens, args.output_tokens)
     print(report.estimate_text(base, value, work, args.top_k))
     return 0
@@ -187,7 +190,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace) -> int:
     guidance = _checked_guidance(args)
-    if not args.value_model.exists():
+    if not local_path(args.value_model).exists():
         raise ValueError(f"--value-model must be an existing directory or .gguf file, got {str(args.value_model)!r}")
     load = _load(args, args.concurrency)
     setup = _setup(args, str(args.value_model))

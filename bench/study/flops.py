@@ -6,6 +6,9 @@ head. Norms, activations, softmax, rotary embedding and the sampler are left out
 
 - A token costs ``2 N (H D (2 Hq + 2 Hkv) + 3 H I)`` in its linear layers and ``4 N Hq D c`` in attention over ``c``
   tokens, itself included; an output token ``t = 1 .. O`` after a prompt of ``P`` sees ``P + t``.
+- Where a layer is a mixture of ``E`` experts of size ``Ie``, ``k`` of them a token, ``H E + 3 H Ie k`` stands for
+  ``3 H I``: router and active experts. A shared expert adds ``3 H Is``, and ``H`` for its gate. The authors' estimator
+  knows no mixtures.
 - The head is ``2 H V`` for a language model and ``2 (H^2 + H)`` for a value model.
 - A prompt is computed once for all its samples. Its tokens are charged a head each, as published; engines compute the
   last one's.
@@ -13,27 +16,35 @@ head. Norms, activations, softmax, rotary embedding and the sampler are left out
   before them: 1 as published, next to none where the winner of the last step is kept. Each has a head, as published.
 
 Bytes are the least a batch moves: the weights of layers and head once a forward, a request's cached keys and values
-once a forward (its candidates share them), and the new ones written, candidates included.
+once a forward (its candidates share them), and the new ones written, candidates included. Of a mixture those experts
+are read that any of ``B`` rows is routed to: ``E (1 - (1 - k / E)^B)`` in the mean, if every set of ``k`` experts is as
+likely and rows choose by themselves. Rows that prefer the same experts read fewer.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from bench.models import DIMENSIONS
+from lenvm_kernels.value_model.checkpoint import local_path
 
 # Rows of the embedding, from the configurations that the checkpoints are published with.
 VOCABULARY = {"SmolLM2-135M": 49_152, "Qwen2.5-7B": 152_064}
 OTHER_VOCABULARY = 151_936  # of the smaller Qwen2.5 and of Qwen3
 TIED = ("SmolLM2-135M", "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-1.7B")
-MIXTURES = ("num_experts", "num_local_experts", "n_routed_experts")
+# What configurations call the number of experts, and the architectures of mixtures that are read.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The dimensions of a Qwen2, Qwen3 or Llama model. ``tied`` says that the head is the embedding's matrix."""
+    """The dimensions of a Qwen2, Qwen3 or Llama model, or of one of :data:`MIXTURES`.
+
+    ``tied`` says that the head is the embedding's matrix. Only a mixture of experts has the fields after it; its layers
+    without experts have an MLP of ``intermediate_size``.
+    """
 
     name: str
     hidden_size: int  # H
@@ -44,17 +55,23 @@ class Architecture:
     head_dim: int  # D
     vocab_size: int  # V
     tied: bool = False
+    expert_layers: int = 0
+    num_experts: int = 0  # E, of each of these layers
+    experts_per_token: int = 0  # k
+    expert_size: int = 0  # Ie
+    shared_size: int = 0  # Is; 0: no expert is shared
 
     @classmethod
     def load(cls, source: str) -> Architecture:
-        """Read a ``config.json``, the folder it is in, or a name of ``bench.models.DIMENSIONS``.
+        """Read a ``config.json``, the folder it is in, or a name: of ``bench.models.DIMENSIONS``, of
+        :data:`PUBLISHED_MIXTURES`, or of a repository in the Hugging Face cache.
 
         Raises:
             FileNotFoundError: ``source`` is none of them.
             ValueError: the file is no JSON object, a key is missing or not a number of at least 1, or the model is a
-                mixture of experts.
+                mixture of experts that is none of :data:`MIXTURES`.
         """
-        path = Path(source)
+        path = local_path(source)
         file = path / "config.json" if path.is_dir() else path
         if file.is_file():
             try:
@@ -64,9 +81,12 @@ class Architecture:
             if not isinstance(config, dict):
                 raise ValueError(f"{file} must hold a JSON object, got {type(config).__name__}")
             return cls.from_config(config, str(source))
+        if source in PUBLISHED_MIXTURES:
+            return PUBLISHED_MIXTURES[source]
         if source not in DIMENSIONS:
+            names = ", ".join((*DIMENSIONS, *PUBLISHED_MIXTURES))
             raise FileNotFoundError(
-                f"a model must be a config.json, a folder with one, or one of {', '.join(DIMENSIONS)}, got {source!r}"
+                f"a model must be a config.json, a folder with one, or one of {names}, got {source!r}"
             )
         vocabulary = VOCABULARY.get(source, OTHER_VOCABULARY)
         return cls(source, *DIMENSIONS[source][:6], vocabulary, source in TIED)  # the rest is a norm
@@ -82,20 +102,47 @@ class Architecture:
                 raise ValueError(f"{key} in the configuration of {name} must be an integer of at least 1, got {came}")
             return value
 
-        if experts := [key for key in MIXTURES if config.get(key)]:
-            raise ValueError(f"{name} must be a dense model, its configuration has {experts[0]}")
         layers = [
             number(key) for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         ]
-        hidden, *_, heads = layers
+        hidden, _, count, heads = layers
         layers += [number("num_key_value_heads", heads), number("head_dim", hidden // heads)]
-        return cls(name, *layers, number("vocab_size"), bool(config.get("tie_word_embeddings", False)))
+        rest = number("vocab_size"), bool(config.get("tie_word_embeddings", False))
+        experts = next((key for key in EXPERTS if config.get(key)), None)
+        if experts is None:
+            return cls(name, *layers, *rest)
+        kind, dense = config.get("model_type"), config.get("mlp_only_layers") or []
+        if kind not in MIXTURES:
+            accepted = f"{', '.join(MIXTURES)} for a model with {experts}"
+            raise ValueError(f"model_type in the configuration of {name} must be one of {accepted}, got {kind!r}")
+        if not isinstance(dense, list):
+            raise ValueError(f"mlp_only_layers in the configuration of {name} must be a list of layers, got {dense!r}")
+        in_all, of_token = number(experts), number("num_experts_per_tok")
+        if of_token > in_all:
+            raise ValueError(f"num_experts_per_tok of {name} must be at most {in_all}, got {of_token}")
+        every = number("decoder_sparse_step", 1)
+        sparse = sum((i + 1) % every == 0 and i not in dense for i in range(count))
+        size = number("intermediate_size" if kind == "mixtral" else "moe_intermediate_size")
+        shared = number("shared_expert_intermediate_size") if kind == "qwen2_moe" else 0
+        return cls(name, *layers, *rest, sparse, in_all, of_token, size, shared)
+
+    def layer_weights(self, experts: float) -> float:
+        """Elements of the matrices of all layers, counting so many experts of each layer that has any."""
+        hidden, attention = self.hidden_size, self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        mixture = self.num_experts + 3 * self.expert_size * experts + (self.shared_size and 3 * self.shared_size + 1)
+        dense_layers = self.num_layers - self.expert_layers
+        columns = self.num_layers * attention + dense_layers * 3 * self.intermediate_size
+        return hidden * (columns + self.expert_layers * mixture)
 
     @property
-    def layer_weights(self) -> int:
-        """Elements of the matrices of all layers."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+    def active_weights(self) -> float:
+        """Elements of the matrices of all layers that a token is multiplied with."""
+        return self.layer_weights(self.experts_per_token)
+
+    def touched_weights(self, rows: float) -> float:
+        """Those that so many tokens of a forward are multiplied with, in the mean."""
+        experts = self.num_experts
+        return self.layer_weights(experts and experts * (1 - (1 - self.experts_per_token / experts) ** rows))
 
     @property
     def lm_head_weights(self) -> int:
@@ -106,9 +153,14 @@ class Architecture:
         return self.hidden_size**2 + self.hidden_size
 
     @property
-    def parameters(self) -> int:
+    def parameters(self) -> float:
         """Elements of all matrices of the language model."""
-        return self.layer_weights + self.lm_head_weights * (1 if self.tied else 2)
+        return self.layer_weights(self.num_experts) + self.lm_head_weights * (1 if self.tied else 2)
+
+    @property
+    def active_parameters(self) -> float:
+        """Of them, without the experts that a token is not routed to."""
+        return self.parameters - self.layer_weights(self.num_experts) + self.active_weights
 
     @property
     def kv_elements(self) -> int:
@@ -118,6 +170,13 @@ class Architecture:
     def attention_operations(self, seen: float) -> float:
         """Of tokens that see ``seen`` tokens in all."""
         return 4 * self.num_layers * self.num_heads * self.head_dim * seen
+
+
+# Mixtures have no place among the dimensions of bench.models, which are those of value models.
+PUBLISHED_MIXTURES = {
+    name: Architecture(name, 2048, 6144, 48, 32, 4, 128, OTHER_VOCABULARY, False, 48, 128, 8, 768)
+    for name in ("Qwen3-30B-A3B",)
+}
 
 
 @dataclass(frozen=True)
@@ -165,18 +224,18 @@ def operations(
     """Operations of a run, by component: of the base model alone, or of both models."""
     tokens = work.outputs + work.prefilled
     found = {
-        "base linear": 2 * base.layer_weights * tokens,
+        "base linear": 2 * base.active_weights * tokens,
         "base attention": base.attention_operations(work.seen_in_outputs + work.seen_in_prompts),
         "base LM head": 2 * base.lm_head_weights * tokens,
     }
     if value is None:
         return found
-    decode = 2 * value.layer_weights * work.outputs + value.attention_operations(work.seen_in_outputs)
+    decode = 2 * value.active_weights * work.outputs + value.attention_operations(work.seen_in_outputs)
     heads = work.outputs * (guidance.candidates + guidance.extended) + work.prefilled
     return found | {
         "LenVM extend": guidance.extended * decode,
         "LenVM candidates": guidance.candidates * decode,
-        "LenVM prefill": 2 * value.layer_weights * work.prefilled + value.attention_operations(work.seen_in_prompts),
+        "LenVM prefill": 2 * value.active_weights * work.prefilled + value.attention_operations(work.seen_in_prompts),
         "LenVM head": 2 * value.value_head_weights * heads,
     }
 
@@ -207,17 +266,17 @@ def step_bytes(
 ) -> dict[str, float]:
     """Bytes that a step of all samples moves at least in the middle of the output, by component.
 
-    ``forwards`` of the value model: 2 as published, 1 where tokens and candidates share one.
+    ``forwards`` of the value model, which is dense: 2 as published, 1 where tokens and candidates share one.
     """
     rows, cached = work.prompts * work.samples, work.prompt_tokens + work.output_tokens / 2
     elements = {
-        "base weights": base.layer_weights + base.lm_head_weights,
+        "base weights": base.touched_weights(rows) + base.lm_head_weights,
         "base keys and values read": rows * cached * base.kv_elements,
         "base keys and values written": rows * base.kv_elements,
     }
     if value is not None:
         elements |= {
-            "LenVM weights": forwards * (value.layer_weights + value.value_head_weights),
+            "LenVM weights": forwards * (value.active_weights + value.value_head_weights),
             "LenVM keys and values read": forwards * rows * cached * value.kv_elements,
             "LenVM keys and values written": rows * (guidance.candidates + guidance.extended) * value.kv_elements,
         }

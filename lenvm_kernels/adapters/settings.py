@@ -18,6 +18,7 @@ from lenvm_kernels.guidance import GuidanceParams, Thoughts, parse_guidance, tex
 from lenvm_kernels.guidance.params import check_with_trunk
 from lenvm_kernels.step import StepConfig, working_bytes
 from lenvm_kernels.value_model import LenVMConfig, Trunk, ValueModel
+from lenvm_kernels.value_model.checkpoint import local_path
 from lenvm_kernels.value_model.trunk import is_trunk
 
 logger = logging.getLogger(__name__)
@@ -42,16 +43,16 @@ def _accepting(parse: Callable[[str], Any], accepts: Callable[[Any], bool]) -> C
 
 # 0 or 1 as a variable, true or false in a file.
 _switch = {"0": False, "1": True, "False": False, "True": True}.__getitem__
-_existing = _accepting(Path, Path.exists)
+_existing = _accepting(local_path, Path.exists)
 # The word in the place of a value model where there is none.
 NONE = "none"
 # How each setting is read from text, and what it accepts.
 PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "value_model": (
         lambda text: None if text == NONE else _existing(text),
-        f"an existing directory or .gguf file, or {NONE}",
+        f"an existing directory or .gguf file, a name in the Hugging Face cache, or {NONE}",
     ),
-    "value_head": (_existing, "an existing .safetensors file"),
+    "value_head": (_existing, "an existing .safetensors or .bin file, or a directory or name with one"),
     "gamma": (_accepting(float, lambda x: 0 < x < 1), "a number > 0 and < 1"),
     "weights": ({"fp8": "fp8"}.__getitem__, "fp8"),
     "dtype": (DTYPES.__getitem__, f"one of {', '.join(DTYPES)}"),
@@ -76,10 +77,10 @@ class Settings:
     that ``LENVM_CONFIG`` names. Variables take precedence.
 
     Attributes:
-        value_model: a directory or ``.gguf`` file (:meth:`ValueModel.from_pretrained`), or the directory of a trunk
+        value_model: where it is (:meth:`ValueModel.from_pretrained`), or where a trunk is
             (:meth:`Trunk.from_pretrained`); ``none``, which is None here: targets are met by the end tokens alone
             (:class:`GuidedStep`). Turns the plugin on.
-        value_head: a ``.safetensors`` file with the head, if it is not with the model.
+        value_head: where the head is, if it is not with the model.
         gamma: the value model's, of requests that name none (None: that of ``lenvm_config.json`` in its directory;
             without one, it is not known).
         dtype: float32, bfloat16 or float16 (None: the base model's).
@@ -315,15 +316,16 @@ def value_model_reads_images() -> bool:
 
     settings = Settings.from_environment()
     path = None if settings is None else settings.value_model
-    return path is not None and path.is_dir() and reads_images(path)
+    return path is not None and reads_images(path)
 
 
 def _parse(name: str, where: str, text: str) -> Any:
     parse, accepted = PARSERS[name]
     try:
         return parse(text)
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{where} must be {accepted}, got {text!r}") from error
+    except (ValueError, KeyError, FileNotFoundError) as error:
+        where_else = f": {error}" if isinstance(error, FileNotFoundError) else ""
+        raise ValueError(f"{where} must be {accepted}, got {text!r}{where_else}") from error
 
 
 def _read_file(path: Path) -> dict[str, tuple[str, str]]:

@@ -59,7 +59,6 @@ import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,7 +70,7 @@ from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.topk_candidates import MAX_CANDIDATES, topk_candidates
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.types import Candidates, Mode, Status
-from lenvm_kernels.value_model.checkpoint import reads_images
+from lenvm_kernels.value_model.checkpoint import local_path, reads_images
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -144,7 +143,7 @@ def _load_runner(runner: ModelRunner) -> InprocRunner | None:
     path = options.lvm_guided_inproc_model_path
     if not options.lvm_guided_inproc or not path:
         return None
-    if (Path(path) / "config.json").is_file() and reads_images(Path(path)):
+    if reads_images(local_path(path)):
         return None
     overrides = json.loads(options.lvm_guided_inproc_json_model_override_args or "{}")
     if set(overrides) - {"architectures"}:

@@ -16,6 +16,7 @@ from lenvm_kernels.adapters.settings import NONE
 from lenvm_kernels.adapters.transformers import eos_token_ids
 from lenvm_kernels.demo import TRUNK, VALUE, model_path
 from lenvm_kernels.value_model import LenVMConfig, Trunk, ValueModel
+from lenvm_kernels.value_model.checkpoint import local_path
 from lenvm_kernels.value_model.trunk import is_trunk
 
 DEMO, DEMO_TRUNK = "demo", "demo-trunk"
@@ -45,11 +46,12 @@ class Models:
         """Load both models; weights that they have in common are loaded once.
 
         Args:
-            model: a Hugging Face directory, a ``.gguf`` file, or ``demo`` for the packaged SmolLM2.
+            model: a Hugging Face directory, ``owner/name`` in the Hugging Face cache, a ``.gguf`` file, or ``demo`` for
+                the packaged SmolLM2.
             value_model: the same; ``demo`` means the shipped adapters and head, too. Or a directory with a trunk of the
                 base model, or ``demo-trunk`` for the shipped one. ``none``: there is none.
-            value_head: a ``.safetensors`` file with a head that is not in ``value_model``. With ``demo`` it is a head
-                for the packaged SmolLM2 as it is.
+            value_head: where a head is that is not in ``value_model``, as of :meth:`ValueModel.from_pretrained`. With
+                ``demo`` it is a head for the packaged SmolLM2 as it is.
             device: for both.
             dtype: of both.
             gamma: of the value model, in place of that of its ``lenvm_config.json``.
@@ -59,7 +61,7 @@ class Models:
             ValueError, OSError, ImportError: a path, head, checkpoint or package that is missing or does not fit.
         """
         path = locate(names[0], model)
-        value_model = str(TRUNK) if value_model == DEMO_TRUNK else value_model
+        value_model = str(TRUNK if value_model == DEMO_TRUNK else local_path(value_model))
         value_path = None if is_trunk(value_model) or value_model == NONE else locate(names[1], value_model)
         head, adapter = (None, None) if value_path is None else _parts(value_model, value_head)
         quiet()
@@ -196,23 +198,27 @@ def quiet() -> None:
 
 def locate(flag: str, name: str) -> Path:
     """Where a model is: a Hugging Face directory or a ``.gguf`` file; errors name the flag."""
-    path = model_path() if name == DEMO else Path(name)
+    path = model_path() if name == DEMO else local_path(name)
     if not (path.is_file() if path.suffix == ".gguf" else (path / "config.json").is_file()):
         raise FileNotFoundError(
-            f"{flag} must be a directory with config.json, an existing .gguf file or the word {DEMO}, got {name!r}"
+            f"{flag} must be a directory with config.json, a name in the Hugging Face cache, an existing .gguf file or "
+            f"the word {DEMO}, got {name!r}"
         )
     if path.suffix == ".gguf":
         require_extras("gguf", "accelerate")
+        return path.parent.resolve() / path.name  # the cache links names to files without them
     return path.resolve()
 
 
-def _parts(value_model: str, value_head: str | None) -> tuple[str | None, Path | None]:
+def _parts(value_model: str, value_head: str | None) -> tuple[Path | None, Path | None]:
     """The file of the head, and the directory of the adapter, unless they are with the value model."""
     if value_head is None:
         return None, VALUE if value_model == DEMO else None
-    if not Path(value_head).is_file():
-        raise FileNotFoundError(f"--value-head must be an existing .safetensors file, got {value_head!r}")
-    return value_head, None
+    head = local_path(value_head)
+    if not head.exists():
+        accepted = "an existing .safetensors or .bin file, or a directory or name with one"
+        raise FileNotFoundError(f"--value-head must be {accepted}, got {value_head!r}")
+    return head, None
 
 
 def require_extras(*packages: str, extra: str = "demo") -> None:

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants, try_to_load_from_cache
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from lenvm_kernels.value_model.low_rank import ADAPTER_FILE, is_adapter, read_adapter
+from lenvm_kernels.value_model.low_rank import ADAPTER_CONFIG, ADAPTER_FILE, is_adapter, read_adapter
 
 VISION_ARCHITECTURES = ("qwen2_5_vl",)
 ARCHITECTURES = ("qwen2", "qwen3", "llama", *VISION_ARCHITECTURES)
 # The frequencies of the others (dynamic, longrope) change with a sequence's length, which would make cached keys stale.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-HEAD_FILE = "value_head.safetensors"
+# As the trainer of the paper's code names the file of a head, and with safetensors switched off.
+HEAD_FILE, _ = HEAD_FILES = "value_head.safetensors", "value_head.bin"
+# A name on Hugging Face, as far as it can be told from a relative path to a file.
+_REPOSITORY = re.compile(r"(?!.*(--|\.\.|\.(gguf|safetensors|bin|json)$))[\w.-]*\w/\w[\w.-]*", re.ASCII)
+# One of them is in every repository that can be named.
+_OF_REPOSITORIES = ("config.json", ADAPTER_CONFIG, "trunk_config.json", *HEAD_FILES)
 
 # What tensors' names begin with, in this order: as the trainer of the paper's code wraps the model, as transformers
 # names what is below a language model's head, and the part of a vision-language model that reads text.
@@ -28,7 +35,7 @@ PREFIXES = ("pretrained_model.", "model.", "language_model.")
 # After these: the vision tower of a vision-language model.
 VISION_PREFIX = "visual."
 
-# A file with the value head, or its tensors.
+# A file with the value head, a directory or a repository with that file, or the tensors.
 Head = str | os.PathLike | Mapping[str, torch.Tensor]
 
 
@@ -141,6 +148,45 @@ class ValueModelConfig:
         return shapes
 
 
+def local_path(name: str | os.PathLike) -> Path:
+    """Where a checkpoint is on this machine. Nothing is downloaded.
+
+    Args:
+        name: a path; or ``owner/name`` of a repository, if no such path exists. That is the directory of its ``main``
+            revision in the Hugging Face cache.
+
+    Raises:
+        FileNotFoundError: it could be a repository's name, and the cache does not have it.
+    """
+    path, text = Path(name), os.fspath(name)
+    if path.exists() or not _REPOSITORY.fullmatch(text):
+        return path
+    for file in _OF_REPOSITORIES:
+        if isinstance(found := try_to_load_from_cache(text, file), str):
+            return Path(found).parent
+    raise FileNotFoundError(
+        f"{text} is no existing path, and the Hugging Face cache, {constants.HF_HUB_CACHE}, has no model of that name; "
+        f"`hf download {text}` puts it there"
+    )
+
+
+def backbone_of(path: Path) -> Path:
+    """Where the backbone of a value model is: at its own path, or where an adapter alone says that its base is.
+
+    Raises:
+        FileNotFoundError: it is not there.
+    """
+    if (path / "config.json").is_file() or not is_adapter(path):
+        return path
+    base = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base or not ((found := local_path(base)) / "config.json").is_file():
+        raise FileNotFoundError(
+            f"base_model_name_or_path in {path / ADAPTER_CONFIG} must be a directory with config.json or a name in the "
+            f"Hugging Face cache, as no backbone is beside it, got {base!r}"
+        )
+    return found
+
+
 def read_checkpoint(
     path: str | os.PathLike, head: Head | None, adapter: str | os.PathLike | None
 ) -> tuple[ValueModelConfig, dict[str, torch.Tensor]]:
@@ -149,7 +195,8 @@ def read_checkpoint(
     if path.suffix == ".gguf":
         config, tensors, folder = *_read_gguf(path), path.parent
     else:
-        config, tensors, folder = _read_config(path), _read_shards(path), path
+        backbone = backbone_of(path)
+        config, tensors, folder = _read_config(backbone), _read_shards(backbone), path
     if adapter is None and is_adapter(folder):
         adapter = folder
     if head is None and not any(name.startswith("v_head.") for name in tensors):
@@ -158,9 +205,32 @@ def read_checkpoint(
 
 
 def head_beside(*folders: str | os.PathLike | None) -> Path | None:
-    """The file with the value head in the first of these directories that has one."""
-    files = (Path(folder) / HEAD_FILE for folder in folders if folder is not None)
-    return next((file for file in files if file.is_file()), None)
+    """The file with the value head in the first of these directories that has one.
+
+    It has a name of :data:`HEAD_FILES`, or else any that ends in ``.safetensors`` or ``.bin`` and only ``v_head.*``
+    tensors.
+
+    Raises:
+        ValueError: there are several of the latter.
+    """
+    for folder in (Path(folder) for folder in folders if folder is not None):
+        if named := [folder / name for name in HEAD_FILES if (folder / name).is_file()]:
+            return named[0]
+        found = [file for file in sorted(folder.iterdir()) if _is_head(file)]
+        if len(found) > 1:
+            names = ", ".join(file.name for file in found)
+            raise ValueError(f"{folder} must have one file with a value head, or one called {HEAD_FILE}, got {names}")
+        if found:
+            return found[0]
+    return None
+
+
+def _is_head(file: Path) -> bool:
+    try:
+        names = list(_read_head(file))
+        return bool(names) and all(name.startswith("v_head.") for name in names)
+    except Exception:  # whatever it is, such as a trainer's arguments
+        return False
 
 
 def _image_fields(config: Any) -> dict[str, Any]:
@@ -199,8 +269,9 @@ def _rope_frequencies(config: Any, head_dim: int) -> tuple[tuple[float, ...], fl
 
 
 def reads_images(path: Path) -> bool:
-    """Whether the model in this directory is of an architecture that reads images."""
-    return _model_type(path / "config.json") in VISION_ARCHITECTURES
+    """Whether the value model in this directory is of an architecture that reads images."""
+    file = backbone_of(path) / "config.json"
+    return file.is_file() and _model_type(file) in VISION_ARCHITECTURES
 
 
 def _model_type(file: Path) -> str | None:
@@ -243,6 +314,17 @@ def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
         return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118, safe_open has no iterator
 
 
+def _read_head(file: Path) -> dict[str, torch.Tensor]:
+    if file.suffix not in (".safetensors", ".bin") or not file.is_file():
+        raise FileNotFoundError(f"{file} must be an existing .safetensors or .bin file")
+    if file.suffix == ".safetensors":
+        return _read_safetensors(file)
+    try:
+        return dict(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+    except Exception as error:  # of pickle, of torch, or what it holds is no dictionary
+        raise ValueError(f"{file} must hold tensors by name, and nothing else: {error}") from error
+
+
 def _read_gguf(path: Path) -> tuple[ValueModelConfig, dict[str, torch.Tensor]]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} must be an existing .gguf file")
@@ -257,7 +339,9 @@ def with_head(tensors: Mapping[str, torch.Tensor], head: Head | None) -> dict[st
     """The backbone's tensors with the given head in place of their own, if one is given."""
     if head is None:
         return dict(tensors)
-    head = head if isinstance(head, Mapping) else _read_safetensors(Path(head))
+    if not isinstance(head, Mapping):
+        path = local_path(head)
+        head = _read_head((head_beside(path) or path / HEAD_FILE) if path.is_dir() else path)
     if foreign := [name for name in head if not name.startswith("v_head.")]:
         raise ValueError(f"head must hold only v_head.* tensors, got {_few(foreign)}")
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("v_head.")} | dict(head)
@@ -308,7 +392,7 @@ def checked_tensors(config: ValueModelConfig, tensors: Mapping[str, torch.Tensor
     if missing or unexpected:
         parts = [f"missing {_few(missing)}"] * bool(missing) + [f"unexpected {_few(unexpected)}"] * bool(unexpected)
         if any(name.startswith("v_head.") for name in missing):
-            parts.append(f"a value head is in the checkpoint, in {HEAD_FILE} beside it, or given as head=")
+            parts.append(f"a value head is in the checkpoint, in a file such as {HEAD_FILE}, or given as head=")
         raise ValueError(f"the tensors do not fit the architecture: {'; '.join(parts)}")
     for name, shape in shapes.items():
         tensor = named[name]

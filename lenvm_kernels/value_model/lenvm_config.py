@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from lenvm_kernels.guidance.fields import DEFAULT_GAMMA
+from lenvm_kernels.value_model.checkpoint import local_path
 
 CONFIG_FILE = "lenvm_config.json"
 DISCOUNTED_RETURN, LENGTH, LOG_LENGTH = TARGET_FORMS = ("discounted_return", "length", "log_length")
@@ -81,13 +82,15 @@ class LenVMConfig:
         """Of the value model at ``path``, from the file in its directory; the defaults if there is none.
 
         Args:
-            path: a directory, or a ``.gguf`` file, beside which the file then lies.
+            path: a directory, ``owner/name`` in the Hugging Face cache, or a ``.gguf`` file, beside which the file then
+                lies.
             gamma: in place of the file's.
 
         Raises:
+            FileNotFoundError: no such name in the cache.
             ValueError: naming the file and the field, what came and what is accepted.
         """
-        path = Path(path)
+        path = local_path(path)
         file = (path.parent if path.suffix == ".gguf" else path) / CONFIG_FILE
         config = cls._of_file(file) if file.is_file() else cls()
         return config if gamma is None else replace(config, gamma=gamma)

@@ -31,6 +31,7 @@ from lenvm_kernels.value_model.checkpoint import (
     ValueModelConfig,
     checked_tensors,
     head_beside,
+    local_path,
     read_checkpoint,
     vision_tensors,
     with_adapter,
@@ -132,15 +133,18 @@ class ValueModel:
         weights: str | None = None,
         gamma: float | None = None,
     ) -> ValueModel:
-        """Load a value model from a Hugging Face directory, or from a GGUF file through ``transformers``.
+        """Load a value model from a Hugging Face directory or cache, or from a GGUF file through ``transformers``.
 
         Args:
             path: a directory with ``config.json`` and ``model.safetensors`` or its shards and their index, or a
-                ``.gguf`` file (dequantised to float32). Pickled weights are never read.
-            head: the value head, when it is not with the backbone: a ``.safetensors`` file or a dictionary with
-                ``v_head.fc.{weight,bias}`` and ``v_head.summary.{weight,bias}``. It wins over ``v_head.*`` in the
-                backbone's files, and those over ``value_head.safetensors`` beside the adapter or them.
-            adapter: a directory with a low-rank adapter of the backbone, ``adapter_config.json`` and
+                ``.gguf`` file (dequantised to float32); or ``owner/name`` in the Hugging Face cache
+                (:func:`local_path`). A directory with an adapter alone has its ``base_model_name_or_path`` for a
+                backbone. Pickled weights are never read, but for a head.
+            head: the value head, when it is not with the backbone: a ``.safetensors`` or ``.bin`` file, a directory or
+                ``owner/name`` with one, or a dictionary with ``v_head.fc.{weight,bias}`` and
+                ``v_head.summary.{weight,bias}``. It wins over ``v_head.*`` in the backbone's files, and those over a
+                file of a head beside the adapter or them (:func:`head_beside`). A ``.bin`` file may hold tensors alone.
+            adapter: a directory or ``owner/name`` with a low-rank adapter of the backbone, ``adapter_config.json`` and
                 ``adapter_model.safetensors`` as the package PEFT writes them (LoRA, :func:`read_adapter`). It is
                 merged into the weights. Default: the one beside them, if there is one. One that is given brings its
                 own ``lenvm_config.json``.
@@ -151,12 +155,13 @@ class ValueModel:
             gamma: in place of that of ``lenvm_config.json`` (:meth:`LenVMConfig.read`), which is read if it is there.
 
         Raises:
-            FileNotFoundError: no directory, configuration or safetensors there.
+            FileNotFoundError: no directory, configuration or safetensors there, or no such name in the cache.
             ValueError: an unsupported architecture or adapter, or missing, unexpected or misshapen tensors, by name;
                 ``weights`` as in :class:`ValueModel`; a ``gamma`` or ``lenvm_config.json`` that :class:`LenVMConfig`
                 refuses.
             ImportError: a GGUF file without the packages that read it.
         """
+        path, adapter = local_path(path), None if adapter is None else local_path(adapter)
         lenvm_config = LenVMConfig.read(path if adapter is None else adapter, gamma)
         config, tensors = read_checkpoint(path, head, adapter)
         return cls(config, tensors, dtype=dtype, device=device, weights=weights, lenvm_config=lenvm_config)
@@ -184,6 +189,7 @@ class ValueModel:
         Raises:
             FileNotFoundError, ValueError: as :meth:`from_pretrained`.
         """
+        adapter = None if adapter is None else local_path(adapter)
         tensors = with_head(with_adapter(model.state_dict(), adapter), head or head_beside(adapter))
         config = ValueModelConfig.from_hf(model.config)
         return cls(config, tensors, weights=weights, lenvm_config=lenvm_config)

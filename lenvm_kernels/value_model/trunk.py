@@ -24,6 +24,7 @@ from lenvm_kernels.ops._common import FLOAT_DTYPES
 from lenvm_kernels.ops.candidate_values import MAX_BINS, candidate_values
 from lenvm_kernels.ops.ragged_linear import ragged_linear, rows_of_every_tile
 from lenvm_kernels.types import GuidanceColumns
+from lenvm_kernels.value_model.checkpoint import local_path
 from lenvm_kernels.value_model.lenvm_config import LenVMConfig
 
 CONFIG_FILE, TENSORS_FILE = "trunk_config.json", "trunk.safetensors"
@@ -179,7 +180,8 @@ class Trunk:
         """Load it for a base model.
 
         Args:
-            path: a directory with ``trunk_config.json``, ``trunk.safetensors`` and ``lenvm_config.json``.
+            path: a directory with ``trunk_config.json``, ``trunk.safetensors`` and ``lenvm_config.json``, or
+                ``owner/name`` of one in the Hugging Face cache.
             num_layers, embedding: of the base model, which has to be the one that it was trained for.
             dtype: as above.
             gamma: in place of that of ``lenvm_config.json``.
@@ -188,7 +190,8 @@ class Trunk:
             FileNotFoundError: a file is not there.
             ValueError: as the class, or a file that cannot be read.
         """
-        config, tensors = read_trunk(Path(path))
+        path = local_path(path)
+        config, tensors = read_trunk(path)
         config.check_base(num_layers, embedding)
         return cls(config, tensors, embedding, dtype=dtype, lenvm_config=LenVMConfig.read(path, gamma))
 
