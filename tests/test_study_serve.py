@@ -192,6 +192,7 @@ def test_a_whole_study(study, monkeypatch, tmp_path, engine):
 
     summary, text = json.loads((out / "summary.json").read_text()), (out / "summary.md").read_text()
     title = f"{'vLLM' if is_vllm else 'SGLang'} 0.fake"
+    assert summary["environment"]["base model"].startswith("base, 1.62e-05 billion parameters, 6.04e-05 GiB in 32 bits")
     assert summary["failed"] == [] and f"# Decoding with and without guidance in {title}\n" in text
     assert summary["environment"]["engine"] == title and summary["environment"]["server device"] == "cpu"
     for lengths, tokens in (("fixed", 16), ("free", 14)):
@@ -672,8 +673,8 @@ def test_figures_by_hand():
     per_token = flops.operations_per_output_token(TINY, work, SMALLER, guidance)
     # A quarter of the passes have values: one. Outputs see 13 to 16 tokens each, and prompts are read once.
     seen, tokens = 2 * (13 + 14 + 15 + 16) + 24, 8 + 24
-    elements = 4 * (TINY.layer_weights + TINY.lm_head_weights) + TINY.kv_elements * (seen + tokens)
-    elements += SMALLER.layer_weights + SMALLER.value_head_weights
+    elements = 4 * (TINY.active_weights + TINY.lm_head_weights) + TINY.kv_elements * (seen + tokens)
+    elements += SMALLER.active_weights + SMALLER.value_head_weights
     elements += SMALLER.kv_elements * (seen / 4 + 8 * (1 + 0.75) + 24)
     assert found == {
         "end-to-end wall clock (s)": 2.0,
@@ -700,6 +701,13 @@ def test_figures_by_hand():
         "GPU utilisation, mean (%)": 35.0,
         "FLOP/s, share of X (%)": pytest.approx(operations / 2.0 / 1e6 * 100),
         "bytes/s, share of X (%)": pytest.approx(elements * 4 / 2.0 / 5e5 * 100),
+    }
+    # 2 (24 24 2 + 12 24 2) + 3 24 40 a layer, and twice 50 24; 12 12 + 12 of the value model's head.
+    tiny, smaller = 3 * (2 * 24 * 24 + 2 * 24 * 12 + 3 * 24 * 40) + 2 * 50 * 24, SMALLER.lm_head_weights + 12 * 13
+    smaller += SMALLER.active_weights
+    assert Models(TINY, SMALLER, 4).sizes() == {
+        "base model": f"base, {tiny / 1e9:.3g} billion parameters, {tiny * 4 / 2**30:.3g} GiB in 32 bits",
+        "value model": f"value, {smaller / 1e9:.3g} billion parameters, {smaller * 4 / 2**30:.3g} GiB in 32 bits",
     }
     for models in (Models(None, SMALLER), Models(TINY, None)):
         assert served.figures(result, LOAD, models)["achieved GFLOP/s"] is None

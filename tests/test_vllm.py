@@ -42,6 +42,7 @@ from tests.helpers.sglang_server import (
 )
 from tests.helpers.spans import FEW, SEVERAL, check_several
 from tests.helpers.statistics import p_value
+from tests.helpers.studies import check_study
 from tests.helpers.trunks import trunk_values, write_random_trunk
 from tests.helpers.vllm_server import NGRAM, PIECES, WORDS, check_steps, running_server, write_checkpoints, write_eagle
 
@@ -531,6 +532,12 @@ def answers_to_schema(engine, guidance):
     steps = engine.steps()[before:]
     assert {token for row in rows_of(steps) for token in row["token_ids"]} <= {-1, *range(len(PIECES))}
     return sequences, steps
+
+
+def test_a_study(tmp_path, monkeypatch):
+    write_checkpoints(tmp_path)
+    options = ["--engine", "vllm", "--", "--max-model-len", "256", "--num-gpu-blocks-override", "70", "--block-size", "32"]
+    check_study(tmp_path, monkeypatch, prompts_of(12, 7, seed=15), options, slots=70 * 32)
 
 
 def test_json_schema(folder, engine):

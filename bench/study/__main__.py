@@ -197,7 +197,7 @@ def _serve(args: argparse.Namespace) -> int:
     size = 4 if "float32" in setup.command(0) else 2
     dimensions = served.dimensions(args.model), served.dimensions(str(args.value_model))
     models = served.Models(*dimensions, size, _peak(args.peak))
-    study = serve.Study(setup, load, models, args.out, _where(args))
+    study = serve.Study(setup, load, models, args.out, _where(args) | models.sizes())
     plain = served.plain_conditions(args.lengths, args.top_k)
     guided = served.guided_conditions(args.lengths, args.top_k, args.stride, guidance)
     return _until_interrupted(args, lambda: study.run(plain, guided))

@@ -163,6 +163,11 @@ class Architecture:
         return self.parameters - self.layer_weights(self.num_experts) + self.active_weights
 
     @property
+    def value_parameters(self) -> float:
+        """Elements of all matrices of the value model: an embedding, and a head of its own."""
+        return self.layer_weights(self.num_experts) + self.lm_head_weights + self.value_head_weights
+
+    @property
     def kv_elements(self) -> int:
         """Elements of the keys and values of one token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
@@ -297,13 +302,13 @@ def run_bytes(
 
     ``passes`` and ``value_passes``: forwards of the base model and of the value model, which read the weights.
     """
-    seen = work.seen_in_outputs + work.prefilled
-    tokens = work.outputs + work.prefilled
-    elements = passes * (base.layer_weights + base.lm_head_weights) + base.kv_elements * (seen + tokens)
+    seen, tokens = work.seen_in_outputs + work.prefilled, work.outputs + work.prefilled
+    weights = base.touched_weights(tokens / passes) + base.lm_head_weights if passes else 0.0
+    elements = passes * weights + base.kv_elements * (seen + tokens)
     if value is not None and guidance is not None:
         shares = value_passes / passes if passes else 0.0
         written = work.outputs * (guidance.candidates + guidance.extended) + work.prefilled
-        elements += value_passes * (value.layer_weights + value.value_head_weights)
+        elements += value_passes * (value.active_weights + value.value_head_weights)
         elements += value.kv_elements * (seen * shares + written)
     return elements * element_size
 

@@ -16,8 +16,9 @@ the same work. Free: an output ends by itself; then only rates compare, as the o
 Answers are streamed, so that the time to the first token is known. The time of the base model and of the value model is
 what the server itself says. In SGLang on a GPU both are times of its stream. In SGLang on a CPU and in vLLM the base
 model has the rest of the engine's passes, the engine's sampler included. vLLM's passes take as long as the engine waits
-for them, which on a GPU overlaps the host's work. All other time is ``other``: the scheduler, tokens to text, HTTP; in
-SGLang on a GPU the engine's sampler and gaps, too. The stages of guided steps come from ``LENVM_TIMING``.
+for them, which on a GPU overlaps the host's work, and a guided step is counted during a later one. All other time is
+``other``: the scheduler, tokens to text, HTTP; in SGLang on a GPU the engine's sampler and gaps, too. The stages of
+guided steps come from ``LENVM_TIMING``.
 
 A prompt is a JSON object in a line of the file, with one of these fields; others are passed over:
 

@@ -307,6 +307,19 @@ class Models:
     element_size: int = 2
     peak: Peak | None = None
 
+    def sizes(self) -> dict[str, str]:
+        """Name, parameters and weights of each that is known."""
+        found = {}
+        if self.base is not None:
+            found["base model"] = self.base.name, self.base.parameters
+        if self.value is not None:
+            found["value model"] = self.value.name, self.value.value_parameters
+        size = self.element_size
+        return {
+            kind: f"{name}, {n / 1e9:.3g} billion parameters, {n * size / 2**30:.3g} GiB in {8 * size} bits"
+            for kind, (name, n) in found.items()
+        }
+
     def _counted(self, result: Result, load: Load) -> tuple[Architecture, Workload, Architecture | None] | None:
         """What is counted of a run: the base model, tokens, and the value model if it computed any; None: unknown."""
         work, guidance = result.workload(len(load.prompts), load.samples), result.guidance

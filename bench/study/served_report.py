@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def ratios(results: Sequence[Result], numbers: Sequence[Figures]) -> list[dict[s
 def write_summary(
     folder: Path, environment: Mapping[str, Any], load: Load, models: Models, results: Sequence[Result]
 ) -> None:
-    """Write all files of the conditions measured so far, of which there is at least one."""
+    """Write all files of the conditions measured so far, at least one; plots if matplotlib is there."""
     numbers = [figures(result, load, models) for result in results]
     over = ratios(results, numbers)
     tables = {}
@@ -122,8 +123,9 @@ def write_summary(
     summary = {"environment": environment, "tables": tables, "conditions": conditions, "failed": failures}
     write_json(folder / "summary.json", summary)
     _write_csv(folder / "summary.csv", environment, results, numbers, over)
-    plot_bars(folder / "shares.png", "% of the wall clock", shares(results), totals=False)
-    _plot_ratios(folder / "ratios.png", results, over)
+    if find_spec("matplotlib"):  # a server's environment may have none
+        plot_bars(folder / "shares.png", "% of the wall clock", shares(results), totals=False)
+        _plot_ratios(folder / "ratios.png", results, over)
 
 
 def _sweep(results: Sequence[Result], numbers: Sequence[Figures], over: Sequence[Figures]) -> list[str]:
