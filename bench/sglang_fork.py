@@ -361,7 +361,7 @@ def count_fork(rows: int, guidance: dict) -> tuple[Counts, Counts]:
 
 # --- the command ---
 
-FORK, OPERATORS, OURS = "the fork", "install(), the fork's runner", "install()"
+FORK, OURS = "the fork", "install()"
 
 
 def tables(results: list[dict]) -> str:
@@ -385,9 +385,9 @@ def main() -> None:
     except ImportError as error:
         parser.error(f"the LenVM fork of SGLang cannot be imported: {error}")
     results: list[dict] = []
-    counts: dict[str, Callable] = {FORK: count_fork, OPERATORS: count_fork, OURS: count_ours}
+    counts: dict[str, Callable] = {FORK: count_fork, OURS: count_ours}
     for what, count in counts.items():
-        if what == OPERATORS:
+        if what == OURS:
             sglang_fork.install()
         for name, guidance in GUIDANCE.items():
             for rows in args.rows:
