@@ -202,6 +202,7 @@ class Steps:
                 req_pool_idx=row,
                 multimodal_inputs=None,
                 input_embeds=None,
+                session_id=None,
                 finished=lambda: False,
             )
             for row in range(rows + 1)
@@ -319,7 +320,7 @@ def our_sampler(steps: Steps) -> Any:
         device="cpu",
         dtype=torch.bfloat16,
         server_args=SimpleNamespace(tokenizer_path="", disable_cuda_graph=False),
-        model_config=SimpleNamespace(vocab_size=VOCAB),
+        model_config=SimpleNamespace(vocab_size=VOCAB, is_multimodal=False),
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(rows, CACHED + 16, dtype=torch.int32)),
         max_running_requests=rows,
     )

@@ -44,8 +44,8 @@ class SlotPool:
 
         Args:
             table_row: its row.
-            token_ids: its first tokens, as far as they are known; an empty sequence shares nothing. Those of images
-                are numbers that differ where the images do.
+            token_ids: its first tokens, as far as they are known; an empty sequence shares nothing. An image's first
+                is a number that differs where the image does.
             moved: by how much the tokens' rotary positions are moved; requests that differ in it share nothing.
 
         Returns:

@@ -24,6 +24,7 @@ from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.step import working_bytes
 from lenvm_kernels.types import Mode, Status
 from lenvm_kernels.value_model import KVCache, ValueModel
+from lenvm_kernels.value_model.images import load_vision_tower
 from tests.helpers.models import (
     EOS,
     IMAGE,
@@ -544,14 +545,17 @@ def test_each_filter_of_an_unguided_request(engine, filters):
         (dict(input_embeds=object()), True, "input_embeds cannot be combined with guidance in custom_params"),
         ({}, False, "images cannot be combined .* the value model has no vision tower"),
         (dict(session_id="s"), True, "images in a session cannot be combined"),
+        (dict(session_id="s", multimodal_inputs=None), True, "images in a session cannot be combined"),
         (dict(modality=SimpleNamespace(name="VIDEO")), True, "videos, audio and embeddings of images cannot be"),
         (dict(feature=torch.zeros(8, 99)), True, r"pixel_values must be \[8, 96\], .* got \[8, 99\]"),
     ],
 )
 def test_what_the_value_model_cannot_read_is_not_guided(make, make_vl, caplog, changes, reads_images, message):
     engine = make_vl() if reads_images else make()
-    request = request_with_images("a", [4, (1, 2, 7), 3], TILT, top_k=3)
+    placeholder = None if "multimodal_inputs" in changes else IMAGE
+    request = request_with_images("a", [4, (1, 2, 7), 3], TILT, placeholder=placeholder, top_k=3)
     other = request_with_images("b", [2, (2, 1, 8), 5], TILT) if reads_images else Request("b", prompt_of(4, 95), TILT)
+    other.session_id = None if reads_images else "s"
     for name, value in changes.items():
         vars(request if hasattr(request, name) else request.multimodal_inputs.mm_items[0])[name] = value
     engine.go([request, other], [3, 0], left=[request])
@@ -603,13 +607,15 @@ def test_images_beside_text(make_vl, forwards, embedded, monkeypatch):
     decode(d, b, a, c)
     a.finished_reason = "stop"
     decode(c, b, d)
+    assert d.lenvm_images.embeds is None  # once the prompt is computed
     assert sorted(embedded) == sorted([6 + 4, 6, 1 + 5 + 9])
 
 
 def test_other_images_with_the_same_tokens_are_not_shared(make_vl, forwards, embedded):
-    """Of two full pages of a prompt, those before the first image that is another are shared."""
+    """Of three full pages of a prompt, those before the first image that is another are shared."""
     engine = make_vl()
-    first = [PAGE + 2, (3, 4, 1), 9]
+    start, end = 2 * PAGE - 1, 9  # the image's first token ends a page
+    first = [start, (3, 4, 1), end]
 
     def computed(parts, row, text=0):
         """Tokens of this prompt that were computed before its last one."""
@@ -618,14 +624,14 @@ def test_other_images_with_the_same_tokens_are_not_shared(make_vl, forwards, emb
         engine.go([request_with_images(str(row), parts, TILT, **options)], [row])
         return forwards[0] if len(forwards) == 2 else 0
 
-    length = PAGE + 2 + 12 + 9 - 1
+    length = start + 12 + end - 1
     assert computed(first, 3) == length
     embedded.clear()
-    assert computed(first, 0) == length - 2 * PAGE and not embedded
-    assert computed([PAGE + 2, (3, 4, 2), 9], 5) == length - PAGE  # other pixels
-    assert computed([PAGE + 2, (4, 3, 1), 9], 1) == length - PAGE  # the same pixels in another shape
-    assert computed([PAGE + 2, (3, 4, 1), 9, (2, 2, 1), 1], 6) == length + 5  # positions are moved further
-    assert computed([PAGE + 2 + 12 + 9], 4) == length and len(embedded) == 3
+    assert computed(first, 0) == length - 3 * PAGE and not embedded
+    assert computed([start, (3, 4, 2), end], 5) == length - PAGE  # other pixels
+    assert computed([start, (4, 3, 1), end], 1) == length - PAGE  # the same pixels in another shape
+    assert computed([start, (3, 4, 1), end, (2, 2, 1), 1], 6) == length + 5  # positions are moved further
+    assert computed([start + 12 + end], 4) == length and len(embedded) == 3
     assert computed(first, 2, text=1) == length
 
 
@@ -651,6 +657,22 @@ def test_retracted_requests_with_images(make_vl, monkeypatch, forwards, embedded
     engine.go([a, b], [4, 0])
     assert embedded == [3, 6] and forwards[0] == len(a.tokens) - 2 - PAGE  # its image was in a full page
     engine.go([b, a])
+
+
+def test_the_vision_tower_is_loaded_at_the_start(make_vl, monkeypatch):
+    """Where the base model reads images: after the first look at the memory, and before the second."""
+    engine, looks = make_vl(), []
+
+    def load(*args):
+        looks.append(len(engine.asked_memory))
+        return load_vision_tower(*args)
+
+    monkeypatch.setattr("lenvm_kernels.value_model.model.load_vision_tower", load)
+    for reads_images in (False, True):
+        engine.asked_memory.clear()
+        engine.model_runner.model_config.is_multimodal = reads_images
+        engine.model_runner.initialize(0.0)
+        assert looks == [1] * reads_images
 
 
 def test_the_forks_images_are_read(fork, make_vl, embedded):

@@ -90,6 +90,8 @@ class InprocRunner:
         value_model = settings.load_value_model(runner.dtype, self.device)
         assert value_model is not None  # the fork's option names one
         check_vocabulary(settings, value_model.config.vocab_size, engine.vocab_size, runner.server_args.tokenizer_path)
+        if engine.is_multimodal:
+            value_model.vision_tower  # noqa: B018, loaded before the rest of the memory is shared out
         room = int(mem_fraction * free - (free - free_bytes()))
         rows, max_len = runner.req_to_token_pool.req_to_token.shape
         pages = _num_pages(settings, value_model, runner, room)
@@ -190,6 +192,9 @@ class InprocRunner:
         try:
             if req.input_embeds is not None:
                 raise ValueError("input_embeds cannot be combined with guidance in custom_params")
+            # Of earlier turns the engine keeps what stands for images, past the vocabulary, but no pixels.
+            if req.session_id is not None and max(req.origin_input_ids) >= self.step.config.vocab_size:
+                raise ValueError("images in a session cannot be combined with guidance in custom_params")
             has_images = req.multimodal_inputs is not None
             req.lenvm_images = PromptImages(req, self._value_model) if has_images else None
         except ValueError as error:

@@ -68,12 +68,11 @@ class PromptImages:
             self.embeds = value_model.embed_images(pixel_values, grids)
 
     def identities(self, token_ids: Sequence[int]) -> list[int]:
-        """The prompt's ``token_ids``, and what may follow; in place of an image's tokens a number of its pixels."""
+        """The prompt's ``token_ids``, and what may follow; an image's first token becomes a number of its pixels."""
         ids = list(token_ids)
         for item in self._items:
-            of_item = hash((item.hash, *item.image_grid_thw.flatten().tolist()))
-            for first, last in item.offsets:
-                ids[first : last + 1] = [of_item] * (last + 1 - first)
+            for first, _ in item.offsets:
+                ids[first] = hash((item.hash, *item.image_grid_thw.flatten().tolist()))
         return ids
 
     def of_tokens(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:

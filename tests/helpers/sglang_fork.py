@@ -220,7 +220,7 @@ class Engine:
             gpu_id=0,
             dtype=torch.float32,
             tp_group=SimpleNamespace(world_size=1, cpu_group=None),
-            model_config=SimpleNamespace(vocab_size=VOCAB, context_len=max_len - 4),
+            model_config=SimpleNamespace(vocab_size=VOCAB, context_len=max_len - 4, is_multimodal=True),
             req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(rows, max_len, dtype=torch.int32)),
             max_running_requests=max_requests,
         )
