@@ -202,6 +202,7 @@ class Steps:
                 req_pool_idx=row,
                 multimodal_inputs=None,
                 input_embeds=None,
+                session_id=None,
                 finished=lambda: False,
             )
             for row in range(rows + 1)
@@ -319,7 +320,7 @@ def our_sampler(steps: Steps) -> Any:
         device="cpu",
         dtype=torch.bfloat16,
         server_args=SimpleNamespace(tokenizer_path="", disable_cuda_graph=False),
-        model_config=SimpleNamespace(vocab_size=VOCAB),
+        model_config=SimpleNamespace(vocab_size=VOCAB, is_multimodal=False),
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(rows, CACHED + 16, dtype=torch.int32)),
         max_running_requests=rows,
     )
@@ -361,7 +362,7 @@ def count_fork(rows: int, guidance: dict) -> tuple[Counts, Counts]:
 
 # --- the command ---
 
-FORK, OPERATORS, OURS = "the fork", "install(), the fork's runner", "install()"
+FORK, OURS = "the fork", "install()"
 
 
 def tables(results: list[dict]) -> str:
@@ -385,9 +386,9 @@ def main() -> None:
     except ImportError as error:
         parser.error(f"the LenVM fork of SGLang cannot be imported: {error}")
     results: list[dict] = []
-    counts: dict[str, Callable] = {FORK: count_fork, OPERATORS: count_fork, OURS: count_ours}
+    counts: dict[str, Callable] = {FORK: count_fork, OURS: count_ours}
     for what, count in counts.items():
-        if what == OPERATORS:
+        if what == OURS:
             sglang_fork.install()
         for name, guidance in GUIDANCE.items():
             for rows in args.rows:

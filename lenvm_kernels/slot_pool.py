@@ -39,17 +39,19 @@ class SlotPool:
         self._prefix_of: dict[int, bytes] = {}  # the same, by page
         self._prefixes: dict[int, list[bytes]] = {}  # of each row, one a full page of its known tokens
 
-    def admit(self, table_row: int, token_ids: Sequence[int]) -> int:
+    def admit(self, table_row: int, token_ids: Sequence[int], moved: int = 0) -> int:
         """A new request is in a row, whose slots are taken back.
 
         Args:
             table_row: its row.
-            token_ids: its first tokens, as far as they are known; an empty sequence shares nothing.
+            token_ids: its first tokens, as far as they are known; an empty sequence shares nothing. An image's first
+                is a number that differs where the image does.
+            moved: by how much the tokens' rotary positions are moved; requests that differ in it share nothing.
 
         Returns:
             How many of these the value model has computed already: for requests that begin with them.
         """
-        self._prefixes[table_row] = self._prefixes_of(token_ids)
+        self._prefixes[table_row] = self._prefixes_of(token_ids, moved)
         pages = []
         for prefix in self._prefixes[table_row]:
             if prefix not in self._page_of:
@@ -99,9 +101,9 @@ class SlotPool:
             if prefix not in self._page_of:
                 self._page_of[prefix], self._prefix_of[pages[i]] = pages[i], prefix
 
-    def _prefixes_of(self, token_ids: Sequence[int]) -> list[bytes]:
-        """A digest of the tokens up to the end of each full page."""
-        size, running, found = self.slots.page_size, hashlib.blake2b(digest_size=16), []
+    def _prefixes_of(self, token_ids: Sequence[int], moved: int) -> list[bytes]:
+        """A digest of the tokens up to the end of each full page, and of by how much they are moved."""
+        size, running, found = self.slots.page_size, hashlib.blake2b(array("q", [moved]), digest_size=16), []
         for end in range(size, len(token_ids) + 1, size):
             running.update(array("q", token_ids[end - size : end]).tobytes())
             found.append(running.digest())

@@ -4,15 +4,17 @@ Every test of the runner runs with a stand-in for the fork; those that have the 
 more, where the fork can be imported (see tests/test_sglang_fork.py).
 """
 
+import importlib
 import json
+import re
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM, Qwen2_5_VLForConditionalGeneration
 
 from bench import sglang_fork as bench
 from lenvm_kernels.adapters import sglang_fork, sglang_fork_runner
@@ -22,13 +24,26 @@ from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.step import working_bytes
 from lenvm_kernels.types import Mode, Status
 from lenvm_kernels.value_model import KVCache, ValueModel
-from tests.helpers.models import EOS, VOCAB, save_checkpoint, value_logits
+from lenvm_kernels.value_model.images import load_vision_tower
+from tests.helpers.models import (
+    EOS,
+    IMAGE,
+    VIDEO,
+    VOCAB,
+    random_head,
+    random_model,
+    save_checkpoint,
+    value_logits,
+    vl_config,
+)
 from tests.helpers.sglang_fork import (
     ALL,
+    BY_TOKEN,
     GUIDED_SAMPLING,
     MEMORY,
     RUNNER,
     Engine,
+    Item,
     Request,
     install_in_fork,
     use_stand_in,
@@ -43,21 +58,37 @@ PAGE = sglang_fork_runner.PAGE_SIZE
 class Plain:
     """A value model in ``transformers``."""
 
-    def __init__(self, path):
+    def __init__(self, path, model_class=LlamaForCausalLM):
         self.path = path
         self._model, self._head = (
-            LlamaForCausalLM.from_pretrained(path).eval(),
+            model_class.from_pretrained(path).eval(),
             load_file(path / "value_head.safetensors"),
         )
         self._known = {}
 
-    def after(self, tokens):
-        """fp32 ``[V]``: the value logit of every token that may follow, by a forward over the whole sequence."""
-        tokens = tuple(tokens)
-        if tokens not in self._known:
-            sequences = torch.tensor([[*tokens, token] for token in range(VOCAB)])
-            self._known[tokens] = value_logits(self._model, self._head, sequences)[:, -1]
-        return self._known[tokens]
+    def after(self, tokens, items=()):
+        """fp32 ``[V]``: the value logit of every token that may follow, by a forward over the whole sequence.
+
+        Args:
+            tokens: of the sequence.
+            items: its images. Tokens that stand for one have no value after them.
+        """
+        known = (*tokens, *((item.hash, *item.image_grid_thw.flatten().tolist()) for item in items))
+        if known not in self._known:
+            follow = [token for token in range(VOCAB) if not items or token not in (IMAGE, VIDEO)]
+            sequences, images = torch.tensor([[*tokens, token] for token in follow]), {}
+            if items:
+                items = sorted(items, key=lambda item: item.offsets)
+                for first, last in (offsets for item in items for offsets in item.offsets):
+                    sequences[:, first : last + 1] = IMAGE
+                images = dict(
+                    pixel_values=torch.cat([item.feature for item in items]).repeat(len(follow), 1),
+                    image_grid_thw=torch.cat([item.image_grid_thw for item in items]).repeat(len(follow), 1),
+                    mm_token_type_ids=(sequences == IMAGE).int(),
+                )
+            self._known[known] = torch.full((VOCAB,), torch.nan)
+            self._known[known][follow] = value_logits(self._model, self._head, sequences, **images)[:, -1]
+        return self._known[known]
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +96,15 @@ def plain(tmp_path_factory):
     path = tmp_path_factory.mktemp("fork")
     save_checkpoint(path, seed=1, words=[f"w{i}" for i in range(VOCAB)], value_head=True)
     return Plain(path)
+
+
+@pytest.fixture(scope="module")
+def plain_vl(tmp_path_factory):
+    """The same of a vision-language value model."""
+    path = tmp_path_factory.mktemp("vl")
+    random_model(Qwen2_5_VLForConditionalGeneration, vl_config(), seed=3).save_pretrained(path)
+    save_file(random_head(), path / "value_head.safetensors")
+    return Plain(path, Qwen2_5_VLForConditionalGeneration)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +135,15 @@ def engine(make):
     return make()
 
 
+@pytest.fixture
+def make_vl(modules, plain_vl, monkeypatch):
+    """:func:`make` with the vision-language value model; no token that stands for an image is drawn."""
+    scores = BY_TOKEN.clone()
+    scores[:, [IMAGE, VIDEO]] = -torch.inf
+    monkeypatch.setattr("tests.helpers.sglang_fork.BY_TOKEN", scores)
+    return lambda **options: Checked(plain_vl, modules, monkeypatch, plain_vl.path, **options)
+
+
 @pytest.fixture(autouse=True)
 def nothing_yet(monkeypatch):
     """No value model is loaded, and no setting is given."""
@@ -116,8 +165,43 @@ def forwards(monkeypatch):
     return rows
 
 
+@pytest.fixture
+def embedded(monkeypatch):
+    """Rows of embeddings of every forward of the vision tower."""
+    rows, embed = [], ValueModel.embed_images
+
+    def counted(self, *args):
+        result = embed(self, *args)
+        rows.append(len(result))
+        return result
+
+    monkeypatch.setattr(ValueModel, "embed_images", counted)
+    return rows
+
+
 def prompt_of(length, seed):
     return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def request_with_images(rid, parts, params, *, text=0, placeholder=None, **filters):
+    """A request with a prompt of parts: so many tokens of text, or an image of rows, columns and a seed of its pixels.
+
+    Args:
+        rid, params, filters: of the request.
+        parts: in their order.
+        text: seed of the text.
+        placeholder: token that stands for images (None: one past the vocabulary, by their pixels, as in the engine).
+    """
+    tokens, items = [], []
+    for part in parts:
+        if isinstance(part, int):
+            tokens += [3 + token % 80 for token in prompt_of(part, text + len(tokens))]
+        else:
+            items.insert(0, Item(len(tokens), *part))  # in another order than in the prompt
+            tokens += [items[0].hash % 2**30 if placeholder is None else placeholder] * (part[0] * part[1])
+    request = Request(rid, tokens, params, **filters)
+    request.multimodal_inputs = SimpleNamespace(mm_items=items)
+    return request
 
 
 def with_own_filters(request, probs):
@@ -149,7 +233,8 @@ def expected_row(plain, request, probs, tokens=None):
     status = Status(candidates.status.item())
     if status not in (Status.GUIDE, Status.SINGLE):
         return with_own_filters(request, probs), status
-    value_logits = plain.after(tokens)[candidates.token_ids.clamp(min=0).long()]
+    items = () if request.multimodal_inputs is None else request.multimodal_inputs.mm_items
+    value_logits = plain.after(tokens, items)[candidates.token_ids.clamp(min=0).long()]
     table = GuidanceTable.from_params([params], [{EOS}], "cpu")
     generated = column(len(tokens) - len(request.origin_input_ids), torch.int32)
     reweight_scatter(candidates, value_logits, table, generated=generated, probs=row)
@@ -453,14 +538,29 @@ def test_each_filter_of_an_unguided_request(engine, filters):
     assert 1 < (after[1] > 0).sum() < VOCAB
 
 
-@pytest.mark.parametrize("name", ["multimodal_inputs", "input_embeds"])
-def test_what_the_value_model_cannot_read_is_not_guided(engine, monkeypatch, caplog, name):
-    request, other = Request("a", [10**6, 5], TILT, top_k=3), Request("b", prompt_of(4, 95), TILT)
-    setattr(request, name, object())
-    monkeypatch.setattr("tests.helpers.sglang_fork.BY_TOKEN", torch.zeros(10**6 + 1, VOCAB))
+@pytest.mark.parametrize(
+    ("changes", "reads_images", "message"),
+    [
+        (dict(input_embeds=object()), False, "input_embeds cannot be combined with guidance in custom_params"),
+        (dict(input_embeds=object()), True, "input_embeds cannot be combined with guidance in custom_params"),
+        ({}, False, "images cannot be combined .* the value model has no vision tower"),
+        (dict(session_id="s"), True, "images in a session cannot be combined"),
+        (dict(session_id="s", multimodal_inputs=None), True, "images in a session cannot be combined"),
+        (dict(modality=SimpleNamespace(name="VIDEO")), True, "videos, audio and embeddings of images cannot be"),
+        (dict(feature=torch.zeros(8, 99)), True, r"pixel_values must be \[8, 96\], .* got \[8, 99\]"),
+    ],
+)
+def test_what_the_value_model_cannot_read_is_not_guided(make, make_vl, caplog, changes, reads_images, message):
+    engine = make_vl() if reads_images else make()
+    placeholder = None if "multimodal_inputs" in changes else IMAGE
+    request = request_with_images("a", [4, (1, 2, 7), 3], TILT, placeholder=placeholder, top_k=3)
+    other = request_with_images("b", [2, (2, 1, 8), 5], TILT) if reads_images else Request("b", prompt_of(4, 95), TILT)
+    other.session_id = None if reads_images else "s"
+    for name, value in changes.items():
+        vars(request if hasattr(request, name) else request.multimodal_inputs.mm_items[0])[name] = value
     engine.go([request, other], [3, 0], left=[request])
     engine.go([request, other], left=[request])
-    assert caplog.text.count(f"request a has {name}, which the value model cannot read: not guided") == 1
+    assert len(re.findall(f"request a is not guided: {message}", caplog.text)) == 1
 
 
 def test_a_bad_request_harms_nobody(engine, caplog):
@@ -476,6 +576,127 @@ def test_more_candidates_than_there_is_room_for(make, monkeypatch, caplog):
     for name, top_k, count in (("a", 4, 0), ("b", 5, 1), ("c", ALL, 1)):
         _, after = engine.prefill([Request(name, prompt_of(4, 98), TILT, top_k=top_k)], [3])
         assert (after[0] > 0).sum() == 4 and caplog.text.count(warning) == count
+
+
+# --- images ---
+
+
+def test_images_beside_text(make_vl, forwards, embedded, monkeypatch):
+    """Requests with images of several sizes and numbers, and without, join and change places.
+
+    Prompts are computed in parts that cut images. Steps of decoding are one forward, and the vision tower runs once for
+    each request with images, when it comes.
+    """
+    monkeypatch.setenv("LENVM_CHUNK_TOKENS", "8")
+    engine = make_vl()
+    a = request_with_images("a", [3, (2, 3, 1), 2, (4, 1, 2), 5], TILT, text=200, top_k=5)
+    b = Request("b", [3 + token % 80 for token in prompt_of(11, 201)], TILT, top_k=7)
+    c = request_with_images("c", [(3, 2, 3), 1], {"target_length": 9}, text=202, top_k=4)
+    d = request_with_images("d", [1, (1, 1, 4), 20, (1, 5, 5), 3, (3, 3, 6), 4], TILT, text=203, top_k=6)
+
+    def decode(*requests):
+        forwards.clear()
+        statuses = engine.go(requests)
+        assert len(forwards) == 1 and set(statuses) == {Status.GUIDE}
+
+    engine.go([a, b], [4, 1])
+    assert embedded == [6 + 4]
+    decode(b, a)
+    engine.go([b, d, c], [1, 0, 6])
+    decode(c, a, d, b)
+    decode(d, b, a, c)
+    a.finished_reason = "stop"
+    decode(c, b, d)
+    assert d.lenvm_images.embeds is None  # once the prompt is computed
+    assert sorted(embedded) == sorted([6 + 4, 6, 1 + 5 + 9])
+
+
+def test_other_images_with_the_same_tokens_are_not_shared(make_vl, forwards, embedded):
+    """Of three full pages of a prompt, those before the first image that is another are shared."""
+    engine = make_vl()
+    start, end = 2 * PAGE - 1, 9  # the image's first token ends a page
+    first = [start, (3, 4, 1), end]
+
+    def computed(parts, row, text=0):
+        """Tokens of this prompt that were computed before its last one."""
+        forwards.clear()
+        options = dict(text=text, placeholder=IMAGE, top_k=3)
+        engine.go([request_with_images(str(row), parts, TILT, **options)], [row])
+        return forwards[0] if len(forwards) == 2 else 0
+
+    length = start + 12 + end - 1
+    assert computed(first, 3) == length
+    embedded.clear()
+    assert computed(first, 0) == length - 3 * PAGE and not embedded
+    assert computed([start, (3, 4, 2), end], 5) == length - PAGE  # other pixels
+    assert computed([start, (4, 3, 1), end], 1) == length - PAGE  # the same pixels in another shape
+    assert computed([start, (3, 4, 1), end, (2, 2, 1), 1], 6) == length + 5  # positions are moved further
+    assert computed([start + 12 + end], 4) == length and len(embedded) == 3
+    assert computed(first, 2, text=1) == length
+
+
+def test_retracted_requests_with_images(make_vl, monkeypatch, forwards, embedded):
+    """Without slots, without a token and in another row, they are computed anew with their images."""
+    monkeypatch.setattr(sglang_fork_runner, "_num_pages", lambda *args: 5)
+    engine = make_vl(lag=1)
+    a = request_with_images("a", [4, (2, 3, 1), 6], TILT, text=210, top_k=5)
+    b = request_with_images("b", [PAGE, (1, 3, 2), 2], TILT, text=211, top_k=4)
+    c = request_with_images("c", [2, (4, 5, 3), 1], TILT, text=212, top_k=6)
+    engine.go([a, b], [3, 1])
+    for _ in range(3):
+        engine.go([b, a])
+    engine.go([c], [2])  # in the slots of a
+    c.finished_reason = "stop"
+    assert embedded == [6, 3, 20]
+    embedded.clear()
+    engine.go([b, a], [0, 3])
+    engine.go([a, b])
+    assert embedded == [3, 6]
+    a.tokens.pop()
+    forwards.clear()
+    engine.go([a, b], [4, 0])
+    assert embedded == [3, 6] and forwards[0] == len(a.tokens) - 2 - PAGE  # its image was in a full page
+    engine.go([b, a])
+
+
+def test_the_vision_tower_is_loaded_at_the_start(make_vl, monkeypatch):
+    """Where the base model reads images: after the first look at the memory, and before the second."""
+    engine, looks = make_vl(), []
+
+    def load(*args):
+        looks.append(len(engine.asked_memory))
+        return load_vision_tower(*args)
+
+    monkeypatch.setattr("lenvm_kernels.value_model.model.load_vision_tower", load)
+    for reads_images in (False, True):
+        engine.asked_memory.clear()
+        engine.model_runner.model_config.is_multimodal = reads_images
+        engine.model_runner.initialize(0.0)
+        assert looks == [1] * reads_images
+
+
+def test_the_forks_images_are_read(fork, make_vl, embedded):
+    """The fork's own objects: two items of an image, and an item of two images; with the hash that it gives them."""
+    batch = importlib.import_module("sglang.srt.managers.schedule_batch")
+
+    def make_item(items):
+        grids = torch.cat([item.image_grid_thw for item in items])
+        return batch.MultimodalDataItem(
+            modality=batch.Modality.IMAGE,
+            feature=torch.cat([item.feature for item in items]),
+            offsets=[offsets for item in items for offsets in item.offsets],
+            model_specific_data=dict(image_grid_thw=grids),
+        )
+
+    engine = make_vl()
+    requests = [request_with_images(name, [3, (2, 3, 1), 2, (4, 1, 2), 5], TILT, text=220) for name in "ab"]
+    for request, counts in zip(requests, ([1, 1], [2]), strict=True):
+        items = iter(request.multimodal_inputs.mm_items[::-1])
+        given = [make_item([next(items) for _ in range(count)]) for count in counts]
+        request.multimodal_inputs = batch.MultimodalInputs.from_dict(dict(mm_items=given))
+    engine.go(requests, [2, 5])
+    engine.go(requests[::-1])
+    assert embedded == [10, 10]
 
 
 # --- against the fork's own sampler ---
@@ -658,15 +879,13 @@ def test_overridden_architectures_change_nothing(make):
     [
         dict(lvm_guided_inproc=False),  # a value server
         dict(lvm_guided_inproc_model_path=None),
-        dict(path="images"),
         dict(function=min),  # one's own
         dict(is_draft_worker=True),
     ],
 )
-def test_everything_else_is_left_to_the_fork(make, monkeypatch, tmp_path, options):
+def test_everything_else_is_left_to_the_fork(make, monkeypatch, options):
     """Nothing is loaded, and the fork's own way of applying guidance is taken."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "vision_config": {}}))
-    engine = make(**{"path": tmp_path} if "path" in options else options)
+    engine = make(**options)
     assert engine.runner is None
     calls = []
     original = f"{GUIDED_SAMPLING}:LvmGuidedSampler.apply"
@@ -736,7 +955,8 @@ def test_what_a_step_takes(modules, monkeypatch, guidance):
 
 
 def test_what_a_step_of_the_fork_takes(fork, monkeypatch):
-    """With its own runner, as a vision-language value model has it."""
+    """With its own runner, which ``install()`` leaves to guidance functions of one's own."""
+    monkeypatch.setattr(fork.module, "LvmGuidedSampler", fork.Original)
     monkeypatch.setattr(bench, "VOCAB", 2000)
     decode, after_prompt = bench.count_fork(3, bench.GUIDANCE["a tilt"])
     length = bench.CACHED + 2

@@ -17,35 +17,15 @@ from lenvm_kernels.adapters import settings
 from lenvm_kernels.adapters.sglang_images import PromptImages, image_tokens
 from lenvm_kernels.types import Status
 from tests.helpers.models import VISION, random_head, random_model, value_logits, value_model_of, vl_config
+from tests.helpers.sglang_fork import Item
 from tests.helpers.sglang_server import ATOL, GENTLE, HIDDEN, SAMPLING, TINY, running_server
 
 # --- the tokens of requests with images ---
-
-PATCH_ELEMENTS = 3 * 2 * 4 * 4
 
 
 @pytest.fixture(scope="module")
 def value_model():
     return value_model_of(random_model(Qwen2_5_VLForConditionalGeneration, vl_config()), random_head())
-
-
-class Item(SimpleNamespace):
-    """An image of so many rows and columns of tokens, at these places of a prompt."""
-
-    def __init__(self, first, rows, columns, seed=0, **changes):
-        grid = torch.tensor([[1, 2 * rows, 2 * columns]])
-        pixels = torch.randn(4 * rows * columns, PATCH_ELEMENTS, generator=torch.Generator().manual_seed(seed))
-        values = dict(
-            modality=SimpleNamespace(name="IMAGE"),
-            feature=pixels,
-            offsets=[(first, first + rows * columns - 1)],
-            model_specific_data=dict(image_grid_thw=grid),
-            image_grid_thw=grid,
-        )
-        super().__init__(**values | changes)
-
-    def is_image(self):
-        return self.modality.name == "IMAGE"
 
 
 def request(length, *items, session=None):

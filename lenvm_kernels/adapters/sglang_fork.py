@@ -43,11 +43,13 @@ With the value model in the process (:class:`lenvm_kernels.adapters.sglang_fork_
   value model, the share of memory and the trace. ``LENVM_MAX_CANDIDATES`` is 64 without; the memory of a step follows
   it, so that 16 is better where no ``top_k`` is above.
 - A request may ask for a ``value_stride``.
-- Requests with images or embeddings are not guided.
+- A vision-language value model embeds a prompt's images itself, before the request's first step; what its vision tower
+  takes for that is not in its share of the memory. Prompts share what is computed of them if their images have the same
+  sizes, up to the first image that is another.
+- Requests with input embeddings, videos, audio, images in a session, or images that the value model cannot read are not
+  guided, which is logged.
 
-Not replaced: a vision-language value model stays in the fork's own runner, with its two forwards a step, a mask for its
-attention, and candidate lists read back to the host; of the lists above only the first holds for it. With a guidance
-function that is not one of the fork's three, the fork's own candidates and guidance stay, too.
+With a guidance function that is not one of the fork's three, the fork's own runner, candidates and guidance stay.
 """
 
 from __future__ import annotations
@@ -70,7 +72,6 @@ from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.topk_candidates import MAX_CANDIDATES, topk_candidates
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.types import Candidates, Mode, Status
-from lenvm_kernels.value_model.checkpoint import local_path, reads_images
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -133,7 +134,7 @@ def _takes_its_place(function: Callable | None) -> bool:
 
 
 def _load_runner(runner: ModelRunner) -> InprocRunner | None:
-    """The value model of a base model's runner; None if it is not in this process, or reads images.
+    """The value model of a base model's runner; None if it is not in this process.
 
     Raises:
         ValueError: naming an option or a setting, what came and what is accepted.
@@ -142,8 +143,6 @@ def _load_runner(runner: ModelRunner) -> InprocRunner | None:
     options = runner.server_args
     path = options.lvm_guided_inproc_model_path
     if not options.lvm_guided_inproc or not path:
-        return None
-    if reads_images(local_path(path)):
         return None
     overrides = json.loads(options.lvm_guided_inproc_json_model_override_args or "{}")
     if set(overrides) - {"architectures"}:
@@ -256,8 +255,6 @@ def build_pending(
     if len(left_alone) == len(reqs):
         return None
     sent_rows = [row for row, s in enumerate(status) if s == Status.GUIDE]
-    sent = torch.tensor(sent_rows, dtype=torch.long, device=device)
-    sent_ids = candidates.token_ids[sent].long()
     pending = _fork.PendingLvmResult(
         req_list=reqs,
         device=device,
@@ -265,8 +262,7 @@ def build_pending(
         send_batch_indices=sent_rows,
         prefix_ids_send=[self._get_prefix_ids_incremental(reqs[row]) for row in sent_rows],
         candidate_ids_send=[token_ids[row][: counts[row]] for row in sent_rows],
-        candidate_probs_send=[],  # only for the fork's functions on lists
-        gpu_candidates=(candidates.probs[sent], sent_ids, sent_ids >= 0),
+        candidate_probs_send=[],  # only for the fork's functions
     )
     generated = torch.tensor([len(req.output_ids) for req in reqs], dtype=torch.int32, device=device)
     pending.lenvm = _Step(candidates, table, generated, filters, left_alone)
@@ -275,23 +271,17 @@ def build_pending(
     return pending
 
 
-def apply_guidance_gpu(self: LvmGuidedSampler, pending: PendingLvmResult, gpu_embeddings: Iterable) -> None:
-    """Guide the rows whose candidates have value logits: one tensor a row sent, in the order of its candidates."""
-    if not hasattr(pending, "lenvm"):
-        return _originals[f"{_SAMPLER}._apply_guidance_gpu"](self, pending, gpu_embeddings)
-    candidates = pending.lenvm.candidates
-    of_row = zip(gpu_embeddings, pending.candidate_ids_send, strict=True)
-    scored = (candidates.status == Status.GUIDE)[:, None] & (candidates.token_ids >= 0)
-    value_logits = torch.zeros_like(candidates.probs)
-    value_logits.masked_scatter_(scored, torch.cat([values[: len(ids)] for values, ids in of_row]).float())
-    _write(pending, value_logits)
-
-
 def apply_guidance(self: LvmGuidedSampler, pending: PendingLvmResult, lvm_values: list[list[float]]) -> None:
-    """:func:`apply_guidance_gpu` with the answer of a value server."""
+    """Guide the rows whose candidates a value server has answered: each row sent, in the order of its candidates."""
     if not hasattr(pending, "lenvm"):
         return _originals[f"{_SAMPLER}._apply_guidance"](self, pending, lvm_values)
-    apply_guidance_gpu(self, pending, [torch.tensor(values, device=pending.device) for values in lvm_values])
+    candidates = pending.lenvm.candidates
+    of_row = zip(lvm_values, pending.candidate_ids_send, strict=True)
+    scored = (candidates.status == Status.GUIDE)[:, None] & (candidates.token_ids >= 0)
+    value_logits = torch.zeros_like(candidates.probs)
+    answer = [value for values, ids in of_row for value in values[: len(ids)]]
+    value_logits.masked_scatter_(scored, torch.tensor(answer, dtype=torch.float32, device=pending.device))
+    _write(pending, value_logits)
 
 
 def _write(pending: PendingLvmResult, value_logits: torch.Tensor) -> None:
@@ -364,7 +354,6 @@ _MASK = "build_tree_value_custom_mask_and_positions"
 REPLACED: dict[str, Callable] = {
     f"{_SAMPLER}.apply": apply,
     f"{_SAMPLER}._build_pending": build_pending,
-    f"{_SAMPLER}._apply_guidance_gpu": apply_guidance_gpu,
     f"{_SAMPLER}._apply_guidance": apply_guidance,
     f"{_GUIDED_SAMPLING}:_extract_token_temperature_scale": extract_token_temperature_scale,
     f"sglang.srt.lvm.tree_value_spec:{_MASK}": build_tree_value_custom_mask_and_positions,

@@ -4,7 +4,7 @@ The fork's own runner is handed the prefixes and candidates of a batch as lists,
 handed the batch itself and its probabilities, and rewrites these: by one forward of the value model a step
 (:class:`lenvm_kernels.step.GuidedStep`), with keys and values in slots of its own
 (:class:`lenvm_kernels.slot_pool.SlotPool`). Nothing is read back from the device: lengths, and who comes and goes, the
-host knows anyway.
+host knows anyway. But for new images: their vision tower, a module of ``transformers``, waits for the device.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from lenvm_kernels.adapters.settings import MAX_END_TOKENS, Settings, check_vocabulary
 from lenvm_kernels.adapters.sglang_batch import last_tokens
+from lenvm_kernels.adapters.sglang_images import PromptImages, image_tokens
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.slot_pool import SlotPool
@@ -57,6 +58,7 @@ class _Prompt(NamedTuple):
     table_row: int
     token_ids: Sequence[int]
     computed: int
+    images: PromptImages | None
 
 
 class InprocRunner:
@@ -88,6 +90,8 @@ class InprocRunner:
         value_model = settings.load_value_model(runner.dtype, self.device)
         assert value_model is not None  # the fork's option names one
         check_vocabulary(settings, value_model.config.vocab_size, engine.vocab_size, runner.server_args.tokenizer_path)
+        if engine.is_multimodal:
+            value_model.vision_tower  # noqa: B018, loaded before the rest of the memory is shared out
         room = int(mem_fraction * free - (free - free_bytes()))
         rows, max_len = runner.req_to_token_pool.req_to_token.shape
         pages = _num_pages(settings, value_model, runner, room)
@@ -104,7 +108,7 @@ class InprocRunner:
                 max_delta=MAX_DELTA,
             ),
         )
-        self._stride = settings.value_stride
+        self._value_model, self._stride = value_model, settings.value_stride
         self._requests: dict[int, _Request] = {}  # by table row
         # Rows of the last batch that keep their own filters, and the same on the device.
         self._filtered: tuple[list[int], torch.Tensor] = ([], torch.empty(0, dtype=torch.int64, device=self.device))
@@ -185,11 +189,18 @@ class InprocRunner:
             return False
         if length < len(req.origin_input_ids) + len(req.output_ids):
             return False  # the prompt goes on in a later batch: what is drawn now is thrown away
-        for name in ("multimodal_inputs", "input_embeds"):
-            if getattr(req, name) is not None:
-                logger.warning("LenVM: request %s has %s, which the value model cannot read: not guided", req.rid, name)
-                req.lenvm_guidance = GuidanceParams(), eos
-                return False
+        try:
+            if req.input_embeds is not None:
+                raise ValueError("input_embeds cannot be combined with guidance in custom_params")
+            # Of earlier turns the engine keeps what stands for images, past the vocabulary, but no pixels.
+            if req.session_id is not None and max(req.origin_input_ids) >= self.step.config.vocab_size:
+                raise ValueError("images in a session cannot be combined with guidance in custom_params")
+            has_images = req.multimodal_inputs is not None
+            req.lenvm_images = PromptImages(req, self._value_model) if has_images else None
+        except ValueError as error:
+            logger.warning("LenVM: request %s is not guided: %s", req.rid, error)
+            req.lenvm_guidance = GuidanceParams(), eos
+            return False
         return True
 
     def _add(self, req: Req, row: int, length: int) -> _Prompt:
@@ -203,7 +214,11 @@ class InprocRunner:
             )
         # The engine may not know the last token on the host yet. The step reads it on the device.
         tokens = [*req.origin_input_ids, *req.output_ids][: length - 1]
-        computed = self.pool.admit(row, tokens)
+        images = req.lenvm_images
+        if images is None:
+            computed = self.pool.admit(row, tokens)
+        else:
+            computed = self.pool.admit(row, images.identities(tokens), images.moved)
         self.step.add_request(
             row,
             replace(params, token_temperature_scale={}, return_values=False),
@@ -211,7 +226,7 @@ class InprocRunner:
             prompt_len=len(req.origin_input_ids),
         )
         self._requests[row] = _Request(req, length)
-        return _Prompt(row, tokens, computed)
+        return _Prompt(row, tokens, computed, images)
 
     def _leave(self, row: int) -> None:
         """Whoever was guided in a row is not any more; its slots are free."""
@@ -239,10 +254,18 @@ class InprocRunner:
         if not prompts:
             return
         lens = [len(prompt.token_ids) - prompt.computed for prompt in prompts]
-        rows, computed = ([prompt[i] for prompt in prompts] for i in (0, 2))
+        rows, computed = [prompt.table_row for prompt in prompts], [prompt.computed for prompt in prompts]
         starts = np.cumsum(lens) - lens
         token_ids = np.concatenate([np.array(p.token_ids[p.computed :], dtype=np.int64) for p in prompts])
         positions = np.arange(len(token_ids)) + np.repeat(np.array(computed) - starts, lens)
+        parts = list(zip([prompt.images for prompt in prompts], computed, lens, strict=True))
+        for images, first, _ in parts:
+            if images is not None:
+                images.embed(first, self._value_model)
+        of_images = image_tokens(parts, len(token_ids), self._value_model)
+        if of_images is not None:
+            rotary, embeds = (self._to_device(x.numpy()) for x in of_images[:2])
+            of_images = of_images._replace(positions=rotary, rows=embeds)
         of_tokens = self._to_device(np.stack((token_ids, np.repeat(rows, lens), positions)))
         of_requests = self._to_device(np.array([rows, starts, lens, computed]))
         token_ids_there, table_rows, positions_there = of_tokens
@@ -252,9 +275,12 @@ class InprocRunner:
             of_requests[0],
             *of_requests[1:].int(),
             begins=starts.tolist(),
+            images=of_images,
         )
         for prompt in prompts:
             self.pool.computed(prompt.table_row, len(prompt.token_ids))
+            if prompt.images is not None:
+                prompt.images.embeds = None
 
     def _may_keep_filters(self, req: Req, guided: Mapping[int, int]) -> bool:
         """Whether a row of the batch may have to be drawn by its own filters. Which one is, only the device knows."""

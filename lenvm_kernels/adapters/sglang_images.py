@@ -1,4 +1,4 @@
-"""Images in the prompts of SGLang's requests, for a value model that reads them."""
+"""Images in the prompts of requests of SGLang and of its LenVM fork, for a value model that reads them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PromptImages:
     """
 
     def __init__(self, req: Req, value_model: ValueModel) -> None:
-        if req.session is not None:
+        if getattr(req, "session", getattr(req, "session_id", None)) is not None:  # the fork has its id alone
             raise ValueError("images in a session cannot be combined with guidance in custom_params")
         self._items: list[MultimodalDataItem] = req.multimodal_inputs.mm_items
         if not all(has_pixels(item) for item in self._items):
@@ -62,9 +62,18 @@ class PromptImages:
     def embed(self, first: int, value_model: ValueModel) -> None:
         """Have embeddings if the prompt has images from this token on."""
         if self.embeds is None and (self._rows[first:] >= 0).any():
-            pixel_values = torch.cat([item.feature for item in self._items])
+            # In the fork pixels may still be on their way to the host; only copies in the same stream wait for that.
+            pixel_values = torch.cat([item.feature.to(value_model.device, non_blocking=True) for item in self._items])
             grids = torch.cat([item.image_grid_thw for item in self._items])
             self.embeds = value_model.embed_images(pixel_values, grids)
+
+    def identities(self, token_ids: Sequence[int]) -> list[int]:
+        """The prompt's ``token_ids``, and what may follow; an image's first token becomes a number of its pixels."""
+        ids = list(token_ids)
+        for item in self._items:
+            for first, _ in item.offsets:
+                ids[first] = hash((item.hash, *item.image_grid_thw.flatten().tolist()))
+        return ids
 
     def of_tokens(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions ``[3, count]`` of these tokens of the sequence, and their rows of the embeddings ``[count]``."""

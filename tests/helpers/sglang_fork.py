@@ -1,4 +1,4 @@
-"""The LenVM fork of SGLang, or a stand-in for it; and what its in-process runner sees of the engine."""
+"""The LenVM fork of SGLang, or a stand-in for it; what its in-process runner sees of the engine, images included."""
 
 import dataclasses
 import importlib
@@ -30,7 +30,6 @@ def make_stand_in():
 
     class LvmGuidedSampler:
         def _build_pending(self, probs, reqs, temperatures, top_ps, top_ks, min_ps): ...
-        def _apply_guidance_gpu(self, pending, gpu_embeddings): ...
         def _apply_guidance(self, pending, lvm_values): ...
 
         @staticmethod
@@ -43,7 +42,9 @@ def make_stand_in():
                 return None
             if pending.send_batch_indices:
                 rids = [pending.req_list[row].rid for row in pending.send_batch_indices]
-                self._apply_guidance_gpu(pending, self._inproc.tree_value_launch_gpu(rids, pending.candidate_ids_send))
+                reqs = [pending.req_list[row] for row in pending.send_batch_indices]
+                answer = self._inproc.tree_value(rids, pending.prefix_ids_send, pending.candidate_ids_send, reqs)
+                self._apply_guidance(pending, answer)
             return pending.guided
 
     class ModelRunner:
@@ -109,10 +110,30 @@ class Request:
         self.tokens = list(prompt)
         self.sampling_params = SimpleNamespace(custom_params=custom_params, top_k=top_k, top_p=top_p, min_p=min_p)
         self.eos_token_ids = {EOS}
-        self.multimodal_inputs = self.input_embeds = self.req_pool_idx = self.finished_reason = None
+        self.multimodal_inputs = self.input_embeds = self.req_pool_idx = self.finished_reason = self.session_id = None
 
     def finished(self):
         return self.finished_reason is not None
+
+
+class Item(SimpleNamespace):
+    """An image of so many rows and columns of tokens, at these places of a prompt; as the engine has it."""
+
+    def __init__(self, first, rows, columns, seed=0, **changes):
+        grid = torch.tensor([[1, 2 * rows, 2 * columns]])
+        pixels = torch.randn(4 * rows * columns, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(seed))
+        values = dict(
+            modality=SimpleNamespace(name="IMAGE"),
+            hash=10**15 + seed,  # of the pixels alone
+            feature=pixels,
+            offsets=[(first, first + rows * columns - 1)],
+            model_specific_data=dict(image_grid_thw=grid),
+            image_grid_thw=grid,
+        )
+        super().__init__(**values | changes)
+
+    def is_image(self):
+        return self.modality.name == "IMAGE"
 
 
 class OnHost:
@@ -199,7 +220,7 @@ class Engine:
             gpu_id=0,
             dtype=torch.float32,
             tp_group=SimpleNamespace(world_size=1, cpu_group=None),
-            model_config=SimpleNamespace(vocab_size=VOCAB, context_len=max_len - 4),
+            model_config=SimpleNamespace(vocab_size=VOCAB, context_len=max_len - 4, is_multimodal=True),
             req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(rows, max_len, dtype=torch.int32)),
             max_running_requests=max_requests,
         )
