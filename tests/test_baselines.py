@@ -6,6 +6,7 @@ its documented rule in plain PyTorch everywhere.
 
 import inspect
 import itertools
+import math
 import sys
 import types
 import zipfile
@@ -16,7 +17,9 @@ import torch
 import torch.nn.functional as F
 
 import bench.baselines
+from bench import peers
 from bench.baselines import Absent, Tree, flag_gems, flashinfer, load, pytorch, sglang, vllm
+from bench.harness.demo_runs import DemoRuns
 from bench.ops.topk_candidates import OPTIONS
 from lenvm_kernels.reference.topk_candidates import topk_candidates
 from lenvm_kernels.reference.value_head import value_head
@@ -424,3 +427,31 @@ def test_vllm(device):
     expected = torch.full_like(logits, -torch.inf).scatter(1, token, torch.where(keep, value, -torch.inf))
     for _ in range(2):  # it filters in place, but not its argument
         torch.testing.assert_close(run(), expected)
+
+
+def test_the_table_of_ways(monkeypatch):
+    """Time over plain is of two times of a seed; tokens/s are of all seeds."""
+    ids, eos, clock = torch.tensor([[0, 4, 5], [6, 7, 8]]), 1, iter([0.0, 2.0, 2.0, 8.0, 10.0, 11.0, 11.0, 16.0])
+    answers = {"plain": [[9, 9, 9, eos], [9] * 6], "slow": [[9, eos], [9, 9, 9, 9, 9, 9, 9, eos]]}
+    models = types.SimpleNamespace(
+        eos_token_ids=[eos],
+        tokenizer=types.SimpleNamespace(batch_decode=lambda found, **_: ["text."] * len(found)),
+        encode=lambda prompts: {"input_ids": ids, "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])},
+    )
+    ways = {way: lambda inputs, found=found: found for way, found in answers.items()}
+    monkeypatch.setattr(peers, "ways_of", lambda *_: ways)
+    monkeypatch.setattr(peers.time, "perf_counter", lambda: next(clock))
+
+    def likelihoods(of, prompts, found):
+        assert of is models and prompts == [[4, 5], [6, 7, 8]]
+        return [[0.5] * len(ids) for ids in found]
+
+    monkeypatch.setattr(peers, "likelihoods", likelihoods)
+    runs = DemoRuns(models, ["a", "b"], [3, 4], None)
+    plain, slow = peers.compare(runs, None, 5, types.SimpleNamespace(set_description=lambda _: 0, update=lambda: 0))
+    perplexity = pytest.approx(math.exp(0.5))
+    # 10 tokens in 2 and in 1 second; 10 in 6 and in 5.
+    assert plain == peers.Way("plain", 20 / 3, 1.0, 5.0, 1.0, 0.0, 0.5, perplexity)
+    assert slow == peers.Way("slow", 20 / 11, 4.0, 5.0, 3.0, 0.0, 0.0, perplexity)
+    text = peers.table([plain, slow])
+    assert "| slow | 1.8 | 4.00 | 5.0 | 3.0 | 0% | 0% | 1.65 |" in text and "| 1.006 |" in text

@@ -12,6 +12,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from bench import peers
 from lenvm_kernels.adapters import transformers as transformers_adapter
 from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor, generate
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
@@ -520,3 +521,23 @@ def test_sequences_that_go_on_from_others_are_refused(base, value_model, prompts
         grown[changed] += 1
     with pytest.raises(ValueError, match="expected the prompts and 1 new tokens, got"):
         processor(grown, torch.zeros(3, VOCAB))
+
+
+def test_the_published_way_as_a_processor(base, value_model, prompts):
+    """As the comparison of ways runs it: its probabilities are ours, row by row until an answer ends."""
+    guidance, steps, width = {"value_mode": "mul", "value_scale": 0.97}, 24, prompts["input_ids"].shape[1]
+    torch.manual_seed(5)
+    options = dict(peers.SAMPLING, max_candidates=peers.SAMPLING["top_k"])
+    processor = LenVMLogitsProcessor(
+        base, value_model, guidance, prompts["attention_mask"], max_new_tokens=steps, **options
+    )
+    output = base.generate(**prompts, **processor.generation_kwargs, **KEEP_SCORES, output_logits=True)
+    theirs = peers.TwoForwardProcessor(value_model, guidance, prompts["attention_mask"], steps, [EOS])
+    compared = {0: 0, 1: 0, 2: 0}
+    for step, (logits, scores) in enumerate(zip(output.logits, output.scores, strict=True)):
+        found = theirs(output.sequences[:, : width + step], logits)
+        for row in compared:
+            if EOS not in output.sequences[row, width : width + step]:
+                torch.testing.assert_close(found[row].exp(), scores[row].exp(), rtol=0, atol=1e-4)
+                compared[row] += 1
+    assert min(compared.values()) < steps == max(compared.values())  # one has ended before

@@ -536,8 +536,9 @@ def answers_to_schema(engine, guidance):
 
 def test_a_study(tmp_path, monkeypatch):
     write_checkpoints(tmp_path)
-    options = ["--engine", "vllm", "--", "--max-model-len", "256", "--num-gpu-blocks-override", "70", "--block-size", "32"]
-    check_study(tmp_path, monkeypatch, prompts_of(12, 7, seed=15), options, slots=70 * 32)
+    options = ["--max-model-len", "256", "--num-gpu-blocks-override", "70", "--block-size", "32"]
+    prompts = prompts_of(12, 7, seed=15)
+    check_study(tmp_path, monkeypatch, prompts, ["--engine", "vllm", "--", *options], slots=70 * 32)
 
 
 def test_json_schema(folder, engine):
