@@ -171,11 +171,7 @@ def local_path(name: str | os.PathLike) -> Path:
 
 
 def backbone_of(path: Path) -> Path:
-    """Where the backbone of a value model is: at its own path, or where an adapter alone says that its base is.
-
-    Raises:
-        FileNotFoundError: it is not there.
-    """
+    """Where the backbone of a value model is: at its own path, or where an adapter alone says that its base is."""
     if (path / "config.json").is_file() or not is_adapter(path):
         return path
     base = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
@@ -207,16 +203,16 @@ def read_checkpoint(
 def head_beside(*folders: str | os.PathLike | None) -> Path | None:
     """The file with the value head in the first of these directories that has one.
 
-    It has a name of :data:`HEAD_FILES`, or else any that ends in ``.safetensors`` or ``.bin`` and only ``v_head.*``
-    tensors.
+    It has a name of :data:`HEAD_FILES`. Or else it is the only ``.safetensors`` or ``.bin`` file whose tensors are all
+    ``v_head.*``.
 
     Raises:
-        ValueError: there are several of the latter.
+        ValueError: there are several of these.
     """
     for folder in (Path(folder) for folder in folders if folder is not None):
         if named := [folder / name for name in HEAD_FILES if (folder / name).is_file()]:
             return named[0]
-        found = [file for file in sorted(folder.iterdir()) if _is_head(file)]
+        found = [file for file in sorted(folder.glob("*.*")) if _is_head(file)]
         if len(found) > 1:
             names = ", ".join(file.name for file in found)
             raise ValueError(f"{folder} must have one file with a value head, or one called {HEAD_FILE}, got {names}")
