@@ -105,7 +105,7 @@ def test_heads_by_other_names(tmp_path, name):
     model.save_pretrained(tmp_path)
     save = torch.save if name.endswith(".bin") else save_file
     save(head, tmp_path / name)
-    torch.save(Path("no tensors"), tmp_path / "training_args.bin")  # which torch does not read safely
+    torch.save({"v_head.fc.bias": Path("x")}, tmp_path / "training_args.bin")  # which torch does not read safely
     torch.save({"v_head.fc.bias": torch.ones(1), "step": torch.ones(1)}, tmp_path / "a.bin")
     save_file({"v_heads": torch.ones(1)}, tmp_path / "b.safetensors")
     (tmp_path / "c.safetensors").write_text("cut off")
@@ -134,9 +134,6 @@ def test_names_in_the_hugging_face_cache(tmp_path, monkeypatch, put_into_cache):
     peft.get_peft_model(copy.deepcopy(model), lora).save_pretrained(adapted)
     LenVMConfig(gamma=0.75).write(adapted)
     by_path = ValueModel.from_pretrained(tmp_path / "model", head, adapter=adapted)
-    plain = ValueModel.from_pretrained(tmp_path / "model", head)
-    assert not torch.equal(by_path.layers[0].down, plain.layers[0].down)
-
     config = json.loads((adapted / "adapter_config.json").read_text())
     (adapted / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "owner/model-1.5B"}))
     for name, folder in (("model-1.5B", "model"), ("lora", "adapted"), ("head", "head")):
