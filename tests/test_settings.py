@@ -89,7 +89,6 @@ def test_an_engine_with_an_option_of_its_own(model, config, monkeypatch):
 
 def test_names_in_the_hugging_face_cache(model, monkeypatch, put_into_cache):
     (model / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
-    (model / "value_head.bin").touch()
     LenVMConfig(gamma=0.75).write(model)
     snapshot = put_into_cache("namezz/lvm-x", model)
     monkeypatch.setenv("LENVM_VALUE_MODEL", "namezz/lvm-x")

@@ -126,8 +126,7 @@ def test_heads_by_other_names(tmp_path, name):
 def test_names_in_the_hugging_face_cache(tmp_path, monkeypatch, put_into_cache):
     """A model, its adapter and its head, each in a repository; an existing path wins over a name."""
     (model, head), adapted = random_pair("qwen2"), tmp_path / "adapted"
-    for folder in ("model", "head"):
-        (tmp_path / folder).mkdir()
+    (tmp_path / "head").mkdir()
     model.save_pretrained(tmp_path / "model")
     save_file(head, tmp_path / "head" / "value_head.safetensors")
     lora = peft.LoraConfig(r=2, target_modules=["down_proj"], init_lora_weights=False)
