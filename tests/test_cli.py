@@ -7,16 +7,18 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import lenvm_kernels.demo
 from lenvm_kernels import LenVMConfig
 from lenvm_kernels.guidance.fields import FIELDS
 from tests.helpers.models import WORDS, head_shapes, random_head, save_checkpoint
+from tests.helpers.trunks import write_random_trunk
 
 
 @pytest.fixture
@@ -37,6 +39,14 @@ def test_text_is_generated_and_the_seed_reproduces_it(generate):
     assert text == generate("--value-mode", "centered_exp", "--value-scale", "20", "--seed", "1")[1]
     others = [generate("--value-mode", "centered_exp", "--value-scale", "20", "--seed", s)[1] for s in "234"]
     assert any(text != other for other in others)
+
+
+def test_names_in_the_hugging_face_cache(tmp_path, base, generate, put_into_cache):
+    write_random_trunk(tmp_path / "trunk", AutoModelForCausalLM.from_pretrained(base))
+    put_into_cache("owner/base", Path(base))
+    put_into_cache("owner/trunk", tmp_path / "trunk")
+    found = generate("--target-length", "5", model="owner/base", value_model="owner/trunk")
+    assert found == generate("--target-length", "5", model=base, value_model=tmp_path / "trunk") and found[0] == 0
 
 
 def test_prompts_are_answered_one_after_the_other(generate):

@@ -26,7 +26,7 @@ from lenvm_kernels.adapters.settings import (
 from lenvm_kernels.adapters.vllm_requests import guidance_of
 from lenvm_kernels.step import StepConfig
 from lenvm_kernels.types import Mode
-from tests.helpers.models import put_into_cache, save_checkpoint
+from tests.helpers.models import save_checkpoint
 
 
 @pytest.fixture
@@ -87,11 +87,10 @@ def test_an_engine_with_an_option_of_its_own(model, config, monkeypatch):
         Settings.from_environment(("--value-model", "/nowhere"))
 
 
-def test_names_in_the_hugging_face_cache(model, tmp_path, monkeypatch):
+def test_names_in_the_hugging_face_cache(model, monkeypatch, put_into_cache):
     (model / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
-    (model / "value_head.bin").touch()
     LenVMConfig(gamma=0.75).write(model)
-    snapshot = put_into_cache(monkeypatch, tmp_path / "hub", "namezz/lvm-x", model)
+    snapshot = put_into_cache("namezz/lvm-x", model)
     monkeypatch.setenv("LENVM_VALUE_MODEL", "namezz/lvm-x")
     monkeypatch.setenv("LENVM_VALUE_HEAD", "namezz/lvm-x")
     assert Settings.from_environment() == Settings(snapshot, snapshot, gamma=0.75)

@@ -246,7 +246,6 @@ def test_missing_models_are_named():
         ("Qwen2.5-3B", 3.09),
         ("Qwen2.5-7B", 7.61),
         ("SmolLM2-135M", 0.135),
-        ("Qwen3-30B-A3B", 30.5),
     ],
 )
 def test_parameters_are_those_of_the_checkpoints(name, billions):

@@ -285,12 +285,13 @@ def test_tensors_are_checked_by_name(base, tmp_path):
         Trunk(Trunk.from_pretrained.__self__, stored, torch.zeros(2, 2), dtype=torch.float64)
 
 
-def test_another_family_of_models(tmp_path):
-    """``lenvm_kernels.generate`` with a mixture of experts and its trunk."""
+def test_another_family_of_models(tmp_path, put_into_cache):
+    """``lenvm_kernels.generate`` with a mixture of experts and its trunk, by its name."""
     sizes = TINY | dict(num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
     model = random_model(Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes), seed=4)
-    write_random_trunk(tmp_path, model, (1, 2))
-    trunk = Trunk.from_pretrained(tmp_path, *model_sizes(model))
+    write_random_trunk(tmp_path / "trunk", model, (1, 2))
+    put_into_cache("owner/trunk", tmp_path / "trunk")
+    trunk = Trunk.from_pretrained("owner/trunk", *model_sizes(model))
     inputs = dict(input_ids=torch.tensor([[5, 6, 7], [8, 9, 10]]), attention_mask=torch.ones(2, 3).long())
     torch.manual_seed(0)
     found = lenvm_kernels.generate(model, **inputs, value_model=trunk, max_new_tokens=12, target_length=5)

@@ -40,10 +40,9 @@ MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 @dataclass(frozen=True)
 class Architecture:
-    """The dimensions of a Qwen2, Qwen3 or Llama model, or of one of :data:`MIXTURES`.
+    """The dimensions of a Qwen2, Qwen3 or Llama model, or of one of :data:`MIXTURES`, which have the last fields.
 
-    ``tied`` says that the head is the embedding's matrix. Only a mixture of experts has the fields after it; its layers
-    without experts have an MLP of ``intermediate_size``.
+    ``tied`` says that the head is the embedding's matrix.
     """
 
     name: str
@@ -55,7 +54,7 @@ class Architecture:
     head_dim: int  # D
     vocab_size: int  # V
     tied: bool = False
-    expert_layers: int = 0
+    expert_layers: int = 0  # of the layers; the others have an MLP of I
     num_experts: int = 0  # E, of each of these layers
     experts_per_token: int = 0  # k
     expert_size: int = 0  # Ie
@@ -120,8 +119,7 @@ class Architecture:
         in_all, of_token = number(experts), number("num_experts_per_tok")
         if of_token > in_all:
             raise ValueError(f"num_experts_per_tok of {name} must be at most {in_all}, got {of_token}")
-        every = number("decoder_sparse_step", 1)
-        sparse = sum((i + 1) % every == 0 and i not in dense for i in range(count))
+        sparse = sum(i % number("decoder_sparse_step", 1) == 0 and i - 1 not in dense for i in range(1, count + 1))
         size = number("intermediate_size" if kind == "mixtral" else "moe_intermediate_size")
         shared = number("shared_expert_intermediate_size") if kind == "qwen2_moe" else 0
         return cls(name, *layers, *rest, sparse, in_all, of_token, size, shared)
@@ -156,11 +154,6 @@ class Architecture:
     def parameters(self) -> float:
         """Elements of all matrices of the language model."""
         return self.layer_weights(self.num_experts) + self.lm_head_weights * (1 if self.tied else 2)
-
-    @property
-    def active_parameters(self) -> float:
-        """Of them, without the experts that a token is not routed to."""
-        return self.parameters - self.layer_weights(self.num_experts) + self.active_weights
 
     @property
     def value_parameters(self) -> float:

@@ -212,7 +212,8 @@ def estimate_text(base: Architecture, value: Architecture, work: Workload, top_k
             | {"decoding, GFLOP an output token": token / 1e9}
             | {f"a step of all samples, bf16: {name}, GB": count / 1e9 for name, count in moved.items()}
         )
-    active = f", {base.active_parameters / 1e9:.2f} of them for a token" if base.num_experts else ""
+    of_token = base.parameters - base.layer_weights(base.num_experts) + base.active_weights
+    active = f", {of_token / 1e9:.2f} of them for a token" if base.num_experts else ""
     models = f"- {base.name}: {base.parameters / 1e9:.2f} billion parameters{active}\n"
     models += f"- {value.name}: {value.parameters / 1e9:.2f} billion parameters"
     body = table((f"top-k {top_k}", *ways), [(name, *(column[name] for column in columns)) for name in columns[0]])

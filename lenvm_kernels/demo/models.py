@@ -46,8 +46,7 @@ class Models:
         """Load both models; weights that they have in common are loaded once.
 
         Args:
-            model: a Hugging Face directory, ``owner/name`` in the Hugging Face cache, a ``.gguf`` file, or ``demo`` for
-                the packaged SmolLM2.
+            model: a Hugging Face directory or cached name, a ``.gguf`` file, or ``demo`` for the packaged SmolLM2.
             value_model: the same; ``demo`` means the shipped adapters and head, too. Or a directory with a trunk of the
                 base model, or ``demo-trunk`` for the shipped one. ``none``: there is none.
             value_head: where a head is that is not in ``value_model``, as of :meth:`ValueModel.from_pretrained`. With
@@ -216,8 +215,7 @@ def _parts(value_model: str, value_head: str | None) -> tuple[Path | None, Path 
         return None, VALUE if value_model == DEMO else None
     head = local_path(value_head)
     if not head.exists():
-        accepted = "an existing .safetensors or .bin file, or a directory or name with one"
-        raise FileNotFoundError(f"--value-head must be {accepted}, got {value_head!r}")
+        raise FileNotFoundError(f"--value-head must be an existing .safetensors or .bin file, got {value_head!r}")
     return head, None
 
 

@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
         epilog="example: lenvm evaluate demo demo --targets 40 80 --output evaluation",
     )
     parser.set_defaults(run=run_command)
-    parser.add_argument("base", metavar="BASE", help="a Hugging Face directory, a .gguf file, or the word demo")
+    parser.add_argument("base", metavar="BASE", help="a Hugging Face directory or name, a .gguf file, or demo")
     parser.add_argument(
         "value",
         metavar="VALUE",

@@ -21,9 +21,9 @@ def add(commands: Any) -> None:
         epilog="example: lenvm serve path/to/value-model --port 30010",
     )
     parser.set_defaults(run=run_command)
-    parser.add_argument("value_model", metavar="VALUE", help="a Hugging Face directory, a .gguf file, or the word demo")
+    parser.add_argument("value_model", metavar="VALUE", help="a Hugging Face directory or name, a .gguf file, or demo")
     parser.add_argument(
-        "--value-head", metavar="FILE", help="a .safetensors file with the value head (default: the one in VALUE)"
+        "--value-head", metavar="FILE", help="a .safetensors or .bin file with the head (default: the one in VALUE)"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     parser.add_argument(

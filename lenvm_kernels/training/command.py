@@ -21,7 +21,7 @@ from lenvm_kernels.cli_arguments import (
     usage_errors,
 )
 
-BASE_HELP = "a Hugging Face directory, a .gguf file, or the word demo"
+BASE_HELP = "a Hugging Face directory or name, a .gguf file, or the word demo"
 # Of all weights the authors' (arXiv 2604.27039); adapters want some ten times as much.
 RATE_FULL, RATE_ADAPTERS, RATE_HEAD, RATE_TRUNK = 2e-5, 2e-4, 5e-4, 2e-3
 # Flags that only one kind has, and what they are where they are not given.

@@ -26,8 +26,6 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 HEAD_FILE, _ = HEAD_FILES = "value_head.safetensors", "value_head.bin"
 # A name on Hugging Face, as far as it can be told from a relative path to a file.
 _REPOSITORY = re.compile(r"(?!.*(--|\.\.|\.(gguf|safetensors|bin|json)$))[\w.-]*\w/\w[\w.-]*", re.ASCII)
-# One of them is in every repository that can be named.
-_OF_REPOSITORIES = ("config.json", ADAPTER_CONFIG, "trunk_config.json", *HEAD_FILES)
 
 # What tensors' names begin with, in this order: as the trainer of the paper's code wraps the model, as transformers
 # names what is below a language model's head, and the part of a vision-language model that reads text.
@@ -161,7 +159,7 @@ def local_path(name: str | os.PathLike) -> Path:
     path, text = Path(name), os.fspath(name)
     if path.exists() or not _REPOSITORY.fullmatch(text):
         return path
-    for file in _OF_REPOSITORIES:
+    for file in ("config.json", ADAPTER_CONFIG, "trunk_config.json", *HEAD_FILES):  # one is in each that is taken
         if isinstance(found := try_to_load_from_cache(text, file), str):
             return Path(found).parent
     raise FileNotFoundError(
@@ -171,19 +169,14 @@ def local_path(name: str | os.PathLike) -> Path:
 
 
 def backbone_of(path: Path) -> Path:
-    """Where the backbone of a value model is: at its own path, or where an adapter alone says that its base is.
-
-    Raises:
-        FileNotFoundError: it is not there.
-    """
+    """Where the backbone of a value model is: at its own path, or where an adapter alone says that its base is."""
     if (path / "config.json").is_file() or not is_adapter(path):
         return path
-    base = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    file = path / ADAPTER_CONFIG
+    base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not base or not ((found := local_path(base)) / "config.json").is_file():
-        raise FileNotFoundError(
-            f"base_model_name_or_path in {path / ADAPTER_CONFIG} must be a directory with config.json or a name in the "
-            f"Hugging Face cache, as no backbone is beside it, got {base!r}"
-        )
+        accepted = "a directory with config.json or a name in the Hugging Face cache"
+        raise FileNotFoundError(f"base_model_name_or_path in {file} must be {accepted}, got {base!r}")
     return found
 
 
@@ -207,16 +200,15 @@ def read_checkpoint(
 def head_beside(*folders: str | os.PathLike | None) -> Path | None:
     """The file with the value head in the first of these directories that has one.
 
-    It has a name of :data:`HEAD_FILES`, or else any that ends in ``.safetensors`` or ``.bin`` and only ``v_head.*``
-    tensors.
+    It has a name of :data:`HEAD_FILES`. Or else it is the only ``.safetensors`` or ``.bin`` file whose tensors are all
+    ``v_head.*``.
 
     Raises:
-        ValueError: there are several of the latter.
+        ValueError: there are several of these.
     """
     for folder in (Path(folder) for folder in folders if folder is not None):
-        if named := [folder / name for name in HEAD_FILES if (folder / name).is_file()]:
-            return named[0]
-        found = [file for file in sorted(folder.iterdir()) if _is_head(file)]
+        named = [folder / name for name in HEAD_FILES if (folder / name).is_file()]
+        found = named[:1] or [file for file in sorted(folder.glob("*.*")) if _is_head(file)]
         if len(found) > 1:
             names = ", ".join(file.name for file in found)
             raise ValueError(f"{folder} must have one file with a value head, or one called {HEAD_FILE}, got {names}")

@@ -82,12 +82,10 @@ class LenVMConfig:
         """Of the value model at ``path``, from the file in its directory; the defaults if there is none.
 
         Args:
-            path: a directory, ``owner/name`` in the Hugging Face cache, or a ``.gguf`` file, beside which the file then
-                lies.
+            path: a directory or ``owner/name`` in the Hugging Face cache; or a ``.gguf`` file, which it lies beside.
             gamma: in place of the file's.
 
         Raises:
-            FileNotFoundError: no such name in the cache.
             ValueError: naming the file and the field, what came and what is accepted.
         """
         path = local_path(path)

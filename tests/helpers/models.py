@@ -1,11 +1,7 @@
 """Tiny random models, value heads and checkpoints."""
 
-import shutil
-import socket
-
 import torch
 import torch.nn.functional as F
-from huggingface_hub import constants
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -145,23 +141,6 @@ def save_checkpoint(path, seed, words=WORDS, value_head=False, layers=1):
     if value_head:
         save_file(random_head(), path / "value_head.safetensors")
     return str(path)
-
-
-def put_into_cache(monkeypatch, cache, name, path):
-    """Make a directory's files the ``main`` revision of a repository in this Hugging Face cache, as links to blobs, not
-    the first of the revisions there; and let nothing connect to a network."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-    monkeypatch.setattr(socket.socket, "connect", None)
-    repository = cache / f"models--{name.replace('/', '--')}"
-    snapshot = repository / "snapshots" / ("b" * 40)
-    for folder in (snapshot, repository / "blobs", repository / "refs", snapshot.with_name("a" * 40)):
-        folder.mkdir(parents=True)
-    (snapshot.with_name("a" * 40) / "config.json").write_text("{}")
-    (repository / "refs" / "main").write_text(snapshot.name)
-    for number, file in enumerate(path.iterdir()):
-        shutil.copy(file, repository / "blobs" / str(number))
-        (snapshot / file.name).symlink_to(repository / "blobs" / str(number))
-    return snapshot
 
 
 def write_smollm2(folder):
