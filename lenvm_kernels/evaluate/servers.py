@@ -61,18 +61,19 @@ class Server:
         max_new_tokens: int,
         sampling: Mapping[str, float],
         seed: int,
-    ) -> tuple[list[int], bool]:
+    ) -> tuple[list[int], bool, float | None]:
         """Answer one prompt.
 
         Args:
             prompt: its tokens.
-            guidance: the request's parameters; None: it is not guided.
+            guidance: the request's parameters, guided or not; None: there are none.
             max_new_tokens: the limit.
             sampling: ``temperature``, ``top_k`` (0: all), ``top_p`` and ``min_p``.
             seed: of the request, below 2**31.
 
         Returns:
-            The tokens as the server gave them, and whether it says that the answer ended by itself.
+            The tokens as the server gave them, whether it says that the answer ended by itself, and how long SGLang
+            predicted it to be, if ``return_values`` asks for that and it did.
 
         Raises:
             Unreachable: the server does not answer, or with a status from 500 on.
@@ -84,21 +85,22 @@ class Server:
             if guidance is not None:
                 params["custom_params"] = dict(guidance)
             found = self._post("/generate", {"input_ids": list(prompt), "sampling_params": params})
-            reason = found.get("meta_info", {}).get("finish_reason") or {}
-            ids, reason = found.get("output_ids"), reason.get("type")
+            facts = found.get("meta_info", {})
+            ids, reason = found.get("output_ids"), (facts.get("finish_reason") or {}).get("type")
+            predicted = (facts.get("predicted_output_length") or [None])[0]
         else:
             body: dict[str, Any] = {**sampling, "prompt": list(prompt), "max_tokens": max_new_tokens, "seed": seed}
             body["return_token_ids"] = True
             if guidance is not None:
                 body["vllm_xargs"] = {name: _as_accepted(value) for name, value in guidance.items()}
             choice = (self._post("/v1/completions", body).get("choices") or [{}])[0]
-            ids, reason = choice.get("token_ids"), choice.get("finish_reason")
+            ids, reason, predicted = choice.get("token_ids"), choice.get("finish_reason"), None
         if not isinstance(ids, list) or reason not in ("stop", "length"):
             raise ValueError(
                 f"{self.flag} must answer with token ids and with stop or length for a reason to end, {self.url} gave "
                 f"{type(ids).__name__} and {reason!r}"
             )
-        return ids, reason == "stop"
+        return ids, reason == "stop", predicted
 
     def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         data = json.dumps(body).encode()
