@@ -10,10 +10,11 @@ import torch
 
 from lenvm_kernels.demo.models import Models
 from lenvm_kernels.evaluate import run
+from lenvm_kernels.evaluate.calibration import calibrate
 from lenvm_kernels.evaluate.measures import Answer, bootstrap, measure, repeated_4grams
 from lenvm_kernels.evaluate.plan import Setting, default_limit, settings_of
 from tests.helpers.fake_engine import fake_engines
-from tests.helpers.models import EOS
+from tests.helpers.models import EOS, last_value_logits, random_head
 
 PROMPTS = ["w1 w2 w3", "w4", "w5 w6", "w7 w8 w9 w1", "w3 w3"]
 
@@ -112,6 +113,34 @@ def test_the_end_token_is_last_whatever_the_engine_returns():
     assert run.with_end([5, 6], False, [EOS, 9]) == ([5, 6], False)
 
 
+def predictions(*numbers):
+    """Answers of (predicted, actual length); those above 30 tokens were cut."""
+    return [Answer("none", None, 0, i, [5] * n, "", n <= 30, [1.0] * n, p) for i, (p, n) in enumerate(numbers)]
+
+
+def test_calibration_is_that_by_hand():
+    found = calibrate(predictions((30.0, 20), (10.0, 5), (None, 9), (20.0, 25), (10.0, 15), (30.0, 40)))
+    assert found.pop("bins") == [
+        {"answers": 2, "predicted": 10.0, "actual": 10.0, "ratio": 1.0, "cut": 0.0},
+        {"answers": 1, "predicted": 20.0, "actual": 25.0, "ratio": 0.8, "cut": 0.0},
+        {"answers": 2, "predicted": 30.0, "actual": 30.0, "ratio": 1.0, "cut": 0.5},
+    ]
+    expected = {"answers": 5, "left_out": 1, "cut": 0.2, "rank_correlation": 7.5 / 90**0.5, "mae_tokens": 7.0}
+    expected["mean_relative_error"] = (10 / 20 + 5 / 5 + 5 / 25 + 5 / 15 + 10 / 40) / 5
+    assert found == pytest.approx(expected)
+    assert calibrate(predictions((None, 3))) is None
+    assert calibrate(predictions((4.0, 3), (4.0, 8)))["rank_correlation"] is None
+
+
+def test_there_are_ten_bins_or_fewer_and_none_is_empty():
+    found = calibrate(predictions(*((float(7 * i % 23), i + 1) for i in range(23))))["bins"]
+    assert len(found) == 10 and sum(one["answers"] for one in found) == 23
+    assert {one["answers"] for one in found} == {2, 3}
+    assert (found[0]["predicted"], found[-1]["predicted"]) == (0.5, 21.5)
+    found = calibrate(predictions(*((3.0, i + 1) for i in range(9)), (7.0, 1), (6.0, 2), (5.0, 4)))["bins"]
+    assert [(one["answers"], one["predicted"]) for one in found] == [(9, 3.0), (3, 6.0)]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("tokens", [1, 24, 1000])
 def test_perplexity_is_that_of_a_plain_forward(tiny, monkeypatch, tokens):
@@ -148,7 +177,7 @@ def test_the_limit_is_in_whole_16s():
     assert [default_limit(target) for target in (1, 6, 7, 20, 160)] == [16, 16, 32, 64, 400]
 
 
-def test_the_command_writes_answers_numbers_tables_and_plots(evaluate, tiny, capsys):
+def test_the_command_writes_answers_numbers_tables_and_plots(evaluate, tiny, value, capsys):
     code, error, folder = evaluate("--strengths", "5", "1", "--max-new-tokens", "24")
     assert code == 0, error
     lines = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
@@ -184,9 +213,24 @@ def test_the_command_writes_answers_numbers_tables_and_plots(evaluate, tiny, cap
     assert [result["curves"][name] for name in ("constant", "guided")] == [
         [[1.0, f"{name}, strength 1"], [5.0, name]] for name in ("constant", "guided")
     ]
-    for picture in ("lengths.png", "curve.png"):
+    model = Models.load(value, "none", device="cpu", dtype=torch.float32).model
+    z = last_value_logits(model, random_head(), [tiny.tokenizer(prompt)["input_ids"] for prompt in PROMPTS])
+    lengths = (torch.nn.functional.softplus(z) / -math.log(0.997)).tolist()
+    assert len({round(length) for length in lengths}) == 5
+    own = [line for line in lines if line["setting"] == "none"]
+    assert [line["predicted"] for line in own] == pytest.approx([lengths[line["prompt"]] for line in own], abs=0.01)
+    assert {line["predicted"] for line in lines if line["setting"] != "none"} == {None}
+    calibration = result["calibration"]
+    assert [one["answers"] for one in calibration["bins"]] == [2] * 5 and calibration["left_out"] == 0
+    first = [len(line["ids"]) for line in own if lengths[line["prompt"]] == min(lengths)]
+    assert f"| 1 | 2 | {min(lengths):.1f} | {sum(first) / 2:.1f} |" in table.split("Calibration: ")[1]
+    for picture in ("lengths.png", "curve.png", "calibration.png"):
         assert matplotlib.image.imread(folder / picture).std() > 0
     assert "90/90" in error
+    # The base model answers as if nothing was predicted.
+    _, _, plain = evaluate("--max-new-tokens", "24", value="none", folder="plain")
+    found = [json.loads(line) for line in (plain / "answers.jsonl").read_text().splitlines()]
+    assert [line["ids"] for line in found if line["setting"] == "none"] == [line["ids"] for line in own]
 
 
 def test_without_a_value_model_the_constant_is_what_guides(evaluate):
@@ -194,7 +238,8 @@ def test_without_a_value_model_the_constant_is_what_guides(evaluate):
     assert code == 0, error
     result = json.loads((folder / "result.json").read_text())
     assert list(result["scores"]["4"]) == ["none", "hard cut", "constant"]
-    assert not (folder / "curve.png").exists()
+    assert not (folder / "curve.png").exists() and not (folder / "calibration.png").exists()
+    assert result["calibration"] is None and "alibration" not in (folder / "table.md").read_text()
     prompts = json.loads((folder / "plan.json").read_text())["prompts"]
     assert prompts == [PROMPTS[0], PROMPTS[2]]  # spread over all
 
@@ -223,8 +268,18 @@ def test_a_run_that_was_killed_goes_on_and_gives_the_same(evaluate, monkeypatch)
     assert answers.read_bytes() == (whole / "answers.jsonl").read_bytes()
     results = [json.loads((directory / "result.json").read_text()) for directory in (folder, whole)]
     assert results[0]["scores"] == results[1]["scores"]
+    assert results[0]["calibration"] == results[1]["calibration"] is not None
     monkeypatch.setattr(run, "_answer", None)  # nothing is left to do
     assert evaluate(folder="part")[0] == 0
+    # Answers of before there were predictions: of one seed, of all.
+    lines = [json.loads(line) for line in answers.read_text().splitlines()]
+    for seeds, left in (([3], {"answers": 5, "left_out": 5}), ([0, 3], None)):
+        old = [{k: x for k, x in line.items() if k != "predicted" or line["seed"] not in seeds} for line in lines]
+        answers.write_text("".join(json.dumps(line) + "\n" for line in old))
+        assert evaluate(folder="part")[0] == 0
+        found = json.loads((folder / "result.json").read_text())["calibration"]
+        assert found is left is None or found.items() >= left.items()
+    assert "No calibration: no answer" in (folder / "table.md").read_text()
 
 
 def test_a_directory_of_another_plan_is_refused(evaluate):
@@ -274,8 +329,9 @@ def test_answers_come_from_a_server(evaluate, served, tiny, engine):
             assert body == common | {"max_tokens": 6, "return_token_ids": True}
             as_text = {"token_temperature_scale": '{"5": 1.5}', "end_token_ids": "[[3, 9], 4]"}
             wanted = {"target_length": 4, "strength": 7, **as_text}
-        assert asked in (None, wanted)
-        sent.setdefault((name if asked else "none", tuple(prompt)), []).append(seed)
+        own = {"return_values": True} if engine == "sglang" else None
+        assert asked in (own, wanted)
+        sent.setdefault(("none" if asked == own else name, tuple(prompt)), []).append(seed)
     assert len({seed for seeds in sent.values() for seed in seeds}) == 20
     for line in (line for line in lines if line["setting"] != "constant"):
         prompt = tuple(tiny.encode([PROMPTS[line["prompt"]]])["input_ids"][0].tolist())
@@ -285,7 +341,11 @@ def test_answers_come_from_a_server(evaluate, served, tiny, engine):
             ended = length <= 6
             answers.append(([5 + seed % 7] * (length - 1 if ended else 6) + [EOS] * ended, ended))
         assert (line["ids"], line["ended"]) in answers
+        is_predicted = engine == "sglang" and line["setting"] == "none"
+        assert line["predicted"] == (len(prompt) + 0.5 if is_predicted else None)
         assert line["nll"] == pytest.approx(run.likelihoods(tiny, [prompt], [line["ids"]])[0], abs=1e-4)
+    left_out = "No calibration: vLLM's answers have no predicted lengths" in (folder / "table.md").read_text()
+    assert left_out == (engine == "vllm") != (folder / "calibration.png").exists()
 
 
 def test_a_server_without_values_answers_for_the_constant(evaluate, served):

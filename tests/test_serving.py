@@ -19,6 +19,7 @@ import pytest
 import requests
 import torch
 import uvicorn
+from torch.nn.functional import softplus
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lenvm_kernels import cli, timing
@@ -26,7 +27,7 @@ from lenvm_kernels.adapters.remote import RemoteValueModel
 from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
 from lenvm_kernels.serving.app import create_app, listen
 from lenvm_kernels.serving.engine import Query, ValueEngine
-from lenvm_kernels.value_model import ValueModel
+from lenvm_kernels.value_model import LenVMConfig, ValueModel
 from tests.helpers.engine import Engine, make_step
 from tests.helpers.models import ARCHITECTURES, VOCAB, random_head, random_model, save_checkpoint, value_model_of
 from tests.helpers.models import value_logits as plain_values
@@ -256,6 +257,8 @@ def test_values_that_are_no_numbers_are_null(value_model, make_engine, monkeypat
     monkeypatch.setattr(value_model, "forward", broken)
     with served(make_engine(max_tokens=512)) as (url, _):
         values = post(url, "encode", {"input_ids": [5, 6, 7]}).json()["embedding"]
+        lengths = [post(url, "predict", {"input_ids": [5, 6, 7][:n]}).json()["predicted_output_length"] for n in (3, 2)]
+    assert lengths[0] > 0 and lengths[1] is None
     assert values[1] is None and None not in values[::2]
 
 
@@ -323,8 +326,8 @@ def test_other_forms(pair, url):
         ("encode", b"\xff", "the body must be JSON"),
         ("encode", b"[" * 100_000, "the body must be JSON"),
         ("encode", [1], "the body must be a JSON object, got [1]"),
-        ("encode", {}, "either input_ids or text must be given, got neither"),
-        ("encode", {"input_ids": [1], "text": "a"}, "got both"),
+        ("encode", {}, "one of input_ids, text must be given, got none"),
+        ("encode", {"input_ids": [1], "text": "a"}, "got input_ids and text"),
         ("encode", {"input_ids": "a"}, 'input_ids must be a list of lists of token ids, got "a"'),
         ("encode", {"input_ids": []}, "input_ids must have at least one token, got none"),
         ("encode", {"input_ids": [[1], []]}, "input_ids must have at least one token, got none"),
@@ -341,6 +344,10 @@ def test_other_forms(pair, url):
         ("token_value", {"inputs": [1]}, "inputs must be one of input_ids, text, bypass_cache, rid"),
         ("token_value", {"input_ids": [1], "bypass_cache": 1}, "bypass_cache must be true or false, or a list of 1"),
         ("token_value", {"input_ids": [[1]], "rid": ["a", "b"]}, "rid must be a text, or a list of 1"),
+        ("encode", {"messages": [{"role": "user", "content": "w1"}]}, "messages must be one of input_ids, text"),
+        ("predict", {"text": "a", "messages": []}, "one of input_ids, text, messages must be given, got text and mess"),
+        ("predict", {"messages": [{"role": "user", "content": "w1"}]}, "messages needs a tokenizer"),
+        ("predict", {"input_ids": [[4], []]}, "input_ids must have at least one token, got none"),
         ("tree_value", {"input_ids": [[1]]}, "candidate_ids must be a list of lists of token ids, got null"),
         ("tree_value", {"input_ids": [1], "candidate_ids": [[1]]}, "input_ids[0] must be a list of token ids, got 1"),
         ("tree_value", {"input_ids": [[1]], "candidate_ids": [[1], [2]]}, "for each of the 1 in input_ids, got 2"),
@@ -355,6 +362,50 @@ def test_bad_input_is_refused_by_name(url, path, body, message):
     answer = requests.post(f"{url}/{path}", data=data, timeout=30)
     assert answer.status_code == 400, answer.text
     assert message in answer.json()["error"]["message"]
+
+
+CHAT = """{% if messages[0].role == "tool" %}{{ raise_exception("no tools") }}{% endif %}{% for m in messages %}
+{{ "w30" if m.role == "user" else "w31" }} {{ m.content }} {% endfor %}{% if add_generation_prompt %} w32{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("config", "lengths"),
+    [
+        (LenVMConfig(gamma=0.97), lambda x: softplus(x) / -math.log(0.97)),
+        (LenVMConfig(gamma=0.98, target_form="length", length_normalizer=40.0), lambda x: 40 * softplus(x)),
+    ],
+)
+def test_output_lengths_of_prompts_are_predicted(pair, make_engine, tmp_path, config, lengths):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(save_checkpoint(tmp_path, seed=1))
+    tokenizer.chat_template = CHAT
+
+    def check_lengths(answers, *prompts):
+        wanted = torch.tensor([lengths(expected(pair, tokens)[-1]).item() for tokens in prompts])
+        found = torch.tensor([answer["predicted_output_length"] for answer in answers])
+        torch.testing.assert_close(found, wanted, atol=2e-3, rtol=1e-4)
+        assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == list(map(len, prompts))
+
+    a, b = sequence(9), sequence(4, seed=1)
+    chats = [[("user", "w5 w6")], [("user", "w7"), ("assistant", "w8 w9"), ("user", "w1")]]
+    chats = [[{"role": role, "content": content} for role, content in chat] for chat in chats]
+    words = [[f"w{i}" for i in chat] for chat in ((30, 5, 6, 32), (30, 7, 31, 8, 9, 30, 1, 32))]
+    prompts = [tokenizer.convert_tokens_to_ids(of) for of in words]
+    engine = make_engine(value_model_of(*pair, lenvm_config=config), max_tokens=512)
+    with served(engine, tokenizer=tokenizer) as (url, _):
+        for _ in range(2):  # the second time from the cache
+            check_lengths(post(url, "predict", {"input_ids": [a, b]}).json(), a, b)
+        check_lengths([post(url, "predict", {"input_ids": b, "rid": "mine"}).json()], b)
+        check_lengths(post(url, "predict", {"text": ["w3 w4", "w2"]}).json(), [6, 7], [5])
+        check_lengths(post(url, "predict", {"messages": chats[::-1]}).json(), *prompts[::-1])
+        check_lengths([post(url, "predict", {"messages": chats[0]}).json()], prompts[0])
+        wrong = [[], "w1", [["w1"]], [{"role": "user"}], [{"role": "user", "content": [1]}], [chats[0], []]]
+        for messages in wrong:
+            answer = post(url, "predict", {"messages": messages})
+            assert answer.status_code == 400 and "messages must be a conversation or a list" in answer.text
+        answer = post(url, "predict", {"messages": [{"role": "tool", "content": "w1"}]})
+        assert answer.status_code == 400 and "messages must be what the chat template takes: no tools" in answer.text
+        tokenizer.chat_template = None
+        assert "messages needs a chat template" in post(url, "predict", {"messages": chats[0]}).text
 
 
 def test_limits_and_the_api_key(make_engine):

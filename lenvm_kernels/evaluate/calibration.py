@@ -28,9 +28,9 @@ def calibrate(answers: Sequence[Answer]) -> dict[str, Any] | None:
         By name: ``answers`` (how many), ``left_out``, ``cut`` (share), ``rank_correlation`` (Spearman's; None where
         nothing varies), ``mae_tokens`` (mean of ``|predicted - actual|``), ``mean_relative_error`` (of the same over
         the actual length, arXiv 2604.27039, equation 15), and ``bins`` by predicted length, the shortest first: of
-        each ``answers``, ``predicted`` and ``actual`` (means), ``ratio`` (of these two) and ``cut``. Bins are as many
-        as there are different predictions, ten at most, and none is empty; equal predictions share one. None: there
-        is no answer with a prediction.
+        each ``answers``, ``predicted`` and ``actual`` (means), ``ratio`` (of these two) and ``cut``. There are ten
+        bins, or fewer where predictions are few or equal: equal ones share a bin, and none is empty. None: there is no
+        answer with a prediction.
     """
     known = [answer for answer in answers if answer.predicted is not None]
     if not known:
@@ -99,17 +99,23 @@ def table(plan: Plan, found: dict[str, Any] | None) -> str:
 def plot(answers: Sequence[Answer], found: dict[str, Any], file: Path) -> None:
     """Write a PNG with a dot an answer, actual against predicted length, hollow if cut; and the means of the bins."""
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     figure, axes = pyplot.subplots(figsize=(4.6, 4.4), layout="constrained")
     known = [answer for answer in answers if answer.predicted is not None]
     x, y = (lengths.clamp(min=0.5) for lengths in _lengths(known))  # a logarithm has no place for 0
     ends = 0.8 * min(x.min().item(), y.min().item()), 1.25 * max(x.max().item(), y.max().item())
     axes.plot(ends, ends, color="grey", linewidth=1, zorder=0)
-    colors = ["C0" if answer.ended else "none" for answer in known]
-    axes.scatter(x, y, s=12, c=colors, edgecolors="C0", linewidths=0.6, alpha=0.5)
+    ended = torch.tensor([answer.ended for answer in known])
+    for dots, color in ((ended, "C0"), (~ended, "none")):
+        axes.scatter(x[dots], y[dots], s=12, facecolors=color, edgecolors="C0", linewidths=0.6, alpha=0.6)
     means = [(max(of["predicted"], 0.5), of["actual"]) for of in found["bins"]]
     axes.plot(*zip(*means, strict=True), color="C1", marker="o", markersize=5, label="means of the tenths")
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("predicted length in tokens")
     axes.set_ylabel("actual length in tokens (hollow: cut)")
     axes.legend(fontsize=7)
