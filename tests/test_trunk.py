@@ -202,20 +202,18 @@ def test_generate_is_guided_by_the_models_own_states(base, folder, dtype, tmp_pa
 @torch.no_grad()
 def test_output_lengths_are_predicted_by_the_first_tokens(base, trunk):
     """One more than what the mean of the trunk's distribution says of the first token, after the prompt alone."""
-    ids = torch.tensor([[5, 6, 7, 8, 9, 10], [0, 0, 0, 11, 12, 13], [0] * 5 + [14], [0] * 5 + [15]])
-    mask, gammas = (ids != 0).long(), [0.99, 0.95, 0.99, 0.99]
-    guidance = [{"return_values": True}, NEAR | {"return_values": True, "gamma": 0.95}, NEAR, {"return_values": True}]
+    ids, wants = torch.tensor([[5, 6, 7, 8], [0, 0, 11, 12], [0, 0, 0, 14], [0, 0, 0, 15]]), {"return_values": True}
+    mask, guidance = (ids != 0).long(), [wants, NEAR | wants | {"gamma": 0.95}, NEAR, wants]
     processor = LenVMLogitsProcessor(base, trunk, guidance, mask, max_new_tokens=3)
     torch.manual_seed(0)
     output = base.generate(input_ids=ids, attention_mask=mask, pad_token_id=0, **processor.generation_kwargs)
-    output[0, 6], output[3, 6] = 33, EOS  # any token, the end among them
+    output[0, 4], output[3, 4] = 33, EOS  # any token, the end among them
     found, states = processor.predicted_output_lengths(output), TrunkStates(base, trunk.config.layers, last=True)
-    for row, number in enumerate(found[:2]):
+    for row, gamma in enumerate((0.99, 0.95)):
         base(ids[row : row + 1, mask[row] == 1])
-        of_row = dict(table_rows=torch.tensor([0]), generated=torch.zeros(1).int())
-        table = table_of([NEAR | {"gamma": gammas[row]}])
-        _, mean = trunk.value_logits(states.take(), output[row, None, 6:7].int(), table, **of_row)
-        assert number == pytest.approx(1 + nn.functional.softplus(mean).item() / -math.log(gammas[row]), abs=5e-3)
+        operands = states.take(), output[row, None, 4:5].int(), table_of([NEAR | {"gamma": gamma}])
+        _, mean = trunk.value_logits(*operands, table_rows=torch.tensor([0]), generated=torch.zeros(1).int())
+        assert found[row] == pytest.approx(1 + nn.functional.softplus(mean).item() / -math.log(gamma), abs=5e-3)
     assert found[2:] == [None, 1.0]
 
 

@@ -206,33 +206,23 @@ class LenVMLogitsProcessor(LogitsProcessor):
             sequences: int64 ``[B, S + N]``; what ``generate`` returned, prompts first.
 
         Returns:
-            Tokens, the end-of-sequence token included. None for a prompt that does not ask (``return_values``), or
-            without a finite value.
+            Tokens, end-of-sequence included; None for a prompt without ``return_values``, or without a finite value.
 
         Raises:
             ValueError: ``sequences`` of another number of rows, or without new tokens.
         """
-        rows, width = len(self._table_rows), self._prompt_width
-        if sequences.dim() != 2 or len(sequences) != rows or sequences.shape[1] <= width:
-            raise ValueError(
-                f"sequences must be [B, S + N] of {rows} prompts of {width} tokens and what came of them, got "
-                f"{list(sequences.shape)}"
-            )
-        lengths = self._of_prompts
+        rows, width, lengths = self._table_rows, self._prompt_width, self._of_prompts
+        if sequences.dim() != 2 or len(sequences) != len(rows) or sequences.shape[1] <= width:
+            came = list(sequences.shape)
+            raise ValueError(f"sequences must be [{len(rows)}, {width} + N], prompts and their outputs, got {came}")
         if lengths is None:
-            return [None] * rows
+            return [None] * len(rows)
         if self._trunk is not None:
-            table, first = self._step.table, sequences[:, width].to(self._table_rows.device)
-            _, predicted = self._trunk.value_logits(
-                lengths,
-                first[:, None].int(),
-                table.columns,
-                table_rows=self._table_rows,
-                generated=torch.zeros_like(self._prompt_lens),
-                backend=self._step.config.backend,
-            )
-            wanted = torch.ones_like(first, dtype=torch.bool)
-            lengths = 1 + lengths_of(predicted[:, 0], first, table, self._table_rows, wanted)
+            table, first = self._step.table, sequences[:, width].to(rows.device)
+            options: dict[str, Any] = dict(table_rows=rows, backend=self._step.config.backend)
+            options["generated"] = torch.zeros_like(self._prompt_lens)
+            _, predicted = self._trunk.value_logits(lengths, first[:, None].int(), table.columns, **options)
+            lengths = 1 + lengths_of(predicted[:, 0], first, table, rows, torch.ones_like(rows, dtype=torch.bool))
         return [round(length, 3) if math.isfinite(length) else None for length in lengths.tolist()]
 
     @torch.no_grad()

@@ -83,5 +83,5 @@ def sample(
     ended = torch.isin(new, torch.tensor(models.eos_token_ids, device=new.device)).long()
     place = inputs["input_ids"].shape[1] + torch.arange(new.shape[1], device=new.device)
     counts = (ended.cumsum(1) - ended == 0) & (place < last[:, None])
-    predicted = processor.predicted_output_lengths(output.sequences)
-    return Sampled(new, counts, predicted, output.logits if keep_logits else ())
+    logits = output.logits if keep_logits else ()
+    return Sampled(new, counts, processor.predicted_output_lengths(output.sequences), logits)

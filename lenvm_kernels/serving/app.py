@@ -35,8 +35,7 @@ _STOP_SECONDS = 60  # for the calls that are running: a client may never finish 
 # Of the fork's requests: what has a meaning here, what has none and is passed over, and what asks for the impossible.
 _IGNORED = ("log_metrics", "priority", "routing_key", "sampling_params")
 _IMAGES = ("image_data", "video_data", "audio_data")
-_OF_SEQUENCES = ("input_ids", "text", "bypass_cache", "rid")
-_OF_PROMPTS = (*_OF_SEQUENCES, "messages")
+_SEQUENCES = ("input_ids", "text")
 _OF_CANDIDATES = ("input_ids", "candidate_ids", "bypass_cache", "rid")
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -85,7 +84,7 @@ def create_app(
         return _as_values(_described(queries, ids, await answers_of(request, queries)), len(queries) == 1)
 
     async def predict(request: Request) -> Response:
-        queries, ids, is_single = _sequences(await body_of(request), tokenizer, _OF_PROMPTS)
+        queries, ids, is_single = _sequences(await body_of(request), tokenizer, (*_SEQUENCES, "messages"))
         answers = await answers_of(request, queries)
         lengths = engine.value_model.lenvm_config.lengths(torch.tensor([answer.values[-1] for answer in answers]))
         found = [
@@ -198,19 +197,15 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _sequences(
-    given: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, accepted: Sequence[str] = _OF_SEQUENCES
+    given: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, forms: Sequence[str] = _SEQUENCES
 ) -> tuple[list[Query], list[str], bool]:
     """The queries of ``/encode``, ``/token_value`` and ``/predict``, their ids, and whether it is one alone."""
-    _check_names(given, accepted)
-    forms = [name for name in ("input_ids", "text", "messages") if name in accepted]
+    _check_names(given, (*forms, "bypass_cache", "rid"))
     came = [name for name in forms if given.get(name) is not None]
     if len(came) != 1:
         raise ValueError(f"one of {', '.join(forms)} must be given, got {' and '.join(came) or 'none'}")
     form, content = came[0], given[came[0]]
-    if form == "text":
-        is_single = isinstance(content, str)
-    else:
-        is_single = isinstance(content, list) and not any(isinstance(x, list) for x in content)
+    is_single = isinstance(content, str if form == "text" else list) and not any(isinstance(x, list) for x in content)
     several = [content] if is_single else content
     if form == "input_ids":
         sequences = _token_lists(form, several)
@@ -229,26 +224,19 @@ def _sequences(
 
 def _chats(chats: Any, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """The tokens of conversations up to where the next answer begins, by the tokenizer's chat template."""
-    if tokenizer.chat_template is None:
-        raise ValueError("messages needs a chat template beside the value model's weights, there is none: send text")
-    is_right = isinstance(chats, list) and all(
-        isinstance(chat, list)
-        and chat
-        and all(isinstance(m, dict) and all(isinstance(m.get(x), str) for x in ("role", "content")) for m in chat)
-        for chat in chats
-    )
-    if not is_right:
-        raise ValueError(
-            "messages must be a conversation or a list of some, each of objects with the texts role and content, got "
-            f"{_shown(chats)}"
-        )
+
+    def is_message(m: Any) -> bool:
+        return isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+
+    for chat in chats if isinstance(chats, list) else [None]:
+        if not isinstance(chat, list) or not chat or not all(map(is_message, chat)):
+            expected = "conversations, lists of objects with the texts role and content"
+            raise ValueError(f"messages must be one or several {expected}, got {_shown(chats)}")
+    template: Any = tokenizer.apply_chat_template
     try:
-        return [
-            tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]  # type: ignore
-            for chat in chats
-        ]
-    except TemplateError as error:
-        raise ValueError(f"messages must be what the chat template takes: {error}") from error
+        return [template(chat, add_generation_prompt=True, return_dict=True)["input_ids"] for chat in chats]
+    except (TemplateError, ValueError) as error:  # there is none, or it refuses them
+        raise ValueError(f"messages must fit a chat template beside the value model's weights: {error}") from error
 
 
 def _candidates(given: dict[str, Any]) -> tuple[list[Query], list[str]]:
