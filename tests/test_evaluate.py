@@ -215,7 +215,6 @@ def test_the_command_writes_answers_numbers_tables_and_plots(evaluate, tiny, val
     model = Models.load(value, "none", device="cpu", dtype=torch.float32).model
     z = last_value_logits(model, random_head(), [tiny.tokenizer(prompt)["input_ids"] for prompt in PROMPTS])
     lengths = (torch.nn.functional.softplus(z) / -math.log(0.997)).tolist()
-    assert len({round(length) for length in lengths}) == 5
     own = [line for line in lines if line["setting"] == "none"]
     assert [line["predicted"] for line in own] == pytest.approx([lengths[line["prompt"]] for line in own], abs=0.01)
     assert {line["predicted"] for line in lines if line["setting"] != "none"} == {None}
@@ -261,8 +260,7 @@ def test_a_run_that_was_killed_goes_on_and_gives_the_same(evaluate, monkeypatch)
     assert evaluate(folder="part")[0] == 0
     assert answers.read_bytes() == (whole / "answers.jsonl").read_bytes()
     results = [json.loads((directory / "result.json").read_text()) for directory in (folder, whole)]
-    assert results[0]["scores"] == results[1]["scores"]
-    assert results[0]["calibration"] == results[1]["calibration"] is not None
+    assert all(results[0][name] == results[1][name] for name in ("scores", "calibration"))
     monkeypatch.setattr(run, "_answer", None)  # nothing is left to do
     assert evaluate(folder="part")[0] == 0
     # The first six answers are of before there were predictions.
@@ -331,8 +329,7 @@ def test_answers_come_from_a_server(evaluate, served, tiny, engine):
             ended = length <= 6
             answers.append(([5 + seed % 7] * (length - 1 if ended else 6) + [EOS] * ended, ended))
         assert (line["ids"], line["ended"]) in answers
-        is_predicted = engine == "sglang" and line["setting"] == "none"
-        assert line["predicted"] == (len(prompt) + 0.5 if is_predicted else None)
+        assert line["predicted"] == (len(prompt) + 0.5 if (engine, line["setting"]) == ("sglang", "none") else None)
         assert line["nll"] == pytest.approx(run.likelihoods(tiny, [prompt], [line["ids"]])[0], abs=1e-4)
     left_out = "has a predicted length: vLLM returns none" in (folder / "table.md").read_text()
     assert left_out == (engine == "vllm") != (folder / "calibration.png").exists()

@@ -258,8 +258,7 @@ def test_values_that_are_no_numbers_are_null(value_model, make_engine, monkeypat
     monkeypatch.setattr(value_model, "forward", broken)
     with served(make_engine(max_tokens=512)) as (url, _):
         values = post(url, "encode", {"input_ids": [5, 6, 7]}).json()["embedding"]
-        lengths = [post(url, "predict", {"input_ids": [5, 6, 7][:n]}).json()["predicted_output_length"] for n in (3, 2)]
-    assert lengths[0] > 0 and lengths[1] is None
+        assert post(url, "predict", {"input_ids": [5, 6]}).json()["predicted_output_length"] is None
     assert values[1] is None and None not in values[::2]
 
 
@@ -345,7 +344,6 @@ def test_other_forms(pair, url):
         ("token_value", {"inputs": [1]}, "inputs must be one of input_ids, text, bypass_cache, rid"),
         ("token_value", {"input_ids": [1], "bypass_cache": 1}, "bypass_cache must be true or false, or a list of 1"),
         ("token_value", {"input_ids": [[1]], "rid": ["a", "b"]}, "rid must be a text, or a list of 1"),
-        ("encode", {"messages": [{"role": "user", "content": "w1"}]}, "messages must be one of input_ids, text"),
         ("predict", {"text": "a", "messages": []}, "one of input_ids, text, messages must be given, got text and mess"),
         ("predict", {"messages": [{"role": "user", "content": "w1"}]}, "messages needs a tokenizer"),
         ("tree_value", {"input_ids": [[1]]}, "candidate_ids must be a list of lists of token ids, got null"),

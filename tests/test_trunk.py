@@ -201,7 +201,6 @@ def test_generate_is_guided_by_the_models_own_states(base, folder, dtype, tmp_pa
 
 @torch.no_grad()
 def test_output_lengths_are_predicted_by_the_first_tokens(base, trunk):
-    """One more than what the mean of the trunk's distribution says of the first token, after the prompt alone."""
     ids, wants = torch.tensor([[5, 6, 7, 8], [0, 0, 11, 12], [0, 0, 0, 14], [0, 0, 0, 15]]), {"return_values": True}
     mask, guidance = (ids != 0).long(), [wants, NEAR | wants | {"gamma": 0.95}, NEAR, wants]
     processor = LenVMLogitsProcessor(base, trunk, guidance, mask, max_new_tokens=3)

@@ -200,10 +200,9 @@ class LenVMLogitsProcessor(LogitsProcessor):
     def predicted_output_lengths(self, sequences: torch.Tensor) -> list[float | None]:
         """How long the output to each prompt was predicted to be before it began: SGLang's ``predicted_output_length``.
 
-        A value model reads the prompt alone. Of a trunk it is the first token and what is predicted to follow it.
-
         Args:
-            sequences: int64 ``[B, S + N]``; what ``generate`` returned, prompts first.
+            sequences: int64 ``[B, S + N]``; what ``generate`` returned, prompts first. A value model has read the
+                prompts alone; with a trunk it is the first new token and what is predicted to follow that.
 
         Returns:
             Tokens, end-of-sequence included; None for a prompt without ``return_values``, or without a finite value.

@@ -25,8 +25,7 @@ def add(commands: Any) -> None:
         help="measure how well target lengths are met, and at what price",
         description="Answer prompts to target lengths, guided and by three baselines: the base model alone, the same "
         "cut at the target, and guidance without a value model. Prints tables of lengths, perplexity and how answers "
-        "end, with 95 % intervals, and of lengths that the value model predicts. A run that was ended goes on where it "
-        "stopped.",
+        "end, with 95 % intervals, and of predicted lengths. A run that was ended goes on where it stopped.",
         epilog="example: lenvm evaluate demo demo --targets 40 80 --output evaluation",
     )
     parser.set_defaults(run=run_command)

@@ -55,10 +55,9 @@ def _answer(plan: Plan, unit: Unit, models: Models, server: Server | None, worke
     guidance = None
     if unit.setting.guidance is not None:
         guidance = {"target_length": unit.target, **unit.setting.guidance}
-    # What a prompt's answer is predicted to be is asked of the base model's own: they show whether it is.
+    # Predicted lengths are asked for where the base model answers by itself: that is what they predict.
     predicts = unit.setting.name == BASE and plan.value != NONE and (server is None or server.engine == "sglang")
-    if predicts:
-        guidance = {"return_values": True}
+    guidance = {"return_values": True} if predicts else guidance
     limit, eos = plan.limit(unit.target), models.eos_token_ids
     if server is None:
         torch.manual_seed(unit.seed_of())
