@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import matplotlib.image
 import numpy as np
@@ -10,10 +11,11 @@ import torch
 
 from lenvm_kernels.demo.models import Models
 from lenvm_kernels.evaluate import run
+from lenvm_kernels.evaluate.calibration import calibrate
 from lenvm_kernels.evaluate.measures import Answer, bootstrap, measure, repeated_4grams
 from lenvm_kernels.evaluate.plan import Setting, default_limit, settings_of
 from tests.helpers.fake_engine import fake_engines
-from tests.helpers.models import EOS
+from tests.helpers.models import EOS, last_value_logits, random_head
 
 PROMPTS = ["w1 w2 w3", "w4", "w5 w6", "w7 w8 w9 w1", "w3 w3"]
 
@@ -112,6 +114,32 @@ def test_the_end_token_is_last_whatever_the_engine_returns():
     assert run.with_end([5, 6], False, [EOS, 9]) == ([5, 6], False)
 
 
+def predictions(*numbers):
+    """Answers of (predicted, actual length); those above 30 tokens were cut."""
+    return [Answer("none", None, 0, i, [5] * n, "", n <= 30, [1.0] * n, p) for i, (p, n) in enumerate(numbers)]
+
+
+def test_calibration_is_that_by_hand():
+    found = calibrate(predictions((30.0, 20), (10.0, 5), (None, 9), (20.0, 25), (10.0, 15), (30.0, 40)))
+    assert found.pop("bins") == [
+        {"answers": 2, "predicted": 10.0, "actual": 10.0, "ratio": 1.0, "cut": 0.0},
+        {"answers": 1, "predicted": 20.0, "actual": 25.0, "ratio": 0.8, "cut": 0.0},
+        {"answers": 2, "predicted": 30.0, "actual": 30.0, "ratio": 1.0, "cut": 0.5},
+    ]
+    relative = (10 / 20 + 5 / 5 + 5 / 25 + 5 / 15 + 10 / 40) / 5
+    expected = {"answers": 5, "left_out": 1, "cut": 0.2, "rank_correlation": 7.5 / 90**0.5, "mae_tokens": 7.0}
+    assert found == pytest.approx(expected | {"mean_relative_error": relative})
+    assert calibrate(predictions((None, 3))) is None
+
+
+def test_there_are_ten_bins_or_fewer_and_none_is_empty():
+    found = calibrate(predictions(*((float(7 * i % 23), i + 1) for i in range(23))))["bins"]
+    assert sorted(one["answers"] for one in found) == [2] * 7 + [3] * 3
+    assert (found[0]["predicted"], found[-1]["predicted"]) == (0.5, 21.5)
+    found = calibrate(predictions(*((3.0, i + 1) for i in range(9)), (7.0, 1), (6.0, 2), (5.0, 4)))["bins"]
+    assert [(one["answers"], one["predicted"]) for one in found] == [(9, 3.0), (3, 6.0)]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("tokens", [1, 24, 1000])
 def test_perplexity_is_that_of_a_plain_forward(tiny, monkeypatch, tokens):
@@ -148,7 +176,7 @@ def test_the_limit_is_in_whole_16s():
     assert [default_limit(target) for target in (1, 6, 7, 20, 160)] == [16, 16, 32, 64, 400]
 
 
-def test_the_command_writes_answers_numbers_tables_and_plots(evaluate, tiny, capsys):
+def test_the_command_writes_answers_numbers_tables_and_plots(evaluate, tiny, value, capsys):
     code, error, folder = evaluate("--strengths", "5", "1", "--max-new-tokens", "24")
     assert code == 0, error
     lines = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
@@ -184,7 +212,16 @@ def test_the_command_writes_answers_numbers_tables_and_plots(evaluate, tiny, cap
     assert [result["curves"][name] for name in ("constant", "guided")] == [
         [[1.0, f"{name}, strength 1"], [5.0, name]] for name in ("constant", "guided")
     ]
-    for picture in ("lengths.png", "curve.png"):
+    model = Models.load(value, "none", device="cpu", dtype=torch.float32).model
+    z = last_value_logits(model, random_head(), [tiny.tokenizer(prompt)["input_ids"] for prompt in PROMPTS])
+    lengths = (torch.nn.functional.softplus(z) / -math.log(0.997)).tolist()
+    own = [line for line in lines if line["setting"] == "none"]
+    assert [line["predicted"] for line in own] == pytest.approx([lengths[line["prompt"]] for line in own], abs=0.01)
+    assert {line["predicted"] for line in lines if line["setting"] != "none"} == {None}
+    assert [one["answers"] for one in result["calibration"]["bins"]] == [2] * 5
+    first = sum(len(line["ids"]) for line in own if lengths[line["prompt"]] == min(lengths)) / 2
+    assert f"| 1 | 2 | {min(lengths):.1f} | {first:.1f} |" in table
+    for picture in ("lengths.png", "curve.png", "calibration.png"):
         assert matplotlib.image.imread(folder / picture).std() > 0
     assert "90/90" in error
 
@@ -194,7 +231,8 @@ def test_without_a_value_model_the_constant_is_what_guides(evaluate):
     assert code == 0, error
     result = json.loads((folder / "result.json").read_text())
     assert list(result["scores"]["4"]) == ["none", "hard cut", "constant"]
-    assert not (folder / "curve.png").exists()
+    assert not (folder / "curve.png").exists() and not (folder / "calibration.png").exists()
+    assert result["calibration"] is None and "alibration" not in (folder / "table.md").read_text()
     prompts = json.loads((folder / "plan.json").read_text())["prompts"]
     assert prompts == [PROMPTS[0], PROMPTS[2]]  # spread over all
 
@@ -222,9 +260,14 @@ def test_a_run_that_was_killed_goes_on_and_gives_the_same(evaluate, monkeypatch)
     assert evaluate(folder="part")[0] == 0
     assert answers.read_bytes() == (whole / "answers.jsonl").read_bytes()
     results = [json.loads((directory / "result.json").read_text()) for directory in (folder, whole)]
-    assert results[0]["scores"] == results[1]["scores"]
+    assert all(results[0][name] == results[1][name] for name in ("scores", "calibration"))
     monkeypatch.setattr(run, "_answer", None)  # nothing is left to do
     assert evaluate(folder="part")[0] == 0
+    # The first six answers are of before there were predictions.
+    lines = answers.read_text().splitlines(keepends=True)
+    answers.write_text("".join(re.sub(', "predicted": .*}', "}", x) for x in lines[:6]) + "".join(lines[6:]))
+    assert evaluate(folder="part")[0] == 0
+    assert "of 4 answers of the base model (6 more have no prediction)" in (folder / "table.md").read_text()
 
 
 def test_a_directory_of_another_plan_is_refused(evaluate):
@@ -274,8 +317,9 @@ def test_answers_come_from_a_server(evaluate, served, tiny, engine):
             assert body == common | {"max_tokens": 6, "return_token_ids": True}
             as_text = {"token_temperature_scale": '{"5": 1.5}', "end_token_ids": "[[3, 9], 4]"}
             wanted = {"target_length": 4, "strength": 7, **as_text}
-        assert asked in (None, wanted)
-        sent.setdefault((name if asked else "none", tuple(prompt)), []).append(seed)
+        own = {"return_values": True} if engine == "sglang" else None
+        assert asked in (own, wanted)
+        sent.setdefault(("none" if asked == own else name, tuple(prompt)), []).append(seed)
     assert len({seed for seeds in sent.values() for seed in seeds}) == 20
     for line in (line for line in lines if line["setting"] != "constant"):
         prompt = tuple(tiny.encode([PROMPTS[line["prompt"]]])["input_ids"][0].tolist())
@@ -285,7 +329,10 @@ def test_answers_come_from_a_server(evaluate, served, tiny, engine):
             ended = length <= 6
             answers.append(([5 + seed % 7] * (length - 1 if ended else 6) + [EOS] * ended, ended))
         assert (line["ids"], line["ended"]) in answers
+        assert line["predicted"] == (len(prompt) + 0.5 if (engine, line["setting"]) == ("sglang", "none") else None)
         assert line["nll"] == pytest.approx(run.likelihoods(tiny, [prompt], [line["ids"]])[0], abs=1e-4)
+    left_out = "has a predicted length: vLLM returns none" in (folder / "table.md").read_text()
+    assert left_out == (engine == "vllm") != (folder / "calibration.png").exists()
 
 
 def test_a_server_without_values_answers_for_the_constant(evaluate, served):

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import runpy
 import signal
 import socket
@@ -19,6 +20,7 @@ import pytest
 import requests
 import torch
 import uvicorn
+from torch.nn.functional import softplus
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lenvm_kernels import cli, timing
@@ -26,7 +28,7 @@ from lenvm_kernels.adapters.remote import RemoteValueModel
 from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
 from lenvm_kernels.serving.app import create_app, listen
 from lenvm_kernels.serving.engine import Query, ValueEngine
-from lenvm_kernels.value_model import ValueModel
+from lenvm_kernels.value_model import LenVMConfig, ValueModel
 from tests.helpers.engine import Engine, make_step
 from tests.helpers.models import ARCHITECTURES, VOCAB, random_head, random_model, save_checkpoint, value_model_of
 from tests.helpers.models import value_logits as plain_values
@@ -256,6 +258,7 @@ def test_values_that_are_no_numbers_are_null(value_model, make_engine, monkeypat
     monkeypatch.setattr(value_model, "forward", broken)
     with served(make_engine(max_tokens=512)) as (url, _):
         values = post(url, "encode", {"input_ids": [5, 6, 7]}).json()["embedding"]
+        assert post(url, "predict", {"input_ids": [5, 6]}).json()["predicted_output_length"] is None
     assert values[1] is None and None not in values[::2]
 
 
@@ -323,8 +326,8 @@ def test_other_forms(pair, url):
         ("encode", b"\xff", "the body must be JSON"),
         ("encode", b"[" * 100_000, "the body must be JSON"),
         ("encode", [1], "the body must be a JSON object, got [1]"),
-        ("encode", {}, "either input_ids or text must be given, got neither"),
-        ("encode", {"input_ids": [1], "text": "a"}, "got both"),
+        ("encode", {}, "one of input_ids, text must be given, got none"),
+        ("encode", {"input_ids": [1], "text": "a"}, "got input_ids and text"),
         ("encode", {"input_ids": "a"}, 'input_ids must be a list of lists of token ids, got "a"'),
         ("encode", {"input_ids": []}, "input_ids must have at least one token, got none"),
         ("encode", {"input_ids": [[1], []]}, "input_ids must have at least one token, got none"),
@@ -341,6 +344,8 @@ def test_other_forms(pair, url):
         ("token_value", {"inputs": [1]}, "inputs must be one of input_ids, text, bypass_cache, rid"),
         ("token_value", {"input_ids": [1], "bypass_cache": 1}, "bypass_cache must be true or false, or a list of 1"),
         ("token_value", {"input_ids": [[1]], "rid": ["a", "b"]}, "rid must be a text, or a list of 1"),
+        ("predict", {"text": "a", "messages": []}, "one of input_ids, text, messages must be given, got text and mess"),
+        ("predict", {"messages": [{"role": "user", "content": "w1"}]}, "messages needs a tokenizer"),
         ("tree_value", {"input_ids": [[1]]}, "candidate_ids must be a list of lists of token ids, got null"),
         ("tree_value", {"input_ids": [1], "candidate_ids": [[1]]}, "input_ids[0] must be a list of token ids, got 1"),
         ("tree_value", {"input_ids": [[1]], "candidate_ids": [[1], [2]]}, "for each of the 1 in input_ids, got 2"),
@@ -355,6 +360,41 @@ def test_bad_input_is_refused_by_name(url, path, body, message):
     answer = requests.post(f"{url}/{path}", data=data, timeout=30)
     assert answer.status_code == 400, answer.text
     assert message in answer.json()["error"]["message"]
+
+
+CHAT = """{% if messages[0].role == "tool" %}{{ raise_exception("no tools") }}{% endif %}{% for m in messages %}
+{{ "w30" if m.role == "user" else "w31" }} {{ m.content }} {% endfor %}{% if add_generation_prompt %} w32{% endif %}"""
+
+
+@pytest.mark.parametrize(("form", "scale"), [({}, -1 / math.log(0.97)), (dict(target_form="length"), 1.0)])
+def test_output_lengths_of_prompts_are_predicted(pair, make_engine, tmp_path, form, scale):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(save_checkpoint(tmp_path, seed=1))
+    tokenizer.chat_template = CHAT
+
+    def check_lengths(body, *prompts):
+        answers = post(url, "predict", body).json()
+        answers = answers if len(prompts) > 1 else [answers]
+        wanted = torch.tensor([scale * softplus(expected(pair, tokens)[-1]).item() for tokens in prompts])
+        found = torch.tensor([answer["predicted_output_length"] for answer in answers])
+        torch.testing.assert_close(found, wanted, atol=2e-3, rtol=1e-4)
+        assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == list(map(len, prompts))
+
+    (a, b), words = (sequence(9), sequence(4, seed=1)), ((30, 5, 6, 32), (30, 7, 31, 8, 9, 30, 1, 32))
+    prompts = [tokenizer.convert_tokens_to_ids([f"w{i}" for i in chat]) for chat in words]
+    chats = [[("user", "w5 w6")], [("user", "w7"), ("assistant", "w8 w9"), ("user", "w1")]]
+    chats = [[dict(zip(("role", "content"), message, strict=True)) for message in chat] for chat in chats]
+    engine = make_engine(value_model_of(*pair, lenvm_config=LenVMConfig(gamma=0.97, **form)), max_tokens=512)
+    with served(engine, tokenizer=tokenizer) as (url, _):
+        check_lengths({"input_ids": [a, b]}, a, b)
+        check_lengths({"input_ids": b}, b)
+        check_lengths({"text": ["w3 w4", "w2"]}, [6, 7], [5])
+        check_lengths({"messages": chats[::-1]}, *prompts[::-1])
+        check_lengths({"messages": chats[0]}, prompts[0])
+        wrong = [[], 5, [["w1"]], [{"role": "user"}], [{"role": "user", "content": [1]}], [chats[0], []]]
+        for messages in (*wrong, [{"role": "tool", "content": "w1"}]):
+            answer = post(url, "predict", {"messages": messages})
+            named = "one or several conversations" if messages in wrong else "fit a chat template .* no tools"
+            assert answer.status_code == 400 and re.search(f"messages must .*{named}", answer.text)
 
 
 def test_limits_and_the_api_key(make_engine):

@@ -198,6 +198,28 @@ def test_unguided_rows_are_generated_as_without_the_processor(base, value_model,
         assert close == same
 
 
+def test_output_lengths_are_predicted_by_the_prompts(base, value_backbone, head, value_model, prompts, monkeypatch):
+    """Of rows that ask, guided or not; rows that are not guided are drawn as without it, and cost nothing more."""
+    asks = [{"return_values": True, "gamma": 0.9} | SHORTER, SHORTER, {"return_values": True, "gamma": 0.95}]
+    processor, output = run(base, value_model, prompts, asks, 4)
+    rows = [prompts["input_ids"][row, start:].tolist() for row, start in enumerate((0, 3, 5))]
+    z = torch.tensor([plain_value(value_backbone, head, tokens[:-1], tokens[-1]) for tokens in rows])
+    lengths = torch.nn.functional.softplus(z) / -torch.tensor([0.9, 0.997, 0.95]).log()
+    expected = [pytest.approx(length, rel=1e-3) for length in lengths.tolist()]
+    assert processor.predicted_output_lengths(output.sequences) == [expected[0], None, expected[2]]
+    with pytest.raises(ValueError, match=r"sequences must be \[3, 6 \+ N\], .* got \[3, 6\]"):
+        processor.predicted_output_lengths(prompts["input_ids"])
+
+    torch.manual_seed(3)
+    _, plain = run(base, None, prompts, None, 9)
+    forwards, forward = [], value_model.forward
+    monkeypatch.setattr(value_model, "forward", lambda *a, **k: (forwards.append(1), forward(*a, **k))[1])
+    torch.manual_seed(3)
+    processor, output = run(base, value_model, prompts, {"return_values": True}, 9)
+    assert torch.equal(output.sequences, plain.sequences) and 1 <= len(forwards) <= 2
+    assert processor.predicted_output_lengths(output.sequences)[1] == expected[1]
+
+
 def test_a_cache_in_fp8(base, value_model, prompts):
     def generate(**options):
         torch.manual_seed(0)

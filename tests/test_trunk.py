@@ -199,6 +199,23 @@ def test_generate_is_guided_by_the_models_own_states(base, folder, dtype, tmp_pa
     assert count > 12
 
 
+@torch.no_grad()
+def test_output_lengths_are_predicted_by_the_first_tokens(base, trunk):
+    ids, wants = torch.tensor([[5, 6, 7, 8], [0, 0, 11, 12], [0, 0, 0, 14], [0, 0, 0, 15]]), {"return_values": True}
+    mask, guidance = (ids != 0).long(), [wants, NEAR | wants | {"gamma": 0.95}, NEAR, wants]
+    processor = LenVMLogitsProcessor(base, trunk, guidance, mask, max_new_tokens=3)
+    torch.manual_seed(0)
+    output = base.generate(input_ids=ids, attention_mask=mask, pad_token_id=0, **processor.generation_kwargs)
+    output[0, 4], output[3, 4] = 33, EOS  # any token, the end among them
+    found, states = processor.predicted_output_lengths(output), TrunkStates(base, trunk.config.layers, last=True)
+    for row, gamma in enumerate((0.99, 0.95)):
+        base(ids[row : row + 1, mask[row] == 1])
+        operands = states.take(), output[row, None, 4:5].int(), table_of([NEAR | {"gamma": gamma}])
+        _, mean = trunk.value_logits(*operands, table_rows=torch.tensor([0]), generated=torch.zeros(1).int())
+        assert found[row] == pytest.approx(1 + nn.functional.softplus(mean).item() / -math.log(gamma), abs=5e-3)
+    assert found[2:] == [None, 1.0]
+
+
 def test_targets_are_met_by_a_trunk_that_knows(base, tmp_path):
     """A head that says by a candidate's embedding alone whether 2 or 40 tokens follow: short targets take the one."""
     write_random_trunk(tmp_path, base, (3,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from lenvm_kernels.adapters.trunk_states import TrunkStates
 from lenvm_kernels.guidance import GuidanceParams, Thoughts, parse_guidance, text_breaks_of
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig
+from lenvm_kernels.step.outputs import lengths_of
 from lenvm_kernels.types import Mode
 from lenvm_kernels.value_model import LenVMConfig, Trunk, ValueModel
 from lenvm_kernels.value_model.images import ImageSize, ImageTokens, image_positions, image_sizes
@@ -101,6 +103,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
         backend: str = "auto",
     ) -> None:
         self._states: TrunkStates | None = None
+        self._trunk = value_model if isinstance(value_model, Trunk) else None
         if isinstance(value_model, Trunk):
             self._states = TrunkStates(model, value_model.config.layers, last=True)
         elif value_model is not None:
@@ -157,6 +160,9 @@ class LenVMLogitsProcessor(LogitsProcessor):
             self._step.add_request(row, p, eos, prompt_len=prompt_len)
         self._spans = {row: p for row, p in enumerate(params) if p is not None and p.end_token_ids}
         self._needs_steps = any(p is not None and p.mode != Mode.UNGUIDED for p in params)
+        self._wants_lengths = any(p is not None and p.return_values for p in params)
+        # By the prompts alone: their predicted lengths or, with a trunk, the states that their first tokens follow.
+        self._of_prompts: torch.Tensor | None = None
         self._table_rows = torch.arange(rows, device=device)
 
         def of_rows(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -191,6 +197,34 @@ class LenVMLogitsProcessor(LogitsProcessor):
         return self._step.table.faults[: len(self._table_rows)].tolist()
 
     @torch.no_grad()
+    def predicted_output_lengths(self, sequences: torch.Tensor) -> list[float | None]:
+        """How long the output to each prompt was predicted to be before it began: SGLang's ``predicted_output_length``.
+
+        Args:
+            sequences: int64 ``[B, S + N]``; what ``generate`` returned, prompts first. A value model has read the
+                prompts alone; with a trunk it is the first new token and what is predicted to follow that.
+
+        Returns:
+            Tokens, end-of-sequence included; None for a prompt without ``return_values``, or without a finite value.
+
+        Raises:
+            ValueError: ``sequences`` of another number of rows, or without new tokens.
+        """
+        rows, width, lengths = self._table_rows, self._prompt_width, self._of_prompts
+        if sequences.dim() != 2 or len(sequences) != len(rows) or sequences.shape[1] <= width:
+            came = list(sequences.shape)
+            raise ValueError(f"sequences must be [{len(rows)}, {width} + N], prompts and their outputs, got {came}")
+        if lengths is None:
+            return [None] * len(rows)
+        if self._trunk is not None:
+            table, first = self._step.table, sequences[:, width].to(rows.device)
+            options: dict[str, Any] = dict(table_rows=rows, backend=self._step.config.backend)
+            options["generated"] = torch.zeros_like(self._prompt_lens)
+            _, predicted = self._trunk.value_logits(lengths, first[:, None].int(), table.columns, **options)
+            lengths = 1 + lengths_of(predicted[:, 0], first, table, rows, torch.ones_like(rows, dtype=torch.bool))
+        return [round(length, 3) if math.isfinite(length) else None for length in lengths.tolist()]
+
+    @torch.no_grad()
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Logarithms of the probabilities to sample from, fp32 ``[B, V]``; called by ``generate``."""
         generated = self._check_progress(input_ids)
@@ -205,10 +239,12 @@ class LenVMLogitsProcessor(LogitsProcessor):
         spans = step.limit_spans(logits, batch)
         filtered = self._unguided(tokens, logits)  # type: ignore[arg-type]  # wants one of torch's old tensor types
         probs = torch.softmax(filtered, dim=-1)  # guided rows are rewritten
+        if generated == 0 and (self._needs_steps or self._wants_lengths):
+            self._extend_prompts(tokens)
+        if generated == 0 and self._wants_lengths:
+            self._of_prompts = states if states is not None else step.predict(batch)
         if self._needs_steps:
-            if generated == 0:
-                self._extend_prompts(tokens)
-            else:
+            if generated > 0:
                 self._active &= ~torch.isin(tokens[:, -1], self._eos_on_device)
             output = step.step(logits, batch, self._sampling, probs=probs, spans=spans)
             if self._record:

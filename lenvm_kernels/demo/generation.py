@@ -22,11 +22,13 @@ class Sampled:
     Attributes:
         tokens: int64 ``[B, N]``; new tokens, and padding behind the end.
         counts: bool ``[B, N]``; tokens up to the first end-of-sequence token, that one included, or to the limit.
+        predicted: how long each answer was predicted to be before it began, where its guidance has ``return_values``.
         logits: the base model's own at each step, in its dtype ``[B, V]``; none unless they were asked for.
     """
 
     tokens: torch.Tensor
     counts: torch.Tensor
+    predicted: list[float | None]
     logits: tuple[torch.Tensor, ...]
 
 
@@ -81,4 +83,5 @@ def sample(
     ended = torch.isin(new, torch.tensor(models.eos_token_ids, device=new.device)).long()
     place = inputs["input_ids"].shape[1] + torch.arange(new.shape[1], device=new.device)
     counts = (ended.cumsum(1) - ended == 0) & (place < last[:, None])
-    return Sampled(new, counts, output.logits if keep_logits else ())
+    logits = output.logits if keep_logits else ()
+    return Sampled(new, counts, processor.predicted_output_lengths(output.sequences), logits)

@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
         help="measure how well target lengths are met, and at what price",
         description="Answer prompts to target lengths, guided and by three baselines: the base model alone, the same "
         "cut at the target, and guidance without a value model. Prints tables of lengths, perplexity and how answers "
-        "end, with 95 % intervals. A run that was ended goes on where it stopped.",
+        "end, with 95 % intervals, and of predicted lengths. A run that was ended goes on where it stopped.",
         epilog="example: lenvm evaluate demo demo --targets 40 80 --output evaluation",
     )
     parser.set_defaults(run=run_command)
@@ -131,9 +131,9 @@ def run_command(args: argparse.Namespace) -> None:
         require_extras("matplotlib", "tqdm")
         import matplotlib
 
-        from lenvm_kernels.evaluate import report
+        from lenvm_kernels.evaluate import calibration, report
         from lenvm_kernels.evaluate.measures import measure
-        from lenvm_kernels.evaluate.plan import AnswerFile, Plan, default_limit, settings_of
+        from lenvm_kernels.evaluate.plan import BASE, AnswerFile, Plan, default_limit, settings_of
         from lenvm_kernels.evaluate.run import run, views
         from lenvm_kernels.evaluate.servers import Server
 
@@ -173,6 +173,8 @@ def run_command(args: argparse.Namespace) -> None:
             target: {name: measure(answers, int(target)) for name, answers in by_name.items()}
             for target, by_name in found.items()
         }
+        own = [answer for answer in file.answers.values() if answer.setting == BASE]
+        calibrated = calibration.calibrate(own)
         versions = {"lenvm_kernels": __version__, "python": sys.version.split()[0]}
         versions |= {module.__name__: module.__version__ for module in (torch, transformers, numpy)}
         result = {
@@ -185,14 +187,17 @@ def run_command(args: argparse.Namespace) -> None:
             "versions": versions,
             "scores": scores,
             "curves": curves,
+            "calibration": calibrated,
         }
         (args.output / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        table = report.table(plan, scores)
+        table = "\n".join(filter(None, (report.table(plan, scores), calibration.table(plan, calibrated))))
         (args.output / "table.md").write_text(table, encoding="utf-8")
         of_curves = {name for curve in curves.values() for _, name in curve} - set(curves)
         report.plot_lengths(plan.targets, found, args.output / "lengths.png", leave_out=of_curves)
         if curves:
             report.plot_curves(plan, scores, args.output / "curve.png")
+        if calibrated is not None:
+            calibration.plot(own, calibrated, args.output / "calibration.png")
     print(table)
 
 

@@ -34,6 +34,7 @@ class Answer:
         text: of the tokens.
         ended: whether it ended by itself; else it was cut at the limit of new tokens.
         nll: nats of each token, under the base model alone.
+        predicted: tokens that it was predicted to have before its first one; None: not asked for, or not known.
     """
 
     setting: str
@@ -44,6 +45,7 @@ class Answer:
     text: str
     ended: bool
     nll: list[float]
+    predicted: float | None = None
 
     def cut(self, limit: int) -> Answer:
         """What a limit of so many tokens would have left of it; the text stays that of all tokens."""

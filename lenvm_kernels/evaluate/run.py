@@ -9,7 +9,7 @@ import torch
 from tqdm import tqdm
 
 from lenvm_kernels.demo.generation import sample
-from lenvm_kernels.demo.models import Models
+from lenvm_kernels.demo.models import NONE, Models
 from lenvm_kernels.evaluate.measures import Answer
 from lenvm_kernels.evaluate.plan import BASE, CUT, AnswerFile, Plan, Unit
 from lenvm_kernels.evaluate.servers import Server
@@ -55,33 +55,38 @@ def _answer(plan: Plan, unit: Unit, models: Models, server: Server | None, worke
     guidance = None
     if unit.setting.guidance is not None:
         guidance = {"target_length": unit.target, **unit.setting.guidance}
+    # Predicted lengths are asked for where the base model answers by itself: that is what they predict.
+    predicts = unit.setting.name == BASE and plan.value != NONE and (server is None or server.engine == "sglang")
+    guidance = {"return_values": True} if predicts else guidance
     limit, eos = plan.limit(unit.target), models.eos_token_ids
     if server is None:
         torch.manual_seed(unit.seed_of())
         sampled = sample(
             models,
-            models.value_model if unit.setting.with_values else None,
+            models.value_model if unit.setting.with_values or predicts else None,
             inputs,
             guidance,
             max_new_tokens=limit,
             **plan.sampling,
         )
-        pairs = zip(sampled.tokens, sampled.counts, strict=True)
-        found = [(tokens[counts].tolist(), False) for tokens, counts in pairs]
+        rows = zip(sampled.tokens, sampled.counts, sampled.predicted, strict=True)
+        found = [(tokens[counts].tolist(), False, predicted) for tokens, counts, predicted in rows]
     else:
 
-        def ask(row: int) -> tuple[list[int], bool]:
+        def ask(row: int) -> tuple[list[int], bool, float | None]:
             seed = unit.seed_of(row)
             return server.answer(prompts[row], guidance, max_new_tokens=limit, sampling=plan.sampling, seed=seed)
 
         with ThreadPoolExecutor(workers) as pool:
             found = list(pool.map(ask, range(len(prompts))))
-    whole = [with_end(ids, stopped, eos) for ids, stopped in found]
+    whole = [with_end(ids, stopped, eos) for ids, stopped, _ in found]
     nlls = likelihoods(models, prompts, [ids for ids, _ in whole])
     texts = models.tokenizer.batch_decode([ids for ids, _ in whole], skip_special_tokens=True)
     return [
-        Answer(unit.setting.name, unit.target, unit.seed, prompt, ids, text, ended, nll)
-        for prompt, (ids, ended), text, nll in zip(unit.prompts, whole, texts, nlls, strict=True)
+        Answer(unit.setting.name, unit.target, unit.seed, prompt, ids, text, ended, nll, predicted)
+        for prompt, (ids, ended), text, nll, (*_, predicted) in zip(
+            unit.prompts, whole, texts, nlls, found, strict=True
+        )
     ]
 
 

@@ -61,18 +61,19 @@ class Server:
         max_new_tokens: int,
         sampling: Mapping[str, float],
         seed: int,
-    ) -> tuple[list[int], bool]:
+    ) -> tuple[list[int], bool, float | None]:
         """Answer one prompt.
 
         Args:
             prompt: its tokens.
-            guidance: the request's parameters; None: it is not guided.
+            guidance: the request's parameters, guided or not; None: there are none.
             max_new_tokens: the limit.
             sampling: ``temperature``, ``top_k`` (0: all), ``top_p`` and ``min_p``.
             seed: of the request, below 2**31.
 
         Returns:
-            The tokens as the server gave them, and whether it says that the answer ended by itself.
+            The tokens as the server gave them, whether it says that the answer ended by itself, and how long SGLang
+            predicted it to be, if ``return_values`` asks for that and it did.
 
         Raises:
             Unreachable: the server does not answer, or with a status from 500 on.
@@ -81,17 +82,18 @@ class Server:
         path, body = self.request(prompt, guidance, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
         found = self._post(path, body)
         if self.engine == "sglang":
-            reason = found.get("meta_info", {}).get("finish_reason") or {}
-            ids, reason = found.get("output_ids"), reason.get("type")
+            facts = found.get("meta_info", {})
+            ids, reason = found.get("output_ids"), (facts.get("finish_reason") or {}).get("type")
+            predicted = (facts.get("predicted_output_length") or [None])[0]
         else:
             choice = (found.get("choices") or [{}])[0]
-            ids, reason = choice.get("token_ids"), choice.get("finish_reason")
+            ids, reason, predicted = choice.get("token_ids"), choice.get("finish_reason"), None
         if not isinstance(ids, list) or reason not in ("stop", "length"):
             raise ValueError(
                 f"{self.flag} must answer with token ids and with stop or length for a reason to end, {self.url} gave "
                 f"{type(ids).__name__} and {reason!r}"
             )
-        return ids, reason == "stop"
+        return ids, reason == "stop", predicted
 
     def request(
         self,

@@ -15,6 +15,8 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
 
+import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from lenvm_kernels.serving.engine import Answer, Query, ValueEngine
@@ -33,7 +35,7 @@ _STOP_SECONDS = 60  # for the calls that are running: a client may never finish 
 # Of the fork's requests: what has a meaning here, what has none and is passed over, and what asks for the impossible.
 _IGNORED = ("log_metrics", "priority", "routing_key", "sampling_params")
 _IMAGES = ("image_data", "video_data", "audio_data")
-_OF_SEQUENCES = ("input_ids", "text", "bypass_cache", "rid")
+_SEQUENCES = ("input_ids", "text")
 _OF_CANDIDATES = ("input_ids", "candidate_ids", "bypass_cache", "rid")
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -80,6 +82,16 @@ def create_app(
     async def candidate_value(request: Request) -> Response:
         queries, ids = _candidates(await body_of(request))
         return _as_values(_described(queries, ids, await answers_of(request, queries)), len(queries) == 1)
+
+    async def predict(request: Request) -> Response:
+        queries, ids, is_single = _sequences(await body_of(request), tokenizer, (*_SEQUENCES, "messages"))
+        answers = await answers_of(request, queries)
+        lengths = engine.value_model.lenvm_config.lengths(torch.tensor([answer.values[-1] for answer in answers]))
+        found = [
+            {"predicted_output_length": round(x, 3) if math.isfinite(x) else None, "meta_info": described["meta_info"]}
+            for x, described in zip(lengths.tolist(), _described(queries, ids, answers), strict=True)
+        ]
+        return JSONResponse(found[0] if is_single else found)
 
     async def flush_cache(request: Request) -> Response:
         engine.flush_cache()
@@ -153,7 +165,7 @@ def create_app(
         await asyncio.to_thread(engine.close)
 
     values = {"encode": encode, "tree_value": tree_value, "token_value": token_value}
-    values["candidate_value"] = candidate_value
+    values |= {"candidate_value": candidate_value, "predict": predict}
     routes = [Route(f"/{name}", answered(handler), methods=["POST", "PUT"]) for name, handler in values.items()]
     routes += [
         Route("/flush_cache", answered(flush_cache), methods=["GET", "POST"]),
@@ -184,26 +196,47 @@ def listen(host: str, port: int) -> socket.socket:
         raise OSError(f"--host and --port must be an address that is free, {host}:{port}: {error.strerror}") from error
 
 
-def _sequences(given: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> tuple[list[Query], list[str], bool]:
-    """The queries of ``/encode`` and ``/token_value``, their ids, and whether it is one alone."""
-    _check_names(given, _OF_SEQUENCES)
-    text, input_ids = given.get("text"), given.get("input_ids")
-    if (text is None) == (input_ids is None):
-        raise ValueError(f"either input_ids or text must be given, got {'neither' if text is None else 'both'}")
-    if text is not None:
-        is_single = isinstance(text, str)
-        texts = [text] if is_single else text
-        if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
-            raise ValueError(f"text must be a text or a list of some, got {_shown(text)}")
-        if tokenizer is None:
-            raise ValueError("text needs a tokenizer beside the value model's weights, there is none: send input_ids")
-        sequences = [tokenizer(t)["input_ids"] for t in texts]
+def _sequences(
+    given: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, forms: Sequence[str] = _SEQUENCES
+) -> tuple[list[Query], list[str], bool]:
+    """The queries of ``/encode``, ``/token_value`` and ``/predict``, their ids, and whether it is one alone."""
+    _check_names(given, (*forms, "bypass_cache", "rid"))
+    came = [name for name in forms if given.get(name) is not None]
+    if len(came) != 1:
+        raise ValueError(f"one of {', '.join(forms)} must be given, got {' and '.join(came) or 'none'}")
+    form, content = came[0], given[came[0]]
+    is_single = isinstance(content, str if form == "text" else list) and not any(isinstance(x, list) for x in content)
+    several = [content] if is_single else content
+    if form == "input_ids":
+        sequences = _token_lists(form, several)
+    elif form == "text" and not (isinstance(several, list) and several and all(isinstance(t, str) for t in several)):
+        raise ValueError(f"text must be a text or a list of some, got {_shown(content)}")
+    elif tokenizer is None:
+        raise ValueError(f"{form} needs a tokenizer beside the value model's weights, there is none: send input_ids")
+    elif form == "text":
+        sequences = [tokenizer(t)["input_ids"] for t in several]
     else:
-        is_single = isinstance(input_ids, list) and not any(isinstance(x, list) for x in input_ids)
-        sequences = _token_lists("input_ids", [input_ids] if is_single else input_ids)
+        sequences = _chats(several, tokenizer)
     bypass = _of_each("bypass_cache", given.get("bypass_cache"), False, bool, len(sequences))
     queries = [Query(tokens, bypass_cache=b) for tokens, b in zip(sequences, bypass, strict=True)]
     return queries, _ids(given, len(queries)), is_single
+
+
+def _chats(chats: Any, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The tokens of conversations up to where the next answer begins, by the tokenizer's chat template."""
+
+    def is_message(m: Any) -> bool:
+        return isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+
+    for chat in chats if isinstance(chats, list) else [None]:
+        if not isinstance(chat, list) or not chat or not all(map(is_message, chat)):
+            expected = "conversations, lists of objects with the texts role and content"
+            raise ValueError(f"messages must be one or several {expected}, got {_shown(chats)}")
+    template: Any = tokenizer.apply_chat_template
+    try:
+        return [template(chat, add_generation_prompt=True, return_dict=True)["input_ids"] for chat in chats]
+    except (TemplateError, ValueError) as error:  # there is none, or it refuses them
+        raise ValueError(f"messages must fit a chat template beside the value model's weights: {error}") from error
 
 
 def _candidates(given: dict[str, Any]) -> tuple[list[Query], list[str]]:

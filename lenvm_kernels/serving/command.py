@@ -16,7 +16,8 @@ def add(commands: Any) -> None:
         "serve",
         help="answer with values over HTTP",
         description="Answer /encode, /token_value, /tree_value and /candidate_value with the value logits of a value "
-        "model, in the forms of the fork of SGLang of LenVM's authors. Calls that come at the same time are computed "
+        "model, in the forms of the fork of SGLang of LenVM's authors, and /predict with the predicted lengths of "
+        "prompts' outputs. Calls that come at the same time are computed "
         "together. SIGTERM ends it when the calls that are running are answered.",
         epilog="example: lenvm serve path/to/value-model --port 30010",
     )

@@ -177,7 +177,7 @@ def _ask(
         """What a request is answered with, and whether it ended by itself; a server that is silent is asked again."""
         for pause in (*PAUSES, None):
             try:
-                ids, stopped = server.answer(
+                ids, stopped, _ = server.answer(
                     prompt, guidance, max_new_tokens=max_new_tokens, sampling=plan.sampling, seed=seed
                 )
                 return with_end(ids, stopped, eos)

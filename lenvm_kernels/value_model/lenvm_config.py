@@ -124,6 +124,10 @@ class LenVMConfig:
         """``-ln(gamma)``."""
         return -math.log(DEFAULT_GAMMA if self.gamma is None else self.gamma)
 
+    def lengths(self, value_logits: torch.Tensor) -> torch.Tensor:
+        """Lengths in tokens that value logits stand for, of their shape: ``softplus(z) / -ln(gamma)``."""
+        return F.softplus(value_logits) / self.nats_per_token
+
     def value_logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """Value logits ``z`` that stand for the lengths of a value head's outputs under ``gamma``.
 

@@ -41,7 +41,10 @@ class FakeEngine(BaseHTTPRequestHandler):
         if self.path == "/generate":  # SGLang returns the end token here, vLLM does not
             ids[-1] = EOS if stops else ids[-1]
             reason = {"type": "stop", "matched": EOS} if stops else {"type": "length", "length": limit}
-            return self.reply(200, {"text": "", "output_ids": ids, "meta_info": {"finish_reason": reason}})
+            facts = {"finish_reason": reason}
+            if params.get("custom_params", {}).get("return_values"):
+                facts["predicted_output_length"] = [len(body["input_ids"]) + 0.5]
+            return self.reply(200, {"text": "", "output_ids": ids, "meta_info": facts})
         choice = {"token_ids": ids[: length - 1], "finish_reason": "stop" if stops else "length"}
         self.reply(200, {"choices": [choice]})
 
