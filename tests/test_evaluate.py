@@ -187,6 +187,7 @@ def test_the_command_writes_answers_numbers_tables_and_plots(evaluate, tiny, cap
     for picture in ("lengths.png", "curve.png"):
         assert matplotlib.image.imread(folder / picture).std() > 0
     assert "90/90" in error
+    assert "| distinct % |\n" in table and not (folder / "accuracy.png").exists()
 
 
 def test_without_a_value_model_the_constant_is_what_guides(evaluate):
@@ -239,6 +240,63 @@ def test_a_directory_of_another_plan_is_refused(evaluate):
     assert code == 2 and "answers.jsonl, line 1 must be an answer of lenvm evaluate" in error
     (folder / "plan.json").unlink()
     assert "must hold plan.json beside answers.jsonl" in evaluate("--num-prompts", "1", value="none")[1]
+
+
+# Which prompts the answers of a seed get right, by setting and target; of the base model's answers, all and cut at 4.
+SOLVED = {
+    ("none", None): {3: {0, 2}, 0: {0, 1, 4}},
+    ("hard cut", 4): {3: {1}, 0: {1, 3}},
+    ("constant", 4): {3: set(), 0: set()},
+    ("guided", 4): {3: {1, 2, 4}, 0: {1}},
+    ("constant", 7): {3: {0, 1, 2, 3, 4}, 0: set()},
+    ("guided", 7): {3: set(), 0: {2}},
+}
+ACCURACIES = {  # first, any; of five prompts, the first seed being 3
+    "4": {"none": (2, 4), "hard cut": (1, 2), "constant": (0, 0), "guided": (3, 3)},
+    "7": {"none": (2, 4), "hard cut": (2, 4), "constant": (5, 5), "guided": (0, 1)},
+}
+
+
+def test_accuracies_are_of_what_stands_in_the_answers(evaluate, tmp_path, monkeypatch):
+    file = tmp_path / "problems.jsonl"
+    lines = [{"question": text, "answer": f"So it is.\n#### {30 + i}"} for i, text in enumerate(PROMPTS)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def planted(plan, unit, *_):
+        """Six words; the last one and, of the base model's answers, the fourth say 30 + prompt if that is solved."""
+        name, made = unit.setting.name, []
+        for prompt in unit.prompts:
+            ids = [13, 14, 15, 16, 17, 18]  # w10 to w15
+            for at, key in ((5, (name, unit.target)), (3, ("hard cut", 4) if name == "none" else None)):
+                if prompt in SOLVED.get(key, {unit.seed: set()})[unit.seed]:
+                    ids[at] = 3 + 30 + prompt
+            made.append(Answer(name, unit.target, unit.seed, prompt, ids, "w10", False, [1.0] * 6))
+        return made
+
+    monkeypatch.setattr(run, "_answer", planted)
+    options = ["--prompts", file, "--seeds", 3, 0]
+    code, error, folder = evaluate(*options, "--answer-regex", r"w(\d+)")
+    assert code == 0, error
+    result = json.loads((folder / "result.json").read_text())
+    for target, settings in ACCURACIES.items():
+        for name, counts in settings.items():
+            found = result["scores"][target][name]
+            assert [found["acc_first"] * 5, found["acc_any"] * 5] == pytest.approx(counts), (target, name)
+            assert set(found["intervals"]) > {"acc_first", "acc_any", "distance"}
+    table = (folder / "table.md").read_text()
+    low, high = result["scores"]["4"]["none"]["intervals"]["acc_any"]
+    assert (
+        table.count("| acc_first % | acc_any % |\n") == 2 and f"| 80 [{100 * low:.0f}, {100 * high:.0f}] |\n" in table
+    )
+    assert matplotlib.image.imread(folder / "accuracy.png").std() > 0
+    monkeypatch.setattr(run, "_answer", None)  # the same answers, read otherwise
+    assert evaluate(*options, "--answer-regex", "no such")[0] == 0
+    scores = json.loads((folder / "result.json").read_text())["scores"]
+    assert not any(found["acc_any"] for by_name in scores.values() for found in by_name.values())
+    file.write_text("".join(json.dumps(line | {"answer": 31}) + "\n" for line in lines))
+    assert "differs in answers" in evaluate(*options)[1]
+    file.write_text("".join(json.dumps({"prompt": line["question"]}) + "\n" for line in lines))
+    assert "differs in answers" in evaluate(*options)[1]
 
 
 @pytest.fixture
@@ -354,4 +412,8 @@ def test_a_bad_line_of_prompts_is_named(evaluate, tmp_path, line):
     file.write_text(f'{{"prompt": "w1"}}\n{line}\n{{"prompt": "w2"}}\n')
     code, error, folder = evaluate("--prompts", file)
     assert code == 2 and not folder.exists()
-    assert f'--prompts {file}, line 2 must be an object {{"prompt": "..."}} with a text, got {line!r}' in error
+    assert (
+        f'--prompts {file}, line 2 must be an object {{"prompt": "..."}}, or with question or problem, with a text, '
+        in error
+    )
+    assert f"with a text, got {line!r}" in error

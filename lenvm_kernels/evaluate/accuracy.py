@@ -117,7 +117,6 @@ def is_right(pair: tuple[str, str]) -> bool:
 
 def _start() -> None:
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its timeouts are off
-    import math_verify  # noqa: F401
 
 
 def check(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], bool]:
@@ -125,7 +124,7 @@ def check(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], bool]:
     left, found = list(dict.fromkeys(pairs)), {}
     while left:
         with get_context("spawn").Pool(1, _start) as pool:
-            pool.apply(bool)  # its imports are no comparison's time
+            pool.apply(is_right, [("1", "1")])  # imports count in no comparison's time
             results = pool.imap(is_right, left)
             for pair in left:
                 try:
