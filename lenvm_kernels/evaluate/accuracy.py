@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from multiprocessing import TimeoutError, get_context
 from pathlib import Path
 from typing import Any
@@ -15,31 +15,24 @@ from lenvm_kernels.evaluate.measures import Answer, bootstrap
 from lenvm_kernels.evaluate.plan import Plan
 from lenvm_kernels.evaluate.prompts import Prompt
 
-# Measures, and the titles of their plots.
-ACCURACIES = {"acc_first": "right with the first seed", "acc_any": "right with any seed"}
 # A number as texts write it: a sign that is no range's, money, thousands, decimals or a fraction, a percent sign.
 NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+|/\d+)?|\.\d+)(?:\\?%)?")
-# TeX takes a single word without braces.
-BOXED = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|([^\s${}\\]+))")
-DOLLAR, PERCENT = r"\\?\$", r"\\?%"
+BRACED = r"[^{}]*"
+for _ in range(8):  # braces in braces; TeX takes a single word without
+    BRACED = rf"(?:[^{{}}]|\{{{BRACED}\}})*"
+BOXED = re.compile(rf"\\(?:boxed|fbox)\s*(?:\{{({BRACED})\}}|([^\s${{}}\\]+))")
 # Words behind a number, which math-verify would multiply: most units are unknown to it.
 UNIT = r"(?<=\d)\s+[A-Za-z]{2,}[A-Za-z/. ]*$"
-# That a comparison may take. Towers of powers take for ever, in C, where no signal ends them.
+# That a comparison may take. Towers of powers take for ever, in C, where math-verify's own timeouts end nothing.
 SECONDS = 10.0
 
 
 def compiled(pattern: str | None, has_answers: bool) -> re.Pattern[str]:
-    """What finds the answer of a text without a box: ``--answer-regex``, or :data:`NUMBER`.
-
-    Raises:
-        ValueError: it is no regular expression, or there are no answers to compare with.
-    """
-    if pattern is None:
-        return NUMBER
-    if not has_answers:
+    """``--answer-regex``, or :data:`NUMBER`; raises ValueError if it is none, or there are no answers for it."""
+    if pattern is not None and not has_answers:
         raise ValueError('--answer-regex must come with --prompts whose lines have an "answer", got none')
     try:
-        return re.compile(pattern)
+        return NUMBER if pattern is None else re.compile(pattern)
     except re.error as error:
         raise ValueError(f"--answer-regex must be a regular expression, got {pattern!r}: {error}") from error
 
@@ -47,28 +40,21 @@ def compiled(pattern: str | None, has_answers: bool) -> re.Pattern[str]:
 def references(prompts: Sequence[Prompt], where: str) -> list[str] | None:
     r"""The answers to compare with: of a text, what is behind GSM8K's ``####``, in the last ``\boxed{}``, or all.
 
-    Args:
-        prompts: of a file, a line each.
-        where: what errors call the file.
-
-    Returns:
-        None if no line has an answer.
+    They are None if no line has one.
 
     Raises:
-        ValueError: some lines have an answer and others none, or it is no number and no such text.
+        ValueError: some lines have an answer and others none, or it is no number and no such text; ``where`` is named.
     """
     if all(prompt.answer is None for prompt in prompts):
         return None
     found = []
     for number, answer in enumerate((prompt.answer for prompt in prompts), start=1):
-        if answer is None:
-            raise ValueError(f'{where}, line {number} must have an "answer" as other lines have, or none may')
         text = str(answer) if isinstance(answer, (int, float, str)) and not isinstance(answer, bool) else ""
         text = (text.rpartition("####")[2] if "####" in text else boxed(text) or text).strip()
         if not text or "\n" in text:
             raise ValueError(
-                f'{where}, line {number} must have an "answer" that is a number or one line, or that ends with '
-                f"#### and it or has it in \\boxed{{}}, got {str(answer)[:100]!r}"
+                f'{where}, line {number} must have an "answer" as other lines have: a number or one line, behind #### '
+                f"or in \\boxed{{}} if there is more, got {str(answer)[:100]!r}"
             )
         found.append(text)
     return found
@@ -76,38 +62,20 @@ def references(prompts: Sequence[Prompt], where: str) -> list[str] | None:
 
 def boxed(text: str) -> str:
     r"""What the last ``\boxed{}`` holds, of those that are closed and not blank; empty if there is none."""
-    found = ""
-    for match in BOXED.finditer(text):
-        content, depth = match[1] or "", 0 if match[1] else 1
-        for character in text[match.end() :] if depth else "":
-            depth += {"{": 1, "}": -1}.get(character, 0)
-            if depth == 0:
-                break
-            content += character
-        if depth == 0 and content.strip():
-            found = content.strip()
-    return found
+    return ["", *filter(None, ((match[1] or match[2] or "").strip() for match in BOXED.finditer(text)))][-1]
 
 
 def extract(text: str, pattern: re.Pattern[str] = NUMBER) -> str:
-    r"""The answer that a text gives: in its last ``\boxed{}``, else the last match's first group, or all of the match.
-
-    It is empty if there is none.
-    """
+    r"""What a text says in its last ``\boxed{}``, else the last match's first group, or all of it; empty if nothing."""
     matches = list(pattern.finditer(text))
-    in_text = (matches[-1][1 if pattern.groups else 0] or "").strip() if matches else ""
-    return boxed(text) or in_text
+    return boxed(text) or ((matches[-1][1 if pattern.groups else 0] or "").strip() if matches else "")
 
 
 def is_right(pair: tuple[str, str]) -> bool:
-    """Whether an answer equals a reference; units do not count, and 25 % equals both 25 and 1/4.
-
-    Args:
-        pair: the answer and the reference.
-    """
+    """Whether an answer equals a reference; units do not count, and 25 % equals both 25 and 1/4."""
     from math_verify import parse, verify
 
-    for signs in (DOLLAR, f"{DOLLAR}|{PERCENT}"):
+    for signs in (r"\\?\$", r"\\?[$%]"):
         texts = [re.sub(UNIT, "", re.sub(signs, "", text)) for text in pair]
         answer, reference = (parse(f"${text}$", parsing_timeout=None) for text in texts)
         if verify(reference, answer, timeout_seconds=None):
@@ -115,15 +83,12 @@ def is_right(pair: tuple[str, str]) -> bool:
     return False
 
 
-def _start() -> None:
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its timeouts are off
-
-
 def check(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], bool]:
     """:func:`is_right` of each pair, in a process that is ended where one takes too long, which counts as wrong."""
     left, found = list(dict.fromkeys(pairs)), {}
     while left:
-        with get_context("spawn").Pool(1, _start) as pool:
+        # It would warn that its timeouts are off.
+        with get_context("spawn").Pool(1, logging.getLogger("math_verify").setLevel, [logging.ERROR]) as pool:
             pool.apply(is_right, [("1", "1")])  # imports count in no comparison's time
             results = pool.imap(is_right, left)
             for pair in left:
@@ -137,15 +102,9 @@ def check(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], bool]:
 
 
 def accuracies(answers: Sequence[Answer], right: Sequence[bool], first: int) -> dict[str, Any]:
-    """Shares of prompts, 0 to 1, that the answers of one setting to one target get right.
+    """Shares of prompts, 0 to 1, answered rightly: ``acc_first`` with the seed ``first``, ``acc_any`` with any.
 
-    Args:
-        answers: at least one; those of a prompt are its seeds'.
-        right: whether each is.
-        first: the seed of ``acc_first``.
-
-    Returns:
-        ``acc_first``, ``acc_any`` and, as :func:`.measure`, ``intervals``.
+    With ``intervals``, as :func:`.measure`; ``right`` is of each answer.
     """
     prompts = sorted({answer.prompt for answer in answers})
     solved = [answer for answer, is_so in zip(answers, right, strict=True) if is_so]
@@ -155,27 +114,18 @@ def accuracies(answers: Sequence[Answer], right: Sequence[bool], first: int) -> 
     return {name: float(share.mean()) for name, share in shares.items()} | {"intervals": intervals}
 
 
-def add(
-    scores: Mapping[str, Mapping[str, dict[str, Any]]],
-    views: Mapping[str, Mapping[str, Sequence[Answer]]],
-    plan: Plan,
-    decode: Callable[[list[list[int]]], list[str]],
-    pattern: re.Pattern[str],
-) -> None:
-    """Add :func:`accuracies` to the scores, by target and setting.
+def add(scores: Any, views: Any, plan: Plan, tokenizer: Any, pattern: re.Pattern[str]) -> None:
+    """Add :func:`accuracies` to the scores of :func:`.measure`, for the answers of :func:`.views`.
 
-    Args:
-        scores, views: of :func:`.measure` and :func:`.views`.
-        plan: has the references.
-        decode: gives texts of tokens: that of an answer that was cut is still the whole one's.
-        pattern: of :func:`compiled`.
+    Answers are decoded anew: the text of one that was cut is still the whole one's.
     """
     assert plan.answers is not None
     pairs = {}
     for target, by_name in views.items():
         for name, answers in by_name.items():
-            said = [extract(text, pattern) for text in decode([answer.ids for answer in answers])]
-            pairs[target, name] = list(zip(said, [plan.answers[answer.prompt] for answer in answers], strict=True))
+            texts = tokenizer.batch_decode([answer.ids for answer in answers], skip_special_tokens=True)
+            rights = [plan.answers[answer.prompt] for answer in answers]
+            pairs[target, name] = list(zip([extract(text, pattern) for text in texts], rights, strict=True))
     is_so = check(pair for row in pairs.values() for pair in row)
     for (target, name), row in pairs.items():
         found = accuracies(views[target][name], [is_so[pair] for pair in row], plan.seeds[0])
@@ -184,27 +134,18 @@ def add(
 
 
 def plot(plan: Plan, scores: Mapping[str, Mapping[str, Any]], file: Path, *, leave_out: Collection[str] = ()) -> None:
-    """Write a PNG with accuracy against target, a line in its 95 % interval a setting; with one seed one panel."""
+    """Write a PNG with accuracies against the target, a colour a setting, and the intervals of ``acc_first``."""
     from matplotlib import pyplot
 
-    shown = list(ACCURACIES.items())[: len(plan.seeds)]
     targets = sorted(plan.targets)
-    figure, panels = pyplot.subplots(
-        1, len(shown), figsize=(4 * len(shown) + 0.8, 3.8), sharey=True, squeeze=False, layout="constrained"
-    )
-    for axes, (measure, title) in zip(panels[0], shown, strict=True):
-        for name in (name for name in scores[str(targets[0])] if name not in leave_out):
-            found = [scores[str(target)][name] for target in targets]
-            (line,) = axes.plot(
-                targets, [100 * score[measure] for score in found], marker="o", markersize=4, label=name
-            )
-            low, high = zip(*([100 * end for end in score["intervals"][measure]] for score in found), strict=True)
-            axes.fill_between(targets, low, high, color=line.get_color(), alpha=0.1, linewidth=0)
-        axes.set_title(title, fontsize=9)
-        axes.set_xticks(targets)
-        axes.set_xlabel("target in tokens")
-        axes.set_ylim(-2, 102)
-    panels[0, 0].set_ylabel("% of the prompts")
-    panels[0, 0].legend(fontsize=7)
+    figure, axes = pyplot.subplots(figsize=(5.6, 4), layout="constrained")
+    for name in (name for name in scores[str(targets[0])] if name not in leave_out):
+        found = [scores[str(target)][name] for target in targets]
+        (line,) = axes.plot(targets, [100 * score["acc_first"] for score in found], marker="o", label=name)
+        axes.plot(targets, [100 * score["acc_any"] for score in found], linestyle=":", color=line.get_color())
+        low, high = 100 * np.array([score["intervals"]["acc_first"] for score in found]).T
+        axes.fill_between(targets, low, high, color=line.get_color(), alpha=0.1, linewidth=0)
+    axes.set(xticks=targets, xlabel="target in tokens", ylim=(-2, 102), ylabel="% right (dotted: with any seed)")
+    axes.legend(fontsize=7)
     figure.savefig(file, format="png", dpi=150)
     pyplot.close(figure)

@@ -7,7 +7,6 @@ import json
 import shlex
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,9 +183,7 @@ def run_command(args: argparse.Namespace) -> None:
             for target, by_name in found.items()
         }
         if right_answers is not None:
-            accuracy.add(
-                scores, found, plan, partial(models.tokenizer.batch_decode, skip_special_tokens=True), answer_regex
-            )
+            accuracy.add(scores, found, plan, models.tokenizer, answer_regex)
         versions = {"lenvm_kernels": __version__, "python": sys.version.split()[0]}
         versions |= {module.__name__: module.__version__ for module in (torch, transformers, numpy)}
         result = {

@@ -30,8 +30,6 @@ class Prompt:
 def read_prompts(file: Path, flag: str = "--prompts") -> list[Prompt]:
     """Read lines of ``{"prompt": "..."}``, which may say ``"split": "train"`` or ``"split": "test"``, and an answer.
 
-    GSM8K's ``question`` and ``answer`` are read as they are, and ``problem`` with ``answer`` or ``solution`` of MATH.
-
     Raises:
         OSError: the file cannot be read.
         ValueError: a line is something else, or some lines have a split and others none; the message names the flag,
@@ -51,14 +49,9 @@ def _prompt(line: str, where: str) -> Prompt:
     except json.JSONDecodeError:
         found = None
     found = found if isinstance(found, dict) else {}
-    prompt, answer = (
-        next((found[name] for name in names if found.get(name) is not None), None) for names in (TEXTS, ANSWERS)
-    )
+    prompt, answer = (next((found[n] for n in names if found.get(n) is not None), None) for names in (TEXTS, ANSWERS))
     if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError(
-            f'{where} must be an object {{"prompt": "..."}}, or with question or problem, with a text, '
-            f"got {line[:100]!r}"
-        )
+        raise ValueError(f'{where} must be an object {{"prompt": "..."}} (or question, problem), got {line[:100]!r}')
     split = found.get("split")
     if split is not None and split not in SPLITS:
         raise ValueError(f'{where} must have a "split" of {" or ".join(SPLITS)}, or none, got {split!r}')
