@@ -12,13 +12,12 @@ from lenvm_kernels.evaluate.measures import Answer, bootstrap
 from lenvm_kernels.evaluate.prompts import Prompt, read_prompts
 
 PROBLEMS = Path(__file__).parent.parent / "examples" / "problems.jsonl"
-# A text and the answer that it gives.
+# Texts and the answers that they give; then answers and their references.
 TEXTS = r"""\boxed{4}, not 5 ~ 4; \boxed{1}, no: \boxed{ \frac{3}{4+\sqrt{5}} } of 7 ~ \frac{3}{4+\sqrt{5}};
 \fbox{9} of 8 ~ 9; \boxed{\{1, 2\}} ~ \{1, 2\}; so $\boxed 8$. ~ 8; \boxed{11} and \boxed{ }, 3 ~ 11;
 \boxed{12} and 13 and \boxed{14 ~ 12; 16 and \boxed{ \frac{2}{3} ~ 3; It is $1,250.50. ~ $1,250.50;
 1,000, 2,500, 30 ~ 30; from 1,2345 ~ 2345; 10-15 ~ 15; it falls to -4. ~ -4; -6 ~ -6; about .5 ~ .5;
 3/4 of it, 5 in all, or 3/8 ~ 3/8; 20 of 160: 12.5\% ~ 12.5\%; none ~ """
-# An answer and the reference.
 RIGHT = r"""1250 ~ 1,250; $1,250.00 ~ 1250; \$7.5 ~ $7.50; 0.75 ~ 3/4; \dfrac{6}{8} ~ \frac34; 12.5\% ~ 12.5;
 0.25 ~ 25%; 62.5 ~ 62.5%; 370 km ~ 370 kilometers; 18\text{ apples} ~ 18; 6 dollars ~ $6; 72. ~ 72; x = 5 ~ 5;
 (x-1)(x+1) ~ x^2-1; \text{Evelyn} ~ Evelyn; C ~ \text{C}; \boxed{6} ~ 6"""
