@@ -142,7 +142,7 @@ def plot(plan: Plan, scores: Mapping[str, Mapping[str, Any]], file: Path, *, lea
     for name in (name for name in scores[str(targets[0])] if name not in leave_out):
         found = [scores[str(target)][name] for target in targets]
         (line,) = axes.plot(targets, [100 * score["acc_first"] for score in found], marker="o", label=name)
-        axes.plot(targets, [100 * score["acc_any"] for score in found], linestyle=":", color=line.get_color())
+        axes.plot(targets, [100 * score["acc_any"] for score in found], ".:", color=line.get_color())
         low, high = 100 * np.array([score["intervals"]["acc_first"] for score in found]).T
         axes.fill_between(targets, low, high, color=line.get_color(), alpha=0.1, linewidth=0)
     axes.set(xticks=targets, xlabel="target in tokens", ylim=(-2, 102), ylabel="% right (dotted: with any seed)")
