@@ -1,5 +1,6 @@
 """``lenvm evaluate``: measures by hand, perplexity by a plain forward, resumption, both servers' protocols, errors."""
 
+import importlib.util
 import json
 import math
 import re
@@ -224,6 +225,7 @@ def test_the_command_writes_answers_numbers_tables_and_plots(evaluate, tiny, val
     for picture in ("lengths.png", "curve.png", "calibration.png"):
         assert matplotlib.image.imread(folder / picture).std() > 0
     assert "90/90" in error
+    assert "| distinct % |\n" in table and not (folder / "accuracy.png").exists()
 
 
 def test_without_a_value_model_the_constant_is_what_guides(evaluate):
@@ -282,6 +284,53 @@ def test_a_directory_of_another_plan_is_refused(evaluate):
     assert code == 2 and "answers.jsonl, line 1 must be an answer of lenvm evaluate" in error
     (folder / "plan.json").unlink()
     assert "must hold plan.json beside answers.jsonl" in evaluate("--num-prompts", "1", value="none")[1]
+
+
+# Prompts that seeds 3 and 0 get right, by setting and target; of the base model's answers, all and cut at 4.
+SOLVED = {"none None": ({0, 2}, {0, 1, 4}), "hard cut 4": ({1}, {1, 3}), "constant 4": (set(), set())}
+SOLVED |= {"guided 4": ({1, 2, 4}, {1}), "constant 7": ({0, 1, 2, 3, 4}, set()), "guided 7": (set(), {2})}
+# First and any, the first seed being 3, of five prompts.
+ACCURACIES = {"4 none": (2, 4), "4 hard cut": (1, 2), "4 constant": (0, 0), "4 guided": (3, 3)}
+ACCURACIES |= {"7 none": (2, 4), "7 hard cut": (2, 4), "7 constant": (5, 5), "7 guided": (0, 1)}
+
+
+def test_accuracies_are_of_what_stands_in_the_answers(evaluate, tmp_path, monkeypatch):
+    file = tmp_path / "problems.jsonl"
+    lines = [{"question": text, "answer": f"So it is.\n#### {30 + i}"} for i, text in enumerate(PROMPTS)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def planted(plan, unit, *_):
+        """Words of which the last and, of the base model's answers, the fourth say 30 + prompt if that is solved."""
+        name, made = unit.setting.name, []
+        for prompt in unit.prompts:
+            ids = [13, 14, 15, 16, 17, 18]  # w10 to w15
+            for at, key in ((5, f"{name} {unit.target}"), (3, "hard cut 4")):
+                if prompt in SOLVED[key][unit.seed == 0] and (at == 5 or name == "none"):
+                    ids[at] = 3 + 30 + prompt
+            made.append(Answer(name, unit.target, unit.seed, prompt, ids, "w10", False, [1.0] * 6))
+        return made
+
+    monkeypatch.setattr(run, "_answer", planted)
+    options = ["--prompts", file, "--seeds", 3, 0]
+    code, error, folder = evaluate(*options, "--answer-regex", r"w(\d+)")
+    assert code == 0, error
+    scores = json.loads((folder / "result.json").read_text())["scores"]
+    found = {f"{target} {name}": score for target, by_name in scores.items() for name, score in by_name.items()}
+    assert {key: (5 * score["acc_first"], 5 * score["acc_any"]) for key, score in found.items()} == ACCURACIES
+    assert all(set(score["intervals"]) > {"acc_first", "acc_any", "distance"} for score in found.values())
+    table = (folder / "table.md").read_text()
+    low, high = found["4 none"]["intervals"]["acc_any"]
+    assert table.count("| acc_first % | acc_any % |\n") == 2
+    assert f"| 80 [{100 * low:.0f}, {100 * high:.0f}] |\n" in table
+    assert matplotlib.image.imread(folder / "accuracy.png").std() > 0
+    monkeypatch.setattr(run, "_answer", None)  # the same answers, read otherwise
+    assert evaluate(*options, "--answer-regex", "no such")[0] == 0
+    assert json.loads((folder / "result.json").read_text())["scores"]["7"]["constant"]["acc_any"] == 0
+    file.write_text("".join(json.dumps(line | {"answer": 31}) + "\n" for line in lines))
+    assert "differs in answers" in evaluate(*options)[1]
+    assert "--answer-regex must be a regular expression, got '('" in evaluate(*options, "--answer-regex", "(")[1]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "math_verify" else name)
+    assert 'math_verify must be installed: pip install "lenvm-kernels[demo]"' in evaluate(*options)[1]
 
 
 @pytest.fixture
@@ -371,6 +420,7 @@ def test_what_a_server_refuses_is_told(evaluate, served, broken, named):
         (["--guidance", '{"strength": -1}'], "strength must be a finite number >= 0, got -1"),
         (["--guidance", '{"value_constraint": "eq"}', "--strengths", "2"], "strength needs a value_constraint of near"),
         (["--targets", "0"], "--targets"),
+        (["--answer-regex", "a"], '--answer-regex must come with --prompts whose lines have an "answer", got none'),
         (["--seeds", "-1"], "--seeds"),
         (["--num-prompts", "6"], "--num-prompts must be at most the 5 prompts that there are, got 6"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
@@ -401,4 +451,4 @@ def test_a_bad_line_of_prompts_is_named(evaluate, tmp_path, line):
     file.write_text(f'{{"prompt": "w1"}}\n{line}\n{{"prompt": "w2"}}\n')
     code, error, folder = evaluate("--prompts", file)
     assert code == 2 and not folder.exists()
-    assert f'--prompts {file}, line 2 must be an object {{"prompt": "..."}} with a text, got {line!r}' in error
+    assert f'{file}, line 2 must be an object {{"prompt": "..."}} (or question, problem), got {line!r}' in error

@@ -13,7 +13,7 @@ from typing import Any
 from lenvm_kernels import __version__
 from lenvm_kernels.cli_arguments import add_device, add_dtype, add_sampling, device_of, positive, seed_of, usage_errors
 from lenvm_kernels.demo import held_out_prompts, spread
-from lenvm_kernels.evaluate.prompts import read_prompts
+from lenvm_kernels.evaluate.prompts import Prompt, read_prompts
 
 OWN_FIELDS = ("target_length", "target_length_mode", "length_mode", "target_value")
 
@@ -49,7 +49,14 @@ def add(commands: Any) -> None:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help='lines of {"prompt": "..."}, each a user\'s message (default: the held-out prompts of the demo)',
+        help='lines of {"prompt": "..."}, each a user\'s message; with "answer", accuracies are measured; GSM8K '
+        "and MATH are read as they are (default: the held-out prompts of the demo)",
+    )
+    what.add_argument(
+        "--answer-regex",
+        metavar="REGEX",
+        help="finds the answer of a text without \\boxed{}: its last match's first group, or all of it (default: the "
+        "last number)",
     )
     what.add_argument(
         "--num-prompts", type=positive(int), metavar="N", help="so many, spread over all of them (default: all)"
@@ -120,7 +127,7 @@ def run_command(args: argparse.Namespace) -> None:
     start = time.monotonic()
     with usage_errors():
         guidances = [_guidance(text) for text in args.guidance]
-        prompts = _prompts(args.prompts, args.num_prompts)
+        prompts, right_answers = _prompts(args.prompts, args.num_prompts)
         import numpy
         import torch
         import transformers
@@ -128,16 +135,17 @@ def run_command(args: argparse.Namespace) -> None:
         from lenvm_kernels.demo.models import NONE, Models, require_extras
         from lenvm_kernels.guidance import Thoughts, parse_guidance
 
-        require_extras("matplotlib", "tqdm")
+        require_extras("matplotlib", "tqdm", *([] if right_answers is None else ["math_verify"]))
         import matplotlib
 
-        from lenvm_kernels.evaluate import calibration, report
+        from lenvm_kernels.evaluate import accuracy, calibration, report
         from lenvm_kernels.evaluate.measures import measure
         from lenvm_kernels.evaluate.plan import BASE, AnswerFile, Plan, default_limit, settings_of
         from lenvm_kernels.evaluate.run import run, views
         from lenvm_kernels.evaluate.servers import Server
 
         matplotlib.use("Agg")
+        answer_regex = accuracy.compiled(args.answer_regex, right_answers is not None)
         settings, curves = settings_of(guidances, args.strengths, with_values=args.value != NONE)
         for setting in settings:
             if setting.guidance is not None:  # which token ends a thought is not known before
@@ -160,6 +168,7 @@ def run_command(args: argparse.Namespace) -> None:
             dtype=args.dtype,
             engine=None if server is None else server.engine,
             constant_engine=None if constant_server is None else constant_server.engine,
+            answers=right_answers,
         )
         file = AnswerFile(args.output, plan)
         device = device_of(args.device)
@@ -175,6 +184,8 @@ def run_command(args: argparse.Namespace) -> None:
         }
         own = [answer for answer in file.answers.values() if answer.setting == BASE]
         calibrated = calibration.calibrate(own)
+        if right_answers is not None:
+            accuracy.add(scores, found, plan, models.tokenizer, answer_regex)
         versions = {"lenvm_kernels": __version__, "python": sys.version.split()[0]}
         versions |= {module.__name__: module.__version__ for module in (torch, transformers, numpy)}
         result = {
@@ -194,6 +205,8 @@ def run_command(args: argparse.Namespace) -> None:
         (args.output / "table.md").write_text(table, encoding="utf-8")
         of_curves = {name for curve in curves.values() for _, name in curve} - set(curves)
         report.plot_lengths(plan.targets, found, args.output / "lengths.png", leave_out=of_curves)
+        if right_answers is not None:
+            accuracy.plot(plan, scores, args.output / "accuracy.png", leave_out=of_curves)
         if curves:
             report.plot_curves(plan, scores, args.output / "curve.png")
         if calibrated is not None:
@@ -214,11 +227,13 @@ def _guidance(text: str) -> dict[str, Any]:
     return guidance
 
 
-def _prompts(file: Path | None, count: int | None) -> list[str]:
-    """The prompts of a file, or the demo's, of which ``count`` are taken evenly."""
-    prompts = held_out_prompts() if file is None else [prompt.text for prompt in read_prompts(file)]
-    if count is None:
-        return prompts
+def _prompts(file: Path | None, count: int | None) -> tuple[list[str], list[str] | None]:
+    """The prompts of a file, or the demo's, of which ``count`` are taken evenly, and their answers if known."""
+    from lenvm_kernels.evaluate.accuracy import references
+
+    prompts = [Prompt(text) for text in held_out_prompts()] if file is None else read_prompts(file)
+    answers = references(prompts, f"--prompts {file}")
+    count = len(prompts) if count is None else count
     if count > len(prompts):
         raise ValueError(f"--num-prompts must be at most the {len(prompts)} prompts that there are, got {count}")
-    return spread(prompts, count)
+    return spread([prompt.text for prompt in prompts], count), None if answers is None else spread(answers, count)

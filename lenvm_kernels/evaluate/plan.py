@@ -50,6 +50,7 @@ class Plan:
         rows: prompts of a batch.
         dtype: of the models in process.
         engine, constant_engine: of the servers; None: in process.
+        answers: what is right, a text a prompt; None: it is not known.
     """
 
     base: str
@@ -65,6 +66,7 @@ class Plan:
     dtype: str
     engine: str | None
     constant_engine: str | None
+    answers: list[str] | None = None
 
     def limit(self, target: int | None) -> int:
         """Tokens that an answer to a target may take: no more than 2.5 times the target, in whole 16s."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 TRAIN, TEST = SPLITS = ("train", "test")
+# The names of a text and of its answer: ours, then those that GSM8K and MATH have.
+TEXTS, ANSWERS = ("prompt", "question", "problem"), ("answer", "solution")
 
 
 @dataclass(frozen=True)
@@ -16,14 +19,16 @@ class Prompt:
     Attributes:
         text: what it says.
         split: ``"train"`` or ``"test"``, what a value model's training may do with it; None if the file does not say.
+        answer: what the file says is right, of any type; None if it does not say.
     """
 
     text: str
     split: str | None = None
+    answer: Any = None
 
 
 def read_prompts(file: Path, flag: str = "--prompts") -> list[Prompt]:
-    """Read lines of ``{"prompt": "..."}``, which may say ``"split": "train"`` or ``"split": "test"``.
+    """Read lines of ``{"prompt": "..."}``, which may say ``"split": "train"`` or ``"split": "test"``, and an answer.
 
     Raises:
         OSError: the file cannot be read.
@@ -43,10 +48,11 @@ def _prompt(line: str, where: str) -> Prompt:
         found = json.loads(line)
     except json.JSONDecodeError:
         found = None
-    prompt = found.get("prompt") if isinstance(found, dict) else None
+    found = found if isinstance(found, dict) else {}
+    prompt, answer = (next((found[n] for n in names if found.get(n) is not None), None) for names in (TEXTS, ANSWERS))
     if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError(f'{where} must be an object {{"prompt": "..."}} with a text, got {line[:100]!r}')
+        raise ValueError(f'{where} must be an object {{"prompt": "..."}} (or question, problem), got {line[:100]!r}')
     split = found.get("split")
     if split is not None and split not in SPLITS:
         raise ValueError(f'{where} must have a "split" of {" or ".join(SPLITS)}, or none, got {split!r}')
-    return Prompt(prompt, split)
+    return Prompt(prompt, split, answer)

@@ -35,6 +35,8 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("repeated %", "repetition", lambda share: f"{100 * share:.1f}"),
     ("sentence ends %", "sentence_ends", _percent),
     ("distinct %", "distinct", _percent),
+    ("acc_first %", "acc_first", _percent),
+    ("acc_any %", "acc_any", _percent),
 )
 
 
@@ -51,11 +53,12 @@ def table(plan: Plan, scores: Mapping[str, Mapping[str, Any]]) -> str:
 
 def settings_table(settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Lines of Markdown: a row for the measures of each setting."""
-    lines = ["| setting | quartiles | " + " | ".join(title for title, _, _ in COLUMNS) + " |"]
-    lines.append("| --- " * (len(COLUMNS) + 2) + "|")
+    columns = [column for column in COLUMNS if all(column[1] in found for found in settings.values())]
+    lines = ["| setting | quartiles | " + " | ".join(title for title, _, _ in columns) + " |"]
+    lines.append("| --- " * (len(columns) + 2) + "|")
     for name, found in settings.items():
         cells = [name.replace("|", "\\|"), ", ".join(f"{length:.0f}" for length in found["quartiles"])]
-        for _, measure, write in COLUMNS:
+        for _, measure, write in columns:
             cell = "-" if found[measure] is None else write(found[measure])
             interval = found["intervals"].get(measure)
             cells.append(cell if interval is None else f"{cell} [{', '.join(map(write, interval))}]")

@@ -1,0 +1,86 @@
+"""What ``lenvm evaluate`` takes for an answer, when it counts as right, and shares of prompts by hand."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lenvm_kernels.evaluate import accuracy, command
+from lenvm_kernels.evaluate.measures import Answer, bootstrap
+from lenvm_kernels.evaluate.prompts import Prompt, read_prompts
+
+PROBLEMS = Path(__file__).parent.parent / "examples" / "problems.jsonl"
+# Texts and the answers that they give; then answers and their references.
+TEXTS = r"""\boxed{4}, not 5 ~ 4; \boxed{1}, no: \boxed{ \frac{3}{4+\sqrt{5}} } of 7 ~ \frac{3}{4+\sqrt{5}};
+\fbox{9} of 8 ~ 9; \boxed{\{1, 2\}} ~ \{1, 2\}; so $\boxed 8$. ~ 8; \boxed{11} and \boxed{ }, 3 ~ 11;
+\boxed{12} and 13 and \boxed{14 ~ 12; 16 and \boxed{ \frac{2}{3} ~ 3; It is $1,250.50. ~ $1,250.50;
+1,000, 2,500, 30 ~ 30; from 1,2345 ~ 2345; 10-15 ~ 15; it falls to -4. ~ -4; -6 ~ -6; about .5 ~ .5;
+3/4 of it, 5 in all, or 3/8 ~ 3/8; 20 of 160: 12.5\% ~ 12.5\%; none ~ """
+RIGHT = r"""1250 ~ 1,250; $1,250.00 ~ 1250; \$7.5 ~ $7.50; 0.75 ~ 3/4; \dfrac{6}{8} ~ \frac34; 12.5\% ~ 12.5;
+0.25 ~ 25%; 62.5 ~ 62.5%; 370 km ~ 370 kilometers; 18\text{ apples} ~ 18; 6 dollars ~ $6; 72. ~ 72; x = 5 ~ 5;
+(x-1)(x+1) ~ x^2-1; \text{Evelyn} ~ Evelyn; C ~ \text{C}; \boxed{6} ~ 6"""
+WRONG = r"""1 ~ 1,000; 1,00 ~ 1000; -9 ~ 9; 0.5 ~ 50; 25 ~ 0.25; 0.33 ~ 1/3; 5, 7 ~ 7; 6x ~ 6; 4 ~ \frac{3}{4}; B ~ C;
+ ~ 0; \frac{ ~ 3; {{{ $ \ ~ 2"""
+
+
+def pairs(text):
+    return [tuple(pair.split(" ~ ")) for pair in re.split(r";\s", text)]
+
+
+def test_what_a_text_gives_for_an_answer():
+    assert [(text, accuracy.extract(text)) for text, _ in pairs(TEXTS)] == pairs(TEXTS)
+    text = "Answer: B (2)\nAnswer: C (3)\n5"
+    assert accuracy.extract(text, re.compile(r"Answer: \w")) == "Answer: C"
+    assert accuracy.extract(text, re.compile(r"Answer: (\w) \((\d)\)")) == "C"
+    assert accuracy.extract(text, re.compile(r"Answer: (X)|5")) == ""
+
+
+def test_answers_are_compared_as_numbers_and_expressions():
+    found = accuracy.check(pairs(RIGHT) + pairs(WRONG) + pairs(RIGHT))
+    assert [pair for pair, is_so in found.items() if is_so] == pairs(RIGHT) and len(found) == 17 + 13
+
+
+def test_an_answer_that_takes_for_ever_is_wrong_and_those_behind_it_count(monkeypatch):
+    monkeypatch.setattr(accuracy, "SECONDS", 3.0)
+    found = accuracy.check([("4", "4"), ("9^{9^{9^9}}", "4"), ("5", "5.0")])
+    assert list(found.values()) == [True, False, True]
+
+
+def test_shares_are_of_prompts():
+    solved = {(7, 0): True, (3, 0): False, (3, 5): False, (4, 0): True, (4, 5): True, (1, 5): True, (1, 0): False}
+    solved |= {(9, 5): False, (9, 0): False}  # prompt 7 has no answer with seed 5, and counts
+    answers = [Answer("x", 10, seed, prompt, [5], "", True, [1.0]) for prompt, seed in solved]
+    found = accuracy.accuracies(answers[::-1], list(solved.values())[::-1], 5)
+    firsts, anys = (list(bootstrap(np.array(of), np.ones(5))) for of in ([1.0, 0, 1, 0, 0], [1.0, 0, 1, 1, 0]))
+    assert found == {"acc_first": 2 / 5, "acc_any": 3 / 5, "intervals": {"acc_first": firsts, "acc_any": anys}}
+    assert firsts != anys
+
+
+def test_references_of_gsm8k_of_math_and_of_ones_own(tmp_path):
+    file = tmp_path / "problems.jsonl"
+    lines = [
+        {"question": "a", "answer": "He has 3 + 4 = <<3+4=7>>7.\n#### 1,007"},
+        {"problem": "b", "level": "Level 5", "solution": "First 2.\nSo $\\boxed{\\frac{1}{2}}$ or 4."},
+        {"problem": "c", "solution": "In 3 steps it is \\boxed{9}.", "answer": "8"},
+        {"prompt": "d", "answer": 0},
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert command._prompts(file, None) == (list("abcd"), ["1,007", r"\frac{1}{2}", "8", "0"])
+    assert command._prompts(file, 2) == (["a", "c"], ["1,007", "8"])
+    assert accuracy.references([Prompt("a"), Prompt("b")], "x") is None
+
+
+def test_the_problems_of_the_examples_have_these_answers():
+    computed = [24 * (15 - 9), 18 / 8, 3 / 8, 36 * 45 + 12 * 110, 80 * 3 + 65 * 2, 150 / 240]
+    computed += [12 + 24 + 21, (500 - 365) / (35 - 20), 3 * 8.5 + 4 * 5, -6 + 11 - 14]
+    found = zip(map(str, computed), accuracy.references(read_prompts(PROBLEMS), "x"), strict=True)
+    assert list(accuracy.check(found).values()) == [True] * 10
+
+
+@pytest.mark.parametrize("answer", [None, "", "#### ", "3\n4", True, [3]])
+def test_what_is_no_answer_is_named(answer):
+    with pytest.raises(ValueError, match='these, line 2 must have an "answer" as other lines have') as error:
+        accuracy.references([Prompt("a", answer=0), Prompt("b", answer=answer)], "these")
+    assert repr(str(answer)) in str(error.value)
