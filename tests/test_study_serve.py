@@ -217,8 +217,9 @@ def test_a_whole_study(study, monkeypatch, tmp_path, engine):
 ONE = ["--top-k", "2", "--stride", "1", "--lengths", "fixed"]
 
 
-def test_failed_requests_are_counted_and_shown(study, capsys):
-    status, out, _ = study(*ONE, prompts=[(REFUSED, 1), (3, 1), (ABORTED, 1), (4, 1)])
+@pytest.mark.parametrize(("engine", "aborted"), [("sglang", "aborted: no room"), ("vllm", "ended by error")])
+def test_failed_requests_are_counted_and_shown(study, capsys, engine, aborted):
+    status, out, _ = study(*ONE, "--engine", engine, prompts=[(REFUSED, 1), (3, 1), (ABORTED, 1), (4, 1)])
     assert status == 1
     conditions = conditions_of(out)
     assert len(conditions) == 4
@@ -227,7 +228,7 @@ def test_failed_requests_are_counted_and_shown(study, capsys):
     text, printed = (out / "summary.md").read_text(), capsys.readouterr().err
     for message in (
         'k2-stride1, fixed: 2 of 8 requests: OSError: status 400: {"error": {"message": "too long by 7 tokens"}}',
-        "plain, fixed: 2 of 8 requests: OSError: aborted: no room",
+        f"plain, fixed: 2 of 8 requests: OSError: {aborted}",
     ):
         assert f"- {message}\n" in text and message in printed
         assert result["figures"]["time per output token of a request, median (ms)"] > 0
