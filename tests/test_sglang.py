@@ -26,7 +26,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.custom_logit_processor import ThinkingBudgetLogitProcessor
 from sglang.srt.server_args import ServerArgs
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lenvm_kernels.adapters import sglang as sglang_adapter
 from lenvm_kernels.adapters import sglang_guide
@@ -35,11 +35,13 @@ from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import EngineSlots, GuidedStep, StepConfig, working_bytes
 from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import KVCache, ValueModel
+from tests.helpers.models import random_model
 from tests.helpers.sglang_server import (
     EOS,
     GENTLE,
     MODES,
     SAMPLING,
+    TINY,
     VOCAB,
     check_spans,
     check_steps,
@@ -111,13 +113,16 @@ def test_what_comes_after_a_span_is_nobodys_prefix(folder, engine):
     assert check_steps(folder, longer, results, steps)
 
 
-def test_strides(folder):
+def test_strides_beside_a_mixture_of_experts(tmp_path):
     """The server's for those that ask for none; each row is guided at its steps, with right values."""
+    write_checkpoints(tmp_path)
+    sizes = TINY | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16)
+    random_model(Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes), seed=0).save_pretrained(tmp_path / "base")
     prompts = prompts_of(9, 12, 40, 5, seed=12)
     guidance = [MODES[0], MODES[1] | {"value_stride": 1}, MODES[2] | {"value_stride": 3}, None]
-    with running_server(folder, "strides", "--chunked-prefill-size", "32", LENVM_VALUE_STRIDE="4") as server:
+    with running_server(tmp_path, "strides", "--chunked-prefill-size", "32", LENVM_VALUE_STRIDE="4") as server:
         results, steps = server.generate(prompts, guidance, max_new_tokens=24)
-    assert check_steps(folder, prompts, results, steps) > 24 * 2
+    assert check_steps(tmp_path, prompts, results, steps) > 24 * 2
     for result, stride in zip(results[:3], (4, 1, 3), strict=True):
         rows = [row for step in steps for row in step["rows"] if row["rid"] == result["meta_info"]["id"]]
         due = [i for i, row in enumerate(rows) if row["status"] == Status.GUIDE]

@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GPT2Config, MambaConfig, Qwen3MoeConfig
 
 import lenvm_kernels
 from lenvm_kernels import GuidanceTable, cli
@@ -18,7 +19,7 @@ from lenvm_kernels.demo import generation
 from lenvm_kernels.demo.models import Models
 from lenvm_kernels.evaluate.plan import seed_from
 from lenvm_kernels.evaluate.prompts import TEST
-from lenvm_kernels.training import collect, decode, fit
+from lenvm_kernels.training import collect, cost, decode, fit
 from lenvm_kernels.training.answers import AnswerStore
 from lenvm_kernels.training.measures import measure
 from lenvm_kernels.training.stages import vocabulary
@@ -26,7 +27,7 @@ from lenvm_kernels.training.targets import split_of
 from lenvm_kernels.value_model import LenVMConfig, ValueModel
 from lenvm_kernels.value_model.trunk import is_trunk
 from tests.helpers.fake_engine import fake_engines
-from tests.helpers.models import EOS, WORDS, save_checkpoint
+from tests.helpers.models import EOS, TINY, WORDS, save_checkpoint
 
 TEMPLATE = "{% for message in messages %}{{ 'w1 ' + message['content'] + ' w2' }}{% endfor %}"
 TEXTS = [f"w{3 + i} w{4 + i % 5}" + " w9" * (i % 3) for i in range(12)]
@@ -572,6 +573,24 @@ def test_a_dry_run_prints_costs_and_does_nothing(lenvm, base, prompts, tmp_path)
     assert float(rows[0][2]) == 12 * 3 * 14 and float(rows[2][2]) == 12 * 2 * 14
     prompt_tokens = sum(2 + len(text.split()) for text in TEXTS)
     assert float(rows[1][2]) == pytest.approx(2 * (12 * 3 * 14 + prompt_tokens) * 9 / 12, rel=0.01)
+
+
+def test_a_dry_run_of_other_bases(lenvm, base, prompts, tmp_path):
+    """A trunk beside a mixture of experts, and beside a model of other names; a value model is of dense ones."""
+    other, sizes = checkpoint(tmp_path / "other", seed=1), TINY | {"vocab_size": len(WORDS)}
+    command = ("train", other, "--prompts", prompts, "--output", tmp_path / "t", *COLLECT, "--dry-run")
+    GPT2Config(**sizes).save_pretrained(other)
+    assert len(costs_of(succeeds(lenvm, *command))) == 4
+    MambaConfig(**sizes).save_pretrained(other)
+    error = refused(lenvm, *command)
+    assert "BASE must be a language model that transformers runs without weights for --dry-run, got" in error
+    Qwen3MoeConfig(**sizes, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24).save_pretrained(other)
+    assert len(costs_of(succeeds(lenvm, *command))) == 4
+    rows = costs_of(succeeds(lenvm, *command, *FIT, "--backbone", base))
+    assert float(rows[0][3]) == pytest.approx(12 * 3 * 14 * cost.model_cost(Path(other), None, 40).forward, rel=0.01)
+    error = refused(lenvm, *command, *OF_VALUE_MODEL)
+    assert "--backbone must be of an architecture that the value model runs (--kind trunk is for every base" in error
+    assert "llama" in error and "got 'qwen3_moe'" in error and not (tmp_path / "t").exists()
 
 
 @pytest.mark.parametrize(

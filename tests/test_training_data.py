@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import GPT2Config, Qwen3MoeConfig
 
 from lenvm_kernels.adapters.transformers import _warpers
 from lenvm_kernels.evaluate.prompts import Prompt, read_prompts
@@ -21,7 +22,7 @@ from lenvm_kernels.training.measures import lengths, measure
 from lenvm_kernels.training.network import Adapters, ValueHead, ValueNetwork
 from lenvm_kernels.training.packs import Example, filled, grouped, pack, tokens_of
 from lenvm_kernels.training.targets import Split, gamma_of, split_of, tail_factor, targets
-from tests.helpers.models import EOS, WORDS, random_pair, save_checkpoint
+from tests.helpers.models import EOS, TINY, WORDS, random_pair, save_checkpoint
 
 
 def example(prompt, ids):
@@ -315,3 +316,19 @@ def test_costs_by_hand(tmp_path):
     assert cost.hours_of(3600 * value.step) == pytest.approx(6e9 / (989e12 * 0.4))
     found = cost.fit_gib(cost.ModelCost(10 * 2**30, 2**30, 0.0, 0.0, 2**20), 2048)
     assert found == pytest.approx(9 * 2 + 16 + 2)
+
+
+def test_costs_of_a_mixture_by_hand(tmp_path):
+    """A dense layer, and one of six experts, of which a token takes two."""
+    heads, kv, hidden, row = 4 * 8, 2 * 8, TINY["hidden_size"], 32
+    sizes = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=8, mlp_only_layers=[0])
+    Qwen3MoeConfig(**TINY, **sizes).save_pretrained(tmp_path)
+    both = 2 * (2 * hidden * heads + 2 * hidden * kv) + 3 * hidden * TINY["intermediate_size"] + 6 * hidden
+    head, expert = hidden * hidden + hidden, 3 * hidden * 24
+    found = cost.model_cost(tmp_path, None, row)
+    assert found.forward == 2 * (both + 2 * expert + head) + 2 * 4 * row * heads
+    norms = 5 * hidden + 2 * 2 * 8  # of the states, and of queries and keys
+    assert found.parameters == both + 6 * expert + 2 * TINY["vocab_size"] * hidden + norms + head + hidden + 1
+    assert cost.kv_bytes(tmp_path) == 2 * 2 * 2 * kv
+    GPT2Config(n_embd=36, n_layer=5, n_head=3).save_pretrained(tmp_path)
+    assert cost.kv_bytes(tmp_path) == 2 * 2 * 5 * 36

@@ -18,7 +18,6 @@ from lenvm_kernels.ops.candidate_values import MAX_BINS
 from lenvm_kernels.training.network import Adapters, ValueNetwork
 from lenvm_kernels.training.packs import Example, pack
 from lenvm_kernels.training.trunk import OUTPUTS, SIZE
-from lenvm_kernels.value_model import ValueModelConfig
 
 # Of an H100 (SXM): dense bf16 operations and bytes of memory a second, and the shares of them that are reckoned with.
 FLOPS, BANDWIDTH, SHARE_OF_FLOPS, SHARE_OF_BANDWIDTH = 989e12, 3.35e12, 0.4, 0.6
@@ -44,8 +43,9 @@ class ModelCost:
 
 
 def model_cost(path: Path, adapters: Adapters | None, row_tokens: int, *, checkpointing: bool = False) -> ModelCost:
-    """Count for a backbone, on a row of one answer."""
-    config = AutoConfig.from_pretrained(**source_of(path))
+    """Count for a backbone or a base model, on a row of one answer; of a mixture's experts those that a token takes."""
+    # Their grouped product is not counted, and a loop over those that are taken needs the weights.
+    config = AutoConfig.from_pretrained(**source_of(path), experts_implementation="batched_mm")
     kept: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ def model_cost(path: Path, adapters: Adapters | None, row_tokens: int, *, checkp
         return tensor
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         network = ValueNetwork(model, adapters, checkpointing=checkpointing).train()
     for parameter in network.model.parameters():
         parameter.data = parameter.data.bfloat16()  # as autocast computes, which has no rules for this device
@@ -79,8 +79,10 @@ def model_cost(path: Path, adapters: Adapters | None, row_tokens: int, *, checkp
 
 def kv_bytes(path: Path) -> int:
     """Bytes of a token's keys and values, in bf16."""
-    facts = ValueModelConfig.from_hf(AutoConfig.from_pretrained(**source_of(path)))
-    return 2 * 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim
+    config = AutoConfig.from_pretrained(**source_of(path)).get_text_config()
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 2 * 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
 
 
 def collect_hours(

@@ -120,7 +120,7 @@ class ValueNetwork(torch.nn.Module):
         self.model, self.adapters, self._autocast = model, adapters, autocast
         if adapters is None:
             if not model.config.tie_word_embeddings:
-                model.lm_head.requires_grad_(False)
+                model.get_output_embeddings().requires_grad_(False)
         else:
             model.requires_grad_(False)
             self.peft_config = adapters.config(model.config.num_hidden_layers)
@@ -131,7 +131,7 @@ class ValueNetwork(torch.nn.Module):
         if checkpointing:
             enable = getattr(model, "activation_checkpointing_enable", None)  # its name from transformers 5.2x on
             (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
-        self.head = ValueHead(model.config.hidden_size)
+        self.head = ValueHead(model.config.get_text_config().hidden_size)
 
     @classmethod
     def load(
@@ -160,7 +160,7 @@ class ValueNetwork(torch.nn.Module):
         autocast = None if self._autocast is None else torch.autocast(pack.ids.device.type, self._autocast)
         # What PEFT casts to the adapters' dtype, autocast would only cast back.
         with autocast or nullcontext(), disable_input_dtype_casting(self.model, active=autocast is not None):
-            hidden = self.model.model(
+            hidden = self.model.base_model(
                 input_ids=pack.ids, attention_mask=pack.mask(), position_ids=pack.positions, use_cache=False
             ).last_hidden_state
         return hidden.flatten(0, 1)[pack.states]

@@ -135,7 +135,8 @@ def check_backbone(name: str, flag: str, adapters: Adapters | None) -> Path:
     try:
         facts = ValueModelConfig.from_hf(config)
     except ValueError as error:
-        raise ValueError(f"{flag} must be of an architecture that the value model runs: {error}") from error
+        other = "--kind trunk is for every base model"
+        raise ValueError(f"{flag} must be of an architecture that the value model runs ({other}): {error}") from error
     if facts.vision is not None:
         raise ValueError(f"{flag} must be a model of text to be trained, {name!r} is a {config.model_type}")
     if adapters is not None and adapters.first_layer >= facts.num_layers:

@@ -18,7 +18,6 @@ from lenvm_kernels.evaluate import command as evaluate
 from lenvm_kernels.evaluate.prompts import TEST, TRAIN
 from lenvm_kernels.training import cost
 from lenvm_kernels.training.checkpoint import ADAPTER, VALUE
-from lenvm_kernels.training.network import Adapters
 from lenvm_kernels.training.report import table
 from lenvm_kernels.training.stages import (
     Collecting,
@@ -123,11 +122,19 @@ def dry_run(
         fitting: of all rounds.
         base, backbone: names of the models.
         tokenizer: of both.
+
+    Raises:
+        ValueError: a base model whose operations cannot be counted without its weights.
     """
     how = rounds[0]
     paths = locate("BASE", base), locate("--backbone", backbone)
     row_tokens = 4096 if isinstance(fitting, TrunkFitting) else fitting.schedule.row_tokens
-    of_base = cost.model_cost(paths[0], Adapters(1), row_tokens)
+    try:
+        of_base, kv = cost.model_cost(paths[0], None, row_tokens), cost.kv_bytes(paths[0])
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # of transformers' model, whatever it is
+        raise ValueError(
+            f"BASE must be a language model that transformers runs without weights for --dry-run, got {base!r}: {error}"
+        ) from error
     of_value: cost.ModelCost | None = None
     if isinstance(fitting, TrunkFitting):
         parameters, state_bytes = cost.trunk_cost(paths[0], len(fitting.layers or [0]))
@@ -159,7 +166,6 @@ def dry_run(
         under_guidance = answers * mean_target / 2 if number > 1 else 0
         context = mean_prompt + how.max_new_tokens / 2
         rows = how.concurrency
-        kv = cost.kv_bytes(paths[0])
         flops = tokens * of_base.forward
         if of_value is not None:
             flops += under_guidance * (1 + cost.CANDIDATES) * of_value.forward
