@@ -1,6 +1,6 @@
 """What a target length costs and gives by each way to ask for it, on the demo's models in transformers.
 
-    python -m bench.peers [--target 60] [--prompts 16] [--seeds 1 2 3] [--json FILE]
+    python -m bench.peers [--target 60] [--prompts 16] [--seeds 1 2 3] [--device cuda] [--json FILE]
 
 Every way answers the same prompts, a batch a seed, by ``model.generate`` with the same temperature, top-k and min-p:
 
@@ -31,7 +31,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from bench.baselines.two_forward import TwoForwardStep
 from bench.harness import reporting
 from bench.harness.demo_runs import DemoRuns, parser
-from lenvm_kernels.cli_arguments import positive
+from lenvm_kernels.cli_arguments import add_device, device_of, positive
 from lenvm_kernels.demo.generation import sample
 from lenvm_kernels.demo.models import DEMO, DEMO_TRUNK, Models
 from lenvm_kernels.evaluate.measures import Answer, measure
@@ -77,13 +77,12 @@ class TwoForwardProcessor(LogitsProcessor):
     def __init__(
         self, value_model: ValueModel, guidance: Mapping[str, Any], mask: torch.Tensor, limit: int, eos: list[int]
     ) -> None:
-        rows, self._width = mask.shape
-        slots = PagedSlots(rows, self._width + limit, device=mask.device)
-        vocab_size = value_model.config.vocab_size
-        config = StepConfig(vocab_size=vocab_size, max_candidates=SAMPLING["top_k"])
-        self._step, self._rows, self._lens = TwoForwardStep(value_model, slots, config), torch.arange(rows), mask.sum(1)
-        self._eos = torch.tensor(eos)
-        ones = torch.ones(rows)
+        (rows, self._width), device = mask.shape, mask.device
+        slots = PagedSlots(rows, self._width + limit, device=device)
+        config = StepConfig(vocab_size=value_model.config.vocab_size, max_candidates=SAMPLING["top_k"])
+        self._step, self._lens = TwoForwardStep(value_model, slots, config), mask.sum(1)
+        self._rows, self._eos = torch.arange(rows, device=device), torch.tensor(eos, device=device)
+        ones = torch.ones(rows, device=device)
         filters = (ones * SAMPLING["top_k"]).int(), ones, ones * SAMPLING["min_p"], ones * SAMPLING["temperature"]
         self._sampling = Sampling(*filters, is_logits=True)
         params = parse_guidance(guidance, gamma=value_model.lenvm_config.gamma)
@@ -154,7 +153,7 @@ def compare(runs: DemoRuns, trunk: Models, target: int, bar: tqdm) -> list[Way]:
             bar.set_description(f"{way}, seed {seed}")
             torch.manual_seed(seed)
             begin = time.perf_counter()
-            found = answer(inputs)
+            found = answer(inputs)  # on the host, so that the device has done it
             seconds[way].append(time.perf_counter() - begin)
             texts = models.tokenizer.batch_decode(found, skip_special_tokens=True)
             nlls = likelihoods(models, prompts, found)
@@ -200,13 +199,15 @@ def table(ways: list[Way]) -> str:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--target", type=positive(int), default=60, help="tokens")
+    add_device(arguments)
     args = arguments.parse_args()
-    runs = DemoRuns.of(args)
-    trunk = Models.load(DEMO, DEMO_TRUNK, device="cpu", dtype=torch.float32)
+    device = device_of(args.device)
+    runs = DemoRuns.of(args, device)
+    trunk = Models.load(DEMO, DEMO_TRUNK, device=device, dtype=torch.float32)
     with tqdm(unit="batch") as bar:
         found = compare(runs, trunk, args.target, bar)
     print(table(found))
-    runs.write("bench.peers", found, target=args.target, **SAMPLING)
+    runs.write("bench.peers", found, target=args.target, device=device, **SAMPLING)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ class DemoRuns:
     json: Path | None
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> "DemoRuns":
+    def of(cls, args: argparse.Namespace, device: str = "cpu") -> "DemoRuns":
         """By the arguments of :func:`parser`."""
         prompts = spread(held_out_prompts(), args.prompts)
-        return cls(Models.load(DEMO, DEMO, device="cpu", dtype=torch.float32), prompts, args.seeds, args.json)
+        return cls(Models.load(DEMO, DEMO, device=device, dtype=torch.float32), prompts, args.seeds, args.json)
 
     def write(self, command: str, rows: Sequence[Any], **about: Any) -> None:
         """The rows, dataclasses each, with what they are of; nowhere if no file was named."""
