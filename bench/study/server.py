@@ -27,6 +27,7 @@ GRACE = 20.0  # seconds that a server has to end by itself
 SETTLING = 10.0  # seconds at most for the server to count what it has done; it does so every second
 LOG_LINES = 20  # of a server that failed
 IDLE_SECONDS = "sglang:scheduler_idle_seconds_total"
+# With it on the path vLLM's second model runner runs on a CPU.
 VLLM_ON_CPU = Path(__file__).parents[2] / "tests" / "vllm_cpu" / "site"
 # What goes wrong with a request.
 FAULTS = (OSError, http.client.HTTPException)
@@ -278,7 +279,7 @@ class VLLM(Server):
     def variables(device: str, folder: str) -> dict[str, str]:
         # The server forgets prefixes only when it is developed with.
         own = {"VLLM_SERVER_DEV_MODE": "1", "PROMETHEUS_MULTIPROC_DIR": folder}
-        if device == "cpu":  # Triton's interpreter takes the place of a GPU
+        if device == "cpu":
             path = os.pathsep.join([str(VLLM_ON_CPU), os.environ.get("PYTHONPATH", "")])
             own |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": path}
             own["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
