@@ -184,6 +184,7 @@ def test_a_whole_study(study, monkeypatch, tmp_path, engine):
 
     answers = lines_of(out / "requests.jsonl")
     assert len(answers) == 4 * len(names) and answers[-1]["condition"] == "k3-stride3, free"
+    assert {line["finish_reason"] for line in answers} == {"length"}
     found = [(line["prompt"], line["sample"], line["output_tokens"]) for line in answers[-4:]]
     assert found == [(0, 0, 3), (0, 1, 3), (1, 0, 4), (1, 1, 4)]
     samples = lines_of(out / "samples.jsonl")
@@ -577,6 +578,15 @@ def test_a_server_that_does_not_come_to_rest(monkeypatch, tmp_path):
     (tmp_path / "log").touch()
     with pytest.raises(TimeoutError, match=r"still runs requests after 0.3 seconds"):
         server.VLLM(SimpleNamespace(pid=1), 1, tmp_path / "log").settled()
+
+
+def test_vllm_has_settled_when_no_more_passes_come(monkeypatch):
+    """Its log is behind its metrics: nothing may run, and lines of passes may still come."""
+    waits, passes = [], iter([4, 6, 7, 7, 9])
+    monkeypatch.setattr(server.time, "sleep", waits.append)
+    monkeypatch.setattr(server.VLLM, "counted", lambda _: served.Counted(Counters(""), next(passes), 0, 0.0, True, 0))
+    found = server.VLLM(SimpleNamespace(pid=1), 1, None).settled()
+    assert found.passes == 7 and len(waits) == 3
 
 
 # --- memory and utilisation ---

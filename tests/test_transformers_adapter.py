@@ -556,3 +556,5 @@ def test_the_published_way_as_a_processor(base, value_model, prompts):
                 torch.testing.assert_close(found[row].exp(), scores[row].exp(), rtol=0, atol=1e-4)
                 compared[row] += 1
     assert min(compared.values()) < steps == max(compared.values())  # one has ended before
+    # It is computed no more.
+    assert theirs._step._requests.keys() == {row for row, count in compared.items() if count == steps}
