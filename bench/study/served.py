@@ -16,7 +16,7 @@ from bench.study import flops
 from bench.study.flops import Architecture, Guidance, Workload
 from bench.study.result import Stages
 from bench.study.run import MIN_P, TEMPERATURE
-from lenvm_kernels.evaluate import servers as asked
+from lenvm_kernels.evaluate.servers import request_of
 
 LENGTHS = ("fixed", "free")
 NEUTRAL = {"value_mode": "centered_exp", "value_scale": 0.0}  # as the published runs were guided
@@ -86,7 +86,8 @@ class Load:
     def request(self, engine: str, condition: Condition, prompt: int, sample: int) -> tuple[str, dict[str, Any]]:
         """The path and the body of a request."""
         sampling = dict(temperature=self.temperature, top_k=condition.top_k, top_p=self.top_p, min_p=MIN_P)
-        return asked.Server("", "", engine).request(
+        return request_of(
+            engine,
             self.prompts[prompt],
             condition.custom_params,
             max_new_tokens=self.max_tokens,

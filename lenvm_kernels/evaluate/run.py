@@ -12,7 +12,7 @@ from lenvm_kernels.demo.generation import sample
 from lenvm_kernels.demo.models import NONE, Models
 from lenvm_kernels.evaluate.measures import Answer
 from lenvm_kernels.evaluate.plan import BASE, CUT, AnswerFile, Plan, Unit
-from lenvm_kernels.evaluate.servers import Server
+from lenvm_kernels.evaluate.servers import Server, request_of
 
 # Tokens of a forward that computes perplexities: their logits are [tokens, vocabulary] in fp32.
 FORWARD_TOKENS = 1024
@@ -74,8 +74,11 @@ def _answer(plan: Plan, unit: Unit, models: Models, server: Server | None, worke
     else:
 
         def ask(row: int) -> tuple[list[int], bool, float | None]:
-            seed = unit.seed_of(row)
-            return server.answer(prompts[row], guidance, max_new_tokens=limit, sampling=plan.sampling, seed=seed)
+            sampling, seed = plan.sampling, unit.seed_of(row)
+            asked = request_of(
+                server.engine, prompts[row], guidance, max_new_tokens=limit, sampling=sampling, seed=seed
+            )
+            return server.answer(*asked)
 
         with ThreadPoolExecutor(workers) as pool:
             found = list(pool.map(ask, range(len(prompts))))

@@ -53,23 +53,8 @@ class Server:
                 raise ValueError(f"{flag} must be a running server, {url} gives: {error}") from error
         raise ValueError(f"{flag} must be SGLang's or vLLM's server, {url} knows neither /get_model_info nor /version")
 
-    def answer(
-        self,
-        prompt: Sequence[int],
-        guidance: Mapping[str, Any] | None,
-        *,
-        max_new_tokens: int,
-        sampling: Mapping[str, float],
-        seed: int,
-    ) -> tuple[list[int], bool, float | None]:
-        """Answer one prompt.
-
-        Args:
-            prompt: its tokens.
-            guidance: the request's parameters, guided or not; None: there are none.
-            max_new_tokens: the limit.
-            sampling: ``temperature``, ``top_k`` (0: all), ``top_p`` and ``min_p``.
-            seed: of the request, below 2**31.
+    def answer(self, path: str, body: Mapping[str, Any]) -> tuple[list[int], bool, float | None]:
+        """Answer one prompt, as :func:`request_of` asks for it.
 
         Returns:
             The tokens as the server gave them, whether it says that the answer ended by itself, and how long SGLang
@@ -79,7 +64,6 @@ class Server:
             Unreachable: the server does not answer, or with a status from 500 on.
             ValueError: the server refuses or answers in another form; the message has its words.
         """
-        path, body = self.request(prompt, guidance, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
         found = self._post(path, body)
         if self.engine == "sglang":
             facts = found.get("meta_info", {})
@@ -94,28 +78,6 @@ class Server:
                 f"{type(ids).__name__} and {reason!r}"
             )
         return ids, reason == "stop", predicted
-
-    def request(
-        self,
-        prompt: Sequence[int],
-        guidance: Mapping[str, Any] | None,
-        *,
-        max_new_tokens: int,
-        sampling: Mapping[str, float],
-        seed: int,
-    ) -> tuple[str, dict[str, Any]]:
-        """The path and the body of a request that :meth:`answer` sends, with its arguments."""
-        if self.engine == "sglang":
-            params: dict[str, Any] = {**sampling, "max_new_tokens": max_new_tokens, "sampling_seed": seed}
-            params["top_k"] = sampling["top_k"] or -1  # as it spells all
-            if guidance is not None:
-                params["custom_params"] = dict(guidance)
-            return "/generate", {"input_ids": list(prompt), "sampling_params": params}
-        body: dict[str, Any] = {**sampling, "prompt": list(prompt), "max_tokens": max_new_tokens, "seed": seed}
-        body["return_token_ids"] = True
-        if guidance is not None:
-            body["vllm_xargs"] = {name: _as_accepted(value) for name, value in guidance.items()}
-        return "/v1/completions", body
 
     def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         data = json.dumps(body).encode()
@@ -132,6 +94,38 @@ class Server:
         if not isinstance(found, dict):
             raise ValueError(f"{self.flag}: {self.url}{path} must answer with an object, got {type(found).__name__}")
         return found
+
+
+def request_of(
+    engine: str,
+    prompt: Sequence[int],
+    guidance: Mapping[str, Any] | None,
+    *,
+    max_new_tokens: int,
+    sampling: Mapping[str, float],
+    seed: int,
+) -> tuple[str, dict[str, Any]]:
+    """The path and the body of a request.
+
+    Args:
+        engine: ``"sglang"`` or ``"vllm"``.
+        prompt: its tokens.
+        guidance: the request's parameters, guided or not; None: there are none.
+        max_new_tokens: the limit.
+        sampling: ``temperature``, ``top_k`` (0: all), ``top_p`` and ``min_p``.
+        seed: of the request, below 2**31.
+    """
+    if engine == "sglang":
+        params: dict[str, Any] = {**sampling, "max_new_tokens": max_new_tokens, "sampling_seed": seed}
+        params["top_k"] = sampling["top_k"] or -1  # as it spells all
+        if guidance is not None:
+            params["custom_params"] = dict(guidance)
+        return "/generate", {"input_ids": list(prompt), "sampling_params": params}
+    body: dict[str, Any] = {**sampling, "prompt": list(prompt), "max_tokens": max_new_tokens, "seed": seed}
+    body["return_token_ids"] = True
+    if guidance is not None:
+        body["vllm_xargs"] = {name: _as_accepted(value) for name, value in guidance.items()}
+    return "/v1/completions", body
 
 
 def _as_accepted(value: Any) -> Any:

@@ -21,7 +21,7 @@ from lenvm_kernels.demo.models import Models
 from lenvm_kernels.evaluate.plan import seed_from
 from lenvm_kernels.evaluate.prompts import Prompt
 from lenvm_kernels.evaluate.run import with_end
-from lenvm_kernels.evaluate.servers import Server, Unreachable
+from lenvm_kernels.evaluate.servers import Server, Unreachable, request_of
 from lenvm_kernels.training.answers import Answer, AnswerStore, Key
 from lenvm_kernels.training.decode import decode
 
@@ -175,11 +175,12 @@ def _ask(
         prompt: list[int], guidance: dict[str, Any] | None, max_new_tokens: int, seed: int
     ) -> tuple[list[int], bool]:
         """What a request is answered with, and whether it ended by itself; a server that is silent is asked again."""
+        request = request_of(
+            server.engine, prompt, guidance, max_new_tokens=max_new_tokens, sampling=plan.sampling, seed=seed
+        )
         for pause in (*PAUSES, None):
             try:
-                ids, stopped, _ = server.answer(
-                    prompt, guidance, max_new_tokens=max_new_tokens, sampling=plan.sampling, seed=seed
-                )
+                ids, stopped, _ = server.answer(*request)
                 return with_end(ids, stopped, eos)
             except Unreachable:
                 if pause is None or failed.wait(pause):
