@@ -443,7 +443,16 @@ def test_two_processes_train_what_one_trains(lenvm, answers, base, tmp_path):
         return list(map(str, command))
 
     assert cli.main(arguments("one")) == 0
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "lenvm_kernels.cli"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "-m",
+        "lenvm_kernels.cli",
+    ]
     run = subprocess.run(launcher + arguments("two"), capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("held-out answers") == 1
