@@ -14,6 +14,8 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from lenvm_kernels.evaluate.prompts import SAY_IT
+
 # What lenvm fit and train make.
 VALUE_MODEL, TRUNK = KINDS = ("value-model", "trunk")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -79,6 +81,18 @@ def add_seed(parser: Any) -> None:
         default=0,
         metavar="N",
         help="of the sampling, >= 0; the same seed gives the same text on the same machine (default: %(default)s)",
+    )
+
+
+def add_say_it(parser: Any, effect: str) -> None:
+    """Add ``--say-it``; :func:`lenvm_kernels.evaluate.prompts.say` appends its text."""
+    parser.add_argument(
+        "--say-it",
+        nargs="?",
+        const=SAY_IT,
+        metavar="TEXT",
+        help=f"{effect}; {{words}} and {{tokens}} in TEXT are replaced by the target length; without TEXT: {SAY_IT} "
+        "(default: prompts as they are)",
     )
 
 

@@ -1,6 +1,6 @@
 """What operators pass each other, as tuples of tensors: kernels take them as they are."""
 
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from typing import NamedTuple
 
 from torch import Tensor
@@ -42,8 +42,8 @@ class Mode(IntEnum):
     LE_NEAR = 15
 
 
-class TextBreak(IntEnum):
-    """What ends with a token, see :func:`lenvm_kernels.text_breaks_of`."""
+class TextBreak(IntFlag):
+    """What ends with a token, see :func:`lenvm_kernels.text_breaks_of`. A token can end a sentence and its line."""
 
     NONE = 0
     LINE = 1

@@ -55,7 +55,8 @@ def limit_span(
     ends, eos, patterns = span_end_token_ids[table_rows], eos_token_ids[table_rows], span_token_ids[table_rows]
     first_bits, end_bits, start_bits = (x[table_rows] for x in (span_first_bits, span_end_bits, span_start_bits))
     limit, grace = hard_limit[table_rows], hard_limit_grace[table_rows]
-    has_span = ends[:, 0] >= 0
+    lands = (ends[:, 0] < 0) & (closing_token_ids[table_rows, 0] >= 0)
+    has_span = (ends[:, 0] >= 0) | lands
     bits = 1 << torch.arange(patterns.shape[1], dtype=torch.int32, device=device)
 
     def after(span: _Span, token: Tensor, place: Tensor, is_told: Tensor, is_new: Tensor) -> _Span:
@@ -75,7 +76,7 @@ def limit_span(
         is_line = torch.zeros_like(is_told)
         if text_breaks is not None:
             is_known = (token >= 0) & (token < len(text_breaks))
-            is_line = is_known & (text_breaks[torch.where(is_known, token, 0).long()] == TextBreak.LINE)
+            is_line = is_known & ((text_breaks[torch.where(is_known, token, 0).long()] & TextBreak.LINE) != 0)
         closes = is_told & ~span.ended & (span.closing_from < 0) & (over >= 0) & ((over >= grace) | is_line)
         return span._replace(closing_from=torch.where(closes, place, span.closing_from))
 
@@ -125,8 +126,9 @@ def limit_span(
         is_open = has_span[:, None] & exists & ~ended
         closing_ids = closing_token_ids[table_rows]
         last = (closing_ids >= 0).sum(1, keepdim=True) - 1
-        forced = closing_ids.gather(1, (places - closing).clamp(min=0).minimum(last).clamp(min=0).long())
-        add(FORCED, forced, is_open & (closing >= 0))
+        index = places - closing
+        forced = closing_ids.gather(1, index.clamp(min=0).minimum(last).clamp(min=0).long())
+        add(FORCED, forced, is_open & (closing >= 0) & (~lands[:, None] | (index <= last)))
         is_excluded = ~allows_eos[table_rows, None] & ~((eos[:, :, None] == ends[:, None]) & (ends >= 0)[:, None]).any(
             2
         )

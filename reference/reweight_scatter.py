@@ -102,7 +102,7 @@ def reweight_scatter(
     is_near = (mode >= Mode.NEAR) & (mode <= Mode.LE_NEAR)
     farther = relative_distance(lengths, nats, column("nats_per_token"), mode)
     if text_breaks is not None:
-        ends_sentence = (breaks_of(candidates.token_ids, text_breaks) == TextBreak.SENTENCE) & ~eos
+        ends_sentence = ((breaks_of(candidates.token_ids, text_breaks) & TextBreak.SENTENCE) != 0) & ~eos
         ends_sentence &= p >= LIKELY * p.amax(dim=1, keepdim=True)
         one_more = relative_distance(column("nats_per_token"), nats, column("nats_per_token"), mode)
         farther = torch.where(ends_sentence, torch.minimum(farther, one_more), farther)

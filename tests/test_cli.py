@@ -152,6 +152,13 @@ def test_chat_template_and_raw(tmp_path, value, generate):
     assert both == f"\n> w1 w2 w3\n{raw}\n> w9 w1 w2 w3 w9 w10\n{templated}"
 
 
+def test_prompt_says_target_length(generate):
+    said = "w1 w2 w3\n\nw20 w30"
+    whole = generate("--prompt", said, "--target-length", "30")[1]
+    text = generate("--target-length", "30", "--say-it", "w{words} w{tokens}")[1]
+    assert whole.endswith(f"\n> {said}\n{text}") and not whole.startswith(f"\n> w1 w2 w3\n{text}")
+
+
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
@@ -186,6 +193,12 @@ def test_chat_template_and_raw(tmp_path, value, generate):
         (["--model", "nowhere.gguf"], "--model must be a directory"),
         (["--value-model", "nowhere"], "--value-model must be a directory"),
         (["--value-head", "nowhere.safetensors"], "--value-head must be an existing .safetensors or .bin file"),
+        (["--say-it"], "--say-it needs --target-length, got none"),
+        (["--say-it", "{words}", "--target-value", "0.1"], "--say-it needs --target-length, got none"),
+        (
+            ["--say-it", "{words}, {letters}", "--target-length", "9"],
+            "--say-it must have no placeholders but {words} and {tokens}, got '{letters}'",
+        ),
         (["--loud"], "--loud"),
     ],
 )

@@ -1,6 +1,7 @@
 """``lenvm evaluate``: measures by hand, perplexity by a plain forward, resumption, both servers' protocols, errors."""
 
 import importlib.util
+import itertools
 import json
 import math
 import re
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 from lenvm_kernels.demo.models import Models
-from lenvm_kernels.evaluate import run
+from lenvm_kernels.evaluate import plan, run
 from lenvm_kernels.evaluate.calibration import calibrate
 from lenvm_kernels.evaluate.measures import Answer, bootstrap, measure, repeated_4grams
 from lenvm_kernels.evaluate.plan import Setting, default_limit, settings_of
+from lenvm_kernels.evaluate.prompts import SAY_IT, say
 from tests.helpers.fake_engine import fake_engines
 from tests.helpers.models import EOS, last_value_logits, random_head
 
@@ -171,6 +173,34 @@ def test_settings_and_their_curves():
     settings, curves = settings_of([{}, {"strength": 3}], [], with_values=False)
     assert [s.name for s in settings] == ["none", "constant", '{"strength": 3}']
     assert not any(s.with_values for s in settings)
+
+
+def test_said_settings_and_their_curves():
+    settings, curves = settings_of([{"strength": 2}], [2.0, 5.0], with_values=True, said=True, forced=True)
+    names = ["none", "constant", '{"strength": 2}', "constant, strength 2", '{"strength": 2}, strength 5']
+    all_names = [*names, *(f"{name}, said" for name in names)]
+    assert [setting.name for setting in settings] == ["none", "forced answer", *all_names[1:]]
+    by_name = {setting.name: setting for setting in settings}
+    for name in names:
+        plain, said = by_name[name], by_name[f"{name}, said"]
+        assert (plain.said, said.said) == (False, True) and vars(said) == vars(plain) | {"name": said.name}
+    assert {label: [f"{name}, said" for _, name in curves[label]] for label in ("constant", '{"strength": 2}')} == {
+        label: [name for _, name in curves[f"{label}, said"]] for label in ("constant", '{"strength": 2}')
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "said"),
+    [
+        (SAY_IT, 1, "Answer in about 5 words."),
+        (SAY_IT, 20, "Answer in about 15 words."),
+        (SAY_IT, 160, "Answer in about 110 words."),
+        ("{tokens} tokens, {words} words, {words}", 101.0, "101 tokens, 70 words, 70"),
+        ("Be concise.", 50, "Be concise."),
+    ],
+)
+def test_prompt_that_says_a_target(text, target, said):
+    assert say("Why?", text, target) == f"Why?\n\n{said}"
 
 
 def test_the_limit_is_in_whole_16s():
@@ -397,6 +427,91 @@ def test_a_server_without_values_answers_for_the_constant(evaluate, served):
     assert plan["engine"] == plan["constant_engine"] == "sglang"
 
 
+@pytest.mark.parametrize("engine", [None, "sglang"])
+def test_said_settings_are_answers_to_prompts_that_say_each_target(evaluate, served, tiny, engine):
+    server, url = served("sglang")
+    options = ["--num-prompts", 2, *([] if engine is None else ["--url", url, "--constant-url", url])]
+    code, error, folder = evaluate(*options, "--say-it", "w{words} w{tokens}", targets=["9", "30"])
+    assert code == 0, error
+    lines = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    counts = {"none": 4, **dict.fromkeys(["constant", "guided", "none, said", "constant, said", "guided, said"], 8)}
+    assert {name: sum(line["setting"] == name for line in lines) for name in counts} == counts and len(lines) == 44
+    assert {line["target"] for line in lines if line["setting"] == "none, said"} == {9, 30}
+    asked = []
+    for line in lines:
+        said = {9: "\n\nw5 w9", 30: "\n\nw20 w30"}[line["target"]] if line["setting"].endswith("said") else ""
+        asked.append(tiny.tokenizer([PROMPTS[0], PROMPTS[2]][line["prompt"]] + said)["input_ids"])
+        assert line["nll"] == pytest.approx(run.likelihoods(tiny, asked[-1:], [line["ids"]])[0], abs=1e-4)
+        assert len(line["ids"]) <= {None: 80, 9: 32, 30: 80}[line["target"]]
+    assert sorted(body["input_ids"] for _, body in server.requests) == ([] if engine is None else sorted(asked))
+    scores = json.loads((folder / "result.json").read_text())["scores"]
+    assert list(scores["30"]) == ["none", "hard cut", *list(counts)[1:]]
+    assert evaluate(*options, "--say-it", "w{words} w{tokens}", targets=["9", "30"])[0] == 0
+    assert len(server.requests) == (0 if engine is None else 44)
+    assert "differs in say_it" in evaluate(*options, "--say-it", "w{tokens}", targets=["9", "30"])[1]
+
+
+@pytest.mark.parametrize(("engine", "left", "target", "most"), [(None, 16, 19, 14), ("vllm", 3, 7, 4)])
+def test_forced_answers_end_cut_ones_by_a_text(evaluate, served, tiny, monkeypatch, engine, left, target, most):
+    for module in (plan, run):
+        monkeypatch.setattr(module, "CLOSING_TOKENS", left)
+    options = ["--closing", "\nw20 w21", "--temperature", "1.5", "--top-k", "0", "--min-p", "0"]
+    options += [] if engine is None else ["--url", served(engine)[1]]
+    code, error, folder = evaluate(*options, value="none", targets=[str(target)])
+    assert code == 0, error
+    lines = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    own = {(line["prompt"], line["seed"]): line for line in lines if line["setting"] == "none"}
+    forced = [line for line in lines if line["setting"] == "forced answer"]
+    kinds = set()
+    for line in forced:
+        of_base, ids = own[line["prompt"], line["seed"]], line["ids"]
+        kinds.add(is_forced := len(of_base["ids"]) > target)
+        if not is_forced:
+            assert (ids, line["ended"], line["nll"]) == (
+                of_base["ids"],
+                of_base["ended"],
+                pytest.approx(of_base["nll"]),
+            )
+            continue
+        begun = of_base["ids"][: target - left] + tiny.tokenizer("w20 w21")["input_ids"]
+        new = ids[len(begun) :]
+        assert ids[: len(begun)] == begun and 1 <= len(new) <= most
+        assert line["ended"] == (new[-1] == EOS) and (line["ended"] or len(new) == most)
+        prompt = tiny.encode([PROMPTS[line["prompt"]]])["input_ids"].tolist()
+        assert line["nll"] == pytest.approx(run.likelihoods(tiny, prompt, [ids])[0], abs=1e-4)
+    assert len(forced) == 10 and kinds == {True, False}
+    scores = json.loads((folder / "result.json").read_text())["scores"][str(target)]
+    assert list(scores) == ["none", "hard cut", "forced answer", "constant"]
+    assert scores["forced answer"]["mean"] == pytest.approx(sum(len(line["ids"]) for line in forced) / 10)
+    answers = folder / "answers.jsonl"
+    whole = answers.read_bytes()
+    answers.write_bytes(b"".join(whole.splitlines(keepends=True)[:13]))  # in the midst of forced answers
+    assert evaluate(*options, value="none", targets=[str(target)])[0] == 0 and answers.read_bytes() == whole
+    options[1] = "w21"
+    assert "differs in closing" in evaluate(*options, value="none", targets=[str(target)])[1]
+
+
+@pytest.mark.parametrize("command", ["evaluate", "collect"])
+def test_tokens_are_shown_while_a_batch_is_decoded(evaluate, lenvm, base, value, tmp_path, monkeypatch, command):
+    monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)  # a bar is drawn once a second
+    folder = tmp_path / "out"
+    if command == "evaluate":
+        code, error, _ = evaluate()
+    else:
+        lines = [json.dumps({"prompt": f"w{i} w{i + 1}"}) + "\n" for i in range(1, 11)]
+        (tmp_path / "many.jsonl").write_text("".join(lines))
+        argv = ["--prompts", tmp_path / "many.jsonl", "--output", folder, "--max-new-tokens", 9, "--value", value]
+        code, _, error = lenvm("collect", base, *argv, "--targets", 3, 9, "--rows", 4, "--plain-prompts")
+    assert code == 0, error
+    answers = [json.loads(line)["ids"] for line in (folder / "answers.jsonl").read_text().splitlines()]
+    shown = [(int(n), int(t)) for n, t in re.findall(r" (\d+)/\d+ \[[^\]]*, (\d+) tokens, [\d.]+ tokens/s\]", error)]
+    assert len([tokens for made, tokens in shown if made == 0]) > 3
+    assert shown[-1][0] == len(answers) and [tokens for _, tokens in shown] == sorted(tokens for _, tokens in shown)
+    whole = sum(len(ids) - (ids[-1] == EOS) for ids in answers)
+    # Rows of a batch may be decoded past the limit of a guided answer.
+    assert shown[-1][1] == whole if command == "evaluate" else shown[-1][1] >= whole
+
+
 @pytest.mark.parametrize(
     ("broken", "named"),
     [
@@ -420,6 +535,8 @@ def test_what_a_server_refuses_is_told(evaluate, served, broken, named):
         (["--guidance", '{"strength": -1}'], "strength must be a finite number >= 0, got -1"),
         (["--guidance", '{"value_constraint": "eq"}', "--strengths", "2"], "strength needs a value_constraint of near"),
         (["--targets", "0"], "--targets"),
+        (["--say-it", "in {n} words"], "--say-it must have no placeholders but {words} and {tokens}, got '{n}'"),
+        (["--closing", "So"], "--closing needs --targets above 16, got 4"),
         (["--answer-regex", "a"], '--answer-regex must come with --prompts whose lines have an "answer", got none'),
         (["--seeds", "-1"], "--seeds"),
         (["--num-prompts", "6"], "--num-prompts must be at most the 5 prompts that there are, got 6"),

@@ -16,6 +16,7 @@ OF_NEAR = dict(min_end_prob=1e-4, least_share=0.05)
 
 # Of a thinking_budget with the token 7.
 BUDGET = dict(counts_down=True, **OF_NEAR, end_token_ids=(7,))
+LANDS = dict(counts_down=True, **OF_NEAR, allow_eos=True, end_message=(5, 6))
 LIMIT = {"end_token_ids": [[7, 3]], "hard_limit": 9}
 
 
@@ -111,6 +112,18 @@ LIMIT = {"end_token_ids": [[7, 3]], "hard_limit": 9}
             GuidanceParams(
                 Mode.LE_NEAR, 5.0, target_length=8.0, **BUDGET, hard_limit=5, answer_length=3.0, allow_eos=True
             ),
+        ),
+        (
+            {"target_length": 80.5, "landing": [5, 6]},
+            GuidanceParams(Mode.NEAR, 5.0, target_length=80.5, **LANDS, hard_limit=57, hard_limit_grace=14),
+        ),
+        (
+            {"target_length": 20, "landing": [5, 6], "landing_tokens": 30},
+            GuidanceParams(Mode.NEAR, 5.0, target_length=20.0, **LANDS, hard_limit=1, hard_limit_grace=20),
+        ),
+        (
+            {"target_length": 3e38, "landing": [5, 6], "landing_tokens": 4},
+            GuidanceParams(Mode.NEAR, 5.0, target_length=3e38, **LANDS, hard_limit=2**31 - 2),
         ),
         ({"thinking_budget": None, "hard_limit": None, "end_token_ids": None, "allow_eos": None}, GuidanceParams()),
     ],
@@ -293,6 +306,19 @@ def test_neutral_parameters_are_unguided(mode, scale, neutral):
         ),
         ({"end_message": [3] * 31, **LIMIT}, "end_message must be of at most 30 tokens, got 31"),
         ({"hard_limit_grace": -1, **LIMIT}, r"hard_limit_grace must be an integer >= 0 and < 1e\+06, got -1"),
+        ({"landing": [3]}, "landing needs a target_length of all new tokens, and neither end_token_ids nor a budget"),
+        ({"landing": [3], "target_length": 9, "end_token_ids": [1]}, "landing needs a target_length of all new tokens"),
+        ({"landing": [3], "thinking_budget": 9, "end_token_ids": [1]}, "landing needs a target_length of all new"),
+        ({"landing": [3], "target_length": 9, "target_value": 0.5}, "landing needs a target_length of all new tokens"),
+        ({"landing": [3], "target_length": 9, "length_mode": "remaining"}, "landing needs a target_length of all new"),
+        ({"landing": [3] * 33, "target_length": 99}, "landing must be of at most 32 tokens, got 33"),
+        ({"landing": "So", "target_length": 9}, "landing must be a list of token ids where no tokenizer is known"),
+        ({"landing": [-1], "target_length": 9}, r"landing must be a text, or a list of token ids >= 0, got \[-1\]"),
+        ({"landing_tokens": 9, "target_length": 9}, "landing_tokens needs a landing"),
+        (
+            {"landing": [3], "landing_tokens": 2.5, "target_length": 9},
+            r"landing_tokens must be an integer >= 1 and < 1e\+06, got 2.5",
+        ),
         ({"allow_eos": True}, "allow_eos needs end_token_ids, or a thinking_budget"),
         ({"answer_length": 5, "target_length": 9}, "answer_length needs end_token_ids, or a thinking_budget"),
         ({"hard_limit": 5}, "hard_limit needs end_token_ids, or a thinking_budget"),

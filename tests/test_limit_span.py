@@ -16,6 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 VOCAB = 10
 NOBODY = {"target_length": 30}
 THOUGHT = {"end_token_ids": [2, 5]}
+LANDING = {"target_length": 12, "landing": [5, 6], "landing_tokens": 10}
 AT_LIMIT, LATER = THOUGHT | {"hard_limit": 2}, THOUGHT | {"hard_limit": 3}
 # What is asked for, what ends the sequence; the new tokens of a sequence of six, four of them a prompt's, and two
 # drafts; whether the span has ended at each node that is there, and what is added to which logits of which nodes.
@@ -52,6 +53,8 @@ SPANS = [
     (THOUGHT, {0}, [7], [-2, 5], [-1, -1], [False], {0: {0: OUT}}),  # a draft that is not there, and one after it
     (THOUGHT, {0}, [2], [3, 4], [-1, 0], [True] * 3, {}),
     (THOUGHT, {0}, [2], [3, -1], [-1, 0], [True] * 2, {}),
+    (LANDING, {0}, [7], [3, 4], [-1, 0], [False] * 3, {0: {5: IN}, 1: {6: IN}}),  # then it goes on
+    (LANDING | {"landing_tokens": 9}, {0}, [7], [3, -1], [-1, 0], [False] * 2, {1: {5: IN}}),
     ({"end_token_ids": [VOCAB, 2], "hard_limit": 1}, {VOCAB + 1}, [7], [], [], [False], {}),  # tokens without a logit
     ({"end_token_ids": [VOCAB, 2]}, {0}, [VOCAB], [], [], [True], {}),
     ({"end_token_ids": [2**31 - 1]}, {2**31 - 1, 0}, [2**31 - 1], [], [], [True], {}),
@@ -120,7 +123,9 @@ def test_a_span_ends_once(device, backend):
     ]
 
 
-LINE, PLAIN = 3, 4  # a token that ends a line, and one that the model draws otherwise
+# Tokens that end a line, a sentence, and both; and one that the model draws otherwise.
+LINE, SENTENCE, BOTH, PLAIN = 3, 2, 1, 4
+LATE_LANDING = {"target_length": 14, "landing": [5, 6], "landing_tokens": 12}
 CLOSING = {"end_token_ids": [[7, 9], 2], "hard_limit": 3, "end_message": [5, 6]}
 CLOSED = [5, 6, 7, 9]
 # What is asked for, what the model would draw, and what comes of it.
@@ -137,6 +142,14 @@ CLOSINGS = [
         [PLAIN, PLAIN, LINE, *CLOSED, PLAIN, PLAIN],
     ),
     (CLOSING | {"hard_limit_grace": 2}, [PLAIN, LINE, *[PLAIN] * 7], [PLAIN, LINE, *[PLAIN] * 3, *CLOSED]),
+    (CLOSING | {"hard_limit_grace": 2}, [*[PLAIN] * 3, BOTH, *[PLAIN] * 5], [*[PLAIN] * 3, BOTH, *CLOSED, PLAIN]),
+    # A landing, 12 tokens before the target, or at most 2 later; the sequence may end before, or after it.
+    (LATE_LANDING, [PLAIN] * 9, [*[PLAIN] * 4, 5, 6, PLAIN, PLAIN, PLAIN]),
+    (LATE_LANDING, [PLAIN, PLAIN, LINE, *[PLAIN] * 5], [PLAIN, PLAIN, LINE, 5, 6, PLAIN, PLAIN, PLAIN]),
+    (LATE_LANDING, [PLAIN, BOTH, *[PLAIN] * 6], [PLAIN, BOTH, 5, 6, PLAIN, PLAIN, PLAIN, PLAIN]),
+    (LATE_LANDING, [PLAIN, LINE, PLAIN, SENTENCE, *[PLAIN] * 3, 0, 0], [PLAIN, LINE, 5, 6, *[PLAIN] * 3, 0, 0]),
+    (LATE_LANDING, [LINE, PLAIN, PLAIN, SENTENCE, 0, PLAIN, PLAIN, 0], [LINE, PLAIN, PLAIN, SENTENCE, 5, 6, PLAIN, 0]),
+    (LATE_LANDING, [PLAIN, 0, 0, 0, 0, 0, 0, 0], [PLAIN, 0, 0, 0, 5, 6, 0, 0]),
     # The second thought has a limit of its own; between the two there is none.
     (
         {"end_token_ids": [2], "start_token_ids": [[8, 8]], "hard_limit": 2},
@@ -155,7 +168,7 @@ CLOSINGS = [
 def test_a_closing_is_forced_token_by_token(device, backend, asked, drawn, expected):
     """In steps of one token, and at the nodes of drafts, of which some are right and some are not."""
     params, prompt = parse_guidance(asked), 2
-    breaks = torch.tensor([0, 0, 2, 1, 0], dtype=torch.int8, device=device)  # no token from 5 on ends a line
+    breaks = torch.tensor([0, 3, 2, 1, 0], dtype=torch.int8, device=device)  # no token from 5 on ends a line
 
     def table():
         made = GuidanceTable(2, device)

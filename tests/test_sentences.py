@@ -37,8 +37,8 @@ class Words:
 
 def test_text_breaks_by_hand():
     words = Words("a", ".", ",\n", "b.\n", '!"', "", "\n", ":")
-    none, line, sentence = TextBreak
-    expected = [none, sentence, line, sentence, sentence, none, line, none]
+    none, line, sentence = TextBreak.NONE, TextBreak.LINE, TextBreak.SENTENCE
+    expected = [none, sentence, line, sentence | line, sentence, none, line, none]
     assert text_breaks_of(words).tolist() == expected
     assert text_breaks_of(words, 10).tolist() == [*expected, none, none]
     assert text_breaks_of(words, 3).tolist() == expected[:3]

@@ -167,7 +167,7 @@ def test_spans(folder, engine):
 
 def test_several_spans_and_closings(folder, engine):
     """The value model reads on between two; what it has read is in the radix cache for the next turn."""
-    prompts, guidance = prompts_of(9, 40, 5, seed=17), [GENTLE | asked for asked in SEVERAL]
+    prompts, guidance = prompts_of(9, 40, 5, 12, seed=17), [GENTLE | asked for asked in SEVERAL]
     results, steps = engine.generate(prompts, guidance, max_new_tokens=60, logit_bias=LIKELY)
     assert check_steps(folder, prompts, results, steps) > 60
     check_answers_of_several(prompts, results, steps)

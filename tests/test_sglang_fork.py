@@ -254,7 +254,8 @@ def test_a_single_candidate_needs_no_value(installed):
         ({"target_length": "long"}, "target_length must be a finite number"),
         ({"scale": 0.5, "gamma": 1.5}, "gamma must be a finite number > 0 and < 1, got 1.5"),
         ({"token_temperature_scale": [3]}, "token_temperature_scale must be a mapping"),
-        ({"scale": 0.5, "end_token_ids": [7]}, "end_token_ids must be absent in the fork"),
+        ({"scale": 0.5, "end_token_ids": [7]}, "end_token_ids and landing must be absent in the fork"),
+        ({"target_length": 60, "landing": [7]}, "end_token_ids and landing must be absent in the fork"),
     ],
 )
 def test_a_bad_request_harms_nobody(installed, caplog, custom_params, message):

@@ -184,7 +184,7 @@ def test_spans_end_among_drafts(folder, engine):
 )
 def test_several_spans_and_closings(folder, name, more):
     """Between two the engine verifies as for anybody who is not guided, and the value model reads on."""
-    prompts, guidance = PROMPTS[:3], [GENTLE | asked for asked in SEVERAL]
+    prompts, guidance = PROMPTS[:4], [GENTLE | asked for asked in SEVERAL]
     with running_speculation(folder, f"several, {name}", **more) as server:
         results, steps = server.generate(prompts, guidance, max_new_tokens=60, logit_bias=LIKELY)
     assert check_steps(folder, prompts, results, steps) > 60

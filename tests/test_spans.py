@@ -75,6 +75,15 @@ def test_how_far_a_forced_end_has_come(output, expected):
     assert params.span_state([3, 3, 3], output).closing_from == expected
 
 
+def test_how_far_a_landing_has_come():
+    """Of a request that goes on elsewhere. It has no end, and no place in the prompt."""
+    params = parse_guidance({"target_length": 12, "landing": [5, 6], "landing_tokens": 10})
+    assert params.has_span and params.closing_token_ids == (5, 6) and params.span_patterns is None
+    for output, expected in ([1, 1], None), ([1, 1, 5], 5), ([1, 1, 5, 6, 5, 1], 5), ([5, 6], None), ([1, 5, 6], None):
+        state = params.span_state([3, 5, 6], output)
+        assert (state.seen, state.begin, state.end, state.closing_from) == (3 + len(output), 3, None, expected)
+
+
 def ends_with(tokens, sequences):
     return any(tokens[-len(s) :] == list(s) for s in sequences)
 

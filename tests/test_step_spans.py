@@ -95,6 +95,13 @@ SEVERAL = [
     {"end_token_ids": [OTHER_END], "start_token_ids": [[EOS, EOS, EOS]], "hard_limit": 2, "end_message": [5, END]},
     TILT | {"return_values": True},
 ]
+LANDINGS = [
+    {"target_length": 20, "landing": [70, 71, 5], "landing_tokens": 14},
+    {"target_length": 16, "landing": [5], "landing_tokens": 14, "value_constraint": "le_near"},
+    {"target_length": 15, "landing": [70, 71], "landing_tokens": 10, "value_constraint": "eq_soft"},
+    {"target_length": 12, "landing": [END, 71], "strength": 2.0},
+    TILT | {"return_values": True},
+]
 BREAKS = (torch.arange(VOCAB) % 4 == 1).to(torch.int8)
 
 
@@ -119,7 +126,7 @@ def test_several_spans_and_closings(models):
     assert start == 9 or BREAKS[texts[2][start - 1]] == 1
 
 
-@pytest.mark.parametrize("guidance", [GUIDANCE, SEVERAL], ids=["one span", "several"])
+@pytest.mark.parametrize("guidance", [GUIDANCE, SEVERAL, LANDINGS], ids=["one span", "several", "landings"])
 @pytest.mark.parametrize("options", [{}, {"commit_winners": False}, {"backend": "triton", "max_delta": 7}])
 def test_the_text_with_spans_is_the_same_with_and_without_drafts(models, options, guidance):
     """Among the drafts are ends of spans and what comes after them."""

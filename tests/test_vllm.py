@@ -40,7 +40,7 @@ from tests.helpers.sglang_server import (
     prompts_of,
     values_from_scratch,
 )
-from tests.helpers.spans import FEW, SEVERAL, check_several
+from tests.helpers.spans import FEW, SEVERAL, SPANS_ENDED, check_several
 from tests.helpers.statistics import p_value
 from tests.helpers.studies import check_study
 from tests.helpers.trunks import trunk_values, write_random_trunk
@@ -274,11 +274,11 @@ def test_spans(folder, engine, speculating, drafts):
 @pytest.mark.parametrize("drafts", [False, True])
 def test_several_spans_and_closings(folder, engine, speculating, drafts):
     """The value model reads on between two."""
-    server, prompts = speculating if drafts else engine, repeating(18, 9, 20, 5)
+    server, prompts = speculating if drafts else engine, repeating(18, 9, 20, 5, 12)
     guidance = [{k: json.dumps(v) if k in LISTS else v for k, v in (GENTLE | asked).items()} for asked in SEVERAL]
     sequences, _, steps = generate(server, prompts, guidance, max_tokens=60, allowed_token_ids=FEW, temperature=2.0)
     assert check_steps(folder, sequences, steps) > 40
-    for asked, prompt, sequence, spans in zip(SEVERAL, prompts, sequences, (3, 3, 1), strict=True):
+    for asked, prompt, sequence, spans in zip(SEVERAL, prompts, sequences, SPANS_ENDED, strict=True):
         rows = [row for row in rows_of(steps) if row["tokens"] == sequence[: len(row["tokens"])]]
         statuses = {len(row["tokens"]): row["status"] for row in rows}
         assert check_several(asked, prompt, sequence[len(prompt) :], statuses) >= spans

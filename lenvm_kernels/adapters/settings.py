@@ -94,7 +94,7 @@ class Settings:
         value_stride: of requests that ask for none: they are guided at every n-th step of the engine.
         graphs: 1 or 0: CUDA graphs of the value model (None: on a GPU, if the engine has its own).
         tokenizer: where the base model's tokenizer is, for a ``thinking_budget`` without ``end_token_ids`` and an
-            ``end_message`` in words (None: in SGLang the engine's own, else that in the value model's directory).
+            ``end_message`` or a ``landing`` in words (None: in SGLang the engine's own, else that in the value model's directory).
         commit_winners: 1 or 0, see :class:`lenvm_kernels.step.GuidedStep`.
         predictions: a file of vLLM's that gets a JSON line for each request with ``return_values``.
         trace: a file that gets a JSON line a guided step, to look for faults with: the engine waits for the device to
@@ -226,7 +226,7 @@ def parse_request(custom_params: Mapping[str, Any]) -> GuidanceParams:
         ValueError: naming the field, what came and what is accepted; also what a value model or a trunk that is
             there, or not, cannot give.
     """
-    has_words = isinstance(custom_params.get("end_message"), str)
+    has_words = any(isinstance(custom_params.get(name), str) for name in ("end_message", "landing"))
     thoughts = default_thoughts() if has_words or custom_params.get("thinking_budget") is not None else None
     defaults: dict[str, Any] = dict(gamma=default_gamma(), strength=default_strength(), has_values=has_value_model())
     params = parse_guidance(custom_params, thoughts=thoughts, **defaults)

@@ -115,8 +115,8 @@ def _guidance_of(req: Req) -> tuple[GuidanceParams, set[int]]:
         try:
             given = custom_params if isinstance(custom_params, dict) else {}
             asked = parse_guidance(given, gamma=_gamma, constraint="eq")  # the fork's default
-            if asked.end_token_ids:
-                raise ValueError("end_token_ids must be absent in the fork, whose sampler does not look for them")
+            if asked.has_span:
+                raise ValueError("end_token_ids and landing must be absent in the fork, whose sampler reads neither")
             params = asked
         except ValueError as error:  # this is the scheduler: it must not die of it
             logger.warning("LenVM: request %s has bad custom_params and is not guided: %s", req.rid, error)

@@ -63,7 +63,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
         tokenizers: base model's and value model's; without a value model the base model's twice. With them outputs end
             where sentences do. They are needed when the two models' ``vocab_size`` differ because the embedding is
             padded, to show that the tokens are the same; for a ``thinking_budget``, to look up which tokens begin and
-            end a thought; and for an ``end_message`` in words.
+            end a thought; and for an ``end_message`` or a ``landing`` in words.
         pixel_values, image_grid_thw: of the prompts' images in their order, as the base model's processor makes them.
             The value model, a Qwen2.5-VL too, embeds them with its own vision tower.
         record: keep a :class:`StepRecord` of each step in :attr:`records`; every prompt with candidates is then valued.
@@ -158,7 +158,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
         for row, (p, prompt_len) in enumerate(zip(params, self._prompt_lens.tolist(), strict=True)):
             self._slots.extend(row, prompt_len + max_new_tokens)
             self._step.add_request(row, p, eos, prompt_len=prompt_len)
-        self._spans = {row: p for row, p in enumerate(params) if p is not None and p.end_token_ids}
+        self._spans = {row: p for row, p in enumerate(params) if p is not None and p.has_span}
         self._needs_steps = any(p is not None and p.mode != Mode.UNGUIDED for p in params)
         self._wants_lengths = any(p is not None and p.return_values for p in params)
         # By the prompts alone: their predicted lengths or, with a trunk, the states that their first tokens follow.

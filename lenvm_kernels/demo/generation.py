@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -85,3 +86,29 @@ def sample(
     counts = (ended.cumsum(1) - ended == 0) & (place < last[:, None])
     logits = output.logits if keep_logits else ()
     return Sampled(new, counts, processor.predicted_output_lengths(output.sequences), logits)
+
+
+class AnswerBar(tqdm, BaseStreamer):
+    """A bar of answers that also shows tokens, and tokens/s, while a batch is decoded.
+
+    Args:
+        total: number of answers.
+        made: number of answers made before.
+        models: the base model, whose first end-of-sequence token pads rows that have ended.
+    """
+
+    def __init__(self, total: int, made: int, models: Models) -> None:
+        # Updates by no answer would make a smoothed rate, and the time left, depend on the last token's duration.
+        super().__init__(total=total, initial=made, unit="answer", miniters=0, mininterval=1, smoothing=0)
+        self._padding, self._tokens = models.eos_token_ids[0], 0
+
+    def put(self, value: torch.Tensor) -> None:
+        """Count the tokens ``[B]`` of a step, without ends; the prompts ``[B, N]``, which come first, are ignored."""
+        if value.ndim == 1:
+            self._tokens += int((value != self._padding).sum())
+            rate = self._tokens / max(self.format_dict["elapsed"], 1e-9)
+            self.set_postfix_str(f"{self._tokens} tokens, {rate:.1f} tokens/s", refresh=False)
+            self.update(0)
+
+    def end(self) -> None:
+        """Nothing is left to count after a batch."""

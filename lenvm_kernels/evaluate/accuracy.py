@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lenvm_kernels.evaluate.measures import Answer, bootstrap
-from lenvm_kernels.evaluate.plan import Plan
+from lenvm_kernels.evaluate.plan import BASE, Plan
 from lenvm_kernels.evaluate.prompts import Prompt
 
 # A number as texts write it: a sign that is no range's, money, thousands, decimals or a fraction, a percent sign.
@@ -134,18 +134,25 @@ def add(scores: Any, views: Any, plan: Plan, tokenizer: Any, pattern: re.Pattern
 
 
 def plot(plan: Plan, scores: Mapping[str, Mapping[str, Any]], file: Path, *, leave_out: Collection[str] = ()) -> None:
-    """Write a PNG with accuracies against the target, a colour a setting, and the intervals of ``acc_first``."""
+    """Write a PNG with accuracies against mean lengths: a line a setting, and a point a target.
+
+    Bars are the intervals of ``acc_first``. The base model's own answers are one point, at the largest target's limit.
+    """
     from matplotlib import pyplot
 
     targets = sorted(plan.targets)
     figure, axes = pyplot.subplots(figsize=(5.6, 4), layout="constrained")
     for name in (name for name in scores[str(targets[0])] if name not in leave_out):
-        found = [scores[str(target)][name] for target in targets]
-        (line,) = axes.plot(targets, [100 * score["acc_first"] for score in found], marker="o", label=name)
-        axes.plot(targets, [100 * score["acc_any"] for score in found], ".:", color=line.get_color())
+        found = [scores[str(target)][name] for target in (targets[-1:] if name == BASE else targets)]
+        lengths = [score["mean"] for score in found]
+        first, any_seed = (100 * np.array([score[measure] for score in found]) for measure in ("acc_first", "acc_any"))
         low, high = 100 * np.array([score["intervals"]["acc_first"] for score in found]).T
-        axes.fill_between(targets, low, high, color=line.get_color(), alpha=0.1, linewidth=0)
-    axes.set(xticks=targets, xlabel="target in tokens", ylim=(-2, 102), ylabel="% right (dotted: with any seed)")
+        (line, *_) = axes.errorbar(lengths, first, (first - low, high - first), marker="o", elinewidth=0.8, label=name)
+        if len(plan.seeds) > 1:
+            axes.plot(lengths, any_seed, ".:", color=line.get_color())
+    right = "% right (dotted: with any seed)" if len(plan.seeds) > 1 else "% right"
+    axes.set(xlabel="mean length in tokens", ylim=(-2, 102), ylabel=right)
+    axes.set_xlim(left=0)
     axes.legend(fontsize=7)
     figure.savefig(file, format="png", dpi=150)
     pyplot.close(figure)

@@ -11,9 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from lenvm_kernels import __version__
-from lenvm_kernels.cli_arguments import add_device, add_dtype, add_sampling, device_of, positive, seed_of, usage_errors
+from lenvm_kernels.cli_arguments import (
+    add_device,
+    add_dtype,
+    add_sampling,
+    add_say_it,
+    device_of,
+    positive,
+    seed_of,
+    usage_errors,
+)
 from lenvm_kernels.demo import held_out_prompts, spread
-from lenvm_kernels.evaluate.prompts import Prompt, read_prompts
+from lenvm_kernels.evaluate.prompts import Prompt, read_prompts, say
 
 OWN_FIELDS = ("target_length", "target_length_mode", "length_mode", "target_value")
 
@@ -94,6 +103,13 @@ def add(commands: Any) -> None:
         help="tokens at which an answer is cut (default: 2.5 times the largest target, in whole 16s); at a target no "
         "more than 2.5 times that count",
     )
+    add_say_it(what, "answer in every setting once more, with TEXT appended to each prompt after an empty line")
+    what.add_argument(
+        "--closing",
+        metavar="TEXT",
+        help="a setting more, forced answer: the base model's own answers, where they are longer than the target, are "
+        "cut 16 tokens before it and go on with TEXT and the model's next tokens (default: no such setting)",
+    )
 
     add_sampling(parser.add_argument_group("sampling"))
 
@@ -140,13 +156,23 @@ def run_command(args: argparse.Namespace) -> None:
 
         from lenvm_kernels.evaluate import accuracy, calibration, report
         from lenvm_kernels.evaluate.measures import measure
-        from lenvm_kernels.evaluate.plan import BASE, AnswerFile, Plan, default_limit, settings_of
+        from lenvm_kernels.evaluate.plan import BASE, CLOSING_TOKENS, AnswerFile, Plan, default_limit, settings_of
         from lenvm_kernels.evaluate.run import run, views
         from lenvm_kernels.evaluate.servers import Server
 
         matplotlib.use("Agg")
         answer_regex = accuracy.compiled(args.answer_regex, right_answers is not None)
-        settings, curves = settings_of(guidances, args.strengths, with_values=args.value != NONE)
+        if args.say_it is not None:
+            say("", args.say_it, args.targets[0])  # refuses other placeholders
+        if args.closing is not None and min(args.targets) <= CLOSING_TOKENS:
+            raise ValueError(f"--closing needs --targets above {CLOSING_TOKENS}, got {min(args.targets)}")
+        settings, curves = settings_of(
+            guidances,
+            args.strengths,
+            with_values=args.value != NONE,
+            said=args.say_it is not None,
+            forced=args.closing is not None,
+        )
         for setting in settings:
             if setting.guidance is not None:  # which token ends a thought is not known before
                 fields = {"target_length": args.targets[0], **setting.guidance}
@@ -169,6 +195,8 @@ def run_command(args: argparse.Namespace) -> None:
             engine=None if server is None else server.engine,
             constant_engine=None if constant_server is None else constant_server.engine,
             answers=right_answers,
+            say_it=args.say_it,
+            closing=args.closing,
         )
         file = AnswerFile(args.output, plan)
         device = device_of(args.device)

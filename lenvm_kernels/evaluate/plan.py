@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,10 @@ from lenvm_kernels.evaluate.guarded_lines import GuardedLines
 from lenvm_kernels.evaluate.measures import Answer
 from lenvm_kernels.guidance.fields import FIELDS
 
-BASE, CUT, CONSTANT, GUIDED = "none", "hard cut", "constant", "guided"
+BASE, CUT, FORCED, CONSTANT, GUIDED = "none", "hard cut", "forced answer", "constant", "guided"
+SAID = ", said"
+# A forced answer leaves the base model's own answer that many tokens before the target.
+CLOSING_TOKENS = 16
 # Answers to a target take at most so many times as many tokens.
 LONGEST = 2.5
 # What answers are told apart by: setting, target, seed, prompt.
@@ -32,6 +35,11 @@ class Setting:
     name: str
     guidance: dict[str, Any] | None
     with_values: bool
+
+    @property
+    def said(self) -> bool:
+        """Whether the prompt names the target. No field, so that plans of earlier versions stay the same."""
+        return self.name.endswith(SAID)
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,8 @@ class Plan:
         dtype: of the models in process.
         engine, constant_engine: of the servers; None: in process.
         answers: what is right, a text a prompt; None: it is not known.
+        say_it: text appended to the prompts of the settings that are said. If None, there are none.
+        closing: text that forces an answer. If None, there is no such setting.
     """
 
     base: str
@@ -67,6 +77,8 @@ class Plan:
     engine: str | None
     constant_engine: str | None
     answers: list[str] | None = None
+    say_it: str | None = None
+    closing: str | None = None
 
     def limit(self, target: int | None) -> int:
         """Tokens that an answer to a target may take: no more than 2.5 times the target, in whole 16s."""
@@ -80,7 +92,7 @@ class Plan:
         return [
             Unit(setting, target, seed, batch)
             for setting in self.settings
-            for target in ([None] if setting.guidance is None else self.targets)
+            for target in ([None] if setting.name == BASE else self.targets)
             for seed in self.seeds
             for batch in batches
         ]
@@ -115,7 +127,12 @@ def default_limit(target: int) -> int:
 
 
 def settings_of(
-    guidances: Sequence[dict[str, Any]], strengths: Sequence[float], *, with_values: bool
+    guidances: Sequence[dict[str, Any]],
+    strengths: Sequence[float],
+    *,
+    with_values: bool,
+    said: bool = False,
+    forced: bool = False,
 ) -> tuple[list[Setting], dict[str, list[tuple[float, str]]]]:
     """The settings of a plan and the curves that they make.
 
@@ -123,8 +140,11 @@ def settings_of(
         guidances: of the guided settings; empty: the default one.
         strengths: of the curves; empty: there are none.
         with_values: without a value model the guided setting is the constant, and is not repeated.
+        said: repeat each setting but the forced answer with prompts that name the target.
+        forced: add the forced answer.
     """
-    settings = {BASE: Setting(BASE, None, False), CONSTANT: Setting(CONSTANT, {}, False)}
+    unguided = [BASE, FORCED] if forced else [BASE]
+    settings = {name: Setting(name, None, False) for name in unguided} | {CONSTANT: Setting(CONSTANT, {}, False)}
     lines = {CONSTANT: settings[CONSTANT]}
     for guidance in guidances or [{}]:
         name = json.dumps(guidance, sort_keys=True) if guidance else GUIDED if with_values else CONSTANT
@@ -137,6 +157,9 @@ def settings_of(
             name = label if strength == own else f"{label}, strength {strength:g}"
             settings.setdefault(name, Setting(name, {**(line.guidance or {}), "strength": strength}, line.with_values))
             curves[label].append((strength, name))
+    if said:
+        settings |= {n + SAID: replace(setting, name=n + SAID) for n, setting in settings.items() if n != FORCED}
+        curves |= {label + SAID: [(s, name + SAID) for s, name in curve] for label, curve in curves.items()}
     return list(settings.values()), curves
 
 

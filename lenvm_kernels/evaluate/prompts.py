@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 TRAIN, TEST = SPLITS = ("train", "test")
 # The names of a text and of its answer: ours, then those that GSM8K and MATH have.
 TEXTS, ANSWERS = ("prompt", "question", "problem"), ("answer", "solution")
+SAY_IT = "Answer in about {words} words."
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,23 @@ def read_prompts(file: Path, flag: str = "--prompts") -> list[Prompt]:
     if 0 < len(without) < len(prompts):
         raise ValueError(f'{flag} {file}, line {without[0]} must have a "split" as other lines have, or none may')
     return prompts
+
+
+def say(prompt: str, text: str, target: float) -> str:
+    """Append a text that names the target length to a prompt.
+
+    Args:
+        prompt: the user's message.
+        text: ``{tokens}`` is replaced by the target and ``{words}`` by 0.68 of it, as a multiple of 5, at least 5.
+        target: tokens.
+
+    Raises:
+        ValueError: the text has another ``{``; the message names ``--say-it``.
+    """
+    said = text.replace("{words}", str(max(5, 5 * round(0.68 * target / 5)))).replace("{tokens}", str(round(target)))
+    if other := re.search(r"{[^}]*}?", said):
+        raise ValueError(f"--say-it must have no placeholders but {{words}} and {{tokens}}, got {other[0]!r}")
+    return f"{prompt}\n\n{said}"
 
 
 def _prompt(line: str, where: str) -> Prompt:

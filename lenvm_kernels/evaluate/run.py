@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from tqdm import tqdm
 
-from lenvm_kernels.demo.generation import sample
-from lenvm_kernels.demo.models import NONE, Models
+from lenvm_kernels.demo.generation import AnswerBar, sample
+from lenvm_kernels.demo.models import NONE, Models, tokens_of
 from lenvm_kernels.evaluate.measures import Answer
-from lenvm_kernels.evaluate.plan import BASE, CUT, AnswerFile, Plan, Unit
+from lenvm_kernels.evaluate.plan import BASE, CLOSING_TOKENS, CUT, FORCED, AnswerFile, Key, Plan, Unit
+from lenvm_kernels.evaluate.prompts import say
 from lenvm_kernels.evaluate.servers import Server, request_of
 
 # Tokens of a forward that computes perplexities: their logits are [tokens, vocabulary] in fp32.
@@ -37,60 +37,96 @@ def run(
     if not models.eos_token_ids:
         raise ValueError("BASE must have an eos_token_id in its generation_config, got none")
     units = plan.units()
-    with tqdm(total=sum(len(unit.prompts) for unit in units), initial=len(file.answers), unit="answer") as bar:
+    with AnswerBar(sum(len(unit.prompts) for unit in units), len(file.answers), models) as bar:
         for unit in units:
             if unit.keys()[0] in file.answers:
                 continue
             bar.set_description(unit.setting.name if unit.target is None else f"{unit.setting.name}, {unit.target}")
             values_or_none = unit.setting.with_values or unit.setting.guidance is None
-            file.add(_answer(plan, unit, models, server if values_or_none else constant_server, workers))
+            answerer = server if values_or_none else constant_server
+            file.add(_answer(plan, unit, models, answerer, workers, bar, file.answers))
             bar.update(len(unit.prompts))
 
 
-def _answer(plan: Plan, unit: Unit, models: Models, server: Server | None, workers: int) -> list[Answer]:
-    """The answers of a unit, in process or by a server."""
-    inputs = models.encode([plan.prompts[i] for i in unit.prompts])
-    pairs = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
-    prompts = [ids[mask.bool()].tolist() for ids, mask in pairs]
+def _answer(
+    plan: Plan,
+    unit: Unit,
+    models: Models,
+    server: Server | None,
+    workers: int,
+    bar: AnswerBar,
+    made: Mapping[Key, Answer],
+) -> list[Answer]:
+    """The answers of a unit, in process or by a server; ``made`` has the base model's own, which may be forced."""
+    texts = [plan.prompts[i] for i in unit.prompts]
+    if unit.setting.said:
+        assert plan.say_it is not None and unit.target is not None
+        texts = [say(text, plan.say_it, unit.target) for text in texts]
+    prompts, limit = tokens_of(models.tokenizer, texts, chat=True), plan.limit(unit.target)
+    begun: list[list[int]] = [[] for _ in prompts]
+    found: dict[int, tuple[list[int], bool, float | None]] = {}
+    if unit.setting.name == FORCED:
+        assert plan.closing is not None and unit.target is not None
+        closing = models.tokenizer(plan.closing, add_special_tokens=False)["input_ids"]
+        limit = max(4, CLOSING_TOKENS - len(closing))
+        for row, prompt in enumerate(unit.prompts):
+            own = made[BASE, None, unit.seed, prompt]
+            begun[row] = own.ids[: unit.target - CLOSING_TOKENS] + closing
+            if len(own.ids) <= unit.target:
+                found[row] = own.ids, own.ended, None
+    rows = [row for row in range(len(prompts)) if row not in found]
+    asked = [prompts[row] + begun[row] for row in rows]
+    new = _generate(plan, unit, models, server, workers, bar, asked, limit) if rows else []
+    for row, (ids, stopped, predicted) in zip(rows, new, strict=True):
+        ids, ended = with_end(ids, stopped, models.eos_token_ids)
+        found[row] = begun[row] + ids, ended, predicted
+    whole = [found[row] for row in range(len(prompts))]
+    nlls = likelihoods(models, prompts, [ids for ids, *_ in whole])
+    texts = models.tokenizer.batch_decode([ids for ids, *_ in whole], skip_special_tokens=True)
+    return [
+        Answer(unit.setting.name, unit.target, unit.seed, prompt, ids, text, ended, nll, predicted)
+        for prompt, (ids, ended, predicted), text, nll in zip(unit.prompts, whole, texts, nlls, strict=True)
+    ]
+
+
+def _generate(
+    plan: Plan,
+    unit: Unit,
+    models: Models,
+    server: Server | None,
+    workers: int,
+    bar: AnswerBar,
+    prompts: Sequence[list[int]],
+    limit: int,
+) -> list[tuple[list[int], bool, float | None]]:
+    """New tokens for each prompt, whether a server says that they ended, and the predicted length."""
     guidance = None
     if unit.setting.guidance is not None:
         guidance = {"target_length": unit.target, **unit.setting.guidance}
     # Predicted lengths are asked for where the base model answers by itself: that is what they predict.
     predicts = unit.setting.name == BASE and plan.value != NONE and (server is None or server.engine == "sglang")
     guidance = {"return_values": True} if predicts else guidance
-    limit, eos = plan.limit(unit.target), models.eos_token_ids
     if server is None:
         torch.manual_seed(unit.seed_of())
         sampled = sample(
             models,
             models.value_model if unit.setting.with_values or predicts else None,
-            inputs,
+            models.padded(prompts),
             guidance,
             max_new_tokens=limit,
+            streamer=bar,
             **plan.sampling,
         )
         rows = zip(sampled.tokens, sampled.counts, sampled.predicted, strict=True)
-        found = [(tokens[counts].tolist(), False, predicted) for tokens, counts, predicted in rows]
-    else:
+        return [(tokens[counts].tolist(), False, predicted) for tokens, counts, predicted in rows]
 
-        def ask(row: int) -> tuple[list[int], bool, float | None]:
-            sampling, seed = plan.sampling, unit.seed_of(row)
-            asked = request_of(
-                server.engine, prompts[row], guidance, max_new_tokens=limit, sampling=sampling, seed=seed
-            )
-            return server.answer(*asked)
+    def ask(row: int) -> tuple[list[int], bool, float | None]:
+        sampling, seed = plan.sampling, unit.seed_of(row)
+        asked = request_of(server.engine, prompts[row], guidance, max_new_tokens=limit, sampling=sampling, seed=seed)
+        return server.answer(*asked)
 
-        with ThreadPoolExecutor(workers) as pool:
-            found = list(pool.map(ask, range(len(prompts))))
-    whole = [with_end(ids, stopped, eos) for ids, stopped, _ in found]
-    nlls = likelihoods(models, prompts, [ids for ids, _ in whole])
-    texts = models.tokenizer.batch_decode([ids for ids, _ in whole], skip_special_tokens=True)
-    return [
-        Answer(unit.setting.name, unit.target, unit.seed, prompt, ids, text, ended, nll, predicted)
-        for prompt, (ids, ended), text, nll, (*_, predicted) in zip(
-            unit.prompts, whole, texts, nlls, found, strict=True
-        )
-    ]
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(ask, range(len(prompts))))
 
 
 def with_end(ids: Sequence[int], stopped: bool, eos: Sequence[int]) -> tuple[list[int], bool]:
@@ -158,6 +194,6 @@ def views(plan: Plan, answers: Sequence[Answer]) -> dict[str, dict[str, list[Ans
             BASE: [answer.cut(plan.limit(target)) for answer in made[BASE, None]],
             CUT: [answer.cut(target) for answer in made[BASE, None]],
         }
-        guided = [setting.name for setting in plan.settings if setting.guidance is not None]
-        found[str(target)] |= {name: made[name, target] for name in guided}
+        names = [setting.name for setting in plan.settings if setting.name != BASE]
+        found[str(target)] |= {name: made[name, target] for name in names}
     return found

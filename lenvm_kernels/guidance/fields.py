@@ -203,6 +203,20 @@ FIELDS = {
             "words, or a list of token ids, that are forced before the end that the hard_limit forces; up to 32 tokens "
             "with it",
         ),
+        Field(
+            "landing",
+            "words, or a list of up to 32 token ids, that are forced once when what is left of target_length is just "
+            "enough to say the answer, if possible at the end of a line; the output then goes on, and ends by itself",
+        ),
+        Field(
+            "landing_tokens",
+            "tokens of target_length that are left for the landing and what follows it",
+            default=24,
+            least=1.0,
+            below=1e6,
+            is_integer=True,
+            metavar="TOKENS",
+        ),
         Field("value_min", "leave a step alone whose expected value is below this", metavar="V"),
         Field(
             "value_entropy_threshold",

@@ -29,6 +29,8 @@ _MIN_END_PROB = 1e-4
 # A value lifts tokens of any probability, at the cost of text worth reading. Those below this share of the largest one
 # bring a length no nearer to its target (docs/modes-and-parameters.md), and need not be scored.
 _LEAST_SHARE = 0.05
+# Tokens between the last possible begin of a landing and the target, beside the landing itself: "$18.50." and the end.
+_ANSWER_AFTER_LANDING = 8
 # Without values the strength moves nothing but ends and what they follow.
 _STRENGTH_WITHOUT_VALUES = 10.0
 NEAR_CONSTRAINTS = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
@@ -61,7 +63,7 @@ class GuidanceParams:
         answer_length: tokens that are to follow the span.
         hard_limit: tokens of a span at which its end is forced, the first of ``end_token_ids``; None: never.
         hard_limit_grace: tokens for which that waits for the end of a line.
-        end_message: tokens that are forced before that end.
+        end_message: tokens that are forced before that end; without ``end_token_ids`` they are a landing, forced once.
     """
 
     mode: Mode = Mode.UNGUIDED
@@ -87,7 +89,12 @@ class GuidanceParams:
     @property
     def needs_step(self) -> bool:
         """Whether the request takes part in guided steps; a span does, whose end they look for."""
-        return self.mode != Mode.UNGUIDED or self.return_values or bool(self.end_token_ids)
+        return self.mode != Mode.UNGUIDED or self.return_values or self.has_span
+
+    @property
+    def has_span(self) -> bool:
+        """Whether :func:`limit_span` has to see the request: for the end of its span, or for its landing."""
+        return bool(self.end_token_ids or self.end_message)
 
     @cached_property
     def span_patterns(self) -> SpanPatterns | None:
@@ -99,7 +106,7 @@ class GuidanceParams:
     @property
     def closing_token_ids(self) -> tuple[int, ...]:
         """What a hard limit forces, one token after the other: ``end_message``, and the first end."""
-        return (*self.end_message, *_sequences(self.end_token_ids[:1])[0]) if self.end_token_ids else ()
+        return (*self.end_message, *(token for end in _sequences(self.end_token_ids[:1]) for token in end))
 
     def span_state(self, prompt: Sequence[int], output: Sequence[int] = ()) -> SpanState:
         """Where the request stands in its span, see :meth:`SpanState.of`."""
@@ -194,10 +201,22 @@ def parse_guidance(
         raise ValueError(
             f"end_token_ids and start_token_ids must be of at most {MAX_SPAN_TOKENS} tokens together, got {total}"
         )
-    message = _message(given, thoughts)
+    message = _message(given, "end_message", thoughts)
     if message and len(message) + len(_sequences(ends)[0]) > MAX_CLOSING_TOKENS:
         most = MAX_CLOSING_TOKENS - len(_sequences(ends)[0])
         raise ValueError(f"end_message must be of at most {most} tokens, got {len(message)}")
+    landing = _message(given, "landing", thoughts)
+    if landing:
+        if target_length is None or target_value is not None or not counts_down or ends:
+            raise ValueError("landing needs a target_length of all new tokens, and neither end_token_ids nor a budget")
+        if len(landing) > MAX_CLOSING_TOKENS:
+            raise ValueError(f"landing must be of at most {MAX_CLOSING_TOKENS} tokens, got {len(landing)}")
+        room = _optional_integer({"landing_tokens": FIELDS["landing_tokens"].default} | given, "landing_tokens") or 0
+        message, given["allow_eos"] = landing, True
+        given["hard_limit"] = min(max(1, math.ceil(target_length) - room), 2**31 - 2)
+        given["hard_limit_grace"] = max(0, room - len(landing) - _ANSWER_AFTER_LANDING)
+    elif "landing_tokens" in given:
+        raise ValueError("landing_tokens needs a landing")
     if target_value is not None:  # takes precedence, as in the fork
         target_length, counts_down = math.log1p(-target_value) / math.log(gamma), False
     if target_length is not None:
@@ -351,15 +370,15 @@ def _sequences(ids: tuple[int | tuple[int, ...], ...]) -> TokenSequences:
     return tuple((i,) if isinstance(i, int) else i for i in ids)
 
 
-def _message(given: dict[str, Any], thoughts: Thoughts | None) -> tuple[int, ...]:
-    """The tokens of ``end_message``; none without."""
-    message = given.get("end_message", ())
+def _message(given: dict[str, Any], name: str, thoughts: Thoughts | None) -> tuple[int, ...]:
+    """The tokens of a field that is a text or a list of token ids; none if it is not given."""
+    message = given.get(name, ())
     if isinstance(message, str):
         if thoughts is None or thoughts.encode is None:
-            raise ValueError(f"end_message must be a list of token ids where no tokenizer is known, got {message!r}")
+            raise ValueError(f"{name} must be a list of token ids where no tokenizer is known, got {message!r}")
         message = list(thoughts.encode(message))
     if not isinstance(message, Sequence) or not all(map(_is_token_id, message)):
-        raise ValueError(f"end_message must be a text, or a list of token ids >= 0, got {message!r}")
+        raise ValueError(f"{name} must be a text, or a list of token ids >= 0, got {message!r}")
     return tuple(message)
 
 

@@ -48,8 +48,8 @@ def text_breaks_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = 
         tokens = [[i] for i in range(first, min(first + _TOKENS, count))]
         for text in tokenizer.batch_decode(tokens, clean_up_tokenization_spaces=False):
             ends_line = TextBreak.LINE if text.endswith("\n") else TextBreak.NONE
-            breaks.append(TextBreak.SENTENCE if ends_sentence(text) else ends_line)
-    if TextBreak.SENTENCE not in breaks:
+            breaks.append(ends_line | (TextBreak.SENTENCE if ends_sentence(text) else TextBreak.NONE))
+    if not any(TextBreak.SENTENCE & each for each in breaks):
         return None
     size = count if vocab_size is None else vocab_size
     return torch.tensor([*breaks, *[TextBreak.NONE] * (size - count)], dtype=torch.int8)[:size]

@@ -101,13 +101,12 @@ class SpanState:
         open only where its last start comes after its last end.
 
         Args:
-            patterns: what begins and ends its spans; None: nothing does.
+            patterns: what begins and ends its spans; None: nothing does, the whole output is one.
             prompt, output: tokens.
             closing, hard_limit, grace: what is forced when a span has so many tokens, or that many more.
         """
         begin, seen = len(prompt), len(prompt) + len(output)
-        if patterns is None:
-            return cls(seen, begin)
+        patterns = patterns or SpanPatterns.of((), ())
         end = None if _leaves_open(patterns, prompt) else begin
         match = patterns.at_end_of(prompt)
         for place, token in enumerate(output, len(prompt) + 1):

@@ -41,7 +41,7 @@ _EXP, _LENGTH_MUL = tl.constexpr(int(Mode.EXP)), tl.constexpr(int(Mode.LENGTH_MU
 _CENTERED_EXP, _VALUE_BIAS = tl.constexpr(int(Mode.CENTERED_EXP)), tl.constexpr(int(Mode.VALUE_BIAS))
 _EQ, _GE, _LE = tl.constexpr(int(Mode.EQ)), tl.constexpr(int(Mode.GE)), tl.constexpr(int(Mode.LE))
 _EQ_SOFT, _GE_SOFT, _LE_SOFT = (tl.constexpr(int(mode)) for mode in (Mode.EQ_SOFT, Mode.GE_SOFT, Mode.LE_SOFT))
-_NO_BREAK, _SENTENCE = tl.constexpr(int(TextBreak.NONE)), tl.constexpr(int(TextBreak.SENTENCE))
+_SENTENCE = tl.constexpr(int(TextBreak.SENTENCE))
 _NEAR, _GE_NEAR, _LE_NEAR = (tl.constexpr(int(mode)) for mode in (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR))
 
 
@@ -291,8 +291,8 @@ def _reweight(
     length = candidate_nats + two_tokens
     earliest = length  # another length that a candidate may lead to
     if text_breaks_ptr is not None:
-        ended = tl.load(text_breaks_ptr + token, mask=valid & (token >= 0) & (token < S), other=_NO_BREAK)
-        may_end = (ended == _SENTENCE) & (eos == 0) & (p >= _request_max(p) * _LIKELY)
+        ended = tl.load(text_breaks_ptr + token, mask=valid & (token >= 0) & (token < S), other=0)
+        may_end = ((ended & _SENTENCE) != 0) & (eos == 0) & (p >= _request_max(p) * _LIKELY)
         earliest = tl.where(may_end, nats_per_token + two_tokens, length)
     shortest = _request_min(tl.where(active, tl.minimum(length, earliest), _BIG))
     longest = _request_max(tl.where(active, tl.maximum(length, earliest), -_BIG))

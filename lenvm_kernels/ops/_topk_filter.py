@@ -20,7 +20,7 @@ _GREEDY_TEMPERATURE = tl.constexpr(GREEDY_TEMPERATURE)
 _HALVINGS, _MOST_HALVINGS = tl.constexpr(HALVINGS), tl.constexpr(MOST_HALVINGS)
 _OVERDUE, _HALVINGS_OVERDUE = tl.constexpr(OVERDUE), tl.constexpr(HALVINGS_OVERDUE)
 _AFTER_SENTENCE, _AFTER_LINE, _WITHIN = (tl.constexpr(x) for x in (AFTER_SENTENCE, AFTER_LINE, WITHIN_LINE))
-_NO_BREAK, _LINE, _SENTENCE = (tl.constexpr(int(x)) for x in TextBreak)
+_LINE, _SENTENCE = tl.constexpr(int(TextBreak.LINE)), tl.constexpr(int(TextBreak.SENTENCE))
 _NO_KEY = tl.constexpr(-(2**63))
 _UNGUIDED, _GUIDE = tl.constexpr(int(Status.UNGUIDED)), tl.constexpr(int(Status.GUIDE))
 _SINGLE, _SKIP = tl.constexpr(int(Status.SINGLE)), tl.constexpr(int(Status.SKIP))
@@ -188,8 +188,9 @@ def _filter_kernel(
         end_p = tl.exp2((end_score - best) * scale) / total if IS_LOGITS else end_score
         if text_breaks_ptr is not None:
             last = tl.load(last_tokens_ptr + request).to(tl.int64)
-            ended = tl.load(text_breaks_ptr + last, mask=(last >= 0) & (last < S), other=_NO_BREAK)
-            least *= tl.where(ended == _SENTENCE, _AFTER_SENTENCE, tl.where(ended == _LINE, _AFTER_LINE, _WITHIN))
+            ended = tl.load(text_breaks_ptr + last, mask=(last >= 0) & (last < S), other=0)
+            after_line = tl.where((ended & _LINE) != 0, _AFTER_LINE, _WITHIN)
+            least *= tl.where((ended & _SENTENCE) != 0, _AFTER_SENTENCE, after_line)
         if due_length_ptr is not None:
             due_length = tl.maximum(tl.load(due_length_ptr + table_row * stride_due_length_row), 1.0)
             late = tl.maximum(tl.load(generated_ptr + request).to(tl.float32) / due_length - 1, 0.0)

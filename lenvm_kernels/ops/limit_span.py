@@ -2,8 +2,9 @@
 
 A request may have tokens that end its guided span: a thought, which an answer follows. Until they are drawn the model's
 own end of sequence is left out, and from a hard limit on the tokens of a closing are forced, of which the last end the
-span. All that is done are additions to single logits, so large that no other token is drawn: one that a grammar has
-forbidden stays forbidden, and one that is all that it allows stays possible.
+span. A closing without such tokens is a landing: each of its tokens is forced once, and the sequence goes on. The
+additions to single logits are so large that no other token is drawn. A token that a grammar has forbidden stays
+forbidden, and a token that is the only one that a grammar allows stays possible.
 """
 
 from typing import Any, NamedTuple
@@ -110,7 +111,7 @@ def _after(
     is_due = over >= rules.grace
     if rules.text_breaks_ptr is not None:
         is_known = is_told & (token >= 0) & (token < rules.W)
-        is_due = is_due | (tl.load(rules.text_breaks_ptr + token, mask=is_known, other=0) == _LINE)
+        is_due = is_due | ((tl.load(rules.text_breaks_ptr + token, mask=is_known, other=0) & _LINE) != 0)
     closes = is_told & (ended == 0) & (closing_from < 0) & (over >= 0) & is_due
     return _Span(ended, begin, tl.where(is_new, match, span.match), tl.where(closes, place, closing_from))
 
@@ -181,7 +182,10 @@ def _limit_span_kernel(
     column = tl.arange(0, SPAN_ENDS)[None, :]
     ends_ptr = table.span_end_token_ids + (table_row * stride.span_end_token_ids)[:, None] + column
     ends = tl.load(ends_ptr, mask=exists[:, None] & (column < S), other=-2)
-    has_span = tl.sum(tl.where(column == 0, ends, 0), axis=1) >= 0
+    first_end = tl.sum(tl.where(column == 0, ends, 0), axis=1)
+    closing_ptr = table.closing_token_ids + table_row * stride.closing_token_ids
+    lands = (first_end < 0) & (tl.load(closing_ptr, mask=exists, other=-2) >= 0)
+    has_span = (first_end >= 0) | lands
     column = tl.arange(0, PATTERNS)[None, :]
     patterns_ptr = table.span_token_ids + (table_row * stride.span_token_ids)[:, None] + column
     patterns = tl.load(patterns_ptr, mask=has_span[:, None] & (column < P), other=-2)
@@ -256,12 +260,12 @@ def _limit_span_kernel(
         is_open = has_span[:, None] & is_node & (node_ended == 0)
         # What is forced: a token for each that comes after the place where the closing begins, and then its last.
         column = tl.arange(0, CLOSING)[None, :]
-        closing_ptr = table.closing_token_ids + (table_row * stride.closing_token_ids)[:, None]
-        closing = tl.load(closing_ptr + column, mask=has_span[:, None] & (column < C), other=-2)
-        last = tl.sum((closing >= 0).to(tl.int32), axis=1) - 1
-        index = tl.maximum(tl.minimum(length[:, None] + depth - node_closing, last[:, None]), 0)
-        is_forced = is_open & (node_closing >= 0)
-        forced_id = tl.load(closing_ptr + index, mask=is_forced, other=-2)
+        closing = tl.load(closing_ptr[:, None] + column, mask=has_span[:, None] & (column < C), other=-2)
+        last = tl.sum((closing >= 0).to(tl.int32), axis=1)[:, None] - 1
+        index = length[:, None] + depth - node_closing
+        is_forced = is_open & (node_closing >= 0) & ((lands[:, None] == 0) | (index <= last))
+        index = tl.maximum(tl.minimum(index, last), 0)
+        forced_id = tl.load(closing_ptr[:, None] + index, mask=is_forced, other=-2)
         forced_ptr = logits_ptr + row * stride_logits_row + forced_id
         is_raised = is_forced & (forced_id >= 0) & (forced_id < V)
         x = tl.load(forced_ptr, mask=is_raised, other=0.0)
@@ -382,7 +386,10 @@ def limit_span(
     - once it has ``hard_limit`` tokens, and a token has ended a line or ``hard_limit_grace`` more were generated, the
       ``closing_token_ids`` are raised in the same way, one after the other; then the last of them.
 
-    Requests without a span are left as they are. Called again for the same step it changes nothing that is drawn.
+    A request with ``closing_token_ids`` and without ``span_end_token_ids`` has a landing. From its ``hard_limit`` on its
+    ``closing_token_ids`` are raised as above, each once. Then the sequence goes on, and may end.
+
+    All other requests are left as they are. Called again for the same step it changes nothing that is drawn.
     Nothing is read back to the host, and no new number of requests compiles anything.
 
     Args:

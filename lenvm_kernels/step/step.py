@@ -131,7 +131,7 @@ class GuidedStep:
         for rows, is_one in (
             (self._scaled_rows, asked.token_temperature_scale),
             (self._value_rows, asked.return_values),
-            (self._span_rows, asked.end_token_ids),
+            (self._span_rows, asked.has_span),
         ):
             (rows.add if is_one else rows.discard)(table_row)
         self._history.forget(table_row)
@@ -180,7 +180,7 @@ class GuidedStep:
 
     @torch.no_grad()
     def limit_spans(self, logits: torch.Tensor, batch: StepBatch, drafts: Drafts | None = None) -> SpanNodes | None:
-        """Keep open spans (``end_token_ids``) from ending the sequence, and end those at their ``hard_limit``.
+        """Keep open spans (``end_token_ids``) from ending the sequence, end them at their ``hard_limit``, and land.
 
         In ``logits``, in place, before all else that reads them but :meth:`scale_tokens`. Arguments and errors are
         those of :meth:`step`, whose next call follows; it need not follow where nobody is guided.

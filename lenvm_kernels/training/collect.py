@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from lenvm_kernels.demo.generation import sample
+from lenvm_kernels.demo.generation import AnswerBar, sample
 from lenvm_kernels.demo.models import Models
 from lenvm_kernels.evaluate.plan import seed_from
 from lenvm_kernels.evaluate.prompts import Prompt
@@ -118,7 +117,8 @@ def collect(plan: Plan, store: AnswerStore, models: Models, server: Server | Non
     """
     requests = plan.requests()
     made = sum(request.key in store.answers for request in requests)
-    with tqdm(total=len(requests), initial=made, unit="answer", desc="collect") as bar:
+    with AnswerBar(len(requests), made, models) as bar:
+        bar.set_description("collect")
 
         def keep(answers: list[Answer]) -> None:
             store.add(answers)
@@ -130,10 +130,10 @@ def collect(plan: Plan, store: AnswerStore, models: Models, server: Server | Non
         for start in range(0, len(requests), plan.rows):
             batch = requests[start : start + plan.rows]
             if any(request.key not in store.answers for request in batch):
-                keep(_sample(plan, store, models, batch))
+                keep(_sample(plan, store, models, batch, bar))
 
 
-def _sample(plan: Plan, store: AnswerStore, models: Models, batch: list[Request]) -> list[Answer]:
+def _sample(plan: Plan, store: AnswerStore, models: Models, batch: list[Request], bar: AnswerBar) -> list[Answer]:
     """The answers of a batch, in process."""
     prompts, eos = [store.prompts[request.prompt]["ids"] for request in batch], models.eos_token_ids
     torch.manual_seed(batch[0].seed("sampling"))
@@ -141,7 +141,9 @@ def _sample(plan: Plan, store: AnswerStore, models: Models, batch: list[Request]
     limits = [request.guided for request in batch]
     if max(limits) > 0:
         inputs, guidance = models.padded(prompts), [{"target_length": request.target} for request in batch]
-        found = sample(models, models.value_model, inputs, guidance, max_new_tokens=limits, **plan.sampling)
+        found = sample(
+            models, models.value_model, inputs, guidance, max_new_tokens=limits, streamer=bar, **plan.sampling
+        )
         begun = [tokens[counts].tolist() for tokens, counts in zip(found.tokens, found.counts, strict=True)]
     whole = [*begun]
     going_on = [row for row, ids in enumerate(begun) if not ids or ids[-1] not in eos]
@@ -151,6 +153,7 @@ def _sample(plan: Plan, store: AnswerStore, models: Models, batch: list[Request]
             [prompts[row] + begun[row] for row in going_on],
             plan.sampling,
             max_new_tokens=plan.max_new_tokens - min(len(begun[row]) for row in going_on),
+            streamer=bar,
         )
         for row, ids in zip(going_on, rows, strict=True):
             whole[row] = (begun[row] + ids)[: plan.max_new_tokens]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
 
 from lenvm_kernels.demo.models import Models
 
@@ -20,7 +21,12 @@ DROPPED_SHARE = 0.125
 
 @torch.no_grad()
 def decode(
-    models: Models, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any], *, max_new_tokens: int
+    models: Models,
+    prompts: Sequence[Sequence[int]],
+    sampling: Mapping[str, Any],
+    *,
+    max_new_tokens: int,
+    streamer: BaseStreamer | None = None,
 ) -> list[list[int]]:
     """Answer prompts as one batch; draws come from torch's generator.
 
@@ -29,6 +35,7 @@ def decode(
         prompts: tokens of each.
         sampling: ``temperature``, ``top_k`` (0: all), ``top_p`` and ``min_p``.
         max_new_tokens: the limit of an answer.
+        streamer: gets the tokens of every step.
 
     Returns:
         The new tokens of each prompt, up to an end-of-sequence token, that one included.
@@ -50,6 +57,8 @@ def decode(
         for row, token, over in zip(rows, ids[:, 0].tolist(), ended.tolist(), strict=True):
             if not over:
                 answers[row].append(token)
+        if streamer is not None:
+            streamer.put(ids[~ended, 0])
         ended |= torch.isin(ids[:, 0], eos)
         count = int(ended.sum())
         if count == len(rows):

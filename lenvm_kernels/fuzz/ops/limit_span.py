@@ -74,7 +74,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     if width:
         arguments["drafts"] = draw_drafts(draws, rows, options)
     if options["text_breaks"]:
-        arguments["text_breaks"] = draws.choose("text_breaks", options["text_breaks"], values=[0, 0, 1, 2]).to(
+        arguments["text_breaks"] = draws.choose("text_breaks", options["text_breaks"], values=[0, 0, 1, 2, 3]).to(
             torch.int8
         )
     return Inputs(arguments, count)
@@ -160,11 +160,12 @@ def owners(given: Inputs) -> dict[str, Tensor]:
 
 def classes(given: Inputs) -> dict[str, Tensor]:
     table, table_rows = given.arguments["table"], given.arguments["table_rows"]
-    has_span = table.span_end_token_ids[table_rows, 0] >= 0
+    lands = (table.span_end_token_ids[table_rows, 0] < 0) & (table.closing_token_ids[table_rows, 0] >= 0)
+    has_span = (table.span_end_token_ids[table_rows, 0] >= 0) | lands
     result = OPERATOR.expected(given).tensors
     ended = result["span_ended"][table_rows]
     was_ended = table.span_ended[table_rows]
-    found = {"no span": ~has_span, "open span": has_span & ~ended, "span ends": has_span & ended & ~was_ended}
+    found = {"no span": ~has_span, "landing": lands, "open span": has_span & ~ended, "span ends": has_span & ended & ~was_ended}
     found |= {"span begins": has_span & was_ended & ~ended}
     found |= {"end is forced from now on": result["closing_from"][table_rows] > table.closing_from[table_rows]}
     if "logits" in result:

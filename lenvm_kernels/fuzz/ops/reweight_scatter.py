@@ -111,7 +111,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     if options["generated"]:
         arguments["generated"] = draws.choose("generated", rows, values=[0, 10, 30, 10_000]).int()
     if options["text_breaks"]:
-        breaks = draws.integers("text_breaks", options["text_breaks"], low=0, high=2)
+        breaks = draws.integers("text_breaks", options["text_breaks"], low=0, high=3)
         arguments["text_breaks"] = breaks.to(torch.int8)
     if options["scatter"]:
         dense = draws.uniform("probs", rows, vocab).to(getattr(torch, options["probs"]))
@@ -351,7 +351,7 @@ def near_distances(given: Inputs) -> Tensor:
         is_known = (ids >= 0) & (ids < len(breaks)) & ~is_eos(given)
         p = given.candidates.probs.double()
         is_known &= p >= LIKELY * p.amax(1, keepdim=True)
-        ends_sentence = is_known & (breaks[torch.where(is_known, ids, 0)] == TextBreak.SENTENCE)
+        ends_sentence = is_known & ((breaks[torch.where(is_known, ids, 0)] & TextBreak.SENTENCE) != 0)
         reached[1] = torch.where(ends_sentence, 3 * nats_per_token, lengths)
     active = given.candidates.probs > 0
     shortest = torch.where(active, reached, torch.inf).amin((0, 2))[:, None]

@@ -93,7 +93,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
             share = pick("late", [0.0, 0.9, 1.0, 1.04, 1.3, 2.0, 90.0])
             arguments["generated"] = torch.where(due < INF, due * share, 50 * share).int()
         if options["text_breaks"]:
-            arguments["text_breaks"] = torch.tensor([1, 2, 0, 2, 0, 1], dtype=torch.int8, device=device)
+            arguments["text_breaks"] = torch.tensor([1, 2, 0, 3, 0, 1], dtype=torch.int8, device=device)
             arguments["text_breaks"] = arguments["text_breaks"][: options["text_breaks"]]
             arguments["last_tokens"] = draws.integers("last_tokens", rows, low=-2, high=options["text_breaks"])
     return Inputs(arguments, len(rows))
