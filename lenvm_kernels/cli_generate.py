@@ -111,7 +111,7 @@ def _add_field(group: Any, field: Field) -> None:
         *(f"--{name.replace('_', '-')}" for name in field.names),
         dest=field.name,
         nargs="+" if is_list else None,
-        type=None if is_list or field.words is not None else float,
+        type=None if is_list or field.words is not None or field.metavar == "TEXT" else float,
         metavar=field.metavar,
         help=f"{meaning} (default: {default})".replace("%", "%%"),
     )
@@ -130,9 +130,8 @@ def run_command(args: argparse.Namespace) -> None:
 
         fields = {field.name: getattr(args, field.name) for field in FIELDS.values() if field.metavar is not None}
         fields["token_temperature_scale"] = _token_temperatures(args.token_temperature_scale)
-        # Which token ends a thought is not known before models are loaded.
         has_values = args.value_model != NONE
-        parse_guidance(fields, thoughts=Thoughts(ends=((0,),)), has_values=has_values)
+        parse_guidance(fields, thoughts=Thoughts.unknown(), has_values=has_values)
         if args.show_values and not has_values:
             raise ValueError("--show-values needs a value model, got --value-model none")
         if args.say_it is not None:

@@ -96,9 +96,8 @@ def topk_candidates(
     if end_token_ids is not None and min_end_prob is not None:
         least = min_end_prob[of_row].to(dtype)
         if text_breaks is not None and last_tokens is not None:
-            # By the bits of TextBreak.
-            scales = [WITHIN_LINE, AFTER_LINE, AFTER_SENTENCE, AFTER_SENTENCE]
-            scales = torch.tensor(scales, dtype=dtype, device=device)
+            by_bits = [WITHIN_LINE, AFTER_LINE, AFTER_SENTENCE, AFTER_SENTENCE]
+            scales = torch.tensor(by_bits, dtype=dtype, device=device)
             least = least * scales[breaks_of(last_tokens, text_breaks)]
         if due_length is not None and generated is not None:
             late = (generated.to(dtype) / due_length[of_row].to(dtype).clamp(min=1) - 1).clamp(min=0)

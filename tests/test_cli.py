@@ -159,9 +159,18 @@ def test_prompt_says_target_length(generate):
     assert whole.endswith(f"\n> {said}\n{text}") and not whole.startswith(f"\n> w1 w2 w3\n{text}")
 
 
+@pytest.mark.parametrize("values", [True, False])
+def test_landing_is_forced_in_words(generate, values):
+    """At the end of the wait, because no word ends a line; then the text goes on."""
+    argv = ["--target-length", 12, "--landing", "w7 w8 w9", "--landing-tokens", 12]
+    words = generate(*argv, **({} if values else {"value_model": "none"}))[1].split("\n")[-2].split()
+    assert words[2:5] == ["w7", "w8", "w9"]
+
+
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
+        (["--landing", "w7", "--target-value", "0.5"], "landing needs a target_length"),
         (["--value-mode", "louder"], "value_mode must be one of mul, "),
         (["--value-scale", "much"], "--value-scale"),
         (["--value-scale", "nan"], "value_scale"),

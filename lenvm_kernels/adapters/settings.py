@@ -94,7 +94,8 @@ class Settings:
         value_stride: of requests that ask for none: they are guided at every n-th step of the engine.
         graphs: 1 or 0: CUDA graphs of the value model (None: on a GPU, if the engine has its own).
         tokenizer: where the base model's tokenizer is, for a ``thinking_budget`` without ``end_token_ids`` and an
-            ``end_message`` or a ``landing`` in words (None: in SGLang the engine's own, else that in the value model's directory).
+            ``end_message`` or a ``landing`` in words (None: in SGLang the engine's own, else that in the value model's
+            directory).
         commit_winners: 1 or 0, see :class:`lenvm_kernels.step.GuidedStep`.
         predictions: a file of vLLM's that gets a JSON line for each request with ``return_values``.
         trace: a file that gets a JSON line a guided step, to look for faults with: the engine waits for the device to

@@ -103,12 +103,12 @@ def add(commands: Any) -> None:
         help="tokens at which an answer is cut (default: 2.5 times the largest target, in whole 16s); at a target no "
         "more than 2.5 times that count",
     )
-    add_say_it(what, "answer in every setting once more, with TEXT appended to each prompt after an empty line")
+    add_say_it(what, "also answer in every setting with TEXT appended to each prompt, after an empty line")
     what.add_argument(
         "--closing",
         metavar="TEXT",
-        help="a setting more, forced answer: the base model's own answers, where they are longer than the target, are "
-        "cut 16 tokens before it and go on with TEXT and the model's next tokens (default: no such setting)",
+        help="add the setting forced answer: base model answers longer than the target are cut 16 tokens before it and "
+        "continue with TEXT and new tokens of the base model (default: no such setting)",
     )
 
     add_sampling(parser.add_argument_group("sampling"))
@@ -174,9 +174,9 @@ def run_command(args: argparse.Namespace) -> None:
             forced=args.closing is not None,
         )
         for setting in settings:
-            if setting.guidance is not None:  # which token ends a thought is not known before
+            if setting.guidance is not None:
                 fields = {"target_length": args.targets[0], **setting.guidance}
-                parse_guidance(fields, thoughts=Thoughts(ends=((0,),)), has_values=setting.with_values)
+                parse_guidance(fields, thoughts=Thoughts.unknown(), has_values=setting.with_values)
         constant_url = args.constant_url or (args.url if args.value == NONE else None)
         server = None if args.url is None else Server.find("--url", args.url)
         constant_server = None if constant_url is None else Server.find("--constant-url", constant_url)

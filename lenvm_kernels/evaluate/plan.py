@@ -20,7 +20,7 @@ from lenvm_kernels.guidance.fields import FIELDS
 
 BASE, CUT, FORCED, CONSTANT, GUIDED = "none", "hard cut", "forced answer", "constant", "guided"
 SAID = ", said"
-# A forced answer leaves the base model's own answer that many tokens before the target.
+# Tokens before the target at which a forced answer leaves the base model's own answer.
 CLOSING_TOKENS = 16
 # Answers to a target take at most so many times as many tokens.
 LONGEST = 2.5

@@ -207,6 +207,7 @@ FIELDS = {
             "landing",
             "words, or a list of up to 32 token ids, that are forced once when what is left of target_length is just "
             "enough to say the answer, if possible at the end of a line; the output then goes on, and ends by itself",
+            metavar="TEXT",
         ),
         Field(
             "landing_tokens",

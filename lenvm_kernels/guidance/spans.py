@@ -157,6 +157,11 @@ class Thoughts:
     encode: Callable[[str], Sequence[int]] | None = None
 
     @classmethod
+    def unknown(cls) -> Thoughts:
+        """Stand in for a tokenizer that is not loaded yet, to check the fields of a request."""
+        return cls(ends=((0,),), encode=lambda text: [0])
+
+    @classmethod
     def of(cls, tokenizer: Any) -> Thoughts:
         """Of a tokenizer of ``transformers``.
 

@@ -386,8 +386,8 @@ def limit_span(
     - once it has ``hard_limit`` tokens, and a token has ended a line or ``hard_limit_grace`` more were generated, the
       ``closing_token_ids`` are raised in the same way, one after the other; then the last of them.
 
-    A request with ``closing_token_ids`` and without ``span_end_token_ids`` has a landing. From its ``hard_limit`` on its
-    ``closing_token_ids`` are raised as above, each once. Then the sequence goes on, and may end.
+    A request with ``closing_token_ids`` and without ``span_end_token_ids`` has a landing. From its ``hard_limit`` on
+    its ``closing_token_ids`` are raised as above, each once. Then the sequence goes on, and may end.
 
     All other requests are left as they are. Called again for the same step it changes nothing that is drawn.
     Nothing is read back to the host, and no new number of requests compiles anything.

@@ -165,7 +165,8 @@ def classes(given: Inputs) -> dict[str, Tensor]:
     result = OPERATOR.expected(given).tensors
     ended = result["span_ended"][table_rows]
     was_ended = table.span_ended[table_rows]
-    found = {"no span": ~has_span, "landing": lands, "open span": has_span & ~ended, "span ends": has_span & ended & ~was_ended}
+    found = {"no span": ~has_span, "open span": has_span & ~ended, "span ends": has_span & ended & ~was_ended}
+    found |= {"landing": lands}
     found |= {"span begins": has_span & was_ended & ~ended}
     found |= {"end is forced from now on": result["closing_from"][table_rows] > table.closing_from[table_rows]}
     if "logits" in result:
