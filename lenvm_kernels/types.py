@@ -276,10 +276,12 @@ class GuidanceColumns(NamedTuple):
         nats_per_token: fp32 ``[R]``; ``-ln(gamma)``.
         value_min: fp32 ``[R]``; -inf for none.
         target_length: fp32 ``[R]``; tokens, 0 without a target.
+        tolerance: fp32 ``[R]``; tokens; the near constraints treat all lengths within it of the target alike.
         counts_down: bool ``[R]``; ``target_length`` is a total.
         min_end_prob: fp32 ``[R]``; ``ending_token_ids`` are candidates from this probability on, inf for none.
         least_share: fp32 ``[R]``; of the largest probability, what a candidate has at least; 0 for no such limit.
-        due_length: fp32 ``[R]``; the target where that is a total, else inf: past it ``min_end_prob`` falls.
+        due_length: fp32 ``[R]``; the target and its tolerance where that is a total, else inf: past it ``min_end_prob``
+            falls.
         entropy_threshold: fp32 ``[R]``; nats, NaN for none.
         eos_token_ids: int32 ``[R, E]``; -2 pads.
         span_end_token_ids: int32 ``[R, S]``; tokens that end the guided span, or are the first of several that do; -2
@@ -313,6 +315,7 @@ class GuidanceColumns(NamedTuple):
     nats_per_token: Tensor
     value_min: Tensor
     target_length: Tensor
+    tolerance: Tensor
     counts_down: Tensor
     min_end_prob: Tensor
     least_share: Tensor

@@ -9,6 +9,8 @@ from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.reweight_scatter import remaining_of_total
 from lenvm_kernels.types import GuidanceColumns, Mode
 
+# Past every ln(l + 2), on the side that a mode does not mind.
+BEYOND = 1e3
 # A bin that an answer's length leaves nothing of is taken for a point.
 SMALLEST_WIDTH = 1e-6
 # What remains of a target, in tokens, and nats: beyond, fp32 overflows.
@@ -74,37 +76,37 @@ def standing_for(
     # As ln(v / (1 - v)): values near 0 keep their digits, and so do those near 1.
     mean_logits = mean_value.log() - torch.logsumexp(log_probs - of_bins, dim=-1)
 
+    target, tolerance = column("target_length").to(dtype), column("tolerance").to(dtype)
     of_total = mode, column("counts_down"), generated.to(dtype)[:, None]
-    remaining, stronger = remaining_of_total(column("target_length").to(dtype), *of_total, aims_early=aims_early)
-    remaining = remaining.clamp(max=LARGEST_REMAINING)
+    _, least, most, stronger = remaining_of_total(target, tolerance, *of_total, aims_early=aims_early)
+    least, most = least.clamp(max=LARGEST_REMAINING), most.clamp(max=LARGEST_REMAINING)
     strength = (column("scale").to(dtype) * stronger).clamp(max=LARGEST_STRENGTH)
     answer = column("answer_length").to(dtype)
-    # Where the bins begin and end by ln((l + 2) / (r + 2)), a whole number of tokens being the middle of an interval.
-    at = ((edges - 0.5 - answer).clamp(min=0) + 2).log() - (remaining + 2).log()  # [B, N + 1]
-    log_weights = log_mean_closeness(at[:, :-1], at[:, 1:], strength, mode)
+    # Where the bins begin and end by ln(l + 2), a whole number of tokens being the middle of an interval.
+    at = ((edges - 0.5 - answer).clamp(min=0) + 2).log()  # [B, N + 1]
+    lowest = torch.where(mode == Mode.LE_NEAR, -BEYOND, (least + 2).log())
+    highest = torch.where(mode == Mode.GE_NEAR, BEYOND, (most + 2).log())
+    log_weights = log_mean_closeness(at[:, :-1], at[:, 1:], strength, lowest, highest)
     is_near = (mode >= Mode.NEAR) & (mode <= Mode.LE_NEAR) & (strength > 0)
     distance = -torch.logsumexp(log_probs + log_weights[:, None], dim=-1) / torch.where(is_near, strength, 1.0)
-    length = (remaining + 2) * torch.where(mode == Mode.GE_NEAR, -distance, distance).exp() - 2
+    is_ge = mode == Mode.GE_NEAR
+    length = (torch.where(is_ge, least, most) + 2) * torch.where(is_ge, -distance, distance).exp() - 2
     nats = ((length.clamp(min=SHORTEST) + answer) * nats_per_token).clamp(max=LARGEST_NATS)
     near_logits = nats + torch.log(-torch.expm1(-nats))
     return torch.where(is_near, near_logits, mean_logits), mean_logits
 
 
-def log_mean_closeness(start: Tensor, end: Tensor, strength: Tensor, mode: Tensor) -> Tensor:
-    """``ln`` of the mean of ``exp(-S d)`` over ``start`` to ``end``, with the distance ``d`` from 0 that a mode minds.
+def log_mean_closeness(start: Tensor, end: Tensor, strength: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
+    """``ln`` of the mean of ``exp(-S d)`` over ``start`` to ``end``, ``d`` the distance from ``lowest`` to ``highest``.
 
     ``[B, N]`` and ``[B, 1]``.
     """
-    minds_below, minds_above = mode != Mode.LE_NEAR, mode != Mode.GE_NEAR
     width = end - start
-    above = (end.clamp(min=0) - start.clamp(min=0)) / width.clamp(min=SMALLEST_WIDTH)  # which share is
-    nearest = torch.where(minds_below, -end, 0.0).clamp(min=0) + torch.where(minds_above, start, 0.0).clamp(min=0)
-    of_parts = [
-        share * torch.where(minds, mean_decay(strength * width * share), 1.0)
-        for share, minds in ((1 - above, minds_below), (above, minds_above))
-    ]
-    mean = torch.where(width < SMALLEST_WIDTH, 1.0, sum(of_parts))
-    return mean.log() - strength * nearest
+    parts = end.minimum(lowest) - start, end - start.maximum(highest), end.minimum(highest) - start.maximum(lowest)
+    below, above, inside = (part.clamp(min=0) / width.clamp(min=SMALLEST_WIDTH) for part in parts)  # shares
+    nearest = (lowest - end).clamp(min=0) + (start - highest).clamp(min=0)
+    mean = inside + sum(share * mean_decay(strength * width * share) for share in (below, above))
+    return torch.where(width < SMALLEST_WIDTH, 1.0, mean).log() - strength * nearest
 
 
 def mean_decay(x: Tensor) -> Tensor:

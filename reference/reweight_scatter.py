@@ -69,12 +69,11 @@ def reweight_scatter(
 
     # The target of the tilting modes, as a share of the range.
     scale = column("scale")
-    remaining = column("target_length")
-    times_stronger = torch.ones_like(remaining)
-    if generated is not None:
-        counts_down = table.counts_down[table_rows][:, None]
-        of_total = mode, counts_down, generated.double()[:, None]
-        remaining, times_stronger = remaining_of_total(remaining, *of_total, aims_early=text_breaks is not None)
+    counts_down = table.counts_down[table_rows][:, None] & (generated is not None)
+    of_total = mode, counts_down, 0.0 if generated is None else generated.double()[:, None]
+    remaining, least, most, times_stronger = remaining_of_total(
+        column("target_length"), column("tolerance"), *of_total, aims_early=text_breaks is not None
+    )
     nats = remaining * column("nats_per_token")  # -ln(1 - target value)
     current_nats = -torch.log(torch.sigmoid(-z_max) + expected_top_w * span)
     target_z = value_logit(torch.where(mode == Mode.LENGTH_MUL, scale * current_nats, nats))
@@ -100,11 +99,12 @@ def reweight_scatter(
     exponent = torch.where(mode == Mode.VALUE_BIAS, scale * raw_z, tilted(w, top_w, tilt))
     lengths = torch.nn.functional.softplus(z)
     is_near = (mode >= Mode.NEAR) & (mode <= Mode.LE_NEAR)
-    farther = relative_distance(lengths, nats, column("nats_per_token"), mode)
+    of_target = least, most, column("nats_per_token"), mode
+    farther = relative_distance(lengths, *of_target)
     if text_breaks is not None:
         ends_sentence = ((breaks_of(candidates.token_ids, text_breaks) & TextBreak.SENTENCE) != 0) & ~eos
         ends_sentence &= p >= LIKELY * p.amax(dim=1, keepdim=True)
-        one_more = relative_distance(column("nats_per_token"), nats, column("nats_per_token"), mode)
+        one_more = relative_distance(column("nats_per_token"), *of_target)
         farther = torch.where(ends_sentence, torch.minimum(farther, one_more), farther)
     farther = torch.where(active, farther - torch.where(active, farther, torch.inf).amin(dim=1, keepdim=True), 0.0)
     exponent = torch.where(is_near, -scale * (times_stronger * farther), exponent)
@@ -132,15 +132,24 @@ def reweight_scatter(
 
 
 def remaining_of_total(
-    target: torch.Tensor, mode: torch.Tensor, counts_down: torch.Tensor, generated: torch.Tensor, *, aims_early: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens that are left of a target, and how many times stronger the near constraints are past it."""
+    target: torch.Tensor,
+    tolerance: torch.Tensor,
+    mode: torch.Tensor,
+    counts_down: torch.Tensor,
+    generated: torch.Tensor | float,
+    *,
+    aims_early: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens that are left of a target, the least and the most by its tolerance, and how many times stronger the near
+    constraints are past the most."""
     waits = counts_down & ((mode == Mode.NEAR) | (mode == Mode.LE_NEAR))
-    late = (generated / target.clamp(min=1) - 1).clamp(0, LATEST)
+    late = (generated / (target + tolerance).clamp(min=1) - 1).clamp(0, LATEST)
     times_stronger = torch.where(waits, 1 + STRONGER * late, 1.0)
     if aims_early:
         target = torch.where(waits, target - (WAIT_SHARE * target).clamp(max=WAIT), target)
-    return torch.where(counts_down, (target - generated).clamp(min=0), target), times_stronger
+    taken_off = torch.where(counts_down, generated, 0.0)
+    remaining, least, most = ((x - taken_off).clamp(min=0) for x in (target, target - tolerance, target + tolerance))
+    return remaining, least, most, times_stronger
 
 
 def value_difference(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
@@ -155,12 +164,16 @@ def value_logit(nats: torch.Tensor) -> torch.Tensor:
 
 
 def relative_distance(
-    lengths: torch.Tensor, target: torch.Tensor, nats_per_token: torch.Tensor, mode: torch.Tensor
+    lengths: torch.Tensor, least: torch.Tensor, most: torch.Tensor, nats_per_token: torch.Tensor, mode: torch.Tensor
 ) -> torch.Tensor:
-    """``|ln((l + 2) / (r + 2))|`` of lengths and target in nats, 2 being tokens; 0 on the side a mode does not mind."""
-    distance = torch.log(lengths + 2 * nats_per_token) - torch.log(target + 2 * nats_per_token)
-    met = ((mode == Mode.LE_NEAR) & (distance <= 0)) | ((mode == Mode.GE_NEAR) & (distance >= 0))
-    return torch.where(met, 0.0, distance.abs())
+    """``|ln((l + 2) / (r + 2))|`` of lengths in nats and the nearer of two numbers of tokens.
+
+    It is 0 between the two, and on the side that a mode does not mind.
+    """
+    in_nats = lengths, least * nats_per_token, most * nats_per_token
+    at, least, most = (torch.log(x + 2 * nats_per_token) for x in in_nats)
+    below = torch.where(mode == Mode.LE_NEAR, 0.0, (least - at).clamp(min=0))
+    return below + torch.where(mode == Mode.GE_NEAR, 0.0, (at - most).clamp(min=0))
 
 
 def tilted(w: torch.Tensor, top_w: torch.Tensor, tilt: torch.Tensor) -> torch.Tensor:

@@ -86,30 +86,35 @@ def test_the_network_is_that_of_torch_modules():
 
 EDGES = [1, 2, 3, 5, 9, 17, 40, 90, 200]
 CLOSENESS = {
-    "near": lambda s, y: math.exp(-s * abs(y)),
-    "le_near": lambda s, y: math.exp(-s * max(y, 0.0)),
-    "ge_near": lambda s, y: math.exp(-s * max(-y, 0.0)),
+    "near": lambda s, below, above: math.exp(-s * (below + above)),
+    "le_near": lambda s, below, above: math.exp(-s * above),
+    "ge_near": lambda s, below, above: math.exp(-s * below),
 }
 
 
 @pytest.mark.parametrize("constraint", CLOSENESS)
 @pytest.mark.parametrize(
-    ("target", "generated", "strength", "answer", "aims_early"),
+    ("target", "generated", "strength", "answer", "aims_early", "tolerance"),
     [
-        (80, 30, 5.0, 0, False),
-        (80, 30, 0.7, 0, True),  # at 6 tokens less
-        (30, 12, 3.0, 0, True),  # at a tenth less
-        (20, 25, 4.0, 0, True),  # past the target: 1 + 4 / 4 times as strong
-        (20, 90, 2.0, 0, False),  # five times as strong, and no more
-        (60, 10, 3.0, 10, False),  # of the lengths up to 10 nothing is left
-        (500, 0, 3.0, 300, False),  # of all of them
+        (80, 30, 5.0, 0, False, 0.0),
+        (80, 30, 0.7, 0, True, 0.0),  # at 6 tokens less
+        (30, 12, 3.0, 0, True, 0.0),  # at a tenth less
+        (20, 25, 4.0, 0, True, 0.0),  # past the target: 1 + 4 / 4 times as strong
+        (20, 90, 2.0, 0, False, 0.0),  # five times as strong, and no more
+        (60, 10, 3.0, 10, False, 0.0),  # of the lengths up to 10 nothing is left
+        (500, 0, 3.0, 300, False, 0.0),  # of all of them
+        (80, 50, 5.0, 0, False, 0.25),  # 10 to 50 may come
+        (60, 40, 2.0, 0, True, 0.5),  # 0 to 44
+        (40, 55, 4.0, 0, False, 0.25),  # past the tolerance: 1 + 4 / 10 times as strong
+        (50, 30, 3.0, 3, False, 0.002),  # within a bin
     ],
 )
 def test_the_length_that_stands_is_as_close_as_the_lengths_are(
-    device, backend, constraint, target, generated, strength, answer, aims_early
+    device, backend, constraint, target, generated, strength, answer, aims_early, tolerance
 ):
     """Against an integral by a sum, over a distribution with probability on both sides of what remains."""
     params = {"target_length": target, "value_constraint": constraint, "strength": strength, "gamma": 0.99}
+    params["tolerance"] = tolerance
     table = table_of(None, params, answer_length=answer)
     probs = torch.tensor([0.02, 0.08, 0.05, 0.1, 0.2, 0.25, 0.2, 0.1])
     inputs = make_inputs(1, torch.float32, size=4, outputs=4, bins=8, columns=1)
@@ -121,22 +126,27 @@ def test_the_length_that_stands_is_as_close_as_the_lengths_are(
 
     waits = constraint != "ge_near"
     aim = target - min(6.0, 0.1 * target) if aims_early and waits else target
-    remaining = max(aim - generated, 0)
+    reach = tolerance * target
+    least, most = (math.log(max(aim + more - generated, 0) + 2) for more in (-reach, reach))
     if waits:
-        strength *= 1 + 4 * min(max(generated / target - 1, 0), 1)
+        strength *= 1 + 4 * min(max(generated / (target + reach) - 1, 0), 1)
+
+    def closeness_of(at):
+        return CLOSENESS[constraint](strength, max(least - at, 0.0), max(at - most, 0.0))
+
     closeness, discounted, steps = 0.0, 0.0, 2000
     for p, low, high in zip(probs.tolist(), EDGES[:-1], EDGES[1:], strict=True):
-        start, end = (math.log((max(x - 0.5 - answer, 0) + 2) / (remaining + 2)) for x in (low, high))
+        start, end = (math.log(max(x - 0.5 - answer, 0) + 2) for x in (low, high))
         points = [start + (end - start) * (i + 0.5) / steps for i in range(steps)]
-        closeness += p * sum(CLOSENESS[constraint](strength, y) for y in points) / steps
+        closeness += p * sum(map(closeness_of, points)) / steps
         discounted += p * 0.99 ** ((low + high - 1) / 2)
     length = nats_of(found).item() / -math.log(0.99) - answer
-    distance = math.log((length + 2) / (remaining + 2))
+    at = math.log(length + 2)
     if length > 1.01 * SHORTEST:
-        assert CLOSENESS[constraint](strength, distance) == pytest.approx(closeness, rel=1e-3)
-        assert distance <= 0 if constraint == "ge_near" else distance >= 0
+        assert closeness_of(at) == pytest.approx(closeness, rel=1e-3)
+        assert at <= least + 1e-5 if constraint == "ge_near" else at >= most - 1e-5
     else:  # all lengths are close enough, or nothing is left of any
-        assert constraint == "ge_near" and (remaining == 0 or answer == 300)
+        assert constraint == "ge_near" and (least == math.log(2) or answer == 300)
     assert math.exp(-nats_of(mean).item()) == pytest.approx(discounted, rel=1e-4)
 
 

@@ -118,6 +118,20 @@ LIMIT = {"end_token_ids": [[7, 3]], "hard_limit": 9}
             GuidanceParams(Mode.NEAR, 5.0, target_length=80.5, **LANDS, hard_limit=57, hard_limit_grace=14),
         ),
         (
+            {"target_length": 80, "tolerance": 0.25, "landing": [5, 6]},
+            GuidanceParams(
+                Mode.NEAR, 5.0, target_length=80.0, tolerance=20.0, **LANDS, hard_limit=76, hard_limit_grace=14
+            ),
+        ),
+        (
+            {"thinking_budget": 8, "tolerance": 0.5, "end_token_ids": [7]},
+            GuidanceParams(Mode.LE_NEAR, 5.0, target_length=8.0, tolerance=4.0, **BUDGET, hard_limit=10),
+        ),
+        (
+            {"target_length": 3e38, "tolerance": 0.5, "length_mode": "remaining"},
+            GuidanceParams(Mode.NEAR, 5.0, target_length=3e38, tolerance=(2 - 2**-23) * 2.0**127 - 3e38, **OF_NEAR),
+        ),
+        (
             {"target_length": 20, "landing": [5, 6], "landing_tokens": 30},
             GuidanceParams(Mode.NEAR, 5.0, target_length=20.0, **LANDS, hard_limit=1, hard_limit_grace=20),
         ),
@@ -306,6 +320,12 @@ def test_neutral_parameters_are_unguided(mode, scale, neutral):
         ),
         ({"end_message": [3] * 31, **LIMIT}, "end_message must be of at most 30 tokens, got 31"),
         ({"hard_limit_grace": -1, **LIMIT}, r"hard_limit_grace must be an integer >= 0 and < 1e\+06, got -1"),
+        ({"tolerance": 0.1}, "tolerance needs a value_constraint of near, ge_near or le_near"),
+        (
+            {"tolerance": 0.1, "target_length": 9, "op": "eq"},
+            "tolerance needs a value_constraint of near, ge_near or le",
+        ),
+        ({"tolerance": 1, "target_length": 9}, "tolerance must be a finite number >= 0 and < 1, got 1"),
         ({"landing": [3]}, "landing needs a target_length of all new tokens, and neither end_token_ids nor a budget"),
         ({"landing": [3], "target_length": 9, "end_token_ids": [1]}, "landing needs a target_length of all new tokens"),
         ({"landing": [3], "thinking_budget": 9, "end_token_ids": [1]}, "landing needs a target_length of all new"),

@@ -285,18 +285,35 @@ def test_largest_logits_in_every_mode(device, backend):
 TOKENS = torch.tensor([[5.0, 8.0, 18.0, 78.0]], dtype=torch.float64)
 
 
+@pytest.mark.parametrize(
+    ("tolerance", "shorter", "longer"),
+    [(0.0, [10.0, 2, 1, 1], [1.0, 1, 1, 4]), (10.0, [5.0, 1, 1, 1], [1.0, 1, 1, 8 / 3]), (60.0, [1.0] * 4, [1.0] * 4)],
+)
 @pytest.mark.parametrize("gamma", [0.9, 0.997, 0.99999])
-def test_near_by_hand(device, backend, gamma):
-    """Lengths of 0, 8, 18 and 78 tokens, 18 to come: with 2 added they are 10 and 2 times less, equal, 4 times more."""
-    shorter, longer = torch.tensor([[10.0, 2, 1, 1]]), torch.tensor([[1.0, 1, 1, 4]])
+def test_near_by_hand(device, backend, gamma, tolerance, shorter, longer):
+    """Lengths of 0, 8, 18 and 78 tokens, 18 to come: with 2 added they are 10 and 2 times less, equal, 4 times more.
+
+    With a tolerance of 10 tokens 8 to 28 may come, and with one of 60 everything."""
+    shorter, longer = torch.tensor([shorter]), torch.tensor([longer])
     q = torch.tensor([[0.125, 0.375, 0.25, 0.25]])
     of_row = [(mode, strength) for mode in NEAR for strength in (0.0, 1.0, 2.5)]
-    params = [GuidanceParams(mode, s, gamma, target_length=28.0, counts_down=True) for mode, s in of_row]
+    total = dict(target_length=28.0, tolerance=tolerance, counts_down=True)
+    params = [GuidanceParams(mode, s, gamma, **total) for mode, s in of_row]
     z, generated = logit_of(TOKENS * -math.log(gamma)).float(), torch.full((9,), 10, dtype=torch.int32)
     result, _ = reweight(q, z, params, {0}, device, backend, generated=generated)
     factors = dict(zip(NEAR, (shorter * longer, shorter, longer), strict=True))
     assert_weights(result, torch.cat([q * factors[mode] ** -strength for mode, strength in of_row]))
     assert torch.equal(result[::3], q.expand(3, -1))
+
+
+def test_past_the_tolerance_of_a_total(device, backend):
+    """The strength grows from the end of the tolerance on, as it does from a total of as many tokens without one."""
+    q, z = torch.tensor([[0.125, 0.375, 0.25, 0.25]]), logit_of(TOKENS * -math.log(0.997)).float()
+    late, generated = dict(counts_down=True), torch.tensor([30, 50, 30, 50], dtype=torch.int32)
+    params = [GuidanceParams(Mode.NEAR, 2.0, target_length=28.0, tolerance=10.0, **late)] * 2
+    params += [GuidanceParams(Mode.LE_NEAR, 2.0, target_length=38.0, **late)] * 2
+    result, _ = reweight(q, z, params, {0}, device, backend, generated=generated)
+    assert torch.equal(result[:2], result[2:]) and result[1, 0] > result[0, 0]
 
 
 def test_near_grows_stronger_past_a_total(device, backend):

@@ -155,6 +155,14 @@ FIELDS = {
             metavar="P",
         ),
         Field(
+            "tolerance",
+            "share of the target within which near, ge_near and le_near treat all lengths alike",
+            default=0.0,
+            least=0.0,
+            below=1.0,
+            metavar="SHARE",
+        ),
+        Field(
             "thinking_budget",
             "tokens that a thought may take on average: a target_length with le_near that holds up to the end of the "
             "thought",

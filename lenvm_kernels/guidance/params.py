@@ -47,6 +47,7 @@ class GuidanceParams:
         value_min: rows whose expected value is below it are left as they are; None: no bound.
         target_length: tokens; None without a target. A ``target_value`` is kept as the length it stands for.
         counts_down: ``target_length`` is a total, from which the tokens generated so far are taken.
+        tolerance: tokens; the near constraints treat all lengths within it of the target alike.
         min_end_prob: tokens that end the output are candidates from this probability on, whatever the request's
             filters say; None: only as the filters say.
         least_share: tokens below this share of the largest probability are no candidates.
@@ -72,6 +73,7 @@ class GuidanceParams:
     value_min: float | None = None
     target_length: float | None = None
     counts_down: bool = False
+    tolerance: float = 0.0
     min_end_prob: float | None = None
     least_share: float = 0.0
     entropy_threshold: float | None = None
@@ -205,6 +207,7 @@ def parse_guidance(
     if message and len(message) + len(_sequences(ends)[0]) > MAX_CLOSING_TOKENS:
         most = MAX_CLOSING_TOKENS - len(_sequences(ends)[0])
         raise ValueError(f"end_message must be of at most {most} tokens, got {len(message)}")
+    tolerance = _number(given, "tolerance")
     landing = _message(given, "landing", thoughts)
     if landing:
         if target_length is None or target_value is not None or not counts_down or ends:
@@ -213,7 +216,7 @@ def parse_guidance(
             raise ValueError(f"landing must be of at most {MAX_CLOSING_TOKENS} tokens, got {len(landing)}")
         room = _optional_integer({"landing_tokens": FIELDS["landing_tokens"].default} | given, "landing_tokens") or 0
         message, given["allow_eos"] = landing, True
-        given["hard_limit"] = min(max(1, math.ceil(target_length) - room), 2**31 - 2)
+        given["hard_limit"] = min(max(1, math.ceil(target_length * (1 + tolerance)) - room), 2**31 - 2)
         given["hard_limit_grace"] = max(0, room - len(landing) - _ANSWER_AFTER_LANDING)
     elif "landing_tokens" in given:
         raise ValueError("landing_tokens needs a landing")
@@ -230,8 +233,10 @@ def parse_guidance(
         if default is not None:
             given.setdefault("strength", default)
         scale = _number(given, "strength")
-    elif "strength" in given:
-        raise ValueError("strength needs a value_constraint of near, ge_near or le_near")
+    else:
+        for name in ("strength", "tolerance"):
+            if name in given:
+                raise ValueError(f"{name} needs a value_constraint of near, ge_near or le_near")
     min_end_prob = _optional_number(given, "min_end_prob")
     if min_end_prob is not None and target_length is None:
         raise ValueError("min_end_prob needs a target: give target_length or target_value as well")
@@ -245,6 +250,7 @@ def parse_guidance(
         value_min=_optional_number(given, "value_min"),
         target_length=target_length,
         counts_down=counts_down and target_length is not None,
+        tolerance=0.0 if target_length is None else min(tolerance * target_length, _FP32_MAX - target_length),
         min_end_prob=min_end_prob,
         least_share=_LEAST_SHARE if lifts else 0.0,
         entropy_threshold=_optional_number(given, "value_entropy_threshold"),

@@ -144,22 +144,26 @@ def _solve_tilt(log_q, w, top_w, active, target_w, target_top_w, unsolved, MAX_S
 
 
 @triton.jit
-def _relative_distance(length, aim, mode):
-    """``|ln(length / aim)|``, and 0 on the side that a mode does not mind."""
-    ratio = tl.minimum(tl.div_rn(tl.maximum(length, aim), tl.minimum(length, aim)), _BIG)
-    met = ((mode == _LE_NEAR) & (length <= aim)) | ((mode == _GE_NEAR) & (length >= aim))
-    return tl.where(met, 0.0, tl.log(ratio))
+def _relative_distance(length, least, most, mode):
+    """``ln(least / length)`` below, ``ln(length / most)`` above; 0 between, and on the side a mode does not mind."""
+    is_below, is_above = (mode != _LE_NEAR) & (length < least), (mode != _GE_NEAR) & (length > most)
+    ratio = tl.div_rn(tl.where(is_below, least, length), tl.where(is_below, length, most))
+    return tl.where(is_below | is_above, tl.log(tl.minimum(ratio, _BIG)), 0.0)
 
 
 @triton.jit
-def _remaining_of_total(target, mode, counts_down, generated, AIMS_EARLY: tl.constexpr):
-    """Tokens that are left of a target, and how many times stronger the near constraints are past it."""
+def _remaining_of_total(target, tolerance, mode, counts_down, generated, AIMS_EARLY: tl.constexpr):
+    """Tokens that are left of a target, the least and the most by its tolerance, and how many times stronger the near
+    constraints are past the most."""
     waits = counts_down & ((mode == _NEAR) | (mode == _LE_NEAR))
-    late = tl.div_rn(generated, tl.maximum(target, 1.0)) - 1
+    late = tl.div_rn(generated, tl.maximum(target + tolerance, 1.0)) - 1
     times_stronger = tl.where(waits, 1 + tl.minimum(tl.maximum(late, 0.0), _LATEST) * _STRONGER, 1.0)
     if AIMS_EARLY:
         target = tl.where(waits, target - tl.minimum(target * _WAIT_SHARE, _WAIT), target)
-    return tl.where(counts_down, tl.maximum(target - generated, 0.0), target), times_stronger
+    taken_off = tl.where(counts_down, generated, 0.0)
+    remaining = tl.maximum(target - taken_off, 0.0)
+    least, most = tl.maximum(target - tolerance - taken_off, 0.0), tl.maximum(target + tolerance - taken_off, 0.0)
+    return remaining, least, most, times_stronger
 
 
 @triton.jit
@@ -187,14 +191,15 @@ def _reweight(
     scale = tl.load(table.scale + table_row * stride.scale, mask=valid, other=1.0)
     nats_per_token = tl.load(table.nats_per_token + table_row * stride.nats_per_token, mask=valid, other=1.0)
     value_min = tl.load(table.value_min + table_row * stride.value_min, mask=valid, other=0.0)
-    remaining = tl.load(table.target_length + table_row * stride.target_length, mask=valid, other=0.0)
-    times_stronger = 1.0
+    target = tl.load(table.target_length + table_row * stride.target_length, mask=valid, other=0.0)
+    tolerance = tl.load(table.tolerance + table_row * stride.tolerance, mask=valid, other=0.0)
+    counts_down, generated = mode < 0, target * 0
     if generated_ptr is not None:
         counts_down = tl.load(table.counts_down + table_row * stride.counts_down, mask=valid, other=0) != 0
         generated = tl.load(generated_ptr + request, mask=valid, other=0).to(tl.float32)
-        remaining, times_stronger = _remaining_of_total(
-            remaining, mode, counts_down, generated, text_breaks_ptr is not None
-        )
+    remaining, least, most, times_stronger = _remaining_of_total(
+        target, tolerance, mode, counts_down, generated, text_breaks_ptr is not None
+    )
     status = tl.load(candidates.status + request, mask=valid, other=0)
     guided = (status == _GUIDE) & (mode != _UNGUIDED)
 
@@ -284,9 +289,9 @@ def _reweight(
         scale > 0, _request_max(tl.where(active, raw_z, -_BIG)), _request_min(tl.where(active, raw_z, _BIG))
     )
 
-    # Relative distances |ln((l + 2) / (r + 2))|, of lengths in nats: no gamma makes one overflow. The target is held
-    # between the shortest and the longest candidate. That changes all distances that count by as much, and keeps those
-    # from a target out of reach small, where they have more digits. Quotients past 2**127 count as that.
+    # Relative distances |ln((l + 2) / (r + 2))|, of lengths in nats: no gamma makes one overflow. The least and most
+    # tokens are held between the shortest and the longest candidate. That changes all distances that count by as much,
+    # and keeps those from a target out of reach small, where they have more digits. Quotients past 2**127 count as it.
     candidate_nats, two_tokens = _softplus(z), 2 * nats_per_token
     length = candidate_nats + two_tokens
     earliest = length  # another length that a candidate may lead to
@@ -296,10 +301,11 @@ def _reweight(
         earliest = tl.where(may_end, nats_per_token + two_tokens, length)
     shortest = _request_min(tl.where(active, tl.minimum(length, earliest), _BIG))
     longest = _request_max(tl.where(active, tl.maximum(length, earliest), -_BIG))
-    aim = tl.maximum(tl.minimum(nats + two_tokens, longest), shortest)
-    distance = _relative_distance(length, aim, mode)
+    least = tl.maximum(tl.minimum(least * nats_per_token + two_tokens, longest), shortest)
+    most = tl.maximum(tl.minimum(most * nats_per_token + two_tokens, longest), shortest)
+    distance = _relative_distance(length, least, most, mode)
     if text_breaks_ptr is not None:
-        distance = tl.minimum(distance, _relative_distance(earliest, aim, mode))
+        distance = tl.minimum(distance, _relative_distance(earliest, least, most, mode))
     distance = tl.where(active, distance - _request_min(tl.where(active, distance, _BIG)), 0.0)
     is_near = (mode >= _NEAR) & (mode <= _LE_NEAR)
     equally_near = is_near & (scale * _request_max(distance) == 0)

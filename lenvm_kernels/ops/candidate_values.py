@@ -29,6 +29,7 @@ from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._reweight import _GE_NEAR, _LE_NEAR, _NEAR, _SMALLEST, _one_minus_exp, _remaining_of_total
 from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.candidate_values import (
+    BEYOND,
     LARGEST_NATS,
     LARGEST_REMAINING,
     LARGEST_STRENGTH,
@@ -47,7 +48,7 @@ STAGES, NUM_WARPS = 3, 4
 # Of lengths; a program keeps 16 x 64 of their logits at most.
 MAX_BINS = 64
 _SMALLEST_WIDTH, _LARGEST_REMAINING = tl.constexpr(SMALLEST_WIDTH), tl.constexpr(LARGEST_REMAINING)
-_LARGEST_NATS = tl.constexpr(LARGEST_NATS)
+_LARGEST_NATS, _BEYOND = tl.constexpr(LARGEST_NATS), tl.constexpr(BEYOND)
 _SHORTEST, _LARGEST_STRENGTH = tl.constexpr(SHORTEST), tl.constexpr(LARGEST_STRENGTH)
 # Of the bins that there are not.
 _NO_LOGIT = tl.constexpr(-(2.0**126))
@@ -70,6 +71,7 @@ class _Table(NamedTuple):
     scale: Any
     nats_per_token: Any
     target_length: Any
+    tolerance: Any
     counts_down: Any
     answer_length: Any
 
@@ -116,6 +118,7 @@ def _standing_for(
     mode = tl.load(table.mode + table_row * stride.mode)
     nats_per_token = tl.load(table.nats_per_token + table_row * stride.nats_per_token)
     target = tl.load(table.target_length + table_row * stride.target_length)
+    tolerance = tl.load(table.tolerance + table_row * stride.tolerance)
     counts_down = tl.load(table.counts_down + table_row * stride.counts_down) != 0
     strength = tl.load(table.scale + table_row * stride.scale)
     answer = tl.load(table.answer_length + table_row * stride.answer_length)
@@ -124,27 +127,30 @@ def _standing_for(
     # As ln(v / (1 - v)): values near 0 keep their digits, and so do those near 1.
     mean_logits = tl.log(mean_value) - _log_sum_exp(log_probs - of_bins)
 
-    remaining, times_stronger = _remaining_of_total(target, mode, counts_down, generated, AIMS_EARLY)
-    remaining = tl.minimum(remaining, _LARGEST_REMAINING)
+    _, least, most, times_stronger = _remaining_of_total(target, tolerance, mode, counts_down, generated, AIMS_EARLY)
+    least, most = tl.minimum(least, _LARGEST_REMAINING), tl.minimum(most, _LARGEST_REMAINING)
     strength = tl.minimum(strength * times_stronger, _LARGEST_STRENGTH)
-    aim = tl.log(remaining + 2)[:, None]
+    lowest = tl.where(mode == _LE_NEAR, -_BEYOND, tl.log(least + 2))[:, None]
+    highest = tl.where(mode == _GE_NEAR, _BEYOND, tl.log(most + 2))[:, None]
     # A whole number of tokens is the middle of an interval.
-    start = tl.log(tl.maximum(first[None, :] - 0.5 - answer[:, None], 0.0) + 2) - aim
-    end = tl.log(tl.maximum(behind[None, :] - 0.5 - answer[:, None], 0.0) + 2) - aim
-    minds_below, minds_above = (mode != _LE_NEAR)[:, None], (mode != _GE_NEAR)[:, None]
+    start = tl.log(tl.maximum(first[None, :] - 0.5 - answer[:, None], 0.0) + 2)
+    end = tl.log(tl.maximum(behind[None, :] - 0.5 - answer[:, None], 0.0) + 2)
     width = end - start
-    above = tl.div_rn(tl.maximum(end, 0.0) - tl.maximum(start, 0.0), tl.maximum(width, _SMALLEST_WIDTH))
-    nearest = tl.where(minds_below, tl.maximum(-end, 0.0), 0.0) + tl.where(minds_above, tl.maximum(start, 0.0), 0.0)
+    divisor = tl.maximum(width, _SMALLEST_WIDTH)
+    below = tl.div_rn(tl.maximum(tl.minimum(end, lowest) - start, 0.0), divisor)
+    above = tl.div_rn(tl.maximum(end - tl.maximum(start, highest), 0.0), divisor)
+    inside = tl.div_rn(tl.maximum(tl.minimum(end, highest) - tl.maximum(start, lowest), 0.0), divisor)
+    nearest = tl.maximum(lowest - end, 0.0) + tl.maximum(start - highest, 0.0)
     steps = strength[:, None] * width
-    mean_below = tl.where(minds_below, _mean_decay(steps * (1 - above)), 1.0)
-    mean_above = tl.where(minds_above, _mean_decay(steps * above), 1.0)
-    mean = tl.where(width < _SMALLEST_WIDTH, 1.0, (1 - above) * mean_below + above * mean_above)
+    mean = inside + below * _mean_decay(steps * below) + above * _mean_decay(steps * above)
+    mean = tl.where(width < _SMALLEST_WIDTH, 1.0, mean)
     closeness = _log_sum_exp(log_probs + tl.log(mean) - strength[:, None] * nearest)
     is_near = (mode >= _NEAR) & (mode <= _LE_NEAR) & (strength > 0)
     distance = tl.div_rn(-closeness, tl.where(is_near, strength, 1.0))
     distance = tl.where(mode == _GE_NEAR, -distance, distance)
+    nearest_aim = tl.where(mode == _GE_NEAR, least, most)
     # What is not a number stays none: reweighting counts it as a fault.
-    length = tl.maximum((remaining + 2) * tl.exp(distance) - 2, _SHORTEST, propagate_nan=tl.PropagateNan.ALL)
+    length = tl.maximum((nearest_aim + 2) * tl.exp(distance) - 2, _SHORTEST, propagate_nan=tl.PropagateNan.ALL)
     nats = tl.minimum((length + answer) * nats_per_token, _LARGEST_NATS, propagate_nan=tl.PropagateNan.ALL)
     near_logits = nats + tl.log(_one_minus_exp(nats))
     return tl.where(is_near, near_logits, mean_logits), mean_logits
@@ -266,6 +272,7 @@ def _launch(
     strength: Tensor,
     nats_per_token: Tensor,
     target_length: Tensor,
+    tolerance: Tensor,
     counts_down: Tensor,
     answer_length: Tensor,
     table_rows: Tensor,
@@ -277,7 +284,7 @@ def _launch(
     column_blocks, row_blocks = ceil_div(outputs, BLOCK_N), num_counters(rows, columns)
     bins = bins_weight.shape[0]
     block_bins = max(16, triton.next_power_of_2(bins))
-    table = _Table(table_mode, strength, nats_per_token, target_length, counts_down, answer_length)
+    table = _Table(table_mode, strength, nats_per_token, target_length, tolerance, counts_down, answer_length)
     _candidate_values_kernel[(column_blocks, row_blocks)](
         logits,
         torch.empty(column_blocks, rows * columns, block_bins, dtype=torch.float32, device=device),
@@ -418,7 +425,7 @@ def candidate_values(
         raise TypeError(f"table must be a GuidanceTable, got {type(table).__name__}")
     check_tensor("table.mode", table.mode, dtypes=torch.int32, shape=(None,), device=device, unit_stride=False)
     columns_read = _columns_read(table)
-    column_dtypes: Any = (torch.int32, *[singles] * 3, torch.bool, singles)
+    column_dtypes: Any = (torch.int32, *[singles] * 4, torch.bool, singles)
     of_table = table.mode.shape[0], device
     check_fields("table", _Table._fields, columns_read, column_dtypes, *of_table, unit_stride=False)
     check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(rows,), device=device)

@@ -49,6 +49,7 @@ class _Table(NamedTuple):
     nats_per_token: Any
     value_min: Any
     target_length: Any
+    tolerance: Any
     counts_down: Any
     faults: Any
     answer_length: Any
@@ -188,6 +189,7 @@ def _launch(
     nats_per_token: Tensor,
     value_min: Tensor,
     target_length: Tensor,
+    tolerance: Tensor,
     counts_down: Tensor,
     faults: Tensor,
     answer_length: Tensor,
@@ -206,6 +208,7 @@ def _launch(
         nats_per_token,
         value_min,
         target_length,
+        tolerance,
         counts_down,
         faults,
         answer_length,
@@ -317,7 +320,7 @@ def reweight_scatter(
         raise TypeError(f"table must be a GuidanceTable, got {type(table).__name__}")
     check_tensor("table.mode", table.mode, dtypes=torch.int32, shape=(None,), device=device, unit_stride=False)
     size, columns_read = table.mode.shape[0], _columns_read(table)
-    column_dtypes: Any = (torch.int32, *[singles] * 4, torch.bool, torch.int32, singles)
+    column_dtypes: Any = (torch.int32, *[singles] * 5, torch.bool, torch.int32, singles)
     check_fields("table", _Table._fields[:-1], columns_read[:-1], column_dtypes, size, device, unit_stride=False)
     ends = columns_read.ending_token_ids
     check_tensor("table.ending_token_ids", ends, dtypes=torch.int32, shape=(size, None), device=device)

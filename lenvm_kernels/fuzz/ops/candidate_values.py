@@ -21,7 +21,7 @@ from lenvm_kernels.types import Mode
 SPARE_ROWS = 3  # of the table, which no row of the batch uses
 NEAR = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
 FP32_MAX = torch.finfo(torch.float32).max
-FLOATS = ("scale", "nats_per_token", "target_length", "answer_length")  # columns of the table
+FLOATS = ("scale", "nats_per_token", "target_length", "tolerance", "answer_length")  # columns of the table
 NAMES = ("value logits", "logits of the mean")
 
 OPTIONS: dict[str, list[Any]] = {
@@ -62,6 +62,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         "scale": pick("strength", 0.0, 0.5, 3.0, 10.0, 100.0, 1e4, FP32_MAX),
         "nats_per_token": -pick("gamma", 0.9, 0.985, 0.997, 0.99999).log(),
         "target_length": pick("target_length", 0.0, 0.01, 1.0, 30.0, 500.0, 1e6, FP32_MAX),
+        "tolerance": pick("tolerance", 0.0, 0.0, 0.5, 20.0, 1e5),
         "counts_down": pick("counts_down", False, True),
         "answer_length": pick("answer_length", 0.0, 0.0, 1.0, 10.0, 300.0),
     }

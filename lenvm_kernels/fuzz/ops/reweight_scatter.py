@@ -37,7 +37,7 @@ ANSWERED_STEP = 2.0**-6
 SPARE_ROWS = 3  # of the table, which no row of the batch uses
 UNTOUCHED = 0.125
 
-FLOATS = ("scale", "nats_per_token", "value_min", "target_length", "answer_length")  # columns of the table
+FLOATS = ("scale", "nats_per_token", "value_min", "target_length", "tolerance", "answer_length")  # columns of the table
 
 OPTIONS: dict[str, list[Any]] = {
     "columns": [1, 2, 4, 8, 16, 32, 64],
@@ -148,6 +148,7 @@ def usual_rows(draws: Draws, rows, k: int) -> tuple[Tensor, Tensor, dict[str, Te
         "nats_per_token": -torch.where(near, pick("near gamma", 0.9, 0.985, 0.997, 0.99999), gamma).log(),
         "value_min": pick("value_min", -math.inf, -math.inf, 0.2, 0.7),
         "target_length": torch.where(has_target, target, 0.0),
+        "tolerance": torch.where(near, pick("tolerance", 0.0, 0.0, 0.5, 20.0, 1e5), 0.0),
         "counts_down": has_target & pick("counts_down", False, True),
         "answer_length": answer,
     }
@@ -356,21 +357,24 @@ def near_distances(given: Inputs) -> Tensor:
     active = given.candidates.probs > 0
     shortest = torch.where(active, reached, torch.inf).amin((0, 2))[:, None]
     longest = torch.where(active, reached, 0.0).amax((0, 2))[:, None]
-    excess = reached.log() - (target_of(given) + 2 * nats_per_token).maximum(shortest).minimum(longest).log()
-    met = ((mode == Mode.LE_NEAR) & (excess <= 0)) | ((mode == Mode.GE_NEAR) & (excess >= 0))
-    return torch.where(met, 0.0, excess.abs()).amin(0)
+    tolerance = _column(given, "tolerance")
+    least, most = (target_of(given, more) + 2 * nats_per_token for more in (-tolerance, tolerance))
+    least, most = (x.maximum(shortest).minimum(longest).log() for x in (least, most))
+    below = torch.where(mode == Mode.LE_NEAR, 0.0, (least - reached.log()).clamp(min=0))
+    above = torch.where(mode == Mode.GE_NEAR, 0.0, (reached.log() - most).clamp(min=0))
+    return (below + above).amin(0)
 
 
-def target_of(given: Inputs) -> Tensor:
-    """fp64 ``[B, 1]``: what is to come by the target, in nats."""
+def target_of(given: Inputs, more: Tensor | float = 0.0) -> Tensor:
+    """fp64 ``[B, 1]``: the remaining length by the target and ``more`` tokens, in nats."""
     remaining = _column(given, "target_length")
     if "generated" in given.arguments:
         if "text_breaks" in given.arguments:
             waits = waits_for_an_end(given)
             remaining = torch.where(waits, remaining - (remaining * WAIT_SHARE).clamp(max=WAIT), remaining)
-        left = (remaining - given.arguments["generated"].double()[:, None]).clamp(min=0)
+        left = remaining - given.arguments["generated"].double()[:, None]
         remaining = torch.where(_column(given, "counts_down") > 0, left, remaining)
-    return remaining * _column(given, "nats_per_token")
+    return (remaining + more).clamp(min=0) * _column(given, "nats_per_token")
 
 
 def waits_for_an_end(given: Inputs) -> Tensor:
@@ -380,7 +384,7 @@ def waits_for_an_end(given: Inputs) -> Tensor:
 
 def times_stronger_of(given: Inputs) -> Tensor:
     """fp64 ``[B, 1]``: what the strength is multiplied by, more than 1 past a total."""
-    total = _column(given, "target_length")
+    total = _column(given, "target_length") + _column(given, "tolerance")
     if "generated" not in given.arguments:
         return torch.ones_like(total)
     late = (given.arguments["generated"].double()[:, None] / total.clamp(min=1) - 1).clamp(0, LATEST)
