@@ -1,12 +1,11 @@
-"""Measurements for a short loan of a GPU: ceilings, gaps, the steps without a value model, untried tests and tiles.
+"""Measurements for a short loan of a GPU: ceilings, gaps, the steps without a value model, untried tests.
 
-    python -m bench.gpu_day --out DIR [--parts 0 1 2 3 4] [--seconds 240] [--rehearse]
+    python -m bench.gpu_day --out DIR [--parts 0 1 2 3] [--seconds 240] [--rehearse]
 
 - part 0: ceilings by kernels of this file: reads and copies of 1 GiB, reads from L2, a matmul, launches in a graph.
 - part 1: the value model's step at B 1 and 64, each kernel's duration and the gap before it; again without PDL.
 - part 2: the step with a trunk and without a value model, in one CUDA graph and from Python.
 - part 3: tests that never passed on a GPU, and the times of ``limit_span``.
-- part 4: other tiles, splits and blocks of ``ragged_linear``, and whether they change bits.
 
 Each part is a process with a time limit. The tests run first; beside them processes compile what the other parts need.
 Then one part after the other measures, and rewrites ``part-NAME.json`` after each measurement. ``gpu_day.json`` gathers
@@ -16,7 +15,6 @@ these files after each part. All times are in microseconds. The package must be 
 
 import itertools
 import json
-import math
 import os
 import signal
 import statistics
@@ -26,11 +24,9 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
-from unittest import mock
 
 import torch
 import triton
@@ -48,22 +44,19 @@ from bench.harness.measuring import (
 )
 from bench.harness.storing import environment, write_json
 from bench.models import DIMENSIONS, VOCAB, make_config, make_model
-from bench.ops import limit_span, ragged_linear
+from bench.ops import limit_span
 from bench.outcomes import summarize
 from bench.step import CACHED, TOP_K, Decode, candidate_counts
 from bench.step_launches import TRUNK_BINS, TRUNK_LAYERS, trunk_shapes
 from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.ops import ragged_linear as linear
 from lenvm_kernels.ops._device import wait_for_inputs
-from lenvm_kernels.ops._linear_tiles import Tile
 from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepConfig
 from lenvm_kernels.value_model import Trunk
 from lenvm_kernels.value_model.trunk import TrunkConfig
 
 TESTS = [f"tests/test_{name}.py" for name in ("candidate_values", "trunk", "ragged_linear", "limit_span")]
 # Seconds that each process may take; "tests" covers the processes that compile beside the tests, too.
-LIMITS = {"tests": 90, "0": 30, "1": 45, "1-no-pdl": 35, "2": 75, "3": 25, "4-gate_up": 25, "4-down": 35, "4-qkv-o": 30}
-PART_4 = {"4-gate_up": ("gate_up",), "4-down": ("down",), "4-qkv-o": ("qkv", "o")}
+LIMITS = {"tests": 90, "0": 30, "1": 45, "1-no-pdl": 35, "2": 75, "3": 25}
 SHOWN = 2000  # characters of a part's log that the command prints
 SMI = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu,pstate"  # of nvidia-smi
 LAUNCHES = 200  # kernels in the graphs that measure launches
@@ -420,64 +413,7 @@ def limit_spans(day: Day) -> None:
             day.add(f"limit_span, B {requests}, D {drafts}", day.time(call))
 
 
-# --- part 4 ---
-
-
-class Variant(NamedTuple):
-    """A way to run ``ragged_linear``. None stands for the package's choice."""
-
-    tile: Tile | None = None
-    splits: int | None = None
-    block_bytes: int = 128  # of a row of x
-
-
-T64, T64X128, T128 = Tile(64, 64, 4, 8), Tile(64, 128, 4, 4), Tile(128, 128, 8, 6)
-DEEP = [T64X128._replace(num_stages=8), T64X128._replace(num_stages=8, num_warps=8)]
-LONG_BLOCKS = [Variant(T64._replace(num_stages=5), block_bytes=256), Variant(T64X128, block_bytes=256)]
-VARIANTS = {
-    "gate_up": [*map(Variant, (T64X128, *DEEP, T128)), LONG_BLOCKS[1]],
-    "down": [*itertools.starmap(Variant, itertools.product((T64, T64X128, T128), (3, 4, 5))), *LONG_BLOCKS],
-    "qkv": [Variant(T64), *LONG_BLOCKS],
-    "o": [Variant(T64), *LONG_BLOCKS],
-}
-
-
-@contextmanager
-def running_as(variant: Variant) -> Iterator[None]:
-    """In here ``ragged_linear`` runs as the variant says."""
-    with ExitStack() as patches:
-        for function, value in (("choose_tile", variant.tile), ("num_splits", variant.splits)):
-            if value is not None:
-                patches.enter_context(mock.patch.object(linear, function, mock.Mock(return_value=value)))
-        patches.enter_context(mock.patch.object(linear, "BLOCK_K_BYTES", variant.block_bytes))
-        yield
-
-
-def linear_variants(day: Day, layers: tuple[str, ...]) -> None:
-    """Measure other tiles, splits and blocks of some layers (part 4), and compare their bits with the package's.
-
-    At least three weights, of 150 MB together, take turns, so that they come from HBM as in a step."""
-    model, dtype = day.pick(("Qwen2.5-1.5B", "bfloat16"), ("SmolLM2-135M", "float32"))
-    for layer, rows in itertools.product(layers, day.pick((6, 48, 384, 320, 1280), (6,))):
-        of_case = dict(model=model, layer=layer, rows=rows, room=1.5, weights="dtype", dtype=dtype)
-        calls = [ragged_linear.call_of(day.device, **of_case)]
-        count = max(3, math.ceil(150e6 / calls[0].args[1].nbytes)) if day.file is not None else 1
-        calls += [ragged_linear.call_of(day.device, **of_case) for _ in range(count - 1)]
-        turns, expected = itertools.cycle(calls), None
-        for variant in (Variant(), *VARIANTS[layer]):
-            tile = "as it is" if variant.tile is None else " ".join(map(str, variant.tile))
-            name = f"{layer}, {rows} rows, {tile}, splits {variant.splits}, k {variant.block_bytes // 2}"
-            with day.keep_going(name), running_as(variant):
-                result = calls[0]()[:rows].clone()
-                expected = result if expected is None else expected
-                is_same = {"same bits": torch.equal(result, expected)}
-                day.add(name, day.time(lambda turns=turns: next(turns)(), 0.06) | is_same)
-    day.add("card after the matmuls", card())
-
-
-WORKERS = {"0": ceilings, "1": model_step, "1-no-pdl": model_step, "2": small_steps, "3": limit_spans} | {
-    name: partial(linear_variants, layers=layers) for name, layers in PART_4.items()
-}
+WORKERS = {"0": ceilings, "1": model_step, "1-no-pdl": model_step, "2": small_steps, "3": limit_spans}
 
 
 def work(name: str, file: Path | None, rehearse: bool) -> None:
@@ -508,7 +444,7 @@ def job_of(name: str, out: Path, *, compiles: bool, rehearse: bool) -> Job:
 def main() -> int:
     parser = flags.parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--parts", nargs="+", default=list("01234"), choices=list("01234"), help="default: all")
+    parser.add_argument("--parts", nargs="+", default=list("0123"), choices=list("0123"), help="default: all")
     parser.add_argument("--seconds", type=float, default=240, help="for everything (default: 240)")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes on a CPU")
     parser.add_argument("--worker", choices=list(WORKERS), help="run this part in this process")

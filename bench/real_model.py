@@ -307,10 +307,10 @@ class Engine:
         is_kept = found.probs >= share[:, None] * found.probs[:, :1]
         is_kept |= ~is_end & ((~is_end).cumsum(1) == 1)
 
-        # As reference/reweight_scatter.py has it, with a tolerance.
-        late = (count / target.clamp(min=1) - 1).clamp(min=0)
+        # The rule of reference/reweight_scatter.py.
+        late = (count / (target * (1 + of["tolerance"])).clamp(min=1) - 1).clamp(min=0)
         strength = of["strength"] * (1 + 4 * late.clamp(max=1))
-        early = torch.where(of["tolerance"] > 0, 0.0, torch.minimum(0.1 * target, torch.full_like(target, 6.0)))
+        early = torch.minimum(0.1 * target, torch.full_like(target, 6.0))
         least, most = ((target * (1 + sign * of["tolerance"]) - early - count).clamp(min=0) for sign in (-1, 1))
         least, most = (least + 2).log(), (most + 2).log()
 
