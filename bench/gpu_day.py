@@ -299,7 +299,7 @@ class Batch:
     """A guided step of one batch that stays as it is, given tensors as an engine gives them.
 
     Args:
-        source: a trunk; None: no value model.
+        source: the trunk. If None, there is no value model.
         requests: number of requests in the batch.
         guidance: guidance that every request asks for.
         dtype: dtype of the logits.

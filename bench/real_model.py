@@ -23,9 +23,9 @@ import json
 import math
 import random
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,16 @@ from torch import Tensor
 from lenvm_kernels import topk_candidates
 from lenvm_kernels.demo import PROMPTS
 from lenvm_kernels.evaluate.accuracy import NUMBER, extract
+from lenvm_kernels.evaluate.prompts import say
 from lenvm_kernels.guidance import text_breaks_of
-from lenvm_kernels.training.trunk import TrunkHead, edges_of, likelihood
+from lenvm_kernels.training.trunk import Rows, TrunkHead, TrunkSchedule, edges_of, fit_trunk
 from lenvm_kernels.types import TextBreak
 from lenvm_kernels.value_model.trunk import TrunkConfig, embedding_hash, write_trunk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 K = 64  # candidates of a step, ends beside them
 EVERY = 16  # decode steps between two looks at which requests have ended
+SCHEDULE = TrunkSchedule(epochs=4, learning_rate=2e-3, rows=8192)
 LIMIT = 512  # tokens of an answer that nothing else limits
 LANDING, CLOSING = "\n\nThe final answer is", "\n\nTherefore, the final answer is $"
 # What a prompt says, of {words} and {tokens}.
@@ -64,7 +66,7 @@ SETTINGS: dict[str, Any] = dict(
     tolerance=0.0,  # share of the target within which all lengths are equally near
     strength=10.0,
     least_share=0.05,  # of candidates, beside the best
-    least_share_open=-1.0,  # likewise of the first tokens of the answer and of its lines; -1: no other
+    least_share_open=-1.0,  # least_share for the first tokens of an answer and of its lines; if -1, least_share holds
     min_end_prob=1e-4,
     landing=-1.0,  # tokens that are left for a landing that waits for the end of a line or sentence; -1: no landing
     landing_last=-1.0,  # tokens that are left where it waits no longer
@@ -457,7 +459,7 @@ class Run:
 
     def prompt(self, text: str, phrase: str | None = None, target: float = 0) -> list[int]:
         if phrase is not None:
-            text += "\n\n" + PHRASES[phrase].format(words=max(5, round(target * 0.68 / 5) * 5), tokens=round(target))
+            text = say(text, PHRASES[phrase], target)
         message = [{"role": "user", "content": text}]
         return self.engine.encode(
             self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
@@ -557,7 +559,8 @@ def said(run: Run) -> None:
 
 
 def probe(run: Run) -> None:
-    draw, engine, found = random.Random(1), run.engine, defaultdict(list)
+    draw, engine = random.Random(1), run.engine
+    found, shares = list[Rows](), list[Tensor]()
 
     def target() -> float:
         return math.exp(draw.uniform(math.log(30), math.log(400)))
@@ -572,10 +575,9 @@ def probe(run: Run) -> None:
         row, place = chosen.nonzero(as_tuple=True)
         is_cut = ~torch.isin(output[torch.arange(len(rows)), counts - 1], engine.eos)
         problem = torch.tensor([request.problem for request in requests], device=DEVICE)
-        new = dict(states=engine.states[rows[row], place], tokens=output[row, place], remaining=counts[row] - 1 - place)
-        new |= dict(is_cut=is_cut[row], problem=problem[row], share=place / counts[row])
-        for name, x in new.items():
-            found[name].append(x)
+        states, remaining = engine.states[rows[row], place], counts[row] - 1 - place
+        found.append(Rows(states, output[row, place], remaining, is_cut[row], problem[row]))
+        shares.append(place / counts[row])
 
     natural, hot = run.ask(split="train"), [draw.choice((1.2, 1.6, 2.0)) for _ in run.problems["train"]]
     opened = [Request(r.tokens, r.problem, hot=heat) for r, heat in zip(natural, hot, strict=True)]
@@ -587,59 +589,34 @@ def probe(run: Run) -> None:
         first = request.output[: min(draw.choice((2, 4, 8, 16, 32, 64)), max(0, len(request.output) - 2))]
         begun.append(Request(run.prompt(questions[request.problem]) + first, request.problem))
     engine.run(begun, "answers begun otherwise", keep)
-    rows = {name: torch.cat(parts) for name, parts in found.items()}
-    fit(run, rows)
+    rows = Rows(*(torch.cat([getattr(part, field.name) for part in found]) for field in fields(Rows)))
+    fit(run, rows, torch.cat(shares))
 
 
-def fit(run: Run, rows: dict[str, Tensor], epochs: int = 4, size: int = 8192) -> None:
-    """Fit a probe, every tenth problem held out; say what it knows; write it."""
+def fit(run: Run, rows: Rows, share: Tensor) -> None:
+    """Fit a probe, every tenth problem held out; print its correlations; write it.
+
+    Args:
+        run: the model.
+        rows: tokens of answers to problems.
+        share: fp32 ``[N]``; the place of each token in its answer, from 0 to 1.
+    """
     torch.manual_seed(0)
     embedding, edges = run.model.embedding, edges_of(LIMIT)
-    is_held = rows["problem"] % 10 == 0
-    trained, held = (~is_held).nonzero()[:, 0], is_held.nonzero()[:, 0]
-    head = TrunkHead(
-        rows["states"][trained[torch.randperm(len(trained), device=DEVICE)[:50_000]]],
-        embedding.cpu().float().to(DEVICE),
-        len(edges) - 1,
-    ).to(DEVICE)
-    at, total = torch.tensor(edges, device=DEVICE), epochs * math.ceil(len(trained) / size)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=2e-3, weight_decay=0.02)
-    rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=total + 1, pct_start=0.1)
-
-    def loss_of(chosen: Tensor) -> Tensor:
-        with torch.autocast(DEVICE, torch.bfloat16):
-            logits = head(rows["states"][chosen], embedding[rows["tokens"][chosen]])
-        return likelihood(logits.float(), rows["remaining"][chosen], rows["is_cut"][chosen], at).mean()
-
-    for epoch in range(epochs):
-        head.train()
-        for part in trained[torch.randperm(len(trained), device=DEVICE)].split(size):
-            loss = loss_of(part)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            rate.step()
-        head.eval()
-        with torch.no_grad():
-            of_held = sum(float(loss_of(part)) * len(part) for part in held.split(size)) / max(1, len(held))
-        print(f"epoch {epoch}: held out {of_held:.4f}", flush=True)
+    is_held = rows.answers % 10 == 0
+    held, trained, share = rows.of(is_held), rows.of(~is_held), share[is_held]
+    some = torch.randperm(len(trained), device=DEVICE)[:50_000]
+    head = TrunkHead(trained.states[some], embedding, len(edges) - 1).to(DEVICE)
+    print(fit_trunk(head, trained, held, embedding, edges, SCHEDULE), flush=True)
     tensors = head.tensors()
     fitted = Probe(tensors, edges, embedding)
     for name, least, most in ("first tokens", 0, 0.02), ("a tenth", 0.08, 0.14), ("half", 0.45, 0.55), ("all", 0, 1):
-        is_one = is_held & ~rows["is_cut"] & (rows["share"] >= least) & (rows["share"] <= most)
-        chosen = is_one.nonzero()[:20_000, 0]
+        chosen = held.of((~held.is_cut & (share >= least) & (share <= most)).nonzero()[:20_000, 0])
         if len(chosen) < 10:
             continue
-        parts = [
-            fitted.log_probs(rows["states"][x], rows["tokens"][x][:, None])[:, 0].exp() @ fitted.middles
-            for x in chosen.split(4096)
-        ]
-        said_, came = torch.cat(parts), rows["remaining"][chosen].float()
-        correlation = float(torch.corrcoef(torch.stack([said_, came]))[0, 1])
-        print(
-            f"{name}: correlation of predicted and true remaining tokens {correlation:.3f} ({len(chosen)} tokens)",
-            flush=True,
-        )
+        lengths = fitted.log_probs(chosen.states, chosen.token_ids[:, None])[:, 0].exp() @ fitted.middles
+        correlation = float(torch.corrcoef(torch.stack([lengths, chosen.remaining.float()]))[0, 1])
+        print(f"{name}: {len(chosen)} tokens, correlation of predicted and true length {correlation:.3f}", flush=True)
     sizes = dict(num_layers=run.model.layers, hidden_size=run.model.hidden, vocab_size=len(embedding))
     config = TrunkConfig(
         base=run.args.model.name,

@@ -86,7 +86,7 @@ def test_measured_numbers_are_those_of_the_results():
     found = json.loads((ROOT / "bench/results/cpu/host.json").read_text())
     where = found["environment"]
     ms = {(cost["step"], cost["rows"]): f"{cost['python_seconds'] * 1e3:.3g}" for cost in found["results"]}
-    readme, text = (" ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/measuring.md"))
+    text = " ".join((ROOT / "docs" / "measuring.md").read_text().split())
     for quoted in (
         f"(`{where['command']}`, one core of an {where['device']}, torch {where['torch'].removesuffix('+cpu')}, "
         f"triton {where['triton']}, Python {where['python']}, {where['date']};",
@@ -97,8 +97,3 @@ def test_measured_numbers_are_those_of_the_results():
         f"{float(ms['two forwards, outside the forwards', 512]):.0f} ms outside",
     ):
         assert quoted in text
-    assert (
-        f"is {ms['guided step, value model in a graph', 1]} ms for 1 row and "
-        f"{ms['guided step, value model in a graph', 512]} ms for 512, with the value model in a graph; that of the "
-        f"published algorithm grows from {float(ms['two forwards', 1]):.0f} to {float(ms['two forwards', 512]):.0f} ms."
-    ) in readme

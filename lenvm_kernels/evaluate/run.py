@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -44,20 +45,17 @@ def run(
             bar.set_description(unit.setting.name if unit.target is None else f"{unit.setting.name}, {unit.target}")
             values_or_none = unit.setting.with_values or unit.setting.guidance is None
             answerer = server if values_or_none else constant_server
-            file.add(_answer(plan, unit, models, answerer, workers, bar, file.answers))
+            generate = partial(_generate, plan, unit, models, answerer, workers, bar)
+            file.add(_answer(plan, unit, models, generate, file.answers))
             bar.update(len(unit.prompts))
 
 
-def _answer(
-    plan: Plan,
-    unit: Unit,
-    models: Models,
-    server: Server | None,
-    workers: int,
-    bar: AnswerBar,
-    made: Mapping[Key, Answer],
-) -> list[Answer]:
-    """The answers of a unit, in process or by a server; ``made`` has the base model's own, which may be forced."""
+# Answers prompts in at most so many tokens: new tokens, whether a server says that they ended, the predicted length.
+Generate = Callable[[list[list[int]], int], list[tuple[list[int], bool, float | None]]]
+
+
+def _answer(plan: Plan, unit: Unit, models: Models, generate: Generate, made: Mapping[Key, Answer]) -> list[Answer]:
+    """Answer the prompts of a unit; ``made`` has the base model's own answers, which a forced answer begins with."""
     texts = [plan.prompts[i] for i in unit.prompts]
     if unit.setting.said:
         assert plan.say_it is not None and unit.target is not None
@@ -76,7 +74,7 @@ def _answer(
                 found[row] = own.ids, own.ended, None
     rows = [row for row in range(len(prompts)) if row not in found]
     asked = [prompts[row] + begun[row] for row in rows]
-    new = _generate(plan, unit, models, server, workers, bar, asked, limit) if rows else []
+    new = generate(asked, limit) if rows else []
     for row, (ids, stopped, predicted) in zip(rows, new, strict=True):
         ids, ended = with_end(ids, stopped, models.eos_token_ids)
         found[row] = begun[row] + ids, ended, predicted
@@ -96,10 +94,10 @@ def _generate(
     server: Server | None,
     workers: int,
     bar: AnswerBar,
-    prompts: Sequence[list[int]],
+    prompts: list[list[int]],
     limit: int,
 ) -> list[tuple[list[int], bool, float | None]]:
-    """New tokens for each prompt, whether a server says that they ended, and the predicted length."""
+    """Generate in process, or by a server if there is one, see :data:`Generate`."""
     guidance = None
     if unit.setting.guidance is not None:
         guidance = {"target_length": unit.target, **unit.setting.guidance}

@@ -101,7 +101,7 @@ class SpanState:
         open only where its last start comes after its last end.
 
         Args:
-            patterns: what begins and ends its spans; None: nothing does, the whole output is one.
+            patterns: sequences that begin and end its spans. If None, the whole output is one span.
             prompt, output: tokens.
             closing, hard_limit, grace: what is forced when a span has so many tokens, or that many more.
         """
