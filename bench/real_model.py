@@ -15,7 +15,7 @@ a setting of the request, so that rules can be tried before a kernel has them. T
 - ``loops``: guidance without values and by the probe, with landings and prompts that say the length.
 - ``chat``: 60 of the demo's test prompts at targets of 40 to 320.
 
-A line of ``results.jsonl`` a setting, ``tokens.npz`` with all answers, ``probe/`` as ``lenvm fit`` writes it.
+A line of ``results.jsonl`` a setting, ``tokens-PART.npz`` with all answers of a part, and ``probe/``.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import json
 import math
 import random
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -50,7 +51,16 @@ K = 64  # candidates of a step, ends beside them
 EVERY = 16  # decode steps between two looks at which requests have ended
 SCHEDULE = TrunkSchedule(epochs=4, learning_rate=2e-3, rows=8192)
 LIMIT = 512  # tokens of an answer that nothing else limits
-LANDING, CLOSING = "\n\nThe final answer is", "\n\nTherefore, the final answer is $"
+CLOSING = "\n\nTherefore, the final answer is $"
+# Texts that are forced: landings, and what lengthens an answer that would end too early.
+MESSAGES = [
+    "\n\nThe final answer is",
+    "\n\nLet's check the answer:",
+    "\n\nWait, let me double-check this.",
+    "\n\nTo verify, here is the calculation again, step by step:\n",
+    "\n\nIn short:",
+]
+SAID = 40, 67, 100, 151, 226, 300  # tokens that a prompt says
 # What a prompt says, of {words} and {tokens}.
 PHRASES = {
     "about": "Answer in about {words} words ({tokens} tokens).",
@@ -58,6 +68,10 @@ PHRASES = {
     "brief": "Think step by step, but keep each step short. Use about {words} words in total.",
     "calc": "Write one short line for each calculation, then the final answer. Use about {words} words in total.",
     "final": 'Think step by step. Use about {words} words, and end with "The final answer is ...".',
+    "brief, final": "Think step by step, but keep each step short. Use about {words} words in total, and end with "
+    '"The final answer is ...".',
+    "calc, final": 'Write one short line for each calculation, and end with "The final answer is ...". Use about '
+    "{words} words in total.",
 }
 # A request's settings: default values, which say the dtype.
 SETTINGS: dict[str, Any] = dict(
@@ -70,6 +84,14 @@ SETTINGS: dict[str, Any] = dict(
     min_end_prob=1e-4,
     landing=-1.0,  # tokens that are left for a landing that waits for the end of a line or sentence; -1: no landing
     landing_last=-1.0,  # tokens that are left where it waits no longer
+    bridge=-1,  # index of the message that is forced where an answer would end below the range; -1: none
+    bridges=1,  # how often
+    wrap=-1.0,  # tokens that are left for the last message ("In short:"), which waits for the end of a line; -1: none
+    early=6.0,  # tokens before the target at which ends are best
+    late_strength=4.0,  # what is added to the factor of strength at twice the target
+    late_ends=1.0,  # whether ends need less probability past the target
+    sentence_bonus=1.0,  # whether the end of a sentence counts as an end one token later
+    end_threshold=-1.0,  # of the end's probability at temperature 1, in place of min_end_prob and its factors; -1: none
     temperature=0.6,
     hot=-1.0,  # temperature of the first tokens, for openings that are rare
     stop_at=1 << 30,  # the token from which nothing is guided
@@ -239,6 +261,7 @@ class Request:
         self.output: list[int] = []
         self.log_prob = 0.0
         self.landed = False
+        self.bridged = 0
 
 
 class Engine:
@@ -252,8 +275,9 @@ class Engine:
         )
         self.states = torch.zeros(rows, most + 1, 3 * model.hidden, dtype=torch.bfloat16, device=DEVICE)
         self.row = torch.arange(rows, device=DEVICE)
-        self.token, self.place, self.count, self.line, self.forced = (torch.zeros_like(self.row) for _ in range(5))
-        self.ended, self.landed = (torch.ones(rows, dtype=torch.bool, device=DEVICE) for _ in range(2))
+        counts = (torch.zeros_like(self.row) for _ in range(7))
+        self.token, self.place, self.count, self.line, self.forced, self.message, self.bridged = counts
+        self.ended, self.landed, self.wrapped = (torch.ones(rows, dtype=torch.bool, device=DEVICE) for _ in range(3))
         self.setting = {name: torch.full((rows,), value, device=DEVICE) for name, value in SETTINGS.items()}
         self.output = torch.zeros(rows, most + 1, dtype=torch.int64, device=DEVICE)
         self.log_probs = torch.zeros(rows, most + 1, device=DEVICE)
@@ -264,7 +288,9 @@ class Engine:
         texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
         starts = torch.tensor([text[:1] in (" ", "\n") for text in texts])
         self.starts_word = F.pad(starts, (0, len(model.output) - len(starts))).to(DEVICE)
-        self.message = torch.tensor([*self.encode(LANDING), -1], device=DEVICE)
+        messages = [self.encode(message) for message in MESSAGES]
+        width = max(map(len, messages)) + 1
+        self.messages = torch.tensor([m + [-1] * (width - len(m)) for m in messages], device=DEVICE)
         self.probe: Probe | None = None
         self._graph: Any = None
 
@@ -311,8 +337,8 @@ class Engine:
 
         # The rule of reference/reweight_scatter.py.
         late = (count / (target * (1 + of["tolerance"])).clamp(min=1) - 1).clamp(min=0)
-        strength = of["strength"] * (1 + 4 * late.clamp(max=1))
-        early = torch.minimum(0.1 * target, torch.full_like(target, 6.0))
+        strength = of["strength"] * (1 + of["late_strength"] * late.clamp(max=1))
+        early = torch.minimum(0.1 * target, of["early"])
         least, most = ((target * (1 + sign * of["tolerance"]) - early - count).clamp(min=0) for sign in (-1, 1))
         least, most = (least + 2).log(), (most + 2).log()
 
@@ -326,11 +352,18 @@ class Engine:
             closeness = torch.where((of["mode"] == 2)[:, None], of_probe, closeness)
         ends_sentence = ((self.breaks[tokens] & TextBreak.SENTENCE) != 0) & ~is_end & (q >= q[:, :1] + math.log(0.02))
         one_more = -(strength * distance(torch.ones_like(target)))[:, None]
+        ends_sentence &= of["sentence_bonus"][:, None] > 0
         closeness = torch.where(ends_sentence, torch.maximum(closeness, one_more), closeness)
         last = self.breaks[self.token]
         least_end = of["min_end_prob"] * torch.where(last >= 2, 1e-4, torch.where(last == 1, 0.1, 100.0))
-        least_end = least_end * torch.exp2(-(10 * late.clamp(max=0.5) + 100 * (late - 0.5).clamp(min=0)).clamp(max=120))
-        may_end = guided[:, None] & (end_q >= least_end.clamp(min=1e-38).log()[:, None])
+        less = torch.exp2(-(10 * late.clamp(max=0.5) + 100 * (late - 0.5).clamp(min=0)).clamp(max=120))
+        less = torch.where(of["late_ends"] > 0, less, 1.0)
+        all_logits = log_sum(logits)
+        end_natural = logits[:, self.eos].float() - all_logits[:, None]  # at temperature 1
+        is_single = (of["end_threshold"] >= 0)[:, None]
+        least_end = torch.where(is_single[:, 0], of["end_threshold"], least_end) * less
+        may_end = torch.where(is_single, end_natural, end_q) >= least_end.clamp(min=1e-38).log()[:, None]
+        may_end = guided[:, None] & may_end
         ends = torch.where(may_end, end_q - (strength * distance(torch.zeros_like(target)))[:, None], -1e30)
 
         hot = torch.where(
@@ -345,18 +378,28 @@ class Engine:
         )[:, 0]
 
         left = target * (1 + of["tolerance"]) - count
-        waits_no_more = left <= of["landing_last"]
-        lands = (left <= of["landing"]) & (last > 0) & self.starts_word[tokens[:, 0]] & (end_q.amax(1) < math.log(0.05))
-        lands = (lands | waits_no_more) & ~self.landed & (of["landing"] >= 0)
+        is_free = self.forced < 0
+        at_break = (last > 0) & self.starts_word[tokens[:, 0]] & (end_q.amax(1) < math.log(0.05)) & is_free
+        lands = ((left <= of["landing"]) & at_break) | ((left <= of["landing_last"]) & is_free)
+        lands &= ~self.landed & (of["landing"] >= 0)
+        wraps = (left <= of["wrap"]) & (of["wrap"] >= 0) & at_break & ~self.wrapped & ~lands
+        would_end = (drawn[:, None] == self.eos).any(1) | (guided & (end_natural.exp().sum(1) > 0.5))
+        bridges = (of["bridge"] >= 0) & (self.bridged < of["bridges"]) & is_free & ~lands & ~wraps & would_end
+        bridges &= count + 1 < target * (1 - of["tolerance"])
         self.landed |= lands
-        self.forced.copy_(torch.where(lands, 0, self.forced))
-        message = self.message[self.forced.clamp(min=0)]
-        new = torch.where((self.forced >= 0) & (message >= 0), message, drawn)
-        self.forced.copy_(torch.where((self.forced >= 0) & (message >= 0), self.forced + 1, -1))
+        self.wrapped |= wraps | lands
+        self.bridged.add_(bridges.long())
+        self.forced.copy_(torch.where(lands | wraps | bridges, 0, self.forced))
+        new_message = torch.where(bridges, of["bridge"], torch.where(wraps, len(MESSAGES) - 1, 0))
+        self.message.copy_(torch.where(lands | wraps | bridges, new_message, self.message))
+        forced = self.messages[self.message, self.forced.clamp(min=0)]
+        is_forced = (self.forced >= 0) & (forced >= 0)
+        new = torch.where(is_forced, forced, drawn)
+        self.forced.copy_(torch.where(is_forced, self.forced + 1, -1))
 
         live = ~self.ended
         self.output[self.row, self.count], self.states[self.row, self.count] = torch.where(live, new, 0), states
-        log_prob = logits.gather(1, new[:, None])[:, 0].float() - log_sum(logits)
+        log_prob = logits.gather(1, new[:, None])[:, 0].float() - all_logits
         self.log_probs[self.row, self.count] = torch.where(live, log_prob, 0.0)
         self.line.copy_(torch.where((self.breaks[new] & TextBreak.LINE) != 0, 0, self.line + 1))
         self.ended |= (new[:, None] == self.eos).any(1) | (self.count + 1 >= of["limit"])
@@ -371,6 +414,7 @@ class Engine:
             return
         if self._graph is None:
             changed = [self.token, self.place, self.count, self.line, self.forced, self.ended, self.landed]
+            changed += [self.message, self.bridged, self.wrapped]
             kept, stream = [x.clone() for x in changed], torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -398,7 +442,7 @@ class Engine:
         self.model.forward(tokens, torch.arange(width, device=DEVICE).expand_as(tokens), attend)
         self.token[rows], self.place[rows] = tokens[torch.arange(len(rows)), lens - 1], lens - 1
         self.count[rows], self.line[rows], self.forced[rows] = 0, 1 << 20, -1
-        self.ended[rows], self.landed[rows] = False, False
+        self.ended[rows], self.landed[rows], self.wrapped[rows], self.bridged[rows] = False, False, False, 0
         for name, default in SETTINGS.items():
             of_rows = [type(default)(request.settings.get(name, default)) for _, request in batch]
             self.setting[name][rows] = torch.tensor(of_rows, device=DEVICE)
@@ -426,10 +470,11 @@ class Engine:
             if not rows:
                 continue
             at = torch.tensor(rows, device=DEVICE)
-            outputs, sums, landed = (x[at].tolist() for x in (self.output, self.log_probs.cumsum(1), self.landed))
+            changed = self.output, self.log_probs.cumsum(1), self.landed, self.bridged
+            outputs, sums, landed, bridged = (x[at].tolist() for x in changed)
             done = [request for request in (of_row[row] for row in rows) if request is not None]
             for i, (row, request) in enumerate(zip(rows, done, strict=True)):
-                request.output, request.landed = outputs[i][: counts[row]], landed[i]
+                request.output, request.landed, request.bridged = outputs[i][: counts[row]], landed[i], bridged[i]
                 request.log_prob, of_row[row] = sums[i][counts[row] - 1], None
             if ended is not None:
                 ended(at, done)
@@ -455,6 +500,8 @@ class Run:
         }
         self.chat = json.loads(PROMPTS.read_text())["test"][: min(60, args.problems)]
         self.targets: list[int] = []
+        self.said: list[tuple[str, int, dict[str, Any]]] = []  # phrase, tokens that it says, what came
+        self.probes: dict[str, Probe] = {}
         self.answers: dict[str, Sequence[Request]] = {}
 
     def prompt(self, text: str, phrase: str | None = None, target: float = 0) -> list[int]:
@@ -488,6 +535,7 @@ class Run:
         if target is not None:
             found |= {f"within {n} %": np.mean(abs(lengths - target) <= n / 100 * target) for n in (10, 25)}
             found |= dict(longer=np.mean(lengths > 1.25 * target), landed=np.mean([r.landed for r in requests]))
+            found["bridged"] = np.mean([r.bridged > 0 for r in requests])
         found["perplexity"] = math.exp(-sum(r.log_prob for r in requests) / lengths.sum())
         found["repeated"] = np.mean([repeated(request.output) for request in requests])
         found = {key: round(float(x), 4) if isinstance(x, (float, np.floating)) else x for key, x in found.items()}
@@ -497,8 +545,17 @@ class Run:
         self.answers[name] = requests
         return found
 
-    def save(self) -> None:
-        """Write the tokens of all answers."""
+    def best_phrases(self, target: int) -> list[tuple[str, int]]:
+        """Phrases whose answers have about the target's mean length, and the tokens said; the best answers first."""
+        near = [x for x in self.said if abs(x[2]["mean"] / target - 1) <= 0.3]
+        of_phrase = {}
+        for phrase, tokens, found in sorted(near, key=lambda x: abs(math.log(x[2]["mean"] / target)), reverse=True):
+            of_phrase[phrase] = tokens, found["right"]
+        best = sorted(of_phrase, key=lambda phrase: of_phrase[phrase][1], reverse=True)
+        return [(phrase, of_phrase[phrase][0]) for phrase in best] or [("brief", target)]
+
+    def save(self, part: str) -> None:
+        """Write the tokens of a part's answers."""
         kept = {
             name: (np.array([r.problem for r in rs]), [len(r.output) for r in rs], [t for r in rs for t in r.output])
             for name, rs in self.answers.items()
@@ -508,7 +565,8 @@ class Run:
             for name, row in kept.items()
             for key, x in zip(("problem", "length", "token"), row, strict=True)
         }
-        np.savez_compressed(self.out / "tokens.npz", **arrays)
+        np.savez_compressed(self.out / f"tokens-{part}.npz", **arrays)
+        self.answers.clear()
 
 
 def is_right(text: str, reference: str) -> bool:
@@ -552,10 +610,12 @@ def alone(run: Run) -> None:
 
 
 def said(run: Run) -> None:
-    asked = {(phrase, target): run.ask(phrase, target, step=4) for phrase in PHRASES for target in run.targets}
+    asked = {(phrase, tokens): run.ask(phrase, tokens, step=4) for phrase in PHRASES for tokens in SAID}
     run.engine.run([request for each in asked.values() for request in each], "said")
-    for (phrase, target), requests in asked.items():
-        run.report(f"{phrase} said at {target}", requests, target)
+    for (phrase, tokens), requests in asked.items():
+        run.said.append((phrase, tokens, run.report(f"{phrase} said, {tokens}", requests)))
+    for target in run.targets:
+        print(target, run.best_phrases(target), flush=True)
 
 
 def probe(run: Run) -> None:
@@ -566,12 +626,14 @@ def probe(run: Run) -> None:
         return math.exp(draw.uniform(math.log(30), math.log(400)))
 
     def keep(rows: Tensor, requests: list[Request]) -> None:
-        """All tokens that open an answer or a line, and a quarter of the others, but for the last one of each."""
+        """All unguided tokens that open an answer or a line, and a quarter of the others, but the last of an answer."""
         counts = torch.tensor([len(request.output) for request in requests], device=DEVICE)
         width = int(counts.max())
         output, place = engine.output[rows, :width], torch.arange(width, device=DEVICE)
         opens = F.pad((engine.breaks[output] & TextBreak.LINE)[:, :-1] != 0, (1, 0), value=True) | (place < 4)
         chosen = (opens | (torch.rand(output.shape, device=DEVICE) < 0.25)) & (place < counts[:, None] - 1)
+        from_ = torch.tensor([r.settings.get("stop_at", 0) for r in requests], device=DEVICE)
+        chosen &= place >= from_[:, None]
         row, place = chosen.nonzero(as_tuple=True)
         is_cut = ~torch.isin(output[torch.arange(len(rows)), counts - 1], engine.eos)
         problem = torch.tensor([request.problem for request in requests], device=DEVICE)
@@ -589,11 +651,29 @@ def probe(run: Run) -> None:
         first = request.output[: min(draw.choice((2, 4, 8, 16, 32, 64)), max(0, len(request.output) - 2))]
         begun.append(Request(run.prompt(questions[request.problem]) + first, request.problem))
     engine.run(begun, "answers begun otherwise", keep)
-    rows = Rows(*(torch.cat([getattr(part, field.name) for part in found]) for field in fields(Rows)))
-    fit(run, rows, torch.cat(shares))
+
+    def fit_all(name: str) -> None:
+        rows = Rows(*(torch.cat([getattr(part, field.name) for part in found]) for field in fields(Rows)))
+        run.probes[name] = fit(run, rows, torch.cat(shares))
+
+    fit_all("first")
+    # Openings that guidance chooses, gone on with without it.
+    guided = dict(mode=2, tolerance=0.2)
+    chosen = [
+        Request(
+            run.prompt(q, draw.choice([None, "brief", "calc", "final"]), target()),
+            i,
+            target=target(),
+            stop_at=int(math.exp(draw.uniform(0, math.log(100)))),
+            **guided,
+        )
+        for i, q in enumerate(questions)
+    ]
+    engine.run(chosen, "answers begun under guidance", keep)
+    fit_all("second")
 
 
-def fit(run: Run, rows: Rows, share: Tensor) -> None:
+def fit(run: Run, rows: Rows, share: Tensor) -> Probe:
     """Fit a probe, every tenth problem held out; print its correlations; write it.
 
     Args:
@@ -627,49 +707,181 @@ def fit(run: Run, rows: Rows, share: Tensor) -> None:
     )
     write_trunk(config, tensors, 0.997, run.out / "probe")
     run.engine.use(fitted)
+    return fitted
+
+
+def rivals(run: Run) -> None:
+    """Whether values tell a step's candidates apart: predicted and true mean lengths of four continuations of each."""
+    engine, steps, draw = run.engine, list[tuple[str, Request, int, Tensor, Tensor]](), random.Random(3)
+
+    def look(rows: Tensor, requests: list[Request]) -> None:
+        for row, request in zip(rows.tolist(), requests, strict=True):
+            output = torch.tensor(request.output, device=DEVICE)
+            lines = ((engine.breaks[output[:-1]] & TextBreak.LINE) != 0).nonzero()[:, 0].add(1).tolist()
+            places = [("first words", draw.randrange(4)), ("elsewhere", draw.randrange(4, max(5, len(output) - 8)))]
+            places += [("lines", place) for place in draw.sample(lines, min(2, len(lines)))]
+            for kind, place in places:
+                if place >= len(output) - 1:
+                    continue
+                state = engine.states[row, place]
+                probs = F.linear(state[-run.model.hidden :], run.model.output).float().softmax(-1)
+                probs[engine.eos] = 0
+                top = probs.topk(4)
+                tokens = top.indices[top.values >= 0.02]
+                if len(tokens) > 1:
+                    steps.append((kind, request, place, state.clone(), tokens))
+
+    asked = [*run.ask(step=9), *run.ask("brief", 151, step=9)]
+    engine.run(asked, "steps", look)
+    draw.shuffle(steps)
+    kinds = "first words", "lines", "elsewhere"
+    chosen = [step for kind in kinds for step in [s for s in steps if s[0] == kind][:120]]
+    begun = {
+        (i, j): [Request(r.tokens + r.output[:place] + [token], r.problem) for _ in range(4)]
+        for i, (_, r, place, _, tokens) in enumerate(chosen)
+        for j, token in enumerate(tokens.tolist())
+    }
+    engine.run([request for each in begun.values() for request in each], "continuations")
+    lengths = {at: torch.tensor([len(r.output) for r in each]).float() for at, each in begun.items()}
+    for kind in kinds:
+        places = [i for i, step in enumerate(chosen) if step[0] == kind]
+        of_step = [torch.stack([lengths[i, j] for j in range(len(chosen[i][4]))]) for i in places]
+        half = [[x[:, part].mean(1) for x in of_step] for part in ([0, 1], [2, 3])]
+        found: dict[str, Any] = dict(name=f"rivals, {kind}", steps=len(places), halves=within(*half))
+        found["spread"] = torch.cat([x.mean(1) - x.mean() for x in of_step]).std().item()
+        for name, fitted in run.probes.items():
+            predicted = [
+                (fitted.log_probs(chosen[i][3][None], chosen[i][4][None])[0].exp() @ fitted.middles).cpu()
+                for i in places
+            ]
+            found[name] = within(predicted, [x.mean(1) for x in of_step])
+        print(json.dumps(found), flush=True)
+        with (run.out / "results.jsonl").open("a") as file:
+            file.write(json.dumps(found) + "\n")
+
+
+def within(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    """Correlation of two lists of numbers for each step's candidates, the mean of each step taken off."""
+    if not one:
+        return math.nan
+    pair = torch.stack([torch.cat([x - x.mean() for x in each]) for each in (one, other)])
+    return float(torch.corrcoef(pair)[0, 1])
 
 
 def loops(run: Run) -> None:
-    asked, land = {}, dict(landing=24.0, landing_last=12.0)
+    asked, land, half = {}, dict(landing=24.0, landing_last=12.0), run.targets[len(run.targets) // 2]
+
+    def add(name: str, target: int, phrase: str, tokens: int, **settings: Any) -> None:
+        limit = min(LIMIT, round(2.5 * target))
+        if settings["mode"] < 2 or run.engine.probe is not None:
+            asked[f"{name}; {phrase}, {tokens} said", target] = run.ask(
+                phrase, tokens, step=3, target=target, limit=limit, **settings
+            )
+
+    names = "prompt", "none", "probe"
     for target in run.targets:
-        for phrase in (None, "calc", "brief"):
-            for name, settings in (
-                ("none", dict(mode=1)),
-                ("none, landing", dict(mode=1, **land)),
-                ("none, landing, tolerance", dict(mode=1, tolerance=0.22, **land)),
-                ("probe", dict(mode=2)),
-                ("probe, landing", dict(mode=2, **land)),
-                ("probe, landing, tolerance", dict(mode=2, tolerance=0.22, **land)),
-            ):
-                if run.engine.probe is None and settings["mode"] == 2:
-                    continue
-                limit = min(LIMIT, round(2.5 * target))
-                said_ = "" if phrase is None else f", {phrase} said"
-                asked[f"{name}{said_} at {target}", target] = run.ask(
-                    phrase, target, step=3, target=target, limit=limit, **settings
-                )
+        phrases = run.best_phrases(target)[: 3 if target == half else 2]
+        for each in phrases:
+            for mode in (0, 1, 2):
+                for bridge in (-1, 1, 2, 3) if target == half else (-1, 1):
+                    message = f", {MESSAGES[bridge].strip()!r}" if bridge > 0 else ""
+                    settings = dict(mode=mode, tolerance=0.2, bridge=bridge, **land)
+                    add(f"{names[mode]}, landing, range{message}", target, *each, **settings)
+                if mode and target == half:
+                    add(f"{names[mode]}, landing", target, *each, mode=mode, **land)
+    first = run.best_phrases(half)[0]
+    for mode in (0, 1, 2):
+        base = dict(mode=mode, tolerance=0.2, bridge=1)
+        add(f"{names[mode]}, range, bridge", half, *first, **base)
+        for wait, last in (40.0, 12.0), (60.0, 12.0), (24.0, 18.0):
+            name = f"{names[mode]}, landing at {wait:.0f} to {last:.0f}, range, bridge"
+            add(name, half, *first, landing=wait, landing_last=last, **base)
+        for wrap in (60.0, 90.0):
+            add(
+                f"{names[mode]}, landing, in short at {wrap:.0f}, range, bridge",
+                half,
+                *first,
+                wrap=wrap,
+                **base,
+                **land,
+            )
+        add(f"{names[mode]}, landing, range, two bridges", half, *first, bridges=2, **base, **land)
     run.engine.run([request for each in asked.values() for request in each], "loops")
     for (name, target), requests in asked.items():
         run.report(name, requests, target)
 
 
+RULES = [
+    {},
+    *(dict(strength=x) for x in (5.0, 20.0, 40.0)),
+    *(dict(least_share=x) for x in (0.01, 0.2)),
+    dict(early=0.0),
+    dict(late_strength=0.0),
+    dict(late_ends=0.0),
+    dict(sentence_bonus=0.0),
+    *(dict(end_threshold=x) for x in (1e-5, 1e-4, 1e-3, 1e-2)),
+]
+
+
+def rules(run: Run) -> None:
+    """The rule of ``near`` with one constant changed at a time, for problems and chat."""
+    asked, half = {}, run.targets[len(run.targets) // 2]
+    phrase, tokens = run.best_phrases(half)[0]
+    for mode, name in (1, "none"), (2, "probe"):
+        if mode == 2 and run.engine.probe is None:
+            continue
+        for rule in RULES:
+            changed = ", ".join(f"{key} {value:g}" for key, value in rule.items()) or "as it is"
+            settings = dict(mode=mode, **rule)
+            problems = run.ask(
+                phrase, tokens, step=4, target=half, tolerance=0.2, limit=min(LIMIT, round(2.5 * half)), **settings
+            )
+            asked[f"rule, {name}: {changed}", half, True] = problems
+            for target in (80, 160):
+                limits = dict(target=target, temperature=0.8, limit=round(2.5 * target))
+                chat = [Request(run.prompt(text), **limits, **settings) for text in run.chat]
+                asked[f"rule, {name}, chat: {changed}", target, False] = chat
+    run.engine.run([request for each in asked.values() for request in each], "rules")
+    for (name, target, judged), requests in asked.items():
+        run.report(name, requests, target, judged=judged)
+
+
 def chat(run: Run) -> None:
-    asked = {("chat alone", None): [Request(run.prompt(text), temperature=0.8) for text in run.chat]}
-    for target in (40, 80, 160, 320):
-        for phrase in (None, "about"):
-            for name, mode in ("alone", 0), ("none", 1), ("probe", 2):
-                if (name == "alone" and phrase is None) or (mode == 2 and run.engine.probe is None):
-                    continue
-                settings = dict(mode=mode, target=target, temperature=0.8, limit=min(640, round(2.5 * target)))
-                said_ = "" if phrase is None else ", said"
-                requests = [Request(run.prompt(text, phrase, target), **settings) for text in run.chat]
-                asked[f"chat {name}{said_} at {target}", target] = requests
+    targets, factors = (40, 80, 160, 320), (1.0, 1.5, 2.0, 3.0)
+    alone_ = {"chat alone": [Request(run.prompt(text), temperature=0.8) for text in run.chat]}
+    said_ = {
+        (target, factor): [Request(run.prompt(t, "about", factor * target), temperature=0.8) for t in run.chat]
+        for target in targets
+        for factor in factors
+    }
+    run.engine.run([r for each in (*alone_.values(), *said_.values()) for r in each], "chat alone")
+    run.report("chat alone", alone_["chat alone"], judged=False)
+    means = {}
+    for (target, factor), requests in said_.items():
+        name = f"chat, {factor:g} times the target said"
+        means[target, factor] = run.report(name, requests, target, judged=False)["mean"]
+    asked = {}
+    for target in targets:
+        factor = min(factors, key=lambda f: abs(math.log(means[target, f] / target)))
+        for mode, name in (1, "none"), (2, "probe"):
+            for phrase in (None, "about"):
+                for tolerance in (0.0, 0.08, 0.2):
+                    for threshold in (-1.0, 1e-4):
+                        if mode == 2 and run.engine.probe is None:
+                            continue
+                        settings = dict(mode=mode, target=target, temperature=0.8, limit=min(640, round(2.5 * target)))
+                        settings |= dict(tolerance=tolerance, end_threshold=threshold)
+                        prompts = [run.prompt(text, phrase, factor * target) for text in run.chat]
+                        what = f", {factor:g} times said" if phrase else ""
+                        ends = ", ends above 1e-4" if threshold > 0 else ""
+                        label = f"chat {name}{what}, tolerance {tolerance:g}{ends}"
+                        asked[label, target] = [Request(prompt, **settings) for prompt in prompts]
     run.engine.run([request for each in asked.values() for request in each], "chat")
     for (name, of), requests in asked.items():
         run.report(name, requests, of, judged=False)
 
 
-PARTS = dict(alone=alone, said=said, probe=probe, loops=loops, chat=chat)
+PARTS = dict(alone=alone, said=said, probe=probe, loops=loops, rules=rules, chat=chat, rivals=rivals)
 
 
 def main() -> None:
@@ -688,8 +900,11 @@ def main() -> None:
     run = Run(args)
     run.targets = args.targets
     for name in args.parts:
-        PARTS[name](run)
-        run.save()
+        try:
+            PARTS[name](run)
+        except Exception:  # a part that fails must not cost the others
+            traceback.print_exc()
+        run.save(name)
 
 
 if __name__ == "__main__":
