@@ -1,19 +1,25 @@
-"""Times vLLM without the processor, with it at rest and with guided requests, and asks a real model GSM8K's problems.
+"""Time tokens in vLLM, plain and guided, and answer GSM8K's problems with a real model.
 
     python -m bench.vllm_gpu --out DIR --dummy 1.5b
-    python -m bench.vllm_gpu MODEL --out DIR --gsm8k DIR --phrase step --guidance '[{"tolerance": 0.2}]'
+    python -m bench.vllm_gpu MODEL --out DIR --gsm8k DIR --phrase brief --guidance '[{"tolerance": 0.2}]'
 
-MODEL is a Hugging Face folder; ``--dummy`` makes one with random weights. The package need not be installed. Each mode
-has an engine and a process of its own: ``plain`` has no processor, in ``idle`` it is on and no request asks for
-guidance, in ``none`` all are guided without a value model, in ``probe`` by a trunk (without ``--probe`` a random one).
-For each number of ``--requests`` so many are sent at once, with random prompts and ``top_k`` 8. Medians of the runs are
-reported: ``tpot`` is a request's time from its first to its last token, over its tokens but one, and ``decode`` that of
-the request that began last, when no prompts are computed any more.
+MODEL is a Hugging Face folder; ``--dummy`` writes a configuration whose weights vLLM fills at random. The package need
+not be installed. Each mode has an engine and a process of its own:
 
-``--gsm8k`` is a folder with ``test.jsonl``. Prompts say the length by ``--phrase``, a name in
-:data:`bench.real_model.PHRASES` or a text with ``{words}``; ``plain`` asks without it, too. Where requests are guided,
-each object of the list ``--guidance`` is a setting of its own, which may have another ``target_length`` or ``phrase``.
-``--out`` is a folder for one run. A mode that fails does not stop the others; the exit status is then 1.
+- ``plain``: without the processor;
+- ``idle``: with the processor, no request guided;
+- ``none``: every request guided, without a second model;
+- ``probe``: every request guided by the probe of ``--probe`` (default: one with random weights).
+
+For each number in ``--requests``, that many requests with random prompts and ``top_k`` 8 are sent at once. The results
+are medians of the runs: ``tpot_ms`` is a request's time from its first to its last token, divided by its tokens less
+one, and ``decode_ms`` that of the request that began last, when no prompts are computed any more.
+
+``--gsm8k`` is a folder with ``test.jsonl``. ``--phrase`` is a name in :data:`PHRASES` or a text with ``{words}``,
+appended to every problem; ``plain`` also asks without it. Each object in the list ``--guidance`` is run as a setting
+and may contain another ``target_length`` or ``phrase``. ``--out`` is a folder for one run. A mode that fails does not
+stop the others; the exit status is then 1. The plugin's settings, such as LENVM_MAX_CANDIDATES, are read from the
+environment.
 """
 
 import argparse
@@ -36,6 +42,12 @@ import torch
 PROCESSOR, GUIDE = "lenvm_kernels.adapters.vllm:LenVMProcessor", "lenvm_kernels.adapters.vllm_guide"
 MODES = ("plain", "idle", "none", "probe")
 ROWS = 256  # problems at a time
+PHRASES = {  # measured in bench/results/nvidia-h200/real-model
+    "brief": "Think step by step, but keep each step short. Use about {words} words in total, and end with "
+    '"The final answer is ...".',
+    "calc": "Write one short line for each calculation, then the final answer. Use about {words} words in total.",
+    "long": 'Think step by step. Use about {words} words, and end with "The final answer is ...".',
+}
 # --attention auto leaves it to vLLM, --graphs NONE is eager, and a mode is ended after --limit seconds.
 DEFAULTS: dict[str, Any] = dict(prompt_tokens=512, tokens=128, repeats=3, problems=500, target=151, limit=600.0)
 DEFAULTS |= dict(attention="TRITON_ATTN", graphs="FULL_DECODE_ONLY", memory=0.6, load_format="auto")
@@ -84,7 +96,7 @@ def write_dummy(size: str, folder: Path) -> str:
 
 
 def write_random_probe(config: dict[str, Any], folder: Path) -> None:
-    """A trunk of the layers that :mod:`bench.real_model` reads, which this process takes for one of the model."""
+    """Write a probe of three layers and have this process accept it for the model."""
     from lenvm_kernels.training.trunk import TrunkHead, edges_of
     from lenvm_kernels.value_model.trunk import TrunkConfig, write_trunk
 
@@ -194,7 +206,6 @@ class Bench:
         self.keep("timings.jsonl", result | dict(memory_gib=torch.cuda.max_memory_allocated() / 2**30))
 
     def ask_problems(self) -> None:
-        from bench.real_model import PHRASES, is_right
         from lenvm_kernels.evaluate.prompts import say
 
         args, tokenizer = self.args, self.llm.get_tokenizer()
@@ -219,6 +230,22 @@ class Bench:
             result |= dict(mean=float(lengths.mean()), right=float(np.mean(right)), first=texts[0][-120:])
             result["cut"] = float(np.mean([x.outputs[0].finish_reason == "length" for x in outputs]))
             self.keep("gsm8k.jsonl", result | dict(seconds=seconds, tokens_per_s=float(lengths.sum()) / seconds))
+
+
+def is_right(text: str, reference: str) -> bool:
+    """Whether the last number of a text, or the one in its last box, is GSM8K's. No package but ours is needed."""
+    from lenvm_kernels.evaluate.accuracy import NUMBER, extract
+
+    found = NUMBER.findall(extract(text))
+    numbers = [
+        x.strip("$").replace(",", "").replace("\\", "").rstrip("%")
+        for x in (*found[-1:], reference.rpartition("####")[2].strip())
+    ]
+    try:
+        given, right = map(float, numbers)
+    except ValueError:
+        return False
+    return abs(given - right) <= 1e-4 * max(1, abs(right))
 
 
 def run_mode(args: argparse.Namespace, mode: str, linked: str) -> int:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lenvm_kernels.reference._common import compute_dtype
-from lenvm_kernels.reference.reweight_scatter import remaining_of_total
+from lenvm_kernels.reference.reweight_scatter import remaining_of_target
 from lenvm_kernels.types import GuidanceColumns, Mode
 
 # Past every ln(l + 2), on the side that a mode does not mind.
@@ -35,7 +35,6 @@ def candidate_values(
     *,
     table_rows: Tensor,  # [B]
     generated: Tensor,  # [B]
-    aims_early: bool = False,
 ) -> tuple[Tensor, Tensor]:  # [B, K] twice
     """See :func:`lenvm_kernels.ops.candidate_values.candidate_values`."""
     weights = (fc_weight, fc_bias, bins_weight, bins_bias)
@@ -46,9 +45,7 @@ def candidate_values(
     x = F.silu(shift.to(dtype)[:, None] + scale.to(dtype)[:, None] * e)
     hidden = F.silu(F.linear(x, fc_weight, fc_bias))
     log_probs = F.log_softmax(F.linear(hidden, bins_weight, bins_bias), dim=-1)
-    logits, mean_logits = standing_for(
-        log_probs, bin_edges, table, table_rows=table_rows, generated=generated, aims_early=aims_early
-    )
+    logits, mean_logits = standing_for(log_probs, bin_edges, table, table_rows=table_rows, generated=generated)
     return logits.where(is_candidate, 0.0), mean_logits.where(is_candidate, 0.0)
 
 
@@ -59,7 +56,6 @@ def standing_for(
     *,
     table_rows: Tensor,  # [B]
     generated: Tensor,  # [B]
-    aims_early: bool,
 ) -> tuple[Tensor, Tensor]:  # [B, K] twice
     """Value logits that stand for distributions of lengths: of the length that a request's rule would treat as it would
     treat the distribution, and of the mean value."""
@@ -77,10 +73,10 @@ def standing_for(
     mean_logits = mean_value.log() - torch.logsumexp(log_probs - of_bins, dim=-1)
 
     target, tolerance = column("target_length").to(dtype), column("tolerance").to(dtype)
-    of_total = mode, column("counts_down"), generated.to(dtype)[:, None]
-    _, least, most, stronger = remaining_of_total(target, tolerance, *of_total, aims_early=aims_early)
+    taken_off = torch.where(column("counts_down"), generated.to(dtype)[:, None], 0.0)
+    _, least, most = remaining_of_target(target, tolerance, taken_off)
     least, most = least.clamp(max=LARGEST_REMAINING), most.clamp(max=LARGEST_REMAINING)
-    strength = (column("scale").to(dtype) * stronger).clamp(max=LARGEST_STRENGTH)
+    strength = column("scale").to(dtype).clamp(max=LARGEST_STRENGTH)
     answer = column("answer_length").to(dtype)
     # Where the bins begin and end by ln(l + 2), a whole number of tokens being the middle of an interval.
     at = ((edges - 0.5 - answer).clamp(min=0) + 2).log()  # [B, N + 1]

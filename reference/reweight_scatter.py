@@ -11,14 +11,8 @@ from lenvm_kernels.types import Candidates, GuidanceColumns, Mode, Status, TextB
 
 # A row whose values differ by less, or whose target is this close to its expected value, is left as it is.
 SMALLEST_SHIFT = 1e-8
-# How many tokens before a total `near` and `le_near` aim, and at most which share of it: who waits for the end of a
-# sentence ends half of one late on average.
-WAIT, WAIT_SHARE = 6.0, 0.1
 # A candidate that ends a sentence, and of which not much is to come therefore, is at least so probable beside the best.
 LIKELY = 0.02
-# Past a total `near` and `le_near` grow stronger by so much times the share of the total that is beyond it, up to twice
-# the total: in a loop an end may be less probable than their strength makes up for.
-STRONGER, LATEST = 4.0, 1.0
 # Targets stay this far inside [min v, max v]: absolute, and as a share of the range.
 TARGET_MARGIN, TARGET_MARGIN_SHARE = 1e-12, 1e-6
 
@@ -70,10 +64,8 @@ def reweight_scatter(
     # The target of the tilting modes, as a share of the range.
     scale = column("scale")
     counts_down = table.counts_down[table_rows][:, None] & (generated is not None)
-    of_total = mode, counts_down, 0.0 if generated is None else generated.double()[:, None]
-    remaining, least, most, times_stronger = remaining_of_total(
-        column("target_length"), column("tolerance"), *of_total, aims_early=text_breaks is not None
-    )
+    taken_off = 0.0 if generated is None else torch.where(counts_down, generated.double()[:, None], 0.0)
+    remaining, least, most = remaining_of_target(column("target_length"), column("tolerance"), taken_off)
     nats = remaining * column("nats_per_token")  # -ln(1 - target value)
     current_nats = -torch.log(torch.sigmoid(-z_max) + expected_top_w * span)
     target_z = value_logit(torch.where(mode == Mode.LENGTH_MUL, scale * current_nats, nats))
@@ -107,7 +99,7 @@ def reweight_scatter(
         one_more = relative_distance(column("nats_per_token"), *of_target)
         farther = torch.where(ends_sentence, torch.minimum(farther, one_more), farther)
     farther = torch.where(active, farther - torch.where(active, farther, torch.inf).amin(dim=1, keepdim=True), 0.0)
-    exponent = torch.where(is_near, -scale * (times_stronger * farther), exponent)
+    exponent = torch.where(is_near, -scale * farther, exponent)
     result = torch.softmax(torch.where(active, q.log() + exponent, -torch.inf), dim=1).nan_to_num(0.0)
     equally_near = is_near & (exponent == 0).all(dim=1, keepdim=True)
     result = torch.where((tilts_to_target & unmoved) | equally_near, q, result)
@@ -131,25 +123,12 @@ def reweight_scatter(
     return result
 
 
-def remaining_of_total(
-    target: torch.Tensor,
-    tolerance: torch.Tensor,
-    mode: torch.Tensor,
-    counts_down: torch.Tensor,
-    generated: torch.Tensor | float,
-    *,
-    aims_early: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens that are left of a target, the least and the most by its tolerance, and how many times stronger the near
-    constraints are past the most."""
-    waits = counts_down & ((mode == Mode.NEAR) | (mode == Mode.LE_NEAR))
-    late = (generated / (target + tolerance).clamp(min=1) - 1).clamp(0, LATEST)
-    times_stronger = torch.where(waits, 1 + STRONGER * late, 1.0)
-    if aims_early:
-        target = torch.where(waits, target - (WAIT_SHARE * target).clamp(max=WAIT), target)
-    taken_off = torch.where(counts_down, generated, 0.0)
+def remaining_of_target(
+    target: torch.Tensor, tolerance: torch.Tensor, taken_off: torch.Tensor | float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens that are left of a target, and the least and the most by its tolerance."""
     remaining, least, most = ((x - taken_off).clamp(min=0) for x in (target, target - tolerance, target + tolerance))
-    return remaining, least, most, times_stronger
+    return remaining, least, most
 
 
 def value_difference(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:

@@ -94,23 +94,21 @@ CLOSENESS = {
 
 @pytest.mark.parametrize("constraint", CLOSENESS)
 @pytest.mark.parametrize(
-    ("target", "generated", "strength", "answer", "aims_early", "tolerance"),
+    ("target", "generated", "strength", "answer", "tolerance"),
     [
-        (80, 30, 5.0, 0, False, 0.0),
-        (80, 30, 0.7, 0, True, 0.0),  # at 6 tokens less
-        (30, 12, 3.0, 0, True, 0.0),  # at a tenth less
-        (20, 25, 4.0, 0, True, 0.0),  # past the target: 1 + 4 / 4 times as strong
-        (20, 90, 2.0, 0, False, 0.0),  # five times as strong, and no more
-        (60, 10, 3.0, 10, False, 0.0),  # of the lengths up to 10 nothing is left
-        (500, 0, 3.0, 300, False, 0.0),  # of all of them
-        (80, 50, 5.0, 0, False, 0.25),  # 10 to 50 may come
-        (60, 40, 2.0, 0, True, 0.5),  # 0 to 44
-        (40, 55, 4.0, 0, False, 0.25),  # past the tolerance: 1 + 4 / 10 times as strong
-        (50, 30, 3.0, 3, False, 0.002),  # within a bin
+        (80, 30, 5.0, 0, 0.0),
+        (80, 30, 0.7, 0, 0.0),
+        (20, 90, 2.0, 0, 0.0),  # nothing is left of the target
+        (60, 10, 3.0, 10, 0.0),  # of the lengths up to 10 nothing is left
+        (500, 0, 3.0, 300, 0.0),  # of all of them
+        (80, 50, 5.0, 0, 0.25),  # 10 to 50 may come
+        (60, 40, 2.0, 0, 0.5),  # 0 to 50
+        (40, 55, 4.0, 0, 0.25),  # past the tolerance
+        (50, 30, 3.0, 3, 0.002),  # within a bin
     ],
 )
 def test_the_length_that_stands_is_as_close_as_the_lengths_are(
-    device, backend, constraint, target, generated, strength, answer, aims_early, tolerance
+    device, backend, constraint, target, generated, strength, answer, tolerance
 ):
     """Against an integral by a sum, over a distribution with probability on both sides of what remains."""
     params = {"target_length": target, "value_constraint": constraint, "strength": strength, "gamma": 0.99}
@@ -120,16 +118,12 @@ def test_the_length_that_stands_is_as_close_as_the_lengths_are(
     inputs = make_inputs(1, torch.float32, size=4, outputs=4, bins=8, columns=1)
     inputs |= {"fc_weight": torch.zeros(4, 4), "bins_weight": torch.zeros(8, 4), "bins_bias": probs.log()}
     inputs |= {"bin_edges": torch.tensor(EDGES).float(), "table": GuidanceColumns(*(x.to(device) for x in table))}
-    inputs |= {"table_rows": torch.tensor([1]), "generated": torch.tensor([generated]).int(), "aims_early": aims_early}
+    inputs |= {"table_rows": torch.tensor([1]), "generated": torch.tensor([generated]).int()}
     inputs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
     found, mean = candidate_values(**inputs, backend=backend)
 
-    waits = constraint != "ge_near"
-    aim = target - min(6.0, 0.1 * target) if aims_early and waits else target
     reach = tolerance * target
-    least, most = (math.log(max(aim + more - generated, 0) + 2) for more in (-reach, reach))
-    if waits:
-        strength *= 1 + 4 * min(max(generated / (target + reach) - 1, 0), 1)
+    least, most = (math.log(max(target + more - generated, 0) + 2) for more in (-reach, reach))
 
     def closeness_of(at):
         return CLOSENESS[constraint](strength, max(least - at, 0.0), max(at - most, 0.0))

@@ -27,6 +27,26 @@ def test_table():
         GuidanceTable.from_params([None], [set(), set()], "cpu")
 
 
+def test_totals_that_are_aimed_at_early():
+    """By 6 tokens or a tenth: near and le_near of a total without a tolerance. When the output is due does not change."""
+    near = {"target_length": 100, "value_constraint": "near"}
+    of_row = [  # parameters, what is taken off
+        (near, 6),
+        (near | {"target_length": 40, "value_constraint": "le_near"}, 4),
+        (near | {"value_constraint": "ge_near"}, 0),
+        (near | {"tolerance": 0.1}, 0),
+        (near | {"target_length_mode": "remaining"}, 0),
+        ({"target_length": 100, "value_constraint": "eq"}, 0),
+    ]
+    tables = [GuidanceTable(len(of_row), "cpu", aims_early=early) for early in (False, True)]
+    for table in tables:
+        for row, (given, _) in enumerate(of_row):
+            table.add_request(row, parse_guidance(given), set())
+    late, early = tables
+    assert (late.target_length - early.target_length).tolist() == [off for _, off in of_row]
+    assert torch.equal(late.due_length, early.due_length)
+
+
 def test_every_column_is_of_its_own_row():
     """Values that are 0 are not "none", and every parameter lands in the row of its request."""
     params = [

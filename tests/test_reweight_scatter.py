@@ -306,38 +306,14 @@ def test_near_by_hand(device, backend, gamma, tolerance, shorter, longer):
     assert torch.equal(result[::3], q.expand(3, -1))
 
 
-def test_past_the_tolerance_of_a_total(device, backend):
-    """The strength grows from the end of the tolerance on, as it does from a total of as many tokens without one."""
+def test_near_does_not_change_past_a_total(device, backend):
+    """From the total on, or from the end of its tolerance on, none is left: more tokens change nothing."""
     q, z = torch.tensor([[0.125, 0.375, 0.25, 0.25]]), logit_of(TOKENS * -math.log(0.997)).float()
-    late, generated = dict(counts_down=True), torch.tensor([30, 50, 30, 50], dtype=torch.int32)
-    params = [GuidanceParams(Mode.NEAR, 2.0, target_length=28.0, tolerance=10.0, **late)] * 2
-    params += [GuidanceParams(Mode.LE_NEAR, 2.0, target_length=38.0, **late)] * 2
+    late, generated = dict(counts_down=True), torch.tensor([38, 50, 400, 38], dtype=torch.int32)
+    params = [GuidanceParams(Mode.NEAR, 2.0, target_length=28.0, tolerance=10.0, **late)] * 3
+    params += [GuidanceParams(Mode.LE_NEAR, 2.0, target_length=38.0, **late)]
     result, _ = reweight(q, z, params, {0}, device, backend, generated=generated)
-    assert torch.equal(result[:2], result[2:]) and result[1, 0] > result[0, 0]
-
-
-def test_near_grows_stronger_past_a_total(device, backend):
-    """Lengths of 0, 8, 18 and 78 tokens and none to come: with 2 added they are 1, 5, 10 and 40 times that."""
-    q = torch.tensor([[0.01, 0.375, 0.25, 0.365]])
-    of_row = [  # mode, total, generated, times stronger
-        (Mode.NEAR, 28.0, 28, 1.0),
-        (Mode.NEAR, 28.0, 35, 2.0),
-        (Mode.LE_NEAR, 40.0, 70, 4.0),
-        (Mode.NEAR, 28.0, 56, 5.0),
-        (Mode.LE_NEAR, 28.0, 1_000, 5.0),  # no stronger than at twice the total
-        (Mode.GE_NEAR, 28.0, 56, 0.0),  # nobody is too short
-        (Mode.NEAR, 0.0, 1, 1.0),
-        (Mode.NEAR, 0.0, 2, 5.0),
-        (Mode.NEAR, None, 99, 1.0),  # what is to come by a target that does not count down is not late
-    ]
-    params = [
-        GuidanceParams(mode, 0.5, 0.99, target_length=total or 0.0, counts_down=total is not None)
-        for mode, total, *_ in of_row
-    ]
-    generated = torch.tensor([row[2] for row in of_row], dtype=torch.int32)
-    z, stronger = logit_of(TOKENS * -math.log(0.99)).float(), torch.tensor([row[3:] for row in of_row])
-    result, _ = reweight(q, z, params, {0}, device, backend, generated=generated)
-    assert_weights(result, q * torch.tensor([[1.0, 5.0, 10.0, 40.0]]) ** (stronger * -0.5))
+    assert_weights(result, (q * torch.tensor([[1.0, 5.0, 10.0, 40.0]]) ** -2.0).expand(4, -1))
 
 
 @pytest.mark.parametrize(
@@ -351,17 +327,14 @@ def test_near_grows_stronger_past_a_total(device, backend):
 def test_near_by_hand_where_sentences_end(device, backend, mode, factors, improbable, unknown):
     """Lengths of 0, 8, 98, 98, 28 and 28 tokens, 4 to come: the second and the fourth may lead to a length of 1.
 
-    The last is too improbable for that. Of a total the two that mind who is longer take off a tenth, at most 6 tokens.
-    """
+    The last is too improbable for that."""
     q = torch.tensor([[0.1, 0.2, 0.3, 0.25, 0.145, 0.005, 0, 0]])
     z = logit_of(torch.tensor([[5.0, 8.0, 98.0, 98.0, 28.0, 28.0, 1, 1]]).double() * -math.log(0.99)).float()
     breaks = torch.tensor([2, 2, 1, 2, 0, 2], dtype=torch.int8)  # the first ends the output, which counts alone
-    waits = mode != Mode.GE_NEAR
     near = GuidanceParams(mode, 2.0, 0.99, target_length=4.0)
-    params = [near, *(replace(near, target_length=total, counts_down=True) for total in (20.0, 120.0))]
-    generated = torch.tensor([99, 20 - 2 * waits - 4, 120 - 6 * waits - 4], dtype=torch.int32)
+    params, generated = [near, replace(near, target_length=120.0, counts_down=True)], torch.tensor([99, 116]).int()
     result, _ = reweight(q, z, params, {0}, device, backend, text_breaks=breaks, generated=generated)
-    assert_weights(result, (q * torch.tensor([[*factors, improbable, 1.0, 1.0]]) ** -2.0).expand(3, -1))
+    assert_weights(result, (q * torch.tensor([[*factors, improbable, 1.0, 1.0]]) ** -2.0).expand(2, -1))
     # A vocabulary that ends before the fourth: its value is all that is known.
     result, _ = reweight(q, z, [near], {0}, device, backend, text_breaks=breaks[:3])
     assert_weights(result, q * torch.tensor([[*factors[:3], unknown, factors[4], improbable, 1.0, 1.0]]) ** -2.0)

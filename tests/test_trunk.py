@@ -51,9 +51,11 @@ def trunk(folder, base):
     return Trunk.from_pretrained(folder, *model_sizes(base))
 
 
-def table_of(guidance, answers=None):
-    params = [parse_guidance(one) if one else None for one in guidance]
-    return GuidanceTable.from_params(params, [{EOS}] * len(params), "cpu").columns
+def table_of(guidance, aims_early=False):
+    table = GuidanceTable(len(guidance), "cpu", aims_early=aims_early)
+    for row, one in enumerate(guidance):
+        table.add_request(row, parse_guidance(one) if one else None, {EOS})
+    return table.columns
 
 
 def states_of(trunk, rows, seed=1):
@@ -98,12 +100,10 @@ def test_a_step_is_guided_by_values_of_its_states(trunk, has_text_breaks):
     guided = [0, 1, 3, 4]
     of_rows = dict(table_rows=torch.tensor(guided), generated=generated[guided])
     ids = output.candidates.token_ids[guided]
-    options = dict(aims_early=has_text_breaks)
-    expected, mean = trunk.value_logits(states[guided], ids, table_of(GUIDANCE), **of_rows, **options)
+    table = table_of(GUIDANCE, has_text_breaks)
+    expected, mean = trunk.value_logits(states[guided], ids, table, **of_rows)
     torch.testing.assert_close(output.value_logits[guided], expected, rtol=1e-4, atol=1e-4)
-    again = reweight_scatter(
-        output.candidates, output.value_logits, table_of(GUIDANCE), generated=generated, text_breaks=breaks
-    )
+    again = reweight_scatter(output.candidates, output.value_logits, table, generated=generated, text_breaks=breaks)
     torch.testing.assert_close(output.probs, again, rtol=0, atol=1e-6)
     # Lengths are predicted by the mean, not by what guides.
     place = output.candidates.token_ids[3].tolist().index(int(output.tokens[3]))

@@ -31,7 +31,6 @@ def make_call(
     outputs: int = OUTPUTS,
     bins: int = BINS,
     index: torch.dtype = torch.int32,
-    aims_early: bool = True,
     given: Sequence[str] = (),
 ) -> partial:
     """A call for ``B`` requests of ``K`` candidates each; ``scale`` and ``shift`` are halves of the same rows."""
@@ -52,7 +51,6 @@ def make_call(
         table=GuidanceTable.from_params([parse_guidance({"target_length": 80})] * B, [{0}] * B, device).columns,
         table_rows=torch.arange(B, dtype=index, device=device),
         generated=torch.full((B,), 30, dtype=torch.int32, device=device),
-        aims_early=aims_early,
         **{name: options[name] for name in given},
     )
 
@@ -81,7 +79,7 @@ FORMS = {
     for K in (8, 32)
     for name, form in {
         "": {},
-        " with counters, int64, no text breaks": dict(index=torch.int64, given=("counters",), aims_early=False),
+        " with counters, int64": dict(index=torch.int64, given=("counters",)),
     }.items()
 }
 FORMS["candidate_values, every size 1"] = dict(B=1, K=1, size=1, outputs=1, bins=1, vocab=1, dtype="float32")

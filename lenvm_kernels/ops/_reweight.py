@@ -13,16 +13,7 @@ Every mode is computed for every request and the request's own is selected: no d
 import triton
 import triton.language as tl
 
-from lenvm_kernels.reference.reweight_scatter import (
-    LATEST,
-    LIKELY,
-    SMALLEST_SHIFT,
-    STRONGER,
-    TARGET_MARGIN,
-    TARGET_MARGIN_SHARE,
-    WAIT,
-    WAIT_SHARE,
-)
+from lenvm_kernels.reference.reweight_scatter import LIKELY, SMALLEST_SHIFT, TARGET_MARGIN, TARGET_MARGIN_SHARE
 from lenvm_kernels.types import Mode, Status, TextBreak
 
 # Accepted error of logit E[w]: at most 1e-6 of the request's range, and what fp32 logarithms resolve.
@@ -33,8 +24,7 @@ _BIG = tl.constexpr(2.0**127)
 _EOS_Z = tl.constexpr(-(2.0**127))
 _SMALLEST_SHIFT = tl.constexpr(SMALLEST_SHIFT)
 _TARGET_MARGIN, _TARGET_MARGIN_SHARE = tl.constexpr(TARGET_MARGIN), tl.constexpr(TARGET_MARGIN_SHARE)
-_WAIT, _WAIT_SHARE, _LIKELY = tl.constexpr(WAIT), tl.constexpr(WAIT_SHARE), tl.constexpr(LIKELY)
-_STRONGER, _LATEST = tl.constexpr(STRONGER), tl.constexpr(LATEST)
+_LIKELY = tl.constexpr(LIKELY)
 _GUIDE, _SINGLE = tl.constexpr(int(Status.GUIDE)), tl.constexpr(int(Status.SINGLE))
 _UNGUIDED, _MUL, _LINEAR = tl.constexpr(int(Mode.UNGUIDED)), tl.constexpr(int(Mode.MUL)), tl.constexpr(int(Mode.LINEAR))
 _EXP, _LENGTH_MUL = tl.constexpr(int(Mode.EXP)), tl.constexpr(int(Mode.LENGTH_MUL))
@@ -152,18 +142,12 @@ def _relative_distance(length, least, most, mode):
 
 
 @triton.jit
-def _remaining_of_total(target, tolerance, mode, counts_down, generated, AIMS_EARLY: tl.constexpr):
-    """Tokens that are left of a target, the least and the most by its tolerance, and how many times stronger the near
-    constraints are past the most."""
-    waits = counts_down & ((mode == _NEAR) | (mode == _LE_NEAR))
-    late = tl.div_rn(generated, tl.maximum(target + tolerance, 1.0)) - 1
-    times_stronger = tl.where(waits, 1 + tl.minimum(tl.maximum(late, 0.0), _LATEST) * _STRONGER, 1.0)
-    if AIMS_EARLY:
-        target = tl.where(waits, target - tl.minimum(target * _WAIT_SHARE, _WAIT), target)
+def _remaining_of_target(target, tolerance, counts_down, generated):
+    """Tokens that are left of a target, and the least and the most by its tolerance."""
     taken_off = tl.where(counts_down, generated, 0.0)
     remaining = tl.maximum(target - taken_off, 0.0)
     least, most = tl.maximum(target - tolerance - taken_off, 0.0), tl.maximum(target + tolerance - taken_off, 0.0)
-    return remaining, least, most, times_stronger
+    return remaining, least, most
 
 
 @triton.jit
@@ -197,9 +181,7 @@ def _reweight(
     if generated_ptr is not None:
         counts_down = tl.load(table.counts_down + table_row * stride.counts_down, mask=valid, other=0) != 0
         generated = tl.load(generated_ptr + request, mask=valid, other=0).to(tl.float32)
-    remaining, least, most, times_stronger = _remaining_of_total(
-        target, tolerance, mode, counts_down, generated, text_breaks_ptr is not None
-    )
+    remaining, least, most = _remaining_of_target(target, tolerance, counts_down, generated)
     status = tl.load(candidates.status + request, mask=valid, other=0)
     guided = (status == _GUIDE) & (mode != _UNGUIDED)
 
@@ -310,7 +292,7 @@ def _reweight(
     is_near = (mode >= _NEAR) & (mode <= _LE_NEAR)
     equally_near = is_near & (scale * _request_max(distance) == 0)
 
-    direct = tl.where(is_near, -distance * times_stronger, raw_z - favoured)
+    direct = tl.where(is_near, -distance, raw_z - favoured)
     direct_logit = tl.where(active, log_q + scale * direct, -_BIG)
     direct_weight = tl.where(active, tl.exp(direct_logit - _request_max(direct_logit)), 0.0)
     weight = tl.where((mode == _VALUE_BIAS) | is_near, direct_weight, weight)

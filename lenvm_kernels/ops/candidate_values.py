@@ -26,7 +26,7 @@ from lenvm_kernels.ops._common import (
 )
 from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
-from lenvm_kernels.ops._reweight import _GE_NEAR, _LE_NEAR, _NEAR, _SMALLEST, _one_minus_exp, _remaining_of_total
+from lenvm_kernels.ops._reweight import _GE_NEAR, _LE_NEAR, _NEAR, _SMALLEST, _one_minus_exp, _remaining_of_target
 from lenvm_kernels.reference._common import compute_dtype
 from lenvm_kernels.reference.candidate_values import (
     BEYOND,
@@ -107,7 +107,6 @@ def _standing_for(
     generated,
     N: tl.constexpr,
     BLOCK_BINS: tl.constexpr,
-    AIMS_EARLY: tl.constexpr,
 ):
     """(value logits, value logits of the mean) of candidates, from the distributions of their lengths."""
     n = tl.arange(0, BLOCK_BINS)
@@ -127,9 +126,9 @@ def _standing_for(
     # As ln(v / (1 - v)): values near 0 keep their digits, and so do those near 1.
     mean_logits = tl.log(mean_value) - _log_sum_exp(log_probs - of_bins)
 
-    _, least, most, times_stronger = _remaining_of_total(target, tolerance, mode, counts_down, generated, AIMS_EARLY)
+    _, least, most = _remaining_of_target(target, tolerance, counts_down, generated)
     least, most = tl.minimum(least, _LARGEST_REMAINING), tl.minimum(most, _LARGEST_REMAINING)
-    strength = tl.minimum(strength * times_stronger, _LARGEST_STRENGTH)
+    strength = tl.minimum(strength, _LARGEST_STRENGTH)
     lowest = tl.where(mode == _LE_NEAR, -_BEYOND, tl.log(least + 2))[:, None]
     highest = tl.where(mode == _GE_NEAR, _BEYOND, tl.log(most + 2))[:, None]
     # A whole number of tokens is the middle of an interval.
@@ -186,7 +185,6 @@ def _candidate_values_kernel(
     D: tl.constexpr,
     E: tl.constexpr,
     N: tl.constexpr,
-    AIMS_EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -242,14 +240,14 @@ def _candidate_values_kernel(
         table_row = tl.load(table_rows_ptr + row).to(tl.int64)
         generated = tl.load(generated_ptr + row).to(tl.float32)
         of_table = table, stride, table_row, generated
-        logits, mean_logits = _standing_for(bin_logits, head.bin_edges, *of_table, N, BLOCK_BINS, AIMS_EARLY)
+        logits, mean_logits = _standing_for(bin_logits, head.bin_edges, *of_table, N, BLOCK_BINS)
         tl.store(logits_ptr + m, tl.where(is_candidate, logits, 0.0), mask=inside)
         tl.store(logits_ptr + B * K + m, tl.where(is_candidate, mean_logits, 0.0), mask=inside)
 
 
-def _run_reference(logits, counters, aims_early, token_ids, scale, shift, embedding, *others) -> None:
+def _run_reference(logits, counters, token_ids, scale, shift, embedding, *others) -> None:
     head, columns, (table_rows, generated) = others[:5], others[5:-2], others[-2:]
-    of_rows = dict(table_rows=table_rows, generated=generated, aims_early=aims_early)
+    of_rows = dict(table_rows=table_rows, generated=generated)
     operands: Any = token_ids, scale, shift, embedding, *head, _Table._make(columns)
     logits.copy_(torch.stack(_reference(*operands, **of_rows)))
 
@@ -258,7 +256,6 @@ def _run_reference(logits, counters, aims_early, token_ids, scale, shift, embedd
 def _launch(
     logits: Tensor,
     counters: Tensor | None,
-    aims_early: bool,
     token_ids: Tensor,
     scale: Tensor,
     shift: Tensor,
@@ -310,7 +307,6 @@ def _launch(
         D=size,
         E=outputs,
         N=bins,
-        AIMS_EARLY=aims_early,
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K_BYTES // fc_weight.element_size(),
@@ -341,7 +337,6 @@ def candidate_values(
     *,
     table_rows: Tensor,  # int32|int64 [B]
     generated: Tensor,  # int32 [B]
-    aims_early: bool = False,
     counters: Tensor | None = None,  # int32 [>= num_counters(B, K)]
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fp32 [B, K] twice
@@ -376,7 +371,6 @@ def candidate_values(
         table: the requests' parameters, as of :func:`reweight_scatter`.
         table_rows: int32 or int64 [B]; each request's row of the table.
         generated: int32 [B]; tokens generated so far.
-        aims_early: the step knows ``text_breaks``, with which :func:`reweight_scatter` aims a little before a total.
         counters: int32, at least :func:`num_counters` ``(B, K)``, all 0, and 0 again afterwards. Not for two launches
             that may run at once (``None``: allocated, which takes a launch more).
         backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
@@ -437,6 +431,6 @@ def candidate_values(
     logits = torch.empty(2, rows, columns, dtype=compute_dtype(embedding), device=device)
     head = (fc_weight, fc_bias, bins_weight, bins_bias, bin_edges)
     operands = (token_ids, scale, shift, embedding, *head, *columns_read, table_rows, generated)
-    _launch(backend, logits, counters, aims_early, *operands)
+    _launch(backend, logits, counters, *operands)
     value_logits, mean_logits = logits.unbind(0)
     return value_logits, mean_logits

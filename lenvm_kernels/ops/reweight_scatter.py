@@ -271,13 +271,11 @@ def reweight_scatter(
             of end-of-sequence candidates (their value is 0) in every mode but ``value_bias``.
         table: the requests' parameters, ``R`` requests.
         table_rows: int32 or int64 ``[B]``; each request's request of the table (None: request i has request i).
-        generated: int32 ``[B]``; tokens generated so far, for targets that are totals (None: 0). Past a total ``near``
-            and ``le_near`` are stronger, up to five times at twice the total.
+        generated: int32 ``[B]``; tokens generated so far, for targets that are totals. If None, 0.
         text_breaks: int8 ``[S]`` (None: not known); the :class:`TextBreak` that each token of the vocabulary makes, see
             :func:`text_breaks_of`. To the near constraints one that ends a sentence is as near as its value says, or as
             one token more is, as the output can end after it; unless it has less than a fiftieth of the probability of
-            the most probable candidate. And ``near`` and ``le_near`` aim a little before a total: at 6 tokens less, or
-            at a tenth less if that is nearer.
+            the most probable candidate.
         probs: fp32, bf16 or fp16 ``[B, V]``, last dimension contiguous; guided requests are rewritten in place: the
             candidates' guided probabilities, 0 elsewhere.
         backend: ``auto``, ``triton`` or ``reference``.

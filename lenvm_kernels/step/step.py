@@ -83,8 +83,13 @@ class GuidedStep:
         self.value_model, self.device, self.slot_table = value_model, device, slots.table
         # One row more than the engine has: of the requests that fill a batch up to its graph's size.
         self._padding_row = table_rows
+        has_values = trunk is not None or value_model is not None
         self.table = GuidanceTable(
-            table_rows + 1, device, max_eos=config.max_eos, max_scaled_tokens=config.max_scaled_tokens
+            table_rows + 1,
+            device,
+            max_eos=config.max_eos,
+            max_scaled_tokens=config.max_scaled_tokens,
+            aims_early=has_values and config.text_breaks is not None,
         )
         # What the host knows of the requests, to leave out launches that none of them needs.
         self._scaled_rows, self._value_rows, self._span_rows = set[int](), set[int](), set[int]()

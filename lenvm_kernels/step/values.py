@@ -130,7 +130,6 @@ class TrunkValues(ValueSource):
         self._trunk, self._tensors, self._table = trunk, tensors, table
         rows, columns = tensors.scored.token_ids.shape
         self._options: dict[str, Any] = dict(
-            aims_early=config.text_breaks is not None,
             counters=torch.zeros(num_counters(rows, columns), dtype=torch.int32, device=trunk.device),
             backend=config.backend,
         )

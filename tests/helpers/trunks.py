@@ -68,5 +68,4 @@ def trunk_values(base_path, trunk_path, rows):
         table.columns,
         table_rows=torch.arange(len(rows)),
         generated=torch.tensor([len(tokens) - prompt_len for _, prompt_len, tokens, _ in rows], dtype=torch.int32),
-        aims_early=False,  # as with a tokenizer of no sentences
     )[0]

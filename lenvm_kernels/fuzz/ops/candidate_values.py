@@ -34,7 +34,6 @@ OPTIONS: dict[str, list[Any]] = {
     "fp32_vectors": [False, True],
     "row_padding": [0, 16, 3],
     "index": ["int32", "int64"],
-    "aims_early": [False, True],
     "broken": [False, True],
 }
 
@@ -86,7 +85,6 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         "table": table.columns,
         "table_rows": table_rows.to(index),
         "generated": pick("generated", 0, 10, 30, 45, 10_000).int(),
-        "aims_early": options["aims_early"],
     }
     if options["broken"]:
         for name in ("scale", "shift"):

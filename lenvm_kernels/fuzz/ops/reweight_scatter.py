@@ -17,7 +17,7 @@ from lenvm_kernels.guidance.spans import MAX_SPAN_ENDS
 from lenvm_kernels.ops import reweight_scatter as ops
 from lenvm_kernels.ops._common import INTERPRETED
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
-from lenvm_kernels.reference.reweight_scatter import LATEST, LIKELY, STRONGER, WAIT, WAIT_SHARE
+from lenvm_kernels.reference.reweight_scatter import LIKELY
 from lenvm_kernels.types import Candidates, Mode, Status, TextBreak
 
 NEAR = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
@@ -326,7 +326,7 @@ def near_bounds(given: Inputs, expected: Tensor) -> tuple[Tensor, Tensor]:
     p = given.candidates.probs.double()
     active, length, distance = p > 0, nats + two, near_distances(given)
     least = torch.where(active, distance, torch.inf).amin(1, keepdim=True)
-    strength = _column(given, "scale") * times_stronger_of(given)
+    strength = _column(given, "scale")
     error = torch.where((answer > 0) & ~is_eos(given), (nats + 2 * answer) / length, 0.0)
     error = strength * LENGTH_WIDTH * torch.where(strength > USUAL_STRENGTH, error + 1 + distance / 2, error)
     error = error + torch.where(active, error, 0.0).amax(1, keepdim=True)
@@ -369,26 +369,9 @@ def target_of(given: Inputs, more: Tensor | float = 0.0) -> Tensor:
     """fp64 ``[B, 1]``: the remaining length by the target and ``more`` tokens, in nats."""
     remaining = _column(given, "target_length")
     if "generated" in given.arguments:
-        if "text_breaks" in given.arguments:
-            waits = waits_for_an_end(given)
-            remaining = torch.where(waits, remaining - (remaining * WAIT_SHARE).clamp(max=WAIT), remaining)
         left = remaining - given.arguments["generated"].double()[:, None]
         remaining = torch.where(_column(given, "counts_down") > 0, left, remaining)
     return (remaining + more).clamp(min=0) * _column(given, "nats_per_token")
-
-
-def waits_for_an_end(given: Inputs) -> Tensor:
-    """bool ``[B, 1]``: requests that shall end near a total."""
-    return (_column(given, "counts_down") > 0) & is_one_of(_column(given, "mode"), (Mode.NEAR, Mode.LE_NEAR))
-
-
-def times_stronger_of(given: Inputs) -> Tensor:
-    """fp64 ``[B, 1]``: what the strength is multiplied by, more than 1 past a total."""
-    total = _column(given, "target_length") + _column(given, "tolerance")
-    if "generated" not in given.arguments:
-        return torch.ones_like(total)
-    late = (given.arguments["generated"].double()[:, None] / total.clamp(min=1) - 1).clamp(0, LATEST)
-    return torch.where(waits_for_an_end(given), 1 + STRONGER * late, 1.0)
 
 
 def _column(given: Inputs, name: str) -> Tensor:
