@@ -28,7 +28,7 @@ def test_table():
 
 
 def test_totals_that_are_aimed_at_early():
-    """By 6 tokens or a tenth: near and le_near of a total without a tolerance. When the output is due does not change."""
+    """By 6 tokens or a tenth: near and le_near of a total without a tolerance. The due length stays."""
     near = {"target_length": 100, "value_constraint": "near"}
     of_row = [  # parameters, what is taken off
         (near, 6),

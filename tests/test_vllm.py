@@ -5,6 +5,7 @@ Every test looks at the trace of guided steps: a server that never guided would 
 
 import json
 import math
+import os
 import re
 import runpy
 import subprocess
@@ -44,7 +45,16 @@ from tests.helpers.spans import FEW, SEVERAL, SPANS_ENDED, check_several
 from tests.helpers.statistics import p_value
 from tests.helpers.studies import check_study
 from tests.helpers.trunks import trunk_values, write_random_trunk
-from tests.helpers.vllm_server import NGRAM, PIECES, WORDS, check_steps, running_server, write_checkpoints, write_eagle
+from tests.helpers.vllm_server import (
+    NGRAM,
+    PIECES,
+    SITE,
+    WORDS,
+    check_steps,
+    running_server,
+    write_checkpoints,
+    write_eagle,
+)
 
 ROOT = Path(__file__).parent.parent
 # What begins and ends a thought, for the engine's own budget. Of other words its tokenizer makes several tokens.
@@ -589,3 +599,17 @@ def test_the_request_of_the_docs(smollm2):
     command = command.replace("http://127.0.0.1:8000", smollm2.url).replace("path/to/base-model", "base")
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     check_answer(json.loads(done.stdout), smollm2.steps()[before:])
+
+
+def test_times_in_process(tmp_path):
+    """bench.vllm_gpu with random weights: without the processor, and guided by a random probe."""
+    options = "--dummy tiny --modes plain probe --requests 2 --prompt-tokens 20 --tokens 6 --repeats 2 --target 6"
+    options += f" --attention auto --graphs NONE --max-model-len 256 --out {tmp_path}"
+    variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "PYTHONPATH": str(SITE)}
+    command = [sys.executable, "-m", "bench.vllm_gpu", *options.split()]
+    done = subprocess.run(command, env={**os.environ, **variables}, cwd=ROOT, capture_output=True, text=True)
+    assert not done.returncode, done.stdout + done.stderr
+    plain, probe = map(json.loads, (tmp_path / "timings.jsonl").read_text().splitlines())
+    assert probe["guided"] == 2 and probe["fallbacks"] == 0 and "guided" not in plain
+    assert plain["digests"][0] == plain["digests"][1] != probe["digests"][0] == probe["digests"][1]
+    assert all(result["tokens_per_s"] > 0 and result["kv_tokens"] > 0 for result in (plain, probe))
