@@ -16,7 +16,7 @@ are medians of the runs: ``tpot_ms`` is a request's time from its first to its l
 one, and ``decode_ms`` that of the request that began last, when no prompts are computed any more.
 
 ``--gsm8k`` is a folder with ``test.jsonl``. ``--phrase`` is a name in :data:`PHRASES` or a text with ``{words}``,
-appended to every problem; ``plain`` also asks without it. Each object in the list ``--guidance`` is run as a setting
+appended to every problem; ``plain`` also runs without it. Each object in the list ``--guidance`` is run as a setting
 and may contain another ``target_length`` or ``phrase``. ``--out`` is a folder for one run. A mode that fails does not
 stop the others; the exit status is then 1. The plugin's settings, such as LENVM_MAX_CANDIDATES, are read from the
 environment.
@@ -205,7 +205,7 @@ class Bench:
         result["all_seconds"] = [round(each["seconds"], 4) for each in runs]
         self.keep("timings.jsonl", result | dict(memory_gib=torch.cuda.max_memory_allocated() / 2**30))
 
-    def ask_problems(self) -> None:
+    def answer_problems(self) -> None:
         from lenvm_kernels.evaluate.prompts import say
 
         args, tokenizer = self.args, self.llm.get_tokenizer()
@@ -272,11 +272,11 @@ def main() -> None:
             for count in args.requests:
                 bench.time_requests(count)
             if args.gsm8k:
-                bench.ask_problems()
+                bench.answer_problems()
         except Exception:
             traceback.print_exc()
             os._exit(1)
-        os._exit(0)  # the results are written: nobody waits for the engine to be taken apart
+        os._exit(0)  # the results are written; the engine need not shut down
     Path(args.out).mkdir(parents=True, exist_ok=True)
     if args.dummy:
         args.model = write_dummy(args.dummy, Path(args.out, f"model-{args.dummy}"))

@@ -230,7 +230,7 @@ class GuidanceTable:
                 f"eos_token_ids must have one set per request ({len(params)}), got {len(eos_token_ids)} sets"
             )
         scaled = [len(p.token_temperature_scale) for p in params if p]
-        most = dict(max_eos=max([1, *map(len, eos_token_ids)]), max_scaled_tokens=max([1, *scaled]))
+        most: dict[str, Any] = dict(max_eos=max([1, *map(len, eos_token_ids)]), max_scaled_tokens=max([1, *scaled]))
         table = cls(len(params), device, **most)
         for row, (p, eos) in enumerate(zip(params, eos_token_ids, strict=True)):
             table.add_request(row, p, eos)
