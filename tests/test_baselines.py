@@ -1,7 +1,7 @@
 """The peers of the benchmarks: that they compute what ours computes, and that whatever they lack ends no benchmark.
 
-What a package does behind its interface is checked where it is installed or in the folder peers, and stood in for by
-its documented rule in plain PyTorch everywhere.
+What a package does behind its interface is checked where the package is installed, and stood in for by its documented
+rule in plain PyTorch everywhere.
 """
 
 import inspect
@@ -9,14 +9,12 @@ import itertools
 import math
 import sys
 import types
-import zipfile
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import bench.baselines
 from bench import peers
 from bench.baselines import Absent, Tree, flag_gems, flashinfer, load, pytorch, sglang, vllm
 from bench.harness.demo_runs import DemoRuns
@@ -34,23 +32,11 @@ TOLERANCE = dict(rtol=1e-5, atol=1e-6)
 @pytest.fixture(autouse=True)
 def forget_packages():
     """Leave no package of a peer behind: other tests look whether SGLang is installed."""
-    path, modules = list(sys.path), dict(sys.modules)
-    bench.baselines._add_archives.cache_clear()
+    modules = dict(sys.modules)
     yield
-    sys.path[:] = path
     for name in sys.modules.keys() - modules.keys():
         if name.partition(".")[0] in ("sglang", "vllm", "flashinfer", "peer"):
             del sys.modules[name]
-    bench.baselines._add_archives.cache_clear()
-
-
-@pytest.fixture
-def archives(tmp_path, monkeypatch):
-    """An empty folder for archives in place of the repository's."""
-    monkeypatch.setattr(bench.baselines, "ARCHIVES", tmp_path / "peers")
-    monkeypatch.setattr(bench.baselines, "UNPACKED", tmp_path / "unpacked")
-    (tmp_path / "peers").mkdir()
-    return tmp_path / "peers"
 
 
 def install(monkeypatch, name: str, **members: object) -> None:
@@ -109,8 +95,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Ten
 # --- importing ---
 
 
-def test_absent_package(archives):
-    with pytest.raises(Absent, match=r"nopeer is not installed: python -m tools\.fetch_peers"):
+def test_absent_package():
+    with pytest.raises(Absent, match="nopeer is not installed"):
         load("nopeer.kernels")
 
 
@@ -123,26 +109,11 @@ def test_absent_package(archives):
         ("from torch import nothing", "peer does not import: ImportError"),
     ],
 )
-def test_package_that_does_not_import(archives, source, reason):
-    with zipfile.ZipFile(archives / "peer-1.whl", "w") as archive:
-        archive.writestr("peer.py", source)
+def test_package_that_does_not_import(tmp_path, monkeypatch, source, reason):
+    (tmp_path / "peer.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(Absent, match=reason):
         load("peer")
-
-
-def test_archives_are_unpacked_once_and_come_last(archives):
-    for name, source in (("peer-1.zip", "version = 1"), ("torch-9.whl", "version = 9")):
-        with zipfile.ZipFile(archives / name, "w") as archive:
-            archive.writestr(f"{name.partition('-')[0]}/__init__.py", source)
-    (archives / "broken-1.whl").write_bytes(b"no zip file")
-    assert load("peer").version == 1
-    assert sys.path[-2:] == [str(bench.baselines.UNPACKED / name) for name in ("peer-1", "torch-9")]
-    unpacked = bench.baselines.UNPACKED / "peer-1" / "peer" / "__init__.py"
-    unpacked.write_text("version = 2")
-    del sys.modules["peer"]
-    bench.baselines._add_archives.cache_clear()
-    assert load("peer").version == 2
-    assert sorted(path.name for path in bench.baselines.UNPACKED.iterdir()) == ["peer-1", "torch-9"]
 
 
 def test_without_a_gpu_or_in_another_dtype(monkeypatch):

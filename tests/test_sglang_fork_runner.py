@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, Qwen2_5_VLForConditionalGeneration
 
-from bench import sglang_fork as bench
 from lenvm_kernels.adapters import sglang_fork, sglang_fork_runner
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
@@ -907,58 +906,3 @@ def test_without_guidance_the_start_is_the_forks(modules, engine, monkeypatch):
     runner = engine.model_runner
     assert calls == [("initialize", (runner, 3.0)), ("sample", (runner, "logits", "batch"))]
     assert MEMORY in modules
-
-
-# --- what bench.sglang_fork counts ---
-
-
-def on_device(values):
-    return torch.tensor(values, device=torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    ("reads", "count"),
-    [
-        (lambda x, mask: x.sum().item(), 1),
-        (lambda x, mask: x.tolist(), 1),
-        (lambda x, mask: bool(mask.any().item()), 1),
-        (lambda x, mask: bool((x > 1).any()), 1),
-        (lambda x, mask: x[mask], 1),
-        (lambda x, mask: x.__setitem__(mask, 0.0), 1),
-        (lambda x, mask: x.nonzero(), 1),
-        (lambda x, mask: x.repeat_interleave(mask.long()), 1),
-        (lambda x, mask: x.repeat_interleave(mask.long(), output_size=2), 0),
-        (lambda x, mask: x.cpu()[mask.cpu()].tolist(), 2),
-        (lambda x, mask: [row.tolist() for row in x.to("cpu", non_blocking=True)], 1),
-        (lambda x, mask: torch.tensor([1, 2]).tolist(), 0),
-        (lambda x, mask: torch.tensor([1, 2]).to(x.device).tolist(), 1),
-        (lambda x, mask: (torch.tensor([1, 2]) + 1).max().item(), 0),
-        (lambda x, mask: (torch.tensor([1.0, 2.0, 3.0]) + x).max().item(), 1),
-        (lambda x, mask: torch.where(mask, x, 0.0).cumsum(0)[[2, 0]], 0),
-    ],
-)
-def test_host_reads_are_counted(reads, count):
-    x, mask = on_device([1.0, 2.0, 3.0]), on_device([True, False, True])
-    counter = bench.HostReads()
-    with counter:
-        reads(x, mask)
-    assert counter.reads == count
-
-
-@pytest.mark.parametrize("guidance", bench.GUIDANCE)
-def test_what_a_step_takes(modules, monkeypatch, guidance):
-    """One forward of the candidates, and no read; after a batch of others the tokens drawn, too, not whole prompts."""
-    monkeypatch.setattr(bench, "VOCAB", 2000)
-    decode, after_prompt = bench.count_ours(3, bench.GUIDANCE[guidance])
-    assert decode == bench.Counts(forwards=1, tokens=3 * 8, reads=0, mask_bytes=0)
-    assert after_prompt == bench.Counts(forwards=1, tokens=3 * (8 + 1), reads=0, mask_bytes=0)
-
-
-def test_what_a_step_of_the_fork_takes(fork, monkeypatch):
-    """With its own runner, which ``install()`` leaves to guidance functions of one's own."""
-    monkeypatch.setattr(fork.module, "LvmGuidedSampler", fork.Original)
-    monkeypatch.setattr(bench, "VOCAB", 2000)
-    decode, after_prompt = bench.count_fork(3, bench.GUIDANCE["a tilt"])
-    length = bench.CACHED + 2
-    assert (decode.forwards, decode.tokens, decode.mask_bytes) == (2, 3 * (1 + 8), 3 * 8 * (length + 8))
-    assert decode.reads > 0 and after_prompt.tokens == 3 * (length + 1 + 8)

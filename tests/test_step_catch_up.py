@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from bench import strides
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import GuidedStep
 from lenvm_kernels.types import Status
@@ -208,16 +207,6 @@ def test_values_of_every_token_in_spite_of_a_stride(models):
         assert output.candidates.status.tolist() == [Status.NOT_DUE if number % 3 else Status.GUIDE]
         sequence.append(output.tokens.item())
         torch.testing.assert_close(output.remaining_lengths, models.lengths([sequence], 0.9), rtol=0, atol=1e-3)
-
-
-def test_what_a_stride_costs_is_counted(models):
-    """By ``bench.strides``: rows that have not ended, those that are guided, and the tokens computed for them."""
-    engine = Engine(*make_step(models.value)).start([3, 0, 2], PROMPTS[:3], [TILT, TILT, None], room=9)
-    scores = torch.zeros(3, VOCAB)
-    scores[:, 20:24] = 5.0
-    with strides.counting() as work:
-        engine.decode([3, 0, 2], PROMPTS[:3], scores, top_k=4, active=torch.tensor([True, False, True]))
-    assert work == strides.Work(rows=2, due=1, steps=1, forwards=1, tokens=1 + 4)
 
 
 def test_a_request_s_own_stride_goes_before_the_step_s(models):

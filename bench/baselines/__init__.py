@@ -2,17 +2,11 @@
 
 Each module is one package, each function one peer: it takes the tensors of our operator, prepares everything that the
 peer wants made beforehand, and returns ``run``, one call of the peer. What its docstring says is prepared is not timed.
-A peer's package is imported when a function of its module is called: as it is installed, else from what ``python -m
-tools.fetch_peers`` put into the folder ``peers``. A peer that cannot run raises :class:`Absent`.
+A peer's package is imported when a function of its module is called. A peer that cannot run raises :class:`Absent`.
 """
 
 import importlib
 import os
-import sys
-import tempfile
-import zipfile
-from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
@@ -20,10 +14,6 @@ import torch
 
 from bench.harness.measuring import Run  # noqa: F401  what the functions of all modules return
 from lenvm_kernels.reference.value_tree_attention import tree_mask
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-ARCHIVES = REPOSITORY / "peers"
-UNPACKED = REPOSITORY / "build" / "peers"
 
 
 class Absent(Exception):
@@ -36,13 +26,12 @@ def load(module: str) -> ModuleType:
     Raises:
         Absent: whatever keeps it from being imported: not installed, no GPU, another version of PyTorch, ...
     """
-    _add_archives()
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name == package:
-            raise Absent(f"{package} is not installed: python -m tools.fetch_peers") from None
+            raise Absent(f"{package} is not installed") from None
         raise Absent(f"{module} does not import: {error}") from error
     except Exception as error:  # no peer may end a run, and packages fail to import in every way there is
         raise Absent(f"{module} does not import: {describe(error)}") from error
@@ -51,27 +40,6 @@ def load(module: str) -> ModuleType:
 def describe(error: BaseException) -> str:
     """An exception's type and what it says, on one line and no more than a table's cell can hold."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-
-
-@cache
-def _add_archives() -> None:
-    """Unpack what ``tools.fetch_peers`` fetched, once a machine, and make it importable.
-
-    It comes last in the search path: what is installed is what fits this machine's PyTorch."""
-    for archive in sorted([*ARCHIVES.glob("*.whl"), *ARCHIVES.glob("*.zip")]):
-        folder = UNPACKED / archive.stem
-        if not folder.exists():
-            try:
-                UNPACKED.mkdir(parents=True, exist_ok=True)
-                # Elsewhere until it is whole, so that a process that is ended meanwhile leaves no half of it.
-                with tempfile.TemporaryDirectory(dir=UNPACKED) as elsewhere, zipfile.ZipFile(archive) as file:
-                    file.extractall(Path(elsewhere) / folder.name)
-                    os.rename(Path(elsewhere) / folder.name, folder)
-            except (zipfile.BadZipFile, OSError) as error:
-                if not folder.exists():  # else another process was faster
-                    print(f"{archive.name} cannot be unpacked: {describe(error)}", file=sys.stderr)
-                    continue
-        sys.path.append(str(folder))
 
 
 def require_cuda(tensor: torch.Tensor, *, or_interpreter: bool = False) -> None:

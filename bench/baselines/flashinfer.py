@@ -9,11 +9,12 @@ import os
 import re
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from bench.baselines import UNPACKED, Absent, Run, Tree, describe, load, require_cuda, require_dtype
+from bench.baselines import Absent, Run, Tree, describe, load, require_cuda, require_dtype
 from bench.harness import flags
 
 KERNELS = ("top_k", "sampling", "attention-fa2-bfloat16-128", "attention-fa2-bfloat16-64")
@@ -23,9 +24,10 @@ KNOWN = re.compile(r"top_k|sampling|attention-fa2-(bfloat16|float16)-[1-9]\d*")
 # FlashInfer's own recommendation is 128 MiB; a large batch whose prefixes are split over programs needs more.
 WORKSPACE_BYTES = 256 * 2**20
 
+COMPILED = Path(__file__).resolve().parents[2] / "build" / "peers"
 # A file for each of the kernels that were compiled: empty, or why that failed.
-OUTCOMES = UNPACKED / "flashinfer-kernels"
-os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", str(UNPACKED))  # so that both are kept, or deleted, together
+OUTCOMES = COMPILED / "flashinfer-kernels"
+os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", str(COMPILED))  # so that both are kept, or deleted, together
 
 
 def topk_candidates(scores: torch.Tensor, top_k: int) -> Run:
