@@ -26,8 +26,7 @@ with all its dtypes and options. Each is compiled in a process of its own. The t
   copies on their way; a matmul whose loop is bound by issuing instructions; more launches or torch operators than
   ``LIMITS``;
 - a figure of a step more than 10 % worse than the committed one of the same Triton version
-  (``bench/results/codegen.json``, written by ``--update``), and a step whose time by :mod:`bench.step_model` is more
-  than 5 % longer (``bench/results/step-model.json``).
+  (``bench/results/codegen.json``, written by ``--update``).
 
 Two cores take some minutes for everything.
 """
@@ -43,6 +42,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import chain, product
@@ -50,14 +50,15 @@ from pathlib import Path
 
 import torch
 import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
 
 from bench.harness import flags
-from bench.harness.storing import dump, write_json
-from bench.kernel_calls import VALUE_MODELS, operator_calls, value_model_step
-from bench.kernel_model import GPUS, PARTS, Block, Part, Rates
-from bench.launches import compiling_for, kernels
-from bench.sass import disassemble, instructions_of, loading_loops, loops_of, read, registers_and_stack
-from bench.step_launches import DRAFTS, Step
+from bench.harness.storing import dump
+from bench.kernel_calls import DRAFTS, VALUE_MODELS, operator_calls, trunk_step, value_model_step, value_step
+from bench.launches import compiling_for, intercept_launches, kernels, kernels_on_cpu
+from bench.models import DIMENSIONS
+from bench.sass import disassemble, instructions_of, loading_loops, loops_of, main_loop, registers_and_stack
 from lenvm_kernels.ops import ragged_linear, value_head, value_tree_attention
 
 RESULTS = Path(__file__).parent / "results" / "codegen.json"
@@ -78,7 +79,7 @@ ANGLE_STACK, ANGLE_FP64 = 32, 6
 ASKS_EARLY = {"_ragged_linear_kernel"}  # for its first weights, while earlier launches run
 WARP_GROUP_ROWS = 64  # of the smallest tile that sm_90's HGMMA multiplies
 TOLERANCE = 0.10  # of a figure, against the committed one
-# What a guided step of the model may launch, and how much longer than committed it may take by bench.step_model.
+# What a guided step of the model may launch.
 STEP_MODEL, STEP_SIZES = "Qwen2.5-1.5B", (8, 64, 256)
 LIMITS = {
     "launches of a layer": 7,
@@ -88,8 +89,6 @@ LIMITS = {
     "torch operators of a step with drafts": 11,
     "launches of a step with a trunk": 9,
 }
-STEP_TOLERANCE = 0.05
-STEP_RESULTS = RESULTS.with_name("step-model.json")
 # Kernels whose job is to stream, and the bytes of copies that each multiprocessor needs on their way after the wait for
 # HBM to be busy: bandwidth x latency / 132. (The scan has no loop and no copies: its loads are on their way because 64
 # warps share a multiprocessor, which its occupancy shows.)
@@ -106,6 +105,49 @@ TENSOR_OVER_ISSUE_E4M3 = {"_ragged_linear_kernel": 0.33}
 CALLS_SPILL = 64
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a GPU has, of its data sheet.
+
+    Attributes:
+        target: as Triton names it.
+        shared: bytes of shared memory that one block may have.
+        shared_of_sm: bytes of a multiprocessor; a block takes 1 KiB of it beside its own.
+        registers: 32-bit ones of a multiprocessor (a SIMD's lane on gfx942).
+        warps: resident on a multiprocessor (on a SIMD on gfx942).
+        blocks: resident on a multiprocessor.
+    """
+
+    target: GPUTarget
+    shared: int
+    shared_of_sm: int
+    registers: int
+    warps: int
+    blocks: int
+
+    def resident_blocks(self, registers: int, shared: int, warps: int) -> int:
+        """Blocks that a multiprocessor of NVIDIA's runs side by side. Registers are allotted in units of 256 a warp."""
+        of_block = -(-registers * 32 // 256) * 256 * warps
+        limits = (self.warps // warps, self.registers // of_block, self.shared_of_sm // (shared + 1024))
+        return min(self.blocks, *limits)
+
+    def occupancy(self, registers: int, shared: int, warps: int) -> float:
+        """Share of the resident warps that a kernel with such blocks can fill."""
+        if self.target.backend == "hip":
+            # A wave's registers are allotted in eights; each of four SIMDs has 512 a lane. LDS limits whole blocks.
+            waves = min(self.warps, self.registers // max(8, -(-registers // 8) * 8))
+            by_shared = self.shared_of_sm // shared if shared else self.blocks
+            return min(waves, by_shared * warps / 4) / self.warps
+        return self.resident_blocks(registers, shared, warps) * warps / self.warps
+
+
+KIB = 1024
+PARTS = {
+    "sm_80": Part(GPUTarget("cuda", 80, 32), 163 * KIB, 164 * KIB, 65_536, 64, 32),
+    "sm_90": Part(GPUTarget("cuda", 90, 32), 227 * KIB, 228 * KIB, 65_536, 64, 32),
+    "sm_100": Part(GPUTarget("cuda", 100, 32), 227 * KIB, 228 * KIB, 65_536, 64, 32),
+    "gfx942": Part(GPUTarget("hip", "gfx942", 64), 64 * KIB, 64 * KIB, 512, 8, 16),
+}
 # What is compiled, and for which part: the value models' steps for each, the operators' calls for sm_90.
 CALLS = "calls"
 SUBJECTS = PARTS | {CALLS: PARTS["sm_90"]}
@@ -285,7 +327,7 @@ def describe(kernel: object, part: Part) -> dict[str, object]:
         instructions = instructions_of(code)
         loops = loops_of(instructions)
     of_sm_90 = part.target == PARTS["sm_90"].target
-    overlaps, block = of_sm_90 and kernel.metadata.launch_pdl, Block(registers, shared, warps)
+    overlaps = of_sm_90 and kernel.metadata.launch_pdl
     before_wait = until_wait([line for _, line in instructions]) if overlaps else []
     return {
         "registers": registers,
@@ -293,24 +335,24 @@ def describe(kernel: object, part: Part) -> dict[str, object]:
         "shared": shared,
         "warps": warps,
         "accesses_before_wait": num_accesses(before_wait),
-        "occupancy": round(part.occupancy(block), 3),
+        "occupancy": round(part.occupancy(registers, shared, warps), 3),
         "is_half": bool(re.search(r"\*(?:bf|fp)16", str(kernel.src.signature))),  # some arguments are tuples
         "is_e4m3": "*fp8e4nv" in str(kernel.src.signature),
         **count_instructions(instructions, loops),
         **({"asks_before_wait": sum("CCTL.E.PF2" in line for line in before_wait)} if overlaps else {}),
-        **({"programs": part.resident_blocks(block)} if of_sm_90 else {}),
+        **({"programs": part.resident_blocks(registers, shared, warps)} if of_sm_90 else {}),
         **(loop_figures(instructions, warps) if of_sm_90 else {}),
     }
 
 
 def loop_figures(instructions: list[tuple[int, str]], warps: int) -> dict[str, object]:
     """What :class:`Figures` has of the loops of a kernel for sm_90."""
+    loops = loading_loops(instructions, warps)
     found: dict[str, object] = {
-        "waits_for_all": sum(bool(body.copied) and body.wait == 0 for _, body in loading_loops(instructions, warps)),
+        "waits_for_all": sum(bool(loop.copied) and loop.wait == 0 for loop in loops),
         "bytes_in_flight": 0,
     }
-    loop = read(instructions, warps).loop
-    if loop:
+    if loop := main_loop(loops):
         found |= {
             "loop_instructions": len(loop.lines),
             "loop_copies": sum("LDGSTS" in line for line in loop.lines),
@@ -394,6 +436,64 @@ def _widths(text: str, access: str) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda item: int(item[0])))
 
 
+# --- counting the launches of a step ---
+
+# Operators that are no views and launch nothing: the last makes a number a tensor on the host.
+NO_LAUNCH = ("detach", "_unsafe_view", "lift_fresh", "scalar_tensor")
+
+
+class _Operators(TorchDispatchMode):
+    """Counts torch's operators that launch a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.split(".")[0]
+        self.count += not function.is_view and "empty" not in name and name not in NO_LAUNCH
+        if name == "index":  # a kernel that did not run has not written the indices
+            args = (args[0], [None if x is None else torch.zeros_like(x) for x in args[1]])
+        return function(*args, **(kwargs or {}))
+
+
+def count_launches(step: Callable[[], object]) -> tuple[int, int]:
+    """(launches, torch's operators among them) of a step on sm_90, on CPU tensors."""
+    names: list[str] = []
+    with (
+        kernels_on_cpu("sm_90"),
+        intercept_launches(lambda name, launch: names.append(name)),
+        _Operators() as operators,
+    ):
+        step()
+    return len(names) + operators.count, operators.count
+
+
+def step_launches() -> dict[str, int]:
+    """What ``LIMITS`` limits, of guided steps on sm_90: the most of all sizes."""
+    found = dict.fromkeys(LIMITS, 0)
+
+    def add(what: str, count: int) -> None:
+        found[what] = max(count, found[what])
+
+    def add_step(requests: int, what: str = "", **options: object) -> int:
+        """Gives the launches of a layer: what the second layer adds, as every other one does."""
+        (one, of_torch), (two, of_torch_in_two) = (
+            count_launches(value_step(STEP_MODEL, requests, layers, **options)) for layers in (1, 2)
+        )
+        more = DIMENSIONS[STEP_MODEL][2] - 1
+        add(f"launches of a step{what}", one + more * (two - one))
+        add(f"torch operators of a step{what}", of_torch + more * (of_torch_in_two - of_torch))
+        return two - one
+
+    for kept, requests in product((None, "fp8"), STEP_SIZES):
+        add("launches of a layer", add_step(requests, kept=kept))
+    add_step(STEP_SIZES[0], " with drafts", drafts=DRAFTS)
+    for requests in STEP_SIZES:
+        add("launches of a step with a trunk", count_launches(trunk_step(requests))[0])
+    return found
+
+
 # --- the gate ---
 
 
@@ -452,48 +552,9 @@ def _slow_loops(figure: Figures) -> list[str]:
     return wrong
 
 
-def step_figures() -> dict[str, dict]:
-    """Of guided steps on sm_90: the launches that ``LIMITS`` limits, and milliseconds by requests and GPU."""
-    launches: dict[str, int] = dict.fromkeys(LIMITS, 0)
-    milliseconds = {}
-
-    def add_times(step: Step, requests: int, what: str) -> None:
-        for gpu in GPUS.values():
-            milliseconds[f"B {requests} {gpu.name}{what}"] = round(step.seconds(gpu, Rates()) * 1e3, 3)
-
-    for kept, requests in product((None, "fp8"), STEP_SIZES):
-        step = Step.of(STEP_MODEL, requests, weights=kept, cache=kept)
-        counts = (len(step.layer) + step.operators[0], step.num_launches, step.num_operators)
-        for name, count in zip(LIMITS, counts, strict=False):
-            launches[name] = max(count, launches[name])
-        add_times(step, requests, label("", kept))
-    drafted = Step.of(STEP_MODEL, STEP_SIZES[0], drafts=DRAFTS)
-    launches["launches of a step with drafts"] = drafted.num_launches
-    launches["torch operators of a step with drafts"] = drafted.num_operators
-    add_times(drafted, STEP_SIZES[0], ", drafts")
-    for requests in STEP_SIZES:
-        with_trunk = Step.of_trunk(requests)
-        launches["launches of a step with a trunk"] = with_trunk.num_launches
-        add_times(with_trunk, requests, ", trunk")
-    return {"launches": launches, "milliseconds": milliseconds}
-
-
-def step_faults(step: dict[str, dict]) -> list[str]:
-    """What is wrong with a step, whatever it was before."""
-    counts = step["launches"]
-    return [f"step: {counts[name]} {name}, at most {most}" for name, most in LIMITS.items() if counts[name] > most]
-
-
-def step_regressions(step: dict[str, dict], committed: dict[str, float]) -> list[str]:
-    """Steps whose time by the model is more than 5 % longer than committed."""
-    found = []
-    for name, milliseconds in step["milliseconds"].items():
-        before = committed.get(name)
-        if before is None:
-            found.append(f"step {name} is not among the committed times: --update writes them")
-        elif milliseconds > (1 + STEP_TOLERANCE) * before:
-            found.append(f"step {name}: {before} ms -> {milliseconds} ms by bench.step_model")
-    return found
+def step_faults(launches: dict[str, int]) -> list[str]:
+    """What a step launches too often."""
+    return [f"step: {launches[name]} {name}, at most {most}" for name, most in LIMITS.items() if launches[name] > most]
 
 
 # Figures that a change may make worse, and the sign of worse.
@@ -536,13 +597,6 @@ def table(subject: str, figures: list[Figures]) -> str:
     return "\n".join(lines)
 
 
-def step_table(step: dict[str, dict]) -> str:
-    """What a step launches and takes, in words."""
-    launches = ", ".join(f"{count} {name}" for name, count in step["launches"].items())
-    times = ", ".join(f"{name} {milliseconds} ms" for name, milliseconds in step["milliseconds"].items())
-    return f"step of {STEP_MODEL}: {launches}\nby bench.step_model: {times}"
-
-
 def main() -> int:
     parser = flags.parser(__doc__)
     parser.add_argument("--check", action="store_true", help="fail on the faults above")
@@ -556,8 +610,8 @@ def main() -> int:
     if args.compile:
         part = SUBJECTS[args.compile]
         figures = compile_calls(part, args.once) if args.compile == CALLS else compile_steps(part)
-        step = step_figures() if args.compile == "sm_90" else None
-        print(json.dumps({"figures": [asdict(figure) for figure in figures], "step": step}))
+        launches = step_launches() if args.compile == "sm_90" else None
+        print(json.dumps({"figures": [asdict(figure) for figure in figures], "launches": launches}))
         return 0
 
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -574,7 +628,6 @@ def main() -> int:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         done = dict(zip(args.parts, pool.map(compiled, args.parts), strict=True))
     figures = {subject: [Figures(**figure) for figure in of_part["figures"]] for subject, of_part in done.items()}
-    step = done["sm_90"]["step"] if "sm_90" in done else None
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     known = results.get(triton.__version__, {}).get("parts", {})
     found = []
@@ -583,12 +636,10 @@ def main() -> int:
         found += faults(subject, figures[subject])
         if subject != CALLS and not args.update:
             found += regressions(subject, figures[subject], [Figures(**f) for f in known.get(subject, [])])
-    step_results = json.loads(STEP_RESULTS.read_text()) if STEP_RESULTS.exists() else {}
-    if step:
-        print(step_table(step), end="\n\n")
-        found += step_faults(step)
-        if not args.update:
-            found += step_regressions(step, step_results.get(triton.__version__, {}).get("milliseconds", {}))
+    if "sm_90" in done:
+        launches = done["sm_90"]["launches"]
+        print(f"{STEP_MODEL}:", ", ".join(f"{count} {name}" for name, count in launches.items()), end="\n\n")
+        found += step_faults(launches)
     if args.update:
         steps = {part: [asdict(f) for f in of_part] for part, of_part in figures.items() if part != CALLS}
         results[triton.__version__] = {
@@ -600,10 +651,6 @@ def main() -> int:
             "parts": known | steps,
         }
         RESULTS.write_text(dump(dict(sorted(results.items())), 4))
-        if step:
-            about = {key: results[triton.__version__][key] for key in ("command", "device", "date")}
-            step_results[triton.__version__] = about | step
-            write_json(STEP_RESULTS, dict(sorted(step_results.items())))
     print("\n".join(found) or "no faults")
     return int(args.check and bool(found))
 

@@ -43,11 +43,10 @@ from bench.harness.measuring import (
     measure,
 )
 from bench.harness.storing import environment, write_json
-from bench.models import DIMENSIONS, VOCAB, make_config, make_model
+from bench.models import DIMENSIONS, TRUNK_BINS, TRUNK_LAYERS, VOCAB, make_config, make_model, trunk_shapes
 from bench.ops import limit_span
 from bench.outcomes import summarize
 from bench.step import CACHED, TOP_K, Decode, candidate_counts
-from bench.step_launches import TRUNK_BINS, TRUNK_LAYERS, trunk_shapes
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.ops._device import wait_for_inputs
 from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepConfig

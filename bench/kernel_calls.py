@@ -1,4 +1,4 @@
-"""Every kernel in every form in which it is launched: what :mod:`bench.codegen` compiles.
+"""Every kernel in every form in which it is launched, and whole steps: what :mod:`bench.codegen` compiles and counts.
 
 Those of an operator are the ``FORMS`` beside its benchmark in ``bench/ops``. Random numbers are zeros here: compiling
 looks at dtypes, sizes and alignments only.
@@ -7,20 +7,26 @@ looks at dtypes, sizes and alignments only.
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
+from typing import Any
 
 import torch
 
 import bench.ops
 from bench.launches import empty_is_zero
-from bench.models import VOCAB, make_config
+from bench.models import DIMENSIONS, TRUNK_BINS, TRUNK_LAYERS, VOCAB, make_config, trunk_shapes
+from bench.step import CACHED, MORE_CACHED
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepConfig
-from lenvm_kernels.value_model import ValueModel
+from lenvm_kernels.types import Drafts
+from lenvm_kernels.value_model import Trunk, ValueModel
+from lenvm_kernels.value_model.trunk import TrunkConfig
 
 VALUE_MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-1.7B")
 MAX_LEN, PAGE_SIZE, MAX_CANDIDATES = 4096, 1, 8  # k 5 and 8 take the same kernels
+DRAFTS = 4  # of a request, where a step has any
+TRUNK_BASE = "Qwen2.5-7B"
 
 bf16, i32, i64 = (partial(torch.zeros, dtype=dtype) for dtype in (torch.bfloat16, torch.int32, torch.int64))
 
@@ -62,3 +68,53 @@ def value_model_step(name: str, rows: int, kept: str | None = None) -> None:
     sampling, batch = Sampling(numbers, ones, ones, sample=True), StepBatch(prompt[:rows], prompt[:rows], numbers)
     step.step(probs, batch, sampling, probs=probs)
     step.step(bf16(rows, VOCAB), batch, sampling._replace(temperature=ones, is_logits=True))
+
+
+def value_step(
+    name: str, requests: int, layers: int, *, kept: str | None = None, drafts: int = 0
+) -> Callable[[], object]:
+    """What takes a step of so many layers as :mod:`bench.step` does, with a chain of so many drafts a request."""
+    config = make_config(name, vocab_size=2**11, num_layers=layers)
+    tensors = {key: bf16(shape) for key, shape in config.tensor_shapes().items()}
+    step = _guided_step(ValueModel(config, tensors, weights=kept), requests, max_drafts=drafts, cache=kept)
+    scores, rows, lengths = torch.zeros(requests * (1 + drafts), VOCAB), i64(requests), i32(requests)
+    if not drafts:
+        return partial(step.step, scores, StepBatch(rows, rows, lengths), _sampling(requests))
+    assert step._tensors.trees is not None
+    step._tensors.trees.columns.zero_()  # a kernel that does not run does not write them, and torch reads them
+    chain = torch.arange(drafts, dtype=torch.int32).expand(requests, -1) - 1
+    batch, drafted = StepBatch(i64(requests, 1 + drafts), rows, lengths, lengths), Drafts(i64(requests, drafts), chain)
+    return partial(step.step, scores, batch, _sampling(requests), drafted, verify="same_draws")
+
+
+def trunk_step(requests: int) -> Callable[[], object]:
+    """What takes a step with a trunk."""
+    trunk = _trunk()
+    states, rows = bf16(requests, trunk.config.state_size), i64(requests)
+    batch = StepBatch(rows, rows, i32(requests), states=states)
+    return partial(_guided_step(trunk, requests).step, torch.zeros(requests, VOCAB), batch, _sampling(requests))
+
+
+@cache
+def _trunk() -> Trunk:
+    hidden, _, layers, *_ = DIMENSIONS[TRUNK_BASE]
+    edges = tuple(range(1, TRUNK_BINS + 2))
+    config = TrunkConfig(TRUNK_BASE, TRUNK_LAYERS, layers, hidden, VOCAB, "of zeros", edges)
+    tensors = {name: torch.zeros(shape) for name, shape in trunk_shapes(hidden).items()}
+    return Trunk(config, tensors, bf16(1, hidden).expand(VOCAB, -1))
+
+
+def _guided_step(source: ValueModel | Trunk, requests: int, **options: Any) -> GuidedStep:
+    """With requests that are all guided."""
+    columns = CACHED + MORE_CACHED
+    slots = EngineSlots(i32(requests, columns), requests * columns)
+    step = GuidedStep(source, slots, StepConfig(vocab_size=VOCAB, backend="triton", **options))
+    for row in range(requests):
+        step.add_request(row, parse_guidance({"value_mode": "mul", "value_scale": 0.8}), {0})
+    step.flush()
+    return step
+
+
+def _sampling(requests: int) -> Sampling:
+    floats = torch.zeros(requests)
+    return Sampling(i32(requests), floats, floats, is_logits=True, sample=True)

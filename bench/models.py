@@ -18,6 +18,8 @@ DIMENSIONS = {
     "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 128, False),
     "Qwen3-1.7B": (2048, 6144, 28, 16, 8, 128, True),
 }
+# The trunks that ship: layers of a base model whose states they read, sizes, and bins of lengths.
+TRUNK_LAYERS, TRUNK_SIZE, TRUNK_OUTPUTS, TRUNK_BINS = (14, 21, 28), 128, 128, 33
 
 
 def make_config(name: str, *, vocab_size: int, **changed: int) -> ValueModelConfig:
@@ -52,6 +54,19 @@ def make_candidates(B: int, K: int, V: int, device: str) -> Candidates:
         status=torch.full((B,), int(Status.GUIDE), dtype=torch.int8, device=device),
         lost_mass=torch.zeros(B, device=device),
     )
+
+
+def trunk_shapes(hidden_size: int) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of a trunk, for a base model of this size."""
+    weights = {
+        "projection": (2 * TRUNK_SIZE, len(TRUNK_LAYERS) * hidden_size),
+        "embedding": (TRUNK_SIZE, hidden_size),
+        "fc": (TRUNK_OUTPUTS, TRUNK_SIZE),
+        "bins": (TRUNK_BINS, TRUNK_OUTPUTS),
+    }
+    return {
+        f"{name}.{kind}": of for name, shape in weights.items() for kind, of in (("weight", shape), ("bias", shape[:1]))
+    }
 
 
 def layer_parameters(config: ValueModelConfig) -> int:

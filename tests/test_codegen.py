@@ -12,10 +12,9 @@ from dataclasses import asdict, replace
 import pytest
 
 from bench import codegen
-from bench.kernel_calls import operator_calls, operators
-from bench.kernel_model import Block
+from bench.kernel_calls import operator_calls, operators, trunk_step, value_step
 from bench.launches import kernels
-from bench.sass import loops_of
+from bench.sass import Loop, loading_loops, loops_of, main_loop
 from tests.helpers.interpreter import run_compiling
 
 GOOD = codegen.Figures(
@@ -56,7 +55,7 @@ def compiled_for_sm_90(script):
 COMPILING = """
 import hashlib
 import torch
-from bench.kernel_model import PARTS
+from bench.codegen import PARTS
 from bench.launches import compiling_for
 from bench.ops.value_tree_attention import make_call
 from lenvm_kernels.ops import ragged_linear as ops
@@ -232,6 +231,57 @@ def test_a_loop_is_read():
     assert faults_of(**loop_figures(LOOP)) == []
 
 
+def loops_in(lines, warps=4):
+    return loading_loops([(0x10 * i, line) for i, line in enumerate(lines)], warps)
+
+
+def test_bytes_waits_and_cycles_of_a_loop():
+    lines = [
+        *LOOP[:9],
+        "@!P1 LDGSTS.E [R2+0x3000], desc[UR14][R4.64]",
+        "@!PT LDGSTS.E [R2], desc[UR14][R4.64]",
+        *LOOP[10:],
+    ]
+    (loop,) = loops_in(lines, 8)
+    assert loop.lines == tuple(lines[:13])
+    assert (loop.copied, loop.loaded) == (8 * 32 * (3 * 16 + 4), 0)
+    assert (loop.wait, loop.bytes_in_flight) == (4, 2 * loop.copied)
+    assert (loop.issue_cycles, loop.tensor_cycles) == (13 * 8 / 4, 2 * 32 * 2)  # two warp groups
+    body = Loop(("DEPBAR.LE SB0, 0x6", "DEPBAR.LE SB0, 0x3 ", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "LDGDEPBAR"), 4)
+    assert body.wait == 3 and Loop(body.lines[2:], 4).wait is None
+    loads = ("@!P1 LDG.E.U16 R8, desc[UR4][R6.64]", "LDG.E.U8 R2, desc[UR4][R2.64]", "LDG.E.64.CONSTANT R4, [R2]")
+    assert Loop(loads, 4).loaded == 128 * (2 + 1 + 8)
+
+
+def test_tensor_cycles_by_kind_and_shape():
+    def cycles(line):
+        return Loop((line,), 4).tensor_cycles
+
+    assert cycles("HGMMA.64x256x16.F32.BF16 R24, gdesc[UR4], R24") == 128
+    assert cycles("QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24") == 32
+    assert cycles("HMMA.16816.F32.BF16 R4, R8, R2, R4") == pytest.approx(4 / 0.62)
+    assert cycles("HMMA.1688.F32.BF16 R4, R8, R2, R4") == pytest.approx(2 / 0.62)
+
+
+def test_the_main_loop_is_the_innermost_with_most_copies():
+    """A search loop before, and a persistent loop around. One that loads nothing is none."""
+    search = ["LDG.E.128 R4, desc[UR10][R6.64]", "@!P0 BRA 0x0"]
+    inner = [*LOOP[:11], "@!P0 BRA 0x30"]
+    lines = [*search, "FADD R1, R1, R1", *inner, "@P1 BRA 0x20", "EXIT"]
+    assert main_loop(loops_in(lines)).lines == tuple(inner)
+    assert main_loop(loops_in(search)).lines == tuple(search)
+    assert main_loop(loops_in(["FADD R1, R1, R1", "@!P0 BRA 0x0", "EXIT"])) is None
+
+
+def test_a_loop_that_reads_e4m3_is_the_main_one():
+    """Another one may have more asynchronous copies, over what is in another dtype."""
+    copy = "LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64]"
+    e4m3, other = [copy, "F2FP.F16.E4M3.UNPACK_B R3, R4", "@P0 BRA 0x0"], [copy, copy, copy, "@P0 BRA 0x30"]
+    assert main_loop(loops_in([*e4m3, *other, "EXIT"])).lines == tuple(e4m3)
+    e5m2 = [line.replace("E4M3", "E5M2") for line in e4m3]
+    assert main_loop(loops_in([*e5m2, *other, "EXIT"])).lines == tuple(other)
+
+
 def test_a_loop_that_waits_for_all_of_its_copies_is_found_wherever_it_is():
     """In the main loop, in one beside it, and in both; what a persistent loop around them waits for is its own."""
     waiting = [line.replace("SB0, 0x4", "SB0, 0x0") for line in LOOP[:12]]
@@ -276,25 +326,22 @@ def test_only_what_streams_on_sm_90_needs_copies_in_flight():
         assert faults_of(part, tensor_cores={kind: 16}, waits_for_all=1, **slow) == []
 
 
-STEP = {"launches": dict(codegen.LIMITS), "milliseconds": {"B 8 H100": 2.0, "B 64 H100": 3.0}}
-
-
 @pytest.mark.parametrize("name", codegen.LIMITS)
 def test_a_step_may_launch_no_more_than_its_limits(name):
-    assert codegen.step_faults(STEP) == []
+    assert codegen.step_faults(codegen.LIMITS) == []
     most = codegen.LIMITS[name]
-    more = {"launches": STEP["launches"] | {name: most + 1}}
-    assert codegen.step_faults(STEP | more) == [f"step: {most + 1} {name}, at most {most}"]
+    assert codegen.step_faults(codegen.LIMITS | {name: most + 1}) == [f"step: {most + 1} {name}, at most {most}"]
 
 
-def test_a_step_may_take_five_percent_longer_by_the_model():
-    committed = STEP["milliseconds"]
-    longer = ["step B 8 H100: 2.0 ms -> 2.101 ms by bench.step_model"]
-    for milliseconds, faults in ((2.1, []), (1.0, []), (2.101, longer)):
-        step = STEP | {"milliseconds": committed | {"B 8 H100": milliseconds}}
-        assert codegen.step_regressions(step, committed) == faults
-    (found,) = codegen.step_regressions(STEP, {"B 8 H100": 2.0})
-    assert found == "step B 64 H100 is not among the committed times: --update writes them"
+def test_launches_of_real_steps_are_counted():
+    """Every layer launches the same; a step with a trunk has no layers, and asks torch for nothing."""
+    counts = [codegen.count_launches(value_step("Qwen2.5-0.5B", 8, layers)) for layers in (1, 2, 3)]
+    (one, of_torch), (two, _), (three, of_torch_in_three) = counts
+    assert three - two == two - one > 4 and one > two - one + of_torch and of_torch == of_torch_in_three > 0
+    drafted, of_torch_with_drafts = codegen.count_launches(value_step("Qwen2.5-0.5B", 2, 1, drafts=2))
+    assert drafted > one and of_torch_with_drafts > of_torch
+    launches, of_torch = codegen.count_launches(trunk_step(20))
+    assert launches > 4 and of_torch == 0
 
 
 def regressions(changed, committed=GOOD):
@@ -355,7 +402,7 @@ def test_kernels_on_one_side_only_are_named():
     ],
 )
 def test_occupancy(part, registers, shared, warps, occupancy):
-    assert codegen.PARTS[part].occupancy(Block(registers, shared, warps)) == occupancy
+    assert codegen.PARTS[part].occupancy(registers, shared, warps) == occupancy
 
 
 def test_instructions_are_counted_by_width_and_place():

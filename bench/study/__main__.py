@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from bench.harness import storing
-from bench.kernel_model import GPUS
 from bench.study import flops, report, run, serve, served, server, sources
 from bench.study.prompts import demo_prompts, read_prompts
 from lenvm_kernels.cli_arguments import positive
@@ -40,6 +39,8 @@ SERVED = {
     "cuda": dict(num_prompts=50, samples=16, max_tokens=512),
     "cpu": dict(num_prompts=4, samples=2, max_tokens=32),
 }
+# By what a device's name contains; operations in bf16, of the data sheets.
+PEAKS = {"H100": served.Peak("H100", 989e12, 3.35e12), "H200": served.Peak("H200", 989e12, 4.8e12)}
 
 
 def parse_args() -> argparse.Namespace:
@@ -97,7 +98,7 @@ def parse_args() -> argparse.Namespace:
     add(
         "--peak",
         metavar="GPU",
-        help=f"{', '.join(GPUS)}, or TFLOP/s:GB/s of a data sheet: rates are shown as shares of it (default: by the "
+        help=f"{', '.join(PEAKS)}, or TFLOP/s:GB/s of a data sheet: rates are shown as shares of it (default: by the "
         "GPU's name)",
     )
 
@@ -218,17 +219,17 @@ def _peak(given: str | None) -> served.Peak | None:
     """What rates are compared with."""
     if given is None:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-        given = next((name for name in GPUS if name in device), None)
+        given = next((name for name in PEAKS if name in device), None)
     if given is None:
         return None
-    if given in GPUS:
-        return served.Peak(given, GPUS[given].tensor_rate, GPUS[given].bandwidth)
+    if given in PEAKS:
+        return PEAKS[given]
     try:
         tera, giga = map(float, given.split(":"))
         if not (0 < tera < math.inf and 0 < giga < math.inf):
             raise ValueError
     except ValueError:
-        names = ", ".join(GPUS)
+        names = ", ".join(PEAKS)
         raise ValueError(f"--peak must be one of {names}, or TFLOP/s:GB/s as 312:2039, got {given!r}") from None
     return served.Peak(f"{tera:g} TFLOP/s, {giga:g} GB/s", tera * 1e12, giga * 1e9)
 
