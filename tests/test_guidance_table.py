@@ -38,7 +38,7 @@ def test_totals_that_are_aimed_at_early():
         (near | {"target_length_mode": "remaining"}, 0),
         ({"target_length": 100, "value_constraint": "eq"}, 0),
     ]
-    tables = [GuidanceTable(len(of_row), "cpu", aims_early=early) for early in (False, True)]
+    tables = [GuidanceTable(len(of_row), "cpu", early=early) for early in (0.0, 6.0)]
     for table in tables:
         for row, (given, _) in enumerate(of_row):
             table.add_request(row, parse_guidance(given), set())

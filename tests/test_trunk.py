@@ -51,8 +51,8 @@ def trunk(folder, base):
     return Trunk.from_pretrained(folder, *model_sizes(base))
 
 
-def table_of(guidance, aims_early=False):
-    table = GuidanceTable(len(guidance), "cpu", aims_early=aims_early)
+def table_of(guidance, early=0.0):
+    table = GuidanceTable(len(guidance), "cpu", early=early)
     for row, one in enumerate(guidance):
         table.add_request(row, parse_guidance(one) if one else None, {EOS})
     return table.columns
@@ -100,7 +100,7 @@ def test_a_step_is_guided_by_values_of_its_states(trunk, has_text_breaks):
     guided = [0, 1, 3, 4]
     of_rows = dict(table_rows=torch.tensor(guided), generated=generated[guided])
     ids = output.candidates.token_ids[guided]
-    table = table_of(GUIDANCE, has_text_breaks)
+    table = table_of(GUIDANCE, 6.0 * has_text_breaks)
     expected, mean = trunk.value_logits(states[guided], ids, table, **of_rows)
     torch.testing.assert_close(output.value_logits[guided], expected, rtol=1e-4, atol=1e-4)
     again = reweight_scatter(output.candidates, output.value_logits, table, generated=generated, text_breaks=breaks)

@@ -16,9 +16,8 @@ from lenvm_kernels.types import GuidanceColumns, Mode
 # Padding of token ids; -1 is that of candidates.
 _NO_TOKEN = -2
 _NO_LIMIT = 2**31 - 1
-# Outputs guided by values end this many tokens late, measured on two families, because they wait for the end of a
-# sentence; and the largest share of a target that is taken off for it.
-_WAIT, _WAIT_SHARE = 6.0, 0.1
+# The largest share of a total by which `near` and `le_near` aim early.
+_EARLY_SHARE = 0.1
 # Columns in the order in which they lie in a row, the widest first, so that every one is aligned. What is not here is
 # kept apart: kernels write it.
 _DTYPES = {
@@ -61,8 +60,8 @@ _STRUCT_CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f", torch.b
 class _RowLayout:
     """How the parameters of a request lie in a row of the table: all together, as int64 words."""
 
-    def __init__(self, max_eos: int, max_scaled_tokens: int, aims_early: bool) -> None:
-        self.max_eos, self.max_scaled_tokens, self._aims_early = max_eos, max_scaled_tokens, aims_early
+    def __init__(self, max_eos: int, max_scaled_tokens: int, early: float) -> None:
+        self.max_eos, self.max_scaled_tokens, self._early = max_eos, max_scaled_tokens, early
         # Elements of the columns that are lists; the others have one.
         self._lists = {
             "eos_token_ids": max_eos,
@@ -145,7 +144,7 @@ class _RowLayout:
     def _aimed_at(self, params: GuidanceParams) -> float:
         target = params.target_length or 0.0
         waits = params.counts_down and params.mode in (Mode.NEAR, Mode.LE_NEAR) and params.tolerance == 0
-        return target - min(_WAIT, _WAIT_SHARE * target) if self._aims_early and waits else target
+        return target - min(self._early, _EARLY_SHARE * target) if waits else target
 
     def columns(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """The columns of rows ``[R, words]``, as views."""
@@ -177,8 +176,8 @@ class GuidanceTable:
         device: where the table lies.
         max_eos: end-of-sequence ids a request can have.
         max_scaled_tokens: tokens with a temperature of their own that a request can have.
-        aims_early: whether ``near`` and ``le_near`` aim at 6 tokens less than a total, or at a tenth less if that is
-            nearer. A range (``tolerance``) stays as it is.
+        early: tokens by which ``near`` and ``le_near`` aim below a total, at most a tenth of it. A range
+            (``tolerance``) is not shifted.
 
     Attributes:
         columns: :class:`GuidanceColumns`, whose tensors are attributes of the table, too: ``table.faults``. They may be
@@ -199,9 +198,9 @@ class GuidanceTable:
         *,
         max_eos: int = 8,
         max_scaled_tokens: int = 32,
-        aims_early: bool = False,
+        early: float = 0.0,
     ) -> None:
-        self._layout = _RowLayout(max_eos, max_scaled_tokens, aims_early)
+        self._layout = _RowLayout(max_eos, max_scaled_tokens, early)
         self._unguided = self._layout.pack(GuidanceParams(), (), prompt_len=0, seed=0)
         self._rows = self._unguided.to(device).repeat(rows, 1)
         faults = torch.zeros(rows, dtype=torch.int32, device=device)
