@@ -23,7 +23,7 @@ INTERPRETED_WORK = 8_000
 BATCH_SIZE = 2**26
 
 # Raised whenever a generator draws other inputs for the same case than it did before, or names its options anew.
-VERSION = 12
+VERSION = 13
 
 
 class CaseError(ValueError):
