@@ -43,7 +43,7 @@ from bench.harness.measuring import (
     measure,
 )
 from bench.harness.storing import environment, write_json
-from bench.models import DIMENSIONS, TRUNK_BINS, TRUNK_LAYERS, VOCAB, make_config, make_model, trunk_shapes
+from bench.models import DIMENSIONS, TRUNK_LAYERS, VOCAB, make_config, make_model, random_trunk
 from bench.ops import limit_span
 from bench.outcomes import summarize
 from bench.step import CACHED, TOP_K, Decode, candidate_counts
@@ -51,7 +51,6 @@ from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.ops._device import wait_for_inputs
 from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepConfig
 from lenvm_kernels.value_model import Trunk
-from lenvm_kernels.value_model.trunk import TrunkConfig
 
 TESTS = [f"tests/test_{name}.py" for name in ("candidate_values", "trunk", "ragged_linear", "limit_span")]
 # Seconds that each process may take; "tests" covers the processes that compile beside the tests, too.
@@ -365,10 +364,7 @@ def make_trunk(day: Day, base: str, vocab: int) -> Trunk:
     """A trunk of random tensors for a base model's sizes."""
     hidden, _, layers, *_ = DIMENSIONS[base]
     hidden, read = day.pick((hidden, tuple(min(layer, layers) for layer in TRUNK_LAYERS)), (64, (1, 2, 3)))
-    config = TrunkConfig(base, read, layers, hidden, vocab, "of random numbers", tuple(range(1, TRUNK_BINS + 2)))
-    tensors = {
-        name: torch.randn(shape, device=day.device) * shape[-1] ** -0.5 for name, shape in trunk_shapes(hidden).items()
-    }
+    config, tensors = random_trunk(read, layers, hidden, vocab, day.device)
     return Trunk(config, tensors, torch.randn(vocab, hidden, dtype=torch.bfloat16, device=day.device))
 
 

@@ -15,13 +15,12 @@ import torch
 
 import bench.ops
 from bench.launches import empty_is_zero
-from bench.models import DIMENSIONS, TRUNK_BINS, TRUNK_LAYERS, VOCAB, make_config, trunk_shapes
+from bench.models import DIMENSIONS, TRUNK_LAYERS, VOCAB, make_config, random_trunk
 from bench.step import CACHED, MORE_CACHED
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepConfig
 from lenvm_kernels.types import Drafts
 from lenvm_kernels.value_model import Trunk, ValueModel
-from lenvm_kernels.value_model.trunk import TrunkConfig
 
 VALUE_MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-1.7B")
 MAX_LEN, PAGE_SIZE, MAX_CANDIDATES = 4096, 1, 8  # k 5 and 8 take the same kernels
@@ -73,7 +72,7 @@ def value_model_step(name: str, rows: int, kept: str | None = None) -> None:
 def value_step(
     name: str, requests: int, layers: int, *, kept: str | None = None, drafts: int = 0
 ) -> Callable[[], object]:
-    """What takes a step of so many layers as :mod:`bench.step` does, with a chain of so many drafts a request."""
+    """A call that runs a guided step of a value model with ``layers`` layers and ``drafts`` drafts per request."""
     config = make_config(name, vocab_size=2**11, num_layers=layers)
     tensors = {key: bf16(shape) for key, shape in config.tensor_shapes().items()}
     step = _guided_step(ValueModel(config, tensors, weights=kept), requests, max_drafts=drafts, cache=kept)
@@ -88,7 +87,7 @@ def value_step(
 
 
 def trunk_step(requests: int) -> Callable[[], object]:
-    """What takes a step with a trunk."""
+    """A call that runs a guided step with a trunk."""
     trunk = _trunk()
     states, rows = bf16(requests, trunk.config.state_size), i64(requests)
     batch = StepBatch(rows, rows, i32(requests), states=states)
@@ -98,14 +97,11 @@ def trunk_step(requests: int) -> Callable[[], object]:
 @cache
 def _trunk() -> Trunk:
     hidden, _, layers, *_ = DIMENSIONS[TRUNK_BASE]
-    edges = tuple(range(1, TRUNK_BINS + 2))
-    config = TrunkConfig(TRUNK_BASE, TRUNK_LAYERS, layers, hidden, VOCAB, "of zeros", edges)
-    tensors = {name: torch.zeros(shape) for name, shape in trunk_shapes(hidden).items()}
-    return Trunk(config, tensors, bf16(1, hidden).expand(VOCAB, -1))
+    return Trunk(*random_trunk(TRUNK_LAYERS, layers, hidden, VOCAB), bf16(1, hidden).expand(VOCAB, -1))
 
 
 def _guided_step(source: ValueModel | Trunk, requests: int, **options: Any) -> GuidedStep:
-    """With requests that are all guided."""
+    """A step whose requests are all guided."""
     columns = CACHED + MORE_CACHED
     slots = EngineSlots(i32(requests, columns), requests * columns)
     step = GuidedStep(source, slots, StepConfig(vocab_size=VOCAB, backend="triton", **options))

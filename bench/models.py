@@ -6,6 +6,7 @@ import torch
 
 from lenvm_kernels.types import Candidates, Status
 from lenvm_kernels.value_model import ValueModel, ValueModelConfig
+from lenvm_kernels.value_model.trunk import TrunkConfig
 
 VOCAB = 151_936  # of Qwen2.5
 
@@ -18,7 +19,7 @@ DIMENSIONS = {
     "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 128, False),
     "Qwen3-1.7B": (2048, 6144, 28, 16, 8, 128, True),
 }
-# The trunks that ship: layers of a base model whose states they read, sizes, and bins of lengths.
+# A trunk: layers of a base model of 28 layers whose states are read, sizes, and bins of lengths.
 TRUNK_LAYERS, TRUNK_SIZE, TRUNK_OUTPUTS, TRUNK_BINS = (14, 21, 28), 128, 128, 33
 
 
@@ -56,17 +57,20 @@ def make_candidates(B: int, K: int, V: int, device: str) -> Candidates:
     )
 
 
-def trunk_shapes(hidden_size: int) -> dict[str, tuple[int, ...]]:
-    """Of the tensors of a trunk, for a base model of this size."""
+def random_trunk(
+    layers: tuple[int, ...], num_layers: int, hidden_size: int, vocab_size: int, device: str = "cpu"
+) -> tuple[TrunkConfig, dict[str, torch.Tensor]]:
+    """The configuration and tensors of a trunk with random weights, which reads the states of ``layers``."""
+    edges = tuple(range(1, TRUNK_BINS + 2))
+    config = TrunkConfig("random", layers, num_layers, hidden_size, vocab_size, "", edges)
     weights = {
-        "projection": (2 * TRUNK_SIZE, len(TRUNK_LAYERS) * hidden_size),
+        "projection": (2 * TRUNK_SIZE, config.state_size),
         "embedding": (TRUNK_SIZE, hidden_size),
         "fc": (TRUNK_OUTPUTS, TRUNK_SIZE),
         "bins": (TRUNK_BINS, TRUNK_OUTPUTS),
     }
-    return {
-        f"{name}.{kind}": of for name, shape in weights.items() for kind, of in (("weight", shape), ("bias", shape[:1]))
-    }
+    shapes = {f"{name}.{kind}": of for name, x in weights.items() for kind, of in (("weight", x), ("bias", x[:1]))}
+    return config, {name: torch.randn(shape, device=device) * shape[-1] ** -0.5 for name, shape in shapes.items()}
 
 
 def layer_parameters(config: ValueModelConfig) -> int:

@@ -4,7 +4,7 @@
     python -m bench.vllm_gpu MODEL --out DIR --gsm8k DIR --phrase brief --guidance '[{"tolerance": 0.2}]'
 
 MODEL is a Hugging Face folder; ``--dummy`` writes a configuration whose weights vLLM fills at random. The package need
-not be installed. Each mode has an engine and a process of its own:
+not be installed. Each mode starts a process with one engine:
 
 - ``plain``: without the processor;
 - ``idle``: with the processor, no request guided;
@@ -13,13 +13,13 @@ not be installed. Each mode has an engine and a process of its own:
 
 For each number in ``--requests``, that many requests with random prompts and ``top_k`` 8 are sent at once. The results
 are medians of the runs: ``tpot_ms`` is a request's time from its first to its last token, divided by its tokens less
-one, and ``decode_ms`` that of the request that began last, when no prompts are computed any more.
+one, and ``decode_ms`` is the same time of the request that began last, after the last prompt was computed.
 
-``--gsm8k`` is a folder with ``test.jsonl``. ``--phrase`` is a name in :data:`PHRASES` or a text with ``{words}``,
-appended to every problem; ``plain`` also runs without it. Each object in the list ``--guidance`` is run as a setting
-and may contain another ``target_length`` or ``phrase``. ``--out`` is a folder for one run. A mode that fails does not
-stop the others; the exit status is then 1. The plugin's settings, such as LENVM_MAX_CANDIDATES, are read from the
-environment.
+``--gsm8k`` is a folder with ``test.jsonl``; answers are judged by the package math-verify. ``--phrase`` is a name in
+:data:`PHRASES` or a text with ``{words}``, appended to every problem; ``plain`` also runs without it. Each object in
+the list ``--guidance`` is run as a setting and may contain another ``target_length`` or ``phrase``. ``--out`` is a
+folder for one run. A mode that fails does not stop the others; the exit status is then 1. The plugin's settings, such
+as LENVM_MAX_CANDIDATES, are read from the environment.
 """
 
 import argparse
@@ -33,6 +33,7 @@ import sys
 import tempfile
 import time
 import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,7 @@ PHRASES = {  # measured in bench/results/nvidia-h200/real-model
 DEFAULTS: dict[str, Any] = dict(prompt_tokens=512, tokens=128, repeats=3, problems=500, target=151, limit=600.0)
 DEFAULTS |= dict(attention="TRITON_ATTN", graphs="FULL_DECODE_ONLY", memory=0.6, load_format="auto")
 DEFAULTS |= dict(max_model_len=2048, answer_tokens=512)
-SIZES = {  # vocabulary, hidden and intermediate size, layers, heads, heads of keys, whether the embeddings are tied
-    "tiny": (1_024, 128, 256, 6, 4, 2, True),
-    "0.5b": (151_936, 896, 4_864, 24, 14, 2, True),
-    "1.5b": (151_936, 1_536, 8_960, 28, 12, 2, True),
-    "7b": (152_064, 3_584, 18_944, 28, 28, 4, False),
-}
+SIZES = ("tiny", "0.5b", "1.5b", "3b", "7b")  # of Qwen2.5, but for the first
 
 
 def arguments() -> argparse.Namespace:
@@ -83,29 +79,33 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def write_dummy(size: str, folder: Path) -> str:
-    names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
-    config = dict(zip([*names.split(), "tie_word_embeddings"], SIZES[size], strict=True))
-    ends = dict.fromkeys(("bos_token_id", "eos_token_id"), min(151_643, config["vocab_size"] - 1))
-    config |= dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", torch_dtype="bfloat16", hidden_act="silu")
-    config |= dict(rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=32_768) | ends
+def write_dummy(size: str, folder: Path) -> None:
+    """Write the configuration of a model, and no weights."""
+    from bench.models import DIMENSIONS, VOCAB
+
+    vocab, sizes = VOCAB, (128, 256, 6, 4, 2)
+    if size == "tiny":
+        vocab = 1024
+    else:
+        sizes = DIMENSIONS[f"Qwen2.5-{size.upper()}"][:5]
+    names = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id"), vocab - 1)
+    config: dict[str, Any] = dict(zip(names.split(), sizes, strict=True)) | ends
+    config |= dict(vocab_size=vocab, tie_word_embeddings=size != "7b", torch_dtype="bfloat16", hidden_act="silu")
+    config |= dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", rms_norm_eps=1e-6, rope_theta=1e6)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in (("config.json", config), ("generation_config.json", ends)):
-        (folder / name).write_text(json.dumps(content))
-    return str(folder)
+    (folder / "config.json").write_text(json.dumps(config | dict(max_position_embeddings=32_768)))
+    (folder / "generation_config.json").write_text(json.dumps(ends))
 
 
 def write_random_probe(config: dict[str, Any], folder: Path) -> None:
     """Write a probe of three layers and have this process accept it for the model."""
-    from lenvm_kernels.training.trunk import TrunkHead, edges_of
+    from bench.models import random_trunk
     from lenvm_kernels.value_model.trunk import TrunkConfig, write_trunk
 
     count, hidden, vocab = (config[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
-    layers, edges = (round(count * 2 / 3), round(count * 5 / 6), count), edges_of(512)
     torch.manual_seed(0)
-    head = TrunkHead(torch.randn(64, len(layers) * hidden), torch.randn(64, hidden) / 1000, len(edges) - 1)
-    torch.nn.init.normal_(head.bins.weight)
-    write_trunk(TrunkConfig("random", layers, count, hidden, vocab, "", edges), head.tensors(), 0.997, folder)
+    write_trunk(*random_trunk((count // 2, count * 3 // 4, count), count, hidden, vocab), 0.997, folder)
     # The hash of the embedding cannot match: it is not known before the engine has the weights.
     TrunkConfig.check_base = lambda *_: None  # type: ignore[method-assign]
 
@@ -146,6 +146,10 @@ class Bench:
         import vllm
 
         self.args, self.vllm = args, vllm
+        if args.dummy:
+            write_dummy(args.dummy, Path(args.model))
+        if args.gsm8k:
+            import_module("math_verify")  # a missing package fails before the engine starts
         self.config = json.loads(Path(args.model, "config.json").read_text())
         if args.mode == "probe" and args.probe is None:
             write_random_probe(self.config, Path(os.environ["LENVM_VALUE_MODEL"]))
@@ -206,16 +210,18 @@ class Bench:
         self.keep("timings.jsonl", result | dict(memory_gib=torch.cuda.max_memory_allocated() / 2**30))
 
     def answer_problems(self) -> None:
-        from lenvm_kernels.evaluate.prompts import say
+        from lenvm_kernels.evaluate.accuracy import check, extract, references
+        from lenvm_kernels.evaluate.prompts import read_prompts, say
 
         args, tokenizer = self.args, self.llm.get_tokenizer()
-        problems = [*map(json.loads, Path(args.gsm8k, "test.jsonl").read_text().splitlines()[: args.problems])]
+        problems = read_prompts(Path(args.gsm8k, "test.jsonl"), "--gsm8k")[: args.problems]
+        answers = references(problems, "--gsm8k") or []
         is_guided, alone = args.mode in ("none", "probe"), [{"phrase": None}] if args.mode == "plain" else []
         default = {"phrase": args.phrase} | ({"target_length": args.target} if is_guided else {})
         for number, given in enumerate(args.guidance if is_guided else [*alone, {}] if args.phrase else [{}]):
             setting: dict[str, Any] = default | given
             phrase, target = setting.pop("phrase"), setting.get("target_length", args.target)
-            texts = [problem["question"] for problem in problems]
+            texts = [problem.text for problem in problems]
             texts = texts if phrase is None else [say(x, PHRASES.get(phrase, phrase), target) for x in texts]
             of_chat: Any = dict(add_generation_prompt=True, return_dict=False)
             prompts = [tokenizer.apply_chat_template([{"role": "user", "content": x}], **of_chat) for x in texts]
@@ -223,33 +229,22 @@ class Bench:
             seconds, outputs, ids = self.run(prompts, **of_all)
             Path(args.out, f"answers-{args.mode}-{number}.json").write_text(json.dumps(ids))
             lengths, texts = np.array([*map(len, ids)]), [tokenizer.decode(x, skip_special_tokens=True) for x in ids]
-            right = [is_right(text, problem["answer"]) for text, problem in zip(texts, problems, strict=True)]
+            pairs = [*zip(map(extract, texts), answers, strict=True)]
+            is_right = check(pairs)
             result: dict[str, Any] = dict(setting=number, name="guided" if setting else "said" if phrase else "alone")
             result |= dict(phrase=phrase, guidance=setting, answers=len(ids), target=target)
             result |= {f"within_{n}": float(np.mean(abs(lengths - target) <= n / 100 * target)) for n in (10, 25)}
-            result |= dict(mean=float(lengths.mean()), right=float(np.mean(right)), first=texts[0][-120:])
+            result |= dict(
+                mean=float(lengths.mean()),
+                right=float(np.mean([is_right[pair] for pair in pairs])),
+                first=texts[0][-120:],
+            )
             result["cut"] = float(np.mean([x.outputs[0].finish_reason == "length" for x in outputs]))
             self.keep("gsm8k.jsonl", result | dict(seconds=seconds, tokens_per_s=float(lengths.sum()) / seconds))
 
 
-def is_right(text: str, reference: str) -> bool:
-    """Whether the last number of a text, or the one in its last box, is GSM8K's. No package but ours is needed."""
-    from lenvm_kernels.evaluate.accuracy import NUMBER, extract
-
-    found = NUMBER.findall(extract(text))
-    numbers = [
-        x.strip("$").replace(",", "").replace("\\", "").rstrip("%")
-        for x in (*found[-1:], reference.rpartition("####")[2].strip())
-    ]
-    try:
-        given, right = map(float, numbers)
-    except ValueError:
-        return False
-    return abs(given - right) <= 1e-4 * max(1, abs(right))
-
-
 def run_mode(args: argparse.Namespace, mode: str, linked: str) -> int:
-    """Run a mode in a process of its own. Returns its exit status."""
+    """Run a mode in a subprocess and return its exit status."""
     log, begun = Path(args.out, f"{mode}.log"), time.perf_counter()
     command = [sys.executable, "-m", "bench.vllm_gpu", "--one", json.dumps(vars(args) | {"mode": mode})]
     of_process: Any = dict(cwd=linked, env=environment_of(args, mode, linked), timeout=args.limit)
@@ -279,7 +274,7 @@ def main() -> None:
         os._exit(0)  # the results are written; the engine need not shut down
     Path(args.out).mkdir(parents=True, exist_ok=True)
     if args.dummy:
-        args.model = write_dummy(args.dummy, Path(args.out, f"model-{args.dummy}"))
+        args.model = os.path.abspath(Path(args.out, f"model-{args.dummy}"))
     with tempfile.TemporaryDirectory() as linked:
         link_project(Path(linked))
         failed = [mode for mode in args.modes if run_mode(args, mode, linked)]
