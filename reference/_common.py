@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from lenvm_kernels.types import TextBreak
+from lenvm_kernels.types import Drafts, TextBreak
 
 # Columns of a row whose squares are added up together.
 SQUARES_GROUP = 64
@@ -41,8 +41,10 @@ def breaks_of(tokens: torch.Tensor, text_breaks: torch.Tensor) -> torch.Tensor:
     return torch.where(is_known, found, int(TextBreak.NONE))
 
 
-def tidy_drafts(token_ids: torch.Tensor, parents: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Drafts ``[B, D]`` for so many requests: -1 from the first that is not there, and for a parent that is none."""
+def tidy_drafts(drafts: Drafts, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and parents of ``drafts`` for ``rows`` requests: -1 from the first missing draft on, and for parents
+    that are not earlier columns."""
+    token_ids, parents = drafts
     is_there = (token_ids >= 0).int().cumprod(1).bool()
     column = torch.arange(token_ids.shape[1], device=token_ids.device)
     token_ids = token_ids.int().where(is_there, -1)

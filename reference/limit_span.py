@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lenvm_kernels.reference._common import tidy_drafts
-from lenvm_kernels.types import TextBreak
+from lenvm_kernels.types import Drafts, GuidanceColumns, TextBreak
 
 # What is taken off the logit of a token that is not to be drawn, and added to that of one that is. fp16 has both.
 EXCLUDED, FORCED = 1e4, 2e4
@@ -27,35 +27,22 @@ class _Span(NamedTuple):
 
 def limit_span(
     logits: Tensor | None,  # [B * (1 + D), V]
-    eos_token_ids: Tensor,  # int32 [R, E]
-    span_end_token_ids: Tensor,  # int32 [R, S]
-    span_token_ids: Tensor,  # int32 [R, P]
-    closing_token_ids: Tensor,  # int32 [R, C]
-    span_first_bits: Tensor,  # int32 [R]
-    span_end_bits: Tensor,  # int32 [R]
-    span_start_bits: Tensor,  # int32 [R]
-    hard_limit: Tensor,  # int32 [R]
-    hard_limit_grace: Tensor,  # int32 [R]
-    allows_eos: Tensor,  # bool [R]
-    prompt_len: Tensor,  # int32 [R]
-    span_ended: Tensor,  # bool [R]
-    span_seen: Tensor,  # int32 [R]
-    span_match: Tensor,  # int32 [R]
-    closing_from: Tensor,  # int32 [R]
+    table: GuidanceColumns,  # R requests
     tokens: Tensor,  # int64 [B, N]
-    new_lens: Tensor | None,  # int32 [B]
     table_rows: Tensor,  # int64 [B]
     lengths: Tensor,  # int32 [B]
-    draft_ids: Tensor | None,  # [B, D]
-    draft_parents: Tensor | None,  # int32 [B, D]
+    *,
+    new_lens: Tensor | None,  # int32 [B]
+    drafts: Drafts | None,  # [B, D]
     text_breaks: Tensor | None,  # int8 [W]
 ) -> tuple[Tensor, Tensor]:  # bool, int32 [B * (1 + D)]
-    """See :func:`lenvm_kernels.ops.limit_span.limit_span`; the table by the columns that are read."""
+    """See :func:`lenvm_kernels.ops.limit_span.limit_span`; writes the columns of the table, too."""
     (requests, new), device = tokens.shape, tokens.device
-    ends, eos, patterns = span_end_token_ids[table_rows], eos_token_ids[table_rows], span_token_ids[table_rows]
-    first_bits, end_bits, start_bits = (x[table_rows] for x in (span_first_bits, span_end_bits, span_start_bits))
-    limit, grace = hard_limit[table_rows], hard_limit_grace[table_rows]
-    lands = (ends[:, 0] < 0) & (closing_token_ids[table_rows, 0] >= 0)
+    eos, ends = table.eos_token_ids[table_rows], table.span_end_token_ids[table_rows]
+    patterns, first_bits = table.span_token_ids[table_rows], table.span_first_bits[table_rows]
+    end_bits, start_bits = table.span_end_bits[table_rows], table.span_start_bits[table_rows]
+    limit, grace = table.hard_limit[table_rows], table.hard_limit_grace[table_rows]
+    lands = (ends[:, 0] < 0) & (table.closing_token_ids[table_rows, 0] >= 0)
     has_span = (ends[:, 0] >= 0) | lands
     bits = 1 << torch.arange(patterns.shape[1], dtype=torch.int32, device=device)
 
@@ -80,27 +67,22 @@ def limit_span(
         closes = is_told & ~span.ended & (span.closing_from < 0) & (over >= 0) & ((over >= grace) | is_line)
         return span._replace(closing_from=torch.where(closes, place, span.closing_from))
 
-    span = _Span(span_ended[table_rows], prompt_len[table_rows], span_match[table_rows], closing_from[table_rows])
-    seen = span_seen[table_rows]
+    columns = table.span_ended, table.prompt_len, table.span_match, table.closing_from  # the fields of a _Span
+    span = _Span(*(column[table_rows] for column in columns))
+    seen = table.span_seen[table_rows]
     new_lens = torch.ones_like(lengths) if new_lens is None else new_lens.clamp(0, new)
     for i in range(new):
         place = lengths - new_lens + i + 1
         is_told = has_span & (i < new_lens) & (place > 0)
         span = after(span, tokens[:, i], place, is_told, is_told & (place > seen))
-    for column, now, before in (
-        (span_ended, span.ended, span_ended[table_rows]),
-        (prompt_len, span.begin, prompt_len[table_rows]),
-        (span_match, span.match, span_match[table_rows]),
-        (closing_from, span.closing_from, closing_from[table_rows]),
-        (span_seen, torch.maximum(seen, lengths), seen),
-    ):
-        column[table_rows] = torch.where(has_span, now, before)
+    for column, now in zip((*columns, table.span_seen), (*span, torch.maximum(seen, lengths)), strict=True):
+        column[table_rows] = torch.where(has_span, now, column[table_rows])
 
-    # Of each node: whether it is there, how many drafts it has behind it, and where its span stands.
+    # By node: whether the node exists, the number of drafts before it, and its span.
     nothing = torch.zeros_like(has_span)
     is_there, depth, found = [~nothing], [torch.zeros_like(lengths)], [span]
-    if draft_ids is not None and draft_parents is not None:
-        token_ids, parents = tidy_drafts(draft_ids, draft_parents, requests)
+    if drafts is not None:
+        token_ids, parents = tidy_drafts(drafts, requests)
         row = torch.arange(requests, device=device)
         for j in range(token_ids.shape[1]):
             is_draft, parent = token_ids[:, j] >= 0, parents[:, j].long() + 1
@@ -124,14 +106,13 @@ def limit_span(
             by_node.scatter_(2, index, torch.where((nodes & is_token)[:, :, None], x + number, x))
 
         is_open = has_span[:, None] & exists & ~ended
-        closing_ids = closing_token_ids[table_rows]
+        closing_ids = table.closing_token_ids[table_rows]
         last = (closing_ids >= 0).sum(1, keepdim=True) - 1
         index = places - closing
         forced = closing_ids.gather(1, index.clamp(min=0).minimum(last).clamp(min=0).long())
         add(FORCED, forced, is_open & (closing >= 0) & (~lands[:, None] | (index <= last)))
-        is_excluded = ~allows_eos[table_rows, None] & ~((eos[:, :, None] == ends[:, None]) & (ends >= 0)[:, None]).any(
-            2
-        )
+        ends_span = ((eos[:, :, None] == ends[:, None]) & (ends >= 0)[:, None]).any(2)
+        is_excluded = ~table.allows_eos[table_rows, None] & ~ends_span
         for ids, excluded in zip(eos.unbind(1), is_excluded.unbind(1), strict=True):
             add(-EXCLUDED, ids[:, None].expand_as(ended), is_open & excluded[:, None])
     return ended.flatten(), torch.where(exists, places - begin, 0).flatten()

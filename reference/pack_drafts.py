@@ -1,28 +1,27 @@
 """Drafts and the scored candidates of all nodes as one tree a request, in plain PyTorch."""
 
 import torch
-from torch import Tensor
 
 from lenvm_kernels.reference._common import tidy_drafts
-from lenvm_kernels.types import CandidateTrees, ScoredCandidates
+from lenvm_kernels.types import CandidateTrees, Drafts, ScoredCandidates
 
 
-def pack_drafts(scored: ScoredCandidates, draft_ids: Tensor, draft_parents: Tensor) -> CandidateTrees:
+def pack_drafts(scored: ScoredCandidates, drafts: Drafts) -> CandidateTrees:
     """See :func:`lenvm_kernels.ops.pack_drafts.pack_drafts`."""
-    drafts, columns = draft_ids.shape[1], scored.token_ids.shape[1]
-    rows = len(scored.counts) // (1 + drafts)
-    draft_ids, draft_parents = tidy_drafts(draft_ids, draft_parents, rows)
+    width, columns = drafts.token_ids.shape[1], scored.token_ids.shape[1]
+    rows = len(scored.counts) // (1 + width)
+    draft_ids, draft_parents = tidy_drafts(drafts, rows)
     trees = CandidateTrees(
-        token_ids=torch.full((rows, drafts + (1 + drafts) * columns), -1, dtype=torch.int32),
-        parents=torch.full((rows, drafts + (1 + drafts) * columns), -1, dtype=torch.int32),
+        token_ids=torch.full((rows, width + (1 + width) * columns), -1, dtype=torch.int32),
+        parents=torch.full((rows, width + (1 + width) * columns), -1, dtype=torch.int32),
         counts=torch.zeros(rows, dtype=torch.int32),
-        positions=scored.positions[:: 1 + drafts].clone(),
-        columns=torch.full((rows * (1 + drafts), columns), -1, dtype=torch.int64),
+        positions=scored.positions[:: 1 + width].clone(),
+        columns=torch.full((rows * (1 + width), columns), -1, dtype=torch.int64),
     )
     ids, counts = scored.token_ids.tolist(), scored.counts.tolist()
     all_drafts = [list(zip(*x, strict=True)) for x in zip(draft_ids.tolist(), draft_parents.tolist(), strict=True)]
     for row, drafted in enumerate(all_drafts):
-        nodes = range(row * (1 + drafts), (row + 1) * (1 + drafts))
+        nodes = range(row * (1 + width), (row + 1) * (1 + width))
         if not any(counts[node] for node in nodes):
             continue
         tree = [(token, parent) for token, parent in drafted if token >= 0]

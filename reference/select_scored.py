@@ -3,30 +3,26 @@
 import torch
 from torch import Tensor
 
-from lenvm_kernels.types import ScoredCandidates, Status
+from lenvm_kernels.types import Candidates, ScoredCandidates, Status, StepRequests
 
 
 def select_scored(
-    candidate_ids: Tensor,  # int32 [B, K]
-    counts: Tensor,  # int32 [B]
-    status: Tensor,  # int8 [B]
-    positions: Tensor,  # int32 [N]
-    table_rows: Tensor,  # int64 [N]
-    wants_length: Tensor,  # bool [N]
-    due: Tensor,  # bool [N]
+    candidates: Candidates,  # [B, K]
+    requests: StepRequests,  # [N]
     eos_token_ids: Tensor,  # int32 [R, E]
     *,
     drawn: Tensor | None = None,  # int32 [B]
     sample: bool = False,
     score_all: bool = False,
-    out: ScoredCandidates,  # [N, K]
+    step: Tensor | None = None,  # int64 [1]
 ) -> ScoredCandidates:  # [N, K]
-    """See :func:`lenvm_kernels.ops.select_scored.select_scored`; candidates and requests by what is read of them."""
-    b, k = candidate_ids.shape
-    wants_length, lengths = wants_length[:b], positions[:b] + 1
+    """See :func:`lenvm_kernels.ops.select_scored.select_scored`."""
+    candidate_ids, counts, status = candidates.token_ids, candidates.counts, candidates.status
+    (b, k), rows = candidate_ids.shape, len(requests.due)
+    wants_length, lengths = requests.wants_length[:b], requests.positions[:b] + 1
     is_candidate = torch.arange(k, device=candidate_ids.device) < counts[:, None]
-    ends = (candidate_ids[:, :, None] == eos_token_ids[table_rows[:b], None]).any(2) & is_candidate
-    status[(status == Status.GUIDE) & ~due[:b] & ~ends.any(1)] = Status.NOT_DUE
+    ends = (candidate_ids[:, :, None] == eos_token_ids[requests.table_rows[:b], None]).any(2) & is_candidate
+    status[(status == Status.GUIDE) & ~requests.due[:b] & ~ends.any(1)] = Status.NOT_DUE
     is_guide = status == Status.GUIDE
     next_tokens = torch.full_like(counts, -1) if drawn is None else drawn
     if sample:
@@ -41,8 +37,9 @@ def select_scored(
         positions=lengths,
         alone=alone,
     )
-    for target, values in zip(out, results, strict=True):
-        target[:b] = values
-        target[b:] = 0
-    out.token_ids[b:] = -1
-    return out
+    if step is not None and rows > 0:
+        step += 1
+    padding = dict.fromkeys(ScoredCandidates._fields, 0) | {"token_ids": -1}
+    return ScoredCandidates(
+        *(torch.cat((x, x.new_full((rows - b, *x.shape[1:]), padding[name]))) for name, x in results._asdict().items())
+    )

@@ -3,7 +3,6 @@
 import functools
 import os
 from collections.abc import Sequence
-from operator import methodcaller
 
 import torch
 from torch import Tensor
@@ -58,8 +57,9 @@ def next_power_of_2(x: int) -> int:
     return 1 << (max(x, 1) - 1).bit_length()
 
 
-# A tensor's stride from one row to the next, for map(): a launch asks for those of some twenty tensors.
-row_stride = methodcaller("stride", 0)
+def row_stride(tensor: Tensor | None) -> int:
+    """The stride from one row to the next; 0 for None."""
+    return 0 if tensor is None else tensor.stride(0)
 
 
 # Set by what compiles for a GPU that is not there (bench.codegen).

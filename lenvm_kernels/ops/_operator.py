@@ -1,8 +1,9 @@
 """The one way from an operator's public function to its kernels or its reference."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -18,61 +19,123 @@ if INTERPRETED:
     repair_interpreter()
 
 Launch = Callable[..., None]
-Operands = ParamSpec("Operands")
+
+
+class _Argument(NamedTuple):
+    """An argument of a launch, and the arguments of the operator's schema that it stands for."""
+
+    name: str
+    schema: dict[str, Any]  # names and types
+    kind: Any  # the named tuple; None for a single value
+    is_optional: bool
 
 
 def operator(
-    *, mutates: Sequence[str], reference: Launch, name: str | None = None
-) -> Callable[[Callable[Operands, None]], Callable[Concatenate[str, Operands], None]]:
+    *, reference: Callable[..., Any], mutates: Sequence[str] = (), scratch: Sequence[str] = (), name: str | None = None
+) -> Callable:
     """Make an operator of the function that launches its kernels.
 
-    The function takes tensors, numbers, and ``None`` for what is optional, all by position and annotated. The first is
-    a tensor it writes; it returns nothing. What comes of it takes the same after the backend, ``triton`` or
-    ``reference``. It
+    The function takes its output first, then the operands: tensors, named tuples of tensors, numbers, and ``None`` for
+    optional operands. All are positional and annotated. It returns nothing. The decorated function takes the backend,
+    ``triton`` or ``reference``, before these arguments. It
 
-    - makes the GPU of the first tensor the current one, because that is where Triton launches;
-    - is ``torch.ops.lenvm.<name>`` to whoever records operators instead of running them: ``torch.compile``,
-      ``torch.export``, ``make_fx``. What they recorded does the same when it runs. Others do not pay for the
+    - makes the GPU of the output current, because Triton launches on the current GPU;
+    - is ``torch.ops.lenvm.<name>`` when operators are recorded instead of executed: ``torch.compile``,
+      ``torch.export``, ``make_fx``. The schema has one argument for each field of a named tuple. Other calls bypass the
       dispatcher.
 
     Args:
-        mutates: names of the tensors that are written.
-        reference: the function for the reference backend; takes the same arguments.
-        name: of the operator; ``None`` is that of the function's module.
+        reference: function of the reference backend. It takes the operands by name, without the output. The values that
+            it returns are copied into the output.
+        mutates: operands that are written as well: ``"name"``, or ``"name.field"`` for one field of a named tuple.
+        scratch: operands that only the kernels write and read. They are not passed to the reference.
+        name: name of the operator. If None, the name of the function's module.
     """
 
     def decorate(launch: Launch) -> Launch:
-        def execute(backend: str, *operands: Any) -> None:
-            if backend == "reference":
-                reference(*operands)
-            elif operands[0].is_cuda:
-                with torch.cuda.device_of(operands[0]):
-                    launch(*operands)
-            else:
-                launch(*operands)
+        kinds = get_type_hints(launch)
+        kinds.pop("return", None)
+        arguments = [_argument(label, kind) for label, kind in kinds.items()]
+        operands = [argument.name for argument in arguments[1:]]
 
-        schema = torch.library.infer_schema(launch, mutates_args=mutates)
+        def run_reference(out: Any, *values: Any) -> None:
+            known = dict(zip(operands, values, strict=True))
+            results = reference(**{label: value for label, value in known.items() if label not in scratch})
+            pairs = [(out, results)] if isinstance(out, Tensor) else zip(out, results, strict=True)
+            for written, result in pairs:
+                written.copy_(result)
+
+        def execute(backend: str, *values: Any) -> None:
+            first = values[0] if isinstance(values[0], Tensor) else values[0][0]
+            if backend == "reference":
+                run_reference(*values)
+            elif first.is_cuda:
+                with torch.cuda.device_of(first):
+                    launch(*values)
+            else:
+                launch(*values)
+
+        def execute_flat(backend: str, *flat: Any) -> None:
+            execute(backend, *_nested(arguments, flat))
+
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        schema = {"backend": str} | {label: x for argument in arguments for label, x in argument.schema.items()}
+        parameters = [inspect.Parameter(label, kind, annotation=x) for label, x in schema.items()]
+        execute_flat.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
+        names = {argument.name: [*argument.schema] for argument in arguments}
+        names |= {label: [label.replace(".", "_")] for label in mutates if "." in label}
         library_op = torch.library.custom_op(
             f"lenvm::{name or launch.__module__.rpartition('.')[2]}",
-            execute,
-            mutates_args=mutates,
-            schema=schema.replace("(", "(str backend, ", 1),
+            execute_flat,
+            mutates_args=[label for part in (arguments[0].name, *mutates, *scratch) for label in names[part]],
         )
         library_op.register_fake(lambda *backend_and_operands: None)
 
         @functools.wraps(launch)
-        def call(backend: str, *operands: Any) -> None:
-            written = operands[0]
-            # Whether operators are recorded here, or have no data to run on (``FakeTensor``).
+        def call(backend: str, *values: Any) -> None:
+            # Operators are recorded here, or run without data (FakeTensor).
             if (
                 is_dynamo_compiling()
-                or type(written) is not Tensor
+                or type(values[0] if isinstance(values[0], Tensor) else values[0][0]) is not Tensor
                 or (is_in_torch_dispatch_mode() and get_proxy_mode() is not None)
             ):
-                library_op(backend, *operands)
+                library_op(backend, *_flat(arguments, values))
             else:
-                execute(backend, *operands)
+                execute(backend, *values)
 
         return call
 
     return decorate
+
+
+def _argument(name: str, kind: Any) -> _Argument:
+    is_optional = type(None) in get_args(kind)
+    for candidate in (kind, *get_args(kind)):
+        if hasattr(candidate, "_fields"):
+            fields = {
+                f"{name}_{field}": x | None if is_optional else x for field, x in get_type_hints(candidate).items()
+            }
+            return _Argument(name, fields, candidate, is_optional)
+    return _Argument(name, {name: kind}, None, is_optional)
+
+
+def _flat(arguments: Sequence[_Argument], values: Sequence[Any]) -> list[Any]:
+    """The schema's arguments for those of a launch."""
+    flat: list[Any] = []
+    for argument, value in zip(arguments, values, strict=True):
+        if argument.kind is None:
+            flat.append(value)
+        else:
+            flat.extend([None] * len(argument.schema) if value is None else value)
+    return flat
+
+
+def _nested(arguments: Sequence[_Argument], flat: Sequence[Any]) -> Iterator[Any]:
+    """The arguments of a launch for those of the schema."""
+    rest = iter(flat)
+    for argument in arguments:
+        values = [next(rest) for _ in argument.schema]
+        if argument.kind is None:
+            yield values[0]
+        else:
+            yield None if argument.is_optional and all(x is None for x in values) else argument.kind._make(values)

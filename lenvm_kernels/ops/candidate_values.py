@@ -23,6 +23,7 @@ from lenvm_kernels.ops._common import (
     check_tensor,
     overlapping,
     resolve_backend,
+    row_stride,
 )
 from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
@@ -67,13 +68,20 @@ class _Head(NamedTuple):
 class _Table(NamedTuple):
     """Columns of the requests' table, ``[R]`` each."""
 
-    mode: Any
-    scale: Any
-    nats_per_token: Any
-    target_length: Any
-    tolerance: Any
-    counts_down: Any
-    answer_length: Any
+    mode: Tensor
+    scale: Tensor
+    nats_per_token: Tensor
+    target_length: Tensor
+    tolerance: Tensor
+    counts_down: Tensor
+    answer_length: Tensor
+
+
+class _Logits(NamedTuple):
+    """Value logits of the lengths that stand for the distributions, and of the mean values."""
+
+    value_logits: Tensor  # [B, K]
+    mean_logits: Tensor  # [B, K]
 
 
 def _columns_read(table: GuidanceColumns) -> _Table:
@@ -161,7 +169,8 @@ def _standing_for(
     do_not_specialize_on_alignment=["token_ids_ptr", "table_rows_ptr", "generated_ptr", "counters_ptr"],
 )
 def _candidate_values_kernel(
-    logits_ptr,  # [2, B, K]: value logits, and those of the mean
+    logits_ptr,  # [B, K]
+    mean_logits_ptr,  # [B, K]
     partial_ptr,  # [ceil(E / BLOCK_N), B K, BLOCK_BINS]
     counters_ptr,  # [ceil(B K / BLOCK_M)], zeros
     token_ids_ptr,  # [B, K]
@@ -203,7 +212,7 @@ def _candidate_values_kernel(
         if block_n == 0:
             nothing = tl.zeros([BLOCK_M], tl.float32)
             tl.store(logits_ptr + m, nothing, mask=inside)
-            tl.store(logits_ptr + B * K + m, nothing, mask=inside)
+            tl.store(mean_logits_ptr + m, nothing, mask=inside)
         return
 
     scales = scale_ptr + row[:, None] * stride_scale_row
@@ -242,19 +251,12 @@ def _candidate_values_kernel(
         of_table = table, stride, table_row, generated
         logits, mean_logits = _standing_for(bin_logits, head.bin_edges, *of_table, N, BLOCK_BINS)
         tl.store(logits_ptr + m, tl.where(is_candidate, logits, 0.0), mask=inside)
-        tl.store(logits_ptr + B * K + m, tl.where(is_candidate, mean_logits, 0.0), mask=inside)
+        tl.store(mean_logits_ptr + m, tl.where(is_candidate, mean_logits, 0.0), mask=inside)
 
 
-def _run_reference(logits, counters, token_ids, scale, shift, embedding, *others) -> None:
-    head, columns, (table_rows, generated) = others[:5], others[5:-2], others[-2:]
-    of_rows = dict(table_rows=table_rows, generated=generated)
-    operands: Any = token_ids, scale, shift, embedding, *head, _Table._make(columns)
-    logits.copy_(torch.stack(_reference(*operands, **of_rows)))
-
-
-@operator(mutates=["logits", "counters"], reference=_run_reference)
+@operator(reference=_reference, scratch=["counters"])
 def _launch(
-    logits: Tensor,
+    out: _Logits,
     counters: Tensor | None,
     token_ids: Tensor,
     scale: Tensor,
@@ -265,25 +267,18 @@ def _launch(
     bins_weight: Tensor,
     bins_bias: Tensor,
     bin_edges: Tensor,
-    table_mode: Tensor,  # a schema cannot have a `mode`
-    strength: Tensor,
-    nats_per_token: Tensor,
-    target_length: Tensor,
-    tolerance: Tensor,
-    counts_down: Tensor,
-    answer_length: Tensor,
+    table: _Table,
     table_rows: Tensor,
     generated: Tensor,
 ) -> None:
     (rows, columns), (outputs, size), device = token_ids.shape, fc_weight.shape, token_ids.device
-    if logits.numel() == 0:
+    if token_ids.numel() == 0:
         return
     column_blocks, row_blocks = ceil_div(outputs, BLOCK_N), num_counters(rows, columns)
     bins = bins_weight.shape[0]
     block_bins = max(16, triton.next_power_of_2(bins))
-    table = _Table(table_mode, strength, nats_per_token, target_length, tolerance, counts_down, answer_length)
     _candidate_values_kernel[(column_blocks, row_blocks)](
-        logits,
+        *out,
         torch.empty(column_blocks, rows * columns, block_bins, dtype=torch.float32, device=device),
         torch.zeros(row_blocks, dtype=torch.int32, device=device) if counters is None else counters,
         token_ids,
@@ -298,7 +293,7 @@ def _launch(
         fc_weight.stride(0),
         bins_weight.stride(0),
         table,
-        _Table._make(column.stride(0) for column in table),
+        _Table(*map(row_stride, table)),
         table_rows,
         generated,
         rows,
@@ -429,8 +424,7 @@ def candidate_values(
         if counters.shape[0] < num_counters(rows, columns):
             raise ValueError(f"counters must be at least {num_counters(rows, columns)}, got {counters.shape[0]}")
     logits = torch.empty(2, rows, columns, dtype=compute_dtype(embedding), device=device)
+    out = _Logits(*logits.unbind(0))
     head = (fc_weight, fc_bias, bins_weight, bins_bias, bin_edges)
-    operands = (token_ids, scale, shift, embedding, *head, *columns_read, table_rows, generated)
-    _launch(backend, logits, counters, *operands)
-    value_logits, mean_logits = logits.unbind(0)
-    return value_logits, mean_logits
+    _launch(backend, out, counters, token_ids, scale, shift, embedding, *head, columns_read, table_rows, generated)
+    return out.value_logits, out.mean_logits

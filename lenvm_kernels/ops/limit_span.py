@@ -39,22 +39,22 @@ _LINE = tl.constexpr(int(TextBreak.LINE))
 class _Table(NamedTuple):
     """The columns of a guidance table that are read here."""
 
-    eos_token_ids: Any  # int32 [R, E]
-    span_end_token_ids: Any  # int32 [R, S]
-    span_token_ids: Any  # int32 [R, P]
-    closing_token_ids: Any  # int32 [R, C]
-    span_first_bits: Any  # int32 [R]
-    span_end_bits: Any  # int32 [R]
-    span_start_bits: Any  # int32 [R]
-    hard_limit: Any  # int32 [R]
-    hard_limit_grace: Any  # int32 [R]
-    allows_eos: Any  # bool [R]
+    eos_token_ids: Tensor  # int32 [R, E]
+    span_end_token_ids: Tensor  # int32 [R, S]
+    span_token_ids: Tensor  # int32 [R, P]
+    closing_token_ids: Tensor  # int32 [R, C]
+    span_first_bits: Tensor  # int32 [R]
+    span_end_bits: Tensor  # int32 [R]
+    span_start_bits: Tensor  # int32 [R]
+    hard_limit: Tensor  # int32 [R]
+    hard_limit_grace: Tensor  # int32 [R]
+    allows_eos: Tensor  # bool [R]
     # Written, too.
-    prompt_len: Any  # int32 [R]
-    span_ended: Any  # bool [R]
-    span_seen: Any  # int32 [R]
-    span_match: Any  # int32 [R]
-    closing_from: Any  # int32 [R]
+    prompt_len: Tensor  # int32 [R]
+    span_ended: Tensor  # bool [R]
+    span_seen: Tensor  # int32 [R]
+    span_match: Tensor  # int32 [R]
+    closing_from: Tensor  # int32 [R]
 
 
 # Of the columns above: those that are lists, those that are written, and the dtypes of those that are no lists.
@@ -288,52 +288,28 @@ def _limit_span_kernel(
             tl.store(excluded_ptr, (y.to(tl.float32) - _EXCLUDED).to(y.dtype), mask=is_lowered)
 
 
-def _run_reference(ended, generated, logits, *operands) -> None:
-    for out, found in zip((ended, generated), _reference(logits, *operands), strict=True):
-        out.copy_(found)
-
-
-@operator(mutates=["ended", "generated", "logits", *_WRITTEN], reference=_run_reference)
+@operator(reference=_reference, mutates=["logits", *(f"table.{name}" for name in _WRITTEN)])
 def _launch(
-    ended: Tensor,
-    generated: Tensor,
+    out: SpanNodes,
     logits: Tensor | None,
-    eos_token_ids: Tensor,
-    span_end_token_ids: Tensor,
-    span_token_ids: Tensor,
-    closing_token_ids: Tensor,
-    span_first_bits: Tensor,
-    span_end_bits: Tensor,
-    span_start_bits: Tensor,
-    hard_limit: Tensor,
-    hard_limit_grace: Tensor,
-    allows_eos: Tensor,
-    prompt_len: Tensor,
-    span_ended: Tensor,
-    span_seen: Tensor,
-    span_match: Tensor,
-    closing_from: Tensor,
+    table: _Table,
     tokens: Tensor,
-    new_lens: Tensor | None,
     table_rows: Tensor,
     lengths: Tensor,
-    draft_ids: Tensor | None,
-    draft_parents: Tensor | None,
+    new_lens: Tensor | None,
+    drafts: Drafts | None,
     text_breaks: Tensor | None,
 ) -> None:
     requests, new = tokens.shape
     if requests == 0:
         return
-    lists = eos_token_ids, span_end_token_ids, span_token_ids, closing_token_ids
-    bits = span_first_bits, span_end_bits, span_start_bits
-    written = prompt_len, span_ended, span_seen, span_match, closing_from
-    table = _Table(*lists, *bits, hard_limit, hard_limit_grace, allows_eos, *written)
-    drafts = 0 if draft_ids is None else draft_ids.shape[1]
+    draft_ids, draft_parents = (None, None) if drafts is None else drafts
+    columns = 0 if draft_ids is None else draft_ids.shape[1]
     _limit_span_kernel[(ceil_div(requests, REQUESTS),)](
-        ended,
-        generated,
+        out.ended,
+        out.generated,
         logits,
-        0 if logits is None else logits.stride(0),
+        row_stride(logits),
         table,
         _Table(*map(row_stride, table)),
         tokens,
@@ -342,21 +318,24 @@ def _launch(
         table_rows,
         lengths,
         draft_ids,
-        0 if draft_ids is None else draft_ids.stride(0),
+        row_stride(draft_ids),
         draft_parents,
-        0 if draft_parents is None else draft_parents.stride(0),
+        row_stride(draft_parents),
         text_breaks,
         requests,
         0 if logits is None else logits.shape[1],
         0 if text_breaks is None else text_breaks.shape[0],
         NEW=new,
-        **{name: x.shape[1] for name, x in zip("ESPC", lists, strict=True)},
-        EOS=next_power_of_2(eos_token_ids.shape[1]),
-        SPAN_ENDS=next_power_of_2(span_end_token_ids.shape[1]),
-        PATTERNS=next_power_of_2(span_token_ids.shape[1]),
-        CLOSING=next_power_of_2(closing_token_ids.shape[1]),
-        D=drafts,
-        NODES=next_power_of_2(drafts + 1),
+        E=table.eos_token_ids.shape[1],
+        S=table.span_end_token_ids.shape[1],
+        P=table.span_token_ids.shape[1],
+        C=table.closing_token_ids.shape[1],
+        EOS=next_power_of_2(table.eos_token_ids.shape[1]),
+        SPAN_ENDS=next_power_of_2(table.span_end_token_ids.shape[1]),
+        PATTERNS=next_power_of_2(table.span_token_ids.shape[1]),
+        CLOSING=next_power_of_2(table.closing_token_ids.shape[1]),
+        D=columns,
+        NODES=next_power_of_2(columns + 1),
         REQUESTS=REQUESTS,
         num_warps=1,
     )
@@ -453,6 +432,5 @@ def limit_span(
     if text_breaks is not None:
         check_tensor("text_breaks", text_breaks, dtypes=torch.int8, shape=(None,), device=device)
     found = SpanNodes(*(torch.empty(requests * nodes, dtype=x, device=device) for x in (torch.bool, torch.int32)))
-    operands = tokens, new_lens, table_rows, lengths, *(drafts or (None, None)), text_breaks
-    _launch(backend, *found, logits, *columns, *operands)
+    _launch(backend, found, logits, columns, tokens, table_rows, lengths, new_lens, drafts, text_breaks)
     return found

@@ -11,7 +11,6 @@ computed first, in their order, then the others. One scatter so writes the paddi
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from lenvm_kernels.ops._common import (
     COLUMNS,
@@ -94,41 +93,23 @@ def _pack_drafts_kernel(
     tl.store(trees.positions + request, tl.load(positions_ptr + first_node))
 
 
-def _run_reference(*operands) -> None:
-    out, (token_ids, counts, positions, *drafts) = CandidateTrees(*operands[:5]), operands[5:]
-    scored = ScoredCandidates(token_ids, counts, positions, counts > 0)
-    for target, values in zip(out, _reference(scored, *drafts), strict=True):
-        target.copy_(values)
-
-
-@operator(mutates=[f"tree_{name}" for name in CandidateTrees._fields], reference=_run_reference)
-def _launch(
-    tree_token_ids: Tensor,
-    tree_parents: Tensor,
-    tree_counts: Tensor,
-    tree_positions: Tensor,
-    tree_columns: Tensor,
-    token_ids: Tensor,
-    counts: Tensor,
-    positions: Tensor,
-    draft_ids: Tensor,
-    draft_parents: Tensor,
-) -> None:
-    rows, drafts, columns = tree_counts.shape[0], draft_ids.shape[1], token_ids.shape[1]
+@operator(reference=_reference)
+def _launch(out: CandidateTrees, scored: ScoredCandidates, drafts: Drafts) -> None:
+    rows, (count, width), columns = out.counts.shape[0], drafts.token_ids.shape, scored.token_ids.shape[1]
     if rows == 0:
         return
-    nodes = next_power_of_2(drafts + 1)
+    nodes = next_power_of_2(width + 1)
     _pack_drafts_kernel[(rows,)](
-        CandidateTrees(tree_token_ids, tree_parents, tree_counts, tree_positions, tree_columns),
-        token_ids,
-        counts,
-        positions,
-        draft_ids,
-        draft_ids.stride(0),
-        draft_parents,
-        draft_parents.stride(0),
-        draft_ids.shape[0],
-        D=drafts,
+        out,
+        scored.token_ids,
+        scored.counts,
+        scored.positions,
+        drafts.token_ids,
+        drafts.token_ids.stride(0),
+        drafts.parents,
+        drafts.parents.stride(0),
+        count,
+        D=width,
         K=columns,
         NODES=nodes,
         num_warps=max(1, min(8, nodes * columns // 64)),
@@ -210,5 +191,5 @@ def pack_drafts(
         tensor = check_tensor(f"out.{name}", getattr(out, name), dtypes=dtype, shape=wanted, device=device)
         if not tensor.is_contiguous():
             raise ValueError(f"out.{name} must be contiguous, got strides {tuple(tensor.stride())}")
-    _launch(backend, *out, *scored[:3], *drafts)
+    _launch(backend, out, scored, drafts)
     return out

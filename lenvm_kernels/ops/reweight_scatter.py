@@ -44,16 +44,16 @@ MAX_STEPS = tl.constexpr(64)
 class _Table(NamedTuple):
     """Columns of the requests' table."""
 
-    mode: Any  # [R], as the following
-    scale: Any
-    nats_per_token: Any
-    value_min: Any
-    target_length: Any
-    tolerance: Any
-    counts_down: Any
-    faults: Any
-    answer_length: Any
-    ending_token_ids: Any  # [R, E]
+    mode: Tensor  # [R], as the following
+    scale: Tensor
+    nats_per_token: Tensor
+    value_min: Tensor
+    target_length: Tensor
+    tolerance: Tensor
+    counts_down: Tensor
+    faults: Tensor
+    answer_length: Tensor
+    ending_token_ids: Tensor  # [R, E]
 
 
 def _columns_read(table: GuidanceColumns) -> _Table:
@@ -167,33 +167,12 @@ def _reweight_scatter_kernel(
             tl.store(dense_ptr + tile * stride_dense_request + tokens, result, mask=inside)
 
 
-def _run_reference(out, *operands) -> None:
-    *tensors, table_rows, generated, text_breaks, probs = operands
-    candidates, (value_logits, *columns) = Candidates(*tensors[:5]), tensors[5:]
-    read: dict[str, Any] = dict.fromkeys(GuidanceColumns._fields) | _Table(*columns)._asdict()
-    rows = dict(table_rows=table_rows, generated=generated, text_breaks=text_breaks)
-    out.copy_(_reference(candidates, value_logits, GuidanceColumns(**read), **rows, probs=probs))
-
-
-@operator(mutates=["out", "faults", "probs"], reference=_run_reference)
+@operator(reference=_reference, mutates=["table.faults", "probs"])
 def _launch(
     out: Tensor,
-    token_ids: Tensor,
-    candidate_probs: Tensor,
-    counts: Tensor,
-    status: Tensor,
-    lost_mass: Tensor,
+    candidates: Candidates,
     value_logits: Tensor,
-    table_mode: Tensor,  # a schema cannot have a `mode`
-    scale: Tensor,
-    nats_per_token: Tensor,
-    value_min: Tensor,
-    target_length: Tensor,
-    tolerance: Tensor,
-    counts_down: Tensor,
-    faults: Tensor,
-    answer_length: Tensor,
-    ending_token_ids: Tensor,
+    table: _Table,
     table_rows: Tensor | None,
     generated: Tensor | None,
     text_breaks: Tensor | None,
@@ -202,20 +181,8 @@ def _launch(
     requests, columns = out.shape
     if requests == 0:
         return
-    table = _Table(
-        table_mode,
-        scale,
-        nats_per_token,
-        value_min,
-        target_length,
-        tolerance,
-        counts_down,
-        faults,
-        answer_length,
-        ending_token_ids,
-    )
     arguments = (
-        Candidates(token_ids, candidate_probs, counts, status, lost_mass),
+        candidates,
         value_logits,
         value_logits.stride(0),
         table,
@@ -224,7 +191,7 @@ def _launch(
         generated,
         text_breaks,
         0 if text_breaks is None else text_breaks.shape[0],
-        ending_token_ids.shape[1],
+        table.ending_token_ids.shape[1],
     )
     if probs is None:
         tile_requests = max(1, TILE // columns)
@@ -359,6 +326,6 @@ def reweight_scatter_unchecked(
     """:func:`reweight_scatter` for a caller who knows that the arguments are right, and has resolved the backend."""
     dtype = compute_dtype(value_logits, candidates.probs)
     out = torch.empty(*value_logits.shape, dtype=dtype, device=value_logits.device)
-    of_requests = (table_rows, generated, text_breaks, probs)
-    _launch(backend, out, *candidates, value_logits, *_columns_read(table), *of_requests)
+    columns_read = _columns_read(table)
+    _launch(backend, out, candidates, value_logits, columns_read, table_rows, generated, text_breaks, probs)
     return out

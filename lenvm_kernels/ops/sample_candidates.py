@@ -84,19 +84,10 @@ def _sample_candidates_kernel(
     tl.store(out_ptr + request, token, mask=valid)
 
 
-def _run_reference(tokens, *operands) -> None:
-    *candidates, guided_probs, seeds, positions, temperature = operands
-    tokens.copy_(_reference(Candidates(*candidates), guided_probs, seeds, positions, temperature=temperature))
-
-
-@operator(mutates=["tokens"], reference=_run_reference)
+@operator(reference=_reference)
 def _launch(
-    tokens: Tensor,
-    token_ids: Tensor,
-    probs: Tensor,
-    counts: Tensor,
-    status: Tensor,
-    lost_mass: Tensor,
+    out: Tensor,
+    candidates: Candidates,
     guided_probs: Tensor,
     seeds: Tensor,
     positions: Tensor,
@@ -106,8 +97,8 @@ def _launch(
     if requests == 0:
         return
     _sample_candidates_kernel[(ceil_div(requests, TILE),)](
-        tokens,
-        Candidates(token_ids, probs, counts, status, lost_mass),
+        out,
+        candidates,
         guided_probs,
         guided_probs.stride(0),
         seeds,
@@ -197,5 +188,5 @@ def sample_candidates_unchecked(
 ) -> Tensor:
     """:func:`sample_candidates` for a caller who knows that the arguments are right, and has resolved the backend."""
     tokens = torch.empty(guided_probs.shape[0], dtype=torch.int32, device=guided_probs.device)
-    _launch(backend, tokens, *candidates, guided_probs, seeds, positions, temperature)
+    _launch(backend, tokens, candidates, guided_probs, seeds, positions, temperature)
     return tokens

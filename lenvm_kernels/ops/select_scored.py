@@ -94,51 +94,35 @@ def _select_scored_kernel(
         tl.atomic_add(step_ptr, 1, mask=tl.program_id(0) == 0, sem="relaxed")
 
 
-def _run_reference(*operands) -> None:
-    out, (step, *inputs) = ScoredCandidates(*operands[:4]), operands[4:]
-    candidates, requests, (drawn, sample, score_all) = inputs[:3], inputs[3:8], inputs[8:]
-    _reference(*candidates, *requests, drawn=drawn, sample=sample, score_all=score_all, out=out)
-    if step is not None and len(out.counts) > 0:
-        step += 1
-
-
-@operator(mutates=[*ScoredCandidates._fields, "step", "status"], reference=_run_reference)
+@operator(reference=_reference, mutates=["candidates.status", "step"])
 def _launch(
-    token_ids: Tensor,
-    counts: Tensor,
-    positions: Tensor,
-    alone: Tensor,
-    step: Tensor | None,
-    candidate_ids: Tensor,
-    candidate_counts: Tensor,
-    status: Tensor,
-    last_positions: Tensor,
-    table_rows: Tensor,
-    wants_length: Tensor,
-    due: Tensor,
+    out: ScoredCandidates,
+    candidates: Candidates,
+    requests: StepRequests,
     eos_token_ids: Tensor,
     drawn: Tensor | None,
     sample: bool,
     score_all: bool,
+    step: Tensor | None,
 ) -> None:
-    rows, columns = token_ids.shape
+    rows, columns = out.token_ids.shape
     if rows == 0:
         return
     _select_scored_kernel[(ceil_div(rows, REQUESTS),)](
-        ScoredCandidates(token_ids, counts, positions, alone),
-        candidate_ids,
-        candidate_counts,
-        status,
-        last_positions,
-        table_rows,
-        wants_length,
-        due,
+        out,
+        candidates.token_ids,
+        candidates.counts,
+        candidates.status,
+        requests.positions,
+        requests.table_rows,
+        requests.wants_length,
+        requests.due,
         eos_token_ids,
         eos_token_ids.stride(0),
         drawn,
         step,
         int(sample),
-        candidate_ids.shape[0],
+        candidates.token_ids.shape[0],
         rows,
         K=columns,
         E=eos_token_ids.shape[1],
@@ -258,7 +242,5 @@ def select_scored_unchecked(
     backend: str,
 ) -> ScoredCandidates:
     """:func:`select_scored` for a caller who knows that the arguments are right, and has resolved the backend."""
-    of_candidates = (candidates.token_ids, candidates.counts, candidates.status)
-    of_requests = (requests.positions, requests.table_rows, requests.wants_length, requests.due)
-    _launch(backend, *out, step, *of_candidates, *of_requests, eos_token_ids, drawn, sample, score_all)
+    _launch(backend, out, candidates, requests, eos_token_ids, drawn, sample, score_all, step)
     return out

@@ -25,6 +25,7 @@ from lenvm_kernels.ops._common import (
     next_power_of_2,
     per_request,
     resolve_backend,
+    row_stride,
 )
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._topk_filter import _exponent_scale, _filter_kernel, _load_scores
@@ -94,49 +95,19 @@ def _scan_kernel(
     tl.store(tile_sum_ptr + request * tiles + tile, total, mask=tile < tiles)
 
 
-def _run_reference(token_ids, probs, counts, status, lost_mass, *operands) -> None:
-    scores, guided, temperature, top_k, top_p, min_p, entropy_threshold, *of_ends, vocab_mask, columns, is_logits = (
-        operands
-    )
-    end_token_ids, min_end_prob, least_share, due_length, generated, text_breaks, last_tokens, table_rows = of_ends
-    candidates = _reference(
-        scores,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        max_candidates=columns,
-        temperature=temperature,
-        is_logits=is_logits,
-        entropy_threshold=entropy_threshold,
-        guided=guided,
-        vocab_mask=vocab_mask,
-        end_token_ids=end_token_ids,
-        min_end_prob=min_end_prob,
-        least_share=least_share,
-        due_length=due_length,
-        generated=generated,
-        text_breaks=text_breaks,
-        last_tokens=last_tokens,
-        table_rows=table_rows,
-    )
-    for written, computed in zip((token_ids, probs, counts, status, lost_mass), candidates, strict=True):
-        written.copy_(computed)
-
-
-@operator(mutates=Candidates._fields, reference=_run_reference)
+@operator(reference=_reference)
 def _launch(
-    token_ids: Tensor,
-    probs: Tensor,
-    counts: Tensor,
-    status: Tensor,
-    lost_mass: Tensor,
+    out: Candidates,
     scores: Tensor,
-    guided: Tensor | None,
-    temperature: Tensor | None,
     top_k: Tensor,
     top_p: Tensor,
     min_p: Tensor,
+    max_candidates: int,
+    temperature: Tensor | None,
+    is_logits: bool,
     entropy_threshold: Tensor | None,
+    guided: Tensor | None,
+    vocab_mask: Tensor | None,
     end_token_ids: Tensor | None,
     min_end_prob: Tensor | None,
     least_share: Tensor | None,
@@ -145,9 +116,6 @@ def _launch(
     text_breaks: Tensor | None,
     last_tokens: Tensor | None,
     table_rows: Tensor | None,
-    vocab_mask: Tensor | None,
-    max_candidates: int,
-    is_logits: bool,
 ) -> None:
     (requests, vocab), device = scores.shape, scores.device
     if requests == 0:
@@ -155,7 +123,7 @@ def _launch(
     tiles = ceil_div(vocab, TILE)
     tile_max = torch.empty(requests, tiles, dtype=torch.float32, device=device)
     tile_sum = torch.empty(requests, tiles, dtype=torch.float32, device=device)
-    of_scores = (scores, scores.stride(0), vocab_mask, 0 if vocab_mask is None else vocab_mask.stride(0), vocab)
+    inputs = (scores, scores.stride(0), vocab_mask, row_stride(vocab_mask), vocab)
     ends = 1 if end_token_ids is None else end_token_ids.shape[1]
     program_tiles = max(PROGRAM_BYTES // (TILE * scores.element_size()), 1)
     _scan_kernel[(requests, ceil_div(tiles, program_tiles))](
@@ -163,7 +131,7 @@ def _launch(
         tile_sum,
         guided,
         temperature,
-        *of_scores,
+        *inputs,
         IS_LOGITS=is_logits,
         ROWS_ALIGNED=vocab % ALIGNMENT == 0 and (requests == 1 or scores.stride(0) % ALIGNMENT == 0),
         ALIGNMENT=ALIGNMENT,
@@ -172,7 +140,7 @@ def _launch(
         num_warps=4,
     )
     _filter_kernel[(requests,)](
-        Candidates(token_ids, probs, counts, status, lost_mass),
+        out,
         tile_max,
         tile_sum,
         guided,
@@ -182,19 +150,19 @@ def _launch(
         min_p,
         entropy_threshold,
         end_token_ids,
-        0 if end_token_ids is None else end_token_ids.stride(0),
+        row_stride(end_token_ids),
         min_end_prob,
-        0 if min_end_prob is None else min_end_prob.stride(0),
+        row_stride(min_end_prob),
         least_share,
-        0 if least_share is None else least_share.stride(0),
+        row_stride(least_share),
         due_length,
-        0 if due_length is None else due_length.stride(0),
+        row_stride(due_length),
         generated,
         text_breaks,
         0 if text_breaks is None else text_breaks.shape[0],
         last_tokens,
         table_rows,
-        *of_scores,
+        *inputs,
         ends,
         IS_LOGITS=is_logits,
         K=max_candidates,
@@ -389,8 +357,26 @@ def topk_candidates_unchecked(
         status=torch.empty(requests, dtype=torch.int8, device=device),
         lost_mass=torch.empty(requests, dtype=dtype, device=device),
     )
-    filters = (top_k, top_p, min_p)
-    of_ends = (end_token_ids, min_end_prob, least_share, due_length, generated, text_breaks, last_tokens, table_rows)
-    optional = (entropy_threshold, *of_ends, vocab_mask)
-    _launch(backend, *candidates, scores, guided, temperature, *filters, *optional, max_candidates, is_logits)
+    _launch(
+        backend,
+        candidates,
+        scores,
+        top_k,
+        top_p,
+        min_p,
+        max_candidates,
+        temperature,
+        is_logits,
+        entropy_threshold,
+        guided,
+        vocab_mask,
+        end_token_ids,
+        min_end_prob,
+        least_share,
+        due_length,
+        generated,
+        text_breaks,
+        last_tokens,
+        table_rows,
+    )
     return candidates

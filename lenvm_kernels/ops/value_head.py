@@ -30,6 +30,7 @@ from lenvm_kernels.ops._common import (
     fitting_stages,
     overlapping,
     resolve_backend,
+    row_stride,
 )
 from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
@@ -179,15 +180,9 @@ def num_counters(outputs: int) -> int:
     return ceil_div(outputs, BLOCK_M_FEW)
 
 
-def _run_reference(logits, counters, *operands) -> None:
-    *inputs, token_rows, norm_weight, norm_eps, targets, square_sums = operands
-    options = dict(token_rows=token_rows, norm_weight=norm_weight, norm_eps=norm_eps)
-    logits.copy_(_reference(*inputs, **options, targets=targets, square_sums=square_sums))
-
-
-@operator(mutates=["logits", "counters"], reference=_run_reference)
+@operator(reference=_reference, scratch=["counters"])
 def _launch(
-    logits: Tensor,
+    out: Tensor,
     counters: Tensor | None,
     hidden: Tensor,
     fc_weight: Tensor,
@@ -200,7 +195,7 @@ def _launch(
     targets: Tensor | None,
     square_sums: Tensor | None,
 ) -> None:
-    (tokens, size), outputs, device = hidden.shape, logits.shape[0], hidden.device
+    (tokens, size), outputs, device = hidden.shape, out.shape[0], hidden.device
     if outputs == 0:
         return
     is_wide, is_few = size >= WIDE_FROM, outputs <= FEW_OUTPUTS
@@ -210,7 +205,7 @@ def _launch(
     block_m, block_n = BLOCK_M_FEW if is_few else BLOCK_M, BLOCK_N_WIDE if is_wide else BLOCK_N
     column_blocks, row_blocks = ceil_div(size, block_n), ceil_div(outputs, block_m)
     _value_head_kernel[(column_blocks, row_blocks)](
-        logits,
+        out,
         torch.empty(column_blocks, outputs, dtype=torch.float32, device=device),
         torch.zeros(row_blocks, dtype=torch.int32, device=device) if counters is None else counters,
         hidden,
@@ -220,7 +215,7 @@ def _launch(
         norm_weight,
         norm_eps,
         square_sums,
-        0 if square_sums is None else square_sums.stride(0),
+        row_stride(square_sums),
         _Head(fc_weight, fc_bias, summary_weight, summary_bias),
         fc_weight.stride(0),
         outputs,

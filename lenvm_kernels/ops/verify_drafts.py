@@ -61,33 +61,21 @@ def _verify_drafts_kernel(
     tl.store(verified.lens + request, length, mask=exists)
 
 
-def _run_reference(*operands) -> None:
-    for target, values in zip(operands[:3], _reference(*operands[3:]), strict=True):
-        target.copy_(values)
-
-
-@operator(mutates=VerifiedTokens._fields, reference=_run_reference)
-def _launch(
-    tokens: Tensor,
-    lens: Tensor,
-    nodes: Tensor,
-    drawn: Tensor,
-    draft_ids: Tensor,
-    draft_parents: Tensor,
-) -> None:
-    rows, drafts = draft_ids.shape
+@operator(reference=_reference)
+def _launch(out: VerifiedTokens, drawn: Tensor, drafts: Drafts) -> None:
+    rows, columns = drafts.token_ids.shape
     if rows == 0:
         return
     _verify_drafts_kernel[(ceil_div(rows, REQUESTS),)](
-        VerifiedTokens(tokens, lens, nodes),
+        out,
         drawn,
-        draft_ids,
-        draft_ids.stride(0),
-        draft_parents,
-        draft_parents.stride(0),
+        drafts.token_ids,
+        drafts.token_ids.stride(0),
+        drafts.parents,
+        drafts.parents.stride(0),
         rows,
-        D=drafts,
-        NODES=next_power_of_2(drafts + 1),
+        D=columns,
+        NODES=next_power_of_2(columns + 1),
         REQUESTS=REQUESTS,
         num_warps=1,
     )
@@ -131,5 +119,5 @@ nodes=tensor([[ 0,  1,  2, -1]], dtype=torch.int32))
             for shape in ((rows, 1 + width), (rows,), (rows, 1 + width))
         )
     )
-    _launch(backend, *verified, drawn, *drafts)
+    _launch(backend, verified, drawn, drafts)
     return verified
