@@ -142,9 +142,9 @@ class Settings:
         settings = cls(**{name: _parse(name, *source) for name, source in given.items()})
         if settings.value_model is None or settings.has_trunk:
             source = "without a value model" if settings.value_model is None else "with a trunk"
-            for name in ("value_head", "weights", "cache"):
-                if name in given:
-                    raise ValueError(f"{given[name][0]} must not be given {source}, got {given[name][1]!r}")
+            if "value_head" in given:
+                name, text = given["value_head"]
+                raise ValueError(f"{name} must not be given {source}, got {text!r}")
         if settings.value_model is None:
             return settings
         return replace(settings, gamma=LenVMConfig.read(settings.value_model, settings.gamma).gamma)
