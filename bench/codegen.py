@@ -45,7 +45,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -97,9 +97,6 @@ IN_FLIGHT = {"H100": 25_000, "H200": 40_000}
 # Cycles of the tensor cores for a cycle of issuing instructions, in the main loop: below 1 the instructions bound it.
 # Tiles of 64 x 64 are just below, but those of few rows wait for HBM.
 TENSOR_OVER_ISSUE = {"_ragged_linear_kernel": 0.9}
-# Of weights in e4m3: widening is most of the instructions of a tile, however few its rows. Tiles of 32 rows are the
-# lowest, and they wait for HBM: their weight takes it at least as long as their instructions.
-TENSOR_OVER_ISSUE_E4M3 = {"_ragged_linear_kernel": 0.33}
 # Some calls with unusual sizes park a few scalars outside their loops; a tile that does not fit the registers takes
 # hundreds of bytes.
 CALLS_SPILL = 64
@@ -161,7 +158,6 @@ class Figures:
         model: the value model whose step launches it, or the call of an operator.
         kernel: its name, and its number among those of that name there.
         is_half: it reads or writes floats of 16 bits.
-        is_e4m3: it reads floats of 8 bits.
         programs: that a multiprocessor has room for.
         loop_instructions, loop_copies, loop_wait: of the main loop (:mod:`bench.sass`) its instructions, those that
             copy asynchronously, and the groups of copies that may be on their way after its wait.
@@ -189,7 +185,6 @@ class Figures:
     accesses_before_wait: int = 0
     batch_dependent_sums: bool = False
     is_half: bool = True  # as in all files of before this was read
-    is_e4m3: bool = False
     # On sm_90 only, and in no file of before these were read.
     programs: int | None = None
     loop_instructions: int | None = None
@@ -209,21 +204,14 @@ class Figures:
 # --- compiling ---
 
 
-def label(name: str, kept: str | None) -> str:
-    """Of a model or a step whose weights and cache are kept so."""
-    return name if kept is None else f"{name} {kept}"
-
-
 def compile_steps(part: Part) -> list[Figures]:
     """The figures of every kernel of every value model."""
     figures, described = [], {}
-    takes_fp8 = part.target != PARTS["sm_80"].target
-    variants = [(model, None) for model in VALUE_MODELS] + [(STEP_MODEL, "fp8")] * takes_fp8
-    for name_of_model, kept in variants:
-        model, batches = label(name_of_model, kept), []
+    for model in VALUE_MODELS:
+        batches = []
         for rows in BATCHES:
             with compiling_for(part.target) as compiled:
-                value_model_step(name_of_model, rows, kept)
+                value_model_step(model, rows)
             batches.append(compiled)
         batch_dependent = sums_that_differ(batches)
         seen: Counter[str] = Counter()
@@ -337,7 +325,6 @@ def describe(kernel: object, part: Part) -> dict[str, object]:
         "accesses_before_wait": num_accesses(before_wait),
         "occupancy": round(part.occupancy(registers, shared, warps), 3),
         "is_half": bool(re.search(r"\*(?:bf|fp)16", str(kernel.src.signature))),  # some arguments are tuples
-        "is_e4m3": "*fp8e4nv" in str(kernel.src.signature),
         **count_instructions(instructions, loops),
         **({"asks_before_wait": sum("CCTL.E.PF2" in line for line in before_wait)} if overlaps else {}),
         **({"programs": part.resident_blocks(registers, shared, warps)} if of_sm_90 else {}),
@@ -486,8 +473,8 @@ def step_launches() -> dict[str, int]:
         add(f"torch operators of a step{what}", of_torch + more * (of_torch_in_two - of_torch))
         return two - one
 
-    for kept, requests in product((None, "fp8"), STEP_SIZES):
-        add("launches of a layer", add_step(requests, kept=kept))
+    for requests in STEP_SIZES:
+        add("launches of a layer", add_step(requests))
     add_step(STEP_SIZES[0], " with drafts", drafts=DRAFTS)
     for requests in STEP_SIZES:
         add("launches of a step with a trunk", count_launches(trunk_step(requests))[0])
@@ -546,7 +533,7 @@ def _slow_loops(figure: Figures) -> list[str]:
         few = [f"an {gpu} needs {needed}" for gpu, needed in IN_FLIGHT.items() if in_flight < needed]
         if few:
             wrong.append(f"{in_flight} bytes of copies on their way on a multiprocessor, {', '.join(few)}")
-    floor = (TENSOR_OVER_ISSUE_E4M3 if figure.is_e4m3 else TENSOR_OVER_ISSUE).get(figure.name)
+    floor = TENSOR_OVER_ISSUE.get(figure.name)
     if floor and (figure.tensor_over_issue or 0.0) < floor:
         wrong.append(f"{figure.tensor_over_issue} tensor cycles for a cycle of issue in its loop, at least {floor}")
     return wrong

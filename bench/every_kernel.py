@@ -22,16 +22,11 @@ from lenvm_kernels.types import Drafts
 # Narrow, but wide enough where a width decides which kernels are launched: the sums over I are split.
 _WIDTHS = dict(hidden_size=64, intermediate_size=4096, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16)
 CONFIG = make_config("Qwen3-1.7B", vocab_size=2048, **_WIDTHS)
-# What the steps of such a model do not launch: a tree and a path of it, numbers in 8 bits, a norm of rows of which
+# What the steps of such a model do not launch: a tree and a path of it, a norm of rows of which
 # nobody left the sums of squares, as a layer's operators do, and drafts where logits are limited.
-_LAYER = dict(heads=(4, 2, 16), cache="fp8")
 SMALL = (
     ("value_tree_attention", dict(heads=(4, 2, 16), B=1, L=64, branches=2, levels=4, is_tree=True)),
-    ("value_tree_attention", dict(_LAYER, B=1, L=64, branches=8)),
-    ("commit_winner", dict(layers=1, heads=2, head_dim=16, B=1, K=9, new=3, is_tree=True, columns=3)),
-    ("rope_cache", dict(_LAYER, T=9, slots=64)),
     ("ragged_linear", dict(outputs=9, size=64, tokens=9, given=["norm_eps"])),
-    ("ragged_linear", dict(outputs=4, size=16, tokens=9, dtype="float16", weights="fp8")),
     ("candidate_values", dict(B=3, K=4, vocab=50, size=24, outputs=70, bins=5, dtype="float32")),
     ("limit_span", dict(B=3, D=2, V=CONFIG.vocab_size, new=2, hard_limit=2000)),
 )

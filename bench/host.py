@@ -100,8 +100,8 @@ def step_arguments(rows: int, vocab: int) -> tuple[torch.Tensor, StepBatch, Samp
 class NoGraphs(Graphs):
     """Graphs that cost nothing, and leave what the function gave at first."""
 
-    def _capture(self, requests: int, nodes: int) -> tuple[list[SimpleNamespace], torch.Tensor]:
-        return [SimpleNamespace(replay=lambda: None)], self._score(requests, nodes)
+    def _capture(self, requests: int, nodes: int) -> tuple[SimpleNamespace, torch.Tensor]:
+        return SimpleNamespace(replay=lambda: None), self._score(requests, nodes)
 
 
 def guided_step(model: ValueModel, rows: int, vocab: int, *, graph: bool) -> Subject:
@@ -117,7 +117,7 @@ def guided_step(model: ValueModel, rows: int, vocab: int, *, graph: bool) -> Sub
     arguments = step_arguments(rows, vocab)
     if graph:
         step.config = replace(step.config, graphs=True)
-        step.values._graphs = NoGraphs(step.values._score, model.device, split=False)
+        step.values._graphs = NoGraphs(step.values._score, model.device)
     return Subject(lambda: step.step(*arguments))
 
 

@@ -49,16 +49,13 @@ def operator_calls() -> Iterator[tuple[str, Callable[[], object]]]:
             yield name, partial(call, module, form)
 
 
-def value_model_step(name: str, rows: int, kept: str | None = None) -> None:
-    """A prompt and a step of one layer of a value model in bf16. The layers of a model are the same kernels.
-
-    ``kept`` is ``fp8`` for weights and a cache in 8 bits.
-    """
+def value_model_step(name: str, rows: int) -> None:
+    """A prompt and a step of one layer of a value model in bf16. The layers of a model are the same kernels."""
     config = make_config(name, vocab_size=VOCAB, num_layers=1)
     step = GuidedStep(
-        ValueModel(config, {key: bf16(shape) for key, shape in config.tensor_shapes().items()}, weights=kept),
+        ValueModel(config, {key: bf16(shape) for key, shape in config.tensor_shapes().items()}),
         EngineSlots(i32(rows, MAX_LEN // PAGE_SIZE), 4 * MAX_LEN, PAGE_SIZE),
-        StepConfig(vocab_size=VOCAB, max_candidates=MAX_CANDIDATES, cache=kept, backend="triton"),
+        StepConfig(vocab_size=VOCAB, max_candidates=MAX_CANDIDATES, backend="triton"),
     )
     for row in range(rows):
         step.add_request(row, parse_guidance({"target_length": 100}), {0})
@@ -69,13 +66,11 @@ def value_model_step(name: str, rows: int, kept: str | None = None) -> None:
     step.step(bf16(rows, VOCAB), batch, sampling._replace(temperature=ones, is_logits=True))
 
 
-def value_step(
-    name: str, requests: int, layers: int, *, kept: str | None = None, drafts: int = 0
-) -> Callable[[], object]:
+def value_step(name: str, requests: int, layers: int, *, drafts: int = 0) -> Callable[[], object]:
     """A call that runs a guided step of a value model with ``layers`` layers and ``drafts`` drafts per request."""
     config = make_config(name, vocab_size=2**11, num_layers=layers)
     tensors = {key: bf16(shape) for key, shape in config.tensor_shapes().items()}
-    step = _guided_step(ValueModel(config, tensors, weights=kept), requests, max_drafts=drafts, cache=kept)
+    step = _guided_step(ValueModel(config, tensors), requests, max_drafts=drafts)
     scores, rows, lengths = torch.zeros(requests * (1 + drafts), VOCAB), i64(requests), i32(requests)
     if not drafts:
         return partial(step.step, scores, StepBatch(rows, rows, lengths), _sampling(requests))

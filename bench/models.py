@@ -37,13 +37,13 @@ def make_config(name: str, *, vocab_size: int, **changed: int) -> ValueModelConf
     )
 
 
-def make_model(config: ValueModelConfig, dtype: torch.dtype, device: str, *, weights: str | None = None) -> ValueModel:
-    """A value model with random weights, kept as ``weights`` says."""
+def make_model(config: ValueModelConfig, dtype: torch.dtype, device: str) -> ValueModel:
+    """A value model with random weights."""
     tensors = {
         name: torch.randn(shape, dtype=dtype, device=device) * shape[-1] ** -0.5
         for name, shape in config.tensor_shapes().items()
     }
-    return ValueModel(config, tensors, weights=weights)
+    return ValueModel(config, tensors)
 
 
 def make_candidates(B: int, K: int, V: int, device: str) -> Candidates:
@@ -87,28 +87,21 @@ def forward_floor(
     candidates: int,
     requests: int,
     cached: int,
-    *,
-    weights: str | None = None,
-    cache: str | None = None,
 ) -> tuple[int, int]:
     """(bytes, operations) of the least a forward can move and do.
 
     Args:
         config: the architecture.
         dtype: of weights and cache.
-        cache: what the cache is kept in otherwise, as in :class:`GuidedStep`.
         tokens: rows of the forward, delta tokens and candidates.
         candidates: of them, those whose values are wanted.
         requests: with ``cached`` tokens in the cache each.
         cached: tokens.
-        weights: of the layers, as in :class:`ValueModel`.
     """
     size, kv = dtype.itemsize, 2 * config.num_kv_heads * config.head_dim
     head = config.hidden_size * (config.hidden_size + 1)
     parameters = config.num_layers * layer_parameters(config)
-    moved = (head + tokens * config.hidden_size) * size
-    moved += parameters * (1 if weights == "fp8" else size)
-    moved += config.num_layers * kv * requests * cached * (1 if cache == "fp8" else size)
+    moved = (head + tokens * config.hidden_size + parameters + config.num_layers * kv * requests * cached) * size
     matmuls = parameters * tokens + head * candidates
     attention = config.num_layers * 2 * config.num_heads * config.head_dim * tokens * cached
     return moved, 2 * (matmuls + attention)

@@ -1,7 +1,7 @@
 """What NVIDIA's code says of a kernel: its instructions, its loops, and what a program of it does in a pass of a loop.
 
 A program is what CUDA calls a block. Its main loop is the innermost one with most of the asynchronous copies, or else
-of the global loads. Where a loop reads numbers in e4m3 it is the main one.
+of the global loads.
 """
 
 import re
@@ -82,10 +82,6 @@ class Loop:
         return self._bytes("LDG")
 
     @property
-    def reads_e4m3(self) -> bool:
-        return any(".E4M3.UNPACK" in line for line in self.lines)
-
-    @property
     def wait(self) -> int | None:
         """Groups of asynchronous copies that may be on their way after the strictest wait; None without one."""
         waits = re.findall(r"(?<!\.)\bDEPBAR\.LE SB0, 0x([0-9a-f]+)", "\n".join(self.lines))
@@ -124,4 +120,4 @@ def loading_loops(instructions: Sequence[Line], warps: int) -> list[Loop]:
 
 def main_loop(loops: Sequence[Loop]) -> Loop | None:
     """The main one of :func:`loading_loops`."""
-    return max(loops, key=lambda loop: (loop.reads_e4m3, loop.copied, loop.loaded), default=None)
+    return max(loops, key=lambda loop: (loop.copied, loop.loaded), default=None)

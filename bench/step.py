@@ -9,10 +9,7 @@ and the operations of the candidates and of the last tokens that are computed. C
 - ``launch graph``: the GPU's work, the whole step in one CUDA graph. ``launch python``: as an engine calls it, with the
   value model in graphs and the rest launched from Python; the comparison with the two-forward baseline, which waits
   for the host and can be in no graph.
-- ``counts``: candidates of a row, five each or as SmolLM2 has them. ``winners``: of the drawn candidates, whether their
-  keys and values are committed or computed again.
-- ``weights fp8`` and ``cache fp8``: the value model's in 8 bits, see :class:`ValueModel` and :class:`KVCache`; else
-  they are in its dtype.
+- ``counts``: candidates of a row, five each or as SmolLM2 has them.
 - ``base Qwen2.5-7B``: a base model's decode step and then the guided one; both alone are its peers.
 - the peer "(dense forward)" is the value model's forward of as many tokens and nothing else.
 """
@@ -112,17 +109,14 @@ class Decode:
             raise ValueError(f"the step has other candidates than it should, or faults: {counts.tolist()}")
 
     def num_tokens(self) -> int:
-        """Tokens that a step computes: candidates where there are several, and last tokens that none of them was."""
-        several = self.counts > 1
-        deltas = int((~several).sum()) if self.options.get("commit_winners", True) else len(self.counts)
-        return deltas + int(self.counts[several].sum())
+        """Tokens that a step computes: the last one of each request, and candidates where there are several."""
+        return len(self.counts) + int(self.counts[self.counts > 1].sum())
 
     def floor(self) -> tuple[int, int]:
         """(bytes, operations) of a step."""
         model, scored = self.step.value_model, int(self.counts[self.counts > 1].sum())
         sizes = (self.num_tokens(), scored, len(self.counts), self.cached)
-        kept = dict(weights=model.weights, cache=self.options.get("cache"))
-        moved, operations = forward_floor(model.config, model.dtype, *sizes, **kept)
+        moved, operations = forward_floor(model.config, model.dtype, *sizes)
         return moved + self.scores.nbytes, operations
 
 
@@ -168,9 +162,7 @@ class Dense:
     def floor(self) -> tuple[int, int]:
         """(bytes, operations) of the forward, and of the projection to the vocabulary if there is one."""
         tokens, requests = len(self.hidden), len(self.batch.table_rows)
-        moved, operations = forward_floor(
-            self.model.config, self.model.dtype, tokens, 0, requests, self.cached, weights=self.model.weights
-        )
+        moved, operations = forward_floor(self.model.config, self.model.dtype, tokens, 0, requests, self.cached)
         return moved + self.lm_head.nbytes, operations + 2 * tokens * self.lm_head.numel()
 
 
@@ -181,30 +173,15 @@ def fill(cache: KVCache) -> None:
 
 
 @cache
-def value_model(name: str, dtype: torch.dtype, device: str, vocab_size: int, weights: str | None = None) -> ValueModel:
+def value_model(name: str, dtype: torch.dtype, device: str, vocab_size: int) -> ValueModel:
     """The model, made once for all cases."""
-    return make_model(make_config(name, vocab_size=vocab_size), dtype, device, weights=weights)
+    return make_model(make_config(name, vocab_size=vocab_size), dtype, device)
 
 
-def make_case(
-    device: str,
-    *,
-    model: str,
-    B: int,
-    L: int,
-    counts: str,
-    winners: str,
-    launch: str,
-    base: str,
-    weights: str,
-    cache: str,
-    dtype: str,
-) -> Case:
+def make_case(device: str, *, model: str, B: int, L: int, counts: str, launch: str, base: str, dtype: str) -> Case:
     dtype, vocab = getattr(torch, dtype), VOCAB if device == "cuda" else 2**16
-    weights, cache = (None if kept == "dtype" else kept for kept in (weights, cache))
-    model, counts = value_model(model, dtype, device, vocab, weights), candidate_counts(B, counts)
-    graphs = launch == "python" and device == "cuda"
-    guided = Decode(model, counts, commit_winners=winners == "committed", cached=L, graphs=graphs, cache=cache)
+    model, counts = value_model(model, dtype, device, vocab), candidate_counts(B, counts)
+    guided = Decode(model, counts, cached=L, graphs=launch == "python" and device == "cuda")
     guided.check()
     moved, operations = guided.floor()
     if base != "none":
@@ -216,41 +193,23 @@ def make_case(
         "two forwards": lambda: Uncaptured(Decode(model, counts, cached=L, two_forwards=True)),
         "(dense forward)": lambda: Dense(model, B, guided.num_tokens(), cached=L),
     }
-    if weights:  # torch's matmuls of the published algorithm take no weights in 8 bits
-        del peers["two forwards"]
     return Case(Uncaptured(guided) if launch == "python" else guided, moved, operations, peers)
 
 
 BENCHMARK = Benchmark(
     "step",
     make_case,
-    production=dict(
-        model="Qwen2.5-1.5B",
-        B=64,
-        L=CACHED,
-        counts="full",
-        winners="committed",
-        launch="graph",
-        base="none",
-        weights="dtype",
-        cache="dtype",
-    ),
+    production=dict(model="Qwen2.5-1.5B", B=64, L=CACHED, counts="full", launch="graph", base="none"),
     axes=dict(
         launch=["python"],
         base=["Qwen2.5-7B"],
         counts=["SmolLM2"],
-        weights=["fp8"],
-        cache=["fp8"],
-        winners=["computed"],
         B=[256, 1, 8, 512],
         L=[2048, 128, 8192],
         model=["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"],
     ),
     others=[
         dict(B=256, counts="SmolLM2"),
-        *(dict(B=B, weights="fp8") for B in (8, 256)),
-        dict(B=256, cache="fp8"),
-        *(dict(B=B, weights="fp8", cache="fp8") for B in (8, 64, 256)),
         dict(B=256, launch="python"),
         dict(B=1, launch="python"),
         dict(base="Qwen2.5-7B", B=256),

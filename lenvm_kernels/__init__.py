@@ -2,11 +2,11 @@
 
 The whole step for an engine: :class:`GuidedStep`. Its operators, in the order in which it calls them:
 :func:`limit_span`, :func:`gather_requests`, :func:`expand_drafts`, :func:`topk_candidates`, :func:`select_scored`,
-:func:`pack_drafts`, :func:`commit_winner`, :func:`catch_up`, :func:`ragged_layout`, :func:`embed_tokens`,
-:func:`ragged_linear`, :func:`rope_cache`, :func:`value_tree_attention`, :func:`value_head`, or in place
-of the seven before it :func:`candidate_values`; :func:`reweight_scatter`,
-:func:`sample_candidates`, :func:`verify_drafts`. The parameters of a request: :func:`parse_guidance`,
-:class:`GuidanceTable`; the value model: :class:`ValueModel`. In ``transformers``, all in one call: :func:`generate`.
+:func:`pack_drafts`, :func:`catch_up`, :func:`ragged_layout`, :func:`embed_tokens`, :func:`ragged_linear`,
+:func:`rope_cache`, :func:`value_tree_attention`, :func:`value_head`, or :func:`candidate_values` instead of the seven
+before it; :func:`reweight_scatter`, :func:`sample_candidates`, :func:`verify_drafts`. The parameters of a request:
+:func:`parse_guidance`, :class:`GuidanceTable`; the value model: :class:`ValueModel`. In ``transformers``, all in one
+call: :func:`generate`.
 """
 
 from importlib import import_module
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from lenvm_kernels.guidance.table import GuidanceTable as GuidanceTable
     from lenvm_kernels.ops.candidate_values import candidate_values as candidate_values
     from lenvm_kernels.ops.catch_up import catch_up as catch_up
-    from lenvm_kernels.ops.commit_winner import commit_winner as commit_winner
     from lenvm_kernels.ops.embed_tokens import embed_tokens as embed_tokens
     from lenvm_kernels.ops.expand_drafts import expand_drafts as expand_drafts
     from lenvm_kernels.ops.gather_requests import empty_history as empty_history
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from lenvm_kernels.ops.limit_span import limit_span as limit_span
     from lenvm_kernels.ops.pack_drafts import pack_drafts as pack_drafts
     from lenvm_kernels.ops.ragged_layout import ragged_layout as ragged_layout
-    from lenvm_kernels.ops.ragged_linear import quantize_weight as quantize_weight
     from lenvm_kernels.ops.ragged_linear import ragged_linear as ragged_linear
     from lenvm_kernels.ops.reweight_scatter import reweight_scatter as reweight_scatter
     from lenvm_kernels.ops.rope_cache import rope_cache as rope_cache
@@ -77,7 +75,6 @@ _MODULES = {
     "adapters.transformers": "generate",
     "guidance": "GuidanceParams GuidanceTable parse_guidance text_breaks_of",
     "ops.gather_requests": "empty_history",
-    "ops.ragged_linear": "quantize_weight",
     "paged_slots": "OutOfSlots PagedSlots",
     "step": "EngineSlots GuidedStep Sampling StepBatch StepConfig StepOutput working_bytes",
     "types": (
@@ -88,7 +85,7 @@ _MODULES = {
 }
 # An operator is in the file of its own name.
 _OPERATORS = (
-    "candidate_values catch_up commit_winner embed_tokens expand_drafts gather_requests limit_span pack_drafts "
+    "candidate_values catch_up embed_tokens expand_drafts gather_requests limit_span pack_drafts "
     "ragged_layout ragged_linear reweight_scatter rope_cache sample_candidates select_scored topk_candidates "
     "value_head value_tree_attention verify_drafts"
 )

@@ -135,11 +135,8 @@ class StepRequests(NamedTuple):
     """What a step has to know of its ``B`` requests, in tensors of ``N`` rows; those from ``B`` on are padding.
 
     Attributes:
-        tokens: int64 ``[N, W]``; the tokens that the sequence has grown by, from column 0 on; 0 pads.
-        new_lens: int32 ``[N]``; how many these are, more than W among them; 0 in padding.
         positions: int32 ``[N]``; position of the last token of the sequence; -1 in padding.
         table_rows: int64 ``[N]``; row of the request in the slot table and the guidance table.
-        places: int64 ``[N]``; place of the request in the step before, -1 if it was not in it.
         guided: bool ``[N]``; it has guidance.
         wants_length: bool ``[N]``; it asks for predicted lengths, or is between two spans and has to be read on.
         entropy_threshold: fp32 ``[N]``; nats, NaN for none.
@@ -149,11 +146,8 @@ class StepRequests(NamedTuple):
         cached_lens: int32 ``[N]``; tokens of its sequence that the value model has; 0 in padding.
     """
 
-    tokens: Tensor
-    new_lens: Tensor
     positions: Tensor
     table_rows: Tensor
-    places: Tensor
     guided: Tensor
     wants_length: Tensor
     entropy_threshold: Tensor
@@ -167,8 +161,6 @@ class StepHistory(NamedTuple):
     """What a step leaves to the next of the requests in ``R`` table rows.
 
     Attributes:
-        places: int64 ``[R]``; place of the request in the last step it was in.
-        steps: int64 ``[R]``; number of that step, -1 for none.
         step: int64 ``[1]``; number of the step that comes.
         uncounted: int64 ``[1]``; how many before it are none that a ``value_stride`` counts.
         tokens: int32 ``[R, M]``; the last tokens of its sequence: the one at position ``p`` in column ``p % M``.
@@ -176,8 +168,6 @@ class StepHistory(NamedTuple):
         cached_lens: int32 ``[R]``; tokens of its sequence that the value model has: these are in its cache.
     """
 
-    places: Tensor
-    steps: Tensor
     step: Tensor
     uncounted: Tensor
     tokens: Tensor

@@ -14,20 +14,6 @@ def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
-E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
-
-
-def to_codes(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What a cache in e4m3 keeps of keys or values ``x [..., Hkv, D]``, with fp32 ``scales [..., Hkv]``: ``x / scale``,
-    rounded to nearest even, at most 448. NaN stays NaN."""
-    return (x.to(compute_dtype(x)) / scales[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-
-
-def of_codes(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The fp32 keys or values that :func:`to_codes` has kept."""
-    return codes.float() * scales[..., None]
-
-
 def sums_of_squares(x: torch.Tensor) -> torch.Tensor:
     """Of the groups of columns of ``x [T, H]``: ``[ceil(H / 64), T]``, fp32 (fp64 from fp64)."""
     squares = F.pad(x.to(compute_dtype(x)).square(), (0, -x.shape[1] % SQUARES_GROUP))

@@ -9,26 +9,22 @@ from lenvm_kernels.types import DeltaTokens
 def catch_up(
     held: Tensor,  # int32 [R, M]
     history_cached_lens: Tensor,  # int32 [R]
-    new_lens: Tensor,  # int32 [N]
     positions: Tensor,  # int32 [N]
     table_rows: Tensor,  # int64 [N]
     guided: Tensor,  # bool [N]
     wants_length: Tensor,  # bool [N]
     cached_lens: Tensor,  # int32 [N]
     counts: Tensor,  # int32 [N]
-    committed: Tensor | None,  # int32 [N]
     slot_table: Tensor,  # int32 [R, pages]
     page_size: int,
-    width: int,
+    max_new: int,
     *,
     out: DeltaTokens,  # [N, M]
 ) -> DeltaTokens:  # [N, M]
     """See :func:`lenvm_kernels.ops.catch_up.catch_up`; history and requests by what is read of them."""
     most, lengths = held.shape[1], positions + 1
-    if committed is not None:
-        cached_lens = cached_lens + torch.where(cached_lens == lengths - new_lens, committed, 0)
     missing = (lengths - cached_lens).clamp(min=0)
-    computes = (guided | wants_length) & ((counts > 0) | (missing > most - width))
+    computes = (guided | wants_length) & ((counts > 0) | (missing > most - max_new))
     lens = torch.where(computes, missing.clamp(max=most), 0)
 
     column = torch.arange(most, device=held.device)

@@ -44,11 +44,6 @@ def gather_requests(
     wants_length = active & (return_values[table_rows] | (has_mode & ended & (span_start_bits[table_rows] != 0)))
     due = torch.ones_like(active)
     if history is not None:
-        was_there = history.steps[table_rows] == history.step - 1
-        write(out.places, torch.where(was_there, history.places[table_rows], -1), -1)
-        history.places[table_rows] = torch.arange(count, device=device)
-        history.steps[table_rows] = history.step
-
         told_lens, cached_lens, held = history.told_lens[table_rows], history.cached_lens[table_rows], history.tokens
         is_gap = told_lens < lengths - new_lens
         lost = (guided | wants_length) & (is_gap | (lengths - cached_lens > held.shape[1]))
@@ -62,11 +57,6 @@ def gather_requests(
             known = (i < new_lens) & (position >= 0)
             held[table_rows[known], position[known] % held.shape[1]] = tokens[known, i].int()
 
-    width = min(out.tokens.shape[1], tokens.shape[1])
-    is_new = torch.arange(width, device=device) < new_lens[:, None]
-    out.tokens.zero_()
-    out.tokens[:count, :width] = tokens[:, :width].where(is_new, 0)
-    write(out.new_lens, new_lens, 0)
     write(out.positions, lengths - 1, -1)
     write(out.table_rows, table_rows, padding_row)
     write(out.guided, guided, False)

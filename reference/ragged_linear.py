@@ -15,7 +15,6 @@ def ragged_linear(
     weight: Tensor,  # [N, K], or [2 N, K] with swiglu
     bias: Tensor | None = None,  # [N], or [2 N] with swiglu
     *,
-    weight_scales: Tensor | None = None,  # fp32 [N], or [2 N] with swiglu
     num_rows: Tensor | None = None,  # int32 [1]
     norm_eps: float | None = None,
     swiglu: bool = False,
@@ -31,10 +30,7 @@ def ragged_linear(
     if norm_eps is not None:
         squares = h.square().sum(-1) if square_sums is None else square_sums[:, :rows].to(dtype).sum(0)
         h = h * torch.rsqrt(squares / x.shape[1] + norm_eps)[:, None]
-    weight = weight.to(dtype)
-    if weight_scales is not None:
-        weight = weight * weight_scales.to(dtype)[:, None]
-    y = F.linear(h, weight, None if bias is None else bias.to(dtype))
+    y = F.linear(h, weight.to(dtype), None if bias is None else bias.to(dtype))
     if swiglu:
         gate, up = y.chunk(2, -1)
         y = F.silu(gate) * up

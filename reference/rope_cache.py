@@ -6,7 +6,7 @@ As in ``transformers`` (``Qwen3RMSNorm``, ``apply_rotary_pos_emb``), and rounded
 import torch
 from torch import Tensor
 
-from lenvm_kernels.reference._common import compute_dtype, to_codes
+from lenvm_kernels.reference._common import compute_dtype
 
 
 def rope_cache(
@@ -21,10 +21,6 @@ def rope_cache(
     qk_norm_weight: Tensor | None = None,  # [Hq + Hkv, D]
     norm_eps: float = 1e-6,
     num_rows: Tensor | None = None,  # int32 [1]
-    key_scales: Tensor | None = None,  # fp32 [Hkv]
-    value_scales: Tensor | None = None,  # fp32 [Hkv]
-    k_out: Tensor | None = None,  # [T, Hkv, D]
-    v_out: Tensor | None = None,  # [T, Hkv, D]
 ) -> tuple[Tensor, Tensor, Tensor]:  # [T, Hq, D], [T, Hkv, D], [T, Hkv, D]
     """See :func:`lenvm_kernels.ops.rope_cache.rope_cache`. Works on the first ``num_rows`` rows only."""
     tokens = qkv.shape[0]
@@ -38,18 +34,15 @@ def rope_cache(
 
     kept = torch.nonzero((slots[:rows] >= 0) & (slots[:rows] < num_slots)).squeeze(1)
     slots = slots[kept].long()
-    for cache, new, scales in ((k_cache, k[kept], key_scales), (v_cache, v[kept], value_scales)):
-        if scales is None:
-            cache.index_copy_(0, slots, new)
-        else:  # as bytes: not every device copies e4m3 by index
-            cache.view(torch.uint8).index_copy_(0, slots, to_codes(new, scales).view(torch.uint8))
+    k_cache.index_copy_(0, slots, k[kept])
+    v_cache.index_copy_(0, slots, v[kept])
 
-    def write(values: Tensor, out: Tensor | None) -> Tensor:
-        out = values.new_empty(tokens, *values.shape[1:]) if out is None else out
+    def padded(values: Tensor) -> Tensor:
+        out = values.new_empty(tokens, *values.shape[1:])
         out[:rows] = values
         return out
 
-    return write(q, None), write(k, k_out), write(v, v_out)
+    return padded(q), padded(k), padded(v)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

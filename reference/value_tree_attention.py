@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from lenvm_kernels.reference._common import compute_dtype, of_codes
+from lenvm_kernels.reference._common import compute_dtype
 
 
 def value_tree_attention(
@@ -21,8 +21,6 @@ def value_tree_attention(
     candidate_lens: torch.Tensor,  # int32 [B]
     *,
     parents: torch.Tensor | None = None,  # int32 [T]
-    key_scales: torch.Tensor | None = None,  # fp32 [Hkv]
-    value_scales: torch.Tensor | None = None,  # fp32 [Hkv]
     page_size: int = 1,
     sm_scale: float | None = None,
     out: torch.Tensor | None = None,
@@ -40,10 +38,8 @@ def value_tree_attention(
             continue  # its table row may be one that does not exist: it fills a batch up
         position = torch.arange(cached, device=q.device)
         slots = slot_table[table_row, position // page_size].long() * page_size + position % page_size
-        k_cached = k_cache[slots] if key_scales is None else of_codes(k_cache[slots], key_scales)
-        v_cached = v_cache[slots] if value_scales is None else of_codes(v_cache[slots], value_scales)
-        keys = torch.cat([k_cached.to(dtype), k_new[start:end].to(dtype)])  # [cached + tokens, Hkv, D]
-        values = torch.cat([v_cached.to(dtype), v_new[start:end].to(dtype)])
+        keys = torch.cat([k_cache[slots].to(dtype), k_new[start:end].to(dtype)])  # [cached + tokens, Hkv, D]
+        values = torch.cat([v_cache[slots].to(dtype), v_new[start:end].to(dtype)])
         queries = q[start:end].to(dtype).unflatten(1, (kv_heads, -1))  # [tokens, Hkv, Hq / Hkv, D]
 
         new_parents = [] if parents is None else [parent - start for parent in parents[start:end].tolist()]

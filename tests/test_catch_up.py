@@ -9,12 +9,11 @@ from lenvm_kernels.ops.gather_requests import empty_history, empty_requests, gat
 from tests.helpers.drafts import i32
 
 
-def make_requests(lengths, cached_lens, table_rows, *, new_lens=None, guided=None, wants_length=None, device="cpu"):
-    """Guided requests, or as ``guided`` says, with a new token each. The fields that do not matter are 1."""
+def make_requests(lengths, cached_lens, table_rows, *, guided=None, wants_length=None, device="cpu"):
+    """Guided requests, or as ``guided`` says. The fields that do not matter are 1."""
     requests = empty_requests(len(lengths), torch.device(device))
     for x in requests:
         x.fill_(1)
-    requests.new_lens.copy_(i32(*([1] * len(lengths) if new_lens is None else new_lens)))
     requests.positions.copy_(i32(*lengths) - 1)
     requests.cached_lens.copy_(i32(*cached_lens))
     requests.table_rows.copy_(torch.tensor(table_rows))
@@ -72,41 +71,6 @@ def test_who_computes_what(device, backend, page_size):
     assert history.cached_lens.tolist() == left
 
 
-# Of a history of five tokens: the length of each request, its table row, tokens that are cached and that are new, how
-# many of these are committed, whether any is scored and whether it is guided; then tokens that are cached, and the
-# positions computed.
-COMMITTED = [
-    ((9, 5, 6, 3, 3, True, True), 9, []),  # all of them
-    ((9, 0, 6, 3, 2, True, True), 8, [8]),
-    ((9, 7, 6, 3, 1, True, True), 7, [7, 8]),
-    ((9, 2, 6, 3, 0, True, True), 6, [6, 7, 8]),
-    ((9, 3, 6, 3, 2, False, True), 8, []),  # the last one waits
-    ((9, 8, 4, 5, 0, False, True), 4, [4, 5, 6, 7, 8]),  # as many are missing as are held
-    ((9, 1, 4, 5, 1, False, True), 5, []),  # one less
-    ((9, 4, 6, 2, 2, True, True), 6, [6, 7, 8]),  # the one before them is missing
-    ((9, 6, 7, 3, 3, True, True), 7, [7, 8]),  # the first of them was cached before
-    ((9, 9, 9, 0, 0, True, True), 9, []),  # nothing is new
-    ((9, 10, 8, 1, 1, True, False), 9, []),
-]
-
-
-def test_committed_tokens_count_from_the_first_new_one_on(device, backend):
-    """Also of a request that nobody guides any more."""
-    asked, cached_lens, expected = zip(*COMMITTED, strict=True)
-    lengths, rows, were_cached, new_lens, committed, scored, guided = zip(*asked, strict=True)
-    requests = make_requests(lengths, were_cached, rows, new_lens=new_lens, guided=guided, device=device)
-    history, slot_table = make_history(12, 5, device), torch.arange(239, -1, -1).int().view(12, 20).to(device)
-    options = dict(committed=i32(*committed).to(device), backend=backend)
-    delta = catch_up(history, requests, i32(*scored).to(device), slot_table, **options)
-    assert delta.cached_lens.tolist() == list(cached_lens)
-    assert delta.lens.tolist() == [len(positions) for positions in expected]
-    for i, positions in enumerate(expected):
-        padding = [0] * (5 - len(positions))
-        assert delta.token_ids[i].tolist() == [100 * rows[i] + p % 5 for p in positions] + padding
-        assert delta.slots[i].tolist() == [239 - 20 * rows[i] - p for p in positions] + [-1] * len(padding)
-        assert history.cached_lens[rows[i]] == cached_lens[i] + len(positions)
-
-
 def test_a_request_over_many_steps(device, backend):
     """With another one beside it, of row 0, that is scored at every step and computes its last token each time.
 
@@ -123,22 +87,19 @@ def test_a_request_over_many_steps(device, backend):
         return slot_table[2, position // page_size].item() * page_size + position % page_size
 
     length, other = 5, 10
-    # Tokens that are new, whether any is scored, how many were committed; then the positions computed.
-    for new, scored, committed, expected in (
-        (1, True, 0, [5]),
-        (1, True, 1, []),  # 6 was a candidate of the step before
-        (1, False, 1, []),  # 7 too
-        (1, False, 0, []),  # 8 waits
-        (1, False, 1, []),  # 9 waits, though its keys and values were there: 8 is missing
-        (1, True, 0, [8, 9, 10]),
-        (1, False, 0, []),  # 11 waits
-        (2, False, 0, [11, 12, 13]),  # as many as are held
-        (3, False, 1, []),  # 14 was a candidate; 15 and 16 wait
-        (1, False, 1, [15, 16, 17]),
-        (0, True, 0, []),
-        (2, True, 2, []),  # 18 and 19 were, one after the other
-        (3, True, 1, [21, 22]),
-        (1, True, 0, [23]),
+    # Tokens that are new and whether any is scored; then the positions computed.
+    for new, scored, expected in (
+        (1, True, [5]),
+        (1, False, []),  # 6 waits
+        (1, False, []),  # 7 waits
+        (1, True, [6, 7, 8]),
+        (1, False, []),  # 9 waits
+        (2, False, [9, 10, 11]),  # as many as are held
+        (1, False, []),  # 12 waits
+        (2, False, [12, 13, 14]),
+        (0, True, []),
+        (3, True, [15, 16, 17]),
+        (1, True, [18]),
     ):
         first, length, other = length, length + new, other + 1
         tokens = torch.tensor([[10 + first + i for i in range(3)], [500 + other, 7, 7]], device=device)
@@ -156,7 +117,6 @@ def test_a_request_over_many_steps(device, backend):
             requests,
             i32(2 * scored, 1).to(device),
             slot_table,
-            committed=i32(committed, 0).to(device),
             page_size=page_size,
             backend=backend,
         )
@@ -165,7 +125,7 @@ def test_a_request_over_many_steps(device, backend):
         assert delta.lens.tolist() == [len(expected), 1]
         assert delta.token_ids.tolist() == [[10 + p for p in expected] + [0] * padding, [500 + other, 0, 0]]
         assert delta.slots.tolist() == [[slot(p) for p in expected] + [-1] * padding, [other - 1, -1, -1]]
-    assert history.told_lens.tolist() == [other, 0, 24] and history.cached_lens.tolist() == [other, 0, 24]
+    assert history.told_lens.tolist() == [other, 0, 19] and history.cached_lens.tolist() == [other, 0, 19]
     assert table.faults.tolist() == [0, 0, 0]
 
 
@@ -176,6 +136,7 @@ ERRORS = [
         (ValueError, f"page_size must be an int of at least 1, got {x!r}", {"page_size": x})
         for x in (0, -4, 2.0, True, "4")
     ),
+    *((ValueError, f"max_new must be an int of at least 1, got {x!r}", {"max_new": x}) for x in (0, -4, 2.0, True)),
 ]
 
 

@@ -273,15 +273,6 @@ def test_the_main_loop_is_the_innermost_with_most_copies():
     assert main_loop(loops_in(["FADD R1, R1, R1", "@!P0 BRA 0x0", "EXIT"])) is None
 
 
-def test_a_loop_that_reads_e4m3_is_the_main_one():
-    """Another one may have more asynchronous copies, over what is in another dtype."""
-    copy = "LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64]"
-    e4m3, other = [copy, "F2FP.F16.E4M3.UNPACK_B R3, R4", "@P0 BRA 0x0"], [copy, copy, copy, "@P0 BRA 0x30"]
-    assert main_loop(loops_in([*e4m3, *other, "EXIT"])).lines == tuple(e4m3)
-    e5m2 = [line.replace("E4M3", "E5M2") for line in e4m3]
-    assert main_loop(loops_in([*e5m2, *other, "EXIT"])).lines == tuple(other)
-
-
 def test_a_loop_that_waits_for_all_of_its_copies_is_found_wherever_it_is():
     """In the main loop, in one beside it, and in both; what a persistent loop around them waits for is its own."""
     waiting = [line.replace("SB0, 0x4", "SB0, 0x0") for line in LOOP[:12]]

@@ -19,7 +19,7 @@ from tests.helpers.cases import simplest
 FAULTS = "tests.helpers.planted_faults"
 # Whose results are compared as they are.
 INTEGERS = (
-    *("limit_span", "gather_requests", "expand_drafts", "select_scored", "pack_drafts", "commit_winner"),
+    *("limit_span", "gather_requests", "expand_drafts", "select_scored", "pack_drafts"),
     *("catch_up", "ragged_layout", "sample_candidates", "verify_drafts"),
 )
 FLOATS = [name for name in OPERATORS if name not in INTEGERS]
@@ -67,7 +67,7 @@ def test_what_is_right_passes(fuzz, tmp_path, name):
 
 
 def test_the_kernels_pass(fuzz):
-    code, out, _ = fuzz("--ops", "sample_candidates", "commit_winner", "--cases", 4)
+    code, out, _ = fuzz("--ops", "sample_candidates", "catch_up", "--cases", 4)
     assert code == 0, out
 
 
@@ -220,7 +220,6 @@ def test_a_row_is_the_same_in_any_batch():
         ("reweight_scatter", {}, lambda given: given.table_rows),
         ("value_head", {"token_rows": "int64"}, lambda given: given.arguments["token_rows"]),
         ("rope_cache", {}, lambda given: given.arguments["slots"]),
-        ("commit_winner", {}, lambda given: given.arguments["last_rows"]),
         ("ragged_layout", {"longest": 70}, lambda given: given.arguments["delta_starts"]),
         ("value_tree_attention", {}, lambda call: call.inputs.table_rows),
     ],

@@ -44,8 +44,6 @@ def test_a_step_of_five_requests(device, backend):
     table.span_ended[6] = table.span_ended[4] = True
     history = make_history(7, device, step=6)
     history.uncounted.fill_(2)
-    history.places.copy_(torch.arange(10, 17))
-    history.steps.copy_(i64(5, 5, 5, 5, 4, 5, 5))
     history.told_lens.copy_(i32(10, 98, 30, 40, 42, 60, 69))
     history.cached_lens.copy_(i32(9, 97, 29, 39, 41, 59, 67))
     table.value_stride.copy_(i32(1, 2, 3, 1, 1, 4, 0))
@@ -58,15 +56,11 @@ def test_a_step_of_five_requests(device, backend):
         active=torch.tensor([True, True, True, True, False], device=device),
         history=history,
         padding_row=5,
-        out=empty_requests(7, device, 3),
+        out=empty_requests(7, device),
         backend=backend,
     )
-    no = [0, 0, 0]
-    assert requests.tokens.tolist() == [[11, 0, 0], [12, 0, 0], [13, 14, 0], [15, 0, 0], [16, 17, 0], no, no]
-    assert requests.new_lens.tolist() == [1, 1, 2, 1, 2, 0, 0]
     assert requests.positions.tolist() == [10, 42, 99, 69, 31, -1, -1]
     assert requests.table_rows.tolist() == [0, 4, 1, 6, 2, 5, 5]
-    assert requests.places.tolist() == [10, -1, 11, 16, 12, -1, -1]  # row 4 was not in step 5
     assert requests.guided.tolist() == [False, False, True, False, False, False, False]
     assert requests.wants_length.tolist() == [False, True, False, True, False, False, False]
     assert requests.entropy_threshold.isnan().tolist() == [True, True, False, True, True, True, True]
@@ -75,8 +69,6 @@ def test_a_step_of_five_requests(device, backend):
     assert requests.seeds.tolist() == [0, 2**40 + 4, 2**40 + 1, 2**40 + 6, 0, 0, 0]
     assert requests.due.tolist() == [True, True, True, True, False, False, False]
     assert requests.cached_lens.tolist() == [9, 41, 97, 67, 29, 0, 0]
-    assert history.places.tolist() == [0, 2, 4, 13, 1, 15, 3]
-    assert history.steps.tolist() == [6, 6, 6, 5, 6, 5, 6]
     assert history.step.item() == 6 and history.uncounted.item() == 2  # select_scored counts
     no = [-7, -7, -7]
     assert history.tokens.tolist() == [[-7, 11, -7], [14, -7, 13], [16, 17, -7], no, [12, -7, -7], no, [15, -7, -7]]
@@ -149,17 +141,14 @@ def test_more_uncomputed_tokens_than_are_held_lose_guidance(device, backend, hel
 
 
 def test_what_is_empty(device):
-    """Results have the room asked for; a history knows nobody."""
-    for options, width in (({}, 1), (dict(width=4), 4)):
-        requests = empty_requests(3, device, **options)
-        assert [list(x.shape) for x in requests] == [[3, width]] + [[3]] * 11
-        assert requests.tokens.dtype == torch.int64 and requests.new_lens.dtype == torch.int32
-    history = empty_history(5, 3, device)
-    assert history.places.tolist() == history.steps.tolist() == [-1] * 5 and history.step.tolist() == [1]
+    requests, history = empty_requests(3, device), empty_history(5, 3, device)
+    assert [list(x.shape) for x in requests] == [[3]] * 9
+    assert requests.positions.dtype == torch.int32 and requests.table_rows.dtype == torch.int64
+    assert history.step.tolist() == [1]
     assert history.tokens.tolist() == [[0] * 3] * 5
     assert history.told_lens.tolist() == history.cached_lens.tolist() == [0] * 5
     assert history.uncounted.tolist() == [0]
-    assert [x.dtype for x in history] == [torch.int64] * 4 + [torch.int32] * 3
+    assert [x.dtype for x in history] == [torch.int64] * 2 + [torch.int32] * 3
     assert {x.device.type for x in (*history, *requests)} == {device.type}
 
 

@@ -24,7 +24,6 @@ LAYERS = [
     (
         "lenvm_kernels.value_model",
         "lenvm_kernels.guidance",
-        "lenvm_kernels.timing",
         "lenvm_kernels.paged_slots",
         "lenvm_kernels.slot_pool",
     ),

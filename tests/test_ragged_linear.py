@@ -1,9 +1,8 @@
-"""Ragged linear: the reference against torch.nn, weights in 8 bits, tiles, and what is left alone."""
+"""Ragged linear: the reference against torch.nn, tiles, and what is left alone."""
 
 import math
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import triton
@@ -15,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from lenvm_kernels.fuzz.ops.ragged_linear import CONSTANTS, exact
 from lenvm_kernels.ops import _ragged_linear
 from lenvm_kernels.ops import ragged_linear as ops
-from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear
+from lenvm_kernels.ops.ragged_linear import ragged_linear
 from tests.helpers.cases import simple_arguments
 from tests.helpers.interpreter import needs_interpreter
 from tests.helpers.matches import assert_matches
@@ -23,7 +22,6 @@ from tests.helpers.memory import GuardedMemory
 
 make_inputs = partial(simple_arguments, "ragged_linear")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-E4M3 = torch.float8_e4m3fn
 # What a decoder layer asks for, and everything at once. Of 320 columns, in tests that split sums, only those without
 # swiglu are split.
 VARIANTS = {
@@ -31,8 +29,6 @@ VARIANTS = {
     "o and down": {"residual": True},
     "gate_up": {"norm": True, "swiglu": True},
     "all": {"bias": True, "norm": True, "residual": True, "swiglu": True},
-    "qkv, e4m3": {"bias": True, "norm": True, "e4m3": True},
-    "all, e4m3": {"bias": True, "norm": True, "residual": True, "swiglu": True, "e4m3": True},
 }
 
 
@@ -72,12 +68,9 @@ def test_reference_matches_torch_modules(num_rows):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reference_keeps_the_dtype_and_rounds_once(dtype):
-    """The scales of a weight in 8 bits are those of its rows; they scale no bias."""
     for variant in VARIANTS.values():
         inputs = make_inputs(9, outputs=48, size=64, dtype=dtype, **variant)
         y = ragged_linear(**inputs, backend="reference")
-        if "weight_scales" in inputs:
-            inputs["weight"] = inputs["weight"].double() * inputs.pop("weight_scales").double()[:, None]
         assert y.dtype == dtype
         assert_matches(y, exact(**inputs), "ragged_linear", dtype)
 
@@ -92,67 +85,6 @@ def test_square_sums_replace_those_of_x(device, backend):
     compared = 3 if backend == "triton" else 2
     expected = torch.diag(torch.tensor([0.5, 5**-0.5, 5**-0.5], device=device))
     torch.testing.assert_close(y[:compared], expected[:compared])
-
-
-# --- weights in 8 bits ------------------------------------------------------------------------------------------------
-
-
-def as_e4m3(number):
-    """The nearest number of e4m3, ties to the even one: 3 bits after the leading one, none below 2^-9."""
-    if number == 0:
-        return 0.0
-    ulp = 2.0 ** max(math.frexp(abs(number))[1] - 4, -9)
-    return round(number / ulp) * ulp
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-def test_quantized_rows_by_hand(dtype):
-    rows = [[448.0, 1.0, 1.0625, 1.1875, -300.0], [0.0] * 5, [-7.0, 3.4, 0.001, -0.0001, 0.5], [1e-3, 0, 0, 0, -2e-3]]
-    weight = torch.tensor(rows, dtype=dtype)
-    quantized, scales = quantize_weight(weight)
-    assert quantized.dtype == E4M3 and scales.dtype == torch.float32
-    # Between 1 and 1.125 the even one is 1, between 1.125 and 1.25 it is 1.25; 300 is between 288 and 320.
-    assert quantized[0].tolist() == [448, 1, 1, 1.25, -288]
-    assert quantized[1].tolist() == [0] * 5 and scales[:2].tolist() == [1, 1]
-    for row in (2, 3):
-        values = weight[row].float().tolist()
-        scale = float(np.float32(max(map(abs, values))) / np.float32(448))
-        assert scales[row] == scale
-        assert quantized[row].tolist() == [as_e4m3(float(np.float32(value) / np.float32(scale))) for value in values]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_quantized_weights_are_near(dtype):
-    """Of rows of all sizes there are, within half a step of e4m3. Nothing is beyond its largest number, 448."""
-    sizes = 10.0 ** torch.linspace(-45, 38, 400)[:, None]
-    weight = (torch.randn(400, 300, generator=torch.Generator().manual_seed(0)).clamp(-3, 3) * sizes).to(dtype)
-    weight = weight[weight.isfinite().all(1)].double()
-    quantized, scales = quantize_weight(weight.to(dtype))
-    quantized, scales = quantized.double(), scales.double()[:, None]
-    assert (scales > 0).all() and len(weight) > (30 if dtype == torch.float16 else 390)
-    error = (weight - scales * quantized).abs()
-    assert (error <= (1 + 1e-6) * torch.maximum(weight.abs() / 16, scales / 1024)).all()
-    is_whole = weight.abs().amax(1) > 1e-35
-    assert (quantized.abs().amax(1)[is_whole] == 448).all() and is_whole.sum() > 30
-
-
-@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
-def test_a_broken_weight_breaks_its_column(device, broken, backend):
-    weight = torch.ones(5, 40, device=device)
-    weight[3, 20] = broken
-    weight, scales = quantize_weight(weight)
-    assert scales.isnan().tolist() == [False, False, False, True, False]  # no number that looks as if it were right
-    y = ragged_linear(torch.ones(2, 40, device=device).half(), weight, weight_scales=scales, backend=backend)
-    assert y[:, 3].isnan().all() and (y[:, [0, 1, 2, 4]] == 40).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_number_of_e4m3(device, dtype):
-    """The kernel's products are those of the very numbers, the smallest ones too."""
-    codes = torch.arange(256, dtype=torch.uint8, device=device).view(E4M3)
-    weight, ones = codes[~codes.float().isnan()].view(127, 2), torch.ones(127, device=device)
-    y = ragged_linear(torch.eye(2, dtype=dtype, device=device), weight, weight_scales=ones, backend="triton")
-    assert torch.equal(y.T, weight.to(dtype))
 
 
 # --- tiles and splits -------------------------------------------------------------------------------------------------
@@ -185,36 +117,30 @@ def test_tiles_follow_from_rows_and_weight(monkeypatch):
     assert tiles(64) == [(128, 64), (128, 64), (128, 256), (128, 256)]
     assert tiles(128) == [(128, 128), (128, 128), (128, 256), (128, 256)]
     assert tiles(256) == tiles(4096) == [(128, 256)] * 4
-    assert tiles(1, E4M3) == [(32, 64), (32, 64), (32, 256), (32, 64)]
-    assert tiles(8, E4M3) == [(32, 64), (32, 64), (64, 128), small]
-    assert tiles(64, E4M3) == [(64, 128), (64, 128), (128, 256), (128, 256)]
-    assert tiles(256, E4M3) == tiles(4096, E4M3) == [(128, 256)] * 4
     for_fp32 = [(128, 64), (128, 64), (128, 128), (128, 128)]
     assert tiles(1, torch.float32) == tiles(256, torch.float32) == for_fp32
     for elsewhere in ("sm_80", "sm_100", "hip"):
         monkeypatch.setattr("lenvm_kernels.ops._common.ARCHITECTURE", elsewhere)
         assert tiles(1) == tiles(256) == for_fp32
-        assert tiles(1, E4M3) == tiles(256, E4M3) == [(64, 128)] * 4
 
 
 def test_every_tile_holds_whole_groups():
-    for tile in (*ops.TILES, *ops.TILES_E4M3, ops.TILE, ops.TILE_WIDE, ops.TILE_SWIGLU, ops.TILE_E4M3):
+    for tile in (*ops.TILES, ops.TILE, ops.TILE_WIDE, ops.TILE_SWIGLU):
         assert tile.block_n % ops.SQUARES_GROUP == 0
     assert ops.ADD_COLUMNS % ops.SQUARES_GROUP == 0
-    for dtype in (*DTYPES, E4M3):
+    for dtype in DTYPES:
         assert ops.choose_tile(1, 2, 1, True, dtype).block_n >= 2 * ops.SQUARES_GROUP
 
 
 @pytest.mark.bits
 @pytest.mark.parametrize("size", [100, 320])
-@pytest.mark.parametrize("variant", ["qkv", "o and down", "all", "qkv, e4m3", "all, e4m3"])
+@pytest.mark.parametrize("variant", ["qkv", "o and down", "all"])
 def test_no_tile_changes_a_bit(device, small_limits, monkeypatch, variant, size):
     """Of a row, in any place of several blocks of them, nor of the sums of its squares. The rows that are expected
     choose the tile; where nobody says what to expect, it is all T of them."""
     tokens, rows = 150, 141
     inputs = make_inputs(tokens, outputs=100, size=size, dtype=torch.bfloat16, device=device, **VARIANTS[variant])
-    tiles = ops.TILES_E4M3 if "weight_scales" in inputs else ops.TILES
-    tiles = [tile for tile in tiles if tile.block_n >= 64 * (1 + inputs["swiglu"])]
+    tiles = [tile for tile in ops.TILES if tile.block_n >= 64 * (1 + inputs["swiglu"])]
     asked = []
     monkeypatch.setattr(ops, "choose_tile", lambda rows, *_: asked.append(rows) or tiles[(len(asked) - 1) % len(tiles)])
 
@@ -234,7 +160,7 @@ def test_no_tile_changes_a_bit(device, small_limits, monkeypatch, variant, size)
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("variant", ["o and down", "all but swiglu", "qkv, e4m3"])
+@pytest.mark.parametrize("variant", ["o and down", "all but swiglu"])
 def test_the_parts_of_a_sum_are_added_in_one_order(device, small_limits, monkeypatch, variant):
     """However many rows there are, on either side of where a block of them ends: of those that are multiplied at once,
     and of those whose parts are added at once. Whichever rows are expected, and however far apart rows lie."""
@@ -243,7 +169,7 @@ def test_the_parts_of_a_sum_are_added_in_one_order(device, small_limits, monkeyp
     padded = {name: inputs[name] for name in ("x", "residual") if name in inputs}
     assert ops.num_splits(97, 320) == 5 and not any(x.is_contiguous() for x in padded.values())
     launched = []
-    choose, tiles = ops.choose_tile, ops.TILES_E4M3 if "weight_scales" in inputs else ops.TILES
+    choose = ops.choose_tile
     monkeypatch.setattr(ops, "choose_tile", lambda *given: launched.append(choose(*given)) or launched[-1])
 
     def run(tokens, rows, expected_rows, **other):
@@ -261,7 +187,7 @@ def test_the_parts_of_a_sum_are_added_in_one_order(device, small_limits, monkeyp
     dense = {name: x.contiguous() for name, x in padded.items()}
     assert torch.equal(run(150, 150, 7, **dense), expected)
     assert len(set(launched)) > 1
-    for tile in tiles:
+    for tile in ops.TILES:
         monkeypatch.setattr(ops, "choose_tile", lambda *_, tile=tile: tile)
         assert torch.equal(run(150, tile.block_m + 1, None), expected[: tile.block_m + 1])
 
@@ -278,11 +204,11 @@ def added_in_pairs(y):
     return sums[..., 0].T
 
 
-@pytest.mark.parametrize("variant", ["o and down", "all", "qkv, e4m3"])
+@pytest.mark.parametrize("variant", ["o and down", "all"])
 @pytest.mark.parametrize("num_rows", [-5, 0, 129, 170, 2**31 - 1])
 def test_rows_that_do_not_exist_are_neither_read_nor_written(device, backend, small_limits, variant, num_rows):
     """Nor is what is around the result, the workspace and the sums of squares, which are exact to the bit."""
-    tokens, dtype = 170, torch.float16 if "e4m3" in variant else torch.float32
+    tokens, dtype = 170, torch.float32
     rows = max(0, min(num_rows, tokens))
     inputs = make_inputs(tokens, outputs=100, size=320, dtype=dtype, device=device, **VARIANTS[variant])
     healthy = exact(**inputs)
@@ -376,9 +302,7 @@ def test_a_launch_asks_for_the_first_lines_of_each_row(monkeypatch, dtype, size,
     [
         *((columns, 1, torch.bfloat16, 1536) for columns in (1536, 2048)),
         (17920, 1, torch.bfloat16, 279),
-        (17920, 1, E4M3, 558),
         (1536, 5, torch.bfloat16, 651),
-        (1536, 5, E4M3, 1302),
     ],
 )
 def test_a_launch_asks_for_what_comes_in_three_microseconds(columns, splits, dtype, expected):
@@ -402,8 +326,6 @@ X, WEIGHT = torch.zeros(3, 64), torch.zeros(96, 64)
         ({"weight": torch.zeros(97, 64), "swiglu": True}, r"weight must have an even number of rows.* \[97, 64\]"),
         ({"weight": torch.zeros(0, 64), "swiglu": True}, r"weight must have an even number of rows.* \[0, 64\]"),
         ({"weight": torch.zeros(0, 64)}, r"weight must have at least one row, got shape \[0, 64\]"),
-        ({"weight": WEIGHT.to(E4M3)}, "weight_scales must be those of .*, got None"),
-        ({"weight_scales": torch.ones(96)}, r"weight must be float8_e4m3fn \[\*, 64\] on cpu, got float32"),
         *(({"norm_eps": x}, f"norm_eps must be a positive number or None, got {x!r}") for x in (0.0, math.inf, "1e-6")),
         ({"norm_eps": math.nan}, "norm_eps must be a positive number or None, got nan"),
         ({"square_sums": torch.zeros(1, 3)}, "square_sums are those of the norm: norm_eps must be given too"),
@@ -412,15 +334,3 @@ X, WEIGHT = torch.zeros(3, 64), torch.zeros(96, 64)
 def test_errors_name_the_argument(arguments, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         ragged_linear(**{"x": X, "weight": WEIGHT} | arguments)
-
-
-def test_triton_takes_e4m3_where_it_can(device, monkeypatch):
-    inputs = make_inputs(3, outputs=48, size=64, dtype=torch.float16, device=device, e4m3=True)
-    by_16_bits = "weight_scales: the kernels multiply e4m3 by bfloat16 or float16, got float32"
-    with pytest.raises(ValueError, match=by_16_bits):
-        ragged_linear(**inputs | {"x": inputs["x"].float()}, backend="triton")
-    for gpu in ("sm_80", "sm_86"):
-        monkeypatch.setattr("lenvm_kernels.ops._common.ARCHITECTURE", gpu)
-        with pytest.raises(ValueError, match=f"weight_scales: the kernels take e4m3 on GPUs from sm_89 on, got {gpu}"):
-            ragged_linear(**inputs, backend="triton")
-        assert ragged_linear(**inputs, backend="reference").isfinite().all()

@@ -23,7 +23,7 @@ import uvicorn
 from torch.nn.functional import softplus
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lenvm_kernels import cli, timing
+from lenvm_kernels import cli
 from lenvm_kernels.adapters.remote import RemoteValueModel
 from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
 from lenvm_kernels.serving.app import create_app, listen
@@ -544,14 +544,6 @@ class TestRemoteGuidance:
                 assert remote.failed_calls == remote.skipped_calls == 0
         assert engine.counts.computed_tokens < engine.counts.cached_tokens
 
-    def test_its_steps_are_timed(self, base, make_engine, monkeypatch, tmp_path):
-        monkeypatch.setenv(timing.VARIABLE, str(tmp_path / "steps.jsonl"))
-        with served(make_engine()) as (url, _):
-            self.generate(base, RemoteValueModel(url, timeout=30))
-        (file,) = tmp_path.iterdir()
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-        assert lines and all(line["forward_ms"] > 10 * line["head_ms"] for line in lines[:3])
-
     def test_calls_are_as_few_as_their_size_allows(self, make_engine, monkeypatch):
         with served(make_engine()) as (url, _):
             remote = RemoteValueModel(url, timeout=30, max_body_bytes=400)
@@ -686,9 +678,6 @@ class TestRemoteGuidance:
         with served(make_engine(), api_key="secret") as (url, _):
             with pytest.raises(ConnectionError, match="status 401"):
                 RemoteValueModel(url)
-            remote = RemoteValueModel(url, api_key="secret")
-            with pytest.raises(ValueError, match="cache must be None with a remote value model"):
-                LenVMLogitsProcessor(base, remote, None, torch.ones(1, 2), max_new_tokens=1, cache="fp8")
 
     def test_the_example(self, tmp_path, monkeypatch, capsys):
         base = save_checkpoint(tmp_path / "base", seed=0)

@@ -67,11 +67,8 @@ def test_a_file_gives_the_same_as_variables_which_take_precedence(model, config,
     expected = dict(dtype=torch.bfloat16, max_candidates=16, memory_share=0.25, graphs=False)
     assert Settings.from_environment() == Settings(model, **expected)
     monkeypatch.setenv("LENVM_MAX_CANDIDATES", "4")
-    monkeypatch.setenv("LENVM_COMMIT_WINNERS", "0")
-    monkeypatch.setenv("LENVM_WEIGHTS", "fp8")
-    monkeypatch.setenv("LENVM_CACHE", "fp8")
     monkeypatch.setenv("LENVM_VALUE_STRIDE", "4")
-    changed = dict(max_candidates=4, commit_winners=False, weights="fp8", cache="fp8", value_stride=4)
+    changed = dict(max_candidates=4, value_stride=4)
     assert Settings.from_environment() == Settings(model, **expected | changed)
 
 
@@ -101,12 +98,8 @@ def test_names_in_the_hugging_face_cache(model, monkeypatch, put_into_cache):
 
 
 def test_what_a_step_is_made_with(model):
-    settings = Settings(
-        model, max_candidates=4, chunk_tokens=9, value_stride=3, commit_winners=False, cache="fp8", graphs=None
-    )
-    expected = dict(
-        max_candidates=4, max_eos=64, chunk_tokens=9, value_stride=3, commit_winners=False, cache="fp8", graphs=None
-    )
+    settings = Settings(model, max_candidates=4, chunk_tokens=9, value_stride=3, graphs=None)
+    expected = dict(max_candidates=4, max_eos=64, chunk_tokens=9, value_stride=3, graphs=None)
     expected |= dict(vocab_size=99, max_delta=5)
     assert settings.step_config(has_graphs=True, vocab_size=99, max_delta=5) == StepConfig(**expected)
     expected |= {"graphs": False}
@@ -129,8 +122,6 @@ def test_what_a_step_is_made_with(model):
         ("GAMMA", "1", "LENVM_GAMMA must be a number > 0 and < 1, got '1'"),
         ("GAMMA", "0", "LENVM_GAMMA must be a number > 0 and < 1, got '0'"),
         ("GAMMA", "nan", "LENVM_GAMMA must be a number > 0 and < 1, got 'nan'"),
-        ("WEIGHTS", "int8", "LENVM_WEIGHTS must be fp8, got 'int8'"),
-        ("CACHE", "fp16", "LENVM_CACHE must be fp8, got 'fp16'"),
         ("MAX_CANDIDATES", "5", "LENVM_MAX_CANDIDATES must be a power of two up to 64, got '5'"),
         ("CHUNK_TOKENS", "0", "LENVM_CHUNK_TOKENS must be an integer of at least 1, got '0'"),
         ("VALUE_STRIDE", "0", "LENVM_VALUE_STRIDE must be an integer of at least 1, got '0'"),
@@ -236,7 +227,7 @@ def test_requests_get_the_strength_of_the_value_model_unless_they_name_one(model
     assert parse_request({"target_length": 9, "strength": 3}).scale == 3
 
 
-def test_without_a_value_model(model, monkeypatch, fresh_default):
+def test_without_a_value_model(model, monkeypatch, fresh_default, tmp_path):
     """The plugin is on, requests are met by their ends alone, and what needs a value model is refused by name."""
     monkeypatch.setenv("LENVM_VALUE_MODEL", "none")
     monkeypatch.setenv("LENVM_GAMMA", "0.9")
@@ -259,8 +250,8 @@ def test_without_a_value_model(model, monkeypatch, fresh_default):
     ):
         with pytest.raises(ValueError, match=message):
             parse_request(bad)
-    monkeypatch.setenv("LENVM_CACHE", "fp8")
-    with pytest.raises(ValueError, match="LENVM_CACHE must not be given without a value model, got 'fp8'"):
+    monkeypatch.setenv("LENVM_VALUE_HEAD", str(tmp_path))
+    with pytest.raises(ValueError, match="LENVM_VALUE_HEAD must not be given without a value model, got '"):
         Settings.from_environment()
 
 

@@ -61,7 +61,7 @@ GOOD_PREDICT = dict(tokens=torch.arange(2), table_rows=torch.arange(2), lengths=
     ],
 )
 def test_every_tensor_is_checked(models, method, good, name, shape, dtypes):
-    step = make_step(models.value, commit_winners=False)[0]
+    step = make_step(models.value)[0]
     calls = {
         "step": partial(take_step, step),
         "extend": step.extend,

@@ -27,13 +27,12 @@ def own_draws(rows, step):
     return torch.tensor([4 + (7 * step + 13 * row) % 80 for row in range(rows)])
 
 
-@pytest.mark.parametrize("commit_winners", [True, False])
-def test_strides(models, monkeypatch, commit_winners):
+def test_strides(models, monkeypatch):
     """Rows of strides 1, 2, 3 and of none in one batch, and one whose own is None: each is guided at its steps, with
     the values of plain forwards, and its tokens are computed together then."""
     strides, rows = [1, 2, 3, None], [4, 1, 6, 3]
     guidance = [TILT | ({} if n is None else {"value_stride": n}) for n in strides]
-    engine, sequences = models.start(rows, guidance, commit_winners=commit_winners, value_stride=5)
+    engine, sequences = models.start(rows, guidance, value_stride=5)
     deltas, waiting, scored = watch_forwards(models.value, monkeypatch).deltas, [1] * 4, 0
     for number in range(1, 21):
         drawn = own_draws(4, number)
@@ -45,17 +44,15 @@ def test_strides(models, monkeypatch, commit_winners):
         for i, token in enumerate(output.tokens.tolist()):
             assert token in output.candidates.token_ids[i] if due[i] else token == drawn[i]
             sequences[i].append(token)
-            # A winner needs no forward.
-            waiting[i] = (0 if commit_winners else 1) if due[i] else waiting[i] + 1
+            waiting[i] = 1 if due[i] else waiting[i] + 1
     assert scored == 5 * (20 + 10 + 6 + 4)
     assert not engine.step.table.faults.any()
 
 
-@pytest.mark.parametrize("commit_winners", [False, True])
-def test_a_step_that_is_not_counted_moves_no_stride(models, commit_winners):
+def test_a_step_that_is_not_counted_moves_no_stride(models):
     """Of another request, between any two steps; it is due itself as the one that follows."""
     guidance = [TILT | {"value_stride": 2}, TILT | {"value_stride": 2}]
-    engine, sequences = models.start([4, 1], guidance, commit_winners=commit_winners)
+    engine, sequences = models.start([4, 1], guidance)
     for number, between in enumerate((0, 2, 1, 0, 3, 1, 0, 1), start=1):
         of_steps = [(1, False)] * between + [(0, True)]
         for which, counts in of_steps:
@@ -108,7 +105,7 @@ def test_what_needs_no_values_waits_until_as_many_are_missing(models, monkeypatc
 
 def test_with_a_delta_of_one_nobody_waits(models, monkeypatch):
     guidance = [TILT, TILT | {"value_stride": 4}]
-    engine, sequences = models.start([3, 0], guidance, max_delta=1, commit_winners=False)
+    engine, sequences = models.start([3, 0], guidance, max_delta=1)
     deltas = watch_forwards(models.value, monkeypatch).deltas
     for number in range(1, 9):
         output = engine.decode([3, 0], sequences, scores_of(2, number), drawn=own_draws(2, number))
@@ -195,7 +192,7 @@ def test_a_prompt_told_again_takes_nothing_back(models, monkeypatch, again):
         assert models.assert_values(output, sequences) == 10
         sequences = [[*s, t] for s, t in zip(sequences, output.tokens.tolist(), strict=True)]
         engine.prefill([6], [sequences[0][: again + 1]])
-    assert deltas == [[1, 1], [0, 0], [0, 0]] and not engine.step.table.faults.any()
+    assert deltas == [[1, 1]] * 3 and not engine.step.table.faults.any()
 
 
 def test_values_of_every_token_in_spite_of_a_stride(models):

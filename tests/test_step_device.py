@@ -1,11 +1,14 @@
 """What a guided step asks of a device: its memory, nothing read back, the same bits in any batch, its graphs."""
 
+import contextlib
+
 import pytest
 import torch
+from torch.profiler import profile
 
 from lenvm_kernels.step import Sampling, StepBatch, working_bytes
-from lenvm_kernels.step.graphs import bucket_of
-from lenvm_kernels.step.model_values import chunks_of
+from lenvm_kernels.step.graphs import Graphs, bucket_of
+from lenvm_kernels.step.sources import chunks_of
 from lenvm_kernels.types import Status
 from tests.helpers.engine import (
     GUIDANCE,
@@ -103,10 +106,9 @@ def test_sync_mode_catches(reads_back):
 
 
 @pytest.mark.parametrize("is_logits", [True, False])
-@pytest.mark.parametrize("commit_winners", [True, False])
-def test_sync_free_step(device, is_logits, commit_winners):
+def test_sync_free_step(device, is_logits):
     """Prompts, and steps of guided and unguided rows with everything a step can do, through the Triton kernels."""
-    step, slots = make_step(tiny_value_model(device), commit_winners=commit_winners, chunk_tokens=8, backend="triton")
+    step, slots = make_step(tiny_value_model(device), chunk_tokens=8, backend="triton")
     engine = Engine(step, slots)
     for row, (tokens, guidance) in enumerate(zip(PROMPTS, GUIDANCE[1:], strict=True)):
         more = {"token_temperature_scale": {5: 2.0}, "return_values": row == 1}
@@ -190,7 +192,7 @@ def test_the_backend_reaches_every_operator(device, monkeypatch):
     def fail(*args, **kwargs):
         raise AssertionError("a reference ran")
 
-    operators = "gather_requests topk_candidates select_scored commit_winner catch_up ragged_layout embed_tokens"
+    operators = "gather_requests topk_candidates select_scored catch_up ragged_layout embed_tokens"
     operators += " ragged_linear rope_cache value_head reweight_scatter sample_candidates"
     for name in operators.split():
         monkeypatch.setattr(f"lenvm_kernels.ops.{name}._reference", fail)
@@ -204,7 +206,6 @@ def test_the_backend_reaches_every_operator(device, monkeypatch):
 
 
 STRIDED = [TILT | {"value_stride": 3}, TILT, TILT | {"entropy_threshold": 1.5, "value_stride": 2}, GUIDANCE[2], None]
-IN_FP8 = dict(guidance=GUIDANCE, options={"cache": "fp8"}, batches=[(range(4), 3), ([2, 0, 3, 1], 3), ([1], 3)])
 
 
 @pytest.mark.bits
@@ -212,8 +213,8 @@ IN_FP8 = dict(guidance=GUIDANCE, options={"cache": "fp8"}, batches=[(range(4), 3
     ("architecture", "dtype", "guidance", "options", "batches"),
     [
         ("qwen3", None, GUIDANCE, {}, [(range(7), 3), ([3], 3), ([5, 3], 3), (range(63, -1, -1), 1)]),
-        ("qwen2", torch.float16, *IN_FP8.values()),
-        ("qwen3", torch.bfloat16, *IN_FP8.values()),
+        ("qwen2", torch.float16, GUIDANCE, {}, [(range(4), 3), ([2, 0, 3, 1], 3), ([1], 3)]),
+        ("qwen3", torch.bfloat16, GUIDANCE, {}, [(range(4), 3), ([2, 0, 3, 1], 3), ([1], 3)]),
         (
             "qwen3",
             None,
@@ -222,7 +223,7 @@ IN_FP8 = dict(guidance=GUIDANCE, options={"cache": "fp8"}, batches=[(range(4), 3
             [(range(5), 7), ([2], 7), ([4, 2, 0, 3, 1], 7), ([1, 3, 0], 7, pad)],
         ),
     ],
-    ids=["many", "fp8-qwen2", "fp8-qwen3", "strides"],
+    ids=["many", "fp16", "bf16", "strides"],
 )
 def test_a_request_has_the_same_bits_in_any_batch(device, architecture, dtype, guidance, options, batches):
     """Values and draws, alone, in batches of up to 64, in another order and row, and padded for a graph."""
@@ -284,6 +285,49 @@ def test_steps_from_graphs_of_more_rows(models, monkeypatch):
     assert results[0][:2] == results[1][:2]
     for without, with_graphs in zip(results[0][2:], results[1][2:], strict=True):
         torch.testing.assert_close(with_graphs, without, rtol=0, atol=ATOL)
+
+
+def test_a_graph_is_captured_once_per_size_and_replayed_from_then_on(monkeypatch):
+    """The first call also runs the function without a graph. All graphs share a memory pool."""
+    events = []
+
+    class FakeGraph:
+        def __init__(self):
+            self.name = f"graph {sum(event.startswith('begin') for event in events)}"
+
+        def replay(self):
+            events.append(f"replay {self.name}")
+
+    @contextlib.contextmanager
+    def capture(graph, pool):
+        events.append(f"begin {graph.name} in {pool}")
+        yield
+        events.append(f"end {graph.name}")
+
+    def score(requests, nodes):
+        events.append(f"score {requests} x {nodes}")
+        return torch.zeros(requests, nodes)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", iter(["pool"]).__next__)
+    graphs = Graphs(score, torch.device("cpu"))
+    for requests, nodes in ((4, 5), (4, 5), (2, 1), (4, 5)):
+        assert graphs.replay(requests, nodes).shape == (requests, nodes)
+    assert events == [
+        *("score 4 x 5", "begin graph 0 in pool", "score 4 x 5", "end graph 0", "replay graph 0"),
+        *("score 2 x 1", "begin graph 1 in pool", "score 2 x 1", "end graph 1", "replay graph 0"),
+    ]
+
+
+def test_the_stages_of_a_step_are_profiler_ranges(models):
+    engine = Engine(*make_step(models.value)).start([0, 1], PROMPTS[:2], [TILT] * 2)
+    with profile() as profiler:
+        engine.decode([0, 1], PROMPTS[:2], random_scores(2))
+    ranges = sorted((e.time_range.start, e.name) for e in profiler.events() if e.name.startswith("lenvm."))
+    stages = ["candidates", "values", "layers", "head", "reweight", "sample"]
+    assert [name for _, name in ranges] == [f"lenvm.{stage}" for stage in stages]
 
 
 @needs_gpu

@@ -32,12 +32,11 @@ def likely(base, sequence, parents, rank):
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("commit_winners", [True, False])
-def test_values_at_every_node(models, commit_winners, backend):
+def test_values_at_every_node(models, backend):
     """Of trees, chains, and requests with fewer drafts or none; some drafts are candidates, some are not."""
     base, rows = BaseModel(), [4, 0, 6, 2]
     guidance = [TILT, GUIDANCE[2], TILT | {"return_values": True}, None]
-    options = dict(max_drafts=6, max_delta=8, max_candidates=4, commit_winners=commit_winners, backend=backend)
+    options = dict(max_drafts=6, max_delta=8, max_candidates=4, backend=backend)
     engine, sequences = models.start(rows, guidance, **options)
     new, scored = [1] * 4, 0
     for number in range(3):
@@ -57,7 +56,7 @@ def test_values_at_every_node(models, commit_winners, backend):
 
 @pytest.mark.parametrize(
     ("options", "padded"),
-    [({}, False), ({"commit_winners": False}, False), ({}, True), ({"backend": "triton", "max_delta": 7}, False)],
+    [({}, False), ({}, True), ({"backend": "triton", "max_delta": 7}, False)],
 )
 def test_the_text_is_the_same_with_and_without_drafts(models, options, padded):
     """Guided in several ways and not at all; drafts that are right, right for a while, wrong, and none."""
@@ -87,7 +86,7 @@ def test_a_chain_of_drafts_is_as_good_as_so_many_steps(models):
     base, chain = BaseModel(), [20, 21, 22]
     outputs = []
     for drafted in (True, False):
-        options = dict(max_drafts=3, max_candidates=4, backend="triton", commit_winners=False)
+        options = dict(max_drafts=3, max_candidates=4, backend="triton")
         engine, sequences = models.start([5, 1], [TILT, GUIDANCE[2]], **options)
         if drafted:
             output = step_with(engine, [5, 1], sequences, [1, 1], base, [chain] * 2, [[-1, 0, 1]] * 2)
@@ -105,8 +104,8 @@ def test_a_chain_of_drafts_is_as_good_as_so_many_steps(models):
     assert torch.equal(outputs[0][2], outputs[1][2])
 
 
-def test_accepted_drafts_are_not_computed_again(models, monkeypatch):
-    """Drafts that are taken, and the draw after them, have their keys and values: nothing is left to a forward."""
+def test_accepted_drafts_are_the_next_delta(models, monkeypatch):
+    """So is the token drawn after the last of them."""
     base = BaseModel()
     plain = run_plain(models, [3], PROMPTS[:1], [TILT], 6, base)
     engine, (sequence,) = models.start([3], [TILT], max_drafts=2, max_candidates=4)
@@ -116,7 +115,7 @@ def test_accepted_drafts_are_not_computed_again(models, monkeypatch):
         assert output.verified.lens.tolist() == [taken]
         sequence += output.verified.tokens[0, :taken].tolist()
     assert sequence == [*PROMPTS[0], *plain[0]]
-    assert seen.deltas == [[1], [0], [0]]
+    assert seen.deltas == [[1], [3], [2]]
 
 
 def test_every_node_has_the_filters_of_its_request(models):
@@ -159,23 +158,21 @@ def test_probabilities_and_masks_have_a_row_a_node(models):
     assert torch.equal(ids[6:, 0], scores.argmax(1))
 
 
-def test_a_step_without_drafts_leaves_its_candidates_only(models, monkeypatch):
-    """One of them commits, two after each other do not, nor does a candidate of the step with drafts before it."""
+def test_steps_with_and_without_drafts_in_turn(models, monkeypatch):
+    """Every step computes the tokens that the sequences have grown by since the one before."""
     base, rows, chain = BaseModel(), [3, 6, 1], [-1, 0, 1]
     engine, sequences = models.start(rows, [TILT] * 3, max_drafts=3, max_candidates=4)
     seen = watch_forwards(models.value, monkeypatch)
     tokens = [likely(base, s, chain, 0) for s in sequences]
-    drafted = step_with(engine, rows, sequences, [1] * 3, base, tokens, [chain] * 3).candidates.token_ids.view(3, 4, 4)
+    step_with(engine, rows, sequences, [1] * 3, base, tokens, [chain] * 3)
     sequences = [[*s, t[0]] for s, t in zip(sequences, tokens, strict=True)]
     scores = torch.stack([base.scores(s) for s in sequences])
     candidates = engine.decode(rows, sequences, scores, min_p=0.02).candidates.token_ids.tolist()
-    other = next(t for t in drafted[1, 2, 1:].tolist() if t >= 0 and t not in candidates[1])
-    grown = [[candidates[0][1]], [other], candidates[2][:2]]
-    sequences = [[*s, *more] for s, more in zip(sequences, grown, strict=True)]
+    sequences = [[*s, *more[: 1 + (i == 2)]] for i, (s, more) in enumerate(zip(sequences, candidates, strict=True))]
     none = [[-1] * 3] * 3
     output = step_with(engine, rows, sequences, [1, 1, 2], base, none, [chain] * 3)
     assert models.assert_values(output, nodes_of(sequences, none, [chain] * 3)) > 6
-    assert seen.deltas == [[1, 1, 1], [0, 0, 0], [0, 1, 1]] and not engine.step.table.faults.any()
+    assert seen.deltas == [[1, 1, 1], [1, 1, 1], [1, 1, 2]] and not engine.step.table.faults.any()
 
 
 def test_lengths_are_predicted_at_every_node(models):
@@ -233,14 +230,13 @@ def test_a_request_that_waits_keeps_room_for_all_that_it_may_grow_by(models, mon
     assert not engine.step.table.faults.any()
 
 
-@pytest.mark.parametrize("commit_winners", [True, False])
-def test_lengths_after_tokens_that_were_taken(models, monkeypatch, commit_winners):
-    """Of several tokens a request that were verified elsewhere; the step after computes none of them again.
+def test_lengths_after_tokens_that_were_taken(models, monkeypatch):
+    """Of several tokens a request that were verified elsewhere; a prediction caches none of them.
 
     No two requests have the same gamma, and one of the tokens ends a sequence."""
     base, guidance = BaseModel(), {"return_values": True, "gamma": 0.9}
     asked = [guidance, TILT, TILT | guidance | {"gamma": 0.8}]
-    sizes = dict(max_drafts=3, max_candidates=4, commit_winners=commit_winners)
+    sizes = dict(max_drafts=3, max_candidates=4)
     engine, sequences = models.start([2, 7, 4], asked, **sizes)
     deltas, new = watch_forwards(models.value, monkeypatch).deltas, [1, 1, 1]
     for number in range(3):
@@ -257,16 +253,14 @@ def test_lengths_after_tokens_that_were_taken(models, monkeypatch, commit_winner
         expected = torch.cat([first, models.lengths(sequences[2:], 0.8)])
         torch.testing.assert_close(torch.cat([found[0, :3], found[2, :1]]), expected, rtol=0, atol=1e-3)
         assert found.isnan().tolist() == [[False] * 3 + [True], [True] * 4, [False, True, True, True]]
-    if commit_winners:
-        # All but the last tokens of the prompts are computed in a prediction, and none of them again.
-        assert deltas[1::2] == [[1, 0, 0], [0, 0, 0], [0, 0, 0]] and deltas[2::2] == [[0, 0, 0]] * 2
+    assert deltas == [[0, 1, 1], [1, 0, 0], [0, 2, 1], [3, 0, 0], [0, 2, 1], [3, 0, 0]]
 
 
 @pytest.mark.parametrize("max_drafts", [0, 2])
 def test_a_prediction_computes_nothing_for_others(models, monkeypatch, max_drafts):
-    """For requests that need no values, or that fill a batch up to its graph's size, whatever was computed before."""
-    base, rows = BaseModel(), [4, 0, 6, 2]
-    engine, sequences = models.start(rows, [TILT, None, TILT, TILT], max_drafts=max_drafts, max_candidates=4)
+    """For requests without ``return_values``, and for the padding of a graph, whatever was computed before."""
+    base, rows, guidance = BaseModel(), [4, 0, 6, 2], [TILT | {"return_values": True}, None, TILT, TILT]
+    engine, sequences = models.start(rows, guidance, max_drafts=max_drafts, max_candidates=4)
     pad(engine.step)
     lens = watch_forwards(models.value, monkeypatch).candidates
     if max_drafts:
@@ -281,7 +275,7 @@ def test_a_prediction_computes_nothing_for_others(models, monkeypatch, max_draft
         engine.step.predict(StepBatch(tokens, engine.tensor(rows[:3]), lengths + grown, grown))
     else:
         engine.step.predict(StepBatch(tokens[:, 0], engine.tensor(rows[:3]), lengths + 1))
-    assert lens[-1] == [1 + max_drafts, 0, 1, 0]
+    assert lens[-1] == [1 + max_drafts, 0, 0, 0]
 
 
 @pytest.mark.parametrize("rows", [1, 4])

@@ -1,6 +1,5 @@
 """Lengths that guided steps predict, and values of rows that need none."""
 
-import pytest
 import torch
 
 from lenvm_kernels.step import StepBatch
@@ -11,8 +10,7 @@ from tests.helpers.step_models import ATOL
 from tests.helpers.watch import watch_forwards
 
 
-@pytest.mark.parametrize("commit_winners", [True, False])
-def test_remaining_lengths(models, monkeypatch, commit_winners):
+def test_remaining_lengths(models, monkeypatch):
     """What tokens are predicted to lead to: drawn from candidates, the only one, or drawn by the row's filters."""
     wants = {"return_values": True, "gamma": 0.9}
     guidance = [
@@ -21,9 +19,9 @@ def test_remaining_lengths(models, monkeypatch, commit_winners):
         wants | TILT | {"entropy_threshold": 100.0},  # always skipped
         TILT,
     ]
-    engine = Engine(*make_step(models.value, max_delta=1, commit_winners=commit_winners))
+    engine = Engine(*make_step(models.value, max_delta=1))
     engine.start(range(4), PROMPTS, guidance, room=8)
-    sequences, seen, recomputed = [list(tokens) for tokens in PROMPTS], set(), []
+    sequences, seen = [list(tokens) for tokens in PROMPTS], set()
     seen_forwards = watch_forwards(models.value, monkeypatch)
 
     def expected(tokens):
@@ -41,7 +39,6 @@ def test_remaining_lengths(models, monkeypatch, commit_winners):
         output = engine.decode(range(4), sequences, scores, drawn=drawn, top_k=1 if i == 2 else 6)
         status = output.candidates.status.tolist()
         seen |= set(status)
-        recomputed.append(int(status[3] != Status.GUIDE))
         for row, token in enumerate(output.tokens.tolist()):
             own = status[row] in (Status.UNGUIDED, Status.SKIP)
             assert token == drawn[row] if own else token in output.candidates.token_ids[row]
@@ -50,9 +47,8 @@ def test_remaining_lengths(models, monkeypatch, commit_winners):
         assert torch.isnan(output.remaining_lengths[3])
         torch.testing.assert_close(output.remaining_lengths[:3], expected(sequences[:3]), rtol=0, atol=1e-3)
     assert seen == {Status.UNGUIDED, Status.GUIDE, Status.SINGLE, Status.SKIP} and sequences[1][-2] == EOS
-    # Tokens that were scored are not computed again: all but those of the last row that were drawn without values.
-    of_steps = [0, *recomputed[:-1]] if commit_winners else [4] * 8
-    assert [sum(deltas) for deltas in seen_forwards.deltas] == [0, *of_steps] and sum(recomputed) == 1
+    # A prediction caches nothing: the first step computes the last tokens of the prompts again.
+    assert [sum(deltas) for deltas in seen_forwards.deltas] == [0, *[4] * 8]
     greedy = engine.decode(range(4), sequences, scores, drawn=drawn, sample=False)
     assert greedy.tokens.tolist() == drawn.tolist()
     ends = [[*tokens, token] for tokens, token in zip(sequences, drawn.tolist(), strict=True)]
@@ -63,13 +59,12 @@ def test_remaining_lengths(models, monkeypatch, commit_winners):
     assert engine.decode([3], sequences[3:], scores[3:], drawn=drawn[3:]).remaining_lengths is None
 
 
-@pytest.mark.parametrize("commit_winners", [True, False])
-def test_token_0_is_a_token(models, monkeypatch, commit_winners):
-    """Drawn from the candidates, drawn by a row's own filters, the only candidate: it is kept, moved and valued."""
+def test_token_0_is_a_token(models, monkeypatch):
+    """Drawn from the candidates, drawn by a row's own filters, the only candidate: it is cached and valued."""
     wants = {"return_values": True, "gamma": 0.9}
     guidance = [wants, wants | {"target_length": 1, "op": "le"}, wants | {"target_length": 1000, "op": "ge"}, wants]
     rows, drawn = [6, 1, 4, 3], torch.tensor([0, 7, 7, 0])
-    engine = Engine(*make_step(models.value, max_delta=1, commit_winners=commit_winners))
+    engine = Engine(*make_step(models.value, max_delta=1))
     engine.start(rows, PROMPTS, guidance, eos=[{EOS}, {0}, {EOS}, {EOS}])
     seen = watch_forwards(models.value, monkeypatch)
     scores = torch.full((4, VOCAB), -20.0)
@@ -83,7 +78,7 @@ def test_token_0_is_a_token(models, monkeypatch, commit_winners):
     expected[1] = 0.0
     torch.testing.assert_close(output.remaining_lengths, expected, rtol=0, atol=1e-3)
     again = engine.decode(rows, sequences, random_scores(4))
-    assert seen.deltas == [[1] * 4, [0 if commit_winners else 1] * 4]
+    assert seen.deltas == [[1] * 4] * 2
     models.assert_guided(again, sequences, [None, guidance[1], guidance[2], None], [len(t) for t in PROMPTS])
 
 

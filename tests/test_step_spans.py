@@ -127,7 +127,7 @@ def test_several_spans_and_closings(models):
 
 
 @pytest.mark.parametrize("guidance", [GUIDANCE, SEVERAL, LANDINGS], ids=["one span", "several", "landings"])
-@pytest.mark.parametrize("options", [{}, {"commit_winners": False}, {"backend": "triton", "max_delta": 7}])
+@pytest.mark.parametrize("options", [{}, {"backend": "triton", "max_delta": 7}])
 def test_the_text_with_spans_is_the_same_with_and_without_drafts(models, options, guidance):
     """Among the drafts are ends of spans and what comes after them."""
     base, rows, count = EndingModel(), [4, 0, 6, 2, 5], 14 if options.get("backend") else 30

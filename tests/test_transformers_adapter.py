@@ -220,19 +220,6 @@ def test_output_lengths_are_predicted_by_the_prompts(base, value_backbone, head,
     assert processor.predicted_output_lengths(output.sequences)[1] == expected[1]
 
 
-def test_a_cache_in_fp8(base, value_model, prompts):
-    def generate(**options):
-        torch.manual_seed(0)
-        processor, _ = run(base, value_model, prompts, SHORTER, 3, record=True, **options)
-        return processor.records[0].value_logits
-
-    rounded, plain = generate(cache="fp8"), generate()
-    assert not torch.equal(rounded, plain)  # the prompts are in the cache, where they were rounded
-    torch.testing.assert_close(rounded, plain, rtol=0, atol=0.2)
-    with pytest.raises(ValueError, match="cache must be None or 'fp8', got 'int8'"):
-        generate(cache="int8")
-
-
 def test_values_stay_right_after_skipped_steps(base, value_backbone, head, value_model, prompts):
     """An entropy threshold skips rows; their later steps still see every token."""
     torch.manual_seed(1)

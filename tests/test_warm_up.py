@@ -10,14 +10,14 @@ VOCAB = 17_411
 
 def test_serving_compiles_nothing():
     report = json.loads(run_compiling("-m", "tests.helpers.serving_variants", str(VOCAB)))
-    kinds = ("with graphs", "without graphs", "in fp8", "with drafts")
+    kinds = ("with graphs", "without graphs", "with drafts")
     of_trunk = report.pop("with a trunk")
     assert of_trunk["new"] == {} and of_trunk["warm"]["_candidate_values_kernel"] == 1
     assert of_trunk["warm"]["_ragged_linear_kernel"] >= 1
     assert {name: served["new"] for name, served in report.items()} == {kind: {} for kind in kinds}
     for served in report.values():
         assert served["warm"].keys() >= {"_scan_kernel", "_reweight_kernel", "_value_tree_attention_kernel"}
-        for kernel in ("commit_winner", "embed_tokens", "catch_up", "rope_cache", "select_scored"):
+        for kernel in ("embed_tokens", "catch_up", "rope_cache", "select_scored"):
             assert served["warm"][f"_{kernel}_kernel"] == 1
     # Of steps, of predictions, and of steps with drafts.
     gathers = {name: served["warm"]["_gather_requests_kernel"] for name, served in report.items()}

@@ -19,21 +19,13 @@ from lenvm_kernels.reference import catch_up as reference
 
 LENGTH = 1000  # of a sequence
 # A request's position, table row, whether it is guided and wants lengths, tokens cached (read, and written once more
-# into the history), tokens scored, new ones and those committed.
-BYTES = 4 + 8 + 1 + 1 + 4 + 4 + 4 + 4 + 4
+# into the history), and tokens scored.
+BYTES = 4 + 8 + 1 + 1 + 4 + 4 + 4
 TOKEN_BYTES = 4 + 4  # of a token computed: its id and its page
 
 
 def make_call(
-    device: str,
-    *,
-    B: int,
-    M: int,
-    R: int,
-    missing: int = 1,
-    length: int = LENGTH,
-    page_size: int = 16,
-    has_committed: bool = True,
+    device: str, *, B: int, M: int, R: int, missing: int = 1, length: int = LENGTH, page_size: int = 16
 ) -> partial:
     """A call in which each of ``B`` requests lacks so many of its ``length`` tokens."""
     requests, history = empty_requests(B, torch.device(device)), empty_history(R, M, torch.device(device))
@@ -45,17 +37,16 @@ def make_call(
     pages = -(-length // page_size)
     slot_table = torch.randperm(R * pages, dtype=torch.int32, device=device).view(R, pages)
     counts = torch.full((B,), 8, dtype=torch.int32, device=device)
-    options = dict(committed=torch.zeros_like(counts)) if has_committed else {}
-    return partial(catch_up, history, requests, counts, slot_table, page_size=page_size, **options)
+    return partial(catch_up, history, requests, counts, slot_table, page_size=page_size)
 
 
 def make_case(device: str, *, B: int, M: int, missing: int, R: int, dtype: str) -> Case:
     call = make_call(device, B=B, M=M, R=R, missing=missing)
-    (history, requests, counts, slot_table), committed = call.args, call.keywords["committed"]
+    history, requests, counts, slot_table = call.args
     out = empty_delta(B, M, torch.device(device))
     of_history = (history.tokens, history.cached_lens)
-    of_requests = (requests.new_lens, requests.positions, requests.table_rows, requests.guided, requests.wants_length)
-    others = (requests.cached_lens, counts, committed, slot_table, call.keywords["page_size"], 1)
+    of_requests = (requests.positions, requests.table_rows, requests.guided, requests.wants_length)
+    others = (requests.cached_lens, counts, slot_table, call.keywords["page_size"], 1)
     return Case(
         partial(call, out=out),
         B * (BYTES + missing * TOKEN_BYTES) + sum(x.nbytes for x in out),
@@ -64,11 +55,8 @@ def make_case(device: str, *, B: int, M: int, missing: int, R: int, dtype: str) 
 
 
 FORMS = {
-    f"catch_up M{M}, pages of {page_size}{', with committed' * has_committed}": dict(
-        B=64, M=M, R=64, length=4096, page_size=page_size, has_committed=has_committed
-    )
+    f"catch_up M{M}, pages of {page_size}": dict(B=64, M=M, R=64, length=4096, page_size=page_size)
     for M, page_size in ((1, 1), (5, 4), (16, 1), (16, 16), (64, 64))
-    for has_committed in (False, True)
 }
 FORMS["catch_up, every size 1"] = dict(B=1, M=1, R=1, length=1, page_size=1)
 

@@ -2,9 +2,9 @@
 
     python -m bench.ops.gather_requests [--device cpu] [--quick] [--json FILE]
 
-The requests are in no order in a table of ``R`` rows, and all of them were in the step before. Each has grown by
+The requests are in no order in a table of ``R`` rows. Each has grown by
 ``new`` tokens (1: they come as ``[B]``), of which the last 16 are held. ``N`` rows are written, for a graph of more
-requests, each with room for one new token. There are next to no bytes: the time is one launch and two dependent loads.
+requests. There are next to no bytes: the time is one launch and two dependent loads.
 Nothing is of a float dtype but the thresholds, whatever ``--dtype`` is. The reference is some sixty launches.
 """
 
@@ -22,7 +22,7 @@ from lenvm_kernels.reference import gather_requests as reference
 LENGTH, HELD = 1000, 16
 BYTES = 8 + 4 + 1  # a request's table row, length and whether it is active
 TABLE_BYTES = 4 + 1 + 4 + 4 + 8 + 4 + 1 + 4  # what is read of its row
-HISTORY_BYTES = 2 * (8 + 8 + 4) + 4  # its place, step and tokens told, read and written; and those cached, read
+HISTORY_BYTES = 2 * 4 + 4  # the number of tokens told, read and written; and that of tokens cached, read
 TOKEN_BYTES = 8 + 4  # a new one, read and held
 
 
@@ -34,25 +34,22 @@ def make_call(
     R: int,
     new: int = 1,
     held: int = HELD,
-    width: int = 1,
     given: Sequence[str] = (),
 ) -> partial:
-    """A call with some of the options. ``N`` rows (None: ``B``) are written, each of so many tokens."""
+    """A call with some of the options. ``N`` rows (None: ``B``) are written."""
     guidance = parse_guidance({"target_length": 100})
     table = GuidanceTable.from_params([guidance] * R, [{0}] * R, device)
     rows = torch.randperm(R, device=device)[:B]
     tokens = torch.randint(1000, (B,) if new == 1 else (B, new), device=device)
     lengths = torch.full((B,), LENGTH, dtype=torch.int32, device=device)
     history = empty_history(R, held, torch.device(device))
-    history.places.copy_(torch.arange(R))
-    history.steps.zero_()
     history.told_lens.fill_(LENGTH - new)
     history.cached_lens.fill_(LENGTH - 1)
     options: dict[str, Any] = dict(
         active=torch.ones(B, dtype=torch.bool, device=device),
         history=history,
         padding_row=R - 1,
-        out=empty_requests(B if N is None else N, torch.device(device), width),
+        out=empty_requests(B if N is None else N, torch.device(device)),
         new_lens=torch.full((B,), new, dtype=torch.int32, device=device),
     )
     return partial(gather_requests, table, tokens, rows, lengths, **{name: options[name] for name in given})
@@ -74,12 +71,7 @@ def make_case(device: str, *, B: int, N: int, R: int, new: int, dtype: str) -> C
 
 _EVERY = ("active", "history", "out")
 FORMS = {"gather_requests": dict(B=64, R=64), "gather_requests with every option": dict(B=64, R=64, given=_EVERY)}
-FORMS |= {
-    f"gather_requests of several tokens, with room for {width}": dict(
-        B=64, R=64, new=4, given=(*_EVERY, "new_lens"), width=width
-    )
-    for width in (1, 4)
-}
+FORMS["gather_requests of several tokens"] = dict(B=64, R=64, new=4, given=(*_EVERY, "new_lens"))
 FORMS["gather_requests, every size 1"] = dict(B=1, R=1, held=1, given=["history"])
 
 BENCHMARK = Benchmark(

@@ -5,7 +5,6 @@
 The projections of a layer. There is room for more rows than are live, as in a graph captured for every candidate a step
 can have: 1.5 times as many where five of eight slots are filled, 4 times in a batch of few candidates. The peers are
 told the number of rows: "(cuBLAS, bare)" computes the matmul alone, "cuBLAS and operators" norm, SwiGLU, residual too.
-Their weights are in 16 bits also where ours are in 8 (``weights fp8``).
 """
 
 import math
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 
 from bench.harness.cases import FLOATS, Benchmark, Case
 from bench.models import DIMENSIONS
-from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear, square_sums_shape
+from lenvm_kernels.ops.ragged_linear import ragged_linear, square_sums_shape
 from lenvm_kernels.reference import ragged_linear as reference
 from lenvm_kernels.reference._common import sums_of_squares
 
@@ -47,7 +46,6 @@ def make_call(
     dtype: str,
     live: int | None = None,
     swiglu: bool = False,
-    weights: str = "dtype",
     given: Sequence[str] = (),
 ) -> partial:
     """A call with room for so many ``tokens``, of which ``live`` are there, and some of the options."""
@@ -64,30 +62,27 @@ def make_call(
         expected_rows=live,
     )
     options = {name: options[name] for name in given} | dict(swiglu=swiglu)
-    if weights == "fp8":
-        weight, options["weight_scales"] = quantize_weight(weight)
     return partial(ragged_linear, x, weight, **options)
 
 
-def call_of(device: str, *, model: str, layer: str, rows: int, room: float, weights: str, dtype: str) -> partial:
+def call_of(device: str, *, model: str, layer: str, rows: int, room: float, dtype: str) -> partial:
     """The call of a layer of a model."""
     shape = shape_of(layer, model)
     shape["given"] += ["num_rows", "expected_rows"]
-    return make_call(device, **shape, tokens=int(rows * room), live=rows, weights=weights, dtype=dtype)
+    return make_call(device, **shape, tokens=int(rows * room), live=rows, dtype=dtype)
 
 
-def make_case(device: str, *, model: str, layer: str, rows: int, room: float, weights: str, dtype: str) -> Case:
-    call = call_of(device, model=model, layer=layer, rows=rows, room=room, weights=weights, dtype=dtype)
-    x, kept = call.args[0][:rows], call.args[1]
-    options = {name: call.keywords.get(name) for name in ("norm_eps", "swiglu", "weight_scales")}
-    scales, swiglu = options["weight_scales"], options["swiglu"]
-    weight = kept if scales is None else (kept.float() * scales[:, None]).to(x.dtype)
+def make_case(device: str, *, model: str, layer: str, rows: int, room: float, dtype: str) -> Case:
+    call = call_of(device, model=model, layer=layer, rows=rows, room=room, dtype=dtype)
+    x, weight = call.args[0][:rows], call.args[1]
+    options = {name: call.keywords.get(name) for name in ("norm_eps", "swiglu")}
+    swiglu = options["swiglu"]
     bias, residual = call.keywords.get("bias"), call.keywords.get("residual")
     live = {"residual": None if residual is None else residual[:rows], "bias": bias}
 
     def expected() -> torch.Tensor:
         doubled = {name: tensor if tensor is None else tensor.double() for name, tensor in live.items()}
-        return reference.ragged_linear(x.double(), kept.double() if scales is None else kept, **doubled, **options)
+        return reference.ragged_linear(x.double(), weight.double(), **doubled, **options)
 
     def bare() -> tuple[torch.Tensor]:  # no tensor, as it is not the result to compare
         return (F.linear(x, weight, bias),)
@@ -99,12 +94,12 @@ def make_case(device: str, *, model: str, layer: str, rows: int, room: float, we
             y = F.silu(gate) * up
         return y if residual is None else y + live["residual"]
 
-    moved = sum(tensor.nbytes for tensor in (x, kept, *live.values()) if tensor is not None)
-    outputs = len(kept) // (1 + swiglu)
+    moved = sum(tensor.nbytes for tensor in (x, weight, *live.values()) if tensor is not None)
+    outputs = len(weight) // (1 + swiglu)
     return Case(
         lambda: call()[:rows],
         moved + rows * outputs * x.itemsize,
-        2 * rows * kept.numel(),
+        2 * rows * weight.numel(),
         peers={"(cuBLAS, bare)": lambda: bare, "cuBLAS and operators": lambda: unfused},
         expected=expected,
     )
@@ -121,14 +116,11 @@ def _forms() -> Iterator[tuple[str, dict[str, Any]]]:
             given = [*shape["given"], "num_rows", "expected_rows"]
             form = shape | dict(tokens=rows, live=math.ceil(2 / 3 * rows), dtype=FLOATS[dtype], given=given)
             yield f"ragged_linear {dtype} {layer}, {rows} rows", form
-            if dtype != "fp32" and layer != "qkv alone":
-                yield f"ragged_linear {dtype} {layer}, {rows} rows, e4m3", form | dict(weights="fp8")
     one = dict(outputs=1, size=1, tokens=1, live=1, dtype="float32", given=["norm_eps", "residual", "num_rows"])
     column = dict(outputs=1, size=8960, tokens=1, dtype="float32")
     yield "ragged_linear, every size 1", one | dict(given=[*one["given"], "bias"])
     yield "ragged_linear with swiglu, every size 1", one | dict(swiglu=True, given=[*one["given"], "bias"])
     yield "ragged_linear of one column, every size 1", column
-    yield "ragged_linear of one column in e4m3, every size 1", column | dict(dtype="bfloat16", weights="fp8")
 
 
 FORMS = dict(_forms())
@@ -136,21 +128,15 @@ FORMS = dict(_forms())
 BENCHMARK = Benchmark(
     "ragged_linear",
     make_case,
-    production=dict(
-        model="Qwen2.5-1.5B", layer="gate_up", rows=384, room=1.5, weights="dtype"
-    ),  # B 64: a last token and k 5
+    production=dict(model="Qwen2.5-1.5B", layer="gate_up", rows=384, room=1.5),  # B 64: a last token and k 5
     axes=dict(
         layer=["down", "qkv", "o"],
         rows=[6, 48, 1536, 3072],
-        weights=["fp8"],
         model=["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"],
         room=[1, 4],
     ),
     others=[
         *(dict(layer="down", rows=rows) for rows in (6, 48, 3072)),
-        *(dict(weights="fp8", layer=layer, rows=48) for layer in ("gate_up", "down", "qkv", "o")),
-        *(dict(weights="fp8", layer=layer) for layer in ("down", "qkv", "o")),
-        dict(weights="fp8", rows=3072),
         dict(layer="qkv", rows=6),
         dict(layer="o", rows=6),
         dict(model="Qwen2.5-0.5B", layer="down"),

@@ -3,9 +3,8 @@
     python -m bench.ops.value_tree_attention [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
 
 B requests with L cached tokens in scattered slots, ``delta`` new ones and ``tree`` candidates: branches, or branches x
-levels. Plan and counters are there already, as in the layers of a step. The cache is in the dtype of all else, or in
-fp8 (e4m3). Floor: cached keys and values once per key/value head, queries, new keys and values, slots, parents and
-output.
+levels. Plan and counters are there already, as in the layers of a step. Floor: cached keys and
+values once per key/value head, queries, new keys and values, slots, parents and output.
 """
 
 from functools import partial
@@ -14,7 +13,6 @@ import torch
 
 from bench.harness.cases import FLOATS, Benchmark, Case, peer
 from bench.models import DIMENSIONS
-from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.value_tree_attention import num_counters, plan_attention, value_tree_attention
 from lenvm_kernels.reference import value_tree_attention as reference
 
@@ -27,7 +25,7 @@ PEERS = {
 MOST_SCORES = 2**29  # of the largest request's fp64 scores, that the result is compared with the reference
 
 
-PRODUCTION = dict(model="Qwen2.5-1.5B", B=64, L=2048, delta=1, tree="5", cache="dtype")
+PRODUCTION = dict(model="Qwen2.5-1.5B", B=64, L=2048, delta=1, tree="5")
 
 
 def make_call(
@@ -42,7 +40,6 @@ def make_call(
     levels: int = 1,
     is_tree: bool = False,
     page_size: int = 1,
-    cache: str = "dtype",
     index: torch.dtype = torch.int64,
 ) -> partial:
     """A call with ``heads`` of queries, of keys and values, and their dimension. ``is_tree``: parents are given."""
@@ -59,10 +56,6 @@ def make_call(
     q, k_new, v_new = random(tokens, num_heads), random(tokens, kv_heads), random(tokens, kv_heads)
     k_cache, v_cache = random(slots, kv_heads), random(slots, kv_heads)
     options = {}
-    if cache == "fp8":
-        scale = torch.full((kv_heads,), 2.0**-6, device=device)
-        k_cache, v_cache = ((x / scale[0]).to(E4M3) for x in (k_cache, v_cache))
-        options = dict(key_scales=scale, value_scales=scale.clone())
     if is_tree:  # level after level: what is before a request's first candidate stands for no parent
         options["parents"] = torch.arange(tokens, dtype=torch.int32, device=device) - branches
     slot_table = torch.randperm(slots // page_size, dtype=torch.int32, device=device).view(B, -1)
@@ -73,10 +66,10 @@ def make_call(
     return partial(value_tree_attention, *new_and_cached, *requests, page_size=page_size, **options)
 
 
-def make_case(device: str, *, model: str, B: int, L: int, delta: int, tree: str, cache: str, dtype: str) -> Case:
+def make_case(device: str, *, model: str, B: int, L: int, delta: int, tree: str, dtype: str) -> Case:
     _, _, _, heads, kv_heads, head_dim, _ = DIMENSIONS[model]
     branches, levels = map(int, f"{tree}x1".split("x")[:2])
-    sizes = dict(B=B, L=L, delta=delta, branches=branches, levels=levels, is_tree=levels > 1, cache=cache)
+    sizes = dict(B=B, L=L, delta=delta, branches=branches, levels=levels, is_tree=levels > 1)
     call = make_call(device, heads=(heads, kv_heads, head_dim), dtype=dtype, **sizes)
     q, *arguments = call.args
     options = {name: x for name, x in call.keywords.items() if name != "page_size"}
@@ -84,7 +77,7 @@ def make_case(device: str, *, model: str, B: int, L: int, delta: int, tree: str,
     counters = torch.zeros(num_counters(B, kv_heads), dtype=torch.int32, device=device)
     out = torch.full_like(q, torch.nan)
 
-    shape = dict(model=model, B=B, L=PRODUCTION["L"], delta=delta, tree=tree, cache=cache)
+    shape = dict(model=model, B=B, L=PRODUCTION["L"], delta=delta, tree=tree)
     compiles = device == "cpu" or shape == PRODUCTION
     peers = {label: peer(*names, q, *arguments) for label, names in PEERS.items() if compiles or names[0] != "pytorch"}
 
@@ -97,7 +90,7 @@ def make_case(device: str, *, model: str, B: int, L: int, delta: int, tree: str,
         partial(call, plan=plan, counters=counters, out=out),
         sum(tensor.nbytes for tensor in tensors),
         4 * head_dim * heads * B * pairs,
-        peers={} if options else peers,  # no peer takes a tree's parents, or a cache in fp8
+        peers={} if options else peers,  # no peer takes a tree's parents
         expected=(lambda: reference.value_tree_attention(q.double(), *arguments, **{"parents": None} | options))
         if heads * new * (L + new) <= MOST_SCORES
         else None,
@@ -105,7 +98,7 @@ def make_case(device: str, *, model: str, B: int, L: int, delta: int, tree: str,
 
 
 # Eight requests of a last token and five candidates, in 4,096 slots.
-_DECODE = {
+FORMS = {
     f"value_tree_attention {dtype} D{heads[2]} {heads[0]}/{heads[1]} page {page_size}{' with parents' * is_tree}": dict(
         heads=heads, B=8, L=512, branches=5, is_tree=is_tree, page_size=page_size, dtype=FLOATS[dtype]
     )
@@ -125,15 +118,9 @@ _DECODE = {
     )
 }
 _ONE = dict(heads=(1, 1, 1), B=1, L=1, branches=0, dtype="float32", index=torch.int32)
-FORMS = _DECODE | {
-    f"{name}, cache in e4m3": form | dict(cache="fp8")
-    for name, form in _DECODE.items()
-    if not name.startswith("value_tree_attention fp32 D128")  # spills, see _launch_config there
-}
 FORMS |= {
     "value_tree_attention, every size 1": _ONE,
     "value_tree_attention with parents, every size 1": _ONE | dict(is_tree=True),
-    "value_tree_attention of a cache in e4m3, every size 1": _ONE | dict(cache="fp8"),
 }
 
 BENCHMARK = Benchmark(
@@ -145,10 +132,8 @@ BENCHMARK = Benchmark(
         B=[1, 8, 256, 512],
         model=["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"],
         tree=["2", "8", "16", "64", "32", "8x4"],
-        cache=["fp8"],
     ),
     others=[
-        *(dict(B=B, L=512, cache="fp8") for B in (8, 64, 256)),
         dict(B=1, L=32_768),
         dict(B=1, L=512),
         dict(B=512, L=512),
@@ -156,7 +141,7 @@ BENCHMARK = Benchmark(
         dict(B=4, L=8192, delta=512),
         dict(B=1, L=0, delta=32_768),
     ],
-    quick=(dict(model="Qwen2.5-0.5B", B=2, L=512), dict(tree="8x4", cache="fp8")),
+    quick=(dict(model="Qwen2.5-0.5B", B=2, L=512), dict(tree="8x4")),
 )
 
 if __name__ == "__main__":

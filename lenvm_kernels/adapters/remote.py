@@ -98,26 +98,13 @@ class RemoteValueModel(ValueModel):
         self.lenvm_config = LenVMConfig(gamma=gamma)
         self.dtype = torch.float32  # exact for ids below 2**24
         self.device = torch.empty(0, device=device).device
-        self.weights = None
-
-    def cache_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """There are none: raises ValueError."""
-        raise ValueError("cache must be None with a remote value model, whose cache is the server's")
 
     def sizes_of_every_tile(self, most: int) -> list[int]:
         """None: nothing is compiled here."""
         return []
 
     @torch.no_grad()
-    def forward(
-        self,
-        batch: RaggedBatch,
-        cache: KVCache,
-        *,
-        keep: KVCache | None = None,
-        before_head: Callable[[], None] | None = None,
-        backend: str = "auto",
-    ) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch, cache: KVCache, *, backend: str = "auto") -> torch.Tensor:
         """Value logits of all candidates as :meth:`ValueModel.forward` gives them, NaN where the server gave none.
 
         Raises:
@@ -129,12 +116,7 @@ class RemoteValueModel(ValueModel):
         ids = layout.token_ids.to(self.dtype)
         kept = layout.slots >= 0
         cache.keys[0, layout.slots[kept], 0, 0] = ids[kept]
-        if keep is not None:
-            keep.keys[0, : len(ids), 0, 0] = ids
-        z = self._answered(batch, cache)
-        if before_head is not None:
-            before_head()  # the call counts as layers: the head is the server's, too
-        return z
+        return self._answered(batch, cache)
 
     def _answered(self, batch: RaggedBatch, cache: KVCache) -> torch.Tensor:
         """The value logits that the server gives, NaN where it gave none."""

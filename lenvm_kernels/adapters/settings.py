@@ -54,15 +54,12 @@ PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     ),
     "value_head": (_existing, "an existing .safetensors or .bin file, or a directory or name with one"),
     "gamma": (_accepting(float, lambda x: 0 < x < 1), "a number > 0 and < 1"),
-    "weights": ({"fp8": "fp8"}.__getitem__, "fp8"),
     "dtype": (DTYPES.__getitem__, f"one of {', '.join(DTYPES)}"),
-    "cache": ({"fp8": "fp8"}.__getitem__, "fp8"),
     "max_candidates": (_accepting(int, (1, 2, 4, 8, 16, 32, 64).__contains__), "a power of two up to 64"),
     "chunk_tokens": (_accepting(int, lambda n: n >= 1), "an integer of at least 1"),
     "memory_share": (_accepting(float, lambda x: 0 < x <= 1), "a number > 0 and <= 1"),
     "value_stride": (_accepting(int, lambda n: n >= 1), "an integer of at least 1"),
     "graphs": (_switch, "0 or 1"),
-    "commit_winners": (_switch, "0 or 1"),
     "tokenizer": (str, "a directory or a name"),
     "predictions": (Path, "a file"),
     "trace": (Path, "a file"),
@@ -84,8 +81,6 @@ class Settings:
         gamma: the value model's, of requests that name none (None: that of ``lenvm_config.json`` in its directory;
             without one, it is not known).
         dtype: float32, bfloat16 or float16 (None: the base model's).
-        weights: ``fp8``: the matrices of the value model's layers in 8 bits (:class:`ValueModel`; None: in ``dtype``).
-        cache: ``fp8``: the value model's keys and values in 8 bits (:class:`GuidedStep`; None: in its dtype).
         max_candidates: candidates a row, a power of two up to 64.
         chunk_tokens: tokens of a prompt computed at a time.
         memory_share: of the memory that the engine has for its caches, for the value model's cache and its steps. In
@@ -96,7 +91,6 @@ class Settings:
         tokenizer: where the base model's tokenizer is, for a ``thinking_budget`` without ``end_token_ids`` and an
             ``end_message`` or a ``landing`` in words (None: in SGLang the engine's own, else that in the value model's
             directory).
-        commit_winners: 1 or 0, see :class:`lenvm_kernels.step.GuidedStep`.
         predictions: a file of vLLM's that gets a JSON line for each request with ``return_values``.
         trace: a file that gets a JSON line a guided step, to look for faults with: the engine waits for the device to
             write it.
@@ -106,14 +100,11 @@ class Settings:
     value_head: Path | None = None
     gamma: float | None = None
     dtype: torch.dtype | None = None
-    weights: str | None = None
-    cache: str | None = None
     max_candidates: int = 8
     chunk_tokens: int = 4096
     memory_share: float | None = None
     value_stride: int = 1
     graphs: bool | None = None
-    commit_winners: bool = True
     tokenizer: str | None = None
     predictions: Path | None = None
     trace: Path | None = None
@@ -151,9 +142,9 @@ class Settings:
         settings = cls(**{name: _parse(name, *source) for name, source in given.items()})
         if settings.value_model is None or settings.has_trunk:
             source = "without a value model" if settings.value_model is None else "with a trunk"
-            for name in ("value_head", "weights", "cache"):
-                if name in given:
-                    raise ValueError(f"{given[name][0]} must not be given {source}, got {given[name][1]!r}")
+            if "value_head" in given:
+                name, text = given["value_head"]
+                raise ValueError(f"{name} must not be given {source}, got {text!r}")
         if settings.value_model is None:
             return settings
         return replace(settings, gamma=LenVMConfig.read(settings.value_model, settings.gamma).gamma)
@@ -187,7 +178,6 @@ class Settings:
             gamma=self.gamma,
             dtype=self.dtype or dtype,
             device=device,
-            weights=self.weights,
         )
 
     def working_bytes(
@@ -213,8 +203,6 @@ class Settings:
             max_eos=MAX_END_TOKENS,
             chunk_tokens=self.chunk_tokens,
             value_stride=self.value_stride,
-            commit_winners=self.commit_winners,
-            cache=self.cache,
             graphs=self.graphs if has_graphs or self.graphs is not None else False,
             **sizes,
         )

@@ -48,7 +48,6 @@ from lenvm_kernels.adapters.sglang_images import PromptImages
 from lenvm_kernels.adapters.sglang_report import without_empty_keys
 from lenvm_kernels.adapters.sglang_states import SampledStates, input_embedding
 from lenvm_kernels.guidance import GuidanceParams
-from lenvm_kernels.ops.pack_drafts import tree_columns
 from lenvm_kernels.types import Mode
 from lenvm_kernels.value_model import KVCache
 
@@ -241,8 +240,7 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
     if runner.model_config.is_multimodal:
         value_model.vision_tower  # noqa: B018, loaded before the engine's pool takes the memory
     check_vocabulary(settings, value_model.config.vocab_size, runner.model_config.vocab_size, options.tokenizer_path)
-    kept = value_model.weights or value_model.dtype
-    logger.info("LenVM: value model %s in %s on %s", settings.value_model, kept, device)
+    logger.info("LenVM: value model %s in %s on %s", settings.value_model, value_model.dtype, device)
 
 
 def check_options(
@@ -291,7 +289,6 @@ def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_
         """The pool, and the bytes that the value model takes beside it."""
         pool = original(configurator, pool_bytes, cap_tokens=cap_tokens)
         requests = configurator.resolve_max_num_reqs(pool.max_total_num_tokens)
-        last_step = requests * (delta + tree_columns(drafts, settings.max_candidates)) if settings.commit_winners else 0
         slots = pool.max_total_num_tokens + configurator.page_size
         engine = configurator.model_config
         sizes = dict(requests=requests, max_len=engine.context_len, vocab_size=engine.vocab_size)
@@ -299,7 +296,7 @@ def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_
         working += _guide.states_bytes(requests)
         if model is None:
             return pool, working
-        return pool, working + KVCache.num_bytes(model, slots, settings.cache) + KVCache.num_bytes(model, last_step)
+        return pool, working + KVCache.num_bytes(model, slots)
 
     # Slots grow with the pool's bytes, and with them what the value model takes: the largest pool that leaves room is
     # found by bisection.

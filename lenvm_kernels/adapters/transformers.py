@@ -59,7 +59,6 @@ class LenVMLogitsProcessor(LogitsProcessor):
         max_new_tokens: the most tokens to generate; sizes the value model's cache.
         temperature, top_k, top_p, min_p: sampling parameters of all prompts. ``top_k`` 0 is no limit.
         max_candidates: candidates of a step, a power of two up to 64; what is guided never samples outside them.
-        cache: None, or ``"fp8"``: what the value model's keys and values are kept in, see :class:`GuidedStep`.
         tokenizers: base model's and value model's; without a value model the base model's twice. With them outputs end
             where sentences do. They are needed when the two models' ``vocab_size`` differ because the embedding is
             padded, to show that the tokens are the same; for a ``thinking_budget``, to look up which tokens begin and
@@ -95,7 +94,6 @@ class LenVMLogitsProcessor(LogitsProcessor):
         top_p: float = 1.0,
         min_p: float = 0.0,
         max_candidates: int = 8,
-        cache: str | None = None,
         tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
         pixel_values: torch.Tensor | None = None,
         image_grid_thw: torch.Tensor | None = None,
@@ -147,7 +145,6 @@ class LenVMLogitsProcessor(LogitsProcessor):
                 vocab_size=_vocab_size(model),
                 max_candidates=max_candidates,
                 max_eos=max(1, len(eos)),
-                cache=cache,
                 max_scaled_tokens=max([1, *(len(p.token_temperature_scale) for p in params if p)]),
                 score_all=record,
                 text_breaks=None if tokenizers is None else text_breaks_of(tokenizers[0], _vocab_size(model)),

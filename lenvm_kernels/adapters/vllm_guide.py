@@ -177,7 +177,7 @@ class Guide:
         if os.environ.get("PROMETHEUS_MULTIPROC_DIR") and (group is None or group.rank_in_group == 0):
             self.report = Report(Metrics(model_name=str(engine.served_model_name)), self.device)
             if value_model is not None:
-                cache_bytes = KVCache.num_bytes(value_model, self.slots.num_slots, settings.cache)
+                cache_bytes = KVCache.num_bytes(value_model, self.slots.num_slots)
                 self.report.metrics.cache_bytes.set(cache_bytes)
         # By slot: the length of a sequence at its last step; 0 if there were no drafts in that, -1 if it is not guided.
         self._drafted_at = torch.full((rows,), -1, dtype=torch.int32, device=self.device)
@@ -192,7 +192,7 @@ class Guide:
             free, of_device = torch.cuda.mem_get_info(self.device)
             total = int(free - (1 - vllm_config.cache_config.gpu_memory_utilization) * of_device)
         share = MEMORY_SHARE if self.settings.memory_share is None else self.settings.memory_share
-        page_bytes = KVCache.num_bytes(value_model, PAGE_SIZE, self.settings.cache)
+        page_bytes = KVCache.num_bytes(value_model, PAGE_SIZE)
         pages = most if total is None else min(most, int(share * total - working) // page_bytes)
         pages = self._of_all_ranks(pages, torch.distributed.ReduceOp.MIN)
         if pages < 1:
@@ -204,7 +204,7 @@ class Guide:
         logger.info(
             "LenVM: value model %s in %s on %s; its cache of %d tokens takes %.2f GiB, its steps %.2f GiB",
             self.settings.value_model,
-            value_model.weights or value_model.dtype,
+            value_model.dtype,
             self.device,
             pages * PAGE_SIZE,
             pages * page_bytes / 2**30,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lenvm_kernels.doctor.check import MISSING, OK, WRONG, Check, first_line, quiet
 from lenvm_kernels.doctor.installed import (
@@ -34,12 +34,11 @@ DIFFERS = f"this engine differs: use a release that {PACKAGE} accepts, or a late
 
 def look_at_settings() -> list[Check]:
     """A check of each wrong variable, of the settings, and of the value model."""
-    from lenvm_kernels import timing
     from lenvm_kernels.adapters.settings import CONFIG_VARIABLE, Settings
     from lenvm_kernels.ops._common import PDL_VARIABLE
 
-    # The step reads LENVM_TIMING itself and the operators LENVM_PDL, so that they are no fields of the settings.
-    known = {CONFIG_VARIABLE, timing.VARIABLE, PDL_VARIABLE}
+    # The operators read LENVM_PDL themselves: it is not a field of the settings.
+    known = {CONFIG_VARIABLE, PDL_VARIABLE}
     known |= {f"LENVM_{field.name.upper()}" for field in fields(Settings)}
     given = sorted(name for name in os.environ if name.startswith("LENVM_"))
     checks = [_unknown_variable(name, known) for name in given if name not in known]
@@ -83,8 +82,7 @@ def _value_model(settings: Settings, path: Path) -> Check:
         from lenvm_kernels.value_model import ValueModel
 
         with quiet():
-            options: dict[str, Any] = dict(dtype=settings.dtype, device="meta", weights=settings.weights)
-            model = ValueModel.from_pretrained(path, settings.value_head, **options)
+            model = ValueModel.from_pretrained(path, settings.value_head, dtype=settings.dtype, device="meta")
     except Exception as error:  # its files may be anything
         return Check("value model", WRONG, f"{path} does not load", hint=first_line(error))
     config = model.config

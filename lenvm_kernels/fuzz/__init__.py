@@ -13,7 +13,6 @@ OPERATORS = (
     "topk_candidates",
     "select_scored",
     "pack_drafts",
-    "commit_winner",
     "catch_up",
     "ragged_layout",
     "embed_tokens",

@@ -23,7 +23,7 @@ INTERPRETED_WORK = 8_000
 BATCH_SIZE = 2**26
 
 # Raised whenever a generator draws other inputs for the same case than it did before, or names its options anew.
-VERSION = 13
+VERSION = 14
 
 
 class CaseError(ValueError):
@@ -258,18 +258,6 @@ def beyond(
     near = (actual - expected).abs() <= absolute + relative * expected.abs()
     near = torch.where(expected.isfinite(), near, (actual == expected) | (actual.isnan() & expected.isnan()))
     return Difference(what, _any_of_item(~near), actual, expected, owners)
-
-
-def as_codes(x: Tensor) -> Tensor:
-    """Numbers in e4m3 as their bits, all of NaN's the same."""
-    return x.contiguous().view(torch.uint8).masked_fill(x.isnan(), 0x7F)
-
-
-def powers_of_2(draws: Draws, name: str, *shape: int, exponents: Sequence[int]) -> Tensor:
-    """fp32 ``shape``: scales of keys or values, in a slice of a longer tensor."""
-    rows, columns = (1, *shape) if len(shape) == 1 else shape
-    exponent = draws.choose(name, rows + 2, columns + 1, values=exponents)
-    return exponent.float().exp2()[1:-1, 1:].view(shape)
 
 
 def dtype_of(options: Mapping[str, Any], name: str = "dtype") -> torch.dtype:

@@ -73,19 +73,6 @@ def _attend(q, k, v, visible, scale_log2, running_max, running_sum, acc):
 
 
 @triton.jit
-def _to_fp16(q):
-    """bf16 queries in fp16, and what to multiply their scores by, fp32 [BLOCK_M, 1]: the power of two that brings a
-    query's largest number to 2**14 at least and below 2**15, inverted. Numbers 2**28 times smaller lose bits, which the
-    fp32 sum of their products would lose anyway."""
-    q = q.to(tl.float32)
-    exponent = tl.max(tl.abs(q), axis=1).to(tl.int32, bitcast=True) >> 23  # biased by 127; 255 of an infinity
-    exponent = tl.maximum(exponent, 15)
-    factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-    inverse = ((exponent - 14) << 23).to(tl.float32, bitcast=True)[:, None]
-    return (q * factor).to(tl.float16), inverse
-
-
-@triton.jit
 def _parent_row(row, parents_ptr, first_candidate_row):
     """Rows of the parents of candidates, -1 for none; row -1 has none either. Whatever the pointer says, a parent is an
     earlier candidate of the same request: every walk ends, and none leaves its request."""
@@ -154,9 +141,7 @@ def _launch_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     D 256. On sm_90 shared memory and registers hold two programs a processor up to D 128, each with 32 KB of keys and
     values on their way while it waits for the next block: more than the 20 KB that 4.8 TB/s need. Measured on an H200
     (D 128, B 64, 2,048 cached tokens), 8 warps take 88 us instead of 63. Elsewhere a block of 64 keys would spill at
-    D 128, or ask for more shared memory than there is, and so do more stages. fp32 spills at most a few bytes, but some
-    900 from D 96 on beside a cache in e4m3, which is for models of 16 bits. A block of e4m3 has half the bytes, so that
-    more of them fit.
+    D 128, or ask for more shared memory than there is, and so do more stages. fp32 spills at most a few bytes.
 
     Raises:
         RuntimeError: an AMD GPU, and a Triton that needs an environment variable for it."""
@@ -168,14 +153,13 @@ def _launch_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     block_d = max(16, next_power_of_2(head_dim))
     if dtype == torch.float32:  # no tensor cores in full fp32: operands live in registers, more so the wider the head
         warps = max(8, block_d // 8)
-        return dict(BLOCK_D=block_d, BLOCK_N=16, E4M3_STAGES=2, num_warps=warps, num_stages=2)
+        return dict(BLOCK_D=block_d, BLOCK_N=16, num_warps=warps, num_stages=2)
     on_sm_90 = architecture() in ("sm_90", "")  # in the interpreter as there
     stages = 4 if on_sm_90 and block_d <= 64 else 3
     stages = 2 if architecture() == "sm_100" else stages
     return dict(
         BLOCK_D=block_d,
         BLOCK_N=64 if block_d <= 64 or (on_sm_90 and block_d == 128) else 32,
-        E4M3_STAGES=stages + 1,
         num_warps=4 if block_d <= 128 else 8,
         num_stages=stages,
     )

@@ -9,7 +9,6 @@ from torch import Tensor
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INT_DTYPES = (torch.int32, torch.int64)
-E4M3 = torch.float8_e4m3fn  # 4 bits of exponent, 3 of mantissa, no infinity, at most 448
 # What the operators of each backend take: of any floating-point tensor, and of one that is fp32 on a GPU.
 FLOATS = {"triton": FLOAT_DTYPES, "reference": (*FLOAT_DTYPES, torch.float64)}
 SINGLES = {"triton": (torch.float32,), "reference": (torch.float32, torch.float64)}
@@ -77,35 +76,6 @@ def _architecture_at_hand() -> str:
     if torch.version.hip:
         return "hip"
     return "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else ""
-
-
-def check_e4m3(name: str, dtype: torch.dtype, backend: str) -> None:
-    """Check that numbers in e4m3 can be multiplied by such of ``dtype``. The reference does it with any.
-
-    Args:
-        name: what asks for e4m3, for the message.
-        dtype: of the other operand. Triton multiplies fp32 as tf32 on sm_100 where the other operand was e4m3.
-        backend: ``triton`` or ``reference``.
-
-    Raises:
-        ValueError: the kernels do not take the dtype, or Triton does not convert e4m3 on the GPU at hand.
-    """
-    if backend == "reference":
-        return
-    if dtype.itemsize != 2:
-        raise ValueError(f"{name}: the kernels multiply e4m3 by bfloat16 or float16, got {_dtype_name(dtype)}")
-    check_gpu_takes_e4m3(name)
-
-
-def check_gpu_takes_e4m3(name: str) -> None:
-    """Check the GPU at hand: Triton converts e4m3 on NVIDIA's from sm_89 on.
-
-    Raises:
-        ValueError: it is an older one. The message begins with ``name``, which asks for e4m3.
-    """
-    gpu = architecture()
-    if gpu.startswith("sm_") and int(gpu[3:]) < 89:
-        raise ValueError(f"{name}: the kernels take e4m3 on GPUs from sm_89 on, got {gpu}")
 
 
 # LENVM_PDL=0 launches kernels one after the other.
@@ -182,32 +152,6 @@ def _fits(sizes: torch.Size, shape: tuple[int | None, ...]) -> bool:
     except ValueError:  # more dimensions, or fewer
         return False
     return True
-
-
-def check_cache_scales(
-    cache_dtype: torch.dtype,
-    key_scales: Tensor | None,
-    value_scales: Tensor | None,
-    shape: tuple[int, ...],
-    device: torch.device,
-    backend: str,
-) -> None:
-    """Check the scales of keys and values in a cache: it has them if it is in e4m3, and only then.
-
-    Raises:
-        TypeError, ValueError: as :func:`check_tensor`, or of a GPU whose kernels cannot read e4m3.
-    """
-    if cache_dtype != E4M3 and key_scales is None and value_scales is None:
-        return
-    for name, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
-        if cache_dtype != E4M3 and scales is not None:
-            raise ValueError(
-                f"{name} must be None unless k_cache is float8_e4m3fn, got k_cache {_dtype_name(cache_dtype)}"
-            )
-        if cache_dtype == E4M3:
-            check_tensor(name, scales, dtypes=torch.float32, shape=shape, device=device)
-    if backend == "triton":
-        check_gpu_takes_e4m3("k_cache")
 
 
 def check_page_size(page_size: int) -> None:

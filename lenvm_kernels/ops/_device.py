@@ -39,15 +39,6 @@ def prefetch(pointers, mask):
 
 
 @triton.jit
-def to_codes(x, scale):
-    """``x / scale`` in the range of e4m3, fp32, to be stored into a cache in e4m3; NaN stays NaN. ``scale`` is a power
-    of two, of which ``1 / scale`` is exact."""
-    codes = x.to(tl.float32) * tl.div_rn(1.0, scale)
-    # What lies beyond becomes 448 or NaN, as the GPU has it. So does an infinity.
-    return tl.where(codes > 448.0, 448.0, tl.where(codes < -448.0, -448.0, codes))
-
-
-@triton.jit
 def arrives_last(counter_ptr, arrivals):
     """Whether this is the last of ``arrivals`` programs to come here; it may then read what the others stored before.
 

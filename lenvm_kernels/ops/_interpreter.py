@@ -1,4 +1,4 @@
-"""Triton's interpreter, repaired: matmuls, ``tl.fma``, bf16, e4m3, and the time that a call of a device function takes.
+"""Triton's interpreter, repaired: matmuls, ``tl.fma``, bf16, and the time that a call of a device function takes.
 
 What runs kernels interpreted imports the operators, and they repair it when they are loaded.
 
@@ -14,19 +14,14 @@ The interpreter (seen on 3.6 to 3.9) keeps bf16 as raw ``uint16`` bits: ``tl.dot
 from other types than fp32 reinterpret them, and fp32 -> bf16 truncates instead of rounding to nearest even as GPUs do.
 The kernels here cast to fp32 before any arithmetic, so only casts and ``tl.dot`` need repair of that.
 
-It keeps e4m3 as ``uint8`` bits, reads NaN as 480, and rounds up where it is to round to even: to half the number where
-that carries into the exponent.
-
 A launch replaces the functions that its kernel sees of ``triton.language`` by those of the interpreter. Each call of a
 device function does so again, which takes a millisecond, more than most device functions do. Here it does so once for
 each module: what device functions of Triton's own modules see, stays replaced from then on.
 """
 
 import functools
-from collections.abc import Callable
 
 import numpy as np
-import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -44,26 +39,9 @@ def fp32_to_bf16_bits(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
-_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
-
-
-def fp32_to_e4m3_bits(values: np.ndarray) -> np.ndarray:
-    """Encode fp32 as e4m3 bits (uint8), rounding to nearest even and to 448 beyond it, as GPUs do; NaN stays NaN."""
-    clamped = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).clamp(-448, 448)
-    return clamped.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-
-
-# What the interpreter keeps as bits: how to decode it into fp32, and to encode it.
-_CODED: dict[tl.dtype, tuple[Callable, Callable]] = {
-    tl.bfloat16: (bf16_bits_to_fp32, fp32_to_bf16_bits),
-    tl.float8e4nv: (_E4M3.__getitem__, fp32_to_e4m3_bits),
-}
-
-
 def decoded(handle: interpreter.TensorHandle) -> np.ndarray:
-    """The numbers of a tensor, in fp32 where the interpreter keeps them as bits."""
-    scalar = handle.dtype.scalar
-    return _CODED[scalar][0](handle.data) if scalar in _CODED else handle.data
+    """The numbers of a tensor; of a bf16 tensor, which the interpreter keeps as bits, in fp32."""
+    return bf16_bits_to_fp32(handle.data) if handle.dtype.scalar == tl.bfloat16 else handle.data
 
 
 def dot_in_order(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
@@ -90,27 +68,21 @@ def repair_interpreter() -> None:
     interpreter.InterpretedFunction.__call__ = _call_device_function
     builder = interpreter.InterpreterBuilder
     handle = interpreter.TensorHandle
-    cast_impl, create_fp_to_fp = builder.cast_impl, builder.create_fp_to_fp
+    cast_impl = builder.cast_impl
 
     def repaired_cast(self, src, dst_type):
         source, target = src.dtype.scalar, dst_type.scalar
-        if source == target or not {source, target} & _CODED.keys():
+        if source == target or tl.bfloat16 not in (source, target):
             return cast_impl(self, src, dst_type)
-        values = _CODED[source][0](src.data) if source in _CODED else src.data
-        if target in _CODED:
-            return handle(_CODED[target][1](values), target)
+        values = decoded(src)
+        if target == tl.bfloat16:
+            return handle(fp32_to_bf16_bits(values), target)
         return handle(values.astype(interpreter._get_np_dtype(target)), target)
-
-    def repaired_fp_to_fp(self, src, dst_type, rounding_mode):  # to and from 8 bits
-        if tl.float8e4nv in (src.dtype.scalar, dst_type.scalar):
-            return repaired_cast(self, src, dst_type)
-        return create_fp_to_fp(self, src, dst_type, rounding_mode)
 
     def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
         return handle(dot_in_order(decoded(a), decoded(b), d.data), d.dtype.scalar)
 
-    builder.cast_impl, builder.create_fp_to_fp = repaired_cast, repaired_fp_to_fp
-    builder.create_dot, builder.create_fma = dot, _create_fma
+    builder.cast_impl, builder.create_dot, builder.create_fma = repaired_cast, dot, _create_fma
 
 
 _interpreters_fma = interpreter.InterpreterBuilder.create_fma

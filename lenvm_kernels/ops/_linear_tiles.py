@@ -12,8 +12,7 @@ from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.reference._common import SQUARES_GROUP
 
 # The order of a row's sums: products in blocks of so many bytes of x, whole cache lines, and splits. Both depend on the
-# weight alone, so that the same row gives the same bits in any batch and in any tile. Twice as long blocks of a weight
-# in e4m3 are predicted to take 1 to 2 us less for few rows, but 128 x 256 then spills on Triton 3.6 and 3.9.
+# weight alone, so that the same row gives the same bits in any batch and in any tile.
 BLOCK_K_BYTES = 128
 
 
@@ -39,21 +38,10 @@ TILES = (
     Tile(64, 128, num_warps=4, num_stages=4),
     Tile(64, 64, num_warps=4, num_stages=8),
 )
-# Of weights in e4m3, whose columns weigh half as much. Their products are transposed: an instruction takes 64 columns,
-# and may have few rows, so that a tile of 32 wastes nothing.
-TILES_E4M3 = (
-    Tile(128, 256, num_warps=8, num_stages=6),
-    Tile(128, 128, num_warps=8, num_stages=8),
-    Tile(64, 128, num_warps=8, num_stages=6),
-    Tile(64, 64, num_warps=4, num_stages=8),
-    Tile(32, 256, num_warps=8, num_stages=5),
-    Tile(32, 64, num_warps=4, num_stages=8),
-)
 # The tiles of other GPUs and of fp32, which has no tensor cores: wide ones for many columns. With as many stages (24 or
 # 32 KB each) as leave room for two programs. Four warps for the narrow ones of 16 bits on sm_100, where eight spill.
 TILE, TILE_WIDE = Tile(128, 64, num_warps=8, num_stages=4), Tile(128, 128, num_warps=8, num_stages=3)
 TILE_SWIGLU = Tile(64, 128, num_warps=8, num_stages=4)  # gate and up are two columns for one of the result
-TILE_E4M3 = Tile(64, 128, num_warps=8, num_stages=4)  # of 16 KB
 NUM_WARPS_SM_100 = 4
 # Of a weight, that a launch asks for before the launch before it has ended: what HBM brings in 3 us. Much more might
 # delay what the matmul begins with.
@@ -61,16 +49,14 @@ PREFETCH_BYTES = 10_000_000
 
 
 @functools.lru_cache(4096)  # a step without a graph asks four times a layer
-def _fetching_least(
-    tiles: tuple[Tile, ...], rows: int, columns: int, splits: int, swiglu: bool, itemsize: int, multiprocessors: int
-) -> Tile:
+def _fetching_least(rows: int, columns: int, splits: int, swiglu: bool, multiprocessors: int) -> Tile:
     def fetched(tile: Tile) -> int:
-        """Bytes for each k, by the busiest multiprocessor."""
+        """Numbers for each k that the busiest multiprocessor fetches."""
         count = ceil_div(rows, tile.block_m) * ceil_div(columns, tile.block_n) * splits
-        return ceil_div(count, multiprocessors) * (2 * tile.block_m + itemsize * tile.block_n)
+        return ceil_div(count, multiprocessors) * (tile.block_m + tile.block_n)
 
-    least, smallest = (2 if swiglu else 1) * SQUARES_GROUP, tiles[-1].block_m
-    fits = [t for t in tiles if t.block_n >= least and (rows > t.block_m // 2 or t.block_m == smallest)]
+    least, smallest = (2 if swiglu else 1) * SQUARES_GROUP, TILES[-1].block_m
+    fits = [t for t in TILES if t.block_n >= least and (rows > t.block_m // 2 or t.block_m == smallest)]
     return min(fits, key=fetched)  # the first of equal ones
 
 

@@ -48,12 +48,6 @@ def _inv_rms(m, rows, square_sums_ptr, stride_square_sums_group, norm_eps, K: tl
 
 
 @triton.jit
-def _widened(weight, DTYPE: tl.constexpr):
-    """e4m3 as 16 or 32 bits, exactly. By way of fp16, into which a GPU takes two numbers with one instruction."""
-    return weight.to(tl.float16).to(tl.float32).to(DTYPE)
-
-
-@triton.jit
 def _first(first_row, first_column, N: tl.constexpr):
     """Where a tile of a contiguous [*, N] begins. Offsets within a tile are 32-bit, which spares registers."""
     return tl.cast(first_row, tl.int64) * N + first_column
@@ -95,7 +89,6 @@ class _Tensors(NamedTuple):
     out: Any  # [T, N]
     x: Any  # [T, K]
     weight: Any  # [N, K], or [2 N, K]
-    weight_scales: Any  # fp32 [N] or [2 N] where weight is e4m3, else None
     bias: Any  # [N] or [2 N], or None
     residual: Any  # [T, N], or None
     partial: Any  # fp32 [SPLITS, T, N], or None
@@ -135,8 +128,6 @@ def _finish(
     is_output = (m < rows)[:, None] & (n < N)[None, :]
     column = first_column + tl.arange(0, COLUMNS)
     weight_row, is_column = _weight_row(column, N, SWIGLU), column < (2 * N if SWIGLU else N)
-    if ptr.weight_scales is not None:
-        y *= tl.load(ptr.weight_scales + weight_row, mask=is_column, other=0.0)[None, :]
     if square_sums_ptr is not None:
         y *= _inv_rms(m, rows, square_sums_ptr, stride_square_sums_group, norm_eps, K)[:, None]
     if ptr.bias is not None:

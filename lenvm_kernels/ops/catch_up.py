@@ -3,8 +3,6 @@
 The value model need not look at every token when it is drawn: a request that needs no values in a step waits, and the
 next step in which it does computes all tokens that it missed, or the step after which its history might not hold them
 all. What a request does follows from the request alone, so that its values are the same in any batch.
-
-A token that was drawn from candidates whose keys and values were kept is there already (:func:`commit_winner`).
 """
 
 from typing import Any
@@ -35,7 +33,7 @@ REQUESTS = 4
 # pointers of their own only, not for those in a tuple.)
 @triton.jit(
     do_not_specialize=["N", "stride_slot_table_row"],
-    do_not_specialize_on_alignment=["counts_ptr", "committed_ptr", "slot_table_ptr"],
+    do_not_specialize_on_alignment=["counts_ptr", "slot_table_ptr"],
 )
 def _catch_up_kernel(
     delta,  # DeltaTokens, written
@@ -43,12 +41,11 @@ def _catch_up_kernel(
     held_ptr,  # int32 [R, M], of the history
     cached_lens_ptr,  # int32 [R], of the history, written
     counts_ptr,  # int32 [N]
-    committed_ptr,  # int32 [N] or None
     slot_table_ptr,  # int32 [R, pages]
     stride_slot_table_row,
     N,
     M: tl.constexpr,
-    WIDTH: tl.constexpr,  # W
+    MAX_NEW: tl.constexpr,  # W
     COLUMNS: tl.constexpr,  # a power of two >= M
     PAGE_SIZE: tl.constexpr,
     REQUESTS: tl.constexpr,
@@ -62,12 +59,8 @@ def _catch_up_kernel(
     wants_length = tl.load(requests.wants_length + request, mask=is_row, other=False)
     count = tl.load(counts_ptr + request, mask=is_row, other=0)
     length = position + 1
-    if committed_ptr is not None:
-        committed = tl.load(committed_ptr + request, mask=is_row, other=0)
-        first_new = length - tl.load(requests.new_lens + request, mask=is_row, other=0)
-        cached_len += tl.where(cached_len == first_new, committed, 0)
     missing = tl.maximum(length - cached_len, 0)
-    computes = (guided | wants_length) & ((count > 0) | (missing > M - WIDTH))
+    computes = (guided | wants_length) & ((count > 0) | (missing > M - MAX_NEW))
     delta_len = tl.where(computes, tl.minimum(missing, M), 0)
 
     column = tl.arange(0, COLUMNS)[None, :]
@@ -100,35 +93,32 @@ def _launch(
     cached_lens: Tensor,
     held: Tensor,
     history_cached_lens: Tensor,
-    new_lens: Tensor,
     positions: Tensor,
     table_rows: Tensor,
     guided: Tensor,
     wants_length: Tensor,
     known_lens: Tensor,
     counts: Tensor,
-    committed: Tensor | None,
     slot_table: Tensor,
     page_size: int,
-    width: int,
+    max_new: int,
 ) -> None:
     rows, columns = token_ids.shape
     if rows == 0:
         return
     others = dict.fromkeys(StepRequests._fields)
-    known = dict(new_lens=new_lens, positions=positions, table_rows=table_rows, guided=guided)
+    known = dict(positions=positions, table_rows=table_rows, guided=guided)
     _catch_up_kernel[(ceil_div(rows, REQUESTS),)](
         DeltaTokens(token_ids, slots, lens, cached_lens),
         StepRequests(**others | known | dict(wants_length=wants_length, cached_lens=known_lens)),  # type: ignore[arg-type]
         held,
         history_cached_lens,
         counts,
-        committed,
         slot_table,
         slot_table.stride(0),
         rows,
         M=columns,
-        WIDTH=width,
+        MAX_NEW=max_new,
         COLUMNS=next_power_of_2(columns),
         PAGE_SIZE=page_size,
         REQUESTS=REQUESTS,
@@ -151,8 +141,8 @@ def catch_up(
     counts: Tensor,  # int32 [N]
     slot_table: Tensor,  # int32 [R, pages]
     *,
-    committed: Tensor | None = None,  # int32 [N]
     page_size: int = 1,
+    max_new: int = 1,  # W
     out: DeltaTokens | None = None,  # [N, M]
     backend: str = "auto",
 ) -> DeltaTokens:  # [N, M]
@@ -165,12 +155,11 @@ def catch_up(
             up to date.
         requests: of :func:`gather_requests`, given the same history.
         counts: int32 [N], of :func:`select_scored`: tokens that are scored. A request without any waits, unless the
-            history has no room for W more tokens than are missing; W is the width of ``requests.tokens``.
+            history has no room for ``max_new`` more tokens than are missing.
         slot_table: int32 [R, pages]; token ``p`` of table row ``r`` lives in slot
             ``slot_table[r, p // page_size] * page_size + p % page_size``. Rows may be strided.
-        committed: int32 [N], of :func:`commit_winner`; how many of the new tokens, from the first on, are in the cache
-            if all before them are (``None``: none).
         page_size: slots in a page.
+        max_new: most tokens that a sequence grows by in a step.
         out: result tensors to reuse, contiguous; ``None`` allocates them.
         backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
 
@@ -202,16 +191,15 @@ def catch_up(
     rows = counts.shape[0]
     for name, dtype in _REQUEST_DTYPES.items():
         check_tensor(f"requests.{name}", getattr(requests, name), dtypes=dtype, shape=(rows,), device=device)
-    check_tensor("requests.tokens", requests.tokens, dtypes=torch.int64, shape=(rows, None), device=device)
     check_tensor("slot_table", slot_table, dtypes=torch.int32, shape=(None, None), device=device)
     check_tensor("history.tokens", history.tokens, dtypes=torch.int32, shape=(None, None), device=device)
     table_rows, columns = history.tokens.shape
     check_history(history, table_rows, device)
     if slot_table.shape[0] < table_rows - 1:  # the last one may be that of requests that do not exist
         raise ValueError(f"slot_table must have at least {table_rows - 1} rows, got {slot_table.shape[0]}")
-    if committed is not None:
-        check_tensor("committed", committed, dtypes=torch.int32, shape=(rows,), device=device)
     check_page_size(page_size)
+    if isinstance(max_new, bool) or not isinstance(max_new, int) or max_new < 1:
+        raise ValueError(f"max_new must be an int of at least 1, got {max_new!r}")
     if out is None:
         out = empty_delta(rows, columns, device)
     if not isinstance(out, DeltaTokens):
@@ -224,14 +212,13 @@ def catch_up(
 
     operands: list[Any] = [*out, history.tokens, history.cached_lens]
     operands += [getattr(requests, name) for name in _REQUEST_DTYPES]
-    operands += [counts, committed, slot_table, page_size, requests.tokens.shape[1]]
+    operands += [counts, slot_table, page_size, max_new]
     _launch(backend, *operands)
     return out
 
 
 # Of the fields of StepRequests that are read, in the order of the operator.
 _REQUEST_DTYPES = {
-    "new_lens": torch.int32,
     "positions": torch.int32,
     "table_rows": torch.int64,
     "guided": torch.bool,

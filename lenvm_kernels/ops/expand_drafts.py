@@ -151,8 +151,8 @@ def expand_drafts(
     Returns:
         The :class:`StepRequests`, those of request ``i`` in rows ``i * (1 + D) ..``. ``positions`` and ``generated``
         are as many further as a node has drafts behind it. A node whose draft is not there is as the first, but neither
-        guided nor due, and wants no length. ``tokens``, ``new_lens``, ``places`` and ``cached_lens`` belong to the
-        sequences and are left as they are.
+        guided nor due, and wants no length. ``cached_lens`` belongs to the
+        sequences and is left as it is.
 
     Raises:
         TypeError, ValueError: an argument is not as above. Checked before any launch.

@@ -3,9 +3,8 @@
 One program a few requests. Their number may be less than the rows written: the rest is filled with requests that do not
 exist, so that a CUDA graph captured for more of them can run. Torch's operators for this would be some twenty launches.
 
-A request's place in the step before is what its history says, if that is of the step before (:class:`StepHistory`).
-The history then says its place in this step, and holds the tokens that are new. A program touches the history of its
-own requests only, which is why nothing has to be kept apart from the step before.
+The history of each request is brought up to date with its new tokens. A program reads and writes the history of its own
+requests only, so the state before the step needs no copy.
 
 The value model can catch up with a request as long as all tokens that it has not seen are among those held. Where one
 is missing the request loses its guidance, which is counted, until a prompt tells its tokens anew.
@@ -57,10 +56,7 @@ _TABLE_DTYPES = (
 )
 # Of the fields of StepRequests, in their order.
 _DTYPES = (
-    torch.int64,
     torch.int32,
-    torch.int32,
-    torch.int64,
     torch.int64,
     torch.bool,
     torch.bool,
@@ -99,8 +95,6 @@ def _gather_requests_kernel(
     N,
     padding_row,
     NEW: tl.constexpr,
-    WIDTH: tl.constexpr,  # W
-    COLUMNS: tl.constexpr,  # the larger of the two
     HELD: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
@@ -111,8 +105,6 @@ def _gather_requests_kernel(
     new_len = tl.full([REQUESTS], 1, tl.int32)
     if new_lens_ptr is not None:
         new_len = tl.minimum(tl.maximum(tl.load(new_lens_ptr + request, mask=exists, other=0), 0), NEW)
-    new_ptr = tokens_ptr + request.to(tl.int64) * stride_tokens_request
-    token = tl.load(new_ptr, mask=exists & (new_len > 0), other=0)
     length = tl.load(lengths_ptr + request, mask=exists, other=0)
     active = exists
     if active_ptr is not None:
@@ -130,10 +122,9 @@ def _gather_requests_kernel(
     guided, due = active & has_mode & (span_ended == 0), exists
     wants_length = active & (wants_length | (has_mode & (start_bits != 0) & span_ended))
     if history is not None:
-        step = tl.load(history.step)
-        counted = step - tl.load(history.uncounted)
-        last_step = tl.load(history.steps + table_row, mask=exists, other=-1)
-        last_place = tl.load(history.places + table_row, mask=exists, other=-1)
+        new_ptr = tokens_ptr + request.to(tl.int64) * stride_tokens_request
+        token = tl.load(new_ptr, mask=exists & (new_len > 0), other=0)
+        counted = tl.load(history.step) - tl.load(history.uncounted)
         told_len = tl.load(history.told_lens + table_row, mask=exists, other=0)
         cached_len = tl.load(history.cached_lens + table_row, mask=exists, other=0)
         tl.debug_barrier()  # what was read is read before it is overwritten
@@ -145,21 +136,14 @@ def _gather_requests_kernel(
         tl.atomic_add(table.faults + table_row * stride.faults, 1, mask=is_lost, sem="relaxed")
         tl.store(history.told_lens + table_row, tl.maximum(told_len, length), mask=exists & ~is_gap)
         tl.store(requests.cached_lens + request, cached_len, mask=is_row)
-        place = tl.where(last_step == step - 1, last_place, -1)
-        tl.store(requests.places + request, place, mask=is_row)
-        tl.store(history.places + table_row, request.to(tl.int64), mask=exists)
-        tl.store(history.steps + table_row, step, mask=exists)
-
-    # The first token was loaded above; of several each waits for the stores before it.
-    for i in range(COLUMNS):
-        tl.store(requests.tokens + request.to(tl.int64) * WIDTH + i, token, mask=is_row & (i < WIDTH))
-        if history is not None:
-            position = length - new_len + i
+        # The first token was loaded above; each further one waits for the stores before it.
+        for i in range(NEW):
+            position = first_new + i
             is_held = exists & (i < new_len) & (i >= new_len - HELD) & (position >= 0)  # each column is written once
             held_ptr = history.tokens + table_row * HELD + position % HELD
             tl.store(held_ptr, token.to(tl.int32), mask=is_held)
-        token = tl.load(new_ptr + i + 1, mask=exists & (i + 1 < new_len), other=0)
-    tl.store(requests.new_lens + request, tl.where(exists, new_len, 0), mask=is_row)
+            token = tl.load(new_ptr + i + 1, mask=exists & (i + 1 < new_len), other=0)
+
     tl.store(requests.positions + request, length - 1, mask=is_row)
     tl.store(requests.table_rows + request, tl.where(exists, table_row, padding_row), mask=is_row)
     tl.store(requests.guided + request, guided, mask=is_row)
@@ -171,8 +155,8 @@ def _gather_requests_kernel(
 
 
 def _run_reference(*operands) -> None:
-    out, inputs, columns = StepRequests(*operands[:12]), operands[12:15], operands[15:24]
-    *of_history, new_lens, active, padding_row = operands[24:]
+    out, inputs, columns = StepRequests(*operands[:9]), operands[9:12], operands[12:21]
+    *of_history, new_lens, active, padding_row = operands[21:]
     history = None if of_history[0] is None else StepHistory(*of_history)
     options = dict(new_lens=new_lens, active=active, history=history, padding_row=padding_row)
     _reference(*columns, *inputs, **options, out=out)
@@ -183,11 +167,8 @@ _MUTATES = [*StepRequests._fields, "faults", *(f"history_{name}" for name in Ste
 
 @operator(mutates=_MUTATES, reference=_run_reference)
 def _launch(
-    tokens: Tensor,
-    new_lens: Tensor,
     positions: Tensor,
     table_rows: Tensor,
-    places: Tensor,
     guided: Tensor,
     wants_length: Tensor,
     entropy_threshold: Tensor,
@@ -207,8 +188,6 @@ def _launch(
     span_ended: Tensor,
     span_start_bits: Tensor,
     faults: Tensor,
-    history_places: Tensor | None,
-    history_steps: Tensor | None,
     history_step: Tensor | None,
     history_uncounted: Tensor | None,
     history_tokens: Tensor | None,
@@ -218,20 +197,19 @@ def _launch(
     active: Tensor | None,
     padding_row: int,
 ) -> None:
-    rows = tokens.shape[0]
+    rows = positions.shape[0]
     if rows == 0:
         return
     new = 1 if last_tokens.dim() == 1 else last_tokens.shape[1]
     of_span = prompt_len, seed, value_stride, span_ended, span_start_bits
     table = _Table(table_mode, return_values, table_entropy_threshold, *of_span, faults)
-    known = (tokens, new_lens, positions, table_rows, places, guided, wants_length, entropy_threshold, generated)
-    of_steps = history_places, history_steps, history_step, history_uncounted
-    history: Any = (*of_steps, history_tokens, history_told_lens, history_cached_lens)
+    requests = (positions, table_rows, guided, wants_length, entropy_threshold, generated, seeds, due, cached_lens)
+    history: Any = (history_step, history_uncounted, history_tokens, history_told_lens, history_cached_lens)
     _gather_requests_kernel[(ceil_div(rows, REQUESTS),)](
-        StepRequests(*known, seeds, due, cached_lens),
+        StepRequests(*requests),
         table,
         _Table(*map(row_stride, table)),
-        None if history_places is None else StepHistory(*history),
+        None if history_step is None else StepHistory(*history),
         last_tokens,
         last_tokens.stride(0),
         grown_by,
@@ -242,8 +220,6 @@ def _launch(
         rows,
         padding_row,
         NEW=new,
-        WIDTH=tokens.shape[1],
-        COLUMNS=max(new, tokens.shape[1]),
         HELD=1 if history_tokens is None else history_tokens.shape[1],
         REQUESTS=REQUESTS,
         num_warps=1,
@@ -254,27 +230,24 @@ def _columns_read(table: GuidanceColumns) -> _Table:
     return _Table._make(getattr(table, name) for name in _Table._fields)
 
 
-def empty_requests(rows: int, device: torch.device, width: int = 1) -> StepRequests:
-    """Result tensors for :func:`gather_requests`, with room for ``width`` new tokens of each request."""
-    shapes = ((rows, width), *((rows,) for _ in _DTYPES[1:]))
-    return StepRequests(*map(lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device), shapes, _DTYPES))
+def empty_requests(rows: int, device: torch.device) -> StepRequests:
+    """Result tensors for :func:`gather_requests`."""
+    return StepRequests(*(torch.empty(rows, dtype=dtype, device=device) for dtype in _DTYPES))
 
 
 def empty_history(table_rows: int, max_delta: int, device: torch.device) -> StepHistory:
-    """A history for :func:`gather_requests`, of ``R`` table rows in which nobody was yet.
+    """An empty history for :func:`gather_requests`.
 
     Args:
-        table_rows: R.
-        max_delta: M, tokens that it holds of each sequence.
-        device: where it lies.
+        table_rows: R, rows of the table.
+        max_delta: M, tokens held per sequence.
+        device: of the tensors.
     """
 
     def full(value: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.full(shape, value, dtype=dtype, device=device)
 
     return StepHistory(
-        places=full(-1, table_rows, dtype=torch.int64),
-        steps=full(-1, table_rows, dtype=torch.int64),
         step=full(1, 1, dtype=torch.int64),
         uncounted=full(0, 1, dtype=torch.int64),
         tokens=full(0, table_rows, max_delta),
@@ -311,11 +284,10 @@ def gather_requests(
             one column).
         active: bool [B] (``None``: all); requests to treat as if they had asked for nothing are False.
         history: of the table's rows (:func:`empty_history`). It is brought up to date, but for ``step``, which
-            :func:`select_scored` counts, and ``cached_lens``, which :func:`catch_up` does. ``None``: ``places`` and
-            ``cached_lens`` are left untouched, and all are due.
+            :func:`select_scored` counts, and ``cached_lens``, which :func:`catch_up` does. If ``None``,
+            ``cached_lens`` is left untouched and all requests are due.
         padding_row: table row of the requests that do not exist.
-        out: result tensors to reuse, contiguous, of ``N >= B`` rows (:func:`empty_requests`); ``None`` allocates ``B``
-            with room for one token each.
+        out: result tensors to reuse, contiguous, of ``N >= B`` rows (:func:`empty_requests`); ``None`` allocates ``B``.
         backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
 
     Returns:
@@ -357,8 +329,6 @@ def gather_requests(
     if history is not None:
         if not isinstance(history, StepHistory):
             raise TypeError(f"history must be a StepHistory, got {type(history).__name__}")
-        check_tensor("history.places", history.places, dtypes=torch.int64, shape=(table_size,), device=device)
-        check_tensor("history.steps", history.steps, dtypes=torch.int64, shape=(table_size,), device=device)
         for name in ("step", "uncounted"):
             check_tensor(f"history.{name}", getattr(history, name), dtypes=torch.int64, shape=(1,), device=device)
         check_history(history, table_size, device)
@@ -370,13 +340,10 @@ def gather_requests(
         out = empty_requests(count, device)
     if not isinstance(out, StepRequests):
         raise TypeError(f"out must be StepRequests, got {type(out).__name__}")
-    check_tensor("out.tokens", out.tokens, dtypes=torch.int64, shape=(None, None), device=device)
-    rows = out.tokens.shape[0]
+    rows = check_tensor("out.positions", out.positions, dtypes=torch.int32, shape=(None,), device=device).shape[0]
     if rows < count:
         raise ValueError(f"out must have a row for each of the {count} requests, got {rows}")
-    if not out.tokens.is_contiguous():
-        raise ValueError(f"out.tokens must be contiguous, got strides {tuple(out.tokens.stride())}")
-    check_fields("out", StepRequests._fields[1:], out[1:], _DTYPES[1:], rows, device)
+    check_fields("out", StepRequests._fields, out, _DTYPES, rows, device)
 
     return gather_requests_unchecked(
         table,

@@ -1,8 +1,7 @@
 """Drafted tokens, and the candidates to be scored after each of them, as one tree a request, in one launch.
 
 The value model computes the tree in one forward (:func:`value_tree_attention`). A candidate that is a draft as well is
-computed once. A request of which nothing is scored has an empty tree; else all of its drafts are in it, for those that
-are accepted need not be computed again (:func:`commit_winner`).
+computed once. The tree of a request without scored candidates is empty; any other tree has all drafts of its request.
 
 One program a request, all of whose cells (a candidate column of a node) have a place in the tree: those that are
 computed first, in their order, then the others. One scatter so writes the padding, too.

@@ -3,7 +3,6 @@
 The matmul of the value model's layers (the projections of a Qwen2 or Llama decoder layer), with what stands around it:
 
     y = inv_rms(x) * (x W^T) + b        inv_rms(x) = 1 / sqrt(mean(x^2) + eps), or 1
-    W[n] = scale[n] * W8[n]             with a weight in 8 bits (e4m3): a scale for each of its rows
     y = silu(gate) * up + r             with swiglu: gate and up are the two halves of the columns of y
 
 Why not cuBLAS: it takes the number of rows from the host, so a CUDA graph captured for the most rows always computes
@@ -14,8 +13,6 @@ the first reason norm, SwiGLU and residual are in it, too: torch's would compute
 RMSNorm commutes with the matmul: its weight is folded into W, and its factor scales a finished row. So x itself is the
 matmul's operand, not rounded again. The factor needs the sum of the squares of a row. Whoever stores the row has its
 squares at hand, a group of columns at a time: a call leaves their sums to the next one, which adds the groups in order.
-A weight in 8 bits is half of what a launch of few rows reads. Its numbers are widened to the dtype of x, exactly, and a
-finished column is scaled, so that the products are those of 16 bits.
 
 Long sums are split over programs, and a launch after it adds the parts, in order too. Were the last program of a tile
 to add them, most of the GPU would wait for few: measured on an H200, that takes 2.7 times as long for 384 rows. Another
@@ -31,12 +28,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lenvm_kernels.ops._common import (
-    E4M3,
     FLOATS,
     SINGLES,
     architecture,
     ceil_div,
-    check_e4m3,
     check_tensor,
     fitting_stages,
     overlapping,
@@ -47,11 +42,9 @@ from lenvm_kernels.ops._linear_tiles import (
     BLOCK_K_BYTES,
     NUM_WARPS_SM_100,
     TILE,
-    TILE_E4M3,
     TILE_SWIGLU,
     TILE_WIDE,
     TILES,
-    TILES_E4M3,
     Tile,
     _fetching_least,
     prefetch_len,
@@ -68,10 +61,9 @@ from lenvm_kernels.ops._ragged_linear import (
     _sums_of_squares,
     _Tensors,
     _weight_row,
-    _widened,
     square_sums_shape,
 )
-from lenvm_kernels.reference._common import E4M3_MAX, SQUARES_GROUP
+from lenvm_kernels.reference._common import SQUARES_GROUP
 from lenvm_kernels.reference.ragged_linear import ragged_linear as _reference
 
 # The numbers below are estimates for an H100 or H200 (132 multiprocessors, 3.35 or 4.8 TB/s; 990 Tflop/s in bf16; L2
@@ -155,7 +147,6 @@ def _ragged_linear_kernel(
 ):
     COLUMNS: tl.constexpr = 2 * N if SWIGLU else N
     COLUMN_BLOCKS: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
-    IS_QUANTIZED: tl.constexpr = ptr.weight_scales is not None
 
     if OVERLAPS:
         _prefetch_weight(ptr.weight, K, N, SWIGLU, STRIDE_WEIGHT, SPLITS, SPLIT_LEN, PREFETCH_LEN, BLOCK_N)
@@ -175,21 +166,14 @@ def _ragged_linear_kernel(
 
         x_rows = ptr.x + m.to(tl.int64)[:, None] * stride.x
         weight_rows = ptr.weight + _weight_row(column, N, SWIGLU).to(tl.int64)[:, None] * STRIDE_WEIGHT
-        acc = tl.zeros([BLOCK_N, BLOCK_M] if IS_QUANTIZED else [BLOCK_M, BLOCK_N], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         # The tiles of x feed the matmul and nothing else. A second use in this loop, such as their sum of squares,
         # makes Triton (3.6 to 3.9) keep one buffer too few for a wgmma that still reads while the next copy is written.
         for start in range(0, SPLIT_LEN, BLOCK_K):
             k = split * SPLIT_LEN + start + tl.arange(0, BLOCK_K)
             x = tl.load(x_rows + k[None, :], mask=(m < rows)[:, None] & (k < K)[None, :], other=0.0)
             weight = tl.load(weight_rows + k[None, :], mask=(column < COLUMNS)[:, None] & (k < K)[None, :], other=0.0)
-            if IS_QUANTIZED:
-                # sm_90 takes the first operand of a product from registers, where e4m3 is widened. As the second one
-                # it would have to go back to shared memory.
-                acc = tl.dot(_widened(weight, x.dtype), x.T, acc, input_precision="ieee")
-            else:
-                acc = tl.dot(x, weight.T, acc, input_precision="ieee")
-        if IS_QUANTIZED:
-            acc = acc.T
+            acc = tl.dot(x, weight.T, acc, input_precision="ieee")
 
         first_row, first_column = block_m * BLOCK_M, block_n * BLOCK_N
         squares = (square_sums_ptr, stride_square_sums_group, square_sums_out_ptr, stride_square_sums_out_group)
@@ -245,14 +229,11 @@ def choose_tile(rows: int, columns: int, splits: int, swiglu: bool, dtype: torch
     takes, and no bit."""
     name = architecture()
     if dtype.itemsize == 4 or name not in ("sm_90", ""):  # without a GPU the tiles of sm_90 run in the interpreter
-        if dtype.itemsize > 1 and (splits > 1 or columns >= WIDE_FROM):
+        if splits > 1 or columns >= WIDE_FROM:
             return TILE_WIDE
-        if dtype.itemsize == 1:
-            return TILE_E4M3
         tile = TILE_SWIGLU if swiglu else TILE
         return tile._replace(num_warps=NUM_WARPS_SM_100) if name == "sm_100" else tile
-    tiles = TILES_E4M3 if dtype.itemsize == 1 else TILES
-    return _fetching_least(tiles, rows, columns, splits, swiglu, dtype.itemsize, MULTIPROCESSORS)
+    return _fetching_least(rows, columns, splits, swiglu, MULTIPROCESSORS)
 
 
 def rows_of_every_tile(most: int, shapes: Sequence[tuple[int, int, bool, torch.dtype]]) -> list[int]:
@@ -269,35 +250,10 @@ def rows_of_every_tile(most: int, shapes: Sequence[tuple[int, int, bool, torch.d
     return list(first.values())
 
 
-def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix in 8 bits: e4m3 numbers, and for each row the factor that makes its largest one 448, all there is.
-
-    What it means is ``weight_scales[:, None] * weight``, as :func:`ragged_linear` takes them. An element differs from
-    the original by at most ``2**-4`` of its size, or by ``2**-10`` scales where that is more. A row with a NaN or an
-    infinity becomes NaN, so that its column of the result is.
-
-    Args:
-        weight: [N, K], floating point.
-
-    Returns:
-        (float8_e4m3fn [N, K], fp32 [N]).
-
-    Example:
-        >>> quantize_weight(torch.tensor([[896.0, -3.0], [0.0, 0.0]]))
-        (tensor([[448.0000,  -1.5000],
-                [  0.0000,   0.0000]], dtype=torch.float8_e4m3fn), tensor([2., 1.]))
-    """
-    weight = weight.float()
-    scales = weight.abs().amax(1) / E4M3_MAX
-    scales[scales < torch.finfo(torch.float32).tiny] = 1  # nothing, or less than fp32 divides by: zeros
-    scales[scales.isinf()] = torch.nan
-    return (weight / scales[:, None]).to(torch.float8_e4m3fn), scales
-
-
 def _run_reference(
-    out, x, weight, weight_scales, bias, num_rows, norm_eps, swiglu, residual, square_sums, square_sums_out, *_
+    out, x, weight, bias, num_rows, norm_eps, swiglu, residual, square_sums, square_sums_out, *_
 ) -> None:
-    options = dict(weight_scales=weight_scales, num_rows=num_rows, norm_eps=norm_eps, swiglu=swiglu, residual=residual)
+    options = dict(num_rows=num_rows, norm_eps=norm_eps, swiglu=swiglu, residual=residual)
     out.copy_(_reference(x, weight, bias, **options, square_sums=square_sums, square_sums_out=square_sums_out))
 
 
@@ -306,7 +262,6 @@ def _launch(
     out: Tensor,
     x: Tensor,
     weight: Tensor,
-    weight_scales: Tensor | None,
     bias: Tensor | None,
     num_rows: Tensor | None,
     norm_eps: float | None,
@@ -344,7 +299,7 @@ def _launch(
     if splits > 1:
         partial = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
     operands = (
-        _Tensors(out, x, weight, weight_scales, bias, residual, partial),
+        _Tensors(out, x, weight, bias, residual, partial),
         _Strides(x.stride(0), 0 if residual is None else residual.stride(0)),
         num_rows,
         square_sums,
@@ -394,7 +349,6 @@ def ragged_linear(
     weight: Tensor,  # [N, K], or [2 N, K] with swiglu
     bias: Tensor | None = None,  # [N], or [2 N] with swiglu
     *,
-    weight_scales: Tensor | None = None,  # fp32 [N], or [2 N] with swiglu
     num_rows: Tensor | None = None,  # int32 [1]
     norm_eps: float | None = None,
     swiglu: bool = False,
@@ -413,13 +367,9 @@ def ragged_linear(
 
     Args:
         x: rows [T, K], fp32, bf16 or fp16 (fp64 too on the reference). Rows may be strided.
-        weight: [N, K] as ``nn.Linear`` keeps it (out, in), the dtype of ``x``, or float8_e4m3fn with
-            ``weight_scales``. With ``swiglu`` [2 N, K]: N gate rows, then N up rows. Rows may be strided.
-        bias: [N] ([2 N] with ``swiglu``), the dtype of ``x`` (``None``: 0). Scaled neither by the norm nor by
-            ``weight_scales``.
-        weight_scales: fp32 [N] ([2 N] with ``swiglu``), for a ``weight`` in float8_e4m3fn: the weight meant is
-            ``weight_scales[:, None] * weight``. :func:`quantize_weight` makes both. The kernels then take an ``x`` in
-            bf16 or fp16, and NVIDIA's GPUs from sm_89 on.
+        weight: [N, K] as ``nn.Linear`` stores it (out, in), the dtype of ``x``. With ``swiglu`` [2 N, K]: N gate rows,
+            then N up rows. Rows may be strided.
+        bias: [N] ([2 N] with ``swiglu``), the dtype of ``x`` (``None``: 0). The norm does not scale it.
         num_rows: int32 [1] on the device of ``x``, how many rows there are (``None``: all T). Rows from it on are
             neither read nor written. More than T counts as T, less than 0 as 0.
         norm_eps: divide ``x`` by its root mean square first: ``W (x / sqrt(mean(x^2) + norm_eps))``. The norm's own
@@ -457,17 +407,11 @@ def ragged_linear(
     dtype, device, (tokens, size) = x.dtype, x.device, x.shape
     if size == 0:
         raise ValueError(f"x must have at least one column, got shape {list(x.shape)}")
-    if weight_scales is not None:
-        check_e4m3("weight_scales", dtype, backend)
-    elif isinstance(weight, Tensor) and weight.dtype == E4M3:
-        raise ValueError("weight_scales must be those of the weight in float8_e4m3fn, got None")
-    check_tensor("weight", weight, dtypes=dtype if weight_scales is None else E4M3, shape=(None, size), device=device)
+    check_tensor("weight", weight, dtypes=dtype, shape=(None, size), device=device)
     columns = weight.shape[0]
     if columns == 0 or (swiglu and columns % 2):
         wanted = "an even number of rows, gate and up," if swiglu else "at least one row,"
         raise ValueError(f"weight must have {wanted} got shape {list(weight.shape)}")
-    if weight_scales is not None:
-        check_tensor("weight_scales", weight_scales, dtypes=SINGLES[backend], shape=(columns,), device=device)
     if bias is not None:
         check_tensor("bias", bias, dtypes=dtype, shape=(columns,), device=device)
     if num_rows is not None:
@@ -493,6 +437,6 @@ def ragged_linear(
 
     out = torch.empty(tokens, outputs, dtype=dtype, device=device)
     norm_eps = None if norm_eps is None else float(norm_eps)
-    operands = (out, x, weight, weight_scales, bias, num_rows, norm_eps, swiglu, residual)
-    _launch(backend, *operands, square_sums, square_sums_out, expected_rows)
+    operands = (out, x, weight, bias, num_rows, norm_eps, swiglu, residual, square_sums, square_sums_out)
+    _launch(backend, *operands, expected_rows)
     return out

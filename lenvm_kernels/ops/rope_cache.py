@@ -7,7 +7,7 @@ For head ``x`` of a token, its first half ``a`` and second half ``b`` (queries a
 
 Source: ``Qwen3RMSNorm`` and ``apply_rotary_pos_emb`` of transformers (RoFormer, arXiv 2104.09864). The norm rounds
 where transformers rounds, to the dtype before and after the product with ``w``; the rotation is in fp32 and rounded
-once. Keys and values of the tokens to keep also go to their slots of the cache, which may be in e4m3 with scales.
+once. Keys and values of the tokens to keep are also written to their slots of the cache.
 
 A program takes one token with all its heads. Nothing in it depends on the number of tokens, so a token's bits do not
 depend on the others. All its loads come before its stores: it waits for memory once.
@@ -22,16 +22,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lenvm_kernels.ops._common import (
-    E4M3,
     FLOATS,
     INT_DTYPES,
-    check_cache_scales,
     check_tensor,
     next_power_of_2,
     overlapping,
     resolve_backend,
 )
-from lenvm_kernels.ops._device import to_codes, wait_for_inputs
+from lenvm_kernels.ops._device import wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.rope_cache import rope_cache as _reference
 
@@ -77,12 +75,6 @@ def _rotate(halves, cos, sin):
     return first * cos - second * sin, second * cos + first * sin
 
 
-@triton.jit
-def _store_codes(ptr, halves, scale, dtype: tl.constexpr, mask, HALF: tl.constexpr):
-    """Keep in e4m3 what the layer's attention is given: numbers of ``dtype``."""
-    _store_halves(ptr, (to_codes(halves[0].to(dtype), scale), to_codes(halves[1].to(dtype), scale)), mask, HALF)
-
-
 class _Tensors(NamedTuple):
     q: Any  # [T, Hq, D]
     k: Any  # [T, Hkv, D]
@@ -97,10 +89,6 @@ class _Tensors(NamedTuple):
 
 
 class _Strides(NamedTuple):
-    k_token: int
-    k_head: int
-    v_token: int
-    v_head: int
     k_cache_slot: int
     k_cache_head: int
     v_cache_slot: int
@@ -113,14 +101,12 @@ class _Strides(NamedTuple):
 
 @triton.jit(
     do_not_specialize=["num_slots"],
-    do_not_specialize_on_alignment=["num_rows_ptr", "key_scales_ptr", "value_scales_ptr"],
+    do_not_specialize_on_alignment=["num_rows_ptr"],
 )
 def _rope_cache_kernel(
     ptr,  # _Tensors
     stride,  # _Strides
     num_rows_ptr,  # int32 [1] or None
-    key_scales_ptr,  # fp32 [Hkv], of a cache in e4m3, or None
-    value_scales_ptr,  # fp32 [Hkv] or None
     norm_eps,
     num_slots,  # S
     Q_HEADS: tl.constexpr,
@@ -153,9 +139,6 @@ def _rope_cache_kernel(
     cos = tl.load(ptr.cos + token * stride.cos_token + d, mask=d < HALF, other=0.0)  # [1, BLOCK_HALF]
     sin = tl.load(ptr.sin + token * stride.sin_token + d, mask=d < HALF, other=0.0)
     slot = tl.load(ptr.slots + token).to(tl.int64)
-    if key_scales_ptr is not None:
-        key_scale = tl.load(key_scales_ptr + kv_head, mask=kv_head < KV_HEADS, other=1.0)  # [BLOCK_KV_HEADS, 1]
-        value_scale = tl.load(value_scales_ptr + kv_head, mask=kv_head < KV_HEADS, other=1.0)
 
     if ptr.norm_weight is not None:
         norm_weight_ptr = ptr.norm_weight + d
@@ -167,25 +150,23 @@ def _rope_cache_kernel(
     k = _rotate(k, cos, sin)
 
     _store_halves(ptr.q + (token * Q_HEADS + q_head) * HEAD_DIM + d, q, q_mask, HALF)
-    # The strides of buffers and caches are the caller's: a cache may well keep each head's slots together.
-    kv_head = kv_head.to(tl.int64)
-    _store_halves(ptr.k + token * stride.k_token + kv_head * stride.k_head + d, k, kv_mask, HALF)
-    _store_halves(ptr.v + token * stride.v_token + kv_head * stride.v_head + d, v, kv_mask, HALF)
+    new = (token * KV_HEADS + kv_head) * HEAD_DIM + d
+    _store_halves(ptr.k + new, k, kv_mask, HALF)
+    _store_halves(ptr.v + new, v, kv_mask, HALF)
     if (slot >= 0) & (slot < num_slots):
+        # The strides of caches are the caller's: a cache may well keep each head's slots together.
+        kv_head = kv_head.to(tl.int64)
         k_slot_ptr = ptr.k_cache + slot * stride.k_cache_slot + kv_head * stride.k_cache_head + d
         v_slot_ptr = ptr.v_cache + slot * stride.v_cache_slot + kv_head * stride.v_cache_head + d
-        if key_scales_ptr is None:
-            _store_halves(k_slot_ptr, k, kv_mask, HALF)
-            _store_halves(v_slot_ptr, v, kv_mask, HALF)
-        else:
-            _store_codes(k_slot_ptr, k, key_scale, ptr.k.dtype.element_ty, kv_mask, HALF)
-            _store_codes(v_slot_ptr, v, value_scale, ptr.v.dtype.element_ty, kv_mask, HALF)
+        _store_halves(k_slot_ptr, k, kv_mask, HALF)
+        _store_halves(v_slot_ptr, v, kv_mask, HALF)
 
 
 def _run_reference(q, k, v, *operands) -> None:
-    *tensors, num_heads, qk_norm_weight, norm_eps, num_rows, key_scales, value_scales = operands
-    options = dict(qk_norm_weight=qk_norm_weight, norm_eps=norm_eps, key_scales=key_scales, value_scales=value_scales)
-    q.copy_(_reference(*tensors, num_heads=num_heads, **options, num_rows=num_rows, k_out=k, v_out=v)[0])
+    *tensors, num_heads, qk_norm_weight, norm_eps, num_rows = operands
+    options = dict(num_heads=num_heads, qk_norm_weight=qk_norm_weight, norm_eps=norm_eps, num_rows=num_rows)
+    for out, result in zip((q, k, v), _reference(*tensors, **options), strict=True):
+        out.copy_(result)
 
 
 @operator(mutates=["q", "k", "v", "k_cache", "v_cache"], reference=_run_reference)
@@ -203,8 +184,6 @@ def _launch(
     qk_norm_weight: Tensor | None,
     norm_eps: float,
     num_rows: Tensor | None,
-    key_scales: Tensor | None,
-    value_scales: Tensor | None,
 ) -> None:
     tokens = qkv.shape[0]
     num_slots, kv_heads, head_dim = k_cache.shape
@@ -212,14 +191,12 @@ def _launch(
         return
     block_q_heads, block_half = next_power_of_2(num_heads), next_power_of_2(head_dim // 2)
     warps = block_q_heads * block_half // (32 * ELEMENTS_PER_THREAD)
-    by_head = (*k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:2], *v_cache.stride()[:2])
+    by_slot = (*k_cache.stride()[:2], *v_cache.stride()[:2])
     norm_stride = 0 if qk_norm_weight is None else qk_norm_weight.stride(0)
     _rope_cache_kernel[(tokens,)](
         _Tensors(q, k, v, k_cache, v_cache, qkv, cos, sin, slots, qk_norm_weight),
-        _Strides._make((*by_head, qkv.stride(0), cos.stride(0), sin.stride(0), norm_stride)),
+        _Strides._make((*by_slot, qkv.stride(0), cos.stride(0), sin.stride(0), norm_stride)),
         num_rows,
-        key_scales,
-        value_scales,
         norm_eps,
         num_slots,
         Q_HEADS=num_heads,
@@ -245,10 +222,6 @@ def rope_cache(
     qk_norm_weight: Tensor | None = None,  # [Hq + Hkv, D]
     norm_eps: float = 1e-6,
     num_rows: Tensor | None = None,  # int32 [1]
-    key_scales: Tensor | None = None,  # fp32 [Hkv]
-    value_scales: Tensor | None = None,  # fp32 [Hkv]
-    k_out: Tensor | None = None,  # [T, Hkv, D]
-    v_out: Tensor | None = None,  # [T, Hkv, D]
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:  # [T, Hq, D], [T, Hkv, D], [T, Hkv, D]
     """Queries, keys and values of a layer's attention from its fused projection; keeps keys and values in the cache.
@@ -263,7 +236,7 @@ def rope_cache(
         cos, sin: fp32, of the angle ``position * inv_freq`` of each token in radians, with any scaling applied.
         slots: slot of the cache to keep each token's key and value in. Outside ``[0, S)``: not kept (candidates,
             padding). No two tokens may have the same slot.
-        k_cache, v_cache: the layer's cache, dtype of ``qkv`` or float8_e4m3fn, written in place; contiguous in D only.
+        k_cache, v_cache: the layer's cache, dtype of ``qkv``, written in place; contiguous in D only.
             Their shape gives ``Hkv`` and ``D`` (even).
         num_heads: query heads.
         qk_norm_weight: dtype of ``qkv``, the weight of the RMSNorm over D of each query head, then of each key head
@@ -271,16 +244,11 @@ def rope_cache(
         norm_eps: epsilon of that RMSNorm, added to the mean of squares.
         num_rows: how many rows are tokens (``None`` or more than T: all). The rest is neither read nor written. The
             reference reads it on the host.
-        key_scales, value_scales: of a cache in float8_e4m3fn, else ``None``; powers of two. It keeps ``x / scale`` of
-            each key head's or value head's numbers, once they have the dtype of ``qkv``: rounded to nearest even, and
-            to 448 beyond it. NaN stays NaN.
-        k_out, v_out: buffers for the new keys and values of all tokens, kept or not, contiguous in D (``None``
-            allocates).
         backend: ``auto`` (Triton for GPU tensors, else the reference), ``triton`` or ``reference``.
 
     Returns:
-        Queries, keys (``k_out``) and values (``v_out``), in the dtype of ``qkv``. Rows from ``num_rows`` on are
-        arbitrary (untouched in given buffers).
+        Queries, keys and values of all tokens, kept or not, contiguous and in the dtype of ``qkv``. Rows from
+        ``num_rows`` on are arbitrary.
 
     Raises:
         TypeError, ValueError: an argument is not as above. Checked before any launch, except the contents of ``slots``
@@ -301,14 +269,13 @@ def rope_cache(
     backend = resolve_backend(backend, "qkv", qkv)
     check_tensor("qkv", qkv, dtypes=FLOATS[backend], shape=(None, None))
     dtype, device, tokens = qkv.dtype, qkv.device, qkv.shape[0]
-    check_tensor("k_cache", k_cache, dtypes=(dtype, E4M3), shape=(None, None, None), device=device)
+    check_tensor("k_cache", k_cache, dtypes=dtype, shape=(None, None, None), device=device)
     kv_heads, head_dim = k_cache.shape[1:]
     if kv_heads == 0 or head_dim == 0 or head_dim % 2:
         raise ValueError(
             f"k_cache must have at least one head and an even last dimension, got shape {list(k_cache.shape)}"
         )
     check_tensor("v_cache", v_cache, dtypes=k_cache.dtype, shape=k_cache.shape, device=device)
-    check_cache_scales(k_cache.dtype, key_scales, value_scales, (kv_heads,), device, backend)
     if isinstance(num_heads, bool) or not isinstance(num_heads, int):
         raise TypeError(f"num_heads must be an int of at least 1, got {type(num_heads).__name__}")
     if num_heads < 1:
@@ -325,16 +292,8 @@ def rope_cache(
         raise ValueError(f"norm_eps must be a positive number, got {norm_eps!r}")
     if num_rows is not None:
         check_tensor("num_rows", num_rows, dtypes=torch.int32, shape=(1,), device=device)
-    for name, out in (("k_out", k_out), ("v_out", v_out)):
-        if out is not None:
-            check_tensor(name, out, dtypes=dtype, shape=(tokens, kv_heads, head_dim), device=device)
 
-    q = torch.empty(tokens, num_heads, head_dim, dtype=dtype, device=device)
-    k, v = (
-        torch.empty(tokens, kv_heads, head_dim, dtype=dtype, device=device) if out is None else out
-        for out in (k_out, v_out)
-    )
-    cache, scales = (k_cache, v_cache), (key_scales, value_scales)
-    norm = (qk_norm_weight, float(norm_eps))
-    _launch(backend, q, k, v, qkv, cos, sin, slots, *cache, num_heads, *norm, num_rows, *scales)
+    q, k, v = (torch.empty(tokens, n, head_dim, dtype=dtype, device=device) for n in (num_heads, kv_heads, kv_heads))
+    operands = (qkv, cos, sin, slots, k_cache, v_cache, num_heads, qk_norm_weight, float(norm_eps), num_rows)
+    _launch(backend, q, k, v, *operands)
     return q, k, v

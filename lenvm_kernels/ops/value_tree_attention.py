@@ -13,10 +13,6 @@ keys and values are read once per key/value head and tile. The cached prefix is 
 flash-decoding; the last of them to finish merges the splits, in their order. Splits, tiles and block sizes follow from
 a row's own request and from its place in it, never from the batch: the same request gives the same bits in any batch.
 
-The cache may be in e4m3, 8 bits a number, with a scale for each key/value head: half the bytes of bf16. A GPU makes
-fp16 of e4m3 in one instruction for two numbers, and bf16 in four; so queries meet cached keys, and weights cached
-values, in fp16. Queries beyond its range are moved into it, each by a power of two, which costs no bits that matter.
-
 What there is to do is a list, the plan: an item is one split of one tile. It is the same in every layer of a step.
 """
 
@@ -36,13 +32,10 @@ from lenvm_kernels.ops._attention_tiles import (
     _parent_row,
     _Strides,
     _Tensors,
-    _to_fp16,
 )
 from lenvm_kernels.ops._common import (
-    E4M3,
     FLOATS,
     INT_DTYPES,
-    check_cache_scales,
     check_tensor,
     overlapping,
     resolve_backend,
@@ -91,15 +84,12 @@ MAX_STRIDE = (2**31 - 1) // BLOCK_M.value
 
 @triton.jit(
     do_not_specialize=["workspace_rows"],
-    # They may be slices: an engine's, a layer's.
-    do_not_specialize_on_alignment=["counters_ptr", "key_scales_ptr", "value_scales_ptr"],
+    do_not_specialize_on_alignment=["counters_ptr"],  # it may be a slice
 )
 def _value_tree_attention_kernel(
     ptr,  # _Tensors
     stride,  # _Strides
     counters_ptr,  # int32 [B, SPLIT_TILES, Hkv]
-    key_scales_ptr,  # fp32 [Hkv], of a cache in e4m3, or None
-    value_scales_ptr,  # fp32 [Hkv] or None
     workspace_rows,  # W
     scale_log2,  # sm_scale * log2(e): the softmax runs on exp2
     PAGE_SIZE: tl.constexpr,
@@ -107,7 +97,6 @@ def _value_tree_attention_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    E4M3_STAGES: tl.constexpr,  # of the loop over a cache in e4m3
     OVERLAPS: tl.constexpr,
 ):
     TOKENS: tl.constexpr = BLOCK_M // GROUP
@@ -205,39 +194,6 @@ def _value_tree_attention_kernel(
                 ancestor = _parent_row(ancestor, ptr.parents, first_candidate_row)
             running_max = tl.where(is_self, running_max, float("-inf"))
 
-        # Cached tokens in e4m3 have a loop of their own, which leaves the new ones. In the dtype of new ones they share
-        # a loop with them.
-        if key_scales_ptr is None:
-            k_past_ptr, v_past_ptr = k_cache_ptr, v_cache_ptr
-        else:
-            k_past_ptr, v_past_ptr = k_new_ptr, v_new_ptr
-            value_scale = tl.load(value_scales_ptr + kv_head)
-            code_scale_log2 = scale_log2 * tl.load(key_scales_ptr + kv_head)
-            q_codes = q
-            if q.dtype == tl.bfloat16:
-                q_codes, inverse = _to_fp16(q)
-                code_scale_log2 *= inverse
-            acc *= tl.div_rn(1.0, value_scale)
-            end_cached = tl.minimum(end_block, cached_blocks)
-            for block in tl.range(first_block, end_cached, num_stages=E4M3_STAGES):
-                next_page = _load_pages(pages_ptr, block + 1, cached_blocks, cached, first_row, PAGE_SIZE, BLOCK_N)
-                key = block * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-                slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
-                # Triton 3.6 takes this sum for a multiple of PAGE_SIZE (triton#9297), and would copy 16 bytes at once
-                # whatever the stride between slots.
-                slot = tl.multiple_of(slot, 1)
-                kv_mask = (key < cached)[:, None] & is_dim[None, :]
-                k = tl.load(k_cache_ptr + (slot * stride.k_cache_slot)[:, None] + d[None, :], mask=kv_mask, other=0.0)
-                v = tl.load(v_cache_ptr + (slot * stride.v_cache_slot)[:, None] + d[None, :], mask=kv_mask, other=0.0)
-                k, v = k.to(q_codes.dtype), v.to(q_codes.dtype)
-                visible = (key < cached)[None, :]
-                running_max, running_sum, acc = _attend(
-                    q_codes, k, v, visible, code_scale_log2, running_max, running_sum, acc
-                )
-                page = next_page
-            acc *= value_scale
-            first_block = end_cached
-
         row_delta_end = tl.minimum(delta_end, token + 1)  # [BLOCK_M]
         for block in range(first_block, end_block):
             next_page = _load_pages(pages_ptr, block + 1, cached_blocks, cached, first_row, PAGE_SIZE, BLOCK_N)
@@ -245,8 +201,8 @@ def _value_tree_attention_kernel(
             key = (block - tl.where(is_new, cached_blocks, 0)) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
             # Row of the new tokens, or slot of the cache.
             source = page.to(tl.int64) * tl.where(is_new, 1, PAGE_SIZE) + tl.where(is_new, 0, key % PAGE_SIZE)
-            k_ptr = tl.where(is_new, k_new_ptr, k_past_ptr)
-            v_ptr = tl.where(is_new, v_new_ptr, v_past_ptr)
+            k_ptr = tl.where(is_new, k_new_ptr, k_cache_ptr)
+            v_ptr = tl.where(is_new, v_new_ptr, v_cache_ptr)
             k_ptr += source * tl.where(is_new, stride.k_new_token, stride.k_cache_slot)
             v_ptr += source * tl.where(is_new, stride.v_new_token, stride.v_cache_slot)
             kv_mask = (key < tl.where(is_new, delta_end, cached))[:, None] & is_dim[None, :]
@@ -287,9 +243,8 @@ def _value_tree_attention_kernel(
 
 
 def _run_reference(out, counters, *operands) -> None:
-    *tensors, parents, key_scales, value_scales, _plan, page_size, sm_scale = operands
-    options = dict(parents=parents, key_scales=key_scales, value_scales=value_scales)
-    reference.value_tree_attention(*tensors, **options, page_size=page_size, sm_scale=sm_scale, out=out)
+    *tensors, parents, _plan, page_size, sm_scale = operands
+    reference.value_tree_attention(*tensors, parents=parents, page_size=page_size, sm_scale=sm_scale, out=out)
 
 
 @operator(mutates=["out", "counters"], reference=_run_reference)
@@ -307,8 +262,6 @@ def _launch(
     q_offsets: Tensor,
     candidate_lens: Tensor,
     parents: Tensor | None,
-    key_scales: Tensor | None,
-    value_scales: Tensor | None,
     plan: Tensor | None,
     page_size: int,
     sm_scale: float,
@@ -334,8 +287,6 @@ def _launch(
         tensors,
         _Strides._make((*of_tokens, *of_slots, slot_table.stride(0))),
         counters,
-        key_scales,
-        value_scales,
         workspace_rows,
         sm_scale * math.log2(math.e),
         PAGE_SIZE=page_size,
@@ -359,8 +310,6 @@ def value_tree_attention(
     candidate_lens: Tensor,  # int32 [B]
     *,
     parents: Tensor | None = None,  # int32 [T]
-    key_scales: Tensor | None = None,  # fp32 [Hkv]
-    value_scales: Tensor | None = None,  # fp32 [Hkv]
     page_size: int = 1,
     sm_scale: float | None = None,
     out: Tensor | None = None,
@@ -388,7 +337,7 @@ def value_tree_attention(
     Args:
         q: queries, fp32, bf16 or fp16 (fp64 too with the reference).
         k_new, v_new: keys and values of the new tokens, same dtype. ``Hq`` is a multiple of ``Hkv``.
-        k_cache, v_cache: keys and values of cached tokens by slot, same dtype, or float8_e4m3fn.
+        k_cache, v_cache: keys and values of cached tokens by slot, same dtype.
         slot_table: a row of pages for each request slot of the engine; with ``page_size=1`` a row of slots.
         table_rows: the row of ``slot_table`` that belongs to each request.
         cached_lens: cached tokens of each request (0 is allowed), at most ``max pages * page_size``.
@@ -398,8 +347,6 @@ def value_tree_attention(
         parents: row of ``q`` of each candidate's parent; ``None``: no candidate has one. A value that is not the row of
             an earlier candidate of the same request (-1, say) makes a candidate that follows the delta directly. Values
             of delta tokens and of padding are ignored.
-        key_scales, value_scales: of a cache in float8_e4m3fn, else ``None``: powers of two by which the numbers of each
-            key head and value head are multiplied (:func:`rope_cache` writes such a cache).
         page_size: slots in a page.
         sm_scale: factor on the scores; ``None`` is ``1 / sqrt(D)``.
         out: result tensor to reuse; ``None`` allocates one (whose rows from ``q_offsets[B]`` on are arbitrary).
@@ -444,9 +391,8 @@ def value_tree_attention(
             f"q must have a multiple of the heads of k_new, got {q_heads} query and {kv_heads} key/value heads"
         )
     check_tensor("v_new", v_new, dtypes=q.dtype, shape=(total_tokens, kv_heads, head_dim), device=device)
-    check_tensor("k_cache", k_cache, dtypes=(q.dtype, E4M3), shape=(None, kv_heads, head_dim), device=device)
+    check_tensor("k_cache", k_cache, dtypes=q.dtype, shape=(None, kv_heads, head_dim), device=device)
     check_tensor("v_cache", v_cache, dtypes=k_cache.dtype, shape=(k_cache.shape[0], kv_heads, head_dim), device=device)
-    check_cache_scales(k_cache.dtype, key_scales, value_scales, (kv_heads,), device, backend)
     check_tensor("slot_table", slot_table, dtypes=torch.int32, shape=(None, None), device=device)
     check_tensor("table_rows", table_rows, dtypes=INT_DTYPES, shape=(None,), device=device)
     num_requests = table_rows.shape[0]
@@ -493,6 +439,6 @@ def value_tree_attention(
             raise ValueError(f"{name} must have strides up to {MAX_STRIDE} for backend 'triton', got {x.stride()}")
 
     requests = (slot_table, table_rows, cached_lens, q_offsets, candidate_lens)
-    options = (parents, key_scales, value_scales, plan)
-    _launch(backend, out, counters, q, k_new, v_new, k_cache, v_cache, *requests, *options, page_size, float(sm_scale))
+    options = (parents, plan, page_size, float(sm_scale))
+    _launch(backend, out, counters, q, k_new, v_new, k_cache, v_cache, *requests, *options)
     return out

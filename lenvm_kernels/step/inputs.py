@@ -28,11 +28,6 @@ class StepConfig:
             wait as long as there is room for ``1 + max_drafts`` more.
         max_drafts: D, drafted tokens of a request that a step takes.
         value_stride: of requests that ask for none.
-        commit_winners: keep the candidates' keys and values until the next step, and move those of the token drawn to
-            its slot instead of computing them again.
-        cache: what keys and values are kept in: None for the value model's dtype, ``"fp8"`` for e4m3 with scales that
-            follow from the value model's weights: half the bytes of bf16 to hold and to read. What it costs in values
-            is in ``docs/guided-step.md``. Candidates and the tokens of a forward itself are not rounded.
         score_all: score the candidates of requests that need no values too (``SINGLE``, ``SKIP``), to look at them.
         text_breaks: int8 ``[S]`` (:func:`text_breaks_of`); what ends with each token of the base model's vocabulary, so
             that outputs end where sentences do. None: not known; ends need the same probability everywhere then.
@@ -53,8 +48,6 @@ class StepConfig:
     max_delta: int = 16
     max_drafts: int = 0
     value_stride: int = 1
-    commit_winners: bool = True
-    cache: str | None = None
     score_all: bool = False
     text_breaks: torch.Tensor | None = None
     graphs: bool | None = None

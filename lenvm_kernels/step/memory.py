@@ -24,8 +24,7 @@ def working_bytes(
     An engine needs room for both, with ``max_requests``. They never run at once, but each keeps its memory from the
     other: with graphs the step's stays allocated. Without, torch's allocator holds what both have freed, in blocks of
     their sizes; to give them back it waits for the device. Beside them a :class:`GuidedStep` always has, of ``N``
-    layers and ``S`` slots, the cache, ``2 N S Hkv D e`` (in fp8 ``2 N S Hkv D``), and with ``commit_winners`` ``2 N T
-    Hkv D e``.
+    layers and ``S`` slots, the cache, ``2 N S Hkv D e``.
 
     Each is the sum of
 

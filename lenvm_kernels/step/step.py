@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch.profiler import record_function
 from tqdm import tqdm
 
 from lenvm_kernels.guidance.params import GuidanceParams
@@ -27,16 +28,14 @@ from lenvm_kernels.ops.select_scored import select_scored_unchecked
 from lenvm_kernels.ops.topk_candidates import topk_candidates_unchecked
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 from lenvm_kernels.step import checks
-from lenvm_kernels.step.every_kind import calls_of_every_kind
 from lenvm_kernels.step.graphs import bucket_of
 from lenvm_kernels.step.history import History
 from lenvm_kernels.step.inputs import Sampling, SlotTable, StepBatch, StepConfig
-from lenvm_kernels.step.model_values import ModelValues
 from lenvm_kernels.step.outputs import StepOutput, lengths_after, lengths_of
-from lenvm_kernels.step.rows import StepTensors, apply_spans
-from lenvm_kernels.step.values import ConstantValues, TrunkValues, ValueSource
-from lenvm_kernels.timing import NO_RECORD, NO_TIMER, StepTimer
-from lenvm_kernels.types import Drafts, Mode, SpanNodes, StepRequests
+from lenvm_kernels.step.sources import ConstantValues, ModelValues, TrunkValues, ValueSource
+from lenvm_kernels.step.tensors import StepTensors, apply_spans
+from lenvm_kernels.step.warm_up import calls_of_every_kind
+from lenvm_kernels.types import Candidates, Drafts, Mode, SpanNodes, StepRequests
 from lenvm_kernels.value_model import ImageTokens, KVCache, Trunk, ValueModel
 
 # Outputs that wait for the end of a sentence end this many tokens late, measured with Qwen2.5-Coder-1.5B and SmolLM2
@@ -52,7 +51,11 @@ class GuidedStep:
     tokens, and :meth:`remove_request` when the request leaves. Requests without guidance may be in any batch; they cost
     nothing.
 
-    The memory that it takes is that of its cache and :func:`working_bytes`, which says both.
+    Its memory is that of its cache and of :func:`working_bytes`, which documents both.
+
+    The stages of a step are :func:`torch.profiler.record_function` ranges: ``lenvm.candidates``, ``lenvm.values`` (with
+    ``lenvm.layers`` and ``lenvm.head`` inside, unless a CUDA graph is replayed), ``lenvm.reweight`` and
+    ``lenvm.sample``.
 
     Args:
         value_model: the value model; or a :class:`Trunk`, which makes values of the base model's states that each step
@@ -68,8 +71,7 @@ class GuidedStep:
         cache: :class:`KVCache` of the value model; None without one.
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what is accepted; ``LENVM_TIMING`` too
-            (:mod:`lenvm_kernels.timing`).
+        TypeError, ValueError: naming the argument, what came and what is accepted.
 
     Example:
         >>> slots = PagedSlots(8, max_len=2048, device="cuda")
@@ -99,8 +101,7 @@ class GuidedStep:
         self._scaled_rows, self._value_rows, self._span_rows = set[int](), set[int](), set[int]()
         sizes = self.max_requests, config.max_drafts, config.max_candidates
         self._tensors = StepTensors(*sizes, device, trees=value_model is not None)
-        self._history = History(table_rows + 1, config.max_delta, device, is_told=value_model is not None)
-        self._timer = StepTimer.from_environment()
+        self._history = History(table_rows + 1, config.max_delta, device, reads_tokens=value_model is not None)
         self.values: ValueSource
         self.cache: KVCache | None = None
         if trunk is not None:
@@ -108,10 +109,8 @@ class GuidedStep:
         elif value_model is None:
             self.values = ConstantValues(table_rows + 1, self._tensors, device)
         else:
-            self.values = of_model = ModelValues(
-                value_model, self._tensors, self._history, slots, config, split=self._timer.is_on
-            )
-            self.cache = of_model.cache
+            self.values = source = ModelValues(value_model, self._tensors, self._history, slots, config)
+            self.cache = source.cache
 
     def add_request(
         self,
@@ -136,13 +135,15 @@ class GuidedStep:
             params = replace(params, token_temperature_scale=known, value_stride=stride)
         self.values.add_request(table_row, params)
         self.table.add_request(table_row, params, eos_token_ids, prompt_len=prompt_len, seed=seed, span=span)
-        asked = GuidanceParams() if params is None else params
-        for rows, is_one in (
-            (self._scaled_rows, asked.token_temperature_scale),
-            (self._value_rows, asked.return_values),
-            (self._span_rows, asked.has_span),
-        ):
-            (rows.add if is_one else rows.discard)(table_row)
+        for rows in (self._scaled_rows, self._value_rows, self._span_rows):
+            rows.discard(table_row)
+        if params is not None:
+            if params.token_temperature_scale:
+                self._scaled_rows.add(table_row)
+            if params.return_values:
+                self._value_rows.add(table_row)
+            if params.has_span:
+                self._span_rows.add(table_row)
         self._history.forget(table_row)
 
     def remove_request(self, table_row: int) -> None:
@@ -316,23 +317,82 @@ class GuidedStep:
         drafts = checks.of_one_dtype(drafts)
         if verify not in (None, "same_draws") or (verify and (drafts is None or not sampling.sample)):
             raise ValueError(f"verify must be None, or 'same_draws' with drafts and sample, got {verify!r}")
-        record = self._timer.begin(b, device)
         batch = batch.checked(b, device)
         checks.check_states(batch.states, rows, device, self.values.needs_states)
-        top_k, top_p, min_p, temperature = sampling.of_nodes(b, nodes, config.vocab_size, device)
+        filters = sampling.of_nodes(b, nodes, config.vocab_size, device)
         checks.check_step(rows, device, probs=probs, drawn=drawn, spans=spans, backend=backend)
         drawn = None if drawn is None else drawn.int()
         self.flush()
 
+        with record_function("lenvm.candidates"):
+            candidates, padded = self._take_candidates(scores, batch, sampling, filters, drafts, drawn, spans, backend)
+        known, scored = self._tensors.rows(b, nodes).nodes, self._tensors.rows(padded, nodes).scored
+        with record_function("lenvm.values"):
+            z, predicted = (x[:rows] for x in self.values.value_logits(padded, nodes, batch.states))
+
+        wants_lengths = bool(self._value_rows) and (sampling.sample or drawn is not None)
+        value_logits = z.masked_fill(scored.alone[:rows, None], 0.0) if wants_lengths else z
+        with record_function("lenvm.reweight"):
+            guided_probs = reweight_scatter_unchecked(
+                candidates,
+                value_logits,
+                self.table.columns,
+                table_rows=known.table_rows,
+                generated=known.generated,
+                text_breaks=config.text_breaks,
+                probs=probs,
+                backend=backend,
+            )
+        with record_function("lenvm.sample"):
+            next_tokens = drawn
+            if sampling.sample:
+                next_tokens = sample_candidates_unchecked(
+                    candidates,
+                    guided_probs,
+                    known.seeds,
+                    scored.positions[:rows],
+                    temperature=filters[3],
+                    backend=backend,
+                )
+                if drawn is not None:
+                    next_tokens = torch.where(next_tokens >= 0, next_tokens, drawn)
+            remaining_lengths = verified = None
+            if next_tokens is not None and wants_lengths:
+                of_next = scored, predicted, known.wants_length
+                remaining_lengths = lengths_after(next_tokens, self.table, known.table_rows, *of_next)
+            if next_tokens is not None and drafts is not None and verify is not None:
+                verified = verify_drafts(next_tokens, drafts, backend=backend)
+        return StepOutput(candidates, value_logits, guided_probs, next_tokens, remaining_lengths, verified)
+
+    def _take_candidates(
+        self,
+        scores: torch.Tensor,
+        batch: StepBatch,
+        sampling: Sampling,
+        filters: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+        drafts: Drafts | None,
+        drawn: torch.Tensor | None,
+        spans: SpanNodes | None,
+        backend: str,
+    ) -> tuple[Candidates, int]:
+        """The candidates of all nodes, and the number of requests, padding included, whose tensors are filled.
+
+        Those tensors say which candidates the value source scores.
+        """
+        config, table, b = self.config, self.table.columns, len(batch.tokens)
+        nodes = scores.shape[0] // b
         if self.has_spans and spans is None:
             spans = self._limit_spans(None, batch, drafts)
         requests = self._gather(batch, backend)
+        padded = len(requests.due)
+        of_all = self._tensors.rows(padded, nodes)
         if drafts is not None:
-            all_nodes = self._tensors.rows(requests.due.shape[0], nodes).nodes
-            requests = expand_drafts(requests, drafts, out=all_nodes, backend=backend)
-        known, table = self._tensors.rows(b, nodes).nodes, self.table.columns
+            requests = expand_drafts(requests, drafts, out=of_all.nodes, backend=backend)
+        of_batch = self._tensors.rows(b, nodes)
+        known = of_batch.nodes
         if drafts is not None and spans is not None:
             apply_spans(known, spans, table)
+        top_k, top_p, min_p, temperature = filters
         candidates = topk_candidates_unchecked(
             scores,
             top_k=top_k,
@@ -354,71 +414,29 @@ class GuidedStep:
             table_rows=known.table_rows,
             backend=backend,
         )
-        in_graph = requests.due.shape[0] // nodes
-        of_graph = self._tensors.rows(in_graph, nodes)
-        scored, trees = of_graph.scored, of_graph.trees
         select_scored_unchecked(
             candidates,
             requests,
             table.ending_token_ids,
-            drawn=self._tensors.rows(b, nodes).none_drawn if drawn is None else drawn,
+            drawn=of_batch.none_drawn if drawn is None else drawn,
             sample=sampling.sample,
             score_all=config.score_all,
             step=self._history.columns.step,
-            out=scored,
+            out=of_all.scored,
             backend=backend,
         )
         if not batch.counts:
             self._history.columns.uncounted.add_(1)
-        if drafts is not None and trees is not None:
-            pack_drafts(scored, drafts, out=trees, backend=backend)
-        record.mark("candidates")
-
-        z, predicted = (x[:rows] for x in self.values.value_logits(in_graph, nodes, record, batch.states))
-        record.mark("head")
-
-        wants_lengths = bool(self._value_rows) and (sampling.sample or drawn is not None)
-        value_logits = z.masked_fill(scored.alone[:rows, None], 0.0) if wants_lengths else z
-        guided_probs = reweight_scatter_unchecked(
-            candidates,
-            value_logits,
-            table,
-            table_rows=known.table_rows,
-            generated=known.generated,
-            text_breaks=config.text_breaks,
-            probs=probs,
-            backend=backend,
-        )
-        record.mark("reweight")
-
-        next_tokens = drawn
-        if sampling.sample:
-            next_tokens = sample_candidates_unchecked(
-                candidates,
-                guided_probs,
-                known.seeds,
-                scored.positions[:rows],
-                temperature=temperature,
-                backend=backend,
-            )
-            if drawn is not None:
-                next_tokens = torch.where(next_tokens >= 0, next_tokens, drawn)
-        remaining_lengths = verified = None
-        if next_tokens is not None and wants_lengths:
-            of_next = scored, predicted, known.wants_length
-            remaining_lengths = lengths_after(next_tokens, self.table, known.table_rows, *of_next)
-        if next_tokens is not None and drafts is not None and verify is not None:
-            verified = verify_drafts(next_tokens, drafts, backend=backend)
-        record.mark("sample")
-        self._timer.end(record)
-        return StepOutput(candidates, value_logits, guided_probs, next_tokens, remaining_lengths, verified)
+        if drafts is not None and of_all.trees is not None:
+            pack_drafts(of_all.scored, drafts, out=of_all.trees, backend=backend)
+        return candidates, padded
 
     @torch.no_grad()
     def predict(self, batch: StepBatch) -> torch.Tensor:
         """Predict output lengths after given tokens: of prompts, by their last token, before anything is drawn.
 
-        Nothing is told by it: the next :meth:`step` is from the same tokens, and does not compute them again. It is not
-        counted as a step (``value_stride``).
+        The state of the requests does not change: the next :meth:`step` must be given the same tokens again, and
+        ``value_stride`` does not count this call.
 
         Args:
             batch: the requests (:class:`StepBatch`). ``tokens`` are the last of each sequence, up to
@@ -442,16 +460,14 @@ class GuidedStep:
         (b, columns), nodes = tokens.shape, 1 + config.max_drafts
         self.flush()
 
-        # They are scored as candidates in their own places: the sequence ends before them.
+        # The sequence ends before the tokens, which are scored as candidates at their own positions.
         requests = self._gather(StepBatch(tokens, table_rows, lengths - new_lens, torch.zeros_like(lengths)), backend)
-        self._history.columns.steps[table_rows] -= 1  # as if it had been the step before
         known = self._tensors.rows(b).requests
-        # Of all that need the value model: the next step then finds what it would have to compute.
-        counts = torch.where(known.wants_length | known.guided, new_lens, 0)
-        in_graph = requests.due.shape[0]
-        self._tensors.rows(in_graph, nodes).score_chains(tokens, counts)
-        z, _ = self.values.value_logits(in_graph, nodes, NO_RECORD)
-        z = z.view(in_graph, nodes, -1)[:b, :columns, 0]
+        padded = len(requests.due)
+        self._tensors.rows(padded, nodes).score_chains(tokens, torch.where(known.wants_length, new_lens, 0))
+        with record_function("lenvm.values"):
+            z, _ = self.values.value_logits(padded, nodes)
+        z = z.view(padded, nodes, -1)[:b, :columns, 0]
         is_known = torch.arange(columns, device=device) < new_lens[:, None]
         found = lengths_of(z, tokens, self.table, table_rows, known.wants_length[:, None] & is_known)
         return found.view(batch.tokens.shape)
@@ -475,24 +491,21 @@ class GuidedStep:
             progress: show a bar on stderr.
         """
         sizes = sorted({bucket_of(b, self.max_requests) for b in range(1, self.max_requests + 1)})
-        timer, self._timer = self._timer, NO_TIMER
-        try:
-            with tqdm(sizes[::-1], desc="warming up", unit="size", disable=not progress) as bar:
-                for size in bar:  # the largest first: the graphs after it find room in its memory
-                    rows = torch.full((size,), self._padding_row, dtype=torch.int64, device=self.device)
-                    of_engine = self.config, rows, scores_dtype, probs_dtype, self.values.needs_states
-                    for call in calls_of_every_kind(*of_engine, is_logits=is_logits):
-                        for logits in (None, call.scores) if is_logits else (None,):
-                            self._limit_spans(logits, call.batch, call.drafts)
-                        self.step(*call[:4], probs=call.probs, verify=call.verify)
-                        if self.value_model is not None:
-                            self.predict(call.batch)
-        finally:
-            self._timer = timer
+        with tqdm(sizes[::-1], desc="warming up", unit="size", disable=not progress) as bar:
+            for size in bar:  # the largest first: the graphs after it find room in its memory
+                rows = torch.full((size,), self._padding_row, dtype=torch.int64, device=self.device)
+                for call in calls_of_every_kind(
+                    self.config, rows, scores_dtype, probs_dtype, self.values.needs_states, is_logits=is_logits
+                ):
+                    for logits in (None, call["scores"]) if is_logits else (None,):
+                        self._limit_spans(logits, call["batch"], call["drafts"])
+                    self.step(**call)
+                    if self.value_model is not None:
+                        self.predict(call["batch"])
         self.values.warm_up(self._padding_row)
 
     def _gather(self, batch: StepBatch, backend: str) -> StepRequests:
-        """What is known of the requests, and of as many that do not exist as their graph has more."""
+        """The state of the requests, padded to the number of requests of their graph."""
         b = batch.tokens.shape[0]
         rows = bucket_of(b, self.max_requests) if self.config.graphs else b
         return gather_requests_unchecked(

@@ -10,13 +10,14 @@ layers read their number on the device.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
-from lenvm_kernels.ops._common import FLOAT_DTYPES, check_e4m3
+from lenvm_kernels.ops._common import FLOAT_DTYPES
 from lenvm_kernels.ops.embed_tokens import embed_tokens
 from lenvm_kernels.ops.ragged_linear import ragged_linear, rows_of_every_tile
 from lenvm_kernels.ops.rope_cache import rope_cache
@@ -25,7 +26,6 @@ from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.ops.value_tree_attention import num_counters as attention_counters
 from lenvm_kernels.ops.value_tree_attention import plan_attention, value_tree_attention
 from lenvm_kernels.types import EmbeddedTokens
-from lenvm_kernels.value_model.cache_scales import key_and_value_bounds, scales_of
 from lenvm_kernels.value_model.checkpoint import (
     Head,
     ValueModelConfig,
@@ -40,7 +40,7 @@ from lenvm_kernels.value_model.checkpoint import (
 from lenvm_kernels.value_model.images import embed_images, embedding_with_images, load_vision_tower
 from lenvm_kernels.value_model.lenvm_config import DISCOUNTED_RETURN, LenVMConfig
 from lenvm_kernels.value_model.ragged_batch import KVCache, RaggedBatch
-from lenvm_kernels.value_model.weights import WEIGHTS, FusedWeights
+from lenvm_kernels.value_model.weights import FusedWeights
 
 # Counters that launches of a forward share, one launch at a time: those of a prompt of 64k tokens, or of 4,096 requests
 # with 8 key/value heads. Operators that need more make their own.
@@ -60,15 +60,10 @@ class ValueModel:
             up). The weight of the norm before a fused projection is multiplied into it, in fp32 and rounded once.
         dtype: float32, bfloat16 or float16; default that of the embedding.
         device: default that of the embedding.
-        weights: ``fp8`` keeps the matrices of the layers in 8 bits, float8_e4m3fn with a scale for each row
-            (:func:`quantize_weight`), which is half the bytes that a small batch reads. On a GPU ``dtype`` then has to
-            be bfloat16 or float16, and NVIDIA's GPUs sm_89 or newer. Embedding and value head keep ``dtype``. ``None``:
-            all do.
         lenvm_config: what the head was trained to predict, and its gamma; default ``LenVMConfig()``. An attribute.
 
     Raises:
-        ValueError: missing or unexpected tensors, a wrong shape, or an unsupported dtype, all by name; ``weights`` that
-            are unknown, or that the GPU does not take.
+        ValueError: missing or unexpected tensors, a wrong shape, or an unsupported dtype, all by name.
 
     Example:
         >>> model = ValueModel.from_pretrained("path/to/value-model", device="cuda")
@@ -92,7 +87,6 @@ class ValueModel:
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        weights: str | None = None,
         lenvm_config: LenVMConfig | None = None,
     ) -> None:
         self._vision_tensors = vision_tensors(tensors)
@@ -104,13 +98,8 @@ class ValueModel:
         if self.dtype not in FLOAT_DTYPES:
             accepted = ", ".join(str(t).removeprefix("torch.") for t in FLOAT_DTYPES)
             raise ValueError(f"dtype must be one of {accepted}, got {str(self.dtype).removeprefix('torch.')}")
-        if weights not in WEIGHTS:
-            raise ValueError(f"weights must be one of {', '.join(map(repr, WEIGHTS))}, got {weights!r}")
-        if weights == "fp8" and self.device.type == "cuda":
-            check_e4m3("weights", self.dtype, "triton")
-        self.weights = weights
 
-        fused = FusedWeights(config, tensors, self.dtype, self.device, weights)
+        fused = FusedWeights(config, tensors, self.dtype, self.device)
         self.embedding = fused.get("embed_tokens.weight")
         self.layers = [fused.layer(f"layers.{i}") for i in range(config.num_layers)]
         self.head = fused.head()
@@ -130,7 +119,6 @@ class ValueModel:
         adapter: str | os.PathLike | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
-        weights: str | None = None,
         gamma: float | None = None,
     ) -> ValueModel:
         """Load a value model from a Hugging Face directory or cache, or from a GGUF file through ``transformers``.
@@ -150,21 +138,18 @@ class ValueModel:
                 own ``lenvm_config.json``.
             dtype: float32, bfloat16 or float16; default that of the checkpoint's embedding.
             device: where to put the weights.
-            weights: ``fp8`` keeps the matrices of the layers in 8 bits, as in :class:`ValueModel`. They are made one by
-                one, so that no second model is in the device's memory meanwhile.
             gamma: in place of that of ``lenvm_config.json`` (:meth:`LenVMConfig.read`), which is read if it is there.
 
         Raises:
             FileNotFoundError: no directory, configuration or safetensors there, or no such name in the cache.
             ValueError: an unsupported architecture or adapter, or missing, unexpected or misshapen tensors, by name;
-                ``weights`` as in :class:`ValueModel`; a ``gamma`` or ``lenvm_config.json`` that :class:`LenVMConfig`
-                refuses.
+                a ``gamma`` or ``lenvm_config.json`` that :class:`LenVMConfig` refuses.
             ImportError: a GGUF file without the packages that read it.
         """
         path, adapter = local_path(path), None if adapter is None else local_path(adapter)
         lenvm_config = LenVMConfig.read(path if adapter is None else adapter, gamma)
         config, tensors = read_checkpoint(path, head, adapter)
-        return cls(config, tensors, dtype=dtype, device=device, weights=weights, lenvm_config=lenvm_config)
+        return cls(config, tensors, dtype=dtype, device=device, lenvm_config=lenvm_config)
 
     @classmethod
     def from_causal_lm(
@@ -173,7 +158,6 @@ class ValueModel:
         head: Head | None = None,
         *,
         adapter: str | os.PathLike | None = None,
-        weights: str | None = None,
         lenvm_config: LenVMConfig | None = None,
     ) -> ValueModel:
         """Put a value head on a loaded ``transformers`` causal language model, keeping its dtype and device.
@@ -183,7 +167,7 @@ class ValueModel:
 
         Args:
             model: a Qwen2, Qwen3, Llama or Qwen2.5-VL model of ``transformers``.
-            head, adapter, weights: as in :meth:`from_pretrained`. The model itself is not changed by the adapter.
+            head, adapter: as in :meth:`from_pretrained`. The model itself is not changed by the adapter.
             lenvm_config: as in :class:`ValueModel`.
 
         Raises:
@@ -192,7 +176,7 @@ class ValueModel:
         adapter = None if adapter is None else local_path(adapter)
         tensors = with_head(with_adapter(model.state_dict(), adapter), head or head_beside(adapter))
         config = ValueModelConfig.from_hf(model.config)
-        return cls(config, tensors, weights=weights, lenvm_config=lenvm_config)
+        return cls(config, tensors, lenvm_config=lenvm_config)
 
     @cached_property
     def vision_tower(self) -> torch.nn.Module | None:
@@ -225,24 +209,13 @@ class ValueModel:
         return embed_images(self.vision_tower, pixel_values, image_grid_thw)
 
     @torch.no_grad()
-    def forward(
-        self,
-        batch: RaggedBatch,
-        cache: KVCache,
-        *,
-        keep: KVCache | None = None,
-        before_head: Callable[[], None] | None = None,
-        backend: str = "auto",
-    ) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch, cache: KVCache, *, backend: str = "auto") -> torch.Tensor:
         """Value logits of all candidates; extends the cache by the delta tokens.
 
         Args:
             batch: the ``T`` rows, on the model's device. Its cached prefixes are read from ``cache`` through its slot
                 table; the keys and values of its delta tokens are written to their slots, those of candidates are not.
             cache: keys and values of earlier forwards of this model.
-            keep: keys and values of all rows of this forward are left here, each ``[num_layers, T, Hkv, D]``, the
-                candidates' included (:func:`commit_winner` takes them).
-            before_head: called between the layers and the head, which is the final norm and what follows it.
             backend: of the operators, see :func:`lenvm_kernels.ops._common.resolve_backend`.
 
         Returns:
@@ -256,22 +229,15 @@ class ValueModel:
         Raises:
             ValueError: tensors of a wrong dtype, shape or device, from the operators.
         """
-        hidden, square_sums = self._run_layers(batch, cache, keep, backend)
-        if before_head is not None:
-            before_head()
+        with record_function("lenvm.layers"):
+            hidden, square_sums = self._run_layers(batch, cache, backend)
         layout = batch.layout
-        z = self._run_head(hidden, square_sums, layout.head_rows, layout.head_targets, backend)
+        with record_function("lenvm.head"):
+            z = self._run_head(hidden, square_sums, layout.head_rows, layout.head_targets, backend)
         z = z.view(layout.candidate_rows.shape)
         if self.lenvm_config.target_form == DISCOUNTED_RETURN:
             return z
         return self.lenvm_config.value_logits(z).masked_fill(layout.candidate_rows < 0, 0.0)
-
-    def cache_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales of keys and of values for a cache in e4m3, fp32 ``[num_layers, Hkv]`` each: from the weights alone
-        (:mod:`lenvm_kernels.value_model.cache_scales`)."""
-        bounds = [key_and_value_bounds(self.config, x.qkv, x.qkv_scales, x.qkv_bias, x.qk_norm) for x in self.layers]
-        keys, values = scales_of(torch.stack(bounds, dim=1))
-        return keys, values
 
     def sizes_of_every_tile(self, most: int) -> list[int]:
         """Numbers of token rows, up to ``most`` and all in use, whose forwards compile what those of any other need."""
@@ -283,10 +249,8 @@ class ValueModel:
         """So many counters, or None if there are not as many."""
         return self._counters if count <= _COUNTERS else None
 
-    def _run_layers(
-        self, batch: RaggedBatch, cache: KVCache, keep: KVCache | None, backend: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All layers, [T, H], and the sums of their squares; keys and values go to ``cache`` and ``keep``."""
+    def _run_layers(self, batch: RaggedBatch, cache: KVCache, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """All layers, [T, H], and the sums of their squares; keys and values go to ``cache``."""
         config, layout = self.config, batch.layout
         num_rows = layout.q_offsets[-1:]
         live: dict[str, Any] = dict(num_rows=num_rows, expected_rows=batch.expected_rows, backend=backend)
@@ -307,10 +271,9 @@ class ValueModel:
         for i, layer in enumerate(self.layers):
             # Nested, so that what one operator leaves to the next is freed as soon as that has read it.
             hidden = ragged_linear(
-                self._attend(hidden, square_sums, i, batch, num_rows, plan, cos, sin, cache, keep, backend),
+                self._attend(hidden, square_sums, i, batch, num_rows, plan, cos, sin, cache, backend),
                 layer.o,
                 layer.o_bias,
-                weight_scales=layer.o_scales,
                 residual=hidden,
                 **adds,
                 **live,
@@ -320,14 +283,12 @@ class ValueModel:
                     hidden,
                     layer.gate_up,
                     layer.gate_up_bias,
-                    weight_scales=layer.gate_up_scales,
                     swiglu=True,
                     **norm,
                     **live,
                 ),
                 layer.down,
                 layer.down_bias,
-                weight_scales=layer.down_scales,
                 residual=hidden,
                 **adds,
                 **live,
@@ -370,20 +331,18 @@ class ValueModel:
         cos: torch.Tensor,
         sin: torch.Tensor,
         cache: KVCache,
-        keep: KVCache | None,
         backend: str,
     ) -> torch.Tensor:
-        """Layer ``i`` up to its attention, [T, Hq * D]; keys and values go to ``cache`` and ``keep``."""
+        """Layer ``i`` up to its attention, [T, Hq * D]; keys and values go to ``cache``."""
         config, layer, layout = self.config, self.layers[i], batch.layout
         norm: dict[str, Any] = dict(norm_eps=config.rms_norm_eps)
         live: dict[str, Any] = dict(num_rows=num_rows, backend=backend)
-        k_cache, v_cache, scales = cache.keys[i], cache.values[i], cache.scales_of(i)
+        k_cache, v_cache = cache.keys[i], cache.values[i]
         q, k, v = rope_cache(
             ragged_linear(
                 hidden,
                 layer.qkv,
                 layer.qkv_bias,
-                weight_scales=layer.qkv_scales,
                 square_sums=square_sums,
                 expected_rows=batch.expected_rows,
                 **norm,
@@ -396,9 +355,6 @@ class ValueModel:
             v_cache,
             num_heads=config.num_heads,
             qk_norm_weight=layer.qk_norm,
-            k_out=None if keep is None else keep.keys[i],
-            v_out=None if keep is None else keep.values[i],
-            **scales,
             **norm,
             **live,
         )
@@ -417,7 +373,6 @@ class ValueModel:
             page_size=batch.page_size,
             plan=plan,
             counters=self._zeros(attention_counters(batch.table_rows.shape[0], config.num_kv_heads)),
-            **scales,
             backend=backend,
         )
         return attended.flatten(1)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from lenvm_kernels.ops._common import E4M3, INT_DTYPES, check_gpu_takes_e4m3, check_tensor
+from lenvm_kernels.ops._common import INT_DTYPES, check_tensor
 from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.types import RaggedLayout
 from lenvm_kernels.value_model.checkpoint import ValueModelConfig
@@ -21,8 +21,6 @@ class _Model(Protocol):
     config: ValueModelConfig
     dtype: torch.dtype
     device: torch.device
-
-    def cache_scales(self) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -125,51 +123,21 @@ class KVCache:
     :class:`lenvm_kernels.paged_slots.PagedSlots`.
     """
 
-    keys: torch.Tensor  # [num_layers, S, Hkv, D] in the model's dtype, or float8_e4m3fn
+    keys: torch.Tensor  # [num_layers, S, Hkv, D] in the model's dtype
     values: torch.Tensor  # as keys
-    key_scales: torch.Tensor | None = None  # fp32 [num_layers, Hkv] of e4m3, powers of two: a key is code * scale
-    value_scales: torch.Tensor | None = None  # likewise
 
     @classmethod
-    def of_slots(cls, model: _Model, num_slots: int, cache: str | None = None) -> KVCache:
-        """A cache of ``num_slots`` slots; it takes :meth:`num_bytes`.
-
-        Args:
-            model: whose keys and values it is to hold.
-            num_slots: slots there are.
-            cache: what it keeps: None for the model's dtype, ``"fp8"`` for e4m3, in half the bytes of bf16 or less,
-                with the model's :meth:`ValueModel.cache_scales`.
-
-        Raises:
-            ValueError: ``cache`` is something else, or the GPU is older than sm_89.
-        """
+    def of_slots(cls, model: _Model, num_slots: int) -> KVCache:
+        """A cache of ``num_slots`` slots for the keys and values of ``model``; it takes :meth:`num_bytes`."""
         shape = _slot_shape(model, num_slots)
-        dtype = _cache_dtype(model, cache)
-        keys, values = (torch.zeros(shape, dtype=dtype, device=model.device) for _ in range(2))
-        return cls(keys, values) if cache is None else cls(keys, values, *model.cache_scales())
+        return cls(*(torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2)))
 
     @staticmethod
-    def num_bytes(model: _Model, num_slots: int, cache: str | None = None) -> int:
-        """Bytes of a cache of ``num_slots`` slots: ``2 N S Hkv D e``, and ``8 N Hkv`` of scales with e4m3 (e is 1)."""
-        config = model.config
-        scales = 0 if cache is None else 8 * config.num_layers * config.num_kv_heads
-        return 2 * math.prod(_slot_shape(model, num_slots)) * _cache_dtype(model, cache).itemsize + scales
-
-    def scales_of(self, layer: int) -> dict[str, Any]:
-        """The arguments of operators that say what a layer's numbers are to be multiplied by."""
-        if self.key_scales is None or self.value_scales is None:
-            return {}
-        return {"key_scales": self.key_scales[layer], "value_scales": self.value_scales[layer]}
+    def num_bytes(model: _Model, num_slots: int) -> int:
+        """Bytes of a cache of ``num_slots`` slots: ``2 N S Hkv D e``."""
+        return 2 * math.prod(_slot_shape(model, num_slots)) * model.dtype.itemsize
 
 
 def _slot_shape(model: _Model, num_slots: int) -> tuple[int, int, int, int]:
     config = model.config
     return config.num_layers, num_slots, config.num_kv_heads, config.head_dim
-
-
-def _cache_dtype(model: _Model, cache: str | None) -> torch.dtype:
-    if cache not in (None, "fp8"):
-        raise ValueError(f"cache must be None or 'fp8', got {cache!r}")
-    if cache is not None and model.device.type == "cuda":
-        check_gpu_takes_e4m3("cache")
-    return model.dtype if cache is None else E4M3

@@ -15,12 +15,12 @@ class PaddedGraphs(Graphs):
     def _capture(self, requests, nodes):
         scored = self._score.__self__._tensors.rows(requests, nodes).scored
         result = torch.empty(scored.token_ids.shape, device=scored.token_ids.device)
-        return [SimpleNamespace(replay=lambda: result.copy_(self._score(requests, nodes)))], result
+        return SimpleNamespace(replay=lambda: result.copy_(self._score(requests, nodes))), result
 
 
 def pad(step: GuidedStep) -> None:
     """Put these in place of the graphs of a step that was made without."""
-    step.values._graphs = PaddedGraphs(step.values._score, step.device, split=False)
+    step.values._graphs = PaddedGraphs(step.values._score, step.device)
     step.config = replace(step.config, graphs=True)
 
 

@@ -132,14 +132,13 @@ def serve(vocab):
     config = make_config("Qwen2.5-0.5B", vocab_size=512, num_layers=2)
     tensors = {k: torch.zeros(s, dtype=torch.bfloat16) for k, s in config.tensor_shapes().items()}
     report = {}
-    for name, kind, weights, options in (
-        ("with graphs", PaddedStep, None, {}),
-        ("without graphs", GuidedStep, None, {}),
-        ("in fp8", PaddedStep, "fp8", {"cache": "fp8"}),
-        ("with drafts", PaddedStep, None, {"max_drafts": 3}),
-        ("with a trunk", GuidedStep, None, {}),
+    for name, kind, options in (
+        ("with graphs", PaddedStep, {}),
+        ("without graphs", GuidedStep, {}),
+        ("with drafts", PaddedStep, {"max_drafts": 3}),
+        ("with a trunk", GuidedStep, {}),
     ):
-        model = random_trunk(512) if name == "with a trunk" else ValueModel(config, tensors, weights=weights)
+        model = random_trunk(512) if name == "with a trunk" else ValueModel(config, tensors)
         keys.clear()
         slots = EngineSlots(torch.zeros(MAX_ROWS, 1024, dtype=torch.int32), 1000)
         options |= dict(vocab_size=vocab, chunk_tokens=CHUNK_TOKENS, backend="triton")

@@ -20,13 +20,13 @@ def random_tokens(count, seed):
 class Requests:
     """Requests with scattered pages of a cache, extended by deltas: the host's view of what a batch must mean."""
 
-    def __init__(self, value_model, rows, max_len=64, page_size=1, fill=0.0, cache=None, backend="auto"):
+    def __init__(self, value_model, rows, max_len=64, page_size=1, fill=0.0, backend="auto"):
         self.value_model, self.page_size, self.backend = value_model, page_size, backend
         generator = torch.Generator().manual_seed(5)
         pages = -(-max_len // page_size)
         table = torch.randperm((rows + 2) * pages, generator=generator).view(rows + 2, pages).int()
         self.table = table.to(value_model.device)
-        self.cache = KVCache.of_slots(value_model, table.numel() * page_size, cache)
+        self.cache = KVCache.of_slots(value_model, table.numel() * page_size)
         self.cache.keys.fill_(fill)
         self.cache.values.fill_(fill)
         self.table_rows = torch.randperm(rows + 2, generator=generator)[:rows].to(value_model.device)
@@ -68,7 +68,7 @@ class Requests:
         """The candidates' values among those of all rows, and all rows'."""
         batch = self.batch(deltas, candidates, **layout)
         model, row = self.value_model, torch.arange(len(batch.layout.token_ids), device=self.value_model.device)
-        hidden, square_sums = model._run_layers(batch, self.cache, None, self.backend)
+        hidden, square_sums = model._run_layers(batch, self.cache, self.backend)
         live_rows = torch.where(row < batch.layout.q_offsets[-1:], row, -1)
         rows = model._run_head(hidden, square_sums, live_rows, None, self.backend)
         self.append(deltas)

@@ -15,10 +15,9 @@ LONGEST = 70  # tokens of a sequence
 
 OPTIONS: dict[str, list[Any]] = {
     "held": [1, 2, 3, 5, 16, 64],
-    "width": [1, 1, 2, 5],
+    "max_new": [1, 1, 2, 5],
     "page_size": [1, 4, 16],
     "padding": [0, 1, 40],  # requests that do not exist
-    "committed": [False, True],
     "out": [False, True],
     "slices": [False, True],
     "constants": ["shipped", "small"],
@@ -33,20 +32,17 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     table_rows = draws.places("table_rows", rows, SPARE_ROWS)
     lengths = draws.integers("lengths", rows, low=1, high=LONGEST)
     missing = draws.choose(
-        "missing", rows, values=[-9, -1, 0, 1, 1, 2, held - options["width"], held - 1, held, held + 1]
+        "missing", rows, values=[-9, -1, 0, 1, 1, 2, held - options["max_new"], held - 1, held, held + 1]
     )
     cached_lens = (lengths - missing).clamp(min=0)
-    # Often all that is missing is new.
-    new_lens = torch.where(draws.chance("all new", rows, of=0.7), missing.clamp(min=0), 1)
 
-    requests = empty_requests(total, device, width=options["width"])
+    requests = empty_requests(total, device)
     for x in requests:
         x.zero_()
     requests.positions[count:] = -1
     requests.table_rows[count:] = count + SPARE_ROWS  # the last row, beyond the slot table
     of_requests = {
         "positions": lengths - 1,
-        "new_lens": new_lens,
         "table_rows": table_rows,
         "guided": draws.chance("guided", rows, of=0.6),
         "wants_length": draws.chance("wants_length", rows, of=0.3),
@@ -62,14 +58,10 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     slot_table[table_rows] = draws.choose("pages", rows, pages, values=[0, 1, 17, 2**26, 2**31 - 1]).int()
     counts = torch.zeros(total, dtype=torch.int32, device=device)
     counts[:count] = draws.choose("counts", rows, values=[0, 0, 1, 5]).int()
-    committed = torch.zeros(total, dtype=torch.int32, device=device)
-    committed[:count] = torch.minimum(draws.choose("committed", rows, values=[0, 1, 2, held]), new_lens).int()
     arguments: dict[str, Any] = dict(history=history, requests=requests, counts=counts, slot_table=slot_table)
-    if options["committed"]:
-        arguments["committed"] = committed
     if options["slices"]:
-        arguments |= {name: slice_of_longer(arguments[name]) for name in ("counts", "committed") if name in arguments}
-    arguments["page_size"] = page_size
+        arguments["counts"] = slice_of_longer(counts)
+    arguments |= dict(page_size=page_size, max_new=options["max_new"])
     if options["out"]:
         arguments["out"] = to_fill(empty_delta(total, held, device), in_slices=options["slices"])
     return Inputs(arguments, count)
@@ -105,9 +97,9 @@ OPERATOR = exact_operator(
     row_work=lambda options: 20,
     classes=classes,
     constants=CONSTANTS,
-    free={"requests.tokens": "columns apart", "slot_table": "rows columns apart"},
+    free={"slot_table": "rows columns apart"},
     reads={
         "history": ("tokens", "told_lens", "cached_lens"),
-        "requests": ("tokens", "new_lens", "positions", "table_rows", "guided", "wants_length", "cached_lens"),
+        "requests": ("positions", "table_rows", "guided", "wants_length", "cached_lens"),
     },
 )

@@ -21,7 +21,6 @@ OPTIONS: dict[str, list[Any]] = {
     "table": ["whole", "columns apart"],
     "tokens": ["one", "1", "3", "9"],  # columns of the new ones
     "held": [1, 4, 16],
-    "width": [1, 2, 5],  # new tokens that the result has room for
     "step": ["no history", "1", "9", "8589934594"],  # the last is 2 to whoever keeps 32 bits
     "slices": [False, True],
     "constants": ["shipped", "small"],
@@ -75,14 +74,9 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     arguments["padding_row"] = int(draws.integers("padding_row", 1, low=0, high=count + SPARE_ROWS - 1))
     if options["step"] != "no history":
         step = int(options["step"])
-        last_steps = draws.choose("last_step", rows, values=[step - 1, step - 1, step - 2, step, -1, step + 2**32 - 1])
         history = empty_history(count + SPARE_ROWS, options["held"], device)
-        history.places.fill_(5)
-        history.steps.fill_(step - 1)
         history.step.fill_(step)
         history.uncounted.copy_(draws.integers("uncounted", 1, low=0, high=min(step, 5)))
-        history.places[table_rows] = draws.integers("last_place", rows, low=0, high=10_000)
-        history.steps[table_rows] = last_steps
         history.tokens[table_rows] = draws.integers("held", rows, options["held"], low=0, high=99).int()
         untold = draws.choose("untold", rows, values=[-1, 0, 1, 1, 2, 3, 9, 10])
         uncached = draws.choose("uncached", rows, values=[-1, 0, 1, 1, 2, 4, 5, 16, 17])
@@ -90,15 +84,15 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         history.cached_lens[table_rows] = (lengths - uncached).clamp(min=0).int()
         arguments["history"] = history
     if options["padding"] != "no out":
-        out = empty_requests(count + int(options["padding"]), device, options["width"])
+        out = empty_requests(count + int(options["padding"]), device)
         arguments["out"] = to_fill(out, in_slices=options["slices"])
     return Inputs(arguments, count)
 
 
 def returns(given: Inputs) -> dict[str, Form]:
     out = given.arguments.get("out")
-    rows, width = (given.rows, 1) if out is None else out.tokens.shape
-    return forms(empty_requests(rows, torch.device("cpu"), width))
+    rows = given.rows if out is None else len(out.positions)
+    return forms(empty_requests(rows, torch.device("cpu")))
 
 
 def owners(given: Inputs) -> dict[str, Tensor]:
@@ -119,7 +113,7 @@ def classes(given: Inputs) -> dict[str, Tensor]:
     if history is None:
         return found
     lost = OPERATOR.expected(given).tensors["faults"][rows] > table.faults[rows]
-    return found | {"was there": history.steps[rows] == history.step - 1, "lacks a token": lost}
+    return found | {"lacks a token": lost}
 
 
 OPERATOR = exact_operator(
@@ -129,8 +123,8 @@ OPERATOR = exact_operator(
     returns=returns,
     writes=("table.faults", "history", "out"),
     owners=owners,
-    moved=("table_rows", "history.places"),
-    unwritten=lambda given: () if "history" in given.arguments else ("places", "cached_lens"),
+    moved=("table_rows",),
+    unwritten=lambda given: () if "history" in given.arguments else ("cached_lens",),
     row_size=lambda options: 30,
     row_work=lambda options: 20,
     classes=classes,
@@ -138,7 +132,6 @@ OPERATOR = exact_operator(
     free={
         "tokens": "columns apart",
         "history.tokens": "columns",
-        "out.tokens": "columns",
     }
     | {f"table.{name}": "strided" for name in ops._Table._fields},
     reads={"table": ops._Table._fields},

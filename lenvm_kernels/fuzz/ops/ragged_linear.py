@@ -1,5 +1,4 @@
-"""``ragged_linear``: bias, norm, SwiGLU, residual, sums of squares and weights in 8 bits in every combination, and rows
-that are not there."""
+"""``ragged_linear``: bias, norm, SwiGLU, residual and sums of squares in every combination, absent rows."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor
 from lenvm_kernels.fuzz.calls import Form, Inputs, Result, named_operator
 from lenvm_kernels.fuzz.case import Case, Difference, Output, beyond, dtype_of, padded_rows, poisoned, results_to_fill
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
-from lenvm_kernels.ops.ragged_linear import quantize_weight, ragged_linear, square_sums_shape
+from lenvm_kernels.ops.ragged_linear import ragged_linear, square_sums_shape
 from lenvm_kernels.reference._common import sums_of_squares
 
 EPS = 1e-6
@@ -19,7 +18,6 @@ OPTIONS: dict[str, list[Any]] = {
     "outputs": [1, 48, 80, 97, 200],
     "size": [1, 48, 97, 160, 400],
     "dtype": ["float32", "bfloat16", "float16"],
-    "e4m3": [False, True],  # of the weight, with an x of 16 bits
     "bias": [False, True],
     "norm": [False, True],
     "swiglu": [False, True],
@@ -49,13 +47,6 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     x = normal("x", rows, size + padding, sizes)[:, :size]
     weight = normal("weight", columns, size + weight_padding, size**-0.5)[:, :size]
     arguments: dict[str, Any] = {"x": x, "weight": weight, "swiglu": options["swiglu"]}
-    if options["e4m3"] and dtype.itemsize == 2:
-        codes, scales = quantize_weight(weight)
-        # What follows a row are NaN; the scales of rows are not alike.
-        padded = torch.full((columns, size + weight_padding), 0x7F, dtype=torch.uint8, device=device).view(codes.dtype)
-        padded[:, :size] = codes
-        spread = draws.uniform("weight_scales", columns, low=0.5, high=2.0).float()
-        arguments |= {"weight": padded[:, :size], "weight_scales": scales * spread}
     if options["bias"]:
         arguments["bias"] = normal("bias", 1, columns, 0.5)[0]
     if options["norm"]:
@@ -108,8 +99,7 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
 def exact(x: Tensor, weight: Tensor, **inputs) -> Tensor:
     """The reference in fp64 on the same inputs."""
     inputs = {k: v.double() if k in ("bias", "residual") else v for k, v in inputs.items() if k != "square_sums_out"}
-    weight = weight if "weight_scales" in inputs else weight.double()
-    return ragged_linear(x.double(), weight, **inputs, backend="reference")
+    return ragged_linear(x.double(), weight.double(), **inputs, backend="reference")
 
 
 def classes(given: Inputs) -> dict[str, Tensor]:
@@ -138,6 +128,5 @@ OPERATOR = named_operator(
     free={
         **dict.fromkeys(("x", "weight", "residual"), "apart"),
         **dict.fromkeys(("square_sums", "square_sums_out"), "float64 apart"),
-        "weight_scales": "float64",
     },
 )

@@ -10,27 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import Form, Inputs, Result, named_operator, unchanged_around
-from lenvm_kernels.fuzz.case import Case, Difference, as_codes, beyond, differs, dtype_of, powers_of_2
+from lenvm_kernels.fuzz.calls import Form, Inputs, Result, named_operator
+from lenvm_kernels.fuzz.case import Case, Difference, beyond, differs, dtype_of
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
-from lenvm_kernels.ops._common import E4M3
 from lenvm_kernels.ops.rope_cache import rope_cache
-from lenvm_kernels.reference._common import to_codes
 
 EPS = 1e-6
-UNTOUCHED = -7.0  # what caches and buffers hold before a call
-WRITTEN = ("k_cache", "v_cache", "k_out", "v_out")
+UNTOUCHED = -7.0  # what caches hold before a call
+WRITTEN = ("k_cache", "v_cache")
 LAYOUTS = ["plain", "layer of many", "keys beside values", "heads first"]  # of caches in servers
 
 OPTIONS: dict[str, list[Any]] = {
     "heads": [[1, 1], [3, 1], [12, 2], [9, 3], [5, 5]],
     "head_dim": [2, 6, 64, 80, 96, 128],
     "dtype": ["float32", "bfloat16", "float16"],
-    "e4m3": [False, True],
     "norm": [False, True],
     "slots": ["int64", "int32"],
     "rows_not_there": ["none", "0", "2"],
-    "buffers": [False, True],
     "row_padding": [0, 16, 3],
     "keys": LAYOUTS,
     "values": LAYOUTS,
@@ -59,7 +55,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     # About a third of the tokens are not kept.
     outside = draws.choose("outside", rows, values=[-1, -9, num_slots, 2**31 - 1])
     slots = torch.where(draws.chance("not kept", rows, of=0.3), outside, draws.places("slots", rows, 3))
-    of_cache = (kv_heads, head_dim, E4M3 if options["e4m3"] else dtype, device, num_slots)
+    of_cache = (kv_heads, head_dim, dtype, device, num_slots)
     arguments: dict[str, Any] = {
         "qkv": (3 * sizes * draws.normal("qkv", rows, columns + padding)).to(dtype)[:, :columns],
         "cos": angle.cos()[:, : head_dim // 2],
@@ -69,9 +65,6 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         "v_cache": make_cache(options["values"], *of_cache),
         "num_heads": heads,
     }
-    if options["e4m3"]:  # which cut numbers off, keep all, or leave subnormal ones
-        for name in ("key_scales", "value_scales"):
-            arguments[name] = powers_of_2(draws, name, kv_heads, exponents=[-8, -5, 0, 7])
     if options["norm"]:
         weight = 1 + 0.3 * draws.normal("qk_norm_weight", heads + kv_heads, head_dim + padding)
         arguments |= {"qk_norm_weight": weight.to(dtype)[:, :head_dim], "norm_eps": EPS}
@@ -83,11 +76,6 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         arguments["num_rows"] = torch.tensor([there], dtype=torch.int32, device=device)
         for name in ("qkv", "cos", "sin"):
             arguments[name][there:] = float("nan")
-    if options["buffers"]:
-        for name, more in (("k_out", 1), ("v_out", 2)):
-            width = head_dim + more * padding
-            wider = torch.full((len(rows), kv_heads + more, width), UNTOUCHED, dtype=dtype, device=device)
-            arguments[name] = wider[:, more:, :head_dim]
     return Inputs(arguments, there)
 
 
@@ -107,32 +95,22 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
         rotated("k", new["k"], k, dtype),
         differs("v", new["v"], v.to(dtype)),
     ]
-    for name, scales_of in (("k_cache", "key_scales"), ("v_cache", "value_scales")):
+    for name in WRITTEN:
         cache, slots = result.tensors[name], given.arguments["slots"][:rows].long()
         expected = torch.full_like(cache, UNTOUCHED)
         kept = (slots >= 0) & (slots < len(cache))
-        scales, written = given.arguments.get(scales_of), new[name[0]][kept]
-        expected[slots[kept]] = written if scales is None else to_codes(written, scales)
-        if scales is not None:
-            cache, expected = as_codes(cache), as_codes(expected)
+        expected[slots[kept]] = new[name[0]][kept]
         owners = torch.full((len(cache),), -1, device=cache.device)
         owners[slots[kept]] = kept.nonzero()[:, 0]
         found.append(differs(name, cache, expected, owners))
-    for name in result.around.keys() & {"k_out", "v_out"}:
-        view, memory = given.arguments[name], result.around[name]
-        expected = torch.full_like(memory, UNTOUCHED)
-        torch.as_strided(expected, view.shape, view.stride(), view.storage_offset())[:rows] = new[name[0]]
-        found.append(unchanged_around(name, memory, expected))
     return found
 
 
 def expected_of(inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v of the reference: in fp64 from fp32 inputs, else in their dtype."""
     wide = torch.float64 if inputs["qkv"].dtype == torch.float32 else inputs["qkv"].dtype
-    inputs = {name: x for name, x in inputs.items() if name not in ("k_out", "v_out")}
-    for name in ("qkv", "k_cache", "v_cache", "qk_norm_weight"):
-        if inputs.get(name) is not None and inputs[name].dtype != E4M3:
-            inputs[name] = inputs[name].to(wide, copy=True)
+    own = ("qkv", "k_cache", "v_cache", "qk_norm_weight")
+    inputs = {name: x.to(wide, copy=True) if name in own else x for name, x in inputs.items()}
     return rope_cache(**inputs, backend="reference")
 
 
@@ -164,7 +142,7 @@ OPERATOR = named_operator(
     row_work=lambda options: 150,
     classes=classes,
     free={
-        **dict.fromkeys(("qkv", "cos", "sin", "k_cache", "v_cache", "qk_norm_weight", "k_out", "v_out"), "apart"),
+        **dict.fromkeys(("qkv", "cos", "sin", "k_cache", "v_cache", "qk_norm_weight"), "apart"),
         "slots": "int64",
     },
 )

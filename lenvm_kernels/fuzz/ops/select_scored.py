@@ -69,7 +69,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
 
 
 def returns(given: Inputs) -> dict[str, Form]:
-    rows, columns = len(given.arguments["requests"].tokens), given.arguments["candidates"].token_ids.shape[1]
+    rows, columns = len(given.arguments["requests"].positions), given.arguments["candidates"].token_ids.shape[1]
     return forms(empty_scored(rows, columns, torch.device("cpu")))
 
 

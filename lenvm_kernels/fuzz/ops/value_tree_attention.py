@@ -20,14 +20,12 @@ from lenvm_kernels.fuzz.case import (
     differs,
     dtype_of,
     expect,
-    powers_of_2,
     whole_memory,
 )
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops.ragged_layout import owners_of_tokens
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.value_tree_attention import SPLIT_LEN, SPLIT_SLACK, value_tree_attention
-from lenvm_kernels.reference._common import to_codes
 
 UNUSED_PAGE = 2**31 - 1  # reading the cache through it is an out-of-bounds access
 UNTOUCHED = 7.0
@@ -45,7 +43,6 @@ OPTIONS: dict[str, list[Any]] = {
     "kv_heads": [1, 2],
     "head_dim": [16, 48, 64, 96, 128],
     "dtype": ["float32", "bfloat16", "float16"],
-    "e4m3": [False, True],
     "layout": ["as projected", "heads first", "values apart", "each its own"],
     "page_size": [1, 16, 64],
     "sm_scale": [None, 0.2, -0.1],
@@ -73,8 +70,6 @@ class Inputs:
     candidate_lens: Tensor
     page_size: int = 1
     parents: Tensor | None = None
-    key_scales: Tensor | None = None
-    value_scales: Tensor | None = None
 
     def run(self, backend: str = "triton", **keywords) -> Tensor:
         return value_tree_attention(**vars(self), **keywords, backend=backend)
@@ -82,7 +77,6 @@ class Inputs:
     def expected(self, **keywords) -> Tensor:
         """The reference in fp64 on the same values."""
         doubles = {name: x.double() for name, x in vars(self).items() if getattr(x, "dtype", None) == self.q.dtype}
-        doubles |= dict(key_scales=self.key_scales, value_scales=self.value_scales)
         return replace(self, **doubles).run("reference", **keywords)
 
     def with_trees(self, trees: list[list[int]]) -> Inputs:
@@ -121,7 +115,6 @@ def make_inputs(
     kv_heads: int = 1,
     head_dim: int = 64,
     dtype: torch.dtype = torch.float32,
-    e4m3: bool = False,
     page_size: int = 1,
     padding: int = 0,
     seed: int = 0,
@@ -132,7 +125,6 @@ def make_inputs(
     cache, pages scattered, requests on shuffled rows of a wider table.
 
     Args:
-        e4m3: keep the cache in e4m3.
         rows: ids of the requests; None: 0, 1, 2 and so on.
         longest: cached tokens that the table has room for; None: as many as the longest request has.
     """
@@ -165,10 +157,6 @@ def make_inputs(
     position = token_keys - requests[token_request] * TOKENS_OF_REQUEST
     slots = places[first_page[token_request] + position // page_size] * page_size + position % page_size
     kv_cache[slots] = draws.normal("kv_cache", token_keys, *kv_cache.shape[1:]).to(dtype)
-    scales = torch.empty(0)
-    if e4m3:
-        scales = powers_of_2(draws, "scales", 2, kv_heads, exponents=[-7, -5, -2])
-        kv_cache = to_codes(kv_cache, scales)
 
     q, k_new, v_new = qkv.split([q_heads, kv_heads, kv_heads], dim=1)
     return Inputs(
@@ -183,8 +171,6 @@ def make_inputs(
         torch.nn.functional.pad(new_lens.cumsum(0), (1, 0)).int(),
         draws.rows(candidates).int(),
         page_size,
-        key_scales=scales[0] if e4m3 else None,
-        value_scales=scales[1] if e4m3 else None,
     )
 
 
@@ -240,7 +226,6 @@ def inputs(case: Case, device: torch.device) -> Call:
         kv_heads=options["kv_heads"],
         head_dim=options["head_dim"],
         dtype=dtype_of(options),
-        e4m3=options["e4m3"],
         page_size=options["page_size"],
         padding=options["padding"],
         seed=case.seed,
@@ -270,10 +255,7 @@ def inputs(case: Case, device: torch.device) -> Call:
 
 def _among_nan(x: Tensor, more: int) -> Tensor:
     """The same numbers ``[tokens, heads, D]``, in rows and heads that are ``more`` apart."""
-    code = 0x7F if x.element_size() == 1 else float("nan")
-    x = x.contiguous()
-    wider = x.view(torch.uint8) if x.element_size() == 1 else x
-    wider = torch.nn.functional.pad(wider, (0, more, 0, more // 2), value=code).view(x.dtype)
+    wider = torch.nn.functional.pad(x.contiguous(), (0, more, 0, more // 2), value=float("nan"))
     return wider[:, : x.shape[1], : x.shape[2]]
 
 

@@ -35,7 +35,7 @@ class StepRows(NamedTuple):
     def score_chains(self, tokens: torch.Tensor, counts: torch.Tensor) -> None:
         """Have the first ``counts [B]`` of the tokens ``[B, C]`` scored, each after those before it.
 
-        What is known of the requests ends before them. Nothing is kept of the tokens but as candidates.
+        The sequences end before the tokens, whose keys and values are not cached.
         """
         b, columns = tokens.shape
         computed = self.scored if self.trees is None else self.trees
@@ -81,7 +81,7 @@ class StepTensors:
         self, max_requests: int, max_drafts: int, max_candidates: int, device: torch.device, *, trees: bool
     ) -> None:
         nodes = 1 + max_drafts
-        self.requests = empty_requests(max_requests, device, width=nodes)
+        self.requests = empty_requests(max_requests, device)
         self._nodes = empty_nodes(self.requests, max_drafts) if max_drafts else self.requests
         self.scored = empty_scored(max_requests * nodes, max_candidates, device)
         self.trees: CandidateTrees | None = None
