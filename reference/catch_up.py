@@ -3,17 +3,12 @@
 import torch
 from torch import Tensor
 
-from lenvm_kernels.types import DeltaTokens
+from lenvm_kernels.types import DeltaTokens, StepHistory, StepRequests
 
 
 def catch_up(
-    held: Tensor,  # int32 [R, M]
-    history_cached_lens: Tensor,  # int32 [R]
-    positions: Tensor,  # int32 [N]
-    table_rows: Tensor,  # int64 [N]
-    guided: Tensor,  # bool [N]
-    wants_length: Tensor,  # bool [N]
-    cached_lens: Tensor,  # int32 [N]
+    history: StepHistory,  # R table rows
+    requests: StepRequests,  # [N]
     counts: Tensor,  # int32 [N]
     slot_table: Tensor,  # int32 [R, pages]
     page_size: int,
@@ -21,10 +16,11 @@ def catch_up(
     *,
     out: DeltaTokens,  # [N, M]
 ) -> DeltaTokens:  # [N, M]
-    """See :func:`lenvm_kernels.ops.catch_up.catch_up`; history and requests by what is read of them."""
-    most, lengths = held.shape[1], positions + 1
+    """See :func:`lenvm_kernels.ops.catch_up.catch_up`."""
+    held, cached_lens, table_rows = history.tokens, requests.cached_lens, requests.table_rows
+    most, lengths = held.shape[1], requests.positions + 1
     missing = (lengths - cached_lens).clamp(min=0)
-    computes = (guided | wants_length) & ((counts > 0) | (missing > most - max_new))
+    computes = (requests.guided | requests.wants_length) & ((counts > 0) | (missing > most - max_new))
     lens = torch.where(computes, missing.clamp(max=most), 0)
 
     column = torch.arange(most, device=held.device)
@@ -37,6 +33,6 @@ def catch_up(
     out.slots[request, at] = slot_table[row, position // page_size].long() * page_size + position % page_size
     out.lens.copy_(lens)
     out.cached_lens.copy_(torch.minimum(cached_lens, lengths))
-    exists = positions >= 0
-    history_cached_lens[table_rows[exists]] = (cached_lens + lens)[exists]
+    exists = requests.positions >= 0
+    history.cached_lens[table_rows[exists]] = (cached_lens + lens)[exists]
     return out

@@ -5,19 +5,11 @@ import math
 import torch
 from torch import Tensor
 
-from lenvm_kernels.types import Mode, StepHistory, StepRequests
+from lenvm_kernels.types import GuidanceColumns, Mode, StepHistory, StepRequests
 
 
 def gather_requests(
-    mode: Tensor,  # int32 [R]
-    return_values: Tensor,  # bool [R]
-    entropy_threshold: Tensor,  # fp32 [R]
-    prompt_len: Tensor,  # int32 [R]
-    seed: Tensor,  # int64 [R]
-    value_stride: Tensor,  # int32 [R]
-    span_ended: Tensor,  # bool [R]
-    span_start_bits: Tensor,  # int32 [R]
-    faults: Tensor,  # int32 [R]
+    table: GuidanceColumns,  # R requests; only the columns that are read need exist
     tokens: Tensor,  # int64 [B] or [B, N]
     table_rows: Tensor,  # int64 [B]
     lengths: Tensor,  # int32 [B]
@@ -28,7 +20,7 @@ def gather_requests(
     padding_row: int = 0,
     out: StepRequests,  # [N]
 ) -> StepRequests:  # [N]
-    """See :func:`lenvm_kernels.ops.gather_requests.gather_requests`; the table by the columns that are read."""
+    """See :func:`lenvm_kernels.ops.gather_requests.gather_requests`."""
     count, device = tokens.shape[0], tokens.device
     tokens = tokens if tokens.dim() == 2 else tokens[:, None]
     new_lens = torch.ones_like(lengths) if new_lens is None else new_lens.clamp(0, tokens.shape[1])
@@ -38,18 +30,20 @@ def gather_requests(
         target[:count] = values
         target[count:] = padding
 
-    has_mode, ended = mode[table_rows] != Mode.UNGUIDED, span_ended[table_rows]
+    has_mode, ended = table.mode[table_rows] != Mode.UNGUIDED, table.span_ended[table_rows]
     guided = active & has_mode & ~ended
     # A span that may begin anew has to find what came before it.
-    wants_length = active & (return_values[table_rows] | (has_mode & ended & (span_start_bits[table_rows] != 0)))
+    wants_length = active & (
+        table.return_values[table_rows] | (has_mode & ended & (table.span_start_bits[table_rows] != 0))
+    )
     due = torch.ones_like(active)
     if history is not None:
         told_lens, cached_lens, held = history.told_lens[table_rows], history.cached_lens[table_rows], history.tokens
         is_gap = told_lens < lengths - new_lens
         lost = (guided | wants_length) & (is_gap | (lengths - cached_lens > held.shape[1]))
-        faults[table_rows] += lost.int()
+        table.faults[table_rows] += lost.int()
         guided, wants_length = guided & ~lost, wants_length & ~lost
-        due = (history.step - history.uncounted) % value_stride[table_rows].clamp(min=1) == 0
+        due = (history.step - history.uncounted) % table.value_stride[table_rows].clamp(min=1) == 0
         history.told_lens[table_rows] = torch.where(is_gap, told_lens, torch.maximum(told_lens, lengths))
         write(out.cached_lens, cached_lens, 0)
         for i in range(tokens.shape[1]):
@@ -61,8 +55,8 @@ def gather_requests(
     write(out.table_rows, table_rows, padding_row)
     write(out.guided, guided, False)
     write(out.wants_length, wants_length, False)
-    write(out.entropy_threshold, entropy_threshold[table_rows], math.nan)
-    write(out.generated, lengths - prompt_len[table_rows], 0)
-    write(out.seeds, seed[table_rows], 0)
+    write(out.entropy_threshold, table.entropy_threshold[table_rows], math.nan)
+    write(out.generated, lengths - table.prompt_len[table_rows], 0)
+    write(out.seeds, table.seed[table_rows], 0)
     write(out.due, due, False)
     return out

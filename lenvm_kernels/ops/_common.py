@@ -3,6 +3,7 @@
 import functools
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +60,11 @@ def next_power_of_2(x: int) -> int:
 def row_stride(tensor: Tensor | None) -> int:
     """The stride from one row to the next; 0 for None."""
     return 0 if tensor is None else tensor.stride(0)
+
+
+def row_strides(columns: Any) -> Any:
+    """The row stride of each tensor of a named tuple, in a tuple of the same type: kernels read both by name."""
+    return type(columns)(*(x.stride(0) for x in columns))
 
 
 # Set by what compiles for a GPU that is not there (bench.codegen).

@@ -31,7 +31,11 @@ class _Argument(NamedTuple):
 
 
 def operator(
-    *, reference: Callable[..., Any], mutates: Sequence[str] = (), scratch: Sequence[str] = (), name: str | None = None
+    *,
+    reference: Callable[..., Any],
+    mutates: Sequence[str] = (),
+    only_kernels: Sequence[str] = (),
+    name: str | None = None,
 ) -> Callable:
     """Make an operator of the function that launches its kernels.
 
@@ -45,10 +49,10 @@ def operator(
       dispatcher.
 
     Args:
-        reference: function of the reference backend. It takes the operands by name, without the output. The values that
-            it returns are copied into the output.
+        reference: function of the reference backend. It takes the operands by name. The values that it returns are
+            copied into the output. If it has a parameter ``out``, it writes the output itself.
         mutates: operands that are written as well: ``"name"``, or ``"name.field"`` for one field of a named tuple.
-        scratch: operands that only the kernels write and read. They are not passed to the reference.
+        only_kernels: operands that the reference does not take.
         name: name of the operator. If None, the name of the function's module.
     """
 
@@ -58,12 +62,18 @@ def operator(
         arguments = [_argument(label, kind) for label, kind in kinds.items()]
         operands = [argument.name for argument in arguments[1:]]
 
+        writes_output = "out" in inspect.signature(reference).parameters
+
         def run_reference(out: Any, *values: Any) -> None:
-            known = dict(zip(operands, values, strict=True))
-            results = reference(**{label: value for label, value in known.items() if label not in scratch})
+            given = {x: value for x, value in zip(operands, values, strict=True) if x not in only_kernels}
+            if writes_output:
+                reference(**given, out=out)
+                return
+            results = reference(**given)
             pairs = [(out, results)] if isinstance(out, Tensor) else zip(out, results, strict=True)
             for written, result in pairs:
-                written.copy_(result)
+                if written is not None:
+                    written.copy_(result)
 
         def execute(backend: str, *values: Any) -> None:
             first = values[0] if isinstance(values[0], Tensor) else values[0][0]
@@ -87,7 +97,7 @@ def operator(
         library_op = torch.library.custom_op(
             f"lenvm::{name or launch.__module__.rpartition('.')[2]}",
             execute_flat,
-            mutates_args=[label for part in (arguments[0].name, *mutates, *scratch) for label in names[part]],
+            mutates_args=[label for part in (arguments[0].name, *mutates) for label in names[part]],
         )
         library_op.register_fake(lambda *backend_and_operands: None)
 

@@ -136,16 +136,15 @@ def num_counters(num_requests: int, kv_heads: int) -> int:
     return num_requests * SPLIT_TILES.value * kv_heads
 
 
-def _run_plan_reference(plan, *operands) -> None:
-    *tensors, group = operands
-    tile_tokens = BLOCK_M.value // group
-    computed = reference.plan_attention(
-        *tensors, tile_tokens=tile_tokens, split_tiles=SPLIT_TILES.value, num_splits=_most_splits
-    )
-    plan.zero_()[: len(computed)] = computed
+def _plan_reference(
+    table_rows: Tensor, cached_lens: Tensor, q_offsets: Tensor, candidate_lens: Tensor, group: int, *, out: Tensor
+) -> None:
+    sizes = dict(tile_tokens=BLOCK_M.value // group, split_tiles=SPLIT_TILES.value, num_splits=_most_splits)
+    plan = reference.plan_attention(table_rows, cached_lens, q_offsets, candidate_lens, **sizes)
+    out.zero_()[: len(plan)] = plan
 
 
-@operator(name="plan_attention", mutates=["plan"], reference=_run_plan_reference)
+@operator(name="plan_attention", reference=_plan_reference)
 def _launch_plan(
     plan: Tensor,
     table_rows: Tensor,

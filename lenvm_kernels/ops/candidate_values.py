@@ -23,7 +23,7 @@ from lenvm_kernels.ops._common import (
     check_tensor,
     overlapping,
     resolve_backend,
-    row_stride,
+    row_strides,
 )
 from lenvm_kernels.ops._device import arrives_last, wait_for_inputs
 from lenvm_kernels.ops._operator import operator
@@ -254,7 +254,7 @@ def _candidate_values_kernel(
         tl.store(mean_logits_ptr + m, tl.where(is_candidate, mean_logits, 0.0), mask=inside)
 
 
-@operator(reference=_reference, scratch=["counters"])
+@operator(reference=_reference, mutates=["counters"], only_kernels=["counters"])
 def _launch(
     out: _Logits,
     counters: Tensor | None,
@@ -293,7 +293,7 @@ def _launch(
         fc_weight.stride(0),
         bins_weight.stride(0),
         table,
-        _Table(*map(row_stride, table)),
+        row_strides(table),
         table_rows,
         generated,
         rows,

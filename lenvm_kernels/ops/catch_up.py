@@ -5,8 +5,6 @@ next step in which it does computes all tokens that it missed, or the step after
 all. What a request does follows from the request alone, so that its values are the same in any batch.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -80,39 +78,24 @@ def _catch_up_kernel(
     tl.store(cached_lens_ptr + table_row, cached_len + delta_len, mask=is_row & (position >= 0))
 
 
-def _run_reference(*operands) -> None:
-    delta, (held, cached_lens, *inputs) = DeltaTokens(*operands[:4]), operands[4:]
-    _reference(held, cached_lens, *inputs, out=delta)
-
-
-@operator(mutates=[*DeltaTokens._fields, "history_cached_lens"], reference=_run_reference)
+@operator(reference=_reference, mutates=["history.cached_lens"])
 def _launch(
-    token_ids: Tensor,
-    slots: Tensor,
-    lens: Tensor,
-    cached_lens: Tensor,
-    held: Tensor,
-    history_cached_lens: Tensor,
-    positions: Tensor,
-    table_rows: Tensor,
-    guided: Tensor,
-    wants_length: Tensor,
-    known_lens: Tensor,
+    out: DeltaTokens,
+    history: StepHistory,
+    requests: StepRequests,
     counts: Tensor,
     slot_table: Tensor,
     page_size: int,
     max_new: int,
 ) -> None:
-    rows, columns = token_ids.shape
+    rows, columns = out.token_ids.shape
     if rows == 0:
         return
-    others = dict.fromkeys(StepRequests._fields)
-    known = dict(positions=positions, table_rows=table_rows, guided=guided)
     _catch_up_kernel[(ceil_div(rows, REQUESTS),)](
-        DeltaTokens(token_ids, slots, lens, cached_lens),
-        StepRequests(**others | known | dict(wants_length=wants_length, cached_lens=known_lens)),  # type: ignore[arg-type]
-        held,
-        history_cached_lens,
+        out,
+        requests,
+        history.tokens,
+        history.cached_lens,
         counts,
         slot_table,
         slot_table.stride(0),
@@ -210,10 +193,7 @@ def catch_up(
             raise ValueError(f"out.{name} must be contiguous, got strides {tuple(x.stride())}")
     check_fields("out", DeltaTokens._fields[2:], out[2:], _DTYPES[2:], rows, device)
 
-    operands: list[Any] = [*out, history.tokens, history.cached_lens]
-    operands += [getattr(requests, name) for name in _REQUEST_DTYPES]
-    operands += [counts, slot_table, page_size, max_new]
-    _launch(backend, *operands)
+    _launch(backend, out, history, requests, counts, slot_table, page_size, max_new)
     return out
 
 

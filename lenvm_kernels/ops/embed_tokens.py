@@ -85,18 +85,9 @@ def _embed_tokens_kernel(
     tl.store(ptr.sin + token * HALF + half, tl.sin(angle) * rope_scale, mask=half < HALF)
 
 
-def _run_reference(hidden, square_sums, cos, sin, token_ids, positions, embedding, inv_freq, scale, num_rows) -> None:
-    computed = _reference(token_ids, positions, embedding, inv_freq, rope_scale=scale, num_rows=num_rows)
-    for written, result in zip((hidden, square_sums, cos, sin), computed, strict=True):
-        written.copy_(result)
-
-
-@operator(mutates=EmbeddedTokens._fields, reference=_run_reference)
+@operator(reference=_reference)
 def _launch(
-    hidden: Tensor,
-    square_sums: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    out: EmbeddedTokens,
     token_ids: Tensor,
     positions: Tensor,
     embedding: Tensor,
@@ -104,12 +95,12 @@ def _launch(
     rope_scale: float,
     num_rows: Tensor | None,
 ) -> None:
-    tokens, size = hidden.shape
+    tokens, size = out.hidden.shape
     if tokens == 0:
         return
     half = inv_freq.shape[0]
     _embed_tokens_kernel[(tokens,)](
-        _Tensors(hidden, square_sums, cos, sin, token_ids, positions, embedding, inv_freq),
+        _Tensors(*out, token_ids, positions, embedding, inv_freq),
         embedding.stride(0),
         num_rows,
         rope_scale,
@@ -195,5 +186,5 @@ def embed_tokens(
         cos=empty(tokens, half),
         sin=empty(tokens, half),
     )
-    _launch(backend, *embedded, token_ids, positions, embedding, inv_freq, float(rope_scale), num_rows)
+    _launch(backend, embedded, token_ids, positions, embedding, inv_freq, float(rope_scale), num_rows)
     return embedded

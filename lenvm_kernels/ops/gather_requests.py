@@ -10,14 +10,14 @@ The value model can catch up with a request as long as all tokens that it has no
 is missing the request loses its guidance, which is counted, until a prompt tells its tokens anew.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import ceil_div, check_fields, check_tensor, resolve_backend, row_stride
+from lenvm_kernels.ops._common import ceil_div, check_fields, check_tensor, resolve_backend, row_strides
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.gather_requests import gather_requests as _reference
 from lenvm_kernels.types import GuidanceColumns, Mode, StepHistory, StepRequests
@@ -31,15 +31,15 @@ _UNGUIDED = tl.constexpr(int(Mode.UNGUIDED))
 class _Table(NamedTuple):
     """The columns of a guidance table that are read here."""
 
-    mode: Any  # int32 [R]
-    return_values: Any  # bool [R]
-    entropy_threshold: Any  # fp32 [R]
-    prompt_len: Any  # int32 [R]
-    seed: Any  # int64 [R]
-    value_stride: Any  # int32 [R]
-    span_ended: Any  # bool [R]
-    span_start_bits: Any  # int32 [R]
-    faults: Any  # int32 [R], written
+    mode: Tensor  # int32 [R]
+    return_values: Tensor  # bool [R]
+    entropy_threshold: Tensor  # fp32 [R]
+    prompt_len: Tensor  # int32 [R]
+    seed: Tensor  # int64 [R]
+    value_stride: Tensor  # int32 [R]
+    span_ended: Tensor  # bool [R]
+    span_start_bits: Tensor  # int32 [R]
+    faults: Tensor  # int32 [R], written
 
 
 # Of the columns above.
@@ -154,73 +154,41 @@ def _gather_requests_kernel(
     tl.store(requests.due + request, due, mask=is_row)
 
 
-def _run_reference(*operands) -> None:
-    out, inputs, columns = StepRequests(*operands[:9]), operands[9:12], operands[12:21]
-    *of_history, new_lens, active, padding_row = operands[21:]
-    history = None if of_history[0] is None else StepHistory(*of_history)
-    options = dict(new_lens=new_lens, active=active, history=history, padding_row=padding_row)
-    _reference(*columns, *inputs, **options, out=out)
+_WRITTEN = ["table.faults", *(f"history.{name}" for name in StepHistory._fields)]
 
 
-_MUTATES = [*StepRequests._fields, "faults", *(f"history_{name}" for name in StepHistory._fields)]
-
-
-@operator(mutates=_MUTATES, reference=_run_reference)
+@operator(reference=_reference, mutates=_WRITTEN)
 def _launch(
-    positions: Tensor,
+    out: StepRequests,
+    table: _Table,
+    tokens: Tensor,
     table_rows: Tensor,
-    guided: Tensor,
-    wants_length: Tensor,
-    entropy_threshold: Tensor,
-    generated: Tensor,
-    seeds: Tensor,
-    due: Tensor,
-    cached_lens: Tensor,
-    last_tokens: Tensor,
-    request_rows: Tensor,
     lengths: Tensor,
-    table_mode: Tensor,  # a schema cannot have a `mode`
-    return_values: Tensor,
-    table_entropy_threshold: Tensor,
-    prompt_len: Tensor,
-    seed: Tensor,
-    value_stride: Tensor,
-    span_ended: Tensor,
-    span_start_bits: Tensor,
-    faults: Tensor,
-    history_step: Tensor | None,
-    history_uncounted: Tensor | None,
-    history_tokens: Tensor | None,
-    history_told_lens: Tensor | None,
-    history_cached_lens: Tensor | None,
-    grown_by: Tensor | None,
+    new_lens: Tensor | None,
     active: Tensor | None,
+    history: StepHistory | None,
     padding_row: int,
 ) -> None:
-    rows = positions.shape[0]
+    rows = out.positions.shape[0]
     if rows == 0:
         return
-    new = 1 if last_tokens.dim() == 1 else last_tokens.shape[1]
-    of_span = prompt_len, seed, value_stride, span_ended, span_start_bits
-    table = _Table(table_mode, return_values, table_entropy_threshold, *of_span, faults)
-    requests = (positions, table_rows, guided, wants_length, entropy_threshold, generated, seeds, due, cached_lens)
-    history: Any = (history_step, history_uncounted, history_tokens, history_told_lens, history_cached_lens)
+    new = 1 if tokens.dim() == 1 else tokens.shape[1]
     _gather_requests_kernel[(ceil_div(rows, REQUESTS),)](
-        StepRequests(*requests),
+        out,
         table,
-        _Table(*map(row_stride, table)),
-        None if history_step is None else StepHistory(*history),
-        last_tokens,
-        last_tokens.stride(0),
-        grown_by,
-        request_rows,
+        row_strides(table),
+        history,
+        tokens,
+        tokens.stride(0),
+        new_lens,
+        table_rows,
         lengths,
         active,
-        last_tokens.shape[0],
+        tokens.shape[0],
         rows,
         padding_row,
         NEW=new,
-        HELD=1 if history_tokens is None else history_tokens.shape[1],
+        HELD=1 if history is None else history.tokens.shape[1],
         REQUESTS=REQUESTS,
         num_warps=1,
     )
@@ -389,8 +357,5 @@ def gather_requests_unchecked(
     backend: str,
 ) -> StepRequests:
     """:func:`gather_requests` for a caller who knows that the arguments are right, and has resolved the backend."""
-    of_history = (None,) * len(StepHistory._fields) if history is None else history
-    operands: list[Any] = [*out, tokens, table_rows, lengths, *_columns_read(table), *of_history]
-    operands += [new_lens, active, padding_row]
-    _launch(backend, *operands)
+    _launch(backend, out, _columns_read(table), tokens, table_rows, lengths, new_lens, active, history, padding_row)
     return out

@@ -22,6 +22,7 @@ from lenvm_kernels.ops._common import (
     next_power_of_2,
     resolve_backend,
     row_stride,
+    row_strides,
 )
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops.expand_drafts import check_drafts
@@ -311,7 +312,7 @@ def _launch(
         logits,
         row_stride(logits),
         table,
-        _Table(*map(row_stride, table)),
+        row_strides(table),
         tokens,
         tokens.stride(0),
         new_lens,

@@ -15,7 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lenvm_kernels.ops._common import INT_DTYPES, check_tensor, next_power_of_2, overlapping, resolve_backend
+from lenvm_kernels.ops._common import (
+    INT_DTYPES,
+    check_tensor,
+    next_power_of_2,
+    overlapping,
+    resolve_backend,
+    row_stride,
+)
 from lenvm_kernels.ops._device import wait_for_inputs
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.ragged_layout import ragged_layout as _reference
@@ -150,23 +157,9 @@ def _ragged_layout_kernel(
         _store_rows(layout, padding_row, 0, 0, -1, -1, padding_row < T)
 
 
-def _run_reference(*tensors) -> None:
-    layout, inputs = tensors[: len(RaggedLayout._fields)], tensors[len(RaggedLayout._fields) :]
-    for written, computed in zip(layout, _reference(*inputs), strict=True):
-        if written is not None:
-            written.copy_(computed)
-
-
-@operator(mutates=RaggedLayout._fields, reference=_run_reference)
+@operator(reference=_reference)
 def _launch(
-    token_ids: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    q_offsets: Tensor,
-    candidate_rows: Tensor,
-    head_rows: Tensor,
-    head_targets: Tensor,
-    parents: Tensor | None,
+    out: RaggedLayout,
     delta_ids: Tensor,
     delta_slots: Tensor,
     delta_starts: Tensor,
@@ -178,7 +171,7 @@ def _launch(
 ) -> None:
     (requests, columns), deltas = candidate_ids.shape, delta_ids.shape[0]
     _ragged_layout_kernel[(requests,)](
-        RaggedLayout(token_ids, positions, slots, q_offsets, candidate_rows, head_rows, head_targets, parents),
+        out,
         delta_ids,
         delta_slots,
         delta_starts,
@@ -188,7 +181,7 @@ def _launch(
         candidate_lens,
         cached_lens,
         candidate_parents,
-        0 if candidate_parents is None else candidate_parents.stride(0),
+        row_stride(candidate_parents),
         requests,
         deltas,
         K=columns,
@@ -286,5 +279,5 @@ def ragged_layout(
         parents=None if candidate_parents is None else empty(rows, dtype=torch.int32),
     )
     delta = (delta_ids, delta_slots, delta_starts, delta_lens)
-    _launch(backend, *layout, *delta, candidate_ids, candidate_lens, cached_lens, candidate_parents)
+    _launch(backend, layout, *delta, candidate_ids, candidate_lens, cached_lens, candidate_parents)
     return layout

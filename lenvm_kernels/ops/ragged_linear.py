@@ -36,6 +36,7 @@ from lenvm_kernels.ops._common import (
     fitting_stages,
     overlapping,
     resolve_backend,
+    row_stride,
 )
 from lenvm_kernels.ops._device import wait_for_inputs
 from lenvm_kernels.ops._linear_tiles import (
@@ -250,14 +251,7 @@ def rows_of_every_tile(most: int, shapes: Sequence[tuple[int, int, bool, torch.d
     return list(first.values())
 
 
-def _run_reference(
-    out, x, weight, bias, num_rows, norm_eps, swiglu, residual, square_sums, square_sums_out, *_
-) -> None:
-    options = dict(num_rows=num_rows, norm_eps=norm_eps, swiglu=swiglu, residual=residual)
-    out.copy_(_reference(x, weight, bias, **options, square_sums=square_sums, square_sums_out=square_sums_out))
-
-
-@operator(mutates=["out", "square_sums_out"], reference=_run_reference)
+@operator(reference=_reference, mutates=["square_sums_out"], only_kernels=["expected_rows"])
 def _launch(
     out: Tensor,
     x: Tensor,
@@ -300,12 +294,12 @@ def _launch(
         partial = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
     operands = (
         _Tensors(out, x, weight, bias, residual, partial),
-        _Strides(x.stride(0), 0 if residual is None else residual.stride(0)),
+        _Strides(x.stride(0), row_stride(residual)),
         num_rows,
         square_sums,
-        0 if square_sums is None else square_sums.stride(0),
+        row_stride(square_sums),
         square_sums_out,
-        0 if square_sums_out is None else square_sums_out.stride(0),
+        row_stride(square_sums_out),
     )
     _ragged_linear_kernel[(min(tiles, MAX_PROGRAMS),)](
         *operands,

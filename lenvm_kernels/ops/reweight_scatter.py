@@ -23,7 +23,7 @@ from lenvm_kernels.ops._common import (
     check_fields,
     check_tensor,
     resolve_backend,
-    row_stride,
+    row_strides,
 )
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops._reweight import _GUIDE, _SINGLE, _UNGUIDED, _reweight
@@ -186,7 +186,7 @@ def _launch(
         value_logits,
         value_logits.stride(0),
         table,
-        _Table(*map(row_stride, table)),
+        row_strides(table),
         table_rows,
         generated,
         text_breaks,

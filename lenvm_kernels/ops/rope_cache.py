@@ -28,6 +28,7 @@ from lenvm_kernels.ops._common import (
     next_power_of_2,
     overlapping,
     resolve_backend,
+    row_stride,
 )
 from lenvm_kernels.ops._device import wait_for_inputs
 from lenvm_kernels.ops._operator import operator
@@ -162,18 +163,15 @@ def _rope_cache_kernel(
         _store_halves(v_slot_ptr, v, kv_mask, HALF)
 
 
-def _run_reference(q, k, v, *operands) -> None:
-    *tensors, num_heads, qk_norm_weight, norm_eps, num_rows = operands
-    options = dict(num_heads=num_heads, qk_norm_weight=qk_norm_weight, norm_eps=norm_eps, num_rows=num_rows)
-    for out, result in zip((q, k, v), _reference(*tensors, **options), strict=True):
-        out.copy_(result)
+class _Rotated(NamedTuple):
+    q: Tensor  # [T, Hq, D]
+    k: Tensor  # [T, Hkv, D]
+    v: Tensor  # [T, Hkv, D]
 
 
-@operator(mutates=["q", "k", "v", "k_cache", "v_cache"], reference=_run_reference)
+@operator(reference=_reference, mutates=["k_cache", "v_cache"])
 def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    out: _Rotated,
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -192,10 +190,9 @@ def _launch(
     block_q_heads, block_half = next_power_of_2(num_heads), next_power_of_2(head_dim // 2)
     warps = block_q_heads * block_half // (32 * ELEMENTS_PER_THREAD)
     by_slot = (*k_cache.stride()[:2], *v_cache.stride()[:2])
-    norm_stride = 0 if qk_norm_weight is None else qk_norm_weight.stride(0)
     _rope_cache_kernel[(tokens,)](
-        _Tensors(q, k, v, k_cache, v_cache, qkv, cos, sin, slots, qk_norm_weight),
-        _Strides._make((*by_slot, qkv.stride(0), cos.stride(0), sin.stride(0), norm_stride)),
+        _Tensors(*out, k_cache, v_cache, qkv, cos, sin, slots, qk_norm_weight),
+        _Strides._make((*by_slot, qkv.stride(0), cos.stride(0), sin.stride(0), row_stride(qk_norm_weight))),
         num_rows,
         norm_eps,
         num_slots,
@@ -293,7 +290,8 @@ def rope_cache(
     if num_rows is not None:
         check_tensor("num_rows", num_rows, dtypes=torch.int32, shape=(1,), device=device)
 
-    q, k, v = (torch.empty(tokens, n, head_dim, dtype=dtype, device=device) for n in (num_heads, kv_heads, kv_heads))
+    heads = num_heads, kv_heads, kv_heads
+    out = _Rotated(*(torch.empty(tokens, n, head_dim, dtype=dtype, device=device) for n in heads))
     operands = (qkv, cos, sin, slots, k_cache, v_cache, num_heads, qk_norm_weight, float(norm_eps), num_rows)
-    _launch(backend, q, k, v, *operands)
-    return q, k, v
+    _launch(backend, out, *operands)
+    return out.q, out.k, out.v

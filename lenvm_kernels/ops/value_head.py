@@ -180,7 +180,7 @@ def num_counters(outputs: int) -> int:
     return ceil_div(outputs, BLOCK_M_FEW)
 
 
-@operator(reference=_reference, scratch=["counters"])
+@operator(reference=_reference, mutates=["counters"], only_kernels=["counters"])
 def _launch(
     out: Tensor,
     counters: Tensor | None,

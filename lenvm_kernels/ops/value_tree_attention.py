@@ -242,12 +242,7 @@ def _value_tree_attention_kernel(
                 )
 
 
-def _run_reference(out, counters, *operands) -> None:
-    *tensors, parents, _plan, page_size, sm_scale = operands
-    reference.value_tree_attention(*tensors, parents=parents, page_size=page_size, sm_scale=sm_scale, out=out)
-
-
-@operator(mutates=["out", "counters"], reference=_run_reference)
+@operator(reference=reference.value_tree_attention, mutates=["counters"], only_kernels=["counters", "plan"])
 def _launch(
     out: Tensor,
     counters: Tensor,
