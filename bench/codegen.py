@@ -83,10 +83,10 @@ TOLERANCE = 0.10  # of a figure, against the committed one
 STEP_MODEL, STEP_SIZES = "Qwen2.5-1.5B", (8, 64, 256)
 LIMITS = {
     "launches of a layer": 7,
-    "launches of a step": 211,
-    "torch operators of a step": 3,
-    "launches of a step with drafts": 222,
-    "torch operators of a step with drafts": 11,
+    "launches of a step": 207,
+    "torch operators of a step": 0,
+    "launches of a step with drafts": 217,
+    "torch operators of a step with drafts": 7,
     "launches of a step with a trunk": 9,
 }
 # Kernels whose job is to stream, and the bytes of copies that each multiprocessor needs on their way after the wait for

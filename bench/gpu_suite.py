@@ -49,7 +49,6 @@ BENCHES = {
     "reweight_scatter": 21,
     "rope_cache": 15,
     "embed_tokens": 15,
-    "commit_winner": 14,
     "sample_candidates": 15,
     "ragged_layout": 13,
     "gather_requests": 11,

@@ -74,13 +74,11 @@ for tile in ops.TILES:
 # Attention over a cache whose slots lie 128 numbers apart, and then an odd number.
 SLOTS_APART = """
 for apart in (128, 129):
-    for cache in ("dtype", "fp8"):
-        sizes = dict(heads=(12, 2, 64), B=8, L=512, branches=5, page_size=16, cache=cache, dtype="bfloat16")
-        call = make_call("cpu", **sizes)
-        caches = [x.new_zeros(len(x), apart)[:, :128].unflatten(1, (2, 64)) for x in call.args[3:5]]
-        with compiling_for(sm_90) as compiled:
-            call.func(*call.args[:3], *caches, *call.args[5:], **call.keywords, backend="triton")
-        print("apart", apart, *(kernel.asm["ttgir"] for _, kernel in compiled))
+    call = make_call("cpu", heads=(12, 2, 64), B=8, L=512, branches=5, page_size=16, dtype="bfloat16")
+    caches = [x.new_zeros(len(x), apart)[:, :128].unflatten(1, (2, 64)) for x in call.args[3:5]]
+    with compiling_for(sm_90) as compiled:
+        call.func(*call.args[:3], *caches, *call.args[5:], **call.keywords, backend="triton")
+    print("apart", apart, *(kernel.asm["ttgir"] for _, kernel in compiled))
 """
 
 
@@ -106,8 +104,8 @@ def test_a_short_sum_has_room():
 def test_no_copy_is_wider_than_a_stride_allows():
     """Triton 3.6 took the sum of a page and of a place in it for a multiple of the page's size; later ones do not."""
     even, odd = compiled_for_sm_90(SLOTS_APART).split("apart 129", 1)
-    for text, types in ((even, {"bf16", "f8E4M3FN"}), (odd, set())):
-        assert text.count("tt.func public @_value_tree_attention_kernel") == 2
+    for text, types in ((even, {"bf16"}), (odd, set())):
+        assert text.count("tt.func public @_value_tree_attention_kernel") == 1
         assert set(re.findall(r"async_copy_global_to_local .*tensor<\w+x!tt.ptr<(\w+)>", text)) == types
 
 
@@ -119,7 +117,7 @@ def test_a_row_is_summed_in_one_order_however_far_the_next_one_is():
 def test_forms_of_launch_have_names_of_their_own():
     """By the operator beside whose benchmark they stand; what one of them makes is a call of that operator."""
     names = [name for name, _ in operator_calls()]
-    assert len(set(names)) == len(names) > 300
+    assert len(set(names)) == len(names) > 200
     for operator, module in operators().items():
         assert all(re.match(rf"{operator}\b", name) for name in module.FORMS) and module.BENCHMARK.operator == operator
         call = module.make_call("cpu", **module.FORMS[f"{operator}, every size 1"])
@@ -298,13 +296,6 @@ def test_a_loop_with_too_few_stages_is_found():
 def test_a_loop_that_its_instructions_bound_is_found():
     (fault,) = faults_of(**loop_figures(LOOP[:1] + ["FADD R1, R1, R1"] * 60 + LOOP[1:]))
     assert fault.endswith("0.889 tensor cycles for a cycle of issue in its loop, at least 0.9")
-
-
-def test_widening_may_take_most_of_the_instructions():
-    """Of a loop whose weight is in e4m3, to a limit."""
-    for ratio, found in ((0.34, 0), (0.32, 1)):
-        assert len(faults_of(tensor_over_issue=ratio, is_e4m3=True)) == found
-        assert len(faults_of(tensor_over_issue=ratio)) == 1
 
 
 def test_only_what_streams_on_sm_90_needs_copies_in_flight():

@@ -26,6 +26,7 @@ LAYERS = [
         "lenvm_kernels.guidance",
         "lenvm_kernels.paged_slots",
         "lenvm_kernels.slot_pool",
+        "lenvm_kernels.profiling",
     ),
     ("lenvm_kernels.ops",),
     ("lenvm_kernels.reference",),

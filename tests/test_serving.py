@@ -675,9 +675,8 @@ class TestRemoteGuidance:
                 RemoteValueModel(**{"url": "http://127.0.0.1:1"} | bad)
         with pytest.raises(ConnectionError, match="url must be that of a lenvm serve that is up"):
             RemoteValueModel(f"http://127.0.0.1:{free_port()}")
-        with served(make_engine(), api_key="secret") as (url, _):
-            with pytest.raises(ConnectionError, match="status 401"):
-                RemoteValueModel(url)
+        with served(make_engine(), api_key="secret") as (url, _), pytest.raises(ConnectionError, match="status 401"):
+            RemoteValueModel(url)
 
     def test_the_example(self, tmp_path, monkeypatch, capsys):
         base = save_checkpoint(tmp_path / "base", seed=0)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch.profiler import record_function
 from tqdm import tqdm
 
 from lenvm_kernels.guidance.params import GuidanceParams
@@ -27,6 +26,7 @@ from lenvm_kernels.ops.sample_candidates import sample_candidates_unchecked
 from lenvm_kernels.ops.select_scored import select_scored_unchecked
 from lenvm_kernels.ops.topk_candidates import topk_candidates_unchecked
 from lenvm_kernels.ops.verify_drafts import verify_drafts
+from lenvm_kernels.profiling import profiler_range
 from lenvm_kernels.step import checks
 from lenvm_kernels.step.graphs import bucket_of
 from lenvm_kernels.step.history import History
@@ -324,15 +324,15 @@ class GuidedStep:
         drawn = None if drawn is None else drawn.int()
         self.flush()
 
-        with record_function("lenvm.candidates"):
+        with profiler_range("candidates"):
             candidates, padded = self._take_candidates(scores, batch, sampling, filters, drafts, drawn, spans, backend)
         known, scored = self._tensors.rows(b, nodes).nodes, self._tensors.rows(padded, nodes).scored
-        with record_function("lenvm.values"):
+        with profiler_range("values"):
             z, predicted = (x[:rows] for x in self.values.value_logits(padded, nodes, batch.states))
 
         wants_lengths = bool(self._value_rows) and (sampling.sample or drawn is not None)
         value_logits = z.masked_fill(scored.alone[:rows, None], 0.0) if wants_lengths else z
-        with record_function("lenvm.reweight"):
+        with profiler_range("reweight"):
             guided_probs = reweight_scatter_unchecked(
                 candidates,
                 value_logits,
@@ -343,7 +343,7 @@ class GuidedStep:
                 probs=probs,
                 backend=backend,
             )
-        with record_function("lenvm.sample"):
+        with profiler_range("sample"):
             next_tokens = drawn
             if sampling.sample:
                 next_tokens = sample_candidates_unchecked(
@@ -465,7 +465,7 @@ class GuidedStep:
         known = self._tensors.rows(b).requests
         padded = len(requests.due)
         self._tensors.rows(padded, nodes).score_chains(tokens, torch.where(known.wants_length, new_lens, 0))
-        with record_function("lenvm.values"):
+        with profiler_range("values"):
             z, _ = self.values.value_logits(padded, nodes)
         z = z.view(padded, nodes, -1)[:b, :columns, 0]
         is_known = torch.arange(columns, device=device) < new_lens[:, None]

@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.profiler import record_function
 
 from lenvm_kernels.ops._common import FLOAT_DTYPES
 from lenvm_kernels.ops.embed_tokens import embed_tokens
@@ -25,6 +24,7 @@ from lenvm_kernels.ops.value_head import num_counters as value_head_counters
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.ops.value_tree_attention import num_counters as attention_counters
 from lenvm_kernels.ops.value_tree_attention import plan_attention, value_tree_attention
+from lenvm_kernels.profiling import profiler_range
 from lenvm_kernels.types import EmbeddedTokens
 from lenvm_kernels.value_model.checkpoint import (
     Head,
@@ -229,10 +229,10 @@ class ValueModel:
         Raises:
             ValueError: tensors of a wrong dtype, shape or device, from the operators.
         """
-        with record_function("lenvm.layers"):
+        with profiler_range("layers"):
             hidden, square_sums = self._run_layers(batch, cache, backend)
         layout = batch.layout
-        with record_function("lenvm.head"):
+        with profiler_range("head"):
             z = self._run_head(hidden, square_sums, layout.head_rows, layout.head_targets, backend)
         z = z.view(layout.candidate_rows.shape)
         if self.lenvm_config.target_form == DISCOUNTED_RETURN:
