@@ -196,7 +196,7 @@ def test_a_budget_ends_with_what_ends_a_thought():
     with pytest.raises(ValueError, match="hard_limit needs end_token_ids, or a thinking_budget"):
         parse_guidance({"target_length": 100, "hard_limit": 5}, **ends)
     largest = parse_guidance({"thinking_budget": 999_999_999}, **ends)  # the table holds its limit
-    assert GuidanceTable.from_params([largest], [set()], "cpu").hard_limit.tolist() == [1_249_999_999]
+    assert GuidanceTable.from_params([largest], [set()], "cpu").columns.hard_limit.tolist() == [1_249_999_999]
 
 
 def test_target_value_is_the_length_it_stands_for():
@@ -395,7 +395,7 @@ def test_anything_is_parsed_or_refused(params):
         parsed = parse_guidance(params)
     except ValueError:
         return
-    table = GuidanceTable.from_params([parsed], [set()], "cpu")
+    table = GuidanceTable.from_params([parsed], [set()], "cpu").columns
     assert table.scale.isfinite().all() and (table.nats_per_token > 0).all() and table.target_length.isfinite().all()
 
 

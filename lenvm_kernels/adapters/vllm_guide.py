@@ -299,7 +299,7 @@ class Guide:
             self._sampling_changed = False
         layout, slots, slots_of_rows = self._layout(ctx), ctx.idx_mapping.long(), ctx.expanded_idx_mapping.long()
         lengths = ctx.pos[layout.first_rows].int() + 1
-        faults = None if self.report is None else self.step.table.faults[slots]
+        faults = None if self.report is None else self.step.table.columns.faults[slots]
         with nullcontext() if self.report is None else self.report.timed():
             goes_on = self._extend(guided, ctx, lengths)
             is_drawn = None if goes_on is None else ~goes_on
@@ -313,7 +313,7 @@ class Guide:
             self.report.note(
                 output.candidates.status[first],
                 output.candidates.lost_mass[first],
-                self.step.table.faults[slots] > faults,
+                self.step.table.columns.faults[slots] > faults,
                 torch.ones_like(slots, dtype=torch.bool) if is_drawn is None else is_drawn,
                 (drafted_at := self._drafted_at[slots]) > 0,
                 lengths - drafted_at,
