@@ -112,7 +112,7 @@ class Engine:
         self.staged._staged_write_contents.extend(prompt)
         self.staged._staged_write_cu_lens.append(len(self.staged._staged_write_contents))
         params = SamplingParams(**{"temperature": 0.7, "top_k": 5, "extra_args": guidance} | params)
-        return self.guide.add_request(slot, params, guidance_of(params))
+        return self.guide.add_request(slot, params, guidance_of(params, self.guide.settings))
 
     def step(self, lengths, drafts=None, logits=None):
         """A step of sequences of these lengths, by their slots, and drafts after them; logits before and after."""

@@ -37,18 +37,12 @@ from lenvm_kernels.adapters.settings import (
     MAX_STOP_TOKENS,
     Settings,
     check_vocabulary,
-    default_thoughts,
-    parse_request,
-    use_tokenizer,
-    value_model_reads_images,
-    value_model_reads_tokens,
 )
 from lenvm_kernels.adapters.sglang_guide import MAX_DELTA, Guide
 from lenvm_kernels.adapters.sglang_images import PromptImages
 from lenvm_kernels.adapters.sglang_report import without_empty_keys
 from lenvm_kernels.adapters.sglang_states import SampledStates, input_embedding
 from lenvm_kernels.guidance import GuidanceParams
-from lenvm_kernels.ops.pack_drafts import tree_columns
 from lenvm_kernels.types import Mode
 from lenvm_kernels.value_model import KVCache
 
@@ -106,8 +100,10 @@ _OF_A_VALUE_MODEL = (_FOREIGN_KEYS, _OTHER_SLOTS)
 _guide: Guide | None = None
 
 
-def requested_guidance(sampling_params: SamplingParams) -> GuidanceParams | None:
-    """What a request asks for, None without. A greedy request has one candidate, which no guidance moves.
+def requested_guidance(sampling_params: SamplingParams, settings: Settings) -> GuidanceParams | None:
+    """The parameters of a request, or None without guidance.
+
+    A greedy request is not guided: it has one candidate.
 
     Raises:
         ValueError: naming the field of ``custom_params``, what came and what is accepted.
@@ -116,7 +112,7 @@ def requested_guidance(sampling_params: SamplingParams) -> GuidanceParams | None
         return None
     if not isinstance(sampling_params.custom_params, dict):
         raise ValueError(f"custom_params must be an object of named values, got {sampling_params.custom_params!r}")
-    params = parse_request(sampling_params.custom_params)
+    params = settings.parse_request(sampling_params.custom_params)
     if sampling_params.top_k == 1:
         params = replace(params, mode=Mode.UNGUIDED)
     if not params.needs_step and not params.token_temperature_scale:
@@ -136,24 +132,25 @@ def requested_guidance(sampling_params: SamplingParams) -> GuidanceParams | None
     return params
 
 
-def guidance_of(request: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput | Req) -> GuidanceParams | None:
+def guidance_of(
+    request: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput | Req, settings: Settings
+) -> GuidanceParams | None:
     """:func:`requested_guidance` of a whole request.
 
     Raises:
         ValueError: also of what guidance does not go with.
     """
-    params = requested_guidance(request.sampling_params)
+    params = requested_guidance(request.sampling_params, settings)
     if params is None:
         return None
     session = getattr(request, "session", None)
     given = {"beam_width": (request.sampling_params.beam_width or 1) > 1}  # beams are not drawn
-    if value_model_reads_tokens():
+    if settings.reads_tokens:
         given |= {
             "input_embeds": getattr(request, "input_embeds", None) is not None,
             "positional_embed_overrides": request.positional_embed_overrides is not None,
             # Of those that the value model reads, the scheduler finds what it cannot (PromptImages).
-            "images, videos and audio": getattr(request, "mm_inputs", None) is not None
-            and not value_model_reads_images(),
+            "images, videos and audio": getattr(request, "mm_inputs", None) is not None and not settings.reads_images,
             # Its requests share slots past the radix cache, and the value model has not seen those without guidance.
             "a streaming session": session is not None and session.streaming,
         }
@@ -173,19 +170,19 @@ def drafts_a_step(options: Any) -> int:
 
 def check_request(result: Any, manager: TokenizerManager, *args: Any, **kwargs: Any) -> None:
     """After a request was tokenized: refuse what cannot be guided, which the servers answer with status 400."""
-    use_tokenizer(manager.server_args.tokenizer_path)
-    guidance_of(result)
+    guidance_of(result, Settings.current(manager.server_args.tokenizer_path))
 
 
 def note_guidance(_: None, req: Req, *args: Any, **kwargs: Any) -> None:
     """After a request was made in the scheduler: parse its guidance, give it its part of the radix cache."""
     req.lenvm_images, req.lenvm_prefilled = None, 0
+    settings = Settings.current() if _guide is None else _guide.settings
     try:
-        req.lenvm_guidance = guidance_of(req)
+        req.lenvm_guidance = guidance_of(req, settings)
     except ValueError as error:  # came past check_request: the engine loads no plugins in its further HTTP workers
         req.lenvm_guidance = req.input_embeds = None  # it is left with one token, and runs once to be answered
         req.set_finish_with_abort(str(error))  # status 400
-    if value_model_reads_tokens() and req.lenvm_guidance is not None and req.lenvm_guidance.needs_step:
+    if settings.reads_tokens and req.lenvm_guidance is not None and req.lenvm_guidance.needs_step:
         req.extra_key = RADIX_NAMESPACE + (req.extra_key or "")
 
 
@@ -220,14 +217,12 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
         )
     if options.speculative_algorithm and options.enable_mixed_chunk:
         raise ValueError(f"enable_mixed_chunk must be False together with speculative decoding, got True: {_NOT_TRIED}")
-    free_reasons = () if value_model_reads_tokens() else _OF_A_VALUE_MODEL
+    settings = Settings.current(options.tokenizer_path)
+    free_reasons = () if settings.reads_tokens else _OF_A_VALUE_MODEL
     check_options(options, OPTIONS, "LENVM_VALUE_MODEL", free_reasons)
-    if value_model_reads_tokens():
+    if settings.reads_tokens:
         check_pool(runner)
-    settings = Settings.from_environment()
-    assert settings is not None  # else plugin() would not have hooked the engine
-    use_tokenizer(options.tokenizer_path)
-    default_thoughts()  # loads the tokenizer, which no request has to wait for then
+    settings.thoughts  # noqa: B018, loads the tokenizer before the first request
     device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device(runner.device)
     value_model = settings.load_value_model(runner.dtype, device)
     states = load_trunk(settings, runner, options) if settings.has_trunk else None
@@ -241,8 +236,7 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
     if runner.model_config.is_multimodal:
         value_model.vision_tower  # noqa: B018, loaded before the engine's pool takes the memory
     check_vocabulary(settings, value_model.config.vocab_size, runner.model_config.vocab_size, options.tokenizer_path)
-    kept = value_model.weights or value_model.dtype
-    logger.info("LenVM: value model %s in %s on %s", settings.value_model, kept, device)
+    logger.info("LenVM: value model %s in %s on %s", settings.value_model, value_model.dtype, device)
 
 
 def check_options(
@@ -291,7 +285,6 @@ def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_
         """The pool, and the bytes that the value model takes beside it."""
         pool = original(configurator, pool_bytes, cap_tokens=cap_tokens)
         requests = configurator.resolve_max_num_reqs(pool.max_total_num_tokens)
-        last_step = requests * (delta + tree_columns(drafts, settings.max_candidates)) if settings.commit_winners else 0
         slots = pool.max_total_num_tokens + configurator.page_size
         engine = configurator.model_config
         sizes = dict(requests=requests, max_len=engine.context_len, vocab_size=engine.vocab_size)
@@ -299,7 +292,7 @@ def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_
         working += _guide.states_bytes(requests)
         if model is None:
             return pool, working
-        return pool, working + KVCache.num_bytes(model, slots, settings.cache) + KVCache.num_bytes(model, last_step)
+        return pool, working + KVCache.num_bytes(model, slots)
 
     # Slots grow with the pool's bytes, and with them what the value model takes: the largest pool that leaves room is
     # found by bisection.

@@ -334,9 +334,7 @@ def _num_pages(settings: Settings, value_model: ValueModel, runner: ModelRunner,
     requests, max_len = runner.max_running_requests, runner.req_to_token_pool.req_to_token.shape[1]
     sizes = dict(requests=requests, max_len=max_len, vocab_size=runner.model_config.vocab_size)
     taken = settings.working_bytes(value_model, **sizes, max_delta=MAX_DELTA)
-    if settings.commit_winners:
-        taken += KVCache.num_bytes(value_model, requests * (MAX_DELTA + settings.max_candidates))
-    page_bytes = KVCache.num_bytes(value_model, PAGE_SIZE, settings.cache)
+    page_bytes = KVCache.num_bytes(value_model, PAGE_SIZE)
     most = requests * -(-max_len // PAGE_SIZE)
     pages = min(most, (room - taken) // page_bytes)
     if pages < 1:

@@ -135,7 +135,7 @@ class Guide:
                 model_name=options.served_model_name, dp_rank=parallel.dp_rank or 0, tp_rank=parallel.tp_rank
             )
             if self.value_model is not None:
-                self.metrics.cache_bytes.set(KVCache.num_bytes(self.value_model, slots, settings.cache))
+                self.metrics.cache_bytes.set(KVCache.num_bytes(self.value_model, slots))
 
     def admit(self, batch: ForwardBatch, reqs: list[Req]) -> None:
         """Write the requests of a prefill batch into the table; a request comes again after it was retracted."""

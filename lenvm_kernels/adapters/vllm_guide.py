@@ -26,7 +26,6 @@ from lenvm_kernels.adapters.settings import (
     MAX_SCALED_TOKENS,
     Settings,
     check_vocabulary,
-    default_thoughts,
     load_text_breaks,
 )
 from lenvm_kernels.adapters.trace import columns_of, write_line
@@ -116,7 +115,7 @@ class Guide:
     def __init__(self, settings: Settings, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         engine_signatures.check("vllm")
         check_options(vllm_config)
-        default_thoughts()  # loads a tokenizer, which no request has to wait for then
+        settings.thoughts  # noqa: B018, loads the tokenizer before the first request
         self.settings, self.req_states, self.device = settings, req_states, req_states.device
         engine = vllm_config.model_config
         value_model = settings.load_value_model(engine.dtype, self.device)
@@ -177,7 +176,7 @@ class Guide:
         if os.environ.get("PROMETHEUS_MULTIPROC_DIR") and (group is None or group.rank_in_group == 0):
             self.report = Report(Metrics(model_name=str(engine.served_model_name)), self.device)
             if value_model is not None:
-                cache_bytes = KVCache.num_bytes(value_model, self.slots.num_slots, settings.cache)
+                cache_bytes = KVCache.num_bytes(value_model, self.slots.num_slots)
                 self.report.metrics.cache_bytes.set(cache_bytes)
         # By slot: the length of a sequence at its last step; 0 if there were no drafts in that, -1 if it is not guided.
         self._drafted_at = torch.full((rows,), -1, dtype=torch.int32, device=self.device)
@@ -192,7 +191,7 @@ class Guide:
             free, of_device = torch.cuda.mem_get_info(self.device)
             total = int(free - (1 - vllm_config.cache_config.gpu_memory_utilization) * of_device)
         share = MEMORY_SHARE if self.settings.memory_share is None else self.settings.memory_share
-        page_bytes = KVCache.num_bytes(value_model, PAGE_SIZE, self.settings.cache)
+        page_bytes = KVCache.num_bytes(value_model, PAGE_SIZE)
         pages = most if total is None else min(most, int(share * total - working) // page_bytes)
         pages = self._of_all_ranks(pages, torch.distributed.ReduceOp.MIN)
         if pages < 1:

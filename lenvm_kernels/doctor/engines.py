@@ -83,7 +83,7 @@ def _value_model(settings: Settings, path: Path) -> Check:
         from lenvm_kernels.value_model import ValueModel
 
         with quiet():
-            options: dict[str, Any] = dict(dtype=settings.dtype, device="meta", weights=settings.weights)
+            options: dict[str, Any] = dict(dtype=settings.dtype, device="meta")
             model = ValueModel.from_pretrained(path, settings.value_head, **options)
     except Exception as error:  # its files may be anything
         return Check("value model", WRONG, f"{path} does not load", hint=first_line(error))
