@@ -347,7 +347,7 @@ def test_settings_are_printed_and_the_value_model_looked_at(monkeypatch, value_m
     settings, gamma, model = examine("settings")
     assert settings.mark == model.mark == "ok"
     assert (gamma.name, gamma.mark) == ("gamma", "missing")
-    for part in (f"value_model={value_model}", "dtype=torch.bfloat16", "max_candidates=16", "commit_winners=True"):
+    for part in (f"value_model={value_model}", "dtype=torch.bfloat16", "max_candidates=16", "value_stride=1"):
         assert part in settings.found
     assert model.found == "2 layers of 64, vocabulary 512, bfloat16, with its head"
 
@@ -364,8 +364,8 @@ def test_a_trunk_is_looked_at(monkeypatch, tmp_path):
     (tmp_path / "trunk_config.json").write_text("{}")
     check = look("settings", "trunk")
     assert check.mark == "wrong" and "must hold the fields" in check.hint
-    monkeypatch.setenv("LENVM_WEIGHTS", "fp8")
-    assert "LENVM_WEIGHTS must not be given with a trunk, got 'fp8'" in look("settings", "settings").hint
+    monkeypatch.setenv("LENVM_VALUE_HEAD", str(tmp_path))
+    assert "LENVM_VALUE_HEAD must not be given with a trunk, got '" in look("settings", "settings").hint
 
 
 def test_settings_of_a_file(monkeypatch, tmp_path, value_model):
@@ -408,7 +408,7 @@ def test_a_gamma_that_nobody_set_is_a_warning(monkeypatch, tmp_path, value_model
         ("LENVM_DTPYE", "did you mean LENVM_DTYPE?"),
         ("LENVM_VALUEMODEL", "did you mean LENVM_VALUE_MODEL?"),
         ("LENVM_MAX_CANDIDATE", "did you mean LENVM_MAX_CANDIDATES?"),
-        ("LENVM_42", "unset it; there are LENVM_CACHE, LENVM_CHUNK_TOKENS, "),
+        ("LENVM_42", "unset it; there are LENVM_CHUNK_TOKENS, LENVM_CONFIG, "),
     ],
 )
 def test_unknown_variables(monkeypatch, name, hint):

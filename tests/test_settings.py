@@ -224,7 +224,7 @@ def test_with_a_trunk(given, model):
     given(value_model=model)
     settings = Settings.from_environment()
     assert settings.has_trunk and not settings.reads_tokens and settings.load_value_model(torch.float32, "cpu") is None
-    with pytest.raises(ValueError, match="value_min must be absent with near and a trunk, got 0.5"):
+    with pytest.raises(ValueError, match=r"value_min must be absent with near and a trunk, got 0.5"):
         settings.parse_request({"target_length": 9, "value_min": 0.5})
     given(value_head=model)
     with pytest.raises(ValueError, match="LENVM_VALUE_HEAD must not be given with a trunk, got '"):

@@ -346,7 +346,7 @@ def _num_pages(settings: Settings, value_model: ValueModel, runner: ModelRunner,
     logger.info(
         "LenVM: value model %s in %s; its cache of %d tokens takes %.2f GiB, its steps %.2f GiB",
         settings.value_model,
-        value_model.weights or value_model.dtype,
+        value_model.dtype,
         pages * PAGE_SIZE,
         pages * page_bytes / 2**30,
         taken / 2**30,

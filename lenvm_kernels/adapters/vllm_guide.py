@@ -203,7 +203,7 @@ class Guide:
         logger.info(
             "LenVM: value model %s in %s on %s; its cache of %d tokens takes %.2f GiB, its steps %.2f GiB",
             self.settings.value_model,
-            value_model.weights or value_model.dtype,
+            value_model.dtype,
             self.device,
             pages * PAGE_SIZE,
             pages * page_bytes / 2**30,

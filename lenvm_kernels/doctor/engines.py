@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lenvm_kernels.doctor.check import MISSING, OK, WRONG, Check, first_line, quiet
 from lenvm_kernels.doctor.installed import (
@@ -83,8 +83,7 @@ def _value_model(settings: Settings, path: Path) -> Check:
         from lenvm_kernels.value_model import ValueModel
 
         with quiet():
-            options: dict[str, Any] = dict(dtype=settings.dtype, device="meta")
-            model = ValueModel.from_pretrained(path, settings.value_head, **options)
+            model = ValueModel.from_pretrained(path, settings.value_head, dtype=settings.dtype, device="meta")
     except Exception as error:  # its files may be anything
         return Check("value model", WRONG, f"{path} does not load", hint=first_line(error))
     config = model.config
