@@ -13,7 +13,7 @@ It is on when ``LENVM_VALUE_MODEL`` is set (:class:`Settings`), and hooks some f
   what is said above of the value model;
 - with speculative decoding they are drawn at every node of the drafts (:mod:`lenvm_kernels.adapters.sglang_drafts`);
 - what the steps did is counted (``--enable-metrics``), and requests get the lengths that they asked for
-  (:mod:`lenvm_kernels.adapters.sglang_report`).
+  (:mod:`lenvm_kernels.adapters.report`).
 
 What the hooks do for a batch is in :mod:`lenvm_kernels.adapters.sglang_guide`.
 """
@@ -32,6 +32,7 @@ from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from lenvm_kernels.adapters import engine_signatures
+from lenvm_kernels.adapters.report import without_empty_keys
 from lenvm_kernels.adapters.settings import (
     MAX_SCALED_TOKENS,
     MAX_STOP_TOKENS,
@@ -40,7 +41,6 @@ from lenvm_kernels.adapters.settings import (
 )
 from lenvm_kernels.adapters.sglang_guide import MAX_DELTA, Guide
 from lenvm_kernels.adapters.sglang_images import PromptImages
-from lenvm_kernels.adapters.sglang_report import without_empty_keys
 from lenvm_kernels.adapters.sglang_states import SampledStates, input_embedding
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.types import Mode

@@ -20,14 +20,12 @@ from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 from sglang.srt.runtime_context import get_parallel
 
-from lenvm_kernels.adapters.metrics import Metrics, Stopwatch
+from lenvm_kernels.adapters.report import Metrics, StepReport, Stopwatch, trace_batch, trace_drafts
 from lenvm_kernels.adapters.settings import MAX_END_TOKENS, Settings, load_text_breaks
 from lenvm_kernels.adapters.sglang_batch import last_tokens
 from lenvm_kernels.adapters.sglang_drafts import changed_once, drafts_of, leave_only
 from lenvm_kernels.adapters.sglang_images import PromptImages, image_tokens
-from lenvm_kernels.adapters.sglang_report import StepReport
 from lenvm_kernels.adapters.sglang_states import SampledStates
-from lenvm_kernels.adapters.trace import trace_batch, trace_drafts
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepOutput
 from lenvm_kernels.types import Drafts, Mode, SpanNodes

@@ -20,7 +20,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from lenvm_kernels.adapters import engine_signatures
-from lenvm_kernels.adapters.metrics import Metrics
+from lenvm_kernels.adapters.report import Metrics, columns_of, write_line
 from lenvm_kernels.adapters.settings import (
     MAX_END_TOKENS,
     MAX_SCALED_TOKENS,
@@ -28,7 +28,6 @@ from lenvm_kernels.adapters.settings import (
     check_vocabulary,
     load_text_breaks,
 )
-from lenvm_kernels.adapters.trace import columns_of, write_line
 from lenvm_kernels.adapters.vllm_filters import Filters, rewrite
 from lenvm_kernels.adapters.vllm_options import check_one_part, check_options
 from lenvm_kernels.adapters.vllm_report import Predictions, Report
