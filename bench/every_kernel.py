@@ -74,8 +74,8 @@ def run(device: str) -> list[torch.Tensor]:
         floats = {} if "dtype" in sizes else {"dtype": str(dtype).removeprefix("torch.")}
         call = operators()[name].make_call(device, **sizes, **floats)
         results += [x for x in tree_leaves((call(backend="triton"), call.args)) if torch.is_tensor(x)]
-    if decode.step.table.faults.any():
-        raise ValueError(f"rows lost their guidance: {decode.step.table.faults.tolist()}")
+    if decode.step.table.columns.faults.any():
+        raise ValueError(f"rows lost their guidance: {decode.step.table.columns.faults.tolist()}")
     return results
 
 

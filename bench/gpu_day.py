@@ -332,7 +332,7 @@ class Batch:
     def check(self) -> dict[str, float]:
         """Take a step and count candidates. Raises ValueError if a request had a fault or no candidate."""
         counts = self().candidates.counts
-        if self.step.table.faults.any() or not counts.all():
+        if self.step.table.columns.faults.any() or not counts.all():
             raise ValueError(f"the step has faults, or requests without candidates: {counts.tolist()}")
         return {"candidates": round(counts.float().mean().item(), 2)}
 

@@ -105,7 +105,7 @@ class Decode:
     def check(self) -> None:
         """Take a step, and see that it is the one to be timed."""
         counts = self().candidates.counts.cpu()
-        if not torch.equal(counts.long(), self.counts) or self.step.table.faults.any():
+        if not torch.equal(counts.long(), self.counts) or self.step.table.columns.faults.any():
             raise ValueError(f"the step has other candidates than it should, or faults: {counts.tolist()}")
 
     def num_tokens(self) -> int:

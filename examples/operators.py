@@ -38,7 +38,7 @@ hidden, head = out.flatten(1), (randn(768, 768) / 28, randn(768), randn(1, 768) 
 value_logits = value_head(hidden, *head, token_rows=torch.arange(1, 9, device=device)).view(1, 8)
 
 # 4 reweight the candidates towards shorter output, and write them into the probabilities of the whole vocabulary
-table = GuidanceTable.from_params([parse_guidance({"mode": "centered_exp", "scale": -20})], [{2}], device)
+table = GuidanceTable.from_params([parse_guidance({"mode": "centered_exp", "scale": -20})], [{2}], device).columns
 probs = torch.softmax(logits, dim=-1)
 guided = reweight_scatter(candidates, value_logits, table, probs=probs)  # [1, 8]; probs now holds the same
 next_token = torch.multinomial(probs, 1)

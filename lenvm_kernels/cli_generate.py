@@ -18,7 +18,7 @@ from lenvm_kernels.cli_arguments import (
     usage_errors,
 )
 from lenvm_kernels.evaluate.prompts import say
-from lenvm_kernels.guidance.fields import FIELDS, Field
+from lenvm_kernels.guidance.fields import FIELDS, Field, Number
 
 if TYPE_CHECKING:
     from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
@@ -111,7 +111,7 @@ def _add_field(group: Any, field: Field) -> None:
         *(f"--{name.replace('_', '-')}" for name in field.names),
         dest=field.name,
         nargs="+" if is_list else None,
-        type=None if is_list or field.words is not None or field.metavar == "TEXT" else float,
+        type=float if isinstance(field, Number) else None,
         metavar=field.metavar,
         help=f"{meaning} (default: {default})".replace("%", "%%"),
     )

@@ -1,8 +1,10 @@
 """What operators pass each other, as tuples of tensors: kernels take them as they are."""
 
 from enum import IntEnum, IntFlag
-from typing import NamedTuple
+from math import inf, nan
+from typing import Annotated, NamedTuple, get_type_hints
 
+import torch
 from torch import Tensor
 
 
@@ -257,80 +259,107 @@ class DeltaTokens(NamedTuple):
     cached_lens: Tensor
 
 
-class GuidanceColumns(NamedTuple):
-    """What ``R`` requests ask for, a tensor a parameter; what operators read of a guidance table.
+class Column(NamedTuple):
+    """How a column of :class:`GuidanceColumns` is stored.
 
     Attributes:
+        dtype: its dtype.
+        default: the number for requests without the parameter, and the padding of lists.
+        is_list: the column is ``[R, n]``, not ``[R]``.
+        is_packed: the guidance table packs the column into its rows.
+    """
+
+    dtype: torch.dtype
+    default: float = 0
+    is_list: bool = False
+    is_packed: bool = True
+
+
+# Padding of token ids; the padding of candidates is -1.
+_TOKENS = Column(torch.int32, -2, is_list=True)
+_INTEGER, _NUMBER, _SWITCH = Column(torch.int32), Column(torch.float32), Column(torch.bool)
+
+
+class GuidanceColumns(NamedTuple):
+    """The parameters of ``R`` requests, a tensor for each, which operators read.
+
+    Attributes:
+        seed: int64 ``[R]``; seed of the request's draws.
+        scaled_token_ids: int64 ``[R, W]``; tokens with a temperature of their own, 0 pads.
+        token_scales: fp32 ``[R, W]``; factors of their logits, 1 pads.
+        eos_token_ids: int32 ``[R, E]``; -2 pads.
+        span_end_token_ids: int32 ``[R, S]``; tokens that end the guided span, or begin a sequence that ends it; -2
+            pads.
+        span_token_ids: int32 ``[R, P]``; the tokens of all sequences that end or begin a span, one sequence after the
+            other (:class:`SpanPatterns`); -2 pads.
+        closing_token_ids: int32 ``[R, C]``; the tokens that a hard limit forces, in order; -2 pads.
+        span_first_bits, span_end_bits, span_start_bits: int32 ``[R]``; bit ``i`` says whether span token ``i`` is the
+            first of a sequence, the last of an end sequence, the last of a start sequence.
+        span_seen: int32 ``[R]``; tokens of the sequence that :func:`limit_span` has read. Written by it.
+        span_match: int32 ``[R]``; bits of the span tokens that may have been matched last. Written by it.
+        closing_from: int32 ``[R]``; length of the sequence from which its end is forced, or -1. Written by it.
         mode: int32 ``[R]``; a :class:`Mode`.
-        scale: fp32 ``[R]``; of the modes; of the constraints ``NEAR``, ``GE_NEAR`` and ``LE_NEAR`` their strength.
+        scale: fp32 ``[R]``; scale of the mode, strength of the constraints ``NEAR``, ``GE_NEAR`` and ``LE_NEAR``.
         nats_per_token: fp32 ``[R]``; ``-ln(gamma)``.
         value_min: fp32 ``[R]``; -inf for none.
         target_length: fp32 ``[R]``; tokens, 0 without a target.
         tolerance: fp32 ``[R]``; tokens; the near constraints treat all lengths within it of the target alike.
-        counts_down: bool ``[R]``; ``target_length`` is a total.
         min_end_prob: fp32 ``[R]``; ``ending_token_ids`` are candidates from this probability on, inf for none.
-        least_share: fp32 ``[R]``; of the largest probability, what a candidate has at least; 0 for no such limit.
-        due_length: fp32 ``[R]``; the target and its tolerance where that is a total, else inf: past it ``min_end_prob``
-            falls.
+        least_share: fp32 ``[R]``; the least share of the largest probability that a candidate may have.
+        due_length: fp32 ``[R]``; a total target and its tolerance, beyond which ``min_end_prob`` falls, or inf.
         entropy_threshold: fp32 ``[R]``; nats, NaN for none.
-        eos_token_ids: int32 ``[R, E]``; -2 pads.
-        span_end_token_ids: int32 ``[R, S]``; tokens that end the guided span, or are the first of several that do; -2
-            pads.
-        ending_token_ids: int32 ``[R, E + S]``; both, in the same memory: tokens whose value is 0.
-        scaled_token_ids: int64 ``[R, W]``; tokens with a temperature of their own, 0 pads.
-        token_scales: fp32 ``[R, W]``; what their logits are multiplied by, 1 pads.
-        span_token_ids: int32 ``[R, P]``; the tokens of all sequences that end or begin a span, one behind the other
-            (:class:`SpanPatterns`); -2 pads.
-        span_first_bits, span_end_bits, span_start_bits: int32 ``[R]``; which of these are the first of a sequence, the
-            last of one that ends a span, and the last of one that begins one.
-        closing_token_ids: int32 ``[R, C]``; what a hard limit forces, one after the other; -2 pads.
-        prompt_len: int32 ``[R]``; tokens of the request that do not count as generated. Written by :func:`limit_span`
-            where a span begins: those before it.
-        hard_limit: int32 ``[R]``; tokens generated at which an open span is ended, the largest int32 for none.
-        hard_limit_grace: int32 ``[R]``; tokens for which that waits for the end of a line.
         answer_length: fp32 ``[R]``; tokens that are to follow the span.
-        allows_eos: bool ``[R]``; the sequence may end while its span is open.
-        span_ended: bool ``[R]``; no span is open. Written by :func:`limit_span`, as are
-        span_seen: int32 ``[R]``; tokens of the sequence that have been looked through,
-        span_match: int32 ``[R]``; bits of the tokens that a sequence may be at after these,
-        closing_from: int32 ``[R]``; tokens of the sequence from which its end is forced, -1 for not yet.
-        seed: int64 ``[R]``; of the request's draws.
-        return_values: bool ``[R]``; predicted lengths are wanted.
+        prompt_len: int32 ``[R]``; tokens that do not count as generated. :func:`limit_span` writes the tokens before a
+            span that begins.
+        hard_limit: int32 ``[R]``; generated tokens at which an open span is ended, the largest int32 for none.
+        hard_limit_grace: int32 ``[R]``; tokens that the limit waits for the end of a line.
         value_stride: int32 ``[R]``; the request is guided at steps whose number is a multiple of it.
+        counts_down: bool ``[R]``; ``target_length`` is a total.
+        return_values: bool ``[R]``; predicted lengths are requested.
+        allows_eos: bool ``[R]``; the sequence may end while its span is open.
+        span_ended: bool ``[R]``; no span is open. Written by :func:`limit_span`.
+        ending_token_ids: int32 ``[R, E + S]``; ``eos_token_ids`` and ``span_end_token_ids`` in the same memory: tokens
+            whose value is 0.
         faults: int32 ``[R]``; steps in which the request lost its guidance (see :func:`reweight_scatter`).
     """
 
-    mode: Tensor
-    scale: Tensor
-    nats_per_token: Tensor
-    value_min: Tensor
-    target_length: Tensor
-    tolerance: Tensor
-    counts_down: Tensor
-    min_end_prob: Tensor
-    least_share: Tensor
-    due_length: Tensor
-    entropy_threshold: Tensor
-    eos_token_ids: Tensor
-    span_end_token_ids: Tensor
-    span_token_ids: Tensor
-    span_first_bits: Tensor
-    span_end_bits: Tensor
-    span_start_bits: Tensor
-    closing_token_ids: Tensor
-    ending_token_ids: Tensor
-    scaled_token_ids: Tensor
-    token_scales: Tensor
-    prompt_len: Tensor
-    hard_limit: Tensor
-    hard_limit_grace: Tensor
-    answer_length: Tensor
-    allows_eos: Tensor
-    span_ended: Tensor
-    span_seen: Tensor
-    span_match: Tensor
-    closing_from: Tensor
-    seed: Tensor
-    return_values: Tensor
-    value_stride: Tensor
-    faults: Tensor
+    seed: Annotated[Tensor, Column(torch.int64)]
+    scaled_token_ids: Annotated[Tensor, Column(torch.int64, is_list=True)]
+    token_scales: Annotated[Tensor, Column(torch.float32, 1, is_list=True)]
+    eos_token_ids: Annotated[Tensor, _TOKENS]
+    span_end_token_ids: Annotated[Tensor, _TOKENS]
+    span_token_ids: Annotated[Tensor, _TOKENS]
+    closing_token_ids: Annotated[Tensor, _TOKENS]
+    span_first_bits: Annotated[Tensor, _INTEGER]
+    span_end_bits: Annotated[Tensor, _INTEGER]
+    span_start_bits: Annotated[Tensor, _INTEGER]
+    span_seen: Annotated[Tensor, _INTEGER]
+    span_match: Annotated[Tensor, _INTEGER]
+    closing_from: Annotated[Tensor, Column(torch.int32, -1)]
+    mode: Annotated[Tensor, _INTEGER]
+    scale: Annotated[Tensor, _NUMBER]
+    nats_per_token: Annotated[Tensor, _NUMBER]
+    value_min: Annotated[Tensor, Column(torch.float32, -inf)]
+    target_length: Annotated[Tensor, _NUMBER]
+    tolerance: Annotated[Tensor, _NUMBER]
+    min_end_prob: Annotated[Tensor, Column(torch.float32, inf)]
+    least_share: Annotated[Tensor, _NUMBER]
+    due_length: Annotated[Tensor, Column(torch.float32, inf)]
+    entropy_threshold: Annotated[Tensor, Column(torch.float32, nan)]
+    answer_length: Annotated[Tensor, _NUMBER]
+    prompt_len: Annotated[Tensor, _INTEGER]
+    hard_limit: Annotated[Tensor, Column(torch.int32, 2**31 - 1)]
+    hard_limit_grace: Annotated[Tensor, _INTEGER]
+    value_stride: Annotated[Tensor, Column(torch.int32, 1)]
+    counts_down: Annotated[Tensor, _SWITCH]
+    return_values: Annotated[Tensor, _SWITCH]
+    allows_eos: Annotated[Tensor, _SWITCH]
+    span_ended: Annotated[Tensor, _SWITCH]
+    ending_token_ids: Annotated[Tensor, _TOKENS._replace(is_packed=False)]
+    faults: Annotated[Tensor, _INTEGER._replace(is_packed=False)]
+
+
+# Columns are packed in this order: the widest elements first, so that each column is aligned.
+GUIDANCE_COLUMNS: dict[str, Column] = {
+    name: hint.__metadata__[0] for name, hint in get_type_hints(GuidanceColumns, include_extras=True).items()
+}

@@ -24,9 +24,9 @@ def silu(x):
 
 def table_of(*requests, answer_length=0.0):
     params = [parse_guidance(request) if request else None for request in requests]
-    table = GuidanceTable.from_params(params, [set()] * len(params), "cpu")
+    table = GuidanceTable.from_params(params, [set()] * len(params), "cpu").columns
     table.answer_length[:] = answer_length
-    return table.columns
+    return table
 
 
 def nats_of(logits):
@@ -49,7 +49,7 @@ def test_a_candidate_by_hand(device, backend):
         value = 1 - (first * 0.997 + second * 0.997**2.5) / (first + second)
         return math.log(value / (1 - value))
 
-    table = GuidanceTable.from_params([None, None], [set(), set()], device)
+    table = GuidanceTable.from_params([None, None], [set(), set()], device).columns
     table.nats_per_token[:] = -math.log(0.997)
     head = (scale, shift, embedding, fc_weight, fc_bias, bins_weight, bins_bias, torch.tensor([1.0, 2.0, 4.0]))
     of_rows = dict(table_rows=torch.tensor([1, 0], device=device), generated=torch.zeros(2, device=device).int())

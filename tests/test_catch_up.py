@@ -77,7 +77,7 @@ def test_a_request_over_many_steps(device, backend):
     The request of row 2 begins with 5 cached tokens of a prompt of 6. Its token at position p is 10 + p.
     """
     guidance = [parse_guidance({"target_length": 60})] * 3
-    table = GuidanceTable.from_params(guidance, [{0}] * 3, device)
+    table = GuidanceTable.from_params(guidance, [{0}] * 3, device).columns
     history, page_size = empty_history(3, 3, torch.device(device)), 4
     history.told_lens.copy_(i32(10, 0, 5))
     history.cached_lens.copy_(i32(10, 0, 5))

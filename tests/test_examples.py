@@ -78,7 +78,7 @@ def test_engine_loop(run, checkpoints):
     assert all(1 <= int(length) <= 12 for _, _, length, _ in answers)
     assert len(names["REQUESTS"]) > names["TABLE_ROWS"]
     step, slots = names["step"], names["slots"]
-    assert not step.table.guided.any() and step.table.faults.sum() == 0
+    assert not step.table.guided.any() and step.table.columns.faults.sum() == 0
     assert slots.free_pages * names["PAGE_SIZE"] == slots.num_slots
 
 
@@ -100,7 +100,7 @@ def test_draft_loop(run, checkpoints, tmp_path):
         drawn = sum(int(count) for _, _, count, _, _ in found)
         assert (steps == drawn) if option else (steps < drawn)
         step, slots = names["step"], names["slots"]
-        assert not step.table.guided.any() and step.table.faults.sum() == 0
+        assert not step.table.guided.any() and step.table.columns.faults.sum() == 0
         assert slots.free_pages * names["PAGE_SIZE"] == slots.num_slots
     assert answers[True] == answers[False]
 
@@ -139,7 +139,7 @@ def test_fork_guidance(monkeypatch):
     fork = runpy.run_path(str(EXAMPLES / "fork_guidance.py"))
 
     params = [parse_guidance(p) for p in ({"target_length": 9, "op": "ge"}, {"mode": "exp", "scale": 2})]
-    table = GuidanceTable.from_params([*params, None], [{2}] * 3, "cpu")
+    table = GuidanceTable.from_params([*params, None], [{2}] * 3, "cpu").columns
     rows = dict(top_k=torch.full([3], 3, dtype=torch.int32), top_p=torch.ones(3), min_p=torch.zeros(3))
     candidates = topk_candidates(torch.tensor([[0.1, 0.2, 0.4, 0.3]]).repeat(3, 1), **rows, max_candidates=4)
     # Token 2, the first candidate, ends the output: its value is 0 whatever its logit.

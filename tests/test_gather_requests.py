@@ -19,7 +19,7 @@ def guidance_table(device, rows=7):
     for row, guidance in ((1, {"target_length": 60, "entropy_threshold": 0.5}), (4, lengths), (6, {"scale": 2.0})):
         guidance = guidance | (lengths if row == 6 else {})
         table.add_request(row, parse_guidance(guidance), {0}, prompt_len=10 * row, seed=2**40 + row)
-    return table
+    return table.columns
 
 
 def make_history(rows, device, step=1, held=3, told=100_000):
@@ -157,7 +157,7 @@ NO_HISTORY = empty_history(7, 0, CPU)
 ERRORS = [
     (ValueError, "tokens must have at least one column, got none", {"tokens": i64([], [], []).long()}),
     (ValueError, r"new_lens must say how many of the tokens \[B, N\] are new, got None", {"new_lens": None}),
-    (TypeError, "table must be a GuidanceTable, got dict", {"table": {"mode": 1}}),
+    (TypeError, "table must be GuidanceColumns, got dict", {"table": {"mode": 1}}),
     (ValueError, r"history.tokens must be contiguous and have a column, got \[7, 0\]", {"history": NO_HISTORY}),
     (ValueError, "out must have a row for each of the 3 .*, got 2", {"out": empty_requests(2, CPU)}),
     (ValueError, r"padding_row must be in \[0, 7\), got 7", {"padding_row": 7}),
@@ -170,6 +170,6 @@ ERRORS = [
 @pytest.mark.parametrize(("error", "message", "changed"), ERRORS)
 def test_errors_name_the_argument(error, message, changed):
     batch = dict(tokens=i64([5], [6], [7]), table_rows=i64(6, 0, 4), lengths=i32(80, 90, 100), new_lens=i32(1, 0, 1))
-    arguments = dict(table=guidance_table("cpu").columns, **batch, history=make_history(7, "cpu"))
+    arguments = dict(table=guidance_table("cpu"), **batch, history=make_history(7, "cpu"))
     with pytest.raises(error, match=f"^{message}"):
         gather_requests(**arguments | changed)

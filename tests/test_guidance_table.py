@@ -1,109 +1,135 @@
-"""The table of requests on the device: every parameter in its row, written once, gone with its request."""
+"""The table of requests on the device: every parameter in its row, written once, removed with its request."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lenvm_kernels.guidance import GuidanceParams, GuidanceTable, SpanState, parse_guidance
-from lenvm_kernels.types import Mode
+from lenvm_kernels.types import GUIDANCE_COLUMNS, GuidanceColumns, Mode
 from tests.helpers.watch import Operators
 
+INF, NAN, NO_LIMIT = math.inf, math.nan, 2**31 - 1
+FULL = {
+    "target_length": 5, "op": "le_near", "strength": 2.5, "entropy_threshold": 0.5, "value_min": 0.125, "gamma": 0.5,
+    "return_values": True, "min_end_prob": 0.25, "tolerance": 0.5, "end_token_ids": [1, [2, 9], 3], "hard_limit": 9,
+    "answer_length": 5, "allow_eos": True, "start_token_ids": [[5, 6], 4], "hard_limit_grace": 3, "end_message": [7, 7],
+    "value_stride": 4, "token_temperature_scale": {3: 4, 1: 2, 2: 3},
+}  # fmt: skip
+UNGUIDED = dict(
+    seed=0, scaled_token_ids=[0] * 3, token_scales=[1] * 3, eos_token_ids=[-2] * 3, span_end_token_ids=[-2] * 4,
+    span_token_ids=[-2] * 31, closing_token_ids=[-2] * 32, span_first_bits=0, span_end_bits=0, span_start_bits=0,
+    span_seen=0, span_match=0, closing_from=-1, mode=Mode.UNGUIDED, scale=1, nats_per_token=-math.log(0.997),
+    value_min=-INF, target_length=0, tolerance=0, min_end_prob=INF, least_share=0, due_length=INF,
+    entropy_threshold=NAN, answer_length=0, prompt_len=0, hard_limit=NO_LIMIT, hard_limit_grace=0, value_stride=1,
+    counts_down=False, return_values=False, allows_eos=False, span_ended=False, ending_token_ids=[-2] * 7, faults=0,
+)  # fmt: skip
+# A request, its end-of-sequence ids, the columns that differ from an unguided request's.
+REQUESTS = [
+    (None, set(), {}),
+    (None, {7}, dict(eos_token_ids=[7, -2, -2], ending_token_ids=[7] + [-2] * 6)),
+    ({"mode": "exp", "scale": 3, "entropy_threshold": 0.5, "gamma": 0.9}, set(),
+     dict(mode=Mode.EXP, scale=3, entropy_threshold=0.5, nats_per_token=-math.log(0.9))),
+    # Values that are 0 are not "none".
+    ({"mode": "centered_exp", "scale": -2, "entropy_threshold": 0.0, "value_min": 0.0}, set(),
+     dict(mode=Mode.CENTERED_EXP, scale=-2, entropy_threshold=0, value_min=0)),
+    ({"target_length": 0, "length_mode": "remaining", "op": "ge_near", "min_end_prob": 0}, set(),
+     dict(mode=Mode.GE_NEAR, scale=5, min_end_prob=0, least_share=0.05)),
+    ({"target_length": 50, "op": "le"}, set(), dict(mode=Mode.LE, target_length=50, counts_down=True, due_length=50)),
+    (FULL, {5, 4, 6}, dict(
+        scaled_token_ids=[1, 2, 3], token_scales=[2, 3, 4], eos_token_ids=[4, 5, 6], span_end_token_ids=[1, 2, 3, -2],
+        ending_token_ids=[4, 5, 6, 1, 2, 3, -2], span_token_ids=[1, 2, 9, 3, 5, 6, 4] + [-2] * 24,
+        closing_token_ids=[7, 7, 1] + [-2] * 29, span_first_bits=0b1011011, span_end_bits=0b1101,
+        span_start_bits=0b1100000, mode=Mode.LE_NEAR, scale=2.5, nats_per_token=math.log(2), value_min=0.125,
+        target_length=5, tolerance=2.5, min_end_prob=0.25, least_share=0.05, due_length=7.5, entropy_threshold=0.5,
+        answer_length=5, hard_limit=9, hard_limit_grace=3, value_stride=4, counts_down=True, return_values=True,
+        allows_eos=True,
+    )),
+]  # fmt: skip
 
-def test_table():
-    params = [parse_guidance({"target_length": 7}), None, parse_guidance({"scale": 0.5, "value_min": 0.25})]
-    table = GuidanceTable.from_params(params, [{5, 2}, set(), {9}], "cpu")
-    assert table.guided.tolist() == [True, False, True]
-    assert table.mode.tolist() == [Mode.NEAR, Mode.UNGUIDED, Mode.MUL]
-    assert table.eos_token_ids.tolist() == [[2, 5], [-2, -2], [9, -2]]
-    assert table.value_min.tolist() == [-math.inf, -math.inf, 0.25]
-    assert table.target_length.tolist() == [7, 0, 0] and table.counts_down.tolist() == [True, False, False]
-    torch.testing.assert_close(table.nats_per_token, torch.full((3,), -math.log(0.997)))
-    assert GuidanceTable.from_params([], [], "cpu").mode.shape == (0,)
-    nobody = GuidanceTable.from_params([None], [set()], "cpu")
-    assert nobody.eos_token_ids.tolist() == [[-2]] and nobody.scaled_token_ids.tolist() == [[0]]
+
+def new_table(rows=3, **options):
+    return GuidanceTable(rows, "cpu", **dict(max_eos=3, max_scaled_tokens=3) | options)
+
+
+def assert_row(table, row, **expected):
+    for name, value in (UNGUIDED | expected).items():
+        column = getattr(table.columns, name)
+        wanted = torch.tensor(value, dtype=column.dtype)
+        torch.testing.assert_close(column[row], wanted, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(("request_", "eos", "expected"), REQUESTS)
+def test_a_request_is_written_into_its_row(request_, eos, expected):
+    """A request in a row leaves nothing of the request before it, and its removal leaves the row unguided."""
+    table, params = new_table(), request_ and parse_guidance(request_)
+    table.add_request(1, parse_guidance(FULL), {1, 2}, seed=3, span=SpanState(9, 4, end=8, match=3, closing_from=6))
+    table.columns.faults[1] = 4
+    table.add_request(1, params, eos, prompt_len=9, seed=-(2**63))
+    assert_row(table, 0)
+    assert_row(table, 1, **dict(seed=-(2**63), prompt_len=9, span_seen=9) | expected)
+    assert table.guided.tolist() == [False, "mode" in expected, False]
+    table.remove_request(1)
+    assert_row(table, 1)
+    packed = GuidanceTable.from_params([None, params, params], [set(), eos, {*range(10, 13)}], "cpu")
+    assert packed.columns.mode.tolist() == [0, *[expected.get("mode", 0)] * 2]
+    assert packed.columns.eos_token_ids[1].tolist() == [*sorted(eos), *[-2] * (3 - len(eos))]
+
+
+def test_columns_have_the_dtypes_that_are_declared():
+    for name, column in GUIDANCE_COLUMNS.items():
+        tensor = getattr(new_table().columns, name)
+        assert (tensor.dtype, tensor.dim()) == (column.dtype, 1 + column.is_list), name
+    assert GuidanceColumns._fields == tuple(GUIDANCE_COLUMNS)
+
+
+def test_from_params_needs_a_set_for_each_request():
+    assert GuidanceTable.from_params([], [], "cpu").columns.mode.shape == (0,)
     with pytest.raises(ValueError, match=r"eos_token_ids must have one set per request \(1\), got 2 sets"):
         GuidanceTable.from_params([None], [set(), set()], "cpu")
 
 
-def test_totals_that_are_aimed_at_early():
-    """By 6 tokens or a tenth: near and le_near of a total without a tolerance. The due length stays."""
-    near = {"target_length": 100, "value_constraint": "near"}
-    of_row = [  # parameters, what is taken off
-        (near, 6),
-        (near | {"target_length": 40, "value_constraint": "le_near"}, 4),
-        (near | {"value_constraint": "ge_near"}, 0),
-        (near | {"tolerance": 0.1}, 0),
-        (near | {"target_length_mode": "remaining"}, 0),
-        ({"target_length": 100, "value_constraint": "eq"}, 0),
-    ]
-    tables = [GuidanceTable(len(of_row), "cpu", early=early) for early in (0.0, 6.0)]
-    for table in tables:
-        for row, (given, _) in enumerate(of_row):
-            table.add_request(row, parse_guidance(given), set())
-    late, early = tables
-    assert (late.target_length - early.target_length).tolist() == [off for _, off in of_row]
-    assert torch.equal(late.due_length, early.due_length)
+NEAR = {"target_length": 100, "value_constraint": "near"}
 
 
-def test_every_column_is_of_its_own_row():
-    """Values that are 0 are not "none", and every parameter lands in the row of its request."""
-    params = [
-        parse_guidance({"mode": "exp", "scale": 3, "entropy_threshold": 0.5, "gamma": 0.9}),
-        parse_guidance({"mode": "centered_exp", "scale": -2, "entropy_threshold": 0.0, "value_min": 0.0}),
-        parse_guidance({"target_length": 0, "length_mode": "remaining", "gamma": 0.5, "return_values": True}),
-        parse_guidance({"target_length": 0, "op": "ge_near", "strength": 2.5, "min_end_prob": 0.25}),
-        parse_guidance({"boosted_token_ids": [9, 3], "token_temp_divisor": 0.25}),
-    ]
-    table = GuidanceTable.from_params(params, [{1}, {0, 4, 2}, set(), {7}, {5}], "cpu")
-    assert table.mode.tolist() == [Mode.EXP, Mode.CENTERED_EXP, Mode.NEAR, Mode.GE_NEAR, Mode.UNGUIDED]
-    assert table.scale.tolist() == [3, -2, 5, 2.5, 1]
-    least = torch.tensor(1e-4).item()
-    assert table.min_end_prob.tolist() == [math.inf, math.inf, least, 0.25, math.inf]
-    assert str(table.entropy_threshold.tolist()) == "[0.5, 0.0, nan, nan, nan]"
-    assert table.value_min.tolist() == [-math.inf, 0, -math.inf, -math.inf, -math.inf]
-    assert table.target_length.tolist() == [0] * 5
-    assert table.counts_down.tolist() == [False, False, False, True, False]
-    assert table.return_values.tolist() == [False, False, True, False, False]
-    torch.testing.assert_close(table.nats_per_token, -torch.tensor([0.9, 0.997, 0.5, 0.997, 0.997]).log())
-    assert table.eos_token_ids.tolist() == [[1, -2, -2], [0, 2, 4], [-2, -2, -2], [7, -2, -2], [5, -2, -2]]
-    assert table.scaled_token_ids.tolist() == [[0, 0]] * 4 + [[3, 9]]
-    assert table.token_scales.tolist() == [[1, 1]] * 4 + [[0.25, 0.25]]
+@pytest.mark.parametrize(
+    ("request_", "shift"),
+    [
+        (NEAR, 6),
+        (NEAR | {"target_length": 40, "value_constraint": "le_near"}, 4),  # at most a tenth
+        (NEAR | {"value_constraint": "ge_near"}, 0),
+        (NEAR | {"tolerance": 0.1}, 0),
+        (NEAR | {"target_length_mode": "remaining"}, 0),
+        (NEAR | {"value_constraint": "eq"}, 0),
+    ],
+)
+def test_totals_that_are_aimed_at_early(request_, shift):
+    late, early = (new_table(1, early=early) for early in (0.0, 6.0))
+    for table in (late, early):
+        table.add_request(0, parse_guidance(request_), set())
+    assert (late.columns.target_length - early.columns.target_length).tolist() == [shift]
+    assert torch.equal(late.columns.due_length, early.columns.due_length)
 
 
-def test_spans_in_the_table():
-    """What ends the sequence and what ends the span lie beside each other: the tokens of value 0."""
-    asked = {"end_token_ids": [9, 3], "hard_limit": 40, "answer_length": 2.5}
-    params = [parse_guidance(asked), None, parse_guidance({"end_token_ids": [1, 2, 5, 4], "allow_eos": True})]
-    table = GuidanceTable.from_params(params, [{5, 2}, {7}, set()], "cpu")
-    assert table.span_end_token_ids.tolist() == [[9, 3, -2, -2], [-2] * 4, [1, 2, 5, 4]]
-    assert table.ending_token_ids.tolist() == [[2, 5, 9, 3, -2, -2], [7] + [-2] * 5, [-2, -2, 1, 2, 5, 4]]
-    assert table.hard_limit.tolist() == [40, 2**31 - 1, 2**31 - 1]
-    assert table.answer_length.tolist() == [2.5, 0, 0] and table.allows_eos.tolist() == [False, False, True]
-    assert table.span_ended.tolist() == [False] * 3
-    table.eos_token_ids[1, 1], table.span_end_token_ids[1, 0] = 60, 61
-    assert table.ending_token_ids[1].tolist() == [7, 60, 61, -2, -2, -2]
-    table.ending_token_ids[0] = 6
-    assert table.eos_token_ids[0].tolist() == [6] * 2 and table.span_end_token_ids[0].tolist() == [6] * 4
+def test_the_tokens_that_end_a_sequence_or_a_span_share_memory():
+    table = new_table(max_eos=2)
+    table.add_request(1, None, {7})
+    columns = table.columns
+    columns.eos_token_ids[1, 1], columns.span_end_token_ids[1, 0] = 60, 61
+    assert columns.ending_token_ids[1].tolist() == [7, 60, 61, -2, -2, -2]
+    columns.ending_token_ids[0] = 6
+    assert columns.eos_token_ids[0].tolist() == [6] * 2 and columns.span_end_token_ids[0].tolist() == [6] * 4
 
 
-def test_a_request_begins_with_an_open_span():
-    """Unless it says that it has ended; what the request before has left is gone."""
-    params, table = parse_guidance({"end_token_ids": [9]}), GuidanceTable(3, "cpu")
-    table.add_request(2, params, {0}, span=SpanState(9, 4, end=8))
-    table.add_request(1, params, {0})
-    assert table.span_ended.tolist() == [False, False, True]
-    table.span_ended.fill_(True)  # as limit_span does it
-    table.add_request(0, params, {0}, span=SpanState(9, 4, end=8))
-    table.add_request(1, params, {0})
-    assert table.span_ended.tolist() == [True, False, True]
-    table.remove_request(2)
-    assert table.span_ended.tolist() == [True, False, False] and table.span_end_token_ids[2].tolist() == [-2] * 4
+def test_the_state_of_a_span_is_written():
+    table, params = new_table(), parse_guidance({"end_token_ids": [9]})
+    table.add_request(2, params, {0}, seed=2**63 - 1, span=SpanState(9, 4, end=8, match=1, closing_from=6))
+    state = dict(prompt_len=4, span_seen=9, span_ended=True, span_match=1, closing_from=6, seed=2**63 - 1)
+    assert {name: getattr(table.columns, name)[2].item() for name in state} == state
 
 
 def test_lengths_of_rows_out_of_order():
-    """Each by its own discount and end-of-sequence ids; -1 and the padding of the ids are nobody's end."""
+    """Each row has its own discount and end-of-sequence ids, which neither -1 nor their padding match."""
     params = [parse_guidance({"gamma": gamma}) for gamma in (0.5, 0.9, 0.99, 0.8)]
     table = GuidanceTable.from_params(params, [{0, 3}, {1}, set(), {2}], "cpu")
     z = torch.tensor([0.0, 2.0, -1.0, 1.0, 0.5])
@@ -113,87 +139,42 @@ def test_lengths_of_rows_out_of_order():
     torch.testing.assert_close(table.remaining_lengths(rows, z, tokens), expected)
 
 
-def columns(table, row):
-    """A row of every column of a table, padding of lists included."""
-    return {name: column[row].tolist() for name, column in table.columns._asdict().items()}
-
-
-def test_set_and_clear_write_one_row():
-    params = parse_guidance(
-        {"target_length": 50, "op": "le", "gamma": 0.99, "token_temperature_scale": {"4": 2.0}, "value_min": 0.1}
-    )
-    table = GuidanceTable(3, "cpu", max_eos=2, max_scaled_tokens=2)
-    empty = [columns(table, row) for row in range(3)]
-    assert not table.guided.any()
-    table.add_request(1, params, {7}, prompt_len=9, seed=-5)
-    packed = GuidanceTable.from_params([params], [{7}], "cpu")
-    row = columns(table, 1)
-    assert (row["prompt_len"], row["seed"]) == (9, -5)
-    assert row["eos_token_ids"] == [7, -2] and row["scaled_token_ids"] == [4, 0] and row["token_scales"] == [2.0, 1.0]
-    scalars = ("mode", "scale", "nats_per_token", "value_min", "target_length", "counts_down")
-    assert {name: row[name] for name in scalars} == {name: columns(packed, 0)[name] for name in scalars}
-    assert table.guided.tolist() == [False, True, False]
-    table.faults[1] = 4
-    table.remove_request(1)
-    assert str([columns(table, row) for row in range(3)]) == str(empty)  # as text: NaN is not itself
+FP32 = (
+    "eos_token_ids and prompt_len must be int32, tokens of token_temperature_scale int64, and numbers of params fp32,"
+)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("row", "params", "eos", "options", "message"),
     [
-        ((3, None, set()), IndexError, r"table_row must be in \[0, 3\), got 3"),
-        ((0, None, {1, 2, 3}), ValueError, "eos_token_ids must be at most 2 ids, got 3"),
-        (
-            (0, parse_guidance({"boosted_token_ids": [1, 2, 3], "token_temp_divisor": 2}), set()),
-            ValueError,
-            "token_temperature_scale must be of at most 2 tokens, got 3",
-        ),
+        (3, None, set(), {}, r"table_row must be in \[0, 3\), got 3"),
+        (-1, None, set(), {}, r"table_row must be in \[0, 3\), got -1"),
+        (0, None, {1, 2, 3, 4}, {}, "eos_token_ids must be at most 3 ids, got 4"),
+        (0, GuidanceParams(token_temperature_scale=dict.fromkeys(range(4), 2.0)), set(), {},
+         "token_temperature_scale must be of at most 3 tokens, got 4"),
+        (0, None, set(), {"seed": 2**63}, f"seed must be an int64, got {2**63}"),
+        (0, None, set(), {"seed": -(2**63) - 1}, f"seed must be an int64, got {-(2**63) - 1}"),
+        (0, None, {2**31}, {}, f"{FP32} got .2147483648., 0 and GuidanceParams"),
+        (0, None, {1}, {"prompt_len": 2**31}, f"{FP32} got .1., 2147483648 and GuidanceParams"),
+        (0, GuidanceParams(token_temperature_scale={2**63: 2.0}), {1}, {}, FP32),
+        (0, GuidanceParams(scale=1e39), {1}, {}, FP32),
     ],
-)
-def test_what_does_not_fit_is_refused_and_changes_nothing(arguments, error, message):
-    table = GuidanceTable(3, "cpu", max_eos=2, max_scaled_tokens=2)
-    table.add_request(0, parse_guidance({"target_length": 5}), {1})
-    before = str(columns(table, 0))
-    with pytest.raises(error, match=message):
-        table.add_request(*arguments)
-    assert str(columns(table, 0)) == before
-    for seed in (2**63, -(2**63) - 1):
-        with pytest.raises(ValueError, match=f"seed must be an int64, got {seed}"):
-            table.add_request(0, None, set(), seed=seed)
-    with pytest.raises(IndexError, match=r"table_row must be in \[0, 3\), got -1"):
-        table.add_request(-1, None, set())
-    assert str(columns(table, 0)) == before
-
-
-def test_the_largest_seeds_and_a_row_set_again():
-    """A new request in a row leaves nothing of the one before."""
-    table = GuidanceTable(2, "cpu", max_eos=3, max_scaled_tokens=3)
-    full = {"target_length": 5, "entropy_threshold": 0.5, "value_min": 0.1, "return_values": True, "gamma": 0.5}
-    full |= {"end_token_ids": [1, [2, 9], 3], "hard_limit": 9, "answer_length": 5, "allow_eos": True}
-    full |= {"start_token_ids": [[5, 6], 4], "hard_limit_grace": 3, "end_message": [7, 7]}
-    table.add_request(
-        1,
-        parse_guidance(full | {"token_temperature_scale": {1: 2, 2: 3, 3: 4}}),
-        {4, 5, 6},
-        seed=2**63 - 1,
-        span=SpanState(9, 4, end=8, match=3, closing_from=6),
-    )
-    assert table.seed.tolist() == [0, 2**63 - 1] and table.return_values.tolist() == [False, True]
-    table.faults += 2
-    table.add_request(1, parse_guidance({"scale": 0.5}), {8}, prompt_len=3, seed=-(2**63))
-    fresh = GuidanceTable(2, "cpu", max_eos=3, max_scaled_tokens=3)
-    fresh.faults += 2
-    fresh.mode[1], fresh.scale[1], fresh.eos_token_ids[1, 0] = Mode.MUL, 0.5, 8
-    fresh.prompt_len[1], fresh.seed[1], fresh.faults[1] = 3, -(2**63), 0
-    fresh.span_seen[1] = 3
-    assert str([columns(table, row) for row in range(2)]) == str([columns(fresh, row) for row in range(2)])
+)  # fmt: skip
+def test_a_request_that_does_not_fit_is_rejected_and_changes_nothing(row, params, eos, options, message):
+    table = new_table()
+    with pytest.raises((IndexError, ValueError), match=f"^{message}") as raised:
+        table.add_request(row, params, eos, **options)
+    assert isinstance(raised.value, IndexError) == message.startswith("table_row")
+    with Operators() as seen:
+        table.flush()
+    assert seen.names == []
 
 
 @pytest.mark.parametrize("table_rows", [[2], [4, 0, 3, 4, 1]])
-def test_requests_are_written_together_when_a_column_is_read(table_rows):
-    """Two writes however many requests there are, of each row the last request, and none when nobody came."""
+def test_requests_are_written_together_when_the_columns_are_read(table_rows):
+    """Two writes for any number of requests, the last request of each row, and no write without a request."""
     table = GuidanceTable(5, "cpu")
-    table.faults.fill_(3)
+    table.columns.faults.fill_(3)
     for i, row in enumerate(table_rows):
         table.add_request(row, parse_guidance({"target_length": 10 + i}), {i}, prompt_len=i)
     with Operators() as seen:
@@ -206,36 +187,12 @@ def test_requests_are_written_together_when_a_column_is_read(table_rows):
     assert columns.faults.tolist() == [0 if row in last else 3 for row in range(5)]
 
 
-@pytest.mark.parametrize(
-    ("params", "eos", "prompt_len"),
-    [
-        (None, {2**31}, 0),
-        (None, {1}, 2**31),
-        (parse_guidance({"token_temperature_scale": {2**63: 2.0}}), {1}, 0),
-        (GuidanceParams(scale=1e39), {1}, 0),
-    ],
-)
-def test_numbers_that_no_column_holds_are_refused(params, eos, prompt_len):
-    table = GuidanceTable(2, "cpu")
-    with pytest.raises(ValueError, match=r"eos_token_ids and prompt_len must be int32, tokens of .* int64, .* got"):
-        table.add_request(1, params, eos, prompt_len=prompt_len)
-    with Operators() as seen:
-        table.flush()
-    assert seen.names == []
-
-
 def test_nothing_is_written_while_a_graph_is_captured(monkeypatch):
     """Its replays would write it again, over requests that came later."""
     table = GuidanceTable(2, "cpu")
-    on_gpu = SimpleNamespace(is_cuda=True)
-    monkeypatch.setattr(table, "_rows", on_gpu)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     table.flush()
-    monkeypatch.setattr(table, "_staged", {1: torch.zeros(1)})
+    table.add_request(1, None, set())
     with pytest.raises(RuntimeError, match=r"flush\(\) it before a graph is captured"):
         table.flush()
-
-
-def test_no_such_column():
-    with pytest.raises(AttributeError, match="'GuidanceTable' object has no attribute 'modes'"):
-        GuidanceTable(1, "cpu").modes  # noqa: B018

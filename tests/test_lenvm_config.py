@@ -188,7 +188,7 @@ def test_requests_of_transformers_get_the_gamma_of_the_value_model(checkpoint, p
         value_model = ValueModel.from_pretrained(checkpoint, gamma=given)
         mask = torch.ones(3, 4, dtype=torch.int64)
         processor = LenVMLogitsProcessor(pair[0], value_model, guidance, mask, max_new_tokens=4)
-        nats = processor._step.table.nats_per_token[:3]
+        nats = processor._step.table.columns.nats_per_token[:3]
         torch.testing.assert_close(nats, -torch.tensor([first, 0.8, 0.7]).log())
 
 
@@ -198,7 +198,7 @@ def test_the_strength_of_a_value_model_is_that_of_requests_that_name_none(pair):
         value_model = ValueModel.from_causal_lm(*pair, lenvm_config=config)
         guidance = [near, near | {"strength": 2}, near | {"op": "le_near"}]
         processor = LenVMLogitsProcessor(pair[0], value_model, guidance, mask, max_new_tokens=4)
-        assert processor._step.table.scale[:3].tolist() == [expected, 2, expected]
+        assert processor._step.table.columns.scale[:3].tolist() == [expected, 2, expected]
     assert parse_guidance(near, strength=7, has_values=False).scale == 10  # there is no value model that has it
     assert parse_guidance({"value_scale": 2}, strength=7).scale == 2
 

@@ -84,7 +84,7 @@ def test_what_ends_a_span(device, backend, dtype, turn):
     changed = logits.to(device)
     found = limit_span(
         changed,
-        table,
+        table.columns,
         filled(new, 4, 2).to(device),  # what ends a span, but is not new
         torch.arange(1, len(SPANS) + 1, device=device),
         torch.full((len(SPANS),), 6, dtype=torch.int32, device=device),
@@ -94,7 +94,7 @@ def test_what_ends_a_span(device, backend, dtype, turn):
     )
     assert found.ended.view(-1, 3).tolist() == [x + [False] * (3 - len(x)) for x in ended]
     assert torch.equal(changed.cpu(), expected)
-    assert table.span_ended.tolist() == [False, *(x[0] for x in ended)]
+    assert table.columns.span_ended.tolist() == [False, *(x[0] for x in ended)]
 
 
 def test_a_span_ends_once(device, backend):
@@ -108,9 +108,9 @@ def test_a_span_ends_once(device, backend):
         logits = torch.zeros(2, 4, device=device)
         lengths = torch.full((2,), 1 + step, dtype=torch.int32, device=device)
         tokens = torch.tensor(tokens, device=device)[:, None]
-        ended = limit_span(logits, table, tokens, rows, lengths, backend=backend).ended.tolist()
+        ended = limit_span(logits, table.columns, tokens, rows, lengths, backend=backend).ended.tolist()
         found.append((ended, logits.argmax(1).tolist(), (logits[:, 0] < 0).tolist()))
-        assert table.span_ended.tolist() == [False, ended[1], False, ended[0], False]
+        assert table.columns.span_ended.tolist() == [False, ended[1], False, ended[0], False]
     nobody = [False, False]
     assert found == [
         (nobody, [1, 1], [True, True]),  # argmax: the first token that is not lowered
@@ -183,7 +183,7 @@ def test_a_closing_is_forced_token_by_token(device, backend, asked, drawn, expec
         sequence = [*[1] * prompt, *text]
         found = limit_span(
             logits,
-            table,
+            table.columns,
             torch.tensor([sequence[-new:]], device=device),
             torch.tensor([1], device=device),
             torch.tensor([len(sequence)], dtype=torch.int32, device=device),
@@ -216,8 +216,12 @@ def test_only_spans_are_remembered(device, backend):
         table.add_request(row, parse_guidance(NOBODY), {0}, span=SpanState(0, 0, end=0 if row == 0 else None))
     rows, tokens = torch.arange(2, device=device), torch.zeros(2, 1, dtype=torch.int64, device=device)
     logits = torch.ones(2, 3, device=device)
-    ended = limit_span(logits, table, tokens, rows, rows.int(), backend=backend)
-    assert ended.ended.tolist() == [False, False] and (logits == 1).all() and table.span_ended.tolist() == [True, False]
+    ended = limit_span(logits, table.columns, tokens, rows, rows.int(), backend=backend)
+    assert (
+        ended.ended.tolist() == [False, False]
+        and (logits == 1).all()
+        and table.columns.span_ended.tolist() == [True, False]
+    )
 
 
 def of_nodes(logits, device, dtype, **asked):
@@ -226,7 +230,7 @@ def of_nodes(logits, device, dtype, **asked):
     table.add_request(0, parse_guidance({"end_token_ids": [2, 4], **asked}), {0, 1})
     return dict(
         logits=torch.tensor([logits], dtype=dtype, device=device),
-        table=table,
+        table=table.columns,
         tokens=torch.tensor([[7]], device=device),
         table_rows=torch.tensor([0], device=device),
         lengths=torch.tensor([9], dtype=torch.int32, device=device),
@@ -272,7 +276,7 @@ def test_compiled_with_the_columns_of_a_table():
     arguments = of_nodes([1.0] * 5, "cpu", torch.float32)
     expected = of_nodes([1.0] * 5, "cpu", torch.float32)
     for either in (arguments, expected):
-        either["table"], either["tokens"] = either["table"].columns, torch.tensor([[2]])
+        either["tokens"] = torch.tensor([[2]])
     ended = torch.compile(limit_span, fullgraph=True, backend="aot_eager")(**arguments)
     assert torch.equal(ended.ended, limit_span(**expected).ended) and ended.ended.all()
     for name, column in arguments["table"]._asdict().items():
@@ -282,7 +286,7 @@ def test_compiled_with_the_columns_of_a_table():
 ERRORS = [
     (ValueError, "tokens must have at least one column, got none", {"tokens": torch.zeros(1, 0).long()}),
     (ValueError, "new_lens must be given with tokens of several .*, got 3", {"tokens": torch.zeros(1, 3).long()}),
-    (TypeError, "table must be a GuidanceTable, got dict", {"table": {"eos": 1}}),
+    (TypeError, "table must be GuidanceColumns, got dict", {"table": {"eos": 1}}),
     # Of four nodes, of which none are said to be drafts.
     (ValueError, r"logits must be .* \[1, \*\] on cpu, got float32 \[4, 5\] on cpu", {"logits": torch.zeros(4, 5)}),
     (ValueError, "table.span_end_token_ids must have at least one column, got none", {"span_end_token_ids": NO_ENDS}),
@@ -293,6 +297,6 @@ ERRORS = [
 def test_errors_name_the_argument(error, message, changed):
     arguments = of_nodes([1.0] * 5, "cpu", torch.float32)
     if "span_end_token_ids" in changed:
-        changed = {"table": arguments["table"].columns._replace(**changed)}
+        changed = {"table": arguments["table"]._replace(**changed)}
     with pytest.raises(error, match=f"^{message}"):
         limit_span(**arguments | changed)

@@ -167,7 +167,7 @@ def guided_step(step_class, k):
         results += [output.tokens, output.remaining_lengths] + ([] if probs is None else [probs])
         last[chosen.long()] = output.tokens.int()
         lengths[chosen.long()] += 1
-    return [*results, step.cache.keys, step.cache.values, step.table.faults]
+    return [*results, step.cache.keys, step.cache.values, step.table.columns.faults]
 
 
 def sampling_of(requests):
@@ -222,8 +222,8 @@ def drafted_step(step_class, k):
         results += [output.tokens, output.remaining_lengths, *output.verified]
         tokens[chosen], new_lens[chosen] = output.verified.tokens.long(), output.verified.lens
         lengths[chosen] += output.verified.lens
-    assert new_lens.max() > 1 and not step.table.faults.any()
-    return [*results, step.cache.keys, step.cache.values, step.table.faults]
+    assert new_lens.max() > 1 and not step.table.columns.faults.any()
+    return [*results, step.cache.keys, step.cache.values, step.table.columns.faults]
 
 
 def trunk_step(trunk):
@@ -254,7 +254,7 @@ def trunk_step(trunk):
         )
         results += [output.candidates.token_ids, output.value_logits, output.probs, output.tokens]
         lengths[chosen] += output.verified.lens
-    return [*results, step.table.faults]
+    return [*results, step.table.columns.faults]
 
 
 def test_no_races_in_a_step_with_a_trunk(tmp_path):

@@ -46,7 +46,7 @@ def reweight(probs, z, params, eos, device, backend, *, token_ids=None, status=N
     if token_ids is None:
         token_ids = torch.where(probs > 0, torch.arange(probs.shape[1]), -1).int()
     nobody = GuidanceParams(Mode.VALUE_BIAS, 3.0)
-    table = GuidanceTable.from_params([nobody, *reversed(params)], [set(), *reversed(eos)], device)
+    table = GuidanceTable.from_params([nobody, *reversed(params)], [set(), *reversed(eos)], device).columns
     table_rows = torch.arange(rows, 0, -1, device=device)
     if answers is not None:
         table.nats_per_token[:] = 1.0
@@ -107,7 +107,10 @@ def test_root_meets_the_target_on_hard_rows(backend, rows, slots, device):
     assert p[p > 0].min() < 1e-27
     status = torch.full((rows,), int(Status.GUIDE), dtype=torch.int8)
     result, _ = reweight(p, z, params, set(), device, backend, status=status)
-    q, table = p.double() / p.double().sum(1, keepdim=True), GuidanceTable.from_params(params, [set()] * rows, "cpu")
+    q, table = (
+        p.double() / p.double().sum(1, keepdim=True),
+        GuidanceTable.from_params(params, [set()] * rows, "cpu").columns,
+    )
     error = (expectation(result, z) - target_of(table, q, z.double())).abs()
     assert result.isfinite().all() and (result.sum(1) - 1).abs().max() < 1e-5
     assert error.max() <= 1e-5, f"row {error.argmax()}: off by {error.max():.2e}; {(error > 1e-5).sum()} rows"
@@ -522,7 +525,7 @@ def test_status_decides_faults_and_writes(device, backend, probs, monkeypatch):
     p[[2, 4]] = torch.tensor([0.5, 0.0])
     token_ids = torch.tensor([[9, 2], [9, 2], [8, -1], [9, 2], [0, -1], [5, 0], [9, 2], [3, 7]]).int()
     mul = parse_guidance({"scale": 0.5})
-    table = GuidanceTable.from_params([None, mul, mul, mul], [{0}, set(), {0}, {2}], device)
+    table = GuidanceTable.from_params([None, mul, mul, mul], [{0}, set(), {0}, {2}], device).columns
     table_rows = torch.tensor([1, 1, 2, 3, 0, 2, 0, 1], device=device)
     candidates = candidates_of(token_ids, p, device, status)
     candidates.lost_mass[3] = math.nan
@@ -543,19 +546,19 @@ def test_status_decides_faults_and_writes(device, backend, probs, monkeypatch):
     assert torch.equal(memory.cpu(), expected.to(probs))
 
 
-SMALL = GuidanceTable.from_params([None], [set()], "cpu")
+SMALL = GuidanceTable.from_params([None], [set()], "cpu").columns
 COLUMNS = "value_logits must have a power of two up to 64 columns, got"
 ERRORS = [
     *((f"{COLUMNS} {n}", {"value_logits": torch.zeros(2, n)}) for n in (0, 3, 128)),
     ("candidates must be the Candidates of topk_candidates, got NoneType", {"candidates": None}),
-    ("table must be a GuidanceTable, got list", {"table": []}),
+    ("table must be GuidanceColumns, got list", {"table": []}),
     (r"table must have a row for each of the 2 requests, got 1 \(or give table_rows\)", {"table": SMALL}),
 ]
 
 
 @pytest.mark.parametrize(("message", "changed"), ERRORS)
 def test_bad_arguments_are_named(message, changed):
-    table = GuidanceTable.from_params([None, None], [set(), set()], "cpu")
+    table = GuidanceTable.from_params([None, None], [set(), set()], "cpu").columns
     candidates = candidates_of(torch.zeros(2, 4).int(), torch.full((2, 4), 0.25), "cpu")
     arguments = dict(candidates=candidates, value_logits=torch.zeros(2, 4), table=table)
     with pytest.raises((TypeError, ValueError), match=f"^{message}$"):

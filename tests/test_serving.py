@@ -574,7 +574,7 @@ class TestRemoteGuidance:
         assert asked == [([prompts[1], prompts[2]], [[30, 59], [32, 34]])]
         check(output.value_logits[1, :2].tolist(), expected_of(pair, prompts[1], [30, 59]))
         check(output.value_logits[2, :2].tolist(), expected_of(pair, prompts[2], [32, 34]))
-        assert step.table.faults[rows].tolist() == [1, 0, 0, 1]
+        assert step.table.columns.faults[rows].tolist() == [1, 0, 0, 1]
 
     def test_without_a_server_rows_go_on_unguided(self, base, value_model, make_engine):
         with served(make_engine()) as (url, _):

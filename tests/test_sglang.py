@@ -648,11 +648,12 @@ def test_the_engine_draws_where_guidance_may_not(guide, monkeypatch, guidance, v
         ),
     ],
 )
-def test_requests_that_do_not_fit_the_table_are_refused(sampling, custom_params, message):
+def test_requests_that_do_not_fit_the_table_are_refused(tmp_path, sampling, custom_params, message):
     params = dict(top_k=5, sampling_seed=None, stop_token_ids=None, custom_params=GENTLE | custom_params)
-    assert sglang_adapter.requested_guidance(SimpleNamespace(**params | {"custom_params": GENTLE})) is not None
+    settings = sglang_adapter.Settings(tmp_path)
+    assert sglang_adapter.requested_guidance(SimpleNamespace(**params | {"custom_params": GENTLE}), settings)
     with pytest.raises(ValueError, match=message):
-        sglang_adapter.requested_guidance(SimpleNamespace(**params | sampling))
+        sglang_adapter.requested_guidance(SimpleNamespace(**params | sampling), settings)
 
 
 def test_end_tokens_are_those_that_the_engine_ends_at():

@@ -398,7 +398,7 @@ def targets(probs, z, params, top_k=8):
     """The specification's target of the expected value of each row."""
     q = torch.where(probs >= probs.topk(top_k, dim=1).values[:, -1:], probs, 0.0).double()
     z = torch.where(torch.arange(VOCAB) == EOS, -math.inf, z.double())
-    table = GuidanceTable.from_params([parse_guidance(p) for p in params], [{EOS}] * len(params), "cpu")
+    table = GuidanceTable.from_params([parse_guidance(p) for p in params], [{EOS}] * len(params), "cpu").columns
     return target_of(table, q / q.sum(1, keepdim=True), z)
 
 

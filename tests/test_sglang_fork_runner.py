@@ -234,7 +234,7 @@ def expected_row(plain, request, probs, tokens=None):
         return with_own_filters(request, probs), status
     items = () if request.multimodal_inputs is None else request.multimodal_inputs.mm_items
     value_logits = plain.after(tokens, items)[candidates.token_ids.clamp(min=0).long()]
-    table = GuidanceTable.from_params([params], [{EOS}], "cpu")
+    table = GuidanceTable.from_params([params], [{EOS}], "cpu").columns
     generated = column(len(tokens) - len(request.origin_input_ids), torch.int32)
     reweight_scatter(candidates, value_logits, table, generated=generated, probs=row)
     return row[0], status
@@ -454,7 +454,7 @@ def test_what_a_request_has_beside_guidance(engine):
     request = Request("a", prompt_of(9, 59), {**TILT, **beside}, top_k=6)
     request.eos_token_ids = {EOS, *range(1000, 1080)}
     engine.go([request], [4])
-    table = engine.runner.step.table
+    table = engine.runner.step.table.columns
     assert table.token_scales.unique().tolist() == [1.0] and not table.return_values.any()
     assert table.eos_token_ids[4].tolist() == [EOS, *range(1000, 1063)]
 
@@ -792,7 +792,7 @@ def test_the_value_model_is_loaded_at_the_start(make, monkeypatch):
     step = engine.runner.step
     config = step.config
     assert (config.max_candidates, config.max_requests, config.vocab_size, config.max_delta) == (64, 5, VOCAB, 16)
-    assert step.value_model.dtype == torch.float32 and step.table.eos_token_ids.shape == (8, 64)
+    assert step.value_model.dtype == torch.float32 and step.table.columns.eos_token_ids.shape == (8, 64)
     assert engine.runner.slots.table.shape == (7, 6) and engine.runner.slots.num_slots == 5 * 96
     assert engine.asked_memory == [(("cpu", 0), {"distributed": False, "cpu_group": None})] * 2
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from lenvm_kernels.adapters import settings
+from lenvm_kernels.adapters.settings import Settings
 from lenvm_kernels.adapters.sglang_images import PromptImages, image_tokens
 from lenvm_kernels.types import Status
 from tests.helpers.models import VISION, random_head, random_model, value_logits, value_model_of, vl_config
@@ -122,11 +122,9 @@ def test_a_value_model_without_a_vision_tower():
 
 
 @pytest.mark.parametrize(("model_type", "reads"), [("qwen2_5_vl", True), ("qwen2", False)])
-def test_whether_a_value_model_reads_images(monkeypatch, tmp_path, model_type, reads):
+def test_whether_a_value_model_reads_images(tmp_path, model_type, reads):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    monkeypatch.setenv("LENVM_VALUE_MODEL", str(tmp_path))
-    monkeypatch.setattr(settings, "value_model_reads_images", settings.value_model_reads_images.__wrapped__)
-    assert settings.value_model_reads_images() is reads
+    assert Settings(tmp_path).reads_images is reads
 
 
 # --- the real server ---

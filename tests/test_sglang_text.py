@@ -109,7 +109,7 @@ def check_draws(smollm2, prompt, output, rows, guidance, *, adjust=None, mask=No
         entropy_threshold=torch.full([n], threshold),
         vocab_mask=mask,
     )
-    table = GuidanceTable.from_params([params], [{smollm2.tokenizer.eos_token_id, *ends}], "cpu")
+    table = GuidanceTable.from_params([params], [{smollm2.tokenizer.eos_token_id, *ends}], "cpu").columns
     assert [row["length"] for row in rows[:n]] == list(range(len(prompt), len(prompt) + n))
     column = {name: [row[name] for row in rows[:n]] for name in ("status", "token_ids", "value_logits", "probs")}
     assert column["status"] == candidates.status.tolist()

@@ -17,8 +17,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from lenvm_kernels.adapters import settings, sglang_guide
 from lenvm_kernels.adapters import sglang as sglang_adapter
+from lenvm_kernels.adapters import sglang_guide
 from lenvm_kernels.adapters.settings import Settings
 from lenvm_kernels.adapters.sglang_states import SampledStates, input_embedding
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
@@ -406,17 +406,13 @@ def test_what_a_trunk_does_not_go_with_is_refused_at_start(folder, weight, trunk
 def test_requests_beside_a_trunk(folder, monkeypatch, reads_tokens):
     """What a value model has to read or to have seen is nothing to it."""
     monkeypatch.setenv("LENVM_VALUE_MODEL", str(folder / ("value" if reads_tokens else "last")))
-    caches = (settings.has_value_model, settings.has_trunk, settings.default_gamma, settings.default_strength)
-    caches += (settings.value_model_reads_images,)
-    for cache in caches:
-        cache.cache_clear()
+    Settings.current.cache_clear()
     sampling = SimpleNamespace(custom_params=GENTLE, top_k=5, sampling_seed=None, stop_token_ids=None, beam_width=None)
     req = dict(sampling_params=sampling, input_embeds=[0.5], positional_embed_overrides=None, extra_key="mine")
     req = SimpleNamespace(**req, set_finish_with_abort=lambda message: errors.append(message))
     errors = []
     sglang_adapter.note_guidance(None, req)
-    for cache in caches:
-        cache.cache_clear()
+    Settings.current.cache_clear()
     assert errors == ["input_embeds cannot be combined with guidance in custom_params"] * reads_tokens
     assert req.extra_key == "mine"
     assert (req.lenvm_guidance is None) == reads_tokens

@@ -126,7 +126,7 @@ def test_host_and_device_agree(ends, starts, output, cuts, known):
         told = torch.tensor([[*sequence[start:at], *[7] * 6][:6]])
         found = limit_span(
             None,
-            table,
+            table.columns,
             told,
             torch.tensor([1]),
             torch.tensor([at], dtype=torch.int32),
@@ -135,9 +135,10 @@ def test_host_and_device_agree(ends, starts, output, cuts, known):
         state = params.span_state(prompt, sequence[2:at])
         assert (state.begin, state.end) == naive_state(ends, starts, prompt, sequence[2:at])
         assert found.ended.tolist() == [state.end is not None] and found.generated.tolist() == [at - state.begin]
-        columns = (table.prompt_len, table.span_ended, table.span_seen, table.span_match)
-        assert [x[1].item() for x in columns] == [state.begin, state.end is not None, state.seen, state.match]
-    assert [x[2].item() for x in (table.prompt_len, table.span_seen)] == [2, 2]
+        columns = table.columns
+        written = (columns.prompt_len, columns.span_ended, columns.span_seen, columns.span_match)
+        assert [x[1].item() for x in written] == [state.begin, state.end is not None, state.seen, state.match]
+    assert [x[2].item() for x in (table.columns.prompt_len, table.columns.span_seen)] == [2, 2]
 
 
 def tokenizer_of(vocab, template=None):

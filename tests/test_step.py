@@ -86,7 +86,7 @@ def test_500_steps_of_requests_that_come_and_go(models):
             rows = sorted(running, key=lambda row: randint(0, 100))
             decode(rows)
     assert scored > 2000 and retractions > 5 and finished > 50, (scored, retractions, finished)
-    assert step.table.faults.sum() == 0
+    assert step.table.columns.faults.sum() == 0
 
 
 @pytest.mark.parametrize("is_predicted", [False, True])
@@ -200,22 +200,24 @@ def test_every_row_gets_what_its_own_request_asked_for(models):
         probs = torch.softmax(scores, dim=1)
         before = probs.clone()
         output = engine.decode(rows, sequences, scores, **filters, probs=probs, drawn=drawn)
-        of_rows = dict(guided=table.guided, entropy_threshold=table.entropy_threshold)
+        of_rows = dict(guided=table.guided, entropy_threshold=table.columns.entropy_threshold)
         candidates = topk_candidates(scores, **filters, **of_rows, is_logits=True)
         for name, found, expected in zip(candidates._fields, output.candidates, candidates, strict=True):
             assert torch.equal(found, expected), name
         models.assert_values(output, sequences)
         generated = lengths - torch.tensor(prompt_lens, dtype=torch.int32)
-        expected_probs = reweight_scatter(candidates, output.value_logits, table, generated=generated, probs=before)
+        expected_probs = reweight_scatter(
+            candidates, output.value_logits, table.columns, generated=generated, probs=before
+        )
         torch.testing.assert_close(output.probs, expected_probs, rtol=0, atol=1e-3)
         torch.testing.assert_close(probs, before, rtol=0, atol=1e-3)
         own = sample_candidates(candidates, output.probs, torch.tensor(seeds), lengths)
         assert output.tokens.tolist() == torch.where(own >= 0, own, drawn.int()).tolist()
         for tokens, token in zip(sequences, output.tokens.tolist(), strict=True):
             tokens.append(token)
-        remaining = torch.nn.functional.softplus(models.values(sequences)) / table.nats_per_token
+        remaining = torch.nn.functional.softplus(models.values(sequences)) / table.columns.nats_per_token
         ended = torch.tensor([tokens[-1] in ids for tokens, ids in zip(sequences, eos, strict=True)])
-        remaining = remaining.masked_fill(ended, 0.0).masked_fill(~table.return_values, math.nan)
+        remaining = remaining.masked_fill(ended, 0.0).masked_fill(~table.columns.return_values, math.nan)
         torch.testing.assert_close(output.remaining_lengths, remaining, rtol=1e-4, atol=1e-3, equal_nan=True)
         seen |= set(zip(rows, candidates.status.tolist(), strict=True))
     assert seen == {(3, Status.SKIP), (1, Status.UNGUIDED)} | {(row, Status.GUIDE) for row in (5, 0, 6, 2)}
@@ -244,7 +246,7 @@ def test_flush_leaves_nothing_to_write(models):
     step.flush()
     with Operators() as seen:
         step.flush()
-        assert step.table.mode.tolist() == [0, 0, 0, Mode.GE, 0, 0, 0, 0, 0] and step.table.seed[1] == 4
+        assert step.table.columns.mode.tolist() == [0, 0, 0, Mode.GE, 0, 0, 0, 0, 0] and step.table.columns.seed[1] == 4
     assert seen.writes == []
     step.remove_request(3)
     with Operators() as seen:

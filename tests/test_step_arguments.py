@@ -143,7 +143,7 @@ def test_without_a_value_model_what_needs_one_is_refused(guidance, message):
     Engine(step, slots).admit(2, [3, 4], {"target_length": 5}, prompt_len=2)
     with pytest.raises(ValueError, match=message):
         step.add_request(2, parse_guidance(guidance), {EOS})
-    assert step.table.target_length[2] == 5  # the row is as it was
+    assert step.table.columns.target_length[2] == 5  # the row is as it was
 
 
 def test_batches_are_checked(models):

@@ -46,7 +46,7 @@ def test_strides(models, monkeypatch):
             sequences[i].append(token)
             waiting[i] = 1 if due[i] else waiting[i] + 1
     assert scored == 5 * (20 + 10 + 6 + 4)
-    assert not engine.step.table.faults.any()
+    assert not engine.step.table.columns.faults.any()
 
 
 def test_a_step_that_is_not_counted_moves_no_stride(models):
@@ -61,7 +61,7 @@ def test_a_step_that_is_not_counted_moves_no_stride(models):
             assert output.candidates.status.tolist() == [[Status.GUIDE, Status.NOT_DUE][number % 2]]
             models.assert_values(output, of_one)
             sequences[which].append(output.tokens.item())
-    assert not engine.step.table.faults.any()
+    assert not engine.step.table.columns.faults.any()
 
 
 def test_a_row_that_might_end_is_due(models):
@@ -100,7 +100,7 @@ def test_what_needs_no_values_waits_until_as_many_are_missing(models, monkeypatc
     # The two that wait are computed with the one that comes, once values are needed.
     output = engine.decode([3], sequences[:1], scores_of(1, 99))
     assert deltas[-1] == [3] and models.assert_values(output, sequences[:1]) == 5
-    assert not engine.step.table.faults.any()
+    assert not engine.step.table.columns.faults.any()
 
 
 def test_with_a_delta_of_one_nobody_waits(models, monkeypatch):
@@ -127,7 +127,7 @@ def test_several_new_tokens_are_as_good_as_so_many_steps(models, monkeypatch):
     sequences = [[*s, *more] for s, more in zip(sequences, ([90], [91, 92], [93], [94] * 16), strict=True)]
     output = engine.decode([6, 1, 4, 2], sequences, scores_of(4, 4), new=[1, 2, 1, 16])
     assert deltas[-1] == [1, 2, 1, 16]
-    assert models.assert_values(output, sequences) == 20 and not engine.step.table.faults.any()
+    assert models.assert_values(output, sequences) == 20 and not engine.step.table.columns.faults.any()
 
 
 def test_new_tokens_wait_too(models, monkeypatch):
@@ -143,13 +143,13 @@ def test_new_tokens_wait_too(models, monkeypatch):
         output = engine.decode([6], [sequence], scores_of(1, number), new=[n], drawn=torch.tensor([0]))
         assert deltas[-1] == [delta]
         assert models.assert_values(output, [sequence]) == (5 if number % 4 == 0 else 0)
-    assert not engine.step.table.faults.any()
+    assert not engine.step.table.columns.faults.any()
 
 
 def test_a_missing_token_ends_guidance_until_a_prompt_tells_it(models):
     engine, sequences = models.start([6, 1], [TILT] * 2, max_delta=3)
     engine.decode([6, 1], sequences, scores_of(2, 0))
-    faults = lambda: engine.step.table.faults[[6, 1]].tolist()  # noqa: E731
+    faults = lambda: engine.step.table.columns.faults[[6, 1]].tolist()  # noqa: E731
     sequences[0] += [20, 21]  # of which only the last is told
     sequences[1] += [22]
     for number in (1, 2):
@@ -177,7 +177,7 @@ def test_a_row_used_again_has_none_of_its_last_request_s_tokens(models):
     engine.admit(6, [20, 21, 22], TILT, prompt_len=3)
     assert engine.step.told_lens(engine.tensor([6, 1])).tolist() == [0, 0]
     output = engine.decode([6], [[20, 21, 22]], scores_of(1, 1), drawn=own_draws(1, 1))
-    assert output.candidates.status.tolist() == [Status.UNGUIDED] and engine.step.table.faults[6] == 1
+    assert output.candidates.status.tolist() == [Status.UNGUIDED] and engine.step.table.columns.faults[6] == 1
     engine.prefill([6], [[20, 21, 22]])
     assert models.assert_values(engine.decode([6], [[20, 21, 22]], scores_of(1, 2)), [[20, 21, 22]]) == 5
 
@@ -192,7 +192,7 @@ def test_a_prompt_told_again_takes_nothing_back(models, monkeypatch, again):
         assert models.assert_values(output, sequences) == 10
         sequences = [[*s, t] for s, t in zip(sequences, output.tokens.tolist(), strict=True)]
         engine.prefill([6], [sequences[0][: again + 1]])
-    assert deltas == [[1, 1]] * 3 and not engine.step.table.faults.any()
+    assert deltas == [[1, 1]] * 3 and not engine.step.table.columns.faults.any()
 
 
 def test_values_of_every_token_in_spite_of_a_stride(models):
@@ -210,4 +210,4 @@ def test_a_request_s_own_stride_goes_before_the_step_s(models):
     step: GuidedStep = make_step(models.value, value_stride=4)[0]
     for row, stride in ((3, None), (1, 1), (6, 9)):
         step.add_request(row, parse_guidance(TILT | {"value_stride": stride}), {EOS})
-    assert step.table.value_stride.tolist() == [1, 1, 1, 4, 1, 1, 9, 1, 1]
+    assert step.table.columns.value_stride.tolist() == [1, 1, 1, 4, 1, 1, 9, 1, 1]

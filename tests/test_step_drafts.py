@@ -51,7 +51,7 @@ def test_values_at_every_node(models, backend):
         for i, sequence in enumerate(sequences):
             taken = output.verified.tokens[i, : new[i]].tolist()
             sequence += taken if taken[0] >= 0 else [9]
-    assert scored > 120 and not engine.step.table.faults.any()
+    assert scored > 120 and not engine.step.table.columns.faults.any()
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_steps_with_and_without_drafts_in_turn(models, monkeypatch):
     none = [[-1] * 3] * 3
     output = step_with(engine, rows, sequences, [1, 1, 2], base, none, [chain] * 3)
     assert models.assert_values(output, nodes_of(sequences, none, [chain] * 3)) > 6
-    assert seen.deltas == [[1, 1, 1], [1, 1, 1], [1, 1, 2]] and not engine.step.table.faults.any()
+    assert seen.deltas == [[1, 1, 1], [1, 1, 1], [1, 1, 2]] and not engine.step.table.columns.faults.any()
 
 
 def test_lengths_are_predicted_at_every_node(models):
@@ -205,7 +205,7 @@ def test_strides_with_drafts(models):
         new = output.verified.lens.tolist()
         for i, sequence in enumerate(sequences):
             sequence += output.verified.tokens[i, : new[i]].tolist()
-    assert not engine.step.table.faults.any()
+    assert not engine.step.table.columns.faults.any()
 
 
 def test_a_request_that_waits_keeps_room_for_all_that_it_may_grow_by(models, monkeypatch):
@@ -227,7 +227,7 @@ def test_a_request_that_waits_keeps_room_for_all_that_it_may_grow_by(models, mon
         assert new == grows
         sequence += output.verified.tokens[0, :new].tolist()
     assert deltas == expected and [0] in deltas and [8] in deltas
-    assert not engine.step.table.faults.any()
+    assert not engine.step.table.columns.faults.any()
 
 
 def test_lengths_after_tokens_that_were_taken(models, monkeypatch):

@@ -51,7 +51,7 @@ def test_without_a_value_model_only_the_end_is_apart(monkeypatch):
         if output.candidates.status[5] == Status.NOT_DUE:
             not_due.append((generated + 1) % 3)
     assert seen > 15 and 0 not in not_due and len(not_due) > 2
-    assert not step.table.faults.any()
+    assert not step.table.columns.faults.any()
     assert step.cache is None and step.value_model is None
 
 
@@ -138,7 +138,7 @@ def test_sentences_end_in_time():
         step, slots = make_step(None, text_breaks=known)
         engine = Engine(step, slots)
         engine.admit(3, [3] * 80, {"target_length": 40}, prompt_len=2)
-        assert step.table.target_length[3] == 40 - 3 * (known is not None)
+        assert step.table.columns.target_length[3] == 40 - 3 * (known is not None)
         for length in (4, 38):
             output = engine.decode([3], [[9] * length], scores, temperature=None, top_k=2)
             at = output.candidates.token_ids[0].tolist().index(11)

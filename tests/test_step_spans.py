@@ -78,7 +78,7 @@ def test_a_span_in_the_prompt_is_none_of_the_request(models):
         engine.step.restart_request(row)
         engine.prefill([row], [sequence])
     status = engine.decode([3, 1], [[5, END, 7, 8, 9], [END, END, 4]], scores).candidates.status
-    assert status.tolist() == [Status.GUIDE, Status.UNGUIDED] and not engine.step.table.faults.any()
+    assert status.tolist() == [Status.GUIDE, Status.UNGUIDED] and not engine.step.table.columns.faults.any()
     # The row's next request has a span of its own, which has ended if the engine says so.
     for end, expected in ((None, Status.GUIDE), (2, Status.UNGUIDED)):
         engine.admit(1, [9, 9, 9, 9], guidance, prompt_len=1)

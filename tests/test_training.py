@@ -352,7 +352,7 @@ def test_a_trunk_gives_the_values_that_were_measured(lenvm, answers, tmp_path, l
     models = Models.load(base, str(folder / "value"), device="cpu", dtype=torch.float32)
     trunk, store = models.value_model, AnswerStore.open(answers, "--answers")
     assert trunk.config.layers == (layers or (2,)) and trunk.lenvm_config.gamma == report["plan"]["gamma"]
-    table = GuidanceTable.from_params([None], [set()], "cpu")
+    table = GuidanceTable.from_params([None], [set()], "cpu").columns
     table.nats_per_token[:] = -math.log(trunk.lenvm_config.gamma)
     split = split_of(store, TEST, report["plan"]["gamma"], of_prompts=False)
     found = []
@@ -362,7 +362,7 @@ def test_a_trunk_gives_the_values_that_were_measured(lenvm, answers, tmp_path, l
         states = torch.cat([outputs.hidden_states[i][0] for i in trunk.config.layers], dim=1)
         states = states[len(prompt) - 1 : len(prompt) + len(answer.ids) - 2].detach().contiguous()
         rows = dict(table_rows=torch.zeros(len(states)).int(), generated=torch.zeros(len(states)).int())
-        _, mean = trunk.value_logits(states, torch.tensor(answer.ids[:-1])[:, None], table.columns, **rows)
+        _, mean = trunk.value_logits(states, torch.tensor(answer.ids[:-1])[:, None], table, **rows)
         found.append(mean[:, 0].sigmoid())
     again = measure(found, [example.targets for example in split.examples], split.answers, report["plan"]["gamma"])
     assert again == {name: value and pytest.approx(value, rel=0.01, abs=2e-3) for name, value in measured.items()}

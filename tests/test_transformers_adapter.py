@@ -61,7 +61,7 @@ def plain_step(base, value_backbone, head, prefix, guidance, generated, sampling
         logits = base(torch.tensor([prefix])).logits[:, -1].double()
     filters = {name: torch.tensor([number]) for name, number in sampling.items()}
     filters["top_k"] = filters["top_k"].int()
-    table = GuidanceTable.from_params([parse_guidance(guidance)], [{EOS}], "cpu")
+    table = GuidanceTable.from_params([parse_guidance(guidance)], [{EOS}], "cpu").columns
     ends = dict(end_token_ids=table.ending_token_ids, min_end_prob=table.min_end_prob, due_length=table.due_length)
     ends["least_share"] = table.least_share
     ends["generated"] = torch.tensor([generated]).int()
@@ -179,7 +179,7 @@ def test_what_begins_and_ends_a_thought_is_looked_up(base, value_model, tmp_path
     )
     budget = dict(guidance={"thinking_budget": 9.0, "end_message": "w3 w5"})
     processor = make(base, value_model, **budget, tokenizers=(thinking, thinking))
-    table = processor._step.table
+    table = processor._step.table.columns
     assert table.span_end_token_ids[0].tolist() == [17, -2, -2, -2] and table.hard_limit[0] == 12
     assert table.span_token_ids[0, :3].tolist() == [17, 0, -2] and table.span_start_bits[0] == 2
     assert table.closing_token_ids[0, :4].tolist() == [3, 5, 17, -2]
@@ -305,7 +305,7 @@ def test_rows_that_ended_are_left_out(base, value_model, prompts, monkeypatch):
         tokens = torch.cat([tokens, torch.tensor(new)[:, None]], dim=1)
         processor(tokens, scores)
     assert active == [[True] * 3, [False, True, True], [False, False, True], [False, False, True]]
-    assert processor._step.table.eos_token_ids.tolist()[:3] == [[EOS, 33]] * 3
+    assert processor._step.table.columns.eos_token_ids.tolist()[:3] == [[EOS, 33]] * 3
 
 
 def test_the_value_model_gets_the_prompts_without_padding_and_last_token(base, value_model, prompts, monkeypatch):
@@ -324,7 +324,7 @@ def test_a_model_without_an_end_of_sequence(base, value_model, prompts, monkeypa
     monkeypatch.setattr(base.generation_config, "eos_token_id", None)
     processor = make(base, value_model, attention_mask=prompts["attention_mask"], max_new_tokens=1)
     assert processor(prompts["input_ids"], torch.zeros(3, VOCAB)).isfinite().any(dim=1).all()
-    assert (processor._step.table.eos_token_ids == -2).all()
+    assert (processor._step.table.columns.eos_token_ids == -2).all()
 
 
 def test_filters_of_rows_that_are_not_guided(base, value_model, prompts):

@@ -321,7 +321,7 @@ def test_every_value_of_steps_after_prompts_with_images(models, backend, chunk_t
         tokens = check_step(models, engine, rows, order, more)
         tokens[number] = 50 + number  # perhaps no candidate
         more = [[*m, t] for m, t in zip(more, tokens, strict=True)]
-    assert not step.table.faults.any()
+    assert not step.table.columns.faults.any()
 
 
 def test_drafts_after_an_image(models):

@@ -112,7 +112,7 @@ class Engine:
         self.staged._staged_write_contents.extend(prompt)
         self.staged._staged_write_cu_lens.append(len(self.staged._staged_write_contents))
         params = SamplingParams(**{"temperature": 0.7, "top_k": 5, "extra_args": guidance} | params)
-        return self.guide.add_request(slot, params, guidance_of(params))
+        return self.guide.add_request(slot, params, guidance_of(params, self.guide.settings))
 
     def step(self, lengths, drafts=None, logits=None):
         """A step of sequences of these lengths, by their slots, and drafts after them; logits before and after."""
@@ -174,7 +174,7 @@ def test_nothing_is_read_back(value_model, monkeypatch):
     engine.grow(4, 60, [7])
     _, full, _ = step({1: 10, 4: 61}, {1: [3, 4, 5], 4: [6, 7, 8]})
     assert is_guided(changed).tolist() == [True] * 4 + [True] + [False] * 4
-    assert is_guided(full).all() and not engine.guide.step.table.faults.any() and not engine.guide.fallbacks
+    assert is_guided(full).all() and not engine.guide.step.table.columns.faults.any() and not engine.guide.fallbacks
 
 
 @pytest.mark.parametrize("use_block_verification", [False, True])
@@ -309,7 +309,7 @@ def test_requests_share_the_pages_of_a_common_prefix(value_model, monkeypatch):
     for slot in (3, 4, 0, 5):
         engine.add(slot, [7], None)
     assert computed(0, prompts[0], 20) == 52
-    assert not engine.guide.fallbacks and not engine.guide.step.table.faults.any()
+    assert not engine.guide.fallbacks and not engine.guide.step.table.columns.faults.any()
 
 
 def test_a_prompt_that_leaves_no_span_open(value_model):

@@ -38,7 +38,7 @@ def make_call(
 ) -> partial:
     """A call with some of the options. ``N`` rows (None: ``B``) are written."""
     guidance = parse_guidance({"target_length": 100})
-    table = GuidanceTable.from_params([guidance] * R, [{0}] * R, device)
+    table = GuidanceTable.from_params([guidance] * R, [{0}] * R, device).columns
     rows = torch.randperm(R, device=device)[:B]
     tokens = torch.randint(1000, (B,) if new == 1 else (B, new), device=device)
     lengths = torch.full((B,), LENGTH, dtype=torch.int32, device=device)

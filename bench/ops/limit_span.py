@@ -47,10 +47,10 @@ def make_call(
     end lines. With ``room`` for so many end tokens and temperatures of tokens the table is an engine's, and has no
     request yet."""
     if room is not None:
-        table = GuidanceTable(B, device, max_eos=room[0], max_scaled_tokens=room[1])
+        table = GuidanceTable(B, device, max_eos=room[0], max_scaled_tokens=room[1]).columns
     else:
         of_span = {"target_length": 100, "end_token_ids": [V - 3], "hard_limit": hard_limit}
-        table = GuidanceTable.from_params([parse_guidance(of_span)] * B, [{V - 1, V - 2}] * B, device)  # no drafts
+        table = GuidanceTable.from_params([parse_guidance(of_span)] * B, [{V - 1, V - 2}] * B, device).columns
     logits = None
     if dtype is not None:
         logits = torch.randn(B * (1 + D), V, dtype=getattr(torch, dtype), device=device)

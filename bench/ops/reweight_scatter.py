@@ -33,7 +33,7 @@ def make_call(
 ) -> partial:
     """A call whose requests have the ``modes`` by turns (None: no guidance), and some of the options."""
     params = [parse_guidance(modes[row % len(modes)]) if modes else None for row in range(B)]
-    table = GuidanceTable.from_params(params, [{2}] * B, device)
+    table = GuidanceTable.from_params(params, [{2}] * B, device).columns
     arguments = (make_candidates(B, K, V, device), torch.randn(B, K, device=device), table)
     options = dict(
         table_rows=torch.randperm(B, device=device), generated=torch.arange(B, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""The settings of the plugins of SGLang and vLLM: environment variables, or a JSON file. Importable without either."""
+"""The settings of the SGLang and vLLM plugins: environment variables or a JSON file. Importable without an engine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,82 +19,68 @@ from lenvm_kernels.guidance import GuidanceParams, Thoughts, parse_guidance, tex
 from lenvm_kernels.guidance.params import check_with_trunk
 from lenvm_kernels.step import StepConfig, working_bytes
 from lenvm_kernels.value_model import LenVMConfig, Trunk, ValueModel
-from lenvm_kernels.value_model.checkpoint import local_path
+from lenvm_kernels.value_model.checkpoint import local_path, reads_images
 from lenvm_kernels.value_model.trunk import is_trunk
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CONFIG_VARIABLE = "LENVM_CONFIG"
-# Room of a request in the device table.
+# Capacity of a request's row in the device table.
 MAX_END_TOKENS, MAX_STOP_TOKENS, MAX_SCALED_TOKENS = 64, 48, 32
-
-
-def _accepting(parse: Callable[[str], Any], accepts: Callable[[Any], bool]) -> Callable[[str], Any]:
-    """A parser that raises ValueError for what it does not accept."""
-
-    def checked(text: str) -> Any:
-        value = parse(text)
-        if not accepts(value):
-            raise ValueError
-        return value
-
-    return checked
-
-
-# 0 or 1 as a variable, true or false in a file.
-_switch = {"0": False, "1": True, "False": False, "True": True}.__getitem__
-_existing = _accepting(local_path, Path.exists)
 # The word in the place of a value model where there is none.
 NONE = "none"
-# How each setting is read from text, and what it accepts.
-PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
+
+
+# 0 or 1 in a variable, true or false in a file.
+_SWITCH = {"0": False, "1": True, "False": False, "True": True}
+_POWERS = (1, 2, 4, 8, 16, 32, 64)
+# For each setting: its parser, a condition or None, and the accepted values in words.
+PARSERS: dict[str, tuple[Callable[[str], Any], Callable[[Any], bool] | None, str]] = {
     "value_model": (
-        lambda text: None if text == NONE else _existing(text),
+        lambda text: None if text == NONE else local_path(text),
+        lambda path: path is None or path.exists(),
         f"an existing directory or .gguf file, a name in the Hugging Face cache, or {NONE}",
     ),
-    "value_head": (_existing, "an existing .safetensors or .bin file, or a directory or name with one"),
-    "gamma": (_accepting(float, lambda x: 0 < x < 1), "a number > 0 and < 1"),
-    "dtype": (DTYPES.__getitem__, f"one of {', '.join(DTYPES)}"),
-    "max_candidates": (_accepting(int, (1, 2, 4, 8, 16, 32, 64).__contains__), "a power of two up to 64"),
-    "chunk_tokens": (_accepting(int, lambda n: n >= 1), "an integer of at least 1"),
-    "memory_share": (_accepting(float, lambda x: 0 < x <= 1), "a number > 0 and <= 1"),
-    "value_stride": (_accepting(int, lambda n: n >= 1), "an integer of at least 1"),
-    "graphs": (_switch, "0 or 1"),
-    "tokenizer": (str, "a directory or a name"),
-    "predictions": (Path, "a file"),
-    "trace": (Path, "a file"),
+    "value_head": (local_path, Path.exists, "an existing .safetensors or .bin file, or a directory or name with one"),
+    "gamma": (float, lambda x: 0 < x < 1, "a number > 0 and < 1"),
+    "dtype": (DTYPES.__getitem__, None, f"one of {', '.join(DTYPES)}"),
+    "max_candidates": (int, _POWERS.__contains__, "a power of two up to 64"),
+    "chunk_tokens": (int, lambda n: n >= 1, "an integer of at least 1"),
+    "memory_share": (float, lambda x: 0 < x <= 1, "a number > 0 and <= 1"),
+    "value_stride": (int, lambda n: n >= 1, "an integer of at least 1"),
+    "graphs": (_SWITCH.__getitem__, None, "0 or 1"),
+    "tokenizer": (str, None, "a directory or a name"),
+    "predictions": (Path, None, "a file"),
+    "trace": (Path, None, "a file"),
 }
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The plugin's settings. Every process of the engine reads the same ones.
+    """The plugin's settings, which every process of the engine reads (:meth:`current`).
 
-    Each is the environment variable of its name in capitals after ``LENVM_``, or stands under its name in the JSON file
+    Each is the environment variable of its name in capitals after ``LENVM_``, or the key of its name in the JSON file
     that ``LENVM_CONFIG`` names. Variables take precedence.
 
     Attributes:
-        value_model: where it is (:meth:`ValueModel.from_pretrained`), or where a trunk is
-            (:meth:`Trunk.from_pretrained`); ``none``, which is None here: targets are met by the end tokens alone
-            (:class:`GuidedStep`). Turns the plugin on.
-        value_head: where the head is, if it is not with the model.
-        gamma: the value model's, of requests that name none (None: that of ``lenvm_config.json`` in its directory;
-            without one, it is not known).
-        dtype: float32, bfloat16 or float16 (None: the base model's).
-        max_candidates: candidates a row, a power of two up to 64.
-        chunk_tokens: tokens of a prompt computed at a time.
-        memory_share: of the memory that the engine has for its caches, for the value model's cache and its steps. In
-            SGLang they take what they need, and the engine does not start if that is more (None: all). In vLLM it is
-            what they get (None: 0.2).
-        value_stride: of requests that ask for none: they are guided at every n-th step of the engine.
-        graphs: 1 or 0: CUDA graphs of the value model (None: on a GPU, if the engine has its own).
-        tokenizer: where the base model's tokenizer is, for a ``thinking_budget`` without ``end_token_ids`` and an
-            ``end_message`` or a ``landing`` in words (None: in SGLang the engine's own, else that in the value model's
-            directory).
-        predictions: a file of vLLM's that gets a JSON line for each request with ``return_values``.
-        trace: a file that gets a JSON line a guided step, to look for faults with: the engine waits for the device to
-            write it.
+        value_model: location of the value model (:meth:`ValueModel.from_pretrained`) or trunk
+            (:meth:`Trunk.from_pretrained`), which turns the plugin on. None stands for ``none``: targets are met by
+            the end tokens alone (:class:`GuidedStep`).
+        value_head: location of the head. If None, the head is with the model.
+        gamma: default of requests. If None, ``gamma`` in the value model's ``lenvm_config.json``, or 0.997.
+        dtype: float32, bfloat16 or float16. If None, the base model's.
+        max_candidates: candidates of a row, a power of two up to 64.
+        chunk_tokens: tokens of a prompt that are computed at a time.
+        memory_share: share of the memory for the engine's caches that the value model's cache and steps may take. If
+            None, all of it in SGLang, where the engine does not start if they need more, and 0.2 in vLLM, where they
+            are given this share.
+        value_stride: default of requests, in steps of the engine.
+        graphs: whether the value model runs in CUDA graphs. If None, on a GPU if the engine has graphs of its own.
+        tokenizer: location of the base model's tokenizer, for thinking budgets and forced texts. If None, the
+            engine's in SGLang, else the tokenizer beside the value model.
+        predictions: file to which vLLM appends a JSON line per request with ``return_values``.
+        trace: file to which every guided step appends a JSON line, for debugging: it makes a host-device sync.
     """
 
     value_model: Path | None
@@ -111,20 +98,36 @@ class Settings:
 
     @staticmethod
     def are_given() -> bool:
-        """Whether the plugin is to be on; the settings may be wrong."""
+        """Whether the plugin is on; the settings may be invalid."""
         return any(os.environ.get(name, "").strip() for name in ("LENVM_VALUE_MODEL", CONFIG_VARIABLE))
 
     @classmethod
-    def from_environment(cls, value_model: tuple[str, str] | None = None, max_candidates: int = 8) -> Settings | None:
-        """The settings; None when nothing names a value model: the plugin is off.
+    @functools.cache
+    def current(cls, tokenizer: str | None = None) -> Settings:
+        """The settings of this process, read from its environment once.
 
         Args:
-            value_model: an engine's own option for it, and what that says. It goes before ``LENVM_VALUE_MODEL``.
-            max_candidates: what stands where nothing is said.
+            tokenizer: location of the engine's tokenizer, for settings that name none.
 
         Raises:
-            ValueError: naming the variable or the file's key, what came and what is accepted; or a broken
-                ``lenvm_config.json``.
+            ValueError: as :meth:`from_environment`, or the plugin is off.
+        """
+        settings = cls.from_environment()
+        if settings is None:
+            raise ValueError(f"LENVM_VALUE_MODEL or {CONFIG_VARIABLE} must be set, got neither")
+        return replace(settings, tokenizer=settings.tokenizer or tokenizer)
+
+    @classmethod
+    def from_environment(cls, value_model: tuple[str, str] | None = None, max_candidates: int = 8) -> Settings | None:
+        """The settings in the environment; None if nothing names a value model: the plugin is off.
+
+        Args:
+            value_model: name and text of an engine's own option, which takes precedence over ``LENVM_VALUE_MODEL``.
+            max_candidates: the engine's own default.
+
+        Raises:
+            ValueError: naming the variable or the file's key, what came and what is accepted; or
+                ``lenvm_config.json`` is invalid.
         """
         if value_model is None and not cls.are_given():
             return None
@@ -132,33 +135,83 @@ class Settings:
         given = {"max_candidates": ("max_candidates", str(max_candidates))}
         given |= _read_file(Path(config)) if config else {}
         for name in PARSERS:
-            text = os.environ.get(f"LENVM_{name.upper()}", "").strip()
-            if text:
-                given[name] = f"LENVM_{name.upper()}", text
+            variable = f"LENVM_{name.upper()}"
+            if text := os.environ.get(variable, "").strip():
+                given[name] = variable, text
         if value_model is not None:
             given["value_model"] = value_model
         if "value_model" not in given:
             raise ValueError(f"value_model must be in {config} or in LENVM_VALUE_MODEL")
         settings = cls(**{name: _parse(name, *source) for name, source in given.items()})
-        if settings.value_model is None or settings.has_trunk:
-            source = "without a value model" if settings.value_model is None else "with a trunk"
-            if "value_head" in given:
-                name, text = given["value_head"]
-                raise ValueError(f"{name} must not be given {source}, got {text!r}")
+        if "value_head" in given and not settings.reads_tokens:
+            name, text = given["value_head"]
+            source = "with a trunk" if settings.has_trunk else "without a value model"
+            raise ValueError(f"{name} must not be given {source}, got {text!r}")
         if settings.value_model is None:
             return settings
         return replace(settings, gamma=LenVMConfig.read(settings.value_model, settings.gamma).gamma)
 
-    @property
+    @cached_property
     def has_trunk(self) -> bool:
         """Whether ``value_model`` is a trunk, which :meth:`load_trunk` loads."""
         return self.value_model is not None and is_trunk(self.value_model)
 
-    def load_trunk(self, num_layers: int, embedding: torch.Tensor) -> Trunk:
-        """The trunk, for a base model with so many layers and this input embedding ``[V, H]``, on its device.
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether ``value_model`` reads the tokens of sequences: it is neither ``none`` nor a trunk."""
+        return self.value_model is not None and not self.has_trunk
+
+    @cached_property
+    def reads_images(self) -> bool:
+        """Whether the value model's architecture, as stated in its directory, reads images."""
+        return self.value_model is not None and reads_images(self.value_model)
+
+    @cached_property
+    def strength(self) -> float | None:
+        """Default ``strength`` of requests, from the value model's ``lenvm_config.json``. If None, it has none."""
+        return None if self.value_model is None else LenVMConfig.read(self.value_model).strength
+
+    @cached_property
+    def thoughts(self) -> Thoughts | None:
+        """The base model's marks of thoughts. If None, its tokenizer is not known. Loading takes seconds."""
+        path = self.tokenizer or (self.value_model and str(self.value_model))
+        if path is None:
+            return None
+        try:
+            return Thoughts.of(_tokenizer_at(path))
+        except Exception as error:  # guidance works without it
+            logger.info("the marks of thoughts are not known: the tokenizer %s cannot be loaded (%s)", path, error)
+            return None
+
+    def parse_request(self, custom_params: Mapping[str, Any]) -> GuidanceParams:
+        """:func:`parse_guidance` of a request to a server, with the defaults of the settings and the value model.
 
         Raises:
-            ValueError: ``LENVM_DTYPE`` is not that of the embedding, in which an engine has its states; or as
+            ValueError: naming the field, what came and what is accepted, also where the request needs a value model
+                that is not there, or does not go with a trunk.
+        """
+        has_words = any(isinstance(custom_params.get(name), str) for name in ("end_message", "landing"))
+        needs_thoughts = has_words or custom_params.get("thinking_budget") is not None
+        params = parse_guidance(
+            custom_params,
+            thoughts=self.thoughts if needs_thoughts else None,
+            gamma=self.gamma,
+            strength=self.strength,
+            has_values=self.value_model is not None,
+        )
+        if self.has_trunk:
+            check_with_trunk(params)
+        return params
+
+    def load_trunk(self, num_layers: int, embedding: torch.Tensor) -> Trunk:
+        """The trunk on the base model's device.
+
+        Args:
+            num_layers: layers of the base model.
+            embedding: ``[V, H]``; its input embedding.
+
+        Raises:
+            ValueError: ``LENVM_DTYPE`` is not the dtype of the embedding, which the engine's states have; or as
                 :meth:`Trunk.from_pretrained`.
         """
         assert self.value_model is not None
@@ -169,34 +222,28 @@ class Settings:
         return Trunk.from_pretrained(self.value_model, num_layers, embedding, gamma=self.gamma)
 
     def load_value_model(self, dtype: torch.dtype, device: torch.device | str) -> ValueModel | None:
-        """The value model on a device, None without one or with a trunk; ``dtype`` is the base model's."""
+        """The value model on a device, or None without one or with a trunk; ``dtype`` is the base model's."""
         if self.value_model is None or self.has_trunk:
             return None
         return ValueModel.from_pretrained(
-            self.value_model,
-            self.value_head,
-            gamma=self.gamma,
-            dtype=self.dtype or dtype,
-            device=device,
+            self.value_model, self.value_head, gamma=self.gamma, dtype=self.dtype or dtype, device=device
         )
 
     def working_bytes(
         self, value_model: ValueModel | None, *, requests: int, max_len: int, vocab_size: int, **of_step: int
     ) -> int:
-        """Bytes of an engine's steps and of its prompts (:func:`working_bytes`): each keeps its own from the other.
+        """Bytes that an engine's steps and prompts take (:func:`working_bytes`), which share no memory.
 
         ``of_step`` are ``max_delta`` and ``max_drafts``.
         """
         sizes = dict(requests=requests, max_len=max_len, vocab_size=vocab_size)
         step = working_bytes(value_model, **sizes, max_candidates=self.max_candidates, **of_step)
-        if value_model is None:  # nobody computes prompts
-            return step
-        return step + working_bytes(value_model, **sizes, tokens=self.chunk_tokens)
+        return step if value_model is None else step + working_bytes(value_model, **sizes, tokens=self.chunk_tokens)
 
     def step_config(self, *, has_graphs: bool, **sizes: Any) -> StepConfig:
-        """What these settings and the ``sizes`` of an engine make of a :class:`GuidedStep`.
+        """The configuration of a :class:`GuidedStep`, from these settings and the ``sizes`` of an engine.
 
-        ``has_graphs`` says whether the engine has CUDA graphs of its own.
+        ``has_graphs`` states whether the engine has CUDA graphs of its own.
         """
         return StepConfig(
             max_candidates=self.max_candidates,
@@ -208,140 +255,49 @@ class Settings:
         )
 
 
-def parse_request(custom_params: Mapping[str, Any]) -> GuidanceParams:
-    """:func:`parse_guidance` of a request to a server, with what its settings and the value model's directory say.
-
-    Raises:
-        ValueError: naming the field, what came and what is accepted; also what a value model or a trunk that is
-            there, or not, cannot give.
-    """
-    has_words = any(isinstance(custom_params.get(name), str) for name in ("end_message", "landing"))
-    thoughts = default_thoughts() if has_words or custom_params.get("thinking_budget") is not None else None
-    defaults: dict[str, Any] = dict(gamma=default_gamma(), strength=default_strength(), has_values=has_value_model())
-    params = parse_guidance(custom_params, thoughts=thoughts, **defaults)
-    if has_trunk():
-        check_with_trunk(params)
-    return params
-
-
-@functools.cache
-def has_value_model() -> bool:
-    """Whether the settings name a value model or a trunk, and not ``none``."""
-    settings = Settings.from_environment()
-    return settings is None or settings.value_model is not None
-
-
-@functools.cache
-def has_trunk() -> bool:
-    """Whether the settings name a trunk."""
-    settings = Settings.from_environment()
-    return settings is not None and settings.has_trunk
-
-
-@functools.cache
-def writes_predictions() -> bool:
-    """Whether the settings name a file for predicted lengths."""
-    settings = Settings.from_environment()
-    return settings is not None and settings.predictions is not None
-
-
-def value_model_reads_tokens() -> bool:
-    """Whether the settings name a value model that reads the tokens of sequences: not ``none``, and no trunk."""
-    return has_value_model() and not has_trunk()
-
-
 @functools.cache
 def _tokenizer_at(path: str) -> Any:
-    """Of ``transformers``, loaded once: that takes seconds."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path)
 
 
-# Of the engine that this process belongs to, where it says.
-_engine_tokenizer: str | None = None
-
-
-def use_tokenizer(path: str | None) -> None:
-    """The engine's tokenizer is here: requests are parsed with it."""
-    global _engine_tokenizer
-    _engine_tokenizer = path
-
-
-@functools.cache
-def default_thoughts() -> Thoughts | None:
-    """What the base model's tokenizer says of thoughts; None where there is none."""
-    settings = Settings.from_environment()
-    beside = None if settings is None or settings.value_model is None else str(settings.value_model)
-    path = (settings and settings.tokenizer) or _engine_tokenizer or beside
-    if path is None:
-        return None
-    try:
-        return Thoughts.of(_tokenizer_at(path))
-    except Exception as error:  # guidance works without it
-        logger.info("no tokenizer says what a thought is: that of %s cannot be loaded (%s)", path, error)
-        return None
-
-
-@functools.cache
-def default_gamma() -> float | None:
-    """``gamma`` of requests that name none; None: it is not known. Looked up once a process, as requests come often."""
-    settings = Settings.from_environment()
-    return None if settings is None else settings.gamma
-
-
-@functools.cache
-def default_strength() -> float | None:
-    """``strength`` of requests that name none, as the file beside the value model has it; None: it has none."""
-    settings = Settings.from_environment()
-    path = None if settings is None else settings.value_model
-    return None if path is None else LenVMConfig.read(path).strength
-
-
-@functools.cache
-def value_model_reads_images() -> bool:
-    """Whether the value model is of an architecture that can, as its directory says."""
-    from lenvm_kernels.value_model.checkpoint import reads_images
-
-    settings = Settings.from_environment()
-    path = None if settings is None else settings.value_model
-    return path is not None and reads_images(path)
-
-
 def _parse(name: str, where: str, text: str) -> Any:
-    parse, accepted = PARSERS[name]
+    parse, accepts, accepted = PARSERS[name]
+    came = repr(text)
     try:
-        return parse(text)
-    except (ValueError, KeyError, FileNotFoundError) as error:
-        where_else = f": {error}" if isinstance(error, FileNotFoundError) else ""
-        raise ValueError(f"{where} must be {accepted}, got {text!r}{where_else}") from error
+        value = parse(text)
+        if accepts is None or accepts(value):
+            return value
+    except FileNotFoundError as error:
+        came += f": {error}"
+    except (ValueError, KeyError):
+        pass
+    raise ValueError(f"{where} must be {accepted}, got {came}")
 
 
 def _read_file(path: Path) -> dict[str, tuple[str, str]]:
-    """Where each setting of a JSON file stands, and its text."""
+    """The source and the text of each setting in a JSON file."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{CONFIG_VARIABLE} must be a JSON file, got {str(path)!r}: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{CONFIG_VARIABLE} must be a JSON object of settings, got {type(content).__name__} in {path}")
-    given = {}
-    for name, value in content.items():
+    for name in content:
         if name not in PARSERS:
             close = difflib.get_close_matches(name, PARSERS, n=1)
             hint = f"did you mean {close[0]}?" if close else f"accepted are {', '.join(PARSERS)}"
             raise ValueError(f"{name} in {path} is not a setting; {hint}")
-        if value is not None:
-            given[name] = f"{name} in {path}", str(value)
-    return given
+    return {name: (f"{name} in {path}", str(value)) for name, value in content.items() if value is not None}
 
 
 def load_text_breaks(tokenizer: str | None, vocab_size: int) -> torch.Tensor | None:
-    """:func:`text_breaks_of` the base model's tokenizer; None, with a warning, where that cannot be loaded or read.
+    """:func:`text_breaks_of` the base model's tokenizer; None, with a warning, if it cannot be loaded.
 
     Args:
-        tokenizer: where it is; None: the engine has none.
-        vocab_size: of the base model.
+        tokenizer: location of the tokenizer. If None, the engine has none.
+        vocab_size: size of the base model's vocabulary.
     """
     if tokenizer is None:
         return None
@@ -353,18 +309,16 @@ def load_text_breaks(tokenizer: str | None, vocab_size: int) -> torch.Tensor | N
 
 
 def check_vocabulary(settings: Settings, value_size: int, base_size: int, base_tokenizer: str) -> None:
-    """Raise ValueError unless both models have the same tokens; embeddings may be padded differently.
+    """Raise ValueError unless both models have the same tokens; their embeddings may be padded differently.
 
     Args:
-        settings: which name the value model.
-        value_size, base_size: of the models' vocabularies.
-        base_tokenizer: where the base model's tokenizer is.
+        settings: settings that name the value model.
+        value_size, base_size: sizes of the models' vocabularies.
+        base_tokenizer: location of the base model's tokenizer.
     """
     if value_size == base_size:
         return
-    from transformers import AutoTokenizer
-
-    base, value = (AutoTokenizer.from_pretrained(path).get_vocab() for path in (base_tokenizer, settings.value_model))
+    base, value = (_tokenizer_at(str(path)).get_vocab() for path in (base_tokenizer, settings.value_model))
     if base != value:
         raise ValueError(
             f"LENVM_VALUE_MODEL must share the base model's vocabulary: sizes are {base_size} and {value_size}, and "

@@ -13,7 +13,7 @@ It is on when ``LENVM_VALUE_MODEL`` is set (:class:`Settings`), and hooks some f
   what is said above of the value model;
 - with speculative decoding they are drawn at every node of the drafts (:mod:`lenvm_kernels.adapters.sglang_drafts`);
 - what the steps did is counted (``--enable-metrics``), and requests get the lengths that they asked for
-  (:mod:`lenvm_kernels.adapters.sglang_report`).
+  (:mod:`lenvm_kernels.adapters.report`).
 
 What the hooks do for a batch is in :mod:`lenvm_kernels.adapters.sglang_guide`.
 """
@@ -32,20 +32,15 @@ from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from lenvm_kernels.adapters import engine_signatures
+from lenvm_kernels.adapters.report import without_empty_keys
 from lenvm_kernels.adapters.settings import (
     MAX_SCALED_TOKENS,
     MAX_STOP_TOKENS,
     Settings,
     check_vocabulary,
-    default_thoughts,
-    parse_request,
-    use_tokenizer,
-    value_model_reads_images,
-    value_model_reads_tokens,
 )
 from lenvm_kernels.adapters.sglang_guide import MAX_DELTA, Guide
 from lenvm_kernels.adapters.sglang_images import PromptImages
-from lenvm_kernels.adapters.sglang_report import without_empty_keys
 from lenvm_kernels.adapters.sglang_states import SampledStates, input_embedding
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.types import Mode
@@ -105,8 +100,10 @@ _OF_A_VALUE_MODEL = (_FOREIGN_KEYS, _OTHER_SLOTS)
 _guide: Guide | None = None
 
 
-def requested_guidance(sampling_params: SamplingParams) -> GuidanceParams | None:
-    """What a request asks for, None without. A greedy request has one candidate, which no guidance moves.
+def requested_guidance(sampling_params: SamplingParams, settings: Settings) -> GuidanceParams | None:
+    """The parameters of a request, or None without guidance.
+
+    A greedy request is not guided: it has one candidate.
 
     Raises:
         ValueError: naming the field of ``custom_params``, what came and what is accepted.
@@ -115,7 +112,7 @@ def requested_guidance(sampling_params: SamplingParams) -> GuidanceParams | None
         return None
     if not isinstance(sampling_params.custom_params, dict):
         raise ValueError(f"custom_params must be an object of named values, got {sampling_params.custom_params!r}")
-    params = parse_request(sampling_params.custom_params)
+    params = settings.parse_request(sampling_params.custom_params)
     if sampling_params.top_k == 1:
         params = replace(params, mode=Mode.UNGUIDED)
     if not params.needs_step and not params.token_temperature_scale:
@@ -135,24 +132,25 @@ def requested_guidance(sampling_params: SamplingParams) -> GuidanceParams | None
     return params
 
 
-def guidance_of(request: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput | Req) -> GuidanceParams | None:
+def guidance_of(
+    request: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput | Req, settings: Settings
+) -> GuidanceParams | None:
     """:func:`requested_guidance` of a whole request.
 
     Raises:
         ValueError: also of what guidance does not go with.
     """
-    params = requested_guidance(request.sampling_params)
+    params = requested_guidance(request.sampling_params, settings)
     if params is None:
         return None
     session = getattr(request, "session", None)
     given = {"beam_width": (request.sampling_params.beam_width or 1) > 1}  # beams are not drawn
-    if value_model_reads_tokens():
+    if settings.reads_tokens:
         given |= {
             "input_embeds": getattr(request, "input_embeds", None) is not None,
             "positional_embed_overrides": request.positional_embed_overrides is not None,
             # Of those that the value model reads, the scheduler finds what it cannot (PromptImages).
-            "images, videos and audio": getattr(request, "mm_inputs", None) is not None
-            and not value_model_reads_images(),
+            "images, videos and audio": getattr(request, "mm_inputs", None) is not None and not settings.reads_images,
             # Its requests share slots past the radix cache, and the value model has not seen those without guidance.
             "a streaming session": session is not None and session.streaming,
         }
@@ -172,19 +170,19 @@ def drafts_a_step(options: Any) -> int:
 
 def check_request(result: Any, manager: TokenizerManager, *args: Any, **kwargs: Any) -> None:
     """After a request was tokenized: refuse what cannot be guided, which the servers answer with status 400."""
-    use_tokenizer(manager.server_args.tokenizer_path)
-    guidance_of(result)
+    guidance_of(result, Settings.current(manager.server_args.tokenizer_path))
 
 
 def note_guidance(_: None, req: Req, *args: Any, **kwargs: Any) -> None:
     """After a request was made in the scheduler: parse its guidance, give it its part of the radix cache."""
     req.lenvm_images, req.lenvm_prefilled = None, 0
+    settings = Settings.current() if _guide is None else _guide.settings
     try:
-        req.lenvm_guidance = guidance_of(req)
+        req.lenvm_guidance = guidance_of(req, settings)
     except ValueError as error:  # came past check_request: the engine loads no plugins in its further HTTP workers
         req.lenvm_guidance = req.input_embeds = None  # it is left with one token, and runs once to be answered
         req.set_finish_with_abort(str(error))  # status 400
-    if value_model_reads_tokens() and req.lenvm_guidance is not None and req.lenvm_guidance.needs_step:
+    if settings.reads_tokens and req.lenvm_guidance is not None and req.lenvm_guidance.needs_step:
         req.extra_key = RADIX_NAMESPACE + (req.extra_key or "")
 
 
@@ -219,14 +217,12 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
         )
     if options.speculative_algorithm and options.enable_mixed_chunk:
         raise ValueError(f"enable_mixed_chunk must be False together with speculative decoding, got True: {_NOT_TRIED}")
-    free_reasons = () if value_model_reads_tokens() else _OF_A_VALUE_MODEL
+    settings = Settings.current(options.tokenizer_path)
+    free_reasons = () if settings.reads_tokens else _OF_A_VALUE_MODEL
     check_options(options, OPTIONS, "LENVM_VALUE_MODEL", free_reasons)
-    if value_model_reads_tokens():
+    if settings.reads_tokens:
         check_pool(runner)
-    settings = Settings.from_environment()
-    assert settings is not None  # else plugin() would not have hooked the engine
-    use_tokenizer(options.tokenizer_path)
-    default_thoughts()  # loads the tokenizer, which no request has to wait for then
+    settings.thoughts  # noqa: B018, loads the tokenizer before the first request
     device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device(runner.device)
     value_model = settings.load_value_model(runner.dtype, device)
     states = load_trunk(settings, runner, options) if settings.has_trunk else None

@@ -239,7 +239,7 @@ def build_pending(
         probs,
         **filters,
         max_candidates=MAX_CANDIDATES,
-        entropy_threshold=table.entropy_threshold,
+        entropy_threshold=table.columns.entropy_threshold,
         guided=table.guided,
     )
     lost_mass = candidates.lost_mass.nan_to_num(0.0).max().item()
@@ -287,7 +287,7 @@ def apply_guidance(self: LvmGuidedSampler, pending: PendingLvmResult, lvm_values
 def _write(pending: PendingLvmResult, value_logits: torch.Tensor) -> None:
     """Rewrite the batch's probabilities: the engine draws from them as they are, without any row's own filters."""
     step, probs = pending.lenvm, pending.guided
-    reweight_scatter(step.candidates, value_logits, step.table, generated=step.generated, probs=probs)
+    reweight_scatter(step.candidates, value_logits, step.table.columns, generated=step.generated, probs=probs)
     if step.left_alone:
         keep_filters(probs, torch.tensor(step.left_alone, device=probs.device), **step.filters)
 

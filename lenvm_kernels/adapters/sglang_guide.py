@@ -20,14 +20,12 @@ from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 from sglang.srt.runtime_context import get_parallel
 
-from lenvm_kernels.adapters.metrics import Metrics, Stopwatch
+from lenvm_kernels.adapters.report import Metrics, StepReport, Stopwatch, trace_batch, trace_drafts
 from lenvm_kernels.adapters.settings import MAX_END_TOKENS, Settings, load_text_breaks
 from lenvm_kernels.adapters.sglang_batch import last_tokens
 from lenvm_kernels.adapters.sglang_drafts import changed_once, drafts_of, leave_only
 from lenvm_kernels.adapters.sglang_images import PromptImages, image_tokens
-from lenvm_kernels.adapters.sglang_report import StepReport
 from lenvm_kernels.adapters.sglang_states import SampledStates
-from lenvm_kernels.adapters.trace import trace_batch, trace_drafts
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepOutput
 from lenvm_kernels.types import Drafts, Mode, SpanNodes
@@ -303,7 +301,7 @@ class Guide:
             is_prompt = not batch.forward_mode.is_decode()
             sequences = last_tokens(batch, b)._replace(states=self._states_of(b))
             table_rows = sequences.table_rows
-            faults = self.step.table.faults[table_rows] if self.metrics else None
+            faults = self.step.table.columns.faults[table_rows] if self.metrics else None
             sampling = Sampling(info.top_ks, info.top_ps, info.min_ps, is_logits=is_logits, sample=sample)
             with self._timed():
                 predicts = wants_values and is_prompt
@@ -316,7 +314,7 @@ class Guide:
                 self._report = StepReport(
                     output.candidates.status[:, None],
                     output.candidates.lost_mass[:, None],
-                    None if faults is None else self.step.table.faults[table_rows] > faults,
+                    None if faults is None else self.step.table.columns.faults[table_rows] > faults,
                     None if output.remaining_lengths is None else output.remaining_lengths[:, None],
                     prompt_lengths,
                     self.metrics,
@@ -356,7 +354,7 @@ class Guide:
                 self.step.scale_tokens(logits, table_rows.repeat_interleave(nodes))
                 if needs_step(batch):
                     drafts = drafts_of(verify_input)
-                    faults = self.step.table.faults[table_rows] if self.metrics else None
+                    faults = self.step.table.columns.faults[table_rows] if self.metrics else None
                     output = self._draw_at_nodes(logits, info, drafts, table_rows, lengths)
             if output is not None and batch.lenvm_reqs:
                 if batch.return_logprob:  # of the logits as they are
@@ -386,7 +384,7 @@ class Guide:
                 report = StepReport(
                     output.candidates.status[path],
                     output.candidates.lost_mass[path],
-                    None if faults is None else self.step.table.faults[table_rows] > faults,
+                    None if faults is None else self.step.table.columns.faults[table_rows] > faults,
                     remaining,
                     None,
                     self.metrics,

@@ -191,7 +191,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
     def faults(self) -> list[int]:
         """Steps of each prompt that lost their guidance: to scores or values that are not finite, or to a server that
         gave no values."""
-        return self._step.table.faults[: len(self._table_rows)].tolist()
+        return self._step.table.columns.faults[: len(self._table_rows)].tolist()
 
     @torch.no_grad()
     def predicted_output_lengths(self, sequences: torch.Tensor) -> list[float | None]:

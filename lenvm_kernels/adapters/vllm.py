@@ -40,8 +40,7 @@ class LenVMProcessor(LogitsProcessor):
     _guide: Guide | None = None
 
     def __init__(self, vllm_config: VllmConfig, req_states: Any, *is_first_runner: Any) -> None:
-        settings = Settings.from_environment()
-        if settings is None:
+        if not Settings.are_given():
             return
         if is_first_runner:
             raise ValueError(
@@ -50,19 +49,19 @@ class LenVMProcessor(LogitsProcessor):
             )
         from lenvm_kernels.adapters.vllm_guide import Guide
 
-        self._guide = Guide(settings, vllm_config, req_states)
+        self._guide = Guide(Settings.current(), vllm_config, req_states)
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """In the front end, when a request arrives: what cannot be guided is answered with status 400."""
         if Settings.are_given():
-            guidance_of(sampling_params)
+            guidance_of(sampling_params, Settings.current())
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """A request has a slot of the engine; whether its logits are ever changed."""
         if self._guide is None:
             return False
-        return self._guide.add_request(req_idx, sampling_params, guidance_of(sampling_params))
+        return self._guide.add_request(req_idx, sampling_params, guidance_of(sampling_params, self._guide.settings))
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
         """Guide the rows of a step."""

@@ -20,16 +20,14 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from lenvm_kernels.adapters import engine_signatures
-from lenvm_kernels.adapters.metrics import Metrics
+from lenvm_kernels.adapters.report import Metrics, columns_of, write_line
 from lenvm_kernels.adapters.settings import (
     MAX_END_TOKENS,
     MAX_SCALED_TOKENS,
     Settings,
     check_vocabulary,
-    default_thoughts,
     load_text_breaks,
 )
-from lenvm_kernels.adapters.trace import columns_of, write_line
 from lenvm_kernels.adapters.vllm_filters import Filters, rewrite
 from lenvm_kernels.adapters.vllm_options import check_one_part, check_options
 from lenvm_kernels.adapters.vllm_report import Predictions, Report
@@ -116,7 +114,7 @@ class Guide:
     def __init__(self, settings: Settings, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         engine_signatures.check("vllm")
         check_options(vllm_config)
-        default_thoughts()  # loads a tokenizer, which no request has to wait for then
+        settings.thoughts  # noqa: B018, loads the tokenizer before the first request
         self.settings, self.req_states, self.device = settings, req_states, req_states.device
         engine = vllm_config.model_config
         value_model = settings.load_value_model(engine.dtype, self.device)
@@ -299,7 +297,7 @@ class Guide:
             self._sampling_changed = False
         layout, slots, slots_of_rows = self._layout(ctx), ctx.idx_mapping.long(), ctx.expanded_idx_mapping.long()
         lengths = ctx.pos[layout.first_rows].int() + 1
-        faults = None if self.report is None else self.step.table.faults[slots]
+        faults = None if self.report is None else self.step.table.columns.faults[slots]
         with nullcontext() if self.report is None else self.report.timed():
             goes_on = self._extend(guided, ctx, lengths)
             is_drawn = None if goes_on is None else ~goes_on
@@ -313,7 +311,7 @@ class Guide:
             self.report.note(
                 output.candidates.status[first],
                 output.candidates.lost_mass[first],
-                self.step.table.faults[slots] > faults,
+                self.step.table.columns.faults[slots] > faults,
                 torch.ones_like(slots, dtype=torch.bool) if is_drawn is None else is_drawn,
                 (drafted_at := self._drafted_at[slots]) > 0,
                 lengths - drafted_at,

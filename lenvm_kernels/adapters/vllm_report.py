@@ -1,4 +1,4 @@
-"""What guided steps in vLLM did, counted on the host when the device has done it. Importable without vLLM."""
+"""Metrics and predicted lengths of guided steps in vLLM. Importable without vLLM."""
 
 from __future__ import annotations
 
@@ -7,80 +7,74 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from lenvm_kernels.adapters.metrics import BROKEN, STATUS_NAMES, Metrics, Stopwatch
-from lenvm_kernels.types import Status
+from lenvm_kernels.adapters.report import Metrics, Stopwatch
 
 
-class Predictions:
-    """A file with a JSON line a request: how long its output is predicted to be, once the device has computed it.
+class _Copies:
+    """Tensors on their way to the host; each is passed to a function once it has arrived, in order."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[torch.Tensor, torch.cuda.Event | None, Callable[[torch.Tensor], None]]] = deque()
+
+    def add(self, tensor: torch.Tensor, use: Callable[[torch.Tensor], None]) -> None:
+        """Start the copy of a tensor for ``use``."""
+        numbers, arrived = tensor.to("cpu", non_blocking=True), None
+        if tensor.is_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._waiting.append((numbers, arrived, use))
+
+    def collect(self) -> None:
+        """Use the tensors that have arrived by now."""
+        while self._waiting and ((arrived := self._waiting[0][1]) is None or arrived.query()):
+            numbers, _, use = self._waiting.popleft()
+            use(numbers)
+
+
+class Predictions(_Copies):
+    """A file with a JSON line per request: the predicted length of its output, once the device has computed it.
 
     Args:
-        file: that is appended to.
-        request_ids: the engine's, by slot.
+        file: file that is appended to.
+        request_ids: the engine's names of requests, by slot.
     """
 
     def __init__(self, file: Path, request_ids: Mapping[int, str]) -> None:
+        super().__init__()
         self._file, self._request_ids = file, request_ids
-        self._waiting: deque[tuple[list[dict[str, Any]], torch.Tensor, torch.cuda.Event | None]] = deque()
 
     def note(self, prompts: Mapping[int, int], lengths: torch.Tensor) -> None:
         """Predicted ``lengths``, fp32 ``[B]``, of the outputs of requests; by slot the lengths of their prompts."""
         lines = [{"request_id": self._request_ids[slot], "prompt_tokens": count} for slot, count in prompts.items()]
-        numbers = lengths.to("cpu", non_blocking=True)
-        self._waiting.append((lines, numbers, _event(lengths)))
+        self.add(lengths, partial(self._write, lines))
 
-    def collect(self) -> None:
-        """Write what has arrived by now; nothing of a request that lost its guidance."""
-        while self._waiting and ((arrived := self._waiting[0][2]) is None or arrived.query()):
-            lines, numbers, _ = self._waiting.popleft()
-            for line, number in zip(lines, numbers.tolist(), strict=True):
-                if math.isfinite(number):
-                    line["predicted_output_length"] = round(number, 3)
-                    with self._file.open("ab", buffering=0) as file:
-                        file.write(json.dumps(line).encode() + b"\n")
+    def _write(self, lines: list[dict[str, Any]], lengths: torch.Tensor) -> None:
+        """Write the lines of the requests that kept their guidance."""
+        for line, number in zip(lines, lengths.tolist(), strict=True):
+            if math.isfinite(number):
+                line["predicted_output_length"] = round(number, 3)
+                with self._file.open("ab", buffering=0) as file:
+                    file.write(json.dumps(line).encode() + b"\n")
 
 
-def _event(tensor: torch.Tensor) -> torch.cuda.Event | None:
-    """That is done when what was launched by now is; None: it is."""
-    if not tensor.is_cuda:
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event
-
-
-class _Step(NamedTuple):
-    """On its way to the host.
-
-    Attributes:
-        numbers: fp32 ``[6, B]``: status, lost mass, whether broken, whether to count it, whether the step before had
-            drafts, and how many tokens there are since.
-        arrived: is done when they are there; None: they are.
-        milliseconds: of the value model's work.
-    """
-
-    numbers: torch.Tensor
-    arrived: torch.cuda.Event | None
-    milliseconds: Callable[[], float]
-
-
-class Report:
-    """Counts the steps of one worker, without waiting for them: a step is counted during a later one.
+class Report(_Copies):
+    """Counts the steps of one worker without a host-device sync: a step is counted during a later one.
 
     Args:
-        metrics: what it counts in.
-        device: of the steps.
+        metrics: the counters.
+        device: device of the steps.
     """
 
     def __init__(self, metrics: Metrics, device: torch.device) -> None:
+        super().__init__()
         self.metrics = metrics
         self._stopwatch = Stopwatch(device)
-        self._steps: deque[_Step] = deque()
 
     def timed(self) -> AbstractContextManager[None]:
         """Times what is launched inside."""
@@ -106,21 +100,15 @@ class Report:
             new_lens: int ``[B]``; tokens since that step.
         """
         rows = (status, lost_mass, broken, is_counted, had_drafts, new_lens)
-        numbers = torch.stack([x.float() for x in rows]).to("cpu", non_blocking=True)
-        self._steps.append(_Step(numbers, _event(status), self._stopwatch.take()))
+        self.add(torch.stack([x.float() for x in rows]), partial(self._count, self._stopwatch.take()))
 
-    def collect(self) -> None:
-        """Count the steps that have been done by now."""
-        while self._steps and ((arrived := self._steps[0].arrived) is None or arrived.query()):
-            step = self._steps.popleft()
-            self.metrics.guided_steps.inc()
-            self.metrics.value_model_milliseconds.inc(step.milliseconds())
-            for status, lost_mass, broken, is_counted, had_drafts, new_lens in step.numbers.T.tolist():
-                if not is_counted:
-                    continue
-                self.metrics.rows[BROKEN if broken else STATUS_NAMES[Status(int(status))]].inc()
-                if status != Status.UNGUIDED:
-                    self.metrics.lost_mass.inc(lost_mass)
-                if had_drafts and new_lens:
-                    self.metrics.verifications["yes"].inc()
-                    self.metrics.verified_tokens["yes"].inc(new_lens)
+    def _count(self, milliseconds: Callable[[], float], numbers: torch.Tensor) -> None:
+        """Count a step whose ``numbers``, fp32 ``[6, B]``, are the arguments of :meth:`note`."""
+        self.metrics.guided_steps.inc()
+        self.metrics.value_model_milliseconds.inc(milliseconds())
+        for status, lost_mass, broken, is_counted, had_drafts, new_lens in numbers.T.tolist():
+            if not is_counted:
+                continue
+            self.metrics.count_row(status, lost_mass, broken)
+            if had_drafts and new_lens:
+                self.metrics.count_verified(new_lens, is_guided=True)

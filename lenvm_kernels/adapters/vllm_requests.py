@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lenvm_kernels.adapters.settings import MAX_SCALED_TOKENS, MAX_STOP_TOKENS, parse_request, writes_predictions
+from lenvm_kernels.adapters.settings import MAX_SCALED_TOKENS, MAX_STOP_TOKENS, Settings
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.types import Mode
 
@@ -23,7 +23,7 @@ _AS_TEXT: dict[str, tuple[type, str]] = {
 _SWITCHES = ("return_values", "allow_eos")
 
 
-def guidance_of(params: SamplingParams) -> GuidanceParams | None:
+def guidance_of(params: SamplingParams, settings: Settings) -> GuidanceParams | None:
     """What a request asks for in its ``extra_args`` (``vllm_xargs``), None without.
 
     A greedy request has one candidate, which no guidance moves.
@@ -34,8 +34,8 @@ def guidance_of(params: SamplingParams) -> GuidanceParams | None:
     if not params.extra_args:
         return None
     custom_params = {name: _decoded(name, value) for name, value in params.extra_args.items()}
-    guidance = parse_request(custom_params)
-    if guidance.return_values and not writes_predictions():
+    guidance = settings.parse_request(custom_params)
+    if guidance.return_values and settings.predictions is None:
         raise ValueError("return_values must be false in vLLM without LENVM_PREDICTIONS, a file for them, got true")
     if params.temperature == 0 or params.top_k == 1:
         guidance = replace(guidance, mode=Mode.UNGUIDED)

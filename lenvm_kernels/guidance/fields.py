@@ -1,39 +1,43 @@
-"""Every field of a request's ``custom_params``: what parses them, the command line's flags and the docs follow this.
+"""The fields of a request's ``custom_params``: how each is parsed, its flag on the command line, its row in the docs.
 
-Names and defaults are those of the LenVM fork of SGLang (section Parameters of the specification).
+Names and defaults are those of the LenVM fork of SGLang (section Parameters of the specification). This module imports
+no torch, so that the command line can read it without waiting.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 DEFAULT_GAMMA = 0.997  # as in the fork
 MAX_DIVISOR = 1e6  # so that no logit becomes infinite
+MAX_SPAN_ENDS = 4  # sequences that end a span; as many may begin one
+FP32_MAX = (2 - 2**-23) * 2.0**127
+
+_A_TARGET = ("a target: give target_length or target_value as well", "target_length", "target_value", "thinking_budget")
+_A_SPAN = ("end_token_ids, or a thinking_budget", "end_token_ids", "thinking_budget")
+_A_LIMIT = ("a hard_limit, or a thinking_budget", "hard_limit", "thinking_budget")
+_A_LANDING = ("a landing", "landing")
 
 
 @dataclass(frozen=True)
 class Field:
-    """A field.
+    """A field of a request.
 
     Attributes:
         name: its name.
         meaning: a sentence without its first capital and full stop.
-        other_names: what the fork calls it too.
-        default: None for none.
-        words: every word that is accepted, with the word that it stands for; None for a field that is no word.
-        above, least, below: bounds of a number: ``> above``, ``>= least``, ``< below``.
-        is_integer: a number has to be whole.
-        metavar: of its flag; None for a field that the command line has no flag for.
+        other_names: further names that the fork accepts.
+        default: the value of requests without the field, or None.
+        needs: if not empty, what the field needs, for the error, and then the fields of which one must be given.
+        metavar: of its flag. If None, the command line has no flag for the field.
     """
 
     name: str
     meaning: str
     other_names: tuple[str, ...] = ()
-    default: float | str | bool | None = None
-    words: Mapping[str, str] | None = None
-    above: float | None = None
-    least: float | None = None
-    below: float | None = None
-    is_integer: bool = False
+    default: Any = None
+    needs: tuple[str, ...] = ()
     metavar: str | None = None
 
     @property
@@ -42,222 +46,294 @@ class Field:
         return (self.name, *self.other_names)
 
     @property
-    def bounds(self) -> str:
-        """``> 0 and < 1``, or nothing."""
-        bounds = ((">", self.above), (">=", self.least), ("<", self.below))
-        return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
+    def limits(self) -> str:
+        """The accepted values for the docs, in the fewest words; empty if the meaning states them."""
+        return ""
+
+    def parse(self, given: Any) -> Any:
+        """The value of the field, without regard to other fields.
+
+        Raises:
+            ValueError: naming the field, what came and what is accepted.
+        """
+        raise NotImplementedError
+
+    def rejected(self, given: Any, must: str) -> ValueError:
+        """The error for a value that is not accepted."""
+        return ValueError(f"{self.name} must {must}, got {given!r}")
+
+
+@dataclass(frozen=True)
+class Number(Field):
+    """A number within bounds: ``> above``, ``>= least``, ``< below``."""
+
+    metavar: str | None = "X"
+    above: float | None = None
+    least: float | None = None
+    below: float | None = None
+    is_integer: bool = False
 
     @property
     def limits(self) -> str:
-        """What a value is limited to, in the fewest words: each word once, or the bounds."""
-        if self.words is not None:
-            return f"one of {', '.join(dict.fromkeys(self.words.values()))}"
-        return self.bounds
+        bounds = ((">", self.above), (">=", self.least), ("<", self.below))
+        return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
+
+    def parse(self, given: Any) -> float:
+        try:
+            number = float("nan") if isinstance(given, bool) else float(given)
+        except (TypeError, ValueError, OverflowError):
+            number = float("nan")
+        if (
+            not abs(number) <= FP32_MAX  # NaN compares false
+            or (self.above is not None and number <= self.above)
+            or (self.least is not None and number < self.least)
+            or (self.below is not None and number >= self.below)
+            or (self.is_integer and number != int(number))
+        ):
+            kind = "an integer" if self.is_integer else "a finite number"
+            raise self.rejected(given, f"be {kind} {self.limits}".rstrip())
+        return int(number) if self.is_integer else number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Word(Field):
+    """One of ``words``, which has every accepted spelling with the word that it stands for."""
+
+    metavar: str | None = "WORD"
+    words: Mapping[str, str]
 
     @property
-    def accepted(self) -> str:
-        """All that is accepted, for a message."""
-        if self.words is not None:
-            return f"one of {', '.join(self.words)}"
-        return f"{'an integer' if self.is_integer else 'a finite number'} {self.bounds}".rstrip()
+    def limits(self) -> str:
+        return f"one of {', '.join(dict.fromkeys(self.words.values()))}"
+
+    def parse(self, given: Any) -> str:
+        word = given.strip().lower() if isinstance(given, str) else ""
+        if word not in self.words:
+            raise self.rejected(given, f"be one of {', '.join(self.words)}")
+        return self.words[word]
+
+
+@dataclass(frozen=True)
+class Switch(Field):
+    """True or false."""
+
+    def parse(self, given: Any) -> bool:
+        if not isinstance(given, bool):
+            raise self.rejected(given, "be true or false")
+        return given
+
+
+@dataclass(frozen=True)
+class Sequences(Field):
+    """A list of token ids and of lists of them. A list of one token is that token."""
+
+    least: int = 1
+
+    def parse(self, given: Any) -> tuple[int | tuple[int, ...], ...]:
+        if not _is_list(given) or not self.least <= len(given) <= MAX_SPAN_ENDS:
+            raise self.rejected(given, f"be a list of {self.least} to {MAX_SPAN_ENDS} token ids")
+        lists = [each if _is_list(each) else [each] for each in given]
+        if not all(tokens and all(map(_is_token_id, tokens)) for tokens in lists):
+            raise self.rejected(given, "hold token ids >= 0, or lists of them")
+        return tuple(dict.fromkeys(tokens[0] if len(tokens) == 1 else tuple(tokens) for tokens in lists))
+
+
+@dataclass(frozen=True)
+class Text(Field):
+    """A text, or its token ids."""
+
+    metavar: str | None = "TEXT"
+
+    def parse(self, given: Any) -> str | tuple[int, ...]:
+        if isinstance(given, str):
+            return given
+        if not _is_list(given) or not all(map(_is_token_id, given)):
+            raise self.rejected(given, "be a text, or a list of token ids >= 0")
+        return tuple(given)
+
+
+@dataclass(frozen=True)
+class Divisors(Field):
+    """Token ids, each with the divisor of its temperature."""
+
+    metavar: str | None = "ID=D"
+
+    def parse(self, given: Any) -> dict[int, float]:
+        if not isinstance(given, Mapping):
+            raise self.rejected(given, "be a mapping of token id to divisor")
+        return {_digits(self, t): replace(_DIVISOR, name=f"{self.name}[{t}]").parse(x) for t, x in given.items()}
+
+
+@dataclass(frozen=True)
+class TokenIds(Field):
+    """A list of token ids."""
+
+    def parse(self, given: Any) -> tuple[int, ...]:
+        if not _is_list(given):
+            raise self.rejected(given, "be a list of token ids")
+        return tuple(_digits(self, token) for token in given)
+
+
+def _digits(field: Field, given: Any) -> int:
+    """A token id, or its digits: the keys of a JSON object are texts."""
+    if isinstance(given, bool) or not str(given).isdecimal():
+        raise field.rejected(given, "hold token ids >= 0")
+    return int(given)
+
+
+def _is_list(given: Any) -> bool:
+    return isinstance(given, Sequence) and not isinstance(given, str)
+
+
+def _is_token_id(given: Any) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 2**31
 
 
 def _spellings(**words: str) -> dict[str, str]:
-    """The words of each list, with the name of the list."""
+    """Each spelling with its word, from the spellings of each word."""
     return {spelling: word for word, spellings in words.items() for spelling in spellings.split()}
 
 
-FIELDS = {
-    field.name: field
-    for field in (
-        Field(
-            "value_mode",
-            "how values reweight the candidates",
-            ("mode",),
-            "mul",
-            words={word: word for word in ("mul", "linear", "exp", "length_mul", "centered_exp", "value_bias")},
-            metavar="MODE",
-        ),
-        Field(
-            "value_scale",
-            "strength of the mode; centered_exp and value_bias: < 0 shorter, > 0 longer; other modes: < 1 shorter, > 1 "
-            "longer",
-            ("scale",),
-            1.0,
-            metavar="S",
-        ),
-        Field(
-            "gamma",
-            "discount that the value model was trained with; turns values into lengths; of requests without: that of "
-            "LENVM_GAMMA, or of lenvm_config.json",
-            ("length_gamma",),
-            DEFAULT_GAMMA,
-            above=0.0,
-            below=1.0,
-            metavar="G",
-        ),
-        Field(
-            "target_length",
-            "tokens to guide to, by the constraint and whatever the mode",
-            least=0.0,
-            metavar="TOKENS",
-        ),
-        Field(
-            "target_length_mode",
-            "what the target counts: total, all new tokens, or remaining, those still to come at every step",
-            ("length_mode",),
-            "total",
-            words=_spellings(total="total budget", remaining="remaining"),
-            metavar="MODE",
-        ),
-        Field(
-            "target_value",
-            "the target as a value instead of a length; goes before target_length",
-            least=0.0,
-            below=1.0,
-            metavar="V",
-        ),
-        Field(
-            "value_constraint",
-            "how a target binds: eq, nearest candidate; ge or le, longest or shortest candidate; eq_soft, on average; "
-            "ge_soft or le_soft, the same where the average is shorter or longer; near, each candidate by its "
-            "distance; ge_near or le_near, the same of shorter or longer ones only",
-            ("constraint", "cmp", "op"),
-            "near",
-            words=_spellings(
-                eq="eq = == equal equals",
-                ge="ge >= > gte greater_equal",
-                le="le <= < lte less_equal",
-                eq_soft="eq_soft soft equal_soft",
-                ge_soft="ge_soft",
-                le_soft="le_soft",
-                near="near",
-                ge_near="ge_near",
-                le_near="le_near",
-            ),
-            metavar="OP",
-        ),
-        Field(
-            "strength",
-            "of near, ge_near and le_near: how fast probability falls with distance from the target; 0, not at all; if "
-            "nothing is said 10 without a value model, and with one that of lenvm_config.json, if it has any",
-            default=5.0,
-            least=0.0,
-            metavar="S",
-        ),
-        Field(
-            "min_end_prob",
-            "with a target: tokens that end the output are candidates from this probability on, whatever top_k, top_p "
-            "and min_p say; 0.0001 with near, ge_near and le_near if nothing is said; 0, always; a 10,000th of it "
-            "after the end of a sentence, a tenth after that of a line, 100 times as much elsewhere, and less of it "
-            "past a total target",
-            least=0.0,
-            metavar="P",
-        ),
-        Field(
-            "tolerance",
-            "share of the target within which near, ge_near and le_near treat all lengths alike",
-            default=0.0,
-            least=0.0,
-            below=1.0,
-            metavar="SHARE",
-        ),
-        Field(
-            "thinking_budget",
-            "tokens that a thought may take on average: a target_length with le_near that holds up to the end of the "
-            "thought",
-            above=0.0,
-            below=1e9,  # so that its hard_limit is an int32
-            metavar="TOKENS",
-        ),
-        Field(
-            "end_token_ids",
-            "a list of up to 4 tokens that end what is guided, such as a thought, and have value 0; several that do so "
-            "one after the other are a list of their own, whose first has value 0",
-        ),
-        Field(
-            "start_token_ids",
-            "likewise, what begins it, also anew once it has ended; without, it begins with the answer, once; <think> "
-            "for a thinking_budget without end_token_ids, if that is a token",
-        ),
-        Field("allow_eos", "let the sequence end before one of end_token_ids", default=False),
-        Field(
-            "answer_length",
-            "tokens that are to follow what is guided; taken off predicted lengths",
-            default=0.0,
-            least=0.0,
-            metavar="TOKENS",
-        ),
-        Field(
-            "hard_limit",
-            "tokens of what is guided at which the first of end_token_ids is forced; 1.25 times the thinking_budget if "
-            "there is one",
-            least=1.0,
-            below=2.0**31 - 1,
-            is_integer=True,
-            metavar="TOKENS",
-        ),
-        Field(
-            "hard_limit_grace",
-            "tokens for which the hard_limit waits for the end of a line",
-            default=0,
-            least=0.0,
-            below=1e6,
-            is_integer=True,
-            metavar="TOKENS",
-        ),
-        Field(
-            "end_message",
-            "words, or a list of token ids, that are forced before the end that the hard_limit forces; up to 32 tokens "
-            "with it",
-        ),
-        Field(
-            "landing",
-            "words, or a list of up to 32 token ids, that are forced once when what is left of target_length is just "
-            "enough to say the answer, if possible at the end of a line; the output then goes on, and ends by itself",
-            metavar="TEXT",
-        ),
-        Field(
-            "landing_tokens",
-            "tokens of target_length that are left for the landing and what follows it",
-            default=24,
-            least=1.0,
-            below=1e6,
-            is_integer=True,
-            metavar="TOKENS",
-        ),
-        Field("value_min", "leave a step alone whose expected value is below this", metavar="V"),
-        Field(
-            "value_entropy_threshold",
-            "leave a step alone whose candidates have at most this entropy, in nats",
-            ("entropy_threshold",),
-            least=0.0,
-            metavar="NATS",
-        ),
-        Field(
-            "token_temperature_scale",
-            "divide the temperature of single tokens: a token id and its divisor each, which multiplies the logit",
-            above=0.0,
-            below=MAX_DIVISOR,
-            metavar="ID=D",
-        ),
-        Field("boosted_token_ids", "the same with one divisor: a list of the token ids"),
-        Field("token_temp_divisor", "the divisor of boosted_token_ids", above=0.0, below=MAX_DIVISOR),
-        Field(
-            "value_stride",
-            "guide at every n-th step of the engine only, and wherever the output might end",
-            least=1.0,
-            below=1e6,
-            is_integer=True,
-            metavar="N",
-        ),
-        Field(
-            "return_values",
-            "predict lengths of the prompt and of each token, guided or not",
-            default=False,
-        ),
-    )
-}
+_MODES = ("mul", "linear", "exp", "length_mul", "centered_exp", "value_bias")
+_CONSTRAINTS = _spellings(
+    eq="eq = == equal equals",
+    ge="ge >= > gte greater_equal",
+    le="le <= < lte less_equal",
+    eq_soft="eq_soft soft equal_soft",
+    ge_soft="ge_soft",
+    le_soft="le_soft",
+    near="near",
+    ge_near="ge_near",
+    le_near="le_near",
+)
+_Integer = partial(Number, metavar="N", is_integer=True)
+_TOTALS = _spellings(total="total budget", remaining="remaining")
+_DIVISOR = Number("token_temp_divisor", "the divisor of boosted_token_ids", metavar=None, above=0.0, below=MAX_DIVISOR)
+_ALL = (
+    Word("value_mode", "how values reweight the candidates", ("mode",), "mul", words={x: x for x in _MODES}),
+    Number(
+        "value_scale",
+        "strength of the mode; centered_exp, value_bias: < 0 shorter, > 0 longer; other modes: < 1 shorter, > 1 longer",
+        ("scale",),
+        1.0,
+    ),
+    Number(
+        "gamma",
+        "discount that the value model was trained with; turns values into lengths; servers have their own default",
+        ("length_gamma",),
+        DEFAULT_GAMMA,
+        above=0.0,
+        below=1.0,
+    ),
+    Number("target_length", "target in tokens; its constraint replaces the mode", least=0.0),
+    Word(
+        "target_length_mode",
+        "total, the target counts all new tokens; remaining, at every step those still to come",
+        ("length_mode",),
+        "total",
+        words=_TOTALS,
+    ),
+    Number("target_value", "the target as a value; takes precedence over target_length", least=0.0, below=1.0),
+    Word(
+        "value_constraint",
+        "how a target binds: eq, nearest candidate; ge, le, longest or shortest candidate; eq_soft, on average; "
+        "ge_soft, le_soft, as eq_soft where the average is shorter or longer; near, candidates weighted by "
+        "their distance; ge_near, le_near, as near for shorter or longer candidates only",
+        ("constraint", "cmp", "op"),
+        "near",
+        _A_TARGET,
+        words=_CONSTRAINTS,
+    ),
+    Number(
+        "strength",
+        "how fast probability falls with the distance that near, ge_near and le_near measure; 0, not at all; default "
+        "without a value model 10; a value model may have its own default",
+        (),
+        5.0,
+        least=0.0,
+    ),
+    Number(
+        "min_end_prob",
+        "probability from which tokens that end the output are candidates despite top_k, top_p and min_p; default with "
+        "near, ge_near and le_near 0.0001; lower after sentences and lines and past a total target, higher elsewhere",
+        needs=_A_TARGET,
+        least=0.0,
+    ),
+    Number(
+        "tolerance",
+        "share of the target within which near, ge_near and le_near treat all lengths alike",
+        (),
+        0.0,
+        least=0.0,
+        below=1.0,
+    ),
+    Number(
+        "thinking_budget",
+        "tokens that a thought may take on average: a target_length with le_near that holds until the thought ends",
+        above=0.0,
+        below=1e9,  # so that its hard_limit is an int32
+    ),
+    Sequences(
+        "end_token_ids",
+        "up to 4 tokens that end the guided span, such as a thought, and have value 0; a sequence of tokens is a list "
+        "of its own, whose first token has value 0",
+    ),
+    Sequences(
+        "start_token_ids",
+        "up to 4 tokens or sequences that begin a span; default: the answer begins the only span; <think> with a "
+        "thinking_budget without end_token_ids, if <think> is a token",
+        needs=_A_SPAN,
+        least=0,
+    ),
+    Switch("allow_eos", "let the sequence end before one of end_token_ids", (), False, _A_SPAN),
+    Number("answer_length", "tokens after the span, subtracted from predicted lengths", (), 0.0, _A_SPAN, least=0.0),
+    _Integer(
+        "hard_limit",
+        "tokens of a span at which the first of end_token_ids is forced; 1.25 times a thinking_budget by default",
+        needs=_A_SPAN,
+        least=1.0,
+        below=2.0**31 - 1,
+    ),
+    _Integer(
+        "hard_limit_grace",
+        "tokens that the hard_limit waits for the end of a line",
+        (),
+        0,
+        _A_LIMIT,
+        least=0.0,
+        below=1e6,
+    ),
+    Text(
+        "end_message",
+        "words or token ids that are forced before the end that the hard_limit forces; up to 32 tokens with that end",
+        needs=_A_LIMIT,
+        metavar=None,
+    ),
+    Text(
+        "landing",
+        "words or up to 32 token ids that are forced once when target_length leaves just enough for the answer, if "
+        "possible at the end of a line; the output then goes on and ends by itself",
+    ),
+    _Integer("landing_tokens", "tokens of target_length from the landing on", (), 24, _A_LANDING, least=1.0, below=1e6),
+    Number("value_min", "do not reweight steps whose expected value is below this"),
+    Number(
+        "value_entropy_threshold",
+        "do not reweight steps whose candidates have at most this entropy, in nats",
+        ("entropy_threshold",),
+        least=0.0,
+    ),
+    Divisors(
+        "token_temperature_scale",
+        "divide the temperature of single tokens: each token id with the factor of its logit, > 0 and < 1e+06",
+    ),
+    TokenIds("boosted_token_ids", "the same with one divisor: a list of the token ids"),
+    _DIVISOR,
+    _Integer(
+        "value_stride", "guide every n-th step of the engine, and any that may end the output", least=1.0, below=1e6
+    ),
+    Switch("return_values", "predict lengths of the prompt and of each token, guided or not", (), False),
+)
+FIELDS: dict[str, Field] = {each.name: each for each in _ALL}
 
 
 def markdown() -> str:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-MAX_SPAN_ENDS = 4  # sequences that end a span; as many may begin one
 MAX_SPAN_TOKENS = 31  # of all of these: bits of an int32
 MAX_CLOSING_TOKENS = 32  # of what a hard limit forces
 # A prompt of whose last tokens one ends a span leaves none open. Those of an earlier turn are further away.

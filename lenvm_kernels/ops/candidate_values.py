@@ -379,7 +379,8 @@ def candidate_values(
 
     Example:
         >>> from lenvm_kernels import GuidanceTable, parse_guidance
-        >>> table = GuidanceTable.from_params([parse_guidance({"target_length": 9, "gamma": 0.9})], [{2}], "cpu")
+        >>> params = parse_guidance({"target_length": 9, "gamma": 0.9})
+        >>> table = GuidanceTable.from_params([params], [{2}], "cpu").columns
         >>> of_rows = dict(table_rows=torch.tensor([0]), generated=torch.tensor([3], dtype=torch.int32))
         >>> tokens = torch.tensor([[0, 1]]), torch.ones(1, 2), torch.zeros(1, 2), 8 * torch.eye(2)
         >>> head = torch.eye(2), torch.zeros(2), torch.eye(2), torch.zeros(2), torch.tensor([1.0, 2.0, 20.0])
@@ -409,9 +410,8 @@ def candidate_values(
     check_tensor("bins_bias", bins_bias, dtypes=vector_dtypes, shape=(bins,), device=device)
     singles = SINGLES[backend]
     check_tensor("bin_edges", bin_edges, dtypes=singles, shape=(bins + 1,), device=device)
-    table = getattr(table, "columns", table)
     if not isinstance(table, GuidanceColumns):
-        raise TypeError(f"table must be a GuidanceTable, got {type(table).__name__}")
+        raise TypeError(f"table must be GuidanceColumns, got {type(table).__name__}")
     check_tensor("table.mode", table.mode, dtypes=torch.int32, shape=(None,), device=device, unit_stride=False)
     columns_read = _columns_read(table)
     column_dtypes: Any = (torch.int32, *[singles] * 4, torch.bool, singles)

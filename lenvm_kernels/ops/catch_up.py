@@ -154,7 +154,7 @@ def catch_up(
 
     Example:
         >>> from lenvm_kernels import GuidanceTable, empty_history, gather_requests, parse_guidance
-        >>> table = GuidanceTable.from_params([parse_guidance({"target_length": 60})], [{0}], "cpu")
+        >>> table = GuidanceTable.from_params([parse_guidance({"target_length": 60})], [{0}], "cpu").columns
         >>> history, slot_table = empty_history(1, 4, "cpu"), torch.tensor([[7, 5, 6, 4]], dtype=torch.int32)
         >>> for token, length, scored in ((11, 1, 0), (12, 2, 0), (13, 3, 2)):
         ...     lengths, counts = torch.tensor([[length], [scored]], dtype=torch.int32)

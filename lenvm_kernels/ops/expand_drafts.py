@@ -159,7 +159,7 @@ def expand_drafts(
 
     Example:
         >>> from lenvm_kernels import GuidanceTable, gather_requests, parse_guidance
-        >>> table = GuidanceTable.from_params([parse_guidance({"target_length": 60})], [{0}], "cpu")
+        >>> table = GuidanceTable.from_params([parse_guidance({"target_length": 60})], [{0}], "cpu").columns
         >>> requests = gather_requests(table, *torch.tensor([[11], [0]]), torch.tensor([4], dtype=torch.int32))
         >>> chain_and_branch = Drafts(torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, -1]], dtype=torch.int32))
         >>> expand_drafts(requests, chain_and_branch).positions

@@ -20,7 +20,7 @@ from torch import Tensor
 from lenvm_kernels.ops._common import ceil_div, check_fields, check_tensor, resolve_backend, row_strides
 from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.reference.gather_requests import gather_requests as _reference
-from lenvm_kernels.types import GuidanceColumns, Mode, StepHistory, StepRequests
+from lenvm_kernels.types import GUIDANCE_COLUMNS, GuidanceColumns, Mode, StepHistory, StepRequests
 
 # Requests a program: a warp's threads, one each.
 REQUESTS = 32
@@ -42,18 +42,6 @@ class _Table(NamedTuple):
     faults: Tensor  # int32 [R], written
 
 
-# Of the columns above.
-_TABLE_DTYPES = (
-    torch.int32,
-    torch.bool,
-    torch.float32,
-    torch.int32,
-    torch.int64,
-    torch.int32,
-    torch.bool,
-    torch.int32,
-    torch.int32,
-)
 # Of the fields of StepRequests, in their order.
 _DTYPES = (
     torch.int32,
@@ -242,7 +230,7 @@ def gather_requests(
     Nothing is read back to the host, and no new number of requests compiles anything.
 
     Args:
-        table: of ``R`` requests; a :class:`GuidanceTable` or its columns. ``faults`` counts the requests that are
+        table: the columns of a :class:`GuidanceTable` of ``R`` requests. ``faults`` counts the requests that are
             guided or ask for lengths, and of which the history lacks a token that the value model has not seen.
         tokens: int64 [B]; the last token of each sequence; or [B, N], the tokens that it has grown by, from column 0
             on. Rows may be strided.
@@ -270,7 +258,7 @@ def gather_requests(
         >>> table = GuidanceTable(4, "cpu")
         >>> table.add_request(2, parse_guidance({"target_length": 60}), eos_token_ids={0}, prompt_len=7, seed=5)
         >>> tokens, rows = torch.tensor([[11, 12], [0, 2]])
-        >>> requests = gather_requests(table, tokens, rows, torch.tensor([4, 9], dtype=torch.int32))
+        >>> requests = gather_requests(table.columns, tokens, rows, torch.tensor([4, 9], dtype=torch.int32))
         >>> requests.guided, requests.generated
         (tensor([False,  True]), tensor([4, 2], dtype=torch.int32))
     """
@@ -288,12 +276,12 @@ def gather_requests(
     check_tensor("lengths", lengths, dtypes=torch.int32, shape=(count,), device=device)
     if active is not None:
         check_tensor("active", active, dtypes=torch.bool, shape=(count,), device=device)
-    table = getattr(table, "columns", table)
     if not isinstance(table, GuidanceColumns):
-        raise TypeError(f"table must be a GuidanceTable, got {type(table).__name__}")
+        raise TypeError(f"table must be GuidanceColumns, got {type(table).__name__}")
     check_tensor("table.mode", table.mode, dtypes=torch.int32, shape=(None,), device=device, unit_stride=False)
     table_size = table.mode.shape[0]
-    check_fields("table", _Table._fields, _columns_read(table), _TABLE_DTYPES, table_size, device, unit_stride=False)
+    dtypes = [GUIDANCE_COLUMNS[name].dtype for name in _Table._fields]
+    check_fields("table", _Table._fields, _columns_read(table), dtypes, table_size, device, unit_stride=False)
     if history is not None:
         if not isinstance(history, StepHistory):
             raise TypeError(f"history must be a StepHistory, got {type(history).__name__}")

@@ -28,7 +28,7 @@ from lenvm_kernels.ops._operator import operator
 from lenvm_kernels.ops.expand_drafts import check_drafts
 from lenvm_kernels.reference.limit_span import EXCLUDED, FORCED
 from lenvm_kernels.reference.limit_span import limit_span as _reference
-from lenvm_kernels.types import Drafts, GuidanceColumns, SpanNodes, TextBreak
+from lenvm_kernels.types import GUIDANCE_COLUMNS, Drafts, GuidanceColumns, SpanNodes, TextBreak
 
 # Requests a program. With four drafts each a warp's threads have two nodes.
 REQUESTS = 8
@@ -58,9 +58,8 @@ class _Table(NamedTuple):
     closing_from: Tensor  # int32 [R]
 
 
-# Of the columns above: those that are lists, those that are written, and the dtypes of those that are no lists.
+# The columns above that are lists, and that are written.
 _LISTS, _WRITTEN = _Table._fields[:4], _Table._fields[-5:]
-_TABLE_DTYPES = (*[torch.int32] * 5, torch.bool, torch.int32, torch.bool, *[torch.int32] * 3)
 
 
 class _Span(NamedTuple):
@@ -396,7 +395,7 @@ def limit_span(
     Example:
         >>> from lenvm_kernels import GuidanceTable, parse_guidance
         >>> params = parse_guidance({"target_length": 5, "end_token_ids": [2], "hard_limit": 9})
-        >>> table = GuidanceTable.from_params([params], [{0}], "cpu")
+        >>> table = GuidanceTable.from_params([params], [{0}], "cpu").columns
         >>> logits = torch.zeros(1, 4)
         >>> limit_span(logits, table, torch.tensor([[3]]), torch.tensor([0]), torch.tensor([4], dtype=torch.int32))
         SpanNodes(ended=tensor([False]), generated=tensor([4], dtype=torch.int32))
@@ -413,17 +412,17 @@ def limit_span(
     nodes = 1 if drafts is None else 1 + drafts.token_ids.shape[1]
     if logits is not None:
         check_tensor("logits", logits, dtypes=FLOATS[backend], shape=(requests * nodes, None), device=device)
-    table = getattr(table, "columns", table)
     if not isinstance(table, GuidanceColumns):
-        raise TypeError(f"table must be a GuidanceTable, got {type(table).__name__}")
+        raise TypeError(f"table must be GuidanceColumns, got {type(table).__name__}")
     columns = _Table._make(getattr(table, name) for name in _Table._fields)
     size = check_tensor("table.eos_token_ids", columns[0], dtypes=torch.int32, shape=(None, None)).shape[0]
     for name, column in zip(_LISTS, columns[: len(_LISTS)], strict=True):
         check_tensor(f"table.{name}", column, dtypes=torch.int32, shape=(size, None), device=device)
         if column.shape[1] == 0:
             raise ValueError(f"table.{name} must have at least one column, got none")
-    of_numbers = _Table._fields[len(_LISTS) :], columns[len(_LISTS) :], _TABLE_DTYPES
-    check_fields("table", *of_numbers, size, device, unit_stride=False)
+    numbers = _Table._fields[len(_LISTS) :]
+    dtypes = [GUIDANCE_COLUMNS[name].dtype for name in numbers]
+    check_fields("table", numbers, columns[len(_LISTS) :], dtypes, size, device, unit_stride=False)
     check_tensor("table_rows", table_rows, dtypes=torch.int64, shape=(requests,), device=device)
     check_tensor("lengths", lengths, dtypes=torch.int32, shape=(requests,), device=device)
     if new_lens is not None:

@@ -257,7 +257,7 @@ def reweight_scatter(
         >>> from lenvm_kernels import GuidanceTable, parse_guidance, topk_candidates
         >>> request = dict(top_k=torch.tensor([2], dtype=torch.int32), top_p=torch.ones(1), min_p=torch.zeros(1))
         >>> candidates = topk_candidates(torch.tensor([[0.5, 0.2, 0.3]]), **request, max_candidates=2)
-        >>> table = GuidanceTable.from_params([parse_guidance({"target_length": 9, "op": "le"})], [{2}], "cpu")
+        >>> table = GuidanceTable.from_params([parse_guidance({"target_length": 9, "op": "le"})], [{2}], "cpu").columns
         >>> reweight_scatter(candidates, torch.zeros(1, 2), table)  # token 2 ends the output: the shortest
         tensor([[0., 1.]])
     """
@@ -280,9 +280,8 @@ def reweight_scatter(
         )
         if not tensor.is_contiguous():
             raise ValueError(f"candidates.{name} must be contiguous, got strides {tuple(tensor.stride())}")
-    table = getattr(table, "columns", table)
     if not isinstance(table, GuidanceColumns):
-        raise TypeError(f"table must be a GuidanceTable, got {type(table).__name__}")
+        raise TypeError(f"table must be GuidanceColumns, got {type(table).__name__}")
     check_tensor("table.mode", table.mode, dtypes=torch.int32, shape=(None,), device=device, unit_stride=False)
     size, columns_read = table.mode.shape[0], _columns_read(table)
     column_dtypes: Any = (torch.int32, *[singles] * 5, torch.bool, torch.int32, singles)

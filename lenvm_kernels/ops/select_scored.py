@@ -178,7 +178,7 @@ def select_scored(
     Example:
         >>> from lenvm_kernels import GuidanceTable, gather_requests, parse_guidance, topk_candidates
         >>> guidance = [parse_guidance({"target_length": 60}), parse_guidance({"return_values": True})]
-        >>> table = GuidanceTable.from_params(guidance, [{0}, {0}], "cpu")
+        >>> table = GuidanceTable.from_params(guidance, [{0}, {0}], "cpu").columns
         >>> tokens, rows = torch.tensor([[11, 12], [0, 1]])
         >>> requests = gather_requests(table, tokens, rows, torch.tensor([4, 9], dtype=torch.int32))
         >>> probs = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.8, 0.1]])

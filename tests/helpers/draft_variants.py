@@ -33,7 +33,7 @@ def calls(name, rows, with_drafts, drafts, changed):
         expand_drafts(empty_requests(rows, CPU), some, backend="triton")
     elif name == "limit_span":
         # A table is of one size as long as an engine runs.
-        table, tokens = GuidanceTable(40, CPU), changed(torch.zeros(with_drafts, 2, dtype=torch.int64))
+        table, tokens = GuidanceTable(40, CPU).columns, changed(torch.zeros(with_drafts, 2, dtype=torch.int64))
         lens, of_rows = (changed(torch.zeros(with_drafts, dtype=dtype)) for dtype in (torch.int32, torch.int64))
         logits = changed(torch.zeros(with_drafts * (1 + drafts), 50))
         limit_span(logits, table, tokens, of_rows, lens, new_lens=lens, drafts=some, backend="triton")

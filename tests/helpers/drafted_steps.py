@@ -64,7 +64,7 @@ def run_plain(models, rows, prompts, guidance, count, base, **options):
         engine.step.limit_spans(scores, StepBatch(last, engine.tensor(rows), lengths))
         output = engine.decode(rows, sequences, scores, min_p=0.02, drawn=scores.argmax(1))
         sequences = [[*s, t] for s, t in zip(sequences, output.tokens.tolist(), strict=True)]
-    assert not engine.step.table.faults.any()
+    assert not engine.step.table.columns.faults.any()
     return [s[len(p) : len(p) + count] for s, p in zip(sequences, prompts, strict=True)]
 
 
@@ -87,5 +87,5 @@ def run_drafted(models, rows, prompts, guidance, count, base, parents, draft, pa
             ]
             sequence += output.verified.tokens[i, : new[i]].tolist()
         steps += 1
-    assert not step.table.faults.any()
+    assert not step.table.columns.faults.any()
     return [s[len(p) : len(p) + count] for s, p in zip(sequences, prompts, strict=True)], steps

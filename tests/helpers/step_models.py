@@ -52,7 +52,7 @@ class StepModels:
         probs = reweight_scatter(
             output.candidates,
             output.value_logits,
-            GuidanceTable.from_params(params, [{EOS}] * len(params), "cpu"),
+            GuidanceTable.from_params(params, [{EOS}] * len(params), "cpu").columns,
             generated=torch.tensor(generated, dtype=torch.int32),
         )
         torch.testing.assert_close(output.probs, probs, rtol=0, atol=1e-5)

@@ -54,7 +54,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     # Narrow bins and then wider ones, some of them of a single token.
     widths = 1 + (draws.uniform("widths", 1, bins)[0] * 1.2 ** torch.arange(bins, device=device)).floor()
     table_rows = draws.places("table_rows", rows, SPARE_ROWS)
-    table = GuidanceTable(len(rows) + SPARE_ROWS, device)
+    table = GuidanceTable(len(rows) + SPARE_ROWS, device).columns
     table.mode[:], table.scale[:], table.target_length[:] = int(Mode.NEAR), 7.0, 77.0  # what reads the spare rows shows
     of_rows = {
         "mode": pick("mode", *map(int, [*NEAR, *NEAR, *Mode])),
@@ -82,7 +82,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         "bins_weight": normal("bins_weight", bins, outputs, 2 * outputs**-0.5),
         "bins_bias": draws.normal("bins_bias", 1, bins)[0].to(vector_dtype),
         "bin_edges": F.pad(widths.cumsum(0), (1, 0)).float() + draws.integers("first edge", 1, low=1, high=3),
-        "table": table.columns,
+        "table": table,
         "table_rows": table_rows.to(index),
         "generated": pick("generated", 0, 10, 30, 45, 10_000).int(),
     }

@@ -37,7 +37,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     options, draws, rows = case.options, case.draws(device), case.rows
     count = len(rows)
     table_rows = draws.places("table_rows", rows, SPARE_ROWS)
-    table = GuidanceTable(count + SPARE_ROWS, device, max_eos=1, max_scaled_tokens=1)
+    table = GuidanceTable(count + SPARE_ROWS, device, max_eos=1, max_scaled_tokens=1).columns
     columns = {
         "mode": draws.choose("mode", rows, values=[0, 0, *Mode]),
         "return_values": draws.chance("return_values", rows, of=0.5),
@@ -50,9 +50,8 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         "faults": draws.integers("faults", rows, low=0, high=9),
     }
     fill(table, table_rows, columns, elsewhere=3)
-    parameters = table.columns
     if options["table"] == "columns apart":  # each with a stride of its own
-        parameters = parameters._replace(**{name: _strided(getattr(table, name), i) for i, name in enumerate(columns)})
+        table = table._replace(**{name: _strided(getattr(table, name), i) for i, name in enumerate(columns)})
     lengths = columns["prompt_len"] + draws.integers("generated", rows, low=0, high=3000)
     # Some sequences are as short as what is new in them.
     lengths = torch.where(draws.chance("short", rows, of=0.1), draws.integers("few", rows, low=0, high=5), lengths)
@@ -70,7 +69,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         per_request["new_lens"] = draws.integers("new_lens", rows, low=-1, high=new + 1).int()
     if options["slices"]:
         per_request = {name: slice_of_longer(x) for name, x in per_request.items()}
-    arguments: dict[str, Any] = {"table": parameters, **per_request}
+    arguments: dict[str, Any] = {"table": table, **per_request}
     arguments["padding_row"] = int(draws.integers("padding_row", 1, low=0, high=count + SPARE_ROWS - 1))
     if options["step"] != "no history":
         step = int(options["step"])

@@ -12,9 +12,9 @@ from lenvm_kernels.fuzz.case import Case, dtype_of, fill, slice_of_longer
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.ops.expand_drafts import DRAFTS, draw_drafts
 from lenvm_kernels.guidance import GuidanceTable
+from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
 from lenvm_kernels.guidance.spans import (
     MAX_CLOSING_TOKENS,
-    MAX_SPAN_ENDS,
     MAX_SPAN_TOKENS,
     SpanPatterns,
     TokenSequences,
@@ -69,7 +69,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
         logits = logits.view(count * (1 + width), vocab).to(dtype_of(options, "logits"))
         logits = torch.nn.functional.pad(logits, (0, options["padding"]), value=UNTOUCHED)
         logits = (slice_of_longer(logits) if options["slices"] else logits)[:, :vocab]
-    columns = _apart(table.columns) if options["table"] == "columns apart" else table.columns
+    columns = _apart(table) if options["table"] == "columns apart" else table
     arguments: dict[str, Any] = {"logits": logits, "table": columns, **per_request}
     if width:
         arguments["drafts"] = draw_drafts(draws, rows, options)
@@ -98,7 +98,7 @@ def _padded(lists: Sequence[Sequence[int]], size: int, device: torch.device) -> 
     return torch.tensor([[*ids, *[-2] * (size - len(ids))] for ids in lists], device=device)
 
 
-def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], eos: int) -> GuidanceTable:
+def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], eos: int) -> GuidanceColumns:
     """A table, in which the requests' sequences have come to be of any length, or are shorter than their prompts."""
     device, spans = draws.device, _spans(vocab)
     patterns = [SpanPatterns.of(*span) for span in spans]
@@ -125,9 +125,9 @@ def _table(draws: Draws, rows, table_rows: Tensor, vocab: int, ids: list[int], e
         "span_match": draws.integers("span_match", rows, low=0, high=63),
         "closing_from": draws.choose("closing_from", rows, values=[-1, -1, -1, 0, 5, 12]),
     }
-    table = GuidanceTable(len(table_rows) + SPARE_ROWS, device, max_eos=eos)
+    table = GuidanceTable(len(table_rows) + SPARE_ROWS, device, max_eos=eos).columns
     fill(table, table_rows, columns, elsewhere=3)
-    spare = torch.ones(len(table), dtype=torch.bool, device=device)
+    spare = torch.ones(len(table.mode), dtype=torch.bool, device=device)
     spare[table_rows] = False
     table.span_ended[spare] = torch.arange(SPARE_ROWS, device=device) % 2 == 0  # what writes them shows
     return table

@@ -13,12 +13,12 @@ from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, 
 from lenvm_kernels.fuzz.draws import Draws
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
-from lenvm_kernels.guidance.spans import MAX_SPAN_ENDS
+from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
 from lenvm_kernels.ops import reweight_scatter as ops
 from lenvm_kernels.ops._common import INTERPRETED
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.reference.reweight_scatter import LIKELY
-from lenvm_kernels.types import Candidates, Mode, Status, TextBreak
+from lenvm_kernels.types import Candidates, GuidanceColumns, Mode, Status, TextBreak
 
 NEAR = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
 TILTING = (Mode.MUL, Mode.LINEAR, Mode.EXP, Mode.LENGTH_MUL, Mode.EQ_SOFT, Mode.GE_SOFT, Mode.LE_SOFT)
@@ -61,7 +61,7 @@ CONSTANTS = {"large tiles, small slices": {"TILE": 8192 if INTERPRETED else 128,
 class Inputs:
     candidates: Candidates
     value_logits: Tensor
-    table: GuidanceTable
+    table: GuidanceColumns
     table_rows: Tensor  # also where the function is given none
     arguments: dict[str, Any]
 
@@ -98,7 +98,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     table_rows = (
         draws.rows(len(rows)) if options["table_rows"] == "none" else draws.places("table_rows", rows, SPARE_ROWS)
     )
-    table = GuidanceTable(len(rows) + SPARE_ROWS, device, max_eos=2)
+    table = GuidanceTable(len(rows) + SPARE_ROWS, device, max_eos=2).columns
     table.mode[:] = int(Mode.VALUE_BIAS)  # the spare rows': what reads them shows
     table.scale[:] = 3.0
     table.answer_length[:] = 40.0
@@ -205,7 +205,7 @@ class Result:
 
 def run(given: Inputs, function) -> Result:
     arguments, between = dict(given.arguments), None
-    table = given.table.columns._replace(faults=given.table.faults.clone())
+    table = given.table._replace(faults=given.table.faults.clone())
     if "probs" in arguments:
         rows, vocab = arguments["probs"].shape
         stride = arguments["probs"].stride(0)
@@ -270,7 +270,7 @@ def compare(given: Inputs, result: Result) -> list[Difference]:
 def _reference(given: Inputs, width: float) -> tuple[Tensor, Tensor]:
     """In fp64: guided probabilities and faults, where scales and lengths asked for are larger by ``width``."""
     candidates = given.candidates._replace(probs=given.candidates.probs.double())
-    table = given.table.columns._replace(
+    table = given.table._replace(
         scale=given.table.scale.double() * (1 + width),
         target_length=given.table.target_length.double() * (1 + width),
         answer_length=given.table.answer_length.double() * (1 + width),
