@@ -151,12 +151,12 @@ def _rope_cache_kernel(
     k = _rotate(k, cos, sin)
 
     _store_halves(ptr.q + (token * Q_HEADS + q_head) * HEAD_DIM + d, q, q_mask, HALF)
+    # The strides of caches are the caller's: a cache may well keep each head's slots together.
+    kv_head = kv_head.to(tl.int64)
     new = (token * KV_HEADS + kv_head) * HEAD_DIM + d
     _store_halves(ptr.k + new, k, kv_mask, HALF)
     _store_halves(ptr.v + new, v, kv_mask, HALF)
     if (slot >= 0) & (slot < num_slots):
-        # The strides of caches are the caller's: a cache may well keep each head's slots together.
-        kv_head = kv_head.to(tl.int64)
         k_slot_ptr = ptr.k_cache + slot * stride.k_cache_slot + kv_head * stride.k_cache_head + d
         v_slot_ptr = ptr.v_cache + slot * stride.v_cache_slot + kv_head * stride.v_cache_head + d
         _store_halves(k_slot_ptr, k, kv_mask, HALF)

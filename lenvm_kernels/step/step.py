@@ -33,7 +33,7 @@ from lenvm_kernels.step.history import History
 from lenvm_kernels.step.inputs import Sampling, SlotTable, StepBatch, StepConfig
 from lenvm_kernels.step.outputs import StepOutput, lengths_after, lengths_of
 from lenvm_kernels.step.sources import ConstantValues, ModelValues, TrunkValues, ValueSource
-from lenvm_kernels.step.tensors import StepTensors, apply_spans
+from lenvm_kernels.step.tensors import StepRows, StepTensors, apply_spans
 from lenvm_kernels.step.warm_up import calls_of_every_kind
 from lenvm_kernels.types import Candidates, Drafts, Mode, SpanNodes, StepRequests
 from lenvm_kernels.value_model import ImageTokens, KVCache, Trunk, ValueModel
@@ -325,10 +325,13 @@ class GuidedStep:
         self.flush()
 
         with profiler_range("candidates"):
-            candidates, padded = self._take_candidates(scores, batch, sampling, filters, drafts, drawn, spans, backend)
-        known, scored = self._tensors.rows(b, nodes).nodes, self._tensors.rows(padded, nodes).scored
+            candidates, known, padded = self._take_candidates(
+                scores, batch, sampling, filters, drafts, drawn, spans, backend
+            )
+        scored = padded.scored
         with profiler_range("values"):
-            z, predicted = (x[:rows] for x in self.values.value_logits(padded, nodes, batch.states))
+            z, predicted = self.values.value_logits(padded.requests.due.shape[0], nodes, batch.states)
+        z, predicted = z[:rows], predicted[:rows]
 
         wants_lengths = bool(self._value_rows) and (sampling.sample or drawn is not None)
         value_logits = z.masked_fill(scored.alone[:rows, None], 0.0) if wants_lengths else z
@@ -374,20 +377,19 @@ class GuidedStep:
         drawn: torch.Tensor | None,
         spans: SpanNodes | None,
         backend: str,
-    ) -> tuple[Candidates, int]:
-        """The candidates of all nodes, and the number of requests, padding included, whose tensors are filled.
+    ) -> tuple[Candidates, StepRequests, StepRows]:
+        """The candidates of all nodes, the state of the nodes, and the tensors that the value source reads.
 
-        Those tensors say which candidates the value source scores.
+        The tensors have a row per request of the graph, the batch and the state a row per request of the batch.
         """
-        config, table, b = self.config, self.table.columns, len(batch.tokens)
+        config, table, b = self.config, self.table.columns, batch.tokens.shape[0]
         nodes = scores.shape[0] // b
         if self.has_spans and spans is None:
             spans = self._limit_spans(None, batch, drafts)
         requests = self._gather(batch, backend)
-        padded = len(requests.due)
-        of_all = self._tensors.rows(padded, nodes)
+        padded = self._tensors.rows(requests.due.shape[0], nodes)
         if drafts is not None:
-            requests = expand_drafts(requests, drafts, out=of_all.nodes, backend=backend)
+            requests = expand_drafts(requests, drafts, out=padded.nodes, backend=backend)
         of_batch = self._tensors.rows(b, nodes)
         known = of_batch.nodes
         if drafts is not None and spans is not None:
@@ -422,14 +424,14 @@ class GuidedStep:
             sample=sampling.sample,
             score_all=config.score_all,
             step=self._history.columns.step,
-            out=of_all.scored,
+            out=padded.scored,
             backend=backend,
         )
         if not batch.counts:
             self._history.columns.uncounted.add_(1)
-        if drafts is not None and of_all.trees is not None:
-            pack_drafts(of_all.scored, drafts, out=of_all.trees, backend=backend)
-        return candidates, padded
+        if drafts is not None and padded.trees is not None:
+            pack_drafts(padded.scored, drafts, out=padded.trees, backend=backend)
+        return candidates, known, padded
 
     @torch.no_grad()
     def predict(self, batch: StepBatch) -> torch.Tensor:
@@ -463,7 +465,7 @@ class GuidedStep:
         # The sequence ends before the tokens, which are scored as candidates at their own positions.
         requests = self._gather(StepBatch(tokens, table_rows, lengths - new_lens, torch.zeros_like(lengths)), backend)
         known = self._tensors.rows(b).requests
-        padded = len(requests.due)
+        padded = requests.due.shape[0]
         self._tensors.rows(padded, nodes).score_chains(tokens, torch.where(known.wants_length, new_lens, 0))
         with profiler_range("values"):
             z, _ = self.values.value_logits(padded, nodes)
