@@ -44,46 +44,38 @@ def test_what_is_written_is_read(tmp_path):
 def test_without_a_file(tmp_path):
     assert LenVMConfig.read(tmp_path) == LenVMConfig() == LenVMConfig(None, "discounted_return", 1.0, "softplus")
     assert LenVMConfig.read(tmp_path, gamma=0.95) == LenVMConfig(gamma=0.95)
-    assert LenVMConfig(gamma=None).nats_per_token == -math.log(0.997)
-    assert LenVMConfig(gamma=0.9).nats_per_token == -math.log(0.9)
+    assert LenVMConfig().nats_per_token == -math.log(0.997)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", r"lenvm_config.json must be a JSON file: "),
-        ([0.9], r"lenvm_config.json must hold a JSON object of fields, got list"),
-        ({"gama": 0.9}, r"gama in .*lenvm_config.json is not a field; did you mean gamma\?"),
-        (
-            {"lam": 1},
-            r"lam in .* is not a field; accepted are gamma, target_form, length_normalizer, length_activation, str",
-        ),
-        ({"gamma": 1}, r"lenvm_config.json: gamma must be a number > 0 and < 1, got 1"),
-        ({"gamma": 0}, r"gamma must be a number > 0 and < 1, got 0"),
-        ({"gamma": math.nan}, r"gamma must be a number > 0 and < 1, got nan"),
-        ({"gamma": "0.9"}, r"gamma must be a number > 0 and < 1, got '0.9'"),
-        ({"strength": -1}, r"lenvm_config.json: strength must be a finite number >= 0, got -1"),
-        ({"strength": math.inf}, r"strength must be a finite number >= 0, got inf"),
-        ({"strength": "5"}, r"strength must be a finite number >= 0, got '5'"),
-        ({"target_form": "value"}, r"target_form must be one of discounted_return, length, log_length, got 'value'"),
-        ({"target_form": ["length"]}, r"target_form must be one of .*, got \['length'\]"),
-        ({"target_form": "length", "length_normalizer": 0}, r"length_normalizer must be a finite number > 0, got 0"),
-        ({"target_form": "length", "length_normalizer": math.inf}, r"length_normalizer must be .* > 0, got inf"),
-        ({"target_form": "length", "length_normalizer": True}, r"length_normalizer must be .* > 0, got True"),
-        ({"target_form": "length", "length_activation": "exp"}, r"must be one of softplus, sigmoid, got 'exp'"),
-        ({"length_normalizer": 2}, r"length_normalizer must be 1.0 or absent unless target_form is length, got 2 with"),
-        (
-            {"target_form": "log_length", "length_activation": "sigmoid"},
-            r"length_activation must be softplus or absent unless target_form is length, got 'sigmoid' with log_length",
-        ),
-    ],
-)
+FILE, LENGTH = "lenvm_config.json", {"target_form": "length"}
+REJECTED = [
+    ("{", r"lenvm_config.json must be a JSON file: "),
+    ([0.9], r"lenvm_config.json must hold a JSON object of fields, got list"),
+    ({"gama": 0.9}, r"gama in .*lenvm_config.json is not a field; did you mean gamma\?"),
+    ({"lam": 1}, "lam in .* is not a field; accepted are gamma, target_form, length_normalizer, length_activation, "),
+    *(({"gamma": x}, f"{FILE}: gamma must be a number > 0 and < 1, got {x!r}") for x in (1, 0, math.nan, "0.9")),
+    *(({"strength": x}, f"strength must be a finite number >= 0, got {x!r}") for x in (-1, math.inf, "5")),
+    ({"target_form": "value"}, r"target_form must be one of discounted_return, length, log_length, got 'value'"),
+    ({"target_form": ["length"]}, r"target_form must be one of .*, got \['length'\]"),
+    *(
+        (LENGTH | {"length_normalizer": x}, f"length_normalizer must be a finite number > 0, got {x!r}")
+        for x in (0, math.inf, True)
+    ),
+    (LENGTH | {"length_activation": "exp"}, r"length_activation must be one of softplus, sigmoid, got 'exp'"),
+    ({"length_normalizer": 2}, r"length_normalizer must be 1.0 or absent unless target_form is length, got 2 with"),
+    (
+        {"target_form": "log_length", "length_activation": "sigmoid"},
+        r"length_activation must be softplus or absent unless target_form is length, got 'sigmoid' with log_length",
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), REJECTED)
 def test_bad_files_are_named(tmp_path, content, message):
     (tmp_path / "lenvm_config.json").write_text(content if isinstance(content, str) else json.dumps(content))
-    with pytest.raises(ValueError, match=message):
-        LenVMConfig.read(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        ValueModel.from_pretrained(tmp_path)  # before it looks for weights
+    for read in (LenVMConfig.read, ValueModel.from_pretrained):  # before it looks for weights
+        with pytest.raises(ValueError, match=message):
+            read(tmp_path)
 
 
 # --- lengths ---
@@ -180,33 +172,19 @@ def test_a_model_of_returns_gives_what_its_head_computes(checkpoint, pair):
     assert not torch.allclose(z, forward(of_lengths))
 
 
-def test_requests_of_transformers_get_the_gamma_of_the_value_model(checkpoint, pair):
-    """A request's own goes before it."""
-    LenVMConfig(gamma=0.9).write(checkpoint)
-    guidance = [{"target_length": 9}, {"target_length": 9, "gamma": 0.8}, parse_guidance({"scale": 2, "gamma": 0.7})]
-    for given, first in ((None, 0.9), (0.95, 0.95)):
-        value_model = ValueModel.from_pretrained(checkpoint, gamma=given)
-        mask = torch.ones(3, 4, dtype=torch.int64)
-        processor = LenVMLogitsProcessor(pair[0], value_model, guidance, mask, max_new_tokens=4)
-        nats = processor._step.table.columns.nats_per_token[:3]
-        torch.testing.assert_close(nats, -torch.tensor([first, 0.8, 0.7]).log())
-
-
-def test_the_strength_of_a_value_model_is_that_of_requests_that_name_none(pair):
-    near, mask = {"target_length": 9}, torch.ones(3, 4, dtype=torch.long)
-    for config, expected in ((LenVMConfig(), 5), (LenVMConfig(strength=8.5), 8.5)):
-        value_model = ValueModel.from_causal_lm(*pair, lenvm_config=config)
-        guidance = [near, near | {"strength": 2}, near | {"op": "le_near"}]
-        processor = LenVMLogitsProcessor(pair[0], value_model, guidance, mask, max_new_tokens=4)
-        assert processor._step.table.columns.scale[:3].tolist() == [expected, 2, expected]
-    assert parse_guidance(near, strength=7, has_values=False).scale == 10  # there is no value model that has it
-    assert parse_guidance({"value_scale": 2}, strength=7).scale == 2
-
-
-def test_the_default_gamma_of_a_request_is_checked_and_turns_values_into_lengths():
-    params = parse_guidance({"target_value": 0.5}, gamma=0.9)
-    assert params.gamma == 0.9 and params.target_length == pytest.approx(math.log(0.5) / math.log(0.9))
-    assert parse_guidance({"length_gamma": 0.8}, gamma=0.9).gamma == 0.8
-    assert parse_guidance({}, gamma=None).gamma == parse_guidance({"gamma": None}).gamma == 0.997
-    with pytest.raises(ValueError, match=r"gamma must be a finite number > 0 and < 1, got 1.5"):
-        parse_guidance({}, gamma=1.5)
+@pytest.mark.parametrize(
+    ("config", "requests", "gammas", "scales"),
+    [
+        (LenVMConfig(gamma=0.9), [{"target_length": 9}, {"target_length": 9, "gamma": 0.8}], [0.9, 0.8], [5, 5]),
+        (LenVMConfig(gamma=0.95), [parse_guidance({"scale": 2, "gamma": 0.7}), {"scale": 2}], [0.7, 0.95], [2, 2]),
+        (LenVMConfig(strength=8.5), [{"target_length": 9}, {"target_length": 9, "strength": 2}], [0.997] * 2, [8.5, 2]),
+        (LenVMConfig(strength=8.5), [{"target_length": 9, "op": "le_near"}, None], [0.997] * 2, [8.5, 1]),
+    ],
+)
+def test_requests_of_transformers_have_the_defaults_of_the_value_model(pair, config, requests, gammas, scales):
+    value_model = ValueModel.from_causal_lm(*pair, lenvm_config=config)
+    mask = torch.ones(2, 4, dtype=torch.int64)
+    processor = LenVMLogitsProcessor(pair[0], value_model, requests, mask, max_new_tokens=4)
+    columns = processor._step.table.columns
+    torch.testing.assert_close(columns.nats_per_token[:2], -torch.tensor(gammas).log())
+    assert columns.scale[:2].tolist() == scales

@@ -469,10 +469,12 @@ def test_an_idle_engine_draws_nothing():
         ),
     ],
 )
-def test_options_that_guidance_does_not_go_with(monkeypatch, given, message):
+def test_options_that_guidance_does_not_go_with(monkeypatch, tmp_path, given, message):
+    settings = sglang_adapter.Settings(tmp_path)
+    monkeypatch.setattr(sglang_adapter.Settings, "current", lambda tokenizer: settings)
     monkeypatch.setattr(sglang_adapter, "resolved_view", lambda options: options)
     monkeypatch.setattr(sglang_adapter.HookRegistry, "_patched", set(sglang_adapter.HOOKS))
-    given = {"enable_mixed_chunk": False} | given
+    given = {"enable_mixed_chunk": False, "tokenizer_path": None} | given
     runner = SimpleNamespace(is_draft_worker=False, server_args=SimpleNamespace(**given))
     with pytest.raises(ValueError, match=message):
         sglang_adapter.load_value_model(None, runner)

@@ -211,7 +211,9 @@ def test_requests_that_cannot_be_guided_are_refused(folder):
         "enable_kv_cache_sharding",
     ],
 )
-def test_options_that_guidance_does_not_go_with_are_refused_at_start(monkeypatch, option):
+def test_options_that_guidance_does_not_go_with_are_refused_at_start(monkeypatch, tmp_path, option):
+    settings = sglang_adapter.Settings(tmp_path)
+    monkeypatch.setattr(sglang_adapter.Settings, "current", lambda tokenizer: settings)
     monkeypatch.setattr(HookRegistry, "_patched", set(sglang_adapter.HOOKS))
     args = {field.name: field.default for field in msgspec.structs.fields(ServerArgs)}
     assert option in args

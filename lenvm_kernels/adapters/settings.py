@@ -318,7 +318,9 @@ def check_vocabulary(settings: Settings, value_size: int, base_size: int, base_t
     """
     if value_size == base_size:
         return
-    base, value = (_tokenizer_at(str(path)).get_vocab() for path in (base_tokenizer, settings.value_model))
+    from transformers import AutoTokenizer
+
+    base, value = (AutoTokenizer.from_pretrained(path).get_vocab() for path in (base_tokenizer, settings.value_model))
     if base != value:
         raise ValueError(
             f"LENVM_VALUE_MODEL must share the base model's vocabulary: sizes are {base_size} and {value_size}, and "

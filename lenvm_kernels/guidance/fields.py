@@ -127,6 +127,7 @@ class Switch(Field):
 class Sequences(Field):
     """A list of token ids and of lists of them. A list of one token is that token."""
 
+    default: Any = ()
     least: int = 1
 
     def parse(self, given: Any) -> tuple[int | tuple[int, ...], ...]:
@@ -142,6 +143,7 @@ class Sequences(Field):
 class Text(Field):
     """A text, or its token ids."""
 
+    default: Any = ()
     metavar: str | None = "TEXT"
 
     def parse(self, given: Any) -> str | tuple[int, ...]:
@@ -342,6 +344,6 @@ def markdown() -> str:
     for field in FIELDS.values():
         others = ", ".join(f"`{name}`" for name in field.other_names)
         meaning = "; ".join(filter(None, (field.meaning, field.limits)))
-        default = "none" if field.default is None else f"`{str(field.default).lower()}`"
+        default = "none" if field.default in (None, ()) else f"`{str(field.default).lower()}`"
         lines.append(f"| `{field.name}` | {others} | {meaning} | {default} |")
     return "\n".join(lines)

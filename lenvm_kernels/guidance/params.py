@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -38,29 +38,17 @@ NEAR_CONSTRAINTS = (Mode.NEAR, Mode.GE_NEAR, Mode.LE_NEAR)
 class GuidanceParams:
     """A request's validated parameters, made by :func:`parse_guidance`.
 
+    They are the request's fields (:data:`FIELDS`), except:
+
     Attributes:
         mode: how candidates are reweighted; ``Mode.UNGUIDED`` for neutral parameters, a constraint for a target.
         scale: ``value_scale``, or the ``strength`` of a near constraint.
-        gamma: discount of the value model, in (0, 1): a value ``v`` is a length of ``ln(1 - v) / ln(gamma)`` tokens.
-        value_min: expected value below which a row is not reweighted. If None, there is no bound.
-        target_length: tokens, also for a ``target_value``. If None, there is no target.
+        target_length: tokens, also for a ``target_value`` or a ``thinking_budget``. If None, there is no target.
         counts_down: ``target_length`` is a total, from which the generated tokens are subtracted.
         tolerance: tokens; the near constraints treat all lengths within it of the target alike.
-        min_end_prob: probability from which tokens that end the output are candidates despite the request's filters.
-            If None, only the filters decide.
         least_share: share of the largest probability below which tokens are no candidates.
-        entropy_threshold: nats; rows whose candidates' entropy is at most this are not reweighted. If None, all are.
-        token_temperature_scale: divisors of the temperature of single tokens, which multiply their logits.
-        return_values: predicted lengths are requested.
-        value_stride: the request is guided at steps whose number is a multiple of this, and where it might end. If
-            None, the step decides (:class:`GuidedStep`).
-        end_token_ids: tokens or sequences that end the guided *span*. If empty, the request has no span.
-        start_token_ids: tokens or sequences that begin a span. If empty, the answer begins the only span.
-        allow_eos: the sequence may end while its span is open.
-        answer_length: tokens that are to follow the span.
-        hard_limit: tokens of a span at which the first of ``end_token_ids`` is forced. If None, there is no limit.
-        hard_limit_grace: tokens that the limit waits for the end of a line.
-        end_message: tokens forced before that end; without ``end_token_ids``, a landing, which is forced once.
+        entropy_threshold: ``value_entropy_threshold``.
+        end_message: tokens forced before the end; without ``end_token_ids``, a landing, which is forced once.
     """
 
     mode: Mode = Mode.UNGUIDED
@@ -176,11 +164,9 @@ def parse_guidance(
         if name in given and not is_near:
             raise ValueError(f"{name} needs a value_constraint of near, ge_near or le_near")
     scale = values["strength" if is_near else "value_scale"]
-    params = GuidanceParams(
+    changed = dict(
         mode=mode,
         scale=scale,
-        gamma=values["gamma"],
-        value_min=values["value_min"],
         target_length=target_length,
         counts_down=counts_down and has_target,
         tolerance=min(values["tolerance"] * target_length, FP32_MAX - target_length) if has_target else 0.0,
@@ -188,16 +174,10 @@ def parse_guidance(
         least_share=_LEAST_SHARE if has_values and is_near and scale > 0 else 0.0,
         entropy_threshold=values["value_entropy_threshold"],
         token_temperature_scale=_token_divisors(given),
-        return_values=values["return_values"],
-        value_stride=values["value_stride"],
-        end_token_ids=values["end_token_ids"] or (),
-        start_token_ids=values["start_token_ids"] or (),
-        allow_eos=values["allow_eos"],
-        answer_length=values["answer_length"],
-        hard_limit=values["hard_limit"],
-        hard_limit_grace=values["hard_limit_grace"],
         end_message=values["landing"] or values["end_message"],
     )
+    same = {field.name: values[field.name] for field in fields(GuidanceParams) if field.name in values}
+    params = GuidanceParams(**same | changed)
     if not has_values:
         check_without_values(params)
     return params
@@ -285,8 +265,8 @@ def _of_landing(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
 
 def _check_span(values: Mapping[str, Any]) -> None:
     """Raise ValueError, naming the field, unless the device table has room for a span."""
-    ends, message = _sequences(values["end_token_ids"] or ()), values["end_message"]
-    total = sum(map(len, ends + _sequences(values["start_token_ids"] or ())))
+    ends, message = _sequences(values["end_token_ids"]), values["end_message"]
+    total = sum(map(len, ends + _sequences(values["start_token_ids"])))
     if total > MAX_SPAN_TOKENS:
         raise ValueError(
             f"end_token_ids and start_token_ids must be of at most {MAX_SPAN_TOKENS} tokens together, got {total}"
@@ -302,10 +282,10 @@ def _is_neutral(mode: Mode, scale: float) -> bool:
     return scale == 1 or (mode == Mode.MUL and scale <= 0)
 
 
-def _token_ids(name: str, given: str | tuple[int, ...] | None, thoughts: Thoughts | None) -> tuple[int, ...]:
-    """The tokens of a text field. If None, there are none."""
+def _token_ids(name: str, given: str | tuple[int, ...], thoughts: Thoughts | None) -> tuple[int, ...]:
+    """The tokens of a text field."""
     if not isinstance(given, str):
-        return given or ()
+        return given
     if thoughts is None or thoughts.encode is None:
         raise ValueError(f"{name} must be a list of token ids where no tokenizer is known, got {given!r}")
     return tuple(thoughts.encode(given))

@@ -1,4 +1,4 @@
-"""Where sentences and lines end, as far as text tells."""
+"""Ends of sentences and lines, by text."""
 
 from __future__ import annotations
 
@@ -18,29 +18,27 @@ _TOKENS = 8192  # decoded at a time
 
 
 def ends_sentence(text: str) -> bool:
-    """Whether a text ends where a sentence does.
+    """Whether a text ends with a sentence.
 
-    It does if it ends with a full stop, an exclamation or question mark, one of these in another script, an ellipsis,
-    or the fence of a code block. Blanks and closing quotes, brackets, asterisks, underscores and backticks behind the
-    mark do not count.
+    A sentence ends with a full stop, an exclamation or question mark in any script, an ellipsis, or the fence of a code
+    block. Blanks and closing quotes, brackets, asterisks, underscores and backticks after the mark are ignored.
     """
     return _SENTENCE_END.search(text) is not None
 
 
 @functools.lru_cache(maxsize=4)
 def text_breaks_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None) -> torch.Tensor | None:
-    """What ends with each token of a vocabulary, by the token's own text.
+    """The sentence and line ends in a vocabulary, by the text of each token.
 
-    A full stop may be that of an abbreviation, and a quotation mark may close a sentence: it is the first that counts
-    as an end here. A base model gives the end of the text next to no probability where it is none.
+    A full stop of an abbreviation counts as an end: after it, a base model gives the end of the text next to no
+    probability.
 
     Args:
-        tokenizer: of the base model.
-        vocab_size: of the result (None: all tokens). What the tokenizer does not have breaks nothing.
+        tokenizer: the base model's.
+        vocab_size: size of the result. If None, all tokens. Ids without a token end nothing.
 
     Returns:
-        int8 ``[vocab_size]`` on the CPU; a :class:`TextBreak` a token. None if no token ends a sentence: such a
-        vocabulary says nothing about texts.
+        int8 ``[vocab_size]`` on the CPU; a :class:`TextBreak` per token. None if no token ends a sentence.
     """
     count = len(tokenizer)
     breaks = []

@@ -1,8 +1,8 @@
-"""Spans, such as thoughts: what begins and ends them, and where a request stands in its own.
+"""Spans, such as thoughts: the sequences that begin and end them, and the state of a request's span.
 
-A span begins with the answer; or, of requests with start sequences, after one of these. It ends after one of its end
-sequences. Which of them the last tokens may be part of is kept as bits, one for each of their tokens (the Shift-And
-algorithm): so tokens can be read one at a time, on a device as well as here.
+A span begins with the answer, or after a start sequence if the request has any. It ends after one of its end sequences.
+The sequences that the last tokens may be part of are stored as bits, one per token of a sequence (the Shift-And
+algorithm). So tokens can be read one at a time, on the host and on a device.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-MAX_SPAN_TOKENS = 31  # of all of these: bits of an int32
-MAX_CLOSING_TOKENS = 32  # of what a hard limit forces
-# A prompt of whose last tokens one ends a span leaves none open. Those of an earlier turn are further away.
+MAX_SPAN_TOKENS = 31  # tokens of all start and end sequences: bits of an int32
+MAX_CLOSING_TOKENS = 32  # tokens that a hard limit forces
+# A prompt leaves no span open if an end is among this many last tokens. Ends of earlier turns are further away.
 CLOSED_WITHIN = 4
 START_OF_THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 # A tokenizer may make one token of the last character of an end and of a line break after it.
@@ -23,13 +23,13 @@ TokenSequences = tuple[tuple[int, ...], ...]
 
 
 class SpanPatterns(NamedTuple):
-    """The end sequences of a request and then its start sequences, one behind the other.
+    """The end sequences of a request, then its start sequences, concatenated.
 
     Attributes:
         token_ids: their tokens.
-        first_bits, end_bits, start_bits: bit ``i`` says that token ``i`` is the first of a sequence, the last of one
-            that ends a span, and the last of one that begins one.
-        bits_of: of a token, which of ``token_ids`` it is.
+        first_bits, end_bits, start_bits: bit ``i`` states whether token ``i`` is the first of a sequence, the last of
+            an end sequence, the last of a start sequence.
+        bits_of: the places of a token in ``token_ids``, as bits.
     """
 
     token_ids: tuple[int, ...]
@@ -53,11 +53,11 @@ class SpanPatterns(NamedTuple):
         return cls(tuple(token_ids), first_bits, last_bits[0], last_bits[1], bits_of)
 
     def after(self, match: int, token: int) -> int:
-        """Bits of the tokens that a sequence may be at after ``token``, by those of before."""
+        """The bits of the tokens that may have been matched last, after another ``token``."""
         return (match << 1 | self.first_bits) & self.bits_of.get(token, 0)
 
     def at_end_of(self, tokens: Sequence[int]) -> int:
-        """The same after some tokens."""
+        """The bits after some tokens."""
         match = 0
         for token in tokens[-MAX_SPAN_TOKENS:]:
             match = self.after(match, token)
@@ -66,14 +66,14 @@ class SpanPatterns(NamedTuple):
 
 @dataclass(frozen=True)
 class SpanState:
-    """Where a request stands. Places are those of its sequence, whose prompt begins at 0.
+    """The state of a request's span. Places count tokens of the sequence from the prompt's first token.
 
     Attributes:
-        seen: tokens of the sequence that have been read for it.
-        begin: where its span begins: limits and targets count from there.
-        end: where the last span has ended; None: a span is open.
-        match: bits of the tokens of :class:`SpanPatterns` that a sequence may be at.
-        closing_from: from where its end is forced; None: it is not.
+        seen: tokens of the sequence that have been read.
+        begin: place of the span's first token, from which limits and targets count.
+        end: place after the last span. If None, a span is open.
+        match: bits of the tokens of :class:`SpanPatterns` that may have been matched last.
+        closing_from: place from which the end is forced. If None, it is not forced.
     """
 
     seen: int
@@ -93,16 +93,16 @@ class SpanState:
         hard_limit: int | None = None,
         grace: int = 0,
     ) -> SpanState:
-        """That of a request which has generated ``output`` after ``prompt``.
+        """The state of a request that has generated ``output`` after ``prompt``.
 
-        A prompt leaves no span open where an end is within its last :data:`CLOSED_WITHIN` tokens: a chat template that
-        is told not to think puts ``<think></think>`` there, and a line break or two. With start sequences it leaves one
-        open only where its last start comes after its last end.
+        A prompt leaves no span open if an end is among its last :data:`CLOSED_WITHIN` tokens: without thinking, a chat
+        template puts ``<think></think>`` and line breaks there. With start sequences, it leaves a span open only if its
+        last start follows its last end.
 
         Args:
-            patterns: sequences that begin and end its spans. If None, the whole output is one span.
+            patterns: sequences that begin and end spans. If None, the whole output is one span.
             prompt, output: tokens.
-            closing, hard_limit, grace: what is forced when a span has so many tokens, or that many more.
+            closing: tokens that are forced once a span has between ``hard_limit`` and ``hard_limit + grace`` tokens.
         """
         begin, seen = len(prompt), len(prompt) + len(output)
         patterns = patterns or SpanPatterns.of((), ())
@@ -135,7 +135,7 @@ def _leaves_open(patterns: SpanPatterns, prompt: Sequence[int]) -> bool:
 
 
 def _closing_from(closing: Sequence[int], span: Sequence[int], limit: int, grace: int) -> int | None:
-    """Where in an open span the closing has begun, as its tokens show; None: nowhere."""
+    """The place in an open span where the closing begins. If None, it has not begun."""
     for start in range(limit, min(limit + grace + 1, len(span))):
         if list(span[start : start + len(closing)]) == list(closing[: len(span) - start]):
             return start
@@ -144,11 +144,11 @@ def _closing_from(closing: Sequence[int], span: Sequence[int], limit: int, grace
 
 @dataclass(frozen=True)
 class Thoughts:
-    """What a tokenizer says of thoughts.
+    """A tokenizer's marks of thoughts.
 
     Attributes:
-        ends, starts: sequences of tokens that end and begin one; none if it knows of no thoughts.
-        encode: what makes tokens of a text; None: nothing does.
+        ends, starts: sequences of tokens that end and begin a thought, empty without thoughts.
+        encode: tokenizes a text. If None, texts are rejected.
     """
 
     ends: TokenSequences = ()
@@ -162,10 +162,10 @@ class Thoughts:
 
     @classmethod
     def of(cls, tokenizer: Any) -> Thoughts:
-        """Of a tokenizer of ``transformers``.
+        """The marks of a tokenizer of ``transformers``.
 
-        ``<think>`` and ``</think>`` are its own tokens, or several where its chat template has them. A start of several
-        tokens is not looked for: the tokens after it may be other ones than those of the text alone.
+        ``<think>`` and ``</think>`` are tokens, or the end is a sequence of tokens if the chat template has it. A start
+        of several tokens is not looked up: its last token may differ with the text after it.
         """
 
         def encode(text: str) -> list[int]:

@@ -38,13 +38,12 @@ class LenVMConfig:
     | ``log_length`` | ``l = exp(x)``; the training writes ``expm1(softplus(x))``, which is the same |
 
     Attributes:
-        gamma: the discount, > 0 and < 1; None if it is not known, where :data:`DEFAULT_GAMMA` is taken. Of the other
-            two forms it is the discount of the values that their lengths are made into, and any will do.
-        target_form: what the value head was trained to predict.
-        length_normalizer: tokens in which the form ``length`` counts, > 0.
-        length_activation: what the form ``length`` puts ``x`` through.
-        strength: the ``strength`` that its values call for, of requests that name none, >= 0; None: that of
-            :func:`parse_guidance`.
+        gamma: the discount, > 0 and < 1. If None, it is not known, and :data:`DEFAULT_GAMMA` is used. The other two
+            forms need it only to convert lengths to values, so any discount is correct.
+        target_form: the quantity that the value head was trained to predict.
+        length_normalizer: tokens per unit of the form ``length``, > 0.
+        length_activation: activation of ``x`` in the form ``length``.
+        strength: default ``strength`` of requests, >= 0. If None, the default of :func:`parse_guidance`.
 
     Raises:
         ValueError: naming the field, what came and what is accepted.
@@ -57,18 +56,15 @@ class LenVMConfig:
     strength: float | None = None
 
     def __post_init__(self) -> None:
-        if self.gamma is not None and not (_is_number(self.gamma) and 0 < self.gamma < 1):
-            raise ValueError(f"gamma must be a number > 0 and < 1, got {self.gamma!r}")
-        if self.strength is not None and not (_is_number(self.strength) and 0 <= self.strength < math.inf):
-            raise ValueError(f"strength must be a finite number >= 0, got {self.strength!r}")
-        if self.target_form not in TARGET_FORMS:
-            raise ValueError(f"target_form must be one of {', '.join(TARGET_FORMS)}, got {self.target_form!r}")
-        if not (_is_number(self.length_normalizer) and 0 < self.length_normalizer < math.inf):
-            raise ValueError(f"length_normalizer must be a finite number > 0, got {self.length_normalizer!r}")
-        if self.length_activation not in ACTIVATIONS:
-            raise ValueError(
-                f"length_activation must be one of {', '.join(ACTIVATIONS)}, got {self.length_activation!r}"
-            )
+        for name, is_accepted, accepted in (
+            ("gamma", self.gamma is None or (_is_number(self.gamma) and 0 < self.gamma < 1), "a number > 0 and < 1"),
+            ("strength", self.strength is None or _is_finite(self.strength), "a finite number >= 0"),
+            ("target_form", self.target_form in TARGET_FORMS, f"one of {', '.join(TARGET_FORMS)}"),
+            ("length_normalizer", _is_finite(self.length_normalizer) and self.length_normalizer, "a finite number > 0"),
+            ("length_activation", self.length_activation in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}"),
+        ):
+            if not is_accepted:
+                raise ValueError(f"{name} must be {accepted}, got {getattr(self, name)!r}")
         if self.target_form != LENGTH:
             for name, default in (("length_normalizer", 1.0), ("length_activation", SOFTPLUS)):
                 if getattr(self, name) != default:
@@ -79,11 +75,11 @@ class LenVMConfig:
 
     @classmethod
     def read(cls, path: str | os.PathLike, gamma: float | None = None) -> LenVMConfig:
-        """Of the value model at ``path``, from the file in its directory; the defaults if there is none.
+        """The configuration in the directory of the value model at ``path``; the defaults without a file.
 
         Args:
-            path: a directory or ``owner/name`` in the Hugging Face cache; or a ``.gguf`` file, which it lies beside.
-            gamma: in place of the file's.
+            path: a directory, ``owner/name`` in the Hugging Face cache, or a ``.gguf`` file in the directory.
+            gamma: replaces the file's. If None, the file's is kept.
 
         Raises:
             ValueError: naming the file and the field, what came and what is accepted.
@@ -143,6 +139,10 @@ class LenVMConfig:
             lengths = self.length_normalizer * activation(outputs)
         nats = (self.nats_per_token * lengths).clamp(min=_LEAST_NATS)
         return nats + torch.log(-torch.expm1(-nats))
+
+
+def _is_finite(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < math.inf
 
 
 def _is_number(value: Any) -> bool:
