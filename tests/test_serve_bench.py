@@ -62,8 +62,13 @@ def test_both_servers_in_turn(bench, tmp_path, monkeypatch, engine, field):
 
 
 FAILURES = [  # of the stand-in: flaw, prompts, exit status, failed requests per server, message
-    ("", "hello\nREFUSED", 1, [1, 1], "base, k 2, concurrency 1: 1 x OSError: status 400: too long by 7 tokens"),
-    ("", "hello\nABORTED", 1, [1, 1], "guided, k 2, concurrency 1: 1 x OSError: ended by abort after 3 of 3 tokens"),
+    (
+        "",
+        "REFUSED\nABORTED",
+        1,
+        [2, 2],
+        "1 x OSError: status 400: too long .*\n.* 1 x OSError: ended by abort after 3 of 3",
+    ),
     ("", "DEADLY", 2, [0], r"the server ended with status 3; the end of \S+guided.log:\n(.*\n)*a bad end\n"),
     (
         "without-plugin",
@@ -82,8 +87,7 @@ def test_failures(bench, capfd, flaw, prompts, status, failed, message):
     found, summary, _ = bench("--value-model W --num-prompts 2 --k 2 --concurrency 1", prompts=prompts, flaw=flaw)
     assert (found, [row["failed"] for row in summary["conditions"]]) == (status, failed)
     assert re.search(message, capfd.readouterr().err)
-    for row in summary["conditions"]:
-        assert row["tokens_per_s"] == pytest.approx(3 * (2 - row["failed"]) / row["seconds"], rel=1e-3)
+    assert all((row["tokens_per_s"] > 0) == (row["failed"] < 2) for row in summary["conditions"])
 
 
 EITHER = "either --value-model or both --base-url and --guided-url must be given"
