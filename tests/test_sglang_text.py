@@ -55,7 +55,15 @@ def smollm2(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(smollm2):
-    options = ("--max-running-requests", "48", "--max-total-tokens", "8192", "--mem-fraction-static", "0.4")
+    options = (
+        "--max-running-requests",
+        "48",
+        "--max-total-tokens",
+        "8192",
+        "--mem-fraction-static",
+        "0.4",
+        "--enable-metrics",
+    )
     with running_server(smollm2.folder, "text", *options) as server:
         yield server
 
