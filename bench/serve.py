@@ -292,7 +292,8 @@ def plot(out: Path, rows: Sequence[Row]) -> None:
             points = sorted((row[x], row[y]) for row in with_y if (row["server"], row[line]) == (name, value))
             axes.plot(*zip(*points, strict=True), "--o" if name == "base" else "-o", label=f"{name}, {line} {value}")
         axes.set(xlabel=x, ylabel=y, ylim=(0, None))
-        axes.legend(fontsize="small")
+        if with_y:
+            axes.legend(fontsize="small")
         figure.savefig(out / file, dpi=120, bbox_inches="tight")
         pyplot.close(figure)
 

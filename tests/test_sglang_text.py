@@ -338,7 +338,7 @@ def test_grammars_without_a_value_model(smollm2):
 def test_answers_under_load_are_those_of_a_quiet_server(engine):
     """Among requests that are wrong and others whose client hangs up, with schemas, spans and shared prefixes."""
     requests = load.bodies_of("sglang", "default", 16, ("schema", "values"), 28)
-    report = load.run(engine.url, load.quiet(engine.url, requests[::3]), 20, workers=4)
+    report = load.run(engine.url, load.quiet(engine.url, requests[::3]), 30, workers=4)
     assert not report.wrong and not report.different, report.markdown()
     assert report.answers.total() > 8
 
