@@ -58,7 +58,7 @@ def test_benchmarks_of_the_pages_are_listed(page):
     """By ``python -m bench``, in a line each."""
     listed = commands()
     assert set(re.findall(r"python -m (bench\.[\w.]*\w)", page.read_text())) <= listed.keys()
-    assert "bench.study" in listed and "bench.kernel_calls" not in listed and all(listed.values())
+    assert "bench.serve" in listed and "bench.kernel_calls" not in listed and all(listed.values())
 
 
 def test_every_page_is_in_the_site():

@@ -25,13 +25,13 @@ import openai
 import psutil
 import xgrammar
 
-from bench.load import Load
+from bench import load
 from lenvm_kernels import GuidanceTable, LenVMConfig, parse_guidance, reweight_scatter, topk_candidates
 from lenvm_kernels.demo import VALUE, held_out_prompts
-from lenvm_kernels.evaluate.servers import Server as FoundServer
 from lenvm_kernels.guidance.sentences import ends_sentence
 from lenvm_kernels.types import Status
 from tests.helpers.models import write_smollm2
+from tests.helpers.serve_bench import check_serve
 from tests.helpers.server import free_port, running
 from tests.helpers.sglang_server import Server, check_steps, running_server
 
@@ -55,7 +55,15 @@ def smollm2(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(smollm2):
-    options = ("--max-running-requests", "48", "--max-total-tokens", "8192", "--mem-fraction-static", "0.4")
+    options = (
+        "--max-running-requests",
+        "48",
+        "--max-total-tokens",
+        "8192",
+        "--mem-fraction-static",
+        "0.4",
+        "--enable-metrics",
+    )
     with running_server(smollm2.folder, "text", *options) as server:
         yield server
 
@@ -329,11 +337,14 @@ def test_grammars_without_a_value_model(smollm2):
 
 def test_answers_under_load_are_those_of_a_quiet_server(engine):
     """Among requests that are wrong and others whose client hangs up, with schemas, spans and shared prefixes."""
-    load = Load(FoundServer.find("URL", engine.url))
-    asked = load.requests(grammars=True, values=True, span_end=28, max_tokens=16)
-    report = load.run(load.quiet(asked[::3]), 20, workers=4)
+    requests = load.bodies_of("sglang", "default", 16, ("schema", "values"), 28)
+    report = load.run(engine.url, load.quiet(engine.url, requests[::3]), 30, workers=4)
     assert not report.wrong and not report.different, report.markdown()
     assert report.answers.total() > 8
+
+
+def test_bench_serve(engine, tmp_path, monkeypatch):
+    check_serve(engine.url, "sglang", "default", tmp_path, monkeypatch)
 
 
 def test_json_schema_and_guidance(smollm2, engine, compiler):

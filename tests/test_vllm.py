@@ -23,13 +23,13 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 import openai
 from transformers import AutoModelForCausalLM
 
-from bench.load import Load
+from bench import load
 from lenvm_kernels.adapters.vllm_guide import PAGE_SIZE
-from lenvm_kernels.evaluate.servers import Server as FoundServer
 from lenvm_kernels.step import working_bytes
 from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import KVCache, ValueModel
 from tests.helpers.models import write_smollm2
+from tests.helpers.serve_bench import check_serve
 from tests.helpers.sglang_server import (
     ATOL,
     GENTLE,
@@ -43,7 +43,6 @@ from tests.helpers.sglang_server import (
 )
 from tests.helpers.spans import FEW, SEVERAL, SPANS_ENDED, check_several
 from tests.helpers.statistics import p_value
-from tests.helpers.studies import check_study
 from tests.helpers.trunks import trunk_values, write_random_trunk
 from tests.helpers.vllm_server import (
     NGRAM,
@@ -457,15 +456,14 @@ def test_pipeline_parallel_ranks(folder):
         assert server.metrics()["lenvm:fallbacks_total"] == 0
 
 
-def test_answers_under_load_are_those_of_a_quiet_server(speculating):
+def test_answers_under_load_are_those_of_a_quiet_server(speculating, monkeypatch):
     """Among requests that are wrong and others whose client hangs up, with schemas, spans and shared prefixes."""
-    questions = [f"w{i} w2 w3 w{i}" for i in range(4)]
-    load = Load(FoundServer.find("URL", speculating.url), model="base", questions=questions)
-    asked = load.requests(grammars=True, values=False, span_end=7, max_tokens=24)
-    report = load.run(load.quiet(asked), 15, workers=4)
+    monkeypatch.setattr(load, "QUESTIONS", [f"w{i} w2 w3 w{i}" for i in range(4)])
+    requests = load.bodies_of("vllm", "base", 24, ("schema",), 7)
+    report = load.run(speculating.url, load.quiet(speculating.url, requests), 15, workers=4)
     assert not report.wrong and not report.different, report.markdown()
     assert report.answers.total() > 8
-    assert report.after["num_requests_running"] == 0 and report.after["kv_cache_usage_perc"] == 0
+    assert report.after["vllm:num_requests_running"] == 0 and report.after["vllm:kv_cache_usage_perc"] == 0
 
 
 @pytest.mark.parametrize("source", ["value model", "trunk"])
@@ -544,11 +542,8 @@ def answers_to_schema(engine, guidance):
     return sequences, steps
 
 
-def test_a_study(tmp_path, monkeypatch):
-    write_checkpoints(tmp_path)
-    options = ["--max-model-len", "256", "--num-gpu-blocks-override", "70", "--block-size", "32"]
-    prompts = prompts_of(12, 7, seed=15)
-    check_study(tmp_path, monkeypatch, prompts, ["--engine", "vllm", "--", *options], slots=70 * 32)
+def test_bench_serve(engine, tmp_path, monkeypatch):
+    check_serve(engine.url, "vllm", "base", tmp_path, monkeypatch)
 
 
 def test_json_schema(folder, engine):

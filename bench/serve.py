@@ -1,0 +1,399 @@
+"""Base and guided decoding in a server of SGLang or vLLM, over HTTP: TTFT, TPOT, tokens/s, and guided over base.
+
+    python -m bench.serve --model M --value-model W --out DIR [--engine vllm] [-- SERVER OPTIONS]
+    python -m bench.serve --model NAME --base-url URL --guided-url URL --out DIR
+
+The first form starts two servers in turn: one without the plugin, one with ``LENVM_VALUE_MODEL`` set to W. The second
+uses running servers. A condition is a number of candidates (``--k``, the top-k of both servers) and a number of
+concurrent requests (``--concurrency``). In each condition both servers get the same prompts, filters and seeds. Ends of
+sequence are ignored: every output has ``--max-tokens`` tokens. Each prompt begins with a head of its own per condition,
+so that no prefix is cached. Requests with few tokens warm up each condition.
+
+``--out`` gets ``summary.csv``, a line per server and condition, the same with command and versions in ``summary.json``,
+the logs of the servers, and ``throughput.png`` and ``tpot.png`` if matplotlib is installed. The exit status is 1 if a
+request failed, guidance failed in a step, or no step was guided. The columns:
+
+- ``ttft_ms``, ``ttft_p99_ms``: from sending a request to its first token, median and 99th percentile;
+- ``tpot_ms``, ``tpot_p99_ms``: from the first to the last token of a request, divided by its tokens less one;
+- ``tokens_per_s``: output tokens of all requests, divided by the time from the first request to the last answer;
+- ``guided_steps``, ``step_ms``: guided steps by the plugin's metrics, and the mean time of one, which includes prompts
+  in the value model. At k = 1 engines decode greedily and no step is guided;
+- ``ttft_ratio``, ``tpot_ratio``, ``tokens_per_s_ratio``: guided over base, in the same condition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from http.client import HTTPConnection, HTTPException
+from itertools import product
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch
+
+SECONDS, GRACE = 3600.0, 20.0  # limits of a request, and of a server between SIGTERM and SIGKILL
+LOG_LINES, WARM_UP_TOKENS = 20, 4
+ERRORS = (OSError, HTTPException, ValueError)
+COMMANDS = {
+    "sglang": "{python} -m sglang.launch_server --model-path {model} --port {port} --enable-metrics",
+    "vllm": "{python} -m vllm.entrypoints.openai.api_server --model {model} --port {port}",
+}
+GUIDANCE = {"sglang": "custom_params", "vllm": "vllm_xargs"}  # the field of a request
+VERSION = {"sglang": "/server_info", "vllm": "/version"}
+STEPS, MILLISECONDS = "lenvm:guided_steps_total", "lenvm:value_model_milliseconds_total"
+FAILURES = ("lenvm:fallbacks_total", "lenvm:without_room_total")
+QUESTIONS = (
+    "Write about a walk in the rain.",
+    "How does a boat float?",
+    "Name three things in a kitchen, and say what each is for.",
+    "Why do we sleep?",
+)
+COLUMNS = ["server", "k", "concurrency", "requests", "failed", "seconds", "tokens_per_s"]
+COLUMNS += ["ttft_ms", "ttft_p99_ms", "tpot_ms", "tpot_p99_ms", "guided_steps", "step_ms"]
+RATIOS = ("ttft_ms", "tpot_ms", "tokens_per_s")
+COLUMNS += [f"{name.removesuffix('_ms')}_ratio" for name in RATIOS]
+Body = Mapping[str, Any] | None
+Row = dict[str, Any]
+Answer = tuple[float, float]  # seconds to the first token, and per token after it
+
+
+# --- the client ---
+
+
+@contextmanager
+def sent(url: str, method: str, path: str, body: Body = None, *, timeout: float = SECONDS) -> Iterator[HTTPConnection]:
+    """A connection to the server at ``url`` on which a request was sent, with ``body`` as JSON. Proxies are ignored."""
+    address = urlsplit(url)
+    connection = HTTPConnection(address.hostname or "", address.port, timeout=timeout)
+    try:
+        content = None if body is None else json.dumps(body)
+        connection.request(method, path, content, {"Content-Type": "application/json"})
+        yield connection
+    finally:
+        connection.close()
+
+
+def exchange(url: str, method: str, path: str, body: Body = None, *, timeout: float = SECONDS) -> tuple[int, str]:
+    """Status and text of the answer to a request."""
+    with sent(url, method, path, body, timeout=timeout) as connection:
+        response = connection.getresponse()
+        return response.status, response.read().decode(errors="replace")
+
+
+def metrics(url: str) -> dict[str, float]:
+    """The sum over all labels of each metric at ``/metrics``."""
+    status, text = exchange(url, "GET", "/metrics", timeout=60)
+    if status != 200:
+        raise OSError(f"status {status} for {url}/metrics: {text[:300]}")
+    found: dict[str, float] = defaultdict(float)
+    for name, value in re.findall(r"^([\w:]+)(?:\{.*\})? (\S+)$", text, re.MULTILINE):
+        found[name] += float(value)
+    return dict(found)
+
+
+def ask(url: str, body: Mapping[str, Any]) -> Answer:
+    """Stream a completion; one of :data:`ERRORS` if it fails or does not output ``max_tokens`` tokens."""
+    begun, times, tokens, reason = time.perf_counter(), [], 0, None
+    with sent(url, "POST", "/v1/completions", body) as connection:
+        response = connection.getresponse()
+        if response.status != 200:
+            raise OSError(f"status {response.status}: {response.read().decode(errors='replace').strip()[:300]}")
+        for line in response:
+            if not line.startswith(b"data:") or line.strip() == b"data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix(b"data:"))
+            if "error" in event:
+                raise OSError(str(event["error"]))
+            if event.get("choices"):
+                times.append(time.perf_counter())
+                reason = event["choices"][0].get("finish_reason") or reason
+            tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+    if reason != "length" or tokens != body["max_tokens"]:
+        raise OSError(f"ended by {reason} after {tokens} of {body['max_tokens']} tokens")
+    return times[0] - begun, (times[-1] - times[0]) / (tokens - 1)
+
+
+def ask_all(url: str, bodies: Sequence[Mapping[str, Any]], concurrency: int) -> list[Answer | str]:
+    """Send all requests, ``concurrency`` at once. An element is as from :func:`ask`, or the error of the request."""
+
+    def attempt(body: Mapping[str, Any]) -> Answer | str:
+        try:
+            return ask(url, body)
+        except ERRORS as error:
+            return f"{type(error).__name__}: {error}"
+
+    pool = ThreadPoolExecutor(concurrency)
+    try:
+        return list(pool.map(attempt, bodies))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # after an interrupt, requests fail once the server has ended
+
+
+# --- the servers ---
+
+
+@contextmanager
+def running(command: list[str], environment: dict[str, str], port: int, log: Path, limit: float) -> Iterator[str]:
+    """Start a server that listens on ``port``, yield its URL once it is healthy, and end all its processes.
+
+    Raises:
+        OSError: the server ended by itself, or is not healthy after ``limit`` seconds. The message has the last lines
+            of ``log``, to which the server writes.
+    """
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + limit
+
+    def failure(what: str) -> OSError:
+        lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        return OSError("\n".join([f"the server {what}; the end of {log}:", *lines]))
+
+    with log.open("w") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    try:
+        while True:
+            with suppress(OSError, HTTPException):
+                if exchange(url, "GET", "/health", timeout=10)[0] == 200:
+                    break
+            if process.poll() is not None:
+                raise failure(f"ended with status {process.returncode}")
+            if time.monotonic() > deadline:
+                raise failure(f"is not healthy after {limit:g} seconds")
+            time.sleep(0.5)
+        try:
+            yield url
+        except (OSError, HTTPException) as error:
+            with suppress(subprocess.TimeoutExpired):  # connections break a moment before the process has ended
+                raise failure(f"ended with status {process.wait(1)}") from error
+            raise
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def free_port() -> int:
+    """A free port below the ephemeral ones, with room above it for the further ports that SGLang takes."""
+    for port in range(20_000 + os.getpid() % 5_000, 32_000, 500):
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port from 20,000 to 32,000 is free")
+
+
+@contextmanager
+def server(args: argparse.Namespace, name: str, about: dict[str, Any]) -> Iterator[str]:
+    """The URL of the base or guided server; ``about`` gets the server's command or URL, and the engine's version."""
+    with ExitStack() as stack:
+        url = about[name] = getattr(args, f"{name}_url")
+        if url is None:
+            places = dict(python=args.python, model=args.model, port=free_port())
+            command = [part.format(**places) for part in shlex.split(args.command or COMMANDS[args.engine])]
+            command += args.options
+            environment = {key: text for key, text in os.environ.items() if name == "guided" or key[:6] != "LENVM_"}
+            environment |= {"LENVM_VALUE_MODEL": args.value_model} if name == "guided" else {}
+            # vLLM's processes share metrics by files in an empty folder.
+            environment["PROMETHEUS_MULTIPROC_DIR"] = stack.enter_context(tempfile.TemporaryDirectory())
+            about[name] = shlex.join(command)
+            print(f"{name}: {about[name]}", flush=True)
+            log = args.out / f"{name}.log"
+            url = stack.enter_context(running(command, environment, places["port"], log, args.startup_seconds))
+        about["engine"] = f"{args.engine} {json.loads(exchange(url, 'GET', VERSION[args.engine])[1])['version']}"
+        if name == "guided" and STEPS not in metrics(url):
+            raise ValueError(f"the guided server must run the plugin, but /metrics of {url} has no {STEPS}")
+        yield url
+
+
+# --- measuring ---
+
+
+def bodies_of(args: argparse.Namespace, name: str, k: int, head: str, count: int, tokens: int) -> list[dict[str, Any]]:
+    """``count`` requests for the server ``name`` with ``tokens`` output tokens each."""
+    common = {**args.sampling, "model": args.model, "top_k": k, "max_tokens": tokens, "ignore_eos": True}
+    common |= {"stream": True, "stream_options": {"include_usage": True}}
+    common |= {GUIDANCE[args.engine]: args.guidance} if name == "guided" else {}
+    prompts = [f"[{head} {i}] {args.prompts[i % len(args.prompts)]}" for i in range(count)]
+    return [common | {"seed": i, "prompt": prompt} for i, prompt in enumerate(prompts)]
+
+
+def measure(args: argparse.Namespace, name: str, url: str, k: int, concurrency: int) -> tuple[Row, Counter[str]]:
+    """Warm up and measure a condition; a line of the summary, and how often each failure occurred."""
+    ask_all(url, bodies_of(args, name, k, f"warm-up {k} {concurrency}", concurrency, WARM_UP_TOKENS), concurrency)
+    bodies = bodies_of(args, name, k, f"{k} {concurrency}", args.num_prompts, args.max_tokens)
+    before, begun = metrics(url), time.perf_counter()
+    outcomes = ask_all(url, bodies, concurrency)
+    seconds, after = time.perf_counter() - begun, metrics(url)
+
+    grown = {key: after.get(key, 0.0) - before.get(key, 0.0) for key in (STEPS, MILLISECONDS, *FAILURES)}
+    failures = Counter(outcome for outcome in outcomes if isinstance(outcome, str))
+    row: Row = dict(server=name, k=k, concurrency=concurrency, requests=len(bodies), failed=failures.total())
+    row |= dict(seconds=seconds, tokens_per_s=(len(bodies) - row["failed"]) * args.max_tokens / seconds)
+    times = np.array([outcome for outcome in outcomes if not isinstance(outcome, str)]).reshape(-1, 2) * 1e3
+    if len(times):
+        ttft, tpot = np.percentile(times, (50, 99), axis=0).T.tolist()
+        row |= dict(ttft_ms=ttft[0], ttft_p99_ms=ttft[1], tpot_ms=tpot[0], tpot_p99_ms=tpot[1])
+    if name == "guided":
+        row["guided_steps"] = int(grown[STEPS])
+        row |= {"step_ms": grown[MILLISECONDS] / grown[STEPS]} if grown[STEPS] else {}
+        failures.update({f"{key} has grown": int(grown[key]) for key in FAILURES if grown[key]})
+        if k > 1 and not grown[STEPS]:
+            failures["no step was guided"] = 1
+    return {key: round(x, 4) if isinstance(x, float) else x for key, x in row.items()}, failures
+
+
+def ratios(row: Row, rows: Sequence[Row]) -> Row:
+    """Guided over base, if ``row`` is of the guided server and the condition is also in ``rows``."""
+    condition = ("base", row["k"], row["concurrency"])
+    base = next((x for x in rows if (x["server"], x["k"], x["concurrency"]) == condition), {})
+    known = (name for name in RATIOS if base.get(name) and name in row)
+    return {f"{name.removesuffix('_ms')}_ratio": round(row[name] / base[name], 4) for name in known}
+
+
+def write(out: Path, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Write ``summary.csv`` and ``summary.json``."""
+    with (out / "summary.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    (out / "summary.json").write_text(json.dumps({**about, "conditions": rows}, indent=1) + "\n")
+
+
+def plot(out: Path, rows: Sequence[Row]) -> None:
+    """Plot throughput against concurrency, and the ratio of TPOT against k."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    def draw(file: str, x: str, y: str, line: str) -> None:
+        figure, axes = pyplot.subplots(figsize=(7, 4.5))
+        with_y = [row for row in rows if y in row]
+        for name, value in sorted({(row["server"], row[line]) for row in with_y}):
+            points = sorted((row[x], row[y]) for row in with_y if (row["server"], row[line]) == (name, value))
+            axes.plot(*zip(*points, strict=True), "--o" if name == "base" else "-o", label=f"{name}, {line} {value}")
+        axes.set(xlabel=x, ylabel=y, ylim=(0, None))
+        if with_y:
+            axes.legend(fontsize="small")
+        figure.savefig(out / file, dpi=120, bbox_inches="tight")
+        pyplot.close(figure)
+
+    draw("throughput.png", "concurrency", "tokens_per_s", "k")
+    draw("tpot.png", "k", "tpot_ratio", "concurrency")
+
+
+# --- the command ---
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    with suppress(ValueError):
+        if isinstance(found := json.loads(text), dict):
+            return found
+    raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add, default = parser.add_argument, "(default: %(default)s)"
+    add("--out", type=Path, required=True, help="folder for the results")
+    add("--engine", choices=COMMANDS, default="sglang", help=default)
+    add("--model", required=True, help="base model, as the server takes it; requests give it as the model's name")
+    add("--value-model", help="LENVM_VALUE_MODEL of the guided server that is started")
+    add("--base-url", help="running server to use in place of the base server")
+    add("--guided-url", help="running server to use in place of the guided server")
+    add("--command", help="server to start, with {model} and {port} (default: the engine's, by --python)")
+    add("--python", default=sys.executable, help=f"Python of the server's environment {default}")
+    add("--startup-seconds", type=float, default=1200, help=f"until a server must be healthy {default}")
+    add("--k", nargs="+", type=int, default=[1, 2, 3, 4, 5], help="numbers of candidates (default: 1 to 5)")
+    add("--concurrency", nargs="+", type=int, default=[1, 8, 64], help="requests at once (default: 1 8 64)")
+    add("--num-prompts", type=int, default=64, help=f"requests of a condition {default}")
+    add("--prompts", type=Path, metavar="FILE", help="text file with a prompt per line (default: four questions)")
+    add("--max-tokens", type=int, default=128, help=f"output tokens of a request {default}")
+    add(
+        "--sampling",
+        type=_json_object,
+        default='{"temperature": 1.0, "min_p": 0.01}',
+        help=f"filters of all requests {default}",
+    )
+    add("--guidance", type=_json_object, help="of guided requests (default: --max-tokens as target_length)")
+    add("options", nargs="*", metavar="-- OPTION", help="further options of the servers that are started")
+    args = parser.parse_args()
+    try:
+        _check(args)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return args
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Read the prompts and fill in the guidance; ValueError names the first flag that is wrong."""
+    args.guidance = args.guidance or {"target_length": args.max_tokens}
+    candidates = int(os.environ.get("LENVM_MAX_CANDIDATES", 8))
+    for flag, numbers, least, most, why in (
+        ("--num-prompts", [args.num_prompts], 1, math.inf, ""),
+        ("--max-tokens", [args.max_tokens], 2, math.inf, ""),
+        ("--concurrency", args.concurrency, 1, args.num_prompts, " (--num-prompts)"),
+        ("--k", args.k, 1, candidates, " (LENVM_MAX_CANDIDATES)"),
+    ):
+        if not least <= min(numbers) <= max(numbers) <= most:
+            limits = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+            raise ValueError(f"{flag} must be {limits}{why}, got {numbers}")
+    urls = [args.base_url, args.guided_url]
+    if any(urls) == bool(args.value_model):
+        raise ValueError("either --value-model or both --base-url and --guided-url must be given")
+    if any(urls) and not all((url or "").startswith("http://") for url in urls):
+        raise ValueError(f"--base-url and --guided-url must both begin with http://, got {urls}")
+    lines = QUESTIONS if args.prompts is None else args.prompts.read_text(encoding="utf-8").splitlines()
+    args.prompts = [line for line in lines if line.strip()]
+    if not args.prompts:
+        raise ValueError("--prompts must have at least one prompt, got an empty file")
+
+
+def main() -> int:
+    args = parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    about: dict[str, Any] = {"command": shlex.join(["python", "-m", "bench.serve", *sys.argv[1:]])}
+    about |= {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version()}
+    about["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    rows: list[Row] = []
+    about["failures"] = failed = []
+    try:
+        for name in ("base", "guided"):
+            with server(args, name, about) as url:
+                for k, concurrency in product(args.k, args.concurrency):
+                    row, failures = measure(args, name, url, k, concurrency)
+                    rows.append(row | ratios(row, rows))
+                    failed += [f"{name}, k {k}, concurrency {concurrency}: {n} x {x}" for x, n in failures.items()]
+                    write(args.out, about, rows)
+                    print(json.dumps(rows[-1]), flush=True)
+    except ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    with suppress(ImportError):
+        plot(args.out, rows)
+    print("\n".join(failed), file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a server that was started must end, too
+    sys.exit(main())

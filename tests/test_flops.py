@@ -1,0 +1,59 @@
+"""``bench.flops`` against values computed by hand, the models of transformers and the published figures."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+
+from bench import flops
+from bench.flops import Architecture, Workload
+
+TINY = dict(hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
+TINY |= dict(vocab_size=50, head_dim=8)
+MIXTURE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12)
+SHARED = MIXTURE | dict(shared_expert_intermediate_size=20, mlp_only_layers=[1], head_dim=6, num_hidden_layers=7)
+CASES = [(Qwen3MoeConfig, MIXTURE), (Qwen3MoeConfig, MIXTURE | dict(decoder_sparse_step=2, num_hidden_layers=5))]
+CASES += [(Qwen2MoeConfig, SHARED), (MixtralConfig, dict(num_local_experts=5, num_experts_per_tok=3))]
+BAD = [({"vocab_size": None}, "vocab_size in .* integer of at least 1, got None"), ({"num_hidden_layers": "3"}, "'3'")]
+BAD += [(MIXTURE | {"model_type": "deepseek_v3"}, "mixtral, qwen2_moe, qwen3_moe if it has num_experts, got 'deepseek")]
+BAD += [(MIXTURE | {"model_type": "qwen3_moe", "num_experts_per_tok": 7}, "must be at most 6, got 7")]
+
+
+def test_components_by_hand(tmp_path):
+    """Two prompts of 5 tokens and 24 output tokens, three samples of 4 tokens per prompt, at positions 6 to 9."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    model, layers = Architecture.load(str(tmp_path)), 2 * 3 * (24 * 8 * 2 * (4 + 2) + 3 * 24 * 40)
+    decode = 24 * layers + 4 * 3 * 4 * 8 * 6 * (6 + 7 + 8 + 9)
+    prefill = 10 * layers + 4 * 3 * 4 * 8 * 2 * (1 + 2 + 3 + 4 + 5)
+    expected = {"base linear": 34 * layers, "base attention": decode + prefill - 34 * layers}
+    expected |= {"base LM head": 34 * 2 * 24 * 50, "LenVM extend": decode, "LenVM candidates": 3 * decode}
+    expected |= {"LenVM prefill": prefill, "LenVM head": (24 * 4 + 10) * 2 * (24 * 24 + 24)}
+    assert flops.operations(model, Workload(2, 3, 5, 4), model, 3) == expected
+    assert flops.per_output_token(model, Workload(2, 3, 5, 4)) == decode / 24 + 2 * 24 * 50
+
+
+@pytest.mark.parametrize(("config_class", "changes"), CASES)
+def test_active_weights_of_mixtures_are_those_of_transformers(tmp_path, config_class, changes):
+    config = config_class(**TINY | changes)
+    config.save_pretrained(tmp_path)
+    model = Architecture.load(str(tmp_path))
+    with torch.device("meta"):
+        weights = AutoModelForCausalLM.from_config(config).model.layers.named_parameters()
+    share = model.experts_per_token / model.num_experts
+    expected = sum(x.numel() * (share if ".experts." in name else 1) for name, x in weights if x.dim() > 1)
+    assert model.expert_layers and model.active_weights == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD)
+def test_bad_configurations_are_named(tmp_path, changes, message):
+    (tmp_path / "config.json").write_text(json.dumps(TINY | changes))
+    with pytest.raises(ValueError, match=message):
+        Architecture.load(str(tmp_path))
+
+
+def test_published_figures(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["flops", "--check"])
+    assert flops.main() == 0
+    monkeypatch.setattr(flops, "PUBLISHED_WORK", Workload(50, 16, 105, 250))
+    assert flops.main() == 1 and "DIFFERS" in capsys.readouterr().out
