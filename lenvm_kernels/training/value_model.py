@@ -1,0 +1,317 @@
+"""Fit of a value model: a backbone with a value head on its last hidden states, trained by ``transformers.Trainer``.
+
+The loss is the squared error of the values, averaged over all states of an optimizer step. Low-rank adapters are those
+of ``peft``; they are merged into the backbone before the value model is written.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from lenvm_kernels.demo.models import load_tokenizer, locate, source_of
+from lenvm_kernels.evaluate.guarded_lines import check_plan
+from lenvm_kernels.training.settings import Fitting
+from lenvm_kernels.training.targets import Example
+from lenvm_kernels.value_model import LenVMConfig, ValueModelConfig
+
+MODEL_FILE = "model.safetensors"
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Learning rate of the head, and share of the steps over which learning rates rise.
+HEAD_RATE, WARM_UP = 5e-4, 0.03
+# States that the head's standardization is measured on, at least.
+MEASURED_STATES = 16_384
+LOGGED_STEPS = 10
+NO_TARGET = -100  # the label that Trainer leaves out of its count
+
+
+class ValueHead(nn.Module):
+    """A value head that standardizes its input. :meth:`tensors` folds the standardization into the first layer."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(size, size)
+        self.summary = nn.Linear(size, 1)
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("std", torch.ones(size))
+
+    @torch.no_grad()
+    def standardize(self, states: Tensor, value: float) -> None:
+        """Set mean and standard deviation from states ``[N, H]``, and make ``value`` the initial prediction."""
+        self.mean.copy_(states.mean(0))
+        self.std.copy_(states.std(0).clamp(min=1e-6))
+        self.summary.weight.zero_()
+        self.summary.bias.fill_(torch.logit(torch.tensor(value)))
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Value logits fp32 ``[...]`` of states ``[..., H]``."""
+        with torch.autocast(states.device.type, enabled=False):
+            x = functional.silu(self.fc((states.float() - self.mean) / self.std))
+            return self.summary(x).squeeze(-1)
+
+    @torch.no_grad()
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors of a checkpoint, fp32 on the CPU, for states without standardization."""
+        weight = self.fc.weight / self.std
+        found = {
+            "fc.weight": weight,
+            "fc.bias": self.fc.bias - weight @ self.mean,
+            "summary.weight": self.summary.weight,
+            "summary.bias": self.summary.bias,
+        }
+        return {f"v_head.{name}": tensor.detach().cpu().contiguous() for name, tensor in found.items()}
+
+
+class ValueNetwork(nn.Module):
+    """A backbone without output layer, and a value head."""
+
+    def __init__(self, backbone: nn.Module, head: ValueHead) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, head
+
+    def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Last hidden states ``[B, L, H]`` of sequences ``[B, L]`` padded on the right."""
+        return self.backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        """Value logits fp32 ``[B, L]`` after every token."""
+        return {"logits": self.head(self.states(input_ids, attention_mask))}
+
+
+def check_backbone(name: str, flag: str) -> Path:
+    """Locate a backbone that the value model can run.
+
+    Raises:
+        ValueError, OSError: there is no such model, or its architecture is not supported; the message names the flag.
+    """
+    path = locate(flag, name)
+    config = AutoConfig.from_pretrained(**source_of(path))
+    try:
+        facts = ValueModelConfig.from_hf(config)
+    except ValueError as error:
+        other = "--kind trunk trains for every base model"
+        raise ValueError(f"{flag} must be of an architecture that the value model runs ({other}): {error}") from error
+    if facts.vision is not None:
+        raise ValueError(f"{flag} must be a text model, {name!r} is a {config.model_type}")
+    return path
+
+
+def fit_value_model(
+    how: Fitting,
+    path: Path,
+    training: Sequence[Example],
+    held_out: Sequence[Sequence[Example]],
+    gamma: float,
+    plan: Mapping[str, Any],
+    output: Path,
+) -> tuple[dict[str, Any], list[list[Tensor]]] | None:
+    """Train a value model and write it to ``output / "value"``.
+
+    An interrupted training resumes from the last checkpoint in ``output / "checkpoints"``.
+
+    Args:
+        how: the settings.
+        path: the backbone.
+        training: the training examples.
+        held_out: lists of examples to predict.
+        gamma: discount of the values.
+        plan: every setting that affects the result; a checkpoint of another plan is rejected.
+        output: the directory.
+
+    Returns:
+        Facts for the report, and the values of every held-out example. None in every process but the first.
+
+    Raises:
+        ValueError: the checkpoints belong to another plan, or the loss is not finite.
+    """
+    checkpoints = output / "checkpoints"
+    guard = checkpoints / "plan.json"
+    if guard.exists():
+        check_plan(plan, json.loads(guard.read_text(encoding="utf-8")), checkpoints)
+    arguments = TrainingArguments(
+        output_dir=str(checkpoints),
+        num_train_epochs=how.epochs,
+        learning_rate=how.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=WARM_UP,
+        per_device_train_batch_size=how.batch_size,
+        per_device_eval_batch_size=how.batch_size,
+        gradient_accumulation_steps=how.accumulation,
+        train_sampling_strategy="group_by_length",
+        bf16=how.dtype == "bfloat16",
+        use_cpu=how.device == "cpu",
+        save_steps=how.save_steps,
+        save_total_limit=1,
+        logging_steps=LOGGED_STEPS,
+        include_num_input_tokens_seen="non_padding",
+        remove_unused_columns=False,
+        label_names=["labels"],
+        disable_tqdm=True,
+        report_to="none",
+        seed=how.seed,
+    )
+    torch.manual_seed(how.seed)
+    dataset = [_encoded(example) for example in training]
+    network = _network(how, path, dataset, arguments.device)
+    trained = {f".{name}": parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+    body, head = ([p for name, p in trained.items() if (".head." in name) == is_head] for is_head in (False, True))
+    groups = [{"params": body}, {"params": head, "lr": HEAD_RATE}]
+    trainer = Trainer(
+        network,
+        arguments,
+        data_collator=_collated,
+        train_dataset=dataset,
+        compute_loss_func=_loss,
+        callbacks=[_TokenBar(how.epochs * sum(len(example["input_ids"]) for example in dataset))],
+        optimizers=(torch.optim.AdamW(groups, lr=how.learning_rate, betas=(0.9, 0.98), weight_decay=0.01), None),
+    )
+    trainer.remove_callback(PrinterCallback)
+    last = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
+    if trainer.is_world_process_zero():
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        guard.write_text(json.dumps(plan), encoding="utf-8")
+    trainer.train(resume_from_checkpoint=last)
+    arguments.train_sampling_strategy = "sequential"  # applies to predictions, too
+    values = [_predicted(trainer, examples) for examples in held_out]
+    if not trainer.is_world_process_zero():
+        return None
+    _write(network, path, gamma, output / "value")
+    shutil.rmtree(checkpoints)
+    facts = {
+        "steps": trainer.state.global_step,
+        "mean squared error": [round(log["loss"], 6) for log in trainer.state.log_history if "loss" in log],
+        "parameters": sum(parameter.numel() for parameter in trained.values()),
+    }
+    return facts, values
+
+
+def _network(
+    how: Fitting, path: Path, dataset: Sequence[Mapping[str, Tensor]], device: torch.device
+) -> ValueNetwork | PeftModel:
+    """The network before its first step, with the head standardized on the backbone's states."""
+    model = AutoModelForCausalLM.from_pretrained(
+        **source_of(path),
+        dtype=getattr(torch, how.dtype) if how.lora_rank else torch.float32,
+        attn_implementation="sdpa",
+        use_safetensors=True,
+    )
+    if how.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    network = ValueNetwork(model.base_model, ValueHead(model.config.hidden_size)).to(device)
+    states: list[Tensor] = []
+    for i in torch.randperm(len(dataset)).tolist():
+        if sum(map(len, states)) >= MEASURED_STATES:
+            break
+        batch = {name: tensor.to(device) for name, tensor in _collated([dataset[i]]).items()}
+        has_target = batch.pop("labels") != NO_TARGET
+        with torch.no_grad():
+            states.append(network.states(**batch)[has_target].float())
+    labels = torch.cat([example["labels"] for example in dataset])
+    network.head.standardize(torch.cat(states), float(labels[labels != NO_TARGET].mean()))
+    if how.lora_rank == 0:
+        return network
+    config = LoraConfig(
+        r=how.lora_rank, lora_alpha=how.lora_rank, target_modules=list(ADAPTED), modules_to_save=["head"]
+    )
+    return get_peft_model(network, config)  # type: ignore[arg-type]  # any module will do
+
+
+def _encoded(example: Example) -> dict[str, Tensor]:
+    """``input_ids`` and ``labels`` ``[L]`` of the prompt and of all tokens of the answer but the last."""
+    ids = torch.tensor([*example.prompt, *example.answer.ids[:-1]])
+    labels = torch.full(ids.shape, float(NO_TARGET))
+    labels[len(ids) - len(example.targets) :] = example.targets
+    return {"input_ids": ids, "labels": labels}
+
+
+def _collated(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch, padded on the right."""
+    ids, labels = ([row[name] for row in rows] for name in ("input_ids", "labels"))
+    return {
+        "input_ids": nn.utils.rnn.pad_sequence(ids, batch_first=True),
+        "attention_mask": nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+        "labels": nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=NO_TARGET),
+    }
+
+
+def _loss(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    """Sum of squared errors over the number of targets of an optimizer step, or of the batch if None."""
+    has_target = labels != NO_TARGET
+    count = has_target.sum() if num_items_in_batch is None else num_items_in_batch
+    loss = (outputs["logits"].sigmoid() - labels)[has_target].square().sum() / count
+    if not loss.isfinite():
+        raise ValueError(
+            f"the loss is {float(loss)}, --learning-rate must be lower; the last checkpoint stays, a training with "
+            "another rate needs a new --output"
+        )
+    return loss
+
+
+def _predicted(trainer: Trainer, examples: Sequence[Example]) -> list[Tensor]:
+    """The values of every example, of the shape of its targets."""
+    if not examples:
+        return []
+    found = trainer.predict([_encoded(example) for example in examples])  # type: ignore[arg-type]  # a list will do
+    logits, labels = torch.tensor(found.predictions), torch.tensor(found.label_ids)
+    counts = [len(example.targets) for example in examples]
+    return list(logits[labels != NO_TARGET].sigmoid().split(counts))
+
+
+def _write(network: ValueNetwork | PeftModel, path: Path, gamma: float, folder: Path) -> None:
+    """Write a whole value model in bf16, with merged adapters, in place of an older one."""
+    network = network.cpu().float()  # merged in fp32 and rounded once
+    if isinstance(network, PeftModel):
+        network = network.merge_and_unload()
+    tensors = {f"model.{name}": tensor.bfloat16() for name, tensor in network.backbone.state_dict().items()}
+    new = folder.with_name("value.new")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    save_file(tensors | network.head.tensors(), new / MODEL_FILE, {"format": "pt"})
+    AutoConfig.from_pretrained(**source_of(path)).save_pretrained(new)
+    load_tokenizer("BASE", path).save_pretrained(new)
+    LenVMConfig(gamma=gamma).write(new)
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)
+
+
+class _TokenBar(TrainerCallback):
+    """A progress bar in tokens, with the mean squared error.
+
+    Args:
+        total: number of tokens of the training.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+
+    def on_train_begin(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
+        seen, is_quiet = state.num_input_tokens_seen, not state.is_world_process_zero
+        self._bar = tqdm(total=self._total, initial=seen, desc="fit", unit="token", unit_scale=True, disable=is_quiet)
+
+    def on_substep_end(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
+        self._bar.update(state.num_input_tokens_seen - self._bar.n)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):  # type: ignore[no-untyped-def]
+        if logs and "loss" in logs:
+            self._bar.set_postfix(mse=f"{logs['loss']:.5f}", refresh=False)
+
+    on_step_end = on_substep_end
+
+    def on_train_end(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
+        self._bar.close()
