@@ -48,36 +48,24 @@ class AnswerStore:
         folder: the directory, created with the first answer.
         plan: every setting that affects the answers. ``plan["prompts"]`` are objects with ``text``, ``split`` and
             ``ids``, the tokens that the base model reads.
-        flag: name of the directory in error messages.
-
-    Attributes:
-        plan, prompts: the plan and its prompts.
-        answers: answers by key.
 
     Raises:
         ValueError: the directory holds answers of another plan, or a line that is not an answer.
     """
 
-    def __init__(self, folder: Path, plan: dict[str, Any], flag: str = "--output") -> None:
-        self._lines = GuardedLines(folder, plan, flag)
+    def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
+        self._lines = GuardedLines(folder, plan)
         self.plan = plan
         self.prompts: list[dict[str, Any]] = plan["prompts"]
         self.answers: dict[Key, Answer] = {a.key: a for a in self._lines.read(Answer, "lenvm collect")}
 
     @classmethod
-    def open(cls, folder: Path, flag: str) -> AnswerStore:
-        """Open an existing directory with its own plan.
-
-        Raises:
-            ValueError: the directory has no plan or no answers.
-        """
+    def open(cls, folder: Path) -> AnswerStore:
+        """Open a directory of ``--answers`` with its own plan."""
         file = folder / "plan.json"
         if not file.is_file():
-            raise ValueError(f"{flag} must be directories written by lenvm collect, {str(folder)!r} has no plan.json")
-        store = cls(folder, json.loads(file.read_text(encoding="utf-8")), flag)
-        if not store.answers:
-            raise ValueError(f"{flag} must hold answers, {str(folder)!r} has none")
-        return store
+            raise ValueError(f"--answers must be directories of lenvm collect, {str(folder)!r} has no plan.json")
+        return cls(folder, json.loads(file.read_text(encoding="utf-8")))
 
     def of_split(self, split: str) -> list[Answer]:
         """Answers to the prompts of a split, sorted by key."""

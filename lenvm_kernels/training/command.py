@@ -20,8 +20,7 @@ from lenvm_kernels.cli_arguments import (
     positive,
     usage_errors,
 )
-
-BASE_HELP = "a Hugging Face directory or name, a .gguf file, or the word demo"
+from lenvm_kernels.training.settings import RATE_ADAPTERS, RATE_FULL, RATE_TRUNK
 
 
 def add(commands: Any) -> None:
@@ -29,152 +28,101 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "collect",
         help="sample the answers that lenvm fit learns from",
-        description="Sample a base model's answers to prompts and store their tokens. The same command resumes an "
-        "interrupted run.",
+        description="Sample a base model's answers to prompts. The same command resumes an interrupted run.",
         epilog="example: lenvm collect demo --output answers --num-prompts 50 --max-new-tokens 256",
     )
-    parser.set_defaults(run=_run_collect)
-    parser.add_argument("base", metavar="BASE", help=f"base model: {BASE_HELP}")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="directory of the answers; required")
-    parser.add_argument(
-        "--value", metavar="VALUE", help="trunk or value model that guides the beginnings of answers (default: none)"
-    )
+    _add_first(parser, _run_collect, "base model", "directory of the answers")
+    parser.add_argument("--value", metavar="VALUE", help="trunk or value model that guides the beginnings of answers")
     parser.add_argument("--url", metavar="SERVER", help="SGLang or vLLM server that samples (default: in process)")
     _add_answers(parser)
-    _add_common(parser)
 
     parser = commands.add_parser(
         "fit",
         help="train a trunk or a value model on collected answers",
         description="Train a trunk, which predicts remaining lengths from the base model's own states; or, with --kind "
         f"{VALUE_MODEL}, a second model with a value head. The same command resumes an interrupted training of a value "
-        "model. Several GPUs: torchrun --nproc_per_node N -m lenvm_kernels.cli fit ...",
+        "model. On several GPUs: torchrun --nproc_per_node N -m lenvm_kernels.cli fit ...",
         epilog="example: lenvm fit demo --answers answers --output fitted",
     )
-    parser.set_defaults(run=_run_fit)
-    parser.add_argument(
-        "base", metavar="BASE", help=f"base model, or the backbone with --kind {VALUE_MODEL}: {BASE_HELP}"
-    )
-    parser.add_argument(
-        "--answers", type=Path, nargs="+", required=True, metavar="DIR", help="directories of lenvm collect; required"
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="directory of value/ and report.json; required"
-    )
+    _add_first(parser, _run_fit, "base model, or the backbone of a value model", "directory of value/ and report.json")
+    answers_help = "directories of lenvm collect; required"
+    parser.add_argument("--answers", type=Path, nargs="+", required=True, metavar="DIR", help=answers_help)
     _add_fitting(parser)
-    _add_common(parser)
 
     parser = commands.add_parser(
         "train",
-        help="train lengths values for a base model: collect, fit and evaluate",
-        description="Collect answers, fit a trunk or a value model, collect answers that it guides, fit on all answers, "
-        "and measure how well target lengths are met. The same command resumes an interrupted run.",
+        help="collect, fit and evaluate in turn",
+        description="Collect answers, fit a trunk or a value model, collect answers that it guides, fit on all "
+        "answers, and measure how well target lengths are met. The same command resumes an interrupted run.",
         epilog="example: lenvm train demo --output trained --num-prompts 50 --max-new-tokens 256 --dtype bfloat16",
     )
-    parser.set_defaults(run=_run_train)
-    parser.add_argument("base", metavar="BASE", help=f"base model: {BASE_HELP}")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="directory of all results; required")
-    parser.add_argument(
-        "--rounds", type=positive(int), default=2, metavar="N", help="the first is unguided (default: %(default)s)"
-    )
+    _add_first(parser, _run_train, "base model", "directory of all results")
     parser.add_argument("--dry-run", action="store_true", help="print estimated tokens, FLOPs, hours and GiB, and exit")
-    parser.add_argument(
-        "--evaluate-prompts",
-        type=int,
-        default=24,
-        metavar="N",
-        help="held-out prompts of the final evaluation, 0: no evaluation (default: %(default)s)",
-    )
-    parser.add_argument("--url", metavar="SERVER", help="SGLang or vLLM server of round 1 (default: in process)")
-    parser.add_argument(
-        "--guided-url",
-        metavar="SERVER",
-        help="server of round 2, with LENVM_VALUE_MODEL=DIR/round-1/value (default: in process)",
-    )
+    _add_numbers(parser, rounds=(2, "rounds, the first of them unguided"))
+    of_evaluation = "prompts of the evaluation, 0: no evaluation (default: %(default)s)"
+    parser.add_argument("--evaluate-prompts", type=int, default=24, metavar="N", help=of_evaluation)
+    for name, number in (("url", "1"), ("guided-url", "2, with LENVM_VALUE_MODEL=DIR/round-1/value")):
+        parser.add_argument(f"--{name}", metavar="SERVER", help=f"server of round {number} (default: in process)")
     _add_answers(parser)
-    group = _add_fitting(parser)
-    group.add_argument("--backbone", metavar="NAME", help=f"{BASE_HELP} (default: BASE)")
-    _add_common(parser)
+    _add_fitting(parser)
+    parser.add_argument("--backbone", metavar="NAME", help="backbone of a value model (default: BASE)")
+
+
+def _add_first(parser: Any, run: Any, base: str, output: str) -> None:
+    """Add the flags of all three commands."""
+    parser.set_defaults(run=run)
+    base_help = f"{base}: a Hugging Face directory or name, a .gguf file, or the word demo"
+    parser.add_argument("base", metavar="BASE", help=base_help)
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help=f"{output}; required")
+    add_seed(parser)
+    add_device(parser)
+    add_dtype(parser, "the models", by_device=True)
+
+
+def _add_numbers(parser: Any, **flags: tuple[int | None, str]) -> None:
+    """Add flags that take a positive integer: their defaults and meanings."""
+    for name, (default, meaning) in flags.items():
+        default_help = "" if default is None else f" (default: {default})"
+        flag, help_text = f"--{name.replace('_', '-')}", meaning + default_help
+        parser.add_argument(flag, type=positive(int), default=default, metavar="N", help=help_text)
 
 
 def _add_answers(parser: Any) -> None:
     group = parser.add_argument_group("answers")
-    group.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help='lines of {"prompt": "..."}, optionally with "split": "train" or "test" (default: the demo\'s)',
-    )
-    group.add_argument("--num-prompts", type=positive(int), metavar="N", help="prompts of each split (default: all)")
-    group.add_argument(
-        "--answers-per-prompt", type=positive(int), default=4, metavar="N", help="in a round (default: %(default)s)"
-    )
-    group.add_argument(
-        "--max-new-tokens", type=positive(int), default=1024, metavar="N", help="of an answer (default: %(default)s)"
-    )
-    group.add_argument("--plain-prompts", action="store_true", help="do not apply the chat template")
-    group.add_argument(
-        "--targets",
-        type=positive(int),
-        nargs=2,
-        metavar=("LOW", "HIGH"),
-        help="range of the target lengths of guided answers (default: 20 2000, at most --max-new-tokens)",
-    )
-    group.add_argument(
-        "--rows",
-        type=positive(int),
-        default=64,
-        metavar="N",
-        help="answers per batch, or concurrent requests to a server (default: %(default)s)",
+    prompts_help = 'lines of {"prompt": "..."}, optionally with "split": "train" or "test" (default: the demo\'s)'
+    group.add_argument("--prompts", type=Path, metavar="FILE", help=prompts_help)
+    _add_numbers(
+        group,
+        num_prompts=(None, "prompts of each split (default: all)"),
+        answers_per_prompt=(4, "answers per prompt and round"),
+        max_new_tokens=(1024, "maximum length of an answer"),
+        rows=(64, "answers per batch, or concurrent requests to a server"),
     )
     add_sampling(group)
 
 
-def _add_fitting(parser: Any) -> Any:
-    """Add the flags of :class:`Fitting`; returns the group of value models."""
+def _add_fitting(parser: Any) -> None:
     group = parser.add_argument_group("training")
     group.add_argument("--kind", choices=KINDS, default=TRUNK, help="(default: %(default)s)")
-    group.add_argument(
-        "--gamma",
-        type=float,
-        metavar="G",
-        help="discount (default: 0.99 is the value of the 99th percentile of lengths)",
-    )
-    group.add_argument("--epochs", type=positive(int), default=2, metavar="N", help="(default: %(default)s)")
-    group.add_argument(
-        "--learning-rate",
-        type=positive(float),
-        metavar="R",
-        help="(default: 2e-3 for a trunk, 2e-4 for adapters, 2e-5 for all weights)",
-    )
+    _add_numbers(group, epochs=(2, "passes over the answers"))
+    rate_help = f"(default: {RATE_TRUNK:g} for a trunk, {RATE_ADAPTERS:g} for adapters, {RATE_FULL:g} for all weights)"
+    group.add_argument("--learning-rate", type=positive(float), metavar="R", help=rate_help)
+    gamma_help = "discount (default: the 99th percentile of lengths has the value 0.99)"
+    group.add_argument("--gamma", type=float, metavar="G", help=gamma_help)
     group = parser.add_argument_group(f"training with --kind {TRUNK}")
-    group.add_argument(
-        "--layers",
-        type=positive(int),
-        nargs="+",
-        metavar="N",
-        help="layers whose inputs are read (default: the output layer)",
-    )
-    group.add_argument(
-        "--states", type=positive(int), metavar="N", help="maximum number of tokens in memory (default: 1000000)"
-    )
+    layers_help = "layers whose inputs it reads (default: the output layer)"
+    group.add_argument("--layers", type=positive(int), nargs="+", metavar="N", help=layers_help)
+    _add_numbers(group, states=(None, "maximum number of tokens in memory (default: 1000000)"))
     group = parser.add_argument_group(f"training with --kind {VALUE_MODEL}")
-    group.add_argument(
-        "--lora-rank", type=int, metavar="N", help="rank of the adapters, 0: train all weights (default: 16)"
+    group.add_argument("--lora-rank", type=int, metavar="N", help="rank of adapters, 0: all weights (default: 16)")
+    _add_numbers(
+        group,
+        batch_size=(None, "answers per forward and process (default: 8)"),
+        accumulation=(None, "forwards per step (default: 8)"),
+        save_steps=(None, "steps between two checkpoints (default: 100)"),
     )
-    group.add_argument("--batch-size", type=positive(int), metavar="N", help="answers per forward (default: 8)")
-    group.add_argument("--accumulation", type=positive(int), metavar="N", help="forwards per step (default: 8)")
-    group.add_argument(
-        "--gradient-checkpointing", action="store_true", default=None, help="less memory, a third more time"
-    )
-    group.add_argument("--save-steps", type=positive(int), metavar="N", help="steps per checkpoint (default: 100)")
-    return group
-
-
-def _add_common(parser: Any) -> None:
-    add_seed(parser)
-    add_device(parser)
-    add_dtype(parser, "the models", by_device=True)
+    checkpointing_help = "less memory, a third more time"
+    group.add_argument("--gradient-checkpointing", action="store_true", default=None, help=checkpointing_help)
 
 
 def _run_collect(args: argparse.Namespace) -> None:
@@ -193,7 +141,8 @@ def _run_fit(args: argparse.Namespace) -> None:
         from lenvm_kernels.training.fit import fit, table
         from lenvm_kernels.training.settings import Fitting
 
-        report = fit(Fitting.of(args), args.base, args.answers, args.output, _command())
+        command = shlex.join(["lenvm", *sys.argv[1:]])
+        report = fit(Fitting.of(args), args.base, args.answers, args.output, command)
         if report is not None:
             print(table(report))
 
@@ -203,11 +152,7 @@ def _run_train(args: argparse.Namespace) -> None:
         _prepare(args)
         from lenvm_kernels.training.train import train
 
-        train(args, _command())
-
-
-def _command() -> str:
-    return shlex.join(["lenvm", *sys.argv[1:]])
+        train(args, shlex.join(["lenvm", *sys.argv[1:]]))
 
 
 def _prepare(args: argparse.Namespace) -> None:

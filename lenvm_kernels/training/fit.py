@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
@@ -13,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
-from lenvm_kernels.cli_arguments import TRUNK
-from lenvm_kernels.demo.models import load_tokenizer, quiet
+from lenvm_kernels.cli_arguments import TRUNK, VALUE_MODEL
+from lenvm_kernels.demo.models import load_tokenizer, locate, quiet, source_of
 from lenvm_kernels.evaluate.guarded_lines import check_plan
 from lenvm_kernels.evaluate.prompts import TEST, TRAIN
 from lenvm_kernels.training.answers import AnswerStore
@@ -23,8 +22,9 @@ from lenvm_kernels.training.collect import vocabulary
 from lenvm_kernels.training.measures import measure
 from lenvm_kernels.training.settings import Fitting
 from lenvm_kernels.training.targets import examples_of, gamma_of
-from lenvm_kernels.training.trunk import check_base, fit_trunk
-from lenvm_kernels.training.value_model import check_backbone, fit_value_model
+from lenvm_kernels.training.trunk import fit_trunk
+from lenvm_kernels.training.value_model import fit_value_model
+from lenvm_kernels.value_model import ValueModelConfig
 
 REPORT = "report.json"
 PACKAGES = ("lenvm-kernels", "torch", "transformers", "peft", "accelerate")
@@ -37,26 +37,41 @@ MEASURES = {
 }
 
 
-def fit(how: Fitting, model: str, folders: Sequence[Path], output: Path, command: str) -> dict[str, Any] | None:
-    """Train on the answers of directories unless the report exists, and return the report.
+def check_model(how: Fitting, name: str, flag: str) -> Path:
+    """Locate the base model of a trunk or the backbone of a value model; errors name the flag."""
+    path = locate(flag, name)
+    config = AutoConfig.from_pretrained(**source_of(path))
+    count = config.get_text_config().num_hidden_layers
+    if max(how.layers or [0]) > count:
+        raise ValueError(f"--layers must be at most the {count} layers of {name!r}, got {max(how.layers or [0])}")
+    if how.kind == VALUE_MODEL:
+        try:
+            facts = ValueModelConfig.from_hf(config)
+        except ValueError as error:
+            raise ValueError(f"{flag} does not fit --kind {VALUE_MODEL}, --kind {TRUNK} does: {error}") from error
+        if facts.vision is not None:
+            raise ValueError(f"{flag} must be a text model with --kind {VALUE_MODEL}, got {config.model_type!r}")
+    return path
 
-    Args:
-        how: the settings.
-        model: the base model of a trunk, or the backbone of a value model.
-        folders: directories of :func:`collect`.
-        output: the directory of ``value`` and ``report.json``.
-        command: the command line, for the report.
+
+def fit(how: Fitting, model: str, folders: Sequence[Path], output: Path, command: str) -> dict[str, Any] | None:
+    """Train on the answers of directories unless ``output / "report.json"`` exists.
 
     Returns:
         The report; None in every process but the first.
 
     Raises:
-        ValueError: the answers have another vocabulary, or the directory holds another training.
+        ValueError: the answers have another vocabulary, or ``output`` holds another training.
     """
     quiet()
     is_trunk = how.kind == TRUNK
-    path = check_base(model, how.layers) if is_trunk else check_backbone(model, "BASE")
-    stores = _opened(folders, model, path)
+    path = check_model(how, model, "BASE")
+    stores = [AnswerStore.open(folder) for folder in folders]
+    own = vocabulary(load_tokenizer("BASE", path))
+    for folder, store in zip(folders, stores, strict=True):
+        if store.plan["vocabulary"] != own:
+            base = store.plan["base"]
+            raise ValueError(f"BASE must have the vocabulary of {base!r}, which answered in {folder}, got {model!r}")
     answers = [answer for store in stores for answer in store.of_split(TRAIN)]
     if not answers:
         raise ValueError("--answers must have answers to training prompts, got none")
@@ -71,14 +86,16 @@ def fit(how: Fitting, model: str, folders: Sequence[Path], output: Path, command
         check_plan(plan, report["plan"], output)
         return report
 
-    began = time.monotonic()
     training, held_out = (
         [examples_of(store, split, gamma, of_prompts=not is_trunk) for store in stores] for split in (TRAIN, TEST)
     )
     examples = [example for of_store in training for example in of_store]
-    if is_trunk:
-        found = fit_trunk(how, model, examples, held_out, gamma, output)
-    elif (found := fit_value_model(how, path, examples, held_out, gamma, plan, output)) is None:
+    found = (
+        fit_trunk(how, model, examples, held_out, gamma, output)
+        if is_trunk
+        else fit_value_model(how, path, examples, held_out, gamma, plan, output)
+    )
+    if found is None:
         return None
     facts, values = found
     mean = torch.cat([example.targets for example in examples]).mean()
@@ -90,10 +107,7 @@ def fit(how: Fitting, model: str, folders: Sequence[Path], output: Path, command
             test[str(folder)] = {name: measure(found, of_store, gamma) for name, found in named.items()}
     report = {
         "command": command,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "minutes": round((time.monotonic() - began) / 60, 1),
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
-        "device": how.device,
+        "versions": {name: version(name) for name in PACKAGES},
         "plan": plan,
         "training": {"answers": len(examples), "states": sum(len(e.targets) for e in examples), **facts},
         "guided": {str(f): store.plan.get("value") is not None for f, store in zip(folders, stores, strict=True)},
@@ -101,19 +115,6 @@ def fit(how: Fitting, model: str, folders: Sequence[Path], output: Path, command
     }
     (output / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return report
-
-
-def _opened(folders: Sequence[Path], model: str, path: Path) -> list[AnswerStore]:
-    """The answers of directories, whose tokens must be those of the model."""
-    stores = [AnswerStore.open(folder, "--answers") for folder in folders]
-    own = vocabulary(load_tokenizer("BASE", path))
-    for folder, store in zip(folders, stores, strict=True):
-        if store.plan["vocabulary"] != own:
-            raise ValueError(
-                f"BASE must have the vocabulary of {store.plan['base']!r}, the base model of {str(folder)!r}, "
-                f"{model!r} has another"
-            )
-    return stores
 
 
 def table(report: dict[str, Any]) -> str:

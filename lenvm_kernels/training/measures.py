@@ -11,23 +11,18 @@ from lenvm_kernels.training.targets import Example
 
 
 def measure(values: Sequence[torch.Tensor], examples: Sequence[Example], gamma: float) -> dict[str, float | int | None]:
-    """Measures over all states of answers.
-
-    Args:
-        values: predicted values of each example, of the shape of its targets.
-        examples: at least one.
-        gamma: discount of the values.
+    """Measures of the predicted values of at least one example, over all of its states.
 
     Returns:
         ``answers``, ``states``, ``cut`` (share of cut answers), ``mse``, ``r2``, ``correlation``,
         ``rank_correlation_within_prompts`` (Spearman's over the states of a prompt, averaged over prompts),
-        ``correlation_at_a_position`` (after subtracting the mean over a prompt's answers at a position, because guidance
-        compares candidates of one position) and ``mae_tokens`` (of remaining lengths, finished answers only). None if
-        the values or the targets are constant.
+        ``correlation_at_a_position`` (after subtracting the mean over a prompt's answers at a position, because
+        guidance compares candidates of one position) and ``mae_tokens`` (of remaining lengths, finished answers only).
+        None if the values or the targets are constant.
     """
-    answers = [example.answer for example in examples]
-    v, y = torch.cat(list(values)).double(), torch.cat([example.targets for example in examples]).double()
-    counts = torch.tensor([len(example.targets) for example in examples])
+    answers, targets = [example.answer for example in examples], [example.targets for example in examples]
+    v, y = torch.cat(list(values)).double(), torch.cat(targets).double()
+    counts = torch.tensor(list(map(len, targets)))
     prompt = torch.tensor([answer.prompt for answer in answers]).repeat_interleave(counts)
     position = torch.cat([torch.arange(len(a.ids) - n, len(a.ids)) for a, n in zip(answers, counts, strict=True)])
     ended = torch.tensor([answer.finished for answer in answers]).repeat_interleave(counts)

@@ -5,9 +5,8 @@ end-of-sequence included: in an answer of ``L`` tokens it is ``L`` at the last t
 before the end.
 
 States inside the guided part of an answer have no target, because guidance and not the base model chose what follows.
-An answer that was cut at its limit has an unknown tail. Its length is taken as geometric, with the rate at which answers
-end in the second half of their limit, and the target is the expectation under it. Leaving these answers out would teach
-that long answers do not exist.
+The unknown tail of an answer that was cut at its limit is taken as geometric, with the rate at which answers end in the
+second half of their limit. The target is the expectation. Without cut answers, long answers would seem not to exist.
 """
 
 from __future__ import annotations
@@ -68,13 +67,9 @@ def targets(answer: Answer, gamma: float, tail: float) -> torch.Tensor:
 
 
 def examples_of(store: AnswerStore, split: str, gamma: float, *, of_prompts: bool = True) -> list[Example]:
-    """The answers of a split that have a target, sorted by key.
+    """The answers of a split that have a target, sorted by key; tails are estimated on the training prompts.
 
-    Args:
-        store: the answers. Tails are estimated on the training prompts.
-        split: ``"train"`` or ``"test"``.
-        gamma: discount of the values.
-        of_prompts: include the state at the last token of the prompt. Set to False for trunks, which value candidates.
+    If ``of_prompts`` is False, the state at the last token of a prompt has no target: a trunk values candidates.
     """
     tail = tail_factor(store.of_split(TRAIN), gamma)
     found = []

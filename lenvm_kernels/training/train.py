@@ -14,41 +14,27 @@ from lenvm_kernels.evaluate import command as evaluate
 from lenvm_kernels.evaluate.prompts import TEST
 from lenvm_kernels.training.collect import Plan, collect, vocabulary
 from lenvm_kernels.training.cost import estimate
-from lenvm_kernels.training.fit import fit, table
+from lenvm_kernels.training.fit import check_model, fit, table
 from lenvm_kernels.training.settings import Fitting
-from lenvm_kernels.training.trunk import check_base
-from lenvm_kernels.training.value_model import check_backbone
 
 EVALUATED = (20, 40, 80, 160, 320, 640)  # targets in tokens
 
 
 def train(args: argparse.Namespace, command: str) -> None:
-    """Run all stages; finished stages are skipped.
-
-    Args:
-        args: the command line.
-        command: the command line as text, for the reports.
-
-    Raises:
-        ValueError, OSError: a flag or a model does not fit, before anything is sampled; or an error of a stage.
-    """
+    """Check flags and models, and run all stages; finished stages are skipped."""
     if args.evaluate_prompts < 0:
         raise ValueError(f"--evaluate-prompts must be at least 0, got {args.evaluate_prompts}")
     plan, how = Plan.of(args), Fitting.of(args)
-    model = args.backbone or args.base
+    if args.backbone is not None and how.kind == TRUNK:
+        raise ValueError(f"--backbone requires --kind value-model, got --kind {TRUNK}")
     quiet()
-    if how.kind == TRUNK:
-        if args.backbone is not None:
-            raise ValueError(f"--backbone requires --kind value-model, got --kind {TRUNK}")
-        path = check_base(args.base, how.layers)
-    else:
-        path = check_backbone(model, "--backbone")
-    base = locate("BASE", args.base)
+    model, base = args.backbone or args.base, locate("BASE", args.base)
+    path = check_model(how, model, "BASE" if args.backbone is None else "--backbone")
     tokenizer = load_tokenizer("BASE", base)
     if vocabulary(load_tokenizer("--backbone", path)) != vocabulary(tokenizer):
         raise ValueError(f"--backbone must have the vocabulary of {args.base!r}, {model!r} has another")
     if args.dry_run:
-        prompts = tokens_of(tokenizer, [prompt.text for prompt in plan.prompts], chat=plan.chat)
+        prompts = tokens_of(tokenizer, [prompt.text for prompt in plan.prompts], chat=True)
         print(estimate(plan, how, args.rounds, base, path, [len(ids) for ids in prompts]))
         return
 
@@ -66,7 +52,7 @@ def train(args: argparse.Namespace, command: str) -> None:
     link = args.output / "value"
     link.unlink(missing_ok=True)
     link.symlink_to(Path(f"round-{args.rounds}") / "value")
-    if args.evaluate_prompts and plan.chat:
+    if args.evaluate_prompts:
         _evaluate(args, plan, link)
 
 

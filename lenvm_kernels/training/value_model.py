@@ -7,6 +7,7 @@ of ``peft``; they are merged into the backbone before the value model is written
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,17 +19,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from lenvm_kernels.demo.models import load_tokenizer, locate, source_of
+from lenvm_kernels.demo.models import load_tokenizer, source_of
 from lenvm_kernels.evaluate.guarded_lines import check_plan
 from lenvm_kernels.training.settings import Fitting
+from lenvm_kernels.training.standardized import StandardizedLinear
 from lenvm_kernels.training.targets import Example
-from lenvm_kernels.value_model import LenVMConfig, ValueModelConfig
+from lenvm_kernels.value_model import LenVMConfig
 
-MODEL_FILE = "model.safetensors"
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Learning rate of the head, and share of the steps over which learning rates rise.
 HEAD_RATE, WARM_UP = 5e-4, 0.03
@@ -39,43 +40,26 @@ NO_TARGET = -100  # the label that Trainer leaves out of its count
 
 
 class ValueHead(nn.Module):
-    """A value head that standardizes its input. :meth:`tensors` folds the standardization into the first layer."""
+    """A value head that standardizes its input by ``states [N, H]``, and at first predicts ``value`` everywhere."""
 
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, size: int) -> None:
+    def __init__(self, states: Tensor, value: float) -> None:
         super().__init__()
-        self.fc = nn.Linear(size, size)
-        self.summary = nn.Linear(size, 1)
-        self.register_buffer("mean", torch.zeros(size))
-        self.register_buffer("std", torch.ones(size))
-
-    @torch.no_grad()
-    def standardize(self, states: Tensor, value: float) -> None:
-        """Set mean and standard deviation from states ``[N, H]``, and make ``value`` the initial prediction."""
-        self.mean.copy_(states.mean(0))
-        self.std.copy_(states.std(0).clamp(min=1e-6))
-        self.summary.weight.zero_()
-        self.summary.bias.fill_(torch.logit(torch.tensor(value)))
+        self.fc = StandardizedLinear(states, states.shape[1])
+        self.summary = nn.Linear(states.shape[1], 1)
+        nn.init.zeros_(self.summary.weight)
+        nn.init.constant_(self.summary.bias, math.log(value / (1 - value)))
 
     def forward(self, states: Tensor) -> Tensor:
         """Value logits fp32 ``[...]`` of states ``[..., H]``."""
         with torch.autocast(states.device.type, enabled=False):
-            x = functional.silu(self.fc((states.float() - self.mean) / self.std))
-            return self.summary(x).squeeze(-1)
+            return self.summary(functional.silu(self.fc(states))).squeeze(-1)
 
-    @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors of a checkpoint, fp32 on the CPU, for states without standardization."""
-        weight = self.fc.weight / self.std
-        found = {
-            "fc.weight": weight,
-            "fc.bias": self.fc.bias - weight @ self.mean,
-            "summary.weight": self.summary.weight,
-            "summary.bias": self.summary.bias,
-        }
-        return {f"v_head.{name}": tensor.detach().cpu().contiguous() for name, tensor in found.items()}
+        """Tensors of a checkpoint, fp32 on the CPU, for raw states."""
+        weight, bias = self.fc.folded()
+        found = {"fc.weight": weight, "fc.bias": bias}
+        found |= {f"summary.{name}": tensor.detach() for name, tensor in self.summary.named_parameters()}
+        return {f"v_head.{name}": tensor.cpu().contiguous() for name, tensor in found.items()}
 
 
 class ValueNetwork(nn.Module):
@@ -85,31 +69,10 @@ class ValueNetwork(nn.Module):
         super().__init__()
         self.backbone, self.head = backbone, head
 
-    def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Last hidden states ``[B, L, H]`` of sequences ``[B, L]`` padded on the right."""
-        return self.backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
-        """Value logits fp32 ``[B, L]`` after every token."""
-        return {"logits": self.head(self.states(input_ids, attention_mask))}
-
-
-def check_backbone(name: str, flag: str) -> Path:
-    """Locate a backbone that the value model can run.
-
-    Raises:
-        ValueError, OSError: there is no such model, or its architecture is not supported; the message names the flag.
-    """
-    path = locate(flag, name)
-    config = AutoConfig.from_pretrained(**source_of(path))
-    try:
-        facts = ValueModelConfig.from_hf(config)
-    except ValueError as error:
-        other = "--kind trunk trains for every base model"
-        raise ValueError(f"{flag} must be of an architecture that the value model runs ({other}): {error}") from error
-    if facts.vision is not None:
-        raise ValueError(f"{flag} must be a text model, {name!r} is a {config.model_type}")
-    return path
+        """Value logits fp32 ``[B, L]`` after every token, of sequences padded on the right."""
+        found = self.backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        return {"logits": self.head(found.last_hidden_state)}
 
 
 def fit_value_model(
@@ -123,22 +86,10 @@ def fit_value_model(
 ) -> tuple[dict[str, Any], list[list[Tensor]]] | None:
     """Train a value model and write it to ``output / "value"``.
 
-    An interrupted training resumes from the last checkpoint in ``output / "checkpoints"``.
-
-    Args:
-        how: the settings.
-        path: the backbone.
-        training: the training examples.
-        held_out: lists of examples to predict.
-        gamma: discount of the values.
-        plan: every setting that affects the result; a checkpoint of another plan is rejected.
-        output: the directory.
+    An interrupted training resumes from ``output / "checkpoints"`` with the same ``plan``.
 
     Returns:
         Facts for the report, and the values of every held-out example. None in every process but the first.
-
-    Raises:
-        ValueError: the checkpoints belong to another plan, or the loss is not finite.
     """
     checkpoints = output / "checkpoints"
     guard = checkpoints / "plan.json"
@@ -171,7 +122,7 @@ def fit_value_model(
     network = _network(how, path, dataset, arguments.device)
     trained = {f".{name}": parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
     body, head = ([p for name, p in trained.items() if (".head." in name) == is_head] for is_head in (False, True))
-    groups = [{"params": body}, {"params": head, "lr": HEAD_RATE}]
+    groups: list[dict[str, Any]] = [{"params": body}, {"params": head, "lr": HEAD_RATE}]
     trainer = Trainer(
         network,
         arguments,
@@ -213,7 +164,7 @@ def _network(
     )
     if how.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    network = ValueNetwork(model.base_model, ValueHead(model.config.hidden_size)).to(device)
+    backbone = model.base_model.to(device)
     states: list[Tensor] = []
     for i in torch.randperm(len(dataset)).tolist():
         if sum(map(len, states)) >= MEASURED_STATES:
@@ -221,15 +172,15 @@ def _network(
         batch = {name: tensor.to(device) for name, tensor in _collated([dataset[i]]).items()}
         has_target = batch.pop("labels") != NO_TARGET
         with torch.no_grad():
-            states.append(network.states(**batch)[has_target].float())
+            states.append(backbone(**batch, use_cache=False).last_hidden_state[has_target].float())
     labels = torch.cat([example["labels"] for example in dataset])
-    network.head.standardize(torch.cat(states), float(labels[labels != NO_TARGET].mean()))
+    head = ValueHead(torch.cat(states), float(labels[labels != NO_TARGET].mean()))
+    network = ValueNetwork(backbone, head.to(device))
     if how.lora_rank == 0:
         return network
-    config = LoraConfig(
-        r=how.lora_rank, lora_alpha=how.lora_rank, target_modules=list(ADAPTED), modules_to_save=["head"]
-    )
-    return get_peft_model(network, config)  # type: ignore[arg-type]  # any module will do
+    rank = how.lora_rank
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=list(ADAPTED), modules_to_save=["head"])
+    return get_peft_model(network, config)
 
 
 def _encoded(example: Example) -> dict[str, Tensor]:
@@ -257,8 +208,7 @@ def _loss(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_batch: Ten
     loss = (outputs["logits"].sigmoid() - labels)[has_target].square().sum() / count
     if not loss.isfinite():
         raise ValueError(
-            f"the loss is {float(loss)}, --learning-rate must be lower; the last checkpoint stays, a training with "
-            "another rate needs a new --output"
+            f"the loss is {float(loss)}, --learning-rate must be lower (with a new --output); a checkpoint is kept"
         )
     return loss
 
@@ -267,51 +217,39 @@ def _predicted(trainer: Trainer, examples: Sequence[Example]) -> list[Tensor]:
     """The values of every example, of the shape of its targets."""
     if not examples:
         return []
-    found = trainer.predict([_encoded(example) for example in examples])  # type: ignore[arg-type]  # a list will do
+    found = trainer.predict([_encoded(example) for example in examples])  # type: ignore[arg-type]  # accepts a list
     logits, labels = torch.tensor(found.predictions), torch.tensor(found.label_ids)
     counts = [len(example.targets) for example in examples]
     return list(logits[labels != NO_TARGET].sigmoid().split(counts))
 
 
 def _write(network: ValueNetwork | PeftModel, path: Path, gamma: float, folder: Path) -> None:
-    """Write a whole value model in bf16, with merged adapters, in place of an older one."""
+    """Write a whole value model: adapters merged, backbone in bf16, head in fp32."""
     network = network.cpu().float()  # merged in fp32 and rounded once
     if isinstance(network, PeftModel):
         network = network.merge_and_unload()
     tensors = {f"model.{name}": tensor.bfloat16() for name, tensor in network.backbone.state_dict().items()}
-    new = folder.with_name("value.new")
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    save_file(tensors | network.head.tensors(), new / MODEL_FILE, {"format": "pt"})
-    AutoConfig.from_pretrained(**source_of(path)).save_pretrained(new)
-    load_tokenizer("BASE", path).save_pretrained(new)
-    LenVMConfig(gamma=gamma).write(new)
-    shutil.rmtree(folder, ignore_errors=True)
-    new.rename(folder)
+    folder.mkdir(exist_ok=True)
+    save_file(tensors | network.head.tensors(), folder / "model.safetensors", {"format": "pt"})
+    AutoConfig.from_pretrained(**source_of(path)).save_pretrained(folder)
+    load_tokenizer("BASE", path).save_pretrained(folder)
+    LenVMConfig(gamma=gamma).write(folder)
 
 
 class _TokenBar(TrainerCallback):
-    """A progress bar in tokens, with the mean squared error.
-
-    Args:
-        total: number of tokens of the training.
-    """
+    """A progress bar over ``total`` tokens, with the mean squared error."""
 
     def __init__(self, total: int) -> None:
-        self._total = total
+        self._bar = tqdm(total=total, desc="fit", unit="token", unit_scale=True, delay=0.1)
 
-    def on_train_begin(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
-        seen, is_quiet = state.num_input_tokens_seen, not state.is_world_process_zero
-        self._bar = tqdm(total=self._total, initial=seen, desc="fit", unit="token", unit_scale=True, disable=is_quiet)
-
-    def on_substep_end(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._bar.disable = not state.is_world_process_zero
         self._bar.update(state.num_input_tokens_seen - self._bar.n)
 
-    def on_log(self, args, state, control, logs=None, **kwargs):  # type: ignore[no-untyped-def]
-        if logs and "loss" in logs:
-            self._bar.set_postfix(mse=f"{logs['loss']:.5f}", refresh=False)
+    on_train_begin = on_substep_end = on_step_end
 
-    on_step_end = on_substep_end
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self._bar.set_postfix({name: logs[name] for name in ("loss",) if name in logs}, refresh=False)
 
-    def on_train_end(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._bar.close()
