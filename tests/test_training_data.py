@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GPT2Config, MambaConfig, Qwen3MoeConfig
 
-from lenvm_kernels.evaluate.prompts import Prompt, read_prompts
+from lenvm_kernels.evaluate.prompts import Prompt
 from lenvm_kernels.training import cost, trunk
 from lenvm_kernels.training.answers import Answer, AnswerStore
 from lenvm_kernels.training.collect import Plan
@@ -36,25 +36,25 @@ def test_targets(made, wanted):
     torch.testing.assert_close(targets(made, 0.9, tail=0.25), torch.tensor(wanted))
 
 
+def geometric(rate):
+    return pytest.approx(sum(rate * (1 - rate) ** (t - 1) * 0.9**t for t in range(1, 2000)), rel=1e-9)
+
+
+# In the second half of the limits: 3 tokens and an end, 5 tokens, 4 tokens and an end; one answer ends earlier.
+LATE = [answer(8), answer(10, finished=False), answer(4), answer(10, limit=12)]
+
+
 @pytest.mark.parametrize(
-    ("more", "rate"),
+    ("answers", "wanted"),
     [
-        # In the second half of the limits: 3 tokens and an end, 5 tokens, 4 tokens and an end; one answer ends earlier.
-        ([], 2 / 12),
-        # Guided tokens do not count: two tokens with an end, and none.
-        ([answer(9, guided=7), answer(8, guided=8)], 3 / 14),
+        (LATE, geometric(2 / 12)),
+        ([*LATE, answer(9, guided=7), answer(8, guided=8)], geometric(3 / 14)),  # guided tokens do not count
+        ([answer(4)], 1.0),
+        ([answer(10, finished=False)], 0.0),
     ],
-    ids=["plain", "guided"],
 )
-def test_tail_factor_is_the_mean_over_a_geometric_tail(more, rate):
-    answers = [answer(8), answer(10, finished=False), answer(4), answer(10, limit=12)]
-    by_sum = sum(rate * (1 - rate) ** (t - 1) * 0.9**t for t in range(1, 2000))
-    assert tail_factor(answers + more, 0.9) == pytest.approx(by_sum, rel=1e-9)
-
-
-def test_tail_factor_without_late_answers_and_without_ends():
-    assert tail_factor([answer(4)], 0.9) == 1.0
-    assert tail_factor([answer(10, finished=False)], 0.9) == 0.0
+def test_tail_factor(answers, wanted):
+    assert tail_factor(answers, 0.9) == wanted
 
 
 def test_gamma_gives_the_99th_percentile_of_lengths_the_value_0_99():
@@ -86,17 +86,17 @@ def test_bins_hold_every_length(longest):
 
 
 @pytest.mark.parametrize(
-    ("made", "tokens"),
+    ("options", "tokens"),
     [
-        (answer(4), [0, 1, 2]),
-        (answer(4, finished=False), [0, 1, 2]),
-        (answer(5, guided=2), [1, 2, 3]),
-        (answer(2, guided=2), []),
-        (answer(1), []),
+        ((4,), [0, 1, 2]),
+        ((4, False), [0, 1, 2]),
+        ((5, True, 9, 0, 0, 2), [1, 2, 3]),
+        ((2, True, 9, 0, 0, 2), []),
+        ((1,), []),
     ],
 )
-def test_tokens_that_a_trunk_values(made, tokens):
-    assert [*trunk.tokens_valued(made)] == tokens
+def test_tokens_that_a_trunk_values(options, tokens):
+    assert [*trunk.tokens_valued(answer(*options))] == tokens
 
 
 def test_likelihoods_of_ended_and_cut_answers():
@@ -149,45 +149,14 @@ def test_measures():
     assert constant["rank_correlation_within_prompts"] is constant["correlation"] is None
 
 
-def test_prompts_with_and_without_splits(tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "a", "split": "test"}\n{"prompt": "b", "split": "train", "more": 1}\n')
-    assert read_prompts(file) == [Prompt("a", "test"), Prompt("b", "train")]
-    file.write_text('{"prompt": "a"}\n{"prompt": "b"}')
-    assert read_prompts(file) == [Prompt("a"), Prompt("b")]
-
-
-@pytest.mark.parametrize(
-    ("lines", "named"),
-    [
-        (
-            '{"prompt": "a"}\n{"prompt": "b", "split": "dev"}',
-            "line 2 must have a \"split\" of train or test, or none, got 'dev'",
-        ),
-        ('{"prompt": "a", "split": "test"}\n{"prompt": "b"}', 'line 2 must have a "split" as other lines have'),
-        ('{"prompt": "a"}\n{"prompt": ""}', "line 2 must be an object"),
-        ('{"prompt": "a"}\n{"prompt"', "line 2 must be an object"),
-    ],
-)
-def test_bad_prompts_are_named(tmp_path, lines, named):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(lines)
-    with pytest.raises(ValueError, match="--these") as error:
-        read_prompts(file, "--these")
-    assert named in str(error.value) and str(file) in str(error.value)
-
-
 def test_weights_and_keys_of_models(tmp_path):
     save_checkpoint(tmp_path, seed=0)
     hidden, inter, kv = 48, 64, 24
     layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inter
     assert cost.parameters(tmp_path) == layer + 2 * len(WORDS) * hidden + 3 * hidden
-    for config, numbers in (
-        (Qwen3MoeConfig(**TINY, head_dim=8), 2 * 2 * 2 * 2 * 8),
-        (GPT2Config(n_embd=36, n_layer=5, n_head=3), 2 * 2 * 5 * 36),
-        (MambaConfig(hidden_size=16, num_hidden_layers=2), 0),
-    ):
-        assert cost.kv_bytes(config) == numbers
+    assert cost.kv_bytes(Qwen3MoeConfig(**TINY, head_dim=8)) == 2 * 2 * 2 * 2 * 8
+    assert cost.kv_bytes(GPT2Config(n_embd=36, n_layer=5, n_head=3)) == 2 * 2 * 5 * 36
+    assert cost.kv_bytes(MambaConfig(hidden_size=16, num_hidden_layers=2)) == 0
 
 
 @pytest.mark.parametrize(

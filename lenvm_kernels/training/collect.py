@@ -151,8 +151,6 @@ def _prompts(file: Path | None, count: int | None) -> list[Prompt]:
     else:
         prompts = read_prompts(file)
         if prompts[0].split is None:
-            if len(prompts) < 2:
-                raise ValueError("--prompts must be at least two, one to train on and one to test, got 1")
             # By a hash of the text: a prompt stays in its split when others are added to the file.
             order = sorted(range(len(prompts)), key=lambda i: seed_from(prompts[i].text))
             test = set(order[: max(1, round(HELD_OUT * len(prompts)))])

@@ -20,16 +20,9 @@ GIB = 2**30
 
 
 def estimate(plan: Plan, how: Fitting, rounds: int, base: Path, backbone: Path, prompts: Sequence[int]) -> str:
-    """A Markdown table with the cost of every stage.
+    """A Markdown table with the cost of every stage, for prompts of ``prompts[i]`` tokens.
 
     A forward takes two operations per weight and token. Every answer counts with ``plan.max_new_tokens``.
-
-    Args:
-        plan: the plan of the answers.
-        how: the settings of the fits.
-        rounds: number of rounds.
-        base, backbone: the base model, and the backbone of a value model.
-        prompts: number of tokens of every prompt.
     """
     config = AutoConfig.from_pretrained(**source_of(base)).get_text_config()
     size, backbone_size = parameters(base), parameters(backbone)

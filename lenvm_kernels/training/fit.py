@@ -90,14 +90,12 @@ def fit(how: Fitting, model: str, folders: Sequence[Path], output: Path, command
         [examples_of(store, split, gamma, of_prompts=not is_trunk) for store in stores] for split in (TRAIN, TEST)
     )
     examples = [example for of_store in training for example in of_store]
-    found = (
-        fit_trunk(how, model, examples, held_out, gamma, output)
-        if is_trunk
-        else fit_value_model(how, path, examples, held_out, gamma, plan, output)
-    )
-    if found is None:
-        return None
-    facts, values = found
+    if is_trunk:
+        facts, values = fit_trunk(how, model, examples, held_out, gamma, output)
+    else:
+        facts, values = fit_value_model(how, path, examples, held_out, gamma, plan, output)
+        if not facts:
+            return None
     mean = torch.cat([example.targets for example in examples]).mean()
     test = {}
     for folder, of_store, predicted in zip(folders, held_out, values, strict=True):
@@ -119,10 +117,7 @@ def fit(how: Fitting, model: str, folders: Sequence[Path], output: Path, command
 
 def table(report: dict[str, Any]) -> str:
     """The measures of held-out answers as a Markdown table."""
-    lines = [
-        f"| held-out answers | values | {' | '.join(MEASURES.values())} |",
-        f"| --- | --- |{' --- |' * len(MEASURES)}",
-    ]
+    lines = [f"| held-out answers | values | {' | '.join(MEASURES.values())} |", "| --- " * (2 + len(MEASURES)) + "|"]
     for folder, found in report["test"].items():
         kind = "guided" if report["guided"][folder] else "plain"
         for name, measures in found.items():

@@ -20,9 +20,6 @@ import torch
 from lenvm_kernels.evaluate.prompts import TRAIN
 from lenvm_kernels.training.answers import Answer, AnswerStore
 
-# 1 - gamma^L99 = 0.99 (arXiv 2604.27039).
-PERCENTILE, VALUE_THERE = 99, 0.99
-
 
 @dataclass(frozen=True)
 class Example:
@@ -41,9 +38,8 @@ class Example:
 
 
 def gamma_of(answers: Iterable[Answer]) -> float:
-    """The discount that gives the 99th percentile of the lengths, in tokens, the value 0.99."""
-    length = np.percentile([len(answer.ids) for answer in answers], PERCENTILE)
-    return float((1 - VALUE_THERE) ** (1 / length))
+    """The discount that gives the 99th percentile of the lengths, in tokens, the value 0.99 (arXiv 2604.27039)."""
+    return float(0.01 ** (1 / np.percentile([len(answer.ids) for answer in answers], 99)))
 
 
 def tail_factor(answers: Sequence[Answer], gamma: float) -> float:

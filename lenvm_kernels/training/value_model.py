@@ -83,13 +83,13 @@ def fit_value_model(
     gamma: float,
     plan: Mapping[str, Any],
     output: Path,
-) -> tuple[dict[str, Any], list[list[Tensor]]] | None:
+) -> tuple[dict[str, Any], list[list[Tensor]]]:
     """Train a value model and write it to ``output / "value"``.
 
     An interrupted training resumes from ``output / "checkpoints"`` with the same ``plan``.
 
     Returns:
-        Facts for the report, and the values of every held-out example. None in every process but the first.
+        Facts for the report, none in every process but the first, and the values of every held-out example.
     """
     checkpoints = output / "checkpoints"
     guard = checkpoints / "plan.json"
@@ -129,7 +129,7 @@ def fit_value_model(
         data_collator=_collated,
         train_dataset=dataset,
         compute_loss_func=_loss,
-        callbacks=[_TokenBar(how.epochs * sum(len(example["input_ids"]) for example in dataset))],
+        callbacks=[TokenBar(how.epochs * sum(len(example["input_ids"]) for example in dataset))],
         optimizers=(torch.optim.AdamW(groups, lr=how.learning_rate, betas=(0.9, 0.98), weight_decay=0.01), None),
     )
     trainer.remove_callback(PrinterCallback)
@@ -141,7 +141,7 @@ def fit_value_model(
     arguments.train_sampling_strategy = "sequential"  # applies to predictions, too
     values = [_predicted(trainer, examples) for examples in held_out]
     if not trainer.is_world_process_zero():
-        return None
+        return {}, values
     _write(network, path, gamma, output / "value")
     shutil.rmtree(checkpoints)
     facts = {
@@ -207,9 +207,7 @@ def _loss(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_batch: Ten
     count = has_target.sum() if num_items_in_batch is None else num_items_in_batch
     loss = (outputs["logits"].sigmoid() - labels)[has_target].square().sum() / count
     if not loss.isfinite():
-        raise ValueError(
-            f"the loss is {float(loss)}, --learning-rate must be lower (with a new --output); a checkpoint is kept"
-        )
+        raise ValueError(f"the loss is {loss.item()}, --learning-rate must be lower, with a new --output")
     return loss
 
 
@@ -236,7 +234,7 @@ def _write(network: ValueNetwork | PeftModel, path: Path, gamma: float, folder: 
     LenVMConfig(gamma=gamma).write(folder)
 
 
-class _TokenBar(TrainerCallback):
+class TokenBar(TrainerCallback):
     """A progress bar over ``total`` tokens, with the mean squared error."""
 
     def __init__(self, total: int) -> None:
