@@ -229,10 +229,6 @@ def test_a_stored_trunk_gives_the_measured_values(run, answers, base, tmp_path, 
     out, report = run(*command), report_of(tmp_path)
     measured, gamma = report["test"][str(answers)]["trunk"], report["plan"]["gamma"]
     assert f"{measured['r2']:.2f}" in out and len(report["training"]["negative log-likelihood"]) == 2
-    written = (tmp_path / "report.json").stat().st_mtime_ns
-    run(*command)
-    assert (tmp_path / "report.json").stat().st_mtime_ns == written
-
     models = Models.load(base, str(tmp_path / "value"), device="cpu", dtype=torch.float32)
     assert models.value_model.config.layers == (layers or (2,)) and models.value_model.lenvm_config.gamma == gamma
     table = GuidanceTable.from_params([None], [set()], "cpu")
@@ -260,10 +256,11 @@ def test_a_trunk_learns_lengths_that_a_token_tells(run, base, tmp_path):
     assert found["trunk"]["correlation_at_a_position"] > 0.8  # by the candidate's embedding
 
 
-def test_the_states_of_a_trunk_are_limited(run, answers, base, tmp_path):
-    run("fit", base, "--answers", answers, "--output", tmp_path, "--states", 100)
+def test_options_of_a_trunk(run, answers, base, tmp_path):
+    run("fit", base, "--answers", answers, "--output", tmp_path, "--states", 100, "--gamma", 0.9, "--epochs", 3)
     training = report_of(tmp_path)["training"]
-    assert 60 < training["rows"] < 140 < training["states"]
+    assert 60 < training["rows"] < 140 < training["states"] and len(training["negative log-likelihood"]) == 3
+    assert json.loads((tmp_path / "value" / "lenvm_config.json").read_text())["gamma"] == 0.9
 
 
 @pytest.mark.parametrize("kind", ["trunk", "value-model"])
@@ -290,15 +287,12 @@ def test_two_rounds(run, base, prompts, tmp_path, kind):
     ("options", "named"),
     [
         (["--lora-rank", 2], "--lora-rank requires --kind value-model, got --kind trunk"),
-        (["--gradient-checkpointing"], "--gradient-checkpointing requires --kind value-model"),
         ([*OF_VALUE_MODEL, "--layers", 1], "--layers requires --kind trunk, got --kind value-model"),
-        ([*OF_VALUE_MODEL, "--states", 9], "--states requires --kind trunk"),
         (["--backbone", "demo"], "--backbone requires --kind value-model"),
         (["--layers", 3], "--layers must be at most the 2 layers of"),
         (["--gamma", 2], "--gamma must be in (0, 1), got 2.0"),
         (["--dtype", "float16"], "--dtype must be float32 or bfloat16"),
         (["--evaluate-prompts", -1], "--evaluate-prompts must be at least 0, got -1"),
-        (["--num-prompts", 0], "--num-prompts: must be a number above 0"),
         ([*OF_VALUE_MODEL, "--lora-rank", -1], "--lora-rank must be at least 0, got -1"),
         ([*OF_VALUE_MODEL, "--device", "meta"], "--device must be cpu or cuda with --kind value-model, got 'meta'"),
         ([*OF_VALUE_MODEL, "--backbone", "nowhere"], "--backbone must be a directory with config.json"),
@@ -307,7 +301,6 @@ def test_two_rounds(run, base, prompts, tmp_path, kind):
         (["--prompts", '{"prompt": "a", "split": "train"}'], "--prompts must have prompts of the splits train and"),
         (["--prompts", '{"prompt": "a"}\n{"prompt": "b", "split": "dev"}'], 'line 2 must have a "split" of train or'),
         (["--prompts", '{"prompt": "a", "split": "test"}\n{"prompt": "b"}'], 'line 2 must have a "split" as other'),
-        (["--prompts", '{"prompt": "a"}\n{"prompt": ""}'], "p.jsonl, line 2 must be an object"),
         (["--prompts", '{"prompt": "a"}\n{"prompt"'], "p.jsonl, line 2 must be an object"),
     ],
 )
@@ -361,13 +354,8 @@ def test_a_value_model_learns_lengths_that_the_prompt_tells(run, base, tmp_path)
     store_answers(answers, base, [[7 + i, 8 if i % 2 else 9, 5] for i in range(16)], found)
     command = ("fit", base, "--answers", answers, "--output", tmp_path / "fitted", *FIT, "--epochs", 40, "--gamma", 0.9)
     run(*command, "--learning-rate", 3e-3)
-    report = report_of(tmp_path / "fitted")
-    found = report["test"][str(answers)]
-    assert found["value-model"]["r2"] > 0.8 > 0.1 > found["constant"]["r2"] and report["plan"]["gamma"] == 0.9
-
-
-def tensors_of(folder):
-    return load_file(folder / "value" / "model.safetensors")
+    found = report_of(tmp_path / "fitted")["test"][str(answers)]
+    assert found["value-model"]["r2"] > 0.8 > 0.1 > found["constant"]["r2"]
 
 
 @pytest.mark.parametrize("options", [("--batch-size", 6, "--accumulation", 1), ("--gradient-checkpointing",)])
@@ -375,7 +363,7 @@ def test_forwards_of_a_step_do_not_change_the_training(run, answers, base, tmp_p
     """The loss is a mean over the states of a step, however its answers are divided into forwards."""
     for folder, more in (("one", ()), ("two", options)):
         run("fit", base, "--answers", answers, "--output", tmp_path / folder, *FIT, "--learning-rate", 1e-3, *more)
-    one, two = (tensors_of(tmp_path / folder) for folder in ("one", "two"))
+    one, two = (load_file(tmp_path / folder / "value" / "model.safetensors") for folder in ("one", "two"))
     torch.testing.assert_close(two, one, rtol=1e-2, atol=2e-3)
 
 
@@ -406,7 +394,7 @@ def test_an_interrupted_training_resumes_to_the_same_bits(run, answers, base, tm
     error = run(*command, "--output", tmp_path / "part", "--gamma", 0.5, code=2)
     assert "checkpoints' differs in gamma" in error
     run(*command, "--output", tmp_path / "part")
-    found, wanted = (tensors_of(tmp_path / folder) for folder in ("part", "whole"))
+    found, wanted = (load_file(tmp_path / name / "value" / "model.safetensors") for name in ("part", "whole"))
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
@@ -420,7 +408,7 @@ def test_two_processes_train_what_one_trains(answers, base, tmp_path):
     command = ["fit", base, "--answers", answers, *FIT, "--learning-rate", 1e-3, "--device", "cpu"]
     one, two = ([*command, "--output", tmp_path / name, "--batch-size", n] for name, n in (("one", 4), ("two", 2)))
     assert cli.main(list(map(str, one))) == 0
-    launcher = "-m torch.distributed.run --standalone --nproc_per_node 2 -m lenvm_kernels.cli".split()
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "lenvm_kernels.cli"]
     found = subprocess.run([sys.executable, *launcher, *map(str, two)], capture_output=True, text=True, timeout=300)
     assert found.returncode == 0 and found.stdout.count("held-out answers") == 1, found.stderr
     one, two = (report_of(tmp_path / name)["test"][str(answers)]["value-model"] for name in ("one", "two"))

@@ -30,7 +30,6 @@ def answer(length, finished=True, limit=10, prompt=0, sample=0, guided=0):
         (answer(3, finished=False), [1 - 0.25 * 0.9**3, 1 - 0.25 * 0.9**2, 1 - 0.25 * 0.9]),
         (answer(5, guided=3), [1 - 0.9**2, 1 - 0.9]),
     ],
-    ids=["finished", "cut", "guided"],
 )
 def test_targets(made, wanted):
     torch.testing.assert_close(targets(made, 0.9, tail=0.25), torch.tensor(wanted))
@@ -65,9 +64,8 @@ def test_examples_of_a_split(tmp_path):
     """Answers that ended under guidance have no target; a trunk has none at the last token of a prompt."""
     prompts = [dict(text=text, split=split, ids=[i]) for i, (text, split) in enumerate([("a", "train"), ("b", "test")])]
     store = AnswerStore(tmp_path / "answers", {"prompts": prompts})
-    made = [answer(4, guided=4), answer(4, guided=1, sample=2), answer(3, guided=3, prompt=1), answer(5, sample=3)]
-    made += [answer(1, sample=4)]
-    assert store.add(made) == made and store.add(made[:1]) == []
+    made = [answer(4, guided=4), answer(4, guided=1, sample=2), answer(5, sample=3), answer(1, sample=4)]
+    assert store.add([*made, answer(3, guided=3, prompt=1)])[:4] == made and store.add(made[:1]) == []
     for of_prompts, kept in ((True, {2: 3, 3: 5, 4: 1}), (False, {2: 3, 3: 4})):
         found = examples_of(store, "train", 0.9, of_prompts=of_prompts)
         assert {example.answer.sample: len(example.targets) for example in found} == kept

@@ -107,7 +107,6 @@ def collect(plan: Plan, folder: Path, *, device: str, url: str | None = None) ->
     Raises:
         ValueError: BASE has no end-of-sequence token, the directory holds answers of another plan, or the server does
             not answer a request.
-        OSError: the disk is full; the answers of complete batches are kept.
     """
     quiet()
     tokenizer = load_tokenizer("BASE", locate("BASE", plan.base))

@@ -27,7 +27,6 @@ from lenvm_kernels.training.value_model import fit_value_model
 from lenvm_kernels.value_model import ValueModelConfig
 
 REPORT = "report.json"
-PACKAGES = ("lenvm-kernels", "torch", "transformers", "peft", "accelerate")
 # Columns of the table.
 MEASURES = {
     "r2": "R^2",
@@ -105,7 +104,7 @@ def fit(how: Fitting, model: str, folders: Sequence[Path], output: Path, command
             test[str(folder)] = {name: measure(found, of_store, gamma) for name, found in named.items()}
     report = {
         "command": command,
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": {name: version(name) for name in ("lenvm-kernels", "torch", "transformers")},
         "plan": plan,
         "training": {"answers": len(examples), "states": sum(len(e.targets) for e in examples), **facts},
         "guided": {str(f): store.plan.get("value") is not None for f, store in zip(folders, stores, strict=True)},
