@@ -162,19 +162,19 @@ def test_weights_and_keys_of_models(tmp_path):
     [("trunk", 16, 2, 14 + 2 * 1000 * 64 / 2**30), ("value-model", 16, 2 * 4, 4), ("value-model", 0, 2 * 6, 32)],
 )
 def test_estimated_costs(tmp_path, monkeypatch, kind, rank, factor, gib):
-    """A base model of 7 * 2^30 weights with 1,000 bytes of keys and values, and a backbone of 2 * 2^30."""
+    """A base model of 7 * 2^30 weights with a megabyte of keys and values, and a backbone of 2 * 2^30."""
     sizes = {Path("base"): 7 * 2**30, Path("value"): 2 * 2**30}
     monkeypatch.setattr(cost, "parameters", sizes.__getitem__)
-    monkeypatch.setattr(cost, "kv_bytes", lambda config: 1000)
+    monkeypatch.setattr(cost, "kv_bytes", lambda config: 1_000_000)
     monkeypatch.setattr(cost.AutoConfig, "from_pretrained", lambda **_: GPT2Config(n_embd=64))
     prompts = [Prompt("a", "train"), Prompt("b", "train"), Prompt("c", "train"), Prompt("d", "test")]
     plan = Plan("base", None, prompts, samples=5, max_new_tokens=200, sampling={}, seed=0, rows=10, dtype="bfloat16")
     how = Fitting(kind, None, 2, 1e-3, None, 1000, rank, 8, 8, False, 100, 0, "cpu", "float32")
     table = cost.estimate(plan, how, 2, *sizes, [30, 50, 40, 40]).splitlines()[-4:]
     found = [[float(cell) for cell in line.split("|")[2:-1]] for line in table]
-    tokens, read = 4 * 5 * 200, 14 * 2**30 + 10 * (40 + 100) * 1000
+    tokens, read = 4 * 5 * 200, 14 * 2**30 + 10 * (40 + 100) * 10**6
     seconds = tokens / 10 * read / (3.35e12 * 0.6)
-    collect = [tokens, tokens * 14 * 2**30, seconds / 3600, read / 2**30]
+    collect = [tokens, tokens * 14 * 2**30, seconds / 3600, (14 * 2**30 + 10 * (40 + 200) * 10**6) / 2**30]
     assert found[0] == found[2] == pytest.approx(collect, rel=0.005)
     for number, row in ((1, found[1]), (2, found[3])):
         answered = number * 0.75 * (tokens + 5 * 160)

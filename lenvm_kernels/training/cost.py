@@ -27,10 +27,10 @@ def estimate(plan: Plan, how: Fitting, rounds: int, base: Path, backbone: Path, 
     config = AutoConfig.from_pretrained(**source_of(base)).get_text_config()
     size, backbone_size = parameters(base), parameters(backbone)
     tokens = len(prompts) * plan.samples * plan.max_new_tokens
-    # A decode step reads the weights, and the keys and values of half an answer per row.
-    context = sum(prompts) / len(prompts) + plan.max_new_tokens / 2
-    memory = 2 * size + plan.rows * context * kv_bytes(config)
-    step = max(memory / (BANDWIDTH * SHARE_OF_BANDWIDTH), plan.rows * 2 * size / (FLOPS * SHARE_OF_FLOPS))
+    # Memory holds the weights and all keys and values; a decode step reads those of half an answer on average.
+    prompt, kv = sum(prompts) / len(prompts), plan.rows * kv_bytes(config)
+    memory, read = (2 * size + (prompt + length) * kv for length in (plan.max_new_tokens, plan.max_new_tokens / 2))
+    step = max(read / (BANDWIDTH * SHARE_OF_BANDWIDTH), plan.rows * 2 * size / (FLOPS * SHARE_OF_FLOPS))
     collect = tokens, 2.0 * tokens * size, tokens / plan.rows * step / 3600, memory / GIB
     lines = [
         f"Every answer counts with {plan.max_new_tokens} tokens, and every expert of a mixture with all tokens. Hours "
