@@ -382,18 +382,21 @@ def test_an_interrupted_training_resumes_to_the_same_bits(run, answers, base, tm
     command = ("fit", base, "--answers", answers, *FIT, "--save-steps", 2)
     run(*command, "--output", tmp_path / "whole")
 
+    steps = []
+
     class Interrupts(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 5:
+            steps.append(state.global_step)
+            if len(steps) == 5:
                 raise KeyboardInterrupt
 
-    with monkeypatch.context() as context:
-        context.setattr(value_model, "TokenBar", lambda total: Interrupts())
-        run(*command, "--output", tmp_path / "part", code=130)
+    monkeypatch.setattr(value_model, "TokenBar", lambda total: Interrupts())
+    run(*command, "--output", tmp_path / "part", code=130)
     assert [folder.name for folder in (tmp_path / "part" / "checkpoints").glob("checkpoint-*")] == ["checkpoint-4"]
     error = run(*command, "--output", tmp_path / "part", "--gamma", 0.5, code=2)
     assert "checkpoints' differs in gamma" in error
     run(*command, "--output", tmp_path / "part")
+    assert steps == [1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10]
     found, wanted = (load_file(tmp_path / name / "value" / "model.safetensors") for name in ("part", "whole"))
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
