@@ -393,8 +393,7 @@ def test_an_interrupted_training_resumes_to_the_same_bits(run, answers, base, tm
     monkeypatch.setattr(value_model, "TokenBar", lambda total: Interrupts())
     run(*command, "--output", tmp_path / "part", code=130)
     assert [folder.name for folder in (tmp_path / "part" / "checkpoints").glob("checkpoint-*")] == ["checkpoint-4"]
-    error = run(*command, "--output", tmp_path / "part", "--gamma", 0.5, code=2)
-    assert "checkpoints' differs in gamma" in error
+    assert "checkpoints' differs in gamma" in run(*command, "--output", tmp_path / "part", "--gamma", 0.5, code=2)
     run(*command, "--output", tmp_path / "part")
     assert steps == [1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10]
     found, wanted = (load_file(tmp_path / name / "value" / "model.safetensors") for name in ("part", "whole"))
