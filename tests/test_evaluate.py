@@ -501,7 +501,7 @@ def test_tokens_are_shown_while_a_batch_is_decoded(evaluate, lenvm, base, value,
         lines = [json.dumps({"prompt": f"w{i} w{i + 1}"}) + "\n" for i in range(1, 11)]
         (tmp_path / "many.jsonl").write_text("".join(lines))
         argv = ["--prompts", tmp_path / "many.jsonl", "--output", folder, "--max-new-tokens", 9, "--value", value]
-        code, _, error = lenvm("collect", base, *argv, "--targets", 3, 9, "--rows", 4, "--plain-prompts")
+        code, _, error = lenvm("collect", base, *argv, "--rows", 4)
     assert code == 0, error
     answers = [json.loads(line)["ids"] for line in (folder / "answers.jsonl").read_text().splitlines()]
     shown = [(int(n), int(t)) for n, t in re.findall(r" (\d+)/\d+ \[[^\]]*, (\d+) tokens, [\d.]+ tokens/s\]", error)]

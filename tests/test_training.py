@@ -1,36 +1,33 @@
-"""``lenvm collect``, ``fit`` and ``train`` on tiny models: what they write, what a kill leaves, bad input."""
+"""``lenvm collect``, ``lenvm fit`` and ``lenvm train`` on tiny models: results, resumption and errors."""
 
 import json
 import math
-import os
-import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, GPT2Config, MambaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-import lenvm_kernels
 from lenvm_kernels import GuidanceTable, cli
 from lenvm_kernels.demo import generation
 from lenvm_kernels.demo.models import Models
 from lenvm_kernels.evaluate.plan import seed_from
-from lenvm_kernels.evaluate.prompts import TEST
-from lenvm_kernels.training import collect, cost, decode, fit
-from lenvm_kernels.training.answers import AnswerStore
+from lenvm_kernels.training import collect, value_model
+from lenvm_kernels.training.answers import Answer, AnswerStore
 from lenvm_kernels.training.measures import measure
-from lenvm_kernels.training.stages import vocabulary
-from lenvm_kernels.training.targets import split_of
-from lenvm_kernels.value_model import LenVMConfig, ValueModel
+from lenvm_kernels.training.targets import examples_of
+from lenvm_kernels.value_model import ValueModel
 from lenvm_kernels.value_model.trunk import is_trunk
 from tests.helpers.fake_engine import fake_engines
-from tests.helpers.models import EOS, TINY, WORDS, save_checkpoint
+from tests.helpers.models import EOS, WORDS, save_checkpoint, value_logits
 
 TEMPLATE = "{% for message in messages %}{{ 'w1 ' + message['content'] + ' w2' }}{% endfor %}"
 TEXTS = [f"w{3 + i} w{4 + i % 5}" + " w9" * (i % 3) for i in range(12)]
+COLLECT = ("--answers-per-prompt", 3, "--max-new-tokens", 24, "--rows", 5, "--temperature", 1.5, "--top-k", 0)
+OF_VALUE_MODEL = ("--kind", "value-model")
+FIT = (*OF_VALUE_MODEL, "--lora-rank", 2, "--batch-size", 3, "--accumulation", 2, "--learning-rate", 0.01)
 
 
 def checkpoint(path, seed, **options):
@@ -43,49 +40,36 @@ def checkpoint(path, seed, **options):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return checkpoint(tmp_path_factory.mktemp("base"), seed=0)
+    return checkpoint(tmp_path_factory.mktemp("base"), seed=0, layers=2)
 
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory):
+    """A file of 9 training prompts and 3 held-out prompts."""
     file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    lines = [{"prompt": text, "split": "test" if i % 4 == 1 else "train"} for i, text in enumerate(TEXTS)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return file
-
-
-@pytest.fixture
-def lenvm(lenvm):
-    """Run a command on the CPU; gives its exit code, its output and its errors."""
-    return lambda command, *argv: lenvm(command, "--device", "cpu", *argv)
-
-
-def succeeds(lenvm, *argv):
-    """The output of a command that succeeds."""
-    code, out, error = lenvm(*argv)
-    assert code == 0, error
-    return out
-
-
-def refused(lenvm, *argv):
-    """The errors of a command that ends with exit code 2."""
-    code, _, error = lenvm(*argv)
-    assert code == 2, error
-    return error
-
-
-COLLECT = ("--held-out", 0.25, "--answers-per-prompt", 3, "--max-new-tokens", 14, "--rows", 5)
-COLLECT += ("--temperature", 1.5, "--top-k", 0)
-OF_VALUE_MODEL = ("--kind", "value-model")
-FIT = (*OF_VALUE_MODEL, "--adapters", 2, "--batch-tokens", 60, "--row-tokens", 40, "--forward-tokens", 80)
-FIT += ("--learning-rate", 0.01)
 
 
 @pytest.fixture(scope="module")
 def answers(base, prompts, tmp_path_factory):
-    """A directory of answers."""
     folder = tmp_path_factory.mktemp("collected") / "answers"
-    assert cli.main([str(a) for a in ("collect", base, "--prompts", prompts, "--output", folder, *COLLECT)]) == 0
+    command = ("collect", base, "--prompts", prompts, "--output", folder, *COLLECT, "--device", "cpu")
+    assert cli.main([str(argument) for argument in command]) == 0
     return folder
+
+
+@pytest.fixture
+def run(lenvm):
+    """Run a command on the CPU; returns its stdout, or its stderr if it must fail."""
+
+    def run(*argv, code=0):
+        found, out, error = lenvm(*argv, "--device", "cpu")
+        assert found == code, error
+        return error if code else out
+
+    return run
 
 
 def lines_of(folder):
@@ -96,16 +80,16 @@ def report_of(folder):
     return json.loads((folder / "report.json").read_text())
 
 
-def reports_of(folder):
-    """Of both rounds."""
-    return [report_of(folder / f"round-{i}") for i in (1, 2)]
+def approx(measures, **tolerance):
+    return {name: value and pytest.approx(value, **tolerance) for name, value in measures.items()}
 
 
-def store_answers(folder, base, prompts, is_held_out, answers):
-    """Write down answers: (prompt, sample, tokens); ``prompts`` are those of each prompt."""
-    prompts = [{"text": "", "split": "test" if is_held_out(i) else "train", "ids": x} for i, x in enumerate(prompts)]
-    plan = {"prompts": prompts, "base": base, "vocabulary": vocabulary(AutoTokenizer.from_pretrained(base))}
-    AnswerStore(folder, plan).add([collect.Answer(i, j, None, 0, 20, ids, True) for i, j, ids in answers])
+def store_answers(folder, base, prompts, answers):
+    """Store finished answers (prompt, sample, tokens) to prompts of which the last quarter is held out."""
+    plan = {"prompts": [], "base": base, "vocabulary": collect.vocabulary(AutoTokenizer.from_pretrained(base))}
+    for i, ids in enumerate(prompts):
+        plan["prompts"].append({"split": "train" if i < 0.75 * len(prompts) else "test", "ids": ids})
+    AnswerStore(folder, plan).add([Answer(i, j, None, 0, 20, ids, True) for i, j, ids in answers])
 
 
 def test_collected_answers(answers, base):
@@ -114,557 +98,320 @@ def test_collected_answers(answers, base):
     assert {line["finished"] for line in lines} == {True, False}
     for line in lines:
         assert line["finished"] == (line["ids"][-1] == EOS) and EOS not in line["ids"][:-1]
-        assert len(line["ids"]) <= line["limit"] == 14 and (line["finished"] or len(line["ids"]) == 14)
+        assert len(line["ids"]) <= line["limit"] == 24 and (line["finished"] or len(line["ids"]) == 24)
         assert line["target"] is None and line["guided"] == 0
     assert len({tuple(line["ids"]) for line in lines}) > 30
-    # A quarter is held out, wherever it stands; the template says what is read.
-    assert [prompt["split"] for prompt in plan["prompts"]] == ["train"] * 9 + ["test"] * 3
-    assert {prompt["text"] for prompt in plan["prompts"][9:]} != set(TEXTS[9:])
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    by_text = {prompt["text"]: tokenizer.decode(prompt["ids"]) for prompt in plan["prompts"]}
-    assert by_text == {text: f"w1 {text} w2" for text in TEXTS}
+    assert [prompt["text"] for prompt in plan["prompts"][9:]] == TEXTS[1::4]
+    decode = AutoTokenizer.from_pretrained(base).decode
+    assert all(decode(prompt["ids"]) == f"w1 {prompt['text']} w2" for prompt in plan["prompts"])
 
 
-def test_a_killed_collection_goes_on_and_gives_the_same(lenvm, answers, base, prompts, tmp_path, monkeypatch):
-    folder = tmp_path / "answers"
-    calls = []
+def test_prompts_without_splits_are_held_out_by_their_text(run, base, tmp_path):
+    for folder, texts in (("a", TEXTS), ("b", TEXTS[::-1])):
+        (tmp_path / folder).write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+        command = ("collect", base, "--prompts", tmp_path / folder, "--output", tmp_path / f"{folder}-answers")
+        run(*command, "--answers-per-prompt", 1, "--max-new-tokens", 2)
+    plans = [json.loads((tmp_path / f"{folder}-answers" / "plan.json").read_text()) for folder in ("a", "b")]
+    held_out = [[prompt["text"] for prompt in plan["prompts"] if prompt["split"] == "test"] for plan in plans]
+    assert held_out[0] == held_out[1] and len(held_out[0]) == 1
 
-    def killed(*args, **options):
+
+def test_an_interrupted_collection_resumes_with_the_same_answers(run, answers, base, prompts, tmp_path, monkeypatch):
+    folder, calls = tmp_path / "answers", []
+
+    def interrupted(*args, **options):
         calls.append(args)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return decode.decode(*args, **options)
+        return generation.sample(*args, **options)
 
-    monkeypatch.setattr(collect, "decode", killed)
+    monkeypatch.setattr(collect, "sample", interrupted)
     command = ("collect", base, "--prompts", prompts, "--output", folder, *COLLECT)
-    assert lenvm(*command)[0] == 130
+    run(*command, code=130)
     kept = (folder / "answers.jsonl").read_bytes()
     assert len(kept.splitlines()) == 15
-    (folder / "answers.jsonl").write_bytes(kept[:-20])  # the last line of a batch, cut short
-    assert lenvm(*command)[0] == 0
-    assert len(calls) == 3 + 1 + 6  # of eight batches two are whole
-
-    def order(of):
-        return sorted(lines_of(of), key=lambda line: (line["prompt"], line["sample"]))
-
-    assert order(folder) == order(answers)
-    assert lenvm(*command)[0] == 0 and len(calls) == 10
-    error = refused(lenvm, *command, "--seed", 1, "--min-p", 0.1)
-    assert "same plan" in error and "differs in prompts, sampling, seed" in error
+    (folder / "answers.jsonl").write_bytes(kept[:-20])  # the last line of a batch is incomplete
+    run(*command)
+    assert len(calls) == 3 + 1 + 6  # two of eight batches are complete
+    assert sorted(map(str, lines_of(folder))) == sorted(map(str, lines_of(answers)))
+    run(*command)
+    assert len(calls) == 10
+    error = run(*command, "--seed", 1, "--min-p", 0.1, code=2)
+    assert "same plan" in error and "differs in sampling, seed" in error
 
 
-def test_guidance_begins_answers_and_the_base_model_ends_them(lenvm, base, prompts, tmp_path, monkeypatch):
-    asked = []
+def test_guided_answers_in_process(run, base, prompts, tmp_path, monkeypatch):
+    """Every answer consists of its tokens under guidance and of the base model's continuation."""
+    guided, plain = [], []
 
-    def noted(models, value_model, inputs, guidance, **options):
-        found = generation.sample(models, value_model, inputs, guidance, **options)
-        prompts = [ids[mask.bool()].tolist() for ids, mask in zip(*inputs.values(), strict=True)]
-        answers = [row[counts].tolist() for row, counts in zip(found.tokens, found.counts, strict=True)]
-        asked.extend((p, g["target_length"], a) for p, g, a in zip(prompts, guidance, answers, strict=True))
+    def noted(models, value, inputs, guidance, *, max_new_tokens, **options):
+        found = generation.sample(models, value, inputs, guidance, max_new_tokens=max_new_tokens, **options)
+        read = [ids[mask.bool()].tolist() for ids, mask in zip(*inputs.values(), strict=True)]
+        new = [row[counts].tolist() for row, counts in zip(found.tokens, found.counts, strict=True)]
+        assert (value is None) == (guidance is None)
+        targets = [None] * len(read) if guidance is None else [fields["target_length"] for fields in guidance]
+        (plain if guidance is None else guided).extend(zip(read, targets, max_new_tokens, new, strict=True))
         return found
 
-    def went_on(models, begun, *args, **options):
-        found = decode.decode(models, begun, *args, **options)
-        ends.extend(zip(begun, found, strict=True))
-        return found
-
-    ends = []
     monkeypatch.setattr(collect, "sample", noted)
-    monkeypatch.setattr(collect, "decode", went_on)
     value, folder = checkpoint(tmp_path / "value", seed=1, value_head=True), tmp_path / "answers"
-    command = ("collect", base, "--prompts", prompts, "--output", folder, *COLLECT, "--value", value)
-    succeeds(lenvm, *command, "--targets", 3, 900, "--max-new-tokens", 30)
-    lines = lines_of(folder)
-    targets = sorted(line["target"] for line in lines)
-    assert 3 <= targets[0] <= 5 and 20 < targets[-1] <= 30
-    prompts_ids = [prompt["ids"] for prompt in json.loads((folder / "plan.json").read_text())["prompts"]]
-    kinds = set()
-    for line in lines:
-        prompt, target, ids, guided = (line[name] for name in ("prompt", "target", "ids", "guided"))
-        prompt = prompts_ids[prompt]
-        first = seed_from(0, line["prompt"], line["sample"], "guided") % target
-        assert guided == min(first, len(ids)) and line["limit"] == 30
-        assert line["finished"] == (ids[-1] == EOS) and (line["finished"] or len(ids) == 30)
-        begun = [found[:first] for p, t, found in asked if (p, t) == (prompt, target)]
-        assert ids[:guided] in begun or first == 0  # a batch without guidance is not asked for any
-        if guided and ids[guided - 1] == EOS:
-            kinds.add("ended under guidance")
-            assert guided == len(ids)
-            continue
-        kinds.add("guided" if guided else "not guided")
-        rest = [found[: 30 - guided] for p, found in ends if p == prompt + ids[:guided]]
-        assert ids[guided:] in rest
-    assert kinds == {"ended under guidance", "guided", "not guided"}
-
-
-@pytest.mark.parametrize("engine", ["sglang", "vllm"])
-def test_a_server_that_stops_half_way(lenvm, base, prompts, tmp_path, engine, monkeypatch):
-    monkeypatch.setattr(collect, "PAUSES", (0.01, 0.02))
-    folder = tmp_path / "answers"
-    with fake_engines() as start:
-        server, url = start(engine)
-        command = (
-            "collect",
-            base,
-            "--prompts",
-            prompts,
-            "--output",
-            folder,
-            "--url",
-            url,
-            "--concurrency",
-            3,
-            *COLLECT,
-        )
-        reply, count = server.RequestHandlerClass.reply, [0]
-
-        def stops(handler, status, content):
-            if handler.command == "POST":
-                count[0] += 1
-                if 5 < count[0] <= 7:  # for a moment
-                    return reply(handler, 503, {"error": "busy"})
-                if count[0] > 20:
-                    return reply(handler, 500, {"error": "out of memory"})
-            return reply(handler, status, content)
-
-        monkeypatch.setattr(server.RequestHandlerClass, "reply", stops)
-        error = refused(lenvm, *command)
-        assert "answered with status 500" in error and "out of memory" in error
-        done = {(line["prompt"], line["sample"]) for line in lines_of(folder)}
-        assert len(done) == 18
-        monkeypatch.setattr(server.RequestHandlerClass, "reply", reply)
-        before = len(server.requests)
-        assert lenvm(*command)[0] == 0
-        assert len(server.requests) - before == 36 - 18
-        lines = lines_of(folder)
-        assert len({(line["prompt"], line["sample"]) for line in lines}) == len(lines) == 36
-        plan = json.loads((folder / "plan.json").read_text())
-        for line in lines:  # as the fake one makes answers of the seed and the limit
-            seed = seed_from(0, line["prompt"], line["sample"], "sampling")
-            assert line["ids"] == [5 + seed % 7] * (1 + seed % 9) + [EOS] and line["finished"]
-        asked = {tuple(body.get("input_ids") or body["prompt"]) for _, body in server.requests}
-        assert asked == {tuple(prompt["ids"]) for prompt in plan["prompts"]}
-
-
-@pytest.mark.parametrize("engine", ["sglang", "vllm"])
-def test_a_server_that_guides_is_asked_twice(lenvm, base, prompts, tmp_path, engine):
-    folder = tmp_path / "answers"
-    with fake_engines() as start:
-        server, url = start(engine)
-        command = ("collect", base, "--prompts", prompts, "--output", folder, "--url", url, "--value", "somewhere")
-        assert lenvm(*command, *COLLECT, "--targets", 2, 14)[0] == 0
-    plan = json.loads((folder / "plan.json").read_text())
-    wanted = []
+    run("collect", base, "--prompts", prompts, "--output", folder, *COLLECT, "--value", value, "--max-new-tokens", 40)
+    asked = json.loads((folder / "plan.json").read_text())["prompts"]
+    targets, kinds = [], set()
     for line in lines_of(folder):
-        ids = plan["prompts"][line["prompt"]]["ids"]
-        first, seeds = seed_from(0, line["prompt"], line["sample"], "guided") % line["target"], []
-        for purpose in ("guidance", "sampling"):
-            seeds.append(seed_from(0, line["prompt"], line["sample"], purpose))
-        # As the fake one makes answers: 1 to 9 tokens and an end, if the limit leaves room for it.
-        begun = ([5 + seeds[0] % 7] * (1 + seeds[0] % 9) + [EOS])[:first]
-        if first:
-            wanted.append((ids, first, seeds[0], line["target"]))
-        assert line["ids"][: len(begun)] == begun and line["guided"] == len(begun)
-        if EOS in begun:
-            assert line["ids"] == begun and line["finished"]
-            continue
-        wanted.append((ids + begun, 14 - len(begun), seeds[1], None))
-        rest = ([5 + seeds[1] % 7] * (1 + seeds[1] % 9) + [EOS])[: 14 - len(begun)]
-        assert line["ids"] == begun + rest and line["finished"] == (rest[-1] == EOS)
-    assert sorted(map(str, wanted)) == sorted(str(_asked(path, body)) for path, body in server.requests)
-    assert len(wanted) > 36
+        prompt, target, ids, count = asked[line["prompt"]]["ids"], line["target"], line["ids"], line["guided"]
+        targets.append(target)
+        limit = seed_from(0, line["prompt"], line["sample"], "guided") % target
+        assert count == min(limit, len(ids)) and line["limit"] == 40
+        assert line["finished"] == (ids[-1] == EOS) and (line["finished"] or len(ids) == 40)
+        assert limit == 0 or (prompt, target, limit, ids[:count]) in guided
+        ended = count > 0 and ids[count - 1] == EOS
+        kinds.add((count > 0, ended))
+        assert len(ids) == count if ended else (prompt + ids[:count], None, 40 - count, ids[count:]) in plain
+    assert 20 <= min(targets) <= 22 and 36 <= max(targets) <= 40
+    assert {(True, True), (True, False)} <= kinds
 
 
-def _asked(path, body):
-    """Prompt, limit, seed and target of a request."""
-    if path == "/generate":
-        params = body["sampling_params"]
-        target = params.get("custom_params", {}).get("target_length")
-        return body["input_ids"], params["max_new_tokens"], params["sampling_seed"], target
-    target = body.get("vllm_xargs", {}).get("target_length")
-    return body["prompt"], body["max_tokens"], body["seed"], target
-
-
-def test_a_server_that_refuses_is_not_asked_again(lenvm, base, prompts, tmp_path):
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_answers_of_a_server(run, base, prompts, tmp_path, engine, monkeypatch):
+    """An error of the server keeps the answers before it, and the same command samples the others."""
+    folder, found = tmp_path / "answers", []
     with fake_engines() as start:
-        server, url = start("sglang", broken=(400, {"error": "too long"}))
-        command = ("collect", base, "--prompts", prompts, "--output", tmp_path / "a", "--url", url, *COLLECT)
-        error = refused(lenvm, *command, "--concurrency", 1)
-        assert "status 400" in error and "too long" in error
-        assert len(server.requests) < 4 and not (tmp_path / "a").exists()
+        server, url = start(engine)
+        command = ("collect", base, "--prompts", prompts, "--output", folder, "--url", url, "--value", "any", *COLLECT)
+        reply = server.RequestHandlerClass.reply
+
+        def fails(handler, status, content):
+            found.append(handler.command)
+            failed = found.count("POST") > 20
+            return reply(handler, 500, {"error": "out of memory"}) if failed else reply(handler, status, content)
+
+        monkeypatch.setattr(server.RequestHandlerClass, "reply", fails)
+        assert "status 500" in (error := run(*command, code=2)) and "out of memory" in error
+        kept = lines_of(folder)
+        assert 8 <= len(kept) <= 20
+        monkeypatch.setattr(server.RequestHandlerClass, "reply", reply)
+        server.requests.clear()
+        run(*command)
+    asked = [prompt["ids"] for prompt in json.loads((folder / "plan.json").read_text())["prompts"]]
+    wanted, lines = [], lines_of(folder)
+    assert lines[: len(kept)] == kept and len({(line["prompt"], line["sample"]) for line in lines}) == len(lines) == 36
+    for i, line in enumerate(lines):
+        key = (0, line["prompt"], line["sample"])
+        seeds = [seed_from(*key, purpose) for purpose in ("guidance", "sampling")]
+        limit = seed_from(*key, "guided") % line["target"]
+        # The stand-in answers by 1 to 9 equal tokens and an end, up to the limit.
+        whole = [[5 + seed % 7] * (1 + seed % 9) + [EOS] for seed in seeds]
+        begun = whole[0][:limit]
+        requests = [(asked[line["prompt"]], limit, seeds[0], line["target"])] if limit else []
+        if EOS not in begun:
+            requests.append((asked[line["prompt"]] + begun, 24 - len(begun), seeds[1], None))
+        rest = [] if EOS in begun else whole[1][: 24 - len(begun)]
+        assert line["ids"] == begun + rest and line["guided"] == len(begun)
+        assert line["finished"] == (line["ids"][-1] == EOS)
+        wanted += requests if i >= len(kept) else []
+    assert sorted(map(str, wanted)) == sorted(str(fields_of(body)) for _, body in server.requests)
 
 
-def test_a_fitted_model_gives_the_values_that_were_measured(lenvm, answers, base, tmp_path):
-    """value/ and adapter/ are the network that was trained, in the runtime."""
-    folder = tmp_path / "fitted"
-    out, report = succeeds(lenvm, "fit", base, "--answers", answers, "--output", folder, *FIT), report_of(folder)
-    found = report["test"][str(answers)]
-    assert found["value model"]["answers"] == 9 and report["guided"] == {str(answers): False}
-    assert f"{found['value model']['r2']:.2f}" in out
-    assert not (folder / "state.pt").exists()
-    whole = Models.load(base, str(folder / "value"), device="cpu", dtype=torch.float32)
-    parts = ValueModel.from_pretrained(base, adapter=folder / "adapter")
-    config = LenVMConfig.read(folder / "value")
-    assert whole.value_model.lenvm_config == parts.lenvm_config == config and config.gamma == report["plan"]["gamma"]
-    for found, wanted in zip(whole.value_model.head, parts.head, strict=True):
-        assert torch.equal(found, wanted)
-    for found, wanted in zip(whole.value_model.layers, parts.layers, strict=True):
-        assert torch.equal(found.o, wanted.o) and torch.equal(found.qkv, wanted.qkv)
-    # The same numbers once more, of what was written: gamma is that of what it goes on from.
-    again = ("fit", base, "--answers", answers, "--output", tmp_path / "again", *FIT, "--initial", folder / "adapter")
-    succeeds(lenvm, *again, "--epochs", 0)
-    measured = report_of(tmp_path / "again")
-    assert list(measured["test"][str(answers)]) == ["constant", "value model"]
-    again, first = (of["test"][str(answers)]["value model"] for of in (measured, report))
-    assert again == {name: value and pytest.approx(value, rel=0.02, abs=1e-3) for name, value in first.items()}
-    adapters = load_file(folder / "adapter" / "adapter_model.safetensors")
-    assert {tensor.shape[0] for name, tensor in adapters.items() if "lora_A" in name} == {2}
-    assert all(tensor.abs().max() > 0 for tensor in adapters.values())
-
-
-def test_lengths_that_the_prompt_tells_are_learned(lenvm, base, tmp_path):
-    """Prompts with w5 are answered by 4 tokens, those with w6 by 16, all of them the same word."""
-    answers, folder = tmp_path / "answers", tmp_path / "fitted"
-    found = [(i, 0, [10] * (3 if i % 2 else 15) + [EOS]) for i in range(16)]
-    store_answers(answers, base, [[7 + i, 8 if i % 2 else 9, 5] for i in range(16)], lambda i: i >= 12, found)
-    options = (*OF_VALUE_MODEL, "--full", "--learning-rate", 3e-3, "--epochs", 40, "--batch-tokens", 60, "--gamma", 0.9)
-    succeeds(lenvm, "fit", base, "--answers", answers, "--output", folder, *options)
-    report = report_of(folder)
-    found = report["test"][str(answers)]
-    assert found["value model"]["r2"] > 0.8 > 0.1 > found["constant"]["r2"]
-    assert report["plan"]["gamma"] == 0.9
-    assert ValueModel.from_pretrained(folder / "value").dtype == torch.bfloat16
-    assert not (folder / "adapter").exists()
+def fields_of(body):
+    """Prompt, limit, seed and target of a request."""
+    params = body.get("sampling_params", body)
+    guidance = params.get("custom_params") or params.get("vllm_xargs") or {}
+    limit, seed = (
+        params.get(a, params.get(b)) for a, b in (("max_new_tokens", "max_tokens"), ("sampling_seed", "seed"))
+    )
+    return body.get("input_ids") or body["prompt"], limit, seed, guidance.get("target_length")
 
 
 @pytest.mark.parametrize("layers", [(), (1,), (2, 1)])
-def test_a_trunk_gives_the_values_that_were_measured(lenvm, answers, tmp_path, layers):
-    """value/ is the network that was trained, for the base model whose states taught it."""
-    base = checkpoint(tmp_path / "base", seed=2, layers=2)
-    folder = tmp_path / "fitted"
-    command = ("fit", base, "--answers", answers, "--output", folder, "--batch-tokens", 40)
-    command += (*(("--layers", *layers) if layers else ()), "--forward-tokens", 60)
-    out, report = succeeds(lenvm, *command), report_of(folder)
-    measured = report["test"][str(answers)]["trunk"]
+def test_a_stored_trunk_gives_the_measured_values(run, answers, base, tmp_path, layers):
+    command = ("fit", base, "--answers", answers, "--output", tmp_path, *(("--layers", *layers) if layers else ()))
+    out, report = run(*command), report_of(tmp_path)
+    measured, gamma = report["test"][str(answers)]["trunk"], report["plan"]["gamma"]
     assert f"{measured['r2']:.2f}" in out and len(report["training"]["negative log-likelihood"]) == 2
-    succeeds(lenvm, *command)  # it is there
-
-    models = Models.load(base, str(folder / "value"), device="cpu", dtype=torch.float32)
-    trunk, store = models.value_model, AnswerStore.open(answers, "--answers")
-    assert trunk.config.layers == (layers or (2,)) and trunk.lenvm_config.gamma == report["plan"]["gamma"]
-    table = GuidanceTable.from_params([None], [set()], "cpu").columns
-    table.nats_per_token[:] = -math.log(trunk.lenvm_config.gamma)
-    split = split_of(store, TEST, report["plan"]["gamma"], of_prompts=False)
-    found = []
-    for answer in split.answers:  # each alone, and none padded
-        prompt = store.prompts[answer.prompt]["ids"]
-        outputs = models.model(torch.tensor([[*prompt, *answer.ids]]), output_hidden_states=True)
-        states = torch.cat([outputs.hidden_states[i][0] for i in trunk.config.layers], dim=1)
-        states = states[len(prompt) - 1 : len(prompt) + len(answer.ids) - 2].detach().contiguous()
+    models = Models.load(base, str(tmp_path / "value"), device="cpu", dtype=torch.float32)
+    assert models.value_model.config.layers == (layers or (2,)) and models.value_model.lenvm_config.gamma == gamma
+    table = GuidanceTable.from_params([None], [set()], "cpu")
+    table.columns.nats_per_token[:] = -math.log(gamma)
+    examples, found = examples_of(AnswerStore.open(answers), "test", gamma, of_prompts=False), []
+    for example in examples:
+        length, ids = len(example.prompt), example.answer.ids
+        outputs = models.model(torch.tensor([[*example.prompt, *ids]]), output_hidden_states=True)
+        states = torch.cat([outputs.hidden_states[i][0] for i in models.value_model.config.layers], dim=1)
+        states = states[length - 1 : length + len(ids) - 2].detach().contiguous()
         rows = dict(table_rows=torch.zeros(len(states)).int(), generated=torch.zeros(len(states)).int())
-        _, mean = trunk.value_logits(states, torch.tensor(answer.ids[:-1])[:, None], table, **rows)
+        _, mean = models.value_model.value_logits(states, torch.tensor(ids[:-1])[:, None], table.columns, **rows)
         found.append(mean[:, 0].sigmoid())
-    again = measure(found, [example.targets for example in split.examples], split.answers, report["plan"]["gamma"])
-    assert again == {name: value and pytest.approx(value, rel=0.01, abs=2e-3) for name, value in measured.items()}
+    assert measure(found, examples, gamma) == approx(measured, rel=0.01, abs=2e-3)
 
 
-def test_a_trunk_learns_lengths_that_a_token_tells(lenvm, base, tmp_path):
-    """Answers of 4 tokens begin with w5 and those of 16 with w6; the rest of them is the same word."""
+def test_a_trunk_learns_lengths_that_a_token_tells(run, base, tmp_path):
+    """Answers of 4 tokens begin with w6 and those of 16 with w8; the rest is the same word."""
     answers, kinds = tmp_path / "answers", ([11, *[10] * 14, EOS], [9, *[10] * 2, EOS])
     found = [(i, sample, kinds[(i + sample) % 2]) for i in range(16) for sample in range(4)]
-    store_answers(answers, base, [[7 + i, 8] for i in range(16)], lambda i: i >= 12, found)
-    command = ("fit", base, "--answers", answers, "--output", tmp_path / "fitted")
-    succeeds(lenvm, *command, "--epochs", 60, "--batch-tokens", 32)
+    store_answers(answers, base, [[7 + i, 8] for i in range(16)], found)
+    run("fit", base, "--answers", answers, "--output", tmp_path / "fitted", "--epochs", 100)
     found = report_of(tmp_path / "fitted")["test"][str(answers)]
     assert found["trunk"]["r2"] > 0.7 > 0.1 > found["constant"]["r2"]
-    # Two answers to a prompt are told apart at the same position: the candidate's embedding says which it is.
-    assert found["trunk"]["correlation_at_a_position"] > 0.8
+    assert found["trunk"]["correlation_at_a_position"] > 0.8  # by the candidate's embedding
 
 
-def test_a_trunk_needs_answers_to_learn_from(lenvm, base, tmp_path):
-    """Of the training prompts there is one of a single token, and one that only chooses the epoch."""
-    answers = [(0, 0, [9, EOS]), (3, 0, [EOS]), (19, 0, [9, EOS])]
-    store_answers(tmp_path / "answers", base, [[7, 8]] * 20, lambda i: i == 0, answers)
-    error = refused(lenvm, "fit", base, "--answers", tmp_path / "answers", "--output", tmp_path / "fitted")
-    assert "--answers must have answers to training prompts, got none of two tokens or more" in error
+def test_options_of_a_trunk(run, answers, base, tmp_path):
+    run("fit", base, "--answers", answers, "--output", tmp_path, "--states", 100, "--gamma", 0.9, "--epochs", 3)
+    training = report_of(tmp_path)["training"]
+    assert 60 < training["rows"] < 140 < training["states"] and len(training["negative log-likelihood"]) == 3
+    assert json.loads((tmp_path / "value" / "lenvm_config.json").read_text())["gamma"] == 0.9
 
 
-def test_two_rounds_of_a_trunk(lenvm, base, prompts, tmp_path):
-    """``lenvm train --kind trunk`` end to end: the first round's trunk guides the second round's answers."""
-    folder = tmp_path / "trained"
-    command = ("train", base, "--prompts", prompts, "--output", folder, *COLLECT)
-    command += ("--targets", 3, 12, "--batch-tokens", 40)
-    out = succeeds(lenvm, *command, "--evaluate-prompts", 2)
-    first, second = reports_of(folder)
+@pytest.mark.parametrize("kind", ["trunk", "value-model"])
+def test_two_rounds(run, base, prompts, tmp_path, kind):
+    command = ("train", base, "--prompts", prompts, "--output", tmp_path / "t", *COLLECT, "--kind", kind)
+    rows = [line.split("|") for line in run(*command, "--dry-run").splitlines()[-4:]]
+    assert [row[1].strip() for row in rows] == [f"{stage}, round {i}" for i in (1, 2) for stage in ("collect", "fit")]
+    assert not (tmp_path / "t").exists() and all(float(cell) > 0 for row in rows for cell in row[2:-1])
+    out = run(*command, "--evaluate-prompts", 2)
+    first, second = (report_of(tmp_path / "t" / f"round-{i}") for i in (1, 2))
     assert list(second["guided"].values()) == [False, True]
     assert second["training"]["states"] > first["training"]["states"] > 100
-    assert is_trunk(folder / "value") and "round 2:" in out and "Target 14 tokens" in out
-    out = succeeds(lenvm, *command, "--dry-run", "--layers", 1)
-    assert "trunk: " in out and len(costs_of(out)) == 4
-
-
-def test_ctrl_c_and_a_kill_go_on_to_the_same_bits(lenvm, answers, base, tmp_path, monkeypatch):
-    def command(folder):
-        return ("fit", base, "--answers", answers, "--output", tmp_path / folder, *FIT)
-
-    assert lenvm(*command("whole"))[0] == 0
-    step, done = fit.Training._step, []
-
-    def pressed(self, number):
-        done.append(number)
-        if len(done) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        if len(done) == 6:
-            raise RuntimeError("killed")
-        return step(self, number)
-
-    monkeypatch.setattr(fit.Training, "_step", pressed)
-    assert lenvm(*command("part"))[0] == 130
-    assert (tmp_path / "part" / "state.pt").exists() and done == [0, 1, 2]
-    with pytest.raises(RuntimeError, match="killed"):  # what has not been written is done again
-        lenvm(*command("part"))
-    assert done == [0, 1, 2, 3, 4, 5]
-    assert lenvm(*command("part"))[0] == 0
-    assert done[6] == 3
-    for name in ("adapter/adapter_model.safetensors", "adapter/value_head.safetensors", "value/model.safetensors"):
-        found, wanted = (load_file(tmp_path / folder / name) for folder in ("part", "whole"))
-        assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
-    again = len(done)
-    assert lenvm(*command("part"))[0] == 0 and len(done) == again  # it is there
-    assert "--output must be a new directory" in refused(lenvm, *command("part"), "--epochs", 3)
-
-
-def test_two_processes_train_what_one_trains(lenvm, answers, base, tmp_path):
-    """Forwards of a step are dealt out, where there are enough; gradients are added."""
-
-    def arguments(folder):
-        options = ("--batch-tokens", 100, "--forward-tokens", 40, "--save-seconds", 0.001)
-        command = ("fit", base, "--answers", answers, "--output", tmp_path / folder, *FIT, *options, "--device", "cpu")
-        return list(map(str, command))
-
-    assert cli.main(arguments("one")) == 0
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        "-m",
-        "lenvm_kernels.cli",
-    ]
-    run = subprocess.run(launcher + arguments("two"), capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("held-out answers") == 1
-    for name in ("adapter_model", "value_head"):
-        one, two = (load_file(tmp_path / folder / "adapter" / f"{name}.safetensors") for folder in ("one", "two"))
-        for key, tensor in one.items():
-            torch.testing.assert_close(two[key], tensor, rtol=1e-2, atol=1e-4)
-    one, two = (report_of(tmp_path / folder) for folder in ("one", "two"))
-    assert one["training"] == two["training"]
-    found, wanted = (of["test"][str(answers)]["value model"] for of in (one, two))
-    assert found == {name: value and pytest.approx(value, rel=0.01, abs=1e-3) for name, value in wanted.items()}
-
-
-def test_a_state_of_another_training_is_refused(lenvm, answers, base, tmp_path, monkeypatch):
-    command = ("fit", base, "--answers", answers, "--output", tmp_path, *FIT)
-    monkeypatch.setattr(fit.Training, "_step", lambda *_: os.kill(os.getpid(), signal.SIGINT) or 0.5)
-    assert lenvm(*command)[0] == 130
-    assert "state.pt' differs in gamma, schedule" in refused(lenvm, *command, "--seed", 4, "--gamma", "0.5")
-
-
-def test_a_loss_that_is_no_number_keeps_the_last_good_state(lenvm, answers, base, tmp_path, monkeypatch):
-    saved = torch.tensor(0.0)
-    step = fit.Training._step
-
-    def breaks(self, number):
-        if number == 2:
-            self._save()
-            saved.copy_(self._network.head.fc.weight.sum())
-        if number == 3:
-            self._network.head.summary.bias.data.fill_(torch.nan)
-        return step(self, number)
-
-    monkeypatch.setattr(fit.Training, "_step", breaks)
-    error = refused(lenvm, "fit", base, "--answers", answers, "--output", tmp_path, *FIT)
-    assert "the loss of step 4 is nan" in error and "--learning-rate" in error
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert len(state["losses"]) == 2 and torch.equal(state["trained"]["head.fc.weight"].sum(), saved)
-    assert not (tmp_path / "value").exists()
-
-
-def test_a_full_disk_leaves_the_state_that_was_there(lenvm, answers, base, tmp_path, monkeypatch):
-    save, step = torch.save, fit.Training._step
-
-    def full(content, file):
-        if file.parent.joinpath("state.pt").exists():
-            file.write_bytes(b"half")
-            raise RuntimeError("PytorchStreamWriter failed writing file: No space left on device")
-        save(content, file)
-
-    def saves(self, number):
-        if number:
-            self._save()
-        return step(self, number)
-
-    monkeypatch.setattr(torch, "save", full)
-    monkeypatch.setattr(fit.Training, "_step", saves)
-    error = refused(lenvm, "fit", base, "--answers", answers, "--output", tmp_path, *FIT)
-    assert "state.new could not be written" in error and "No space left" in error
-    assert len(torch.load(tmp_path / "state.pt", weights_only=True)["losses"]) == 1
-    assert not (tmp_path / "state.new").exists()
-
-
-def test_two_rounds_from_prompts_to_a_guided_server(lenvm, base, prompts, tmp_path):
-    """``lenvm train`` end to end, and what it leaves answers through ``lenvm serve`` and ``generate``."""
-    folder = tmp_path / "trained"
-    command = ("train", base, "--prompts", prompts, "--output", folder, *COLLECT, *FIT, "--targets", 3, 12)
-    command += ("--guided-answers-per-prompt", 2)
-    out = succeeds(lenvm, *command, "--evaluate-prompts", 2)
-    first, second = reports_of(folder)
-    assert list(second["guided"].values()) == [False, True]
-    assert [list(found) for found in second["test"].values()] == [["constant", "initial", "value model"]] * 2
-    plain = str(folder / "round-1" / "answers")
-    errors = second["test"][plain]["initial"]["mse"], first["test"][plain]["value model"]["mse"]
-    assert errors[0] == pytest.approx(errors[1], rel=0.05)
-    assert second["plan"]["initial"] == str(folder / "round-1" / "adapter")
-    assert second["plan"]["gamma"] == first["plan"]["gamma"]
-    guided = [line for line in lines_of(folder / "round-2" / "answers") if line["prompt"] < 9]
-    learned = sum(len(line["ids"]) > line["guided"] for line in guided)
-    assert first["training"]["answers"] == 27 and len(guided) == 18 and learned < 18
-    assert second["training"]["answers"] == 27 + learned
-    assert {line["target"] for line in lines_of(folder / "round-2" / "answers")} <= set(range(3, 13))
-    assert "round 2:" in out and "Target 14 tokens" in out
-    assert (folder / "evaluation" / "table.md").exists()
-    before = {file: file.stat().st_mtime_ns for file in folder.rglob("*.safetensors")}
-    succeeds(lenvm, *command, "--evaluate-prompts", 2)  # nothing is made twice
-    assert before == {file: file.stat().st_mtime_ns for file in folder.rglob("*.safetensors")}
-
-    models = Models.load(base, str(folder / "value"), device="cpu", dtype=torch.float32)
-    inputs = models.encode(TEXTS[:4])
-    found = []
-    for target in (4, 16):
-        torch.manual_seed(0)
-        options = dict(max_new_tokens=40, target_length=target, temperature=1.0, top_k=0)
-        answered = lenvm_kernels.generate(models.model, **inputs, value_model=models.value_model, **options)
-        new = answered[:, inputs["input_ids"].shape[1] :].tolist()
-        found.append(sum(row.index(EOS) + 1 if EOS in row else 40 for row in new) / 4)
-    assert abs(found[0] - 4) < 3 and abs(found[1] - 16) < 6
-
-
-def test_all_weights_in_two_rounds(lenvm, base, prompts, tmp_path):
-    options = (*OF_VALUE_MODEL, "--full", "--batch-tokens", 100, "--evaluate-prompts", 0, "--targets", 3, 12)
-    succeeds(lenvm, "train", base, "--prompts", prompts, "--output", tmp_path / "t", *COLLECT, *options)
-    first, second = reports_of(tmp_path / "t")
-    assert first["plan"]["initial"] is None and first["plan"]["schedule"]["learning_rate"] == 2e-5
-    assert second["plan"]["initial"] == second["plan"]["backbone"] == str(tmp_path / "t" / "round-1" / "value")
-    assert second["plan"]["gamma"] == first["plan"]["gamma"]
-    weights = [load_file(tmp_path / "t" / f"round-{i}" / "value" / "model.safetensors") for i in (1, 2)]
-    assert weights[0].keys() == weights[1].keys()
-    # At such a learning rate the second round goes on from where the first one ended.
-    for name in ("v_head.fc.weight", "model.layers.0.mlp.up_proj.weight"):
-        first, second = (of[name].float() for of in weights)
-        assert 0 < (first - second).abs().max() < 0.1 * first.abs().max()
-
-
-def costs_of(out):
-    """Rows of the table that a dry run prints, all of whose costs are above 0."""
-    rows = [line.split("|") for line in out.splitlines() if "round" in line and line.startswith("|")]
-    assert all(float(cell) > 0 for row in rows for cell in row[2:5])
-    return rows
-
-
-def test_a_dry_run_prints_costs_and_does_nothing(lenvm, base, prompts, tmp_path):
-    command = ("train", base, "--prompts", prompts, "--output", tmp_path / "t", *COLLECT, *FIT, "--dry-run")
-    rows = costs_of(succeeds(lenvm, *command, "--guided-answers-per-prompt", 2))
-    assert not (tmp_path / "t").exists()
-    assert [row[1].strip() for row in rows] == [f"{stage}, round {i}" for i in (1, 2) for stage in ("collect", "fit")]
-    assert float(rows[0][2]) == 12 * 3 * 14 and float(rows[2][2]) == 12 * 2 * 14
-    prompt_tokens = sum(2 + len(text.split()) for text in TEXTS)
-    assert float(rows[1][2]) == pytest.approx(2 * (12 * 3 * 14 + prompt_tokens) * 9 / 12, rel=0.01)
-
-
-def test_a_dry_run_of_other_bases(lenvm, base, prompts, tmp_path):
-    """A trunk beside a mixture of experts, and beside a model of other names; a value model is of dense ones."""
-    other, sizes = checkpoint(tmp_path / "other", seed=1), TINY | {"vocab_size": len(WORDS)}
-    command = ("train", other, "--prompts", prompts, "--output", tmp_path / "t", *COLLECT, "--dry-run")
-    GPT2Config(**sizes).save_pretrained(other)
-    assert len(costs_of(succeeds(lenvm, *command))) == 4
-    MambaConfig(**sizes).save_pretrained(other)
-    error = refused(lenvm, *command)
-    assert "BASE must be a language model that transformers runs without weights for --dry-run, got" in error
-    Qwen3MoeConfig(**sizes, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24).save_pretrained(other)
-    assert len(costs_of(succeeds(lenvm, *command))) == 4
-    rows = costs_of(succeeds(lenvm, *command, *FIT, "--backbone", base))
-    assert float(rows[0][3]) == pytest.approx(12 * 3 * 14 * cost.model_cost(Path(other), None, 40).forward, rel=0.01)
-    error = refused(lenvm, *command, *OF_VALUE_MODEL)
-    assert "--backbone must be of an architecture that the value model runs (--kind trunk is for every base" in error
-    assert "llama" in error and "got 'qwen3_moe'" in error and not (tmp_path / "t").exists()
+    plan = json.loads((tmp_path / "t" / "round-2" / "answers" / "plan.json").read_text())
+    assert plan["value"] == str(tmp_path / "t" / "round-1" / "value") and plan["seed"] == 1
+    assert (tmp_path / "t" / "value").resolve() == (tmp_path / "t" / "round-2" / "value").resolve()
+    assert is_trunk(tmp_path / "t" / "value") == (kind == "trunk")
+    assert "round 2:" in out and "Target 20 tokens" in out and (tmp_path / "t" / "evaluation" / "table.md").exists()
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "t").rglob("*.safetensors")}
+    run(*command, "--evaluate-prompts", 0)
+    assert before == {file: file.stat().st_mtime_ns for file in (tmp_path / "t").rglob("*.safetensors")}
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--full"], "--full must not be given with --kind trunk, only with --kind value-model"),
-        (["--head-learning-rate", "0.1"], "--head-learning-rate must not be given with --kind trunk"),
-        (["--adapters", "2"], "--adapters must not be given with --kind trunk"),
-        (["--backbone", "demo"], "--backbone must be base with --kind trunk, got 'demo'"),
-        (["--epochs", "0"], "--epochs must be at least 1 with --kind trunk, got 0"),
-        (["--layers", "3"], "--layers must be at most the 1 layers of"),
-        (["--gamma", "2"], "--gamma must be auto or a number in (0, 1), got '2'"),
-        ([*OF_VALUE_MODEL, "--targets", "9", "4"], "--targets must be LOW <= HIGH"),
-        ([*OF_VALUE_MODEL, "--targets", "15", "40"], "with LOW at most --max-new-tokens, got 15 40"),
-        ([*OF_VALUE_MODEL, "--held-out", "1.5"], "--held-out must be a share in (0, 1), got 1.5"),
-        ([*OF_VALUE_MODEL, "--gamma", "1.5"], "--gamma must be auto or a number in (0, 1), got '1.5'"),
-        ([*OF_VALUE_MODEL, "--gamma", "much"], "--gamma must be auto or a number in (0, 1), got 'much'"),
-        ([*OF_VALUE_MODEL, "--epochs", "-1"], "--epochs must be at least 0, got -1"),
-        ([*OF_VALUE_MODEL, "--first-layer", "-1"], "--first-layer must be at least 0"),
-        ([*OF_VALUE_MODEL, "--first-layer", "1"], "--first-layer must be below the 1 layers"),
+        (["--lora-rank", 2], "--lora-rank requires --kind value-model, got --kind trunk"),
+        ([*OF_VALUE_MODEL, "--layers", 1], "--layers requires --kind trunk, got --kind value-model"),
+        (["--backbone", "demo"], "--backbone requires --kind value-model"),
+        (["--layers", 3], "--layers must be at most the 2 layers of"),
+        (["--gamma", 2], "--gamma must be in (0, 1), got 2.0"),
+        (["--dtype", "float16"], "--dtype must be float32 or bfloat16"),
+        (["--evaluate-prompts", -1], "--evaluate-prompts must be at least 0, got -1"),
+        ([*OF_VALUE_MODEL, "--lora-rank", -1], "--lora-rank must be at least 0, got -1"),
+        ([*OF_VALUE_MODEL, "--device", "meta"], "--device must be cpu or cuda with --kind value-model, got 'meta'"),
         ([*OF_VALUE_MODEL, "--backbone", "nowhere"], "--backbone must be a directory with config.json"),
-        ([*OF_VALUE_MODEL, "--evaluate-prompts", "-1"], "--evaluate-prompts must be at least 0"),
-        ([*OF_VALUE_MODEL, "--full", "--adapters", "4"], "not allowed with argument"),
-        (
-            [*OF_VALUE_MODEL, "--layers", "1"],
-            "--layers must not be given with --kind value-model, only with --kind trunk",
-        ),
-        ([*OF_VALUE_MODEL, "--states", "9"], "--states must not be given with --kind value-model"),
-        ([*OF_VALUE_MODEL, "--device", "meta"], "--device must be cpu or cuda where something is trained, got 'meta'"),
-        ([*OF_VALUE_MODEL, "--dtype", "float16"], "--dtype must be float32 or bfloat16"),
-        ([*OF_VALUE_MODEL, "--num-prompts", "0"], "--num-prompts"),
+        ([*OF_VALUE_MODEL, "--backbone", "other"], "--backbone must have the vocabulary of"),
+        ([*OF_VALUE_MODEL, "--backbone", "gemma"], "--backbone does not fit --kind value-model, --kind trunk does"),
+        (["--prompts", '{"prompt": "a", "split": "train"}'], "--prompts must have prompts of the splits train and"),
+        (["--prompts", '{"prompt": "a"}\n{"prompt": "b", "split": "dev"}'], 'line 2 must have a "split" of train or'),
+        (["--prompts", '{"prompt": "a", "split": "test"}\n{"prompt": "b"}'], 'line 2 must have a "split" as other'),
+        (["--prompts", '{"prompt": "a"}\n{"prompt"'], "p.jsonl, line 2 must be an object"),
     ],
 )
-def test_bad_flags_are_named_before_anything_is_sampled(lenvm, base, prompts, tmp_path, options, named):
-    error = refused(lenvm, "train", base, "--prompts", prompts, "--output", tmp_path / "t", *COLLECT, *options)
-    assert named in error and len(error.splitlines()) == 1
-    assert not (tmp_path / "t").exists()
+def test_bad_flags_are_named_before_sampling(lenvm, base, prompts, tmp_path, monkeypatch, options, named):
+    monkeypatch.chdir(tmp_path)
+    for name in {"other", "gemma"} & {*options}:
+        checkpoint(tmp_path / name, seed=1, words=[*WORDS[:-1], "else"])
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        config["model_type"] = {"other": "llama"}.get(name, name)
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    if options[0] == "--prompts":
+        (tmp_path / "p.jsonl").write_text(options[1])
+        options = ["--prompts", "p.jsonl"]
+    code, _, error = lenvm("train", base, "--prompts", prompts, "--output", "t", "--device", "cpu", *options)
+    assert code == 2 and named in error and len(error.splitlines()) == 1 and not (tmp_path / "t").exists()
 
 
-def test_bad_models_are_named_before_anything_is_sampled(lenvm, base, prompts, tmp_path, monkeypatch):
-    monkeypatch.setattr(collect, "collect", None)
-    out = ("--output", tmp_path / "t")
+def test_answers_that_do_not_fit_are_named(run, answers, base, tmp_path):
     other = checkpoint(tmp_path / "other", seed=1, words=[*WORDS[:-1], "else"])
-    of_other = ("train", base, *OF_VALUE_MODEL, "--backbone", other, "--prompts", prompts, *out)
-    assert "--backbone must share the vocabulary" in refused(lenvm, *of_other)
-    save_checkpoint(tmp_path / "bare", seed=1)
-    error = refused(lenvm, "train", tmp_path / "bare", "--prompts", prompts, *out)
-    assert "BASE must have a chat template" in error and "--plain-prompts" in error
-    config = tmp_path / "other" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "gemma"}))
-    error = refused(lenvm, *of_other)
-    assert "--backbone must be of an architecture that the value model runs" in error and "gemma" in error
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"prompt": "w1"}\n{"prompt"\n')
-    assert f"{bad}, line 2" in refused(lenvm, "train", base, "--prompts", bad, *out)
-    assert not out[1].exists()
+    output = ("--output", tmp_path / "o")
+    assert "BASE must have the vocabulary of" in run("fit", other, "--answers", answers, *output, code=2)
+    assert "--answers must be directories of lenvm collect" in run("fit", base, "--answers", tmp_path, *output, code=2)
+    store_answers(tmp_path / "short", base, [[7, 8]] * 4, [(0, 0, [EOS])])
+    error = run("fit", base, "--answers", tmp_path / "short", *output, code=2)
+    assert "--answers must have answers of two tokens or more to training prompts" in error
 
 
-def test_answers_that_do_not_fit_are_named(lenvm, answers, base, tmp_path):
-    other = checkpoint(tmp_path / "other", seed=1, words=[*WORDS[:-1], "else"])
-    error = refused(lenvm, "fit", other, "--answers", answers, "--output", tmp_path / "o")
-    assert "BASE must have the vocabulary of the base model" in error and str(answers) in error
-    error = refused(lenvm, "fit", base, "--answers", tmp_path, "--output", tmp_path / "o")
-    assert "--answers must be directories that lenvm collect has written" in error
-    succeeds(lenvm, "fit", base, "--answers", answers, "--output", tmp_path / "two", *FIT)
-    initial = ("--initial", tmp_path / "two" / "adapter", "--adapters", 3)
-    error = refused(lenvm, "fit", base, "--answers", answers, "--output", tmp_path / "o", *FIT, *initial)
-    assert "--initial must hold adapters of the same layers and rank" in error
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_stored_value_model_gives_the_measured_values(run, answers, base, tmp_path, rank):
+    run("fit", base, "--answers", answers, "--output", tmp_path, *FIT, "--lora-rank", rank)
+    report, value = report_of(tmp_path), tmp_path / "value"
+    gamma, measured = report["plan"]["gamma"], report["test"][str(answers)]["value-model"]
+    assert report["training"]["answers"] == 27 and not (tmp_path / "checkpoints").exists()
+    loaded, tensors = ValueModel.from_pretrained(value), load_file(value / "model.safetensors")
+    assert loaded.lenvm_config.gamma == gamma and AutoTokenizer.from_pretrained(value).chat_template == TEMPLATE
+    model, original = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (value, base))
+    examples, found = examples_of(AnswerStore.open(answers), "test", gamma), []
+    for example in examples:
+        ids = torch.tensor([[*example.prompt, *example.answer.ids[:-1]]])
+        found.append(value_logits(model, tensors, ids)[0, -len(example.targets) :].sigmoid())
+    assert measure(found, examples, gamma) == approx(measured, rel=0.05, abs=5e-3)
+    for name, weight in original.model.named_parameters():  # adapters change the matrices of the layers
+        is_changed = not torch.equal(weight.bfloat16().float(), model.model.get_parameter(name))
+        assert is_changed == (rank == 0 or "_proj" in name), name
+
+
+def test_a_value_model_learns_lengths_that_the_prompt_tells(run, base, tmp_path):
+    """Prompts with token 8 have answers of 4 tokens, prompts with token 9 answers of 16 tokens."""
+    answers = tmp_path / "answers"
+    found = [(i, 0, [10] * (3 if i % 2 else 15) + [EOS]) for i in range(16)]
+    store_answers(answers, base, [[7 + i, 8 if i % 2 else 9, 5] for i in range(16)], found)
+    command = ("fit", base, "--answers", answers, "--output", tmp_path / "fitted", *FIT, "--epochs", 40, "--gamma", 0.9)
+    run(*command, "--learning-rate", 3e-3)
+    found = report_of(tmp_path / "fitted")["test"][str(answers)]
+    assert found["value-model"]["r2"] > 0.8 > 0.1 > found["constant"]["r2"]
+
+
+@pytest.mark.parametrize("options", [("--batch-size", 6, "--accumulation", 1), ("--gradient-checkpointing",)])
+def test_forwards_of_a_step_do_not_change_the_training(run, answers, base, tmp_path, options):
+    """The loss is a mean over the states of a step, however its answers are divided into forwards."""
+    for folder, more in (("one", ()), ("two", options)):
+        run("fit", base, "--answers", answers, "--output", tmp_path / folder, *FIT, "--learning-rate", 1e-3, *more)
+    one, two = (load_file(tmp_path / folder / "value" / "model.safetensors") for folder in ("one", "two"))
+    torch.testing.assert_close(two, one, rtol=1e-2, atol=2e-3)
+
+
+def test_the_loss_is_the_mean_squared_error_of_all_states(run, answers, base, tmp_path, monkeypatch):
+    """The initial prediction is the mean target, so that an untrained network's error is the variance."""
+    monkeypatch.setattr(value_model, "HEAD_RATE", 0.0)
+    monkeypatch.setattr(value_model, "LOGGED_STEPS", 1)
+    run("fit", base, "--answers", answers, "--output", tmp_path, *FIT, "--learning-rate", 1e-12, "--batch-size", 14)
+    report = report_of(tmp_path)
+    targets = torch.cat([e.targets for e in examples_of(AnswerStore.open(answers), "train", report["plan"]["gamma"])])
+    variance = pytest.approx(float(targets.var(correction=0)), rel=1e-3)
+    assert report["training"]["mean squared error"] == [variance] * 2 and report["training"]["steps"] == 2
+
+
+def test_an_interrupted_training_resumes_to_the_same_bits(run, answers, base, tmp_path, monkeypatch):
+    command = ("fit", base, "--answers", answers, *FIT, "--save-steps", 2)
+    run(*command, "--output", tmp_path / "whole")
+
+    steps = []
+
+    class Interrupts(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            steps.append(state.global_step)
+            if len(steps) == 5:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(value_model, "TokenBar", lambda total: Interrupts())
+    run(*command, "--output", tmp_path / "part", code=130)
+    assert [folder.name for folder in (tmp_path / "part" / "checkpoints").glob("checkpoint-*")] == ["checkpoint-4"]
+    assert "checkpoints' differs in gamma" in run(*command, "--output", tmp_path / "part", "--gamma", 0.5, code=2)
+    run(*command, "--output", tmp_path / "part")
+    assert steps == [1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10]
+    found, wanted = (load_file(tmp_path / name / "value" / "model.safetensors") for name in ("part", "whole"))
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_loss_that_is_not_finite_is_named(run, answers, base, tmp_path, monkeypatch):
+    monkeypatch.setattr(value_model, "HEAD_RATE", math.inf)
+    error = run("fit", base, "--answers", answers, "--output", tmp_path, *FIT, code=2)
+    assert "the loss is nan, --learning-rate must be lower" in error and not (tmp_path / "value").exists()
+
+
+def test_two_processes_train_what_one_trains(answers, base, tmp_path):
+    command = ["fit", base, "--answers", answers, *FIT, "--learning-rate", 1e-3, "--device", "cpu"]
+    one, two = ([*command, "--output", tmp_path / name, "--batch-size", n] for name, n in (("one", 4), ("two", 2)))
+    assert cli.main(list(map(str, one))) == 0
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "lenvm_kernels.cli"]
+    found = subprocess.run([sys.executable, *launcher, *map(str, two)], capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0 and found.stdout.count("held-out answers") == 1, found.stderr
+    one, two = (report_of(tmp_path / name)["test"][str(answers)]["value-model"] for name in ("one", "two"))
+    assert two == approx(one, rel=0.05, abs=0.02)

@@ -1,7 +1,7 @@
-"""A value model for a base model of one's own: answers are collected, and a value model is fitted to their lengths.
+"""Training of value sources for a base model: ``lenvm collect``, ``lenvm fit`` and ``lenvm train``.
 
-:mod:`.collect` has answers made, :mod:`.decode` in process, and :mod:`.answers` keeps them. :mod:`.targets` makes
-values of their lengths, and :mod:`.packs` lays them out for a forward of :mod:`.network`, which :mod:`.fit` trains.
-:mod:`.measures` and :mod:`.report` say how well it predicts, :mod:`.checkpoint` writes what engines load, and
-:mod:`.cost` computes what all of it takes. :mod:`.stages` and :mod:`.train` put them together for :mod:`.command`.
+:mod:`.collect` samples answers and :mod:`.answers` stores them. :mod:`.targets` turns their
+lengths into values. :mod:`.fit` trains a trunk (:mod:`.trunk`) or a value model (:mod:`.value_model`) on them, and
+:mod:`.measures` compares its values with held-out answers. :mod:`.train` runs the stages in turn, and :mod:`.cost`
+estimates what they take. The flags are in :mod:`.command`.
 """

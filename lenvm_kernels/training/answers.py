@@ -1,15 +1,16 @@
-"""Answers that a value model is trained on, and the directory that keeps them."""
+"""Answers of the base model, and the directory that stores them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lenvm_kernels.evaluate.guarded_lines import GuardedLines
 
-# Answer of a prompt: the prompt's index, and which of its answers.
+# The prompt's index, and the index of the answer among the prompt's answers.
 Key = tuple[int, int]
 
 
@@ -18,13 +19,13 @@ class Answer:
     """One answer of the base model.
 
     Attributes:
-        prompt: the prompt's index.
-        sample: which of the prompt's answers.
-        target: tokens that guidance aimed at; None: it was not guided.
-        guided: how many of its first tokens guidance chose; the base model alone chose the others.
-        limit: tokens at which it would have been cut.
-        ids: its tokens, the end-of-sequence token last if it finished.
-        finished: whether it ended by itself.
+        prompt: index of the prompt.
+        sample: index among the prompt's answers.
+        target: target length of the guidance, in tokens. None if the answer is unguided.
+        guided: number of leading tokens that were sampled under guidance.
+        limit: maximum number of tokens.
+        ids: tokens, including the end-of-sequence token of a finished answer.
+        finished: whether the answer ended with an end-of-sequence token.
     """
 
     prompt: int
@@ -41,52 +42,39 @@ class Answer:
 
 
 class AnswerStore:
-    """The directory of one plan: ``plan.json``, and a line of ``answers.jsonl`` for each answer.
+    """A directory with ``plan.json`` and ``answers.jsonl``, one line per answer.
 
     Args:
-        folder: the directory; the first answer makes it.
-        plan: all that decides which answers are made. Its ``prompts`` are objects with ``text``, ``split`` and ``ids``,
-            the tokens that the model reads.
-        flag: what errors call the directory.
-
-    Attributes:
-        plan, prompts: as given.
-        answers: by prompt and sample.
+        folder: the directory, created with the first answer.
+        plan: every setting that affects the answers. ``plan["prompts"]`` are objects with ``text``, ``split`` and
+            ``ids``, the tokens that the base model reads.
 
     Raises:
-        ValueError: the directory is that of another plan, or a line is no answer.
+        ValueError: the directory holds answers of another plan, or a line that is not an answer.
     """
 
-    def __init__(self, folder: Path, plan: dict[str, Any], flag: str = "--output") -> None:
-        self._lines = GuardedLines(folder, plan, flag)
+    def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
+        self._lines = GuardedLines(folder, plan)
         self.plan = plan
         self.prompts: list[dict[str, Any]] = plan["prompts"]
         self.answers: dict[Key, Answer] = {a.key: a for a in self._lines.read(Answer, "lenvm collect")}
 
     @classmethod
-    def open(cls, folder: Path, flag: str) -> AnswerStore:
-        """The answers of a directory, whatever its plan.
-
-        Raises:
-            ValueError: it has none.
-        """
+    def open(cls, folder: Path) -> AnswerStore:
+        """Open a directory of ``--answers`` with its own plan."""
         file = folder / "plan.json"
         if not file.is_file():
-            raise ValueError(
-                f"{flag} must be directories that lenvm collect has written, {str(folder)!r} has no plan.json"
-            )
-        store = cls(folder, json.loads(file.read_text(encoding="utf-8")), flag)
-        if not store.answers:
-            raise ValueError(f"{flag} must hold answers, {str(folder)!r} has none")
-        return store
+            raise ValueError(f"--answers must be directories of lenvm collect, {str(folder)!r} has no plan.json")
+        return cls(folder, json.loads(file.read_text(encoding="utf-8")))
 
     def of_split(self, split: str) -> list[Answer]:
-        """The answers to the prompts of a split, in the order of their keys."""
+        """Answers to the prompts of a split, sorted by key."""
         return [answer for _, answer in sorted(self.answers.items()) if self.prompts[answer.prompt]["split"] == split]
 
-    def add(self, answers: list[Answer]) -> None:
-        """Append those that are not there yet; they count once all of their lines are written."""
+    def add(self, answers: Iterable[Answer]) -> list[Answer]:
+        """Append the answers whose keys are not stored yet, and return them."""
         new = [answer for answer in answers if answer.key not in self.answers]
         if new:
             self._lines.add(map(asdict, new))
             self.answers |= {answer.key: answer for answer in new}
+        return new

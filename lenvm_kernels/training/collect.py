@@ -1,50 +1,48 @@
-"""Sampling the answers that a value model is trained on, in process or by a server.
+"""``lenvm collect``: sampling of the answers that training uses, in process or by a server.
 
-Which answer has which seed, target and place in a batch follows from the plan alone: a run that goes on where another
-one stopped makes the answers that the other would have made.
+The seed, the target and the batch of an answer follow from the plan. An interrupted run therefore resumes with the same
+answers.
 """
 
 from __future__ import annotations
 
+import argparse
+import hashlib
+import json
 import math
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from lenvm_kernels.adapters.settings import NONE
+from lenvm_kernels.demo import held_out_prompts, spread, training_prompts
 from lenvm_kernels.demo.generation import AnswerBar, sample
-from lenvm_kernels.demo.models import Models
+from lenvm_kernels.demo.models import Models, load_tokenizer, locate, quiet, tokens_of
 from lenvm_kernels.evaluate.plan import seed_from
-from lenvm_kernels.evaluate.prompts import Prompt
+from lenvm_kernels.evaluate.prompts import TEST, TRAIN, Prompt, read_prompts
 from lenvm_kernels.evaluate.run import with_end
-from lenvm_kernels.evaluate.servers import Server, Unreachable, request_of
+from lenvm_kernels.evaluate.servers import Server, request_of
 from lenvm_kernels.training.answers import Answer, AnswerStore, Key
-from lenvm_kernels.training.decode import decode
 
-# Seconds between the attempts at a server that does not answer.
-PAUSES = (1, 2, 4, 8, 15, 30, 60)
+# Share of the prompts that are held out if the file has no splits, and range of targets, up to the maximum length.
+HELD_OUT, TARGETS = 0.1, (20, 2000)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that decides which answers are made.
+    """Every setting that affects the answers.
 
     Attributes:
-        base: as it was named.
-        value: what guides, as it was named; None: nothing does.
+        base, value: the base model, and the value source that guides. If ``value`` is None, answers are unguided.
         prompts: the users' messages, each with a split.
-        samples: answers to each.
-        max_new_tokens: at which an answer is cut.
-        targets: the least and the most tokens that guidance aims at. Targets are drawn between them, evenly by their
-            logarithm, and guidance ends before the target, anywhere evenly. None: nothing guides.
-        sampling: ``temperature``, ``top_k``, ``top_p`` and ``min_p``.
-        seed: of everything that is drawn.
-        rows: prompts of a batch in process.
-        dtype: of the models in process.
-        engine: of the server; None: in process.
+        samples: answers per prompt.
+        rows: answers per batch in process, or concurrent requests to a server.
+        engine: ``"sglang"``, ``"vllm"``, or None for answers in process.
     """
 
     base: str
@@ -52,165 +50,169 @@ class Plan:
     prompts: list[Prompt]
     samples: int
     max_new_tokens: int
-    targets: tuple[int, int] | None
     sampling: dict[str, Any]
     seed: int
     rows: int
     dtype: str
-    engine: str | None
+    engine: str | None = None
 
-    def described(self, ids: list[list[int]]) -> dict[str, Any]:
-        """The plan as it is kept, with the tokens of each prompt."""
-        prompts = [{**asdict(prompt), "ids": of_prompt} for prompt, of_prompt in zip(self.prompts, ids, strict=True)]
-        return {**asdict(self), "prompts": prompts}
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Plan:
+        """The plan of unguided answers of a command line; errors name the flag."""
+        return cls(
+            base=args.base,
+            value=None,
+            prompts=_prompts(args.prompts, args.num_prompts),
+            samples=args.answers_per_prompt,
+            max_new_tokens=args.max_new_tokens,
+            sampling=dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p),
+            seed=args.seed,
+            rows=args.rows,
+            dtype=args.dtype,
+        )
 
-    def requests(self) -> list[Request]:
-        """In the order in which they are made: each prompt's first answers before the second ones; guided ones by the
-        tokens that are guided, because guidance of a batch takes as long as that of its longest row."""
-        found = [Request(self, prompt, i) for i in range(self.samples) for prompt in range(len(self.prompts))]
-        return found if self.targets is None else sorted(found, key=lambda request: (request.guided, request.key))
+    def ordered(self) -> list[Key]:
+        """The answers in sampling order; the longest guided row of a batch sets its cost."""
+        keys = [(prompt, i) for i in range(self.samples) for prompt in range(len(self.prompts))]
+        return sorted(keys, key=lambda key: self.guidance(key)[1])
 
+    def guidance(self, key: Key) -> tuple[int | None, int]:
+        """Target length of an answer, None if it is unguided, and its maximum number of guided tokens.
 
-@dataclass(frozen=True)
-class Request:
-    """One answer to make."""
+        The target is drawn uniformly in its logarithm, and guidance ends at a uniformly drawn token before it.
+        """
+        if self.value is None:
+            return None, 0
+        least, most = (math.log(min(target, self.max_new_tokens)) for target in TARGETS)
+        target = round(math.exp(least + (most - least) * self.draw(key, "target") / 2**31))
+        return target, self.draw(key, "guided") % target
 
-    plan: Plan
-    prompt: int
-    number: int
+    def draw(self, key: Key, purpose: str) -> int:
+        """A seed below 2**31 for one purpose of an answer."""
+        return seed_from(self.seed, *key, purpose)
 
-    @property
-    def key(self) -> Key:
-        return self.prompt, self.number
-
-    @property
-    def target(self) -> int | None:
-        """Tokens to aim at."""
-        if self.plan.targets is None:
-            return None
-        least, most = map(math.log, self.plan.targets)
-        return round(math.exp(least + (most - least) * self.seed("target") / 2**31))
-
-    @property
-    def guided(self) -> int:
-        """Tokens after which the base model goes on alone."""
-        return 0 if self.target is None else self.seed("guided") % self.target
-
-    def seed(self, purpose: str) -> int:
-        """A seed below 2**31 that follows from what the request is."""
-        return seed_from(self.plan.seed, self.prompt, self.number, purpose)
+    def answer(self, key: Key, ids: list[int], guided: int, finished: bool) -> Answer:
+        return Answer(*key, self.guidance(key)[0], guided, self.max_new_tokens, ids, finished)
 
 
-def collect(plan: Plan, store: AnswerStore, models: Models, server: Server | None, *, workers: int) -> None:
-    """Make the answers of a plan that its directory does not hold yet, showing progress on stderr.
+def vocabulary(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash that is equal for tokenizers with equal tokens."""
+    content = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
-    Args:
-        plan: what to make.
-        store: gets the answers.
-        models: the base model and its tokenizer, and the value model if one guides in process.
-        server: answers; None: they are made in process.
-        workers: requests to the server at a time.
+
+def collect(plan: Plan, folder: Path, *, device: str, url: str | None = None) -> AnswerStore:
+    """Sample the answers of a plan that a directory lacks, by the server at ``url`` or in process.
 
     Raises:
-        ValueError: the server refuses a request, or has not answered for two minutes; or as :func:`sample`.
-        OSError: the disk is full. Answers of whole batches stay.
+        ValueError: BASE has no end-of-sequence token, the directory holds answers of another plan, or the server does
+            not answer a request.
     """
-    requests = plan.requests()
-    made = sum(request.key in store.answers for request in requests)
-    with AnswerBar(len(requests), made, models) as bar:
+    quiet()
+    tokenizer = load_tokenizer("BASE", locate("BASE", plan.base))
+    server = None if url is None else Server.find("--url", url)
+    plan = replace(plan, engine=None if server is None else server.engine)
+    ids = tokens_of(tokenizer, [prompt.text for prompt in plan.prompts], chat=True)
+    prompts = [{"text": p.text, "split": p.split, "ids": row} for p, row in zip(plan.prompts, ids, strict=True)]
+    store = AnswerStore(folder, {**asdict(plan), "prompts": prompts, "vocabulary": vocabulary(tokenizer)})
+    keys = plan.ordered()
+    made = sum(key in store.answers for key in keys)
+    if made == len(keys):
+        return store
+    value = plan.value if server is None and plan.value is not None else NONE
+    models = Models.load(plan.base, value, device=device, dtype=getattr(torch, plan.dtype), names=("BASE", "--value"))
+    if not models.eos_token_ids:
+        raise ValueError("BASE must have an eos_token_id in its generation_config, got none")
+    with AnswerBar(len(keys), made, models) as bar:
         bar.set_description("collect")
 
         def keep(answers: list[Answer]) -> None:
-            store.add(answers)
-            bar.update(len(store.answers) - bar.n)
+            new = store.add(answers)
+            if server is not None:  # in process, generate counts the tokens of every step
+                bar.put(torch.tensor([token for answer in new for token in answer.ids]))
+            bar.update(len(new))
 
         if server is not None:
-            _ask(plan, store, server, models.eos_token_ids, workers, keep)
-            return
-        for start in range(0, len(requests), plan.rows):
-            batch = requests[start : start + plan.rows]
-            if any(request.key not in store.answers for request in batch):
-                keep(_sample(plan, store, models, batch, bar))
+            _from_server(plan, store, server, models.eos_token_ids, keep)
+            return store
+        for start in range(0, len(keys), plan.rows):
+            batch = keys[start : start + plan.rows]
+            if any(key not in store.answers for key in batch):
+                keep(_in_process(plan, store, models, batch, bar))
+    return store
 
 
-def _sample(plan: Plan, store: AnswerStore, models: Models, batch: list[Request], bar: AnswerBar) -> list[Answer]:
-    """The answers of a batch, in process."""
-    prompts, eos = [store.prompts[request.prompt]["ids"] for request in batch], models.eos_token_ids
-    torch.manual_seed(batch[0].seed("sampling"))
-    begun: list[list[int]] = [[] for _ in batch]
-    limits = [request.guided for request in batch]
-    if max(limits) > 0:
-        inputs, guidance = models.padded(prompts), [{"target_length": request.target} for request in batch]
-        found = sample(
-            models, models.value_model, inputs, guidance, max_new_tokens=limits, streamer=bar, **plan.sampling
-        )
-        begun = [tokens[counts].tolist() for tokens, counts in zip(found.tokens, found.counts, strict=True)]
-    whole = [*begun]
-    going_on = [row for row, ids in enumerate(begun) if not ids or ids[-1] not in eos]
-    if going_on:
-        rows = decode(
-            models,
-            [prompts[row] + begun[row] for row in going_on],
-            plan.sampling,
-            max_new_tokens=plan.max_new_tokens - min(len(begun[row]) for row in going_on),
-            streamer=bar,
-        )
-        for row, ids in zip(going_on, rows, strict=True):
-            whole[row] = (begun[row] + ids)[: plan.max_new_tokens]
+def _prompts(file: Path | None, count: int | None) -> list[Prompt]:
+    """The prompts of a file or of the demo, at most ``count`` of each split."""
+    if file is None:
+        texts = {TRAIN: training_prompts(), TEST: held_out_prompts()}
+        prompts = [Prompt(text, split) for split, of_split in texts.items() for text in of_split]
+    else:
+        prompts = read_prompts(file)
+        if prompts[0].split is None:
+            # By a hash of the text: a prompt stays in its split when others are added to the file.
+            order = sorted(range(len(prompts)), key=lambda i: seed_from(prompts[i].text))
+            test = set(order[: max(1, round(HELD_OUT * len(prompts)))])
+            prompts = [replace(p, split=TEST if i in test else TRAIN) for i, p in enumerate(prompts)]
+    by_split = [[prompt for prompt in prompts if prompt.split == split] for split in (TRAIN, TEST)]
+    if not all(by_split):
+        raise ValueError(f"--prompts must have prompts of the splits train and test, {file} has only one of them")
+    return [prompt for of_split in by_split for prompt in spread(of_split, count or len(of_split))]
+
+
+def _in_process(plan: Plan, store: AnswerStore, models: Models, batch: list[Key], bar: AnswerBar) -> list[Answer]:
+    """Sample a batch in process: the guided part of every answer, then the rest."""
+    prompts, eos = [store.prompts[prompt]["ids"] for prompt, _ in batch], models.eos_token_ids
+    torch.manual_seed(plan.draw(batch[0], "sampling"))
+
+    def tokens(rows: list[list[int]], guidance: list[Any] | None, limits: Sequence[int]) -> list[list[int]]:
+        value, inputs = None if guidance is None else models.value_model, models.padded(rows)
+        found = sample(models, value, inputs, guidance, max_new_tokens=limits, streamer=bar, **plan.sampling)
+        return [ids[counts].tolist() for ids, counts in zip(found.tokens, found.counts, strict=True)]
+
+    guided: list[list[int]] = [[] for _ in batch]
+    targets, limits = zip(*map(plan.guidance, batch), strict=True)
+    if any(limits):
+        guided = tokens(prompts, [{"target_length": target} for target in targets], limits)
+    whole = [*guided]
+    rows = [row for row, ids in enumerate(guided) if not ids or ids[-1] not in eos]
+    if rows:
+        room = [plan.max_new_tokens - len(guided[row]) for row in rows]
+        more = tokens([prompts[row] + guided[row] for row in rows], None, room)
+        for row, ids in zip(rows, more, strict=True):
+            whole[row] = guided[row] + ids
     return [
-        _answer(request, ids, len(of_guidance), ids[-1] in eos)
-        for request, of_guidance, ids in zip(batch, begun, whole, strict=True)
+        plan.answer(key, ids, len(begun), ids[-1] in eos) for key, begun, ids in zip(batch, guided, whole, strict=True)
     ]
 
 
-def _answer(request: Request, ids: list[int], guided: int, finished: bool) -> Answer:
-    limit = request.plan.max_new_tokens
-    return Answer(request.prompt, request.number, request.target, guided, limit, ids, finished)
-
-
-def _ask(
-    plan: Plan, store: AnswerStore, server: Server, eos: list[int], workers: int, keep: Callable[[list[Answer]], None]
+def _from_server(
+    plan: Plan, store: AnswerStore, server: Server, eos: list[int], keep: Callable[[list[Answer]], None]
 ) -> None:
-    """The answers of a server. Each is kept as soon as it is there; one failure ends the run."""
-    failed = threading.Event()
+    """Sample the missing answers by a server. Every answer is stored on arrival, and the first error ends the run."""
 
-    def tokens(
-        prompt: list[int], guidance: dict[str, Any] | None, max_new_tokens: int, seed: int
-    ) -> tuple[list[int], bool]:
-        """What a request is answered with, and whether it ended by itself; a server that is silent is asked again."""
-        request = request_of(
-            server.engine, prompt, guidance, max_new_tokens=max_new_tokens, sampling=plan.sampling, seed=seed
-        )
-        for pause in (*PAUSES, None):
-            try:
-                ids, stopped, _ = server.answer(*request)
-                return with_end(ids, stopped, eos)
-            except Unreachable:
-                if pause is None or failed.wait(pause):
-                    raise
-        raise AssertionError("the last attempt returns or raises")
+    def tokens(prompt: list[int], guidance: dict[str, Any] | None, limit: int, seed: int) -> tuple[list[int], bool]:
+        request = request_of(server.engine, prompt, guidance, max_new_tokens=limit, sampling=plan.sampling, seed=seed)
+        ids, stopped, _ = server.answer(*request)
+        return with_end(ids, stopped, eos)
 
-    def ask(request: Request) -> Answer:
-        prompt = store.prompts[request.prompt]["ids"]
+    def ask(key: Key) -> Answer:
         ids: list[int] = []
-        finished = False
-        if request.guided > 0:
-            guidance = {"target_length": request.target}
-            ids, finished = tokens(prompt, guidance, request.guided, request.seed("guidance"))
+        prompt, finished = store.prompts[key[0]]["ids"], False
+        target, limit = plan.guidance(key)
+        if limit > 0:
+            ids, finished = tokens(prompt, {"target_length": target}, limit, plan.draw(key, "guidance"))
         guided = len(ids)
         if not finished:
-            more, finished = tokens(prompt + ids, None, plan.max_new_tokens - guided, request.seed("sampling"))
+            more, finished = tokens(prompt + ids, None, plan.max_new_tokens - guided, plan.draw(key, "sampling"))
             ids = ids + more
-        return _answer(request, ids, guided, finished)
+        return plan.answer(key, ids, guided, finished)
 
-    with ThreadPoolExecutor(workers) as pool:
-        missing = [request for request in plan.requests() if request.key not in store.answers]
-        futures = [pool.submit(ask, request) for request in missing]
+    with ThreadPoolExecutor(plan.rows) as pool:
+        futures = [pool.submit(ask, key) for key in plan.ordered() if key not in store.answers]
         try:
             for future in as_completed(futures):
                 keep([future.result()])
-        finally:  # what is asked already is waited for and kept
-            failed.set()
+        finally:  # requests in flight are completed and stored
             pool.shutdown(cancel_futures=True)
-            answers = [future.result() for future in futures if not future.cancelled() and not future.exception()]
-            keep(answers)
+            keep([future.result() for future in futures if not future.cancelled() and not future.exception()])

@@ -1,310 +1,126 @@
-"""Training: the loop, its state on disk, and values of answers."""
+"""``lenvm fit``: training on collected answers, and a report on held-out answers."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
-import os
-import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object
-from tqdm import tqdm
+from transformers import AutoConfig
 
+from lenvm_kernels.cli_arguments import TRUNK, VALUE_MODEL
+from lenvm_kernels.demo.models import load_tokenizer, locate, quiet, source_of
 from lenvm_kernels.evaluate.guarded_lines import check_plan
-from lenvm_kernels.training.network import ValueNetwork
-from lenvm_kernels.training.packs import Example, Row, filled, pack, tokens_of
+from lenvm_kernels.evaluate.prompts import TEST, TRAIN
+from lenvm_kernels.training.answers import AnswerStore
+from lenvm_kernels.training.collect import vocabulary
+from lenvm_kernels.training.measures import measure
+from lenvm_kernels.training.settings import Fitting
+from lenvm_kernels.training.targets import examples_of, gamma_of
+from lenvm_kernels.training.trunk import fit_trunk
+from lenvm_kernels.training.value_model import fit_value_model
+from lenvm_kernels.value_model import ValueModelConfig
 
-STATE_FILE = "state.pt"
-# States that the standardisation is measured on, at least.
-MEASURED_STATES = 16384
-
-Forward = list[Row]
-# What each process does before the weights change.
-Step = list[list[Forward]]
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How long, how fast and in which portions.
-
-    Attributes:
-        epochs: times that every answer is seen.
-        learning_rate: the highest, of the backbone or its adapters; it rises over the first ``warm_up`` steps and falls
-            to 0 as a cosine.
-        head_learning_rate: the same of the head.
-        batch_tokens: of a step of the optimizer, all processes together.
-        row_tokens: of a row of :class:`lenvm_kernels.training.packs.Pack`. Attention takes their square.
-        forward_tokens: of a forward, at least one row.
-        warm_up: share of all steps.
-        seed: of the order of answers and of the head.
-    """
-
-    epochs: int
-    learning_rate: float
-    head_learning_rate: float
-    batch_tokens: int
-    row_tokens: int
-    forward_tokens: int
-    warm_up: float = 0.03
-    seed: int = 0
-
-    def rate(self, step: int, steps: int) -> float:
-        """The share of the highest rates at a step, the first one 0."""
-        warm_up = max(1, math.ceil(self.warm_up * steps))
-        if step < warm_up:
-            return (step + 1) / warm_up
-        return 0.5 * (1 + math.cos(math.pi * (step - warm_up + 1) / (steps - warm_up + 1)))
+REPORT = "report.json"
+# Columns of the table.
+MEASURES = {
+    "r2": "R^2",
+    "rank_correlation_within_prompts": "rank correlation within a prompt",
+    "correlation_at_a_position": "at a position",
+    "mae_tokens": "mean error, tokens",
+}
 
 
-def steps_of(examples: Sequence[Example], schedule: Schedule, processes: int = 1) -> list[Step]:
-    """Every step of a training.
-
-    Rows of a forward have nearly the same length, and all processes make as many forwards: some may have no row.
-    """
-    steps = []
-    for epoch in range(schedule.epochs):
-        rows = filled(examples, schedule.row_tokens, schedule.seed + epoch)
-        lengths = [tokens_of(examples, row) for row in rows]
-        batch: list[int] = []
-        batches, total = [batch], 0
-        for index, length in enumerate(lengths):
-            if batch and total + length > schedule.batch_tokens:
-                batch, total = [], 0
-                batches.append(batch)
-            batch.append(index)
-            total += length
-        for batch in batches:
-            steps.append(_forwards([(lengths[i], rows[i]) for i in batch], schedule.forward_tokens, processes))
-    return steps
+def check_model(how: Fitting, name: str, flag: str) -> Path:
+    """Locate the base model of a trunk or the backbone of a value model; errors name the flag."""
+    path = locate(flag, name)
+    config = AutoConfig.from_pretrained(**source_of(path))
+    count = config.get_text_config().num_hidden_layers
+    if max(how.layers or [0]) > count:
+        raise ValueError(f"--layers must be at most the {count} layers of {name!r}, got {max(how.layers or [0])}")
+    if how.kind == VALUE_MODEL:
+        try:
+            facts = ValueModelConfig.from_hf(config)
+        except ValueError as error:
+            raise ValueError(f"{flag} does not fit --kind {VALUE_MODEL}, --kind {TRUNK} does: {error}") from error
+        if facts.vision is not None:
+            raise ValueError(f"{flag} must be a text model with --kind {VALUE_MODEL}, got {config.model_type!r}")
+    return path
 
 
-def _forwards(rows: list[tuple[int, Row]], most_tokens: int, processes: int) -> Step:
-    """Deal rows, each with its length, to forwards of at most so many tokens, padding counted."""
-    rows = sorted(rows, key=lambda row: -row[0])
-    forwards: list[Forward] = []
-    while rows:
-        count = max(1, most_tokens // rows[0][0])
-        # Enough forwards for all processes, if there are enough rows.
-        count = min(count, max(1, math.ceil(len(rows) / max(1, processes - len(forwards)))))
-        forwards.append([row for _, row in rows[:count]])
-        rows = rows[count:]
-    of_process = [forwards[i::processes] for i in range(processes)]
-    most = max(map(len, of_process))
-    return [found + [[]] * (most - len(found)) for found in of_process]
+def fit(how: Fitting, model: str, folders: Sequence[Path], output: Path, command: str) -> dict[str, Any] | None:
+    """Train on the answers of directories unless ``output / "report.json"`` exists.
 
-
-class Training:
-    """A training that may be ended and gone on with.
-
-    Args:
-        network: what is trained, in place.
-        examples: what it is trained on.
-        schedule: how.
-        folder: gets the state; an existing one is gone on with.
-        plan: all that decides what comes of the training; the state of another one is refused.
-        accelerator: places the network and adds gradients of several processes.
-        save_seconds: between two writings of the state.
+    Returns:
+        The report; None in every process but the first.
 
     Raises:
-        ValueError: the folder has the state of another plan.
+        ValueError: the answers have another vocabulary, or ``output`` holds another training.
     """
+    quiet()
+    is_trunk = how.kind == TRUNK
+    path = check_model(how, model, "BASE")
+    stores = [AnswerStore.open(folder) for folder in folders]
+    own = vocabulary(load_tokenizer("BASE", path))
+    for folder, store in zip(folders, stores, strict=True):
+        if store.plan["vocabulary"] != own:
+            base = store.plan["base"]
+            raise ValueError(f"BASE must have the vocabulary of {base!r}, which answered in {folder}, got {model!r}")
+    answers = [answer for store in stores for answer in store.of_split(TRAIN)]
+    if not answers:
+        raise ValueError("--answers must have answers to training prompts, got none")
+    gamma = how.gamma or gamma_of(answers)
+    content = json.dumps([[asdict(answer) for answer in store.of_split(TRAIN)] for store in stores])
+    plan: dict[str, Any] = {**asdict(how), "model": model, "gamma": gamma}
+    plan["answers"] = hashlib.sha256(content.encode()).hexdigest()[:16]
+    for name in ("device", "save_steps"):  # neither affects the result
+        del plan[name]
+    if (output / REPORT).exists():
+        report = json.loads((output / REPORT).read_text(encoding="utf-8"))
+        check_plan(plan, report["plan"], output)
+        return report
 
-    def __init__(
-        self,
-        network: ValueNetwork,
-        examples: Sequence[Example],
-        schedule: Schedule,
-        folder: Path,
-        plan: dict[str, Any],
-        accelerator: Accelerator,
-        *,
-        save_seconds: float = 300,
-    ) -> None:
-        self._examples, self._schedule, self._accelerator = examples, schedule, accelerator
-        self._file, self._plan, self._save_seconds = folder / STATE_FILE, plan, save_seconds
-        self._steps = steps_of(examples, schedule, accelerator.num_processes)
-        self.losses: list[float] = []
-        self._network = network
-        head = list(network.head.parameters())
-        body = [parameter for name, parameter in network.trained().items() if not name.startswith("head.")]
-        groups = [
-            {"params": body, "highest": schedule.learning_rate},
-            {"params": head, "highest": schedule.head_learning_rate},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), weight_decay=0.01)
-        self._module, self._optimizer = accelerator.prepare(network, optimizer)
-        if self._file.exists():
-            self._load()
-
-    def run(self) -> None:
-        """Train to the end. Ctrl-C ends it after the step that is under way, with the state written.
-
-        Raises:
-            ValueError: a loss or a gradient is not finite; the state is that of the last writing before.
-            KeyboardInterrupt: the run goes on from here the next time.
-        """
-        self._module.train()
-        saved, steps = time.monotonic(), len(self._steps)
-        main = self._accelerator.is_main_process
-        with (
-            tqdm(total=steps, initial=len(self.losses), unit="step", desc="fit", disable=not main) as bar,
-            _interrupt_deferred() as interrupted,
-        ):
-            while len(self.losses) < steps:
-                self.losses.append(self._step(len(self.losses)))
-                bar.update()
-                bar.set_postfix(loss=f"{sum(self.losses[-50:]) / len(self.losses[-50:]):.5f}")
-                ends, is_due = self._any(interrupted(), time.monotonic() - saved > self._save_seconds)
-                if ends or is_due:
-                    self._save()
-                    saved = time.monotonic()
-                if ends:
-                    raise KeyboardInterrupt
-
-    def _step(self, number: int) -> float:
-        """One step of the optimizer; the mean squared error before it."""
-        accelerator, schedule = self._accelerator, self._schedule
-        forwards = self._steps[number]
-        states = sum(
-            len(self._examples[index].targets)
-            for of_process in forwards
-            for rows in of_process
-            for row in rows
-            for group in row
-            for index in group
-        )
-        rate = schedule.rate(number, len(self._steps))
-        for group in self._optimizer.param_groups:
-            group["lr"] = group["highest"] * rate
-        total = torch.zeros((), device=accelerator.device)
-        mine = forwards[accelerator.process_index]
-        for i, rows in enumerate(mine):
-            is_last = i == len(mine) - 1
-            with nullcontext() if is_last else accelerator.no_sync(self._module):
-                # A process without rows left takes part with a weight of 0.
-                made = pack(self._examples, rows or [self._some_row()]).to(accelerator.device)
-                error = (self._module(made).sigmoid() - made.targets).square().sum() * bool(rows) / states
-                accelerator.backward(error * accelerator.num_processes)  # which averages over processes
-            total += error.detach()
-        loss = float(accelerator.reduce(total, "sum"))
-        norm = accelerator.clip_grad_norm_(self._module.parameters(), 1.0)
-        if not (math.isfinite(loss) and math.isfinite(float(norm))):
-            raise ValueError(
-                f"the loss of step {number + 1} is {loss} and its gradient {float(norm)}; {self._file} keeps the last "
-                "good state, and a lower --learning-rate in a new --output may help"
-            )
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return loss
-
-    def _any(self, *flags: bool) -> list[bool]:
-        """Each flag, set if it is in one of the processes: they save together."""
-        if self._accelerator.num_processes == 1:
-            return list(flags)
-        found = torch.tensor(flags, dtype=torch.float32, device=self._accelerator.device)
-        return (self._accelerator.reduce(found, "sum") > 0).tolist()
-
-    def _some_row(self) -> Row:
-        return [[min(range(len(self._examples)), key=lambda i: tokens_of(self._examples, [[i]]))]]
-
-    def _save(self) -> None:
-        """Write the state under another name first: a full disk or a kill leaves the one that was there."""
-        if self._accelerator.is_main_process:
-            state = {
-                "plan": json.dumps(self._plan),
-                "losses": self.losses,
-                "trained": self._network.trained(),
-                "buffers": dict(self._network.head.named_buffers()),
-                "optimizer": self._optimizer.state_dict(),
-            }
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            new = self._file.with_suffix(".new")
-            try:
-                torch.save(state, new)
-            except RuntimeError as error:  # as torch says of a disk that is full
-                new.unlink(missing_ok=True)
-                raise OSError(f"{new} could not be written: {error}") from error
-            os.replace(new, self._file)
-        self._accelerator.wait_for_everyone()
-
-    def _load(self) -> None:
-        state = torch.load(self._file, map_location=self._accelerator.device, weights_only=True)
-        check_plan(self._plan, json.loads(state["plan"]), self._file)
-        with torch.no_grad():
-            for name, parameter in self._network.trained().items():
-                parameter.copy_(state["trained"][name])
-            for name, buffer in self._network.head.named_buffers():
-                buffer.copy_(state["buffers"][name])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.losses = list(state["losses"])
-
-    def done(self) -> None:
-        """The state is no longer needed."""
-        if self._accelerator.is_main_process:
-            self._file.unlink(missing_ok=True)
+    training, held_out = (
+        [examples_of(store, split, gamma, of_prompts=not is_trunk) for store in stores] for split in (TRAIN, TEST)
+    )
+    examples = [example for of_store in training for example in of_store]
+    if is_trunk:
+        facts, values = fit_trunk(how, model, examples, held_out, gamma, output)
+    else:
+        facts, values = fit_value_model(how, path, examples, held_out, gamma, plan, output)
+        if not facts:
+            return None
+    mean = torch.cat([example.targets for example in examples]).mean()
+    test = {}
+    for folder, of_store, predicted in zip(folders, held_out, values, strict=True):
+        if of_store:
+            constant = [mean.expand_as(example.targets) for example in of_store]
+            named = {"constant": constant, how.kind: predicted}
+            test[str(folder)] = {name: measure(found, of_store, gamma) for name, found in named.items()}
+    report = {
+        "command": command,
+        "versions": {name: version(name) for name in ("lenvm-kernels", "torch", "transformers")},
+        "plan": plan,
+        "training": {"answers": len(examples), "states": sum(len(e.targets) for e in examples), **facts},
+        "guided": {str(f): store.plan.get("value") is not None for f, store in zip(folders, stores, strict=True)},
+        "test": test,
+    }
+    (output / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return report
 
 
-def standardise(
-    network: ValueNetwork, examples: Sequence[Example], schedule: Schedule, accelerator: Accelerator
-) -> None:
-    """Measure the states of the backbone as it is, and the mean target, on answers drawn by the seed."""
-    rows = filled(examples, schedule.row_tokens, schedule.seed)
-    found: list[torch.Tensor] = []
-    network.to(accelerator.device)
-    count = 0
-    for row in rows:
-        with torch.no_grad():
-            found.append(network.states(pack(examples, [row]).to(accelerator.device)).float())
-        count += len(found[-1])
-        if count >= MEASURED_STATES:
-            break
-    mean = float(torch.cat([example.targets for example in examples]).mean())
-    network.head.standardise(torch.cat(found), mean)
-
-
-@torch.no_grad()
-def values_of(
-    network: ValueNetwork, examples: Sequence[Example], schedule: Schedule, accelerator: Accelerator
-) -> list[torch.Tensor]:
-    """The predicted values of every state of answers that has a target; processes share the work."""
-    network.eval()
-    rows = [(tokens_of(examples, row), row) for row in filled(examples, schedule.row_tokens)]
-    mine = _forwards(rows, schedule.forward_tokens, accelerator.num_processes)[accelerator.process_index]
-    found: dict[int, torch.Tensor] = {}
-    for forward in tqdm(mine, desc="measure", unit="forward", disable=not accelerator.is_main_process):
-        if forward:
-            made = pack(examples, forward)
-            values = network(made.to(accelerator.device)).sigmoid().cpu()
-            found |= {index: values[made.examples == index] for index in made.examples.unique().tolist()}
-    everywhere = {index: values for of_process in gather_object([found]) for index, values in of_process.items()}
-    return [everywhere[index] for index in range(len(examples))]
-
-
-@contextmanager
-def _interrupt_deferred() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed; a second time it ends at once."""
-    pressed = False
-
-    def note(number: int, frame: Any) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-
-    try:
-        before = signal.signal(signal.SIGINT, note)
-    except ValueError:  # not the main thread
-        yield lambda: False
-        return
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
+def table(report: dict[str, Any]) -> str:
+    """The measures of held-out answers as a Markdown table."""
+    lines = [f"| held-out answers | values | {' | '.join(MEASURES.values())} |", "| --- " * (2 + len(MEASURES)) + "|"]
+    for folder, found in report["test"].items():
+        kind = "guided" if report["guided"][folder] else "plain"
+        for name, measures in found.items():
+            cells = [measures[measure] for measure in MEASURES]
+            texts = " | ".join("-" if cell is None else f"{cell:.2f}" for cell in cells)
+            lines.append(f"| {folder}: {measures['answers']} {kind} | {name} | {texts} |")
+    return "\n".join(lines) + "\n"

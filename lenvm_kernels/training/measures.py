@@ -1,4 +1,4 @@
-"""How well predicted values are those of answers that nothing was trained on."""
+"""Agreement between predicted values and the targets of held-out answers."""
 
 from __future__ import annotations
 
@@ -7,36 +7,29 @@ from collections.abc import Sequence
 
 import torch
 
-from lenvm_kernels.training.answers import Answer
+from lenvm_kernels.training.targets import Example
 
 
-def measure(
-    values: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], answers: Sequence[Answer], gamma: float
-) -> dict[str, float | int | None]:
-    """Errors over all states of answers; those that were cut have the expected target.
-
-    Args:
-        values, targets: fp32 of each answer, of its last states: at most ``[len(ids) - guided]``.
-        answers: at least one.
-        gamma: the discount of the values.
+def measure(values: Sequence[torch.Tensor], examples: Sequence[Example], gamma: float) -> dict[str, float | int | None]:
+    """Measures of the predicted values of at least one example, over all of its states.
 
     Returns:
-        By name: ``answers``, ``states``, ``cut`` (share of the answers), ``mse``, ``r2`` (over the variance of these
-        targets, so a constant fitted to other prompts may be below 0), ``correlation``,
-        ``rank_correlation_within_prompts`` (Spearman's over the states of a prompt, its mean over prompts),
-        ``correlation_at_a_position`` (of what is left after the mean of a prompt's answers at a position is taken off:
-        guidance compares candidates of one position) and ``mae_tokens`` (of lengths in tokens, of answers that ended).
-        None stands where nothing varies.
+        ``answers``, ``states``, ``cut`` (share of cut answers), ``mse``, ``r2``, ``correlation``,
+        ``rank_correlation_within_prompts`` (Spearman's over the states of a prompt, averaged over prompts),
+        ``correlation_at_a_position`` (after subtracting the mean over a prompt's answers at a position, because
+        guidance compares candidates of one position) and ``mae_tokens`` (of remaining lengths, finished answers only).
+        None if the values or the targets are constant.
     """
-    v, y = torch.cat(list(values)).double(), torch.cat(list(targets)).double()
-    lens, counts = (torch.tensor([len(x) for x in of_answers]) for of_answers in ((a.ids for a in answers), values))
+    answers, targets = [example.answer for example in examples], [example.targets for example in examples]
+    v, y = torch.cat(list(values)).double(), torch.cat(targets).double()
+    counts = torch.tensor(list(map(len, targets)))
     prompt = torch.tensor([answer.prompt for answer in answers]).repeat_interleave(counts)
-    position = torch.cat([torch.arange(n - count, n) for n, count in zip(lens.tolist(), counts.tolist(), strict=True)])
+    position = torch.cat([torch.arange(len(a.ids) - n, len(a.ids)) for a, n in zip(answers, counts, strict=True)])
     ended = torch.tensor([answer.finished for answer in answers]).repeat_interleave(counts)
 
     correlations = (pearson(ranks(v[prompt == p]), ranks(y[prompt == p])) for p in prompt.unique())
     of_prompts = [found for found in correlations if found is not None]
-    _, group = torch.unique(prompt * (int(position.max()) + 1) + position, return_inverse=True)
+    _, group = torch.unique(torch.stack([prompt, position]), dim=1, return_inverse=True)
     size = torch.bincount(group)
     at_position = (x - (torch.bincount(group, x) / size)[group] for x in (v, y))
     variance = float((y - y.mean()).square().mean())
@@ -56,19 +49,18 @@ def measure(
 
 
 def lengths(values: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Remaining tokens that belong to values."""
+    """Remaining tokens that values stand for."""
     return torch.log1p(-values.clamp(0, 1 - 1e-6)) / math.log(gamma)
 
 
 def ranks(x: torch.Tensor) -> torch.Tensor:
-    """Ranks, fp64; the mean of them where values are equal."""
+    """Ranks, fp64; equal values share their mean rank."""
     _, place, count = torch.unique(x, return_inverse=True, return_counts=True)
     return (count.cumsum(0) - (count - 1) / 2).double()[place]
 
 
 def pearson(a: torch.Tensor, b: torch.Tensor) -> float | None:
-    """The correlation of two vectors; None if one of them does not vary."""
+    """Correlation of two vectors; None if one of them is constant up to rounding."""
     a, b = a - a.mean(), b - b.mean()
     norms = float((a.square().sum() * b.square().sum()).sqrt())
-    # What rounding leaves of a constant is no variation.
     return float((a * b).sum()) / norms if norms > 1e-12 * len(a) else None

@@ -1,200 +1,143 @@
-"""Fitting a trunk: what a base model's states say of the lengths that came out of its own answers.
+"""Fit of a trunk: the distribution of remaining lengths from a base model's states and a candidate's embedding.
 
-A head learns how the tokens after each token of an answer are distributed, from the states before the token and from
-its embedding: by the likelihood of the bin in which the number of them lies, or of all later bins where the answer was
-cut. The base model runs once over every answer, and stays as it is.
+The loss is the negative log-likelihood of the bin of the remaining length, or of all later bins if the answer was cut.
+The base model runs once over every answer and is not changed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from lenvm_kernels.adapters.settings import NONE
 from lenvm_kernels.adapters.trunk_states import TrunkStates
 from lenvm_kernels.demo.models import Models
 from lenvm_kernels.ops.candidate_values import MAX_BINS
 from lenvm_kernels.training.answers import Answer
-from lenvm_kernels.value_model.trunk import TrunkConfig, embedding_hash
+from lenvm_kernels.training.settings import Fitting
+from lenvm_kernels.training.standardized import StandardizedLinear
+from lenvm_kernels.training.targets import Example
+from lenvm_kernels.value_model.trunk import TrunkConfig, embedding_hash, write_trunk
 
-# Bins of one token up to here; then each is wider than the one before it by the same factor.
-SINGLES = 6
-# What the last bin stands for, answers that were cut: so many times the longest.
-BEYOND = 1.5
-# Numbers of the head: of scale, shift and embeddings, and of its hidden layer. Larger heads learn the prompts by heart:
-# with 512 and 256 SmolLM2's is likelier on training prompts, and less likely on others.
+# Ratio of neighboring bin edges, and of the last edge to the longest answer: the last bin holds tails of cut answers.
+GROWTH, BEYOND = 1.18, 1.5
+# Widths of scale, shift and embedding, and of the hidden layer. Larger networks overfit (docs/training.md).
 SIZE, OUTPUTS = 128, 128
-DROPOUT, WARM_UP, WEIGHT_DECAY = 0.3, 0.1, 0.02
-# Rows that means and deviations of states are measured on, and rows of a forward of the head that is not trained.
-STANDARDISED, MEASURED_AT_ONCE = 50_000, 16_384
+DROPOUT, WARM_UP, WEIGHT_DECAY, ROWS_PER_STEP = 0.3, 0.1, 0.02, 4096
+# Rows that means and deviations are measured on, and rows of a forward without gradient.
+STANDARDIZED, MEASURED_AT_ONCE = 50_000, 16_384
 
 
 def edges_of(longest: int) -> tuple[int, ...]:
-    """Edges of bins for answers of so many tokens at most, see :class:`TrunkConfig`."""
+    """Bin edges for answers of at most ``longest`` tokens, see :class:`TrunkConfig`."""
     last = max(math.ceil(BEYOND * longest), 2)
-    singles = list(range(1, min(SINGLES, last - 1) + 1))
-    factor = 1.18
-    while True:
-        edges = list(singles)
-        # No last bin that is narrower than the one before it.
-        while factor * (step := max(edges[-1] + 1, round(factor * edges[-1]))) < last:
-            edges.append(step)
-        if len(edges) <= MAX_BINS:
-            return *edges, last
-        factor *= 1.05
+    count = min(MAX_BINS, math.ceil(math.log(last, GROWTH)))
+    return tuple(np.unique(np.geomspace(1, last, count + 1).round().astype(int)).tolist())
 
 
-@dataclass(frozen=True)
-class Rows:
-    """What a trunk learns from, a token of an answer each.
+class Rows(NamedTuple):
+    """Training data of a trunk, a row per token of an answer.
 
     Attributes:
-        states: ``[N, L H]``, in the base model's dtype; what the layers said before the token.
+        states: ``[N, L H]`` in the base model's dtype, states of the layers before the token.
         token_ids: int64 ``[N]``.
-        remaining: int64 ``[N]``; tokens after it, at least one, the end-of-sequence token included. Of an answer that
-            was cut, those that are known.
-        is_cut: bool ``[N]``; there are more than that.
-        answers: int64 ``[N]``; which answer the token is of.
+        remaining: int64 ``[N]``, known number of tokens after the token, end-of-sequence included; at least 1.
+        is_cut: bool ``[N]``, whether the answer was cut, so that more tokens would follow.
     """
 
     states: Tensor
     token_ids: Tensor
     remaining: Tensor
     is_cut: Tensor
-    answers: Tensor
 
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    def of(self, chosen: Tensor) -> Rows:
-        """Some of them, by their places or by a mask."""
-        return Rows(*(getattr(self, field.name)[chosen] for field in fields(self)))
+    def split(self, order: Tensor, count: int) -> Iterator[Rows]:
+        """The rows at the indices ``order``, ``count`` at a time."""
+        return (Rows(*(column[part] for column in self)) for part in order.split(count))
 
 
 def tokens_valued(answer: Answer) -> range:
-    """Which tokens of an answer have a value: all after which the base model went on alone, but for the last one.
-
-    Of an answer that guidance has begun, the first is the last token that guidance chose.
-    """
+    """Indices of the tokens that become rows: from the last guided token on, without the last token."""
     return range(max(answer.guided - 1, 0), len(answer.ids) - 1)
 
 
 @torch.no_grad()
-def rows_of(
-    models: Models,
-    layers: tuple[int, ...],
-    answers: Sequence[tuple[Sequence[int], Answer]],
-    *,
-    most: int,
-    forward_tokens: int,
-) -> Rows:
-    """Run the base model over answers.
-
-    Args:
-        models: the base model.
-        layers: as of :class:`TrunkConfig`.
-        answers: each with the tokens of its prompt.
-        most: rows to keep, about so many drawn by torch's generator if there are more.
-        forward_tokens: of a forward at most, padding counted, if an answer is not longer.
-    """
+def rows_of(models: Models, layers: tuple[int, ...], examples: Sequence[Example], most: float = math.inf) -> Rows:
+    """Run the base model over answers, and keep about ``most`` rows, drawn by torch's default generator."""
     decoder, kept = models.model.get_decoder(), TrunkStates(models.model, layers, last=False)
-    valued = [torch.tensor(list(tokens_valued(answer)), dtype=torch.int64) for _, answer in answers]
-    share = most / max(1, sum(map(len, valued)))
-    sequences = [[*prompt, *answer.ids] for prompt, answer in answers]
-    order = sorted(range(len(answers)), key=lambda i: len(sequences[i]))
-    found: list[Rows] = []
-    with tqdm(total=len(answers), desc="states", unit="answer") as bar:
+    forward_tokens = 1536 if models.model.device.type == "cpu" else 16384
+    sequences = [[*example.prompt, *example.answer.ids] for example in examples]
+    share = most / max(1, sum(len(tokens_valued(example.answer)) for example in examples))
+    order = sorted(range(len(examples)), key=lambda i: len(sequences[i]))
+    found: dict[int, Rows] = {}
+    with tqdm(total=sum(map(len, sequences)), desc="states", unit="token", unit_scale=True) as bar:
         while order:
             longest = len(sequences[order[-1]])
             count = max(1, forward_tokens // longest)
             batch, order = order[-count:], order[:-count]
             padded = [sequences[i] + [0] * (longest - len(sequences[i])) for i in batch]
             decoder(input_ids=torch.tensor(padded, device=models.model.device), use_cache=False)
-            states = kept.take().cpu()
-            for place, i in enumerate(batch):
-                (prompt, answer), tokens = answers[i], valued[i]
+            for states, i in zip(kept.take().cpu(), batch, strict=True):
+                answer, tokens = examples[i].answer, torch.tensor(tokens_valued(examples[i].answer), dtype=torch.int64)
                 if share < 1:
                     tokens = tokens[torch.rand(len(tokens)) < share]
-                found.append(
-                    Rows(
-                        states[place, len(prompt) + tokens - 1],
-                        torch.tensor(answer.ids)[tokens],
-                        len(answer.ids) - 1 - tokens,
-                        torch.full(tokens.shape, not answer.finished),
-                        torch.full_like(tokens, i),
-                    )
-                )
-            bar.update(len(batch))
-    found.sort(key=lambda rows: int(rows.answers[0]) if len(rows) else -1)
-    return Rows(*(torch.cat([getattr(rows, field.name) for rows in found]) for field in fields(Rows)))
+                remaining, is_cut = len(answer.ids) - 1 - tokens, torch.full(tokens.shape, not answer.finished)
+                before = states[len(examples[i].prompt) + tokens - 1]
+                found[i] = Rows(before, torch.tensor(answer.ids)[tokens], remaining, is_cut)
+                bar.update(len(sequences[i]))
+    return Rows(*map(torch.cat, zip(*(found[i] for i in range(len(examples))), strict=True)))
 
 
 class TrunkHead(nn.Module):
-    """The network of a trunk as it is trained: states and embeddings are standardised, states drop out.
+    """The network of a trunk, from a sample of its states ``[N, L H]``, the embedding ``[V, H]``, and bin edges."""
 
-    Args:
-        states: some of those that it is trained on.
-        embedding: of the base model, ``[V, H]``.
-        bins: N.
-    """
+    table: Tensor
+    edges: Tensor
 
-    states_mean: Tensor
-    states_deviation: Tensor
-    embeddings_mean: Tensor
-    embeddings_deviation: Tensor
-
-    def __init__(self, states: Tensor, embedding: Tensor, bins: int) -> None:
+    def __init__(self, states: Tensor, embedding: Tensor, edges: Sequence[int]) -> None:
         super().__init__()
-        self.projection = nn.Linear(states.shape[1], 2 * SIZE)
-        self.embedding = nn.Linear(embedding.shape[1], SIZE, bias=False)
+        self.register_buffer("table", embedding)
+        self.register_buffer("edges", torch.tensor(edges))
+        self.projection = StandardizedLinear(states, 2 * SIZE, DROPOUT)
+        self.embedding = StandardizedLinear(embedding.cpu(), SIZE)
         self.fc = nn.Linear(SIZE, OUTPUTS)
-        self.bins = nn.Linear(OUTPUTS, bins)
+        self.bins = nn.Linear(OUTPUTS, len(edges) - 1)
         nn.init.zeros_(self.bins.weight)
-        for name, x in (("states", states), ("embeddings", embedding)):
-            x = x.float()
-            self.register_buffer(f"{name}_mean", x.mean(0))
-            self.register_buffer(f"{name}_deviation", x.std(0, correction=0).clamp(min=1e-3))
 
-    def forward(self, states: Tensor, embeddings: Tensor) -> Tensor:
-        """Logits of the bins ``[N, bins]``, of states ``[N, L H]`` and their tokens' embeddings ``[N, H]``."""
-        states = F.dropout((states.float() - self.states_mean) / self.states_deviation, DROPOUT, self.training)
-        embeddings = (embeddings.float() - self.embeddings_mean) / self.embeddings_deviation
-        scale, shift = self.projection(states).chunk(2, dim=1)
-        return self.bins(F.silu(self.fc(F.silu(shift + (1 + scale) * self.embedding(embeddings)))))
+    def forward(self, rows: Rows) -> Tensor:
+        """Logits fp32 ``[N, bins]``."""
+        scale, shift = self.projection(rows.states.to(self.edges.device)).chunk(2, dim=1)
+        embedded = self.embedding(self.table[rows.token_ids.to(self.edges.device)])
+        return self.bins(F.silu(self.fc(F.silu(shift + (1 + scale) * embedded)))).float()
+
+    @torch.no_grad()
+    def values(self, rows: Rows, gamma: float) -> Tensor:
+        """Mean values fp32 ``[N]`` on the CPU; a bin counts with its middle length."""
+        self.eval()
+        of_bins = 1 - gamma ** ((self.edges[:-1] + self.edges[1:] - 1) / 2)
+        parts = rows.split(torch.arange(len(rows.token_ids)), MEASURED_AT_ONCE)
+        return torch.cat([self(part).softmax(1) @ of_bins for part in parts]).cpu()
 
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
-        """The same network as :class:`Trunk` takes it, on the CPU."""
-        of_states = self.projection.weight / self.states_deviation
-        projection_bias = self.projection.bias - of_states @ self.states_mean
-        projection_bias[:SIZE] += 1
-        of_embeddings = self.embedding.weight / self.embeddings_deviation
-        found = {
-            "projection.weight": of_states,
-            "projection.bias": projection_bias,
-            "embedding.weight": of_embeddings,
-            "embedding.bias": -of_embeddings @ self.embeddings_mean,
-            "fc.weight": self.fc.weight,
-            "fc.bias": self.fc.bias,
-            "bins.weight": self.bins.weight,
-            "bins.bias": self.bins.bias,
-        }
+        """Tensors for :class:`Trunk`, on the CPU, for raw states and embeddings."""
+        found: dict[str, Tensor] = {f"fc.{name}": tensor for name, tensor in self.fc.named_parameters()}
+        found |= {f"bins.{name}": tensor for name, tensor in self.bins.named_parameters()}
+        for name, layer in (("projection", self.projection), ("embedding", self.embedding)):
+            found[f"{name}.weight"], found[f"{name}.bias"] = layer.folded()
+        found["projection.bias"][:SIZE] += 1
         return {name: tensor.detach().cpu() for name, tensor in found.items()}
 
 
 def likelihood(logits: Tensor, remaining: Tensor, is_cut: Tensor, edges: Tensor) -> Tensor:
-    """``-ln p`` of what is known of the lengths, ``[N]``.
-
-    Args:
-        logits: of the bins, ``[N, bins]``.
-        remaining, is_cut: as of :class:`Rows`.
-        edges: ``[bins + 1]``.
-    """
+    """Negative log-likelihood ``[N]`` of remaining lengths, with logits ``[N, bins]`` and ``edges [bins + 1]``."""
     log_probs = logits.log_softmax(dim=1)
     bins = logits.shape[1]
     bin_of = (torch.bucketize(remaining, edges, right=True) - 1).clamp(max=bins - 1)
@@ -203,112 +146,76 @@ def likelihood(logits: Tensor, remaining: Tensor, is_cut: Tensor, edges: Tensor)
     return -torch.where(is_cut, some_later, log_probs.gather(1, bin_of[:, None])[:, 0])
 
 
-@dataclass(frozen=True)
-class TrunkSchedule:
-    """How long and how fast.
-
-    Attributes:
-        epochs: times that every row is seen, at most: what is kept is the best of them on held-out prompts.
-        learning_rate: the highest.
-        rows: of a step.
-    """
-
-    epochs: int
-    learning_rate: float
-    rows: int
-
-
-def fit_trunk(
-    head: TrunkHead, training: Rows, held_out: Rows, embedding: Tensor, edges: Sequence[int], how: TrunkSchedule
-) -> list[dict[str, float | None]]:
-    """Train a head, in place.
-
-    Args:
-        head: on the device that computes; rows are taken there.
-        training, held_out: what it learns from, and what chooses the epoch whose weights are kept. Without rows held
-            out that is the last.
-        embedding: of the base model, ``[V, H]``.
-        edges: of the bins.
-        how: the schedule.
-
-    Returns:
-        Of each epoch, and before the first of them, ``training`` and ``held_out``: the mean of ``-ln p``.
-
-    Raises:
-        ValueError: a loss is no finite number.
-    """
-    device, count = head.bins.weight.device, len(training)
+def fit_head(head: TrunkHead, rows: Rows, how: Fitting) -> list[float]:
+    """Train a head in place, and return the mean negative log-likelihood per epoch."""
+    device, count = head.edges.device, len(rows.token_ids)
     optimizer = torch.optim.AdamW(head.parameters(), lr=how.learning_rate, weight_decay=WEIGHT_DECAY)
-    steps = how.epochs * math.ceil(count / how.rows)
-    rate = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, how.learning_rate, total_steps=max(2, steps), pct_start=WARM_UP
-    )
-    of_bins = torch.tensor(edges, device=device)
-
-    def loss_of(rows: Rows) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16):
-            logits = head(rows.states.to(device), embedding[rows.token_ids.to(embedding.device)].to(device))
-        return likelihood(logits.float(), rows.remaining.to(device), rows.is_cut.to(device), of_bins).mean()
-
-    @torch.no_grad()
-    def of_held_out() -> float | None:
-        head.eval()
-        if len(held_out) == 0:
-            return None
-        parts = [held_out.of(part) for part in torch.arange(len(held_out)).split(MEASURED_AT_ONCE)]
-        return sum(float(loss_of(part)) * len(part) for part in parts) / len(held_out)
-
-    found: list[dict[str, float | None]] = []
-    best, weights = math.inf, None
-    with tqdm(total=steps, desc="fit", unit="step") as bar:
+    steps = max(2, how.epochs * math.ceil(count / ROWS_PER_STEP))
+    rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, how.learning_rate, total_steps=steps, pct_start=WARM_UP)
+    found: list[float] = []
+    with tqdm(total=how.epochs * count, desc="fit", unit="token", unit_scale=True) as bar:
         for _ in range(how.epochs):
-            head.train()
             total = 0.0
-            for part in torch.randperm(count).split(how.rows):
-                loss = loss_of(training.of(part))
+            for part in rows.split(torch.randperm(count), ROWS_PER_STEP):
+                with torch.autocast(device.type, torch.bfloat16):
+                    logits = head(part)
+                loss = likelihood(logits, part.remaining.to(device), part.is_cut.to(device), head.edges).mean()
                 optimizer.zero_grad()
                 loss.backward()
                 number = float(loss.detach())
                 if not math.isfinite(number):
-                    raise ValueError(f"the loss of step {bar.n + 1} is {number}; a lower --learning-rate may help")
+                    raise ValueError(f"the loss is {number}, --learning-rate must be lower than {how.learning_rate}")
                 optimizer.step()
                 rate.step()
-                total += number * len(part)
-                bar.update()
-            measured = of_held_out()
-            found.append({"training": total / count, "held_out": measured})
-            bar.set_postfix(found[-1])
-            if measured is None or measured < best:
-                best = math.inf if measured is None else measured
-                weights = {name: tensor.clone() for name, tensor in head.state_dict().items()}
-    if weights is not None:
-        head.load_state_dict(weights)
+                total += number * len(part.token_ids)
+                bar.update(len(part.token_ids))
+            found.append(total / count)
+            bar.set_postfix(loss=found[-1])
     return found
 
 
-@torch.no_grad()
-def values_of(head: TrunkHead, rows: Rows, embedding: Tensor, edges: Sequence[int], gamma: float) -> Tensor:
-    """The mean values of rows, fp32 ``[N]`` on the CPU: bins count with their middle lengths."""
-    head.eval()
-    device = head.bins.weight.device
-    at = torch.tensor(edges, dtype=torch.float32, device=device)
-    of_bins = 1 - gamma ** ((at[:-1] + at[1:] - 1) / 2)
-    found = [
-        head(part.states.to(device), embedding[part.token_ids.to(embedding.device)].to(device)).softmax(1) @ of_bins
-        for part in (rows.of(part) for part in torch.arange(len(rows)).split(MEASURED_AT_ONCE))
-    ]
-    return torch.cat(found).cpu()
+def fit_trunk(
+    how: Fitting,
+    base: str,
+    training: Sequence[Example],
+    held_out: Sequence[Sequence[Example]],
+    gamma: float,
+    output: Path,
+) -> tuple[dict[str, Any], list[list[Tensor]]]:
+    """Train a trunk and write it to ``output / "value"``.
 
-
-def config_of(models: Models, base: str, layers: tuple[int, ...], edges: tuple[int, ...]) -> TrunkConfig:
-    """Of a trunk for a base model."""
+    Returns:
+        Facts for the report, and the values of every held-out example.
+    """
+    if not training:
+        raise ValueError("--answers must have answers of two tokens or more to training prompts, got none")
+    models = Models.load(base, NONE, device=how.device, dtype=getattr(torch, how.dtype), names=("BASE", "--value"))
+    torch.manual_seed(how.seed)
     num_layers, embedding = models.of_trunk()
-    return TrunkConfig(
+    edges = edges_of(max(len(example.answer.ids) for example in training))
+    config = TrunkConfig(
         base=base,
-        layers=layers,
+        layers=tuple(how.layers or [num_layers]),
         num_layers=num_layers,
         hidden_size=embedding.shape[1],
         vocab_size=len(embedding),
         embedding_hash=embedding_hash(embedding),
         bin_edges=edges,
     )
+    rows = rows_of(models, config.layers, training, how.states)
+    sampled = torch.randperm(len(rows.token_ids))[:STANDARDIZED]
+    head = TrunkHead(rows.states[sampled], embedding, edges).to(how.device)
+    losses = fit_head(head, rows, how)
+    write_trunk(config, head.tensors(), gamma, output / "value")
+    values: list[list[Tensor]] = []
+    for examples in held_out:
+        counts = [len(example.targets) for example in examples]
+        values.append(
+            list(head.values(rows_of(models, config.layers, examples), gamma).split(counts)) if examples else []
+        )
+    facts = {
+        "rows": len(rows.token_ids),
+        "negative log-likelihood": losses,
+        "parameters": sum(parameter.numel() for parameter in head.parameters()),
+    }
+    return facts, values
