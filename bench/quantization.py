@@ -27,9 +27,9 @@ from bench.harness import flags
 from bench.harness.reporting import table
 from bench.harness.storing import environment, write_json
 from bench.models import make_candidates, make_config
-from lenvm_kernels.demo import VALUE, held_out_prompts, spread
-from lenvm_kernels.demo.models import Models
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
+from lenvm_kernels.loading import VALUE, held_out_prompts, spread
+from lenvm_kernels.loading.models import Models
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.ops.topk_candidates import topk_candidates
 from lenvm_kernels.types import Candidates

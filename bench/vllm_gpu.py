@@ -211,7 +211,7 @@ class Bench:
 
     def answer_problems(self) -> None:
         from lenvm_kernels.evaluate.accuracy import check, extract, references
-        from lenvm_kernels.evaluate.prompts import read_prompts, say
+        from lenvm_kernels.loading.prompts import read_prompts, say
 
         args, tokenizer = self.args, self.llm.get_tokenizer()
         problems = read_prompts(Path(args.gsm8k, "test.jsonl"), "--gsm8k")[: args.problems]

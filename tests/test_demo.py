@@ -13,9 +13,9 @@ import torch
 from tqdm import tqdm
 
 from lenvm_kernels import LenVMConfig
-from lenvm_kernels.demo import MODEL_PACKAGE, held_out_prompts, run
-from lenvm_kernels.demo.models import Models
 from lenvm_kernels.evaluate.measures import Answer, measure
+from lenvm_kernels.loading import MODEL_PACKAGE, held_out_prompts, run
+from lenvm_kernels.loading.models import Models
 from tests.helpers.models import EOS
 
 SETTINGS = ["base", "shorter", "longer", "hard cut", "eq", "constant", "target"]
@@ -32,7 +32,7 @@ def tiny(base, value):
 def tiny_demo(monkeypatch, tiny):
     """``lenvm demo`` with the tiny model in place of SmolLM2."""
     monkeypatch.setattr(Models, "load", lambda *args, **kwargs: tiny)
-    monkeypatch.setattr("lenvm_kernels.demo.held_out_prompts", lambda: PROMPTS)
+    monkeypatch.setattr("lenvm_kernels.loading.held_out_prompts", lambda: PROMPTS)
     monkeypatch.setattr(run, "QUICK", PLAN)
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from lenvm_kernels.demo.models import Models
 from lenvm_kernels.evaluate import plan, run
 from lenvm_kernels.evaluate.calibration import calibrate
 from lenvm_kernels.evaluate.measures import Answer, bootstrap, measure, repeated_4grams
 from lenvm_kernels.evaluate.plan import Setting, default_limit, settings_of
-from lenvm_kernels.evaluate.prompts import SAY_IT, say
+from lenvm_kernels.loading.models import Models
+from lenvm_kernels.loading.prompts import SAY_IT, say
 from tests.helpers.fake_engine import fake_engines
 from tests.helpers.models import EOS, last_value_logits, random_head
 

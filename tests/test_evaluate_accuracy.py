@@ -12,7 +12,7 @@ from matplotlib import pyplot
 
 from lenvm_kernels.evaluate import accuracy, command
 from lenvm_kernels.evaluate.measures import Answer, bootstrap
-from lenvm_kernels.evaluate.prompts import Prompt, read_prompts
+from lenvm_kernels.loading.prompts import Prompt, read_prompts
 
 PROBLEMS = Path(__file__).parent.parent / "examples" / "problems.jsonl"
 # Texts and the answers that they give; then answers and their references.

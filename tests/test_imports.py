@@ -12,7 +12,7 @@ LAYERS = [
     (
         "lenvm_kernels.cli",
         "lenvm_kernels.doctor",
-        "lenvm_kernels.demo",
+        "lenvm_kernels.loading",
         "lenvm_kernels.evaluate",
         "lenvm_kernels.training",
         "lenvm_kernels.fuzz",

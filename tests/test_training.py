@@ -15,10 +15,10 @@ from transformers import AutoTokenizer, GPT2Config, MambaConfig, Qwen3MoeConfig
 
 import lenvm_kernels
 from lenvm_kernels import GuidanceTable, cli
-from lenvm_kernels.demo import generation
-from lenvm_kernels.demo.models import Models
 from lenvm_kernels.evaluate.plan import seed_from
-from lenvm_kernels.evaluate.prompts import TEST
+from lenvm_kernels.loading import generation
+from lenvm_kernels.loading.models import Models
+from lenvm_kernels.loading.prompts import TEST
 from lenvm_kernels.training import collect, cost, decode, fit
 from lenvm_kernels.training.answers import AnswerStore
 from lenvm_kernels.training.measures import measure

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, Qwen3MoeConfig
 
 from lenvm_kernels.adapters.transformers import _warpers
-from lenvm_kernels.evaluate.prompts import Prompt, read_prompts
+from lenvm_kernels.loading.prompts import Prompt, read_prompts
 from lenvm_kernels.training import cost, trunk
 from lenvm_kernels.training.answers import Answer, AnswerStore
 from lenvm_kernels.training.decode import decode, filtered

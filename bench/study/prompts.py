@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lenvm_kernels.demo import held_out_prompts
+from lenvm_kernels.loading import held_out_prompts
 
 
 def read_prompts(file: Path, tokenizer: Callable[[], Any]) -> list[list[int]]:

@@ -60,8 +60,8 @@ class SmolBase:
     COMPUTES_PROMPTS = True
 
     def __init__(self, rows: int, dtype: torch.dtype, device: str) -> None:
-        from lenvm_kernels.demo import held_out_prompts
-        from lenvm_kernels.demo.models import Models
+        from lenvm_kernels.loading import held_out_prompts
+        from lenvm_kernels.loading.models import Models
 
         if rows > len(held_out_prompts()):
             raise ValueError(f"--rows must be from 1 to the {len(held_out_prompts())} prompts of the demo, got {rows}")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lenvm_kernels.evaluate.guarded_lines import GuardedLines
+from lenvm_kernels.evaluate.resumable_lines import ResumableLines
 
 # Answer of a prompt: the prompt's index, and which of its answers.
 Key = tuple[int, int]
@@ -58,7 +58,7 @@ class AnswerStore:
     """
 
     def __init__(self, folder: Path, plan: dict[str, Any], flag: str = "--output") -> None:
-        self._lines = GuardedLines(folder, plan, flag)
+        self._lines = ResumableLines(folder, plan, flag)
         self.plan = plan
         self.prompts: list[dict[str, Any]] = plan["prompts"]
         self.answers: dict[Key, Answer] = {a.key: a for a in self._lines.read(Answer, "lenvm collect")}

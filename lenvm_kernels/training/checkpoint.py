@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from lenvm_kernels.demo.models import source_of
+from lenvm_kernels.loading.models import source_of
 from lenvm_kernels.training.network import MODEL_FILE, ValueNetwork
 from lenvm_kernels.value_model import LenVMConfig
 from lenvm_kernels.value_model.checkpoint import HEAD_FILE, read_checkpoint

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from lenvm_kernels.demo.generation import AnswerBar, sample
-from lenvm_kernels.demo.models import Models
 from lenvm_kernels.evaluate.plan import seed_from
-from lenvm_kernels.evaluate.prompts import Prompt
 from lenvm_kernels.evaluate.run import with_end
 from lenvm_kernels.evaluate.servers import Server, Unreachable, request_of
+from lenvm_kernels.loading.generation import AnswerBar, sample
+from lenvm_kernels.loading.models import Models
+from lenvm_kernels.loading.prompts import Prompt
 from lenvm_kernels.training.answers import Answer, AnswerStore, Key
 from lenvm_kernels.training.decode import decode
 

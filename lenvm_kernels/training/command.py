@@ -325,7 +325,7 @@ def _run_train(args: argparse.Namespace) -> None:
 
 def _prepare(args: argparse.Namespace) -> None:
     """What has to be installed, and the defaults that other flags and the device decide."""
-    from lenvm_kernels.demo.models import require_extras
+    from lenvm_kernels.loading.models import require_extras
 
     require_extras("accelerate", "peft", extra="train")
     if hasattr(args, "kind"):

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lenvm_kernels.demo.models import source_of
+from lenvm_kernels.loading.models import source_of
 from lenvm_kernels.ops.candidate_values import MAX_BINS
 from lenvm_kernels.training.network import Adapters, ValueNetwork
 from lenvm_kernels.training.packs import Example, pack

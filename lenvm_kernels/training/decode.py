@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
-from lenvm_kernels.demo.models import Models
+from lenvm_kernels.loading.models import Models
 
 # Rows that have ended are dropped when they are this share of a batch.
 DROPPED_SHARE = 0.125

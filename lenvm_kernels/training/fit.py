@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
-from lenvm_kernels.evaluate.guarded_lines import check_plan
+from lenvm_kernels.evaluate.resumable_lines import check_plan
 from lenvm_kernels.training.network import ValueNetwork
 from lenvm_kernels.training.packs import Example, Row, filled, pack, tokens_of
 

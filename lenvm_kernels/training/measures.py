@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lenvm_kernels.evaluate.statistics import pearson, ranks
 from lenvm_kernels.training.answers import Answer
 
 
@@ -58,17 +59,3 @@ def measure(
 def lengths(values: torch.Tensor, gamma: float) -> torch.Tensor:
     """Remaining tokens that belong to values."""
     return torch.log1p(-values.clamp(0, 1 - 1e-6)) / math.log(gamma)
-
-
-def ranks(x: torch.Tensor) -> torch.Tensor:
-    """Ranks, fp64; the mean of them where values are equal."""
-    _, place, count = torch.unique(x, return_inverse=True, return_counts=True)
-    return (count.cumsum(0) - (count - 1) / 2).double()[place]
-
-
-def pearson(a: torch.Tensor, b: torch.Tensor) -> float | None:
-    """The correlation of two vectors; None if one of them does not vary."""
-    a, b = a - a.mean(), b - b.mean()
-    norms = float((a.square().sum() * b.square().sum()).sqrt())
-    # What rounding leaves of a constant is no variation.
-    return float((a * b).sum()) / norms if norms > 1e-12 * len(a) else None

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from lenvm_kernels.demo.models import source_of
+from lenvm_kernels.loading.models import source_of
 from lenvm_kernels.training.packs import Pack
 from lenvm_kernels.value_model.checkpoint import HEAD_FILE
 from lenvm_kernels.value_model.low_rank import ADAPTER_FILE

@@ -20,11 +20,11 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from lenvm_kernels.adapters.settings import NONE
 from lenvm_kernels.cli_arguments import TRUNK
-from lenvm_kernels.demo import held_out_prompts, spread, training_prompts
-from lenvm_kernels.demo.models import Models, load_tokenizer, locate, quiet, source_of, tokens_of
-from lenvm_kernels.evaluate.guarded_lines import check_plan
-from lenvm_kernels.evaluate.prompts import TEST, TRAIN, Prompt, read_prompts
+from lenvm_kernels.evaluate.resumable_lines import check_plan
 from lenvm_kernels.evaluate.servers import Server
+from lenvm_kernels.loading import held_out_prompts, spread, training_prompts
+from lenvm_kernels.loading.models import Models, load_tokenizer, locate, quiet, source_of, tokens_of
+from lenvm_kernels.loading.prompts import TEST, TRAIN, Prompt, read_prompts
 from lenvm_kernels.training import collect as collecting
 from lenvm_kernels.training.answers import AnswerStore
 from lenvm_kernels.training.checkpoint import VALUE, write

@@ -12,10 +12,10 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from lenvm_kernels.cli_arguments import TRUNK
-from lenvm_kernels.demo import spread
-from lenvm_kernels.demo.models import load_tokenizer, locate, quiet, tokens_of
 from lenvm_kernels.evaluate import command as evaluate
-from lenvm_kernels.evaluate.prompts import TEST, TRAIN
+from lenvm_kernels.loading import spread
+from lenvm_kernels.loading.models import load_tokenizer, locate, quiet, tokens_of
+from lenvm_kernels.loading.prompts import TEST, TRAIN
 from lenvm_kernels.training import cost
 from lenvm_kernels.training.checkpoint import ADAPTER, VALUE
 from lenvm_kernels.training.report import table

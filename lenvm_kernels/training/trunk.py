@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lenvm_kernels.adapters.trunk_states import TrunkStates
-from lenvm_kernels.demo.models import Models
+from lenvm_kernels.loading.models import Models
 from lenvm_kernels.ops.candidate_values import MAX_BINS
 from lenvm_kernels.training.answers import Answer
 from lenvm_kernels.value_model.trunk import TrunkConfig, embedding_hash
