@@ -7,7 +7,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-# From the top; a module belongs to the first name that its own begins with. No layer imports one above it, and the members
+# From the top; a module belongs to the first name that its own begins with. No layer imports one above it, and members
 # of a layer do not import each other.
 LAYERS = [
     ("lenvm_kernels.cli.",),
