@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from lenvm_kernels import LenVMConfig
-from lenvm_kernels.evaluate import demo
+from lenvm_kernels.evaluate import demo, report
 from lenvm_kernels.evaluate.plan import default_limit
+from lenvm_kernels.evaluate.report import plot_lengths
 from lenvm_kernels.loading import MODEL_PACKAGE, held_out_prompts
 from lenvm_kernels.loading.generation import sample
 from lenvm_kernels.loading.models import Models
@@ -24,7 +25,8 @@ def test_table_numbers_and_plot(base, value, monkeypatch, tmp_path, lenvm):
     tiny = Models.load(base, value, device="cpu", dtype=torch.float32)
     monkeypatch.setattr(Models, "load", lambda *args, **kwargs: tiny)
     monkeypatch.setattr(demo, "held_out_prompts", lambda: ["w1 w2 w3", "w4", "w5 w6", "w7 w8 w9 w1"])
-    written = []
+    written, plotted = [], []
+    monkeypatch.setattr(report, "plot_lengths", lambda *args: plotted.append(args[1]) or plot_lengths(*args))
     for seed in (0, 0, 1):
         numbers, picture = tmp_path / "demo.json", tmp_path / "demo.png"
         files = ["--json", numbers, "--plot", picture]
@@ -33,6 +35,10 @@ def test_table_numbers_and_plot(base, value, monkeypatch, tmp_path, lenvm):
         written.append(json.loads(numbers.read_text()))
         assert matplotlib.image.imread(picture).std() > 0
     assert written[0]["settings"] == written[1]["settings"] != written[2]["settings"]
+    panels = {(name, a.setting, a.target) for view in plotted[2].values() for name in view for a in view[name]}
+    targets = (20, 40, 80)
+    guided = {("guided", "guided", target) for target in targets}
+    assert panels == guided | {("base model", "none", None)} | {("no value model", "constant", t) for t in targets}
     rows = {row["setting"]: row for row in written[2]["settings"]}
     assert list(rows) == SETTINGS and (written[2]["prompts"], written[2]["target_length"]) == (4, 80)
     shown = {line[:10].strip(): re.split(r"  +", line) for line in text.splitlines() if line[:10].strip() in SETTINGS}
