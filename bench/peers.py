@@ -32,12 +32,12 @@ from bench.baselines.two_forward import TwoForwardStep
 from bench.harness import reporting
 from bench.harness.demo_runs import DemoRuns, parser
 from lenvm_kernels.cli_arguments import add_device, device_of, positive
-from lenvm_kernels.demo.generation import sample
-from lenvm_kernels.demo.models import DEMO, DEMO_TRUNK, Models
 from lenvm_kernels.evaluate.measures import Answer, measure
 from lenvm_kernels.evaluate.plan import default_limit
 from lenvm_kernels.evaluate.run import likelihoods, with_end
 from lenvm_kernels.guidance import parse_guidance
+from lenvm_kernels.loading.generation import sample
+from lenvm_kernels.loading.models import DEMO, DEMO_TRUNK, Models
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import Sampling, StepBatch, StepConfig
 from lenvm_kernels.value_model import ValueModel

@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from lenvm_kernels import Drafts, GuidedStep, PagedSlots, Sampling, StepBatch, StepConfig, parse_guidance
-from lenvm_kernels.demo.models import Models
+from lenvm_kernels.loading.models import Models
 
 MAX_DRAFTS, MAX_LEN, PAGE_SIZE = 4, 1024, 16  # drafts of a step, tokens of a request, slots of a page
 SAMPLING = Sampling(top_k=8, top_p=1.0, min_p=0.02, temperature=0.6, is_logits=True, sample=True)

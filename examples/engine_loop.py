@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from lenvm_kernels import GuidedStep, PagedSlots, Sampling, StepBatch, StepConfig, parse_guidance
-from lenvm_kernels.demo.models import Models
+from lenvm_kernels.loading.models import Models
 
 TABLE_ROWS, MAX_LEN, PAGE_SIZE = 2, 1024, 16  # requests at a time, tokens of a request, slots of a page
 # A number for all, or a tensor with that of each.

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lenvm_kernels.adapters.remote import RemoteValueModel
 from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
-from lenvm_kernels.demo.models import Models
+from lenvm_kernels.loading.models import Models
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--url", default="http://127.0.0.1:30010")

@@ -12,11 +12,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lenvm_kernels import __version__, cli_generate
+from lenvm_kernels import __version__, cli_export, cli_generate, doctor
 from lenvm_kernels.cli_arguments import UsageError
-from lenvm_kernels.demo import command as demo
-from lenvm_kernels.doctor import command as doctor
 from lenvm_kernels.evaluate import command as evaluate
+from lenvm_kernels.evaluate import demo
 from lenvm_kernels.fuzz import command as fuzz
 from lenvm_kernels.serving import command as serve
 from lenvm_kernels.training import command as train
@@ -53,11 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="lenvm", description="Length-guided decoding with a length value model (LenVM).")
     parser.add_argument("--version", action="version", version=f"lenvm-kernels {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (
-        *(cli_generate.add, demo.add, evaluate.add, train.add, demo.add_export),
-        *(doctor.add, serve.add, fuzz.add),
-    ):
-        add(commands)
+    for command in (cli_generate, demo, evaluate, train, cli_export, doctor, serve, fuzz):
+        command.add(commands)
     return parser
 
 

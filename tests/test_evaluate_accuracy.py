@@ -3,16 +3,14 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
-import matplotlib
 import numpy as np
 import pytest
-from matplotlib import pyplot
 
-from lenvm_kernels.evaluate import accuracy, command
-from lenvm_kernels.evaluate.measures import Answer, bootstrap
-from lenvm_kernels.evaluate.prompts import Prompt, read_prompts
+from lenvm_kernels.evaluate import accuracy
+from lenvm_kernels.evaluate.measures import Answer
+from lenvm_kernels.evaluate.statistics import bootstrap
+from lenvm_kernels.loading.prompts import Prompt, read_prompts
 
 PROBLEMS = Path(__file__).parent.parent / "examples" / "problems.jsonl"
 # Texts and the answers that they give; then answers and their references.
@@ -61,29 +59,6 @@ def test_shares_are_of_prompts():
     assert firsts != anys
 
 
-@pytest.mark.parametrize("seeds", [[0], [0, 1]])
-def test_plot_has_a_line_of_mean_lengths_for_each_setting(tmp_path, monkeypatch, seeds):
-    matplotlib.use("Agg")
-    means = {"none": (80.0, 90.0), "hard cut": (18.0, 37.0), "guided": (25.0, 41.0), "left out": (1.0, 2.0)}
-    score = {"acc_first": 0.5, "acc_any": 0.75, "intervals": {"acc_first": [0.25, 0.625]}}
-    scores = {t: {name: score | {"mean": m[i]} for name, m in means.items()} for i, t in enumerate(("20", "40"))}
-    figures = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
-    accuracy.plot(SimpleNamespace(targets=[40, 20], seeds=seeds), scores, tmp_path / "a.png", leave_out={"left out"})
-    monkeypatch.undo()
-    (axes,) = figures[0].axes
-    pyplot.close(figures[0])
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["none", "hard cut", "guided"]
-    assert "in tokens" in axes.get_xlabel() and ("any seed" in axes.get_ylabel()) == (len(seeds) > 1)
-    solid = [[90.0], [18.0, 37.0], [25.0, 41.0]]
-    for style, share in (("-", 50), (":", 75)):
-        lines = [line for line in axes.get_lines() if line.get_linestyle() == style]
-        assert [list(line.get_xdata()) for line in lines] == (solid if style == "-" or len(seeds) > 1 else [])
-        assert all(set(line.get_ydata()) == {share} for line in lines)
-    bars = [segment[:, 1].tolist() for bars in axes.collections for segment in bars.get_segments()]
-    assert bars == [[25, 62.5]] * 5
-
-
 def test_references_of_gsm8k_of_math_and_of_ones_own(tmp_path):
     file = tmp_path / "problems.jsonl"
     lines = [
@@ -93,8 +68,9 @@ def test_references_of_gsm8k_of_math_and_of_ones_own(tmp_path):
         {"prompt": "d", "answer": 0},
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert command._prompts(file, None) == (list("abcd"), ["1,007", r"\frac{1}{2}", "8", "0"])
-    assert command._prompts(file, 2) == (["a", "c"], ["1,007", "8"])
+    prompts = read_prompts(file)
+    assert [prompt.text for prompt in prompts] == list("abcd")
+    assert accuracy.references(prompts, "x") == ["1,007", r"\frac{1}{2}", "8", "0"]
     assert accuracy.references([Prompt("a"), Prompt("b")], "x") is None
 
 

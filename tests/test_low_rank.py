@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lenvm_kernels.demo import models as demo_models
+from lenvm_kernels.loading import models as demo_models
 from lenvm_kernels.value_model import LenVMConfig, ValueModel
 from lenvm_kernels.value_model.low_rank import read_adapter
 from tests.helpers.models import random_head, random_pair

@@ -5,8 +5,8 @@ from importlib.util import find_spec
 import pytest
 
 from lenvm_kernels import TextBreak, text_breaks_of
-from lenvm_kernels.demo import MODEL_PACKAGE, model_path
 from lenvm_kernels.guidance.sentences import ends_sentence
+from lenvm_kernels.loading import MODEL_PACKAGE, model_path
 
 
 @pytest.mark.parametrize(

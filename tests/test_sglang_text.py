@@ -27,8 +27,8 @@ import xgrammar
 
 from bench import load
 from lenvm_kernels import GuidanceTable, LenVMConfig, parse_guidance, reweight_scatter, topk_candidates
-from lenvm_kernels.demo import VALUE, held_out_prompts
 from lenvm_kernels.guidance.sentences import ends_sentence
+from lenvm_kernels.loading import VALUE, held_out_prompts
 from lenvm_kernels.types import Status
 from tests.helpers.models import write_smollm2
 from tests.helpers.serve_bench import check_serve

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from lenvm_kernels import GuidanceTable, cli
-from lenvm_kernels.demo import generation
-from lenvm_kernels.demo.models import Models
 from lenvm_kernels.evaluate.plan import seed_from
+from lenvm_kernels.loading import generation
+from lenvm_kernels.loading.models import Models
 from lenvm_kernels.training import collect, value_model
 from lenvm_kernels.training.answers import Answer, AnswerStore
 from lenvm_kernels.training.measures import measure

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GPT2Config, MambaConfig, Qwen3MoeConfig
 
-from lenvm_kernels.evaluate.prompts import Prompt
+from lenvm_kernels.loading.prompts import Prompt
 from lenvm_kernels.training import cost, trunk
 from lenvm_kernels.training.answers import Answer, AnswerStore
 from lenvm_kernels.training.collect import Plan

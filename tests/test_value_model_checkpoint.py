@@ -21,7 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lenvm_kernels.demo.models import locate
+from lenvm_kernels.loading.models import locate
 from lenvm_kernels.value_model import LenVMConfig, ValueModel, ValueModelConfig
 from lenvm_kernels.value_model.checkpoint import local_path
 from tests.helpers.models import ARCHITECTURES, TINY, VOCAB, random_head, random_model, random_pair, value_model_of

@@ -42,7 +42,7 @@ package = {str(file.relative_to(tree)) for file in (tree / "lenvm_kernels").rglo
 package |= {f"lenvm_kernels/reference/{file.name}" for file in (tree / "reference").glob("*.py")}
 got = {name for name in wheel if ".dist-info/" not in name}
 assert got == package, f"missing {sorted(package - got)}, unexpected {sorted(got - package)}"
-assert {"lenvm_kernels/py.typed", "lenvm_kernels/demo/prompts.json", "lenvm_kernels/demo/value/value_head.safetensors"} <= got
+assert {"lenvm_kernels/py.typed", "lenvm_kernels/loading/prompts.json", "lenvm_kernels/loading/value/value_head.safetensors"} <= got
 (entry_points,) = (text.decode() for name, text in wheel.items() if name.endswith("/entry_points.txt"))
 assert "lenvm = lenvm_kernels.cli:main" in entry_points and "[sglang.srt.plugins]" in entry_points, entry_points
 assert "[vllm.logits_processors]" in entry_points, entry_points

@@ -11,8 +11,8 @@ import torch
 
 from bench.harness import flags
 from bench.harness.storing import write_json
-from lenvm_kernels.demo import held_out_prompts, spread
-from lenvm_kernels.demo.models import DEMO, Models
+from lenvm_kernels.loading import held_out_prompts, spread
+from lenvm_kernels.loading.models import DEMO, Models
 
 
 @dataclass(frozen=True)

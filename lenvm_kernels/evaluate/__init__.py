@@ -1,6 +1,6 @@
-"""``lenvm evaluate``: how well a target length is met, and at what price.
+"""``lenvm evaluate`` and ``lenvm demo``: how well a target length is met, and at what price.
 
-:mod:`.command` is the command, :mod:`.run` makes the answers, :mod:`.servers` gets them from a server, :mod:`.measures`
-scores them, :mod:`.accuracy` says which are right, :mod:`.calibration` compares them with what was predicted, and
-:mod:`.report` writes tables and plots. Nothing heavy is imported before the command runs.
+:mod:`.command` and :mod:`.demo` are the commands. :mod:`.run` makes the answers of a :mod:`.plan`, in process or by
+:mod:`.servers`. :mod:`.measures`, :mod:`.accuracy` and :mod:`.calibration` score them, and :mod:`.report` writes tables
+and the plot. Nothing heavy is imported before a command runs.
 """

@@ -1,4 +1,4 @@
-"""``lenvm evaluate`` as a command: its flags, what they may be, and the files that it leaves."""
+"""``lenvm evaluate`` as a command: its flags, their checks, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lenvm_kernels import __version__
 from lenvm_kernels.cli_arguments import (
@@ -21,8 +21,11 @@ from lenvm_kernels.cli_arguments import (
     seed_of,
     usage_errors,
 )
-from lenvm_kernels.demo import held_out_prompts, spread
-from lenvm_kernels.evaluate.prompts import Prompt, read_prompts, say
+from lenvm_kernels.loading import held_out_prompts, spread
+from lenvm_kernels.loading.prompts import Prompt, read_prompts, say
+
+if TYPE_CHECKING:
+    from lenvm_kernels.evaluate.plan import Setting
 
 OWN_FIELDS = ("target_length", "target_length_mode", "length_mode", "target_value")
 
@@ -34,74 +37,43 @@ def add(commands: Any) -> None:
         help="measure how well target lengths are met, and at what price",
         description="Answer prompts to target lengths, guided and by three baselines: the base model alone, the same "
         "cut at the target, and guidance without a value model. Prints tables of lengths, perplexity and how answers "
-        "end, with 95 % intervals, and of predicted lengths. A run that was ended goes on where it stopped.",
+        "end, with 95 % intervals, and of predicted lengths. The same command resumes an interrupted run.",
         epilog="example: lenvm evaluate demo demo --targets 40 80 --output evaluation",
     )
     parser.set_defaults(run=run_command)
     parser.add_argument("base", metavar="BASE", help="a Hugging Face directory or name, a .gguf file, or demo")
-    parser.add_argument(
-        "value",
-        metavar="VALUE",
-        help="value model, as BASE, or a trunk; or the word none: targets are met by the end of the text alone. With "
-        "--url it is the server's, and is not loaded",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="gets answers, numbers, tables and plots; if it holds answers of the same plan, the run goes on; required",
-    )
+    value_help = "value model, as BASE, or a trunk, or none; with --url it is the server's, and is not loaded"
+    parser.add_argument("value", metavar="VALUE", help=value_help)
+    output_help = "directory of the answers, numbers, tables and the plot; required"
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help=output_help)
 
-    what = parser.add_argument_group("what is asked")
+    what = parser.add_argument_group("what is answered")
     what.add_argument(
         "--prompts",
         type=Path,
         metavar="FILE",
-        help='lines of {"prompt": "..."}, each a user\'s message; with "answer", accuracies are measured; GSM8K '
-        "and MATH are read as they are (default: the held-out prompts of the demo)",
+        help='lines of {"prompt": "..."}, each a user\'s message; with "answer", accuracies are measured; GSM8K and '
+        "MATH are read as they are (default: the held-out prompts of the demo)",
     )
     what.add_argument(
         "--answer-regex",
         metavar="REGEX",
-        help="finds the answer of a text without \\boxed{}: its last match's first group, or all of it (default: the "
-        "last number)",
+        help="finds the answer in a text without \\boxed{}: the last match's first group, or the last match (default: "
+        "the last number)",
     )
-    what.add_argument(
-        "--num-prompts", type=positive(int), metavar="N", help="so many, spread over all of them (default: all)"
-    )
-    what.add_argument(
-        "--targets",
-        type=positive(int),
-        nargs="+",
-        default=[20, 40, 80, 160],
-        metavar="T",
-        help="tokens (default: 20 40 80 160)",
-    )
-    what.add_argument(
-        "--seeds", type=seed_of, nargs="+", default=[0, 1, 2], metavar="N", help="an answer each (default: 0 1 2)"
-    )
-    what.add_argument(
-        "--guidance",
-        nargs="+",
-        default=[],
-        metavar="JSON",
-        help="parameters of a request beside its target, a setting each (default: {}, those of the package)",
-    )
-    what.add_argument(
-        "--strengths",
-        type=float,
-        nargs="+",
-        default=[],
-        metavar="S",
-        help="a curve of distance against perplexity over these strengths of near (default: no curve)",
-    )
+    for flag, kind, default, metavar, meaning in (
+        ("--targets", positive(int), [20, 40, 80, 160], "T", "target lengths in tokens (default: 20 40 80 160)"),
+        ("--seeds", seed_of, [0, 1, 2], "N", "each seed answers every prompt (default: 0 1 2)"),
+        ("--guidance", str, [], "JSON", "request parameters, one setting per object (default: {}, the package's)"),
+    ):
+        what.add_argument(flag, type=kind, nargs="+", default=default, metavar=metavar, help=meaning)
+    count_help = "number of prompts, evenly spaced (default: all)"
+    what.add_argument("--num-prompts", type=positive(int), metavar="N", help=count_help)
     what.add_argument(
         "--max-new-tokens",
         type=positive(int),
         metavar="N",
-        help="tokens at which an answer is cut (default: 2.5 times the largest target, in whole 16s); at a target no "
-        "more than 2.5 times that count",
+        help="limit of an answer (default: 2.5 times the largest target); at most 2.5 times its target is used",
     )
     add_say_it(what, "also answer in every setting with TEXT appended to each prompt, after an empty line")
     what.add_argument(
@@ -114,69 +86,47 @@ def add(commands: Any) -> None:
     add_sampling(parser.add_argument_group("sampling"))
 
     where = parser.add_argument_group("where answers are made")
-    where.add_argument(
-        "--url", metavar="SERVER", help="of SGLang or vLLM with LENVM_VALUE_MODEL=VALUE (default: in process)"
-    )
-    where.add_argument(
-        "--constant-url",
-        metavar="SERVER",
-        help="the same with LENVM_VALUE_MODEL=none, for the constant (default: in process; that of --url if VALUE is "
-        "none)",
-    )
-    where.add_argument(
-        "--rows", type=positive(int), default=16, metavar="N", help="prompts of a batch (default: %(default)s)"
-    )
-    where.add_argument(
-        "--concurrency",
-        type=positive(int),
-        default=8,
-        metavar="N",
-        help="requests to a server at a time, no more than --rows (default: %(default)s)",
-    )
+    url_help = "SGLang or vLLM with LENVM_VALUE_MODEL=VALUE (default: in process)"
+    where.add_argument("--url", metavar="SERVER", help=url_help)
+    constant_help = "the same with LENVM_VALUE_MODEL=none (default: in process; --url if VALUE is none)"
+    where.add_argument("--constant-url", metavar="SERVER", help=constant_help)
+    rows_help = "prompts per batch (default: %(default)s)"
+    where.add_argument("--rows", type=positive(int), default=16, metavar="N", help=rows_help)
+    workers_help = "concurrent requests to a server, at most --rows (default: %(default)s)"
+    where.add_argument("--concurrency", type=positive(int), default=8, metavar="N", help=workers_help)
     add_device(where)
     add_dtype(where, "the models")
 
 
 def run_command(args: argparse.Namespace) -> None:
-    """Run the command: check all that can be checked, load the models, make the answers, write and print."""
+    """Check the flags, load the models, make the answers, write and print the tables."""
     command = shlex.join(["lenvm", *sys.argv[1:]])
     start = time.monotonic()
     with usage_errors():
+        prompts, answers = _prompts(args.prompts, args.num_prompts)
         guidances = [_guidance(text) for text in args.guidance]
-        prompts, right_answers = _prompts(args.prompts, args.num_prompts)
         import numpy
         import torch
         import transformers
 
-        from lenvm_kernels.demo.models import NONE, Models, require_extras
-        from lenvm_kernels.guidance import Thoughts, parse_guidance
-
-        require_extras("matplotlib", "tqdm", *([] if right_answers is None else ["math_verify"]))
-        import matplotlib
-
-        from lenvm_kernels.evaluate import accuracy, calibration, report
+        from lenvm_kernels.adapters.settings import NONE
+        from lenvm_kernels.evaluate import accuracy, report
+        from lenvm_kernels.evaluate.calibration import calibrate
         from lenvm_kernels.evaluate.measures import measure
         from lenvm_kernels.evaluate.plan import BASE, CLOSING_TOKENS, AnswerFile, Plan, default_limit, settings_of
-        from lenvm_kernels.evaluate.run import run, views
+        from lenvm_kernels.evaluate.run import Runner
         from lenvm_kernels.evaluate.servers import Server
+        from lenvm_kernels.loading.models import Models, require_extras
 
-        matplotlib.use("Agg")
-        answer_regex = accuracy.compiled(args.answer_regex, right_answers is not None)
+        require_extras("matplotlib", "tqdm", *([] if answers is None else ["math_verify"]))
+        answer_regex = accuracy.compiled(args.answer_regex, answers is not None)
         if args.say_it is not None:
-            say("", args.say_it, args.targets[0])  # refuses other placeholders
+            say("", args.say_it, args.targets[0])  # rejects other placeholders
         if args.closing is not None and min(args.targets) <= CLOSING_TOKENS:
             raise ValueError(f"--closing needs --targets above {CLOSING_TOKENS}, got {min(args.targets)}")
-        settings, curves = settings_of(
-            guidances,
-            args.strengths,
-            with_values=args.value != NONE,
-            said=args.say_it is not None,
-            forced=args.closing is not None,
-        )
-        for setting in settings:
-            if setting.guidance is not None:
-                fields = {"target_length": args.targets[0], **setting.guidance}
-                parse_guidance(fields, thoughts=Thoughts.unknown(), has_values=setting.with_values)
+        said, forced = args.say_it is not None, args.closing is not None
+        settings = settings_of(guidances, with_values=args.value != NONE, said=said, forced=forced)
+        _check_guidance(settings, args.targets[0])
         constant_url = args.constant_url or (args.url if args.value == NONE else None)
         server = None if args.url is None else Server.find("--url", args.url)
         constant_server = None if constant_url is None else Server.find("--constant-url", constant_url)
@@ -187,33 +137,29 @@ def run_command(args: argparse.Namespace) -> None:
             targets=list(dict.fromkeys(args.targets)),
             seeds=list(dict.fromkeys(args.seeds)),
             settings=settings,
-            curves=curves,
             max_new_tokens=args.max_new_tokens or default_limit(max(args.targets)),
             sampling=dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p),
             rows=args.rows,
             dtype=args.dtype,
             engine=None if server is None else server.engine,
             constant_engine=None if constant_server is None else constant_server.engine,
-            answers=right_answers,
+            answers=answers,
             say_it=args.say_it,
             closing=args.closing,
         )
         file = AnswerFile(args.output, plan)
-        device = device_of(args.device)
+        device, dtype = device_of(args.device), getattr(torch, args.dtype)
         value = args.value if server is None else NONE
-        dtype = getattr(torch, args.dtype)
         models = Models.load(args.base, value, device=device, dtype=dtype, names=("BASE", "VALUE"))
-        run(plan, file, models, server, constant_server, workers=args.concurrency)
+        Runner(plan, models, server, constant_server, args.concurrency).run(file)
 
-        found = views(plan, list(file.answers.values()))
+        views = plan.views(list(file.answers.values()))
         scores = {
-            target: {name: measure(answers, int(target)) for name, answers in by_name.items()}
-            for target, by_name in found.items()
+            target: {name: measure(made, int(target)) for name, made in view.items()} for target, view in views.items()
         }
-        own = [answer for answer in file.answers.values() if answer.setting == BASE]
-        calibrated = calibration.calibrate(own)
-        if right_answers is not None:
-            accuracy.add(scores, found, plan, models.tokenizer, answer_regex)
+        calibration = calibrate([answer for answer in file.answers.values() if answer.setting == BASE])
+        if answers is not None:
+            accuracy.add(scores, views, plan, models.tokenizer, answer_regex)
         versions = {"lenvm_kernels": __version__, "python": sys.version.split()[0]}
         versions |= {module.__name__: module.__version__ for module in (torch, transformers, numpy)}
         result = {
@@ -225,25 +171,28 @@ def run_command(args: argparse.Namespace) -> None:
             "constant_url": constant_url,
             "versions": versions,
             "scores": scores,
-            "curves": curves,
-            "calibration": calibrated,
+            "calibration": calibration,
         }
         (args.output / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        table = "\n".join(filter(None, (report.table(plan, scores), calibration.table(plan, calibrated))))
-        (args.output / "table.md").write_text(table, encoding="utf-8")
-        of_curves = {name for curve in curves.values() for _, name in curve} - set(curves)
-        report.plot_lengths(plan.targets, found, args.output / "lengths.png", leave_out=of_curves)
-        if right_answers is not None:
-            accuracy.plot(plan, scores, args.output / "accuracy.png", leave_out=of_curves)
-        if curves:
-            report.plot_curves(plan, scores, args.output / "curve.png")
-        if calibrated is not None:
-            calibration.plot(own, calibrated, args.output / "calibration.png")
-    print(table)
+        tables = filter(None, (report.tables(plan, scores), report.calibration_table(plan, calibration)))
+        text = "\n".join(tables)
+        (args.output / "table.md").write_text(text, encoding="utf-8")
+        report.plot_lengths(plan.targets, views, args.output / "lengths.png")
+    print(text)
+
+
+def _check_guidance(settings: list[Setting], target: int) -> None:
+    """Reject parameters that no request may have, before anything is loaded."""
+    from lenvm_kernels.guidance import Thoughts, parse_guidance
+
+    for setting in settings:
+        if setting.guidance is not None:
+            fields = {"target_length": target, **setting.guidance}
+            parse_guidance(fields, thoughts=Thoughts.unknown(), has_values=setting.with_values)
 
 
 def _guidance(text: str) -> dict[str, Any]:
-    """What ``--guidance`` asks for beside a target."""
+    """A value of ``--guidance``: parameters besides the target."""
     try:
         guidance = json.loads(text)
     except json.JSONDecodeError:
@@ -256,7 +205,7 @@ def _guidance(text: str) -> dict[str, Any]:
 
 
 def _prompts(file: Path | None, count: int | None) -> tuple[list[str], list[str] | None]:
-    """The prompts of a file, or the demo's, of which ``count`` are taken evenly, and their answers if known."""
+    """``count`` evenly spaced prompts of a file or of the demo, and their reference answers if the file has them."""
     from lenvm_kernels.evaluate.accuracy import references
 
     prompts = [Prompt(text) for text in held_out_prompts()] if file is None else read_prompts(file)

@@ -1,7 +1,7 @@
-"""What ``lenvm evaluate`` measures: numbers of answers to one target, with numpy alone.
+"""The measures of ``lenvm evaluate``: numbers of the answers to one target.
 
-Every measure but the quartiles is a sum over answers divided by another sum, so a bootstrap over prompts needs nothing
-but both sums of each prompt.
+Every measure except the quartiles is a sum over answers divided by another sum, so a bootstrap over prompts needs only
+the two sums of each prompt.
 """
 
 from __future__ import annotations
@@ -12,29 +12,28 @@ from typing import Any
 
 import numpy as np
 
+from lenvm_kernels.evaluate.statistics import bootstrap
 from lenvm_kernels.guidance.sentences import ends_sentence
 
-RESAMPLES = 1000
-# Of LIFEBench's score: answers that are too short lose more than those that are too long.
+# Decay of LIFEBench's score: answers that are too short lose more than answers that are too long.
 SHORT_DECAY, LONG_DECAY = 5.0, 2.0
-# Measures that get an interval.
 WITH_INTERVALS = ("distance", "within_10", "within_25", "perplexity", "sentence_ends")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer as it stands in ``answers.jsonl``.
+    """An answer, a line of ``answers.jsonl``.
 
     Attributes:
         setting: the name of the setting.
-        target: tokens to aim at; None for the base model alone, which is scored against each target.
-        seed: of the seeds that were asked for.
-        prompt: its index.
-        ids: tokens of the answer, the end-of-sequence token last if it ended by itself.
-        text: of the tokens.
-        ended: whether it ended by itself; else it was cut at the limit of new tokens.
-        nll: nats of each token, under the base model alone.
-        predicted: tokens that it was predicted to have before its first one; None: not asked for, or not known.
+        target: target length in tokens; None for a setting without a target, which is scored against every target.
+        seed: one of the plan's seeds.
+        prompt: index of the prompt.
+        ids: tokens, including the end-of-sequence token if the answer ended by itself.
+        text: the decoded tokens.
+        ended: True if the answer ended by itself, False if the limit of new tokens cut it.
+        nll: negative log-likelihood of each token under the base model alone, in nats.
+        predicted: length in tokens, predicted before the first one; None if it was not requested or is not known.
     """
 
     setting: str
@@ -48,14 +47,14 @@ class Answer:
     predicted: float | None = None
 
     def cut(self, limit: int) -> Answer:
-        """What a limit of so many tokens would have left of it; the text stays that of all tokens."""
+        """The answer under a limit of ``limit`` tokens; the text remains that of all tokens."""
         if len(self.ids) <= limit:
             return self
         return replace(self, ids=self.ids[:limit], nll=self.nll[:limit], ended=False)
 
 
 def length_deviation(lengths: np.ndarray, target: int) -> np.ndarray:
-    """LIFEBench's LD, below 0 where an answer is too short: ``(length - target) / target`` (arXiv 2505.16234)."""
+    """LIFEBench's LD, negative where an answer is too short: ``(length - target) / target`` (arXiv 2505.16234)."""
     return (lengths - target) / target
 
 
@@ -69,7 +68,7 @@ def length_score(lengths: np.ndarray, target: int) -> np.ndarray:
 
 
 def repeated_4grams(ids: Sequence[int]) -> tuple[int, int]:
-    """How many 4-grams of tokens stand earlier in the answer already, and how many there are."""
+    """The number of 4-grams of tokens that occur earlier in the answer, and the number of all 4-grams."""
     grams = [tuple(ids[i : i + 4]) for i in range(len(ids) - 3)]
     return len(grams) - len(set(grams)), len(grams)
 
@@ -78,17 +77,16 @@ def measure(answers: Sequence[Answer], target: int) -> dict[str, Any]:
     """Score the answers of one setting against one target.
 
     Args:
-        answers: at least one; those of a prompt are its seeds'.
+        answers: at least one; the seeds of a prompt share its index.
         target: tokens, at least 1.
 
     Returns:
-        By name, shares from 0 to 1 and lengths in tokens: ``answers`` (how many), ``mean``, ``quartiles`` (three),
+        Shares from 0 to 1 and lengths in tokens: ``answers`` (their number), ``mean``, ``quartiles`` (three),
         ``distance`` (mean of ``|length - target|``), ``within_10`` and ``within_25`` (per cent of the target),
         ``too_short`` (below a quarter of it), ``cut`` (at the limit), ``length_score`` (0 to 100), ``length_deviation``
         (its mean, signed), ``relative_error`` (mean of ``|length - target| / target``), ``perplexity``, ``repetition``,
         ``sentence_ends`` (of the answers that ended by themselves), ``distinct`` (texts of a prompt that differ).
-        ``intervals`` has ``[low, high]`` for those of :data:`WITH_INTERVALS`. None stands where there is nothing to
-        divide by.
+        ``intervals`` has ``[low, high]`` for :data:`WITH_INTERVALS`. None replaces a number whose denominator is 0.
     """
     prompts = sorted({answer.prompt for answer in answers})
     rows = np.array([prompts.index(answer.prompt) for answer in answers])
@@ -118,29 +116,12 @@ def measure(answers: Sequence[Answer], target: int) -> dict[str, Any]:
         "sentence_ends": (np.array([answer.ended and ends_sentence(answer.text) for answer in answers]), ended),
         "distinct": (is_new, each),
     }
-    found: dict[str, Any] = {"answers": len(answers), "quartiles": np.percentile(lengths, (25, 50, 75)).tolist()}
-    intervals = {}
+    scores: dict[str, Any] = {"answers": len(answers), "quartiles": np.percentile(lengths, (25, 50, 75)).tolist()}
+    intervals: dict[str, list[float] | None] = {}
     for name, (above, below) in parts.items():
         sums = [np.bincount(rows, weights=part, minlength=len(prompts)) for part in (above, below)]
         finish = np.exp if name == "perplexity" else np.asarray
-        found[name] = float(finish(sums[0].sum() / sums[1].sum())) if sums[1].any() else None
+        scores[name] = float(finish(sums[0].sum() / sums[1].sum())) if sums[1].any() else None
         if name in WITH_INTERVALS:
-            interval = bootstrap(*sums) if sums[1].any() else None
-            intervals[name] = None if interval is None else [float(finish(end)) for end in interval]
-    return found | {"intervals": intervals}
-
-
-def bootstrap(above: np.ndarray, below: np.ndarray) -> tuple[float, float]:
-    """The 95 % interval of ``above.sum() / below.sum()``, by percentiles over prompts drawn with replacement.
-
-    Every call draws the same prompts, so that settings are compared on the same resamples.
-
-    Args:
-        above, below: fp64 ``[P]``, by prompt; ``below`` is not 0 everywhere.
-    """
-    count = len(above)
-    draws = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
-    denominators = draws @ below
-    ratios = (draws @ above)[denominators > 0] / denominators[denominators > 0]
-    low, high = np.percentile(ratios, (2.5, 97.5))
-    return float(low), float(high)
+            intervals[name] = [float(finish(end)) for end in bootstrap(*sums)] if sums[1].any() else None
+    return scores | {"intervals": intervals}

@@ -1,7 +1,7 @@
-"""Which answers ``lenvm evaluate`` makes, in which order, and the file that keeps them.
+"""The plan of a run: which answers are made, in which order, and the file that stores them.
 
-A unit of work is a batch of prompts under one setting, target and seed. Its seed follows from these alone: a run that
-goes on where another one stopped makes the answers that the other would have made.
+A unit of work is a batch of prompts under one setting, target and seed. The unit alone determines its random seed, so a
+resumed run makes the same answers as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -14,52 +14,55 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lenvm_kernels.evaluate.guarded_lines import GuardedLines
 from lenvm_kernels.evaluate.measures import Answer
-from lenvm_kernels.guidance.fields import FIELDS
+from lenvm_kernels.evaluate.resumable_lines import ResumableLines
 
 BASE, CUT, FORCED, CONSTANT, GUIDED = "none", "hard cut", "forced answer", "constant", "guided"
 SAID = ", said"
-# Tokens before the target at which a forced answer leaves the base model's own answer.
+# A forced answer leaves the base model's answer this many tokens before the target.
 CLOSING_TOKENS = 16
-# Answers to a target take at most so many times as many tokens.
+# Maximum answer length, as a multiple of the target.
 LONGEST = 2.5
-# What answers are told apart by: setting, target, seed, prompt.
+# Setting, target, seed and prompt identify an answer.
 Key = tuple[str, int | None, int, int]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A way of answering: its name, its guidance but for the target, and whether values guide it."""
+    """A way to answer prompts.
+
+    Attributes:
+        name: the name in tables.
+        guidance: request parameters without the target; None: unguided.
+        with_values: whether a value model guides the answers, or predicts the lengths of the base model's.
+        said: whether the prompt names the target.
+        targets: the targets that are answered, ``(None,)`` for a setting without a target. If None, those of the plan.
+    """
 
     name: str
     guidance: dict[str, Any] | None
     with_values: bool
-
-    @property
-    def said(self) -> bool:
-        """Whether the prompt names the target. No field, so that plans of earlier versions stay the same."""
-        return self.name.endswith(SAID)
+    said: bool = False
+    targets: tuple[int | None, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that decides which answers are made; a directory holds those of one plan.
+    """Everything that determines the answers; a directory holds the answers of one plan.
 
     Attributes:
-        base, value: the models as they were named.
+        base, value: the models as named by the user.
         prompts: the texts.
         targets: tokens.
-        seeds: each of them answers every prompt.
-        settings: those that are sampled; the hard cut is made of the base model's answers.
-        curves: by label, strengths and the names of the settings that have them.
-        max_new_tokens: the limit of every answer.
+        seeds: each seed answers every prompt.
+        settings: the sampled settings; the hard cut is computed from the base model's answers.
+        max_new_tokens: limit of every answer.
         sampling: ``temperature``, ``top_k``, ``top_p`` and ``min_p``.
-        rows: prompts of a batch.
-        dtype: of the models in process.
-        engine, constant_engine: of the servers; None: in process.
-        answers: what is right, a text a prompt; None: it is not known.
-        say_it: text appended to the prompts of the settings that are said. If None, there are none.
+        rows: prompts per batch.
+        dtype: dtype of the models in process.
+        engine, constant_engine: engines of the servers. If None, answers are made in process.
+        answers: reference answer of each prompt. If None, accuracy is not measured.
+        say_it: text that is appended to the prompts of settings with ``said``.
         closing: text that forces an answer. If None, there is no such setting.
     """
 
@@ -69,33 +72,53 @@ class Plan:
     targets: list[int]
     seeds: list[int]
     settings: list[Setting]
-    curves: dict[str, list[tuple[float, str]]]
     max_new_tokens: int
     sampling: dict[str, Any]
     rows: int
     dtype: str
-    engine: str | None
-    constant_engine: str | None
+    engine: str | None = None
+    constant_engine: str | None = None
     answers: list[str] | None = None
     say_it: str | None = None
     closing: str | None = None
 
     def limit(self, target: int | None) -> int:
-        """Tokens that an answer to a target may take: no more than 2.5 times the target, in whole 16s."""
+        """Maximum tokens of an answer to a target."""
         return self.max_new_tokens if target is None else min(self.max_new_tokens, default_limit(target))
 
     def units(self) -> list[Unit]:
-        """In the order in which they are made."""
-        batches = [
-            range(start, min(start + self.rows, len(self.prompts))) for start in range(0, len(self.prompts), self.rows)
-        ]
+        """All units, in the order in which they are made."""
+        count = len(self.prompts)
+        batches = [range(start, min(start + self.rows, count)) for start in range(0, count, self.rows)]
         return [
             Unit(setting, target, seed, batch)
             for setting in self.settings
-            for target in ([None] if setting.name == BASE else self.targets)
+            for target in setting.targets or self.targets
             for seed in self.seeds
             for batch in batches
         ]
+
+    def views(self, answers: Sequence[Answer]) -> dict[str, dict[str, list[Answer]]]:
+        """Answers by target (a string, for JSON) and setting.
+
+        Answers without a target are cut at the limit of the other settings. ``hard cut`` is the base model's answers,
+        cut at the target.
+        """
+        made: dict[tuple[str, int | None], list[Answer]] = {}
+        for answer in answers:
+            made.setdefault((answer.setting, answer.target), []).append(answer)
+        views: dict[str, dict[str, list[Answer]]] = {}
+        for target in self.targets:
+            view = views[str(target)] = {}
+            for setting in self.settings:
+                targets = setting.targets or self.targets
+                if target in targets:
+                    view[setting.name] = made[setting.name, target]
+                elif None in targets:
+                    view[setting.name] = [answer.cut(self.limit(target)) for answer in made[setting.name, None]]
+                if setting.name == BASE:
+                    view[CUT] = [answer.cut(target) for answer in made[BASE, None]]
+        return views
 
 
 @dataclass(frozen=True)
@@ -108,16 +131,16 @@ class Unit:
     prompts: range
 
     def keys(self) -> list[Key]:
-        """Those of its answers."""
+        """The keys of its answers."""
         return [(self.setting.name, self.target, self.seed, prompt) for prompt in self.prompts]
 
     def seed_of(self, *more: int) -> int:
-        """A seed below 2**31 that follows from what the unit is, and from further numbers."""
+        """A seed below 2**31, derived from the unit and from further numbers."""
         return seed_from(self.seed, self.setting.name, self.target, self.prompts.start, *more)
 
 
 def seed_from(*content: Any) -> int:
-    """A seed below 2**31 that follows from what goes into JSON."""
+    """A seed below 2**31, derived from content that JSON can represent."""
     return int.from_bytes(hashlib.sha256(json.dumps(content).encode()).digest()[:4], "little") >> 1
 
 
@@ -127,67 +150,52 @@ def default_limit(target: int) -> int:
 
 
 def settings_of(
-    guidances: Sequence[dict[str, Any]],
-    strengths: Sequence[float],
-    *,
-    with_values: bool,
-    said: bool = False,
-    forced: bool = False,
-) -> tuple[list[Setting], dict[str, list[tuple[float, str]]]]:
-    """The settings of a plan and the curves that they make.
+    guidances: Sequence[dict[str, Any]], *, with_values: bool, said: bool = False, forced: bool = False
+) -> list[Setting]:
+    """The settings of a plan, the baselines first.
 
     Args:
-        guidances: of the guided settings; empty: the default one.
-        strengths: of the curves; empty: there are none.
-        with_values: without a value model the guided setting is the constant, and is not repeated.
-        said: repeat each setting but the forced answer with prompts that name the target.
+        guidances: parameters of the guided settings. If empty, the default parameters.
+        with_values: whether there is a value model. Without one, default parameters are those of the constant.
+        said: repeat each setting except the forced answer with prompts that name the target.
         forced: add the forced answer.
     """
-    unguided = [BASE, FORCED] if forced else [BASE]
-    settings = {name: Setting(name, None, False) for name in unguided} | {CONSTANT: Setting(CONSTANT, {}, False)}
-    lines = {CONSTANT: settings[CONSTANT]}
+    settings = [Setting(BASE, None, with_values, targets=(None,))]
+    if forced:
+        settings.append(Setting(FORCED, None, False))
+    settings.append(Setting(CONSTANT, {}, False))
     for guidance in guidances or [{}]:
         name = json.dumps(guidance, sort_keys=True) if guidance else GUIDED if with_values else CONSTANT
-        lines[name] = settings.setdefault(name, Setting(name, guidance, with_values))
-    curves: dict[str, list[tuple[float, str]]] = {}
-    for label, line in lines.items() if strengths else ():
-        curves[label] = []
-        for strength in sorted(set(strengths)):
-            own = (line.guidance or {}).get("strength", FIELDS["strength"].default)
-            name = label if strength == own else f"{label}, strength {strength:g}"
-            settings.setdefault(name, Setting(name, {**(line.guidance or {}), "strength": strength}, line.with_values))
-            curves[label].append((strength, name))
+        settings.append(Setting(name, guidance, with_values))
     if said:
-        settings |= {n + SAID: replace(setting, name=n + SAID) for n, setting in settings.items() if n != FORCED}
-        curves |= {label + SAID: [(s, name + SAID) for s, name in curve] for label, curve in curves.items()}
-    return list(settings.values()), curves
+        named = [setting for setting in settings if setting.name != FORCED]
+        settings += [replace(setting, name=setting.name + SAID, said=True, targets=None) for setting in named]
+    return list({setting.name: setting for setting in settings}.values())
 
 
 class AnswerFile:
     """``answers.jsonl`` of a directory, guarded by ``plan.json``.
 
     Attributes:
-        answers: of whole units, by setting, target, seed and prompt.
+        answers: answers of complete units, by setting, target, seed and prompt.
 
     Raises:
-        ValueError: the directory is that of another plan, or a line is no answer.
+        ValueError: the directory has another plan, or a line is not an answer.
     """
 
     def __init__(self, folder: Path, plan: Plan) -> None:
-        self._lines = GuardedLines(folder, asdict(plan))
-        self.answers = self._read(plan)
-
-    def _read(self, plan: Plan) -> dict[Key, Answer]:
-        """Answers of whole units; what stands of a unit that a kill cut short is dropped."""
-        lines = self._lines.read(Answer, "lenvm evaluate")
-        found: dict[Key, Answer] = {(a.setting, a.target, a.seed, a.prompt): a for a in lines}
+        self._lines = ResumableLines(folder, asdict(plan))
+        read = {_key(answer): answer for answer in self._lines.read(Answer, "lenvm evaluate")}
         units = [unit.keys() for unit in plan.units()]
-        kept = {key: found[key] for keys in units if found.keys() >= set(keys) for key in keys}
-        if len(kept) < len(found):
-            self._lines.replace(map(asdict, kept.values()))
-        return kept
+        self.answers = {key: read[key] for keys in units if read.keys() >= set(keys) for key in keys}
+        if len(self.answers) < len(read):  # a kill has left a part of a unit
+            self._lines.replace(map(asdict, self.answers.values()))
 
     def add(self, answers: Sequence[Answer]) -> None:
-        """Append the answers of a unit. The first one makes the directory: a run that fails before leaves nothing."""
+        """Append the answers of a unit."""
         self._lines.add(map(asdict, answers))
-        self.answers |= {(a.setting, a.target, a.seed, a.prompt): a for a in answers}
+        self.answers |= {_key(answer): answer for answer in answers}
+
+
+def _key(answer: Answer) -> Key:
+    return answer.setting, answer.target, answer.seed, answer.prompt

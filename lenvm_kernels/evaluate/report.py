@@ -1,15 +1,16 @@
-"""What ``lenvm evaluate`` shows: Markdown tables, and the plots of lengths and of distance against perplexity."""
+"""Markdown tables and the plot of ``lenvm evaluate``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lenvm_kernels.adapters.settings import NONE
 from lenvm_kernels.evaluate.measures import Answer
-from lenvm_kernels.evaluate.plan import BASE, CUT, Plan
+from lenvm_kernels.evaluate.plan import Plan
 
 
 def _number(digits: int) -> Callable[[float], str]:
@@ -20,7 +21,7 @@ def _percent(value: float) -> str:
     return f"{100 * value:.0f}"
 
 
-# Title of a column, the measure, and how a number of it is written.
+# Title of a column, the measure, and its format.
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("mean", "mean", _number(1)),
     ("distance", "distance", _number(1)),
@@ -40,90 +41,78 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 
 
-def table(plan: Plan, scores: Mapping[str, Mapping[str, Any]]) -> str:
-    """Markdown: a table a target, with the 95 % intervals in brackets; a dash where nothing can be said."""
+def tables(plan: Plan, scores: Mapping[str, Mapping[str, Any]]) -> str:
+    """Markdown: a table per target, with 95 % intervals in brackets and a dash for a missing number."""
     counts = f"{len(plan.prompts)} prompts, {len(plan.seeds)} seed{'s' * (len(plan.seeds) > 1)}"
     lines = []
     for target, settings in scores.items():
+        columns = [column for column in COLUMNS if all(column[1] in score for score in settings.values())]
         lines += [f"Target {target} tokens, {counts}, at most {plan.limit(int(target))} tokens", ""]
-        lines += settings_table(settings)
+        lines.append("| setting | quartiles | " + " | ".join(title for title, _, _ in columns) + " |")
+        lines.append("| --- " * (len(columns) + 2) + "|")
+        for name, score in settings.items():
+            cells = [name.replace("|", "\\|"), ", ".join(f"{length:.0f}" for length in score["quartiles"])]
+            for _, measure, write in columns:
+                cell = "-" if score[measure] is None else write(score[measure])
+                interval = score["intervals"].get(measure)
+                cells.append(cell if interval is None else f"{cell} [{', '.join(map(write, interval))}]")
+            lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
     return "\n".join(lines)
 
 
-def settings_table(settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Lines of Markdown: a row for the measures of each setting."""
-    columns = [column for column in COLUMNS if all(column[1] in found for found in settings.values())]
-    lines = ["| setting | quartiles | " + " | ".join(title for title, _, _ in columns) + " |"]
-    lines.append("| --- " * (len(columns) + 2) + "|")
-    for name, found in settings.items():
-        cells = [name.replace("|", "\\|"), ", ".join(f"{length:.0f}" for length in found["quartiles"])]
-        for _, measure, write in columns:
-            cell = "-" if found[measure] is None else write(found[measure])
-            interval = found["intervals"].get(measure)
-            cells.append(cell if interval is None else f"{cell} [{', '.join(map(write, interval))}]")
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+def calibration_table(plan: Plan, calibration: dict[str, Any] | None) -> str:
+    """Markdown: a row per bin and the measures below, or the reason why there is none; empty without a value model."""
+    if plan.value == NONE:
+        return ""
+    if calibration is None:
+        reason = ": vLLM returns none" if plan.engine == "vllm" else ""
+        return f"No calibration: no answer of the base model has a predicted length{reason}.\n"
+    lines = [
+        f"Calibration: predicted against actual lengths of {calibration['answers']} answers of the base model "
+        f"({calibration['left_out']} more have no prediction), at most {plan.max_new_tokens} tokens",
+        "",
+        "| tenth | answers | mean predicted | mean actual | predicted / actual | cut % |",
+        "| --- " * 6 + "|",
+    ]
+    for number, row in enumerate(calibration["bins"], start=1):
+        numbers = f"{row['predicted']:.1f} | {row['actual']:.1f} | {row['ratio']:.2f} | {_percent(row['cut'])}"
+        lines.append(f"| {number} | {row['answers']} | {numbers} |")
+    correlation = "-" if calibration["rank_correlation"] is None else f"{calibration['rank_correlation']:.2f}"
+    below = (
+        f"Spearman's rank correlation {correlation}, mean absolute error {calibration['mae_tokens']:.1f} tokens, mean "
+        f"relative error {_percent(calibration['mean_relative_error'])} %. {_percent(calibration['cut'])} % of the "
+        "answers were cut at the limit, and count with the tokens that they have."
+    )
+    return "\n".join([*lines, "", below, ""])
 
 
-def plot_lengths(
-    targets: Sequence[int],
-    views: Mapping[str, Mapping[str, Sequence[Answer]]],
-    file: Path,
-    *,
-    leave_out: Collection[str] = (),
-) -> None:
-    """Write a PNG with a dot an answer, its length against the target, and a panel a setting.
+def plot_lengths(targets: Sequence[int], views: Mapping[str, Mapping[str, Sequence[Answer]]], file: Path) -> None:
+    """Write a PNG with a panel per setting and a dot per answer, length against target.
 
     Args:
         targets: tokens.
-        views: answers by target and name of a setting.
-        file: what to write.
-        leave_out: settings without a panel.
+        views: see :meth:`Plan.views`.
+        file: the PNG.
     """
+    import matplotlib
+
+    matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = [name for name in views[str(targets[0])] if name not in leave_out]
+    names = list(views[str(targets[0])])
     longest, gap = max(targets), max(targets) / 50
-    figure, panels = pyplot.subplots(
-        1, len(names), figsize=(2.6 * len(names) + 0.8, 3.8), sharey=True, squeeze=False, layout="constrained"
-    )
-    for axes, name in zip(panels[0], names, strict=True):
+    size = 2.6 * len(names) + 0.8, 3.8
+    figure, (panels,) = pyplot.subplots(1, len(names), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for axes, name in zip(panels, names, strict=True):
         axes.plot([0, longest * 1.1], [0, longest * 1.1], color="grey", linewidth=1, zorder=0)
         for target in targets:
             lengths = [len(answer.ids) for answer in views[str(target)][name]]
             places = target + gap * np.random.default_rng(0).uniform(-1, 1, len(lengths))
             axes.scatter(places, lengths, s=7, alpha=0.5, linewidths=0)
         axes.set_title(name if len(name) <= 30 else name[:29] + "…", fontsize=9)
-        axes.set_xticks(sorted(targets))
-        axes.set_xlabel("target in tokens")
-        axes.set_xlim(0, longest * 1.1)
+        axes.set(xlabel="target in tokens", xticks=sorted(targets), xlim=(0, longest * 1.1))
         axes.set_ylim(bottom=0)
-    panels[0, 0].set_ylabel("length in tokens")
-    figure.savefig(file, format="png", dpi=150)
-    pyplot.close(figure)
-
-
-def plot_curves(plan: Plan, scores: Mapping[str, Mapping[str, Any]], file: Path) -> None:
-    """Write a PNG with distance against perplexity over the strengths, and a panel a target."""
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(
-        1, len(scores), figsize=(3.4 * len(scores) + 0.8, 3.8), squeeze=False, layout="constrained"
-    )
-    for axes, (target, settings) in zip(panels[0], scores.items(), strict=True):
-        for label, curve in plan.curves.items():
-            points = [(settings[name]["perplexity"], settings[name]["distance"]) for _, name in curve]
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
-            for (strength, _), point in zip(curve, points, strict=True):
-                axes.annotate(f"{strength:g}", point, textcoords="offset points", xytext=(4, 4), fontsize=7)
-        for name, marker in ((BASE, "s"), (CUT, "x")):
-            axes.scatter(settings[name]["perplexity"], settings[name]["distance"], marker=marker, c="grey", label=name)
-        axes.set_title(f"target {target}", fontsize=9)
-        axes.set_xlabel("perplexity under the base model")
-        axes.set_xlim(left=1)  # the least that there is
-        axes.set_ylim(bottom=0)
-    panels[0, 0].set_ylabel("mean |length - target| in tokens")
-    panels[0, 0].legend(fontsize=7)
+    panels[0].set_ylabel("length in tokens")
     figure.savefig(file, format="png", dpi=150)
     pyplot.close(figure)

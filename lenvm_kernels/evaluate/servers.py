@@ -1,4 +1,4 @@
-"""Answers from a running server, SGLang's or vLLM's, by the standard library alone."""
+"""Answers from a running SGLang or vLLM server, over the standard library's HTTP client."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-SECONDS = 600  # that an answer may take
-# Servers are named by their own address: a proxy of the environment is for other hosts.
+SECONDS = 600  # timeout of an answer
+# The user names a server by its own address, so proxies of the environment are ignored.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Unreachable(ValueError):
-    """A server did not answer, or failed by itself: asked again, it may answer."""
+    """A server did not answer or failed internally; a retry may succeed."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server and how to ask it.
+    """A running server.
 
     Attributes:
-        flag: what errors call it.
-        url: without a slash at the end.
+        flag: its name in error messages.
+        url: without a trailing slash.
         engine: ``"sglang"`` or ``"vllm"``.
     """
 
@@ -35,10 +35,10 @@ class Server:
 
     @classmethod
     def find(cls, flag: str, url: str) -> Server:
-        """Ask a server which engine it is: only SGLang answers ``/get_model_info``, only vLLM ``/version``.
+        """Detect the engine of a server: only SGLang has ``/get_model_info``, only vLLM ``/version``.
 
         Raises:
-            ValueError: it is neither, or there is none.
+            ValueError: it has neither, or there is no server.
         """
         url = url.rstrip("/")
         if not url.startswith(("http://", "https://")):
@@ -54,23 +54,26 @@ class Server:
         raise ValueError(f"{flag} must be SGLang's or vLLM's server, {url} knows neither /get_model_info nor /version")
 
     def answer(self, path: str, body: Mapping[str, Any]) -> tuple[list[int], bool, float | None]:
-        """Answer one prompt, as :func:`request_of` asks for it.
+        """Answer one prompt.
+
+        Args:
+            path, body: see :func:`request_of`.
 
         Returns:
-            The tokens as the server gave them, whether it says that the answer ended by itself, and how long SGLang
-            predicted it to be, if ``return_values`` asks for that and it did.
+            The tokens as returned by the server, whether it says that the answer ended by itself, and the predicted
+            length, which SGLang returns for requests with ``return_values``.
 
         Raises:
-            Unreachable: the server does not answer, or with a status from 500 on.
-            ValueError: the server refuses or answers in another form; the message has its words.
+            Unreachable: the server does not answer, or with a status of at least 500.
+            ValueError: the server rejects the request, or its response has another form; the message quotes it.
         """
-        found = self._post(path, body)
+        response = self._post(path, body)
         if self.engine == "sglang":
-            facts = found.get("meta_info", {})
-            ids, reason = found.get("output_ids"), (facts.get("finish_reason") or {}).get("type")
-            predicted = (facts.get("predicted_output_length") or [None])[0]
+            meta = response.get("meta_info", {})
+            ids, reason = response.get("output_ids"), (meta.get("finish_reason") or {}).get("type")
+            predicted = (meta.get("predicted_output_length") or [None])[0]
         else:
-            choice = (found.get("choices") or [{}])[0]
+            choice = (response.get("choices") or [{}])[0]
             ids, reason, predicted = choice.get("token_ids"), choice.get("finish_reason"), None
         if not isinstance(ids, list) or reason not in ("stop", "length"):
             raise ValueError(
@@ -84,16 +87,16 @@ class Server:
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
             with _OPENER.open(request, timeout=SECONDS) as response:
-                found = json.loads(response.read())
+                content = json.loads(response.read())
         except urllib.error.HTTPError as error:
-            words = error.read().decode(errors="replace")[:500]
+            text = error.read().decode(errors="replace")[:500]
             kind = Unreachable if error.code >= 500 else ValueError
-            raise kind(f"{self.flag}: {self.url}{path} answered with status {error.code}: {words}") from error
+            raise kind(f"{self.flag}: {self.url}{path} answered with status {error.code}: {text}") from error
         except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
             raise Unreachable(f"{self.flag}: {self.url}{path} failed: {error}") from error
-        if not isinstance(found, dict):
-            raise ValueError(f"{self.flag}: {self.url}{path} must answer with an object, got {type(found).__name__}")
-        return found
+        if not isinstance(content, dict):
+            raise ValueError(f"{self.flag}: {self.url}{path} must answer with an object, got {type(content).__name__}")
+        return content
 
 
 def request_of(
@@ -109,26 +112,26 @@ def request_of(
 
     Args:
         engine: ``"sglang"`` or ``"vllm"``.
-        prompt: its tokens.
-        guidance: the request's parameters, guided or not; None: there are none.
-        max_new_tokens: the limit.
+        prompt: tokens.
+        guidance: parameters of the request. If None, it has none.
+        max_new_tokens: limit of the answer.
         sampling: ``temperature``, ``top_k`` (0: all), ``top_p`` and ``min_p``.
-        seed: of the request, below 2**31.
+        seed: seed of the request, below 2**31.
     """
     if engine == "sglang":
         params: dict[str, Any] = {**sampling, "max_new_tokens": max_new_tokens, "sampling_seed": seed}
-        params["top_k"] = sampling["top_k"] or -1  # as it spells all
+        params["top_k"] = sampling["top_k"] or -1  # SGLang's value for all tokens
         if guidance is not None:
             params["custom_params"] = dict(guidance)
         return "/generate", {"input_ids": list(prompt), "sampling_params": params}
     body: dict[str, Any] = {**sampling, "prompt": list(prompt), "max_tokens": max_new_tokens, "seed": seed}
     body["return_token_ids"] = True
     if guidance is not None:
-        body["vllm_xargs"] = {name: _as_accepted(value) for name, value in guidance.items()}
+        body["vllm_xargs"] = {name: _vllm_value(value) for name, value in guidance.items()}
     return "/v1/completions", body
 
 
-def _as_accepted(value: Any) -> Any:
-    """Objects and lists of lists are not among the values that vLLM accepts, their text is."""
+def _vllm_value(value: Any) -> Any:
+    """vLLM rejects objects and nested lists, but accepts them as JSON text."""
     is_nested = isinstance(value, list) and any(isinstance(x, list) for x in value)
     return json.dumps(value) if is_nested or isinstance(value, dict) else value

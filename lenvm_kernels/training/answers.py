@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lenvm_kernels.evaluate.guarded_lines import GuardedLines
+from lenvm_kernels.evaluate.resumable_lines import ResumableLines
 
 # The prompt's index, and the index of the answer among the prompt's answers.
 Key = tuple[int, int]
@@ -54,7 +54,7 @@ class AnswerStore:
     """
 
     def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
-        self._lines = GuardedLines(folder, plan)
+        self._lines = ResumableLines(folder, plan)
         self.plan = plan
         self.prompts: list[dict[str, Any]] = plan["prompts"]
         self.answers: dict[Key, Answer] = {a.key: a for a in self._lines.read(Answer, "lenvm collect")}

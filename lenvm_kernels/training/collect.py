@@ -20,13 +20,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lenvm_kernels.adapters.settings import NONE
-from lenvm_kernels.demo import held_out_prompts, spread, training_prompts
-from lenvm_kernels.demo.generation import AnswerBar, sample
-from lenvm_kernels.demo.models import Models, load_tokenizer, locate, quiet, tokens_of
 from lenvm_kernels.evaluate.plan import seed_from
-from lenvm_kernels.evaluate.prompts import TEST, TRAIN, Prompt, read_prompts
 from lenvm_kernels.evaluate.run import with_end
 from lenvm_kernels.evaluate.servers import Server, request_of
+from lenvm_kernels.loading import held_out_prompts, spread, training_prompts
+from lenvm_kernels.loading.generation import AnswerBar, sample
+from lenvm_kernels.loading.models import Models, load_tokenizer, locate, quiet, tokens_of
+from lenvm_kernels.loading.prompts import TEST, TRAIN, Prompt, read_prompts
 from lenvm_kernels.training.answers import Answer, AnswerStore, Key
 
 # Share of the prompts that are held out if the file has no splits, and range of targets, up to the maximum length.

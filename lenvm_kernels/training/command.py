@@ -157,7 +157,7 @@ def _run_train(args: argparse.Namespace) -> None:
 
 def _prepare(args: argparse.Namespace) -> None:
     """Check the packages, and set the device and the dtype."""
-    from lenvm_kernels.demo.models import require_extras
+    from lenvm_kernels.loading.models import require_extras
 
     require_extras("accelerate", "peft", extra="train")
     args.device = device_of(args.device)

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from lenvm_kernels.cli_arguments import TRUNK
-from lenvm_kernels.demo.models import source_of
-from lenvm_kernels.evaluate.prompts import TRAIN
+from lenvm_kernels.loading.models import source_of
+from lenvm_kernels.loading.prompts import TRAIN
 from lenvm_kernels.training.collect import Plan
 from lenvm_kernels.training.settings import Fitting
 

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoConfig
 
 from lenvm_kernels.cli_arguments import TRUNK, VALUE_MODEL
-from lenvm_kernels.demo.models import load_tokenizer, locate, quiet, source_of
-from lenvm_kernels.evaluate.guarded_lines import check_plan
-from lenvm_kernels.evaluate.prompts import TEST, TRAIN
+from lenvm_kernels.evaluate.resumable_lines import check_plan
+from lenvm_kernels.loading.models import load_tokenizer, locate, quiet, source_of
+from lenvm_kernels.loading.prompts import TEST, TRAIN
 from lenvm_kernels.training.answers import AnswerStore
 from lenvm_kernels.training.collect import vocabulary
 from lenvm_kernels.training.measures import measure

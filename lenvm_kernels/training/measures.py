@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lenvm_kernels.evaluate.statistics import pearson, ranks
 from lenvm_kernels.training.targets import Example
 
 
@@ -51,16 +52,3 @@ def measure(values: Sequence[torch.Tensor], examples: Sequence[Example], gamma: 
 def lengths(values: torch.Tensor, gamma: float) -> torch.Tensor:
     """Remaining tokens that values stand for."""
     return torch.log1p(-values.clamp(0, 1 - 1e-6)) / math.log(gamma)
-
-
-def ranks(x: torch.Tensor) -> torch.Tensor:
-    """Ranks, fp64; equal values share their mean rank."""
-    _, place, count = torch.unique(x, return_inverse=True, return_counts=True)
-    return (count.cumsum(0) - (count - 1) / 2).double()[place]
-
-
-def pearson(a: torch.Tensor, b: torch.Tensor) -> float | None:
-    """Correlation of two vectors; None if one of them is constant up to rounding."""
-    a, b = a - a.mean(), b - b.mean()
-    norms = float((a.square().sum() * b.square().sum()).sqrt())
-    return float((a * b).sum()) / norms if norms > 1e-12 * len(a) else None

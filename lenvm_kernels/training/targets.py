@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lenvm_kernels.evaluate.prompts import TRAIN
+from lenvm_kernels.loading.prompts import TRAIN
 from lenvm_kernels.training.answers import Answer, AnswerStore
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from lenvm_kernels.cli_arguments import TRUNK
-from lenvm_kernels.demo import spread
-from lenvm_kernels.demo.models import load_tokenizer, locate, quiet, tokens_of
 from lenvm_kernels.evaluate import command as evaluate
-from lenvm_kernels.evaluate.prompts import TEST
+from lenvm_kernels.loading import spread
+from lenvm_kernels.loading.models import load_tokenizer, locate, quiet, tokens_of
+from lenvm_kernels.loading.prompts import TEST
 from lenvm_kernels.training.collect import Plan, collect, vocabulary
 from lenvm_kernels.training.cost import estimate
 from lenvm_kernels.training.fit import check_model, fit, table

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from lenvm_kernels.adapters.settings import NONE
 from lenvm_kernels.adapters.trunk_states import TrunkStates
-from lenvm_kernels.demo.models import Models
+from lenvm_kernels.loading.models import Models
 from lenvm_kernels.ops.candidate_values import MAX_BINS
 from lenvm_kernels.training.answers import Answer
 from lenvm_kernels.training.settings import Fitting

@@ -23,8 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallb
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from lenvm_kernels.demo.models import load_tokenizer, source_of
-from lenvm_kernels.evaluate.guarded_lines import check_plan
+from lenvm_kernels.evaluate.resumable_lines import check_plan
+from lenvm_kernels.loading.models import load_tokenizer, source_of
 from lenvm_kernels.training.settings import Fitting
 from lenvm_kernels.training.standardized import StandardizedLinear
 from lenvm_kernels.training.targets import Example

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from lenvm_kernels.demo import VALUE, model_path
+from lenvm_kernels.loading import VALUE, model_path
 from lenvm_kernels.value_model import ValueModel, ValueModelConfig
 
 VOCAB, HIDDEN = 97, 48

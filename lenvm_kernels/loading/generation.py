@@ -1,4 +1,4 @@
-"""One batch of answers by ``model.generate``, as the demo and ``lenvm evaluate`` sample them."""
+"""Sample a batch of answers with ``model.generate``, as the commands that measure or collect answers do."""
 
 from __future__ import annotations
 
@@ -12,25 +12,23 @@ from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from lenvm_kernels.adapters.transformers import Guidance, LenVMLogitsProcessor
-from lenvm_kernels.demo.models import Models
+from lenvm_kernels.loading.models import Models
 from lenvm_kernels.value_model import Trunk, ValueModel
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a batch of ``B`` prompts was answered with, in at most ``N`` tokens.
+    """Answers to a batch of ``B`` prompts, of at most ``N`` tokens.
 
     Attributes:
-        tokens: int64 ``[B, N]``; new tokens, and padding behind the end.
-        counts: bool ``[B, N]``; tokens up to the first end-of-sequence token, that one included, or to the limit.
-        predicted: how long each answer was predicted to be before it began, where its guidance has ``return_values``.
-        logits: the base model's own at each step, in its dtype ``[B, V]``; none unless they were asked for.
+        tokens: int64 ``[B, N]``; new tokens, padded behind the end.
+        counts: bool ``[B, N]``; True up to and including the first end-of-sequence token, or up to the limit.
+        predicted: predicted length of each answer before its first token, or None without ``return_values``.
     """
 
     tokens: torch.Tensor
     counts: torch.Tensor
     predicted: list[float | None]
-    logits: tuple[torch.Tensor, ...]
 
 
 def sample(
@@ -40,20 +38,18 @@ def sample(
     guidance: Guidance | Sequence[Guidance],
     *,
     max_new_tokens: int | Sequence[int],
-    keep_logits: bool = False,
     streamer: BaseStreamer | None = None,
     **options: Any,
 ) -> Sampled:
-    """Answer a batch of prompts under one guidance; draws come from torch's generator.
+    """Answer a batch of prompts. Draws come from torch's generator.
 
     Args:
         models: the base model.
-        value_model: what guides, or a trunk; None: the end of the text alone.
-        inputs: of :meth:`Models.encode`.
-        guidance: of all prompts, or of each; None: none.
-        max_new_tokens: the limit of an answer, or of each.
-        keep_logits: return the logits, too.
-        streamer: told of every step.
+        value_model: source of values. If None, guidance uses end tokens alone.
+        inputs: see :meth:`Models.encode`.
+        guidance: one for all prompts, or one per prompt. None means unguided.
+        max_new_tokens: limit of all answers, or one per answer.
+        streamer: receives the tokens of every step.
         **options: sampling parameters and further arguments of :class:`LenVMLogitsProcessor`.
 
     Raises:
@@ -70,26 +66,23 @@ def sample(
         tokenizers=(models.tokenizer, models.value_tokenizer),
         **options,
     )
-    output = models.model.generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel lacks
+    sequences = models.model.generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel lacks
         **inputs,
         **processor.generation_kwargs,
-        # Behind its limit a row counts as ended: no values are computed for it any more.
+        # A row behind its limit counts as ended, so that no values are computed for it.
         pad_token_id=next(iter(models.eos_token_ids), models.pad_token_id),
         stopping_criteria=StoppingCriteriaList([lambda ids, scores: (ids.shape[1] >= last).expand(len(ids))]),
         streamer=streamer,
-        return_dict_in_generate=True,
-        output_logits=keep_logits,
     )
-    new = output.sequences[:, inputs["input_ids"].shape[1] :]
+    new = sequences[:, inputs["input_ids"].shape[1] :]
     ended = torch.isin(new, torch.tensor(models.eos_token_ids, device=new.device)).long()
     place = inputs["input_ids"].shape[1] + torch.arange(new.shape[1], device=new.device)
     counts = (ended.cumsum(1) - ended == 0) & (place < last[:, None])
-    logits = output.logits if keep_logits else ()
-    return Sampled(new, counts, processor.predicted_output_lengths(output.sequences), logits)
+    return Sampled(new, counts, processor.predicted_output_lengths(sequences))
 
 
 class AnswerBar(tqdm, BaseStreamer):
-    """A bar of answers that also shows tokens, and tokens/s, while a batch is decoded.
+    """A progress bar of answers that also shows tokens and tokens/s while a batch is decoded.
 
     Args:
         total: number of answers.
@@ -98,7 +91,7 @@ class AnswerBar(tqdm, BaseStreamer):
     """
 
     def __init__(self, total: int, made: int, models: Models) -> None:
-        # Updates by no answer would make a smoothed rate, and the time left, depend on the last token's duration.
+        # smoothing=0: updates between batches count no answer, which would distort a smoothed rate.
         super().__init__(total=total, initial=made, unit="answer", miniters=0, mininterval=1, smoothing=0)
         self._padding, self._tokens = next(iter(models.eos_token_ids), None), 0
 
@@ -111,4 +104,4 @@ class AnswerBar(tqdm, BaseStreamer):
             self.update(0)
 
     def end(self) -> None:
-        """Nothing is left to count after a batch."""
+        """Required by the streamer interface; the bar stays open for the next batch."""

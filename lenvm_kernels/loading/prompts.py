@@ -1,4 +1,4 @@
-"""Files of prompts, as ``lenvm evaluate`` and ``lenvm train`` read them: a line of JSON each."""
+"""Files of prompts: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 TRAIN, TEST = SPLITS = ("train", "test")
-# The names of a text and of its answer: ours, then those that GSM8K and MATH have.
+# Accepted keys of the prompt and of its answer: those of this package, then those of GSM8K and MATH.
 TEXTS, ANSWERS = ("prompt", "question", "problem"), ("answer", "solution")
 SAY_IT = "Answer in about {words} words."
 
@@ -19,9 +19,9 @@ class Prompt:
     """A user's message.
 
     Attributes:
-        text: what it says.
-        split: ``"train"`` or ``"test"``, what a value model's training may do with it; None if the file does not say.
-        answer: what the file says is right, of any type; None if it does not say.
+        text: the message.
+        split: ``"train"`` or ``"test"``; None if the file has no splits.
+        answer: the reference answer, of any JSON type; None if the file has none.
     """
 
     text: str
@@ -30,12 +30,11 @@ class Prompt:
 
 
 def read_prompts(file: Path, flag: str = "--prompts") -> list[Prompt]:
-    """Read lines of ``{"prompt": "..."}``, which may say ``"split": "train"`` or ``"split": "test"``, and an answer.
+    """Read lines of ``{"prompt": "..."}``, optionally with ``"split": "train"`` or ``"test"`` and an answer.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: a line is something else, or some lines have a split and others none; the message names the flag,
-            the file and the line.
+        ValueError: a line has another form, or only some lines have a split; the message names flag, file and line.
     """
     lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     prompts = [_prompt(line, f"{flag} {file}, line {number}") for number, line in enumerate(lines, start=1)]
@@ -64,14 +63,14 @@ def say(prompt: str, text: str, target: float) -> str:
 
 def _prompt(line: str, where: str) -> Prompt:
     try:
-        found = json.loads(line)
+        content = json.loads(line)
     except json.JSONDecodeError:
-        found = None
-    found = found if isinstance(found, dict) else {}
-    prompt, answer = (next((found[n] for n in names if found.get(n) is not None), None) for names in (TEXTS, ANSWERS))
-    if not isinstance(prompt, str) or not prompt.strip():
+        content = None
+    content = content if isinstance(content, dict) else {}
+    text, answer = (next((content[n] for n in names if content.get(n) is not None), None) for names in (TEXTS, ANSWERS))
+    if not isinstance(text, str) or not text.strip():
         raise ValueError(f'{where} must be an object {{"prompt": "..."}} (or question, problem), got {line[:100]!r}')
-    split = found.get("split")
+    split = content.get("split")
     if split is not None and split not in SPLITS:
         raise ValueError(f'{where} must have a "split" of {" or ".join(SPLITS)}, or none, got {split!r}')
-    return Prompt(prompt, split, answer)
+    return Prompt(text, split, answer)

@@ -1,0 +1,135 @@
+"""``lenvm demo``: a preset of ``lenvm evaluate`` with SmolLM2-135M-Instruct and the value model in this package."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from lenvm_kernels.cli_arguments import add_device, add_seed, check_output_files, device_of, usage_errors
+from lenvm_kernels.loading import held_out_prompts, spread
+
+if TYPE_CHECKING:
+    from lenvm_kernels.evaluate.measures import Answer
+    from lenvm_kernels.evaluate.plan import Plan
+
+TARGET = 80  # of the table; the plot has further targets
+
+
+def add(commands: Any) -> None:
+    """Add the command to those of ``lenvm``."""
+    parser = commands.add_parser(
+        "demo",
+        help="measure length control on SmolLM2-135M-Instruct",
+        description="Answer held-out prompts with SmolLM2-135M-Instruct: alone, guided shorter, guided longer, and to "
+        "target lengths. Prints lengths, how answers end and perplexities, and plots lengths against targets.",
+    )
+    parser.set_defaults(run=run_command)
+    quick_help = "fewer prompts and tokens: 4 minutes on 2 cores (default: all prompts, about a quarter of an hour)"
+    parser.add_argument("--quick", action="store_true", help=quick_help)
+    plot_help = "where to write the plot, a PNG (default: %(default)s)"
+    parser.add_argument("--plot", type=Path, default=Path("lenvm-demo.png"), metavar="FILE", help=plot_help)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here (default: not written)")
+    add_device(parser)
+    add_seed(parser)
+
+
+def plan_of(prompts: list[str], *, quick: bool, seed: int) -> Plan:
+    """The plan of the demo: the settings of ``lenvm evaluate``, two scales without a target, and the fork's ``eq``."""
+    from lenvm_kernels.evaluate.plan import BASE, CONSTANT, GUIDED, Plan, Setting
+
+    return Plan(
+        base="demo",
+        value="demo",
+        prompts=spread(prompts, 8 if quick else 40),
+        targets=[20, 40, TARGET] if quick else [20, 40, TARGET, 120],
+        seeds=[seed],
+        settings=[
+            Setting(BASE, None, False, targets=(None,)),
+            Setting("shorter", {"value_mode": "centered_exp", "value_scale": -60.0}, True, targets=(None,)),
+            Setting("longer", {"value_mode": "centered_exp", "value_scale": 20.0}, True, targets=(None,)),
+            Setting("eq", {"constraint": "eq"}, True, targets=(TARGET,)),
+            Setting(CONSTANT, {}, False),
+            Setting(GUIDED, {}, True),
+        ],
+        max_new_tokens=128 if quick else 256,
+        sampling=dict(temperature=0.8, top_k=8, top_p=1.0, min_p=0.02),  # as for the value model's training
+        rows=16,
+        dtype="float32",
+    )
+
+
+def run_command(args: argparse.Namespace) -> None:
+    """Make the answers, print some of them and a table, write the plot and the numbers."""
+    start = time.monotonic()
+    with usage_errors():
+        check_output_files(plot=args.plot, json=args.json)
+        import torch
+
+        from lenvm_kernels.loading.models import Models, require_extras
+
+        require_extras("gguf", "accelerate", "matplotlib", "tqdm")
+        from lenvm_kernels.evaluate.measures import measure
+        from lenvm_kernels.evaluate.plan import BASE, CONSTANT, GUIDED, AnswerFile
+        from lenvm_kernels.evaluate.report import plot_lengths
+        from lenvm_kernels.evaluate.run import Runner
+
+        print("loading SmolLM2-135M-Instruct: about 20 seconds ...", file=sys.stderr, flush=True)
+        models = Models.load("demo", "demo", device=device_of(args.device), dtype=torch.float32)
+        plan = plan_of(held_out_prompts(), quick=args.quick, seed=args.seed)
+        with TemporaryDirectory() as folder:
+            file = AnswerFile(Path(folder), plan)
+            Runner(plan, models).run(file)
+        views = plan.views(list(file.answers.values()))
+        view = views[str(TARGET)]
+        rows = [{"setting": name, **measure(answers, TARGET)} for name, answers in view.items()]
+        seconds = time.monotonic() - start
+        _print_samples(plan, view)
+        _print_table(plan, rows)
+        plotted = {
+            target: {"base model": view[BASE], "no value model": of[CONSTANT], "guided": of[GUIDED]}
+            for target, of in views.items()
+        }
+        plot_lengths(plan.targets, plotted, args.plot)
+        print(f"\n{args.plot}: lengths against targets; {seconds:.0f} s in all")
+        if args.json is not None:
+            measures = ("setting", "distance", "within_25", "sentence_ends", "perplexity")
+            settings = [{key: row[key] for key in measures} | {"mean_length": row["mean"]} for row in rows]
+            sizes = dict(target_length=TARGET, prompts=len(plan.prompts), max_new_tokens=plan.max_new_tokens)
+            numbers = {"settings": settings, **sizes, "seed": args.seed, "seconds": seconds}
+            args.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+
+
+def _print_samples(plan: Plan, view: dict[str, list[Answer]], count: int = 3, width: int = 60) -> None:
+    """The beginning of the answers to some prompts in every setting."""
+    for index, prompt in enumerate(plan.prompts[:count]):
+        print(f"\n> {prompt}")
+        for name, answers in view.items():
+            text = " ".join(answers[index].text.split())
+            text = text if len(text) <= width else text[:width] + "..."
+            print(f"  {name:8} {len(answers[index].ids):>4} tokens  {text}")
+
+
+def _print_table(plan: Plan, rows: list[dict[str, Any]]) -> None:
+    guidances = {setting.name: setting for setting in plan.settings}
+    titles = ("mean length", f"|length - {TARGET}|", "within 25 %", "sentence ends", "perplexity")
+    print(f"\n{'setting':10} " + " ".join(f"{title:>13}" for title in titles) + "  guidance")
+    for row in rows:
+        shares = ("-" if row[key] is None else f"{100 * row[key]:.0f} %" for key in ("within_25", "sentence_ends"))
+        cells = (f"{row['mean']:.1f}", f"{row['distance']:.1f}", *shares, f"{row['perplexity']:.2f}")
+        setting = guidances.get(row["setting"])
+        guidance = {} if setting is None else dict(setting.guidance or {})
+        if setting is not None and setting.targets != (None,):
+            guidance = {"target_length": TARGET, **guidance}
+        text = " ".join(f"{key}={value}" for key, value in guidance.items()) or "none"
+        print(f"{row['setting']:10} " + " ".join(f"{cell:>13}" for cell in cells) + f"  {text}")
+    print(
+        f"{len(plan.prompts)} held-out prompts. Lengths in tokens, end-of-sequence included, at most "
+        f"{plan.max_new_tokens}.\n|length - {TARGET}|: mean distance. sentence ends: of the answers that ended by "
+        "themselves, the share that ends a sentence.\nperplexity: of the output under the base model alone, fp32, "
+        "temperature 1. hard cut: answers of none, cut at the target.\nconstant: guided by the end of the text alone."
+    )
