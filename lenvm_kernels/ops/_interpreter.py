@@ -14,6 +14,9 @@ The interpreter (seen on 3.6 to 3.9) keeps bf16 as raw ``uint16`` bits: ``tl.dot
 from other types than fp32 reinterpret them, and fp32 -> bf16 truncates instead of rounding to nearest even as GPUs do.
 The kernels here cast to fp32 before any arithmetic, so only casts and ``tl.dot`` need repair of that.
 
+A comparison there has the type of its operands. A scalar one becomes their integers where it is broadcast, and Triton 3.9
+refuses a mask of integers. Here a comparison is an ``int1``, as on a GPU.
+
 It keeps e4m3 as ``uint8`` bits, reads NaN as 480, and rounds up where it is to round to even: to half the number where
 that carries into the exponent.
 
@@ -111,6 +114,16 @@ def repair_interpreter() -> None:
 
     builder.cast_impl, builder.create_fp_to_fp = repaired_cast, repaired_fp_to_fp
     builder.create_dot, builder.create_fma = dot, _create_fma
+    for name in dir(builder):
+        if name.startswith(("create_icmp", "create_fcmp")):
+            setattr(builder, name, _as_int1(getattr(builder, name)))
+
+
+def _as_int1(create_comparison: Callable) -> Callable:
+    def compare(self, lhs, rhs):
+        return interpreter.TensorHandle(create_comparison(self, lhs, rhs).data, tl.int1)
+
+    return compare
 
 
 _interpreters_fma = interpreter.InterpreterBuilder.create_fma
