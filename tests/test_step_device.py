@@ -207,7 +207,6 @@ STRIDED = [TILT | {"value_stride": 3}, TILT, TILT | {"entropy_threshold": 1.5, "
 IN_FP8 = dict(guidance=GUIDANCE, options={"cache": "fp8"}, batches=[(range(4), 3), ([2, 0, 3, 1], 3), ([1], 3)])
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize(
     ("architecture", "dtype", "guidance", "options", "batches"),
     [
