@@ -18,7 +18,7 @@ ROUNDED := topk_candidates candidate_values reweight_scatter sample_candidates v
 	ragged_linear
 BENCHES := bench.step $(patsubst bench/ops/%.py,bench.ops.%,$(wildcard bench/ops/[a-z]*.py))
 
-.PHONY: help demo serve test test-sglang test-vllm races codegen fuzz lint bench docs package clean
+.PHONY: help demo serve test test-sglang test-vllm races versions codegen fuzz lint bench docs package clean
 
 help:
 	@echo "make demo    a real language model's output length, controlled (ARGS='--seed 1' adds options; lenvm demo --help)"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-sglang    the plugin in the real SGLang server on a CPU, 18 minutes beside the tests"
 	@echo "make test-vllm      the logits processor in the real vLLM server on a CPU, 7 minutes"
 	@echo "make races   races in every kernel, and the property tests with a GPU's rounding errors"
+	@echo "make versions       tests with the oldest and newest PyTorch, Triton, transformers and numpy; 8 GiB of disk"
 	@echo "make codegen compiles every kernel for four GPUs that are not there, and fails on spills and slow code; 6 minutes"
 	@echo "make fuzz    lenvm fuzz for FUZZ_SECONDS=600, then every test, the property tests with FUZZ_EXAMPLES=500 examples"
 	@echo "make lint    ruff check and format, and mypy"
@@ -86,6 +87,9 @@ races: $(INSTALLED)
 			|| exit 1; \
 	done
 
+versions: $(INSTALLED)
+	HYPOTHESIS_PROFILE=gpu OMP_NUM_THREADS=1 $(BIN)/python tools/versions.py
+
 codegen: $(INSTALLED)
 	$(BIN)/python -m bench.codegen --check $(ARGS)
 
@@ -112,4 +116,4 @@ package: $(INSTALLED)
 	tools/smoke_test.sh $(BIN)/python dist
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM_VENV) demo-models build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM_VENV) .venv-versions demo-models build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
