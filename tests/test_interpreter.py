@@ -35,7 +35,6 @@ def operands(dtype):
     return torch.randn(M, K, generator=generator).to(dtype), torch.randn(K, N, generator=generator).to(dtype)
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_products_are_added_one_after_the_other(dtype):
     """As numbers of C's float would be, from the accumulator on. Another order gives other bits."""
@@ -51,7 +50,6 @@ def test_products_are_added_one_after_the_other(dtype):
     torch.testing.assert_close(found.double(), x.double() @ w.double() + 0.3, rtol=0, atol=2e-5)
 
 
-@pytest.mark.bits
 def test_a_row_has_the_same_bits_wherever_it_stands():
     x, w = operands(torch.float32)
     order = torch.randperm(M, generator=torch.Generator().manual_seed(6))

@@ -37,7 +37,6 @@ def test_kernels_match_the_reference(device, name, data):
     assert_right(data.draw(cases(name)), device)
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("name", OPERATORS)
 @given(data=st.data())
 @settings(max_examples=max(1, settings().max_examples // 5))

@@ -132,7 +132,6 @@ def test_every_tile_holds_whole_groups():
         assert ops.choose_tile(1, 2, 1, True, dtype).block_n >= 2 * ops.SQUARES_GROUP
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("size", [100, 320])
 @pytest.mark.parametrize("variant", ["qkv", "o and down", "all"])
 def test_no_tile_changes_a_bit(device, small_limits, monkeypatch, variant, size):
@@ -159,7 +158,6 @@ def test_no_tile_changes_a_bit(device, small_limits, monkeypatch, variant, size)
     assert asked == [tokens, *(0, rows, 10**6, tokens + 1, 7)[: len(tiles)], 1]
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("variant", ["o and down", "all but swiglu"])
 def test_the_parts_of_a_sum_are_added_in_one_order(device, small_limits, monkeypatch, variant):
     """However many rows there are, on either side of where a block of them ends: of those that are multiplied at once,

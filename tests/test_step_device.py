@@ -208,7 +208,6 @@ def test_the_backend_reaches_every_operator(device, monkeypatch):
 STRIDED = [TILT | {"value_stride": 3}, TILT, TILT | {"entropy_threshold": 1.5, "value_stride": 2}, GUIDANCE[2], None]
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize(
     ("architecture", "dtype", "guidance", "options", "batches"),
     [

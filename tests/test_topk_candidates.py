@@ -71,7 +71,6 @@ def test_largest_vocabulary_and_most_candidates(device, vocab, slots):
     assert expected.lost_mass > 0.2
 
 
-@pytest.mark.bits
 def test_number_of_rows_changes_no_bit_of_a_large_vocabulary(device):
     """1,187 tiles, fewer in the last program than in the others."""
     x = torch.randn(17, 151_936, generator=torch.Generator().manual_seed(2)).to(device)

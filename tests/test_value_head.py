@@ -66,7 +66,6 @@ def test_fused_norm_is_as_exact_as_the_module(device, dtype):
     assert (fused - truth).norm() <= (module - truth).norm()
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("norm", ["none", "computed", "folded"])
 @pytest.mark.parametrize("wide_from", [0, ops.WIDE_FROM])
 def test_rows_of_many_blocks_have_the_bits_of_few(device, monkeypatch, norm, wide_from):

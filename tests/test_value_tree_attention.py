@@ -137,7 +137,6 @@ def test_the_edges_of_a_number_of_splits(device, splits):
     assert [(item[0], *item[6:]) for item in items_of(plan_of(inputs))] == [*places, (1, 2, 0), (2, 0, 0)]
 
 
-@pytest.mark.bits
 def test_whoever_merges_the_splits_gives_the_same_bits(device, monkeypatch):
     """A program takes all items in turn, or each its own: another split is the last to arrive."""
     sizes = dict(q_heads=6, kv_heads=2, head_dim=24, dtype=torch.float16)
@@ -199,7 +198,6 @@ def test_candidates_without_parents_give_the_bits_of_no_parents(device, dtype):
     assert torch.equal(roots.run(), inputs.run())
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("cached", [0, 45, ONE_SPLIT + 45])
 def test_a_candidate_depends_on_its_ancestors_only(device, cached):
     """Alone with them, at another place, or beside other candidates: the same bits."""

@@ -1,8 +1,8 @@
-"""``lenvm fuzz``: the operators, or somebody else's, against the fp64 reference on inputs drawn at random.
+"""``lenvm fuzz``: the operators, or a function in place of one, against the fp64 reference on random inputs.
 
-``ops/`` has a file for each operator: what its inputs can be, how they are made, how a result is compared. The property
-tests draw from the same. ``check.py`` runs one case, ``shrink.py`` makes a failing one small, ``run.py`` goes on until
-the time is up, ``report.py`` says what was found, ``command.py`` is the command.
+``ops/`` describes each operator: its options, the generator of its inputs, the comparison of its results. The property
+tests draw from the same descriptions. ``check.py`` runs one case, ``run.py`` draws cases and reports, ``command.py`` is
+the command.
 """
 
 # In the order in which a guided step calls them.

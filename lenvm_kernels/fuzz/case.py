@@ -1,15 +1,16 @@
-"""What all operators share: a case, what an operator under test has to say of itself, and how results are compared."""
+"""What all operators share: cases, the description of an operator under test, and comparisons of results."""
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,21 +23,14 @@ INTERPRETED_WORK = 8_000
 # Numbers in the inputs of the largest cases on a GPU; the reference takes ten times as many fp64 numbers, about 5 GB.
 BATCH_SIZE = 2**26
 
-# Raised whenever a generator draws other inputs for the same case than it did before, or names its options anew.
-VERSION = 14
-
-
-class CaseError(ValueError):
-    """What stands in a corpus is no case of this version."""
-
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an operator, small enough for a line of a corpus.
+    """One call of an operator.
 
     Attributes:
         op: the operator's name.
-        seed: of its random numbers.
+        seed: the seed of its random numbers.
         rows: ids of its rows. A row's contents depend on its id, not on its place.
         options: a value of each of the operator's options.
     """
@@ -50,45 +44,33 @@ class Case:
         return Draws(self.seed, device)
 
     def rows_and(self, others: str) -> tuple[int, ...]:
-        """The rows, and after them so many others, unless ``others`` is no number."""
+        """The rows, followed by ``others`` further rows; only the rows if ``others`` is no number."""
         return *self.rows, *(-1 - i for i in range(int(others) if others.isdigit() else 0))
 
-    def to_json(self) -> dict[str, Any]:
-        """A whole batch is written as its number of rows."""
+    def __str__(self) -> str:
+        """A line of JSON that repeats the case. A whole batch is written as its number of rows."""
         whole = self.rows == tuple(range(len(self.rows)))
-        rows = len(self.rows) if whole else list(self.rows)
-        return {"version": VERSION, "op": self.op, "seed": self.seed, "rows": rows, "options": dict(self.options)}
+        return json.dumps({**vars(self), "rows": len(self.rows) if whole else self.rows})
 
     @classmethod
-    def from_json(cls, fields: Any, operators: Mapping[str, Operator]) -> Case:
-        """The case of :meth:`to_json`.
+    def from_line(cls, line: str, operators: Mapping[str, Operator]) -> Case:
+        """The case of a line that ``str`` made.
 
         Raises:
-            CaseError: it is none, or one of another version.
+            ValueError: the line is no such case, or an option has another value.
         """
-        if not isinstance(fields, dict) or "version" not in fields:
-            raise CaseError("is no case of lenvm fuzz")
-        if fields["version"] != VERSION:
-            raise CaseError(f"is of version {fields['version']!r}, this is version {VERSION}: draw it anew")
-        if fields.get("op") not in operators:
-            raise CaseError(f"op must be one of {', '.join(operators)}, got {fields.get('op')!r}")
-        rows, seed, options = fields.get("rows"), fields.get("seed"), fields.get("options")
-        rows = range(rows) if _is_number(rows) else rows
-        if not isinstance(rows, list | range) or not all(map(_is_number, rows)) or len(set(rows)) < len(rows):
-            raise CaseError("rows must be a number of rows or a list of different row ids")
-        if not _is_number(seed):
-            raise CaseError(f"seed must be an integer, got {seed!r}")
-        accepted = operators[fields["op"]].options
-        if not isinstance(options, dict) or options.keys() != accepted.keys():
-            raise CaseError(f"options must be {', '.join(accepted)}")
-        for name, value in options.items():
+        try:
+            fields = json.loads(line)
+            rows = range(fields["rows"]) if isinstance(fields["rows"], int) else map(int, fields["rows"])
+            case = cls(fields["op"], int(fields["seed"]), tuple(rows), fields["options"])
+            accepted = operators[case.op].options
+            values = {name: case.options[name] for name in accepted}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"a case must be a line of JSON that a failure has printed, got {line!r}") from error
+        for name, value in values.items():
             if value not in accepted[name]:
-                raise CaseError(f"{name} must be one of {accepted[name]}, got {value!r}")
-        return cls(fields["op"], seed, tuple(rows), options)
-
-
-def _is_number(x: Any) -> TypeGuard[int]:
-    return isinstance(x, int) and not isinstance(x, bool)
+                raise ValueError(f"{name} of {case.op} must be of {accepted[name]}, got {value!r}")
+        return case
 
 
 @dataclass(frozen=True)
@@ -142,7 +124,6 @@ class Operator:
         compare: the result with the fp64 reference's.
         row_size: numbers in a row of the inputs, by which a GPU's batch is bounded too.
         row_work: operations of Triton's interpreter that a row takes, about, by which a CPU's batch is bounded.
-        classes: bool ``[rows]`` of each class of row worth counting.
         most_rows: of a batch, on a GPU.
         constants: settings of the operator's tuning constants, by the value of the option ``constants``.
         free: what a tensor that is an argument, or a field of one, may be beside what it is in a case: ``rows``,
@@ -159,7 +140,6 @@ class Operator:
     compare: Callable[[Any, Any], list[Difference]]
     row_size: Callable[[Mapping[str, Any]], int]
     row_work: Callable[[Mapping[str, Any]], float]
-    classes: Callable[[Any], dict[str, Tensor]]
     most_rows: int = 4096
     constants: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     free: Mapping[str, str] = field(default_factory=dict)
@@ -172,18 +152,6 @@ class Operator:
     def expected(self, given: Any) -> Any:
         """The result of the reference on the same inputs."""
         return self.run(given, partial(self.function, backend="reference"))
-
-    def restricted(self, only: Mapping[str, Collection[str]]) -> Operator:
-        """The operator with no other values of its options than ``only`` names, as text."""
-        accepted = {
-            name: [value for value in values if name not in only or str(value) in only[name]]
-            for name, values in self.options.items()
-        }
-        for name, values in accepted.items():
-            if not values:
-                known = ", ".join(map(str, self.options[name]))
-                raise CaseError(f"{name} of {self.name} must be of {known}, got {', '.join(only[name])}")
-        return replace(self, options=accepted)
 
     def draw(self, rng: random.Random, *, interpreted: bool) -> Case:
         """A case with every option drawn; small batches are as likely as large ones.
@@ -264,11 +232,6 @@ def dtype_of(options: Mapping[str, Any], name: str = "dtype") -> torch.dtype:
     return getattr(torch, options[name])
 
 
-def padded_rows(x: Tensor, padding: int, value: float = float("nan")) -> Tensor:
-    """The same ``[rows, columns]`` in rows that lie ``padding`` numbers farther apart, with ``value`` between them."""
-    return torch.nn.functional.pad(x, (0, padding), value=value)[:, : x.shape[1]] if padding else x
-
-
 def whole_memory(x: Tensor) -> Tensor:
     """All the memory that a view is a part of, flat."""
     return x.new_empty(0).set_(x.untyped_storage())
@@ -277,32 +240,3 @@ def whole_memory(x: Tensor) -> Tensor:
 def copy_in_place(x: Tensor) -> Tensor:
     """A copy with the same strides and surroundings."""
     return torch.as_strided(whole_memory(x).clone(), x.shape, x.stride(), x.storage_offset())
-
-
-def poisoned(draws: Draws, rows: Any, x: Tensor, of: float) -> Tensor:
-    """A number of some rows, NaN or infinite, in place of what ``x`` has there."""
-    poison = draws.choose("poison", rows, values=[math.nan, math.inf, -math.inf])[:, None]
-    column = draws.integers("poisoned column", rows, low=0, high=x.shape[1] - 1)[:, None]
-    is_poisoned = draws.chance("poisoned", rows, of=of)[:, None]
-    here = is_poisoned & (torch.arange(x.shape[1], device=x.device) == column)
-    return torch.where(here, poison.to(x.dtype), x)
-
-
-def fill(fields: Any, rows: Any, values: Mapping[str, Tensor], elsewhere: int | None = None) -> None:
-    """Write rows of the tensors of these names. What they hold elsewhere shows who reads it."""
-    for name, x in values.items():
-        column = getattr(fields, name)
-        if elsewhere is not None:
-            column.fill_(elsewhere)
-        column[rows] = x.to(column.dtype)
-
-
-def results_to_fill(empty: Sequence[Tensor], *, in_slices: bool) -> list[Tensor]:
-    """Numbers for an operator to write over: what it leaves out shows. In slices of longer tensors, if asked to."""
-    filled = [x.copy_(torch.arange(x.numel(), device=x.device).view(x.shape) % 2) for x in empty]
-    return [slice_of_longer(x) for x in filled] if in_slices else filled
-
-
-def slice_of_longer(x: Tensor) -> Tensor:
-    """The same numbers one row into a longer tensor, which goes on after them: not aligned to 16 bytes if flat."""
-    return torch.cat([x[-1:], x, x[:1]])[1:-1] if len(x) else x

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from lenvm_kernels.fuzz import OPERATORS
 from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, WrongResult, differs
 
 ROWS_ADDED = 3
+LOST = "lost the device"
 
 
 @functools.cache
@@ -24,19 +24,16 @@ def operators() -> dict[str, Operator]:
     return {name: import_module(f"lenvm_kernels.fuzz.ops.{name}").OPERATOR for name in OPERATORS}
 
 
-class DeviceError(Exception):
-    """The device refuses everything after a fault in a kernel: this process can check nothing more."""
-
-
 @dataclass(frozen=True)
 class Failure:
-    """What is wrong with a case.
+    """A case that fails.
 
     Attributes:
         case: the case.
-        problem: what was found, the same for all failures that have the same cause as far as can be told.
-        rows: ids of the rows that are wrong.
-        details: a line for a row that is wrong: what it is, and what was expected.
+        problem: the kind of failure, the same for all failures of one cause as far as that can be recognized. After
+            :data:`LOST` the device refuses everything, and this process can check nothing more.
+        rows: ids of the wrong rows.
+        details: the result and the expected result of one wrong row.
     """
 
     case: Case
@@ -45,78 +42,72 @@ class Failure:
     details: str
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.case.op}: {self.problem}", self.details, json.dumps(self.case.to_json())])
+        return f"{self.case.op}: {self.problem}\n{self.details}\n{self.case}"
 
 
 def check(
-    case: Case,
-    function: Callable | None = None,
-    *,
-    device: torch.device | str = "cpu",
-    other_batches: bool = True,
-    observe: Callable[[Operator, object], None] | None = None,
+    case: Case, function: Callable | None = None, *, device: torch.device | str = "cpu", other_batches: bool = True
 ) -> Failure | None:
-    """Run a case.
+    """Run a case; returns its failure, if any.
 
     Args:
         case: the case.
-        function: what to test; None: the operator's Triton kernels.
-        device: where.
+        function: the function under test. If None, the operator's Triton kernels.
+        device: the device of the inputs.
         other_batches: also compare, bit by bit, with the same rows in another order beside more rows, and with one row
             alone.
-        observe: is given the operator and its inputs.
-
-    Returns:
-        What is wrong; None if nothing is.
-
-    Raises:
-        DeviceError: the device is lost.
     """
     operator, device = operators()[case.op], torch.device(device)
     function = function or functools.partial(operator.function, backend="triton")
     with operator.setting(case), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # numpy, of broken rows in the interpreter
-        return _check(case, operator, function, device, other_batches, observe)
+        try:
+            return _check(case, operator, function, device, other_batches)
+        except WrongResult as error:
+            return Failure(case, "wrong type, dtype or shape", case.rows, str(error))
+        except Exception as error:  # the function under test may raise anything
+            problem = LOST if _is_lost(device) else f"raised {type(error).__name__}"
+            return Failure(case, problem, case.rows, " ".join(str(error).split())[:300])
 
 
-def _check(case, operator, function, device, other_batches, observe) -> Failure | None:
+def _check(case, operator, function, device, other_batches) -> Failure | None:
     given = operator.inputs(case, device)
-    if observe is not None:
-        observe(operator, given)
-    try:
-        result = operator.run(given, function)
-        for difference in operator.compare(given, result):
+    result = operator.run(given, function)
+    for difference in operator.compare(given, result):
+        if difference.wrong.any():
+            return _failure(case, f"{difference.what} differs from the reference", difference)
+    if not other_batches or not case.rows:
+        return None
+    whole = operator.outputs(given, result)
+    for what, rows in other_orders(case):
+        other = operator.inputs(replace(case, rows=rows), device)
+        for expected, actual in zip(whole, operator.outputs(other, operator.run(other, function)), strict=True):
+            difference = _in_both(case.rows, rows, expected, actual)
             if difference.wrong.any():
-                return _failure(case, f"{difference.what} differs from the reference", difference, by_place=True)
-        if not other_batches or not case.rows:
-            return None
-        whole = operator.outputs(given, result)
-        for what, rows in other_orders(case):
-            other = operator.inputs(replace(case, rows=rows), device)
-            for expected, actual in zip(whole, operator.outputs(other, operator.run(other, function)), strict=True):
-                difference = _in_both(case, rows, expected, actual)
-                if difference.wrong.any():
-                    return _failure(case, f"{difference.what} differs {what}", difference, by_place=False)
-    except WrongResult as error:
-        return Failure(case, "wrong type, dtype or shape", case.rows, str(error))
-    except Exception as error:  # whatever somebody else's function raises
-        if device.type == "cuda":
-            _require(device)
-        message = " ".join(str(error).split())[:300]
-        return Failure(case, f"raised {type(error).__name__}", case.rows, message)
+                return _failure(case, f"{difference.what} differs {what}", difference)
     return None
 
 
-def _require(device: torch.device) -> None:
-    """Raise DeviceError if the device refuses to go on."""
+def _is_lost(device: torch.device) -> bool:
     try:
-        torch.cuda.synchronize(device)
-    except Exception as error:
-        raise DeviceError(" ".join(str(error).split())[:300]) from error
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception:
+        return True
+    return False
+
+
+def with_fewer_rows(failure: Failure, test: Callable[[Case], Failure | None]) -> Failure:
+    """The same failure in the first wrong row alone, or else in the wrong rows, if it occurs there."""
+    for rows in (failure.rows[:1], failure.rows):
+        smaller = test(replace(failure.case, rows=rows))
+        if smaller is not None and smaller.problem == failure.problem:
+            return smaller
+    return failure
 
 
 def other_orders(case: Case) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Batches that hold rows of the case: what they are, and the ids of their rows."""
+    """Batches that hold rows of the case: a description, and the ids of their rows."""
     draws = case.draws("cpu")
     added = range(max(case.rows) + 1, max(case.rows) + 1 + ROWS_ADDED)
     rows = torch.tensor([*case.rows, *added])
@@ -126,7 +117,7 @@ def other_orders(case: Case) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _items(rows: tuple[int, ...], output: Output) -> tuple[Tensor, Tensor]:
-    """(ids of the rows that items belong to, ascending; the items in that order), without the items of no row."""
+    """(ids of the rows that own an item, ascending; the items in that order)."""
     ids = torch.tensor(rows, device=output.values.device)
     owners = torch.arange(len(rows), device=ids.device) if output.owners is None else output.owners
     owned = owners >= 0
@@ -134,28 +125,25 @@ def _items(rows: tuple[int, ...], output: Output) -> tuple[Tensor, Tensor]:
     return item_ids, output.values[owned][order]
 
 
-def _in_both(case: Case, rows: tuple[int, ...], expected: Output, actual: Output) -> Difference:
-    """The items of the rows that both batches hold; owners are row ids."""
-    (expected_ids, expected_items), (actual_ids, actual_items) = _items(case.rows, expected), _items(rows, actual)
+def _in_both(rows: tuple[int, ...], other_rows: tuple[int, ...], expected: Output, actual: Output) -> Difference:
+    """The items of the rows that both batches hold, by the places of their rows in the first."""
+    (expected_ids, expected_items), (actual_ids, actual_items) = _items(rows, expected), _items(other_rows, actual)
     common_expected, common_actual = torch.isin(expected_ids, actual_ids), torch.isin(actual_ids, expected_ids)
-    ids = expected_ids[common_expected]
-    difference = differs(expected.name, actual_items[common_actual], expected_items[common_expected])
-    return Difference(difference.what, difference.wrong, difference.actual, difference.expected, ids)
+    ids, order = torch.tensor(rows, device=expected_ids.device).sort()
+    places = order[torch.searchsorted(ids, expected_ids[common_expected])]
+    return differs(expected.name, actual_items[common_actual], expected_items[common_expected], places)
 
 
-def _failure(case: Case, problem: str, difference: Difference, *, by_place: bool) -> Failure:
-    """``by_place``: owners are places in the batch (-1: no row's), else row ids."""
+def _failure(case: Case, problem: str, difference: Difference) -> Failure:
     wrong = difference.wrong.nonzero()[:, 0]
     owners = (wrong if difference.owners is None else difference.owners[wrong]).tolist()
-    ids = [case.rows[owner] for owner in owners if owner >= 0] if by_place else owners
-    who = f"row {ids[0]}" if owners[0] >= 0 else "of no row"
-    first = wrong[0]
-    details = f"{who}: got {_shown(difference.actual[first])}, expected {_shown(difference.expected[first])}"
-    return Failure(case, problem, tuple(sorted(set(ids))) or case.rows, details)
+    row = f"row {case.rows[owners[0]]}" if owners[0] >= 0 else "no row's item"
+    got, expected = (_shown(x[wrong[0]]) for x in (difference.actual, difference.expected))
+    rows = tuple(sorted({case.rows[owner] for owner in owners if owner >= 0})) or case.rows
+    return Failure(case, problem, rows, f"{row}: got {got}, expected {expected}")
 
 
 def _shown(x: Tensor, most: int = 8) -> str:
-    numbers = x.flatten().tolist()
-    texts = [f"{n:.7g}" if isinstance(n, float) else str(n) for n in numbers[:most]]
-    more = f", ... {len(numbers)} numbers" if len(numbers) > most else ""
-    return texts[0] if x.dim() == 0 else f"[{', '.join(texts)}{more}]"
+    numbers = [f"{n:.7g}" if isinstance(n, float) else str(n) for n in x.flatten()[:most].tolist()]
+    more = f", ... {x.numel()} numbers" if x.numel() > most else ""
+    return numbers[0] if x.dim() == 0 else f"[{', '.join(numbers)}{more}]"

@@ -1,157 +1,96 @@
-"""Draw cases until their number or the time is reached, the corpus first."""
+"""Draw and check cases until their number or the time is reached, and report the failures."""
 
 from __future__ import annotations
 
+import platform
 import random
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import count
-from pathlib import Path
+from typing import Any
 
-from lenvm_kernels.fuzz import corpus
+import torch
+import triton
+
+from lenvm_kernels import __version__
 from lenvm_kernels.fuzz.case import Case, Operator
-from lenvm_kernels.fuzz.check import DeviceError, Failure, check
-from lenvm_kernels.fuzz.shrink import shrink
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to do.
-
-    Attributes:
-        ops: the operators, which take turns; only values of their ``options`` are drawn.
-        seed: case i is drawn from the seed and i alone.
-        cases: to draw; None: as many as ``seconds`` allow.
-        seconds: to draw for; None: as long as ``cases`` take.
-        device: ``cuda`` or ``cpu``.
-        function: in place of the operator's kernels; None: the kernels.
-        corpus: file that failing cases are added to; None: none.
-        reference_only: do not compare with the same rows in other batches.
-    """
-
-    ops: tuple[Operator, ...]
-    seed: int = 0
-    cases: int | None = None
-    seconds: float | None = None
-    device: str = "cpu"
-    function: Callable | None = None
-    corpus: Path | None = None
-    reference_only: bool = False
-
-
-@dataclass
-class Found:
-    """A way in which an operator failed: the smallest case, and how often it was met."""
-
-    failure: Failure
-    rows_before: int
-    replayed: bool
-    times: int = 1
+from lenvm_kernels.fuzz.check import LOST, Failure, with_fewer_rows
 
 
 @dataclass
 class Tally:
-    """What was run of one operator."""
+    """The cases of one operator; its failures by problem, and how many cases failed so."""
 
     cases: int = 0
     rows: int = 0
     seconds: float = 0.0
-    options: dict[str, Counter] = field(default_factory=lambda: defaultdict(Counter))  # cases by value
-    classes: Counter = field(default_factory=Counter)  # rows
-    found: dict[str, Found] = field(default_factory=dict)  # by problem
+    failures: dict[str, Failure] = field(default_factory=dict)
+    times: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass
-class Result:
-    """What came of a plan."""
-
-    plan: Plan
-    tallies: dict[str, Tally]
-    replayed: int = 0
-    seconds: float = 0.0
-    interrupted: bool = False
-    device_lost: str = ""
-
-    @property
-    def failed(self) -> bool:
-        return bool(self.device_lost) or any(tally.found for tally in self.tallies.values())
+def drawn(
+    operators: Sequence[Operator], *, seed: int, cases: int | None, seconds: float | None, interpreted: bool
+) -> Iterator[Case]:
+    """Cases of the operators in turn, at most ``cases``, for at most ``seconds``. Case i depends on the seed and i."""
+    end = None if seconds is None else time.monotonic() + seconds
+    for number in count() if cases is None else range(cases):
+        if end is not None and time.monotonic() >= end:
+            return
+        yield operators[number % len(operators)].draw(random.Random(f"{seed} {number}"), interpreted=interpreted)
 
 
-def fuzz(plan: Plan, known: Sequence[Case] = (), tell: Callable[[str], None] = lambda line: None) -> Result:
-    """Carry out a plan.
+def fuzz(
+    cases: Iterable[Case], test: Callable[[Case], Failure | None], report: Callable[[str], None]
+) -> tuple[dict[str, Tally], bool]:
+    """Check cases; returns the tally of each operator, and whether the run was interrupted.
 
     Args:
-        plan: the plan.
-        known: cases of the corpus, to run first.
-        tell: is given a line on each new failure, as it is found.
+        cases: the cases.
+        test: returns the failure of a case, if any; see :func:`lenvm_kernels.fuzz.check.check`.
+        report: receives a line for each new failure, as it is found.
     """
-    result = Result(plan, {operator.name: Tally() for operator in plan.ops})
-    known = [case for case in known if case.op in result.tallies]
-    start = time.monotonic()
+    tallies: dict[str, Tally] = {}
     try:
-        for case in tuple(known):
-            result.replayed += 1
-            _run(result, case, tell, known, replayed=True)
-        for case in _drawn(plan, start):
-            _run(result, case, tell, known, replayed=False)
+        for case in cases:
+            tally, start = tallies.setdefault(case.op, Tally()), time.monotonic()
+            failure = test(case)
+            tally.cases, tally.rows = tally.cases + 1, tally.rows + len(case.rows)
+            tally.seconds += time.monotonic() - start
+            if failure is None:
+                continue
+            problem, is_lost = failure.problem, failure.problem == LOST
+            tally.times[problem] = tally.times.get(problem, 0) + 1
+            if problem not in tally.failures:
+                report(f"FAILED {case.op}: {problem}")
+                tally.failures[problem] = failure
+                tally.failures[problem] = failure if is_lost else with_fewer_rows(failure, test)
+            if is_lost:
+                break
     except KeyboardInterrupt:
-        result.interrupted = True
-    except DeviceError as error:
-        result.device_lost = str(error)
-    result.seconds = time.monotonic() - start
-    return result
+        return tallies, True
+    return tallies, False
 
 
-def _drawn(plan: Plan, start: float) -> Iterator[Case]:
-    for number in count() if plan.cases is None else range(plan.cases):
-        if plan.seconds is not None and time.monotonic() - start >= plan.seconds:
-            return
-        operator = plan.ops[number % len(plan.ops)]
-        yield operator.draw(random.Random(f"{plan.seed} {number}"), interpreted=plan.device == "cpu")
+def text(tallies: dict[str, Tally]) -> Iterator[str]:
+    """Lines: the cases and rows of each operator, and the failures."""
+    yield f"{'operator':22} {'cases':>7} {'rows':>9} {'seconds':>8} {'failures':>8}"
+    for name, tally in tallies.items():
+        yield f"{name:22} {tally.cases:>7} {tally.rows:>9} {tally.seconds:>8.1f} {len(tally.failures):>8}"
+    for name, tally in tallies.items():
+        for problem, failure in tally.failures.items():
+            yield f"\nFAILED {name}: {problem} ({tally.times[problem]} of {tally.cases} cases)"
+            yield f"  {failure.details}"
+            yield f"  {failure.case}"
 
 
-def _run(result: Result, case: Case, tell, known: list[Case], *, replayed: bool) -> None:
-    plan, tally = result.plan, result.tallies[case.op]
-    remember = partial(_remember, result, tell=tell, known=known, rows_before=len(case.rows), replayed=replayed)
-    test = partial(check, function=plan.function, device=plan.device, other_batches=not plan.reference_only)
-
-    def observe(operator: Operator, inputs: object) -> None:
-        for name, rows in operator.classes(inputs).items():
-            tally.classes[name] += int(rows.sum())
-
-    start = time.monotonic()
-    try:
-        failure = test(case, observe=observe)
-    except DeviceError as error:
-        remember(Failure(case, "lost the device", case.rows, str(error)))
-        raise
-    tally.cases += 1
-    tally.rows += len(case.rows)
-    tally.seconds += time.monotonic() - start
-    for name, value in case.options.items():
-        tally.options[name][str(value)] += 1
-    if failure is None:
-        return
-    if failure.problem in tally.found:
-        tally.found[failure.problem].times += 1
-        return
-    if not replayed:
-        options = next(operator.options for operator in plan.ops if operator.name == case.op)
-        try:
-            failure = shrink(failure, test, options)
-        except (DeviceError, KeyboardInterrupt):
-            remember(failure)
-            raise
-    remember(failure)
-
-
-def _remember(result: Result, failure: Failure, *, tell, known: list[Case], rows_before: int, replayed: bool) -> None:
-    result.tallies[failure.case.op].found[failure.problem] = Found(failure, rows_before, replayed)
-    if result.plan.corpus is not None and failure.case not in known:
-        corpus.append(result.plan.corpus, failure)
-        known.append(failure.case)
-    rows = "the corpus" if replayed else f"{len(failure.case.rows)} of {rows_before} rows"
-    tell(f"FAILED {failure.case.op}: {failure.problem} ({rows})")
+def as_json(tallies: dict[str, Tally], device: str) -> dict[str, Any]:
+    """The numbers of :func:`text`, and the versions and the device that they belong to."""
+    return {
+        "ok": not any(tally.failures for tally in tallies.values()),
+        "lenvm_kernels": __version__,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "cpu",
+        "operators": {name: asdict(tally) for name, tally in tallies.items()},
+    }

@@ -14,12 +14,16 @@ The interpreter (seen on 3.6 to 3.9) keeps bf16 as raw ``uint16`` bits: ``tl.dot
 from other types than fp32 reinterpret them, and fp32 -> bf16 truncates instead of rounding to nearest even as GPUs do.
 The kernels here cast to fp32 before any arithmetic, so only casts and ``tl.dot`` need repair of that.
 
+The interpreter gives a comparison the type of its operands. A broadcast scalar comparison becomes a tensor of integers,
+which Triton 3.9 rejects as a mask. Here a comparison is an ``int1``, as on a GPU.
+
 A launch replaces the functions that its kernel sees of ``triton.language`` by those of the interpreter. Each call of a
 device function does so again, which takes a millisecond, more than most device functions do. Here it does so once for
 each module: what device functions of Triton's own modules see, stays replaced from then on.
 """
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import triton.language as tl
@@ -83,6 +87,16 @@ def repair_interpreter() -> None:
         return handle(dot_in_order(decoded(a), decoded(b), d.data), d.dtype.scalar)
 
     builder.cast_impl, builder.create_dot, builder.create_fma = repaired_cast, dot, _create_fma
+    for name in dir(builder):
+        if name.startswith(("create_icmp", "create_fcmp")):
+            setattr(builder, name, _as_int1(getattr(builder, name)))
+
+
+def _as_int1(create_comparison: Callable) -> Callable:
+    def compare(self, lhs, rhs):
+        return interpreter.TensorHandle(create_comparison(self, lhs, rhs).data, tl.int1)
+
+    return compare
 
 
 _interpreters_fma = interpreter.InterpreterBuilder.create_fma

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import Inputs, Result, named_operator
-from lenvm_kernels.fuzz.case import Case, Difference, beyond, dtype_of, fill, padded_rows
+from lenvm_kernels.fuzz.case import Case, Difference, beyond, dtype_of
+from lenvm_kernels.fuzz.ops._calls import Inputs, Result, named_operator
+from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.ops import candidate_values as ops
@@ -113,14 +114,6 @@ def exact(
     return logits.where(is_candidate, 0.0), mean_logits.where(is_candidate, 0.0)
 
 
-def classes(given: Inputs) -> dict[str, Tensor]:
-    ids, vocab = given.arguments["token_ids"], len(given.arguments["embedding"])
-    is_candidate = (ids >= 0) & (ids < vocab)
-    broken = ~(given.arguments["scale"].isfinite().all(1) & given.arguments["shift"].isfinite().all(1))
-    some = is_candidate.any(1)
-    return {"candidates": some & ~broken, "broken": some & broken, "no candidate": ~some}
-
-
 def _row_work(options: Mapping[str, Any]) -> float:
     tiles = -(-options["outputs"] // 64) * options["columns"] / 16
     return tiles * (30 * -(-options["size"] // 32) + 40) + 1
@@ -134,7 +127,6 @@ OPERATOR = named_operator(
     compare=compare,
     row_size=lambda options: 2 * options["size"],
     row_work=_row_work,
-    classes=classes,
     free={
         **dict.fromkeys(("scale", "shift"), "bfloat16 apart"),
         "embedding": "rows apart",

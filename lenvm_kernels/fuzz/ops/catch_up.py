@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import Form, Inputs, exact_operator, forms, owners_in_table, to_fill
-from lenvm_kernels.fuzz.case import Case, fill, slice_of_longer
+from lenvm_kernels.fuzz.case import Case
+from lenvm_kernels.fuzz.ops._calls import Form, Inputs, exact_operator, forms, owners_in_table
+from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer, to_fill
 from lenvm_kernels.ops.catch_up import catch_up, empty_delta
 from lenvm_kernels.ops.gather_requests import empty_history, empty_requests
 
@@ -79,13 +80,6 @@ def owners(given: Inputs) -> dict[str, Tensor]:
     return {"history": of_table, "history.step": nobody, "history.uncounted": nobody}
 
 
-def classes(given: Inputs) -> dict[str, Tensor]:
-    result, requests = OPERATOR.expected(given).tensors, given.arguments["requests"]
-    lens, missing = result["lens"], requests.positions + 1 - result["cached_lens"]
-    found = {"computes one": lens == 1, "computes several": lens > 1, "waits": (missing > 0) & (lens == 0)}
-    return {name: x[: given.rows] for name, x in found.items()}
-
-
 OPERATOR = exact_operator(
     catch_up,
     options=OPTIONS,
@@ -95,7 +89,6 @@ OPERATOR = exact_operator(
     owners=owners,
     row_size=lambda options: 4 * options["held"] + LONGEST,
     row_work=lambda options: 20,
-    classes=classes,
     constants=CONSTANTS,
     free={"slot_table": "rows columns apart"},
     reads={

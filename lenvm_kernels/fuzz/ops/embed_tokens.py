@@ -6,19 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import Inputs
-from lenvm_kernels.fuzz.case import (
-    Case,
-    Difference,
-    Operator,
-    Output,
-    beyond,
-    differs,
-    dtype_of,
-    expect,
-    padded_rows,
-    slice_of_longer,
-)
+from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, differs, dtype_of, expect
+from lenvm_kernels.fuzz.ops._calls import Inputs
+from lenvm_kernels.fuzz.ops._inputs import padded_rows, slice_of_longer
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops._common import ceil_div
 from lenvm_kernels.ops.embed_tokens import embed_tokens
@@ -113,12 +103,6 @@ def _reference(given: Inputs) -> EmbeddedTokens:
     return embedded._replace(cos=angles.cos() * scale, sin=angles.sin() * scale)
 
 
-def classes(given: Inputs) -> dict[str, Tensor]:
-    ids, embedding = given.arguments["token_ids"][: given.rows], given.arguments["embedding"]
-    is_known = (ids >= 0) & (ids < len(embedding))
-    return {"known": is_known, "unknown": ~is_known}
-
-
 OPERATOR = Operator(
     function=embed_tokens,
     options=OPTIONS,
@@ -129,7 +113,6 @@ OPERATOR = Operator(
     most_rows=8192,
     row_size=lambda options: 2 * options["size"],
     row_work=lambda options: 40 + 20 * ceil_div(options["size"], 128 if options["constants"] == "small" else 4096),
-    classes=classes,
     constants=CONSTANTS,
     free={"embedding": "float32 bfloat16 float16 float64 rows columns apart", "inv_freq": "rows"},
 )

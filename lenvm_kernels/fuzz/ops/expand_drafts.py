@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import Form, Inputs, exact_operator
-from lenvm_kernels.fuzz.case import Case, dtype_of, fill, results_to_fill, slice_of_longer
+from lenvm_kernels.fuzz.case import Case, dtype_of
 from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.fuzz.ops._calls import Form, Inputs, exact_operator
+from lenvm_kernels.fuzz.ops._inputs import fill, results_to_fill, slice_of_longer
 from lenvm_kernels.ops.expand_drafts import NODE_FIELDS, empty_nodes, expand_drafts
 from lenvm_kernels.ops.gather_requests import empty_requests
 from lenvm_kernels.types import Drafts, StepRequests
@@ -110,12 +111,6 @@ def returns(given: Inputs) -> dict[str, Form]:
     return {name: (dtype, owners(given)[name].shape) for name, dtype in NODE_FIELDS.items()}
 
 
-def classes(given: Inputs) -> dict[str, Tensor]:
-    token_ids = given.arguments["drafts"].token_ids
-    is_there = (token_ids >= 0).int().cumprod(dim=1).bool()
-    return {"all drafts": is_there.all(dim=1), "no drafts": ~is_there.any(dim=1)}
-
-
 OPERATOR = exact_operator(
     expand_drafts,
     options=OPTIONS,
@@ -125,7 +120,6 @@ OPERATOR = exact_operator(
     owners=owners,
     row_size=lambda options: 20 * options["drafts"],
     row_work=lambda options: 30 + 10 * options["drafts"],
-    classes=classes,
     constants=CONSTANTS,
     free={"drafts.token_ids": "int32 apart", "drafts.parents": "apart"},
     reads={"requests": NODE_FIELDS, "out": NODE_FIELDS},

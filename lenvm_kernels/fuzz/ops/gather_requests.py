@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import Form, Inputs, exact_operator, forms, owners_in_table, to_fill
-from lenvm_kernels.fuzz.case import Case, fill, slice_of_longer
+from lenvm_kernels.fuzz.case import Case
+from lenvm_kernels.fuzz.ops._calls import Form, Inputs, exact_operator, forms, owners_in_table
+from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer, to_fill
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.ops import gather_requests as ops
 from lenvm_kernels.ops.gather_requests import empty_history, empty_requests
@@ -101,20 +102,6 @@ def owners(given: Inputs) -> dict[str, Tensor]:
     return {"faults": of_table, "history": of_table, "history.step": nobody, "history.uncounted": nobody}
 
 
-def classes(given: Inputs) -> dict[str, Tensor]:
-    table, rows = given.arguments["table"], given.arguments["table_rows"]
-    is_active = given.arguments.get("active", torch.ones_like(table.span_ended[rows]))
-    is_guided = (table.mode[rows] != Mode.UNGUIDED) & ~table.span_ended[rows]
-    found = {"guided": is_guided, "asks for lengths": table.return_values[rows], "not active": ~is_active}
-    may_begin = (table.mode[rows] != Mode.UNGUIDED) & table.span_ended[rows] & (table.span_start_bits[rows] != 0)
-    found |= {"between two spans": may_begin & ~table.return_values[rows]}
-    history = given.arguments.get("history")
-    if history is None:
-        return found
-    lost = OPERATOR.expected(given).tensors["faults"][rows] > table.faults[rows]
-    return found | {"lacks a token": lost}
-
-
 OPERATOR = exact_operator(
     ops.gather_requests,
     options=OPTIONS,
@@ -126,7 +113,6 @@ OPERATOR = exact_operator(
     unwritten=lambda given: () if "history" in given.arguments else ("cached_lens",),
     row_size=lambda options: 30,
     row_work=lambda options: 20,
-    classes=classes,
     constants=CONSTANTS,
     free={
         "tokens": "columns apart",

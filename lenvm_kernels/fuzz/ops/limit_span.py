@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import Inputs, exact_operator, owners_in_table
-from lenvm_kernels.fuzz.case import Case, dtype_of, fill, slice_of_longer
+from lenvm_kernels.fuzz.case import Case, dtype_of
 from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.fuzz.ops._calls import Inputs, exact_operator, owners_in_table
+from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer
 from lenvm_kernels.fuzz.ops.expand_drafts import DRAFTS, draw_drafts
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
@@ -158,23 +159,6 @@ def owners(given: Inputs) -> dict[str, Tensor]:
     }
 
 
-def classes(given: Inputs) -> dict[str, Tensor]:
-    table, table_rows = given.arguments["table"], given.arguments["table_rows"]
-    lands = (table.span_end_token_ids[table_rows, 0] < 0) & (table.closing_token_ids[table_rows, 0] >= 0)
-    has_span = (table.span_end_token_ids[table_rows, 0] >= 0) | lands
-    result = OPERATOR.expected(given).tensors
-    ended = result["span_ended"][table_rows]
-    was_ended = table.span_ended[table_rows]
-    found = {"no span": ~has_span, "open span": has_span & ~ended, "span ends": has_span & ended & ~was_ended}
-    found |= {"landing": lands}
-    found |= {"span begins": has_span & was_ended & ~ended}
-    found |= {"end is forced from now on": result["closing_from"][table_rows] > table.closing_from[table_rows]}
-    if "logits" in result:
-        changed = (result["logits"] - given.arguments["logits"]).nan_to_num(0.0).view(len(table_rows), -1)
-        found |= {"end forced": (changed > 1).any(1), "end of sequence excluded": (changed < -1).any(1)}
-    return found
-
-
 OPERATOR = exact_operator(
     ops.limit_span,
     options=OPTIONS,
@@ -187,7 +171,6 @@ OPERATOR = exact_operator(
     owners=owners,
     row_size=lambda options: (1 + options["drafts"]) * (options["vocab"] + options["padding"]),
     row_work=lambda options: 60 + 15 * options["drafts"],
-    classes=classes,
     constants=CONSTANTS,
     free={
         "logits": "float32 bfloat16 float16 float64 columns apart",

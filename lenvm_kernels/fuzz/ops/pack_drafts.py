@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import Form, Inputs, exact_operator, forms, to_fill
-from lenvm_kernels.fuzz.case import Case, slice_of_longer
+from lenvm_kernels.fuzz.case import Case
+from lenvm_kernels.fuzz.ops._calls import Form, Inputs, exact_operator, forms
+from lenvm_kernels.fuzz.ops._inputs import slice_of_longer, to_fill
 from lenvm_kernels.fuzz.ops.expand_drafts import DRAFTS, VOCABULARY, draw_drafts, owners_of_nodes
 from lenvm_kernels.ops.pack_drafts import empty_trees, pack_drafts
 from lenvm_kernels.types import ScoredCandidates
@@ -61,19 +62,6 @@ def owners(given: Inputs) -> dict[str, Tensor]:
     return {"columns": owners_of_nodes(requests, drafts, given.rows, given.arguments["scored"].counts.device)}
 
 
-def classes(given: Inputs) -> dict[str, Tensor]:
-    token_ids = given.arguments["drafts"].token_ids
-    count = len(token_ids)
-    trees = OPERATOR.expected(given).tensors
-    is_there = (token_ids >= 0).int().cumprod(dim=1).bool()
-    columns = trees["columns"].view(len(trees["counts"]), -1)[:count]
-    return {
-        "nothing scored": trees["counts"][:count] == 0,
-        "no drafts": ~is_there.any(dim=1),
-        "a candidate is a draft": ((columns >= 0) & (columns < is_there.sum(dim=1)[:, None])).any(dim=1),
-    }
-
-
 OPERATOR = exact_operator(
     pack_drafts,
     options=OPTIONS,
@@ -83,7 +71,6 @@ OPERATOR = exact_operator(
     owners=owners,
     row_size=lambda options: 4 * (1 + options["drafts"]) * (1 + options["columns"]),
     row_work=lambda options: 60 + 15 * options["drafts"],
-    classes=classes,
     free={"drafts.token_ids": "int32 apart", "drafts.parents": "apart"},
     reads={"scored": ("token_ids", "counts", "table_rows", "positions")},
 )

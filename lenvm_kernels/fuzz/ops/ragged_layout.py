@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import Inputs, Result, exact_operator, forms
 from lenvm_kernels.fuzz.case import Case, Output
 from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.fuzz.ops._calls import Inputs, Result, exact_operator, forms
 from lenvm_kernels.fuzz.ops.expand_drafts import apart, draw_parents
 from lenvm_kernels.ops.ragged_layout import ragged_layout
 from lenvm_kernels.types import RaggedLayout
@@ -106,16 +106,6 @@ def outputs(given: Inputs, result: Result) -> list[Output]:
     return found
 
 
-def classes(given: Inputs) -> dict[str, Tensor]:
-    delta, candidates = given.arguments["delta_lens"], given.arguments["candidate_lens"].clamp(min=0)
-    return {
-        "empty": (delta == 0) & (candidates == 0),
-        "delta only": (delta > 0) & (candidates == 0),
-        "candidates only": (delta == 0) & (candidates > 0),
-        "both": (delta > 0) & (candidates > 0),
-    }
-
-
 OPERATOR = exact_operator(
     ragged_layout,
     options=OPTIONS,
@@ -125,7 +115,6 @@ OPERATOR = exact_operator(
     outputs=outputs,
     row_size=lambda options: options["longest"] + options["columns"],
     row_work=lambda options: 250,
-    classes=classes,
     constants=CONSTANTS,
     free={
         "delta_ids": "int64",

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import Form, Inputs, Result, named_operator
-from lenvm_kernels.fuzz.case import Case, Difference, Output, beyond, dtype_of, padded_rows, poisoned, results_to_fill
+from lenvm_kernels.fuzz.case import Case, Difference, Output, beyond, dtype_of
+from lenvm_kernels.fuzz.ops._calls import Form, Inputs, Result, named_operator
+from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned, results_to_fill
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.ragged_linear import ragged_linear, square_sums_shape
 from lenvm_kernels.reference._common import sums_of_squares
@@ -102,11 +103,6 @@ def exact(x: Tensor, weight: Tensor, **inputs) -> Tensor:
     return ragged_linear(x.double(), weight.double(), **inputs, backend="reference")
 
 
-def classes(given: Inputs) -> dict[str, Tensor]:
-    broken = ~given.arguments["x"][: given.rows].isfinite().all(1)
-    return {"token": ~broken, "broken": broken}
-
-
 def _row_work(options: Mapping[str, Any]) -> float:
     columns = options["outputs"] * (2 if options["swiglu"] else 1)
     return 40 * -(-options["size"] // 32) * -(-columns // 64) / 128 + 1
@@ -123,7 +119,6 @@ OPERATOR = named_operator(
     most_rows=16_384,
     row_size=lambda options: 2 * (options["size"] + options["outputs"]),
     row_work=_row_work,
-    classes=classes,
     constants=CONSTANTS,
     free={
         **dict.fromkeys(("x", "weight", "residual"), "apart"),

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import nobody
-from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, differs, expect, fill, padded_rows
+from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, differs, expect
 from lenvm_kernels.fuzz.draws import Draws
+from lenvm_kernels.fuzz.ops._calls import nobody
+from lenvm_kernels.fuzz.ops._inputs import fill, padded_rows
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.guidance import GuidanceTable
 from lenvm_kernels.guidance.fields import MAX_SPAN_ENDS
@@ -409,17 +410,6 @@ def conditioning(given: Inputs, v: Tensor, expected: Tensor) -> Tensor:
     return (expected * deviation / variance).amax(1, keepdim=True) * shift + moved
 
 
-def classes(given: Inputs) -> dict[str, Tensor]:
-    mode, status = given.table.mode[given.table_rows], given.candidates.status
-    guided = status == Status.GUIDE
-    found = {f"mode {m.name.lower()}": guided & (mode == m) for m in Mode}
-    found |= {f"status {s.name.lower()}": status == s for s in Status}
-    found["end of sequence among the candidates"] = is_eos(given).any(1)
-    found["answer"] = guided & (given.table.answer_length[given.table_rows] > 0)
-    found["value not finite"] = guided & (~given.value_logits.isfinite() & (given.candidates.probs > 0)).any(1)
-    return found
-
-
 def _row_work(options: Mapping[str, Any]) -> float:
     large = options["constants"] != "shipped"
     if options["scatter"]:  # a program for each slice of a row
@@ -437,7 +427,6 @@ OPERATOR = Operator(
     most_rows=65_536,
     row_size=lambda options: options["vocab"] + 32 * options["columns"],
     row_work=_row_work,
-    classes=classes,
     constants=CONSTANTS,
     free={
         **dict.fromkeys(("candidates.probs", "candidates.lost_mass"), "float64"),

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import Form, Inputs, Result, named_operator
 from lenvm_kernels.fuzz.case import Case, Difference, beyond, differs, dtype_of
+from lenvm_kernels.fuzz.ops._calls import Form, Inputs, Result, named_operator
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.rope_cache import rope_cache
 
@@ -122,13 +122,6 @@ def rotated(what: str, actual: Tensor, expected: Tensor, dtype: torch.dtype) -> 
     return beyond(what, actual.double() / length, expected.double() / length, TOLERANCE["rope_cache"][dtype])
 
 
-def classes(given: Inputs) -> dict[str, Tensor]:
-    slots = given.arguments["slots"][: given.rows]
-    kept = (slots >= 0) & (slots < len(given.arguments["k_cache"]))
-    broken = given.arguments["qkv"][: given.rows].isnan().any(1)
-    return {"kept": kept, "not kept": ~kept, "broken": broken}
-
-
 OPERATOR = named_operator(
     rope_cache,
     options=OPTIONS,
@@ -140,7 +133,6 @@ OPERATOR = named_operator(
     most_rows=8192,
     row_size=lambda options: 3 * sum(options["heads"]) * options["head_dim"],
     row_work=lambda options: 150,
-    classes=classes,
     free={
         **dict.fromkeys(("qkv", "cos", "sin", "k_cache", "v_cache", "qk_norm_weight"), "apart"),
         "slots": "int64",

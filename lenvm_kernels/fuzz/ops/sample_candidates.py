@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import Inputs, exact_operator
-from lenvm_kernels.fuzz.case import Case, padded_rows
+from lenvm_kernels.fuzz.case import Case
+from lenvm_kernels.fuzz.ops._calls import Inputs, exact_operator
+from lenvm_kernels.fuzz.ops._inputs import padded_rows
 from lenvm_kernels.ops._common import INTERPRETED
 from lenvm_kernels.ops.sample_candidates import sample_candidates
 from lenvm_kernels.types import Candidates, Status
@@ -57,15 +57,6 @@ def inputs(case: Case, device: torch.device) -> Inputs:
     return Inputs(of_rows, len(rows))
 
 
-def classes(given: Inputs) -> dict[str, Tensor]:
-    p, temperature = given.arguments["guided_probs"], given.arguments["temperature"]
-    status = given.arguments["candidates"].status
-    found = {f"status {s.name.lower()}": status == s for s in Status}
-    found["nothing to draw"] = ~(p > 0).any(dim=1)
-    found["greedy"] = torch.zeros_like(status, dtype=torch.bool) if temperature is None else temperature < 1e-6
-    return found
-
-
 def _row_work(options: Mapping[str, Any]) -> float:
     rows = CONSTANTS["large"]["TILE"] if options["constants"] == "large" else 32  # of a program
     return (250 + 16 * options["columns"]) / rows
@@ -80,7 +71,6 @@ OPERATOR = exact_operator(
     most_rows=65_536,
     row_size=lambda options: 8 * options["columns"],
     row_work=_row_work,
-    classes=classes,
     constants=CONSTANTS,
     free={"guided_probs": "float64 apart", "positions": "int32"},
     reads={"candidates": ("token_ids", "status")},

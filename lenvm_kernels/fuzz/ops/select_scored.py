@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import Form, Inputs, exact_operator, forms, to_fill
-from lenvm_kernels.fuzz.case import Case, fill, slice_of_longer
+from lenvm_kernels.fuzz.case import Case
+from lenvm_kernels.fuzz.ops._calls import Form, Inputs, exact_operator, forms
+from lenvm_kernels.fuzz.ops._inputs import fill, slice_of_longer, to_fill
 from lenvm_kernels.ops.gather_requests import empty_requests
 from lenvm_kernels.ops.select_scored import empty_scored, select_scored
 from lenvm_kernels.types import Candidates, Status
@@ -77,17 +78,6 @@ def owners(given: Inputs) -> dict[str, Tensor]:
     return {"step": torch.full((1,), -1, device=given.arguments["candidates"].counts.device)}
 
 
-def classes(given: Inputs) -> dict[str, Tensor]:
-    count, result = given.rows, OPERATOR.expected(given).tensors
-    is_guide, is_due = given.arguments["candidates"].status == Status.GUIDE, given.arguments["requests"].due[:count]
-    return {
-        "scored": result["counts"][:count] > 0,
-        "alone": result["alone"][:count],
-        "not due": result["status"] == Status.NOT_DUE,
-        "might end": is_guide & ~is_due & (result["status"] == Status.GUIDE),
-    }
-
-
 OPERATOR = exact_operator(
     select_scored,
     options=OPTIONS,
@@ -97,7 +87,6 @@ OPERATOR = exact_operator(
     owners=owners,
     row_size=lambda options: 2 * options["columns"] + 20,
     row_work=lambda options: 20,
-    classes=classes,
     constants=CONSTANTS,
     free={"eos_token_ids": "rows columns apart"},
     reads={

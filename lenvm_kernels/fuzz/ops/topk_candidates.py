@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import Form, Inputs, Result, named_operator
-from lenvm_kernels.fuzz.case import Case, Difference, beyond, differs, dtype_of, padded_rows, poisoned
+from lenvm_kernels.fuzz.case import Case, Difference, beyond, differs, dtype_of
+from lenvm_kernels.fuzz.ops._calls import Form, Inputs, Result, named_operator
+from lenvm_kernels.fuzz.ops._inputs import padded_rows, poisoned
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.topk_candidates import topk_candidates
-from lenvm_kernels.types import Candidates, Status
+from lenvm_kernels.types import Candidates
 
 NAN, INF = float("nan"), float("inf")
 KINDS = ["normal", "peaked", "ties", "constant", "huge", "tiny", "mostly nothing", "halves"]
@@ -180,12 +181,6 @@ def _reference(given: Inputs, width: float) -> Candidates:
     return topk_candidates(**arguments, backend="reference")
 
 
-def classes(given: Inputs) -> dict[str, Tensor]:
-    found = _reference(given, 0.0)
-    by_status = {f"status {status.name.lower()}": found.status == status for status in Status}
-    return by_status | {"broken": found.broken, "cut at max_candidates": found.lost_mass > 0}
-
-
 def _row_work(options: Mapping[str, Any]) -> float:
     small, slots = options["constants"] == "small", options["max_candidates"]
     programs = -(-options["vocab"] // (64 if small else 1024))
@@ -201,7 +196,6 @@ OPERATOR = named_operator(
     most_rows=16_384,
     row_size=lambda options: options["vocab"],
     row_work=_row_work,
-    classes=classes,
     constants=CONSTANTS,
     free={
         "scores": "float32 bfloat16 float16 float64 columns apart",

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import Inputs
-from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, dtype_of, expect, poisoned
+from lenvm_kernels.fuzz.case import Case, Difference, Operator, Output, beyond, dtype_of, expect
+from lenvm_kernels.fuzz.ops._calls import Inputs
+from lenvm_kernels.fuzz.ops._inputs import poisoned
 from lenvm_kernels.fuzz.tolerances import TOLERANCE
 from lenvm_kernels.ops.value_head import value_head
 from lenvm_kernels.reference._common import sums_of_squares
@@ -128,17 +129,6 @@ def weighted_as_rounded(hidden: Tensor, norm_weight: Tensor) -> Tensor:
     return (hidden.float() * (norm_weight.float() * scale)).to(hidden.dtype).double() / scale
 
 
-def classes(given: Inputs) -> dict[str, Tensor]:
-    hidden, rows = given.arguments["hidden"], given.arguments.get("token_rows")
-    if rows is None:
-        is_token = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
-        rows = torch.arange(len(hidden), device=hidden.device)
-    else:
-        is_token = (rows >= 0) & (rows < len(hidden))
-    broken = ~hidden[rows.clamp(0, len(hidden) - 1)].isfinite().all(1)
-    return {"token": is_token & ~broken, "broken": is_token & broken, "padding": ~is_token}
-
-
 def _row_work(options: Mapping[str, Any]) -> float:
     return 40 * -(-options["size"] // 32) * -(-options["size"] // 64) / 128 + 1
 
@@ -153,7 +143,6 @@ OPERATOR = Operator(
     most_rows=16_384,
     row_size=lambda options: options["size"],
     row_work=_row_work,
-    classes=classes,
     constants=CONSTANTS,
     free={
         "hidden": "apart",

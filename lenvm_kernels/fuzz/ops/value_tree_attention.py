@@ -287,18 +287,6 @@ def compare(call: Call, result: Tensor) -> list[Difference]:
     ]
 
 
-def classes(call: Call) -> dict[str, Tensor]:
-    given = call.inputs
-    new = given.q_offsets.diff()
-    return {
-        "nothing cached": given.cached_lens == 0,
-        "split": given.cached_lens > ONE_SPLIT,
-        "no new token": new == 0,
-        "no delta": (new > 0) & (new == given.candidate_lens),
-        "no candidate": (new > 0) & (given.candidate_lens == 0),
-    }
-
-
 def _row_work(options: Mapping[str, Any]) -> float:
     tiles = 1 + 1.5 * options["delta"] * options["group"] / 64
     keys = {"short": 1, "any": 6, "long": 14}[options["cached"]]
@@ -318,7 +306,6 @@ OPERATOR = Operator(
         (LENGTHS["long"][1] + o["delta"] + o["candidates"]) * (o["group"] + 2) * o["kv_heads"] * o["head_dim"]
     ),
     row_work=_row_work,
-    classes=classes,
     constants=CONSTANTS,
     free={
         **dict.fromkeys(("q", "k_new", "v_new", "k_cache", "v_cache", "out"), "apart"),

@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from lenvm_kernels.fuzz.calls import Form, Inputs, exact_operator
-from lenvm_kernels.fuzz.case import Case, slice_of_longer
+from lenvm_kernels.fuzz.case import Case
+from lenvm_kernels.fuzz.ops._calls import Form, Inputs, exact_operator
+from lenvm_kernels.fuzz.ops._inputs import slice_of_longer
 from lenvm_kernels.fuzz.ops.expand_drafts import DRAFTED, DRAFTS, VOCABULARY, draw_drafts
 from lenvm_kernels.ops.verify_drafts import verify_drafts
 
@@ -36,11 +36,6 @@ def returns(given: Inputs) -> dict[str, Form]:
     return {name: (torch.int32, shape) for name, shape in shapes.items()}
 
 
-def classes(given: Inputs) -> dict[str, Tensor]:
-    lens = OPERATOR.expected(given).tensors["lens"]
-    return {"nothing drawn": lens == 0, "no draft drawn": lens == 1, "drafts drawn": lens > 1}
-
-
 OPERATOR = exact_operator(
     verify_drafts,
     options=OPTIONS,
@@ -48,7 +43,6 @@ OPERATOR = exact_operator(
     returns=returns,
     row_size=lambda options: 8 * options["drafts"],
     row_work=lambda options: 20 + 10 * options["drafts"],
-    classes=classes,
     constants=CONSTANTS,
     free={"drafts.token_ids": "int32 apart", "drafts.parents": "apart"},
 )

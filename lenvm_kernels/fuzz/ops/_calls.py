@@ -11,16 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenvm_kernels.fuzz.case import (
-    Difference,
-    Operator,
-    Output,
-    copy_in_place,
-    differs,
-    expect,
-    results_to_fill,
-    whole_memory,
-)
+from lenvm_kernels.fuzz.case import Difference, Operator, Output, copy_in_place, differs, expect, whole_memory
 
 Form = tuple[torch.dtype, Sequence[int]]  # of a tensor that is returned
 
@@ -158,8 +149,3 @@ def owners_in_table(table_rows: Tensor, size: int) -> Tensor:
 def forms(tensors: Any) -> dict[str, Form]:
     """Of the fields of a tuple of tensors, unless they are None."""
     return {name: (x.dtype, x.shape) for name, x in tensors._asdict().items() if x is not None}
-
-
-def to_fill(empty: Any, *, in_slices: bool) -> Any:
-    """A tuple of tensors for an operator to write over: :func:`results_to_fill` of each."""
-    return empty._make(results_to_fill(empty, in_slices=in_slices))

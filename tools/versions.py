@@ -1,0 +1,118 @@
+"""Run tests with the oldest and newest versions that pyproject.toml admits: ``make versions``.
+
+Each environment is made in ``.venv-versions`` and removed when its tests have ended. Two run side by side. A CPU build
+of torch, which PyPI does not have for Linux on x86-64, comes from where pip is configured to look for it. Python
+versions without such a build run no test: their line in the summary says so, and the sources are compiled and
+type-checked for them.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / ".venv-versions"
+CPU_TORCH = "torch==2.13.0"  # the oldest that is admitted
+LARGEST = 8 * 2**30  # bytes of the environments together: the newest torch is a build for CUDA
+OTHER_PYTHONS = ("3.10", "3.13")
+
+TESTS = [
+    *("operator_laws", "step", "step_arguments", "step_ends", "value_model", "value_model_checkpoint", "guidance"),
+    "transformers_adapter",
+]
+# Long tests, 32-bit offsets and other batches depend on no library's version.
+LEFT_OUT = "not 500_steps and not offsets_past and not same_bits and not as_good_as_so_many_steps"
+
+DEPENDENCIES = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)[1]
+NEWEST = re.findall(r'"(.*?)"', DEPENDENCIES)
+OLDEST = [re.sub(r">=([\d.]+).*", r"==\1", requirement) for requirement in NEWEST]
+ENVIRONMENTS = {
+    "newest torch": NEWEST,
+    "oldest": OLDEST,
+    "newest Triton": [CPU_TORCH, *(requirement for requirement in NEWEST if not requirement.startswith("torch"))],
+}
+_installing = threading.Lock()  # an editable installation writes into the tree
+
+
+def run(*command: object, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, **options)
+
+
+def python_of(version: str) -> str | None:
+    """A Python of this version, in PATH or in pyenv's folder, if there is one."""
+    candidates = [f"python{version}", *Path.home().glob(f".pyenv/versions/{version}.*/bin/python")]
+    return next(
+        (str(python) for python in candidates if shutil.which(python) and not run(python, "-V").returncode), None
+    )
+
+
+def test(name: str, requirements: list[str], python: str = sys.executable) -> str:
+    """Make the environment and run the tests there; returns a line for the summary, empty if a command failed."""
+    folder, start = FOLDER / name.replace(" ", "-"), time.monotonic()
+    pip = [folder / "bin/python", "-m", "pip", "--disable-pip-version-check"]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", LEFT_OUT]
+    try:
+        for step in (
+            [python, "-m", "venv", folder],
+            [*pip, "install", "--quiet", *requirements, "pytest", "hypothesis", "peft"],
+            [*pip, "install", "--quiet", "--no-deps", "--editable", "."],
+            [folder / "bin/python", *command, *(f"tests/test_{file}.py" for file in TESTS)],
+        ):
+            with _installing if "--editable" in step else nullcontext():
+                done = run(*step)
+            if done.returncode:
+                print(f"{name}: {' '.join(map(str, step))} failed\n{done.stdout[-20_000:]}{done.stderr[-5_000:]}")
+                return ""
+        listed = run(*pip, "list", "--format=freeze").stdout
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    versions = re.findall(r"^(?:numpy|torch|transformers|triton)==.*", listed, re.M)
+    return f"{', '.join(versions)}: {done.stdout.splitlines()[-1]} ({time.monotonic() - start:.0f} s in all)"
+
+
+def test_python(version: str) -> str:
+    """As :func:`test`, with another Python, or what can be done without a torch for it."""
+    python = python_of(version)
+    types = run(sys.executable, "-m", "mypy", "--python-version", version)
+    if types.returncode:
+        print(f"Python {version}: {types.stdout}")
+        return ""
+    if python is None:
+        return "not installed here: NO TEST RUN, only type-checked for it"
+    # Only a CPU build has this version; on an index without any, pip would take a build for CUDA.
+    cpu_build = f"{CPU_TORCH}+cpu"
+    if not run(python, "-m", "pip", "download", "--no-deps", "--dest", FOLDER / "wheels", cpu_build).returncode:
+        return test(f"Python {version}", [cpu_build, *ENVIRONMENTS["newest Triton"][1:]], python)
+    sources = run("git", "ls-files", "*.py").stdout.split()
+    compiled = run(python, "-c", "import sys; [compile(open(f).read(), f, 'exec') for f in sys.argv[1:]]", *sources)
+    if compiled.returncode:
+        print(f"Python {version}: {compiled.stderr}")
+        return ""
+    return f"no {cpu_build} to be had for it: NO TEST RUN, {len(sources)} files compiled and type-checked for it"
+
+
+def main() -> int:
+    start, free = time.monotonic(), shutil.disk_usage(ROOT).free
+    if free < LARGEST:
+        print(f"make versions needs {LARGEST / 2**30:.0f} GiB of disk, {free / 2**30:.1f} GiB are free")
+        return 1
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    with ThreadPoolExecutor(2) as pool:
+        runs = {name: pool.submit(test, name, requirements) for name, requirements in ENVIRONMENTS.items()}
+        runs |= {f"Python {version}": pool.submit(test_python, version) for version in OTHER_PYTHONS}
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    for name, done in runs.items():
+        print(f"{name}: {done.result() or 'FAILED, see above'}")
+    failed = sum(not done.result() for done in runs.values())
+    print(f"{len(runs) - failed} passed, {failed} failed\n{time.monotonic() - start:.0f} s")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
