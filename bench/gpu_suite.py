@@ -5,8 +5,7 @@
 - ``profile``: what :mod:`bench.codegen` predicts, measured: every kernel of the step.
 
 Each part is a process with a time limit, and a log in DIR. A part that fails or is ended does not affect the others; a
-benchmark's JSON file has the cases up to there. The limits add up to eleven minutes. Needs no network. On a CPU the parts
-run the references of a few cases.
+benchmark's JSON file has the cases up to there. Needs no network. On a CPU the parts run the references of a few cases.
 """
 
 import importlib.util

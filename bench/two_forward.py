@@ -52,14 +52,14 @@ class Request:
 
 
 class Candidates(NamedTuple):
-    """Rows with several candidates, and ``single``: (row, only token)."""
+    """Rows with several candidates: lists on the host, and padded ``[rows, K]``, where a probability of 0 pads."""
 
-    single: list[tuple[int, int]]
+    single: list[tuple[int, int]]  # row and only token of the other guided rows
     rows: list[int]
     ids: list[list[int]]
     host_probs: list[list[float]]
-    padded_probs: Tensor  # [rows, K], 0 pads
-    padded_ids: Tensor  # [rows, K]
+    padded_probs: Tensor
+    padded_ids: Tensor
 
 
 class TwoForwardOutput(NamedTuple):
@@ -104,9 +104,8 @@ def candidates_of(probs: Tensor, requests: Sequence[Request | None], sampling: S
         p[:, 0] = torch.where(counts == 0, most[:, 0], p[:, 0])
         counts = (p > 0).sum(-1)
     single = counts == 1
-    limits = [requests[i].params.entropy_threshold for i in guided]
-    limits = torch.tensor([-math.inf if x is None else x for x in limits], dtype=torch.float64, device=probs.device)
-    sent = ~single
+    limits = [-1.0 if (x := requests[i].params.entropy_threshold) is None else x for i in guided]
+    limits, sent = torch.tensor(limits, dtype=torch.float64, device=probs.device), ~single
     if bool((limits >= 0).any()):
         q = p.double() / p.double().sum(-1, keepdim=True).clamp(min=1e-20)
         sent = sent & (-(q * (q + 1e-20).log()).sum(-1) > limits)
@@ -207,17 +206,12 @@ class TwoForwardStep:
         self._inv_freq = torch.tensor(value_model.config.rope_inv_freq, device=self.device)
         self._head = [x.to(value_model.dtype) for x in value_model.head]
 
-    def add_request(
-        self, table_row: int, params: GuidanceParams | None, eos_token_ids: set[int], *, prompt_len: int = 0, **_: int
-    ) -> None:
+    def add_request(self, table_row, params, eos_token_ids, *, prompt_len=0, seed=0) -> None:
         """Admit a request into a row; without ``params`` the row's request leaves and gives back its slots.
 
         Raises:
-            IndexError: no such row.
             ValueError: guidance other than by a scale (``mul``) or to a target (``eq``).
         """
-        if not 0 <= table_row < len(self.table):
-            raise IndexError(f"table_row must be in [0, {len(self.table)}), got {table_row}")
         if params is not None and params.mode not in (Mode.UNGUIDED, Mode.MUL, Mode.EQ):
             raise ValueError(f"guidance must be mul or eq, got {params.mode.name.lower()}")
         if table_row in self.requests:
@@ -235,15 +229,7 @@ class TwoForwardStep:
             request.cached = length
 
     @torch.no_grad()
-    def extend(
-        self,
-        tokens: Tensor,
-        slots: Tensor | None,
-        table_rows: Tensor,
-        starts: Tensor,
-        lens: Tensor,
-        cached_lens: Tensor,
-    ) -> None:
+    def extend(self, tokens, slots, table_rows, starts, lens, cached_lens) -> None:
         """Compute and keep keys and values of prompts; arguments as in :meth:`GuidedStep.extend`, ``slots`` unused."""
         ids, chunk = tokens.tolist(), self.config.chunk_tokens
         batch = torch.stack([x.long() for x in (table_rows, starts, lens, cached_lens)], 1).tolist()
@@ -304,9 +290,7 @@ class TwoForwardStep:
             raise ValueError(f"row {row} must have {length} tokens before these, {known}")
         return request
 
-    def _guide_on_device(
-        self, guided: Tensor, sent: Sequence[Request], found: Candidates, logits: Sequence[Tensor]
-    ) -> None:
+    def _guide_on_device(self, guided, sent, found, logits) -> None:
         p, ids = found.padded_probs, found.padded_ids
         valid, v = p > 0, torch.zeros_like(p)
         for j, (request, row) in enumerate(zip(sent, logits, strict=True)):
@@ -320,9 +304,7 @@ class TwoForwardStep:
         guided.index_fill_(0, rows, 0.0)
         guided[rows[:, None].expand_as(ids), ids] = reweighted(p, v, valid, scale)
 
-    def _guide_on_host(
-        self, guided: Tensor, sent: Sequence[Request], found: Candidates, logits: Sequence[Tensor]
-    ) -> None:
+    def _guide_on_host(self, guided, sent, found, logits) -> None:
         for request, i, ids, p, z in zip(sent, found.rows, found.ids, found.host_probs, logits, strict=True):
             v = torch.tensor(z.float().tolist(), dtype=torch.float64).sigmoid().tolist()
             v = [0.0 if token in request.eos_token_ids else value for token, value in zip(ids, v, strict=True)]
@@ -332,17 +314,8 @@ class TwoForwardStep:
 
     # --- the two forwards ---
 
-    def _place(self, requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
-        """Slots for ``counts`` new tokens of each request, written to the table per request."""
-        if sum(counts) > len(self.free):
-            raise RuntimeError(f"{sum(counts)} slots are needed, {len(self.free)} are free")
-        slots, self.free = self.free[: sum(counts)], self.free[sum(counts) :]
-        for request, part in zip(requests, slots.split(list(counts)), strict=True):
-            self.table[request.row, request.cached : request.cached + len(part)] = part
-        return slots
-
     def _extend(self, pieces: Sequence[tuple[Request, int]]) -> None:
-        """Extend forward: each request's tokens from its cached ones up to a length."""
+        """Extend forward: the tokens of each request that are not cached, up to a length."""
         pieces = [(request, length) for request, length in pieces if length > request.cached]
         if not pieces:
             return
@@ -366,11 +339,13 @@ class TwoForwardStep:
         self.free = torch.cat([self.free, slots])
         return list(logits.split(torch.tensor(counts, device=self.device).tolist()))  # the fork reads them back
 
-    def _forward(
-        self, requests: Sequence[Request], counts: Sequence[int], token_ids: Tensor, positions: np.ndarray, seen: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _forward(self, requests, counts, token_ids, positions, seen) -> tuple[Tensor, Tensor]:
         """Value logits ``[T]`` of ``counts`` new tokens per request under ``seen``, bool ``[B, Q, L]``; their slots."""
-        slots = self._place(requests, counts)
+        if sum(counts) > len(self.free):
+            raise RuntimeError(f"{sum(counts)} slots are needed, {len(self.free)} are free")
+        slots, self.free = self.free[: sum(counts)], self.free[sum(counts) :]
+        for request, part in zip(requests, slots.split(list(counts)), strict=True):
+            self.table[request.row, request.cached : request.cached + len(part)] = part
         rows = torch.tensor([request.row for request in requests], device=self.device)
         b, longest, keys = seen.shape
         # The attention's kernels require rows of the mask that begin at multiples of 8 elements. Query heads that share
@@ -384,9 +359,7 @@ class TwoForwardStep:
         hidden = self._hidden(token_ids, positions, slots, self.table[rows, :padded], mask, places)
         return unfused_head(hidden, *self._head)(), slots
 
-    def _hidden(
-        self, token_ids: Tensor, positions: Tensor, slots: Tensor, kv_slots: Tensor, mask: Tensor, places: Tensor
-    ) -> Tensor:
+    def _hidden(self, token_ids, positions, slots, kv_slots, mask, places) -> Tensor:
         """Hidden states ``[T, H]`` behind the final norm; keys and values go to ``slots``.
 
         ``kv_slots [B, L]`` are the slots that each request reads, ``places [T]`` the tokens' places in ``[B Q]``.
