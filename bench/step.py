@@ -184,6 +184,8 @@ BENCHMARK = Benchmark(
 
 if __name__ == "__main__":
     if "--profile" in sys.argv:
+        if not torch.cuda.is_available():
+            sys.exit("--profile needs a GPU")
         for values, B in (("Qwen2.5-1.5B", 1), ("Qwen2.5-1.5B", 64), ("probe 7B", 64), ("none", 64)):
             print(f"\n{values}, B {B}", *profile(values, B), sep="\n", flush=True)
     else:

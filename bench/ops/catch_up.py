@@ -15,7 +15,7 @@ REQUEST_BYTES = 4 + 8 + 1 + 1 + 5 * 4  # position, table row, two flags, and fiv
 TOKEN_BYTES = 4 + 4  # id and page
 
 
-def make_call(*, B, M, R=64, missing=1, length=1000, page_size=16, has_committed=False):
+def make_call(*, B, M, R=64, missing=1, length=1000, page_size=16):
     """A call in which each of ``B`` requests lacks ``missing`` of its ``length`` tokens."""
     device = torch.get_default_device()
     requests, history = empty_requests(B, device), empty_history(R, M, device)
@@ -27,8 +27,7 @@ def make_call(*, B, M, R=64, missing=1, length=1000, page_size=16, has_committed
     pages = -(-length // page_size)
     slot_table = torch.randperm(R * pages, dtype=torch.int32).view(R, pages)
     counts = torch.full((B,), 8, dtype=torch.int32)
-    options = dict(committed=torch.zeros_like(counts)) if has_committed else {}
-    return partial(catch_up, history, requests, counts, slot_table, page_size=page_size, **options)
+    return partial(catch_up, history, requests, counts, slot_table, page_size=page_size)
 
 
 def make_case(*, B, M, missing, R):
@@ -37,11 +36,8 @@ def make_case(*, B, M, missing, R):
 
 
 FORMS = {
-    f"catch_up M{M}, pages of {page_size}{', with committed' * committed}": dict(
-        B=64, M=M, length=4096, page_size=page_size, has_committed=committed
-    )
+    f"catch_up M{M}, pages of {page_size}": dict(B=64, M=M, length=4096, page_size=page_size)
     for M, page_size in ((1, 1), (5, 4), (16, 1), (16, 16), (64, 64))
-    for committed in (False, True)
 }
 FORMS["catch_up, every size 1"] = dict(B=1, M=1, R=1, length=1, page_size=1)
 

@@ -18,8 +18,8 @@ REQUEST_BYTES, TABLE_BYTES, HISTORY_BYTES, TOKEN_BYTES = 8 + 4 + 1, 30, 12, 8 + 
 EVERY = ("active", "history", "out")
 
 
-def make_call(*, B=64, N=None, R=64, new=1, held=16, width=1, given=()):
-    """A call with the options ``given``. ``N`` rows (None: ``B``) with room for ``width`` tokens are written."""
+def make_call(*, B=64, N=None, R=64, new=1, held=16, given=()):
+    """A call with the options ``given``. ``N`` rows (None: ``B``) are written."""
     device = torch.get_default_device()
     table = GuidanceTable.from_params([parse_guidance({"target_length": 100})] * R, [{0}] * R, device)
     history = empty_history(R, held, device)
@@ -29,7 +29,7 @@ def make_call(*, B=64, N=None, R=64, new=1, held=16, width=1, given=()):
         active=torch.ones(B, dtype=torch.bool),
         history=history,
         padding_row=R - 1,
-        out=empty_requests(B if N is None else N, device, width),
+        out=empty_requests(B if N is None else N, device),
         new_lens=torch.full((B,), new, dtype=torch.int32),
     )
     tokens, lengths = torch.randint(1000, (B,) if new == 1 else (B, new)), torch.full((B,), LENGTH, dtype=torch.int32)
@@ -44,9 +44,7 @@ def make_case(*, B, N, R, new):
 
 
 FORMS = {"gather_requests": {}, "gather_requests with every option": dict(given=EVERY)}
-for _width in (1, 4):
-    _form = dict(new=4, given=(*EVERY, "new_lens"), width=_width)
-    FORMS[f"gather_requests of several tokens, with room for {_width}"] = _form
+FORMS["gather_requests of several tokens"] = dict(new=4, given=(*EVERY, "new_lens"))
 FORMS["gather_requests, every size 1"] = dict(B=1, R=1, held=1, given=["history"])
 
 BENCHMARK = Benchmark(
