@@ -164,20 +164,6 @@ def nearest(probs: Sequence[float], values: Sequence[float], params: GuidancePar
     return [float(i == min(costs)[2]) for i in range(len(costs))]
 
 
-def tree_mask(prefix_lens: Sequence[int], candidate_lens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The mask of a candidate forward, bool ``[B, Q, L]`` padded with False, and the candidates' positions ``[T]``.
-
-    A candidate sees the cached prefix and itself. Built per candidate on the host, as in the fork.
-    """
-    keys = max(n + m for n, m in zip(prefix_lens, candidate_lens, strict=True))
-    mask = np.zeros((len(prefix_lens), max(candidate_lens), keys), dtype=np.bool_)
-    for request, prefix, count in zip(mask, prefix_lens, candidate_lens, strict=True):
-        request[:count, :prefix] = True
-        for j in range(count):
-            request[j, prefix + j] = True
-    return mask, np.repeat(np.array(prefix_lens, dtype=np.int64), candidate_lens)
-
-
 # --- the step ---
 
 
@@ -331,10 +317,19 @@ class TwoForwardStep:
             request.cached = length
 
     def _score(self, requests: Sequence[Request], found: Candidates) -> list[Tensor]:
-        """Candidate forward: the value logits of each request's candidates."""
-        counts = [len(ids) for ids in found.ids]
-        mask, positions = tree_mask([request.cached for request in requests], counts)
+        """Candidate forward: the value logits of each request's candidates, which see the cached prefix and themselves.
+
+        The mask is built per candidate on the host, as in the fork.
+        """
+        prefixes, counts = [request.cached for request in requests], [len(ids) for ids in found.ids]
+        keys = max(n + m for n, m in zip(prefixes, counts, strict=True))
+        mask = np.zeros((len(requests), max(counts), keys), dtype=np.bool_)
+        for of_request, prefix, count in zip(mask, prefixes, counts, strict=True):
+            of_request[:count, :prefix] = True
+            for j in range(count):
+                of_request[j, prefix + j] = True
         token_ids, seen = found.padded_ids[found.padded_probs > 0], torch.from_numpy(mask).to(self.device)
+        positions = np.repeat(np.array(prefixes, dtype=np.int64), counts)
         logits, slots = self._forward(requests, counts, token_ids, positions, seen)
         self.free = torch.cat([self.free, slots])
         return list(logits.split(torch.tensor(counts, device=self.device).tolist()))  # the fork reads them back

@@ -48,13 +48,9 @@ FORMS = {
 }
 FORMS["candidate_values, every size 1"] = dict(B=1, K=1, vocab=1, size=1, outputs=1, bins=1, counters=False)
 
-BENCHMARK = Benchmark(
-    "candidate_values",
-    make_case,
-    dict(B=64, K=8, vocab=151_936),
-    axes=dict(B=[1, 8, 256], K=[4, 32], vocab=[49_152]),
-    quick=[dict(B=1, vocab=49_152), dict(B=8)],
-)
+PRODUCTION = dict(B=64, K=8, vocab=151_936)
+AXES = dict(B=[1, 8, 256], K=[4, 32], vocab=[49_152])
+BENCHMARK = Benchmark("candidate_values", make_case, PRODUCTION, AXES, quick=[dict(B=1, vocab=49_152), dict(B=8)])
 
 if __name__ == "__main__":
     BENCHMARK.main(__doc__)

@@ -41,14 +41,10 @@ FORMS = {
 }
 FORMS["catch_up, every size 1"] = dict(B=1, M=1, R=1, length=1, page_size=1)
 
-BENCHMARK = Benchmark(
-    "catch_up",
-    make_case,
-    dict(B=64, M=16, missing=1, R=257),
-    axes=dict(B=[1, 8, 256], M=[4], missing=[0, 4, 16]),
-    others=[dict(B=512, R=4097)],
-    quick=[{}, dict(B=1)],
-)
+PRODUCTION = dict(B=64, M=16, missing=1, R=257)
+AXES = dict(B=[1, 8, 256], M=[4], missing=[0, 4, 16])
+OTHERS = [dict(B=512, R=4097)]
+BENCHMARK = Benchmark("catch_up", make_case, PRODUCTION, AXES, OTHERS, quick=[{}, dict(B=1)])
 
 if __name__ == "__main__":
     BENCHMARK.main(__doc__)

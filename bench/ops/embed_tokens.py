@@ -37,16 +37,10 @@ def make_case(*, model, T, live, dtype="bfloat16"):
     return Case(call, T * live // 100 * row_bytes, peers={"(separate operators)": lambda: separate})
 
 
+_SIZES = [("bfloat16", 896, 32), ("bfloat16", 1536, 64), ("bfloat16", 3584, 48), ("float16", 2048, 64)]
 FORMS = {
     f"embed_tokens {dtype} H{size} D{2 * half}": dict(size=size, half=half, T=48, dtype=dtype, live=48, rope_scale=1.5)
-    for dtype, size, half in (
-        ("bfloat16", 896, 32),
-        ("bfloat16", 1536, 64),
-        ("bfloat16", 3584, 48),
-        ("float16", 2048, 64),
-        ("float32", 2048, 64),
-        ("float32", 2050, 64),
-    )
+    for dtype, size, half in [*_SIZES, ("float32", 2048, 64), ("float32", 2050, 64)]
 }
 FORMS["embed_tokens without a number of rows"] = dict(size=2050, half=64, T=48)
 FORMS["embed_tokens, every size 1"] = dict(size=1, half=1, T=1, V=1, live=1)

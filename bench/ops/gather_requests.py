@@ -47,14 +47,10 @@ FORMS = {"gather_requests": {}, "gather_requests with every option": dict(given=
 FORMS["gather_requests of several tokens"] = dict(new=4, given=(*EVERY, "new_lens"))
 FORMS["gather_requests, every size 1"] = dict(B=1, R=1, held=1, given=["history"])
 
-BENCHMARK = Benchmark(
-    "gather_requests",
-    make_case,
-    dict(B=64, N=64, R=257, new=1),
-    axes=dict(B=[1, 8, 33], N=[128], R=[65, 4097], new=[4, 16]),
-    others=[dict(B=512, N=512, R=4097)],
-    quick=[{}, dict(B=1)],
-)
+PRODUCTION = dict(B=64, N=64, R=257, new=1)
+AXES = dict(B=[1, 8, 33], N=[128], R=[65, 4097], new=[4, 16])
+OTHERS = [dict(B=512, N=512, R=4097)]
+BENCHMARK = Benchmark("gather_requests", make_case, PRODUCTION, AXES, OTHERS, quick=[{}, dict(B=1)])
 
 if __name__ == "__main__":
     BENCHMARK.main(__doc__)

@@ -65,13 +65,9 @@ for _D, _index in ((1, torch.int32), (4, torch.int64), (15, torch.int64)):
 FORMS["limit_span, every size 1"] = dict(B=1, V=1, room=(1, 1))
 FORMS["limit_span without lines"] = dict(_TABLE, breaks=False)
 
-BENCHMARK = Benchmark(
-    "limit_span",
-    make_case,
-    dict(B=64, D=0, dtype="float32"),
-    axes=dict(B=[1, 8, 512], D=[1, 4, 15], dtype=["bfloat16"]),
-    quick=[{}, dict(B=1, D=4)],
-)
+PRODUCTION = dict(B=64, D=0, dtype="float32")
+AXES = dict(B=[1, 8, 512], D=[1, 4, 15], dtype=["bfloat16"])
+BENCHMARK = Benchmark("limit_span", make_case, PRODUCTION, AXES, quick=[{}, dict(B=1, D=4)])
 
 if __name__ == "__main__":
     BENCHMARK.main(__doc__)

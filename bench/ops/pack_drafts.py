@@ -37,13 +37,9 @@ FORMS = {
     "pack_drafts, every size 1": dict(B=1, D=1, K=1, index=torch.int32),
 }
 
-BENCHMARK = Benchmark(
-    "pack_drafts",
-    make_case,
-    dict(B=64, D=4, K=8),
-    axes=dict(B=[1, 8, 512], D=[1, 15], K=[1, 64]),
-    quick=[{}, dict(B=1)],
-)
+PRODUCTION = dict(B=64, D=4, K=8)
+AXES = dict(B=[1, 8, 512], D=[1, 15], K=[1, 64])
+BENCHMARK = Benchmark("pack_drafts", make_case, PRODUCTION, AXES, quick=[{}, dict(B=1)])
 
 if __name__ == "__main__":
     BENCHMARK.main(__doc__)

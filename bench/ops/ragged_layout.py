@@ -38,14 +38,10 @@ FORMS |= {f"ragged_layout of trees K{K}": dict(K=K, is_tree=True) for K in (8, 4
 FORMS["ragged_layout, every size 1"] = dict(B=1, K=1, index=torch.int32)
 FORMS["ragged_layout of trees, every size 1"] = dict(B=1, K=1, index=torch.int32, is_tree=True)
 
-BENCHMARK = Benchmark(
-    "ragged_layout",
-    make_case,
-    dict(B=64, K=8, delta=1),
-    axes=dict(B=[1, 8, 512], K=[2, 64]),
-    others=[dict(B=1, delta=32_768), dict(B=1, delta=4096), dict(B=64, delta=64)],
-    quick=[{}, dict(B=1)],
-)
+PRODUCTION = dict(B=64, K=8, delta=1)
+AXES = dict(B=[1, 8, 512], K=[2, 64])
+OTHERS = [dict(B=1, delta=32_768), dict(B=1, delta=4096), dict(B=64, delta=64)]
+BENCHMARK = Benchmark("ragged_layout", make_case, PRODUCTION, AXES, OTHERS, quick=[{}, dict(B=1)])
 
 if __name__ == "__main__":
     BENCHMARK.main(__doc__)

@@ -13,13 +13,8 @@ from bench.models import VOCAB, make_candidates
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 
-MODES = [
-    {"mode": "mul", "scale": 0.7},
-    {"mode": "centered_exp", "scale": -20},
-    {"mode": "length_mul", "scale": 1.5},
-    {"target_length": 60},
-    {"target_length": 60, "op": "soft"},
-]
+MODES = [{"mode": mode, "scale": scale} for mode, scale in (("mul", 0.7), ("centered_exp", -20), ("length_mul", 1.5))]
+MODES += [{"target_length": 60}, {"target_length": 60, "op": "soft"}]
 
 
 def make_call(*, B=64, K, V=256, dtype="float32", modes=MODES, given=()):

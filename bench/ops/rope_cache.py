@@ -14,7 +14,7 @@ from lenvm_kernels.ops.rope_cache import rope_cache
 from lenvm_kernels.reference.rope_cache import rms_norm, rotate
 
 
-def make_call(*, heads: tuple[int, int, int], T=48, slots=4096, dtype="float32", index=torch.int64, given=()):
+def make_call(*, heads, T=48, slots=4096, dtype="float32", index=torch.int64, given=()):
     """A call with ``heads`` of queries, of keys and values, and their dimension; and the options ``given``."""
     num_heads, kv_heads, head_dim = heads
     random = partial(torch.randn, dtype=getattr(torch, dtype))
@@ -53,18 +53,13 @@ def make_case(*, model, T, kept, dtype="bfloat16"):
 
 
 _EVERY = ("qk_norm_weight", "num_rows", "k_out", "v_out")
+_HEADS = ((16, 8, 128), (32, 32, 96), (64, 8, 256))
 FORMS = {
-    f"rope_cache {dtype} {heads}{' with every option' * bool(given)}": dict(heads=heads, dtype=dtype, given=given)
-    for dtype, heads, given in (
-        ("bfloat16", (9, 3, 64), ()),
-        ("bfloat16", (12, 2, 128), ()),
-        ("bfloat16", (16, 8, 128), _EVERY),
-        ("bfloat16", (28, 4, 128), ()),
-        ("bfloat16", (32, 32, 96), _EVERY),
-        ("bfloat16", (64, 8, 256), _EVERY),
-        ("float16", (16, 8, 128), _EVERY),
-        ("float32", (16, 8, 128), _EVERY),
-    )
+    f"rope_cache {heads}": dict(heads=heads, dtype="bfloat16") for heads in ((9, 3, 64), (12, 2, 128), (28, 4, 128))
+}
+FORMS |= {f"rope_cache {h} with every option": dict(heads=h, dtype="bfloat16", given=_EVERY) for h in _HEADS}
+FORMS |= {
+    f"rope_cache {dtype}": dict(heads=(16, 8, 128), dtype=dtype, given=_EVERY) for dtype in ("float16", "float32")
 }
 FORMS["rope_cache, every size 1"] = dict(heads=(1, 1, 2), T=1, slots=1, index=torch.int32, given=_EVERY)
 

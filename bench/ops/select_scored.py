@@ -33,12 +33,8 @@ def make_call(*, B=64, K, E=8, given=()):
     requests.table_rows.copy_(torch.randperm(B))
     eos_token_ids = torch.full((B, E), -2, dtype=torch.int32)
     eos_token_ids[requests.table_rows, -1] = candidates.token_ids[:, -1]
-    options = dict(
-        drawn=torch.randint(1000, (B,), dtype=torch.int32),
-        sample=True,
-        score_all=True,
-        out=empty_scored(B, K, device),
-    )
+    drawn, out = torch.randint(1000, (B,), dtype=torch.int32), empty_scored(B, K, device)
+    options = dict(drawn=drawn, sample=True, score_all=True, out=out)
     return partial(select_scored, candidates, requests, eos_token_ids, **{name: options[name] for name in given})
 
 
@@ -53,13 +49,9 @@ FORMS = {f"select_scored K{K}": dict(K=K) for K in (8, 64)}
 FORMS |= {f"select_scored K{K} with every option": dict(K=K, given=("drawn", "sample", "score_all")) for K in (8, 64)}
 FORMS["select_scored, every size 1"] = dict(B=1, K=1, E=1, given=["drawn"])
 
-BENCHMARK = Benchmark(
-    "select_scored",
-    make_case,
-    dict(B=64, K=8, E=8),
-    axes=dict(B=[1, 8, 512], K=[1, 64], E=[1, 64]),
-    quick=[{}, dict(B=1)],
-)
+PRODUCTION = dict(B=64, K=8, E=8)
+AXES = dict(B=[1, 8, 512], K=[1, 64], E=[1, 64])
+BENCHMARK = Benchmark("select_scored", make_case, PRODUCTION, AXES, quick=[{}, dict(B=1)])
 
 if __name__ == "__main__":
     BENCHMARK.main(__doc__)

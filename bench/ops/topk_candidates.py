@@ -22,7 +22,7 @@ TABLE_ROWS, ENDS = 9, 12  # rows of the requests' table, end tokens per row
 def make_call(*, B, K, V=VOCAB, dtype="float32", k=5, is_logits=True, given=()):
     """A call with ``K`` slots for candidates and the options ``given``."""
 
-    def full(*shape: int, value: float = 0.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def full(*shape, value=0.0, dtype=torch.float32):
         return torch.full(shape, value, dtype=dtype)
 
     options = dict(

@@ -23,47 +23,33 @@ PRODUCTION = dict(model="Qwen2.5-1.5B", B=64, L=2048, delta=1, tree="5")
 
 
 def make_call(
-    *,
-    heads: tuple[int, int, int],
-    B=8,
-    L=512,
-    branches=5,
-    dtype="float32",
-    delta=1,
-    levels=1,
-    is_tree=False,
-    page_size=1,
-    index=torch.int64,
+    *, heads, B=8, L=512, delta=1, tree=(5, 1), is_tree=False, page_size=1, dtype="float32", index=torch.int64
 ):
-    """A call with ``heads`` of queries, of keys and values, and their dimension. ``is_tree``: parents are given."""
+    """A call with ``heads`` of queries, of keys and values, and their dimension; ``tree`` is (branches, levels).
+
+    ``is_tree``: parents are given, level after level. A parent before a request's first candidate stands for none.
+    """
     num_heads, kv_heads, head_dim = heads
-    new = delta + branches * levels
-    tokens, slots = B * new, B * L
-
-    def random(rows, num_heads):
-        return torch.randn(rows, num_heads, head_dim, dtype=getattr(torch, dtype))
-
-    # Level after level. A parent before the first candidate of a request stands for no parent.
-    parents = dict(parents=torch.arange(tokens, dtype=torch.int32) - branches) if is_tree else {}
-    full = partial(torch.full, (B,), dtype=torch.int32)
-    return partial(
-        value_tree_attention,
-        random(tokens, num_heads),
-        *(random(rows, kv_heads) for rows in (tokens, tokens, slots, slots)),
-        torch.randperm(slots // page_size, dtype=torch.int32).view(B, -1),
-        torch.arange(B, dtype=index),
-        full(L),
-        torch.arange(0, tokens + 1, new, dtype=torch.int32),
-        full(branches * levels),
-        page_size=page_size,
-        **parents,
-    )
+    candidates = tree[0] * tree[1]
+    new, slots = delta + candidates, B * L
+    tokens = B * new
+    random, i32 = partial(torch.randn, dtype=getattr(torch, dtype)), dict(dtype=torch.int32)
+    tensors = [random(tokens, num_heads, head_dim)]
+    tensors += [random(rows, kv_heads, head_dim) for rows in (tokens, tokens, slots, slots)]
+    tensors += [torch.randperm(slots // page_size, **i32).view(B, -1), torch.arange(B, dtype=index)]
+    tensors += [
+        torch.full((B,), L, **i32),
+        torch.arange(0, tokens + 1, new, **i32),
+        torch.full((B,), candidates, **i32),
+    ]
+    parents = dict(parents=torch.arange(tokens, **i32) - tree[0]) if is_tree else {}
+    return partial(value_tree_attention, *tensors, page_size=page_size, **parents)
 
 
 def make_case(*, model, B, L, delta, tree, dtype="bfloat16"):
     _, _, _, heads, kv_heads, head_dim, _ = DIMENSIONS[model]
     branches, levels = map(int, f"{tree}x1".split("x")[:2])
-    sizes = dict(B=B, L=L, delta=delta, branches=branches, levels=levels, is_tree=levels > 1)
+    sizes = dict(B=B, L=L, delta=delta, tree=(branches, levels), is_tree=levels > 1)
     call = make_call(heads=(heads, kv_heads, head_dim), dtype=dtype, **sizes)
     q, *arguments = call.args
     plan = plan_attention(*arguments[5:], total_tokens=len(q), max_len=L, group=heads // kv_heads)
@@ -84,26 +70,20 @@ def make_case(*, model, B, L, delta, tree, dtype="bfloat16"):
     return Case(run, moved, 4 * head_dim * heads * B * pairs, peers=rivals)
 
 
-FORMS = {
-    f"value_tree_attention {dtype} {heads} page {page_size}{' with parents' * is_tree}": dict(
-        heads=heads, is_tree=is_tree, page_size=page_size, dtype=dtype
-    )
-    for dtype, heads, page_size, is_tree in (
-        ("bfloat16", (12, 2, 64), 1, False),
-        ("bfloat16", (12, 2, 96), 1, False),
-        ("bfloat16", (12, 2, 128), 1, False),
-        ("bfloat16", (28, 4, 128), 16, False),
-        ("bfloat16", (12, 2, 256), 1, False),
-        ("float16", (12, 2, 128), 1, False),
-        ("float32", (9, 3, 64), 1, False),
-        ("float32", (12, 2, 128), 1, False),
-        ("bfloat16", (12, 2, 64), 1, True),
-        ("bfloat16", (12, 2, 128), 1, True),
-        ("bfloat16", (12, 2, 256), 1, True),
-        ("float32", (9, 3, 64), 1, True),
-    )
+_HEADS = {
+    "bfloat16": ((12, 2, 64), (12, 2, 96), (12, 2, 128), (12, 2, 256)),
+    "float16": ((12, 2, 128),),
+    "float32": ((9, 3, 64), (12, 2, 128)),
 }
-_ONE = dict(heads=(1, 1, 1), B=1, L=1, branches=0, index=torch.int32)
+FORMS = {
+    f"value_tree_attention {dtype} {heads}{' with parents' * is_tree}": dict(heads=heads, is_tree=is_tree, dtype=dtype)
+    for dtype, of_dtype in _HEADS.items()
+    for heads in of_dtype
+    for is_tree in (False, True)
+    if not (is_tree and dtype == "float32" and heads[2] == 128)  # spills
+}
+FORMS["value_tree_attention, pages of 16"] = dict(heads=(28, 4, 128), page_size=16, dtype="bfloat16")
+_ONE = dict(heads=(1, 1, 1), B=1, L=1, tree=(0, 1), index=torch.int32)
 FORMS["value_tree_attention, every size 1"] = _ONE
 FORMS["value_tree_attention with parents, every size 1"] = _ONE | dict(is_tree=True)
 
