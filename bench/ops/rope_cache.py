@@ -18,12 +18,8 @@ def make_call(*, heads, T=48, slots=4096, dtype="float32", index=torch.int64, gi
     """A call with ``heads`` of queries, of keys and values, and their dimension; and the options ``given``."""
     num_heads, kv_heads, head_dim = heads
     random = partial(torch.randn, dtype=getattr(torch, dtype))
-    options = dict(
-        qk_norm_weight=random(num_heads + kv_heads, head_dim),
-        num_rows=torch.tensor([T], dtype=torch.int32),
-        k_out=random(T, kv_heads, head_dim),
-        v_out=random(T, kv_heads, head_dim),
-    )
+    norm = random(num_heads + kv_heads, head_dim)
+    options = dict(qk_norm_weight=norm, num_rows=torch.tensor([T], dtype=torch.int32))
     angle, rows = torch.rand(T, head_dim // 2), torch.randperm(slots)[:T].to(index)
     caches = [random(slots, kv_heads, head_dim) for _ in range(2)]
     qkv, given = random(T, (num_heads + 2 * kv_heads) * head_dim), {name: options[name] for name in given}
@@ -52,7 +48,7 @@ def make_case(*, model, T, kept, dtype="bfloat16"):
     return Case(call, moved, peers={"separate operators": lambda: separate})
 
 
-_EVERY = ("qk_norm_weight", "num_rows", "k_out", "v_out")
+_EVERY = ("qk_norm_weight", "num_rows")
 _HEADS = ((16, 8, 128), (32, 32, 96), (64, 8, 256))
 FORMS = {
     f"rope_cache {heads}": dict(heads=heads, dtype="bfloat16") for heads in ((9, 3, 64), (12, 2, 128), (28, 4, 128))
