@@ -11,6 +11,7 @@ On a CPU ``torch.utils.benchmark`` times the reference on the quick shapes.
 """
 
 import argparse
+import importlib.util
 import json
 import platform
 import sys
@@ -106,7 +107,7 @@ class Benchmark:
             if path:
                 write_json(path, results)
             print(*table(COLUMNS, [row(entry)])[2:], sep="\n", flush=True)
-        if path:
+        if path and importlib.util.find_spec("matplotlib"):
             plot(results, path.with_suffix(".png"))
         return sum("error" in entry for entry in results["cases"])
 

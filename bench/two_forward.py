@@ -259,7 +259,8 @@ class TwoForwardStep:
             return TwoForwardOutput(probs, None, [], [], [])
         guided, values = probs.clone(), []
         for i, token in found.single:
-            guided[i] = F.one_hot(torch.tensor(token), guided.shape[1])
+            guided[i].zero_()
+            guided[i, token] = 1.0
         if found.rows:
             sent = [requests[i] for i in found.rows]
             self._extend([(request, len(request.tokens)) for request in sent])
@@ -280,7 +281,7 @@ class TwoForwardStep:
         p, ids = found.padded_probs, found.padded_ids
         valid, v = p > 0, torch.zeros_like(p)
         for j, (request, row) in enumerate(zip(sent, logits, strict=True)):
-            v[j, : len(row)] = row.sigmoid()
+            v[j, : len(row)] = row.float().sigmoid()
             if request.eos_token_ids:
                 ends = torch.isin(ids[j], torch.tensor(list(request.eos_token_ids), device=self.device)) & valid[j]
                 if bool(ends.any()):

@@ -6,8 +6,8 @@ import torch
 from bench import host
 
 ROWS = (1, 8, 64, 512)
-# Most launches of Triton kernels, torch operators (allocations included) and trace events (Python 3.11 and a fifth more)
-# of a step, for a model of one layer.
+# Most launches of Triton kernels, torch operators (allocations included) and trace events (those of Python 3.11 and a
+# fifth more) of a step, for a model of one layer.
 LIMITS = {
     "value model": (18, 37, 5130),
     "value model, drafts": (21, 45, 6130),
