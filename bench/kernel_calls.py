@@ -1,31 +1,26 @@
-"""Every kernel in every form in which it is launched, and whole steps: what :mod:`bench.codegen` compiles and counts.
+"""Every kernel in every form in which it is launched: the calls that :mod:`bench.codegen` compiles.
 
-Those of an operator are the ``FORMS`` beside its benchmark in ``bench/ops``. Random numbers are zeros here: compiling
-looks at dtypes, sizes and alignments only.
+An operator's calls are the ``FORMS`` beside its benchmark in ``bench/ops``. Random numbers are zeros here: compilation
+depends on dtypes, sizes and alignments only.
 """
 
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from types import ModuleType
-from typing import Any
 
 import torch
 
 import bench.ops
 from bench.launches import empty_is_zero
-from bench.models import DIMENSIONS, TRUNK_LAYERS, VOCAB, make_config, random_trunk
-from bench.step import CACHED, MORE_CACHED
+from bench.models import VOCAB, make_config
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import EngineSlots, GuidedStep, Sampling, StepBatch, StepConfig
-from lenvm_kernels.types import Drafts
-from lenvm_kernels.value_model import Trunk, ValueModel
+from lenvm_kernels.value_model import ValueModel
 
 VALUE_MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-1.7B")
-MAX_LEN, PAGE_SIZE, MAX_CANDIDATES = 4096, 1, 8  # k 5 and 8 take the same kernels
-DRAFTS = 4  # of a request, where a step has any
-TRUNK_BASE = "Qwen2.5-7B"
+MAX_LEN, MAX_CANDIDATES = 4096, 8  # k 5 and 8 take the same kernels
 
 bf16, i32, i64 = (partial(torch.zeros, dtype=dtype) for dtype in (torch.bfloat16, torch.int32, torch.int64))
 
@@ -37,11 +32,11 @@ def operators() -> dict[str, ModuleType]:
 
 
 def operator_calls() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Each operator with every dtype, option and kind of size, and with every size 1: its name, and what makes it."""
+    """Each operator with every dtype, option and kind of size, and with every size 1: (name, function of the call)."""
 
     def call(module: ModuleType, form: dict[str, object]) -> None:
         with empty_is_zero(random=True):
-            made = module.make_call("cpu", **form)
+            made = module.make_call(**form)
         made(backend="triton")
 
     for module in operators().values():
@@ -50,11 +45,11 @@ def operator_calls() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def value_model_step(name: str, rows: int) -> None:
-    """A prompt and a step of one layer of a value model in bf16. The layers of a model are the same kernels."""
+    """A prompt and two steps of one layer of a value model in bf16. All layers of a model launch the same kernels."""
     config = make_config(name, vocab_size=VOCAB, num_layers=1)
     step = GuidedStep(
         ValueModel(config, {key: bf16(shape) for key, shape in config.tensor_shapes().items()}),
-        EngineSlots(i32(rows, MAX_LEN // PAGE_SIZE), 4 * MAX_LEN, PAGE_SIZE),
+        EngineSlots(i32(rows, MAX_LEN), 4 * MAX_LEN),
         StepConfig(vocab_size=VOCAB, max_candidates=MAX_CANDIDATES, backend="triton"),
     )
     for row in range(rows):
@@ -64,48 +59,3 @@ def value_model_step(name: str, rows: int) -> None:
     sampling, batch = Sampling(numbers, ones, ones, sample=True), StepBatch(prompt[:rows], prompt[:rows], numbers)
     step.step(probs, batch, sampling, probs=probs)
     step.step(bf16(rows, VOCAB), batch, sampling._replace(temperature=ones, is_logits=True))
-
-
-def value_step(name: str, requests: int, layers: int, *, drafts: int = 0) -> Callable[[], object]:
-    """A call that runs a guided step of a value model with ``layers`` layers and ``drafts`` drafts per request."""
-    config = make_config(name, vocab_size=2**11, num_layers=layers)
-    tensors = {key: bf16(shape) for key, shape in config.tensor_shapes().items()}
-    step = _guided_step(ValueModel(config, tensors), requests, max_drafts=drafts)
-    scores, rows, lengths = torch.zeros(requests * (1 + drafts), VOCAB), i64(requests), i32(requests)
-    if not drafts:
-        return partial(step.step, scores, StepBatch(rows, rows, lengths), _sampling(requests))
-    assert step._tensors.trees is not None
-    step._tensors.trees.columns.zero_()  # a kernel that does not run does not write them, and torch reads them
-    chain = torch.arange(drafts, dtype=torch.int32).expand(requests, -1) - 1
-    batch, drafted = StepBatch(i64(requests, 1 + drafts), rows, lengths, lengths), Drafts(i64(requests, drafts), chain)
-    return partial(step.step, scores, batch, _sampling(requests), drafted, verify="same_draws")
-
-
-def trunk_step(requests: int) -> Callable[[], object]:
-    """A call that runs a guided step with a trunk."""
-    trunk = _trunk()
-    states, rows = bf16(requests, trunk.config.state_size), i64(requests)
-    batch = StepBatch(rows, rows, i32(requests), states=states)
-    return partial(_guided_step(trunk, requests).step, torch.zeros(requests, VOCAB), batch, _sampling(requests))
-
-
-@cache
-def _trunk() -> Trunk:
-    hidden, _, layers, *_ = DIMENSIONS[TRUNK_BASE]
-    return Trunk(*random_trunk(TRUNK_LAYERS, layers, hidden, VOCAB), bf16(1, hidden).expand(VOCAB, -1))
-
-
-def _guided_step(source: ValueModel | Trunk, requests: int, **options: Any) -> GuidedStep:
-    """A step whose requests are all guided."""
-    columns = CACHED + MORE_CACHED
-    slots = EngineSlots(i32(requests, columns), requests * columns)
-    step = GuidedStep(source, slots, StepConfig(vocab_size=VOCAB, backend="triton", **options))
-    for row in range(requests):
-        step.add_request(row, parse_guidance({"value_mode": "mul", "value_scale": 0.8}), {0})
-    step.flush()
-    return step
-
-
-def _sampling(requests: int) -> Sampling:
-    floats = torch.zeros(requests)
-    return Sampling(i32(requests), floats, floats, is_logits=True, sample=True)

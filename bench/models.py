@@ -1,4 +1,4 @@
-"""Value models of real dimensions with random weights for benchmarks: not what they compute matters but how long."""
+"""Value models and probes of real dimensions with random weights, for benchmarks and compilation."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ TRUNK_LAYERS, TRUNK_SIZE, TRUNK_OUTPUTS, TRUNK_BINS = (14, 21, 28), 128, 128, 33
 
 
 def make_config(name: str, *, vocab_size: int, **changed: int) -> ValueModelConfig:
-    """The architecture ``name``, with another vocabulary and what else is changed."""
+    """The architecture ``name`` with another vocabulary and the fields ``changed``."""
     fields = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "qk_norm")
     dimensions: dict[str, Any] = dict(zip(fields, DIMENSIONS[name], strict=True)) | changed
     head_dim = dimensions["head_dim"]
@@ -47,7 +47,7 @@ def make_model(config: ValueModelConfig, dtype: torch.dtype, device: str) -> Val
 
 
 def make_candidates(B: int, K: int, V: int, device: str) -> Candidates:
-    """Rows to guide, with as many candidates as there is room for."""
+    """Candidates of ``B`` guided rows, ``K`` each."""
     return Candidates(
         token_ids=torch.rand(B, V, device=device).topk(K).indices.int(),
         probs=torch.softmax(3 * torch.randn(B, K, device=device), 1),
@@ -74,34 +74,29 @@ def random_trunk(
 
 
 def layer_parameters(config: ValueModelConfig) -> int:
-    """Weights of the matrices of one layer."""
+    """Number of weights in the matrices of one layer."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     attention = config.hidden_size * (heads + config.num_heads * config.head_dim)
     return attention + 3 * config.hidden_size * config.intermediate_size
 
 
 def forward_floor(
-    config: ValueModelConfig,
-    dtype: torch.dtype,
-    tokens: int,
-    candidates: int,
-    requests: int,
-    cached: int,
+    config: ValueModelConfig, dtype: torch.dtype, tokens: int, candidates: int, requests: int, cached: int
 ) -> tuple[int, int]:
-    """(bytes, operations) of the least a forward can move and do.
+    """(bytes, operations) that a forward must move and do at least.
 
     Args:
         config: the architecture.
-        dtype: of weights and cache.
+        dtype: dtype of weights and cache.
         tokens: rows of the forward, delta tokens and candidates.
-        candidates: of them, those whose values are wanted.
-        requests: with ``cached`` tokens in the cache each.
-        cached: tokens.
+        candidates: rows whose values are requested.
+        requests: number of requests, with ``cached`` tokens each.
+        cached: tokens in the cache per request.
     """
     size, kv = dtype.itemsize, 2 * config.num_kv_heads * config.head_dim
     head = config.hidden_size * (config.hidden_size + 1)
     parameters = config.num_layers * layer_parameters(config)
-    moved = (head + tokens * config.hidden_size + parameters + config.num_layers * kv * requests * cached) * size
+    moved = head + tokens * config.hidden_size + parameters + config.num_layers * kv * requests * cached
     matmuls = parameters * tokens + head * candidates
     attention = config.num_layers * 2 * config.num_heads * config.head_dim * tokens * cached
-    return moved, 2 * (matmuls + attention)
+    return moved * size, 2 * (matmuls + attention)

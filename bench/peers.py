@@ -1,214 +1,183 @@
-"""What a target length costs and gives by each way to ask for it, on the demo's models in transformers.
+"""Other implementations of the operators, measured beside them in the same run.
 
-    python -m bench.peers [--target 60] [--prompts 16] [--seeds 1 2 3] [--device cuda] [--json FILE]
-
-Every way answers the same prompts, a batch a seed, by ``model.generate`` with the same temperature, top-k and min-p:
-
-- ``plain``: the base model alone;
-- ``cut``: the same with the target as the limit of new tokens;
-- ``published way``: a logits processor that takes the fork's steps (:mod:`bench.baselines.two_forward`) to ``eq``, the
-  fork's constraint that the expected length be the target;
-- ``ours``: this package's processor to the same ``eq``, and to its own ``target_length`` with the value model, with the
-  trunk, and without either.
-
-A token counts from the prompt to the end of its answer, and time is that of ``generate``, prompts included. Distance is
-the mean of ``|length - target|``. Perplexity is the base model's, without filters. A ratio is of two times of the same
-seed, the median over all seeds.
+A function takes the tensors of an operator, prepares what the peer requires, and returns ``run``, one call of the peer.
+Preparation is not timed. A peer's package is imported in its function; the harness records an exception as its result.
 """
 
-from __future__ import annotations
-
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from statistics import median
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
-from tqdm import tqdm
-from transformers import LogitsProcessor, LogitsProcessorList
+import torch.nn.functional as F
+from torch import Tensor
 
-from bench.baselines.two_forward import TwoForwardStep
-from bench.harness import reporting
-from bench.harness.demo_runs import DemoRuns, parser
-from lenvm_kernels.cli_arguments import add_device, device_of, positive
-from lenvm_kernels.evaluate.measures import Answer, measure
-from lenvm_kernels.evaluate.plan import default_limit
-from lenvm_kernels.evaluate.run import likelihoods, with_end
-from lenvm_kernels.guidance import parse_guidance
-from lenvm_kernels.loading.generation import sample
-from lenvm_kernels.loading.models import DEMO, DEMO_TRUNK, Models
-from lenvm_kernels.paged_slots import PagedSlots
-from lenvm_kernels.step import Sampling, StepBatch, StepConfig
-from lenvm_kernels.value_model import ValueModel
+from lenvm_kernels.reference.value_tree_attention import tree_mask
 
-SAMPLING = dict(temperature=0.8, top_k=8, min_p=0.1)
-PLAIN, CUT, PUBLISHED = "plain", "cut at the target", "published way, eq"
-# Not measured here: another task, with models that think, on a GPU.
-QUOTED = "Budget Guidance (arXiv 2506.13752, quoted: 0.6 % more latency; thoughts only)"
-Answering = Callable[[Mapping[str, torch.Tensor]], list[list[int]]]
+Run = Callable[[], object]
+WORKSPACE_BYTES = 256 * 2**20  # FlashInfer recommends 128 MiB; large batches with split prefixes need more
 
 
-@dataclass(frozen=True)
-class Way:
-    """What came of one way with all seeds."""
-
-    way: str
-    tokens_per_second: float
-    over_plain: float
-    mean_length: float
-    distance: float
-    within_10: float
-    cut: float
-    perplexity: float
+# --- candidates ---
 
 
-class TwoForwardProcessor(LogitsProcessor):
-    """The published step as a processor of ``model.generate``, for prompts padded on the left.
+def torch_topk(scores: Tensor, top_k: int) -> Run:
+    """Softmax in fp32, then ``torch.topk``. Returns (probabilities fp32, token ids int64), both ``[B, top_k]``."""
+    return lambda: torch.softmax(scores, dim=-1, dtype=torch.float32).topk(top_k)
 
-    Args:
-        value_model: that values candidates.
-        guidance: of every row.
-        mask: ``[B, S]`` of the prompts.
-        limit: of new tokens.
-        eos: tokens that end an answer.
+
+def flashinfer_topk(scores: Tensor, top_k: int) -> Run:
+    """``flashinfer.top_k``: deterministic, sorted, ties to the lower token id. No softmax, no top-p or min-p."""
+    import flashinfer
+
+    return lambda: flashinfer.top_k(scores, top_k, sorted=True, deterministic=True, tie_break=1)
+
+
+def flag_gems_topk(scores: Tensor, top_k: int) -> Run:
+    """FlagGems' top-k (Triton). No softmax, no top-p or min-p; ties in any order."""
+    from flag_gems.ops.topk import topk
+
+    return lambda: topk(scores, top_k)
+
+
+def flashinfer_sample(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Run:
+    """FlashInfer's top-k, top-p sampler. Returns token ids int32 ``[B]``. The generator is not this package's."""
+    from flashinfer.sampling import top_k_top_p_sampling_from_logits as sample
+
+    # Tensors, because a CUDA graph cannot hold the host's generator. Each call draws with the same numbers.
+    seed, offset = torch.zeros(2, 1, dtype=torch.int64, device=logits.device)
+    return lambda: sample(logits, top_k, top_p, seed=seed, offset=offset)
+
+
+def vllm_filter(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Run:
+    """vLLM's Triton filter, Qrita (arXiv 2602.01518): fp32 logits with -inf outside of top-k and top-p.
+
+    The filter works in place, so each call copies the logits first; the time includes the copy.
     """
+    from vllm.v1.sample.ops.topk_topp_triton import apply_top_k_top_p_triton as apply
 
-    def __init__(
-        self, value_model: ValueModel, guidance: Mapping[str, Any], mask: torch.Tensor, limit: int, eos: list[int]
-    ) -> None:
-        (rows, self._width), device = mask.shape, mask.device
-        slots = PagedSlots(rows, self._width + limit, device=device)
-        config = StepConfig(vocab_size=value_model.config.vocab_size, max_candidates=SAMPLING["top_k"])
-        self._step, self._lens = TwoForwardStep(value_model, slots, config), mask.sum(1)
-        self._rows, self._eos = torch.arange(rows, device=device), torch.tensor(eos, device=device)
-        ones = torch.ones(rows, device=device)
-        filters = (ones * SAMPLING["top_k"]).int(), ones, ones * SAMPLING["min_p"], ones * SAMPLING["temperature"]
-        self._sampling = Sampling(*filters, is_logits=True)
-        params = parse_guidance(guidance, gamma=value_model.lenvm_config.gamma)
-        for row, length in enumerate(self._lens.tolist()):
-            self._step.add_request(row, params, set(eos), prompt_len=length)
-
-    @torch.no_grad()
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Logarithms of the guided probabilities, fp32 ``[B, V]``."""
-        step, generated = self._step, input_ids.shape[1] - self._width
-        if generated == 0:
-            starts, none = self._rows * self._width + self._width - self._lens, torch.zeros_like(self._lens)
-            step.extend(input_ids.flatten(), None, self._rows, starts, self._lens - 1, none)
-        else:
-            for row in self._rows[torch.isin(input_ids[:, -1], self._eos)].tolist():
-                step.add_request(row, None, set())  # its answer has ended
-        batch = StepBatch(input_ids[:, -1], self._rows, self._lens + generated)
-        return step.step(scores, batch, self._sampling).probs.log()
+    filtered = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    return lambda: apply(filtered.copy_(logits), top_k, top_p)
 
 
-def ways_of(models: Models, trunk: Models, target: int) -> dict[str, Answering]:
-    """How each way answers."""
-    limit = default_limit(target)
-
-    def ours(of: Models, guidance: dict[str, Any] | None, value_model: Any, longest: int = limit) -> Answering:
-        def answer(inputs: Mapping[str, torch.Tensor]) -> list[list[int]]:
-            found = sample(of, value_model, inputs, guidance, max_new_tokens=longest, **SAMPLING)
-            return [tokens[counts].tolist() for tokens, counts in zip(found.tokens, found.counts, strict=True)]
-
-        return answer
-
-    def published(inputs: Mapping[str, torch.Tensor]) -> list[list[int]]:
-        mask, eos = inputs["attention_mask"], models.eos_token_ids
-        processor = TwoForwardProcessor(models.value_model, equal, mask, limit, eos)
-        found = models.model.generate(
-            **inputs,
-            logits_processor=LogitsProcessorList([processor]),
-            max_new_tokens=limit,
-            pad_token_id=eos[0],
-            do_sample=True,
-            **dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0),
-        )
-        return [with_end(ids, False, eos)[0] for ids in found[:, mask.shape[1] :].tolist()]
-
-    equal, near = {"target_length": target, "constraint": "eq"}, {"target_length": target}
-    return {
-        PLAIN: ours(models, None, None),
-        CUT: ours(models, None, None, target),
-        PUBLISHED: published,
-        "ours, eq": ours(models, equal, models.value_model),
-        "ours, target_length": ours(models, near, models.value_model),
-        "ours, target_length, trunk": ours(trunk, near, trunk.value_model),
-        "ours, target_length, no values": ours(models, near, None),
-    }
+# --- value head ---
 
 
-def compare(runs: DemoRuns, trunk: Models, target: int, bar: tqdm) -> list[Way]:
-    """Every way with every seed."""
-    models, eos = runs.models, runs.models.eos_token_ids
-    inputs = models.encode(runs.prompts)
-    pairs = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
-    prompts = [ids[mask.bool()].tolist() for ids, mask in pairs]
-    ways = ways_of(models, trunk, target)
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    answers: dict[str, list[Answer]] = {way: [] for way in ways}
-    for seed in runs.seeds:
-        for way, answer in ways.items():
-            bar.set_description(f"{way}, seed {seed}")
-            torch.manual_seed(seed)
-            begin = time.perf_counter()
-            found = answer(inputs)  # on the host, so that the device has done it
-            seconds[way].append(time.perf_counter() - begin)
-            texts = models.tokenizer.batch_decode(found, skip_special_tokens=True)
-            nlls = likelihoods(models, prompts, found)
-            answers[way] += [
-                Answer(way, target, seed, i, ids, text, bool(ids) and ids[-1] in eos, nll)
-                for i, (ids, text, nll) in enumerate(zip(found, texts, nlls, strict=True))
-            ]
-            bar.update()
-
-    def per_token(way: str) -> list[float]:
-        tokens = [sum(len(a.ids) for a in answers[way] if a.seed == seed) for seed in runs.seeds]
-        return [took / count for took, count in zip(seconds[way], tokens, strict=True)]
-
-    rows = []
-    for way in ways:
-        scores = measure(answers[way], target)
-        ratios = [ours / plain for ours, plain in zip(per_token(way), per_token(PLAIN), strict=True)]
-        speed = sum(len(a.ids) for a in answers[way]) / sum(seconds[way])
-        of = [scores[name] for name in ("mean", "distance", "within_10", "cut", "perplexity")]
-        rows.append(Way(way, speed, median(ratios), *of))
-    return rows
+def unfused_head(hidden: Tensor, fc: Tensor, fc_bias: Tensor, summary: Tensor, summary_bias: Tensor) -> Run:
+    """cuBLAS, SiLU and a matrix-vector product. Returns logits ``[T]``, rounded to the dtype of the weights."""
+    return lambda: F.linear(F.silu(F.linear(hidden, fc, fc_bias)), summary, summary_bias).squeeze(-1)
 
 
-def table(ways: list[Way]) -> str:
-    """Markdown."""
-    columns = ("way", "tokens/s", "time over plain", "length", "distance", "within 10 %", "cut", "perplexity")
-    rows = [
-        (
-            way.way,
-            f"{way.tokens_per_second:.1f}",
-            f"{way.over_plain:.2f}",
-            f"{way.mean_length:.1f}",
-            f"{way.distance:.1f}",
-            f"{way.within_10:.0%}",
-            f"{way.cut:.0%}",
-            f"{way.perplexity:.2f}",
-        )
-        for way in ways
+# --- attention ---
+
+
+class Tree(NamedTuple):
+    """The tensors of ``value_tree_attention`` in its order, with pages of one token and without parents."""
+
+    q: Tensor  # [T, Hq, D]
+    k_new: Tensor  # [T, Hkv, D]
+    v_new: Tensor  # [T, Hkv, D]
+    k_cache: Tensor  # [S, Hkv, D]
+    v_cache: Tensor  # [S, Hkv, D]
+    slot_table: Tensor  # int32 [R, longest]
+    table_rows: Tensor  # int32|int64 [B]
+    cached_lens: Tensor  # int32 [B]
+    q_offsets: Tensor  # int32 [B + 1]
+    candidate_lens: Tensor  # int32 [B]
+
+    def requests(self) -> list[tuple[Tensor, int, int, int]]:
+        """Per request: slots of its cached tokens int64, first and last row of q, number of delta tokens."""
+        rows, cached, offsets, candidates = (x.tolist() for x in self[6:])
+        ends = zip(rows, cached, offsets, offsets[1:], candidates, strict=False)
+        return [(self.slot_table[r, :c].long(), start, end, end - start - n) for r, c, start, end, n in ends]
+
+    def masks(self) -> Tensor:
+        """bool, per request ``[new, cached + new]``, flattened and concatenated."""
+        masks = [tree_mask(len(s), d, end - start - d, [], self.q.device) for s, start, end, d in self.requests()]
+        return torch.cat([mask.flatten() for mask in masks])
+
+
+def flashinfer_attention(*tensors: Tensor) -> Run:
+    """FlashInfer's paged prefill with the tree as a custom mask. Returns ``[T, Hq, D]``.
+
+    Not timed: the mask, the plan, and the copy of new keys and values into the cache, where FlashInfer requires them.
+    """
+    import flashinfer
+
+    tree = Tree(*tensors)
+    q, slots = tree.q, len(tree.k_cache)
+    pages = [
+        torch.cat([s, torch.arange(slots + start, slots + end, device=q.device)])
+        for s, start, end, _ in tree.requests()
     ]
-    return reporting.text_table(columns, [*rows, (QUOTED, "", "1.006", *[""] * 5)])
+    offsets = F.pad((tree.cached_lens + tree.q_offsets.diff()).cumsum(0), (1, 0)).int()
+    pools = ((tree.k_cache, tree.k_new), (tree.v_cache, tree.v_new))
+    cache = tuple(torch.cat(pair).unsqueeze(1) for pair in pools)  # [S + T, 1 token per page, Hkv, D]
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+    wrapper.plan(
+        tree.q_offsets,
+        offsets,
+        torch.cat(pages).int(),
+        torch.ones_like(tree.cached_lens),  # tokens in the last page of each request
+        num_qo_heads=q.shape[1],
+        num_kv_heads=tree.k_new.shape[1],
+        head_dim_qk=q.shape[2],
+        page_size=1,
+        custom_mask=tree.masks(),
+        q_data_type=q.dtype,
+        kv_data_type=tree.k_cache.dtype,
+    )
+    out = torch.empty_like(q)
+    return lambda: wrapper.run(q, cache, out=out)
 
 
-def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--target", type=positive(int), default=60, help="tokens")
-    add_device(arguments)
-    args = arguments.parse_args()
-    device = device_of(args.device)
-    runs = DemoRuns.of(args, device)
-    trunk = Models.load(DEMO, DEMO_TRUNK, device=device, dtype=torch.float32)
-    with tqdm(unit="batch") as bar:
-        found = compare(runs, trunk, args.target, bar)
-    print(table(found))
-    runs.write("bench.peers", found, target=args.target, device=device, **SAMPLING)
+def sglang_attention(*tensors: Tensor) -> Run:
+    """SGLang's extend attention (Triton) with the tree as a custom mask, as its LenVM fork calls it.
+
+    Returns ``[T, Hq, D]``. Not timed: the mask and the list of slots.
+    """
+    from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd as extend
+
+    tree, out = Tree(*tensors), torch.empty_like(tensors[0])
+    new = tree.q_offsets.diff().long()
+    mask_offsets = F.pad((new * (tree.cached_lens + new)).cumsum(0), (1, 0))
+    cached_offsets = F.pad(tree.cached_lens.cumsum(0), (1, 0)).int()
+    slots = torch.cat([request[0] for request in tree.requests()])
+    # is_causal: the mask is a part of the causal one, so tiles above the diagonal are skipped.
+    options = tree.masks(), True, mask_offsets, int(new.max()), 1.0, 1.0
+    offsets = tree.q_offsets, cached_offsets, slots
+
+    def run() -> Tensor:
+        extend(tree.q, tree.k_new, tree.v_new, out, tree.k_cache, tree.v_cache, *offsets, *options)
+        return out
+
+    return run
 
 
-if __name__ == "__main__":
-    main()
+def flex_attention(*tensors: Tensor) -> Run:
+    """FlexAttention with a block mask, for requests of one length. Returns ``[T, Hq, D]``.
+
+    Not timed: the block mask and the copy of each request's keys and values into one contiguous sequence.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    tree = Tree(*tensors)
+    requests = tree.requests()
+    lengths = {(len(slots), end - start, delta) for slots, start, end, delta in requests}
+    if len(lengths) != 1:
+        raise ValueError(f"requests must have one (cached, new, delta), got {sorted(lengths)}")
+    ((cached, new, delta),) = lengths
+
+    def is_visible(batch, head, row, column):
+        column = column - cached
+        return (column < 0) | ((column < delta) & (column <= row)) | (column == row)
+
+    def gather(cache: Tensor, new_rows: Tensor) -> Tensor:  # [B, Hkv, cached + new, D]
+        sequences = [torch.cat([cache[slots], new_rows[start:end]]) for slots, start, end, _ in requests]
+        return torch.stack(sequences).transpose(1, 2).contiguous()
+
+    block_mask = create_block_mask(is_visible, None, None, new, cached + new, device=tree.q.device)
+    q = tree.q.unflatten(0, (len(requests), new)).transpose(1, 2)  # [B, Hq, new, D]
+    k, v = gather(tree.k_cache, tree.k_new), gather(tree.v_cache, tree.v_new)
+    attend = torch.compile(flex_attention, dynamic=False) if q.is_cuda else flex_attention
+    return lambda: attend(q, k, v, block_mask=block_mask, enable_gqa=True).transpose(1, 2).flatten(0, 1)

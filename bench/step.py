@@ -1,222 +1,192 @@
-"""The whole guided step: time against the floor, beside the two-forward baseline, and beside a 7B base model's step.
+"""Time of the whole guided step beside the published algorithm: ``python -m bench.step [--profile]``.
 
-    python -m bench.step [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
+Value models and probes have real dimensions and random weights. Every request has L cached tokens, one more with each
+step up to L + 31, when the lengths start again, and five candidates. The floor counts weights and cached prefixes read
+once, the operations of live tokens, and the scores. Axes:
 
-Value models have real dimensions and random weights; every request has L tokens in its cache, and one more with each
-step up to L + 31, when it starts over. The floor counts the tokens that exist: weights and cached prefixes read once,
-and the operations of the candidates and of the last tokens that are computed. Cases:
+- ``values``: a value model, ``probe 7B`` (states of a 7B base model) or ``none``;
+- ``launch graph``: the whole step in one CUDA graph. ``launch python``: as an engine calls it; host time counts.
 
-- ``launch graph``: the GPU's work, the whole step in one CUDA graph. ``launch python``: as an engine calls it, with the
-  value model in graphs and the rest launched from Python; the comparison with the two-forward baseline, which waits
-  for the host and can be in no graph.
-- ``counts``: candidates of a row, five each or as SmolLM2 has them.
-- ``base Qwen2.5-7B``: a base model's decode step and then the guided one; both alone are its peers.
-- the peer "(dense forward)" is the value model's forward of as many tokens and nothing else.
+``--profile`` measures what :mod:`bench.codegen` compiles: every kernel's launches, time, registers and shared memory.
 """
 
 import json
+import sys
+import tempfile
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
+from statistics import median
 
 import torch
-import torch.nn.functional as F
 
-from bench.baselines.two_forward import TwoForwardStep
-from bench.harness.cases import Benchmark, Case
-from bench.harness.measuring import Uncaptured
-from bench.models import VOCAB, forward_floor, make_config, make_model
+from bench.harness import Benchmark, Case, Eager, captured, nbytes, table
+from bench.models import DIMENSIONS, TRUNK_LAYERS, VOCAB, forward_floor, make_config, make_model, random_trunk
+from bench.two_forward import TwoForwardStep
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig, StepOutput
-from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel
+from lenvm_kernels.value_model import Trunk, ValueModel
 
-CACHED, MORE_CACHED = 512, 32
-TOP_K = 5
-COUNTS = Path(__file__).parent / "results" / "candidate_counts.json"
-
-
-def candidate_counts(rows: int, distribution: str) -> torch.Tensor:
-    """Candidates of each row, int64 ``[rows]``: ``full`` gives all rows ``TOP_K``, ``SmolLM2`` its measured shares."""
-    if distribution == "full":
-        return torch.full((rows,), TOP_K)
-    shares = torch.tensor(list(json.loads(COUNTS.read_text())["share_of_steps_by_count"].values()))
-    # The shares' quantiles instead of a random draw: no luck, and the same tokens in every run.
-    places = (torch.arange(rows) + 0.5) / rows
-    return (torch.searchsorted(shares.cumsum(0), places) + 1).clamp(max=TOP_K)
+CACHED, MORE_CACHED, TOP_K = 512, 32, 5
+REPLAYS = 4  # of a profile; the first is left out
 
 
 class Decode:
-    """A batch of requests in the middle of their outputs; calling it is one guided step.
+    """A batch of requests in the middle of their outputs; a call is one guided step.
 
     Args:
-        model: the value model.
-        counts: candidates of each row, int64 ``[rows]``.
-        cached: tokens that each request has in its cache at first.
-        vocab_size: of the scores.
+        values: value model, probe, or None.
+        rows: number of requests.
+        cached: tokens in each request's cache at first.
+        vocab_size: size of the vocabulary.
         two_forwards: take the step with :class:`TwoForwardStep`.
-        options: of :class:`StepConfig`.
+        options: fields of :class:`StepConfig`.
     """
 
     def __init__(
         self,
-        model: ValueModel,
-        counts: torch.Tensor,
+        values: ValueModel | Trunk | None,
+        rows: int,
         *,
         cached: int = CACHED,
         vocab_size: int = VOCAB,
         two_forwards: bool = False,
         **options: object,
     ) -> None:
-        rows, device = len(counts), model.device
+        device = torch.get_default_device()
         slots = PagedSlots(rows, cached + MORE_CACHED, device=device)
-        config = StepConfig(vocab_size=vocab_size, **{"graphs": False, **options})
-        self.step = (TwoForwardStep if two_forwards else GuidedStep)(model, slots, config)
+        config = StepConfig(vocab_size=vocab_size, **options)
+        self.step = (TwoForwardStep if two_forwards else GuidedStep)(values, slots, config)
+        guidance = {"target_length": 600} if values is None else {"value_mode": "mul", "value_scale": 0.8}
         for row in range(rows):
             slots.extend(row, cached + MORE_CACHED)
-            self.step.add_request(row, parse_guidance({"value_mode": "mul", "value_scale": 0.8}), {0})
-        self.slots, self.counts, self.cached = slots, counts, cached
-        self.options = options
-        self.rows = torch.arange(rows, device=device)
-        self.lengths = torch.full((rows,), cached + 1, dtype=torch.int32, device=device)
+            self.step.add_request(row, parse_guidance(guidance), {0})
+        self.cached, self.rows = cached, torch.arange(rows)
+        self.lengths = torch.full((rows,), cached + 1, dtype=torch.int32)
         # A row's candidates are its first tokens, equally likely; the next token is always the first one.
-        self.scores = torch.randn(rows, vocab_size, device=device)
-        first = 1000 * torch.arange(rows) % vocab_size
-        for row, count in enumerate(counts.tolist()):
-            self.scores[row, first[row] : first[row] + count] = 30.0
-        self.tokens = first.to(device)
-        top_k = torch.full((rows,), TOP_K, dtype=torch.int32, device=device)
-        min_p = torch.full((rows,), 0.01, device=device)
-        self.sampling = Sampling(top_k, torch.ones(rows, device=device), min_p, is_logits=True, sample=True)
+        self.tokens = 1 + 1000 * self.rows % (vocab_size - TOP_K - 1)
+        self.scores = torch.randn(rows, vocab_size)
+        self.scores.scatter_(1, self.tokens[:, None] + torch.arange(TOP_K), 30.0)
+        ones, top_k = torch.ones(rows), torch.full((rows,), TOP_K, dtype=torch.int32)
+        self.sampling = Sampling(top_k, ones, 0.01 * ones, is_logits=True, sample=True)
+        self.states = torch.randn(rows, values.config.state_size, dtype=values.dtype) if _is_probe(values) else None
+        none, zeros = self.tokens[:0], torch.zeros_like(self.lengths)
         if two_forwards:
-            prompts = torch.randint(vocab_size, (rows * cached,), device=device)
-            zeros = torch.zeros_like(self.lengths)
+            prompts = torch.randint(vocab_size, (rows * cached,))
             self.step.extend(prompts, None, self.rows, cached * self.rows, zeros + cached, zeros)
-        else:
-            fill(self.step.cache)
-            none, zeros = self.tokens[:0], torch.zeros_like(self.lengths)
+        elif isinstance(values, ValueModel):
+            for layer in (*self.step.cache.keys, *self.step.cache.values):
+                layer.copy_(torch.randn(layer.shape))  # zeros would be faster than real keys and values
             self.step.extend(none, none, self.rows, zeros, zeros, zeros + cached)
 
     def __call__(self, **options: object) -> StepOutput:
-        batch = StepBatch(self.tokens, self.rows, self.lengths)
+        batch = StepBatch(self.tokens, self.rows, self.lengths, states=self.states)
         output = self.step.step(self.scores, batch, self.sampling, **options)
         self.lengths.copy_(torch.where(self.lengths < self.cached + MORE_CACHED, self.lengths + 1, self.cached + 1))
         return output
 
     def check(self) -> None:
-        """Take a step, and see that it is the one to be timed."""
-        counts = self().candidates.counts.cpu()
-        if not torch.equal(counts.long(), self.counts) or self.step.table.columns.faults.any():
-            raise ValueError(f"the step has other candidates than it should, or faults: {counts.tolist()}")
-
-    def num_tokens(self) -> int:
-        """Tokens that a step computes: the last one of each request, and candidates where there are several."""
-        return len(self.counts) + int(self.counts[self.counts > 1].sum())
-
-    def floor(self) -> tuple[int, int]:
-        """(bytes, operations) of a step."""
-        model, scored = self.step.value_model, int(self.counts[self.counts > 1].sum())
-        sizes = (self.num_tokens(), scored, len(self.counts), self.cached)
-        moved, operations = forward_floor(model.config, model.dtype, *sizes)
-        return moved + self.scores.nbytes, operations
+        """Take a step. Raises ValueError if it has other candidates than intended, or faults."""
+        counts = self().candidates.counts
+        if not (counts == TOP_K).all() or self.step.table.faults.any():
+            raise ValueError(f"every request must have {TOP_K} candidates and no fault, got {counts.tolist()}")
 
 
-class Dense:
-    """One forward of exactly so many tokens and no candidates, spread over requests with ``cached`` tokens each."""
-
-    def __init__(
-        self, model: ValueModel, requests: int, tokens: int, *, cached: int = CACHED, lm_head_rows: int = 0
-    ) -> None:
-        device, dtype, config = model.device, model.dtype, model.config
-        i32 = dict(dtype=torch.int32, device=device)
-        lens = torch.full((requests,), tokens // requests, **i32)
-        lens[: tokens % requests] += 1
-        longest = -(-tokens // requests)
-        slots = PagedSlots(requests, cached + longest, device=device)
-        for row in range(requests):
-            slots.extend(row, cached + longest)
-        rows = torch.arange(requests, device=device)
-        starts = lens.cumsum(0, dtype=torch.int32) - lens
-        row_of = rows.repeat_interleave(lens)
-        position = cached + torch.arange(tokens, device=device) - starts[row_of]
-        self.model, self.cache, self.cached = model, KVCache.of_slots(model, slots.num_slots), cached
-        fill(self.cache)
-        self.batch = RaggedBatch.build(
-            torch.arange(tokens, device=device),
-            slots.slots(row_of, position),
-            starts,
-            lens,
-            torch.empty(requests, 0, **i32),
-            torch.zeros(requests, **i32),
-            torch.full((requests,), cached, **i32),
-            slots.table,
-            rows,
-        )
-        self.lm_head = torch.randn(lm_head_rows, config.hidden_size, dtype=dtype, device=device)
-        self.hidden = torch.randn(tokens, config.hidden_size, dtype=dtype, device=device)
-
-    def __call__(self) -> None:
-        self.model.forward(self.batch, self.cache)
-        if len(self.lm_head):
-            F.linear(self.hidden, self.lm_head)
-
-    def floor(self) -> tuple[int, int]:
-        """(bytes, operations) of the forward, and of the projection to the vocabulary if there is one."""
-        tokens, requests = len(self.hidden), len(self.batch.table_rows)
-        moved, operations = forward_floor(self.model.config, self.model.dtype, tokens, 0, requests, self.cached)
-        return moved + self.lm_head.nbytes, operations + 2 * tokens * self.lm_head.numel()
-
-
-def fill(cache: KVCache) -> None:
-    """Random keys and values: zeros would be faster than real ones."""
-    for layer in (*cache.keys, *cache.values):
-        layer.copy_(torch.randn(layer.shape, device=layer.device))
+def _is_probe(values: object) -> bool:
+    return isinstance(values, Trunk)
 
 
 @cache
-def value_model(name: str, dtype: torch.dtype, device: str, vocab_size: int) -> ValueModel:
-    """The model, made once for all cases."""
-    return make_model(make_config(name, vocab_size=vocab_size), dtype, device)
+def make_values(name: str, dtype: torch.dtype, device: str, vocab_size: int) -> ValueModel | Trunk | None:
+    """The source of values, made once for all cases."""
+    if name == "none":
+        return None
+    if not name.startswith("probe"):
+        return make_model(make_config(name, vocab_size=vocab_size), dtype, device)
+    hidden, _, layers, *_ = DIMENSIONS["Qwen2.5-7B"]
+    config, tensors = random_trunk(TRUNK_LAYERS, layers, hidden, vocab_size, device)
+    return Trunk(config, tensors, torch.randn(vocab_size, hidden, dtype=dtype, device=device))
 
 
-def make_case(device: str, *, model: str, B: int, L: int, counts: str, launch: str, base: str, dtype: str) -> Case:
-    dtype, vocab = getattr(torch, dtype), VOCAB if device == "cuda" else 2**16
-    model, counts = value_model(model, dtype, device, vocab), candidate_counts(B, counts)
-    guided = Decode(model, counts, cached=L, graphs=launch == "python" and device == "cuda")
+def make_case(*, values, B, L, launch, dtype="bfloat16"):
+    device = torch.get_default_device().type
+    vocab, on_gpu = (VOCAB, True) if device == "cuda" else (2**13, False)
+    source = make_values(values, getattr(torch, dtype), device, vocab)
+    guided = Decode(source, B, cached=L, vocab_size=vocab, graphs=launch == "python" and on_gpu)
     guided.check()
-    moved, operations = guided.floor()
-    if base != "none":
-        base = Dense(value_model(base, dtype, device, 2**16), B, B, cached=L, lm_head_rows=VOCAB)
-        moved, operations = (sum(pair) for pair in zip(base.floor(), (moved, operations), strict=True))
-        peers = {"(base alone)": lambda: base, "(step alone)": lambda: guided}
-        return Case(lambda: (base(), guided()), moved, operations, peers)
-    peers = {
-        "two forwards": lambda: Uncaptured(Decode(model, counts, cached=L, two_forwards=True)),
-        "(dense forward)": lambda: Dense(model, B, guided.num_tokens(), cached=L),
-    }
-    return Case(Uncaptured(guided) if launch == "python" else guided, moved, operations, peers)
+    moved, operations, peers = nbytes(guided.scores, guided.states), 0, {}
+    if isinstance(source, ValueModel):
+        more, operations = forward_floor(source.config, source.dtype, B * (1 + TOP_K), B * TOP_K, B, L)
+        moved += more
+
+        def published() -> Eager:
+            with torch.device(device):
+                return Eager(Decode(source, B, cached=L, vocab_size=vocab, two_forwards=True))
+
+        peers = {"two forwards": published}
+    return Case(Eager(guided) if launch == "python" else guided, moved, operations, peers)
+
+
+# --- the profile ---
+
+
+def profile(values: str, B: int) -> list[str]:
+    """Kernels of a step in a CUDA graph, in a table: launches, microseconds, gap before, registers, shared memory."""
+    with torch.device("cuda"):
+        step = Decode(make_values(values, torch.bfloat16, "cuda", VOCAB), B, graphs=False)
+        step.check()
+        graph = captured(step)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(REPLAYS):
+            graph.replay()
+        torch.cuda.synchronize()
+    with tempfile.NamedTemporaryFile(suffix=".json") as trace:
+        profiler.export_chrome_trace(trace.name)
+        events = json.loads(Path(trace.name).read_text())["traceEvents"]
+    columns = ("kernel", "launches", "us each", "us in all", "gap before", "registers", "shared bytes")
+    return table(columns, kernels_of(events))
+
+
+def kernels_of(events: list[dict]) -> list[tuple]:
+    """Rows of a profile from the trace of ``REPLAYS`` replays, the longest in all first."""
+    events = sorted((event for event in events if event.get("cat") == "kernel"), key=lambda event: event["ts"])
+    events = events[len(events) // REPLAYS :]
+    found = defaultdict(list)
+    for before, event in zip([events[0], *events], events, strict=False):
+        found[event["name"][:60]].append((event["dur"], event["ts"] - before["ts"] - before["dur"], event["args"]))
+    rows = []
+    for name, launches in found.items():
+        durations, gaps, arguments = zip(*launches, strict=True)
+        count, last = len(launches) // (REPLAYS - 1), arguments[-1]
+        in_all = sum(durations) / (REPLAYS - 1)
+        resources = last["registers per thread"], last["shared memory"]
+        rows.append((name, count, median(durations), in_all, median(gaps), *resources))
+    return sorted(rows, key=lambda row: -row[3])
 
 
 BENCHMARK = Benchmark(
     "step",
     make_case,
-    production=dict(model="Qwen2.5-1.5B", B=64, L=CACHED, counts="full", launch="graph", base="none"),
+    dict(values="Qwen2.5-1.5B", B=64, L=CACHED, launch="graph"),
     axes=dict(
         launch=["python"],
-        base=["Qwen2.5-7B"],
-        counts=["SmolLM2"],
-        B=[256, 1, 8, 512],
-        L=[2048, 128, 8192],
-        model=["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"],
+        B=[1, 8, 256],
+        L=[128, 2048, 8192],
+        values=["none", "probe 7B", "Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"],
     ),
     others=[
-        dict(B=256, counts="SmolLM2"),
-        dict(B=256, launch="python"),
         dict(B=1, launch="python"),
-        dict(base="Qwen2.5-7B", B=256),
-        dict(base="Qwen2.5-7B", B=8),
+        *(dict(values=v, B=B, launch=x) for v in ("none", "probe 7B") for B in (1, 512) for x in ("graph", "python")),
     ],
-    quick=(dict(model="SmolLM2-135M", B=4, L=64), dict(counts="SmolLM2")),
+    quick=[dict(values=values, B=4, L=64) for values in ("SmolLM2-135M", "none", "probe 7B")],
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    if "--profile" in sys.argv:
+        if not torch.cuda.is_available():
+            sys.exit("--profile needs a GPU")
+        for values, B in (("Qwen2.5-1.5B", 1), ("Qwen2.5-1.5B", 64), ("probe 7B", 64), ("none", 64)):
+            print(f"\n{values}, B {B}", *profile(values, B), sep="\n", flush=True)
+    else:
+        BENCHMARK.main(__doc__)

@@ -3,7 +3,6 @@
 import doctest
 import importlib
 import importlib.metadata
-import json
 import re
 import textwrap
 from pathlib import Path
@@ -80,20 +79,3 @@ def test_docstring_examples_run(module):
 def test_every_exported_name_is_there():
     assert all(getattr(lenvm_kernels, name) for name in lenvm_kernels.__all__)
     assert importlib.metadata.version("lenvm-kernels") == lenvm_kernels.__version__
-
-
-def test_measured_numbers_are_those_of_the_results():
-    found = json.loads((ROOT / "bench/results/cpu/host.json").read_text())
-    where = found["environment"]
-    ms = {(cost["step"], cost["rows"]): f"{cost['python_seconds'] * 1e3:.3g}" for cost in found["results"]}
-    text = " ".join((ROOT / "docs" / "measuring.md").read_text().split())
-    for quoted in (
-        f"(`{where['command']}`, one core of an {where['device']}, torch {where['torch'].removesuffix('+cpu')}, "
-        f"triton {where['triton']}, Python {where['python']}, {where['date']};",
-        f"is {ms['guided step, value model in a graph', 1]} and {ms['guided step, value model in a graph', 512]} ms",
-        f"({ms['guided step', 1]} and {ms['guided step', 512]} ms if every kernel",
-        f"from {float(ms['two forwards', 1]):.0f} to {float(ms['two forwards', 512]):.0f} ms",
-        f"from {float(ms['two forwards, outside the forwards', 1]):.1f} to "
-        f"{float(ms['two forwards, outside the forwards', 512]):.0f} ms outside",
-    ):
-        assert quoted in text

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from bench import peers
+from bench import ways
 from lenvm_kernels.adapters import transformers as transformers_adapter
 from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor, generate
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
@@ -529,12 +529,12 @@ def test_the_published_way_as_a_processor(base, value_model, prompts):
     """As the comparison of ways runs it: its probabilities are ours, row by row until an answer ends."""
     guidance, steps, width = {"value_mode": "mul", "value_scale": 0.97}, 24, prompts["input_ids"].shape[1]
     torch.manual_seed(5)
-    options = dict(peers.SAMPLING, max_candidates=peers.SAMPLING["top_k"])
+    options = dict(ways.SAMPLING, max_candidates=ways.SAMPLING["top_k"])
     processor = LenVMLogitsProcessor(
         base, value_model, guidance, prompts["attention_mask"], max_new_tokens=steps, **options
     )
     output = base.generate(**prompts, **processor.generation_kwargs, **KEEP_SCORES, output_logits=True)
-    theirs = peers.TwoForwardProcessor(value_model, guidance, prompts["attention_mask"], steps, [EOS])
+    theirs = ways.TwoForwardProcessor(value_model, guidance, prompts["attention_mask"], steps, [EOS])
     compared = {0: 0, 1: 0, 2: 0}
     for step, (logits, scores) in enumerate(zip(output.logits, output.scores, strict=True)):
         found = theirs(output.sequences[:, : width + step], logits)
@@ -544,4 +544,4 @@ def test_the_published_way_as_a_processor(base, value_model, prompts):
                 compared[row] += 1
     assert min(compared.values()) < steps == max(compared.values())  # one has ended before
     # It is computed no more.
-    assert theirs._step._requests.keys() == {row for row, count in compared.items() if count == steps}
+    assert theirs.step.requests.keys() == {row for row, count in compared.items() if count == steps}

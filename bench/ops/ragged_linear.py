@@ -1,32 +1,26 @@
-"""Ragged linear: time against the floor, and beside cuBLAS on exactly the live rows.
+"""Time of ``ragged_linear``, the projections of a layer: ``python -m bench.ops.ragged_linear``.
 
-    python -m bench.ops.ragged_linear [--device cpu] [--dtype bfloat16] [--quick] [--json FILE]
-
-The projections of a layer. There is room for more rows than are live, as in a graph captured for every candidate a step
-can have: 1.5 times as many where five of eight slots are filled, 4 times in a batch of few candidates. The peers are
-told the number of rows: "(cuBLAS, bare)" computes the matmul alone, "cuBLAS and operators" norm, SwiGLU, residual too.
+``room`` times as many rows as are live, as in a graph for every candidate that a step can have: 1.5 where five of eight
+slots are filled, 4 in a batch of few candidates. The peers receive the live rows: "(cuBLAS, bare)" computes the matmul
+alone, "cuBLAS and operators" norm, SwiGLU and residual too.
 """
 
 import math
-from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from bench.harness.cases import FLOATS, Benchmark, Case
+from bench.harness import Benchmark, Case, nbytes
 from bench.models import DIMENSIONS
 from lenvm_kernels.ops.ragged_linear import ragged_linear, square_sums_shape
-from lenvm_kernels.reference import ragged_linear as reference
 from lenvm_kernels.reference._common import sums_of_squares
 
 EPS = 1e-6
 
 
-def shape_of(layer: str, model: str) -> dict[str, Any]:
-    """The matmul of a layer, and what goes with it. Who stores the residual stream leaves the sums of its squares,
-    which a norm then takes."""
+def shape_of(layer, model):
+    """Sizes and options of a layer. The stored sums of squares of a residual stream are inputs of the next norm."""
     hidden, intermediate, _, heads, kv_heads, head_dim, _ = DIMENSIONS[model]
     bias = ["bias"] if model.startswith("Qwen2") else []
     return {
@@ -37,90 +31,59 @@ def shape_of(layer: str, model: str) -> dict[str, Any]:
     }[layer]
 
 
-def make_call(
-    device: str,
-    *,
-    outputs: int,
-    size: int,
-    tokens: int,
-    dtype: str,
-    live: int | None = None,
-    swiglu: bool = False,
-    given: Sequence[str] = (),
-) -> partial:
-    """A call with room for so many ``tokens``, of which ``live`` are there, and some of the options."""
-    columns = outputs * (1 + swiglu)
-    random = partial(torch.randn, dtype=getattr(torch, dtype), device=device)
-    x, weight = random(tokens, size), random(columns, size) * size**-0.5
-    options: dict[str, Any] = dict(
+def make_call(*, outputs, size, tokens, dtype="float32", live=None, swiglu=False, given=()):
+    """A call with room for ``tokens`` rows, of which ``live`` exist, and the options ``given``."""
+    columns, random = outputs * (1 + swiglu), partial(torch.randn, dtype=getattr(torch, dtype))
+    x = random(tokens, size)
+    options = dict(
         bias=random(columns),
         norm_eps=EPS,
         square_sums=sums_of_squares(x),
         residual=random(tokens, outputs),
-        square_sums_out=torch.empty(square_sums_shape(tokens, outputs), device=device),
-        num_rows=torch.tensor([live], dtype=torch.int32, device=device) if live is not None else None,
+        square_sums_out=torch.empty(square_sums_shape(tokens, outputs)),
+        num_rows=torch.tensor([live], dtype=torch.int32) if live is not None else None,
         expected_rows=live,
     )
-    options = {name: options[name] for name in given} | dict(swiglu=swiglu)
-    return partial(ragged_linear, x, weight, **options)
+    given = {name: options[name] for name in given}
+    return partial(ragged_linear, x, random(columns, size) * size**-0.5, swiglu=swiglu, **given)
 
 
-def call_of(device: str, *, model: str, layer: str, rows: int, room: float, dtype: str) -> partial:
-    """The call of a layer of a model."""
+def make_case(*, model, layer, rows, room, dtype="bfloat16"):
     shape = shape_of(layer, model)
     shape["given"] += ["num_rows", "expected_rows"]
-    return make_call(device, **shape, tokens=int(rows * room), live=rows, dtype=dtype)
-
-
-def make_case(device: str, *, model: str, layer: str, rows: int, room: float, dtype: str) -> Case:
-    call = call_of(device, model=model, layer=layer, rows=rows, room=room, dtype=dtype)
+    call = make_call(**shape, tokens=int(rows * room), live=rows, dtype=dtype)
     x, weight = call.args[0][:rows], call.args[1]
-    options = {name: call.keywords.get(name) for name in ("norm_eps", "swiglu")}
-    swiglu = options["swiglu"]
-    bias, residual = call.keywords.get("bias"), call.keywords.get("residual")
-    live = {"residual": None if residual is None else residual[:rows], "bias": bias}
+    bias, residual, eps = (call.keywords.get(name) for name in ("bias", "residual", "norm_eps"))
+    residual = None if residual is None else residual[:rows]
 
-    def expected() -> torch.Tensor:
-        doubled = {name: tensor if tensor is None else tensor.double() for name, tensor in live.items()}
-        return reference.ragged_linear(x.double(), weight.double(), **doubled, **options)
-
-    def bare() -> tuple[torch.Tensor]:  # no tensor, as it is not the result to compare
-        return (F.linear(x, weight, bias),)
-
-    def unfused() -> torch.Tensor:
-        y = F.linear(F.rms_norm(x, x.shape[1:], eps=EPS) if options["norm_eps"] else x, weight, bias)
-        if swiglu:
+    def unfused():
+        y = F.linear(F.rms_norm(x, x.shape[1:], eps=EPS) if eps else x, weight, bias)
+        if call.keywords["swiglu"]:
             gate, up = y.chunk(2, 1)
             y = F.silu(gate) * up
-        return y if residual is None else y + live["residual"]
+        return y if residual is None else y + residual
 
-    moved = sum(tensor.nbytes for tensor in (x, weight, *live.values()) if tensor is not None)
-    outputs = len(weight) // (1 + swiglu)
-    return Case(
-        lambda: call()[:rows],
-        moved + rows * outputs * x.itemsize,
-        2 * rows * weight.numel(),
-        peers={"(cuBLAS, bare)": lambda: bare, "cuBLAS and operators": lambda: unfused},
-        expected=expected,
-    )
+    rivals = {"(cuBLAS, bare)": lambda: lambda: F.linear(x, weight, bias), "cuBLAS and operators": lambda: unfused}
+    moved = nbytes(x, weight, bias, residual) + rows * shape["outputs"] * x.itemsize
+    return Case(call, moved, 2 * rows * weight.numel(), peers=rivals)
 
 
-def _forms() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Of each layer, and of one with everything. Every tile of 16-bit numbers, by the rows there is room for."""
+def _forms():
+    """Each layer, and one with every option; all tiles of 16-bit numbers, which follow from the room for rows."""
     layers = {layer: shape_of(layer, "Qwen2.5-1.5B") for layer in ("qkv", "o", "gate_up", "down")}
     layers["qkv alone"] = layers["qkv"] | dict(given=["bias", "norm_eps"])
     every = ["bias", "norm_eps", "square_sums", "residual", "square_sums_out"]
     layers["everything"] = layers["gate_up"] | dict(given=every)
-    for dtype, rows in (("fp32", 384), ("fp16", 384), *(("bf16", rows) for rows in (9, 72, 144, 288, 576, 1152, 2304))):
+    rows_of = {"float32": [384], "float16": [384], "bfloat16": [9, 72, 144, 288, 576, 1152, 2304]}
+    for dtype, rows in [(dtype, rows) for dtype, counts in rows_of.items() for rows in counts]:
         for layer, shape in layers.items():
             given = [*shape["given"], "num_rows", "expected_rows"]
-            form = shape | dict(tokens=rows, live=math.ceil(2 / 3 * rows), dtype=FLOATS[dtype], given=given)
+            form = shape | dict(tokens=rows, live=math.ceil(2 / 3 * rows), dtype=dtype, given=given)
             yield f"ragged_linear {dtype} {layer}, {rows} rows", form
-    one = dict(outputs=1, size=1, tokens=1, live=1, dtype="float32", given=["norm_eps", "residual", "num_rows"])
-    column = dict(outputs=1, size=8960, tokens=1, dtype="float32")
-    yield "ragged_linear, every size 1", one | dict(given=[*one["given"], "bias"])
-    yield "ragged_linear with swiglu, every size 1", one | dict(swiglu=True, given=[*one["given"], "bias"])
-    yield "ragged_linear of one column, every size 1", column
+    one = dict(outputs=1, size=1, tokens=1, live=1, given=["norm_eps", "residual", "num_rows", "bias"])
+    yield "ragged_linear, every size 1", one
+    yield "ragged_linear with swiglu, every size 1", one | dict(swiglu=True)
+    yield "ragged_linear of one column, every size 1", dict(outputs=1, size=8960, tokens=1)
 
 
 FORMS = dict(_forms())
@@ -128,22 +91,16 @@ FORMS = dict(_forms())
 BENCHMARK = Benchmark(
     "ragged_linear",
     make_case,
-    production=dict(model="Qwen2.5-1.5B", layer="gate_up", rows=384, room=1.5),  # B 64: a last token and k 5
+    dict(model="Qwen2.5-1.5B", layer="gate_up", rows=384, room=1.5),  # B 64: a last token and k 5
     axes=dict(
         layer=["down", "qkv", "o"],
-        rows=[6, 48, 1536, 3072],
+        rows=[6, 48, 320, 1280, 3072],
         model=["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen3-1.7B"],
         room=[1, 4],
     ),
-    others=[
-        *(dict(layer="down", rows=rows) for rows in (6, 48, 3072)),
-        dict(layer="qkv", rows=6),
-        dict(layer="o", rows=6),
-        dict(model="Qwen2.5-0.5B", layer="down"),
-        dict(model="Qwen2.5-3B", layer="down"),
-    ],
-    quick=(dict(model="Qwen2.5-0.5B", layer="o", rows=6), dict(layer="qkv")),
+    others=[*(dict(layer=layer, rows=rows) for layer in ("down", "qkv", "o") for rows in (6, 48, 1280))],
+    quick=[dict(model="Qwen2.5-0.5B", layer=layer, rows=6) for layer in ("o", "qkv")],
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    BENCHMARK.main(__doc__)

@@ -1,83 +1,56 @@
-"""Time ``reweight_scatter``. Floor: the rows are written once (``B * V * itemsize`` bytes), at copy bandwidth.
+"""Time of ``reweight_scatter``: ``python -m bench.ops.reweight_scatter``. The floor writes ``[B, V]`` once.
 
-    python -m bench.ops.reweight_scatter [--device cpu] [--quick] [--json FILE]
-
-Copy bandwidth counts bytes read and written, so a kernel that only writes can pass 100 %. Rows without ``[B, V]``
-(scatter False) have next to no bytes: their time is the root search's latency. The dtype is that of ``[B, V]``, as a
-case says, whatever ``--dtype`` is.
+Bandwidth counts bytes read and written, so a kernel that only writes can exceed 100 %. Without ``[B, V]`` (scatter
+False) the time is the latency of the root search.
 """
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
-from bench.harness.cases import FLOATS, Benchmark, Case
+from bench.harness import FLOATS, Benchmark, Case, nbytes
 from bench.models import VOCAB, make_candidates
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
-from lenvm_kernels.reference import reweight_scatter as reference
 
-MODES = [
-    {"mode": "mul", "scale": 0.7},
-    {"mode": "centered_exp", "scale": -20},
-    {"mode": "length_mul", "scale": 1.5},
-    {"target_length": 60},
-    {"target_length": 60, "op": "soft"},
-]
+MODES = [{"mode": mode, "scale": scale} for mode, scale in (("mul", 0.7), ("centered_exp", -20), ("length_mul", 1.5))]
+MODES += [{"target_length": 60}, {"target_length": 60, "op": "soft"}]
 
 
-def make_call(
-    device: str, *, B: int, K: int, V: int = 256, dtype: str = "float32", modes: Any = MODES, given: Sequence[str] = ()
-) -> partial:
-    """A call whose requests have the ``modes`` by turns (None: no guidance), and some of the options."""
+def make_call(*, B=64, K, V=256, dtype="float32", modes=MODES, given=()):
+    """A call whose requests take the ``modes`` in turn (None: no guidance), with the options ``given``."""
+    device = torch.get_default_device()
     params = [parse_guidance(modes[row % len(modes)]) if modes else None for row in range(B)]
-    table = GuidanceTable.from_params(params, [{2}] * B, device).columns
-    arguments = (make_candidates(B, K, V, device), torch.randn(B, K, device=device), table)
-    options = dict(
-        table_rows=torch.randperm(B, device=device), generated=torch.arange(B, dtype=torch.int32, device=device)
-    )
+    table = GuidanceTable.from_params(params, [{2}] * B, device)
+    options = dict(table_rows=torch.randperm(B), generated=torch.arange(B, dtype=torch.int32))
     if "probs" in given:
-        options["probs"] = torch.rand(B, V, device=device).to(getattr(torch, dtype))
-    return partial(reweight_scatter, *arguments, **{name: options[name] for name in given})
+        options["probs"] = torch.rand(B, V).to(getattr(torch, dtype))
+    options = {name: options[name] for name in given}
+    return partial(reweight_scatter, make_candidates(B, K, V, device), torch.randn(B, K), table, **options)
 
 
-def make_case(device: str, *, B: int, K: int, V: int, scatter: bool, dtype: str) -> Case:
-    call = make_call(device, B=B, K=K, V=V, dtype=dtype, given=["probs"] if scatter else [])
-    options = dict(table_rows=None, generated=None, text_breaks=None, probs=None) | call.keywords
-    return Case(
-        call,
-        # Of a candidate: id, probability, value logit and the result.
-        B * K * 4 * 4 + (options["probs"].nbytes if scatter else 0),
-        reference=partial(reference.reweight_scatter, *call.args, **options),
-    )
+def make_case(*, B, K, V, scatter, dtype):
+    call = make_call(B=B, K=K, V=V, dtype=dtype, given=["probs"] if scatter else [])
+    return Case(call, B * K * 4 * 4 + nbytes(call.keywords))  # per candidate id, probability, logit and result
 
 
-FORMS: dict[str, dict[str, Any]] = {}
-for _K in (8, 64):
-    FORMS[f"reweight_scatter K{_K}"] = dict(B=64, K=_K)
-    for _label, _dtype in FLOATS.items():
-        _given = ("table_rows", "generated", "probs")
-        FORMS[f"reweight_scatter {_label} K{_K} with every option"] = dict(
-            B=64, K=_K, V=VOCAB, dtype=_dtype, given=_given
-        )
+_EVERY = ("table_rows", "generated", "probs")
+FORMS = {f"reweight_scatter K{K}": dict(K=K) for K in (8, 64)}
+for _dtype in FLOATS:
+    for _K in (8, 64):
+        _form = dict(K=_K, V=VOCAB, dtype=_dtype, given=_EVERY)
+        FORMS[f"reweight_scatter {_dtype} K{_K} with every option"] = _form
 FORMS["reweight_scatter, every size 1"] = dict(B=1, K=1, V=1, modes=None)
 FORMS["reweight_scatter of one token, every size 1"] = dict(B=1, K=1, V=1, modes=None, given=["probs"])
 
 BENCHMARK = Benchmark(
     "reweight_scatter",
     make_case,
-    production=dict(B=64, K=8, V=VOCAB, scatter=True, dtype="float32"),
-    axes=dict(scatter=[False], dtype=["bfloat16"], B=[1, 8, 256, 512], V=[32_000, 128_256, 262_144], K=[2, 16, 64, 32]),
-    others=[
-        dict(B=1, scatter=False),
-        dict(B=512, scatter=False),
-        dict(B=512, K=64, scatter=False),
-        dict(B=512, K=64, V=262_144),
-    ],
-    quick=(dict(B=4, V=32_000), dict(scatter=False)),
+    dict(B=64, K=8, V=VOCAB, scatter=True, dtype="float32"),
+    axes=dict(scatter=[False], dtype=["bfloat16"], B=[1, 8, 256, 512], V=[32_000, 262_144], K=[2, 64]),
+    others=[dict(B=1, scatter=False), dict(B=512, scatter=False)],
+    quick=[dict(B=4, V=32_000), dict(B=4, V=32_000, scatter=False)],
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    BENCHMARK.main(__doc__)

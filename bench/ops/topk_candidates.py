@@ -1,35 +1,29 @@
-"""Time ``topk_candidates``. Floor: the scores are read once (``B * V * itemsize`` bytes), at copy bandwidth.
+"""Time of ``topk_candidates``: ``python -m bench.ops.topk_candidates``. The floor reads the scores once.
 
-    python -m bench.ops.topk_candidates [--device cpu] [--quick] [--json FILE]
-
-Scores are random logits, fp32 or bf16 as a case says, whatever ``--dtype`` is. The 39 MB of B = 64 in fp32 stay in the
-L2 cache of an H200 from call to call: the cold time is the one beside the floor. FlashInfer's sampling and vLLM's
-filter do another part of an engine's work on the same scores: they choose from the vocabulary, but list no candidates.
+The 39 MB of B = 64 in fp32 fit the L2 cache of an H200: the cold time is the one to compare with the floor.
+FlashInfer's sampler and vLLM's filter do another part of an engine's work on the same scores.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 import triton
 
-from bench.harness.cases import FLOATS, Benchmark, Case, peer
+from bench import peers
+from bench.harness import FLOATS, Benchmark, Case
 from bench.models import VOCAB
 from lenvm_kernels.ops.topk_candidates import topk_candidates
-from lenvm_kernels.reference import topk_candidates as reference
 
 OPTIONS = ("temperature", "entropy_threshold", "guided", "vocab_mask", "end_token_ids", "min_end_prob", "least_share")
 OPTIONS += ("due_length", "generated", "table_rows", "text_breaks", "last_tokens")
-TABLE_ROWS, ENDS = 9, 12  # of what a request asks, where it is in a table; end tokens of a row
+TABLE_ROWS, ENDS = 9, 12  # rows of the requests' table, end tokens per row
 
 
-def make_call(
-    device: str, *, B: int, K: int, V: int, dtype: str, k: int = 5, is_logits: bool = True, given: Sequence[str] = ()
-) -> partial:
-    """A call with ``K`` slots for candidates and so many of ``OPTIONS``."""
+def make_call(*, B, K, V=VOCAB, dtype="float32", k=5, is_logits=True, given=()):
+    """A call with ``K`` slots for candidates and the options ``given``."""
 
-    def full(*shape: int, value: float = 0.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.full(shape, value, dtype=dtype, device=device)
+    def full(*shape, value=0.0, dtype=torch.float32):
+        return torch.full(shape, value, dtype=dtype)
 
     options = dict(
         temperature=full(B, value=1.0),
@@ -41,62 +35,44 @@ def make_call(
         least_share=full(TABLE_ROWS),
         due_length=full(TABLE_ROWS),
         generated=full(B, dtype=torch.int32),
-        table_rows=torch.randint(TABLE_ROWS, (B,), device=device),
+        table_rows=torch.randint(TABLE_ROWS, (B,)),
         text_breaks=full(V, dtype=torch.int8),
         last_tokens=full(B, dtype=torch.int64),
     )
-    return partial(
-        topk_candidates,
-        torch.randn(B, V, dtype=getattr(torch, dtype), device=device),
-        top_k=full(B, value=k, dtype=torch.int32),
-        top_p=full(B, value=0.95),
-        min_p=full(B, value=0.01),
-        max_candidates=K,
-        is_logits=is_logits,
-        **{name: options[name] for name in given},
-    )
+    options = {name: options[name] for name in given} | dict(max_candidates=K, is_logits=is_logits)
+    options |= dict(top_k=full(B, value=k, dtype=torch.int32), top_p=full(B, value=0.95), min_p=full(B, value=0.01))
+    return partial(topk_candidates, torch.randn(B, V, dtype=getattr(torch, dtype)), **options)
 
 
-def make_case(device: str, *, B: int, k: int, V: int, dtype: str) -> Case:
-    call = make_call(device, B=B, K=triton.next_power_of_2(k), V=V, dtype=dtype, k=k, given=["temperature"])
-    (scores,), top_k, top_p = call.args, call.keywords["top_k"], call.keywords["top_p"]
-    return Case(
-        call,
-        scores.nbytes,
-        peers={
-            "FlashInfer top_k": peer("flashinfer", "topk_candidates", scores, k),
-            "FlagGems topk": peer("flag_gems", "topk_candidates", scores, k),
-            "torch.topk": peer("pytorch", "topk_candidates", scores, k),
-            "FlashInfer sampling": peer("flashinfer", "top_k_top_p_sample", scores, top_k, top_p),
-            "vLLM Qrita + copy": peer("vllm", "top_k_top_p_filter", scores, top_k, top_p),
-        },
-        reference=partial(reference.topk_candidates, scores, **dict.fromkeys(OPTIONS) | call.keywords),
-    )
+def make_case(*, B, k, V, dtype):
+    call = make_call(B=B, K=triton.next_power_of_2(k), V=V, dtype=dtype, k=k, given=["temperature"])
+    (scores,), filters = call.args, (call.keywords["top_k"], call.keywords["top_p"])
+    rivals = {
+        "FlashInfer top_k": partial(peers.flashinfer_topk, scores, k),
+        "FlagGems topk": partial(peers.flag_gems_topk, scores, k),
+        "torch.topk": partial(peers.torch_topk, scores, k),
+    }
+    if dtype == "float32":
+        rivals["FlashInfer sampling"] = partial(peers.flashinfer_sample, scores, *filters)
+        rivals["vLLM Qrita + copy"] = partial(peers.vllm_filter, scores, *filters)
+    return Case(call, scores.nbytes, peers=rivals)
 
 
 FORMS = {
-    f"topk_candidates {dtype} B{B} K{K} {'logits' if is_logits else 'probabilities'}": dict(
-        B=B, K=K, V=VOCAB, dtype=FLOATS[dtype], is_logits=is_logits
-    )
-    for dtype in FLOATS
-    for B, K, is_logits in ((1, 8, True), (64, 64, True), (64, 8, False))
+    f"topk_candidates {dtype} B{B} K{K}": dict(B=B, K=K, dtype=dtype) for dtype in FLOATS for B, K in ((1, 8), (64, 64))
 }
-FORMS["topk_candidates with every option"] = dict(B=64, K=8, V=VOCAB, dtype="float16", given=OPTIONS)
-FORMS["topk_candidates, every size 1"] = dict(B=1, K=1, V=1, dtype="float32", is_logits=False)
+FORMS |= {f"topk_candidates {x} of probabilities": dict(B=64, K=8, dtype=x, is_logits=False) for x in FLOATS}
+FORMS["topk_candidates with every option"] = dict(B=64, K=8, dtype="float16", given=OPTIONS)
+FORMS["topk_candidates, every size 1"] = dict(B=1, K=1, V=1, is_logits=False)
 
 BENCHMARK = Benchmark(
     "topk_candidates",
     make_case,
-    production=dict(B=64, k=5, V=VOCAB, dtype="float32"),
-    axes=dict(dtype=["bfloat16"], B=[1, 8, 256, 512], k=[2, 16, 64, 8, 32], V=[32_000, 128_256, 262_144]),
-    others=[
-        dict(B=512, dtype="bfloat16"),
-        dict(B=1, k=64),
-        dict(B=512, k=64, V=262_144),
-        dict(k=64, V=262_144, dtype="bfloat16"),
-    ],
-    quick=(dict(B=4, V=32_000), dict(dtype="bfloat16")),
+    dict(B=64, k=5, V=VOCAB, dtype="float32"),
+    axes=dict(dtype=["bfloat16"], B=[1, 8, 256, 512], k=[2, 16, 64], V=[32_000, 262_144]),
+    others=[dict(B=512, k=64, V=262_144)],
+    quick=[dict(B=4, V=32_000), dict(B=4, V=32_000, dtype="bfloat16")],
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    BENCHMARK.main(__doc__)

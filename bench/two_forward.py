@@ -1,0 +1,388 @@
+"""The published guided step as the baseline of speed comparisons: two forwards, and host work between them.
+
+The algorithm of the authors' fork of SGLang (eric-ai-lab/Length-Value-Model, ``sglang-LenVM``, in-process value model)
+in eager PyTorch on the weights of a :class:`ValueModel`, with its host reads. Every row has a top-k. All rows have a
+scale (``mul``), or all a target (``eq``). A step, in the fork's order:
+
+1. Candidates by ``torch.topk``, then top-p and min-p.
+2. Extend forward over the tokens that the value model lacks; its head is computed and dropped.
+3. Candidate forward, under a mask built by numpy on the host. The candidates' slots return to the pool.
+4. Value head in the model's dtype; its logits are split into one tensor per request.
+5. Guidance: 20 Newton iterations without a bracket on the device; with a target per request on the host, in fp64.
+6. A clone of ``[B, V]``, a scatter of the guided rows, and a multinomial draw.
+
+As in the fork, ``value_min`` is ignored, values are clamped to 1 - 1e-9 for lengths, and one guided row removes the
+filters of all rows. Unlike in the fork, keys and values are gathered into ``[B, L]`` for torch's attention; norms,
+rotary embedding and activation are PyTorch operators; a request stays until its row is reused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.peers import unfused_head
+from lenvm_kernels.guidance import GuidanceParams
+from lenvm_kernels.paged_slots import PagedSlots
+from lenvm_kernels.step import EngineSlots, Sampling, StepBatch, StepConfig
+from lenvm_kernels.types import Mode
+from lenvm_kernels.value_model import KVCache, ValueModel
+
+NO_TOP_K = 1 << 30  # the fork's top_k without a limit
+NEWTON_STEPS = 20
+
+
+@dataclass
+class Request:
+    """The host's copy of a guided request; ``cached`` tokens have keys and values."""
+
+    row: int
+    params: GuidanceParams
+    eos_token_ids: set[int]
+    prompt_len: int
+    tokens: list[int] = field(default_factory=list)
+    cached: int = 0
+
+
+class Candidates(NamedTuple):
+    """Rows with several candidates: lists on the host, and padded ``[rows, K]``, where a probability of 0 pads."""
+
+    single: list[tuple[int, int]]  # row and only token of the other guided rows
+    rows: list[int]
+    ids: list[list[int]]
+    host_probs: list[list[float]]
+    padded_probs: Tensor
+    padded_ids: Tensor
+
+
+class TwoForwardOutput(NamedTuple):
+    """Result of a step: ``probs`` fp32 ``[B, V]``; ``tokens`` int32 ``[B]``, None without a draw or a changed row.
+
+    ``rows`` have values: their candidates' ids, and value logits ``[n]`` each.
+    """
+
+    probs: Tensor
+    tokens: Tensor | None
+    rows: list[int]
+    candidate_ids: list[list[int]]
+    value_logits: list[Tensor]
+
+
+# --- candidates ---
+
+
+def candidates_of(probs: Tensor, requests: Sequence[Request | None], sampling: Sampling) -> Candidates:
+    """Candidates of the guided rows of ``probs [B, V]``, at least one.
+
+    Raises:
+        ValueError: a row without a top-k, or rows with a target beside rows without one.
+    """
+    guided = [i for i, request in enumerate(requests) if request is not None]
+    index = torch.tensor(guided, device=probs.device)
+    top_k, top_p, min_p = (x.index_select(0, index) for x in (sampling.top_k, sampling.top_p, sampling.min_p))
+    if bool(((top_k <= 0) | (top_k >= NO_TOP_K)).any()):
+        raise ValueError("every row must have a top_k")
+    targets = {requests[i].params.target_length is not None for i in guided}
+    if len(targets) > 1:
+        raise ValueError("all rows must have a target, or none")
+    top_k = top_k.clamp(max=probs.shape[1])
+    most, ids = probs.index_select(0, index).topk(int(top_k.max()), dim=-1)
+    p = torch.where(torch.arange(most.shape[1], device=probs.device) < top_k[:, None], most, 0.0)
+    if bool((top_p < 1).any()):
+        p = torch.where(p.cumsum(-1) - p <= top_p[:, None], p, 0.0)
+    if bool((min_p > 0).any()):
+        p = torch.where(p >= (p.amax(-1) * min_p)[:, None], p, 0.0)
+    counts = (p > 0).sum(-1)
+    if bool((counts == 0).any()):
+        p[:, 0] = torch.where(counts == 0, most[:, 0], p[:, 0])
+        counts = (p > 0).sum(-1)
+    single = counts == 1
+    limits = [-1.0 if (x := requests[i].params.entropy_threshold) is None else x for i in guided]
+    limits, sent = torch.tensor(limits, dtype=torch.float64, device=probs.device), ~single
+    if bool((limits >= 0).any()):
+        q = p.double() / p.double().sum(-1, keepdim=True).clamp(min=1e-20)
+        sent = sent & (-(q * (q + 1e-20).log()).sum(-1) > limits)
+    singles = []
+    if bool(single.any()):
+        only, is_single = ids.gather(1, p.argmax(-1, keepdim=True))[:, 0].tolist(), single.tolist()
+        singles = [(i, only[j]) for j, i in enumerate(guided) if is_single[j]]
+    p, ids, rows = p[sent], ids[sent], index[sent].tolist()
+    # Guidance on the device needs on the host only which candidates there are.
+    host_ids, host_p = ids.cpu(), (p if targets == {True} else p > 0).cpu()
+    ids_of = [host_ids[j][host_p[j] > 0].tolist() for j in range(len(rows))]
+    return Candidates(singles, rows, ids_of, [x[x > 0].tolist() for x in host_p], p, ids)
+
+
+# --- guidance ---
+
+
+def reweighted(p: Tensor, v: Tensor, valid: Tensor, scale: Tensor) -> Tensor:
+    """The fork's guided probabilities of all rows, fp32 ``[B, K]``: the expected value is scaled by ``scale [B]``.
+
+    ``p``, ``v`` are ``[B, K]`` probabilities and values; ``valid`` is False where a row is padded.
+    """
+    q = p / p.sum(-1, keepdim=True).clamp(min=1e-20)
+    low, high = v.masked_fill(~valid, 1e9).amin(-1, True), v.masked_fill(~valid, -1e9).amax(-1, True)
+    spread = (high - low).clamp(min=1e-8)
+    mean = (q * v).sum(-1, keepdim=True)
+    margin = (spread * 1e-6).clamp(min=1e-12)
+    target = torch.maximum(torch.minimum(mean * scale[:, None], high - margin), low + margin)
+    moves = (spread > 1e-8) & ((target - mean).abs() > 1e-8)
+    log_q = q.clamp(min=1e-20).log().masked_fill(~valid, -1e9)
+    above, tilt = (v - low).masked_fill(~valid, 0.0), torch.zeros_like(mean)
+
+    def tilted() -> Tensor:
+        exponent = log_q + above * tilt
+        w = (exponent - exponent.amax(-1, keepdim=True)).exp().masked_fill(~valid, 0.0)
+        return w / w.sum(-1, keepdim=True).clamp(min=1e-20)
+
+    for _ in range(NEWTON_STEPS):
+        w = tilted()
+        expected = (w * v).sum(-1, keepdim=True)
+        variance = ((w * v * v).sum(-1, keepdim=True) - expected * expected).clamp(min=1e-16)
+        tilt = (tilt - (expected - target) / variance).clamp(-100.0, 100.0)
+    return torch.where(moves, tilted(), q)
+
+
+def nearest(probs: Sequence[float], values: Sequence[float], params: GuidanceParams, generated: int) -> list[float]:
+    """The fork's guided probabilities of a row with a target: 1 for the candidate whose length is nearest."""
+    length = max(params.target_length - generated, 0.0) if params.counts_down else params.target_length
+    log_gamma = math.log(params.gamma)
+    target = 1.0 - math.exp(length * log_gamma)
+
+    def length_of(value: float) -> float:
+        return math.log(1.0 - min(max(value, 1e-9), 1.0 - 1e-9)) / log_gamma
+
+    costs = [(abs(length_of(v) - length_of(target)), -p, i) for i, (p, v) in enumerate(zip(probs, values, strict=True))]
+    return [float(i == min(costs)[2]) for i in range(len(costs))]
+
+
+# --- the step ---
+
+
+class TwoForwardStep:
+    """Has the methods of a :class:`GuidedStep` that benchmarks call; reads their tensors on the host.
+
+    Args:
+        value_model: the value model whose weights run.
+        slots: the engine's slots. The value model has a pool of its own with room for as many tokens, and candidates.
+        config: ``max_requests``, ``max_candidates`` (the most of a row; room, not a filter) and ``chunk_tokens`` count.
+
+    Attributes:
+        requests: guided requests by row.
+        kv, table, free: keys and values, slots of each row, and unused slots.
+    """
+
+    def __init__(self, value_model: ValueModel, slots: PagedSlots | EngineSlots, config: StepConfig) -> None:
+        rows, pages = slots.table.shape
+        self.value_model, self.device, self.config = value_model, value_model.device, config
+        num_slots = slots.num_slots + (config.max_requests or rows) * config.max_candidates
+        max_len = pages * slots.page_size + config.max_candidates
+        self.kv = KVCache.of_slots(value_model, num_slots)
+        self.table = torch.zeros(rows, -(-max_len // 8) * 8, dtype=torch.int64, device=self.device)
+        self.free = torch.arange(num_slots, device=self.device)
+        self.requests: dict[int, Request] = {}
+        self._inv_freq = torch.tensor(value_model.config.rope_inv_freq, device=self.device)
+        self._head = [x.to(value_model.dtype) for x in value_model.head]
+
+    def add_request(self, table_row, params, eos_token_ids, *, prompt_len=0, seed=0) -> None:
+        """Admit a request into a row; without ``params`` the row's request leaves and gives back its slots.
+
+        Raises:
+            ValueError: guidance other than by a scale (``mul``) or to a target (``eq``).
+        """
+        if params is not None and params.mode not in (Mode.UNGUIDED, Mode.MUL, Mode.EQ):
+            raise ValueError(f"guidance must be mul or eq, got {params.mode.name.lower()}")
+        if table_row in self.requests:
+            self.retract(table_row, 0)
+            del self.requests[table_row]
+        if params is not None and params.mode != Mode.UNGUIDED:
+            self.requests[table_row] = Request(table_row, params, eos_token_ids, prompt_len)
+
+    def retract(self, row: int, length: int) -> None:
+        """Remove all but the first ``length`` tokens of a guided request, and give back their slots."""
+        request = self.requests[row]
+        del request.tokens[length:]
+        if request.cached > length:
+            self.free = torch.cat([self.free, self.table[row, length : request.cached]])
+            request.cached = length
+
+    @torch.no_grad()
+    def extend(self, tokens, slots, table_rows, starts, lens, cached_lens) -> None:
+        """Compute and keep keys and values of prompts; arguments as in :meth:`GuidedStep.extend`, ``slots`` unused."""
+        ids, chunk = tokens.tolist(), self.config.chunk_tokens
+        batch = torch.stack([x.long() for x in (table_rows, starts, lens, cached_lens)], 1).tolist()
+        for row, start, length, cached in batch:
+            if row in self.requests and length:
+                self.retract(row, cached)
+                request = self._with_tokens(row, cached)
+                request.tokens += ids[start : start + length]
+                for end in range(cached + chunk, cached + length + chunk, chunk):
+                    self._extend([(request, min(end, cached + length))])
+
+    @torch.no_grad()
+    def step(self, scores: Tensor, batch: StepBatch, sampling: Sampling) -> TwoForwardOutput:
+        """Guide the next token of each row; arguments as in :meth:`GuidedStep.step`, filters as tensors.
+
+        Raises:
+            ValueError: missing tokens of a row, a row with more candidates than room, a row without a top-k, or rows
+                with a target beside rows without one.
+            RuntimeError: no free slots.
+        """
+        # The engine's own read of the drawn tokens, from which the fork takes its requests' tokens.
+        numbers = torch.stack([x.long() for x in (batch.table_rows, batch.tokens, batch.lengths)], 1).tolist()
+        requests = [self.requests.get(row) for row, _, _ in numbers]
+        for request, (row, token, length) in zip(requests, numbers, strict=True):
+            if request is not None:
+                if len(request.tokens) >= length:
+                    self.retract(row, length - 1)
+                self._with_tokens(row, length - 1).tokens.append(token)
+        probs = scores.float()
+        if sampling.is_logits:
+            scaled = probs if sampling.temperature is None else probs / sampling.temperature[:, None]
+            probs = torch.softmax(scaled, dim=-1)
+        if not any(requests):
+            return TwoForwardOutput(probs, None, [], [], [])
+        found = candidates_of(probs, requests, sampling)
+        for i, ids in zip(found.rows, found.ids, strict=True):
+            if len(ids) > self.config.max_candidates:
+                room = f"room is for max_candidates = {self.config.max_candidates}"
+                raise ValueError(f"row {i} has {len(ids)} candidates, {room}")
+        if not found.rows and not found.single:
+            return TwoForwardOutput(probs, None, [], [], [])
+        guided, values = probs.clone(), []
+        for i, token in found.single:
+            guided[i].zero_()
+            guided[i, token] = 1.0
+        if found.rows:
+            sent = [requests[i] for i in found.rows]
+            self._extend([(request, len(request.tokens)) for request in sent])
+            values = self._score(sent, found)
+            guide = self._guide_on_device if sent[0].params.target_length is None else self._guide_on_host
+            guide(guided, sent, found, values)
+        drawn = torch.multinomial(guided, 1).view(-1).int() if sampling.sample else None
+        return TwoForwardOutput(guided, drawn, found.rows, found.ids, values)
+
+    def _with_tokens(self, row: int, length: int) -> Request:
+        request = self.requests[row]
+        if len(request.tokens) != length:
+            known = f"has {len(request.tokens)}: extend() them"
+            raise ValueError(f"row {row} must have {length} tokens before these, {known}")
+        return request
+
+    def _guide_on_device(self, guided, sent, found, logits) -> None:
+        p, ids = found.padded_probs, found.padded_ids
+        valid, v = p > 0, torch.zeros_like(p)
+        for j, (request, row) in enumerate(zip(sent, logits, strict=True)):
+            v[j, : len(row)] = row.float().sigmoid()
+            if request.eos_token_ids:
+                ends = torch.isin(ids[j], torch.tensor(list(request.eos_token_ids), device=self.device)) & valid[j]
+                if bool(ends.any()):
+                    v[j] = v[j].masked_fill(ends, 0.0)
+        scale = torch.tensor([request.params.scale for request in sent], device=self.device)
+        rows = torch.tensor(found.rows, device=self.device)
+        guided.index_fill_(0, rows, 0.0)
+        guided[rows[:, None].expand_as(ids), ids] = reweighted(p, v, valid, scale)
+
+    def _guide_on_host(self, guided, sent, found, logits) -> None:
+        for request, i, ids, p, z in zip(sent, found.rows, found.ids, found.host_probs, logits, strict=True):
+            v = torch.tensor(z.float().tolist(), dtype=torch.float64).sigmoid().tolist()
+            v = [0.0 if token in request.eos_token_ids else value for token, value in zip(ids, v, strict=True)]
+            q = nearest(p, v, request.params, len(request.tokens) - request.prompt_len)
+            guided[i].zero_()
+            guided[i, torch.tensor(ids, device=self.device)] = torch.tensor(q, device=self.device)
+
+    # --- the two forwards ---
+
+    def _extend(self, pieces: Sequence[tuple[Request, int]]) -> None:
+        """Extend forward: the tokens of each request that are not cached, up to a length."""
+        pieces = [(request, length) for request, length in pieces if length > request.cached]
+        if not pieces:
+            return
+        requests, lengths = zip(*pieces, strict=True)
+        cached = [request.cached for request in requests]
+        counts = [length - start for length, start in zip(lengths, cached, strict=True)]
+        new = [token for request, length in pieces for token in request.tokens[request.cached : length]]
+        positions = np.concatenate([np.arange(a, b) for a, b in zip(cached, lengths, strict=True)])
+        query, key = (torch.arange(n, device=self.device) for n in (max(counts), max(lengths)))
+        seen = key <= (torch.tensor(cached, device=self.device)[:, None] + query)[:, :, None]
+        self._forward(requests, counts, torch.tensor(new, device=self.device), positions, seen)
+        for request, length in pieces:
+            request.cached = length
+
+    def _score(self, requests: Sequence[Request], found: Candidates) -> list[Tensor]:
+        """Candidate forward: the value logits of each request's candidates, which see the cached prefix and themselves.
+
+        The mask is built per candidate on the host, as in the fork.
+        """
+        prefixes, counts = [request.cached for request in requests], [len(ids) for ids in found.ids]
+        keys = max(n + m for n, m in zip(prefixes, counts, strict=True))
+        mask = np.zeros((len(requests), max(counts), keys), dtype=np.bool_)
+        for of_request, prefix, count in zip(mask, prefixes, counts, strict=True):
+            of_request[:count, :prefix] = True
+            for j in range(count):
+                of_request[j, prefix + j] = True
+        token_ids, seen = found.padded_ids[found.padded_probs > 0], torch.from_numpy(mask).to(self.device)
+        positions = np.repeat(np.array(prefixes, dtype=np.int64), counts)
+        logits, slots = self._forward(requests, counts, token_ids, positions, seen)
+        self.free = torch.cat([self.free, slots])
+        return list(logits.split(torch.tensor(counts, device=self.device).tolist()))  # the fork reads them back
+
+    def _forward(self, requests, counts, token_ids, positions, seen) -> tuple[Tensor, Tensor]:
+        """Value logits ``[T]`` of ``counts`` new tokens per request under ``seen``, bool ``[B, Q, L]``; their slots."""
+        if sum(counts) > len(self.free):
+            raise RuntimeError(f"{sum(counts)} slots are needed, {len(self.free)} are free")
+        slots, self.free = self.free[: sum(counts)], self.free[sum(counts) :]
+        for request, part in zip(requests, slots.split(list(counts)), strict=True):
+            self.table[request.row, request.cached : request.cached + len(part)] = part
+        rows = torch.tensor([request.row for request in requests], device=self.device)
+        b, longest, keys = seen.shape
+        # The attention's kernels require rows of the mask that begin at multiples of 8 elements. Query heads that share
+        # a key head are further queries of it, so that every kernel of the attention applies.
+        padded, groups = -(-keys // 8) * 8, self.value_model.config.num_heads // self.value_model.config.num_kv_heads
+        mask = torch.full((b, longest, padded), -math.inf, dtype=self.value_model.dtype, device=self.device)
+        mask[:, :, :keys].masked_fill_(seen, 0.0)
+        mask = mask.repeat(1, groups, 1)[:, None]
+        places = np.concatenate([i * longest + np.arange(n) for i, n in enumerate(counts)])
+        positions, places = (torch.from_numpy(x).to(self.device, non_blocking=True) for x in (positions, places))
+        hidden = self._hidden(token_ids, positions, slots, self.table[rows, :padded], mask, places)
+        return unfused_head(hidden, *self._head)(), slots
+
+    def _hidden(self, token_ids, positions, slots, kv_slots, mask, places) -> Tensor:
+        """Hidden states ``[T, H]`` behind the final norm; keys and values go to ``slots``.
+
+        ``kv_slots [B, L]`` are the slots that each request reads, ``places [T]`` the tokens' places in ``[B Q]``.
+        """
+        model, config, b = self.value_model, self.value_model.config, len(mask)
+        longest = mask.shape[2] * config.num_kv_heads // config.num_heads
+        width, eps = (config.hidden_size,), config.rms_norm_eps
+        hidden = F.embedding(token_ids.clamp(0, config.vocab_size - 1), model.embedding)
+        angles = positions[:, None].float() * self._inv_freq  # [T, D/2]
+        cos, sin = (x[:, None] * config.rope_scale for x in (angles.cos(), angles.sin()))
+        sizes = [config.num_heads + config.num_kv_heads, config.num_kv_heads]
+        for i, layer in enumerate(model.layers):
+            qkv = F.linear(F.rms_norm(hidden, width, eps=eps), layer.qkv, layer.qkv_bias)
+            qk, v = qkv.unflatten(1, (sum(sizes), config.head_dim)).split(sizes, 1)
+            if layer.qk_norm is not None:
+                qk = F.rms_norm(qk, qk.shape[-1:], eps=eps) * layer.qk_norm
+            first, second = qk.float().chunk(2, -1)
+            qk = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(v.dtype)
+            q, k = qk.split([config.num_heads, config.num_kv_heads], 1)
+            keys, values = self.kv.keys[i], self.kv.values[i]
+            keys[slots], values[slots] = k, v
+            q = q.new_zeros(b * longest, *q.shape[1:]).index_copy_(0, places, q)
+            q = q.view(b, longest, config.num_kv_heads, -1, config.head_dim).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, Q, D]
+            cached = (x[kv_slots].transpose(1, 2) for x in (keys, values))
+            out = F.scaled_dot_product_attention(q.flatten(2, 3), *cached, attn_mask=mask).view(q.shape)
+            out = out.permute(0, 3, 1, 2, 4).flatten(0, 1)[places].flatten(1)
+            hidden = hidden + F.linear(out, layer.o, layer.o_bias)
+            gate, up = F.linear(F.rms_norm(hidden, width, eps=eps), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+            hidden = hidden + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        return F.rms_norm(hidden, width, eps=eps)  # the norm's weight is in the first matrix of the head

@@ -1,0 +1,149 @@
+"""The benchmarks' harness and the GPU suite on a CPU: every case runs, an error loses no other results."""
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import gpu_suite, harness, step
+from bench.harness import Benchmark, Case, Eager
+from bench.kernel_calls import operators
+
+CEILINGS = {"bandwidth": 1e12, "matmul_rate": 1e15}
+BENCHMARKS = {name: module.BENCHMARK for name, module in operators().items()} | {"step": step.BENCHMARK}
+
+
+def test_shapes_begin_with_production_without_duplicates():
+    axes, others, quick = {"B": [1, 64], "V": [5, 9]}, [{"B": 1, "V": 5}, {"V": 5}], [{"B": 2}, {"V": 7}]
+    benchmark = Benchmark("made_up", None, {"B": 64, "V": 9}, axes, others, quick)
+    assert benchmark.shapes() == [{"B": 64, "V": 9}, {"B": 1, "V": 9}, {"B": 64, "V": 5}, {"B": 1, "V": 5}]
+    assert benchmark.shapes(quick=True) == [{"B": 2, "V": 9}, {"B": 64, "V": 7}]
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_shapes_are_arguments_of_the_case(name):
+    benchmark = BENCHMARKS[name]
+    parameters = inspect.signature(benchmark.make_case).parameters.keys()
+    for shape in (*benchmark.shapes(), *benchmark.shapes(quick=True)):
+        assert shape.keys() | {"dtype"} == parameters | {"dtype"}
+    assert benchmark.operator == name and len(benchmark.shapes()) >= 5
+
+
+@pytest.mark.parametrize("name", operators())
+def test_quick_cases_run(name):
+    benchmark = BENCHMARKS[name]
+    for shape in benchmark.shapes(quick=True):
+        case = benchmark.make_case(**shape)
+        case.run()
+        assert case.bytes > 0
+
+
+def test_step_runs_with_each_source_of_values():
+    for values in ("none", "probe 7B"):
+        case = step.make_case(values=values, B=2, L=8, launch="python")
+        case.run.run()
+        assert isinstance(case.run, Eager) and case.bytes > 0
+
+
+def times(warm, **more):
+    return lambda: {"warm": warm, "spread": 0.01, **more}
+
+
+def fail():
+    raise RuntimeError("no\n memory")
+
+
+def absent():
+    import nopeer  # noqa: F401
+
+
+@pytest.fixture
+def results(monkeypatch, tmp_path):
+    """Results, table lines and files of three cases, of which one fails; a run returns its times."""
+    monkeypatch.setattr(harness, "measure", lambda run, device: run())
+    monkeypatch.setattr(harness, "measure_ceilings", lambda device: CEILINGS)
+
+    def make_case(B):
+        if B == 2:
+            fail()
+        peers = {"slow": lambda: times(9.0, cold=40.0), "broken": fail, "nopeer": absent}
+        return Case(times(4.0 * B, cold=5.0 * B), 2_000_000, 10_000_000 * B, peers)
+
+    path = tmp_path / "made_up.json"
+    assert Benchmark("made_up", make_case, {"B": 1}).run("cpu", [{"B": B} for B in (1, 2, 4)], path) == 1
+    return json.loads(path.read_text()), path
+
+
+def test_results_of_cases_peers_and_errors(results, capsys):
+    found, path = results
+    first, failed, last = found["cases"]
+    assert failed == {"shape": {"B": 2}, "peers": {}, "error": "RuntimeError: no memory"}
+    assert (first["floor"], last["floor"]) == (2.0, pytest.approx(2.0)) and first["peers"]["slow"]["cold"] == 40.0
+    assert harness.row(first) == [
+        "B 1",
+        "4.0",
+        "5.0",
+        "1.0%",
+        "2.0",
+        "40%",
+        "slow 8.00, broken RuntimeError, nopeer absent",
+    ]
+    assert harness.row(failed)[:2] == ["B 2", "RuntimeError: no memory"]
+    assert found["bandwidth"] == 1e12 and found["torch"] == torch.__version__ and found["command"].startswith("python")
+    assert path.with_suffix(".png").stat().st_size > 1000
+
+
+def test_floor_is_the_larger_of_bytes_and_operations():
+    case = Case(lambda: None, 2_000_000, 10_000_000_000)
+    entry = Benchmark("made_up", lambda B: case, {"B": 1}).measure("cpu", {"B": 1}, CEILINGS)
+    assert entry["floor"] == pytest.approx(10.0) and entry["warm"] > 0 and "cold" not in entry
+
+
+def test_profile_of_replays():
+    """Of four replays with two kernels each the first is left out."""
+    events = [dict(cat="cpu_op", ts=0, dur=1, name="x", args={})]
+    for replay in range(4):
+        for name, start, duration in (("_b", 0, 2), ("_a", 5, 10)):
+            args = {"registers per thread": 32, "shared memory": 1024}
+            events.append(dict(cat="kernel", ts=100 * replay + start, dur=duration, name=name, args=args))
+    assert step.kernels_of(events) == [("_a", 1, 10, 10.0, 3, 32, 1024), ("_b", 1, 2, 2.0, 85, 32, 1024)]
+
+
+def test_suite_of_parts(monkeypatch, tmp_path, capsys):
+    """A part that works, one that fails and one that is ended; the summary has all three."""
+    commands = {
+        "select_scored": gpu_suite.command("select_scored", tmp_path),
+        "tests": ["-c", "print('boom'); exit(3)"],
+    }
+    commands["profile"] = ["-c", "import time; print('begun', flush=True); time.sleep(60)"]
+    scripts = {
+        part: command if part == "select_scored" else [sys.executable, *command] for part, command in commands.items()
+    }
+    monkeypatch.setattr(gpu_suite, "command", lambda part, out: scripts[part])
+    monkeypatch.setitem(gpu_suite.SECONDS, "profile", 5)
+    monkeypatch.setitem(gpu_suite.SECONDS, "select_scored", 120)
+    monkeypatch.setattr(sys, "argv", ["gpu_suite", "--out", str(tmp_path), "--only", *scripts])
+    assert gpu_suite.main() == 1
+    text = (tmp_path / "summary.md").read_text()
+    assert "| tests | failed with exit status 3 | boom |" in text and "| profile | ended after 5 s | begun |" in text
+    assert "| select_scored | done | " in text and "| B 64 K 8 E 8 | " in text
+
+
+def test_parts_of_the_suite_are_commands():
+    assert gpu_suite.SECONDS.keys() == {*operators(), "tests", "step", "profile"}
+    assert sum(gpu_suite.SECONDS.values()) <= 660
+    files = [x for x in gpu_suite.command("tests", Path()) if x.startswith("tests/")]
+    assert len(files) >= len(operators()) and all(Path(file).exists() for file in files)
+    assert "bench.ops.select_scored" in gpu_suite.command("select_scored", Path())
+
+
+def test_a_benchmark_is_a_command(tmp_path):
+    path = tmp_path / "r.json"
+    command = [sys.executable, "-m", "bench.ops.verify_drafts", "--quick", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[1].startswith("| case | warm us |")
+    assert [case["shape"]["B"] for case in json.loads(path.read_text())["cases"]] == [64, 1]

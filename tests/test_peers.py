@@ -1,0 +1,125 @@
+"""Peers compute what this package computes; a peer's package is replaced by its documented rule."""
+
+import inspect
+import itertools
+import math
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench import peers, ways
+from lenvm_kernels.reference.topk_candidates import topk_candidates
+from lenvm_kernels.reference.value_head import value_head
+from lenvm_kernels.reference.value_tree_attention import value_tree_attention
+
+# (cached, delta, candidates) of each request.
+RAGGED, EQUAL = [(5, 1, 5), (70, 3, 0), (0, 0, 2), (9, 0, 3), (0, 4, 1)], [(11, 2, 3)] * 3
+
+
+def make_tree(requests):
+    """Requests whose cached tokens are scattered over the cache, in rows of the slot table that are out of order."""
+    torch.manual_seed(0)
+    cached, delta, candidates = (torch.tensor(column, dtype=torch.int32) for column in zip(*requests, strict=True))
+    new, slots = delta + candidates, int(cached.sum()) + 7
+    rows, table = torch.randperm(len(requests) + 2)[: len(requests)], torch.full((len(requests) + 2, 80), -1)
+    for row, place in zip(rows, torch.randperm(slots).split([*cached.tolist(), 7]), strict=False):
+        table[row, : len(place)] = place
+    q, tensors = (
+        torch.randn(int(new.sum()), 6, 16),
+        [torch.randn(n, 2, 16) for n in (*[int(new.sum())] * 2, slots, slots)],
+    )
+    return peers.Tree(q, *tensors, table.int(), rows, cached, F.pad(new.cumsum(0), (1, 0)).int(), candidates)
+
+
+def attend(q, k, v, visible):
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("mhd,nhd->hmn", q, k) * q.shape[-1] ** -0.5
+    return torch.einsum("hmn,nhd->mhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+
+
+class PagedPrefill:
+    """FlashInfer's wrapper by its documentation."""
+
+    def __init__(self, float_workspace_buffer, kv_layout, backend):
+        assert kv_layout == "NHD" and backend == "fa2"
+
+    def plan(self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, *, custom_mask, **sizes):
+        assert sizes["page_size"] == 1 and (paged_kv_last_page_len == 1).all()
+        self.requests, end = [], 0
+        for (first, last), (page, stop) in zip(*map(itertools.pairwise, (qo_indptr, paged_kv_indptr)), strict=True):
+            size = (last - first) * (stop - page)
+            mask, end = custom_mask[end : end + size].view(last - first, stop - page), end + size
+            self.requests.append((slice(first, last), paged_kv_indices[page:stop].long(), mask))
+        assert end == len(custom_mask)
+
+    def run(self, q, paged_kv_cache, *, out):
+        for rows, pages, mask in self.requests:
+            out[rows] = attend(q[rows], *(x[pages, 0] for x in paged_kv_cache), mask)
+        return out
+
+
+def extend_attention_fwd(
+    q, k, v, out, k_buffer, v_buffer, q_offsets, kv_offsets, slots, masks, causal, mask_offsets, *_
+):
+    """SGLang's kernel by its documentation: a row of the mask has a column per cached token, which is not read."""
+    assert causal
+    for i, (start, end) in enumerate(itertools.pairwise(q_offsets.tolist())):
+        cached = slots[kv_offsets[i] : kv_offsets[i + 1]]
+        mask = masks[mask_offsets[i] : mask_offsets[i + 1]].view(end - start, -1).clone()
+        mask[:, : len(cached)] = True
+        out[start:end] = attend(
+            q[start:end], torch.cat([k_buffer[cached], k[start:end]]), torch.cat([v_buffer[cached], v[start:end]]), mask
+        )
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    ("name", "requests"),
+    [(name, r) for name in ("flashinfer", "sglang") for r in (RAGGED, EQUAL)] + [("flex", EQUAL)],
+)
+def test_attention_masks_are_the_tree(name, requests, monkeypatch):
+    functions = dict(BatchPrefillWithPagedKVCacheWrapper=PagedPrefill, extend_attention_fwd=extend_attention_fwd)
+    path = itertools.accumulate(["sglang", "kernels", "ops", "attention", "extend_attention"], "{}.{}".format)
+    for package in ("flashinfer", *path):
+        monkeypatch.setitem(sys.modules, package, types.SimpleNamespace(**functions))
+    tree = make_tree(requests)
+    run = getattr(peers, f"{name}_attention")(*tree)
+    torch.testing.assert_close(run(), value_tree_attention(*tree), rtol=1e-5, atol=1e-6)
+
+
+def test_flex_attention_rejects_requests_of_several_lengths():
+    with pytest.raises(ValueError, match=r"requests must have one \(cached, new, delta\), got .*\(5, 6, 1\)"):
+        peers.flex_attention(*make_tree(RAGGED))
+
+
+def test_torch_topk_and_head():
+    scores, ones, top_k = torch.randn(3, 400), torch.ones(3), torch.full((3,), 8, dtype=torch.int32)
+    probs, token_ids = peers.torch_topk(scores, 8)()
+    options = dict.fromkeys(inspect.signature(topk_candidates).parameters.keys() - {"scores"})
+    options |= dict(top_k=top_k, top_p=ones, min_p=0 * ones, max_candidates=8, is_logits=True)
+    ours = topk_candidates(scores, **options)
+    torch.testing.assert_close((probs, token_ids.int()), (ours.probs, ours.token_ids))
+    head = [torch.randn(shape) for shape in ((5, 24), (24, 24), (24,), (1, 24), (1,))]
+    torch.testing.assert_close(peers.unfused_head(*head)(), value_head(*head))
+
+
+def test_table_of_ways(monkeypatch):
+    """A ratio is of two times of one seed; tokens/s are of all seeds."""
+    clock = iter([0.0, 2.0, 2.0, 3.0, 10.0, 16.0, 20.0, 25.0])
+    models = types.SimpleNamespace(
+        eos_token_ids=[1],
+        tokenizer=types.SimpleNamespace(batch_decode=lambda found, **_: ["text."] * len(found)),
+        encode=lambda _: dict(input_ids=torch.tensor([[0, 4], [6, 7]]), attention_mask=torch.tensor([[0, 1], [1, 1]])),
+    )
+    answers = {"plain": [[9, 9, 9, 1], [9] * 6], "slow": [[9, 1], [9, 9, 9, 9, 9, 9, 9, 1]]}
+    functions = {way: lambda inputs, found=found: found for way, found in answers.items()}
+    monkeypatch.setattr(ways.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(ways, "likelihoods", lambda _, prompts, found: [[0.5] * len(ids) for ids in found])
+    plain, slow = ways.compare(models, functions, ["a", "b"], [3, 4], 5)
+    perplexity = pytest.approx(math.exp(0.5))
+    # 10 tokens in 2 and in 1 second; 10 in 6 and in 5.
+    assert plain == ["plain", 20 / 3, 1.0, 5.0, 1.0, 0.0, 0.5, perplexity]
+    assert slow == ["slow", 20 / 11, 4.0, 5.0, 3.0, 0.0, 0.0, perplexity]
