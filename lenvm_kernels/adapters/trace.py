@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lenvm_kernels.step import StepOutput
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 
 
 def columns_of(output: StepOutput, at: Any = slice(None)) -> dict[str, list[Any]]:
@@ -56,3 +59,17 @@ def trace_drafts(file: Path, batch: ScheduleBatch, output: StepOutput, verified:
         token=[predict[node] for node in at],
     )
     write_line(file, columns, mode="TARGET_VERIFY")
+
+
+def trace_nodes(file: Path, all_token_ids: torch.Tensor, ctx: LogitsContext, output: StepOutput, at: Any) -> None:
+    """A line of a batch of vLLM's, a row per node: ``tokens`` are the sequence before the draw, drafts included."""
+    tokens: list[list[int]] = []
+    for slot, position, node, last in zip(
+        ctx.expanded_idx_mapping.tolist(),
+        ctx.pos.tolist(),
+        ctx.expanded_local_pos.tolist(),
+        ctx.input_ids.tolist(),
+        strict=True,
+    ):
+        tokens.append([*tokens[-1], last] if node else all_token_ids[slot, : position + 1].tolist())
+    write_line(file, dict(tokens=tokens, node=ctx.expanded_local_pos.tolist(), **columns_of(output, at)))
