@@ -1,7 +1,7 @@
 """The value model of the LenVM fork of SGLang in the engine's process, as a guided step. Importable without the fork.
 
-It rewrites the probabilities of a batch by one forward of the value model per step, on slots of its own. Nothing is read
-back from the device, except that the vision tower of new images, a module of ``transformers``, waits for it.
+It rewrites the probabilities of a batch by one forward of the value model per step, on slots of its own. Nothing is
+read back from the device, except that the vision tower of new images, a module of ``transformers``, waits for it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,14 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
+
+
+class Filters(NamedTuple):
+    """Filters of a batch's requests, ``[B]``."""
+
+    top_k: torch.Tensor  # int32
+    top_p: torch.Tensor  # fp32
+    min_p: torch.Tensor  # fp32
 
 
 @dataclass
@@ -95,26 +103,12 @@ class InprocRunner:
         )
         self._value_model, self._stride = value_model, settings.value_stride
         self._requests: dict[int, _Request] = {}  # by table row
-        # Rows of the last batch that keep their own filters, on the host and on the device.
-        self._filtered = ([0][:0], self.own.to_device(np.array([], dtype=np.int64)))
         self._warned: set[str] = set()
         if value_model.device.type == "cuda":
             self.step.warm_up(is_logits=False)
 
-    @property
-    def rows(self) -> set[int]:
-        """Table rows of the guided requests."""
-        return set(self._requests)
-
     def guide(
-        self,
-        batch: ForwardBatch,
-        reqs: Sequence[Req],
-        probs: torch.Tensor,
-        *,
-        top_k: torch.Tensor,
-        top_p: torch.Tensor,
-        min_p: torch.Tensor,
+        self, batch: ForwardBatch, reqs: Sequence[Req], probs: torch.Tensor, filters: Filters
     ) -> torch.Tensor | None:
         """Guide the next tokens of a batch.
 
@@ -123,7 +117,7 @@ class InprocRunner:
             reqs: its requests, in the order of the rows; ``lenvm_guidance`` of each holds its parameters and its
                 end-of-sequence tokens.
             probs: fp32, bf16 or fp16 ``[B, V]``; rewritten in place.
-            top_k, top_p, min_p: int32, fp32 and fp32 ``[B]``; filters of the requests.
+            filters: filters of the requests.
 
         Returns:
             ``probs``, with the filters of every row applied; None if no request is guided and ``probs`` is unchanged.
@@ -139,14 +133,11 @@ class InprocRunner:
             return None
         self._extend([part for part in prompts if part.table_row in guided])
 
-        filters: dict[str, Any] = dict(top_k=top_k.int(), top_p=top_p.float(), min_p=min_p.float())
-        output = self.step.step(probs, last_tokens(batch, len(reqs)), Sampling(**filters), probs=probs)
+        output = self.step.step(probs, last_tokens(batch, len(reqs)), Sampling(*filters), probs=probs)
         rows = [i for i, req in enumerate(reqs) if self._may_keep_filters(req, guided)]
         if rows:
-            if rows != self._filtered[0]:
-                self._filtered = rows, self.own.to_device(np.array(rows))
-            at = self._filtered[1]
-            keep_filters(probs, at, **filters, where=output.candidates.status[at] != Status.GUIDE)
+            at = self.own.to_device(np.array(rows))
+            keep_filters(probs, at, filters, where=output.candidates.status[at] != Status.GUIDE)
         return probs
 
     def _admit(self, reqs: Sequence[Req], lengths: Sequence[int]) -> tuple[dict[int, int], list[Part]]:
@@ -192,17 +183,14 @@ class InprocRunner:
         return True
 
     def _add(self, req: Req, row: int, length: int) -> Part:
-        params, eos = req.lenvm_guidance
+        (params, eos), images, tokens = req.lenvm_guidance, req.lenvm_images, _tokens(req, length - 1)
         if req.sampling_params.top_k > (most := self.step.config.max_candidates):
             self._warn_once(
                 f"LenVM: requests with a top_k above {most}, or none, are drawn from their {most} most probable tokens "
                 "at most: lower top_k, or raise LENVM_MAX_CANDIDATES up to 64"
             )
-        images, tokens = req.lenvm_images, _tokens(req, length - 1)
-        if images is None:
-            computed = self.own.admit(row, tokens)
-        else:
-            computed = self.own.admit(row, images.identities(tokens), images.moved)
+        prefix = (tokens, 0) if images is None else (images.identities(tokens), images.moved)
+        computed = self.own.admit(row, *prefix)
         self.step.add_request(
             row,
             replace(params, token_temperature_scale={}, return_values=False),
@@ -237,8 +225,10 @@ class InprocRunner:
         if not parts:
             return
         reqs = [self._requests[part.table_row].req for part in parts]
-        token_ids = [token for req, part in zip(reqs, parts, strict=True) for token in _tokens(req, part.end)[part.start :]]
-        located = [(req.lenvm_images, p.start, p.end - p.start) for req, p in zip(reqs, parts, strict=True)]
+        token_ids, located = [], []
+        for req, part in zip(reqs, parts, strict=True):
+            token_ids += _tokens(req, part.end)[part.start :]
+            located.append((req.lenvm_images, part.start, part.end - part.start))
         for images, start, _ in located:
             if images is not None:
                 images.embed(start, self._value_model)
@@ -272,24 +262,12 @@ def _tokens(req: Req, length: int) -> list[int]:
     return [*req.origin_input_ids, *req.output_ids][:length]
 
 
-def keep_filters(
-    probs: torch.Tensor,
-    rows: torch.Tensor,
-    *,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    where: torch.Tensor | None = None,
-) -> None:
-    """Set tokens that the filters of their row drop to 0.
+def keep_filters(probs: torch.Tensor, rows: torch.Tensor, filters: Filters, where: torch.Tensor | None = None) -> None:
+    """Set tokens of ``probs [B, V]`` to 0 that the filters of their row drop, in ``rows``, int64 ``[R]``.
 
-    Args:
-        probs: fp32, bf16 or fp16 ``[B, V]``; rewritten in place.
-        rows: int64 ``[R]``; the rows.
-        top_k, top_p, min_p: ``[B]``.
-        where: bool ``[R]``; rows to change (None: all).
+    ``where``, bool ``[R]``, limits the rows that change.
     """
-    top_k, top_p, min_p = (x[rows, None] for x in (top_k, top_p, min_p))
+    top_k, top_p, min_p = (x[rows, None] for x in filters)
     before = probs[rows]
     p, order = before.float().sort(dim=1, descending=True)
     drop = torch.arange(p.shape[1], device=p.device) >= top_k
