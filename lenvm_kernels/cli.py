@@ -12,13 +12,12 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lenvm_kernels import __version__, cli_generate
+from lenvm_kernels import __version__, cli_generate, cli_serve
 from lenvm_kernels.cli_arguments import UsageError
 from lenvm_kernels.demo import command as demo
 from lenvm_kernels.doctor import command as doctor
 from lenvm_kernels.evaluate import command as evaluate
 from lenvm_kernels.fuzz import command as fuzz
-from lenvm_kernels.serving import command as serve
 from lenvm_kernels.training import command as train
 
 
@@ -55,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in (
         *(cli_generate.add, demo.add, evaluate.add, train.add, demo.add_export),
-        *(doctor.add, serve.add, fuzz.add),
+        *(doctor.add, cli_serve.add, fuzz.add),
     ):
         add(commands)
     return parser

@@ -41,6 +41,27 @@ class Part(NamedTuple):
     end: int
 
 
+class Places(NamedTuple):
+    """Places of the ``D`` tokens of ``B`` parts, on the device.
+
+    Attributes:
+        token_rows, positions, slots: int64 ``[D]``; table row, position and slot of each token.
+        table_rows: int64 ``[B]``; table row of each part.
+        begins, lens, starts: int32 ``[B]``; first token of each part in ``D``, its tokens, and the position of the
+            first.
+        host_begins: ``begins`` on the host.
+    """
+
+    token_rows: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    table_rows: torch.Tensor
+    begins: torch.Tensor
+    lens: torch.Tensor
+    starts: torch.Tensor
+    host_begins: list[int]
+
+
 class OwnSlots:
     """Slots of a value model's cache, by table row.
 
@@ -136,6 +157,17 @@ class OwnSlots:
             if prefix not in self._page_of:
                 self._page_of[prefix], self._prefix_of[pages[i]] = pages[i], prefix
 
+    def places(self, parts: Sequence[Part]) -> Places:
+        """Where the tokens of parts are, one part after the other."""
+        table_rows, starts, ends = np.array(parts, dtype=np.int64).T
+        lens = ends - starts
+        begins = lens.cumsum() - lens
+        positions = np.arange(lens.sum()) + np.repeat(starts - begins, lens)
+        token_rows, token_positions = self.to_device(np.stack((np.repeat(table_rows, lens), positions)))
+        table_rows, *others = self.to_device(np.stack((table_rows, begins, lens, starts)))
+        slots = self.slots.slots(token_rows, token_positions)
+        return Places(token_rows, token_positions, slots, table_rows, *(x.int() for x in others), begins.tolist())
+
     def extend(
         self,
         step: GuidedStep,
@@ -150,27 +182,15 @@ class OwnSlots:
         Args:
             step: the guided step on these slots.
             parts: at most one per request; :meth:`reserve` has made room for them.
-            token_ids: returns int64 ``[D]`` on the device, the token ids of all parts one after the other, from their
-                table rows and positions, int64 ``[D]``.
+            token_ids: returns the token ids of all parts, int64 ``[D]`` on the device, from their table rows and
+                positions, int64 ``[D]``.
             lens: int32 ``[B]``; tokens to keep of each part, if the host only has an upper bound (None: all).
             images: images among the tokens.
         """
-        rows, starts, ends = np.array(parts, dtype=np.int64).T
-        counts = ends - starts
-        begins = counts.cumsum() - counts
-        positions = np.arange(counts.sum()) + np.repeat(starts - begins, counts)
-        token_rows, token_positions = self.to_device(np.stack((np.repeat(rows, counts), positions)))
-        table_rows, firsts, part_lens, cached_lens = self.to_device(np.stack((rows, begins, counts, starts)))
-        step.extend(
-            token_ids(token_rows, token_positions),
-            self.slots.slots(token_rows, token_positions),
-            table_rows,
-            firsts.int(),
-            part_lens.int() if lens is None else lens,
-            cached_lens.int(),
-            begins=begins.tolist(),
-            images=images,
-        )
+        at = self.places(parts)
+        tokens = token_ids(at.token_rows, at.positions)
+        lens = at.lens if lens is None else lens
+        step.extend(tokens, at.slots, at.table_rows, at.begins, lens, at.starts, begins=at.host_begins, images=images)
         for part in parts:
             self.computed(part.table_row, part.end)
 

@@ -1,10 +1,9 @@
-"""``lenvm serve`` as a command: its flags, and the server that they ask for."""
+"""``lenvm serve``: its flags, and the server of :mod:`lenvm_kernels.serving`."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 from typing import Any
 
 from lenvm_kernels.cli_arguments import add_device, add_dtype, device_of, positive, usage_errors
@@ -15,10 +14,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
         help="answer with values over HTTP",
-        description="Answer /encode, /token_value, /tree_value and /candidate_value with the value logits of a value "
-        "model, in the forms of the fork of SGLang of LenVM's authors, and /predict with the predicted lengths of "
-        "prompts' outputs. Calls that come at the same time are computed "
-        "together. SIGTERM ends it when the calls that are running are answered.",
+        description="Answer /encode and /tree_value with value logits, in the forms of the fork of SGLang of LenVM's "
+        "authors, and /predict with the predicted lengths of prompts' outputs. SIGTERM ends it.",
         epilog="example: lenvm serve path/to/value-model --port 30010",
     )
     parser.set_defaults(run=run_command)
@@ -27,22 +24,12 @@ def add(commands: Any) -> None:
         "--value-head", metavar="FILE", help="a .safetensors or .bin file with the head (default: the one in VALUE)"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
-    parser.add_argument(
-        "--port", type=int, default=30010, metavar="N", help="port to listen at, 0: any (default: %(default)s)"
-    )
+    parser.add_argument("--port", type=int, default=30010, metavar="N", help="port to listen at (default: %(default)s)")
     parser.add_argument(
         "--api-key",
         default=os.environ.get("LENVM_API_KEY"),
         metavar="KEY",
-        help="refuse requests without it; other users of the machine see flags, but not the variable LENVM_API_KEY, "
-        "which is the default (default: refuse none)",
-    )
-    parser.add_argument(
-        "--max-body-bytes",
-        type=positive(int),
-        default=1_000_000,
-        metavar="N",
-        help="refuse requests that are longer (default: %(default)s)",
+        help="refuse requests without it (default: the variable LENVM_API_KEY, which other users do not see)",
     )
     parser.add_argument(
         "--max-tokens-in-cache",
@@ -51,37 +38,29 @@ def add(commands: Any) -> None:
         metavar="N",
         help="tokens whose keys and values are kept, in all sequences (default: %(default)s)",
     )
-    parser.add_argument(
-        "--max-length",
-        type=positive(int),
-        metavar="N",
-        help="tokens of the longest sequence (default: --max-tokens-in-cache)",
-    )
     parser.add_argument("--gamma", type=float, help="of the value model (default: that of its lenvm_config.json)")
     add_device(parser)
     add_dtype(parser, "the value model")
 
 
 def run_command(args: argparse.Namespace) -> None:
-    """Load the value model and answer until a signal ends it."""
+    """Load the value model and answer until a signal ends the server."""
     with usage_errors():
         if args.api_key == "":
             raise ValueError("--api-key and LENVM_API_KEY must not be empty; leave them out to refuse nobody")
         import torch
 
         from lenvm_kernels.demo.models import load_value_model
-        from lenvm_kernels.serving.app import create_app, listen, serve
-        from lenvm_kernels.serving.engine import ValueEngine
+        from lenvm_kernels.serving import ValueEngine, create_app
 
         device = device_of(args.device)
         value_model, tokenizer = load_value_model(
             args.value_model, args.value_head, device=device, dtype=getattr(torch, args.dtype), gamma=args.gamma
         )
-        engine = ValueEngine(value_model, max_tokens=args.max_tokens_in_cache, max_len=args.max_length)
-        if value_model.device.type != "cpu":
-            engine.warm_up()
-        app = create_app(engine, tokenizer=tokenizer, api_key=args.api_key, max_body_bytes=args.max_body_bytes)
-        listener = listen(args.host, args.port)
-    host, port = listener.getsockname()[:2]
-    print(f"listening at http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
-    serve(app, listener)
+        engine = ValueEngine(value_model, max_tokens=args.max_tokens_in_cache)
+    import uvicorn
+
+    if value_model.device.type != "cpu":
+        engine.warm_up()
+    app = create_app(engine, tokenizer=tokenizer, api_key=args.api_key)
+    uvicorn.run(app, host=args.host, port=args.port, access_log=False, timeout_graceful_shutdown=60)
