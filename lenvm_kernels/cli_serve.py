@@ -16,7 +16,6 @@ def add(commands: Any) -> None:
         help="answer with values over HTTP",
         description="Answer /encode and /tree_value with value logits, in the forms of the fork of SGLang of LenVM's "
         "authors, and /predict with the predicted lengths of prompts' outputs. SIGTERM ends it.",
-        epilog="example: lenvm serve path/to/value-model --port 30010",
     )
     parser.set_defaults(run=run_command)
     parser.add_argument("value_model", metavar="VALUE", help="a Hugging Face directory or name, a .gguf file, or demo")
@@ -60,7 +59,5 @@ def run_command(args: argparse.Namespace) -> None:
         engine = ValueEngine(value_model, max_tokens=args.max_tokens_in_cache)
     import uvicorn
 
-    if value_model.device.type != "cpu":
-        engine.warm_up()
     app = create_app(engine, tokenizer=tokenizer, api_key=args.api_key)
     uvicorn.run(app, host=args.host, port=args.port, access_log=False, timeout_graceful_shutdown=60)

@@ -6,7 +6,6 @@ import asyncio
 import hmac
 import itertools
 import math
-import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -108,28 +107,17 @@ class ValueEngine:
                 if not 0 <= token < vocab_size:
                     raise ValueError(f"{name} must be token ids in [0, {vocab_size}), got {token}")
 
-    def warm_up(self) -> None:
-        """Compile the kernels of every query."""
-        for length in self.value_model.sizes_of_every_tile(min(self._chunk_tokens, self._pages * PAGE_SIZE - 1)):
-            self.compute([Query([0] * length)])
-        for columns in sorted({next_power_of_2(count) for count in range(1, COLUMNS + 1)}):
-            self.compute([Query([0], [0] * columns, bypass_cache=True)])
-
     def compute(self, queries: Sequence[Query]) -> list[Answer]:
-        """Answers of checked queries, as many computed together as the cache has room for.
-
-        Raises:
-            RuntimeError: a forward failed; the cache is empty then.
-        """
+        """Answers of checked queries, as many computed together as the cache has room for."""
         answers: list[Answer] = []
-        try:
-            while len(answers) < len(queries):
-                ahead = queries[len(answers) : len(answers) + QUERIES]
-                pages = itertools.accumulate(-(-len(query.token_ids) // PAGE_SIZE) for query in ahead)
+        while len(answers) < len(queries):
+            ahead = queries[len(answers) : len(answers) + QUERIES]
+            pages = itertools.accumulate(-(-len(query.token_ids) // PAGE_SIZE) for query in ahead)
+            try:
                 answers += self._compute([q for q, total in zip(ahead, pages, strict=True) if total <= self._pages])
-        except Exception as error:
-            self.flush_cache()
-            raise RuntimeError(f"the value model failed: {type(error).__name__}: {error}") from error
+            except Exception as error:
+                self.flush_cache()  # some pages are marked as computed that are not
+                raise RuntimeError("the value model failed") from error
         return answers
 
     @torch.no_grad()
@@ -284,9 +272,6 @@ def create_app(
             engine.flush_cache()
         return PlainTextResponse("The cache is empty.\n")
 
-    async def health(request: Request) -> Response:
-        return JSONResponse({"forwards": engine.forwards})
-
     async def refused(request: Request, error: Exception) -> Response:
         status, message = 400, str(error)
         if isinstance(error, HTTPException):
@@ -295,12 +280,12 @@ def create_app(
             first = error.errors()[0]  # a field that may have several types has an error per type
             name = ".".join(map(str, first["loc"])) or "the body"
             message = f"{name}: {first['msg']}, got {first['input']!r:.40}"
-        elif isinstance(error, RuntimeError):
-            print(f"lenvm serve: {error}", file=sys.stderr, flush=True)
-            status, message = 500, "the value model failed, the server's log says how"
         return JSONResponse({"error": {"message": message, "code": status}}, status_code=status)
 
     routes = [Route(path, values, methods=["POST"]) for path in FORMS]
-    routes += [Route("/flush_cache", flush_cache, methods=["GET", "POST"]), Route("/health", health)]
-    handlers = dict.fromkeys((ValueError, RuntimeError, HTTPException), refused)
+    routes += [
+        Route("/flush_cache", flush_cache, methods=["GET", "POST"]),
+        Route("/health", lambda _: JSONResponse({"forwards": engine.forwards})),
+    ]
+    handlers = dict.fromkeys((ValueError, HTTPException), refused)
     return Starlette(routes=routes, exception_handlers=handlers)

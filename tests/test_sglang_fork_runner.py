@@ -1,7 +1,4 @@
-"""The in-process runner of the LenVM fork of SGLang: scenarios of an engine, each step against plain forwards.
-
-Tests run with a stand-in for the fork, and with the fork where it can be imported (tests/test_sglang_fork.py).
-"""
+"""The in-process runner of the LenVM fork of SGLang: scenarios of an engine, each step against plain forwards."""
 
 import json
 import re
@@ -77,9 +74,9 @@ def plain_vl(tmp_path_factory):
     return Plain(path, Qwen2_5_VLForConditionalGeneration)
 
 
-@pytest.fixture(params=["stand-in", "fork"])
-def modules(request, monkeypatch):
-    return install(request.param, monkeypatch)
+@pytest.fixture
+def modules(monkeypatch):
+    return install(monkeypatch)
 
 
 @pytest.fixture
@@ -259,6 +256,8 @@ def drive(scenario, engine, plain, forwards, embedded):
                 drawn = torch.zeros_like(row).index_fill(0, row.argsort(descending=True)[place : place + 1], 1)
             if not is_chunk:
                 engine.draw([request], drawn[None])
+        if not engine.runner:
+            continue
         expected_forwards = [None] if event.forwards is None and event.kind == "decode" else event.forwards
         if expected_forwards is not None:
             assert len(forwards) == len(expected_forwards), f"{where}: {forwards}"
@@ -300,8 +299,38 @@ JOIN_AND_LEAVE = Scenario(
         decode("fae"),
     ],
 )
+MODES = Scenario(
+    "rows have their own modes, and unguided rows their own filters",
+    {
+        name: (4 + i, params, filters)
+        for i, (name, params, filters) in enumerate(
+            [
+                ("a", {"mode": "value_bias", "value_scale": 2.0}, {}),
+                ("b", {"value_scale": 0.7}, {}),
+                ("c", {"mode": "length_mul", "value_scale": 0.5, "gamma": 0.9}, {}),
+                ("d", {"target_length": 3, "gamma": 0.9}, {}),
+                ("e", {"target_length": 12, "op": "ge"}, dict(top_p=0.9)),
+                ("f", None, dict(top_k=3)),
+                ("g", None, dict(top_k=ALL, top_p=0.5)),
+                ("h", {}, dict(top_k=ALL, min_p=0.3)),
+                ("i", {"value_scale": 0.5, "entropy_threshold": 9.0}, dict(top_k=6, top_p=0.9, min_p=0.05)),
+                ("j", TILT, {}),
+            ]
+        )
+    },
+    [
+        prefill("abcde", 0, 1, 2, 3, 4),
+        decode("edcba"),
+        decode("adceb"),
+        Event("finish", "abcde"),
+        prefill("fghij", 0, 1, 2, 3, 4, held={3, 4}),
+        decode("jihgf"),
+        decode("jf"),
+    ],
+)
 SCENARIOS = [
     JOIN_AND_LEAVE,
+    MODES,
     JOIN_AND_LEAVE._replace(name="requests join and leave under the overlapping scheduler", lag=1),
     Scenario(
         "drawn tokens are no candidates",
@@ -321,16 +350,6 @@ SCENARIOS = [
             prefill("abc", 2, 0, 4, unchanged=True, forwards=[], held=set()),
             prefill("cda", 4, 1, 2, unguided="c", held={1}),
         ],
-    ),
-    Scenario(
-        "each filter of an unguided request",
-        {
-            name: (5 + i, TILT if name == "d" else None, {"top_k": ALL, **filters})
-            for i, (name, filters) in enumerate(
-                dict(a=dict(top_k=3), b=dict(top_p=0.5), c=dict(min_p=0.3), d={}).items()
-            )
-        },
-        [prefill("abcd", 0, 1, 2, 3, held={3})],
     ),
     Scenario(
         "chunks of a prompt",
@@ -477,14 +496,20 @@ IMAGE_SCENARIOS = [
 ]
 
 
-def run(scenario, modules, plain, monkeypatch):
+def run(scenario, modules, plain, monkeypatch, **options):
     for name, value in scenario.environment:
         monkeypatch.setenv(name, value)
     if scenario.pages is not None:
         monkeypatch.setattr(sglang_fork_runner, "pages_for", lambda *args: scenario.pages)
     forwards = counted(monkeypatch, "forward", lambda result, batch, *args: int(batch.layout.q_offsets[-1]))
     embedded = counted(monkeypatch, "embed_images", lambda result, *args: len(result))
-    return drive(scenario, Engine(modules, monkeypatch, plain.path, lag=scenario.lag), plain, forwards, embedded)
+    engine = Engine(modules, monkeypatch, plain.path, lag=scenario.lag, **options)
+    if engine.runner is None:  # the values are a server's
+        engine.lvm_guided_sampler._inproc = False
+        engine.lvm_guided_sampler._post_tree_value = lambda rids, prefixes, ids, reqs: [
+            plain.after(prefix)[candidates].tolist() for prefix, candidates in zip(prefixes, ids, strict=True)
+        ]
+    return drive(scenario, engine, plain, forwards, embedded)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
@@ -492,6 +517,11 @@ def test_scenario(modules, plain, monkeypatch, caplog, scenario):
     statuses = run(scenario, modules, plain, monkeypatch)
     assert not scenario.name.startswith("requests join") or {Status.GUIDE, Status.SKIP, Status.UNGUIDED} <= statuses
     assert caplog.text.count("cache is full") == bool(scenario.unguided)
+
+
+@pytest.mark.parametrize("scenario", [JOIN_AND_LEAVE, MODES], ids=lambda scenario: scenario.name)
+def test_scenario_with_values_of_a_server(modules, plain, monkeypatch, scenario):
+    run(scenario, modules, plain, monkeypatch, lvm_guided_inproc=False)
 
 
 @pytest.fixture

@@ -164,9 +164,9 @@ class OwnSlots:
         begins = lens.cumsum() - lens
         positions = np.arange(lens.sum()) + np.repeat(starts - begins, lens)
         token_rows, token_positions = self.to_device(np.stack((np.repeat(table_rows, lens), positions)))
-        table_rows, *others = self.to_device(np.stack((table_rows, begins, lens, starts)))
-        slots = self.slots.slots(token_rows, token_positions)
-        return Places(token_rows, token_positions, slots, table_rows, *(x.int() for x in others), begins.tolist())
+        table_rows, first, count, start = self.to_device(np.stack((table_rows, begins, lens, starts)))
+        slots, sizes = self.slots.slots(token_rows, token_positions), (first.int(), count.int(), start.int())
+        return Places(token_rows, token_positions, slots, table_rows, *sizes, begins.tolist())
 
     def extend(
         self,

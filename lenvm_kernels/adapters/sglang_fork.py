@@ -187,7 +187,7 @@ def _guide_by_server(
         for row, values in zip(sent, answer, strict=True):
             value_logits[row, : counts[row]] = torch.tensor(values[: counts[row]], dtype=torch.float32, device=device)
     generated = torch.tensor([len(req.output_ids) for req in reqs], dtype=torch.int32, device=device)
-    reweight_scatter(candidates, value_logits, table, generated=generated, probs=probs)
+    reweight_scatter(candidates, value_logits, table.columns, generated=generated, probs=probs)
     if unchanged:
         keep_filters(probs, torch.tensor(unchanged, device=device), filters)
     return probs

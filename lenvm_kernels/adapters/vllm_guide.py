@@ -262,7 +262,7 @@ class Guide:
             output = self._step(logits, ctx, layout, lengths, is_drawn)
         temperature = self._sampling[row_slots, :1]
         self.filters.rewritten = rewrite(logits, output, layout.at, temperature, ctx.expanded_idx_mapping)
-        if self.report is not None:
+        if self.report is not None and faults is not None:
             broken = self.step.table.faults[slots] > faults
             self.report.note(output, layout, broken, slots, lengths, is_drawn)
         if self.settings.trace is not None:

@@ -1,10 +1,8 @@
 """A stand-in for the LenVM fork of SGLang, and what the fork's model runner passes to the sampler of guidance."""
 
-import importlib
 import sys
 from types import ModuleType, SimpleNamespace
 
-import pytest
 import torch
 
 from lenvm_kernels.adapters import sglang_fork
@@ -52,18 +50,13 @@ def use_stand_in(monkeypatch, without="", **changed):
     return modules
 
 
-def install(which, monkeypatch):
-    """Modules of the ``fork`` or of the ``stand-in`` for it, after ``install()``; no value model is loaded yet."""
+def install(monkeypatch):
+    """Modules of the stand-in after ``install()``; no value model is loaded, and no setting is given."""
     monkeypatch.setattr(sglang_fork, "_gamma", None)
     monkeypatch.setattr(sglang_fork, "_warned", set())
     for name in ("LENVM_CONFIG", "LENVM_VALUE_MODEL", "LENVM_MAX_CANDIDATES"):
         monkeypatch.delenv(name, raising=False)
-    if which == "fork":
-        pytest.importorskip("sglang.srt.lvm", reason="needs the LenVM fork of SGLang (sglang-LenVM)")
-        importlib.import_module("sglang.srt.lvm.lvm_inproc_runner")  # has a reference to the mask builder
-        modules = sys.modules
-    else:
-        modules = use_stand_in(monkeypatch)
+    modules = use_stand_in(monkeypatch)
     sglang_fork.install()
     return modules
 
