@@ -133,6 +133,15 @@ def test_small_cache_makes_room(pair, value_model):
         compute(engine, pair, *(Query(tokens, [3], bypass_cache=rng.random() < 0.3) for tokens in sequences))
 
 
+def test_queries_that_are_not_kept_take_no_room(pair, value_model):
+    engine, kept = ValueEngine(value_model, max_tokens=64), Query(sequence(32), [1])
+    compute(engine, pair, kept)
+    for seed in (1, 2):
+        compute(engine, pair, Query(sequence(32, seed), [1], bypass_cache=True))
+        compute(engine, pair, Query(sequence(32, seed)))
+    assert compute(engine, pair, kept) == [32]
+
+
 def test_answers_of_the_forks_scripts(pair, url):
     a, b = sequence(9), sequence(4, seed=1)
     # Prediction of a prompt's length, and token analysis.

@@ -237,6 +237,8 @@ def drive(scenario, engine, plain, forwards, embedded):
             before, after = engine.decode(batch)
         assert (after is None) == event.unchanged, where
         for j, (request, row) in enumerate(zip(batch, before, strict=True)):
+            images = getattr(request, "lenvm_images", None)
+            assert images is None or images.embeds is None, f"{where}: {request.rid} keeps embeddings"
             is_chunk = event.ends is not None and event.ends[j] < len(request.tokens)
             if after is None:
                 drawn = row

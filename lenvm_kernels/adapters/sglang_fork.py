@@ -9,7 +9,6 @@ import json
 import logging
 import pkgutil
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -158,8 +157,7 @@ def _guide_by_server(
     device, guidance = probs.device, [req.lenvm_guidance for req in reqs]
     if all(params.mode == Mode.UNGUIDED for params, _ in guidance):
         return None
-    params = [replace(params, token_temperature_scale={}) for params, _ in guidance]  # the logits include them
-    table = GuidanceTable.from_params(params, [eos for _, eos in guidance], device)
+    table = GuidanceTable.from_params([params for params, _ in guidance], [eos for _, eos in guidance], device)
     candidates = topk_candidates(
         probs,
         **filters._asdict(),
