@@ -89,7 +89,7 @@ class Decode:
     def check(self) -> None:
         """Take a step. Raises ValueError if it has other candidates than intended, or faults."""
         counts = self().candidates.counts
-        if not (counts == TOP_K).all() or self.step.table.faults.any():
+        if not (counts == TOP_K).all() or self.step.table.columns.faults.any():
             raise ValueError(f"every request must have {TOP_K} candidates and no fault, got {counts.tolist()}")
 
 

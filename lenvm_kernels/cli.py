@@ -12,12 +12,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lenvm_kernels import __version__, cli_export, cli_generate, doctor
+from lenvm_kernels import __version__, cli_export, cli_generate, cli_serve, doctor
 from lenvm_kernels.cli_arguments import UsageError
 from lenvm_kernels.evaluate import command as evaluate
 from lenvm_kernels.evaluate import demo
 from lenvm_kernels.fuzz import command as fuzz
-from lenvm_kernels.serving import command as serve
 from lenvm_kernels.training import command as train
 
 
@@ -52,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="lenvm", description="Length-guided decoding with a length value model (LenVM).")
     parser.add_argument("--version", action="version", version=f"lenvm-kernels {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (cli_generate, demo, evaluate, train, cli_export, doctor, serve, fuzz):
+    for command in (cli_generate, demo, evaluate, train, cli_export, doctor, cli_serve, fuzz):
         command.add(commands)
     return parser
 

@@ -28,7 +28,6 @@ LAYERS = [
         "lenvm_kernels.value_model",
         "lenvm_kernels.guidance",
         "lenvm_kernels.paged_slots",
-        "lenvm_kernels.slot_pool",
         "lenvm_kernels.profiling",
     ),
     ("lenvm_kernels.ops",),

@@ -1,6 +1,5 @@
 """What the vLLM processor does in a worker, without the engine around it: what it reads, writes and shares."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -21,11 +20,13 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
-from lenvm_kernels.adapters import engine_signatures, vllm_filters, vllm_guide, vllm_options
+from lenvm_kernels.adapters import engine_signatures, vllm_filters, vllm_options
+from lenvm_kernels.adapters.own_slots import MAX_DELTA, PAGE_SIZE, Room
 from lenvm_kernels.adapters.settings import Settings
 from lenvm_kernels.adapters.vllm import LenVMProcessor
 from lenvm_kernels.adapters.vllm_filters import rewrite
-from lenvm_kernels.adapters.vllm_guide import PAGE_SIZE, Guide
+from lenvm_kernels.adapters.vllm_guide import Guide
+from lenvm_kernels.adapters.vllm_report import Report
 from lenvm_kernels.adapters.vllm_requests import guidance_of
 from lenvm_kernels.adapters.vllm_states import show_layers
 from lenvm_kernels.types import Status
@@ -153,9 +154,9 @@ def is_guided(logits):
 
 def test_nothing_is_read_back(value_model, monkeypatch):
     """Prompts in chunks and whole, a first step, later ones, with drafts for some and none."""
+    make_config = Settings.step_config
+    monkeypatch.setattr(Settings, "step_config", lambda *a, **o: replace(make_config(*a, **o), backend="triton"))
     engine = Engine(value_model, drafts=3)
-    step = engine.guide.step
-    step.config, step.values._backend = replace(step.config, backend="triton"), "triton"  # the references do
     assert engine.add(4, PROMPT, TILT) and engine.add(1, PROMPT[3:9], TILT) and not engine.add(0, PROMPT[:7], None)
     step, apply = engine.step, engine.guide.apply
 
@@ -321,7 +322,7 @@ def test_a_prompt_that_leaves_no_span_open(value_model):
     assert is_guided(changed).tolist() == [False, True] and torch.equal(changed[0], logits[0])
 
 
-def test_spans_are_ended_at_their_nodes_and_stay_ended(value_model):
+def test_spans_are_ended_at_their_nodes_and_stay_ended(value_model, monkeypatch):
     """With fewer drafts than there can be, in rows of other requests; after slots were taken, and after preemption."""
     end, eos = 2, 3
     guidance = TILT | {"end_token_ids": [end], "hard_limit": 4}
@@ -346,10 +347,11 @@ def test_spans_are_ended_at_their_nodes_and_stay_ended(value_model):
     engine.grow(4, 11, [end, 20])
     _, changed, _ = engine.step({4: 13}, logits=logits[:1])
     assert torch.equal(changed, logits[:1])
-    engine.guide.pool.release(4)
-    engine.guide._restart([4])
+    own, reserve = engine.guide.own, engine.guide.own.reserve
     engine.grow(4, 13, [21])
-    _, changed, _ = engine.step({4: 14}, logits=logits[:1])
+    with monkeypatch.context() as patch:
+        patch.setattr(own, "reserve", lambda lengths: own.release(4) or Room([4], reserve(lengths).refused))
+        _, changed, _ = engine.step({4: 14}, logits=logits[:1])
     assert torch.equal(changed, logits[:1])
     # It comes again, with what it has generated; or the end is one of an earlier turn in the prompt.
     sequence = [*engine.tokens[4, :14].tolist(), *[20] * 4]
@@ -395,7 +397,7 @@ def test_ranks_agree_on_what_fails(value_model, monkeypatch):
         number.fill_(max(number.item(), others[-1]))
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    engine.guide._ranks = "ranks"
+    engine.guide.ranks = "ranks"
     for slot in (1, 3):
         engine.add(slot, PROMPT[:9], TILT)
     for slot, fails, guided in ((3, 0, True), (1, 1, True), (1, 0, False), (3, 0, True)):
@@ -427,30 +429,27 @@ def test_options_that_guidance_does_not_go_with(value_model, part, option, given
 @pytest.mark.parametrize("has_model", [False, True])
 def test_what_drafts_brought_is_counted(value_model, has_model):
     """Tokens since the step that had drafts; not by who was in the slot before, nor by those that are not guided."""
-    engine, noted = Engine(value_model if has_model else None, drafts=2), []
-    engine.guide.report = SimpleNamespace(
-        metrics=MagicMock(),
-        collect=lambda: None,
-        timed=nullcontext,
-        note=lambda *rows: noted.append([x.tolist() for x in rows[4:]]),
-    )
+    engine, metrics = Engine(value_model if has_model else None, drafts=2), MagicMock()
+    metrics.verified_tokens = metrics.verifications = {"yes": (counted := MagicMock())}
+    engine.guide.report = Report(metrics, torch.device("cpu"), SLOTS)
+
+    def step(lengths, drafts=None):
+        """Verifications that were counted after a step, and the tokens they gave."""
+        counted.reset_mock()
+        engine.step(lengths, drafts)
+        return [call.args[0] for call in counted.inc.call_args_list if call.args]
+
     for slot, prompt in ((4, [5, 6, 7]), (1, [9, 8, 7, 6])):
         engine.add(slot, prompt, {"target_length": 9})
     engine.tokens[[4, 1], 3:12] = torch.arange(18, dtype=torch.int32).view(2, 9)
-    engine.step({4: 3, 1: 4})
-    engine.step({4: 4, 1: 5}, {4: [3, 4], 1: [8, 9]})
-    engine.step({1: 6, 4: 7}, {4: [3], 1: [8, 9]})
+    assert step({4: 3, 1: 4}) == step({4: 4, 1: 5}, {4: [3, 4], 1: [8, 9]}) == []
+    assert step({1: 6, 4: 7}, {4: [3], 1: [8, 9]}) == [1, 3]
     engine.add(4, [5, 6, 7, 8, 9], {"target_length": 12})
-    engine.step({4: 5, 1: 8})
+    assert step({4: 5, 1: 8}) == [2]
     engine.add(5, PROMPT, None)
-    engine.step({1: 9, 5: 9}, {1: [8, 9], 5: [3, 4]})
+    assert step({1: 9, 5: 9}, {1: [8, 9], 5: [3, 4]}) == []
     engine.add(5, [4, 4], None)
-    engine.step({5: 3, 1: 11}, {1: [8, 9], 5: [3]})
-    (had, since), before = noted[2], [row for row, _ in noted[:2]]
-    assert before == [[False] * 2] * 2 and had == [True, True] and since == [1, 3]
-    had, since = noted[3]
-    assert had == [False, True] and since[1] == 2
-    assert [row for row, _ in noted[4:]] == [[False, False], [False, True]] and noted[5][1][1] == 2
+    assert step({5: 3, 1: 11}, {1: [8, 9], 5: [3]}) == [2]
     assert not engine.guide.fallbacks
 
 
@@ -468,9 +467,9 @@ def test_batches_that_would_be_verified_in_parts_are_refused(value_model, monkey
 def test_memory_is_kept_for_the_scores_of_drafts(value_model):
     """The engine's logits have rows of the drafts that there are, and a step's scores of those that there can be."""
     guide = Engine(value_model, drafts=3).guide
-    sizes = dict(requests=SLOTS, max_len=MAX_LEN, vocab_size=VOCAB, max_delta=vllm_guide.MAX_DELTA + 3, max_drafts=3)
+    sizes = dict(requests=SLOTS, max_len=MAX_LEN, vocab_size=VOCAB, max_delta=MAX_DELTA + 3, max_drafts=3)
     of_step = guide.settings.working_bytes(guide.step.value_model, **sizes)
-    assert guide._kept_free.numel() - of_step == SLOTS * (1 + 3) * VOCAB * 4
+    assert guide.kept_free.numel() - of_step == SLOTS * (1 + 3) * VOCAB * 4
 
 
 def test_a_cache_without_memory(value_model):

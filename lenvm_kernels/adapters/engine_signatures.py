@@ -15,6 +15,7 @@ from typing import Any
 
 FILE = Path(__file__).with_suffix(".json")
 _SGLANG, _VLLM = "sglang.srt", "vllm.v1.worker.gpu"
+_SAMPLING = f"{_SGLANG}.lvm.lvm_guided_sampling"
 # What a constructor takes is nobody's matter: it is wrapped for what it has made.
 ANYTHING = "..."
 # What the file has of each engine, by module and name; a dataclass stands for its fields.
@@ -43,6 +44,22 @@ USED: dict[str, tuple[str, ...]] = {
         f"{_SGLANG}.runtime_context:get_parallel",
         f"{_SGLANG}.sampling.penaltylib.repetition_penalty:apply_scaling_penalties",
         f"{_SGLANG}.speculative.eagle_utils:eagle_sample",
+    ),
+    "sglang_fork": (  # the LenVM fork of SGLang
+        f"{_SAMPLING}:LvmGuidedSampler._get_inproc_provider",
+        f"{_SAMPLING}:LvmGuidedSampler._post_tree_value",
+        f"{_SAMPLING}:LvmGuidedSampler.apply",
+        f"{_SAMPLING}:_extract_token_temperature_scale",
+        f"{_SAMPLING}:lvm_combined_guidance",
+        f"{_SAMPLING}:lvm_expectation_guidance",
+        f"{_SAMPLING}:lvm_hard_value_constraint_guidance",
+        f"{_SGLANG}.lvm.lvm_value_utils:get_eos_token_ids",
+        f"{_SGLANG}.lvm.tree_value_spec:build_tree_value_custom_mask_and_positions",
+        f"{_SGLANG}.model_executor.model_runner:ModelRunner.initialize",
+        f"{_SGLANG}.model_executor.model_runner:ModelRunner.sample",
+        f"{_SGLANG}.models.qwen2_lvm:MLP2SiLUValueHead.forward",
+        f"{_SGLANG}.models.qwen3_lvm:MLP2SiLUValueHead.forward",
+        f"{_SGLANG}.utils.common:get_available_gpu_memory",
     ),
     "vllm": (
         "vllm.distributed.parallel_state:get_tp_group",

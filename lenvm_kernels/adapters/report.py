@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.auxiliary_output import CommittedTokens
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 
 _BROKEN = "broken"
 # Keys of a response's meta_info.
@@ -159,6 +160,20 @@ def trace_drafts(file: Path, batch: ScheduleBatch, output: StepOutput, verified:
 
 
 # --- SGLang's auxiliary output ---
+
+
+def trace_nodes(file: Path, all_token_ids: torch.Tensor, ctx: LogitsContext, output: StepOutput, at: Any) -> None:
+    """A line for a batch of vLLM, a row per node: ``tokens`` are the sequence before the draw, drafts included."""
+    tokens: list[list[int]] = []
+    for slot, position, node, last in zip(
+        ctx.expanded_idx_mapping.tolist(),
+        ctx.pos.tolist(),
+        ctx.expanded_local_pos.tolist(),
+        ctx.input_ids.tolist(),
+        strict=True,
+    ):
+        tokens.append([*tokens[-1], last] if node else all_token_ids[slot, : position + 1].tolist())
+    write_line(file, dict(tokens=tokens, node=ctx.expanded_local_pos.tolist(), **columns_of(output, at)))
 
 
 @dataclass(frozen=True)

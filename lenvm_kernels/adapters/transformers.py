@@ -49,10 +49,9 @@ class LenVMLogitsProcessor(LogitsProcessor):
 
     Args:
         model: the base model, of any architecture; its ``generation_config`` gives the end-of-sequence tokens.
-        value_model: the value model, here or behind a server
-            (:class:`lenvm_kernels.adapters.remote.RemoteValueModel`); it has to share the base model's vocabulary. Or a
-            :class:`Trunk` of the base model, whose layers get hooks for as long as the processor lives.
-            None: there is none, and only ``near``, ``ge_near`` and ``le_near`` guide (:class:`GuidedStep`).
+        value_model: a value model with the base model's vocabulary, or a :class:`Trunk` of the base model, whose
+            layers get hooks for as long as the processor lives. If None, only ``near``, ``ge_near`` and ``le_near``
+            guide (:class:`GuidedStep`).
         guidance: one request's parameters for all prompts (``custom_params`` as in :func:`parse_guidance`, or parsed),
             or a sequence with one for each prompt; None leaves a prompt unguided.
         attention_mask: ``[B, S]`` of the prompts as the tokenizer made it, padded on the left.

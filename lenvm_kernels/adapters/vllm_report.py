@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from lenvm_kernels.adapters.report import Metrics, Stopwatch
+from lenvm_kernels.adapters.vllm_layout import Layout
+from lenvm_kernels.step import StepOutput
 
 
 class _Copies:
@@ -69,12 +71,19 @@ class Report(_Copies):
     Args:
         metrics: the counters.
         device: device of the steps.
+        slots: slots of the engine.
     """
 
-    def __init__(self, metrics: Metrics, device: torch.device) -> None:
+    def __init__(self, metrics: Metrics, device: torch.device, slots: int) -> None:
         super().__init__()
         self.metrics = metrics
         self._stopwatch = Stopwatch(device)
+        # By slot: the length of the sequence at its last step; 0 if that step had no drafts, -1 without guidance.
+        self._drafted_at = torch.full((slots,), -1, dtype=torch.int32, device=device)
+
+    def admit(self, slot: int, is_guided: bool) -> None:
+        """A request is in a slot, or has lost its guidance."""
+        self._drafted_at[slot] = 0 if is_guided else -1
 
     def timed(self) -> AbstractContextManager[None]:
         """Times what is launched inside."""
@@ -82,28 +91,41 @@ class Report(_Copies):
 
     def note(
         self,
-        status: torch.Tensor,
-        lost_mass: torch.Tensor,
+        output: StepOutput,
+        layout: Layout,
         broken: torch.Tensor,
-        is_counted: torch.Tensor,
-        had_drafts: torch.Tensor,
-        new_lens: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        is_drawn: torch.Tensor | None,
     ) -> None:
         """A step of B requests has been launched.
 
         Args:
-            status: int8 ``[B]``; a :class:`Status`.
-            lost_mass: fp32 ``[B]``; probability that the limit on candidates cut off.
-            broken: bool ``[B]``; rows that lost guidance in this step.
-            is_counted: bool ``[B]``; rows after which a token is drawn.
-            had_drafts: bool ``[B]``; rows whose last step had drafts, which were verified since.
-            new_lens: int ``[B]``; tokens since that step.
+            output: result of the step.
+            layout: rows of the step.
+            broken: bool ``[B]``; requests that lost guidance in this step.
+            slots: int64 ``[B]``; slots of the requests.
+            lengths: int32 ``[B]``; lengths of the sequences.
+            is_drawn: bool ``[B]``; requests for which a token is drawn, the only ones that are counted (None: all).
         """
-        rows = (status, lost_mass, broken, is_counted, had_drafts, new_lens)
+        drafted_at, first = self._drafted_at[slots], layout.at[layout.first_rows]
+        rows = (
+            output.candidates.status[first],
+            output.candidates.lost_mass[first],
+            broken,
+            torch.ones_like(broken) if is_drawn is None else is_drawn,
+            drafted_at > 0,
+            lengths - drafted_at,
+        )
+        self._drafted_at[slots] = torch.where(drafted_at < 0, drafted_at, lengths if layout.nodes > 1 else 0)
         self.add(torch.stack([x.float() for x in rows]), partial(self._count, self._stopwatch.take()))
 
     def _count(self, milliseconds: Callable[[], float], numbers: torch.Tensor) -> None:
-        """Count a step whose ``numbers``, fp32 ``[6, B]``, are the arguments of :meth:`note`."""
+        """Count a step.
+
+        ``numbers``, fp32 ``[6, B]``: status, lost mass, whether the request lost guidance, whether to count it, whether
+        the step before had drafts, and tokens since that step.
+        """
         self.metrics.guided_steps.inc()
         self.metrics.value_model_milliseconds.inc(milliseconds())
         for status, lost_mass, broken, is_counted, had_drafts, new_lens in numbers.T.tolist():

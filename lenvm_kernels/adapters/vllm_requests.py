@@ -12,6 +12,7 @@ from lenvm_kernels.types import Mode
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcRequestState
 
 # Fields whose value may be an object, or a list of lists. ``vllm_xargs`` has none: they are given as JSON text.
 _AS_TEXT: dict[str, tuple[type, str]] = {
@@ -48,6 +49,16 @@ def guidance_of(params: SamplingParams, settings: Settings) -> GuidanceParams | 
         if len(given) > most:
             raise ValueError(f"{name} must be of at most {most} tokens together with guidance, got {len(given)}")
     return guidance
+
+
+def staged_tokens(req_states: LogitsProcRequestState, slot: int) -> list[int]:
+    """Tokens of a request that the engine has just added and not copied to the device yet; empty if not found."""
+    tokens = req_states.all_token_ids
+    for i, row in enumerate(getattr(tokens, "_staged_write_indices", ())):
+        if row == slot:
+            start = tokens._staged_write_cu_lens[i - 1] if i else 0
+            return tokens._staged_write_contents[start : tokens._staged_write_cu_lens[i]]
+    return []
 
 
 def _decoded(name: str, value: Any) -> Any:

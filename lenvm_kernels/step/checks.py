@@ -98,10 +98,9 @@ def completed(config: StepConfig, value_model: ValueModel | None, slots: SlotTab
     check_tensor("slots.table", slots.table, dtypes=torch.int32, shape=(None, None), device=device)
     if slots.num_slots < 1:
         raise ValueError(f"slots.num_slots must be at least 1, got {slots.num_slots}")
-    runs_in_graphs = value_model is not None and value_model.runs_in_graphs
-    can_have_graphs = device.type == "cuda" and runs_in_graphs
+    can_have_graphs = device.type == "cuda" and value_model is not None
     if config.graphs and not can_have_graphs:
-        where = "none" if value_model is None else f"it on {device if runs_in_graphs else 'another host'}"
+        where = "none" if value_model is None else f"it on {device}"
         raise ValueError(f"graphs must be None or False unless the value model is on a GPU, got {where}")
     return replace(
         config,

@@ -283,7 +283,7 @@ class GuidedStep:
 
         A request that is guided or asks for values has to tell every token of its sequence, to :meth:`extend` or to a
         step, and at most ``max_delta`` that the value model has not computed. Where a token is missing it goes on
-        without guidance, which ``table.faults`` counts, until :meth:`extend` tells its tokens anew. Nothing is read
+        without guidance, which ``table.columns.faults`` counts, until :meth:`extend` tells its tokens anew. Nothing is read
         back to the host.
 
         With ``drafts`` a token is drawn at each node of a request (:class:`Drafts`), from the distribution that

@@ -77,9 +77,6 @@ class ValueModel:
         >>> z = model.forward(batch, cache)  # fp32 [1, 2]
     """
 
-    # Whether a CUDA graph can hold its forward.
-    runs_in_graphs = True
-
     def __init__(
         self,
         config: ValueModelConfig,

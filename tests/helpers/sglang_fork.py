@@ -1,109 +1,68 @@
-"""The LenVM fork of SGLang, or a stand-in for it; what its in-process runner sees of the engine, images included."""
+"""A stand-in for the LenVM fork of SGLang, and what the fork's model runner passes to the sampler of guidance."""
 
-import dataclasses
-import importlib
 import sys
 from types import ModuleType, SimpleNamespace
 
-import pytest
 import torch
 
 from lenvm_kernels.adapters import sglang_fork
+from tests.helpers.engine_stubs import stubs
 from tests.helpers.models import EOS, VOCAB
 
 ALL = 1 << 30  # the fork's top_k without a limit
-GUIDED_SAMPLING = "sglang.srt.lvm.lvm_guided_sampling"
-SAMPLER = f"{GUIDED_SAMPLING}:LvmGuidedSampler"
+SAMPLING = "sglang.srt.lvm.lvm_guided_sampling"
 RUNNER = "sglang.srt.model_executor.model_runner"
 MEMORY = "sglang.srt.utils.common"
 _GENERATOR = torch.Generator().manual_seed(20)
 BY_TOKEN, BY_LENGTH = (torch.randn(size, VOCAB, generator=_GENERATOR) for size in (VOCAB, 400))
 
 
-def make_stand_in():
-    """The modules of the fork that ``install()`` looks into, with functions that do nothing."""
+def use_stand_in(monkeypatch, without="", **changed):
+    """Put modules with the fork's names and parameters in its place; ``install()`` was not called yet.
 
-    def guidance(token_probs, token_values, token_ids, **kwargs): ...
-    def mask(*, prefix_lens, candidate_lens, cached_prefix_lens, device): ...
-    def head():
-        return type("MLP2SiLUValueHead", (), {"forward": lambda self, hidden_states: None})
-
-    class LvmGuidedSampler:
-        def _build_pending(self, probs, reqs, temperatures, top_ps, top_ks, min_ps): ...
-        def _apply_guidance(self, pending, lvm_values): ...
-
-        @staticmethod
-        def _get_prefix_ids_incremental(req):
-            return [*req.origin_input_ids, *req.output_ids]
-
-        def apply(self, probs, reqs, temperatures, top_ps, top_ks, min_ps):
-            pending = self._build_pending(probs, reqs, temperatures, top_ps, top_ks, min_ps)
-            if pending is None:
-                return None
-            if pending.send_batch_indices:
-                rids = [pending.req_list[row].rid for row in pending.send_batch_indices]
-                reqs = [pending.req_list[row] for row in pending.send_batch_indices]
-                answer = self._inproc.tree_value(rids, pending.prefix_ids_send, pending.candidate_ids_send, reqs)
-                self._apply_guidance(pending, answer)
-            return pending.guided
-
-    class ModelRunner:
-        def initialize(self, min_per_gpu_memory): ...
-
-        def sample(self, logits_output, forward_batch):
-            return self.sampler(logits_output, forward_batch.sampling_info)
-
-    def get_available_gpu_memory(device, gpu_id, distributed=False, empty_cache=True, cpu_group=None): ...
-
-    names = "req_list device guided send_batch_indices prefix_ids_send candidate_ids_send candidate_probs_send"
-    pending = dataclasses.make_dataclass("PendingLvmResult", [*names.split(), ("gpu_candidates", tuple, None)])
-    contents = {
-        RUNNER: dict(ModelRunner=ModelRunner),
-        MEMORY: dict(get_available_gpu_memory=get_available_gpu_memory),
-        GUIDED_SAMPLING: dict(
-            LvmGuidedSampler=LvmGuidedSampler,
-            PendingLvmResult=pending,
-            _extract_token_temperature_scale=lambda req: None,
-            get_eos_token_ids=lambda req: req.eos_token_ids,
-            lvm_combined_guidance=guidance,
-            lvm_expectation_guidance=guidance,
-            lvm_hard_value_constraint_guidance=guidance,
-        ),
-        "sglang.srt.lvm.tree_value_spec": dict(build_tree_value_custom_mask_and_positions=mask),
-        "sglang.srt.lvm.lvm_inproc_runner": dict(build_tree_value_custom_mask_and_positions=mask),
-        "sglang.srt.models.qwen2_lvm": dict(MLP2SiLUValueHead=head()),
-        "sglang.srt.models.qwen3_lvm": dict(MLP2SiLUValueHead=head()),
+    Args:
+        monkeypatch: pytest's.
+        without: a name that is missing.
+        changed: other parameters, by the last part of a name.
+    """
+    modules = {"sglang.srt.lvm.lvm_inproc_runner": ModuleType("lvm_inproc_runner")}
+    for path, text in stubs("sglang_fork", "0.5.8", **changed).items():
+        name = path.removesuffix(".py").replace("/", ".")
+        modules[name] = ModuleType(name)
+        exec(text, vars(modules[name]))
+    modules["sglang.srt.lvm.lvm_inproc_runner"].build_tree_value_custom_mask_and_positions = None
+    behaviour = {
+        "get_eos_token_ids": lambda req: req.eos_token_ids,
+        "_get_inproc_provider": lambda self: self._inproc,
+        "sample": lambda self, logits_output, forward_batch: self.sampler(logits_output, forward_batch.sampling_info),
     }
-    modules = {name: ModuleType(name) for name in contents}
-    for name, module in modules.items():
-        vars(module).update(contents[name])
-    return modules
-
-
-def use_stand_in(monkeypatch):
-    """The stand-in's modules, in place of the fork whether there is one or not; ``install()`` was not called yet."""
-    modules = make_stand_in()
+    owners = modules["sglang.srt.lvm.lvm_value_utils"], modules[SAMPLING].LvmGuidedSampler, modules[RUNNER].ModelRunner
+    for owner, (name, function) in zip(owners, behaviour.items(), strict=True):
+        if name not in changed:
+            setattr(owner, name, function)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(sglang_fork, "_fork", None)
+    if without:
+        owner, _, attribute = without.replace(":", ".").rpartition(".")
+        module, _, owner = (owner, "", "") if owner in modules else owner.rpartition(".")
+        delattr(getattr(modules[module], owner) if owner else modules[module], attribute)
     monkeypatch.setattr(sglang_fork, "_originals", {})
     return modules
 
 
-def install_in_fork():
-    """The fork after ``install()``: its module, its functions as they were, and its sampler with these."""
-    pytest.importorskip("sglang.srt.lvm", reason="needs the LenVM fork of SGLang (sglang-LenVM)")
-    importlib.import_module("sglang.srt.lvm.lvm_inproc_runner")  # so that it has a copy of the fork's function
-    originals = sglang_fork.install()
-    module = importlib.import_module(GUIDED_SAMPLING)
-    methods = {name.rpartition(".")[2]: f for name, f in originals.items() if name.startswith(SAMPLER)}
-    return SimpleNamespace(
-        module=module, originals=originals, Original=type("Original", (module.LvmGuidedSampler,), methods)
-    )
+def install(monkeypatch):
+    """Modules of the stand-in after ``install()``; no value model is loaded, and no setting is given."""
+    monkeypatch.setattr(sglang_fork, "_gamma", None)
+    monkeypatch.setattr(sglang_fork, "_warned", set())
+    for name in ("LENVM_CONFIG", "LENVM_VALUE_MODEL", "LENVM_MAX_CANDIDATES"):
+        monkeypatch.delenv(name, raising=False)
+    modules = use_stand_in(monkeypatch)
+    sglang_fork.install()
+    return modules
 
 
 class Request:
-    """A request of the engine, which knows all ``tokens`` of its sequence; ``output_ids`` may be one short of them."""
+    """A request of the engine with all ``tokens`` of its sequence; ``output_ids`` may lack the last one."""
 
     def __init__(self, rid, prompt, custom_params, *, top_k=8, top_p=1.0, min_p=0.0):
         self.rid, self.origin_input_ids, self.output_ids = rid, list(prompt), []
@@ -117,7 +76,7 @@ class Request:
 
 
 class Item(SimpleNamespace):
-    """An image of so many rows and columns of tokens, at these places of a prompt; as the engine has it."""
+    """An image of ``rows x columns`` tokens, from place ``first`` of a prompt on; as the engine has it."""
 
     def __init__(self, first, rows, columns, seed=0, **changes):
         grid = torch.tensor([[1, 2 * rows, 2 * columns]])
@@ -137,7 +96,7 @@ class Item(SimpleNamespace):
 
 
 class OnHost:
-    """Numbers that the engine has on the host: a tensor's ``tolist`` would count as reading the device."""
+    """Numbers that the engine has on the host: a tensor's ``tolist`` would count as a read of the device."""
 
     def __init__(self, numbers):
         self.numbers = list(numbers)
@@ -146,33 +105,20 @@ class OnHost:
         return list(self.numbers)
 
 
-class Sampler:
-    """In place of the fork's sampler, as far as guidance; ``result`` is the probabilities that it would go on with."""
-
-    def __init__(self, guided_sampler):
-        self.lvm_guided_sampler, self.result = guided_sampler, None
-
-    def __call__(self, logits_output, info, *args):
-        probs = torch.softmax(logits_output.next_token_logits, dim=-1)
-        filters = info.temperatures, info.top_ps, info.top_ks, info.min_ps
-        self.result = self.lvm_guided_sampler.apply(probs, info.reqs, *filters)
-        return torch.zeros(len(info.reqs), dtype=torch.int64)
-
-
 class Engine:
     """One model runner after ``install()``, whose base model's scores follow from the last token and the length.
 
     Args:
-        modules: of the fork or of the stand-in for it, by name.
-        monkeypatch: of the test.
-        value_model: directory.
-        rows, max_len: of the engine's request pool.
-        max_requests: of a batch.
-        lag: tokens that the host's lists are short of in a decode batch: 1 under the overlapping scheduler.
-        free: bytes of memory free at each call.
-        function: of guidance (None: one of the fork's).
+        modules: modules of the fork or of the stand-in for it, by name.
+        monkeypatch: pytest's.
+        value_model: directory of the value model.
+        rows, max_len: size of the engine's request pool.
+        max_requests: maximum batch size.
+        lag: tokens that the host lacks in a decode batch: 1 under the overlapping scheduler.
+        free: bytes of free memory at each call.
+        function: guidance function (None: one of the fork's).
         is_draft_worker: of the model runner.
-        options: of the server.
+        options: options of the server.
     """
 
     def __init__(
@@ -198,11 +144,10 @@ class Engine:
 
         monkeypatch.setitem(sglang_fork._originals, f"{RUNNER}:ModelRunner.initialize", lambda self, memory: None)
         monkeypatch.setattr(modules[MEMORY], "get_available_gpu_memory", get_available_gpu_memory)
-        guided_sampling = modules[GUIDED_SAMPLING]
         self.model_runner = object.__new__(modules[RUNNER].ModelRunner)
-        self.guided_sampler = object.__new__(guided_sampling.LvmGuidedSampler)
-        self.guided_sampler._inproc = None
-        self.guided_sampler._fn = guided_sampling.lvm_combined_guidance if function is None else function
+        self.lvm_guided_sampler = object.__new__(modules[SAMPLING].LvmGuidedSampler)
+        self.lvm_guided_sampler._inproc = None
+        self.lvm_guided_sampler._fn = function or modules[SAMPLING].lvm_combined_guidance
         given = dict(
             tokenizer_path=str(value_model),
             disable_cuda_graph=False,
@@ -213,7 +158,7 @@ class Engine:
             lvm_guided_inproc_mem_fraction_static=0.5,
         )
         vars(self.model_runner).update(
-            sampler=Sampler(self.guided_sampler),
+            sampler=self,
             server_args=SimpleNamespace(**given | options),
             is_draft_worker=is_draft_worker,
             device="cpu",
@@ -230,19 +175,25 @@ class Engine:
 
     @property
     def runner(self):
-        return self.guided_sampler._inproc
+        return self.lvm_guided_sampler._inproc
+
+    @property
+    def rows(self):
+        """Rows that hold slots of the value model."""
+        slots = self.runner.own.slots
+        return {row for row in range(len(slots.table)) if slots.pages(row)}
 
     def prefill(self, requests, rows, *, ends=None, prefixes=None):
         """The probabilities before and after a batch of prompts, or of chunks of them up to ``ends``.
 
         Args:
             requests: each with all of its tokens, also those that it had generated before a retraction.
-            rows: of the engine's request pool.
-            ends: of the chunks; those whose prompt goes on draw nothing.
+            rows: rows of the engine's request pool.
+            ends: ends of the chunks.
             prefixes: tokens of each that the engine finds in its radix cache.
         """
-        ends = [len(r.tokens) for r in requests] if ends is None else ends
-        prefixes = [0] * len(requests) if prefixes is None else prefixes
+        ends = ends or [len(r.tokens) for r in requests]
+        prefixes = prefixes or [0] * len(requests)
         for request, row in zip(requests, rows, strict=True):
             request.req_pool_idx = row
             request.output_ids = request.tokens[len(request.origin_input_ids) :]
@@ -260,8 +211,7 @@ class Engine:
     def decode(self, requests):
         """The probabilities before and after a decode batch."""
         for request in requests:
-            known = len(request.tokens) - self.lag
-            request.output_ids = request.tokens[len(request.origin_input_ids) : known]
+            request.output_ids = request.tokens[len(request.origin_input_ids) : len(request.tokens) - self.lag]
         return self._run(
             requests,
             [len(r.tokens) for r in requests],
@@ -270,9 +220,16 @@ class Engine:
         )
 
     def draw(self, requests, probs):
-        """Tokens by ``probs [B, V]``, which the sequences grow by."""
+        """Append tokens drawn by ``probs [B, V]``."""
         for request, row in zip(requests, probs, strict=True):
             request.tokens.append(int(torch.multinomial(row, 1, generator=self._draws)))
+
+    def __call__(self, logits_output, info, *args):
+        """In place of the fork's sampler, as far as guidance."""
+        probs = torch.softmax(logits_output.next_token_logits, dim=-1)
+        filters = info.temperatures, info.top_ps, info.top_ks, info.min_ps
+        self.result = self.lvm_guided_sampler.apply(probs, info.reqs, *filters)
+        return torch.zeros(len(info.reqs), dtype=torch.int64)
 
     def _run(self, requests, lengths, **batch):
         def column(name):
@@ -301,4 +258,4 @@ class Engine:
         )
         before = torch.softmax(logits, dim=-1)  # the fork writes them into the logits
         self.model_runner.sample(SimpleNamespace(next_token_logits=logits), forward_batch)
-        return before, self.model_runner.sampler.result
+        return before, self.result

@@ -5,14 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lenvm_kernels.adapters.own_slots import OwnSlots
 from lenvm_kernels.paged_slots import PagedSlots
-from lenvm_kernels.slot_pool import SlotPool
 
 SIZE = 4
 
 
 def make_pool(num_pages, rows=6, max_len=40):
-    return SlotPool(PagedSlots(rows, max_len, page_size=SIZE, num_pages=num_pages))
+    return OwnSlots(rows, max_len, page_size=SIZE, num_pages=num_pages)
 
 
 def test_the_row_that_has_waited_longest_loses_its_slots():

@@ -1,0 +1,291 @@
+"""Values of a value model over HTTP, in the forms of the LenVM authors' fork of SGLang (``lenvm serve``)."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import math
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from lenvm_kernels.adapters.own_slots import PAGE_SIZE, OwnSlots, Part
+from lenvm_kernels.ops._common import next_power_of_2
+from lenvm_kernels.value_model import KVCache, RaggedBatch, ValueModel
+
+try:
+    from pydantic import BaseModel, ConfigDict, ValidationError
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, PlainTextResponse, Response
+    from starlette.routing import Route
+except ImportError as error:
+    raise ImportError(f'{error.name} must be installed: pip install "lenvm-kernels[serve]"') from error
+
+ROWS = 1024  # sequences in the cache
+QUERIES = 256  # computed together
+COLUMNS = 64  # candidates of a query per forward
+# Fields with sequences, by path.
+FORMS = {
+    "/encode": ("input_ids", "text"),
+    "/tree_value": ("input_ids",),
+    "/predict": ("input_ids", "text", "messages"),
+}
+
+
+class Query(NamedTuple):
+    """A sequence, and candidates that are valued as if each came after it; without candidates, its tokens are valued.
+
+    With ``bypass_cache`` every token is computed and none is kept, as always without candidates.
+    """
+
+    token_ids: Sequence[int]
+    candidate_ids: Sequence[int] = ()
+    bypass_cache: bool = False
+
+
+class Answer(NamedTuple):
+    """Value logits of a query, and how many of its tokens were in the cache."""
+
+    values: list[float]
+    cached_tokens: int
+
+
+class _Piece(NamedTuple):
+    """Tokens of the query with an index, or candidates after all of its tokens, that one forward computes."""
+
+    query: int
+    part: Part
+    candidate_ids: Sequence[int] = ()
+
+    @property
+    def size(self) -> int:
+        return self.part.end - self.part.start + len(self.candidate_ids)
+
+
+class ValueEngine:
+    """Computes queries, and keeps prefixes until their room is needed.
+
+    Args:
+        value_model: the value model.
+        max_tokens: tokens that the cache has room for; the maximum length of a sequence.
+        chunk_tokens: maximum number of tokens per forward.
+        backend: backend of the operators.
+    """
+
+    def __init__(
+        self, value_model: ValueModel, *, max_tokens: int = 32_768, chunk_tokens: int = 4096, backend: str = "auto"
+    ) -> None:
+        if max_tokens < PAGE_SIZE:
+            raise ValueError(f"max_tokens must be at least {PAGE_SIZE}, the size of a page, got {max_tokens}")
+        self.value_model, self.forwards = value_model, 0
+        self._pages, self._chunk_tokens, self._backend = max_tokens // PAGE_SIZE, chunk_tokens, backend
+        self._cache = KVCache.of_slots(value_model, self._pages * PAGE_SIZE)
+        self.flush_cache()
+
+    def flush_cache(self) -> None:
+        """Forget all sequences."""
+        max_len = self._pages * PAGE_SIZE
+        self._own = OwnSlots(ROWS, max_len, num_pages=self._pages, device=self.value_model.device)
+        self._next_rows = itertools.cycle(range(ROWS))
+
+    def check(self, query: Query) -> None:
+        """Raise ValueError for a query that cannot be computed; the message names the field."""
+        length, max_len = len(query.token_ids) + bool(query.candidate_ids), self._pages * PAGE_SIZE
+        if not 1 <= length <= max_len:
+            raise ValueError(f"input_ids must have 1 to {max_len} tokens, a candidate included, got {length}")
+        vocab_size = self.value_model.config.vocab_size
+        for name, token_ids in (("input_ids", query.token_ids), ("candidate_ids", query.candidate_ids)):
+            for token in token_ids:
+                if not 0 <= token < vocab_size:
+                    raise ValueError(f"{name} must be token ids in [0, {vocab_size}), got {token}")
+
+    def compute(self, queries: Sequence[Query]) -> list[Answer]:
+        """Answers of checked queries, as many computed together as the cache has room for."""
+        answers: list[Answer] = []
+        while len(answers) < len(queries):
+            ahead = queries[len(answers) : len(answers) + QUERIES]
+            pages = itertools.accumulate(-(-len(query.token_ids) // PAGE_SIZE) for query in ahead)
+            try:
+                answers += self._compute([q for q, total in zip(ahead, pages, strict=True) if total <= self._pages])
+            except Exception as error:
+                self.flush_cache()  # some pages are marked as computed that are not
+                raise RuntimeError("the value model failed") from error
+        return answers
+
+    @torch.no_grad()
+    def _compute(self, queries: Sequence[Query]) -> list[Answer]:
+        """Answers of queries that the cache has room for together."""
+        answers, pieces, passing = [], [], []
+        for i, query in enumerate(queries):
+            row, length = next(self._next_rows), len(query.token_ids)
+            if query.bypass_cache or not query.candidate_ids:
+                passing.append(row)
+            cached = self._own.admit(row, () if row in passing else query.token_ids)
+            self._own.reserve({row: length})
+            # Later queries may share the pages at once: each layer writes the keys and values of all tokens of a
+            # forward before it reads any.
+            self._own.computed(row, length)
+            answers.append(Answer([], cached))
+            for start in range(cached, length, self._chunk_tokens):
+                pieces.append(_Piece(i, Part(row, start, min(start + self._chunk_tokens, length))))
+            for first in range(0, len(query.candidate_ids), COLUMNS):
+                pieces.append(_Piece(i, Part(row, length, length), query.candidate_ids[first : first + COLUMNS]))
+        batches: list[list[_Piece]] = [[]]
+        for piece in pieces:
+            if batches[-1] and sum(p.size for p in batches[-1]) + piece.size > self._chunk_tokens:
+                batches.append([])
+            batches[-1].append(piece)
+        for batch in batches:
+            values = iter(self._forward(queries, batch))
+            for piece in batch:
+                of_piece = list(itertools.islice(values, piece.size))
+                if piece.candidate_ids or not queries[piece.query].candidate_ids:
+                    answers[piece.query].values.extend(of_piece)
+        for row in passing:
+            self._own.release(row)
+        return answers
+
+    def _forward(self, queries: Sequence[Query], pieces: Sequence[_Piece]) -> list[float]:
+        """Value logits of the tokens and candidates of each piece."""
+        own, device, counts = self._own, self.value_model.device, [len(piece.candidate_ids) for piece in pieces]
+        tokens = [t for piece in pieces for t in queries[piece.query].token_ids[piece.part.start : piece.part.end]]
+        columns = max(counts)
+        if columns and self._backend != "reference" and device.type == "cuda":  # a kernel is compiled for each
+            columns = next_power_of_2(columns)
+        candidates = [[*piece.candidate_ids, *[-1] * (columns - len(piece.candidate_ids))] for piece in pieces]
+        at = own.places([piece.part for piece in pieces])
+        batch = RaggedBatch.build(
+            own.to_device(torch.tensor(tokens, dtype=torch.int64)),
+            at.slots,
+            at.begins,
+            at.lens,
+            own.to_device(torch.tensor(candidates, dtype=torch.int32).view(len(pieces), columns)),
+            own.to_device(torch.tensor(counts, dtype=torch.int32)),
+            at.starts,
+            own.slots.table,
+            at.table_rows,
+            page_size=PAGE_SIZE,
+            backend=self._backend,
+        )
+        # The head computes all rows, not only those of candidates; it is small beside the layers.
+        every = torch.arange(len(batch.layout.token_ids), device=device)
+        layout = batch.layout._replace(candidate_rows=every[None], head_rows=every, head_targets=every)
+        self.forwards += 1
+        return self.value_model.forward(replace(batch, layout=layout), self._cache, backend=self._backend)[0].tolist()
+
+
+class _Body(BaseModel):
+    """Fields of requests; the fork's fields of type Any are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    input_ids: list[list[int]] | list[int] | None = None
+    candidate_ids: list[list[int]] | None = None
+    text: list[str] | str | None = None
+    messages: list[list[dict[str, str]]] | list[dict[str, str]] | None = None
+    bypass_cache: list[bool] | bool | None = None
+    rid: list[str] | str | None = None
+    log_metrics: Any = None
+    priority: Any = None
+    routing_key: Any = None
+    sampling_params: Any = None
+
+    def queries(self, forms: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> tuple[list[Query], bool]:
+        """The queries of a request in one of these forms, and whether it has one sequence instead of a list."""
+        given = [name for name in ("input_ids", "text", "messages") if getattr(self, name) is not None]
+        if len(given) != 1 or given[0] not in forms:
+            raise ValueError(f"one of {', '.join(forms)} must be given, got {' and '.join(given) or 'none'}")
+        value: Any = getattr(self, given[0])
+        is_single = isinstance(value, str) or not any(isinstance(part, list | str) for part in value)
+        sequences = [value] if is_single else value
+        if given[0] != "input_ids":
+            if tokenizer is None:
+                raise ValueError(f"{given[0]} needs a tokenizer beside the value model's weights: send input_ids")
+            try:
+                sequences = [_tokens_of(tokenizer, sequence) for sequence in sequences]
+            except (TemplateError, ValueError, IndexError) as error:
+                raise ValueError(f"{given[0]} must fit the value model's tokenizer and template: {error}") from error
+        bypass = self.bypass_cache if isinstance(self.bypass_cache, list) else [self.bypass_cache] * len(sequences)
+        candidates = [()] * len(sequences) if self.candidate_ids is None else self.candidate_ids
+        for name, values in (("bypass_cache", bypass), ("candidate_ids", candidates), ("rid", self.rid)):
+            if isinstance(values, list) and len(values) != len(sequences):
+                raise ValueError(f"{name} must have one per sequence, {len(sequences)}, got {len(values)}")
+        return [Query(s, c, bool(b)) for s, c, b in zip(sequences, candidates, bypass, strict=True)], is_single
+
+
+def _tokens_of(tokenizer: Any, content: str | list[dict[str, str]]) -> list[int]:
+    """Token ids of a text, or of messages up to where the next answer begins."""
+    if isinstance(content, str):
+        return tokenizer(content)["input_ids"]
+    return tokenizer.apply_chat_template(content, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def create_app(
+    engine: ValueEngine, *, tokenizer: PreTrainedTokenizerBase | None = None, api_key: str | None = None
+) -> Starlette:
+    """The ASGI application.
+
+    Args:
+        engine: the engine; the queries of a call are computed together.
+        tokenizer: tokenizer of texts in requests (None: requests must have token ids).
+        api_key: key that requests must carry as ``Authorization: Bearer KEY``, except ``/health`` (None: none).
+    """
+    lock = asyncio.Lock()
+
+    async def body_of(request: Request) -> bytes:
+        sent = request.headers.get("authorization", "")
+        if api_key is not None and not hmac.compare_digest(sent.encode(), f"Bearer {api_key}".encode()):
+            raise HTTPException(401, "the header Authorization must be Bearer and the server's API key")
+        return await request.body()
+
+    async def values(request: Request) -> Response:
+        body, path = _Body.model_validate_json(await body_of(request)), request.url.path
+        queries, is_single = body.queries(FORMS[path], tokenizer)
+        if any(bool(query.candidate_ids) != (path == "/tree_value") for query in queries):
+            raise ValueError("candidate_ids must have tokens for each sequence in /tree_value, and be absent elsewhere")
+        for query in queries:
+            engine.check(query)
+        async with lock:
+            answers = await asyncio.to_thread(engine.compute, queries)
+        found: list[dict[str, Any]] = []
+        for i, (query, answer) in enumerate(zip(queries, answers, strict=True)):
+            rid = body.rid[i] if isinstance(body.rid, list) else body.rid or uuid.uuid4().hex
+            tokens = len(query.token_ids) + len(query.candidate_ids)
+            found.append({"meta_info": {"id": rid, "prompt_tokens": tokens, "cached_tokens": answer.cached_tokens}})
+            if path == "/predict":
+                length = engine.value_model.lenvm_config.lengths(torch.tensor(answer.values[-1:])).item()
+                found[i]["predicted_output_length"] = round(length, 3) if math.isfinite(length) else None
+            else:
+                found[i]["embedding"] = [z if math.isfinite(z) else None for z in answer.values]
+        return JSONResponse(found[0] if is_single or (path == "/tree_value" and len(found) == 1) else found)
+
+    async def flush_cache(request: Request) -> Response:
+        await body_of(request)
+        async with lock:
+            engine.flush_cache()
+        return PlainTextResponse("The cache is empty.\n")
+
+    async def refused(request: Request, error: Exception) -> Response:
+        status, message = 400, str(error)
+        if isinstance(error, HTTPException):
+            status, message = error.status_code, error.detail
+        elif isinstance(error, ValidationError):
+            first = error.errors()[0]  # a field that may have several types has an error per type
+            name = ".".join(map(str, first["loc"])) or "the body"
+            message = f"{name}: {first['msg']}, got {first['input']!r:.40}"
+        return JSONResponse({"error": {"message": message, "code": status}}, status_code=status)
+
+    routes = [Route(path, values, methods=["POST"]) for path in FORMS]
+    routes += [
+        Route("/flush_cache", flush_cache, methods=["GET", "POST"]),
+        Route("/health", lambda _: JSONResponse({"forwards": engine.forwards})),
+    ]
+    handlers = dict.fromkeys((ValueError, HTTPException), refused)
+    return Starlette(routes=routes, exception_handlers=handlers)
