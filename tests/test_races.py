@@ -1,4 +1,6 @@
-"""The race checker: every planted fault is found, and nothing else is."""
+"""The race checker: it finds every planted fault, and reports nothing else."""
+
+import re
 
 import pytest
 import torch
@@ -22,6 +24,14 @@ def _histogram_kernel(bins_ptr, tokens_ptr, N, BLOCK: tl.constexpr, ATOMIC: tl.c
 
 
 @triton.jit
+def _store_and_add_kernel(bins_ptr):
+    if tl.program_id(0) == 0:
+        tl.store(bins_ptr + 2, 7)
+    else:
+        tl.atomic_add(bins_ptr + 2, 1)
+
+
+@triton.jit
 def _reverse_in_place_kernel(x_ptr, BLOCK: tl.constexpr, BARRIER: tl.constexpr):
     row = x_ptr + tl.program_id(0) * BLOCK
     i = tl.arange(0, BLOCK)
@@ -29,16 +39,6 @@ def _reverse_in_place_kernel(x_ptr, BLOCK: tl.constexpr, BARRIER: tl.constexpr):
     if BARRIER:
         tl.debug_barrier()
     tl.store(row + BLOCK - 1 - i, x)
-
-
-@triton.jit
-def _scale_then_sum_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr, BARRIER: tl.constexpr):
-    row = x_ptr + tl.program_id(0) * BLOCK
-    i = tl.arange(0, BLOCK)
-    tl.store(row + i, tl.full([BLOCK], 2.0, tl.float32))
-    if BARRIER:
-        tl.debug_barrier()
-    tl.store(out_ptr + tl.program_id(0), tl.load(row) + tl.load(row + BLOCK - 1))
 
 
 @triton.jit
@@ -68,85 +68,83 @@ def _last_arriver_kernel(
         tl.store(out_ptr, tl.sum(tl.load(partial_ptr + i, mask=i < parts, other=0.0)))
 
 
-def conflicts(kernel, grid, *args):
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def copied(target, rows=3, columns=5, source_row=8):
+    """Arguments that copy the first ``columns`` of ``rows`` rows of 8 numbers to ``target``."""
+    return _copy_kernel, (rows,), torch.ones(3, 8), source_row, target, target.stride(0), columns, 8
+
+
+def merged(barrier, semantic):
+    return _last_arriver_kernel, (4,), torch.ones(16), torch.zeros(4), ints(0), torch.zeros(1), 4, barrier, semantic
+
+
+TOKENS = ints(2, 6, 3, 1, 4, 1, 5, 9)  # both programs count token 1
+WHOLE = torch.zeros(3, 8)
+VIEW, FIRST = WHOLE[:, :5], torch.zeros(2, 1, 5)[0]  # memory follows that is not the tensor's
+TWO, NO_BARRIER = "touch the same bytes from two programs", "touch the same bytes with no barrier between"
+# By name: a launch, and its conflicts without the numbers of lines.
+LAUNCHES = {
+    "a sound copy": (copied(torch.zeros(3, 5)), []),
+    "a sound copy to a view": (copied(VIEW), []),
+    "atomic updates": ((_histogram_kernel, (2,), torch.zeros(10), TOKENS, 8, 4, True), []),
+    "updates that get lost": (
+        (_histogram_kernel, (2,), torch.zeros(10), TOKENS, 8, 4, False),
+        [f"load and store {TWO}", f"store and load {TWO}", f"store and store {TWO}", f"load and store {NO_BARRIER}"],
+    ),
+    "an update and a store": ((_store_and_add_kernel, (2,), ints(0, 0, 0)), [f"store and atomic update {TWO}"]),
+    "one value stored twice": (copied(torch.zeros(5).expand(3, 5)), [f"store and store {TWO}"]),
+    "a barrier": ((_reverse_in_place_kernel, (3,), torch.zeros(12), 4, True), []),
+    "no barrier": ((_reverse_in_place_kernel, (3,), torch.zeros(12), 4, False), [f"load and store {NO_BARRIER}"]),
+    "equal values in one place": ((_same_place_kernel, (1,), torch.zeros(4), 8, False), []),
+    "different values in one place": (
+        (_same_place_kernel, (1,), torch.zeros(4), 8, True),
+        ["the store writes different values to the same bytes"],
+    ),
+    "a row that does not exist": (
+        copied(torch.zeros(3, 5), rows=4),
+        [
+            "the load is out of bounds of source_ptr, shape (3, 8)",
+            "the store is out of bounds of target_ptr, shape (3, 5)",
+        ],
+    ),
+    "columns beside a view": (copied(VIEW, columns=6), ["the store is out of bounds of target_ptr, shape (3, 5)"]),
+    "columns of the next tensor": (
+        copied(FIRST, rows=1, columns=8),
+        ["the store is out of bounds of target_ptr, shape (1, 5)"],
+    ),
+    "parts merged in order": (merged(True, "acq_rel"), []),
+    "parts merged without a barrier": (
+        merged(False, "acq_rel"),
+        [f"store and load {TWO}", f"store and load {NO_BARRIER}"],
+    ),
+    **{
+        f"parts merged by {semantic} updates": (merged(True, semantic), [f"store and load {TWO}"])
+        for semantic in ("relaxed", "acquire", "release")
+    },
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_conflicts_of_a_launch(name):
+    (kernel, grid, *arguments), expected = LAUNCHES[name]
     with LaunchChecker() as checker:
-        kernel[grid](*args)
+        kernel[grid](*arguments)
     assert checker.launches == {kernel.__name__: 1}
-    return [conflict.removeprefix(f"{kernel.__name__}: ") for conflict in checker.conflicts]
+    found = {re.sub(r" in line \d+", "", conflict) for conflict in checker.conflicts}
+    assert found == {f"{kernel.__name__}: {conflict}" for conflict in expected}
+    assert not WHOLE[:, 5:].any()  # an access out of bounds is left out
 
 
-TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
-
-
-def test_planted_race_between_programs():
-    """Token 1 is counted by both programs: one update gets lost unless it is atomic."""
-    found = conflicts(_histogram_kernel, (2,), torch.zeros(10, dtype=torch.int32), TOKENS.roll(2), 8, 4, False)
-    assert any("from two programs" in conflict for conflict in found)
-    assert any("store in line" in conflict and "load in line" in conflict for conflict in found)
-    bins = torch.zeros(10, dtype=torch.int32)
-    assert conflicts(_histogram_kernel, (2,), bins, TOKENS, 8, 4, True) == []
-    assert bins.tolist() == [0, 2, 1, 1, 1, 1, 1, 0, 0, 1]
-
-
-def test_atomic_update_of_what_another_program_stores():
-    bins = torch.zeros(4, dtype=torch.int32)
-
-    @triton.jit
-    def kernel(bins_ptr):
-        if tl.program_id(0) == 0:
-            tl.store(bins_ptr + 2, 7)
-        else:
-            tl.atomic_add(bins_ptr + 2, 1)
-
-    (found,) = conflicts(kernel, (2,), bins)
-    assert "store in line" in found and "atomic update in line" in found and "from two programs" in found
-
-
-def test_two_programs_that_store_the_same_value():
-    (found,) = conflicts(_copy_kernel, (2,), torch.zeros(5), 0, torch.zeros(5), 0, 5, 8)
-    assert found.startswith("store in line") and found.endswith("touch the same bytes from two programs")
-
-
-@pytest.mark.parametrize(
-    "kernel, first, second", [(_scale_then_sum_kernel, "store", "load"), (_reverse_in_place_kernel, "load", "store")]
-)
-def test_planted_access_without_a_barrier(kernel, first, second):
-    arguments = [torch.zeros(12)] if kernel is _reverse_in_place_kernel else [torch.zeros(12), torch.zeros(3)]
-    found = conflicts(kernel, (3,), *arguments, 4, False)
-    assert found and all("with no barrier between" in conflict for conflict in found)
-    assert all(conflict.startswith(f"{first} in line") and f"and {second} in" in conflict for conflict in found)
-    assert conflicts(kernel, (3,), *arguments, 4, True) == []
-
-
-def test_planted_store_of_different_values_to_one_place():
-    assert (
-        "writes different values to the same bytes" in conflicts(_same_place_kernel, (1,), torch.zeros(4), 8, True)[0]
-    )
-    assert conflicts(_same_place_kernel, (1,), torch.zeros(4), 8, False) == []
-
-
-def test_planted_access_out_of_bounds():
-    source, target = torch.arange(15.0).view(3, 5), torch.zeros(3, 5)
-    assert conflicts(_copy_kernel, (3,), source, 5, target, 5, 5, 8) == []
-    assert torch.equal(source, target)
-    found = conflicts(_copy_kernel, (4,), source, 5, target, 5, 5, 8)  # a row that does not exist
-    assert len(found) == 2
-    assert "load in line" in found[0] and "is out of bounds of source_ptr, shape (3, 5)" in found[0]
-    assert "store in line" in found[1] and "is out of bounds of target_ptr, shape (3, 5)" in found[1]
-
-
-def test_planted_access_out_of_a_view():
-    """Columns 5 to 7 belong to the storage of the view, not to it; and one tensor may end where the next begins."""
-    source, storage = torch.arange(24.0).view(3, 8), torch.zeros(3, 8)
-    target = storage[:, :5]
-    assert conflicts(_copy_kernel, (3,), source, 8, target, 8, 5, 8) == []
-    (found,) = conflicts(_copy_kernel, (3,), source, 8, target, 8, 6, 8)
-    assert "is out of bounds of target_ptr, shape (3, 5)" in found
-    assert not storage[:, 5:].any()
-    first, second = torch.zeros(2, 1, 5)
-    (found,) = conflicts(_copy_kernel, (1,), torch.zeros(1, 8), 8, first, 5, 8, 8)
-    assert "is out of bounds of target_ptr, shape (1, 5)" in found
-    assert conflicts(_copy_kernel, (1,), second, 5, first, 5, 5, 8) == []
+@pytest.mark.parametrize("order", ["forward", "reverse", "random"])
+def test_checked_launches_compute_the_same(order):
+    bins, (kernel, grid, *arguments) = torch.zeros(10), merged(True, "acq_rel")
+    with LaunchChecker(order):
+        _histogram_kernel[(2,)](bins, TOKENS, 8, 4, True)
+        kernel[grid](*arguments)
+    assert bins.tolist() == [0, 2, 1, 1, 1, 1, 1, 0, 0, 1] and arguments[3] == 16
 
 
 def test_planted_read_of_unwritten_memory():
@@ -155,7 +153,7 @@ def test_planted_read_of_unwritten_memory():
             source, target = torch.empty(3, 8), torch.empty(3, 8)
             fill(source)
             _copy_kernel[(3,)](source, 8, target, 8, columns, 8)
-            _copy_kernel[(3,)](target, 8, torch.empty(3, 8), 8, 5, 8)  # what the first launch has written
+            _copy_kernel[(3,)](target, 8, torch.empty(3, 8), 8, 5, 8)  # the first launch has written these columns
         return checker.conflicts
 
     assert copy(5, lambda source: source[:, :5].fill_(1.0)) == []
@@ -164,33 +162,15 @@ def test_planted_read_of_unwritten_memory():
     assert "reads source_ptr, which nothing has written" in found
 
 
-def test_last_arriver():
-    """The merge is a race unless every part is stored before a barrier, and that before an ordered atomic update."""
-
-    def merge(barrier, semantic):
-        x = torch.arange(16.0)
-        out = torch.zeros(1)
-        found = conflicts(
-            _last_arriver_kernel, (4,), x, torch.zeros(4), torch.zeros(1, dtype=torch.int32), out, 4, barrier, semantic
-        )
-        assert out == x.sum()
-        return found
-
-    assert merge(True, "acq_rel") == []
-    for barrier, semantic in ((True, "relaxed"), (True, "acquire"), (True, "release"), (False, "acq_rel")):
-        found = merge(barrier, semantic)
-        assert any("from two programs" in conflict for conflict in found), (barrier, semantic)
+@triton.jit
+def _last_program_kernel(out_ptr):
+    tl.atomic_xchg(out_ptr, tl.program_id(0))
 
 
-def test_results_that_depend_on_the_order():
+def test_results_that_depend_on_the_order_or_on_garbage():
     def last_program():
-        out = torch.zeros(1, dtype=torch.int32)
-
-        @triton.jit
-        def kernel(out_ptr):
-            tl.atomic_xchg(out_ptr, tl.program_id(0))
-
-        kernel[(5,)](out)
+        out = ints(0)
+        _last_program_kernel[(5,)](out)
         return [out]
 
     with pytest.raises(AssertionError, match=r"result 0 changes with the order of the programs \(reverse\)"):
@@ -199,7 +179,7 @@ def test_results_that_depend_on_the_order():
         check_races(lambda: [torch.empty(3)])
 
 
-def test_leaves_the_interpreter_as_it_was():
+def test_the_interpreter_is_restored():
     with pytest.raises(ValueError, match="order must be forward, reverse or random, got 'sideways'"):
         LaunchChecker("sideways")
     with pytest.raises(RuntimeError), LaunchChecker():

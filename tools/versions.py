@@ -60,7 +60,7 @@ def test(name: str, requirements: list[str], python: str = sys.executable) -> st
     try:
         for step in (
             [python, "-m", "venv", folder],
-            [*pip, "install", "--quiet", *requirements, "pytest", "hypothesis", "peft"],
+            [*pip, "install", "--quiet", *requirements, "pytest", "hypothesis", "peft", "gguf"],
             [*pip, "install", "--quiet", "--no-deps", "--editable", "."],
             [folder / "bin/python", *command, *(f"tests/test_{file}.py" for file in TESTS)],
         ):
