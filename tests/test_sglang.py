@@ -344,7 +344,7 @@ def test_what_guidance_does_not_go_with_is_refused_at_start(folder):
 def guide(folder, monkeypatch):
     """The guidance of this process, as if an engine had loaded the value model."""
     settings = sglang_adapter.Settings(folder / "value", chunk_tokens=64)
-    guide = sglang_guide.Guide(settings, ValueModel.from_pretrained(folder / "value"), torch.device("cpu"))
+    guide = sglang_guide.SGLangGuide(settings, ValueModel.from_pretrained(folder / "value"), torch.device("cpu"))
     monkeypatch.setattr(sglang_adapter, "_guide", guide)
     return guide
 

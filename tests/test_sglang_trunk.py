@@ -274,7 +274,7 @@ def guide(folder, weight, monkeypatch):
     """The guidance of this process, as if an engine had loaded the trunk of several layers for a base model."""
     base = DeepBase(weight)
     states = SampledStates(base, Trunk.from_pretrained(folder / "deep", LAYERS, weight))
-    guide = sglang_guide.Guide(Settings(folder / "deep"), None, torch.device("cpu"), drafts=2, states=states)
+    guide = sglang_guide.SGLangGuide(Settings(folder / "deep"), None, torch.device("cpu"), drafts=2, states=states)
     guide.processor = base.logits_processor
     monkeypatch.setattr(sglang_adapter, "_guide", guide)
     return guide

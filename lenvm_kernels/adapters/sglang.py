@@ -39,7 +39,7 @@ from lenvm_kernels.adapters.settings import (
     Settings,
     check_vocabulary,
 )
-from lenvm_kernels.adapters.sglang_guide import MAX_DELTA, Guide
+from lenvm_kernels.adapters.sglang_guide import MAX_DELTA, SGLangGuide
 from lenvm_kernels.adapters.sglang_images import PromptImages
 from lenvm_kernels.adapters.sglang_states import SampledStates, input_embedding
 from lenvm_kernels.guidance import GuidanceParams
@@ -97,7 +97,7 @@ _OF_A_VALUE_MODEL = (_FOREIGN_KEYS, _OTHER_SLOTS)
 
 
 # One a process: a scheduler process has one model runner that samples.
-_guide: Guide | None = None
+_guide: SGLangGuide | None = None
 
 
 def requested_guidance(sampling_params: SamplingParams, settings: Settings) -> GuidanceParams | None:
@@ -226,7 +226,7 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
     device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device(runner.device)
     value_model = settings.load_value_model(runner.dtype, device)
     states = load_trunk(settings, runner, options) if settings.has_trunk else None
-    _guide = Guide(settings, value_model, device, drafts=drafts_a_step(options), states=states)
+    _guide = SGLangGuide(settings, value_model, device, drafts=drafts_a_step(options), states=states)
     if states is not None:
         logger.info("LenVM: trunk %s in %s on %s", settings.value_model, states.trunk.dtype, states.trunk.device)
         return

@@ -46,7 +46,7 @@ MAX_DELTA = 16
 MAX_WAITING = MAX_DELTA - 1
 
 
-class Guide:
+class SGLangGuide:
     """The guidance of one scheduler process.
 
     Attributes:
