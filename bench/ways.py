@@ -23,13 +23,13 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from bench.harness import environment, parser, table, write_json
 from bench.two_forward import TwoForwardStep
-from lenvm_kernels.demo import held_out_prompts, spread
-from lenvm_kernels.demo.generation import sample
-from lenvm_kernels.demo.models import DEMO, DEMO_TRUNK, Models
 from lenvm_kernels.evaluate.measures import Answer, measure
 from lenvm_kernels.evaluate.plan import default_limit
 from lenvm_kernels.evaluate.run import likelihoods, with_end
 from lenvm_kernels.guidance import parse_guidance
+from lenvm_kernels.loading import held_out_prompts, spread
+from lenvm_kernels.loading.generation import sample
+from lenvm_kernels.loading.models import DEMO, DEMO_TRUNK, Models
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import Sampling, StepBatch, StepConfig
 from lenvm_kernels.value_model import ValueModel

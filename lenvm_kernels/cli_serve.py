@@ -49,7 +49,7 @@ def run_command(args: argparse.Namespace) -> None:
             raise ValueError("--api-key and LENVM_API_KEY must not be empty; leave them out to refuse nobody")
         import torch
 
-        from lenvm_kernels.demo.models import load_value_model
+        from lenvm_kernels.loading.models import load_value_model
         from lenvm_kernels.serving import ValueEngine, create_app
 
         device = device_of(args.device)

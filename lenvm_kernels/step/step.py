@@ -281,10 +281,10 @@ class GuidedStep:
     ) -> StepOutput:
         """Guide the next token of each request.
 
-        A request that is guided or asks for values has to tell every token of its sequence, to :meth:`extend` or to a
-        step, and at most ``max_delta`` that the value model has not computed. Where a token is missing it goes on
-        without guidance, which ``table.columns.faults`` counts, until :meth:`extend` tells its tokens anew. Nothing is read
-        back to the host.
+        A request that is guided or requests values must pass every token of its sequence, to :meth:`extend` or to a
+        step, and at most ``max_delta`` tokens may be pending. If a token is missing, the request continues without
+        guidance, which ``table.columns.faults`` counts, until :meth:`extend` passes its tokens again. The step makes no
+        host-device sync.
 
         With ``drafts`` a token is drawn at each node of a request (:class:`Drafts`), from the distribution that
         verification has to use. ``scores``, ``sampling.vocab_mask``, ``probs`` and ``drawn`` have a row a node then,
