@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.harness import parser, table
 from bench.launches import without_kernels
-from bench.models import make_config, make_model, random_trunk
+from bench.models import make_config, make_model, random_probe
 from bench.step import Decode
 from lenvm_kernels.step import StepBatch
 from lenvm_kernels.types import Drafts
-from lenvm_kernels.value_model import Trunk
+from lenvm_kernels.value_model import LengthProbe
 
 VOCAB, CACHED, DRAFTS = 4096, 16, 4
 STEPS = ("value model", "value model, drafts", "probe", "none", "two forwards")
@@ -61,8 +61,8 @@ def make_step(kind: str, rows: int, layers: int = 1) -> Callable[[], object]:
     if kind == "none":
         return Decode(None, rows, backend="triton", **options)
     if kind == "probe":
-        config, tensors = random_trunk((1, 2), 2, 64, VOCAB)
-        return Decode(Trunk(config, tensors, torch.zeros(VOCAB, 64)), rows, backend="triton", **options)
+        config, tensors = random_probe((1, 2), 2, 64, VOCAB)
+        return Decode(LengthProbe(config, tensors, torch.zeros(VOCAB, 64)), rows, backend="triton", **options)
     config = make_config("Qwen2.5-1.5B", vocab_size=VOCAB, num_layers=layers, **NARROW)
     model = make_model(config, torch.bfloat16, "cpu")
     if kind == "two forwards":

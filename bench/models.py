@@ -6,7 +6,7 @@ import torch
 
 from lenvm_kernels.types import Candidates, Status
 from lenvm_kernels.value_model import ValueModel, ValueModelConfig
-from lenvm_kernels.value_model.trunk import TrunkConfig
+from lenvm_kernels.value_model.probe import ProbeConfig
 
 VOCAB = 151_936  # of Qwen2.5
 
@@ -19,8 +19,8 @@ DIMENSIONS = {
     "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 128, False),
     "Qwen3-1.7B": (2048, 6144, 28, 16, 8, 128, True),
 }
-# A trunk: layers of a base model of 28 layers whose states are read, sizes, and bins of lengths.
-TRUNK_LAYERS, TRUNK_SIZE, TRUNK_OUTPUTS, TRUNK_BINS = (14, 21, 28), 128, 128, 33
+# A probe: layers of a base model of 28 layers whose states are read, sizes, and bins of lengths.
+PROBE_LAYERS, PROBE_SIZE, PROBE_OUTPUTS, PROBE_BINS = (14, 21, 28), 128, 128, 33
 
 
 def make_config(name: str, *, vocab_size: int, **changed: int) -> ValueModelConfig:
@@ -57,17 +57,17 @@ def make_candidates(B: int, K: int, V: int, device: str) -> Candidates:
     )
 
 
-def random_trunk(
+def random_probe(
     layers: tuple[int, ...], num_layers: int, hidden_size: int, vocab_size: int, device: str = "cpu"
-) -> tuple[TrunkConfig, dict[str, torch.Tensor]]:
-    """The configuration and tensors of a trunk with random weights, which reads the states of ``layers``."""
-    edges = tuple(range(1, TRUNK_BINS + 2))
-    config = TrunkConfig("random", layers, num_layers, hidden_size, vocab_size, "", edges)
+) -> tuple[ProbeConfig, dict[str, torch.Tensor]]:
+    """The configuration and tensors of a probe with random weights, which reads the states of ``layers``."""
+    edges = tuple(range(1, PROBE_BINS + 2))
+    config = ProbeConfig("random", layers, num_layers, hidden_size, vocab_size, "", edges)
     weights = {
-        "projection": (2 * TRUNK_SIZE, config.state_size),
-        "embedding": (TRUNK_SIZE, hidden_size),
-        "fc": (TRUNK_OUTPUTS, TRUNK_SIZE),
-        "bins": (TRUNK_BINS, TRUNK_OUTPUTS),
+        "projection": (2 * PROBE_SIZE, config.state_size),
+        "embedding": (PROBE_SIZE, hidden_size),
+        "fc": (PROBE_OUTPUTS, PROBE_SIZE),
+        "bins": (PROBE_BINS, PROBE_OUTPUTS),
     }
     shapes = {f"{name}.{kind}": of for name, x in weights.items() for kind, of in (("weight", x), ("bias", x[:1]))}
     return config, {name: torch.randn(shape, device=device) * shape[-1] ** -0.5 for name, shape in shapes.items()}

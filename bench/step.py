@@ -21,12 +21,12 @@ from statistics import median
 import torch
 
 from bench.harness import Benchmark, Case, Eager, captured, nbytes, table
-from bench.models import DIMENSIONS, TRUNK_LAYERS, VOCAB, forward_floor, make_config, make_model, random_trunk
+from bench.models import DIMENSIONS, PROBE_LAYERS, VOCAB, forward_floor, make_config, make_model, random_probe
 from bench.two_forward import TwoForwardStep
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig, StepOutput
-from lenvm_kernels.value_model import Trunk, ValueModel
+from lenvm_kernels.value_model import LengthProbe, ValueModel
 
 CACHED, MORE_CACHED, TOP_K = 512, 32, 5
 REPLAYS = 4  # of a profile; the first is left out
@@ -46,7 +46,7 @@ class Decode:
 
     def __init__(
         self,
-        values: ValueModel | Trunk | None,
+        values: ValueModel | LengthProbe | None,
         rows: int,
         *,
         cached: int = CACHED,
@@ -94,19 +94,19 @@ class Decode:
 
 
 def _is_probe(values: object) -> bool:
-    return isinstance(values, Trunk)
+    return isinstance(values, LengthProbe)
 
 
 @cache
-def make_values(name: str, dtype: torch.dtype, device: str, vocab_size: int) -> ValueModel | Trunk | None:
+def make_values(name: str, dtype: torch.dtype, device: str, vocab_size: int) -> ValueModel | LengthProbe | None:
     """The source of values, made once for all cases."""
     if name == "none":
         return None
     if not name.startswith("probe"):
         return make_model(make_config(name, vocab_size=vocab_size), dtype, device)
     hidden, _, layers, *_ = DIMENSIONS["Qwen2.5-7B"]
-    config, tensors = random_trunk(TRUNK_LAYERS, layers, hidden, vocab_size, device)
-    return Trunk(config, tensors, torch.randn(vocab_size, hidden, dtype=dtype, device=device))
+    config, tensors = random_probe(PROBE_LAYERS, layers, hidden, vocab_size, device)
+    return LengthProbe(config, tensors, torch.randn(vocab_size, hidden, dtype=dtype, device=device))
 
 
 def make_case(*, values, B, L, launch, dtype="bfloat16"):

@@ -74,14 +74,14 @@ def write_dummy(size: str, folder: str) -> None:
 
 def write_random_probe(config: dict[str, Any], folder: Path) -> None:
     """Write a probe of three layers and have this process accept it for the model."""
-    from bench.models import random_trunk
-    from lenvm_kernels.value_model.trunk import TrunkConfig, write_trunk
+    from bench.models import random_probe
+    from lenvm_kernels.value_model.probe import ProbeConfig, write_probe
 
     count, hidden, vocab = (config[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
     torch.manual_seed(0)
-    write_trunk(*random_trunk((count // 2, count * 3 // 4, count), count, hidden, vocab), 0.997, folder)
+    write_probe(*random_probe((count // 2, count * 3 // 4, count), count, hidden, vocab), 0.997, folder)
     # The hash of the embedding cannot match: it is not known before the engine has the weights.
-    TrunkConfig.check_base = lambda *_: None  # type: ignore[method-assign]
+    ProbeConfig.check_base = lambda *_: None  # type: ignore[method-assign]
 
 
 def environment_of(args: argparse.Namespace, mode: str) -> dict[str, str]:

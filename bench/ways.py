@@ -29,7 +29,7 @@ from lenvm_kernels.evaluate.run import likelihoods, with_end
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.loading import held_out_prompts, spread
 from lenvm_kernels.loading.generation import sample
-from lenvm_kernels.loading.models import DEMO, DEMO_TRUNK, Models
+from lenvm_kernels.loading.models import DEMO, DEMO_PROBE, Models
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import Sampling, StepBatch, StepConfig
 from lenvm_kernels.value_model import ValueModel
@@ -79,7 +79,7 @@ class TwoForwardProcessor(LogitsProcessor):
         return self.step.step(scores, batch, self._sampling).probs.log()
 
 
-def ways_of(models: Models, trunk: Models, target: int) -> dict[str, Answering]:
+def ways_of(models: Models, probe: Models, target: int) -> dict[str, Answering]:
     """Each way's function from encoded prompts to answers."""
     limit, equal, near = default_limit(target), {"target_length": target, "constraint": "eq"}, {"target_length": target}
 
@@ -103,7 +103,7 @@ def ways_of(models: Models, trunk: Models, target: int) -> dict[str, Answering]:
         "published way, eq": published,
         "ours, eq": ours(models, equal, models.value_model),
         "ours, target_length": ours(models, near, models.value_model),
-        "ours, target_length, trunk": ours(trunk, near, trunk.value_model),
+        "ours, target_length, probe": ours(probe, near, probe.value_model),
         "ours, target_length, no values": ours(models, near, None),
     }
 
@@ -141,9 +141,9 @@ def main() -> None:
     arguments.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     arguments.add_argument("--json", type=Path, help="also write the numbers to this file")
     args, device = arguments.parse_args(), "cuda" if torch.cuda.is_available() else "cpu"
-    models, trunk = (Models.load(DEMO, kind, device=device, dtype=torch.float32) for kind in (DEMO, DEMO_TRUNK))
+    models, probe = (Models.load(DEMO, kind, device=device, dtype=torch.float32) for kind in (DEMO, DEMO_PROBE))
     prompts = spread(held_out_prompts(), args.prompts)
-    rows = compare(models, ways_of(models, trunk, args.target), prompts, args.seeds, args.target)
+    rows = compare(models, ways_of(models, probe, args.target), prompts, args.seeds, args.target)
     if args.json:
         ways = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
         write_json(args.json, environment(device) | SAMPLING | {"target": args.target, "ways": ways})

@@ -61,9 +61,9 @@ if TYPE_CHECKING:
     from lenvm_kernels.types import VerifiedTokens as VerifiedTokens
     from lenvm_kernels.value_model import ImageTokens as ImageTokens
     from lenvm_kernels.value_model import KVCache as KVCache
+    from lenvm_kernels.value_model import LengthProbe as LengthProbe
     from lenvm_kernels.value_model import LenVMConfig as LenVMConfig
     from lenvm_kernels.value_model import RaggedBatch as RaggedBatch
-    from lenvm_kernels.value_model import Trunk as Trunk
     from lenvm_kernels.value_model import ValueModel as ValueModel
     from lenvm_kernels.value_model import ValueModelConfig as ValueModelConfig
     from lenvm_kernels.value_model import image_positions as image_positions
@@ -81,7 +81,9 @@ _MODULES = {
         "CandidateTrees Candidates DeltaTokens Drafts EmbeddedTokens GuidanceColumns Mode RaggedLayout "
         "ScoredCandidates Status StepHistory StepRequests TextBreak VerifiedTokens"
     ),
-    "value_model": "ImageTokens KVCache LenVMConfig RaggedBatch Trunk ValueModel ValueModelConfig image_positions",
+    "value_model": (
+        "ImageTokens KVCache LengthProbe LenVMConfig RaggedBatch ValueModel ValueModelConfig image_positions"
+    ),
 }
 # An operator is in the file of its own name.
 _OPERATORS = (

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from lenvm_kernels.loading.prompts import SAY_IT
 
 # What lenvm fit and train make.
-VALUE_MODEL, TRUNK = KINDS = ("value-model", "trunk")
+VALUE_MODEL, PROBE = KINDS = ("value-model", "probe")
 DTYPES = ("float32", "bfloat16", "float16")
 
 

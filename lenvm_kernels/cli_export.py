@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lenvm_kernels.cli_arguments import usage_errors
-from lenvm_kernels.loading import TRUNK, VALUE
+from lenvm_kernels.loading import PROBE, VALUE
 
 
 def add(commands: Any) -> None:
@@ -17,7 +17,7 @@ def add(commands: Any) -> None:
         "export",
         help="write the demo's models as directories, for engines",
         description="Write SmolLM2 and its value model in Hugging Face format to DIR/base and DIR/value (540 MB), and "
-        "its trunk to DIR/trunk, to try an engine with. lenvm_config.json holds their gamma.",
+        "its probe to DIR/probe, to try an engine with. lenvm_config.json holds their gamma.",
     )
     parser.set_defaults(run=run_command)
     parser.add_argument("folder", metavar="DIR", type=Path, help="directory that the three are created in")
@@ -26,8 +26,8 @@ def add(commands: Any) -> None:
 def run_command(args: argparse.Namespace) -> None:
     """Write the models and print where."""
     with usage_errors():
-        base, value, trunk = export(args.folder)
-    print(f"base model: {base}\nvalue model: {value}\ntrunk: {trunk}")
+        base, value, probe = export(args.folder)
+    print(f"base model: {base}\nvalue model: {value}\nprobe: {probe}")
 
 
 def export(folder: Path) -> tuple[Path, Path, Path]:
@@ -35,7 +35,7 @@ def export(folder: Path) -> tuple[Path, Path, Path]:
 
     Args:
         folder: gets the directories ``base``, ``value`` with the shipped adapters and head and their
-            ``lenvm_config.json``, and ``trunk``. The first two share the file of the weights.
+            ``lenvm_config.json``, and ``probe``. The first two share the file of the weights.
 
     Returns:
         The three directories.
@@ -49,8 +49,8 @@ def export(folder: Path) -> tuple[Path, Path, Path]:
 
     from lenvm_kernels.loading.models import DEMO, locate, quiet, source_of
 
-    base, value, trunk = (folder / name for name in ("base", "value", "trunk"))
-    for directory in (base, value, trunk):
+    base, value, probe = (folder / name for name in ("base", "value", "probe"))
+    for directory in (base, value, probe):
         directory.mkdir(parents=True)
     quiet()
     source = source_of(locate("--model", DEMO))
@@ -63,6 +63,6 @@ def export(folder: Path) -> tuple[Path, Path, Path]:
     AutoTokenizer.from_pretrained(**source).save_pretrained(base)
     for file in base.iterdir():
         (value / file.name).symlink_to(Path("..") / "base" / file.name)
-    for packaged, directory in ((VALUE, value), (TRUNK, trunk)):
+    for packaged, directory in ((VALUE, value), (PROBE, probe)):
         shutil.copytree(packaged, directory, dirs_exist_ok=True)
-    return base, value, trunk
+    return base, value, probe

@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
         required=True,
         metavar="W",
         help="value model, which has to share the base model's vocabulary: as --model, where demo includes the shipped "
-        "adapters and value head; or a trunk of the base model, demo-trunk for that of demo; or none: a target is then "
+        "adapters and value head; or a probe of the base model, demo-probe for that of demo; or none: a target is then "
         "met by the end of the text alone; required",
     )
     models.add_argument(

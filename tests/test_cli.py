@@ -18,7 +18,7 @@ from lenvm_kernels import LenVMConfig
 from lenvm_kernels.guidance.fields import FIELDS
 from tests.helpers.fake_engine import fake_engines
 from tests.helpers.models import WORDS, head_shapes, save_checkpoint
-from tests.helpers.trunks import write_random_trunk
+from tests.helpers.probes import write_random_probe
 
 PROMPT_LINES = ("{", '{"prompt": 3}', '{"text": "w1"}', '"w1"', "", '{"prompt": " "}')
 NEAR = "--target-length 9"
@@ -166,9 +166,9 @@ def generate(lenvm, base, value):
 
 def test_equal_texts(generate, base, put_into_cache, tmp_path):
     """A seed, the table of values, names in the Hugging Face cache, a chat template, and a prompt with its length."""
-    write_random_trunk(tmp_path / "trunk", AutoModelForCausalLM.from_pretrained(base))
+    write_random_probe(tmp_path / "probe", AutoModelForCausalLM.from_pretrained(base))
     put_into_cache("owner/base", Path(base))
-    put_into_cache("owner/trunk", tmp_path / "trunk")
+    put_into_cache("owner/probe", tmp_path / "probe")
     chat = save_checkpoint(tmp_path / "chat", seed=0)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(chat)
     tokenizer.chat_template = "w9 {{ messages[0]['content'] }} w9{% if add_generation_prompt %} w10{% endif %}"
@@ -178,8 +178,8 @@ def test_equal_texts(generate, base, put_into_cache, tmp_path):
     assert re.fullmatch(r"(w\d+|<unk>)( (w\d+|<unk>))*", text) and text == generate(*guided)[0]
     assert any(generate(*guided, "--seed", seed)[0] != text for seed in (2, 3, 4))
     assert generate()[0] == generate("--show-values")[0]
-    cached = generate(*said, model="owner/base", value_model="owner/trunk")
-    assert cached == generate(*said, value_model=tmp_path / "trunk")
+    cached = generate(*said, model="owner/base", value_model="owner/probe")
+    assert cached == generate(*said, value_model=tmp_path / "probe")
     templated, raw = generate(model=chat)[0], generate("--raw", model=chat)[0]
     assert templated != raw
     both = generate("--raw", model=chat, prompts=("w1 w2 w3", "w9 w1 w2 w3 w9 w10"))[0]

@@ -73,7 +73,7 @@ def test_packaged_model_and_its_export(tmp_path, lenvm):
     assert packaged.tokenizer.decode(sampled.tokens[0], skip_special_tokens=True).strip()
 
     code, text, _ = lenvm("export", tmp_path)
-    base, value, trunk = (line.split(": ")[1] for line in text.splitlines())
+    base, value, probe = (line.split(": ")[1] for line in text.splitlines())
     assert code == 0
     exported = Models.load(base, value, device="cpu", dtype=torch.float32)
     assert torch.equal(exported.encode(["What is the capital of France?"])["input_ids"], inputs["input_ids"])
@@ -85,7 +85,7 @@ def test_packaged_model_and_its_export(tmp_path, lenvm):
     assert torch.equal(last, adapted) and not torch.equal(last, weights[1]["model.layers.29.self_attn.o_proj.weight"])
     assert exported.eos_token_ids == packaged.eos_token_ids
     assert exported.value_model.lenvm_config == LenVMConfig(gamma=0.9821718891880378)  # bench/results/value_model
-    of_trunk = Models.load(base, trunk, device="cpu", dtype=torch.bfloat16).value_model.config
-    assert of_trunk == Models.load("demo", "demo-trunk", device="cpu", dtype=torch.bfloat16).value_model.config
+    of_probe = Models.load(base, probe, device="cpu", dtype=torch.bfloat16).value_model.config
+    assert of_probe == Models.load("demo", "demo-probe", device="cpu", dtype=torch.bfloat16).value_model.config
     code, _, error = lenvm("export", tmp_path)
     assert code == 2 and "File exists" in error and (Path(value) / "lenvm_config.json").is_file()

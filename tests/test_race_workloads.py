@@ -21,14 +21,14 @@ from lenvm_kernels.fuzz.check import operators
 from lenvm_kernels.ops.value_tree_attention import value_tree_attention
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep, StepConfig
-from lenvm_kernels.value_model import Trunk
+from lenvm_kernels.value_model import LengthProbe
 from tests.helpers.drafts import random_drafts
 from tests.helpers.engine import Engine, take_step
 from tests.helpers.interpreter import needs_interpreter
 from tests.helpers.models import TINY, random_model
 from tests.helpers.padded_step import PaddedStep
+from tests.helpers.probes import model_sizes, write_random_probe
 from tests.helpers.races import check_races
-from tests.helpers.trunks import model_sizes, write_random_trunk
 
 pytestmark = [pytest.mark.races, needs_interpreter]
 
@@ -100,13 +100,13 @@ def steps(step_class, value_model, width):
     slots = PagedSlots(rows, 80, page_size=4)
     config = dict(vocab_size=VOCAB, max_candidates=4, max_drafts=width, max_delta=2 + width, chunk_tokens=32)
     step = step_class(value_model, slots, StepConfig(**config, backend="triton"))
-    engine, is_trunk = Engine(step, slots), isinstance(value_model, Trunk)
+    engine, is_probe = Engine(step, slots), isinstance(value_model, LengthProbe)
     prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for _, length in REQUESTS]
     order = torch.randperm(rows, generator=generator).tolist()
     for row in order:
         guidance, length = REQUESTS[row]
         engine.admit(row, prompts[row] + [0] * 20, guidance, prompt_len=length, seed=row)
-    if not is_trunk:
+    if not is_probe:
         engine.prefill(order, [prompts[row] for row in order])
     lengths, results = torch.tensor([length for _, length in REQUESTS], dtype=torch.int32), []
     tokens = torch.tensor([[prompt[-1]] * (1 + width) for prompt in prompts])
@@ -116,7 +116,7 @@ def steps(step_class, value_model, width):
         nodes = b * (1 + width)
         logits = torch.randn(nodes, VOCAB, generator=generator) * 3
         options = {name: torch.full((b,), x) for name, x in dict(top_p=0.98, min_p=1e-3, temperature=0.9).items()}
-        if is_trunk:
+        if is_probe:
             options["states"] = torch.randn(nodes, value_model.config.state_size, generator=generator)
         if width:
             drafts = random_drafts(b, width, seed=number, tokens=VOCAB)
@@ -143,15 +143,15 @@ def steps(step_class, value_model, width):
         else:
             tokens[chosen, 0] = output.tokens.long()
         lengths[chosen] += new_lens[chosen]
-    return [*results, step.table.columns.faults, *([] if is_trunk else [step.cache.keys, step.cache.values])]
+    return [*results, step.table.columns.faults, *([] if is_probe else [step.cache.keys, step.cache.values])]
 
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("probe")
     base = random_model(LlamaForCausalLM, LlamaConfig(**TINY | {"vocab_size": VOCAB}), seed=0)
-    write_random_trunk(folder, base)
-    return Trunk.from_pretrained(folder, *model_sizes(base))
+    write_random_probe(folder, base)
+    return LengthProbe.from_pretrained(folder, *model_sizes(base))
 
 
 DRAFT_KERNELS = {"_expand_drafts_kernel", "_pack_drafts_kernel", "_verify_drafts_kernel"}

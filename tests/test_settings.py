@@ -16,7 +16,7 @@ from lenvm_kernels.adapters.vllm_requests import guidance_of
 from lenvm_kernels.step import StepConfig
 from lenvm_kernels.types import Mode
 from tests.helpers.models import random_pair, save_checkpoint
-from tests.helpers.trunks import write_random_trunk
+from tests.helpers.probes import write_random_probe
 
 
 @pytest.fixture
@@ -219,15 +219,15 @@ def test_without_a_value_model(given, model):
         Settings.from_environment()
 
 
-def test_with_a_trunk(given, model):
-    write_random_trunk(model, random_pair("qwen2")[0])
+def test_with_a_probe(given, model):
+    write_random_probe(model, random_pair("qwen2")[0])
     given(value_model=model)
     settings = Settings.from_environment()
-    assert settings.has_trunk and not settings.reads_tokens and settings.load_value_model(torch.float32, "cpu") is None
-    with pytest.raises(ValueError, match=r"value_min must be absent with near and a trunk, got 0.5"):
+    assert settings.has_probe and not settings.reads_tokens and settings.load_value_model(torch.float32, "cpu") is None
+    with pytest.raises(ValueError, match=r"value_min must be absent with near and a probe, got 0.5"):
         settings.parse_request({"target_length": 9, "value_min": 0.5})
     given(value_head=model)
-    with pytest.raises(ValueError, match="LENVM_VALUE_HEAD must not be given with a trunk, got '"):
+    with pytest.raises(ValueError, match="LENVM_VALUE_HEAD must not be given with a probe, got '"):
         Settings.from_environment()
 
 

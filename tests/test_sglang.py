@@ -482,12 +482,12 @@ def test_options_that_guidance_does_not_go_with(monkeypatch, tmp_path, given, me
 
 @pytest.mark.parametrize(("has_windows", "has_states"), [(True, False), (False, True), (False, False)])
 def test_base_models_with_other_pools_are_refused(folder, monkeypatch, has_windows, has_states):
-    """A value model is; a trunk has no slots."""
+    """A value model is; a probe has no slots."""
     monkeypatch.setattr(sglang_adapter, "mambaish_config", lambda config: {"layers": 3} if has_states else None)
     runner = SimpleNamespace(is_hybrid_swa=has_windows, model_config=None)
     is_refused = has_windows or has_states
     which = "sliding windows" if has_windows else "layers with a state"
-    message = f"LENVM_VALUE_MODEL must be a trunk or none with this base model, which has {which}"
+    message = f"LENVM_VALUE_MODEL must be a probe or none with this base model, which has {which}"
     with pytest.raises(ValueError, match=message) if is_refused else nullcontext():
         sglang_adapter.check_pool(runner)
 

@@ -19,7 +19,7 @@ from lenvm_kernels.training.answers import Answer, AnswerStore
 from lenvm_kernels.training.measures import measure
 from lenvm_kernels.training.targets import examples_of
 from lenvm_kernels.value_model import ValueModel
-from lenvm_kernels.value_model.trunk import is_trunk
+from lenvm_kernels.value_model.probe import is_probe
 from tests.helpers.fake_engine import fake_engines
 from tests.helpers.models import EOS, WORDS, save_checkpoint, value_logits
 
@@ -224,10 +224,10 @@ def fields_of(body):
 
 
 @pytest.mark.parametrize("layers", [(), (1,), (2, 1)])
-def test_a_stored_trunk_gives_the_measured_values(run, answers, base, tmp_path, layers):
+def test_a_stored_probe_gives_the_measured_values(run, answers, base, tmp_path, layers):
     command = ("fit", base, "--answers", answers, "--output", tmp_path, *(("--layers", *layers) if layers else ()))
     out, report = run(*command), report_of(tmp_path)
-    measured, gamma = report["test"][str(answers)]["trunk"], report["plan"]["gamma"]
+    measured, gamma = report["test"][str(answers)]["probe"], report["plan"]["gamma"]
     assert f"{measured['r2']:.2f}" in out and len(report["training"]["negative log-likelihood"]) == 2
     models = Models.load(base, str(tmp_path / "value"), device="cpu", dtype=torch.float32)
     assert models.value_model.config.layers == (layers or (2,)) and models.value_model.lenvm_config.gamma == gamma
@@ -245,25 +245,25 @@ def test_a_stored_trunk_gives_the_measured_values(run, answers, base, tmp_path, 
     assert measure(found, examples, gamma) == approx(measured, rel=0.01, abs=2e-3)
 
 
-def test_a_trunk_learns_lengths_that_a_token_tells(run, base, tmp_path):
+def test_a_probe_learns_lengths_that_a_token_tells(run, base, tmp_path):
     """Answers of 4 tokens begin with w6 and those of 16 with w8; the rest is the same word."""
     answers, kinds = tmp_path / "answers", ([11, *[10] * 14, EOS], [9, *[10] * 2, EOS])
     found = [(i, sample, kinds[(i + sample) % 2]) for i in range(16) for sample in range(4)]
     store_answers(answers, base, [[7 + i, 8] for i in range(16)], found)
     run("fit", base, "--answers", answers, "--output", tmp_path / "fitted", "--epochs", 100)
     found = report_of(tmp_path / "fitted")["test"][str(answers)]
-    assert found["trunk"]["r2"] > 0.7 > 0.1 > found["constant"]["r2"]
-    assert found["trunk"]["correlation_at_a_position"] > 0.8  # by the candidate's embedding
+    assert found["probe"]["r2"] > 0.7 > 0.1 > found["constant"]["r2"]
+    assert found["probe"]["correlation_at_a_position"] > 0.8  # by the candidate's embedding
 
 
-def test_options_of_a_trunk(run, answers, base, tmp_path):
+def test_options_of_a_probe(run, answers, base, tmp_path):
     run("fit", base, "--answers", answers, "--output", tmp_path, "--states", 100, "--gamma", 0.9, "--epochs", 3)
     training = report_of(tmp_path)["training"]
     assert 60 < training["rows"] < 140 < training["states"] and len(training["negative log-likelihood"]) == 3
     assert json.loads((tmp_path / "value" / "lenvm_config.json").read_text())["gamma"] == 0.9
 
 
-@pytest.mark.parametrize("kind", ["trunk", "value-model"])
+@pytest.mark.parametrize("kind", ["probe", "value-model"])
 def test_two_rounds(run, base, prompts, tmp_path, kind):
     command = ("train", base, "--prompts", prompts, "--output", tmp_path / "t", *COLLECT, "--kind", kind)
     rows = [line.split("|") for line in run(*command, "--dry-run").splitlines()[-4:]]
@@ -276,7 +276,7 @@ def test_two_rounds(run, base, prompts, tmp_path, kind):
     plan = json.loads((tmp_path / "t" / "round-2" / "answers" / "plan.json").read_text())
     assert plan["value"] == str(tmp_path / "t" / "round-1" / "value") and plan["seed"] == 1
     assert (tmp_path / "t" / "value").resolve() == (tmp_path / "t" / "round-2" / "value").resolve()
-    assert is_trunk(tmp_path / "t" / "value") == (kind == "trunk")
+    assert is_probe(tmp_path / "t" / "value") == (kind == "probe")
     assert "round 2:" in out and "Target 20 tokens" in out and (tmp_path / "t" / "evaluation" / "table.md").exists()
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "t").rglob("*.safetensors")}
     run(*command, "--evaluate-prompts", 0)
@@ -286,8 +286,8 @@ def test_two_rounds(run, base, prompts, tmp_path, kind):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--lora-rank", 2], "--lora-rank requires --kind value-model, got --kind trunk"),
-        ([*OF_VALUE_MODEL, "--layers", 1], "--layers requires --kind trunk, got --kind value-model"),
+        (["--lora-rank", 2], "--lora-rank requires --kind value-model, got --kind probe"),
+        ([*OF_VALUE_MODEL, "--layers", 1], "--layers requires --kind probe, got --kind value-model"),
         (["--backbone", "demo"], "--backbone requires --kind value-model"),
         (["--layers", 3], "--layers must be at most the 2 layers of"),
         (["--gamma", 2], "--gamma must be in (0, 1), got 2.0"),
@@ -297,7 +297,7 @@ def test_two_rounds(run, base, prompts, tmp_path, kind):
         ([*OF_VALUE_MODEL, "--device", "meta"], "--device must be cpu or cuda with --kind value-model, got 'meta'"),
         ([*OF_VALUE_MODEL, "--backbone", "nowhere"], "--backbone must be a directory with config.json"),
         ([*OF_VALUE_MODEL, "--backbone", "other"], "--backbone must have the vocabulary of"),
-        ([*OF_VALUE_MODEL, "--backbone", "gemma"], "--backbone does not fit --kind value-model, --kind trunk does"),
+        ([*OF_VALUE_MODEL, "--backbone", "gemma"], "--backbone does not fit --kind value-model, --kind probe does"),
         (["--prompts", '{"prompt": "a", "split": "train"}'], "--prompts must have prompts of the splits train and"),
         (["--prompts", '{"prompt": "a"}\n{"prompt": "b", "split": "dev"}'], 'line 2 must have a "split" of train or'),
         (["--prompts", '{"prompt": "a", "split": "test"}\n{"prompt": "b"}'], 'line 2 must have a "split" as other'),

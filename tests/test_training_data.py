@@ -1,4 +1,4 @@
-"""Training data: targets, rows of a trunk, measures and estimated costs, computed by hand."""
+"""Training data: targets, rows of a probe, measures and estimated costs, computed by hand."""
 
 import math
 from itertools import pairwise
@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, MambaConfig, Qwen3MoeConfig
 
 from lenvm_kernels.loading.prompts import Prompt
-from lenvm_kernels.training import cost, trunk
+from lenvm_kernels.training import cost, probe
 from lenvm_kernels.training.answers import Answer, AnswerStore
 from lenvm_kernels.training.collect import Plan
 from lenvm_kernels.training.measures import lengths, measure
@@ -61,7 +61,7 @@ def test_gamma_gives_the_99th_percentile_of_lengths_the_value_0_99():
 
 
 def test_examples_of_a_split(tmp_path):
-    """Answers that ended under guidance have no target; a trunk has none at the last token of a prompt."""
+    """Answers that ended under guidance have no target; a probe has none at the last token of a prompt."""
     prompts = [dict(text=text, split=split, ids=[i]) for i, (text, split) in enumerate([("a", "train"), ("b", "test")])]
     store = AnswerStore(tmp_path / "answers", {"prompts": prompts})
     made = [answer(4, guided=4), answer(4, guided=1, sample=2), answer(5, sample=3), answer(1, sample=4)]
@@ -77,7 +77,7 @@ def test_examples_of_a_split(tmp_path):
 
 @pytest.mark.parametrize("longest", [1, 2, 5, 16, 400, 2048, 32768])
 def test_bins_hold_every_length(longest):
-    edges = trunk.edges_of(longest)
+    edges = probe.edges_of(longest)
     widths = [high - low for low, high in pairwise(edges)]
     assert edges[0] == 1 and edges[-1] == max(2, math.ceil(1.5 * longest)) and 1 <= len(widths) <= 64
     assert all(1 <= width <= 0.2 * low + 1 for low, width in zip(edges, widths, strict=False))
@@ -93,15 +93,15 @@ def test_bins_hold_every_length(longest):
         ((1,), []),
     ],
 )
-def test_tokens_that_a_trunk_values(options, tokens):
-    assert [*trunk.tokens_valued(answer(*options))] == tokens
+def test_tokens_that_a_probe_values(options, tokens):
+    assert [*probe.tokens_valued(answer(*options))] == tokens
 
 
 def test_likelihoods_of_ended_and_cut_answers():
     """Bins of 1, of 2 to 3 and of 4 to 9 tokens; a cut answer has the sum of all bins from its known length on."""
     logits = torch.tensor([0.2, 0.5, 0.3]).log().expand(6, 3)
     remaining, is_cut = torch.tensor([1, 3, 9, 2, 4, 50]), torch.tensor([False, False, False, True, True, False])
-    found = trunk.likelihood(logits, remaining, is_cut, torch.tensor([1, 2, 4, 10]))
+    found = probe.likelihood(logits, remaining, is_cut, torch.tensor([1, 2, 4, 10]))
     torch.testing.assert_close((-found).exp(), torch.tensor([0.2, 0.5, 0.3, 0.8, 0.3, 0.3]))
 
 
@@ -159,7 +159,7 @@ def test_weights_and_keys_of_models(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "rank", "factor", "gib"),
-    [("trunk", 16, 2, 14 + 2 * 1000 * 64 / 2**30), ("value-model", 16, 2 * 4, 4), ("value-model", 0, 2 * 6, 32)],
+    [("probe", 16, 2, 14 + 2 * 1000 * 64 / 2**30), ("value-model", 16, 2 * 4, 4), ("value-model", 0, 2 * 6, 32)],
 )
 def test_estimated_costs(tmp_path, monkeypatch, kind, rank, factor, gib):
     """A base model of 7 * 2^30 weights with a megabyte of keys and values, and a backbone of 2 * 2^30."""
@@ -178,6 +178,6 @@ def test_estimated_costs(tmp_path, monkeypatch, kind, rank, factor, gib):
     assert found[0] == found[2] == pytest.approx(collect, rel=0.005)
     for number, row in ((1, found[1]), (2, found[3])):
         answered = number * 0.75 * (tokens + 5 * 160)
-        seen = answered if kind == "trunk" else 2 * answered
-        flops = factor * (7 if kind == "trunk" else 1) * 2**30 * seen
+        seen = answered if kind == "probe" else 2 * answered
+        flops = factor * (7 if kind == "probe" else 1) * 2**30 * seen
         assert row == pytest.approx([seen, flops, flops / (989e12 * 0.4) / 3600, gib], rel=0.005)

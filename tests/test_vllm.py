@@ -29,6 +29,7 @@ from lenvm_kernels.step import working_bytes
 from lenvm_kernels.types import Status
 from lenvm_kernels.value_model import KVCache, ValueModel
 from tests.helpers.models import write_smollm2
+from tests.helpers.probes import probe_values, write_random_probe
 from tests.helpers.serve_bench import check_serve
 from tests.helpers.sglang_server import (
     ATOL,
@@ -43,7 +44,6 @@ from tests.helpers.sglang_server import (
 )
 from tests.helpers.spans import FEW, SEVERAL, SPANS_ENDED, check_several
 from tests.helpers.statistics import p_value
-from tests.helpers.trunks import trunk_values, write_random_trunk
 from tests.helpers.vllm_server import (
     NGRAM,
     PIECES,
@@ -376,7 +376,7 @@ def test_without_a_value_model(folder):
             assert server.metrics()["lenvm:fallbacks_total"] == 0
 
 
-def check_trunk_steps(folder, prompts, guidance, steps):
+def check_probe_steps(folder, prompts, guidance, steps):
     """As :func:`check_steps`, for prompts that begin differently; returns the values."""
     rows, values = [], []
     for row in rows_of(steps, Status.GUIDE):
@@ -384,35 +384,35 @@ def check_trunk_steps(folder, prompts, guidance, steps):
         rows.append((guidance[i], len(prompts[i]), row["tokens"], row["token_ids"]))
         values.append(row["value_logits"])
     found = torch.tensor(values)
-    torch.testing.assert_close(found, trunk_values(folder / "base", folder / "trunk", rows), rtol=0, atol=ATOL)
+    torch.testing.assert_close(found, probe_values(folder / "base", folder / "probe", rows), rtol=0, atol=ATOL)
     return found
 
 
 @pytest.mark.parametrize(
     ("is_tied", "layers", "speculation"), [(False, None, None), (True, (3, 1, 2), None), (True, (2, 3), NGRAM)]
 )
-def test_a_trunk(tmp_path, is_tied, layers, speculation):
+def test_a_probe(tmp_path, is_tied, layers, speculation):
     """Values of the base model's own states: prompts in chunks, in batches whose other requests come and go, drafts,
     and requests for which the output layer is asked for more than the next token."""
     write_checkpoints(tmp_path, tie_word_embeddings=is_tied, num_hidden_layers=3)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    write_random_trunk(tmp_path / "trunk", base, layers)
-    options = dict(speculation=speculation, LENVM_VALUE_MODEL=str(tmp_path / "trunk"))
+    write_random_probe(tmp_path / "probe", base, layers)
+    options = dict(speculation=speculation, LENVM_VALUE_MODEL=str(tmp_path / "probe"))
     with running_server(tmp_path, "engine", **options) as server:
         prompts = repeating(24, 3, 5, 9, 20, 30, 4, 6, 11, 2, 7)
         guidance = [*MODES[:4], None, *MODES[6:], {"target_length": 9, "answer_length": 4.0, "end_token_ids": [7]}]
         _, _, steps = generate(server, prompts, guidance, max_tokens=24)
-        values = check_trunk_steps(tmp_path, prompts, guidance, steps)
+        values = check_probe_steps(tmp_path, prompts, guidance, steps)
         assert len(values) > 24 * 5 and values.std() > 0.1
         assert (speculation is not None) == any(row["node"] for row in rows_of(steps, Status.GUIDE))
         assert max(len(step["rows"]) for step in steps) >= 6
         _, responses, steps = generate(server, prompts[:4], guidance[:4], prompt_logprobs=2)
-        assert len(check_trunk_steps(tmp_path, prompts[:4], guidance[:4], steps)) >= 4 * 15
+        assert len(check_probe_steps(tmp_path, prompts[:4], guidance[:4], steps)) >= 4 * 15
         assert len(responses[3]["choices"][0]["prompt_logprobs"]) == len(prompts[3])
         sequences, steps = answers_to_schema(server, MODES[:6])
-        assert len(check_trunk_steps(tmp_path, [s[:3] for s in sequences], MODES[:6], steps)) > 10
+        assert len(check_probe_steps(tmp_path, [s[:3] for s in sequences], MODES[:6], steps)) > 10
         response = server.post(prompt=prompts[0], vllm_xargs={"target_length": 9, "value_min": 0.5})
-        assert response.status_code == 400 and "value_min must be absent with near and a trunk" in response.text
+        assert response.status_code == 400 and "value_min must be absent with near and a probe" in response.text
         found = server.metrics()
         assert found["lenvm:fallbacks_total"] == 0 and "lenvm:cache_bytes" not in found
         verified, times = found["lenvm:verified_tokens_total yes"], found["lenvm:verifications_total yes"]
@@ -423,15 +423,15 @@ def test_a_trunk(tmp_path, is_tied, layers, speculation):
 TWO = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1"}
 
 
-@pytest.mark.parametrize("source", ["value model", "trunk"])
+@pytest.mark.parametrize("source", ["value model", "probe"])
 def test_tensor_parallel_ranks_agree(tmp_path, source):
-    """Each has a value model or a trunk of its own, and a part of the base model; one of them counts."""
+    """Each has a value model or a probe of its own, and a part of the base model; one of them counts."""
     write_checkpoints(tmp_path, num_hidden_layers=3)
     options = dict(speculation=NGRAM, **TWO)
-    if source == "trunk":
+    if source == "probe":
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-        write_random_trunk(tmp_path / "trunk", base, (2, 3))
-        options["LENVM_VALUE_MODEL"] = str(tmp_path / "trunk")
+        write_random_probe(tmp_path / "probe", base, (2, 3))
+        options["LENVM_VALUE_MODEL"] = str(tmp_path / "probe")
     with running_server(tmp_path, "ranks", "--tensor-parallel-size", "2", **options) as server:
         prompts, guidance = repeating(26, 3, 60, 5, 9, 20, 30), [*MODES[:4], None, MODES[7]]
         sequences, _, _ = generate(server, prompts, guidance, max_tokens=24)
@@ -439,8 +439,8 @@ def test_tensor_parallel_ranks_agree(tmp_path, source):
         lines = Counter(server.trace.read_text().splitlines())
         assert set(lines.values()) == {2}
         steps = [json.loads(line) for line in lines]
-        if source == "trunk":
-            assert len(check_trunk_steps(tmp_path, prompts, guidance, steps)) > 24 * 3
+        if source == "probe":
+            assert len(check_probe_steps(tmp_path, prompts, guidance, steps)) > 24 * 3
         else:
             assert check_steps(tmp_path, sequences, steps) > 24 * 3
         found = server.metrics()
@@ -466,16 +466,16 @@ def test_answers_under_load_are_those_of_a_quiet_server(speculating, monkeypatch
     assert report.after["vllm:num_requests_running"] == 0 and report.after["vllm:kv_cache_usage_perc"] == 0
 
 
-@pytest.mark.parametrize("source", ["value model", "trunk"])
+@pytest.mark.parametrize("source", ["value model", "probe"])
 def test_predicted_lengths_are_in_a_file(tmp_path, source):
     """A line a request that asks, guided or not, by the engine's own name of it; of prompts in chunks, among drafts."""
     write_checkpoints(tmp_path, num_hidden_layers=3)
     file, gamma = tmp_path / "predictions.jsonl", 0.9
     options = dict(speculation=NGRAM, LENVM_PREDICTIONS=str(file), LENVM_GAMMA=str(gamma))
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    if source == "trunk":
-        write_random_trunk(tmp_path / "trunk", base, (2, 3))
-        options["LENVM_VALUE_MODEL"] = str(tmp_path / "trunk")
+    if source == "probe":
+        write_random_probe(tmp_path / "probe", base, (2, 3))
+        options["LENVM_VALUE_MODEL"] = str(tmp_path / "probe")
     with running_server(tmp_path, "lengths", **options) as server:
         prompts, wants = repeating(28, 3, 60, 5, 9, 20), {"return_values": 1}
         guidance = [wants, GENTLE | wants, GENTLE, {"target_length": 9} | wants, None]
@@ -486,13 +486,13 @@ def test_predicted_lengths_are_in_a_file(tmp_path, source):
     for i in (0, 1, 3):
         (line,) = (line for line in lines if line["request_id"].startswith(responses[i]["id"]))
         assert line["prompt_tokens"] == len(prompts[i])
-        if source == "trunk":
+        if source == "probe":
             likeliest = base(torch.tensor([prompts[i]])).logits[0, -1].argmax().item()
             row = [({"return_values": True, "gamma": gamma}, len(prompts[i]), prompts[i], [likeliest])]
-            z = trunk_values(tmp_path / "base", tmp_path / "trunk", row)[0, :1]
+            z = probe_values(tmp_path / "base", tmp_path / "probe", row)[0, :1]
         else:
             z = values_from_scratch(tmp_path, [prompts[i]])
-        expected = (source == "trunk") + (torch.nn.functional.softplus(z) / -math.log(gamma)).item()
+        expected = (source == "probe") + (torch.nn.functional.softplus(z) / -math.log(gamma)).item()
         assert line["predicted_output_length"] == pytest.approx(expected, abs=2e-3)
 
 

@@ -31,8 +31,8 @@ from lenvm_kernels.adapters.vllm_requests import guidance_of
 from lenvm_kernels.adapters.vllm_states import show_layers
 from lenvm_kernels.types import Status
 from tests.helpers.models import ARCHITECTURES, HIDDEN, TINY, VOCAB, random_model, save_checkpoint
+from tests.helpers.probes import write_random_probe
 from tests.helpers.statistics import p_value
-from tests.helpers.trunks import write_random_trunk
 from tests.helpers.watch import no_read_back
 
 WORDS = [f"w{i}" for i in range(VOCAB)]
@@ -58,7 +58,7 @@ class Head(ParallelLMHead):
 
 
 class Runner(GPUModelRunner):
-    """What a trunk needs of the engine's model runner."""
+    """What a probe needs of the engine's model runner."""
 
     def __init__(self, req_states, model):
         self.req_states, self.model, self.speculator = req_states, model, None
@@ -510,20 +510,20 @@ def test_the_value_model_has_the_gamma_of_the_settings(value_model):
 
 
 @pytest.fixture(scope="module")
-def trunk(tmp_path_factory):
+def probe(tmp_path_factory):
     """A directory with one, and its base model's modules as the engine has them; the embedding has more rows."""
-    base, folder = random_model(*ARCHITECTURES["qwen2"]), tmp_path_factory.mktemp("trunk")
-    write_random_trunk(folder, base)
+    base, folder = random_model(*ARCHITECTURES["qwen2"]), tmp_path_factory.mktemp("probe")
+    write_random_probe(folder, base)
     weight = torch.cat([base.get_input_embeddings().weight.detach(), torch.ones(7, HIDDEN)])
     return folder, torch.nn.ModuleList([Head(weight + 1), Embedding(weight)])
 
 
-def test_states_of_the_rows_of_a_step(trunk, monkeypatch):
+def test_states_of_the_rows_of_a_step(probe, monkeypatch):
     """Those that the engine's logits are made of, where drafts are verified some requests at a time, too.
 
     And the token before each row, though nobody is told the tokens of a sequence.
     """
-    folder, base = trunk
+    folder, base = probe
     engine, seen = Engine(folder, drafts=3, base=base), []
     for slot, prompt in ((4, PROMPT), (1, PROMPT[3:9]), (2, PROMPT[:5])):
         engine.add(slot, prompt, None if slot == 2 else TILT)
@@ -566,16 +566,16 @@ def test_states_of_the_rows_of_a_step(trunk, monkeypatch):
     assert torch.equal(seen[0][0], states[1:]) and guided == [False] + [True] * 4 and not engine.guide.fallbacks
 
 
-def test_a_trunk_of_another_base_model_or_of_inner_layers(trunk, tmp_path):
-    folder, base = trunk
+def test_a_probe_of_another_base_model_or_of_inner_layers(probe, tmp_path):
+    folder, base = probe
     with pytest.raises(ValueError, match="the base model must be 'tiny', got one with another embedding"):
         Engine(folder, base=torch.nn.ModuleList([Embedding(base[1].weight.detach().flip(0))]))
-    with pytest.raises(ValueError, match="pipeline_parallel_size must be 1 together with a trunk, got 2"):
+    with pytest.raises(ValueError, match="pipeline_parallel_size must be 1 together with a probe, got 2"):
         Engine(folder, base=base, pipeline=2)
-    with pytest.raises(ValueError, match="a trunk with this base model: ModuleList has no input embedding"):
+    with pytest.raises(ValueError, match="a probe with this base model: ModuleList has no input embedding"):
         Engine(folder, base=base[:1])
-    write_random_trunk(tmp_path, random_model(*ARCHITECTURES["qwen2"]), layers=(1, 2))
-    message = r"a trunk of the last layer alone here, got one of layers \[1\], too: ModuleList shows no others"
+    write_random_probe(tmp_path, random_model(*ARCHITECTURES["qwen2"]), layers=(1, 2))
+    message = r"a probe of the last layer alone here, got one of layers \[1\], too: ModuleList shows no others"
     with pytest.raises(ValueError, match=message):
         Engine(tmp_path, base=base)
     engine = Engine(folder, base=base)

@@ -11,9 +11,9 @@ VOCAB = 17_411
 def test_serving_compiles_nothing():
     report = json.loads(run_compiling("-m", "tests.helpers.serving_variants", str(VOCAB)))
     kinds = ("with graphs", "without graphs", "with drafts")
-    of_trunk = report.pop("with a trunk")
-    assert of_trunk["new"] == {} and of_trunk["warm"]["_candidate_values_kernel"] == 1
-    assert of_trunk["warm"]["_ragged_linear_kernel"] >= 1
+    of_probe = report.pop("with a probe")
+    assert of_probe["new"] == {} and of_probe["warm"]["_candidate_values_kernel"] == 1
+    assert of_probe["warm"]["_ragged_linear_kernel"] >= 1
     assert {name: served["new"] for name, served in report.items()} == {kind: {} for kind in kinds}
     for served in report.values():
         assert served["warm"].keys() >= {"_scan_kernel", "_reweight_kernel", "_value_tree_attention_kernel"}

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from lenvm_kernels.guidance import GuidanceParams, Thoughts, parse_guidance, text_breaks_of
-from lenvm_kernels.guidance.params import check_with_trunk
+from lenvm_kernels.guidance.params import check_with_probe
 from lenvm_kernels.step import StepConfig, working_bytes
-from lenvm_kernels.value_model import LenVMConfig, Trunk, ValueModel
+from lenvm_kernels.value_model import LengthProbe, LenVMConfig, ValueModel
 from lenvm_kernels.value_model.checkpoint import local_path, reads_images
-from lenvm_kernels.value_model.trunk import is_trunk
+from lenvm_kernels.value_model.probe import is_probe
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +64,9 @@ class Settings:
     that ``LENVM_CONFIG`` names. Variables take precedence.
 
     Attributes:
-        value_model: location of the value model (:meth:`ValueModel.from_pretrained`) or trunk
-            (:meth:`Trunk.from_pretrained`), which turns the plugin on. None stands for ``none``: targets are met by
-            the end tokens alone (:class:`GuidedStep`).
+        value_model: location of the value model (:meth:`ValueModel.from_pretrained`) or probe
+            (:meth:`LengthProbe.from_pretrained`), which turns the plugin on. None stands for ``none``: targets are met
+            by the end tokens alone (:class:`GuidedStep`).
         value_head: location of the head. If None, the head is with the model.
         gamma: default of requests. If None, ``gamma`` in the value model's ``lenvm_config.json``, or 0.997.
         dtype: float32, bfloat16 or float16. If None, the base model's.
@@ -145,21 +145,21 @@ class Settings:
         settings = cls(**{name: _parse(name, *source) for name, source in given.items()})
         if "value_head" in given and not settings.reads_tokens:
             name, text = given["value_head"]
-            source = "with a trunk" if settings.has_trunk else "without a value model"
+            source = "with a probe" if settings.has_probe else "without a value model"
             raise ValueError(f"{name} must not be given {source}, got {text!r}")
         if settings.value_model is None:
             return settings
         return replace(settings, gamma=LenVMConfig.read(settings.value_model, settings.gamma).gamma)
 
     @cached_property
-    def has_trunk(self) -> bool:
-        """Whether ``value_model`` is a trunk, which :meth:`load_trunk` loads."""
-        return self.value_model is not None and is_trunk(self.value_model)
+    def has_probe(self) -> bool:
+        """Whether ``value_model`` is a probe, which :meth:`load_probe` loads."""
+        return self.value_model is not None and is_probe(self.value_model)
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether ``value_model`` reads the tokens of sequences: it is neither ``none`` nor a trunk."""
-        return self.value_model is not None and not self.has_trunk
+        """Whether ``value_model`` reads the tokens of sequences: it is neither ``none`` nor a probe."""
+        return self.value_model is not None and not self.has_probe
 
     @cached_property
     def reads_images(self) -> bool:
@@ -188,7 +188,7 @@ class Settings:
 
         Raises:
             ValueError: naming the field, what came and what is accepted, also where the request needs a value model
-                that is not there, or does not go with a trunk.
+                that is not there, or does not go with a probe.
         """
         has_words = any(isinstance(custom_params.get(name), str) for name in ("end_message", "landing"))
         needs_thoughts = has_words or custom_params.get("thinking_budget") is not None
@@ -199,12 +199,12 @@ class Settings:
             strength=self.strength,
             has_values=self.value_model is not None,
         )
-        if self.has_trunk:
-            check_with_trunk(params)
+        if self.has_probe:
+            check_with_probe(params)
         return params
 
-    def load_trunk(self, num_layers: int, embedding: torch.Tensor) -> Trunk:
-        """The trunk on the base model's device.
+    def load_probe(self, num_layers: int, embedding: torch.Tensor) -> LengthProbe:
+        """The probe on the base model's device.
 
         Args:
             num_layers: layers of the base model.
@@ -212,18 +212,18 @@ class Settings:
 
         Raises:
             ValueError: ``LENVM_DTYPE`` is not the dtype of the embedding, which the engine's states have; or as
-                :meth:`Trunk.from_pretrained`.
+                :meth:`LengthProbe.from_pretrained`.
         """
         assert self.value_model is not None
         if self.dtype not in (None, embedding.dtype):
             names = {dtype: name for name, dtype in DTYPES.items()}
             came = names[self.dtype]
-            raise ValueError(f"LENVM_DTYPE must be absent with a trunk, or {embedding.dtype} as its base, got {came}")
-        return Trunk.from_pretrained(self.value_model, num_layers, embedding, gamma=self.gamma)
+            raise ValueError(f"LENVM_DTYPE must be absent with a probe, or {embedding.dtype} as its base, got {came}")
+        return LengthProbe.from_pretrained(self.value_model, num_layers, embedding, gamma=self.gamma)
 
     def load_value_model(self, dtype: torch.dtype, device: torch.device | str) -> ValueModel | None:
-        """The value model on a device, or None without one or with a trunk; ``dtype`` is the base model's."""
-        if self.value_model is None or self.has_trunk:
+        """The value model on a device, or None without one or with a probe; ``dtype`` is the base model's."""
+        if self.value_model is None or self.has_probe:
             return None
         return ValueModel.from_pretrained(
             self.value_model, self.value_head, gamma=self.gamma, dtype=self.dtype or dtype, device=device

@@ -9,7 +9,7 @@ It is on when ``LENVM_VALUE_MODEL`` is set (:class:`Settings`), and hooks some f
   from here;
 - at every step the requests with guidance are drawn from their candidates; all others are the engine's own draws;
 - a value model that reads images is given those of prompts (:mod:`lenvm_kernels.adapters.sglang_images`);
-- a trunk in its place is given the base model's states (:mod:`lenvm_kernels.adapters.sglang_states`), and needs none of
+- a probe in its place is given the base model's states (:mod:`lenvm_kernels.adapters.sglang_states`), and needs none of
   what is said above of the value model;
 - with speculative decoding they are drawn at every node of the drafts (:mod:`lenvm_kernels.adapters.sglang_drafts`);
 - what the steps did is counted (``--enable-metrics``), and requests get the lengths that they asked for
@@ -88,11 +88,11 @@ OPTIONS = {
     "enable_kv_cache_sharding": (False, _OTHER_SLOTS),
     "dcp_size": (1, _OTHER_SLOTS),
 }
-# Further ones beside a trunk.
-TRUNK_OPTIONS = {
+# Further ones beside a probe.
+PROBE_OPTIONS = {
     "enable_torch_compile": (False, _NOT_TRIED),
 }
-# Reasons that do not hold without a value model, nor with a trunk.
+# Reasons that do not hold without a value model, nor with a probe.
 _OF_A_VALUE_MODEL = (_FOREIGN_KEYS, _OTHER_SLOTS)
 
 
@@ -225,10 +225,10 @@ def load_value_model(_: None, runner: ModelRunner) -> None:
     settings.thoughts  # noqa: B018, loads the tokenizer before the first request
     device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device(runner.device)
     value_model = settings.load_value_model(runner.dtype, device)
-    states = load_trunk(settings, runner, options) if settings.has_trunk else None
+    states = load_probe(settings, runner, options) if settings.has_probe else None
     _guide = SGLangGuide(settings, value_model, device, drafts=drafts_a_step(options), states=states)
     if states is not None:
-        logger.info("LenVM: trunk %s in %s on %s", settings.value_model, states.trunk.dtype, states.trunk.device)
+        logger.info("LenVM: probe %s in %s on %s", settings.value_model, states.probe.dtype, states.probe.device)
         return
     if value_model is None:
         logger.info("LenVM: no value model; targets are met by the end tokens alone")
@@ -257,21 +257,21 @@ def check_pool(runner: ModelRunner) -> None:
     for kind, is_there in kinds.items():
         if is_there:
             raise ValueError(
-                f"LENVM_VALUE_MODEL must be a trunk or none with this base model, which has {kind}: {_OTHER_SLOTS}"
+                f"LENVM_VALUE_MODEL must be a probe or none with this base model, which has {kind}: {_OTHER_SLOTS}"
             )
 
 
-def load_trunk(settings: Settings, runner: ModelRunner, options: Any) -> SampledStates:
-    """The trunk, and what it reads of the base model."""
-    check_options(options, TRUNK_OPTIONS, "a trunk")
-    trunk = settings.load_trunk(runner.model_config.num_hidden_layers, input_embedding(runner.model))
-    layers = trunk.config.layers
-    if set(layers) != {trunk.config.num_layers}:
-        inner = f"a trunk of layers {list(layers)}"
+def load_probe(settings: Settings, runner: ModelRunner, options: Any) -> SampledStates:
+    """The probe, and what it reads of the base model."""
+    check_options(options, PROBE_OPTIONS, "a probe")
+    probe = settings.load_probe(runner.model_config.num_hidden_layers, input_embedding(runner.model))
+    layers = probe.config.layers
+    if set(layers) != {probe.config.num_layers}:
+        inner = f"a probe of layers {list(layers)}"
         if options.speculative_algorithm == "EAGLE3":
             raise ValueError(f"speculative_algorithm must not be EAGLE3 together with {inner}: {_OTHER_LAYERS}")
         check_options(options, {"enable_return_aux_hidden_states": (False, _OTHER_LAYERS)}, inner)
-    return SampledStates(runner.model, trunk)
+    return SampledStates(runner.model, probe)
 
 
 def leave_room(original: Callable, configurator: Any, budget_bytes: int, *, cap_tokens: int | None = None) -> Any:

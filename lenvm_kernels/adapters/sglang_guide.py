@@ -51,8 +51,8 @@ class SGLangGuide:
 
     Attributes:
         settings: of the plugin.
-        value_model: loaded beside the base model; None without one, and with a trunk.
-        states: of the base model, and the trunk that reads them; None without one.
+        value_model: loaded beside the base model; None without one, and with a probe.
+        states: of the base model, and the probe that reads them; None without one.
         device: of the base model.
         drafts: drafted tokens of a request in a step.
         step: the guided step; there is none until the engine has its slots.
@@ -104,7 +104,7 @@ class SGLangGuide:
         slots = pool.size + pool.page_size  # slot 0 of the engine is for padding, the last page is full
         self.runner = runner
         self.step = GuidedStep(
-            self.value_model if self.states is None else self.states.trunk,
+            self.value_model if self.states is None else self.states.probe,
             EngineSlots(runner.req_to_token_pool.req_to_token, slots),
             settings.step_config(
                 has_graphs=not cuda_graph_fully_disabled(),
@@ -307,7 +307,7 @@ class SGLangGuide:
                 predicts = wants_values and is_prompt
                 prompt_lengths = self.step.predict(sequences) if predicts and self.reads_tokens else None
                 output = self.step.step(scores, sequences, sampling, drawn=drawn, spans=self._spans)
-                if predicts and not self.reads_tokens:  # a trunk has values of candidates only
+                if predicts and not self.reads_tokens:  # a probe has values of candidates only
                     assert output.remaining_lengths is not None  # somebody asks for them, and a token is drawn
                     prompt_lengths = 1 + output.remaining_lengths
             if self.metrics is not None or wants_values:

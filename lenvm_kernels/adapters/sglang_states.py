@@ -1,4 +1,4 @@
-"""What a trunk needs of SGLang's base model: its input embedding, and its states where tokens are sampled."""
+"""What a probe needs of SGLang's base model: its input embedding, and its states where tokens are sampled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessor
 
 from lenvm_kernels.ops._common import FLOAT_DTYPES
-from lenvm_kernels.value_model import Trunk
+from lenvm_kernels.value_model import LengthProbe
 
 
 def input_embedding(model: Any) -> torch.Tensor:
@@ -42,27 +42,27 @@ class SampledStates:
     forward's stream, and comes before the next forward.
 
     Args:
-        model: the base model. Where the trunk reads what comes before its last state, the model has to hand over what
+        model: the base model. Where the probe reads what comes before its last state, the model has to hand over what
             its layers read, as it does for EAGLE3.
-        trunk: which reads the states.
+        probe: which reads the states.
 
     Attributes:
-        trunk: as above.
-        has_inner: whether the trunk reads what comes before the last state.
+        probe: as above.
+        has_inner: whether the probe reads what comes before the last state.
         row_bytes: of the memory for a row.
 
     Raises:
         ValueError: the model does not hand them over.
     """
 
-    def __init__(self, model: torch.nn.Module, trunk: Trunk) -> None:
-        self.trunk, layers, last = trunk, trunk.config.layers, trunk.config.num_layers
+    def __init__(self, model: torch.nn.Module, probe: LengthProbe) -> None:
+        self.probe, layers, last = probe, probe.config.layers, probe.config.num_layers
         inner = sorted({layer for layer in layers if layer < last})
         self.has_inner = bool(inner)
         if inner:
             capture_layers(model, inner)
         self._places = [[*inner, last].index(layer) for layer in layers]
-        self.row_bytes = trunk.config.state_size * trunk.dtype.itemsize
+        self.row_bytes = probe.config.state_size * probe.dtype.itemsize
         # A draft model has its own.
         self._processors = {id(module) for module in model.modules() if isinstance(module, LogitsProcessor)}
         self._inner_states: Any = None
@@ -74,8 +74,8 @@ class SampledStates:
 
     def allocate(self, rows: int) -> None:
         """Make room for so many rows; more are padding."""
-        trunk = self.trunk
-        self._rows = torch.zeros(rows, trunk.config.state_size, dtype=trunk.dtype, device=trunk.device)
+        probe = self.probe
+        self._rows = torch.zeros(rows, probe.config.state_size, dtype=probe.dtype, device=probe.device)
 
     def hide_inner(
         self,
@@ -140,6 +140,6 @@ def capture_layers(model: Any, layers: list[int]) -> None:
     kept = [getattr(module, "layers_to_capture", ()) for module in model.modules()]
     if layers not in (sorted(captured) for captured in kept if isinstance(captured, (list, tuple, set))):
         raise ValueError(
-            f"LENVM_VALUE_MODEL must be a trunk of the last state alone for a {type(model).__name__}, which does not "
+            f"LENVM_VALUE_MODEL must be a probe of the last state alone for a {type(model).__name__}, which does not "
             f"hand over what layers read, got one that reads layers {layers}, too"
         )

@@ -19,13 +19,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lenvm_kernels.adapters.trunk_states import TrunkStates
+from lenvm_kernels.adapters.probe_states import ProbeStates
 from lenvm_kernels.guidance import GuidanceParams, Thoughts, parse_guidance, text_breaks_of
 from lenvm_kernels.paged_slots import PagedSlots
 from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepConfig
 from lenvm_kernels.step.outputs import lengths_of
 from lenvm_kernels.types import Mode
-from lenvm_kernels.value_model import LenVMConfig, Trunk, ValueModel
+from lenvm_kernels.value_model import LengthProbe, LenVMConfig, ValueModel
 from lenvm_kernels.value_model.images import ImageSize, ImageTokens, image_positions, image_sizes
 
 Guidance = Mapping[str, Any] | GuidanceParams | None
@@ -49,7 +49,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
 
     Args:
         model: the base model, of any architecture; its ``generation_config`` gives the end-of-sequence tokens.
-        value_model: a value model with the base model's vocabulary, or a :class:`Trunk` of the base model, whose
+        value_model: a value model with the base model's vocabulary, or a :class:`LengthProbe` of the base model, whose
             layers get hooks for as long as the processor lives. If None, only ``near``, ``ge_near`` and ``le_near``
             guide (:class:`GuidedStep`).
         guidance: one request's parameters for all prompts (``custom_params`` as in :func:`parse_guidance`, or parsed),
@@ -83,7 +83,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
     def __init__(
         self,
         model: PreTrainedModel,
-        value_model: ValueModel | Trunk | None,
+        value_model: ValueModel | LengthProbe | None,
         guidance: Guidance | Sequence[Guidance],
         attention_mask: torch.Tensor,
         *,
@@ -99,10 +99,10 @@ class LenVMLogitsProcessor(LogitsProcessor):
         record: bool = False,
         backend: str = "auto",
     ) -> None:
-        self._states: TrunkStates | None = None
-        self._trunk = value_model if isinstance(value_model, Trunk) else None
-        if isinstance(value_model, Trunk):
-            self._states = TrunkStates(model, value_model.config.layers, last=True)
+        self._states: ProbeStates | None = None
+        self._probe = value_model if isinstance(value_model, LengthProbe) else None
+        if isinstance(value_model, LengthProbe):
+            self._states = ProbeStates(model, value_model.config.layers, last=True)
         elif value_model is not None:
             check_vocabulary(model, value_model, tokenizers)
         _check_sampling(temperature, top_k, top_p, min_p)
@@ -157,7 +157,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
         self._spans = {row: p for row, p in enumerate(params) if p is not None and p.has_span}
         self._needs_steps = any(p is not None and p.mode != Mode.UNGUIDED for p in params)
         self._wants_lengths = any(p is not None and p.return_values for p in params)
-        # By the prompts alone: their predicted lengths or, with a trunk, the states that their first tokens follow.
+        # By the prompts alone: their predicted lengths or, with a probe, the states that their first tokens follow.
         self._of_prompts: torch.Tensor | None = None
         self._table_rows = torch.arange(rows, device=device)
 
@@ -198,7 +198,7 @@ class LenVMLogitsProcessor(LogitsProcessor):
 
         Args:
             sequences: int64 ``[B, S + N]``; what ``generate`` returned, prompts first. A value model has read the
-                prompts alone; with a trunk it is the first new token and what is predicted to follow that.
+                prompts alone; with a probe it is the first new token and what is predicted to follow that.
 
         Returns:
             Tokens, end-of-sequence included; None for a prompt without ``return_values``, or without a finite value.
@@ -212,11 +212,11 @@ class LenVMLogitsProcessor(LogitsProcessor):
             raise ValueError(f"sequences must be [{len(rows)}, {width} + N], prompts and their outputs, got {came}")
         if lengths is None:
             return [None] * len(rows)
-        if self._trunk is not None:
+        if self._probe is not None:
             table, first = self._step.table, sequences[:, width].to(rows.device)
             options: dict[str, Any] = dict(table_rows=rows, backend=self._step.config.backend)
             options["generated"] = torch.zeros_like(self._prompt_lens)
-            _, predicted = self._trunk.value_logits(lengths, first[:, None].int(), table.columns, **options)
+            _, predicted = self._probe.value_logits(lengths, first[:, None].int(), table.columns, **options)
             lengths = 1 + lengths_of(predicted[:, 0], first, table, rows, torch.ones_like(rows, dtype=torch.bool))
         return [round(length, 3) if math.isfinite(length) else None for length in lengths.tolist()]
 
@@ -324,7 +324,7 @@ def generate(
     max_new_tokens: int,
     target_length: float | None = None,
     guidance: Guidance | Sequence[Guidance] = None,
-    value_model: ValueModel | Trunk | None = None,
+    value_model: ValueModel | LengthProbe | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     num_return_sequences: int = 1,
     processor_options: Mapping[str, Any] | None = None,
@@ -342,7 +342,7 @@ def generate(
         max_new_tokens: the most tokens to generate.
         target_length: new tokens to aim at, without the end-of-sequence token.
         guidance: parameters as in :class:`LenVMLogitsProcessor`; with ``target_length`` a mapping of further ones.
-        value_model: the value model, or a :class:`Trunk` of the base model. None: the target is met by the
+        value_model: the value model, or a :class:`LengthProbe` of the base model. None: the target is met by the
             end-of-sequence token alone.
         tokenizer: the base model's. With it outputs end where sentences do; give it unless you have a reason not to.
         num_return_sequences: outputs of each prompt, one below the other.

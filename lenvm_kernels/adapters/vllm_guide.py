@@ -32,7 +32,7 @@ from lenvm_kernels.adapters.vllm_layout import Layout
 from lenvm_kernels.adapters.vllm_options import check_one_part, check_options
 from lenvm_kernels.adapters.vllm_report import Predictions, Report
 from lenvm_kernels.adapters.vllm_requests import staged_tokens
-from lenvm_kernels.adapters.vllm_states import BaseStates, load_trunk, runner_of
+from lenvm_kernels.adapters.vllm_states import BaseStates, load_probe, runner_of
 from lenvm_kernels.guidance import GuidanceParams
 from lenvm_kernels.step import GuidedStep, Sampling, StepBatch, StepOutput
 from lenvm_kernels.value_model import KVCache, ValueModel
@@ -96,14 +96,14 @@ class Guide:
         self.settings, self.req_states, self.device = settings, req_states, req_states.device
         engine = vllm_config.model_config
         value_model = settings.load_value_model(engine.dtype, self.device)
-        trunk, self._states = None, None
-        if settings.has_trunk:
+        probe, self._states = None, None
+        if settings.has_probe:
             if (ranks := vllm_config.parallel_config.pipeline_parallel_size) > 1:
                 reason = "the last rank does not have the states of all layers"
-                raise ValueError(f"pipeline_parallel_size must be 1 together with a trunk, got {ranks}: {reason}")
+                raise ValueError(f"pipeline_parallel_size must be 1 together with a probe, got {ranks}: {reason}")
             runner = runner_of(req_states)
-            trunk = load_trunk(settings, engine, runner.get_model())
-            self._states = BaseStates(runner, trunk)
+            probe = load_probe(settings, engine, runner.get_model())
+            self._states = BaseStates(runner, probe)
         elif value_model is not None:
             check_vocabulary(settings, value_model.config.vocab_size, engine.get_vocab_size(), engine.tokenizer)
         group = get_tp_group() if vllm_config.parallel_config.tensor_parallel_size > 1 else None
@@ -120,7 +120,7 @@ class Guide:
         pages = None if value_model is None else self._num_pages(vllm_config, value_model, working)
         self.own = OwnSlots(rows, max_len, num_pages=pages, device=self.device)
         self.step = GuidedStep(
-            value_model if trunk is None else trunk,
+            value_model if probe is None else probe,
             self.own.slots,
             settings.step_config(
                 has_graphs=not engine.enforce_eager,
@@ -297,7 +297,7 @@ class Guide:
         predicted = drawn = None
         if self._begun and self.step.values.needs_tokens:
             predicted = self.step.predict(batch).view(len(slots), -1)[:, 0]
-        elif self._begun:  # a trunk values candidates only; the most probable first token represents the prompt
+        elif self._begun:  # a probe values candidates only; the most probable first token represents the prompt
             drawn = scores.argmax(1)
         output = self.step.step(scores, batch, sampling, drafts, drawn=drawn, spans=spans)
         if drawn is not None:

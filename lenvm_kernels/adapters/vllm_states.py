@@ -1,4 +1,4 @@
-"""What a trunk needs of vLLM's base model: its input embedding, and in every step what some of its layers read.
+"""What a probe needs of vLLM's base model: its input embedding, and in every step what some of its layers read.
 
 The engine gives a logits processor neither of them. They are taken from its model runner.
 """
@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from lenvm_kernels.adapters.settings import Settings
-from lenvm_kernels.value_model import Trunk
+from lenvm_kernels.value_model import LengthProbe
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -29,21 +29,21 @@ def runner_of(req_states: LogitsProcRequestState) -> GPUModelRunner:
     for found in gc.get_objects():
         if issubclass(type(found), GPUModelRunner) and found.req_states.all_token_ids is req_states.all_token_ids:
             return found
-    raise RuntimeError("LENVM_VALUE_MODEL must not be a trunk here: no model runner of vLLM has these requests")
+    raise RuntimeError("LENVM_VALUE_MODEL must not be a probe here: no model runner of vLLM has these requests")
 
 
-def load_trunk(settings: Settings, config: ModelConfig, model: torch.nn.Module) -> Trunk:
-    """The trunk of the settings, for the engine's base model.
+def load_probe(settings: Settings, config: ModelConfig, model: torch.nn.Module) -> LengthProbe:
+    """The probe of the settings, for the engine's base model.
 
     Raises:
-        ValueError: as :meth:`Settings.load_trunk`, or what it needs cannot be had here.
+        ValueError: as :meth:`Settings.load_probe`, or what it needs cannot be had here.
     """
     tables = (m for m in model.modules() if isinstance(m, VocabParallelEmbedding))
     embedding = next((m for m in tables if not isinstance(m, ParallelLMHead)), None)
     weight = getattr(embedding, "weight", None)  # quantized ones may be called otherwise
     if weight is None:
         raise ValueError(
-            f"LENVM_VALUE_MODEL must not be a trunk with this base model: {type(model).__name__} has no input "
+            f"LENVM_VALUE_MODEL must not be a probe with this base model: {type(model).__name__} has no input "
             "embedding that is not quantized"
         )
     weight = weight.detach()
@@ -52,7 +52,7 @@ def load_trunk(settings: Settings, config: ModelConfig, model: torch.nn.Module) 
         if added := embedding.num_added_embeddings:
             raise ValueError(f"the base model's embedding must have no tokens added for LoRA, got {added}")
         weight = get_tp_group().all_gather(weight, dim=0)[: embedding.org_vocab_size]
-    return settings.load_trunk(config.get_total_num_hidden_layers(), weight)
+    return settings.load_probe(config.get_total_num_hidden_layers(), weight)
 
 
 def show_layers(runner: GPUModelRunner, layers: list[int]) -> None:
@@ -68,7 +68,7 @@ def show_layers(runner: GPUModelRunner, layers: list[int]) -> None:
         reason = "the model that drafts would be given others, too"
     if reason is not None:
         raise ValueError(
-            f"LENVM_VALUE_MODEL must be a trunk of the last layer alone here, got one of layers {layers}, too: {reason}"
+            f"LENVM_VALUE_MODEL must be a probe of the last layer alone here, got one of layers {layers}, too: {reason}"
         )
     runner.model.set_aux_hidden_state_layers(tuple(layers))
     runner.use_aux_hidden_state_outputs = True
@@ -81,14 +81,14 @@ class BaseStates:
 
     Args:
         runner: the engine's, whose ``sample_tokens`` is wrapped: it makes logits of the states, and draws from them.
-        trunk: whose layers they are.
+        probe: whose layers they are.
 
     Raises:
         ValueError: as :func:`show_layers`.
     """
 
-    def __init__(self, runner: GPUModelRunner, trunk: Trunk) -> None:
-        layers, last = trunk.config.layers, trunk.config.num_layers
+    def __init__(self, runner: GPUModelRunner, probe: LengthProbe) -> None:
+        layers, last = probe.config.layers, probe.config.num_layers
         inner = sorted({*layers} - {last})
         if inner:
             show_layers(runner, inner)

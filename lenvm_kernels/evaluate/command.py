@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
     )
     parser.set_defaults(run=run_command)
     parser.add_argument("base", metavar="BASE", help="a Hugging Face directory or name, a .gguf file, or demo")
-    value_help = "value model, as BASE, or a trunk, or none; with --url it is the server's, and is not loaded"
+    value_help = "value model, as BASE, or a probe, or none; with --url it is the server's, and is not loaded"
     parser.add_argument("value", metavar="VALUE", help=value_help)
     output_help = "directory of the answers, numbers, tables and the plot; required"
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help=output_help)

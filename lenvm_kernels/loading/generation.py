@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from lenvm_kernels.adapters.transformers import Guidance, LenVMLogitsProcessor
 from lenvm_kernels.loading.models import Models
-from lenvm_kernels.value_model import Trunk, ValueModel
+from lenvm_kernels.value_model import LengthProbe, ValueModel
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Sampled:
 
 def sample(
     models: Models,
-    value_model: ValueModel | Trunk | None,
+    value_model: ValueModel | LengthProbe | None,
     inputs: Mapping[str, torch.Tensor],
     guidance: Guidance | Sequence[Guidance],
     *,

@@ -12,12 +12,12 @@ from transformers.utils import logging
 
 from lenvm_kernels.adapters.settings import NONE
 from lenvm_kernels.adapters.transformers import eos_token_ids
-from lenvm_kernels.loading import TRUNK, VALUE, model_path
-from lenvm_kernels.value_model import LenVMConfig, Trunk, ValueModel
+from lenvm_kernels.loading import PROBE, VALUE, model_path
+from lenvm_kernels.value_model import LengthProbe, LenVMConfig, ValueModel
 from lenvm_kernels.value_model.checkpoint import local_path
-from lenvm_kernels.value_model.trunk import is_trunk
+from lenvm_kernels.value_model.probe import is_probe
 
-DEMO, DEMO_TRUNK = "demo", "demo-trunk"
+DEMO, DEMO_PROBE = "demo", "demo-probe"
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Models:
     """A base model and a value model, ready to generate on one device."""
 
     model: PreTrainedModel
-    value_model: ValueModel | Trunk | None
+    value_model: ValueModel | LengthProbe | None
     tokenizer: PreTrainedTokenizerBase
     value_tokenizer: PreTrainedTokenizerBase
 
@@ -46,7 +46,7 @@ class Models:
         Args:
             model: a Hugging Face directory or cached name, a ``.gguf`` file, or ``demo`` for the packaged SmolLM2.
             value_model: as ``model``, where ``demo`` includes the shipped adapters and head; or a directory with a
-                trunk of the base model, ``demo-trunk`` for the shipped trunk, or ``none`` for no value model.
+                probe of the base model, ``demo-probe`` for the shipped probe, or ``none`` for no value model.
             value_head: file of the value head, see :meth:`ValueModel.from_pretrained`. If None, the head is in
                 ``value_model``. With ``demo``, the head is applied to the packaged SmolLM2 without adapters.
             device: device of both models.
@@ -58,16 +58,16 @@ class Models:
             ValueError, OSError, ImportError: a path, head, checkpoint or package is missing or does not fit.
         """
         path = locate(names[0], model)
-        value_model = str(TRUNK if value_model == DEMO_TRUNK else local_path(value_model))
-        value_path = None if is_trunk(value_model) or value_model == NONE else locate(names[1], value_model)
+        value_model = str(PROBE if value_model == DEMO_PROBE else local_path(value_model))
+        value_path = None if is_probe(value_model) or value_model == NONE else locate(names[1], value_model)
         head, adapter = (None, None) if value_path is None else _parts(value_model, value_head)
         quiet()
         tokenizer = load_tokenizer(names[0], path)
         base = AutoModelForCausalLM.from_pretrained(**source_of(path), dtype=dtype, use_safetensors=True)
         base = base.eval().to(device)
         alone = cls(base, None, tokenizer, tokenizer)
-        if is_trunk(value_model):
-            return replace(alone, value_model=Trunk.from_pretrained(value_model, *alone.of_trunk(), gamma=gamma))
+        if is_probe(value_model):
+            return replace(alone, value_model=LengthProbe.from_pretrained(value_model, *alone.of_probe(), gamma=gamma))
         if value_path is None:
             return alone
         if value_path == path and (head or adapter):
@@ -78,8 +78,8 @@ class Models:
         values = ValueModel.from_pretrained(value_path, head, adapter=adapter, dtype=dtype, device=device, gamma=gamma)
         return cls(base, values, tokenizer, value_tokenizer)
 
-    def of_trunk(self) -> tuple[int, torch.Tensor]:
-        """What :meth:`Trunk.from_pretrained` needs of the base model: layer count and input embedding ``[V, H]``."""
+    def of_probe(self) -> tuple[int, torch.Tensor]:
+        """The base model's layer count and input embedding ``[V, H]``, for :meth:`LengthProbe.from_pretrained`."""
         embedding: Any = self.model.get_input_embeddings()
         return self.model.config.get_text_config().num_hidden_layers, embedding.weight.detach()
 

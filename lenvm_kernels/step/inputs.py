@@ -109,8 +109,9 @@ class StepBatch(NamedTuple):
         new_lens: int32 ``[B]``; with ``tokens [B, N]``, how many of its row each sequence has grown by, 0 to N.
         active: bool ``[B]`` (None: all); requests to leave out of this and all later steps as if they had no guidance
             are False: those whose sequences have ended.
-        states: with a :class:`Trunk` ``[B, L H]`` in its dtype, with drafts ``[B (1 + D), L H]``; what the ``L`` layers
-            that it reads say after each token that scores follow, one layer's behind the other's. None without one.
+        states: hidden states of the base model after the last token, in the dtype of the :class:`LengthProbe`:
+            ``[B, L H]``, with drafts ``[B (1 + D), L H]``, the ``L`` layers that the probe reads concatenated. None
+            without a probe.
         counts: a ``value_stride`` counts this step. False: it is of first tokens alone, between steps of the others.
     """
 

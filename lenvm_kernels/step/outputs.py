@@ -19,8 +19,8 @@ class StepOutput:
 
     Attributes:
         candidates: of each request; ``status`` says what became of it, ``lost_mass`` what was cut off.
-        value_logits: fp32 ``[B, K]``, what guided; 0 where a candidate was not scored. Of a :class:`Trunk` they stand
-            for distributions (:func:`candidate_values`).
+        value_logits: fp32 ``[B, K]``; value logits of the candidates, 0 for candidates without a score. With a
+            :class:`LengthProbe` they stand for distributions (:func:`candidate_values`).
         probs: fp32 ``[B, K]``; guided probabilities of the candidates.
         tokens: int32 ``[B]``; the next tokens: with ``sample`` drawn from the candidates, else those of ``drawn``. -1
             for requests to be drawn by their own filters if that is not given; None without both.

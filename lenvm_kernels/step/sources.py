@@ -1,4 +1,4 @@
-"""The sources of a guided step's values: a value model, a trunk, or none."""
+"""The sources of a guided step's values: a value model, a probe, or none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lenvm_kernels.guidance.params import GuidanceParams, check_with_trunk, check_without_values
+from lenvm_kernels.guidance.params import GuidanceParams, check_with_probe, check_without_values
 from lenvm_kernels.guidance.table import GuidanceTable
 from lenvm_kernels.ops.candidate_values import num_counters
 from lenvm_kernels.ops.catch_up import catch_up, empty_delta
@@ -19,7 +19,7 @@ from lenvm_kernels.step.history import History
 from lenvm_kernels.step.inputs import SlotTable, StepConfig
 from lenvm_kernels.step.tensors import StepTensors
 from lenvm_kernels.types import DeltaTokens
-from lenvm_kernels.value_model import ImageTokens, KVCache, RaggedBatch, Trunk, ValueModel
+from lenvm_kernels.value_model import ImageTokens, KVCache, LengthProbe, RaggedBatch, ValueModel
 
 # Share of the rows of a forward in use, of those that it has room for with one delta token per request. A request with
 # five candidates of eight uses six of nine.
@@ -122,29 +122,29 @@ class ConstantValues(ValueSource):
         return z, z
 
 
-class TrunkValues(ValueSource):
-    """A trunk's: from the base model's own states, which every step is given.
+class ProbeValues(ValueSource):
+    """A probe's: from the base model's own states, which every step is given.
 
     Args:
-        trunk: what makes values of them.
+        probe: what makes values of them.
         tensors: of the step.
         table: of its requests.
         config: of the step.
     """
 
-    def __init__(self, trunk: Trunk, tensors: StepTensors, table: GuidanceTable, config: StepConfig) -> None:
-        self._trunk, self._tensors, self._table = trunk, tensors, table
+    def __init__(self, probe: LengthProbe, tensors: StepTensors, table: GuidanceTable, config: StepConfig) -> None:
+        self._probe, self._tensors, self._table = probe, tensors, table
         rows, columns = tensors.scored.token_ids.shape
         self._options: dict[str, Any] = dict(
-            counters=torch.zeros(num_counters(rows, columns), dtype=torch.int32, device=trunk.device),
+            counters=torch.zeros(num_counters(rows, columns), dtype=torch.int32, device=probe.device),
             backend=config.backend,
         )
-        self.needs_states: tuple[int, torch.dtype] = (trunk.config.state_size, trunk.dtype)
+        self.needs_states: tuple[int, torch.dtype] = (probe.config.state_size, probe.dtype)
 
     def add_request(self, table_row: int, params: GuidanceParams | None) -> None:
         """See :class:`ValueSource`."""
         if params is not None:
-            check_with_trunk(params)
+            check_with_probe(params)
 
     def value_logits(
         self, requests: int, nodes: int, states: torch.Tensor | None = None
@@ -152,7 +152,7 @@ class TrunkValues(ValueSource):
         """See :class:`ValueSource`."""
         assert states is not None
         rows = self._tensors.rows(requests, nodes)
-        return self._trunk.value_logits(
+        return self._probe.value_logits(
             states,
             rows.scored.token_ids,
             self._table.columns,
@@ -165,8 +165,8 @@ class TrunkValues(ValueSource):
         """See :class:`ValueSource`."""
         scored, known = self._tensors.scored.token_ids, self._tensors.rows(1).nodes
         (size, dtype), device = self.needs_states, scored.device
-        for rows in self._trunk.rows_of_every_tile(len(scored)):
-            self._trunk.value_logits(
+        for rows in self._probe.rows_of_every_tile(len(scored)):
+            self._probe.value_logits(
                 torch.zeros(rows, size, dtype=dtype, device=device),
                 torch.full_like(scored[:rows], -1),
                 self._table.columns,

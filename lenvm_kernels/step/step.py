@@ -32,11 +32,11 @@ from lenvm_kernels.step.graphs import bucket_of
 from lenvm_kernels.step.history import History
 from lenvm_kernels.step.inputs import Sampling, SlotTable, StepBatch, StepConfig
 from lenvm_kernels.step.outputs import StepOutput, lengths_after, lengths_of
-from lenvm_kernels.step.sources import ConstantValues, ModelValues, TrunkValues, ValueSource
+from lenvm_kernels.step.sources import ConstantValues, ModelValues, ProbeValues, ValueSource
 from lenvm_kernels.step.tensors import StepRows, StepTensors, apply_spans
 from lenvm_kernels.step.warm_up import calls_of_every_kind
 from lenvm_kernels.types import Candidates, Drafts, Mode, SpanNodes, StepRequests
-from lenvm_kernels.value_model import ImageTokens, KVCache, Trunk, ValueModel
+from lenvm_kernels.value_model import ImageTokens, KVCache, LengthProbe, ValueModel
 
 # Outputs that wait for the end of a sentence end this many tokens late, measured with Qwen2.5-Coder-1.5B and SmolLM2
 # (bench/results/nvidia-h200/real-model).
@@ -58,9 +58,9 @@ class GuidedStep:
     ``lenvm.sample``.
 
     Args:
-        value_model: the value model; or a :class:`Trunk`, which makes values of the base model's states that each step
-            is given; None: there is none, and only ``near``, ``ge_near`` and ``le_near`` guide
-            (:class:`ConstantValues`). Of the last two no prompt has to be told, and slots are not looked at.
+        value_model: the value model, or a :class:`LengthProbe`, which computes values from the base model's states of
+            each step. If None, only ``near``, ``ge_near`` and ``le_near`` guide (:class:`ConstantValues`). With a probe
+            or without values :meth:`extend` is not needed, and slots are ignored.
         slots: where the engine keeps tokens: :class:`PagedSlots`, or :class:`EngineSlots` of an engine's own.
         config: :class:`StepConfig`.
 
@@ -79,17 +79,17 @@ class GuidedStep:
         >>> step.add_request(3, parse_guidance({"target_length": 200}), eos_token_ids={151_645}, prompt_len=17)
     """
 
-    def __init__(self, value_model: ValueModel | Trunk | None, slots: SlotTable, config: StepConfig) -> None:
-        trunk, value_model = (value_model, None) if isinstance(value_model, Trunk) else (None, value_model)
+    def __init__(self, value_model: ValueModel | LengthProbe | None, slots: SlotTable, config: StepConfig) -> None:
+        probe, value_model = (value_model, None) if isinstance(value_model, LengthProbe) else (None, value_model)
         self.config = config = checks.completed(config, value_model, slots)
-        if trunk is not None and trunk.device != slots.table.device:
-            raise ValueError(f"value_model must be on {slots.table.device} as the slots, got one on {trunk.device}")
+        if probe is not None and probe.device != slots.table.device:
+            raise ValueError(f"value_model must be on {slots.table.device} as the slots, got one on {probe.device}")
         device, table_rows = slots.table.device, slots.table.shape[0]
         self.max_requests = config.max_requests or table_rows
         self.value_model, self.device, self.slot_table = value_model, device, slots.table
         # One row more than the engine has: of the requests that fill a batch up to its graph's size.
         self._padding_row = table_rows
-        early = EARLY_WITH_VALUES if trunk is not None or value_model is not None else EARLY_WITHOUT_VALUES
+        early = EARLY_WITH_VALUES if probe is not None or value_model is not None else EARLY_WITHOUT_VALUES
         self.table = GuidanceTable(
             table_rows + 1,
             device,
@@ -104,8 +104,8 @@ class GuidedStep:
         self._history = History(table_rows + 1, config.max_delta, device, reads_tokens=value_model is not None)
         self.values: ValueSource
         self.cache: KVCache | None = None
-        if trunk is not None:
-            self.values = TrunkValues(trunk, self._tensors, self.table, config)
+        if probe is not None:
+            self.values = ProbeValues(probe, self._tensors, self.table, config)
         elif value_model is None:
             self.values = ConstantValues(table_rows + 1, self._tensors, device)
         else:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lenvm_kernels.cli_arguments import (
     KINDS,
-    TRUNK,
+    PROBE,
     VALUE_MODEL,
     add_device,
     add_dtype,
@@ -20,7 +20,7 @@ from lenvm_kernels.cli_arguments import (
     positive,
     usage_errors,
 )
-from lenvm_kernels.training.settings import RATE_ADAPTERS, RATE_FULL, RATE_TRUNK
+from lenvm_kernels.training.settings import RATE_ADAPTERS, RATE_FULL, RATE_PROBE
 
 
 def add(commands: Any) -> None:
@@ -32,14 +32,14 @@ def add(commands: Any) -> None:
         epilog="example: lenvm collect demo --output answers --num-prompts 50 --max-new-tokens 256",
     )
     _add_first(parser, _run_collect, "base model", "directory of the answers")
-    parser.add_argument("--value", metavar="VALUE", help="trunk or value model that guides the beginnings of answers")
+    parser.add_argument("--value", metavar="VALUE", help="probe or value model that guides the beginnings of answers")
     parser.add_argument("--url", metavar="SERVER", help="SGLang or vLLM server that samples (default: in process)")
     _add_answers(parser)
 
     parser = commands.add_parser(
         "fit",
-        help="train a trunk or a value model on collected answers",
-        description="Train a trunk, which predicts remaining lengths from the base model's own states; or, with --kind "
+        help="train a probe or a value model on collected answers",
+        description="Train a probe, which predicts remaining lengths from the base model's own states; or, with --kind "
         f"{VALUE_MODEL}, a second model with a value head. The same command resumes an interrupted training of a value "
         "model. On several GPUs: torchrun --nproc_per_node N -m lenvm_kernels.cli fit ...",
         epilog="example: lenvm fit demo --answers answers --output fitted",
@@ -52,7 +52,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
         help="collect, fit and evaluate in turn",
-        description="Collect answers, fit a trunk or a value model, collect answers that it guides, fit on all "
+        description="Collect answers, fit a probe or a value model, collect answers that it guides, fit on all "
         "answers, and measure how well target lengths are met. The same command resumes an interrupted run.",
         epilog="example: lenvm train demo --output trained --num-prompts 50 --max-new-tokens 256 --dtype bfloat16",
     )
@@ -103,13 +103,13 @@ def _add_answers(parser: Any) -> None:
 
 def _add_fitting(parser: Any) -> None:
     group = parser.add_argument_group("training")
-    group.add_argument("--kind", choices=KINDS, default=TRUNK, help="(default: %(default)s)")
+    group.add_argument("--kind", choices=KINDS, default=PROBE, help="(default: %(default)s)")
     _add_numbers(group, epochs=(2, "passes over the answers"))
-    rate_help = f"(default: {RATE_TRUNK:g} for a trunk, {RATE_ADAPTERS:g} for adapters, {RATE_FULL:g} for all weights)"
+    rate_help = f"(default: {RATE_PROBE:g} for a probe, {RATE_ADAPTERS:g} for adapters, {RATE_FULL:g} for all weights)"
     group.add_argument("--learning-rate", type=positive(float), metavar="R", help=rate_help)
     gamma_help = "discount (default: the 99th percentile of lengths has the value 0.99)"
     group.add_argument("--gamma", type=float, metavar="G", help=gamma_help)
-    group = parser.add_argument_group(f"training with --kind {TRUNK}")
+    group = parser.add_argument_group(f"training with --kind {PROBE}")
     layers_help = "layers whose inputs it reads (default: the output layer)"
     group.add_argument("--layers", type=positive(int), nargs="+", metavar="N", help=layers_help)
     _add_numbers(group, states=(None, "maximum number of tokens in memory (default: 1000000)"))

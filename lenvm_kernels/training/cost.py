@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from lenvm_kernels.cli_arguments import TRUNK
+from lenvm_kernels.cli_arguments import PROBE
 from lenvm_kernels.loading.models import source_of
 from lenvm_kernels.loading.prompts import TRAIN
 from lenvm_kernels.training.collect import Plan
@@ -43,7 +43,7 @@ def estimate(plan: Plan, how: Fitting, rounds: int, base: Path, backbone: Path, 
     of_training = sum(prompt.split == TRAIN for prompt in plan.prompts) / len(plan.prompts)
     for number in range(1, rounds + 1):
         answered = number * of_training * (tokens + plan.samples * sum(prompts))
-        if how.kind == TRUNK:
+        if how.kind == PROBE:
             flops = 2 * answered * size
             memory = 2 * size + 2 * min(how.states, answered) * len(how.layers or [0]) * config.hidden_size
         else:  # a frozen weight has no gradient, and 2 bytes; a trained one has 16 with its gradient and moments

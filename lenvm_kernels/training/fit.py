@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from lenvm_kernels.cli_arguments import TRUNK, VALUE_MODEL
+from lenvm_kernels.cli_arguments import PROBE, VALUE_MODEL
 from lenvm_kernels.evaluate.resumable_lines import check_plan
 from lenvm_kernels.loading.models import load_tokenizer, locate, quiet, source_of
 from lenvm_kernels.loading.prompts import TEST, TRAIN
 from lenvm_kernels.training.answers import AnswerStore
 from lenvm_kernels.training.collect import vocabulary
 from lenvm_kernels.training.measures import measure
+from lenvm_kernels.training.probe import fit_probe
 from lenvm_kernels.training.settings import Fitting
 from lenvm_kernels.training.targets import examples_of, gamma_of
-from lenvm_kernels.training.trunk import fit_trunk
 from lenvm_kernels.training.value_model import fit_value_model
 from lenvm_kernels.value_model import ValueModelConfig
 
@@ -37,7 +37,7 @@ MEASURES = {
 
 
 def check_model(how: Fitting, name: str, flag: str) -> Path:
-    """Locate the base model of a trunk or the backbone of a value model; errors name the flag."""
+    """Locate the base model of a probe or the backbone of a value model; errors name the flag."""
     path = locate(flag, name)
     config = AutoConfig.from_pretrained(**source_of(path))
     count = config.get_text_config().num_hidden_layers
@@ -47,7 +47,7 @@ def check_model(how: Fitting, name: str, flag: str) -> Path:
         try:
             facts = ValueModelConfig.from_hf(config)
         except ValueError as error:
-            raise ValueError(f"{flag} does not fit --kind {VALUE_MODEL}, --kind {TRUNK} does: {error}") from error
+            raise ValueError(f"{flag} does not fit --kind {VALUE_MODEL}, --kind {PROBE} does: {error}") from error
         if facts.vision is not None:
             raise ValueError(f"{flag} must be a text model with --kind {VALUE_MODEL}, got {config.model_type!r}")
     return path
@@ -63,7 +63,7 @@ def fit(how: Fitting, model: str, folders: Sequence[Path], output: Path, command
         ValueError: the answers have another vocabulary, or ``output`` holds another training.
     """
     quiet()
-    is_trunk = how.kind == TRUNK
+    is_probe = how.kind == PROBE
     path = check_model(how, model, "BASE")
     stores = [AnswerStore.open(folder) for folder in folders]
     own = vocabulary(load_tokenizer("BASE", path))
@@ -86,11 +86,11 @@ def fit(how: Fitting, model: str, folders: Sequence[Path], output: Path, command
         return report
 
     training, held_out = (
-        [examples_of(store, split, gamma, of_prompts=not is_trunk) for store in stores] for split in (TRAIN, TEST)
+        [examples_of(store, split, gamma, of_prompts=not is_probe) for store in stores] for split in (TRAIN, TEST)
     )
     examples = [example for of_store in training for example in of_store]
-    if is_trunk:
-        facts, values = fit_trunk(how, model, examples, held_out, gamma, output)
+    if is_probe:
+        facts, values = fit_probe(how, model, examples, held_out, gamma, output)
     else:
         facts, values = fit_value_model(how, path, examples, held_out, gamma, plan, output)
         if not facts:

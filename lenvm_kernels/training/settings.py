@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lenvm_kernels.cli_arguments import TRUNK, VALUE_MODEL
+from lenvm_kernels.cli_arguments import PROBE, VALUE_MODEL
 
 # Flags that only one kind has, and their defaults.
 OF_KIND: dict[str, dict[str, Any]] = {
-    TRUNK: dict(layers=None, states=1_000_000),
+    PROBE: dict(layers=None, states=1_000_000),
     VALUE_MODEL: dict(lora_rank=16, batch_size=8, accumulation=8, gradient_checkpointing=False, save_steps=100),
 }
-# Learning rates of a trunk, of adapters, and of all weights (arXiv 2604.27039).
-RATE_TRUNK, RATE_ADAPTERS, RATE_FULL = 2e-3, 2e-4, 2e-5
+# Learning rates of a probe, of adapters, and of all weights (arXiv 2604.27039).
+RATE_PROBE, RATE_ADAPTERS, RATE_FULL = 2e-3, 2e-4, 2e-5
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Fitting:
 
     Attributes:
         gamma: discount of the values. If None, the 99th percentile of the lengths has the value 0.99.
-        layers: layers whose states a trunk reads, see :class:`TrunkConfig`. If None, the states of the output layer.
+        layers: layers whose states a probe reads, see :class:`ProbeConfig`. If None, the states of the output layer.
         lora_rank: rank of the adapters; 0 trains all weights.
         dtype: ``"float32"`` or ``"bfloat16"``, of forwards and of frozen weights.
     """
@@ -64,5 +64,5 @@ class Fitting:
             raise ValueError(f"--device must be cpu or cuda with --kind {VALUE_MODEL}, got {args.device!r}")
         if given["learning_rate"] is None:
             of_value_model = RATE_ADAPTERS if given["lora_rank"] else RATE_FULL
-            given["learning_rate"] = RATE_TRUNK if args.kind == TRUNK else of_value_model
+            given["learning_rate"] = RATE_PROBE if args.kind == PROBE else of_value_model
         return cls(**given)

@@ -65,7 +65,7 @@ def targets(answer: Answer, gamma: float, tail: float) -> torch.Tensor:
 def examples_of(store: AnswerStore, split: str, gamma: float, *, of_prompts: bool = True) -> list[Example]:
     """The answers of a split that have a target, sorted by key; tails are estimated on the training prompts.
 
-    If ``of_prompts`` is False, the state at the last token of a prompt has no target: a trunk values candidates.
+    If ``of_prompts`` is False, the state at the last token of a prompt has no target: a probe values candidates.
     """
     tail = tail_factor(store.of_split(TRAIN), gamma)
     found = []

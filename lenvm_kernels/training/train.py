@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from lenvm_kernels.cli_arguments import TRUNK
+from lenvm_kernels.cli_arguments import PROBE
 from lenvm_kernels.evaluate import command as evaluate
 from lenvm_kernels.loading import spread
 from lenvm_kernels.loading.models import load_tokenizer, locate, quiet, tokens_of
@@ -25,8 +25,8 @@ def train(args: argparse.Namespace, command: str) -> None:
     if args.evaluate_prompts < 0:
         raise ValueError(f"--evaluate-prompts must be at least 0, got {args.evaluate_prompts}")
     plan, how = Plan.of(args), Fitting.of(args)
-    if args.backbone is not None and how.kind == TRUNK:
-        raise ValueError(f"--backbone requires --kind value-model, got --kind {TRUNK}")
+    if args.backbone is not None and how.kind == PROBE:
+        raise ValueError(f"--backbone requires --kind value-model, got --kind {PROBE}")
     quiet()
     model, base = args.backbone or args.base, locate("BASE", args.base)
     path = check_model(how, model, "BASE" if args.backbone is None else "--backbone")

@@ -1,4 +1,4 @@
-"""The value model: its checkpoint, the tokens of a forward, and the forward; and the trunk, which needs none."""
+"""The value model: its checkpoint, the tokens of a forward, and the forward; and the probe, which needs none."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from lenvm_kernels.value_model.images import image_positions as image_positions
     from lenvm_kernels.value_model.lenvm_config import LenVMConfig as LenVMConfig
     from lenvm_kernels.value_model.model import ValueModel as ValueModel
+    from lenvm_kernels.value_model.probe import LengthProbe as LengthProbe
     from lenvm_kernels.value_model.ragged_batch import KVCache as KVCache
     from lenvm_kernels.value_model.ragged_batch import RaggedBatch as RaggedBatch
-    from lenvm_kernels.value_model.trunk import Trunk as Trunk
 
 # Imported when first used: an engine's front end reads a model's configuration without the operators.
 _MODULES = {
@@ -19,7 +19,7 @@ _MODULES = {
     "KVCache": "ragged_batch",
     "LenVMConfig": "lenvm_config",
     "RaggedBatch": "ragged_batch",
-    "Trunk": "trunk",
+    "LengthProbe": "probe",
     "ValueModel": "model",
     "ValueModelConfig": "checkpoint",
     "image_positions": "images",

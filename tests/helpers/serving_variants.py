@@ -21,8 +21,8 @@ from bench.models import make_config
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.step import EngineSlots, GuidedStep, StepBatch, StepConfig
 from lenvm_kernels.types import Drafts
-from lenvm_kernels.value_model import Trunk, ValueModel
-from lenvm_kernels.value_model.trunk import TrunkConfig
+from lenvm_kernels.value_model import LengthProbe, ValueModel
+from lenvm_kernels.value_model.probe import ProbeConfig
 from tests.helpers.engine import take_step
 from tests.helpers.padded_step import PaddedStep
 
@@ -112,13 +112,13 @@ def calls(step, rows, vocab):
     }
 
 
-def random_trunk(size):
+def random_probe(size):
     """Of a base model whose states have so many numbers."""
-    trunk = TrunkConfig("none", (1,), 1, size, 600, "", tuple(range(1, 31)))
+    probe = ProbeConfig("none", (1,), 1, size, 600, "", tuple(range(1, 31)))
     shapes = {"projection": (2 * 256, size), "embedding": (256, size), "fc": (128, 256), "bins": (29, 128)}
     tensors = {f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
     tensors |= {f"{name}.bias": torch.zeros(shape[0]) for name, shape in shapes.items()}
-    return Trunk(trunk, tensors, torch.zeros(600, size, dtype=torch.bfloat16))
+    return LengthProbe(probe, tensors, torch.zeros(600, size, dtype=torch.bfloat16))
 
 
 def main() -> None:
@@ -136,9 +136,9 @@ def serve(vocab):
         ("with graphs", PaddedStep, {}),
         ("without graphs", GuidedStep, {}),
         ("with drafts", PaddedStep, {"max_drafts": 3}),
-        ("with a trunk", GuidedStep, {}),
+        ("with a probe", GuidedStep, {}),
     ):
-        model = random_trunk(512) if name == "with a trunk" else ValueModel(config, tensors)
+        model = random_probe(512) if name == "with a probe" else ValueModel(config, tensors)
         keys.clear()
         slots = EngineSlots(torch.zeros(MAX_ROWS, 1024, dtype=torch.int32), 1000)
         options |= dict(vocab_size=vocab, chunk_tokens=CHUNK_TOKENS, backend="triton")

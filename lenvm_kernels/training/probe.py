@@ -1,4 +1,4 @@
-"""Fit of a trunk: the distribution of remaining lengths from a base model's states and a candidate's embedding.
+"""Fit of a probe: the distribution of remaining lengths from a base model's states and a candidate's embedding.
 
 The loss is the negative log-likelihood of the bin of the remaining length, or of all later bins if the answer was cut.
 The base model runs once over every answer and is not changed.
@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from lenvm_kernels.adapters.probe_states import ProbeStates
 from lenvm_kernels.adapters.settings import NONE
-from lenvm_kernels.adapters.trunk_states import TrunkStates
 from lenvm_kernels.loading.models import Models
 from lenvm_kernels.ops.candidate_values import MAX_BINS
 from lenvm_kernels.training.answers import Answer
 from lenvm_kernels.training.settings import Fitting
 from lenvm_kernels.training.standardized import StandardizedLinear
 from lenvm_kernels.training.targets import Example
-from lenvm_kernels.value_model.trunk import TrunkConfig, embedding_hash, write_trunk
+from lenvm_kernels.value_model.probe import ProbeConfig, embedding_hash, write_probe
 
 # Ratio of neighboring bin edges, and of the last edge to the longest answer: the last bin holds tails of cut answers.
 GROWTH, BEYOND = 1.18, 1.5
@@ -37,14 +37,14 @@ STANDARDIZED, MEASURED_AT_ONCE = 50_000, 16_384
 
 
 def edges_of(longest: int) -> tuple[int, ...]:
-    """Bin edges for answers of at most ``longest`` tokens, see :class:`TrunkConfig`."""
+    """Bin edges for answers of at most ``longest`` tokens, see :class:`ProbeConfig`."""
     last = max(math.ceil(BEYOND * longest), 2)
     count = min(MAX_BINS, math.ceil(math.log(last, GROWTH)))
     return tuple(np.unique(np.geomspace(1, last, count + 1).round().astype(int)).tolist())
 
 
 class Rows(NamedTuple):
-    """Training data of a trunk, a row per token of an answer.
+    """Training data of a probe, a row per token of an answer.
 
     Attributes:
         states: ``[N, L H]`` in the base model's dtype, states of the layers before the token.
@@ -71,7 +71,7 @@ def tokens_valued(answer: Answer) -> range:
 @torch.no_grad()
 def rows_of(models: Models, layers: tuple[int, ...], examples: Sequence[Example], most: float = math.inf) -> Rows:
     """Run the base model over answers, and keep about ``most`` rows, drawn by torch's default generator."""
-    decoder, kept = models.model.get_decoder(), TrunkStates(models.model, layers, last=False)
+    decoder, kept = models.model.get_decoder(), ProbeStates(models.model, layers, last=False)
     forward_tokens = 1536 if models.model.device.type == "cpu" else 16384
     sequences = [[*example.prompt, *example.answer.ids] for example in examples]
     share = most / max(1, sum(len(tokens_valued(example.answer)) for example in examples))
@@ -95,8 +95,8 @@ def rows_of(models: Models, layers: tuple[int, ...], examples: Sequence[Example]
     return Rows(*map(torch.cat, zip(*(found[i] for i in range(len(examples))), strict=True)))
 
 
-class TrunkHead(nn.Module):
-    """The network of a trunk, from a sample of its states ``[N, L H]``, the embedding ``[V, H]``, and bin edges."""
+class ProbeHead(nn.Module):
+    """The network of a probe, from a sample of its states ``[N, L H]``, the embedding ``[V, H]``, and bin edges."""
 
     table: Tensor
     edges: Tensor
@@ -127,7 +127,7 @@ class TrunkHead(nn.Module):
 
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors for :class:`Trunk`, on the CPU, for raw states and embeddings."""
+        """Tensors for :class:`LengthProbe`, on the CPU, for raw states and embeddings."""
         found: dict[str, Tensor] = {f"fc.{name}": tensor for name, tensor in self.fc.named_parameters()}
         found |= {f"bins.{name}": tensor for name, tensor in self.bins.named_parameters()}
         for name, layer in (("projection", self.projection), ("embedding", self.embedding)):
@@ -146,7 +146,7 @@ def likelihood(logits: Tensor, remaining: Tensor, is_cut: Tensor, edges: Tensor)
     return -torch.where(is_cut, some_later, log_probs.gather(1, bin_of[:, None])[:, 0])
 
 
-def fit_head(head: TrunkHead, rows: Rows, how: Fitting) -> list[float]:
+def fit_head(head: ProbeHead, rows: Rows, how: Fitting) -> list[float]:
     """Train a head in place, and return the mean negative log-likelihood per epoch."""
     device, count = head.edges.device, len(rows.token_ids)
     optimizer = torch.optim.AdamW(head.parameters(), lr=how.learning_rate, weight_decay=WEIGHT_DECAY)
@@ -174,7 +174,7 @@ def fit_head(head: TrunkHead, rows: Rows, how: Fitting) -> list[float]:
     return found
 
 
-def fit_trunk(
+def fit_probe(
     how: Fitting,
     base: str,
     training: Sequence[Example],
@@ -182,7 +182,7 @@ def fit_trunk(
     gamma: float,
     output: Path,
 ) -> tuple[dict[str, Any], list[list[Tensor]]]:
-    """Train a trunk and write it to ``output / "value"``.
+    """Train a probe and write it to ``output / "value"``.
 
     Returns:
         Facts for the report, and the values of every held-out example.
@@ -191,9 +191,9 @@ def fit_trunk(
         raise ValueError("--answers must have answers of two tokens or more to training prompts, got none")
     models = Models.load(base, NONE, device=how.device, dtype=getattr(torch, how.dtype), names=("BASE", "--value"))
     torch.manual_seed(how.seed)
-    num_layers, embedding = models.of_trunk()
+    num_layers, embedding = models.of_probe()
     edges = edges_of(max(len(example.answer.ids) for example in training))
-    config = TrunkConfig(
+    config = ProbeConfig(
         base=base,
         layers=tuple(how.layers or [num_layers]),
         num_layers=num_layers,
@@ -204,9 +204,9 @@ def fit_trunk(
     )
     rows = rows_of(models, config.layers, training, how.states)
     sampled = torch.randperm(len(rows.token_ids))[:STANDARDIZED]
-    head = TrunkHead(rows.states[sampled], embedding, edges).to(how.device)
+    head = ProbeHead(rows.states[sampled], embedding, edges).to(how.device)
     losses = fit_head(head, rows, how)
-    write_trunk(config, head.tensors(), gamma, output / "value")
+    write_probe(config, head.tensors(), gamma, output / "value")
     values: list[list[Tensor]] = []
     for examples in held_out:
         counts = [len(example.targets) for example in examples]

@@ -1,22 +1,22 @@
-"""Trunks of random tensors, and what their values should be."""
+"""Probes of random tensors, and what their values should be."""
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from lenvm_kernels.adapters.trunk_states import TrunkStates
+from lenvm_kernels.adapters.probe_states import ProbeStates
 from lenvm_kernels.guidance import parse_guidance
 from lenvm_kernels.guidance.table import GuidanceTable
-from lenvm_kernels.value_model import Trunk
-from lenvm_kernels.value_model.trunk import TrunkConfig, embedding_hash, write_trunk
+from lenvm_kernels.value_model import LengthProbe
+from lenvm_kernels.value_model.probe import ProbeConfig, embedding_hash, write_probe
 
 BIN_EDGES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-def write_random_trunk(folder, base, layers=None, seed=5, gamma=0.99):
-    """Write a trunk of a ``transformers`` model, which reads these layers (None: the last alone)."""
+def write_random_probe(folder, base, layers=None, seed=5, gamma=0.99):
+    """Write a probe of a ``transformers`` model, which reads these layers (None: the last alone)."""
     count, embedding = model_sizes(base)
     bins, size, outputs = len(BIN_EDGES) - 1, 16, 24
-    config = TrunkConfig(
+    config = ProbeConfig(
         "tiny",
         layers=layers or (count,),
         num_layers=count,
@@ -36,7 +36,7 @@ def write_random_trunk(folder, base, layers=None, seed=5, gamma=0.99):
     for name, shape in shapes.items():
         tensors[f"{name}.weight"] = torch.randn(shape, generator=generator) * 2 * shape[1] ** -0.5
         tensors[f"{name}.bias"] = torch.randn(shape[:1], generator=generator)
-    write_trunk(config, tensors, gamma, folder)
+    write_probe(config, tensors, gamma, folder)
 
 
 def model_sizes(base):
@@ -45,24 +45,24 @@ def model_sizes(base):
 
 
 @torch.no_grad()
-def trunk_values(base_path, trunk_path, rows):
+def probe_values(base_path, probe_path, rows):
     """Value logits that guide, ``[rows, K]``, from a forward of ``transformers`` for each row.
 
     Args:
-        base_path, trunk_path: directories of the base model and its trunk.
+        base_path, probe_path: directories of the base model and its probe.
         rows: of each the request's parameters, tokens of its prompt, its tokens, and candidates.
     """
     base = AutoModelForCausalLM.from_pretrained(base_path, dtype=torch.float32).eval()
-    trunk = Trunk.from_pretrained(trunk_path, *model_sizes(base))
-    states = TrunkStates(base, trunk.config.layers, last=True)
+    probe = LengthProbe.from_pretrained(probe_path, *model_sizes(base))
+    states = ProbeStates(base, probe.config.layers, last=True)
     table, found = GuidanceTable(len(rows), torch.device("cpu"), max_eos=1, max_scaled_tokens=1), []
     for row, (guidance, prompt_len, tokens, _) in enumerate(rows):
-        params = parse_guidance(guidance, gamma=0.99, strength=trunk.lenvm_config.strength)
+        params = parse_guidance(guidance, gamma=0.99, strength=probe.lenvm_config.strength)
         table.add_request(row, params, set(), prompt_len=prompt_len)
         base(torch.tensor([tokens]))
         found.append(states.take())
     table.flush()
-    return trunk.value_logits(
+    return probe.value_logits(
         torch.cat(found),
         torch.tensor([candidates for *_, candidates in rows], dtype=torch.int32),
         table.columns,

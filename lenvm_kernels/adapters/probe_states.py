@@ -1,4 +1,4 @@
-"""The states of a ``transformers`` model that a trunk reads, caught on their way through its layers."""
+"""The states of a ``transformers`` model that a probe reads, caught on their way through its layers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from transformers import PreTrainedModel
 
 
-class TrunkStates:
+class ProbeStates:
     """What some layers of a model said in its last forward.
 
     Hooks stay on the model for as long as this object lives.
 
     Args:
         model: a causal language model of ``transformers``.
-        layers: as in :class:`TrunkConfig`.
+        layers: as in :class:`ProbeConfig`.
         last: keep those of the last position alone.
 
     Raises:

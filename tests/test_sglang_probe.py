@@ -1,4 +1,4 @@
-"""A trunk in the SGLang plugin, in the real server on a CPU and without it. Elsewhere skipped."""
+"""A probe in the SGLang plugin, in the real server on a CPU and without it. Elsewhere skipped."""
 
 import json
 import math
@@ -23,8 +23,9 @@ from lenvm_kernels.adapters.settings import Settings
 from lenvm_kernels.adapters.sglang_states import SampledStates, input_embedding
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.types import Status
-from lenvm_kernels.value_model import Trunk
+from lenvm_kernels.value_model import LengthProbe
 from tests.helpers.models import random_model
+from tests.helpers.probes import write_random_probe
 from tests.helpers.sglang_server import (
     GENTLE,
     HIDDEN,
@@ -37,17 +38,16 @@ from tests.helpers.sglang_server import (
     write_checkpoints,
     write_eagle,
 )
-from tests.helpers.trunks import write_random_trunk
 
 LAYERS, GAMMA = 3, 0.9
-TRUNKS = {"last": (LAYERS,), "deep": (2, LAYERS, 1)}
+PROBES = {"last": (LAYERS,), "deep": (2, LAYERS, 1)}
 NEAR = [{"target_length": 12}, {"target_length": 40, "op": "ge_near"}, {"target_length": 30, "op": "le_near"}]
 ATOL = 5e-4  # on value logits of O(1), fp32
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The models of every other test, and two trunks of the base: of its last state, and of what else it says, too."""
+    """The models of every other test, and two probes of the base: of its last state, and of what else it says, too."""
     folder = tmp_path_factory.mktemp("models")
     write_checkpoints(folder)
     write_base(folder, Qwen2ForCausalLM, Qwen2Config(**TINY | {"num_hidden_layers": LAYERS}))
@@ -58,8 +58,8 @@ def folder(tmp_path_factory):
 def write_base(folder, model_class, config):
     base = random_model(model_class, config, seed=0)
     base.save_pretrained(folder / "base")
-    for name, layers in TRUNKS.items():
-        write_random_trunk(folder / name, base, layers, gamma=GAMMA)
+    for name, layers in PROBES.items():
+        write_random_probe(folder / name, base, layers, gamma=GAMMA)
 
 
 def base_of(folder):
@@ -73,8 +73,8 @@ def engine(folder):
         yield server
 
 
-def load_trunk(folder, base):
-    return Trunk.from_pretrained(folder / "deep", LAYERS, base.get_input_embeddings().weight.detach())
+def load_probe(folder, base):
+    return LengthProbe.from_pretrained(folder / "deep", LAYERS, base.get_input_embeddings().weight.detach())
 
 
 @torch.no_grad()
@@ -85,9 +85,9 @@ def states_of(base, config, sequence):
 
 
 def check_steps(folder, prompts, guidance, results, steps):
-    """Every value of every traced step is what the trunk says of a plain forward; returns how many there were."""
+    """Every value of every traced step is what the probe says of a plain forward; returns how many there were."""
     base = base_of(folder)
-    trunk = load_trunk(folder, base)
+    probe = load_probe(folder, base)
     found, expected = [], []
     for prompt, params, result in zip(prompts, guidance, results, strict=True):
         sequence = [*prompt, *result["output_ids"]]
@@ -101,10 +101,10 @@ def check_steps(folder, prompts, guidance, results, steps):
         assert all(sequence[row["length"]] in row["token_ids"] for row in rows)
         ids, values = (torch.tensor([row[name] for row in rows]) for name in ("token_ids", "value_logits"))
         lengths = torch.tensor([row["length"] for row in rows])
-        parsed = parse_guidance(params, gamma=GAMMA, strength=trunk.lenvm_config.strength)
+        parsed = parse_guidance(params, gamma=GAMMA, strength=probe.lenvm_config.strength)
         table = GuidanceTable.from_params([parsed], [set()], "cpu")
-        z, _ = trunk.value_logits(
-            states_of(base, trunk.config, sequence)[lengths - 1],
+        z, _ = probe.value_logits(
+            states_of(base, probe.config, sequence)[lengths - 1],
             ids,
             table.columns,
             table_rows=torch.zeros(len(rows), dtype=torch.int64),
@@ -154,12 +154,12 @@ def test_predicted_lengths(folder, engine):
     prompts, guidance = prompts_of(9, 40, 14, seed=2), [wants, wants | NEAR[0], wants | GENTLE]
     results, _ = engine.generate(prompts, guidance)
     base = base_of(folder)
-    trunk = load_trunk(folder, base)
+    probe = load_probe(folder, base)
     for prompt, params, result in zip(prompts, guidance, results, strict=True):
         sequence = [*prompt, *result["output_ids"]]
         table = GuidanceTable.from_params([parse_guidance(params)], [set()], "cpu")
-        _, z = trunk.value_logits(
-            states_of(base, trunk.config, sequence)[len(prompt) - 1 : -1],
+        _, z = probe.value_logits(
+            states_of(base, probe.config, sequence)[len(prompt) - 1 : -1],
             torch.tensor(result["output_ids"])[:, None],
             table.columns,
             table_rows=torch.zeros(16, dtype=torch.int64),
@@ -171,11 +171,11 @@ def test_predicted_lengths(folder, engine):
         assert result["meta_info"]["predicted_output_length"] == pytest.approx([1 + found[0].item()], abs=2e-3)
 
 
-def test_what_a_trunk_cannot_give_is_refused(engine):
+def test_what_a_probe_cannot_give_is_refused(engine):
     custom_params = {"target_length": 9, "value_min": 0.1}
     response = engine.post(input_ids=[5, 6], sampling_params={**SAMPLING, "custom_params": custom_params})
     assert response.status_code == 400
-    assert "value_min must be absent with near and a trunk, got 0.1" in response.json()["error"]["message"]
+    assert "value_min must be absent with near and a probe, got 0.1" in response.json()["error"]["message"]
     assert engine.metrics()["fallbacks_total"] == 0
 
 
@@ -271,9 +271,9 @@ def weight(folder):
 
 @pytest.fixture
 def guide(folder, weight, monkeypatch):
-    """The guidance of this process, as if an engine had loaded the trunk of several layers for a base model."""
+    """The guidance of this process, as if an engine had loaded the probe of several layers for a base model."""
     base = DeepBase(weight)
-    states = SampledStates(base, Trunk.from_pretrained(folder / "deep", LAYERS, weight))
+    states = SampledStates(base, LengthProbe.from_pretrained(folder / "deep", LAYERS, weight))
     guide = sglang_guide.SGLangGuide(Settings(folder / "deep"), None, torch.device("cpu"), drafts=2, states=states)
     guide.processor = base.logits_processor
     monkeypatch.setattr(sglang_adapter, "_guide", guide)
@@ -319,7 +319,7 @@ def prompts_metadata(lens, starts):
     ],
 )
 def test_states_of_the_rows_that_are_sampled(guide, metadata, sampled):
-    """In the trunk's order of the layers; the engine finds its own states, and nothing of the inner ones."""
+    """In the probe's order of the layers; the engine finds its own states, and nothing of the inner ones."""
     states = rows_of(9)
     guide.states.allocate(7)
     pruned, inner = prune(guide.processor, states, metadata)
@@ -381,29 +381,29 @@ def test_the_embedding_of_a_base_model():
 
 
 @pytest.mark.parametrize(
-    ("trunk", "base", "given", "message"),
+    ("probe", "base", "given", "message"),
     [
-        ("last", Base, {"enable_torch_compile": True}, "enable_torch_compile must be False together with a trunk"),
-        ("deep", DeepBase, {"speculative_algorithm": "EAGLE3"}, r"must not be EAGLE3 .* trunk of layers \[2, 3, 1\]"),
+        ("last", Base, {"enable_torch_compile": True}, "enable_torch_compile must be False together with a probe"),
+        ("deep", DeepBase, {"speculative_algorithm": "EAGLE3"}, r"must not be EAGLE3 .* probe of layers \[2, 3, 1\]"),
         ("deep", DeepBase, {"enable_return_aux_hidden_states": True}, "enable_return_aux_hidden_states must be False"),
-        ("deep", Base, {}, r"must be a trunk of the last state alone for a Base, .* reads layers \[1, 2\]"),
-        ("deep", OtherBase, {}, "must be a trunk of the last state alone for a OtherBase"),
+        ("deep", Base, {}, r"must be a probe of the last state alone for a Base, .* reads layers \[1, 2\]"),
+        ("deep", OtherBase, {}, "must be a probe of the last state alone for a OtherBase"),
         ("last", Base, {"layers": 4}, "the base model must be 'tiny' with 3 layers, got one with 4"),
         ("last", Base, {"speculative_algorithm": "EAGLE3"}, None),
         ("deep", DeepBase, {"speculative_algorithm": "EAGLE"}, None),
     ],
 )
-def test_what_a_trunk_does_not_go_with_is_refused_at_start(folder, weight, trunk, base, given, message):
+def test_what_a_probe_does_not_go_with_is_refused_at_start(folder, weight, probe, base, given, message):
     layers = given.pop("layers", LAYERS)
     runner = SimpleNamespace(model=base(weight), model_config=SimpleNamespace(num_hidden_layers=layers))
     options = dict(enable_torch_compile=False, speculative_algorithm=None)
     options = SimpleNamespace(**options | {"enable_return_aux_hidden_states": False} | given)
     with nullcontext() if message is None else pytest.raises(ValueError, match=message):
-        sglang_adapter.load_trunk(Settings(folder / trunk), runner, options)
+        sglang_adapter.load_probe(Settings(folder / probe), runner, options)
 
 
 @pytest.mark.parametrize("reads_tokens", [False, True])
-def test_requests_beside_a_trunk(folder, monkeypatch, reads_tokens):
+def test_requests_beside_a_probe(folder, monkeypatch, reads_tokens):
     """What a value model has to read or to have seen is nothing to it."""
     monkeypatch.setenv("LENVM_VALUE_MODEL", str(folder / ("value" if reads_tokens else "last")))
     Settings.current.cache_clear()

@@ -27,7 +27,7 @@ from lenvm_kernels.types import GuidanceColumns
 from lenvm_kernels.value_model.checkpoint import local_path
 from lenvm_kernels.value_model.lenvm_config import LenVMConfig
 
-CONFIG_FILE, TENSORS_FILE = "trunk_config.json", "trunk.safetensors"
+CONFIG_FILE, TENSORS_FILE = "probe_config.json", "probe.safetensors"
 # Default of requests. On SmolLM2 and Qwen2.5 40 brings more answers near their targets than 10, at the same perplexity.
 STRENGTH = 40.0
 # Tokens whose embeddings are hashed.
@@ -35,8 +35,8 @@ HASHED_TOKENS = 4096
 
 
 @dataclass(frozen=True)
-class TrunkConfig:
-    """The base model that a trunk's values are of, and what they are made from.
+class ProbeConfig:
+    """The base model that a probe's values are of, and what they are made from.
 
     Attributes:
         base: its name, for whoever reads it.
@@ -71,7 +71,7 @@ class TrunkConfig:
             raise ValueError(f"bin_edges must be {accepted}, got {list(edges)}")
 
     @classmethod
-    def read(cls, folder: Path) -> TrunkConfig:
+    def read(cls, folder: Path) -> ProbeConfig:
         """Of a directory.
 
         Raises:
@@ -124,11 +124,11 @@ def embedding_hash(embedding: torch.Tensor) -> str:
     return hashlib.sha256(signs.numpy().tobytes()).hexdigest()[:16]
 
 
-class Trunk:
+class LengthProbe:
     """Values from a base model's states.
 
     Args:
-        config: :class:`TrunkConfig`.
+        config: :class:`ProbeConfig`.
         tensors: ``projection.weight [2 D, L H]`` and ``projection.bias [2 D]``, which make ``scale`` and then ``shift``
             of the states of ``L`` layers, ``embedding.weight [D, H]`` and ``embedding.bias [D]``, ``fc.weight [E, D]``
             and ``fc.bias [E]``, ``bins.weight [N, E]`` and ``bins.bias [N]``.
@@ -146,7 +146,7 @@ class Trunk:
 
     def __init__(
         self,
-        config: TrunkConfig,
+        config: ProbeConfig,
         tensors: Mapping[str, torch.Tensor],
         embedding: torch.Tensor,
         *,
@@ -176,11 +176,11 @@ class Trunk:
         *,
         dtype: torch.dtype | None = None,
         gamma: float | None = None,
-    ) -> Trunk:
+    ) -> LengthProbe:
         """Load it for a base model.
 
         Args:
-            path: a directory with ``trunk_config.json``, ``trunk.safetensors`` and ``lenvm_config.json``, or
+            path: a directory with ``probe_config.json``, ``probe.safetensors`` and ``lenvm_config.json``, or
                 ``owner/name`` of one in the Hugging Face cache.
             num_layers, embedding: of the base model, which has to be the one that it was trained for.
             dtype: as above.
@@ -191,7 +191,7 @@ class Trunk:
             ValueError: as the class, or a file that cannot be read.
         """
         path = local_path(path)
-        config, tensors = read_trunk(path)
+        config, tensors = read_probe(path)
         config.check_base(num_layers, embedding)
         return cls(config, tensors, embedding, dtype=dtype, lenvm_config=LenVMConfig.read(path, gamma))
 
@@ -225,8 +225,8 @@ class Trunk:
         return rows_of_every_tile(most, [(*weight.shape, False, weight.dtype)])
 
 
-def check_tensors(config: TrunkConfig, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError unless these are tensors of a trunk, by name."""
+def check_tensors(config: ProbeConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError unless these are tensors of a probe, by name."""
     names = [f"{part}.{kind}" for part in ("projection", "embedding", "fc", "bins") for kind in ("weight", "bias")]
     if sorted(tensors) != sorted(names):
         raise ValueError(f"tensors must be {', '.join(names)}, got {', '.join(sorted(tensors))}")
@@ -245,26 +245,26 @@ def check_tensors(config: TrunkConfig, tensors: Mapping[str, torch.Tensor]) -> N
             raise ValueError(f"{name} must be {list(shape)}, got {list(tensors[name].shape)}")
 
 
-def is_trunk(path: str | Path) -> bool:
-    """Whether a directory has a trunk."""
+def is_probe(path: str | Path) -> bool:
+    """Whether a directory has a probe."""
     return (Path(path) / CONFIG_FILE).is_file()
 
 
-def read_trunk(folder: Path) -> tuple[TrunkConfig, dict[str, torch.Tensor]]:
-    """What a directory says of a trunk.
+def read_probe(folder: Path) -> tuple[ProbeConfig, dict[str, torch.Tensor]]:
+    """What a directory says of a probe.
 
     Raises:
         FileNotFoundError: a file is not there.
         ValueError: a file that cannot be read, or tensors that are missing, unexpected or misshapen, by name.
     """
-    config = TrunkConfig.read(folder)
+    config = ProbeConfig.read(folder)
     tensors = load_file(folder / TENSORS_FILE)
     check_tensors(config, tensors)
     return config, tensors
 
 
-def write_trunk(config: TrunkConfig, tensors: Mapping[str, torch.Tensor], gamma: float, folder: Path) -> None:
-    """Write a directory that :meth:`Trunk.from_pretrained` loads, in fp16."""
+def write_probe(config: ProbeConfig, tensors: Mapping[str, torch.Tensor], gamma: float, folder: Path) -> None:
+    """Write a directory that :meth:`LengthProbe.from_pretrained` loads, in fp16."""
     folder.mkdir(parents=True, exist_ok=True)
     check_tensors(config, tensors)
     save_file({name: tensor.half().contiguous() for name, tensor in tensors.items()}, folder / TENSORS_FILE)

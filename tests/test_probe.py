@@ -1,4 +1,4 @@
-"""A trunk: its checkpoint, a guided step with it, and ``generate`` of transformers, against values of each sequence."""
+"""A probe: its checkpoint, a guided step with it, and ``generate`` of transformers, against values of each sequence."""
 
 import gc
 import json
@@ -11,20 +11,20 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import lenvm_kernels
+from lenvm_kernels.adapters.probe_states import ProbeStates
 from lenvm_kernels.adapters.transformers import LenVMLogitsProcessor
-from lenvm_kernels.adapters.trunk_states import TrunkStates
 from lenvm_kernels.guidance import GuidanceTable, parse_guidance
 from lenvm_kernels.ops.reweight_scatter import reweight_scatter
 from lenvm_kernels.types import Drafts
-from lenvm_kernels.value_model import Trunk
-from lenvm_kernels.value_model.trunk import CONFIG_FILE, TENSORS_FILE
+from lenvm_kernels.value_model import LengthProbe
+from lenvm_kernels.value_model.probe import CONFIG_FILE, TENSORS_FILE
 from tests.helpers.engine import make_step, random_scores, take_step
 from tests.helpers.models import EOS, TINY, VOCAB, random_model
-from tests.helpers.trunks import model_sizes, trunk_values, write_random_trunk
+from tests.helpers.probes import model_sizes, probe_values, write_random_probe
 
 NEAR = {"target_length": 20, "strength": 4, "gamma": 0.99}
 SAMPLING = dict(top_k=4, top_p=1.0, min_p=0.0, sample=True)
-# Of rows that differ in every way that a trunk looks at; the third is not guided, the last not by a near constraint.
+# Of rows that differ in every way that a probe looks at; the third is not guided, the last not by a near constraint.
 GUIDANCE = [
     NEAR,
     NEAR | {"op": "ge_near", "strength": 2},
@@ -41,14 +41,14 @@ def base():
 
 @pytest.fixture(scope="module", params=[(3,), (2, 3, 1)], ids=["last", "several"])
 def folder(request, base, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trunk")
-    write_random_trunk(folder, base, request.param)
+    folder = tmp_path_factory.mktemp("probe")
+    write_random_probe(folder, base, request.param)
     return folder
 
 
 @pytest.fixture(scope="module")
-def trunk(folder, base):
-    return Trunk.from_pretrained(folder, *model_sizes(base))
+def probe(folder, base):
+    return LengthProbe.from_pretrained(folder, *model_sizes(base))
 
 
 def table_of(guidance, early=0.0):
@@ -58,14 +58,14 @@ def table_of(guidance, early=0.0):
     return table.columns
 
 
-def states_of(trunk, rows, seed=1):
-    return torch.randn(rows, trunk.config.state_size, generator=torch.Generator().manual_seed(seed))
+def states_of(probe, rows, seed=1):
+    return torch.randn(rows, probe.config.state_size, generator=torch.Generator().manual_seed(seed))
 
 
-def test_the_network_by_torch_modules(trunk, folder, base):
+def test_the_network_by_torch_modules(probe, folder, base):
     """What is stored, in fp64, and the mean of two bins of which each other one has no probability."""
     stored = {name: tensor.double() for name, tensor in load_file(folder / TENSORS_FILE).items()}
-    embedding, states = base.get_input_embeddings().weight.double(), states_of(trunk, 2)
+    embedding, states = base.get_input_embeddings().weight.double(), states_of(probe, 2)
     scale, shift = nn.functional.linear(states.double(), stored["projection.weight"], stored["projection.bias"]).chunk(
         2, 1
     )
@@ -74,24 +74,24 @@ def test_the_network_by_torch_modules(trunk, folder, base):
         nn.functional.linear(nn.functional.silu(shift + scale * e), stored["fc.weight"], stored["fc.bias"])
     )
     probs = nn.functional.linear(hidden, stored["bins.weight"], stored["bins.bias"]).softmax(1)
-    edges = torch.tensor(trunk.config.bin_edges).double()
+    edges = torch.tensor(probe.config.bin_edges).double()
     values = probs @ (1 - 0.99 ** ((edges[:-1] + edges[1:] - 1) / 2))
     rows = dict(table_rows=torch.tensor([0, 0]), generated=torch.zeros(2).int())
     table = table_of([{"value_mode": "mul", "value_scale": 2, "gamma": 0.99}])
-    found, mean = trunk.value_logits(states, torch.tensor([[5], [7]]), table, **rows)
+    found, mean = probe.value_logits(states, torch.tensor([[5], [7]]), table, **rows)
     torch.testing.assert_close(mean[:, 0].double(), torch.logit(values), rtol=1e-4, atol=1e-4)
     assert torch.equal(found, mean) and not mean.requires_grad
 
 
 @pytest.mark.parametrize("has_text_breaks", [False, True])
-def test_a_step_is_guided_by_values_of_its_states(trunk, has_text_breaks):
+def test_a_step_is_guided_by_values_of_its_states(probe, has_text_breaks):
     """Rows of the table in another order than those of the batch."""
     breaks = torch.zeros(VOCAB, dtype=torch.int8) if has_text_breaks else None
-    step, _ = make_step(trunk, max_candidates=4, text_breaks=breaks)
+    step, _ = make_step(probe, max_candidates=4, text_breaks=breaks)
     table_rows, prompt_lens, generated = [6, 1, 3, 0, 5], [3, 1, 4, 2, 6], torch.tensor([5, 0, 3, 12, 2]).int()
     for row, guidance, prompt_len in zip(table_rows, GUIDANCE, prompt_lens, strict=True):
         step.add_request(row, parse_guidance(guidance) if guidance else None, {EOS}, prompt_len=prompt_len)
-    scores, states = random_scores(5).softmax(1), states_of(trunk, 5)
+    scores, states = random_scores(5).softmax(1), states_of(probe, 5)
     tokens, rows = torch.tensor([3, 4, 5, 6, 7]), torch.tensor(table_rows)
     lengths = torch.tensor(prompt_lens).int() + generated
     output = take_step(step, scores, tokens, rows, lengths, states=states, drawn=tokens, **SAMPLING)
@@ -101,7 +101,7 @@ def test_a_step_is_guided_by_values_of_its_states(trunk, has_text_breaks):
     of_rows = dict(table_rows=torch.tensor(guided), generated=generated[guided])
     ids = output.candidates.token_ids[guided]
     table = table_of(GUIDANCE, 6.0 * has_text_breaks)
-    expected, mean = trunk.value_logits(states[guided], ids, table, **of_rows)
+    expected, mean = probe.value_logits(states[guided], ids, table, **of_rows)
     torch.testing.assert_close(output.value_logits[guided], expected, rtol=1e-4, atol=1e-4)
     again = reweight_scatter(output.candidates, output.value_logits, table, generated=generated, text_breaks=breaks)
     torch.testing.assert_close(output.probs, again, rtol=0, atol=1e-6)
@@ -112,18 +112,18 @@ def test_a_step_is_guided_by_values_of_its_states(trunk, has_text_breaks):
     assert output.remaining_lengths[:3].isnan().all() and (expected[2] - mean[2]).abs().max() > 0.1
 
 
-def test_with_drafts_every_node_has_states(trunk):
-    step, _ = make_step(trunk, max_candidates=4, max_drafts=2)
+def test_with_drafts_every_node_has_states(probe):
+    step, _ = make_step(probe, max_candidates=4, max_drafts=2)
     for row, guidance in ((2, GUIDANCE[0]), (4, GUIDANCE[3])):
         step.add_request(row, parse_guidance(guidance), {EOS}, prompt_len=2)
     drafts = Drafts(torch.tensor([[8, 9], [10, -1]]).int(), torch.tensor([[-1, 0], [-1, -1]]).int())
-    states, rows = states_of(trunk, 6), torch.tensor([2, 4])
+    states, rows = states_of(probe, 6), torch.tensor([2, 4])
     lengths = torch.tensor([5, 9]).int()
     output = take_step(
         step, random_scores(6).softmax(1), torch.tensor([5, 6]), rows, lengths, drafts=drafts, states=states, **SAMPLING
     )
     of_nodes = dict(table_rows=torch.tensor([0, 0, 0, 1, 1, 1]), generated=torch.tensor([3, 4, 5, 7, 8, 9]).int())
-    expected, _ = trunk.value_logits(
+    expected, _ = probe.value_logits(
         states, output.candidates.token_ids, table_of([GUIDANCE[0], GUIDANCE[3]]), **of_nodes
     )
     are_there = [0, 1, 2, 3, 4]  # the last node has no draft
@@ -139,11 +139,11 @@ def test_with_drafts_every_node_has_states(trunk):
         ("fewer", r"batch.states must be float32 \[2, \d+\] on cpu, got float32 \[1, "),
     ],
 )
-def test_states_are_checked(trunk, states, message):
-    step, _ = make_step(trunk)
+def test_states_are_checked(probe, states, message):
+    step, _ = make_step(probe)
     step.add_request(0, parse_guidance(NEAR), {EOS})
     given = (
-        {"half": states_of(trunk, 2).half(), "fewer": states_of(trunk, 1)}.get(states)
+        {"half": states_of(probe, 2).half(), "fewer": states_of(probe, 1)}.get(states)
         if isinstance(states, str)
         else states
     )
@@ -152,9 +152,9 @@ def test_states_are_checked(trunk, states, message):
         take_step(step, random_scores(2).softmax(1), *of_rows, states=given, **SAMPLING)
 
 
-def test_what_a_trunk_cannot_do_is_refused(trunk):
-    step, _ = make_step(trunk)
-    with pytest.raises(ValueError, match=r"value_min must be absent with near and a trunk, got 0.5"):
+def test_what_a_probe_cannot_do_is_refused(probe):
+    step, _ = make_step(probe)
+    with pytest.raises(ValueError, match=r"value_min must be absent with near and a probe, got 0.5"):
         step.add_request(0, parse_guidance(NEAR | {"value_min": 0.5}), {EOS})
     step.add_request(0, parse_guidance(GUIDANCE[4] | {"value_min": 0.5}), {EOS})
     plain, _ = make_step(None)
@@ -162,7 +162,7 @@ def test_what_a_trunk_cannot_do_is_refused(trunk):
         ValueError, match=r"batch.states must be None unless values are made of the base model's states"
     ):
         of_row = torch.tensor([5]), torch.tensor([0]), torch.tensor([3]).int()
-        take_step(plain, random_scores(1).softmax(1), *of_row, states=states_of(trunk, 1), **SAMPLING)
+        take_step(plain, random_scores(1).softmax(1), *of_row, states=states_of(probe, 1), **SAMPLING)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -171,12 +171,12 @@ def test_generate_is_guided_by_the_models_own_states(base, folder, dtype, tmp_pa
     model = LlamaForCausalLM(base.config).to(dtype).eval()
     model.load_state_dict(base.state_dict())
     model.save_pretrained(tmp_path)  # each sequence's values are computed in fp32
-    trunk = Trunk.from_pretrained(folder, *model_sizes(model))
-    assert trunk.dtype == dtype
+    probe = LengthProbe.from_pretrained(folder, *model_sizes(model))
+    assert probe.dtype == dtype
     ids = torch.tensor([[5, 6, 7, 8, 9, 10], [0, 0, 0, 11, 12, 13], [0] * 5 + [14]])
     mask, guidance = (ids != 0).long(), [NEAR, NEAR | {"op": "ge_near"}, NEAR | {"target_length": 7}]
     options = dict(max_new_tokens=8, temperature=0.7, top_k=4, record=True)
-    processor = LenVMLogitsProcessor(model, trunk, guidance, mask, **options)
+    processor = LenVMLogitsProcessor(model, probe, guidance, mask, **options)
     torch.manual_seed(0)
     output = model.generate(input_ids=ids, attention_mask=mask, pad_token_id=0, **processor.generation_kwargs)
     count = 0
@@ -192,7 +192,7 @@ def test_generate_is_guided_by_the_models_own_states(base, folder, dtype, tmp_pa
             )
             for row in rows
         ]
-        expected = trunk_values(tmp_path, folder, asked)
+        expected = probe_values(tmp_path, folder, asked)
         tolerance = dict(rtol=1e-3, atol=1e-3) if dtype == torch.float32 else dict(rtol=0.1, atol=0.15)
         torch.testing.assert_close(record.value_logits[rows], expected, **tolerance)
         count += len(rows)
@@ -200,25 +200,25 @@ def test_generate_is_guided_by_the_models_own_states(base, folder, dtype, tmp_pa
 
 
 @torch.no_grad()
-def test_output_lengths_are_predicted_by_the_first_tokens(base, trunk):
+def test_output_lengths_are_predicted_by_the_first_tokens(base, probe):
     ids, wants = torch.tensor([[5, 6, 7, 8], [0, 0, 11, 12], [0, 0, 0, 14], [0, 0, 0, 15]]), {"return_values": True}
     mask, guidance = (ids != 0).long(), [wants, NEAR | wants | {"gamma": 0.95}, NEAR, wants]
-    processor = LenVMLogitsProcessor(base, trunk, guidance, mask, max_new_tokens=3)
+    processor = LenVMLogitsProcessor(base, probe, guidance, mask, max_new_tokens=3)
     torch.manual_seed(0)
     output = base.generate(input_ids=ids, attention_mask=mask, pad_token_id=0, **processor.generation_kwargs)
     output[0, 4], output[3, 4] = 33, EOS  # any token, the end among them
-    found, states = processor.predicted_output_lengths(output), TrunkStates(base, trunk.config.layers, last=True)
+    found, states = processor.predicted_output_lengths(output), ProbeStates(base, probe.config.layers, last=True)
     for row, gamma in enumerate((0.99, 0.95)):
         base(ids[row : row + 1, mask[row] == 1])
         operands = states.take(), output[row, None, 4:5].int(), table_of([NEAR | {"gamma": gamma}])
-        _, mean = trunk.value_logits(*operands, table_rows=torch.tensor([0]), generated=torch.zeros(1).int())
+        _, mean = probe.value_logits(*operands, table_rows=torch.tensor([0]), generated=torch.zeros(1).int())
         assert found[row] == pytest.approx(1 + nn.functional.softplus(mean).item() / -math.log(gamma), abs=5e-3)
     assert found[2:] == [None, 1.0]
 
 
-def test_targets_are_met_by_a_trunk_that_knows(base, tmp_path):
+def test_targets_are_met_by_a_probe_that_knows(base, tmp_path):
     """A head that says by a candidate's embedding alone whether 2 or 40 tokens follow: short targets take the one."""
-    write_random_trunk(tmp_path, base, (3,))
+    write_random_probe(tmp_path, base, (3,))
     tensors = load_file(tmp_path / TENSORS_FILE)
     tensors = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     direction = base.get_input_embeddings().weight.detach()[20].half()
@@ -227,10 +227,10 @@ def test_targets_are_met_by_a_trunk_that_knows(base, tmp_path):
     tensors["fc.weight"][0, 0] = 20
     tensors["bins.weight"][1, 0], tensors["bins.weight"][5, 0], tensors["bins.bias"][5] = 20, -20, 20
     save_file(tensors, tmp_path / TENSORS_FILE)
-    trunk = Trunk.from_pretrained(tmp_path, *model_sizes(base))
+    probe = LengthProbe.from_pretrained(tmp_path, *model_sizes(base))
     rows = dict(table_rows=torch.tensor([0, 1]), generated=torch.zeros(2).int())
     table = table_of([NEAR | {"target_length": 3}, NEAR | {"target_length": 45}])
-    logits, _ = trunk.value_logits(states_of(trunk, 2), torch.tensor([[20, 21]] * 2), table, **rows)
+    logits, _ = probe.value_logits(states_of(probe, 2), torch.tensor([[20, 21]] * 2), table, **rows)
     lengths = nn.functional.softplus(logits) / -math.log(0.99)
     distance = ((lengths + 2) / (torch.tensor([[3.0], [45.0]]) + 2)).log().abs()
     assert distance[0, 0] < 0.4 < 2 < distance[0, 1] and distance[1, 1] < 0.4 < 2 < distance[1, 0]
@@ -246,7 +246,7 @@ def test_hooks_end_with_what_they_serve():
     def hooks():
         return [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
 
-    before, states = hooks(), TrunkStates(model, (1, 3), last=True)
+    before, states = hooks(), ProbeStates(model, (1, 3), last=True)
     assert sum(hooks()) == sum(before) + 2
     with pytest.raises(RuntimeError, match="has not run since its states were taken"):
         states.take()
@@ -262,7 +262,7 @@ def test_hooks_end_with_what_they_serve():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layers": [4]}, r"trunk_config.json: layers must be of 1 to num_layers = 3, got \[4\]"),
+        ({"layers": [4]}, r"probe_config.json: layers must be of 1 to num_layers = 3, got \[4\]"),
         ({"bin_edges": [1, 1]}, r"bin_edges must be 2 to 65 ascending integers of at least 1, got \[1, 1\]"),
         ({"hidden_size": 0}, "hidden_size must be an integer of at least 1, got 0"),
         ({"more": 1}, "must hold the fields base, layers, .*, got .*more"),
@@ -273,22 +273,22 @@ def test_hooks_end_with_what_they_serve():
     ],
 )
 def test_another_base_model_is_refused(base, tmp_path, change, message):
-    write_random_trunk(tmp_path, base)
+    write_random_probe(tmp_path, base)
     file = tmp_path / CONFIG_FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ValueError, match=message):
-        Trunk.from_pretrained(tmp_path, *model_sizes(base))
+        LengthProbe.from_pretrained(tmp_path, *model_sizes(base))
 
 
-def test_a_base_model_of_another_size_is_refused(trunk):
+def test_a_base_model_of_another_size_is_refused(probe):
     with pytest.raises(
         ValueError, match="the base model must be 'tiny' with 48 columns in its embedding, got one with 24"
     ):
-        trunk.config.check_base(3, torch.zeros(VOCAB, 24))
+        probe.config.check_base(3, torch.zeros(VOCAB, 24))
 
 
 def test_tensors_are_checked_by_name(base, tmp_path):
-    write_random_trunk(tmp_path, base)
+    write_random_probe(tmp_path, base)
     stored = load_file(tmp_path / TENSORS_FILE)
     for changed, message in (
         ({name: x for name, x in stored.items() if name != "fc.bias"}, "tensors must be projection.weight, .*, got"),
@@ -297,19 +297,19 @@ def test_tensors_are_checked_by_name(base, tmp_path):
     ):
         save_file(changed, tmp_path / TENSORS_FILE)
         with pytest.raises(ValueError, match=message):
-            Trunk.from_pretrained(tmp_path, *model_sizes(base))
+            LengthProbe.from_pretrained(tmp_path, *model_sizes(base))
     with pytest.raises(ValueError, match="dtype must be float32, bfloat16 or float16, got float64"):
-        Trunk(Trunk.from_pretrained.__self__, stored, torch.zeros(2, 2), dtype=torch.float64)
+        LengthProbe(LengthProbe.from_pretrained.__self__, stored, torch.zeros(2, 2), dtype=torch.float64)
 
 
 def test_another_family_of_models(tmp_path, put_into_cache):
-    """``lenvm_kernels.generate`` with a mixture of experts and its trunk, by its name."""
+    """``lenvm_kernels.generate`` with a mixture of experts and its probe, by its name."""
     sizes = TINY | dict(num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
     model = random_model(Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes), seed=4)
-    write_random_trunk(tmp_path / "trunk", model, (1, 2))
-    put_into_cache("owner/trunk", tmp_path / "trunk")
-    trunk = Trunk.from_pretrained("owner/trunk", *model_sizes(model))
+    write_random_probe(tmp_path / "probe", model, (1, 2))
+    put_into_cache("owner/probe", tmp_path / "probe")
+    probe = LengthProbe.from_pretrained("owner/probe", *model_sizes(model))
     inputs = dict(input_ids=torch.tensor([[5, 6, 7], [8, 9, 10]]), attention_mask=torch.ones(2, 3).long())
     torch.manual_seed(0)
-    found = lenvm_kernels.generate(model, **inputs, value_model=trunk, max_new_tokens=12, target_length=5)
+    found = lenvm_kernels.generate(model, **inputs, value_model=probe, max_new_tokens=12, target_length=5)
     assert found.shape[0] == 2 and found.shape[1] > 3
